@@ -1,0 +1,2 @@
+//! ferry
+fn main() {}

@@ -1,0 +1,284 @@
+//! The verbs of the contract.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use crate::{
+    Attr, Caller, Changes, Copy, Data, DirItem, DirRange, Entry, Errno, FallocateFlags, Features, Handle, Ino, IoRange,
+    Lock, Locked, Name, New, OFlags, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+};
+
+/// Where the bytes of a read go: the export's memory, of which the source sees no slice because a guest may be
+/// changing it.
+pub trait Output {
+    /// Appends bytes; answers how many there was room for.
+    fn put(&mut self, bytes: &[u8]) -> usize;
+}
+
+/// Where the bytes of a write come from.
+pub trait Input {
+    /// Takes the next bytes; answers how many there were, less than asked only at the end.
+    fn take(&mut self, bytes: &mut [u8]) -> usize;
+}
+
+/// Where a directory listing goes.
+pub trait DirOutput {
+    /// Whether an entry of this name still fits. Ask before taking a reference for [`Self::push`].
+    fn fits(&self, name: &[u8]) -> bool;
+    /// Appends an entry that fits; `entry` goes along when the client asked for it ([`DirRange::plus`]).
+    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>);
+}
+
+impl Output for Vec<u8> {
+    fn put(&mut self, bytes: &[u8]) -> usize {
+        self.extend_from_slice(bytes);
+        bytes.len()
+    }
+}
+
+impl Input for &[u8] {
+    fn take(&mut self, bytes: &mut [u8]) -> usize {
+        let count = bytes.len().min(self.len());
+        let (now, later) = self.split_at(count);
+        bytes[..count].copy_from_slice(now);
+        *self = later;
+        count
+    }
+}
+
+/// A file system that can be shared. See the crate's front page for the rules and an example.
+///
+/// Unless a method says otherwise: what is not overridden answers `NOSYS`; an unknown inode is `STALE`,
+/// an unknown handle `BADF`; the other errors are those of the Linux system call of the same name.
+#[allow(unused_variables, reason = "the defaults need none of their arguments")]
+pub trait FileSystem: Send + Sync {
+    /// What this file system has beyond the plain calls.
+    fn features(&self) -> Features {
+        Features::default()
+    }
+
+    /// Where changes of this file system are published.
+    fn changes(&self) -> Option<&Changes> {
+        None
+    }
+
+    /// Finds a name in a directory.
+    fn lookup(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Finds the parent of a directory (the name `..`, which is no [`Name`]); the root is its own.
+    fn lookup_parent(&self, cx: &Caller<'_>, dir: Ino) -> Result<Entry> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Gives back `count` references of an inode.
+    fn forget(&self, ino: Ino, count: u64) {}
+
+    /// The attributes of an inode, through an open handle where the client has one.
+    fn getattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Changes attributes; answers the new ones.
+    fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+        Err(Errno::NOSYS)
+    }
+
+    /// The target of a symbolic link.
+    fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Makes a file that is no directory and no symbolic link.
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Makes a directory.
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Makes a symbolic link; the target is any path, not empty and without NUL.
+    fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Gives an inode one more name.
+    fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Removes a name of a file that is no directory.
+    fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Removes an empty directory.
+    fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Renames `from` to `to`, each a directory and a name (`renameat2`).
+    fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Opens a file. Flags that only make sense when a file is made (`O_CREAT`, `O_EXCL`) never arrive.
+    /// A device node, FIFO or socket is refused: it is the client's kernel that opens those.
+    fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Makes a file, unless it is there and `flags` has no `O_EXCL`, and opens it.
+    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Makes a file without a name and opens it (`O_TMPFILE`); [`Self::link`] can name it later.
+    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Reads from an open file. At the end of the file the answer is shorter than asked.
+    fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Writes to an open file. Answering an extent means that nothing is written yet: the export will, and then
+    /// publishes the [`crate::Change::Data`].
+    fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+        Err(Errno::NOSYS)
+    }
+
+    /// A descriptor of the client's handle was closed by this owner: give up the POSIX locks that it holds on the
+    /// inode, and tell errors of earlier writes.
+    fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Ends a handle, with the flock locks and waiters that came through it.
+    fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {}
+
+    /// Makes data (and, unless `data_only`, attributes) durable. Answering a descriptor means that nothing is
+    /// done yet: the export is to fsync that, without holding up other requests.
+    fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<OwnedFd>>> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Opens a directory for listing.
+    fn opendir(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Lists a directory from an offset on, until `out` is full or there is no more. Names that stay are listed
+    /// once, whatever else comes and goes meanwhile.
+    fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Ends a directory handle.
+    fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {}
+
+    /// Makes the names in a directory durable; see [`Self::fsync`].
+    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<OwnedFd>>> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Makes everything durable. May take long: exports call it where it holds up nothing else.
+    fn syncfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Totals of the file system.
+    fn statfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<Statfs> {
+        Err(Errno::NOSYS)
+    }
+
+    /// The value of an extended attribute. `name` has neither NUL nor zero length.
+    fn getxattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        Err(Errno::NOSYS)
+    }
+
+    /// The names of all extended attributes, each ended by NUL.
+    fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Sets an extended attribute. `clear_sgid` asks to clear sgid when an ACL is set by somebody outside the
+    /// file's group (`FUSE_SETXATTR_ACL_KILL_SGID`).
+    fn setxattr(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        name: &[u8],
+        value: &[u8],
+        flags: XattrFlags,
+        clear_sgid: bool,
+    ) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Removes an extended attribute.
+    fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Checks the caller's permission (`R_OK`, `W_OK`, `X_OK` bits); clients with `default_permissions` never ask.
+    fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// A lock that conflicts with `lock`, or `None`.
+    fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Takes, changes or gives up a lock, and never waits itself. On a conflict: `AGAIN` without a waiter;
+    /// with one, [`Locked::Waiting`], and the waiter is woken when the lock is granted. `DEADLK` where the wait
+    /// would never end. A waiter that is not kept must be [dismissed](Waiter::dismiss).
+    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+        if let Some(waiter) = wait {
+            waiter.dismiss();
+        }
+        Err(Errno::NOSYS)
+    }
+
+    /// An ioctl whose argument is plain data: `input` goes in, the answer (at most `out_bytes_max`) comes back.
+    /// What is not known to be safe is `NOTTY`.
+    fn ioctl(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        command: u32,
+        input: &[u8],
+        out_bytes_max: usize,
+    ) -> Result<Vec<u8>> {
+        Err(Errno::NOTTY)
+    }
+
+    /// Allocates, punches, zeroes, collapses or inserts a range of a file.
+    fn fallocate(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: u64,
+        flags: FallocateFlags,
+    ) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// The offset of the next data or hole.
+    fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Copies within the source; answers how many bytes, possibly less than asked.
+    fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+        Err(Errno::NOSYS)
+    }
+}

@@ -1,0 +1,365 @@
+//! The nouns of the contract.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::{Errno, FileType, OFlags, Result};
+
+/// An inode of a source, by the number that the source gave it. It is not the number that `stat` shows
+/// ([`Attr::ino`]), which need not be unique when a source spans several host file systems.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Ino(pub u64);
+
+impl Ino {
+    /// The root of every source. It always has a reference.
+    pub const ROOT: Self = Self(1);
+}
+
+/// An open file or directory of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Handle(pub u64);
+
+/// One client's connection to one export: a guest from its INIT to its disconnect, a mount, a 9P connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SessionId(u64);
+
+impl SessionId {
+    /// A number that no other session of this process has.
+    pub fn unique() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// On whose behalf a request is made. The numbers are the client kernel's claim.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Caller<'a> {
+    /// The connection that the request came through.
+    pub session: SessionId,
+    /// User id for file-system access.
+    pub uid: u32,
+    /// Group id for file-system access.
+    pub gid: u32,
+    /// Process id as the client sees it; 0 when the client's kernel asks for itself.
+    pub pid: u32,
+    /// Supplementary groups, as far as the protocol carries them (FUSE: the one that matters to a create).
+    pub groups: &'a [u32],
+}
+
+/// A point in time, in seconds and nanoseconds since the epoch. `nsec` is below 10^9.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Timespec {
+    /// Seconds; negative before 1970.
+    pub sec: i64,
+    /// Nanoseconds within the second.
+    pub nsec: u32,
+}
+
+/// The attributes of an inode, as `statx` shows them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Attr {
+    /// The number shown to users.
+    pub ino: u64,
+    /// Size in bytes.
+    pub size: u64,
+    /// Allocated space, in units of 512 bytes.
+    pub blocks: u64,
+    /// Last access.
+    pub atime: Timespec,
+    /// Last change of the data.
+    pub mtime: Timespec,
+    /// Last change of the inode.
+    pub ctime: Timespec,
+    /// Birth, where the source knows it.
+    pub btime: Option<Timespec>,
+    /// File type and permission bits (`st_mode`).
+    pub mode: u32,
+    /// Number of names.
+    pub nlink: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Device number of a device node, in the kernel's 32-bit form (12 bits of major, 20 of minor).
+    pub rdev: u32,
+    /// Preferred size of a transfer, in bytes.
+    pub blksize: u32,
+    /// The inode is the root of another file system: clients that can show it as a mount of its own
+    /// (`FUSE_ATTR_SUBMOUNT`).
+    pub submount: bool,
+}
+
+impl Attr {
+    /// The file type in [`Self::mode`].
+    pub fn kind(&self) -> FileType {
+        FileType::from_raw_mode(self.mode)
+    }
+}
+
+/// An inode that a name led to. It carries one reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The inode.
+    pub ino: Ino,
+    /// Tells apart inodes that had the same number at different times.
+    pub generation: u64,
+    /// The inode's attributes.
+    pub attr: Attr,
+}
+
+/// How a new inode shall look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct New {
+    /// File type and permission bits, before the umask.
+    pub mode: u32,
+    /// The caller's umask; a default ACL of the directory overrides it.
+    pub umask: u32,
+    /// Device number of a device node, in the form of [`Attr::rdev`].
+    pub rdev: u32,
+}
+
+/// A time to set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SetTime {
+    /// The time of the call.
+    Now,
+    /// This time.
+    At(Timespec),
+}
+
+/// The attributes to change; `None` leaves one alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SetAttr {
+    /// Permission bits.
+    pub mode: Option<u32>,
+    /// Owner.
+    pub uid: Option<u32>,
+    /// Group.
+    pub gid: Option<u32>,
+    /// Size, in bytes.
+    pub size: Option<u64>,
+    /// Last access.
+    pub atime: Option<SetTime>,
+    /// Last change of the data.
+    pub mtime: Option<SetTime>,
+    /// Last change of the inode; sources whose host sets it by itself ignore it.
+    pub ctime: Option<Timespec>,
+    /// Clear suid, and sgid of a group-executable file, as a write or chown by an unprivileged user does
+    /// (`FATTR_KILL_SUIDGID`). File capabilities are cleared by every change of size or owner.
+    pub clear_privileges: bool,
+}
+
+/// Which bytes of which open file a read or write is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoRange {
+    /// The inode.
+    pub ino: Ino,
+    /// The open file.
+    pub handle: Handle,
+    /// Offset of the first byte.
+    pub offset: u64,
+    /// Length, in bytes.
+    pub len: u32,
+    /// The flags that the client's file has now (`fcntl` may have changed `O_APPEND`, `O_DIRECT`, ...).
+    pub flags: OFlags,
+    /// For writes: clear suid and sgid as for an unprivileged writer (`FUSE_WRITE_KILL_SUIDGID`).
+    /// An export that serves an [`Extent`] does it by writing without `CAP_FSETID`.
+    pub clear_privileges: bool,
+    /// The lock owner, where the client names one (mandatory locking; unused by Linux today).
+    pub owner: Option<u64>,
+}
+
+/// Where bytes live: the range of the read or write, in this descriptor.
+#[derive(Clone, Debug)]
+pub struct Extent {
+    /// The open descriptor, kept alive by whoever transfers.
+    pub file: Arc<OwnedFd>,
+    /// Offset in the descriptor; `len` of the request follows on.
+    pub offset: u64,
+}
+
+/// A source's answer to a read or write.
+#[derive(Clone, Debug)]
+#[must_use]
+pub enum Data {
+    /// The source moved this many bytes itself. A read shorter than asked means the end of the file.
+    Bytes(usize),
+    /// The export is to move the bytes between its client and this extent.
+    Extent(Extent),
+}
+
+impl Data {
+    /// The count of [`Data::Bytes`].
+    pub fn bytes(&self) -> Option<usize> {
+        match self {
+            Self::Bytes(count) => Some(*count),
+            Self::Extent(_) => None,
+        }
+    }
+}
+
+/// From where on a directory is to be listed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirRange {
+    /// The directory.
+    pub ino: Ino,
+    /// The directory's open handle.
+    pub handle: Handle,
+    /// 0, or the [`DirItem::next`] of the last entry already seen.
+    pub offset: u64,
+    /// The client wants an [`Entry`] (with its reference) for each name but `.` and `..`.
+    pub plus: bool,
+}
+
+/// One line of a directory listing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirItem<'a> {
+    /// The inode number shown to users.
+    pub ino: u64,
+    /// The offset to go on from after this entry.
+    pub next: u64,
+    /// The file type.
+    pub kind: FileType,
+    /// The name; `.` and `..` are listed too where the source has them.
+    pub name: &'a [u8],
+}
+
+/// What kind of lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockKind {
+    /// Shared.
+    Read,
+    /// Exclusive.
+    Write,
+    /// None.
+    Unlock,
+}
+
+/// Who holds a lock: two requests with equal owners never conflict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LockOwner {
+    /// The client; what one client calls an owner says nothing about another's.
+    pub session: SessionId,
+    /// The owner within the client.
+    pub id: u64,
+}
+
+/// A byte-range (POSIX) or whole-file (flock) lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lock {
+    /// The kind of lock wanted, or found.
+    pub kind: LockKind,
+    /// Who asks, or holds.
+    pub owner: LockOwner,
+    /// First byte.
+    pub start: u64,
+    /// Last byte, inclusive; `i64::MAX` stands for the end of the file, wherever that is.
+    pub end: u64,
+    /// Process that asks, or holds (0: not known, as for a process of the host).
+    pub pid: u32,
+    /// A `flock` lock: the range does not matter and the owner is the open handle.
+    pub flock: bool,
+}
+
+/// The outcome of a request for a lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Locked {
+    /// The lock is held, or given up, as asked.
+    Done,
+    /// The source keeps the [`Waiter`] and wakes it later.
+    Waiting,
+}
+
+/// A request for a lock that may wait. The source keeps it and calls [`Waiter::wake`] with the outcome;
+/// a waiter that is dropped (its handle was released, its client is gone) ends with `INTR`.
+pub struct Waiter(Option<Box<dyn FnOnce(Result<()>) + Send>>);
+
+impl Waiter {
+    /// A waiter that passes its outcome to `wake`.
+    pub fn new(wake: impl FnOnce(Result<()>) + Send + 'static) -> Self {
+        Self(Some(Box::new(wake)))
+    }
+
+    /// Ends the wait.
+    pub fn wake(mut self, outcome: Result<()>) {
+        if let Some(wake) = self.0.take() {
+            wake(outcome);
+        }
+    }
+
+    /// Lets go without any outcome: the lock was granted, or refused, at once.
+    pub fn dismiss(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        if let Some(wake) = self.0.take() {
+            wake(Err(Errno::INTR));
+        }
+    }
+}
+
+impl fmt::Debug for Waiter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Waiter")
+    }
+}
+
+/// What `lseek` looks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seek {
+    /// The next data at or after the offset.
+    Data,
+    /// The next hole at or after the offset.
+    Hole,
+}
+
+/// A copy within a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Copy {
+    /// Source inode, open file and offset in bytes.
+    pub from: (Ino, Handle, u64),
+    /// Destination inode, open file and offset in bytes.
+    pub to: (Ino, Handle, u64),
+    /// Length, in bytes.
+    pub len: u64,
+}
+
+/// Totals of a file system, as `statfs` shows them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statfs {
+    /// Total blocks, in units of [`Self::frsize`].
+    pub blocks: u64,
+    /// Free blocks.
+    pub bfree: u64,
+    /// Free blocks for unprivileged users.
+    pub bavail: u64,
+    /// Total inodes.
+    pub files: u64,
+    /// Free inodes.
+    pub ffree: u64,
+    /// Preferred size of a transfer, in bytes.
+    pub bsize: u32,
+    /// Longest name, in bytes.
+    pub namelen: u32,
+    /// Size of a block, in bytes.
+    pub frsize: u32,
+}
+
+/// What a source has beyond the plain calls; exports offer their clients no more than this.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Every request that would change something is refused with `ROFS` (exports refuse it before the source is asked).
+    pub read_only: bool,
+    /// POSIX ACLs in `system.posix_acl_*`; default ACLs work on creation.
+    pub posix_acl: bool,
+    /// [`crate::FileSystem::get_lock`] and [`crate::FileSystem::set_lock`] work for byte ranges.
+    pub posix_locks: bool,
+    /// [`crate::FileSystem::set_lock`] works for flock.
+    pub flock: bool,
+}
