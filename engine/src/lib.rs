@@ -1,1 +1,41 @@
-//! engine
+//! What every worker of every export is made of.
+//!
+//! * [`Transfers`]: reads, writes and fsyncs between descriptors and memory, by io_uring where that pays and by
+//!   one system call where it does not, with the one place where a worker sleeps.
+//! * [`Spin`]: how long to look for work before sleeping, learnt from how long the last sleeps took.
+//! * [`Lane`]: a few threads for the calls that may take long and have no asynchronous form.
+//! * [`Mailbox`]: how those threads, and the control plane, reach a worker.
+//!
+//! A worker's round is: take all requests that wait, queue their transfers, [`Transfers::flush`], answer what
+//! [`Transfers::next_done`] gives, signal once, spin for a while, sleep.
+//!
+//! ```
+//! use ferry_engine::{IoMode, Operation, Transfers};
+//! use ferry_vfs::Backing;
+//! use std::sync::Arc;
+//!
+//! let file = std::fs::File::open("/proc/self/exe")?;
+//! let mut magic = [0u8; 4];
+//! let segment = ferry_engine::Segment { address: magic.as_mut_ptr(), bytes: magic.len() };
+//! let mut transfers = Transfers::new(IoMode::Auto, 64)?;
+//! // SAFETY: `magic` outlives the transfer, which is waited for below.
+//! unsafe { transfers.queue(7, Operation::Read, Arc::new(Backing::new(file.into())), 0, [segment]) };
+//! while !transfers.flush().has_done() {
+//!     transfers.sleep()?;
+//! }
+//! assert_eq!(transfers.next_done().map(|(token, outcome)| (token, outcome.unwrap())), Some((7, 4)));
+//! assert_eq!(&magic, b"\x7fELF");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod lane;
+mod mailbox;
+mod privileges;
+mod ring;
+mod spin;
+mod transfers;
+
+pub use lane::Lane;
+pub use mailbox::Mailbox;
+pub use spin::Spin;
+pub use transfers::{IoMode, Operation, Segment, Transfers, TransfersError};

@@ -1,11 +1,10 @@
 //! The verbs of the contract.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use crate::{
-    Attr, Caller, Changes, Copy, Data, DirItem, DirRange, Entry, Errno, FallocateFlags, Features, Handle, Ino, IoRange,
-    Lock, Locked, Name, New, OFlags, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    Attr, Backing, Caller, Changes, Copy, Data, DirItem, DirRange, Entry, Errno, FallocateFlags, Features, Handle, Ino,
+    IoRange, Lock, Locked, Name, New, OFlags, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 /// Where the bytes of a read go: the export's memory, of which the source sees no slice because a guest may be
@@ -163,7 +162,7 @@ pub trait FileSystem: Send + Sync {
 
     /// Makes data (and, unless `data_only`, attributes) durable. Answering a descriptor means that nothing is
     /// done yet: the export is to fsync that, without holding up other requests.
-    fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<OwnedFd>>> {
+    fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
         Err(Errno::NOSYS)
     }
 
@@ -182,7 +181,7 @@ pub trait FileSystem: Send + Sync {
     fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {}
 
     /// Makes the names in a directory durable; see [`Self::fsync`].
-    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<OwnedFd>>> {
+    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
         Err(Errno::NOSYS)
     }
 

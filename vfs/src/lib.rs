@@ -134,8 +134,8 @@ pub use rustix::fs::{FallocateFlags, FileType, OFlags, RenameFlags, XattrFlags};
 /// A typed error number, as Linux names them.
 pub use rustix::io::Errno;
 pub use types::{
-    Attr, Caller, Copy, Data, DirItem, DirRange, Entry, Extent, Features, Handle, Ino, IoRange, Lock, LockKind,
-    LockOwner, Locked, New, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
+    Attr, Backing, Caller, Copy, Data, DirItem, DirRange, Entry, Extent, Features, Handle, Ino, IoRange, Lock,
+    LockKind, LockOwner, Locked, New, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
 };
 
 /// What every method of the contract answers.

@@ -1,0 +1,218 @@
+//! The io_uring instance of one worker.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+use io_uring::squeue::Entry;
+use io_uring::{IoUring, opcode, types};
+
+use crate::privileges::WithoutFsetid;
+use crate::transfers::{Operation, Segment};
+
+/// Submission entries; more transfers than these are submitted in several goes.
+const SUBMISSION_ENTRIES: u32 = 256;
+
+/// The most segments that one system call takes (`UIO_MAXIOV`).
+pub(crate) const SEGMENTS_MAX: usize = 1024;
+
+/// Marks completions of watched descriptors; the low bits say which one.
+const WATCH: u64 = 1 << 63;
+/// Marks completions of cancellations, which nobody waits for.
+const IGNORED: u64 = 1 << 62;
+
+/// One io_uring, with polls of descriptors that end a sleep.
+pub(crate) struct Ring {
+    uring: IoUring,
+    /// Credentials without `CAP_FSETID`, for writes that must clear suid and sgid.
+    unprivileged: Option<u16>,
+    watches: Vec<Watch>,
+    watches_made: u32,
+    unsubmitted: usize,
+}
+
+struct Watch {
+    fd: OwnedFd,
+    id: u64,
+    armed: bool,
+}
+
+/// What a completion is about.
+pub(crate) enum Completion {
+    /// The transfer in this slot ended, with a count or an error.
+    Transfer(usize, io::Result<usize>),
+    /// A watched descriptor stirred.
+    Stir,
+}
+
+impl Ring {
+    /// Makes a ring for the calling thread, which must be the only one to use it.
+    pub(crate) fn new(transfers_max: u32) -> io::Result<Self> {
+        // Twice the transfers: a cancelled watch and its successor may complete together with all of them.
+        let completions = transfers_max.max(SUBMISSION_ENTRIES).saturating_mul(2);
+        let modern = IoUring::builder()
+            .setup_cqsize(completions)
+            .setup_clamp()
+            .setup_submit_all()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_taskrun_flag()
+            .build(SUBMISSION_ENTRIES);
+        // Linux before 6.1 does not know deferred task work.
+        let uring = match modern {
+            Ok(uring) => uring,
+            Err(_) => IoUring::builder().setup_cqsize(completions).setup_clamp().build(SUBMISSION_ENTRIES)?,
+        };
+        let unprivileged = {
+            let _without = WithoutFsetid::enter()?;
+            uring.submitter().register_personality().ok()
+        };
+        Ok(Self { uring, unprivileged, watches: Vec::new(), watches_made: 0, unsubmitted: 0 })
+    }
+
+    /// Queues one operation. `segments` must stay where it is until [`Self::submit`] has returned.
+    ///
+    /// # Safety
+    /// The memory of `segments` must be valid, and only reached by volatile access from elsewhere, until the
+    /// completion with this `slot` was seen; `fd` must be open until then.
+    pub(crate) unsafe fn issue(
+        &mut self,
+        slot: usize,
+        operation: Operation,
+        fd: RawFd,
+        offset: u64,
+        segments: &[Segment],
+    ) -> io::Result<()> {
+        let fd = types::Fd(fd);
+        let count = u32::try_from(segments.len().min(SEGMENTS_MAX)).unwrap_or(0);
+        let single = |segment: &Segment| u32::try_from(segment.bytes).ok().map(|bytes| (segment.address, bytes));
+        let entry = match (operation, segments.first().filter(|_| count == 1).and_then(single)) {
+            (Operation::Read, Some((address, bytes))) => opcode::Read::new(fd, address, bytes).offset(offset).build(),
+            (Operation::Read, None) => opcode::Readv::new(fd, segments.as_ptr().cast(), count).offset(offset).build(),
+            (Operation::Write { .. }, Some((address, bytes))) => {
+                opcode::Write::new(fd, address, bytes).offset(offset).build()
+            }
+            (Operation::Write { .. }, None) => {
+                opcode::Writev::new(fd, segments.as_ptr().cast(), count).offset(offset).build()
+            }
+            (Operation::Fsync { data_only }, _) => {
+                let flags = if data_only { types::FsyncFlags::DATASYNC } else { types::FsyncFlags::empty() };
+                opcode::Fsync::new(fd).flags(flags).build()
+            }
+        };
+        let entry = match (operation, self.unprivileged) {
+            (Operation::Write { clear_privileges: true, .. }, Some(personality)) => entry.personality(personality),
+            (Operation::Write { clear_privileges: true, .. }, None) => {
+                return Err(io::Error::other("no credentials registered that clear suid"));
+            }
+            _ => entry,
+        };
+        // SAFETY: the caller keeps memory and descriptor; the segments are copied by the kernel at submission.
+        unsafe { self.push(&entry.user_data(slot as u64)) }
+    }
+
+    /// # Safety
+    /// As for [`io_uring::squeue::SubmissionQueue::push`]: whatever `entry` points to stays valid until it is done.
+    unsafe fn push(&mut self, entry: &Entry) -> io::Result<()> {
+        // SAFETY: passed on to the caller.
+        while unsafe { self.uring.submission().push(entry) }.is_err() {
+            self.submit()?;
+        }
+        self.unsubmitted += 1;
+        Ok(())
+    }
+
+    /// Hands all queued operations to the kernel, which carries out at once what it can without waiting.
+    pub(crate) fn submit(&mut self) -> io::Result<()> {
+        // Task work that waits (completions of earlier operations) needs the call too.
+        if self.unsubmitted == 0 && !self.uring.submission().taskrun() {
+            return Ok(());
+        }
+        loop {
+            match self.uring.submit() {
+                Ok(count) => self.unsubmitted = self.unsubmitted.saturating_sub(count),
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                Err(error) => return Err(error),
+            }
+            if self.uring.submission().is_empty() {
+                self.unsubmitted = 0;
+                return Ok(());
+            }
+        }
+    }
+
+    /// Sleeps until there is at least one completion.
+    pub(crate) fn wait(&mut self) -> io::Result<()> {
+        self.arm()?;
+        match self.uring.submit_and_wait(1) {
+            Ok(_) => {
+                self.unsubmitted = self.uring.submission().len();
+                Ok(())
+            }
+            Err(error) if error.raw_os_error() == Some(libc::EINTR) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether completions wait, or task work that would make some.
+    pub(crate) fn is_stirred(&mut self) -> bool {
+        !self.uring.completion().is_empty() || self.uring.submission().taskrun()
+    }
+
+    /// The next completion.
+    pub(crate) fn next(&mut self) -> Option<Completion> {
+        loop {
+            let entry = self.uring.completion().next()?;
+            let data = entry.user_data();
+            if data & WATCH != 0 {
+                if !io_uring::cqueue::more(entry.flags())
+                    && let Some(watch) = self.watches.iter_mut().find(|watch| watch.id == data)
+                {
+                    watch.armed = false;
+                }
+                return Some(Completion::Stir);
+            }
+            if data & IGNORED == 0 {
+                let count = entry.result();
+                let outcome = usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(-count));
+                return Some(Completion::Transfer(usize::try_from(data).unwrap_or(usize::MAX), outcome));
+            }
+        }
+    }
+
+    /// From now on, a write to this descriptor (an eventfd) ends a sleep.
+    pub(crate) fn watch(&mut self, fd: OwnedFd) -> u64 {
+        self.watches_made += 1;
+        let id = WATCH | u64::from(self.watches_made);
+        self.watches.push(Watch { fd, id, armed: false });
+        id
+    }
+
+    /// Ends a watch.
+    pub(crate) fn unwatch(&mut self, id: u64) -> io::Result<()> {
+        let Some(index) = self.watches.iter().position(|watch| watch.id == id) else { return Ok(()) };
+        let watch = self.watches.swap_remove(index);
+        if watch.armed {
+            // SAFETY: the entry points to nothing.
+            unsafe { self.push(&opcode::PollRemove::new(id).build().user_data(IGNORED)) }?;
+            self.submit()?;
+        }
+        Ok(())
+    }
+
+    fn arm(&mut self) -> io::Result<()> {
+        for index in 0..self.watches.len() {
+            let watch = &mut self.watches[index];
+            if watch.armed {
+                continue;
+            }
+            // A multishot poll tells of every write once, so the eventfd's counter need never be read.
+            let events = u32::from(libc::POLLIN.unsigned_abs());
+            let poll = opcode::PollAdd::new(types::Fd(watch.fd.as_raw_fd()), events).multi(true);
+            watch.armed = true;
+            let entry = poll.build().user_data(watch.id);
+            // SAFETY: the entry points to nothing; the kernel holds the file itself once it is submitted.
+            unsafe { self.push(&entry) }?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,466 @@
+//! Moving bytes between descriptors and memory.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+use ferry_vfs::Backing;
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::privileges::WithoutFsetid;
+use crate::ring::{Completion, Ring, SEGMENTS_MAX};
+
+/// From how many reads on a ring's one call for all is cheaper than a call for each.
+const RING_BATCH_MIN: usize = 3;
+
+/// What [`Backing::learn`] remembers of a file: reads can be tried without waiting.
+const READ_TRIES: u8 = 1;
+/// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
+const READ_CANNOT_TRY: u8 = 2;
+/// Writes cannot be tried (buffered ext4): likewise.
+const WRITE_CANNOT_TRY: u8 = 4;
+
+/// How transfers are made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IoMode {
+    /// io_uring if the kernel lets us, else plain system calls.
+    #[default]
+    Auto,
+    /// io_uring, or an error.
+    Uring,
+    /// Plain system calls, each holding up the worker until it is done.
+    Sync,
+}
+
+/// What a transfer does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// From the descriptor into memory, all of it unless the file ends.
+    Read,
+    /// From memory into the descriptor.
+    Write {
+        /// Without `CAP_FSETID`, so that the kernel clears suid and sgid.
+        clear_privileges: bool,
+        /// The write will wait for a disk (`O_SYNC`, `O_DIRECT`): never hold up the worker for it.
+        waits: bool,
+    },
+    /// Makes the file durable. Moves nothing.
+    Fsync {
+        /// `fdatasync`.
+        data_only: bool,
+    },
+}
+
+/// A piece of memory, laid out as `struct iovec`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Segment {
+    /// First byte.
+    pub address: *mut u8,
+    /// Length in bytes.
+    pub bytes: usize,
+}
+
+const _: () = assert!(size_of::<Segment>() == size_of::<libc::iovec>());
+
+/// A failure of the machinery, not of a transfer.
+#[derive(Debug, thiserror::Error)]
+pub enum TransfersError {
+    /// No ring.
+    #[error(
+        "io_uring is not available ({0}); allow it (sysctl kernel.io_uring_disabled=0, seccomp, memlock limit) \
+         or choose plain system calls (--io sync)"
+    )]
+    Setup(io::Error),
+    /// The ring failed later on.
+    #[error("waiting for transfers failed: {0}")]
+    Wait(io::Error),
+}
+
+struct Pending {
+    token: u64,
+    operation: Operation,
+    file: Option<Arc<Backing>>,
+    offset: u64,
+    segments: Vec<Segment>,
+    /// Segments wholly done.
+    first: usize,
+    done: usize,
+    wanted: usize,
+}
+
+/// The transfers of one worker, made and used on one thread.
+pub struct Transfers {
+    ring: Option<Ring>,
+    pending: Vec<Pending>,
+    free: Vec<usize>,
+    queued: Vec<usize>,
+    in_flight: usize,
+    done: VecDeque<(u64, io::Result<usize>)>,
+    watched: Vec<(u64, OwnedFd)>,
+}
+
+impl std::fmt::Debug for Transfers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Transfers").field("uring", &self.ring.is_some()).field("in_flight", &self.in_flight).finish()
+    }
+}
+
+impl Transfers {
+    /// Prepares for up to about `transfers_max` transfers at once, on the calling thread.
+    ///
+    /// # Errors
+    /// [`TransfersError::Setup`] if `mode` insists on io_uring and there is none.
+    pub fn new(mode: IoMode, transfers_max: u32) -> Result<Self, TransfersError> {
+        let ring = match (mode, mode != IoMode::Sync) {
+            (_, false) => None,
+            (mode, true) => match Ring::new(transfers_max) {
+                Ok(ring) => Some(ring),
+                Err(error) if mode == IoMode::Uring => return Err(TransfersError::Setup(error)),
+                Err(error) => {
+                    tracing::warn!("io_uring is not available ({error}): each transfer is a system call of its own");
+                    None
+                }
+            },
+        };
+        Ok(Self {
+            ring,
+            pending: Vec::new(),
+            free: Vec::new(),
+            queued: Vec::new(),
+            in_flight: 0,
+            done: VecDeque::new(),
+            watched: Vec::new(),
+        })
+    }
+
+    /// Whether io_uring is used.
+    pub fn has_ring(&self) -> bool {
+        self.ring.is_some()
+    }
+
+    /// Transfers that were queued and are not answered yet.
+    pub fn unfinished(&self) -> usize {
+        self.queued.len() + self.in_flight + self.done.len()
+    }
+
+    /// Queues a transfer between `file`, from `offset` on, and the memory of `segments`. Its end is told by
+    /// [`Self::next_done`] with the same `token`.
+    ///
+    /// # Safety
+    /// The memory must be valid for the transfer, and every other access to it volatile, until the token was told.
+    pub unsafe fn queue(
+        &mut self,
+        token: u64,
+        operation: Operation,
+        file: Arc<Backing>,
+        offset: u64,
+        segments: impl IntoIterator<Item = Segment>,
+    ) {
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.pending.push(Pending {
+                token,
+                operation,
+                file: None,
+                offset,
+                segments: Vec::new(),
+                first: 0,
+                done: 0,
+                wanted: 0,
+            });
+            self.pending.len() - 1
+        });
+        let pending = &mut self.pending[slot];
+        pending.segments.clear();
+        pending.segments.extend(segments);
+        pending.token = token;
+        pending.operation = operation;
+        pending.file = Some(file);
+        pending.offset = offset;
+        pending.first = 0;
+        pending.done = 0;
+        pending.wanted = pending.segments.iter().map(|segment| segment.bytes).sum();
+        self.queued.push(slot);
+    }
+
+    /// Starts everything queued, and ends what needs no waiting. Look for the outcomes with [`Self::next_done`].
+    pub fn flush(&mut self) -> &Self {
+        let queued = std::mem::take(&mut self.queued);
+        let reads = queued.len();
+        let mut without_fsetid = None;
+        for &slot in &queued {
+            let privileged = !matches!(self.pending[slot].operation, Operation::Write { clear_privileges: true, .. });
+            if privileged {
+                without_fsetid = None;
+            } else if without_fsetid.is_none() {
+                match WithoutFsetid::enter() {
+                    Ok(without) => without_fsetid = Some(without),
+                    Err(error) => {
+                        self.finish(slot, Err(error.into()));
+                        continue;
+                    }
+                }
+            }
+            match self.pending[slot].try_now(self.ring.is_some(), reads) {
+                Some(outcome) => self.finish(slot, outcome),
+                None => self.issue(slot),
+            }
+        }
+        drop(without_fsetid);
+        self.queued = queued;
+        self.queued.clear();
+        self.reap();
+        self
+    }
+
+    /// The next transfer that ended, with the number of bytes moved.
+    pub fn next_done(&mut self) -> Option<(u64, io::Result<usize>)> {
+        self.done.pop_front()
+    }
+
+    /// Whether [`Self::next_done`] has something.
+    pub fn has_done(&self) -> bool {
+        !self.done.is_empty()
+    }
+
+    /// Whether a flush would find something new; cheap enough to ask in a loop.
+    pub fn is_stirred(&mut self) -> bool {
+        !self.done.is_empty() || self.in_flight > 0 && self.ring.as_mut().is_some_and(Ring::is_stirred)
+    }
+
+    /// Lets a write to the eventfd end a [`Self::sleep`], until [`Self::unwatch`] with the number it answers.
+    ///
+    /// # Errors
+    /// Out of descriptors.
+    pub fn watch(&mut self, fd: impl AsFd) -> io::Result<u64> {
+        let fd = fd.as_fd().try_clone_to_owned()?;
+        Ok(match &mut self.ring {
+            Some(ring) => ring.watch(fd),
+            None => {
+                let id = self.watched.last().map_or(1, |(id, _)| id + 1);
+                self.watched.push((id, fd));
+                id
+            }
+        })
+    }
+
+    /// Ends a watch.
+    ///
+    /// # Errors
+    /// Those of the ring.
+    pub fn unwatch(&mut self, id: u64) -> io::Result<()> {
+        match &mut self.ring {
+            Some(ring) => ring.unwatch(id),
+            None => {
+                self.watched.retain(|(watched, _)| *watched != id);
+                Ok(())
+            }
+        }
+    }
+
+    /// Sleeps until a transfer ends or a watched descriptor stirs. May also return for nothing.
+    ///
+    /// # Errors
+    /// [`TransfersError::Wait`]: the ring is broken.
+    pub fn sleep(&mut self) -> Result<(), TransfersError> {
+        if self.has_done() {
+            return Ok(());
+        }
+        match &mut self.ring {
+            Some(ring) => ring.wait().map_err(TransfersError::Wait)?,
+            None => sleep_in_poll(&self.watched).map_err(TransfersError::Wait)?,
+        }
+        self.reap();
+        Ok(())
+    }
+
+    fn issue(&mut self, slot: usize) {
+        let Some(ring) = &mut self.ring else { return };
+        let pending = &self.pending[slot];
+        let fd = pending.fd();
+        let offset = pending.offset + pending.done as u64;
+        // SAFETY: the caller of `queue` keeps the memory, `pending.file` the descriptor, until the slot is finished;
+        // the segments do not move before the submission, for `queue` cannot be called in between.
+        let issued = unsafe { ring.issue(slot, pending.operation, fd, offset, &pending.segments[pending.first..]) };
+        self.in_flight += 1;
+        if let Err(error) = issued {
+            self.in_flight -= 1;
+            self.finish(slot, Err(error));
+        }
+    }
+
+    /// Submits what was issued and takes what is complete.
+    fn reap(&mut self) {
+        loop {
+            let Some(ring) = &mut self.ring else { return };
+            if let Err(error) = ring.submit() {
+                // Completions have to be taken before more can be submitted (EBUSY), or memory is short: the
+                // entries stay queued for the next time.
+                tracing::debug!("io_uring took nothing: {error}");
+            }
+            let mut again = false;
+            while let Some(completion) = self.ring.as_mut().and_then(Ring::next) {
+                let Completion::Transfer(slot, outcome) = completion else { continue };
+                self.in_flight -= 1;
+                match self.pending[slot].advance(outcome) {
+                    Some(outcome) => self.finish(slot, outcome),
+                    None => {
+                        again = true;
+                        self.issue(slot);
+                    }
+                }
+            }
+            if !again {
+                return;
+            }
+        }
+    }
+
+    fn finish(&mut self, slot: usize, outcome: io::Result<usize>) {
+        let pending = &mut self.pending[slot];
+        pending.file = None;
+        self.done.push_back((pending.token, outcome));
+        self.free.push(slot);
+    }
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        // The kernel may still write into memory that the caller is about to unmap.
+        self.flush();
+        while self.in_flight > 0 {
+            self.done.clear();
+            if let Err(error) = self.sleep() {
+                tracing::error!("{error}; {} transfers are left behind", self.in_flight);
+                return;
+            }
+        }
+    }
+}
+
+fn sleep_in_poll(watched: &[(u64, OwnedFd)]) -> io::Result<()> {
+    let mut fds: Vec<PollFd<'_>> = watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
+    match poll(&mut fds, None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    for (fd, (_, watched)) in fds.iter().zip(watched) {
+        if fd.revents().contains(PollFlags::IN) {
+            let _ = rustix::io::read(watched, &mut [0u8; 8]);
+        }
+    }
+    Ok(())
+}
+
+impl Pending {
+    fn fd(&self) -> RawFd {
+        self.file.as_ref().map_or(-1, |file| file.as_fd().as_raw_fd())
+    }
+
+    /// Ends the transfer here and now if that needs no waiting, or if waiting is the best that can be done.
+    fn try_now(&mut self, has_ring: bool, batch: usize) -> Option<io::Result<usize>> {
+        let learnt = self.file.as_ref().map_or(0, |file| file.learnt());
+        match self.operation {
+            _ if !has_ring => return Some(self.wait_for_it()),
+            Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return None,
+            Operation::Read if learnt & READ_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
+            Operation::Read if learnt & READ_TRIES != 0 && batch >= RING_BATCH_MIN => return None,
+            Operation::Write { .. } if learnt & WRITE_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
+            _ => {}
+        }
+        let is_read = self.operation == Operation::Read;
+        loop {
+            let outcome = self.call(libc::RWF_NOWAIT);
+            match &outcome {
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EAGAIN) => {
+                        if let (true, Some(file)) = (is_read, &self.file) {
+                            file.learn(READ_TRIES);
+                        }
+                        return None;
+                    }
+                    Some(libc::EOPNOTSUPP) => {
+                        if let Some(file) = &self.file {
+                            file.learn(if is_read { READ_CANNOT_TRY } else { WRITE_CANNOT_TRY });
+                        }
+                        return Some(self.wait_for_it());
+                    }
+                    _ => {}
+                },
+                Ok(_) if is_read && learnt & READ_TRIES == 0 => {
+                    if let Some(file) = &self.file {
+                        file.learn(READ_TRIES);
+                    }
+                }
+                Ok(_) => {}
+            }
+            if let Some(outcome) = self.advance(outcome) {
+                return Some(outcome);
+            }
+        }
+    }
+
+    fn wait_for_it(&mut self) -> io::Result<usize> {
+        loop {
+            let outcome = self.call(0);
+            if let Some(outcome) = self.advance(outcome) {
+                return outcome;
+            }
+        }
+    }
+
+    /// Takes in one result. Answers the transfer's outcome, or `None` if there is more to do.
+    fn advance(&mut self, outcome: io::Result<usize>) -> Option<io::Result<usize>> {
+        let count = match outcome {
+            Ok(count) => count,
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => return None,
+                // What was moved before the error is told; the client meets the error where it asks for the rest.
+                _ if self.done > 0 && self.operation != Operation::Read => return Some(Ok(self.done)),
+                _ => return Some(Err(error)),
+            },
+        };
+        self.done += count;
+        // A short read may be the end of the file or a failure in the middle: only the next one tells.
+        // A short write is told as it is.
+        if self.operation != Operation::Read || count == 0 || self.done >= self.wanted {
+            return Some(Ok(self.done));
+        }
+        let mut count = count;
+        while let Some(segment) = self.segments.get_mut(self.first) {
+            if count < segment.bytes {
+                segment.address = segment.address.wrapping_add(count);
+                segment.bytes -= count;
+                break;
+            }
+            count -= segment.bytes;
+            self.first += 1;
+        }
+        None
+    }
+
+    fn call(&self, flags: libc::c_int) -> io::Result<usize> {
+        let segments = &self.segments[self.first..];
+        let count = libc::c_int::try_from(segments.len().min(SEGMENTS_MAX)).unwrap_or(0);
+        let iov = segments.as_ptr().cast();
+        let Ok(offset) = libc::off_t::try_from(self.offset + self.done as u64) else {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        };
+        let moved = match self.operation {
+            // SAFETY: the descriptor is open (`self.file`), the memory valid by the contract of `queue`, and
+            // `Segment` is laid out as `iovec`.
+            Operation::Read => unsafe { libc::preadv2(self.fd(), iov, count, offset, flags) },
+            // SAFETY: as above.
+            Operation::Write { .. } => unsafe { libc::pwritev2(self.fd(), iov, count, offset, flags) },
+            // SAFETY: no memory is involved.
+            Operation::Fsync { data_only: false } => unsafe { libc::fsync(self.fd()) as isize },
+            // SAFETY: no memory is involved.
+            Operation::Fsync { data_only: true } => unsafe { libc::fdatasync(self.fd()) as isize },
+        };
+        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+#[cfg(test)]
+mod tests;

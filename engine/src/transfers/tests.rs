@@ -1,0 +1,168 @@
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use ferry_vfs::OFlags;
+
+use super::*;
+
+fn segments(bytes: &mut [u8], pieces: usize) -> Vec<Segment> {
+    let piece = bytes.len().div_ceil(pieces).max(1);
+    bytes.chunks_mut(piece).map(|chunk| Segment { address: chunk.as_mut_ptr(), bytes: chunk.len() }).collect()
+}
+
+fn backing(file: File) -> Arc<Backing> {
+    Arc::new(Backing::new(file.into()))
+}
+
+fn open(path: &Path, flags: OFlags) -> Arc<Backing> {
+    let fd = rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::from_raw_mode(0o644)).unwrap();
+    Arc::new(Backing::new(fd))
+}
+
+fn run(transfers: &mut Transfers) -> Vec<(u64, io::Result<usize>)> {
+    let mut outcomes = Vec::new();
+    while transfers.unfinished() > 0 {
+        if !transfers.flush().has_done() {
+            transfers.sleep().unwrap();
+        }
+        while let Some(outcome) = transfers.next_done() {
+            outcomes.push(outcome);
+        }
+    }
+    outcomes.sort_by_key(|(token, _)| *token);
+    outcomes
+}
+
+const WRITE: Operation = Operation::Write { clear_privileges: false, waits: false };
+
+/// Every way to transfer, on file systems that can and cannot try without waiting.
+fn everywhere(test: impl Fn(&mut Transfers, &Path)) {
+    for mode in [IoMode::Uring, IoMode::Sync] {
+        for parent in [Path::new("/dev/shm"), &std::env::temp_dir()] {
+            let dir = tempfile::tempdir_in(parent).unwrap();
+            test(&mut Transfers::new(mode, 64).unwrap(), dir.path());
+        }
+    }
+}
+
+#[test]
+fn moves_the_bytes_that_were_asked_for() {
+    everywhere(|transfers, dir| {
+        let path = dir.join("file");
+        let pattern: Vec<u8> = (0..1u32 << 20).map(|n| (n % 251) as u8).collect();
+        let mut source = pattern.clone();
+        let file = open(&path, OFlags::CREATE | OFlags::RDWR);
+        for (index, piece) in source.chunks_mut(64 << 10).enumerate() {
+            let offset = (index * (64 << 10)) as u64;
+            // SAFETY: `source` outlives the run.
+            unsafe { transfers.queue(index as u64, WRITE, Arc::clone(&file), offset, segments(piece, 3)) };
+        }
+        assert!(run(transfers).iter().all(|(_, outcome)| matches!(outcome, Ok(0x10000))));
+        assert!(std::fs::read(&path).unwrap() == pattern);
+        for batch in [1usize, 2, 16] {
+            let mut target = vec![0u8; pattern.len() + 4096];
+            let piece_bytes = target.len().div_ceil(batch);
+            for (index, piece) in target.chunks_mut(piece_bytes).enumerate() {
+                let offset = (index * piece_bytes) as u64;
+                // SAFETY: `target` outlives the run.
+                unsafe {
+                    transfers.queue(index as u64, Operation::Read, Arc::clone(&file), offset, segments(piece, 5))
+                };
+            }
+            let total: usize = run(transfers).into_iter().map(|(_, outcome)| outcome.unwrap()).sum();
+            assert_eq!(total, pattern.len(), "the read past the end is short, {batch} at once");
+            assert!(target[..pattern.len()] == pattern);
+        }
+        // SAFETY: no memory is involved.
+        unsafe { transfers.queue(1, Operation::Fsync { data_only: false }, file, 0, []) };
+        assert!(matches!(run(transfers)[..], [(1, Ok(0))]));
+    });
+}
+
+#[test]
+fn tells_errors_and_short_writes() {
+    everywhere(|transfers, dir| {
+        let mut bytes = vec![7u8; 8192];
+        let read_only = open(Path::new("/proc/self/exe"), OFlags::RDONLY);
+        // SAFETY: `bytes` outlives the run.
+        unsafe { transfers.queue(1, WRITE, read_only, 0, segments(&mut bytes, 1)) };
+        let directory = open(dir, OFlags::RDONLY);
+        // SAFETY: as above.
+        unsafe { transfers.queue(2, Operation::Read, directory, 0, segments(&mut bytes, 1)) };
+        let codes: Vec<_> =
+            run(transfers).into_iter().map(|(_, outcome)| outcome.unwrap_err().raw_os_error().unwrap()).collect();
+        assert_eq!(codes, [libc::EBADF, libc::EISDIR]);
+    });
+}
+
+#[test]
+fn a_write_clears_suid_when_asked() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not root: the kernel clears suid whatever we ask");
+        return;
+    }
+    everywhere(|transfers, dir| {
+        for (clear_privileges, waits) in [(false, false), (true, false), (true, true), (false, true)] {
+            let path = dir.join("suid");
+            std::fs::write(&path, b"x").unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o6777)).unwrap();
+            let file = backing(File::options().write(true).open(&path).unwrap());
+            let mut bytes = *b"new";
+            let operation = Operation::Write { clear_privileges, waits };
+            // SAFETY: `bytes` outlives the run.
+            unsafe { transfers.queue(1, operation, file, 0, segments(&mut bytes, 1)) };
+            assert!(matches!(run(transfers)[..], [(1, Ok(3))]));
+            let mode = std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
+            assert_eq!(mode, if clear_privileges { 0o777 } else { 0o6777 });
+        }
+    });
+}
+
+#[test]
+fn a_sleep_ends_with_a_stir_and_survives_a_replaced_watch() {
+    everywhere(|transfers, _| {
+        let event = || rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+        let (old, new) = (event(), event());
+        let watch = transfers.watch(&old).unwrap();
+        for _ in 0..3 {
+            rustix::io::write(&old, &1u64.to_ne_bytes()).unwrap();
+            transfers.sleep().unwrap();
+        }
+        transfers.unwatch(watch).unwrap();
+        transfers.watch(&new).unwrap();
+        let waker = std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(30));
+            rustix::io::write(&new, &1u64.to_ne_bytes()).unwrap();
+            new
+        });
+        let start = std::time::Instant::now();
+        while start.elapsed() < std::time::Duration::from_millis(25) {
+            transfers.sleep().unwrap();
+        }
+        waker.join().unwrap();
+    });
+}
+
+#[test]
+fn drop_waits_for_what_is_under_way() {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let mut bytes = [0u8; RING_BATCH_MIN];
+    let mut transfers = Transfers::new(IoMode::Uring, 8).unwrap();
+    let file = Arc::new(Backing::new(OwnedFd::from(reader)));
+    file.learn(READ_TRIES);
+    let late = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        writer.write_all(b"abc").unwrap();
+    });
+    for (token, segment) in segments(&mut bytes, RING_BATCH_MIN).into_iter().enumerate() {
+        // A read at the current position (-1) of a pipe waits for the writer.
+        // SAFETY: `bytes` outlives `transfers`, which waits when dropped.
+        unsafe { transfers.queue(token as u64, Operation::Read, Arc::clone(&file), u64::MAX, [segment]) };
+    }
+    drop(transfers);
+    bytes.sort_unstable();
+    assert_eq!(&bytes, b"abc");
+    late.join().unwrap();
+}
