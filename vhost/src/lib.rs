@@ -1,1 +1,61 @@
-//! vhost
+//! What Ferry's vhost-user devices have in common.
+//!
+//! A device implements [`Device`] (what it offers) and [`QueueHandler`] (what it does with a descriptor chain);
+//! [`Server`] does the rest: it listens on a socket, speaks the vhost-user protocol with one front end at a time,
+//! maps the guest's memory, and runs one worker per virtqueue, which takes everything that waits, serves it, and
+//! signals once per batch.
+//!
+//! Sources: "Virtual I/O Device (VIRTIO) Version 1.3", section 2.7 (split virtqueues); the vhost-user protocol
+//! document of QEMU.
+//!
+//! # What is trusted
+//!
+//! The guest is not: every descriptor is copied once and checked, a chain that makes no sense is dropped, a ring
+//! that makes no sense stops until it is set up again. The front end (the VMM) is trusted with the memory that it
+//! hands over, but not to send well-formed messages.
+
+mod chain;
+mod complaints;
+mod connection;
+mod memory;
+mod ring;
+mod server;
+mod slots;
+mod worker;
+
+pub use chain::Chain;
+pub use complaints::Complaints;
+pub use server::{Server, ServerError, bind};
+pub use worker::{Answer, Port, QueueHandler, WorkerOptions};
+
+/// The most descriptors in a chain, and entries in a ring, that Ferry takes: what virtio-fs and virtio-blk in
+/// Linux need for requests of 1 MiB in pages of 4 KiB.
+pub const QUEUE_SIZE_MAX: u16 = 1024;
+
+/// A device, as the front end sees it.
+pub trait Device: Send + Sync + 'static {
+    /// Serves one queue of one connection.
+    type Handler: QueueHandler;
+    /// What the queues of one connection share.
+    type Session: Send + Sync + 'static;
+
+    /// How many virtqueues there are.
+    fn queue_count(&self) -> usize;
+    /// Device-specific virtio feature bits; the transport's are added.
+    fn features(&self) -> u64 {
+        0
+    }
+    /// The device's configuration space; `None` leaves it to the front end.
+    fn config(&self) -> Option<Vec<u8>>;
+    /// How queue `index` is to be served.
+    fn worker_options(&self, index: usize) -> WorkerOptions;
+    /// Begins a connection.
+    fn session(&self) -> Self::Session;
+    /// Makes the handler of queue `index`, on the thread that will use it.
+    fn handler(
+        &self,
+        session: &std::sync::Arc<Self::Session>,
+        index: usize,
+        port: std::sync::Arc<Port<<Self::Handler as QueueHandler>::Message>>,
+    ) -> Self::Handler;
+}

@@ -1,0 +1,99 @@
+//! A descriptor chain, translated to memory here.
+
+use ferry_engine::Segment;
+use vm_memory::VolatileSlice;
+
+/// The buffers of one request: first what the device may read, then what it may write. The guest may change the
+/// bytes at any time, so they are only ever copied in or out, or handed to the kernel.
+#[derive(Debug, Default)]
+pub struct Chain {
+    pub(crate) head: u16,
+    pub(crate) readable: Vec<Segment>,
+    pub(crate) writable: Vec<Segment>,
+}
+
+impl Chain {
+    /// How many bytes the driver sent.
+    pub fn readable_bytes(&self) -> usize {
+        total(&self.readable)
+    }
+
+    /// How many bytes the driver has room for.
+    pub fn writable_bytes(&self) -> usize {
+        total(&self.writable)
+    }
+
+    /// Copies bytes that the driver sent, from `offset` on. Answers how many there were.
+    pub fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+        let mut done = 0;
+        for segment in pieces(&self.readable, offset, bytes.len()) {
+            // SAFETY: segments lie in guest memory that the worker keeps mapped for as long as it has the chain.
+            let slice = unsafe { VolatileSlice::new(segment.address, segment.bytes) };
+            done += slice.copy_to(&mut bytes[done..done + segment.bytes]);
+        }
+        done
+    }
+
+    /// Copies bytes to the driver's buffers, from `offset` on. Answers how many there was room for.
+    pub fn write_at(&self, offset: usize, bytes: &[u8]) -> usize {
+        let mut done = 0;
+        for segment in pieces(&self.writable, offset, bytes.len()) {
+            // SAFETY: as in `read_at`.
+            let slice = unsafe { VolatileSlice::new(segment.address, segment.bytes) };
+            slice.copy_from(&bytes[done..done + segment.bytes]);
+            done += segment.bytes;
+        }
+        done
+    }
+
+    /// The pieces of up to `bytes` bytes that the driver sent, from `offset` on.
+    pub fn readable(&self, offset: usize, bytes: usize) -> impl Iterator<Item = Segment> {
+        pieces(&self.readable, offset, bytes)
+    }
+
+    /// The pieces of up to `bytes` bytes of room, from `offset` on.
+    pub fn writable(&self, offset: usize, bytes: usize) -> impl Iterator<Item = Segment> {
+        pieces(&self.writable, offset, bytes)
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.readable.clear();
+        self.writable.clear();
+    }
+}
+
+fn total(segments: &[Segment]) -> usize {
+    segments.iter().map(|segment| segment.bytes).sum()
+}
+
+fn pieces(segments: &[Segment], mut skip: usize, mut left: usize) -> impl Iterator<Item = Segment> {
+    segments.iter().filter_map(move |segment| {
+        let skipped = skip.min(segment.bytes);
+        skip -= skipped;
+        let bytes = left.min(segment.bytes - skipped);
+        left -= bytes;
+        (bytes > 0).then(|| Segment { address: segment.address.wrapping_add(skipped), bytes })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_across_segments_of_any_size() {
+        let mut memory = *b"abcdefghij";
+        let base = memory.as_mut_ptr();
+        let cut = |start: usize, bytes| Segment { address: base.wrapping_add(start), bytes };
+        let chain =
+            Chain { head: 0, readable: vec![cut(0, 1), cut(1, 2), cut(3, 4)], writable: vec![cut(7, 1), cut(8, 2)] };
+        assert_eq!((chain.readable_bytes(), chain.writable_bytes()), (7, 3));
+        let mut out = [0u8; 5];
+        assert_eq!(chain.read_at(1, &mut out), 5);
+        assert_eq!(&out, b"bcdef");
+        assert_eq!(chain.read_at(6, &mut out), 1);
+        assert_eq!(chain.read_at(7, &mut out), 0);
+        assert_eq!(chain.write_at(1, b"XYZ"), 2);
+        assert_eq!(&memory, b"abcdefghXY");
+    }
+}

@@ -1,0 +1,160 @@
+//! The guest's memory.
+
+use std::fs::File;
+
+use ferry_engine::Segment;
+use vhost::vhost_user::message::VhostUserMemoryRegion;
+use vm_memory::{FileOffset, MmapRegion};
+
+/// Why memory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum MemoryError {
+    #[error(
+        "cannot map {bytes} bytes of guest memory at offset {offset} of the front end's file: {reason}; \
+         share the guest's memory (QEMU: memory-backend-memfd with share=on)"
+    )]
+    Map { bytes: u64, offset: u64, reason: vm_memory::mmap::MmapRegionError },
+    #[error("guest memory at {0:#x} overlaps another region")]
+    Overlap(u64),
+    #[error("there is no region of {bytes} bytes at {address:#x}")]
+    Unknown { address: u64, bytes: u64 },
+}
+
+/// One region, mapped here.
+#[derive(Debug)]
+struct Region {
+    guest_start: u64,
+    user_start: u64,
+    bytes: u64,
+    map: MmapRegion,
+}
+
+/// A set of regions that does not change; a new set replaces it.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct Memory {
+    /// Sorted by guest address, not overlapping.
+    regions: Vec<std::sync::Arc<Region>>,
+}
+
+impl Memory {
+    /// This memory with one region more.
+    pub(crate) fn with(&self, region: &VhostUserMemoryRegion, file: File) -> Result<Self, MemoryError> {
+        // The front end's message was checked for zero sizes and sums that overflow.
+        let (guest_start, user_start) = (region.guest_phys_addr, region.user_addr);
+        let (bytes, offset) = (region.memory_size, region.mmap_offset);
+        let overlaps =
+            self.regions.iter().any(|r| guest_start < r.guest_start + r.bytes && r.guest_start < guest_start + bytes);
+        if overlaps {
+            return Err(MemoryError::Overlap(guest_start));
+        }
+        let size = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let map = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(|reason| MemoryError::Map {
+            bytes,
+            offset,
+            reason,
+        })?;
+        let mut regions = self.regions.clone();
+        regions.push(std::sync::Arc::new(Region { guest_start, user_start, bytes, map }));
+        regions.sort_by_key(|region| region.guest_start);
+        Ok(Self { regions })
+    }
+
+    /// This memory without the region at a guest address.
+    pub(crate) fn without(&self, address: u64, bytes: u64) -> Result<Self, MemoryError> {
+        let mut regions = self.regions.clone();
+        let index = regions
+            .iter()
+            .position(|region| (region.guest_start, region.bytes) == (address, bytes))
+            .ok_or(MemoryError::Unknown { address, bytes })?;
+        regions.remove(index);
+        Ok(Self { regions })
+    }
+
+    /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Answers whether all of it is memory.
+    pub(crate) fn translate(&self, mut address: u64, mut bytes: u64, out: &mut Vec<Segment>) -> bool {
+        while bytes > 0 {
+            let after = self.regions.partition_point(|region| region.guest_start <= address);
+            let Some(region) = after.checked_sub(1).and_then(|index| self.regions.get(index)) else { return false };
+            let within = address - region.guest_start;
+            if within >= region.bytes {
+                return false;
+            }
+            let piece = bytes.min(region.bytes - within);
+            let (Ok(offset), Ok(length)) = (usize::try_from(within), usize::try_from(piece)) else { return false };
+            let start = region.map.as_ptr().wrapping_add(offset);
+            match out.last_mut() {
+                // Pages of a long buffer often lie side by side: fewer pieces make shorter system calls.
+                Some(last) if last.address.wrapping_add(last.bytes) == start => last.bytes += length,
+                _ => out.push(Segment { address: start, bytes: length }),
+            }
+            bytes -= piece;
+            let Some(next) = address.checked_add(piece) else { return bytes == 0 };
+            address = next;
+        }
+        true
+    }
+
+    /// Where `bytes` bytes at an address of the front end's own lie here, if they lie in one region and are aligned
+    /// to `align` (a power of two).
+    pub(crate) fn translate_user(&self, address: u64, bytes: u64, align: u64) -> Option<*mut u8> {
+        let region = self.regions.iter().find(|region| {
+            address >= region.user_start
+                && address - region.user_start <= region.bytes
+                && bytes <= region.bytes - (address - region.user_start)
+        })?;
+        let offset = usize::try_from(address - region.user_start).ok()?;
+        let pointer = region.map.as_ptr().wrapping_add(offset);
+        (pointer.addr() as u64).is_multiple_of(align).then_some(pointer)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn memfd(bytes: u64) -> File {
+        let fd = rustix::fs::memfd_create("ferry-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = File::from(fd);
+        file.set_len(bytes).unwrap();
+        file
+    }
+
+    pub(crate) fn region(guest_phys_addr: u64, memory_size: u64) -> VhostUserMemoryRegion {
+        VhostUserMemoryRegion { guest_phys_addr, memory_size, user_addr: guest_phys_addr + 0x1000_0000, mmap_offset: 0 }
+    }
+
+    #[test]
+    fn translates_across_neighbours_and_nothing_outside() {
+        let memory = Memory::default()
+            .with(&region(0x1000, 0x1000), memfd(0x1000))
+            .and_then(|memory| memory.with(&region(0x2000, 0x2000), memfd(0x2000)))
+            .and_then(|memory| memory.with(&region(0x8000, 0x1000), memfd(0x1000)))
+            .unwrap();
+        for (address, bytes, good) in [
+            (0x1000u64, 0x1000u64, true),
+            (0x1fff, 2, true),
+            (0x1000, 0x3000, true),
+            (0x1000, 0x3001, false),
+            (0xfff, 1, false),
+            (0x4000, 1, false),
+            (0x8fff, 1, true),
+            (0x8fff, 2, false),
+            (u64::MAX, 1, false),
+            (u64::MAX, u64::MAX, false),
+            (0x1000, u64::MAX, false),
+        ] {
+            let mut out = Vec::new();
+            assert_eq!(memory.translate(address, bytes, &mut out), good, "{address:#x}+{bytes:#x}");
+            let total: usize = out.iter().map(|segment| segment.bytes).sum();
+            assert!(!good || total as u64 == bytes);
+        }
+        assert!(memory.translate_user(0x1000_1000, 0x1000, 16).is_some());
+        assert!(memory.translate_user(0x1000_1000, 0x1001, 16).is_none());
+        assert!(memory.translate_user(0x1000_1008, 16, 16).is_none());
+        assert!(memory.translate_user(u64::MAX, 1, 1).is_none());
+        assert!(matches!(memory.with(&region(0x1800, 0x1000), memfd(0x1000)), Err(MemoryError::Overlap(0x1800))));
+        assert!(matches!(memory.with(&region(0x10000, 0x2000), memfd(0x1000)), Err(MemoryError::Map { .. })));
+        assert!(memory.without(0x2000, 0x2000).unwrap().translate_user(0x1000_2000, 1, 1).is_none());
+        assert!(memory.without(0x2000, 0x1000).is_err());
+    }
+}

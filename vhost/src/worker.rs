@@ -1,0 +1,377 @@
+//! The thread of one virtqueue.
+
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
+
+use crate::QUEUE_SIZE_MAX;
+use crate::chain::Chain;
+use crate::complaints::Complaints;
+use crate::memory::Memory;
+use crate::ring::{Popped, RingAddresses, RingError, SplitRing};
+use crate::slots::Slots;
+
+/// Chains taken before the first of them are answered: enough to share the calls among many, few enough that the
+/// driver can go on with the first while the last are served.
+const BATCH_MAX: usize = 64;
+
+/// Kicks without anything to take, after which we say what that usually means.
+const VAIN_KICKS: u32 = 8;
+
+/// How a worker is to work.
+#[derive(Clone, Debug)]
+pub struct WorkerOptions {
+    /// The thread's name, at most 15 bytes of which show.
+    pub name: String,
+    /// How transfers are made.
+    pub io: IoMode,
+    /// The longest that a worker looks for work before it sleeps.
+    pub poll: Duration,
+}
+
+/// What became of a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Answer {
+    /// Served; so many bytes were written to it.
+    Done(u32),
+    /// A transfer or a reply with the chain's token will come by itself.
+    Later,
+    /// A reply will come when somebody else does something, maybe never.
+    Parked,
+}
+
+/// Serves the chains of one queue, on one thread.
+pub trait QueueHandler {
+    /// What other threads send to have a chain answered.
+    type Message: Send + 'static;
+
+    /// Serves a chain. Transfers queued with `token` must lie in the chain's segments, and be answered `Later`.
+    fn serve(&mut self, token: u64, chain: &Chain, transfers: &mut Transfers) -> Answer;
+    /// The chain's transfer ended: finishes its reply. Answers how many bytes were written in all.
+    fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
+    /// A reply came for the chain. Answers how many bytes were written.
+    fn deliver(&mut self, chain: &Chain, message: Self::Message) -> u32;
+    /// [`Self::serve`] panicked: answers as well as can be.
+    fn failed(&mut self, chain: &Chain) -> u32;
+    /// A batch was taken and will be flushed now, or the worker is about to sleep.
+    fn batch_end(&mut self) {}
+}
+
+/// How other threads reach a worker.
+#[derive(Debug)]
+pub struct Port<M>(pub(crate) Mailbox<Letter<M>>);
+
+impl<M> Port<M> {
+    /// Has the chain of this token answered. A token whose chain is gone is nobody's loss.
+    pub fn reply(&self, token: u64, message: M) {
+        self.0.post(Letter::Reply(token, message));
+    }
+}
+
+#[derive(Debug)]
+pub(crate) enum Letter<M> {
+    Reply(u64, M),
+    Control(Control),
+}
+
+/// What the connection asks of a worker.
+#[derive(Debug)]
+pub(crate) enum Control {
+    Start(Start, Sender<Result<(), String>>),
+    /// Ends all that moves and answers the index to go on from.
+    Stop(Sender<u16>),
+    Call(Option<OwnedFd>),
+    Quit,
+}
+
+/// A ring to serve.
+#[derive(Debug)]
+pub(crate) struct Start {
+    pub(crate) memory: Memory,
+    pub(crate) size: u32,
+    pub(crate) addresses: RingAddresses,
+    pub(crate) base: u16,
+    pub(crate) event_index: bool,
+    pub(crate) indirect: bool,
+    pub(crate) kick: OwnedFd,
+    pub(crate) call: Option<OwnedFd>,
+    pub(crate) error: Option<OwnedFd>,
+}
+
+struct Running {
+    ring: SplitRing,
+    watch: u64,
+    call: Option<OwnedFd>,
+    error: Option<OwnedFd>,
+    broken: bool,
+    vain_kicks: u32,
+}
+
+pub(crate) struct Worker<H: QueueHandler> {
+    handler: H,
+    port: Arc<Port<H::Message>>,
+    transfers: Transfers,
+    spin: Spin,
+    running: Option<Running>,
+    /// Where the ring stopped; starting there again means that its chains are still out.
+    stopped_at: u16,
+    slots: Slots,
+    /// Replies that came while the ring was stopped.
+    late: Vec<(u64, H::Message)>,
+    chain: Chain,
+    spare: Vec<Chain>,
+    name: String,
+    complaints: Arc<Complaints>,
+    quit: bool,
+}
+
+impl<H: QueueHandler> Worker<H> {
+    pub(crate) fn new(
+        handler: H,
+        port: Arc<Port<H::Message>>,
+        options: WorkerOptions,
+        complaints: Arc<Complaints>,
+    ) -> Result<Self, TransfersError> {
+        let mut transfers = Transfers::new(options.io, u32::from(QUEUE_SIZE_MAX))?;
+        transfers.watch(&port.0).map_err(TransfersError::Setup)?;
+        Ok(Self {
+            handler,
+            port,
+            transfers,
+            spin: Spin::new(options.poll),
+            running: None,
+            stopped_at: 0,
+            slots: Slots::default(),
+            late: Vec::new(),
+            chain: Chain::default(),
+            spare: Vec::new(),
+            name: options.name,
+            complaints,
+            quit: false,
+        })
+    }
+
+    /// Serves until told to quit.
+    pub(crate) fn run(mut self) -> Result<(), TransfersError> {
+        while !self.quit {
+            if self.port.0.is_filled() {
+                self.read_letters();
+            }
+            let took = self.take_batch();
+            self.handler.batch_end();
+            self.transfers.flush();
+            self.finish_transfers();
+            self.publish();
+            if took == 0 && !self.quit && !self.poll() {
+                self.sleep()?;
+            }
+        }
+        self.drain();
+        Ok(())
+    }
+
+    fn take_batch(&mut self) -> usize {
+        let Some(running) = self.running.as_mut().filter(|running| !running.broken) else { return 0 };
+        for took in 0..BATCH_MAX {
+            // A driver cannot have more chains out than its ring has entries, unless it lies.
+            let popped = match self.slots.is_full(usize::from(QUEUE_SIZE_MAX)) {
+                false => running.ring.pop(&mut self.chain),
+                true => Err(RingError::TooManyChains),
+            };
+            match popped {
+                Ok(Popped::Chain) => {}
+                Ok(Popped::Empty) => return took,
+                Ok(Popped::Dropped(error)) => {
+                    self.complaints.warn(format_args!("{}: a request was dropped: {error}", self.name));
+                    continue;
+                }
+                Err(error) => {
+                    running.break_down(&self.name, &error);
+                    return took;
+                }
+            }
+            running.vain_kicks = 0;
+            let token = self.slots.next_token();
+            let (handler, chain, transfers) = (&mut self.handler, &self.chain, &mut self.transfers);
+            let answer = catch_unwind(AssertUnwindSafe(|| handler.serve(token, chain, transfers)));
+            match answer.unwrap_or_else(|_| Answer::Done(self.handler.failed(&self.chain))) {
+                Answer::Done(written) => running.ring.push(self.chain.head, written),
+                answer => {
+                    let spare = self.spare.pop().unwrap_or_default();
+                    self.slots.put(&mut self.chain, running.ring.memory(), spare, answer == Answer::Parked);
+                }
+            }
+        }
+        BATCH_MAX
+    }
+
+    fn finish_transfers(&mut self) {
+        while let Some((token, outcome)) = self.transfers.next_done() {
+            let Some(chain) = self.slots.take(token) else { continue };
+            let written = self.handler.transferred(token, &chain, outcome);
+            self.give_back(chain, written);
+        }
+    }
+
+    fn give_back(&mut self, chain: Chain, written: u32) {
+        if let Some(running) = &mut self.running {
+            running.ring.push(chain.head, written);
+        }
+        self.spare.push(chain);
+    }
+
+    fn publish(&mut self) {
+        if let Some(running) = &mut self.running
+            && running.ring.publish()
+            && let Some(call) = &running.call
+        {
+            // An eventfd is only full when the driver has not looked for ages, and then it is signalled already.
+            let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn poll(&mut self) -> bool {
+        let Self { port, running, transfers, spin, .. } = self;
+        let ring = running.as_ref().filter(|running| !running.broken).map(|running| &running.ring);
+        spin.poll(|| port.0.is_filled() || ring.is_some_and(SplitRing::has_available) || transfers.is_stirred())
+    }
+
+    fn sleep(&mut self) -> Result<(), TransfersError> {
+        if let Some(running) = self.running.as_mut().filter(|running| !running.broken)
+            && running.ring.want_kicks(true)
+        {
+            running.ring.want_kicks(false);
+            return Ok(());
+        }
+        // The port's eventfd is watched, so a letter that came since the last look ends the sleep at once.
+        let transfers = &mut self.transfers;
+        self.spin.sleep(|| transfers.sleep())?;
+        if let Some(running) = &mut self.running {
+            running.ring.want_kicks(false);
+            if !self.port.0.is_filled() && !self.transfers.has_done() && !running.ring.has_available() {
+                running.kicked_in_vain(&self.name);
+            }
+        }
+        Ok(())
+    }
+
+    fn read_letters(&mut self) {
+        for letter in self.port.0.take() {
+            match letter {
+                Letter::Reply(token, message) => self.deliver(token, message),
+                Letter::Control(Control::Start(start, reply)) => {
+                    let outcome = self.start(start).map_err(|error| format!("{}: {error}", self.name));
+                    let _ = reply.send(outcome);
+                }
+                Letter::Control(Control::Stop(reply)) => {
+                    let _ = reply.send(self.stop());
+                }
+                Letter::Control(Control::Call(call)) => {
+                    if let Some(running) = &mut self.running {
+                        running.call = call;
+                    }
+                }
+                Letter::Control(Control::Quit) => self.quit = true,
+            }
+        }
+    }
+
+    fn deliver(&mut self, token: u64, message: H::Message) {
+        if self.running.is_none() {
+            self.late.push((token, message));
+        } else if let Some(chain) = self.slots.take(token) {
+            let written = self.handler.deliver(&chain, message);
+            self.give_back(chain, written);
+        }
+    }
+
+    fn start(&mut self, start: Start) -> Result<(), StartError> {
+        self.stop();
+        let Start { memory, size, addresses, base, event_index, indirect, kick, call, error } = start;
+        let mut ring = SplitRing::new(Rc::new(memory), size, addresses, base, event_index, indirect)?;
+        ring.want_kicks(false);
+        let watch = self.transfers.watch(&kick).map_err(StartError::Watch)?;
+        if base != self.stopped_at || base == 0 {
+            self.slots.drop_parked();
+        }
+        self.running = Some(Running { ring, watch, call, error, broken: false, vain_kicks: 0 });
+        for (token, message) in std::mem::take(&mut self.late) {
+            self.deliver(token, message);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> u16 {
+        if self.running.is_none() {
+            return self.stopped_at;
+        }
+        self.drain();
+        if let Some(running) = self.running.take() {
+            self.stopped_at = running.ring.next_available();
+            if let Err(error) = self.transfers.unwatch(running.watch) {
+                tracing::debug!("{}: a kick descriptor stays watched: {error}", self.name);
+            }
+        }
+        self.stopped_at
+    }
+
+    /// Answers every chain whose answer comes by itself. Parked ones stay.
+    fn drain(&mut self) {
+        let mut controls = Vec::new();
+        loop {
+            self.transfers.flush();
+            self.finish_transfers();
+            for letter in self.port.0.take() {
+                match letter {
+                    Letter::Reply(token, message) => self.deliver(token, message),
+                    control => controls.push(control),
+                }
+            }
+            self.publish();
+            if self.slots.moving() == 0 && self.transfers.unfinished() == 0 {
+                break;
+            }
+            if let Err(error) = self.transfers.sleep() {
+                tracing::error!("{}: {error}", self.name);
+                break;
+            }
+        }
+        for control in controls {
+            self.port.0.post(control);
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum StartError {
+    #[error(transparent)]
+    Ring(#[from] RingError),
+    #[error("the kick descriptor cannot be watched: {0}")]
+    Watch(std::io::Error),
+}
+
+impl Running {
+    fn break_down(&mut self, name: &str, error: &RingError) {
+        tracing::error!("{name}: stopped until the guest sets the queue up again: {error}");
+        self.broken = true;
+        if let Some(fd) = &self.error {
+            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn kicked_in_vain(&mut self, name: &str) {
+        self.vain_kicks += 1;
+        if self.vain_kicks == VAIN_KICKS {
+            tracing::warn!(
+                "{name}: the guest kicks but its queue looks empty; if it hangs, its memory is not shared with us \
+                 (QEMU: memory-backend-memfd,share=on; cloud-hypervisor: --memory shared=on)"
+            );
+        }
+    }
+}
