@@ -14,6 +14,8 @@ pub(crate) enum MemoryError {
          share the guest's memory (QEMU: memory-backend-memfd with share=on)"
     )]
     Map { bytes: u64, offset: u64, reason: vm_memory::mmap::MmapRegionError },
+    #[error("guest memory of {wanted} bytes lies in a file of {bytes} bytes: touching the rest would be fatal")]
+    Short { wanted: u64, bytes: u64 },
     #[error("guest memory at {0:#x} overlaps another region")]
     Overlap(u64),
     #[error("there is no region of {bytes} bytes at {address:#x}")]
@@ -46,6 +48,12 @@ impl Memory {
             self.regions.iter().any(|r| guest_start < r.guest_start + r.bytes && r.guest_start < guest_start + bytes);
         if overlaps {
             return Err(MemoryError::Overlap(guest_start));
+        }
+        if let Ok(metadata) = file.metadata()
+            && metadata.is_file()
+            && metadata.len() < offset + bytes
+        {
+            return Err(MemoryError::Short { wanted: offset + bytes, bytes: metadata.len() });
         }
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
         let map = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(|reason| MemoryError::Map {
@@ -153,7 +161,7 @@ pub(crate) mod tests {
         assert!(memory.translate_user(0x1000_1008, 16, 16).is_none());
         assert!(memory.translate_user(u64::MAX, 1, 1).is_none());
         assert!(matches!(memory.with(&region(0x1800, 0x1000), memfd(0x1000)), Err(MemoryError::Overlap(0x1800))));
-        assert!(matches!(memory.with(&region(0x10000, 0x2000), memfd(0x1000)), Err(MemoryError::Map { .. })));
+        assert!(matches!(memory.with(&region(0x10000, 0x2000), memfd(0x1000)), Err(MemoryError::Short { .. })));
         assert!(memory.without(0x2000, 0x2000).unwrap().translate_user(0x1000_2000, 1, 1).is_none());
         assert!(memory.without(0x2000, 0x1000).is_err());
     }

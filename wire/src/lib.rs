@@ -1,1 +1,4 @@
-//! wire
+//! The wire formats of the protocols that Ferry's exports speak.
+#![forbid(unsafe_code)]
+
+pub mod fuse;
