@@ -17,6 +17,7 @@
 mod chain;
 mod complaints;
 mod connection;
+mod io;
 mod memory;
 mod ring;
 mod server;
@@ -25,6 +26,7 @@ mod worker;
 
 pub use chain::Chain;
 pub use complaints::Complaints;
+pub use io::Io;
 pub use server::{Server, ServerError, bind};
 pub use worker::{Answer, Port, QueueHandler, WorkerOptions};
 

@@ -12,6 +12,7 @@ use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
 use crate::complaints::Complaints;
+use crate::io::Io;
 use crate::memory::Memory;
 use crate::ring::{Popped, RingAddresses, RingError, SplitRing};
 use crate::slots::Slots;
@@ -51,8 +52,8 @@ pub trait QueueHandler {
     /// What other threads send to have a chain answered.
     type Message: Send + 'static;
 
-    /// Serves a chain. Transfers queued with `token` must lie in the chain's segments, and be answered `Later`.
-    fn serve(&mut self, token: u64, chain: &Chain, transfers: &mut Transfers) -> Answer;
+    /// Serves a chain.
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer;
     /// The chain's transfer ended: finishes its reply. Answers how many bytes were written in all.
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
     /// A reply came for the chain. Answers how many bytes were written.
@@ -198,8 +199,9 @@ impl<H: QueueHandler> Worker<H> {
             }
             running.vain_kicks = 0;
             let token = self.slots.next_token();
-            let (handler, chain, transfers) = (&mut self.handler, &self.chain, &mut self.transfers);
-            let answer = catch_unwind(AssertUnwindSafe(|| handler.serve(token, chain, transfers)));
+            let (handler, chain) = (&mut self.handler, &self.chain);
+            let mut io = Io { transfers: &mut self.transfers, chain, token };
+            let answer = catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io)));
             match answer.unwrap_or_else(|_| Answer::Done(self.handler.failed(&self.chain))) {
                 Answer::Done(written) => running.ring.push(self.chain.head, written),
                 answer => {

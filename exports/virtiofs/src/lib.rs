@@ -1,1 +1,181 @@
-//! virtiofs
+//! The `virtiofs` export: a source, as a virtio-fs device for a virtual machine.
+//!
+//! The device speaks FUSE (protocol 7.27 to 7.45) over virtqueues (VIRTIO 1.3, section 5.11) to the guest, and
+//! vhost-user to the virtual machine monitor. One guest READ costs, in the best case, a share of one system call:
+//! the worker of its queue takes everything that waits, copies each header once and decodes it, asks the source
+//! where the bytes live, lets io_uring move them straight into the guest's pages, and signals once.
+//!
+//! ```no_run
+//! # fn source() -> std::sync::Arc<dyn ferry_vfs::FileSystem> { unimplemented!() }
+//! use ferry_virtiofs::{Export, Options};
+//!
+//! let options = Options { tag: Some("work".parse()?), ..Options::default() };
+//! let export = Export::listen("/run/ferry.sock".as_ref(), source(), options)?;
+//! // ... until it is time to end:
+//! export.stop();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod data;
+mod device;
+mod handler;
+mod mount;
+mod operations;
+mod policy;
+mod reply;
+
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use ferry_engine::IoMode;
+use ferry_vfs::{Caller, FileSystem, Ino};
+use ferry_vhost::{Server, ServerError};
+pub use policy::Cache;
+
+/// How an export is to behave.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The name that the guest mounts, for front ends that ask the device for it (User-mode Linux, crosvm). QEMU and
+    /// cloud-hypervisor take it from their own command line, and QEMU 7.1 to 8.0 does not bear being offered one.
+    pub tag: Option<Tag>,
+    /// Request queues, each with a worker; the guest may use fewer.
+    pub queues: usize,
+    /// The longest that a worker looks for work before it sleeps.
+    pub poll: Duration,
+    /// What the guest may keep.
+    pub cache: Cache,
+    /// How long the guest may keep names; `None`: as the cache mode says.
+    pub entry_timeout: Option<Duration>,
+    /// How long the guest may keep attributes; `None`: as the cache mode says.
+    pub attr_timeout: Option<Duration>,
+    /// Let the guest's page cache hold written data back. The source must have been told.
+    pub writeback: bool,
+    /// How data is moved.
+    pub io: IoMode,
+}
+
+/// The longest that [`Options::poll`] is by default: a little more than it takes a guest to get on with the next
+/// request of a series, and far less than a time slice.
+const POLL_DEFAULT: Duration = Duration::from_micros(100);
+
+/// More queues than any guest has CPUs.
+const QUEUES_MAX: usize = 64;
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            tag: None,
+            queues: std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(QUEUES_MAX)),
+            poll: POLL_DEFAULT,
+            cache: Cache::Auto,
+            entry_timeout: None,
+            attr_timeout: None,
+            writeback: false,
+            io: IoMode::Auto,
+        }
+    }
+}
+
+/// The name of a virtio-fs device (VIRTIO 1.3, section 5.11.4): 1 to 36 bytes without NUL.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tag(String);
+
+impl Tag {
+    /// The longest tag, in bytes.
+    pub const BYTES_MAX: usize = 36;
+
+    /// The tag as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for Tag {
+    type Err = TagError;
+
+    fn from_str(text: &str) -> Result<Self, TagError> {
+        match text.len() {
+            1..=Self::BYTES_MAX if !text.contains('\0') => Ok(Self(text.into())),
+            _ => Err(TagError(text.into())),
+        }
+    }
+}
+
+/// Text that cannot be a [`Tag`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the tag {0:?} has {len} bytes; a virtio-fs tag has 1 to {max}, none of them NUL", len = .0.len(), max = Tag::BYTES_MAX)]
+pub struct TagError(String);
+
+/// Why a share cannot be exported.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The socket.
+    #[error(transparent)]
+    Server(#[from] ServerError),
+    /// The number of queues.
+    #[error("{0} request queues; choose 1 to {QUEUES_MAX}")]
+    Queues(usize),
+}
+
+/// A source being offered on a socket.
+pub struct Export {
+    server: Server,
+    source: Arc<dyn FileSystem>,
+    socket: Option<PathBuf>,
+}
+
+impl std::fmt::Debug for Export {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Export").field("socket", &self.socket).finish_non_exhaustive()
+    }
+}
+
+impl Export {
+    /// Makes the socket and serves it on threads of its own, one front end after another.
+    ///
+    /// # Errors
+    /// [`Error`]: the socket cannot be made, or the options make no sense.
+    pub fn listen(socket: &Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
+        let listener = ferry_vhost::bind(socket)?;
+        let mut export = Self::from_listener(listener, source, options)?;
+        export.socket = Some(socket.into());
+        Ok(export)
+    }
+
+    /// Serves a socket that somebody else made.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn from_listener(listener: UnixListener, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
+        if !(1..=QUEUES_MAX).contains(&options.queues) {
+            return Err(Error::Queues(options.queues));
+        }
+        let device = device::VirtioFs::new(Arc::clone(&source), options);
+        let server = Server::start(listener, device, "ferry-virtiofs")?;
+        Ok(Self { server, source, socket: None })
+    }
+
+    /// Whether the export came to an end by itself, because its socket broke.
+    pub fn is_finished(&self) -> bool {
+        self.server.is_finished()
+    }
+
+    /// Takes no more requests, ends those under way, makes everything durable and removes the socket.
+    pub fn stop(self) {
+        let Self { server, source, socket } = self;
+        server.stop();
+        match source.syncfs(&Caller::default(), Ino::ROOT) {
+            Ok(()) | Err(ferry_vfs::Errno::NOSYS) => {}
+            Err(error) => tracing::error!("what the guest wrote may not be on disk: {error}"),
+        }
+        if let Some(socket) = socket
+            && let Err(error) = std::fs::remove_file(&socket)
+        {
+            tracing::debug!("{} was not removed: {error}", socket.display());
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! What the guest may keep, and what is agreed on at INIT.
+
+use std::time::Duration;
+
+use ferry_vfs::Features;
+use ferry_wire::fuse::{InitFlags, OpenFlags, Timeouts, Wanted};
+
+use crate::Options;
+
+/// How much a guest may trust what it has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cache {
+    /// Nothing: every look-up, attribute and read is asked for.
+    None,
+    /// Names and attributes for a second; data until the file is opened again or seen to have changed
+    /// (close-to-open).
+    #[default]
+    Auto,
+    /// Everything, until the guest drops it: for a directory that only this guest changes.
+    Always,
+}
+
+/// `Auto` keeps names and attributes this long.
+const AUTO_TIMEOUT: Duration = Duration::from_secs(1);
+/// `Always` keeps them this long.
+const ALWAYS_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The share's policy, worked out once.
+#[derive(Clone, Debug)]
+pub(crate) struct Policy {
+    cache: Cache,
+    pub(crate) timeouts: Timeouts,
+    /// How long the guest may remember that a name does not exist.
+    pub(crate) negative_timeout: Duration,
+    wanted: Wanted,
+}
+
+impl Policy {
+    pub(crate) fn new(options: &Options, features: Features) -> Self {
+        let default = match options.cache {
+            Cache::None => Duration::ZERO,
+            Cache::Auto => AUTO_TIMEOUT,
+            Cache::Always => ALWAYS_TIMEOUT,
+        };
+        let timeouts =
+            Timeouts { entry: options.entry_timeout.unwrap_or(default), attr: options.attr_timeout.unwrap_or(default) };
+        // Others may make the name at any time, and to see it late is worse than to see old attributes.
+        let negative_timeout = if options.cache == Cache::Always { timeouts.entry } else { Duration::ZERO };
+        let mut flags = InitFlags::ASYNC_READ
+            | InitFlags::ATOMIC_O_TRUNC
+            | InitFlags::BIG_WRITES
+            | InitFlags::DONT_MASK
+            | InitFlags::HAS_IOCTL_DIR
+            | InitFlags::ASYNC_DIO
+            | InitFlags::PARALLEL_DIROPS
+            | InitFlags::ABORT_ERROR
+            | InitFlags::SUBMOUNTS
+            | InitFlags::HANDLE_KILLPRIV_V2
+            | InitFlags::SETXATTR_EXT
+            | InitFlags::CREATE_SUPP_GROUP
+            | InitFlags::DIRECT_IO_ALLOW_MMAP
+            | InitFlags::ALLOW_IDMAP;
+        // Entries that expire at once are not worth looking up beforehand.
+        if !timeouts.entry.is_zero() || !timeouts.attr.is_zero() {
+            flags = flags | InitFlags::DO_READDIRPLUS | InitFlags::READDIRPLUS_AUTO;
+        }
+        let optional = [
+            (features.posix_locks, InitFlags::POSIX_LOCKS),
+            (features.flock, InitFlags::FLOCK_LOCKS),
+            (features.posix_acl, InitFlags::POSIX_ACL),
+            (options.writeback, InitFlags::WRITEBACK_CACHE),
+            (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
+            (options.cache == Cache::Always, InitFlags::CACHE_SYMLINKS),
+        ];
+        for (_, flag) in optional.into_iter().filter(|(wanted, _)| *wanted) {
+            flags |= flag;
+        }
+        Self { cache: options.cache, timeouts, negative_timeout, wanted: Wanted { flags, ..Wanted::default() } }
+    }
+
+    pub(crate) fn wanted(&self) -> &Wanted {
+        &self.wanted
+    }
+
+    /// How the guest may treat a file that it opened.
+    pub(crate) fn file_flags(&self) -> OpenFlags {
+        match self.cache {
+            Cache::None => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
+            Cache::Auto => OpenFlags::PARALLEL_DIRECT_WRITES,
+            Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES,
+        }
+    }
+
+    /// How the guest may treat a directory that it opened.
+    pub(crate) fn dir_flags(&self) -> OpenFlags {
+        match self.cache {
+            Cache::None | Cache::Auto => OpenFlags::empty(),
+            Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
+        }
+    }
+}

@@ -1,0 +1,469 @@
+//! Constants of the protocol: opcodes and flags.
+
+use std::fmt;
+use std::ops::{BitAnd, BitOr, BitOrAssign, Sub};
+
+/// The major version of the protocol (`FUSE_KERNEL_VERSION`).
+pub const MAJOR: u32 = 7;
+/// The newest minor version that this codec knows (`FUSE_KERNEL_MINOR_VERSION`; Linux 6.18 to 7.2).
+pub const MINOR_MAX: u32 = 45;
+/// The oldest minor version that [`super::super::negotiate`] accepts (Linux 4.18). Older ones have shorter
+/// structures throughout; the first Linux with virtio-fs, 5.4, speaks 7.31.
+pub const MINOR_MIN: u32 = 27;
+
+macro_rules! opcodes {
+    ($($(#[$doc:meta])* $name:ident = $value:literal,)*) => {
+        /// What a request asks for (FUSE protocol 7.45, `fuse_opcode`).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[repr(u32)]
+        #[non_exhaustive]
+        pub enum Opcode { $($(#[$doc])* $name = $value,)* }
+
+        impl Opcode {
+            /// All opcodes, in the order of their numbers.
+            pub const ALL: &'static [Self] = &[$(Self::$name,)*];
+
+            /// The opcode of this number.
+            pub const fn from_raw(raw: u32) -> Option<Self> {
+                match raw {
+                    $($value => Some(Self::$name),)*
+                    _ => None,
+                }
+            }
+
+            /// The number on the wire.
+            pub const fn as_raw(self) -> u32 {
+                self as u32
+            }
+        }
+    };
+}
+
+opcodes! {
+    /// Find a name in a directory.
+    Lookup = 1,
+    /// Give back references; no reply.
+    Forget = 2,
+    /// Read attributes.
+    Getattr = 3,
+    /// Change attributes.
+    Setattr = 4,
+    /// Read a symbolic link.
+    Readlink = 5,
+    /// Make a symbolic link.
+    Symlink = 6,
+    /// Make a file, device node, FIFO or socket.
+    Mknod = 8,
+    /// Make a directory.
+    Mkdir = 9,
+    /// Remove a file's name.
+    Unlink = 10,
+    /// Remove a directory.
+    Rmdir = 11,
+    /// Rename without flags.
+    Rename = 12,
+    /// Give an inode one more name.
+    Link = 13,
+    /// Open a file.
+    Open = 14,
+    /// Read data.
+    Read = 15,
+    /// Write data.
+    Write = 16,
+    /// Totals of the file system.
+    Statfs = 17,
+    /// End a file handle.
+    Release = 18,
+    /// Make a file durable.
+    Fsync = 20,
+    /// Set an extended attribute.
+    Setxattr = 21,
+    /// Read an extended attribute.
+    Getxattr = 22,
+    /// List extended attributes.
+    Listxattr = 23,
+    /// Remove an extended attribute.
+    Removexattr = 24,
+    /// A descriptor was closed.
+    Flush = 25,
+    /// Negotiate the session.
+    Init = 26,
+    /// Open a directory.
+    Opendir = 27,
+    /// List a directory.
+    Readdir = 28,
+    /// End a directory handle.
+    Releasedir = 29,
+    /// Make a directory durable.
+    Fsyncdir = 30,
+    /// Test a lock.
+    Getlk = 31,
+    /// Set a lock, or fail at once.
+    Setlk = 32,
+    /// Set a lock, waiting for it.
+    Setlkw = 33,
+    /// Check permissions.
+    Access = 34,
+    /// Make and open a file.
+    Create = 35,
+    /// Interrupt another request; no reply.
+    Interrupt = 36,
+    /// Map a block of a file to a block of the device.
+    Bmap = 37,
+    /// End the session.
+    Destroy = 38,
+    /// Device control.
+    Ioctl = 39,
+    /// Poll for events.
+    Poll = 40,
+    /// The answer to a `NOTIFY_RETRIEVE`; no reply. No transport of Ferry's asks for one yet.
+    NotifyReply = 41,
+    /// Give back references of many inodes; no reply.
+    BatchForget = 42,
+    /// Allocate or free ranges of a file.
+    Fallocate = 43,
+    /// List a directory with attributes.
+    Readdirplus = 44,
+    /// Rename with flags.
+    Rename2 = 45,
+    /// Find data or holes.
+    Lseek = 46,
+    /// Copy within the file system; the count in the reply has 32 bits.
+    CopyFileRange = 47,
+    /// Map a range of a file into the DAX window.
+    Setupmapping = 48,
+    /// Unmap ranges of the DAX window.
+    Removemapping = 49,
+    /// Make the file system durable.
+    Syncfs = 50,
+    /// Make and open a file without a name.
+    Tmpfile = 51,
+    /// Read attributes as `statx` does.
+    Statx = 52,
+    /// Copy within the file system; the count in the reply has 64 bits.
+    CopyFileRange64 = 53,
+}
+
+impl Opcode {
+    /// Whether a request of this raw opcode gets a reply.
+    pub const fn wants_reply(raw: u32) -> bool {
+        !matches!(Self::from_raw(raw), Some(Self::Forget | Self::BatchForget | Self::Interrupt | Self::NotifyReply))
+    }
+}
+
+macro_rules! flag_set {
+    ($(#[$outer:meta])* $set:ident: $bits:ty { $($(#[$doc:meta])* $name:ident = $bit:literal,)* }) => {
+        $(#[$outer])*
+        #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+        pub struct $set($bits);
+
+        impl $set {
+            $($(#[$doc])* pub const $name: Self = Self(1 << $bit);)*
+
+            /// Every bit that has a name here.
+            pub const ALL: Self = Self(0 $(| 1 << $bit)*);
+
+            /// No bit.
+            pub const fn empty() -> Self {
+                Self(0)
+            }
+
+            /// These bits, named or not.
+            pub const fn from_bits_retain(bits: $bits) -> Self {
+                Self(bits)
+            }
+
+            /// The bits.
+            pub const fn bits(self) -> $bits {
+                self.0
+            }
+
+            /// Whether all bits of `other` are set.
+            pub const fn contains(self, other: Self) -> bool {
+                self.0 & other.0 == other.0
+            }
+
+            /// Both sets together; usable in constants, where `|` is not.
+            pub const fn union(self, other: Self) -> Self {
+                Self(self.0 | other.0)
+            }
+        }
+
+        impl BitOr for $set {
+            type Output = Self;
+            fn bitor(self, other: Self) -> Self {
+                Self(self.0 | other.0)
+            }
+        }
+
+        impl BitOrAssign for $set {
+            fn bitor_assign(&mut self, other: Self) {
+                self.0 |= other.0;
+            }
+        }
+
+        impl BitAnd for $set {
+            type Output = Self;
+            fn bitand(self, other: Self) -> Self {
+                Self(self.0 & other.0)
+            }
+        }
+
+        impl Sub for $set {
+            type Output = Self;
+            fn sub(self, other: Self) -> Self {
+                Self(self.0 & !other.0)
+            }
+        }
+
+        impl fmt::Debug for $set {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let mut names = f.debug_set();
+                $(if self.contains(Self::$name) {
+                    names.entry(&format_args!(stringify!($name)));
+                })*
+                let unnamed = self.0 & !Self::ALL.0;
+                if unnamed != 0 {
+                    names.entry(&format_args!("{unnamed:#x}"));
+                }
+                names.finish()
+            }
+        }
+    };
+}
+
+flag_set! {
+    /// What both sides of a session can do (FUSE protocol 7.45, "INIT request/reply flags"): the low 32 bits are
+    /// `flags` of `fuse_init_in` and `fuse_init_out`, the high ones `flags2`.
+    InitFlags: u64 {
+        /// Reads may be sent several at a time and out of order.
+        ASYNC_READ = 0,
+        /// POSIX locks are the server's.
+        POSIX_LOCKS = 1,
+        /// Not used by any kernel.
+        FILE_OPS = 2,
+        /// OPEN with `O_TRUNC` truncates.
+        ATOMIC_O_TRUNC = 3,
+        /// LOOKUP knows `.` and `..`.
+        EXPORT_SUPPORT = 4,
+        /// WRITE takes more than 4 KiB.
+        BIG_WRITES = 5,
+        /// The server applies the umask.
+        DONT_MASK = 6,
+        /// The device can splice writes.
+        SPLICE_WRITE = 7,
+        /// The device can move spliced pages.
+        SPLICE_MOVE = 8,
+        /// The device can splice reads.
+        SPLICE_READ = 9,
+        /// flock locks are the server's.
+        FLOCK_LOCKS = 10,
+        /// IOCTL works on directories.
+        HAS_IOCTL_DIR = 11,
+        /// Drop cached pages when size or mtime changed.
+        AUTO_INVAL_DATA = 12,
+        /// READDIRPLUS instead of READDIR.
+        DO_READDIRPLUS = 13,
+        /// READDIRPLUS only where it seems useful.
+        READDIRPLUS_AUTO = 14,
+        /// Direct I/O may be sent several at a time.
+        ASYNC_DIO = 15,
+        /// The client keeps written data, size and times and writes them back later.
+        WRITEBACK_CACHE = 16,
+        /// OPEN may be answered ENOSYS: no more OPENs.
+        NO_OPEN_SUPPORT = 17,
+        /// Several lookups and listings of one directory at a time.
+        PARALLEL_DIROPS = 18,
+        /// The server clears suid, sgid and capabilities on every write, chown and truncate.
+        HANDLE_KILLPRIV = 19,
+        /// The client checks POSIX ACLs that the server keeps.
+        POSIX_ACL = 20,
+        /// Reading the device after an abort gives ECONNABORTED.
+        ABORT_ERROR = 21,
+        /// `fuse_init_out.max_pages` counts.
+        MAX_PAGES = 22,
+        /// READLINK replies are cached.
+        CACHE_SYMLINKS = 23,
+        /// OPENDIR may be answered ENOSYS: no more OPENDIRs.
+        NO_OPENDIR_SUPPORT = 24,
+        /// Drop cached pages only when told.
+        EXPLICIT_INVAL_DATA = 25,
+        /// `fuse_init_out.map_alignment` counts.
+        MAP_ALIGNMENT = 26,
+        /// Directories may be shown as mounts of their own.
+        SUBMOUNTS = 27,
+        /// The server clears suid, sgid and capabilities where requests say so.
+        HANDLE_KILLPRIV_V2 = 28,
+        /// SETXATTR has the long `fuse_setxattr_in`.
+        SETXATTR_EXT = 29,
+        /// The INIT structures have `flags2`.
+        INIT_EXT = 30,
+        /// Creating requests carry security contexts.
+        SECURITY_CTX = 32,
+        /// DAX is chosen for each inode.
+        HAS_INODE_DAX = 33,
+        /// Creating requests carry the supplementary group that matters.
+        CREATE_SUPP_GROUP = 34,
+        /// Entries can be expired without being dropped.
+        HAS_EXPIRE_ONLY = 35,
+        /// Shared mmap of files in direct I/O mode.
+        DIRECT_IO_ALLOW_MMAP = 36,
+        /// Opened files may pass through to a backing file; `fuse_init_out.max_stack_depth` counts.
+        PASSTHROUGH = 37,
+        /// No file handles for nfsd.
+        NO_EXPORT_SUPPORT = 38,
+        /// Requests can be sent again; see [`UNIQUE_RESEND`].
+        HAS_RESEND = 39,
+        /// Mounts may be idmapped.
+        ALLOW_IDMAP = 40,
+        /// Requests may go through io_uring.
+        OVER_IO_URING = 41,
+        /// `fuse_init_out.request_timeout` counts.
+        REQUEST_TIMEOUT = 42,
+    }
+}
+
+flag_set! {
+    /// How the client may treat an open file (FUSE protocol 7.45, `fuse_open_out.open_flags`).
+    OpenFlags: u32 {
+        /// No page cache for this file.
+        DIRECT_IO = 0,
+        /// Keep what is cached.
+        KEEP_CACHE = 1,
+        /// The file cannot seek.
+        NONSEEKABLE = 2,
+        /// The listing may be cached.
+        CACHE_DIR = 3,
+        /// The file has no position.
+        STREAM = 4,
+        /// No FLUSH at close.
+        NOFLUSH = 5,
+        /// Several direct writes at a time.
+        PARALLEL_DIRECT_WRITES = 6,
+        /// Data goes to the backing file.
+        PASSTHROUGH = 7,
+    }
+}
+
+macro_rules! constants {
+    ($($(#[$doc:meta])* $name:ident: $kind:ty = $value:expr;)*) => { $($(#[$doc])* pub const $name: $kind = $value;)* };
+}
+
+constants! {
+    /// `fuse_setattr_in.valid`: mode.
+    FATTR_MODE: u32 = 1 << 0;
+    /// `fuse_setattr_in.valid`: uid.
+    FATTR_UID: u32 = 1 << 1;
+    /// `fuse_setattr_in.valid`: gid.
+    FATTR_GID: u32 = 1 << 2;
+    /// `fuse_setattr_in.valid`: size.
+    FATTR_SIZE: u32 = 1 << 3;
+    /// `fuse_setattr_in.valid`: atime.
+    FATTR_ATIME: u32 = 1 << 4;
+    /// `fuse_setattr_in.valid`: mtime.
+    FATTR_MTIME: u32 = 1 << 5;
+    /// `fuse_setattr_in.valid`: fh.
+    FATTR_FH: u32 = 1 << 6;
+    /// `fuse_setattr_in.valid`: atime is the time of the call.
+    FATTR_ATIME_NOW: u32 = 1 << 7;
+    /// `fuse_setattr_in.valid`: mtime is the time of the call.
+    FATTR_MTIME_NOW: u32 = 1 << 8;
+    /// `fuse_setattr_in.valid`: lock_owner.
+    FATTR_LOCKOWNER: u32 = 1 << 9;
+    /// `fuse_setattr_in.valid`: ctime.
+    FATTR_CTIME: u32 = 1 << 10;
+    /// `fuse_setattr_in.valid`: clear suid and sgid.
+    FATTR_KILL_SUIDGID: u32 = 1 << 11;
+
+    /// `fuse_getattr_in.getattr_flags`: fh counts.
+    GETATTR_FH: u32 = 1 << 0;
+    /// `fuse_open_in.open_flags`, `fuse_create_in.open_flags`: clear suid and sgid of an executable.
+    OPEN_KILL_SUIDGID: u32 = 1 << 0;
+    /// `fuse_release_in.release_flags`: flush first.
+    RELEASE_FLUSH: u32 = 1 << 0;
+    /// `fuse_release_in.release_flags`: give up the flock of lock_owner.
+    RELEASE_FLOCK_UNLOCK: u32 = 1 << 1;
+    /// `fuse_read_in.read_flags`: lock_owner counts.
+    READ_LOCKOWNER: u32 = 1 << 1;
+    /// `fuse_write_in.write_flags`: from the page cache, with any handle of the inode.
+    WRITE_CACHE: u32 = 1 << 0;
+    /// `fuse_write_in.write_flags`: lock_owner counts.
+    WRITE_LOCKOWNER: u32 = 1 << 1;
+    /// `fuse_write_in.write_flags`: clear suid and sgid.
+    WRITE_KILL_SUIDGID: u32 = 1 << 2;
+    /// `fuse_fsync_in.fsync_flags`: data only.
+    FSYNC_FDATASYNC: u32 = 1 << 0;
+    /// `fuse_setxattr_in.setxattr_flags`: clear sgid.
+    SETXATTR_ACL_KILL_SGID: u32 = 1 << 0;
+    /// `fuse_lk_in.lk_flags`: a flock lock.
+    LK_FLOCK: u32 = 1 << 0;
+    /// `fuse_file_lock.kind`: `F_RDLCK`.
+    LOCK_READ: u32 = 0;
+    /// `fuse_file_lock.kind`: `F_WRLCK`.
+    LOCK_WRITE: u32 = 1;
+    /// `fuse_file_lock.kind`: `F_UNLCK`.
+    LOCK_NONE: u32 = 2;
+
+    /// `fuse_ioctl_in.flags`: a 32-bit caller of a 64-bit kernel.
+    IOCTL_COMPAT: u32 = 1 << 0;
+    /// `fuse_ioctl_in.flags`: any ioctl, with retries (CUSE only).
+    IOCTL_UNRESTRICTED: u32 = 1 << 1;
+    /// `fuse_ioctl_out.flags`: try again with these vectors.
+    IOCTL_RETRY: u32 = 1 << 2;
+    /// `fuse_ioctl_in.flags`: a 32-bit ioctl.
+    IOCTL_32BIT: u32 = 1 << 3;
+    /// `fuse_ioctl_in.flags`: on a directory.
+    IOCTL_DIR: u32 = 1 << 4;
+    /// `fuse_ioctl_in.flags`: an x32 caller.
+    IOCTL_COMPAT_X32: u32 = 1 << 5;
+    /// The most vectors of an ioctl retry.
+    IOCTL_MAX_IOV: u32 = 256;
+    /// `fuse_poll_in.flags`: notify when ready.
+    POLL_SCHEDULE_NOTIFY: u32 = 1 << 0;
+
+    /// `fuse_attr.flags`: the root of a mount.
+    ATTR_SUBMOUNT: u32 = 1 << 0;
+    /// `fuse_attr.flags`: use DAX.
+    ATTR_DAX: u32 = 1 << 1;
+
+    /// `fuse_setupmapping_in.flags`: map for writing.
+    SETUPMAPPING_WRITE: u64 = 1 << 0;
+    /// `fuse_setupmapping_in.flags`: map for reading.
+    SETUPMAPPING_READ: u64 = 1 << 1;
+
+    /// `fuse_ext_header.kind`: the greatest that is a count of security contexts.
+    EXT_SECURITY_CONTEXTS_MAX: u32 = 31;
+    /// `fuse_ext_header.kind`: supplementary groups.
+    EXT_GROUPS: u32 = 32;
+
+    /// `fuse_in_header.unique`: the request was sent before.
+    UNIQUE_RESEND: u64 = 1 << 63;
+    /// `fuse_in_header.uid`, `gid`: cannot be told on an idmapped mount.
+    INVALID_ID: u32 = u32::MAX;
+
+    /// `fuse_notify_inval_entry_out.flags`: expire instead of drop.
+    EXPIRE_ONLY: u32 = 1 << 0;
+    /// `fuse_out_header.error` of a notification: poll became ready.
+    NOTIFY_POLL: i32 = 1;
+    /// `fuse_out_header.error` of a notification: drop attributes and data of an inode.
+    NOTIFY_INVAL_INODE: i32 = 2;
+    /// `fuse_out_header.error` of a notification: drop a name.
+    NOTIFY_INVAL_ENTRY: i32 = 3;
+    /// `fuse_out_header.error` of a notification: put data into the cache.
+    NOTIFY_STORE: i32 = 4;
+    /// `fuse_out_header.error` of a notification: take data from the cache.
+    NOTIFY_RETRIEVE: i32 = 5;
+    /// `fuse_out_header.error` of a notification: a name was removed.
+    NOTIFY_DELETE: i32 = 6;
+    /// `fuse_out_header.error` of a notification: send all pending requests again.
+    NOTIFY_RESEND: i32 = 7;
+    /// `fuse_out_header.error` of a notification: all dentries are to be checked again.
+    NOTIFY_INC_EPOCH: i32 = 8;
+    /// `fuse_out_header.error` of a notification: drop unused inodes.
+    NOTIFY_PRUNE: i32 = 9;
+
+    /// `fuse_uring_cmd`: register an entry and fetch.
+    URING_REGISTER: u32 = 1;
+    /// `fuse_uring_cmd`: reply and fetch.
+    URING_COMMIT_AND_FETCH: u32 = 2;
+}

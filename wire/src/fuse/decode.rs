@@ -1,0 +1,503 @@
+//! Requests from bytes.
+
+use ferry_vfs::{
+    Copy as CopyRange, DirRange, Errno, FallocateFlags, FileType, Handle, Ino, IoRange, LockKind, New, OFlags,
+    RenameFlags, Seek, SetAttr, SetTime, Timespec, XattrFlags,
+};
+
+use super::abi::{self, InitFlags, Opcode};
+use super::body::{Body, Flaw, SYMLINK_TARGET_BYTES_MAX, XATTR_VALUE_BYTES_MAX, ensure, name};
+use super::request::header;
+use super::{
+    DecodeError, Extensions, InitRequest, LockRequest, Negotiated, Operation, REQUEST_HEAD_BYTES_MAX, Records, Release,
+    Request, WRITE_HEAD_BYTES,
+};
+
+/// Decodes a request. `head` is the caller's own copy of the first [`super::Peek::head_bytes`] bytes of a message of
+/// `message_bytes` bytes: all of it, except that the payload of a WRITE can be left where it is. `head` need not be
+/// aligned.
+///
+/// # Errors
+/// For every message that the protocol does not allow. Names that are no [`ferry_vfs::Name`] are `INVAL` or
+/// `NAMETOOLONG`, unknown opcodes `NOSYS`.
+pub fn decode<'a>(head: &'a [u8], message_bytes: usize, session: &Negotiated) -> Result<Request<'a>, DecodeError> {
+    let Some((header, rest)) = header(head) else {
+        return Err(DecodeError { unique: None, opcode: 0, errno: Errno::INVAL, reason: "shorter than a header" });
+    };
+    let fail = |flaw: Flaw| DecodeError {
+        unique: Some(header.unique),
+        opcode: header.opcode,
+        errno: flaw.errno,
+        reason: flaw.reason,
+    };
+    let (extensions, operation) = parse(&header, rest, head.len(), message_bytes, session).map_err(fail)?;
+    Ok(Request {
+        unique: header.unique,
+        ino: Ino(header.nodeid),
+        uid: header.uid,
+        gid: header.gid,
+        pid: header.pid,
+        extensions,
+        operation,
+    })
+}
+
+type Parsed<'a> = Result<(Extensions<'a>, Operation<'a>), Flaw>;
+
+fn parse<'a>(
+    header: &abi::InHeader,
+    rest: &'a [u8],
+    head_bytes: usize,
+    message_bytes: usize,
+    session: &Negotiated,
+) -> Parsed<'a> {
+    let opcode = Opcode::from_raw(header.opcode).ok_or(Flaw::new(Errno::NOSYS, "an unknown opcode"))?;
+    ensure(header.len as usize == message_bytes, "its length is not that in its header")?;
+    let extension_bytes = usize::from(header.total_extlen) * 8;
+    if opcode == Opcode::Write {
+        // Extensions would lie behind the payload; no kernel sends any with a WRITE.
+        ensure(extension_bytes == 0, "a WRITE with extensions")?;
+        let payload_bytes =
+            message_bytes.checked_sub(WRITE_HEAD_BYTES).ok_or(Flaw::invalid("a WRITE without arguments"))?;
+        let operation = write(Body(rest).take()?, header.nodeid, payload_bytes)?;
+        return Ok((Extensions::default(), operation));
+    }
+    if message_bytes > REQUEST_HEAD_BYTES_MAX {
+        return Err(Flaw::new(Errno::TOOBIG, "longer than any request"));
+    }
+    ensure(head_bytes == message_bytes, "it is not there as a whole")?;
+    let split = rest.len().checked_sub(extension_bytes).ok_or(Flaw::invalid("extensions longer than itself"))?;
+    let (arguments, extensions) = rest.split_at(split);
+    let extensions = Extensions::parse(extensions)?;
+    // Linux 5.17 to 6.1 sends the security context without saying so in the header.
+    let may_have_tail = extension_bytes == 0 && session.has(InitFlags::SECURITY_CTX);
+    let mut decoder = Decoder { body: Body(arguments), ino: Ino(header.nodeid), extensions, may_have_tail };
+    let operation = decoder.operation(opcode, session)?;
+    Ok((decoder.extensions, operation))
+}
+
+struct Decoder<'a> {
+    body: Body<'a>,
+    ino: Ino,
+    extensions: Extensions<'a>,
+    /// The bytes behind the arguments of a creating request are a security context.
+    may_have_tail: bool,
+}
+
+impl<'a> Decoder<'a> {
+    fn operation(&mut self, opcode: Opcode, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
+        let body = self.body;
+        match opcode {
+            Opcode::Lookup => self.lookup(),
+            Opcode::Read => self.read(),
+            Opcode::Getattr => {
+                let fixed: abi::GetattrIn = body.only()?;
+                Ok(Operation::Getattr { handle: handle_if(fixed.getattr_flags & abi::GETATTR_FH != 0, fixed.fh) })
+            }
+            Opcode::Forget => Ok(Operation::Forget { count: body.only::<abi::ForgetIn>()?.nlookup }),
+            Opcode::BatchForget => self.batch_forget(),
+            Opcode::Statx => {
+                let fixed: abi::StatxIn = body.only()?;
+                let handle = handle_if(fixed.getattr_flags & abi::GETATTR_FH != 0, fixed.fh);
+                Ok(Operation::Statx { handle, flags: fixed.sx_flags, mask: fixed.sx_mask })
+            }
+            Opcode::Setattr => setattr(&body.only()?),
+            Opcode::Readlink => body.end().map(|()| Operation::Readlink),
+            Opcode::Symlink | Opcode::Mknod | Opcode::Mkdir | Opcode::Create | Opcode::Tmpfile => self.make(opcode),
+            Opcode::Unlink => Ok(Operation::Unlink { name: self.last_name()? }),
+            Opcode::Rmdir => Ok(Operation::Rmdir { name: self.last_name()? }),
+            Opcode::Rename | Opcode::Rename2 => self.rename(opcode),
+            Opcode::Link => {
+                let fixed: abi::LinkIn = self.body.take()?;
+                Ok(Operation::Link { from: Ino(fixed.oldnodeid), name: self.last_name()? })
+            }
+            Opcode::Open => {
+                let fixed: abi::OpenIn = body.only()?;
+                let clear_privileges = fixed.open_flags & abi::OPEN_KILL_SUIDGID != 0;
+                Ok(Operation::Open { flags: flags_to_open(fixed.flags)?, clear_privileges })
+            }
+            Opcode::Opendir => Ok(Operation::Opendir { flags: flags_to_open(body.only::<abi::OpenIn>()?.flags)? }),
+            // A WRITE never gets here: see `parse`.
+            Opcode::Write | Opcode::NotifyReply => Err(Flaw::new(Errno::NOSYS, "an opcode that is not for servers")),
+            Opcode::CopyFileRange => self.copy().map(Operation::CopyFileRange),
+            Opcode::CopyFileRange64 => self.copy().map(Operation::CopyFileRange64),
+            Opcode::Fallocate => fallocate(&body.only()?),
+            Opcode::Lseek => lseek(&body.only()?),
+            Opcode::Flush => {
+                let fixed: abi::FlushIn = body.only()?;
+                Ok(Operation::Flush { handle: Handle(fixed.fh), owner: fixed.lock_owner })
+            }
+            Opcode::Release => self.release().map(Operation::Release),
+            Opcode::Releasedir => self.release().map(Operation::Releasedir),
+            Opcode::Fsync => self.fsync().map(|(handle, data_only)| Operation::Fsync { handle, data_only }),
+            Opcode::Fsyncdir => self.fsync().map(|(handle, data_only)| Operation::Fsyncdir { handle, data_only }),
+            Opcode::Readdir => self.readdir(false),
+            Opcode::Readdirplus => self.readdir(true),
+            Opcode::Syncfs => body.only::<abi::SyncfsIn>().map(|_| Operation::Syncfs),
+            Opcode::Statfs => body.end().map(|()| Operation::Statfs),
+            Opcode::Setxattr => self.setxattr(session),
+            Opcode::Getxattr => self.getxattr(),
+            Opcode::Listxattr => Ok(Operation::Listxattr { bytes_max: body.only::<abi::GetxattrIn>()?.size }),
+            Opcode::Removexattr => {
+                let name = self.body.xattr_name()?;
+                self.body.end().map(|()| Operation::Removexattr { name })
+            }
+            Opcode::Access => {
+                let fixed: abi::AccessIn = body.only()?;
+                ensure(fixed.mask & !0o7 == 0, "unknown permissions")?;
+                Ok(Operation::Access { mask: fixed.mask })
+            }
+            Opcode::Getlk => {
+                let lock = lock(&body.only()?)?;
+                ensure(lock.kind != LockKind::Unlock, "a test for no lock")?;
+                Ok(Operation::GetLock(lock))
+            }
+            Opcode::Setlk => Ok(Operation::SetLock { lock: lock(&body.only()?)?, wait: false }),
+            Opcode::Setlkw => Ok(Operation::SetLock { lock: lock(&body.only()?)?, wait: true }),
+            Opcode::Bmap => {
+                let fixed: abi::BmapIn = body.only()?;
+                Ok(Operation::Bmap { block: fixed.block, block_bytes: fixed.blocksize })
+            }
+            Opcode::Ioctl => self.ioctl(),
+            Opcode::Poll => {
+                let fixed: abi::PollIn = body.only()?;
+                let abi::PollIn { fh, kh: client_handle, flags, events } = fixed;
+                Ok(Operation::Poll { handle: Handle(fh), client_handle, flags, events })
+            }
+            Opcode::Setupmapping => setupmapping(&body.only()?),
+            Opcode::Removemapping => self.removemapping(),
+            Opcode::Interrupt => Ok(Operation::Interrupt { unique: body.only::<abi::InterruptIn>()?.unique }),
+            Opcode::Init => InitRequest::decode(body).map(Operation::Init),
+            Opcode::Destroy => body.end().map(|()| Operation::Destroy),
+        }
+    }
+
+    /// A name that ends the arguments.
+    fn last_name(&mut self) -> Result<ferry_vfs::Name<'a>, Flaw> {
+        let name = self.body.name()?;
+        self.body.end()?;
+        Ok(name)
+    }
+
+    /// The only operation for which `.` and `..` are names: nfsd looks up inodes and their parents like that.
+    fn lookup(&mut self) -> Result<Operation<'a>, Flaw> {
+        let bytes = self.body.c_string()?;
+        self.body.end()?;
+        match bytes {
+            b"." => Ok(Operation::LookupSelf),
+            b".." => Ok(Operation::LookupParent),
+            _ => Ok(Operation::Lookup { name: name(bytes)? }),
+        }
+    }
+
+    fn read(&mut self) -> Result<Operation<'a>, Flaw> {
+        let fixed: abi::ReadIn = self.body.only()?;
+        check_range(fixed.offset, u64::from(fixed.size))?;
+        Ok(Operation::Read(IoRange {
+            ino: self.ino,
+            handle: Handle(fixed.fh),
+            offset: fixed.offset,
+            len: fixed.size,
+            flags: OFlags::from_bits_retain(fixed.flags),
+            clear_privileges: false,
+            owner: (fixed.read_flags & abi::READ_LOCKOWNER != 0).then_some(fixed.lock_owner),
+        }))
+    }
+
+    fn batch_forget(&mut self) -> Result<Operation<'a>, Flaw> {
+        let fixed: abi::BatchForgetIn = self.body.take()?;
+        Ok(Operation::BatchForget { forgets: self.records(fixed.count)? })
+    }
+
+    fn removemapping(&mut self) -> Result<Operation<'a>, Flaw> {
+        let fixed: abi::RemovemappingIn = self.body.take()?;
+        Ok(Operation::Removemapping { ranges: self.records(fixed.count)? })
+    }
+
+    fn records<T: zerocopy::FromBytes + zerocopy::IntoBytes + zerocopy::Immutable>(
+        &self,
+        count: u32,
+    ) -> Result<Records<'a, T>, Flaw> {
+        let size = (count as usize).checked_mul(size_of::<T>());
+        ensure(size == Some(self.body.0.len()), "a list whose length is not its count")?;
+        Ok(Records::from_bytes(self.body.0))
+    }
+
+    /// The requests that make an inode, and can carry a security context.
+    fn make(&mut self, opcode: Opcode) -> Result<Operation<'a>, Flaw> {
+        let operation = match opcode {
+            Opcode::Symlink => {
+                let (name, target) = (self.body.name()?, self.body.c_string()?);
+                ensure(!target.is_empty(), "a symbolic link without target")?;
+                if target.len() > SYMLINK_TARGET_BYTES_MAX {
+                    return Err(Flaw::new(Errno::NAMETOOLONG, "the target of a symbolic link is too long"));
+                }
+                Operation::Symlink { name, target }
+            }
+            Opcode::Mknod => {
+                let abi::MknodIn { mode, rdev, umask, .. } = self.body.take()?;
+                let kind = match FileType::from_raw_mode(mode) {
+                    FileType::Unknown if mode & !PERMISSIONS == 0 => FileType::RegularFile,
+                    FileType::Unknown | FileType::Directory | FileType::Symlink => {
+                        return Err(Flaw::invalid("not a type of file that MKNOD makes"));
+                    }
+                    kind => kind,
+                };
+                Operation::Mknod { name: self.body.name()?, new: new(kind, mode, umask, rdev) }
+            }
+            Opcode::Mkdir => {
+                let abi::MkdirIn { mode, umask } = self.body.take()?;
+                Operation::Mkdir { name: self.body.name()?, new: new(FileType::Directory, mode, umask, 0) }
+            }
+            _ => {
+                let fixed: abi::CreateIn = self.body.take()?;
+                let kind = FileType::from_raw_mode(fixed.mode);
+                let regular = kind == FileType::RegularFile || fixed.mode & !PERMISSIONS == 0;
+                ensure(regular, "not a regular file")?;
+                let new = new(FileType::RegularFile, fixed.mode, fixed.umask, 0);
+                let flags = OFlags::from_bits_retain(fixed.flags);
+                if opcode == Opcode::Tmpfile {
+                    // Linux sends a name, `/`, that means nothing.
+                    self.body.c_string()?;
+                    Operation::Tmpfile { new, flags }
+                } else {
+                    let clear_privileges = fixed.open_flags & abi::OPEN_KILL_SUIDGID != 0;
+                    Operation::Create { name: self.body.name()?, new, flags, clear_privileges }
+                }
+            }
+        };
+        if self.may_have_tail && !self.body.0.is_empty() {
+            self.extensions = Extensions::parse(self.body.0)?;
+            self.body.0 = &[];
+        }
+        self.body.end()?;
+        Ok(operation)
+    }
+
+    fn rename(&mut self, opcode: Opcode) -> Result<Operation<'a>, Flaw> {
+        let (new_dir, flags) = if opcode == Opcode::Rename {
+            (self.body.take::<abi::RenameIn>()?.newdir, 0)
+        } else {
+            let fixed: abi::Rename2In = self.body.take()?;
+            (fixed.newdir, fixed.flags)
+        };
+        let known = RenameFlags::NOREPLACE | RenameFlags::EXCHANGE | RenameFlags::WHITEOUT;
+        let flags = RenameFlags::from_bits_retain(flags);
+        ensure(known.contains(flags), "unknown flags of a rename")?;
+        let exchange = flags.contains(RenameFlags::EXCHANGE);
+        ensure(!exchange || flags == RenameFlags::EXCHANGE, "flags of a rename that exclude each other")?;
+        let name = self.body.name()?;
+        Ok(Operation::Rename { name, new_dir: Ino(new_dir), new_name: self.last_name()?, flags })
+    }
+
+    fn copy(&mut self) -> Result<CopyRange, Flaw> {
+        let fixed: abi::CopyFileRangeIn = self.body.only()?;
+        ensure(fixed.flags == 0, "unknown flags of a copy")?;
+        check_range(fixed.off_in, 0)?;
+        check_range(fixed.off_out, 0)?;
+        Ok(CopyRange {
+            from: (self.ino, Handle(fixed.fh_in), fixed.off_in),
+            to: (Ino(fixed.nodeid_out), Handle(fixed.fh_out), fixed.off_out),
+            len: fixed.len,
+        })
+    }
+
+    fn release(&mut self) -> Result<Release, Flaw> {
+        let fixed: abi::ReleaseIn = self.body.only()?;
+        Ok(Release {
+            handle: Handle(fixed.fh),
+            flags: OFlags::from_bits_retain(fixed.flags),
+            flush: fixed.release_flags & abi::RELEASE_FLUSH != 0,
+            unlock_flock: fixed.release_flags & abi::RELEASE_FLOCK_UNLOCK != 0,
+            owner: fixed.lock_owner,
+        })
+    }
+
+    fn fsync(&mut self) -> Result<(Handle, bool), Flaw> {
+        let fixed: abi::FsyncIn = self.body.only()?;
+        Ok((Handle(fixed.fh), fixed.fsync_flags & abi::FSYNC_FDATASYNC != 0))
+    }
+
+    fn readdir(&mut self, plus: bool) -> Result<Operation<'a>, Flaw> {
+        let fixed: abi::ReadIn = self.body.only()?;
+        let at = DirRange { ino: self.ino, handle: Handle(fixed.fh), offset: fixed.offset, plus };
+        Ok(Operation::Readdir { at, bytes_max: fixed.size })
+    }
+
+    fn setxattr(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
+        let (size, flags, more) = if session.has(InitFlags::SETXATTR_EXT) {
+            let fixed: abi::SetxattrIn = self.body.take()?;
+            (fixed.size, fixed.flags, fixed.setxattr_flags)
+        } else {
+            let fixed: abi::SetxattrInShort = self.body.take()?;
+            (fixed.size, fixed.flags, 0)
+        };
+        let size = size as usize;
+        if size > XATTR_VALUE_BYTES_MAX {
+            return Err(Flaw::new(Errno::TOOBIG, "the value of an extended attribute is too long"));
+        }
+        let flags = XattrFlags::from_bits_retain(flags);
+        ensure((XattrFlags::CREATE | XattrFlags::REPLACE).contains(flags), "unknown flags of an extended attribute")?;
+        let (name, value) = (self.body.xattr_name()?, self.body.bytes(size)?);
+        self.body.end()?;
+        Ok(Operation::Setxattr { name, value, flags, clear_sgid: more & abi::SETXATTR_ACL_KILL_SGID != 0 })
+    }
+
+    fn getxattr(&mut self) -> Result<Operation<'a>, Flaw> {
+        let fixed: abi::GetxattrIn = self.body.take()?;
+        let name = self.body.xattr_name()?;
+        self.body.end()?;
+        Ok(Operation::Getxattr { name, bytes_max: fixed.size })
+    }
+
+    fn ioctl(&mut self) -> Result<Operation<'a>, Flaw> {
+        let fixed: abi::IoctlIn = self.body.take()?;
+        let known = abi::IOCTL_COMPAT | abi::IOCTL_32BIT | abi::IOCTL_DIR | abi::IOCTL_COMPAT_X32;
+        ensure(fixed.flags & !known == 0, "unknown flags of an ioctl")?;
+        let input = self.body.bytes(fixed.in_size as usize)?;
+        self.body.end()?;
+        Ok(Operation::Ioctl {
+            handle: Handle(fixed.fh),
+            flags: fixed.flags,
+            command: fixed.cmd,
+            argument: fixed.arg,
+            input,
+            out_bytes_max: fixed.out_size,
+        })
+    }
+}
+
+/// Permission bits, with suid, sgid and sticky.
+const PERMISSIONS: u32 = 0o7777;
+
+fn new(kind: FileType, mode: u32, umask: u32, rdev: u32) -> New {
+    New { mode: kind.as_raw_mode() | mode & PERMISSIONS, umask: umask & 0o777, rdev }
+}
+
+fn handle_if(condition: bool, fh: u64) -> Option<Handle> {
+    condition.then_some(Handle(fh))
+}
+
+/// Offsets of files are not negative, and nothing lies past the last one.
+fn check_range(offset: u64, len: u64) -> Result<(), Flaw> {
+    let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok());
+    ensure(end.is_some(), "a range past the greatest offset")
+}
+
+/// The flags of OPEN and OPENDIR. The client's kernel keeps these four to itself; a server that passed them on to
+/// its own kernel would make files or get descriptors that cannot be read.
+fn flags_to_open(flags: u32) -> Result<OFlags, Flaw> {
+    // `O_TMPFILE` is two bits, of which one is `O_DIRECTORY`.
+    let unnamed = OFlags::TMPFILE.difference(OFlags::DIRECTORY);
+    let never = OFlags::CREATE | OFlags::EXCL | OFlags::PATH | unnamed;
+    let flags = OFlags::from_bits_retain(flags);
+    ensure(!flags.intersects(never), "flags that OPEN never has")?;
+    Ok(flags)
+}
+
+fn write<'a>(fixed: abi::WriteIn, nodeid: u64, payload_bytes: usize) -> Result<Operation<'a>, Flaw> {
+    ensure(fixed.size as usize == payload_bytes, "a WRITE whose payload is not as long as it says")?;
+    check_range(fixed.offset, u64::from(fixed.size))?;
+    let has = |flag| fixed.write_flags & flag != 0;
+    let range = IoRange {
+        ino: Ino(nodeid),
+        handle: Handle(fixed.fh),
+        offset: fixed.offset,
+        len: fixed.size,
+        flags: OFlags::from_bits_retain(fixed.flags),
+        clear_privileges: has(abi::WRITE_KILL_SUIDGID),
+        owner: has(abi::WRITE_LOCKOWNER).then_some(fixed.lock_owner),
+    };
+    Ok(Operation::Write { range, cached: has(abi::WRITE_CACHE) })
+}
+
+fn setattr<'a>(fixed: &abi::SetattrIn) -> Result<Operation<'a>, Flaw> {
+    const KNOWN: u32 = abi::FATTR_KILL_SUIDGID * 2 - 1;
+    ensure(fixed.valid & !KNOWN == 0, "unknown attributes")?;
+    let has = |flag| fixed.valid & flag != 0;
+    let time = |sec: u64, nsec: u32| {
+        ensure(nsec < 1_000_000_000, "nanoseconds of a whole second or more")?;
+        Ok::<_, Flaw>(Timespec { sec: sec.cast_signed(), nsec })
+    };
+    let set_time = |now, at, sec, nsec| match () {
+        () if has(now) => Ok(Some(SetTime::Now)),
+        () if has(at) => time(sec, nsec).map(|time| Some(SetTime::At(time))),
+        () => Ok(None),
+    };
+    // To chown, -1 means "leave alone": it must not come in as an owner.
+    ensure(!has(abi::FATTR_UID) || fixed.uid != abi::INVALID_ID, "an owner that is no id")?;
+    ensure(!has(abi::FATTR_GID) || fixed.gid != abi::INVALID_ID, "a group that is no id")?;
+    if has(abi::FATTR_SIZE) {
+        check_range(fixed.size, 0)?;
+    }
+    let set = SetAttr {
+        mode: has(abi::FATTR_MODE).then_some(fixed.mode & PERMISSIONS),
+        uid: has(abi::FATTR_UID).then_some(fixed.uid),
+        gid: has(abi::FATTR_GID).then_some(fixed.gid),
+        size: has(abi::FATTR_SIZE).then_some(fixed.size),
+        atime: set_time(abi::FATTR_ATIME_NOW, abi::FATTR_ATIME, fixed.atime, fixed.atimensec)?,
+        mtime: set_time(abi::FATTR_MTIME_NOW, abi::FATTR_MTIME, fixed.mtime, fixed.mtimensec)?,
+        ctime: if has(abi::FATTR_CTIME) { Some(time(fixed.ctime, fixed.ctimensec)?) } else { None },
+        clear_privileges: has(abi::FATTR_KILL_SUIDGID),
+    };
+    Ok(Operation::Setattr {
+        handle: handle_if(has(abi::FATTR_FH), fixed.fh),
+        owner: has(abi::FATTR_LOCKOWNER).then_some(fixed.lock_owner),
+        set,
+    })
+}
+
+fn fallocate<'a>(fixed: &abi::FallocateIn) -> Result<Operation<'a>, Flaw> {
+    /// All `FALLOC_FL_*` of Linux 7.2 (keep size, punch, collapse, zero, insert, unshare, write zeroes), without
+    /// `NO_HIDE_STALE`, which it does not do.
+    const KNOWN: u32 = 0x01 | 0x02 | 0x08 | 0x10 | 0x20 | 0x40 | 0x80;
+    if fixed.mode & !KNOWN != 0 {
+        return Err(Flaw::new(Errno::OPNOTSUPP, "unknown flags of fallocate"));
+    }
+    ensure(fixed.length != 0, "a range of no length")?;
+    check_range(fixed.offset, fixed.length)?;
+    Ok(Operation::Fallocate {
+        handle: Handle(fixed.fh),
+        offset: fixed.offset,
+        len: fixed.length,
+        flags: FallocateFlags::from_bits_retain(fixed.mode),
+    })
+}
+
+fn lseek<'a>(fixed: &abi::LseekIn) -> Result<Operation<'a>, Flaw> {
+    // `SEEK_DATA` and `SEEK_HOLE` of Linux; the client's kernel does the others itself.
+    let seek = match fixed.whence {
+        3 => Seek::Data,
+        4 => Seek::Hole,
+        _ => return Err(Flaw::invalid("an unknown whence")),
+    };
+    Ok(Operation::Lseek { handle: Handle(fixed.fh), offset: fixed.offset, seek })
+}
+
+fn lock(fixed: &abi::LkIn) -> Result<LockRequest, Flaw> {
+    let abi::LkIn { fh, owner, lk, lk_flags, .. } = *fixed;
+    let kind = match lk.kind {
+        abi::LOCK_READ => LockKind::Read,
+        abi::LOCK_WRITE => LockKind::Write,
+        abi::LOCK_NONE => LockKind::Unlock,
+        _ => return Err(Flaw::invalid("an unknown kind of lock")),
+    };
+    ensure(lk.start <= lk.end && i64::try_from(lk.end).is_ok(), "a lock on an impossible range")?;
+    let flock = lk_flags & abi::LK_FLOCK != 0;
+    Ok(LockRequest { handle: Handle(fh), owner, kind, start: lk.start, end: lk.end, pid: lk.pid, flock })
+}
+
+fn setupmapping<'a>(fixed: &abi::SetupmappingIn) -> Result<Operation<'a>, Flaw> {
+    ensure(fixed.flags & !(abi::SETUPMAPPING_READ | abi::SETUPMAPPING_WRITE) == 0, "unknown flags of a mapping")?;
+    ensure(fixed.len != 0, "a range of no length")?;
+    check_range(fixed.foffset, fixed.len)?;
+    check_range(fixed.moffset, fixed.len)?;
+    Ok(Operation::Setupmapping {
+        handle: handle_if(fixed.fh != u64::MAX, fixed.fh),
+        offset: fixed.foffset,
+        len: fixed.len,
+        window_offset: fixed.moffset,
+        read: fixed.flags & abi::SETUPMAPPING_READ != 0,
+        write: fixed.flags & abi::SETUPMAPPING_WRITE != 0,
+    })
+}

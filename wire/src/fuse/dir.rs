@@ -1,0 +1,155 @@
+//! Directory listings (FUSE protocol 7.45, `fuse_dirent` and `fuse_direntplus`).
+
+use ferry_vfs::{DirItem, DirOutput, Entry, FileType};
+use zerocopy::IntoBytes;
+
+use super::abi::{Dirent, EntryOut};
+use super::body::{Body, Flaw, ensure};
+use super::reply::entry_out;
+use super::reply_decode::entry;
+use super::{Negotiated, Timeouts};
+
+/// Every entry begins at a multiple of this (`FUSE_DIRENT_ALIGN`).
+const ALIGN: usize = 8;
+
+/// Writes a listing, for READDIR or READDIRPLUS, into a buffer of the caller's.
+///
+/// ```
+/// use ferry_vfs::{DirItem, DirOutput, FileType};
+/// use ferry_wire::fuse::{DirWriter, Negotiated, Timeouts};
+///
+/// let mut buffer = Vec::new();
+/// let mut listing = DirWriter::new(&mut buffer, 64, false, Timeouts::default(), &Negotiated::BEFORE_INIT);
+/// let item = DirItem { ino: 7, next: 1, kind: FileType::RegularFile, name: b"ferry" };
+/// assert!(listing.fits(item.name));
+/// listing.push(&item, None);
+/// assert!(listing.fits(item.name));
+/// listing.push(&item, None);
+/// assert!(!listing.fits(item.name));
+/// assert_eq!(buffer.len(), 64);
+/// ```
+#[derive(Debug)]
+pub struct DirWriter<'b> {
+    out: &'b mut Vec<u8>,
+    /// The length of `out` that must not be passed.
+    end: usize,
+    plus: bool,
+    timeouts: Timeouts,
+    dax: bool,
+    session: &'b Negotiated,
+}
+
+impl<'b> DirWriter<'b> {
+    /// A listing of at most `bytes_max` bytes, behind what `out` holds already.
+    pub fn new(
+        out: &'b mut Vec<u8>,
+        bytes_max: usize,
+        plus: bool,
+        timeouts: Timeouts,
+        session: &'b Negotiated,
+    ) -> Self {
+        let end = out.len().saturating_add(bytes_max);
+        Self { out, end, plus, timeouts, dax: false, session }
+    }
+
+    /// Marks the entries from here on for DAX, with [`super::InitFlags::HAS_INODE_DAX`].
+    #[must_use]
+    pub fn with_dax(mut self, dax: bool) -> Self {
+        self.dax = dax;
+        self
+    }
+
+    /// The size of an entry of this name.
+    fn entry_bytes(&self, name: &[u8]) -> usize {
+        let entry = if self.plus { size_of::<EntryOut>() } else { 0 };
+        (entry + size_of::<Dirent>() + name.len()).next_multiple_of(ALIGN)
+    }
+}
+
+impl DirOutput for DirWriter<'_> {
+    fn fits(&self, name: &[u8]) -> bool {
+        self.entry_bytes(name) <= self.end - self.out.len()
+    }
+
+    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
+        debug_assert!(self.fits(item.name), "the source did not ask whether the entry fits");
+        if !self.fits(item.name) {
+            return;
+        }
+        let begin = self.out.len();
+        if self.plus {
+            // An inode number of 0 tells the client that there is no entry, as for `.` and `..`.
+            let entry = entry.map_or(EntryOut::ZERO, |entry| entry_out(entry, self.timeouts, self.dax, self.session));
+            self.out.extend_from_slice(entry.as_bytes());
+        }
+        let namelen = u32::try_from(item.name.len()).expect("an entry that fits is short");
+        let dirent = Dirent { ino: item.ino, off: item.next, namelen, kind: item.kind.as_raw_mode() >> 12 };
+        self.out.extend_from_slice(dirent.as_bytes());
+        self.out.extend_from_slice(item.name);
+        self.out.resize(begin + (self.out.len() - begin).next_multiple_of(ALIGN), 0);
+    }
+}
+
+/// One entry of a listing, as the client sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirEntry<'a> {
+    /// Name, type, number and the offset to go on from.
+    pub item: DirItem<'a>,
+    /// The entry of a READDIRPLUS, its timeouts, and whether to use DAX; `None` for `.` and `..`.
+    pub entry: Option<(Entry, Timeouts, bool)>,
+}
+
+/// A listing that is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("malformed FUSE directory listing: {reason}")]
+pub struct DirFlaw {
+    /// What was wrong.
+    pub reason: &'static str,
+}
+
+/// Takes a listing apart, for the client. Ends after the first flaw.
+#[derive(Clone, Debug)]
+pub struct DirEntries<'a> {
+    body: Body<'a>,
+    plus: bool,
+}
+
+impl<'a> DirEntries<'a> {
+    /// The entries of a reply to READDIR, or READDIRPLUS.
+    pub fn new(bytes: &'a [u8], plus: bool) -> Self {
+        Self { body: Body(bytes), plus }
+    }
+
+    fn entry(&mut self) -> Result<DirEntry<'a>, Flaw> {
+        let before = self.body.0.len();
+        let entry_out: Option<EntryOut> = if self.plus { Some(self.body.take()?) } else { None };
+        let dirent: Dirent = self.body.take()?;
+        let name = self.body.bytes(dirent.namelen as usize)?;
+        ensure(!name.is_empty() && !name.iter().any(|byte| matches!(byte, b'/' | 0)), "not a name")?;
+        let used = before - self.body.0.len();
+        self.body.bytes(used.next_multiple_of(ALIGN) - used)?;
+        ensure(dirent.kind < 16, "an unknown file type")?;
+        let kind = FileType::from_raw_mode(dirent.kind << 12);
+        let item = DirItem { ino: dirent.ino, next: dirent.off, kind, name };
+        let entry = match entry_out {
+            Some(out) if out.nodeid != 0 => Some(entry(&out)?),
+            _ => None,
+        };
+        Ok(DirEntry { item, entry })
+    }
+}
+
+impl<'a> Iterator for DirEntries<'a> {
+    type Item = Result<DirEntry<'a>, DirFlaw>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.body.0.is_empty() {
+            return None;
+        }
+        let entry = self.entry();
+        if entry.is_err() {
+            self.body.0 = &[];
+        }
+        Some(entry.map_err(|flaw| DirFlaw { reason: flaw.reason }))
+    }
+}

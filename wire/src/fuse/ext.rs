@@ -1,0 +1,216 @@
+//! Lists within requests, and the extensions at their end.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use super::abi::{EXT_GROUPS, EXT_SECURITY_CONTEXTS_MAX, ExtHeader, Secctx};
+use super::body::{Body, Flaw, ensure};
+
+/// A list of structures inside a message, at any alignment.
+pub struct Records<'a, T> {
+    bytes: &'a [u8],
+    kind: PhantomData<T>,
+}
+
+impl<'a, T: FromBytes + IntoBytes + Immutable> Records<'a, T> {
+    /// A list made from a slice.
+    pub fn new(items: &'a [T]) -> Self {
+        Self { bytes: items.as_bytes(), kind: PhantomData }
+    }
+
+    /// The list that these bytes are; what does not fill a whole record at the end is left out.
+    pub(super) fn from_bytes(bytes: &'a [u8]) -> Self {
+        Self { bytes: &bytes[..bytes.len() / size_of::<T>() * size_of::<T>()], kind: PhantomData }
+    }
+
+    pub(super) fn as_bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.bytes.len() / size_of::<T>()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// The structures in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = T> + 'a {
+        self.bytes
+            .chunks_exact(size_of::<T>())
+            .map(|bytes| T::read_from_bytes(bytes).expect("a chunk has the size of the structure"))
+    }
+
+    /// Copies the first of them into `buffer`, as many as it takes.
+    pub fn copy_to<'b>(&self, buffer: &'b mut [T]) -> &'b [T] {
+        let count = buffer.len().min(self.len());
+        for (to, from) in buffer.iter_mut().zip(self.iter()) {
+            *to = from;
+        }
+        &buffer[..count]
+    }
+}
+
+impl<T> Clone for Records<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Records<'_, T> {}
+
+impl<T> Default for Records<'_, T> {
+    fn default() -> Self {
+        Self { bytes: &[], kind: PhantomData }
+    }
+}
+
+impl<T> PartialEq for Records<'_, T> {
+    fn eq(&self, other: &Self) -> bool {
+        self.bytes == other.bytes
+    }
+}
+
+impl<T> Eq for Records<'_, T> {}
+
+impl<T: fmt::Debug + FromBytes + IntoBytes + Immutable> fmt::Debug for Records<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
+/// Supplementary groups of a caller (FUSE protocol 7.45, `fuse_supp_groups`). Linux sends one at most: the group
+/// of the parent directory when the caller is a member of it.
+pub type Groups<'a> = Records<'a, u32>;
+
+/// The security contexts that a new inode shall have (FUSE protocol 7.45, `fuse_secctx`).
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub struct SecurityContexts<'a> {
+    count: u32,
+    bytes: &'a [u8],
+}
+
+impl<'a> SecurityContexts<'a> {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.count as usize
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// Names (of extended attributes, such as `security.selinux`) and values.
+    pub fn iter(&self) -> impl Iterator<Item = (&'a [u8], &'a [u8])> + 'a {
+        let mut body = Body(self.bytes);
+        std::iter::from_fn(move || if body.0.is_empty() { None } else { Self::record(&mut body).ok() })
+    }
+
+    /// Appends one context to `out`, for [`Self::parse`].
+    pub fn append(out: &mut Vec<u8>, name: &[u8], value: &[u8]) {
+        let size = u32::try_from(value.len()).expect("security contexts are short");
+        out.extend_from_slice(Secctx { size, padding: 0 }.as_bytes());
+        out.extend_from_slice(name);
+        out.push(0);
+        out.extend_from_slice(value);
+        out.resize(out.len().next_multiple_of(8), 0);
+    }
+
+    /// Parses what [`Self::append`] makes; `None` if it is malformed.
+    pub fn parse(bytes: &'a [u8], count: u32) -> Option<Self> {
+        Self::checked(bytes, count).ok()
+    }
+
+    fn checked(bytes: &'a [u8], count: u32) -> Result<Self, Flaw> {
+        ensure(count <= EXT_SECURITY_CONTEXTS_MAX, "too many security contexts")?;
+        let mut body = Body(bytes);
+        for _ in 0..count {
+            Self::record(&mut body)?;
+        }
+        body.end()?;
+        Ok(Self { count, bytes })
+    }
+
+    fn record(body: &mut Body<'a>) -> Result<(&'a [u8], &'a [u8]), Flaw> {
+        let before = body.0.len();
+        let context: Secctx = body.take()?;
+        let name = body.xattr_name()?;
+        let value = body.bytes(context.size as usize)?;
+        let used = before - body.0.len();
+        body.bytes(used.next_multiple_of(8) - used)?;
+        Ok((name, value))
+    }
+}
+
+impl fmt::Debug for SecurityContexts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown =
+            self.iter().map(|(name, value)| (name.escape_ascii().to_string(), value.escape_ascii().to_string()));
+        f.debug_map().entries(shown).finish()
+    }
+}
+
+/// What a request carries behind its arguments (FUSE protocol 7.45, `fuse_ext_header`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Extensions<'a> {
+    /// Supplementary groups of the caller.
+    pub groups: Groups<'a>,
+    /// Security contexts of a new inode.
+    pub security: SecurityContexts<'a>,
+}
+
+impl<'a> Extensions<'a> {
+    /// Takes the extensions apart. The tail of a creating request of Linux 5.17 to 6.1, which has no extensions yet
+    /// but a security context at the same place, parses in the same way.
+    pub(super) fn parse(bytes: &'a [u8]) -> Result<Self, Flaw> {
+        let mut body = Body(bytes);
+        let (mut groups, mut security) = (None, None);
+        while !body.0.is_empty() {
+            let header: ExtHeader = body.take()?;
+            let size = (header.size as usize).checked_sub(size_of::<ExtHeader>());
+            let size = size.filter(|size| size % 8 == 0).ok_or(Flaw::invalid("an extension of impossible size"))?;
+            let mut content = Body(body.bytes(size)?);
+            match header.kind {
+                0..=EXT_SECURITY_CONTEXTS_MAX => {
+                    let contexts = SecurityContexts::checked(content.0, header.kind)?;
+                    ensure(security.replace(contexts).is_none(), "an extension comes twice")?;
+                }
+                EXT_GROUPS => {
+                    let count: u32 = content.take()?;
+                    let size = (count as usize).checked_mul(size_of::<u32>());
+                    let size = size.ok_or(Flaw::invalid("too many groups"))?;
+                    let ids = Groups::from_bytes(content.bytes(size)?);
+                    ensure(content.0.len() < 8, "an extension is longer than its groups")?;
+                    ensure(groups.replace(ids).is_none(), "an extension comes twice")?;
+                }
+                _ => return Err(Flaw::invalid("an unknown extension")),
+            }
+        }
+        Ok(Self { groups: groups.unwrap_or_default(), security: security.unwrap_or_default() })
+    }
+
+    /// Appends the extensions.
+    pub(super) fn encode(&self, out: &mut Vec<u8>) {
+        let header = |kind: u32, size: usize, out: &mut Vec<u8>| {
+            let size = u32::try_from(size_of::<ExtHeader>() + size).expect("extensions are short");
+            out.extend_from_slice(ExtHeader { size, kind }.as_bytes());
+        };
+        if !self.security.is_empty() {
+            header(self.security.count, self.security.bytes.len(), out);
+            out.extend_from_slice(self.security.bytes);
+        }
+        if !self.groups.is_empty() {
+            let used = size_of::<u32>() + self.groups.bytes.len();
+            header(EXT_GROUPS, used.next_multiple_of(8), out);
+            out.extend_from_slice(u32::try_from(self.groups.len()).expect("groups are few").as_bytes());
+            out.extend_from_slice(self.groups.bytes);
+            out.resize(out.len() + used.next_multiple_of(8) - used, 0);
+        }
+    }
+}

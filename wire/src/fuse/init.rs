@@ -1,0 +1,226 @@
+//! The start of a session.
+
+use ferry_vfs::Errno;
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::abi::{self, InitFlags, InitIn, InitInShort, InitOut};
+use super::body::{Body, Flaw, ensure};
+
+/// What the client offers (FUSE protocol 7.45, `fuse_init_in`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InitRequest {
+    /// Major version; if it is not [`abi::MAJOR`], nothing below `minor` is known.
+    pub major: u32,
+    /// Minor version; if it is below [`abi::MINOR_MIN`], nothing below it is known.
+    pub minor: u32,
+    /// Most bytes of read-ahead.
+    pub max_readahead_bytes: u32,
+    /// What the client can do.
+    pub flags: InitFlags,
+}
+
+/// What the server would like of a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Flags to accept where the client offers them. [`InitFlags::INIT_EXT`] and [`InitFlags::MAX_PAGES`] are
+    /// accepted in any case.
+    pub flags: InitFlags,
+    /// Most bytes of a WRITE, and (through `max_pages`) of a READ. Linux cuts it to its own limit and, over
+    /// virtio-fs, to what fits into a queue.
+    pub max_write_bytes: u32,
+    /// Most bytes of read-ahead; the client's own limit where that is less.
+    pub max_readahead_bytes: u32,
+    /// Most requests that nobody waits for (read-ahead, write-back) at a time.
+    pub max_background: u16,
+    /// From how many of those on the client counts as congested; 0: three quarters.
+    pub congestion_threshold: u16,
+    /// Granularity of times.
+    pub time_gran_ns: u32,
+    /// log2 of the alignment of DAX mappings, with [`InitFlags::MAP_ALIGNMENT`].
+    pub map_alignment_log2: u16,
+    /// How deep backing files may be stacked, with [`InitFlags::PASSTHROUGH`].
+    pub max_stack_depth: u32,
+    /// When the client gives up, with [`InitFlags::REQUEST_TIMEOUT`].
+    pub request_timeout_s: u16,
+}
+
+impl Default for Wanted {
+    /// No flags; requests of 1 MiB, which is Linux's default limit (`fs.fuse.max_pages_limit`).
+    fn default() -> Self {
+        Self {
+            flags: InitFlags::empty(),
+            max_write_bytes: 1 << 20,
+            max_readahead_bytes: 1 << 20,
+            max_background: 64,
+            congestion_threshold: 0,
+            time_gran_ns: 1,
+            map_alignment_log2: 12,
+            max_stack_depth: 1,
+            request_timeout_s: 0,
+        }
+    }
+}
+
+/// What both sides agreed on: requests and replies are encoded accordingly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Negotiated {
+    /// Minor version, the lesser of both sides'.
+    pub minor: u32,
+    /// What both sides can do.
+    pub flags: InitFlags,
+    /// Most bytes of a WRITE.
+    pub max_write_bytes: u32,
+    /// Most bytes of read-ahead.
+    pub max_readahead_bytes: u32,
+}
+
+impl Negotiated {
+    /// For requests before INIT, of which only INIT itself is to be served.
+    pub const BEFORE_INIT: Self =
+        Self { minor: abi::MINOR_MAX, flags: InitFlags::empty(), max_write_bytes: 0, max_readahead_bytes: 0 };
+
+    /// Whether all of these flags were agreed on.
+    pub const fn has(&self, flags: InitFlags) -> bool {
+        self.flags.contains(flags)
+    }
+
+    /// For the client: what a server's reply to `request` means. `None` if the server does not agree to
+    /// [`abi::MAJOR`] and a minor version that this codec knows, or took flags that were not offered.
+    pub fn from_reply(request: &InitRequest, reply: &InitOut) -> Option<Self> {
+        let flags = combine(reply.flags, reply.flags2);
+        let minor = reply.minor.min(request.minor);
+        let known = reply.major == abi::MAJOR && (abi::MINOR_MIN..=abi::MINOR_MAX).contains(&minor);
+        (known && request.flags.contains(flags)).then_some(Self {
+            minor,
+            flags,
+            max_write_bytes: reply.max_write,
+            max_readahead_bytes: reply.max_readahead,
+        })
+    }
+}
+
+/// The outcome of [`negotiate`]; either way, [`super::Reply::Init`] sends the structure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InitOutcome {
+    /// The session begins.
+    Ready(Negotiated, InitOut),
+    /// The client's major version is newer: it will read ours and send another INIT.
+    Retry(InitOut),
+}
+
+/// A client that cannot be served; INIT is to be answered `EPROTO`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the client speaks FUSE {major}.{minor}, older than {}.{}", abi::MAJOR, abi::MINOR_MIN)]
+pub struct InitError {
+    /// The client's major version.
+    pub major: u32,
+    /// The client's minor version.
+    pub minor: u32,
+}
+
+impl InitError {
+    /// The error number to answer.
+    pub const ERRNO: Errno = Errno::PROTO;
+}
+
+/// A page, as a unit of `max_pages`. The guest's may be larger, and then `max_pages` allows more than is needed,
+/// but `max_write` still limits.
+const PAGE_BYTES: u32 = 4096;
+/// The most bytes of a request where `max_pages` was not agreed on (Linux `FUSE_DEFAULT_MAX_PAGES_PER_REQ`).
+const MAX_WRITE_BYTES_WITHOUT_MAX_PAGES: u32 = 32 * PAGE_BYTES;
+
+/// Answers INIT (FUSE protocol 7.45, "Version negotiation").
+///
+/// # Errors
+/// If the client is older than [`abi::MINOR_MIN`].
+pub fn negotiate(request: &InitRequest, wanted: &Wanted) -> Result<InitOutcome, InitError> {
+    if request.major > abi::MAJOR {
+        return Ok(InitOutcome::Retry(InitOut { major: abi::MAJOR, minor: abi::MINOR_MAX, ..InitOut::ZERO }));
+    }
+    if request.major < abi::MAJOR || request.minor < abi::MINOR_MIN {
+        return Err(InitError { major: request.major, minor: request.minor });
+    }
+    let flags = (wanted.flags | InitFlags::INIT_EXT | InitFlags::MAX_PAGES) & request.flags;
+    let has = |flag| flags.contains(flag);
+    let max_write_bytes = match has(InitFlags::MAX_PAGES) {
+        true => wanted.max_write_bytes.max(PAGE_BYTES),
+        false => wanted.max_write_bytes.clamp(PAGE_BYTES, MAX_WRITE_BYTES_WITHOUT_MAX_PAGES),
+    };
+    let max_pages = u16::try_from(max_write_bytes.div_ceil(PAGE_BYTES)).unwrap_or(u16::MAX);
+    let congestion_threshold = match wanted.congestion_threshold {
+        0 => wanted.max_background / 4 * 3 + wanted.max_background % 4 * 3 / 4,
+        threshold => threshold,
+    };
+    let agreed = Negotiated {
+        minor: request.minor.min(abi::MINOR_MAX),
+        flags,
+        max_write_bytes,
+        max_readahead_bytes: wanted.max_readahead_bytes.min(request.max_readahead_bytes),
+    };
+    let (low, high) = halves(flags);
+    let reply = InitOut {
+        major: abi::MAJOR,
+        minor: agreed.minor,
+        max_readahead: agreed.max_readahead_bytes,
+        flags: low,
+        max_background: wanted.max_background,
+        congestion_threshold,
+        max_write: max_write_bytes,
+        time_gran: wanted.time_gran_ns.clamp(1, 1_000_000_000),
+        max_pages: if has(InitFlags::MAX_PAGES) { max_pages } else { 0 },
+        map_alignment: if has(InitFlags::MAP_ALIGNMENT) { wanted.map_alignment_log2 } else { 0 },
+        flags2: high,
+        max_stack_depth: if has(InitFlags::PASSTHROUGH) { wanted.max_stack_depth } else { 0 },
+        request_timeout: if has(InitFlags::REQUEST_TIMEOUT) { wanted.request_timeout_s } else { 0 },
+        unused: [0; 11],
+    };
+    Ok(InitOutcome::Ready(agreed, reply))
+}
+
+fn combine(low: u32, high: u32) -> InitFlags {
+    let low = InitFlags::from_bits_retain(u64::from(low));
+    if low.contains(InitFlags::INIT_EXT) { low | InitFlags::from_bits_retain(u64::from(high) << 32) } else { low }
+}
+
+/// `flags` and `flags2` of the wire; without [`InitFlags::INIT_EXT`] the latter is zero.
+fn halves(flags: InitFlags) -> (u32, u32) {
+    let [low, high]: [u32; 2] = zerocopy::transmute!(flags.bits());
+    (low, if flags.contains(InitFlags::INIT_EXT) { high } else { 0 })
+}
+
+impl InitRequest {
+    /// Clients older than 7.36 send 16 bytes, since then 64 (FUSE protocol 7.36, `fuse_init_in`). A client newer
+    /// than this codec may send more; a client of another major version, anything.
+    pub(super) fn decode(mut body: Body<'_>) -> Result<Self, Flaw> {
+        let [major, minor]: [u32; 2] = Body(body.0).take()?;
+        if major != abi::MAJOR || minor < abi::MINOR_MIN {
+            return Ok(Self { major, minor, max_readahead_bytes: 0, flags: InitFlags::empty() });
+        }
+        const LONG: usize = size_of::<InitIn>();
+        let (fixed, flags2) = match body.0.len() {
+            0..LONG => (body.only::<InitInShort>()?, 0),
+            _ => {
+                let long: InitIn = body.take()?;
+                ensure(body.0.is_empty() || minor > abi::MINOR_MAX, "bytes behind its arguments")?;
+                let (short, _) =
+                    InitInShort::read_from_prefix(long.as_bytes()).expect("the long form begins as the short");
+                (short, long.flags2)
+            }
+        };
+        let flags = combine(fixed.flags, flags2);
+        Ok(Self { major, minor, max_readahead_bytes: fixed.max_readahead, flags })
+    }
+
+    pub(super) fn encode(&self, out: &mut Vec<u8>) {
+        let (flags, flags2) = halves(self.flags);
+        let Self { major, minor, max_readahead_bytes: max_readahead, .. } = *self;
+        if major != abi::MAJOR || minor < abi::MINOR_MIN {
+            out.extend_from_slice([major, minor].as_bytes());
+        } else if self.flags.contains(InitFlags::INIT_EXT) {
+            let long = InitIn { major, minor, max_readahead, flags, flags2, unused: [0; 11] };
+            out.extend_from_slice(long.as_bytes());
+        } else {
+            out.extend_from_slice(InitInShort { major, minor, max_readahead, flags }.as_bytes());
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! The FUSE protocol, 7.27 to 7.45, for servers and (for tests and the native driver) clients.
+//!
+//! * [`abi`]: the structures and numbers as they lie in memory;
+//! * [`decode`] and [`Request`]: requests, checked and typed;
+//! * [`negotiate`]: the answer to INIT, and what it means for the rest of the session ([`Negotiated`]);
+//! * [`Reply`] and [`encode_error`]: replies;
+//! * [`DirWriter`] and [`DirEntries`]: directory listings.
+//!
+//! Nothing here does I/O, and no function panics, whatever bytes it is given.
+
+pub mod abi;
+mod body;
+mod decode;
+mod dir;
+mod encode;
+mod ext;
+mod init;
+mod operation;
+mod reply;
+mod reply_decode;
+mod request;
+
+pub use abi::{InitFlags, Opcode, OpenFlags};
+pub use decode::decode;
+pub use dir::{DirEntries, DirEntry, DirFlaw, DirWriter};
+pub use ext::{Extensions, Groups, Records, SecurityContexts};
+pub use init::{InitError, InitOutcome, InitRequest, Negotiated, Wanted, negotiate};
+pub use operation::{LockRequest, Operation, Release};
+pub use reply::{Opened, REPLY_HEAD_BYTES_MAX, Reply, ReplyKind, Timeouts, encode_error};
+pub use reply_decode::ReplyFlaw;
+pub use request::{DecodeError, IN_HEADER_BYTES, Peek, REQUEST_HEAD_BYTES_MAX, Request, WRITE_HEAD_BYTES, peek};
+
+#[cfg(test)]
+mod tests;

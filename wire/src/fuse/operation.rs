@@ -1,0 +1,463 @@
+//! What requests ask for.
+
+use ferry_vfs::{
+    Copy as CopyRange, DirRange, FallocateFlags, Handle, Ino, IoRange, Lock, LockKind, LockOwner, Name, New, OFlags,
+    RenameFlags, Seek, SessionId, SetAttr, XattrFlags,
+};
+
+use super::abi::{ForgetOne, Opcode, RemovemappingOne};
+use super::{InitRequest, Records, ReplyKind};
+
+/// What a request asks for: one variant per opcode, except where two opcodes differ only in a field. Inode numbers
+/// inside (as in [`IoRange`]) that are the request's own always equal [`super::Request::ino`].
+///
+/// `O_*` flags are passed on as the client's kernel sent them; they are those of the guest's architecture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Operation<'a> {
+    /// Find a name in a directory.
+    Lookup {
+        /// The name.
+        name: Name<'a>,
+    },
+    /// Find an inode by its own number (the name `.`; nfsd does that).
+    LookupSelf,
+    /// Find the parent of a directory (the name `..`; nfsd does that).
+    LookupParent,
+    /// Give back references; no reply.
+    Forget {
+        /// How many.
+        count: u64,
+    },
+    /// Give back references of many inodes; no reply.
+    BatchForget {
+        /// Inodes and counts.
+        forgets: Records<'a, ForgetOne>,
+    },
+    /// Read attributes.
+    Getattr {
+        /// Through this open file.
+        handle: Option<Handle>,
+    },
+    /// Read attributes as `statx` does.
+    Statx {
+        /// Through this open file.
+        handle: Option<Handle>,
+        /// `AT_STATX_*`.
+        flags: u32,
+        /// `STATX_*`: what is wanted.
+        mask: u32,
+    },
+    /// Change attributes.
+    Setattr {
+        /// Through this open file.
+        handle: Option<Handle>,
+        /// Who truncates.
+        owner: Option<u64>,
+        /// What to change. Permission bits come without file type, and owner and group are never `u32::MAX`.
+        set: SetAttr,
+    },
+    /// Read a symbolic link.
+    Readlink,
+    /// Make a symbolic link.
+    Symlink {
+        /// The name.
+        name: Name<'a>,
+        /// The target: 1 to 4095 bytes without NUL.
+        target: &'a [u8],
+    },
+    /// Make a file, device node, FIFO or socket.
+    Mknod {
+        /// The name.
+        name: Name<'a>,
+        /// Type (never directory or symbolic link), permissions and device number.
+        new: New,
+    },
+    /// Make a directory.
+    Mkdir {
+        /// The name.
+        name: Name<'a>,
+        /// Permissions, with the type of a directory.
+        new: New,
+    },
+    /// Remove a file's name.
+    Unlink {
+        /// The name.
+        name: Name<'a>,
+    },
+    /// Remove a directory.
+    Rmdir {
+        /// The name.
+        name: Name<'a>,
+    },
+    /// Rename (RENAME, RENAME2).
+    Rename {
+        /// The name.
+        name: Name<'a>,
+        /// The new directory.
+        new_dir: Ino,
+        /// The new name.
+        new_name: Name<'a>,
+        /// A combination that `renameat2` knows.
+        flags: RenameFlags,
+    },
+    /// Give an inode one more name, in the directory of the request.
+    Link {
+        /// The inode.
+        from: Ino,
+        /// The new name.
+        name: Name<'a>,
+    },
+    /// Open a file.
+    Open {
+        /// Without `O_CREAT`, `O_EXCL`, `O_TMPFILE` and `O_PATH`.
+        flags: OFlags,
+        /// Clear suid and sgid, with `O_TRUNC`.
+        clear_privileges: bool,
+    },
+    /// Open a directory.
+    Opendir {
+        /// Without `O_CREAT`, `O_EXCL`, `O_TMPFILE` and `O_PATH`.
+        flags: OFlags,
+    },
+    /// Make and open a file.
+    Create {
+        /// The name.
+        name: Name<'a>,
+        /// Permissions, with the type of a regular file.
+        new: New,
+        /// Flags, `O_EXCL` and `O_TRUNC` among them.
+        flags: OFlags,
+        /// Clear suid and sgid, with `O_TRUNC`.
+        clear_privileges: bool,
+    },
+    /// Make and open a file without a name, in the directory of the request.
+    Tmpfile {
+        /// Permissions, with the type of a regular file.
+        new: New,
+        /// Flags.
+        flags: OFlags,
+    },
+    /// Read data. The range ends at `i64::MAX` at most.
+    Read(IoRange),
+    /// Write data, which lies behind the first [`super::WRITE_HEAD_BYTES`] of the message and is as long as the
+    /// range. The range ends at `i64::MAX` at most.
+    Write {
+        /// Where to.
+        range: IoRange,
+        /// From the client's page cache, with any handle of the inode.
+        cached: bool,
+    },
+    /// Copy within the file system (COPY_FILE_RANGE): the count in the reply has 32 bits.
+    CopyFileRange(CopyRange),
+    /// Copy within the file system (COPY_FILE_RANGE_64): the count in the reply has 64 bits.
+    CopyFileRange64(CopyRange),
+    /// Allocate or free ranges of a file.
+    Fallocate {
+        /// The handle.
+        handle: Handle,
+        /// First byte.
+        offset: u64,
+        /// Length, not 0; the range ends at `i64::MAX` at most.
+        len: u64,
+        /// How; only flags that Linux knows.
+        flags: FallocateFlags,
+    },
+    /// Find data or holes.
+    Lseek {
+        /// The handle.
+        handle: Handle,
+        /// Where to start; past `i64::MAX` it was negative.
+        offset: u64,
+        /// What to find.
+        seek: Seek,
+    },
+    /// A descriptor was closed.
+    Flush {
+        /// The handle.
+        handle: Handle,
+        /// Whose POSIX locks end.
+        owner: u64,
+    },
+    /// End a file handle.
+    Release(Release),
+    /// Make a file durable.
+    Fsync {
+        /// The handle.
+        handle: Handle,
+        /// Attributes may wait.
+        data_only: bool,
+    },
+    /// List a directory (READDIR, and with [`DirRange::plus`] READDIRPLUS).
+    Readdir {
+        /// What to list.
+        at: DirRange,
+        /// Room for the listing.
+        bytes_max: u32,
+    },
+    /// End a directory handle.
+    Releasedir(Release),
+    /// Make a directory durable.
+    Fsyncdir {
+        /// The handle.
+        handle: Handle,
+        /// Attributes may wait.
+        data_only: bool,
+    },
+    /// Make the file system durable.
+    Syncfs,
+    /// Totals of the file system.
+    Statfs,
+    /// Set an extended attribute.
+    Setxattr {
+        /// The name: 1 to 255 bytes without NUL.
+        name: &'a [u8],
+        /// The value: at most 64 KiB.
+        value: &'a [u8],
+        /// How.
+        flags: XattrFlags,
+        /// Clear sgid.
+        clear_sgid: bool,
+    },
+    /// Read an extended attribute.
+    Getxattr {
+        /// The name: 1 to 255 bytes without NUL.
+        name: &'a [u8],
+        /// Room for the value; 0 asks for its length.
+        bytes_max: u32,
+    },
+    /// List extended attributes.
+    Listxattr {
+        /// Room for the list; 0 asks for its length.
+        bytes_max: u32,
+    },
+    /// Remove an extended attribute.
+    Removexattr {
+        /// The name: 1 to 255 bytes without NUL.
+        name: &'a [u8],
+    },
+    /// Check permissions.
+    Access {
+        /// `R_OK`, `W_OK`, `X_OK`.
+        mask: u32,
+    },
+    /// Test a lock; never of kind [`LockKind::Unlock`].
+    GetLock(LockRequest),
+    /// Set a lock (SETLK, SETLKW).
+    SetLock {
+        /// The lock.
+        lock: LockRequest,
+        /// Wait for it.
+        wait: bool,
+    },
+    /// Map a block of a file to a block of the device.
+    Bmap {
+        /// Block of the file.
+        block: u64,
+        /// Size of a block.
+        block_bytes: u32,
+    },
+    /// Device control.
+    Ioctl {
+        /// The handle.
+        handle: Handle,
+        /// `IOCTL_*`.
+        flags: u32,
+        /// The command.
+        command: u32,
+        /// The argument itself, mostly an address in the client.
+        argument: u64,
+        /// The data that the argument points to.
+        input: &'a [u8],
+        /// Room for output.
+        out_bytes_max: u32,
+    },
+    /// Poll for events.
+    Poll {
+        /// The handle.
+        handle: Handle,
+        /// The client's handle, for the notification.
+        client_handle: u64,
+        /// `POLL_*`.
+        flags: u32,
+        /// Events of interest.
+        events: u32,
+    },
+    /// Map a range of a file into the DAX window.
+    Setupmapping {
+        /// The handle; `None`: any, by inode.
+        handle: Option<Handle>,
+        /// First byte in the file.
+        offset: u64,
+        /// Length, not 0; neither range wraps around.
+        len: u64,
+        /// First byte in the window.
+        window_offset: u64,
+        /// For reading.
+        read: bool,
+        /// For writing.
+        write: bool,
+    },
+    /// Unmap ranges of the DAX window.
+    Removemapping {
+        /// Offsets and lengths.
+        ranges: Records<'a, RemovemappingOne>,
+    },
+    /// Interrupt another request; no reply.
+    Interrupt {
+        /// That request's number.
+        unique: u64,
+    },
+    /// Begin the session.
+    Init(InitRequest),
+    /// End the session.
+    Destroy,
+}
+
+/// The end of a handle (FUSE protocol 7.45, `fuse_release_in`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Release {
+    /// The handle.
+    pub handle: Handle,
+    /// The flags that it was opened with.
+    pub flags: OFlags,
+    /// Flush first.
+    pub flush: bool,
+    /// Give up the flock of `owner`.
+    pub unlock_flock: bool,
+    /// Whose flock.
+    pub owner: u64,
+}
+
+/// A lock to test or set (FUSE protocol 7.45, `fuse_lk_in`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LockRequest {
+    /// The handle.
+    pub handle: Handle,
+    /// Who asks, within the client.
+    pub owner: u64,
+    /// The kind of lock.
+    pub kind: LockKind,
+    /// First byte.
+    pub start: u64,
+    /// Last byte, inclusive; not before `start`, and `i64::MAX` at most.
+    pub end: u64,
+    /// Process that asks.
+    pub pid: u32,
+    /// A flock lock.
+    pub flock: bool,
+}
+
+impl LockRequest {
+    /// The lock, for this client.
+    pub fn lock(&self, session: SessionId) -> Lock {
+        let Self { owner, kind, start, end, pid, flock, .. } = *self;
+        Lock { kind, owner: LockOwner { session, id: owner }, start, end, pid, flock }
+    }
+}
+
+impl Operation<'_> {
+    /// The opcode that asks for this.
+    pub fn opcode(&self) -> Opcode {
+        match self {
+            Self::Lookup { .. } | Self::LookupSelf | Self::LookupParent => Opcode::Lookup,
+            Self::Forget { .. } => Opcode::Forget,
+            Self::BatchForget { .. } => Opcode::BatchForget,
+            Self::Getattr { .. } => Opcode::Getattr,
+            Self::Statx { .. } => Opcode::Statx,
+            Self::Setattr { .. } => Opcode::Setattr,
+            Self::Readlink => Opcode::Readlink,
+            Self::Symlink { .. } => Opcode::Symlink,
+            Self::Mknod { .. } => Opcode::Mknod,
+            Self::Mkdir { .. } => Opcode::Mkdir,
+            Self::Unlink { .. } => Opcode::Unlink,
+            Self::Rmdir { .. } => Opcode::Rmdir,
+            Self::Rename { flags, .. } if flags.is_empty() => Opcode::Rename,
+            Self::Rename { .. } => Opcode::Rename2,
+            Self::Link { .. } => Opcode::Link,
+            Self::Open { .. } => Opcode::Open,
+            Self::Opendir { .. } => Opcode::Opendir,
+            Self::Create { .. } => Opcode::Create,
+            Self::Tmpfile { .. } => Opcode::Tmpfile,
+            Self::Read(_) => Opcode::Read,
+            Self::Write { .. } => Opcode::Write,
+            Self::CopyFileRange(_) => Opcode::CopyFileRange,
+            Self::CopyFileRange64(_) => Opcode::CopyFileRange64,
+            Self::Fallocate { .. } => Opcode::Fallocate,
+            Self::Lseek { .. } => Opcode::Lseek,
+            Self::Flush { .. } => Opcode::Flush,
+            Self::Release(_) => Opcode::Release,
+            Self::Fsync { .. } => Opcode::Fsync,
+            Self::Readdir { at, .. } if at.plus => Opcode::Readdirplus,
+            Self::Readdir { .. } => Opcode::Readdir,
+            Self::Releasedir(_) => Opcode::Releasedir,
+            Self::Fsyncdir { .. } => Opcode::Fsyncdir,
+            Self::Syncfs => Opcode::Syncfs,
+            Self::Statfs => Opcode::Statfs,
+            Self::Setxattr { .. } => Opcode::Setxattr,
+            Self::Getxattr { .. } => Opcode::Getxattr,
+            Self::Listxattr { .. } => Opcode::Listxattr,
+            Self::Removexattr { .. } => Opcode::Removexattr,
+            Self::Access { .. } => Opcode::Access,
+            Self::GetLock(_) => Opcode::Getlk,
+            Self::SetLock { wait: false, .. } => Opcode::Setlk,
+            Self::SetLock { wait: true, .. } => Opcode::Setlkw,
+            Self::Bmap { .. } => Opcode::Bmap,
+            Self::Ioctl { .. } => Opcode::Ioctl,
+            Self::Poll { .. } => Opcode::Poll,
+            Self::Setupmapping { .. } => Opcode::Setupmapping,
+            Self::Removemapping { .. } => Opcode::Removemapping,
+            Self::Interrupt { .. } => Opcode::Interrupt,
+            Self::Init(_) => Opcode::Init,
+            Self::Destroy => Opcode::Destroy,
+        }
+    }
+
+    /// What a reply without error holds; `None` where there is no reply.
+    pub fn reply_kind(&self) -> Option<ReplyKind> {
+        let kind = match self {
+            Self::Forget { .. } | Self::BatchForget { .. } | Self::Interrupt { .. } => return None,
+            Self::Lookup { .. }
+            | Self::LookupSelf
+            | Self::LookupParent
+            | Self::Symlink { .. }
+            | Self::Mknod { .. }
+            | Self::Mkdir { .. }
+            | Self::Link { .. } => ReplyKind::Entry,
+            Self::Create { .. } | Self::Tmpfile { .. } => ReplyKind::Created,
+            Self::Getattr { .. } | Self::Setattr { .. } => ReplyKind::Attr,
+            Self::Statx { .. } => ReplyKind::Statx,
+            Self::Open { .. } | Self::Opendir { .. } => ReplyKind::Open,
+            Self::Read(_) | Self::Readdir { .. } | Self::Readlink => ReplyKind::Bytes,
+            Self::Getxattr { bytes_max: 0, .. } | Self::Listxattr { bytes_max: 0 } => ReplyKind::XattrSize,
+            Self::Getxattr { .. } | Self::Listxattr { .. } => ReplyKind::Bytes,
+            Self::Write { .. } | Self::CopyFileRange(_) => ReplyKind::Write,
+            Self::CopyFileRange64(_) => ReplyKind::CopyFileRange64,
+            Self::Statfs => ReplyKind::Statfs,
+            Self::GetLock(_) => ReplyKind::Lock,
+            Self::Lseek { .. } => ReplyKind::Lseek,
+            Self::Ioctl { .. } => ReplyKind::Ioctl,
+            Self::Poll { .. } => ReplyKind::Poll,
+            Self::Bmap { .. } => ReplyKind::Bmap,
+            Self::Init(_) => ReplyKind::Init,
+            Self::Unlink { .. }
+            | Self::Rmdir { .. }
+            | Self::Rename { .. }
+            | Self::Fallocate { .. }
+            | Self::Flush { .. }
+            | Self::Release(_)
+            | Self::Fsync { .. }
+            | Self::Releasedir(_)
+            | Self::Fsyncdir { .. }
+            | Self::Syncfs
+            | Self::Setxattr { .. }
+            | Self::Removexattr { .. }
+            | Self::Access { .. }
+            | Self::SetLock { .. }
+            | Self::Setupmapping { .. }
+            | Self::Removemapping { .. }
+            | Self::Destroy => ReplyKind::Empty,
+        };
+        Some(kind)
+    }
+}
