@@ -1,1 +1,401 @@
-//! dir
+//! A host directory as a source of Ferry: local semantics, bounded descriptors, few system calls.
+//!
+//! ```
+//! use ferry_dir::{Dir, Options};
+//! use ferry_vfs::{Caller, FileSystem, Ino, Name, New, OFlags};
+//!
+//! # let share = tempfile::tempdir().expect("a directory");
+//! let dir = Dir::open(share.path(), Options::default())?;
+//! let cx = Caller::default();
+//! let new = New { mode: 0o644, ..New::default() };
+//! let (entry, handle) = dir.create(&cx, Ino::ROOT, Name::new(b"hello")?, &new, OFlags::RDWR)?;
+//! dir.release(&cx, entry.ino, handle);
+//! dir.forget(entry.ino, 1);
+//! assert!(share.path().join("hello").exists());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # What leads to an inode
+//!
+//! A name is looked up with `statx` relative to an `O_PATH` descriptor of its directory: one component, no link
+//! followed, so nothing outside the share is ever reached, whatever the host or a client renames meanwhile.
+//!
+//! * On file systems with **file handles** (and with the privilege to use them: `CAP_DAC_READ_SEARCH`) an inode is
+//!   remembered by its handle; a descriptor is opened when something needs one, and kept within a budget.
+//! * Elsewhere an inode is remembered by an `O_PATH` descriptor, and past the budget by its directory and name; what
+//!   is found there again must be the same inode, or the answer is `ESTALE`.
+//!
+//! When the process or the host runs out of descriptors, kept ones are given up and the call is tried again: our own
+//! limits never make a name vanish. An inode that loses its last name while a client knows it is pinned.
+//!
+//! Device nodes, FIFOs and sockets are made and shown, never opened. Regular files are opened only through a
+//! descriptor or a handle whose type was seen before, so an open never blocks on something else.
+//!
+//! # Threads
+//!
+//! A thread that makes inodes is given a umask (and working directory) of its own with `unshare(CLONE_FS)`, and one
+//! that makes them for somebody else loses the server's supplementary groups; apart from that the ids and
+//! capabilities that a call changes are restored before it returns. `/proc/self/fd` is opened once, in
+//! [`Dir::open`]: a process that forks must open its shares afterwards.
+#![deny(unsafe_code)]
+
+mod attrs;
+mod cache;
+mod creds;
+mod handles;
+mod io;
+mod ioctl;
+mod locks;
+mod mount;
+mod names;
+mod readdir;
+mod resolve;
+mod sys;
+mod table;
+mod xattr;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ferry_vfs::{
+    Attr, Backing, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features,
+    FileSystem, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek,
+    SetAttr, Statfs, Waiter, XattrFlags,
+};
+use rustix::fs::{AtFlags, Mode};
+
+use crate::cache::Cache;
+use crate::creds::Creds;
+use crate::handles::Handles;
+use crate::locks::Locks;
+use crate::mount::Mounts;
+use crate::table::{Found, Inode, Table};
+
+/// How a directory is shared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Refuse every change.
+    pub read_only: bool,
+    /// Tell clients where other host file systems are mounted below the directory ([`Attr::submount`]), so that
+    /// inode numbers stay unique within each.
+    pub submounts: bool,
+    /// Pass `O_DIRECT` on to the host. Without it, it only means that the client does not cache.
+    pub direct_io: bool,
+    /// The client caches writes: files that it writes must be readable too, and it places appended data itself.
+    pub writeback: bool,
+    /// Use host file handles where they work.
+    pub file_handles: bool,
+    /// At most about so many descriptors are kept for inodes; `None` takes what the process's limit allows.
+    pub descriptors_max: Option<usize>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            read_only: false,
+            submounts: false,
+            direct_io: false,
+            writeback: false,
+            file_handles: true,
+            descriptors_max: None,
+        }
+    }
+}
+
+/// Why a directory cannot be shared.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// There is nothing at the path.
+    #[error("cannot share {path}: there is no such directory", path = .0.display())]
+    Missing(PathBuf),
+    /// There is something else at the path.
+    #[error("cannot share {path}: it is not a directory", path = .0.display())]
+    NotADirectory(PathBuf),
+    /// The server may not read the directory.
+    #[error("cannot share {path}: this user may not read it", path = .0.display())]
+    Permission(PathBuf),
+    /// /proc is needed to open files of the share.
+    #[error("cannot share {path}: /proc/self/fd cannot be opened; is /proc mounted?", path = .0.display())]
+    Proc(PathBuf, #[source] Errno),
+    /// Anything else that the host says.
+    #[error("cannot share {path}", path = .0.display())]
+    Host(PathBuf, #[source] Errno),
+}
+
+/// How much a [`Dir`] holds at the moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// Inodes that clients hold references to.
+    pub inodes: usize,
+    /// Open files and directories.
+    pub handles: usize,
+    /// `O_PATH` descriptors of inodes.
+    pub descriptors: usize,
+    /// How many of these are kept at most, apart from unlinked inodes that clients still use.
+    pub descriptors_max: usize,
+}
+
+/// A host directory. See the crate's front page.
+#[derive(Debug)]
+pub struct Dir {
+    options: Options,
+    features: Features,
+    root: Arc<Inode>,
+    table: Table,
+    cache: Cache,
+    mounts: Mounts,
+    handles: Handles,
+    locks: Locks,
+    changes: Changes,
+    creds: Creds,
+    /// /proc/self/fd.
+    proc_fds: OwnedFd,
+}
+
+impl Dir {
+    /// Opens a directory to be shared. Raises the process's limit of open files as far as it may.
+    ///
+    /// # Errors
+    /// [`OpenError`] says in one sentence what is wrong with the path.
+    pub fn open(path: impl AsRef<Path>, options: Options) -> std::result::Result<Self, OpenError> {
+        let path = path.as_ref();
+        let wrong = |errno| match errno {
+            Errno::NOENT => OpenError::Missing(path.into()),
+            Errno::NOTDIR => OpenError::NotADirectory(path.into()),
+            Errno::ACCESS | Errno::PERM => OpenError::Permission(path.into()),
+            errno => OpenError::Host(path.into(), errno),
+        };
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let proc_fds = rustix::fs::open("/proc/self/fd", flags | OFlags::PATH, Mode::empty())
+            .map_err(|errno| OpenError::Proc(path.into(), errno))?;
+        let fd = rustix::fs::open(path, flags | OFlags::PATH, Mode::empty()).map_err(wrong)?;
+        // Sharing what cannot be listed is surely a mistake.
+        rustix::fs::openat(&fd, ".", flags | OFlags::RDONLY, Mode::empty()).map_err(wrong)?;
+        let st = resolve::statx(fd.as_fd(), b"").map_err(wrong)?;
+        let key = resolve::key(&st);
+        let mounts = Mounts::new(options.file_handles);
+        let mount = mounts.get(key.mount, resolve::kind(&st), fd.as_fd(), proc_fds.as_fd());
+        let btime = resolve::btime(&st);
+        let kind = resolve::kind(&st);
+        let found = Found { key, kind, btime, mount, handle: None, mount_root: false, verified: true };
+        let (table, root) = Table::new(found);
+        let cache = Cache::new(options.descriptors_max);
+        root.set_pinned(true);
+        cache.keep(&table, &root, cache.wrap(fd));
+        let mut dir = Self {
+            features: Features { read_only: options.read_only, posix_acl: false, posix_locks: true, flock: true },
+            options,
+            root,
+            table,
+            cache,
+            mounts,
+            handles: Handles::new(),
+            locks: Locks::default(),
+            changes: Changes::default(),
+            creds: Creds::detect(),
+            proc_fds,
+        };
+        let acl = dir.getxattr_(Ino::ROOT, b"system.posix_acl_access");
+        dir.features.posix_acl = !matches!(acl, Err(Errno::OPNOTSUPP | Errno::NOSYS));
+        Ok(dir)
+    }
+
+    /// How much is held at the moment, to be watched and tested.
+    pub fn usage(&self) -> Usage {
+        Usage {
+            inodes: self.table.len(),
+            handles: self.handles.len(),
+            descriptors: self.cache.open(),
+            descriptors_max: self.cache.budget(),
+        }
+    }
+}
+
+impl FileSystem for Dir {
+    fn features(&self) -> Features {
+        self.features
+    }
+
+    fn changes(&self) -> Option<&Changes> {
+        Some(&self.changes)
+    }
+
+    fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.lookup_(dir, name)
+    }
+
+    fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
+        self.lookup_parent_(dir)
+    }
+
+    fn forget(&self, ino: Ino, count: u64) {
+        self.table.forget(ino, count);
+    }
+
+    fn getattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+        self.getattr_(cx, ino, handle)
+    }
+
+    fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+        self.setattr_(cx, ino, handle, set)
+    }
+
+    fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.readlink_(ino)
+    }
+
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        self.mknod_(cx, dir, name, new)
+    }
+
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        self.mkdir_(cx, dir, name, new)
+    }
+
+    fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
+        self.symlink_(cx, dir, name, target)
+    }
+
+    fn link(&self, _: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.link_(ino, dir, name)
+    }
+
+    fn unlink(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.unlink_(dir, name, AtFlags::empty())
+    }
+
+    fn rmdir(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.unlink_(dir, name, AtFlags::REMOVEDIR)
+    }
+
+    fn rename(&self, _: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
+        self.rename_(from, to, flags)
+    }
+
+    fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        self.open_(cx, ino, flags)
+    }
+
+    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        self.create_(cx, dir, name, new, flags)
+    }
+
+    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        self.tmpfile_(cx, dir, new, flags)
+    }
+
+    fn read(&self, cx: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
+        self.extent(cx, at)
+    }
+
+    fn write(&self, cx: &Caller<'_>, at: &IoRange, _: &mut dyn Input) -> Result<Data> {
+        self.writable()?;
+        self.extent(cx, at)
+    }
+
+    fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+        self.flush_(cx, ino, handle, owner)
+    }
+
+    fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        self.release_(cx, ino, handle);
+    }
+
+    fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, _: bool) -> Result<Option<Arc<Backing>>> {
+        self.fsync_(cx, ino, handle)
+    }
+
+    fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
+        self.opendir_(cx, ino)
+    }
+
+    fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+        self.readdir_(cx, at, out)
+    }
+
+    fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        self.release_(cx, ino, handle);
+    }
+
+    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, _: bool) -> Result<Option<Arc<Backing>>> {
+        self.fsync_(cx, ino, handle)
+    }
+
+    fn syncfs(&self, _: &Caller<'_>, ino: Ino) -> Result<()> {
+        self.syncfs_(ino)
+    }
+
+    fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
+        self.statfs_(ino)
+    }
+
+    fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        self.getxattr_(ino, name)
+    }
+
+    fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.listxattr_(ino)
+    }
+
+    fn setxattr(
+        &self,
+        _: &Caller<'_>,
+        ino: Ino,
+        name: &[u8],
+        value: &[u8],
+        flags: XattrFlags,
+        clear_sgid: bool,
+    ) -> Result<()> {
+        self.setxattr_(ino, name, value, flags, clear_sgid)
+    }
+
+    fn removexattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+        self.removexattr_(ino, name)
+    }
+
+    fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+        self.access_(cx, ino, mask)
+    }
+
+    fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
+        self.get_lock_(cx, (ino, handle), lock)
+    }
+
+    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+        self.set_lock_(cx, (ino, handle), lock, wait)
+    }
+
+    fn ioctl(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        command: u32,
+        input: &[u8],
+        out_bytes_max: usize,
+    ) -> Result<Vec<u8>> {
+        self.ioctl_(cx, (ino, handle), command, input, out_bytes_max)
+    }
+
+    fn fallocate(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: u64,
+        flags: FallocateFlags,
+    ) -> Result<()> {
+        self.fallocate_(cx, (ino, handle), (offset, len), flags)
+    }
+
+    fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+        self.lseek_(cx, ino, handle, offset, seek)
+    }
+
+    fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+        self.copy_file_range_(cx, copy)
+    }
+}

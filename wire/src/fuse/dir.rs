@@ -83,11 +83,16 @@ impl DirOutput for DirWriter<'_> {
             self.out.extend_from_slice(entry.as_bytes());
         }
         let namelen = u32::try_from(item.name.len()).expect("an entry that fits is short");
-        let dirent = Dirent { ino: item.ino, off: item.next, namelen, kind: item.kind.as_raw_mode() >> 12 };
+        let dirent = Dirent { ino: item.ino, off: item.next, namelen, kind: dirent_kind(item.kind) };
         self.out.extend_from_slice(dirent.as_bytes());
         self.out.extend_from_slice(item.name);
         self.out.resize(begin + (self.out.len() - begin).next_multiple_of(ALIGN), 0);
     }
+}
+
+/// The `DT_*` number of Linux: the type's bits of `st_mode`, or 0 where it is not known.
+fn dirent_kind(kind: FileType) -> u32 {
+    if kind == FileType::Unknown { 0 } else { kind.as_raw_mode() >> 12 }
 }
 
 /// One entry of a listing, as the client sees it.

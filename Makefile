@@ -1,0 +1,43 @@
+# Everything starts here. `make demo` and `make test` set up what they need, and say what that is first.
+
+CARGO ?= cargo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test test-all bench lint fuzz
+
+help:
+	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
+	@echo 'make test      the tests'
+	@echo 'make test-all  the tests with the long ones (pjdfstest, fsx, fault injection; may take an hour)'
+	@echo 'make bench     the benchmarks, against the other servers'
+	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny'
+	@echo 'make fuzz      each fuzz target for a minute (FUZZ_SECONDS=N for longer)'
+	@echo 'make setup     only what the others do first: Debian packages and the guest'
+
+setup:
+	@scripts/setup
+
+build:
+	$(CARGO) build --release --locked -p ferry
+
+demo: setup build
+	@scripts/demo
+
+test: setup
+	$(CARGO) test --workspace --locked
+
+test-all: setup
+	$(CARGO) test --workspace --locked --release -- --include-ignored
+
+bench: setup
+	bench/run virtiofs
+
+lint:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked
+	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
+	else echo 'lint: cargo-deny is not installed: licences and advisories were not checked' >&2; fi
+
+fuzz:
+	@scripts/fuzz

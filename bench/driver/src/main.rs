@@ -1,0 +1,285 @@
+//! Drives a virtio-fs server from the host: load, malformed input, a look at what it offers.
+
+use std::path::{Path, PathBuf};
+use std::process::{self, Child, ExitCode, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use ferry_driver::hostile::{self, Options};
+use ferry_driver::load::{self, Load, Op};
+use ferry_driver::measure::Counter;
+use ferry_driver::{Config, Driver};
+
+/// The guest's side of virtio-fs as a program on the host: it connects to a vhost-user-fs server in the VMM's place.
+#[derive(Debug, Parser)]
+#[command(name = "ferry-driver", version)]
+struct Cli {
+    /// The socket that the server listens at
+    socket: PathBuf,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Send requests as fast as the server answers them; print one JSON object
+    Load(LoadArgs),
+    /// Send malformed input, case by case; print one JSON object per case
+    Hostile(HostileArgs),
+    /// Print what the server offers
+    Info,
+}
+
+#[derive(Debug, Args)]
+struct HostileArgs {
+    /// Only cases whose name contains this
+    #[arg(long, default_value = "")]
+    case: String,
+    /// Only print the names of the cases
+    #[arg(long)]
+    list: bool,
+    /// How long a chain may stay unanswered before it counts as dropped
+    #[arg(long, default_value_t = 400)]
+    drop_ms: u64,
+    /// How long each race lasts
+    #[arg(long, default_value_t = 2.0)]
+    race_seconds: f64,
+    /// A shell command that starts the server, again and again whenever it ends
+    #[arg(long)]
+    spawn: Option<String>,
+}
+
+impl HostileArgs {
+    fn run(&self, socket: &Path) -> anyhow::Result<ExitCode> {
+        let options = Options {
+            drop_after: Duration::from_millis(self.drop_ms),
+            race: Duration::from_secs_f64(self.race_seconds),
+            retries: if self.spawn.is_some() { 20 } else { 0 },
+        };
+        let cases: Vec<_> = hostile::cases().into_iter().filter(|case| case.name.contains(&self.case)).collect();
+        if self.list {
+            cases.iter().for_each(|case| println!("{}", case.name));
+            return Ok(ExitCode::SUCCESS);
+        }
+        let spawner = self.spawn.as_ref().map(|command| Spawner::start(command, socket));
+        let mut failed = 0;
+        for case in &cases {
+            let outcome = hostile::run(case, socket, &options);
+            println!("{}", serde_json::to_string(&outcome)?);
+            failed += usize::from(!outcome.passed);
+        }
+        drop(spawner);
+        eprintln!("{} cases, {failed} failed", cases.len());
+        Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+}
+
+/// Keeps a server running that ends with its client.
+struct Spawner {
+    stop: Arc<AtomicBool>,
+    child: Arc<Mutex<Option<Child>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Spawner {
+    fn start(command: &str, socket: &Path) -> Self {
+        let (stop, child) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(None)));
+        let thread = {
+            let (stop, child, command, socket) = (stop.clone(), child.clone(), command.to_owned(), socket.to_owned());
+            std::thread::spawn(move || keep_running(&stop, &child, &command, &socket))
+        };
+        Self { stop, child, thread: Some(thread) }
+    }
+}
+
+fn keep_running(stop: &AtomicBool, child: &Mutex<Option<Child>>, command: &str, socket: &Path) {
+    while !stop.load(Ordering::SeqCst) {
+        // A socket that is left over would be connected to in vain.
+        let _ = std::fs::remove_file(socket);
+        let exec = format!("exec {command}");
+        let started = process::Command::new("sh").args(["-c", &exec]).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
+        match started {
+            Ok(started) => *child.lock().unwrap_or_else(PoisonError::into_inner) = Some(started),
+            Err(error) => return eprintln!("ferry-driver: cannot start {command}: {error}"),
+        }
+        loop {
+            let mut child = child.lock().unwrap_or_else(PoisonError::into_inner);
+            if child.as_mut().is_none_or(|child| !matches!(child.try_wait(), Ok(None))) {
+                break;
+            }
+            drop(child);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Spawner {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        if let Some(child) = self.child.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            let _ = child.kill();
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("until").required(true).args(["seconds", "requests"]))]
+struct LoadArgs {
+    /// The file, in the root of the share; it is made if it does not exist
+    #[arg(long)]
+    file: String,
+    /// The file's size in bytes [default: as it is, or 64 MiB]
+    #[arg(long)]
+    size: Option<u64>,
+    /// What to ask
+    #[arg(long, value_enum, default_value_t = OpArg::Read)]
+    op: OpArg,
+    /// Request queues
+    #[arg(long, default_value_t = 1)]
+    queues: usize,
+    /// Entries of each queue
+    #[arg(long, default_value_t = 1024)]
+    queue_size: u16,
+    /// Requests in flight per queue
+    #[arg(long, default_value_t = 1)]
+    depth: usize,
+    /// Bytes per READ or WRITE
+    #[arg(long, default_value_t = 4096)]
+    block: usize,
+    /// Random offsets [default]
+    #[arg(long, overrides_with = "sequential")]
+    random: bool,
+    /// Offsets that follow one another
+    #[arg(long)]
+    sequential: bool,
+    /// Stop after so many seconds
+    #[arg(long)]
+    seconds: Option<f64>,
+    /// Stop after so many requests
+    #[arg(long)]
+    requests: Option<u64>,
+    /// Poll the used ring [default]
+    #[arg(long, overrides_with = "sleep")]
+    poll: bool,
+    /// Sleep until the server makes a call, as a guest does
+    #[arg(long)]
+    sleep: bool,
+    /// Threads of the driver [default: one per queue, but not more than there are CPUs]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Write a pattern first and check the data
+    #[arg(long)]
+    verify: bool,
+    /// Do without the event index
+    #[arg(long)]
+    no_event_idx: bool,
+    /// Do without indirect descriptors
+    #[arg(long)]
+    no_indirect: bool,
+    /// The server's process [default: the one that listens at the socket]
+    #[arg(long)]
+    pid: Option<u32>,
+    /// Count the server's system calls, in a second run
+    #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "perf", require_equals = true)]
+    count_syscalls: Option<CounterArg>,
+    /// Requests of that second run
+    #[arg(long, default_value_t = 100_000)]
+    count_requests: u64,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum OpArg {
+    Read,
+    Write,
+    Getattr,
+    Lookup,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum CounterArg {
+    Perf,
+    Strace,
+}
+
+impl LoadArgs {
+    fn load(&self) -> anyhow::Result<Load> {
+        if self.queues == 0 || self.depth == 0 || self.block == 0 {
+            bail!("--queues, --depth and --block are at least 1");
+        }
+        if !self.queue_size.is_power_of_two() {
+            bail!("--queue-size {} is not a power of two", self.queue_size);
+        }
+        Ok(Load {
+            file: self.file.clone(),
+            size: self.size,
+            op: match self.op {
+                OpArg::Read => Op::Read,
+                OpArg::Write => Op::Write,
+                OpArg::Getattr => Op::Getattr,
+                OpArg::Lookup => Op::Lookup,
+            },
+            queues: self.queues,
+            queue_size: self.queue_size,
+            event_idx: !self.no_event_idx,
+            indirect: !self.no_indirect,
+            depth: self.depth,
+            block: self.block,
+            random: !self.sequential,
+            seconds: self.seconds,
+            requests: self.requests,
+            sleep: self.sleep,
+            threads: self.threads,
+            verify: self.verify,
+            pid: self.pid,
+            count_syscalls: self.count_syscalls.map(|counter| match counter {
+                CounterArg::Perf => (Counter::Perf, self.count_requests),
+                CounterArg::Strace => (Counter::Strace, self.count_requests),
+            }),
+        })
+    }
+}
+
+fn info(socket: &Path) -> anyhow::Result<()> {
+    let mut driver = Driver::connect(socket, Config::default())?;
+    let space = driver.config_space().ok();
+    let init = driver.init().context("INIT failed")?;
+    let json = serde_json::json!({
+        "tag": space.as_ref().map(|(tag, _)| tag),
+        "request_queues": space.as_ref().map(|(_, queues)| queues),
+        "virtio_features": format!("{:#x}", driver.features()),
+        "protocol_features": format!("{:#x}", driver.protocol_features()),
+        "fuse": format!("{}.{}", init.major, init.minor),
+        "max_write": init.max_write,
+        "flags": format!("{:#x}", u64::from(init.flags2) << 32 | u64::from(init.flags)),
+        "pid": driver.peer(),
+    });
+    println!("{json}");
+    Ok(())
+}
+
+fn run() -> anyhow::Result<ExitCode> {
+    let cli = Cli::parse();
+    match &cli.command {
+        Command::Load(args) => {
+            let report = load::run(&cli.socket, &args.load()?)?;
+            println!("{}", serde_json::to_string(&report)?);
+            Ok(if report.errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }
+        Command::Hostile(args) => args.run(&cli.socket),
+        Command::Info => info(&cli.socket).map(|()| ExitCode::SUCCESS),
+    }
+}
+
+fn main() -> ExitCode {
+    run().unwrap_or_else(|error| {
+        eprintln!("ferry-driver: {error:#}");
+        ExitCode::FAILURE
+    })
+}

@@ -1,0 +1,99 @@
+//! Shares from a TOML file.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use crate::cli::Share;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default)]
+    share: Vec<Share>,
+}
+
+/// Reads the shares of a file. Relative paths in it are relative to the file's own folder.
+pub fn read(path: &Path) -> Result<Vec<Share>> {
+    let text = std::fs::read_to_string(path)
+        .with_context(|| format!("cannot read the configuration file {}", path.display()))?;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    parse(&text, folder).with_context(|| format!("the configuration file {} is wrong", path.display()))
+}
+
+fn parse(text: &str, folder: &Path) -> Result<Vec<Share>> {
+    let File { share: mut shares } = toml::from_str(text).map_err(|error| one_line(text, &error))?;
+    if shares.is_empty() {
+        bail!("it shares nothing; add a [[share]] table with dir and virtiofs");
+    }
+    for (number, share) in shares.iter_mut().enumerate() {
+        share.check().map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
+        share.dir = folder.join(&share.dir);
+        share.virtiofs = share.virtiofs.take().map(|socket: PathBuf| folder.join(socket));
+    }
+    Ok(shares)
+}
+
+/// The parser's message with the line it is about, without its picture of the text.
+fn one_line(text: &str, error: &toml::de::Error) -> anyhow::Error {
+    let message = error.message().trim_end().replace('\n', " ");
+    match error.span() {
+        Some(span) => {
+            let line = 1 + text.bytes().take(span.start).filter(|&byte| byte == b'\n').count();
+            anyhow::anyhow!("line {line}: {message}")
+        }
+        None => anyhow::anyhow!(message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flag_is_a_key() {
+        let text = r#"
+            [[share]]
+            dir = "/srv/a"
+            virtiofs = "a.sock"
+            tag = "a"
+            read-only = true
+            queues = 2
+            cache = "none"
+            writeback = true
+            poll-us = 50
+            allow-direct-io = true
+
+            [[share]]
+            dir = "b"
+            fd = 3
+        "#;
+        let shares = parse(text, Path::new("/etc/ferry")).expect("a good file");
+        assert_eq!(shares.len(), 2);
+        assert_eq!(shares[0].dir, Path::new("/srv/a"));
+        assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("/etc/ferry/a.sock")));
+        assert_eq!(shares[1].dir, Path::new("/etc/ferry/b"));
+        assert_eq!(shares[1].fd, Some(3));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (text, words) in [
+            ("[[share]]\ndir = \"a\"\nsocket = \"s\"", "line 3: unknown field `socket`"),
+            ("[[shares]]\ndir = \"a\"", "unknown field `shares`"),
+            ("[[share]]\nvirtiofs = \"s\"", "missing field `dir`"),
+            ("[[share]]\ndir = \"a\"", "number 1: it needs virtiofs"),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nfd = 3", "both virtiofs and fd"),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nqueues = 0", "queues = 0"),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\ntag = \"\"", "a tag cannot be empty"),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\ncache = \"x\"", "unknown variant `x`"),
+            ("[[share]]\ndir = \"a\"\ndir = \"b\"", "duplicate key"),
+            ("", "it shares nothing"),
+        ] {
+            let error = parse(text, Path::new("")).expect_err(text).to_string();
+            assert!(error.contains(words), "{text}: {error}");
+            assert!(!error.contains('\n'), "{error}");
+        }
+    }
+}

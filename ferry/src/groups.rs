@@ -1,0 +1,238 @@
+//! Several shares in one call: flags belong to the directory before them.
+//!
+//! The command line is cut into one group per directory, and each group is parsed by the same table of flags, so
+//! that everything the table says (values, conflicts, a flag given twice) holds group by group.
+
+use std::collections::VecDeque;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+
+use clap::error::ErrorKind;
+use clap::{CommandFactory, FromArgMatches};
+
+use crate::cli::{Cli, Command, Share, ShareArgs};
+
+/// What the command line asks for.
+#[derive(Debug)]
+pub struct Invocation {
+    pub cli: Cli,
+    /// The directories of `ferry share` after the first, which is in `cli`.
+    pub more: Vec<Share>,
+}
+
+/// Reads the whole command line. Help, version and mistakes come back as clap's error.
+pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, clap::Error> {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let table = Cli::command();
+    let Some(at) = share_position(&table, &args) else {
+        return Ok(Invocation { cli: parse_one(args)?, more: Vec::new() });
+    };
+
+    let (before, after) = args.split_at(at + 1);
+    let mut groups = split(&table, after)?.into_iter();
+    let one = |group: Vec<OsString>| parse_one(before.iter().cloned().chain(group).collect());
+    let cli = one(groups.next().unwrap_or_default())?;
+    if let Command::Share(ShareArgs { share: Some(share), .. }) = &cli.command
+        && (&share.virtiofs, share.fd) == (&None, None)
+    {
+        return Err(error(ErrorKind::MissingRequiredArgument, "'--virtiofs <SOCKET>' is missing after the directory"));
+    }
+    let more = groups.map(|group| Ok(share_of(one(group)?))).collect::<Result<_, clap::Error>>()?;
+    Ok(Invocation { cli, more })
+}
+
+fn parse_one(args: Vec<OsString>) -> Result<Cli, clap::Error> {
+    Cli::from_arg_matches(&Cli::command().try_get_matches_from(args)?)
+}
+
+fn share_of(cli: Cli) -> Share {
+    match cli.command {
+        Command::Share(args) => args.share.expect("a group begins with its directory"),
+        _ => unreachable!("every group is parsed as the share command"),
+    }
+}
+
+/// Where `share` stands on the command line, if that is its command.
+fn share_position(table: &clap::Command, args: &[OsString]) -> Option<usize> {
+    let mut at = 1;
+    while at < args.len() {
+        match token(table, None, &args[at]) {
+            Token::Positional => return (args[at] == "share").then_some(at),
+            Token::End => return None,
+            Token::Flag { values, .. } => at += 1 + values,
+        }
+    }
+    None
+}
+
+/// Cuts what follows `share` into a group per directory. Flags of the whole call go to the first group.
+fn split(table: &clap::Command, args: &[OsString]) -> Result<Vec<Vec<OsString>>, clap::Error> {
+    let share = table.find_subcommand("share");
+    let mut whole = Vec::new();
+    let mut early = Vec::new();
+    let mut groups: Vec<Vec<OsString>> = Vec::new();
+    let mut args: VecDeque<&OsString> = args.iter().collect();
+    let mut only_directories = false;
+    while let Some(arg) = args.pop_front() {
+        match if only_directories { Token::Positional } else { token(table, share, arg) } {
+            Token::End => only_directories = true,
+            // `./-x` and the like: after `--` a directory may begin with a dash.
+            Token::Positional if only_directories => groups.push(vec!["--".into(), arg.clone()]),
+            Token::Positional => groups.push(vec![arg.clone()]),
+            Token::Flag { values, whole_call } => {
+                let group = match groups.last_mut() {
+                    _ if whole_call => &mut whole,
+                    Some(group) => group,
+                    None => &mut early,
+                };
+                group.push(arg.clone());
+                group.extend(args.drain(..values.min(args.len())).cloned());
+            }
+        }
+    }
+    if groups.len() > 1
+        && let Some(flag) = early.first()
+    {
+        let text = format!(
+            "the argument '{}' stands before the first directory, but with several directories flags belong to the \
+             directory before them",
+            flag.display()
+        );
+        return Err(error(ErrorKind::ArgumentConflict, &text));
+    }
+    match groups.first_mut() {
+        Some(first) => {
+            // Whatever stands before the only directory can only mean that one.
+            first.splice(0..0, whole.into_iter().chain(early));
+        }
+        None => groups.push(whole.into_iter().chain(early).collect()),
+    }
+    Ok(groups)
+}
+
+fn error(kind: ErrorKind, text: &str) -> clap::Error {
+    let mut table = Cli::command();
+    table.build();
+    match table.find_subcommand_mut("share") {
+        Some(share) => share.error(kind, text),
+        None => table.error(kind, text),
+    }
+}
+
+enum Token {
+    /// A flag, with how many of the following arguments are its value, and whether it is for the whole call.
+    Flag {
+        values: usize,
+        whole_call: bool,
+    },
+    /// `--`: everything after it is positional.
+    End,
+    Positional,
+}
+
+/// What an argument is, by the tables of the program and of its command. Flags that neither knows take no value;
+/// parsing the group will refuse them.
+fn token(table: &clap::Command, command: Option<&clap::Command>, arg: &OsStr) -> Token {
+    let bytes = arg.as_bytes();
+    if bytes == b"--" {
+        return Token::End;
+    }
+    if bytes.first() != Some(&b'-') || bytes == b"-" {
+        return Token::Positional;
+    }
+    let name = bytes.split(|&byte| byte == b'=').next().unwrap_or_default();
+    let is = |arg: &&clap::Arg| arg.get_long().is_some_and(|long| name.strip_prefix(b"--") == Some(long.as_bytes()));
+    let own = command.and_then(|command| command.get_arguments().find(is));
+    let found = own.or_else(|| table.get_arguments().find(is));
+    let takes_value = found.is_some_and(|arg| arg.get_action().takes_values()) && name.len() == bytes.len();
+    let of_share = own.is_some_and(|arg| !["config", "json"].contains(&arg.get_id().as_str()));
+    Token::Flag { values: usize::from(takes_value), whole_call: found.is_none() || !of_share }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    fn shares(line: &str) -> Result<Vec<Share>, clap::Error> {
+        let Invocation { cli, more } = parse(line.split_whitespace().map(OsString::from))?;
+        Ok(std::iter::once(share_of(cli)).chain(more).collect())
+    }
+
+    fn refused(line: &str) -> String {
+        shares(line).expect_err(line).to_string()
+    }
+
+    #[test]
+    fn the_table_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn flags_belong_to_the_directory_before_them() {
+        let shares =
+            shares("ferry --log debug share /a --virtiofs 1.sock --tag=x --read-only /b --virtiofs=2.sock --queues 3")
+                .expect("a good line");
+        assert_eq!(shares.len(), 2);
+        assert_eq!(shares[0].dir, Path::new("/a"));
+        assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("1.sock")));
+        assert_eq!(shares[0].tag_or_default().as_str(), "x");
+        assert!(shares[0].read_only && !shares[1].read_only);
+        assert_eq!(shares[1].dir, Path::new("/b"));
+        assert_eq!((shares[0].queues, shares[1].queues), (None, Some(3)));
+    }
+
+    #[test]
+    fn one_directory_owns_every_flag() {
+        let shares = shares("ferry share --virtiofs 1.sock --tag x /a --queues 2").expect("a good line");
+        assert_eq!(shares[0].dir, Path::new("/a"));
+        assert_eq!(shares[0].queues, Some(2));
+    }
+
+    #[test]
+    fn a_flag_of_the_whole_call_stands_anywhere() {
+        let args = "ferry share /a --virtiofs 1.sock --json /b --virtiofs 2.sock --log warn";
+        let Invocation { cli, more } = parse(args.split(' ').map(OsString::from)).expect("a good line");
+        assert_eq!(cli.log.as_deref(), Some("warn"));
+        assert!(matches!(cli.command, Command::Share(args) if args.json));
+        assert_eq!(more.len(), 1);
+    }
+
+    #[test]
+    fn directories_may_begin_with_a_dash() {
+        let shares = shares("ferry share --virtiofs s -- -a").expect("a good line");
+        assert_eq!(shares[0].dir, Path::new("-a"));
+    }
+
+    #[test]
+    fn a_file_needs_no_directory() {
+        let args = ["ferry", "share", "--config", "f.toml"].map(OsString::from);
+        let Invocation { cli, more } = parse(args).expect("a good line");
+        let Command::Share(args) = cli.command else { panic!("not the share command") };
+        assert!(args.share.is_none() && more.is_empty());
+        assert_eq!(args.config.as_deref(), Some(Path::new("f.toml")));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (line, word) in [
+            ("ferry share /a --virtiofs s --tag x --tag y", "'--tag <NAME>' cannot be used multiple times"),
+            ("ferry share /a --virtiofs s /b --virtiofs t --read-only --read-only", "'--read-only' cannot be used"),
+            ("ferry share --virtiofs s /a /b --virtiofs t", "'--virtiofs' stands before the first directory"),
+            ("ferry share /a --virtiofs s /b", "--virtiofs <SOCKET>"),
+            ("ferry share /a --virtiofs s --fd 3", "'--fd <N>'"),
+            ("ferry share /a --virtiofs s --fast", "--fast"),
+            ("ferry share /a --virtiofs s --queues 0", "0"),
+            ("ferry share /a --virtiofs s --cache sometimes", "sometimes"),
+            ("ferry share /a --virtiofs", "--virtiofs"),
+            ("ferry share /a --virtiofs s --json /b --virtiofs t --json", "'--json' cannot be used"),
+            ("ferry share", "<DIR>"),
+            ("ferry share /a --config f", "--virtiofs <SOCKET>"),
+            ("ferry share /a --virtiofs s --config f /b", "--virtiofs <SOCKET>"),
+            ("ferry share --tag x --config f", "dir"),
+        ] {
+            let text = refused(line);
+            assert!(text.contains(word), "{line}: {text}");
+        }
+    }
+}

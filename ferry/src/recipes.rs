@@ -1,0 +1,96 @@
+//! Lines to copy: how VMMs and guests reach a share.
+
+use std::path::Path;
+
+use crate::cli::Tag;
+
+/// Shown by `ferry --help`.
+pub const OVERVIEW: &str = "\
+Examples:
+  ferry try ~/project                      a shell in a Linux guest, in ~/project
+  ferry try ~/project -- make test         run a command there; its status is ferry's
+  ferry share ~/project --virtiofs /run/user/1000/project.sock
+                                           share it with a virtual machine of your own
+
+ferry share --help has the lines to copy for QEMU, libvirt, cloud-hypervisor and the guest.";
+
+/// Shown by `ferry try --help`.
+pub const TRY: &str = "\
+Examples:
+  ferry try .                              a shell in a guest, in this directory
+  ferry try . -- sh -c 'uname -r; ls'      run a command, and exit with its status
+  ferry try --read-only src build          /mnt/src and /mnt/build, both read-only
+  ferry try --memory 2G . -- ./test.sh     more memory for a bigger job";
+
+/// Shown by `ferry share --help`.
+pub const SHARE: &str = "\
+Example:
+  ferry share /srv/src --virtiofs /run/src.sock --tag src /srv/doc --virtiofs /run/doc.sock --read-only
+
+QEMU (the guest's memory must be shared; 4G is an example):
+  -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
+  -chardev socket,id=char0,path=/run/src.sock
+  -device vhost-user-fs-pci,chardev=char0,tag=src,queue-size=1024,num-request-queues=4
+
+libvirt (in the domain's XML):
+  <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
+  <devices>
+    <filesystem type='mount'>
+      <driver type='virtiofs' queue='1024'/>
+      <source socket='/run/src.sock'/>
+      <target dir='src'/>
+    </filesystem>
+  </devices>
+
+cloud-hypervisor:
+  --memory size=4G,shared=on --fs tag=src,socket=/run/src.sock,num_queues=4,queue_size=1024
+
+In the guest:
+  mount -t virtiofs src /mnt
+or in its /etc/fstab:
+  src  /mnt  virtiofs  defaults,nofail  0  0
+
+A configuration file for --config (paths are relative to the file):
+  [[share]]
+  dir = \"/srv/src\"
+  virtiofs = \"/run/src.sock\"
+  tag = \"src\"
+  read-only = true";
+
+/// QEMU's options for one share, to paste after a command that already has shared memory.
+pub fn qemu(socket: &Path, tag: &Tag, queues: usize) -> String {
+    let socket = qemu_value(&socket.to_string_lossy());
+    let tag = qemu_value(tag.as_str());
+    let line = [
+        format!("socket,id=ferry,path={socket}"),
+        format!("vhost-user-fs-pci,chardev=ferry,tag={tag},queue-size=1024,num-request-queues={queues}"),
+    ];
+    format!("-chardev {} -device {}", shell_word(&line[0]), shell_word(&line[1]))
+}
+
+/// A value inside a QEMU option: a comma would end it, so it is doubled.
+fn qemu_value(text: &str) -> String {
+    text.replace(',', ",,")
+}
+
+/// A word that a shell reads as it stands.
+fn shell_word(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=,:@%+".contains(c);
+    if text.chars().all(plain) { text.into() } else { format!("'{}'", text.replace('\'', r"'\''")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_survive_shell_and_qemu() {
+        let tag: Tag = "my tag".parse().expect("a good tag");
+        assert_eq!(
+            qemu(Path::new("/run/a,b.sock"), &tag, 2),
+            "-chardev socket,id=ferry,path=/run/a,,b.sock -device 'vhost-user-fs-pci,chardev=ferry,tag=my tag,\
+             queue-size=1024,num-request-queues=2'"
+        );
+        assert_eq!(shell_word("it's"), r"'it'\''s'");
+    }
+}

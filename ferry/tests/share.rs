@@ -1,0 +1,196 @@
+//! `ferry share` as a user meets it: what it says, its status, and what it leaves behind.
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use common::{Server, ferry, refused, run};
+use rustix::process::Signal;
+
+#[test]
+fn serves_until_a_signal() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("s");
+        let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+        assert_eq!(server.line["shares"][0]["virtiofs"], socket.to_str().unwrap());
+        assert!(socket.exists());
+        server.signal(signal);
+        assert_eq!(server.status(), Some(0));
+        assert!(!socket.exists(), "the socket is left behind");
+    }
+}
+
+#[test]
+fn serves_several_directories() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["a", "b"] {
+        fs::create_dir(folder.path().join(name)).unwrap();
+    }
+    let mut server = Server::start(
+        ferry().current_dir(folder.path()).args(["share", "a", "--virtiofs", "a.sock", "--tag", "first"]).args([
+            "b",
+            "--virtiofs",
+            "b.sock",
+            "--read-only",
+            "--queues",
+            "3",
+        ]),
+    );
+    let shares = server.line["shares"].as_array().unwrap();
+    assert_eq!(shares.len(), 2);
+    assert_eq!((&shares[0]["tag"], &shares[0]["read_only"]), (&"first".into(), &false.into()));
+    assert_eq!((&shares[1]["tag"], &shares[1]["read_only"]), (&"b".into(), &true.into()));
+    assert_eq!(shares[1]["queues"], 3);
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn serves_what_a_file_says() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("data")).unwrap();
+    let file = folder.path().join("ferry.toml");
+    fs::write(&file, "[[share]]\ndir = \"data\"\nvirtiofs = \"s\"\ncache = \"always\"\n").unwrap();
+    let mut server = Server::start(ferry().arg("share").arg("--config").arg(&file));
+    assert_eq!(server.line["shares"][0]["tag"], "data");
+    assert!(folder.path().join("s").exists(), "paths are relative to the file");
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn serves_an_inherited_socket() {
+    let folder = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(folder.path().join("s")).unwrap();
+    rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).unwrap();
+    let number = std::os::fd::AsRawFd::as_raw_fd(&listener).to_string();
+    let mut server = Server::start(ferry().arg("share").arg(folder.path()).args(["--fd", &number]));
+    assert_eq!(server.line["shares"][0]["fd"].to_string(), number);
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    assert!(folder.path().join("s").exists(), "an inherited socket's file is its maker's");
+}
+
+#[test]
+fn replaces_a_stale_socket() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let mut killed = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    killed.signal(Signal::KILL);
+    killed.status();
+    assert!(socket.exists(), "a killed server cannot remove its socket");
+    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn refuses_a_socket_in_use() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let text = refused(1, ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    assert!(text.contains(socket.to_str().unwrap()) && text.contains("in use"), "{text}");
+    assert!(socket.exists());
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn refuses_what_cannot_be_shared() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    let good = folder.path().to_str().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let cases: [(&[&str], &[&str]); 7] = [
+        (&[&at("missing"), "--virtiofs", &at("s")], &["missing"]),
+        (&[&at("file"), "--virtiofs", &at("s")], &["file", "directory"]),
+        (&[good, "--virtiofs", &at("file")], &["file", "not a socket"]),
+        (&[good, "--virtiofs", &at("no/s")], &["no/s", "does not exist"]),
+        (&[good, "--virtiofs", &at("s"), good, "--virtiofs", &at("s")], &["given twice"]),
+        (&[good, "--fd", "77"], &["descriptor 77 is not open"]),
+        (&["--config", &at("missing.toml")], &["missing.toml"]),
+    ];
+    for (args, words) in cases {
+        let text = refused(1, ferry().arg("share").args(args));
+        for word in words {
+            assert!(text.contains(word), "{args:?}: {text}");
+        }
+        assert!(!folder.path().join("s").exists(), "{args:?} leaves a socket behind");
+    }
+}
+
+#[test]
+fn refuses_a_directory_without_permission() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let closed = folder.path().join("closed");
+    fs::create_dir(&closed).unwrap();
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
+    // A copy that anybody may start, wherever the build folder is. Made by another process: a descriptor of ours that
+    // writes to it could leak into a child of another test, and a program that is being written cannot be started.
+    let program = folder.path().join("ferry");
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_ferry")).arg(&program).status().unwrap().success());
+    let mut command = Command::new(&program);
+    if rustix::process::geteuid().is_root() {
+        command.uid(65534).gid(65534);
+    }
+    let text = refused(1, command.arg("share").arg(&closed).arg("--virtiofs").arg(folder.path().join("s")));
+    assert!(text.contains("closed") && text.contains("may not"), "{text}");
+}
+
+#[test]
+fn refuses_unknown_keys_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("f.toml");
+    fs::write(&file, "[[share]]\ndir = \"/tmp\"\nvirtiofs = \"s\"\nreadonly = true\n").unwrap();
+    let text = refused(1, ferry().arg("share").arg("--config").arg(&file));
+    assert!(text.contains("f.toml") && text.contains("line 4") && text.contains("`readonly`"), "{text}");
+}
+
+#[test]
+fn usage_errors_have_a_status_of_their_own() {
+    for args in [
+        vec![],
+        vec!["share"],
+        vec!["share", "/tmp"],
+        vec!["share", "/tmp", "--virtiofs", "s", "--tag", "a", "--tag", "b"],
+        vec!["share", "/tmp", "--virtiofs", "s", "--tag", "0123456789012345678901234567890123456"],
+        vec!["share", "/tmp", "--virtiofs", "s", "--cache", "some"],
+        vec!["share", "--tag", "a", "/tmp", "/var", "--virtiofs", "s"],
+        vec!["sail"],
+        vec!["try"],
+        vec!["try", "/tmp", "--memory", "much"],
+    ] {
+        let output = run(ferry().args(&args));
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn help_has_lines_to_copy() {
+    let output = run(ferry().args(["share", "--help"]));
+    assert_eq!(output.status.code(), Some(0));
+    let text = String::from_utf8(output.stdout).unwrap();
+    for line in ["share=on -numa node,memdev=mem", "<source socket=", "--memory size=4G,shared=on", "mount -t virtiofs"]
+    {
+        assert!(text.contains(line), "{line}");
+    }
+}
+
+#[test]
+fn documents_come_from_the_same_table() {
+    let page = String::from_utf8(run(ferry().args(["man", "share"])).stdout).unwrap();
+    assert!(page.contains("\\-\\-read\\-only") && page.contains("vhost\\-user\\-fs\\-pci"), "{page}");
+    for shell in ["bash", "zsh", "fish"] {
+        let script = String::from_utf8(run(ferry().args(["completions", shell])).stdout).unwrap();
+        assert!(script.contains("read-only"), "{shell}");
+    }
+    refused(1, ferry().args(["man", "sail"]));
+}

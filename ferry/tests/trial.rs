@@ -1,0 +1,120 @@
+//! `ferry try`, with a real guest. The first test on a machine fetches it.
+
+mod common;
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{ferry, refused, run, wait};
+use rustix::process::{Pid, Signal, kill_process};
+
+fn in_guest(dirs: &[&Path], flags: &[&str], script: &str) -> Command {
+    let mut command = ferry();
+    command.arg("try").args(dirs).args(flags).args(["--", "sh", "-c", script]);
+    command
+}
+
+#[test]
+fn the_commands_status_is_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    for (script, status) in [("true", 0), ("exit 7", 7), ("kill -TERM $$", 143), ("exec /no/such/program", 127)] {
+        let output = run(&mut in_guest(&[folder.path()], &[], script));
+        assert_eq!(output.status.code(), Some(status), "{script}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn the_directory_is_the_working_directory() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("work");
+    fs::create_dir(&dir).unwrap();
+    fs::write(dir.join("in"), "from the host").unwrap();
+    let script = "cat in; printf 'from the guest' >out; mkdir sub; mv out sub/; pwd >&2";
+    let output = run(&mut in_guest(&[&dir], &[], script));
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert_eq!((&*out, &*err), ("from the host", "/mnt/work\n"));
+    assert_eq!(fs::read_to_string(dir.join("sub/out")).unwrap(), "from the guest");
+}
+
+#[test]
+fn every_directory_has_a_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let dirs = ["a/src", "b/src", "doc"].map(|name| folder.path().join(name));
+    for dir in &dirs {
+        fs::create_dir_all(dir).unwrap();
+        fs::write(dir.join("name"), dir.strip_prefix(folder.path()).unwrap().to_str().unwrap()).unwrap();
+    }
+    let dirs: Vec<&Path> = dirs.iter().map(|dir| dir.as_path()).collect();
+    let script = "echo $(cat name) $(cat /mnt/src-2/name) $(cat /mnt/doc/name)";
+    let output = run(&mut in_guest(&dirs, &[], script));
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "a/src b/src doc\n");
+}
+
+#[test]
+fn read_only_means_it() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("file"), "old").unwrap();
+    let script = "mount -o remount,rw . 2>/dev/null; echo new >file; rm -f file; mkdir dir; cat file";
+    let output = run(&mut in_guest(&[folder.path()], &["--read-only"], script));
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "old");
+    assert_eq!(fs::read_to_string(folder.path().join("file")).unwrap(), "old");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn standard_input_reaches_the_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("in");
+    let bytes: Vec<u8> = (0..200_000_u32).map(|n| n.to_le_bytes()[n as usize % 3]).collect();
+    fs::write(&file, &bytes).unwrap();
+    let output = in_guest(&[folder.path()], &[], "cat").stdin(fs::File::open(&file).unwrap()).output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert!(output.stdout == bytes, "{} bytes came back", output.stdout.len());
+}
+
+/// The guest's processes die with the program, and its folders go.
+#[test]
+fn a_signal_ends_it_and_nothing_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let (dir, tmp) = (folder.path().join("dir"), folder.path().join("tmp"));
+    fs::create_dir(&dir).unwrap();
+    fs::create_dir(&tmp).unwrap();
+    for (during_boot, signal, status) in
+        [(false, Signal::TERM, 143), (false, Signal::INT, 130), (true, Signal::HUP, 129)]
+    {
+        let _ = fs::remove_file(dir.join("up"));
+        let mut command = in_guest(&[&dir], &[], "touch up; sleep 1000");
+        let mut child = command.env("TMPDIR", &tmp).stdout(Stdio::null()).spawn().unwrap();
+        let begin = Instant::now();
+        let ready = || if during_boot { fs::read_dir(&tmp).unwrap().count() > 0 } else { dir.join("up").exists() };
+        while !ready() {
+            assert!(begin.elapsed() < Duration::from_secs(60), "the guest does not come up");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        assert_eq!(wait(&mut child), Some(status));
+        assert_eq!(fs::read_dir(&tmp).unwrap().count(), 0, "folders are left behind");
+        assert_eq!(processes_about(&tmp), Vec::<String>::new());
+    }
+}
+
+/// The command lines that name a path.
+fn processes_about(path: &Path) -> Vec<String> {
+    let lines = fs::read_dir("/proc").expect("/proc is mounted").filter_map(|entry| {
+        let line = fs::read(entry.ok()?.path().join("cmdline")).ok()?;
+        Some(String::from_utf8_lossy(&line).replace('\0', " "))
+    });
+    let path = path.to_string_lossy();
+    lines.filter(|line| line.contains(&*path)).collect()
+}
+
+#[test]
+fn mistakes_are_one_sentence() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("missing");
+    let text = refused(1, &mut in_guest(&[&missing], &[], "true"));
+    assert!(text.contains("missing"), "{text}");
+}

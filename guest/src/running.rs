@@ -1,0 +1,342 @@
+//! A guest that runs: its process, its lines and its end.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, PipeWriter, Read, Seek, SeekFrom};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, pidfd_send_signal};
+
+use crate::stdio::{self, RawTerminal};
+use crate::{Context, Error, Guest, Input, Kind, Output, Result, machine};
+
+/// How long a guest may take to power off once it has said its status.
+const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How much of the kernel's log an error shows.
+const LOG_TAIL_BYTES: u64 = 4096;
+
+/// The status that a shell reports of a command whose reader has gone (128 + SIGPIPE).
+const STATUS_SIGPIPE: i32 = 141;
+
+/// Hands its own descriptors 0 to 2 on as 3 to 5. The machine dies with the thread that started it.
+const START: &str = r#"log=$1; shift; exec setpriv --pdeathsig KILL "$@" 3<&0 4>&1 5>&2 </dev/null >>"$log" 2>&1"#;
+
+/// How the folders of guests begin.
+const DIR_PREFIX: &str = "ferry-guest.";
+
+/// What the guest says on its control line.
+#[derive(Debug)]
+enum Said {
+    Ready,
+    Status(i32),
+    Failed(String),
+    Nothing,
+}
+
+/// A running guest. It is killed when this is dropped.
+#[derive(Debug)]
+pub struct Running {
+    /// The command's standard input, when it was to be piped. Drop it to end it.
+    pub stdin: Option<PipeWriter>,
+    /// The command's standard output, when it was to be piped; it ends with the guest.
+    pub stdout: Option<UnixStream>,
+    /// The command's standard error, when it was to be piped; it ends with the guest.
+    pub stderr: Option<UnixStream>,
+    process: Arc<Process>,
+    said: Receiver<Said>,
+    ended: Receiver<io::Result<ExitStatus>>,
+    relays: Vec<JoinHandle<io::Result<()>>>,
+    log: File,
+    raw_terminal: Option<RawTerminal>,
+}
+
+#[derive(Debug)]
+struct Process {
+    pid: Pid,
+    /// A name that no later process can get.
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    fn kill(&self) {
+        // While the leader lives the group's number is its own; afterwards there is nothing to kill.
+        if pidfd_send_signal(&self.pidfd, Signal::CONT).is_ok() {
+            let _ = kill_process_group(self.pid, Signal::KILL);
+        }
+    }
+}
+
+impl Running {
+    pub(crate) fn start(guest: Guest) -> Result<Self> {
+        Self::start_with(guest, None)
+    }
+
+    /// As [`Guest::spawn`]; `kvm` says whether QEMU uses KVM instead of asking the cache.
+    pub(crate) fn start_with(guest: Guest, kvm: Option<bool>) -> Result<Self> {
+        let kvm = match (&guest.kind, kvm) {
+            (Kind::Uml, _) => false,
+            (Kind::Qemu { .. }, Some(kvm)) => kvm,
+            (Kind::Qemu { .. }, None) => guest.cache.kvm_works()?,
+        };
+        let inherited = matches!((&guest.stdin, &guest.stdout), (Input::Inherit, Output::Inherit));
+        let terminal = if inherited { stdio::terminal_size() } else { None };
+        remove_stale(guest.boot_timeout);
+        let dir = tempfile::Builder::new()
+            .prefix(DIR_PREFIX)
+            .tempdir()
+            .context(|| "create a temporary folder for the guest".into())?;
+        let setup = machine::Setup { dir: dir.path(), terminal, kvm };
+        let args = machine::build(&guest, &setup)?;
+
+        let log_path = dir.path().join("log");
+        let log = File::options().read(true).append(true).create(true).open(&log_path);
+        let log = log.context(|| format!("create {}", log_path.display()))?;
+        let pair = || UnixStream::pair().context(|| "create a socket pair".into());
+        let ((control, control_end), (out, out_end), (err, err_end)) = (pair()?, pair()?, pair()?);
+        let (process, ended) = launch(&args, &log_path, &guest, [control_end, out_end, err_end])?;
+
+        let reader = control.try_clone().context(|| "use the guest's control line".into())?;
+        let mut running = Self {
+            stdin: None,
+            stdout: None,
+            stderr: None,
+            process: Arc::new(process),
+            said: listen(reader),
+            ended,
+            relays: Vec::new(),
+            log,
+            raw_terminal: None,
+        };
+        running.await_ready(guest.boot_timeout)?;
+        // The guest has read all it needs: whatever happens now, nothing is left behind.
+        drop(dir);
+        running.connect(guest, terminal, control, out, err)?;
+        Ok(running)
+    }
+
+    fn await_ready(&mut self, timeout: Duration) -> Result<()> {
+        match self.said.recv_timeout(timeout) {
+            Ok(Said::Ready) => Ok(()),
+            Ok(said) => Err(self.failure(said)),
+            Err(RecvTimeoutError::Disconnected) => Err(self.failure(Said::Nothing)),
+            Err(RecvTimeoutError::Timeout) => {
+                let message = format!("did not come up within {} s", timeout.as_secs());
+                Err(Error::Guest { message, log: self.log_tail() })
+            }
+        }
+    }
+
+    fn connect(
+        &mut self,
+        guest: Guest,
+        terminal: Option<(u16, u16)>,
+        control: UnixStream,
+        out: UnixStream,
+        err: UnixStream,
+    ) -> Result<()> {
+        let failed = || "connect the command's input and output".to_owned();
+        if let Some(size) = terminal {
+            self.raw_terminal = Some(RawTerminal::new().context(failed)?);
+            let line = out.try_clone().context(failed)?;
+            spawn_relay(move || stdio::send_keys(size, line, control));
+            self.stdout = self.relay(out, Output::Inherit, stdio::own(io::stdout()))?;
+            return Ok(());
+        }
+        let input = match guest.stdin {
+            Input::Null => None,
+            Input::Inherit => Some(stdio::own(io::stdin()).context(failed)?),
+            Input::File(file) => Some(file),
+            Input::Piped => {
+                let (reader, writer) = io::pipe().context(failed)?;
+                self.stdin = Some(writer);
+                Some(OwnedFd::from(reader).into())
+            }
+        };
+        match input {
+            // It may wait for input that never comes; nobody waits for it.
+            Some(input) => drop(spawn_relay(move || stdio::send_input(input, control))),
+            // The control line stays open: the listener holds it.
+            None => drop(control),
+        }
+        self.stdout = self.relay(out, guest.stdout, stdio::own(io::stdout()))?;
+        self.stderr = self.relay(err, guest.stderr, stdio::own(io::stderr()))?;
+        Ok(())
+    }
+
+    /// Sends a line where it is to go, or hands it to the caller.
+    fn relay(&mut self, line: UnixStream, to: Output, inherited: io::Result<File>) -> Result<Option<UnixStream>> {
+        let failed = || "open the command's output".to_owned();
+        let to = match to {
+            Output::Piped => return Ok(Some(line)),
+            Output::Inherit => inherited.context(failed)?,
+            Output::Null => File::options().write(true).open("/dev/null").context(failed)?,
+            Output::File(file) => file,
+        };
+        let process = Arc::clone(&self.process);
+        self.relays.push(spawn_relay(move || {
+            // A command whose output nobody takes any more has no reason to go on.
+            stdio::copy_out(line, to).inspect_err(|_| process.kill())
+        }));
+        Ok(None)
+    }
+
+    /// The process that carries the guest.
+    pub fn pid(&self) -> u32 {
+        self.process.pid.as_raw_nonzero().get().unsigned_abs()
+    }
+
+    /// Ends the guest at once, as if its power was cut.
+    pub fn kill(&self) {
+        self.process.kill();
+    }
+
+    /// Waits until the command and its guest have ended, and gives the command's exit status (128 and the
+    /// signal's number when a signal ended it). What it wrote to the shares is on the host then.
+    pub fn wait(self) -> Result<i32> {
+        let said = self.said.recv().unwrap_or(Said::Nothing);
+        self.finish(said)
+    }
+
+    /// Like [`Running::wait`] with a bound; a guest that takes longer is killed.
+    pub fn wait_timeout(self, timeout: Duration) -> Result<i32> {
+        match self.said.recv_timeout(timeout) {
+            Ok(said) => self.finish(said),
+            Err(RecvTimeoutError::Disconnected) => self.finish(Said::Nothing),
+            Err(RecvTimeoutError::Timeout) => {
+                let message = format!("did not end within {} s", timeout.as_secs());
+                Err(Error::Guest { message, log: self.log_tail() })
+            }
+        }
+    }
+
+    fn finish(mut self, said: Said) -> Result<i32> {
+        if self.ended.recv_timeout(POWER_OFF_TIMEOUT).is_err() {
+            self.process.kill();
+        }
+        let mut reader_gone = false;
+        for relay in std::mem::take(&mut self.relays) {
+            match relay.join().unwrap_or(Ok(())) {
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => reader_gone = true,
+                result => result.context(|| "pass on the command's output".into())?,
+            }
+        }
+        match said {
+            Said::Status(status) => Ok(status),
+            _ if reader_gone => Ok(STATUS_SIGPIPE),
+            said => Err(self.failure(said)),
+        }
+    }
+
+    fn failure(&self, said: Said) -> Error {
+        let message = match said {
+            Said::Failed(reason) => format!("could not start the command: {reason}"),
+            _ => {
+                // Its last words may still be on their way to the log.
+                let _ = self.ended.recv_timeout(Duration::from_secs(1));
+                "ended without a status of the command".into()
+            }
+        };
+        Error::Guest { message, log: self.log_tail() }
+    }
+
+    fn log_tail(&self) -> String {
+        let mut log = &self.log;
+        let mut bytes = Vec::new();
+        let read = log
+            .seek(SeekFrom::End(0))
+            .and_then(|end| log.seek(SeekFrom::Start(end.saturating_sub(LOG_TAIL_BYTES))))
+            .and_then(|_| log.read_to_end(&mut bytes));
+        match read {
+            Ok(_) => String::from_utf8_lossy(&bytes).into_owned(),
+            Err(error) => format!("(unreadable: {error})"),
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.process.kill();
+        self.raw_terminal = None;
+    }
+}
+
+/// Removes the folders of guests whose program was killed while they booted; no boot takes that long.
+fn remove_stale(boot_timeout: Duration) {
+    let limit = boot_timeout * 2 + Duration::from_secs(60);
+    for entry in std::fs::read_dir(std::env::temp_dir()).into_iter().flatten().flatten() {
+        let old = || entry.metadata().ok()?.modified().ok()?.elapsed().ok().filter(|age| *age > limit);
+        if entry.file_name().as_encoded_bytes().starts_with(DIR_PREFIX.as_bytes()) && old().is_some() {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+fn spawn_relay(relay: impl FnOnce() -> io::Result<()> + Send + 'static) -> JoinHandle<io::Result<()>> {
+    std::thread::spawn(relay)
+}
+
+/// Starts the machine from a thread that lives as long as it does.
+fn launch(
+    args: &[OsString],
+    log: &Path,
+    guest: &Guest,
+    ends: [UnixStream; 3],
+) -> Result<(Process, Receiver<io::Result<ExitStatus>>)> {
+    let [control, out, err] = ends.map(OwnedFd::from);
+    let mut command = Command::new("sh");
+    command
+        .args([OsStr::new("-c"), OsStr::new(START), OsStr::new("ferry-guest"), log.as_os_str()])
+        .args(args)
+        .env("TMPDIR", machine::memory_folder(guest.memory_mib))
+        .stdin(control)
+        .stdout(out)
+        .stderr(err)
+        .process_group(0);
+    let (to_started, started) = channel();
+    let (to_ended, ended) = channel();
+    std::thread::spawn(move || {
+        let spawned = command.spawn();
+        // The command holds the machine's ends of the lines; only the machine may.
+        drop(command);
+        let wait = |child: Child| {
+            let pid = Pid::from_child(&child);
+            let process = pidfd_open(pid, PidfdFlags::empty()).map(|pidfd| Process { pid, pidfd });
+            let _ = to_started.send(process.map_err(io::Error::from));
+            child
+        };
+        match spawned.map(wait) {
+            Ok(mut child) => drop(to_ended.send(child.wait())),
+            Err(error) => drop(to_started.send(Err(error))),
+        }
+    });
+    let process = started.recv().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()));
+    Ok((process.context(|| "start the guest".into())?, ended))
+}
+
+/// Reads the control line until the guest has gone.
+fn listen(control: UnixStream) -> Receiver<Said> {
+    let (to_said, said) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(control).lines().map_while(io::Result::ok) {
+            let message = match line.trim_end().split_once(' ') {
+                None if line.trim_end() == "ready" => Said::Ready,
+                Some(("status", status)) => status.parse().map_or(Said::Nothing, Said::Status),
+                Some(("error", reason)) => Said::Failed(reason.to_owned()),
+                _ => continue,
+            };
+            if to_said.send(message).is_err() {
+                return;
+            }
+        }
+    });
+    said
+}

@@ -1,0 +1,168 @@
+//! Attributes of inodes and totals of file systems.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use ferry_vfs::{Attr, Caller, Change, Errno, FileType, Handle, Ino, OFlags, Result, SetAttr, SetTime, Statfs};
+use rustix::fs::{Access, AtFlags, Gid, Mode, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid};
+use rustix::path::DecInt;
+
+use crate::Dir;
+use crate::creds::Creds;
+use crate::resolve::statx;
+use crate::table::Inode;
+
+const S_ISUID: u32 = 0o4000;
+const S_ISGID: u32 = 0o2000;
+const S_IXGRP: u32 = 0o010;
+
+impl Dir {
+    pub(crate) fn getattr_(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+        if let Some(handle) = handle {
+            let open = self.handles.get(cx.session, ino, handle)?;
+            return Ok(self.attr(&open.inode, &statx(open.file.as_fd(), b"")?));
+        }
+        let (inode, fd) = self.path(ino)?;
+        Ok(self.attr(&inode, &statx(fd.as_fd(), b"")?))
+    }
+
+    /// Size, owner, mode, times: in the order in which none undoes another.
+    pub(crate) fn setattr_(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+        self.writable()?;
+        let open = handle.map(|handle| self.handles.get(cx.session, ino, handle)).transpose()?;
+        // A directory's or file's own handle serves as well as an O_PATH descriptor.
+        let path;
+        let (inode, fd): (&Arc<Inode>, BorrowedFd<'_>) = match &open {
+            Some(open) => (&open.inode, open.file.as_fd()),
+            None => {
+                path = self.path(ino)?;
+                (&path.0, path.1.as_fd())
+            }
+        };
+        if let Some(size) = set.size {
+            let file = open.as_ref().filter(|open| open.flags() & OFlags::ACCMODE != OFlags::RDONLY);
+            self.truncate(inode, file.map(|open| open.file.as_fd()), fd, size, set.clear_privileges)?;
+        }
+        if set.uid.is_some() || set.gid.is_some() {
+            if set.uid == Some(u32::MAX) || set.gid == Some(u32::MAX) {
+                return Err(Errno::INVAL);
+            }
+            let (uid, gid) = (set.uid.map(Uid::from_raw), set.gid.map(Gid::from_raw));
+            rustix::fs::chownat(fd, "", uid, gid, AtFlags::EMPTY_PATH)?;
+        } else if set.clear_privileges && set.size.is_none() && set.mode.is_none() {
+            self.clear_privileges(inode, fd)?;
+        }
+        if let Some(mode) = set.mode {
+            self.chmod(inode, fd, mode)?;
+        }
+        if set.atime.is_some() || set.mtime.is_some() {
+            let times = Timestamps { last_access: time(set.atime)?, last_modification: time(set.mtime)? };
+            rustix::fs::utimensat(fd, "", &times, AtFlags::EMPTY_PATH)?;
+        }
+        let st = statx(fd, b"")?;
+        match set.size {
+            Some(size) => {
+                self.changes.publish(|| Change::Data { ino: inode.ino, offset: size, len: u64::MAX });
+            }
+            None => self.attr_changed(inode),
+        }
+        Ok(self.attr(inode, &st))
+    }
+
+    /// Sets the size, through a descriptor that is open for writing or a new one.
+    fn truncate(
+        &self,
+        inode: &Inode,
+        file: Option<BorrowedFd<'_>>,
+        path: BorrowedFd<'_>,
+        size: u64,
+        clear_privileges: bool,
+    ) -> Result<()> {
+        match inode.found.kind {
+            FileType::RegularFile => {}
+            FileType::Directory => return Err(Errno::ISDIR),
+            _ => return Err(Errno::INVAL),
+        }
+        if i64::try_from(size).is_err() {
+            return Err(Errno::INVAL);
+        }
+        let reopened: OwnedFd;
+        let file = match file {
+            Some(file) => file,
+            None => {
+                reopened = self.reopen(path, OFlags::WRONLY)?;
+                reopened.as_fd()
+            }
+        };
+        // File capabilities the kernel always removes.
+        let _guard = if clear_privileges { Some(Creds::without_fsetid()?) } else { None };
+        rustix::fs::ftruncate(file, size)
+    }
+
+    /// Sets the permission bits of what a descriptor, `O_PATH` or not, is of.
+    pub(crate) fn chmod(&self, inode: &Inode, fd: BorrowedFd<'_>, mode: u32) -> Result<()> {
+        if inode.found.kind == FileType::Symlink {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let mode = Mode::from_raw_mode(mode & 0o7777);
+        rustix::fs::chmodat(&self.proc_fds, DecInt::from_fd(fd), mode, AtFlags::empty())
+    }
+
+    /// Clears suid, and sgid of a group-executable file, where they are set.
+    fn clear_privileges(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<()> {
+        if inode.found.kind != FileType::RegularFile {
+            return Ok(());
+        }
+        let mode = u32::from(statx(fd, b"")?.stx_mode);
+        let mut cleared = mode & !S_ISUID;
+        if mode & S_IXGRP != 0 {
+            cleared &= !S_ISGID;
+        }
+        if cleared == mode { Ok(()) } else { self.chmod(inode, fd, cleared) }
+    }
+
+    pub(crate) fn readlink_(&self, ino: Ino) -> Result<Vec<u8>> {
+        let (inode, fd) = self.path(ino)?;
+        if inode.found.kind != FileType::Symlink {
+            return Err(Errno::INVAL);
+        }
+        Ok(rustix::fs::readlinkat(fd.as_fd(), "", Vec::new())?.into_bytes())
+    }
+
+    pub(crate) fn statfs_(&self, ino: Ino) -> Result<Statfs> {
+        let (_, fd) = self.path(ino)?;
+        let host = rustix::fs::fstatvfs(fd.as_fd())?;
+        let narrow = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
+        Ok(Statfs {
+            blocks: host.f_blocks,
+            bfree: host.f_bfree,
+            bavail: host.f_bavail,
+            files: host.f_files,
+            ffree: host.f_ffree,
+            bsize: narrow(host.f_bsize),
+            namelen: narrow(host.f_namemax),
+            frsize: narrow(host.f_frsize),
+        })
+    }
+
+    /// Asks the host, as the caller: for protocols whose client does not check by itself.
+    pub(crate) fn access_(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+        let (_, fd) = self.path(ino)?;
+        let access = Access::from_bits(mask).ok_or(Errno::INVAL)?;
+        if access.contains(Access::WRITE_OK) {
+            self.writable()?;
+        }
+        let _guard = self.creds.enter_plain(cx)?;
+        rustix::fs::accessat(&self.proc_fds, DecInt::from_fd(fd.as_fd()), access, AtFlags::EACCESS)
+    }
+}
+
+fn time(set: Option<SetTime>) -> Result<Timespec> {
+    Ok(match set {
+        None => Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT },
+        Some(SetTime::Now) => Timespec { tv_sec: 0, tv_nsec: UTIME_NOW },
+        // A greater number would be a command to the kernel, not a time.
+        Some(SetTime::At(at)) if at.nsec < 1_000_000_000 => Timespec { tv_sec: at.sec, tv_nsec: at.nsec.into() },
+        Some(SetTime::At(_)) => return Err(Errno::INVAL),
+    })
+}

@@ -1,0 +1,127 @@
+//! How many `O_PATH` descriptors are kept, and which go first.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use ferry_vfs::{Errno, Ino, Result};
+use rustix::process::Resource;
+
+use crate::table::{Inode, PathFd, Table, lock};
+
+/// Descriptors kept for open files, sockets, guest memory and whatever else the process has, as a part of all.
+const RESERVE_PART: u64 = 4;
+/// With file handles a descriptor only saves a system call: past this many it is not worth the kernel's memory.
+const KEPT_MAX: u64 = 65_536;
+/// At least so many are kept, whatever the limits say: a few lookups in flight.
+const KEPT_MIN: usize = 16;
+/// How far the clock's hand moves to make room for one descriptor, so that one request never pays for many.
+const STEPS_MAX: usize = 128;
+/// How many descriptors are given up at once when the host has no more.
+const BATCH: usize = 64;
+/// How often an open is tried again after descriptors were given up.
+const TRIES_MAX: usize = 4;
+/// Entries of the clock beyond the descriptors in use that are tolerated before it is swept.
+const SLACK: usize = 1024;
+
+/// The clock of kept descriptors.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    budget: usize,
+    open: Arc<AtomicUsize>,
+    /// The inodes that hold a descriptor, by number, so that nothing is kept alive by it; some are gone already.
+    clock: Mutex<VecDeque<Ino>>,
+}
+
+impl Cache {
+    /// A cache of at most `descriptors_max` descriptors, or of what the process's limit allows.
+    pub(crate) fn new(descriptors_max: Option<usize>) -> Self {
+        let limit = raise_limit();
+        let budget = descriptors_max
+            .unwrap_or_else(|| usize::try_from((limit - limit / RESERVE_PART).min(KEPT_MAX)).unwrap_or(KEPT_MIN));
+        Self { budget: budget.max(KEPT_MIN), open: Arc::default(), clock: Mutex::default() }
+    }
+
+    /// How many descriptors are open.
+    pub(crate) fn open(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    /// How many there may be.
+    pub(crate) fn budget(&self) -> usize {
+        self.budget
+    }
+
+    /// Wraps a descriptor, so that it counts.
+    pub(crate) fn wrap(&self, fd: OwnedFd) -> Arc<PathFd> {
+        Arc::new(PathFd::new(fd, &self.open))
+    }
+
+    /// Gives an inode a descriptor to keep, and answers the one that it keeps.
+    pub(crate) fn keep(&self, table: &Table, inode: &Inode, fd: Arc<PathFd>) -> Arc<PathFd> {
+        let (fd, new) = inode.hold(fd);
+        if new && inode.ino != Ino::ROOT {
+            let mut clock = lock(&self.clock);
+            clock.push_back(inode.ino);
+            if clock.len() > 2 * self.open() + SLACK {
+                clock.retain(|ino| table.peek(*ino).is_some_and(|inode| inode.is_held()));
+            }
+        }
+        if self.open() > self.budget {
+            self.evict(table, self.open() - self.budget, STEPS_MAX);
+        }
+        fd
+    }
+
+    /// Moves the clock's hand at most `steps` inodes on, to give up `count` descriptors.
+    fn evict(&self, table: &Table, count: usize, steps: usize) {
+        let mut victims = Vec::new();
+        {
+            let mut clock = lock(&self.clock);
+            for _ in 0..steps {
+                if victims.len() == count {
+                    break;
+                }
+                let Some(ino) = clock.pop_front() else { break };
+                let Some(inode) = table.peek(ino).filter(|inode| inode.is_held()) else { continue };
+                match inode.evict() {
+                    Some(fd) => victims.push((fd, inode)),
+                    None => clock.push_back(ino),
+                }
+            }
+        }
+        // Closed only now, with no lock held.
+        drop(victims);
+    }
+
+    /// Runs a call that opens a descriptor; when the process or the host has no more, gives some up and tries again.
+    pub(crate) fn with_room<T>(&self, table: &Table, mut open: impl FnMut() -> Result<T>) -> Result<T> {
+        let mut tries = 0;
+        loop {
+            match open() {
+                Err(Errno::MFILE | Errno::NFILE) if tries < TRIES_MAX && self.open() > 1 => {
+                    tries += 1;
+                    // Descriptors in use have credit: several rounds may be needed.
+                    let steps = lock(&self.clock).len() * 4;
+                    self.evict(table, BATCH << tries, steps);
+                }
+                other => return other,
+            }
+        }
+    }
+}
+
+/// Raises the limit of open descriptors as far as the process may; answers it.
+fn raise_limit() -> u64 {
+    const FALLBACK: u64 = 1024;
+    let mut limit = rustix::process::getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        let raised = rustix::process::Rlimit { current: limit.maximum, maximum: limit.maximum };
+        match rustix::process::setrlimit(Resource::Nofile, raised) {
+            Ok(()) => limit = raised,
+            Err(error) => tracing::warn!(%error, "cannot raise the limit of open files"),
+        }
+    }
+    limit.current.unwrap_or(u64::MAX).max(FALLBACK)
+}

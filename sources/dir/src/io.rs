@@ -1,0 +1,216 @@
+//! Open files and their data.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ferry_vfs::{
+    Backing, Caller, Change, Copy, Data, Errno, Extent, FallocateFlags, FileType, Handle, Ino, IoRange, OFlags, Result,
+    Seek,
+};
+use rustix::fs::{Mode, SeekFrom};
+
+use crate::Dir;
+use crate::creds::{Creds, WithoutFsetid};
+use crate::handles::Open;
+use crate::sys;
+use crate::table::Inode;
+
+/// The most that one copy moves: a worker is held up meanwhile, and clients go on where it stopped.
+const COPY_BYTES_MAX: u64 = 64 << 20;
+/// The open flags that mean something to the host, beside the access mode.
+const HOST_FLAGS: OFlags =
+    OFlags::APPEND.union(OFlags::TRUNC).union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::NOATIME);
+
+impl Dir {
+    /// The flags to open a file on the host with, for a client that opens it with these.
+    pub(crate) fn host_flags(&self, flags: OFlags) -> Result<OFlags> {
+        let mut access = flags & OFlags::ACCMODE;
+        if access == OFlags::ACCMODE {
+            return Err(Errno::INVAL);
+        }
+        let mut keep = HOST_FLAGS;
+        if self.options.direct_io {
+            keep |= OFlags::DIRECT;
+        }
+        if self.options.writeback {
+            // The client's cache reads the rest of a page that is partly written, and says itself where the end is.
+            if access == OFlags::WRONLY {
+                access = OFlags::RDWR;
+            }
+            keep -= OFlags::APPEND;
+        }
+        if self.options.read_only && (access != OFlags::RDONLY || flags.contains(OFlags::TRUNC)) {
+            return Err(Errno::ROFS);
+        }
+        Ok(access | (flags & keep))
+    }
+
+    pub(crate) fn open_(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        let inode = self.table.get(ino)?;
+        match inode.found.kind {
+            FileType::RegularFile => {}
+            FileType::Directory => return Err(Errno::ISDIR),
+            FileType::Symlink => return Err(Errno::LOOP),
+            // What a mount without devices says; and what the client's kernel opens by itself.
+            FileType::BlockDevice | FileType::CharacterDevice => return Err(Errno::ACCESS),
+            FileType::Fifo | FileType::Socket | FileType::Unknown => return Err(Errno::NXIO),
+        }
+        let host = self.host_flags(flags)?;
+        let truncates = host.contains(OFlags::TRUNC);
+        // FUSE's FUSE_OPEN_KILL_SUIDGID is not in the contract: whoever is not root has no CAP_FSETID.
+        let guard = if truncates && cx.uid != 0 { Some(Creds::without_fsetid()?) } else { None };
+        let file = match self.open_data(&inode, host) {
+            Err(Errno::PERM) if host.contains(OFlags::NOATIME) => self.open_data(&inode, host - OFlags::NOATIME),
+            Err(Errno::ACCESS) if self.options.writeback && flags & OFlags::ACCMODE == OFlags::WRONLY => {
+                self.open_data(&inode, (host - OFlags::ACCMODE) | OFlags::WRONLY)
+            }
+            other => other,
+        }?;
+        drop(guard);
+        if truncates {
+            self.changes.publish(|| Change::Data { ino, offset: 0, len: u64::MAX });
+        }
+        self.handles.insert(Open::new(cx.session, inode, file, host - OFlags::TRUNC))
+    }
+
+    /// Opens a regular file. That it is one was seen on the very inode, so nothing is opened that could block or
+    /// do something else by being opened.
+    pub(crate) fn open_data(&self, inode: &Arc<Inode>, flags: OFlags) -> Result<OwnedFd> {
+        if let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles())
+            && inode.is_verified()
+            && !inode.is_held()
+        {
+            return self.with_room(|| sys::open_by_handle(mount, handle, flags | OFlags::NOCTTY));
+        }
+        let fd = self.path_fd(inode)?;
+        self.reopen(fd.as_fd(), flags)
+    }
+
+    pub(crate) fn opendir_(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
+        let (inode, fd) = self.path(ino)?;
+        if !inode.is_dir() {
+            return Err(Errno::NOTDIR);
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = self.with_room(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?;
+        self.handles.insert(Open::new(cx.session, inode, file, OFlags::RDONLY))
+    }
+
+    /// Where the bytes of a read or write are: in the handle's descriptor, at the same offset.
+    pub(crate) fn extent(&self, cx: &Caller<'_>, at: &IoRange) -> Result<Data> {
+        self.handles.with(cx.session, at.ino, at.handle, |open| {
+            if open.stream.is_some() {
+                return Err(Errno::ISDIR);
+            }
+            self.follow_flags(open, at.flags)?;
+            Ok(Data::Extent(Extent { file: Arc::clone(&open.file), offset: at.offset }))
+        })
+    }
+
+    /// The client may have changed its file's flags (`fcntl`): the descriptor follows.
+    fn follow_flags(&self, open: &Open, flags: OFlags) -> Result<()> {
+        let mut mask = OFlags::empty();
+        if !self.options.writeback {
+            mask |= OFlags::APPEND;
+        }
+        if self.options.direct_io {
+            mask |= OFlags::DIRECT;
+        }
+        let now = open.flags();
+        if (now ^ flags).intersects(mask) {
+            let next = (now - mask) | (flags & mask);
+            rustix::fs::fcntl_setfl(open.file.as_fd(), next & (OFlags::APPEND | OFlags::DIRECT | OFlags::NOATIME))?;
+            open.flags.store(next.bits(), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn flush_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+        let open = self.handles.get(cx.session, ino, handle)?;
+        self.locks.drop_owner(&open, owner);
+        if open.inode.found.mount.flushes {
+            // Closing a duplicate is what makes the file system tell what went wrong.
+            let copy = self.with_room(|| rustix::io::fcntl_dupfd_cloexec(open.file.as_fd(), 0))?;
+            return sys::close(copy);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn release_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        match self.handles.remove(cx.session, ino, handle) {
+            Ok(open) => self.locks.drop_handle(&open, handle),
+            Err(error) => tracing::debug!(?ino, ?handle, %error, "release"),
+        }
+    }
+
+    pub(crate) fn fsync_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Result<Option<Arc<Backing>>> {
+        self.handles.with(cx.session, ino, handle, |open| Ok(Some(Arc::clone(&open.file))))
+    }
+
+    pub(crate) fn syncfs_(&self, ino: Ino) -> Result<()> {
+        let inode = self.table.get(ino)?;
+        if inode.ino == Ino::ROOT {
+            // The client means all that it sees.
+            return self.mounts.for_each(|mount| mount.real().map_or(Ok(()), rustix::fs::syncfs));
+        }
+        inode.found.mount.real().map_or(Ok(()), rustix::fs::syncfs)
+    }
+
+    /// For changes by callers who are not root, and of whom the protocol does not say whether they have
+    /// `CAP_FSETID`: lets the kernel clear suid and sgid.
+    fn as_plain_writer(cx: &Caller<'_>) -> Result<Option<WithoutFsetid>> {
+        if cx.uid == 0 { Ok(None) } else { Creds::without_fsetid().map(Some) }
+    }
+
+    pub(crate) fn fallocate_(
+        &self,
+        cx: &Caller<'_>,
+        (ino, handle): (Ino, Handle),
+        (offset, len): (u64, u64),
+        flags: FallocateFlags,
+    ) -> Result<()> {
+        self.writable()?;
+        let open = self.handles.get(cx.session, ino, handle)?;
+        let _guard = Self::as_plain_writer(cx)?;
+        rustix::fs::fallocate(open.file.as_fd(), flags, offset, len)?;
+        // Collapsing and inserting move all that follows.
+        let moves = flags.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE);
+        let len = if moves { u64::MAX } else { len };
+        self.changes.publish(|| Change::Data { ino, offset, len });
+        Ok(())
+    }
+
+    pub(crate) fn lseek_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+        let open = self.handles.get(cx.session, ino, handle)?;
+        if open.stream.is_some() {
+            return Err(Errno::INVAL);
+        }
+        if i64::try_from(offset).is_err() {
+            return Err(Errno::NXIO);
+        }
+        let from = match seek {
+            Seek::Data => SeekFrom::Data(offset),
+            Seek::Hole => SeekFrom::Hole(offset),
+        };
+        // Moves the descriptor's own position, which nothing else uses.
+        rustix::fs::seek(open.file.as_fd(), from)
+    }
+
+    pub(crate) fn copy_file_range_(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+        self.writable()?;
+        let from = self.handles.get(cx.session, copy.from.0, copy.from.1)?;
+        let to = self.handles.get(cx.session, copy.to.0, copy.to.1)?;
+        let (mut from_offset, mut to_offset) = (copy.from.2, copy.to.2);
+        let len = usize::try_from(copy.len.min(COPY_BYTES_MAX)).map_err(|_| Errno::INVAL)?;
+        let guard = Self::as_plain_writer(cx)?;
+        let (from_file, to_file) = (from.file.as_fd(), to.file.as_fd());
+        let count = rustix::fs::copy_file_range(from_file, Some(&mut from_offset), to_file, Some(&mut to_offset), len)?;
+        drop(guard);
+        let count = count as u64;
+        if count > 0 {
+            self.changes.publish(|| Change::Data { ino: copy.to.0, offset: copy.to.2, len: count });
+        }
+        Ok(count)
+    }
+}

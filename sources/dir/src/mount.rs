@@ -1,0 +1,101 @@
+//! The host mounts that a share spans, and what each can do.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, Weak};
+
+use ferry_vfs::{FileType, OFlags, Result};
+use rustix::fs::Mode;
+use rustix::path::DecInt;
+
+use crate::sys;
+use crate::table::lock;
+
+/// A mount: one file system, at one place of the host.
+#[derive(Debug)]
+pub(crate) struct Mount {
+    pub(crate) id: u64,
+    /// A descriptor that is open for real, for the calls that take no `O_PATH`.
+    real: Option<OwnedFd>,
+    /// File handles work: they can be made, and opened again.
+    handles: bool,
+    /// Closing a file may tell an error of an earlier write.
+    pub(crate) flushes: bool,
+}
+
+/// File systems whose files have nothing to do when they are closed (`f_type`): ext2 to ext4, XFS, btrfs, tmpfs,
+/// f2fs, EROFS, squashfs, bcachefs, ZFS.
+const NO_FLUSH: [u32; 9] =
+    [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0xe0f5_e1e2, 0x7371_7368, 0xca45_1a4e, 0x2fc1_2fc1];
+
+impl Mount {
+    /// Looks at the mount that `path_fd`, an `O_PATH` descriptor of an inode of this kind, is on.
+    fn probe(id: u64, kind: FileType, path_fd: BorrowedFd<'_>, proc_fds: BorrowedFd<'_>, handles: bool) -> Self {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
+        let real = match kind {
+            FileType::Directory => rustix::fs::openat(path_fd, ".", flags | OFlags::DIRECTORY, Mode::empty()).ok(),
+            FileType::RegularFile => rustix::fs::openat(proc_fds, DecInt::from_fd(path_fd), flags, Mode::empty()).ok(),
+            _ => None,
+        };
+        let handles = handles
+            && real.as_ref().is_some_and(|real| {
+                sys::name_to_handle(path_fd, b"")
+                    .and_then(|handle| sys::open_by_handle(real.as_fd(), &handle, OFlags::PATH))
+                    .is_ok()
+            });
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "magic numbers have 32 bits")]
+        let flushes = rustix::fs::fstatfs(path_fd).map_or(true, |statfs| !NO_FLUSH.contains(&(statfs.f_type as u32)));
+        tracing::debug!(id, handles, flushes, "mount");
+        Self { id, real, handles, flushes }
+    }
+
+    /// The descriptor to open file handles on, where the mount has them.
+    pub(crate) fn handles(&self) -> Option<BorrowedFd<'_>> {
+        self.real.as_ref().filter(|_| self.handles).map(AsFd::as_fd)
+    }
+
+    /// A descriptor that is open for real.
+    pub(crate) fn real(&self) -> Option<BorrowedFd<'_>> {
+        self.real.as_ref().map(AsFd::as_fd)
+    }
+}
+
+/// The mounts that inodes in use are on.
+#[derive(Debug)]
+pub(crate) struct Mounts {
+    handles: bool,
+    known: Mutex<HashMap<u64, Weak<Mount>>>,
+}
+
+impl Mounts {
+    /// `handles`: use file handles where they work.
+    pub(crate) fn new(handles: bool) -> Self {
+        Self { handles, known: Mutex::default() }
+    }
+
+    /// The mount with this id, which `path_fd`, an `O_PATH` descriptor of an inode of this kind, is on.
+    pub(crate) fn get(&self, id: u64, kind: FileType, path_fd: BorrowedFd<'_>, proc_fds: BorrowedFd<'_>) -> Arc<Mount> {
+        if let Some(mount) = self.known(id) {
+            return mount;
+        }
+        let mount = Arc::new(Mount::probe(id, kind, path_fd, proc_fds, self.handles));
+        let mut known = lock(&self.known);
+        known.retain(|_, mount| mount.strong_count() > 0);
+        if let Some(there) = known.get(&id).and_then(Weak::upgrade) {
+            return there;
+        }
+        known.insert(id, Arc::downgrade(&mount));
+        mount
+    }
+
+    /// The mount with this id, if an inode of it is in use.
+    pub(crate) fn known(&self, id: u64) -> Option<Arc<Mount>> {
+        lock(&self.known).get(&id).and_then(Weak::upgrade)
+    }
+
+    /// Calls `f` for each mount in use.
+    pub(crate) fn for_each(&self, mut f: impl FnMut(&Mount) -> Result<()>) -> Result<()> {
+        let mounts: Vec<_> = lock(&self.known).values().filter_map(Weak::upgrade).collect();
+        mounts.iter().try_for_each(|mount| f(mount))
+    }
+}

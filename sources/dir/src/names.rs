@@ -1,0 +1,286 @@
+//! Names: made, removed, renamed.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use ferry_vfs::{Caller, Change, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, RenameFlags, Result};
+use rustix::fs::{AtFlags, Mode, makedev};
+use rustix::path::DecInt;
+
+use crate::Dir;
+use crate::creds::mode_under_umask;
+use crate::handles::Open;
+use crate::resolve::{At, key, kind, statx};
+use crate::table::{Inode, PathFd};
+
+/// How often a create starts again when the host makes and removes the name meanwhile.
+const TRIES_MAX: usize = 8;
+/// How far up a directory may lie: see [`Dir::lookup_parent_`].
+const DEPTH_MAX: usize = 65_536;
+
+impl Dir {
+    /// Publishes that a name changed.
+    pub(crate) fn entry_changed(&self, dir: &Inode, name: Name<'_>) {
+        self.changes.publish(|| Change::Entry { dir: dir.ino, name: name.to_buf() });
+    }
+
+    /// Publishes that attributes changed.
+    pub(crate) fn attr_changed(&self, inode: &Inode) {
+        self.changes.publish(|| Change::Attr { ino: inode.ino });
+    }
+
+    /// Refuses a change of a share that is read-only.
+    pub(crate) fn writable(&self) -> Result<()> {
+        if self.options.read_only { Err(Errno::ROFS) } else { Ok(()) }
+    }
+
+    pub(crate) fn lookup_(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        let (dir, fd) = self.path(dir)?;
+        let (inode, st) = self.find(&dir, fd.as_fd(), name.as_bytes())?;
+        Ok(self.entry(&inode, &st))
+    }
+
+    /// The parent of a directory, as long as that is within the share: all its ancestors up to the share's root
+    /// are looked at, because the host may have moved the directory out of the share.
+    pub(crate) fn lookup_parent_(&self, dir: Ino) -> Result<Entry> {
+        let (dir, fd) = self.path(dir)?;
+        if !dir.is_dir() {
+            return Err(Errno::NOTDIR);
+        }
+        if dir.ino == Ino::ROOT {
+            let st = statx(fd.as_fd(), b"")?;
+            return Ok(self.entry(&dir, &st));
+        }
+        let root = self.root.found.key;
+        let parent = self.open_path(fd.as_fd(), b"..")?;
+        let mut last = statx(parent.as_fd(), b"")?;
+        if key(&last) == root {
+            return Ok(self.entry(&self.root, &last));
+        }
+        let mut above: Option<OwnedFd> = None;
+        for _ in 0..DEPTH_MAX {
+            let next = self.open_path(above.as_ref().map_or(parent.as_fd(), AsFd::as_fd), b"..")?;
+            let st = statx(next.as_fd(), b"")?;
+            if key(&st) == root {
+                // From the parent's own point of view, so that a new inode's mount and place are right.
+                let (inode, st) = self.find_dir(&parent)?;
+                return Ok(self.entry(&inode, &st));
+            }
+            if key(&st) == key(&last) {
+                break;
+            }
+            last = st;
+            above = Some(next);
+        }
+        Err(Errno::STALE)
+    }
+
+    /// The inode of a directory that was reached by descriptor.
+    fn find_dir(&self, fd: &OwnedFd) -> Result<(Arc<Inode>, rustix::fs::Statx)> {
+        let dir_fd = self.reopen(fd.as_fd(), OFlags::RDONLY | OFlags::DIRECTORY)?;
+        let (inode, st) = self.find_open(&self.root, At::Elsewhere, dir_fd.as_fd())?;
+        Ok((inode, st))
+    }
+
+    /// Runs `make` as the caller, with the mode that the kernel is to apply the caller's umask to.
+    fn as_caller<T>(&self, cx: &Caller<'_>, new: &New, make: impl FnOnce(Mode) -> Result<T>) -> Result<T> {
+        let mode = mode_under_umask(new.mode, new.umask);
+        let _guard = self.creds.enter(cx)?;
+        make(mode)
+    }
+
+    /// Makes a name with `make`, and looks it up.
+    fn make(&self, dir: Ino, name: Name<'_>, make: impl FnOnce(BorrowedFd<'_>) -> Result<()>) -> Result<Entry> {
+        self.writable()?;
+        let (dir, fd) = self.path(dir)?;
+        make(fd.as_fd())?;
+        let (inode, st) = self.find(&dir, fd.as_fd(), name.as_bytes())?;
+        self.entry_changed(&dir, name);
+        Ok(self.entry(&inode, &st))
+    }
+
+    pub(crate) fn mknod_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        let kind = match FileType::from_raw_mode(new.mode) {
+            // `mknod` of a mode without a type makes a regular file.
+            FileType::Unknown if new.mode & 0o170_000 == 0 => FileType::RegularFile,
+            FileType::Directory | FileType::Symlink | FileType::Unknown => return Err(Errno::INVAL),
+            kind => kind,
+        };
+        let device = makedev((new.rdev & 0xf_ff00) >> 8, (new.rdev & 0xff) | ((new.rdev >> 12) & 0xf_ff00));
+        self.make(dir, name, |fd| {
+            self.as_caller(cx, new, |mode| rustix::fs::mknodat(fd, name.as_bytes(), kind, mode, device))
+        })
+    }
+
+    pub(crate) fn mkdir_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        self.make(dir, name, |fd| self.as_caller(cx, new, |mode| rustix::fs::mkdirat(fd, name.as_bytes(), mode)))
+    }
+
+    pub(crate) fn symlink_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
+        self.make(dir, name, |fd| {
+            let _guard = self.creds.enter(cx)?;
+            rustix::fs::symlinkat(target, fd, name.as_bytes())
+        })
+    }
+
+    pub(crate) fn link_(&self, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        let (inode, fd) = self.path(ino)?;
+        if inode.is_dir() {
+            return Err(Errno::PERM);
+        }
+        let entry = self.make(dir, name, |dir_fd| {
+            // The magic link leads to the very inode, also to a symbolic link and to a file without a name;
+            // AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH.
+            let from = DecInt::from_fd(fd.as_fd());
+            rustix::fs::linkat(&self.proc_fds, from, dir_fd, name.as_bytes(), AtFlags::SYMLINK_FOLLOW)
+        })?;
+        inode.set_pinned(false);
+        self.attr_changed(&inode);
+        Ok(entry)
+    }
+
+    pub(crate) fn unlink_(&self, dir: Ino, name: Name<'_>, flags: AtFlags) -> Result<()> {
+        self.writable()?;
+        let (dir, fd) = self.path(dir)?;
+        let pinned = self.pin(fd.as_fd(), name.as_bytes());
+        let result = rustix::fs::unlinkat(fd.as_fd(), name.as_bytes(), flags);
+        match (&result, &pinned) {
+            (Ok(()), Some(pinned)) => self.attr_changed(&pinned.inode),
+            (Err(_), Some(pinned)) => pinned.undo(),
+            (_, None) => {}
+        }
+        if result.is_ok() {
+            self.entry_changed(&dir, name);
+        }
+        result
+    }
+
+    pub(crate) fn rename_(&self, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
+        self.writable()?;
+        let (from_dir, from_fd) = self.path(from.0)?;
+        let (to_dir, to_fd) = self.path(to.0)?;
+        let replaces = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
+        let victim = if replaces { self.pin(to_fd.as_fd(), to.1.as_bytes()) } else { None };
+        let (old, new) = (from.1.as_bytes(), to.1.as_bytes());
+        let result = rustix::fs::renameat_with(from_fd.as_fd(), old, to_fd.as_fd(), new, flags);
+        match (&result, &victim) {
+            // Two names of one inode: nothing happened.
+            (Ok(()), Some(victim)) => self.attr_changed(&victim.inode),
+            (Err(_), Some(victim)) => victim.undo(),
+            (_, None) => {}
+        }
+        result?;
+        self.moved(&to_dir, &to_fd, new);
+        if flags.contains(RenameFlags::EXCHANGE) {
+            self.moved(&from_dir, &from_fd, old);
+        }
+        self.entry_changed(&from_dir, from.1);
+        self.entry_changed(&to_dir, to.1);
+        Ok(())
+    }
+
+    /// Remembers the new place of an inode that has no file handle.
+    fn moved(&self, dir: &Arc<Inode>, fd: &PathFd, name: &[u8]) {
+        if dir.found.mount.handles().is_some() {
+            return;
+        }
+        if let Some(inode) = statx(fd.as_fd(), name).ok().and_then(|st| self.table.at(&key(&st))) {
+            inode.set_place(dir, name);
+        }
+    }
+
+    pub(crate) fn create_(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        new: &New,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
+        self.writable()?;
+        let (dir, fd) = self.path(dir)?;
+        let host = self.host_flags(flags)? - OFlags::TRUNC;
+        // Always exclusive, so that what is opened is surely a new regular file, never what the host put there.
+        let exclusive = host | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
+        for _ in 0..TRIES_MAX {
+            let made = self.as_caller(cx, new, |mode| {
+                self.with_room(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
+            });
+            match made {
+                Ok(file) => {
+                    let (inode, st) = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd())?;
+                    let made = self.add_open(cx, inode, &st, file, host)?;
+                    self.entry_changed(&dir, name);
+                    return Ok(made);
+                }
+                Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => {}
+                Err(error) => return Err(error),
+            }
+            match self.open_existing(cx, &dir, &fd, name, flags) {
+                Err(Errno::NOENT | Errno::STALE) => {}
+                other => return other,
+            }
+        }
+        Err(Errno::STALE)
+    }
+
+    fn open_existing(
+        &self,
+        cx: &Caller<'_>,
+        dir: &Arc<Inode>,
+        fd: &PathFd,
+        name: Name<'_>,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
+        let (inode, st) = self.find(dir, fd.as_fd(), name.as_bytes())?;
+        let opened =
+            if kind(&st) == FileType::Directory { Err(Errno::ISDIR) } else { self.open_(cx, inode.ino, flags) };
+        match opened {
+            Ok(handle) => {
+                let mut entry = self.entry(&inode, &st);
+                if flags.contains(OFlags::TRUNC) {
+                    entry.attr = self.getattr_(cx, inode.ino, Some(handle)).unwrap_or(entry.attr);
+                }
+                Ok((entry, handle))
+            }
+            Err(error) => {
+                self.table.forget(inode.ino, 1);
+                Err(error)
+            }
+        }
+    }
+
+    /// Adds the handle of a file that was made; gives the reference back if that fails.
+    fn add_open(
+        &self,
+        cx: &Caller<'_>,
+        inode: Arc<Inode>,
+        st: &rustix::fs::Statx,
+        file: OwnedFd,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
+        let entry = self.entry(&inode, st);
+        match self.handles.insert(Open::new(cx.session, inode, file, flags)) {
+            Ok(handle) => Ok((entry, handle)),
+            Err(error) => {
+                self.table.forget(entry.ino, 1);
+                Err(error)
+            }
+        }
+    }
+
+    pub(crate) fn tmpfile_(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        self.writable()?;
+        let (dir, fd) = self.path(dir)?;
+        let mut host = self.host_flags(flags)? - OFlags::TRUNC;
+        if host & OFlags::ACCMODE == OFlags::RDONLY {
+            return Err(Errno::INVAL);
+        }
+        host |= flags & OFlags::EXCL;
+        let file = self.as_caller(cx, new, |mode| {
+            self.with_room(|| rustix::fs::openat(fd.as_fd(), ".", host | OFlags::TMPFILE | OFlags::CLOEXEC, mode))
+        })?;
+        let (inode, st) = self.find_open(&dir, At::NoName, file.as_fd())?;
+        self.add_open(cx, inode, &st, file, host)
+    }
+}

@@ -1,0 +1,174 @@
+//! Directory listings.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Errno, FileType, Result};
+use rustix::fs::SeekFrom;
+
+use crate::Dir;
+use crate::handles::Open;
+use crate::resolve::kind;
+use crate::sys;
+use crate::table::lock;
+
+/// What one getdents64 reads: libc's own choice, about a thousand names.
+const BUFFER_BYTES: usize = 32 * 1024;
+/// `struct linux_dirent64` up to its name: ino, offset, length, type.
+const HEADER_BYTES: usize = 19;
+
+/// How far a directory handle has been listed. Offsets are the host's own (`d_off`), which stay good while other
+/// names come and go; names that were read but not yet delivered wait in the buffer.
+#[derive(Debug, Default)]
+pub(crate) struct Stream {
+    buffer: Vec<u8>,
+    at: usize,
+    len: usize,
+    /// The offset that the next name in the buffer, or the descriptor, is at.
+    next: u64,
+}
+
+/// One `struct linux_dirent64`.
+#[derive(Clone, Copy, Debug)]
+struct Dirent<'a> {
+    ino: u64,
+    next: u64,
+    kind: FileType,
+    name: &'a [u8],
+    bytes: usize,
+}
+
+impl<'a> Dirent<'a> {
+    fn parse(buffer: &'a [u8]) -> Result<Self> {
+        let header: &[u8; HEADER_BYTES] = buffer.first_chunk().ok_or(Errno::IO)?;
+        let [i0, i1, i2, i3, i4, i5, i6, i7, o0, o1, o2, o3, o4, o5, o6, o7, l0, l1, kind] = *header;
+        let bytes = usize::from(u16::from_ne_bytes([l0, l1]));
+        let name = buffer.get(HEADER_BYTES..bytes).ok_or(Errno::IO)?;
+        let end = name.iter().position(|byte| *byte == 0).ok_or(Errno::IO)?;
+        let kind = match kind {
+            libc::DT_REG => FileType::RegularFile,
+            libc::DT_DIR => FileType::Directory,
+            libc::DT_LNK => FileType::Symlink,
+            libc::DT_CHR => FileType::CharacterDevice,
+            libc::DT_BLK => FileType::BlockDevice,
+            libc::DT_FIFO => FileType::Fifo,
+            libc::DT_SOCK => FileType::Socket,
+            _ => FileType::Unknown,
+        };
+        Ok(Self {
+            ino: u64::from_ne_bytes([i0, i1, i2, i3, i4, i5, i6, i7]),
+            next: u64::from_ne_bytes([o0, o1, o2, o3, o4, o5, o6, o7]),
+            kind,
+            name: &name[..end],
+            bytes,
+        })
+    }
+}
+
+impl Stream {
+    /// Goes to an offset that was delivered earlier.
+    fn seek(&mut self, open: &Open, offset: u64) -> Result<()> {
+        if offset != self.next {
+            rustix::fs::seek(open.file.as_fd(), SeekFrom::Start(offset))?;
+            (self.at, self.len, self.next) = (0, 0, offset);
+        }
+        Ok(())
+    }
+
+    /// The next name, without going past it.
+    fn peek(&mut self, open: &Open) -> Result<Option<Dirent<'_>>> {
+        if self.at == self.len {
+            self.buffer.resize(BUFFER_BYTES, 0);
+            (self.at, self.len) = (0, 0);
+            self.len = sys::getdents(open.file.as_fd(), &mut self.buffer)?;
+            if self.len == 0 {
+                return Ok(None);
+            }
+        }
+        Dirent::parse(&self.buffer[self.at..self.len]).map(Some)
+    }
+}
+
+impl Dir {
+    pub(crate) fn readdir_(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+        let open: Arc<Open> = self.handles.get(cx.session, at.ino, at.handle)?;
+        let mut stream = lock(open.stream.as_ref().ok_or(Errno::NOTDIR)?);
+        stream.seek(&open, at.offset)?;
+        let fd = if at.plus { Some(self.path_fd(&open.inode)?) } else { None };
+        let mut pushed = false;
+        loop {
+            let dirent = match stream.peek(&open) {
+                Ok(Some(dirent)) => dirent,
+                Ok(None) => break,
+                // What was pushed carries references: the error comes with the next call.
+                Err(_) if pushed => break,
+                Err(error) => return Err(error),
+            };
+            if !out.fits(dirent.name) {
+                break;
+            }
+            let (bytes, next) = (dirent.bytes, dirent.next);
+            pushed |= self.push(&open, &dirent, fd.as_deref(), out);
+            stream.at += bytes;
+            stream.next = next;
+        }
+        Ok(())
+    }
+
+    /// Delivers one name; answers whether it was still there.
+    fn push(
+        &self,
+        open: &Open,
+        dirent: &Dirent<'_>,
+        fd: Option<&crate::table::PathFd>,
+        out: &mut dyn DirOutput,
+    ) -> bool {
+        let mut item = DirItem { ino: dirent.ino, next: dirent.next, kind: dirent.kind, name: dirent.name };
+        if dirent.name == b".." && open.inode.ino == ferry_vfs::Ino::ROOT {
+            // What is above the share is none of the client's business.
+            item.ino = open.inode.found.key.ino;
+        }
+        let Some(fd) = fd.filter(|_| !matches!(dirent.name, b"." | b"..")) else {
+            out.push(&item, None);
+            return true;
+        };
+        match self.find(&open.inode, fd.as_fd(), dirent.name) {
+            Ok((inode, st)) => {
+                item.ino = st.stx_ino;
+                item.kind = kind(&st);
+                out.push(&item, Some(&self.entry(&inode, &st)));
+            }
+            // Gone since the directory was read.
+            Err(Errno::NOENT) => return false,
+            // The name is there, whatever is wrong with the inode: the client will ask for it and be told.
+            Err(error) => {
+                tracing::debug!(name = %dirent.name.escape_ascii(), %error, "readdirplus");
+                out.push(&item, None);
+            }
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn broken_records_are_an_error() {
+        let mut record = vec![0; 24];
+        record[16] = 24;
+        record[18] = libc::DT_REG;
+        record[19] = b'x';
+        let dirent = Dirent::parse(&record).unwrap();
+        assert_eq!((dirent.name, dirent.kind, dirent.bytes), (&b"x"[..], FileType::RegularFile, 24));
+        for len in 0..24 {
+            assert!(Dirent::parse(&record[..len]).is_err());
+        }
+        record[16] = 18;
+        assert!(Dirent::parse(&record).is_err());
+        record[16] = 24;
+        record[19..].fill(b'x');
+        assert!(Dirent::parse(&record).is_err());
+    }
+}

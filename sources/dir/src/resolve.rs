@@ -1,0 +1,309 @@
+//! From names and numbers to inodes and descriptors.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use ferry_vfs::{Attr, Entry, Errno, FileType, Ino, OFlags, Result, Timespec};
+use rustix::fs::{AtFlags, Mode, Statx, StatxAttributes, StatxFlags, StatxTimestamp};
+use rustix::path::DecInt;
+
+use crate::Dir;
+use crate::mount::Mount;
+use crate::sys;
+use crate::table::{Found, Inode, Key, PathFd};
+
+/// `STATX_MNT_ID_UNIQUE` (Linux 6.8): unlike the plain id, never given to another mount.
+const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
+/// How an object is pinned without being opened.
+const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+/// How often a lookup starts again when the host changes the name meanwhile.
+const TRIES_MAX: usize = 8;
+/// Directories that are opened one after the other to find an inode again, at most. No real tree is as deep; host
+/// renames behind our back could make the remembered places a ring.
+const DEPTH_MAX: usize = 65_536;
+
+/// One statx with all that this crate uses.
+pub(crate) fn statx(dir: BorrowedFd<'_>, name: &[u8]) -> Result<Statx> {
+    let flags = if name.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
+    let mask = StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID | MNT_ID_UNIQUE;
+    rustix::fs::statx(dir, name, flags | AtFlags::NO_AUTOMOUNT, mask)
+}
+
+fn time(time: StatxTimestamp) -> Timespec {
+    Timespec { sec: time.tv_sec, nsec: time.tv_nsec }
+}
+
+/// The time of birth, where the host knows it.
+pub(crate) fn btime(st: &Statx) -> Option<Timespec> {
+    (st.stx_mask & StatxFlags::BTIME.bits() != 0).then(|| time(st.stx_btime))
+}
+
+/// The file type.
+pub(crate) fn kind(st: &Statx) -> FileType {
+    FileType::from_raw_mode(st.stx_mode.into())
+}
+
+/// Where the host has the inode.
+pub(crate) fn key(st: &Statx) -> Key {
+    let dev = (u64::from(st.stx_dev_major) << 32) | u64::from(st.stx_dev_minor);
+    let has_mount = st.stx_mask & (StatxFlags::MNT_ID | MNT_ID_UNIQUE).bits() != 0;
+    Key { dev, ino: st.stx_ino, mount: if has_mount { st.stx_mnt_id } else { 0 } }
+}
+
+/// Where an inode that was reached by descriptor is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum At<'a> {
+    /// In the directory, by this name.
+    Name(&'a [u8]),
+    /// Nowhere (`O_TMPFILE`): it must stay pinned to stay reachable.
+    NoName,
+    /// Somewhere.
+    Elsewhere,
+}
+
+impl Dir {
+    /// The attributes in `st`, which is of `inode`.
+    pub(crate) fn attr(&self, inode: &Inode, st: &Statx) -> Attr {
+        let (major, minor) = (st.stx_rdev_major, st.stx_rdev_minor);
+        Attr {
+            ino: st.stx_ino,
+            size: st.stx_size,
+            blocks: st.stx_blocks,
+            atime: time(st.stx_atime),
+            mtime: time(st.stx_mtime),
+            ctime: time(st.stx_ctime),
+            btime: btime(st),
+            mode: st.stx_mode.into(),
+            nlink: st.stx_nlink,
+            uid: st.stx_uid,
+            gid: st.stx_gid,
+            rdev: (minor & 0xff) | (major << 8) | ((minor & !0xff) << 12),
+            blksize: st.stx_blksize,
+            submount: self.options.submounts && inode.found.mount_root && inode.is_dir(),
+        }
+    }
+
+    pub(crate) fn entry(&self, inode: &Inode, st: &Statx) -> Entry {
+        // Numbers are never used twice, so there is only one generation.
+        Entry { ino: inode.ino, generation: 0, attr: self.attr(inode, st) }
+    }
+
+    /// Runs a call that opens a descriptor, making room if there is none.
+    pub(crate) fn with_room<T>(&self, open: impl FnMut() -> Result<T>) -> Result<T> {
+        self.cache.with_room(&self.table, open)
+    }
+
+    /// Pins what a name in a directory means, without opening it.
+    pub(crate) fn open_path(&self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd> {
+        self.with_room(|| rustix::fs::openat(dir, name, PATH_FLAGS, Mode::empty()))
+    }
+
+    /// Opens what a descriptor pins, of which the caller knows that it is a regular file or directory.
+    pub(crate) fn reopen(&self, fd: BorrowedFd<'_>, flags: OFlags) -> Result<OwnedFd> {
+        let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
+        self.with_room(|| rustix::fs::openat(&self.proc_fds, DecInt::from_fd(fd), flags, Mode::empty()))
+    }
+
+    /// An inode and an `O_PATH` descriptor of it.
+    pub(crate) fn path(&self, ino: Ino) -> Result<(Arc<Inode>, Arc<PathFd>)> {
+        let inode = self.table.get(ino)?;
+        let fd = self.path_fd(&inode)?;
+        Ok((inode, fd))
+    }
+
+    /// An `O_PATH` descriptor of an inode: the one it holds, or a new one that it holds from now on.
+    pub(crate) fn path_fd(&self, inode: &Arc<Inode>) -> Result<Arc<PathFd>> {
+        if let Some(fd) = inode.fd() {
+            return Ok(fd);
+        }
+        let fd = match (&inode.found.handle, inode.found.mount.handles()) {
+            (Some(handle), Some(mount)) => {
+                let fd = self.with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
+                if !inode.is_verified() {
+                    // The handle was read by name, after the attributes: the name may have changed in between.
+                    self.check(inode, fd.as_fd())?;
+                    inode.set_verified();
+                }
+                self.cache.wrap(fd)
+            }
+            _ => return self.path_fd_by_place(inode),
+        };
+        Ok(self.cache.keep(&self.table, inode, fd))
+    }
+
+    /// Finds an inode without a file handle again, by walking down from the nearest directory that is held.
+    fn path_fd_by_place(&self, inode: &Arc<Inode>) -> Result<Arc<PathFd>> {
+        let mut names = Vec::new();
+        let mut at = Arc::clone(inode);
+        let mut fd = loop {
+            if let Some(fd) = at.fd() {
+                break fd;
+            }
+            let (dir, name) = at.place().ok_or(Errno::STALE)?;
+            names.push((std::mem::replace(&mut at, dir), name));
+            if names.len() > DEPTH_MAX {
+                return Err(Errno::STALE);
+            }
+        };
+        for (inode, name) in names.into_iter().rev() {
+            let next = self.open_path(fd.as_fd(), &name).map_err(|error| match error {
+                // It is not where it was, and nobody told us where it went.
+                Errno::NOENT | Errno::NOTDIR => Errno::STALE,
+                other => other,
+            })?;
+            self.check(&inode, next.as_fd())?;
+            fd = self.cache.keep(&self.table, &inode, self.cache.wrap(next));
+        }
+        Ok(fd)
+    }
+
+    /// Whether a descriptor is of this inode.
+    fn check(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<Statx> {
+        let st = statx(fd, b"")?;
+        let same = key(&st) == inode.found.key
+            && kind(&st) == inode.found.kind
+            && (inode.found.handle.is_some() || btime(&st) == inode.found.btime);
+        if same { Ok(st) } else { Err(Errno::STALE) }
+    }
+
+    /// The mount that an inode below `dir` is on; `fd` is only opened when it is not the directory's own.
+    fn mount_of(&self, dir: &Inode, st: &Statx, fd: impl FnOnce() -> Result<OwnedFd>) -> Result<Arc<Mount>> {
+        let id = key(st).mount;
+        if id == dir.found.mount.id {
+            return Ok(Arc::clone(&dir.found.mount));
+        }
+        if let Some(mount) = self.mounts.known(id) {
+            return Ok(mount);
+        }
+        let fd = fd()?;
+        let now = statx(fd.as_fd(), b"")?;
+        if key(&now).mount != id {
+            return Err(Errno::STALE);
+        }
+        Ok(self.mounts.get(id, kind(&now), fd.as_fd(), self.proc_fds.as_fd()))
+    }
+
+    /// Finds a name in a directory. The inode that it answers has one reference more.
+    ///
+    /// System calls: 1 for an inode that is held, 2 with file handles, 3 to meet a new inode without them.
+    pub(crate) fn find(&self, dir: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Result<(Arc<Inode>, Statx)> {
+        for _ in 0..TRIES_MAX {
+            let st = statx(dir_fd, name)?;
+            match self.find_at(dir, dir_fd, name, st) {
+                // The name means something else by now, or was away for a moment.
+                Err(Errno::STALE | Errno::NOENT) => {}
+                other => return other,
+            }
+        }
+        Err(Errno::STALE)
+    }
+
+    fn find_at(&self, dir: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8], st: Statx) -> Result<(Arc<Inode>, Statx)> {
+        if let Some(inode) = self.table.find_held(&key(&st)) {
+            inode.set_place(dir, name);
+            return Ok((inode, st));
+        }
+        let mount = self.mount_of(dir, &st, || self.open_path(dir_fd, name))?;
+        if mount.handles().is_some() {
+            match sys::name_to_handle(dir_fd, name) {
+                Ok(handle) => {
+                    let found = self.found(dir, &st, mount, Some(handle), false);
+                    return Ok((self.table.insert(found).0, st));
+                }
+                // A file system that has handles for some of its inodes only.
+                Err(Errno::OPNOTSUPP | Errno::OVERFLOW | Errno::INVAL) => {}
+                Err(other) => return Err(other),
+            }
+        }
+        if let Some(inode) = self.table.find_born(&key(&st), kind(&st), btime(&st)) {
+            inode.set_place(dir, name);
+            return Ok((inode, st));
+        }
+        let fd = self.open_path(dir_fd, name)?;
+        let now = statx(fd.as_fd(), b"")?;
+        if key(&now).mount != mount.id {
+            return Err(Errno::STALE);
+        }
+        let (inode, _) = self.table.insert(self.found(dir, &now, mount, None, true));
+        inode.set_place(dir, name);
+        self.cache.keep(&self.table, &inode, self.cache.wrap(fd));
+        Ok((inode, now))
+    }
+
+    fn found(
+        &self,
+        dir: &Inode,
+        st: &Statx,
+        mount: Arc<Mount>,
+        handle: Option<sys::HostHandle>,
+        verified: bool,
+    ) -> Found {
+        let mount_root = st.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) || mount.id != dir.found.mount.id;
+        Found { key: key(st), kind: kind(st), btime: btime(st), mount, handle, mount_root, verified }
+    }
+
+    /// The inode that is open as `file`. It has one reference more.
+    pub(crate) fn find_open(&self, dir: &Arc<Inode>, at: At<'_>, file: BorrowedFd<'_>) -> Result<(Arc<Inode>, Statx)> {
+        let st = statx(file, b"")?;
+        let path = || self.reopen(file, OFlags::PATH);
+        let mount = self.mount_of(dir, &st, path)?;
+        let handle = match mount.handles() {
+            Some(_) => sys::name_to_handle(file, b"").ok(),
+            None => None,
+        };
+        let fd = if handle.is_none() || matches!(at, At::NoName) { Some(path()?) } else { None };
+        let (inode, _) = self.table.insert(self.found(dir, &st, mount, handle, true));
+        match at {
+            At::Name(name) => inode.set_place(dir, name),
+            At::NoName => inode.set_pinned(true),
+            At::Elsewhere => {}
+        }
+        if let Some(fd) = fd {
+            self.cache.keep(&self.table, &inode, self.cache.wrap(fd));
+        }
+        Ok((inode, st))
+    }
+
+    /// The inode that is about to lose this name, if a client knows it. It is pinned when this is its last name:
+    /// afterwards neither name nor file handle would lead to it.
+    pub(crate) fn pin(&self, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Option<Pinned> {
+        let st = statx(dir_fd, name).ok()?;
+        let inode = self.table.at(&key(&st))?;
+        let last = st.stx_nlink <= 1 || inode.is_dir();
+        let newly = last && !inode.is_pinned();
+        if newly {
+            let held = inode.is_held()
+                || match inode.found.handle {
+                    Some(_) => self.path_fd(&inode).is_ok(),
+                    None => self.hold_named(&inode, dir_fd, name).is_ok(),
+                };
+            if !held {
+                tracing::debug!(ino = inode.ino.0, "an unlinked inode could not be pinned");
+            }
+            inode.set_pinned(held);
+        }
+        Some(Pinned { inode, newly })
+    }
+
+    fn hold_named(&self, inode: &Inode, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Result<()> {
+        let fd = self.open_path(dir_fd, name)?;
+        self.check(inode, fd.as_fd())?;
+        self.cache.keep(&self.table, inode, self.cache.wrap(fd));
+        Ok(())
+    }
+}
+
+/// An inode that is about to lose a name.
+pub(crate) struct Pinned {
+    pub(crate) inode: Arc<Inode>,
+    newly: bool,
+}
+
+impl Pinned {
+    /// The name stayed after all.
+    pub(crate) fn undo(&self) {
+        if self.newly {
+            self.inode.set_pinned(false);
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! The system calls that rustix does not have. All `unsafe` of this crate is here; every function is safe to call
+//! with any argument.
+#![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
+
+use std::ffi::{CStr, c_int, c_long, c_uint, c_void};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+
+use ferry_vfs::{Errno, OFlags, Result};
+
+/// The longest host file handle that Linux hands out (`MAX_HANDLE_SZ`).
+const HANDLE_BYTES_MAX: usize = 128;
+const HANDLE_BYTES_ROOM: c_uint = 128;
+const _: () = assert!(HANDLE_BYTES_ROOM as usize == HANDLE_BYTES_MAX);
+/// Handles of the usual local file systems (ext4 8 bytes, XFS 12, btrfs 20) fit without an allocation.
+const HANDLE_BYTES_INLINE: usize = 24;
+
+/// A host file handle (`name_to_handle_at`): names an inode of one file system for as long as it exists.
+#[derive(Clone, Debug)]
+pub(crate) enum HostHandle {
+    /// Held in place.
+    Small { kind: i32, len: u8, bytes: [u8; HANDLE_BYTES_INLINE] },
+    /// Held on the heap.
+    Large { kind: i32, bytes: Box<[u8]> },
+}
+
+impl HostHandle {
+    fn new(kind: i32, bytes: &[u8]) -> Self {
+        let mut small = [0; HANDLE_BYTES_INLINE];
+        match (small.get_mut(..bytes.len()), u8::try_from(bytes.len())) {
+            (Some(room), Ok(len)) => {
+                room.copy_from_slice(bytes);
+                Self::Small { kind, len, bytes: small }
+            }
+            _ => Self::Large { kind, bytes: bytes.into() },
+        }
+    }
+
+    fn parts(&self) -> (i32, &[u8]) {
+        match self {
+            Self::Small { kind, len, bytes } => (*kind, &bytes[..usize::from(*len)]),
+            Self::Large { kind, bytes } => (*kind, bytes),
+        }
+    }
+}
+
+impl PartialEq for HostHandle {
+    fn eq(&self, other: &Self) -> bool {
+        self.parts() == other.parts()
+    }
+}
+
+impl Eq for HostHandle {}
+
+/// `struct file_handle` with room for the longest handle.
+#[repr(C)]
+struct RawHandle {
+    handle_bytes: c_uint,
+    handle_type: c_int,
+    f_handle: [u8; HANDLE_BYTES_MAX],
+}
+
+const _: () = assert!(std::mem::offset_of!(RawHandle, f_handle) == 8);
+
+/// `struct xattr_args` of the `*xattrat` calls.
+#[repr(C)]
+struct XattrArgs {
+    value: u64,
+    size: u32,
+    flags: u32,
+}
+
+const _: () = assert!(size_of::<XattrArgs>() == 16);
+
+// The numbers of the xattrat calls (Linux 6.13) are the same on every architecture.
+const SYS_SETXATTRAT: c_long = 463;
+const SYS_GETXATTRAT: c_long = 464;
+const SYS_LISTXATTRAT: c_long = 465;
+const SYS_REMOVEXATTRAT: c_long = 466;
+
+/// A path of one component, ended by NUL, on the stack.
+struct Component([u8; 257]);
+
+impl Component {
+    fn new(bytes: &[u8]) -> Result<Self> {
+        if bytes.len() > 255 || bytes.contains(&0) {
+            return Err(Errno::INVAL);
+        }
+        let mut path = [0; 257];
+        path[..bytes.len()].copy_from_slice(bytes);
+        Ok(Self(path))
+    }
+
+    fn as_ptr(&self) -> *const u8 {
+        self.0.as_ptr()
+    }
+}
+
+fn errno() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+fn check(result: c_long) -> Result<usize> {
+    usize::try_from(result).map_err(|_| errno())
+}
+
+/// `name_to_handle_at` of a name in a directory (no link is followed), or of the descriptor itself for an empty name.
+pub(crate) fn name_to_handle(dir: BorrowedFd<'_>, name: &[u8]) -> Result<HostHandle> {
+    let path = Component::new(name)?;
+    let mut raw = RawHandle { handle_bytes: HANDLE_BYTES_ROOM, handle_type: 0, f_handle: [0; HANDLE_BYTES_MAX] };
+    let mut mount_id: c_int = 0;
+    let flags = if name.is_empty() { libc::AT_EMPTY_PATH } else { 0 };
+    // SAFETY: `path` is NUL-terminated and lives through the call; `raw` is a `file_handle` with the room that
+    // `handle_bytes` announces; `mount_id` is a writable int.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_name_to_handle_at,
+            dir.as_raw_fd(),
+            path.as_ptr(),
+            &raw mut raw,
+            &raw mut mount_id,
+            flags,
+        )
+    })?;
+    let bytes = raw.f_handle.get(..raw.handle_bytes as usize).ok_or(Errno::OVERFLOW)?;
+    Ok(HostHandle::new(raw.handle_type, bytes))
+}
+
+/// `open_by_handle_at`; `mount` is any real descriptor on the file system.
+pub(crate) fn open_by_handle(mount: BorrowedFd<'_>, handle: &HostHandle, flags: OFlags) -> Result<OwnedFd> {
+    let (kind, bytes) = handle.parts();
+    let mut raw = RawHandle { handle_bytes: 0, handle_type: kind, f_handle: [0; HANDLE_BYTES_MAX] };
+    raw.f_handle.get_mut(..bytes.len()).ok_or(Errno::STALE)?.copy_from_slice(bytes);
+    raw.handle_bytes = c_uint::try_from(bytes.len()).map_err(|_| Errno::STALE)?;
+    // SAFETY: `raw` is a `file_handle` with as many bytes as `handle_bytes` says.
+    let fd = check(unsafe {
+        libc::syscall(libc::SYS_open_by_handle_at, mount.as_raw_fd(), &raw mut raw, (flags | OFlags::CLOEXEC).bits())
+    })?;
+    owned(fd)
+}
+
+fn owned(fd: usize) -> Result<OwnedFd> {
+    let fd = c_int::try_from(fd).map_err(|_| Errno::BADF)?;
+    // SAFETY: the kernel just returned this descriptor to us and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Closes a descriptor and tells its error, which dropping it does not.
+pub(crate) fn close(fd: OwnedFd) -> Result<()> {
+    // SAFETY: the descriptor is ours to close, exactly once: `into_raw_fd` gives it up.
+    check(unsafe { libc::close(fd.into_raw_fd()) }.into()).map(drop)
+}
+
+/// `getdents64`: fills `buffer`, answers how many bytes; 0 at the end.
+pub(crate) fn getdents(dir: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<usize> {
+    // SAFETY: the kernel writes at most `buffer.len()` bytes to `buffer`.
+    check(unsafe { libc::syscall(libc::SYS_getdents64, dir.as_raw_fd(), buffer.as_mut_ptr(), buffer.len()) })
+}
+
+/// `setfsuid` of this thread; answers the former one. It cannot tell failure.
+pub(crate) fn setfsuid(uid: u32) -> u32 {
+    // SAFETY: no pointers. The raw call changes this thread only.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a uid_t in a long")]
+    unsafe {
+        libc::syscall(libc::SYS_setfsuid, uid) as u32
+    }
+}
+
+/// `setfsgid` of this thread; answers the former one. It cannot tell failure.
+pub(crate) fn setfsgid(gid: u32) -> u32 {
+    // SAFETY: no pointers. The raw call changes this thread only.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a gid_t in a long")]
+    unsafe {
+        libc::syscall(libc::SYS_setfsgid, gid) as u32
+    }
+}
+
+/// The supplementary groups of this thread (not of the process, as libc's `setgroups` would).
+pub(crate) fn setgroups(groups: &[u32]) -> Result<()> {
+    // SAFETY: the kernel reads `groups.len()` group ids from `groups`.
+    check(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) }).map(drop)
+}
+
+/// Gives this thread a umask and a working directory of its own.
+pub(crate) fn unshare_fs() -> Result<()> {
+    // SAFETY: no pointers; CLONE_FS leaves descriptors and memory shared.
+    check(unsafe { libc::syscall(libc::SYS_unshare, libc::CLONE_FS) }).map(drop)
+}
+
+/// What `F_OFD_GETLK` and `F_OFD_SETLK` take.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RawLock {
+    /// `F_RDLCK`, `F_WRLCK` or `F_UNLCK`.
+    pub(crate) kind: i32,
+    /// First byte.
+    pub(crate) start: i64,
+    /// Length; 0 for "to the end".
+    pub(crate) len: i64,
+}
+
+fn raw_flock(lock: &RawLock) -> libc::flock {
+    #[allow(clippy::cast_possible_truncation, reason = "F_RDLCK, F_WRLCK and F_UNLCK are 0, 1 and 2")]
+    libc::flock {
+        l_type: lock.kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: lock.start,
+        l_len: lock.len,
+        l_pid: 0,
+    }
+}
+
+/// `F_OFD_SETLK`: takes, changes or gives up a lock of the open file description; never waits.
+pub(crate) fn ofd_set(fd: BorrowedFd<'_>, lock: &RawLock) -> Result<()> {
+    let raw = raw_flock(lock);
+    // SAFETY: `raw` is a `struct flock` that lives through the call.
+    let result = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const raw) };
+    check(result.into()).map(drop)
+}
+
+/// `F_OFD_GETLK`: a lock that conflicts.
+pub(crate) fn ofd_get(fd: BorrowedFd<'_>, lock: &RawLock) -> Result<Option<RawLock>> {
+    let mut raw = raw_flock(lock);
+    // SAFETY: `raw` is a writable `struct flock` that lives through the call.
+    let result = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &raw mut raw) };
+    check(result.into())?;
+    let kind = i32::from(raw.l_type);
+    Ok((kind != libc::F_UNLCK).then_some(RawLock { kind, start: raw.l_start, len: raw.l_len }))
+}
+
+/// The argument of the file-flag ioctls: at most 28 bytes (`struct fsxattr`).
+pub(crate) const IOCTL_BYTES_MAX: usize = 32;
+
+/// The ioctls whose argument is at most [`IOCTL_BYTES_MAX`] bytes of plain data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FileIoctl {
+    /// `FS_IOC_GETFLAGS`.
+    GetFlags,
+    /// `FS_IOC_SETFLAGS`.
+    SetFlags,
+    /// `FS_IOC_FSGETXATTR`.
+    GetXflags,
+    /// `FS_IOC_FSSETXATTR`.
+    SetXflags,
+}
+
+/// Runs one of the known ioctls on `argument`, in place.
+pub(crate) fn file_ioctl(
+    fd: BorrowedFd<'_>,
+    command: FileIoctl,
+    argument: &mut [u64; IOCTL_BYTES_MAX / 8],
+) -> Result<()> {
+    const FS_IOC_FSGETXATTR: u32 = 0x801c_581f;
+    const FS_IOC_FSSETXATTR: u32 = 0x401c_5820;
+    let request = match command {
+        FileIoctl::GetFlags => libc::FS_IOC_GETFLAGS,
+        FileIoctl::SetFlags => libc::FS_IOC_SETFLAGS,
+        FileIoctl::GetXflags => libc::Ioctl::from(FS_IOC_FSGETXATTR),
+        FileIoctl::SetXflags => libc::Ioctl::from(FS_IOC_FSSETXATTR),
+    };
+    // SAFETY: each of these reads or writes at most 28 bytes (a long, or `struct fsxattr`) at the pointer, where
+    // there are 32, aligned for both.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), request, argument.as_mut_ptr().cast::<c_void>()) };
+    check(result.into()).map(drop)
+}
+
+/// `getxattrat` on the entry `path` of `dir`, following links; `NOSYS` before Linux 6.13.
+pub(crate) fn getxattrat(dir: BorrowedFd<'_>, path: &CStr, name: &CStr, value: &mut [u8]) -> Result<usize> {
+    let mut args = XattrArgs {
+        value: value.as_mut_ptr() as u64,
+        size: u32::try_from(value.len()).map_err(|_| Errno::INVAL)?,
+        flags: 0,
+    };
+    // SAFETY: both strings are NUL-terminated; `args` names `value` and its length, which the kernel writes to.
+    check(unsafe {
+        libc::syscall(
+            SYS_GETXATTRAT,
+            dir.as_raw_fd(),
+            path.as_ptr(),
+            0,
+            name.as_ptr(),
+            &raw mut args,
+            size_of::<XattrArgs>(),
+        )
+    })
+}
+
+/// `setxattrat`; see [`getxattrat`].
+pub(crate) fn setxattrat(dir: BorrowedFd<'_>, path: &CStr, name: &CStr, value: &[u8], flags: u32) -> Result<()> {
+    let args =
+        XattrArgs { value: value.as_ptr() as u64, size: u32::try_from(value.len()).map_err(|_| Errno::INVAL)?, flags };
+    // SAFETY: both strings are NUL-terminated; `args` names `value` and its length, which the kernel reads.
+    check(unsafe {
+        libc::syscall(
+            SYS_SETXATTRAT,
+            dir.as_raw_fd(),
+            path.as_ptr(),
+            0,
+            name.as_ptr(),
+            &raw const args,
+            size_of::<XattrArgs>(),
+        )
+    })
+    .map(drop)
+}
+
+/// `listxattrat`; see [`getxattrat`].
+pub(crate) fn listxattrat(dir: BorrowedFd<'_>, path: &CStr, list: &mut [u8]) -> Result<usize> {
+    // SAFETY: `path` is NUL-terminated; the kernel writes at most `list.len()` bytes to `list`.
+    check(unsafe { libc::syscall(SYS_LISTXATTRAT, dir.as_raw_fd(), path.as_ptr(), 0, list.as_mut_ptr(), list.len()) })
+}
+
+/// `removexattrat`; see [`getxattrat`].
+pub(crate) fn removexattrat(dir: BorrowedFd<'_>, path: &CStr, name: &CStr) -> Result<()> {
+    // SAFETY: both strings are NUL-terminated.
+    check(unsafe { libc::syscall(SYS_REMOVEXATTRAT, dir.as_raw_fd(), path.as_ptr(), 0, name.as_ptr()) }).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn handles_compare_by_value_whatever_their_size() {
+        for len in [0, 8, HANDLE_BYTES_INLINE, HANDLE_BYTES_INLINE + 1, HANDLE_BYTES_MAX] {
+            let bytes = vec![7; len];
+            assert_eq!(HostHandle::new(1, &bytes), HostHandle::new(1, &bytes));
+            assert_ne!(HostHandle::new(1, &bytes), HostHandle::new(2, &bytes));
+            assert_eq!(HostHandle::new(1, &bytes).parts(), (1, &bytes[..]));
+        }
+    }
+
+    #[test]
+    fn names_with_nul_or_too_long_are_no_components() {
+        let dir = std::fs::File::open("/").unwrap();
+        for bad in [&b"a\0b"[..], &[b'x'; 256]] {
+            assert_eq!(name_to_handle(dir.as_fd(), bad).unwrap_err(), Errno::INVAL);
+        }
+    }
+}

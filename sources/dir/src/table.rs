@@ -1,0 +1,372 @@
+//! The inodes that clients hold references to, by our number and by the host's. Both tables are sharded;
+//! no lock is shared by all requests.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
+
+use crate::mount::Mount;
+use crate::sys::HostHandle;
+
+/// So many that workers on as many CPUs seldom meet; a power of two.
+const SHARDS: usize = 64;
+
+/// Locks, also after a panic elsewhere: no critical section of this crate leaves its data half changed.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Mixes integers: the keys are numbers that the kernel or this crate chose.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Mix(u64);
+
+impl Hasher for Mix {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64((*byte).into());
+        }
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        let mixed = u128::from(self.0 ^ value ^ 0x9e37_79b9_7f4a_7c15) * 0xd6e8_feb8_6659_fd93;
+        #[allow(clippy::cast_possible_truncation, reason = "folds the upper half onto the lower")]
+        {
+            self.0 = mixed as u64 ^ (mixed >> 64) as u64;
+        }
+    }
+}
+
+/// Builds [`Mix`].
+pub(crate) type BuildMix = BuildHasherDefault<Mix>;
+
+/// Where the host has an inode: unique among the inodes that exist at one time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Key {
+    pub(crate) dev: u64,
+    pub(crate) ino: u64,
+    pub(crate) mount: u64,
+}
+
+impl Key {
+    #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
+    fn shard(&self) -> usize {
+        let mut mix = Mix::default();
+        self.hash(&mut mix);
+        // The upper bits: the maps use the lower ones.
+        ((mix.finish() >> 48) % SHARDS as u64) as usize
+    }
+}
+
+/// An `O_PATH` descriptor of an inode, counted as long as anybody uses it.
+#[derive(Debug)]
+pub(crate) struct PathFd {
+    fd: OwnedFd,
+    open: Arc<AtomicUsize>,
+}
+
+impl PathFd {
+    pub(crate) fn new(fd: OwnedFd, open: &Arc<AtomicUsize>) -> Self {
+        open.fetch_add(1, Ordering::Relaxed);
+        Self { fd, open: Arc::clone(open) }
+    }
+}
+
+impl AsFd for PathFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for PathFd {
+    fn drop(&mut self) {
+        self.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A directory and a name that led to an inode: how to find it again where there are no file handles.
+pub(crate) type Place = (Arc<Inode>, Box<[u8]>);
+
+/// What of an inode changes.
+#[derive(Debug, Default)]
+struct State {
+    fd: Option<Arc<PathFd>>,
+    place: Option<Box<Place>>,
+}
+
+/// What is known of an inode when it is first met.
+#[derive(Debug)]
+pub(crate) struct Found {
+    pub(crate) key: Key,
+    pub(crate) kind: FileType,
+    pub(crate) btime: Option<Timespec>,
+    pub(crate) mount: Arc<Mount>,
+    pub(crate) handle: Option<HostHandle>,
+    /// The root of a mount below the share's root.
+    pub(crate) mount_root: bool,
+    /// Key and handle were read from one descriptor, so they surely belong together.
+    pub(crate) verified: bool,
+}
+
+/// An inode that clients know.
+#[derive(Debug)]
+pub(crate) struct Inode {
+    pub(crate) ino: Ino,
+    pub(crate) found: Found,
+    refs: AtomicU64,
+    verified: AtomicBool,
+    /// A descriptor is held, so that the host cannot give this inode's number to another.
+    held: AtomicBool,
+    /// Unlinked, or about to be: the descriptor is the only way left to it.
+    pinned: AtomicBool,
+    /// Rounds of the eviction clock that this inode's descriptor survives without use.
+    credit: AtomicU8,
+    state: Mutex<State>,
+}
+
+/// Directories lead to other inodes: their descriptors stay longer.
+const CREDIT_DIRECTORY: u8 = 3;
+const CREDIT_OTHER: u8 = 1;
+
+impl Inode {
+    fn new(ino: Ino, found: Found) -> Self {
+        Self {
+            ino,
+            verified: AtomicBool::new(found.verified),
+            found,
+            refs: AtomicU64::new(1),
+            held: AtomicBool::new(false),
+            pinned: AtomicBool::new(false),
+            credit: AtomicU8::new(0),
+            state: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn is_dir(&self) -> bool {
+        self.found.kind == FileType::Directory
+    }
+
+    pub(crate) fn is_verified(&self) -> bool {
+        self.verified.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_verified(&self) {
+        self.verified.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.held.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn is_pinned(&self) -> bool {
+        self.pinned.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_pinned(&self, pinned: bool) {
+        self.pinned.store(pinned, Ordering::Release);
+    }
+
+    /// The descriptor, if one is held.
+    pub(crate) fn fd(&self) -> Option<Arc<PathFd>> {
+        let fd = lock(&self.state).fd.clone();
+        if fd.is_some() {
+            let credit = if self.is_dir() { CREDIT_DIRECTORY } else { CREDIT_OTHER };
+            if self.credit.load(Ordering::Relaxed) != credit {
+                self.credit.store(credit, Ordering::Relaxed);
+            }
+        }
+        fd
+    }
+
+    /// Keeps a descriptor, unless there is one; answers the one that is kept, and whether it is this one.
+    pub(crate) fn hold(&self, fd: Arc<PathFd>) -> (Arc<PathFd>, bool) {
+        let mut state = lock(&self.state);
+        if let Some(there) = &state.fd {
+            return (Arc::clone(there), false);
+        }
+        state.fd = Some(Arc::clone(&fd));
+        self.held.store(true, Ordering::Release);
+        (fd, true)
+    }
+
+    /// Gives the descriptor up, unless it was used lately or is the only way to the inode.
+    pub(crate) fn evict(&self) -> Option<Arc<PathFd>> {
+        if self.is_pinned() {
+            return None;
+        }
+        let credit = self.credit.load(Ordering::Relaxed);
+        if credit > 0 {
+            self.credit.store(credit - 1, Ordering::Relaxed);
+            return None;
+        }
+        let mut state = lock(&self.state);
+        // Without a handle or a place there is no other way to the inode.
+        if self.found.handle.is_none() && state.place.is_none() {
+            return None;
+        }
+        self.held.store(false, Ordering::Release);
+        state.fd.take()
+    }
+
+    pub(crate) fn place(&self) -> Option<Place> {
+        lock(&self.state).place.as_deref().cloned()
+    }
+
+    /// Remembers where the inode was found last, where that is the way to find it again.
+    pub(crate) fn set_place(&self, dir: &Arc<Inode>, name: &[u8]) {
+        if self.found.handle.is_some() {
+            return;
+        }
+        let former = {
+            let mut state = lock(&self.state);
+            match &mut state.place {
+                Some(place) if Arc::ptr_eq(&place.0, dir) && *place.1 == *name => None,
+                place => place.replace(Box::new((Arc::clone(dir), name.into()))),
+            }
+        };
+        // Dropped only now: it may be the last reference to a directory.
+        drop(former);
+    }
+
+    /// Whether `found` is this inode, found again.
+    fn is(&self, found: &Found) -> bool {
+        match (&self.found.handle, &found.handle) {
+            (Some(a), Some(b)) => a == b,
+            // A held inode keeps its number. One that is not held is told from a later one with the same number
+            // by its birth.
+            (None, None) => self.is_held() || (self.found.btime == found.btime && self.found.kind == found.kind),
+            _ => false,
+        }
+    }
+}
+
+impl Drop for Inode {
+    fn drop(&mut self) {
+        // A chain of directories must not be dropped by recursion: clients decide how deep it is.
+        let mut next = self.state.get_mut().unwrap_or_else(PoisonError::into_inner).place.take();
+        while let Some(place) = next {
+            next = Arc::into_inner(place.0)
+                .and_then(|mut dir| dir.state.get_mut().unwrap_or_else(PoisonError::into_inner).place.take());
+        }
+    }
+}
+
+type ByIno = RwLock<HashMap<u64, Arc<Inode>, BuildMix>>;
+type ByKey = Mutex<HashMap<Key, Arc<Inode>, BuildMix>>;
+
+/// All inodes with references.
+#[derive(Debug)]
+pub(crate) struct Table {
+    by_ino: Box<[ByIno]>,
+    by_key: Box<[ByKey]>,
+    next: AtomicU64,
+}
+
+impl Table {
+    /// A table that holds the root.
+    pub(crate) fn new(root: Found) -> (Self, Arc<Inode>) {
+        let table = Self {
+            by_ino: (0..SHARDS).map(|_| ByIno::default()).collect(),
+            by_key: (0..SHARDS).map(|_| ByKey::default()).collect(),
+            next: AtomicU64::new(Ino::ROOT.0),
+        };
+        let (root, _) = table.insert(root);
+        debug_assert_eq!(root.ino, Ino::ROOT);
+        (table, root)
+    }
+
+    #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
+    fn shard(&self, ino: Ino) -> &ByIno {
+        &self.by_ino[(ino.0 % SHARDS as u64) as usize]
+    }
+
+    /// The inode with this number of ours.
+    pub(crate) fn get(&self, ino: Ino) -> Result<Arc<Inode>> {
+        self.peek(ino).ok_or(Errno::STALE)
+    }
+
+    /// The inode with this number of ours, if it has references.
+    pub(crate) fn peek(&self, ino: Ino) -> Option<Arc<Inode>> {
+        self.shard(ino).read().unwrap_or_else(PoisonError::into_inner).get(&ino.0).cloned()
+    }
+
+    /// The inode at this place of the host, without a new reference.
+    pub(crate) fn at(&self, key: &Key) -> Option<Arc<Inode>> {
+        lock(&self.by_key[key.shard()]).get(key).cloned()
+    }
+
+    /// The inode at this place of the host, with a new reference, if a descriptor proves that it is still that one.
+    pub(crate) fn find_held(&self, key: &Key) -> Option<Arc<Inode>> {
+        let shard = lock(&self.by_key[key.shard()]);
+        let inode = shard.get(key).filter(|inode| inode.is_held())?;
+        inode.refs.fetch_add(1, Ordering::Relaxed);
+        Some(Arc::clone(inode))
+    }
+
+    /// The inode at this place of the host, with a new reference, if it was born then.
+    pub(crate) fn find_born(&self, key: &Key, kind: FileType, btime: Option<Timespec>) -> Option<Arc<Inode>> {
+        let shard = lock(&self.by_key[key.shard()]);
+        let inode = shard
+            .get(key)
+            .filter(|inode| inode.found.handle.is_none() && inode.found.btime == btime && inode.found.kind == kind)?;
+        inode.refs.fetch_add(1, Ordering::Relaxed);
+        Some(Arc::clone(inode))
+    }
+
+    /// The inode that was found, with a new reference, and whether it is new to the table.
+    pub(crate) fn insert(&self, found: Found) -> (Arc<Inode>, bool) {
+        let mut shard = lock(&self.by_key[found.key.shard()]);
+        if let Some(inode) = shard.get(&found.key).filter(|inode| inode.is(&found)) {
+            inode.refs.fetch_add(1, Ordering::Relaxed);
+            if found.verified {
+                inode.set_verified();
+            }
+            return (Arc::clone(inode), false);
+        }
+        let key = found.key;
+        let inode = Arc::new(Inode::new(Ino(self.next.fetch_add(1, Ordering::Relaxed)), found));
+        let mut by_ino = self.shard(inode.ino).write().unwrap_or_else(PoisonError::into_inner);
+        by_ino.insert(inode.ino.0, Arc::clone(&inode));
+        drop(by_ino);
+        // An older inode that had this number on the host stays known by our number until it is forgotten.
+        let former = shard.insert(key, Arc::clone(&inode));
+        drop(shard);
+        drop(former);
+        (inode, true)
+    }
+
+    /// Gives references back.
+    pub(crate) fn forget(&self, ino: Ino, count: u64) {
+        if ino == Ino::ROOT {
+            return;
+        }
+        let Some(inode) = self.peek(ino) else { return };
+        let mut shard = lock(&self.by_key[inode.found.key.shard()]);
+        // Only changed under the shard's lock, so that nobody finds an inode that is about to go.
+        let left = inode.refs.load(Ordering::Relaxed).saturating_sub(count);
+        inode.refs.store(left, Ordering::Relaxed);
+        if left > 0 {
+            return;
+        }
+        let mut former = None;
+        if shard.get(&inode.found.key).is_some_and(|there| Arc::ptr_eq(there, &inode)) {
+            former = shard.remove(&inode.found.key);
+        }
+        drop(shard);
+        let removed = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner).remove(&ino.0);
+        // Both go, and with them perhaps a descriptor, with no lock held.
+        drop((former, removed));
+    }
+
+    /// How many inodes have references.
+    pub(crate) fn len(&self) -> usize {
+        self.by_ino.iter().map(|shard| shard.read().unwrap_or_else(PoisonError::into_inner).len()).sum()
+    }
+}

@@ -1,0 +1,141 @@
+//! Extended attributes, also of objects that are never opened (symbolic links, device nodes).
+//!
+//! The calls that take a descriptor refuse `O_PATH`; those that take a path go through the magic links of
+//! /proc/self/fd, relative to a descriptor of that directory (`*xattrat`, Linux 6.13) or, before that, to a working
+//! directory of the thread's own.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferry_vfs::{Errno, Ino, Result, XattrFlags};
+use rustix::path::DecInt;
+
+use crate::Dir;
+use crate::creds::with_own_directory;
+use crate::resolve::statx;
+use crate::sys;
+
+/// The largest value, and the largest list of names (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
+const BYTES_MAX: usize = 65_536;
+/// Room for nearly every value; the kernel allocates and clears as much as it is offered.
+const BYTES_USUAL: usize = 512;
+/// The longest name (`XATTR_NAME_MAX`).
+const NAME_BYTES_MAX: usize = 255;
+const S_ISGID: u32 = 0o2000;
+
+/// The kernel has no `*xattrat`.
+static OLD_KERNEL: AtomicBool = AtomicBool::new(false);
+
+thread_local! {
+    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+fn c_name(name: &[u8]) -> Result<CString> {
+    if name.is_empty() || name.len() > NAME_BYTES_MAX {
+        return Err(Errno::RANGE);
+    }
+    CString::new(name).map_err(|_| Errno::INVAL)
+}
+
+/// Calls `read` with a small buffer and, if that is too small, with the largest.
+fn grow(mut read: impl FnMut(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
+    BUFFER.with_borrow_mut(|buffer| {
+        buffer.resize(BYTES_MAX, 0);
+        let len = match read(&mut buffer[..BYTES_USUAL]) {
+            Err(Errno::RANGE) => read(buffer),
+            other => other,
+        }?;
+        Ok(buffer[..len].to_vec())
+    })
+}
+
+impl Dir {
+    /// Runs `new`, or `old` where the kernel lacks the former, on the path by which /proc/self/fd knows `fd`.
+    fn by_magic<T>(
+        &self,
+        fd: BorrowedFd<'_>,
+        mut new: impl FnMut(BorrowedFd<'_>, &CStr) -> Result<T>,
+        mut old: impl FnMut(&CStr) -> Result<T>,
+    ) -> Result<T> {
+        let path = DecInt::from_fd(fd);
+        if !OLD_KERNEL.load(Ordering::Relaxed) {
+            match new(self.proc_fds.as_fd(), path.as_c_str()) {
+                Err(Errno::NOSYS) => OLD_KERNEL.store(true, Ordering::Relaxed),
+                other => return other,
+            }
+        }
+        with_own_directory(|| {
+            rustix::process::fchdir(&self.proc_fds)?;
+            old(path.as_c_str())
+        })
+    }
+
+    pub(crate) fn getxattr_(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        let name = c_name(name)?;
+        let (_, fd) = self.path(ino)?;
+        grow(|buffer| {
+            let buffer = std::cell::RefCell::new(buffer);
+            self.by_magic(
+                fd.as_fd(),
+                |dir, path| sys::getxattrat(dir, path, &name, &mut buffer.borrow_mut()),
+                |path| rustix::fs::getxattr(path, name.as_c_str(), &mut **buffer.borrow_mut()),
+            )
+        })
+    }
+
+    pub(crate) fn listxattr_(&self, ino: Ino) -> Result<Vec<u8>> {
+        let (_, fd) = self.path(ino)?;
+        grow(|buffer| {
+            let buffer = std::cell::RefCell::new(buffer);
+            self.by_magic(
+                fd.as_fd(),
+                |dir, path| sys::listxattrat(dir, path, &mut buffer.borrow_mut()),
+                |path| rustix::fs::listxattr(path, &mut **buffer.borrow_mut()),
+            )
+        })
+    }
+
+    pub(crate) fn setxattr_(
+        &self,
+        ino: Ino,
+        name: &[u8],
+        value: &[u8],
+        flags: XattrFlags,
+        clear_sgid: bool,
+    ) -> Result<()> {
+        self.writable()?;
+        let name = c_name(name)?;
+        if value.len() > BYTES_MAX {
+            return Err(Errno::TOOBIG);
+        }
+        let (inode, fd) = self.path(ino)?;
+        self.by_magic(
+            fd.as_fd(),
+            |dir, path| sys::setxattrat(dir, path, &name, value, flags.bits()),
+            |path| rustix::fs::setxattr(path, name.as_c_str(), value, flags),
+        )?;
+        if clear_sgid {
+            let mode = u32::from(statx(fd.as_fd(), b"")?.stx_mode);
+            if mode & S_ISGID != 0 {
+                self.chmod(&inode, fd.as_fd(), mode & !S_ISGID)?;
+            }
+        }
+        self.attr_changed(&inode);
+        Ok(())
+    }
+
+    pub(crate) fn removexattr_(&self, ino: Ino, name: &[u8]) -> Result<()> {
+        self.writable()?;
+        let name = c_name(name)?;
+        let (inode, fd) = self.path(ino)?;
+        self.by_magic(
+            fd.as_fd(),
+            |dir, path| sys::removexattrat(dir, path, &name),
+            |path| rustix::fs::removexattr(path, name.as_c_str()),
+        )?;
+        self.attr_changed(&inode);
+        Ok(())
+    }
+}

@@ -1,0 +1,204 @@
+//! Whose files are made, and which privileges of files go when. Needs root; otherwise every test passes idly.
+#![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+
+use common::*;
+use ferry_dir::Options;
+use ferry_vfs::*;
+
+fn caller<'a>(share: &Share, uid: u32, gid: u32, groups: &'a [u32]) -> Caller<'a> {
+    Caller { session: share.cx.session, uid, gid, pid: 1, groups }
+}
+
+fn owner(share: &Share, path: &str) -> (u32, u32, u32) {
+    let meta = fs::symlink_metadata(share.path(path)).unwrap();
+    (meta.uid(), meta.gid(), meta.mode() & 0o7777)
+}
+
+#[test]
+fn what_is_made_belongs_to_the_caller() {
+    if !is_root() {
+        return;
+    }
+    for options in both_modes() {
+        let share = Share::new(options);
+        let dir = &share.dir;
+        // Only its owner, another than the caller, may write here: the client's kernel has decided already.
+        fs::create_dir(share.path("d")).unwrap();
+        chown(share.path("d"), Some(77), Some(77)).unwrap();
+        fs::set_permissions(share.path("d"), fs::Permissions::from_mode(0o700)).unwrap();
+        let d = share.ino("d");
+        for (uid, gid) in [(1000, 2000), (0, 0), (0, 5), (1000, 0)] {
+            let cx = caller(&share, uid, gid, &[]);
+            let name_of = |kind: &str| format!("{kind}{uid}-{gid}");
+            let (entry, handle) = dir.create(&cx, d, name(&name_of("f")), &new(0o640), OFlags::RDWR).unwrap();
+            assert_eq!((entry.attr.uid, entry.attr.gid), (uid, gid));
+            dir.release(&cx, entry.ino, handle);
+            dir.mkdir(&cx, d, name(&name_of("d")), &new(0o750)).unwrap();
+            dir.symlink(&cx, d, name(&name_of("s")), b"x").unwrap();
+            dir.mknod(&cx, d, name(&name_of("p")), &new(0o010_640)).unwrap();
+            // A device node: the client's kernel has asked for CAP_MKNOD.
+            dir.mknod(&cx, d, name(&name_of("c")), &New { mode: 0o020_640, umask: 0, rdev: 0x103 }).unwrap();
+            for kind in ["f", "d", "s", "p", "c"] {
+                let (file_uid, file_gid, _) = owner(&share, &format!("d/{}", name_of(kind)));
+                assert_eq!((file_uid, file_gid), (uid, gid), "{kind}");
+            }
+            let (entry, _) = dir.tmpfile(&cx, d, &new(0o600), OFlags::RDWR).unwrap();
+            assert_eq!((entry.attr.uid, entry.attr.gid), (uid, gid));
+        }
+        let (bad, worse) = (caller(&share, u32::MAX, 0, &[]), caller(&share, 0, u32::MAX, &[]));
+        assert_eq!(dir.mkdir(&bad, d, name("bad"), &new(0o700)).unwrap_err(), Errno::INVAL);
+        assert_eq!(dir.mkdir(&worse, d, name("bad"), &new(0o700)).unwrap_err(), Errno::INVAL);
+    }
+}
+
+#[test]
+fn setgid_directories_know_their_members() {
+    if !is_root() {
+        return;
+    }
+    let share = Share::new(Options::default());
+    let dir = &share.dir;
+    fs::create_dir(share.path("d")).unwrap();
+    chown(share.path("d"), Some(1), Some(3000)).unwrap();
+    fs::set_permissions(share.path("d"), fs::Permissions::from_mode(0o2777)).unwrap();
+    let d = share.ino("d");
+    let make = |cx: &Caller<'_>, file: &str| {
+        dir.mknod(cx, d, name(file), &new(0o102_775)).unwrap();
+        owner(&share, &format!("d/{file}"))
+    };
+    // CVE-2018-13405: no sgid file for a group that the caller is not in.
+    assert_eq!(make(&caller(&share, 1000, 2000, &[]), "stranger"), (1000, 3000, 0o775));
+    assert_eq!(make(&caller(&share, 1000, 2000, &[3000]), "member"), (1000, 3000, 0o2775));
+    assert_eq!(make(&caller(&share, 1000, 3000, &[]), "primary"), (1000, 3000, 0o2775));
+    assert_eq!(make(&caller(&share, 1000, 2000, &[]), "again"), (1000, 3000, 0o775));
+    assert_eq!(make(&caller(&share, 0, 0, &[]), "root"), (0, 3000, 0o2775));
+    dir.mkdir(&caller(&share, 1000, 2000, &[]), d, name("sub"), &new(0o755)).unwrap();
+    assert_eq!(owner(&share, "d/sub"), (1000, 3000, 0o2755));
+    // The server's own groups are not the caller's: root's group 0 here.
+    chown(share.path("d"), Some(1), Some(0)).unwrap();
+    fs::set_permissions(share.path("d"), fs::Permissions::from_mode(0o2777)).unwrap();
+    assert_eq!(make(&caller(&share, 1000, 2000, &[]), "zero"), (1000, 0, 0o775));
+}
+
+#[test]
+fn umasks_do_not_mix_between_threads() {
+    let share = Share::new(Options::default());
+    std::thread::scope(|scope| {
+        for umask in [0o000, 0o022, 0o027, 0o077] {
+            let share = &share;
+            scope.spawn(move || {
+                for index in 0..200 {
+                    let file = format!("{umask:o}-{index}");
+                    let new = New { mode: 0o777, umask, rdev: 0 };
+                    let entry = share.dir.mkdir(&share.cx, Ino::ROOT, name(&file), &new).unwrap();
+                    assert_eq!(entry.attr.mode & 0o777, 0o777 & !umask);
+                }
+            });
+        }
+    });
+}
+
+/// Makes a file with suid, sgid and a capability, and answers its number.
+fn privileged_file(share: &Share, file: &str) -> Ino {
+    fs::write(share.path(file), "content").unwrap();
+    chown(share.path(file), Some(1000), Some(1000)).unwrap();
+    fs::set_permissions(share.path(file), fs::Permissions::from_mode(0o6755)).unwrap();
+    let ino = share.ino(file);
+    // Version 2, cap_net_bind_service permitted.
+    let mut capability = vec![0, 0, 0, 2];
+    capability.extend_from_slice(&[0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    share.dir.setxattr(&share.cx, ino, b"security.capability", &capability, XattrFlags::empty(), false).unwrap();
+    ino
+}
+
+#[test]
+fn privileges_of_files_go_as_they_do_locally() {
+    if !is_root() {
+        return;
+    }
+    for options in both_modes() {
+        let share = Share::new(options);
+        let dir = &share.dir;
+        let user = caller(&share, 1000, 1000, &[]);
+        let root = caller(&share, 0, 0, &[]);
+        let mode = |file: &str| owner(&share, file).2;
+        let capable = |ino| dir.getxattr(&root, ino, b"security.capability").is_ok();
+        let clear = SetAttr { clear_privileges: true, ..SetAttr::default() };
+
+        // Size, by whoever has CAP_FSETID, and not; by number and by handle.
+        let ino = privileged_file(&share, "a");
+        assert!(capable(ino));
+        dir.setattr(&root, ino, None, &SetAttr { size: Some(3), ..SetAttr::default() }).unwrap();
+        assert_eq!((mode("a"), capable(ino)), (0o6755, false));
+        dir.setattr(&user, ino, None, &SetAttr { size: Some(2), ..clear }).unwrap();
+        assert_eq!(mode("a"), 0o755);
+        let ino = privileged_file(&share, "b");
+        let handle = dir.open(&user, ino, OFlags::RDWR).unwrap();
+        dir.setattr(&user, ino, Some(handle), &SetAttr { size: Some(2), ..clear }).unwrap();
+        assert_eq!((mode("b"), capable(ino)), (0o755, false));
+
+        // Owner: always.
+        let ino = privileged_file(&share, "c");
+        dir.setattr(&root, ino, None, &SetAttr { uid: Some(1), ..SetAttr::default() }).unwrap();
+        assert_eq!((mode("c"), capable(ino)), (0o755, false));
+        let ino = privileged_file(&share, "d");
+        let set = SetAttr { gid: Some(7), mode: Some(0o4711), ..clear };
+        dir.setattr(&root, ino, None, &set).unwrap();
+        assert_eq!(mode("d"), 0o4711);
+
+        // Nothing but the privileges.
+        privileged_file(&share, "e");
+        dir.setattr(&user, share.ino("e"), None, &clear).unwrap();
+        assert_eq!(mode("e"), 0o755);
+        fs::set_permissions(share.path("e"), fs::Permissions::from_mode(0o6745)).unwrap();
+        dir.setattr(&user, share.ino("e"), None, &clear).unwrap();
+        assert_eq!(mode("e"), 0o2745, "sgid without group execution is no privilege");
+
+        // Open with truncation.
+        let ino = privileged_file(&share, "f");
+        dir.open(&root, ino, OFlags::RDWR | OFlags::TRUNC).unwrap();
+        assert_eq!((mode("f"), capable(ino)), (0o6755, false));
+        dir.open(&user, ino, OFlags::RDWR | OFlags::TRUNC).unwrap();
+        assert_eq!(mode("f"), 0o755);
+
+        // Ranges.
+        let ino = privileged_file(&share, "g");
+        let handle = dir.open(&user, ino, OFlags::RDWR).unwrap();
+        dir.fallocate(&root, ino, handle, 0, 100, FallocateFlags::empty()).unwrap();
+        assert_eq!(mode("g"), 0o6755);
+        dir.fallocate(&user, ino, handle, 0, 200, FallocateFlags::empty()).unwrap();
+        assert_eq!(mode("g"), 0o755);
+        let ino = privileged_file(&share, "h");
+        let handle = dir.open(&user, ino, OFlags::RDWR).unwrap();
+        let copy = Copy { from: (ino, handle, 0), to: (ino, handle, 100), len: 5 };
+        assert_eq!(dir.copy_file_range(&user, &copy), Ok(5));
+        assert_eq!(mode("h"), 0o755);
+    }
+}
+
+#[test]
+fn access_is_the_callers() {
+    if !is_root() {
+        return;
+    }
+    let share = Share::new(Options::default());
+    fs::write(share.path("f"), "").unwrap();
+    chown(share.path("f"), Some(1000), Some(2000)).unwrap();
+    fs::set_permissions(share.path("f"), fs::Permissions::from_mode(0o640)).unwrap();
+    let ino = share.ino("f");
+    let access = |uid, gid, groups: &[u32], mask| share.dir.access(&caller(&share, uid, gid, groups), ino, mask);
+    assert_eq!(access(1000, 1, &[], 6), Ok(()));
+    assert_eq!(access(1000, 1, &[], 1), Err(Errno::ACCESS));
+    assert_eq!(access(5, 2000, &[], 4), Ok(()));
+    assert_eq!(access(5, 5, &[2000], 4), Ok(()));
+    assert_eq!(access(5, 2000, &[], 2), Err(Errno::ACCESS));
+    assert_eq!(access(5, 5, &[], 4), Err(Errno::ACCESS));
+    assert_eq!(access(5, 5, &[], 0), Ok(()));
+    assert_eq!(access(0, 0, &[], 6), Ok(()));
+    assert_eq!(access(0, 0, &[], 8), Err(Errno::INVAL));
+}
