@@ -86,7 +86,7 @@ mod tests {
             ("[[share]]\ndir = \"a\"", "number 1: it needs virtiofs"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nfd = 3", "both virtiofs and fd"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nqueues = 0", "queues = 0"),
-            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\ntag = \"\"", "a tag cannot be empty"),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\ntag = \"\"", "the tag \"\" has 0 bytes"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\ncache = \"x\"", "unknown variant `x`"),
             ("[[share]]\ndir = \"a\"\ndir = \"b\"", "duplicate key"),
             ("", "it shares nothing"),

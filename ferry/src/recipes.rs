@@ -2,8 +2,6 @@
 
 use std::path::Path;
 
-use crate::cli::Tag;
-
 /// Shown by `ferry --help`.
 pub const OVERVIEW: &str = "\
 Examples:
@@ -25,7 +23,7 @@ Examples:
 /// Shown by `ferry share --help`.
 pub const SHARE: &str = "\
 Example:
-  ferry share /srv/src --virtiofs /run/src.sock --tag src /srv/doc --virtiofs /run/doc.sock --read-only
+  ferry share /srv/src --virtiofs /run/src.sock /srv/doc --virtiofs /run/doc.sock --read-only
 
 QEMU (the guest's memory must be shared; 4G is an example):
   -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
@@ -54,13 +52,12 @@ A configuration file for --config (paths are relative to the file):
   [[share]]
   dir = \"/srv/src\"
   virtiofs = \"/run/src.sock\"
-  tag = \"src\"
   read-only = true";
 
 /// QEMU's options for one share, to paste after a command that already has shared memory.
-pub fn qemu(socket: &Path, tag: &Tag, queues: usize) -> String {
+pub fn qemu(socket: &Path, tag: &str, queues: usize) -> String {
     let socket = qemu_value(&socket.to_string_lossy());
-    let tag = qemu_value(tag.as_str());
+    let tag = qemu_value(tag);
     let line = [
         format!("socket,id=ferry,path={socket}"),
         format!("vhost-user-fs-pci,chardev=ferry,tag={tag},queue-size=1024,num-request-queues={queues}"),
@@ -85,9 +82,8 @@ mod tests {
 
     #[test]
     fn lines_survive_shell_and_qemu() {
-        let tag: Tag = "my tag".parse().expect("a good tag");
         assert_eq!(
-            qemu(Path::new("/run/a,b.sock"), &tag, 2),
+            qemu(Path::new("/run/a,b.sock"), "my tag", 2),
             "-chardev socket,id=ferry,path=/run/a,,b.sock -device 'vhost-user-fs-pci,chardev=ferry,tag=my tag,\
              queue-size=1024,num-request-queues=2'"
         );

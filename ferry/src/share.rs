@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_vfs::FileSystem;
-use ferry_virtiofs::Export;
+use ferry_virtiofs::{Export, Tag};
 
-use crate::cli::{Cache, Share, Tag};
+use crate::cli::{Cache, Share};
 use crate::recipes;
 use crate::signals::{Endings, SIGINT, SIGTERM};
 use crate::socket::Bound;
@@ -118,7 +118,8 @@ impl Drop for Serving {
 
 fn options(share: &Share) -> ferry_virtiofs::Options {
     let mut options = ferry_virtiofs::Options {
-        tag: share.tag_or_default().as_str().into(),
+        // Not the default: some versions of QEMU do not bear a device that tells its tag.
+        tag: share.tag.clone(),
         cache: share.cache.into(),
         writeback: share.writeback,
         ..ferry_virtiofs::Options::default()
@@ -146,7 +147,7 @@ impl From<Cache> for ferry_virtiofs::Cache {
 #[derive(serde::Serialize)]
 struct Shown<'a> {
     dir: &'a Path,
-    tag: Tag,
+    tag: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     virtiofs: Option<&'a Path>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -158,32 +159,28 @@ struct Shown<'a> {
 /// Says that every share is listening: to a program as JSON, to a person as what to give QEMU.
 fn announce(shares: &[Share], json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    let queues = |share: &Share| options(share).queues;
+    let tags: Vec<Tag> = shares.iter().map(Share::tag_or_default).collect();
+    let shares = shares.iter().zip(&tags).map(|(share, tag)| Shown {
+        dir: &share.dir,
+        tag: tag.as_str(),
+        virtiofs: share.virtiofs.as_deref(),
+        fd: share.fd,
+        read_only: share.read_only,
+        queues: options(share).queues,
+    });
     if json {
-        let shares: Vec<_> = shares
-            .iter()
-            .map(|share| Shown {
-                dir: &share.dir,
-                tag: share.tag_or_default(),
-                virtiofs: share.virtiofs.as_deref(),
-                fd: share.fd,
-                read_only: share.read_only,
-                queues: queues(share),
-            })
-            .collect();
-        let line = serde_json::json!({ "pid": std::process::id(), "shares": shares });
+        let line = serde_json::json!({ "pid": std::process::id(), "shares": shares.collect::<Vec<_>>() });
         return writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output");
     }
-    for share in shares {
-        let tag = share.tag_or_default();
-        match &share.virtiofs {
+    for Shown { dir, tag, virtiofs, fd, queues, .. } in shares {
+        let dir = dir.display();
+        match virtiofs {
             Some(socket) if out.is_terminal() => {
-                let line = recipes::qemu(socket, &tag, queues(share));
-                writeln!(out, "{} as {tag}: {line}", share.dir.display()).context("cannot write to standard output")?;
+                let line = recipes::qemu(socket, tag, queues);
+                writeln!(out, "{dir} as {tag}: {line}").context("cannot write to standard output")?;
             }
             _ => {
-                let socket = share.virtiofs.as_deref().map(|socket| socket.display().to_string());
-                tracing::info!(dir = %share.dir.display(), %tag, socket, fd = share.fd, "sharing");
+                tracing::info!(%dir, tag, socket = virtiofs.map(|socket| socket.to_string_lossy().into_owned()), fd, "sharing")
             }
         }
     }

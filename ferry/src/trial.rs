@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount, Running};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use crate::cli::{Tag, TryArgs, tag_of};
+use crate::cli::{TryArgs, made_tag, tag_of};
 use crate::share::Serving;
 use crate::signals::{Endings, SIGHUP, SIGINT, SIGTERM};
 use crate::socket::Bound;
@@ -104,7 +104,8 @@ impl Place<'_> {
         let socket = folder.join(&self.tag);
         let bound = Bound::bind(&socket)?;
         let options = ferry_virtiofs::Options {
-            tag: self.tag.clone(),
+            // User-mode Linux asks the device for it.
+            tag: if args.qemu { None } else { Some(self.tag.parse()?) },
             queues: usize::from(queues),
             cache: args.cache.into(),
             ..ferry_virtiofs::Options::default()
@@ -119,7 +120,7 @@ fn tags(dirs: &[PathBuf]) -> Vec<String> {
     let mut tags: Vec<String> = Vec::new();
     for dir in dirs {
         let tag = tag_of(dir).as_str().trim_start_matches('.').to_owned();
-        let tag = Tag::from_name(&tag).as_str().to_owned();
+        let tag = made_tag(&tag).as_str().to_owned();
         let stem: String = tag.chars().take(30).collect();
         let numbered = (2..).map(|number| format!("{stem}-{number}"));
         let free = std::iter::once(tag).chain(numbered).find(|tag| !tags.contains(tag));

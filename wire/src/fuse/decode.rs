@@ -68,7 +68,7 @@ fn parse<'a>(
     ensure(head_bytes == message_bytes, "it is not there as a whole")?;
     let split = rest.len().checked_sub(extension_bytes).ok_or(Flaw::invalid("extensions longer than itself"))?;
     let (arguments, extensions) = rest.split_at(split);
-    let extensions = Extensions::parse(extensions)?;
+    let extensions = if extensions.is_empty() { Extensions::default() } else { Extensions::parse(extensions)? };
     // Linux 5.17 to 6.1 sends the security context without saying so in the header.
     let may_have_tail = extension_bytes == 0 && session.has(InitFlags::SECURITY_CTX);
     let mut decoder = Decoder { body: Body(arguments), ino: Ino(header.nodeid), extensions, may_have_tail };

@@ -1,5 +1,7 @@
 //! Headers, and structures that requests and replies share.
 
+#[cfg(doc)]
+use super::Opcode;
 use super::wire;
 
 wire! {

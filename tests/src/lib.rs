@@ -1,0 +1,281 @@
+//! What the whole-system tests share: a directory being served, guests that use it, and the process's own usage.
+//!
+//! The servers run in the test's own process, so that a test sees what they hold ([`Dir::usage`], descriptors,
+//! threads). Everything is given up on drop, also when a test fails: guests are killed, servers stopped, directories
+//! removed.
+
+#![forbid(unsafe_code)]
+#![allow(clippy::unwrap_used, clippy::missing_panics_doc, reason = "a test that cannot go on ends")]
+
+pub mod suites;
+
+use std::ffi::OsString;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::time::{Duration, Instant};
+
+pub use ferry_dir::{Dir, Usage};
+pub use ferry_guest::{self as guest, Cache as GuestCache, Device, Guest, Input, Kind, Mount, Output, Running};
+pub use ferry_virtiofs::{Cache, Export, Options};
+use tempfile::TempDir;
+
+/// Where the guest mounts the share.
+pub const MOUNTPOINT: &str = "/mnt/share";
+
+/// Longer than any step of a short test takes on a loaded machine.
+pub const TIMEOUT: Duration = Duration::from_secs(180);
+
+/// How long a server may take to give everything back.
+pub const SETTLE: Duration = Duration::from_secs(10);
+
+/// All cache modes, with the names that tests say.
+pub const CACHES: [(&str, Cache); 3] = [("none", Cache::None), ("auto", Cache::Auto), ("always", Cache::Always)];
+
+/// The cache mode of a name.
+pub fn cache(name: &str) -> Cache {
+    CACHES.iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("no cache mode {name}")).1
+}
+
+/// A name within the cache modes' table.
+pub fn cache_name(cache: Cache) -> &'static str {
+    CACHES.iter().find(|(_, known)| *known == cache).unwrap().0
+}
+
+/// The kind of the host's file system below a share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// The file system that the build goes to: a real disk.
+    Disk,
+    /// /dev/shm.
+    Memory,
+}
+
+/// A folder that is removed at the end. Its path is short: sockets go there too.
+pub fn folder(place: Place) -> TempDir {
+    let base = match place {
+        Place::Disk => PathBuf::from(std::env::var_os("TMPDIR").unwrap_or_else(|| "/var/tmp".into())),
+        Place::Memory => "/dev/shm".into(),
+    };
+    tempfile::Builder::new().prefix("ferry-tests.").tempdir_in(&base).unwrap()
+}
+
+/// A directory and the server that shares it.
+#[derive(Debug)]
+pub struct Share {
+    /// The source, to ask what it holds.
+    pub dir: Arc<Dir>,
+    /// The server's socket.
+    pub socket: PathBuf,
+    /// The shared directory.
+    pub path: PathBuf,
+    export: Option<Export>,
+    _folder: TempDir,
+}
+
+impl Share {
+    /// Shares a fresh directory on a disk.
+    pub fn new(cache: Cache) -> Self {
+        Self::with(Place::Disk, Options { cache, ..Options::default() })
+    }
+
+    /// Shares a fresh directory; the tag is `t` unless the options have another.
+    pub fn with(place: Place, options: Options) -> Self {
+        log();
+        let folder = folder(place);
+        let path = folder.path().join("shared");
+        std::fs::create_dir(&path).unwrap();
+        let dir_options = ferry_dir::Options { writeback: options.writeback, ..ferry_dir::Options::default() };
+        let dir = Arc::new(Dir::open(&path, dir_options).unwrap());
+        let socket = folder.path().join("s");
+        let tag = options.tag.clone().or_else(|| Some("t".parse().unwrap()));
+        let source = Arc::clone(&dir) as Arc<dyn ferry_vfs::FileSystem>;
+        let export = Export::listen(&socket, source, Options { tag, ..options }).unwrap();
+        Self { dir, socket, path, export: Some(export), _folder: folder }
+    }
+
+    /// A second server, with its own [`Dir`], on the same directory.
+    pub fn again(&self, cache: Cache) -> (PathBuf, Export) {
+        let socket = self.socket.with_extension("again");
+        let dir = Arc::new(Dir::open(&self.path, ferry_dir::Options::default()).unwrap());
+        let options = Options { tag: Some("t".parse().unwrap()), cache, ..Options::default() };
+        let export = Export::listen(&socket, dir, options).unwrap();
+        (socket, export)
+    }
+
+    /// Another socket on the same [`Dir`], for another guest.
+    pub fn beside(&self, cache: Cache, number: u32) -> (PathBuf, Export) {
+        let socket = self.socket.with_extension(number.to_string());
+        let options = Options { tag: Some("t".parse().unwrap()), cache, ..Options::default() };
+        let export = Export::listen(&socket, Arc::clone(&self.dir) as Arc<dyn ferry_vfs::FileSystem>, options).unwrap();
+        (socket, export)
+    }
+
+    /// A User-mode Linux guest with the share as its working directory; its output is collected.
+    pub fn guest<S: Into<OsString>>(&self, command: impl IntoIterator<Item = S>) -> Guest {
+        guest_on(&self.socket, command)
+    }
+
+    /// Runs a shell script in a guest on the share.
+    pub fn sh(&self, script: &str) -> Ran {
+        run(self.guest(["sh", "-euc", script]), TIMEOUT)
+    }
+
+    /// Waits until no guest holds anything any more.
+    ///
+    /// # Panics
+    /// When something is still held after [`SETTLE`].
+    pub fn assert_released(&self) {
+        let end = Instant::now() + SETTLE;
+        loop {
+            let usage = self.dir.usage();
+            // The root is always known.
+            if usage.inodes <= 1 && usage.handles == 0 {
+                return;
+            }
+            assert!(Instant::now() < end, "still held although no guest is there: {usage:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Ends the server.
+    pub fn stop(&mut self) {
+        if let Some(export) = self.export.take() {
+            export.stop();
+        }
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// A guest with the share at `socket` as its working directory.
+pub fn guest_on<S: Into<OsString>>(socket: &Path, command: impl IntoIterator<Item = S>) -> Guest {
+    let mut guest = Guest::new(GuestCache::from_env().unwrap(), command);
+    guest.devices = vec![Device::fs(socket, "t")];
+    guest.mounts = vec![Mount::virtiofs("t", MOUNTPOINT)];
+    guest.cwd = MOUNTPOINT.into();
+    guest.stdin = Input::Null;
+    guest.stdout = Output::Piped;
+    guest.stderr = Output::Piped;
+    guest
+}
+
+/// What a guest's command left.
+#[derive(Debug, Clone)]
+pub struct Ran {
+    /// Its exit status.
+    pub status: i32,
+    /// Its standard output.
+    pub out: String,
+    /// Its standard error.
+    pub err: String,
+    /// From the start of the guest to its end.
+    pub took: Duration,
+}
+
+impl Ran {
+    /// The output of a command that must have succeeded.
+    #[track_caller]
+    pub fn ok(self) -> String {
+        assert_eq!(self.status, 0, "in the guest:\n{}\n{}", self.out, self.err);
+        self.out
+    }
+}
+
+/// Runs a guest to its end.
+#[track_caller]
+pub fn run(guest: Guest, timeout: Duration) -> Ran {
+    let start = Instant::now();
+    let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
+    collect(running, timeout, start)
+}
+
+/// A guest's end and what it wrote.
+#[track_caller]
+pub fn collect(mut running: Running, timeout: Duration, start: Instant) -> Ran {
+    let [out, err] = [running.stdout.take(), running.stderr.take()].map(|line| {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            if let Some(mut line) = line {
+                let _ = line.read_to_end(&mut bytes);
+            }
+            String::from_utf8_lossy(&bytes).into_owned()
+        })
+    });
+    let status = running.wait_timeout(timeout);
+    let (out, err) = (out.join().unwrap(), err.join().unwrap());
+    match status {
+        Ok(status) => Ran { status, out, err, took: start.elapsed() },
+        Err(error) => panic!("{error}\nthe command's output:\n{out}\n{err}"),
+    }
+}
+
+/// The server's own log goes to the tests' output, at `RUST_LOG` or warnings only.
+pub fn log() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+            .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("error"));
+        let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
+    });
+}
+
+/// One test at a time: those that count the process's descriptors and threads.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What this process uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Process {
+    /// Open descriptors.
+    pub descriptors: usize,
+    /// Threads.
+    pub threads: usize,
+    /// Resident memory.
+    pub resident_kib: u64,
+}
+
+impl Process {
+    /// As it is now.
+    pub fn now() -> Self {
+        let count = |path: &str| std::fs::read_dir(path).unwrap().count();
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        let resident_kib = resident.trim().trim_end_matches(" kB").parse().unwrap();
+        Self { descriptors: count("/proc/self/fd"), threads: count("/proc/self/task"), resident_kib }
+    }
+
+    /// Waits until no more descriptors and threads are there than in `self`, and at most `more_kib` more memory.
+    ///
+    /// # Panics
+    /// When that takes longer than [`SETTLE`].
+    #[track_caller]
+    pub fn assert_back(&self, more_kib: u64) {
+        let end = Instant::now() + SETTLE;
+        loop {
+            let now = Self::now();
+            if now.descriptors <= self.descriptors
+                && now.threads <= self.threads
+                && now.resident_kib <= self.resident_kib + more_kib
+            {
+                return;
+            }
+            if Instant::now() > end {
+                panic!("not back at the baseline: {self:?} became {now:?}; open: {:#?}", open_files());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// What the process's descriptors are.
+pub fn open_files() -> Vec<String> {
+    let name = |entry: std::fs::DirEntry| std::fs::read_link(entry.path()).ok().map(|path| path.display().to_string());
+    std::fs::read_dir("/proc/self/fd").unwrap().flatten().filter_map(name).collect()
+}
