@@ -70,7 +70,7 @@ pub struct ShareArgs {
     #[command(flatten)]
     pub share: Option<Share>,
 
-    /// Take shares from a TOML file: a [[share]] table each, with the long flags as keys, without their dashes.
+    /// Take shares from a TOML file: a `[[share]]` table each, with the long flags as keys, without their dashes.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 

@@ -1,7 +1,5 @@
 //! Lines to copy: how VMMs and guests reach a share.
 
-use std::path::Path;
-
 /// Shown by `ferry --help`.
 pub const OVERVIEW: &str = "\
 Examples:
@@ -55,8 +53,8 @@ A configuration file for --config (paths are relative to the file):
   read-only = true";
 
 /// QEMU's options for one share, to paste after a command that already has shared memory.
-pub fn qemu(socket: &Path, tag: &str, queues: usize) -> String {
-    let socket = qemu_value(&socket.to_string_lossy());
+pub fn qemu(socket: &str, tag: &str, queues: usize) -> String {
+    let socket = qemu_value(socket);
     let tag = qemu_value(tag);
     let line = [
         format!("socket,id=ferry,path={socket}"),
@@ -83,7 +81,7 @@ mod tests {
     #[test]
     fn lines_survive_shell_and_qemu() {
         assert_eq!(
-            qemu(Path::new("/run/a,b.sock"), "my tag", 2),
+            qemu("/run/a,b.sock", "my tag", 2),
             "-chardev socket,id=ferry,path=/run/a,,b.sock -device 'vhost-user-fs-pci,chardev=ferry,tag=my tag,\
              queue-size=1024,num-request-queues=2'"
         );

@@ -146,10 +146,10 @@ impl From<Cache> for ferry_virtiofs::Cache {
 /// One share as `--json` shows it.
 #[derive(serde::Serialize)]
 struct Shown<'a> {
-    dir: &'a Path,
+    dir: String,
     tag: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
-    virtiofs: Option<&'a Path>,
+    virtiofs: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     fd: Option<u16>,
     read_only: bool,
@@ -161,9 +161,9 @@ fn announce(shares: &[Share], json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let tags: Vec<Tag> = shares.iter().map(Share::tag_or_default).collect();
     let shares = shares.iter().zip(&tags).map(|(share, tag)| Shown {
-        dir: &share.dir,
+        dir: shown(&share.dir),
         tag: tag.as_str(),
-        virtiofs: share.virtiofs.as_deref(),
+        virtiofs: share.virtiofs.as_deref().map(shown),
         fd: share.fd,
         read_only: share.read_only,
         queues: options(share).queues,
@@ -173,16 +173,18 @@ fn announce(shares: &[Share], json: bool) -> Result<()> {
         return writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output");
     }
     for Shown { dir, tag, virtiofs, fd, queues, .. } in shares {
-        let dir = dir.display();
         match virtiofs {
             Some(socket) if out.is_terminal() => {
-                let line = recipes::qemu(socket, tag, queues);
+                let line = recipes::qemu(&socket, tag, queues);
                 writeln!(out, "{dir} as {tag}: {line}").context("cannot write to standard output")?;
             }
-            _ => {
-                tracing::info!(%dir, tag, socket = virtiofs.map(|socket| socket.to_string_lossy().into_owned()), fd, "sharing")
-            }
+            socket => tracing::info!(dir, tag, socket, fd, "sharing"),
         }
     }
     Ok(())
+}
+
+/// A path as whoever reads it needs it, wherever that is.
+fn shown(path: &Path) -> String {
+    std::path::absolute(path).as_deref().unwrap_or(path).to_string_lossy().into_owned()
 }

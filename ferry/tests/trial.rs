@@ -75,6 +75,17 @@ fn standard_input_reaches_the_command() {
     assert!(output.stdout == bytes, "{} bytes came back", output.stdout.len());
 }
 
+#[test]
+#[ignore = "fetches QEMU (some 200 MB) and takes ten seconds"]
+fn a_stock_kernel_does_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "echo from the guest >file; git --version; exit 6";
+    let output = run(&mut in_guest(&[folder.path()], &["--qemu"], script));
+    assert_eq!(output.status.code(), Some(6), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(String::from_utf8_lossy(&output.stdout).starts_with("git version"), "no program of the host's");
+    assert_eq!(fs::read_to_string(folder.path().join("file")).unwrap(), "from the guest\n");
+}
+
 /// The guest's processes die with the program, and its folders go.
 #[test]
 fn a_signal_ends_it_and_nothing_is_left() {

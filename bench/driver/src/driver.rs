@@ -4,10 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferry_wire::fuse::Negotiated;
+
+use crate::Result;
 use crate::frontend::{Link, RingParameters, RingSetup};
 use crate::memory::Memory;
 use crate::queue::Queue;
-use crate::Result;
 use crate::session::Caller;
 
 /// How to connect.
@@ -59,6 +61,7 @@ pub struct Driver {
     path: PathBuf,
     pub(crate) selected: usize,
     pub(crate) caller: Caller,
+    pub(crate) negotiated: Negotiated,
 }
 
 impl Driver {
@@ -86,7 +89,7 @@ impl Driver {
         let queue = |index| Queue::new(index, &config, &memory, link.socket()?);
         let queues = (0..=config.queues).map(queue).collect::<Result<_>>()?;
         let caller = Caller { uid: 0, gid: 0, pid: 1 };
-        Ok(Self { link, queues, memory, config, path, selected: 1, caller })
+        Ok(Self { link, queues, memory, config, path, selected: 1, caller, negotiated: Negotiated::BEFORE_INIT })
     }
 
     /// Connects anew, with fresh memory and rings; this connection is closed first.
@@ -177,6 +180,11 @@ impl Driver {
     /// The request queues.
     pub fn request_queues(&mut self) -> &mut [Queue] {
         &mut self.queues[1..]
+    }
+
+    /// What both sides agreed on in the last INIT.
+    pub fn negotiated(&self) -> &Negotiated {
+        &self.negotiated
     }
 
     /// Chooses the queue that [`Driver::ask`] and the typed requests use; at first it is queue 1.

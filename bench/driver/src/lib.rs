@@ -1,4 +1,27 @@
-//! The guest's side of virtio-fs as a host program.
+//! The guest's side of virtio-fs as a host program: it connects to a vhost-user-fs server in the VMM's place, drives
+//! its virtqueues from shared memory, and speaks FUSE. For tests and measurements.
+//!
+//! * [`Driver`]: a connection. [`Driver::connect`] negotiates, shares memory and starts the queues; methods such as
+//!   [`Driver::lookup`], [`Driver::read`] or [`Driver::setlk`] are one request each.
+//! * [`Driver::send`] and [`Driver::receive`], [`Driver::call`]: any request, waited for later, or typed by `ferry-wire`.
+//! * [`Queue`]: raw pieces, several requests in flight, [`Queue::poll`] and [`Queue::wait`].
+//! * [`ring`] and [`memory`]: bare descriptors and ring entries, to publish any nonsense.
+//! * [`load`]: load at full speed, and what it costs the server.
+//! * [`hostile`]: malformed input, case by case, each followed by a good request.
+//!
+//! ```no_run
+//! use ferry_driver::{Config, Driver, ROOT};
+//!
+//! let mut driver = Driver::connect("/run/share.sock", Config { queues: 4, ..Config::default() })?;
+//! driver.init()?;
+//! let (entry, open) = driver.create(ROOT, "hello", 0o102, 0o100_644)?;
+//! driver.write(entry.nodeid, open.fh, 0, b"Hello from no guest at all")?;
+//!
+//! driver.select(4); // The requests above went through queue 1; 0 is the high-priority queue.
+//! assert_eq!(driver.read(entry.nodeid, open.fh, 6, 4)?, b"from");
+//! assert_eq!(driver.lookup(ROOT, "nothing").unwrap_err().errno(), Some(2));
+//! # Ok::<(), ferry_driver::Error>(())
+//! ```
 
 mod driver;
 mod error;
@@ -15,6 +38,6 @@ pub mod session;
 pub use driver::{Config, Driver};
 pub use error::{Error, Result};
 pub use frontend::{RingAddresses, RingParameters};
-pub use ops::{DirEntry, INIT_FLAGS, TRANSFER_BYTES_MAX};
+pub use ops::{INIT_FLAGS, Listed, TRANSFER_BYTES_MAX};
 pub use queue::{Completion, Counters, Queue, Ticket};
-pub use session::{Caller, ROOT};
+pub use session::{Caller, ROOT, TypedReply};

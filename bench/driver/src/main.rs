@@ -1,10 +1,9 @@
 //! Drives a virtio-fs server from the host: load, malformed input, a look at what it offers.
 
+mod spawner;
+
 use std::path::{Path, PathBuf};
-use std::process::{self, Child, ExitCode, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -13,6 +12,10 @@ use ferry_driver::hostile::{self, Options};
 use ferry_driver::load::{self, Load, Op};
 use ferry_driver::measure::Counter;
 use ferry_driver::{Config, Driver};
+use spawner::Spawner;
+
+/// How long a server that was started anew may take until it serves.
+const RESPAWN: Duration = Duration::from_secs(3);
 
 /// The guest's side of virtio-fs as a program on the host: it connects to a vhost-user-fs server in the VMM's place.
 #[derive(Debug, Parser)]
@@ -58,7 +61,7 @@ impl HostileArgs {
         let options = Options {
             drop_after: Duration::from_millis(self.drop_ms),
             race: Duration::from_secs_f64(self.race_seconds),
-            retries: if self.spawn.is_some() { 20 } else { 0 },
+            retry: if self.spawn.is_some() { RESPAWN } else { Duration::ZERO },
         };
         let cases: Vec<_> = hostile::cases().into_iter().filter(|case| case.name.contains(&self.case)).collect();
         if self.list {
@@ -71,61 +74,13 @@ impl HostileArgs {
             let outcome = hostile::run(case, socket, &options);
             println!("{}", serde_json::to_string(&outcome)?);
             failed += usize::from(!outcome.passed);
+            if let Some(spawner) = &spawner {
+                spawner.restart();
+            }
         }
         drop(spawner);
         eprintln!("{} cases, {failed} failed", cases.len());
         Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-    }
-}
-
-/// Keeps a server running that ends with its client.
-struct Spawner {
-    stop: Arc<AtomicBool>,
-    child: Arc<Mutex<Option<Child>>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Spawner {
-    fn start(command: &str, socket: &Path) -> Self {
-        let (stop, child) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(None)));
-        let thread = {
-            let (stop, child, command, socket) = (stop.clone(), child.clone(), command.to_owned(), socket.to_owned());
-            std::thread::spawn(move || keep_running(&stop, &child, &command, &socket))
-        };
-        Self { stop, child, thread: Some(thread) }
-    }
-}
-
-fn keep_running(stop: &AtomicBool, child: &Mutex<Option<Child>>, command: &str, socket: &Path) {
-    while !stop.load(Ordering::SeqCst) {
-        // A socket that is left over would be connected to in vain.
-        let _ = std::fs::remove_file(socket);
-        let exec = format!("exec {command}");
-        let started = process::Command::new("sh").args(["-c", &exec]).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
-        match started {
-            Ok(started) => *child.lock().unwrap_or_else(PoisonError::into_inner) = Some(started),
-            Err(error) => return eprintln!("ferry-driver: cannot start {command}: {error}"),
-        }
-        loop {
-            let mut child = child.lock().unwrap_or_else(PoisonError::into_inner);
-            if child.as_mut().is_none_or(|child| !matches!(child.try_wait(), Ok(None))) {
-                break;
-            }
-            drop(child);
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-impl Drop for Spawner {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::SeqCst);
-        if let Some(child) = self.child.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
-            let _ = child.kill();
-        }
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
     }
 }
 

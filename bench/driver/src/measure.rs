@@ -253,7 +253,8 @@ fn parse_strace(said: &str) -> Option<Syscalls> {
     let mut counts = Syscalls::default();
     for line in said.lines() {
         let mut fields = line.split_whitespace();
-        if let (Some(Ok(calls)), Some(name), None) = (fields.next().map(str::parse::<u64>), fields.next(), fields.next())
+        if let (Some(Ok(calls)), Some(name), None) =
+            (fields.next().map(str::parse::<u64>), fields.next(), fields.next())
             && name != "total"
         {
             counts.total += calls;

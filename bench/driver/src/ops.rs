@@ -5,12 +5,14 @@
 
 #![allow(clippy::missing_errors_doc, reason = "the same for all; see the module's page")]
 
+use ferry_vfs::{Entry, FileType};
 use ferry_wire::fuse::abi::{
-    self, AccessIn, AttrOut, BatchForgetIn, CopyFileRangeIn, CreateIn, Dirent, EntryOut, FallocateIn, FileLock,
-    FlushIn, ForgetIn, ForgetOne, FsyncIn, GetattrIn, GetxattrIn, InitFlags, InitIn, InitOut, Kstatfs, LinkIn, LkIn,
-    LkOut, LseekIn, LseekOut, MkdirIn, MknodIn, Opcode, OpenIn, OpenOut, ReadIn, ReleaseIn, Rename2In, SetattrIn,
-    SetxattrIn, StatxIn, StatxOut, SyncfsIn, WriteIn, WriteOut,
+    self, AccessIn, AttrOut, BatchForgetIn, CopyFileRangeIn, CreateIn, EntryOut, FallocateIn, FileLock, FlushIn,
+    ForgetIn, ForgetOne, FsyncIn, GetattrIn, GetxattrIn, InitFlags, InitIn, InitOut, Kstatfs, LinkIn, LkIn, LkOut,
+    LseekIn, LseekOut, MkdirIn, MknodIn, Opcode, OpenIn, OpenOut, ReadIn, ReleaseIn, Rename2In, SetattrIn, SetxattrIn,
+    StatxIn, StatxOut, SyncfsIn, WriteIn, WriteOut,
 };
+use ferry_wire::fuse::{DirEntries, DirEntry, Negotiated};
 use zerocopy::IntoBytes;
 
 use crate::session::parse;
@@ -40,13 +42,17 @@ const NUL: &[u8] = b"\0";
 
 /// An entry of a directory listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DirEntry {
-    /// Inode number, offset to go on from, type.
-    pub dirent: Dirent,
+pub struct Listed {
     /// The name.
     pub name: Vec<u8>,
-    /// Of READDIRPLUS: the inode.
-    pub entry: Option<EntryOut>,
+    /// The inode number shown to users.
+    pub ino: u64,
+    /// The offset to go on from.
+    pub next: u64,
+    /// The file type.
+    pub kind: FileType,
+    /// Of READDIRPLUS: the inode, with one reference.
+    pub entry: Option<Entry>,
 }
 
 impl Driver {
@@ -62,7 +68,15 @@ impl Driver {
         let high = u32::try_from(bits >> 32).unwrap_or(0);
         let max_readahead = TRANSFER_BYTES_MAX;
         let args = InitIn { major: abi::MAJOR, minor, max_readahead, flags: low, flags2: high, ..InitIn::ZERO };
-        self.ask_for(Opcode::Init, 0, &args, &[])
+        let reply: InitOut = self.ask_for(Opcode::Init, 0, &args, &[])?;
+        let answered = u64::from(reply.flags2) << 32 | u64::from(reply.flags);
+        self.negotiated = Negotiated {
+            minor: minor.min(reply.minor),
+            flags: flags & InitFlags::from_bits_retain(answered),
+            max_write_bytes: reply.max_write,
+            max_readahead_bytes: reply.max_readahead.min(max_readahead),
+        };
+        Ok(reply)
     }
 
     /// DESTROY.
@@ -176,7 +190,13 @@ impl Driver {
     }
 
     /// CREATE.
-    pub fn create(&mut self, parent: u64, name: impl AsRef<[u8]>, flags: u32, mode: u32) -> Result<(EntryOut, OpenOut)> {
+    pub fn create(
+        &mut self,
+        parent: u64,
+        name: impl AsRef<[u8]>,
+        flags: u32,
+        mode: u32,
+    ) -> Result<(EntryOut, OpenOut)> {
         let args = CreateIn { flags, mode, ..CreateIn::ZERO };
         self.entry_and_open(Opcode::Create, parent, &args, &[name.as_ref(), NUL])
     }
@@ -240,19 +260,27 @@ impl Driver {
     }
 
     /// READDIR: what fits into `size` bytes, from `offset` on; empty at the end.
-    pub fn readdir(&mut self, node: u64, fh: u64, offset: u64, size: u32) -> Result<Vec<DirEntry>> {
+    pub fn readdir(&mut self, node: u64, fh: u64, offset: u64, size: u32) -> Result<Vec<Listed>> {
         self.list(Opcode::Readdir, node, ReadIn { fh, offset, size, ..ReadIn::ZERO })
     }
 
     /// READDIRPLUS.
-    pub fn readdirplus(&mut self, node: u64, fh: u64, offset: u64, size: u32) -> Result<Vec<DirEntry>> {
+    pub fn readdirplus(&mut self, node: u64, fh: u64, offset: u64, size: u32) -> Result<Vec<Listed>> {
         self.list(Opcode::Readdirplus, node, ReadIn { fh, offset, size, ..ReadIn::ZERO })
     }
 
-    fn list(&mut self, opcode: Opcode, node: u64, args: ReadIn) -> Result<Vec<DirEntry>> {
+    fn list(&mut self, opcode: Opcode, node: u64, args: ReadIn) -> Result<Vec<Listed>> {
         let room = usize::try_from(args.size).unwrap_or(usize::MAX);
         let body = self.ask(opcode, node, &[args.as_bytes()], &[], room)?;
-        parse_listing(&body, opcode == Opcode::Readdirplus)
+        let own = |found: DirEntry<'_>| Listed {
+            name: found.item.name.to_vec(),
+            ino: found.item.ino,
+            next: found.item.next,
+            kind: found.item.kind,
+            entry: found.entry.map(|(entry, ..)| entry),
+        };
+        let entries = DirEntries::new(&body, opcode == Opcode::Readdirplus);
+        entries.map(|found| found.map(own).map_err(|flaw| Error::BadReply(flaw.to_string()))).collect()
     }
 
     /// SETXATTR.
@@ -322,21 +350,4 @@ impl Driver {
         let args = LkIn { fh, owner, lk, lk_flags, padding: 0 };
         self.send(Opcode::Setlkw, node, &[args.as_bytes()], &[], 0)
     }
-}
-
-/// Takes a READDIR or READDIRPLUS reply apart.
-fn parse_listing(mut body: &[u8], plus: bool) -> Result<Vec<DirEntry>> {
-    let mut entries = Vec::new();
-    while !body.is_empty() {
-        let (entry, rest) = if plus { parse(body).map(|(entry, rest)| (Some(entry), rest))? } else { (None, body) };
-        let (dirent, rest) = parse::<Dirent>(rest)?;
-        let len = usize::try_from(dirent.namelen).unwrap_or(usize::MAX);
-        let name = rest.get(..len).ok_or_else(|| Error::BadReply(format!("a name of {len} bytes")))?;
-        entries.push(DirEntry { dirent, name: name.to_vec(), entry });
-        // Each entry is padded to 8 bytes, the last one too.
-        body = rest
-            .get(len.next_multiple_of(8)..)
-            .ok_or_else(|| Error::BadReply("an entry without its padding".into()))?;
-    }
-    Ok(entries)
 }

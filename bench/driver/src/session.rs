@@ -1,6 +1,7 @@
 //! FUSE requests over a queue, and their replies.
 
 use ferry_wire::fuse::abi::{InHeader, Opcode, OutHeader};
+use ferry_wire::fuse::{Reply, ReplyKind, Request};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::queue::{Completion, Ticket};
@@ -133,15 +134,72 @@ impl Driver {
 /// # Errors
 /// As [`parse_reply`]; also [`Error::BadReply`] when it answers another request.
 pub fn body(done: &Completion) -> Result<&[u8]> {
-    let (header, body) = parse_reply(&done.reply, done.used_len).or_else(|error| match error {
-        // The header of an error reply is checked like any other.
-        Error::Errno(_) if OutHeader::read_from_prefix(&done.reply).is_ok_and(|(h, _)| h.unique != done.ticket.unique()) => {
-            Err(Error::BadReply("an error reply to another request".into()))
+    let sent = done.ticket.unique();
+    match OutHeader::read_from_prefix(&done.reply) {
+        Ok((header, _)) if header.unique != sent => {
+            Err(Error::BadReply(format!("it answers request {}, not {sent}", header.unique)))
         }
-        error => Err(error),
-    })?;
-    if header.unique == done.ticket.unique() {
-        return Ok(body);
+        _ => parse_reply(&done.reply, done.used_len).map(|(_, body)| body),
     }
-    Err(Error::BadReply(format!("it answers request {}, not {}", header.unique, done.ticket.unique())))
+}
+
+/// A reply that [`Driver::call`] waited for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TypedReply {
+    kind: ReplyKind,
+    bytes: Vec<u8>,
+}
+
+impl TypedReply {
+    /// The reply.
+    ///
+    /// # Errors
+    /// [`Error::Errno`] for an error reply, [`Error::BadReply`] when it is none of the kind that the request asks for.
+    pub fn get(&self) -> Result<Reply<'_>> {
+        let decoded = Reply::decode(self.kind, &self.bytes).map_err(|flaw| Error::BadReply(flaw.to_string()))?;
+        decoded.1.map_err(|errno| Error::Errno(errno.raw_os_error()))
+    }
+
+    /// The reply as it came, with its header.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Driver {
+    /// A typed request on any queue, with `data` behind it (a WRITE's), and room for `reply` bytes behind the reply's
+    /// header. Its `unique` is replaced. `None` for requests that have no reply.
+    ///
+    /// # Errors
+    /// As [`crate::Queue::submit`] and [`crate::Queue::wait_for`]; [`Error::BadReply`] when the reply is not to this
+    /// request. An error reply is an `Ok` here: see [`TypedReply::get`].
+    pub fn call(
+        &mut self,
+        queue: usize,
+        request: &Request<'_>,
+        data: &[u8],
+        reply: usize,
+    ) -> Result<Option<TypedReply>> {
+        let (timeout, negotiated) = (self.config().timeout, self.negotiated);
+        let queue = self.queue(queue);
+        let request = Request { unique: queue.peek_unique(), ..*request };
+        let mut bytes = Vec::new();
+        request.encode(&negotiated, &mut bytes);
+        let (head, args) = bytes.split_at(size_of::<InHeader>());
+        let out: Vec<&[u8]> = [head, args, data].into_iter().filter(|piece| !piece.is_empty()).collect();
+        let kind = request.operation.reply_kind();
+        let room = [size_of::<OutHeader>(), reply];
+        let room = match (kind, reply) {
+            (None, _) => &[][..],
+            (Some(_), 0) => &room[..1],
+            (Some(_), _) => &room,
+        };
+        let ticket = queue.submit(&out, room)?;
+        let done = queue.wait_for(ticket, timeout)?;
+        let Some(kind) = kind else { return Ok(None) };
+        match body(&done) {
+            Ok(_) | Err(Error::Errno(_)) => Ok(Some(TypedReply { kind, bytes: done.reply })),
+            Err(error) => Err(error),
+        }
+    }
 }

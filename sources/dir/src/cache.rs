@@ -1,8 +1,8 @@
 //! How many `O_PATH` descriptors are kept, and which go first.
 
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{Errno, Ino, Result};
@@ -16,6 +16,10 @@ const RESERVE_PART: u64 = 4;
 const KEPT_MAX: u64 = 65_536;
 /// At least so many are kept, whatever the limits say: a few lookups in flight.
 const KEPT_MIN: usize = 16;
+/// Descriptors that clients' open files leave free, so that names can still be looked up when they have all others.
+const FREE_MAX: u64 = 64;
+/// Numbers beyond that which the requests in flight may have taken meanwhile.
+const IN_FLIGHT: RawFd = 8;
 /// How far the clock's hand moves to make room for one descriptor, so that one request never pays for many.
 const STEPS_MAX: usize = 128;
 /// How many descriptors are given up at once when the host has no more.
@@ -29,6 +33,11 @@ const SLACK: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct Cache {
     budget: usize,
+    /// A client's file with a greater descriptor number is refused: the kernel gives the lowest number that is free,
+    /// so the number tells how many are in use.
+    number_max: RawFd,
+    /// The last file for a client had to go beyond that.
+    tight: AtomicBool,
     open: Arc<AtomicUsize>,
     /// The inodes that hold a descriptor, by number, so that nothing is kept alive by it; some are gone already.
     clock: Mutex<VecDeque<Ino>>,
@@ -40,7 +49,14 @@ impl Cache {
         let limit = raise_limit();
         let budget = descriptors_max
             .unwrap_or_else(|| usize::try_from((limit - limit / RESERVE_PART).min(KEPT_MAX)).unwrap_or(KEPT_MIN));
-        Self { budget: budget.max(KEPT_MIN), open: Arc::default(), clock: Mutex::default() }
+        let number_max = limit - FREE_MAX.min(limit / RESERVE_PART);
+        Self {
+            budget: budget.max(KEPT_MIN),
+            number_max: RawFd::try_from(number_max).unwrap_or(RawFd::MAX - IN_FLIGHT),
+            tight: AtomicBool::new(false),
+            open: Arc::default(),
+            clock: Mutex::default(),
+        }
     }
 
     /// How many descriptors are open.
@@ -95,6 +111,29 @@ impl Cache {
         drop(victims);
     }
 
+    /// As [`Self::with_room`], for a descriptor that a client will keep open. What is left for lookups is not given
+    /// away: then the answer is `MFILE`, as if it were the client's own limit.
+    pub(crate) fn with_room_to_keep(
+        &self,
+        table: &Table,
+        mut open: impl FnMut() -> Result<OwnedFd>,
+    ) -> Result<OwnedFd> {
+        if self.tight.load(Ordering::Relaxed) {
+            self.evict(table, BATCH, STEPS_MAX);
+            // A duplicate shows which number is next, before anything is made that would have to be unmade.
+            let number = self.with_room(table, || rustix::io::dup(open_root(table)?))?.as_raw_fd();
+            if number > self.number_max + IN_FLIGHT {
+                return Err(Errno::MFILE);
+            }
+            self.tight.store(false, Ordering::Relaxed);
+        }
+        let fd = self.with_room(table, &mut open)?;
+        if fd.as_raw_fd() >= self.number_max {
+            self.tight.store(true, Ordering::Relaxed);
+        }
+        Ok(fd)
+    }
+
     /// Runs a call that opens a descriptor; when the process or the host has no more, gives some up and tries again.
     pub(crate) fn with_room<T>(&self, table: &Table, mut open: impl FnMut() -> Result<T>) -> Result<T> {
         let mut tries = 0;
@@ -112,9 +151,13 @@ impl Cache {
     }
 }
 
+/// The descriptor of the root, which is always held.
+fn open_root(table: &Table) -> Result<Arc<PathFd>> {
+    table.peek(Ino::ROOT).and_then(|root| root.fd()).ok_or(Errno::STALE)
+}
+
 /// Raises the limit of open descriptors as far as the process may; answers it.
 fn raise_limit() -> u64 {
-    const FALLBACK: u64 = 1024;
     let mut limit = rustix::process::getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {
         let raised = rustix::process::Rlimit { current: limit.maximum, maximum: limit.maximum };
@@ -123,5 +166,5 @@ fn raise_limit() -> u64 {
             Err(error) => tracing::warn!(%error, "cannot raise the limit of open files"),
         }
     }
-    limit.current.unwrap_or(u64::MAX).max(FALLBACK)
+    limit.current.unwrap_or(u64::MAX)
 }

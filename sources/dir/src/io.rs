@@ -9,6 +9,7 @@ use ferry_vfs::{
     Seek,
 };
 use rustix::fs::{Mode, SeekFrom};
+use rustix::path::DecInt;
 
 use crate::Dir;
 use crate::creds::{Creds, WithoutFsetid};
@@ -81,10 +82,12 @@ impl Dir {
             && inode.is_verified()
             && !inode.is_held()
         {
-            return self.with_room(|| sys::open_by_handle(mount, handle, flags | OFlags::NOCTTY));
+            return self.with_room_to_keep(|| sys::open_by_handle(mount, handle, flags | OFlags::NOCTTY));
         }
         let fd = self.path_fd(inode)?;
-        self.reopen(fd.as_fd(), flags)
+        let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
+        let open = || rustix::fs::openat(&self.proc_fds, DecInt::from_fd(fd.as_fd()), flags, Mode::empty());
+        self.with_room_to_keep(open)
     }
 
     pub(crate) fn opendir_(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
@@ -93,7 +96,7 @@ impl Dir {
             return Err(Errno::NOTDIR);
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = self.with_room(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?;
+        let file = self.with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?;
         self.handles.insert(Open::new(cx.session, inode, file, OFlags::RDONLY))
     }
 

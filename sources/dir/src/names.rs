@@ -204,7 +204,7 @@ impl Dir {
         let exclusive = host | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
         for _ in 0..TRIES_MAX {
             let made = self.as_caller(cx, new, |mode| {
-                self.with_room(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
+                self.with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
             });
             match made {
                 Ok(file) => {
@@ -278,7 +278,9 @@ impl Dir {
         }
         host |= flags & OFlags::EXCL;
         let file = self.as_caller(cx, new, |mode| {
-            self.with_room(|| rustix::fs::openat(fd.as_fd(), ".", host | OFlags::TMPFILE | OFlags::CLOEXEC, mode))
+            self.with_room_to_keep(|| {
+                rustix::fs::openat(fd.as_fd(), ".", host | OFlags::TMPFILE | OFlags::CLOEXEC, mode)
+            })
         })?;
         let (inode, st) = self.find_open(&dir, At::NoName, file.as_fd())?;
         self.add_open(cx, inode, &st, file, host)

@@ -93,6 +93,11 @@ impl Dir {
         self.cache.with_room(&self.table, open)
     }
 
+    /// Runs a call that opens a descriptor for a client to keep, making room if there is none.
+    pub(crate) fn with_room_to_keep(&self, open: impl FnMut() -> Result<OwnedFd>) -> Result<OwnedFd> {
+        self.cache.with_room_to_keep(&self.table, open)
+    }
+
     /// Pins what a name in a directory means, without opening it.
     pub(crate) fn open_path(&self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd> {
         self.with_room(|| rustix::fs::openat(dir, name, PATH_FLAGS, Mode::empty()))
@@ -114,16 +119,13 @@ impl Dir {
     /// An `O_PATH` descriptor of an inode: the one it holds, or a new one that it holds from now on.
     pub(crate) fn path_fd(&self, inode: &Arc<Inode>) -> Result<Arc<PathFd>> {
         if let Some(fd) = inode.fd() {
+            self.verify(inode, fd.as_fd())?;
             return Ok(fd);
         }
         let fd = match (&inode.found.handle, inode.found.mount.handles()) {
             (Some(handle), Some(mount)) => {
                 let fd = self.with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
-                if !inode.is_verified() {
-                    // The handle was read by name, after the attributes: the name may have changed in between.
-                    self.check(inode, fd.as_fd())?;
-                    inode.set_verified();
-                }
+                self.verify(inode, fd.as_fd())?;
                 self.cache.wrap(fd)
             }
             _ => return self.path_fd_by_place(inode),
@@ -155,6 +157,16 @@ impl Dir {
             fd = self.cache.keep(&self.table, &inode, self.cache.wrap(next));
         }
         Ok(fd)
+    }
+
+    /// Makes sure, once, that a descriptor that was opened by the inode's handle is of the inode with its key: the
+    /// handle was read by name, after the attributes, and the name may have changed in between.
+    fn verify(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<()> {
+        if !inode.is_verified() {
+            self.check(inode, fd)?;
+            inode.set_verified();
+        }
+        Ok(())
     }
 
     /// Whether a descriptor is of this inode.
@@ -274,7 +286,7 @@ impl Dir {
         if newly {
             let held = inode.is_held()
                 || match inode.found.handle {
-                    Some(_) => self.path_fd(&inode).is_ok(),
+                    Some(_) => self.hold_by_handle(&inode).is_ok(),
                     None => self.hold_named(&inode, dir_fd, name).is_ok(),
                 };
             if !held {
@@ -283,6 +295,16 @@ impl Dir {
             inode.set_pinned(held);
         }
         Some(Pinned { inode, newly })
+    }
+
+    /// Without the check, which can wait until somebody wants the inode again.
+    fn hold_by_handle(&self, inode: &Inode) -> Result<()> {
+        let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles()) else {
+            return Err(Errno::STALE);
+        };
+        let fd = self.with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
+        self.cache.keep(&self.table, inode, self.cache.wrap(fd));
+        Ok(())
     }
 
     fn hold_named(&self, inode: &Inode, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Result<()> {

@@ -305,7 +305,7 @@ impl Table {
     /// The inode at this place of the host, with a new reference, if a descriptor proves that it is still that one.
     pub(crate) fn find_held(&self, key: &Key) -> Option<Arc<Inode>> {
         let shard = lock(&self.by_key[key.shard()]);
-        let inode = shard.get(key).filter(|inode| inode.is_held())?;
+        let inode = shard.get(key).filter(|inode| inode.is_held() && inode.is_verified())?;
         inode.refs.fetch_add(1, Ordering::Relaxed);
         Some(Arc::clone(inode))
     }

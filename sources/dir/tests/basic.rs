@@ -313,6 +313,7 @@ fn names_that_stay_are_listed_once_while_others_come_and_go() {
     }
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _stop = Stop(&done);
         scope.spawn(|| {
             let mut index = 0;
             while !done.load(std::sync::atomic::Ordering::Relaxed) {
@@ -330,7 +331,6 @@ fn names_that_stay_are_listed_once_while_others_come_and_go() {
             let set: BTreeSet<_> = stay.iter().map(|line| &line.name).collect();
             assert_eq!((stay.len(), set.len()), (800, 800));
         }
-        done.store(true, std::sync::atomic::Ordering::Relaxed);
     });
 }
 

@@ -37,6 +37,7 @@ fn swap(options: Options) {
     let done = AtomicBool::new(false);
     let (mut found, mut opened) = (0, 0);
     std::thread::scope(|scope| {
+        let _stop = Stop(&done);
         scope.spawn(|| {
             let exchange = |a: &str, b: &str| {
                 let (a, b) = (share.path(a), share.path(b));
@@ -62,7 +63,8 @@ fn swap(options: Options) {
                         dir.release(cx, file.ino, handle);
                         dir.forget(file.ino, 1);
                     }
-                    Err(error) => assert_eq!(error, Errno::NOTDIR),
+                    // A link; or a number for which the host swapped the inode between two calls.
+                    Err(error) => assert!(matches!(error, Errno::NOTDIR | Errno::STALE), "{error}"),
                 }
                 let made = format!("made{round}");
                 if let Ok((entry, handle)) = share.create(d.ino, &made, OFlags::RDWR) {
@@ -95,7 +97,6 @@ fn swap(options: Options) {
                 }
             }
         }
-        done.store(true, Ordering::Relaxed);
     });
     assert!(found > 50 && opened > 50, "the race was not run: {found} {opened}");
     dir.forget(fifo.ino, 1);

@@ -81,8 +81,8 @@ fn lengths() -> Vec<Case> {
         }),
         Case::new("chain/bytes-indirect", Expect::Works, |subject| {
             let mut chain = in_bytes(subject);
-            chain.pop();
-            // Here there is room to take the reply apart too.
+            // Here there is room to take the whole reply apart.
+            chain.truncate(GETATTR);
             chain.extend((0..REPLY).map(|at| subject.writable(at, 1)));
             send_indirect(subject, &mut chain)
         }),
@@ -98,8 +98,12 @@ fn lengths() -> Vec<Case> {
         }),
         Case::new("chain/zero-length-in-the-reply", Expect::Clean, |subject| {
             prepare(subject);
-            let mut chain =
-                [subject.readable(0, GETATTR), subject.writable(0, 16), subject.writable(16, 0), subject.writable(16, 104)];
+            let mut chain = [
+                subject.readable(0, GETATTR),
+                subject.writable(0, 16),
+                subject.writable(16, 0),
+                subject.writable(16, 104),
+            ];
             subject.send_chain(&mut chain)
         }),
         Case::new("chain/zero-length-only", Expect::ErrorOrDrop, |subject| {
@@ -119,7 +123,11 @@ fn lengths() -> Vec<Case> {
         cases.push(Case::new(format!("chain/4g-{name}"), Expect::Clean, move |subject| {
             prepare(subject);
             let (mut request, mut reply) = (subject.readable(0, GETATTR), subject.writable(0, REPLY));
-            if flags == WRITE { reply.len = u32::MAX } else { request.len = u32::MAX }
+            if flags == WRITE {
+                reply.len = u32::MAX
+            } else {
+                request.len = u32::MAX
+            }
             subject.send_chain(&mut [request, reply])
         }));
     }
@@ -203,10 +211,7 @@ fn send_indirect(subject: &mut Subject, chain: &mut [Descriptor]) -> Result<Answ
 }
 
 /// A good chain in a table, of which the ring's descriptor says what `change` makes of it.
-fn send_changed(
-    subject: &mut Subject,
-    change: impl Fn(&mut Descriptor, &mut [Descriptor]),
-) -> Result<Answer> {
+fn send_changed(subject: &mut Subject, change: impl Fn(&mut Descriptor, &mut [Descriptor])) -> Result<Answer> {
     prepare(subject);
     let mut chain = [subject.readable(0, GETATTR), subject.writable(0, REPLY)];
     link(&mut chain, |position| u16::try_from(position).unwrap_or(u16::MAX));

@@ -117,15 +117,15 @@ fn handles() -> Vec<Case> {
     type Make = fn(u64) -> Vec<u8>;
     let requests: [(&str, Opcode, Make); 11] = [
         ("read", Opcode::Read, |fh| ReadIn { fh, size: 64, ..ReadIn::ZERO }.as_bytes().to_vec()),
-        ("write", Opcode::Write, |fh| {
-            [WriteIn { fh, size: 4, ..WriteIn::ZERO }.as_bytes(), b"data"].concat()
-        }),
+        ("write", Opcode::Write, |fh| [WriteIn { fh, size: 4, ..WriteIn::ZERO }.as_bytes(), b"data"].concat()),
         ("flush", Opcode::Flush, |fh| FlushIn { fh, ..FlushIn::ZERO }.as_bytes().to_vec()),
         ("fsync", Opcode::Fsync, |fh| FsyncIn { fh, ..FsyncIn::ZERO }.as_bytes().to_vec()),
         ("release", Opcode::Release, |fh| ReleaseIn { fh, ..ReleaseIn::ZERO }.as_bytes().to_vec()),
         ("releasedir", Opcode::Releasedir, |fh| ReleaseIn { fh, ..ReleaseIn::ZERO }.as_bytes().to_vec()),
         ("readdir", Opcode::Readdir, |fh| ReadIn { fh, size: 4096, ..ReadIn::ZERO }.as_bytes().to_vec()),
-        ("fallocate", Opcode::Fallocate, |fh| FallocateIn { fh, length: 4096, ..FallocateIn::ZERO }.as_bytes().to_vec()),
+        ("fallocate", Opcode::Fallocate, |fh| {
+            FallocateIn { fh, length: 4096, ..FallocateIn::ZERO }.as_bytes().to_vec()
+        }),
         ("lseek", Opcode::Lseek, |fh| LseekIn { fh, whence: 3, ..LseekIn::ZERO }.as_bytes().to_vec()),
         ("setlk", Opcode::Setlk, |fh| LkIn { fh, ..LkIn::ZERO }.as_bytes().to_vec()),
         ("ioctl", Opcode::Ioctl, |fh| IoctlIn { fh, ..IoctlIn::ZERO }.as_bytes().to_vec()),
@@ -206,7 +206,8 @@ fn sizes() -> Vec<Case> {
     });
     add("copy-wraps", Expect::Clean, Opcode::CopyFileRange, 64, |s| {
         let (fh_in, fh_out, nodeid_out) = (s.fh, s.fh, s.file);
-        let args = CopyFileRangeIn { fh_in, fh_out, nodeid_out, off_in: u64::MAX - 1, len: u64::MAX, ..CopyFileRangeIn::ZERO };
+        let args =
+            CopyFileRangeIn { fh_in, fh_out, nodeid_out, off_in: u64::MAX - 1, len: u64::MAX, ..CopyFileRangeIn::ZERO };
         args.as_bytes().to_vec()
     });
     add("ioctl-input-not-sent", Expect::Error, Opcode::Ioctl, 64, |s| {

@@ -35,12 +35,16 @@ fn across() -> Vec<Case> {
     let mut cases = Vec::new();
     for before in [1, 8, 39, 40, 48] {
         // The regions lie next to one another for the guest, but not for the server.
-        cases.push(Case::new(format!("memory/request-{before}-bytes-before-the-edge"), Expect::Clean, move |subject| {
-            let start = edge(subject) - before;
-            let bytes = subject.getattr();
-            write_across(subject, start, &bytes)?;
-            subject.send_chain(&mut [at(start, bytes.len(), 0), subject.writable(0, REPLY)])
-        }));
+        cases.push(Case::new(
+            format!("memory/request-{before}-bytes-before-the-edge"),
+            Expect::Clean,
+            move |subject| {
+                let start = edge(subject) - before;
+                let bytes = subject.getattr();
+                write_across(subject, start, &bytes)?;
+                subject.send_chain(&mut [at(start, bytes.len(), 0), subject.writable(0, REPLY)])
+            },
+        ));
     }
     for before in [1, 8, 16, 64] {
         cases.push(Case::new(format!("memory/reply-{before}-bytes-before-the-edge"), Expect::Clean, move |subject| {

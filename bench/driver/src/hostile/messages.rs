@@ -8,7 +8,7 @@ use super::subject::{QUEUE, config};
 use super::{Answer, Case, Expect, Options, Recovery, Subject};
 use crate::frontend::connect;
 use crate::ring::Ring;
-use crate::{Driver, Error, Result, ROOT};
+use crate::{Driver, Error, ROOT, Result};
 
 const GET_FEATURES: u32 = 1;
 const SET_MEM_TABLE: u32 = 5;

@@ -13,7 +13,7 @@ mod rings;
 mod subject;
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
@@ -30,14 +30,14 @@ pub struct Options {
     pub drop_after: Duration,
     /// How long each race between a writing thread and the server lasts.
     pub race: Duration,
-    /// How often a connection that fails is tried again: more than 0 for servers that end with their client, and are
+    /// For how long a connection that fails is tried again: not zero for servers that end with their client, and are
     /// started again.
-    pub retries: u32,
+    pub retry: Duration,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { drop_after: Duration::from_millis(400), race: Duration::from_secs(2), retries: 0 }
+        Self { drop_after: Duration::from_millis(400), race: Duration::from_secs(2), retry: Duration::ZERO }
     }
 }
 
@@ -144,10 +144,7 @@ impl Case {
     }
 
     /// A case that makes its own connection.
-    fn bare(
-        name: impl Into<String>,
-        run: impl Fn(&Path, &Options) -> Result<Answer> + Send + Sync + 'static,
-    ) -> Self {
+    fn bare(name: impl Into<String>, run: impl Fn(&Path, &Options) -> Result<Answer> + Send + Sync + 'static) -> Self {
         let (expect, recovery) = (Expect::Reconnects, Recovery::Reconnect);
         Self { name: name.into(), expect, recovery, action: Action::Bare(Box::new(run)) }
     }
@@ -190,7 +187,9 @@ pub fn run(case: &Case, socket: &Path, options: &Options) -> Outcome {
     };
     let problem = match (&answer, &recovery) {
         (Err(error), _) => Some(format!("the case could not be run: {error}")),
-        (Ok(answer), _) if !allows(case.expect, answer) => Some(format!("{answer:?} is not what {:?} means", case.expect)),
+        (Ok(answer), _) if !allows(case.expect, answer) => {
+            Some(format!("{answer:?} is not what {:?} means", case.expect))
+        }
         (_, Err(error)) => Some(format!("no good request works afterwards: {error}")),
         (_, Ok(recovery)) if *recovery > case.recovery => Some(format!("the next good request needs {recovery:?}")),
         _ => None,
@@ -227,10 +226,10 @@ fn reconnect(socket: &Path, options: &Options) -> Result<Recovery> {
 }
 
 fn connect(socket: &Path, options: &Options) -> Result<Subject> {
-    let mut left = options.retries;
+    let end = Instant::now() + options.retry;
     loop {
         match Subject::connect(socket, options) {
-            Err(_) if left > 0 => left -= 1,
+            Err(_) if Instant::now() < end => {}
             result => return result,
         }
         std::thread::sleep(RETRY_PAUSE);
@@ -253,7 +252,9 @@ fn allows(expect: Expect, answer: &Answer) -> bool {
         Expect::Works => matches!(answer, Answer::Reply(_)),
         Expect::Error => error,
         Expect::ErrorOrDrop => error || dropped,
-        Expect::ErrorOrRoot => error || matches!(answer, Answer::Reply(body) if body.starts_with(&crate::ROOT.to_le_bytes())),
+        Expect::ErrorOrRoot => {
+            error || matches!(answer, Answer::Reply(body) if body.starts_with(&crate::ROOT.to_le_bytes()))
+        }
         Expect::Clean => !matches!(answer, Answer::Disconnected | Answer::Malformed(_) | Answer::Refused(_)),
         Expect::Reconnects => true,
     }

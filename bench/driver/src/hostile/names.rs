@@ -1,4 +1,6 @@
 //! Bad names, in every request that takes one.
+//!
+//! A server that takes a name for a path, and has no sandbox, makes `/ferry-hostile-escape` on its host.
 
 use ferry_wire::fuse::abi::{CreateIn, LinkIn, MkdirIn, MknodIn, Opcode, Rename2In, RenameIn};
 use zerocopy::IntoBytes;
@@ -30,10 +32,10 @@ const REQUESTS: &[(&str, Opcode, Place)] = &[
 /// What is wrong, and the bytes (with the NUL that ends the name, unless that is what is wrong).
 fn names() -> Vec<(&'static str, Vec<u8>)> {
     vec![
-        ("absolute", b"/x\0".to_vec()),
+        ("absolute", b"/ferry-hostile-escape\0".to_vec()),
         ("slash", b"a/b\0".to_vec()),
         ("slash-behind", b"file/\0".to_vec()),
-        ("up", b"../x\0".to_vec()),
+        ("up", b"../ferry-hostile-escape\0".to_vec()),
         ("dot-dot", b"..\0".to_vec()),
         ("dot", b".\0".to_vec()),
         ("empty", b"\0".to_vec()),
@@ -71,7 +73,10 @@ pub(super) fn cases() -> Vec<Case> {
     for &(request, opcode, place) in REQUESTS {
         for (wrong, name) in names() {
             // Two names in a row: without its own NUL, the first takes the second's.
-            if wrong == "no-nul" && place == Place::First && matches!(opcode, Opcode::Rename | Opcode::Rename2 | Opcode::Symlink) {
+            if wrong == "no-nul"
+                && place == Place::First
+                && matches!(opcode, Opcode::Rename | Opcode::Rename2 | Opcode::Symlink)
+            {
                 continue;
             }
             let expect = match (opcode, wrong) {

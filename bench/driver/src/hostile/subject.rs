@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use ferry_wire::fuse::abi::{OpenOut, Opcode, ReadIn};
+use ferry_wire::fuse::abi::{Opcode, OpenOut, ReadIn};
 use zerocopy::IntoBytes;
 
 use super::{Answer, Options};
@@ -23,6 +23,8 @@ pub(super) const CONTENT: u8 = 0x5a;
 pub(super) const FILE_BYTES: usize = 64 << 10;
 /// Room for a request and for its reply.
 pub(super) const AREA_BYTES: usize = 128 << 10;
+/// How long a good request or a message may take.
+const TIMEOUT: Duration = Duration::from_secs(2);
 /// The request queue.
 pub(super) const QUEUE: usize = 1;
 /// Entries of its ring: few, so that loops and overflows are soon there.
@@ -61,7 +63,7 @@ pub(super) fn config() -> Config {
         queue_size: QUEUE_SIZE,
         memory_bytes: 8 << 20,
         regions: 2,
-        timeout: Duration::from_secs(5),
+        timeout: TIMEOUT,
         ..Config::default()
     }
 }

@@ -12,9 +12,7 @@ mod worker;
 use std::path::Path;
 use std::time::Duration;
 
-use ferry_wire::fuse::abi::{
-    AttrOut, EntryOut, GetattrIn, Opcode, ReadIn, WriteIn, WriteOut,
-};
+use ferry_wire::fuse::abi::{AttrOut, EntryOut, GetattrIn, Opcode, ReadIn, WriteIn, WriteOut};
 use serde::Serialize;
 use zerocopy::IntoBytes;
 
@@ -206,8 +204,7 @@ fn count(
     counter: Counter,
     requests: u64,
 ) -> Result<(Counter, Syscalls, u64)> {
-    let orders =
-        Orders { seconds: None, requests: Some(requests.div_ceil(load.queues as u64)), ..orders.clone() };
+    let orders = Orders { seconds: None, requests: Some(requests.div_ceil(load.queues as u64)), ..orders.clone() };
     let counting = Counting::start(pid, counter)?;
     let tally = drive(lanes, load, &orders)?;
     Ok((counter, counting.finish()?, tally.requests))

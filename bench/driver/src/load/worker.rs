@@ -201,7 +201,9 @@ pub(super) fn run(lanes: &mut [Lane<'_>], orders: &Orders) -> Result<Tally> {
 }
 
 fn turns(lanes: &mut [Lane<'_>], orders: &Orders, tally: &mut Tally, start: Instant, epoll: &Epoll) -> Result<()> {
-    let end_ns = orders.seconds.map_or(u64::MAX, |seconds| u64::try_from(Duration::from_secs_f64(seconds).as_nanos()).unwrap_or(u64::MAX));
+    let end_ns = orders
+        .seconds
+        .map_or(u64::MAX, |seconds| u64::try_from(Duration::from_secs_f64(seconds).as_nanos()).unwrap_or(u64::MAX));
     let (mut idle, mut last_ns) = (0, 0);
     loop {
         let mut any = false;
@@ -233,7 +235,7 @@ fn turns(lanes: &mut [Lane<'_>], orders: &Orders, tally: &mut Tally, start: Inst
         }
         idle += 1;
         rest(lanes, orders, idle, epoll)?;
-        if orders.sleep || idle % POLLS_BEFORE_CHECK == 0 {
+        if orders.sleep || idle.is_multiple_of(POLLS_BEFORE_CHECK) {
             check_alive(lanes, orders, nanoseconds(start) - last_ns)?;
         }
     }
@@ -243,7 +245,7 @@ fn turns(lanes: &mut [Lane<'_>], orders: &Orders, tally: &mut Tally, start: Inst
 #[inline]
 fn rest(lanes: &mut [Lane<'_>], orders: &Orders, idle: u32, epoll: &Epoll) -> Result<()> {
     if !orders.sleep {
-        if idle % POLLS_BEFORE_YIELD == 0 {
+        if idle.is_multiple_of(POLLS_BEFORE_YIELD) {
             std::thread::yield_now();
         } else {
             std::hint::spin_loop();

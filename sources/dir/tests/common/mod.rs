@@ -113,6 +113,15 @@ impl Share {
     }
 }
 
+/// Tells a thread to end, also when the test fails.
+pub struct Stop<'a>(pub &'a std::sync::atomic::AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, std::sync::atomic::Ordering::Relaxed);
+    }
+}
+
 /// One line of a listing.
 #[derive(Clone, Debug)]
 pub struct Line {

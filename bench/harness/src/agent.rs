@@ -1,0 +1,160 @@
+//! A guest that runs one command after the other, as it is told.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, PipeWriter, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ferry_guest::{Cache, Device, Guest, Input, Mount, Output, Running};
+
+use crate::server::TAG;
+
+/// Where the share is in the guest.
+const MOUNT_POINT: &str = "/mnt/share";
+
+/// How the line that ends a command's output begins.
+const END: &str = "@@ferry-bench";
+
+/// Reads lines and runs each. It measures without starting a process; waiting for the next line costs nothing.
+const LOOP: &str = r#"
+echo "@@ferry-bench 0 0 0"
+while IFS= read -r line; do
+    start=$EPOCHREALTIME
+    eval "$line" </dev/null >/run/bench.out 2>&1
+    status=$? end=$EPOCHREALTIME
+    cat /run/bench.out
+    printf '\n@@ferry-bench %s %s %s\n' "$status" "$start" "$end"
+done
+"#;
+
+/// What a command did.
+#[derive(Debug)]
+pub struct Done {
+    /// What it printed.
+    pub output: String,
+    /// How long it took by the guest's clock.
+    pub elapsed: Duration,
+}
+
+/// The guest.
+#[derive(Debug)]
+pub struct Agent {
+    stdin: PipeWriter,
+    stdout: BufReader<UnixStream>,
+    _running: Running,
+}
+
+impl Agent {
+    /// Boots a guest on one CPU of the host and mounts the share that is served at `socket`.
+    pub fn boot(cache: &Cache, socket: &Path, host_cpu: usize, log: &Path) -> Result<Self> {
+        let mut guest = Guest::new(cache.clone(), ["bash", "-c", LOOP]);
+        guest.host_cpu = Some(host_cpu);
+        guest.devices = vec![Device::fs(socket, TAG)];
+        guest.mounts = vec![Mount::virtiofs(TAG, MOUNT_POINT)];
+        guest.cwd = MOUNT_POINT.into();
+        guest.env = vec![("LC_ALL".into(), "C".into())];
+        guest.stdin = Input::Piped;
+        guest.stdout = Output::Piped;
+        guest.stderr = Output::File(File::create(log).with_context(|| format!("cannot create {}", log.display()))?);
+        let mut running = guest.spawn()?;
+        let stdin = running.stdin.take().context("the guest has no standard input")?;
+        let stdout = running.stdout.take().context("the guest has no standard output")?;
+        let mut agent = Self { stdin, stdout: BufReader::new(stdout), _running: running };
+        agent.collect(Duration::from_secs(20)).context("the guest's command loop does not start")?;
+        Ok(agent)
+    }
+
+    /// Runs one line of shell in the share. An error is a command that failed, or a guest that did not answer; the
+    /// guest is of no use after the latter.
+    pub fn run(&mut self, line: &str, timeout: Duration) -> Result<Done> {
+        debug_assert!(!line.contains('\n'), "a command is one line");
+        self.stdin.write_all(format!("{line}\n").as_bytes()).context("the guest has gone")?;
+        let (status, done) = self.collect(timeout)?;
+        if status != 0 {
+            return Err(Failed { status, output: tail(&done.output) }.into());
+        }
+        Ok(done)
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<(i32, Done)> {
+        let deadline = Instant::now() + timeout;
+        let mut output = Vec::new();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                bail!("the guest did not answer within {} s", timeout.as_secs());
+            }
+            self.stdout.get_ref().set_read_timeout(Some(left))?;
+            let begin = output.len();
+            let read = loop {
+                match self.stdout.read_until(b'\n', &mut output) {
+                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                    result => break result,
+                }
+            };
+            match read {
+                Ok(0) => bail!("the guest has gone; it said: {}", tail(&String::from_utf8_lossy(&output))),
+                Ok(_) => {}
+                Err(_) => bail!("the guest did not answer within {} s", timeout.as_secs()),
+            }
+            if let Some((status, elapsed)) = parse_end(&String::from_utf8_lossy(&output[begin..])) {
+                output.truncate(begin);
+                return Ok((status, Done { output: String::from_utf8_lossy(&output).into_owned(), elapsed }));
+            }
+        }
+    }
+}
+
+/// A command of the guest's that ended with a status other than 0.
+#[derive(Debug)]
+pub struct Failed {
+    status: i32,
+    output: String,
+}
+
+impl std::fmt::Display for Failed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "status {}: {}", self.status, self.output)
+    }
+}
+
+impl std::error::Error for Failed {}
+
+/// Reads `@@ferry-bench STATUS START END`, the times in seconds.
+fn parse_end(line: &str) -> Option<(i32, Duration)> {
+    let mut words = line.trim().strip_prefix(END)?.split_whitespace();
+    let status = words.next()?.parse().ok()?;
+    let start: f64 = words.next()?.parse().ok()?;
+    let end: f64 = words.next()?.parse().ok()?;
+    Some((status, Duration::try_from_secs_f64(end - start).ok()?))
+}
+
+/// The end of a text, on one line.
+fn tail(text: &str) -> String {
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let skip = words.chars().count().saturating_sub(300);
+    words.chars().skip(skip).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_end_of_a_command() {
+        let (status, elapsed) = parse_end("@@ferry-bench 3 1790000000.250000 1790000001.500000\n").unwrap();
+        assert_eq!(status, 3);
+        assert!((elapsed.as_secs_f64() - 1.25).abs() < 1e-6);
+        for other in ["", "@@ferry-bench", "@@ferry-bench x 1 2", "something", "@@ferry-bench 0 2.0 1.0"] {
+            assert!(parse_end(other).is_none(), "{other}");
+        }
+    }
+
+    #[test]
+    fn shows_the_end_of_long_output() {
+        let long = format!("{}\nend\n", "x ".repeat(500));
+        assert!(tail(&long).len() <= 300 && tail(&long).ends_with("x end"));
+    }
+}

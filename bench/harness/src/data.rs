@@ -1,0 +1,216 @@
+//! What is shared: files for fio and the driver, trees, repositories.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::fio;
+use crate::rows::Task;
+
+/// The native driver's file.
+pub const NATIVE_FILE: &str = "native";
+/// Its size.
+pub const NATIVE_BYTES: u64 = 64 << 20;
+
+/// A generator of the same bytes each time (xorshift), so that nothing compresses and all runs are alike.
+#[derive(Debug)]
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    fn bytes(&mut self, length: usize) -> Vec<u8> {
+        let words = std::iter::repeat_with(|| self.next().to_le_bytes());
+        let mut bytes: Vec<u8> = words.take(length.div_ceil(8)).flatten().collect();
+        bytes.truncate(length);
+        bytes
+    }
+}
+
+/// The data, on the host.
+#[derive(Debug)]
+pub struct Data {
+    /// What is shared.
+    pub share: PathBuf,
+    /// What the guest reads from the host's own files.
+    pub beside: PathBuf,
+    numbered: std::cell::Cell<u32>,
+}
+
+impl Data {
+    /// Makes what the rows need, within `work`.
+    pub fn make(work: &Path, files: bool, native: bool, trees: bool) -> Result<Self> {
+        let data = Self { share: work.join("share"), beside: work.join("beside"), numbered: std::cell::Cell::new(0) };
+        fs::create_dir_all(&data.share)?;
+        fs::create_dir_all(&data.beside)?;
+        if files {
+            for number in 0..fio::MULTI_JOBS {
+                write_noise(&data.share.join(fio::file_name(number)), fio::FILE_MIB << 20)?;
+            }
+        }
+        if native {
+            write_noise(&data.share.join(NATIVE_FILE), NATIVE_BYTES)?;
+        }
+        if trees {
+            data.make_trees()?;
+        }
+        data.settle();
+        Ok(data)
+    }
+
+    fn make_trees(&self) -> Result<()> {
+        make_tree(&self.share.join("walk"), 100, 50, 0..=600)?;
+        make_tree(&self.share.join("src"), 10, 100, 4096..=16384)?;
+        let small = self.beside.join("small");
+        make_tree(&small, 50, 40, 100..=2000)?;
+        run(Command::new("tar").arg("-C").arg(&small).arg("-cf").arg(self.tar()).arg("."))?;
+        // The guest's user need not be the owner of the repositories on the host.
+        let config = "[safe]\n\tdirectory = *\n[user]\n\tname = bench\n\temail = bench@localhost\n";
+        fs::write(self.git_config(), config)?;
+        make_tree(&self.share.join("repo"), 50, 40, 100..=4000)?;
+        make_tree(&self.share.join("repo-small"), 10, 30, 100..=4000)?;
+        for name in ["repo", "repo-small"] {
+            for args in [&["init", "-q"][..], &["add", "."], &["commit", "-q", "-m", "all"]] {
+                let mut git = Command::new("git");
+                git.args(args).current_dir(self.share.join(name));
+                run(git.env("GIT_CONFIG_GLOBAL", self.git_config()).env("GIT_CONFIG_NOSYSTEM", "1"))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn tar(&self) -> PathBuf {
+        self.beside.join("small.tar")
+    }
+
+    fn git_config(&self) -> PathBuf {
+        self.beside.join("gitconfig")
+    }
+
+    /// Lets what was written reach the disk, so that it does not disturb what is measured next.
+    pub fn settle(&self) {
+        if let Ok(dir) = File::open(&self.share) {
+            let _ = rustix::fs::syncfs(dir);
+        }
+    }
+
+    /// A task with fresh names: what to run before in the guest, what to measure, and what is to go afterwards.
+    pub fn task(&self, task: Task) -> Result<TaskRun> {
+        self.numbered.set(self.numbered.get() + 1);
+        let name = format!("made.{}", self.numbered.get());
+        let made = self.share.join(&name);
+        let forget = "sync; echo 2 >/proc/sys/vm/drop_caches";
+        let forget_all = "sync; echo 3 >/proc/sys/vm/drop_caches";
+        let walk = r"find walk -printf '%s %m %T@\n' >/dev/null".to_owned();
+        let git = format!("GIT_CONFIG_GLOBAL={} GIT_CONFIG_NOSYSTEM=1 git", crate::shell_word(&self.git_config()));
+        let (before, timed) = match task {
+            Task::StatWalk => (forget.to_owned(), walk),
+            Task::StatWalkWarm => (walk.clone(), walk),
+            Task::TreeCreate => {
+                // Its own copy in the guest's memory, so that only the share is measured.
+                let tar = crate::shell_word(&self.tar());
+                let before = format!("[ -e /run/small.tar ] || cp {tar} /run/small.tar; mkdir {name}");
+                (before, format!("tar -xf /run/small.tar -C {name}"))
+            }
+            Task::TreeDelete => {
+                make_tree(&made, 50, 40, 100..=2000)?;
+                (forget_all.to_owned(), format!("rm -r {name}"))
+            }
+            Task::GitStatus => (forget_all.to_owned(), format!("{git} -C repo --no-optional-locks status --porcelain")),
+            Task::GitClone => (forget_all.to_owned(), format!("{git} clone -q --no-hardlinks repo-small {name}")),
+            Task::SmallFileCopy => (forget_all.to_owned(), format!("cp -r src {name}")),
+            Task::OpenReadClose => (forget_all.to_owned(), "cat src/*/* >/dev/null".to_owned()),
+        };
+        self.settle();
+        Ok(TaskRun { before, timed, made })
+    }
+}
+
+/// A task that can be run once. What it made goes when this is dropped.
+#[derive(Debug)]
+pub struct TaskRun {
+    /// What the guest does first.
+    pub before: String,
+    /// What is measured.
+    pub timed: String,
+    made: PathBuf,
+}
+
+impl Drop for TaskRun {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.made);
+    }
+}
+
+fn write_noise(path: &Path, bytes: u64) -> Result<()> {
+    const CHUNK_BYTES: usize = 1 << 20;
+    let mut noise = Noise(0x9e37_79b9_7f4a_7c15);
+    let mut file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
+    for _ in 0..bytes.div_ceil(CHUNK_BYTES as u64) {
+        file.write_all(&noise.bytes(CHUNK_BYTES)).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// A tree of `dirs` directories with `files` files each.
+fn make_tree(root: &Path, dirs: usize, files: usize, sizes: std::ops::RangeInclusive<u64>) -> Result<()> {
+    let mut noise = Noise(0x2545_f491_4f6c_dd1d);
+    for dir in 0..dirs {
+        let folder = root.join(format!("d{dir:02}"));
+        fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        for file in 0..files {
+            let size = sizes.start() + noise.below(sizes.end() - sizes.start() + 1);
+            let content = noise.bytes(usize::try_from(size)?);
+            fs::write(folder.join(format!("file-{file:03}.txt")), content)?;
+        }
+    }
+    Ok(())
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot start {command:?}"))?;
+    if !output.status.success() {
+        bail!("{command:?} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trees_are_the_same_each_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        make_tree(&a, 2, 3, 10..=20).unwrap();
+        make_tree(&b, 2, 3, 10..=20).unwrap();
+        let file = "d01/file-002.txt";
+        let content = fs::read(a.join(file)).unwrap();
+        assert_eq!(content, fs::read(b.join(file)).unwrap());
+        assert!((10..=20).contains(&content.len()));
+    }
+
+    #[test]
+    fn what_a_task_made_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        let data = Data::make(dir.path(), false, false, false).unwrap();
+        let run = data.task(Task::TreeDelete).unwrap();
+        let made = run.made.clone();
+        assert!(made.join("d49/file-039.txt").exists() && run.timed.starts_with("rm -r made."));
+        drop(run);
+        assert!(!made.exists());
+    }
+}

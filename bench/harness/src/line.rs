@@ -1,0 +1,176 @@
+//! One row's result: a line of JSON.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::rows::Row;
+use crate::stats::{self, Better};
+
+/// The name of the server under test among the peers.
+pub const FERRY: &str = "ferry";
+
+/// What one row found. Its form is an interface: fields are added, never changed.
+#[derive(Debug, Clone, Serialize)]
+pub struct Line {
+    /// The table.
+    pub table: &'static str,
+    /// The row.
+    pub row: String,
+    /// Our configuration.
+    pub config: String,
+    /// The unit of the figures.
+    pub unit: &'static str,
+    /// Which way they are good.
+    pub better: Better,
+    /// Our median.
+    pub ferry: Option<f64>,
+    /// The peers' medians.
+    pub peers: BTreeMap<String, f64>,
+    /// How many times better ours is.
+    pub ratio: BTreeMap<String, f64>,
+    /// Runs of each server.
+    pub n: usize,
+    /// The least and the greatest value of each.
+    pub spread: BTreeMap<String, [f64; 2]>,
+    /// What noise does not touch, server by server.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub counts: BTreeMap<String, Counts>,
+    /// The same with a driver that sleeps between answers, as a guest does.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub counts_asleep: BTreeMap<String, Counts>,
+    /// What a reader must know to read the figures.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+    /// Why a peer could not run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<String>,
+    /// What went wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Costs per request.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Counts {
+    /// System calls of the server, where they could be counted.
+    pub syscalls_per_request: Option<f64>,
+    /// How often the server's threads went to sleep and were woken.
+    pub wakeups_per_request: Option<f64>,
+    /// Interrupts to the guest.
+    pub calls_per_request: f64,
+    /// Notifications from the guest.
+    pub kicks_per_request: f64,
+}
+
+impl Line {
+    /// The line of a row that has not run.
+    pub fn empty(table: &'static str, row: &Row) -> Self {
+        Self {
+            table,
+            row: row.name.clone(),
+            config: row.config.name().into(),
+            unit: row.unit(),
+            better: row.better(),
+            ferry: None,
+            peers: BTreeMap::new(),
+            ratio: BTreeMap::new(),
+            n: 0,
+            spread: BTreeMap::new(),
+            counts: BTreeMap::new(),
+            counts_asleep: BTreeMap::new(),
+            note: row.note(),
+            skipped: None,
+            error: None,
+        }
+    }
+
+    /// Takes the values of all runs, server by server.
+    pub fn fill(&mut self, samples: &BTreeMap<String, Vec<f64>>) {
+        self.n = samples.values().map(Vec::len).filter(|&n| n > 0).min().unwrap_or(0);
+        for (name, values) in samples {
+            let (Some(median), Some([least, most])) = (stats::median(values), stats::spread(values)) else { continue };
+            self.spread.insert(name.clone(), [stats::round(least), stats::round(most)]);
+            if name == FERRY {
+                self.ferry = Some(stats::round(median));
+            } else {
+                self.peers.insert(name.clone(), stats::round(median));
+            }
+        }
+        let Some(ours) = samples.get(FERRY).and_then(|values| stats::median(values)) else { return };
+        for (name, values) in samples.iter().filter(|(name, _)| *name != FERRY) {
+            let ratio = stats::median(values).and_then(|theirs| stats::ratio(ours, theirs, self.better));
+            if let Some(ratio) = ratio {
+                self.ratio.insert(name.clone(), stats::round(ratio));
+            }
+        }
+    }
+
+    /// Adds a reason why a peer did not run.
+    pub fn skip(&mut self, reason: &str) {
+        append(&mut self.skipped, reason);
+    }
+
+    /// Adds something that went wrong.
+    pub fn fail(&mut self, reason: &str) {
+        append(&mut self.error, reason);
+    }
+}
+
+fn append(to: &mut Option<String>, reason: &str) {
+    match to {
+        Some(text) if text.contains(reason) => {}
+        Some(text) => {
+            text.push_str("; ");
+            text.push_str(reason);
+        }
+        None => *to = Some(reason.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rows;
+
+    fn line(name: &str) -> Line {
+        let row = rows::all().into_iter().find(|row| row.name == name).unwrap();
+        Line::empty("virtiofs", &row)
+    }
+
+    #[test]
+    fn has_the_form_that_was_agreed() {
+        let mut line = line("randread-psync-multi");
+        let samples = [("ferry", vec![162.0, 150.1, 170.2]), ("virtiofsd", vec![88.0, 80.3, 91.0])];
+        line.fill(&samples.map(|(name, values)| (name.to_owned(), values)).into());
+        let json = serde_json::to_value(&line).unwrap();
+        assert_eq!(
+            json,
+            serde_json::json!({
+                "table": "virtiofs", "row": "randread-psync-multi", "config": "none", "unit": "MiB/s",
+                "better": "higher", "ferry": 162.0, "peers": {"virtiofsd": 88.0}, "ratio": {"virtiofsd": 1.841},
+                "n": 3, "spread": {"ferry": [150.1, 170.2], "virtiofsd": [80.3, 91.0]},
+            })
+        );
+    }
+
+    #[test]
+    fn times_are_better_when_shorter() {
+        let mut line = line("tree-create");
+        let samples = [("ferry", vec![100.0]), ("virtiofsd", vec![150.0])];
+        line.fill(&samples.map(|(name, values)| (name.to_owned(), values)).into());
+        assert_eq!(line.ratio["virtiofsd"], 1.5);
+    }
+
+    #[test]
+    fn a_peer_without_values_has_no_ratio() {
+        let mut line = line("tree-create");
+        let samples = [("ferry", vec![100.0]), ("virtiofsd", vec![])];
+        line.fill(&samples.map(|(name, values)| (name.to_owned(), values)).into());
+        line.skip("virtiofsd: no");
+        line.skip("virtiofsd: no");
+        let json = serde_json::to_value(&line).unwrap();
+        assert_eq!((&json["ferry"], &json["n"], &json["skipped"]), (&100.0.into(), &1.into(), &"virtiofsd: no".into()));
+        assert_eq!(json["ratio"], serde_json::json!({}));
+    }
+}

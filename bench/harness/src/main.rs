@@ -1,0 +1,253 @@
+//! Measures Ferry against other servers, interleaved, and prints one JSON object per row.
+//!
+//! `bench/run` builds and starts it, and gives it a folder for its data that goes afterwards.
+
+#![forbid(unsafe_code)]
+
+mod agent;
+mod chart;
+mod data;
+mod fio;
+mod line;
+mod machine;
+mod native;
+mod progress;
+mod report;
+mod rows;
+mod server;
+mod session;
+mod stats;
+mod virtiofs;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Parser, ValueEnum};
+use ferry_guest::Cache;
+use regex_lite::Regex;
+
+use crate::data::Data;
+use crate::line::Line;
+use crate::machine::Machine;
+use crate::progress::Progress;
+use crate::report::Summary;
+use crate::rows::{Row, Work};
+use crate::server::{Peer, Programs};
+use crate::session::Place;
+use crate::virtiofs::{Effort, Runner};
+
+/// Where the full run's results go, from the project's root.
+const RESULTS: &str = "bench/results";
+
+/// Measures Ferry against other servers, side by side; one JSON object per row on standard output.
+#[derive(Debug, Parser)]
+#[command(name = "bench/run")]
+struct Cli {
+    /// What to measure
+    #[arg(value_enum)]
+    table: Table,
+    /// Under five minutes: fewer rows (all that match with --rows), shorter and fewer runs
+    #[arg(long)]
+    quick: bool,
+    /// The servers to compare with [default: virtiofsd]
+    #[arg(long, value_delimiter = ',', value_name = "A,B")]
+    peers: Vec<String>,
+    /// Only rows whose name matches, with the configuration behind it: 'stat-walk', '^stat-walk none$'
+    #[arg(long, value_name = "REGEX")]
+    rows: Option<Regex>,
+    /// In a QEMU guest, with a DAX window
+    #[arg(long)]
+    dax: bool,
+    /// Where the report goes [default: bench/results; of a part or a quick run, nowhere]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Only print the names of the rows
+    #[arg(long)]
+    list: bool,
+    /// The folder for all data
+    #[arg(long, hide = true)]
+    work: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Table {
+    Virtiofs,
+    Zufs,
+    V9fs,
+    VhostBlk,
+    Images,
+}
+
+impl Cli {
+    fn rows(&self) -> Vec<Row> {
+        let wanted = |row: &Row| match &self.rows {
+            Some(regex) => regex.is_match(&row.name) || regex.is_match(&format!("{} {}", row.name, row.config.name())),
+            None => row.quick || !self.quick,
+        };
+        rows::all().into_iter().filter(wanted).collect()
+    }
+
+    /// The servers that can run, ours first, and why others cannot.
+    fn peers(&self) -> (Vec<Peer>, Vec<String>) {
+        let mut peers = vec![Peer::Ferry];
+        let mut skipped = Vec::new();
+        if self.peers.is_empty() {
+            peers.push(Peer::Virtiofsd);
+        }
+        for name in &self.peers {
+            if name == Peer::Virtiofsd.name() {
+                peers.push(Peer::Virtiofsd);
+            } else if name != line::FERRY {
+                skipped.push(format!("{name}: this table cannot run it yet"));
+            }
+        }
+        (peers, skipped)
+    }
+
+    fn results(&self) -> Option<PathBuf> {
+        let full = !self.quick && self.rows.is_none();
+        self.out.clone().or_else(|| full.then(|| RESULTS.into()))
+    }
+}
+
+/// A word of shell.
+fn shell_word(path: &Path) -> String {
+    format!("'{}'", path.to_string_lossy().replace('\'', r"'\''"))
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let not_built = match (cli.table, cli.dax) {
+        (Table::Virtiofs, false) => None,
+        (Table::Virtiofs, true) => Some("virtiofs --dax".to_owned()),
+        (table, _) => table.to_possible_value().map(|value| format!("the table {}", value.get_name())),
+    };
+    if let Some(what) = not_built {
+        eprintln!("bench/run: {what} is not built yet");
+        return ExitCode::from(2);
+    }
+    run(&cli).unwrap_or_else(|error| {
+        eprintln!("bench/run: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run(cli: &Cli) -> Result<ExitCode> {
+    let rows = cli.rows();
+    if cli.list {
+        rows.iter().for_each(|row| println!("{} {}", row.name, row.config.name()));
+        return Ok(ExitCode::SUCCESS);
+    }
+    if rows.is_empty() {
+        eprintln!("bench/run: no row matches; bench/run virtiofs --list shows them");
+        return Ok(ExitCode::from(2));
+    }
+    let progress = Progress::new(rows.len());
+    let (mut peers, mut skipped) = cli.peers();
+    let cache = Cache::from_env()?;
+    let virtiofsd = cache.peer("virtiofsd").inspect_err(|error| skipped.push(format!("virtiofsd: {error}"))).ok();
+    if virtiofsd.is_none() {
+        peers.retain(|peer| *peer != Peer::Virtiofsd);
+    }
+    let fio = cache.peer("fio")?;
+    // The guest, too, before anything is measured.
+    cache.uml()?;
+    let machine = Machine::look(&cli.work, virtiofsd.as_deref(), Some(&fio));
+
+    progress.show("making the data");
+    let mut runner = runner(cli, &rows, cache, virtiofsd, fio, peers)?;
+    let mut lines: Vec<Line> = Vec::new();
+    for row in &rows {
+        progress.begin(lines.len(), row);
+        let mut line = runner.run(row);
+        skipped.iter().for_each(|reason| line.skip(reason));
+        progress.end(&line);
+        let mut stdout = std::io::stdout().lock();
+        writeln!(stdout, "{}", serde_json::to_string(&line)?).and_then(|()| stdout.flush())?;
+        lines.push(line);
+    }
+    let summary = Summary::of(&rows, &lines);
+    eprint!("{summary}");
+    if let Some(folder) = cli.results() {
+        let guest_kernel = runner.guest_kernel.clone().unwrap_or_else(|| "none ran".into());
+        let machine = Machine { guest_kernel, command: command(), ..machine };
+        report::write(&folder, &rows, &lines, &machine, &summary)?;
+        eprintln!("bench/run: the report is {}", folder.join("virtiofs.md").display());
+    }
+    let failed = lines.iter().any(|line| line.error.is_some());
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn runner(
+    cli: &Cli,
+    rows: &[Row],
+    cache: Cache,
+    virtiofsd: Option<PathBuf>,
+    fio: PathBuf,
+    peers: Vec<Peer>,
+) -> Result<Runner> {
+    let has = |test: fn(&Work) -> bool| rows.iter().any(|row| test(&row.work));
+    let data = Data::make(
+        &cli.work,
+        has(|work| matches!(work, Work::Fio(_))),
+        has(|work| matches!(work, Work::Native(_))),
+        has(|work| matches!(work, Work::Meta(_))),
+    )
+    .context("cannot make the data")?;
+    let folder = cli.work.join("run");
+    std::fs::create_dir_all(&folder)?;
+    let here = std::env::current_exe().context("where is this program?")?;
+    let ferry = here.with_file_name("ferry");
+    anyhow::ensure!(ferry.is_file(), "no program {}: build it with cargo build --release", ferry.display());
+    let (guest_cpu, server_cpus) = session::divide_cpus()?;
+    let programs = Programs { ferry, virtiofsd };
+    let place = Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus };
+    let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
+    Ok(Runner::new(place, data, fio, peers, effort))
+}
+
+/// The command as it was typed, without the wrapper's own words.
+fn command() -> String {
+    let mut words: Vec<String> = std::env::args().skip(1).collect();
+    if let Some(at) = words.iter().position(|word| word == "--work") {
+        words.drain(at..(at + 2).min(words.len()));
+    }
+    format!("bench/run {}", words.join(" "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cli(words: &[&str]) -> Cli {
+        Cli::parse_from(["bench/run", "virtiofs", "--work", "/w"].iter().chain(words))
+    }
+
+    #[test]
+    fn rows_can_be_chosen() {
+        let names = |words: &[&str]| cli(words).rows().into_iter().map(|row| row.name).collect::<Vec<_>>();
+        assert_eq!(names(&["--rows", "^stat-walk$"]).len(), 2);
+        assert_eq!(names(&["--rows", "^stat-walk none$"]), ["stat-walk"]);
+        assert!(names(&["--quick"]).len() < names(&[]).len());
+        assert!(names(&["--quick", "--rows", "seqwrite-mmap-multi"]).contains(&"seqwrite-mmap-multi".into()));
+        assert!(Cli::try_parse_from(["bench/run", "nonsense", "--work", "/w"]).is_err());
+    }
+
+    #[test]
+    fn a_peer_that_is_not_there_has_a_reason() {
+        let (peers, skipped) = cli(&["--peers", "virtiofsd,qemu-9p"]).peers();
+        assert_eq!(peers, [Peer::Ferry, Peer::Virtiofsd]);
+        assert_eq!(skipped, ["qemu-9p: this table cannot run it yet"]);
+    }
+
+    #[test]
+    fn only_a_full_run_writes_the_results() {
+        assert_eq!(cli(&[]).results(), Some(RESULTS.into()));
+        assert_eq!(cli(&["--quick"]).results(), None);
+        assert_eq!(cli(&["--quick", "--out", "/o"]).results(), Some("/o".into()));
+        assert_eq!(shell_word(Path::new("/a'b")), r"'/a'\''b'");
+        assert_eq!(rows::Config::Auto.name(), "auto");
+    }
+}

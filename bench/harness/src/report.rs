@@ -1,0 +1,281 @@
+//! The report of a run: Markdown, the lines themselves, a chart.
+
+use std::fmt::{self, Write as _};
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use crate::chart;
+use crate::line::{Counts, Line};
+use crate::machine::Machine;
+use crate::rows::{Config, Row};
+use crate::stats;
+
+/// The published figures.
+const PUBLISHED: &str = include_str!("../../published/virtiofs-fio.csv");
+
+/// The peer that the summary is about.
+const PEER: &str = "virtiofsd";
+
+/// The ratio below which a row disappoints.
+const DISAPPOINTS: f64 = 1.0;
+
+/// A published row, in MiB/s; 0 where the job could not run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Published {
+    /// The job.
+    pub name: String,
+    /// 9P, cache=none.
+    pub v9fs: f64,
+    /// virtio-fs, cache=none.
+    pub virtiofs: f64,
+    /// The same with DAX.
+    pub dax: f64,
+}
+
+/// Reads the published figures.
+pub fn published() -> Vec<Published> {
+    let number = |field: Option<&str>| field.and_then(|field| field.parse().ok()).unwrap_or(0.0);
+    let row = |line: &str| {
+        let mut fields = line.split(',').map(str::trim);
+        let name = fields.next().unwrap_or_default().to_owned();
+        let (v9fs, virtiofs, dax) = (number(fields.next()), number(fields.next()), number(fields.next()));
+        Published { name, v9fs, virtiofs, dax }
+    };
+    PUBLISHED.lines().skip(1).filter(|line| !line.is_empty()).map(row).collect()
+}
+
+/// The ratios of a run in a few figures.
+#[derive(Debug, Clone, Default)]
+pub struct Summary {
+    means: Vec<(&'static str, usize, f64)>,
+    least: Option<(String, f64)>,
+}
+
+impl Summary {
+    /// Of lines that belong to these rows.
+    pub fn of(rows: &[Row], lines: &[Line]) -> Self {
+        let ratios = || rows.iter().zip(lines).filter_map(|(row, line)| Some((row, *line.ratio.get(PEER)?)));
+        let groups: [(&str, fn(&Row) -> bool); 4] = [
+            ("all rows", |_| true),
+            ("metadata rows", Row::is_metadata),
+            ("multi-job rows", Row::is_multi),
+            ("native rows", |row| matches!(row.work, crate::rows::Work::Native(_))),
+        ];
+        let mean = |(name, test): (&'static str, fn(&Row) -> bool)| {
+            let of_group: Vec<f64> = ratios().filter(|(row, _)| test(row)).map(|(_, ratio)| ratio).collect();
+            Some((name, of_group.len(), stats::geometric_mean(of_group.iter().copied())?))
+        };
+        let least = ratios().min_by(|(_, a), (_, b)| a.total_cmp(b));
+        Self {
+            means: groups.into_iter().filter_map(mean).collect(),
+            least: least.map(|(row, ratio)| (format!("{} ({})", row.name, row.config.name()), ratio)),
+        }
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (name, count, mean) in &self.means {
+            writeln!(f, "ferry : {PEER}, geometric mean of {name} ({count}): {mean:.2}")?;
+        }
+        if let Some((name, ratio)) = &self.least {
+            writeln!(f, "ferry : {PEER}, least row: {name}: {ratio:.2}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes the report into a folder.
+pub fn write(folder: &Path, rows: &[Row], lines: &[Line], machine: &Machine, summary: &Summary) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let mut json = String::new();
+    for line in lines {
+        json.push_str(&serde_json::to_string(line)?);
+        json.push('\n');
+    }
+    let files = [
+        ("virtiofs.md", markdown(rows, lines, machine, summary)),
+        ("virtiofs.svg", chart::svg(lines, PEER)),
+        ("virtiofs.jsonl", json),
+    ];
+    for (name, content) in files {
+        let path = folder.join(name);
+        std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// The whole report.
+pub fn markdown(rows: &[Row], lines: &[Line], machine: &Machine, summary: &Summary) -> String {
+    let mut out = String::from("# virtio-fs: Ferry beside virtiofsd\n\n");
+    head(&mut out, machine, lines);
+    out.push_str("## Summary\n\n");
+    for line in summary.to_string().lines() {
+        let _ = writeln!(out, "* {line}");
+    }
+    out.push_str("\n![How many times better Ferry is, row by row](virtiofs.svg)\n\n");
+    figures(&mut out, lines);
+    counts(&mut out, lines);
+    disappointments(&mut out, rows, lines);
+    out
+}
+
+fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
+    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let Machine { cpu, cpus, kernel, file_system, guest_kernel, virtiofsd, fio, ferry, command, date } = machine;
+    let _ = writeln!(
+        out,
+        "`{command}`, ended {date} UTC. {runs} runs of each server, in turn; medians, with the least and the greatest \
+         in brackets. A ratio above 1 means that Ferry is better, whatever the unit.\n\n\
+         | | |\n| --- | --- |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
+         | guest | User-mode Linux {guest_kernel}, one CPU of its own; the servers have the others |\n\
+         | Ferry | {ferry} |\n| peer | {virtiofsd}, `--sandbox none --seccomp none` |\n| fio | {fio} |\n"
+    );
+    let _ = writeln!(
+        out,
+        "* Configuration `none` is `--cache none` of Ferry and `--cache never --allow-mmap` of virtiofsd, `auto` is \
+         `--cache auto` of both. Two guests, one on each server, share one directory; only one works at a time.\n\
+         * fio: {} MiB files that the host has in its page cache, 4 KiB blocks, no fsync; libaio with `direct=1` and 16 \
+         in flight; `multi` is four jobs in one guest. psync and mmap without `direct`.\n\
+         * The published figures (virtio-fs and 9P, `cache=none`, a KVM guest, 16 GiB, 2019/20) are of another machine \
+         and kernel: they tell which rows matter, not how fast Ferry is. 0: the job could not run.\n\
+         * `native` rows are requests of the native driver, which has one CPU and polls; the server has the others.\n",
+        crate::fio::FILE_MIB
+    );
+}
+
+fn figures(out: &mut String, lines: &[Line]) {
+    out.push_str(
+        "## Figures\n\n| row | config | unit | Ferry | virtiofsd | ratio | published: virtio-fs | 9P | virtio-fs with DAX |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
+    );
+    let published = published();
+    for line in lines {
+        let value = |name: &str, median: Option<f64>| match (median, line.spread.get(name)) {
+            (Some(median), Some([least, most])) => format!("{median} [{least}, {most}]"),
+            _ => "-".into(),
+        };
+        let found = published.iter().find(|job| job.name == line.row && line.config == Config::None.name());
+        let shown = |pick: fn(&Published) -> f64| found.map_or(String::new(), |job| pick(job).to_string());
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            line.row,
+            line.config,
+            line.unit,
+            value(crate::line::FERRY, line.ferry),
+            value(PEER, line.peers.get(PEER).copied()),
+            line.ratio.get(PEER).map_or("-".into(), |ratio| format!("**{ratio:.2}**")),
+            shown(|job| job.virtiofs),
+            shown(|job| job.v9fs),
+            shown(|job| job.dax),
+        );
+    }
+    out.push('\n');
+    let mut notes: Vec<&String> = lines.iter().filter_map(|line| line.note.as_ref()).collect();
+    notes.dedup();
+    for note in notes {
+        let _ = writeln!(out, "* {note}");
+    }
+}
+
+fn counts(out: &mut String, lines: &[Line]) {
+    if lines.iter().all(|line| line.counts.is_empty()) {
+        return;
+    }
+    out.push_str(
+        "\n## What noise does not touch\n\nPer request, in runs of their own: system calls of the server, how often \
+         its threads were woken, interrupts (calls) and notifications (kicks). Polling, the driver looks at its rings \
+         all the time; asleep, it waits for a call, as a guest does.\n\n\
+         | row | driver | server | system calls | wake-ups | calls | kicks |\n| --- | --- | --- | --- | --- | --- | --- |\n",
+    );
+    for line in lines {
+        for (how, counts) in [("polling", &line.counts), ("asleep", &line.counts_asleep)] {
+            for (server, counts) in counts {
+                let Counts { syscalls_per_request, wakeups_per_request, calls_per_request, kicks_per_request } = counts;
+                let shown = |value: &Option<f64>| value.map_or("-".into(), |value| value.to_string());
+                let _ = writeln!(
+                    out,
+                    "| {} | {how} | {server} | {} | {} | {calls_per_request} | {kicks_per_request} |",
+                    line.row,
+                    shown(syscalls_per_request),
+                    shown(wakeups_per_request)
+                );
+            }
+        }
+    }
+}
+
+fn disappointments(out: &mut String, rows: &[Row], lines: &[Line]) {
+    out.push_str("\n## What disappoints\n\n");
+    let before = out.len();
+    for (row, line) in rows.iter().zip(lines) {
+        let name = format!("{} ({})", row.name, line.config);
+        if let Some(&ratio) = line.ratio.get(PEER).filter(|ratio| **ratio < DISAPPOINTS) {
+            let within = match (line.spread.get(crate::line::FERRY), line.spread.get(PEER)) {
+                (Some(a), Some(b)) if a[0] <= b[1] && b[0] <= a[1] => "; the runs of both overlap",
+                _ => "",
+            };
+            let _ = writeln!(out, "* {name}: {ratio:.2}{within}");
+        }
+        if let Some(reason) = &line.error {
+            let _ = writeln!(out, "* {name}: error: {reason}");
+        }
+        if let Some(reason) = &line.skipped {
+            let _ = writeln!(out, "* {name}: skipped: {reason}");
+        }
+    }
+    if out.len() == before {
+        out.push_str("No row is below 1, none was skipped or failed.\n");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rows;
+
+    fn lines() -> (Vec<Row>, Vec<Line>) {
+        let rows: Vec<Row> = rows::all()
+            .into_iter()
+            .filter(|row| row.name.starts_with("randread-psync") || row.name == "git-status")
+            .collect();
+        let fill = |row: &Row| {
+            let mut line = Line::empty("virtiofs", row);
+            let samples = [("ferry", vec![90.0, 100.0, 110.0]), ("virtiofsd", vec![60.0, 50.0, 95.0])];
+            line.fill(&samples.map(|(name, values)| (name.to_owned(), values)).into());
+            line
+        };
+        let lines = rows.iter().map(fill).collect();
+        (rows, lines)
+    }
+
+    #[test]
+    fn reads_the_published_figures() {
+        let job = published().into_iter().find(|job| job.name == "seqread-psync-multi").unwrap();
+        assert_eq!((job.v9fs, job.virtiofs, job.dax), (117.0, 162.0, 894.0));
+    }
+
+    #[test]
+    fn sums_up() {
+        let (rows, lines) = lines();
+        let text = Summary::of(&rows, &lines).to_string();
+        assert!(text.contains("multi-job rows (1): 1.67"), "{text}");
+        assert!(text.contains("metadata rows (1): 0.60"), "{text}");
+        assert!(text.contains("least row: git-status (auto): 0.60"), "{text}");
+        assert_eq!(Summary::of(&[], &[]).to_string(), "");
+    }
+
+    #[test]
+    fn shows_figures_and_disappointments() {
+        let (rows, mut lines) = lines();
+        lines[0].skip("qemu-9p: no");
+        let text = markdown(&rows, &lines, &Machine::default(), &Summary::of(&rows, &lines));
+        let row = "| randread-psync | none | MiB/s | 100 [90, 110] | 60 [50, 95] | **1.67** | 34 | 29 | 256 |";
+        assert!(text.contains(row), "{text}");
+        assert!(text.contains("* git-status (auto): 0.60; the runs of both overlap"), "{text}");
+        assert!(text.contains("skipped: qemu-9p: no"), "{text}");
+    }
+}

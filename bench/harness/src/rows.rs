@@ -1,0 +1,240 @@
+//! The rows of the virtiofs table.
+
+use ferry_driver::load::Op;
+
+use crate::stats::Better;
+
+/// What the guest may cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Config {
+    /// Nothing.
+    None,
+    /// Names and attributes for a second, data while a file is open.
+    Auto,
+}
+
+impl Config {
+    /// Its name in the results, and as `ferry share --cache` takes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Auto => "auto",
+        }
+    }
+}
+
+/// How fio accesses the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    /// pread and pwrite.
+    Psync,
+    /// Loads and stores.
+    Mmap,
+    /// Asynchronous, direct, 16 in flight.
+    Libaio,
+}
+
+/// A job of fio.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Job {
+    /// Random offsets rather than a walk.
+    pub random: bool,
+    /// Writes rather than reads.
+    pub write: bool,
+    /// The engine.
+    pub engine: Engine,
+    /// Four at once.
+    pub multi: bool,
+}
+
+/// Work on names and small files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Task {
+    /// `find` with the attributes of a tree, after the guest has dropped what it knew.
+    StatWalk,
+    /// The same again at once.
+    StatWalkWarm,
+    /// `tar` unpacks 2,000 small files in 50 directories.
+    TreeCreate,
+    /// `rm` removes them.
+    TreeDelete,
+    /// `git status` in a repository of 2,000 files.
+    GitStatus,
+    /// `git clone` of a small repository.
+    GitClone,
+    /// `cp -r` of 1,000 files.
+    SmallFileCopy,
+    /// `cat` of the same files.
+    OpenReadClose,
+}
+
+/// A load by the native driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Native {
+    /// What it asks.
+    pub op: Op,
+    /// Over how many queues.
+    pub queues: usize,
+    /// With how many requests in flight on each.
+    pub depth: usize,
+}
+
+/// What a row does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// fio in the guest.
+    Fio(Job),
+    /// Names and small files in the guest.
+    Meta(Task),
+    /// Requests from the host.
+    Native(Native),
+}
+
+/// A row.
+#[derive(Debug, Clone)]
+pub struct Row {
+    /// Its name.
+    pub name: String,
+    /// The configuration of both servers.
+    pub config: Config,
+    /// What it does.
+    pub work: Work,
+    /// Whether a quick run has it.
+    pub quick: bool,
+}
+
+/// The fio jobs of a quick run.
+const QUICK_JOBS: [&str; 10] = [
+    "seqread-psync",
+    "seqread-psync-multi",
+    "randread-psync",
+    "randread-mmap",
+    "randread-libaio",
+    "randread-libaio-multi",
+    "seqwrite-psync",
+    "randwrite-psync-multi",
+    "randwrite-mmap",
+    "randwrite-libaio",
+];
+
+impl Row {
+    /// The unit of its figures.
+    pub fn unit(&self) -> &'static str {
+        match self.work {
+            Work::Fio(_) => "MiB/s",
+            Work::Meta(_) => "ms",
+            Work::Native(_) => "requests/s",
+        }
+    }
+
+    /// Which way they are good.
+    pub fn better(&self) -> Better {
+        if matches!(self.work, Work::Meta(_)) { Better::Lower } else { Better::Higher }
+    }
+
+    /// What a reader must know.
+    pub fn note(&self) -> Option<String> {
+        match self.work {
+            Work::Native(Native { queues, depth, .. }) if queues > 1 => {
+                Some(format!("virtiofsd has one queue: all {} requests in flight are on it", queues * depth))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether it is about names and small files, in the guest or natively.
+    pub fn is_metadata(&self) -> bool {
+        match self.work {
+            Work::Meta(_) => true,
+            Work::Native(native) => matches!(native.op, Op::Getattr | Op::Lookup),
+            Work::Fio(_) => false,
+        }
+    }
+
+    /// Whether several jobs run at once in the guest.
+    pub fn is_multi(&self) -> bool {
+        matches!(self.work, Work::Fio(Job { multi: true, .. }))
+    }
+}
+
+/// All rows, in the order in which they run.
+pub fn all() -> Vec<Row> {
+    let mut rows = jobs();
+    rows.push(meta("stat-walk", Config::None, Task::StatWalk));
+    for (name, task) in [
+        ("stat-walk", Task::StatWalk),
+        ("stat-walk-warm", Task::StatWalkWarm),
+        ("tree-create", Task::TreeCreate),
+        ("tree-delete", Task::TreeDelete),
+        ("git-status", Task::GitStatus),
+        ("git-clone", Task::GitClone),
+        ("small-file-copy", Task::SmallFileCopy),
+        ("open-read-close", Task::OpenReadClose),
+    ] {
+        rows.push(meta(name, Config::Auto, task));
+    }
+    for queues in [1, 4] {
+        for depth in [1, 16, 64] {
+            rows.push(native("native-read-4k", Op::Read, queues, depth));
+        }
+    }
+    rows.push(native("native-getattr", Op::Getattr, 1, 16));
+    rows.push(native("native-lookup", Op::Lookup, 1, 16));
+    rows
+}
+
+/// The 24 published jobs, in their order.
+fn jobs() -> Vec<Row> {
+    let mut rows = Vec::new();
+    for (pattern, random, write) in
+        [("seqread", false, false), ("randread", true, false), ("seqwrite", false, true), ("randwrite", true, true)]
+    {
+        for (engine_name, engine) in [("psync", Engine::Psync), ("mmap", Engine::Mmap), ("libaio", Engine::Libaio)] {
+            for multi in [false, true] {
+                let name = format!("{pattern}-{engine_name}{}", if multi { "-multi" } else { "" });
+                let quick = QUICK_JOBS.contains(&name.as_str());
+                rows.push(Row {
+                    name,
+                    config: Config::None,
+                    work: Work::Fio(Job { random, write, engine, multi }),
+                    quick,
+                });
+            }
+        }
+    }
+    rows
+}
+
+fn meta(name: &str, config: Config, task: Task) -> Row {
+    Row { name: name.into(), config, work: Work::Meta(task), quick: true }
+}
+
+fn native(name: &str, op: Op, queues: usize, depth: usize) -> Row {
+    let work = Work::Native(Native { op, queues, depth });
+    Row { name: format!("{name} q{queues} d{depth}"), config: Config::None, work, quick: true }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_published_job_is_a_row() {
+        let rows = all();
+        let published = crate::report::published();
+        assert_eq!(published.len(), 24);
+        for job in published {
+            assert!(rows.iter().any(|row| row.name == job.name && row.config == Config::None), "{}", job.name);
+        }
+    }
+
+    #[test]
+    fn names_are_unique_within_a_configuration() {
+        let mut names: Vec<_> = all().into_iter().map(|row| (row.name, row.config)).collect();
+        let count = names.len();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), count);
+        assert_eq!(all().iter().filter(|row| row.quick && matches!(row.work, Work::Fio(_))).count(), QUICK_JOBS.len());
+    }
+}

@@ -1,0 +1,179 @@
+//! The servers: ours and the peers, as processes.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::rows::Config;
+
+/// The tag of every share.
+pub const TAG: &str = "share";
+
+/// How long a server may take until it listens.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How much of a server's last words an error shows.
+const LAST_WORDS_BYTES: usize = 400;
+
+/// A server to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Peer {
+    /// Ours.
+    Ferry,
+    /// The reference.
+    Virtiofsd,
+}
+
+impl Peer {
+    /// Its name in the results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ferry => crate::line::FERRY,
+            Self::Virtiofsd => "virtiofsd",
+        }
+    }
+}
+
+/// The programs.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// Ours.
+    pub ferry: PathBuf,
+    /// The reference.
+    pub virtiofsd: Option<PathBuf>,
+}
+
+/// What to share and how.
+#[derive(Debug, Clone)]
+pub struct Sharing<'a> {
+    /// The directory.
+    pub dir: &'a Path,
+    /// Where to listen; what the server says goes beside it.
+    pub socket: PathBuf,
+    /// What the guest may cache.
+    pub config: Config,
+    /// How many request queues to offer, where it matters.
+    pub queues: Option<usize>,
+    /// The CPUs to run on, as `taskset -c` takes them.
+    pub cpus: &'a str,
+}
+
+/// A server that listens. It is killed when this is dropped, or when the program ends in any other way.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+    socket: PathBuf,
+    log: PathBuf,
+    name: &'static str,
+}
+
+impl Server {
+    /// Starts a server and waits until it listens.
+    pub fn start(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Self> {
+        let log = sharing.socket.with_extension("log");
+        let _ = std::fs::remove_file(&sharing.socket);
+        let output = File::create(&log).with_context(|| format!("cannot create {}", log.display()))?;
+        let child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "taskset", "-c", sharing.cpus])
+            .args(command(peer, programs, sharing)?)
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .spawn()
+            .context("cannot start setpriv (package util-linux)")?;
+        let mut server = Self { child, socket: sharing.socket.clone(), log, name: peer.name() };
+        let deadline = Instant::now() + START_TIMEOUT;
+        while !server.socket.exists() {
+            if !server.is_alive() {
+                bail!("{} ended at its start: {}", server.name, server.last_words());
+            }
+            if Instant::now() > deadline {
+                bail!("{} did not listen within {} s", server.name, START_TIMEOUT.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(server)
+    }
+
+    /// Its socket.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Its process: each wrapper replaces itself by the next.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it still runs.
+    pub fn is_alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// The end of what it said, on one line.
+    pub fn last_words(&self) -> String {
+        let text = std::fs::read(&self.log).unwrap_or_default();
+        let tail = &text[text.len().saturating_sub(LAST_WORDS_BYTES)..];
+        let words = String::from_utf8_lossy(tail).split_whitespace().collect::<Vec<_>>().join(" ");
+        if words.is_empty() { "it said nothing".into() } else { words }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_file(&self.socket);
+    }
+}
+
+fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec<OsString>> {
+    let mut words: Vec<OsString> = Vec::new();
+    let mut add = |text: &str| words.extend(text.split(' ').map(OsString::from));
+    match peer {
+        Peer::Ferry => {
+            add(&format!("--log warn share --tag {TAG} --cache {}", sharing.config.name()));
+            if let Some(queues) = sharing.queues {
+                add(&format!("--queues {queues}"));
+            }
+            words.splice(0..0, [programs.ferry.clone().into()]);
+            words.extend([sharing.dir.into(), "--virtiofs".into(), sharing.socket.clone().into()]);
+        }
+        Peer::Virtiofsd => {
+            let program = programs.virtiofsd.clone().context("virtiofsd is not there")?;
+            // Without its sandbox and its filter of system calls, which only cost it time. With mmap where it
+            // caches nothing, so that it can run those jobs.
+            let cache = match sharing.config {
+                Config::None => "never --allow-mmap",
+                Config::Auto => "auto",
+            };
+            add(&format!("--tag {TAG} --sandbox none --seccomp none --log-level warn --cache {cache}"));
+            words.splice(0..0, [program.into()]);
+            words.extend(["--shared-dir".into(), sharing.dir.into()]);
+            words.extend(["--socket-path".into(), sharing.socket.clone().into()]);
+        }
+    }
+    Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_share_the_same_way() {
+        let programs = Programs { ferry: "ferry".into(), virtiofsd: Some("virtiofsd".into()) };
+        let sharing =
+            Sharing { dir: Path::new("/a b"), socket: "/s".into(), config: Config::None, queues: Some(4), cpus: "1" };
+        let text = |peer| {
+            let words = command(peer, &programs, &sharing).unwrap();
+            words.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join("|")
+        };
+        assert_eq!(text(Peer::Ferry), "ferry|--log|warn|share|--tag|share|--cache|none|--queues|4|/a b|--virtiofs|/s");
+        assert!(text(Peer::Virtiofsd).contains("|--cache|never|--allow-mmap|--shared-dir|/a b|--socket-path|/s"));
+    }
+}

@@ -1,0 +1,103 @@
+//! A server with the guest that has its share mounted.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use ferry_guest::Cache;
+
+use crate::agent::{Agent, Done, Failed};
+use crate::rows::Config;
+use crate::server::{Peer, Programs, Server, Sharing};
+
+/// What all sessions have in common.
+#[derive(Debug)]
+pub struct Place {
+    /// The guest's parts.
+    pub cache: Cache,
+    /// The servers' programs.
+    pub programs: Programs,
+    /// What is shared.
+    pub share: PathBuf,
+    /// Sockets and logs.
+    pub folder: PathBuf,
+    /// The CPU of the guests and of the native driver.
+    pub guest_cpu: usize,
+    /// The CPUs of the servers, as `taskset -c` takes them.
+    pub server_cpus: String,
+}
+
+impl Place {
+    /// Starts a server.
+    pub fn serve(&self, peer: Peer, config: Config, name: &str, queues: Option<usize>) -> Result<Server> {
+        let socket = self.folder.join(format!("{}-{name}", peer.name()));
+        let sharing = Sharing { dir: &self.share, socket, config, queues, cpus: &self.server_cpus };
+        Server::start(peer, &self.programs, &sharing)
+    }
+}
+
+/// A session. The guest goes before its server.
+#[derive(Debug)]
+pub struct Session {
+    agent: Agent,
+    server: Server,
+}
+
+impl Session {
+    /// Starts the server and boots the guest.
+    pub fn start(place: &Place, peer: Peer, config: Config) -> Result<Self> {
+        let mut server = place.serve(peer, config, config.name(), None)?;
+        let log = place.folder.join(format!("{}-{}.guest", peer.name(), config.name()));
+        let agent = match Agent::boot(&place.cache, server.socket(), place.guest_cpu, &log) {
+            Ok(agent) => agent,
+            Err(error) => return Err(blame(error, &mut server)),
+        };
+        Ok(Self { agent, server })
+    }
+
+    /// Runs a command in the guest.
+    pub fn run(&mut self, line: &str, timeout: Duration) -> Result<Done> {
+        let server = &mut self.server;
+        self.agent.run(line, timeout).map_err(|error| if is_failed(&error) { error } else { blame(error, server) })
+    }
+}
+
+/// Whether the command failed, rather than the guest or the server.
+pub fn is_failed(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<Failed>().is_some()
+}
+
+/// A guest hangs or dies when its server does: then that is what there is to say.
+fn blame(error: anyhow::Error, server: &mut Server) -> anyhow::Error {
+    let said = server.last_words();
+    if server.is_alive() {
+        error.context(format!("the server still runs and said last: {said}"))
+    } else {
+        error.context(format!("the server has ended; it said last: {said}"))
+    }
+}
+
+/// Divides this process's CPUs: the first for guest and driver, the others for servers.
+pub fn divide_cpus() -> Result<(usize, String)> {
+    let set = rustix::thread::sched_getaffinity(None).context("cannot read the CPUs of this process")?;
+    let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect();
+    Ok(divide(&all))
+}
+
+fn divide(cpus: &[usize]) -> (usize, String) {
+    let first = cpus.first().copied().unwrap_or(0);
+    let others = if cpus.len() > 1 { &cpus[1..] } else { &[first] };
+    (first, others.iter().map(usize::to_string).collect::<Vec<_>>().join(","))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guest_and_server_have_cpus_of_their_own_where_there_are_two() {
+        assert_eq!(divide(&[0, 1]), (0, "1".into()));
+        assert_eq!(divide(&[4, 5, 9]), (4, "5,9".into()));
+        assert_eq!(divide(&[3]), (3, "3".into()));
+    }
+}

@@ -1,0 +1,206 @@
+//! Runs the rows of the virtiofs table.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use crate::data::Data;
+use crate::fio;
+use crate::line::Line;
+use crate::native;
+use crate::rows::{Config, Job, Native, Row, Task, Work};
+use crate::server::Peer;
+use crate::session::{Place, Session, is_failed};
+
+/// The table's name.
+pub const TABLE: &str = "virtiofs";
+
+/// How long a command in the guest may take beside its own time.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long each thing takes.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Runs of each server.
+    pub runs: usize,
+    /// Time of one fio run.
+    pub fio: Duration,
+    /// Time of one load of the native driver.
+    pub native_seconds: f64,
+    /// Requests of a counting run.
+    pub count_requests: u64,
+    /// When no further row begins.
+    pub limit: Option<Duration>,
+}
+
+impl Effort {
+    /// The full run.
+    pub const FULL: Self =
+        Self { runs: 5, fio: Duration::from_secs(3), native_seconds: 1.0, count_requests: 20_000, limit: None };
+    /// The quick one: under five minutes, whatever happens.
+    pub const QUICK: Self = Self {
+        runs: 3,
+        fio: Duration::from_millis(700),
+        native_seconds: 0.3,
+        count_requests: 4000,
+        limit: Some(Duration::from_secs(270)),
+    };
+}
+
+/// The runner.
+#[derive(Debug)]
+pub struct Runner {
+    place: Place,
+    data: Data,
+    fio: std::path::PathBuf,
+    peers: Vec<Peer>,
+    effort: Effort,
+    started: Instant,
+    sessions: BTreeMap<&'static str, Session>,
+    config: Config,
+    /// The guest's kernel, once a guest has run.
+    pub guest_kernel: Option<String>,
+}
+
+impl Runner {
+    /// A runner for these servers; ours is the first.
+    pub fn new(place: Place, data: Data, fio: std::path::PathBuf, peers: Vec<Peer>, effort: Effort) -> Self {
+        Self {
+            place,
+            data,
+            fio,
+            peers,
+            effort,
+            started: Instant::now(),
+            sessions: BTreeMap::new(),
+            config: Config::None,
+            guest_kernel: None,
+        }
+    }
+
+    /// Runs a row, the servers in turn.
+    pub fn run(&mut self, row: &Row) -> Line {
+        let mut line = Line::empty(TABLE, row);
+        if self.effort.limit.is_some_and(|limit| self.started.elapsed() > limit) {
+            line.skip("the time of --quick was over");
+            return line;
+        }
+        if matches!(row.work, Work::Native(_)) || row.config != self.config {
+            // Guests that are not needed any more only take memory.
+            self.sessions.clear();
+        }
+        self.config = row.config;
+        let mut samples: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+        let mut out: Vec<Peer> = Vec::new();
+        for _ in 0..self.effort.runs {
+            for peer in self.peers.clone() {
+                if out.contains(&peer) {
+                    continue;
+                }
+                match self.sample(peer, row) {
+                    Ok(value) => samples.entry(peer.name().into()).or_default().push(value),
+                    Err(error) => {
+                        out.push(peer);
+                        let reason = format!("{}: {error:#}", peer.name());
+                        if is_failed(&error) && peer != Peer::Ferry {
+                            line.skip(&reason);
+                        } else {
+                            line.fail(&reason);
+                        }
+                        if !is_failed(&error) {
+                            self.sessions.remove(peer.name());
+                        }
+                    }
+                }
+            }
+        }
+        line.fill(&samples);
+        if let Work::Native(native) = row.work {
+            self.count(native, row.config, &out, &mut line);
+        }
+        line
+    }
+
+    fn sample(&mut self, peer: Peer, row: &Row) -> Result<f64> {
+        match row.work {
+            Work::Fio(job) => self.fio_run(peer, row.config, job),
+            Work::Meta(task) => self.task_run(peer, row.config, task),
+            Work::Native(native) => {
+                let seconds = self.effort.native_seconds;
+                self.with_server(peer, row.config, native, |place| native::rate(native, place, seconds))
+            }
+        }
+    }
+
+    fn session(&mut self, peer: Peer, config: Config) -> Result<&mut Session> {
+        // Entered before it is asked for, as a fallible start does not fit the map's own way.
+        if !self.sessions.contains_key(peer.name()) {
+            let mut session = Session::start(&self.place, peer, config).context("no guest")?;
+            if self.guest_kernel.is_none() {
+                let said = session.run("uname -r", COMMAND_TIMEOUT)?;
+                self.guest_kernel = Some(said.output.trim().to_owned());
+            }
+            self.sessions.insert(peer.name(), session);
+        }
+        self.sessions.get_mut(peer.name()).context("the session was just made")
+    }
+
+    fn fio_run(&mut self, peer: Peer, config: Config, job: Job) -> Result<f64> {
+        let command = fio::command(&self.fio, job, self.effort.fio);
+        let timeout = COMMAND_TIMEOUT + self.effort.fio;
+        if job.write {
+            self.data.settle();
+        }
+        let done = self.session(peer, config)?.run(&command, timeout)?;
+        fio::bandwidth(job, &done.output)
+    }
+
+    fn task_run(&mut self, peer: Peer, config: Config, task: Task) -> Result<f64> {
+        let run = self.data.task(task)?;
+        let session = self.session(peer, config)?;
+        session.run(&run.before, COMMAND_TIMEOUT)?;
+        let done = session.run(&run.timed, COMMAND_TIMEOUT)?;
+        Ok(done.elapsed.as_secs_f64() * 1000.0)
+    }
+
+    /// A server of its own for each load: the peer's ends with its client.
+    fn with_server<T>(
+        &self,
+        peer: Peer,
+        config: Config,
+        native: Native,
+        run: impl FnOnce(native::Place<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let mut server = self.place.serve(peer, config, "native", Some(native.queues))?;
+        let place = native::Place {
+            socket: server.socket(),
+            pid: server.pid(),
+            cpu: self.place.guest_cpu,
+            one_queue: peer == Peer::Virtiofsd,
+        };
+        run(place).map_err(|error| {
+            let said = server.last_words();
+            let state = if server.is_alive() { "still runs" } else { "has ended" };
+            error.context(format!("the server {state} and said last: {said}"))
+        })
+    }
+
+    /// What noise does not touch. A count that fails leaves the figures as they are.
+    fn count(&self, native: Native, config: Config, out: &[Peer], line: &mut Line) {
+        for &peer in self.peers.iter().filter(|peer| !out.contains(peer)) {
+            for sleep in [false, true] {
+                let requests = self.effort.count_requests;
+                let counted =
+                    self.with_server(peer, config, native, |place| native::counts(native, place, requests, sleep));
+                match counted {
+                    Ok(counts) => {
+                        let to = if sleep { &mut line.counts_asleep } else { &mut line.counts };
+                        to.insert(peer.name().into(), counts);
+                    }
+                    Err(error) => line.fail(&format!("{}: counting: {error:#}", peer.name())),
+                }
+            }
+        }
+    }
+}
