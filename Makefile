@@ -3,7 +3,7 @@
 CARGO ?= cargo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all bench lint fuzz
+.PHONY: help setup build demo test test-all bench lint audit fuzz
 
 help:
 	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
@@ -11,6 +11,7 @@ help:
 	@echo 'make test-all  the tests with the long ones (pjdfstest, fsx, fault injection; may take an hour)'
 	@echo 'make bench     the benchmarks, against the other servers'
 	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny'
+	@echo 'make audit     known vulnerabilities of the dependencies (fetches the list)'
 	@echo 'make fuzz      each fuzz target for a minute (FUZZ_SECONDS=N for longer)'
 	@echo 'make setup     only what the others do first: Debian packages and the guest'
 
@@ -36,8 +37,12 @@ lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked
-	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
-	else echo 'lint: cargo-deny is not installed: licences and advisories were not checked' >&2; fi
+	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check bans licenses sources; \
+	else echo 'lint: cargo-deny is not installed: licences were not checked' >&2; fi
+
+# Apart from lint because it fetches the advisory database: it fails for want of a network, too.
+audit:
+	$(CARGO) deny check advisories
 
 fuzz:
 	@scripts/fuzz

@@ -8,18 +8,29 @@ const STEP_MIN: Duration = Duration::from_micros(8);
 /// How often to look at the clock while spinning; a look costs about as much as twenty turns.
 const TURNS_PER_LOOK: u32 = 16;
 
+/// So many polls in a row, each twice as long as the one before, that ended in nothing although work came shortly
+/// after, mean that whoever makes the work is waiting for our CPU.
+const VAIN_MAX: u32 = 3;
+
+/// For so many sleeps polling is given up then. The few polls in between cost less than 1 % of the time of as many
+/// wake-ups.
+const REST: u32 = 256;
+
 /// Adaptive polling, as KVM does for halted CPUs: a sleep that was shorter than the bound could have been spared
-/// by polling, so poll longer next time; a sleep that was longer makes polling a waste, so poll less.
+/// by polling, so poll longer next time; a sleep that was longer makes polling a waste, so poll less. KVM can see
+/// whether another task waits for the CPU; we conclude it from polls in vain.
 #[derive(Debug)]
 pub struct Spin {
     now: Duration,
     max: Duration,
+    vain: u32,
+    rest: u32,
 }
 
 impl Spin {
     /// Never polls longer than `max` before a sleep; zero never polls.
     pub fn new(max: Duration) -> Self {
-        Self { now: max.min(STEP_MIN), max }
+        Self { now: max.min(STEP_MIN), max, vain: 0, rest: 0 }
     }
 
     /// Asks `ready` again and again for as long as polling has paid lately. Answers whether it said yes.
@@ -31,6 +42,7 @@ impl Spin {
         loop {
             for _ in 0..TURNS_PER_LOOK {
                 if ready() {
+                    self.vain = 0;
                     return true;
                 }
                 std::hint::spin_loop();
@@ -43,12 +55,28 @@ impl Spin {
 
     /// Sleeps by calling `sleep`, and learns from how long it took.
     pub fn sleep<T>(&mut self, sleep: impl FnOnce() -> T) -> T {
+        if self.rest > 0 {
+            self.rest -= 1;
+            return sleep();
+        }
         let start = Instant::now();
         let outcome = sleep();
-        let slept = start.elapsed();
-        self.now =
-            if slept <= self.max { (self.now * 2).clamp(STEP_MIN.min(self.max), self.max) } else { self.now / 2 };
+        self.learn(start.elapsed());
         outcome
+    }
+
+    fn learn(&mut self, slept: Duration) {
+        if slept > self.max {
+            self.now /= 2;
+            self.vain = 0;
+        } else if self.vain == VAIN_MAX {
+            self.now = Duration::ZERO;
+            self.vain = 0;
+            self.rest = REST;
+        } else {
+            self.vain += 1;
+            self.now = (self.now * 2).max(STEP_MIN).min(self.max);
+        }
     }
 }
 
@@ -56,20 +84,44 @@ impl Spin {
 mod tests {
     use super::*;
 
+    const MAX: Duration = Duration::from_micros(100);
+
     #[test]
     fn polls_longer_after_short_sleeps_and_not_at_all_after_long_ones() {
-        let max = Duration::from_millis(2);
-        let mut spin = Spin::new(max);
-        for _ in 0..16 {
-            spin.sleep(|| ());
+        let mut spin = Spin::new(MAX);
+        spin.learn(MAX / 2);
+        spin.learn(MAX / 2);
+        assert_eq!(spin.now, STEP_MIN * 4);
+        assert!(spin.poll(|| true));
+        for _ in 0..2 {
+            spin.learn(MAX / 2);
+            assert!(spin.poll(|| true));
         }
-        assert_eq!(spin.now, max);
-        for _ in 0..32 {
-            spin.sleep(|| std::thread::sleep(max * 2));
+        assert_eq!(spin.now, MAX);
+        for _ in 0..20 {
+            spin.learn(MAX * 2);
         }
         assert!(spin.now.is_zero());
         assert!(spin.poll(|| true));
         assert!(!spin.poll(|| false));
+    }
+
+    #[test]
+    fn rests_when_longer_polls_find_nothing_either() {
+        let mut spin = Spin::new(MAX);
+        for _ in 0..VAIN_MAX {
+            assert!(!spin.poll(|| false));
+            spin.learn(STEP_MIN);
+            assert!(!spin.now.is_zero());
+        }
+        spin.learn(STEP_MIN);
+        assert_eq!((spin.now, spin.rest), (Duration::ZERO, REST));
+        for _ in 0..REST {
+            spin.sleep(|| ());
+        }
+        assert!(spin.now.is_zero());
+        spin.sleep(|| ());
+        assert_eq!(spin.now, STEP_MIN, "and tries again");
     }
 
     #[test]

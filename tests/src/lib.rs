@@ -81,17 +81,22 @@ impl Share {
 
     /// Shares a fresh directory; the tag is `t` unless the options have another.
     pub fn with(place: Place, options: Options) -> Self {
-        log();
         let folder = folder(place);
         let path = folder.path().join("shared");
         std::fs::create_dir(&path).unwrap();
         let dir_options = ferry_dir::Options { writeback: options.writeback, ..ferry_dir::Options::default() };
-        let dir = Arc::new(Dir::open(&path, dir_options).unwrap());
+        Self::of(&path, folder, dir_options, options)
+    }
+
+    /// Shares a directory within a folder, which is removed afterwards.
+    pub fn of(path: &Path, folder: TempDir, dir_options: ferry_dir::Options, options: Options) -> Self {
+        log();
+        let dir = Arc::new(Dir::open(path, dir_options).unwrap());
         let socket = folder.path().join("s");
         let tag = options.tag.clone().or_else(|| Some("t".parse().unwrap()));
         let source = Arc::clone(&dir) as Arc<dyn ferry_vfs::FileSystem>;
         let export = Export::listen(&socket, source, Options { tag, ..options }).unwrap();
-        Self { dir, socket, path, export: Some(export), _folder: folder }
+        Self { dir, socket, path: path.into(), export: Some(export), _folder: folder }
     }
 
     /// A second server, with its own [`Dir`], on the same directory.

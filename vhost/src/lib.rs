@@ -27,7 +27,7 @@ mod worker;
 pub use chain::Chain;
 pub use complaints::Complaints;
 pub use io::Io;
-pub use server::{Server, ServerError, bind};
+pub use server::{Server, ServerError};
 pub use worker::{Answer, Port, QueueHandler, WorkerOptions};
 
 /// The most descriptors in a chain, and entries in a ring, that Ferry takes: what virtio-fs and virtio-blk in

@@ -2,9 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -14,44 +12,10 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 use crate::Device;
 use crate::connection::Connection;
 
-/// Why a device cannot be served.
+/// Why a device cannot be served: a thread or descriptor cannot be had.
 #[derive(Debug, thiserror::Error)]
-pub enum ServerError {
-    /// Somebody serves there already.
-    #[error("socket {0} is in use by another process; stop that, or choose another path")]
-    InUse(PathBuf),
-    /// Something else has the path.
-    #[error("{0} exists and is not a socket; choose another path")]
-    NotASocket(PathBuf),
-    /// The socket cannot be made.
-    #[error("cannot listen on {path}: {reason}")]
-    Bind {
-        /// The path.
-        path: PathBuf,
-        /// The system's reason.
-        reason: io::Error,
-    },
-    /// A thread or descriptor cannot be had.
-    #[error("cannot start serving: {0}")]
-    Start(io::Error),
-}
-
-/// Makes a listening socket at `path`. A socket that a dead server left behind is replaced.
-///
-/// # Errors
-/// [`ServerError`], when the path is taken or cannot be made.
-pub fn bind(path: &Path) -> Result<UnixListener, ServerError> {
-    if let Ok(metadata) = std::fs::symlink_metadata(path) {
-        if !metadata.file_type().is_socket() {
-            return Err(ServerError::NotASocket(path.into()));
-        }
-        if UnixStream::connect(path).is_ok() {
-            return Err(ServerError::InUse(path.into()));
-        }
-        std::fs::remove_file(path).map_err(|reason| ServerError::Bind { path: path.into(), reason })?;
-    }
-    UnixListener::bind(path).map_err(|reason| ServerError::Bind { path: path.into(), reason })
-}
+#[error("cannot start serving: {0}")]
+pub struct ServerError(io::Error);
 
 /// A device being served on a socket, to one front end after another.
 #[derive(Debug)]
@@ -71,26 +35,21 @@ impl Server {
     /// Serves on a thread of its own, until stopped or dropped.
     ///
     /// # Errors
-    /// [`ServerError::Start`].
+    /// [`ServerError`].
     pub fn start<D: Device>(listener: UnixListener, device: D, name: &str) -> Result<Self, ServerError> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| ServerError::Start(error.into()))?;
+        let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| ServerError(error.into()))?;
         let stop = Arc::new(Stop { event, stream: Mutex::new(None) });
         let (mine, device) = (Arc::clone(&stop), Arc::new(device));
         let thread = std::thread::Builder::new()
             .name(name.into())
             .spawn(move || serve(&listener, &device, &mine))
-            .map_err(ServerError::Start)?;
+            .map_err(ServerError)?;
         Ok(Self { stop, thread: Some(thread) })
     }
 
     /// Stops taking requests, ends those that were taken, and lets go of the front end.
     pub fn stop(mut self) {
         self.stop_and_join();
-    }
-
-    /// Waits until the server has come to an end by itself, because its socket broke.
-    pub fn is_finished(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     fn stop_and_join(&mut self) {

@@ -12,6 +12,7 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::memory::Memory;
+use crate::watchdog::Watchdog;
 use crate::{Config, Error, Result};
 
 /// Chains may be tables elsewhere in memory (VIRTIO_F_INDIRECT_DESC).
@@ -58,6 +59,7 @@ pub struct RingParameters {
 pub(crate) struct Link {
     frontend: Frontend,
     socket: UnixStream,
+    watchdog: Watchdog,
     pub(crate) features: u64,
     pub(crate) protocol: Protocol,
 }
@@ -69,27 +71,26 @@ impl std::fmt::Debug for Link {
     }
 }
 
-/// Names the message that failed.
-fn during<T>(what: &'static str, result: vhost::Result<T>) -> Result<T> {
-    result.map_err(|source| Error::Vhost { what, source })
+/// Sends a message under watch, and names it when it fails.
+fn tell<T>(dog: &Watchdog, what: &'static str, message: impl FnOnce() -> vhost::Result<T>) -> Result<T> {
+    dog.during(message).map_err(|source| Error::Vhost { what, source })
 }
 
 impl Link {
     /// Connects, negotiates and shares the memory.
     pub(crate) fn open(path: &Path, config: &Config, memory: &Memory) -> Result<Self> {
         let stream = connect(path, config.connect_within)?;
-        stream.set_read_timeout(Some(config.timeout))?;
-        stream.set_write_timeout(Some(config.timeout))?;
         let socket = stream.try_clone()?;
+        let watchdog = Watchdog::new(stream.try_clone()?, config.timeout);
         let vrings = config.queues + 1;
         let mut frontend = Frontend::from_stream(stream, vrings as u64);
 
-        during("SET_OWNER", frontend.set_owner())?;
-        let offered = during("GET_FEATURES", frontend.get_features())?;
+        tell(&watchdog, "SET_OWNER", || frontend.set_owner())?;
+        let offered = tell(&watchdog, "GET_FEATURES", || frontend.get_features())?;
         let features = Self::choose(offered, config)?;
-        let protocol = Self::negotiate(&mut frontend, vrings)?;
-        during("SET_FEATURES", frontend.set_features(features))?;
-        let link = Self { frontend, socket, features, protocol };
+        let protocol = Self::negotiate(&mut frontend, &watchdog, vrings)?;
+        tell(&watchdog, "SET_FEATURES", || frontend.set_features(features))?;
+        let link = Self { frontend, socket, watchdog, features, protocol };
         link.share(memory)?;
         Ok(link)
     }
@@ -114,15 +115,15 @@ impl Link {
         }
     }
 
-    fn negotiate(frontend: &mut Frontend, vrings: usize) -> Result<Protocol> {
-        let offered = during("GET_PROTOCOL_FEATURES", frontend.get_protocol_features())?;
+    fn negotiate(frontend: &mut Frontend, dog: &Watchdog, vrings: usize) -> Result<Protocol> {
+        let offered = tell(dog, "GET_PROTOCOL_FEATURES", || frontend.get_protocol_features())?;
         let protocol = offered & (Protocol::MQ | Protocol::CONFIG | Protocol::REPLY_ACK);
-        during("SET_PROTOCOL_FEATURES", frontend.set_protocol_features(protocol))?;
+        tell(dog, "SET_PROTOCOL_FEATURES", || frontend.set_protocol_features(protocol))?;
         if protocol.contains(Protocol::REPLY_ACK) {
             frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         }
         let available = match protocol.contains(Protocol::MQ) {
-            true => during("GET_QUEUE_NUM", frontend.get_queue_num())?,
+            true => tell(dog, "GET_QUEUE_NUM", || frontend.get_queue_num())?,
             false => 1,
         };
         if available < vrings as u64 {
@@ -140,12 +141,12 @@ impl Link {
             mmap_handle: region.file().as_raw_fd(),
         };
         let table: Vec<_> = memory.regions().iter().map(describe).collect();
-        during("SET_MEM_TABLE", self.frontend.set_mem_table(&table)).map(drop)
+        tell(&self.watchdog, "SET_MEM_TABLE", || self.frontend.set_mem_table(&table)).map(drop)
     }
 
     /// Sets a ring up from index `base` and enables it.
     pub(crate) fn start(&mut self, index: usize, ring: &RingSetup<'_>) -> Result<()> {
-        let frontend = &mut self.frontend;
+        let (frontend, dog) = (&mut self.frontend, &self.watchdog);
         let RingParameters { size, base, addresses } = ring.parameters;
         let data = VringConfigData {
             queue_max_size: size,
@@ -156,19 +157,19 @@ impl Link {
             avail_ring_addr: addresses.avail,
             log_addr: None,
         };
-        during("SET_VRING_NUM", frontend.set_vring_num(index, size))?;
-        during("SET_VRING_BASE", frontend.set_vring_base(index, base))?;
-        during("SET_VRING_ADDR", frontend.set_vring_addr(index, &data))?;
-        during("SET_VRING_CALL", frontend.set_vring_call(index, ring.call))?;
-        during("SET_VRING_ERR", frontend.set_vring_err(index, ring.err))?;
-        during("SET_VRING_KICK", frontend.set_vring_kick(index, ring.kick))?;
-        during("SET_VRING_ENABLE", frontend.set_vring_enable(index, true))
+        tell(dog, "SET_VRING_NUM", || frontend.set_vring_num(index, size))?;
+        tell(dog, "SET_VRING_BASE", || frontend.set_vring_base(index, base))?;
+        tell(dog, "SET_VRING_ADDR", || frontend.set_vring_addr(index, &data))?;
+        tell(dog, "SET_VRING_CALL", || frontend.set_vring_call(index, ring.call))?;
+        tell(dog, "SET_VRING_ERR", || frontend.set_vring_err(index, ring.err))?;
+        tell(dog, "SET_VRING_KICK", || frontend.set_vring_kick(index, ring.kick))?;
+        tell(dog, "SET_VRING_ENABLE", || frontend.set_vring_enable(index, true))
     }
 
     /// Disables and stops a ring; returns the available index at which the server stopped.
     pub(crate) fn stop(&mut self, index: usize) -> Result<u16> {
-        during("SET_VRING_ENABLE", self.frontend.set_vring_enable(index, false))?;
-        let base = during("GET_VRING_BASE", self.frontend.get_vring_base(index))?;
+        tell(&self.watchdog, "SET_VRING_ENABLE", || self.frontend.set_vring_enable(index, false))?;
+        let base = tell(&self.watchdog, "GET_VRING_BASE", || self.frontend.get_vring_base(index))?;
         u16::try_from(base).map_err(|_| Error::BadReply(format!("GET_VRING_BASE answers {base}")))
     }
 
@@ -176,7 +177,8 @@ impl Link {
     pub(crate) fn config_space(&mut self) -> Result<(String, u32)> {
         let blank = [0; CONFIG_BYTES as usize];
         let flags = VhostUserConfigFlags::WRITABLE;
-        let (_, bytes) = during("GET_CONFIG", self.frontend.get_config(0, CONFIG_BYTES, flags, &blank))?;
+        let (_, bytes) =
+            tell(&self.watchdog, "GET_CONFIG", || self.frontend.get_config(0, CONFIG_BYTES, flags, &blank))?;
         let (tag, queues) = bytes.split_at_checked(TAG_BYTES).unwrap_or((&bytes, &[]));
         let end = tag.iter().position(|&byte| byte == 0).unwrap_or(tag.len());
         let queues = queues.try_into().map_or(0, u32::from_le_bytes);

@@ -34,6 +34,7 @@ mod ops;
 mod queue;
 pub mod ring;
 pub mod session;
+mod watchdog;
 
 pub use driver::{Config, Driver};
 pub use error::{Error, Result};

@@ -111,8 +111,9 @@ impl Data {
         self.numbered.set(self.numbered.get() + 1);
         let name = format!("made.{}", self.numbered.get());
         let made = self.share.join(&name);
-        let forget = "sync; echo 2 >/proc/sys/vm/drop_caches";
-        let forget_all = "sync; echo 3 >/proc/sys/vm/drop_caches";
+        // The FORGETs that follow are not to meet what is measured.
+        let forget = "sync; echo 2 >/proc/sys/vm/drop_caches; sleep 0.2";
+        let forget_all = "sync; echo 3 >/proc/sys/vm/drop_caches; sleep 0.2";
         let walk = r"find walk -printf '%s %m %T@\n' >/dev/null".to_owned();
         let git = format!("GIT_CONFIG_GLOBAL={} GIT_CONFIG_NOSYSTEM=1 git", crate::shell_word(&self.git_config()));
         let (before, timed) = match task {

@@ -14,6 +14,9 @@ use crate::stats;
 /// The published figures.
 const PUBLISHED: &str = include_str!("../../published/virtiofs-fio.csv");
 
+/// What disappoints and why, by hand; it ends the report.
+const NOTES: &str = "virtiofs-notes.md";
+
 /// The peer that the summary is about.
 const PEER: &str = "virtiofsd";
 
@@ -45,6 +48,9 @@ pub fn published() -> Vec<Published> {
     PUBLISHED.lines().skip(1).filter(|line| !line.is_empty()).map(row).collect()
 }
 
+/// Rows that belong together, and what they are called.
+type Group = (&'static str, fn(&Row) -> bool);
+
 /// The ratios of a run in a few figures.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
@@ -56,13 +62,13 @@ impl Summary {
     /// Of lines that belong to these rows.
     pub fn of(rows: &[Row], lines: &[Line]) -> Self {
         let ratios = || rows.iter().zip(lines).filter_map(|(row, line)| Some((row, *line.ratio.get(PEER)?)));
-        let groups: [(&str, fn(&Row) -> bool); 4] = [
+        let groups: [Group; 4] = [
             ("all rows", |_| true),
             ("metadata rows", Row::is_metadata),
             ("multi-job rows", Row::is_multi),
             ("native rows", |row| matches!(row.work, crate::rows::Work::Native(_))),
         ];
-        let mean = |(name, test): (&'static str, fn(&Row) -> bool)| {
+        let mean = |(name, test): Group| {
             let of_group: Vec<f64> = ratios().filter(|(row, _)| test(row)).map(|(_, ratio)| ratio).collect();
             Some((name, of_group.len(), stats::geometric_mean(of_group.iter().copied())?))
         };
@@ -95,7 +101,7 @@ pub fn write(folder: &Path, rows: &[Row], lines: &[Line], machine: &Machine, sum
         json.push('\n');
     }
     let files = [
-        ("virtiofs.md", markdown(rows, lines, machine, summary)),
+        ("virtiofs.md", format!("{}{}", markdown(rows, lines, machine, summary), notes(folder)?)),
         ("virtiofs.svg", chart::svg(lines, PEER)),
         ("virtiofs.jsonl", json),
     ];
@@ -104,6 +110,16 @@ pub fn write(folder: &Path, rows: &[Row], lines: &[Line], machine: &Machine, sum
         std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
+}
+
+/// What was written by hand about the figures stays beside them when they are measured anew.
+fn notes(folder: &Path) -> Result<String> {
+    let path = folder.join(NOTES);
+    match std::fs::read_to_string(&path) {
+        Ok(text) => Ok(format!("\n### Why\n\n{text}")),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+    }
 }
 
 /// The whole report.
@@ -139,8 +155,9 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
          `--cache auto` of both. Two guests, one on each server, share one directory; only one works at a time.\n\
          * fio: {} MiB files that the host has in its page cache, 4 KiB blocks, no fsync; libaio with `direct=1` and 16 \
          in flight; `multi` is four jobs in one guest. psync and mmap without `direct`.\n\
-         * The published figures (virtio-fs and 9P, `cache=none`, a KVM guest, 16 GiB, 2019/20) are of another machine \
-         and kernel: they tell which rows matter, not how fast Ferry is. 0: the job could not run.\n\
+         * The published figures (`bench/published/virtiofs-fio.csv`, MiB/s) are the virtio-fs developers' own, years ago, \
+         of another machine, kernel and guest: they tell which rows matter, not how fast Ferry is. 0: the job could not \
+         run.\n\
          * `native` rows are requests of the native driver, which has one CPU and polls; the server has the others.\n",
         crate::fio::FILE_MIB
     );
@@ -266,6 +283,18 @@ mod tests {
         assert!(text.contains("metadata rows (1): 0.60"), "{text}");
         assert!(text.contains("least row: git-status (auto): 0.60"), "{text}");
         assert_eq!(Summary::of(&[], &[]).to_string(), "");
+    }
+
+    #[test]
+    fn notes_by_hand_end_the_report() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(NOTES), "Because.\n").unwrap();
+        let (rows, lines) = lines();
+        write(dir.path(), &rows, &lines, &Machine::default(), &Summary::of(&rows, &lines)).unwrap();
+        let text = std::fs::read_to_string(dir.path().join("virtiofs.md")).unwrap();
+        assert!(text.ends_with("### Why\n\nBecause.\n"), "{text}");
+        let json = std::fs::read_to_string(dir.path().join("virtiofs.jsonl")).unwrap();
+        assert_eq!(json.lines().count(), rows.len());
     }
 
     #[test]

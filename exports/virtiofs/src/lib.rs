@@ -114,6 +114,14 @@ pub struct TagError(String);
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The socket.
+    #[error("cannot listen on {path}: {reason}", path = .path.display())]
+    Bind {
+        /// Its path.
+        path: PathBuf,
+        /// The system's reason.
+        reason: std::io::Error,
+    },
+    /// The server.
     #[error(transparent)]
     Server(#[from] ServerError),
     /// The number of queues.
@@ -140,7 +148,7 @@ impl Export {
     /// # Errors
     /// [`Error`]: the socket cannot be made, or the options make no sense.
     pub fn listen(socket: &Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
-        let listener = ferry_vhost::bind(socket)?;
+        let listener = UnixListener::bind(socket).map_err(|reason| Error::Bind { path: socket.into(), reason })?;
         let mut export = Self::from_listener(listener, source, options)?;
         export.socket = Some(socket.into());
         Ok(export)
@@ -159,18 +167,15 @@ impl Export {
         Ok(Self { server, source, socket: None })
     }
 
-    /// Whether the export came to an end by itself, because its socket broke.
-    pub fn is_finished(&self) -> bool {
-        self.server.is_finished()
-    }
-
     /// Takes no more requests, ends those under way, makes everything durable and removes the socket.
     pub fn stop(self) {
         let Self { server, source, socket } = self;
         server.stop();
-        match source.syncfs(&Caller::default(), Ino::ROOT) {
-            Ok(()) | Err(ferry_vfs::Errno::NOSYS) => {}
-            Err(error) => tracing::error!("what the guest wrote may not be on disk: {error}"),
+        if !source.features().read_only {
+            match source.syncfs(&Caller::default(), Ino::ROOT) {
+                Ok(()) | Err(ferry_vfs::Errno::NOSYS) => {}
+                Err(error) => tracing::error!("what the guest wrote may not be on disk: {error}"),
+            }
         }
         if let Some(socket) = socket
             && let Err(error) = std::fs::remove_file(&socket)

@@ -121,7 +121,7 @@ impl Cache {
         if self.tight.load(Ordering::Relaxed) {
             self.evict(table, BATCH, STEPS_MAX);
             // A duplicate shows which number is next, before anything is made that would have to be unmade.
-            let number = self.with_room(table, || rustix::io::dup(open_root(table)?))?.as_raw_fd();
+            let number = self.with_room(table, || rustix::io::fcntl_dupfd_cloexec(open_root(table)?, 0))?.as_raw_fd();
             if number > self.number_max + IN_FLIGHT {
                 return Err(Errno::MFILE);
             }

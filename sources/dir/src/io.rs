@@ -80,7 +80,7 @@ impl Dir {
     pub(crate) fn open_data(&self, inode: &Arc<Inode>, flags: OFlags) -> Result<OwnedFd> {
         if let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles())
             && inode.is_verified()
-            && !inode.is_held()
+            && !inode.is_pinned()
         {
             return self.with_room_to_keep(|| sys::open_by_handle(mount, handle, flags | OFlags::NOCTTY));
         }

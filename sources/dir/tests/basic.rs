@@ -487,14 +487,16 @@ fn access_control_lists() {
         return;
     }
     // Version 2; user::rwx user:1000:rwx group::r-x mask::rwx other::---
-    let acl: Vec<u8> = [[1u32, 7, u32::MAX], [2, 7, 1000], [4, 5, u32::MAX], [0x10, 7, u32::MAX], [0x20, 0, u32::MAX]]
-        .iter()
-        .fold(2u32.to_le_bytes().to_vec(), |mut acl, [tag, perm, id]| {
-            acl.extend_from_slice(&(*tag as u16).to_le_bytes());
-            acl.extend_from_slice(&(*perm as u16).to_le_bytes());
-            acl.extend_from_slice(&id.to_le_bytes());
-            acl
-        });
+    let acl: Vec<u8> =
+        [(1u16, 7u16, u32::MAX), (2, 7, 1000), (4, 5, u32::MAX), (0x10, 7, u32::MAX), (0x20, 0, u32::MAX)].iter().fold(
+            2u32.to_le_bytes().to_vec(),
+            |mut acl, (tag, perm, id)| {
+                acl.extend_from_slice(&tag.to_le_bytes());
+                acl.extend_from_slice(&perm.to_le_bytes());
+                acl.extend_from_slice(&id.to_le_bytes());
+                acl
+            },
+        );
     let d = dir.mkdir(cx, Ino::ROOT, name("d"), &new(0o755)).unwrap();
     dir.setxattr(cx, d.ino, b"system.posix_acl_default", &acl, XattrFlags::empty(), false).unwrap();
     // The default ACL takes the umask's place.
@@ -620,7 +622,7 @@ fn what_cannot_be_shared_is_said_in_one_sentence() {
     assert!(matches!(open("file"), OpenError::NotADirectory(_)));
     assert!(open("file").to_string().ends_with("it is not a directory"));
     fs::create_dir(tmp.path().join("closed")).unwrap();
-    fs::set_permissions(tmp.path().join("closed"), fs::Permissions::from_mode(0)).unwrap();
+    fs::set_permissions(tmp.path().join("closed"), fs::Permissions::from_mode(0o000)).unwrap();
     if !is_root() {
         assert!(matches!(open("closed"), OpenError::Permission(_)));
     }

@@ -68,7 +68,7 @@ impl Fixture {
 }
 
 /// A process of the host that holds a POSIX lock on a file.
-struct Holder(Child);
+struct Holder(Child, std::io::Lines<BufReader<std::process::ChildStdout>>);
 
 impl Holder {
     fn new(share: &Share, write: bool) -> Self {
@@ -80,13 +80,14 @@ impl Holder {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        assert!(lines.map_while(std::result::Result::ok).any(|line| line.contains("locked")));
-        Self(child)
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(lines.by_ref().map_while(std::result::Result::ok).any(|line| line.contains("locked")));
+        Self(child, lines)
     }
 
     fn end(mut self) {
         drop(self.0.stdin.take());
+        self.1.by_ref().for_each(drop);
         self.0.wait().unwrap();
     }
 }

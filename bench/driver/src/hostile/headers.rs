@@ -7,7 +7,7 @@ use ferry_wire::fuse::abi::{
 use zerocopy::IntoBytes;
 
 use super::subject::AREA_BYTES;
-use super::{Answer, Case, Expect, Subject};
+use super::{Answer, Case, Expect, Recovery, Subject};
 use crate::{Config, Driver, ROOT, Result};
 
 /// An inode or handle that no server has given out.
@@ -248,11 +248,13 @@ fn write(subject: &Subject, offset: u64, size: u32, data: &[u8]) -> Vec<u8> {
 fn sessions() -> Vec<Case> {
     let mut cases = Vec::new();
     for (major, minor) in [(0, 0), (6, 99), (7, 0), (8, 0), (u32::MAX, u32::MAX)] {
-        cases.push(Case::new(format!("init/again-{major}.{minor}"), Expect::Clean, move |subject| {
+        // INIT, good or not, may end the session that was there, and its handles.
+        let case = Case::new(format!("init/again-{major}.{minor}"), Expect::Clean, move |subject| {
             let args = InitIn { major, minor, ..InitIn::ZERO };
             let bytes = subject.bytes(Opcode::Init.as_raw(), 0, args.as_bytes());
             subject.send(&bytes, 4096)
-        }));
+        });
+        cases.push(case.recovering(Recovery::Reconnect));
     }
     cases.push(Case::bare("init/not-yet", |socket, options| {
         let mut driver = Driver::connect(socket, Config { timeout: options.drop_after, ..Config::default() })?;
@@ -273,6 +275,7 @@ fn answer<T>(result: Result<T>) -> Result<Answer> {
         Ok(_) => Ok(Answer::Reply(Vec::new())),
         Err(crate::Error::Errno(errno)) => Ok(Answer::Errno(errno)),
         Err(crate::Error::TimedOut(_)) => Ok(Answer::Dropped),
+        Err(crate::Error::BadReply(text)) => Ok(Answer::Malformed(text)),
         Err(error) => Err(error),
     }
 }

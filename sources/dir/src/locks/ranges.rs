@@ -76,7 +76,7 @@ mod tests {
 
     use super::*;
 
-    const BYTES: u64 = 24;
+    const BYTES: u8 = 24;
 
     fn kinds() -> impl Strategy<Value = LockKind> {
         prop_oneof![Just(LockKind::Read), Just(LockKind::Write), Just(LockKind::Unlock)]
@@ -87,11 +87,11 @@ mod tests {
         #[test]
         fn sets_like_an_array(steps in prop::collection::vec((0..BYTES, 0..BYTES, kinds()), 1..40)) {
             let mut ranges = Ranges::default();
-            let mut bytes = [LockKind::Unlock; BYTES as usize];
+            let mut bytes = [LockKind::Unlock; 24];
             for (a, b, kind) in steps {
                 let (start, end) = (a.min(b), a.max(b));
-                ranges.set(Range { start, end, kind, pid: 1 });
-                bytes[start as usize..=end as usize].fill(kind);
+                ranges.set(Range { start: start.into(), end: end.into(), kind, pid: 1 });
+                bytes[usize::from(start)..=usize::from(end)].fill(kind);
                 for (at, expected) in bytes.iter().enumerate() {
                     let at = at as u64;
                     let found = ranges.0.iter().find(|range| range.start <= at && at <= range.end);

@@ -1,0 +1,2 @@
+//! A probe.
+fn main(){}
