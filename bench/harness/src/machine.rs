@@ -24,7 +24,7 @@ pub struct Machine {
     pub ferry: String,
     /// The command.
     pub command: String,
-    /// When it ended, in UTC.
+    /// When it began, in UTC.
     pub date: String,
 }
 
@@ -43,7 +43,7 @@ impl Machine {
             cpu: model.map_or("unknown".into(), |(_, model)| model.trim().to_owned()),
             cpus: std::thread::available_parallelism().map_or(1, usize::from),
             kernel: kernel.trim().to_owned(),
-            file_system: said(Command::new("stat").args(["-f", "-c", "%T"]).arg(data)),
+            file_system: said(Command::new("findmnt").args(["-n", "-o", "FSTYPE", "-T"]).arg(data)),
             virtiofsd: version(virtiofsd),
             fio: version(fio),
             ferry: format!("{commit}{}", if changed { " with changes that are not committed" } else { "" }),

@@ -142,7 +142,7 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
     let Machine { cpu, cpus, kernel, file_system, guest_kernel, virtiofsd, fio, ferry, command, date } = machine;
     let _ = writeln!(
         out,
-        "`{command}`, ended {date} UTC. {runs} runs of each server, in turn; medians, with the least and the greatest \
+        "`{command}`, begun {date} UTC. {runs} runs of each server, in turn; medians, with the least and the greatest \
          in brackets. A ratio above 1 means that Ferry is better, whatever the unit.\n\n\
          | | |\n| --- | --- |\n\
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\

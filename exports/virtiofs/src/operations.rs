@@ -18,6 +18,7 @@ const COPY_BYTES_MAX: u64 = 0xffff_f000;
 
 impl Handler {
     pub(crate) fn serve_operation(&mut self, cx: &Context<'_>, operation: &Operation<'_>, io: &mut Io<'_>) -> Answer {
+        tracing::trace!(ino = cx.ino.0, ?operation, "request");
         if self.share.read_only && changes_something(operation) {
             return Answer::Done(reply::write_error(cx.chain, cx.unique, Errno::ROFS));
         }
