@@ -68,10 +68,7 @@ const _: () = assert!(size_of::<Segment>() == size_of::<libc::iovec>());
 #[derive(Debug, thiserror::Error)]
 pub enum TransfersError {
     /// No ring.
-    #[error(
-        "io_uring is not available ({0}); allow it (sysctl kernel.io_uring_disabled=0, seccomp, memlock limit) \
-         or choose plain system calls (--io sync)"
-    )]
+    #[error("io_uring is not available ({0}); allow it (sysctl kernel.io_uring_disabled=0, seccomp, memlock limit)")]
     Setup(io::Error),
     /// The ring failed later on.
     #[error("waiting for transfers failed: {0}")]

@@ -131,6 +131,12 @@ pub struct Share {
     #[arg(long)]
     #[serde(default)]
     pub allow_direct_io: bool,
+
+    /// Offer no extended attributes and ACLs: spares `ls -l` two requests for each file, and a new file's first
+    /// write one.
+    #[arg(long)]
+    #[serde(default)]
+    pub no_xattr: bool,
 }
 
 #[derive(Debug, clap::Args)]

@@ -122,6 +122,7 @@ fn options(share: &Share) -> ferry_virtiofs::Options {
         tag: share.tag.clone(),
         cache: share.cache.into(),
         writeback: share.writeback,
+        xattr: !share.no_xattr,
         ..ferry_virtiofs::Options::default()
     };
     if let Some(queues) = share.queues {

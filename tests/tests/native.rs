@@ -238,7 +238,11 @@ fn waiting_locks_hold_no_queue() {
         })
         .collect();
     driver.getattr(ROOT).unwrap();
-    assert!(Process::now().threads <= threads + 4, "{} threads for 100 waiting locks", Process::now().threads - threads);
+    assert!(
+        Process::now().threads <= threads + 4,
+        "{} threads for 100 waiting locks",
+        Process::now().threads - threads
+    );
     driver.setlk(entry.nodeid, open.fh, 1, unlock(), 0).unwrap();
     let mut left = waiting;
     let end = Instant::now() + Duration::from_secs(20);
@@ -285,7 +289,9 @@ fn special_files_are_never_opened() {
         assert!(driver.open(entry.nodeid, 0).is_err(), "OPEN of {name}");
     }
     let kinds = ["fifo-made", "socket-made", "null-made"].map(|name| fs::metadata(share.path.join(name)).unwrap());
-    assert!(kinds[0].file_type().is_fifo() && kinds[1].file_type().is_socket() && kinds[2].file_type().is_char_device());
+    assert!(
+        kinds[0].file_type().is_fifo() && kinds[1].file_type().is_socket() && kinds[2].file_type().is_char_device()
+    );
     assert_eq!(kinds[2].rdev(), rustix::fs::makedev(1, 3));
 }
 

@@ -1,18 +1,24 @@
 //! A guest that runs one command after the other, as it is told.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, PipeWriter, Write};
+use std::io::{BufRead, BufReader, ErrorKind, PipeWriter, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use ferry_guest::{Cache, Device, Guest, Input, Mount, Output, Running};
 
 use crate::server::TAG;
 
 /// Where the share is in the guest.
 const MOUNT_POINT: &str = "/mnt/share";
+
+/// How long the command loop may take until it reads.
+const START_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How often it is looked whether the server still runs.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// How the line that ends a command's output begins.
 const END: &str = "@@ferry-bench";
@@ -62,47 +68,45 @@ impl Agent {
         let stdin = running.stdin.take().context("the guest has no standard input")?;
         let stdout = running.stdout.take().context("the guest has no standard output")?;
         let mut agent = Self { stdin, stdout: BufReader::new(stdout), _running: running };
-        agent.collect(Duration::from_secs(20)).context("the guest's command loop does not start")?;
+        agent.collect(START_TIMEOUT, &mut || true).context("the guest's command loop does not start")?;
         Ok(agent)
     }
 
     /// Runs one line of shell in the share. An error is a command that failed, or a guest that did not answer; the
-    /// guest is of no use after the latter.
-    pub fn run(&mut self, line: &str, timeout: Duration) -> Result<Done> {
+    /// guest is of no use after the latter. It stops waiting when its server is not `alive`.
+    pub fn run(&mut self, line: &str, timeout: Duration, alive: &mut dyn FnMut() -> bool) -> Result<Done> {
         debug_assert!(!line.contains('\n'), "a command is one line");
         self.stdin.write_all(format!("{line}\n").as_bytes()).context("the guest has gone")?;
-        let (status, done) = self.collect(timeout)?;
+        let (status, done) = self.collect(timeout, alive)?;
         if status != 0 {
             return Err(Failed { status, output: tail(&done.output) }.into());
         }
         Ok(done)
     }
 
-    fn collect(&mut self, timeout: Duration) -> Result<(i32, Done)> {
+    fn collect(&mut self, timeout: Duration, alive: &mut dyn FnMut() -> bool) -> Result<(i32, Done)> {
         let deadline = Instant::now() + timeout;
         let mut output = Vec::new();
+        let mut begin = 0;
+        self.stdout.get_ref().set_read_timeout(Some(LOOK_INTERVAL))?;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                bail!("the guest did not answer within {} s", timeout.as_secs());
-            }
-            self.stdout.get_ref().set_read_timeout(Some(left))?;
-            let begin = output.len();
-            let read = loop {
-                match self.stdout.read_until(b'\n', &mut output) {
-                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                    result => break result,
-                }
-            };
-            match read {
+            // What came before the time ran out stays in `output`.
+            match self.stdout.read_until(b'\n', &mut output) {
                 Ok(0) => bail!("the guest has gone; it said: {}", tail(&String::from_utf8_lossy(&output))),
-                Ok(_) => {}
-                Err(_) => bail!("the guest did not answer within {} s", timeout.as_secs()),
+                Ok(_) => {
+                    if let Some((status, elapsed)) = parse_end(&String::from_utf8_lossy(&output[begin..])) {
+                        output.truncate(begin);
+                        return Ok((status, Done { output: String::from_utf8_lossy(&output).into_owned(), elapsed }));
+                    }
+                    begin = output.len();
+                }
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    ensure!(alive(), "the guest waits for a server that is gone");
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error).context("the guest's output cannot be read"),
             }
-            if let Some((status, elapsed)) = parse_end(&String::from_utf8_lossy(&output[begin..])) {
-                output.truncate(begin);
-                return Ok((status, Done { output: String::from_utf8_lossy(&output).into_owned(), elapsed }));
-            }
+            ensure!(Instant::now() < deadline, "the guest did not answer within {} s", timeout.as_secs());
         }
     }
 }

@@ -58,7 +58,8 @@ impl Session {
     /// Runs a command in the guest.
     pub fn run(&mut self, line: &str, timeout: Duration) -> Result<Done> {
         let server = &mut self.server;
-        self.agent.run(line, timeout).map_err(|error| if is_failed(&error) { error } else { blame(error, server) })
+        let result = self.agent.run(line, timeout, &mut || server.is_alive());
+        result.map_err(|error| if is_failed(&error) { error } else { blame(error, server) })
     }
 }
 

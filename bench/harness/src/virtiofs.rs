@@ -16,9 +16,6 @@ use crate::session::{Place, Session, is_failed};
 /// The table's name.
 pub const TABLE: &str = "virtiofs";
 
-/// How long a command in the guest may take beside its own time.
-const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
-
 /// How long each thing takes.
 #[derive(Debug, Clone, Copy)]
 pub struct Effort {
@@ -30,21 +27,30 @@ pub struct Effort {
     pub native_seconds: f64,
     /// Requests of a counting run.
     pub count_requests: u64,
+    /// How long a command in the guest may take beside its own time.
+    pub timeout: Duration,
     /// When no further row begins.
     pub limit: Option<Duration>,
 }
 
 impl Effort {
     /// The full run.
-    pub const FULL: Self =
-        Self { runs: 5, fio: Duration::from_secs(3), native_seconds: 1.0, count_requests: 20_000, limit: None };
+    pub const FULL: Self = Self {
+        runs: 5,
+        fio: Duration::from_secs(3),
+        native_seconds: 1.0,
+        count_requests: 20_000,
+        timeout: Duration::from_secs(60),
+        limit: None,
+    };
     /// The quick one: under five minutes, whatever happens.
     pub const QUICK: Self = Self {
         runs: 3,
         fio: Duration::from_millis(700),
         native_seconds: 0.3,
         count_requests: 4000,
-        limit: Some(Duration::from_secs(270)),
+        timeout: Duration::from_secs(25),
+        limit: Some(Duration::from_secs(250)),
     };
 }
 
@@ -138,7 +144,7 @@ impl Runner {
         if !self.sessions.contains_key(peer.name()) {
             let mut session = Session::start(&self.place, peer, config).context("no guest")?;
             if self.guest_kernel.is_none() {
-                let said = session.run("uname -r", COMMAND_TIMEOUT)?;
+                let said = session.run("uname -r", self.effort.timeout)?;
                 self.guest_kernel = Some(said.output.trim().to_owned());
             }
             self.sessions.insert(peer.name(), session);
@@ -148,7 +154,7 @@ impl Runner {
 
     fn fio_run(&mut self, peer: Peer, config: Config, job: Job) -> Result<f64> {
         let command = fio::command(&self.fio, job, self.effort.fio);
-        let timeout = COMMAND_TIMEOUT + self.effort.fio;
+        let timeout = self.effort.timeout + self.effort.fio;
         if job.write {
             self.data.settle();
         }
@@ -158,9 +164,10 @@ impl Runner {
 
     fn task_run(&mut self, peer: Peer, config: Config, task: Task) -> Result<f64> {
         let run = self.data.task(task)?;
+        let timeout = self.effort.timeout;
         let session = self.session(peer, config)?;
-        session.run(&run.before, COMMAND_TIMEOUT)?;
-        let done = session.run(&run.timed, COMMAND_TIMEOUT)?;
+        session.run(&run.before, timeout)?;
+        let done = session.run(&run.timed, timeout)?;
         Ok(done.elapsed.as_secs_f64() * 1000.0)
     }
 

@@ -19,6 +19,7 @@ pub(crate) struct Share {
     pub(crate) source: Arc<dyn FileSystem>,
     pub(crate) policy: Policy,
     pub(crate) read_only: bool,
+    pub(crate) xattr: bool,
     pub(crate) complaints: Complaints,
     pub(crate) lane: Lane,
 }
@@ -35,6 +36,7 @@ impl VirtioFs {
         let share = Share {
             policy: Policy::new(&options, features),
             read_only: features.read_only,
+            xattr: options.xattr,
             source,
             complaints: Complaints::default(),
             lane: Lane::default(),

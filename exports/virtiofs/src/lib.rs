@@ -54,6 +54,9 @@ pub struct Options {
     pub attr_timeout: Option<Duration>,
     /// Let the guest's page cache hold written data back. The source must have been told.
     pub writeback: bool,
+    /// Extended attributes and POSIX ACLs. Without them the guest asks once and never again: it spares `ls -l` two
+    /// requests for each file, and the first write to a new file one.
+    pub xattr: bool,
     /// How data is moved.
     pub io: IoMode,
 }
@@ -75,6 +78,7 @@ impl Default for Options {
             entry_timeout: None,
             attr_timeout: None,
             writeback: false,
+            xattr: true,
             io: IoMode::Auto,
         }
     }

@@ -101,6 +101,14 @@ impl Handler {
                 }));
             }
             Operation::Statfs => return Ok(cx.done(&Reply::Statfs(source.statfs(caller, ino)?))),
+            Operation::Setxattr { .. }
+            | Operation::Getxattr { .. }
+            | Operation::Listxattr { .. }
+            | Operation::Removexattr { .. }
+                if !self.share.xattr =>
+            {
+                return Err(Errno::NOSYS);
+            }
             Operation::Setxattr { name, value, flags, clear_sgid } => {
                 source.setxattr(caller, ino, name, value, flags, clear_sgid)?;
             }

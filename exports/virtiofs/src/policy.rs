@@ -60,14 +60,16 @@ impl Policy {
             | InitFlags::CREATE_SUPP_GROUP
             | InitFlags::DIRECT_IO_ALLOW_MMAP
             | InitFlags::ALLOW_IDMAP;
-        // Entries that expire at once are not worth looking up beforehand.
+        // Entries that expire at once are not worth looking up beforehand. Otherwise every listing brings its inodes
+        // along: READDIRPLUS_AUTO would do so for the first 4 KiB of a directory only, and then a walk that looks
+        // at every file (find, ls -l, du, git) asks for each of the rest by itself.
         if !timeouts.entry.is_zero() || !timeouts.attr.is_zero() {
-            flags = flags | InitFlags::DO_READDIRPLUS | InitFlags::READDIRPLUS_AUTO;
+            flags |= InitFlags::DO_READDIRPLUS;
         }
         let optional = [
             (features.posix_locks, InitFlags::POSIX_LOCKS),
             (features.flock, InitFlags::FLOCK_LOCKS),
-            (features.posix_acl, InitFlags::POSIX_ACL),
+            (features.posix_acl && options.xattr, InitFlags::POSIX_ACL),
             (options.writeback, InitFlags::WRITEBACK_CACHE),
             (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
             (options.cache == Cache::Always, InitFlags::CACHE_SYMLINKS),

@@ -1,2 +1,64 @@
-//! A probe.
-fn main(){}
+//! Checks a file system from within: what each system call must do, one small check after the other.
+//!
+//! `ferry-probe DIR [CHECK...]` runs the checks in fresh folders below DIR and says of each `NAME ok` or
+//! `NAME FAILED: why`. It runs in the guest on a share, and on the host as a reference: what fails there too is
+//! not the share's fault. `ferry-probe --role ROLE ARG...` is one of several processes of a check.
+
+#![allow(clippy::unwrap_used, reason = "a check that cannot go on has failed")]
+
+mod files;
+mod locks;
+mod many;
+mod names;
+mod privileges;
+mod space;
+mod special;
+mod sys;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Mutex;
+
+/// A check's name, and what it does in a folder of its own.
+type Check = (&'static str, fn(&Path));
+
+/// Where and why the last check failed.
+static WHY: Mutex<String> = Mutex::new(String::new());
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    // SAFETY: nothing else runs yet; umask has no preconditions.
+    unsafe { libc::umask(0o022) };
+    if let Some(("--role", args)) = args.split_first().map(|(first, rest)| (first.as_str(), rest)) {
+        return many::role(args);
+    }
+    let Some((dir, wanted)) = args.split_first() else {
+        eprintln!("ferry-probe: usage: ferry-probe DIR [CHECK...]");
+        return ExitCode::from(2);
+    };
+    std::panic::set_hook(Box::new(|info| *WHY.lock().unwrap() = info.to_string().replace('\n', " ")));
+    let all =
+        [files::CHECKS, locks::CHECKS, many::CHECKS, names::CHECKS, privileges::CHECKS, space::CHECKS, special::CHECKS];
+    let mut failed = false;
+    for (name, check) in all.concat() {
+        if !wanted.is_empty() && !wanted.iter().any(|one| one == name) {
+            continue;
+        }
+        let folder = Path::new(dir).join(format!("probe-{name}"));
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            let _ = std::fs::remove_dir_all(&folder);
+            std::fs::create_dir(&folder).unwrap();
+            check(&folder);
+            std::fs::remove_dir_all(&folder).unwrap();
+        }));
+        match outcome {
+            Ok(()) => println!("{name} ok"),
+            Err(_) => {
+                failed = true;
+                println!("{name} FAILED: {}", WHY.lock().unwrap());
+            }
+        }
+    }
+    ExitCode::from(u8::from(failed))
+}

@@ -1,0 +1,268 @@
+//! Several processes at once, in one guest or in several: see [`role`].
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::Check;
+use crate::sys::{Mapping, fcntl_lock};
+
+pub const CHECKS: &[Check] = &[
+    ("appending-processes", appending_processes),
+    ("counting-processes", counting_processes),
+    ("listing-while-it-changes", listing_while_it_changes),
+    ("mapping-processes", mapping_processes),
+    ("parallel-creates", parallel_creates),
+];
+
+/// Another process of this program. It is killed on drop.
+pub struct Role {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Role {
+    pub fn start(args: &[&str]) -> Self {
+        let mut child = Command::new("/proc/self/exe")
+            .arg("--role")
+            .args(args)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Self { child, input, output }
+    }
+
+    /// A process that has the lock.
+    pub fn hold(kind: &str, path: &Path) -> Self {
+        let mut role = Self::start(&["hold", kind, path.to_str().unwrap()]);
+        assert_eq!(role.line(), "held");
+        role
+    }
+
+    /// Whether another process can have the lock now.
+    pub fn try_lock(kind: &str, path: &Path) -> bool {
+        Self::start(&["try", kind, path.to_str().unwrap()]).line() == "held"
+    }
+
+    /// What it says next.
+    pub fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().into()
+    }
+
+    /// Lets it end.
+    pub fn finish(&mut self) {
+        self.input = None;
+        assert!(self.child.wait().unwrap().success());
+    }
+
+    /// Kills it without waiting for its end.
+    pub fn signal(&mut self) {
+        self.child.kill().unwrap();
+    }
+
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Role {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// What a process is to do.
+pub fn role(args: &[String]) -> ExitCode {
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match args[..] {
+        ["hold", kind, path] => {
+            let file = open(path);
+            lock(kind, &file, true).unwrap();
+            println!("held");
+            let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        }
+        ["try", kind, path] => match lock(kind, &open(path), false) {
+            Ok(()) => println!("held"),
+            Err(_) => println!("taken"),
+        },
+        ["get-lock", path] => {
+            let found = fcntl_lock(&open(path), libc::F_GETLK, libc::F_WRLCK, 0, 0).unwrap();
+            println!("{} {}", found.l_type, found.l_pid);
+        }
+        ["range-free", path, start, len] => {
+            let (start, len) = (start.parse().unwrap(), len.parse().unwrap());
+            let free = fcntl_lock(&open(path), libc::F_SETLK, libc::F_WRLCK, start, len).is_ok();
+            println!("{}", if free { "free" } else { "taken" });
+        }
+        ["hold-then-wait", path] => {
+            let file = open(path);
+            fcntl_lock(&file, libc::F_SETLK, libc::F_WRLCK, 1, 1).unwrap();
+            println!("held");
+            fcntl_lock(&file, libc::F_SETLKW, libc::F_WRLCK, 0, 1).unwrap();
+            println!("got");
+        }
+        ["append", path, name, count] => append(path, name, count.parse().unwrap()),
+        ["count", kind, folder, count] => count_up(kind, Path::new(folder), count.parse().unwrap()),
+        ["churn", folder, seconds] => churn(Path::new(folder), seconds.parse().unwrap()),
+        ["map-write", path, at, text] => {
+            let mut map = Mapping::new(&open(path), 65_536).unwrap();
+            map.write(at.parse().unwrap(), text.as_bytes());
+            map.sync();
+        }
+        ["create", folder, name, count] => {
+            for number in 0..count.parse::<u32>().unwrap() {
+                let path = Path::new(folder).join(format!("{name}{number}"));
+                fs::write(&path, name).unwrap();
+                fs::rename(&path, Path::new(folder).join(format!("{name}-{number}"))).unwrap();
+            }
+        }
+        _ => {
+            eprintln!("ferry-probe: no role {args:?}");
+            return ExitCode::from(2);
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn open(path: &str) -> File {
+    File::options().read(true).write(true).create(true).truncate(false).open(path).unwrap()
+}
+
+fn lock(kind: &str, file: &File, wait: bool) -> std::io::Result<()> {
+    let pick = |waits, not| if wait { waits } else { not };
+    match kind {
+        "posix" => fcntl_lock(file, pick(libc::F_SETLKW, libc::F_SETLK), libc::F_WRLCK, 0, 0).map(drop),
+        "ofd" => fcntl_lock(file, pick(libc::F_OFD_SETLKW, libc::F_OFD_SETLK), libc::F_WRLCK, 0, 0).map(drop),
+        "flock" => {
+            let operation = if wait { FlockOperation::LockExclusive } else { FlockOperation::NonBlockingLockExclusive };
+            Ok(flock(file, operation)?)
+        }
+        _ => panic!("no kind of lock {kind}"),
+    }
+}
+
+/// Lines of different lengths, each in one write.
+fn append(path: &str, name: &str, count: usize) {
+    let mut file = File::options().append(true).create(true).open(path).unwrap();
+    for number in 0..count {
+        let line = format!("{name} {number} {}\n", name.repeat(number % 50));
+        file.write_all(line.as_bytes()).unwrap();
+    }
+}
+
+/// What [`append`] by several has left.
+fn check_appended(path: &Path, names: &[&str], count: usize) {
+    let text = fs::read_to_string(path).unwrap();
+    let lines: BTreeSet<&str> = text.lines().collect();
+    assert_eq!(text.lines().count(), names.len() * count, "lines were lost or torn");
+    for name in names {
+        for number in 0..count {
+            let line = format!("{name} {number} {}", name.repeat(number % 50));
+            assert!(lines.contains(line.as_str()), "a line of {name} is missing");
+        }
+    }
+}
+
+/// Adds one to a number in a file, under a lock, over and over. The file is opened anew each time: caches that
+/// promise close-to-open see what the last one wrote.
+fn count_up(kind: &str, folder: &Path, count: u32) {
+    let guard = open(folder.join("lock").to_str().unwrap());
+    for _ in 0..count {
+        lock(kind, &guard, true).unwrap();
+        let file = open(folder.join("number").to_str().unwrap());
+        let mut bytes = [0; 8];
+        let read = file.read_at(&mut bytes, 0).unwrap();
+        let number = if read == 8 { u64::from_le_bytes(bytes) } else { 0 };
+        file.write_all_at(&(number + 1).to_le_bytes(), 0).unwrap();
+        drop(file);
+        match kind {
+            "flock" => flock(&guard, FlockOperation::Unlock).unwrap(),
+            "ofd" => drop(fcntl_lock(&guard, libc::F_OFD_SETLK, libc::F_UNLCK, 0, 0).unwrap()),
+            _ => drop(fcntl_lock(&guard, libc::F_SETLK, libc::F_UNLCK, 0, 0).unwrap()),
+        }
+    }
+}
+
+/// Makes and removes files whose names begin with `c`.
+fn churn(folder: &Path, seconds: f64) {
+    let start = std::time::Instant::now();
+    let mut number = 0_u64;
+    while start.elapsed().as_secs_f64() < seconds {
+        fs::write(folder.join(format!("c{number}")), "").unwrap();
+        if number >= 100 {
+            fs::remove_file(folder.join(format!("c{}", number - 100))).unwrap();
+        }
+        number += 1;
+    }
+}
+
+fn appending_processes(dir: &Path) {
+    let path = dir.join("file");
+    let names = ["a", "bb", "ccc"];
+    let mut roles = names.map(|name| Role::start(&["append", path.to_str().unwrap(), name, "200"]));
+    roles.iter_mut().for_each(Role::finish);
+    check_appended(&path, &names, 200);
+}
+
+fn counting_processes(dir: &Path) {
+    for kind in ["posix", "flock", "ofd"] {
+        let folder = dir.join(kind);
+        fs::create_dir(&folder).unwrap();
+        let mut roles: Vec<_> = (0..3).map(|_| Role::start(&["count", kind, folder.to_str().unwrap(), "50"])).collect();
+        roles.iter_mut().for_each(Role::finish);
+        assert_eq!(fs::read(folder.join("number")).unwrap(), 150_u64.to_le_bytes(), "{kind}");
+    }
+}
+
+/// How many files stand still while others come and go; `FERRY_PROBE_ENTRIES` has it otherwise.
+const ENTRIES: usize = 2000;
+
+fn listing_while_it_changes(dir: &Path) {
+    let entries = std::env::var("FERRY_PROBE_ENTRIES").map_or(ENTRIES, |number| number.parse().unwrap());
+    for number in 0..entries {
+        fs::write(dir.join(format!("s{number}")), "").unwrap();
+    }
+    let seconds = if entries > ENTRIES { "20" } else { "3" };
+    let mut other = Role::start(&["churn", dir.to_str().unwrap(), seconds]);
+    for round in 0..5 {
+        let names: Vec<OsString> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        let still: Vec<_> = names.iter().filter(|name| name.as_encoded_bytes().starts_with(b"s")).collect();
+        let unique: BTreeSet<_> = still.iter().collect();
+        assert_eq!((still.len(), unique.len()), (entries, entries), "listing {round}: entries are missing or doubled");
+    }
+    other.finish();
+}
+
+fn mapping_processes(dir: &Path) {
+    let path = dir.join("file");
+    let file = open(path.to_str().unwrap());
+    file.set_len(65_536).unwrap();
+    let map = Mapping::new(&file, 65_536).unwrap();
+    assert_eq!(map.read(40_000, 3), [0; 3]);
+    Role::start(&["map-write", path.to_str().unwrap(), "40000", "abc"]).finish();
+    assert_eq!(map.read(40_000, 3), b"abc");
+}
+
+fn parallel_creates(dir: &Path) {
+    let names = ["a", "b", "c", "d"];
+    let mut roles = names.map(|name| Role::start(&["create", dir.to_str().unwrap(), name, "100"]));
+    roles.iter_mut().for_each(Role::finish);
+    let found: BTreeSet<_> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let expected: BTreeSet<_> =
+        names.iter().flat_map(|name| (0..100).map(move |number| format!("{name}-{number}"))).collect();
+    assert_eq!(found, expected);
+}
