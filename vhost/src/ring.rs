@@ -32,7 +32,11 @@ pub(crate) struct RingAddresses {
 pub(crate) enum RingError {
     #[error("a queue of {0} entries: it must be a power of two up to {QUEUE_SIZE_MAX}")]
     Size(u32),
-    #[error("the {part} ring at {address:#x} is not wholly in guest memory, or not aligned")]
+    #[error(
+        "the {part} ring at {address:#x} is not in memory that the VMM shares with us: share the guest's memory \
+         (QEMU: -object memory-backend-memfd,id=mem,size=SIZE,share=on -numa node,memdev=mem; \
+         libvirt: <access mode='shared'/> in <memoryBacking>; cloud-hypervisor: --memory shared=on)"
+    )]
     Address { part: &'static str, address: u64 },
     #[error("the driver's index jumped from {from} to {to} in a queue of {size}")]
     Jump { from: u16, to: u16, size: u16 },
