@@ -1,5 +1,7 @@
 //! How long to look for work before sleeping.
 
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// The first step up from not polling at all.
@@ -16,6 +18,21 @@ const VAIN_MAX: u32 = 3;
 /// wake-ups.
 const REST: u32 = 256;
 
+/// Workers of this process that are not asleep.
+static AWAKE: AtomicUsize = AtomicUsize::new(0);
+
+/// CPUs of the machine, whichever of them this process may use: the others are where its clients run.
+static CPUS: LazyLock<usize> = LazyLock::new(|| {
+    // SAFETY: sysconf has no preconditions.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).unwrap_or(1)
+});
+
+/// A worker that polls takes a CPU from whoever makes the work on a machine with only one, and from other workers
+/// where more are awake than there are CPUs.
+fn is_cpu_to_spare() -> bool {
+    *CPUS > 1 && AWAKE.load(Ordering::Relaxed) <= *CPUS
+}
+
 /// Adaptive polling, as KVM does for halted CPUs: a sleep that was shorter than the bound could have been spared
 /// by polling, so poll longer next time; a sleep that was longer makes polling a waste, so poll less. KVM can see
 /// whether another task waits for the CPU; we conclude it from polls in vain.
@@ -30,12 +47,13 @@ pub struct Spin {
 impl Spin {
     /// Never polls longer than `max` before a sleep; zero never polls.
     pub fn new(max: Duration) -> Self {
+        AWAKE.fetch_add(1, Ordering::Relaxed);
         Self { now: max.min(STEP_MIN), max, vain: 0, rest: 0 }
     }
 
     /// Asks `ready` again and again for as long as polling has paid lately. Answers whether it said yes.
     pub fn poll(&mut self, mut ready: impl FnMut() -> bool) -> bool {
-        if self.now.is_zero() {
+        if self.now.is_zero() || !is_cpu_to_spare() {
             return ready();
         }
         let start = Instant::now();
@@ -47,7 +65,7 @@ impl Spin {
                 }
                 std::hint::spin_loop();
             }
-            if start.elapsed() >= self.now {
+            if start.elapsed() >= self.now || !is_cpu_to_spare() {
                 return false;
             }
         }
@@ -57,11 +75,15 @@ impl Spin {
     pub fn sleep<T>(&mut self, sleep: impl FnOnce() -> T) -> T {
         if self.rest > 0 {
             self.rest -= 1;
-            return sleep();
+            return asleep(sleep);
         }
+        let spared = is_cpu_to_spare();
         let start = Instant::now();
-        let outcome = sleep();
-        self.learn(start.elapsed());
+        let outcome = asleep(sleep);
+        // Polling that was not tried was not in vain either.
+        if spared {
+            self.learn(start.elapsed());
+        }
         outcome
     }
 
@@ -77,6 +99,19 @@ impl Spin {
             self.vain += 1;
             self.now = (self.now * 2).max(STEP_MIN).min(self.max);
         }
+    }
+}
+
+fn asleep<T>(sleep: impl FnOnce() -> T) -> T {
+    AWAKE.fetch_sub(1, Ordering::Relaxed);
+    let outcome = sleep();
+    AWAKE.fetch_add(1, Ordering::Relaxed);
+    outcome
+}
+
+impl Drop for Spin {
+    fn drop(&mut self) {
+        AWAKE.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -119,9 +154,20 @@ mod tests {
         for _ in 0..REST {
             spin.sleep(|| ());
         }
-        assert!(spin.now.is_zero());
-        spin.sleep(|| ());
+        assert_eq!((spin.now, spin.rest), (Duration::ZERO, 0));
+        spin.learn(STEP_MIN);
         assert_eq!(spin.now, STEP_MIN, "and tries again");
+    }
+
+    #[test]
+    fn nobody_polls_without_a_cpu_to_spare() {
+        let mut spins: Vec<Spin> = (0..=*CPUS).map(|_| Spin::new(MAX)).collect();
+        let mut asked = 0;
+        assert!(!spins[0].poll(|| {
+            asked += 1;
+            false
+        }));
+        assert_eq!(asked, 1);
     }
 
     #[test]

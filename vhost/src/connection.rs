@@ -42,8 +42,12 @@ struct Queue<M> {
     error: Option<OwnedFd>,
     enabled: bool,
     running: bool,
-    worker: Option<(Arc<Port<M>>, JoinHandle<()>)>,
+    /// Whoever serves it, from its first start on.
+    worker: Option<Arc<Port<M>>>,
 }
+
+/// A worker's port and thread; absent until one of its queues starts.
+type Thread<M> = Option<(Arc<Port<M>>, JoinHandle<()>)>;
 
 impl<M> Default for Queue<M> {
     fn default() -> Self {
@@ -67,14 +71,16 @@ pub(crate) struct Connection<D: Device> {
     memory: Memory,
     features: u64,
     queues: Vec<Queue<Message<D>>>,
+    workers: Vec<Thread<Message<D>>>,
     complaints: Arc<Complaints>,
 }
 
 impl<D: Device> Connection<D> {
     pub(crate) fn new(device: Arc<D>) -> Self {
         let queues = (0..device.queue_count()).map(|_| Queue::default()).collect();
+        let workers = (0..device.worker_count()).map(|_| None).collect();
         let session = Arc::new(device.session());
-        Self { device, session, memory: Memory::default(), features: 0, queues, complaints: Arc::default() }
+        Self { device, session, memory: Memory::default(), features: 0, queues, workers, complaints: Arc::default() }
     }
 
     fn offered(&self) -> u64 {
@@ -85,9 +91,9 @@ impl<D: Device> Connection<D> {
         usize::try_from(index).ok().and_then(|index| self.queues.get_mut(index)).ok_or(Error::InvalidParam)
     }
 
-    /// The worker of a queue, started on first use.
+    /// A worker, started on first use.
     fn worker(&mut self, index: usize) -> Result<Arc<Port<Message<D>>>> {
-        if let Some((port, _)) = &self.queues[index].worker {
+        if let Some((port, _)) = &self.workers[index] {
             return Ok(Arc::clone(port));
         }
         let port = Arc::new(Port(Mailbox::new().map_err(|error| Error::ReqHandlerError(error.into()))?));
@@ -115,7 +121,7 @@ impl<D: Device> Connection<D> {
             let _ = thread.join();
             return Err(Error::BackendInternalError);
         }
-        self.queues[index].worker = Some((Arc::clone(&port), thread));
+        self.workers[index] = Some((Arc::clone(&port), thread));
         Ok(port)
     }
 
@@ -137,9 +143,10 @@ impl<D: Device> Connection<D> {
             call: queue.call.as_ref().map(clone).transpose()?,
             error: queue.error.as_ref().map(clone).transpose()?,
         };
-        let port = self.worker(index)?;
+        let port = self.worker(self.device.worker_of(index))?;
         let (reply, outcome) = channel();
-        port.0.post(Letter::Control(Control::Start(start, reply)));
+        port.0.post(Letter::Control(Control::Start(index, start, reply)));
+        self.queues[index].worker = Some(port);
         match outcome.recv() {
             Ok(Ok(())) => self.queues[index].running = true,
             Ok(Err(reason)) => {
@@ -154,9 +161,9 @@ impl<D: Device> Connection<D> {
     /// Stops the queue, if it runs, and notes where.
     fn stop(&mut self, index: usize) {
         let queue = &mut self.queues[index];
-        let Some((port, _)) = queue.worker.as_ref().filter(|_| queue.running) else { return };
+        let Some(port) = queue.worker.as_ref().filter(|_| queue.running) else { return };
         let (reply, base) = channel();
-        port.0.post(Letter::Control(Control::Stop(reply)));
+        port.0.post(Letter::Control(Control::Stop(index, reply)));
         queue.running = false;
         if let Ok(base) = base.recv() {
             queue.base = base;
@@ -195,12 +202,12 @@ impl<D: Device> Connection<D> {
 
 impl<D: Device> Drop for Connection<D> {
     fn drop(&mut self) {
-        for (port, _) in self.queues.iter().filter_map(|queue| queue.worker.as_ref()) {
+        for (port, _) in self.workers.iter().flatten() {
             port.0.post(Letter::Control(Control::Quit));
         }
-        for (_, thread) in self.queues.iter_mut().filter_map(|queue| queue.worker.take()) {
+        for (_, thread) in self.workers.iter_mut().filter_map(Option::take) {
             if thread.join().is_err() {
-                tracing::error!("a worker panicked; its queue was not served any more");
+                tracing::error!("a worker panicked; its queues were not served any more");
             }
         }
     }
@@ -295,9 +302,9 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let queue = self.queue(u32::from(index))?;
         queue.call = fd.map(OwnedFd::from);
-        if let Some((port, _)) = &queue.worker {
+        if let Some(port) = &queue.worker {
             let call = queue.call.as_ref().map(OwnedFd::try_clone).transpose().map_err(Error::ReqHandlerError)?;
-            port.0.post(Letter::Control(Control::Call(call)));
+            port.0.post(Letter::Control(Control::Call(usize::from(index), call)));
         }
         Ok(())
     }

@@ -36,7 +36,7 @@ pub const QUEUE_SIZE_MAX: u16 = 1024;
 
 /// A device, as the front end sees it.
 pub trait Device: Send + Sync + 'static {
-    /// Serves one queue of one connection.
+    /// Serves one worker's queues of one connection.
     type Handler: QueueHandler;
     /// What the queues of one connection share.
     type Session: Send + Sync + 'static;
@@ -49,11 +49,15 @@ pub trait Device: Send + Sync + 'static {
     }
     /// The device's configuration space; `None` leaves it to the front end.
     fn config(&self) -> Option<Vec<u8>>;
-    /// How queue `index` is to be served.
+    /// How many workers serve the queues.
+    fn worker_count(&self) -> usize;
+    /// Which worker serves queue `index`.
+    fn worker_of(&self, index: usize) -> usize;
+    /// How worker `index` is to work.
     fn worker_options(&self, index: usize) -> WorkerOptions;
     /// Begins a connection.
     fn session(&self) -> Self::Session;
-    /// Makes the handler of queue `index`, on the thread that will use it.
+    /// Makes the handler of worker `index`, on the thread that will use it.
     fn handler(
         &self,
         session: &std::sync::Arc<Self::Session>,

@@ -7,6 +7,7 @@ use crate::memory::Memory;
 
 /// A chain whose answer is still to come, with the memory that it lies in.
 struct Busy {
+    queue: usize,
     chain: Chain,
     _memory: Rc<Memory>,
     parked: bool,
@@ -35,7 +36,7 @@ impl Slots {
         let index = match self.free.last() {
             Some(index) => *index,
             None => {
-                let index = u32::try_from(self.slots.len()).expect("a ring has at most 1024 chains");
+                let index = u32::try_from(self.slots.len()).expect("a few rings have at most 1024 chains each");
                 self.slots.push(Slot::default());
                 self.free.push(index);
                 index
@@ -44,17 +45,23 @@ impl Slots {
         u64::from(self.slots[index as usize].generation) << 32 | u64::from(index)
     }
 
-    /// Keeps a chain under the token last given, and leaves an empty one in its place.
-    pub(crate) fn put(&mut self, chain: &mut Chain, memory: &Rc<Memory>, spare: Chain, parked: bool) {
+    /// Keeps a chain of a queue under the token last given.
+    pub(crate) fn put(&mut self, queue: usize, chain: Chain, memory: &Rc<Memory>, parked: bool) {
         let Some(index) = self.free.pop() else { return };
-        let chain = std::mem::replace(chain, spare);
-        self.slots[index as usize].busy = Some(Busy { chain, _memory: Rc::clone(memory), parked });
+        self.slots[index as usize].busy = Some(Busy { queue, chain, _memory: Rc::clone(memory), parked });
         self.busy += 1;
         self.parked += usize::from(parked);
     }
 
-    /// Takes the chain of a token, if it is still there.
-    pub(crate) fn take(&mut self, token: u64) -> Option<Chain> {
+    /// The queue of a token's chain, if it is still there.
+    pub(crate) fn queue(&self, token: u64) -> Option<usize> {
+        let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
+        let slot = self.slots.get(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
+        slot.busy.as_ref().map(|busy| busy.queue)
+    }
+
+    /// Takes the chain of a token, if it is still there, and tells its queue.
+    pub(crate) fn take(&mut self, token: u64) -> Option<(usize, Chain)> {
         let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
         let slot = self.slots.get_mut(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
         let busy = slot.busy.take()?;
@@ -62,22 +69,22 @@ impl Slots {
         self.free.push(u32::try_from(index).expect("slots are counted in 32 bits"));
         self.busy -= 1;
         self.parked -= usize::from(busy.parked);
-        Some(busy.chain)
+        Some((busy.queue, busy.chain))
     }
 
-    /// Forgets the parked chains: their ring is gone.
-    pub(crate) fn drop_parked(&mut self) {
+    /// Forgets the parked chains of a queue: its ring is gone.
+    pub(crate) fn drop_parked(&mut self, queue: usize) {
         for index in 0..self.slots.len() {
             let slot = &self.slots[index];
-            if slot.busy.as_ref().is_some_and(|busy| busy.parked) {
+            if slot.busy.as_ref().is_some_and(|busy| busy.parked && busy.queue == queue) {
                 self.take(u64::from(slot.generation) << 32 | index as u64);
             }
         }
     }
 
-    /// Whether as many chains as `limit` are being served.
-    pub(crate) fn is_full(&self, limit: usize) -> bool {
-        self.busy >= limit
+    /// Chains of a queue that are being served.
+    pub(crate) fn of_queue(&self, queue: usize) -> usize {
+        self.slots.iter().filter(|slot| slot.busy.as_ref().is_some_and(|busy| busy.queue == queue)).count()
     }
 
     /// Chains that will be answered without anybody else's doing.
@@ -94,22 +101,25 @@ mod tests {
     fn a_token_finds_its_own_chain_once() {
         let memory = Rc::new(Memory::default());
         let mut slots = Slots::default();
-        let put = |slots: &mut Slots, head, parked| {
+        let put = |slots: &mut Slots, queue, head, parked| {
             let token = slots.next_token();
-            slots.put(&mut Chain { head, ..Chain::default() }, &memory, Chain::default(), parked);
+            slots.put(queue, Chain { head, ..Chain::default() }, &memory, parked);
             token
         };
-        let first = put(&mut slots, 1, false);
-        let second = put(&mut slots, 2, true);
-        assert_eq!(slots.moving(), 1);
-        assert_eq!(slots.take(first).map(|chain| chain.head), Some(1));
-        assert!(slots.take(first).is_none());
-        let third = put(&mut slots, 3, false);
+        let head = |taken: Option<(usize, Chain)>| taken.map(|(queue, chain)| (queue, chain.head));
+        let first = put(&mut slots, 7, 1, false);
+        let second = put(&mut slots, 7, 2, true);
+        let other = put(&mut slots, 8, 9, true);
+        assert_eq!((slots.moving(), slots.queue(second)), (1, Some(7)));
+        assert_eq!(head(slots.take(first)), Some((7, 1)));
+        assert_eq!((head(slots.take(first)), slots.queue(first)), (None, None));
+        let third = put(&mut slots, 7, 3, false);
         assert_ne!(first, third);
         assert!(slots.take(first).is_none());
-        slots.drop_parked();
+        slots.drop_parked(7);
         assert!(slots.take(second).is_none());
-        assert_eq!(slots.take(third).map(|chain| chain.head), Some(3));
+        assert_eq!(head(slots.take(third)), Some((7, 3)));
+        assert_eq!(head(slots.take(other)), Some((8, 9)));
         assert_eq!((slots.moving(), slots.busy), (0, 0));
     }
 }

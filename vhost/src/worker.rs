@@ -1,4 +1,4 @@
-//! The thread of one virtqueue.
+//! The thread of one virtqueue, or of a few.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -47,7 +47,7 @@ pub enum Answer {
     Parked,
 }
 
-/// Serves the chains of one queue, on one thread.
+/// Serves chains on one thread.
 pub trait QueueHandler {
     /// What other threads send to have a chain answered.
     type Message: Send + 'static;
@@ -84,10 +84,10 @@ pub(crate) enum Letter<M> {
 /// What the connection asks of a worker.
 #[derive(Debug)]
 pub(crate) enum Control {
-    Start(Start, Sender<Result<(), String>>),
+    Start(usize, Start, Sender<Result<(), String>>),
     /// Ends all that moves and answers the index to go on from.
-    Stop(Sender<u16>),
-    Call(Option<OwnedFd>),
+    Stop(usize, Sender<u16>),
+    Call(usize, Option<OwnedFd>),
     Quit,
 }
 
@@ -105,11 +105,15 @@ pub(crate) struct Start {
     pub(crate) error: Option<OwnedFd>,
 }
 
+/// A queue being served.
 struct Running {
+    queue: usize,
     ring: SplitRing,
     watch: u64,
     call: Option<OwnedFd>,
     error: Option<OwnedFd>,
+    /// Chains taken and not given back.
+    out: usize,
     broken: bool,
     vain_kicks: u32,
 }
@@ -119,11 +123,11 @@ pub(crate) struct Worker<H: QueueHandler> {
     port: Arc<Port<H::Message>>,
     transfers: Transfers,
     spin: Spin,
-    running: Option<Running>,
-    /// Where the ring stopped; starting there again means that its chains are still out.
-    stopped_at: u16,
+    running: Vec<Running>,
+    /// Where queues stopped; starting there again means that their chains are still out.
+    stopped: Vec<(usize, u16)>,
     slots: Slots,
-    /// Replies that came while the ring was stopped.
+    /// Replies that came while their queue was stopped.
     late: Vec<(u64, H::Message)>,
     chain: Chain,
     spare: Vec<Chain>,
@@ -146,8 +150,8 @@ impl<H: QueueHandler> Worker<H> {
             port,
             transfers,
             spin: Spin::new(options.poll),
-            running: None,
-            stopped_at: 0,
+            running: Vec::new(),
+            stopped: Vec::new(),
             slots: Slots::default(),
             late: Vec::new(),
             chain: Chain::default(),
@@ -178,10 +182,17 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     fn take_batch(&mut self) -> usize {
-        let Some(running) = self.running.as_mut().filter(|running| !running.broken) else { return 0 };
+        (0..self.running.len()).map(|index| self.take_from(index)).sum()
+    }
+
+    fn take_from(&mut self, index: usize) -> usize {
+        let running = &mut self.running[index];
+        if running.broken {
+            return 0;
+        }
         for took in 0..BATCH_MAX {
             // A driver cannot have more chains out than its ring has entries, unless it lies.
-            let popped = match self.slots.is_full(usize::from(QUEUE_SIZE_MAX)) {
+            let popped = match running.out >= usize::from(QUEUE_SIZE_MAX) {
                 false => running.ring.pop(&mut self.chain),
                 true => Err(RingError::TooManyChains),
             };
@@ -206,7 +217,9 @@ impl<H: QueueHandler> Worker<H> {
                 Answer::Done(written) => running.ring.push(self.chain.head, written),
                 answer => {
                     let spare = self.spare.pop().unwrap_or_default();
-                    self.slots.put(&mut self.chain, running.ring.memory(), spare, answer == Answer::Parked);
+                    let chain = std::mem::replace(&mut self.chain, spare);
+                    self.slots.put(running.queue, chain, running.ring.memory(), answer == Answer::Parked);
+                    running.out += 1;
                 }
             }
         }
@@ -215,48 +228,53 @@ impl<H: QueueHandler> Worker<H> {
 
     fn finish_transfers(&mut self) {
         while let Some((token, outcome)) = self.transfers.next_done() {
-            let Some(chain) = self.slots.take(token) else { continue };
+            let Some((queue, chain)) = self.slots.take(token) else { continue };
             let written = self.handler.transferred(token, &chain, outcome);
-            self.give_back(chain, written);
+            self.give_back(queue, chain, written);
         }
     }
 
-    fn give_back(&mut self, chain: Chain, written: u32) {
-        if let Some(running) = &mut self.running {
+    fn give_back(&mut self, queue: usize, chain: Chain, written: u32) {
+        if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
             running.ring.push(chain.head, written);
+            running.out -= 1;
         }
         self.spare.push(chain);
     }
 
     fn publish(&mut self) {
-        if let Some(running) = &mut self.running
-            && running.ring.publish()
-            && let Some(call) = &running.call
-        {
-            // An eventfd is only full when the driver has not looked for ages, and then it is signalled already.
-            let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+        for running in &mut self.running {
+            if running.ring.publish()
+                && let Some(call) = &running.call
+            {
+                // An eventfd is only full when the driver has not looked for ages, and then it is signalled already.
+                let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+            }
         }
     }
 
     fn poll(&mut self) -> bool {
         let Self { port, running, transfers, spin, .. } = self;
-        let ring = running.as_ref().filter(|running| !running.broken).map(|running| &running.ring);
-        spin.poll(|| port.0.is_filled() || ring.is_some_and(SplitRing::has_available) || transfers.is_stirred())
+        spin.poll(|| port.0.is_filled() || running.iter().any(Running::has_work) || transfers.is_stirred())
     }
 
     fn sleep(&mut self) -> Result<(), TransfersError> {
-        if let Some(running) = self.running.as_mut().filter(|running| !running.broken)
-            && running.ring.want_kicks(true)
-        {
-            running.ring.want_kicks(false);
+        // All of them, without stopping at the first that has work.
+        let wanted = self.running.iter_mut().filter(|running| !running.broken);
+        if wanted.map(|running| running.ring.want_kicks(true)).fold(false, |one, other| one | other) {
+            for running in &mut self.running {
+                running.ring.want_kicks(false);
+            }
             return Ok(());
         }
         // The port's eventfd is watched, so a letter that came since the last look ends the sleep at once.
         let transfers = &mut self.transfers;
         self.spin.sleep(|| transfers.sleep())?;
-        if let Some(running) = &mut self.running {
+        let in_vain = !self.port.0.is_filled() && !self.transfers.has_done();
+        let in_vain = in_vain && !self.running.iter().any(Running::has_work);
+        for running in &mut self.running {
             running.ring.want_kicks(false);
-            if !self.port.0.is_filled() && !self.transfers.has_done() && !running.ring.has_available() {
+            if in_vain {
                 running.kicked_in_vain(&self.name);
             }
         }
@@ -267,15 +285,15 @@ impl<H: QueueHandler> Worker<H> {
         for letter in self.port.0.take() {
             match letter {
                 Letter::Reply(token, message) => self.deliver(token, message),
-                Letter::Control(Control::Start(start, reply)) => {
-                    let outcome = self.start(start).map_err(|error| format!("{}: {error}", self.name));
+                Letter::Control(Control::Start(queue, start, reply)) => {
+                    let outcome = self.start(queue, start).map_err(|error| format!("queue {queue}: {error}"));
                     let _ = reply.send(outcome);
                 }
-                Letter::Control(Control::Stop(reply)) => {
-                    let _ = reply.send(self.stop());
+                Letter::Control(Control::Stop(queue, reply)) => {
+                    let _ = reply.send(self.stop(queue));
                 }
-                Letter::Control(Control::Call(call)) => {
-                    if let Some(running) = &mut self.running {
+                Letter::Control(Control::Call(queue, call)) => {
+                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
                         running.call = call;
                     }
                 }
@@ -285,42 +303,45 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     fn deliver(&mut self, token: u64, message: H::Message) {
-        if self.running.is_none() {
+        let Some(queue) = self.slots.queue(token) else { return };
+        if !self.running.iter().any(|running| running.queue == queue) {
             self.late.push((token, message));
-        } else if let Some(chain) = self.slots.take(token) {
+        } else if let Some((queue, chain)) = self.slots.take(token) {
             let written = self.handler.deliver(&chain, message);
-            self.give_back(chain, written);
+            self.give_back(queue, chain, written);
         }
     }
 
-    fn start(&mut self, start: Start) -> Result<(), StartError> {
-        self.stop();
+    fn start(&mut self, queue: usize, start: Start) -> Result<(), StartError> {
+        let stopped_at = self.stop(queue);
         let Start { memory, size, addresses, base, event_index, indirect, kick, call, error } = start;
         let mut ring = SplitRing::new(Rc::new(memory), size, addresses, base, event_index, indirect)?;
         ring.want_kicks(false);
         let watch = self.transfers.watch(&kick).map_err(StartError::Watch)?;
-        if base != self.stopped_at || base == 0 {
-            self.slots.drop_parked();
+        if base != stopped_at || base == 0 {
+            self.slots.drop_parked(queue);
         }
-        self.running = Some(Running { ring, watch, call, error, broken: false, vain_kicks: 0 });
+        let out = self.slots.of_queue(queue);
+        self.running.push(Running { queue, ring, watch, call, error, out, broken: false, vain_kicks: 0 });
         for (token, message) in std::mem::take(&mut self.late) {
             self.deliver(token, message);
         }
         Ok(())
     }
 
-    fn stop(&mut self) -> u16 {
-        if self.running.is_none() {
-            return self.stopped_at;
-        }
+    fn stop(&mut self, queue: usize) -> u16 {
+        let Some(index) = self.running.iter().position(|running| running.queue == queue) else {
+            return self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
+        };
         self.drain();
-        if let Some(running) = self.running.take() {
-            self.stopped_at = running.ring.next_available();
-            if let Err(error) = self.transfers.unwatch(running.watch) {
-                tracing::debug!("{}: a kick descriptor stays watched: {error}", self.name);
-            }
+        let running = self.running.swap_remove(index);
+        if let Err(error) = self.transfers.unwatch(running.watch) {
+            tracing::debug!("{}: a kick descriptor stays watched: {error}", self.name);
         }
-        self.stopped_at
+        let at = running.ring.next_available();
+        self.stopped.retain(|(stopped, _)| *stopped != queue);
+        self.stopped.push((queue, at));
+        at
     }
 
     /// Answers every chain whose answer comes by itself. Parked ones stay.
@@ -359,6 +380,10 @@ enum StartError {
 }
 
 impl Running {
+    fn has_work(&self) -> bool {
+        !self.broken && self.ring.has_available()
+    }
+
     fn break_down(&mut self, name: &str, error: &RingError) {
         tracing::error!("{name}: stopped until the guest sets the queue up again: {error}");
         self.broken = true;

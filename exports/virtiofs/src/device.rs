@@ -28,6 +28,9 @@ pub(crate) struct Share {
 pub(crate) struct VirtioFs {
     share: Arc<Share>,
     options: Options,
+    /// One for each request queue, but no more than there are CPUs for them to run on: two workers that take turns
+    /// on one CPU do worse than one that serves both queues in one pass.
+    request_workers: usize,
 }
 
 impl VirtioFs {
@@ -41,7 +44,8 @@ impl VirtioFs {
             complaints: Complaints::default(),
             lane: Lane::default(),
         };
-        Self { share: Arc::new(share), options }
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self { share: Arc::new(share), request_workers: options.queues.min(cpus), options }
     }
 }
 
@@ -79,10 +83,21 @@ impl Device for VirtioFs {
         Some(config)
     }
 
+    fn worker_count(&self) -> usize {
+        HIGH_PRIORITY_QUEUES + self.request_workers
+    }
+
+    fn worker_of(&self, index: usize) -> usize {
+        match index.checked_sub(HIGH_PRIORITY_QUEUES) {
+            Some(request_queue) => HIGH_PRIORITY_QUEUES + request_queue % self.request_workers,
+            None => index,
+        }
+    }
+
     fn worker_options(&self, index: usize) -> WorkerOptions {
         // Nobody waits for a FORGET.
         let poll = if index < HIGH_PRIORITY_QUEUES { std::time::Duration::ZERO } else { self.options.poll };
-        WorkerOptions { name: format!("virtiofs-q{index}"), io: self.options.io, poll }
+        WorkerOptions { name: format!("virtiofs-{index}"), io: self.options.io, poll }
     }
 
     fn session(&self) -> Session {
