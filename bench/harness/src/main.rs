@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn rows_can_be_chosen() {
         let names = |words: &[&str]| cli(words).rows().into_iter().map(|row| row.name).collect::<Vec<_>>();
-        assert_eq!(names(&["--rows", "^stat-walk$"]).len(), 2);
+        assert_eq!(names(&["--rows", "^stat-walk$"]).len(), 3);
         assert_eq!(names(&["--rows", "^stat-walk none$"]), ["stat-walk"]);
         assert!(names(&["--quick"]).len() < names(&[]).len());
         assert!(names(&["--quick", "--rows", "seqwrite-mmap-multi"]).contains(&"seqwrite-mmap-multi".into()));

@@ -23,8 +23,8 @@ pub struct Place<'a> {
     pub socket: &'a Path,
     /// The server's process.
     pub pid: u32,
-    /// The CPU of the driver.
-    pub cpu: usize,
+    /// The CPU of the driver; `None`: any.
+    pub cpu: Option<usize>,
     /// Whether the server has only one queue; it gets all requests in flight there.
     pub one_queue: bool,
 }
@@ -82,9 +82,11 @@ fn run(place: Place<'_>, load: Load) -> Result<Report> {
     let timeout = SLACK + Duration::from_secs_f64(load.seconds.unwrap_or(0.0));
     let (to_report, report) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let mut cpus = CpuSet::new();
-        cpus.set(cpu);
-        let pinned = rustix::thread::sched_setaffinity(None, &cpus).context("cannot choose the driver's CPU");
+        let pinned = cpu.map_or(Ok(()), |cpu| {
+            let mut cpus = CpuSet::new();
+            cpus.set(cpu);
+            rustix::thread::sched_setaffinity(None, &cpus).context("cannot choose the driver's CPU")
+        });
         let result = pinned.and_then(|()| load::run(&socket, &load).map_err(|error| anyhow!("the driver: {error}")));
         let _ = to_report.send(result);
     });

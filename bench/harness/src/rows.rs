@@ -9,16 +9,38 @@ use crate::stats::Better;
 pub enum Config {
     /// Nothing.
     None,
-    /// Names and attributes for a second, data while a file is open.
+    /// Names and attributes for a second, data while a file is open; extended attributes and ACLs work.
     Auto,
+    /// The same without extended attributes and ACLs.
+    AutoNoXattr,
 }
 
 impl Config {
-    /// Its name in the results, and as `ferry share --cache` takes it.
+    /// Its name in the results.
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Auto => "auto",
+            Self::AutoNoXattr => "auto-no-xattr",
+        }
+    }
+
+    /// The flags of `ferry share`.
+    pub fn ferry_flags(self) -> &'static str {
+        match self {
+            Self::None => "--cache none",
+            Self::Auto => "--cache auto",
+            Self::AutoNoXattr => "--cache auto --no-xattr",
+        }
+    }
+
+    /// The flags of virtiofsd that make it offer the same. With mmap where it caches nothing, so that it can run
+    /// those jobs.
+    pub fn virtiofsd_flags(self) -> &'static str {
+        match self {
+            Self::None => "--cache never --allow-mmap",
+            Self::Auto => "--cache auto --xattr --posix-acl",
+            Self::AutoNoXattr => "--cache auto",
         }
     }
 }
@@ -135,9 +157,10 @@ impl Row {
     /// What a reader must know.
     pub fn note(&self) -> Option<String> {
         match self.work {
-            Work::Native(Native { queues, depth, .. }) if queues > 1 => {
-                Some(format!("virtiofsd has one queue: all {} requests in flight are on it", queues * depth))
-            }
+            Work::Native(Native { queues, depth, .. }) if queues > 1 => Some(format!(
+                "virtiofsd has one queue: all {} requests in flight are on it; nobody is bound to a CPU",
+                queues * depth
+            )),
             _ => None,
         }
     }
@@ -161,17 +184,8 @@ impl Row {
 pub fn all() -> Vec<Row> {
     let mut rows = jobs();
     rows.push(meta("stat-walk", Config::None, Task::StatWalk));
-    for (name, task) in [
-        ("stat-walk", Task::StatWalk),
-        ("stat-walk-warm", Task::StatWalkWarm),
-        ("tree-create", Task::TreeCreate),
-        ("tree-delete", Task::TreeDelete),
-        ("git-status", Task::GitStatus),
-        ("git-clone", Task::GitClone),
-        ("small-file-copy", Task::SmallFileCopy),
-        ("open-read-close", Task::OpenReadClose),
-    ] {
-        rows.push(meta(name, Config::Auto, task));
+    for config in [Config::Auto, Config::AutoNoXattr] {
+        rows.extend(TASKS.map(|(name, task)| meta(name, config, task)));
     }
     for queues in [1, 4] {
         for depth in [1, 16, 64] {
@@ -182,6 +196,18 @@ pub fn all() -> Vec<Row> {
     rows.push(native("native-lookup", Op::Lookup, 1, 16));
     rows
 }
+
+/// The rows about names and small files.
+const TASKS: [(&str, Task); 8] = [
+    ("stat-walk", Task::StatWalk),
+    ("stat-walk-warm", Task::StatWalkWarm),
+    ("tree-create", Task::TreeCreate),
+    ("tree-delete", Task::TreeDelete),
+    ("git-status", Task::GitStatus),
+    ("git-clone", Task::GitClone),
+    ("small-file-copy", Task::SmallFileCopy),
+    ("open-read-close", Task::OpenReadClose),
+];
 
 /// The 24 published jobs, in their order.
 fn jobs() -> Vec<Row> {
@@ -206,7 +232,7 @@ fn jobs() -> Vec<Row> {
 }
 
 fn meta(name: &str, config: Config, task: Task) -> Row {
-    Row { name: name.into(), config, work: Work::Meta(task), quick: true }
+    Row { name: name.into(), config, work: Work::Meta(task), quick: config == Config::AutoNoXattr }
 }
 
 fn native(name: &str, op: Op, queues: usize, depth: usize) -> Row {

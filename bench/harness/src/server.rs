@@ -136,7 +136,7 @@ fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec
     let mut add = |text: &str| words.extend(text.split(' ').map(OsString::from));
     match peer {
         Peer::Ferry => {
-            add(&format!("--log warn share --tag {TAG} --cache {}", sharing.config.name()));
+            add(&format!("--log warn share --tag {TAG} {}", sharing.config.ferry_flags()));
             if let Some(queues) = sharing.queues {
                 add(&format!("--queues {queues}"));
             }
@@ -145,13 +145,9 @@ fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec
         }
         Peer::Virtiofsd => {
             let program = programs.virtiofsd.clone().context("virtiofsd is not there")?;
-            // Without its sandbox and its filter of system calls, which only cost it time. With mmap where it
-            // caches nothing, so that it can run those jobs.
-            let cache = match sharing.config {
-                Config::None => "never --allow-mmap",
-                Config::Auto => "auto",
-            };
-            add(&format!("--tag {TAG} --sandbox none --seccomp none --log-level warn --cache {cache}"));
+            // Without its sandbox and its filter of system calls, which only cost it time.
+            let flags = sharing.config.virtiofsd_flags();
+            add(&format!("--tag {TAG} --sandbox none --seccomp none --log-level warn {flags}"));
             words.splice(0..0, [program.into()]);
             words.extend(["--shared-dir".into(), sharing.dir.into()]);
             words.extend(["--socket-path".into(), sharing.socket.clone().into()]);

@@ -31,7 +31,10 @@ impl Place {
     /// Starts a server.
     pub fn serve(&self, peer: Peer, config: Config, name: &str, queues: Option<usize>) -> Result<Server> {
         let socket = self.folder.join(format!("{}-{name}", peer.name()));
-        let sharing = Sharing { dir: &self.share, socket, config, queues, cpus: &self.server_cpus };
+        // What several queues are for shows only with more than one CPU.
+        let all_cpus = format!("{},{}", self.guest_cpu, self.server_cpus);
+        let cpus = if queues.is_some_and(|queues| queues > 1) { &all_cpus } else { &self.server_cpus };
+        let sharing = Sharing { dir: &self.share, socket, config, queues, cpus };
         Server::start(peer, &self.programs, &sharing)
     }
 }

@@ -183,7 +183,7 @@ impl Runner {
         let place = native::Place {
             socket: server.socket(),
             pid: server.pid(),
-            cpu: self.place.guest_cpu,
+            cpu: (native.queues == 1).then_some(self.place.guest_cpu),
             one_queue: peer == Peer::Virtiofsd,
         };
         run(place).map_err(|error| {

@@ -1,0 +1,111 @@
+//! The `fsx` crate: random reads, writes, maps, truncations, holes and copies, all of them verified.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::time::Duration;
+
+use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, run, suites};
+
+/// Everything at once.
+const MIXED: &str = "
+[opsize]
+max = 65536
+[weights]
+close_open = 1
+read = 10
+write = 10
+mapread = 10
+mapwrite = 10
+invalidate = 1
+truncate = 5
+fsync = 1
+fdatasync = 1
+posix_fallocate = 2
+punch_hole = 3
+sendfile = 2
+posix_fadvise = 1
+copy_file_range = 3
+";
+
+/// Reads and writes only.
+const PLAIN: &str = "
+[weights]
+close_open = 1
+read = 10
+write = 10
+mapread = 0
+mapwrite = 0
+truncate = 5
+fsync = 1
+";
+
+/// Maps, with little else.
+const MAPPED: &str = "
+[weights]
+close_open = 1
+read = 2
+write = 2
+mapread = 10
+mapwrite = 10
+invalidate = 2
+truncate = 3
+";
+
+fn fsx(place: Place, options: Options, config: &str, operations: u32, seed: u32) {
+    let program = suites::tool("fsx", "0.3.2");
+    let files = folder(Place::Disk);
+    let path = files.path().join("fsx.toml");
+    std::fs::write(&path, format!("flen = 1048576\n{config}")).unwrap();
+    let name = cache_name(options.cache);
+    let share = Share::with(place, options);
+    let script = format!(
+        "{} -q -f {} -P /tmp -N {operations} -S {seed} {MOUNTPOINT}/file",
+        program.display(),
+        path.display()
+    );
+    let ran = run(share.guest(["sh", "-c", &script]), Duration::from_secs(60 + u64::from(operations) / 50));
+    println!("fsx, cache {name}, {operations} operations: {:?}", ran.took);
+    ran.ok();
+    share.assert_released();
+}
+
+fn options(cache: Cache) -> Options {
+    Options { cache, ..Options::default() }
+}
+
+/// Without a cache every read and write goes to the server as it is (FOPEN_DIRECT_IO).
+#[test]
+fn fsx_direct() {
+    fsx(Place::Disk, options(Cache::None), MIXED, 3000, 1);
+}
+
+#[test]
+fn fsx_cached() {
+    fsx(Place::Disk, options(Cache::Auto), MIXED, 3000, 2);
+}
+
+#[test]
+fn fsx_cached_for_long() {
+    fsx(Place::Disk, options(Cache::Always), MIXED, 3000, 3);
+}
+
+#[test]
+fn fsx_written_back() {
+    fsx(Place::Disk, Options { writeback: true, ..options(Cache::Auto) }, MIXED, 3000, 4);
+}
+
+#[test]
+fn fsx_on_tmpfs() {
+    fsx(Place::Memory, options(Cache::Auto), MIXED, 3000, 5);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn fsx_long() {
+    for (number, config) in [PLAIN, MAPPED, MIXED].into_iter().enumerate() {
+        for cache in [Cache::None, Cache::Auto, Cache::Always] {
+            fsx(Place::Disk, options(cache), config, 50_000, 100 + u32::try_from(number).unwrap());
+        }
+    }
+    fsx(Place::Disk, Options { writeback: true, ..options(Cache::Always) }, MIXED, 50_000, 200);
+}

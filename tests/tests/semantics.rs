@@ -1,0 +1,87 @@
+//! What each system call does on a share, by the checks of `ferry-probe`, which the host's own file system passes too.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::time::Duration;
+
+use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, run};
+
+const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
+
+/// The number of checks: fewer lines mean that the program ended early.
+const CHECKS: usize = 60;
+
+/// Checks that fail in a guest on a share, in which cache modes, and why.
+const FAILING: &[(&str, &[Cache], &str)] = &[];
+
+fn failures(out: &str) -> BTreeSet<String> {
+    let failed = |line: &str| line.split_once(" FAILED").map(|(name, _)| name.to_owned());
+    out.lines().filter_map(failed).collect()
+}
+
+fn checks(place: Place, options: Options, entries: Option<u32>) {
+    let cache = options.cache;
+    let share = Share::with(place, options);
+    // The checks ask the path whether tmpfs is below.
+    let folder = if place == Place::Memory { "tmpfs" } else { "disk" };
+    let script = format!("mkdir -p {folder} && exec {PROBE} {MOUNTPOINT}/{folder}");
+    let mut guest = share.guest(["sh", "-c", &script]);
+    if let Some(entries) = entries {
+        guest.env = vec![("FERRY_PROBE_ENTRIES".into(), entries.to_string().into())];
+    }
+    let ran = run(guest, Duration::from_secs(600));
+    let lines = ran.out.lines().count();
+    println!("{place:?}, cache {}: {lines} checks in {:?}", cache_name(cache), ran.took);
+    assert_eq!(lines, CHECKS, "the checks did not come to their end:\n{}\n{}", ran.out, ran.err);
+    let known = FAILING.iter().filter(|(_, caches, _)| caches.contains(&cache));
+    let known: BTreeSet<_> = known.map(|(name, ..)| (*name).to_owned()).collect();
+    assert_eq!(failures(&ran.out), known, "not what is known to fail:\n{}\n{}", ran.out, ran.err);
+    share.assert_released();
+}
+
+fn options(cache: Cache) -> Options {
+    Options { cache, ..Options::default() }
+}
+
+#[test]
+fn without_a_cache() {
+    checks(Place::Disk, options(Cache::None), None);
+}
+
+#[test]
+fn cached() {
+    checks(Place::Disk, options(Cache::Auto), None);
+}
+
+#[test]
+fn cached_for_long() {
+    checks(Place::Disk, options(Cache::Always), None);
+}
+
+#[test]
+fn on_tmpfs() {
+    checks(Place::Memory, options(Cache::Auto), None);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn written_back_and_with_many_entries() {
+    checks(Place::Disk, Options { writeback: true, ..options(Cache::Auto) }, None);
+    checks(Place::Disk, options(Cache::Auto), Some(50_000));
+}
+
+#[test]
+fn the_host_passes_them_too() {
+    for (place, name) in [(Place::Disk, "disk"), (Place::Memory, "tmpfs")] {
+        let folder = folder(place);
+        let dir = folder.path().join(name);
+        std::fs::create_dir(&dir).unwrap();
+        // The checks go through this folder as other users.
+        std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let output = Command::new(PROBE).arg(&dir).output().unwrap();
+        let out = String::from_utf8_lossy(&output.stdout);
+        assert_eq!((out.lines().count(), failures(&out)), (CHECKS, BTreeSet::new()), "{out}");
+    }
+}
