@@ -58,11 +58,8 @@ fn fsx(place: Place, options: Options, config: &str, operations: u32, seed: u32)
     std::fs::write(&path, format!("flen = 1048576\n{config}")).unwrap();
     let name = cache_name(options.cache);
     let share = Share::with(place, options);
-    let script = format!(
-        "{} -q -f {} -P /tmp -N {operations} -S {seed} {MOUNTPOINT}/file",
-        program.display(),
-        path.display()
-    );
+    let script =
+        format!("{} -q -f {} -P /tmp -N {operations} -S {seed} {MOUNTPOINT}/file", program.display(), path.display());
     let ran = run(share.guest(["sh", "-c", &script]), Duration::from_secs(60 + u64::from(operations) / 50));
     println!("fsx, cache {name}, {operations} operations: {:?}", ran.took);
     ran.ok();

@@ -92,10 +92,17 @@ fn locks_pass_between_guests_and_from_the_dead() {
     for kind in ["posix", "flock", "ofd"] {
         let hold = format!("{PROBE} --role hold {kind} file");
         let first = share.guest(["sh", "-euc", &format!("sleep 1000 | {hold} >held.{kind}")]).spawn().unwrap();
-        wait_for(|| fs::read_to_string(share.path.join(format!("held.{kind}"))).is_ok_and(|text| text.contains("held")));
+        wait_for(|| {
+            fs::read_to_string(share.path.join(format!("held.{kind}"))).is_ok_and(|text| text.contains("held"))
+        });
         // The host's processes see it.
-        let output = Command::new(PROBE).args(["--role", "try", kind, "file"]).current_dir(&share.path).output().unwrap();
-        assert_eq!(String::from_utf8_lossy(&output.stdout), "taken\n", "{kind}: the host does not see the guest's lock");
+        let output =
+            Command::new(PROBE).args(["--role", "try", kind, "file"]).current_dir(&share.path).output().unwrap();
+        assert_eq!(
+            String::from_utf8_lossy(&output.stdout),
+            "taken\n",
+            "{kind}: the host does not see the guest's lock"
+        );
         let start = Instant::now();
         let waiting = guest_on(&second, ["sh", "-euc", &format!("{hold} </dev/null")]).spawn().unwrap();
         std::thread::sleep(Duration::from_millis(700));

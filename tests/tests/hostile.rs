@@ -10,24 +10,6 @@ use ferry_tests::{Cache, Process, Share, alone};
 /// What the first connections allocate for good: thread stacks and allocator arenas.
 const MORE_KIB: u64 = 32 << 10;
 
-/// Whether a case that is known to differ always does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Known {
-    Always,
-    Sometimes,
-}
-
-/// Cases whose outcome is not what the table expects of any server, and why that is right here.
-const KNOWN: &[(&str, Known, &str)] = &[
-    ("chain/bytes-indirect", Known::Always, "the case leaves 16 descriptors too many in its chain"),
-    ("init/again-", Known::Always, "a second INIT gives back the handle that the next good request uses"),
-    ("ring/index-jumps-by-128", Known::Sometimes, "stale chains are served again, with the next good request's head"),
-];
-
-fn known(name: &str) -> Option<Known> {
-    KNOWN.iter().find(|(prefix, ..)| name.starts_with(prefix)).map(|(_, known, _)| *known)
-}
-
 fn run_table(race: Duration) {
     let _alone = alone();
     let share = Share::new(Cache::Auto);
@@ -44,16 +26,7 @@ fn run_table(race: Duration) {
     let mut failures = Vec::new();
     for case in &cases {
         let outcome = hostile::run(case, &share.socket, &options);
-        let expected = match known(&outcome.name) {
-            None => outcome.passed,
-            Some(Known::Sometimes) => true,
-            Some(Known::Always) if outcome.passed => {
-                failures.push(format!("{}: passes, though it is known to fail", outcome.name));
-                true
-            }
-            Some(Known::Always) => true,
-        };
-        if !expected {
+        if !outcome.passed {
             failures.push(format!("{}: {}", outcome.name, outcome.problem.unwrap_or_default()));
         }
     }

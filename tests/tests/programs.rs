@@ -89,7 +89,8 @@ fn tar(files: u32) {
         share.assert_released();
         let back = host.path().join("back");
         std::fs::create_dir(&back).unwrap();
-        let unpack = Command::new("tar").arg("xpf").arg(share.path.join("out.tar")).current_dir(&back).status().unwrap();
+        let unpack =
+            Command::new("tar").arg("xpf").arg(share.path.join("out.tar")).current_dir(&back).status().unwrap();
         assert!(unpack.success());
         let list = |path: &std::path::Path| {
             let output = Command::new("sh").args(["-euc", LIST, "list"]).arg(path).output().unwrap();

@@ -29,10 +29,8 @@ fn two_queues_and_two_cpus() {
     for number in 0..4 {
         std::fs::write(share.path.join(format!("host{number}")), vec![number; 3 << 20]).unwrap();
     }
-    let sums = std::process::Command::new("sh")
-        .args(["-euc", "sha256sum host? >host-sums"])
-        .current_dir(&share.path)
-        .status();
+    let sums =
+        std::process::Command::new("sh").args(["-euc", "sha256sum host? >host-sums"]).current_dir(&share.path).status();
     assert!(sums.unwrap().success());
     let mut guest = guest_on(&share.socket, ["sh", "-euc", SCRIPT]);
     guest.kind = Kind::Qemu { cpus: 2, root: None };
@@ -46,6 +44,7 @@ fn two_queues_and_two_cpus() {
     println!("QEMU, 2 queues, 2 CPUs: {:?}", ran.took);
     ran.ok();
     share.assert_released();
-    let check = std::process::Command::new("sha256sum").args(["--quiet", "-c", "sums"]).current_dir(&share.path).status();
+    let check =
+        std::process::Command::new("sha256sum").args(["--quiet", "-c", "sums"]).current_dir(&share.path).status();
     assert!(check.unwrap().success(), "the host sees other contents than the guest wrote");
 }
