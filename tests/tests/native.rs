@@ -39,11 +39,11 @@ fn lock(kind: i32) -> FileLock {
 }
 
 fn write_lock() -> FileLock {
-    lock(libc::F_WRLCK.into())
+    lock(libc::F_WRLCK)
 }
 
 fn unlock() -> FileLock {
-    lock(libc::F_UNLCK.into())
+    lock(libc::F_UNLCK)
 }
 
 fn send_read(driver: &mut Driver, node: u64, fh: u64, offset: u64) -> Ticket {

@@ -79,10 +79,14 @@ fn tar(files: u32) {
         let mut make = Command::new("sh");
         make.args(["-euc", MAKE_TREE]).env("FILES", files.to_string()).current_dir(&host);
         assert!(make.status().unwrap().success());
-        let pack = Command::new("tar").args(["cf", "in.tar", "tree"]).current_dir(&host).status().unwrap();
+        let pack =
+            Command::new("tar").args(["--format=posix", "-cf", "in.tar", "tree"]).current_dir(&host).status().unwrap();
         assert!(pack.success());
         // In (unpacked in the guest), and out (packed in the guest) again.
-        let script = format!("tar xpf {0}/in.tar && tar cf out.tar tree && tar df {0}/in.tar", host.path().display());
+        let script = format!(
+            "tar xpf {0}/in.tar && tar --format=posix -cf out.tar tree && tar df {0}/in.tar",
+            host.path().display()
+        );
         let ran = run(share.guest(["sh", "-euc", &script]), Duration::from_secs(600));
         println!("tar of {files} files, cache {}: {:?}", cache_name(cache), ran.took);
         ran.ok();

@@ -162,17 +162,21 @@ impl InodeLocks {
 
     /// Ends an owner's locks, and its descriptor unless it still waits for something.
     fn drop_owner(&mut self, owner: LockOwner) -> bool {
-        if self.waiters.iter().any(|parked| !parked.lock.flock && parked.lock.owner == owner) {
-            let Some(waiting) = self.owners.get_mut(&owner) else { return false };
+        let Some(state) = self.owners.get_mut(&owner) else { return false };
+        let had = !state.ranges.is_empty();
+        if had {
+            // Closing the descriptor would not do: a process that this one has forked, and that has not reached its
+            // exec yet, has a copy.
             let all = RawLock { kind: libc::F_UNLCK, start: 0, len: 0 };
-            if let Err(error) = sys::ofd_set(waiting.file.as_fd(), &all) {
+            if let Err(error) = sys::ofd_set(state.file.as_fd(), &all) {
                 tracing::warn!(%error, "unlock");
             }
-            let had = !waiting.ranges.is_empty();
-            waiting.ranges.clear();
-            return had;
+            state.ranges.clear();
         }
-        self.owners.remove(&owner).is_some_and(|owner| !owner.ranges.is_empty())
+        if !self.waiters.iter().any(|parked| !parked.lock.flock && parked.lock.owner == owner) {
+            self.owners.remove(&owner);
+        }
+        had
     }
 
     fn is_empty(&self) -> bool {
