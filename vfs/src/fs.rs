@@ -125,7 +125,8 @@ pub trait FileSystem: Send + Sync {
     }
 
     /// Opens a file. Flags that only make sense when a file is made (`O_CREAT`, `O_EXCL`) never arrive.
-    /// A device node, FIFO or socket is refused: it is the client's kernel that opens those.
+    /// A device node, FIFO or socket is refused: it is the client's kernel that opens those. `O_TRUNC` does not clear
+    /// suid and sgid: an export whose client has no right to keep them truncates by [`Self::setattr`] instead.
     fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
         Err(Errno::NOSYS)
     }

@@ -74,7 +74,10 @@ impl Handler {
         let session = mount.as_ref().map_or(Negotiated::BEFORE_INIT, |mount| mount.negotiated);
         let answer = match (decode(&head[..head_bytes], message_bytes, &session), mount) {
             (Err(error), _) => {
-                self.share.complaints.warn(format_args!("{error}"));
+                // Linux passes names on that are too long; every program in the guest can make it do so.
+                if error.errno != Errno::NAMETOOLONG {
+                    self.share.complaints.warn(format_args!("{error}"));
+                }
                 Answer::Done(error.reply_to().map_or(0, |unique| reply::write_error(chain, unique, error.errno)))
             }
             (Ok(Request { operation: Operation::Init(init), unique, .. }), _) => {

@@ -59,8 +59,6 @@ impl Dir {
         }
         let host = self.host_flags(flags)?;
         let truncates = host.contains(OFlags::TRUNC);
-        // FUSE's FUSE_OPEN_KILL_SUIDGID is not in the contract: whoever is not root has no CAP_FSETID.
-        let guard = if truncates && cx.uid != 0 { Some(Creds::without_fsetid()?) } else { None };
         let file = match self.open_data(&inode, host) {
             Err(Errno::PERM) if host.contains(OFlags::NOATIME) => self.open_data(&inode, host - OFlags::NOATIME),
             Err(Errno::ACCESS) if self.options.writeback && flags & OFlags::ACCMODE == OFlags::WRONLY => {
@@ -68,7 +66,6 @@ impl Dir {
             }
             other => other,
         }?;
-        drop(guard);
         if truncates {
             self.changes.publish(|| Change::Data { ino, offset: 0, len: u64::MAX });
         }
@@ -160,8 +157,9 @@ impl Dir {
         inode.found.mount.real().map_or(Ok(()), rustix::fs::syncfs)
     }
 
-    /// For changes by callers who are not root, and of whom the protocol does not say whether they have
-    /// `CAP_FSETID`: lets the kernel clear suid and sgid.
+    /// For changes of which the protocol does not say whether the caller has `CAP_FSETID`: lets the kernel clear suid
+    /// and sgid unless root is sure to ask. A Linux client that allows idmapped mounts names the caller only where
+    /// something is created, so there even root's fallocate clears them.
     fn as_plain_writer(cx: &Caller<'_>) -> Result<Option<WithoutFsetid>> {
         if cx.uid == 0 { Ok(None) } else { Creds::without_fsetid().map(Some) }
     }
