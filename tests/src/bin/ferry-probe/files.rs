@@ -321,10 +321,13 @@ fn flags_ioctl(dir: &Path) {
     ioctl_setflags(&file, before | IFlags::APPEND).unwrap();
     assert_eq!(errno(File::options().write(true).open(&path)), libc::EPERM);
     assert_eq!(errno(fs::remove_file(&path)), libc::EPERM);
-    File::options().append(true).open(&path).unwrap().write_all(b"y").unwrap();
+    let appended = File::options().append(true).open(&path).and_then(|mut file| file.write_all(b"y"));
     ioctl_setflags(&file, before | IFlags::IMMUTABLE).unwrap();
-    assert_eq!(errno(fs::remove_file(&path)), libc::EPERM);
+    let removed = fs::remove_file(&path);
+    // Whatever came out: the flags go first, for nobody else can remove the file.
     ioctl_setflags(&file, before).unwrap();
+    appended.unwrap();
+    assert_eq!(errno(removed), libc::EPERM);
     assert_eq!(fs::read_to_string(&path).unwrap(), "xy");
     assert!(ioctl_getflags(File::open(dir).unwrap().as_fd()).is_ok(), "no flags of a directory");
 }
