@@ -17,6 +17,8 @@
 mod chain;
 mod complaints;
 mod connection;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod io;
 mod memory;
 mod ring;

@@ -52,11 +52,16 @@ pub struct Agent {
     _running: Running,
 }
 
+/// The guest's memory: twice what the four files of the multi jobs take, or else the mmap jobs measure how the guest's
+/// kernel reclaims pages.
+const GUEST_MIB: u32 = 1024;
+
 impl Agent {
     /// Boots a guest on one CPU of the host and mounts the share that is served at `socket`.
     pub fn boot(cache: &Cache, socket: &Path, host_cpu: usize, log: &Path) -> Result<Self> {
         let mut guest = Guest::new(cache.clone(), ["bash", "-c", LOOP]);
         guest.host_cpu = Some(host_cpu);
+        guest.memory_mib = GUEST_MIB;
         guest.devices = vec![Device::fs(socket, TAG)];
         guest.mounts = vec![Mount::virtiofs(TAG, MOUNT_POINT)];
         guest.cwd = MOUNT_POINT.into();

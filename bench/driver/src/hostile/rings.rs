@@ -40,12 +40,14 @@ fn indices() -> Vec<Case> {
         });
         cases.push(case.recovering(Recovery::QueueRestart));
     }
-    // Within the ring's size, the entries may be old ones: they are served again, or dropped.
+    // Within the ring's size, the entries may be old ones: they are served again, or dropped. A whole lap also serves
+    // the entry again that the request after it uses.
     for jump in [1, 2, QUEUE_SIZE] {
-        cases.push(Case::new(format!("ring/index-jumps-by-{jump}"), Expect::Clean, move |subject| {
+        let case = Case::new(format!("ring/index-jumps-by-{jump}"), Expect::Clean, move |subject| {
             subject.queue().ring_mut().jump(jump);
             publish(subject)
-        }));
+        });
+        cases.push(if jump == QUEUE_SIZE { case.recovering(Recovery::QueueRestart) } else { case });
     }
     cases.push(
         Case::new("ring/index-goes-back", Expect::Clean, |subject| {
