@@ -152,13 +152,14 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
     let _ = writeln!(
         out,
         "* Configuration `none` is `--cache none` of Ferry and `--cache never --allow-mmap` of virtiofsd, `auto` is \
-         `--cache auto` of both. Two guests, one on each server, share one directory; only one works at a time.\n\
+         `--cache auto` of both with extended attributes and ACLs, `auto-no-xattr` without them. Two guests, one on each server, share one directory; only one works at a time.\n\
          * fio: {} MiB files that the host has in its page cache, 4 KiB blocks, no fsync; libaio with `direct=1` and 16 \
          in flight; `multi` is four jobs in one guest. psync and mmap without `direct`.\n\
          * The published figures (`bench/published/virtiofs-fio.csv`, MiB/s) are the virtio-fs developers' own, years ago, \
          of another machine, kernel and guest: they tell which rows matter, not how fast Ferry is. 0: the job could not \
          run.\n\
-         * `native` rows are requests of the native driver, which has one CPU and polls; the server has the others.\n",
+         * `native` rows are requests of the native driver, which polls; over one queue it has one CPU and the server \
+         the others, over four everybody may use all.\n",
         crate::fio::FILE_MIB
     );
 }
