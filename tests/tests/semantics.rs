@@ -96,3 +96,15 @@ fn the_host_passes_them_too() {
         assert_eq!((out.lines().count(), failures(&out)), (CHECKS, BTreeSet::new()), "{out}");
     }
 }
+
+/// What the source leaves to the export: a client says with each OPEN whether truncation takes suid and sgid along.
+#[test]
+fn truncation_at_open_clears_suid_for_users_and_not_for_root() {
+    let share = Share::new(Cache::Auto);
+    let script = "touch root user; chmod 6777 root user; echo text | tee root >user; chmod 6777 root user
+        : >root
+        setpriv --reuid 1000 --regid 1000 --clear-groups sh -c ': >user'
+        stat -c '%n %a %s' root user";
+    let ran = share.sh(script);
+    assert_eq!((ran.status, &*ran.out), (0, "root 6777 0\nuser 777 0\n"), "{ran:?}");
+}
