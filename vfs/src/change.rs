@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock, Weak};
 
-use crate::{Ino, NameBuf};
+use crate::{Ino, NameBuf, SessionId};
 
 /// One change of a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,9 +31,19 @@ pub enum Change {
         /// The name.
         name: NameBuf,
     },
+    /// A name of an inode was removed. Says more than [`Change::Entry`]: clients that watch the inode
+    /// (inotify) learn of it.
+    Removed {
+        /// The directory.
+        dir: Ino,
+        /// The name.
+        name: NameBuf,
+        /// The inode that it meant.
+        ino: Ino,
+    },
 }
 
-type Listener = dyn Fn(&Change) + Send + Sync;
+type Listener = dyn Fn(&Change, SessionId) + Send + Sync;
 type Listeners = Vec<(usize, Arc<Listener>)>;
 
 #[derive(Default)]
@@ -44,13 +54,16 @@ struct Shared {
 }
 
 /// The changes of one source: its exports publish, and listen. Costs one load per change while nobody listens.
+///
+/// This is also how an author tells clients what changed behind their backs. Publishing from inside a handler
+/// cannot deadlock: listeners only take notes, and tell their clients from threads of their own.
 #[derive(Clone, Default)]
 pub struct Changes(Arc<Shared>);
 
 impl Changes {
-    /// Calls `listener` with every change published from now on, on the publisher's thread and with no lock of
-    /// the source held, until the subscription is dropped. A listener must not wait.
-    pub fn subscribe(&self, listener: impl Fn(&Change) + Send + Sync + 'static) -> Subscription {
+    /// Calls `listener` with every change published from now on and the session that made it, on the publisher's
+    /// thread and with no lock of the source held, until the subscription is dropped. A listener must not wait.
+    pub fn subscribe(&self, listener: impl Fn(&Change, SessionId) + Send + Sync + 'static) -> Subscription {
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
         let mut listeners = self.0.listeners.write().unwrap_or_else(std::sync::PoisonError::into_inner);
         listeners.push((id, Arc::new(listener)));
@@ -58,15 +71,16 @@ impl Changes {
         Subscription { id, shared: Arc::downgrade(&self.0) }
     }
 
-    /// Tells all who listen. The change is only made when somebody does.
-    pub fn publish(&self, change: impl FnOnce() -> Change) {
+    /// Tells all who listen; `change` is only called when somebody does. `by` is the session whose request made the
+    /// change ([`crate::Caller::session`]), which needs no telling; `SessionId::default()` if it was nobody's.
+    pub fn publish(&self, by: SessionId, change: impl FnOnce() -> Change) {
         if self.0.count.load(Ordering::Acquire) == 0 {
             return;
         }
         let listeners = self.0.listeners.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         let change = change();
         for (_, listener) in listeners {
-            listener(&change);
+            listener(&change, by);
         }
     }
 }
@@ -112,16 +126,16 @@ mod tests {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let listen = |tag: u8| {
             let seen = Arc::clone(&seen);
-            changes.subscribe(move |change| seen.lock().unwrap().push((tag, change.clone())))
+            changes.subscribe(move |change, _| seen.lock().unwrap().push((tag, change.clone())))
         };
-        changes.publish(|| unreachable!("nobody listens yet"));
+        changes.publish(SessionId::default(), || unreachable!("nobody listens yet"));
         let (first, second) = (listen(1), listen(2));
         let change = Change::Attr { ino: Ino(7) };
-        changes.publish(|| change.clone());
+        changes.publish(SessionId::default(), || change.clone());
         drop(first);
-        changes.publish(|| change.clone());
+        changes.publish(SessionId::default(), || change.clone());
         drop(second);
-        changes.publish(|| unreachable!("nobody listens any more"));
+        changes.publish(SessionId::default(), || unreachable!("nobody listens any more"));
         assert_eq!(*seen.lock().unwrap(), [(1, change.clone()), (2, change.clone()), (2, change)]);
     }
 }

@@ -141,6 +141,14 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
+    /// The descriptor that an open file is, as a whole: the same bytes at the same offsets, and the same size. An
+    /// export that can hand it to the client's kernel (FUSE passthrough) does, and then sees no reads and writes of
+    /// this file; every handle of an inode must answer the same file. The size and times of such an inode are
+    /// asked for with [`Self::getattr`] as always. Needs [`Features::backing`].
+    fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
+        None
+    }
+
     /// Reads from an open file. At the end of the file the answer is shorter than asked.
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         Err(Errno::NOSYS)

@@ -393,4 +393,7 @@ pub struct Features {
     pub posix_locks: bool,
     /// [`crate::FileSystem::set_lock`] works for flock.
     pub flock: bool,
+    /// [`crate::FileSystem::backing`] answers for regular files: a mount on this host may pass reads, writes and
+    /// mappings through to those descriptors (FUSE passthrough).
+    pub backing: bool,
 }

@@ -1,0 +1,1 @@
+//! The FUSE export: a source, mounted on this host.

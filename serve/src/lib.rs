@@ -1,0 +1,1 @@
+//! FUSE requests, served from a source, whatever carries them.

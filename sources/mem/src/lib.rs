@@ -1,0 +1,1 @@
+//! The memory file system, volatile and persistent.
