@@ -5,6 +5,7 @@
 //! * [`Spin`]: how long to look for work before sleeping, learnt from how long the last sleeps took.
 //! * [`Lane`]: a few threads for the calls that may take long and have no asynchronous form.
 //! * [`Mailbox`]: how those threads, and the control plane, reach a worker.
+//! * [`Complaints`]: log lines that a client can cause, a few at a time.
 //!
 //! A worker's round is: take all requests that wait, queue their transfers, [`Transfers::flush`], answer what
 //! [`Transfers::next_done`] gives, signal once, spin for a while, sleep.
@@ -28,6 +29,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod complaints;
 mod lane;
 mod mailbox;
 mod privileges;
@@ -35,7 +37,9 @@ mod ring;
 mod spin;
 mod transfers;
 
+pub use complaints::Complaints;
 pub use lane::Lane;
 pub use mailbox::Mailbox;
+pub use privileges::WithoutFsetid;
 pub use spin::Spin;
 pub use transfers::{IoMode, Operation, Segment, Transfers, TransfersError};

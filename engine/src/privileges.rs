@@ -5,10 +5,14 @@ use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabiliti
 /// Takes `CAP_FSETID` from this thread until dropped, so that the kernel clears suid and sgid of whatever is
 /// written, as it does for an unprivileged writer.
 #[derive(Debug)]
-pub(crate) struct WithoutFsetid(Option<CapabilitySets>);
+pub struct WithoutFsetid(Option<CapabilitySets>);
 
 impl WithoutFsetid {
-    pub(crate) fn enter() -> rustix::io::Result<Self> {
+    /// Begins.
+    ///
+    /// # Errors
+    /// Those of `capset(2)`.
+    pub fn enter() -> rustix::io::Result<Self> {
         let had = capabilities(None)?;
         if !had.effective.contains(CapabilitySet::FSETID) {
             return Ok(Self(None));

@@ -3,17 +3,29 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::CommandFactory;
 use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::recipes;
+use crate::size::Size;
+use crate::source::Kind;
 
 /// More request queues than this help no guest: Linux makes at most one per CPU.
 const QUEUES_MAX: u16 = 64;
 /// Past a second of polling an idle share costs a whole CPU for nothing.
 const POLL_US_MAX: u64 = 1_000_000;
+/// A day: whoever wants to wait longer wants to wait for ever, and says 0.
+const HANDLER_TIMEOUT_MAX: u64 = 86_400;
+/// Ten times as many threads as the largest machines have CPUs per node.
+const THREADS_MAX: u16 = 1024;
+/// Each entry takes a buffer as large as the longest request, for every CPU.
+const DEPTH_MAX: u16 = 256;
 
-/// Share host directories with virtual machines.
+/// What only a virtual machine's export understands; `ferry mount` has the same table without them.
+const SHARE_ONLY: [&str; 6] = ["virtiofs", "fd", "mount", "tag", "queues", "poll_us"];
+
+/// Carry file data to virtual machines and mounts.
 #[derive(Debug, clap::Parser)]
 #[command(name = "ferry", version, max_term_width = 110, propagate_version = true)]
 #[command(after_long_help = recipes::OVERVIEW)]
@@ -31,16 +43,37 @@ pub struct Cli {
 pub enum Command {
     /// Share directories with virtual machines until SIGTERM or SIGINT.
     ///
-    /// Each directory is followed by its own flags; several directories in one call are served by one process.
-    /// A directory given several times, with a socket each, is one share that several guests use together.
+    /// Each source is followed by its own flags; several in one call are served by one process. A source is a
+    /// directory, or mem (a memory file system), or pmem:PATH (one that persists in a file or DAX device).
+    /// A source given several times is one source that several guests and mounts use together.
     /// SIGTERM and SIGINT let the requests under way end, sync, and exit with status 0; a second signal exits at
     /// once.
     #[command(after_long_help = recipes::SHARE)]
     #[command(
-        override_usage = "ferry share DIR --virtiofs SOCKET [OPTIONS] [DIR2 --virtiofs SOCKET2 [OPTIONS]]...\n       \
+        override_usage = "ferry share SOURCE --virtiofs SOCKET [--mount DIR] [OPTIONS] [SOURCE2 --virtiofs SOCKET2 \
+                                [OPTIONS]]...\n       \
                                 ferry share --config FILE"
     )]
     Share(ShareArgs),
+
+    /// Mount a source on this host.
+    ///
+    /// A source is a directory, or mem (a memory file system), or pmem:PATH (one that persists in a file or DAX
+    /// device); a directory of the name mem is ./mem. Returns when the mount is there; the server goes on in the
+    /// background until the mount is unmounted, or SIGTERM or SIGINT comes, which unmount it. Users mount through
+    /// fusermount3.
+    #[command(after_long_help = recipes::MOUNT)]
+    #[command(
+        override_usage = "ferry mount SOURCE MOUNTPOINT [OPTIONS]\n       ferry mount --explain [SOURCE] [MOUNTPOINT]"
+    )]
+    Mount(Box<MountArgs>),
+
+    /// Show or change what a running share or mount logs.
+    ///
+    /// The target is a process id, a mount point, the socket of a share, or a file in a mount, which means the requests
+    /// about this file alone.
+    #[command(after_long_help = recipes::LOG)]
+    Log(LogArgs),
 
     /// Boot a small Linux guest with directories mounted, and run a command in it.
     ///
@@ -79,23 +112,86 @@ pub struct ShareArgs {
     pub json: bool,
 }
 
-/// One directory and the export that it goes through: a group of flags, or a `[[share]]` table.
+#[derive(Debug, clap::Args)]
+pub struct MountArgs {
+    #[command(flatten)]
+    pub share: Share,
+
+    /// The directory to mount on.
+    #[arg(value_name = "MOUNTPOINT", required_unless_present = "explain")]
+    pub mountpoint: Option<PathBuf>,
+
+    /// Options as mount(8) has them: flags of this command (size=1G,read_only) and of mounts (ro,nosuid,noatime).
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    pub options: Vec<String>,
+
+    /// Do not go to the background.
+    #[arg(long)]
+    pub foreground: bool,
+
+    /// Log to this file once the mount is there; in the background, nowhere by default: see ferry log.
+    #[arg(long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+
+    /// Say by which paths requests and data would travel, and why not by better ones.
+    ///
+    /// With a source and a mount point, or a source alone, this mounts for a moment, because only the kernel's answer
+    /// to a mount tells. With the mount point of a running ferry alone, this says what that one does.
+    #[arg(long)]
+    pub explain: bool,
+
+    /// Print one line of JSON on standard output once the mount is there, or instead of the explanation.
+    #[arg(long)]
+    pub json: bool,
+
+    /// This process is the one in the background.
+    #[arg(long, hide = true)]
+    pub detached: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct LogArgs {
+    /// A process id, a mount point, the socket of a share, or a file in a mount.
+    #[arg(value_name = "TARGET")]
+    pub target: PathBuf,
+
+    /// error, warn, info, debug, trace, a list like info,ferry_fuse=debug; requests: every request with its outcome;
+    /// off: nothing; default: as it was started. Without a level: show what is on.
+    #[arg(value_name = "LEVEL")]
+    pub level: Option<String>,
+
+    /// Show the log here until Ctrl-C, and log as before then.
+    #[arg(long, short, requires = "level")]
+    pub follow: bool,
+
+    /// Answer in JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
 #[derive(Clone, Debug, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Share {
-    /// The directory to share.
-    #[arg(value_name = "DIR", required = false, required_unless_present = "config")]
-    pub dir: PathBuf,
+    /// A directory, or mem, or pmem:PATH.
+    #[arg(value_name = "SOURCE", required = false)]
+    #[serde(alias = "dir")]
+    pub source: PathBuf,
 
     /// Listen for a VMM on this socket (vhost-user-fs).
-    #[arg(long, value_name = "SOCKET", required_unless_present_any = ["fd", "config"])]
+    #[arg(long, value_name = "SOCKET")]
     pub virtiofs: Option<PathBuf>,
 
     /// Listen on this inherited descriptor, a listening unix socket, instead of a path.
     #[arg(long, value_name = "N", conflicts_with = "virtiofs")]
     pub fd: Option<u16>,
 
-    /// The name by which the guest mounts the share, 1 to 36 bytes [default: the directory's own name].
+    /// Mount the source on this directory of the host.
+    #[arg(long, value_name = "DIR")]
+    pub mount: Option<PathBuf>,
+
+    /// The name by which the guest mounts the share, 1 to 36 bytes [default: the source's own name].
     ///
     /// QEMU and cloud-hypervisor take it from their own command line; User-mode Linux and crosvm ask the device, which
     /// tells it when this flag is given. QEMU 7.1 to 8.0 fails with a device that tells it: leave the flag out there.
@@ -103,7 +199,7 @@ pub struct Share {
     #[serde(default, deserialize_with = "tag")]
     pub tag: Option<Tag>,
 
-    /// Let guests change nothing.
+    /// Let nobody change anything.
     #[arg(long)]
     #[serde(default)]
     pub read_only: bool,
@@ -112,12 +208,12 @@ pub struct Share {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 
-    /// What guests may keep in their caches.
+    /// What the guest's kernel, or this host's, may keep in its caches.
     #[arg(long, value_name = "MODE", default_value_t, value_enum, hide_possible_values = false)]
     #[serde(default)]
     pub cache: Cache,
 
-    /// Let guests collect writes in their page cache and send them later.
+    /// Let writes be collected in the page cache and sent later.
     #[arg(long)]
     #[serde(default)]
     pub writeback: bool,
@@ -127,7 +223,7 @@ pub struct Share {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
     pub poll_us: Option<u64>,
 
-    /// Open files with O_DIRECT on the host where the guest does.
+    /// Open the files of a directory with O_DIRECT where the client does.
     #[arg(long)]
     #[serde(default)]
     pub allow_direct_io: bool,
@@ -137,6 +233,62 @@ pub struct Share {
     #[arg(long)]
     #[serde(default)]
     pub no_xattr: bool,
+
+    /// The most that mem may hold, or the size of a new pmem file: a number with K, M, G or T
+    /// [default: half of the memory; the size of the file].
+    #[arg(long, value_name = "SIZE", help_heading = "For mem and pmem:PATH")]
+    pub size: Option<Size>,
+
+    /// Hold the data in huge pages.
+    #[arg(long, help_heading = "For mem and pmem:PATH")]
+    #[serde(default)]
+    pub huge: bool,
+
+    /// Move what pmem has not used for long to this file or block device, and back when it is used.
+    #[arg(long, value_name = "FILE", help_heading = "For mem and pmem:PATH")]
+    pub tier2: Option<PathBuf>,
+
+    /// The size of a new second tier that is a file.
+    #[arg(long, value_name = "SIZE", requires = "tier2", help_heading = "For mem and pmem:PATH")]
+    pub tier2_size: Option<Size>,
+
+    /// How requests of a mount travel [default: auto, the best that can be had].
+    #[arg(long, value_enum, value_name = "PATH", help_heading = "For mounts")]
+    pub path: Option<Carrier>,
+
+    /// Whether the kernel may read and write whole files of the source by itself [default: auto, if it can].
+    #[arg(long, value_enum, value_name = "WHEN", help_heading = "For mounts")]
+    pub passthrough: Option<Passthrough>,
+
+    /// Let users other than the one who mounts in, as permissions say.
+    #[arg(long, help_heading = "For mounts")]
+    #[serde(default)]
+    pub allow_other: bool,
+
+    /// Mount also on a directory that is not empty, and hide what is in it.
+    #[arg(long, help_heading = "For mounts")]
+    #[serde(default)]
+    pub nonempty: bool,
+
+    /// What the table of mounts shows as the source [default: the source].
+    #[arg(long, value_name = "NAME", help_heading = "For mounts")]
+    pub fsname: Option<String>,
+
+    /// After this many seconds in a request that a source does not end, its caller gets EIO; 0: never
+    /// [default: 120].
+    #[arg(long, value_name = "SECONDS", help_heading = "For mounts")]
+    #[arg(value_parser = clap::value_parser!(u64).range(..=HANDLER_TIMEOUT_MAX))]
+    pub handler_timeout: Option<u64>,
+
+    /// Threads that read /dev/fuse [default: as many as CPUs].
+    #[arg(long, value_name = "N", help_heading = "For mounts")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MAX)))]
+    pub threads: Option<u16>,
+
+    /// Requests that each CPU's ring can hold [default: 8].
+    #[arg(long, value_name = "N", help_heading = "For mounts")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(DEPTH_MAX)))]
+    pub depth: Option<u16>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -183,10 +335,42 @@ pub enum Cache {
     Always,
 }
 
+/// How requests of a mount travel between the kernel and this process.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Carrier {
+    /// The best that can be had here.
+    Auto,
+    /// FUSE over io_uring, or an error that says why not.
+    Uring,
+    /// /dev/fuse.
+    Devfuse,
+}
+
+/// Whether the kernel may read and write files of the source by itself.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Passthrough {
+    /// If it can.
+    Auto,
+    /// Or an error that says why not.
+    On,
+    /// Never.
+    Off,
+}
+
 impl Share {
-    /// The tag that was given, or one made of the directory's own name.
+    /// What kind of source it is.
+    pub fn kind(&self) -> Kind {
+        Kind::of(&self.source)
+    }
+
+    /// The tag that was given, or one made of the source's own name.
     pub fn tag_or_default(&self) -> Tag {
-        self.tag.clone().unwrap_or_else(|| tag_of(&self.dir))
+        self.tag.clone().unwrap_or_else(|| match self.kind() {
+            Kind::Dir(path) | Kind::Pmem(path) => tag_of(&path),
+            Kind::Mem => made_tag("mem"),
+        })
     }
 
     /// How long to poll, where it was given.
@@ -194,21 +378,89 @@ impl Share {
         self.poll_us.map(Duration::from_micros)
     }
 
-    /// What the flags' table checks for the command line, for shares from a file.
+    /// What is wrong with a share from a file: there, the table of flags has checked no value.
     pub fn check(&self) -> Result<(), String> {
-        match (&self.virtiofs, self.fd) {
-            (None, None) => return Err("it needs virtiofs = \"SOCKET\" (or fd = N)".into()),
-            (Some(_), Some(_)) => return Err("it has both virtiofs and fd; keep one".into()),
-            _ => {}
-        }
-        match (self.queues, self.poll_us) {
-            (Some(queues), _) if !(1..=QUEUES_MAX).contains(&queues) => {
-                Err(format!("queues = {queues} is not in 1..={QUEUES_MAX}"))
+        /// A value, its key, and its bounds.
+        type Bounded = (Option<u64>, &'static str, u64, u64);
+        let bounded: [Bounded; 5] = [
+            (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
+            (self.poll_us, "poll-us", 0, POLL_US_MAX),
+            (self.handler_timeout, "handler-timeout", 0, HANDLER_TIMEOUT_MAX),
+            (self.threads.map(Into::into), "threads", 1, THREADS_MAX.into()),
+            (self.depth.map(Into::into), "depth", 1, DEPTH_MAX.into()),
+        ];
+        for (value, key, min, max) in bounded {
+            if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
+                return Err(format!("{key} = {value} is not in {min}..={max}"));
             }
-            (_, Some(us)) if us > POLL_US_MAX => Err(format!("poll-us = {us} is more than {POLL_US_MAX}")),
-            _ => Ok(()),
+        }
+        match (&self.virtiofs, self.fd, &self.mount) {
+            (None, None, None) => Err("it needs virtiofs = \"SOCKET\" (or fd = N, or mount = \"DIR\")".into()),
+            (Some(_), Some(_), _) => Err("it has both virtiofs and fd; keep one".into()),
+            _ => self.contradiction().map_or(Ok(()), Err),
         }
     }
+
+    /// Flags that do not go together, or not with this source or these exports.
+    pub fn contradiction(&self) -> Option<String> {
+        let source = self.source.display();
+        let kind = self.kind();
+        let of_memory = [
+            (self.size.is_some(), "size"),
+            (self.huge, "huge"),
+            (self.tier2.is_some(), "tier2"),
+            (self.tier2_size.is_some(), "tier2-size"),
+        ];
+        let of_mounts = [
+            (self.path.is_some(), "path"),
+            (self.passthrough.is_some(), "passthrough"),
+            (self.allow_other, "allow-other"),
+            (self.nonempty, "nonempty"),
+            (self.fsname.is_some(), "fsname"),
+            (self.handler_timeout.is_some(), "handler-timeout"),
+            (self.threads.is_some(), "threads"),
+            (self.depth.is_some(), "depth"),
+        ];
+        let given = |flags: &[(bool, &'static str)]| flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag);
+        if let (Kind::Dir(_), Some(flag)) = (&kind, given(&of_memory)) {
+            return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
+        }
+        match kind {
+            Kind::Mem if self.tier2.is_some() => Some("tier2 is for pmem:PATH; mem has one tier".into()),
+            _ if self.tier2_size.is_some() && self.tier2.is_none() => Some("tier2-size needs tier2".into()),
+            _ if self.writeback && self.passthrough == Some(Passthrough::On) => {
+                Some("writeback and passthrough exclude each other; leave one out".into())
+            }
+            _ if self.mount.is_none() => given(&of_mounts)
+                .map(|flag| format!("{flag} is for mounts, and {source} is not mounted: add mount, or leave it out")),
+            _ => None,
+        }
+    }
+}
+
+impl MountArgs {
+    /// The share that this mount is, or a flag that no mount has.
+    pub fn into_share(self) -> Share {
+        Share { mount: self.mountpoint, ..self.share }
+    }
+
+    /// The first flag that was given and is for virtual machines only.
+    pub fn share_only(&self) -> Option<&'static str> {
+        let Share { virtiofs, fd, mount, tag, queues, poll_us, .. } = &self.share;
+        let given =
+            [virtiofs.is_some(), fd.is_some(), mount.is_some(), tag.is_some(), queues.is_some(), poll_us.is_some()];
+        given.iter().zip(SHARE_ONLY).find(|(given, _)| **given).map(|(_, name)| name)
+    }
+}
+
+/// The whole table, with what differs between commands that have flags in common.
+pub fn table() -> clap::Command {
+    Cli::command()
+        .mut_subcommand("share", |share| share.mut_arg("source", |arg| arg.required_unless_present("config")))
+        .mut_subcommand("mount", |mount| {
+            let mount = mount.mut_arg("source", |arg| arg.required(true));
+            SHARE_ONLY.into_iter().fold(mount, |mount, id| mount.mut_arg(id, |arg| arg.hide(true)))
+        })
 }
 
 /// A tag made of a directory's own name, also for `.` and `..`.

@@ -25,12 +25,14 @@ pub fn read(path: &Path) -> Result<Vec<Share>> {
 fn parse(text: &str, folder: &Path) -> Result<Vec<Share>> {
     let File { share: mut shares } = toml::from_str(text).map_err(|error| one_line(text, &error))?;
     if shares.is_empty() {
-        bail!("it shares nothing; add a [[share]] table with dir and virtiofs");
+        bail!("it shares nothing; add a [[share]] table with source and virtiofs, or source and mount");
     }
     for (number, share) in shares.iter_mut().enumerate() {
         share.check().map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
-        share.dir = folder.join(&share.dir);
-        share.virtiofs = share.virtiofs.take().map(|socket: PathBuf| folder.join(socket));
+        share.source = share.kind().word_in(folder);
+        for path in [&mut share.virtiofs, &mut share.mount, &mut share.tier2] {
+            *path = path.take().map(|path: PathBuf| folder.join(path));
+        }
     }
     Ok(shares)
 }
@@ -68,13 +70,37 @@ mod tests {
             [[share]]
             dir = "b"
             fd = 3
+
+            [[share]]
+            source = "pmem:p"
+            mount = "mnt"
+            size = "1G"
+            tier2 = "cold"
+            path = "uring"
+            passthrough = "off"
+            allow-other = true
+            nonempty = true
+            fsname = "p"
+            handler-timeout = 0
+            threads = 2
+            depth = 4
+            no-xattr = true
+
+            [[share]]
+            source = "mem"
+            mount = "/m"
+            huge = true
         "#;
         let shares = parse(text, Path::new("/etc/ferry")).expect("a good file");
-        assert_eq!(shares.len(), 2);
-        assert_eq!(shares[0].dir, Path::new("/srv/a"));
+        assert_eq!(shares.len(), 4);
+        assert_eq!(shares[0].source, Path::new("/srv/a"));
         assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("/etc/ferry/a.sock")));
-        assert_eq!(shares[1].dir, Path::new("/etc/ferry/b"));
+        assert_eq!(shares[1].source, Path::new("/etc/ferry/b"));
         assert_eq!(shares[1].fd, Some(3));
+        assert_eq!(shares[2].source, Path::new("pmem:/etc/ferry/p"));
+        assert_eq!(shares[2].mount.as_deref(), Some(Path::new("/etc/ferry/mnt")));
+        assert_eq!(shares[2].tier2.as_deref(), Some(Path::new("/etc/ferry/cold")));
+        assert_eq!(shares[3].source, Path::new("mem"));
     }
 
     #[test]
@@ -82,7 +108,15 @@ mod tests {
         for (text, words) in [
             ("[[share]]\ndir = \"a\"\nsocket = \"s\"", "line 3: unknown field `socket`"),
             ("[[shares]]\ndir = \"a\"", "unknown field `shares`"),
-            ("[[share]]\nvirtiofs = \"s\"", "missing field `dir`"),
+            ("[[share]]\nvirtiofs = \"s\"", "missing field `source`"),
+            ("[[share]]\ndir = \"a\"\nsource = \"b\"\nvirtiofs = \"s\"", "duplicate field"),
+            ("[[share]]\ndir = \"a\"\nmount = \"m\"\nsize = \"1G\"", "size is for the sources mem"),
+            ("[[share]]\nsource = \"mem\"\nmount = \"m\"\nsize = \"x\"", "line 4: \"x\" is no size"),
+            ("[[share]]\nsource = \"mem\"\nmount = \"m\"\ntier2 = \"x\"", "tier2 is for pmem"),
+            ("[[share]]\nsource = \"pmem:a\"\nmount = \"m\"\ntier2-size = \"1G\"", "tier2-size needs tier2"),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nallow-other = true", "allow-other is for mounts"),
+            ("[[share]]\ndir = \"a\"\nmount = \"m\"\nwriteback = true\npassthrough = \"on\"", "exclude each other"),
+            ("[[share]]\ndir = \"a\"\nmount = \"m\"\nthreads = 0", "threads = 0 is not in"),
             ("[[share]]\ndir = \"a\"", "number 1: it needs virtiofs"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nfd = 3", "both virtiofs and fd"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nqueues = 0", "queues = 0"),

@@ -3,20 +3,19 @@
 use std::io::Write;
 
 use anyhow::{Context, Result, bail};
-use clap::CommandFactory;
 use clap::builder::Resettable;
 
-use crate::cli::Cli;
+use crate::cli;
 
 /// Prints the page of the program, or of one of its commands.
 pub fn man(command: Option<&str>) -> Result<()> {
-    let mut table = Cli::command();
+    let mut table = cli::table();
     table.build();
     let table = match command {
         None => table,
         Some(name) => match table.find_subcommand(name) {
             Some(found) => found.clone().display_name(format!("ferry-{name}")),
-            None => bail!("there is no command {name:?}; the commands are share, try, man and completions"),
+            None => bail!("there is no command {name:?}; the commands are share, mount, log, try, man and completions"),
         },
     };
     let examples = table.get_after_long_help().map(ToString::to_string).unwrap_or_default();
@@ -47,7 +46,7 @@ fn verbatim(title: &str, text: &str) -> String {
 /// Prints a shell's completions.
 pub fn completions(shell: clap_complete::Shell) -> Result<()> {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "ferry", &mut script);
+    clap_complete::generate(shell, &mut cli::table(), "ferry", &mut script);
     print(&script)
 }
 

@@ -1,63 +1,115 @@
-//! Several shares in one call: flags belong to the directory before them.
+//! Reading the command line. Several shares in one call: flags belong to the source before them.
 //!
-//! The command line is cut into one group per directory, and each group is parsed by the same table of flags, so
+//! The command line is cut into one group per source, and each group is parsed by the same table of flags, so
 //! that everything the table says (values, conflicts, a flag given twice) holds group by group.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
+use clap::FromArgMatches;
 use clap::error::ErrorKind;
-use clap::{CommandFactory, FromArgMatches};
 
-use crate::cli::{Cli, Command, Share, ShareArgs};
+use crate::cli::{self, Cli, Command, Share, ShareArgs};
+use crate::mount_options;
 
 /// What the command line asks for.
 #[derive(Debug)]
 pub struct Invocation {
     pub cli: Cli,
-    /// The directories of `ferry share` after the first, which is in `cli`.
+    /// The sources of `ferry share` after the first, which is in `cli`.
     pub more: Vec<Share>,
+    /// The command line, and where in it the command stands.
+    pub args: Vec<OsString>,
+    pub at: usize,
 }
 
 /// Reads the whole command line. Help, version and mistakes come back as clap's error.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
-    let table = Cli::command();
-    let Some(at) = share_position(&table, &args) else {
-        return Ok(Invocation { cli: parse_one(args)?, more: Vec::new() });
+    let table = cli::table();
+    let at = command_position(&table, &args).unwrap_or(args.len());
+    let (cli, more) = match args.get(at).and_then(|name| name.to_str()) {
+        Some("share") => parse_share(&table, &args, at)?,
+        Some("mount") => (parse_mount(&table, &args, at)?, Vec::new()),
+        _ => (parse_one(args.clone())?, Vec::new()),
     };
+    Ok(Invocation { cli, more, args, at })
+}
 
+/// Parses `ferry share`, group by group.
+fn parse_share(table: &clap::Command, args: &[OsString], at: usize) -> Result<(Cli, Vec<Share>), clap::Error> {
     let (before, after) = args.split_at(at + 1);
-    let mut groups = split(&table, after)?.into_iter();
-    let one = |group: Vec<OsString>| parse_one(before.iter().cloned().chain(group).collect());
+    let mut groups = split(table, after)?.into_iter();
+    let one = |group: Vec<OsString>| {
+        let cli = parse_one(before.iter().cloned().chain(group).collect())?;
+        match &cli.command {
+            Command::Share(ShareArgs { share: Some(share), .. }) => complete(share)?,
+            Command::Share(ShareArgs { config: Some(_), .. }) => {}
+            _ => return Err(error("share", ErrorKind::MissingRequiredArgument, "<SOURCE> is missing")),
+        }
+        Ok(cli)
+    };
     let cli = one(groups.next().unwrap_or_default())?;
-    if let Command::Share(ShareArgs { share: Some(share), .. }) = &cli.command
-        && (&share.virtiofs, share.fd) == (&None, None)
-    {
-        return Err(error(ErrorKind::MissingRequiredArgument, "'--virtiofs <SOCKET>' is missing after the directory"));
+    let more = groups.map(|group| share_of(one(group)?)).collect::<Result<_, clap::Error>>()?;
+    Ok((cli, more))
+}
+
+/// Whether a group names its exports, and only flags that go together.
+fn complete(share: &Share) -> Result<(), clap::Error> {
+    if share.source.as_os_str().is_empty() {
+        return Err(error(
+            "share",
+            ErrorKind::MissingRequiredArgument,
+            "<SOURCE> is missing: a directory, mem or pmem:PATH",
+        ));
     }
-    let more = groups.map(|group| Ok(share_of(one(group)?))).collect::<Result<_, clap::Error>>()?;
-    Ok(Invocation { cli, more })
+    if (&share.virtiofs, share.fd, &share.mount) == (&None, None, &None) {
+        let text = format!("'--virtiofs <SOCKET>' or '--mount <DIR>' is missing after {}", share.source.display());
+        return Err(error("share", ErrorKind::MissingRequiredArgument, &text));
+    }
+    match share.contradiction() {
+        Some(text) => Err(error("share", ErrorKind::ArgumentConflict, &text)),
+        None => Ok(()),
+    }
+}
+
+/// Parses `ferry mount`, whose `-o` may hold what are flags otherwise.
+fn parse_mount(table: &clap::Command, args: &[OsString], at: usize) -> Result<Cli, clap::Error> {
+    let (before, after) = args.split_at(at + 1);
+    let after =
+        mount_options::expand(table, after).map_err(|text| error("mount", ErrorKind::UnknownArgument, &text))?;
+    let cli = parse_one(before.iter().cloned().chain(after).collect())?;
+    let Command::Mount(args) = &cli.command else { return Ok(cli) };
+    if let Some(flag) = args.share_only() {
+        let text = format!("unexpected argument '--{}': it is for ferry share", flag.replace('_', "-"));
+        return Err(error("mount", ErrorKind::UnknownArgument, &text));
+    }
+    // As a mount it is judged, whether there is a place for it yet.
+    let share = Share { mount: Some("".into()), ..args.share.clone() };
+    match share.contradiction() {
+        Some(text) => Err(error("mount", ErrorKind::ArgumentConflict, &text)),
+        None => Ok(cli),
+    }
 }
 
 fn parse_one(args: Vec<OsString>) -> Result<Cli, clap::Error> {
-    Cli::from_arg_matches(&Cli::command().try_get_matches_from(args)?)
+    Cli::from_arg_matches(&cli::table().try_get_matches_from(args)?)
 }
 
-fn share_of(cli: Cli) -> Share {
+fn share_of(cli: Cli) -> Result<Share, clap::Error> {
     match cli.command {
-        Command::Share(args) => args.share.expect("a group begins with its directory"),
-        _ => unreachable!("every group is parsed as the share command"),
+        Command::Share(ShareArgs { share: Some(share), .. }) => Ok(share),
+        _ => Err(error("share", ErrorKind::MissingRequiredArgument, "<SOURCE> is missing")),
     }
 }
 
-/// Where `share` stands on the command line, if that is its command.
-fn share_position(table: &clap::Command, args: &[OsString]) -> Option<usize> {
+/// Where the command stands on the command line.
+fn command_position(table: &clap::Command, args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     while at < args.len() {
         match token(table, None, &args[at]) {
-            Token::Positional => return (args[at] == "share").then_some(at),
+            Token::Positional => return Some(at),
             Token::End => return None,
             Token::Flag { values, .. } => at += 1 + values,
         }
@@ -65,7 +117,7 @@ fn share_position(table: &clap::Command, args: &[OsString]) -> Option<usize> {
     None
 }
 
-/// Cuts what follows `share` into a group per directory. Flags of the whole call go to the first group.
+/// Cuts what follows `share` into a group per source. Flags of the whole call go to the first group.
 fn split(table: &clap::Command, args: &[OsString]) -> Result<Vec<Vec<OsString>>, clap::Error> {
     let share = table.find_subcommand("share");
     let mut whole = Vec::new();
@@ -94,15 +146,15 @@ fn split(table: &clap::Command, args: &[OsString]) -> Result<Vec<Vec<OsString>>,
         && let Some(flag) = early.first()
     {
         let text = format!(
-            "the argument '{}' stands before the first directory, but with several directories flags belong to the \
-             directory before them",
+            "the argument '{}' stands before the first source, but with several sources flags belong to the source \
+             before them",
             flag.display()
         );
-        return Err(error(ErrorKind::ArgumentConflict, &text));
+        return Err(error("share", ErrorKind::ArgumentConflict, &text));
     }
     match groups.first_mut() {
         Some(first) => {
-            // Whatever stands before the only directory can only mean that one.
+            // Whatever stands before the only source can only mean that one.
             first.splice(0..0, whole.into_iter().chain(early));
         }
         None => groups.push(whole.into_iter().chain(early).collect()),
@@ -110,11 +162,11 @@ fn split(table: &clap::Command, args: &[OsString]) -> Result<Vec<Vec<OsString>>,
     Ok(groups)
 }
 
-fn error(kind: ErrorKind, text: &str) -> clap::Error {
-    let mut table = Cli::command();
+fn error(command: &str, kind: ErrorKind, text: &str) -> clap::Error {
+    let mut table = cli::table();
     table.build();
-    match table.find_subcommand_mut("share") {
-        Some(share) => share.error(kind, text),
+    match table.find_subcommand_mut(command) {
+        Some(command) => command.error(kind, text),
         None => table.error(kind, text),
     }
 }
@@ -155,8 +207,8 @@ mod tests {
     use std::path::Path;
 
     fn shares(line: &str) -> Result<Vec<Share>, clap::Error> {
-        let Invocation { cli, more } = parse(line.split_whitespace().map(OsString::from))?;
-        Ok(std::iter::once(share_of(cli)).chain(more).collect())
+        let Invocation { cli, more, .. } = parse(line.split_whitespace().map(OsString::from))?;
+        Ok(std::iter::once(share_of(cli)?).chain(more).collect())
     }
 
     fn refused(line: &str) -> String {
@@ -165,7 +217,7 @@ mod tests {
 
     #[test]
     fn the_table_is_sound() {
-        Cli::command().debug_assert();
+        cli::table().debug_assert();
     }
 
     #[test]
@@ -174,25 +226,25 @@ mod tests {
             shares("ferry --log debug share /a --virtiofs 1.sock --tag=x --read-only /b --virtiofs=2.sock --queues 3")
                 .expect("a good line");
         assert_eq!(shares.len(), 2);
-        assert_eq!(shares[0].dir, Path::new("/a"));
+        assert_eq!(shares[0].source, Path::new("/a"));
         assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("1.sock")));
         assert_eq!(shares[0].tag_or_default().as_str(), "x");
         assert!(shares[0].read_only && !shares[1].read_only);
-        assert_eq!(shares[1].dir, Path::new("/b"));
+        assert_eq!(shares[1].source, Path::new("/b"));
         assert_eq!((shares[0].queues, shares[1].queues), (None, Some(3)));
     }
 
     #[test]
     fn one_directory_owns_every_flag() {
         let shares = shares("ferry share --virtiofs 1.sock --tag x /a --queues 2").expect("a good line");
-        assert_eq!(shares[0].dir, Path::new("/a"));
+        assert_eq!(shares[0].source, Path::new("/a"));
         assert_eq!(shares[0].queues, Some(2));
     }
 
     #[test]
     fn a_flag_of_the_whole_call_stands_anywhere() {
         let args = "ferry share /a --virtiofs 1.sock --json /b --virtiofs 2.sock --log warn";
-        let Invocation { cli, more } = parse(args.split(' ').map(OsString::from)).expect("a good line");
+        let Invocation { cli, more, .. } = parse(args.split(' ').map(OsString::from)).expect("a good line");
         assert_eq!(cli.log.as_deref(), Some("warn"));
         assert!(matches!(cli.command, Command::Share(args) if args.json));
         assert_eq!(more.len(), 1);
@@ -201,16 +253,31 @@ mod tests {
     #[test]
     fn directories_may_begin_with_a_dash() {
         let shares = shares("ferry share --virtiofs s -- -a").expect("a good line");
-        assert_eq!(shares[0].dir, Path::new("-a"));
+        assert_eq!(shares[0].source, Path::new("-a"));
     }
 
     #[test]
     fn a_file_needs_no_directory() {
         let args = ["ferry", "share", "--config", "f.toml"].map(OsString::from);
-        let Invocation { cli, more } = parse(args).expect("a good line");
+        let Invocation { cli, more, .. } = parse(args).expect("a good line");
         let Command::Share(args) = cli.command else { panic!("not the share command") };
         assert!(args.share.is_none() && more.is_empty());
         assert_eq!(args.config.as_deref(), Some(Path::new("f.toml")));
+    }
+
+    #[test]
+    fn mounts_take_the_same_flags() {
+        let line = "ferry --log debug mount pmem:/x /m -o size=1G,ro,nosuid,cache=always,allow_other --depth 4";
+        let Invocation { cli, at, .. } = parse(line.split(' ').map(OsString::from)).expect("a good line");
+        assert_eq!(at, 3);
+        let Command::Mount(args) = cli.command else { panic!("not the mount command") };
+        assert_eq!(args.options, ["nosuid"]);
+        let share = args.into_share();
+        assert_eq!(share.source, Path::new("pmem:/x"));
+        assert_eq!(share.mount.as_deref(), Some(Path::new("/m")));
+        assert_eq!(share.size.map(|size| size.0), Some(1 << 30));
+        assert!(share.read_only && share.allow_other && share.cache == cli::Cache::Always);
+        assert_eq!(share.depth, Some(4));
     }
 
     #[test]
@@ -218,7 +285,7 @@ mod tests {
         for (line, word) in [
             ("ferry share /a --virtiofs s --tag x --tag y", "'--tag <NAME>' cannot be used multiple times"),
             ("ferry share /a --virtiofs s /b --virtiofs t --read-only --read-only", "'--read-only' cannot be used"),
-            ("ferry share --virtiofs s /a /b --virtiofs t", "'--virtiofs' stands before the first directory"),
+            ("ferry share --virtiofs s /a /b --virtiofs t", "'--virtiofs' stands before the first source"),
             ("ferry share /a --virtiofs s /b", "--virtiofs <SOCKET>"),
             ("ferry share /a --virtiofs s --fd 3", "'--fd <N>'"),
             ("ferry share /a --virtiofs s --fast", "--fast"),
@@ -226,10 +293,23 @@ mod tests {
             ("ferry share /a --virtiofs s --cache sometimes", "sometimes"),
             ("ferry share /a --virtiofs", "--virtiofs"),
             ("ferry share /a --virtiofs s --json /b --virtiofs t --json", "'--json' cannot be used"),
-            ("ferry share", "<DIR>"),
+            ("ferry share", "<SOURCE>"),
+            ("ferry share mem --mount m --tier2 f", "tier2 is for pmem"),
+            ("ferry share /a --virtiofs s --path uring", "path is for mounts"),
+            ("ferry mount", "<SOURCE>"),
+            ("ferry mount mem", "<MOUNTPOINT>"),
+            ("ferry mount mem /m --queues 3", "unexpected argument '--queues'"),
+            ("ferry mount mem /m --poll-us 3", "unexpected argument '--poll-us'"),
+            ("ferry mount mem /m --virtiofs s", "unexpected argument '--virtiofs'"),
+            ("ferry mount mem /m --path fast", "fast"),
+            ("ferry mount /a /m --size 1G", "size is for the sources mem"),
+            ("ferry mount mem /m --writeback --passthrough on", "exclude each other"),
+            ("ferry mount mem /m -o size=1G,fast", "unknown mount option \"fast\""),
+            ("ferry mount mem /m -o size=lots", "lots"),
+            ("ferry mount mem /m /n", "/n"),
             ("ferry share /a --config f", "--virtiofs <SOCKET>"),
             ("ferry share /a --virtiofs s --config f /b", "--virtiofs <SOCKET>"),
-            ("ferry share --tag x --config f", "dir"),
+            ("ferry share --tag x --config f", "<SOURCE>"),
         ] {
             let text = refused(line);
             assert!(text.contains(word), "{line}: {text}");

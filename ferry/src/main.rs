@@ -1,38 +1,91 @@
-//! The program `ferry`: which directories to share, and through what, comes in on the command line or from a file;
+//! The program `ferry`: what to share or mount, and through what, comes in on the command line or from a file;
 //! the libraries beside it do the work.
 
 mod cli;
 mod config;
+mod control;
 mod documents;
+mod exports;
 mod groups;
+mod helper;
+mod logcmd;
 mod logging;
+mod mount;
+mod mount_options;
 mod recipes;
 mod share;
 mod signals;
+mod size;
 mod socket;
+mod source;
 mod trial;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use anyhow::Result;
 
 use crate::cli::Command;
 use crate::groups::Invocation;
+use crate::helper::Asked;
+
+/// What to log until told otherwise.
+static LEVEL: OnceLock<String> = OnceLock::new();
+
+/// The level that the log was started at.
+pub fn started_level() -> String {
+    LEVEL.get().cloned().unwrap_or_else(|| "info".into())
+}
 
 fn main() -> ExitCode {
-    let invocation = groups::parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
-    match run(invocation) {
-        Ok(status) => ExitCode::from(status),
+    let args: Vec<OsString> = std::env::args_os().collect();
+    if args.first().is_some_and(|program| mount::is_helper(program)) {
+        return as_helper(args);
+    }
+    let invocation = groups::parse(args).unwrap_or_else(|error| error.exit());
+    ExitCode::from(run_or_say(invocation))
+}
+
+/// Does what mount(8) asks for, with its statuses.
+fn as_helper(args: Vec<OsString>) -> ExitCode {
+    let line = match helper::read(args.into_iter().skip(1)) {
+        Ok(Asked::Mount(line)) => line,
+        Ok(Asked::Nothing) => return ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("ferry: {error:#}");
-            ExitCode::FAILURE
+            eprintln!("mount.ferry: {error}");
+            return ExitCode::from(helper::USAGE_STATUS);
+        }
+    };
+    match groups::parse(line) {
+        Ok(invocation) => match run_or_say(invocation) {
+            0 => ExitCode::SUCCESS,
+            _ => ExitCode::from(helper::FAILURE_STATUS),
+        },
+        Err(error) => {
+            let text = error.to_string();
+            let sentence = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+            eprintln!("mount.ferry: {sentence}");
+            ExitCode::from(helper::USAGE_STATUS)
         }
     }
 }
 
-fn run(Invocation { cli, more }: Invocation) -> Result<u8> {
+fn run_or_say(invocation: Invocation) -> u8 {
+    match run(invocation) {
+        Ok(status) => status,
+        Err(error) => {
+            eprintln!("ferry: {error:#}");
+            1
+        }
+    }
+}
+
+fn run(Invocation { cli, more, args: line, at }: Invocation) -> Result<u8> {
     let quiet = matches!(&cli.command, Command::Try(args) if !args.verbose);
-    logging::start(cli.log.as_deref().unwrap_or(if quiet { "warn" } else { "info" }))?;
+    let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
+    let level = LEVEL.get_or_init(|| cli.log.unwrap_or_else(|| if quiet { "warn" } else { "info" }.into()));
+    let logging = logging::start(level, plain)?;
     match cli.command {
         Command::Share(args) => {
             let mut shares = Vec::new();
@@ -40,9 +93,11 @@ fn run(Invocation { cli, more }: Invocation) -> Result<u8> {
                 shares.extend(config::read(file)?);
             }
             shares.extend(args.share.into_iter().chain(more));
-            share::run(&shares, args.json)?;
+            share::run(&shares, args.json, &logging)?;
             Ok(0)
         }
+        Command::Mount(args) => mount::run(*args, &line, at, &logging),
+        Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Try(args) => trial::run(args),
         Command::Man { command } => documents::man(command.as_deref()).map(|()| 0),
         Command::Completions { shell } => documents::completions(shell).map(|()| 0),

@@ -7,8 +7,11 @@ Examples:
   ferry try ~/project -- make test         run a command there; its status is ferry's
   ferry share ~/project --virtiofs /run/user/1000/project.sock
                                            share it with a virtual machine of your own
+  ferry mount mem /mnt -o size=1G          a memory file system on this host
+  ferry log /mnt requests --follow         watch every request of it
 
-ferry share --help has the lines to copy for QEMU, libvirt, cloud-hypervisor and the guest.";
+ferry share --help has the lines to copy for QEMU, libvirt, cloud-hypervisor and the guest, ferry mount --help
+those for fstab.";
 
 /// Shown by `ferry try --help`.
 pub const TRY: &str = "\
@@ -20,8 +23,10 @@ Examples:
 
 /// Shown by `ferry share --help`.
 pub const SHARE: &str = "\
-Example:
+Examples:
   ferry share /srv/src --virtiofs /run/src.sock /srv/doc --virtiofs /run/doc.sock --read-only
+  ferry share mem --size 1G --virtiofs /run/mem.sock --mount /mnt
+                                           one memory file system, for a guest and on this host
 
 QEMU (the guest's memory must be shared; 4G is an example):
   -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
@@ -48,9 +53,38 @@ or in its /etc/fstab:
 
 A configuration file for --config (paths are relative to the file):
   [[share]]
-  dir = \"/srv/src\"
+  source = \"/srv/src\"
   virtiofs = \"/run/src.sock\"
   read-only = true";
+
+/// Shown by `ferry mount --help`.
+pub const MOUNT: &str = "\
+Examples:
+  ferry mount mem /mnt --size 1G           a memory file system, gone when it is unmounted
+  ferry mount pmem:/srv/data.pmem /mnt --size 8G
+                                           one that stays, in a file that is made if it is not there
+  ferry mount /srv/src /mnt --read-only    a directory of this host
+  ferry mount mem --explain                which paths this machine offers, and what would turn on better ones
+  umount /mnt                              ends the server, too; users: fusermount3 -u /mnt
+
+For mount(8) and fstab, once:
+  ln -s $(command -v ferry) /sbin/mount.ferry
+then:
+  mount -t ferry pmem:/srv/data.pmem /mnt -o size=8G,allow_other
+or in /etc/fstab:
+  pmem:/srv/data.pmem  /mnt  ferry  size=8G,allow_other,nofail  0  0
+
+The best path needs, until the next boot:
+  echo Y > /sys/module/fuse/parameters/enable_uring";
+
+/// Shown by `ferry log --help`.
+pub const LOG: &str = "\
+Examples:
+  ferry log /mnt                           what is served there, and what is logged
+  ferry log /mnt requests --follow         every request with its outcome and time, until Ctrl-C
+  ferry log /mnt/some/file requests -f     those about one file
+  ferry log /run/src.sock debug            a share for virtual machines, at another level from now on
+  ferry log 4711 default                   as it was started";
 
 /// QEMU's options for one share, to paste after a command that already has shared memory.
 pub fn qemu(socket: &str, tag: &str, queues: usize) -> String {

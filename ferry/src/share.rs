@@ -1,43 +1,75 @@
-//! `ferry share`: serve until a signal comes.
+//! `ferry share`, and what it has in common with `ferry mount`: serve until there is a reason to end.
 
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
+use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
-use ferry_virtiofs::{Export, Tag};
 
-use crate::cli::{Cache, Share};
+use crate::cli::Share;
+use crate::control::{self, Control, Served};
+use crate::exports::{self, Ending, Serving};
+use crate::logging::Logging;
 use crate::recipes;
 use crate::signals::{Endings, SIGINT, SIGTERM};
 use crate::socket::Bound;
+use crate::source::Sources;
 
-/// Shares directories until SIGTERM or SIGINT.
-pub fn run(shares: &[Share], json: bool) -> Result<()> {
+/// Shares sources until SIGTERM or SIGINT, or until nothing is left to serve.
+pub fn run(shares: &[Share], json: bool, logging: &Logging) -> Result<()> {
+    serve(shares, &MountOptions::default(), logging, |up| announce(up, json))
+}
+
+/// Serves shares; calls `ready` once all are up.
+pub fn serve(
+    shares: &[Share],
+    mount: &MountOptions,
+    logging: &Logging,
+    ready: impl FnOnce(&[Served]) -> Result<()>,
+) -> Result<()> {
     refuse_doubles(shares)?;
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited: HashMap<u16, Bound> =
         shares.iter().filter_map(|share| share.fd).map(|fd| Ok((fd, Bound::inherit(fd)?))).collect::<Result<_>>()?;
+    let (ending, ended) = mpsc::channel();
     let mut endings = Endings::catch(&[SIGTERM, SIGINT])?;
+    let on_signal = ending.clone();
+    let wait = move || {
+        // Nobody listens any more where every mount went first.
+        let _ = on_signal.send(Ending::Signal(endings.wait()));
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(wait).context("cannot start a thread")?;
 
     let mut serving = Serving::default();
-    start(shares, inherited, &mut serving)?;
-    announce(shares, json)?;
-    let signal = endings.wait();
-    tracing::info!(signal, "ending: serving what is under way");
+    let up = start(shares, inherited, mount, &mut serving)?;
+    let up: Arc<[Served]> = up.into();
+    let control = Control::start(Arc::clone(&up), logging.clone());
+    ready(&up)?;
+    serving.when_over(ending)?;
+    match ended.recv().context("no thread is left that could end this one")? {
+        Ending::Signal(signal) => tracing::info!(signal, "ending: serving what is under way"),
+        Ending::Unmounted => tracing::info!("ending: unmounted"),
+    }
+    drop(control);
+    drop(up);
     serving.stop();
     Ok(())
 }
 
-/// A socket or descriptor can serve one share only.
+/// A socket, descriptor or mount point can serve one share only.
 fn refuse_doubles(shares: &[Share]) -> Result<()> {
     for (at, share) in shares.iter().enumerate() {
         let before = &shares[..at];
         if let Some(socket) = &share.virtiofs {
             let twice = before.iter().any(|other| other.virtiofs.as_ref() == Some(socket));
             ensure!(!twice, "the socket {} is given twice; each share needs its own", socket.display());
+        }
+        if let Some(mount) = &share.mount {
+            let twice = before.iter().any(|other| other.mount.as_ref() == Some(mount));
+            ensure!(!twice, "the mount point {} is given twice; each share needs its own", mount.display());
         }
         if let Some(fd) = share.fd {
             let twice = before.iter().any(|other| other.fd == Some(fd));
@@ -47,145 +79,76 @@ fn refuse_doubles(shares: &[Share]) -> Result<()> {
     Ok(())
 }
 
-/// Opens every directory and every socket before the first share is served: what is wrong shows at once.
-fn start(shares: &[Share], mut inherited: HashMap<u16, Bound>, serving: &mut Serving) -> Result<()> {
+/// Opens every source and every socket before the first share is served: what is wrong shows at once.
+fn start(
+    shares: &[Share],
+    mut inherited: HashMap<u16, Bound>,
+    mount: &MountOptions,
+    serving: &mut Serving,
+) -> Result<Vec<Served>> {
     let mut sources = Sources::default();
     let opened: Vec<_> = shares.iter().map(|share| sources.open(share)).collect::<Result<_>>()?;
-    let bound: Vec<Bound> = shares
+    let bound: Vec<Option<Bound>> = shares
         .iter()
         .map(|share| match (&share.virtiofs, share.fd) {
-            (Some(socket), _) => Bound::bind(socket),
-            (None, Some(fd)) => Ok(inherited.remove(&fd).expect("every descriptor was taken above, once")),
-            (None, None) => bail!("{} needs --virtiofs SOCKET", share.dir.display()),
+            (Some(socket), _) => Bound::bind(socket).map(Some),
+            (None, Some(fd)) => Ok(inherited.remove(&fd)),
+            (None, None) => Ok(None),
         })
         .collect::<Result<_>>()?;
-    for ((share, source), bound) in shares.iter().zip(opened).zip(bound) {
-        serving
-            .start(bound, source, options(share))
-            .with_context(|| format!("cannot share {}", share.dir.display()))?;
-    }
-    Ok(())
-}
-
-/// The sources by directory: one directory that several guests use is one source, so that they see each other's
-/// changes and locks at once.
-#[derive(Default)]
-struct Sources(Vec<(PathBuf, ferry_dir::Options, Arc<dyn FileSystem>)>);
-
-impl Sources {
-    fn open(&mut self, share: &Share) -> Result<Arc<dyn FileSystem>> {
-        let options = ferry_dir::Options {
-            read_only: share.read_only,
-            direct_io: share.allow_direct_io,
-            writeback: share.writeback,
-            ..ferry_dir::Options::default()
-        };
-        let place = share.dir.canonicalize().unwrap_or_else(|_| share.dir.clone());
-        if let Some((.., source)) = self.0.iter().find(|(other, with, _)| *other == place && *with == options) {
-            return Ok(Arc::clone(source));
+    let mut up = Vec::new();
+    for ((share, source), bound) in shares.iter().zip(&opened).zip(bound) {
+        let mut served = Served::new(share, Arc::clone(source));
+        if let Some(bound) = bound {
+            serving
+                .start(bound, Arc::clone(source), exports::device_options(share))
+                .with_context(|| format!("cannot share {}", share.source.display()))?;
         }
-        let source: Arc<dyn FileSystem> = Arc::new(ferry_dir::Dir::open(&share.dir, options.clone())?);
-        self.0.push((place, options, Arc::clone(&source)));
-        Ok(source)
-    }
-}
-
-/// The exports that are being served, each with the socket that goes when it ends.
-#[derive(Default)]
-pub struct Serving(Vec<(Export, Bound)>);
-
-impl Serving {
-    pub fn start(&mut self, bound: Bound, source: Arc<dyn FileSystem>, options: ferry_virtiofs::Options) -> Result<()> {
-        let listener = bound.listener.try_clone().context("no descriptor left for the socket")?;
-        self.0.push((Export::from_listener(listener, source, options)?, bound));
-        Ok(())
-    }
-
-    /// Lets requests under way end, and makes what they wrote durable.
-    pub fn stop(&mut self) {
-        for (export, bound) in self.0.drain(..) {
-            export.stop();
-            drop(bound);
+        if let Some(mountpoint) = &share.mount {
+            let options = exports::mount_options(share, mount.clone(), is_shared(shares, &opened, source));
+            // Before it is covered, and in the words of the table of mounts.
+            let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
+            let export = serving.mount(&mountpoint, Arc::clone(source), options)?;
+            served.mounted(mountpoint, export);
         }
+        up.push(served);
     }
+    Ok(up)
 }
 
-impl Drop for Serving {
-    fn drop(&mut self) {
-        self.stop();
-    }
-}
-
-fn options(share: &Share) -> ferry_virtiofs::Options {
-    let mut options = ferry_virtiofs::Options {
-        // Not the default: some versions of QEMU do not bear a device that tells its tag.
-        tag: share.tag.clone(),
-        cache: share.cache.into(),
-        writeback: share.writeback,
-        xattr: !share.no_xattr,
-        ..ferry_virtiofs::Options::default()
-    };
-    if let Some(queues) = share.queues {
-        options.queues = usize::from(queues);
-    }
-    if let Some(poll) = share.poll() {
-        options.poll = poll;
-    }
-    options
-}
-
-impl From<Cache> for ferry_virtiofs::Cache {
-    fn from(cache: Cache) -> Self {
-        match cache {
-            Cache::None => Self::None,
-            Cache::Auto => Self::Auto,
-            Cache::Always => Self::Always,
-        }
-    }
-}
-
-/// One share as `--json` shows it.
-#[derive(serde::Serialize)]
-struct Shown<'a> {
-    dir: String,
-    tag: &'a str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    virtiofs: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    fd: Option<u16>,
-    read_only: bool,
-    queues: usize,
-}
-
-/// Says that every share is listening: to a program as JSON, to a person as what to give QEMU.
-fn announce(shares: &[Share], json: bool) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    let tags: Vec<Tag> = shares.iter().map(Share::tag_or_default).collect();
-    let shares = shares.iter().zip(&tags).map(|(share, tag)| Shown {
-        dir: shown(&share.dir),
-        tag: tag.as_str(),
-        virtiofs: share.virtiofs.as_deref().map(shown),
-        fd: share.fd,
-        read_only: share.read_only,
-        queues: options(share).queues,
+/// Whether a source goes through several exports.
+fn is_shared(shares: &[Share], opened: &[Arc<dyn FileSystem>], source: &Arc<dyn FileSystem>) -> bool {
+    let exports = shares.iter().zip(opened).filter(|(_, other)| Arc::ptr_eq(other, source)).map(|(share, _)| {
+        usize::from(share.mount.is_some()) + usize::from(share.virtiofs.is_some() || share.fd.is_some())
     });
+    exports.sum::<usize>() > 1
+}
+
+/// Says that every share is up: to a program as JSON, to a person as what to give QEMU.
+fn announce(up: &[Served], json: bool) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let shares = up.iter().map(Served::shown);
     if json {
         let line = serde_json::json!({ "pid": std::process::id(), "shares": shares.collect::<Vec<_>>() });
         return writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output");
     }
-    for Shown { dir, tag, virtiofs, fd, queues, .. } in shares {
-        match virtiofs {
-            Some(socket) if out.is_terminal() => {
-                let line = recipes::qemu(&socket, tag, queues);
-                writeln!(out, "{dir} as {tag}: {line}").context("cannot write to standard output")?;
+    for control::Shown { source, tag, virtiofs, fd, mount, queues, .. } in shares {
+        if let Some(mount) = mount {
+            tracing::info!(source, mount, "mounted");
+        }
+        match (virtiofs, tag, queues) {
+            (Some(socket), Some(tag), Some(queues)) if out.is_terminal() => {
+                let line = recipes::qemu(socket, tag, *queues);
+                writeln!(out, "{source} as {tag}: {line}").context("cannot write to standard output")?;
             }
-            socket => tracing::info!(dir, tag, socket, fd, "sharing"),
+            (None, ..) if fd.is_none() => {}
+            (socket, tag, _) => tracing::info!(source, tag, socket, fd, "sharing"),
         }
     }
     Ok(())
 }
 
 /// A path as whoever reads it needs it, wherever that is.
-fn shown(path: &Path) -> String {
-    std::path::absolute(path).as_deref().unwrap_or(path).to_string_lossy().into_owned()
+pub fn shown(path: &Path) -> String {
+    std::path::absolute(path).unwrap_or_else(|_| PathBuf::from(path)).to_string_lossy().into_owned()
 }

@@ -12,7 +12,7 @@ use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount, Running};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::cli::{TryArgs, made_tag, tag_of};
-use crate::share::Serving;
+use crate::exports::Serving;
 use crate::signals::{Endings, SIGHUP, SIGINT, SIGTERM};
 use crate::socket::Bound;
 

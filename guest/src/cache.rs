@@ -84,6 +84,11 @@ impl Cache {
         if program.is_file() { Ok(program) } else { Err(Error::NoPeer(name.into())) }
     }
 
+    /// The folder of what `bench/run zufs` compares with: libfuse's sources, and mkfs.xfs in `bin`.
+    pub fn zufs(&self) -> Result<PathBuf> {
+        self.fetch("zufs")
+    }
+
     /// Runs the script, which returns at once when the set is complete.
     fn fetch(&self, set: &str) -> Result<PathBuf> {
         let status = Command::new("sh")

@@ -1,1 +1,86 @@
 //! FUSE requests, served from a source, whatever carries them.
+//!
+//! A [`Share`] is a source as one export offers it, a [`Session`] one client of it from INIT to DESTROY, and a
+//! [`Server`] serves the requests of one worker. The export implements [`Carrier`] for whatever brings it requests (a
+//! virtqueue's descriptor chains, the entries of an io_uring, `/dev/fuse`), hands each to [`Server::serve`] and does as
+//! [`Served`] says. What happens in between is the same for all of them and is here: decoding, the calls of the source,
+//! what the client holds, what it may keep, waiting locks, passthrough, and checks of what the source answers.
+//!
+//! ```
+//! use ferry_serve::*;
+//! use ferry_vfs::{Backing, FileSystem};
+//! use ferry_wire::fuse::*;
+//! use std::sync::{Arc, mpsc};
+//!
+//! /// A message, the room for its reply, and a place for late replies; it has no means to move data.
+//! struct Message { request: Vec<u8>, reply: [u8; 4096], late: mpsc::Sender<Vec<u8>> }
+//!
+//! impl ReplyBuffer for Message {
+//!     fn room(&self) -> usize { self.reply.len() }
+//!     fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
+//!         self.reply[offset..][..bytes.len()].copy_from_slice(bytes);
+//!         bytes.len()
+//!     }
+//! }
+//!
+//! impl Carrier for Message {
+//!     fn request_bytes(&self) -> usize { self.request.len() }
+//!     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+//!         let rest = self.request.get(offset..).unwrap_or_default();
+//!         let count = rest.len().min(bytes.len());
+//!         bytes[..count].copy_from_slice(&rest[..count]);
+//!         count
+//!     }
+//!     fn token(&self) -> u64 { 0 }
+//!     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
+//!         let late = self.late.clone();
+//!         move |reply| drop(late.send(reply))
+//!     }
+//!     fn read(&mut self, _: Arc<Backing>, _: u64, _: usize, _: usize) { unimplemented!() }
+//!     fn write(&mut self, _: Arc<Backing>, _: u64, _: (usize, usize), _: bool, _: bool) { unimplemented!() }
+//!     fn fsync(&mut self, _: Arc<Backing>, _: bool) { unimplemented!() }
+//! }
+//!
+//! /// Every method answers ENOSYS.
+//! struct Nothing;
+//! impl FileSystem for Nothing {}
+//!
+//! let share = Arc::new(Share::new(Arc::new(Nothing), &ShareOptions::default()));
+//! let mut server = Server::new(share, Arc::new(Session::default()));
+//! let mut request = Vec::new();
+//! let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags: InitFlags::ALL };
+//! let init = Request { unique: 2, ino: ferry_vfs::Ino::ROOT, uid: 0, gid: 0, pid: 0,
+//!                      extensions: Extensions::default(), operation: Operation::Init(offer) };
+//! init.encode(&Negotiated::BEFORE_INIT, &mut request);
+//! let mut message = Message { request, reply: [0; 4096], late: mpsc::channel().0 };
+//! let Served::Reply(bytes) = server.serve_caught(&mut message) else { unreachable!("INIT is answered at once") };
+//! let (unique, reply) = Reply::decode(ReplyKind::Init, &message.reply[..bytes])?;
+//! assert!(unique == 2 && reply.is_ok());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod carrier;
+mod checks;
+mod data;
+pub mod debug;
+mod listing;
+mod mount;
+mod opening;
+mod operations;
+mod parked;
+mod passthrough;
+mod policy;
+mod reply;
+mod server;
+mod session;
+mod share;
+
+pub use carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
+pub use ferry_engine::Complaints;
+pub use mount::Mount;
+pub use passthrough::Backings;
+pub use policy::Cache;
+pub use server::Server;
+pub use session::Session;
+pub use share::{Share, ShareOptions};

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, reason = "a test that cannot go on ends")]
 
+pub mod mounts;
 pub mod suites;
 
 use std::ffi::OsString;
@@ -186,7 +187,7 @@ impl Ran {
     /// The output of a command that must have succeeded.
     #[track_caller]
     pub fn ok(self) -> String {
-        assert_eq!(self.status, 0, "in the guest:\n{}\n{}", self.out, self.err);
+        assert_eq!(self.status, 0, "the command failed:\n{}\n{}", self.out, self.err);
         self.out
     }
 }

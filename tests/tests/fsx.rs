@@ -2,65 +2,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+use std::path::Path;
 use std::time::Duration;
 
-use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, run, suites};
-
-/// Everything at once.
-const MIXED: &str = "
-[opsize]
-max = 65536
-[weights]
-close_open = 1
-read = 10
-write = 10
-mapread = 10
-mapwrite = 10
-invalidate = 1
-truncate = 5
-fsync = 1
-fdatasync = 1
-posix_fallocate = 2
-punch_hole = 3
-sendfile = 2
-posix_fadvise = 1
-copy_file_range = 3
-";
-
-/// Reads and writes only.
-const PLAIN: &str = "
-[weights]
-close_open = 1
-read = 10
-write = 10
-mapread = 0
-mapwrite = 0
-truncate = 5
-fsync = 1
-";
-
-/// Maps, with little else.
-const MAPPED: &str = "
-[weights]
-close_open = 1
-read = 2
-write = 2
-mapread = 10
-mapwrite = 10
-invalidate = 2
-truncate = 3
-";
+use ferry_tests::suites::fsx::{MAPPED, MIXED, PLAIN, command};
+use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, run};
 
 fn fsx(place: Place, options: Options, config: &str, operations: u32, seed: u32) {
-    let program = suites::tool("fsx", "0.3.2");
     let files = folder(Place::Disk);
-    let path = files.path().join("fsx.toml");
-    std::fs::write(&path, format!("flen = 1048576\n{config}")).unwrap();
     let name = cache_name(options.cache);
     let share = Share::with(place, options);
-    let script =
-        format!("{} -q -f {} -P /tmp -N {operations} -S {seed} {MOUNTPOINT}/file", program.display(), path.display());
-    let ran = run(share.guest(["sh", "-c", &script]), Duration::from_secs(60 + u64::from(operations) / 50));
+    let file = Path::new(MOUNTPOINT).join("file");
+    let command = command(&files.path().join("fsx.toml"), &file, config, operations, seed);
+    let ran = run(share.guest(command), Duration::from_secs(60 + u64::from(operations) / 50));
     println!("fsx, cache {name}, {operations} operations: {:?}", ran.took);
     ran.ok();
     share.assert_released();

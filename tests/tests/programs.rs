@@ -2,36 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use ferry_tests::{Cache, GuestCache, MOUNTPOINT, Place, Share, cache_name, folder, run};
-
-/// A repository with a history of its own, made on the host.
-const MAKE_REPOSITORY: &str = r#"
-git init -q -b main repo && cd repo
-git config user.email a@example.org && git config user.name a
-for commit in $(seq 1 20); do
-    mkdir -p dir$((commit % 5))/sub
-    for file in $(seq 1 20); do seq $commit $((commit * 50 + file)) >dir$((commit % 5))/sub/file$file; done
-    git add -A && git commit -q -m "commit $commit"
-done
-git tag middle HEAD~10
-"#;
-
-const USE_REPOSITORY: &str = r#"
-export HOME=/tmp GIT_CONFIG_NOSYSTEM=1
-git config --global --add safe.directory '*'
-git config --global user.email a@example.org && git config --global user.name a
-git clone -q repo clone && cd clone
-git checkout -q middle && git status --porcelain | (! grep .) && git checkout -q main
-echo change >>dir1/sub/file1 && git commit -qam change
-git rm -qr dir2 && git commit -qm removed && git mv dir3 dir9 && git commit -qm moved
-git gc -q --prune=now
-git fsck --full --strict 2>&1 | (! grep -i error)
-git reset -q --hard HEAD~3 && git status --porcelain | (! grep .)
-cd ../repo && git fsck --full 2>&1 | (! grep -i error)
-"#;
+use ferry_tests::suites::programs::{FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite};
+use ferry_tests::{Cache, MOUNTPOINT, Place, Share, cache_name, folder, run};
 
 #[test]
 fn git() {
@@ -118,18 +94,12 @@ fn tar_both_ways_with_many_files() {
     tar(30_000);
 }
 
-fn fio(seconds: u32, size_mib: u32) {
-    let program = GuestCache::from_env().unwrap().peer("fio").unwrap();
+fn fio(loops: u32, size_mib: u32) {
     for cache in [Cache::None, Cache::Auto, Cache::Always] {
-        for (engine, more) in [("psync", ""), ("libaio", "--direct=1 --iodepth=16"), ("mmap", "")] {
+        for &(engine, more) in FIO_ENGINES {
             let share = Share::new(cache);
-            let script = format!(
-                "{} --name=v --directory={MOUNTPOINT} --size={size_mib}M --rw=randrw --bsrange=4k-64k --blockalign=4k \
-                 --verify=crc32c --verify_fatal=1 --do_verify=1 --numjobs=2 --ioengine={engine} {more} --loops={seconds} \
-                 --minimal >/dev/null",
-                program.display()
-            );
-            let ran = run(share.guest(["sh", "-euc", &script]), Duration::from_secs(120 + u64::from(seconds) * 30));
+            let script = fio_line(Path::new(MOUNTPOINT), engine, more, size_mib, loops);
+            let ran = run(share.guest(["sh", "-euc", &script]), Duration::from_secs(120 + u64::from(loops) * 30));
             println!("fio --verify, {engine}, cache {}: {:?}", cache_name(cache), ran.took);
             ran.ok();
             share.assert_released();
@@ -148,32 +118,15 @@ fn fio_verifies_for_long() {
     fio(5, 64);
 }
 
-const SQLITE: &str = r#"
-import sqlite3, sys, threading
-def work(name, count):
-    db = sqlite3.connect("db", timeout=60)
-    for number in range(count):
-        with db: db.execute("insert into t values (?, ?)", (name, number))
-db = sqlite3.connect("db")
-db.execute("pragma journal_mode=delete")
-db.execute("create table t (name text, number integer)")
-db.commit()
-threads = [threading.Thread(target=work, args=(str(n), 20)) for n in range(3)]
-[t.start() for t in threads]
-[t.join() for t in threads]
-assert db.execute("select count(*) from t").fetchone() == (60,)
-assert db.execute("pragma integrity_check").fetchone() == ("ok",)
-"#;
-
 #[test]
 fn sqlite() {
-    if !Command::new("/usr/bin/python3").args(["-c", "import sqlite3"]).status().is_ok_and(|status| status.success()) {
+    if !has_sqlite() {
         println!("skipped: /usr/bin/python3 has no sqlite3 here");
         return;
     }
     for cache in [Cache::None, Cache::Auto, Cache::Always] {
         let share = Share::new(cache);
-        run(share.guest(["/usr/bin/python3", "-c", SQLITE]), Duration::from_secs(120)).ok();
+        run(share.guest(["/usr/bin/python3", "-c", SQLITE, "delete"]), Duration::from_secs(120)).ok();
         share.assert_released();
     }
 }

@@ -47,8 +47,9 @@ impl Input for &[u8] {
 
 /// A file system that can be shared. See the crate's front page for the rules and an example.
 ///
-/// Unless a method says otherwise: what is not overridden answers `NOSYS`; an unknown inode is `STALE`,
-/// an unknown handle `BADF`; the other errors are those of the Linux system call of the same name.
+/// Unless a method says otherwise: what is not overridden answers `NOSYS` (what that means to programs is in the
+/// [`guide`](crate::guide#what-is-not-written)); an unknown inode is `STALE`, an unknown handle `BADF`; the other errors
+/// are those of the Linux system call of the same name.
 #[allow(unused_variables, reason = "the defaults need none of their arguments")]
 pub trait FileSystem: Send + Sync {
     /// What this file system has beyond the plain calls.
@@ -156,6 +157,11 @@ pub trait FileSystem: Send + Sync {
 
     /// Writes to an open file. Answering an extent means that nothing is written yet: the export will, and then
     /// publishes the [`crate::Change::Data`].
+    ///
+    /// A write whose flags have `O_DSYNC` or `O_SYNC` is durable when the client is answered. After
+    /// [`Data::Bytes`] the export calls [`Self::fsync`] for that (`data_only` unless it is `O_SYNC`), so a source need
+    /// do nothing, and one that is durable already answers `None` there. An extent's descriptor is to be one that
+    /// was opened with the flag, as [`Self::open`] was: the export only transfers.
     fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
         Err(Errno::NOSYS)
     }
@@ -245,7 +251,8 @@ pub trait FileSystem: Send + Sync {
 
     /// Takes, changes or gives up a lock, and never waits itself. On a conflict: `AGAIN` without a waiter;
     /// with one, [`Locked::Waiting`], and the waiter is woken when the lock is granted. `DEADLK` where the wait
-    /// would never end. A waiter that is not kept must be [dismissed](Waiter::dismiss).
+    /// would never end. A waiter that is not kept must be [dismissed](Waiter::dismiss), and one whose client has
+    /// given up ([`Waiter::is_waiting`]) gets no lock.
     fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
         if let Some(waiter) = wait {
             waiter.dismiss();

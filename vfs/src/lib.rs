@@ -8,7 +8,7 @@
 //! * **Inodes** are numbers ([`Ino`]) that the source chooses; [`Ino::ROOT`] is the root. Every [`Entry`] that a
 //!   method returns carries one reference to its inode; the export gives references back with
 //!   [`FileSystem::forget`], also for clients that vanish. An inode with references stays usable, unlinked or not.
-//! * **Handles** ([`Handle`]) are open files and directories; each is released exactly once.
+//! * **Handles** ([`Handle`]) are open files and directories; each is released as often as it was answered.
 //! * **Data** is answered as bytes or as an [`Extent`] ("these bytes live in that descriptor"): see [`Data`].
 //!   The export then picks the cheapest way that its boundary has.
 //! * **Errors** are [`Errno`]s. A method that a source does not override answers [`Errno::NOSYS`].
@@ -16,7 +16,12 @@
 //!   the [`Caller`] says on whose behalf new files are made.
 //! * **Calls** come from many threads at once. None may wait for long: a lock that must wait parks its
 //!   [`Waiter`]; transfers, fsync and the like can be left to the export's engine as extents.
-//! * **Changes** ([`Change`]) are published by whoever makes them, so that several exports of one source agree.
+//! * **Changes** ([`Change`]) are published by whoever makes them, so that several exports of one source agree. The
+//!   data that clients write is the export's to publish.
+//! * **A panic** in a method is `EIO` for that caller alone.
+//!
+//! The [`guide`] says more about each: what may wait, how not to deadlock, what `ENOSYS` means to programs, and what
+//! of `posix_fadvise`, mappings and ioctls arrives. The crate `ferry-fs` makes programs of file systems.
 //!
 //! # A complete file system
 //!
@@ -35,11 +40,10 @@
 //!
 //! impl Flat {
 //!     fn attr(&self, ino: Ino) -> Attr {
-//!         let (kind, permissions, size) = match ino {
-//!             Ino::ROOT => (FileType::Directory, 0o755, 0),
-//!             _ => (FileType::RegularFile, 0o644, FILE_BYTES as u64),
-//!         };
-//!         Attr { ino: ino.0, mode: kind.as_raw_mode() | permissions, nlink: 1, size, ..Attr::default() }
+//!         match ino {
+//!             Ino::ROOT => Attr::new(ino, FileType::Directory, 0o755),
+//!             _ => Attr::new(ino, FileType::RegularFile, 0o644).with_size(FILE_BYTES as u64),
+//!         }
 //!     }
 //!     fn with_file<T>(&self, ino: Ino, f: impl FnOnce(&mut File) -> T) -> Result<T> {
 //!         let mut files = self.files.lock().unwrap();
@@ -51,7 +55,7 @@
 //!     fn lookup(&self, _: &Caller, _dir: Ino, name: Name<'_>) -> Result<Entry> {
 //!         let files = self.files.lock().unwrap();
 //!         let file = files.get(name.as_bytes()).ok_or(Errno::NOENT)?;
-//!         Ok(Entry { ino: file.ino, generation: 0, attr: self.attr(file.ino) })
+//!         Ok(Entry::new(file.ino, self.attr(file.ino)))
 //!     }
 //!
 //!     fn getattr(&self, _: &Caller, ino: Ino, _: Option<Handle>) -> Result<Attr> {
@@ -74,38 +78,24 @@
 //!     }
 //!
 //!     fn read(&self, _: &Caller, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
-//!         self.with_file(at.ino, |file| {
-//!             let start = (at.offset as usize).min(FILE_BYTES);
-//!             let end = (start + at.len as usize).min(FILE_BYTES);
-//!             Data::Bytes(out.put(&file.bytes[start..end]))
-//!         })
+//!         self.with_file(at.ino, |file| at.read_from(&file.bytes, out))
 //!     }
 //!
 //!     fn write(&self, _: &Caller, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
-//!         self.with_file(at.ino, |file| {
-//!             let start = (at.offset as usize).min(FILE_BYTES);
-//!             let end = (start + at.len as usize).min(FILE_BYTES);
-//!             match input.take(&mut file.bytes[start..end]) {
-//!                 0 => Err(Errno::NOSPC),
-//!                 n => Ok(Data::Bytes(n)),
-//!             }
-//!         })?
+//!         self.with_file(at.ino, |file| at.write_to(&mut file.bytes, input, FILE_BYTES as u64))?
 //!     }
 //!
 //!     fn opendir(&self, _: &Caller, _: Ino, _: OFlags) -> Result<Handle> {
 //!         Ok(Handle(0))
 //!     }
 //!
-//!     fn readdir(&self, cx: &Caller, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+//!     fn readdir(&self, _: &Caller, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
 //!         let files = self.files.lock().unwrap();
-//!         for (index, (name, file)) in files.iter().enumerate().skip(at.offset as usize) {
-//!             let entry = at.plus.then(|| Entry { ino: file.ino, generation: 0, attr: self.attr(file.ino) });
-//!             let item = DirItem { ino: file.ino.0, next: index as u64 + 1, kind: FileType::RegularFile, name: name.as_name().as_bytes() };
-//!             if !out.fits(item.name) {
-//!                 break;
-//!             }
-//!             out.push(&item, entry.as_ref());
-//!         }
+//!         // A file's inode number will do as its position; the list is to be in that order.
+//!         let mut names: Vec<_> = files.iter().map(|(name, file)| (file.ino.0, name, file.ino)).collect();
+//!         names.sort_unstable();
+//!         let names = names.into_iter().map(|(at, name, ino)| (at, name.as_name(), Entry::new(ino, self.attr(ino))));
+//!         at.list(out, Ino::ROOT, names, |_| ());
 //!         Ok(())
 //!     }
 //! }
@@ -122,14 +112,19 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod attr;
 mod change;
 mod fs;
+pub mod guide;
+mod memory;
 mod name;
+mod names;
 mod types;
 
 pub use change::{Change, Changes, Subscription};
 pub use fs::{DirOutput, FileSystem, Input, Output};
 pub use name::{Name, NameBuf};
+pub use names::Names;
 pub use rustix::fs::{FallocateFlags, FileType, OFlags, RenameFlags, XattrFlags};
 /// A typed error number, as Linux names them.
 pub use rustix::io::Errno;

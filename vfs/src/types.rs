@@ -3,7 +3,7 @@
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use crate::{Errno, FileType, OFlags, Result};
 
@@ -306,30 +306,49 @@ pub enum Locked {
 
 /// A request for a lock that may wait. The source keeps it and calls [`Waiter::wake`] with the outcome;
 /// a waiter that is dropped (its handle was released, its client is gone) ends with `INTR`.
-pub struct Waiter(Option<Box<dyn FnOnce(Result<()>) + Send>>);
+///
+/// Clients may give up waiting (a signal came). The source is not called for that: before it grants a lock to a
+/// waiter, and before it queues one more, it drops those that are no longer [waiting](Waiter::is_waiting). A grant
+/// that comes too late all the same is given back by the export, as an unlock of the same range.
+pub struct Waiter {
+    wake: Option<Box<dyn FnOnce(Result<()>) + Send>>,
+    gone: Option<Arc<AtomicBool>>,
+}
 
 impl Waiter {
     /// A waiter that passes its outcome to `wake`.
     pub fn new(wake: impl FnOnce(Result<()>) + Send + 'static) -> Self {
-        Self(Some(Box::new(wake)))
+        Self { wake: Some(Box::new(wake)), gone: None }
+    }
+
+    /// The same, but once `gone` is true nobody waits any more.
+    #[must_use]
+    pub fn until(mut self, gone: Arc<AtomicBool>) -> Self {
+        self.gone = Some(gone);
+        self
+    }
+
+    /// Whether anybody still wants the lock.
+    pub fn is_waiting(&self) -> bool {
+        !self.gone.as_ref().is_some_and(|gone| gone.load(Ordering::Acquire))
     }
 
     /// Ends the wait.
     pub fn wake(mut self, outcome: Result<()>) {
-        if let Some(wake) = self.0.take() {
+        if let Some(wake) = self.wake.take() {
             wake(outcome);
         }
     }
 
     /// Lets go without any outcome: the lock was granted, or refused, at once.
     pub fn dismiss(mut self) {
-        self.0 = None;
+        self.wake = None;
     }
 }
 
 impl Drop for Waiter {
     fn drop(&mut self) {
-        if let Some(wake) = self.0.take() {
+        if let Some(wake) = self.wake.take() {
             wake(Err(Errno::INTR));
         }
     }

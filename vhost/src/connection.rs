@@ -15,11 +15,11 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 
-use crate::complaints::Complaints;
 use crate::memory::{Memory, MemoryError};
 use crate::ring::RingAddresses;
 use crate::worker::{Control, Letter, Port, QueueHandler, Start, Worker};
 use crate::{Device, QUEUE_SIZE_MAX};
+use ferry_engine::Complaints;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
 const F_INDIRECT_DESC: u64 = 1 << 28;

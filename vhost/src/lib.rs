@@ -15,7 +15,6 @@
 //! hands over, but not to send well-formed messages.
 
 mod chain;
-mod complaints;
 mod connection;
 #[cfg(fuzzing)]
 pub mod fuzzing;
@@ -24,12 +23,14 @@ mod memory;
 mod ring;
 mod server;
 mod slots;
+mod socket;
 mod worker;
 
 pub use chain::Chain;
-pub use complaints::Complaints;
+pub use ferry_engine::Complaints;
 pub use io::Io;
 pub use server::{Server, ServerError};
+pub use socket::{Socket, SocketError};
 pub use worker::{Answer, Port, QueueHandler, WorkerOptions};
 
 /// The most descriptors in a chain, and entries in a ring, that Ferry takes: what virtio-fs and virtio-blk in

@@ -11,11 +11,11 @@ use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
-use crate::complaints::Complaints;
 use crate::io::Io;
 use crate::memory::Memory;
 use crate::ring::{Popped, RingAddresses, RingError, SplitRing};
 use crate::slots::Slots;
+use ferry_engine::Complaints;
 
 /// Chains taken before the first of them are answered: enough to share the calls among many, few enough that the
 /// driver can go on with the first while the last are served.

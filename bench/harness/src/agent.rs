@@ -59,12 +59,18 @@ const GUEST_MIB: u32 = 1024;
 impl Agent {
     /// Boots a guest on one CPU of the host and mounts the share that is served at `socket`.
     pub fn boot(cache: &Cache, socket: &Path, host_cpu: usize, log: &Path) -> Result<Self> {
-        let mut guest = Guest::new(cache.clone(), ["bash", "-c", LOOP]);
+        let mut guest = Guest::new(cache.clone(), [""; 0]);
         guest.host_cpu = Some(host_cpu);
         guest.memory_mib = GUEST_MIB;
         guest.devices = vec![Device::fs(socket, TAG)];
         guest.mounts = vec![Mount::virtiofs(TAG, MOUNT_POINT)];
         guest.cwd = MOUNT_POINT.into();
+        Self::start(guest, log)
+    }
+
+    /// Boots any guest that has bash. What its commands say on standard error goes to `log`.
+    pub fn start(mut guest: Guest, log: &Path) -> Result<Self> {
+        guest.command = ["bash", "-c", LOOP].map(Into::into).to_vec();
         guest.env = vec![("LC_ALL".into(), "C".into())];
         guest.stdin = Input::Piped;
         guest.stdout = Output::Piped;

@@ -39,6 +39,12 @@ pub struct Line {
     /// The same with a driver that sleeps between answers, as a guest does.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub counts_asleep: BTreeMap<String, Counts>,
+    /// Medians of what was found beside the figure, by name and server: latency, bandwidth.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub also: BTreeMap<&'static str, BTreeMap<String, f64>>,
+    /// What a request costs a file system of this host, server by server.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub costs: BTreeMap<String, Costs>,
     /// What a reader must know to read the figures.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
@@ -63,15 +69,36 @@ pub struct Counts {
     pub kicks_per_request: f64,
 }
 
+/// Costs for each request of a program, on a file system of this host.
+#[derive(Debug, Clone, Serialize)]
+pub struct Costs {
+    /// System calls of the server.
+    pub syscalls_per_request: f64,
+    /// How often the server's threads slept or were made to yield.
+    pub server_switches_per_request: f64,
+    /// The same of the program.
+    pub program_switches_per_request: f64,
+    /// Requests from the kernel to the server, where they could be counted.
+    pub fuse_requests_per_request: Option<f64>,
+    /// Copies of each byte written, by construction.
+    pub copies_per_byte: String,
+}
+
 impl Line {
     /// The line of a row that has not run.
     pub fn empty(table: &'static str, row: &Row) -> Self {
+        let line = Self::new(table, row.name.clone(), row.config.name(), row.unit(), row.better());
+        Self { note: row.note(), ..line }
+    }
+
+    /// The same of any table.
+    pub fn new(table: &'static str, row: String, config: &str, unit: &'static str, better: Better) -> Self {
         Self {
             table,
-            row: row.name.clone(),
-            config: row.config.name().into(),
-            unit: row.unit(),
-            better: row.better(),
+            row,
+            config: config.into(),
+            unit,
+            better,
             ferry: None,
             peers: BTreeMap::new(),
             ratio: BTreeMap::new(),
@@ -79,7 +106,9 @@ impl Line {
             spread: BTreeMap::new(),
             counts: BTreeMap::new(),
             counts_asleep: BTreeMap::new(),
-            note: row.note(),
+            also: BTreeMap::new(),
+            costs: BTreeMap::new(),
+            note: None,
             skipped: None,
             error: None,
         }

@@ -18,6 +18,7 @@ mod server;
 mod session;
 mod stats;
 mod virtiofs;
+mod zufs;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -51,7 +52,7 @@ struct Cli {
     /// Under five minutes: fewer rows (all that match with --rows), shorter and fewer runs
     #[arg(long)]
     quick: bool,
-    /// The servers to compare with [default: virtiofsd]
+    /// The servers to compare with [default: virtiofsd; for zufs, all]
     #[arg(long, value_delimiter = ',', value_name = "A,B")]
     peers: Vec<String>,
     /// Only rows whose name matches, with the configuration behind it: 'stat-walk', '^stat-walk none$'
@@ -120,7 +121,7 @@ fn shell_word(path: &Path) -> String {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let not_built = match (cli.table, cli.dax) {
-        (Table::Virtiofs, false) => None,
+        (Table::Virtiofs | Table::Zufs, false) => None,
         (Table::Virtiofs, true) => Some("virtiofs --dax".to_owned()),
         (table, _) => table.to_possible_value().map(|value| format!("the table {}", value.get_name())),
     };
@@ -128,7 +129,8 @@ fn main() -> ExitCode {
         eprintln!("bench/run: {what} is not built yet");
         return ExitCode::from(2);
     }
-    run(&cli).unwrap_or_else(|error| {
+    let result = if cli.table == Table::Zufs { zufs::run(&cli) } else { run(&cli) };
+    result.unwrap_or_else(|error| {
         eprintln!("bench/run: {error:#}");
         ExitCode::FAILURE
     })
@@ -160,7 +162,7 @@ fn run(cli: &Cli) -> Result<ExitCode> {
     let mut runner = runner(cli, &rows, cache, virtiofsd, fio, peers)?;
     let mut lines: Vec<Line> = Vec::new();
     for row in &rows {
-        progress.begin(lines.len(), row);
+        progress.begin(lines.len(), &format!("{} {}", row.name, row.config.name()));
         let mut line = runner.run(row);
         skipped.iter().for_each(|reason| line.skip(reason));
         progress.end(&line);
@@ -198,14 +200,20 @@ fn runner(
     .context("cannot make the data")?;
     let folder = cli.work.join("run");
     std::fs::create_dir_all(&folder)?;
-    let here = std::env::current_exe().context("where is this program?")?;
-    let ferry = here.with_file_name("ferry");
-    anyhow::ensure!(ferry.is_file(), "no program {}: build it with cargo build --release", ferry.display());
+    let ferry = program("ferry")?;
     let (guest_cpu, server_cpus) = session::divide_cpus()?;
     let programs = Programs { ferry, virtiofsd };
     let place = Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus };
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     Ok(Runner::new(place, data, fio, peers, effort))
+}
+
+/// A program that was built with this one.
+fn program(name: &str) -> Result<PathBuf> {
+    let here = std::env::current_exe().context("where is this program?")?;
+    let program = here.with_file_name(name);
+    anyhow::ensure!(program.is_file(), "no program {}: build it with cargo build --release", program.display());
+    Ok(program)
 }
 
 /// The command as it was typed, without the wrapper's own words.

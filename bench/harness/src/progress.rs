@@ -4,7 +4,6 @@ use std::io::{IsTerminal, Write};
 use std::time::Instant;
 
 use crate::line::{FERRY, Line};
-use crate::rows::Row;
 
 /// The progress of a run.
 #[derive(Debug)]
@@ -29,9 +28,9 @@ impl Progress {
     }
 
     /// A row begins.
-    pub fn begin(&self, done: usize, row: &Row) {
+    pub fn begin(&self, done: usize, row: &str) {
         let (rows, seconds) = (self.rows, self.started.elapsed().as_secs());
-        self.show(&format!("{}/{rows} {} {}, {seconds} s so far", done + 1, row.name, row.config.name()));
+        self.show(&format!("{}/{rows} {row}, {seconds} s so far", done + 1));
     }
 
     /// A row has ended.

@@ -101,7 +101,7 @@ pub fn write(folder: &Path, rows: &[Row], lines: &[Line], machine: &Machine, sum
         json.push('\n');
     }
     let files = [
-        ("virtiofs.md", format!("{}{}", markdown(rows, lines, machine, summary), notes(folder)?)),
+        ("virtiofs.md", format!("{}{}", markdown(rows, lines, machine, summary), notes(folder, NOTES)?)),
         ("virtiofs.svg", chart::svg(lines, PEER)),
         ("virtiofs.jsonl", json),
     ];
@@ -113,8 +113,8 @@ pub fn write(folder: &Path, rows: &[Row], lines: &[Line], machine: &Machine, sum
 }
 
 /// What was written by hand about the figures stays beside them when they are measured anew.
-fn notes(folder: &Path) -> Result<String> {
-    let path = folder.join(NOTES);
+pub fn notes(folder: &Path, name: &str) -> Result<String> {
+    let path = folder.join(name);
     match std::fs::read_to_string(&path) {
         Ok(text) => Ok(format!("\n### Why\n\n{text}")),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),

@@ -1,28 +1,17 @@
 //! The virtio-fs device (VIRTIO 1.3, section 5.11).
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
-use ferry_engine::Lane;
+use ferry_serve::{Server, Session, Share, ShareOptions};
 use ferry_vfs::FileSystem;
-use ferry_vhost::{Complaints, Device, Port, WorkerOptions};
+use ferry_vhost::{Device, Port, WorkerOptions};
+use ferry_wire::fuse::InitFlags;
 
 use crate::handler::Handler;
-use crate::mount::Mount;
-use crate::policy::Policy;
 use crate::{Options, Tag};
 
 /// The queue that carries FORGET and INTERRUPT ahead of everything else; the request queues follow it.
 const HIGH_PRIORITY_QUEUES: usize = 1;
-
-/// A share: what all its guests, one after another, have in common.
-pub(crate) struct Share {
-    pub(crate) source: Arc<dyn FileSystem>,
-    pub(crate) policy: Policy,
-    pub(crate) read_only: bool,
-    pub(crate) xattr: bool,
-    pub(crate) complaints: Complaints,
-    pub(crate) lane: Lane,
-}
 
 /// A share as a device.
 pub(crate) struct VirtioFs {
@@ -35,34 +24,18 @@ pub(crate) struct VirtioFs {
 
 impl VirtioFs {
     pub(crate) fn new(source: Arc<dyn FileSystem>, options: Options) -> Self {
-        let features = source.features();
-        let share = Share {
-            policy: Policy::new(&options, features),
-            read_only: features.read_only,
+        let share = ShareOptions {
+            name: options.tag.as_ref().map_or_else(String::new, |tag| tag.as_str().into()),
+            cache: options.cache,
+            entry_timeout: options.entry_timeout,
+            attr_timeout: options.attr_timeout,
+            writeback: options.writeback,
             xattr: options.xattr,
-            source,
-            complaints: Complaints::default(),
-            lane: Lane::default(),
+            direct_opens: false,
         };
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self { share: Arc::new(share), request_workers: options.queues.min(cpus), options }
-    }
-}
-
-/// What the queues of one connection share: the guest's session, once INIT came.
-#[derive(Default)]
-pub(crate) struct Session(RwLock<Option<Arc<Mount>>>);
-
-impl Session {
-    pub(crate) fn mount(&self) -> Option<Arc<Mount>> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Begins (INIT) or ends (DESTROY) the guest's session. What the last one held is given back when no batch of
-    /// requests uses it any more.
-    pub(crate) fn set_mount(&self, mount: Option<Arc<Mount>>) {
-        let last = std::mem::replace(&mut *self.0.write().unwrap_or_else(PoisonError::into_inner), mount);
-        drop(last);
+        let share = Arc::new(Share::new(source, &share));
+        Self { share, request_workers: options.queues.min(cpus), options }
     }
 }
 
@@ -101,10 +74,11 @@ impl Device for VirtioFs {
     }
 
     fn session(&self) -> Session {
-        Session::default()
+        // Host file systems mounted below the shared directory are mounts of their own in the guest.
+        Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS)
     }
 
     fn handler(&self, session: &Arc<Session>, _: usize, port: Arc<Port<Vec<u8>>>) -> Handler {
-        Handler::new(Arc::clone(&self.share), Arc::clone(session), port)
+        Handler { server: Server::new(Arc::clone(&self.share), Arc::clone(session)), port }
     }
 }

@@ -3,7 +3,8 @@
 //! The device speaks FUSE (protocol 7.27 to 7.45) over virtqueues (VIRTIO 1.3, section 5.11) to the guest, and
 //! vhost-user to the virtual machine monitor. One guest READ costs, in the best case, a share of one system call:
 //! the worker of its queue takes everything that waits, copies each header once and decodes it, asks the source
-//! where the bytes live, lets io_uring move them straight into the guest's pages, and signals once.
+//! where the bytes live, lets io_uring move them straight into the guest's pages, and signals once. What is not about
+//! virtqueues is in `ferry-serve`.
 //!
 //! ```no_run
 //! # fn source() -> std::sync::Arc<dyn ferry_vfs::FileSystem> { unimplemented!() }
@@ -17,13 +18,8 @@
 //! ```
 #![forbid(unsafe_code)]
 
-mod data;
 mod device;
 mod handler;
-mod mount;
-mod operations;
-mod policy;
-mod reply;
 
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -32,9 +28,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use ferry_engine::IoMode;
+pub use ferry_serve::Cache;
 use ferry_vfs::{Caller, FileSystem, Ino};
 use ferry_vhost::{Server, ServerError};
-pub use policy::Cache;
 
 /// How an export is to behave.
 #[derive(Clone, Debug)]

@@ -62,9 +62,9 @@ impl Dir {
         let st = statx(fd, b"")?;
         match set.size {
             Some(size) => {
-                self.changes.publish(|| Change::Data { ino: inode.ino, offset: size, len: u64::MAX });
+                self.changes.publish(cx.session, || Change::Data { ino: inode.ino, offset: size, len: u64::MAX });
             }
-            None => self.attr_changed(inode),
+            None => self.attr_changed(cx.session, inode),
         }
         Ok(self.attr(inode, &st))
     }

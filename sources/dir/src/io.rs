@@ -67,7 +67,7 @@ impl Dir {
             other => other,
         }?;
         if truncates {
-            self.changes.publish(|| Change::Data { ino, offset: 0, len: u64::MAX });
+            self.changes.publish(cx.session, || Change::Data { ino, offset: 0, len: u64::MAX });
         }
         self.handles.insert(Open::new(cx.session, inode, file, host - OFlags::TRUNC))
     }
@@ -178,7 +178,7 @@ impl Dir {
         // Collapsing and inserting move all that follows.
         let moves = flags.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE);
         let len = if moves { u64::MAX } else { len };
-        self.changes.publish(|| Change::Data { ino, offset, len });
+        self.changes.publish(cx.session, || Change::Data { ino, offset, len });
         Ok(())
     }
 
@@ -210,7 +210,7 @@ impl Dir {
         drop(guard);
         let count = count as u64;
         if count > 0 {
-            self.changes.publish(|| Change::Data { ino: copy.to.0, offset: copy.to.2, len: count });
+            self.changes.publish(cx.session, || Change::Data { ino: copy.to.0, offset: copy.to.2, len: count });
         }
         Ok(count)
     }

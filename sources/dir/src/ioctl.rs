@@ -45,7 +45,7 @@ impl Dir {
                 }
                 fill(&mut argument, input);
                 sys::file_ioctl(open.file.as_fd(), *known, &mut argument)?;
-                self.attr_changed(&open.inode);
+                self.attr_changed(cx.session, &open.inode);
                 Ok(Vec::new())
             }
             FileIoctl::GetFlags | FileIoctl::GetXflags => {

@@ -208,7 +208,13 @@ impl Dir {
         root.set_pinned(true);
         cache.keep(&table, &root, cache.wrap(fd));
         let mut dir = Self {
-            features: Features { read_only: options.read_only, posix_acl: false, posix_locks: true, flock: true },
+            features: Features {
+                read_only: options.read_only,
+                posix_acl: false,
+                posix_locks: true,
+                flock: true,
+                backing: true,
+            },
             options,
             root,
             table,
@@ -281,20 +287,20 @@ impl FileSystem for Dir {
         self.symlink_(cx, dir, name, target)
     }
 
-    fn link(&self, _: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.link_(ino, dir, name)
+    fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.link_(cx, ino, dir, name)
     }
 
-    fn unlink(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.unlink_(dir, name, AtFlags::empty())
+    fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.unlink_(cx, dir, name, AtFlags::empty())
     }
 
-    fn rmdir(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.unlink_(dir, name, AtFlags::REMOVEDIR)
+    fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.unlink_(cx, dir, name, AtFlags::REMOVEDIR)
     }
 
-    fn rename(&self, _: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
-        self.rename_(from, to, flags)
+    fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
+        self.rename_(cx, from, to, flags)
     }
 
     fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
@@ -307,6 +313,10 @@ impl FileSystem for Dir {
 
     fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
         self.tmpfile_(cx, dir, new, flags)
+    }
+
+    fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
+        self.handles.with(cx.session, ino, handle, |open| Ok(Arc::clone(&open.file))).ok()
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
@@ -364,18 +374,18 @@ impl FileSystem for Dir {
 
     fn setxattr(
         &self,
-        _: &Caller<'_>,
+        cx: &Caller<'_>,
         ino: Ino,
         name: &[u8],
         value: &[u8],
         flags: XattrFlags,
         clear_sgid: bool,
     ) -> Result<()> {
-        self.setxattr_(ino, name, value, flags, clear_sgid)
+        self.setxattr_(cx.session, ino, name, (value, flags), clear_sgid)
     }
 
-    fn removexattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
-        self.removexattr_(ino, name)
+    fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+        self.removexattr_(cx.session, ino, name)
     }
 
     fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {

@@ -3,7 +3,9 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{Caller, Change, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, RenameFlags, Result};
+use ferry_vfs::{
+    Caller, Change, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, RenameFlags, Result, SessionId,
+};
 use rustix::fs::{AtFlags, Mode, makedev};
 use rustix::path::DecInt;
 
@@ -20,13 +22,13 @@ const DEPTH_MAX: usize = 65_536;
 
 impl Dir {
     /// Publishes that a name changed.
-    pub(crate) fn entry_changed(&self, dir: &Inode, name: Name<'_>) {
-        self.changes.publish(|| Change::Entry { dir: dir.ino, name: name.to_buf() });
+    pub(crate) fn entry_changed(&self, by: SessionId, dir: &Inode, name: Name<'_>) {
+        self.changes.publish(by, || Change::Entry { dir: dir.ino, name: name.to_buf() });
     }
 
     /// Publishes that attributes changed.
-    pub(crate) fn attr_changed(&self, inode: &Inode) {
-        self.changes.publish(|| Change::Attr { ino: inode.ino });
+    pub(crate) fn attr_changed(&self, by: SessionId, inode: &Inode) {
+        self.changes.publish(by, || Change::Attr { ino: inode.ino });
     }
 
     /// Refuses a change of a share that is read-only.
@@ -90,12 +92,17 @@ impl Dir {
     }
 
     /// Makes a name with `make`, and looks it up.
-    fn make(&self, dir: Ino, name: Name<'_>, make: impl FnOnce(BorrowedFd<'_>) -> Result<()>) -> Result<Entry> {
+    fn make(
+        &self,
+        by: SessionId,
+        (dir, name): (Ino, Name<'_>),
+        make: impl FnOnce(BorrowedFd<'_>) -> Result<()>,
+    ) -> Result<Entry> {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         make(fd.as_fd())?;
         let (inode, st) = self.find(&dir, fd.as_fd(), name.as_bytes())?;
-        self.entry_changed(&dir, name);
+        self.entry_changed(by, &dir, name);
         Ok(self.entry(&inode, &st))
     }
 
@@ -107,55 +114,66 @@ impl Dir {
             kind => kind,
         };
         let device = makedev((new.rdev & 0xf_ff00) >> 8, (new.rdev & 0xff) | ((new.rdev >> 12) & 0xf_ff00));
-        self.make(dir, name, |fd| {
+        self.make(cx.session, (dir, name), |fd| {
             self.as_caller(cx, new, |mode| rustix::fs::mknodat(fd, name.as_bytes(), kind, mode, device))
         })
     }
 
     pub(crate) fn mkdir_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
-        self.make(dir, name, |fd| self.as_caller(cx, new, |mode| rustix::fs::mkdirat(fd, name.as_bytes(), mode)))
+        self.make(cx.session, (dir, name), |fd| {
+            self.as_caller(cx, new, |mode| rustix::fs::mkdirat(fd, name.as_bytes(), mode))
+        })
     }
 
     pub(crate) fn symlink_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
-        self.make(dir, name, |fd| {
+        self.make(cx.session, (dir, name), |fd| {
             let _guard = self.creds.enter(cx)?;
             rustix::fs::symlinkat(target, fd, name.as_bytes())
         })
     }
 
-    pub(crate) fn link_(&self, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+    pub(crate) fn link_(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let (inode, fd) = self.path(ino)?;
         if inode.is_dir() {
             return Err(Errno::PERM);
         }
-        let entry = self.make(dir, name, |dir_fd| {
+        let entry = self.make(cx.session, (dir, name), |dir_fd| {
             // The magic link leads to the very inode, also to a symbolic link and to a file without a name;
             // AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH.
             let from = DecInt::from_fd(fd.as_fd());
             rustix::fs::linkat(&self.proc_fds, from, dir_fd, name.as_bytes(), AtFlags::SYMLINK_FOLLOW)
         })?;
         inode.set_pinned(false);
-        self.attr_changed(&inode);
+        self.attr_changed(cx.session, &inode);
         Ok(entry)
     }
 
-    pub(crate) fn unlink_(&self, dir: Ino, name: Name<'_>, flags: AtFlags) -> Result<()> {
+    pub(crate) fn unlink_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, flags: AtFlags) -> Result<()> {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let pinned = self.pin(fd.as_fd(), name.as_bytes());
         let result = rustix::fs::unlinkat(fd.as_fd(), name.as_bytes(), flags);
         match (&result, &pinned) {
-            (Ok(()), Some(pinned)) => self.attr_changed(&pinned.inode),
+            (Ok(()), Some(pinned)) => {
+                self.attr_changed(cx.session, &pinned.inode);
+                let (dir, ino) = (dir.ino, pinned.inode.ino);
+                self.changes.publish(cx.session, || Change::Removed { dir, name: name.to_buf(), ino });
+            }
+            // Nobody was told of the inode, or only of another that had the name before.
+            (Ok(()), None) => self.entry_changed(cx.session, &dir, name),
             (Err(_), Some(pinned)) => pinned.undo(),
-            (_, None) => {}
-        }
-        if result.is_ok() {
-            self.entry_changed(&dir, name);
+            (Err(_), None) => {}
         }
         result
     }
 
-    pub(crate) fn rename_(&self, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
+    pub(crate) fn rename_(
+        &self,
+        cx: &Caller<'_>,
+        from: (Ino, Name<'_>),
+        to: (Ino, Name<'_>),
+        flags: RenameFlags,
+    ) -> Result<()> {
         self.writable()?;
         let (from_dir, from_fd) = self.path(from.0)?;
         let (to_dir, to_fd) = self.path(to.0)?;
@@ -165,7 +183,7 @@ impl Dir {
         let result = rustix::fs::renameat_with(from_fd.as_fd(), old, to_fd.as_fd(), new, flags);
         match (&result, &victim) {
             // Two names of one inode: nothing happened.
-            (Ok(()), Some(victim)) => self.attr_changed(&victim.inode),
+            (Ok(()), Some(victim)) => self.attr_changed(cx.session, &victim.inode),
             (Err(_), Some(victim)) => victim.undo(),
             (_, None) => {}
         }
@@ -174,8 +192,8 @@ impl Dir {
         if flags.contains(RenameFlags::EXCHANGE) {
             self.moved(&from_dir, &from_fd, old);
         }
-        self.entry_changed(&from_dir, from.1);
-        self.entry_changed(&to_dir, to.1);
+        self.entry_changed(cx.session, &from_dir, from.1);
+        self.entry_changed(cx.session, &to_dir, to.1);
         Ok(())
     }
 
@@ -210,7 +228,7 @@ impl Dir {
                 Ok(file) => {
                     let (inode, st) = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd())?;
                     let made = self.add_open(cx, inode, &st, file, host)?;
-                    self.entry_changed(&dir, name);
+                    self.entry_changed(cx.session, &dir, name);
                     return Ok(made);
                 }
                 Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => {}

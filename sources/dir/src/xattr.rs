@@ -9,7 +9,7 @@ use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::{Errno, Ino, Result, XattrFlags};
+use ferry_vfs::{Errno, Ino, Result, SessionId, XattrFlags};
 use rustix::path::DecInt;
 
 use crate::Dir;
@@ -99,10 +99,10 @@ impl Dir {
 
     pub(crate) fn setxattr_(
         &self,
+        by: SessionId,
         ino: Ino,
         name: &[u8],
-        value: &[u8],
-        flags: XattrFlags,
+        (value, flags): (&[u8], XattrFlags),
         clear_sgid: bool,
     ) -> Result<()> {
         self.writable()?;
@@ -122,11 +122,11 @@ impl Dir {
                 self.chmod(&inode, fd.as_fd(), mode & !S_ISGID)?;
             }
         }
-        self.attr_changed(&inode);
+        self.attr_changed(by, &inode);
         Ok(())
     }
 
-    pub(crate) fn removexattr_(&self, ino: Ino, name: &[u8]) -> Result<()> {
+    pub(crate) fn removexattr_(&self, by: SessionId, ino: Ino, name: &[u8]) -> Result<()> {
         self.writable()?;
         let name = c_name(name)?;
         let (inode, fd) = self.path(ino)?;
@@ -135,7 +135,7 @@ impl Dir {
             |dir, path| sys::removexattrat(dir, path, &name),
             |path| rustix::fs::removexattr(path, name.as_c_str()),
         )?;
-        self.attr_changed(&inode);
+        self.attr_changed(by, &inode);
         Ok(())
     }
 }

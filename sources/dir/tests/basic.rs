@@ -583,8 +583,11 @@ fn changes_are_published() {
     let Share { dir, cx, .. } = &share;
     let seen = Arc::new(Mutex::new(Vec::new()));
     let _subscription = {
-        let seen = Arc::clone(&seen);
-        dir.changes().unwrap().subscribe(move |change| seen.lock().unwrap().push(change.clone()))
+        let (seen, session) = (Arc::clone(&seen), cx.session);
+        dir.changes().unwrap().subscribe(move |change, by| {
+            assert_eq!(by, session, "whoever asked for it");
+            seen.lock().unwrap().push(change.clone());
+        })
     };
     let entry_change = |file| Change::Entry { dir: Ino::ROOT, name: name(file).to_buf() };
     let (entry, handle) = share.create(Ino::ROOT, "f", OFlags::RDWR).unwrap();
@@ -600,7 +603,10 @@ fn changes_are_published() {
     dir.rename(cx, (Ino::ROOT, name("g")), (Ino::ROOT, name("h")), RenameFlags::empty()).unwrap();
     assert_eq!(take(), [entry_change("g"), entry_change("h")]);
     dir.unlink(cx, Ino::ROOT, name("h")).unwrap();
-    assert_eq!(take(), [Change::Attr { ino }, entry_change("h")]);
+    assert_eq!(take(), [Change::Attr { ino }, Change::Removed { dir: Ino::ROOT, name: name("h").to_buf(), ino }]);
+    fs::write(share.path("unknown"), "").unwrap();
+    dir.unlink(cx, Ino::ROOT, name("unknown")).unwrap();
+    assert_eq!(take(), [entry_change("unknown")]);
     dir.fallocate(cx, ino, handle, 0, 10, FallocateFlags::empty()).unwrap();
     assert_eq!(take(), [Change::Data { ino, offset: 0, len: 10 }]);
     let handle = dir.open(cx, ino, OFlags::RDWR | OFlags::TRUNC).unwrap();

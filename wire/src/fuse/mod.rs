@@ -4,6 +4,7 @@
 //! * [`decode`] and [`Request`]: requests, checked and typed;
 //! * [`negotiate`]: the answer to INIT, and what it means for the rest of the session ([`Negotiated`]);
 //! * [`Reply`] and [`encode_error`]: replies;
+//! * [`Notification`]: what a server tells unasked;
 //! * [`DirWriter`] and [`DirEntries`]: directory listings.
 //!
 //! Nothing here does I/O, and no function panics, whatever bytes it is given.
@@ -15,6 +16,7 @@ mod dir;
 mod encode;
 mod ext;
 mod init;
+mod notify;
 mod operation;
 mod reply;
 mod reply_decode;
@@ -25,6 +27,7 @@ pub use decode::decode;
 pub use dir::{DirEntries, DirEntry, DirFlaw, DirWriter};
 pub use ext::{Extensions, Groups, Records, SecurityContexts};
 pub use init::{InitError, InitOutcome, InitRequest, Negotiated, Wanted, negotiate};
+pub use notify::Notification;
 pub use operation::{LockRequest, Operation, Release};
 pub use reply::{Opened, REPLY_HEAD_BYTES_MAX, Reply, ReplyKind, Timeouts, encode_error};
 pub use reply_decode::ReplyFlaw;

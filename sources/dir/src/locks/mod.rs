@@ -133,6 +133,7 @@ impl InodeLocks {
 
     /// Tries all that wait, in order, as often as that lets one go on.
     fn settle(&mut self, shared: &Shared, outcomes: &mut Outcomes) {
+        self.drop_interrupted(shared);
         loop {
             let mut progress = false;
             for parked in std::mem::take(&mut self.waiters) {
@@ -157,6 +158,13 @@ impl InodeLocks {
             if !parked.lock.flock {
                 lock(&shared.waits).set(parked.number, parked.lock.owner, blockers);
             }
+        }
+    }
+
+    /// Forgets the requests whose clients wait no more: they were answered already.
+    fn drop_interrupted(&mut self, shared: &Shared) {
+        for parked in self.waiters.extract_if(.., |parked| !parked.waiter.is_waiting()) {
+            shared.unpark(parked).dismiss();
         }
     }
 
@@ -447,6 +455,7 @@ impl Dir {
                 locks.settle(shared, outcomes);
             }
             let Some(waiter) = wait.take() else { return Err(Errno::AGAIN) };
+            locks.drop_interrupted(shared);
             let blockers = if request.flock { Vec::new() } else { locks.blockers(&request) };
             let number = shared.next.fetch_add(1, Ordering::Relaxed);
             if !request.flock {

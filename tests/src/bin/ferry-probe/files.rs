@@ -229,7 +229,7 @@ fn append(dir: &Path) {
 }
 
 /// Memory that O_DIRECT takes.
-fn aligned(bytes: u8, len: usize) -> (Vec<u8>, std::ops::Range<usize>) {
+pub fn aligned(bytes: u8, len: usize) -> (Vec<u8>, std::ops::Range<usize>) {
     let buffer = vec![bytes; len + 4096];
     let start = buffer.as_ptr().align_offset(4096);
     (buffer, start..start + len)

@@ -13,6 +13,7 @@ mod names;
 mod privileges;
 mod space;
 mod special;
+mod storms;
 mod sys;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -38,8 +39,16 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     };
     std::panic::set_hook(Box::new(|info| *WHY.lock().unwrap() = info.to_string().replace('\n', " ")));
-    let all =
-        [files::CHECKS, locks::CHECKS, many::CHECKS, names::CHECKS, privileges::CHECKS, space::CHECKS, special::CHECKS];
+    let all = [
+        files::CHECKS,
+        locks::CHECKS,
+        many::CHECKS,
+        names::CHECKS,
+        privileges::CHECKS,
+        space::CHECKS,
+        special::CHECKS,
+        storms::CHECKS,
+    ];
     let mut failed = false;
     for (name, check) in all.concat() {
         if !wanted.is_empty() && !wanted.iter().any(|one| one == name) {

@@ -129,6 +129,7 @@ pub fn role(args: &[String]) -> ExitCode {
                 fs::rename(&path, Path::new(folder).join(format!("{name}-{number}"))).unwrap();
             }
         }
+        ["mixed", path, way, zone] => crate::storms::mixed(path, way, zone.parse().unwrap()),
         _ => {
             eprintln!("ferry-probe: no role {args:?}");
             return ExitCode::from(2);

@@ -7,6 +7,7 @@ use std::panic::resume_unwind;
 use std::path::Path;
 
 use rustix::fs::{AtFlags, CWD, Statx, StatxFlags};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
 use rustix::process::{Gid, Uid};
 
 /// The user that checks use as "somebody else".
@@ -78,10 +79,18 @@ pub struct Mapping {
 impl Mapping {
     /// A shared, writable mapping of the first bytes of a file.
     pub fn new(file: &File, len: usize) -> io::Result<Self> {
-        use rustix::mm::{MapFlags, ProtFlags, mmap};
+        Self::map(file, len, MapFlags::SHARED)
+    }
+
+    /// A private, writable mapping of the first bytes of a file.
+    pub fn private(file: &File, len: usize) -> io::Result<Self> {
+        Self::map(file, len, MapFlags::PRIVATE)
+    }
+
+    fn map(file: &File, len: usize, flags: MapFlags) -> io::Result<Self> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a null hint, so that the kernel chooses where there is nothing yet.
-        let at = unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, file.as_fd(), 0) }?;
+        let at = unsafe { mmap(std::ptr::null_mut(), len, prot, flags, file.as_fd(), 0) }?;
         Ok(Self { at: at.cast(), len })
     }
 

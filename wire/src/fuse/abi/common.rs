@@ -1,5 +1,7 @@
 //! Headers, and structures that requests and replies share.
 
+use std::mem::offset_of;
+
 #[cfg(doc)]
 use super::Opcode;
 use super::wire;
@@ -263,3 +265,13 @@ wire! {
         padding: [u8; 6],
     }
 }
+
+// What the kernel reads and writes beside messages, and so no codec test looks at.
+const _: () = {
+    assert!(offset_of!(BackingMap, flags) == 4 && offset_of!(BackingMap, padding) == 8);
+    assert!(offset_of!(UringEntInOut, commit_id) == 8 && offset_of!(UringEntInOut, payload_sz) == 16);
+    assert!(offset_of!(UringEntInOut, padding) == 20 && offset_of!(UringEntInOut, reserved) == 24);
+    assert!(offset_of!(UringReqHeader, op_in) == 128 && offset_of!(UringReqHeader, ring_ent_in_out) == 256);
+    assert!(offset_of!(UringCmdReq, commit_id) == 8 && offset_of!(UringCmdReq, qid) == 16);
+    assert!(offset_of!(UringCmdReq, padding) == 18);
+};

@@ -1,0 +1,226 @@
+//! File systems that are mounted on this host, each with its server.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::mount::{MountFlags, UnmountFlags};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::systems::{Files, Flavour, System, Way};
+
+/// How long a server may take until its file system is mounted.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long it may take to unmount and end, before it is killed.
+const END_TIMEOUT: Duration = Duration::from_secs(3);
+/// How often it is looked.
+const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+/// How much of a server's last words an error shows.
+const LAST_WORDS_BYTES: usize = 400;
+
+/// The servers' programs.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// Ours.
+    pub ferry: PathBuf,
+    /// Our null file system.
+    pub null: PathBuf,
+    /// libfuse's file systems; nothing when they could not be built.
+    pub libfuse: Option<PathBuf>,
+}
+
+/// The command that serves a system at `dir`; nothing for those of the kernel.
+pub fn command(system: System, programs: &Programs, dir: &Path) -> Result<Option<Vec<OsString>>> {
+    let (program, before, after): (&Path, &str, &str) = match system {
+        System::Ferry(Files::Null, Way::Uring) => (&programs.null, "", "--path uring"),
+        System::Ferry(Files::Null, Way::Devfuse) => (&programs.null, "", "--path devfuse"),
+        System::Ferry(Files::Null, Way::Passthrough) => bail!("the null file system has no backing files"),
+        System::Ferry(Files::Mem, Way::Uring) => {
+            (&programs.ferry, "mount mem", "--foreground --path uring --passthrough off")
+        }
+        System::Ferry(Files::Mem, Way::Devfuse) => {
+            (&programs.ferry, "mount mem", "--foreground --path devfuse --passthrough off")
+        }
+        System::Ferry(Files::Mem, Way::Passthrough) => (&programs.ferry, "mount mem", "--foreground --passthrough on"),
+        System::FerryCached => (&programs.ferry, "mount mem", "--foreground --cache always"),
+        System::Libfuse(files, flavour) => {
+            let program = programs.libfuse.as_deref().context("the libfuse server is not there")?;
+            let files = if files == Files::Null { "null" } else { "memory" };
+            let after = match flavour {
+                Flavour::Plain => "",
+                Flavour::Splice => "splice",
+                Flavour::Uring => "uring",
+            };
+            (program, files, after)
+        }
+        System::Tmpfs => return Ok(None),
+        System::FerryPmem | System::XfsDax => bail!("it needs persistent memory, which only the guest has"),
+    };
+    let words = |text: &str| text.split_whitespace().map(OsString::from).collect::<Vec<_>>();
+    let mut command = vec![program.into()];
+    command.extend(words(before));
+    command.push(dir.into());
+    command.extend(words(after));
+    Ok(Some(command))
+}
+
+/// A mounted file system. It goes when this is dropped.
+#[derive(Debug)]
+pub struct Mounted {
+    dir: PathBuf,
+    log: PathBuf,
+    server: Option<Child>,
+}
+
+impl Mounted {
+    /// Mounts a system in a folder of its own below `folder`.
+    pub fn new(system: System, programs: &Programs, folder: &Path) -> Result<Self> {
+        let dir = folder.join(system.full_name().replace(' ', "-"));
+        std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        let mut mounted = Self { log: dir.with_extension("log"), dir, server: None };
+        let Some(words) = command(system, programs, &mounted.dir)? else {
+            rustix::mount::mount("tmpfs", &mounted.dir, "tmpfs", MountFlags::empty(), None)
+                .context("cannot mount a tmpfs")?;
+            return Ok(mounted);
+        };
+        let log = File::create(&mounted.log).with_context(|| format!("cannot create {}", mounted.log.display()))?;
+        let server = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL"])
+            .args(words)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .context("cannot start setpriv (package util-linux)")?;
+        mounted.server = Some(server);
+        mounted.await_mount()?;
+        Ok(mounted)
+    }
+
+    fn await_mount(&mut self) -> Result<()> {
+        let deadline = Instant::now() + START_TIMEOUT;
+        while !is_mounted(&self.dir) {
+            if !self.is_alive() {
+                bail!("its server ended at its start: {}", self.last_words());
+            }
+            ensure!(Instant::now() < deadline, "it was not mounted within {} s", START_TIMEOUT.as_secs());
+            std::thread::sleep(LOOK_INTERVAL);
+        }
+        Ok(())
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The process of its server, if it has one.
+    pub fn pid(&self) -> Option<u32> {
+        self.server.as_ref().map(Child::id)
+    }
+
+    fn is_alive(&mut self) -> bool {
+        self.server.as_mut().is_none_or(|server| matches!(server.try_wait(), Ok(None)))
+    }
+
+    /// The end of what its server said, on one line.
+    pub fn last_words(&self) -> String {
+        let text = std::fs::read(&self.log).unwrap_or_default();
+        let tail = &text[text.len().saturating_sub(LAST_WORDS_BYTES)..];
+        let words = String::from_utf8_lossy(tail).split_whitespace().collect::<Vec<_>>().join(" ");
+        if words.is_empty() { "it said nothing".into() } else { words }
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        if let Some(server) = &mut self.server {
+            // It has not been waited for, so the process id is still its own.
+            let _ = kill_process(Pid::from_child(server), Signal::TERM);
+            let deadline = Instant::now() + END_TIMEOUT;
+            while matches!(server.try_wait(), Ok(None)) && Instant::now() < deadline {
+                std::thread::sleep(LOOK_INTERVAL);
+            }
+            let _ = server.kill();
+            let _ = server.wait();
+        }
+        // A server that was killed leaves its mount, whose calls then fail; nothing can be busy in it for long.
+        if is_mounted(&self.dir) {
+            let _ = rustix::mount::unmount(&self.dir, UnmountFlags::DETACH);
+        }
+    }
+}
+
+/// Whether something is mounted at `dir`, without asking its server.
+fn is_mounted(dir: &Path) -> bool {
+    let table = std::fs::read("/proc/self/mounts").unwrap_or_default();
+    table.split(|&byte| byte == b'\n').any(|line| {
+        let place = line.split(|&byte| byte == b' ').nth(1).unwrap_or_default();
+        unescape(place) == dir.as_os_str().as_bytes()
+    })
+}
+
+/// Blanks and the like stand as octal numbers in the table of mounts.
+fn unescape(text: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    let mut rest = text;
+    while let Some((&first, tail)) = rest.split_first() {
+        let octal = tail.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
+        match octal.filter(|_| first == b'\\').and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                out.push(byte);
+                rest = &tail[3..];
+            }
+            None => {
+                out.push(first);
+                rest = tail;
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(system: System) -> String {
+        let programs = Programs { ferry: "ferry".into(), null: "null".into(), libfuse: Some("peer".into()) };
+        let words = command(system, &programs, Path::new("/a b")).unwrap().unwrap();
+        words.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join("|")
+    }
+
+    #[test]
+    fn each_server_is_told_its_way() {
+        for (system, words) in [
+            (System::Ferry(Files::Null, Way::Devfuse), "null|/a b|--path|devfuse"),
+            (
+                System::Ferry(Files::Mem, Way::Uring),
+                "ferry|mount|mem|/a b|--foreground|--path|uring|--passthrough|off",
+            ),
+            (System::Libfuse(Files::Mem, Flavour::Splice), "peer|memory|/a b|splice"),
+            (System::Libfuse(Files::Null, Flavour::Plain), "peer|null|/a b"),
+        ] {
+            assert_eq!(text(system), words);
+        }
+    }
+
+    #[test]
+    fn a_peer_that_was_not_built_is_an_error() {
+        let programs = Programs { ferry: "ferry".into(), null: "null".into(), libfuse: None };
+        let system = System::Libfuse(Files::Null, Flavour::Plain);
+        assert!(command(system, &programs, Path::new("/a")).is_err());
+        assert!(command(System::Tmpfs, &programs, Path::new("/a")).unwrap().is_none());
+    }
+
+    #[test]
+    fn the_table_of_mounts_has_blanks_as_numbers() {
+        assert_eq!(unescape(br"/a\040b\134c"), br"/a b\c");
+        assert_eq!(unescape(br"/a\04"), br"/a\04");
+        assert!(is_mounted(Path::new("/proc")) && !is_mounted(Path::new("/proc/self")));
+    }
+}

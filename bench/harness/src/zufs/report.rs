@@ -1,0 +1,388 @@
+//! The report of the zufs table: Markdown, the lines themselves, curves.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::curves::{self, Curve};
+use super::rows::THREADS;
+use super::systems::{DATA, Files, Flavour, System, Way};
+use crate::line::{FERRY, Line};
+use crate::machine::Machine;
+use crate::stats;
+
+/// The published figures.
+const PUBLISHED: &str = include_str!("../../../published/zufs-fio.csv");
+/// What disappoints and why, by hand; it ends the report.
+const NOTES: &str = "zufs-notes.md";
+
+const NULL_URING: System = System::Ferry(Files::Null, Way::Uring);
+const NULL_DEVFUSE: System = System::Ferry(Files::Null, Way::Devfuse);
+const MEM_URING: System = System::Ferry(Files::Mem, Way::Uring);
+const MEM_DEVFUSE: System = System::Ferry(Files::Mem, Way::Devfuse);
+const MEM_PASSTHROUGH: System = System::Ferry(Files::Mem, Way::Passthrough);
+
+/// A published row.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Published {
+    /// The file system.
+    pub system: String,
+    /// Threads.
+    pub threads: usize,
+    /// Writes per second.
+    pub iops: f64,
+    /// Their mean latency.
+    pub latency_us: f64,
+}
+
+/// Reads the published figures.
+pub fn published() -> Vec<Published> {
+    let row = |line: &str| {
+        let fields: Vec<&str> = line.split(',').map(str::trim).collect();
+        let [system, threads, iops, _, latency] = fields[..] else { return None };
+        Some(Published {
+            system: system.to_owned(),
+            threads: threads.parse().ok()?,
+            iops: iops.parse().ok()?,
+            latency_us: latency.parse().ok()?,
+        })
+    };
+    PUBLISHED.lines().skip(1).filter_map(row).collect()
+}
+
+/// The line of one of our configurations in a row.
+fn find<'a>(lines: &'a [Line], row: &str, ours: System) -> Option<&'a Line> {
+    lines.iter().find(|line| line.row == row && line.config == ours.name())
+}
+
+/// What the project set itself to reach, as far as this run measured it.
+pub fn summary(lines: &[Line]) -> String {
+    let mut out = String::new();
+    let ratio = |row: &str, ours: System, peer: &str| find(lines, row, ours)?.ratio.get(peer).copied();
+    let mut target = |what: &str, value: Option<f64>, least: f64| {
+        if let Some(value) = value {
+            let verdict = if value >= least { "reached" } else { "missed" };
+            let _ = writeln!(out, "{what}: {value:.2} (target {least}: {verdict})");
+        }
+    };
+    for (row, least) in [("threads 1", 2.5), ("threads 8", 2.0)] {
+        for (ours, what) in [(NULL_URING, "null"), (MEM_URING, "mem")] {
+            let name = format!("{row}, {what}: io_uring : libfuse on /dev/fuse");
+            target(&name, ratio(row, ours, "libfuse"), least);
+        }
+    }
+    let rows: Vec<String> = THREADS.iter().map(|threads| format!("threads {threads}")).collect();
+    let passed = rows.iter().filter_map(|row| ratio(row, MEM_PASSTHROUGH, "tmpfs"));
+    target("mem with passthrough : tmpfs, geometric mean over threads", stats::geometric_mean(passed), 0.85);
+    let slower = |row: &str| {
+        let null = find(lines, row, NULL_URING)?.also.get("latency_us")?.get(FERRY).copied()?;
+        let mem = find(lines, row, MEM_URING)?.also.get("latency_us")?.get(FERRY).copied()?;
+        Some(null / mem)
+    };
+    target("threads 1: latency of the null ring : latency of mem through the ring", slower("threads 1"), 1.0 / 1.3);
+    let paths = [
+        (NULL_DEVFUSE, "libfuse"),
+        (MEM_DEVFUSE, "libfuse"),
+        (NULL_URING, "libfuse-uring"),
+        (MEM_URING, "libfuse-uring"),
+    ];
+    for (ours, peer) in paths {
+        let ratios: Vec<f64> = rows.iter().filter_map(|row| ratio(row, ours, peer)).collect();
+        let name = format!("{} : {peer}, geometric mean over threads", ours.name());
+        target(&name, stats::geometric_mean(ratios), 1.0);
+    }
+    out
+}
+
+/// Writes the report into a folder.
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, libfuse: &str, summary: &str) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let mut json = String::new();
+    for line in lines {
+        json.push_str(&serde_json::to_string(line)?);
+        json.push('\n');
+    }
+    let notes = crate::report::notes(folder, NOTES)?;
+    let title = "4 KiB random writes, O_DIRECT | O_SYNC";
+    let files = [
+        ("zufs.md", format!("{}{notes}", markdown(lines, machine, libfuse, summary))),
+        ("zufs.svg", curves::svg(title, &curves(lines))),
+        ("zufs.jsonl", json),
+    ];
+    for (name, content) in files {
+        let path = folder.join(name);
+        std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// The medians of each system over threads; ours from their own lines, peers from any.
+fn over_threads(lines: &[Line], system: System) -> Vec<(usize, f64, Option<f64>)> {
+    let of = |threads: usize| {
+        let row = format!("threads {threads}");
+        let ours = DATA.into_iter().filter(|ours| ours.is_ours());
+        ours.filter_map(|ours| {
+            let name = if ours == system { FERRY.to_owned() } else { ours.calls(system)? };
+            let line = find(lines, &row, ours)?;
+            let value = if ours == system { line.ferry? } else { *line.peers.get(&name)? };
+            let latency = line.also.get("latency_us").and_then(|latencies| latencies.get(&name)).copied();
+            Some((threads, value, latency))
+        })
+        .next()
+    };
+    THREADS.into_iter().filter_map(of).collect()
+}
+
+/// Systems whose curves nobody misses are left out of the picture: it is full enough.
+fn curves(lines: &[Line]) -> Vec<Curve> {
+    let shown = DATA.into_iter().filter(|system| {
+        !matches!(system, System::Libfuse(Files::Mem, Flavour::Splice) | System::Ferry(Files::Mem, Way::Devfuse))
+    });
+    let curve = |system: System| {
+        let points = over_threads(lines, system);
+        #[allow(clippy::cast_precision_loss)] // Eight threads at most.
+        let points = points.into_iter().map(|(threads, rate, _)| (threads as f64, rate)).collect();
+        Curve { name: system.full_name(), ours: system.is_ours(), points }
+    };
+    shown.map(curve).filter(|curve| !curve.points.is_empty()).collect()
+}
+
+/// The whole report.
+pub fn markdown(lines: &[Line], machine: &Machine, libfuse: &str, summary: &str) -> String {
+    let mut out = String::from("# User-mode file systems: Ferry beside libfuse, tmpfs and XFS with DAX\n\n");
+    head(&mut out, machine, libfuse, lines);
+    out.push_str("## Summary\n\n");
+    summary.lines().for_each(|line| out.push_str(&format!("* {line}\n")));
+    out.push_str("\n![Requests per second over threads](zufs.svg)\n\n");
+    let columns = |files: Files| DATA.into_iter().filter(|system| system.keeps_data() == (files == Files::Mem)).collect();
+    published_table(&mut out, "Null file systems", lines, columns(Files::Null), &["fuse", "fuse-splice", "zufs"]);
+    published_table(&mut out, "Memory file systems", lines, columns(Files::Mem), &["zufs", "xfs-dax"]);
+    ratios(&mut out, lines);
+    costs(&mut out, lines);
+    disappointments(&mut out, lines);
+    out
+}
+
+fn head(out: &mut String, machine: &Machine, libfuse: &str, lines: &[Line]) {
+    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let Machine { cpu, cpus, kernel, guest_kernel, fio, ferry, command, date, .. } = machine;
+    let _ = writeln!(
+        out,
+        "`{command}`, begun {date} UTC. {runs} runs of each system, in turn; medians. A ratio above 1 means that Ferry \
+         is better, whatever the unit.\n\n\
+         | | |\n| --- | --- |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel} |\n\
+         | guest | QEMU (TCG, 2 CPUs, 512 MiB NVDIMMs of memory), Linux {guest_kernel} |\n\
+         | Ferry | {ferry} |\n| peer | {libfuse}, built from its sources with io_uring: see bench/peers/README.md |\n\
+         | fio | {fio} |\n"
+    );
+    out.push_str(
+        "* fio: psync, 4 KiB, `direct=1 sync=1`, a file of 32 MiB for each thread (8 MiB in the guest), overwritten. \
+         Neither fio nor any server is bound to a CPU by the harness; servers run with their own defaults.\n\
+         * `null` answers at once and keeps nothing; `mem` keeps data in memory. `libfuse` is its /dev/fuse, \
+         `libfuse-splice` the same with splice, `libfuse-uring` FUSE-over-io_uring.\n\
+         * `create`, `stat`, `unlink`: each thread with a directory of its own; `stat` with AT_STATX_FORCE_SYNC, so that \
+         each one reaches the file system; `cached-stat` lets the kernel answer.\n\
+         * The module parameter `enable_uring` of fuse is on during the run and is then as before.\n\
+         * The published figures (`bench/published/zufs-fio.csv`) are the ZUFS developers' own, years ago, of another \
+         machine and kernel: they tell which rows matter, not how fast Ferry is.\n\n",
+    );
+}
+
+/// Thousands, and the latency beside them.
+fn cell(iops: f64, latency: Option<f64>) -> String {
+    let latency = latency.map_or(String::new(), |latency| format!(" / {}", stats::round(latency)));
+    format!("{}{latency}", stats::round(iops / 1000.0))
+}
+
+fn published_table(out: &mut String, title: &str, lines: &[Line], systems: Vec<System>, beside: &[&str]) {
+    let _ = writeln!(out, "## {title}: 4 KiB writes, thousand IOPS / mean microseconds\n");
+    let mut names: Vec<String> = systems.iter().map(|system| system.full_name()).collect();
+    names.extend(beside.iter().map(|name| format!("published: {name}")));
+    let _ = writeln!(out, "| threads | {} |\n|{}", names.join(" | "), " --- |".repeat(names.len() + 1));
+    let found: Vec<_> = systems.into_iter().map(|system| over_threads(lines, system)).collect();
+    let published = published();
+    for threads in THREADS {
+        let ours = found.iter().map(|points| {
+            let point = points.iter().find(|(at, ..)| *at == threads);
+            point.map_or("-".into(), |(_, iops, latency)| cell(*iops, *latency))
+        });
+        let theirs = beside.iter().map(|name| {
+            let row = published.iter().find(|row| row.system == **name && row.threads == threads);
+            row.map_or("-".into(), |row| cell(row.iops, Some(row.latency_us)))
+        });
+        let cells: Vec<String> = ours.chain(theirs).collect();
+        let _ = writeln!(out, "| {threads} | {} |", cells.join(" | "));
+    }
+    out.push('\n');
+}
+
+fn ratios(out: &mut String, lines: &[Line]) {
+    out.push_str(
+        "## All rows\n\nMedians with the least and the greatest run; of each peer, its median and how many times better \
+         Ferry is.\n\n| row | config | unit | Ferry | peers |\n| --- | --- | --- | --- | --- |\n",
+    );
+    for line in lines {
+        let ours = match (line.ferry, line.spread.get(FERRY)) {
+            (Some(median), Some([least, most])) => format!("{median} [{least}, {most}]"),
+            _ => "-".into(),
+        };
+        let peer = |(name, value): (&String, &f64)| {
+            let ratio = line.ratio.get(name).map_or(String::new(), |ratio| format!(" (**{ratio:.2}**)"));
+            format!("{name} {value}{ratio}")
+        };
+        let peers: Vec<String> = line.peers.iter().map(peer).collect();
+        let _ = writeln!(out, "| {} | {} | {} | {ours} | {} |", line.row, line.config, line.unit, peers.join(", "));
+    }
+    out.push('\n');
+    let notes: BTreeMap<&String, ()> = lines.iter().filter_map(|line| Some((line.note.as_ref()?, ()))).collect();
+    let rows_of = |note: &String| {
+        let mut rows: Vec<&str> =
+            lines.iter().filter(|line| line.note.as_ref() == Some(note)).map(|line| line.row.as_str()).collect();
+        rows.dedup();
+        rows.join(", ")
+    };
+    for note in notes.keys() {
+        let _ = writeln!(out, "* {}: {note}", rows_of(note));
+    }
+}
+
+fn costs(out: &mut String, lines: &[Line]) {
+    if lines.iter().all(|line| line.costs.is_empty()) {
+        return;
+    }
+    out.push_str(
+        "\n## What noise does not touch\n\nPer write of 4 KiB, in runs of their own: system calls of the server, how often \
+         its threads and fio's slept or were made to yield, and requests from the kernel to the server. Copies are by \
+         construction: the kernel's tracing of its copy functions is not to be had everywhere.\n\n\
+         | row | system | system calls | switches of the server | switches of fio | FUSE requests | copies of each byte |\n\
+         | --- | --- | --- | --- | --- | --- | --- |\n",
+    );
+    for line in lines {
+        for (server, costs) in &line.costs {
+            let name = if server == FERRY { format!("{FERRY} {}", line.config) } else { server.clone() };
+            let requests = costs.fuse_requests_per_request.map_or("-".into(), |requests| requests.to_string());
+            let _ = writeln!(
+                out,
+                "| {} | {name} | {} | {} | {} | {requests} | {} |",
+                line.row,
+                costs.syscalls_per_request,
+                costs.server_switches_per_request,
+                costs.program_switches_per_request,
+                costs.copies_per_byte
+            );
+        }
+    }
+}
+
+fn disappointments(out: &mut String, lines: &[Line]) {
+    out.push_str("\n## What disappoints\n\n");
+    let before = out.len();
+    for line in lines {
+        let name = format!("{} ({})", line.row, line.config);
+        for (peer, ratio) in line.ratio.iter().filter(|(peer, ratio)| peer.starts_with("libfuse") && **ratio < 1.0) {
+            let within = match (line.spread.get(FERRY), line.spread.get(peer)) {
+                (Some(a), Some(b)) if a[0] <= b[1] && b[0] <= a[1] => "; the runs of both overlap",
+                _ => "",
+            };
+            let _ = writeln!(out, "* {name}: {ratio:.2} of {peer}{within}");
+        }
+        for (what, reason) in [("error", &line.error), ("skipped", &line.skipped)] {
+            if let Some(reason) = reason {
+                let _ = writeln!(out, "* {name}: {what}: {reason}");
+            }
+        }
+    }
+    if out.len() == before {
+        out.push_str("No row is below libfuse, none was skipped or failed.\n");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::line::Costs;
+    use crate::stats::Better;
+
+    fn lines() -> Vec<Line> {
+        let line = |threads: usize, ours: System, values: &[(&str, f64)]| {
+            let row = format!("threads {threads}");
+            let mut line = Line::new("zufs", row, ours.name(), "IOPS", Better::Higher);
+            line.fill(&values.iter().map(|(name, value)| ((*name).to_owned(), vec![*value])).collect());
+            let latencies = values.iter().map(|(name, value)| ((*name).to_owned(), 1e6 / value)).collect();
+            line.also.insert("latency_us", latencies);
+            line
+        };
+        vec![
+            line(1, NULL_URING, &[(FERRY, 200_000.0), ("libfuse", 50_000.0), ("libfuse-uring", 250_000.0)]),
+            line(1, MEM_URING, &[(FERRY, 100_000.0), ("libfuse", 50_000.0), ("tmpfs", 700_000.0)]),
+            line(8, MEM_PASSTHROUGH, &[(FERRY, 630_000.0), ("libfuse", 50_000.0), ("tmpfs", 700_000.0)]),
+        ]
+    }
+
+    #[test]
+    fn reads_the_published_figures() {
+        let published = published();
+        assert_eq!(published.len(), 4 * 8);
+        let row = published.iter().find(|row| row.system == "zufs" && row.threads == 4).unwrap();
+        assert_eq!((row.iops, row.latency_us), (187_984.0, 17.527_123));
+    }
+
+    #[test]
+    fn sums_up() {
+        let text = summary(&lines());
+        for part in [
+            "threads 1, null: io_uring : libfuse on /dev/fuse: 4.00 (target 2.5: reached)",
+            "threads 1, mem: io_uring : libfuse on /dev/fuse: 2.00 (target 2.5: missed)",
+            "mem with passthrough : tmpfs, geometric mean over threads: 0.90 (target 0.85: reached)",
+            "mem through the ring: 0.50",
+            "null uring : libfuse-uring, geometric mean over threads: 0.80",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert_eq!(summary(&[]), "");
+    }
+
+    #[test]
+    fn shows_figures_costs_and_disappointments() {
+        let mut lines = lines();
+        let costs = Costs {
+            syscalls_per_request: 1.0,
+            server_switches_per_request: 2.0,
+            program_switches_per_request: 3.0,
+            fuse_requests_per_request: None,
+            copies_per_byte: "1".into(),
+        };
+        lines[0].costs.insert(FERRY.into(), costs);
+        lines[1].skip("tmpfs: no");
+        let text = markdown(&lines, &Machine::default(), "libfuse 3", &summary(&lines));
+        for part in [
+            "| 1 | 200 / 5 | 50 / 20 | - | - | 250 / 4 | 33.61 / 26.53 |",
+            "| threads 1 | ferry null uring | 1 | 2 | 3 | - | 1 |",
+            "* threads 1 (null uring): 0.80 of libfuse-uring",
+            "* threads 1 (mem uring): skipped: tmpfs: no",
+            "tmpfs 700000 (**0.90**)",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+
+    #[test]
+    fn a_curve_for_each_system_that_ran() {
+        let names: Vec<String> = curves(&lines()).into_iter().map(|curve| curve.name).collect();
+        assert!(names.contains(&"ferry null uring".into()) && names.contains(&"libfuse null".into()), "{names:?}");
+        assert!(!names.contains(&"libfuse-splice null".into()), "{names:?}");
+    }
+
+    #[test]
+    fn notes_by_hand_end_the_report() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(NOTES), "Because.\n").unwrap();
+        write(dir.path(), &lines(), &Machine::default(), "libfuse 3", "").unwrap();
+        let text = std::fs::read_to_string(dir.path().join("zufs.md")).unwrap();
+        assert!(text.ends_with("### Why\n\nBecause.\n"), "{text}");
+        assert!(std::fs::read_to_string(dir.path().join("zufs.svg")).unwrap().contains("<polyline"));
+    }
+}

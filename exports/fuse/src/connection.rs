@@ -1,0 +1,127 @@
+//! What all workers of one mount share.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferry_serve::{Server, Session, Share};
+
+use crate::device::Device;
+use crate::interrupted::Interrupted;
+use crate::monitor::Bell;
+use crate::stats::AllCounters;
+
+/// One connection to the kernel.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    pub(crate) device: Arc<Device>,
+    pub(crate) share: Arc<Share>,
+    pub(crate) session: Arc<Session>,
+    pub(crate) counters: AllCounters,
+    pub(crate) interrupted: Arc<Interrupted>,
+    pub(crate) bell: Bell,
+    pub(crate) max_write_bytes: usize,
+    pub(crate) end: End,
+}
+
+impl Connection {
+    pub(crate) fn server(&self) -> Server {
+        Server::new(Arc::clone(&self.share), Arc::clone(&self.session))
+    }
+}
+
+/// Whether the connection has ended, and how many threads still serve it.
+#[derive(Default)]
+pub(crate) struct End {
+    ended: AtomicBool,
+    threads: Mutex<usize>,
+    changed: Condvar,
+    told: Mutex<Vec<Box<dyn Fn() + Send + Sync>>>,
+}
+
+impl std::fmt::Debug for End {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("End").field("ended", &self.ended).field("threads", &self.threads).finish_non_exhaustive()
+    }
+}
+
+/// A thread that serves; the count goes down when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Present(Arc<Connection>);
+
+impl End {
+    /// The kernel says that it is over, or we do.
+    pub(crate) fn declare(&self) {
+        self.ended.store(true, Ordering::Release);
+        // Under the lock, so that nobody misses it between looking and waiting.
+        let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        self.changed.notify_all();
+        drop(threads);
+        for tell in std::mem::take(&mut *self.told.lock().unwrap_or_else(PoisonError::into_inner)) {
+            tell();
+        }
+    }
+
+    /// Calls `tell` when the connection ends, or now if it has.
+    pub(crate) fn when_declared(&self, tell: impl Fn() + Send + Sync + 'static) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_declared() {
+            drop(told);
+            tell();
+        } else {
+            told.push(Box::new(tell));
+        }
+    }
+
+    pub(crate) fn is_declared(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// Waits until the connection has ended.
+    pub(crate) fn wait(&self) {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        while !self.is_declared() {
+            threads = self.changed.wait(threads).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits for so long; answers whether it has ended.
+    pub(crate) fn wait_for(&self, patience: Duration) -> bool {
+        let until = Instant::now() + patience;
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if self.is_declared() || left.is_zero() {
+                return self.is_declared();
+            }
+            threads = self.changed.wait_timeout(threads, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits until no thread serves any more; answers how many still do after `patience`.
+    pub(crate) fn wait_for_threads(&self, patience: Duration) -> usize {
+        let until = Instant::now() + patience;
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if *threads == 0 || left.is_zero() {
+                return *threads;
+            }
+            threads = self.changed.wait_timeout(threads, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Present {
+    pub(crate) fn new(connection: &Arc<Connection>) -> Self {
+        *connection.end.threads.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Self(Arc::clone(connection))
+    }
+}
+
+impl Drop for Present {
+    fn drop(&mut self) {
+        *self.0.end.threads.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.end.changed.notify_all();
+    }
+}

@@ -1,0 +1,321 @@
+//! Requests by /dev/fuse: threads that read one, serve it, and write the reply.
+
+mod carrier;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::Arc;
+
+use ferry_engine::{IoMode, Transfers};
+use ferry_serve::{Served, Server};
+use ferry_vfs::Errno;
+use ferry_wire::fuse::abi::InterruptIn;
+use ferry_wire::fuse::{IN_HEADER_BYTES, Negotiated, Opcode, encode_error, peek};
+use rustix::event::{PollFd, PollFlags, poll};
+use zerocopy::FromBytes;
+
+use crate::connection::{Connection, Present};
+use crate::device::{Received, receive, send};
+use crate::handshake::await_message;
+use crate::lease::{Lease, NotEnded};
+use crate::monitor::{Post, Serving};
+use crate::stats::Counters;
+use crate::watch::{Seen, Watch};
+use carrier::{DeviceCarrier, Memory};
+
+/// The most threads that read the device of one mount. Past it, requests wait in the kernel.
+const READERS_MAX: usize = 64;
+
+/// Readers that may wait for a request, beyond the ones that were there from the start.
+const IDLE_MAX: usize = 1;
+
+/// The threads that read one connection.
+#[derive(Debug)]
+pub(crate) struct Readers {
+    connection: Arc<Connection>,
+    /// How many there are to begin with, and at least.
+    base: usize,
+    threads: AtomicUsize,
+    /// Threads that wait for a request.
+    idle: AtomicUsize,
+    full: std::sync::Once,
+}
+
+impl Readers {
+    /// Starts `base` threads.
+    ///
+    /// # Errors
+    /// Not even one thread can be had.
+    pub(crate) fn start(connection: &Arc<Connection>, base: usize) -> io::Result<Arc<Self>> {
+        let readers = Self::none(connection, base);
+        for started in 0..base {
+            match readers.add() {
+                Ok(()) => {}
+                Err(error) if started == 0 => return Err(error),
+                Err(error) => {
+                    tracing::warn!("{started} instead of {base} threads read /dev/fuse: {error}");
+                    break;
+                }
+            }
+        }
+        Ok(readers)
+    }
+
+    /// No threads yet.
+    fn none(connection: &Arc<Connection>, base: usize) -> Arc<Self> {
+        Arc::new(Self {
+            connection: Arc::clone(connection),
+            base,
+            threads: AtomicUsize::new(0),
+            idle: AtomicUsize::new(0),
+            full: std::sync::Once::new(),
+        })
+    }
+
+    fn add(self: &Arc<Self>) -> io::Result<()> {
+        let reader = Arc::new(Reader::new(self, self.channel()?));
+        let post: Arc<dyn Post> = reader.clone();
+        let present = Present::new(&self.connection);
+        self.threads.fetch_add(1, Ordering::Relaxed);
+        // Counted before it runs, so that the monitor does not start another meanwhile.
+        self.idle.fetch_add(1, Ordering::Relaxed);
+        let started = std::thread::Builder::new().name("fuse-reader".into()).spawn({
+            let reader = Arc::clone(&reader);
+            move || {
+                Work::new(&reader).run();
+                reader.readers.threads.fetch_sub(1, Ordering::Relaxed);
+                drop(present);
+            }
+        });
+        match started {
+            Ok(_) => {
+                self.connection.bell.add(Arc::downgrade(&post));
+                Ok(())
+            }
+            Err(error) => {
+                self.threads.fetch_sub(1, Ordering::Relaxed);
+                self.idle.fetch_sub(1, Ordering::Relaxed);
+                Err(error)
+            }
+        }
+    }
+
+    /// A descriptor for one more reader.
+    fn channel(&self) -> io::Result<OwnedFd> {
+        // Without a descriptor of its own, a reader uses the first one.
+        self.connection.device.channel().or_else(|error| {
+            tracing::debug!("a reader shares the first descriptor: {error}");
+            self.connection.device.as_fd().try_clone_to_owned()
+        })
+    }
+
+    /// Starts one more thread if nobody is there to take the next request, which is there already or `expected`.
+    fn reinforce(self: &Arc<Self>, expected: bool) {
+        if self.idle.load(Ordering::Relaxed) > 0 || self.connection.end.is_declared() {
+            return;
+        }
+        if !expected {
+            let mut fds = [PollFd::new(&*self.connection.device, PollFlags::IN)];
+            let waits = poll(&mut fds, Some(&rustix::event::Timespec::default())).is_ok_and(|count| count > 0);
+            if !waits || fds[0].revents().contains(PollFlags::ERR) {
+                return;
+            }
+        }
+        if self.threads.load(Ordering::Relaxed) >= READERS_MAX {
+            self.full.call_once(|| {
+                tracing::warn!("all {READERS_MAX} threads of a mount are busy or blocked in the source: requests wait");
+            });
+        } else if let Err(error) = self.add() {
+            tracing::warn!("no thread can be had to take the place of those that are busy: {error}");
+        }
+    }
+}
+
+/// One thread that reads, as others see it.
+#[derive(Debug)]
+struct Reader {
+    readers: Arc<Readers>,
+    channel: Arc<OwnedFd>,
+    watch: Watch,
+    unique: AtomicU64,
+    lease: Lease,
+}
+
+impl Reader {
+    fn new(readers: &Arc<Readers>, channel: OwnedFd) -> Self {
+        Self {
+            readers: Arc::clone(readers),
+            channel: Arc::new(channel),
+            watch: Watch::default(),
+            unique: AtomicU64::new(0),
+            lease: Lease::default(),
+        }
+    }
+}
+
+/// Serves the first messages, on this thread, until INIT was answered; `look_at` sees each before it is served.
+///
+/// # Errors
+/// The kernel sends nothing, or nothing that can be agreed on.
+pub(crate) fn serve_first(
+    connection: &Arc<Connection>,
+    look_at: &mut dyn FnMut(&[u8]),
+) -> io::Result<Negotiated> {
+    let reader = Arc::new(Reader::new(&Readers::none(connection, 1), connection.device.as_fd().try_clone_to_owned()?));
+    let mut work = Work::new(&reader);
+    loop {
+        await_message(&connection.device)?;
+        match receive(reader.channel.as_fd(), work.memory.request_room())? {
+            Received::Request(bytes) => {
+                work.memory.received(bytes);
+                look_at(work.memory.request());
+                work.serve();
+            }
+            Received::Nothing => continue,
+            Received::Unmounted => return Err(io::Error::other("the mount ended before it began")),
+        }
+        if let Some(mount) = connection.session.mount() {
+            return Ok(*mount.negotiated());
+        }
+    }
+}
+
+impl Post for Reader {
+    fn watch(&self) -> &Watch {
+        &self.watch
+    }
+
+    fn serving(&self) -> Serving {
+        Serving { unique: self.unique.load(Ordering::Relaxed), place: 0, term: self.lease.term() }
+    }
+
+    fn relieve(self: Arc<Self>, _: Seen) -> bool {
+        self.readers.reinforce(true);
+        true
+    }
+
+    fn runs(&self, serving: &Serving) -> bool {
+        self.lease.runs(serving.term)
+    }
+
+    fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
+        self.lease.try_end(serving.term)?;
+        answer_error(&self.channel, serving.unique, errno);
+        Ok(())
+    }
+
+    fn tick(self: Arc<Self>) {
+        self.readers.reinforce(false);
+    }
+}
+
+/// Tells an error in place of a handler. The caller may be gone.
+fn answer_error(channel: &OwnedFd, unique: u64, errno: Errno) {
+    let reply = encode_error(unique, errno);
+    if let Err(error) = send(channel.as_fd(), &[io::IoSlice::new(&reply)]) {
+        tracing::debug!("nobody waits for the error of request {unique} any more: {error}");
+    }
+}
+
+/// What a reader's thread needs.
+struct Work<'a> {
+    reader: &'a Arc<Reader>,
+    server: Server,
+    transfers: Transfers,
+    memory: Memory,
+    counters: Arc<Counters>,
+}
+
+impl<'a> Work<'a> {
+    fn new(reader: &'a Arc<Reader>) -> Self {
+        let connection = &reader.readers.connection;
+        Self {
+            reader,
+            server: connection.server(),
+            transfers: Transfers::new(IoMode::Sync, 1).expect("plain system calls need no set-up"),
+            memory: Memory::new(connection.max_write_bytes),
+            counters: connection.counters.lend(),
+        }
+    }
+
+    fn run(&mut self) {
+        let reader = self.reader;
+        let Readers { connection, base, threads, idle, .. } = &*reader.readers;
+        let mut owner = reader.watch.first_owner();
+        loop {
+            let received = receive(reader.channel.as_fd(), self.memory.request_room());
+            idle.fetch_sub(1, Ordering::Relaxed);
+            self.counters.system_calls.add(1);
+            match received {
+                Ok(Received::Request(bytes)) => {
+                    self.counters.requests.add(1);
+                    self.memory.received(bytes);
+                    self.note_interrupt();
+                    reader.unique.store(self.memory.unique(), Ordering::Relaxed);
+                    reader.watch.enter(&mut owner);
+                    connection.bell.ring();
+                    self.serve();
+                    // A reader is helped, never replaced: its thread has its own buffers.
+                    let _ = reader.watch.leave(&mut owner);
+                }
+                Ok(Received::Nothing) => {}
+                Ok(Received::Unmounted) => break connection.end.declare(),
+                Err(error) => {
+                    tracing::error!("/dev/fuse cannot be read, the mount ends: {error}");
+                    break connection.end.declare();
+                }
+            }
+            if connection.end.is_declared() {
+                break;
+            }
+            let waiting = idle.fetch_add(1, Ordering::Relaxed);
+            if waiting >= base + IDLE_MAX && threads.load(Ordering::Relaxed) > *base {
+                idle.fetch_sub(1, Ordering::Relaxed);
+                break;
+            }
+        }
+        self.server.batch_end();
+    }
+
+    /// An INTERRUPT also concerns the monitor.
+    fn note_interrupt(&self) {
+        let Some((header, rest)) = self.memory.request().split_first_chunk::<IN_HEADER_BYTES>() else { return };
+        if peek(header).opcode == Opcode::Interrupt.as_raw()
+            && let Ok((interrupt, _)) = InterruptIn::read_from_prefix(rest)
+        {
+            self.reader.readers.connection.interrupted.note(interrupt.unique);
+        }
+    }
+
+    fn serve(&mut self) {
+        let Self { reader, server, transfers, memory, counters } = self;
+        let term = reader.lease.term();
+        let mut carrier = DeviceCarrier::new(reader, term, memory, counters);
+        let mut served = server.serve_caught(&mut carrier);
+        if let (Served::Transfer, Some(transfer)) = (served, carrier.transfer.take()) {
+            let segment = carrier.segment(&transfer);
+            let is_read = transfer.is_read();
+            counters.system_calls.add(1);
+            // SAFETY: the memory is this thread's own, and it does nothing else until the transfer has ended.
+            let outcome = unsafe { transfer.run(transfers, segment) };
+            if let (true, Ok(bytes)) = (is_read, &outcome) {
+                carrier.filled(*bytes);
+            }
+            served = Served::Reply(server.transferred(ferry_serve::Carrier::token(&carrier), &mut carrier, outcome));
+        }
+        match served {
+            Served::Reply(bytes) if bytes > 0 => {
+                if reader.lease.end(term) {
+                    counters.system_calls.add(1);
+                    memory.send(reader.channel.as_fd(), bytes);
+                }
+            }
+            // Answered by somebody else, later or already, or not at all.
+            _ => {
+                let _ = reader.lease.end(term);
+            }
+        }
+        server.batch_end();
+    }
+}

@@ -1,0 +1,193 @@
+//! A request of /dev/fuse, as the server sees it.
+
+use std::io::IoSlice;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use ferry_engine::{Operation, Segment};
+use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
+use ferry_vfs::{Backing, Errno};
+use ferry_wire::fuse::{IN_HEADER_BYTES, WRITE_HEAD_BYTES, peek};
+
+use super::Reader;
+use crate::device::send;
+use crate::lease::Term;
+use crate::stats::Counters;
+use crate::transfer::Transfer;
+
+/// Files opened with `O_DIRECT` want memory that is aligned; a page is enough everywhere.
+const PAGE_BYTES: usize = 4096;
+
+/// The smallest buffer that the kernel reads requests into (`FUSE_MIN_READ_BUFFER`), and room for the requests that
+/// are longer than any WRITE's header.
+const HEAD_BYTES: usize = ferry_wire::fuse::REQUEST_HEAD_BYTES_MAX.next_multiple_of(PAGE_BYTES);
+
+/// The memory of one reader: a request, and the reply to it. Pages that are never used cost nothing.
+pub(super) struct Memory {
+    bytes: Vec<u8>,
+    /// Where a WRITE's data begins.
+    data: usize,
+    /// Where the data of a reply begins.
+    reply: usize,
+    payload_bytes: usize,
+    received: usize,
+    header: [u8; HEADER_BYTES],
+}
+
+impl Memory {
+    pub(super) fn new(max_write_bytes: usize) -> Self {
+        let payload_bytes = max_write_bytes.max(HEAD_BYTES).next_multiple_of(PAGE_BYTES);
+        let bytes = vec![0; 3 * PAGE_BYTES + 2 * payload_bytes];
+        let data = bytes.as_ptr().align_offset(PAGE_BYTES) + PAGE_BYTES;
+        let reply = data + payload_bytes;
+        Self { bytes, data, reply, payload_bytes, received: 0, header: [0; HEADER_BYTES] }
+    }
+
+    /// Where the kernel puts a request: such that a WRITE's data are aligned.
+    pub(super) fn request_room(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.data - WRITE_HEAD_BYTES..self.reply]
+    }
+
+    pub(super) fn received(&mut self, bytes: usize) {
+        self.received = bytes;
+    }
+
+    pub(super) fn request(&self) -> &[u8] {
+        let start = self.data - WRITE_HEAD_BYTES;
+        &self.bytes[start..start + self.received]
+    }
+
+    pub(super) fn unique(&self) -> u64 {
+        self.request().first_chunk::<IN_HEADER_BYTES>().map_or(0, |header| peek(header).unique)
+    }
+
+    /// Sends the reply, which has so many bytes with its header, from where it lies.
+    pub(super) fn send(&self, channel: BorrowedFd<'_>, bytes: usize) {
+        let payload = bytes.saturating_sub(HEADER_BYTES).min(self.payload_bytes);
+        let parts = [IoSlice::new(&self.header), IoSlice::new(&self.bytes[self.reply..self.reply + payload])];
+        let parts = if payload == 0 { &parts[..1] } else { &parts[..] };
+        match send(channel, parts) {
+            // Whoever asked has been killed, or the mount is gone.
+            Ok(()) | Err(Errno::NOENT | Errno::NODEV) => {}
+            Err(error) => {
+                tracing::error!("the kernel does not take a reply of {bytes} bytes: {error}");
+                if let Some(header) = self.request().first_chunk::<IN_HEADER_BYTES>() {
+                    let reply = ferry_wire::fuse::encode_error(peek(header).unique, Errno::IO);
+                    let _ = send(channel, &[IoSlice::new(&reply)]);
+                }
+            }
+        }
+    }
+}
+
+/// One request.
+pub(super) struct DeviceCarrier<'a> {
+    reader: &'a Reader,
+    term: Term,
+    memory: &'a mut Memory,
+    counters: &'a Counters,
+    /// What is to be done for the request.
+    pub(super) transfer: Option<Transfer>,
+}
+
+impl<'a> DeviceCarrier<'a> {
+    pub(super) fn new(reader: &'a Reader, term: Term, memory: &'a mut Memory, counters: &'a Counters) -> Self {
+        Self { reader, term, memory, counters, transfer: None }
+    }
+
+    /// The memory of a transfer.
+    pub(super) fn segment(&mut self, transfer: &Transfer) -> Option<Segment> {
+        let piece = match transfer.operation {
+            Operation::Fsync { .. } => return None,
+            Operation::Read => {
+                let start = transfer.at.saturating_sub(HEADER_BYTES).min(self.memory.payload_bytes);
+                let bytes = transfer.bytes.min(self.memory.payload_bytes - start);
+                let start = self.memory.reply + start;
+                &mut self.memory.bytes[start..start + bytes]
+            }
+            Operation::Write { .. } => {
+                let end = (transfer.at + transfer.bytes).min(self.memory.received);
+                let first = self.memory.data - WRITE_HEAD_BYTES;
+                &mut self.memory.bytes[first + transfer.at.min(end)..first + end]
+            }
+        };
+        Some(Segment { address: piece.as_mut_ptr(), bytes: piece.len() })
+    }
+
+    /// A read has brought so many bytes.
+    pub(super) fn filled(&self, bytes: usize) {
+        self.counters.read_bytes.add(bytes as u64);
+    }
+}
+
+impl ReplyBuffer for DeviceCarrier<'_> {
+    fn room(&self) -> usize {
+        HEADER_BYTES + self.memory.payload_bytes
+    }
+
+    fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
+        if !self.reader.lease.runs(self.term) {
+            return 0;
+        }
+        let in_header = HEADER_BYTES.saturating_sub(offset).min(bytes.len());
+        let (header, payload) = bytes.split_at(in_header);
+        if in_header > 0 {
+            self.memory.header[offset..offset + in_header].copy_from_slice(header);
+        }
+        let start = (offset + in_header).saturating_sub(HEADER_BYTES).min(self.memory.payload_bytes);
+        let count = payload.len().min(self.memory.payload_bytes - start);
+        let start = self.memory.reply + start;
+        self.memory.bytes[start..start + count].copy_from_slice(&payload[..count]);
+        in_header + count
+    }
+}
+
+impl Carrier for DeviceCarrier<'_> {
+    fn request_bytes(&self) -> usize {
+        self.memory.received
+    }
+
+    fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+        let Some(from) = self.memory.request().get(offset..) else { return 0 };
+        let count = from.len().min(bytes.len());
+        bytes[..count].copy_from_slice(&from[..count]);
+        count
+    }
+
+    fn token(&self) -> u64 {
+        // A reader serves one request at a time.
+        0
+    }
+
+    fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
+        let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.unique());
+        move |reply| {
+            // If the caller was told something else meanwhile, or is gone, the kernel knows no such request any more.
+            if let Err(error) = send(channel.as_fd(), &[IoSlice::new(&reply)]) {
+                tracing::debug!("nobody waits for the reply to request {unique} any more: {error}");
+            }
+        }
+    }
+
+    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
+        self.transfer = Some(Transfer { operation: Operation::Read, file, file_offset, at: reply_offset, bytes });
+    }
+
+    fn write(
+        &mut self,
+        file: Arc<Backing>,
+        file_offset: u64,
+        (at, bytes): (usize, usize),
+        clear_privileges: bool,
+        waits: bool,
+    ) {
+        self.counters.written_bytes.add(bytes as u64);
+        let operation = Operation::Write { clear_privileges, waits };
+        self.transfer = Some(Transfer { operation, file, file_offset, at, bytes });
+    }
+
+    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
+        let operation = Operation::Fsync { data_only };
+        self.transfer = Some(Transfer { operation, file, file_offset: 0, at: 0, bytes: 0 });
+    }
+}

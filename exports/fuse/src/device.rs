@@ -1,0 +1,120 @@
+//! /dev/fuse: the connection to the kernel.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+use ferry_wire::fuse::abi::BackingMap;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+/// `FUSE_DEV_IOC_CLONE`: `_IOR(229, 0, uint32_t)`.
+const IOC_CLONE: libc::Ioctl = ior(0, size_of::<u32>());
+/// `FUSE_DEV_IOC_BACKING_OPEN`: `_IOW(229, 1, struct fuse_backing_map)`.
+const IOC_BACKING_OPEN: libc::Ioctl = iow(1, size_of::<BackingMap>());
+/// `FUSE_DEV_IOC_BACKING_CLOSE`: `_IOW(229, 2, uint32_t)`.
+const IOC_BACKING_CLOSE: libc::Ioctl = iow(2, size_of::<u32>());
+
+/// The type of FUSE's ioctls (`FUSE_DEV_IOC_MAGIC`).
+const MAGIC: usize = 229;
+
+const fn ior(number: usize, bytes: usize) -> libc::Ioctl {
+    ((2 << 30) | (bytes << 16) | (MAGIC << 8) | number) as libc::Ioctl
+}
+
+const fn iow(number: usize, bytes: usize) -> libc::Ioctl {
+    ((1 << 30) | (bytes << 16) | (MAGIC << 8) | number) as libc::Ioctl
+}
+
+/// The descriptor that the mount was made with.
+#[derive(Debug)]
+pub(crate) struct Device(OwnedFd);
+
+/// What became of a try to read a request.
+pub(crate) enum Received {
+    /// A request of so many bytes.
+    Request(usize),
+    /// None this time: interrupted, or whoever asked has given up.
+    Nothing,
+    /// The file system is unmounted, or the connection was aborted.
+    Unmounted,
+}
+
+impl Device {
+    pub(crate) fn new(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+
+    /// One more descriptor of the same connection, with a queue of its own for requests that are being served, so
+    /// that replies do not meet on one lock.
+    ///
+    /// # Errors
+    /// No descriptor is left, or /dev/fuse cannot be opened (a mount by fusermount3 in a container).
+    pub(crate) fn channel(&self) -> io::Result<OwnedFd> {
+        let fd = rustix::fs::open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        let of = u32::try_from(self.0.as_raw_fd()).map_err(|_| io::Error::from(Errno::BADF))?;
+        // SAFETY: the command reads one u32, which lives until the call returns.
+        match unsafe { libc::ioctl(fd.as_raw_fd(), IOC_CLONE, &raw const of) } {
+            0 => Ok(fd),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Makes a file known to the kernel as one that reads and writes may be passed through to.
+    ///
+    /// # Errors
+    /// `EPERM` without `CAP_SYS_ADMIN`, `ELOOP` for a file on too many layers of file systems, and others.
+    pub(crate) fn backing_open(&self, file: BorrowedFd<'_>) -> io::Result<i32> {
+        let map = BackingMap { fd: file.as_raw_fd(), flags: 0, padding: 0 };
+        // SAFETY: the command reads one `fuse_backing_map`, which lives until the call returns.
+        match unsafe { libc::ioctl(self.0.as_raw_fd(), IOC_BACKING_OPEN, &raw const map) } {
+            id if id > 0 => Ok(id),
+            0 => Err(Errno::INVAL.into()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// The reverse of [`Self::backing_open`]. Files that are open stay passed through.
+    pub(crate) fn backing_close(&self, id: i32) -> io::Result<()> {
+        // SAFETY: the command reads one u32, which lives until the call returns.
+        match unsafe { libc::ioctl(self.0.as_raw_fd(), IOC_BACKING_CLOSE, &raw const id) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+impl AsFd for Device {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl AsRawFd for Device {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+/// Waits for a request.
+///
+/// # Errors
+/// The connection cannot be used any more.
+pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<Received> {
+    match rustix::io::read(channel, buffer) {
+        Ok(bytes) => Ok(Received::Request(bytes)),
+        Err(Errno::NODEV | Errno::CONNABORTED) => Ok(Received::Unmounted),
+        Err(Errno::INTR | Errno::AGAIN | Errno::NOENT) => Ok(Received::Nothing),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Sends a reply or a notification: all of it, in one call. A reply whose caller has gone (`ENOENT`) is no error.
+pub(crate) fn send(channel: BorrowedFd<'_>, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
+    loop {
+        match rustix::io::writev(channel, parts) {
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+}

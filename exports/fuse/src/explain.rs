@@ -1,0 +1,98 @@
+//! Which way requests and data go, and why not a better one.
+
+use std::fmt;
+
+use crate::Path;
+
+/// Whether something is used, and if not, why.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Verdict {
+    /// It is used.
+    pub used: bool,
+    /// Why not, and what would help.
+    pub reason: Option<String>,
+}
+
+impl Verdict {
+    pub(crate) fn used() -> Self {
+        Self { used: true, reason: None }
+    }
+
+    pub(crate) fn not(reason: impl ToString) -> Self {
+        Self { used: false, reason: Some(reason.to_string()) }
+    }
+}
+
+/// Which way the requests and the data of a mount go.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Explanation {
+    /// How requests travel: [`Path::Uring`] or [`Path::Devfuse`].
+    pub path: Path,
+    /// FUSE-over-io_uring.
+    pub uring: Verdict,
+    /// Passthrough of whole files.
+    pub passthrough: Verdict,
+    /// Telling the kernel of changes that are made elsewhere.
+    pub notifications: Verdict,
+    /// Rings, one for each possible CPU; 0 without io_uring.
+    pub rings: usize,
+    /// Entries of each ring.
+    pub ring_depth: usize,
+    /// Threads that read /dev/fuse to begin with.
+    pub readers: usize,
+    /// Bytes of the longest READ and WRITE.
+    pub max_write_bytes: u32,
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.path, &self.uring.reason) {
+            (Path::Uring, _) => writeln!(
+                f,
+                "Requests go through io_uring: {} rings, one for each CPU, of {} entries.",
+                self.rings, self.ring_depth
+            )?,
+            (_, reason) => {
+                writeln!(f, "Requests go through /dev/fuse, read by {} threads and more when needed.", self.readers)?;
+                if let Some(reason) = reason {
+                    writeln!(f, "Not through io_uring: {reason}.")?;
+                }
+            }
+        }
+        match &self.passthrough.reason {
+            None => writeln!(f, "The kernel reads and writes files of the source by itself (passthrough).")?,
+            Some(reason) => writeln!(f, "Data pass through this process, not straight to the source's files: {reason}.")?,
+        }
+        match &self.notifications.reason {
+            None => write!(f, "The kernel is told of changes that are made through other exports of the source."),
+            Some(reason) => write!(f, "The kernel is not told of changes that are made elsewhere: {reason}."),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn says_what_is_missing_and_what_would_help() {
+        let mut explanation = Explanation {
+            path: Path::Devfuse,
+            uring: Verdict::not(crate::machine::NoUring::Parameter),
+            passthrough: Verdict::not("it needs CAP_SYS_ADMIN"),
+            notifications: Verdict::used(),
+            rings: 0,
+            ring_depth: 0,
+            readers: 2,
+            max_write_bytes: 1 << 20,
+        };
+        let text = explanation.to_string();
+        assert!(text.contains("echo Y > /sys/module/fuse/parameters/enable_uring"), "{text}");
+        assert!(text.contains("options fuse enable_uring=1") && text.contains("CAP_SYS_ADMIN"), "{text}");
+        explanation = Explanation { path: Path::Uring, rings: 2, ring_depth: 8, ..explanation };
+        assert!(explanation.to_string().starts_with("Requests go through io_uring: 2 rings"));
+        let json = serde_json::to_value(&explanation).unwrap();
+        assert_eq!(json["path"], "uring");
+        assert_eq!(json["passthrough"]["used"], false);
+    }
+}

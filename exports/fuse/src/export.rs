@@ -1,0 +1,246 @@
+//! A mounted source.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use ferry_serve::Share;
+use ferry_vfs::{Caller, Errno, FileSystem, Ino};
+
+use crate::connection::{Connection, End};
+use crate::devfuse::Readers;
+use crate::device::Device;
+use crate::explain::{Explanation, Verdict};
+use crate::handshake::{Wishes, shake_hands, share_options};
+use crate::interrupted::Interrupted;
+use crate::monitor::{Bell, Monitor};
+use crate::mountpoint::Mountpoint;
+use crate::notify::Notifier;
+use crate::stats::{AllCounters, Stats};
+use crate::uring::Rings;
+use crate::{Cache, MountError, MountOptions, Options, Path};
+
+/// With io_uring, /dev/fuse carries FORGET and INTERRUPT only; another reader is started if this one is blocked.
+const READERS_BESIDE_RINGS: usize = 1;
+
+/// How long those who still use files of a mount that is being stopped have to finish.
+const STOP_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How long threads have to come back when the connection has ended. One that is blocked in the source may never.
+const THREADS_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Why a source is not mounted.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The mount point, or the right to mount.
+    #[error(transparent)]
+    Mount(#[from] MountError),
+    /// [`Path::Uring`] was asked for.
+    #[error("FUSE-over-io_uring was asked for and cannot be had: {reason}")]
+    NoUring {
+        /// Why, and what would help.
+        reason: String,
+    },
+    /// [`Options::passthrough`] was asked for.
+    #[error("passthrough was asked for and cannot be had: {reason}")]
+    NoPassthrough {
+        /// Why, and what would help.
+        reason: String,
+    },
+    /// The first messages.
+    #[error("the kernel and we did not agree on how to speak: {0}")]
+    Handshake(#[source] std::io::Error),
+    /// Threads.
+    #[error("cannot start the threads of the mount: {0}; raise the limits of threads and descriptors (ulimit -u, -n)")]
+    Threads(#[source] std::io::Error),
+}
+
+/// A source that is mounted, until this is dropped or somebody unmounts it.
+pub struct Export {
+    connection: Arc<Connection>,
+    source: Arc<dyn FileSystem>,
+    mountpoint: Mutex<Mountpoint>,
+    rings: Option<Rings>,
+    explanation: Explanation,
+    notifier: Option<Notifier>,
+    monitor: Option<Monitor>,
+    device_number: u32,
+    stopped: bool,
+}
+
+impl std::fmt::Debug for Export {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Export").field("mountpoint", &self.mountpoint).field("path", &self.explanation.path).finish()
+    }
+}
+
+impl Export {
+    /// Mounts a source, and serves it on threads of its own.
+    ///
+    /// # Errors
+    /// [`Error`]; nothing stays mounted.
+    pub fn mount(mountpoint: &std::path::Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
+        let wishes = Arc::new(Wishes::new(&options, source.features())?);
+        let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(&options))?;
+        let device = Arc::new(Device::new(fd));
+        let connection = Arc::new(Connection {
+            share: Arc::new(Share::new(Arc::clone(&source), &share_options(&options))),
+            session: Arc::new(wishes.session(&device)),
+            device,
+            counters: AllCounters::default(),
+            interrupted: Arc::new(Interrupted::default()),
+            bell: Bell::default(),
+            max_write_bytes: options.max_write_bytes as usize,
+            end: End::default(),
+        });
+        let (agreed, rings) = match shake_hands(&connection, &wishes, &options) {
+            Ok(agreed) => agreed,
+            Err(error) => {
+                connection.end.declare();
+                connection.session.end();
+                return Err(error);
+            }
+        };
+        let mut export = Self {
+            device_number: mountpoint.connection(),
+            explanation: Explanation {
+                path: if rings.is_ok() { Path::Uring } else { Path::Devfuse },
+                uring: rings.as_ref().map_or_else(Verdict::not, |_| Verdict::used()),
+                passthrough: wishes.passthrough(&agreed),
+                notifications: Verdict::not("it keeps nothing"),
+                rings: rings.as_ref().map_or(0, Rings::count),
+                ring_depth: if rings.is_ok() { options.ring_depth } else { 0 },
+                readers: if rings.is_ok() { READERS_BESIDE_RINGS } else { readers(&options) },
+                max_write_bytes: agreed.max_write_bytes,
+            },
+            connection,
+            source,
+            mountpoint: Mutex::new(mountpoint),
+            rings: rings.ok(),
+            notifier: None,
+            monitor: None,
+            stopped: false,
+        };
+        export.start(&options).map_err(Error::Threads)?;
+        Ok(export)
+    }
+
+    /// Starts what runs beside the rings. When this fails, dropping the export undoes everything.
+    fn start(&mut self, options: &Options) -> std::io::Result<()> {
+        let connection = &self.connection;
+        let interrupted = Arc::clone(&connection.interrupted);
+        self.monitor = Some(Monitor::start(connection.bell.clone(), interrupted, options.handler_timeout)?);
+        Readers::start(connection, self.explanation.readers)?;
+        let keeps = options.cache != Cache::None
+            || [options.entry_timeout, options.attr_timeout].into_iter().flatten().any(|timeout| !timeout.is_zero());
+        if keeps {
+            (self.notifier, self.explanation.notifications) = match Notifier::start(connection)? {
+                Some(notifier) => (Some(notifier), Verdict::used()),
+                None => (None, Verdict::not("the source does not say what changes")),
+            };
+        }
+        Ok(())
+    }
+
+    /// Which way requests and data go, and why not a better one.
+    pub fn explain(&self) -> &Explanation {
+        &self.explanation
+    }
+
+    /// What was served so far.
+    pub fn stats(&self) -> Stats {
+        self.connection.counters.sum()
+    }
+
+    /// The number of the connection in `/sys/fs/fuse/connections`, which is the minor number of the device that `stat`
+    /// shows for files of the mount.
+    pub fn connection_number(&self) -> u32 {
+        self.device_number
+    }
+
+    /// Waits until somebody unmounts it, or aborts the connection.
+    pub fn wait(&self) {
+        self.connection.end.wait();
+    }
+
+    /// Whether it was unmounted.
+    pub fn has_ended(&self) -> bool {
+        self.connection.end.is_declared()
+    }
+
+    /// Unmounts, lets requests under way end, and makes everything durable. Who still has files of the mount open is
+    /// cut off after a short while.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        if std::mem::replace(&mut self.stopped, true) {
+            return;
+        }
+        self.notifier = None;
+        self.unmount();
+        let left = self.connection.end.wait_for_threads(THREADS_PATIENCE);
+        if left > 0 {
+            tracing::warn!("{left} threads of a mount are still blocked in the source and are left behind");
+        }
+        self.monitor = None;
+        self.connection.session.end();
+        if !self.source.features().read_only {
+            match self.source.syncfs(&Caller::default(), Ino::ROOT) {
+                Ok(()) | Err(Errno::NOSYS) => {}
+                Err(error) => tracing::error!("what was written may not be on disk: {error}"),
+            }
+        }
+    }
+
+    fn unmount(&self) {
+        let mut mountpoint = self.mountpoint.lock().unwrap_or_else(PoisonError::into_inner);
+        let gone = match mountpoint.unmount() {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                tracing::debug!("{error}");
+                mountpoint.detach()
+            }
+        };
+        if let Err(error) = gone {
+            tracing::warn!("{error}");
+        }
+        drop(mountpoint);
+        if self.connection.end.wait_for(STOP_PATIENCE) {
+            return;
+        }
+        tracing::warn!("the mount was detached while in use: whoever still has files of it open is cut off");
+        if let Err(error) = std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", self.device_number), "1") {
+            tracing::warn!("the connection to the kernel stays until its last file is closed: {error}");
+            return;
+        }
+        self.connection.end.wait_for(STOP_PATIENCE);
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        self.end();
+        self.connection.end.declare();
+        self.rings = None;
+    }
+}
+
+fn readers(options: &Options) -> usize {
+    match options.threads {
+        0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+        threads => threads,
+    }
+}
+
+fn mount_options(options: &Options) -> MountOptions {
+    MountOptions {
+        read_only: options.read_only || options.mount.read_only,
+        allow_other: options.allow_other,
+        default_permissions: options.default_permissions,
+        fsname: options.fsname.clone(),
+        subtype: options.subtype.clone(),
+        ..options.mount.clone()
+    }
+}

@@ -1,0 +1,198 @@
+//! The start of a connection: what is asked for, what is agreed on, and which path the requests take.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use ferry_serve::{Session, ShareOptions};
+use ferry_vfs::Features;
+use ferry_wire::fuse::{InitFlags, InitRequest, Negotiated, Operation, Request, Wanted, decode};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::thread::CapabilitySet;
+
+use crate::backings::DeviceBackings;
+use crate::connection::Connection;
+use crate::device::Device;
+use crate::explain::Verdict;
+use crate::export::Error;
+use crate::machine::{NoUring, has_capability, uring_allowed};
+use crate::uring::Rings;
+use crate::{Cache, Options, Path, devfuse};
+
+/// How long the kernel may take to send INIT, which it does as soon as there is a mount.
+const INIT_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Backing files may lie on one stacked file system, such as a container's overlayfs (`FILESYSTEM_MAX_STACK_DEPTH`).
+const STACK_DEPTH_MAX: u32 = 2;
+
+/// Requests that nobody waits for (read-ahead, write-back) at a time: enough for several files of several CPUs.
+const MAX_BACKGROUND: u16 = 128;
+
+/// What is wanted beyond the share's own policy. The path is decided when INIT has come, and before it is answered.
+#[derive(Debug)]
+pub(crate) struct Wishes {
+    uring: Mutex<Result<(), NoUring>>,
+    passthrough: Result<(), String>,
+    max_write_bytes: u32,
+}
+
+impl Wishes {
+    /// Works out what can be had, as far as that can be known before the mount.
+    ///
+    /// # Errors
+    /// io_uring or passthrough is insisted on and cannot be had.
+    pub(crate) fn new(options: &Options, features: Features) -> Result<Self, Error> {
+        let uring = match options.path {
+            Path::Devfuse => Err(NoUring::Unwanted),
+            Path::Auto => uring_allowed(),
+            Path::Uring => Ok(uring_allowed().map_err(|reason| Error::NoUring { reason: reason.to_string() })?),
+        };
+        let passthrough = passthrough_allowed(options, features);
+        if let (Some(true), Err(reason)) = (options.passthrough, &passthrough) {
+            return Err(Error::NoPassthrough { reason: reason.clone() });
+        }
+        Ok(Self { uring: Mutex::new(uring), passthrough, max_write_bytes: options.max_write_bytes })
+    }
+
+    fn uring(&self) -> Result<(), NoUring> {
+        self.uring.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn no_uring(&self, reason: NoUring) {
+        *self.uring.lock().unwrap_or_else(PoisonError::into_inner) = Err(reason);
+    }
+
+    fn adjust(&self, wanted: &mut Wanted) {
+        if self.uring().is_ok() {
+            wanted.flags |= InitFlags::OVER_IO_URING;
+        }
+        if self.passthrough.is_ok() {
+            wanted.flags |= InitFlags::PASSTHROUGH;
+            wanted.max_stack_depth = STACK_DEPTH_MAX;
+        }
+        wanted.max_write_bytes = self.max_write_bytes;
+        wanted.max_background = MAX_BACKGROUND;
+    }
+
+    /// A session that asks for all this.
+    pub(crate) fn session(self: &Arc<Self>, device: &Arc<Device>) -> Session {
+        let wishes = Arc::clone(self);
+        let session = Session::new(move |_: &InitRequest, wanted: &mut Wanted| wishes.adjust(wanted));
+        match self.passthrough {
+            Ok(()) => session.with_backings(Arc::new(DeviceBackings(Arc::clone(device)))),
+            Err(_) => session,
+        }
+    }
+
+    /// Whether passthrough was agreed on.
+    pub(crate) fn passthrough(&self, agreed: &Negotiated) -> Verdict {
+        match &self.passthrough {
+            Err(reason) => Verdict::not(reason),
+            Ok(()) if agreed.has(InitFlags::PASSTHROUGH) => Verdict::used(),
+            Ok(()) => Verdict::not("this kernel has no FUSE passthrough; Linux 6.9 and later have"),
+        }
+    }
+}
+
+fn passthrough_allowed(options: &Options, features: Features) -> Result<(), String> {
+    let no = |reason: &str| Err(reason.into());
+    if options.passthrough == Some(false) {
+        no("it was turned off")
+    } else if !features.backing {
+        no("the source's files are not whole files of this host")
+    } else if options.writeback {
+        no("the kernel allows it only without the write-back cache")
+    } else if options.shared && options.cache == Cache::Always && !options.read_only {
+        no("the source has other exports, which would not be told of what is written")
+    } else if !has_capability(CapabilitySet::SYS_ADMIN) {
+        no("it needs CAP_SYS_ADMIN")
+    } else {
+        Ok(())
+    }
+}
+
+/// What a share needs to know of the options.
+pub(crate) fn share_options(options: &Options) -> ShareOptions {
+    ShareOptions {
+        name: options.fsname.clone(),
+        cache: options.cache,
+        entry_timeout: options.entry_timeout,
+        attr_timeout: options.attr_timeout,
+        writeback: options.writeback,
+        xattr: options.xattr,
+        direct_opens: options.direct_opens,
+        ..ShareOptions::default()
+    }
+}
+
+/// Serves INIT; answers what was agreed on, and the rings if they are used, or why not.
+pub(crate) fn shake_hands(
+    connection: &Arc<Connection>,
+    wishes: &Wishes,
+    options: &Options,
+) -> Result<(Negotiated, Result<Rings, NoUring>), Error> {
+    let mut rings = None;
+    let agreed = devfuse::serve_first(connection, &mut |message| {
+        look_at(message, wishes, &mut rings, connection, options);
+    })
+    .map_err(Error::Handshake)?;
+    let rings = match (wishes.uring(), rings) {
+        (Ok(()), Some(rings)) => rings,
+        (Err(reason), _) => return forced(options, reason).map(|reason| (agreed, Err(reason))),
+        (Ok(()), None) => return forced(options, NoUring::NotOffered).map(|reason| (agreed, Err(reason))),
+    };
+    match rings.begin() {
+        Ok(()) => Ok((agreed, Ok(rings))),
+        Err(reason) => forced(options, reason).map(|reason| (agreed, Err(reason))),
+    }
+}
+
+/// Without rings, whoever insists on them gets an error.
+fn forced(options: &Options, reason: NoUring) -> Result<NoUring, Error> {
+    match options.path {
+        Path::Uring => Err(Error::NoUring { reason: reason.to_string() }),
+        _ => Ok(reason),
+    }
+}
+
+/// Looks at a message before it is served: before INIT is answered, the rings must be there.
+fn look_at(
+    message: &[u8],
+    wishes: &Wishes,
+    rings: &mut Option<Rings>,
+    connection: &Arc<Connection>,
+    options: &Options,
+) {
+    let Ok(Request { operation: Operation::Init(init), .. }) =
+        decode(message, message.len(), &Negotiated::BEFORE_INIT)
+    else {
+        return;
+    };
+    if wishes.uring().is_err() || rings.is_some() {
+        return;
+    }
+    if !init.flags.contains(InitFlags::OVER_IO_URING) {
+        return wishes.no_uring(NoUring::NotOffered);
+    }
+    match Rings::prepare(connection, options.ring_depth.clamp(1, RING_DEPTH_MAX)) {
+        Ok(made) => *rings = Some(made),
+        Err(reason) => wishes.no_uring(reason),
+    }
+}
+
+/// More entries than the kernel has background requests for a CPU gain nothing.
+const RING_DEPTH_MAX: usize = 256;
+
+/// Waits until the kernel has sent something.
+///
+/// # Errors
+/// It does not.
+pub(crate) fn await_message(device: &Device) -> io::Result<()> {
+    let mut fds = [PollFd::from_borrowed_fd(device.as_fd(), PollFlags::IN)];
+    let patience = Timespec { tv_sec: INIT_PATIENCE.as_secs().cast_signed(), tv_nsec: 0 };
+    match poll(&mut fds, Some(&patience))? {
+        0 => Err(io::Error::new(io::ErrorKind::TimedOut, format!("the kernel sent no INIT within {INIT_PATIENCE:?}"))),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,116 @@
+//! Who may still answer a request, and touch the memory that its answer goes to.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Somebody is using the memory right now.
+const HELD: u64 = 1;
+/// One more term, above that bit.
+const TERM: u64 = 1 << 1;
+
+/// One place that requests are answered from, one after another: an entry of a ring, or the thread of a reader. Each
+/// request is a [`Term`]. Whoever ends the term answers it, and from then on nobody else's access succeeds: so a
+/// handler that is given up, and comes back after all, can do no harm.
+#[derive(Debug, Default)]
+pub(crate) struct Lease(AtomicU64);
+
+/// One request of a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Term(u64);
+
+/// Why a term was not ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NotEnded {
+    /// It has ended before.
+    Over,
+    /// Its memory is in use by a copy or a transfer.
+    Held,
+}
+
+/// Access to the memory for as long as it lives.
+#[must_use]
+pub(crate) struct Hold<'a>(&'a Lease);
+
+impl Lease {
+    /// The term that began when the last one ended.
+    pub(crate) fn term(&self) -> Term {
+        Term(self.0.load(Ordering::Acquire) & !HELD)
+    }
+
+    /// Whether the term has not ended.
+    pub(crate) fn runs(&self, term: Term) -> bool {
+        self.term() == term
+    }
+
+    /// Keeps the term from being ended while memory is used. `None` once it has ended. Waits while somebody else
+    /// holds it, which only happens when an answer meets its own giving up.
+    pub(crate) fn hold(&self, term: Term) -> Option<Hold<'_>> {
+        loop {
+            match self.0.compare_exchange_weak(term.0, term.0 | HELD, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return Some(Hold(self)),
+                Err(now) if now & !HELD != term.0 => return None,
+                Err(_) => std::thread::yield_now(),
+            }
+        }
+    }
+
+    /// Ends the term: true for exactly one caller, who then answers. Waits for whoever holds it.
+    #[must_use]
+    pub(crate) fn end(&self, term: Term) -> bool {
+        loop {
+            match self.try_end(term) {
+                Ok(()) => return true,
+                Err(NotEnded::Over) => return false,
+                Err(NotEnded::Held) => std::thread::yield_now(),
+            }
+        }
+    }
+
+    /// [`Self::end`], without waiting.
+    pub(crate) fn try_end(&self, term: Term) -> Result<(), NotEnded> {
+        let next = term.0.wrapping_add(TERM);
+        match self.0.compare_exchange(term.0, next, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => Ok(()),
+            Err(now) if now & !HELD != term.0 => Err(NotEnded::Over),
+            Err(_) => Err(NotEnded::Held),
+        }
+    }
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        self.0.0.fetch_and(!HELD, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_term_is_ended_once_and_not_while_it_is_held() {
+        let lease = Lease::default();
+        let term = lease.term();
+        let hold = lease.hold(term).expect("it runs");
+        assert_eq!(lease.try_end(term), Err(NotEnded::Held));
+        assert!(lease.runs(term));
+        drop(hold);
+        assert!(lease.end(term));
+        assert!(!lease.end(term));
+        assert_eq!(lease.try_end(term), Err(NotEnded::Over));
+        assert!(lease.hold(term).is_none(), "memory of an ended term is out of reach");
+        let next = lease.term();
+        assert_ne!(next, term);
+        assert!(lease.hold(next).is_some());
+    }
+
+    #[test]
+    fn one_of_many_ends_it() {
+        let lease = Lease::default();
+        let term = lease.term();
+        let winners = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| usize::from(lease.end(term)))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum::<usize>()
+        });
+        assert_eq!(winners, 1);
+    }
+}

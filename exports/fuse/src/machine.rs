@@ -1,0 +1,98 @@
+//! What this machine lets us do.
+
+use std::fs;
+
+use rustix::thread::{CapabilitySet, CpuSet, capabilities, sched_setaffinity};
+
+/// Where the fuse module says whether io_uring may be used.
+const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
+/// Where the administrator says who may use io_uring at all.
+const IO_URING_DISABLED: &str = "/proc/sys/kernel/io_uring_disabled";
+/// The CPUs that could ever be there, of which the kernel wants a queue each.
+const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
+
+/// More CPUs than any list that is believed; Linux itself has no more (`NR_CPUS`).
+const CPUS_MAX: usize = 8192;
+
+/// Why FUSE-over-io_uring cannot be had, in a sentence that says what would help.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NoUring {
+    #[error("this kernel has no FUSE-over-io_uring; Linux 6.14 and later have")]
+    Kernel,
+    #[error(
+        "the fuse module does not allow it; turn it on with `echo Y > /sys/module/fuse/parameters/enable_uring`, and for \
+         every boot with the line `options fuse enable_uring=1` in /etc/modprobe.d/fuse.conf"
+    )]
+    Parameter,
+    #[error("io_uring is disabled; allow it with `sysctl kernel.io_uring_disabled=0`")]
+    Sysctl,
+    #[error("it was not asked for")]
+    Unwanted,
+    #[error("the kernel did not offer it when the mount began")]
+    NotOffered,
+    #[error("a ring of CPU {cpu} cannot be made: {reason}")]
+    Setup { cpu: usize, reason: String },
+    #[error("the kernel refused a ring of CPU {cpu}: {reason}")]
+    Refused { cpu: usize, reason: String },
+}
+
+/// Looks at what can be known before the mount: whether a ring is worth trying.
+pub(crate) fn uring_allowed() -> Result<(), NoUring> {
+    match fs::read_to_string(ENABLE_URING).as_deref().map(str::trim) {
+        Ok("Y" | "1") => {}
+        Ok(_) => return Err(NoUring::Parameter),
+        // Without the parameter, or without a sysfs to look at, only the offer of INIT tells: but a kernel that has no
+        // parameter offers nothing either.
+        Err(_) if fs::exists("/sys/module/fuse").unwrap_or(false) => return Err(NoUring::Kernel),
+        Err(_) => {}
+    }
+    match fs::read_to_string(IO_URING_DISABLED).as_deref().map(str::trim) {
+        Ok("2") => Err(NoUring::Sysctl),
+        Ok("1") if !has_capability(CapabilitySet::SYS_ADMIN) => Err(NoUring::Sysctl),
+        _ => Ok(()),
+    }
+}
+
+/// How many queues the kernel wants: one for each CPU that could ever be there, online or not.
+pub(crate) fn possible_cpus() -> usize {
+    let online = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    fs::read_to_string(POSSIBLE).ok().and_then(|list| count_cpus(&list)).unwrap_or(online)
+}
+
+/// The number after the greatest of a list like `0-3,5`. The kernel numbers queues by CPU, up to the greatest.
+fn count_cpus(list: &str) -> Option<usize> {
+    let greatest = list.trim().split(',').map(|range| range.rsplit('-').next().unwrap_or(range).parse::<usize>());
+    let greatest = greatest.collect::<Result<Vec<_>, _>>().ok()?.into_iter().max()?;
+    (greatest < CPUS_MAX).then_some(greatest + 1)
+}
+
+/// Whether this thread has a capability, in effect.
+pub(crate) fn has_capability(capability: CapabilitySet) -> bool {
+    capabilities(None).is_ok_and(|sets| sets.effective.contains(capability))
+}
+
+/// Keeps the calling thread on a CPU. One that is not online, or not ours, leaves the thread where it is.
+pub(crate) fn stay_on(cpu: usize) {
+    let mut set = CpuSet::new();
+    if cpu < CpuSet::MAX_CPU {
+        set.set(cpu);
+        if let Err(error) = sched_setaffinity(None, &set) {
+            tracing::debug!("the worker of CPU {cpu} is not bound to it: {error}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cpus() {
+        for (list, count) in [("0\n", Some(1)), ("0-1\n", Some(2)), ("0-3,8-11", Some(12)), ("0,5", Some(6))] {
+            assert_eq!(count_cpus(list), count, "{list:?}");
+        }
+        for bad in ["", "x", "0-", "0-99999999", "-"] {
+            assert_eq!(count_cpus(bad), None, "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Looks after the workers: whoever is blocked in a handler is replaced, and in the end given up.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::{JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use ferry_vfs::Errno;
+
+use crate::interrupted::Interrupted;
+use crate::lease::{NotEnded, Term};
+use crate::watch::{Seen, Watch};
+
+/// How often workers are looked at. A look is a load for each.
+const TICK: Duration = Duration::from_millis(5);
+
+/// A handler that takes longer than this is blocked: longer than a disk's seek, shorter than people notice.
+const BLOCKED: Duration = Duration::from_millis(20);
+
+/// So long without any request, and the monitor sleeps until the next comes.
+const QUIET: Duration = Duration::from_millis(500);
+
+/// How long it then sleeps at most, should it miss one.
+const DEEP_SLEEP: Duration = Duration::from_secs(1);
+
+/// How long a handler may go on after its caller was interrupted.
+const INTERRUPTED: Duration = Duration::from_secs(1);
+
+/// The request that a worker is serving.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Serving {
+    pub(crate) unique: u64,
+    /// Where it lies: the index of an entry.
+    pub(crate) place: usize,
+    pub(crate) term: Term,
+}
+
+/// Where requests are served, one at a time: a CPU's ring, or a thread that reads /dev/fuse.
+pub(crate) trait Post: Send + Sync {
+    fn watch(&self) -> &Watch;
+    /// The request that is being served; means something only while the watch does not change.
+    fn serving(&self) -> Serving;
+    /// Whoever serves here is blocked: have somebody else go on. Answers false if the call has just ended.
+    fn relieve(self: Arc<Self>, seen: Seen) -> bool;
+    /// Whether the request is not answered yet.
+    fn runs(&self, serving: &Serving) -> bool;
+    /// Answers a request with an error, in place of its handler.
+    fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded>;
+    /// Called at every look.
+    fn tick(self: Arc<Self>) {}
+}
+
+#[derive(Default)]
+struct Shared {
+    posts: Mutex<Vec<Weak<dyn Post>>>,
+    deep: AtomicBool,
+    stop: AtomicBool,
+    thread: Mutex<Option<Thread>>,
+}
+
+/// How workers reach the monitor.
+#[derive(Clone, Default)]
+pub(crate) struct Bell(Arc<Shared>);
+
+impl std::fmt::Debug for Bell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Bell")
+    }
+}
+
+impl Bell {
+    /// Has one more post looked after, until it is dropped.
+    pub(crate) fn add(&self, post: Weak<dyn Post>) {
+        self.0.posts.lock().unwrap_or_else(PoisonError::into_inner).push(post);
+    }
+
+    /// A request is being served; costs one load unless the monitor sleeps.
+    pub(crate) fn ring(&self) {
+        if self.0.deep.load(Ordering::Relaxed) {
+            self.0.deep.store(false, Ordering::Relaxed);
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        if let Some(thread) = &*self.0.thread.lock().unwrap_or_else(PoisonError::into_inner) {
+            thread.unpark();
+        }
+    }
+}
+
+/// The thread that looks.
+#[derive(Debug)]
+pub(crate) struct Monitor {
+    bell: Bell,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Monitor {
+    /// Starts looking.
+    ///
+    /// # Errors
+    /// No thread can be had.
+    pub(crate) fn start(bell: Bell, interrupted: Arc<Interrupted>, handler_timeout: Duration) -> std::io::Result<Self> {
+        let shared = Arc::clone(&bell.0);
+        let thread = std::thread::Builder::new().name("fuse-monitor".into()).spawn(move || {
+            Round { shared, interrupted, handler_timeout, seen: Vec::new(), blocked: Vec::new() }.run();
+        })?;
+        *bell.0.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread.thread().clone());
+        Ok(Self { bell, thread: Some(thread) })
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.bell.0.stop.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            // It can only have panicked, which was reported.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What was seen of a post.
+struct Look {
+    post: Weak<dyn Post>,
+    seen: Seen,
+    since: Instant,
+    relieved: bool,
+}
+
+/// A handler that is blocked, whose post was given to somebody else.
+struct Blocked {
+    post: Arc<dyn Post>,
+    serving: Serving,
+    since: Instant,
+}
+
+struct Round {
+    shared: Arc<Shared>,
+    interrupted: Arc<Interrupted>,
+    handler_timeout: Duration,
+    seen: Vec<Look>,
+    blocked: Vec<Blocked>,
+}
+
+impl Round {
+    fn run(&mut self) {
+        let mut quiet_since = Instant::now();
+        while !self.shared.stop.load(Ordering::Acquire) {
+            let now = Instant::now();
+            self.meet(now);
+            if self.look(now) | self.press(now) {
+                quiet_since = now;
+            }
+            if now.duration_since(quiet_since) < QUIET {
+                std::thread::park_timeout(TICK);
+            } else {
+                self.shared.deep.store(true, Ordering::Relaxed);
+                std::thread::park_timeout(DEEP_SLEEP);
+                self.shared.deep.store(false, Ordering::Relaxed);
+                quiet_since = Instant::now();
+            }
+        }
+    }
+
+    /// Takes in posts that are new.
+    fn meet(&mut self, now: Instant) {
+        let mut new = std::mem::take(&mut *self.shared.posts.lock().unwrap_or_else(PoisonError::into_inner));
+        self.seen.extend(new.drain(..).filter_map(|post| {
+            let seen = post.upgrade()?.watch().look();
+            Some(Look { post, seen, since: now, relieved: false })
+        }));
+    }
+
+    /// Looks at every post; answers whether anything goes on.
+    fn look(&mut self, now: Instant) -> bool {
+        let Self { seen: looks, blocked, .. } = self;
+        let mut stirs = false;
+        looks.retain_mut(|look| {
+            let Some(post) = look.post.upgrade() else { return false };
+            let seen = post.watch().look();
+            if seen != look.seen {
+                *look = Look { post: look.post.clone(), seen, since: now, relieved: false };
+                stirs = true;
+            } else if seen.is_inside() {
+                stirs = true;
+                if !look.relieved && now.duration_since(look.since) >= BLOCKED {
+                    let serving = post.serving();
+                    if post.watch().look() == seen && Arc::clone(&post).relieve(seen) {
+                        look.relieved = true;
+                        blocked.push(Blocked { post: Arc::clone(&post), serving, since: look.since });
+                    }
+                }
+            }
+            post.tick();
+            true
+        });
+        stirs
+    }
+
+    /// Gives up handlers that have been blocked for too long; answers whether there are any left.
+    fn press(&mut self, now: Instant) -> bool {
+        let Self { blocked, interrupted, handler_timeout, .. } = self;
+        blocked.retain(|one| {
+            if !one.post.runs(&one.serving) {
+                return false;
+            }
+            let errno = if !handler_timeout.is_zero() && now.duration_since(one.since) >= *handler_timeout {
+                tracing::warn!("a handler took longer than {handler_timeout:?}: its caller was told EIO");
+                Errno::IO
+            } else if interrupted.contains(one.serving.unique, INTERRUPTED) {
+                Errno::INTR
+            } else {
+                return true;
+            };
+            // While the kernel moves data for it, its memory cannot be taken away: try again at the next look.
+            one.post.give_up(&one.serving, errno) == Err(NotEnded::Held)
+        });
+        !blocked.is_empty()
+    }
+}

@@ -1,0 +1,167 @@
+//! Where a source is mounted: making the mount, looking whether it is still ours, and undoing it.
+//!
+//! Whoever has the right mounts by `mount(2)`; everybody else asks `fusermount3`. Either way the mount point is looked
+//! at first (`check`), so that what is wrong is one sentence and not an errno, and a mount whose server was
+//! killed is cleaned away.
+
+mod check;
+mod error;
+mod helper;
+mod options;
+mod table;
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
+
+use check::{Identity, Place};
+pub use error::MountError;
+use helper::Helper;
+pub use options::MountOptions;
+
+/// The device that a FUSE server talks to.
+const DEVICE: &str = "/dev/fuse";
+
+/// A mount that is ours. Dropping it unmounts lazily, so that nothing is left behind.
+#[derive(Debug)]
+pub struct Mountpoint {
+    path: PathBuf,
+    identity: Identity,
+    by: By,
+    gone: bool,
+}
+
+/// Who made the mount, and so can undo it.
+#[derive(Debug)]
+enum By {
+    Ourselves,
+    Helper(Helper),
+}
+
+impl Mountpoint {
+    /// Mounts on `path`; answers the connection to the kernel, on which the INIT request waits. A mount of ours whose
+    /// server has died is replaced.
+    ///
+    /// # Errors
+    /// [`MountError`]: a sentence with the path and what to do.
+    pub fn mount(path: &Path, options: &MountOptions) -> Result<(OwnedFd, Self), MountError> {
+        let place = check::prepare(path, options.nonempty)?;
+        let direct = if options.auto_unmount { Err(Refused::NotPermitted) } else { mount_directly(&place, options) };
+        let (device, by) = match direct {
+            Ok(device) => (device, By::Ourselves),
+            Err(Refused::NotPermitted) => {
+                let (device, helper) = Helper::mount(&place.path, options)?;
+                (device, By::Helper(helper))
+            }
+            Err(Refused::Error(error)) => return Err(error),
+        };
+        let identity = Identity::of(&place.path)
+            .map_err(|reason| MountError::System { path: place.path.clone(), reason: reason.into() })?;
+        Ok((device, Self { path: place.path, identity, by, gone: false }))
+    }
+
+    /// The mount point, absolute.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the mount is still there; somebody else may have unmounted it, or mounted over it.
+    #[must_use]
+    pub fn is_ours(&self) -> bool {
+        !self.gone && Identity::of(&self.path) == Ok(self.identity)
+    }
+
+    /// The number of the connection in `/sys/fs/fuse/connections`.
+    #[must_use]
+    pub fn connection(&self) -> u32 {
+        self.identity.minor
+    }
+
+    /// Unmounts, unless that has happened already. The server must still be answering: the kernel sends what it has
+    /// yet to write.
+    ///
+    /// # Errors
+    /// [`MountError::Busy`]: a process has a file of the mount open, or is in it. Dropping the value detaches it anyway.
+    pub fn unmount(&mut self) -> Result<(), MountError> {
+        self.end(UnmountFlags::NOFOLLOW)
+    }
+
+    /// Takes the mount out of the tree at once; who has a file of it open keeps it while the server answers.
+    ///
+    /// # Errors
+    /// [`MountError::Unmount`].
+    pub fn detach(&mut self) -> Result<(), MountError> {
+        self.end(UnmountFlags::NOFOLLOW | UnmountFlags::DETACH)
+    }
+
+    fn end(&mut self, flags: UnmountFlags) -> Result<(), MountError> {
+        if self.is_ours() {
+            match &mut self.by {
+                By::Ourselves => unmount(&self.path, flags)?,
+                By::Helper(_) => helper::unmount(&self.path, flags.contains(UnmountFlags::DETACH))?,
+            }
+        }
+        self.gone = true;
+        if let By::Helper(helper) = &mut self.by {
+            helper.end();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Mountpoint {
+    fn drop(&mut self) {
+        if let Err(error) = self.detach() {
+            tracing::warn!("{error}");
+        }
+    }
+}
+
+/// Why a mount was not made by `mount(2)`.
+enum Refused {
+    /// Somebody with more rights may do it.
+    NotPermitted,
+    Error(MountError),
+}
+
+/// Mounts with the rights of this process.
+fn mount_directly(place: &Place, options: &MountOptions) -> Result<OwnedFd, Refused> {
+    let device = match rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
+        Ok(device) => device,
+        Err(Errno::ACCESS | Errno::PERM) if !rustix::process::geteuid().is_root() => {
+            return Err(Refused::NotPermitted);
+        }
+        Err(error) => return Err(Refused::Error(device_error(error))),
+    };
+    // The place that was looked at, whatever has since been put on its path.
+    let target = format!("/proc/self/fd/{}", place.fd.as_raw_fd());
+    let data = options.kernel_data(&device);
+    match rustix::mount::mount(&*options.fsname, &*target, options.kernel_type(), options.kernel_flags(), &*data) {
+        Ok(()) => Ok(device),
+        Err(Errno::PERM) => Err(Refused::NotPermitted),
+        Err(Errno::NODEV) => Err(Refused::Error(MountError::NoDevice)),
+        Err(error) => Err(Refused::Error(MountError::System { path: place.path.clone(), reason: error.into() })),
+    }
+}
+
+fn device_error(error: Errno) -> MountError {
+    match error {
+        Errno::NOENT | Errno::NXIO | Errno::NODEV => MountError::NoDevice,
+        Errno::ACCESS | Errno::PERM => MountError::DeviceRefused,
+        Errno::MFILE | Errno::NFILE => MountError::Descriptors,
+        error => MountError::System { path: DEVICE.into(), reason: error.into() },
+    }
+}
+
+fn unmount(path: &Path, flags: UnmountFlags) -> Result<(), MountError> {
+    match rustix::mount::unmount(path, flags) {
+        // Somebody was faster.
+        Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
+        Err(Errno::BUSY) => Err(MountError::Busy { path: path.into() }),
+        Err(error) => Err(MountError::Unmount { path: path.into(), reason: std::io::Error::from(error).to_string() }),
+    }
+}

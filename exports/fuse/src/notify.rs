@@ -1,0 +1,241 @@
+//! Telling the kernel of changes that others made.
+//!
+//! A listener of the source's changes takes notes; a thread of its own tells the kernel. The kernel may make that
+//! thread wait for a directory or a page that one of our own handlers is being asked about: nobody waits for the
+//! thread, so that nothing can lock up, and changes may be published from inside handlers.
+
+mod message;
+
+use std::collections::{HashMap, HashSet};
+use std::io::{self, IoSlice};
+use std::os::fd::AsFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use ferry_vfs::{Change, Errno, Ino, NameBuf, SessionId, Subscription};
+
+use crate::connection::{Connection, Present};
+use crate::device::send;
+use crate::stats::Counters;
+use message::Message;
+
+/// The most notes kept. Past it the kernel is told that anything may have changed.
+const NOTES_MAX: usize = 1 << 16;
+
+/// Bytes of a file, the end exclusive.
+type Span = (u64, u64);
+
+/// All of a file.
+const WHOLE: Span = (0, u64::MAX);
+
+/// What the kernel is to be told. Equal changes fall together; the order does not matter, for all are about what it
+/// is to forget.
+#[derive(Debug, Default)]
+struct Notes {
+    attributes: HashSet<Ino>,
+    data: HashMap<Ino, Span>,
+    entries: HashSet<(Ino, NameBuf)>,
+    removed: HashMap<(Ino, NameBuf), Ino>,
+    /// There were too many: anything may have changed.
+    overflow: bool,
+    closed: bool,
+}
+
+impl Notes {
+    fn len(&self) -> usize {
+        self.attributes.len() + self.data.len() + self.entries.len() + self.removed.len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0 && !self.overflow
+    }
+
+    fn add(&mut self, change: &Change) {
+        if self.overflow {
+            return;
+        }
+        match change {
+            Change::Attr { ino } => {
+                self.attributes.insert(*ino);
+            }
+            Change::Data { ino, offset, len } => self.add_data(*ino, (*offset, offset.saturating_add(*len))),
+            Change::Entry { dir, name } => {
+                self.entries.insert((*dir, name.clone()));
+                self.add_data(*dir, WHOLE);
+            }
+            Change::Removed { dir, name, ino } => {
+                self.removed.insert((*dir, name.clone()), *ino);
+                self.attributes.insert(*ino);
+                self.add_data(*dir, WHOLE);
+            }
+            // A change of a kind that we do not know may be any.
+            _ => self.overflow = true,
+        }
+        if self.len() > NOTES_MAX {
+            *self = Self { overflow: true, closed: self.closed, ..Self::default() };
+        }
+    }
+
+    fn add_data(&mut self, ino: Ino, (start, end): Span) {
+        let span = self.data.entry(ino).or_insert((start, end));
+        *span = (span.0.min(start), span.1.max(end));
+    }
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    notes: Mutex<Notes>,
+    noted: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, change: &Change) {
+        let mut notes = self.lock();
+        let first = notes.is_empty();
+        notes.add(change);
+        drop(notes);
+        if first {
+            self.noted.notify_one();
+        }
+    }
+
+    /// The notes that came since the last time; waits for some. `None` when there will be no more.
+    fn take(&self) -> Option<Notes> {
+        let mut notes = self.lock();
+        while notes.is_empty() && !notes.closed {
+            notes = self.noted.wait(notes).unwrap_or_else(PoisonError::into_inner);
+        }
+        (!notes.closed).then(|| std::mem::take(&mut *notes))
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        self.noted.notify_all();
+    }
+}
+
+/// Tells the kernel of changes, until dropped.
+#[derive(Debug)]
+pub(crate) struct Notifier {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    subscription: Option<Subscription>,
+}
+
+impl Notifier {
+    /// Starts telling; `None` if the source publishes nothing.
+    ///
+    /// # Errors
+    /// No thread can be had.
+    pub(crate) fn start(connection: &Arc<Connection>) -> io::Result<Option<Self>> {
+        let Some(changes) = connection.share.source().changes().cloned() else { return Ok(None) };
+        let shared = Arc::new(Shared::default());
+        let thread = std::thread::Builder::new().name("fuse-notify".into()).spawn({
+            let (connection, shared) = (Arc::clone(connection), Arc::clone(&shared));
+            move || tell_all(&connection, &shared)
+        })?;
+        // The kernel has made what it asked for itself part of its caches.
+        let own = connection.session.mount().map(|mount| mount.id());
+        let subscription = changes.subscribe({
+            let shared = Arc::clone(&shared);
+            move |change: &Change, by: SessionId| {
+                if Some(by) != own {
+                    shared.note(change);
+                }
+            }
+        });
+        let weak = Arc::downgrade(&shared);
+        connection.end.when_declared(move || {
+            if let Some(shared) = weak.upgrade() {
+                shared.close();
+            }
+        });
+        Ok(Some(Self { shared, thread: Some(thread), subscription: Some(subscription) }))
+    }
+}
+
+impl Drop for Notifier {
+    fn drop(&mut self) {
+        self.subscription = None;
+        self.shared.close();
+        // Not joined: the kernel may let it go only when a handler that is blocked answers.
+        self.thread = None;
+    }
+}
+
+fn tell_all(connection: &Arc<Connection>, shared: &Shared) {
+    let _present = Present::new(connection);
+    let counters = connection.counters.lend();
+    while let Some(notes) = shared.take() {
+        tell(connection, notes, &counters);
+        if connection.end.is_declared() {
+            return;
+        }
+    }
+}
+
+fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
+    let say = |message: &Message<'_>| {
+        counters.notifications.add(1);
+        message.with_bytes(|bytes| send(connection.device.as_fd(), &[IoSlice::new(bytes)]))
+    };
+    let sure = |message: &Message<'_>| match say(message) {
+        // The kernel knows nothing of it, or there is no kernel to tell any more.
+        Ok(()) | Err(Errno::NOENT | Errno::NODEV | Errno::NOTCONN | Errno::NOTDIR) => {}
+        Err(error) => tracing::warn!("the kernel was not told of a change, {message:?}: {error}"),
+    };
+    if notes.overflow {
+        tracing::debug!("more changes than can be told one by one: the kernel is to forget everything");
+        let inodes = connection.session.mount().map_or_else(Vec::new, |mount| mount.inodes());
+        sure(&Message::Epoch);
+        for ino in inodes.into_iter().chain([Ino::ROOT]) {
+            sure(&Message::Data(ino, WHOLE));
+        }
+        return;
+    }
+    for ((dir, name), ino) in &notes.removed {
+        if !matches!(say(&Message::Deleted(*dir, name.as_name(), *ino)), Ok(()) | Err(Errno::NOENT)) {
+            sure(&Message::Entry(*dir, name.as_name()));
+        }
+    }
+    for (dir, name) in &notes.entries {
+        sure(&Message::Entry(*dir, name.as_name()));
+    }
+    for (ino, span) in &notes.data {
+        sure(&Message::Data(*ino, *span));
+    }
+    for ino in notes.attributes.iter().filter(|ino| !notes.data.contains_key(ino)) {
+        sure(&Message::Attributes(*ino));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::Name;
+
+    use super::*;
+
+    #[test]
+    fn equal_changes_fall_together_and_too_many_become_one() {
+        let name = Name::new(b"x").unwrap().to_buf();
+        let mut notes = Notes::default();
+        for _ in 0..3 {
+            notes.add(&Change::Attr { ino: Ino(2) });
+            notes.add(&Change::Data { ino: Ino(3), offset: 4096, len: 10 });
+            notes.add(&Change::Data { ino: Ino(3), offset: 10, len: u64::MAX });
+            notes.add(&Change::Entry { dir: Ino(1), name: name.clone() });
+            notes.add(&Change::Removed { dir: Ino(1), name: name.clone(), ino: Ino(9) });
+        }
+        assert_eq!(notes.data, HashMap::from([(Ino(3), (10, u64::MAX)), (Ino(1), WHOLE)]));
+        assert_eq!(notes.attributes, HashSet::from([Ino(2), Ino(9)]));
+        assert_eq!((notes.entries.len(), notes.removed.len()), (1, 1));
+        for ino in 0..2 * NOTES_MAX as u64 {
+            notes.add(&Change::Attr { ino: Ino(ino) });
+        }
+        assert!(notes.overflow && notes.len() == 0 && !notes.is_empty());
+    }
+}

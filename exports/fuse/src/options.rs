@@ -1,0 +1,137 @@
+//! How a source is to be mounted.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+pub use ferry_serve::Cache;
+
+/// How requests travel between the kernel and this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Path {
+    /// The best that can be had here.
+    #[default]
+    Auto,
+    /// FUSE-over-io_uring, or an error that says why not.
+    Uring,
+    /// /dev/fuse.
+    Devfuse,
+}
+
+impl FromStr for Path {
+    type Err = PathError;
+
+    fn from_str(text: &str) -> Result<Self, PathError> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "uring" => Ok(Self::Uring),
+            "devfuse" => Ok(Self::Devfuse),
+            _ => Err(PathError(text.into())),
+        }
+    }
+}
+
+/// Text that is no [`Path`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no path to the kernel; choose auto, uring or devfuse")]
+pub struct PathError(String);
+
+/// How an export is to behave.
+#[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
+pub struct Options {
+    /// How requests travel. Default: the best that can be had.
+    pub path: Path,
+    /// Whether the kernel may read and write whole files of the source by itself; `None` (the default): if it can.
+    pub passthrough: Option<bool>,
+    /// What the kernel may keep. Default: [`Cache::Auto`].
+    pub cache: Cache,
+    /// How long the kernel may keep names; `None` (the default): as the cache mode says.
+    pub entry_timeout: Option<Duration>,
+    /// How long the kernel may keep attributes; `None` (the default): as the cache mode says.
+    pub attr_timeout: Option<Duration>,
+    /// Let the page cache hold written data back. Excludes passthrough. Default: no.
+    pub writeback: bool,
+    /// Extended attributes and POSIX ACLs. Default: yes.
+    pub xattr: bool,
+    /// Files opened with `O_DIRECT` leave the page cache out altogether. Default: yes.
+    pub direct_opens: bool,
+    /// Users other than the one who mounts may enter. Default: no.
+    pub allow_other: bool,
+    /// Nothing can be changed through this mount. Default: no.
+    pub read_only: bool,
+    /// The kernel checks permissions; sources expect it. Default: yes.
+    pub default_permissions: bool,
+    /// What the table of mounts shows as the source. Default: `ferry`.
+    pub fsname: String,
+    /// The type in the table of mounts, after `fuse.`. Default: `ferry`.
+    pub subtype: String,
+    /// The source has other exports too. With [`Cache::Always`], files opened for writing are then not passed through:
+    /// nobody would tell the others of what is written. Default: no.
+    pub shared: bool,
+    /// Entries of each CPU's ring: so many requests of one CPU can be served and answered by one call. Each takes
+    /// 1 MiB of address space, of which only what is used takes memory. Default: 8.
+    pub ring_depth: usize,
+    /// From how many bytes on a READ of a file goes through a pipe instead of a buffer, on /dev/fuse;
+    /// `None` (the default): never.
+    pub splice_min_bytes: Option<usize>,
+    /// How long a handler may take before its caller is told EIO; zero: as long as it likes. Default: 120 s.
+    /// Callers that wait for a lock are not meant.
+    pub handler_timeout: Duration,
+    /// Threads that read /dev/fuse to begin with; 0 (the default): one for each CPU.
+    pub threads: usize,
+    /// Bytes of the longest READ and WRITE. Default: 1 MiB, the kernel's own limit.
+    pub max_write_bytes: u32,
+    /// Further options of the mount itself.
+    pub mount: crate::MountOptions,
+}
+
+/// More than the disks and networks below a source take for anything but failing, and what kernels report as a hung
+/// task.
+const HANDLER_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Enough that a burst of one CPU is served in one pass; more gained nothing.
+const RING_DEPTH: usize = 8;
+
+/// A page less would make requests of 255 pages.
+const MAX_WRITE_BYTES: u32 = 1 << 20;
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            path: Path::Auto,
+            passthrough: None,
+            cache: Cache::Auto,
+            entry_timeout: None,
+            attr_timeout: None,
+            writeback: false,
+            xattr: true,
+            direct_opens: true,
+            allow_other: false,
+            read_only: false,
+            default_permissions: true,
+            fsname: "ferry".into(),
+            subtype: "ferry".into(),
+            shared: false,
+            ring_depth: RING_DEPTH,
+            splice_min_bytes: None,
+            handler_timeout: HANDLER_TIMEOUT,
+            threads: 0,
+            max_write_bytes: MAX_WRITE_BYTES,
+            mount: crate::MountOptions::default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_by_name() {
+        for (text, path) in [("auto", Path::Auto), ("uring", Path::Uring), ("devfuse", Path::Devfuse)] {
+            assert_eq!(text.parse(), Ok(path));
+        }
+        assert!("Uring".parse::<Path>().unwrap_err().to_string().contains("choose auto"));
+    }
+}

@@ -1,0 +1,109 @@
+//! A request in an entry of a ring, as the server sees it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ferry_engine::{Operation, Segment};
+use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
+use ferry_vfs::Backing;
+use ferry_wire::fuse::WRITE_HEAD_BYTES;
+
+use super::memory::Message;
+use super::queue::{Block, Queue};
+use crate::lease::{Hold, NotEnded, Term};
+use crate::stats::Counters;
+use crate::transfer::Transfer;
+
+/// One request.
+pub(super) struct RingCarrier<'a> {
+    pub(super) queue: &'a Arc<Queue>,
+    pub(super) block: &'a Block,
+    pub(super) slot: usize,
+    pub(super) index: usize,
+    pub(super) term: Term,
+    pub(super) message: Message,
+    pub(super) counters: &'a Counters,
+    /// What is to be done for the request.
+    pub(super) transfer: Option<Transfer>,
+}
+
+impl<'a> RingCarrier<'a> {
+    /// The entry's memory, for as long as the term runs.
+    pub(super) fn hold(&self) -> Option<Hold<'a>> {
+        self.block.states[self.slot].lease.hold(self.term)
+    }
+
+    /// The memory of a transfer.
+    pub(super) fn segment(&self, transfer: &Transfer) -> Option<Segment> {
+        let (offset, bytes) = match transfer.operation {
+            Operation::Fsync { .. } => return None,
+            Operation::Read => (transfer.at.saturating_sub(HEADER_BYTES), transfer.bytes),
+            Operation::Write { .. } => {
+                let offset = transfer.at.saturating_sub(WRITE_HEAD_BYTES);
+                (offset, transfer.bytes.min(self.message.payload_bytes.saturating_sub(offset)))
+            }
+        };
+        Some(self.block.chunk.segment(self.slot, offset, bytes))
+    }
+}
+
+impl ReplyBuffer for RingCarrier<'_> {
+    fn room(&self) -> usize {
+        HEADER_BYTES + self.block.chunk.payload_bytes()
+    }
+
+    fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
+        let Some(_hold) = self.hold() else { return 0 };
+        // SAFETY: the term is held, so the entry is this request's.
+        unsafe { self.block.chunk.copy_in(self.slot, offset, bytes) }
+    }
+}
+
+impl Carrier for RingCarrier<'_> {
+    fn request_bytes(&self) -> usize {
+        self.message.bytes()
+    }
+
+    fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+        let Some(_hold) = self.hold() else { return 0 };
+        // SAFETY: the term is held, so the entry is this request's.
+        unsafe { self.block.chunk.copy_out(self.slot, &self.message, offset, bytes) }
+    }
+
+    fn token(&self) -> u64 {
+        // A worker serves one request at a time.
+        0
+    }
+
+    fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
+        let (queue, index, term) = (Arc::clone(self.queue), self.index, self.term);
+        move |reply| {
+            while queue.answer(index, term, &reply) == Err(NotEnded::Held) {
+                std::thread::yield_now();
+            }
+            queue.parked.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
+        self.transfer = Some(Transfer { operation: Operation::Read, file, file_offset, at: reply_offset, bytes });
+    }
+
+    fn write(
+        &mut self,
+        file: Arc<Backing>,
+        file_offset: u64,
+        (at, bytes): (usize, usize),
+        clear_privileges: bool,
+        waits: bool,
+    ) {
+        self.counters.written_bytes.add(bytes as u64);
+        let operation = Operation::Write { clear_privileges, waits };
+        self.transfer = Some(Transfer { operation, file, file_offset, at, bytes });
+    }
+
+    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
+        let operation = Operation::Fsync { data_only };
+        self.transfer = Some(Transfer { operation, file, file_offset: 0, at: 0, bytes: 0 });
+    }
+}

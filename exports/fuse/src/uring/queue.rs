@@ -1,0 +1,215 @@
+//! The queue of one CPU: its ring, its entries, and who owns it.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
+
+use ferry_engine::Mailbox;
+use ferry_vfs::Errno;
+use ferry_wire::fuse::encode_error;
+
+use super::memory::Chunk;
+use super::ring::Ring;
+use super::worker::{Order, Seat, start_worker};
+use crate::connection::Connection;
+use crate::lease::{Lease, NotEnded, Term};
+use crate::monitor::{Post, Serving};
+use crate::watch::{Seen, Watch};
+
+/// A request that waits for a lock keeps its entry, and without a free entry nothing of that CPU goes on: so more are
+/// registered when few are left, up to so many times the depth. Past it, requests of that CPU wait for a lock to end.
+const BLOCKS_MAX: usize = 128;
+
+/// Threads of one queue: one that works, the others blocked in handlers or spare.
+const THREADS_MAX: usize = 32;
+
+/// What one entry's request has beside the memory.
+#[derive(Debug, Default)]
+pub(super) struct State {
+    pub(super) lease: Lease,
+    pub(super) unique: AtomicU64,
+    pub(super) commit_id: AtomicU64,
+}
+
+/// Entries that were registered together.
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) chunk: Chunk,
+    pub(super) states: Box<[State]>,
+}
+
+/// What others send to the owner.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Mail {
+    /// An entry's reply is written: commit it.
+    Commit(usize),
+    /// Look whether it is over.
+    Look,
+}
+
+#[derive(Debug)]
+pub(super) struct Queue {
+    pub(super) connection: Arc<Connection>,
+    pub(super) cpu: usize,
+    pub(super) id: u16,
+    pub(super) ring: Ring,
+    pub(super) depth: usize,
+    payload_bytes: usize,
+    blocks: Box<[OnceLock<Block>]>,
+    /// Entries that were registered.
+    registered: AtomicUsize,
+    /// Requests that somebody else answers later.
+    pub(super) parked: AtomicIsize,
+    pub(super) watch: Watch,
+    /// The entry that is being served.
+    pub(super) place: AtomicUsize,
+    pub(super) mail: Mailbox<Mail>,
+    pub(super) closed: AtomicBool,
+    threads: AtomicUsize,
+    pub(super) spares: Mutex<Vec<Arc<Seat>>>,
+    full: Once,
+}
+
+impl Queue {
+    /// Prepares all that a queue needs, so that nothing but the registration can fail later.
+    ///
+    /// # Errors
+    /// No io_uring, memory or descriptors.
+    pub(super) fn new(connection: &Arc<Connection>, cpu: usize, depth: usize) -> io::Result<Self> {
+        let id = u16::try_from(cpu).map_err(|_| io::Error::from(Errno::RANGE))?;
+        let ring = Ring::new(depth, depth * BLOCKS_MAX, std::os::fd::AsFd::as_fd(&*connection.device))?;
+        let blocks = (0..BLOCKS_MAX).map(|_| OnceLock::new()).collect();
+        let queue = Self {
+            connection: Arc::clone(connection),
+            cpu,
+            id,
+            ring,
+            depth,
+            payload_bytes: connection.max_write_bytes,
+            blocks,
+            registered: AtomicUsize::new(0),
+            parked: AtomicIsize::new(0),
+            watch: Watch::default(),
+            place: AtomicUsize::new(0),
+            mail: Mailbox::new()?,
+            closed: AtomicBool::new(false),
+            threads: AtomicUsize::new(0),
+            spares: Mutex::default(),
+            full: Once::new(),
+        };
+        queue.add_block()?;
+        Ok(queue)
+    }
+
+    /// Makes memory for `depth` more entries; answers their indices, none if there are enough already.
+    pub(super) fn add_block(&self) -> io::Result<std::ops::Range<usize>> {
+        let first = self.registered.load(Ordering::Relaxed);
+        let Some(cell) = self.blocks.get(first / self.depth) else { return Ok(first..first) };
+        let chunk = Chunk::new(self.depth, self.payload_bytes)?;
+        let states = (0..chunk.entries()).map(|_| State::default()).collect();
+        // The owner alone adds blocks.
+        let _ = cell.set(Block { chunk, states });
+        self.registered.store(first + self.depth, Ordering::Release);
+        Ok(first..first + self.depth)
+    }
+
+    /// Whether so many requests wait that few entries are left for others.
+    pub(super) fn is_short(&self) -> bool {
+        let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
+        parked + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
+    }
+
+    /// An entry's block and its place in it.
+    pub(super) fn entry(&self, index: usize) -> Option<(&Block, usize)> {
+        let block = self.blocks.get(index / self.depth)?.get()?;
+        Some((block, index % self.depth))
+    }
+
+    /// Writes a whole reply into an entry whose term runs, and has it committed. Does nothing if somebody has answered.
+    pub(super) fn answer(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
+        let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
+        block.states[slot].lease.try_end(term)?;
+        // SAFETY: whoever ends the term has the entry for itself until it is committed.
+        unsafe {
+            block.chunk.copy_in(slot, 0, reply);
+            block.chunk.set_reply_payload(slot, reply.len().saturating_sub(ferry_serve::HEADER_BYTES));
+        }
+        self.mail.post(Mail::Commit(index));
+        Ok(())
+    }
+
+    /// Has every thread of the queue end.
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.look();
+    }
+
+    /// Has every thread of the queue look whether it is over.
+    pub(super) fn look(&self) {
+        self.mail.post(Mail::Look);
+        for seat in &*self.spares.lock().unwrap_or_else(PoisonError::into_inner) {
+            seat.give(Order::Look);
+        }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.closed.load(Ordering::Acquire) || self.connection.end.is_declared()
+    }
+
+    /// One more thread for the queue, which waits for an order.
+    ///
+    /// # Errors
+    /// No thread can be had, or there are enough.
+    pub(super) fn add_thread(self: &Arc<Self>) -> io::Result<Arc<Seat>> {
+        if self.threads.load(Ordering::Relaxed) >= THREADS_MAX {
+            self.full.call_once(|| {
+                tracing::warn!(
+                    "{THREADS_MAX} handlers of CPU {} are blocked in the source: its other requests wait",
+                    self.cpu
+                );
+            });
+            return Err(Errno::AGAIN.into());
+        }
+        let seat = start_worker(self)?;
+        self.threads.fetch_add(1, Ordering::Relaxed);
+        Ok(seat)
+    }
+}
+
+impl Post for Queue {
+    fn watch(&self) -> &Watch {
+        &self.watch
+    }
+
+    fn serving(&self) -> Serving {
+        let place = self.place.load(Ordering::Relaxed);
+        let (unique, term) = self.entry(place).map_or((0, Lease::default().term()), |(block, slot)| {
+            let state = &block.states[slot];
+            (state.unique.load(Ordering::Relaxed), state.lease.term())
+        });
+        Serving { unique, place, term }
+    }
+
+    fn relieve(self: Arc<Self>, seen: Seen) -> bool {
+        let spare = self.spares.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let Some(seat) = spare.or_else(|| self.add_thread().ok()) else { return false };
+        match self.watch.take(seen) {
+            Some(ownership) => {
+                seat.give(Order::Own(ownership));
+                true
+            }
+            None => {
+                self.spares.lock().unwrap_or_else(PoisonError::into_inner).push(seat);
+                false
+            }
+        }
+    }
+
+    fn runs(&self, serving: &Serving) -> bool {
+        self.entry(serving.place).is_some_and(|(block, slot)| block.states[slot].lease.runs(serving.term))
+    }
+
+    fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
+        self.answer(serving.place, serving.term, &encode_error(serving.unique, errno))
+    }
+}

@@ -1,0 +1,192 @@
+//! The io_uring of one CPU.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use ferry_engine::Segment;
+use ferry_wire::fuse::abi::{self, UringCmdReq};
+use io_uring::squeue::{Entry, Entry128};
+use io_uring::{IoUring, Submitter, cqueue, opcode, types};
+use zerocopy::IntoBytes;
+
+/// `IORING_OP_URING_CMD`.
+const OP_URING_CMD: u8 = 46;
+/// `IOSQE_FIXED_FILE`.
+const FIXED_FILE: u8 = 1;
+/// The first of the files that a ring knows by number: /dev/fuse.
+const DEVICE: i32 = 0;
+/// `IORING_ENTER_GETEVENTS`.
+const ENTER_GETEVENTS: u32 = 1;
+
+/// The submission of a command (`struct io_uring_sqe` of 128 bytes, as far as FUSE uses it).
+#[repr(C, align(8))]
+#[derive(Clone, Copy, zerocopy::IntoBytes, zerocopy::Immutable)]
+struct Command {
+    opcode: u8,
+    flags: u8,
+    ioprio: u16,
+    fd: i32,
+    cmd_op: u32,
+    pad: u32,
+    addr: u64,
+    len: u32,
+    cmd_flags: u32,
+    user_data: u64,
+    buf_index: u16,
+    personality: u16,
+    file_index: u32,
+    cmd: UringCmdReq,
+    rest: [u8; 56],
+}
+
+const _: () = assert!(size_of::<Command>() == size_of::<Entry128>());
+const _: () = assert!(align_of::<Command>() >= align_of::<Entry128>());
+const _: () = assert!(std::mem::offset_of!(Command, cmd) == 48);
+
+/// Marks completions of the mailbox's poll; all others are of the entry with that index.
+pub(super) const MAIL: u64 = u64::MAX;
+
+/// One io_uring. Whoever owns the queue pushes and takes, one thread at a time.
+pub(super) struct Ring(IoUring<Entry128, cqueue::Entry>);
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Ring")
+    }
+}
+
+impl Ring {
+    /// Makes a ring for `entries` entries of a connection.
+    ///
+    /// Not for a single issuer, nor with deferred task work: another thread must be able to go on with the ring when
+    /// its worker is blocked in a handler.
+    ///
+    /// # Errors
+    /// io_uring is not allowed, or there is no memory or descriptor left.
+    pub(super) fn new(entries: usize, entries_max: usize, device: BorrowedFd<'_>) -> io::Result<Self> {
+        let submissions = u32::try_from(entries + 1).unwrap_or(u32::MAX);
+        let completions = u32::try_from(2 * (entries_max + 1)).unwrap_or(u32::MAX);
+        // One more, for the mailbox.
+        let ring = IoUring::builder().setup_clamp().setup_cqsize(completions).build(submissions)?;
+        ring.submitter().register_files(&[device.as_raw_fd()])?;
+        Ok(Self(ring))
+    }
+
+    /// Enters the kernel for a thread, which saves the kernel looking the ring up for each call.
+    pub(super) fn door(&self) -> Door<'_> {
+        let mut submitter = self.0.submitter();
+        if let Err(error) = submitter.register_ring_fd() {
+            tracing::debug!("a ring's descriptor is looked up at each call: {error}");
+        }
+        Door(submitter)
+    }
+
+    /// Queues the registration of an entry.
+    ///
+    /// # Safety
+    /// The caller owns the queue. The memory behind `vectors` stays until the connection has ended.
+    pub(super) unsafe fn register(&self, queue: u16, index: u64, vectors: *const Segment) -> Result<(), Full> {
+        let cmd = UringCmdReq { qid: queue, ..UringCmdReq::ZERO };
+        // SAFETY: passed on.
+        unsafe { self.push(command(abi::URING_REGISTER, index, vectors as u64, 2, cmd)) }
+    }
+
+    /// Queues the reply of an entry, with which the kernel may give it the next request.
+    ///
+    /// # Safety
+    /// The caller owns the queue.
+    pub(super) unsafe fn commit(&self, queue: u16, index: u64, commit_id: u64) -> Result<(), Full> {
+        let cmd = UringCmdReq { qid: queue, commit_id, ..UringCmdReq::ZERO };
+        // SAFETY: passed on.
+        unsafe { self.push(command(abi::URING_COMMIT_AND_FETCH, index, 0, 0, cmd)) }
+    }
+
+    /// Has every write to an eventfd complete with [`MAIL`].
+    ///
+    /// # Safety
+    /// The caller owns the queue.
+    pub(super) unsafe fn watch(&self, mailbox: BorrowedFd<'_>) -> Result<(), Full> {
+        let events = u32::from(libc::POLLIN.unsigned_abs());
+        let poll: Entry = opcode::PollAdd::new(types::Fd(mailbox.as_raw_fd()), events).multi(true).build();
+        // SAFETY: passed on; the entry points to nothing.
+        unsafe { self.push(poll.user_data(MAIL).into()) }
+    }
+
+    /// # Safety
+    /// The caller owns the queue, and whatever the entry points to stays until it is done.
+    unsafe fn push(&self, entry: Entry128) -> Result<(), Full> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.submission_shared().push(&entry) }.map_err(|_| Full)
+    }
+
+    /// How many entries wait for the next call.
+    ///
+    /// # Safety
+    /// The caller owns the queue.
+    pub(super) unsafe fn unsubmitted(&self) -> u32 {
+        // SAFETY: passed on to the caller.
+        let queue = unsafe { self.0.submission_shared() };
+        u32::try_from(queue.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The next completion: its number and result, and whether more of the same will come.
+    ///
+    /// # Safety
+    /// The caller owns the queue.
+    pub(super) unsafe fn next(&self) -> Option<(u64, i32, bool)> {
+        // SAFETY: passed on to the caller.
+        let entry = unsafe { self.0.completion_shared() }.next()?;
+        Some((entry.user_data(), entry.result(), cqueue::more(entry.flags())))
+    }
+}
+
+/// The submission queue has no room; submit first.
+#[derive(Debug)]
+pub(super) struct Full;
+
+/// The way into the kernel for one thread.
+pub(super) struct Door<'a>(Submitter<'a>);
+
+impl Door<'_> {
+    /// Submits so many entries and, with `wait`, waits for a completion.
+    ///
+    /// # Errors
+    /// Those of `io_uring_enter(2)`; EINTR is none.
+    pub(super) fn enter(&self, submit: u32, wait: bool) -> io::Result<()> {
+        // SAFETY: no argument goes along, and the entries are valid by the contract of `push`.
+        match unsafe { self.0.enter::<()>(submit, u32::from(wait), ENTER_GETEVENTS, None) } {
+            Ok(_) => Ok(()),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN | libc::EBUSY) => Ok(()),
+                _ => Err(error),
+            },
+        }
+    }
+}
+
+fn command(cmd_op: u32, index: u64, addr: u64, len: u32, cmd: UringCmdReq) -> Entry128 {
+    let command = Command {
+        opcode: OP_URING_CMD,
+        flags: FIXED_FILE,
+        ioprio: 0,
+        fd: DEVICE,
+        cmd_op,
+        pad: 0,
+        addr,
+        len,
+        cmd_flags: 0,
+        user_data: index,
+        buf_index: 0,
+        personality: 0,
+        file_index: 0,
+        cmd,
+        rest: [0; 56],
+    };
+    let mut entry = Entry128::from(opcode::Nop::new().build());
+    // SAFETY: both are 128 plain bytes in the layout of the kernel's structure, which has no invalid values.
+    unsafe {
+        let bytes = command.as_bytes();
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), (&raw mut entry).cast::<u8>(), bytes.len());
+    }
+    entry
+}

@@ -1,0 +1,331 @@
+//! The thread that owns a CPU's queue, and those that stand by.
+
+use std::io;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::Thread;
+
+use ferry_engine::{IoMode, Transfers};
+use ferry_serve::{Carrier, Served, Server};
+use ferry_vfs::Errno;
+use ferry_wire::fuse::encode_error;
+
+use super::carrier::RingCarrier;
+use super::memory::Message;
+use super::queue::{Mail, Queue};
+use super::ring::{Door, Full, MAIL};
+use crate::connection::Present;
+use crate::machine::stay_on;
+use crate::stats::Counters;
+use crate::watch::Ownership;
+
+/// What a thread that stands by is told.
+#[derive(Debug)]
+pub(super) enum Order {
+    /// Register the entries, say how that went, and serve.
+    Begin(Ownership, Sender<(usize, io::Result<()>)>),
+    /// Serve.
+    Own(Ownership),
+    /// Look whether it is over.
+    Look,
+}
+
+/// Where a thread waits for its order.
+#[derive(Debug, Default)]
+pub(super) struct Seat {
+    order: Mutex<Option<Order>>,
+    thread: OnceLock<Thread>,
+}
+
+impl Seat {
+    /// Tells the thread what to do.
+    pub(super) fn give(&self, order: Order) {
+        let mut waiting = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        // To look is no more than what every order begins with.
+        if waiting.is_none() || !matches!(order, Order::Look) {
+            *waiting = Some(order);
+        }
+        drop(waiting);
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+
+    fn wait(&self) -> Order {
+        loop {
+            if let Some(order) = self.order.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                return order;
+            }
+            std::thread::park();
+        }
+    }
+}
+
+/// Starts a thread that stands by for a queue.
+///
+/// # Errors
+/// No thread can be had.
+pub(super) fn start_worker(queue: &Arc<Queue>) -> io::Result<Arc<Seat>> {
+    let seat = Arc::new(Seat::default());
+    let present = Present::new(&queue.connection);
+    let name = format!("fuse-cpu-{}", queue.cpu);
+    let thread = std::thread::Builder::new().name(name).spawn({
+        let (queue, seat) = (Arc::clone(queue), Arc::clone(&seat));
+        move || {
+            stay_on(queue.cpu);
+            Worker::new(&queue).stand_by(&seat);
+            drop(present);
+        }
+    })?;
+    let _ = seat.thread.set(thread.thread().clone());
+    Ok(seat)
+}
+
+/// Why a worker stopped serving.
+enum Ended {
+    /// Somebody else owns the queue now.
+    Replaced,
+    /// The connection has ended.
+    Over,
+}
+
+struct Worker<'a> {
+    queue: &'a Arc<Queue>,
+    door: Door<'a>,
+    server: Server,
+    transfers: Transfers,
+    counters: Arc<Counters>,
+}
+
+impl<'a> Worker<'a> {
+    fn new(queue: &'a Arc<Queue>) -> Self {
+        Self {
+            queue,
+            door: queue.ring.door(),
+            server: queue.connection.server(),
+            transfers: Transfers::new(IoMode::Sync, 1).expect("plain system calls need no set-up"),
+            counters: queue.connection.counters.lend(),
+        }
+    }
+
+    /// Waits for orders until all is over. The thread does not end before: entries that it has fetched are bound to
+    /// it, and the kernel would take them away with it.
+    fn stand_by(&mut self, seat: &Arc<Seat>) {
+        loop {
+            let order = seat.wait();
+            if self.queue.is_over() {
+                return;
+            }
+            let ended = match order {
+                Order::Begin(ownership, told) => self.begin(ownership, &told),
+                Order::Own(ownership) => self.own(ownership),
+                Order::Look => continue,
+            };
+            self.server.batch_end();
+            if let Ended::Over = ended {
+                return;
+            }
+            self.queue.spares.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(seat));
+            if self.queue.is_over() {
+                return;
+            }
+        }
+    }
+
+    /// Registers the first entries. The kernel refuses them at once or not at all.
+    fn begin(&mut self, mut ownership: Ownership, told: &Sender<(usize, io::Result<()>)>) -> Ended {
+        let outcome = self.register(0..self.queue.depth).and_then(|()| self.watch_mail()).and_then(|()| self.submit());
+        let mut early = Vec::new();
+        let mut refused = None;
+        // SAFETY: this thread owns the queue.
+        while let Some((index, result, _)) = unsafe { self.queue.ring.next() } {
+            match result {
+                _ if index == MAIL => {}
+                0.. => early.push(index),
+                error => refused = refused.or(Some((index, error))),
+            }
+        }
+        let outcome = match refused {
+            // With one entry the queue works, if not as well.
+            Some((index, error)) if index == 0 => outcome.and(Err(io::Error::from_raw_os_error(-error))),
+            _ => outcome,
+        };
+        let failed = outcome.is_err();
+        // Whoever asked has given up if it is not there any more.
+        let _ = told.send((self.queue.cpu, outcome));
+        if failed {
+            return Ended::Over;
+        }
+        for index in early {
+            if !self.serve(index, &mut ownership) {
+                return Ended::Replaced;
+            }
+        }
+        self.own(ownership)
+    }
+
+    /// Serves until the queue is somebody else's, or over.
+    fn own(&mut self, mut ownership: Ownership) -> Ended {
+        loop {
+            // SAFETY: this thread owns the queue.
+            match unsafe { self.queue.ring.next() } {
+                Some((MAIL, _, more)) => self.read_mail(more),
+                Some((index, 0.., _)) => {
+                    if !self.serve(index, &mut ownership) {
+                        return Ended::Replaced;
+                    }
+                }
+                Some((index, error, _)) => self.lost(index, -error),
+                None => {
+                    self.server.batch_end();
+                    if self.queue.is_over() {
+                        return Ended::Over;
+                    }
+                    if let Err(error) = self.enter(true) {
+                        tracing::error!("the ring of CPU {} is broken, the mount ends: {error}", self.queue.cpu);
+                        self.queue.connection.end.declare();
+                    }
+                }
+            }
+        }
+    }
+
+    fn enter(&self, wait: bool) -> io::Result<()> {
+        self.counters.system_calls.add(1);
+        // SAFETY: this thread owns the queue.
+        let unsubmitted = unsafe { self.queue.ring.unsubmitted() };
+        self.door.enter(unsubmitted, wait)
+    }
+
+    fn submit(&self) -> io::Result<()> {
+        self.enter(false)
+    }
+
+    /// An entry was taken away from us.
+    fn lost(&self, index: u64, error: i32) {
+        match Errno::from_raw_os_error(error) {
+            Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED | Errno::NODEV => {
+                tracing::debug!("entry {index} of CPU {} ended with the connection", self.queue.cpu);
+            }
+            error => tracing::error!("the kernel took entry {index} of CPU {} away: {error}", self.queue.cpu),
+        }
+    }
+
+    fn read_mail(&self, more: bool) {
+        for mail in self.queue.mail.take() {
+            if let Mail::Commit(index) = mail {
+                self.commit(index);
+            }
+        }
+        if !more && let Err(error) = self.watch_mail() {
+            tracing::error!("replies that come later cannot be told of: {error}");
+        }
+    }
+
+    fn watch_mail(&self) -> io::Result<()> {
+        let mailbox = std::os::fd::AsFd::as_fd(&self.queue.mail);
+        // SAFETY: this thread owns the queue.
+        self.push(|| unsafe { self.queue.ring.watch(mailbox) })
+    }
+
+    /// Pushes one entry, making room if there is none.
+    fn push(&self, push: impl Fn() -> Result<(), Full>) -> io::Result<()> {
+        while push().is_err() {
+            self.submit()?;
+        }
+        Ok(())
+    }
+
+    fn register(&self, indices: std::ops::Range<usize>) -> io::Result<()> {
+        for index in indices {
+            let Some((block, slot)) = self.queue.entry(index) else { continue };
+            let vectors = block.chunk.vectors(slot);
+            // SAFETY: this thread owns the queue, which keeps the memory for as long as there is a connection.
+            self.push(|| unsafe { self.queue.ring.register(self.queue.id, index as u64, vectors) })?;
+        }
+        Ok(())
+    }
+
+    fn commit(&self, index: usize) {
+        let Some((block, slot)) = self.queue.entry(index) else { return };
+        let commit_id = block.states[slot].commit_id.load(Ordering::Relaxed);
+        // SAFETY: this thread owns the queue.
+        let pushed = self.push(|| unsafe { self.queue.ring.commit(self.queue.id, index as u64, commit_id) });
+        if let Err(error) = pushed {
+            tracing::error!("a reply of CPU {} cannot be sent: {error}", self.queue.cpu);
+        }
+    }
+
+    /// Serves the request in an entry. Answers whether the queue is still ours.
+    fn serve(&mut self, index: u64, ownership: &mut Ownership) -> bool {
+        let Self { queue, server, transfers, counters, .. } = self;
+        let index = usize::try_from(index).unwrap_or(usize::MAX);
+        let Some((block, slot)) = queue.entry(index) else { return true };
+        let state = &block.states[slot];
+        let term = state.lease.term();
+        // SAFETY: the kernel has just given the entry to us, and nobody else knows of this term yet.
+        let (header, ring_entry) = unsafe { block.chunk.request(slot) };
+        let message = Message::new(&header, &ring_entry, block.chunk.payload_bytes());
+        state.unique.store(header.unique, Ordering::Relaxed);
+        state.commit_id.store(ring_entry.commit_id, Ordering::Relaxed);
+        queue.place.store(index, Ordering::Relaxed);
+        queue.watch.enter(ownership);
+        queue.connection.bell.ring();
+        counters.requests.add(1);
+        let mut carrier = RingCarrier { queue, block, slot, index, term, message, counters, transfer: None };
+        let mut served = server.serve_caught(&mut carrier);
+        if let (Served::Transfer, Some(transfer)) = (served, carrier.transfer.take()) {
+            served = Served::Reply(0);
+            if let Some(hold) = carrier.hold() {
+                let segment = carrier.segment(&transfer);
+                let is_read = transfer.is_read();
+                counters.system_calls.add(1);
+                // SAFETY: the term is held, so the entry is this request's, and this thread waits for the transfer.
+                let outcome = unsafe { transfer.run(transfers, segment) };
+                drop(hold);
+                if let (true, Ok(bytes)) = (is_read, &outcome) {
+                    counters.read_bytes.add(*bytes as u64);
+                }
+                served = Served::Reply(server.transferred(carrier.token(), &mut carrier, outcome));
+            }
+        }
+        let ours = queue.watch.leave(ownership);
+        match served {
+            Served::Later | Served::Parked => self.parked(ours),
+            Served::Reply(bytes) if bytes >= ferry_serve::HEADER_BYTES => {
+                if state.lease.end(term) {
+                    // SAFETY: whoever ends the term has the entry for itself until it is committed.
+                    unsafe { block.chunk.set_reply_payload(slot, bytes - ferry_serve::HEADER_BYTES) };
+                    self.send(index, ours);
+                }
+            }
+            // Given up by the monitor; or a request that wants no reply, but an entry must be given back with one.
+            _ => {
+                let _ = queue.answer(index, term, &encode_error(header.unique, Errno::IO));
+            }
+        }
+        ours
+    }
+
+    /// A reply is written.
+    fn send(&self, index: usize, ours: bool) {
+        if ours {
+            self.commit(index);
+        } else {
+            self.queue.mail.post(Mail::Commit(index));
+        }
+    }
+
+    /// One more request keeps its entry for a while.
+    fn parked(&self, ours: bool) {
+        self.queue.parked.fetch_add(1, Ordering::Relaxed);
+        if !ours || !self.queue.is_short() {
+            return;
+        }
+        let more = self.queue.add_block().and_then(|indices| self.register(indices));
+        if let Err(error) = more {
+            tracing::warn!("CPU {} gets no more entries although many requests wait: {error}", self.queue.cpu);
+        }
+    }
+}

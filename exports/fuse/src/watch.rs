@@ -1,0 +1,100 @@
+//! Whether a worker is inside a handler, and who may take its place.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The handler's bit.
+const INSIDE: u64 = 1;
+/// One more call, above the handler's bit.
+const CALL: u64 = 1 << 1;
+/// Bits of the number of calls; it may wrap around, for only whether it changed between two looks counts.
+const CALL_BITS: u32 = 40;
+/// One more owner, above the number of calls.
+const OWNER: u64 = 1 << (1 + CALL_BITS);
+const CALLS: u64 = OWNER - CALL;
+
+/// One word that says which owner a queue of work has, how many handler calls were begun, and whether one is under
+/// way. The owner writes it twice for each call, without a clock; the monitor looks at it every few milliseconds, and
+/// a word that has not changed between looks means a handler that is blocked.
+#[derive(Debug, Default)]
+pub(crate) struct Watch(AtomicU64);
+
+/// The right to work on a queue, until somebody else is given it.
+#[derive(Debug)]
+pub(crate) struct Ownership(u64);
+
+/// A handler that was blocked when the monitor looked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Seen(u64);
+
+impl Watch {
+    /// The right of the first owner. To be asked for once.
+    pub(crate) fn first_owner(&self) -> Ownership {
+        Ownership(self.0.load(Ordering::Acquire))
+    }
+
+    /// A handler call begins.
+    pub(crate) fn enter(&self, owner: &mut Ownership) {
+        owner.0 = (owner.0 & !(CALLS | INSIDE)) | (owner.0.wrapping_add(CALL) & CALLS) | INSIDE;
+        // Nobody else writes while the bit is not set.
+        self.0.store(owner.0, Ordering::Release);
+    }
+
+    /// The call has ended. Answers whether the queue is still the caller's.
+    #[must_use]
+    pub(crate) fn leave(&self, owner: &mut Ownership) -> bool {
+        let outside = owner.0 & !INSIDE;
+        let stays = self.0.compare_exchange(owner.0, outside, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        owner.0 = outside;
+        stays
+    }
+
+    /// The monitor looks.
+    pub(crate) fn look(&self) -> Seen {
+        Seen(self.0.load(Ordering::Acquire))
+    }
+
+    /// Takes the queue from an owner who is still inside the call that was seen. `None` if the call has ended.
+    pub(crate) fn take(&self, seen: Seen) -> Option<Ownership> {
+        let next = seen.0.wrapping_add(OWNER) & !INSIDE;
+        self.0.compare_exchange(seen.0, next, Ordering::AcqRel, Ordering::Acquire).ok().map(|_| Ownership(next))
+    }
+}
+
+impl Seen {
+    /// Whether a call was under way.
+    pub(crate) fn is_inside(self) -> bool {
+        self.0 & INSIDE != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_call_that_is_still_under_way_can_be_taken_over() {
+        let watch = Watch::default();
+        let mut first = watch.first_owner();
+        assert!(!watch.look().is_inside());
+        watch.enter(&mut first);
+        let seen = watch.look();
+        assert!(seen.is_inside());
+        assert!(watch.leave(&mut first));
+        assert!(watch.take(seen).is_none(), "it has ended");
+        watch.enter(&mut first);
+        assert!(watch.take(seen).is_none(), "it is another call");
+        let mut second = watch.take(watch.look()).expect("it is under way");
+        assert!(!watch.leave(&mut first), "the queue is the second's now");
+        watch.enter(&mut second);
+        assert!(watch.leave(&mut second));
+    }
+
+    #[test]
+    fn the_number_of_calls_wraps_without_touching_the_owner() {
+        let watch = Watch(AtomicU64::new(CALLS));
+        let mut owner = watch.first_owner();
+        watch.enter(&mut owner);
+        assert_eq!(watch.look(), Seen(INSIDE));
+        assert!(watch.leave(&mut owner));
+    }
+}

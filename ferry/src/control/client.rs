@@ -1,0 +1,162 @@
+//! The client's side of the control socket, and finding the server that a target means.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde::de::DeserializeOwned;
+
+use super::{Answer, FileName, Request, Status, place};
+
+/// A server answers at once unless it is stopped.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A server that runs.
+#[derive(Debug)]
+pub struct Client {
+    socket: PathBuf,
+    pid: u32,
+}
+
+/// What a user named.
+#[derive(Debug)]
+pub struct Target {
+    /// The server.
+    pub client: Client,
+    /// Which of its shares; all of them if there is none.
+    pub share: Option<usize>,
+    /// The file in it.
+    pub file: Option<FileName>,
+}
+
+impl Client {
+    /// Sends a request; answers the connection, for whatever follows.
+    pub fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<(T, BufReader<UnixStream>)> {
+        let shown = self.socket.display();
+        let mut stream = UnixStream::connect(&self.socket).with_context(|| format!("cannot reach {shown}"))?;
+        // The folder of another user may hold anything.
+        let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+        let expected = i32::try_from(self.pid).ok();
+        if Some(peer.pid.as_raw_nonzero().get()) != expected {
+            bail!("{shown} is not process {}", self.pid);
+        }
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let mut line = serde_json::to_vec(request)?;
+        line.push(b'\n');
+        stream.write_all(&line).with_context(|| format!("process {} does not take a request", self.pid))?;
+        let mut reader = BufReader::new(stream);
+        let mut line = String::new();
+        reader.read_line(&mut line).with_context(|| format!("process {} does not answer", self.pid))?;
+        match serde_json::from_str(&line).with_context(|| format!("process {} answers {line:?}", self.pid))? {
+            Answer::Ok(value) => Ok((value, reader)),
+            Answer::Error(error) => bail!(error),
+        }
+    }
+
+    /// What it serves and logs.
+    pub fn status(&self) -> Result<Status> {
+        Ok(self.ask(&Request::Status)?.0)
+    }
+}
+
+/// The servers that run and answer, with what they serve.
+fn running() -> Vec<(Client, Status)> {
+    let clients = place::sockets().into_iter().map(|(pid, socket)| Client { socket, pid });
+    // A socket that a killed server has left answers nothing.
+    clients.filter_map(|client| client.status().ok().map(|status| (client, status))).collect()
+}
+
+impl Target {
+    /// Finds what a process id, a mount point, a socket, or a file in a mount means.
+    pub fn find(target: &Path) -> Result<Self> {
+        let shown = target.display();
+        let running = running();
+        if let Some(pid) = target.to_str().and_then(|text| text.parse::<u32>().ok()) {
+            let found = running.into_iter().find(|(client, _)| client.pid == pid);
+            let (client, _) = found.with_context(|| format!("no ferry share or mount of yours is process {pid}"))?;
+            return Ok(Self { client, share: None, file: None });
+        }
+        let path = target.canonicalize().with_context(|| format!("cannot find {shown}"))?;
+        if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket())
+            && let Some(target) = Self::of_socket(&path, &running)
+        {
+            let (client, share) = target;
+            let client = running.into_iter().nth(client).expect("it was found there").0;
+            return Ok(Self { client, share: Some(share), file: None });
+        }
+        let found = Self::of_mount(&path, &running);
+        let Some((client, share, file)) = found else {
+            bail!("{shown} is not in a mount of a running ferry, and not the socket of one");
+        };
+        let client = running.into_iter().nth(client).expect("it was found there").0;
+        Ok(Self { client, share: Some(share), file })
+    }
+
+    fn of_socket(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize)> {
+        each_share(running).find_map(|(client, share, shown)| {
+            let socket = shown.virtiofs.as_deref()?;
+            let same = Path::new(socket).canonicalize().is_ok_and(|socket| socket == path);
+            same.then_some((client, share))
+        })
+    }
+
+    /// The innermost mount that a path is in.
+    fn of_mount(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize, Option<FileName>)> {
+        let within = each_share(running).filter_map(|(client, share, shown)| {
+            let mount = shown.mount.as_deref()?;
+            let rest = path.strip_prefix(mount).ok()?.as_os_str().as_bytes();
+            let file = (!rest.is_empty()).then(|| FileName(rest.to_vec()));
+            Some((mount.len(), (client, share, file)))
+        });
+        within.max_by_key(|(length, _)| *length).map(|(_, found)| found)
+    }
+}
+
+/// Every share with its server's and its own index.
+fn each_share(running: &[(Client, Status)]) -> impl Iterator<Item = (usize, usize, &super::Shown)> {
+    running.iter().enumerate().flat_map(|(client, (_, status))| {
+        status.shares.iter().enumerate().map(move |(share, shown)| (client, share, shown))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Shown;
+
+    fn server(pid: u32, mounts: &[&str]) -> (Client, Status) {
+        let share = |mount: &&str| Shown {
+            source: "mem".into(),
+            tag: None,
+            virtiofs: None,
+            fd: None,
+            mount: Some((*mount).into()),
+            read_only: false,
+            queues: None,
+        };
+        let shares = mounts.iter().map(share).collect();
+        (Client { socket: "/s".into(), pid }, Status { pid, shares, log: "info".into(), requests: None })
+    }
+
+    #[test]
+    fn paths_belong_to_the_innermost_mount() {
+        let running = [server(1, &["/mnt", "/srv/a"]), server(2, &["/mnt/inner"])];
+        let file = |bytes: &str| Some(FileName(bytes.into()));
+        for (path, expected) in [
+            ("/mnt", Some((0, 0, None))),
+            ("/mnt/x/y", Some((0, 0, file("x/y")))),
+            ("/mnt/inner", Some((1, 0, None))),
+            ("/mnt/inner/z", Some((1, 0, file("z")))),
+            ("/mnt2/x", None),
+            ("/srv/a/b", Some((0, 1, file("b")))),
+            ("/", None),
+        ] {
+            assert_eq!(Target::of_mount(Path::new(path), &running), expected, "{path}");
+        }
+    }
+}

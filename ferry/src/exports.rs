@@ -1,0 +1,151 @@
+//! From the flags of a share to the exports it goes through, and ending them all.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use ferry_fuse::MountOptions;
+use ferry_vfs::FileSystem;
+
+use crate::cli::{Cache, Carrier, Passthrough, Share};
+use crate::socket::Bound;
+
+/// The exports that are being served, each with the socket that goes when it ends.
+#[derive(Default)]
+pub struct Serving {
+    devices: Vec<(ferry_virtiofs::Export, Bound)>,
+    mounts: Vec<Arc<ferry_fuse::Export>>,
+}
+
+impl Serving {
+    /// Offers a source to virtual machines.
+    pub fn start(&mut self, bound: Bound, source: Arc<dyn FileSystem>, options: ferry_virtiofs::Options) -> Result<()> {
+        let listener = bound.listener.try_clone().context("no descriptor left for the socket")?;
+        self.devices.push((ferry_virtiofs::Export::from_listener(listener, source, options)?, bound));
+        Ok(())
+    }
+
+    /// Mounts a source on this host.
+    pub fn mount(
+        &mut self,
+        mountpoint: &Path,
+        source: Arc<dyn FileSystem>,
+        options: ferry_fuse::Options,
+    ) -> Result<Arc<ferry_fuse::Export>> {
+        let mount = Arc::new(ferry_fuse::Export::mount(mountpoint, source, options)?);
+        self.mounts.push(Arc::clone(&mount));
+        Ok(mount)
+    }
+
+    /// Calls back when there is nothing left to serve, because every mount was unmounted by somebody else. Never calls
+    /// while there is a socket, on which the next virtual machine may come.
+    pub fn when_over(&self, over: Sender<Ending>) -> Result<()> {
+        if !self.devices.is_empty() {
+            return Ok(());
+        }
+        let mounts = self.mounts.clone();
+        let wait = move || {
+            mounts.iter().for_each(|mount| mount.wait());
+            drop(mounts);
+            // Nobody listens any more where a signal came first.
+            let _ = over.send(Ending::Unmounted);
+        };
+        std::thread::Builder::new().name("mounts".into()).spawn(wait).context("cannot start a thread")?;
+        Ok(())
+    }
+
+    /// Lets requests under way end, and makes what they wrote durable.
+    pub fn stop(&mut self) {
+        for mount in self.mounts.drain(..) {
+            mount.stop();
+        }
+        for (export, bound) in self.devices.drain(..) {
+            export.stop();
+            drop(bound);
+        }
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Why serving ends.
+#[derive(Clone, Copy, Debug)]
+pub enum Ending {
+    Signal(i32),
+    Unmounted,
+}
+
+/// What the log calls a share.
+pub fn name(share: &Share) -> String {
+    share.fsname.clone().unwrap_or_else(|| share.source.to_string_lossy().into_owned())
+}
+
+/// The options of the virtio-fs device that a share is.
+pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
+    let mut options = ferry_virtiofs::Options {
+        // Not the default: some versions of QEMU do not bear a device that tells its tag.
+        tag: share.tag.clone(),
+        cache: share.cache.into(),
+        writeback: share.writeback,
+        xattr: !share.no_xattr,
+        ..ferry_virtiofs::Options::default()
+    };
+    if let Some(queues) = share.queues {
+        options.queues = usize::from(queues);
+    }
+    if let Some(poll) = share.poll() {
+        options.poll = poll;
+    }
+    options
+}
+
+/// The options of the mount that a share is. `shared`: its source goes through other exports, too.
+pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_fuse::Options {
+    let mut options = ferry_fuse::Options {
+        path: match share.path.unwrap_or(Carrier::Auto) {
+            Carrier::Auto => ferry_fuse::Path::Auto,
+            Carrier::Uring => ferry_fuse::Path::Uring,
+            Carrier::Devfuse => ferry_fuse::Path::Devfuse,
+        },
+        passthrough: match share.passthrough.unwrap_or(Passthrough::Auto) {
+            Passthrough::Auto => None,
+            Passthrough::On => Some(true),
+            Passthrough::Off => Some(false),
+        },
+        cache: share.cache.into(),
+        writeback: share.writeback,
+        xattr: !share.no_xattr,
+        allow_other: share.allow_other,
+        read_only: share.read_only,
+        fsname: name(share),
+        shared,
+        mount: MountOptions { nonempty: share.nonempty, ..mount },
+        ..ferry_fuse::Options::default()
+    };
+    if let Some(seconds) = share.handler_timeout {
+        options.handler_timeout = Duration::from_secs(seconds);
+    }
+    if let Some(threads) = share.threads {
+        options.threads = usize::from(threads);
+    }
+    if let Some(depth) = share.depth {
+        options.ring_depth = usize::from(depth);
+    }
+    options
+}
+
+impl From<Cache> for ferry_serve::Cache {
+    fn from(cache: Cache) -> Self {
+        match cache {
+            Cache::None => Self::None,
+            Cache::Auto => Self::Auto,
+            Cache::Always => Self::Always,
+        }
+    }
+}

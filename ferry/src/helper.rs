@@ -1,0 +1,91 @@
+//! `mount.ferry`: this program under another name, as mount(8) starts it for `mount -t ferry` and lines of fstab(5).
+//! See "External helpers" in mount(8).
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+
+/// mount(8): incorrect invocation or permissions.
+pub const USAGE_STATUS: u8 = 1;
+/// mount(8): mount failure.
+pub const FAILURE_STATUS: u8 = 32;
+
+/// What the helper was asked for.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// The same as a line of `ferry`.
+    Mount(Vec<OsString>),
+    /// To do everything but mount (`-f`).
+    Nothing,
+}
+
+/// Reads `SOURCE MOUNTPOINT [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE.SUBTYPE]`; the error is a sentence.
+pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
+    let mut args = args.into_iter();
+    let mut line: Vec<OsString> = vec!["ferry".into(), "mount".into()];
+    let mut places: Vec<OsString> = Vec::new();
+    let mut fake = false;
+    while let Some(arg) = args.next() {
+        let bytes = arg.as_bytes();
+        let Some(flags) = bytes.strip_prefix(b"-").filter(|flags| !flags.is_empty()) else {
+            places.push(arg);
+            continue;
+        };
+        for (at, flag) in flags.iter().enumerate() {
+            let rest = std::ffi::OsStr::from_bytes(&flags[at + 1..]);
+            let mut value = || match rest.is_empty() {
+                true => args.next().ok_or_else(|| format!("-{} needs a value", char::from(*flag))),
+                false => Ok(rest.to_owned()),
+            };
+            match flag {
+                b'o' => line.extend(["-o".into(), value()?]),
+                // The type is in the name that this was started by.
+                b't' => drop(value()?),
+                b'N' => return Err("mounting in another namespace (-N) is not supported; use nsenter".into()),
+                b'f' => fake = true,
+                // Nothing is written to /etc/mtab, and options of other types are mistakes even with -s.
+                b's' | b'n' | b'v' => continue,
+                _ => {
+                    return Err(format!(
+                        "unknown flag {:?}; mount.ferry SOURCE MOUNTPOINT [-o OPTIONS]",
+                        arg.display()
+                    ));
+                }
+            }
+            if matches!(flag, b'o' | b't') {
+                break;
+            }
+        }
+    }
+    let [source, mountpoint]: [OsString; 2] = places.try_into().map_err(|places: Vec<_>| {
+        format!("mount.ferry takes a source and a mount point, and got {} words", places.len())
+    })?;
+    // Whatever they look like, they are no flags.
+    line.extend(["--".into(), source, mountpoint]);
+    Ok(if fake { Asked::Nothing } else { Asked::Mount(line) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_mount_are_read() {
+        let mount = |line: &str| Ok(Asked::Mount(line.split(' ').map(OsString::from).collect()));
+        for (line, asked) in [
+            ("mem /m", mount("ferry mount -- mem /m")),
+            ("mem /m -o rw,size=1G", mount("ferry mount -o rw,size=1G -- mem /m")),
+            ("mem /m -n -s -v -o rw", mount("ferry mount -o rw -- mem /m")),
+            ("-nv mem /m -orw -t fuse.ferry", mount("ferry mount -o rw -- mem /m")),
+            ("mem /m -f -o rw", Ok(Asked::Nothing)),
+            ("mem", Err("mount.ferry takes a source and a mount point, and got 1 words".into())),
+            ("mem /m /n", Err("mount.ferry takes a source and a mount point, and got 3 words".into())),
+            ("mem /m -o", Err("-o needs a value".into())),
+        ] {
+            assert_eq!(read(line.split(' ').map(OsString::from)), asked, "{line}");
+        }
+        for (line, words) in [("mem /m -x", "unknown flag"), ("mem /m -N 7", "namespace")] {
+            let error = read(line.split(' ').map(OsString::from)).expect_err(line);
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! `ferry mount`: a source on this host, in the background or not.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::cli::{MountArgs, Share};
+use crate::control::{Explained, Request, Served, Target};
+use crate::exports::{self, Serving};
+use crate::logging::Logging;
+use crate::source::Sources;
+use crate::{mount_options, share};
+
+/// A log may name files; it is its owner's.
+const LOG_MODE: u32 = 0o600;
+
+/// Mounts. `line` is the command line and `at` the command's place in it, for the process in the background.
+pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> Result<u8> {
+    if args.explain {
+        return explain(args).map(|()| 0);
+    }
+    if !args.foreground && !args.detached {
+        return in_background(line, at, args.json);
+    }
+    if args.detached {
+        // A session of its own: no terminal's signals.
+        rustix::process::setsid().context("cannot leave the terminal")?;
+    }
+    let log = args.log_file.as_deref().map(open_log).transpose()?;
+    let mount = mount_options::of_mount(&args.options);
+    let (json, detached) = (args.json || args.detached, args.detached);
+    let share = args.into_share();
+    share::serve(&[share], &mount, logging, |up| {
+        announce(up, json)?;
+        if detached {
+            leave(log)
+        } else if let Some(log) = log {
+            rustix::stdio::dup2_stderr(log).context("cannot write to the log file")
+        } else {
+            Ok(())
+        }
+    })?;
+    Ok(0)
+}
+
+/// Starts this program once more, without a terminal, and waits until it has mounted or said why not.
+fn in_background(line: &[OsString], at: usize, json: bool) -> Result<u8> {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("ferry").args(line.get(1..=at).unwrap_or_default()).arg("--detached");
+    command.args(line.get(at + 1..).unwrap_or_default());
+    // Errors and warnings go where ours go, until the mount is there.
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("cannot start the server in the background")?;
+    let stdout = child.stdout.take().expect("it is piped");
+    let mut ready = String::new();
+    BufReader::new(stdout).read_line(&mut ready).context("the server in the background does not say what it did")?;
+    if ready.is_empty() {
+        let status = child.wait().context("the server in the background cannot be waited for")?;
+        if let Some(signal) = status.signal() {
+            bail!("the server in the background was ended by signal {signal}");
+        }
+        return Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX));
+    }
+    if json {
+        std::io::stdout().write_all(ready.as_bytes()).context("cannot write to standard output")?;
+    }
+    Ok(0)
+}
+
+/// Says that the mount is there: to a program as JSON, to a person in the log.
+fn announce(up: &[Served], json: bool) -> Result<()> {
+    for served in up {
+        let shown = served.shown();
+        if json {
+            let mut out = std::io::stdout().lock();
+            let explain = served.explain()?.json;
+            let line = serde_json::json!({
+                "pid": std::process::id(), "source": shown.source, "mountpoint": shown.mount, "explain": explain,
+            });
+            writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output")?;
+        } else {
+            tracing::info!(source = shown.source, mount = shown.mount, "mounted");
+        }
+    }
+    Ok(())
+}
+
+/// Lets go of everything that was inherited from the terminal.
+fn leave(log: Option<File>) -> Result<()> {
+    let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
+    rustix::stdio::dup2_stdout(null()?).context("cannot let go of standard output")?;
+    let log = log.map_or_else(null, Ok)?;
+    rustix::stdio::dup2_stderr(log).context("cannot let go of standard error")?;
+    // The folder that this was started in can be unmounted.
+    std::env::set_current_dir("/").context("cannot enter /")
+}
+
+fn open_log(path: &Path) -> Result<File> {
+    let options = OpenOptions::new().append(true).create(true).mode(LOG_MODE).open(path);
+    options.with_context(|| format!("cannot write to the log file {}", path.display()))
+}
+
+/// `--explain`: of a running mount, or of one that is made for it.
+fn explain(args: MountArgs) -> Result<()> {
+    let explained = match &args.mountpoint {
+        None => match running(&args.share.source) {
+            Some(explained) => explained?,
+            None => {
+                let folder = tempfile::Builder::new().prefix("ferry-explain.").tempdir();
+                let folder = folder.context("cannot make a mount point in the folder for temporary files")?;
+                let explained = try_mount(&args, folder.path())?;
+                folder.close().context("cannot remove the mount point")?;
+                explained
+            }
+        },
+        Some(mountpoint) => try_mount(&args, mountpoint)?,
+    };
+    let text = if args.json { explained.json.to_string() } else { explained.text };
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}", text.trim_end()).context("cannot write to standard output")
+}
+
+/// What the server of a mount point says, if this is the mount point of one.
+fn running(path: &Path) -> Option<Result<Explained>> {
+    let Target { client, share, file } = Target::find(path).ok()?;
+    let share = share.filter(|_| file.is_none())?;
+    Some(client.ask(&Request::Explain { share }).map(|(explained, _)| explained))
+}
+
+/// Mounts, asks and unmounts: only the kernel's answer to a mount tells.
+fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<Explained> {
+    let mountpoint: PathBuf = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.into());
+    let share = Share { mount: Some(mountpoint.clone()), ..args.share.clone() };
+    let source = Sources::default().open(&share)?;
+    let options = exports::mount_options(&share, mount_options::of_mount(&args.options), false);
+    let mut serving = Serving::default();
+    let export = serving.mount(&mountpoint, std::sync::Arc::clone(&source), options)?;
+    let mut served = Served::new(&share, source);
+    served.mounted(mountpoint, export);
+    let explained = served.explain();
+    drop(served);
+    serving.stop();
+    explained
+}
+
+/// Whether this program was started as a helper of mount(8).
+pub fn is_helper(program: &OsStr) -> bool {
+    let name = Path::new(program).file_name().unwrap_or_default();
+    name == "mount.ferry" || name == "mount.fuse.ferry"
+}

@@ -1,0 +1,228 @@
+//! `-o`, as mount(8) and fstab(5) have it: what is a flag of the command becomes that flag, what a mount knows stays,
+//! what only mount(8) itself understands goes.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use ferry_fuse::MountOptions;
+
+/// Words of mount(8) that say what is so anyway, or that are for mount(8), systemd and the like alone.
+const IGNORED: [&str; 29] = [
+    "defaults",
+    "rw",
+    "suid",
+    "dev",
+    "exec",
+    "async",
+    "atime",
+    "relatime",
+    "diratime",
+    "nostrictatime",
+    "nolazytime",
+    "auto",
+    "noauto",
+    "nofail",
+    "_netdev",
+    "user",
+    "nouser",
+    "users",
+    "owner",
+    "group",
+    "loud",
+    "silent",
+    "iversion",
+    "noiversion",
+    "mand",
+    "nomand",
+    "comment",
+    "norelatime",
+    "_rnetdev",
+];
+
+/// What a later word takes back.
+const OPPOSITES: [(&str, &str); 8] = [
+    ("rw", "read-only"),
+    ("suid", "nosuid"),
+    ("dev", "nodev"),
+    ("exec", "noexec"),
+    ("atime", "noatime"),
+    ("diratime", "nodiratime"),
+    ("nostrictatime", "strictatime"),
+    ("async", "sync"),
+];
+
+/// A word of a mount, and where [`MountOptions`] has it.
+type Field = fn(&mut MountOptions) -> &mut bool;
+
+/// The words that mounts of any type know.
+const OF_MOUNTS: [(&str, Field); 9] = [
+    ("nosuid", |options| &mut options.nosuid),
+    ("nodev", |options| &mut options.nodev),
+    ("noexec", |options| &mut options.noexec),
+    ("noatime", |options| &mut options.noatime),
+    ("nodiratime", |options| &mut options.nodiratime),
+    ("strictatime", |options| &mut options.strictatime),
+    ("sync", |options| &mut options.sync),
+    ("dirsync", |options| &mut options.dirsync),
+    ("auto_unmount", |options| &mut options.auto_unmount),
+];
+
+/// The mount's own options, out of what [`expand`] left in `-o`.
+pub fn of_mount(words: &[String]) -> MountOptions {
+    let mut options = MountOptions::default();
+    for (_, field) in OF_MOUNTS.iter().filter(|(name, _)| words.iter().any(|word| word == name)) {
+        *field(&mut options) = true;
+    }
+    options
+}
+
+/// Rewrites the arguments of `ferry mount`: every `-o` is taken apart.
+pub fn expand(table: &clap::Command, args: &[OsString]) -> Result<Vec<OsString>, String> {
+    let mount = table.find_subcommand("mount").expect("the table has it");
+    let mut flags = Flags { mount, words: BTreeMap::new() };
+    let mut rest = Vec::new();
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        match arg.as_bytes() {
+            b"--" => {
+                rest.push(arg.clone());
+                rest.extend(args.by_ref().cloned());
+            }
+            b"-o" => flags.read(args.next().ok_or("-o is given without options after it")?)?,
+            [b'-', b'o', options @ ..] => flags.read(OsStr::from_bytes(options))?,
+            // Not a look-ahead into a flag's value: no value of ours can be `-o`.
+            _ => rest.push(arg.clone()),
+        }
+    }
+    // A flag that was also given as such is clap's to refuse, so these go first.
+    Ok(flags.into_args().chain(rest).collect())
+}
+
+/// What the options say, the last word on each thing.
+struct Flags<'a> {
+    mount: &'a clap::Command,
+    words: BTreeMap<String, Option<OsString>>,
+}
+
+impl Flags<'_> {
+    fn read(&mut self, options: &OsStr) -> Result<(), String> {
+        for option in split(options.as_bytes()) {
+            let mut parts = option.splitn(2, |&byte| byte == b'=');
+            let name = String::from_utf8_lossy(parts.next().unwrap_or_default()).into_owned();
+            self.word(&name, parts.next().map(|value| OsString::from_vec(value.to_vec())))?;
+        }
+        Ok(())
+    }
+
+    fn word(&mut self, name: &str, value: Option<OsString>) -> Result<(), String> {
+        if let Some((_, flag)) = OPPOSITES.iter().find(|(word, _)| *word == name) {
+            self.words.remove(*flag);
+        }
+        let own = if name == "ro" { "read-only".to_owned() } else { name.replace('_', "-") };
+        if name.is_empty() || IGNORED.contains(&name) || name.starts_with("x-") || name.starts_with("X-") {
+            return Ok(());
+        }
+        if OF_MOUNTS.iter().any(|(word, _)| *word == name) {
+            return match value {
+                None => {
+                    self.words.insert(name.into(), None);
+                    Ok(())
+                }
+                Some(value) => Err(format!("the mount option {name:?} takes no value, and has {value:?}")),
+            };
+        }
+        let Some(flag) = self.mount.get_arguments().find(|arg| arg.get_long() == Some(&own) && !arg.is_hide_set())
+        else {
+            return Err(format!("unknown mount option {name:?}; ferry mount --help has those there are"));
+        };
+        match (flag.get_action().takes_values(), value) {
+            (true, None) => Err(format!("the mount option {name:?} needs a value: {name}=VALUE")),
+            (false, Some(value)) => Err(format!("the mount option {name:?} takes no value, and has {value:?}")),
+            (_, value) => {
+                self.words.insert(own, value);
+                Ok(())
+            }
+        }
+    }
+
+    fn into_args(self) -> impl Iterator<Item = OsString> {
+        self.words.into_iter().flat_map(|(name, value)| {
+            if OF_MOUNTS.iter().any(|(word, _)| *word == name) {
+                return vec!["-o".into(), name.into()];
+            }
+            let mut arg = OsString::from(format!("--{name}"));
+            if let Some(value) = value {
+                arg.push("=");
+                arg.push(value);
+            }
+            vec![arg]
+        })
+    }
+}
+
+/// Cuts at commas; a backslash before a comma or a backslash makes it part of a value.
+fn split(options: &[u8]) -> Vec<Vec<u8>> {
+    let mut parts = vec![Vec::new()];
+    let mut bytes = options.iter().copied().peekable();
+    while let Some(byte) = bytes.next() {
+        let last = parts.last_mut().expect("there is one from the beginning");
+        match (byte, bytes.peek()) {
+            (b'\\', Some(b',' | b'\\')) => last.extend(bytes.next()),
+            (b',', _) => parts.push(Vec::new()),
+            _ => last.push(byte),
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn expanded(line: &str) -> Result<String, String> {
+        let args: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+        let args = expand(&crate::cli::table(), &args)?;
+        Ok(args.iter().map(|arg| arg.to_string_lossy()).collect::<Vec<_>>().join(" "))
+    }
+
+    #[test]
+    fn options_become_flags() {
+        for (line, args) in [
+            ("mem /m", "mem /m"),
+            ("mem /m -o size=1G,allow_other,allow-direct-io", "--allow-direct-io --allow-other --size=1G mem /m"),
+            ("mem /m -oro -o noatime", "-o noatime --read-only mem /m"),
+            ("mem /m -o ro,rw", "mem /m"),
+            ("mem /m -o rw,ro", "--read-only mem /m"),
+            ("mem /m -o nosuid,suid,nodev", "-o nodev mem /m"),
+            ("mem /m -o size=1G,size=2G", "--size=2G mem /m"),
+            ("mem /m -o defaults,_netdev,nofail,x-systemd.automount,user=joe,,noauto", "mem /m"),
+            (r"mem /m -o fsname=a\,b\\c=d", r"--fsname=a,b\c=d mem /m"),
+            ("-o ro -- -o /m", "--read-only -- -o /m"),
+        ] {
+            assert_eq!(expanded(line).as_deref(), Ok(args), "{line}");
+        }
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (line, words) in [
+            ("mem /m -o", "without options"),
+            ("mem /m -o fast", "unknown mount option \"fast\""),
+            ("mem /m -o virtiofs=s", "unknown mount option \"virtiofs\""),
+            ("mem /m -o detached", "unknown mount option \"detached\""),
+            ("mem /m -o size", "\"size\" needs a value"),
+            ("mem /m -o ro=1", "\"ro\" takes no value"),
+            ("mem /m -o nosuid=1", "\"nosuid\" takes no value"),
+        ] {
+            let error = expanded(line).expect_err(line);
+            assert!(error.contains(words), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn mounts_know_their_words() {
+        let options = of_mount(&["nosuid".into(), "sync".into()]);
+        assert_eq!(options, MountOptions { nosuid: true, sync: true, ..MountOptions::default() });
+    }
+}

@@ -1,0 +1,54 @@
+//! Sizes as people write them.
+
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer};
+
+/// A number of bytes, at least one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size(pub u64);
+
+impl FromStr for Size {
+    type Err = String;
+
+    /// Bytes, or a number with K, M, G or T (powers of 1024).
+    fn from_str(text: &str) -> Result<Self, String> {
+        let unit = text.as_bytes().last().map(u8::to_ascii_uppercase);
+        let shift = match unit {
+            Some(b'K') => 10,
+            Some(b'M') => 20,
+            Some(b'G') => 30,
+            Some(b'T') => 40,
+            _ => 0,
+        };
+        let digits = if shift == 0 { text } else { &text[..text.len() - 1] };
+        let plain = digits.bytes().all(|byte| byte.is_ascii_digit());
+        let bytes = digits.parse::<u64>().ok().filter(|_| plain).and_then(|n| n.checked_mul(1 << shift));
+        match bytes {
+            Some(0) => Err("a size of 0 holds nothing".into()),
+            Some(bytes) => Ok(Self(bytes)),
+            None => Err(format!("{text:?} is no size; write it like 512M or 2G")),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        String::deserialize(input)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in [("4096", 4096), ("1k", 1024), ("512M", 512 << 20), ("2g", 2 << 30), ("3T", 3 << 40)] {
+            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
+        }
+        for wrong in ["", "M", "-1G", "+1G", "1.5G", "1GB", "0", "0G", "99999999999T", "18446744073709551616", "é"] {
+            assert!(wrong.parse::<Size>().is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! What can be shared: which source a word on the command line means, and opening each one once.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Result;
+use ferry_mem::pmem;
+use ferry_vfs::FileSystem;
+
+use crate::cli::Share;
+
+/// What begins the name of a persistent memory file system.
+const PMEM: &[u8] = b"pmem:";
+
+/// Which source a word means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A directory of this host.
+    Dir(PathBuf),
+    /// A memory file system that ends with the process.
+    Mem,
+    /// A memory file system in this file or device.
+    Pmem(PathBuf),
+}
+
+impl Kind {
+    /// Reads the word: `mem`, `pmem:PATH`, or else a directory; `./mem` is a directory, too.
+    pub fn of(word: &Path) -> Self {
+        let bytes = word.as_os_str().as_bytes();
+        match bytes.strip_prefix(PMEM) {
+            Some(path) => Self::Pmem(OsStr::from_bytes(path).into()),
+            None if bytes == b"mem" => Self::Mem,
+            None => Self::Dir(word.into()),
+        }
+    }
+
+    /// The word for this source with its path, if it has one, seen from a folder.
+    pub fn word_in(self, folder: &Path) -> PathBuf {
+        match self {
+            Self::Mem => "mem".into(),
+            Self::Dir(path) => folder.join(path),
+            Self::Pmem(path) => {
+                let mut word = OsStr::from_bytes(PMEM).to_owned();
+                word.push(folder.join(path));
+                word.into()
+            }
+        }
+    }
+}
+
+/// The sources of one process. One that several exports name is one object, so that they see each other's changes
+/// and locks at once.
+#[derive(Default)]
+pub struct Sources(Vec<Opened>);
+
+struct Opened {
+    kind: Kind,
+    options: Options,
+    source: Arc<dyn FileSystem>,
+}
+
+/// What the flags say about a source, as opposed to its exports.
+#[derive(Clone, Debug, PartialEq)]
+struct Options {
+    dir: ferry_dir::Options,
+    size_bytes: Option<u64>,
+    huge: bool,
+    tier2: Option<PathBuf>,
+    tier2_bytes: Option<u64>,
+}
+
+impl Sources {
+    /// The source of a share, which is opened at its first one.
+    pub fn open(&mut self, share: &Share) -> Result<Arc<dyn FileSystem>> {
+        let options = Options {
+            dir: ferry_dir::Options {
+                read_only: share.read_only,
+                direct_io: share.allow_direct_io,
+                writeback: share.writeback,
+                ..ferry_dir::Options::default()
+            },
+            size_bytes: share.size.map(|size| size.0),
+            huge: share.huge,
+            tier2: share.tier2.clone(),
+            tier2_bytes: share.tier2_size.map(|size| size.0),
+        };
+        let kind = match share.kind() {
+            Kind::Dir(path) => Kind::Dir(path.canonicalize().unwrap_or(path)),
+            Kind::Pmem(path) => Kind::Pmem(path.canonicalize().unwrap_or(path)),
+            Kind::Mem => Kind::Mem,
+        };
+        let same = |opened: &&Opened| opened.kind == kind && opened.options == options;
+        if let Some(opened) = self.0.iter().find(same) {
+            return Ok(Arc::clone(&opened.source));
+        }
+        let source = options.open(&share.kind())?;
+        self.0.push(Opened { kind, options, source: Arc::clone(&source) });
+        Ok(source)
+    }
+}
+
+impl Options {
+    fn open(&self, kind: &Kind) -> Result<Arc<dyn FileSystem>> {
+        Ok(match kind {
+            Kind::Dir(path) => Arc::new(ferry_dir::Dir::open(path, self.dir.clone())?),
+            Kind::Mem => Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
+                size_bytes: self.size_bytes,
+                huge: self.huge,
+                read_only: self.dir.read_only,
+                ..ferry_mem::Options::default()
+            })?),
+            Kind::Pmem(path) => {
+                let options = pmem::Options {
+                    size_bytes: self.size_bytes,
+                    tier2: self.tier2.clone(),
+                    tier2_bytes: self.tier2_bytes,
+                    read_only: self.dir.read_only,
+                    huge: self.huge,
+                    ..pmem::Options::default()
+                };
+                Arc::new(pmem::open(path, &options)?)
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_mean_sources() {
+        for (word, kind) in [
+            ("mem", Kind::Mem),
+            ("./mem", Kind::Dir("./mem".into())),
+            ("/srv/mem", Kind::Dir("/srv/mem".into())),
+            ("pmem:/dev/pmem0", Kind::Pmem("/dev/pmem0".into())),
+            ("pmem:a", Kind::Pmem("a".into())),
+            ("./pmem:a", Kind::Dir("./pmem:a".into())),
+            ("pmem", Kind::Dir("pmem".into())),
+        ] {
+            assert_eq!(Kind::of(word.as_ref()), kind, "{word}");
+        }
+    }
+
+    #[test]
+    fn words_have_their_paths_from_a_folder() {
+        for (word, seen) in
+            [("mem", "mem"), ("a", "/f/a"), ("/a", "/a"), ("pmem:a", "pmem:/f/a"), ("pmem:/a", "pmem:/a")]
+        {
+            assert_eq!(Kind::of(word.as_ref()).word_in("/f".as_ref()), Path::new(seen), "{word}");
+        }
+    }
+}

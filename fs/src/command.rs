@@ -1,0 +1,171 @@
+//! The command line that every file system gets.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use ferry_vfs::FileSystem;
+
+use crate::serve;
+
+/// Makes a program of a file system: does what the command line says, answers the status.
+///
+/// Ends the process for `--help` and for a command line that makes no sense.
+#[must_use = "this is the program's status"]
+pub fn run(fs: impl FileSystem + 'static) -> ExitCode {
+    <Cli as clap::Parser>::parse().command.run(fs)
+}
+
+/// Show a file system on this host, or to virtual machines.
+#[derive(Debug, clap::Parser)]
+#[command(max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// Where a file system is to be seen: a subcommand for a [`clap`] parser.
+#[derive(Clone, Debug, clap::Subcommand)]
+pub enum Command {
+    /// Mount on a directory of this host, until it is unmounted or a signal comes.
+    Mount(MountArgs),
+    /// Be a virtio-fs device for a virtual machine, until a signal comes.
+    ///
+    /// The machine's memory must be shared with this process. For QEMU:
+    /// -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
+    /// -chardev socket,id=fs,path=SOCKET -device vhost-user-fs-pci,chardev=fs,tag=NAME,queue-size=1024
+    /// and in the guest: mount -t virtiofs NAME /mnt
+    Virtiofs(VirtiofsArgs),
+}
+
+/// The command line of `mount`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct MountArgs {
+    /// The directory to mount on.
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+
+    /// What every command has.
+    #[command(flatten)]
+    pub place: Place,
+
+    /// How requests travel between the kernel and this program.
+    #[arg(long, value_name = "PATH", default_value = "auto", value_parser = ["auto", "uring", "devfuse"])]
+    pub path: String,
+
+    /// Let users other than the one who mounts in.
+    #[arg(long)]
+    pub allow_other: bool,
+
+    /// Say which way requests travel, and why no better one.
+    #[arg(long)]
+    pub explain: bool,
+}
+
+/// The command line of `virtiofs`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct VirtiofsArgs {
+    /// The socket to listen on for a VMM.
+    #[arg(value_name = "SOCKET")]
+    pub socket: PathBuf,
+
+    /// What every command has.
+    #[command(flatten)]
+    pub place: Place,
+}
+
+/// The flags of every command.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Place {
+    /// What it is called: in the host's table of mounts, or in the guest, where it is the word to mount.
+    ///
+    /// User-mode Linux and crosvm ask the device for it; QEMU has it on its own command line, and QEMU 7.1 to 8.0
+    /// fails with a device that tells it: leave the flag out there.
+    #[arg(long, value_name = "NAME")]
+    pub tag: Option<String>,
+
+    /// What clients may keep in their caches.
+    #[arg(long, value_name = "MODE", default_value_t, value_enum)]
+    pub cache: Cache,
+
+    /// Let nothing be changed.
+    #[arg(long)]
+    pub read_only: bool,
+
+    /// What to log on standard error: error, warn, info, debug, trace, or a list like info,ferry_serve=debug.
+    #[arg(long, value_name = "LEVEL", default_value = "warn")]
+    pub log: String,
+}
+
+/// How much clients may trust what they have seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Cache {
+    /// Not at all: every look-up, attribute and read is asked for.
+    None,
+    /// Names and attributes for a second, data until a file is opened again or seen to have changed.
+    #[default]
+    Auto,
+    /// Until told otherwise: the file system publishes whatever changes behind its clients' backs.
+    Always,
+}
+
+impl From<Cache> for ferry_fuse::Cache {
+    fn from(cache: Cache) -> Self {
+        match cache {
+            Cache::None => Self::None,
+            Cache::Auto => Self::Auto,
+            Cache::Always => Self::Always,
+        }
+    }
+}
+
+impl Command {
+    /// Shows the file system until it is unmounted or SIGINT, SIGTERM or SIGHUP comes; answers the program's status.
+    /// A second signal ends the process at once. What goes wrong is said on standard error.
+    #[must_use = "this is the program's status"]
+    pub fn run(self, fs: impl FileSystem + 'static) -> ExitCode {
+        match serve::until_told(&self, Arc::new(fs)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("{}: {error}", serve::program());
+                ExitCode::FAILURE
+            }
+        }
+    }
+
+    pub(crate) fn place(&self) -> &Place {
+        match self {
+            Self::Mount(args) => &args.place,
+            Self::Virtiofs(args) => &args.place,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, Parser};
+
+    use super::*;
+
+    #[test]
+    fn the_table_of_flags_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn one_word_tells_the_host_from_the_guest() {
+        for word in ["mount", "virtiofs"] {
+            let line = ["hello", word, "/mnt/x", "--tag", "greeting", "--cache", "always", "--read-only"];
+            let command = Cli::try_parse_from(line).unwrap().command;
+            let place = command.place();
+            assert_eq!((place.tag.as_deref(), place.cache, place.read_only), (Some("greeting"), Cache::Always, true));
+        }
+    }
+
+    #[test]
+    fn mistakes_are_refused() {
+        for line in [&["hello"][..], &["hello", "mount"], &["hello", "mount", "/x", "--path", "fast"]] {
+            assert_eq!(Cli::try_parse_from(line).unwrap_err().exit_code(), 2, "{line:?}");
+        }
+    }
+}

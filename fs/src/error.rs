@@ -1,0 +1,30 @@
+//! What can go wrong before a file system is seen.
+
+use std::io;
+
+/// Why a file system cannot be shown.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The mount.
+    #[error(transparent)]
+    Mount(#[from] ferry_fuse::Error),
+    /// The socket that virtual machines connect to.
+    #[error(transparent)]
+    Socket(#[from] ferry_vhost::SocketError),
+    /// The virtio-fs device.
+    #[error(transparent)]
+    Share(#[from] ferry_virtiofs::Error),
+    /// The tag.
+    #[error(transparent)]
+    Tag(#[from] ferry_virtiofs::TagError),
+    /// The way to the kernel.
+    #[error(transparent)]
+    Path(#[from] ferry_fuse::PathError),
+    /// The level of the log.
+    #[error("cannot log at {0:?}; use error, warn, info, debug or trace, or a list like info,ferry_serve=debug")]
+    Log(String),
+    /// What the program waits with.
+    #[error("cannot start a thread or catch signals: {0}")]
+    Threads(io::Error),
+}

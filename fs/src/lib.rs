@@ -1,0 +1,83 @@
+//! Write a file system as one Rust type; show it on this host and to virtual machines.
+//!
+//! A file system is a type that implements [`FileSystem`]. Its methods are the verbs of the kernel (look up a name,
+//! read, rename), take plain values and return plain values; what is not written answers `ENOSYS`. [`run`] makes a
+//! program of it that knows two words:
+//!
+//! ```sh
+//! hello mount /mnt/hello           # on this host, by FUSE
+//! hello virtiofs /run/hello.sock   # in a virtual machine, by virtio-fs
+//! ```
+//!
+//! Which way requests travel is not the author's concern: on the host by io_uring, one ring for each CPU, where the
+//! kernel allows it, and by /dev/fuse where not; files that have a descriptor of their own are passed through to the
+//! kernel; in a guest by virtqueues in shared memory.
+//!
+//! # One file with a greeting
+//!
+//! ```no_run
+#![doc = include_str!("../../examples/hello.rs")]
+//! ```
+//!
+//! That is `examples/hello.rs`, whole. `examples/toyfs.rs` is a complete small file system that can be written to.
+//! The [contract](ferry_vfs) has the rules: inodes and their references, handles, threads, what may wait, what a panic
+//! does, and what of `posix_fadvise` and mappings reaches an author.
+//!
+//! # Options of one's own
+//!
+//! [`Command`] is what [`run`] has on its command line, to be put below a [`clap`] parser with more:
+//!
+//! ```no_run
+//! use clap::Parser as _;
+//!
+//! #[derive(clap::Parser)]
+//! struct Cli {
+//!     /// How many files there shall be.
+//!     #[arg(long, default_value_t = 1)]
+//!     files: u32,
+//!     #[command(subcommand)]
+//!     command: ferry_fs::Command,
+//! }
+//!
+//! struct Many(u32);
+//! impl ferry_fs::FileSystem for Many {}
+//!
+//! fn main() -> std::process::ExitCode {
+//!     let cli = Cli::parse();
+//!     cli.command.run(Many(cli.files))
+//! }
+//! ```
+//!
+//! # A program of one's own
+//!
+//! [`fuse::Export`] mounts and [`virtiofs::Export`] listens, both with threads of their own; each takes an
+//! `Arc<dyn FileSystem>`, so one file system can be seen in several places at once. What is changed through one is then
+//! told to the others if the file system has [`FileSystem::changes`].
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use ferry_fs::{FileSystem, fuse, virtiofs};
+//!
+//! # struct Hello;
+//! # impl FileSystem for Hello {}
+//! let fs: Arc<dyn FileSystem> = Arc::new(Hello);
+//! let mount = fuse::Export::mount("/mnt/hello".as_ref(), Arc::clone(&fs), fuse::Options::default())?;
+//! let device = virtiofs::Export::listen("/run/hello.sock".as_ref(), fs, virtiofs::Options::default())?;
+//! // ... until it is time to end:
+//! device.stop();
+//! drop(mount);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod command;
+mod endings;
+mod error;
+mod serve;
+
+pub use command::{Cache, Command, MountArgs, Place, VirtiofsArgs, run};
+pub use error::Error;
+pub use ferry_fuse as fuse;
+#[doc(inline)]
+pub use ferry_vfs::*;
+pub use ferry_virtiofs as virtiofs;

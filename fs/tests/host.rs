@@ -1,0 +1,111 @@
+//! The examples, mounted on this host.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::{GREET, Server, WORK, example};
+use rustix::mount::UnmountFlags;
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+/// A folder to mount on, which is free again when the test ends, however it ends.
+struct Place(TempDir);
+
+impl Place {
+    /// `None` where nobody can mount: that needs root and the device.
+    fn new() -> Option<Self> {
+        let can = rustix::process::geteuid().is_root() && std::fs::File::open("/dev/fuse").is_ok();
+        if !can {
+            eprintln!("skipped: needs root and /dev/fuse");
+        }
+        can.then(|| Self(tempfile::tempdir().unwrap()))
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn is_mounted(&self) -> bool {
+        let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        table.contains(&format!(" {} ", self.path().display()))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        while self.is_mounted() && rustix::mount::unmount(self.path(), UnmountFlags::DETACH).is_ok() {}
+    }
+}
+
+/// Runs a script in a folder, with a bound: a mount that hangs must not hang the tests.
+#[track_caller]
+fn sh(dir: &Path, script: &str) {
+    let mut command = Command::new("timeout");
+    command.args(["-k", "5", "60", "sh", "-euxc", script]).current_dir(dir).stdin(Stdio::null());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn hello_greets() {
+    let Some(place) = Place::new() else { return };
+    for path in ["auto", "devfuse"] {
+        let mut server = Server::start("hello", "mount", place.path(), &["--path", path, "--tag", "t"]);
+        assert!(server.line.contains("mounted on"), "{}", server.line);
+        sh(place.path(), GREET);
+        server.signal(Signal::TERM);
+        assert_eq!(server.status(), Some(0));
+        assert!(!place.is_mounted(), "the mount is left behind");
+    }
+}
+
+#[test]
+fn toyfs_works() {
+    let Some(place) = Place::new() else { return };
+    for (path, cache) in [("auto", "auto"), ("devfuse", "auto"), ("auto", "none"), ("auto", "always")] {
+        let mut server = Server::start("toyfs", "mount", place.path(), &["--path", path, "--cache", cache]);
+        sh(place.path(), WORK);
+        server.signal(Signal::INT);
+        assert_eq!(server.status(), Some(0), "{path}, cache {cache}");
+    }
+}
+
+#[test]
+fn umount_ends_the_program() {
+    let Some(place) = Place::new() else { return };
+    let mut server = Server::start("hello", "mount", place.path(), &[]);
+    rustix::mount::unmount(place.path(), UnmountFlags::empty()).unwrap();
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn nothing_can_be_changed_through_a_read_only_mount() {
+    let Some(place) = Place::new() else { return };
+    let mut server = Server::start("toyfs", "mount", place.path(), &["--read-only"]);
+    sh(place.path(), "! touch x 2>/dev/null; ! mkdir d 2>/dev/null; test -z \"$(ls)\"; df . >/dev/null");
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn mistakes_are_one_sentence() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "precious").unwrap();
+    let nowhere = folder.path().join("no/where");
+    for (line, words) in [
+        (["mount", nowhere.to_str().unwrap()], "hello: "),
+        (["mount", file.to_str().unwrap()], "hello: "),
+        (["virtiofs", nowhere.to_str().unwrap()], "does not exist; create it first"),
+        (["virtiofs", file.to_str().unwrap()], "exists and is not a socket"),
+    ] {
+        let output = Command::new(example("hello")).args(line).stdin(Stdio::null()).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), text.lines().count()), (Some(1), 1), "{line:?}: {text}");
+        assert!(text.starts_with("hello: ") && text.contains(words) && text.contains(line[1]), "{text}");
+    }
+    assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+}

@@ -1,0 +1,275 @@
+//! What of a program's calls reaches the author of a file system that is mounted on this host: the table on the
+//! contract's front page, row by row.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ferry_fs::{
+    Attr, Caller, Data, Entry, Errno, FallocateFlags, Features, FileSystem, FileType, Handle, Ino, Input, IoRange,
+    Name, OFlags, Output, Result, SetAttr, XattrFlags, fuse,
+};
+use rustix::fs::Advice;
+use rustix::mm::{MapFlags, MsyncFlags, ProtFlags};
+
+const FILE: Ino = Ino(2);
+const FILE_BYTES: usize = 1 << 20;
+/// What the kernel reads ahead at a time, unless told otherwise.
+const WINDOW_BYTES: u64 = 128 << 10;
+const PAGE_BYTES: u64 = 4096;
+/// How long a call may take from the kernel to the author.
+const SETTLE: Duration = Duration::from_secs(10);
+
+/// `_IOWR('r', 7, u64)`.
+const IOCTL: u32 = 0xc008_7207;
+
+/// A call that reached the author.
+#[derive(Clone, Debug, PartialEq)]
+enum Call {
+    Read { offset: u64, len: u64, flags: OFlags },
+    Write { offset: u64, bytes: Vec<u8>, flags: OFlags },
+    Fallocate { offset: u64, len: u64, flags: FallocateFlags },
+    Ioctl(u32, Vec<u8>),
+    Setxattr(Vec<u8>),
+}
+
+/// A file system of one file that writes down what it is asked.
+struct Recorder {
+    calls: Mutex<Vec<Call>>,
+    bytes: Mutex<Vec<u8>>,
+    xattrs: Mutex<BTreeMap<Vec<u8>, Vec<u8>>>,
+}
+
+impl Recorder {
+    fn new() -> Self {
+        Self { calls: Mutex::default(), bytes: Mutex::new(vec![7; FILE_BYTES]), xattrs: Mutex::default() }
+    }
+
+    fn call(&self, call: Call) {
+        self.calls.lock().unwrap().push(call);
+    }
+
+    fn take(&self) -> Vec<Call> {
+        std::mem::take(&mut self.calls.lock().unwrap())
+    }
+
+    /// Waits for a call that is like this.
+    #[track_caller]
+    fn wait(&self, what: &str, like: impl Fn(&Call) -> bool) {
+        let end = Instant::now() + SETTLE;
+        while !self.calls.lock().unwrap().iter().any(&like) {
+            assert!(Instant::now() < end, "no {what} came: {:?}", self.calls.lock().unwrap());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl FileSystem for Recorder {
+    fn features(&self) -> Features {
+        Features { posix_acl: true, ..Features::default() }
+    }
+
+    fn lookup(&self, cx: &Caller, _: Ino, name: Name) -> Result<Entry> {
+        if name.as_bytes() != b"file" {
+            return Err(Errno::NOENT);
+        }
+        Ok(Entry::new(FILE, self.getattr(cx, FILE, None)?))
+    }
+
+    fn getattr(&self, _: &Caller, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        // Times that stay: a file whose mtime changes is read again.
+        let still =
+            Attr { mtime: Default::default(), ctime: Default::default(), ..Attr::new(ino, FileType::Directory, 0o755) };
+        let mode = FileType::RegularFile.as_raw_mode() | 0o644;
+        let size = self.bytes.lock().unwrap().len() as u64;
+        Ok(if ino == FILE { Attr { mode, nlink: 1, ..still }.with_size(size) } else { still })
+    }
+
+    fn setattr(&self, cx: &Caller, ino: Ino, handle: Option<Handle>, _: &SetAttr) -> Result<Attr> {
+        self.getattr(cx, ino, handle)
+    }
+
+    fn open(&self, _: &Caller, ino: Ino, _: OFlags) -> Result<Handle> {
+        Ok(Handle(ino.0))
+    }
+
+    fn read(&self, _: &Caller, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+        self.call(Call::Read { offset: at.offset, len: at.len.into(), flags: at.flags });
+        Ok(at.read_from(&self.bytes.lock().unwrap(), out))
+    }
+
+    fn write(&self, _: &Caller, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+        let mut bytes = vec![0; at.len as usize];
+        let count = input.take(&mut bytes);
+        bytes.truncate(count);
+        let answer = at.write_to(&mut self.bytes.lock().unwrap(), &mut bytes.as_slice(), FILE_BYTES as u64);
+        self.call(Call::Write { offset: at.offset, bytes, flags: at.flags });
+        answer
+    }
+
+    fn fsync(&self, _: &Caller, _: Ino, _: Handle, _: bool) -> Result<Option<Arc<ferry_fs::Backing>>> {
+        Ok(None)
+    }
+
+    fn fallocate(&self, _: &Caller, _: Ino, _: Handle, offset: u64, len: u64, flags: FallocateFlags) -> Result<()> {
+        self.call(Call::Fallocate { offset, len, flags });
+        Ok(())
+    }
+
+    fn ioctl(&self, _: &Caller, _: Ino, _: Handle, command: u32, input: &[u8], _: usize) -> Result<Vec<u8>> {
+        self.call(Call::Ioctl(command, input.to_vec()));
+        Ok(42u64.to_ne_bytes().to_vec())
+    }
+
+    fn getxattr(&self, _: &Caller, _: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        self.xattrs.lock().unwrap().get(name).cloned().ok_or(Errno::NODATA)
+    }
+
+    fn setxattr(&self, _: &Caller, _: Ino, name: &[u8], value: &[u8], _: XattrFlags, _: bool) -> Result<()> {
+        self.call(Call::Setxattr(name.to_vec()));
+        self.xattrs.lock().unwrap().insert(name.to_vec(), value.to_vec());
+        Ok(())
+    }
+}
+
+/// Runs a test on a mount of a recorder, on both ways that requests can travel.
+fn on_mounts(test: impl Fn(&Recorder, File, &std::path::Path)) {
+    if !rustix::process::geteuid().is_root() || File::open("/dev/fuse").is_err() {
+        eprintln!("skipped: needs root and /dev/fuse");
+        return;
+    }
+    for path in [fuse::Path::Auto, fuse::Path::Devfuse] {
+        let folder = tempfile::tempdir().unwrap();
+        let recorder = Arc::new(Recorder::new());
+        let options = fuse::Options { path, ..fuse::Options::default() };
+        let source = Arc::clone(&recorder) as Arc<dyn FileSystem>;
+        let export = fuse::Export::mount(folder.path(), source, options).unwrap();
+        let name = folder.path().join("file");
+        test(&recorder, OpenOptions::new().read(true).write(true).open(&name).unwrap(), &name);
+        export.stop();
+    }
+}
+
+fn advise(file: &File, offset: u64, len: u64, advice: Advice) {
+    rustix::fs::fadvise(file, offset, std::num::NonZeroU64::new(len), advice).unwrap();
+}
+
+fn read(file: &File, offset: u64, len: u64) {
+    let mut bytes = vec![0; usize::try_from(len).unwrap()];
+    file.read_exact_at(&mut bytes, offset).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 7));
+}
+
+#[test]
+fn willneed_arrives_as_reads_and_dontneed_makes_them_come_again() {
+    on_mounts(|recorder, file, _| {
+        advise(&file, 0, WINDOW_BYTES, Advice::WillNeed);
+        recorder.wait("READ before the program reads", |call| matches!(call, Call::Read { offset: 0, .. }));
+        read(&file, 0, WINDOW_BYTES);
+        // What the program reads now is there, and for what follows the kernel may have begun to look.
+        let again = |call: &Call| matches!(call, Call::Read { offset, .. } if *offset == 0);
+        assert_eq!(recorder.take().iter().filter(|call| again(call)).count(), 1);
+        read(&file, 0, PAGE_BYTES);
+        assert!(!recorder.take().iter().any(again), "read twice although nobody said DONTNEED");
+        advise(&file, 0, FILE_BYTES as u64, Advice::DontNeed);
+        read(&file, 0, PAGE_BYTES);
+        recorder.wait("READ after DONTNEED", again);
+    });
+}
+
+#[test]
+fn random_reads_are_as_long_as_the_programs() {
+    on_mounts(|recorder, file, _| {
+        advise(&file, 0, 0, Advice::Random);
+        read(&file, 8 * PAGE_BYTES, PAGE_BYTES);
+        let lens = |calls: Vec<Call>| -> Vec<u64> {
+            calls.iter().filter_map(|call| if let Call::Read { len, .. } = call { Some(*len) } else { None }).collect()
+        };
+        assert_eq!(lens(recorder.take()), [PAGE_BYTES]);
+        advise(&file, 0, FILE_BYTES as u64, Advice::DontNeed);
+        advise(&file, 0, 0, Advice::Sequential);
+        read(&file, 0, PAGE_BYTES);
+        assert!(lens(recorder.take()).iter().sum::<u64>() > PAGE_BYTES, "nothing was read ahead");
+    });
+}
+
+#[test]
+fn flags_of_the_open_file_come_with_each_request() {
+    on_mounts(|recorder, _, name| {
+        let flags = (OFlags::DIRECT | OFlags::SYNC).bits().cast_signed();
+        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(name).unwrap();
+        let page = Page([7; PAGE_BYTES as usize]);
+        file.write_all_at(&page.0, 0).unwrap();
+        recorder.wait(
+            "WRITE with its flags",
+            |call| matches!(call, Call::Write { flags, .. } if flags.contains(OFlags::DIRECT | OFlags::SYNC)),
+        );
+    });
+}
+
+/// O_DIRECT wants its memory aligned.
+#[repr(align(4096))]
+struct Page([u8; PAGE_BYTES as usize]);
+
+#[test]
+fn mappings_reach_read_and_write() {
+    on_mounts(|recorder, file, _| {
+        let (len, flags) = (FILE_BYTES, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: mmap without MAP_FIXED takes address space that nobody uses; the file is open, and nobody cuts it
+        // while the mapping is there.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, flags, MapFlags::SHARED, &file, 0) }.unwrap();
+        let place = base.cast::<u8>().wrapping_add(WINDOW_BYTES as usize * 4);
+        // SAFETY: half a megabyte is within the mapping, which is readable and writable and this thread's alone.
+        assert_eq!(unsafe { place.read_volatile() }, 7);
+        recorder.wait("READ of a mapped page", |call| {
+            matches!(call, Call::Read { offset, len, .. } if (*offset..offset + len).contains(&(WINDOW_BYTES * 4)))
+        });
+        // SAFETY: as above.
+        unsafe { place.write_volatile(9) };
+        // SAFETY: base and len are the mapping's.
+        unsafe { rustix::mm::msync(base, len, MsyncFlags::SYNC) }.unwrap();
+        recorder.wait(
+            "WRITE of a mapped page",
+            |call| matches!(call, Call::Write { offset, bytes, .. } if *offset == WINDOW_BYTES * 4 && bytes[0] == 9),
+        );
+        // SAFETY: base and len are the mapping's, and nothing points into it any more.
+        unsafe { rustix::mm::munmap(base, len) }.unwrap();
+    });
+}
+
+#[test]
+fn fallocate_ioctl_attributes_and_acls_arrive() {
+    on_mounts(|recorder, file, name| {
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&file, hole, 4096, 8192).unwrap();
+        let expected = Call::Fallocate { offset: 4096, len: 8192, flags: hole };
+        recorder.wait("FALLOCATE", |call| *call == expected);
+
+        let mut argument = 5u64;
+        // SAFETY: the command's number says that it reads and writes eight bytes, which `argument` has.
+        unsafe {
+            let call = rustix::ioctl::Updater::<{ IOCTL as rustix::ioctl::Opcode }, u64>::new(&mut argument);
+            rustix::ioctl::ioctl(&file, call).unwrap();
+        }
+        assert_eq!(argument, 42);
+        recorder.wait("IOCTL", |call| *call == Call::Ioctl(IOCTL, 5u64.to_ne_bytes().to_vec()));
+
+        rustix::fs::setxattr(name, "user.colour", b"green", XattrFlags::empty()).unwrap();
+        let mut value = [0; 16];
+        assert_eq!(rustix::fs::getxattr(name, "user.colour", &mut value).unwrap(), 5);
+        assert_eq!(&value[..5], b"green");
+        recorder.wait("SETXATTR", |call| *call == Call::Setxattr(b"user.colour".to_vec()));
+
+        // Version 2: user::rw-, user:1:r--, group::r--, mask::r--, other::r--.
+        let entries: [(u16, u16, u32); 5] = [(1, 6, !0), (2, 4, 1), (4, 4, !0), (0x10, 4, !0), (0x20, 4, !0)];
+        let mut acl = 2u32.to_le_bytes().to_vec();
+        for (tag, permissions, id) in entries {
+            acl.extend(tag.to_le_bytes().into_iter().chain(permissions.to_le_bytes()).chain(id.to_le_bytes()));
+        }
+        rustix::fs::setxattr(name, "system.posix_acl_access", &acl, XattrFlags::empty()).unwrap();
+        recorder.wait("an ACL", |call| *call == Call::Setxattr(b"system.posix_acl_access".to_vec()));
+    });
+}

@@ -1,0 +1,166 @@
+//! READ, WRITE and FSYNC: where the bytes go.
+
+use std::io;
+use std::sync::Arc;
+
+use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, SessionId};
+use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
+
+use crate::carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
+use crate::debug::Watched;
+use crate::reply::{self, DataInput, DataOutput};
+use crate::server::{Context, Server};
+use crate::share::Share;
+
+/// Writes with one of these are durable when they are answered.
+const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
+/// Writes with one of these wait for the disk.
+const WAITING_FLAGS: OFlags = DURABLE_FLAGS.union(OFlags::DIRECT);
+
+/// A transfer under way.
+#[derive(Debug)]
+pub(crate) struct Moving {
+    unique: u64,
+    kind: Kind,
+    watched: Option<Box<Watched>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Read {
+        bytes_max: usize,
+    },
+    Write {
+        by: SessionId,
+        ino: Ino,
+        offset: u64,
+        bytes_max: usize,
+    },
+    /// An fsync, behind a write of so many bytes that the source made itself.
+    Durable {
+        bytes: usize,
+    },
+    Fsync,
+}
+
+impl Server {
+    fn begin(&mut self, cx: &Context<'_>, carrier: &impl Carrier, kind: Kind) {
+        let watched = self.watched.take();
+        self.expect(carrier.token(), Moving { unique: cx.unique, kind, watched });
+    }
+
+    pub(crate) fn read(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl Carrier) -> Result<Served> {
+        let room = carrier.room().checked_sub(HEADER_BYTES).ok_or(Errno::IO)?;
+        let bytes_max = room.min(range.len as usize);
+        let range = IoRange { len: reply::count(bytes_max), ..*range };
+        let mut out = DataOutput { carrier, done: 0, bytes_max };
+        match self.share.source.read(&cx.caller, &range, &mut out)? {
+            Data::Bytes(claimed) => {
+                let bytes = claimed.min(out.done);
+                Ok(Served::Reply(reply::write_data_head(carrier, cx.unique, bytes)))
+            }
+            Data::Extent(extent) => {
+                self.begin(cx, carrier, Kind::Read { bytes_max });
+                carrier.read(extent.file, extent.offset, HEADER_BYTES, bytes_max);
+                Ok(Served::Transfer)
+            }
+        }
+    }
+
+    pub(crate) fn write(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl Carrier) -> Result<Served> {
+        // The decoder has checked that the message is as long as it says.
+        let bytes_max = range.len as usize;
+        let mut input = DataInput { carrier: &*carrier, offset: WRITE_HEAD_BYTES, left: bytes_max };
+        match self.share.source.write(&cx.caller, range, &mut input)? {
+            Data::Bytes(claimed) => {
+                // A source that throws data away need not look at it; who has looked at some cannot have written more.
+                let taken = bytes_max - input.left;
+                let bytes = claimed.min(if taken == 0 { bytes_max } else { taken });
+                publish(&self.share, cx.caller.session, range.ino, range.offset, bytes);
+                self.written(cx, range, bytes, carrier)
+            }
+            Data::Extent(extent) => {
+                let waits = range.flags.intersects(WAITING_FLAGS);
+                let (by, ino, offset) = (cx.caller.session, range.ino, range.offset);
+                self.begin(cx, carrier, Kind::Write { by, ino, offset, bytes_max });
+                let message = (WRITE_HEAD_BYTES, bytes_max);
+                carrier.write(extent.file, extent.offset, message, range.clear_privileges, waits);
+                Ok(Served::Transfer)
+            }
+        }
+    }
+
+    /// Answers a write that the source made itself, once it is as durable as its flags ask for.
+    fn written(
+        &mut self,
+        cx: &Context<'_>,
+        range: &IoRange,
+        bytes: usize,
+        carrier: &mut impl Carrier,
+    ) -> Result<Served> {
+        if bytes > 0 && range.flags.intersects(DURABLE_FLAGS) {
+            // O_SYNC is O_DSYNC and one bit more.
+            let data_only = !range.flags.contains(OFlags::SYNC);
+            match self.share.source.fsync(&cx.caller, range.ino, range.handle, data_only) {
+                // A source without fsync has nothing that could be lost or kept.
+                Ok(None) | Err(Errno::NOSYS) => {}
+                Ok(Some(file)) => {
+                    self.begin(cx, carrier, Kind::Durable { bytes });
+                    carrier.fsync(file, data_only);
+                    return Ok(Served::Transfer);
+                }
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(cx.done(carrier, &Reply::Write { bytes: reply::count(bytes) }))
+    }
+
+    /// Finishes FSYNC and FSYNCDIR.
+    pub(crate) fn sync(
+        &mut self,
+        cx: &Context<'_>,
+        file: Option<Arc<Backing>>,
+        data_only: bool,
+        carrier: &mut impl Carrier,
+    ) -> Served {
+        match file {
+            None => cx.done(carrier, &Reply::Empty),
+            Some(file) => {
+                self.begin(cx, carrier, Kind::Fsync);
+                carrier.fsync(file, data_only);
+                Served::Transfer
+            }
+        }
+    }
+}
+
+impl Moving {
+    /// Writes the reply of a transfer that has ended; answers its bytes.
+    pub(crate) fn finish(self, share: &Share, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
+        let Self { unique, kind, watched } = self;
+        let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
+        if let Some(watched) = watched {
+            watched.end(outcome.into());
+        }
+        let reply = match (kind, outcome) {
+            (_, Err(errno)) => return reply::write_error(buffer, unique, errno),
+            (Kind::Read { bytes_max }, Ok(bytes)) => {
+                return reply::write_data_head(buffer, unique, bytes.min(bytes_max));
+            }
+            (Kind::Write { by, ino, offset, bytes_max }, Ok(bytes)) => {
+                let bytes = bytes.min(bytes_max);
+                publish(share, by, ino, offset, bytes);
+                Reply::Write { bytes: reply::count(bytes) }
+            }
+            (Kind::Durable { bytes }, Ok(_)) => Reply::Write { bytes: reply::count(bytes) },
+            (Kind::Fsync, Ok(_)) => Reply::Empty,
+        };
+        reply::write(buffer, unique, &Negotiated::BEFORE_INIT, &reply).bytes()
+    }
+}
+
+fn publish(share: &Share, by: SessionId, ino: Ino, offset: u64, bytes: usize) {
+    if let Some(changes) = share.source.changes() {
+        changes.publish(by, || Change::Data { ino, offset, len: bytes as u64 });
+    }
+}

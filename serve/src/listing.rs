@@ -1,0 +1,84 @@
+//! Directory listings.
+
+use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, Ino, Result};
+use ferry_wire::fuse::{DirWriter, Reply};
+
+use crate::carrier::{HEADER_BYTES, ReplyBuffer, Served};
+use crate::checks;
+use crate::mount::Mount;
+use crate::reply::Written;
+use crate::server::{Context, Server};
+
+/// A listing that notes the references it hands out.
+struct Listing<'a> {
+    writer: DirWriter<'a>,
+    plus: bool,
+    mount: &'a Mount,
+    referred: &'a mut Vec<Ino>,
+    /// References that the client does not get.
+    surplus: Vec<Ino>,
+    /// The source pushed what did not fit. Nothing is taken after that, or the client, which goes on from the last
+    /// entry, would never see what was left out.
+    full: bool,
+    flawed: bool,
+}
+
+impl DirOutput for Listing<'_> {
+    fn fits(&self, name: &[u8]) -> bool {
+        !self.full && self.writer.fits(name)
+    }
+
+    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
+        self.flawed |= !checks::is_listable(item.name);
+        self.full |= !self.writer.fits(item.name);
+        // Without its entry the client asks for the inode itself, and gets an error.
+        let told = self.plus && !matches!(item.name, b"." | b"..");
+        let sound = entry.filter(|_| told).and_then(|entry| checks::entry(*entry).ok());
+        if self.full || self.flawed || sound.is_none() {
+            self.surplus.extend(entry.map(|entry| entry.ino).filter(|ino| *ino != Ino(0)));
+        }
+        if !self.full && !self.flawed {
+            if let Some(entry) = &sound {
+                self.mount.refer(entry.ino);
+                self.referred.push(entry.ino);
+            }
+            self.writer.push(item, sound.as_ref());
+        }
+    }
+}
+
+impl Server {
+    pub(crate) fn readdir(
+        &mut self,
+        cx: &Context<'_>,
+        at: &DirRange,
+        bytes_max: u32,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let room = buffer.room().checked_sub(HEADER_BYTES).ok_or(Errno::IO)?;
+        let bytes_max = room.min(bytes_max as usize);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut referred = std::mem::take(&mut self.referred);
+        scratch.clear();
+        referred.clear();
+        let timeouts = self.share.policy.timeouts;
+        let writer = DirWriter::new(&mut scratch, bytes_max, at.plus, timeouts, cx.mount.negotiated());
+        let (plus, mount) = (at.plus, &**cx.mount);
+        let (referred_now, surplus) = (&mut referred, Vec::new());
+        let mut listing = Listing { writer, plus, mount, referred: referred_now, surplus, full: false, flawed: false };
+        let mut outcome = self.share.source.readdir(&cx.caller, at, &mut listing);
+        let Listing { surplus, flawed, .. } = listing;
+        surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));
+        if flawed && outcome.is_ok() {
+            self.share.complaints.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
+            outcome = Err(Errno::IO);
+        }
+        let told = outcome.map(|()| cx.tell(buffer, &Reply::Bytes(&scratch)));
+        if !matches!(told, Ok(Written::Whole(_))) {
+            referred.iter().for_each(|ino| cx.mount.forget(*ino, 1));
+        }
+        self.scratch = scratch;
+        self.referred = referred;
+        told.map(|written| Served::Reply(written.bytes()))
+    }
+}

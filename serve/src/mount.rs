@@ -1,0 +1,152 @@
+//! What one client holds, from its INIT to its end.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferry_vfs::{Caller, Errno, FileSystem, Handle, Ino, OFlags, Result, SessionId};
+use ferry_wire::fuse::Negotiated;
+
+use crate::parked::Waits;
+use crate::passthrough::Passthrough;
+
+/// Shards, so that workers rarely meet; a power of two.
+const SHARDS: usize = 64;
+
+/// An open file or directory. The inode belongs to it: a source may use one handle for all its files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Open {
+    pub(crate) ino: Ino,
+    pub(crate) handle: Handle,
+    pub(crate) is_dir: bool,
+}
+
+#[derive(Default)]
+struct Shard {
+    references: HashMap<Ino, u64>,
+    /// How often each is open, and whether for writing.
+    opens: HashMap<Open, (u64, bool)>,
+}
+
+/// One client's session: what was agreed on, and what to give back when the client is gone.
+pub struct Mount {
+    id: SessionId,
+    negotiated: Negotiated,
+    source: Arc<dyn FileSystem>,
+    shards: [Mutex<Shard>; SHARDS],
+    pub(crate) waits: Arc<Waits>,
+    pub(crate) passthrough: Option<Passthrough>,
+}
+
+impl std::fmt::Debug for Mount {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mount").field("id", &self.id).field("negotiated", &self.negotiated).finish_non_exhaustive()
+    }
+}
+
+impl Mount {
+    pub(crate) fn new(source: Arc<dyn FileSystem>, negotiated: Negotiated, passthrough: Option<Passthrough>) -> Self {
+        let shards = std::array::from_fn(|_| Mutex::default());
+        Self { id: SessionId::unique(), negotiated, source, shards, waits: Arc::default(), passthrough }
+    }
+
+    /// Who makes the changes that come through this session.
+    pub fn id(&self) -> SessionId {
+        self.id
+    }
+
+    /// What was agreed on.
+    pub fn negotiated(&self) -> &Negotiated {
+        &self.negotiated
+    }
+
+    /// The inodes that the client knows of, the root apart: for a carrier that has to tell it that anything may have
+    /// changed.
+    pub fn inodes(&self) -> Vec<Ino> {
+        let shards = self.shards.iter().map(|shard| shard.lock().unwrap_or_else(PoisonError::into_inner));
+        shards.flat_map(|shard| shard.references.keys().copied().collect::<Vec<_>>()).collect()
+    }
+
+    fn shard(&self, number: u64) -> MutexGuard<'_, Shard> {
+        let index = usize::try_from(number % SHARDS as u64).unwrap_or(0);
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The client is told of an inode, and has one reference more.
+    pub(crate) fn refer(&self, ino: Ino) {
+        *self.shard(ino.0).references.entry(ino).or_insert(0) += 1;
+    }
+
+    /// The client gives references back; never more than it has.
+    pub(crate) fn forget(&self, ino: Ino, count: u64) {
+        let mut shard = self.shard(ino.0);
+        let Some(held) = shard.references.get_mut(&ino) else { return };
+        let count = count.min(*held);
+        *held -= count;
+        if *held == 0 {
+            shard.references.remove(&ino);
+        }
+        drop(shard);
+        self.source.forget(ino, count);
+    }
+
+    /// The client has opened something, with these flags.
+    pub(crate) fn opened(&self, open: Open, flags: OFlags) {
+        let mut shard = self.shard(open.ino.0);
+        let (count, writes) = shard.opens.entry(open).or_insert((0, false));
+        *count += 1;
+        *writes |= flags.intersects(OFlags::WRONLY | OFlags::RDWR);
+    }
+
+    /// Whether the client has this open for writing.
+    pub(crate) fn writes(&self, open: Open) -> bool {
+        self.shard(open.ino.0).opens.get(&open).is_some_and(|(_, writes)| *writes)
+    }
+
+    /// The client closes a handle, which must be its own.
+    pub(crate) fn release(&self, caller: &Caller<'_>, open: Open) -> Result<()> {
+        let mut shard = self.shard(open.ino.0);
+        let (count, _) = shard.opens.get_mut(&open).ok_or(Errno::BADF)?;
+        *count -= 1;
+        if *count == 0 {
+            shard.opens.remove(&open);
+        }
+        drop(shard);
+        self.close(caller, open);
+        Ok(())
+    }
+
+    fn close(&self, caller: &Caller<'_>, open: Open) {
+        match open.is_dir {
+            true => self.source.releasedir(caller, open.ino, open.handle),
+            false => {
+                if let Some(passthrough) = &self.passthrough {
+                    passthrough.closed(open.ino);
+                }
+                self.source.release(caller, open.ino, open.handle);
+            }
+        }
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let caller = Caller { session: self.id, ..Caller::default() };
+        // A source that panics for one of them still gets the others.
+        let sure = |give_back: &dyn Fn()| {
+            if catch_unwind(AssertUnwindSafe(give_back)).is_err() {
+                tracing::error!("the source panicked when something of a client that ended was given back");
+            }
+        };
+        for shard in &self.shards {
+            let Shard { references, opens } =
+                std::mem::take(&mut *shard.lock().unwrap_or_else(PoisonError::into_inner));
+            for (open, (count, _)) in opens {
+                (0..count).for_each(|_| sure(&|| self.close(&caller, open)));
+            }
+            for (ino, count) in references {
+                sure(&|| self.source.forget(ino, count));
+            }
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Names that become inodes, and files that are opened: what the client holds afterwards.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use ferry_vfs::{Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SetAttr};
+use ferry_wire::fuse::{OpenFlags, Opened, Reply};
+
+use crate::carrier::{ReplyBuffer, Served};
+use crate::checks;
+use crate::mount::Open;
+use crate::reply::Written;
+use crate::server::{Context, Server};
+
+/// What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
+const TRUNCATE: SetAttr = SetAttr {
+    mode: None,
+    uid: None,
+    gid: None,
+    size: Some(0),
+    atime: None,
+    mtime: None,
+    ctime: None,
+    clear_privileges: true,
+};
+
+impl Server {
+    pub(crate) fn lookup(&mut self, cx: &Context<'_>, name: Name<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+        match self.share.source.lookup(&cx.caller, cx.ino, name) {
+            Ok(entry) => self.entry(cx, entry, buffer),
+            Err(Errno::NOENT) => match self.share.policy.negative_timeout {
+                timeout if timeout.is_zero() => Err(Errno::NOENT),
+                timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
+            },
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Tells the client of an inode. A reference that it does not get to know of is given back.
+    pub(crate) fn entry(&self, cx: &Context<'_>, entry: Entry, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+        let entry = self.checked(entry)?;
+        cx.mount.refer(entry.ino);
+        let timeouts = self.share.policy.timeouts;
+        let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: false });
+        if let Written::Instead(_) = written {
+            cx.mount.forget(entry.ino, 1);
+        }
+        Ok(Served::Reply(written.bytes()))
+    }
+
+    /// An entry that can be told; what cannot is given back.
+    fn checked(&self, entry: Entry) -> Result<Entry> {
+        checks::entry(entry).inspect_err(|_| {
+            self.share.complaints.warn(format_args!("the source answers an impossible inode: {entry:?}"));
+            if entry.ino != Ino(0) {
+                self.share.source.forget(entry.ino, 1);
+            }
+        })
+    }
+
+    pub(crate) fn open(
+        &mut self,
+        cx: &Context<'_>,
+        flags: OFlags,
+        clear_privileges: bool,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let source = &self.share.source;
+        let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC);
+        let open_flags = if truncate_apart { flags - OFlags::TRUNC } else { flags };
+        let handle = source.open(&cx.caller, cx.ino, open_flags)?;
+        if truncate_apart && let Err(errno) = source.setattr(&cx.caller, cx.ino, Some(handle), &TRUNCATE) {
+            source.release(&cx.caller, cx.ino, handle);
+            return Err(errno);
+        }
+        let opened = self.opened(cx, cx.ino, handle, flags);
+        let written = cx.tell(buffer, &Reply::Open(opened));
+        if let Written::Instead(_) = written {
+            cx.mount.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: false })?;
+        }
+        Ok(Served::Reply(written.bytes()))
+    }
+
+    pub(crate) fn opendir(&mut self, cx: &Context<'_>, flags: OFlags, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+        let handle = self.share.source.opendir(&cx.caller, cx.ino, flags)?;
+        let open = Open { ino: cx.ino, handle, is_dir: true };
+        cx.mount.opened(open, flags);
+        let written = cx.tell(buffer, &Reply::Open(Opened::new(handle, self.share.policy.dir_flags())));
+        if let Written::Instead(_) = written {
+            cx.mount.release(&cx.caller, open)?;
+        }
+        Ok(Served::Reply(written.bytes()))
+    }
+
+    pub(crate) fn create(
+        &mut self,
+        cx: &Context<'_>,
+        (name, new): (Name<'_>, &New),
+        flags: OFlags,
+        clear_privileges: bool,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let source = &self.share.source;
+        let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC) && !flags.contains(OFlags::EXCL);
+        let open_flags = if truncate_apart { flags - OFlags::TRUNC } else { flags };
+        let (mut entry, handle) = source.create(&cx.caller, cx.ino, name, new, open_flags)?;
+        if truncate_apart && entry.attr.size > 0 {
+            match source.setattr(&cx.caller, entry.ino, Some(handle), &TRUNCATE) {
+                Ok(attr) => entry.attr = attr,
+                Err(errno) => {
+                    source.release(&cx.caller, entry.ino, handle);
+                    source.forget(entry.ino, 1);
+                    return Err(errno);
+                }
+            }
+        }
+        self.created(cx, (entry, handle), flags, buffer)
+    }
+
+    /// Tells the client of a file that was made and opened. What it does not get to know of is given back.
+    pub(crate) fn created(
+        &self,
+        cx: &Context<'_>,
+        (entry, handle): (Entry, Handle),
+        flags: OFlags,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
+        cx.mount.refer(entry.ino);
+        let opened = self.opened(cx, entry.ino, handle, flags);
+        let timeouts = self.share.policy.timeouts;
+        let written = cx.tell(buffer, &Reply::Created { entry, timeouts, dax: false, opened });
+        if let Written::Instead(_) = written {
+            cx.mount.release(&cx.caller, Open { ino: entry.ino, handle, is_dir: false })?;
+            cx.mount.forget(entry.ino, 1);
+        }
+        Ok(Served::Reply(written.bytes()))
+    }
+
+    /// Notes that the client opened a file, and decides how it is to be read and written.
+    fn opened(&self, cx: &Context<'_>, ino: Ino, handle: Handle, flags: OFlags) -> Opened {
+        cx.mount.opened(Open { ino, handle, is_dir: false }, flags);
+        let plain = Opened::new(handle, self.share.policy.file_flags(flags));
+        let Some(passthrough) = &cx.mount.passthrough else { return plain };
+        let backing = || {
+            // This must not fail: the open was counted already.
+            let ask = AssertUnwindSafe(|| self.share.source.backing(&cx.caller, ino, handle));
+            catch_unwind(ask).unwrap_or(None)
+        };
+        match passthrough.opened(ino, &self.share.complaints, backing) {
+            // No other flag: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server would read and write.
+            Some(backing_id) => Opened { handle, flags: OpenFlags::PASSTHROUGH, backing_id },
+            None => plain,
+        }
+    }
+
+    /// The client is done with a file that its kernel may have written by itself: only now can others be told.
+    pub(crate) fn publish_passed(&self, cx: &Context<'_>, handle: Handle) {
+        let Some(passthrough) = &cx.mount.passthrough else { return };
+        let Some(changes) = self.share.source.changes() else { return };
+        let ino = cx.ino;
+        if cx.mount.writes(Open { ino, handle, is_dir: false }) && passthrough.is_used(ino) {
+            changes.publish(cx.caller.session, || Change::Data { ino, offset: 0, len: u64::MAX });
+        }
+    }
+}

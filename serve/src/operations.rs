@@ -1,0 +1,308 @@
+//! Each FUSE operation, as calls of the source.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, OFlags, Result};
+use ferry_wire::fuse::{LockRequest, Operation, Reply};
+
+use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::checks;
+use crate::debug::{Outcome, Watched};
+use crate::mount::Open;
+use crate::reply;
+use crate::server::{Context, Server};
+
+/// The most that COPY_FILE_RANGE copies at a time: its reply counts in 32 bits.
+const COPY_BYTES_MAX: u64 = 0xffff_f000;
+
+impl Server {
+    pub(crate) fn serve_operation(
+        &mut self,
+        cx: &Context<'_>,
+        operation: &Operation<'_>,
+        carrier: &mut impl Carrier,
+    ) -> Served {
+        self.watched = Watched::begin(&self.share.name, cx.ino, cx.caller.pid, operation);
+        let served = match self.share.read_only && changes_something(operation) {
+            true => Err(Errno::ROFS),
+            false => self.dispatch(cx, operation, carrier),
+        };
+        let outcome = match served {
+            Ok(Served::Reply(bytes)) => Outcome::Bytes(bytes),
+            Ok(_) => Outcome::Bytes(0),
+            Err(errno) => Outcome::Error(errno),
+        };
+        // It is not there any more if somebody else will see the end.
+        if let Some(watched) = self.watched.take() {
+            watched.end(outcome);
+        }
+        match (served, operation.reply_kind()) {
+            (Ok(served), _) => served,
+            (Err(errno), Some(_)) => Served::Reply(reply::write_error(carrier, cx.unique, errno)),
+            (Err(_), None) => Served::NoReply,
+        }
+    }
+
+    fn dispatch(&mut self, cx: &Context<'_>, operation: &Operation<'_>, carrier: &mut impl Carrier) -> Result<Served> {
+        let source = Arc::clone(&self.share.source);
+        let (caller, ino) = (&cx.caller, cx.ino);
+        match *operation {
+            Operation::Read(ref range) => return self.read(cx, range, carrier),
+            Operation::Write { ref range, .. } => return self.write(cx, range, carrier),
+            Operation::Lookup { name } => return self.lookup(cx, name, carrier),
+            // nfsd asks for inodes that the client's kernel has forgotten; the contract has no way to find those.
+            Operation::LookupSelf => return Err(Errno::STALE),
+            Operation::LookupParent => return self.entry(cx, source.lookup_parent(caller, ino)?, carrier),
+            Operation::Forget { count } => cx.mount.forget(ino, count),
+            Operation::BatchForget { forgets } => {
+                forgets.iter().for_each(|one| cx.mount.forget(ferry_vfs::Ino(one.nodeid), one.nlookup));
+            }
+            Operation::Getattr { handle } => return self.attr(cx, source.getattr(caller, ino, handle)?, carrier),
+            Operation::Statx { handle, .. } => {
+                let attr = checks::attr(source.getattr(caller, ino, handle)?)?;
+                return Ok(cx.done(carrier, &Reply::Statx { attr, timeout: self.share.policy.timeouts.attr }));
+            }
+            Operation::Setattr { handle, ref set, .. } => {
+                return self.attr(cx, source.setattr(caller, ino, handle, set)?, carrier);
+            }
+            Operation::Readlink => {
+                let target = source.readlink(caller, ino)?;
+                return Ok(cx.done(carrier, &Reply::Bytes(checks::target(&target)?)));
+            }
+            Operation::Symlink { name, target } => {
+                return self.entry(cx, source.symlink(caller, ino, name, target)?, carrier);
+            }
+            Operation::Mknod { name, ref new } => {
+                return self.entry(cx, source.mknod(caller, ino, name, new)?, carrier);
+            }
+            Operation::Mkdir { name, ref new } => {
+                return self.entry(cx, source.mkdir(caller, ino, name, new)?, carrier);
+            }
+            Operation::Link { from, name } => {
+                return self.entry(cx, source.link(caller, from, ino, name)?, carrier);
+            }
+            Operation::Unlink { name } => source.unlink(caller, ino, name)?,
+            Operation::Rmdir { name } => source.rmdir(caller, ino, name)?,
+            Operation::Rename { name, new_dir, new_name, flags } => {
+                source.rename(caller, (ino, name), (new_dir, new_name), flags)?;
+            }
+            Operation::Open { flags, clear_privileges } => return self.open(cx, flags, clear_privileges, carrier),
+            Operation::Create { name, ref new, flags, clear_privileges } => {
+                return self.create(cx, (name, new), flags, clear_privileges, carrier);
+            }
+            Operation::Tmpfile { ref new, flags } => {
+                return self.created(cx, source.tmpfile(caller, ino, new, flags)?, flags, carrier);
+            }
+            Operation::Opendir { flags } => return self.opendir(cx, flags, carrier),
+            Operation::Readdir { ref at, bytes_max } => return self.readdir(cx, at, bytes_max, carrier),
+            Operation::Flush { handle, owner } => {
+                self.publish_passed(cx, handle);
+                source.flush(caller, ino, handle, owner)?;
+            }
+            Operation::Release(release) => {
+                // Again: what was written through a mapping comes after the last FLUSH.
+                self.publish_passed(cx, release.handle);
+                cx.mount.release(caller, Open { ino, handle: release.handle, is_dir: false })?;
+            }
+            Operation::Releasedir(release) => {
+                cx.mount.release(caller, Open { ino, handle: release.handle, is_dir: true })?;
+            }
+            Operation::Fsync { handle, data_only } => {
+                let file = source.fsync(caller, ino, handle, data_only)?;
+                return Ok(self.sync(cx, file, data_only, carrier));
+            }
+            Operation::Fsyncdir { handle, data_only } => {
+                let file = source.fsyncdir(caller, ino, handle, data_only)?;
+                return Ok(self.sync(cx, file, data_only, carrier));
+            }
+            _ => return self.dispatch_rarer(cx, operation, carrier),
+        }
+        Ok(empty(cx, operation, carrier))
+    }
+
+    /// The operations that no load consists of.
+    fn dispatch_rarer(
+        &mut self,
+        cx: &Context<'_>,
+        operation: &Operation<'_>,
+        carrier: &mut impl Carrier,
+    ) -> Result<Served> {
+        let source = Arc::clone(&self.share.source);
+        let (caller, ino) = (&cx.caller, cx.ino);
+        match *operation {
+            Operation::Syncfs => {
+                return Ok(self.aside(cx, carrier, move |caller| source.syncfs(caller, ino).map(|()| Reply::Empty)));
+            }
+            Operation::CopyFileRange(copy) => {
+                let copy = CopyRange { len: copy.len.min(COPY_BYTES_MAX), ..copy };
+                return Ok(self.aside(cx, carrier, move |caller| {
+                    let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
+                    Ok(Reply::Write { bytes: u32::try_from(bytes).unwrap_or(u32::MAX) })
+                }));
+            }
+            Operation::CopyFileRange64(copy) => {
+                return Ok(self.aside(cx, carrier, move |caller| {
+                    let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
+                    Ok(Reply::CopyFileRange64 { bytes })
+                }));
+            }
+            Operation::Statfs => return Ok(cx.done(carrier, &Reply::Statfs(source.statfs(caller, ino)?))),
+            Operation::Setxattr { .. }
+            | Operation::Getxattr { .. }
+            | Operation::Listxattr { .. }
+            | Operation::Removexattr { .. }
+                if !self.share.xattr =>
+            {
+                return Err(Errno::NOSYS);
+            }
+            Operation::Setxattr { name, value, flags, clear_sgid } => {
+                source.setxattr(caller, ino, name, value, flags, clear_sgid)?;
+            }
+            Operation::Getxattr { name, bytes_max } => {
+                return xattr_reply(cx, &source.getxattr(caller, ino, name)?, bytes_max, carrier);
+            }
+            Operation::Listxattr { bytes_max } => {
+                return xattr_reply(cx, &source.listxattr(caller, ino)?, bytes_max, carrier);
+            }
+            Operation::Removexattr { name } => source.removexattr(caller, ino, name)?,
+            Operation::Access { mask } => source.access(caller, ino, mask)?,
+            Operation::GetLock(request) => {
+                let lock = request.lock(caller.session);
+                let found = checks::lock(source.get_lock(caller, ino, request.handle, &lock)?)?;
+                return Ok(cx.done(carrier, &Reply::Lock(found)));
+            }
+            Operation::SetLock { lock, wait: false } => {
+                let Locked::Done = source.set_lock(caller, ino, lock.handle, &lock.lock(caller.session), None)? else {
+                    // It has nobody to wake.
+                    return Err(Errno::IO);
+                };
+            }
+            Operation::SetLock { lock, wait: true } => return self.wait_for_lock(cx, &lock, carrier),
+            Operation::Ioctl { handle, command, input, out_bytes_max, .. } => {
+                let data = source.ioctl(caller, ino, handle, command, input, out_bytes_max as usize)?;
+                checks::at_most(data.len() as u64, u64::from(out_bytes_max))?;
+                return Ok(cx.done(carrier, &Reply::Ioctl { result: 0, data: &data }));
+            }
+            Operation::Fallocate { handle, offset, len, flags } => {
+                source.fallocate(caller, ino, handle, offset, len, flags)?;
+            }
+            Operation::Lseek { handle, offset, seek } => {
+                let found = source.lseek(caller, ino, handle, offset, seek)?;
+                let offset = checks::at_most(found, i64::MAX.cast_unsigned())?;
+                return Ok(cx.done(carrier, &Reply::Lseek { offset }));
+            }
+            Operation::Destroy => {
+                let served = cx.done(carrier, &Reply::Empty);
+                self.end_session();
+                return Ok(served);
+            }
+            Operation::Interrupt { unique } => cx.mount.waits.interrupt(unique),
+            // No block device below, nothing to poll for, no DAX window.
+            _ => return Err(Errno::NOSYS),
+        }
+        Ok(empty(cx, operation, carrier))
+    }
+
+    fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+        let attr = checks::attr(attr)?;
+        Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.timeouts.attr, dax: false }))
+    }
+
+    fn wait_for_lock(&mut self, cx: &Context<'_>, request: &LockRequest, carrier: &mut impl Carrier) -> Result<Served> {
+        let source = &self.share.source;
+        let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.mount.negotiated());
+        let (later, watched) = (carrier.later(), self.watched.take());
+        let answer = move |outcome: Result<()>| {
+            later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
+            if let Some(watched) = watched {
+                watched.end(outcome.map(|()| 0).into());
+            }
+        };
+        let (share, ino, handle) = (Arc::clone(&self.share), cx.ino, request.handle);
+        let Caller { session, uid, gid, pid, .. } = cx.caller;
+        let give_back = move || {
+            // Whoever granted the lock may hold locks of its own, so this is for another thread.
+            let source = Arc::clone(&share.source);
+            share.lane.run(move || {
+                let caller = Caller { session, uid, gid, pid, groups: &[] };
+                let unlock = Lock { kind: LockKind::Unlock, ..lock };
+                if let Err(error) = source.set_lock(&caller, ino, handle, &unlock, None) {
+                    tracing::debug!(%error, "a lock that nobody waits for any more cannot be given back");
+                }
+            });
+        };
+        let (waiter, wait) = cx.mount.waits.waiter(unique, answer, give_back);
+        match source.set_lock(&cx.caller, ino, handle, &lock, Some(waiter)) {
+            Ok(Locked::Waiting) => {
+                cx.mount.waits.park(unique, wait);
+                Ok(Served::Parked)
+            }
+            Ok(Locked::Done) => Ok(cx.done(carrier, &Reply::Empty)),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Has a call that may take long made by another thread.
+    fn aside(
+        &mut self,
+        cx: &Context<'_>,
+        carrier: &mut impl Carrier,
+        call: impl FnOnce(&Caller<'_>) -> Result<Reply<'static>> + Send + 'static,
+    ) -> Served {
+        let (later, unique, watched) = (carrier.later(), cx.unique, self.watched.take());
+        let (mount, Caller { session, uid, gid, pid, .. }) = (Arc::clone(cx.mount), cx.caller);
+        self.share.lane.run(move || {
+            let caller = Caller { session, uid, gid, pid, groups: &[] };
+            let outcome = catch_unwind(AssertUnwindSafe(|| call(&caller))).unwrap_or(Err(Errno::IO));
+            later(reply::to_bytes(unique, mount.negotiated(), outcome));
+            if let Some(watched) = watched {
+                watched.end(outcome.map(|_| 0).into());
+            }
+        });
+        Served::Later
+    }
+}
+
+/// Answers success, to whoever wants an answer.
+fn empty(cx: &Context<'_>, operation: &Operation<'_>, carrier: &mut impl Carrier) -> Served {
+    match operation.reply_kind() {
+        Some(_) => cx.done(carrier, &Reply::Empty),
+        None => Served::NoReply,
+    }
+}
+
+/// Whether the operation would change anything in the source.
+fn changes_something(operation: &Operation<'_>) -> bool {
+    match operation {
+        Operation::Setattr { .. }
+        | Operation::Symlink { .. }
+        | Operation::Mknod { .. }
+        | Operation::Mkdir { .. }
+        | Operation::Unlink { .. }
+        | Operation::Rmdir { .. }
+        | Operation::Rename { .. }
+        | Operation::Link { .. }
+        | Operation::Create { .. }
+        | Operation::Tmpfile { .. }
+        | Operation::Write { .. }
+        | Operation::CopyFileRange(_)
+        | Operation::CopyFileRange64(_)
+        | Operation::Fallocate { .. }
+        | Operation::Setxattr { .. }
+        | Operation::Removexattr { .. } => true,
+        Operation::Open { flags, .. } => flags.intersects(OFlags::WRONLY | OFlags::RDWR | OFlags::TRUNC),
+        _ => false,
+    }
+}
+
+fn xattr_reply(cx: &Context<'_>, value: &[u8], bytes_max: u32, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+    let value = checks::xattr(value)?;
+    if bytes_max == 0 {
+        return Ok(cx.done(buffer, &Reply::XattrSize { bytes: reply::count(value.len()) }));
+    }
+    if value.len() > bytes_max as usize {
+        return Err(Errno::RANGE);
+    }
+    Ok(cx.done(buffer, &Reply::Bytes(value)))
+}

@@ -1,0 +1,215 @@
+//! Requests that wait for a lock, and how an INTERRUPT ends them.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferry_vfs::{Errno, Result, Waiter};
+
+/// INTERRUPTs of requests that are not parked, remembered for when they are: more than ever run at the same time,
+/// for the client sends one only while the request is under way.
+const EARLY_MAX: usize = 1024;
+
+type Answer = Box<dyn FnOnce(Result<()>) + Send>;
+
+#[derive(Default)]
+struct Stage {
+    answer: Option<Answer>,
+    /// Set once, by whoever ends the wait first: the source, or an INTERRUPT.
+    outcome: Option<Result<()>>,
+    /// The source keeps the waiter. Before that nothing is sent: if the source refuses the lock after all, or panics,
+    /// the request gets another answer.
+    parked: bool,
+}
+
+/// A request that waits.
+pub(crate) struct Wait {
+    stage: Mutex<Stage>,
+    /// The client gave up.
+    interrupted: Arc<AtomicBool>,
+}
+
+impl Wait {
+    fn lock(&self) -> MutexGuard<'_, Stage> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the wait; answers whether it had not ended before.
+    fn end(&self, outcome: Result<()>) -> bool {
+        let mut stage = self.lock();
+        if stage.outcome.is_some() {
+            return false;
+        }
+        stage.outcome = Some(outcome);
+        let answer = if stage.parked { stage.answer.take() } else { None };
+        drop(stage);
+        if let Some(answer) = answer {
+            answer(outcome);
+        }
+        true
+    }
+
+    /// Lets the answer go; answers whether it went at once.
+    fn park(&self) -> bool {
+        let mut stage = self.lock();
+        stage.parked = true;
+        let Some(outcome) = stage.outcome else { return false };
+        let answer = stage.answer.take();
+        drop(stage);
+        if let Some(answer) = answer {
+            answer(outcome);
+        }
+        true
+    }
+
+    fn interrupt(&self) {
+        // Before the answer, so that nobody grants what nobody wants.
+        self.interrupted.store(true, Ordering::Release);
+        self.end(Err(Errno::INTR));
+    }
+}
+
+#[derive(Default)]
+struct State {
+    parked: HashMap<u64, Arc<Wait>>,
+    /// INTERRUPTs that came before their request was parked.
+    early: VecDeque<u64>,
+}
+
+/// The requests of one session that wait, by their numbers.
+///
+/// An INTERRUPT for a request that is not parked is remembered rather than answered EAGAIN, which would have the
+/// client send it again and again: if the request is parked later, it ends at once; if it is answered, the number
+/// means nothing, for numbers are not used twice.
+#[derive(Default)]
+pub(crate) struct Waits(Mutex<State>);
+
+impl Waits {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A waiter for request `unique`, which is answered by `answer`. A lock that is granted although the client was
+    /// told EINTR is passed to `give_back`.
+    pub(crate) fn waiter(
+        self: &Arc<Self>,
+        unique: u64,
+        answer: impl FnOnce(Result<()>) + Send + 'static,
+        give_back: impl FnOnce() + Send + 'static,
+    ) -> (Waiter, Arc<Wait>) {
+        let interrupted = Arc::new(AtomicBool::new(false));
+        let stage = Stage { answer: Some(Box::new(answer)), ..Stage::default() };
+        let wait = Arc::new(Wait { stage: Mutex::new(stage), interrupted: Arc::clone(&interrupted) });
+        let (waits, ended) = (Arc::clone(self), Arc::clone(&wait));
+        let wake = move |outcome: Result<()>| {
+            if ended.end(outcome) {
+                waits.lock().parked.remove(&unique);
+            } else if outcome.is_ok() {
+                give_back();
+            }
+        };
+        (Waiter::new(wake).until(interrupted), wait)
+    }
+
+    /// The source keeps the waiter: from now on the request can be interrupted.
+    pub(crate) fn park(&self, unique: u64, wait: Arc<Wait>) {
+        let mut state = self.lock();
+        if let Some(index) = state.early.iter().position(|early| *early == unique) {
+            state.early.remove(index);
+            drop(state);
+            wait.interrupt();
+            wait.park();
+            return;
+        }
+        state.parked.insert(unique, Arc::clone(&wait));
+        drop(state);
+        if wait.park() {
+            self.lock().parked.remove(&unique);
+        }
+    }
+
+    /// The client wants no answer to a request any more.
+    pub(crate) fn interrupt(&self, unique: u64) {
+        let mut state = self.lock();
+        match state.parked.remove(&unique) {
+            Some(wait) => {
+                drop(state);
+                wait.interrupt();
+            }
+            None => {
+                if state.early.len() == EARLY_MAX {
+                    state.early.pop_front();
+                }
+                state.early.push_back(unique);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a wait ended with, and how many grants were given back.
+    #[derive(Default)]
+    struct Seen(Mutex<(Vec<Result<()>>, usize)>);
+
+    fn waiter(waits: &Arc<Waits>, unique: u64) -> (Waiter, Arc<Wait>, Arc<Seen>) {
+        let seen = Arc::new(Seen::default());
+        let (one, other) = (Arc::clone(&seen), Arc::clone(&seen));
+        let (waiter, wait) = waits.waiter(
+            unique,
+            move |outcome| one.0.lock().unwrap().0.push(outcome),
+            move || other.0.lock().unwrap().1 += 1,
+        );
+        (waiter, wait, seen)
+    }
+
+    #[test]
+    fn a_wait_ends_once_whoever_comes_first() {
+        const INTR: Result<()> = Err(Errno::INTR);
+        // Steps: p = park, i = interrupt, w = wake with the lock, d = drop the waiter.
+        for (steps, answers, given_back) in [
+            ("pw", [Ok(())], 0),
+            ("pi", [INTR], 0),
+            ("piw", [INTR], 1),
+            ("pid", [INTR], 0),
+            ("pd", [INTR], 0),
+            ("wpi", [Ok(())], 0),
+            ("ip", [INTR], 0),
+            ("ipw", [INTR], 1),
+            ("pwi", [Ok(())], 0),
+        ] {
+            let waits = Arc::new(Waits::default());
+            let (waiter, wait, seen) = waiter(&waits, 8);
+            let mut waiter = Some(waiter);
+            for step in steps.chars() {
+                match step {
+                    'p' => waits.park(8, Arc::clone(&wait)),
+                    'i' => waits.interrupt(8),
+                    'w' => waiter.take().unwrap().wake(Ok(())),
+                    _ => drop(waiter.take()),
+                }
+                let interrupted = seen.0.lock().unwrap().0 == [INTR];
+                let waiting = waiter.as_ref().is_some_and(Waiter::is_waiting);
+                assert!(!(interrupted && waiting), "{steps}: the source is told");
+            }
+            if let Some(waiter) = waiter {
+                waiter.dismiss();
+            }
+            assert_eq!(*seen.0.lock().unwrap(), (answers.to_vec(), given_back), "{steps}");
+            assert!(waits.lock().parked.is_empty(), "{steps}: nothing is kept");
+        }
+    }
+
+    #[test]
+    fn early_interrupts_are_bounded_and_for_their_own_request() {
+        let waits = Arc::new(Waits::default());
+        (0..10 * EARLY_MAX as u64).for_each(|unique| waits.interrupt(2 * unique));
+        assert_eq!(waits.lock().early.len(), EARLY_MAX);
+        let (kept, wait, seen) = waiter(&waits, 3);
+        waits.park(3, wait);
+        assert!(kept.is_waiting() && seen.0.lock().unwrap().0.is_empty());
+        kept.dismiss();
+    }
+}

@@ -1,0 +1,125 @@
+//! Files that the client's kernel reads and writes by itself (FUSE passthrough).
+//!
+//! Linux wants all opens of an inode that overlap in time to agree (`fs/fuse/iomode.c`): either all pass through, to
+//! the same backing file, or none does; otherwise `open` fails with EIO. So the first open of an inode decides, and
+//! its decision holds until the last is closed. The kernel counts a file as closed before it sends RELEASE, so what
+//! is counted here is never less than what the kernel counts.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferry_engine::Complaints;
+use ferry_vfs::{Backing, Errno, Ino};
+
+/// Registers backing files with the client's kernel (`FUSE_DEV_IOC_BACKING_OPEN` and `..._CLOSE`).
+///
+/// The kernel reads and writes a backing file with the credentials of the thread that registers it, and does not
+/// ask the server to clear suid and sgid. So the thread is to have no `CAP_FSETID` then: the host's file system
+/// clears them by itself.
+pub trait Backings: Send + Sync {
+    /// Registers a file; answers its number.
+    ///
+    /// # Errors
+    /// Those of the ioctl; the file is then served without passthrough.
+    fn register(&self, file: BorrowedFd<'_>) -> io::Result<i32>;
+
+    /// Ends a registration; files that are open through it stay so.
+    fn unregister(&self, id: i32);
+}
+
+/// Shards, so that opens of different inodes rarely wait for each other; a power of two.
+const SHARDS: usize = 16;
+
+/// An inode that is open.
+struct InUse {
+    /// The registration that all opens use; `None`: the server reads and writes.
+    backing_id: Option<i32>,
+    opens: u64,
+}
+
+/// How each inode that a client has open is read and written.
+pub(crate) struct Passthrough {
+    backings: Arc<dyn Backings>,
+    shards: [Mutex<HashMap<Ino, InUse>>; SHARDS],
+    /// The kernel refuses it for good.
+    refused: AtomicBool,
+    complained: AtomicBool,
+}
+
+impl Passthrough {
+    pub(crate) fn new(backings: Arc<dyn Backings>) -> Self {
+        let shards = std::array::from_fn(|_| Mutex::default());
+        Self { backings, shards, refused: AtomicBool::new(false), complained: AtomicBool::new(false) }
+    }
+
+    fn shard(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, InUse>> {
+        let index = usize::try_from(ino.0 % SHARDS as u64).unwrap_or(0);
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An inode is opened once more: answers the registration to use, if any. `file` is asked for if this is the
+    /// first open.
+    pub(crate) fn opened(
+        &self,
+        ino: Ino,
+        complaints: &Complaints,
+        file: impl FnOnce() -> Option<Arc<Backing>>,
+    ) -> Option<i32> {
+        // Two first opens must not decide differently, so the lock is held while one of them registers.
+        let mut shard = self.shard(ino);
+        let in_use = match shard.entry(ino) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let backing_id = self.register(complaints, file);
+                entry.insert(InUse { backing_id, opens: 0 })
+            }
+        };
+        in_use.opens += 1;
+        in_use.backing_id
+    }
+
+    fn register(&self, complaints: &Complaints, file: impl FnOnce() -> Option<Arc<Backing>>) -> Option<i32> {
+        if self.refused.load(Ordering::Relaxed) {
+            return None;
+        }
+        let file = file()?;
+        let error = match self.backings.register(file.as_fd()) {
+            Ok(id) => return Some(id),
+            Err(error) => error,
+        };
+        // The others are about one file: its file system is stacked too deep (ELOOP), or there are too many.
+        let for_good = [Errno::PERM, Errno::NOTTY, Errno::OPNOTSUPP, Errno::INVAL];
+        if Errno::from_io_error(&error).is_some_and(|errno| for_good.contains(&errno)) {
+            self.refused.store(true, Ordering::Relaxed);
+        }
+        if !self.complained.swap(true, Ordering::Relaxed) {
+            complaints.warn(format_args!("the kernel takes no backing file ({error}): served without passthrough"));
+        }
+        None
+    }
+
+    /// Whether the client's kernel reads and writes this inode by itself now.
+    pub(crate) fn is_used(&self, ino: Ino) -> bool {
+        self.shard(ino).get(&ino).is_some_and(|in_use| in_use.backing_id.is_some())
+    }
+
+    /// One open of an inode has ended.
+    pub(crate) fn closed(&self, ino: Ino) {
+        let mut shard = self.shard(ino);
+        let Some(in_use) = shard.get_mut(&ino) else { return };
+        in_use.opens -= 1;
+        if in_use.opens > 0 {
+            return;
+        }
+        let id = in_use.backing_id;
+        shard.remove(&ino);
+        drop(shard);
+        if let Some(id) = id {
+            self.backings.unregister(id);
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! What the client may keep, and what is agreed on at INIT.
+
+use std::time::Duration;
+
+use ferry_vfs::{Features, OFlags};
+use ferry_wire::fuse::{InitFlags, OpenFlags, Timeouts, Wanted};
+
+use crate::ShareOptions;
+
+/// How much a client may trust what it has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cache {
+    /// Nothing: every look-up, attribute and read is asked for.
+    None,
+    /// Names and attributes for a second; data until the file is opened again or seen to have changed
+    /// (close-to-open).
+    #[default]
+    Auto,
+    /// Everything, until the client drops it or is told of a change: for a source that only this client changes, or
+    /// whose changes it is told of.
+    Always,
+}
+
+/// `Auto` keeps names and attributes this long.
+const AUTO_TIMEOUT: Duration = Duration::from_secs(1);
+/// `Always` keeps them this long.
+const ALWAYS_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The share's policy, worked out once.
+#[derive(Clone, Debug)]
+pub(crate) struct Policy {
+    cache: Cache,
+    pub(crate) timeouts: Timeouts,
+    /// How long the client may remember that a name does not exist.
+    pub(crate) negative_timeout: Duration,
+    direct_opens: bool,
+    wanted: Wanted,
+}
+
+impl Policy {
+    pub(crate) fn new(options: &ShareOptions, features: Features) -> Self {
+        let default = match options.cache {
+            Cache::None => Duration::ZERO,
+            Cache::Auto => AUTO_TIMEOUT,
+            Cache::Always => ALWAYS_TIMEOUT,
+        };
+        let timeouts =
+            Timeouts { entry: options.entry_timeout.unwrap_or(default), attr: options.attr_timeout.unwrap_or(default) };
+        // Others may make the name at any time, and to see it late is worse than to see old attributes.
+        let negative_timeout = if options.cache == Cache::Always { timeouts.entry } else { Duration::ZERO };
+        let mut flags = InitFlags::ASYNC_READ
+            | InitFlags::ATOMIC_O_TRUNC
+            | InitFlags::BIG_WRITES
+            | InitFlags::DONT_MASK
+            | InitFlags::HAS_IOCTL_DIR
+            | InitFlags::ASYNC_DIO
+            | InitFlags::PARALLEL_DIROPS
+            | InitFlags::ABORT_ERROR
+            | InitFlags::HANDLE_KILLPRIV_V2
+            | InitFlags::SETXATTR_EXT
+            | InitFlags::CREATE_SUPP_GROUP
+            | InitFlags::DIRECT_IO_ALLOW_MMAP
+            | InitFlags::ALLOW_IDMAP;
+        // Entries that expire at once are not worth looking up beforehand. Otherwise every listing brings its inodes
+        // along: READDIRPLUS_AUTO would do so for the first 4 KiB of a directory only, and then a walk that looks
+        // at every file (find, ls -l, du, git) asks for each of the rest by itself.
+        if !timeouts.entry.is_zero() || !timeouts.attr.is_zero() {
+            flags |= InitFlags::DO_READDIRPLUS;
+        }
+        let optional = [
+            (features.posix_locks, InitFlags::POSIX_LOCKS),
+            (features.flock, InitFlags::FLOCK_LOCKS),
+            (features.posix_acl && options.xattr, InitFlags::POSIX_ACL),
+            (options.writeback, InitFlags::WRITEBACK_CACHE),
+            (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
+            (options.cache == Cache::Always, InitFlags::CACHE_SYMLINKS),
+        ];
+        for (_, flag) in optional.into_iter().filter(|(wanted, _)| *wanted) {
+            flags |= flag;
+        }
+        let wanted = Wanted { flags, ..Wanted::default() };
+        Self { cache: options.cache, timeouts, negative_timeout, direct_opens: options.direct_opens, wanted }
+    }
+
+    /// What every export of the share would like; each adds its own.
+    pub(crate) fn wanted(&self) -> Wanted {
+        self.wanted
+    }
+
+    /// How the client may treat a file that it opened with these flags.
+    pub(crate) fn file_flags(&self, flags: OFlags) -> OpenFlags {
+        // With DIRECT_IO and without, opens of one inode may be mixed in Linux: `fuse_file_io_open` counts the ones
+        // without only, and excludes nothing but passthrough.
+        if self.direct_opens && flags.contains(OFlags::DIRECT) {
+            return OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
+        }
+        match self.cache {
+            Cache::None => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
+            Cache::Auto => OpenFlags::PARALLEL_DIRECT_WRITES,
+            Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES,
+        }
+    }
+
+    /// How the client may treat a directory that it opened.
+    pub(crate) fn dir_flags(&self) -> OpenFlags {
+        match self.cache {
+            Cache::None | Cache::Auto => OpenFlags::empty(),
+            Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
+        }
+    }
+}

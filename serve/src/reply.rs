@@ -1,0 +1,104 @@
+//! Writing replies.
+
+use ferry_vfs::{Errno, Input, Output};
+use ferry_wire::fuse::{Negotiated, REPLY_HEAD_BYTES_MAX, Reply, encode_error};
+
+use crate::carrier::{Carrier, HEADER_BYTES, ReplyBuffer};
+
+/// What became of a reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Written {
+    /// It was written.
+    Whole(usize),
+    /// The client does not get it, but an error of so many bytes, or nothing at all.
+    Instead(usize),
+}
+
+impl Written {
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::Whole(bytes) | Self::Instead(bytes) => bytes,
+        }
+    }
+}
+
+/// Writes a reply. A client that left no room for it gets an error, or nothing.
+pub(crate) fn write(buffer: &mut impl ReplyBuffer, unique: u64, session: &Negotiated, reply: &Reply<'_>) -> Written {
+    let mut head = [0; REPLY_HEAD_BYTES_MAX];
+    let head = reply.encode(unique, session, &mut head);
+    let payload = reply.payload();
+    let bytes = head.len() + payload.len();
+    if buffer.room() < bytes {
+        return Written::Instead(write_error(buffer, unique, Errno::IO));
+    }
+    let mut done = buffer.write_at(0, head);
+    if done == head.len() && !payload.is_empty() {
+        done += buffer.write_at(head.len(), payload);
+    }
+    if done == bytes { Written::Whole(bytes) } else { Written::Instead(0) }
+}
+
+/// Writes the head of a reply whose data is in its place already; answers the bytes of the whole.
+pub(crate) fn write_data_head(buffer: &mut impl ReplyBuffer, unique: u64, data_bytes: usize) -> usize {
+    match buffer.write_at(0, &Reply::encode_bytes_head(unique, data_bytes)) {
+        HEADER_BYTES => HEADER_BYTES + data_bytes,
+        _ => 0,
+    }
+}
+
+/// Writes an error reply; answers its bytes.
+pub(crate) fn write_error(buffer: &mut impl ReplyBuffer, unique: u64, errno: Errno) -> usize {
+    let reply = encode_error(unique, errno);
+    if buffer.room() >= HEADER_BYTES && buffer.write_at(0, &reply) == HEADER_BYTES { HEADER_BYTES } else { 0 }
+}
+
+/// A reply to be written later, by the carrier.
+pub(crate) fn to_bytes(unique: u64, session: &Negotiated, outcome: Result<Reply<'_>, Errno>) -> Vec<u8> {
+    match outcome {
+        Ok(reply) => {
+            let mut head = [0; REPLY_HEAD_BYTES_MAX];
+            let mut bytes = reply.encode(unique, session, &mut head).to_vec();
+            bytes.extend_from_slice(reply.payload());
+            bytes
+        }
+        Err(errno) => encode_error(unique, errno).to_vec(),
+    }
+}
+
+/// A count for the wire.
+pub(crate) fn count(bytes: usize) -> u32 {
+    u32::try_from(bytes).unwrap_or(u32::MAX)
+}
+
+/// The part of a reply where the data of a READ goes.
+pub(crate) struct DataOutput<'a, C> {
+    pub(crate) carrier: &'a mut C,
+    pub(crate) done: usize,
+    pub(crate) bytes_max: usize,
+}
+
+impl<C: ReplyBuffer> Output for DataOutput<'_, C> {
+    fn put(&mut self, bytes: &[u8]) -> usize {
+        let bytes = &bytes[..bytes.len().min(self.bytes_max - self.done)];
+        let count = self.carrier.write_at(HEADER_BYTES + self.done, bytes);
+        self.done += count;
+        count
+    }
+}
+
+/// The part of a message where the data of a WRITE is.
+pub(crate) struct DataInput<'a, C> {
+    pub(crate) carrier: &'a C,
+    pub(crate) offset: usize,
+    pub(crate) left: usize,
+}
+
+impl<C: Carrier> Input for DataInput<'_, C> {
+    fn take(&mut self, bytes: &mut [u8]) -> usize {
+        let most = bytes.len().min(self.left);
+        let count = self.carrier.read_at(self.offset, &mut bytes[..most]);
+        self.offset += count;
+        self.left -= count;
+        count
+    }
+}

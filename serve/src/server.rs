@@ -1,0 +1,224 @@
+//! From a message to a served request.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use ferry_vfs::{Caller, Errno, Ino};
+use ferry_wire::fuse::{
+    IN_HEADER_BYTES, InitError, InitFlags, InitOutcome, InitRequest, Negotiated, Operation, REQUEST_HEAD_BYTES_MAX,
+    Reply, Request, decode, negotiate, peek,
+};
+
+use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::data::Moving;
+use crate::debug::Watched;
+use crate::mount::Mount;
+use crate::passthrough::Passthrough;
+use crate::reply::{self, Written};
+use crate::session::Session;
+use crate::share::Share;
+
+/// Groups of a caller that are looked at; Linux sends one.
+const GROUPS_MAX: usize = 32;
+
+/// Serves the requests of one worker (a virtqueue, a ring, a thread that reads the device), one at a time.
+pub struct Server {
+    pub(crate) share: Arc<Share>,
+    session: Arc<Session>,
+    /// The client's session, for as long as a batch takes.
+    mount: Option<Arc<Mount>>,
+    /// The private copy of the request being served.
+    head: Vec<u8>,
+    /// Listings, on their way out.
+    pub(crate) scratch: Vec<u8>,
+    /// Inodes that a listing refers to.
+    pub(crate) referred: Vec<Ino>,
+    /// Transfers under way, by the low half of their token.
+    moving: Vec<Option<Moving>>,
+    /// The request being served, if its outcome is to be logged.
+    pub(crate) watched: Option<Box<Watched>>,
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("share", &self.share).field("session", &self.session).finish_non_exhaustive()
+    }
+}
+
+/// A request being served.
+pub(crate) struct Context<'a> {
+    pub(crate) caller: Caller<'a>,
+    pub(crate) mount: &'a Arc<Mount>,
+    pub(crate) ino: Ino,
+    pub(crate) unique: u64,
+}
+
+impl Context<'_> {
+    /// Answers at once.
+    pub(crate) fn done(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> Served {
+        Served::Reply(self.tell(carrier, reply).bytes())
+    }
+
+    /// Answers at once; says whether the client gets to know.
+    pub(crate) fn tell(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> Written {
+        reply::write(carrier, self.unique, self.mount.negotiated(), reply)
+    }
+}
+
+impl Server {
+    /// Makes a server of a client's session.
+    pub fn new(share: Arc<Share>, session: Arc<Session>) -> Self {
+        Self {
+            share,
+            session,
+            mount: None,
+            head: vec![0; REQUEST_HEAD_BYTES_MAX],
+            scratch: Vec::new(),
+            referred: Vec::new(),
+            moving: Vec::new(),
+            watched: None,
+        }
+    }
+
+    /// Serves a request: copies it, once, and serves the copy. A panic of the source passes through: a worker that
+    /// catches it calls [`Self::failed`]; others use [`Self::serve_caught`].
+    pub fn serve(&mut self, carrier: &mut impl Carrier) -> Served {
+        let message_bytes = carrier.request_bytes();
+        let mut header = [0; IN_HEADER_BYTES];
+        if carrier.read_at(0, &mut header) < IN_HEADER_BYTES {
+            self.share.complaints.warn(format_args!("a request of {message_bytes} bytes has no FUSE header"));
+            return Served::Reply(0);
+        }
+        let head_bytes = peek(&header).head_bytes(message_bytes);
+        let mut head = std::mem::take(&mut self.head);
+        head[..IN_HEADER_BYTES].copy_from_slice(&header);
+        let rest = &mut head[IN_HEADER_BYTES..head_bytes.max(IN_HEADER_BYTES)];
+        let copied = IN_HEADER_BYTES + carrier.read_at(IN_HEADER_BYTES, rest);
+        let served = self.serve_copy(carrier, &head[..head_bytes.min(copied)], message_bytes);
+        self.head = head;
+        served
+    }
+
+    /// As [`Self::serve`], but a panic of the source becomes EIO for this request alone.
+    pub fn serve_caught(&mut self, carrier: &mut impl Carrier) -> Served {
+        catch_unwind(AssertUnwindSafe(|| self.serve(carrier))).unwrap_or_else(|_| self.failed(carrier))
+    }
+
+    fn serve_copy(&mut self, carrier: &mut impl Carrier, head: &[u8], message_bytes: usize) -> Served {
+        if self.mount.is_none() {
+            self.mount = self.session.mount();
+        }
+        let mount = self.mount.clone();
+        let agreed = mount.as_ref().map_or(&Negotiated::BEFORE_INIT, |mount| mount.negotiated());
+        match (decode(head, message_bytes, agreed), &mount) {
+            (Err(error), _) => {
+                // Linux passes names on that are too long; every program of the client can make it do so.
+                if error.errno != Errno::NAMETOOLONG {
+                    self.share.complaints.warn(format_args!("{error}"));
+                }
+                match error.reply_to() {
+                    Some(unique) => Served::Reply(reply::write_error(carrier, unique, error.errno)),
+                    None => Served::NoReply,
+                }
+            }
+            (Ok(Request { operation: Operation::Init(init), unique, .. }), _) => {
+                Served::Reply(self.init(carrier, unique, &init))
+            }
+            (Ok(request), Some(mount)) => {
+                let mut groups = [0; GROUPS_MAX];
+                let groups = request.extensions.groups.copy_to(&mut groups);
+                let Request { unique, ino, uid, gid, pid, operation, .. } = request;
+                let caller = Caller { session: mount.id(), uid, gid, pid, groups };
+                self.serve_operation(&Context { caller, mount, ino, unique }, &operation, carrier)
+            }
+            (Ok(request), None) => match request.operation.reply_kind() {
+                Some(_) => Served::Reply(reply::write_error(carrier, request.unique, Errno::NOTCONN)),
+                None => Served::NoReply,
+            },
+        }
+    }
+
+    /// Begins a session; what an earlier one held (a guest was reset) is given back.
+    fn init(&mut self, buffer: &mut impl ReplyBuffer, unique: u64, init: &InitRequest) -> usize {
+        self.end_session();
+        let mut wanted = self.share.policy.wanted();
+        if let Some(adjust) = &self.session.adjust {
+            adjust(init, &mut wanted);
+        }
+        let backings = self.session.backings.as_ref().filter(|_| self.share.source.features().backing);
+        // What the client's cache holds back would go by the backing file.
+        let holds_back = (wanted.flags & init.flags).contains(InitFlags::WRITEBACK_CACHE);
+        let backings = backings.filter(|_| !holds_back && wanted.flags.contains(InitFlags::PASSTHROUGH));
+        if backings.is_none() {
+            wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
+        }
+        match negotiate(init, &wanted) {
+            Ok(InitOutcome::Ready(negotiated, answer)) => {
+                let name = &self.share.name;
+                tracing::debug!("{name}: a client speaks FUSE 7.{}, agreed on {:?}", init.minor, negotiated.flags);
+                let backings = backings.filter(|_| negotiated.has(InitFlags::PASSTHROUGH));
+                let passthrough = backings.map(|backings| Passthrough::new(Arc::clone(backings)));
+                let mount = Mount::new(Arc::clone(&self.share.source), negotiated, passthrough);
+                self.session.set_mount(Some(Arc::new(mount)));
+                reply::write(buffer, unique, &negotiated, &Reply::Init(answer)).bytes()
+            }
+            Ok(InitOutcome::Retry(answer)) => {
+                reply::write(buffer, unique, &Negotiated::BEFORE_INIT, &Reply::Init(answer)).bytes()
+            }
+            Err(error) => {
+                self.share.complaints.warn(format_args!("{error}; no mount"));
+                reply::write_error(buffer, unique, InitError::ERRNO)
+            }
+        }
+    }
+
+    pub(crate) fn end_session(&mut self) {
+        self.mount = None;
+        self.session.set_mount(None);
+    }
+
+    /// Remembers what to do when the transfer with this token ends.
+    pub(crate) fn expect(&mut self, token: u64, moving: Moving) {
+        let index = slot(token);
+        if self.moving.len() <= index {
+            self.moving.resize_with(index + 1, || None);
+        }
+        self.moving[index] = Some(moving);
+    }
+
+    /// The transfer of the request with this token has ended: finishes its reply. Answers the bytes of the reply.
+    pub fn transferred(&mut self, token: u64, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
+        match self.moving.get_mut(slot(token)).and_then(Option::take) {
+            Some(moving) => moving.finish(&self.share, buffer, outcome),
+            None => 0,
+        }
+    }
+
+    /// [`Self::serve`] panicked: answers EIO.
+    pub fn failed(&mut self, carrier: &mut impl Carrier) -> Served {
+        // The panic may have come while buffers were lent out.
+        self.head.resize(REQUEST_HEAD_BYTES_MAX, 0);
+        if let Some(watched) = self.watched.take() {
+            watched.end(Err(Errno::IO).into());
+        }
+        let mut header = [0; IN_HEADER_BYTES];
+        carrier.read_at(0, &mut header);
+        let peeked = peek(&header);
+        match peeked.wants_reply() {
+            true => Served::Reply(reply::write_error(carrier, peeked.unique, Errno::IO)),
+            false => Served::NoReply,
+        }
+    }
+
+    /// Lets go of the session. To be called whenever the worker is about to wait: a session that was ended meanwhile
+    /// gives back what it held only then.
+    pub fn batch_end(&mut self) {
+        self.mount = None;
+    }
+}
+
+/// Tokens count slots in their low half.
+fn slot(token: u64) -> usize {
+    usize::try_from(token & u64::from(u32::MAX)).unwrap_or(0)
+}

@@ -1,0 +1,91 @@
+//! What all clients of one export of a source have in common.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferry_engine::{Complaints, Lane};
+use ferry_vfs::FileSystem;
+
+use crate::policy::{Cache, Policy};
+
+/// How a share is to behave.
+#[derive(Clone, Debug)]
+pub struct ShareOptions {
+    /// What the log calls it: the directory, or whatever the user named.
+    pub name: String,
+    /// What clients may keep.
+    pub cache: Cache,
+    /// How long clients may keep names; `None`: as the cache mode says.
+    pub entry_timeout: Option<Duration>,
+    /// How long clients may keep attributes; `None`: as the cache mode says.
+    pub attr_timeout: Option<Duration>,
+    /// Let the client's page cache hold written data back. The source must have been told.
+    pub writeback: bool,
+    /// Extended attributes and POSIX ACLs. Without them a client asks once and never again.
+    pub xattr: bool,
+    /// Files opened with `O_DIRECT` leave the client's page cache out altogether. Without, Linux sends an
+    /// `O_DIRECT | O_SYNC` write down the cached path and an fsync behind it: 30 instead of 200 thousand a second.
+    pub direct_opens: bool,
+}
+
+impl Default for ShareOptions {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            cache: Cache::Auto,
+            entry_timeout: None,
+            attr_timeout: None,
+            writeback: false,
+            xattr: true,
+            direct_opens: false,
+        }
+    }
+}
+
+/// A source as one export offers it: shared by all servers of all its clients.
+pub struct Share {
+    pub(crate) name: String,
+    pub(crate) source: Arc<dyn FileSystem>,
+    pub(crate) policy: Policy,
+    pub(crate) read_only: bool,
+    pub(crate) xattr: bool,
+    pub(crate) complaints: Complaints,
+    pub(crate) lane: Lane,
+}
+
+impl std::fmt::Debug for Share {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Share").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl Share {
+    /// Offers a source.
+    pub fn new(source: Arc<dyn FileSystem>, options: &ShareOptions) -> Self {
+        let features = source.features();
+        Self {
+            name: options.name.clone(),
+            policy: Policy::new(options, features),
+            read_only: features.read_only,
+            xattr: options.xattr,
+            source,
+            complaints: Complaints::default(),
+            lane: Lane::default(),
+        }
+    }
+
+    /// The source.
+    pub fn source(&self) -> &Arc<dyn FileSystem> {
+        &self.source
+    }
+
+    /// Where to log what a client can cause.
+    pub fn complaints(&self) -> &Complaints {
+        &self.complaints
+    }
+
+    /// Threads for what may take long.
+    pub fn lane(&self) -> &Lane {
+        &self.lane
+    }
+}

@@ -1,0 +1,173 @@
+//! A client that holds its requests in memory.
+#![allow(dead_code, reason = "each test uses a part")]
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, mpsc};
+
+use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer, Served, Server, Session, Share, ShareOptions};
+use ferry_vfs::{Backing, Errno, FileSystem, Ino};
+use ferry_wire::fuse::{Extensions, InitFlags, InitRequest, Negotiated, Operation, Reply, ReplyKind, Request};
+
+/// A transfer that was begun.
+pub enum Transfer {
+    Read(Arc<Backing>, u64, usize, usize),
+    Write(Arc<Backing>, u64, (usize, usize)),
+    Fsync(bool),
+}
+
+pub struct Message {
+    pub request: Vec<u8>,
+    pub reply: Vec<u8>,
+    /// The export has given up on it.
+    pub revoked: bool,
+    pub transfer: Option<Transfer>,
+    pub late: mpsc::Sender<Vec<u8>>,
+}
+
+impl ReplyBuffer for Message {
+    fn room(&self) -> usize {
+        self.reply.len()
+    }
+
+    fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
+        if self.revoked {
+            return 0;
+        }
+        let room = self.reply.get_mut(offset..).unwrap_or_default();
+        let count = room.len().min(bytes.len());
+        room[..count].copy_from_slice(&bytes[..count]);
+        count
+    }
+}
+
+impl Carrier for Message {
+    fn request_bytes(&self) -> usize {
+        self.request.len()
+    }
+
+    fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+        let rest = self.request.get(offset..).unwrap_or_default();
+        let count = rest.len().min(bytes.len());
+        bytes[..count].copy_from_slice(&rest[..count]);
+        count
+    }
+
+    fn token(&self) -> u64 {
+        7
+    }
+
+    fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
+        let late = self.late.clone();
+        move |reply| late.send(reply).unwrap()
+    }
+
+    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
+        self.transfer = Some(Transfer::Read(file, file_offset, reply_offset, bytes));
+    }
+
+    fn write(&mut self, file: Arc<Backing>, file_offset: u64, request: (usize, usize), _: bool, _: bool) {
+        self.transfer = Some(Transfer::Write(file, file_offset, request));
+    }
+
+    fn fsync(&mut self, _: Arc<Backing>, data_only: bool) {
+        self.transfer = Some(Transfer::Fsync(data_only));
+    }
+}
+
+impl Message {
+    /// Does what was begun, as an engine would.
+    fn transfer(&mut self) -> io::Result<usize> {
+        match self.transfer.take().expect("a transfer was begun") {
+            Transfer::Read(file, at, offset, bytes) => {
+                Ok(rustix::io::pread(file.as_fd(), &mut self.reply[offset..offset + bytes], at)?)
+            }
+            Transfer::Write(file, at, (offset, bytes)) => {
+                Ok(rustix::io::pwrite(file.as_fd(), &self.request[offset..offset + bytes], at)?)
+            }
+            Transfer::Fsync(_) => Ok(0),
+        }
+    }
+}
+
+/// What became of a request.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The bytes behind the header.
+    Reply(Vec<u8>),
+    Error(Errno),
+    /// Not one byte.
+    Nothing,
+    NoReply,
+    /// A reply will come to [`Client::late`].
+    Late,
+}
+
+pub struct Client {
+    pub server: Server,
+    pub session: Arc<Session>,
+    pub negotiated: Negotiated,
+    pub late: mpsc::Receiver<Vec<u8>>,
+    sender: mpsc::Sender<Vec<u8>>,
+    pub room: usize,
+    pub revoked: bool,
+    unique: u64,
+}
+
+impl Client {
+    pub fn new(source: Arc<dyn FileSystem>, options: &ShareOptions, session: Session) -> Self {
+        let (sender, late) = mpsc::channel();
+        let session = Arc::new(session);
+        let server = Server::new(Arc::new(Share::new(source, options)), Arc::clone(&session));
+        let negotiated = Negotiated::BEFORE_INIT;
+        let mut client = Self { server, session, negotiated, late, sender, room: 1 << 17, revoked: false, unique: 0 };
+        let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags: InitFlags::ALL };
+        assert!(matches!(client.ask(Ino::ROOT, Operation::Init(offer)), Answer::Reply(_)));
+        client.negotiated = *client.session.mount().expect("INIT was answered").negotiated();
+        client
+    }
+
+    /// The number of the next request.
+    pub fn next_unique(&self) -> u64 {
+        self.unique + 2
+    }
+
+    pub fn ask(&mut self, ino: Ino, operation: Operation<'_>) -> Answer {
+        self.ask_and_write(ino, operation, &[])
+    }
+
+    /// For WRITE: its data follow.
+    pub fn ask_and_write(&mut self, ino: Ino, operation: Operation<'_>, data: &[u8]) -> Answer {
+        self.unique += 2;
+        let request =
+            Request { unique: self.unique, ino, uid: 0, gid: 0, pid: 1, extensions: Extensions::default(), operation };
+        let mut bytes = Vec::new();
+        request.encode(&self.negotiated, &mut bytes);
+        bytes.extend_from_slice(data);
+        let mut message = Message {
+            request: bytes,
+            reply: vec![0; self.room],
+            revoked: self.revoked,
+            transfer: None,
+            late: self.sender.clone(),
+        };
+        let written = match self.server.serve_caught(&mut message) {
+            Served::Reply(written) => written,
+            Served::NoReply => return Answer::NoReply,
+            Served::Later | Served::Parked => return Answer::Late,
+            Served::Transfer => {
+                let outcome = message.transfer();
+                self.server.transferred(message.token(), &mut message, outcome)
+            }
+        };
+        self.server.batch_end();
+        if written == 0 { Answer::Nothing } else { answer(self.unique, &message.reply[..written]) }
+    }
+}
+
+/// Takes a reply apart; its header must be sound.
+pub fn answer(unique: u64, reply: &[u8]) -> Answer {
+    let (decoded, outcome) = Reply::decode(ReplyKind::Bytes, reply).expect("a sound header");
+    assert_eq!(decoded, unique);
+    outcome.map_or_else(Answer::Error, |_| Answer::Reply(reply[HEADER_BYTES..].to_vec()))
+}

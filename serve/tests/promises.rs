@@ -1,0 +1,319 @@
+//! What the server promises beyond passing calls on: durable writes, locks that can be interrupted, passthrough.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex};
+
+use common::{Answer, Client};
+use ferry_serve::{Backings, Cache, Session, ShareOptions};
+use ferry_vfs::*;
+use ferry_wire::fuse::{InitFlags, LockRequest, OpenFlags, Operation, Release, Reply, ReplyKind};
+
+const FILE: Ino = Ino(2);
+/// `O_DSYNC` as Linux sends it; rustix's constant of that name has the bits of `O_SYNC`.
+const DSYNC: OFlags = OFlags::from_bits_retain(0o10_000);
+
+/// One file. What it is asked for is noted.
+#[derive(Default)]
+struct One {
+    /// Where the bytes are; without it, nowhere.
+    file: Option<Arc<Backing>>,
+    /// Reads and writes are left to the server.
+    extents: bool,
+    /// What a lock request gets.
+    waits: bool,
+    asked: Mutex<Vec<String>>,
+    waiters: Mutex<Vec<Waiter>>,
+    next: Mutex<u64>,
+    changes: Changes,
+}
+
+impl One {
+    fn note(&self, what: impl Into<String>) {
+        self.asked.lock().unwrap().push(what.into());
+    }
+
+    fn noted(&self) -> Vec<String> {
+        std::mem::take(&mut self.asked.lock().unwrap())
+    }
+}
+
+impl FileSystem for One {
+    fn features(&self) -> Features {
+        Features { backing: self.file.is_some(), ..Features::default() }
+    }
+    fn changes(&self) -> Option<&Changes> {
+        Some(&self.changes)
+    }
+    fn open(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
+        let mut next = self.next.lock().unwrap();
+        *next += 1;
+        Ok(Handle(*next))
+    }
+    fn backing(&self, _: &Caller<'_>, _: Ino, _: Handle) -> Option<Arc<Backing>> {
+        self.file.clone()
+    }
+    fn write(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Input) -> Result<Data> {
+        self.note("write");
+        Ok(match (&self.file, self.extents) {
+            (Some(file), true) => Data::Extent(Extent { file: Arc::clone(file), offset: at.offset }),
+            _ => Data::Bytes(at.len as usize),
+        })
+    }
+    fn read(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
+        let file = self.file.clone().ok_or(Errno::NOSYS)?;
+        Ok(Data::Extent(Extent { file, offset: at.offset }))
+    }
+    fn flush(&self, _: &Caller<'_>, _: Ino, _: Handle, _: u64) -> Result<()> {
+        Ok(())
+    }
+    fn fsync(&self, _: &Caller<'_>, _: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
+        self.note(format!("fsync {data_only}"));
+        match handle.0 {
+            1 => Ok(None),
+            2 => Err(Errno::NOSYS),
+            3 => Err(Errno::NOSPC),
+            _ => Ok(self.file.clone()),
+        }
+    }
+    fn set_lock(&self, _: &Caller<'_>, _: Ino, _: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+        self.note(format!("{:?}", lock.kind));
+        match (wait, lock.kind) {
+            (Some(waiter), _) if self.waits => {
+                self.waiters.lock().unwrap().push(waiter);
+                Ok(Locked::Waiting)
+            }
+            // Dropped, not dismissed: no answer may come of it.
+            (Some(_), LockKind::Read) => Err(Errno::DEADLK),
+            _ => Ok(Locked::Done),
+        }
+    }
+}
+
+fn client(one: One, options: &ShareOptions, session: Session) -> (Arc<One>, Client) {
+    let one = Arc::new(one);
+    let client = Client::new(Arc::clone(&one) as Arc<dyn FileSystem>, options, session);
+    (one, client)
+}
+
+fn file() -> Option<Arc<Backing>> {
+    Some(Arc::new(Backing::new(tempfile::tempfile().unwrap().into())))
+}
+
+#[test]
+fn a_write_is_as_durable_as_its_flags_ask_for() {
+    const WRITTEN: [u8; 8] = [3, 0, 0, 0, 0, 0, 0, 0];
+    let written = || Answer::Reply(WRITTEN.to_vec());
+    for (handle, flags, calls, expected) in [
+        (1, OFlags::WRONLY, &["write"][..], written()),
+        (1, OFlags::WRONLY | OFlags::DIRECT, &["write"], written()),
+        (1, OFlags::WRONLY | DSYNC, &["write", "fsync true"], written()),
+        (1, OFlags::WRONLY | OFlags::SYNC, &["write", "fsync false"], written()),
+        (2, OFlags::WRONLY | OFlags::SYNC, &["write", "fsync false"], written()),
+        (3, OFlags::WRONLY | OFlags::SYNC, &["write", "fsync false"], Answer::Error(Errno::NOSPC)),
+        // The descriptor is synced by a transfer, and then the write is answered.
+        (4, OFlags::WRONLY | DSYNC, &["write", "fsync true"], written()),
+    ] {
+        let (one, mut client) =
+            client(One { file: file(), ..One::default() }, &ShareOptions::default(), Session::default());
+        let handle = Handle(handle);
+        let range = IoRange { ino: FILE, handle, offset: 5, len: 3, flags, clear_privileges: false, owner: None };
+        let answer = client.ask_and_write(FILE, Operation::Write { range, cached: false }, b"abc");
+        assert_eq!((one.noted(), answer), (calls.iter().map(ToString::to_string).collect(), expected), "{flags:?}");
+    }
+}
+
+#[test]
+fn extents_are_transferred_and_published() {
+    let one = One { file: file(), extents: true, ..One::default() };
+    let (one, mut client) = client(one, &ShareOptions::default(), Session::default());
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let list = Arc::clone(&seen);
+    let _subscription = one.changes.subscribe(move |change, by| list.lock().unwrap().push((change.clone(), by)));
+    let flags = OFlags::RDWR | OFlags::SYNC;
+    let range =
+        IoRange { ino: FILE, handle: Handle(1), offset: 5, len: 3, flags, clear_privileges: false, owner: None };
+    let answer = client.ask_and_write(FILE, Operation::Write { range, cached: false }, b"abc");
+    assert_eq!(answer, Answer::Reply(vec![3, 0, 0, 0, 0, 0, 0, 0]));
+    assert_eq!(one.noted(), ["write"], "the descriptor was opened with the flag: that is the source's promise");
+    let by = client.session.mount().unwrap().id();
+    assert_eq!(*seen.lock().unwrap(), [(Change::Data { ino: FILE, offset: 5, len: 3 }, by)]);
+    let range = IoRange { offset: 4, len: 100, ..range };
+    assert_eq!(client.ask(FILE, Operation::Read(range)), Answer::Reply(b"\0abc".to_vec()));
+}
+
+fn set_lock(kind: LockKind) -> Operation<'static> {
+    let lock = LockRequest { handle: Handle(1), owner: 9, kind, start: 0, end: 99, pid: 1, flock: false };
+    Operation::SetLock { lock, wait: true }
+}
+
+#[test]
+fn a_lock_that_waits_can_be_interrupted() {
+    let (one, mut client) = client(One { waits: true, ..One::default() }, &ShareOptions::default(), Session::default());
+    let unique = client.next_unique();
+    assert_eq!(client.ask(FILE, set_lock(LockKind::Write)), Answer::Late);
+    assert!(one.waiters.lock().unwrap()[0].is_waiting() && client.late.try_recv().is_err());
+    assert_eq!(client.ask(FILE, Operation::Interrupt { unique }), Answer::NoReply);
+    assert_eq!(common::answer(unique, &client.late.try_recv().unwrap()), Answer::Error(Errno::INTR));
+    let waiter = one.waiters.lock().unwrap().pop().unwrap();
+    assert!(!waiter.is_waiting());
+    // The source had granted it already: it is given back, on another thread.
+    one.noted();
+    waiter.wake(Ok(()));
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    while one.asked.lock().unwrap().is_empty() && std::time::Instant::now() < deadline {
+        std::thread::yield_now();
+    }
+    assert_eq!(one.noted(), ["Unlock"]);
+    assert!(client.late.try_recv().is_err(), "answered once");
+    // An INTERRUPT that overtakes its request.
+    let unique = client.next_unique() + 2;
+    assert_eq!(client.ask(FILE, Operation::Interrupt { unique }), Answer::NoReply);
+    assert_eq!(client.ask(FILE, set_lock(LockKind::Write)), Answer::Late);
+    assert_eq!(common::answer(unique, &client.late.try_recv().unwrap()), Answer::Error(Errno::INTR));
+}
+
+#[test]
+fn a_lock_that_does_not_wait_is_answered_once() {
+    let (_, mut client) = client(One::default(), &ShareOptions::default(), Session::default());
+    assert_eq!(client.ask(FILE, set_lock(LockKind::Write)), Answer::Reply(vec![]));
+    assert_eq!(client.ask(FILE, set_lock(LockKind::Read)), Answer::Error(Errno::DEADLK));
+    assert!(client.late.try_recv().is_err());
+}
+
+/// A kernel that takes backing files, or refuses.
+#[derive(Default)]
+struct Kernel {
+    refuses: Option<Errno>,
+    asked: Mutex<u32>,
+    registered: Mutex<BTreeMap<i32, ()>>,
+}
+
+impl Backings for Kernel {
+    fn register(&self, _: BorrowedFd<'_>) -> io::Result<i32> {
+        *self.asked.lock().unwrap() += 1;
+        if let Some(errno) = self.refuses {
+            return Err(errno.into());
+        }
+        let id = i32::try_from(*self.asked.lock().unwrap()).unwrap();
+        self.registered.lock().unwrap().insert(id, ());
+        Ok(id)
+    }
+    fn unregister(&self, id: i32) {
+        self.registered.lock().unwrap().remove(&id).expect("registered once, unregistered once");
+    }
+}
+
+/// A mount that offers passthrough.
+fn passing(kernel: &Arc<Kernel>, options: &ShareOptions, flags: InitFlags) -> (Arc<One>, Client) {
+    let session = Session::new(move |_, wanted| wanted.flags |= flags);
+    let session = session.with_backings(Arc::clone(kernel) as Arc<dyn Backings>);
+    client(One { file: file(), ..One::default() }, options, session)
+}
+
+/// Opens and answers handle, flags and registration.
+fn open(client: &mut Client, flags: OFlags) -> (Handle, OpenFlags, i32) {
+    let Answer::Reply(reply) = client.ask(FILE, Operation::Open { flags, clear_privileges: false }) else {
+        panic!("refused")
+    };
+    let mut message = u32::to_le_bytes(16 + 16).to_vec();
+    message.extend_from_slice(&[0; 12]);
+    message.extend_from_slice(&reply);
+    let Ok((_, Ok(Reply::Open(opened)))) = Reply::decode(ReplyKind::Open, &message) else { panic!("no reply") };
+    (opened.handle, opened.flags, opened.backing_id)
+}
+
+fn close(client: &mut Client, handle: Handle) {
+    let release = Release { handle, flags: OFlags::empty(), flush: false, unlock_flock: false, owner: 0 };
+    assert_eq!(client.ask(FILE, Operation::Release(release)), Answer::Reply(vec![]));
+}
+
+#[test]
+fn all_opens_of_an_inode_share_one_backing_file() {
+    let kernel = Arc::new(Kernel::default());
+    let (one, mut client) = passing(&kernel, &ShareOptions::default(), InitFlags::PASSTHROUGH);
+    let first = open(&mut client, OFlags::RDONLY);
+    let second = open(&mut client, OFlags::RDWR | OFlags::DIRECT);
+    assert_eq!((first.1, first.2, second.1, second.2), (OpenFlags::PASSTHROUGH, 1, OpenFlags::PASSTHROUGH, 1));
+    // What the client's kernel wrote by itself is told when the writer is done, and only then.
+    let seen = Arc::new(Mutex::new(0));
+    let count = Arc::clone(&seen);
+    let _subscription = one.changes.subscribe(move |change, _| {
+        assert_eq!(*change, Change::Data { ino: FILE, offset: 0, len: u64::MAX });
+        *count.lock().unwrap() += 1;
+    });
+    client.ask(FILE, Operation::Flush { handle: first.0, owner: 1 });
+    close(&mut client, first.0);
+    assert_eq!((*seen.lock().unwrap(), kernel.registered.lock().unwrap().len()), (0, 1));
+    client.ask(FILE, Operation::Flush { handle: second.0, owner: 1 });
+    assert_eq!(*seen.lock().unwrap(), 1);
+    close(&mut client, second.0);
+    assert!(kernel.registered.lock().unwrap().is_empty());
+    assert_eq!(open(&mut client, OFlags::RDONLY).2, 2, "registered anew");
+    // The client vanishes.
+    client.session.end();
+    client.server.batch_end();
+    assert!(kernel.registered.lock().unwrap().is_empty());
+}
+
+#[test]
+fn what_the_kernel_refuses_is_served_plainly() {
+    // Whether the kernel is asked again for the next file.
+    for (errno, again) in
+        [(Errno::PERM, false), (Errno::OPNOTSUPP, false), (Errno::LOOP, true), (Errno::OVERFLOW, true)]
+    {
+        let kernel = Arc::new(Kernel { refuses: Some(errno), ..Kernel::default() });
+        let (_, mut client) = passing(&kernel, &ShareOptions::default(), InitFlags::PASSTHROUGH);
+        let first = open(&mut client, OFlags::RDONLY);
+        let second = open(&mut client, OFlags::RDONLY);
+        assert!(!first.1.contains(OpenFlags::PASSTHROUGH) && !second.1.contains(OpenFlags::PASSTHROUGH));
+        assert_eq!(*kernel.asked.lock().unwrap(), 1, "the first open decides for all of them");
+        close(&mut client, first.0);
+        close(&mut client, second.0);
+        open(&mut client, OFlags::RDONLY);
+        assert_eq!(*kernel.asked.lock().unwrap(), if again { 2 } else { 1 }, "{errno}");
+    }
+}
+
+#[test]
+fn passthrough_is_agreed_on_only_where_it_works() {
+    let write_back = ShareOptions { writeback: true, ..ShareOptions::default() };
+    for (options, flags, agreed) in [
+        (ShareOptions::default(), InitFlags::PASSTHROUGH, true),
+        (ShareOptions::default(), InitFlags::empty(), false),
+        (write_back, InitFlags::PASSTHROUGH, false),
+    ] {
+        let (_, client) = passing(&Arc::default(), &options, flags);
+        assert_eq!(client.negotiated.has(InitFlags::PASSTHROUGH), agreed, "{options:?} {flags:?}");
+    }
+    let session = Session::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH);
+    let (_, without) = client(One { file: file(), ..One::default() }, &ShareOptions::default(), session);
+    assert!(!without.negotiated.has(InitFlags::PASSTHROUGH), "nobody registers");
+    let session = Session::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH);
+    let session = session.with_backings(Arc::new(Kernel::default()));
+    let (_, without) = client(One::default(), &ShareOptions::default(), session);
+    assert!(!without.negotiated.has(InitFlags::PASSTHROUGH), "the source has no descriptors");
+}
+
+#[test]
+fn direct_opens_leave_the_cache_out_where_the_export_wants_it() {
+    let direct = OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
+    let plain = OpenFlags::PARALLEL_DIRECT_WRITES;
+    for (cache, direct_opens, flags, expected) in [
+        (Cache::Auto, true, OFlags::RDWR, plain),
+        (Cache::Auto, true, OFlags::RDWR | OFlags::DIRECT, direct),
+        (Cache::Auto, false, OFlags::RDWR | OFlags::DIRECT, plain),
+        (Cache::Always, true, OFlags::RDWR | OFlags::DIRECT, direct),
+        (Cache::Always, true, OFlags::RDWR, plain | OpenFlags::KEEP_CACHE),
+        (Cache::None, false, OFlags::RDWR, direct),
+    ] {
+        let options = ShareOptions { cache, direct_opens, ..ShareOptions::default() };
+        let (_, mut client) = client(One::default(), &options, Session::default());
+        assert_eq!(open(&mut client, flags).1, expected, "{cache:?} {direct_opens} {flags:?}");
+    }
+}

@@ -1,0 +1,233 @@
+//! Which blocks of a tier are free.
+//!
+//! The tier is cut into shards, each with its own lock. A writer begins with the shard of the CPU it runs on, so that
+//! writers on different CPUs do not meet; one that needs more takes from the other shards too.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::extents::Run;
+
+/// The least blocks of a shard, 16 MiB: smaller shards would only break large files into pieces.
+const SHARD_BLOCKS_MIN: u64 = 4096;
+/// The most shards; more CPUs than this share them.
+const SHARDS_MAX: u64 = 64;
+
+/// The free blocks of one tier.
+#[derive(Debug)]
+pub(crate) struct Allocator {
+    first: u64,
+    blocks: u64,
+    shard_blocks: u64,
+    shards: Vec<Mutex<Shard>>,
+    free: AtomicU64,
+}
+
+/// Free runs by first block.
+#[derive(Debug, Default)]
+struct Shard {
+    runs: BTreeMap<u64, u64>,
+    /// Where the last allocation ended: the next one goes on there.
+    next: u64,
+}
+
+impl Allocator {
+    /// A tier of so many blocks, numbered from `first` on, all of them free.
+    pub(crate) fn new(first: u64, blocks: u64, cpus: usize) -> Self {
+        let wanted = (cpus as u64).clamp(1, SHARDS_MAX).min((blocks / SHARD_BLOCKS_MIN).max(1));
+        let shard_blocks = blocks.div_ceil(wanted).max(1);
+        let shard = |index: u64| {
+            let start = first + index * shard_blocks;
+            let count = shard_blocks.min((first + blocks).saturating_sub(start));
+            let runs = if count > 0 { BTreeMap::from([(start, count)]) } else { BTreeMap::new() };
+            Mutex::new(Shard { runs, next: start })
+        };
+        Self { first, blocks, shard_blocks, shards: (0..wanted).map(shard).collect(), free: AtomicU64::new(blocks) }
+    }
+
+    /// Blocks in all.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// Free blocks.
+    pub(crate) fn free_blocks(&self) -> u64 {
+        self.free.load(Ordering::Relaxed)
+    }
+
+    /// Whether a run lies within this tier.
+    pub(crate) fn contains(&self, run: Run) -> bool {
+        run.block >= self.first
+            && run.block.checked_add(run.count).is_some_and(|end| end <= self.first + self.blocks)
+    }
+
+    /// Takes `count` blocks in as few runs as there are, beginning at `goal` if that is free and else in the shard of
+    /// `cpu`. All or nothing.
+    pub(crate) fn take(&self, count: u64, goal: Option<u64>, cpu: usize) -> Option<Vec<Run>> {
+        // Reserving the number first makes the search below certain to succeed in the end.
+        self.free.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |free| free.checked_sub(count)).ok()?;
+        let mut taken: Vec<Run> = Vec::new();
+        let mut missing = count;
+        if let Some(goal) = goal.filter(|goal| self.contains(Run { block: *goal, count: 1 })) {
+            if let Some(run) = self.shard(self.index(goal)).take_at(goal, missing) {
+                missing -= run.count;
+                taken.push(run);
+            }
+        }
+        let start = cpu % self.shards.len();
+        for whole in [true, false] {
+            let mut index = 0;
+            while index < self.shards.len() && missing > 0 {
+                let shard = (start + index) % self.shards.len();
+                match self.shard(shard).take_next(missing, whole) {
+                    Some(run) => {
+                        missing -= run.count;
+                        taken.push(run);
+                    }
+                    None => index += 1,
+                }
+            }
+        }
+        if missing > 0 {
+            // Somebody is between taking his number and his blocks, or between returning blocks and their number.
+            self.put_back(&taken);
+            self.free.fetch_add(count, Ordering::AcqRel);
+            return None;
+        }
+        Some(taken)
+    }
+
+    /// Takes this very run, for a mount; `false` if any of it is not free (or not there).
+    #[must_use]
+    pub(crate) fn take_exactly(&self, run: Run) -> bool {
+        if run.count == 0 || !self.contains(run) {
+            return false;
+        }
+        let mut done = 0;
+        while done < run.count {
+            let at = run.block + done;
+            match self.shard(self.index(at)).take_at(at, run.count - done) {
+                Some(part) => done += part.count,
+                None => {
+                    self.put_back(&[Run { block: run.block, count: done }]);
+                    return false;
+                }
+            }
+        }
+        self.free.fetch_sub(run.count, Ordering::AcqRel);
+        true
+    }
+
+    /// Gives runs back.
+    pub(crate) fn put(&self, runs: &[Run]) {
+        self.put_back(runs);
+        self.free.fetch_add(runs.iter().map(|run| run.count).sum(), Ordering::AcqRel);
+    }
+
+    fn put_back(&self, runs: &[Run]) {
+        for run in runs {
+            let mut at = *run;
+            while at.count > 0 {
+                let index = self.index(at.block);
+                let shard_end = self.first + (index as u64 + 1) * self.shard_blocks;
+                let count = at.count.min(shard_end - at.block);
+                self.shard(index).put(Run { block: at.block, count });
+                at = Run { block: at.block + count, count: at.count - count };
+            }
+        }
+    }
+
+    fn index(&self, block: u64) -> usize {
+        usize::try_from((block - self.first) / self.shard_blocks).unwrap_or(usize::MAX).min(self.shards.len() - 1)
+    }
+
+    fn shard(&self, index: usize) -> MutexGuard<'_, Shard> {
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Shard {
+    /// Takes up to `max` free blocks that begin at `block`.
+    fn take_at(&mut self, block: u64, max: u64) -> Option<Run> {
+        let (&start, &count) = self.runs.range(..=block).next_back().filter(|(start, count)| *start + *count > block)?;
+        let end = start + count;
+        let run = Run { block, count: max.min(end - block) };
+        self.runs.remove(&start);
+        if start < block {
+            self.runs.insert(start, block - start);
+        }
+        let rest = run.block + run.count;
+        if rest < end {
+            self.runs.insert(rest, end - rest);
+        }
+        self.next = rest;
+        Some(run)
+    }
+
+    /// Takes from the next free run after the last allocation; with `whole`, only from one that is long enough.
+    fn take_next(&mut self, max: u64, whole: bool) -> Option<Run> {
+        let suits = |(_, count): &(&u64, &u64)| !whole || **count >= max;
+        let after = self.runs.range(self.next..).find(suits);
+        let (&start, _) = after.or_else(|| self.runs.range(..self.next).find(suits))?;
+        self.take_at(start, max)
+    }
+
+    fn put(&mut self, mut run: Run) {
+        if let Some((&start, &count)) = self.runs.range(..run.block).next_back() {
+            debug_assert!(start + count <= run.block, "a block was given back twice");
+            if start + count == run.block {
+                run = Run { block: start, count: count + run.count };
+            }
+        }
+        if let Some(count) = self.runs.remove(&(run.block + run.count)) {
+            run.count += count;
+        }
+        self.runs.insert(run.block, run.count);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn takes_all_or_nothing_and_gives_back() {
+        let allocator = Allocator::new(1000, 20_000, 4);
+        assert_eq!(allocator.shards.len(), 4);
+        let most = allocator.take(15_000, None, 1).unwrap();
+        assert_eq!(most.iter().map(|run| run.count).sum::<u64>(), 15_000);
+        assert_eq!(allocator.take(5_001, None, 0), None);
+        assert_eq!(allocator.free_blocks(), 5_000);
+        let rest = allocator.take(5_000, None, 0).unwrap();
+        let mut seen = vec![false; 20_000];
+        for run in most.iter().chain(&rest) {
+            for block in run.block..run.block + run.count {
+                assert!(!std::mem::replace(&mut seen[(block - 1000) as usize], true), "{block} twice");
+            }
+        }
+        allocator.put(&most);
+        allocator.put(&rest);
+        assert_eq!(allocator.free_blocks(), 20_000);
+        assert!(allocator.take_exactly(Run { block: 1000, count: 20_000 }), "runs grow together again");
+    }
+
+    #[test]
+    fn goes_on_at_the_goal() {
+        let allocator = Allocator::new(0, 100, 1);
+        assert_eq!(allocator.take(2, None, 0), Some(vec![Run { block: 0, count: 2 }]));
+        assert_eq!(allocator.take(3, Some(50), 0), Some(vec![Run { block: 50, count: 3 }]));
+        assert_eq!(allocator.take(3, Some(53), 0), Some(vec![Run { block: 53, count: 3 }]));
+    }
+
+    #[test]
+    fn a_block_has_one_owner() {
+        let allocator = Allocator::new(0, 100, 1);
+        assert!(allocator.take_exactly(Run { block: 10, count: 10 }));
+        for bad in [(10, 1), (5, 6), (19, 2), (95, 6), (200, 1), (u64::MAX, 2), (0, 0)] {
+            assert!(!allocator.take_exactly(Run { block: bad.0, count: bad.1 }), "{bad:?}");
+        }
+        assert_eq!(allocator.free_blocks(), 90);
+    }
+}

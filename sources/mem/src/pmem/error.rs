@@ -1,0 +1,137 @@
+//! Why an image cannot be opened.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::codec::CodecError;
+use super::format::{FormatError, IMAGE_BYTES_MIN};
+use crate::tree::ReplayError;
+
+/// See [`super::open`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The file cannot be opened, sized or mapped.
+    #[error("{path}: cannot {what} it")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
+    /// Somebody has it open.
+    #[error("{path} is in use; unmount it there first (`fuser {path}` shows by whom)")]
+    Busy {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It has other contents.
+    #[error("{path} holds something else: {reason}. To use it for pmem, empty it first (truncate -s 0)")]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// How that was seen.
+        reason: FormatError,
+    },
+    /// There is nothing, and no size to make something of.
+    #[error("{path} is empty; give the size it shall have")]
+    NoSize {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Too small a size.
+    #[error("{path}: {bytes} bytes are too few; an image takes {IMAGE_BYTES_MIN} at least")]
+    TooSmall {
+        /// The file.
+        path: PathBuf,
+        /// The size.
+        bytes: u64,
+    },
+    /// Cut short.
+    #[error("{path} has {found} bytes, but its superblock says {expected}: it was cut short; restore it from a copy")]
+    Shrunk {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        found: u64,
+        /// What its size was.
+        expected: u64,
+    },
+    /// Neither superblock is good.
+    #[error("{path}: both superblocks are damaged (first: {first}; second: {second}); restore it from a copy")]
+    Superblocks {
+        /// The file.
+        path: PathBuf,
+        /// The first copy's damage.
+        first: FormatError,
+        /// The second copy's.
+        second: FormatError,
+    },
+    /// What it says makes no sense.
+    #[error("{path} is damaged; `ferry fsck` tells more")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What was found.
+        source: DamageError,
+    },
+    /// The second tier is missing, or somebody else's.
+    #[error("{path}: {reason}")]
+    Tier2 {
+        /// The second tier, or the image if none was given.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// What is wrong inside an image.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DamageError {
+    /// The part of the log without which nothing makes sense.
+    #[error("the log has {found} good records and begins with a snapshot of {expected}")]
+    Snapshot {
+        /// Records that check.
+        found: u64,
+        /// Records of the snapshot.
+        expected: u64,
+    },
+    /// A record that checks, but does not parse.
+    #[error("record {index} of the log: {source}")]
+    Record {
+        /// Which one.
+        index: u64,
+        /// Why not.
+        source: CodecError,
+    },
+    /// A record that parses, but does not fit.
+    #[error("record {index} of the log: {source}")]
+    Replay {
+        /// Which one.
+        index: u64,
+        /// Why not.
+        source: ReplayError,
+    },
+    /// Blocks that are not there, or that two files have.
+    #[error("inode {ino} has {count} blocks from block {block} on, which are outside the image or another file's, too")]
+    Blocks {
+        /// The inode.
+        ino: u64,
+        /// The first block.
+        block: u64,
+        /// How many.
+        count: u64,
+    },
+    /// Blocks of something that is no regular file.
+    #[error("inode {ino} has data but is no regular file")]
+    NoFile {
+        /// The inode.
+        ino: u64,
+    },
+    /// The medium cannot be read.
+    #[error("the image cannot be read: {0}")]
+    Read(String),
+}

@@ -1,0 +1,131 @@
+//! Checking and repairing an image.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::device::Device;
+use super::error::{DamageError, OpenError};
+use super::load::Copies;
+use super::medium::Medium;
+use super::open::{Media, Options, assemble, io_error, open_locked};
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// Worth knowing; nothing is lost.
+    Note,
+    /// Something is damaged, and nothing is lost.
+    Warning,
+    /// Something is damaged or lost.
+    Error,
+}
+
+/// Something that was found, in a sentence.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Finding {
+    /// How bad.
+    pub severity: Severity,
+    /// What.
+    pub what: String,
+}
+
+/// What [`fsck`] found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Report {
+    /// What is wrong, or worth knowing.
+    pub findings: Vec<Finding>,
+    /// Inodes.
+    pub inodes: u64,
+    /// Blocks in use, of both tiers.
+    pub blocks_used: u64,
+    /// Blocks in all.
+    pub blocks: u64,
+    /// Records in the log.
+    pub records: u64,
+    /// The damage was repaired.
+    pub repaired: bool,
+}
+
+impl Report {
+    /// Whether nothing is wrong.
+    pub fn is_clean(&self) -> bool {
+        self.findings.iter().all(|finding| finding.severity == Severity::Note)
+    }
+
+    /// The exit status of a program, as fsck(8) has it: 0 nothing wrong, 1 repaired, 4 damage left. (8, for an image
+    /// that cannot be opened at all, is the program's own, from the error.)
+    pub fn exit_status(&self) -> u8 {
+        match (self.is_clean(), self.repaired) {
+            (true, _) => 0,
+            (false, true) => 1,
+            (false, false) => 4,
+        }
+    }
+
+    fn add(&mut self, severity: Severity, what: impl ToString) {
+        self.findings.push(Finding { severity, what: what.to_string() });
+    }
+}
+
+/// Checks the image in a file or device, which must not be mounted: superblocks, log, tree, blocks. With `repair`, writes
+/// back what could be read: damaged copies of the superblock are renewed, records that do not fit and blocks that
+/// belong elsewhere are dropped.
+///
+/// # Errors
+/// The image cannot be looked at at all: [`OpenError`].
+pub fn fsck(path: &Path, tier2: Option<&Path>, repair: bool) -> Result<Report, OpenError> {
+    let device = |path: &Path| -> Result<Arc<dyn Medium>, OpenError> {
+        let file = open_locked(path, !repair, None)?;
+        Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?))
+    };
+    let media = Media { image: device(path)?, tier2: tier2.map(device).transpose()? };
+    check(path, tier2, &media, repair)
+}
+
+/// Checks the image on a medium, as [`fsck`].
+///
+/// # Errors
+/// As for [`fsck`].
+pub fn fsck_medium(media: &Media, repair: bool) -> Result<Report, OpenError> {
+    check(Path::new("the image"), None, media, repair)
+}
+
+fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Result<Report, OpenError> {
+    let mut report = Report::default();
+    let copies = Copies::read(&*media.image);
+    for (index, copy) in copies.0.iter().enumerate() {
+        if let Err(error) = copy {
+            report.add(Severity::Warning, format!("superblock {index} is damaged: {error}"));
+        }
+    }
+    if let [Ok(first), Ok(second)] = &copies.0 {
+        if first.generation != second.generation {
+            report.add(Severity::Note, "the superblocks differ: a crash came between writing them");
+        }
+    }
+    let options = Options { read_only: true, tier2: tier2.map(Into::into), ..Options::default() };
+    let mut damage: Vec<DamageError> = Vec::new();
+    let tree = assemble(path, media, &options, &mut |error| {
+        damage.push(error);
+        Ok(())
+    });
+    let tree = tree?;
+    let disk = &tree.store().disk;
+    let (blocks, free) = disk.space();
+    (report.blocks, report.blocks_used) = (blocks, blocks - free);
+    report.inodes = tree.usage().inodes;
+    report.records = disk.log.records();
+    let owned: u64 = disk.files().iter().map(|file| file.read().extents.blocks()).sum();
+    if owned != report.blocks_used {
+        report.add(Severity::Error, format!("files have {owned} blocks and {} are taken", report.blocks_used));
+    }
+    drop(tree);
+    damage.iter().for_each(|error| report.add(Severity::Error, error));
+    if repair && !report.is_clean() {
+        let options = Options { read_only: false, commit: Some(std::time::Duration::ZERO), ..options };
+        drop(assemble(path, media, &options, &mut |_| Ok(()))?);
+        report.repaired = true;
+    }
+    Ok(report)
+}

@@ -1,0 +1,121 @@
+//! When a freed block may be used again.
+//!
+//! A reader may have been answered an extent ("these bytes live in that descriptor") and still be transferring when the
+//! file is truncated. So every extent of an epoch holds that epoch's descriptor, each batch of freed blocks ends
+//! the epoch, and the batch waits until nobody holds the descriptors of that epoch and of those before it.
+
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use ferry_vfs::Backing;
+
+use super::extents::Run;
+
+/// The descriptors of both tiers during one epoch.
+#[derive(Debug, Default)]
+struct Epoch([Option<Arc<Backing>>; 2]);
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct Grace {
+    epoch: RwLock<Epoch>,
+    waiting: Mutex<Waiting>,
+    blocks: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    epochs: VecDeque<(Epoch, Vec<Run>)>,
+    /// Freed when there was no descriptor left for a new epoch: they go with the next batch.
+    late: Vec<Run>,
+}
+
+impl Epoch {
+    fn is_over(&self) -> bool {
+        self.0.iter().flatten().all(|backing| Arc::strong_count(backing) == 1)
+    }
+
+    /// The same files, through new descriptors.
+    fn next(&self) -> Option<Self> {
+        let mut next = Self::default();
+        for (new, old) in next.0.iter_mut().zip(&self.0) {
+            if let Some(old) = old {
+                let backing = Backing::new(old.as_fd().try_clone_to_owned().ok()?);
+                backing.learn(old.learnt());
+                *new = Some(Arc::new(backing));
+            }
+        }
+        Some(next)
+    }
+}
+
+impl Grace {
+    /// For tiers with these descriptors, as far as they have any.
+    pub(crate) fn new(backings: [Option<Backing>; 2]) -> Self {
+        let epoch = RwLock::new(Epoch(backings.map(|backing| backing.map(Arc::new))));
+        Self { epoch, waiting: Mutex::default(), blocks: AtomicU64::new(0) }
+    }
+
+    /// The descriptor for an extent in a tier. Call it with the inode's lock held under which the block was found.
+    pub(crate) fn backing(&self, tier: usize) -> Option<Arc<Backing>> {
+        self.epoch.read().unwrap_or_else(PoisonError::into_inner).0[tier].clone()
+    }
+
+    /// Blocks that wait.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks.load(Ordering::Relaxed)
+    }
+
+    /// Takes in freed blocks and gives those to `free` that nobody can be reading any more.
+    pub(crate) fn pass(&self, runs: Vec<Run>, mut free: impl FnMut(&[Run])) {
+        let mut guard = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let Waiting { epochs, late } = &mut *guard;
+        self.blocks.fetch_add(count(&runs), Ordering::Relaxed);
+        late.extend(runs);
+        if !late.is_empty() {
+            let mut epoch = self.epoch.write().unwrap_or_else(PoisonError::into_inner);
+            if let Some(next) = epoch.next() {
+                epochs.push_back((std::mem::replace(&mut *epoch, next), std::mem::take(late)));
+            }
+        }
+        while epochs.front().is_some_and(|(epoch, _)| epoch.is_over()) {
+            let Some((_, runs)) = epochs.pop_front() else { break };
+            self.blocks.fetch_sub(count(&runs), Ordering::Relaxed);
+            free(&runs);
+        }
+    }
+}
+
+fn count(runs: &[Run]) -> u64 {
+    runs.iter().map(|run| run.count).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_wait_for_the_readers_of_their_time_and_before() {
+        let backing = Backing::new(std::fs::File::open("/proc/self/exe").unwrap().into());
+        let grace = Grace::new([Some(backing), None]);
+        let freed = Mutex::new(Vec::new());
+        let pass = |blocks: &[u64]| {
+            let runs = blocks.iter().map(|&block| Run { block, count: 1 }).collect();
+            grace.pass(runs, |runs| freed.lock().unwrap().extend(runs.iter().map(|run| run.block)));
+            freed.lock().unwrap().clone()
+        };
+        assert_eq!(pass(&[1]), [1], "nobody reads");
+        let early = grace.backing(0).unwrap();
+        assert_eq!(pass(&[2]), [1]);
+        let late = grace.backing(0).unwrap();
+        assert_eq!(pass(&[3]), [1]);
+        drop(late);
+        assert_eq!(pass(&[]), [1], "the early reader may be reading 3, too");
+        assert_eq!(grace.blocks(), 2);
+        drop(early);
+        assert_eq!(pass(&[]), [1, 2, 3]);
+        assert_eq!(grace.blocks(), 0);
+    }
+}

@@ -1,0 +1,57 @@
+//! The thread that commits now and then, and keeps the first tier from filling up.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::disk::Disk;
+
+/// Stops its thread when dropped.
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    stop: Arc<(Mutex<bool>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Keeper {
+    /// Starts the thread.
+    pub(crate) fn start(disk: Arc<Disk>, every: Duration) -> Self {
+        let stop = Arc::new((Mutex::new(false), Condvar::new()));
+        let stopped = Arc::clone(&stop);
+        let run = move || {
+            let mut seen = 0;
+            while !wait(&stopped, every) {
+                if let Err(error) = disk.sync_log() {
+                    // The failure itself is in the log already, once; nothing gets better by trying again.
+                    tracing::debug!("the regular commit failed: {error}");
+                    continue;
+                }
+                seen = disk.balance(seen);
+            }
+        };
+        let thread = std::thread::Builder::new().name("pmem-keeper".into()).spawn(run);
+        let thread = thread.inspect_err(|error| {
+            tracing::error!("no thread for regular commits ({error}): changes become durable by fsync only");
+        });
+        Self { stop, thread: thread.ok() }
+    }
+}
+
+/// Waits for the time to pass; `true` when it is time to stop.
+fn wait((stop, changed): &(Mutex<bool>, Condvar), every: Duration) -> bool {
+    let guard = stop.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = changed.wait_timeout_while(guard, every, |stop| !*stop);
+    *waited.unwrap_or_else(PoisonError::into_inner).0
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.stop.1.notify_all();
+        if let Some(thread) = self.thread.take() {
+            if thread.join().is_err() {
+                tracing::error!("the thread for regular commits had panicked");
+            }
+        }
+    }
+}

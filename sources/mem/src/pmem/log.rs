@@ -1,0 +1,354 @@
+//! The log: records wait in memory and reach the medium together.
+//!
+//! A flush makes the bytes of newly allocated blocks durable first, then the records that make those blocks reachable,
+//! so a crash never shows what a block held before. Callers of [`Log::sync`] that come while another flush runs wait for
+//! it, and one of them flushes for all (group commit).
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferry_vfs::{Errno, Result};
+
+use super::extents::Run;
+use super::format::{BLOCK, BLOCK_BYTES, PAYLOAD_BYTES_MAX, Superblock, push_record, record_bytes};
+use super::medium::{Medium, Ranges};
+
+/// Records waiting in memory are written from this many bytes on, without being durable for it.
+const PENDING_BYTES_MAX: usize = 1 << 20;
+
+/// Metadata with less room than this to grow is full: the record of a large write needs about as much.
+const FULL_BYTES: u64 = 8 << 10;
+
+/// How many records were appended since the mount, up to and including one of them.
+pub(crate) type Ticket = u64;
+
+/// The log of a mounted image.
+#[derive(Debug)]
+pub(crate) struct Log {
+    medium: Arc<dyn Medium>,
+    pending: Mutex<Pending>,
+    /// Held for the length of a flush.
+    writer: Mutex<Writer>,
+    durable: AtomicU64,
+    /// Free once a snapshot without them is durable: the record that would free them found no room.
+    released_by_snapshot: Mutex<Vec<Run>>,
+    /// Blocks that became free and that nobody took yet.
+    released: Mutex<Vec<Run>>,
+    /// After an error nobody knows what is durable: everything that would need to know fails from then on.
+    failed: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Pending {
+    superblock: Superblock,
+    bytes: Vec<u8>,
+    next_index: u64,
+    /// What a crash left is behind the last good record: nothing is written there before a new log begins.
+    is_mounting: bool,
+    appended: Ticket,
+    /// Bytes of the area that are written, pending or reserved.
+    used: u64,
+    /// [`Self::used`] after the last snapshot.
+    used_by_snapshot: u64,
+    /// Must be durable before the records.
+    before: Ranges,
+    /// Must be durable together with the records.
+    along: Ranges,
+    /// Free once the records are durable.
+    freed: Vec<Run>,
+}
+
+#[derive(Debug)]
+struct Writer {
+    position: u64,
+}
+
+/// Room in the log for one record to come.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Reservation(u64);
+
+/// What goes along with a record.
+#[derive(Debug, Default)]
+pub(crate) struct Effects {
+    /// Newly allocated blocks that it makes reachable, as ranges of the medium.
+    pub(crate) before: Ranges,
+    /// Blocks that it lets go of.
+    pub(crate) freed: Vec<Run>,
+    /// Bytes that a snapshot takes for it beyond its own length.
+    pub(crate) more: u64,
+}
+
+/// What a record does to the size of the next snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Growth {
+    /// It makes it longer: refused when metadata takes three quarters of the area.
+    Grows,
+    /// It does not: may use the rest too, so that a full file system can be tidied up.
+    Keeps,
+}
+
+impl Log {
+    /// A log that goes on where the last one ended: at this record and this byte of the area.
+    pub(crate) fn new(medium: Arc<dyn Medium>, superblock: Superblock, next_index: u64, position: u64) -> Self {
+        let pending = Pending {
+            superblock,
+            bytes: Vec::new(),
+            next_index,
+            is_mounting: true,
+            appended: 0,
+            used: position,
+            used_by_snapshot: position,
+            before: Ranges::default(),
+            along: Ranges::default(),
+            freed: Vec::new(),
+        };
+        Self {
+            medium,
+            pending: Mutex::new(pending),
+            writer: Mutex::new(Writer { position }),
+            durable: AtomicU64::new(0),
+            released_by_snapshot: Mutex::default(),
+            released: Mutex::default(),
+            failed: AtomicBool::new(false),
+        }
+    }
+
+    /// Takes room for a record with a payload of at most so many bytes.
+    pub(crate) fn reserve(&self, payload_bytes: usize, growth: Growth) -> Result<Reservation> {
+        if payload_bytes > PAYLOAD_BYTES_MAX {
+            return Err(Errno::NOSPC);
+        }
+        self.check()?;
+        let bytes = record_bytes(payload_bytes) as u64;
+        let mut pending = self.pending();
+        let capacity = pending.superblock.layout.log_bytes();
+        let limit = if growth == Growth::Grows { capacity / 4 * 3 } else { capacity };
+        if pending.used + bytes > limit {
+            return Err(Errno::NOSPC);
+        }
+        pending.used += bytes;
+        Ok(Reservation(bytes))
+    }
+
+    /// Appends a record for which there is room.
+    pub(crate) fn append(&self, reservation: Reservation, payload: &[u8], effects: Effects) -> Ticket {
+        let mut guard = self.pending();
+        let pending = &mut *guard;
+        let sequence = pending.superblock.sequence(pending.next_index);
+        push_record(&mut pending.bytes, pending.superblock.salt, sequence, payload);
+        pending.next_index += 1;
+        pending.appended += 1;
+        pending.used += effects.more;
+        pending.used -= reservation.0.saturating_sub(record_bytes(payload.len()) as u64);
+        pending.before.add_all(effects.before);
+        pending.freed.extend(effects.freed);
+        let (ticket, full) = (pending.appended, pending.bytes.len() >= PENDING_BYTES_MAX && !pending.is_mounting);
+        drop(guard);
+        if full {
+            // The error is told to whoever asks for durability next.
+            let _ = self.sync(ticket);
+        }
+        ticket
+    }
+
+    /// Gives room back.
+    pub(crate) fn cancel(&self, reservation: Reservation) {
+        self.pending().used -= reservation.0;
+    }
+
+    /// Takes note of blocks that are free once everything appended so far is durable.
+    pub(crate) fn free(&self, runs: impl IntoIterator<Item = Run>) {
+        self.pending().freed.extend(runs);
+    }
+
+    /// Blocks that wait for the next flush.
+    pub(crate) fn freed_blocks(&self) -> u64 {
+        self.pending().freed.iter().map(|run| run.count).sum()
+    }
+
+    /// Takes note of blocks that only the next snapshot frees.
+    pub(crate) fn free_by_snapshot(&self, runs: impl IntoIterator<Item = Run>) {
+        self.released_by_snapshot.lock().unwrap_or_else(PoisonError::into_inner).extend(runs);
+    }
+
+    /// Whether records that make metadata grow are refused.
+    pub(crate) fn is_full(&self) -> bool {
+        let pending = self.pending();
+        pending.used + FULL_BYTES > pending.superblock.layout.log_bytes() / 4 * 3
+    }
+
+    /// Takes note of ranges of the medium to make durable with the next flush.
+    pub(crate) fn flush_along(&self, ranges: Ranges) {
+        self.pending().along.add_all(ranges);
+    }
+
+    /// The ticket of the last record.
+    pub(crate) fn last(&self) -> Ticket {
+        self.pending().appended
+    }
+
+    /// Whether a record is durable.
+    pub(crate) fn is_durable(&self, ticket: Ticket) -> bool {
+        self.durable.load(Ordering::Acquire) >= ticket
+    }
+
+    /// Whether the log is so full that a snapshot is due, and one would help.
+    pub(crate) fn wants_snapshot(&self) -> bool {
+        let pending = self.pending();
+        let capacity = pending.superblock.layout.log_bytes();
+        pending.used > capacity / 8 * 5 && pending.used - pending.used_by_snapshot >= capacity / 16
+    }
+
+    /// Records in the log in use.
+    pub(crate) fn records(&self) -> u64 {
+        self.pending().next_index
+    }
+
+    /// Says whether an earlier error made the log useless.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.failed.load(Ordering::Acquire) { Err(Errno::IO) } else { Ok(()) }
+    }
+
+    /// The blocks that became free since the last call.
+    pub(crate) fn take_released(&self) -> Vec<Run> {
+        std::mem::take(&mut *self.released.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Makes everything durable that was appended up to `ticket`, and all ranges noted so far.
+    pub(crate) fn sync(&self, ticket: Ticket) -> Result<()> {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check()?;
+        let mut pending = self.pending();
+        let nothing = pending.along.is_empty() && pending.before.is_empty() && pending.freed.is_empty();
+        if pending.is_mounting || nothing && self.is_durable(ticket) {
+            return Ok(());
+        }
+        let (bytes, freed) = (std::mem::take(&mut pending.bytes), std::mem::take(&mut pending.freed));
+        let (before, mut along) = (std::mem::take(&mut pending.before), std::mem::take(&mut pending.along));
+        let (appended, generation, layout) =
+            (pending.appended, pending.superblock.generation, pending.superblock.layout);
+        drop(pending);
+        let start = layout.log_offset(generation) + writer.position;
+        let flush = || -> io::Result<()> {
+            if !before.is_empty() {
+                self.medium.persist(&before.into_sorted())?;
+            }
+            if !bytes.is_empty() {
+                self.medium.write(start, &bytes)?;
+                along.add(start..start + bytes.len() as u64);
+            }
+            self.medium.persist(&along.into_sorted())
+        };
+        flush().map_err(|error| self.fail(&error))?;
+        writer.position += bytes.len() as u64;
+        self.durable.store(appended, Ordering::Release);
+        self.released.lock().unwrap_or_else(PoisonError::into_inner).extend(freed);
+        Ok(())
+    }
+
+    /// Begins a new log in the other area with these records, which say everything: also what records say that are not
+    /// written yet, and never will be. No record may be appended meanwhile. `NOSPC` leaves everything as it is.
+    pub(crate) fn restart(&self, payloads: &[Vec<u8>]) -> Result<()> {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check()?;
+        let mut guard = self.pending();
+        let pending = &mut *guard;
+        let next = Superblock {
+            salt: random_u32(),
+            generation: pending.superblock.generation + 1,
+            snapshot_records: payloads.len() as u64,
+            ..pending.superblock
+        };
+        let mut data = pending.before.clone();
+        data.add_all(pending.along.clone());
+        let write = || {
+            self.medium.persist(&data.into_sorted())?;
+            write_snapshot(&*self.medium, &next, payloads)
+        };
+        let bytes = write().map_err(|error| match error {
+            SnapshotError::TooLong => Errno::NOSPC,
+            SnapshotError::Io(error) => self.fail(&error),
+        })?;
+        pending.bytes.clear();
+        (pending.before, pending.along) = (Ranges::default(), Ranges::default());
+        pending.superblock = next;
+        pending.next_index = next.snapshot_records;
+        pending.used = bytes;
+        pending.used_by_snapshot = bytes;
+        pending.is_mounting = false;
+        writer.position = bytes;
+        self.durable.store(pending.appended, Ordering::Release);
+        let by_snapshot = std::mem::take(&mut *self.released_by_snapshot.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut released = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+        released.extend(by_snapshot);
+        released.append(&mut pending.freed);
+        Ok(())
+    }
+
+    /// Takes note that the medium failed.
+    pub(crate) fn fail(&self, error: &io::Error) -> Errno {
+        if !self.failed.swap(true, Ordering::AcqRel) {
+            tracing::error!("the image cannot be written ({error}): nothing more is made durable; unmount it and run fsck");
+        }
+        Errno::IO
+    }
+
+    fn pending(&self) -> MutexGuard<'_, Pending> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why there is no snapshot.
+#[derive(Debug)]
+pub(crate) enum SnapshotError {
+    /// It does not fit into a log area.
+    TooLong,
+    /// The medium failed.
+    Io(io::Error),
+}
+
+impl From<io::Error> for SnapshotError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+/// Writes the log area of a superblock, and then the superblock. Answers the bytes of the area that are used.
+///
+/// Both copies are written, one after the other, so that later damage to one loses nothing.
+pub(crate) fn write_snapshot(medium: &dyn Medium, next: &Superblock, payloads: &[Vec<u8>]) -> std::result::Result<u64, SnapshotError> {
+    let mut log = Vec::new();
+    for (index, payload) in payloads.iter().enumerate() {
+        push_record(&mut log, next.salt, next.sequence(index as u64), payload);
+    }
+    let bytes = log.len() as u64;
+    if bytes > next.layout.log_bytes() {
+        return Err(SnapshotError::TooLong);
+    }
+    let start = next.layout.log_offset(next.generation);
+    medium.write(start, &log)?;
+    medium.persist(std::slice::from_ref(&(start..start + bytes)))?;
+    write_superblocks(medium, next)?;
+    Ok(bytes)
+}
+
+/// Writes both copies of a superblock.
+pub(crate) fn write_superblocks(medium: &dyn Medium, superblock: &Superblock) -> io::Result<()> {
+    let block = superblock.encode();
+    debug_assert_eq!(block.len(), BLOCK);
+    for at in [0, BLOCK_BYTES] {
+        medium.write(at, &block)?;
+        medium.persist(std::slice::from_ref(&(at..at + BLOCK_BYTES)))?;
+    }
+    Ok(())
+}
+
+/// A number that nobody can guess, from the seeds of the standard library's hash maps.
+pub(crate) fn random_u32() -> u32 {
+    use std::hash::{BuildHasher, Hasher};
+    let bytes = std::hash::RandomState::new().build_hasher().finish().to_le_bytes();
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}

@@ -1,0 +1,151 @@
+//! What an image is written to.
+
+use std::fmt::Debug;
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+
+/// Bytes that survive: a mapped file, a DAX device, or a test's recording of one.
+///
+/// A write may become durable at any time and in any order, in units of 8 bytes; after [`Self::persist`] it is.
+/// Offsets outside the medium are an error (`InvalidInput`), for the callers' numbers come from checked images.
+pub trait Medium: Send + Sync + Debug {
+    /// Size in bytes.
+    fn bytes(&self) -> u64;
+
+    /// Shows a range, without copying it where the medium is memory.
+    ///
+    /// # Errors
+    /// Those of the medium.
+    fn look(&self, offset: u64, bytes: usize, seen: &mut dyn FnMut(&[u8])) -> io::Result<()>;
+
+    /// Lets `fill` write into a range, which it may also read. What it leaves alone stays.
+    ///
+    /// # Errors
+    /// Those of the medium.
+    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> io::Result<()>;
+
+    /// Makes all writes to these ranges durable.
+    ///
+    /// # Errors
+    /// Those of the medium; what is durable is then unknown.
+    fn persist(&self, ranges: &[Range<u64>]) -> io::Result<()>;
+
+    /// A new descriptor of the same bytes at the same offsets that agrees with this medium at all times, if there can
+    /// be one.
+    fn descriptor(&self) -> Option<OwnedFd> {
+        None
+    }
+
+    /// Reads a range.
+    ///
+    /// # Errors
+    /// Those of the medium.
+    fn read(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.look(offset, bytes.len(), &mut |seen| bytes.copy_from_slice(seen))
+    }
+
+    /// Writes a range.
+    ///
+    /// # Errors
+    /// Those of the medium.
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.edit(offset, bytes.len(), &mut |to| to.copy_from_slice(bytes))
+    }
+
+    /// Writes zeros.
+    ///
+    /// # Errors
+    /// Those of the medium.
+    fn zero(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        let bytes = usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.edit(offset, bytes, &mut |to| to.fill(0))
+    }
+}
+
+/// A set of byte ranges, kept few: what is dirty.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Ranges(Vec<Range<u64>>);
+
+/// More ranges than this become one that covers them all.
+const RANGES_MAX: usize = 64;
+
+impl Ranges {
+    /// Adds a range.
+    pub(crate) fn add(&mut self, range: Range<u64>) {
+        if range.is_empty() {
+            return;
+        }
+        // Writers mostly go on where they were, or write the same place again.
+        if let Some(last) = self.0.last_mut() {
+            if range.start <= last.end && last.start <= range.end {
+                *last = last.start.min(range.start)..last.end.max(range.end);
+                return;
+            }
+        }
+        self.0.push(range);
+        if self.0.len() > RANGES_MAX {
+            self.tidy();
+        }
+    }
+
+    /// Adds all of another set.
+    pub(crate) fn add_all(&mut self, other: Self) {
+        other.0.into_iter().for_each(|range| self.add(range));
+    }
+
+    /// Whether there is none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The ranges, in order and apart.
+    pub(crate) fn into_sorted(mut self) -> Vec<Range<u64>> {
+        self.sort();
+        self.0
+    }
+
+    fn sort(&mut self) {
+        self.0.sort_by_key(|range| range.start);
+        self.0.dedup_by(|next, before| {
+            let joins = next.start <= before.end;
+            if joins {
+                before.end = before.end.max(next.end);
+            }
+            joins
+        });
+    }
+
+    fn tidy(&mut self) {
+        self.sort();
+        if let [first, .., last] = &self.0[..] {
+            if self.0.len() > RANGES_MAX / 2 {
+                self.0 = vec![first.start..last.end];
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_stay_few_and_cover_all() {
+        let mut ranges = Ranges::default();
+        ranges.add(10..20);
+        ranges.add(20..30);
+        ranges.add(5..5);
+        ranges.add(0..4);
+        assert_eq!(ranges.clone().into_sorted(), [0..4, 10..30]);
+        for at in 0..1000 {
+            ranges.add(at * 100..at * 100 + 1);
+        }
+        let sorted = ranges.into_sorted();
+        assert!(sorted.len() <= RANGES_MAX);
+        assert!((0..1000).all(|at| sorted.iter().any(|range| range.contains(&(at * 100)))));
+    }
+}

@@ -1,0 +1,53 @@
+//! `pmem`: the memory file system, persistent, on a mapped file or a DAX device.
+//!
+//! The tree is in memory as for [`crate::Mem`]; every change of it is a record in a log with checksums, and file data live
+//! in 4 KiB blocks of the image, read and written in place. [`format`] has the byte diagram of the image.
+//!
+//! # What survives a crash
+//!
+//! * After `fsync` of a file: its bytes, size and attributes, and all names made before. After `fsync` of a directory
+//!   or `syncfs`: all names and attributes (`syncfs`: all bytes, too). After a write with `O_SYNC` or `O_DSYNC`: it.
+//! * Everything else as of some moment in the last [`COMMIT_INTERVAL`], each operation as a whole: a rename has happened or
+//!   not. Bytes that were overwritten in place are old or new, 8 by 8.
+//! * Never the bytes of another file: new blocks are durable before the record that makes them reachable, and freed
+//!   blocks are used again only after the record that freed them is durable.
+//!
+//! # Placement
+//!
+//! Blocks are taken from a part of the image that depends on the CPU that writes, so writers do not meet. Which NUMA
+//! node a block belongs to is the medium's to decide: pages of a page cache come from the node of the CPU that first
+//! writes them, and persistent memory of several nodes is several devices.
+
+mod alloc;
+mod codec;
+#[allow(unsafe_code, reason = "cache lines are written back by instructions that Rust has no safe form for")]
+mod dax;
+mod device;
+mod disk;
+mod error;
+mod extents;
+mod file;
+pub mod format;
+mod fsck;
+mod grace;
+mod keeper;
+mod load;
+mod log;
+#[allow(unsafe_code, reason = "a mapping is memory that somebody else made")]
+mod mapped;
+mod medium;
+mod open;
+mod store;
+#[allow(unsafe_code, reason = "transfers work on memory by address")]
+mod tier;
+
+pub use self::codec::CodecError;
+pub use self::error::{DamageError, OpenError};
+pub use self::fsck::{Finding, Report, Severity, fsck, fsck_medium};
+pub use self::medium::Medium;
+pub use self::open::{COMMIT_INTERVAL, Media, Options, open, open_media};
+pub use self::store::{PFile, PStore};
+use crate::tree::Tree;
+
+/// A mounted image. Dropping it makes everything durable.
+pub type PMem = Tree<PStore>;

@@ -1,0 +1,304 @@
+//! Opening and making images.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferry_vfs::{Backing, Errno};
+use rustix::fs::FlockOperation;
+
+use super::PMem;
+use super::device::Device;
+use super::disk::{Disk, File as DataFile, Tier};
+use super::error::{DamageError, OpenError};
+use super::extents::Extents;
+use super::format::{BLOCK, BLOCK_BYTES, FormatError, IMAGE_BYTES_MIN, Layout, Superblock, decode_tier2, encode_tier2};
+use super::grace::Grace;
+use super::load::{Copies, Found};
+use super::log::{Log, SnapshotError, random_u32, write_snapshot};
+use super::mapped::{MapOptions, Mapped, reserve, size_of};
+use super::medium::Medium;
+use super::store::PStore;
+use crate::tree::{Limits, Replay, Tree};
+
+/// How long a change may stay in memory when nobody asks for more: as ext4's `commit=`.
+pub const COMMIT_INTERVAL: Duration = Duration::from_secs(5);
+
+/// How much of the beginning must be zero for a file or device to count as empty: no file system, partition table or
+/// archive leaves so much blank.
+const BLANK_BYTES: u64 = 1 << 20;
+/// The least that the log needs for an inode; bounds how many there can be.
+const INODE_BYTES_MIN: u64 = 96;
+
+/// How an image is to be opened.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The size of a new image; `None` if there must be one, or the file already has its size.
+    pub size_bytes: Option<u64>,
+    /// File or device of the second tier.
+    pub tier2: Option<PathBuf>,
+    /// The size of a new second tier.
+    pub tier2_bytes: Option<u64>,
+    /// Change nothing.
+    pub read_only: bool,
+    /// Map the image with huge pages where they are to be had.
+    pub huge: bool,
+    /// Commit changes every so often; `None` for [`COMMIT_INTERVAL`], zero for only when asked.
+    pub commit: Option<Duration>,
+}
+
+/// Where an image is, for who brings a medium of his own.
+#[derive(Clone, Debug)]
+pub struct Media {
+    /// The image.
+    pub image: Arc<dyn Medium>,
+    /// Its second tier.
+    pub tier2: Option<Arc<dyn Medium>>,
+}
+
+/// Opens the image in a file or device. An empty one is given `size_bytes` and made an image.
+///
+/// # Errors
+/// [`OpenError`]; nothing is changed then, except that a damaged copy of the superblock may have been renewed.
+pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
+    let image = map(path, options)?;
+    let tier2 = match &options.tier2 {
+        Some(tier2) => Some(device(tier2, options)?),
+        None => None,
+    };
+    assemble(path, &Media { image, tier2 }, options, &mut Err)
+}
+
+/// Opens the image on a medium; one that begins with zeros is made an image.
+///
+/// # Errors
+/// As for [`open`].
+pub fn open_media(media: &Media, options: &Options) -> Result<PMem, OpenError> {
+    assemble(Path::new("the image"), media, options, &mut Err)
+}
+
+pub(super) fn io_error(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> OpenError {
+    move |source| OpenError::Io { path: path.into(), what, source }
+}
+
+/// Opens and locks a file, and gives it a size if it has none.
+pub(super) fn open_locked(path: &Path, read_only: bool, size_bytes: Option<u64>) -> Result<File, OpenError> {
+    let fail = |what| io_error(path, what);
+    let existed = path.exists();
+    let mut how = OpenOptions::new();
+    how.read(true).write(!read_only).create(!read_only && size_bytes.is_some()).mode(0o600);
+    let file = how.open(path).map_err(fail("open"))?;
+    let lock = if read_only { FlockOperation::NonBlockingLockShared } else { FlockOperation::NonBlockingLockExclusive };
+    match rustix::fs::flock(&file, lock) {
+        Ok(()) => {}
+        Err(Errno::WOULDBLOCK) => return Err(OpenError::Busy { path: path.into() }),
+        Err(error) => return Err(fail("lock")(error.into())),
+    }
+    let kind = file.metadata().map_err(fail("look at"))?.file_type();
+    if !(kind.is_file() || kind.is_block_device() || kind.is_char_device()) {
+        return Err(fail("use")(io::Error::other("it is neither a file nor a device")));
+    }
+    if size_of(&file).map_err(fail("measure"))? == 0 {
+        let bytes = size_bytes.filter(|_| !read_only).ok_or_else(|| OpenError::NoSize { path: path.into() })?;
+        if bytes < IMAGE_BYTES_MIN {
+            return Err(OpenError::TooSmall { path: path.into(), bytes });
+        }
+        reserve(&file, bytes / BLOCK_BYTES * BLOCK_BYTES).map_err(fail("give its size to"))?;
+        file.sync_all().map_err(fail("write"))?;
+    }
+    if !existed {
+        // The name must survive, too.
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        File::open(parent).and_then(|parent| parent.sync_all()).map_err(fail("make the name durable of"))?;
+    }
+    Ok(file)
+}
+
+fn map(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
+    let file = open_locked(path, options.read_only, options.size_bytes)?;
+    let map = MapOptions { read_only: options.read_only, huge: options.huge };
+    let mapped = Mapped::new(file, map).map_err(io_error(path, "map"))?;
+    tracing::info!(path = %path.display(), dax = mapped.is_dax(), bytes = mapped.bytes(), "image mapped");
+    Ok(Arc::new(mapped))
+}
+
+fn device(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
+    let file = open_locked(path, options.read_only, options.tier2_bytes)?;
+    Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?))
+}
+
+/// What to do about damage: refuse (`Err`), or take note and go on without what is damaged.
+pub(super) type OnDamage<'a> = dyn FnMut(DamageError) -> Result<(), DamageError> + 'a;
+
+/// From media to a mounted image.
+pub(super) fn assemble(
+    path: &Path,
+    media: &Media,
+    options: &Options,
+    on_damage: &mut OnDamage<'_>,
+) -> Result<PMem, OpenError> {
+    let superblock = match superblock(path, &*media.image)? {
+        Some(superblock) => superblock,
+        None if options.read_only => return Err(OpenError::NoSize { path: path.into() }),
+        None => format(path, media, options)?,
+    };
+    let Superblock { image_bytes: expected, .. } = superblock;
+    let found = media.image.bytes();
+    if found < expected {
+        return Err(OpenError::Shrunk { path: path.into(), found, expected });
+    }
+    check_tier2(path, media, options, &superblock)?;
+    let damaged = |source| OpenError::Damaged { path: path.into(), source };
+    let (disk, log) = load(media, options, &superblock, on_damage).map_err(damaged)?;
+    let commit = options.commit.unwrap_or(COMMIT_INTERVAL);
+    let keeps = !options.read_only && !commit.is_zero();
+    let store = PStore::new(disk, keeps.then_some(commit));
+    let inodes_max = superblock.layout.log_bytes() / INODE_BYTES_MIN;
+    let mut replay = Replay::new(store, Limits { inodes_max, read_only: options.read_only });
+    log.for_each(|index, item| match item {
+        super::codec::Item::Tree(record) => match replay.apply(record) {
+            Ok(()) => Ok(()),
+            Err(source) => on_damage(DamageError::Replay { index, source }),
+        },
+        super::codec::Item::Map(_) => Ok(()),
+    })
+    .map_err(damaged)?;
+    let last = log.len();
+    let tree = replay.finish().map_err(|source| damaged(DamageError::Replay { index: last, source }))?;
+    if !options.read_only {
+        restart(path, &tree)?;
+    }
+    Ok(tree)
+}
+
+/// Each mount begins a new log: what a crash left behind the last good record is never appended to.
+fn restart(path: &Path, tree: &Tree<PStore>) -> Result<(), OpenError> {
+    let done = tree.checkpoint(|snapshot| tree.store().compact(snapshot));
+    done.map_err(|error| io_error(path, "write a snapshot to")(error.into()))
+}
+
+/// The superblock that counts; `None` if the medium is blank.
+fn superblock(path: &Path, image: &dyn Medium) -> Result<Option<Superblock>, OpenError> {
+    let path = || path.to_path_buf();
+    let copies = Copies::read(image);
+    if let Some(best) = copies.best() {
+        for (index, copy) in copies.0.iter().enumerate() {
+            if let Err(error) = copy {
+                tracing::warn!(path = %path().display(), "superblock {index} is damaged ({error}); the other one is used");
+            }
+        }
+        return Ok(Some(*best));
+    }
+    match copies.0 {
+        [Err(FormatError::Magic), Err(FormatError::Magic)] if is_blank(image) => Ok(None),
+        [Err(reason @ (FormatError::Magic | FormatError::Version(_))), Err(FormatError::Magic)]
+        | [_, Err(reason @ FormatError::Version(_))]
+        | [Err(reason @ FormatError::Version(_)), _] => Err(OpenError::Foreign { path: path(), reason }),
+        [Err(first), Err(second)] => Err(OpenError::Superblocks { path: path(), first, second }),
+        _ => unreachable!("a good copy would have been the best"),
+    }
+}
+
+fn is_blank(image: &dyn Medium) -> bool {
+    let bytes = usize::try_from(image.bytes().min(BLANK_BYTES)).unwrap_or(0);
+    let mut blank = false;
+    let looked = image.look(0, bytes, &mut |seen| blank = seen.iter().all(|byte| *byte == 0));
+    looked.is_ok() && blank
+}
+
+fn format(path: &Path, media: &Media, options: &Options) -> Result<Superblock, OpenError> {
+    let bytes = media.image.bytes() / BLOCK_BYTES * BLOCK_BYTES;
+    let layout = Layout::for_bytes(bytes).ok_or_else(|| OpenError::TooSmall { path: path.into(), bytes })?;
+    let mut uuid = [0; 16];
+    uuid.chunks_mut(4).for_each(|part| part.copy_from_slice(&random_u32().to_le_bytes()));
+    // Version 4 (random), variant 1: RFC 9562, section 5.4.
+    uuid[6] = uuid[6] & 0x0f | 0x40;
+    uuid[8] = uuid[8] & 0x3f | 0x80;
+    let mut tier2_blocks = 0;
+    if let Some(tier2) = &media.tier2 {
+        let name = options.tier2.as_deref().unwrap_or(path);
+        let (wrong, bytes) = (|reason: &str| OpenError::Tier2 { path: name.into(), reason: reason.into() }, tier2.bytes());
+        if !is_blank(&**tier2) {
+            return Err(wrong("it is not empty, and the image is new; empty it first (truncate -s 0)"));
+        }
+        tier2_blocks = (bytes / BLOCK_BYTES).saturating_sub(1);
+        if tier2_blocks == 0 {
+            return Err(wrong("it is too small for a second tier"));
+        }
+        let header = encode_tier2(uuid, tier2_blocks);
+        tier2.write(0, &header).map_err(io_error(name, "write"))?;
+        tier2.persist(std::slice::from_ref(&(0..BLOCK_BYTES))).map_err(io_error(name, "write"))?;
+    }
+    let superblock = Superblock {
+        salt: random_u32(),
+        uuid,
+        generation: 1,
+        image_bytes: bytes,
+        layout,
+        snapshot_records: 0,
+        tier2_blocks,
+    };
+    match write_snapshot(&*media.image, &superblock, &[]) {
+        Ok(_) => Ok(superblock),
+        Err(SnapshotError::Io(error)) => Err(io_error(path, "write")(error)),
+        Err(SnapshotError::TooLong) => Err(OpenError::TooSmall { path: path.into(), bytes }),
+    }
+}
+
+fn check_tier2(path: &Path, media: &Media, options: &Options, superblock: &Superblock) -> Result<(), OpenError> {
+    let name = options.tier2.as_deref().unwrap_or(path);
+    let wrong = |reason: String| Err(OpenError::Tier2 { path: name.into(), reason });
+    match (&media.tier2, superblock.tier2_blocks) {
+        (None, 0) => Ok(()),
+        (None, _) => wrong("part of its data is in a second tier; say where (tier2=FILE)".into()),
+        (Some(_), 0) => wrong("the image was made without a second tier; leave tier2 out".into()),
+        (Some(tier2), blocks) => {
+            let mut block = [0; BLOCK];
+            tier2.read(0, &mut block).map_err(io_error(name, "read"))?;
+            match decode_tier2(&block) {
+                Err(error) => wrong(format!("it is no second tier: {error}")),
+                Ok((uuid, _)) if uuid != superblock.uuid => wrong("it belongs to another image".into()),
+                Ok((_, found)) if found != blocks || tier2.bytes() / BLOCK_BYTES <= blocks => {
+                    wrong(format!("it has {} bytes and should have {} blocks and a header", tier2.bytes(), blocks))
+                }
+                Ok(_) => Ok(()),
+            }
+        }
+    }
+}
+
+/// Reads the log, and gives every file its blocks.
+fn load(
+    media: &Media,
+    options: &Options,
+    superblock: &Superblock,
+    on_damage: &mut OnDamage<'_>,
+) -> Result<(Disk, Found), DamageError> {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let found = Found::read(&*media.image, superblock, on_damage)?;
+    let tier1 = Tier::first(Arc::clone(&media.image), superblock.layout, cpus);
+    let tier2 = media.tier2.as_ref().map(|tier2| Tier::second(Arc::clone(tier2), superblock.tier2_blocks));
+    let mut files = Vec::new();
+    for (ino, (size, extents)) in found.files(on_damage)? {
+        let mut owned = Extents::default();
+        for piece in extents.all() {
+            let first = tier1.blocks.contains(piece.run());
+            let tier = if first { Some(&tier1) } else { tier2.as_ref() };
+            if tier.is_some_and(|tier| tier.blocks.take_exactly(piece.run())) {
+                owned.insert(piece);
+            } else {
+                on_damage(DamageError::Blocks { ino: ino.0, block: piece.block, count: piece.count })?;
+            }
+        }
+        files.push(DataFile::new(ino, size, owned));
+    }
+    let backing = |medium: &Arc<dyn Medium>| medium.descriptor().map(Backing::new);
+    let grace = Grace::new([backing(&media.image), media.tier2.as_ref().and_then(backing)]);
+    let log = Log::new(Arc::clone(&media.image), *superblock, found.len(), found.bytes);
+    let disk = Disk::new(tier1, tier2, log, grace, options.read_only);
+    files.into_iter().for_each(|file| disk.insert(file));
+    Ok((disk, found))
+}

@@ -1,0 +1,237 @@
+//! What the tree sees of an image.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use ferry_vfs::{Backing, Data, Errno, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
+
+use super::codec::put_record;
+use super::disk::{Disk, File};
+use super::format::{BLOCK_BYTES, PAYLOAD_BYTES_MAX};
+use super::keeper::Keeper;
+use super::log::{Effects, Growth};
+use crate::store::{Record, Space, Store, Usage, WriteAt};
+use crate::tree::{Snapshot, Tree};
+
+/// Records of a snapshot are about this long: long enough that their heads do not matter.
+const SNAPSHOT_PAYLOAD_BYTES: usize = PAYLOAD_BYTES_MAX / 4;
+/// What a snapshot says of a directory or of one more name beyond the record that made it: its attributes again.
+const ATTR_BYTES: u64 = 96;
+/// Bytes that one copy moves at a time.
+const COPY_BYTES: usize = 1 << 20;
+
+/// Files and log of an image: the [`Store`] of [`super::PMem`].
+#[derive(Debug)]
+pub struct PStore {
+    pub(crate) disk: Arc<Disk>,
+    /// Inodes whose end found no room in the log.
+    unfreed: Mutex<HashSet<Ino>>,
+    /// Commits now and then, and moves data between tiers. None in a read-only store, and where a test does it.
+    keeper: Option<Keeper>,
+}
+
+/// The data of one open inode.
+#[derive(Debug)]
+pub struct PFile(pub(crate) Arc<File>);
+
+impl PStore {
+    /// A store whose log is committed every `commit`, if ever.
+    pub(crate) fn new(disk: Disk, commit: Option<Duration>) -> Self {
+        let disk = Arc::new(disk);
+        let keeper = commit.map(|every| Keeper::start(Arc::clone(&disk), every));
+        Self { disk, unfreed: Mutex::default(), keeper }
+    }
+
+    /// Writes a snapshot of everything to the other log area.
+    pub(crate) fn compact(&self, snapshot: &Snapshot<'_, Self>) -> Result<()> {
+        let _stopped = self.disk.stop();
+        let mut payloads = vec![Vec::new()];
+        let mut put = |item: &dyn Fn(&mut Vec<u8>)| {
+            if payloads.last().is_none_or(|last: &Vec<u8>| last.len() >= SNAPSHOT_PAYLOAD_BYTES) {
+                payloads.push(Vec::new());
+            }
+            let last = payloads.len() - 1;
+            let before = payloads[last].len();
+            item(&mut payloads[last]);
+            if payloads[last].len() > PAYLOAD_BYTES_MAX {
+                let long = payloads[last].split_off(before);
+                payloads.push(long);
+            }
+        };
+        snapshot.for_each(&mut |record| {
+            match record {
+                // Attributes may be long: each in an item of its own.
+                Record::Make { ino, meta, target, xattrs, at } => {
+                    let xattrs_later = *xattrs;
+                    put(&|to| {
+                        let make = Record::Make { ino: *ino, meta: *meta, target, xattrs: &[], at: *at };
+                        put_record(to, &make);
+                    });
+                    for xattr in xattrs_later {
+                        let (name, value) = (xattr.name, Some(xattr.value));
+                        put(&|to| put_record(to, &Record::Xattr { ino: *ino, name, value, meta: *meta }));
+                    }
+                }
+                record => put(&|to| put_record(to, record)),
+            }
+            Ok(())
+        })?;
+        self.disk.put_files(put);
+        self.disk.log.restart(&payloads)?;
+        self.disk.collect();
+        Ok(())
+    }
+
+    /// Moves up to so many blocks to the second tier now, those of the coldest files first; answers how many. Happens by
+    /// itself as the first tier fills up.
+    ///
+    /// # Errors
+    /// `IO`.
+    pub fn move_to_tier2(&self, blocks: u64) -> Result<u64> {
+        self.disk.move_out(blocks)
+    }
+
+    fn unfreed(&self) -> std::sync::MutexGuard<'_, HashSet<Ino>> {
+        self.unfreed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How a record changes the next snapshot, and by how many bytes more than its own.
+fn growth(record: &Record<'_>) -> (Growth, u64) {
+    let is_dir = |mode: u32| ferry_vfs::FileType::from_raw_mode(mode) == ferry_vfs::FileType::Directory;
+    match record {
+        // Attributes become records of their own, each with the inode's.
+        Record::Make { meta, xattrs, .. } => {
+            let attrs = xattrs.len() as u64 + u64::from(is_dir(meta.mode));
+            (Growth::Grows, attrs * ATTR_BYTES)
+        }
+        Record::Link { .. } => (Growth::Grows, ATTR_BYTES),
+        Record::Rename { .. } | Record::Xattr { value: Some(_), .. } => (Growth::Grows, 0),
+        Record::Unlink { .. } | Record::Attr { .. } | Record::Xattr { value: None, .. } | Record::Free { .. } => {
+            (Growth::Keeps, 0)
+        }
+    }
+}
+
+impl Store for PStore {
+    type File = PFile;
+
+    const JOURNALED: bool = true;
+
+    fn log(&self, record: &Record<'_>) -> Result<()> {
+        let mut payload = Vec::with_capacity(128);
+        put_record(&mut payload, record);
+        let (growth, more) = growth(record);
+        let reserved = self.disk.log.reserve(payload.len(), growth);
+        if let (Err(Errno::NOSPC), Record::Free { ino }) = (&reserved, record) {
+            self.unfreed().insert(*ino);
+        }
+        self.disk.log.append(reserved?, &payload, Effects { more, ..Effects::default() });
+        Ok(())
+    }
+
+    fn admit(&self, tree: &Tree<Self>) -> Result<()> {
+        if self.disk.log.wants_snapshot() {
+            let done = tree.checkpoint(|snapshot| match self.disk.log.wants_snapshot() {
+                true => self.compact(snapshot),
+                // Somebody else was faster.
+                false => Ok(()),
+            });
+            // Where a snapshot does not fit, removing may still fit into the rest of the log.
+            done.or_else(|error| if error == Errno::NOSPC { Ok(()) } else { Err(error) })?;
+        }
+        Ok(())
+    }
+
+    fn open(&self, ino: Ino, _: (Timespec, Timespec)) -> Result<PFile> {
+        Ok(PFile(self.disk.file_or_new(ino)))
+    }
+
+    fn usage(&self, ino: Ino, file: Option<&PFile>) -> Result<Usage> {
+        let found = if file.is_none() { self.disk.file(ino) } else { None };
+        let Some(file) = file.map(|file| &file.0).or(found.as_ref()) else { return Ok(Usage::default()) };
+        let state = file.read();
+        Ok(Usage { size: state.size, blocks: state.extents.blocks() * (BLOCK_BYTES / 512), times: None })
+    }
+
+    fn read(&self, file: &PFile, offset: u64, len: u32, out: &mut dyn Output) -> Result<Data> {
+        self.disk.read(&file.0, offset, len, out)
+    }
+
+    fn write(&self, file: &PFile, at: WriteAt, input: &mut dyn Input) -> Result<Data> {
+        self.disk.write(&file.0, at, input)
+    }
+
+    fn truncate(&self, file: &PFile, size: u64) -> Result<()> {
+        self.disk.truncate(&file.0, size)
+    }
+
+    fn fallocate(&self, file: &PFile, offset: u64, len: u64, flags: FallocateFlags) -> Result<()> {
+        self.disk.fallocate(&file.0, offset, len, flags)
+    }
+
+    fn seek(&self, file: &PFile, offset: u64, seek: Seek) -> Result<u64> {
+        self.disk.seek(&file.0, offset, seek)
+    }
+
+    fn copy(&self, from: (&PFile, u64), to: (&PFile, u64), len: u64) -> Result<u64> {
+        let ((from, from_offset), (to, to_offset)) = (from, to);
+        let len = len.min(from.0.read().size.saturating_sub(from_offset));
+        let apart = from_offset + len <= to_offset || to_offset + len <= from_offset;
+        if Arc::ptr_eq(&from.0, &to.0) && !apart {
+            return Err(Errno::INVAL);
+        }
+        let mut done = 0;
+        while done < len {
+            let mut bytes = Vec::new();
+            let part = (len - done).min(COPY_BYTES as u64);
+            self.disk.read_bytes(&from.0, from_offset + done, part, &mut bytes)?;
+            if bytes.is_empty() {
+                break;
+            }
+            match self.disk.write_bytes(&to.0, Some(to_offset + done), &bytes) {
+                Err(_) if done > 0 => break,
+                outcome => outcome?,
+            }
+            done += bytes.len() as u64;
+        }
+        Ok(done)
+    }
+
+    fn fsync(&self, ino: Ino, file: Option<&PFile>, data_only: bool) -> Result<Option<Arc<Backing>>> {
+        if self.disk.read_only {
+            return Ok(None);
+        }
+        let found = if file.is_none() { self.disk.file(ino) } else { None };
+        match file.map(|file| &file.0).or(found.as_ref()) {
+            Some(file) => self.disk.sync_file(file, data_only)?,
+            None => self.disk.sync_log()?,
+        }
+        Ok(None)
+    }
+
+    fn sync(&self) -> Result<()> {
+        if self.disk.read_only { Ok(()) } else { self.disk.sync_all() }
+    }
+
+    fn remove(&self, ino: Ino) {
+        self.disk.remove(ino, self.unfreed().remove(&ino));
+    }
+
+    fn space(&self) -> Result<Space> {
+        let (total, free) = self.disk.space();
+        Ok(Space { total: total * BLOCK_BYTES, free: free * BLOCK_BYTES })
+    }
+}
+
+impl Drop for PStore {
+    fn drop(&mut self) {
+        drop(self.keeper.take());
+        if !self.disk.read_only {
+            if let Err(error) = self.disk.sync_all() {
+                tracing::error!("the last changes could not be made durable: {error}");
+            }
+        }
+    }
+}

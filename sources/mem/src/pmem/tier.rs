@@ -1,0 +1,248 @@
+//! Moving data between the tiers.
+//!
+//! To the second tier go the files that were not used for longest, when the first is fuller than [`HIGH_PERCENT`] or a
+//! writer finds no room. A file that was used since the last look comes back as long as the first tier stays below
+//! [`LOW_PERCENT`]; what is written comes back at once, for writes only go to the first tier. Bytes are copied without
+//! the file's lock and made durable, then the record is logged, unless the file changed meanwhile; the old blocks are
+//! free when that record is durable.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use ferry_engine::{IoMode, Operation, Segment, Transfers};
+use ferry_vfs::{Backing, Result};
+
+use super::disk::{Disk, File, Tier, io_error};
+use super::extents::{Piece, Run};
+use super::file::lay_out;
+use super::format::{BLOCK, TIER2_FIRST};
+use super::log::{Effects, Growth};
+use super::medium::Ranges;
+
+/// From this fill of the first tier on, cold data go to the second.
+const HIGH_PERCENT: u64 = 80;
+/// Up to this fill of the first tier, used data come back.
+const LOW_PERCENT: u64 = 60;
+/// The blocks that are moved in one go, 4 MiB: memory for them is taken, and a writer may wait for them.
+const BATCH_BLOCKS: u64 = 1024;
+/// The blocks of one transfer, 1 MiB: from there on longer ones are not faster.
+const TRANSFER_BLOCKS: u64 = 256;
+/// Transfers in flight.
+const TRANSFERS_MAX: u32 = 16;
+
+/// A part of a file on its way.
+struct Part {
+    from: Piece,
+    bytes: Vec<u8>,
+    to: Vec<Run>,
+}
+
+/// Where to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Out,
+    Back,
+}
+
+impl Disk {
+    /// Finds free blocks; `false` when there are no more to be had.
+    pub(crate) fn make_room(&self) -> Result<bool> {
+        if self.log.is_full() {
+            return Ok(false);
+        }
+        let before = self.tier1.blocks.free_blocks();
+        self.sync_log()?;
+        if self.tier1.blocks.free_blocks() > before {
+            return Ok(true);
+        }
+        let moved = self.move_out(BATCH_BLOCKS)?;
+        if moved > 0 {
+            self.sync_log()?;
+        }
+        Ok(self.tier1.blocks.free_blocks() > before)
+    }
+
+    /// Moves what is cold out and what was used since `seen` back; answers what to give next time.
+    pub(crate) fn balance(&self, seen: u64) -> u64 {
+        if self.tier2.is_none() {
+            return 0;
+        }
+        let now = self.now();
+        let used = |free: u64| (self.tier1.blocks.blocks() - free) * 100;
+        let above = |percent| used(self.tier1.blocks.free_blocks()) > percent * self.tier1.blocks.blocks();
+        while above(HIGH_PERCENT) {
+            match self.move_out(BATCH_BLOCKS).and_then(|moved| self.sync_log().map(|()| moved)) {
+                Ok(0) => break,
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::warn!("moving data to the second tier: {error}");
+                    break;
+                }
+            }
+        }
+        for file in self.files() {
+            if above(LOW_PERCENT) {
+                break;
+            }
+            if file.used() > seen {
+                if let Err(error) = self.move_file(&file, BATCH_BLOCKS, Direction::Back) {
+                    tracing::warn!(ino = file.ino.0, "bringing data back from the second tier: {error}");
+                }
+            }
+        }
+        now
+    }
+
+    /// Moves up to so many blocks to the second tier, those of the coldest files first; answers how many.
+    pub(crate) fn move_out(&self, blocks: u64) -> Result<u64> {
+        let Some(tier2) = &self.tier2 else { return Ok(0) };
+        let mut files = self.files();
+        files.sort_by_key(|file| file.used());
+        let mut moved = 0;
+        for file in files {
+            if moved >= blocks || tier2.blocks.free_blocks() == 0 {
+                break;
+            }
+            moved += self.move_file(&file, blocks - moved, Direction::Out)?;
+        }
+        Ok(moved)
+    }
+
+    /// Moves up to so many blocks of a file; answers how many.
+    fn move_file(&self, file: &File, blocks: u64, direction: Direction) -> Result<u64> {
+        let Some(tier2) = &self.tier2 else { return Ok(0) };
+        let target = if direction == Direction::Out { tier2 } else { &self.tier1 };
+        let (mut parts, version) = self.pick(file, blocks, direction)?;
+        for index in 0..parts.len() {
+            match target.blocks.take(parts[index].from.count, None, 0) {
+                Some(runs) => parts[index].to = runs,
+                None => {
+                    parts.truncate(index);
+                    break;
+                }
+            }
+        }
+        let copied = copy(target, &parts).map_err(|error| io_error(&error));
+        let moved = copied.and_then(|()| self.switch(file, version, target, &parts));
+        if !matches!(moved, Ok(count) if count > 0) {
+            parts.iter().for_each(|part| target.blocks.put(&part.to));
+        }
+        moved
+    }
+
+    /// Copies of what can be moved, and the file's version that they are copies of.
+    fn pick(&self, file: &File, blocks: u64, direction: Direction) -> Result<(Vec<Part>, u64)> {
+        let state = file.read();
+        let mut parts = Vec::new();
+        let mut missing = blocks;
+        let suits = |piece: &Piece| piece.written && (piece.block < TIER2_FIRST) == (direction == Direction::Out);
+        for piece in state.extents.all().filter(suits) {
+            let mut done = 0;
+            while done < piece.count && missing > 0 {
+                let count = (piece.count - done).min(TRANSFER_BLOCKS).min(missing);
+                let from = Piece { logical: piece.logical + done, block: piece.block + done, count, ..piece };
+                let mut bytes = Vec::new();
+                let wanted = usize::try_from(count).unwrap_or(0) * BLOCK;
+                self.look(from.block, 0, wanted, &mut |seen| bytes.extend_from_slice(seen))?;
+                parts.push(Part { from, bytes, to: Vec::new() });
+                done += count;
+                missing -= count;
+            }
+            if missing == 0 {
+                break;
+            }
+        }
+        Ok((parts, state.version))
+    }
+
+    /// Lets the file's blocks be the copies, if it did not change.
+    fn switch(&self, file: &File, version: u64, target: &Tier, parts: &[Part]) -> Result<u64> {
+        let (Some(first), Some(last)) = (parts.first(), parts.last()) else { return Ok(0) };
+        let _change = self.change();
+        let mut state = file.write();
+        if state.version != version || state.removed {
+            return Ok(0);
+        }
+        let blocks = first.from.logical..last.from.end();
+        let new: Vec<Piece> = parts
+            .iter()
+            .flat_map(|part| {
+                let range = part.from.logical..part.from.end();
+                lay_out(std::slice::from_ref(&range), &part.to, true)
+            })
+            .collect();
+        let pieces = new.len() + state.extents.within(blocks.clone()).count();
+        let reservation = self.reserve(pieces, Growth::Grows)?;
+        let mut effects = Effects::default();
+        for piece in new {
+            effects.freed.extend(state.extents.replace(piece).iter().map(Piece::run));
+            if target.is_first() {
+                effects.before.add(target.range(piece.run()));
+            }
+        }
+        self.record((file, &mut state), reservation, blocks, effects);
+        Ok(parts.iter().map(|part| part.from.count).sum())
+    }
+}
+
+/// Writes the parts to their new places. In the second tier they are durable then, in the first the log sees to it.
+fn copy(target: &Tier, parts: &[Part]) -> io::Result<()> {
+    if parts.is_empty() {
+        return Ok(());
+    }
+    let mut writes: BTreeMap<u64, &[u8]> = BTreeMap::new();
+    for part in parts {
+        let mut rest = &part.bytes[..];
+        for run in &part.to {
+            let (now, later) = rest.split_at((usize::try_from(run.count).unwrap_or(0) * BLOCK).min(rest.len()));
+            writes.insert(target.at(run.block), now);
+            rest = later;
+        }
+    }
+    let is_second = !target.is_first();
+    match target.medium.descriptor().filter(|_| is_second) {
+        Some(descriptor) => transfer(Arc::new(Backing::new(descriptor)), &writes),
+        None => {
+            let mut ranges = Ranges::default();
+            for (offset, bytes) in writes {
+                target.medium.write(offset, bytes)?;
+                ranges.add(offset..offset + bytes.len() as u64);
+            }
+            if is_second { target.medium.persist(&ranges.into_sorted()) } else { Ok(()) }
+        }
+    }
+}
+
+/// Writes and syncs by io_uring, many at once.
+fn transfer(file: Arc<Backing>, writes: &BTreeMap<u64, &[u8]>) -> io::Result<()> {
+    const FSYNC: u64 = u64::MAX;
+    let mut transfers = Transfers::new(IoMode::Auto, TRANSFERS_MAX).map_err(io::Error::other)?;
+    let wait = |transfers: &mut Transfers, unfinished: usize| -> io::Result<()> {
+        while transfers.unfinished() > unfinished {
+            if !transfers.flush().has_done() {
+                transfers.sleep().map_err(io::Error::other)?;
+            }
+            while let Some((token, outcome)) = transfers.next_done() {
+                let wanted = writes.get(&token).map_or(0, |bytes| bytes.len());
+                if outcome? < wanted && token != FSYNC {
+                    return Err(io::ErrorKind::WriteZero.into());
+                }
+            }
+        }
+        Ok(())
+    };
+    let operation = Operation::Write { clear_privileges: false, waits: true };
+    for (&offset, bytes) in writes {
+        let segment = Segment { address: bytes.as_ptr().cast_mut(), bytes: bytes.len() };
+        // SAFETY: the bytes are only read, and outlive `transfers`, which waits for all transfers when it is dropped.
+        unsafe { transfers.queue(offset, operation, Arc::clone(&file), offset, [segment]) };
+        if transfers.unfinished() >= TRANSFERS_MAX as usize {
+            wait(&mut transfers, TRANSFERS_MAX as usize / 2)?;
+        }
+    }
+    wait(&mut transfers, 0)?;
+    // SAFETY: no memory is involved.
+    unsafe { transfers.queue(FSYNC, Operation::Fsync { data_only: true }, file, 0, []) };
+    wait(&mut transfers, 0)
+}

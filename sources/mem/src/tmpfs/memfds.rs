@@ -1,0 +1,155 @@
+//! Files as memfds, with a limit that is kept by allocating before anything is written.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferry_vfs::{Errno, FallocateFlags, Ino, Input, Result, Timespec};
+use rustix::fs::{MemfdFlags, SeekFrom};
+
+use super::file::File;
+use crate::store::Space;
+
+const PAGE_BYTES: u64 = 4096;
+/// `st_blocks` counts in these.
+const BLOCK_BYTES: u64 = 512;
+/// Appends go through a buffer on the stack.
+const APPEND_BYTES: usize = 16 << 10;
+
+/// All memfds, by inode.
+#[derive(Debug)]
+pub(super) struct Memfds {
+    files: Mutex<HashMap<Ino, Arc<File>>>,
+    limit: u64,
+    used: AtomicU64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn allocated(file: &File) -> Result<u64> {
+    Ok(file.usage()?.blocks * BLOCK_BYTES)
+}
+
+/// The bytes of the pages from `start` to `end` that are holes.
+fn missing(file: &File, start: u64, end: u64) -> Result<u64> {
+    let size = file.usage()?.size;
+    let mut missing = 0;
+    let mut at = start;
+    while at < end {
+        let data = match rustix::fs::seek(file.as_fd(), SeekFrom::Data(at)) {
+            Ok(data) => data.min(end),
+            // Nothing more up to the end of the file. What was allocated beyond it is counted twice for a moment.
+            Err(Errno::NXIO) => end,
+            Err(error) => return Err(error),
+        };
+        missing += data - at;
+        if data == end {
+            break;
+        }
+        at = match rustix::fs::seek(file.as_fd(), SeekFrom::Hole(data)) {
+            Ok(hole) if hole < size => hole,
+            // The end of the file is a hole to seek, but the rest of its page is there.
+            Ok(_) | Err(Errno::NXIO) => size.next_multiple_of(PAGE_BYTES),
+            Err(error) => return Err(error),
+        };
+    }
+    Ok(missing)
+}
+
+impl Memfds {
+    pub(super) fn new(limit: u64) -> Self {
+        Self { files: Mutex::default(), limit, used: AtomicU64::new(0) }
+    }
+
+    pub(super) fn get(&self, ino: Ino) -> Option<Arc<File>> {
+        lock(&self.files).get(&ino).cloned()
+    }
+
+    pub(super) fn open(&self, ino: Ino, times: (Timespec, Timespec)) -> Result<Arc<File>> {
+        if let Some(file) = self.get(ino) {
+            return Ok(file);
+        }
+        let file = Arc::new(File::new(ino, rustix::fs::memfd_create("ferry-mem", MemfdFlags::CLOEXEC)?));
+        file.set_times(times)?;
+        lock(&self.files).insert(ino, Arc::clone(&file));
+        Ok(file)
+    }
+
+    pub(super) fn remove(&self, ino: Ino) {
+        let removed = lock(&self.files).remove(&ino);
+        if let Some(file) = removed {
+            self.less(allocated(&file).unwrap_or_default());
+        }
+    }
+
+    pub(super) fn space(&self) -> Space {
+        let used = self.used.load(Ordering::Relaxed);
+        Space { total: self.limit, free: self.limit.saturating_sub(used) }
+    }
+
+    fn less(&self, bytes: u64) {
+        let less = |used: u64| Some(used.saturating_sub(bytes));
+        let _ = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+    }
+
+    /// Allocates a range, so that writing there can neither fail nor pass the limit.
+    pub(super) fn reserve(&self, file: &File, offset: u64, len: u64) -> Result<()> {
+        self.reserve_locked(file, &mut lock(&file.dense_to), offset, len)
+    }
+
+    fn reserve_locked(&self, file: &File, dense_to: &mut u64, offset: u64, len: u64) -> Result<()> {
+        let start = offset / PAGE_BYTES * PAGE_BYTES;
+        let end = offset.saturating_add(len).next_multiple_of(PAGE_BYTES);
+        if len == 0 || end <= *dense_to {
+            return Ok(());
+        }
+        let missing = missing(file, start.max(*dense_to).min(end), end)?;
+        let more = |used: u64| used.checked_add(missing).filter(|used| *used <= self.limit);
+        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).map_err(|_| Errno::NOSPC)?;
+        let before = allocated(file)?;
+        let done = rustix::fs::fallocate(file.as_fd(), FallocateFlags::KEEP_SIZE, start, end - start);
+        let grown = allocated(file)?.saturating_sub(before);
+        self.less(missing.saturating_sub(grown));
+        done?;
+        if start <= *dense_to {
+            *dense_to = end;
+        }
+        Ok(())
+    }
+
+    /// Runs what gives memory back from `offset` on.
+    pub(super) fn shrinking(&self, file: &File, offset: u64, change: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut dense_to = lock(&file.dense_to);
+        *dense_to = (*dense_to).min(offset / PAGE_BYTES * PAGE_BYTES);
+        let before = allocated(file)?;
+        let done = change();
+        self.less(before.saturating_sub(allocated(file)?));
+        done
+    }
+
+    /// Writes at the end, where only the one who holds the file's lock knows it to be.
+    pub(super) fn append(&self, file: &File, len: u32, input: &mut dyn Input) -> Result<usize> {
+        let mut dense_to = lock(&file.dense_to);
+        let mut buffer = [0; APPEND_BYTES];
+        let mut left = usize::try_from(len).map_err(|_| Errno::INVAL)?;
+        let mut done = 0;
+        while left > 0 {
+            let count = input.take(&mut buffer[..left.min(APPEND_BYTES)]);
+            if count == 0 {
+                break;
+            }
+            let end = file.usage()?.size;
+            let reserved = self.reserve_locked(file, &mut dense_to, end, count as u64);
+            match reserved.and_then(|()| rustix::io::pwrite(file.as_fd(), &buffer[..count], end)) {
+                Ok(written) => done += written,
+                Err(error) if done == 0 => return Err(error),
+                Err(_) => break,
+            }
+            left -= count;
+        }
+        Ok(done)
+    }
+}

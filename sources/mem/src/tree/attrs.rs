@@ -1,0 +1,285 @@
+//! Attributes: shown, changed, and kept in step with what the store knows.
+
+use std::sync::Arc;
+
+use ferry_vfs::{
+    Attr, Caller, Change, Entry, Errno, Ino, Result, SetAttr, SetTime, Timespec,
+};
+
+use super::acl::{self, Acl};
+use super::node::{Body, Node, State};
+use super::xattr::CAPABILITY;
+use super::{Tree, log};
+use crate::store::{Meta, Record, Store, Usage};
+
+pub(crate) const S_IFMT: u32 = 0o170_000;
+pub(crate) const S_ISUID: u32 = 0o4000;
+pub(crate) const S_ISGID: u32 = 0o2000;
+pub(crate) const S_IXGRP: u32 = 0o010;
+
+/// What `stat` tells as the preferred size of a transfer.
+const BLOCK_BYTES: u32 = 4096;
+const DAY_S: i64 = 24 * 60 * 60;
+
+/// The time that changes are stamped with: the kernel's coarse clock, which is what it stamps data files with too, so
+/// that times of one tree never run backwards from one change to the next, whoever made it.
+pub(crate) fn now() -> Timespec {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+    Timespec { sec: now.tv_sec, nsec: u32::try_from(now.tv_nsec).unwrap_or_default() }
+}
+
+/// How far the kernel's coarse clock may lag: a tick at 100 Hz.
+const TICK_NS: i128 = 10_000_000;
+
+/// The time of a change of something that changed last at `last`. Where that lies ahead by less than a tick, the kernel
+/// stamped a data file with its finer clock, and ctime must not run backwards for it.
+pub(crate) fn now_after(last: Timespec) -> Timespec {
+    let ns = |time: Timespec| i128::from(time.sec) * 1_000_000_000 + i128::from(time.nsec);
+    let now = now();
+    if (0..TICK_NS).contains(&(ns(last) - ns(now))) { last } else { now }
+}
+
+/// The mode after a write or change of owner by somebody who may not keep privileges. A sgid bit without the right to
+/// execute is no privilege but a mark for mandatory locks.
+fn without_privileges(mode: u32) -> u32 {
+    let sgid = if mode & S_IXGRP == 0 { 0 } else { S_ISGID };
+    mode & !(S_ISUID | sgid)
+}
+
+/// Lays what the store knows over what the tree knows. Where data moved unseen, so did ctime.
+fn overlay(meta: &mut Meta, usage: &Usage, noted_write: Option<Timespec>) {
+    let mtime = match usage.times {
+        Some((atime, mtime)) => {
+            meta.atime = atime;
+            mtime
+        }
+        None => noted_write.unwrap_or(meta.mtime),
+    };
+    if mtime != meta.mtime {
+        meta.mtime = mtime;
+        meta.ctime = meta.ctime.max(mtime);
+    }
+}
+
+impl<S: Store> Tree<S> {
+    /// Brings the state up to date with the store; what changed is logged with the next record of the inode, or by
+    /// [`Self::settle`].
+    pub(crate) fn refresh(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
+        let Body::File(body) = &mut state.body else { return Ok(()) };
+        if body.is_live() {
+            let usage = self.store.usage(node.ino, body.file.as_deref())?;
+            if std::mem::take(&mut body.unknown) {
+                body.has_data = usage.size != 0 || usage.blocks != 0;
+            }
+            (body.size, body.blocks) = (usage.size, usage.blocks);
+            overlay(&mut state.meta, &usage, node.noted_write());
+            node.forget_write();
+        }
+        Ok(())
+    }
+
+    /// Brings the state up to date, and the journal too where it would not know.
+    pub(crate) fn settle(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
+        let before = state.meta;
+        self.refresh(node, state)?;
+        let meta = state.meta;
+        if meta != before {
+            log(&self.store, || Record::Attr { ino: node.ino, meta })?;
+        }
+        Ok(())
+    }
+
+    /// The attributes now.
+    pub(crate) fn attr(&self, node: &Node<S>, state: &State<S>) -> Result<Attr> {
+        let mut meta = state.meta;
+        let (size, blocks) = match &state.body {
+            Body::File(body) if body.is_live() => {
+                let usage = self.store.usage(node.ino, body.file.as_deref())?;
+                overlay(&mut meta, &usage, node.noted_write());
+                (usage.size, usage.blocks)
+            }
+            Body::File(body) => (body.size, body.blocks),
+            Body::Dir(dir) => (u64::try_from(dir.len()).unwrap_or_default(), 0),
+            Body::Symlink(target) => (u64::try_from(target.len()).unwrap_or_default(), 0),
+            Body::Special => (0, 0),
+        };
+        Ok(Attr {
+            ino: node.ino.0,
+            size,
+            blocks,
+            atime: meta.atime,
+            mtime: meta.mtime,
+            ctime: meta.ctime,
+            btime: Some(meta.btime),
+            mode: meta.mode,
+            nlink: state.nlink,
+            uid: meta.uid,
+            gid: meta.gid,
+            rdev: meta.rdev,
+            blksize: BLOCK_BYTES,
+            submount: false,
+        })
+    }
+
+    /// What a name led to; the reference was taken by the caller and is given back on an error.
+    pub(crate) fn entry(&self, node: &Arc<Node<S>>) -> Result<Entry> {
+        let attr = self.attr(node, &node.read());
+        match attr {
+            Ok(attr) => Ok(Entry { ino: node.ino, generation: 0, attr }),
+            Err(error) => {
+                self.unhold(node, 1);
+                Err(error)
+            }
+        }
+    }
+
+    pub(crate) fn getattr_(&self, ino: Ino) -> Result<Attr> {
+        let node = self.table.get(ino)?;
+        let state = node.read();
+        self.attr(&node, &state)
+    }
+
+    pub(crate) fn setattr_(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
+        let _change = self.begin()?;
+        let node = self.table.get(ino)?;
+        let mut state = node.write();
+        self.refresh(&node, &mut state)?;
+        let now = now_after(state.meta.ctime);
+        if let Some(size) = set.size {
+            self.truncate(&node, &mut state, size)?;
+        }
+        self.change_meta(&node, &mut state, set, now)?;
+        let attr = self.attr(&node, &state)?;
+        drop(state);
+        match set.size {
+            Some(size) => self.changes.publish(cx.session, || Change::Data { ino, offset: size, len: u64::MAX }),
+            None => self.changes.publish(cx.session, || Change::Attr { ino }),
+        }
+        Ok(attr)
+    }
+
+    pub(crate) fn change_meta(&self, node: &Node<S>, state: &mut State<S>, set: &SetAttr, now: Timespec) -> Result<()> {
+        let mut meta = state.meta;
+        let file = !node.is_dir();
+        let owner = set.uid.is_some() || set.gid.is_some();
+        meta.uid = set.uid.unwrap_or(meta.uid);
+        meta.gid = set.gid.unwrap_or(meta.gid);
+        if file && (owner || set.clear_privileges) {
+            meta.mode = without_privileges(meta.mode);
+        }
+        if let Some(mode) = set.mode {
+            meta.mode = (meta.mode & S_IFMT) | (mode & !S_IFMT);
+        }
+        let time = |set: Option<SetTime>| {
+            set.map(|time| match time {
+                SetTime::Now => now,
+                SetTime::At(time) => time,
+            })
+        };
+        let (atime, mtime) = (time(set.atime), time(set.mtime).or(set.size.map(|_| now)));
+        meta.atime = atime.unwrap_or(meta.atime);
+        meta.mtime = mtime.unwrap_or(meta.mtime);
+        meta.ctime = set.ctime.unwrap_or(now);
+        if atime.is_some() || mtime.is_some() {
+            self.tell_times(node, state, (meta.atime, meta.mtime))?;
+        }
+        if file && (owner || set.size.is_some() || set.clear_privileges) && state.xattr(CAPABILITY).is_some() {
+            self.change_xattr(node, state, (CAPABILITY, None), meta)?;
+        }
+        if set.mode.is_some()
+            && let Some(mut acl) = state.access_acl()
+        {
+            acl.chmod(meta.mode);
+            return self.change_xattr(node, state, (acl::ACCESS, Some(&acl.to_bytes())), meta);
+        }
+        log(&self.store, || Record::Attr { ino: node.ino, meta })?;
+        state.meta = meta;
+        Ok(())
+    }
+
+    /// Tells the store about times that somebody set.
+    fn tell_times(&self, node: &Node<S>, state: &State<S>, times: (Timespec, Timespec)) -> Result<()> {
+        node.forget_write();
+        match &state.body {
+            Body::File(body) if body.has_data => self.store.set_times(node.ino, body.file.as_deref(), times),
+            _ => Ok(()),
+        }
+    }
+
+    /// Clears suid, sgid and file capabilities before a write by somebody who may not keep them; answers whether there
+    /// was anything to clear. Capabilities go with every write.
+    pub(crate) fn clear_privileges(&self, node: &Node<S>, state: &mut State<S>, ids_too: bool) -> Result<bool> {
+        let mut meta = state.meta;
+        if ids_too {
+            meta.mode = without_privileges(meta.mode);
+        }
+        let capable = state.xattr(CAPABILITY).is_some();
+        if meta.mode == state.meta.mode && !capable {
+            return Ok(false);
+        }
+        meta.ctime = now_after(meta.ctime);
+        if capable {
+            self.change_xattr(node, state, (CAPABILITY, None), meta)?;
+        } else {
+            log(&self.store, || Record::Attr { ino: node.ino, meta })?;
+            state.meta = meta;
+        }
+        Ok(true)
+    }
+
+    /// Moves the access time of something that was just read, as `relatime` does: when it is older than a change, or than
+    /// a day.
+    pub(crate) fn accessed(&self, node: &Node<S>) {
+        let now = now();
+        let is_old = |meta: &Meta| {
+            meta.atime <= meta.mtime || meta.atime <= meta.ctime || now.sec.saturating_sub(meta.atime.sec) >= DAY_S
+        };
+        let old = |meta: &Meta| is_old(meta) && meta.atime < now;
+        if !self.limits.read_only && old(&node.read().meta) {
+            // Not logged: it goes along with the next record, and is nothing to keep a journal busy for.
+            node.write().meta.atime = now;
+        }
+    }
+
+    pub(crate) fn access_(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+        let node = self.table.get(ino)?;
+        let state = node.read();
+        let Meta { mode, uid, gid, .. } = state.meta;
+        let want = mask & 7;
+        if want & 2 != 0 && self.limits.read_only {
+            return Err(Errno::ROFS);
+        }
+        let in_group = |group: u32| cx.gid == group || cx.groups.contains(&group);
+        let granted = if cx.uid == 0 {
+            // Root may execute only what somebody may.
+            want & 1 == 0 || node.is_dir() || mode & 0o111 != 0
+        } else if cx.uid == uid {
+            (mode >> 6) & want == want
+        } else if let Some(acl) = state.access_acl().filter(Acl::is_extended) {
+            acl.allows(want, cx.uid, in_group, gid)
+        } else if in_group(gid) {
+            (mode >> 3) & want == want
+        } else {
+            mode & want == want
+        };
+        if granted { Ok(()) } else { Err(Errno::ACCESS) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn privileges_go_by_the_rules_of_linux() {
+        for (before, after) in [
+            (0o104_755, 0o100_755),
+            (0o102_755, 0o100_755),
+            (0o102_745, 0o102_745),
+            (0o106_711, 0o100_711),
+            (0o101_777, 0o101_777),
+        ] {
+            assert_eq!(without_privileges(before), after, "{before:o}");
+        }
+    }
+}

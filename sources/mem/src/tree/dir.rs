@@ -1,0 +1,111 @@
+//! The names in a directory: found by name, listed by cookie.
+
+use std::borrow::Borrow;
+use std::collections::{BTreeMap, HashSet};
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+use ferry_vfs::{Name, NameBuf};
+
+use super::node::Node;
+use crate::store::Store;
+
+/// Cookies of `.` and `..`; names have later ones.
+pub(crate) const COOKIE_DOT: u64 = 1;
+pub(crate) const COOKIE_DOTDOT: u64 = 2;
+
+/// A name and what it means.
+#[derive(Debug)]
+pub(crate) struct Link<S: Store> {
+    pub(crate) name: NameBuf,
+    /// Its place in listings. Cookies only grow and none is used twice, so an offset stays good whatever comes and
+    /// goes: a listing goes on after it.
+    pub(crate) cookie: u64,
+    pub(crate) node: Arc<Node<S>>,
+}
+
+#[derive(Debug)]
+struct ByName<S: Store>(Arc<Link<S>>);
+
+impl<S: Store> Borrow<[u8]> for ByName<S> {
+    fn borrow(&self) -> &[u8] {
+        self.0.name.borrow()
+    }
+}
+
+impl<S: Store> Hash for ByName<S> {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let name: &[u8] = self.borrow();
+        name.hash(state);
+    }
+}
+
+impl<S: Store> PartialEq for ByName<S> {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.name == other.0.name
+    }
+}
+
+impl<S: Store> Eq for ByName<S> {}
+
+/// The names in a directory.
+#[derive(Debug)]
+pub(crate) struct Dir<S: Store> {
+    by_name: HashSet<ByName<S>>,
+    by_cookie: BTreeMap<u64, Arc<Link<S>>>,
+    next: u64,
+}
+
+impl<S: Store> Default for Dir<S> {
+    fn default() -> Self {
+        Self { by_name: HashSet::default(), by_cookie: BTreeMap::new(), next: COOKIE_DOTDOT + 1 }
+    }
+}
+
+impl<S: Store> Dir<S> {
+    /// What a name means.
+    pub(crate) fn get(&self, name: Name<'_>) -> Option<&Arc<Node<S>>> {
+        self.by_name.get(name.as_bytes()).map(|link| &link.0.node)
+    }
+
+    /// Adds a name that is not there yet.
+    pub(crate) fn insert(&mut self, name: Name<'_>, node: Arc<Node<S>>) {
+        let link = Arc::new(Link { name: name.to_buf(), cookie: self.next, node });
+        self.next += 1;
+        self.by_cookie.insert(link.cookie, Arc::clone(&link));
+        let new = self.by_name.insert(ByName(link));
+        debug_assert!(new, "the caller looked the name up under the same lock");
+    }
+
+    /// Takes a name away.
+    pub(crate) fn remove(&mut self, name: Name<'_>) -> Option<Arc<Node<S>>> {
+        let link = self.by_name.take(name.as_bytes())?;
+        self.by_cookie.remove(&link.0.cookie);
+        // A directory that was once large gives its memory back.
+        if self.by_name.is_empty() {
+            self.by_name.shrink_to_fit();
+        }
+        Some(Arc::clone(&link.0.node))
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.by_name.is_empty()
+    }
+
+    /// The number of names.
+    pub(crate) fn len(&self) -> usize {
+        self.by_name.len()
+    }
+
+    /// The names after a cookie, in the order in which they came.
+    pub(crate) fn after(&self, cookie: u64) -> impl Iterator<Item = &Link<S>> {
+        let from = cookie.saturating_add(1);
+        self.by_cookie.range(from..).map(|(_, link)| &**link)
+    }
+
+    /// Takes all names away at once.
+    pub(crate) fn clear(&mut self) {
+        self.by_name = HashSet::default();
+        self.by_cookie = BTreeMap::new();
+    }
+}

@@ -1,0 +1,203 @@
+//! The tree: names, inodes and attributes in memory, over a [`Store`] that has the bytes and the journal.
+//!
+//! An inode lives while it has a name, a reference of a client or an open handle ([`node`]). The order of locks is told in
+//! [`rename`].
+
+mod acl;
+mod attrs;
+mod dir;
+mod files;
+mod names;
+pub(crate) mod node;
+mod readdir;
+mod rename;
+mod replay;
+mod serve;
+mod xattr;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use ferry_vfs::{Changes, Errno, Ino, Result, Statfs};
+
+use self::node::{Body, State, Table};
+use crate::handles::Handles;
+use crate::locks::Locks;
+use crate::store::{Record, Store};
+
+pub(crate) use self::node::Node;
+pub use self::replay::{Replay, ReplayError, Snapshot};
+
+/// What `statfs` counts in.
+const BLOCK_BYTES: u32 = 4096;
+
+/// What a tree may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// The most inodes, the root among them.
+    pub inodes_max: u64,
+    /// Refuse every change.
+    pub read_only: bool,
+}
+
+/// A file system whose tree is in memory and whose data are in a store. See the crate's front page.
+#[derive(Debug)]
+pub struct Tree<S: Store> {
+    store: S,
+    limits: Limits,
+    table: Table<S>,
+    pub(crate) handles: Handles<S>,
+    pub(crate) locks: Locks,
+    changes: Changes,
+    /// Held by whoever moves something between directories.
+    renames: Mutex<()>,
+    /// Held shared by every change where the store keeps a journal, exclusively by a checkpoint.
+    gate: RwLock<()>,
+    next_ino: AtomicU64,
+    inodes: AtomicU64,
+}
+
+/// Writes a record down, where the store does that at all.
+fn log<'a, S: Store>(store: &S, record: impl FnOnce() -> Record<'a>) -> Result<()> {
+    if S::JOURNALED { store.log(&record()) } else { Ok(()) }
+}
+
+/// An inode that was counted before it is made; gives the count back unless it is kept.
+struct Quota<'a>(Option<&'a AtomicU64>);
+
+impl Quota<'_> {
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Quota<'_> {
+    fn drop(&mut self) {
+        if let Some(inodes) = self.0 {
+            inodes.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// How much a tree holds at the moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TreeUsage {
+    /// Inodes, the root among them.
+    pub inodes: u64,
+    /// Open files and directories.
+    pub handles: usize,
+}
+
+impl<S: Store> Tree<S> {
+    fn empty(store: S, limits: Limits, root: State<S>) -> Self {
+        let tree = Self {
+            store,
+            limits,
+            table: Table::new(),
+            handles: Handles::new(),
+            locks: Locks::default(),
+            changes: Changes::default(),
+            renames: Mutex::new(()),
+            gate: RwLock::new(()),
+            next_ino: AtomicU64::new(Ino::ROOT.0 + 1),
+            inodes: AtomicU64::new(1),
+        };
+        let root = Arc::new(Node::new(Ino::ROOT, Ino::ROOT, root));
+        // The root is never given up.
+        root.hold();
+        tree.table.insert(root);
+        tree
+    }
+
+    /// The store below.
+    pub fn store(&self) -> &S {
+        &self.store
+    }
+
+    /// How much is held at the moment, to be watched and tested.
+    pub fn usage(&self) -> TreeUsage {
+        TreeUsage { inodes: self.inodes.load(Ordering::Relaxed), handles: self.handles.len() }
+    }
+
+    /// Keeps checkpoints out until the guard is dropped. Never taken twice by a thread.
+    fn gate(&self) -> Option<RwLockReadGuard<'_, ()>> {
+        S::JOURNALED.then(|| self.gate.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Begins a change.
+    fn begin(&self) -> Result<Option<RwLockReadGuard<'_, ()>>> {
+        if self.limits.read_only {
+            return Err(Errno::ROFS);
+        }
+        self.store.admit(self)?;
+        Ok(self.gate())
+    }
+
+    fn reserve_inode(&self) -> Result<Quota<'_>> {
+        let more = |count: u64| (count < self.limits.inodes_max).then_some(count + 1);
+        self.inodes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).map_err(|_| Errno::NOSPC)?;
+        Ok(Quota(Some(&self.inodes)))
+    }
+
+    /// Takes holds away, and ends the inode if that was what kept it.
+    fn unhold(&self, node: &Arc<Node<S>>, count: u64) {
+        if node.ino == Ino::ROOT {
+            return;
+        }
+        if node.unhold(count) && node.read().nlink == 0 {
+            let _gate = self.gate();
+            self.end_if_unused(node, node.write());
+        }
+    }
+
+    /// Ends an inode that has neither names nor users. The caller holds the gate.
+    fn end_if_unused(&self, node: &Arc<Node<S>>, mut state: RwLockWriteGuard<'_, State<S>>) {
+        if state.nlink > 0 || state.ended || node.is_held() || node.ino == Ino::ROOT {
+            return;
+        }
+        state.ended = true;
+        let ino = node.ino;
+        // A read-only tree keeps its orphans for the next start.
+        if !self.limits.read_only {
+            if let Err(error) = log(&self.store, || Record::Free { ino }) {
+                tracing::warn!(ino = ino.0, %error, "the end of an inode; it is found at the next start");
+            }
+            if let Body::File(body) = &state.body
+                && (body.has_data || body.unknown)
+            {
+                self.store.remove(ino);
+            }
+        }
+        drop(state);
+        self.table.remove(ino);
+        self.inodes.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn statfs_(&self, ino: Ino) -> Result<Statfs> {
+        self.table.get(ino)?;
+        let space = self.store.space()?;
+        let block = u64::from(BLOCK_BYTES);
+        let used = self.inodes.load(Ordering::Relaxed);
+        Ok(Statfs {
+            blocks: space.total / block,
+            bfree: space.free / block,
+            bavail: space.free / block,
+            files: self.limits.inodes_max,
+            ffree: self.limits.inodes_max.saturating_sub(used),
+            bsize: BLOCK_BYTES,
+            namelen: 255,
+            frsize: BLOCK_BYTES,
+        })
+    }
+}
+
+impl<S: Store> Drop for Tree<S> {
+    /// Takes the tree apart name by name: dropping a deep one as a whole would need a stack as deep.
+    fn drop(&mut self) {
+        for node in self.table.all() {
+            if let Body::Dir(names) = &mut node.write().body {
+                names.clear();
+            }
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! Names: found, made and removed.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ferry_vfs::{Caller, Change, Entry, Errno, FileType, Ino, Name, New, Result};
+
+use super::acl::{self, Acl};
+use super::attrs::{S_IFMT, S_ISGID, S_IXGRP, now, now_after};
+use super::dir::Dir;
+use super::node::{Body, FileBody, Node, State};
+use super::{Tree, log};
+use crate::store::{At, Meta, Record, Store, Xattr};
+
+/// The most names that an inode may have (as XFS): the count fits everywhere as a signed number.
+pub(crate) const LINKS_MAX: u32 = i32::MAX as u32;
+/// The longest target of a symbolic link (`PATH_MAX`, which counts the NUL).
+const TARGET_BYTES_MAX: usize = 4095;
+
+/// What is about to be made.
+struct Draft<S: Store> {
+    mode: u32,
+    umask: u32,
+    rdev: u32,
+    body: Body<S>,
+}
+
+impl<S: Store> Tree<S> {
+    /// Finds a name and takes a reference.
+    pub(crate) fn find(&self, dir: Ino, name: Name<'_>) -> Result<Arc<Node<S>>> {
+        let dir = self.table.get(dir)?;
+        let state = dir.read();
+        let node = state.dir()?.get(name).ok_or(Errno::NOENT)?;
+        // With the directory's lock: nobody can take the last name away in between.
+        node.hold();
+        Ok(Arc::clone(node))
+    }
+
+    pub(crate) fn has_name(&self, dir: Ino, name: Name<'_>) -> Result<bool> {
+        Ok(self.table.get(dir)?.read().dir()?.get(name).is_some())
+    }
+
+    pub(crate) fn lookup_(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.entry(&self.find(dir, name)?)
+    }
+
+    pub(crate) fn lookup_parent_(&self, dir: Ino) -> Result<Entry> {
+        let node = self.table.get(dir)?;
+        if !node.is_dir() {
+            return Err(Errno::NOTDIR);
+        }
+        let parent = self.table.get(Ino(node.parent.load(Ordering::Acquire)))?;
+        let ended = {
+            let state = parent.read();
+            parent.hold();
+            state.ended
+        };
+        if ended {
+            return Err(Errno::STALE);
+        }
+        self.entry(&parent)
+    }
+
+    /// Gives a new inode its attributes and ACLs by its directory, logs it, and puts it into the table, held once.
+    fn make(
+        &self,
+        cx: &Caller<'_>,
+        (dir_node, dir): (&Node<S>, &mut State<S>),
+        name: Option<Name<'_>>,
+        draft: Draft<S>,
+    ) -> Result<Arc<Node<S>>> {
+        let quota = self.reserve_inode()?;
+        let time = now();
+        let kind = FileType::from_raw_mode(draft.mode);
+        let mut mode = draft.mode;
+        let mut gid = cx.gid;
+        if dir.meta.mode & S_ISGID != 0 {
+            gid = dir.meta.gid;
+            if kind == FileType::Directory {
+                mode |= S_ISGID;
+            } else if mode & (S_ISGID | S_IXGRP) == S_ISGID | S_IXGRP
+                && !(cx.uid == 0 || cx.gid == gid || cx.groups.contains(&gid))
+            {
+                // Who is no member of the group may not make programs that run as the group.
+                mode &= !S_ISGID;
+            }
+        }
+        let (mode, access, default) = inherit(dir, kind, mode, draft.umask);
+        let meta = Meta {
+            mode,
+            uid: cx.uid,
+            gid,
+            rdev: draft.rdev,
+            atime: time,
+            mtime: time,
+            ctime: time,
+            btime: time,
+        };
+        let acls = [(acl::ACCESS, &access), (acl::DEFAULT, &default)];
+        let mut xattrs = [Xattr { name: &[], value: &[] }; 2];
+        let mut count = 0;
+        for (name, value) in acls {
+            if let Some(value) = value {
+                xattrs[count] = Xattr { name, value };
+                count += 1;
+            }
+        }
+        let ino = Ino(self.next_ino.fetch_add(1, Ordering::Relaxed));
+        let target: &[u8] = if let Body::Symlink(target) = &draft.body { target } else { &[] };
+        let at = name.map(|name| At { dir: dir_node.ino, name });
+        log(&self.store, || Record::Make { ino, meta, target, xattrs: &xattrs[..count], at })?;
+        quota.keep();
+        let nlink = if kind == FileType::Directory { 2 } else { u32::from(name.is_some()) };
+        let mut state = State::new(meta, nlink, draft.body);
+        for xattr in &xattrs[..count] {
+            state.put_xattr(xattr.name, Some(xattr.value));
+        }
+        let node = Arc::new(Node::new(ino, dir_node.ino, state));
+        node.hold();
+        self.table.insert(Arc::clone(&node));
+        if let (Some(name), Ok(names)) = (name, dir.dir_mut()) {
+            names.insert(name, Arc::clone(&node));
+            dir.nlink += u32::from(kind == FileType::Directory);
+            (dir.meta.mtime, dir.meta.ctime) = (time, time);
+        }
+        Ok(node)
+    }
+
+    fn make_named(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), draft: Draft<S>) -> Result<Arc<Node<S>>> {
+        let change = self.begin()?;
+        let node = self.table.get(dir)?;
+        let mut state = node.write();
+        if state.dir_mut()?.get(name).is_some() {
+            return Err(Errno::EXIST);
+        }
+        if FileType::from_raw_mode(draft.mode) == FileType::Directory && state.nlink >= LINKS_MAX {
+            return Err(Errno::MLINK);
+        }
+        let made = self.make(cx, (&node, &mut state), Some(name), draft)?;
+        drop(state);
+        drop(change);
+        self.changes.publish(cx.session, || Change::Entry { dir, name: name.to_buf() });
+        Ok(made)
+    }
+
+    /// Makes a regular file, held for the caller.
+    pub(crate) fn make_file(&self, cx: &Caller<'_>, at: (Ino, Name<'_>), new: &New) -> Result<Arc<Node<S>>> {
+        let mode = FileType::RegularFile.as_raw_mode() | (new.mode & !S_IFMT);
+        let body = Body::File(FileBody::default());
+        self.make_named(cx, at, Draft { mode, umask: new.umask, rdev: 0, body })
+    }
+
+    /// Makes a regular file without a name, held for the caller.
+    pub(crate) fn make_nameless(&self, cx: &Caller<'_>, dir: Ino, new: &New, linkable: bool) -> Result<Arc<Node<S>>> {
+        let _change = self.begin()?;
+        let node = self.table.get(dir)?;
+        let mut state = node.write();
+        state.dir_mut()?;
+        let mode = FileType::RegularFile.as_raw_mode() | (new.mode & !S_IFMT);
+        let body = Body::File(FileBody::default());
+        let made = self.make(cx, (&node, &mut state), None, Draft { mode, umask: new.umask, rdev: 0, body })?;
+        made.write().linkable = linkable;
+        Ok(made)
+    }
+
+    pub(crate) fn mknod_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &New) -> Result<Entry> {
+        let kind = match FileType::from_raw_mode(new.mode) {
+            FileType::Unknown if new.mode & S_IFMT == 0 => FileType::RegularFile,
+            FileType::Unknown | FileType::Symlink => return Err(Errno::INVAL),
+            FileType::Directory => return Err(Errno::PERM),
+            kind => kind,
+        };
+        let is_device = matches!(kind, FileType::BlockDevice | FileType::CharacterDevice);
+        let is_file = kind == FileType::RegularFile;
+        let draft = Draft {
+            mode: kind.as_raw_mode() | (new.mode & !S_IFMT),
+            umask: new.umask,
+            rdev: if is_device { new.rdev } else { 0 },
+            body: if is_file { Body::File(FileBody::default()) } else { Body::Special },
+        };
+        self.entry(&self.make_named(cx, (dir, name), draft)?)
+    }
+
+    pub(crate) fn mkdir_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &New) -> Result<Entry> {
+        // As Linux does: suid and sgid mean nothing to mkdir.
+        let mode = FileType::Directory.as_raw_mode() | (new.mode & 0o1777);
+        let draft = Draft { mode, umask: new.umask, rdev: 0, body: Body::Dir(Box::<Dir<S>>::default()) };
+        self.entry(&self.make_named(cx, (dir, name), draft)?)
+    }
+
+    pub(crate) fn symlink_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), target: &[u8]) -> Result<Entry> {
+        if target.is_empty() || target.contains(&0) {
+            return Err(Errno::INVAL);
+        }
+        if target.len() > TARGET_BYTES_MAX {
+            return Err(Errno::NAMETOOLONG);
+        }
+        let mode = FileType::Symlink.as_raw_mode() | 0o777;
+        self.entry(&self.make_named(cx, (dir, name), Draft { mode, umask: 0, rdev: 0, body: Body::Symlink(target.into()) })?)
+    }
+
+    pub(crate) fn readlink_(&self, ino: Ino) -> Result<Vec<u8>> {
+        let node = self.table.get(ino)?;
+        let target = match &node.read().body {
+            Body::Symlink(target) => target.to_vec(),
+            _ => return Err(Errno::INVAL),
+        };
+        self.accessed(&node);
+        Ok(target)
+    }
+
+    pub(crate) fn link_(&self, cx: &Caller<'_>, ino: Ino, (dir, name): (Ino, Name<'_>)) -> Result<Entry> {
+        let change = self.begin()?;
+        let (node, dir_node) = (self.table.get(ino)?, self.table.get(dir)?);
+        let mut dir_state = dir_node.write();
+        if dir_state.dir_mut()?.get(name).is_some() {
+            return Err(Errno::EXIST);
+        }
+        if node.is_dir() {
+            return Err(Errno::PERM);
+        }
+        let mut state = node.write();
+        if state.ended || (state.nlink == 0 && !state.linkable) {
+            return Err(Errno::NOENT);
+        }
+        if state.nlink >= LINKS_MAX {
+            return Err(Errno::MLINK);
+        }
+        self.refresh(&node, &mut state)?;
+        let time = now_after(state.meta.ctime);
+        log(&self.store, || Record::Link { ino, at: At { dir, name }, time })?;
+        state.nlink += 1;
+        state.linkable = false;
+        state.meta.ctime = time;
+        node.hold();
+        dir_state.dir_mut()?.insert(name, Arc::clone(&node));
+        (dir_state.meta.mtime, dir_state.meta.ctime) = (time, time);
+        drop(state);
+        drop(dir_state);
+        drop(change);
+        self.changes.publish(cx.session, || Change::Entry { dir, name: name.to_buf() });
+        self.changes.publish(cx.session, || Change::Attr { ino });
+        self.entry(&node)
+    }
+
+    pub(crate) fn unlink_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), directory: bool) -> Result<()> {
+        let change = self.begin()?;
+        let dir_node = self.table.get(dir)?;
+        let mut dir_state = dir_node.write();
+        let node = Arc::clone(dir_state.dir()?.get(name).ok_or(Errno::NOENT)?);
+        match (node.is_dir(), directory) {
+            (true, false) => return Err(Errno::ISDIR),
+            (false, true) => return Err(Errno::NOTDIR),
+            _ => {}
+        }
+        let mut state = node.write();
+        if let Body::Dir(names) = &state.body
+            && !names.is_empty()
+        {
+            return Err(Errno::NOTEMPTY);
+        }
+        self.refresh(&node, &mut state)?;
+        let time = now_after(state.meta.ctime);
+        log(&self.store, || Record::Unlink { at: At { dir, name }, time })?;
+        dir_state.dir_mut()?.remove(name);
+        (dir_state.meta.mtime, dir_state.meta.ctime) = (time, time);
+        dir_state.nlink -= u32::from(directory);
+        state.lose_name(time);
+        let has_names = state.nlink > 0;
+        drop(dir_state);
+        self.end_if_unused(&node, state);
+        drop(change);
+        self.changes.publish(cx.session, || Change::Removed { dir, name: name.to_buf(), ino: node.ino });
+        if has_names {
+            self.changes.publish(cx.session, || Change::Attr { ino: node.ino });
+        }
+        Ok(())
+    }
+}
+
+impl<S: Store> State<S> {
+    /// One name less; a directory has only one.
+    pub(crate) fn lose_name(&mut self, time: ferry_vfs::Timespec) {
+        self.nlink = if matches!(self.body, Body::Dir(_)) { 0 } else { self.nlink.saturating_sub(1) };
+        self.meta.ctime = time;
+    }
+}
+
+type Value = Option<Vec<u8>>;
+
+/// The mode, access ACL and default ACL of what is made in a directory.
+fn inherit<S: Store>(dir: &State<S>, kind: FileType, mode: u32, umask: u32) -> (u32, Value, Value) {
+    if kind == FileType::Symlink {
+        return (mode, None, None);
+    }
+    let value = dir.xattr(acl::DEFAULT);
+    let Some(mut access) = value.and_then(|value| Acl::parse(value).ok().flatten()) else {
+        return (mode & !(umask & 0o777), None, None);
+    };
+    let default = value.filter(|_| kind == FileType::Directory).map(<[u8]>::to_vec);
+    let mode = access.restrict_to(mode);
+    (mode, access.is_extended().then(|| access.to_bytes()), default)
+}

@@ -1,0 +1,275 @@
+//! Inodes and the table of them.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
+
+use super::dir::Dir;
+use super::xattr::Xattrs;
+use crate::store::{Meta, Store};
+
+/// An inode. It lives in the table while it has a name or a hold.
+#[derive(Debug)]
+pub(crate) struct Node<S: Store> {
+    pub(crate) ino: Ino,
+    pub(crate) kind: FileType,
+    /// References of clients and open handles.
+    holds: AtomicU64,
+    /// The directory that a directory is in; changes only under [`super::Tree`]'s rename lock.
+    pub(crate) parent: AtomicU64,
+    /// When bytes were last written without the state's lock held exclusively, in nanoseconds since the epoch; 0 for
+    /// never since the state was last brought up to date. Only counts where the store keeps no times.
+    wrote_ns: AtomicI64,
+    state: RwLock<State<S>>,
+}
+
+/// What an inode's lock guards.
+#[derive(Debug)]
+pub(crate) struct State<S: Store> {
+    pub(crate) meta: Meta,
+    pub(crate) nlink: u32,
+    /// It is out of the table, for good.
+    pub(crate) ended: bool,
+    /// It has no name yet but may get one (`O_TMPFILE` without `O_EXCL`).
+    pub(crate) linkable: bool,
+    /// None for most inodes.
+    pub(crate) xattrs: Option<Box<Xattrs>>,
+    pub(crate) body: Body<S>,
+}
+
+/// What an inode has by its type.
+#[derive(Debug)]
+pub(crate) enum Body<S: Store> {
+    File(FileBody<S>),
+    Dir(Box<Dir<S>>),
+    Symlink(Box<[u8]>),
+    Special,
+}
+
+/// A regular file's data.
+#[derive(Debug)]
+pub(crate) struct FileBody<S: Store> {
+    /// As the store said last; see [`Self::is_live`].
+    pub(crate) size: u64,
+    pub(crate) blocks: u64,
+    /// The open data, while there are handles.
+    pub(crate) file: Option<Arc<S::File>>,
+    /// Open handles.
+    pub(crate) opens: u32,
+    /// The store has data of it.
+    pub(crate) has_data: bool,
+    /// The descriptor was handed out for passthrough: a mapping may change bytes even after the last close.
+    pub(crate) passed: bool,
+    /// The store was not asked yet since a replay.
+    pub(crate) unknown: bool,
+}
+
+impl<S: Store> Default for FileBody<S> {
+    fn default() -> Self {
+        Self { size: 0, blocks: 0, file: None, opens: 0, has_data: false, passed: false, unknown: false }
+    }
+}
+
+impl<S: Store> FileBody<S> {
+    /// Whether only the store knows size, blocks and times now.
+    pub(crate) fn is_live(&self) -> bool {
+        self.file.is_some() || self.passed || self.unknown
+    }
+}
+
+impl<S: Store> State<S> {
+    pub(crate) fn new(meta: Meta, nlink: u32, body: Body<S>) -> Self {
+        Self { meta, nlink, ended: false, linkable: false, xattrs: None, body }
+    }
+
+    /// The directory's names.
+    pub(crate) fn dir(&self) -> Result<&Dir<S>> {
+        match &self.body {
+            Body::Dir(dir) => Ok(dir),
+            _ => Err(Errno::NOTDIR),
+        }
+    }
+
+    /// The names of a directory that is to be changed; a removed one takes no names any more.
+    pub(crate) fn dir_mut(&mut self) -> Result<&mut Dir<S>> {
+        match &mut self.body {
+            Body::Dir(_) if self.nlink == 0 => Err(Errno::NOENT),
+            Body::Dir(dir) => Ok(dir),
+            _ => Err(Errno::NOTDIR),
+        }
+    }
+
+    /// The regular file's data.
+    pub(crate) fn file(&self) -> Result<&FileBody<S>> {
+        match &self.body {
+            Body::File(file) => Ok(file),
+            Body::Dir(_) => Err(Errno::ISDIR),
+            _ => Err(Errno::INVAL),
+        }
+    }
+
+    /// The regular file's data, to be changed.
+    pub(crate) fn file_mut(&mut self) -> Result<&mut FileBody<S>> {
+        match &mut self.body {
+            Body::File(file) => Ok(file),
+            Body::Dir(_) => Err(Errno::ISDIR),
+            _ => Err(Errno::INVAL),
+        }
+    }
+}
+
+impl<S: Store> Node<S> {
+    pub(crate) fn new(ino: Ino, parent: Ino, state: State<S>) -> Self {
+        Self {
+            ino,
+            kind: FileType::from_raw_mode(state.meta.mode),
+            holds: AtomicU64::new(0),
+            parent: AtomicU64::new(parent.0),
+            wrote_ns: AtomicI64::new(0),
+            state: RwLock::new(state),
+        }
+    }
+
+    pub(crate) fn is_dir(&self) -> bool {
+        self.kind == FileType::Directory
+    }
+
+    /// The state, shared. A panic elsewhere does not make it unusable: each change is logged before it is made, and
+    /// made in steps that cannot fail.
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, State<S>> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state, exclusively.
+    pub(crate) fn write(&self) -> RwLockWriteGuard<'_, State<S>> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a reference or a handle. The caller knows that the inode lives: it has one, or the lock of a directory
+    /// that has a name of it.
+    pub(crate) fn hold(&self) {
+        self.holds.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Takes references or a handle away; never more than there are. Answers whether none is left.
+    pub(crate) fn unhold(&self, count: u64) -> bool {
+        let less = |holds: u64| Some(holds.saturating_sub(count));
+        // Release and acquire: who frees the inode sees all that other users did.
+        let before = self.holds.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).unwrap_or_default();
+        before <= count
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.holds.load(Ordering::Acquire) != 0
+    }
+
+    /// Notes a write that is made with the state's lock held shared.
+    pub(crate) fn note_write(&self, now: Timespec) {
+        let ns = now.sec.saturating_mul(1_000_000_000).saturating_add(now.nsec.into());
+        self.wrote_ns.store(ns, Ordering::Relaxed);
+    }
+
+    /// The last write that was noted and not forgotten since.
+    pub(crate) fn noted_write(&self) -> Option<Timespec> {
+        let ns = self.wrote_ns.load(Ordering::Relaxed);
+        let nsec = u32::try_from(ns.rem_euclid(1_000_000_000)).unwrap_or_default();
+        (ns != 0).then_some(Timespec { sec: ns.div_euclid(1_000_000_000), nsec })
+    }
+
+    /// The state knows the noted write now.
+    pub(crate) fn forget_write(&self) {
+        self.wrote_ns.store(0, Ordering::Relaxed);
+    }
+}
+
+/// So many that threads seldom meet in one; a power of two.
+const SHARDS: usize = 64;
+const SHARDS_LOG2: u32 = SHARDS.trailing_zeros();
+
+/// Spreads inode numbers, which are ours and count up, over all bits.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct InoHasher(u64);
+
+impl Hasher for InoHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(self.0 ^ u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        // 2^64 divided by the golden ratio: neighbours end up far from each other.
+        self.0 = number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    }
+}
+
+type Shard<S> = HashMap<u64, Arc<Node<S>>, BuildHasherDefault<InoHasher>>;
+
+/// All inodes, by number.
+#[derive(Debug)]
+pub(crate) struct Table<S: Store>([RwLock<Shard<S>>; SHARDS]);
+
+impl<S: Store> Table<S> {
+    pub(crate) fn new() -> Self {
+        Self(std::array::from_fn(|_| RwLock::default()))
+    }
+
+    fn shard(&self, ino: Ino) -> (&RwLock<Shard<S>>, u64) {
+        let mask = (1 << SHARDS_LOG2) - 1;
+        let index = usize::try_from(ino.0 & mask).expect("the mask is smaller than any usize");
+        (&self.0[index], ino.0 >> SHARDS_LOG2)
+    }
+
+    /// The inode of this number; `STALE` if there is none (any more).
+    pub(crate) fn get(&self, ino: Ino) -> Result<Arc<Node<S>>> {
+        let (shard, key) = self.shard(ino);
+        shard.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned().ok_or(Errno::STALE)
+    }
+
+    pub(crate) fn insert(&self, node: Arc<Node<S>>) {
+        let (shard, key) = self.shard(node.ino);
+        shard.write().unwrap_or_else(PoisonError::into_inner).insert(key, node);
+    }
+
+    pub(crate) fn remove(&self, ino: Ino) {
+        let (shard, key) = self.shard(ino);
+        let removed = shard.write().unwrap_or_else(PoisonError::into_inner).remove(&key);
+        // Only now, without the shard's lock: dropping may take a while.
+        drop(removed);
+    }
+
+    /// All inodes at the moment, by number.
+    pub(crate) fn all(&self) -> Vec<Arc<Node<S>>> {
+        let mut all = Vec::new();
+        for shard in &self.0 {
+            all.extend(shard.read().unwrap_or_else(PoisonError::into_inner).values().cloned());
+        }
+        all.sort_unstable_by_key(|node| node.ino);
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::hash::BuildHasher;
+
+    use super::*;
+
+    #[test]
+    fn neighbouring_numbers_hash_to_different_buckets_and_tags() {
+        let build = BuildHasherDefault::<InoHasher>::default();
+        let hashes: Vec<u64> = (0_u64..4096).map(|number| build.hash_one(number)).collect();
+        for (low, name) in [(true, "buckets"), (false, "tags")] {
+            let part = |hash: &u64| if low { hash & 0xfff } else { hash >> 57 };
+            let distinct: std::collections::HashSet<u64> = hashes.iter().map(part).collect();
+            assert!(distinct.len() > if low { 2000 } else { 100 }, "{name}: {}", distinct.len());
+        }
+    }
+}

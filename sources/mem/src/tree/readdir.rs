@@ -1,0 +1,47 @@
+//! Listings.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Entry, FileType, Result};
+
+use super::Tree;
+use super::dir::{COOKIE_DOT, COOKIE_DOTDOT};
+use crate::store::Store;
+
+impl<S: Store> Tree<S> {
+    pub(crate) fn readdir_(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+        let node = self.handles.with(cx.session, at.ino, at.handle, |open| Ok(Arc::clone(&open.node)))?;
+        {
+            let state = node.read();
+            let names = state.dir()?;
+            let parent = node.parent.load(Ordering::Acquire);
+            let dots = [(COOKIE_DOT, &b"."[..], node.ino.0), (COOKIE_DOTDOT, b"..", parent)];
+            for (next, name, ino) in dots.into_iter().filter(|(cookie, ..)| *cookie > at.offset) {
+                if !out.fits(name) {
+                    return Ok(());
+                }
+                out.push(&DirItem { ino, next, kind: FileType::Directory, name }, None);
+            }
+            for link in names.after(at.offset.max(COOKIE_DOTDOT)) {
+                let name = link.name.as_name().as_bytes();
+                if !out.fits(name) {
+                    break;
+                }
+                let item = DirItem { ino: link.node.ino.0, next: link.cookie, kind: link.node.kind, name };
+                if !at.plus {
+                    out.push(&item, None);
+                } else if let Ok(attr) = self.attr(&link.node, &link.node.read()) {
+                    // With the directory's lock: the name keeps it alive.
+                    link.node.hold();
+                    out.push(&item, Some(&Entry { ino: link.node.ino, generation: 0, attr }));
+                } else {
+                    // Its attributes cannot be had now; its name can.
+                    out.push(&item, None);
+                }
+            }
+        }
+        self.accessed(&node);
+        Ok(())
+    }
+}

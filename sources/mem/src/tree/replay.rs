@@ -1,0 +1,390 @@
+//! From records to a tree, and back.
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+use ferry_vfs::{Errno, FileType, Ino, Name, Result, Timespec};
+
+use super::attrs::{S_IFMT, now};
+use super::dir::Dir;
+use super::node::{Body, FileBody, Node, State};
+use super::{Limits, Tree, log};
+use crate::store::{At, Meta, Record, Store, Xattr};
+
+/// Inode numbers stay below this, so that counting on from the highest cannot come to an end.
+const INO_END: u64 = 1 << 63;
+
+/// Why a record cannot be replayed. The tree is as it was before the record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplayError {
+    /// It names an inode that there is not.
+    #[error("the record names inode {0}, which does not exist")]
+    NoInode(u64),
+    /// It makes an inode that there is already, or with a number that cannot be.
+    #[error("the record makes inode {0}, which exists already or is no valid number")]
+    BadNumber(u64),
+    /// It makes or changes an inode to a file type that does not fit.
+    #[error("the record gives inode {ino} the mode {mode:o}, whose file type does not fit")]
+    BadMode {
+        /// The inode.
+        ino: u64,
+        /// The mode.
+        mode: u32,
+    },
+    /// It names a place in something that is no directory, or a removed one.
+    #[error("the record names an entry of inode {0}, which is not a directory with a name")]
+    NoDirectory(u64),
+    /// It names an entry that there is not.
+    #[error("the record names an entry of directory {0} that does not exist")]
+    NoEntry(u64),
+    /// It makes an entry that there is already.
+    #[error("the record makes an entry of directory {0} that exists already")]
+    EntryExists(u64),
+    /// It links a directory, removes a full one, moves one into itself, or frees an inode that has names.
+    #[error("the record does with inode {0} what cannot be done with such an inode")]
+    Impossible(u64),
+    /// There are more inodes than the limits allow.
+    #[error("the records make more than {0} inodes; raise the limit of inodes")]
+    TooMany(u64),
+    /// The store refused what the end of the replay needed.
+    #[error("the replayed tree cannot be completed")]
+    Store(#[source] Errno),
+}
+
+type Replayed<T> = std::result::Result<T, ReplayError>;
+
+/// A tree that is being built from records.
+#[derive(Debug)]
+pub struct Replay<S: Store> {
+    tree: Tree<S>,
+    has_root: bool,
+}
+
+impl<S: Store> Replay<S> {
+    /// Begins with an empty root.
+    pub fn new(store: S, limits: Limits) -> Self {
+        let time = now();
+        let mode = FileType::Directory.as_raw_mode() | 0o755;
+        let meta = Meta { mode, atime: time, mtime: time, ctime: time, btime: time, ..Meta::default() };
+        let root = State::new(meta, 2, Body::Dir(Box::<Dir<S>>::default()));
+        Self { tree: Tree::empty(store, limits, root), has_root: false }
+    }
+
+    /// Does what a record says. Records may come from anywhere: what they say is checked.
+    ///
+    /// # Errors
+    /// A [`ReplayError`]; nothing has changed then.
+    pub fn apply(&mut self, record: &Record<'_>) -> Replayed<()> {
+        match *record {
+            Record::Make { ino: Ino::ROOT, meta, xattrs, at: None, .. } => {
+                self.set_meta(Ino::ROOT, meta)?;
+                self.put_xattrs(Ino::ROOT, xattrs)?;
+                self.has_root = true;
+                Ok(())
+            }
+            Record::Make { ino, meta, target, xattrs, at } => self.make(ino, meta, target, xattrs, at),
+            Record::Link { ino, at, time } => self.link(ino, at, time),
+            Record::Unlink { at, time } => self.unlink(at, time),
+            Record::Rename { from, to, exchange, whiteout, time } => self.rename(from, to, exchange, whiteout, time),
+            Record::Attr { ino, meta } => self.set_meta(ino, meta),
+            Record::Xattr { ino, name, value, meta } => {
+                self.set_meta(ino, meta)?;
+                self.node(ino)?.write().put_xattr(name, value);
+                Ok(())
+            }
+            Record::Free { ino } => self.free(ino),
+        }
+    }
+
+    /// The finished tree. What has no name is freed.
+    ///
+    /// # Errors
+    /// [`ReplayError::Store`] when the store refuses the first record of an empty tree.
+    pub fn finish(self) -> Replayed<Tree<S>> {
+        let tree = self.tree;
+        if !self.has_root && !tree.limits.read_only {
+            let meta = tree.table.get(Ino::ROOT).map_err(ReplayError::Store)?.read().meta;
+            let record = || Record::Make { ino: Ino::ROOT, meta, target: &[], xattrs: &[], at: None };
+            log(&tree.store, record).map_err(ReplayError::Store)?;
+        }
+        for node in tree.table.all() {
+            tree.end_if_unused(&node, node.write());
+        }
+        Ok(tree)
+    }
+
+    fn node(&self, ino: Ino) -> Replayed<Arc<Node<S>>> {
+        self.tree.table.get(ino).map_err(|_| ReplayError::NoInode(ino.0))
+    }
+
+    /// The directory of a place, and what the place means.
+    fn place(&self, at: At<'_>) -> Replayed<(Arc<Node<S>>, Option<Arc<Node<S>>>)> {
+        let dir = self.node(at.dir)?;
+        let found = match dir.write().dir_mut() {
+            Ok(names) => names.get(at.name).cloned(),
+            Err(_) => return Err(ReplayError::NoDirectory(at.dir.0)),
+        };
+        Ok((dir, found))
+    }
+
+    fn free_place(&self, at: At<'_>) -> Replayed<Arc<Node<S>>> {
+        match self.place(at)? {
+            (dir, None) => Ok(dir),
+            (_, Some(_)) => Err(ReplayError::EntryExists(at.dir.0)),
+        }
+    }
+
+    /// Adds a name to a directory that was found to have none like it.
+    fn add_name(dir: &Node<S>, name: Name<'_>, node: &Arc<Node<S>>, time: Timespec) {
+        let mut state = dir.write();
+        if let Ok(names) = state.dir_mut() {
+            names.insert(name, Arc::clone(node));
+        }
+        state.nlink += u32::from(node.is_dir());
+        (state.meta.mtime, state.meta.ctime) = (time, time);
+        drop(state);
+        if node.is_dir() {
+            node.parent.store(dir.ino.0, Ordering::Release);
+        }
+    }
+
+    fn remove_name(dir: &Node<S>, name: Name<'_>, node: &Node<S>, time: Timespec) {
+        let mut state = dir.write();
+        if let Ok(names) = state.dir_mut() {
+            names.remove(name);
+        }
+        state.nlink = state.nlink.saturating_sub(u32::from(node.is_dir()));
+        (state.meta.mtime, state.meta.ctime) = (time, time);
+    }
+
+    fn set_meta(&self, ino: Ino, meta: Meta) -> Replayed<()> {
+        let node = self.node(ino)?;
+        if meta.mode & S_IFMT != node.kind.as_raw_mode() {
+            return Err(ReplayError::BadMode { ino: ino.0, mode: meta.mode });
+        }
+        node.write().meta = meta;
+        Ok(())
+    }
+
+    fn put_xattrs(&self, ino: Ino, xattrs: &[Xattr<'_>]) -> Replayed<()> {
+        let node = self.node(ino)?;
+        let mut state = node.write();
+        for xattr in xattrs {
+            state.put_xattr(xattr.name, Some(xattr.value));
+        }
+        Ok(())
+    }
+
+    /// Puts a new inode into the table.
+    fn add_node(&mut self, ino: Ino, parent: Ino, meta: Meta, nlink: u32, body: Body<S>) -> Replayed<Arc<Node<S>>> {
+        let tree = &mut self.tree;
+        if ino <= Ino::ROOT || ino.0 >= INO_END || tree.table.get(ino).is_ok() {
+            return Err(ReplayError::BadNumber(ino.0));
+        }
+        tree.reserve_inode().map_err(|_| ReplayError::TooMany(tree.limits.inodes_max))?.keep();
+        let next = tree.next_ino.get_mut();
+        *next = (*next).max(ino.0 + 1);
+        let node = Arc::new(Node::new(ino, parent, State::new(meta, nlink, body)));
+        tree.table.insert(Arc::clone(&node));
+        Ok(node)
+    }
+
+    fn make(
+        &mut self,
+        ino: Ino,
+        meta: Meta,
+        target: &[u8],
+        xattrs: &[Xattr<'_>],
+        at: Option<At<'_>>,
+    ) -> Replayed<()> {
+        let body = match FileType::from_raw_mode(meta.mode) {
+            FileType::Unknown => return Err(ReplayError::BadMode { ino: ino.0, mode: meta.mode }),
+            FileType::RegularFile => Body::File(FileBody { unknown: true, ..FileBody::default() }),
+            FileType::Directory => Body::Dir(Box::<Dir<S>>::default()),
+            FileType::Symlink => Body::Symlink(target.into()),
+            _ => Body::Special,
+        };
+        let nlink = match (&body, at) {
+            (_, None) => 0,
+            (Body::Dir(_), _) => 2,
+            _ => 1,
+        };
+        let dir = at.map(|at| self.free_place(at)).transpose()?;
+        let parent = at.map_or(Ino::ROOT, |at| at.dir);
+        let node = self.add_node(ino, parent, meta, nlink, body)?;
+        if let (Some(dir), Some(at)) = (dir, at) {
+            Self::add_name(&dir, at.name, &node, meta.ctime);
+        }
+        self.put_xattrs(ino, xattrs)
+    }
+
+    fn link(&self, ino: Ino, at: At<'_>, time: Timespec) -> Replayed<()> {
+        let (node, dir) = (self.node(ino)?, self.free_place(at)?);
+        if node.is_dir() {
+            return Err(ReplayError::Impossible(ino.0));
+        }
+        let mut state = node.write();
+        state.nlink = state.nlink.checked_add(1).ok_or(ReplayError::Impossible(ino.0))?;
+        state.meta.ctime = time;
+        drop(state);
+        Self::add_name(&dir, at.name, &node, time);
+        Ok(())
+    }
+
+    fn unlink(&self, at: At<'_>, time: Timespec) -> Replayed<()> {
+        let (dir, node) = self.place(at)?;
+        let node = node.ok_or(ReplayError::NoEntry(at.dir.0))?;
+        self.unname(&node, time)?;
+        Self::remove_name(&dir, at.name, &node, time);
+        Ok(())
+    }
+
+    /// Takes the count of a name from an inode; a directory must be empty for that.
+    fn unname(&self, node: &Node<S>, time: Timespec) -> Replayed<()> {
+        let mut state = node.write();
+        if state.dir().is_ok_and(|names| !names.is_empty()) {
+            return Err(ReplayError::Impossible(node.ino.0));
+        }
+        state.lose_name(time);
+        Ok(())
+    }
+
+    fn rename(
+        &mut self,
+        from: At<'_>,
+        to: At<'_>,
+        exchange: bool,
+        whiteout: Option<(Ino, Meta)>,
+        time: Timespec,
+    ) -> Replayed<()> {
+        let ((from_dir, source), (to_dir, target)) = (self.place(from)?, self.place(to)?);
+        let source = source.ok_or(ReplayError::NoEntry(from.dir.0))?;
+        let impossible = ReplayError::Impossible(source.ino.0);
+        let same = target.as_ref().is_some_and(|target| Arc::ptr_eq(target, &source));
+        let into_itself = source.is_dir() && self.tree.is_above(&source, &to_dir);
+        let other_into_itself =
+            target.as_ref().is_some_and(|target| target.is_dir() && self.tree.is_above(target, &from_dir));
+        let unlike = target.as_ref().is_some_and(|target| target.is_dir() != source.is_dir());
+        if same || into_itself || other_into_itself || (unlike && !exchange) || (exchange && target.is_none()) {
+            return Err(impossible);
+        }
+        if let Some((ino, meta)) = whiteout {
+            if exchange || meta.mode & S_IFMT != FileType::CharacterDevice.as_raw_mode() {
+                return Err(ReplayError::BadMode { ino: ino.0, mode: meta.mode });
+            }
+            self.add_node(ino, from.dir, meta, 1, Body::Special)?;
+        }
+        if let Some(target) = &target {
+            if exchange {
+                target.write().meta.ctime = time;
+            } else if let Err(error) = self.unname(target, time) {
+                self.drop_node(whiteout.map(|(ino, _)| ino));
+                return Err(error);
+            }
+        }
+        source.write().meta.ctime = time;
+        Self::remove_name(&from_dir, from.name, &source, time);
+        if let Some(target) = &target {
+            Self::remove_name(&to_dir, to.name, target, time);
+            if exchange {
+                Self::add_name(&from_dir, from.name, target, time);
+            }
+        }
+        Self::add_name(&to_dir, to.name, &source, time);
+        if let Some((ino, _)) = whiteout {
+            Self::add_name(&from_dir, from.name, &self.node(ino)?, time);
+        }
+        Ok(())
+    }
+
+    /// Takes an inode back that was added by a record that cannot be replayed.
+    fn drop_node(&self, ino: Option<Ino>) {
+        if let Some(ino) = ino {
+            self.tree.table.remove(ino);
+            self.tree.inodes.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn free(&self, ino: Ino) -> Replayed<()> {
+        if self.node(ino)?.read().nlink > 0 || ino == Ino::ROOT {
+            return Err(ReplayError::Impossible(ino.0));
+        }
+        self.drop_node(Some(ino));
+        Ok(())
+    }
+}
+
+/// A tree at rest.
+#[derive(Debug)]
+pub struct Snapshot<'a, S: Store>(&'a Tree<S>);
+
+/// The extended attributes of an inode as a record has them.
+fn with_xattrs<S: Store, T>(state: &State<S>, f: impl FnOnce(&[Xattr<'_>]) -> T) -> T {
+    let all = state.xattrs.iter().flat_map(|xattrs| xattrs.iter());
+    f(&all.map(|(name, value)| Xattr { name, value }).collect::<Vec<_>>())
+}
+
+impl<S: Store> Snapshot<'_, S> {
+    /// Gives `sink` records that make this tree from an empty one, about one for each name and one more for each
+    /// directory.
+    ///
+    /// # Errors
+    /// Those of `sink`, at the first.
+    pub fn for_each(&self, sink: &mut dyn FnMut(&Record<'_>) -> Result<()>) -> Result<()> {
+        let root = self.0.table.get(Ino::ROOT)?;
+        Self::make(&root, None, sink)?;
+        let mut linked = HashSet::new();
+        let mut seen = HashSet::from([Ino::ROOT]);
+        let mut queue = VecDeque::from([root]);
+        while let Some(dir) = queue.pop_front() {
+            let state = dir.read();
+            for link in state.dir()?.after(0) {
+                let at = At { dir: dir.ino, name: link.name.as_name() };
+                let (ino, is_dir) = (link.node.ino, link.node.is_dir());
+                if seen.insert(ino) {
+                    Self::make(&link.node, Some(at), sink)?;
+                } else {
+                    linked.insert(ino);
+                    sink(&Record::Link { ino, at, time: link.node.read().meta.ctime })?;
+                }
+                if is_dir {
+                    queue.push_back(Arc::clone(&link.node));
+                }
+            }
+            // What was made in it moved its times.
+            sink(&Record::Attr { ino: dir.ino, meta: state.meta })?;
+        }
+        for ino in linked {
+            let meta = self.0.table.get(ino)?.read().meta;
+            sink(&Record::Attr { ino, meta })?;
+        }
+        // Without a name, but used.
+        for node in self.0.table.all() {
+            if !seen.contains(&node.ino) {
+                Self::make(&node, None, sink)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn make(
+        node: &Node<S>,
+        at: Option<At<'_>>,
+        sink: &mut dyn FnMut(&Record<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let state = node.read();
+        let target: &[u8] = if let Body::Symlink(target) = &state.body { target } else { &[] };
+        let (ino, meta) = (node.ino, state.meta);
+        with_xattrs(&state, |xattrs| sink(&Record::Make { ino, meta, target, xattrs, at }))
+    }
+}
+
+impl<S: Store> Tree<S> {
+    /// Calls `f` while no change is under way and none can begin. Not to be called from within a change.
+    pub fn checkpoint<T>(&self, f: impl FnOnce(&Snapshot<'_, S>) -> T) -> T {
+        let _gate = self.gate.write().unwrap_or_else(PoisonError::into_inner);
+        f(&Snapshot(self))
+    }
+}

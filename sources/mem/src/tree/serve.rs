@@ -1,0 +1,198 @@
+//! The contract, verb by verb.
+
+use std::sync::Arc;
+
+use ferry_vfs::{
+    Attr, Backing, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, FallocateFlags, Features, FileSystem,
+    Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs,
+    Waiter, XattrFlags,
+};
+
+use super::Tree;
+use crate::store::Store;
+
+impl<S: Store> FileSystem for Tree<S> {
+    fn features(&self) -> Features {
+        Features {
+            read_only: self.limits.read_only,
+            posix_acl: true,
+            posix_locks: true,
+            flock: true,
+            backing: self.store.has_backing(),
+        }
+    }
+
+    fn changes(&self) -> Option<&Changes> {
+        Some(&self.changes)
+    }
+
+    fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.lookup_(dir, name)
+    }
+
+    fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
+        self.lookup_parent_(dir)
+    }
+
+    fn forget(&self, ino: Ino, count: u64) {
+        if let Ok(node) = self.table.get(ino) {
+            self.unhold(&node, count);
+        }
+    }
+
+    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        self.getattr_(ino)
+    }
+
+    fn setattr(&self, cx: &Caller<'_>, ino: Ino, _: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+        self.setattr_(cx, ino, set)
+    }
+
+    fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.readlink_(ino)
+    }
+
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        self.mknod_(cx, (dir, name), new)
+    }
+
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        self.mkdir_(cx, (dir, name), new)
+    }
+
+    fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
+        self.symlink_(cx, (dir, name), target)
+    }
+
+    fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.link_(cx, ino, (dir, name))
+    }
+
+    fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.unlink_(cx, (dir, name), false)
+    }
+
+    fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.unlink_(cx, (dir, name), true)
+    }
+
+    fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
+        self.rename_(cx, from, to, flags)
+    }
+
+    fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        self.open_(cx, ino, flags)
+    }
+
+    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        self.create_(cx, (dir, name), new, flags)
+    }
+
+    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        self.tmpfile_(cx, dir, new, flags)
+    }
+
+    fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
+        self.backing_(cx, ino, handle)
+    }
+
+    fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+        self.read_(cx, at, out)
+    }
+
+    fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+        self.write_(cx, at, input)
+    }
+
+    fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+        self.flush_(cx, ino, handle, owner)
+    }
+
+    fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        self.release_(cx, ino, handle);
+    }
+
+    fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
+        self.fsync_(cx, ino, handle, data_only)
+    }
+
+    fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
+        self.opendir_(cx, ino)
+    }
+
+    fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+        self.readdir_(cx, at, out)
+    }
+
+    fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        self.release_(cx, ino, handle);
+    }
+
+    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
+        self.fsync_(cx, ino, handle, data_only)
+    }
+
+    fn syncfs(&self, _: &Caller<'_>, _: Ino) -> Result<()> {
+        self.store.sync()
+    }
+
+    fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
+        self.statfs_(ino)
+    }
+
+    fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        self.getxattr_(ino, name)
+    }
+
+    fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.listxattr_(cx, ino)
+    }
+
+    fn setxattr(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        name: &[u8],
+        value: &[u8],
+        flags: XattrFlags,
+        clear_sgid: bool,
+    ) -> Result<()> {
+        self.setxattr_(cx, ino, (name, value), flags, clear_sgid)
+    }
+
+    fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+        self.removexattr_(cx, ino, name)
+    }
+
+    fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+        self.access_(cx, ino, mask)
+    }
+
+    fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
+        self.get_lock_(cx, (ino, handle), lock)
+    }
+
+    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+        self.set_lock_(cx, (ino, handle), lock, wait)
+    }
+
+    fn fallocate(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: u64,
+        flags: FallocateFlags,
+    ) -> Result<()> {
+        self.fallocate_(cx, (ino, handle), (offset, len), flags)
+    }
+
+    fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+        self.lseek_(cx, ino, handle, offset, seek)
+    }
+
+    fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+        self.copy_file_range_(cx, copy)
+    }
+}

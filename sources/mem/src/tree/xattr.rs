@@ -1,0 +1,229 @@
+//! Extended attributes, ACLs among them.
+
+use ferry_vfs::{Caller, Change, Errno, FileType, Ino, Result, XattrFlags};
+
+use super::acl::{self, Acl};
+use super::attrs::{S_ISGID, now_after};
+use super::node::{Node, State};
+use super::{Tree, log};
+use crate::store::{Meta, Record, Store};
+
+/// The longest name (`XATTR_NAME_MAX`).
+const NAME_BYTES_MAX: usize = 255;
+/// The largest value (`XATTR_SIZE_MAX`).
+const VALUE_BYTES_MAX: usize = 64 << 10;
+/// The longest list of names that a client can ask for (`XATTR_LIST_MAX`).
+const LIST_BYTES_MAX: usize = 64 << 10;
+/// All names and values of an inode. Attributes are no part of the size limit of the file system, so that each inode,
+/// whose number is limited, must have a limit of its own: as much as 16 of the largest values.
+const INODE_BYTES_MAX: usize = 1 << 20;
+
+pub(crate) const CAPABILITY: &[u8] = b"security.capability";
+
+/// The extended attributes of an inode, in the order of their names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Xattrs(Vec<(Box<[u8]>, Box<[u8]>)>);
+
+impl Xattrs {
+    fn find(&self, name: &[u8]) -> std::result::Result<usize, usize> {
+        self.0.binary_search_by(|(known, _)| (**known).cmp(name))
+    }
+
+    pub(crate) fn get(&self, name: &[u8]) -> Option<&[u8]> {
+        self.find(name).ok().map(|index| &*self.0[index].1)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        self.0.iter().map(|(name, value)| (&**name, &**value))
+    }
+
+    pub(crate) fn set(&mut self, name: &[u8], value: &[u8]) {
+        match self.find(name) {
+            Ok(index) => self.0[index].1 = value.into(),
+            Err(index) => self.0.insert(index, (name.into(), value.into())),
+        }
+    }
+
+    fn remove(&mut self, name: &[u8]) {
+        if let Ok(index) = self.find(name) {
+            self.0.remove(index);
+        }
+    }
+
+    /// Whether a value of this length has room under this name.
+    fn has_room(&self, name: &[u8], value_bytes: usize) -> bool {
+        let others = || self.iter().filter(|(known, _)| *known != name);
+        let names: usize = others().map(|(name, _)| name.len() + 1).sum();
+        let values: usize = others().map(|(_, value)| value.len()).sum();
+        let names = names + name.len() + 1;
+        names <= LIST_BYTES_MAX && names + values + value_bytes <= INODE_BYTES_MAX
+    }
+}
+
+/// What may be done with an attribute of this name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    AccessAcl,
+    DefaultAcl,
+    Plain,
+}
+
+fn class(name: &[u8], kind: FileType) -> Result<Class> {
+    if name.len() > NAME_BYTES_MAX {
+        return Err(Errno::RANGE);
+    }
+    if name == acl::ACCESS || name == acl::DEFAULT {
+        return match kind {
+            FileType::Symlink => Err(Errno::OPNOTSUPP),
+            _ if name == acl::ACCESS => Ok(Class::AccessAcl),
+            _ => Ok(Class::DefaultAcl),
+        };
+    }
+    let known = [&b"user."[..], b"trusted.", b"security."];
+    if known.iter().any(|prefix| name.len() > prefix.len() && name.starts_with(prefix)) {
+        Ok(Class::Plain)
+    } else {
+        Err(Errno::OPNOTSUPP)
+    }
+}
+
+/// Users' attributes are for files and directories: elsewhere their space would belong to nobody.
+fn takes(name: &[u8], kind: FileType) -> bool {
+    !name.starts_with(b"user.") || matches!(kind, FileType::RegularFile | FileType::Directory)
+}
+
+impl<S: Store> State<S> {
+    pub(crate) fn xattr(&self, name: &[u8]) -> Option<&[u8]> {
+        self.xattrs.as_ref().and_then(|xattrs| xattrs.get(name))
+    }
+
+    /// Sets or removes an attribute, without any check.
+    pub(crate) fn put_xattr(&mut self, name: &[u8], value: Option<&[u8]>) {
+        match value {
+            Some(value) => self.xattrs.get_or_insert_default().set(name, value),
+            None => {
+                if let Some(xattrs) = &mut self.xattrs {
+                    xattrs.remove(name);
+                    if xattrs.0.is_empty() {
+                        self.xattrs = None;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The access ACL; what is stored was parsed before.
+    pub(crate) fn access_acl(&self) -> Option<Acl> {
+        self.xattr(acl::ACCESS).and_then(|value| Acl::parse(value).ok().flatten())
+    }
+}
+
+impl<S: Store> Tree<S> {
+    /// Logs and applies a change of an attribute together with the inode's other attributes.
+    pub(crate) fn change_xattr(
+        &self,
+        node: &Node<S>,
+        state: &mut State<S>,
+        (name, value): (&[u8], Option<&[u8]>),
+        meta: Meta,
+    ) -> Result<()> {
+        log(&self.store, || Record::Xattr { ino: node.ino, name, value, meta })?;
+        state.put_xattr(name, value);
+        state.meta = meta;
+        Ok(())
+    }
+
+    pub(crate) fn getxattr_(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        let node = self.table.get(ino)?;
+        class(name, node.kind)?;
+        node.read().xattr(name).map(<[u8]>::to_vec).ok_or(Errno::NODATA)
+    }
+
+    pub(crate) fn listxattr_(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        let node = self.table.get(ino)?;
+        let state = node.read();
+        let mut list = Vec::new();
+        for (name, _) in state.xattrs.iter().flat_map(|xattrs| xattrs.iter()) {
+            // As on a local file system, these show themselves only to those who may read them.
+            if cx.uid == 0 || !name.starts_with(b"trusted.") {
+                list.extend_from_slice(name);
+                list.push(0);
+            }
+        }
+        Ok(list)
+    }
+
+    pub(crate) fn setxattr_(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        (name, value): (&[u8], &[u8]),
+        flags: XattrFlags,
+        clear_sgid: bool,
+    ) -> Result<()> {
+        let _change = self.begin()?;
+        let node = self.table.get(ino)?;
+        let class = class(name, node.kind)?;
+        if !takes(name, node.kind) {
+            return Err(Errno::PERM);
+        }
+        if value.len() > VALUE_BYTES_MAX {
+            return Err(Errno::TOOBIG);
+        }
+        let mut state = node.write();
+        let known = state.xattr(name).is_some();
+        if flags.contains(XattrFlags::CREATE) && known {
+            return Err(Errno::EXIST);
+        }
+        if flags.contains(XattrFlags::REPLACE) && !known {
+            return Err(Errno::NODATA);
+        }
+        if !state.xattrs.as_deref().unwrap_or(&Xattrs::default()).has_room(name, value.len()) {
+            return Err(Errno::NOSPC);
+        }
+        self.refresh(&node, &mut state)?;
+        let mut meta = Meta { ctime: now_after(state.meta.ctime), ..state.meta };
+        let value = match class {
+            Class::Plain => Some(value),
+            Class::DefaultAcl => {
+                let acl = Acl::parse(value)?;
+                if acl.is_some() && !node.is_dir() {
+                    return Err(Errno::ACCESS);
+                }
+                acl.map(|_| value)
+            }
+            Class::AccessAcl => {
+                let acl = Acl::parse(value)?;
+                if let Some(acl) = &acl {
+                    meta.mode = acl.mode(meta.mode);
+                    if clear_sgid {
+                        meta.mode &= !S_ISGID;
+                    }
+                }
+                // One that says no more than the mode is kept in the mode.
+                acl.filter(Acl::is_extended).map(|_| value)
+            }
+        };
+        self.change_xattr(&node, &mut state, (name, value), meta)?;
+        drop(state);
+        self.changes.publish(cx.session, || Change::Attr { ino });
+        Ok(())
+    }
+
+    pub(crate) fn removexattr_(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+        let _change = self.begin()?;
+        let node = self.table.get(ino)?;
+        let class = class(name, node.kind)?;
+        let mut state = node.write();
+        if state.xattr(name).is_none() {
+            // Removing an ACL that is not there is no error on Linux.
+            return if class == Class::Plain { Err(Errno::NODATA) } else { Ok(()) };
+        }
+        self.refresh(&node, &mut state)?;
+        let meta = Meta { ctime: now_after(state.meta.ctime), ..state.meta };
+        self.change_xattr(&node, &mut state, (name, None), meta)?;
+        drop(state);
+        self.changes.publish(cx.session, || Change::Attr { ino });
+        Ok(())
+    }
+}

@@ -1,0 +1,108 @@
+//! The matrix: which source, by which path, how much cached.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// What is mounted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// A host directory on a disk.
+    Dir,
+    /// A memory file system.
+    Mem,
+    /// A persistent memory file system, on a file.
+    Pmem,
+}
+
+/// How requests and data go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Road {
+    /// FUSE over io_uring.
+    Uring,
+    /// Reads and writes of /dev/fuse.
+    DevFuse,
+    /// Files' data past the server, the rest by whatever the program chooses.
+    Passthrough,
+}
+
+/// One combination, as in `mem_uring` or `dir_passthrough_always`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cell {
+    /// What is mounted.
+    pub source: Source,
+    /// How.
+    pub road: Road,
+    /// The value of `--cache`.
+    pub cache: &'static str,
+}
+
+impl Cell {
+    /// The flags of `ferry mount` that choose the path.
+    pub fn flags(&self) -> [&'static str; 6] {
+        let (path, passthrough) = match self.road {
+            Road::Uring => ("uring", "off"),
+            Road::DevFuse => ("devfuse", "off"),
+            // What has no files below goes without.
+            Road::Passthrough if self.source == Source::Pmem => ("auto", "auto"),
+            Road::Passthrough => ("auto", "on"),
+        };
+        ["--path", path, "--passthrough", passthrough, "--cache", self.cache]
+    }
+
+    /// Whether files' data can be had without the server.
+    pub fn passes_through(&self) -> bool {
+        self.road == Road::Passthrough && self.source != Source::Pmem
+    }
+}
+
+impl FromStr for Cell {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let mut words = name.split('_');
+        let mut word = || words.next().unwrap_or_default();
+        let source = match word() {
+            "dir" => Source::Dir,
+            "mem" => Source::Mem,
+            "pmem" => Source::Pmem,
+            other => return Err(format!("no source '{other}' in {name}")),
+        };
+        let road = match word() {
+            "uring" => Road::Uring,
+            "devfuse" => Road::DevFuse,
+            "passthrough" => Road::Passthrough,
+            other => return Err(format!("no path '{other}' in {name}")),
+        };
+        let cache = match word() {
+            "" | "auto" => "auto",
+            "none" => "none",
+            "always" => "always",
+            other => return Err(format!("no cache mode '{other}' in {name}")),
+        };
+        Ok(Self { source, road, cache })
+    }
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (source, road) = (format!("{:?}", self.source), format!("{:?}", self.road));
+        write!(f, "{} {} cache={}", source.to_lowercase(), road.to_lowercase(), self.cache)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_cells() {
+        let cell: Cell = "pmem_devfuse_none".parse().unwrap();
+        assert_eq!(cell, Cell { source: Source::Pmem, road: Road::DevFuse, cache: "none" });
+        let cell: Cell = "dir_passthrough".parse().unwrap();
+        assert_eq!((cell.cache, cell.passes_through()), ("auto", true));
+        assert!("pmem_passthrough".parse().is_ok_and(|cell: Cell| !cell.passes_through()));
+        for wrong in ["", "mem", "mem_other", "tmpfs_uring", "mem_uring_often"] {
+            assert!(wrong.parse::<Cell>().is_err(), "{wrong}");
+        }
+    }
+}

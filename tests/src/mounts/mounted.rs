@@ -1,0 +1,185 @@
+//! One mount: the program, its folder, its end.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use super::{Cell, Emergency, Road, Site, Source, Started, Watchdog, WithUring, ferry, mount_entry, with_uring};
+use crate::{Place, SETTLE, folder};
+
+/// How long the program may take until it has mounted.
+const START: Duration = Duration::from_secs(30);
+/// How often the mount table is looked at.
+const TICK: Duration = Duration::from_millis(5);
+/// The size of a `pmem` file.
+const PMEM_BYTES: u64 = 1 << 30;
+
+/// How to mount, beside the [`Cell`].
+#[derive(Debug, Clone)]
+pub struct MountOptions {
+    /// Further arguments of `ferry mount`.
+    pub args: Vec<String>,
+    /// What the mount is ended after, in case something hangs.
+    pub limit: Duration,
+    /// The kind of file system below a `dir` source.
+    pub place: Place,
+}
+
+impl Default for MountOptions {
+    fn default() -> Self {
+        Self { args: Vec::new(), limit: Duration::from_secs(180), place: Place::Disk }
+    }
+}
+
+/// A mount by `ferry mount` in the foreground. Everything is gone when it is dropped.
+#[derive(Debug)]
+pub struct Mounted {
+    /// What it is.
+    pub cell: Cell,
+    /// Where it is, and how to run programs there.
+    pub site: Site,
+    /// The file or directory below, if the source has one.
+    pub below: PathBuf,
+    /// How to end it by force.
+    pub emergency: Emergency,
+    server: Arc<Mutex<Started>>,
+    watchdog: Watchdog,
+    folder: Option<TempDir>,
+    _uring: Option<WithUring>,
+}
+
+impl Mounted {
+    /// Mounts a cell of the matrix; `None`, with a word why, where that cannot be done here.
+    pub fn new(cell: &Cell) -> Option<Self> {
+        Self::with(cell, &MountOptions::default())
+    }
+
+    /// As [`Self::new`], with options.
+    ///
+    /// # Panics
+    /// When the program does not mount.
+    pub fn with(cell: &Cell, options: &MountOptions) -> Option<Self> {
+        let uring = match super::missing() {
+            Some(missing) => Err(missing),
+            None => with_uring(),
+        };
+        if let Err(why) = uring
+            && (cell.road == Road::Uring || super::missing().is_some())
+        {
+            println!("skipped: {cell}: {why}");
+            return None;
+        }
+        let folder = folder(options.place);
+        // Suites act as other users, too.
+        std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let path = folder.path().join("mnt");
+        std::fs::create_dir(&path).unwrap();
+        let mut mounted = Self::again(*cell, &path, options);
+        mounted.folder = Some(folder);
+        mounted._uring = uring.ok();
+        Some(mounted)
+    }
+
+    /// Mounts on an existing mount point, with what is below it beside it.
+    ///
+    /// # Panics
+    /// When the program does not mount.
+    pub fn again(cell: Cell, mountpoint: &Path, options: &MountOptions) -> Self {
+        let below = mountpoint.with_file_name("below");
+        let source = prepare(cell.source, &below);
+        let mut command = ferry(["mount", &source]);
+        command.arg(mountpoint).args(["--foreground", "--allow-other"]).args(cell.flags()).args(&options.args);
+        Self::of(cell, mountpoint, &mut command, options.limit)
+    }
+
+    /// A mount that any program makes, which ends when somebody unmounts it.
+    ///
+    /// # Panics
+    /// When the program does not mount.
+    pub fn of(cell: Cell, mountpoint: &Path, command: &mut Command, limit: Duration) -> Self {
+        let server = Arc::new(Mutex::new(Started::new(command)));
+        let emergency = Emergency::new(mountpoint, Some(Arc::clone(&server)));
+        let watchdog = Watchdog::new(emergency.clone(), limit);
+        let site = Site::new(mountpoint, emergency.clone());
+        let below = mountpoint.with_file_name("below");
+        let mounted = Self { cell, site, below, emergency, server, watchdog, folder: None, _uring: None };
+        mounted.wait_for_mount();
+        mounted
+    }
+
+    fn wait_for_mount(&self) {
+        let end = Instant::now() + START;
+        while mount_entry(&self.site.path).is_none() {
+            let ended = self.server().wait(Duration::ZERO);
+            assert!(ended.is_none(), "{}: ferry ended, {ended:?}: {:?}", self.cell, self.said());
+            assert!(Instant::now() < end, "{}: no mount after {START:?}: {:?}", self.cell, self.said());
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// The program.
+    pub fn server(&self) -> MutexGuard<'_, Started> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the program has said so far, on both its outputs.
+    pub fn said(&self) -> String {
+        let (out, err) = self.server().said();
+        out + &err
+    }
+
+    /// Unmounts as a user does, and looks at what is left: nothing.
+    ///
+    /// # Panics
+    /// When anything is left, the program failed, or something had hung.
+    #[track_caller]
+    pub fn finish(mut self) {
+        let at = self.site.path.clone();
+        let end = Instant::now() + SETTLE;
+        // Somebody who has just ended may still be there in the eyes of the kernel.
+        loop {
+            let output = Command::new("umount").arg(&at).output().unwrap();
+            if output.status.success() {
+                break;
+            }
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert!(Instant::now() < end, "{}: umount: {text}: {}", self.cell, self.said());
+            std::thread::sleep(TICK);
+        }
+        let status = self.server().wait(SETTLE);
+        let said = self.said();
+        assert!(!self.watchdog.dismiss(), "{}: it took too long: {said}", self.cell);
+        let Some(status) = status else { panic!("{}: ferry runs on after the unmount: {said}", self.cell) };
+        assert!(status.success(), "{}: ferry ended with {status}: {said}", self.cell);
+        assert!(!said.contains("panicked"), "{}: {said}", self.cell);
+        assert_eq!(mount_entry(&at), None, "{}: something is still mounted", self.cell);
+        assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0, "{}: files in the mount point", self.cell);
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        self.emergency.end();
+    }
+}
+
+/// Makes what a source needs below `path`, and answers its name for the program.
+fn prepare(source: Source, path: &Path) -> String {
+    match source {
+        Source::Dir => {
+            std::fs::create_dir_all(path).unwrap();
+            path.to_str().unwrap().into()
+        }
+        Source::Mem => "mem".into(),
+        Source::Pmem => {
+            let file = std::fs::File::options().create(true).truncate(false).write(true).open(path).unwrap();
+            if file.metadata().unwrap().len() == 0 {
+                file.set_len(PMEM_BYTES).unwrap();
+            }
+            format!("pmem:{}", path.display())
+        }
+    }
+}

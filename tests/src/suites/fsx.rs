@@ -1,0 +1,60 @@
+//! The `fsx` crate: random reads, writes, maps, truncations, holes and copies, all of them verified.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+/// Everything at once.
+pub const MIXED: &str = "
+[opsize]
+max = 65536
+[weights]
+close_open = 1
+read = 10
+write = 10
+mapread = 10
+mapwrite = 10
+invalidate = 1
+truncate = 5
+fsync = 1
+fdatasync = 1
+posix_fallocate = 2
+punch_hole = 3
+sendfile = 2
+posix_fadvise = 1
+copy_file_range = 3
+";
+
+/// Reads and writes only.
+pub const PLAIN: &str = "
+[weights]
+close_open = 1
+read = 10
+write = 10
+mapread = 0
+mapwrite = 0
+truncate = 5
+fsync = 1
+";
+
+/// Maps, with little else.
+pub const MAPPED: &str = "
+[weights]
+close_open = 1
+read = 2
+write = 2
+mapread = 10
+mapwrite = 10
+invalidate = 2
+truncate = 3
+";
+
+/// The command for some operations on `file`; `config` is the file that its configuration is written to, and what
+/// differs in the end goes below /tmp.
+pub fn command(config: &Path, file: &Path, weights: &str, operations: u32, seed: u32) -> Vec<OsString> {
+    std::fs::write(config, format!("flen = 1048576\n{weights}")).unwrap();
+    let program = super::tool("fsx", "0.3.2");
+    let mut command: Vec<OsString> = vec![program.into(), "-q".into(), "-f".into(), config.into()];
+    command.extend(["-P", "/tmp", "-N"].map(OsString::from));
+    command.extend([operations.to_string().into(), "-S".into(), seed.to_string().into(), file.into()]);
+    command
+}

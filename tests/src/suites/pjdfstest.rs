@@ -1,0 +1,99 @@
+//! The `pjdfstest` crate's suite: POSIX system calls, 398 cases.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::path::Path;
+
+/// The version whose cases the tests know.
+const VERSION: &str = "0.2.2";
+
+/// The read-only cases remount the file system, which no file may be open on for writing. In one run with the others
+/// the suite itself has left some open by then (the same four cases fail on virtiofsd 1.14), so they have a run of
+/// their own.
+pub const REMOUNTING: &str = "erofs";
+
+/// Cases that do not run on any FUSE file system, with what the suite itself says, and why that is so.
+pub const SKIPPED: &[(&str, &str)] = &[(
+    "link::link_count_max",
+    "Cannot get value for LINK_MAX: the C library knows it of a few file systems by their type, FUSE is none of them",
+)];
+
+/// Fewer cases than this mean that the suite ended early.
+const CASES_MIN: usize = 390;
+/// As [`CASES_MIN`], of the cases that remount.
+const REMOUNTING_MIN: usize = 13;
+
+const CONFIG: &str = r#"
+[features]
+posix_fallocate = {}
+rename_ctime = {}
+utime_now = {}
+utimensat = {}
+[settings]
+naptime = 0.02
+allow_remount = REMOUNT
+[dummy_auth]
+entries = [["nobody", "nogroup"], ["daemon", "daemon"]]
+"#;
+
+/// The suite's command: on the folder `target`, with `second` on another file system. `config` is the file that its
+/// configuration is written to.
+pub fn command(config: &Path, target: &Path, second: &Path, remount: bool) -> Vec<OsString> {
+    std::fs::write(config, CONFIG.replace("REMOUNT", &remount.to_string())).unwrap();
+    let program = super::tool("pjdfstest", VERSION);
+    let mut command: Vec<OsString> = vec![program.into(), "-c".into(), config.into()];
+    command.extend([OsString::from("-p"), target.into(), "-s".into(), second.into()]);
+    if remount {
+        command.push(REMOUNTING.into());
+    }
+    command
+}
+
+/// The suite's cases, by their outcome.
+#[derive(Debug, Default)]
+pub struct Results {
+    /// As it should be.
+    pub passed: BTreeSet<String>,
+    /// Not run.
+    pub skipped: BTreeSet<String>,
+    /// Not as it should be.
+    pub failed: BTreeSet<String>,
+}
+
+impl Results {
+    /// Reads the outcome off the last word of each line.
+    ///
+    /// # Panics
+    /// When the suite did not come to its end.
+    #[track_caller]
+    pub fn parse(out: &str, err: &str, remount: bool) -> Self {
+        let mut results = Self::default();
+        for line in out.lines() {
+            let Some((name, outcome)) = line.split_once(' ').map(|(name, rest)| (name, rest.trim())) else { continue };
+            let set = match outcome {
+                "ok" => &mut results.passed,
+                "skipped" => &mut results.skipped,
+                "FAILED" => &mut results.failed,
+                _ => continue,
+            };
+            set.insert(name.to_owned());
+        }
+        let total = results.passed.len() + results.skipped.len() + results.failed.len();
+        let least = if remount { REMOUNTING_MIN } else { CASES_MIN };
+        assert!(total >= least, "the suite did not come to its end:\n{out}\n{err}");
+        if !results.failed.is_empty() {
+            println!("{out}");
+        }
+        results
+    }
+
+    /// What was skipped apart from the cases that remount.
+    pub fn skipped_for_good(&self) -> BTreeSet<String> {
+        self.skipped.iter().filter(|name| !name.contains(REMOUNTING)).cloned().collect()
+    }
+}
+
+/// The names of a table of known cases.
+pub fn names(table: &[(&str, &str)]) -> BTreeSet<String> {
+    table.iter().map(|(name, _)| (*name).to_owned()).collect()
+}

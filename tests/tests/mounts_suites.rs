@@ -1,0 +1,200 @@
+//! Other people's suites and programs on mounts of this host: each source, by each path.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use ferry_tests::mounts::{Cell, MountOptions, Mounted, Site, Source};
+use ferry_tests::suites::pjdfstest::{self, Results, names};
+use ferry_tests::suites::programs::{FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite};
+use ferry_tests::suites::{build as tree, fsx as operations};
+use ferry_tests::{Place, folder, on_cells};
+
+const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
+
+/// The number of the probe's checks: fewer lines mean that the program ended early.
+const CHECKS: usize = 65;
+
+/// Longer than any step of these takes on a loaded machine.
+const LIMIT: Duration = Duration::from_secs(150);
+
+/// Cases and checks that fail on mounts: on which source, which, why.
+const FAILING: &[(Source, &str, &str)] = &[];
+
+fn known(source: Source) -> BTreeSet<String> {
+    FAILING.iter().filter(|known| known.0 == source).map(|known| known.1.to_owned()).collect()
+}
+
+/// Mounts a cell, runs the test in it, unmounts it.
+fn mounted(cell: &Cell, limit: Duration, test: impl FnOnce(&Mounted)) {
+    let options = MountOptions { limit: limit * 2, ..MountOptions::default() };
+    let Some(mounted) = Mounted::with(cell, &options) else { return };
+    let begin = std::time::Instant::now();
+    test(&mounted);
+    println!("{cell}: {:?}", begin.elapsed());
+    mounted.finish();
+}
+
+fn posix(cell: &Cell) {
+    mounted(cell, LIMIT, |mounted| {
+        let run = |remount| {
+            let scratch = folder(Place::Disk);
+            // Cases act as other users, too.
+            std::fs::set_permissions(scratch.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+            let second = folder(Place::Memory);
+            let config = scratch.path().join("pjdfstest.toml");
+            let command = pjdfstest::command(&config, &mounted.site.path, second.path(), remount);
+            let ran = mounted.site.run(Command::new(&command[0]).args(&command[1..]), LIMIT);
+            Results::parse(&ran.out, &ran.err, remount)
+        };
+        let (main, remounting) = (run(false), run(true));
+        assert_eq!(main.skipped_for_good(), names(pjdfstest::SKIPPED), "{cell}: skipped");
+        assert_eq!(main.failed, known(cell.source), "{cell}: failed");
+        assert!(remounting.skipped.is_empty() && remounting.failed.is_empty(), "{cell}: {remounting:?}");
+        println!("{cell}: {} passed", main.passed.len() + remounting.passed.len());
+    });
+}
+
+on_cells!(posix: quick [dir_uring, mem_uring, mem_passthrough, pmem_devfuse]
+    long [dir_devfuse, dir_passthrough, mem_devfuse, pmem_uring, pmem_passthrough, mem_uring_none, dir_uring_always]);
+
+fn probe(cell: &Cell) {
+    mounted(cell, LIMIT, |mounted| {
+        let ran = mounted.site.run(Command::new(PROBE).arg(&mounted.site.path), LIMIT);
+        let failed = |line: &str| line.split_once(" FAILED").map(|(name, _)| name.to_owned());
+        let failures: BTreeSet<String> = ran.out.lines().filter_map(failed).collect();
+        assert_eq!(ran.out.lines().count(), CHECKS, "{cell}: not to its end:\n{}\n{}", ran.out, ran.err);
+        assert_eq!(failures, known(cell.source), "{cell}:\n{}\n{}", ran.out, ran.err);
+    });
+}
+
+on_cells!(probe: quick [dir_devfuse, dir_passthrough, mem_uring, pmem_uring]
+    long [dir_uring, mem_devfuse, mem_passthrough, pmem_devfuse, pmem_passthrough, mem_uring_none, mem_uring_always]);
+
+fn fsx_of(cell: &Cell, weights: &str, count: u32, seed: u32) {
+    let limit = Duration::from_secs(60 + u64::from(count) / 50);
+    mounted(cell, limit, |mounted| {
+        let scratch = folder(Place::Disk);
+        let config = scratch.path().join("fsx.toml");
+        let command = operations::command(&config, &mounted.site.path.join("file"), weights, count, seed);
+        mounted.site.run(Command::new(&command[0]).args(&command[1..]), limit).ok();
+    });
+}
+
+fn fsx(cell: &Cell) {
+    fsx_of(cell, operations::MIXED, 5000, 1);
+}
+
+on_cells!(fsx: quick [dir_uring, dir_devfuse, dir_passthrough, mem_uring, mem_devfuse, mem_passthrough, pmem_uring,
+    pmem_devfuse, pmem_passthrough, mem_passthrough_none, mem_uring_always] long []);
+
+fn fsx_long(cell: &Cell) {
+    for (seed, weights) in [operations::PLAIN, operations::MAPPED, operations::MIXED].into_iter().enumerate() {
+        fsx_of(cell, weights, 50_000, 100 + u32::try_from(seed).unwrap());
+    }
+}
+
+on_cells!(fsx_long: quick [] long [dir_uring, dir_devfuse, dir_passthrough, mem_uring, mem_devfuse, mem_passthrough,
+    pmem_uring, pmem_devfuse, dir_passthrough_none, mem_uring_always, dir_uring_none]);
+
+fn fio_of(cell: &Cell, size_mib: u32, loops: u32) {
+    mounted(cell, LIMIT * 3, |mounted| {
+        for (engine, more) in FIO_ENGINES {
+            let line = fio_line(&mounted.site.path, engine, more, size_mib, loops);
+            mounted.site.sh(&format!("{line}; rm v.*"), LIMIT).ok();
+        }
+    });
+}
+
+fn fio(cell: &Cell) {
+    fio_of(cell, 8, 1);
+}
+
+on_cells!(fio: quick [dir_devfuse, dir_passthrough, mem_uring, mem_passthrough, pmem_uring] long []);
+
+fn fio_long(cell: &Cell) {
+    fio_of(cell, 64, 5);
+}
+
+on_cells!(fio_long: quick [] long [dir_uring, dir_devfuse, dir_passthrough, mem_uring, mem_devfuse, mem_passthrough,
+    pmem_uring, pmem_devfuse, pmem_passthrough, mem_uring_none, mem_passthrough_always]);
+
+fn git(cell: &Cell) {
+    mounted(cell, LIMIT, |mounted| {
+        mounted.site.sh(MAKE_REPOSITORY, LIMIT).ok();
+        mounted.site.sh(USE_REPOSITORY, LIMIT).ok();
+    });
+}
+
+on_cells!(git: quick [dir_passthrough, mem_uring, pmem_devfuse]
+    long [dir_uring, dir_devfuse, mem_devfuse, mem_passthrough, pmem_uring, pmem_passthrough, mem_uring_always]);
+
+/// Builds the tree in a folder, and answers what came of it.
+fn build_in(site: &Site, files: u32, limit: Duration) -> Vec<(&'static str, String)> {
+    tree::write_tree(&site.path.join("tree"), files).unwrap();
+    site.sh(&format!("cd tree\n{}", tree::BUILD), limit).ok();
+    tree::LEFT.iter().map(|name| (*name, std::fs::read_to_string(site.path.join(name)).unwrap())).collect()
+}
+
+fn build_of(cell: &Cell, files: u32) {
+    let host = folder(Place::Disk);
+    mounted(cell, LIMIT * 3, |mounted| {
+        let expected = build_in(&Site::on_host(host.path()), files, LIMIT);
+        let rebuilt = &expected.iter().find(|(name, _)| *name == "built.2").unwrap().1;
+        assert_eq!(rebuilt.matches("CC sub3/").count(), files as usize / 10, "the build does not do its part");
+        for (here, there) in build_in(&mounted.site, files, LIMIT * 2).iter().zip(&expected) {
+            assert_eq!(here, there, "{cell}: not as on the host");
+        }
+    });
+}
+
+fn build(cell: &Cell) {
+    build_of(cell, 40);
+}
+
+on_cells!(build: quick [dir_devfuse, mem_passthrough, pmem_uring] long []);
+
+fn build_long(cell: &Cell) {
+    build_of(cell, 400);
+}
+
+on_cells!(build_long: quick [] long [dir_uring, dir_devfuse, dir_passthrough, mem_uring, mem_devfuse, mem_passthrough,
+    pmem_uring, pmem_devfuse, pmem_passthrough, mem_uring_always, dir_uring_none]);
+
+fn sqlite(cell: &Cell) {
+    if !has_sqlite() {
+        println!("skipped: /usr/bin/python3 has no sqlite3 here");
+        return;
+    }
+    mounted(cell, LIMIT, |mounted| {
+        for mode in ["delete", "persist", "wal"] {
+            let mut python = Command::new("/usr/bin/python3");
+            mounted.site.run(python.args(["-c", SQLITE, mode]), LIMIT).ok();
+            mounted.site.sh("rm db*", LIMIT).ok();
+        }
+    });
+}
+
+on_cells!(sqlite: quick [dir_uring, mem_devfuse, mem_passthrough, pmem_uring]
+    long [dir_devfuse, dir_passthrough, mem_uring, pmem_devfuse, pmem_passthrough, dir_passthrough_none,
+    mem_uring_none, mem_uring_always]);
+
+/// What fails here is the tests' fault.
+#[test]
+fn the_host_passes_them_too() {
+    for place in [Place::Disk, Place::Memory] {
+        let folder = folder(place);
+        let site = Site::on_host(folder.path());
+        build_in(&site, 20, LIMIT);
+        site.sh(MAKE_REPOSITORY, LIMIT).ok();
+        site.sh(USE_REPOSITORY, LIMIT).ok();
+        if has_sqlite() {
+            site.run(Command::new("/usr/bin/python3").args(["-c", SQLITE, "wal"]), LIMIT).ok();
+        }
+        let line = fio_line(Path::new("."), "psync", "", 4, 1);
+        site.sh(&line, LIMIT).ok();
+    }
+}

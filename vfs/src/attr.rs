@@ -1,0 +1,197 @@
+//! Attributes, as Linux's own file systems make and change them: what every author would write again.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::{Attr, Caller, Entry, FileType, Ino, New, SetAttr, SetTime, Timespec};
+
+/// The unit of [`Attr::blocks`].
+const BLOCK_BYTES: u64 = 512;
+/// What [`Attr::new`] names as the preferred size of a transfer: a page.
+const BLKSIZE: u32 = 4096;
+/// Bits of `st_mode`: set user id, set group id, executable by the group, and all of the permissions.
+const S_ISUID: u32 = 0o4000;
+const S_ISGID: u32 = 0o2000;
+const S_IXGRP: u32 = 0o010;
+const PERMISSIONS: u32 = 0o7777;
+
+impl Timespec {
+    /// The time of the host's clock.
+    pub fn now() -> Self {
+        SystemTime::now().into()
+    }
+}
+
+impl From<SystemTime> for Timespec {
+    fn from(time: SystemTime) -> Self {
+        match time.duration_since(UNIX_EPOCH) {
+            Ok(since) => Self { sec: i64::try_from(since.as_secs()).unwrap_or(i64::MAX), nsec: since.subsec_nanos() },
+            Err(before) => {
+                let before = before.duration();
+                let sec = i64::try_from(before.as_secs()).unwrap_or(i64::MAX);
+                match before.subsec_nanos() {
+                    0 => Self { sec: -sec, nsec: 0 },
+                    nsec => Self { sec: -sec - 1, nsec: 1_000_000_000 - nsec },
+                }
+            }
+        }
+    }
+}
+
+impl Attr {
+    /// The attributes of an empty inode of root's with these permission bits, made now: one name, or two for a
+    /// directory (its own and `.`). What differs is set in the fields afterwards.
+    pub fn new(ino: Ino, kind: FileType, permissions: u32) -> Self {
+        let now = Timespec::now();
+        Self {
+            ino: ino.0,
+            mode: kind.as_raw_mode() | (permissions & PERMISSIONS),
+            nlink: if kind == FileType::Directory { 2 } else { 1 },
+            blksize: BLKSIZE,
+            atime: now,
+            mtime: now,
+            ctime: now,
+            btime: Some(now),
+            ..Self::default()
+        }
+    }
+
+    /// The attributes of an inode that `cx` makes now in a directory with the attributes `dir`: the caller is the
+    /// owner, the umask is applied, and a directory with sgid hands its group down (and sgid, to directories).
+    ///
+    /// For sources without ACLs; a default ACL of the directory would take the umask's place.
+    pub fn made(ino: Ino, cx: &Caller<'_>, new: &New, dir: &Self) -> Self {
+        let kind = FileType::from_raw_mode(new.mode);
+        let mut attr = Self::new(ino, kind, new.mode & !new.umask);
+        (attr.uid, attr.gid, attr.rdev) = (cx.uid, cx.gid, new.rdev);
+        if dir.mode & S_ISGID != 0 {
+            attr.gid = dir.gid;
+            if kind == FileType::Directory {
+                attr.mode |= S_ISGID;
+            }
+        }
+        attr
+    }
+
+    /// The same with this size, all of it allocated.
+    #[must_use]
+    pub fn with_size(mut self, bytes: u64) -> Self {
+        self.set_size(bytes);
+        self
+    }
+
+    /// Sets size and allocated space together, as for a file without holes.
+    pub fn set_size(&mut self, bytes: u64) {
+        self.size = bytes;
+        self.blocks = bytes.div_ceil(BLOCK_BYTES);
+    }
+
+    /// Clears suid, and sgid of a group-executable file: what a write by an unprivileged user does
+    /// ([`crate::IoRange::clear_privileges`]).
+    pub fn clear_privileges(&mut self) {
+        self.mode &= !S_ISUID;
+        if self.mode & S_IXGRP != 0 {
+            self.mode &= !S_ISGID;
+        }
+    }
+}
+
+impl Entry {
+    /// An inode whose number is never used again. It carries one reference, which the source has counted.
+    pub fn new(ino: Ino, attr: Attr) -> Self {
+        Self { ino, generation: 0, attr }
+    }
+}
+
+impl SetAttr {
+    /// Changes `attr` as Linux's own file systems do: a change of owner clears suid and sgid, a change of size sets
+    /// the time of the data, and every change sets ctime. The bytes of the file, its ACL and its capabilities are left
+    /// to the source.
+    pub fn apply(&self, attr: &mut Attr) {
+        let now = Timespec::now();
+        let at = |time: SetTime| match time {
+            SetTime::Now => now,
+            SetTime::At(time) => time,
+        };
+        let chown = (self.uid.is_some() || self.gid.is_some()) && attr.kind() != FileType::Directory;
+        if self.clear_privileges || chown {
+            attr.clear_privileges();
+        }
+        if let Some(mode) = self.mode {
+            attr.mode = (attr.mode & !PERMISSIONS) | (mode & PERMISSIONS);
+        }
+        attr.uid = self.uid.unwrap_or(attr.uid);
+        attr.gid = self.gid.unwrap_or(attr.gid);
+        if let Some(bytes) = self.size {
+            attr.set_size(bytes);
+            attr.mtime = now;
+        }
+        attr.atime = self.atime.map_or(attr.atime, at);
+        attr.mtime = self.mtime.map_or(attr.mtime, at);
+        attr.ctime = self.ctime.unwrap_or(now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn times_before_the_epoch_have_positive_nanoseconds() {
+        let at = |millis: i64| {
+            let by = Duration::from_millis(millis.unsigned_abs());
+            Timespec::from(if millis < 0 { UNIX_EPOCH - by } else { UNIX_EPOCH + by })
+        };
+        for (millis, sec, nsec) in [(0, 0, 0), (1500, 1, 500_000_000), (-1, -1, 999_000_000), (-2000, -2, 0)] {
+            assert_eq!(at(millis), Timespec { sec, nsec }, "{millis} ms");
+        }
+    }
+
+    #[test]
+    fn a_new_inode_is_its_makers_unless_the_directory_has_sgid() {
+        let cx = Caller { uid: 5, gid: 6, ..Caller::default() };
+        let file = FileType::RegularFile.as_raw_mode();
+        let folder = FileType::Directory.as_raw_mode();
+        // The directory's mode, the new inode's, the umask; the outcome's mode and group.
+        for (dir_mode, mode, umask, made_mode, made_gid) in [
+            (0o755, file | 0o666, 0o022, file | 0o644, 6),
+            (0o755, folder | 0o777, 0o027, folder | 0o750, 6),
+            (0o2755, file | 0o666, 0, file | 0o666, 9),
+            (0o2755, folder | 0o755, 0, folder | 0o2755, 9),
+        ] {
+            let mut dir = Attr::new(Ino::ROOT, FileType::Directory, dir_mode);
+            dir.gid = 9;
+            let made = Attr::made(Ino(2), &cx, &New { mode, umask, rdev: 0 }, &dir);
+            assert_eq!((made.mode, made.uid, made.gid), (made_mode, 5, made_gid), "{mode:o} in {dir_mode:o}");
+        }
+    }
+
+    #[test]
+    fn privileges_go_as_on_linux() {
+        let none = SetAttr::default();
+        for (kind, before, set, after) in [
+            (FileType::RegularFile, 0o6755, SetAttr { uid: Some(1), ..none }, 0o755),
+            (FileType::RegularFile, 0o6744, SetAttr { gid: Some(1), ..none }, 0o2744),
+            (FileType::RegularFile, 0o6755, SetAttr { size: Some(1), ..none }, 0o6755),
+            (FileType::RegularFile, 0o6755, SetAttr { size: Some(1), clear_privileges: true, ..none }, 0o755),
+            (FileType::RegularFile, 0o755, SetAttr { mode: Some(0o4711), ..none }, 0o4711),
+            (FileType::Directory, 0o2755, SetAttr { uid: Some(1), ..none }, 0o2755),
+        ] {
+            let mut attr = Attr::new(Ino(2), kind, before);
+            set.apply(&mut attr);
+            assert_eq!(attr.mode, kind.as_raw_mode() | after, "{before:o}, {set:?}");
+        }
+    }
+
+    #[test]
+    fn a_change_of_size_sets_the_blocks_and_the_times() {
+        let old = Timespec { sec: 1, nsec: 0 };
+        let mut attr = Attr { mtime: old, ctime: old, atime: old, ..Attr::new(Ino(2), FileType::RegularFile, 0o644) };
+        SetAttr { size: Some(513), ..SetAttr::default() }.apply(&mut attr);
+        assert_eq!((attr.size, attr.blocks, attr.atime), (513, 2, old));
+        assert!(attr.mtime > old && attr.ctime > old);
+        SetAttr { mtime: Some(SetTime::At(old)), ctime: Some(old), ..SetAttr::default() }.apply(&mut attr);
+        assert_eq!((attr.mtime, attr.ctime), (old, old));
+    }
+}

@@ -1,0 +1,98 @@
+//! A guide for authors of file systems: what may be relied on, and what not to do. It has no code.
+//!
+//! # Threads, and what may wait
+//!
+//! Every method may be called from many threads at once, and several times for one file. What one client's kernel
+//! keeps apart by itself: changes of names in one directory, and writes to one file, unless they bypass its cache. What
+//! two clients do is kept apart by nobody but the author.
+//!
+//! A handler runs on a worker of the export, which has other requests to serve: a virtqueue's, or a CPU's. So:
+//!
+//! * A lock held for some microseconds is fine.
+//! * File data that is in a file already is not read by the author but answered as an [`Extent`](crate::Extent), and
+//!   `fsync` as a descriptor: the export waits for those without holding anybody up.
+//! * [`syncfs`](crate::FileSystem::syncfs) and [`copy_file_range`](crate::FileSystem::copy_file_range) may take as long
+//!   as they like, for they are called on threads of their own.
+//! * A lock that somebody else holds is not waited for: keep the [`Waiter`](crate::Waiter).
+//! * Everything else that blocks (a network, a slow disk) holds its worker up. A mount on this host notices within
+//!   some milliseconds and has another thread take over, and after two minutes tells the caller `EIO`; a virtqueue
+//!   waits.
+//!
+//! # How not to deadlock
+//!
+//! * A handler never uses its own mount: no path below it, no descriptor or mapping of a file in it, no child that
+//!   does and is waited for. The kernel may be holding just that directory's lock until the handler has answered.
+//! * No lock of the author's is held while waiting for something that only another handler can bring about.
+//! * [`Changes::publish`](crate::Changes::publish) is safe inside handlers: listeners take a note, and tell their clients
+//!   from threads of their own. So is [`Waiter::wake`](crate::Waiter::wake). Let go of your own locks first, so that
+//!   whoever is told finds the change done.
+//! * [`forget`](crate::FileSystem::forget), [`release`](crate::FileSystem::release) and
+//!   [`releasedir`](crate::FileSystem::releasedir) come when they come, also long after the last name is gone, and from
+//!   the export itself when a client has vanished.
+//!
+//! # Panics
+//!
+//! A handler that panics gives its caller `EIO`, and the next request is served as if nothing had happened. What the
+//! handler was in the middle of changing is the author's to keep sound; a [`std::sync::Mutex`] that it held is
+//! poisoned, and `lock().unwrap()` then makes every later handler panic too. Use
+//! `lock().unwrap_or_else(PoisonError::into_inner)` where half a change does no harm. With `panic = "abort"`, or where
+//! memory runs out, the process ends, and its clients get `ENOTCONN`.
+//!
+//! # Sizes and units
+//!
+//! Lengths and offsets are bytes, [`Attr::blocks`](crate::Attr::blocks) units of 512 bytes whatever the block size,
+//! [`Statfs`](crate::Statfs) units of its `frsize`. Offsets of a client may be any number: compute with
+//! [`IoRange::end`](crate::IoRange::end) or `checked_add`. Times have nanoseconds. One READ or WRITE has at most 1 MiB,
+//! an extended attribute's value 64 KiB, a name 255 bytes, a symbolic link 4,095. What a handler answers beyond what was
+//! asked for is cut off.
+//!
+//! # Handles
+//!
+//! A [`Handle`](crate::Handle) is what `open` answered, and comes back with each request. A file system that keeps
+//! nothing for an open file may answer the same handle many times, such as the inode's number.
+//!
+//! `O_APPEND` is for the client's kernel: the offset that arrives is the end of the file as it knows it. Nothing is to
+//! be appended again: data written through a mapping comes with the same flags.
+//!
+//! # What is not written
+//!
+//! `ENOSYS`, which the methods answer by default, means "never ask me again" to Linux in most cases:
+//!
+//! | not written | what programs see |
+//! | --- | --- |
+//! | `open`, `opendir` | opening succeeds, the handle is 0, and what was read is kept: right for files that never change. Whoever has `write` needs `open` for `O_TRUNC` |
+//! | `create` | the kernel calls `mknod` and `open` |
+//! | `tmpfile`, `fallocate`, extended attributes | `EOPNOTSUPP` |
+//! | `flush`, `fsync`, `fsyncdir`, `syncfs` | success |
+//! | `lseek` | all bytes are data, the hole is at the end |
+//! | `copy_file_range` | the kernel reads and writes |
+//! | locks without [`Features`](crate::Features) | the kernel keeps them, for its own programs |
+//! | `rename` | `EINVAL` with flags, `ENOSYS` without |
+//! | `ioctl` | `ENOTTY` |
+//! | anything else | `ENOSYS`, "function not implemented". A file system that cannot be written to had better set [`Features::read_only`](crate::Features::read_only): then it is `EROFS` |
+//!
+//! # Hints and mappings
+//!
+//! FUSE has no request for `posix_fadvise`, `madvise` and the like: they are for the client's page cache. What of them
+//! arrives, seen on Linux 6.18:
+//!
+//! | the program calls | what reaches the author |
+//! | --- | --- |
+//! | `posix_fadvise(WILLNEED)`, `readahead`, `madvise(WILLNEED)` | READs of the range, at once, whoever reads it or not; the program's own reads then ask no more |
+//! | `posix_fadvise(SEQUENTIAL)`, `NORMAL` | READs that run ahead of the program |
+//! | `posix_fadvise(RANDOM)` | READs of just the pages that the program reads |
+//! | `posix_fadvise(DONTNEED)` | nothing now (WRITEs first, of what a write-back cache holds); later reads are READs again |
+//! | `posix_fadvise(NOREUSE)`, `madvise(COLD)` | nothing |
+//! | `mmap` and a look at the page | READ of the page and its neighbours |
+//! | `mmap` and a change of the page | READ, and WRITE after `msync`, `munmap` or a while; its handle is of any open file of the inode |
+//! | `O_DIRECT`, `O_SYNC`, `O_DSYNC`, `O_APPEND`, `O_NOATIME` | [`IoRange::flags`](crate::IoRange::flags), with each request, also if set later by `fcntl` |
+//! | `fallocate`, with all its flags | [`fallocate`](crate::FileSystem::fallocate) |
+//! | `ioctl` | [`ioctl`](crate::FileSystem::ioctl), where number and argument are plain data whose size the number tells (`_IOR`, `_IOW`): pointers in it mean nothing here |
+//! | `setxattr`, `setfacl` | [`setxattr`](crate::FileSystem::setxattr); ACLs as `system.posix_acl_access` and `_default`, which the client's kernel then enforces if [`Features::posix_acl`](crate::Features::posix_acl) is set |
+//!
+//! With `cache none` reads bypass the page cache, and the hints with it. Files that are passed through
+//! ([`backing`](crate::FileSystem::backing)) have all of this done to the file below, without the author.
+//!
+//! Two requests of FUSE are left out. POLL is for character devices: files are always ready, which is what Linux says
+//! where nobody answers. BMAP is for file systems on a block device below the same kernel; where bytes live is said by
+//! extents and [`backing`](crate::FileSystem::backing).

@@ -1,0 +1,92 @@
+//! The names of a directory that a source has in memory.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::{DirRange, Name, NameBuf};
+
+/// The names of a directory in memory, each with a value (its inode, say) and with a position for [`DirRange::list`]
+/// that it keeps for as long as it is there and that no other name gets: whoever is in the middle of listing misses
+/// nothing and sees nothing twice, whatever comes and goes.
+#[derive(Clone, Debug)]
+pub struct Names<T> {
+    positions: HashMap<NameBuf, u64>,
+    values: BTreeMap<u64, (NameBuf, T)>,
+    next_position: u64,
+}
+
+impl<T> Default for Names<T> {
+    fn default() -> Self {
+        Self { positions: HashMap::new(), values: BTreeMap::new(), next_position: 0 }
+    }
+}
+
+impl<T> Names<T> {
+    /// How many names there are.
+    pub fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    /// Whether there is no name.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty()
+    }
+
+    /// The value of a name.
+    pub fn get(&self, name: Name<'_>) -> Option<&T> {
+        let position = self.positions.get(name.as_bytes())?;
+        self.values.get(position).map(|(_, value)| value)
+    }
+
+    /// Gives a name a value; answers the one that it had.
+    pub fn insert(&mut self, name: Name<'_>, value: T) -> Option<T> {
+        if let Some(position) = self.positions.get(name.as_bytes())
+            && let Some((_, there)) = self.values.get_mut(position)
+        {
+            return Some(std::mem::replace(there, value));
+        }
+        self.positions.insert(name.to_buf(), self.next_position);
+        self.values.insert(self.next_position, (name.to_buf(), value));
+        self.next_position += 1;
+        None
+    }
+
+    /// Removes a name; answers its value.
+    pub fn remove(&mut self, name: Name<'_>) -> Option<T> {
+        let position = self.positions.remove(name.as_bytes())?;
+        self.values.remove(&position).map(|(_, value)| value)
+    }
+
+    /// The names that a listing is still to bring, with their positions.
+    pub fn wanted(&self, at: &DirRange) -> impl Iterator<Item = (u64, Name<'_>, &T)> {
+        self.values.range(at.position()..).map(|(position, (name, value))| (*position, name.as_name(), value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Handle, Ino};
+
+    fn name(text: &str) -> Name<'_> {
+        Name::new(text.as_bytes()).unwrap()
+    }
+
+    fn from(names: &Names<u8>, position: u64) -> Vec<(u64, u8)> {
+        let at = DirRange { ino: Ino::ROOT, handle: Handle(0), offset: position + 2, plus: false };
+        names.wanted(&at).map(|(position, _, value)| (position, *value)).collect()
+    }
+
+    #[test]
+    fn a_name_keeps_its_position_and_no_other_gets_it() {
+        let mut names = Names::default();
+        for (text, value) in [("a", 1), ("b", 2), ("c", 3)] {
+            assert_eq!(names.insert(name(text), value), None);
+        }
+        assert_eq!(names.insert(name("b"), 9), Some(2));
+        assert_eq!(from(&names, 0), [(0, 1), (1, 9), (2, 3)]);
+        assert_eq!((names.remove(name("a")), names.remove(name("a"))), (Some(1), None));
+        assert_eq!(names.insert(name("a"), 4), None);
+        assert_eq!(from(&names, 1), [(1, 9), (2, 3), (3, 4)]);
+        assert_eq!((names.get(name("a")), names.get(name("d")), names.len()), (Some(&4), None, 3));
+    }
+}
