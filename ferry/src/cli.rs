@@ -75,6 +75,11 @@ pub enum Command {
     #[command(after_long_help = recipes::LOG)]
     Log(LogArgs),
 
+    /// Check a persistent memory file system that is not mounted, and repair it.
+    ///
+    /// The status is that of fsck(8): 0 nothing is wrong, 1 repaired, 4 damage is left, 8 it cannot be looked at.
+    Fsck(FsckArgs),
+
     /// Boot a small Linux guest with directories mounted, and run a command in it.
     ///
     /// Nothing needs to be installed: the guest is User-mode Linux, which runs as a plain process, and is fetched
@@ -118,7 +123,7 @@ pub struct MountArgs {
     pub share: Share,
 
     /// The directory to mount on.
-    #[arg(value_name = "MOUNTPOINT", required_unless_present = "explain")]
+    #[arg(index = 2, value_name = "MOUNTPOINT", required_unless_present = "explain")]
     pub mountpoint: Option<PathBuf>,
 
     /// Options as mount(8) has them: flags of this command (size=1G,read_only) and of mounts (ro,nosuid,noatime).
@@ -169,13 +174,32 @@ pub struct LogArgs {
     pub json: bool,
 }
 
+#[derive(Debug, clap::Args)]
+pub struct FsckArgs {
+    /// The file or device, with pmem: before it or without.
+    #[arg(value_name = "PATH")]
+    pub image: PathBuf,
+
+    /// Its second tier.
+    #[arg(long, value_name = "FILE")]
+    pub tier2: Option<PathBuf>,
+
+    /// Write back what could be read.
+    #[arg(long)]
+    pub repair: bool,
+
+    /// Answer in JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
 #[derive(Clone, Debug, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Share {
     /// A directory, or mem, or pmem:PATH.
-    #[arg(value_name = "SOURCE", required = false)]
+    #[arg(index = 1, value_name = "SOURCE", required = false)]
     #[serde(alias = "dir")]
     pub source: PathBuf,
 

@@ -15,7 +15,9 @@ pub fn man(command: Option<&str>) -> Result<()> {
         None => table,
         Some(name) => match table.find_subcommand(name) {
             Some(found) => found.clone().display_name(format!("ferry-{name}")),
-            None => bail!("there is no command {name:?}; the commands are share, mount, log, try, man and completions"),
+            None => bail!(
+                "there is no command {name:?}; the commands are share, mount, log, fsck, try, man and completions"
+            ),
         },
     };
     let examples = table.get_after_long_help().map(ToString::to_string).unwrap_or_default();

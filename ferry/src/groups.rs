@@ -309,7 +309,7 @@ mod tests {
             ("ferry mount mem /m /n", "/n"),
             ("ferry share /a --config f", "--virtiofs <SOCKET>"),
             ("ferry share /a --virtiofs s --config f /b", "--virtiofs <SOCKET>"),
-            ("ferry share --tag x --config f", "<SOURCE>"),
+            ("ferry share --tag x --config f", "source"),
         ] {
             let text = refused(line);
             assert!(text.contains(word), "{line}: {text}");

@@ -6,6 +6,7 @@ mod config;
 mod control;
 mod documents;
 mod exports;
+mod fsck;
 mod groups;
 mod helper;
 mod logcmd;
@@ -98,6 +99,7 @@ fn run(Invocation { cli, more, args: line, at }: Invocation) -> Result<u8> {
         }
         Command::Mount(args) => mount::run(*args, &line, at, &logging),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
+        Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => trial::run(args),
         Command::Man { command } => documents::man(command.as_deref()).map(|()| 0),
         Command::Completions { shell } => documents::completions(shell).map(|()| 0),

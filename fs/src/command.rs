@@ -35,6 +35,7 @@ pub enum Command {
     /// -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
     /// -chardev socket,id=fs,path=SOCKET -device vhost-user-fs-pci,chardev=fs,tag=NAME,queue-size=1024
     /// and in the guest: mount -t virtiofs NAME /mnt
+    #[command(verbatim_doc_comment)]
     Virtiofs(VirtiofsArgs),
 }
 
@@ -52,6 +53,10 @@ pub struct MountArgs {
     /// How requests travel between the kernel and this program.
     #[arg(long, value_name = "PATH", default_value = "auto", value_parser = ["auto", "uring", "devfuse"])]
     pub path: String,
+
+    /// Let nothing be changed through this mount.
+    #[arg(long)]
+    pub read_only: bool,
 
     /// Let users other than the one who mounts in.
     #[arg(long)]
@@ -87,10 +92,6 @@ pub struct Place {
     /// What clients may keep in their caches.
     #[arg(long, value_name = "MODE", default_value_t, value_enum)]
     pub cache: Cache,
-
-    /// Let nothing be changed.
-    #[arg(long)]
-    pub read_only: bool,
 
     /// What to log on standard error: error, warn, info, debug, trace, or a list like info,ferry_serve=debug.
     #[arg(long, value_name = "LEVEL", default_value = "warn")]
@@ -155,10 +156,10 @@ mod tests {
     #[test]
     fn one_word_tells_the_host_from_the_guest() {
         for word in ["mount", "virtiofs"] {
-            let line = ["hello", word, "/mnt/x", "--tag", "greeting", "--cache", "always", "--read-only"];
+            let line = ["hello", word, "/mnt/x", "--tag", "greeting", "--cache", "always"];
             let command = Cli::try_parse_from(line).unwrap().command;
             let place = command.place();
-            assert_eq!((place.tag.as_deref(), place.cache, place.read_only), (Some("greeting"), Cache::Always, true));
+            assert_eq!((place.tag.as_deref(), place.cache), (Some("greeting"), Cache::Always));
         }
     }
 

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -11,55 +11,34 @@ use signal_hook::iterator::Signals;
 /// Signals that ask the program to end. From the second one on they end it at once.
 const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// Waits for whatever comes first.
-#[derive(Debug)]
-pub(crate) struct Endings {
-    sender: Sender<Ending>,
-    receiver: Receiver<Ending>,
-}
+/// How often to look whether the mount is still there: soon enough for whoever unmounted it, and no load.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Why the program ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
-    /// By this signal.
-    Signal(i32),
-    /// Somebody unmounted it.
-    Unmounted,
-}
+/// The signals that have come.
+#[derive(Debug)]
+pub(crate) struct Endings(Signals);
 
 impl Endings {
     /// Begins to catch signals.
     pub(crate) fn catch() -> io::Result<Self> {
-        let (sender, receiver) = channel();
         let asked = Arc::new(AtomicBool::new(false));
         for signal in SIGNALS {
             // The order matters: a signal first looks whether one came before it, then leaves its mark.
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&asked))?;
             signal_hook::flag::register(signal, Arc::clone(&asked))?;
         }
-        let mut signals = Signals::new(SIGNALS)?;
-        let tell = sender.clone();
-        std::thread::Builder::new().name("signals".into()).spawn(move || {
-            for signal in signals.forever() {
-                // Nobody listens any more once the program is ending.
-                let _ = tell.send(Ending::Signal(signal));
-            }
-        })?;
-        Ok(Self { sender, receiver })
+        Ok(Self(Signals::new(SIGNALS)?))
     }
 
-    /// Ends the program too when `gone` comes back.
-    pub(crate) fn when(&self, gone: impl FnOnce() + Send + 'static) -> io::Result<()> {
-        let tell = self.sender.clone();
-        std::thread::Builder::new().name("unmounted".into()).spawn(move || {
-            gone();
-            let _ = tell.send(Ending::Unmounted);
-        })?;
-        Ok(())
+    /// Waits for a signal.
+    pub(crate) fn wait(&mut self) {
+        self.0.forever().next();
     }
 
-    /// Waits for the first of them.
-    pub(crate) fn wait(&self) -> Ending {
-        self.receiver.recv().expect("a sender is kept beside the receiver")
+    /// Waits for a signal, or until `ended` says so.
+    pub(crate) fn wait_or(&mut self, ended: impl Fn() -> bool) {
+        while self.0.pending().next().is_none() && !ended() {
+            std::thread::sleep(LOOK_EVERY);
+        }
     }
 }

@@ -24,7 +24,7 @@ pub enum Error {
     /// The level of the log.
     #[error("cannot log at {0:?}; use error, warn, info, debug or trace, or a list like info,ferry_serve=debug")]
     Log(String),
-    /// What the program waits with.
-    #[error("cannot start a thread or catch signals: {0}")]
-    Threads(io::Error),
+    /// Signals.
+    #[error("cannot catch signals: {0}")]
+    Signals(io::Error),
 }

@@ -8,17 +8,17 @@ use ferry_vfs::FileSystem;
 use tracing_subscriber::EnvFilter;
 
 use crate::command::{Command, MountArgs, VirtiofsArgs};
-use crate::endings::{Ending, Endings};
+use crate::endings::Endings;
 use crate::{Error, fuse, virtiofs};
 
 /// Shows the file system until a signal comes or it is unmounted.
 pub(crate) fn until_told(command: &Command, fs: Arc<dyn FileSystem>) -> Result<(), Error> {
     start_log(&command.place().log)?;
     // Before anything is there that would have to be cleaned up.
-    let endings = Endings::catch().map_err(Error::Threads)?;
+    let mut endings = Endings::catch().map_err(Error::Signals)?;
     match command {
-        Command::Mount(args) => mount(args, fs, &endings),
-        Command::Virtiofs(args) => offer(args, fs, &endings),
+        Command::Mount(args) => mount(args, fs, &mut endings),
+        Command::Virtiofs(args) => offer(args, fs, &mut endings),
     }
 }
 
@@ -29,32 +29,29 @@ pub(crate) fn program() -> String {
     if name.is_empty() { "ferry-fs".into() } else { name.into_owned() }
 }
 
-fn mount(args: &MountArgs, fs: Arc<dyn FileSystem>, endings: &Endings) -> Result<(), Error> {
+fn mount(args: &MountArgs, fs: Arc<dyn FileSystem>, endings: &mut Endings) -> Result<(), Error> {
     let name = program();
     let options = fuse::Options {
         path: args.path.parse()?,
         cache: args.place.cache.into(),
         allow_other: args.allow_other,
-        read_only: args.place.read_only,
+        read_only: args.read_only,
         fsname: args.place.tag.clone().unwrap_or_else(|| name.clone()),
         subtype: name,
         ..fuse::Options::default()
     };
-    let export = Arc::new(fuse::Export::mount(&args.dir, fs, options)?);
-    let mounted = Arc::clone(&export);
-    endings.when(move || mounted.wait()).map_err(Error::Threads)?;
+    let export = fuse::Export::mount(&args.dir, fs, options)?;
     let shown = args.dir.display();
     say(&format!("mounted on {shown}; end with Ctrl-C or `umount {shown}`"));
     if args.explain {
         say(&format!("\n{}", export.explain()));
     }
-    if let Ending::Signal(_) = endings.wait() {
-        export.stop();
-    }
+    endings.wait_or(|| export.has_ended());
+    export.stop();
     Ok(())
 }
 
-fn offer(args: &VirtiofsArgs, fs: Arc<dyn FileSystem>, endings: &Endings) -> Result<(), Error> {
+fn offer(args: &VirtiofsArgs, fs: Arc<dyn FileSystem>, endings: &mut Endings) -> Result<(), Error> {
     let tag = args.place.tag.as_deref().map(str::parse).transpose()?;
     let options = virtiofs::Options { tag, cache: args.place.cache.into(), ..virtiofs::Options::default() };
     let socket = ferry_vhost::Socket::bind(&args.socket)?;

@@ -5,8 +5,11 @@ mod common;
 
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
-use common::{GREET, Server, WORK, example};
+use common::suites::{Fsx, Pjdfstest};
+use common::{GREET, MISTAKE, Mistaken, Server, WORK, example};
+use ferry_fs::fuse;
 use rustix::mount::UnmountFlags;
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -42,11 +45,12 @@ impl Drop for Place {
 
 /// Runs a script in a folder, with a bound: a mount that hangs must not hang the tests.
 #[track_caller]
-fn sh(dir: &Path, script: &str) {
+fn sh(dir: &Path, script: &str) -> String {
     let mut command = Command::new("timeout");
     command.args(["-k", "5", "60", "sh", "-euxc", script]).current_dir(dir).stdin(Stdio::null());
     let output = command.output().unwrap();
     assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 #[test]
@@ -70,6 +74,30 @@ fn toyfs_works() {
         sh(place.path(), WORK);
         server.signal(Signal::INT);
         assert_eq!(server.status(), Some(0), "{path}, cache {cache}");
+    }
+}
+
+#[test]
+fn toyfs_passes_other_peoples_suites() {
+    let Some(place) = Place::new() else { return };
+    let (pjdfstest, fsx) = (Pjdfstest::new(), Fsx::new());
+    for (seed, path) in [(1, "auto"), (2, "devfuse")] {
+        let mut server = Server::start("toyfs", "mount", place.path(), &["--path", path, "--allow-other"]);
+        pjdfstest.check(&sh("/".as_ref(), &pjdfstest.script(place.path().to_str().unwrap())));
+        sh(place.path(), &fsx.script(seed));
+        server.signal(Signal::TERM);
+        assert_eq!(server.status(), Some(0), "{path}");
+    }
+}
+
+#[test]
+fn a_panic_is_its_callers_error_alone() {
+    let Some(place) = Place::new() else { return };
+    for path in [fuse::Path::Auto, fuse::Path::Devfuse] {
+        let options = fuse::Options { path, ..fuse::Options::default() };
+        let export = fuse::Export::mount(place.path(), Arc::new(Mistaken), options).unwrap();
+        sh(place.path(), MISTAKE);
+        export.stop();
     }
 }
 

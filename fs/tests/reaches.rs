@@ -20,6 +20,8 @@ const FILE_BYTES: usize = 1 << 20;
 /// What the kernel reads ahead at a time, unless told otherwise.
 const WINDOW_BYTES: u64 = 128 << 10;
 const PAGE_BYTES: u64 = 4096;
+/// Where a mapping is looked at and written to.
+const MAPPED_AT: usize = FILE_BYTES / 2;
 /// How long a call may take from the kernel to the author.
 const SETTLE: Duration = Duration::from_secs(10);
 
@@ -201,7 +203,7 @@ fn flags_of_the_open_file_come_with_each_request() {
     on_mounts(|recorder, _, name| {
         let flags = (OFlags::DIRECT | OFlags::SYNC).bits().cast_signed();
         let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(name).unwrap();
-        let page = Page([7; PAGE_BYTES as usize]);
+        let page = Page([7; 4096]);
         file.write_all_at(&page.0, 0).unwrap();
         recorder.wait(
             "WRITE with its flags",
@@ -212,7 +214,7 @@ fn flags_of_the_open_file_come_with_each_request() {
 
 /// O_DIRECT wants its memory aligned.
 #[repr(align(4096))]
-struct Page([u8; PAGE_BYTES as usize]);
+struct Page([u8; 4096]);
 
 #[test]
 fn mappings_reach_read_and_write() {
@@ -221,11 +223,11 @@ fn mappings_reach_read_and_write() {
         // SAFETY: mmap without MAP_FIXED takes address space that nobody uses; the file is open, and nobody cuts it
         // while the mapping is there.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, flags, MapFlags::SHARED, &file, 0) }.unwrap();
-        let place = base.cast::<u8>().wrapping_add(WINDOW_BYTES as usize * 4);
-        // SAFETY: half a megabyte is within the mapping, which is readable and writable and this thread's alone.
+        let place = base.cast::<u8>().wrapping_add(MAPPED_AT);
+        // SAFETY: half of the file is within the mapping, which is readable and writable and this thread's alone.
         assert_eq!(unsafe { place.read_volatile() }, 7);
         recorder.wait("READ of a mapped page", |call| {
-            matches!(call, Call::Read { offset, len, .. } if (*offset..offset + len).contains(&(WINDOW_BYTES * 4)))
+            matches!(call, Call::Read { offset, len, .. } if (*offset..offset + len).contains(&(MAPPED_AT as u64)))
         });
         // SAFETY: as above.
         unsafe { place.write_volatile(9) };
@@ -233,7 +235,7 @@ fn mappings_reach_read_and_write() {
         unsafe { rustix::mm::msync(base, len, MsyncFlags::SYNC) }.unwrap();
         recorder.wait(
             "WRITE of a mapped page",
-            |call| matches!(call, Call::Write { offset, bytes, .. } if *offset == WINDOW_BYTES * 4 && bytes[0] == 9),
+            |call| matches!(call, Call::Write { offset, bytes, .. } if *offset == MAPPED_AT as u64 && bytes[0] == 9),
         );
         // SAFETY: base and len are the mapping's, and nothing points into it any more.
         unsafe { rustix::mm::munmap(base, len) }.unwrap();

@@ -1,5 +1,6 @@
 //! A mounted source.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -62,10 +63,10 @@ pub struct Export {
     mountpoint: Mutex<Mountpoint>,
     rings: Option<Rings>,
     explanation: Explanation,
-    notifier: Option<Notifier>,
-    monitor: Option<Monitor>,
+    notifier: Mutex<Option<Notifier>>,
+    monitor: Mutex<Option<Monitor>>,
     device_number: u32,
-    stopped: bool,
+    stopped: AtomicBool,
 }
 
 impl std::fmt::Debug for Export {
@@ -117,9 +118,9 @@ impl Export {
             source,
             mountpoint: Mutex::new(mountpoint),
             rings: rings.ok(),
-            notifier: None,
-            monitor: None,
-            stopped: false,
+            notifier: Mutex::default(),
+            monitor: Mutex::default(),
+            stopped: AtomicBool::new(false),
         };
         export.start(&options).map_err(Error::Threads)?;
         Ok(export)
@@ -129,14 +130,14 @@ impl Export {
     fn start(&mut self, options: &Options) -> std::io::Result<()> {
         let connection = &self.connection;
         let interrupted = Arc::clone(&connection.interrupted);
-        self.monitor = Some(Monitor::start(connection.bell.clone(), interrupted, options.handler_timeout)?);
+        self.monitor = Mutex::new(Some(Monitor::start(connection.bell.clone(), interrupted, options.handler_timeout)?));
         Readers::start(connection, self.explanation.readers)?;
         let keeps = options.cache != Cache::None
             || [options.entry_timeout, options.attr_timeout].into_iter().flatten().any(|timeout| !timeout.is_zero());
         if keeps {
             (self.notifier, self.explanation.notifications) = match Notifier::start(connection)? {
-                Some(notifier) => (Some(notifier), Verdict::used()),
-                None => (None, Verdict::not("the source does not say what changes")),
+                Some(notifier) => (Mutex::new(Some(notifier)), Verdict::used()),
+                None => (Mutex::default(), Verdict::not("the source does not say what changes")),
             };
         }
         Ok(())
@@ -169,22 +170,22 @@ impl Export {
     }
 
     /// Unmounts, lets requests under way end, and makes everything durable. Who still has files of the mount open is
-    /// cut off after a short while.
-    pub fn stop(mut self) {
+    /// cut off after a short while. Another thread may be in [`Self::wait`], which then returns.
+    pub fn stop(&self) {
         self.end();
     }
 
-    fn end(&mut self) {
-        if std::mem::replace(&mut self.stopped, true) {
+    fn end(&self) {
+        if self.stopped.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.notifier = None;
+        drop(take(&self.notifier));
         self.unmount();
         let left = self.connection.end.wait_for_threads(THREADS_PATIENCE);
         if left > 0 {
             tracing::warn!("{left} threads of a mount are still blocked in the source and are left behind");
         }
-        self.monitor = None;
+        drop(take(&self.monitor));
         self.connection.session.end();
         if !self.source.features().read_only {
             match self.source.syncfs(&Caller::default(), Ino::ROOT) {
@@ -225,6 +226,11 @@ impl Drop for Export {
         self.connection.end.declare();
         self.rings = None;
     }
+}
+
+/// Takes a part out; what it waits for when it is dropped does not hold the lock.
+fn take<T>(part: &Mutex<Option<T>>) -> Option<T> {
+    part.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 fn readers(options: &Options) -> usize {

@@ -40,6 +40,6 @@ mod watch;
 pub use explain::{Explanation, Verdict};
 pub use export::{Error, Export};
 pub use ferry_serve::Cache;
-pub use mountpoint::{MountError, MountOptions};
+pub use mountpoint::{MountError, MountOptions, Mountpoint};
 pub use options::{Options, Path, PathError};
 pub use stats::Stats;

@@ -1,11 +1,14 @@
 //! Starting the examples, as a user does.
 #![allow(dead_code, missing_docs, reason = "each test file uses a part")]
 
+pub mod suites;
+
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ferry_fs::{Attr, Caller, Data, Entry, Errno, FileSystem, FileType, Handle, Ino, IoRange, Name, Output, Result};
 use rustix::process::{Pid, Signal};
 
 /// Far more than anything here takes, also on a busy machine.
@@ -98,4 +101,38 @@ fallocate -p -o 0 -l 4096 big && test "$(head -c 4096 big | tr -d '\0' | wc -c)"
 mkfifo fifo && test -p fifo
 for i in $(seq 1 300); do : >many$i; done && test "$(ls | grep -c many)" = 300
 rm -r a many* big copy fifo && test -z "$(ls)"
+"#;
+
+/// A file system with one file that can be read and one that cannot, by a mistake of its author.
+pub struct Mistaken;
+
+const GOOD: Ino = Ino(2);
+const BAD: Ino = Ino(3);
+
+impl FileSystem for Mistaken {
+    fn lookup(&self, cx: &Caller<'_>, _dir: Ino, name: Name<'_>) -> Result<Entry> {
+        let ino = match name.as_bytes() {
+            b"good" => GOOD,
+            b"bad" => BAD,
+            _ => return Err(Errno::NOENT),
+        };
+        Ok(Entry::new(ino, self.getattr(cx, ino, None)?))
+    }
+
+    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        match ino {
+            Ino::ROOT => Ok(Attr::new(ino, FileType::Directory, 0o755)),
+            _ => Ok(Attr::new(ino, FileType::RegularFile, 0o644).with_size(5)),
+        }
+    }
+
+    fn read(&self, _: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+        assert!(at.ino == GOOD, "the mistake");
+        Ok(at.read_from(b"fine\n", out))
+    }
+}
+
+/// What a shell does with those two files: whoever reads the bad one gets EIO, and nobody else is any the worse.
+pub const MISTAKE: &str = r#"
+for i in 1 2 3; do cat bad 2>&1 | grep -q 'Input/output error'; test "$(cat good)" = fine; done
 "#;

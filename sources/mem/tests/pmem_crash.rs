@@ -88,15 +88,19 @@ impl Workload {
         let (to_dir, to) = (self.dir(), self.name());
         let fs = &self.fs;
         match what {
-            15 => drop(fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &New { mode: 0o755, ..New::default() })),
+            15 => {
+                let _ = fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &New { mode: 0o755, ..New::default() });
+            }
             16 | 17 => {
                 let flags = if offset % 5 == 0 { RenameFlags::EXCHANGE } else { RenameFlags::empty() };
-                drop(fs.rename(&cx(), (dir, name(&file)), (to_dir, name(&to)), flags));
+                let _ = fs.rename(&cx(), (dir, name(&file)), (to_dir, name(&to)), flags);
             }
-            18 | 19 => drop(fs.unlink(&cx(), dir, name(&file))),
+            18 | 19 => {
+                let _ = fs.unlink(&cx(), dir, name(&file));
+            }
             20 => {
                 if let Ok(entry) = fs.lookup(&cx(), dir, name(&file)) {
-                    drop(fs.link(&cx(), entry.ino, to_dir, name(&to)));
+                    let _ = fs.link(&cx(), entry.ino, to_dir, name(&to));
                     fs.forget(entry.ino, 1);
                 }
             }
@@ -126,37 +130,48 @@ impl Workload {
     fn file_step(&mut self, step: usize, what: u64, (ino, handle): (Ino, Handle), offset: u64) {
         let len = 1 + self.random.below(20_000) as usize;
         let bytes = vec![(step % 255) as u8 + 1; len];
+        let mut promises = Vec::new();
         let fs = &self.fs;
         match what {
-            0..=6 => drop(fs.write(&cx(), &at(ino, handle, offset, len), &mut &bytes[..])),
+            0..=6 => {
+                // No space, perhaps.
+                let _ = fs.write(&cx(), &at(ino, handle, offset, len), &mut &bytes[..]);
+            }
             7 => {
                 let at = ferry_vfs::IoRange { flags: OFlags::RDWR | OFlags::DSYNC, ..at(ino, handle, offset, len) };
                 if fs.write(&cx(), &at, &mut &bytes[..]).is_ok() {
-                    self.promise(step, What::Bytes(ino.0));
+                    promises.push(What::Bytes(ino.0));
                 }
             }
-            8 => drop(fs.setattr(&cx(), ino, Some(handle), &SetAttr { size: Some(offset), ..SetAttr::default() })),
+            8 => {
+                let _ = fs.setattr(&cx(), ino, Some(handle), &SetAttr { size: Some(offset), ..SetAttr::default() });
+            }
             9 => {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                drop(fs.fallocate(&cx(), ino, handle, offset, len as u64, flags));
+                let _ = fs.fallocate(&cx(), ino, handle, offset, len as u64, flags);
             }
-            10 => drop(fs.fallocate(&cx(), ino, handle, offset, len as u64, FallocateFlags::empty())),
-            11 => drop(fs.setxattr(&cx(), ino, b"user.x", &bytes[..len.min(50)], XattrFlags::empty(), false)),
+            10 => {
+                let _ = fs.fallocate(&cx(), ino, handle, offset, len as u64, FallocateFlags::empty());
+            }
+            11 => {
+                let _ = fs.setxattr(&cx(), ino, b"user.x", &bytes[..len.min(50)], XattrFlags::empty(), false);
+            }
             12 => {
                 let mode = Some(0o600 + (step % 8) as u32);
-                drop(fs.setattr(&cx(), ino, Some(handle), &SetAttr { mode, ..SetAttr::default() }));
+                let _ = fs.setattr(&cx(), ino, Some(handle), &SetAttr { mode, ..SetAttr::default() });
             }
             _ => {
                 let data_only = what == 14;
                 assert!(fs.fsync(&cx(), ino, handle, data_only).unwrap().is_none());
-                self.promise(step, What::Bytes(ino.0));
+                promises.push(What::Bytes(ino.0));
                 if !data_only {
-                    self.promise(step, What::Names);
+                    promises.push(What::Names);
                 }
             }
         }
+        promises.into_iter().for_each(|promise| self.promise(step, promise));
         if self.tiers > 1 && self.random.below(3) == 0 {
-            fs.store().move_to_tier2(8).unwrap();
+            self.fs.store().move_to_tier2(8).unwrap();
         }
     }
 
@@ -170,8 +185,8 @@ impl Workload {
         self.ends.push(self.events.lock().unwrap().len());
     }
 
-    fn world_before(&self, event: usize) -> usize {
-        self.ends.partition_point(|end| *end < event).min(self.worlds.len() - 1)
+    fn world_at(&self, event: usize) -> usize {
+        self.ends.partition_point(|end| *end <= event).min(self.worlds.len() - 1)
     }
 }
 
@@ -282,8 +297,8 @@ fn check(workload: &Workload, event: usize, left: Vec<Vec<u8>>, context: &str) {
     assert!(sound, "{context}: {report:?}");
     let fs = open_media(&media, &options()).unwrap_or_else(|error| panic!("{context}: {error:?}"));
     let found = walk(&fs);
-    let now = workload.world_before(event);
-    let kept = workload.promises.iter().filter(|promise| promise.event < event);
+    let now = workload.world_at(event);
+    let kept = workload.promises.iter().filter(|promise| promise.event <= event);
     let mut names_from = 0;
     let mut bytes_from: BTreeMap<u64, usize> = BTreeMap::new();
     for promise in kept {
@@ -306,7 +321,7 @@ fn check(workload: &Workload, event: usize, left: Vec<Vec<u8>>, context: &str) {
     );
     for (path, seen) in &found {
         let from = bytes_from.get(&seen.ino).copied().unwrap_or(0);
-        check_bytes(&workload.worlds[from..=now], seen, &format!("{context}: {}, step {from} to {now}", path.escape_ascii()));
+        check_bytes(&workload.worlds[from..=now], seen, &format!("{context}: {}, step {from} to {now}, names of {world:?}", path.escape_ascii()));
     }
     assert!(fsck_after(fs, &media).is_clean(), "{context}: after the mount");
 }
@@ -335,7 +350,8 @@ fn check_bytes(worlds: &[World], seen: &Seen, context: &str) {
     }
     for (index, byte) in seen.bytes.iter().enumerate() {
         let known = versions.iter().any(|version| version.get(index) == Some(byte));
-        assert!(known, "{context}: byte {index} is {byte}, which it never was");
+        let were: Vec<_> = versions.iter().map(|version| (version.len(), version.get(index))).collect();
+        assert!(known, "{context}: byte {index} of {} is {byte}, which it never was: {were:?}", seen.size);
     }
 }
 

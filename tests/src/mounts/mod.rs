@@ -7,13 +7,15 @@
 mod cell;
 mod emergency;
 mod mounted;
+mod pair;
 mod program;
 mod settings;
 mod site;
 
 pub use cell::{Cell, Road, Source};
 pub use emergency::{Emergency, Watchdog};
-pub use mounted::{MountOptions, Mounted};
+pub use mounted::{MountOptions, Mounted, assert_nothing_left, unmount};
+pub use pair::Pair;
 pub use program::{Started, ferry, program};
 pub use settings::{ENABLE_URING, IO_URING_DISABLED, Setting, WithUring, with_uring};
 pub use site::Site;

@@ -17,6 +17,9 @@ const TICK: Duration = Duration::from_millis(5);
 /// The size of a `pmem` file.
 const PMEM_BYTES: u64 = 1 << 30;
 
+/// What a source's file or directory is called; it lies beside the mount point.
+const BELOW: &str = "below";
+
 /// How to mount, beside the [`Cell`].
 #[derive(Debug, Clone)]
 pub struct MountOptions {
@@ -88,7 +91,7 @@ impl Mounted {
     /// # Panics
     /// When the program does not mount.
     pub fn again(cell: Cell, mountpoint: &Path, options: &MountOptions) -> Self {
-        let below = mountpoint.with_file_name("below");
+        let below = mountpoint.with_file_name(BELOW);
         let source = prepare(cell.source, &below);
         let mut command = ferry(["mount", &source]);
         command.arg(mountpoint).args(["--foreground", "--allow-other"]).args(cell.flags()).args(&options.args);
@@ -104,7 +107,7 @@ impl Mounted {
         let emergency = Emergency::new(mountpoint, Some(Arc::clone(&server)));
         let watchdog = Watchdog::new(emergency.clone(), limit);
         let site = Site::new(mountpoint, emergency.clone());
-        let below = mountpoint.with_file_name("below");
+        let below = mountpoint.with_file_name(BELOW);
         let mounted = Self { cell, site, below, emergency, server, watchdog, folder: None, _uring: None };
         mounted.wait_for_mount();
         mounted
@@ -134,30 +137,83 @@ impl Mounted {
     /// Unmounts as a user does, and looks at what is left: nothing.
     ///
     /// # Panics
-    /// When anything is left, the program failed, or something had hung.
+    /// When anything is left, the program failed or panicked, or something had hung.
     #[track_caller]
-    pub fn finish(mut self) {
-        let at = self.site.path.clone();
-        let end = Instant::now() + SETTLE;
-        // Somebody who has just ended may still be there in the eyes of the kernel.
-        loop {
-            let output = Command::new("umount").arg(&at).output().unwrap();
-            if output.status.success() {
-                break;
-            }
-            let text = String::from_utf8_lossy(&output.stderr);
-            assert!(Instant::now() < end, "{}: umount: {text}: {}", self.cell, self.said());
-            std::thread::sleep(TICK);
-        }
+    pub fn finish(self) {
+        let cell = self.cell;
+        let said = self.end();
+        assert!(!said.contains("panicked"), "{cell}: {said}");
+    }
+
+    /// As [`Self::finish`], for programs that may panic; answers what they said.
+    #[track_caller]
+    pub fn end(mut self) -> String {
+        let (cell, at) = (self.cell, self.site.path.clone());
+        unmount(&at);
         let status = self.server().wait(SETTLE);
         let said = self.said();
-        assert!(!self.watchdog.dismiss(), "{}: it took too long: {said}", self.cell);
-        let Some(status) = status else { panic!("{}: ferry runs on after the unmount: {said}", self.cell) };
-        assert!(status.success(), "{}: ferry ended with {status}: {said}", self.cell);
-        assert!(!said.contains("panicked"), "{}: {said}", self.cell);
-        assert_eq!(mount_entry(&at), None, "{}: something is still mounted", self.cell);
-        assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0, "{}: files in the mount point", self.cell);
+        assert!(!self.watchdog.dismiss(), "{cell}: it took too long: {said}");
+        let Some(status) = status else { panic!("{cell}: the server runs on after the unmount: {said}") };
+        assert!(status.success(), "{cell}: the server ended with {status}: {said}");
+        assert_nothing_left(&at);
+        said
     }
+}
+
+/// Unmounts as a user does.
+///
+/// # Panics
+/// When somebody uses the mount and goes on with that.
+#[track_caller]
+pub fn unmount(mountpoint: &Path) {
+    let end = Instant::now() + SETTLE;
+    // Somebody who has just ended may still be there in the eyes of the kernel.
+    loop {
+        let output = Command::new("umount").arg(mountpoint).output().unwrap();
+        if output.status.success() {
+            return;
+        }
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(Instant::now() < end, "umount {}: {text}", mountpoint.display());
+        std::thread::sleep(TICK);
+    }
+}
+
+/// Checks that of what was mounted there nothing is left: no mount, no file, no process.
+///
+/// # Panics
+/// When something is.
+#[track_caller]
+pub fn assert_nothing_left(mountpoint: &Path) {
+    let at = mountpoint.display();
+    assert_eq!(mount_entry(mountpoint), None, "{at} is still mounted");
+    assert_eq!(std::fs::read_dir(mountpoint).unwrap().count(), 0, "files in the mount point {at}");
+    let beside: Vec<_> = std::fs::read_dir(mountpoint.parent().unwrap()).unwrap().flatten().collect();
+    let strange = |entry: &&std::fs::DirEntry| entry.path() != mountpoint && entry.file_name() != BELOW;
+    let strange: Vec<_> = beside.iter().filter(strange).collect();
+    assert!(strange.is_empty(), "files beside the mount point {at}: {strange:?}");
+    let end = Instant::now() + SETTLE;
+    loop {
+        let processes = processes_that_name(mountpoint);
+        if processes.is_empty() {
+            return;
+        }
+        assert!(Instant::now() < end, "processes of {at} still run: {processes:?}");
+        std::thread::sleep(TICK);
+    }
+}
+
+/// The command lines of processes, other than this one, that have a path among their arguments.
+fn processes_that_name(path: &Path) -> Vec<String> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Ok(line) = std::fs::read(entry.path().join("cmdline")) else { continue };
+        let mut words = line.split(|&byte| byte == 0);
+        if words.any(|word| word == path.as_os_str().as_encoded_bytes()) {
+            found.push(String::from_utf8_lossy(&line).replace('\0', " "));
+        }
+    }
+    found
 }
 
 impl Drop for Mounted {
@@ -167,7 +223,7 @@ impl Drop for Mounted {
 }
 
 /// Makes what a source needs below `path`, and answers its name for the program.
-fn prepare(source: Source, path: &Path) -> String {
+pub(super) fn prepare(source: Source, path: &Path) -> String {
     match source {
         Source::Dir => {
             std::fs::create_dir_all(path).unwrap();

@@ -8,6 +8,7 @@ use serde_json::Value;
 
 /// The size of each file on the host.
 pub const FILE_MIB: u64 = 32;
+const BLOCK_KIB: u64 = 4;
 /// What is done before the measured time begins.
 const RAMP_MS: u64 = 100;
 
@@ -41,12 +42,13 @@ pub fn file_name(number: usize) -> String {
 /// The words after fio's own name that run a job in `dir`.
 pub fn arguments(job: Job, dir: &Path) -> Vec<String> {
     let pattern = if job.write { "randwrite" } else { "randread" };
-    let mut words: Vec<String> = "--name=job --filename_format=fio.$jobnum --bs=4k --ioengine=psync --direct=1 --sync=1 \
+    let mut words: Vec<String> = "--name=job --filename_format=fio.$jobnum --ioengine=psync --direct=1 --sync=1 \
                                   --thread --group_reporting --fallocate=none --randseed=1 --output-format=json"
         .split_whitespace()
         .map(str::to_owned)
         .collect();
     words.push(format!("--directory={}", dir.display()));
+    words.push(format!("--bs={BLOCK_KIB}k"));
     words.push(format!("--size={}M", job.file_mib));
     words.push(format!("--rw={pattern}"));
     words.push(format!("--numjobs={}", job.threads));
@@ -56,10 +58,8 @@ pub fn arguments(job: Job, dir: &Path) -> Vec<String> {
             format!("--runtime={}ms", time.as_millis()),
             format!("--ramp_time={RAMP_MS}ms"),
         ]),
-        // Over and over, should there be more requests than blocks.
-        Length::Requests(requests) => {
-            words.extend(["--time_based".into(), "--runtime=60s".into(), format!("--number_ios={requests}")]);
-        }
+        // By their bytes, which may be more than the file has: then it is gone over again.
+        Length::Requests(requests) => words.push(format!("--io_size={}k", requests * BLOCK_KIB)),
     }
     words
 }
@@ -113,7 +113,7 @@ mod tests {
             assert!(line.contains(words), "{words} in {line}");
         }
         let counted = arguments(Job { length: Length::Requests(9), write: false, ..JOB }, Path::new("/"));
-        assert!(counted.contains(&"--number_ios=9".into()) && counted.contains(&"--rw=randread".into()));
+        assert!(counted.contains(&"--io_size=36k".into()) && counted.contains(&"--rw=randread".into()));
     }
 
     #[test]

@@ -129,8 +129,8 @@ impl Disk {
             let offset = offset.unwrap_or(state.size);
             let end = offset.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
             let end = end.ok_or(Errno::FBIG)?;
-            self.clear_tail(file, &mut state, offset)?;
-            self.put(file, &mut state, offset, bytes, end)
+            let cleared = self.clear_tail(file, &mut state, offset)?;
+            self.put((file, &mut state), offset, bytes, end, cleared)
         })
     }
 
@@ -144,8 +144,16 @@ impl Disk {
         }
     }
 
-    /// Puts bytes where they belong, the file's size becoming at least `end`.
-    fn put(&self, file: &File, state: &mut State, offset: u64, bytes: &[u8], end: u64) -> Result<()> {
+    /// Puts bytes where they belong, the file's size becoming at least `end`. What was `cleared` must be durable before
+    /// that.
+    fn put(
+        &self,
+        (file, state): (&File, &mut State),
+        offset: u64,
+        bytes: &[u8],
+        end: u64,
+        cleared: Ranges,
+    ) -> Result<()> {
         let blocks = block_of(offset)..end.div_ceil(BLOCK_BYTES);
         let size = state.size.max(end);
         let new = self.plan(state, blocks.clone())?;
@@ -169,6 +177,7 @@ impl Disk {
                 return Err(error);
             }
         };
+        before.add_all(cleared);
         new.iter().for_each(|piece| before.add(self.tier1.range(piece.run())));
         let mut freed = Vec::new();
         for piece in &new {
@@ -257,12 +266,13 @@ impl Disk {
         Ok(ranges)
     }
 
-    /// Before a file grows past its end: what its last block holds beyond the end becomes zeros.
-    fn clear_tail(&self, file: &File, state: &mut State, until: u64) -> Result<()> {
+    /// Before a file grows past its end: what its last block holds beyond the end becomes zeros. Answers where on the
+    /// medium, to be made durable before the new size.
+    fn clear_tail(&self, file: &File, state: &mut State, until: u64) -> Result<Ranges> {
         let (size, tail) = (state.size, skip_of(state.size));
         let written = || state.extents.at(block_of(size)).is_some_and(|piece| piece.written);
         if until <= size || tail == 0 || !written() {
-            return Ok(());
+            return Ok(Ranges::default());
         }
         let count = (BLOCK - tail).min(usize::try_from(until - size).unwrap_or(BLOCK));
         // The bytes may be those of a longer file, as which a crash would bring it back.
@@ -272,10 +282,10 @@ impl Disk {
         let blocks = block_of(size)..block_of(size) + 1;
         match state.extents.at(blocks.start) {
             Some(piece) if is_settled(&piece) => {
-                self.overwrite(file, state, &[Piece { count: 1, ..piece }], size, &ZEROS[..count]).map(drop)
+                self.overwrite(file, state, &[Piece { count: 1, ..piece }], size, &ZEROS[..count])
             }
             // In the second tier: the block comes back.
-            _ => self.put(file, state, size, &ZEROS[..count], size),
+            _ => self.put((file, state), size, &ZEROS[..count], size, Ranges::default()).map(|()| Ranges::default()),
         }
     }
 
@@ -285,12 +295,12 @@ impl Disk {
         self.with_room(|| {
             let _change = self.change();
             let mut state = file.write();
-            self.clear_tail(file, &mut state, size)?;
+            let before = self.clear_tail(file, &mut state, size)?;
             let first = size.div_ceil(BLOCK_BYTES);
             let reservation = self.reserve(0, Growth::Keeps)?;
             let freed = state.extents.remove(first..u64::MAX).iter().map(Piece::run).collect();
             state.size = size;
-            self.record((file, &mut state), reservation, first..u64::MAX, Effects { freed, ..Effects::default() });
+            self.record((file, &mut state), reservation, first..u64::MAX, Effects { before, freed, more: 0 });
             Ok(())
         })
     }
@@ -326,7 +336,7 @@ impl Disk {
                 let end = edge.end.min(state.size);
                 if written && edge.start < end {
                     let bytes = usize::try_from(end - edge.start).unwrap_or(0);
-                    self.put(file, &mut state, edge.start, &ZEROS[..bytes], end)?;
+                    self.put((file, &mut state), edge.start, &ZEROS[..bytes], end, Ranges::default())?;
                 }
             }
             if first >= last || state.extents.within(first..last).next().is_none() {
@@ -346,7 +356,7 @@ impl Disk {
             let mut state = file.write();
             let blocks = block_of(range.start)..range.end.div_ceil(BLOCK_BYTES);
             let size = if keep_size { state.size } else { state.size.max(range.end) };
-            self.clear_tail(file, &mut state, size)?;
+            let before = self.clear_tail(file, &mut state, size)?;
             let holes = state.extents.holes(blocks.clone());
             if holes.is_empty() && size == state.size {
                 return Ok(());
@@ -363,7 +373,7 @@ impl Disk {
             let reservation = reserved.inspect_err(|_| self.give_back(&runs))?;
             new.into_iter().for_each(|piece| state.extents.insert(piece));
             state.size = size;
-            self.record((file, &mut state), reservation, blocks, Effects::default());
+            self.record((file, &mut state), reservation, blocks, Effects { before, ..Effects::default() });
             Ok(())
         })
     }

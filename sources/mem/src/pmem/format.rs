@@ -52,6 +52,9 @@ const LOG_BLOCKS_MAX: u64 = 1 << 18;
 /// The longest payload of one record; a reader needs no more memory than this to check it.
 pub(crate) const PAYLOAD_BYTES_MAX: usize = 1 << 20;
 
+/// Generations, and records of a log, stay below this, so that both fit into one sequence number.
+const COUNTER_END: u64 = 1 << 32;
+
 /// Bytes that the superblock's checksum is over.
 const SUMMED_BYTES: usize = 80;
 
@@ -110,6 +113,14 @@ pub enum FormatError {
         found: u32,
         /// Of the block.
         expected: u32,
+    },
+    /// Counters that cannot be: a snapshot every second would take a century to get there.
+    #[error("it counts {generation} snapshots, the last of {records} records, which cannot be")]
+    Counters {
+        /// The generation.
+        generation: u64,
+        /// Records of the snapshot.
+        records: u64,
     },
     /// The numbers do not fit together.
     #[error("it says {image_bytes} bytes with {log_blocks} blocks for each log and {data_blocks} for data, which do not add up")]
@@ -223,6 +234,10 @@ impl Superblock {
         if raw.version.get() != VERSION {
             return Err(FormatError::Version(raw.version.get()));
         }
+        let (generation, records) = (raw.generation.get(), raw.snapshot_records.get());
+        if generation >= COUNTER_END || records >= COUNTER_END {
+            return Err(FormatError::Counters { generation, records });
+        }
         let layout = Layout { log_blocks: raw.log_blocks.get(), data_blocks: raw.data_blocks.get() };
         let image_bytes = raw.image_bytes.get();
         let tier2_blocks = raw.tier2_blocks.get();
@@ -233,10 +248,10 @@ impl Superblock {
         Ok(Self {
             salt: raw.salt.get(),
             uuid: raw.uuid,
-            generation: raw.generation.get(),
+            generation,
             image_bytes,
             layout,
-            snapshot_records: raw.snapshot_records.get(),
+            snapshot_records: records,
             tier2_blocks,
         })
     }

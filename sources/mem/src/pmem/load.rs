@@ -75,21 +75,22 @@ impl Found {
         self.payloads.len() as u64
     }
 
-    /// Every item of every record, in order.
+    /// Every item of every record, in order. What does not parse is damage, and the rest of its record is left out.
     pub(crate) fn for_each(
         &self,
-        mut each: impl FnMut(u64, &Item<'_>) -> Result<(), DamageError>,
+        on_damage: &mut OnDamage<'_>,
+        mut each: impl FnMut(&mut OnDamage<'_>, u64, &Item<'_>) -> Result<(), DamageError>,
     ) -> Result<(), DamageError> {
         for (index, range) in (0..).zip(&self.payloads) {
             let mut failed = None;
             let parsed = for_each(self.area.get(range.clone()).unwrap_or_default(), |item| {
-                each(index, item).map_err(|error| {
+                each(on_damage, index, item).map_err(|error| {
                     failed = Some(error);
                     CodecError::Short
                 })
             });
             if let Err(source) = parsed {
-                return Err(failed.unwrap_or(DamageError::Record { index, source }));
+                failed.map_or_else(|| on_damage(DamageError::Record { index, source }), Err)?;
             }
         }
         Ok(())
@@ -99,7 +100,7 @@ impl Found {
     pub(crate) fn files(&self, on_damage: &mut OnDamage<'_>) -> Result<HashMap<Ino, (u64, Extents)>, DamageError> {
         let mut files: HashMap<Ino, (u64, Extents)> = HashMap::new();
         let mut regular = HashSet::new();
-        self.for_each(|index, item| {
+        self.for_each(on_damage, |on_damage, index, item| {
             match item {
                 Item::Map(map) if !regular.contains(&map.ino) => on_damage(DamageError::NoFile { ino: map.ino.0 })?,
                 Item::Map(map) if !is_possible(map) => {

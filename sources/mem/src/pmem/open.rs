@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_vfs::{Backing, Errno};
+use ferry_vfs::{Backing, Caller, Errno, FileSystem, FileType};
 use rustix::fs::FlockOperation;
 
 use super::PMem;
@@ -158,7 +158,7 @@ pub(super) fn assemble(
     let store = PStore::new(disk, keeps.then_some(commit));
     let inodes_max = superblock.layout.log_bytes() / INODE_BYTES_MIN;
     let mut replay = Replay::new(store, Limits { inodes_max, read_only: options.read_only });
-    log.for_each(|index, item| match item {
+    log.for_each(on_damage, |on_damage, index, item| match item {
         super::codec::Item::Tree(record) => match replay.apply(record) {
             Ok(()) => Ok(()),
             Err(source) => on_damage(DamageError::Replay { index, source }),
@@ -168,10 +168,24 @@ pub(super) fn assemble(
     .map_err(damaged)?;
     let last = log.len();
     let tree = replay.finish().map_err(|source| damaged(DamageError::Replay { index: last, source }))?;
+    drop_strays(&tree, on_damage).map_err(damaged)?;
     if !options.read_only {
         restart(path, &tree)?;
     }
     Ok(tree)
+}
+
+/// Data whose inode could not be replayed.
+fn drop_strays(tree: &PMem, on_damage: &mut OnDamage<'_>) -> Result<(), DamageError> {
+    let disk = &tree.store().disk;
+    for ino in disk.files().iter().map(|file| file.ino) {
+        let attr = tree.getattr(&Caller::default(), ino, None);
+        if !attr.is_ok_and(|attr| attr.kind() == FileType::RegularFile) {
+            on_damage(DamageError::NoFile { ino: ino.0 })?;
+            disk.remove(ino, true);
+        }
+    }
+    Ok(())
 }
 
 /// Each mount begins a new log: what a crash left behind the last good record is never appended to.

@@ -33,7 +33,8 @@ fn allocated(file: &File) -> Result<u64> {
     Ok(file.usage()?.blocks * BLOCK_BYTES)
 }
 
-/// The bytes of the pages from `start` to `end` that are holes.
+/// The bytes of the pages from `start` to `end` that may be holes. Pages that were allocated and never written look like
+/// holes too; they are counted twice for a moment, so that the last of the room may be refused to a write there.
 fn missing(file: &File, start: u64, end: u64) -> Result<u64> {
     let size = file.usage()?.size;
     let mut missing = 0;
@@ -41,7 +42,7 @@ fn missing(file: &File, start: u64, end: u64) -> Result<u64> {
     while at < end {
         let data = match rustix::fs::seek(file.as_fd(), SeekFrom::Data(at)) {
             Ok(data) => data.min(end),
-            // Nothing more up to the end of the file. What was allocated beyond it is counted twice for a moment.
+            // Nothing more up to the end of the file.
             Err(Errno::NXIO) => end,
             Err(error) => return Err(error),
         };

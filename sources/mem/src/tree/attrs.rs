@@ -89,8 +89,8 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    /// The attributes now.
-    pub(crate) fn attr(&self, node: &Node<S>, state: &State<S>) -> Result<Attr> {
+    /// The attributes that the tree keeps, as they are now, with size and blocks.
+    pub(crate) fn present(&self, node: &Node<S>, state: &State<S>) -> Result<(Meta, u64, u64)> {
         let mut meta = state.meta;
         let (size, blocks) = match &state.body {
             Body::File(body) if body.is_live() => {
@@ -103,6 +103,12 @@ impl<S: Store> Tree<S> {
             Body::Symlink(target) => (u64::try_from(target.len()).unwrap_or_default(), 0),
             Body::Special => (0, 0),
         };
+        Ok((meta, size, blocks))
+    }
+
+    /// The attributes now.
+    pub(crate) fn attr(&self, node: &Node<S>, state: &State<S>) -> Result<Attr> {
+        let (meta, size, blocks) = self.present(node, state)?;
         Ok(Attr {
             ino: node.ino.0,
             size,

@@ -334,7 +334,7 @@ impl<S: Store> Snapshot<'_, S> {
     /// Those of `sink`, at the first.
     pub fn for_each(&self, sink: &mut dyn FnMut(&Record<'_>) -> Result<()>) -> Result<()> {
         let root = self.0.table.get(Ino::ROOT)?;
-        Self::make(&root, None, sink)?;
+        self.make(&root, None, sink)?;
         let mut linked = HashSet::new();
         let mut seen = HashSet::from([Ino::ROOT]);
         let mut queue = VecDeque::from([root]);
@@ -344,7 +344,7 @@ impl<S: Store> Snapshot<'_, S> {
                 let at = At { dir: dir.ino, name: link.name.as_name() };
                 let (ino, is_dir) = (link.node.ino, link.node.is_dir());
                 if seen.insert(ino) {
-                    Self::make(&link.node, Some(at), sink)?;
+                    self.make(&link.node, Some(at), sink)?;
                 } else {
                     linked.insert(ino);
                     sink(&Record::Link { ino, at, time: link.node.read().meta.ctime })?;
@@ -357,26 +357,30 @@ impl<S: Store> Snapshot<'_, S> {
             sink(&Record::Attr { ino: dir.ino, meta: state.meta })?;
         }
         for ino in linked {
-            let meta = self.0.table.get(ino)?.read().meta;
+            let node = self.0.table.get(ino)?;
+            let (meta, ..) = self.0.present(&node, &node.read())?;
             sink(&Record::Attr { ino, meta })?;
         }
         // Without a name, but used.
         for node in self.0.table.all() {
             if !seen.contains(&node.ino) {
-                Self::make(&node, None, sink)?;
+                self.make(&node, None, sink)?;
             }
         }
         Ok(())
     }
 
     fn make(
+        &self,
         node: &Node<S>,
         at: Option<At<'_>>,
         sink: &mut dyn FnMut(&Record<'_>) -> Result<()>,
     ) -> Result<()> {
         let state = node.read();
         let target: &[u8] = if let Body::Symlink(target) = &state.body { target } else { &[] };
-        let (ino, meta) = (node.ino, state.meta);
+        let ino = node.ino;
+        // Also what was written and is not logged yet.
+        let (meta, ..) = self.0.present(node, &state)?;
         with_xattrs(&state, |xattrs| sink(&Record::Make { ino, meta, target, xattrs, at }))
     }
 }

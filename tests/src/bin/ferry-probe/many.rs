@@ -129,6 +129,9 @@ pub fn role(args: &[String]) -> ExitCode {
                 fs::rename(&path, Path::new(folder).join(format!("{name}-{number}"))).unwrap();
             }
         }
+        ["storm", folder, seed, seconds] => {
+            crate::storms::storm(Path::new(folder), seed.parse().unwrap(), seconds.parse().unwrap());
+        }
         ["mixed", path, way, zone] => crate::storms::mixed(path, way, zone.parse().unwrap()),
         _ => {
             eprintln!("ferry-probe: no role {args:?}");

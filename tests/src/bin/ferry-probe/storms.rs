@@ -184,6 +184,39 @@ pub fn mixed(path: &str, way: &str, zone: usize) {
     }
 }
 
+/// Makes, writes, lists, renames and removes the same few names as others do at the same time, perhaps through another
+/// mount. What the others make of it may come as an error; nothing else may.
+pub fn storm(folder: &Path, seed: u64, seconds: f64) {
+    let begin = std::time::Instant::now();
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut any = |below: u64| {
+        // Xorshift: the same storm each time, and no two seeds alike.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state % below
+    };
+    while begin.elapsed().as_secs_f64() < seconds {
+        let mut place = || folder.join(format!("d{}", any(3))).join(format!("n{}", any(6)));
+        let (one, two) = (place(), place());
+        let outcome = match any(7) {
+            0 => fs::create_dir_all(one.parent().unwrap()),
+            1 => fs::write(&one, vec![b'x'; usize::try_from(any(9000)).unwrap()]),
+            2 => fs::rename(&one, &two),
+            3 => renameat_with(CWD, &one, CWD, &two, RenameFlags::EXCHANGE).map_err(Into::into),
+            4 => fs::remove_file(&one),
+            5 => fs::read_dir(one.parent().unwrap()).map(|entries| drop(entries.count())),
+            _ => fs::read(&one).map(drop),
+        };
+        if let Err(error) = outcome {
+            let expected = [ErrorKind::NotFound, ErrorKind::AlreadyExists];
+            // A name that the other mount has just taken away may be known by an inode that is gone already.
+            let stale = error.raw_os_error() == Some(libc::ESTALE);
+            assert!(stale || expected.contains(&error.kind()), "{one:?} {two:?}: {error}");
+        }
+    }
+}
+
 /// How programs replace a file for good: write aside, sync, rename over, sync the folder.
 fn fsync_and_rename(dir: &Path) {
     let path = dir.join("settings");

@@ -1,0 +1,170 @@
+//! The ways in which a mount ends, and does not begin.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use common::sources::Null;
+use common::{is_mounted, mount, paths, plain, threads_named};
+use ferry_fuse::{Cache, Export, Options};
+
+/// How somebody else ends a mount.
+fn umount(at: &std::path::Path, lazily: bool) -> bool {
+    let mut command = Command::new("umount");
+    command.args(lazily.then_some("-l")).arg(at);
+    command.status().unwrap().success()
+}
+
+fn abort(export: &Export) {
+    std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", export.connection_number()), "1").unwrap();
+}
+
+/// Reads without end, until the mount is gone.
+fn load(at: &std::path::Path, stop: &AtomicBool) -> usize {
+    let mut reads = 0;
+    while !stop.load(Ordering::Relaxed) {
+        let Ok(file) = File::open(at.join("file")) else { break };
+        while !stop.load(Ordering::Relaxed) && file.read_at(&mut [0; 4096], 0).is_ok() {
+            reads += 1;
+        }
+    }
+    reads
+}
+
+#[test]
+fn it_ends_under_load_whoever_ends_it() {
+    for path in paths() {
+        for way in ["stop", "lazily", "abort", "drop"] {
+            let mut mounted = mount(Arc::new(Null::default()), Options { cache: Cache::None, ..plain(path) });
+            let stop = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let loads: Vec<_> = (0..4).map(|_| scope.spawn(|| load(&mounted.at, &stop))).collect();
+                std::thread::sleep(Duration::from_millis(150));
+                let start = Instant::now();
+                let export = mounted.export.take().unwrap();
+                match way {
+                    "stop" => export.stop(),
+                    "drop" => drop(export),
+                    "abort" => {
+                        abort(&export);
+                        export.wait();
+                        export.stop();
+                    }
+                    _ => {
+                        assert!(umount(&mounted.at, true));
+                        assert!(!export.has_ended(), "files of it are open");
+                        stop.store(true, Ordering::Relaxed);
+                        export.wait();
+                        export.stop();
+                    }
+                }
+                assert!(start.elapsed() < Duration::from_secs(10), "{path:?} {way} took {:?}", start.elapsed());
+                let reads: usize = loads.into_iter().map(|load| load.join().unwrap()).sum();
+                assert!(reads > 0);
+            });
+            assert!(!is_mounted(&mounted.at), "{path:?} {way}");
+        }
+    }
+}
+
+#[test]
+fn umount_ends_the_wait() {
+    for path in paths() {
+        let mounted = mount(Arc::new(Null::default()), plain(path));
+        assert_eq!(File::open(mounted.path("file")).unwrap().read_at(&mut [0; 9], 0).unwrap(), 9);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| mounted.export().wait());
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!waiting.is_finished());
+            assert!(umount(&mounted.at, false));
+        });
+        assert!(mounted.export().has_ended());
+        mounted.stop();
+    }
+}
+
+#[test]
+fn a_blocked_handler_does_not_keep_the_mount() {
+    for path in paths() {
+        let source = Arc::new(Null::default());
+        let mounted = mount(Arc::clone(&source) as _, Options { cache: Cache::None, ..plain(path) });
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| File::open(mounted.path("hangs")).unwrap().read_at(&mut [0; 9], 0).is_err());
+            common::wait_until("it blocks", || source.held.load(Ordering::SeqCst) == 1);
+            abort(mounted.export());
+            assert!(reader.join().unwrap(), "the caller gets an error");
+            mounted.export().wait();
+        });
+        source.let_go.store(true, Ordering::SeqCst);
+        mounted.stop();
+    }
+}
+
+/// Runs `test` in a process of its own, for what it does to the whole process.
+fn in_a_process(test: &str) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--nocapture", "--test-threads=1"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn each_step_of_the_start_may_lack_descriptors() {
+    in_a_process("lacking_descriptors");
+}
+
+#[test]
+#[ignore = "limits the descriptors of its process: run by each_step_of_the_start_may_lack_descriptors"]
+fn lacking_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let before = getrlimit(Resource::Nofile);
+    for path in paths() {
+        let (mut refused, mut served) = (0, 0);
+        // The lowest numbers are in use already; one more each time, until everything fits.
+        let used = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 - 1;
+        for more in 0..40 {
+            let tmp = tempfile::tempdir().unwrap();
+            setrlimit(Resource::Nofile, Rlimit { current: Some(used + more), ..before }).unwrap();
+            let outcome = Export::mount(tmp.path(), Arc::new(Null::default()), plain(path));
+            setrlimit(Resource::Nofile, before).unwrap();
+            match outcome {
+                Ok(export) => {
+                    served += 1;
+                    assert_eq!(File::open(tmp.path().join("file")).unwrap().read_at(&mut [0; 9], 0).unwrap(), 9);
+                    export.stop();
+                }
+                Err(error) => {
+                    refused += 1;
+                    assert!(error.to_string().contains("descriptor"), "{path:?} with {more} more: {error}");
+                }
+            }
+            assert!(!is_mounted(tmp.path()), "{path:?} with {more} more");
+            let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 - 1;
+            assert_eq!(open, used, "{path:?} with {more} more: descriptors leak");
+            common::wait_until("all threads end", || threads_named("fuse-") == 0);
+        }
+        assert!(refused > 0 && served > 0, "{path:?}: {refused} refused, {served} served");
+    }
+}
+
+#[test]
+fn what_cannot_be_had_is_said() {
+    if paths().is_empty() {
+        return;
+    }
+    let tmp = tempfile::tempdir().unwrap();
+    let source = || Arc::new(Null::default());
+    let error = Export::mount(tmp.path(), source(), Options { passthrough: Some(true), ..Options::default() });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("passthrough") && error.contains("not whole files"), "{error}");
+    let error = Export::mount(&tmp.path().join("nowhere"), source(), Options::default()).unwrap_err().to_string();
+    assert!(error.contains("nowhere") && error.contains("does not exist"), "{error}");
+    assert!(!is_mounted(tmp.path()));
+}

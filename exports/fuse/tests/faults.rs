@@ -1,0 +1,190 @@
+//! Handlers that panic, block, hang and lie: an error to their caller alone.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use common::sources::Null;
+use common::{Mounted, mount, paths, plain, stay_on, wait_until};
+use ferry_fuse::{Cache, Options, Path};
+
+fn null(path: Path, options: impl Fn(&mut Options)) -> (Arc<Null>, Mounted) {
+    let source = Arc::new(Null::default());
+    let mut chosen = Options { cache: Cache::None, ring_depth: 2, threads: 1, ..plain(path) };
+    options(&mut chosen);
+    let mounted = mount(Arc::clone(&source) as _, chosen);
+    (source, mounted)
+}
+
+fn read(mounted: &Mounted, name: &str) -> std::io::Result<usize> {
+    File::open(mounted.path(name))?.read_at(&mut [0; 512], 0)
+}
+
+fn errno(outcome: std::io::Result<usize>) -> Option<i32> {
+    outcome.err().and_then(|error| error.raw_os_error())
+}
+
+#[test]
+fn a_panic_is_an_error_of_its_caller() {
+    for path in paths() {
+        let (_, mounted) = null(path, |_| {});
+        for _ in 0..20 {
+            assert_eq!(errno(read(&mounted, "panics")), Some(libc::EIO));
+            assert_eq!(errno(read(&mounted, "lookup-panics")), Some(libc::EIO));
+            assert_eq!(read(&mounted, "file").unwrap(), 512);
+        }
+        mounted.stop();
+    }
+}
+
+#[test]
+fn lies_about_sizes_reach_nobody() {
+    for path in paths() {
+        let (_, mounted) = null(path, |_| {});
+        let file = File::open(mounted.path("lies")).unwrap();
+        let mut buffer = [0; 4096];
+        match file.read_at(&mut buffer[..100], 0) {
+            Ok(count) => assert!(count <= 100),
+            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EIO)),
+        }
+        assert!(buffer[100..].iter().all(|byte| *byte == 0));
+        assert_eq!(read(&mounted, "short").unwrap(), 5);
+        assert_eq!(read(&mounted, "file").unwrap(), 512);
+        mounted.stop();
+    }
+}
+
+#[test]
+fn a_handler_that_blocks_stalls_neither_its_cpu_nor_the_mount() {
+    for path in paths() {
+        let (source, mounted) = null(path, |_| {});
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| {
+                    stay_on(0);
+                    assert_eq!(read(&mounted, "hangs").unwrap(), 512);
+                });
+            }
+            stay_on(0);
+            wait_until("all are blocked at once", || source.held.load(Ordering::SeqCst) == 6);
+            let start = Instant::now();
+            for _ in 0..100 {
+                assert_eq!(read(&mounted, "file").unwrap(), 512);
+            }
+            assert!(start.elapsed() < Duration::from_secs(2), "took {:?}", start.elapsed());
+            assert_eq!(source.held.load(Ordering::SeqCst), 6);
+            source.let_go.store(true, Ordering::SeqCst);
+        });
+        assert_eq!(read(&mounted, "file").unwrap(), 512);
+        mounted.stop();
+    }
+}
+
+#[test]
+fn slow_handlers_of_many_callers_all_come_back() {
+    for path in paths() {
+        let (_, mounted) = null(path, |_| {});
+        std::thread::scope(|scope| {
+            for thread in 0..12 {
+                let mounted = &mounted;
+                scope.spawn(move || {
+                    for name in ["slow", "file", "napping", "panics", "file"] {
+                        let outcome = read(mounted, name);
+                        assert_eq!(outcome.is_err(), name == "panics", "thread {thread}: {outcome:?}");
+                    }
+                });
+            }
+        });
+        mounted.stop();
+    }
+}
+
+#[test]
+fn a_handler_that_hangs_is_given_up_and_its_late_answer_goes_nowhere() {
+    for path in paths() {
+        let (source, mounted) = null(path, |options| options.handler_timeout = Duration::from_millis(300));
+        let start = Instant::now();
+        assert_eq!(errno(read(&mounted, "hangs")), Some(libc::EIO));
+        assert!(start.elapsed() < Duration::from_secs(3), "took {:?}", start.elapsed());
+        // Its entry, or its thread's buffers, are used by others before it comes back.
+        for round in 0..50 {
+            if round == 25 {
+                source.let_go.store(true, Ordering::SeqCst);
+            }
+            let mut buffer = [1; 512];
+            let count = File::open(mounted.path("short")).unwrap().read_at(&mut buffer, 0).unwrap();
+            assert_eq!(&buffer[..count], b"short");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        wait_until("the handler comes back", || source.held.load(Ordering::SeqCst) == 0);
+        assert_eq!(read(&mounted, "file").unwrap(), 512);
+        mounted.stop();
+    }
+}
+
+#[test]
+fn a_caller_who_is_killed_is_let_go() {
+    for path in paths() {
+        let (source, mounted) = null(path, |_| {});
+        let mut child =
+            std::process::Command::new("cat").arg(mounted.path("hangs")).stderr(std::process::Stdio::null()).spawn().unwrap();
+        wait_until("it blocks", || source.held.load(Ordering::SeqCst) == 1);
+        let start = Instant::now();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(4), "took {:?}", start.elapsed());
+        assert_eq!(read(&mounted, "file").unwrap(), 512);
+        source.let_go.store(true, Ordering::SeqCst);
+        wait_until("the handler comes back", || source.held.load(Ordering::SeqCst) == 0);
+        mounted.stop();
+    }
+}
+
+#[test]
+fn a_wait_for_a_lock_ends_when_its_caller_is_interrupted() {
+    for path in paths() {
+        let tmp = tempfile::tempdir().unwrap();
+        std::fs::write(tmp.path().join("f"), "").unwrap();
+        let source = ferry_dir::Dir::open(tmp.path(), ferry_dir::Options::default()).unwrap();
+        let mounted = mount(Arc::new(source), Options { ring_depth: 2, ..plain(path) });
+        let held = File::open(mounted.path("f")).unwrap();
+        rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
+        // More waiters than a ring has entries.
+        let waiters: Vec<_> = (0..10)
+            .map(|_| {
+                let mut flock = std::process::Command::new("flock");
+                flock.arg(mounted.path("f")).arg("true").spawn().unwrap()
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(std::fs::read_dir(&mounted.at).unwrap().count(), 1, "others are served");
+        let (interrupted, patient) = waiters.into_iter().partition::<Vec<_>, _>(|child| child.id() % 2 == 0);
+        for mut child in interrupted {
+            let pid = rustix::process::Pid::from_child(&child);
+            rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+            let mut status = None;
+            wait_until("an interrupted waiter ends", || {
+                status = child.try_wait().unwrap();
+                status.is_some()
+            });
+            assert!(!status.unwrap().success());
+        }
+        rustix::fs::flock(&held, rustix::fs::FlockOperation::Unlock).unwrap();
+        for mut child in patient {
+            let mut status = None;
+            wait_until("a patient waiter gets the lock", || {
+                status = child.try_wait().unwrap();
+                status.is_some()
+            });
+            assert!(status.unwrap().success());
+        }
+        rustix::fs::flock(&held, rustix::fs::FlockOperation::NonBlockingLockExclusive).expect("nobody keeps it");
+        drop(held);
+        mounted.stop();
+    }
+}

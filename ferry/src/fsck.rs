@@ -1,0 +1,45 @@
+//! `ferry fsck`: checks a persistent memory file system that is not mounted.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use ferry_mem::pmem;
+
+use crate::cli::FsckArgs;
+use crate::source::Kind;
+
+/// fsck(8): what was asked for could not be done.
+const OPERATIONAL_STATUS: u8 = 8;
+
+/// Checks, and repairs where asked to; answers the status that fsck(8) has for the outcome.
+pub fn run(args: &FsckArgs) -> Result<u8> {
+    let path = match Kind::of(&args.image) {
+        Kind::Pmem(path) | Kind::Dir(path) => path,
+        // A file may have this name, too.
+        Kind::Mem => PathBuf::from("mem"),
+    };
+    let report = match pmem::fsck(&path, args.tier2.as_deref(), args.repair) {
+        Ok(report) => report,
+        Err(error) => {
+            eprintln!("ferry: {:#}", anyhow::Error::from(error));
+            return Ok(OPERATIONAL_STATUS);
+        }
+    };
+    let mut out = std::io::stdout().lock();
+    let text = if args.json {
+        serde_json::to_string(&report)? + "\n"
+    } else {
+        let mut text: String = report.findings.iter().map(|finding| finding.what.clone() + "\n").collect();
+        let state = match (report.is_clean(), report.repaired) {
+            (true, _) => "clean",
+            (false, true) => "repaired",
+            (false, false) => "damaged; --repair keeps what can be read",
+        };
+        let (inodes, used, all) = (report.inodes, report.blocks_used, report.blocks);
+        text += &format!("{}: {state}; {inodes} inodes, {used} of {all} blocks used\n", path.display());
+        text
+    };
+    out.write_all(text.as_bytes()).context("cannot write to standard output")?;
+    Ok(report.exit_status())
+}

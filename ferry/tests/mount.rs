@@ -1,0 +1,495 @@
+//! `ferry mount`, `mount.ferry` and `ferry log` as a user meets them: what they say, and what they leave behind.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Server, ferry, refused, run, wait};
+use rustix::mount::UnmountFlags;
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Far more than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A source and a mount point, which is free again when the test ends, and its servers gone, however it ends.
+struct Place {
+    folder: tempfile::TempDir,
+    source: PathBuf,
+    mnt: PathBuf,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| {
+            let path = folder.path().canonicalize().unwrap().join(name);
+            fs::create_dir(&path).unwrap();
+            path
+        };
+        let (source, mnt) = (at("source"), at("mnt"));
+        fs::write(source.join("file"), "from the source").unwrap();
+        fs::write(source.join("other"), "another").unwrap();
+        Self { folder, source, mnt }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `ferry mount` of the source, with further arguments.
+    fn mount(&self, args: &[&str]) -> Command {
+        let mut command = ferry();
+        command.arg("mount").arg(&self.source).arg(&self.mnt).args(args);
+        command
+    }
+
+    /// Mounts in the background; answers the server.
+    fn mounted(&self, args: &[&str]) -> Pid {
+        let output = run(self.mount(args).arg("--json"));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(line["mountpoint"], self.mnt.to_str().unwrap());
+        Pid::from_raw(line["pid"].as_i64().unwrap().try_into().unwrap()).unwrap()
+    }
+
+    fn mounts(&self) -> Vec<String> {
+        let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let path = format!(" {} ", self.mnt.display());
+        table.lines().filter(|line| line.contains(&path)).map(str::to_owned).collect()
+    }
+
+    fn is_free(&self) -> bool {
+        self.mounts().is_empty()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // Without a mount a server ends.
+        while !self.is_free() && rustix::mount::unmount(&self.mnt, UnmountFlags::DETACH).is_ok() {}
+    }
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !done() {
+        assert!(begin.elapsed() < PATIENCE, "{what} does not happen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn runs(pid: Pid) -> bool {
+    // A server in the background is nobody's child that would wait for it: as a zombie, it has ended.
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, state)| !state.starts_with('Z'))
+}
+
+/// Mounting needs root and the device; without them there is nothing to test.
+macro_rules! needs_fuse {
+    () => {
+        if !rustix::process::geteuid().is_root() || fs::File::open("/dev/fuse").is_err() {
+            eprintln!("skipped: needs root and /dev/fuse");
+            return;
+        }
+    };
+}
+
+#[test]
+fn returns_when_the_mount_is_there_and_goes_on() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted(&["--path", "devfuse"]);
+    assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
+    fs::write(place.mnt.join("new"), "from the mount").unwrap();
+    assert_eq!(fs::read_to_string(place.source.join("new")).unwrap(), "from the mount");
+    assert!(place.mounts()[0].contains(" - fuse.ferry "), "{:?}", place.mounts());
+    assert!(runs(pid));
+    // Nothing of it holds the terminal's or the caller's files.
+    for number in 0..3 {
+        let file = fs::read_link(format!("/proc/{}/fd/{number}", pid.as_raw_nonzero())).unwrap();
+        assert_eq!(file, Path::new("/dev/null"), "{number}");
+    }
+    rustix::mount::unmount(&place.mnt, UnmountFlags::empty()).unwrap();
+    until("its end after umount", || !runs(pid));
+}
+
+#[test]
+fn a_signal_unmounts() {
+    needs_fuse!();
+    for (signal, foreground) in [(Signal::TERM, false), (Signal::TERM, true), (Signal::INT, true)] {
+        let place = Place::new();
+        if foreground {
+            let mut server = Server::start(&mut place.mount(&["--foreground"]));
+            assert_eq!(server.line["mountpoint"], place.mnt.to_str().unwrap());
+            assert!(place.mnt.join("file").exists());
+            server.signal(signal);
+            assert_eq!(server.status(), Some(0));
+        } else {
+            let pid = place.mounted(&[]);
+            kill_process(pid, signal).unwrap();
+            until("its end", || !runs(pid));
+        }
+        assert!(place.is_free(), "{:?}", place.mounts());
+        assert!(place.source.join("file").exists());
+    }
+}
+
+#[test]
+fn a_killed_server_is_replaced() {
+    needs_fuse!();
+    let place = Place::new();
+    for _ in 0..3 {
+        let pid = place.mounted(&[]);
+        assert!(place.mnt.join("file").exists());
+        kill_process(pid, Signal::KILL).unwrap();
+        until("its death", || !runs(pid));
+        assert_eq!(fs::metadata(place.mnt.join("file")).unwrap_err().raw_os_error(), Some(107));
+    }
+    assert_eq!(place.mounts().len(), 1, "{:?}", place.mounts());
+    let pid = place.mounted(&[]);
+    assert!(place.mnt.join("file").exists());
+    kill_process(pid, Signal::TERM).unwrap();
+    until("its end", || !runs(pid));
+    assert!(place.is_free());
+    assert_eq!(fs::read_dir(&place.mnt).unwrap().count(), 0);
+}
+
+#[test]
+fn bad_places_are_refused_in_sentences() {
+    needs_fuse!();
+    let place = Place::new();
+    let (mnt, source) = (place.mnt.to_str().unwrap(), place.source.to_str().unwrap());
+    let text = |path: PathBuf| path.to_str().unwrap().to_owned();
+    let (missing, file) = (text(place.at("missing")), text(place.source.join("file")));
+    let cases: [(&[&str], &[&str]); 7] = [
+        (&[source, &missing], &[&missing, "does not exist", "mkdir"]),
+        (&[source, &file], &[&file, "not a directory"]),
+        (&[source, source], &[source, "not empty"]),
+        (&[&missing, mnt], &[&missing]),
+        (&[&file, mnt], &[&file, "directory"]),
+        (&[source, mnt, "--log-file", "/no/such/log"], &["/no/such/log"]),
+        (&["pmem:/no/such/folder/image", mnt, "--size", "64M"], &["/no/such/folder/image"]),
+    ];
+    for (args, words) in cases {
+        for way in [&[][..], &["--foreground"]] {
+            let said = refused(1, ferry().arg("--log").arg("error").arg("mount").args(args).args(way));
+            assert!(words.iter().all(|word| said.contains(word)), "{args:?}: {said}");
+            assert!(place.is_free(), "{args:?}");
+        }
+    }
+    let pid = place.mounted(&[]);
+    let said = refused(1, &mut place.mount(&[]));
+    assert!(said.contains(mnt) && said.contains("already a ferry mount"), "{said}");
+    kill_process(pid, Signal::TERM).unwrap();
+    until("its end", || !runs(pid));
+}
+
+/// In a mount namespace of its own, where /dev can be anything.
+#[test]
+fn a_machine_without_fuse_says_so() {
+    needs_fuse!();
+    let place = Place::new();
+    let program = env!("CARGO_BIN_EXE_ferry");
+    for (before, words) in [("mount -t tmpfs none /dev", "modprobe fuse"), ("ulimit -n 16", "ulimit -n")] {
+        let script = format!("{before} && exec \"$@\"");
+        let mut command = Command::new("unshare");
+        command.args([
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            &script,
+            "sh",
+            program,
+            "mount",
+            "--foreground",
+        ]);
+        let output = run(command.arg(&place.source).arg(&place.mnt).stdin(Stdio::null()));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{before}: {said}");
+        let last = said.lines().last().unwrap_or_default();
+        assert!(
+            last.starts_with("ferry: ") && (last.contains(words) || last.contains("descriptor")),
+            "{before}: {said}"
+        );
+    }
+}
+
+#[test]
+fn explains_without_leaving_anything() {
+    needs_fuse!();
+    let place = Place::new();
+    for args in [vec![place.source.clone()], vec![place.source.clone(), place.mnt.clone()]] {
+        let output = run(ferry().args(["--log", "error", "mount", "--explain"]).args(&args));
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(text.contains("io_uring") && text.contains("passthrough"), "{text}");
+        assert!(place.is_free());
+        let output = run(ferry().args(["mount", "--explain", "--json", "--path", "devfuse"]).args(&args));
+        let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(line["path"], "devfuse");
+    }
+    // Of a mount that is there.
+    let pid = place.mounted(&["--path", "devfuse"]);
+    let output = run(ferry().args(["mount", "--explain", "--json"]).arg(&place.mnt));
+    let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(line["path"], "devfuse");
+    assert_eq!(place.mounts().len(), 1);
+    kill_process(pid, Signal::TERM).unwrap();
+    until("its end", || !runs(pid));
+}
+
+#[test]
+fn one_source_through_two_exports() {
+    needs_fuse!();
+    let place = Place::new();
+    let socket = place.at("s");
+    let mut command = ferry();
+    command.args(["share", "mem", "--virtiofs"]).arg(&socket).arg("--mount").arg(&place.mnt).args(["--size", "64M"]);
+    let mut server = Server::start(&mut command);
+    let share = &server.line["shares"][0];
+    assert_eq!((&share["source"], &share["mount"]), (&"mem".into(), &place.mnt.to_str().unwrap().into()));
+    fs::write(place.mnt.join("file"), "in memory").unwrap();
+    assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "in memory");
+    // The socket outlives the mount.
+    rustix::mount::unmount(&place.mnt, UnmountFlags::empty()).unwrap();
+    assert!(socket.exists());
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    assert!(!socket.exists() && place.is_free());
+}
+
+#[test]
+fn a_file_says_what_to_mount() {
+    needs_fuse!();
+    let place = Place::new();
+    let file = place.at("ferry.toml");
+    fs::write(&file, "[[share]]\nsource = \"source\"\nmount = \"mnt\"\nread-only = true\n").unwrap();
+    let mut server = Server::start(ferry().arg("share").arg("--config").arg(&file));
+    assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
+    assert_eq!(fs::write(place.mnt.join("file"), "x").unwrap_err().raw_os_error(), Some(30));
+    rustix::mount::unmount(&place.mnt, UnmountFlags::empty()).unwrap();
+    assert_eq!(server.status(), Some(0), "the only mount is gone");
+}
+
+/// A copy of the program under the name that mount(8) looks for.
+fn helper(place: &Place) -> PathBuf {
+    let helper = place.at("mount.ferry");
+    symlink(env!("CARGO_BIN_EXE_ferry"), &helper).unwrap();
+    helper
+}
+
+#[test]
+fn the_helper_has_the_statuses_of_mount() {
+    needs_fuse!();
+    let place = Place::new();
+    let helper = helper(&place);
+    let (mnt, source) = (place.mnt.to_str().unwrap(), place.source.to_str().unwrap());
+    let cases: [(&[&str], i32, &str); 6] = [
+        (&[source], 1, "a source and a mount point"),
+        (&[source, mnt, "-o", "rw,fast"], 1, "unknown mount option \"fast\""),
+        (&[source, mnt, "-o", "cache=sometimes"], 1, "sometimes"),
+        (&[source, "/no/such/place", "-o", "rw"], 32, "/no/such/place"),
+        (&["/no/such/source", mnt], 32, "/no/such/source"),
+        (&[source, mnt, "-f"], 0, ""),
+    ];
+    for (args, status, words) in cases {
+        let output = run(Command::new(&helper).args(args));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{args:?}: {said}");
+        assert!(said.contains(words) && said.lines().count() <= 1, "{args:?}: {said}");
+        assert!(place.is_free(), "{args:?}");
+    }
+}
+
+/// mount(8) looks for helpers in /sbin only; there, in a mount namespace of its own, this one is.
+#[test]
+fn mount_and_fstab_find_the_helper() {
+    needs_fuse!();
+    let place = Place::new();
+    helper(&place);
+    let fstab = place.at("fstab");
+    let line = |options: &str| format!("{} {} ferry {options} 0 0\n", place.source.display(), place.mnt.display());
+    fs::write(&fstab, line("ro,noatime,nofail,x-systemd.automount,_netdev,cache=always")).unwrap();
+    let script = "set -e
+        mkdir sbin upper work
+        mount -t tmpfs none sbin
+        cp -a /sbin/. sbin/ 2>/dev/null || true
+        cp -a mount.ferry sbin/
+        mount --bind sbin \"$(readlink -f /sbin)\"
+        mount -t ferry -o ro,nosuid,fsname=named source mnt
+        grep ' - fuse.ferry ' /proc/self/mountinfo
+        cat mnt/file
+        umount mnt
+        mount --fstab fstab mnt
+        grep ' - fuse.ferry ' /proc/self/mountinfo
+        umount mnt
+        mount -t ferry -o fast source mnt || echo status $?";
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "sh", "-c", script]).current_dir(place.folder.path());
+    let output = run(command.stdin(Stdio::null()));
+    let (out, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{out}{said}");
+    let lines: Vec<&str> = out.lines().collect();
+    assert!(lines[0].contains("ro,nosuid") && lines[0].contains(" named "), "{out}");
+    assert!(lines[1].starts_with("from the source"), "{out}");
+    assert!(out.contains("ro,noatime") && out.contains("status 1"), "{out}");
+    assert!(said.contains("unknown mount option \"fast\""), "{said}");
+}
+
+/// The log of a server in the foreground, line by line.
+struct Logged {
+    child: Child,
+    lines: std::sync::mpsc::Receiver<String>,
+}
+
+impl Logged {
+    fn start(command: &mut Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = std::sync::mpsc::channel();
+        std::thread::spawn(move || out.lines().map_while(Result::ok).all(|line| sender.send(line).is_ok()));
+        Self { child, lines }
+    }
+
+    /// The lines so far that have a word.
+    fn with(&self, word: &str) -> Vec<String> {
+        std::thread::sleep(Duration::from_millis(300));
+        self.lines.try_iter().filter(|line| line.contains(word)).collect()
+    }
+}
+
+impl Drop for Logged {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn log_of(target: impl AsRef<std::ffi::OsStr>, args: &[&str]) -> serde_json::Value {
+    let output = run(ferry().arg("log").arg(target).args(args).arg("--json"));
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn requests_are_logged_on_demand() {
+    needs_fuse!();
+    let place = Place::new();
+    let log = place.at("log");
+    let pid = place.mounted(&["--cache", "none", "--log-file", log.to_str().unwrap()]);
+    let status = log_of(&place.mnt, &[]);
+    assert_eq!((&status["log"], &status["requests"]), (&"info".into(), &serde_json::Value::Null));
+    let logged =
+        || fs::read_to_string(&log).unwrap().lines().filter(|line| line.to_lowercase().contains("lookup")).count();
+    let look = || fs::metadata(place.mnt.join("file")).unwrap();
+    look();
+    assert_eq!(logged(), 0);
+    log_of(pid.as_raw_nonzero().to_string(), &["requests"]);
+    look();
+    until("a logged request", || logged() > 0);
+    log_of(&place.mnt, &["default"]);
+    let before = logged();
+    look();
+    assert_eq!(logged(), before);
+    assert_eq!(log_of(&place.mnt, &["info,ferry_fuse=debug"])["log"], "info,ferry_fuse=debug");
+    let off = log_of(&place.mnt, &["off"]);
+    assert_eq!((&off["log"], &off["requests"]), (&"off".into(), &serde_json::Value::Null));
+    assert_eq!(fs::metadata(&log).unwrap().permissions().mode() & 0o777, 0o600);
+    kill_process(pid, Signal::TERM).unwrap();
+    until("its end", || !runs(pid));
+}
+
+#[test]
+fn the_log_is_followed_for_one_file() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted(&["--cache", "none"]);
+    let mut follower = Logged::start(ferry().arg("log").arg(place.mnt.join("file")).args(["requests", "--follow"]));
+    until("the change of the log", || log_of(&place.mnt, &[])["requests"].is_string());
+    assert_eq!(fs::read_to_string(place.mnt.join("other")).unwrap(), "another");
+    assert_eq!(follower.with("").len(), 0, "the requests of another file");
+    assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
+    assert!(!follower.with("").is_empty(), "no request of the file");
+    kill_process(Pid::from_child(&follower.child), Signal::INT).unwrap();
+    wait(&mut follower.child);
+    until("the old log", || log_of(&place.mnt, &[])["requests"].is_null());
+    kill_process(pid, Signal::TERM).unwrap();
+    until("its end", || !runs(pid));
+}
+
+#[test]
+fn shares_are_found_by_their_socket() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    assert_eq!(log_of(&socket, &["debug"])["log"], "debug");
+    assert_eq!(log_of(&socket, &["default"])["log"], "info");
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    let text = refused(1, ferry().arg("log").arg(folder.path()));
+    assert!(text.contains("not in a mount of a running ferry"), "{text}");
+}
+
+#[test]
+fn bad_targets_are_refused_in_sentences() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let socket = socket.to_str().unwrap();
+    let pid = server.pid().as_raw_nonzero().to_string();
+    for (args, words) in [
+        (&["1", "requests"][..], "process 1"),
+        (&["/no/such/path"], "/no/such/path"),
+        (&[socket, "loud=quiet=x"], "cannot log at"),
+        (&[&pid, "loud=quiet=x"], "cannot log at"),
+    ] {
+        let text = refused(1, ferry().arg("log").args(args));
+        assert!(text.contains(words), "{args:?}: {text}");
+    }
+}
+
+/// Whatever comes in on the control socket, the server goes on and takes the next request.
+#[test]
+fn the_control_socket_bears_anything() {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let pid = server.pid().as_raw_nonzero().to_string();
+    let control = if rustix::process::geteuid().is_root() {
+        PathBuf::from("/run/ferry").join(&pid)
+    } else {
+        eprintln!("skipped: the folder is known for root");
+        return;
+    };
+    assert_eq!(fs::metadata(&control).unwrap().permissions().mode() & 0o777, 0o600);
+    let long = [b'x'; 100_000];
+    let cases: [&[u8]; 7] =
+        [b"\n", b"null\n", b"{\"do\":\"explain\",\"share\":99}\n", b"{\"do\":\"sing\"}\n", &[0xff, b'\n'], &long, b"{"];
+    for request in cases {
+        let mut client = UnixStream::connect(&control).unwrap();
+        // A server that has read enough may hang up before everything is sent.
+        let _ = client.write_all(request).and_then(|()| client.shutdown(std::net::Shutdown::Write));
+        let mut text = Vec::new();
+        let _ = client.read_to_end(&mut text);
+        assert!(text.is_empty() || text.starts_with(b"{\"error\":"), "{}", String::from_utf8_lossy(&text));
+    }
+    let idle: Vec<UnixStream> = (0..8).map(|_| UnixStream::connect(&control).unwrap()).collect();
+    assert_eq!(log_of(&pid, &[])["log"], "info");
+    drop(idle);
+    drop(server);
+    // Killed, it leaves its socket; nobody is misled by it.
+    let text = refused(1, ferry().args(["log", &pid]));
+    assert!(text.contains(&format!("process {pid}")), "{text}");
+    fs::remove_file(&control).unwrap();
+}

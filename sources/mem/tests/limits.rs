@@ -1,0 +1,139 @@
+//! Limits: space, inodes, descriptors, memory.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use common::{Share, both, name, new};
+use ferry_mem::Options;
+use ferry_vfs::*;
+
+/// Writes until there is no more room; answers how much went in.
+fn fill(share: &Share, open: (Ino, Handle)) -> u64 {
+    let mut at = 0;
+    loop {
+        match share.write(open, at, &[1; 65536]) {
+            Ok(count) => at += count as u64,
+            Err(error) => {
+                assert_eq!(error, Errno::NOSPC);
+                return at;
+            }
+        }
+        assert!(at < 1 << 30, "there is no end to it");
+    }
+}
+
+#[test]
+fn a_full_file_system_says_so_and_recovers() {
+    const SIZE: u64 = 4 << 20;
+    for memfds in [false, true] {
+        let share = Share::new(Options { memfds, size_bytes: Some(SIZE), ..Options::default() });
+        let (fs, cx) = (&share.fs, &share.cx);
+        let open = share.create(Ino::ROOT, "large", 0o644);
+        assert_eq!(fill(&share, open), SIZE);
+        let stat = fs.statfs(cx, Ino::ROOT).unwrap();
+        assert_eq!((stat.blocks, stat.bfree), (SIZE / 4096, 0));
+        assert_eq!(share.attr(open.0).size, SIZE);
+        // What is there can be written again, and read.
+        assert_eq!(share.write(open, 4096, b"again"), Ok(5));
+        assert_eq!(share.read(open, 4096, 6).unwrap(), b"again\x01");
+        // Names need no room of the data's.
+        let empty = share.create(Ino::ROOT, "empty", 0o644);
+        assert_eq!(share.write(empty, 0, b"x"), Err(Errno::NOSPC));
+        let append = common::range(empty.0, empty.1, 0, 1, OFlags::RDWR | OFlags::APPEND);
+        assert_eq!(share.write_at(&append, b"x"), Err(Errno::NOSPC));
+        assert_eq!(fs.fallocate(cx, empty.0, empty.1, 0, 9, FallocateFlags::empty()), Err(Errno::NOSPC));
+        // Half of it back: by a hole, by a shorter size, by unlink.
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fs.fallocate(cx, open.0, open.1, 0, SIZE / 2, punch).unwrap();
+        assert_eq!(fill(&share, empty), SIZE / 2);
+        let shorter = SetAttr { size: Some(SIZE / 4), ..SetAttr::default() };
+        fs.setattr(cx, empty.0, None, &shorter).unwrap();
+        assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().bfree, SIZE / 4 / 4096);
+        fs.unlink(cx, Ino::ROOT, name("large")).unwrap();
+        assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().bfree, SIZE / 4 / 4096, "it is still open");
+        share.release(open);
+        share.release(empty);
+        assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().bfree, SIZE / 4 * 3 / 4096);
+        let again = share.create(Ino::ROOT, "again", 0o644);
+        assert_eq!(fill(&share, again), SIZE / 4 * 3);
+    }
+}
+
+#[test]
+fn inodes_run_out_and_come_back() {
+    let share = Share::new(Options { inodes_max: Some(10), ..Options::default() });
+    let (fs, cx) = (&share.fs, &share.cx);
+    for index in 0..9 {
+        share.file(Ino::ROOT, &index.to_string(), b"");
+    }
+    assert_eq!(fs.mkdir(cx, Ino::ROOT, name("one too many"), &new(0o755)), Err(Errno::NOSPC));
+    let whiteout = fs.rename(cx, (Ino::ROOT, name("0")), (Ino::ROOT, name("x")), RenameFlags::WHITEOUT);
+    assert_eq!(whiteout, Err(Errno::NOSPC));
+    assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().ffree, 0);
+    fs.unlink(cx, Ino::ROOT, name("0")).unwrap();
+    share.mkdir(Ino::ROOT, "fits");
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
+}
+
+#[test]
+fn descriptors_are_for_open_files_only() {
+    let share = both().remove(0);
+    if !share.fs.features().backing {
+        eprintln!("skipped: without a private tmpfs each file has a descriptor");
+        return;
+    }
+    let before = descriptors();
+    for index in 0..2000 {
+        share.file(Ino::ROOT, &index.to_string(), b"bytes");
+    }
+    let open: Vec<_> = (0..100)
+        .map(|index| {
+            let ino = share.ino(&index.to_string());
+            (ino, share.fs.open(&share.cx, ino, OFlags::RDONLY).unwrap())
+        })
+        .collect();
+    // Other tests open files of their own at the same time.
+    assert!(descriptors() < before + 400, "{} now, {before} before", descriptors());
+    for open in open {
+        assert_eq!(share.read(open, 0, 9).unwrap(), b"bytes");
+        share.release(open);
+    }
+}
+
+#[test]
+#[ignore = "long and large: make test-all"]
+fn a_million_files() {
+    const COUNT: u64 = 1_000_000;
+    let share = Share::new(Options { inodes_max: Some(2 * COUNT), ..Options::default() });
+    let before = resident_bytes();
+    let start = std::time::Instant::now();
+    for index in 0..COUNT {
+        let open = share.create(Ino::ROOT, &format!("file{index:07}"), 0o644);
+        share.release(open);
+    }
+    let made = start.elapsed();
+    let per_inode = (resident_bytes() - before) / COUNT;
+    println!("{COUNT} files in one directory: {per_inode} bytes each, {:.2} s to make", made.as_secs_f64());
+    assert!(per_inode < 1024);
+    let start = std::time::Instant::now();
+    for index in 0..COUNT {
+        share.ino(&format!("file{index:07}"));
+    }
+    println!("lookup and forget: {:.2} s", start.elapsed().as_secs_f64());
+    let start = std::time::Instant::now();
+    for index in 0..COUNT {
+        share.fs.unlink(&share.cx, Ino::ROOT, name(&format!("file{index:07}"))).unwrap();
+    }
+    println!("unlink: {:.2} s", start.elapsed().as_secs_f64());
+    assert_eq!(share.fs.usage().inodes, 1);
+}

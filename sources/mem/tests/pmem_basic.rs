@@ -1,0 +1,334 @@
+//! Images on real files: what is written is there at the next mount, what is wrong with one is told in a sentence.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test fails by panicking")]
+
+mod pmem_common;
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use ferry_mem::pmem::{OpenError, Options, PMem, Severity, fsck, open};
+use ferry_vfs::{Data, Errno, FallocateFlags, FileSystem, Ino, New, OFlags, Seek, SetAttr};
+use pmem_common::{Random, at, close, cx, get, get_all, name, put, walk};
+
+const IMAGE_BYTES: u64 = 8 << 20;
+
+fn sized() -> Options {
+    Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() }
+}
+
+fn image() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    (dir, path)
+}
+
+fn sentence(path: &Path, options: &Options) -> String {
+    let error: chain::Chain = open(path, options).map(drop).unwrap_err().into();
+    error.0
+}
+
+/// An error with its sources, as a program would print it.
+mod chain {
+    pub struct Chain(pub String);
+
+    impl<E: std::error::Error> From<E> for Chain {
+        fn from(error: E) -> Self {
+            let mut text = error.to_string();
+            let mut source = error.source();
+            while let Some(next) = source {
+                text = format!("{text}: {next}");
+                source = next.source();
+            }
+            Self(text)
+        }
+    }
+}
+
+fn write(fs: &PMem, ino: Ino, handle: ferry_vfs::Handle, offset: u64, mut bytes: &[u8]) {
+    let range = at(ino, handle, offset, bytes.len());
+    assert_eq!(fs.write(&cx(), &range, &mut bytes).unwrap().bytes(), Some(range.len as usize));
+}
+
+#[test]
+fn everything_is_there_at_the_next_mount() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 5000, &[1; 100_000]).unwrap();
+    fs.setxattr(&cx(), ino, b"user.x", b"value", ferry_vfs::XattrFlags::empty(), false).unwrap();
+    close(&fs, ino, handle);
+    fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &New { mode: 0o700, ..New::default() }).unwrap();
+    fs.symlink(&cx(), Ino::ROOT, name(b"link"), b"target").unwrap();
+    let before = walk(&fs);
+    assert_eq!(before.len(), 3);
+    drop(fs);
+    for read_only in [false, true, false] {
+        let fs = open(&path, &Options { read_only, ..Options::default() }).unwrap();
+        assert_eq!(walk(&fs), before, "read only: {read_only}");
+        assert_eq!(fs.unlink(&cx(), Ino::ROOT, name(b"none")), Err(if read_only { Errno::ROFS } else { Errno::NOENT }));
+    }
+    let report = fsck(&path, None, false).unwrap();
+    assert!(report.is_clean() && report.exit_status() == 0, "{report:?}");
+    assert_eq!(report.inodes, 4);
+}
+
+#[test]
+fn bytes_agree_with_a_plain_array() {
+    for seed in 1..=3 {
+        let (_dir, path) = image();
+        let fs = open(&path, &sized()).unwrap();
+        let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, b"").unwrap();
+        let mut random = Random::new(seed);
+        let mut model: Vec<u8> = Vec::new();
+        for step in 0..600 {
+            let (offset, len) = (random.below(300_000) as usize, 1 + random.below(40_000) as usize);
+            let end = offset + len;
+            match random.below(8) {
+                0..=2 => {
+                    let bytes = vec![step as u8; len];
+                    write(&fs, ino, handle, offset as u64, &bytes);
+                    model.resize(model.len().max(end), 0);
+                    model[offset..end].copy_from_slice(&bytes);
+                }
+                3 => {
+                    let set = SetAttr { size: Some(offset as u64), ..SetAttr::default() };
+                    fs.setattr(&cx(), ino, Some(handle), &set).unwrap();
+                    model.resize(offset, 0);
+                }
+                what @ 4..=6 => {
+                    let flags = match what {
+                        4 => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+                        5 => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
+                        _ => FallocateFlags::empty(),
+                    };
+                    fs.fallocate(&cx(), ino, handle, offset as u64, len as u64, flags).unwrap();
+                    if what == 6 {
+                        model.resize(model.len().max(end), 0);
+                    } else if offset < model.len() {
+                        let end = end.min(model.len());
+                        model[offset..end].fill(0);
+                    }
+                }
+                _ => drop(fs.fsync(&cx(), ino, handle, random.below(2) == 0).unwrap()),
+            }
+            let (from, len) = (random.below(300_000) as usize, random.below(100_000) as usize);
+            let expected = &model[from.min(model.len())..(from + len).min(model.len())];
+            assert!(get(&fs, ino, handle, from as u64, len) == expected, "seed {seed}, step {step}");
+        }
+        assert_eq!(fs.getattr(&cx(), ino, Some(handle)).unwrap().size, model.len() as u64);
+        close(&fs, ino, handle);
+        drop(fs);
+        let fs = open(&path, &Options::default()).unwrap();
+        assert!(get_all(&fs, Ino::ROOT, b"file") == model, "seed {seed}, after the next mount");
+    }
+}
+
+#[test]
+fn holes_and_data_are_found() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 8192, &[1; 4096]).unwrap();
+    fs.fallocate(&cx(), ino, handle, 0, 4096, FallocateFlags::KEEP_SIZE).unwrap();
+    write(&fs, ino, handle, 20_000, &[2; 10]);
+    let seek = |offset, what| fs.lseek(&cx(), ino, handle, offset, what);
+    for (offset, data, hole) in [(0, 8192, 0), (8192, 8192, 12_288), (9000, 9000, 12_288), (13_000, 16_384, 13_000)] {
+        assert_eq!((seek(offset, Seek::Data), seek(offset, Seek::Hole)), (Ok(data), Ok(hole)), "{offset}");
+    }
+    assert_eq!((seek(20_005, Seek::Data), seek(20_005, Seek::Hole)), (Ok(20_005), Ok(20_010)));
+    assert_eq!((seek(20_010, Seek::Data), seek(20_010, Seek::Hole)), (Err(Errno::NXIO), Err(Errno::NXIO)));
+    close(&fs, ino, handle);
+}
+
+#[test]
+fn a_full_image_says_so_and_has_room_again() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let free = fs.statfs(&cx(), Ino::ROOT).unwrap().bfree;
+    for round in 0..3 {
+        let mut written = 0;
+        for index in 0.. {
+            let file = format!("{index}");
+            match put(&fs, Ino::ROOT, file.as_bytes(), 0, &[round; 200_000]) {
+                Ok((ino, handle)) => {
+                    close(&fs, ino, handle);
+                    written += 1;
+                }
+                Err(error) => {
+                    assert_eq!(error, Errno::NOSPC);
+                    break;
+                }
+            }
+        }
+        assert!(written * 49 <= free && (written + 2) * 49 > free, "round {round}: {written} files of 49 blocks in {free}");
+        assert_eq!(get_all(&fs, Ino::ROOT, b"0"), vec![round; 200_000]);
+        for index in 0..=written {
+            fs.unlink(&cx(), Ino::ROOT, name(format!("{index}").as_bytes())).unwrap();
+        }
+        assert_eq!(fs.statfs(&cx(), Ino::ROOT).unwrap().bfree, free, "round {round}");
+    }
+}
+
+#[test]
+fn full_metadata_says_so_and_has_room_again() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let new = New { mode: 0o755, ..New::default() };
+    let mut made = 0;
+    while let Ok(entry) = fs.mkdir(&cx(), Ino::ROOT, name(format!("{made:0200}").as_bytes()), &new) {
+        fs.forget(entry.ino, 1);
+        made += 1;
+    }
+    assert_eq!(fs.mkdir(&cx(), Ino::ROOT, name(b"x"), &new).unwrap_err(), Errno::NOSPC);
+    assert!(made > 300, "{made}");
+    fs.syncfs(&cx(), Ino::ROOT).unwrap();
+    drop(fs);
+    let fs = open(&path, &Options::default()).unwrap();
+    assert_eq!(walk(&fs).len(), made);
+    for index in 0..made {
+        fs.rmdir(&cx(), Ino::ROOT, name(format!("{index:0200}").as_bytes())).unwrap();
+    }
+    assert!(fs.mkdir(&cx(), Ino::ROOT, name(b"x"), &new).is_ok());
+    drop(fs);
+    assert!(fsck(&path, None, false).unwrap().is_clean());
+}
+
+#[test]
+fn an_extent_stays_what_it_was_until_it_is_let_go() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, &vec![7; 1 << 20]).unwrap();
+    let mut out = Vec::new();
+    let Data::Extent(extent) = fs.read(&cx(), &at(ino, handle, 0, 1 << 20), &mut out).unwrap() else {
+        panic!("a long contiguous read is an extent");
+    };
+    fs.setattr(&cx(), ino, Some(handle), &SetAttr { size: Some(0), ..SetAttr::default() }).unwrap();
+    fs.syncfs(&cx(), Ino::ROOT).unwrap();
+    // All that is free is written.
+    let mut index = 0;
+    while let Ok((ino, handle)) = put(&fs, Ino::ROOT, format!("{index}").as_bytes(), 0, &[9; 100_000]) {
+        close(&fs, ino, handle);
+        index += 1;
+    }
+    let mut bytes = vec![0; 1 << 20];
+    assert_eq!(rustix::io::pread(&*extent.file, &mut bytes, extent.offset), Ok(1 << 20));
+    assert!(bytes.iter().all(|byte| *byte == 7), "blocks were used again while a reader had them");
+    drop(extent);
+    let room = put(&fs, Ino::ROOT, b"more", 0, &[9; 500_000]);
+    assert!(room.is_ok(), "and are free after that: {room:?}");
+}
+
+#[test]
+fn an_unlinked_open_file_is_gone_at_the_next_mount() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let free = fs.statfs(&cx(), Ino::ROOT).unwrap().bfree;
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, &[1; 100_000]).unwrap();
+    fs.unlink(&cx(), Ino::ROOT, name(b"file")).unwrap();
+    assert_eq!(get(&fs, ino, handle, 0, 10), [1; 10]);
+    fs.syncfs(&cx(), Ino::ROOT).unwrap();
+    drop(fs);
+    let fs = open(&path, &Options::default()).unwrap();
+    assert_eq!((walk(&fs).len(), fs.statfs(&cx(), Ino::ROOT).unwrap().bfree), (0, free));
+}
+
+#[test]
+fn each_way_to_be_no_image_has_its_sentence() {
+    let (dir, path) = image();
+    assert!(sentence(&path, &Options::default()).contains("No such file"));
+    std::fs::write(&path, b"").unwrap();
+    assert!(sentence(&path, &Options::default()).contains("give the size"));
+    std::fs::write(&path, vec![b'x'; 2 << 20]).unwrap();
+    assert!(sentence(&path, &sized()).contains("holds something else"));
+    assert_eq!(std::fs::read(&path).unwrap(), vec![b'x'; 2 << 20], "and is left alone");
+    std::fs::remove_file(&path).unwrap();
+    let tiny = Options { size_bytes: Some(1000), ..Options::default() };
+    assert!(sentence(&path, &tiny).contains("too few"));
+    std::fs::remove_file(&path).unwrap();
+    assert!(sentence(dir.path(), &Options { read_only: true, ..Options::default() }).contains("neither a file nor"));
+
+    let fs = open(&path, &sized()).unwrap();
+    assert!(matches!(open(&path, &Options::default()), Err(OpenError::Busy { .. })));
+    assert!(matches!(fsck(&path, None, false), Err(OpenError::Busy { .. })));
+    drop(fs);
+    let whole = std::fs::read(&path).unwrap();
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(IMAGE_BYTES / 2).unwrap();
+    assert!(sentence(&path, &Options::default()).contains("cut short"));
+
+    let mut version = whole.clone();
+    for at in [0, 4096] {
+        version[at + 8] = 9;
+        let sum = crc32c::crc32c(&version[at..at + 80]);
+        version[at + 80..at + 84].copy_from_slice(&sum.to_le_bytes());
+    }
+    std::fs::write(&path, &version).unwrap();
+    assert!(sentence(&path, &Options::default()).contains("version 9"));
+    let mut both = whole;
+    both[20] ^= 1;
+    both[4096 + 20] ^= 1;
+    std::fs::write(&path, &both).unwrap();
+    assert!(sentence(&path, &Options::default()).contains("both superblocks are damaged"));
+}
+
+#[test]
+fn fsck_tells_and_repairs() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, &[1; 100_000]).unwrap();
+    close(&fs, ino, handle);
+    let before = walk(&fs);
+    drop(fs);
+    // One superblock: nothing is lost.
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    file.write_all_at(b"broken", 16).unwrap();
+    let report = fsck(&path, None, false).unwrap();
+    assert_eq!((report.exit_status(), report.findings[0].severity), (4, Severity::Warning), "{report:?}");
+    assert_eq!(fsck(&path, None, true).unwrap().exit_status(), 1);
+    assert_eq!(fsck(&path, None, false).unwrap().exit_status(), 0);
+    assert_eq!(walk(&open(&path, &Options::default()).unwrap()), before);
+    // The snapshot: no mount, and a repair that keeps what can be read.
+    let superblock = ferry_mem::pmem::format::Superblock::decode(&std::fs::read(&path).unwrap()).unwrap();
+    file.write_all_at(&[0xff; 64], superblock.layout.log_offset(superblock.generation)).unwrap();
+    assert!(sentence(&path, &Options::default()).contains("`ferry fsck`"));
+    let report = fsck(&path, None, true).unwrap();
+    assert_eq!(report.exit_status(), 1, "{report:?}");
+    assert_eq!(fsck(&path, None, false).unwrap().exit_status(), 0);
+    assert!(walk(&open(&path, &Options::default()).unwrap()).is_empty());
+}
+
+#[test]
+fn a_second_tier_takes_what_the_first_has_no_room_for() {
+    let (dir, path) = image();
+    let tier2 = dir.path().join("tier2");
+    let options = Options { tier2: Some(tier2.clone()), tier2_bytes: Some(32 << 20), ..sized() };
+    let fs = open(&path, &options).unwrap();
+    let total = fs.statfs(&cx(), Ino::ROOT).unwrap().blocks * 4096;
+    assert!(total > 36 << 20, "{total}");
+    let bytes = |index: usize| -> Vec<u8> { (0..1 << 20).map(|at| (at / 7 + index * 31) as u8).collect() };
+    for index in 0..30 {
+        let (ino, handle) = put(&fs, Ino::ROOT, format!("{index}").as_bytes(), 0, &bytes(index)).unwrap();
+        close(&fs, ino, handle);
+    }
+    let check = |fs: &PMem| {
+        for index in 0..30 {
+            assert!(get_all(fs, Ino::ROOT, format!("{index}").as_bytes()) == bytes(index), "file {index}");
+        }
+    };
+    check(&fs);
+    // A part of a cold file is overwritten: the rest of its block comes along.
+    let entry = fs.lookup(&cx(), Ino::ROOT, name(b"0")).unwrap();
+    let handle = fs.open(&cx(), entry.ino, OFlags::RDWR).unwrap();
+    write(&fs, entry.ino, handle, 5000, b"hello");
+    let mut expected = bytes(0);
+    expected[5000..5005].copy_from_slice(b"hello");
+    assert!(get(&fs, entry.ino, handle, 0, 1 << 20) == expected);
+    write(&fs, entry.ino, handle, 5000, &bytes(0)[5000..5005]);
+    close(&fs, entry.ino, handle);
+    drop(fs);
+    assert!(fsck(&path, Some(&tier2), false).unwrap().is_clean());
+    assert!(sentence(&path, &Options::default()).contains("tier2=FILE"));
+    let fs = open(&path, &options).unwrap();
+    check(&fs);
+    drop(fs);
+    std::fs::write(&tier2, vec![0; 33 << 20]).unwrap();
+    assert!(sentence(&path, &options).contains("no second tier"));
+}

@@ -1,0 +1,149 @@
+//! Threads that make, move and remove under one tree: no deadlock, and a sound tree at the end.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use common::{Share, name, new};
+use ferry_mem::Options;
+use ferry_vfs::*;
+
+const THREADS: u64 = 4;
+const TIME: Duration = Duration::from_secs(2);
+
+/// Numbers that follow from a seed (a linear congruential generator, high bits).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % end
+    }
+}
+
+/// What one thread does until the time is over; what fails, fails.
+fn disturb(share: &Share, seed: u64) -> u64 {
+    let (fs, cx) = (&share.fs, &share.cx);
+    let mut numbers = Numbers(seed);
+    let (start, mut count) = (Instant::now(), 0);
+    let mut dirs = vec![Ino::ROOT];
+    while start.elapsed() < TIME {
+        let mut place = |dirs: &[Ino]| {
+            let word = ["a", "b", "c", "d"][numbers.below(4)];
+            (dirs[numbers.below(dirs.len())], name(word))
+        };
+        let (from, to) = (place(&dirs), place(&dirs));
+        let done = match numbers.below(10) {
+            0 | 1 => fs.mkdir(cx, from.0, from.1, &new(0o755)).map(|entry| dirs.push(entry.ino)),
+            2 => fs.create(cx, from.0, from.1, &new(0o644), OFlags::RDWR).map(|(entry, handle)| {
+                // The tree may grow until it is full.
+                drop(share.write((entry.ino, handle), 0, b"bytes"));
+                share.release((entry.ino, handle));
+                share.forget(entry.ino);
+            }),
+            3 => fs.unlink(cx, from.0, from.1),
+            4 => fs.rmdir(cx, from.0, from.1),
+            5 => fs.lookup(cx, from.0, from.1).and_then(|entry| {
+                let linked = fs.link(cx, entry.ino, to.0, to.1).map(|entry| share.forget(entry.ino));
+                share.forget(entry.ino);
+                linked
+            }),
+            6 => {
+                share.list(from.0, true, 3);
+                fs.lookup_parent(cx, from.0).map(|entry| share.forget(entry.ino))
+            }
+            7 => fs.rename(cx, from, to, RenameFlags::EXCHANGE),
+            _ => fs.rename(cx, from, to, RenameFlags::empty()),
+        };
+        count += u64::from(done.is_ok());
+        if dirs.len() > 12 {
+            let index = 1 + numbers.below(11);
+            share.forget(dirs.swap_remove(index));
+        }
+    }
+    for dir in dirs {
+        share.forget(dir);
+    }
+    count
+}
+
+/// Walks the tree; counts the names of each inode and checks what directories say of themselves.
+fn check(share: &Share) -> HashMap<Ino, u32> {
+    let mut names = HashMap::new();
+    let mut dirs = vec![(Ino::ROOT, Ino::ROOT)];
+    while let Some((dir, parent)) = dirs.pop() {
+        assert_eq!(share.fs.lookup_parent(&share.cx, dir).unwrap().ino, parent);
+        share.forget(parent);
+        let mut subdirectories = 0;
+        for entry in share.list(dir, true, 10).into_iter().filter_map(|line| line.entry) {
+            *names.entry(entry.ino).or_default() += 1;
+            if entry.attr.kind() == FileType::Directory {
+                assert_eq!(names[&entry.ino], 1, "a directory has one name");
+                subdirectories += 1;
+                dirs.push((entry.ino, dir));
+            }
+        }
+        assert_eq!(share.attr(dir).nlink, 2 + subdirectories);
+    }
+    names
+}
+
+#[test]
+fn the_tree_stays_sound() {
+    let share = Share::new(Options { size_bytes: Some(64 << 20), ..Options::default() });
+    let done: u64 = std::thread::scope(|scope| {
+        let threads: Vec<_> = (1..=THREADS).map(|seed| scope.spawn({ let share = &share; move || disturb(share, seed) })).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    println!("{done} changes and looks by {THREADS} threads");
+    assert!(done > 1000, "{done}");
+    let names = check(&share);
+    let mut blocks = 0;
+    for (ino, count) in &names {
+        let attr = share.attr(*ino);
+        blocks += attr.blocks;
+        if attr.kind() != FileType::Directory {
+            assert_eq!(attr.nlink, *count);
+        }
+    }
+    assert_eq!(share.fs.usage().inodes, names.len() as u64 + 1, "nothing lives that has no name");
+    assert_eq!(share.fs.usage().handles, 0);
+    let stat = share.fs.statfs(&share.cx, Ino::ROOT).unwrap();
+    assert_eq!((stat.blocks - stat.bfree) * 8, blocks, "no data live that have no inode");
+}
+
+#[test]
+fn creators_of_one_name_agree() {
+    let share = Share::new(Options::default());
+    for round in 0..200 {
+        let word = format!("f{}", round % 3);
+        let made: u64 = std::thread::scope(|scope| {
+            let create = || {
+                let made = share.fs.create(&share.cx, Ino::ROOT, name(&word), &new(0o644), OFlags::RDWR | OFlags::EXCL);
+                made.map_or(0, |(entry, handle)| {
+                    share.release((entry.ino, handle));
+                    share.forget(entry.ino);
+                    1
+                })
+            };
+            let threads: Vec<_> = (0..3).map(|_| scope.spawn(create)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        assert_eq!(made, 1);
+        share.fs.unlink(&share.cx, Ino::ROOT, name(&word)).unwrap();
+    }
+    assert_eq!(share.fs.usage().inodes, 1);
+}
+
+#[test]
+fn a_deep_tree_ends_without_a_deep_stack() {
+    let share = Share::new(Options { inodes_max: Some(200_000), ..Options::default() });
+    let mut at = Ino::ROOT;
+    for _ in 0..100_000 {
+        at = share.mkdir(at, "d");
+    }
+    drop(share);
+}

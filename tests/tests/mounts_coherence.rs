@@ -1,0 +1,267 @@
+//! Two mounts of one source with `--cache always`: what one changes, the other shows, and what nobody changes costs
+//! nothing.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, Permissions};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use ferry_tests::mounts::{Cell, Mounted, Pair, Site};
+use ferry_tests::{Place, folder, on_cells};
+use rustix::process::{Signal, kill_process};
+
+const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
+
+/// How late a change may be seen through the other mount: a notification is on its way when the change is answered.
+const LATE: Duration = Duration::from_millis(500);
+/// What a whole test may take.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Waits until the other side shows it; counts those that took a second look.
+#[track_caller]
+fn shows(what: &str, late: &mut Vec<String>, seen: impl Fn() -> bool) {
+    let begin = Instant::now();
+    if seen() {
+        return;
+    }
+    while !seen() {
+        assert!(begin.elapsed() < LATE, "{what}: the other mount does not show it");
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    late.push(format!("{what} {:?}", begin.elapsed()));
+}
+
+/// Every kind of change by `one`, after `two` has put the old state into its caches.
+fn each_change(one: &Path, two: &Path, late: &mut Vec<String>) {
+    let text = |name: &str| fs::read_to_string(two.join(name)).unwrap_or_default();
+    let meta = |name: &str| fs::symlink_metadata(two.join(name)).unwrap();
+    let names = |name: &str| {
+        let entries = fs::read_dir(two.join(name)).map(|entries| entries.flatten().count());
+        entries.unwrap_or(usize::MAX)
+    };
+    assert!(!two.join("file").exists() && names(".") == 0);
+    fs::write(one.join("file"), "one").unwrap();
+    shows("a new name", late, || two.join("file").exists() && names(".") == 1);
+    assert_eq!((text("file").as_str(), meta("file").len()), ("one", 3));
+    fs::write(one.join("file"), "one and two").unwrap();
+    shows("new contents", late, || text("file") == "one and two" && meta("file").len() == 11);
+    let open = File::open(two.join("file")).unwrap();
+    open.read_exact_at(&mut [0; 11], 0).unwrap();
+    File::options().append(true).open(one.join("file")).unwrap().write_all(b" and more").unwrap();
+    shows("an appended end, in a file that is open", late, || {
+        let mut bytes = [0; 64];
+        open.metadata().unwrap().len() == 20 && open.read_at(&mut bytes, 0).unwrap() == 20
+    });
+    File::options().write(true).open(one.join("file")).unwrap().write_all_at(b"TWO", 0).unwrap();
+    shows("overwritten bytes, in a file that is open", late, || {
+        let mut bytes = [0; 3];
+        open.read_exact_at(&mut bytes, 0).is_ok() && bytes == *b"TWO"
+    });
+    File::options().write(true).open(one.join("file")).unwrap().set_len(5).unwrap();
+    shows("a truncation", late, || text("file").len() == 5 && meta("file").len() == 5);
+    fs::set_permissions(one.join("file"), Permissions::from_mode(0o640)).unwrap();
+    shows("a mode", late, || meta("file").mode() & 0o777 == 0o640);
+    std::os::unix::fs::chown(one.join("file"), Some(7), Some(8)).unwrap();
+    shows("an owner", late, || (meta("file").uid(), meta("file").gid()) == (7, 8));
+    rustix::fs::setxattr(one.join("file"), "user.x", b"1", rustix::fs::XattrFlags::empty()).unwrap();
+    shows("an attribute", late, || rustix::fs::getxattr(two.join("file"), "user.x", &mut [0; 8]).is_ok());
+    fs::hard_link(one.join("file"), one.join("link")).unwrap();
+    shows("a link", late, || two.join("link").exists() && meta("file").nlink() == 2);
+    fs::rename(one.join("file"), one.join("moved")).unwrap();
+    shows("a rename", late, || !two.join("file").exists() && text("moved").len() == 5);
+    fs::write(one.join("other"), "other").unwrap();
+    shows("another name", late, || text("other") == "other");
+    fs::rename(one.join("other"), one.join("moved")).unwrap();
+    shows("a rename over a name", late, || text("moved") == "other" && !two.join("other").exists());
+    fs::remove_file(one.join("link")).unwrap();
+    shows("a removed name", late, || !two.join("link").exists());
+    fs::create_dir_all(one.join("folder/inside")).unwrap();
+    shows("a folder", late, || names("folder") == 1);
+    fs::rename(one.join("folder/inside"), one.join("out")).unwrap();
+    shows("a folder moved out", late, || names("folder") == 0 && names("out") == 0);
+    fs::remove_dir(one.join("folder")).unwrap();
+    shows("a removed folder", late, || names("folder") == usize::MAX);
+    symlink("there", one.join("sign")).unwrap();
+    shows("a symbolic link", late, || fs::read_link(two.join("sign")).is_ok_and(|to| to == Path::new("there")));
+    fs::remove_file(one.join("sign")).unwrap();
+    symlink("elsewhere", one.join("sign")).unwrap();
+    shows("another one", late, || fs::read_link(two.join("sign")).is_ok_and(|to| to == Path::new("elsewhere")));
+    for name in ["moved", "sign"] {
+        fs::remove_file(one.join(name)).unwrap();
+    }
+    fs::remove_dir(one.join("out")).unwrap();
+    shows("all gone", late, || names(".") == 0);
+}
+
+fn changes(cells: [&str; 2]) {
+    let [one, two]: [Cell; 2] = cells.map(|name| name.parse().unwrap());
+    let Some(pair) = Pair::new([&one, &two], LIMIT) else { return };
+    let [a, b] = pair.paths();
+    let mut late = Vec::new();
+    for _ in 0..5 {
+        each_change(a, b, &mut late);
+        each_change(b, a, &mut late);
+    }
+    println!("{one} and {two}: of 200 changes {} were seen at a second look: {late:?}", late.len());
+    pair.finish();
+}
+
+#[test]
+fn changes_by_io_uring() {
+    changes(["mem_uring_always", "mem_uring_always"]);
+}
+
+#[test]
+fn changes_by_dev_fuse() {
+    changes(["mem_devfuse_always", "mem_devfuse_always"]);
+}
+
+#[test]
+fn changes_by_both() {
+    changes(["mem_uring_always", "mem_devfuse_always"]);
+    changes(["dir_devfuse_always", "dir_uring_always"]);
+}
+
+#[test]
+fn changes_of_what_is_passed_through() {
+    changes(["mem_passthrough_always", "mem_passthrough_always"]);
+    changes(["dir_passthrough_always", "dir_uring_always"]);
+}
+
+#[test]
+fn changes_of_what_persists() {
+    changes(["pmem_uring_always", "pmem_devfuse_always"]);
+}
+
+/// Names and contents as one mount shows them.
+fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut all = BTreeMap::new();
+    for folder in fs::read_dir(root).unwrap() {
+        let folder = folder.unwrap().path();
+        for entry in fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
+            all.insert(name, fs::read(&path).unwrap());
+        }
+    }
+    all
+}
+
+/// Renames, removals and writes of the same few names through both mounts, each of which the other is told of.
+fn storm(cells: [&str; 2], seconds: u64) {
+    let [one, two]: [Cell; 2] = cells.map(|name| name.parse().unwrap());
+    let Some(pair) = Pair::new([&one, &two], LIMIT + Duration::from_secs(seconds)) else { return };
+    let start = |site: &Site, seed: u32| -> Child {
+        site.spawn(Command::new(PROBE).args(["--role", "storm", ".", &seed.to_string(), &seconds.to_string()]))
+    };
+    let mut children: Vec<Child> = (0..4).map(|seed| start(&pair.sites[seed as usize % 2], seed)).collect();
+    let end = Instant::now() + Duration::from_secs(seconds) + LATE * 40;
+    let mut stuck = 0;
+    for child in &mut children {
+        loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                assert!(status.success(), "{one} and {two}: {}", pair.said());
+                break;
+            }
+            if Instant::now() > end {
+                stuck += 1;
+                pair.sites[0].stop(child);
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    assert_eq!(stuck, 0, "{one} and {two}: processes are stuck: {}", pair.said());
+    let [a, b] = pair.paths();
+    let begin = Instant::now();
+    while contents(a) != contents(b) {
+        assert!(begin.elapsed() < LATE * 4, "{one} and {two}: {:?} and {:?}", contents(a), contents(b));
+    }
+    pair.finish();
+}
+
+#[test]
+fn storms() {
+    storm(["mem_uring_always", "mem_uring_always"], 3);
+    storm(["mem_devfuse_always", "mem_devfuse_always"], 3);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn storms_for_long() {
+    storm(["mem_uring_always", "mem_uring_always"], 20);
+    storm(["mem_devfuse_always", "mem_devfuse_always"], 20);
+    storm(["mem_uring_always", "mem_devfuse_always"], 20);
+    storm(["dir_uring_always", "dir_devfuse_always"], 20);
+    storm(["pmem_uring_always", "pmem_devfuse_always"], 20);
+    storm(["mem_passthrough_always", "mem_uring_always"], 20);
+}
+
+/// Files to look at.
+const FILES: u32 = 200;
+/// Looks at each.
+const LOOKS: u32 = 200;
+/// How much longer than on a local file system a look may take: there is no more to do, but the machine is busy.
+const RATIO_MAX: f64 = 3.0;
+
+/// The least time that one round of looking at all files takes.
+fn look(folder: &Path) -> Duration {
+    let paths: Vec<_> = (0..FILES).map(|number| folder.join(format!("file{number}"))).collect();
+    let mut least = Duration::MAX;
+    for _ in 0..LOOKS {
+        let begin = Instant::now();
+        for path in &paths {
+            assert_eq!(fs::metadata(path).unwrap().len(), 4);
+        }
+        least = least.min(begin.elapsed());
+    }
+    least / FILES
+}
+
+/// What was looked at once costs no request, for the server does not even run; and no time to speak of.
+fn cached_stat(cell: &Cell) {
+    let Some(mounted) = Mounted::new(cell) else { return };
+    let local = folder(Place::Memory);
+    for folder in [&mounted.site.path, local.path()] {
+        for number in 0..FILES {
+            fs::write(folder.join(format!("file{number}")), "text").unwrap();
+        }
+    }
+    look(&mounted.site.path);
+    let pid = mounted.server().pid();
+    kill_process(pid, Signal::STOP).unwrap();
+    let (here, there) = (look(&mounted.site.path), look(local.path()));
+    kill_process(pid, Signal::CONT).unwrap();
+    let ratio = here.as_secs_f64() / there.as_secs_f64();
+    println!("{cell}: a cached stat takes {here:?}, on tmpfs {there:?}: {ratio:.2} times as long");
+    assert!(ratio < RATIO_MAX, "{cell}: a cached stat takes {ratio} times as long as on tmpfs");
+    mounted.finish();
+}
+
+on_cells!(cached_stat: quick [mem_uring_always, mem_devfuse_always] long [dir_uring_always, pmem_uring_always]);
+
+/// A file that is passed through is read and written while the server does not run.
+fn past_the_server(cell: &Cell) {
+    let Some(mounted) = Mounted::new(cell) else { return };
+    let file = File::options().read(true).write(true).create_new(true).open(mounted.site.path.join("file")).unwrap();
+    file.write_all_at(&[1; 65_536], 0).unwrap();
+    let pid = mounted.server().pid();
+    kill_process(pid, Signal::STOP).unwrap();
+    for round in 0..100_u8 {
+        file.write_all_at(&[round; 4096], u64::from(round % 16) * 4096).unwrap();
+        let mut bytes = [0; 4096];
+        file.read_exact_at(&mut bytes, u64::from(round % 16) * 4096).unwrap();
+        assert_eq!(bytes, [round; 4096]);
+    }
+    kill_process(pid, Signal::CONT).unwrap();
+    assert_eq!(fs::read(mounted.site.path.join("file")).unwrap().len(), 65_536);
+    drop(file);
+    mounted.finish();
+}
+
+on_cells!(past_the_server: quick [mem_passthrough, dir_passthrough] long [mem_passthrough_none, dir_passthrough_always]);

@@ -1,0 +1,241 @@
+//! Mounts that cannot be made, and servers that die.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use ferry_tests::mounts::{
+    Cell, MountOptions, Mounted, Site, Source, assert_nothing_left, ferry, missing, mount_entry, program, unmount,
+};
+use ferry_tests::{Place, Ran, folder, on_cells};
+
+const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
+
+/// Longer than anything here takes that does not hang.
+const SOON: Duration = Duration::from_secs(30);
+
+/// The sentence of a mount that is refused.
+#[track_caller]
+fn sentence(ran: &Ran) -> &str {
+    let text = ran.err.trim_end();
+    assert_ne!(ran.status, 0, "it was not refused: {ran:?}");
+    assert_eq!(text.lines().count(), 1, "not one sentence: {text}");
+    assert!(text.starts_with("ferry: "), "{text}");
+    text
+}
+
+/// Mounts in the background, as users do; the outcome of the command.
+fn mount(source: &str, mountpoint: &Path, before: &[&str]) -> Ran {
+    let mut words: Vec<PathBuf> = before.iter().map(PathBuf::from).collect();
+    words.extend([program().into(), "mount".into(), source.into(), mountpoint.into()]);
+    Site::on_host(Path::new("/")).run(Command::new(&words[0]).args(&words[1..]).env_remove("FERRY_LOG"), SOON)
+}
+
+#[test]
+fn places_that_do_not_do() {
+    if let Some(why) = missing() {
+        println!("skipped: {why}");
+        return;
+    }
+    let folder = folder(Place::Disk);
+    let place = |name: &str| folder.path().join(name);
+    fs::write(place("file"), "").unwrap();
+    fs::create_dir_all(place("full/inside")).unwrap();
+    std::os::unix::fs::symlink("nowhere", place("link")).unwrap();
+    for (name, words) in [
+        ("none", &["does not exist", "mkdir"][..]),
+        ("file", &["not a directory"]),
+        ("full", &["not empty", "nonempty"]),
+        ("link", &["does not exist"]),
+        ("file/below", &["not"]),
+    ] {
+        let ran = mount("mem", &place(name), &[]);
+        let text = sentence(&ran);
+        assert!(text.contains(&*place(name).to_string_lossy()), "{text}");
+        for word in words {
+            assert!(text.contains(word), "{name}: '{word}' is not in: {text}");
+        }
+        assert_eq!(mount_entry(&place(name)), None);
+    }
+    let ran = mount(place("nothing").to_str().unwrap(), &place("full/inside"), &[]);
+    assert!(sentence(&ran).contains("nothing"), "{ran:?}");
+    let ran = mount(&format!("pmem:{}", place("full").display()), &place("full/inside"), &[]);
+    assert!(sentence(&ran).contains("full"), "{ran:?}");
+    assert_nothing_left(&place("full/inside").parent().unwrap().join("inside"));
+}
+
+#[test]
+fn a_place_that_is_taken() {
+    let cell: Cell = "mem_devfuse".parse().unwrap();
+    let Some(mounted) = Mounted::new(&cell) else { return };
+    fs::write(mounted.site.path.join("file"), "still here").unwrap();
+    let ran = mount("mem", &mounted.site.path, &[]);
+    assert!(sentence(&ran).contains("already a ferry mount"), "{ran:?}");
+    assert_eq!(fs::read_to_string(mounted.site.path.join("file")).unwrap(), "still here");
+    mounted.finish();
+}
+
+#[test]
+fn in_the_background() {
+    if let Some(why) = missing() {
+        println!("skipped: {why}");
+        return;
+    }
+    let folder = folder(Place::Disk);
+    let at = folder.path().join("mnt");
+    fs::create_dir(&at).unwrap();
+    mount("mem", &at, &[]).ok();
+    // It is there as soon as the command has returned.
+    assert!(mount_entry(&at).is_some_and(|entry| entry.contains("fuse.ferry")));
+    fs::write(at.join("file"), "text").unwrap();
+    assert_eq!(fs::read_to_string(at.join("file")).unwrap(), "text");
+    unmount(&at);
+    assert_nothing_left(&at);
+}
+
+#[test]
+fn without_the_device() {
+    if let Some(why) = missing() {
+        println!("skipped: {why}");
+        return;
+    }
+    let folder = folder(Place::Disk);
+    let at = folder.path().join("mnt");
+    fs::create_dir(&at).unwrap();
+    // A device folder of its own, as in a container.
+    let script = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && exec \"$@\"";
+    let ran = mount("mem", &at, &["unshare", "-m", "sh", "-euc", script, "sh"]);
+    let text = sentence(&ran);
+    assert!(text.contains("modprobe fuse") && text.contains("/dev/fuse"), "{text}");
+    assert_nothing_left(&at);
+}
+
+/// With ever more descriptors a mount is refused, with a sentence, until there are enough.
+#[test]
+fn too_few_descriptors() {
+    if let Some(why) = missing() {
+        println!("skipped: {why}");
+        return;
+    }
+    let folder = folder(Place::Disk);
+    let at = folder.path().join("mnt");
+    fs::create_dir(&at).unwrap();
+    let (mut refused, mut worked) = (0, 0);
+    for limit in (6..=64).step_by(2) {
+        let ran = mount("mem", &at, &["prlimit", &format!("--nofile={limit}:{limit}")]);
+        if ran.status == 0 {
+            // What could be mounted can be used, too.
+            fs::write(at.join("file"), "text").unwrap();
+            assert_eq!(fs::read_to_string(at.join("file")).unwrap(), "text");
+            unmount(&at);
+            worked += 1;
+        } else {
+            let text = sentence(&ran);
+            assert!(text.contains("descriptor") && text.contains("ulimit -n"), "limit {limit}: {text}");
+            refused += 1;
+        }
+        assert_nothing_left(&at);
+    }
+    println!("{refused} limits refused, {worked} worked");
+    assert!(refused > 0 && worked > 0, "{refused} limits refused, {worked} worked");
+}
+
+/// Programs that keep a mount busy until they fail.
+fn load(site: &Site) -> Vec<Child> {
+    let churn = [PROBE, "--role", "churn", ".", "600"];
+    let copy = ["sh", "-c", "while dd if=/dev/zero of=copied bs=64k count=64 conv=notrunc 2>/dev/null; do :; done"];
+    let read = ["sh", "-c", "while cat copied >/dev/null 2>&1; do :; done"];
+    fs::write(site.path.join("copied"), "").unwrap();
+    let start = |words: &[&str]| {
+        site.spawn(Command::new(words[0]).args(&words[1..]).stderr(std::process::Stdio::null()))
+    };
+    vec![start(&churn), start(&copy), start(&read)]
+}
+
+fn killed(cell: &Cell) {
+    let options = MountOptions { limit: Duration::from_secs(120), ..MountOptions::default() };
+    let Some(mounted) = Mounted::with(cell, &options) else { return };
+    let at = mounted.site.path.clone();
+    let kept = File::create(at.join("kept")).unwrap();
+    kept.write_all_at(b"before", 0).unwrap();
+    kept.sync_all().unwrap();
+    let mut load = load(&mounted.site);
+    std::thread::sleep(Duration::from_millis(700));
+    for child in &mut load {
+        assert!(child.try_wait().unwrap().is_none(), "{cell}: the load has ended by itself: {}", mounted.said());
+    }
+    mounted.server().kill();
+    let end = Instant::now() + SOON;
+    for child in &mut load {
+        while child.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < end, "{cell}: a process still waits for the dead server");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+    let error = |error: std::io::Error| error.raw_os_error().unwrap();
+    assert_eq!(error(fs::metadata(at.join("kept")).unwrap_err()), libc::ENOTCONN, "{cell}: a look-up");
+    assert_eq!(error(fs::write(at.join("new"), "").unwrap_err()), libc::ENOTCONN, "{cell}: a new file");
+    // Somebody still has a file of the dead mount, and the next one is put in its place all the same.
+    let next = Mounted::again(*cell, &at, &options);
+    if cell.source == Source::Mem {
+        assert_eq!(fs::read_dir(&at).unwrap().count(), 0, "{cell}: memory outlived its server");
+    } else {
+        assert_eq!(fs::read_to_string(at.join("kept")).unwrap(), "before", "{cell}");
+    }
+    fs::write(at.join("after"), "after").unwrap();
+    assert_eq!(fs::read_to_string(at.join("after")).unwrap(), "after");
+    if !cell.passes_through() {
+        assert!(kept.metadata().is_err(), "{cell}: a file of the dead mount");
+    }
+    drop(kept);
+    next.finish();
+}
+
+on_cells!(killed: quick [mem_uring, mem_devfuse, dir_passthrough, pmem_uring]
+    long [dir_uring, dir_devfuse, mem_passthrough, pmem_devfuse, mem_uring_always]);
+
+/// What ends a mount beside `umount`: the signals, during which files are open.
+#[test]
+fn ended_by_a_signal() {
+    for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
+        let cell: Cell = "mem_devfuse".parse().unwrap();
+        let Some(mounted) = Mounted::new(&cell) else { return };
+        let at = mounted.site.path.clone();
+        fs::write(at.join("file"), "text").unwrap();
+        let pid = mounted.server().pid();
+        rustix::process::kill_process(pid, signal).unwrap();
+        let status = mounted.server().wait(SOON);
+        assert!(status.is_some_and(|status| status.success()), "{signal:?}: {status:?}: {}", mounted.said());
+        assert_eq!(mount_entry(&at), None, "{signal:?}");
+    }
+}
+
+/// A second process's flags that make no sense are refused before anything is mounted.
+#[test]
+fn what_cannot_be_had_is_said() {
+    if let Some(why) = missing() {
+        println!("skipped: {why}");
+        return;
+    }
+    let folder = folder(Place::Disk);
+    let at = folder.path().join("mnt");
+    fs::create_dir(&at).unwrap();
+    let pmem = format!("pmem:{}", folder.path().join("below").display());
+    let here = Site::on_host(folder.path());
+    for (args, words) in [
+        (&["mem", "--passthrough", "on", "--writeback"][..], &["writeback", "passthrough"][..]),
+        (&[&pmem, "--size", "256M", "--passthrough", "on"], &["passthrough"]),
+        (&["mem", "--path", "carrier-pigeon"], &["carrier-pigeon"]),
+    ] {
+        let ran = here.run(ferry(["mount"]).args(args).arg(&at), SOON);
+        assert_ne!(ran.status, 0, "{args:?}: {ran:?}");
+        for word in words {
+            assert!(ran.err.contains(word), "{args:?}: '{word}' is not in: {}", ran.err);
+        }
+        assert_nothing_left(&at);
+    }
+}
