@@ -150,7 +150,8 @@ fn a_killed_server_is_replaced() {
         assert!(place.mnt.join("file").exists());
         kill_process(pid, Signal::KILL).unwrap();
         until("its death", || !runs(pid));
-        assert_eq!(fs::metadata(place.mnt.join("file")).unwrap_err().raw_os_error(), Some(107));
+        // Attributes may still be cached; what is to be read is not there.
+        assert_eq!(fs::read_dir(&place.mnt).unwrap_err().raw_os_error(), Some(107));
     }
     assert_eq!(place.mounts().len(), 1, "{:?}", place.mounts());
     let pid = place.mounted(&[]);
@@ -197,8 +198,9 @@ fn a_machine_without_fuse_says_so() {
     needs_fuse!();
     let place = Place::new();
     let program = env!("CARGO_BIN_EXE_ferry");
-    for (before, words) in [("mount -t tmpfs none /dev", "modprobe fuse"), ("ulimit -n 16", "ulimit -n")] {
-        let script = format!("{before} && exec \"$@\"");
+    for (before, words) in [("mount -t tmpfs none /dev", "modprobe fuse"), ("ulimit -n 8", "ulimit -n")] {
+        // What is not refused is mounted, and must not be for ever.
+        let script = format!("{before} && exec timeout 20 \"$@\"");
         let mut command = Command::new("unshare");
         command.args([
             "--mount",
@@ -216,10 +218,7 @@ fn a_machine_without_fuse_says_so() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{before}: {said}");
         let last = said.lines().last().unwrap_or_default();
-        assert!(
-            last.starts_with("ferry: ") && (last.contains(words) || last.contains("descriptor")),
-            "{before}: {said}"
-        );
+        assert!(last.starts_with("ferry: ") && last.contains(words), "{before}: {said}");
     }
 }
 
@@ -326,11 +325,11 @@ fn mount_and_fstab_find_the_helper() {
         cp -a mount.ferry sbin/
         mount --bind sbin \"$(readlink -f /sbin)\"
         mount -t ferry -o ro,nosuid,fsname=named source mnt
-        grep ' - fuse.ferry ' /proc/self/mountinfo
+        grep \"$PWD/mnt \" /proc/self/mountinfo
         cat mnt/file
         umount mnt
         mount --fstab fstab mnt
-        grep ' - fuse.ferry ' /proc/self/mountinfo
+        grep \"$PWD/mnt \" /proc/self/mountinfo
         umount mnt
         mount -t ferry -o fast source mnt || echo status $?";
     let mut command = Command::new("unshare");

@@ -2,10 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_serve::Share;
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
+use rustix::fs::{AtFlags, StatxFlags};
+use rustix::mount::UnmountFlags;
 
 use crate::connection::{Connection, End};
 use crate::devfuse::Readers;
@@ -25,6 +27,9 @@ const READERS_BESIDE_RINGS: usize = 1;
 
 /// How long those who still use files of a mount that is being stopped have to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How often it is tried meanwhile.
+const STOP_AGAIN: Duration = Duration::from_millis(20);
 
 /// How long threads have to come back when the connection has ended. One that is blocked in the source may never.
 const THREADS_PATIENCE: Duration = Duration::from_secs(5);
@@ -94,6 +99,8 @@ impl Export {
             max_write_bytes: options.max_write_bytes as usize,
             end: End::default(),
         });
+        // Before the first request is answered: of what changes after the answer the kernel must be told.
+        let notifier = if keeps(&options) { Notifier::start(&connection).map_err(Error::Threads)? } else { None };
         let (agreed, rings) = match shake_hands(&connection, &wishes, &options) {
             Ok(agreed) => agreed,
             Err(error) => {
@@ -108,7 +115,11 @@ impl Export {
                 path: if rings.is_ok() { Path::Uring } else { Path::Devfuse },
                 uring: rings.as_ref().map_or_else(Verdict::not, |_| Verdict::used()),
                 passthrough: wishes.passthrough(&agreed),
-                notifications: Verdict::not("it keeps nothing"),
+                notifications: match &notifier {
+                    Some(_) => Verdict::used(),
+                    None if keeps(&options) => Verdict::not("the source does not say what changes"),
+                    None => Verdict::not("it keeps nothing"),
+                },
                 rings: rings.as_ref().map_or(0, Rings::count),
                 ring_depth: if rings.is_ok() { options.ring_depth } else { 0 },
                 readers: if rings.is_ok() { READERS_BESIDE_RINGS } else { readers(&options) },
@@ -118,7 +129,7 @@ impl Export {
             source,
             mountpoint: Mutex::new(mountpoint),
             rings: rings.ok(),
-            notifier: Mutex::default(),
+            notifier: Mutex::new(notifier),
             monitor: Mutex::default(),
             stopped: AtomicBool::new(false),
         };
@@ -132,14 +143,6 @@ impl Export {
         let interrupted = Arc::clone(&connection.interrupted);
         self.monitor = Mutex::new(Some(Monitor::start(connection.bell.clone(), interrupted, options.handler_timeout)?));
         Readers::start(connection, self.explanation.readers)?;
-        let keeps = options.cache != Cache::None
-            || [options.entry_timeout, options.attr_timeout].into_iter().flatten().any(|timeout| !timeout.is_zero());
-        if keeps {
-            (self.notifier, self.explanation.notifications) = match Notifier::start(connection)? {
-                Some(notifier) => (Mutex::new(Some(notifier)), Verdict::used()),
-                None => (Mutex::default(), Verdict::not("the source does not say what changes")),
-            };
-        }
         Ok(())
     }
 
@@ -195,29 +198,47 @@ impl Export {
         }
     }
 
+    /// Unmounts. Who uses files of the mount has a moment to finish, and is cut off then.
     fn unmount(&self) {
         let mut mountpoint = self.mountpoint.lock().unwrap_or_else(PoisonError::into_inner);
-        let gone = match mountpoint.unmount() {
-            Ok(()) => Ok(()),
-            Err(error) => {
-                tracing::debug!("{error}");
-                mountpoint.detach()
+        let until = Instant::now() + STOP_PATIENCE;
+        while let Err(error) = mountpoint.unmount() {
+            if matches!(error, MountError::Busy { .. }) && Instant::now() < until {
+                std::thread::sleep(STOP_AGAIN);
+                continue;
             }
-        };
-        if let Err(error) = gone {
-            tracing::warn!("{error}");
+            tracing::warn!("{error}; whoever uses it is cut off");
+            self.abort(mountpoint.path());
+            if let Err(error) = mountpoint.detach() {
+                tracing::warn!("{error}");
+            }
+            break;
         }
-        drop(mountpoint);
-        if self.connection.end.wait_for(STOP_PATIENCE) {
-            return;
+        // Somebody else may have detached it, and files of it are still open.
+        if !self.connection.end.wait_for(STOP_PATIENCE) {
+            self.abort(mountpoint.path());
+            self.connection.end.wait_for(STOP_PATIENCE);
         }
-        tracing::warn!("the mount was detached while in use: whoever still has files of it open is cut off");
-        if let Err(error) = std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", self.device_number), "1") {
-            tracing::warn!("the connection to the kernel stays until its last file is closed: {error}");
-            return;
-        }
-        self.connection.end.wait_for(STOP_PATIENCE);
     }
+
+    /// Ends the connection to the kernel, whoever uses it.
+    fn abort(&self, mountpoint: &std::path::Path) {
+        let Err(error) = std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", self.device_number), "1") else {
+            return;
+        };
+        // That file system need not be mounted; to unmount by force aborts too, where we may and as long as it is there.
+        let flags = UnmountFlags::FORCE | UnmountFlags::NOFOLLOW;
+        let is_there = stat_number(mountpoint) == Some(self.device_number);
+        if !is_there || !matches!(rustix::mount::unmount(mountpoint, flags), Ok(()) | Err(Errno::BUSY)) {
+            tracing::warn!("the connection to the kernel stays until its last file is closed: {error}");
+        }
+    }
+}
+
+/// The connection that is mounted on a path, without asking its server.
+fn stat_number(path: &std::path::Path) -> Option<u32> {
+    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    rustix::fs::statx(rustix::fs::CWD, path, flags, StatxFlags::empty()).ok().map(|seen| seen.stx_dev_minor)
 }
 
 impl Drop for Export {
@@ -231,6 +252,12 @@ impl Drop for Export {
 /// Takes a part out; what it waits for when it is dropped does not hold the lock.
 fn take<T>(part: &Mutex<Option<T>>) -> Option<T> {
     part.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+/// Whether the kernel keeps anything that it must be told of when it changes.
+fn keeps(options: &Options) -> bool {
+    let timeouts = [options.entry_timeout, options.attr_timeout];
+    options.cache != Cache::None || timeouts.into_iter().flatten().any(|timeout| !timeout.is_zero())
 }
 
 fn readers(options: &Options) -> usize {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::sources::Null;
-use common::{is_mounted, mount, paths, plain, threads_named};
+use common::{abort, is_mounted, mount, paths, plain, threads_named};
 use ferry_fuse::{Cache, Export, Options};
 
 /// How somebody else ends a mount.
@@ -19,10 +19,6 @@ fn umount(at: &std::path::Path, lazily: bool) -> bool {
     let mut command = Command::new("umount");
     command.args(lazily.then_some("-l")).arg(at);
     command.status().unwrap().success()
-}
-
-fn abort(export: &Export) {
-    std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", export.connection_number()), "1").unwrap();
 }
 
 /// Reads without end, until the mount is gone.
@@ -52,7 +48,7 @@ fn it_ends_under_load_whoever_ends_it() {
                     "stop" => export.stop(),
                     "drop" => drop(export),
                     "abort" => {
-                        abort(&export);
+                        abort(&mounted.at, export.connection_number());
                         export.wait();
                         export.stop();
                     }
@@ -97,7 +93,7 @@ fn a_blocked_handler_does_not_keep_the_mount() {
         std::thread::scope(|scope| {
             let reader = scope.spawn(|| File::open(mounted.path("hangs")).unwrap().read_at(&mut [0; 9], 0).is_err());
             common::wait_until("it blocks", || source.held.load(Ordering::SeqCst) == 1);
-            abort(mounted.export());
+            abort(&mounted.at, mounted.export().connection_number());
             assert!(reader.join().unwrap(), "the caller gets an error");
             mounted.export().wait();
         });

@@ -35,6 +35,8 @@
 
 mod handles;
 mod locks;
+#[allow(unsafe_code, reason = "two calls of the C library")]
+mod machine;
 pub mod pmem;
 pub mod store;
 mod tmpfs;

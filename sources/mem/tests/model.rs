@@ -1,6 +1,6 @@
 //! Random operations on a memory file system and on a tmpfs of the host: the same outcomes, errors and trees.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
 mod common;
 
@@ -335,7 +335,7 @@ fn host_picture(dir: &std::path::Path, at: &str, picture: &mut Picture) {
         names.sort_unstable();
         let mut xattrs = Vec::new();
         for name in names {
-            let mut value = vec![0; 100];
+            let mut value = [0; 100];
             let count = rustix::fs::lgetxattr(&file, name, &mut value[..]).unwrap();
             xattrs.extend_from_slice(name);
             xattrs.extend_from_slice(&value[..count]);

@@ -27,8 +27,8 @@ const NVDIMM_MIB: u32 = 512;
 /// TCG takes its time.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a file system of ours may take to be mounted in the guest, in tenths of a second.
-const MOUNT_TENTHS: u32 = 150;
+/// How often it is looked whether a file system of ours is mounted in the guest, each fifth of a second or slower.
+const MOUNT_LOOKS: u32 = 75;
 
 /// The guest. It goes before the server of its root.
 #[derive(Debug)]
@@ -90,7 +90,8 @@ impl NvdimmGuest {
         let line = mount_command(system, &self.programs, &self.mkfs)?;
         self.run(&line)?;
         let dir = folder(system);
-        let fill = format!("for n in $(seq 0 {}); do dd if=/dev/zero of={dir}/fio.$n bs=1M count={FILE_MIB}; done", FILES - 1);
+        let last = FILES - 1;
+        let fill = format!("for n in $(seq 0 {last}); do dd if=/dev/zero of={dir}/fio.$n bs=1M count={FILE_MIB}; done");
         self.run(&fill)?;
         self.mounted.push(system);
         Ok(())
@@ -140,7 +141,7 @@ fn mount_command(system: System, programs: &Programs, mkfs: &Path) -> Result<Str
         let ferry = shell_word(&programs.ferry);
         format!(
             "{ferry} mount {words} --foreground >/run/ferry.log 2>&1 & \
-             for i in $(seq {MOUNT_TENTHS}); do mountpoint -q {dir} && break; sleep 0.1; done; \
+             for i in $(seq {MOUNT_LOOKS}); do mountpoint -q {dir} && break; kill -0 $! || break; sleep 0.2; done; \
              mountpoint -q {dir} || {{ cat /run/ferry.log; false; }}"
         )
     };

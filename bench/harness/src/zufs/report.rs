@@ -156,7 +156,8 @@ pub fn markdown(lines: &[Line], machine: &Machine, libfuse: &str, summary: &str)
     out.push_str("## Summary\n\n");
     summary.lines().for_each(|line| out.push_str(&format!("* {line}\n")));
     out.push_str("\n![Requests per second over threads](zufs.svg)\n\n");
-    let columns = |files: Files| DATA.into_iter().filter(|system| system.keeps_data() == (files == Files::Mem)).collect();
+    let columns =
+        |files: Files| DATA.into_iter().filter(|system| system.keeps_data() == (files == Files::Mem)).collect();
     published_table(&mut out, "Null file systems", lines, columns(Files::Null), &["fuse", "fuse-splice", "zufs"]);
     published_table(&mut out, "Memory file systems", lines, columns(Files::Mem), &["zufs", "xfs-dax"]);
     ratios(&mut out, lines);

@@ -177,10 +177,7 @@ mod tests {
     #[test]
     fn ours_are_compared_with_what_does_the_same() {
         let peers = |ours: System| DATA.iter().filter_map(|&peer| ours.calls(peer)).collect::<Vec<_>>();
-        assert_eq!(
-            peers(System::Ferry(Files::Null, Way::Uring)),
-            ["libfuse", "libfuse-splice", "libfuse-uring"]
-        );
+        assert_eq!(peers(System::Ferry(Files::Null, Way::Uring)), ["libfuse", "libfuse-splice", "libfuse-uring"]);
         assert_eq!(
             peers(System::Ferry(Files::Mem, Way::Devfuse)),
             ["ferry-null devfuse", "libfuse", "tmpfs", "libfuse-splice", "libfuse-uring"]

@@ -182,7 +182,6 @@ impl Drop for Chunk {
 /// How a message lies in its entry.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Message {
-    pub(super) unique: u64,
     /// Bytes of the operation's structure, in the head.
     pub(super) op_bytes: usize,
     /// Bytes in the payload.
@@ -195,7 +194,7 @@ impl Message {
         let op_bytes_max = UringReqHeader::new_zeroed().op_in.as_bytes().len();
         let payload_bytes = (entry.payload_sz as usize).min(payload_bytes_max);
         let op_bytes = (header.len as usize).saturating_sub(IN_HEADER_BYTES + payload_bytes).min(op_bytes_max);
-        Self { unique: header.unique, op_bytes, payload_bytes }
+        Self { op_bytes, payload_bytes }
     }
 
     /// Bytes of the whole message.
@@ -223,7 +222,7 @@ mod tests {
             chunk.payload(2).copy_from_nonoverlapping(b"name\0".as_ptr(), 5);
             let (header, entry) = chunk.request(2);
             let message = Message::new(&header, &entry, chunk.payload_bytes());
-            assert_eq!((message.unique, message.op_bytes, message.bytes()), (6, 8, 53));
+            assert_eq!((header.unique, message.op_bytes, message.bytes()), (6, 8, 53));
             let mut all = [0; 100];
             assert_eq!(chunk.copy_out(2, &message, 0, &mut all), 53);
             assert_eq!(&all[40..53], b"operandsname\0");

@@ -16,8 +16,9 @@ use crate::lease::{Lease, NotEnded, Term};
 use crate::monitor::{Post, Serving};
 use crate::watch::{Seen, Watch};
 
-/// A request that waits for a lock keeps its entry, and without a free entry nothing of that CPU goes on: so more are
-/// registered when few are left, up to so many times the depth. Past it, requests of that CPU wait for a lock to end.
+/// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
+/// CPU goes on: so more are registered when few are left, up to so many times the depth. Past it, requests of that CPU
+/// wait for one of these to end.
 const BLOCKS_MAX: usize = 128;
 
 /// Threads of one queue: one that works, the others blocked in handlers or spare.
@@ -58,7 +59,7 @@ pub(super) struct Queue {
     blocks: Box<[OnceLock<Block>]>,
     /// Entries that were registered.
     registered: AtomicUsize,
-    /// Requests that somebody else answers later.
+    /// Requests that somebody else answers later, and those whose handler is blocked.
     pub(super) parked: AtomicIsize,
     pub(super) watch: Watch,
     /// The entry that is being served.
@@ -195,6 +196,7 @@ impl Post for Queue {
         let Some(seat) = spare.or_else(|| self.add_thread().ok()) else { return false };
         match self.watch.take(seen) {
             Some(ownership) => {
+                self.parked.fetch_add(1, Ordering::Relaxed);
                 seat.give(Order::Own(ownership));
                 true
             }

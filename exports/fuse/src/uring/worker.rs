@@ -167,6 +167,7 @@ impl<'a> Worker<'a> {
 
     /// Serves until the queue is somebody else's, or over.
     fn own(&mut self, mut ownership: Ownership) -> Ended {
+        self.add_entries();
         loop {
             // SAFETY: this thread owns the queue.
             match unsafe { self.queue.ring.next() } {
@@ -291,8 +292,17 @@ impl<'a> Worker<'a> {
             }
         }
         let ours = queue.watch.leave(ownership);
+        if !ours {
+            // The monitor counted it when it gave the queue to somebody else.
+            queue.parked.fetch_sub(1, Ordering::Relaxed);
+        }
         match served {
-            Served::Later | Served::Parked => self.parked(ours),
+            Served::Later | Served::Parked => {
+                queue.parked.fetch_add(1, Ordering::Relaxed);
+                if ours {
+                    self.add_entries();
+                }
+            }
             Served::Reply(bytes) if bytes >= ferry_serve::HEADER_BYTES => {
                 if state.lease.end(term) {
                     // SAFETY: whoever ends the term has the entry for itself until it is committed.
@@ -317,10 +327,9 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// One more request keeps its entry for a while.
-    fn parked(&self, ours: bool) {
-        self.queue.parked.fetch_add(1, Ordering::Relaxed);
-        if !ours || !self.queue.is_short() {
+    /// Registers more entries if few are left.
+    fn add_entries(&self) {
+        if !self.queue.is_short() {
             return;
         }
         let more = self.queue.add_block().and_then(|indices| self.register(indices));

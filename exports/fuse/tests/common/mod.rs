@@ -47,14 +47,23 @@ pub fn mount(source: Arc<dyn FileSystem>, options: Options) -> Mounted {
     let export = Export::mount(&at, source, options).unwrap();
     let number = export.connection_number();
     let (done, ended) = channel::<()>();
+    let watched = at.clone();
     std::thread::spawn(move || {
         // Nothing is ever sent: it ends when the mount is dropped.
         if ended.recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
             eprintln!("the watchdog aborts connection {number}");
-            let _ = std::fs::write(format!("/sys/fs/fuse/connections/{number}/abort"), "1");
+            abort(&watched, number);
         }
     });
     Mounted { export: Some(export), at, tmp: Some(tmp), _done: done }
+}
+
+/// Ends a connection, through the control file system or, where that is not mounted, by force.
+pub fn abort(at: &std::path::Path, number: u32) {
+    use rustix::mount::{UnmountFlags, unmount};
+    if std::fs::write(format!("/sys/fs/fuse/connections/{number}/abort"), "1").is_err() {
+        let _ = unmount(at, UnmountFlags::FORCE);
+    }
 }
 
 impl Mounted {

@@ -210,7 +210,7 @@ impl Disk {
 
     /// Takes blocks of the first tier.
     pub(crate) fn allocate(&self, count: u64, goal: Option<u64>) -> Result<Vec<Run>> {
-        let cpu = rustix::thread::sched_getcpu();
+        let cpu = crate::machine::cpu();
         self.tier1.blocks.take(count, goal, cpu).ok_or(Errno::NOSPC)
     }
 

@@ -1,5 +1,6 @@
 //! Opening and making images.
 
+use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -7,10 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_vfs::{Backing, Caller, Errno, FileSystem, FileType};
+use ferry_vfs::{Backing, Errno, FileType, Ino};
 use rustix::fs::FlockOperation;
 
 use super::PMem;
+use super::codec::Item;
 use super::device::Device;
 use super::disk::{Disk, File as DataFile, Tier};
 use super::error::{DamageError, OpenError};
@@ -22,6 +24,7 @@ use super::log::{Log, SnapshotError, random_u32, write_snapshot};
 use super::mapped::{MapOptions, Mapped, reserve, size_of};
 use super::medium::Medium;
 use super::store::PStore;
+use crate::store::Record;
 use crate::tree::{Limits, Replay, Tree};
 
 /// How long a change may stay in memory when nobody asks for more: as ext4's `commit=`.
@@ -158,17 +161,24 @@ pub(super) fn assemble(
     let store = PStore::new(disk, keeps.then_some(commit));
     let inodes_max = superblock.layout.log_bytes() / INODE_BYTES_MIN;
     let mut replay = Replay::new(store, Limits { inodes_max, read_only: options.read_only });
-    log.for_each(on_damage, |on_damage, index, item| match item {
-        super::codec::Item::Tree(record) => match replay.apply(record) {
-            Ok(()) => Ok(()),
-            Err(source) => on_damage(DamageError::Replay { index, source }),
-        },
-        super::codec::Item::Map(_) => Ok(()),
+    let mut regular = HashSet::new();
+    log.for_each(on_damage, |on_damage, index, item| {
+        let Item::Tree(record) = item else { return Ok(()) };
+        match (replay.apply(record), record) {
+            (Err(source), _) => on_damage(DamageError::Replay { index, source })?,
+            (Ok(()), Record::Make { ino, meta, .. })
+                if FileType::from_raw_mode(meta.mode) == FileType::RegularFile =>
+            {
+                regular.insert(*ino);
+            }
+            _ => {}
+        }
+        Ok(())
     })
     .map_err(damaged)?;
     let last = log.len();
     let tree = replay.finish().map_err(|source| damaged(DamageError::Replay { index: last, source }))?;
-    drop_strays(&tree, on_damage).map_err(damaged)?;
+    drop_strays(&tree.store().disk, &regular, on_damage).map_err(damaged)?;
     if !options.read_only {
         restart(path, &tree)?;
     }
@@ -176,14 +186,10 @@ pub(super) fn assemble(
 }
 
 /// Data whose inode could not be replayed.
-fn drop_strays(tree: &PMem, on_damage: &mut OnDamage<'_>) -> Result<(), DamageError> {
-    let disk = &tree.store().disk;
-    for ino in disk.files().iter().map(|file| file.ino) {
-        let attr = tree.getattr(&Caller::default(), ino, None);
-        if !attr.is_ok_and(|attr| attr.kind() == FileType::RegularFile) {
-            on_damage(DamageError::NoFile { ino: ino.0 })?;
-            disk.remove(ino, true);
-        }
+fn drop_strays(disk: &Disk, regular: &HashSet<Ino>, on_damage: &mut OnDamage<'_>) -> Result<(), DamageError> {
+    for ino in disk.files().iter().map(|file| file.ino).filter(|ino| !regular.contains(ino)) {
+        on_damage(DamageError::NoFile { ino: ino.0 })?;
+        disk.remove(ino, true);
     }
     Ok(())
 }

@@ -13,9 +13,7 @@ mod memfds;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{
-    Backing, Data, Errno, Extent, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec,
-};
+use ferry_vfs::{Backing, Data, Errno, Extent, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
 use rustix::fs::{AtFlags, Mode, OFlags, SeekFrom};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};
 use rustix::path::DecInt;
