@@ -40,6 +40,7 @@ pub struct Cli {
 }
 
 #[derive(Debug, clap::Subcommand)]
+#[allow(clippy::large_enum_variant, reason = "there is one in a process")]
 pub enum Command {
     /// Share directories with virtual machines until SIGTERM or SIGINT.
     ///
@@ -66,7 +67,7 @@ pub enum Command {
     #[command(
         override_usage = "ferry mount SOURCE MOUNTPOINT [OPTIONS]\n       ferry mount --explain [SOURCE] [MOUNTPOINT]"
     )]
-    Mount(Box<MountArgs>),
+    Mount(MountArgs),
 
     /// Show or change what a running share or mount logs.
     ///

@@ -89,6 +89,7 @@ pub fn name(share: &Share) -> String {
 /// The options of the virtio-fs device that a share is.
 pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
     let mut options = ferry_virtiofs::Options {
+        name: name(share),
         // Not the default: some versions of QEMU do not bear a device that tells its tag.
         tag: share.tag.clone(),
         cache: share.cache.into(),

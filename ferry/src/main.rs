@@ -97,7 +97,7 @@ fn run(Invocation { cli, more, args: line, at }: Invocation) -> Result<u8> {
             share::run(&shares, args.json, &logging)?;
             Ok(0)
         }
-        Command::Mount(args) => mount::run(*args, &line, at, &logging),
+        Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => trial::run(args),

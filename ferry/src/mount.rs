@@ -36,10 +36,11 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let mount = mount_options::of_mount(&args.options);
     let (json, detached) = (args.json || args.detached, args.detached);
     let share = args.into_share();
+    let nulls = detached.then(Nulls::open).transpose()?;
     share::serve(&[share], &mount, logging, |up| {
         announce(up, json)?;
-        if detached {
-            leave(log)
+        if let Some(nulls) = nulls {
+            nulls.leave(log)
         } else if let Some(log) = log {
             rustix::stdio::dup2_stderr(log).context("cannot write to the log file")
         } else {
@@ -94,19 +95,24 @@ fn announce(up: &[Served], json: bool) -> Result<()> {
     Ok(())
 }
 
-/// Lets go of everything that was inherited from the terminal.
-fn leave(log: Option<File>) -> Result<()> {
-    let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
-    rustix::stdio::dup2_stdout(null()?).context("cannot let go of standard output")?;
-    let log = log.map_or_else(null, Ok)?;
-    rustix::stdio::dup2_stderr(log).context("cannot let go of standard error")?;
-    // The folder that this was started in can be unmounted.
-    std::env::set_current_dir("/").context("cannot enter /")
-}
+/// What takes the place of standard output and error. Opened before anything is mounted: without descriptors this
+/// fails, and whoever waits must not have been told that all is well.
+struct Nulls([File; 2]);
 
-fn open_log(path: &Path) -> Result<File> {
-    let options = OpenOptions::new().append(true).create(true).mode(LOG_MODE).open(path);
-    options.with_context(|| format!("cannot write to the log file {}", path.display()))
+impl Nulls {
+    fn open() -> Result<Self> {
+        let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
+        Ok(Self([null()?, null()?]))
+    }
+
+    /// Lets go of everything that was inherited from the terminal.
+    fn leave(self, log: Option<File>) -> Result<()> {
+        let [out, error] = self.0;
+        rustix::stdio::dup2_stdout(out).context("cannot let go of standard output")?;
+        rustix::stdio::dup2_stderr(log.unwrap_or(error)).context("cannot let go of standard error")?;
+        // The folder that this was started in can be unmounted.
+        std::env::set_current_dir("/").context("cannot enter /")
+    }
 }
 
 /// `--explain`: of a running mount, or of one that is made for it.

@@ -9,7 +9,7 @@ mod message;
 use std::collections::{HashMap, HashSet};
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 use ferry_vfs::{Change, Errno, Ino, NameBuf, SessionId, Subscription};
@@ -138,12 +138,18 @@ impl Notifier {
             let (connection, shared) = (Arc::clone(connection), Arc::clone(&shared));
             move || tell_all(&connection, &shared)
         })?;
-        // The kernel has made what it asked for itself part of its caches.
-        let own = connection.session.mount().map(|mount| mount.id());
         let subscription = changes.subscribe({
-            let shared = Arc::clone(&shared);
+            let (connection, shared) = (Arc::clone(connection), Arc::clone(&shared));
+            let own = OnceLock::new();
             move |change: &Change, by: SessionId| {
-                if Some(by) != own {
+                // The kernel has made what it asked for itself part of its caches. To tell it all the same is worse than
+                // useless: its answer may wait for the very request.
+                if own.get().is_none()
+                    && let Some(mount) = connection.session.mount()
+                {
+                    let _ = own.set(mount.id());
+                }
+                if own.get() != Some(&by) {
                     shared.note(change);
                 }
             }

@@ -47,7 +47,9 @@ impl Control {
     }
 
     fn listen(shares: Arc<[Served]>, logging: Logging) -> Result<Self> {
-        let bound = Bound::bind(&place::own()?.join(std::process::id().to_string()))?;
+        let folder = place::own()?;
+        place::remove_dead(&folder);
+        let bound = Bound::bind(&folder.join(std::process::id().to_string()))?;
         let listener = bound.listener.try_clone()?;
         let ended = Arc::new(AtomicBool::new(false));
         let end = Arc::clone(&ended);

@@ -159,7 +159,10 @@ fn a_full_image_says_so_and_has_room_again() {
                 }
             }
         }
-        assert!(written * 49 <= free && (written + 2) * 49 > free, "round {round}: {written} files of 49 blocks in {free}");
+        assert!(
+            written * 49 <= free && (written + 2) * 49 > free,
+            "round {round}: {written} files of 49 blocks in {free}"
+        );
         assert_eq!(get_all(&fs, Ino::ROOT, b"0"), vec![round; 200_000]);
         for index in 0..=written {
             fs.unlink(&cx(), Ino::ROOT, name(format!("{index}").as_bytes())).unwrap();

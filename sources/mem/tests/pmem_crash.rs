@@ -321,7 +321,11 @@ fn check(workload: &Workload, event: usize, left: Vec<Vec<u8>>, context: &str) {
     );
     for (path, seen) in &found {
         let from = bytes_from.get(&seen.ino).copied().unwrap_or(0);
-        check_bytes(&workload.worlds[from..=now], seen, &format!("{context}: {}, step {from} to {now}, names of {world:?}", path.escape_ascii()));
+        check_bytes(
+            &workload.worlds[from..=now],
+            seen,
+            &format!("{context}: {}, step {from} to {now}, names of {world:?}", path.escape_ascii()),
+        );
     }
     assert!(fsck_after(fs, &media).is_clean(), "{context}: after the mount");
 }
@@ -333,7 +337,15 @@ fn fsck_after(fs: PMem, media: &Media) -> ferry_mem::pmem::Report {
 
 fn brief(world: &World) -> Vec<String> {
     let line = |(path, seen): (&Vec<u8>, &Seen)| {
-        format!("{} ino {} mode {:o} nlink {} size {} {} xattrs", path.escape_ascii(), seen.ino, seen.mode, seen.nlink, seen.size, seen.xattrs.len())
+        format!(
+            "{} ino {} mode {:o} nlink {} size {} {} xattrs",
+            path.escape_ascii(),
+            seen.ino,
+            seen.mode,
+            seen.nlink,
+            seen.size,
+            seen.xattrs.len()
+        )
     };
     world.iter().map(line).collect()
 }

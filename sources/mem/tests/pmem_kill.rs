@@ -53,7 +53,8 @@ fn work(fs: &PMem, random: &mut Random) -> ferry_vfs::Result<()> {
 #[test]
 fn child() {
     let (Ok(image), Ok(seed)) = (std::env::var(IMAGE), std::env::var(SEED)) else { return };
-    let fs = open(Path::new(&image), &Options { commit: Some(Duration::from_millis(3)), ..Options::default() }).unwrap();
+    let fs =
+        open(Path::new(&image), &Options { commit: Some(Duration::from_millis(3)), ..Options::default() }).unwrap();
     let mut random = Random::new(seed.parse().unwrap());
     panic!("the work ended: {:?}", work(&fs, &mut random));
 }

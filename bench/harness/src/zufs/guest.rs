@@ -134,6 +134,9 @@ const FSDAX: &str = "fsdax() { d=/sys/bus/nd; r=$d/devices/region$1; p=$(cat $r/
                      cat /proc/sys/kernel/random/uuid >$d/devices/$p/uuid; echo namespace$1.0 >$d/devices/$p/namespace; \
                      echo $p >$d/drivers/nd_pmem/bind; basename $d/devices/$p/block/*; }";
 
+/// The guest is thrown away, so nothing need be put back.
+const ENABLE_URING: &str = "echo Y >/sys/module/fuse/parameters/enable_uring";
+
 /// The line of shell that mounts a system in the guest.
 fn mount_command(system: System, programs: &Programs, mkfs: &Path) -> Result<String> {
     let dir = folder(system);
@@ -141,7 +144,7 @@ fn mount_command(system: System, programs: &Programs, mkfs: &Path) -> Result<Str
         let ferry = shell_word(&programs.ferry);
         format!(
             "{ferry} mount {words} --foreground >/run/ferry.log 2>&1 & \
-             for i in $(seq {MOUNT_LOOKS}); do mountpoint -q {dir} && break; kill -0 $! || break; sleep 0.2; done; \
+             for i in $(seq {MOUNT_LOOKS}); do mountpoint -q {dir} && break; kill -0 $! 2>/dev/null || break; sleep 0.2; done; \
              mountpoint -q {dir} || {{ cat /run/ferry.log; false; }}"
         )
     };
@@ -152,13 +155,12 @@ fn mount_command(system: System, programs: &Programs, mkfs: &Path) -> Result<Str
             shell_word(mkfs)
         ),
         System::FerryPmem => {
-            let words = ferry(&format!("pmem:/dev/$device {dir} --passthrough on"));
-            format!("{FSDAX}; device=$(fsdax 1) && [ -b /dev/$device ] && {{ {words}; }}")
+            let words = ferry(&format!("pmem:/dev/$device {dir} --path uring"));
+            format!("{FSDAX}; {ENABLE_URING}; device=$(fsdax 1) && [ -b /dev/$device ] && {{ {words}; }}")
         }
-        System::Ferry(Files::Mem, Way::Uring) => format!(
-            "echo Y >/sys/module/fuse/parameters/enable_uring; {}",
-            ferry(&format!("mem {dir} --path uring --passthrough off"))
-        ),
+        System::Ferry(Files::Mem, Way::Uring) => {
+            format!("{ENABLE_URING}; {}", ferry(&format!("mem {dir} --path uring --passthrough off")))
+        }
         System::Ferry(Files::Mem, Way::Devfuse) => ferry(&format!("mem {dir} --path devfuse --passthrough off")),
         System::Ferry(Files::Mem, Way::Passthrough) => ferry(&format!("mem {dir} --passthrough on")),
         other => bail!("{} does not run in the guest", other.full_name()),

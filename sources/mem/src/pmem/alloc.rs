@@ -59,8 +59,7 @@ impl Allocator {
 
     /// Whether a run lies within this tier.
     pub(crate) fn contains(&self, run: Run) -> bool {
-        run.block >= self.first
-            && run.block.checked_add(run.count).is_some_and(|end| end <= self.first + self.blocks)
+        run.block >= self.first && run.block.checked_add(run.count).is_some_and(|end| end <= self.first + self.blocks)
     }
 
     /// Takes `count` blocks in as few runs as there are, beginning at `goal` if that is free and else in the shard of
@@ -108,7 +107,9 @@ impl Allocator {
         let mut done = 0;
         while done < run.count {
             let at = run.block + done;
-            match self.shard(self.index(at)).take_at(at, run.count - done) {
+            // Not in the match itself: that would hold the shard while its blocks are put back.
+            let part = self.shard(self.index(at)).take_at(at, run.count - done);
+            match part {
                 Some(part) => done += part.count,
                 None => {
                     self.put_back(&[Run { block: run.block, count: done }]);
@@ -151,7 +152,8 @@ impl Allocator {
 impl Shard {
     /// Takes up to `max` free blocks that begin at `block`.
     fn take_at(&mut self, block: u64, max: u64) -> Option<Run> {
-        let (&start, &count) = self.runs.range(..=block).next_back().filter(|(start, count)| *start + *count > block)?;
+        let (&start, &count) =
+            self.runs.range(..=block).next_back().filter(|(start, count)| *start + *count > block)?;
         let end = start + count;
         let run = Run { block, count: max.min(end - block) };
         self.runs.remove(&start);

@@ -110,8 +110,12 @@ impl Extents {
             return removed;
         }
         let first = self.pieces.range(..=range.start).next_back().map_or(range.start, |(logical, _)| *logical);
-        let touched: Vec<Piece> =
-            self.pieces.range(first..range.end).map(|(_, piece)| *piece).filter(|piece| piece.end() > range.start).collect();
+        let touched: Vec<Piece> = self
+            .pieces
+            .range(first..range.end)
+            .map(|(_, piece)| *piece)
+            .filter(|piece| piece.end() > range.start)
+            .collect();
         for piece in touched {
             self.pieces.remove(&piece.logical);
             if piece.logical < range.start {

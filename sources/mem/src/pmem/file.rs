@@ -74,7 +74,8 @@ impl Disk {
         if end.checked_sub(offset) != Some(len.into()) || u64::from(len) < EXTENT_BYTES_MIN {
             return None;
         }
-        let piece = state.extents.at(block_of(offset)).filter(|piece| piece.written && piece.end() * BLOCK_BYTES >= end)?;
+        let piece =
+            state.extents.at(block_of(offset)).filter(|piece| piece.written && piece.end() * BLOCK_BYTES >= end)?;
         let (tier, number) = self.tier(piece.block).ok()?;
         let file = self.grace.backing(number)?;
         Some(Extent { file, offset: tier.at(piece.block) + skip_of(offset) as u64 })
@@ -157,8 +158,7 @@ impl Disk {
         let blocks = block_of(offset)..end.div_ceil(BLOCK_BYTES);
         let size = state.size.max(end);
         let new = self.plan(state, blocks.clone())?;
-        let in_place: Vec<Piece> =
-            state.extents.within(blocks.clone()).filter(|piece| is_settled(piece)).collect();
+        let in_place: Vec<Piece> = state.extents.within(blocks.clone()).filter(|piece| is_settled(piece)).collect();
         if new.is_empty() && size == state.size {
             return self.overwrite(file, state, &in_place, offset, bytes).map(drop);
         }
@@ -234,7 +234,8 @@ impl Disk {
                 at += count as u64;
             }
         }
-        if let (Ok(first), Ok(last)) = (usize::try_from(from - offset.min(from)), usize::try_from(to - offset.min(to))) {
+        if let (Ok(first), Ok(last)) = (usize::try_from(from - offset.min(from)), usize::try_from(to - offset.min(to)))
+        {
             let part = bytes.get(first..last).unwrap_or_default();
             medium.write(target + (from - start), part).map_err(|error| io_error(&error))?;
         }
@@ -242,14 +243,7 @@ impl Disk {
     }
 
     /// Overwrites the parts of a range that fall into these pieces; answers where on the medium that was.
-    fn overwrite(
-        &self,
-        file: &File,
-        state: &mut State,
-        pieces: &[Piece],
-        offset: u64,
-        bytes: &[u8],
-    ) -> Result<Ranges> {
+    fn overwrite(&self, file: &File, state: &mut State, pieces: &[Piece], offset: u64, bytes: &[u8]) -> Result<Ranges> {
         let end = offset + bytes.len() as u64;
         let mut ranges = Ranges::default();
         for piece in pieces {

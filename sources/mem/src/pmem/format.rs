@@ -123,7 +123,9 @@ pub enum FormatError {
         records: u64,
     },
     /// The numbers do not fit together.
-    #[error("it says {image_bytes} bytes with {log_blocks} blocks for each log and {data_blocks} for data, which do not add up")]
+    #[error(
+        "it says {image_bytes} bytes with {log_blocks} blocks for each log and {data_blocks} for data, which do not add up"
+    )]
     Layout {
         /// Bytes of the image.
         image_bytes: u64,

@@ -166,9 +166,7 @@ pub(super) fn assemble(
         let Item::Tree(record) = item else { return Ok(()) };
         match (replay.apply(record), record) {
             (Err(source), _) => on_damage(DamageError::Replay { index, source })?,
-            (Ok(()), Record::Make { ino, meta, .. })
-                if FileType::from_raw_mode(meta.mode) == FileType::RegularFile =>
-            {
+            (Ok(()), Record::Make { ino, meta, .. }) if FileType::from_raw_mode(meta.mode) == FileType::RegularFile => {
                 regular.insert(*ino);
             }
             _ => {}
@@ -240,7 +238,8 @@ fn format(path: &Path, media: &Media, options: &Options) -> Result<Superblock, O
     let mut tier2_blocks = 0;
     if let Some(tier2) = &media.tier2 {
         let name = options.tier2.as_deref().unwrap_or(path);
-        let (wrong, bytes) = (|reason: &str| OpenError::Tier2 { path: name.into(), reason: reason.into() }, tier2.bytes());
+        let (wrong, bytes) =
+            (|reason: &str| OpenError::Tier2 { path: name.into(), reason: reason.into() }, tier2.bytes());
         if !is_blank(&**tier2) {
             return Err(wrong("it is not empty, and the image is new; empty it first (truncate -s 0)"));
         }

@@ -198,7 +198,8 @@ fn walk_dir(fs: &PMem, dir: Ino, path: &[u8], world: &mut World) {
         let entry = fs.lookup(&cx(), dir, name(&file)).unwrap();
         let path = [path, b"/", &file].concat();
         let mut xattrs = BTreeMap::new();
-        for xattr in fs.listxattr(&cx(), entry.ino).unwrap().split(|byte| *byte == 0).filter(|xattr| !xattr.is_empty()) {
+        for xattr in fs.listxattr(&cx(), entry.ino).unwrap().split(|byte| *byte == 0).filter(|xattr| !xattr.is_empty())
+        {
             xattrs.insert(xattr.to_vec(), fs.getxattr(&cx(), entry.ino, xattr).unwrap());
         }
         let mut bytes = Vec::new();
