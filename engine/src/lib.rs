@@ -42,4 +42,4 @@ pub use lane::Lane;
 pub use mailbox::Mailbox;
 pub use privileges::WithoutFsetid;
 pub use spin::Spin;
-pub use transfers::{IoMode, Operation, Segment, Transfers, TransfersError};
+pub use transfers::{IoMode, Operation, Segment, Transfers, TransfersError, learnt};

@@ -14,12 +14,23 @@ use crate::ring::{Completion, Ring, SEGMENTS_MAX};
 /// From how many reads on a ring's one call for all is cheaper than a call for each.
 const RING_BATCH_MIN: usize = 3;
 
-/// What [`Backing::learn`] remembers of a file: reads can be tried without waiting.
-const READ_TRIES: u8 = 1;
-/// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
-const READ_CANNOT_TRY: u8 = 2;
-/// Writes cannot be tried (buffered ext4): likewise.
-const WRITE_CANNOT_TRY: u8 = 4;
+/// What [`Backing::learn`] remembers of a file.
+pub mod learnt {
+    /// Reads can be tried without waiting.
+    pub const READ_TRIES: u8 = 1;
+    /// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
+    pub const READ_CANNOT_TRY: u8 = 2;
+    /// Writes cannot be tried (buffered ext4): likewise.
+    pub const WRITE_CANNOT_TRY: u8 = 4;
+    /// The file lies in memory: nothing ever waits.
+    pub const IN_MEMORY: u8 = 8;
+    /// The file is served by somebody else, another machine or another process: anything may wait for long.
+    pub const FAR: u8 = 16;
+    /// Whether it is one of these two was looked at.
+    pub const PLACE_KNOWN: u8 = 32;
+}
+
+use learnt::{READ_CANNOT_TRY, READ_TRIES, WRITE_CANNOT_TRY};
 
 /// How transfers are made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

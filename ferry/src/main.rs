@@ -76,10 +76,18 @@ fn run_or_say(invocation: Invocation) -> u8 {
     match run(invocation) {
         Ok(status) => status,
         Err(error) => {
-            eprintln!("ferry: {error:#}");
+            let text = format!("{error:#}");
+            eprintln!("ferry: {text}{}", advice(&text));
             1
         }
     }
+}
+
+/// What helps where the system's own words end a sentence. Whatever opens files can run out of descriptors, and not all
+/// errors on the way here hand out the number.
+fn advice(text: &str) -> &'static str {
+    let too_many_files = text.contains(&*rustix::io::Errno::MFILE.to_string());
+    if too_many_files && !text.contains("ulimit -n") { "; raise the limit of file descriptors (ulimit -n)" } else { "" }
 }
 
 fn run(Invocation { cli, more, args: line, at }: Invocation) -> Result<u8> {

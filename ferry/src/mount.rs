@@ -115,6 +115,11 @@ impl Nulls {
     }
 }
 
+fn open_log(path: &Path) -> Result<File> {
+    let options = OpenOptions::new().append(true).create(true).mode(LOG_MODE).open(path);
+    options.with_context(|| format!("cannot write to the log file {}", path.display()))
+}
+
 /// `--explain`: of a running mount, or of one that is made for it.
 fn explain(args: MountArgs) -> Result<()> {
     let explained = match &args.mountpoint {

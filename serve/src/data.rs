@@ -147,6 +147,20 @@ impl Server {
     }
 }
 
+/// A request whose transfer is under way, apart from the server that began it.
+#[derive(Debug)]
+pub struct Unfinished {
+    pub(crate) share: Arc<Share>,
+    pub(crate) moving: Moving,
+}
+
+impl Unfinished {
+    /// The transfer has ended: finishes the reply. Answers the bytes of the reply.
+    pub fn finish(self, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
+        self.moving.finish(&self.share, buffer, outcome)
+    }
+}
+
 impl Moving {
     /// Writes the reply of a transfer that has ended; answers its bytes.
     pub(crate) fn finish(self, share: &Share, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {

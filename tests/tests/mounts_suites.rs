@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, Site, Source};
 use ferry_tests::suites::pjdfstest::{self, Results, names};
-use ferry_tests::suites::programs::{FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite};
+use ferry_tests::suites::programs::{
+    FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite,
+};
 use ferry_tests::suites::{build as tree, fsx as operations};
 use ferry_tests::{Place, folder, on_cells};
 

@@ -53,7 +53,10 @@ pub fn remove_dead(folder: &Path) {
         let gone = rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
         // In a container that shares the folder, the number may mean nothing to us although the server runs.
         let deaf = UnixStream::connect(&path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
-        if gone && deaf && let Err(error) = fs::remove_file(&path) {
+        if gone
+            && deaf
+            && let Err(error) = fs::remove_file(&path)
+        {
             tracing::debug!("the socket {} of a dead server stays: {error}", path.display());
         }
     }

@@ -122,7 +122,7 @@ fn kill_loop(time: Duration, seed: u64) {
                 panic!("kill {kills}: {path} is gone, its versions are {versions:?}");
             };
             let version = u64::from_le_bytes(seen.bytes[..8].try_into().unwrap());
-            assert!(seen.bytes == contents(version), "kill {kills}: {path} is no whole version");
+            assert!(*seen.bytes == contents(version), "kill {kills}: {path} is no whole version");
             assert!(versions.contains(&version), "kill {kills}: {path} is {version}, none of {versions:?}");
             *versions = vec![version];
         }

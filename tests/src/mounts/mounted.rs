@@ -95,7 +95,11 @@ impl Mounted {
         let below = mountpoint.with_file_name(BELOW);
         let source = prepare(cell.source, &below);
         let mut command = ferry(["mount", &source]);
-        command.arg(mountpoint).args(["--foreground", "--json", "--allow-other"]).args(cell.flags()).args(&options.args);
+        command
+            .arg(mountpoint)
+            .args(["--foreground", "--json", "--allow-other"])
+            .args(cell.flags())
+            .args(&options.args);
         let mounted = Self::of(cell, mountpoint, &mut command, options.limit);
         // The mount of a server that died may have been there before.
         mounted.line();

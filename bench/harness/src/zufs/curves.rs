@@ -83,9 +83,10 @@ pub fn svg(title: &str, curves: &[Curve]) -> String {
 }
 
 fn grid(out: &mut String, (low, high): (f64, f64), most_threads: f64, x: &dyn Fn(f64) -> f64, y: &dyn Fn(f64) -> f64) {
-    let mut power = low;
-    while power <= high {
-        let (at, rate) = (y(power.exp2()), power.exp2() / 1000.0);
+    // Round figures: 1, 2 and 5 times each power of ten.
+    let rates = (0..10).flat_map(|power| [1.0, 2.0, 5.0].map(|step| step * 10_f64.powi(power)));
+    for rate in rates.filter(|rate| (low..=high).contains(&rate.log2())) {
+        let at = y(rate);
         let _ = writeln!(
             out,
             "<line x1=\"{LEFT}\" x2=\"{:.1}\" y1=\"{at:.1}\" y2=\"{at:.1}\" stroke=\"#ddd\"/>\
@@ -93,9 +94,8 @@ fn grid(out: &mut String, (low, high): (f64, f64), most_threads: f64, x: &dyn Fn
             LEFT + PLOT_WIDTH,
             LEFT - 8.0,
             at + 4.0,
-            crate::stats::round(rate)
+            rate / 1000.0
         );
-        power += 1.0;
     }
     let mut threads = 1.0;
     while threads <= most_threads {

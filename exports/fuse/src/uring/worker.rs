@@ -148,7 +148,7 @@ impl<'a> Worker<'a> {
         }
         let outcome = match refused {
             // With one entry the queue works, if not as well.
-            Some((index, error)) if index == 0 => outcome.and(Err(io::Error::from_raw_os_error(-error))),
+            Some((0, error)) => outcome.and(Err(io::Error::from_raw_os_error(-error))),
             _ => outcome,
         };
         let failed = outcome.is_err();

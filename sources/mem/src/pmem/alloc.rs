@@ -69,11 +69,11 @@ impl Allocator {
         self.free.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |free| free.checked_sub(count)).ok()?;
         let mut taken: Vec<Run> = Vec::new();
         let mut missing = count;
-        if let Some(goal) = goal.filter(|goal| self.contains(Run { block: *goal, count: 1 })) {
-            if let Some(run) = self.shard(self.index(goal)).take_at(goal, missing) {
-                missing -= run.count;
-                taken.push(run);
-            }
+        if let Some(goal) = goal.filter(|goal| self.contains(Run { block: *goal, count: 1 }))
+            && let Some(run) = self.shard(self.index(goal)).take_at(goal, missing)
+        {
+            missing -= run.count;
+            taken.push(run);
         }
         let start = cpu % self.shards.len();
         for whole in [true, false] {

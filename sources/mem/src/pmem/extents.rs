@@ -135,16 +135,16 @@ impl Extents {
     pub(crate) fn insert(&mut self, mut piece: Piece) {
         debug_assert!(piece.count > 0 && self.within(piece.logical..piece.end()).next().is_none());
         self.blocks += piece.count;
-        if let Some((_, before)) = self.pieces.range(..piece.logical).next_back() {
-            if piece.continues(before) {
-                piece = Piece { count: before.count + piece.count, ..*before };
-            }
+        if let Some((_, before)) = self.pieces.range(..piece.logical).next_back()
+            && piece.continues(before)
+        {
+            piece = Piece { count: before.count + piece.count, ..*before };
         }
-        if let Some(after) = self.pieces.get(&piece.end()).copied() {
-            if after.continues(&piece) {
-                self.pieces.remove(&after.logical);
-                piece.count += after.count;
-            }
+        if let Some(after) = self.pieces.get(&piece.end()).copied()
+            && after.continues(&piece)
+        {
+            self.pieces.remove(&after.logical);
+            piece.count += after.count;
         }
         self.pieces.insert(piece.logical, piece);
     }

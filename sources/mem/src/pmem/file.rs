@@ -25,6 +25,9 @@ impl Disk {
     pub(crate) fn read(&self, file: &File, offset: u64, len: u32, out: &mut dyn Output) -> Result<Data> {
         self.touch(file);
         let state = file.read();
+        if self.tier2.is_some() && state.extents.at(block_of(offset)).is_some_and(|piece| piece.block >= TIER2_FIRST) {
+            self.heat.warm_up(file);
+        }
         let end = offset.saturating_add(len.into()).min(state.size);
         if let Some(extent) = self.extent(&state, offset, end, len) {
             return Ok(Data::Extent(extent));
@@ -158,7 +161,7 @@ impl Disk {
         let blocks = block_of(offset)..end.div_ceil(BLOCK_BYTES);
         let size = state.size.max(end);
         let new = self.plan(state, blocks.clone())?;
-        let in_place: Vec<Piece> = state.extents.within(blocks.clone()).filter(|piece| is_settled(piece)).collect();
+        let in_place: Vec<Piece> = state.extents.within(blocks.clone()).filter(is_settled).collect();
         if new.is_empty() && size == state.size {
             return self.overwrite(file, state, &in_place, offset, bytes).map(drop);
         }
@@ -222,7 +225,10 @@ impl Disk {
             Some(old) if old.written && old.block >= TIER2_FIRST => {
                 self.look(old.block, skip_of(at) as u64, buffer.len(), &mut |seen| buffer.copy_from_slice(seen))
             }
-            _ => Ok(buffer.fill(0)),
+            _ => {
+                buffer.fill(0);
+                Ok(())
+            }
         };
         for edge in [start..from, to..end] {
             let mut at = edge.start;

@@ -99,10 +99,10 @@ fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Resu
             report.add(Severity::Warning, format!("superblock {index} is damaged: {error}"));
         }
     }
-    if let [Ok(first), Ok(second)] = &copies.0 {
-        if first.generation != second.generation {
-            report.add(Severity::Note, "the superblocks differ: a crash came between writing them");
-        }
+    if let [Ok(first), Ok(second)] = &copies.0
+        && first.generation != second.generation
+    {
+        report.add(Severity::Note, "the superblocks differ: a crash came between writing them");
     }
     let options = Options { read_only: true, tier2: tier2.map(Into::into), ..Options::default() };
     let mut damage: Vec<DamageError> = Vec::new();

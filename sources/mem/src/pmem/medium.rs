@@ -80,11 +80,12 @@ impl Ranges {
             return;
         }
         // Writers mostly go on where they were, or write the same place again.
-        if let Some(last) = self.0.last_mut() {
-            if range.start <= last.end && last.start <= range.end {
-                *last = last.start.min(range.start)..last.end.max(range.end);
-                return;
-            }
+        if let Some(last) = self.0.last_mut()
+            && range.start <= last.end
+            && last.start <= range.end
+        {
+            *last = last.start.min(range.start)..last.end.max(range.end);
+            return;
         }
         self.0.push(range);
         if self.0.len() > RANGES_MAX {
@@ -121,10 +122,12 @@ impl Ranges {
 
     fn tidy(&mut self) {
         self.sort();
-        if let [first, .., last] = &self.0[..] {
-            if self.0.len() > RANGES_MAX / 2 {
-                self.0 = vec![first.start..last.end];
-            }
+        if let [first, .., last] = &self.0[..]
+            && self.0.len() > RANGES_MAX / 2
+        {
+            let all = first.start..last.end;
+            self.0.clear();
+            self.0.push(all);
         }
     }
 }

@@ -30,6 +30,7 @@ mod file;
 pub mod format;
 mod fsck;
 mod grace;
+mod heat;
 mod keeper;
 mod load;
 mod log;

@@ -155,13 +155,13 @@ pub struct Seen {
     pub nlink: u32,
     pub size: u64,
     pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
-    pub bytes: Vec<u8>,
+    pub bytes: Arc<Vec<u8>>,
 }
 
 impl Seen {
     /// The same but for the bytes.
     pub fn same_but_bytes(&self, other: &Self) -> bool {
-        let no_bytes = |seen: &Self| Self { bytes: Vec::new(), ..seen.clone() };
+        let no_bytes = |seen: &Self| Self { bytes: Arc::default(), ..seen.clone() };
         no_bytes(self) == no_bytes(other)
     }
 }
@@ -211,7 +211,7 @@ fn walk_dir(fs: &PMem, dir: Ino, path: &[u8], world: &mut World) {
         }
         let size = if entry.attr.kind() == FileType::Directory { 0 } else { entry.attr.size };
         let (mode, nlink) = (entry.attr.mode, entry.attr.nlink);
-        world.insert(path, Seen { ino: entry.ino.0, mode, nlink, size, xattrs, bytes });
+        world.insert(path, Seen { ino: entry.ino.0, mode, nlink, size, xattrs, bytes: Arc::new(bytes) });
         fs.forget(entry.ino, 1);
     }
 }
