@@ -5,9 +5,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
-use ferry_vfs::Backing;
+use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use crate::memory::move_now;
 use crate::privileges::WithoutFsetid;
 use crate::ring::{Completion, Ring, SEGMENTS_MAX};
 
@@ -61,16 +62,6 @@ pub enum Operation {
         /// `fdatasync`.
         data_only: bool,
     },
-}
-
-/// A piece of memory, laid out as `struct iovec`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct Segment {
-    /// First byte.
-    pub address: *mut u8,
-    /// Length in bytes.
-    pub bytes: usize,
 }
 
 const _: () = assert!(size_of::<Segment>() == size_of::<libc::iovec>());
@@ -198,6 +189,10 @@ impl Transfers {
         let reads = queued.len();
         let mut without_fsetid = None;
         for &slot in &queued {
+            if let Some(outcome) = self.pending[slot].move_now() {
+                self.finish(slot, outcome);
+                continue;
+            }
             let privileged = !matches!(self.pending[slot].operation, Operation::Write { clear_privileges: true, .. });
             if privileged {
                 without_fsetid = None;
@@ -366,11 +361,20 @@ impl Pending {
         self.file.as_ref().map_or(-1, |file| file.as_fd().as_raw_fd())
     }
 
+    /// Makes the transfer in memory, if it can be.
+    fn move_now(&self) -> Option<io::Result<usize>> {
+        let file = self.file.as_deref()?;
+        // SAFETY: the memory is valid by the contract of `queue`.
+        unsafe { move_now(self.operation, file, self.offset, &self.segments) }
+    }
+
     /// Ends the transfer here and now if that needs no waiting, or if waiting is the best that can be done.
     fn try_now(&mut self, has_ring: bool, batch: usize) -> Option<io::Result<usize>> {
         let learnt = self.file.as_ref().map_or(0, |file| file.learnt());
+        // What lies in memory has nothing to wait for, whatever the flags say.
+        let in_memory = self.file.as_ref().is_some_and(|file| file.memory().is_some());
         match self.operation {
-            _ if !has_ring => return Some(self.wait_for_it()),
+            _ if !has_ring || in_memory => return Some(self.wait_for_it()),
             Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return None,
             Operation::Read if learnt & READ_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
             Operation::Read if learnt & READ_TRIES != 0 && batch >= RING_BATCH_MIN => return None,

@@ -1,6 +1,7 @@
 //! The program `ferry`: what to share or mount, and through what, comes in on the command line or from a file;
 //! the libraries beside it do the work.
 
+mod apart;
 mod cli;
 mod config;
 mod control;
@@ -15,7 +16,6 @@ mod mount;
 mod mount_options;
 mod recipes;
 mod share;
-mod signals;
 mod size;
 mod socket;
 mod source;

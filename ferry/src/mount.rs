@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 
 use crate::cli::{MountArgs, Share};
-use crate::control::{Explained, Request, Served, Target};
+use crate::control::{Explained, Request, Served, Target, is_in_mount};
 use crate::exports::{self, Serving};
 use crate::logging::Logging;
 use crate::source::Sources;
@@ -142,7 +142,12 @@ fn explain(args: MountArgs) -> Result<()> {
 
 /// What the server of a mount point says, if this is the mount point of one.
 fn running(path: &Path) -> Option<Result<Explained>> {
-    let Target { client, share, file } = Target::find(path).ok()?;
+    let Target { client, share, file } = match Target::find(path) {
+        Ok(target) => target,
+        // Not a source: whatever is asked of it, nobody would answer.
+        Err(error) if is_in_mount(path) => return Some(Err(error)),
+        Err(_) => return None,
+    };
     let share = share.filter(|_| file.is_none())?;
     Some(client.ask(&Request::Explain { share }).map(|(explained, _)| explained))
 }
@@ -151,7 +156,8 @@ fn running(path: &Path) -> Option<Result<Explained>> {
 fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<Explained> {
     let mountpoint: PathBuf = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.into());
     let share = Share { mount: Some(mountpoint.clone()), ..args.share.clone() };
-    let source = Sources::default().open(&share)?;
+    let mut sources = Sources::beside(vec![mountpoint.clone()]);
+    let source = sources.open(&share)?;
     let options = exports::mount_options(&share, mount_options::of_mount(&args.options), false);
     let mut serving = Serving::default();
     let export = serving.mount(&mountpoint, std::sync::Arc::clone(&source), options)?;

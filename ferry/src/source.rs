@@ -9,6 +9,7 @@ use anyhow::Result;
 use ferry_mem::pmem;
 use ferry_vfs::FileSystem;
 
+use crate::apart::Apart;
 use crate::cli::Share;
 
 /// What begins the name of a persistent memory file system.
@@ -53,12 +54,18 @@ impl Kind {
 /// The sources of one process. One that several exports name is one object, so that they see each other's changes
 /// and locks at once.
 #[derive(Default)]
-pub struct Sources(Vec<Opened>);
+pub struct Sources {
+    opened: Vec<Opened>,
+    /// Where this process mounts.
+    mount_points: Vec<PathBuf>,
+}
 
 struct Opened {
     kind: Kind,
     options: Options,
     source: Arc<dyn FileSystem>,
+    /// What the source looks at, if it is not what everybody sees. It must be there as long as the source.
+    _apart: Option<Apart>,
 }
 
 /// What the flags say about a source, as opposed to its exports.
@@ -72,6 +79,12 @@ struct Options {
 }
 
 impl Sources {
+    /// Sources of a process that mounts here (absolute, without symbolic links). One that holds such a place does not
+    /// see the mount on it.
+    pub fn beside(mount_points: Vec<PathBuf>) -> Self {
+        Self { opened: Vec::new(), mount_points }
+    }
+
     /// The source of a share, which is opened at its first one.
     pub fn open(&mut self, share: &Share) -> Result<Arc<dyn FileSystem>> {
         let options = Options {
@@ -92,11 +105,16 @@ impl Sources {
             Kind::Mem => Kind::Mem,
         };
         let same = |opened: &&Opened| opened.kind == kind && opened.options == options;
-        if let Some(opened) = self.0.iter().find(same) {
+        if let Some(opened) = self.opened.iter().find(same) {
             return Ok(Arc::clone(&opened.source));
         }
-        let source = options.open(&share.kind())?;
-        self.0.push(Opened { kind, options, source: Arc::clone(&source) });
+        let apart = match &kind {
+            Kind::Dir(path) => Apart::of(path, &self.mount_points)?,
+            _ => None,
+        };
+        let seen = apart.as_ref().map_or_else(|| share.kind(), |apart| Kind::Dir(apart.path()));
+        let source = options.open(&seen)?;
+        self.opened.push(Opened { kind, options, source: Arc::clone(&source), _apart: apart });
         Ok(source)
     }
 }

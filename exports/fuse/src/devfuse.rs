@@ -7,7 +7,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 
-use ferry_engine::{IoMode, Transfers};
 use ferry_serve::{Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::InterruptIn;
@@ -85,6 +84,7 @@ impl Readers {
             move || {
                 Work::new(&reader).run();
                 reader.readers.threads.fetch_sub(1, Ordering::Relaxed);
+                drop(reader);
                 drop(present);
             }
         });
@@ -222,7 +222,6 @@ fn answer_error(channel: &OwnedFd, unique: u64, errno: Errno) {
 struct Work<'a> {
     reader: &'a Arc<Reader>,
     server: Server,
-    transfers: Transfers,
     memory: Memory,
     counters: Arc<Counters>,
 }
@@ -233,7 +232,6 @@ impl<'a> Work<'a> {
         Self {
             reader,
             server: connection.server(),
-            transfers: Transfers::new(IoMode::Sync, 1).expect("plain system calls need no set-up"),
             memory: Memory::new(connection.max_write_bytes),
             counters: connection.counters.lend(),
         }
@@ -289,18 +287,17 @@ impl<'a> Work<'a> {
     }
 
     fn serve(&mut self) {
-        let Self { reader, server, transfers, memory, counters } = self;
+        let Self { reader, server, memory, counters } = self;
         let term = reader.lease.term();
         let mut carrier = DeviceCarrier::new(reader, term, memory, counters);
         let mut served = server.serve_caught(&mut carrier);
-        if let (Served::Transfer, Some(transfer)) = (served, carrier.transfer.take()) {
-            let segment = carrier.segment(&transfer);
-            let is_read = transfer.is_read();
+        if let (Served::Transfer, Some(mut transfer)) = (served, carrier.transfer.take()) {
             counters.system_calls.add(1);
-            // SAFETY: the memory is this thread's own, and it does nothing else until the transfer has ended.
-            let outcome = unsafe { transfer.run(transfers, segment) };
-            if let (true, Ok(bytes)) = (is_read, &outcome) {
-                carrier.filled(*bytes);
+            let payload = carrier.payload(&transfer);
+            // SAFETY: the transfer was made within the payload, which is this thread's own.
+            let outcome = unsafe { transfer.wait(payload) };
+            if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
+                counters.read_bytes.add(*bytes as u64);
             }
             served = Served::Reply(server.transferred(ferry_serve::Carrier::token(&carrier), &mut carrier, outcome));
         }

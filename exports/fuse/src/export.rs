@@ -97,15 +97,18 @@ impl Export {
             interrupted: Arc::new(Interrupted::default()),
             bell: Bell::default(),
             max_write_bytes: options.max_write_bytes as usize,
-            end: End::default(),
+            end: Arc::new(End::default()),
         });
         // Before the first request is answered: of what changes after the answer the kernel must be told.
         let notifier = if keeps(&options) { Notifier::start(&connection).map_err(Error::Threads)? } else { None };
         let (agreed, rings) = match shake_hands(&connection, &wishes, &options) {
             Ok(agreed) => agreed,
             Err(error) => {
+                drop((notifier, mountpoint));
                 connection.end.declare();
                 connection.session.end();
+                // What they hold is free again when the caller gets to know.
+                connection.end.wait_for_threads(THREADS_PATIENCE);
                 return Err(error);
             }
         };

@@ -136,7 +136,12 @@ impl Notifier {
         let shared = Arc::new(Shared::default());
         let thread = std::thread::Builder::new().name("fuse-notify".into()).spawn({
             let (connection, shared) = (Arc::clone(connection), Arc::clone(&shared));
-            move || tell_all(&connection, &shared)
+            let present = Present::new(&connection);
+            move || {
+                tell_all(&connection, &shared);
+                drop((connection, shared));
+                drop(present);
+            }
         })?;
         let subscription = changes.subscribe({
             let (connection, shared) = (Arc::clone(connection), Arc::clone(&shared));
@@ -174,7 +179,6 @@ impl Drop for Notifier {
 }
 
 fn tell_all(connection: &Arc<Connection>, shared: &Shared) {
-    let _present = Present::new(connection);
     let counters = connection.counters.lend();
     while let Some(notes) = shared.take() {
         tell(connection, notes, &counters);

@@ -43,11 +43,16 @@ impl Transfer {
     pub(crate) unsafe fn try_now(&mut self, payload: *mut u8) -> Option<io::Result<usize>> {
         let learnt = self.learnt();
         let flags = match self.operation {
+            Operation::Fsync { .. } if learnt & learnt::IN_MEMORY != 0 => return Some(Ok(0)),
             _ if learnt & learnt::IN_MEMORY != 0 => 0,
             Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return None,
-            Operation::Read if learnt & learnt::READ_CANNOT_TRY != 0 => return self.unless_far(payload, learnt),
+            Operation::Read if learnt & learnt::READ_CANNOT_TRY != 0 => {
+                // SAFETY: passed on to the caller.
+                return unsafe { self.unless_far(payload, learnt) };
+            }
             Operation::Write { .. } if learnt & learnt::WRITE_CANNOT_TRY != 0 => {
-                return self.unless_far(payload, learnt);
+                // SAFETY: passed on to the caller.
+                return unsafe { self.unless_far(payload, learnt) };
             }
             _ => libc::RWF_NOWAIT,
         };
@@ -56,14 +61,17 @@ impl Transfer {
             Err(error) if flags != 0 && error.raw_os_error() == Some(libc::EAGAIN) => None,
             Err(error) if flags != 0 && error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
                 self.file.learn(if self.is_read() { learnt::READ_CANNOT_TRY } else { learnt::WRITE_CANNOT_TRY });
-                self.unless_far(payload, learnt)
+                // SAFETY: passed on to the caller.
+                unsafe { self.unless_far(payload, learnt) }
             }
             outcome => Some(outcome),
         }
     }
 
-    fn unless_far(&mut self, payload: *mut u8, learnt: u8) -> Option<io::Result<usize>> {
-        // SAFETY: `try_now`, which alone calls this, passes its promise on.
+    /// # Safety
+    /// As for [`Self::try_now`].
+    unsafe fn unless_far(&mut self, payload: *mut u8, learnt: u8) -> Option<io::Result<usize>> {
+        // SAFETY: passed on to the caller.
         (learnt & learnt::FAR == 0).then(|| unsafe { self.run(payload, 0) })
     }
 

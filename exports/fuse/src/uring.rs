@@ -10,6 +10,7 @@
 
 mod carrier;
 mod memory;
+mod moving;
 mod queue;
 mod ring;
 mod worker;

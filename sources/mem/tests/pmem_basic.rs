@@ -80,7 +80,7 @@ fn bytes_agree_with_a_plain_array() {
         let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, b"").unwrap();
         let mut random = Random::new(seed);
         let mut model: Vec<u8> = Vec::new();
-        for step in 0..600 {
+        for step in 0..600u32 {
             let (offset, len) = (random.below(300_000) as usize, 1 + random.below(40_000) as usize);
             let end = offset + len;
             match random.below(8) {

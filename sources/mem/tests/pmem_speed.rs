@@ -69,9 +69,9 @@ fn random_writes(sync: bool, what: &str) {
         let block = [7; WRITE_BYTES as usize];
         let pmem = rate(threads, |thread, offset| {
             let (ino, handle) = files[thread as usize];
-            fs.write(&cx(), &at(ino, handle, offset, block.len()), &mut &block[..]).unwrap();
+            assert!(fs.write(&cx(), &at(ino, handle, offset, block.len()), &mut &block[..]).is_ok());
             if sync {
-                fs.fsync(&cx(), ino, handle, false).unwrap();
+                assert!(fs.fsync(&cx(), ino, handle, false).is_ok());
             }
         });
         files.into_iter().for_each(|(ino, handle)| close(&fs, ino, handle));

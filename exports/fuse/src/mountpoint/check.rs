@@ -41,6 +41,12 @@ impl Identity {
     }
 }
 
+/// Whether a path is in a mount that `ferry` has made, alive or not.
+pub(super) fn is_of_ferry(path: &Path) -> bool {
+    let id = table_id(path).ok();
+    id.and_then(table::find).is_some_and(|mounted| mounted.kind == OUR_KIND)
+}
+
 /// The number that the table of mounts has for the mount that a path leads to.
 fn table_id(path: &Path) -> Result<u64, Errno> {
     // Nothing is asked for: others' FUSE mounts refuse to show more, and this much the kernel always fills in.

@@ -77,7 +77,8 @@ impl Chunk {
         unsafe { self.base.as_ptr().add(index * size_of::<Head>()).cast() }
     }
 
-    fn payload(&self, index: usize) -> *mut u8 {
+    /// Where an entry's payload begins.
+    pub(super) fn payload(&self, index: usize) -> *mut u8 {
         assert!(index < self.entries, "an entry of the chunk");
         // SAFETY: within the mapping.
         unsafe { self.base.as_ptr().add(self.heads_bytes + index * self.payload_bytes) }
@@ -150,13 +151,6 @@ impl Chunk {
         // SAFETY: within the payload; the caller keeps others away.
         unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), self.payload(index).add(start), count) };
         in_header + count
-    }
-
-    /// A piece of the payload, for a transfer.
-    pub(super) fn segment(&self, index: usize, offset: usize, bytes: usize) -> Segment {
-        let offset = offset.min(self.payload_bytes);
-        let address = self.payload(index).wrapping_add(offset);
-        Segment { address, bytes: bytes.min(self.payload_bytes - offset) }
     }
 
     /// Says how long the reply's payload is.

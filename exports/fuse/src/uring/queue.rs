@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
+use std::time::Instant;
 
 use ferry_engine::Mailbox;
 use ferry_vfs::Errno;
@@ -10,6 +11,7 @@ use ferry_wire::fuse::encode_error;
 
 use super::memory::Chunk;
 use super::ring::Ring;
+use super::moving::UnderWay;
 use super::worker::{Order, Seat, start_worker};
 use crate::connection::Connection;
 use crate::lease::{Lease, NotEnded, Term};
@@ -30,6 +32,8 @@ pub(super) struct State {
     pub(super) lease: Lease,
     pub(super) unique: AtomicU64,
     pub(super) commit_id: AtomicU64,
+    /// The transfer that is made for the request while its worker goes on.
+    pub(super) under_way: Mutex<Option<UnderWay>>,
 }
 
 /// Entries that were registered together.
@@ -44,6 +48,10 @@ pub(super) struct Block {
 pub(super) enum Mail {
     /// An entry's reply is written: commit it.
     Commit(usize),
+    /// An entry's transfer is to be begun.
+    Begin(usize),
+    /// An entry's transfer takes too long.
+    Cancel(usize),
     /// Look whether it is over.
     Look,
 }
@@ -59,7 +67,9 @@ pub(super) struct Queue {
     blocks: Box<[OnceLock<Block>]>,
     /// Entries that were registered.
     registered: AtomicUsize,
-    /// Requests that somebody else answers later, and those whose handler is blocked.
+    /// Transfers that the ring is making.
+    pub(super) moving: AtomicUsize,
+    /// Requests that are answered later, and those whose handler is blocked.
     pub(super) parked: AtomicIsize,
     pub(super) watch: Watch,
     /// The entry that is being served.
@@ -89,6 +99,7 @@ impl Queue {
             payload_bytes: connection.max_write_bytes,
             blocks,
             registered: AtomicUsize::new(0),
+            moving: AtomicUsize::new(0),
             parked: AtomicIsize::new(0),
             watch: Watch::default(),
             place: AtomicUsize::new(0),
@@ -124,6 +135,11 @@ impl Queue {
     pub(super) fn entry(&self, index: usize) -> Option<(&Block, usize)> {
         let block = self.blocks.get(index / self.depth)?.get()?;
         Some((block, index % self.depth))
+    }
+
+    /// All entries.
+    pub(super) fn states(&self) -> impl Iterator<Item = (usize, &State)> {
+        self.blocks.iter().map_while(OnceLock::get).flat_map(|block| &block.states).enumerate()
     }
 
     /// Writes a whole reply into an entry whose term runs, and has it committed. Does nothing if somebody has answered.
@@ -213,5 +229,22 @@ impl Post for Queue {
 
     fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
         self.answer(serving.place, serving.term, &encode_error(serving.unique, errno))
+    }
+
+    fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+        if self.moving.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        for (index, state) in self.states() {
+            let mut under_way = state.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(under_way) = &mut *under_way
+                && under_way.given_up.is_none()
+                && let Some(errno) = verdict(state.unique.load(Ordering::Relaxed), under_way.since)
+            {
+                under_way.given_up = Some(errno);
+                self.mail.post(Mail::Cancel(index));
+            }
+        }
+        true
     }
 }

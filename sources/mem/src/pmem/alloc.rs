@@ -191,6 +191,7 @@ impl Shard {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation, reason = "a test's numbers are small")]
 mod tests {
     use super::*;
 

@@ -15,7 +15,7 @@ use super::log::{Effects, Growth};
 use super::medium::Ranges;
 use crate::store::WriteAt;
 
-/// Reads from here on are answered as an extent: a system call costs more than copying less.
+/// Reads from here on are answered as an extent: what a transfer takes besides costs more than copying less.
 const EXTENT_BYTES_MIN: u64 = 16 << 10;
 /// What holes read as, a piece at a time.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
@@ -117,9 +117,8 @@ impl Disk {
         let usable = |piece: &Piece| piece.written && piece.block < TIER2_FIRST && piece.end() * BLOCK_BYTES >= end;
         let Some(piece) = piece.filter(usable) else { return Ok(None) };
         let start = self.tier1.at(piece.block) + skip_of(at.offset) as u64;
-        let mut count = 0;
-        let edit = self.tier1.medium.edit(start, at.len as usize, &mut |to| count = input.take(to));
-        edit.map_err(|error| io_error(&error))?;
+        let edit = self.tier1.medium.edit(start, at.len as usize, &mut |to| input.take(to));
+        let count = edit.map_err(|error| io_error(&error))?;
         state.version += 1;
         file.dirty().add(start..start + count as u64);
         Ok(Some(count))

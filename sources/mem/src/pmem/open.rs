@@ -13,7 +13,7 @@ use rustix::fs::FlockOperation;
 
 use super::PMem;
 use super::codec::Item;
-use super::device::Device;
+use super::device::{Device, reserve, size_of};
 use super::disk::{Disk, File as DataFile, Tier};
 use super::error::{DamageError, OpenError};
 use super::extents::Extents;
@@ -21,7 +21,7 @@ use super::format::{BLOCK, BLOCK_BYTES, FormatError, IMAGE_BYTES_MIN, Layout, Su
 use super::grace::Grace;
 use super::load::{Copies, Found};
 use super::log::{Log, SnapshotError, random_u32, write_snapshot};
-use super::mapped::{MapOptions, Mapped, reserve, size_of};
+use super::mapped::{MapOptions, Mapped};
 use super::medium::Medium;
 use super::store::PStore;
 use crate::store::Record;
@@ -47,7 +47,7 @@ pub struct Options {
     pub tier2_bytes: Option<u64>,
     /// Change nothing.
     pub read_only: bool,
-    /// Map the image with huge pages where they are to be had.
+    /// Map an image on persistent memory with huge pages where they are to be had.
     pub huge: bool,
     /// Commit changes every so often; `None` for [`COMMIT_INTERVAL`], zero for only when asked.
     pub commit: Option<Duration>,
@@ -67,7 +67,7 @@ pub struct Media {
 /// # Errors
 /// [`OpenError`]; nothing is changed then, except that a damaged copy of the superblock may have been renewed.
 pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
-    let image = map(path, options)?;
+    let image = open_image(path, options)?;
     let tier2 = match &options.tier2 {
         Some(tier2) => Some(device(tier2, options)?),
         None => None,
@@ -120,12 +120,15 @@ pub(super) fn open_locked(path: &Path, read_only: bool, size_bytes: Option<u64>)
     Ok(file)
 }
 
-fn map(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
+fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
     let file = open_locked(path, options.read_only, options.size_bytes)?;
     let map = MapOptions { read_only: options.read_only, huge: options.huge };
-    let mapped = Mapped::new(file, map).map_err(io_error(path, "map"))?;
-    tracing::info!(path = %path.display(), dax = mapped.is_dax(), bytes = mapped.bytes(), "image mapped");
-    Ok(Arc::new(mapped))
+    let mapped = Mapped::new(&file, map).map_err(io_error(path, "map"))?;
+    tracing::info!(path = %path.display(), dax = mapped.is_some(), "image opened");
+    match mapped {
+        Some(mapped) => Ok(Arc::new(mapped)),
+        None => Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?)),
+    }
 }
 
 fn device(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {

@@ -131,6 +131,9 @@ impl<S: Store> Tree<S> {
                 body.opens -= 1;
                 if body.opens == 0 {
                     last = body.file.take();
+                    if let Some(file) = &last {
+                        self.store.closing(file);
+                    }
                 }
             }
             drop(state);
@@ -271,7 +274,9 @@ impl<S: Store> Tree<S> {
         // The handle keeps the data open.
         let file = state.file()?.file.as_ref().ok_or(Errno::BADF)?;
         let done = self.store.write(file, write, input)?;
-        open.node.note_write(now());
+        if !S::KEEPS_TIMES {
+            open.node.note_write(now());
+        }
         drop(state);
         drop(change);
         if let Data::Bytes(count) = done {

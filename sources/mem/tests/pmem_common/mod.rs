@@ -52,16 +52,20 @@ impl Medium for Recording {
         Ok(())
     }
 
-    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> io::Result<()> {
+    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8]) -> usize) -> io::Result<usize> {
         let start = offset as usize;
         let mut all = self.bytes.lock().unwrap();
         let part = all.get_mut(start..start.saturating_add(bytes)).ok_or(io::ErrorKind::InvalidInput)?;
-        fill(part);
+        // As other media do, this one shows nothing of what was there.
+        let mut filled = vec![0xa5; bytes];
+        let count = fill(&mut filled);
+        let part = &mut part[..count];
+        part.copy_from_slice(&filled[..count]);
         if let Some(events) = &self.events {
             let event = Event::Write { medium: self.number, offset: start, bytes: part.to_vec() };
             events.lock().unwrap().push(event);
         }
-        Ok(())
+        Ok(count)
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> io::Result<()> {

@@ -94,6 +94,10 @@ impl Workload {
                 }
             }
             22 => {
+                // Fills the log, so that a snapshot is due soon.
+                for value in [[b'x'; 6000], [b'y'; 6000]].iter().cycle().take(8) {
+                    let _ = self.fs.setxattr(&cx(), Ino::ROOT, b"user.churn", value, XattrFlags::empty(), false);
+                }
                 let handle = self.fs.opendir(&cx(), Ino::ROOT, OFlags::RDONLY).unwrap();
                 assert!(self.fs.fsyncdir(&cx(), Ino::ROOT, handle, false).unwrap().is_none());
                 self.fs.releasedir(&cx(), Ino::ROOT, handle);
