@@ -69,6 +69,7 @@ pub enum Command {
     /// Check a persistent memory file system that is not mounted, and repair it.
     ///
     /// The status is that of fsck(8): 0 nothing is wrong, 1 repaired, 4 damage is left, 8 it cannot be looked at.
+    #[command(after_long_help = recipes::FSCK)]
     Fsck(FsckArgs),
 
     /// Boot a small Linux guest with directories mounted, and run a command in it.
@@ -113,7 +114,7 @@ pub struct MountArgs {
     #[command(flatten)]
     pub share: Share,
 
-    /// The directory to mount on.
+    /// An empty directory to mount on. It may be inside SOURCE, which then does not see the mount.
     #[arg(index = 2, value_name = "MOUNTPOINT", required_unless_present = "explain")]
     pub mountpoint: Option<PathBuf>,
 
@@ -125,11 +126,11 @@ pub struct MountArgs {
     #[arg(long)]
     pub foreground: bool,
 
-    /// Log to this file once the mount is there; in the background, nowhere by default: see ferry log.
+    /// Log to this file once the mount is there [default: in the background nowhere; see ferry log].
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
 
-    /// Say by which paths requests and data would travel, and why not by better ones.
+    /// Say by which paths requests and data travel, and why not by better ones.
     ///
     /// With a source and a mount point, or a source alone, this mounts for a moment, because only the kernel's answer
     /// to a mount tells. With the mount point of a running ferry alone, this says what that one does.
@@ -171,7 +172,7 @@ pub struct FsckArgs {
     #[arg(value_name = "PATH")]
     pub image: PathBuf,
 
-    /// Its second tier.
+    /// Its second tier, if it was mounted with one.
     #[arg(long, value_name = "FILE")]
     pub tier2: Option<PathBuf>,
 

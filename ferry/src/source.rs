@@ -5,9 +5,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use ferry_mem::pmem;
-use ferry_vfs::FileSystem;
+use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::apart::Apart;
 use crate::cli::Share;
@@ -123,12 +123,12 @@ impl Options {
     fn open(&self, kind: &Kind) -> Result<Arc<dyn FileSystem>> {
         Ok(match kind {
             Kind::Dir(path) => Arc::new(ferry_dir::Dir::open(path, self.dir.clone())?),
-            Kind::Mem => Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
+            Kind::Mem => ours(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
                 size_bytes: self.size_bytes,
                 huge: self.huge,
                 read_only: self.dir.read_only,
                 ..ferry_mem::Options::default()
-            })?),
+            })?))?,
             Kind::Pmem(path) => {
                 let options = pmem::Options {
                     size_bytes: self.size_bytes,
@@ -138,10 +138,27 @@ impl Options {
                     huge: self.huge,
                     ..pmem::Options::default()
                 };
-                Arc::new(pmem::open(path, &options)?)
+                let is_new = match path.metadata() {
+                    Ok(found) => found.is_file() && found.len() == 0,
+                    Err(_) => true,
+                };
+                let source = Arc::new(pmem::open(path, &options)?);
+                if is_new { ours(source)? } else { source }
             }
         })
     }
+}
+
+/// Gives the root of a new tree to this process's user, as mounting a tmpfs does: others than root could make nothing in
+/// root's.
+fn ours(source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
+    let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
+    if !user.is_root() && !source.features().read_only {
+        let owner = SetAttr { uid: Some(user.as_raw()), gid: Some(group.as_raw()), ..SetAttr::default() };
+        let given = source.setattr(&Caller::default(), Ino::ROOT, None, &owner);
+        given.with_context(|| format!("the new file system cannot be given to user {}", user.as_raw()))?;
+    }
+    Ok(source)
 }
 
 #[cfg(test)]

@@ -20,7 +20,9 @@ pub(crate) struct Connection {
     pub(crate) counters: AllCounters,
     pub(crate) interrupted: Arc<Interrupted>,
     pub(crate) bell: Bell,
-    pub(crate) max_write_bytes: usize,
+    pub(crate) payload_bytes: usize,
+    /// Of an entry of a ring.
+    pub(crate) ring_payload_bytes: usize,
     pub(crate) end: Arc<End>,
 }
 

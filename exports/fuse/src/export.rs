@@ -86,22 +86,34 @@ impl Export {
     /// # Errors
     /// [`Error`]; nothing stays mounted.
     pub fn mount(mountpoint: &std::path::Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
-        let wishes = Arc::new(Wishes::new(&options, source.features())?);
-        let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(&options))?;
+        let payload_bytes = options.max_write_bytes as usize;
+        Self::mount_with(mountpoint, source, &options, payload_bytes)
+    }
+
+    /// Mounts with so much room for a payload in the entries of rings, which is as much as the kernel is told of.
+    fn mount_with(
+        mountpoint: &std::path::Path,
+        source: Arc<dyn FileSystem>,
+        options: &Options,
+        ring_payload_bytes: usize,
+    ) -> Result<Self, Error> {
+        let wishes = Arc::new(Wishes::new(options, source.features())?);
+        let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(options))?;
         let device = Arc::new(Device::new(fd));
         let connection = Arc::new(Connection {
-            share: Arc::new(Share::new(Arc::clone(&source), &share_options(&options))),
+            share: Arc::new(Share::new(Arc::clone(&source), &share_options(options))),
             session: Arc::new(wishes.session(&device)),
             device,
             counters: AllCounters::default(),
             interrupted: Arc::new(Interrupted::default()),
             bell: Bell::default(),
-            max_write_bytes: options.max_write_bytes as usize,
+            payload_bytes: options.max_write_bytes as usize,
+            ring_payload_bytes,
             end: Arc::new(End::default()),
         });
         // Before the first request is answered: of what changes after the answer the kernel must be told.
-        let notifier = if keeps(&options) { Notifier::start(&connection).map_err(Error::Threads)? } else { None };
-        let (agreed, rings) = match shake_hands(&connection, &wishes, &options) {
+        let notifier = if keeps(options) { Notifier::start(&connection).map_err(Error::Threads)? } else { None };
+        let (agreed, rings) = match shake_hands(&connection, &wishes, options) {
             Ok(agreed) => agreed,
             Err(error) => {
                 drop((notifier, mountpoint));
@@ -120,12 +132,12 @@ impl Export {
                 passthrough: wishes.passthrough(&agreed),
                 notifications: match &notifier {
                     Some(_) => Verdict::used(),
-                    None if keeps(&options) => Verdict::not("the source does not say what changes"),
+                    None if keeps(options) => Verdict::not("the source does not say what changes"),
                     None => Verdict::not("it keeps nothing"),
                 },
                 rings: rings.as_ref().map_or(0, Rings::count),
                 ring_depth: if rings.is_ok() { options.ring_depth } else { 0 },
-                readers: if rings.is_ok() { READERS_BESIDE_RINGS } else { readers(&options) },
+                readers: if rings.is_ok() { READERS_BESIDE_RINGS } else { options.threads.max(1) },
                 max_write_bytes: agreed.max_write_bytes,
             },
             connection,
@@ -136,7 +148,7 @@ impl Export {
             monitor: Mutex::default(),
             stopped: AtomicBool::new(false),
         };
-        export.start(&options).map_err(Error::Threads)?;
+        export.start(options).map_err(Error::Threads)?;
         Ok(export)
     }
 
@@ -263,13 +275,6 @@ fn keeps(options: &Options) -> bool {
     options.cache != Cache::None || timeouts.into_iter().flatten().any(|timeout| !timeout.is_zero())
 }
 
-fn readers(options: &Options) -> usize {
-    match options.threads {
-        0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-        threads => threads,
-    }
-}
-
 fn mount_options(options: &Options) -> MountOptions {
     MountOptions {
         read_only: options.read_only || options.mount.read_only,
@@ -278,5 +283,44 @@ fn mount_options(options: &Options) -> MountOptions {
         fsname: options.fsname.clone(),
         subtype: options.subtype.clone(),
         ..options.mount.clone()
+    }
+}
+
+#[cfg(test)]
+#[path = "../tests/common/sources.rs"]
+mod sources;
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn rings_that_the_kernel_refuses_are_done_without() {
+        let allowed = crate::machine::uring_allowed().is_ok();
+        if !allowed || !std::path::Path::new("/dev/fuse").exists() {
+            println!("skipped: needs FUSE-over-io_uring");
+            return;
+        }
+        let tmp = tempfile::tempdir().unwrap();
+        // The kernel wants room for what was agreed on in each entry: it refuses to register smaller ones.
+        let mount = |path| {
+            let options = Options { path, cache: Cache::None, ..Options::default() };
+            Export::mount_with(tmp.path(), Arc::new(sources::Null::default()), &options, 4096)
+        };
+        let export = mount(Path::Auto).unwrap();
+        assert_eq!(export.explain().path, Path::Devfuse);
+        let text = export.explain().to_string();
+        assert!(text.contains("the kernel refused a ring of CPU"), "{text}");
+        for _ in 0..10 {
+            let file = std::fs::File::open(tmp.path().join("file")).unwrap();
+            assert_eq!(file.read_at(&mut [0; 512], 0).unwrap(), 512);
+        }
+        export.stop();
+        let error = mount(Path::Uring).unwrap_err().to_string();
+        assert!(error.contains("asked for") && error.contains("refused"), "{error}");
+        assert_ne!(stat_number(tmp.path()), None, "it is an ordinary directory again");
+        assert!(std::fs::read_dir(tmp.path()).unwrap().next().is_none());
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 
-use ferry_engine::{Operation, WithoutFsetid, learnt};
+use ferry_engine::{Operation, Segment, WithoutFsetid, learnt, move_now};
 use ferry_vfs::Backing;
 use io_uring::{opcode, squeue, types};
 
@@ -23,11 +23,12 @@ pub(crate) struct Transfer {
     pub(crate) at: usize,
     pub(crate) bytes: usize,
     done: usize,
+    calls: u64,
 }
 
 impl Transfer {
     pub(crate) fn new(operation: Operation, file: Arc<Backing>, file_offset: u64, (at, bytes): (usize, usize)) -> Self {
-        Self { operation, file, file_offset, at, bytes, done: 0 }
+        Self { operation, file, file_offset, at, bytes, done: 0, calls: 0 }
     }
 
     pub(crate) fn is_read(&self) -> bool {
@@ -41,6 +42,10 @@ impl Transfer {
     /// # Safety
     /// `payload` begins a payload that holds the transfer's part, and nobody else accesses that until this returns.
     pub(crate) unsafe fn try_now(&mut self, payload: *mut u8) -> Option<io::Result<usize>> {
+        // SAFETY: passed on to the caller.
+        if let Some(outcome) = unsafe { self.in_memory(payload) } {
+            return Some(outcome);
+        }
         let learnt = self.learnt();
         let flags = match self.operation {
             Operation::Fsync { .. } if learnt & learnt::IN_MEMORY != 0 => return Some(Ok(0)),
@@ -81,7 +86,22 @@ impl Transfer {
     /// As for [`Self::try_now`].
     pub(crate) unsafe fn wait(&mut self, payload: *mut u8) -> io::Result<usize> {
         // SAFETY: passed on to the caller.
-        unsafe { self.run(payload, 0) }
+        unsafe { self.in_memory(payload).unwrap_or_else(|| self.run(payload, 0)) }
+    }
+
+    /// Makes the whole transfer without a system call, where the source has the file's bytes in memory.
+    ///
+    /// # Safety
+    /// As for [`Self::try_now`].
+    unsafe fn in_memory(&self, payload: *mut u8) -> Option<io::Result<usize>> {
+        let segment = Segment { address: payload.wrapping_add(self.at), bytes: self.bytes };
+        // SAFETY: passed on to the caller.
+        unsafe { move_now(self.operation, &self.file, self.file_offset, &[segment]) }
+    }
+
+    /// System calls that were made for it.
+    pub(crate) fn calls(&self) -> u64 {
+        self.calls
     }
 
     /// What is known of the file, after a look at where it lies.
@@ -111,6 +131,7 @@ impl Transfer {
             _ => None,
         };
         loop {
+            self.calls += 1;
             // SAFETY: passed on to the caller.
             let outcome = unsafe { self.call(payload, flags) };
             if let Err(error) = &outcome

@@ -11,6 +11,7 @@
 mod carrier;
 mod memory;
 mod moving;
+mod nudge;
 mod queue;
 mod ring;
 mod worker;

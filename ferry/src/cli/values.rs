@@ -16,7 +16,8 @@ pub enum Cache {
     /// Names and attributes for a second, data while a file is open.
     #[default]
     Auto,
-    /// Everything, for as long as the guest likes: for directories that nobody else changes.
+    /// Everything, until told otherwise. Mounts are told of what other exports of the same ferry change, guests are
+    /// not: for directories that nobody else changes.
     Always,
 }
 

@@ -115,7 +115,9 @@ impl Target {
         let found = Self::of_mount(&path, &running);
         let Some((client, share, file)) = found else {
             if is_in_mount(&path) {
-                bail!("the server of the mount that {shown} is in does not answer; umount ends the mount");
+                bail!(
+                    "the ferry that serves {shown} does not answer; if it has died, mount again, or end the mount with umount"
+                );
             }
             bail!("{shown} is not in a mount of a running ferry, and not the socket of one");
         };

@@ -260,8 +260,8 @@ fn each_way_to_be_no_image_has_its_sentence() {
     let mut version = whole.clone();
     for at in [0, 4096] {
         version[at + 8] = 9;
-        let sum = crc32c::crc32c(&version[at..at + 80]);
-        version[at + 80..at + 84].copy_from_slice(&sum.to_le_bytes());
+        let sum = crc32c::crc32c(&version[at..at + 92]);
+        version[at + 92..at + 96].copy_from_slice(&sum.to_le_bytes());
     }
     std::fs::write(&path, &version).unwrap();
     assert!(sentence(&path, &Options::default()).contains("version 9"));

@@ -103,8 +103,8 @@ proptest! {
         let mut image = IMAGE.clone();
         for copy in [0, usize::try_from(BLOCK_BYTES).unwrap()] {
             image[copy + field * 8..copy + field * 8 + 8].copy_from_slice(&value.to_le_bytes());
-            let sum = crc32c::crc32c(&image[copy..copy + 80]);
-            image[copy + 80..copy + 84].copy_from_slice(&sum.to_le_bytes());
+            let sum = crc32c::crc32c(&image[copy..copy + 92]);
+            image[copy + 92..copy + 96].copy_from_slice(&sum.to_le_bytes());
         }
         survive(image);
     }

@@ -96,7 +96,7 @@ impl Queue {
             id,
             ring,
             depth,
-            payload_bytes: connection.max_write_bytes,
+            payload_bytes: connection.ring_payload_bytes,
             blocks,
             registered: AtomicUsize::new(0),
             moving: AtomicUsize::new(0),
@@ -144,6 +144,13 @@ impl Queue {
 
     /// Writes a whole reply into an entry whose term runs, and has it committed. Does nothing if somebody has answered.
     pub(super) fn answer(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
+        self.write_reply(index, term, reply)?;
+        self.mail.post(Mail::Commit(index));
+        Ok(())
+    }
+
+    /// As [`Self::answer`], for who commits it.
+    pub(super) fn write_reply(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
         let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
         block.states[slot].lease.try_end(term)?;
         // SAFETY: whoever ends the term has the entry for itself until it is committed.
@@ -151,7 +158,6 @@ impl Queue {
             block.chunk.copy_in(slot, 0, reply);
             block.chunk.set_reply_payload(slot, reply.len().saturating_sub(ferry_serve::HEADER_BYTES));
         }
-        self.mail.post(Mail::Commit(index));
         Ok(())
     }
 

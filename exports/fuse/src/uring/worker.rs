@@ -1,6 +1,7 @@
 //! The thread that owns a CPU's queue, and those that stand by.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -14,6 +15,7 @@ use super::carrier::RingCarrier;
 use super::memory::Message;
 use super::queue::{Mail, Queue};
 use super::moving::{UnderWay, leave_to_ring};
+use super::nudge::{NOTIFY_REPLY, nudge};
 use super::ring::{Completed, Door, Full};
 use crate::connection::Present;
 use crate::machine::stay_on;
@@ -231,7 +233,7 @@ impl<'a> Worker<'a> {
     }
 
     fn watch_mail(&self) -> io::Result<()> {
-        let mailbox = std::os::fd::AsFd::as_fd(&self.queue.mail);
+        let mailbox = self.queue.mail.as_fd();
         // SAFETY: this thread owns the queue.
         self.push(|| unsafe { self.queue.ring.watch(mailbox) })
     }
@@ -275,6 +277,13 @@ impl<'a> Worker<'a> {
         let message = Message::new(&header, &ring_entry, block.chunk.payload_bytes());
         state.unique.store(header.unique, Ordering::Relaxed);
         state.commit_id.store(ring_entry.commit_id, Ordering::Relaxed);
+        if header.opcode == NOTIFY_REPLY {
+            // Our own nudge; any answer does.
+            if queue.write_reply(index, term, &encode_error(header.unique, Errno::NOSYS)).is_ok() {
+                self.commit(index);
+            }
+            return true;
+        }
         queue.place.store(index, Ordering::Relaxed);
         queue.watch.enter(ownership);
         queue.connection.bell.ring();
@@ -326,9 +335,18 @@ impl<'a> Worker<'a> {
         if !self.queue.is_short() {
             return;
         }
-        let more = self.queue.add_block().and_then(|indices| self.register(indices));
+        let Self { queue, .. } = self;
+        let more = queue.add_block().and_then(|indices| {
+            self.register(indices.clone())?;
+            self.submit()?;
+            for index in indices {
+                let number = (index as u64) << u16::BITS | u64::from(queue.id);
+                nudge(queue.connection.device.as_fd(), number)?;
+            }
+            Ok(())
+        });
         if let Err(error) = more {
-            tracing::warn!("CPU {} gets no more entries although many requests wait: {error}", self.queue.cpu);
+            tracing::warn!("CPU {} gets no more entries although many requests wait: {error}", queue.cpu);
         }
     }
 }
@@ -344,9 +362,10 @@ enum Outcome {
 fn make(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfer: Transfer) -> Outcome {
     let Some(hold) = carrier.hold() else { return Outcome::Served(Served::Reply(0)) };
     let payload = carrier.block.chunk.payload(carrier.slot);
-    carrier.counters.system_calls.add(1);
     // SAFETY: the transfer was made within the payload; the term is held, so the entry is this request's.
-    if let Some(outcome) = unsafe { transfer.try_now(payload) } {
+    let outcome = unsafe { transfer.try_now(payload) };
+    carrier.counters.system_calls.add(transfer.calls());
+    if let Some(outcome) = outcome {
         drop(hold);
         if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
             carrier.counters.read_bytes.add(*bytes as u64);

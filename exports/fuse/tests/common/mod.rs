@@ -14,6 +14,9 @@ use ferry_vfs::FileSystem;
 /// No test takes longer, unless something hangs.
 const PATIENCE: Duration = Duration::from_secs(40);
 
+/// What is waited for comes in less, unless it never comes, even if the machine has much else to do.
+const SOON: Duration = Duration::from_secs(20);
+
 /// Both paths to the kernel, or those that there are here.
 pub fn paths() -> Vec<Path> {
     if !std::path::Path::new("/dev/fuse").exists() {
@@ -105,7 +108,7 @@ impl Drop for Mounted {
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < Duration::from_secs(5), "{what}");
+        assert!(start.elapsed() < SOON, "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

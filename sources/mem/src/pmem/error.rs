@@ -99,6 +99,15 @@ pub enum DamageError {
         /// Records of the snapshot.
         expected: u64,
     },
+    /// What is used in its place.
+    #[error(
+        "names and files are taken from the log before it, of {records} records: newer changes are lost, and files that \
+         changed since may hold bytes of other files"
+    )]
+    Older {
+        /// Records of that log.
+        records: u64,
+    },
     /// A record that checks, but does not parse.
     #[error("record {index} of the log: {source}")]
     Record {

@@ -260,6 +260,8 @@ impl Log {
             salt: random_u32(),
             generation: pending.superblock.generation + 1,
             snapshot_records: payloads.len() as u64,
+            previous_records: pending.superblock.snapshot_records,
+            previous_salt: pending.superblock.salt,
             ..pending.superblock
         };
         let mut data = pending.before.clone();

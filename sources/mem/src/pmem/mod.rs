@@ -19,6 +19,7 @@
 //! writes them, and persistent memory of several nodes is several devices.
 
 mod alloc;
+mod audit;
 mod codec;
 #[allow(unsafe_code, reason = "cache lines are written back by instructions that Rust has no safe form for")]
 mod dax;

@@ -181,6 +181,7 @@ pub(super) fn assemble(
     let tree = replay.finish().map_err(|source| damaged(DamageError::Replay { index: last, source }))?;
     drop_strays(&tree.store().disk, &regular, on_damage).map_err(damaged)?;
     if !options.read_only {
+        renew_superblocks(&*media.image, &superblock).map_err(io_error(path, "write"))?;
         restart(path, &tree)?;
     }
     Ok(tree)
@@ -193,6 +194,18 @@ fn drop_strays(disk: &Disk, regular: &HashSet<Ino>, on_damage: &mut OnDamage<'_>
         disk.remove(ino, true);
     }
     Ok(())
+}
+
+/// Makes both copies of the superblock the one that counts. A copy that a crash left behind tells of the log area that
+/// the next snapshot goes to: it must not count any more when the other copy is damaged in turn.
+fn renew_superblocks(image: &dyn Medium, superblock: &Superblock) -> io::Result<()> {
+    for (copy, at) in Copies::read(image).0.iter().zip([0, BLOCK_BYTES]) {
+        if copy.as_ref() != Ok(superblock) {
+            image.write(at, &superblock.encode())?;
+        }
+    }
+    // The good copy, too: after a program's end without a power cut it may be no further than the page cache.
+    image.persist(std::slice::from_ref(&(0..2 * BLOCK_BYTES)))
 }
 
 /// Each mount begins a new log: what a crash left behind the last good record is never appended to.
@@ -262,6 +275,8 @@ fn format(path: &Path, media: &Media, options: &Options) -> Result<Superblock, O
         layout,
         snapshot_records: 0,
         tier2_blocks,
+        previous_records: 0,
+        previous_salt: 0,
     };
     match write_snapshot(&*media.image, &superblock, &[]) {
         Ok(_) => Ok(superblock),
@@ -300,7 +315,7 @@ fn load(
     on_damage: &mut OnDamage<'_>,
 ) -> Result<(Disk, Found), DamageError> {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let found = Found::read(&*media.image, superblock, on_damage)?;
+    let (found, in_use) = Found::read(&*media.image, superblock, on_damage)?;
     let tier1 = Tier::first(Arc::clone(&media.image), superblock.layout, cpus);
     let tier2 = media.tier2.as_ref().map(|tier2| Tier::second(Arc::clone(tier2), superblock.tier2_blocks));
     let mut files = Vec::new();
@@ -319,7 +334,7 @@ fn load(
     }
     let backing = |medium: &Arc<dyn Medium>| medium.descriptor().map(Backing::new);
     let grace = Grace::new([backing(&media.image), media.tier2.as_ref().and_then(backing)]);
-    let log = Log::new(Arc::clone(&media.image), *superblock, found.len(), found.bytes);
+    let log = Log::new(Arc::clone(&media.image), in_use, found.len(), found.bytes);
     let disk = Disk::new(tier1, tier2, log, grace, options.read_only);
     files.into_iter().for_each(|file| disk.insert(file));
     Ok((disk, found))

@@ -45,15 +45,9 @@ impl File {
         if let Some(mapped) = &self.mapped {
             mapped.looking();
         }
-        let mut usage = usage(&rustix::fs::fstat(self.as_fd())?);
-        if let (Some((_, mtime)), Some(wrote)) = (&mut usage.times, self.wrote()) {
-            *mtime = wrote.max(*mtime);
-        }
-        Ok(usage)
-    }
-
-    fn wrote(&self) -> Option<Timespec> {
-        self.mapped.as_ref().and_then(|mapped| mapped.wrote())
+        let known = usage(&rustix::fs::fstat(self.as_fd())?);
+        let times = |known| self.mapped.as_ref().map_or(known, |mapped| mapped.times(known));
+        Ok(Usage { times: known.times.map(times), ..known })
     }
 
     pub(super) fn set_times(&self, new: (Timespec, Timespec)) -> Result<()> {
@@ -85,22 +79,17 @@ impl File {
     pub(super) fn closing(&self) {
         let Some(mapped) = &self.mapped else { return };
         mapped.end(|| {
-            if let Some(wrote) = mapped.wrote()
-                && let Err(error) = self.keep_mtime(wrote)
-            {
-                tracing::warn!(ino = self.ino.0, %error, "the time of the last write is lost");
+            if let Err(error) = self.keep_times(mapped) {
+                tracing::warn!(ino = self.ino.0, %error, "the times of the last read and write are lost");
             }
         });
     }
 
-    /// Gives the data file the time of a write that the kernel did not see, unless it saw a later one.
-    fn keep_mtime(&self, wrote: Timespec) -> Result<()> {
-        let Some((atime, mtime)) = usage(&rustix::fs::fstat(self.as_fd())?).times else { return Ok(()) };
-        if wrote <= mtime {
-            return Ok(());
-        }
-        let kept = rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
-        rustix::fs::futimens(self.as_fd(), &Timestamps { last_access: kept, ..times((atime, wrote)) })
+    /// Gives the data file the times of what the kernel did not see.
+    fn keep_times(&self, mapped: &Mapped) -> Result<()> {
+        let Some(known) = usage(&rustix::fs::fstat(self.as_fd())?).times else { return Ok(()) };
+        let all = mapped.times(known);
+        if all == known { Ok(()) } else { rustix::fs::futimens(self.as_fd(), &times(all)) }
     }
 }
 

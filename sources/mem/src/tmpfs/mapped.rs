@@ -5,7 +5,7 @@
 //! only ever copied where
 //!
 //! * all pages are **known to be allocated**: they were written through the descriptor, or the kernel told that they are
-//!   there; and they lie **below a size that the file is known to have**;
+//!   there (`mincore`); and they lie **below a size that the file is known to have**;
 //! * neither can be taken away meanwhile: copies hold the lock shared, and everything that takes pages away (truncate,
 //!   punch) is a request to us, and holds it exclusively. What clients do through a descriptor that was handed to them
 //!   (passthrough) only adds.
@@ -16,7 +16,8 @@
 //!
 //! The kernel does not see such a write, so its time is kept here and the file's mtime is the later of both. After somebody
 //! looked at the times or set them, the next write goes by the descriptor: so the kernel gives it a time that differs from
-//! what was seen, and one that was set in the future gives way.
+//! what was seen, and one that was set in the future gives way. Reads move atime by the rule of `relatime`, as the kernel
+//! does for those that it sees.
 
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -25,6 +26,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ferry_vfs::{Errno, Memory, Result, Segment, Timespec};
 
+use super::file::usage;
 use super::mapping::Mapping;
 use super::pages::{PAGE_BYTES, Pages, bits, touched, words};
 use crate::machine::coarse_time;
@@ -38,6 +40,8 @@ const COPY_BYTES_MAX: usize = 128 << 10;
 const MAPPED_BYTES_MIN: u64 = 1 << 20;
 /// Files are mapped up to here. It bounds what a client gets us to remember by one write far out: a bit per page, 2 MiB.
 const MAPPED_BYTES_MAX: u64 = 64 << 30;
+/// `relatime` moves atime once a day whatever else happens.
+const DAY_S: i64 = 24 * 60 * 60;
 /// The most pieces of memory that one call of the kernel takes (`IOV_MAX`).
 const SEGMENTS_MAX: usize = 1024;
 
@@ -49,6 +53,10 @@ pub(super) struct Mapped {
     uses: AtomicU32,
     /// When bytes were last copied in, in nanoseconds since the epoch; 0 for never since times were set.
     wrote_ns: AtomicI64,
+    /// When a copy out last moved atime; likewise.
+    read_ns: AtomicI64,
+    /// A read saw to atime, and nothing happened since that may have made it old.
+    was_read: AtomicBool,
     /// The next write is to go by the descriptor, for the sake of the file's times.
     stamp: AtomicBool,
 }
@@ -110,6 +118,11 @@ impl Map {
             self.pages.add(word, mapping.present(word) & bits(word, &below_end));
         }
         self.holds(bytes)
+    }
+
+    /// The same where nothing is known yet; later on, each write through the descriptor tells something.
+    fn learn_once(&self, file: BorrowedFd<'_>, bytes: &Range<u64>) -> Option<&Mapping> {
+        if self.pages.is_blank(bytes.start / PAGE_BYTES) { self.learn(file, bytes) } else { None }
     }
 
     /// Bytes were written through the descriptor while the lock is held.
@@ -176,6 +189,8 @@ impl Mapped {
         // A copy that is under way notes its time before the lock is given.
         let _map = self.write_lock();
         self.wrote_ns.store(0, Ordering::Relaxed);
+        self.read_ns.store(0, Ordering::Relaxed);
+        self.was_read.store(false, Ordering::Relaxed);
         self.stamp.store(true, Ordering::Relaxed);
         set()
     }
@@ -185,13 +200,16 @@ impl Mapped {
         self.stamp.store(true, Ordering::Relaxed);
     }
 
-    /// When bytes were last copied in, and no times set since.
-    pub(super) fn wrote(&self) -> Option<Timespec> {
-        let ns = self.wrote_ns.load(Ordering::Relaxed);
-        (ns != 0).then(|| Timespec {
-            sec: ns.div_euclid(1_000_000_000),
-            nsec: u32::try_from(ns.rem_euclid(1_000_000_000)).unwrap_or_default(),
-        })
+    /// The file's times, of which the kernel knows these.
+    pub(super) fn times(&self, (atime, mtime): (Timespec, Timespec)) -> (Timespec, Timespec) {
+        let later = |known: Timespec, noted: &AtomicI64| match noted.load(Ordering::Relaxed) {
+            0 => known,
+            ns => known.max(Timespec {
+                sec: ns.div_euclid(1_000_000_000),
+                nsec: u32::try_from(ns.rem_euclid(1_000_000_000)).unwrap_or_default(),
+            }),
+        };
+        (later(atime, &self.read_ns), later(mtime, &self.wrote_ns))
     }
 
     /// Ends it: from now on everything goes by the descriptor. `keep` is called first, while nobody copies.
@@ -202,13 +220,28 @@ impl Mapped {
     }
 
     fn note_write(&self) {
-        let now = coarse_time();
-        let ns = now.sec.saturating_mul(1_000_000_000).saturating_add(now.nsec.into());
+        let ns = nanoseconds(coarse_time());
         // The clock ticks seldom: mostly the line stays shared between CPUs.
         if self.wrote_ns.load(Ordering::Relaxed) != ns {
             self.wrote_ns.store(ns, Ordering::Relaxed);
+            self.was_read.store(false, Ordering::Relaxed);
         }
     }
+
+    fn note_read(&self, file: BorrowedFd<'_>) {
+        if self.was_read.load(Ordering::Relaxed) || self.was_read.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let Some(known) = rustix::fs::fstat(file).ok().and_then(|stat| usage(&stat).times) else { return };
+        let ((atime, mtime), now) = (self.times(known), coarse_time());
+        if atime <= mtime || now.sec.saturating_sub(atime.sec) >= DAY_S {
+            self.read_ns.store(nanoseconds(now), Ordering::Relaxed);
+        }
+    }
+}
+
+fn nanoseconds(time: Timespec) -> i64 {
+    time.sec.saturating_mul(1_000_000_000).saturating_add(time.nsec.into())
 }
 
 impl Memory for Mapped {
@@ -218,6 +251,7 @@ impl Memory for Mapped {
         let mapping = map.holds(&bytes).or_else(|| map.learn(file, &bytes))?;
         // SAFETY: the segments are valid by contract; the pages are there, and stay as long as the lock is held.
         unsafe { mapping.copy_out(place(&bytes), to) };
+        self.note_read(file);
         Some(Ok(count))
     }
 
@@ -226,7 +260,7 @@ impl Memory for Mapped {
         let map = self.ready(file, &bytes)?;
         if count <= COPY_BYTES_MAX
             && !self.stamp.load(Ordering::Relaxed)
-            && let Some(mapping) = map.holds(&bytes)
+            && let Some(mapping) = map.holds(&bytes).or_else(|| map.learn_once(file, &bytes))
         {
             // SAFETY: the segments are valid by contract; the pages are there, and stay as long as the lock is held.
             unsafe { mapping.copy_in(place(&bytes), from) };
@@ -238,7 +272,10 @@ impl Memory for Mapped {
         // SAFETY: passed on to the caller.
         let outcome = unsafe { write_through(file, bytes.start, from) };
         match outcome {
-            Ok(count) => map.written(bytes.start..bytes.start + count as u64),
+            Ok(count) => {
+                map.written(bytes.start..bytes.start + count as u64);
+                self.was_read.store(false, Ordering::Relaxed);
+            }
             Err(_) if stamp => self.stamp.store(true, Ordering::Relaxed),
             Err(_) => {}
         }

@@ -77,9 +77,8 @@ impl Mapping {
             return false;
         }
         // SAFETY: the whole mapping is ours, and nobody has an address in it: copies borrow `self`.
-        let moved = unsafe {
-            rustix::mm::mremap(self.address.as_ptr().cast(), self.bytes, bytes, MremapFlags::MAYMOVE)
-        };
+        let moved =
+            unsafe { rustix::mm::mremap(self.address.as_ptr().cast(), self.bytes, bytes, MremapFlags::MAYMOVE) };
         match moved.ok().and_then(|address| NonNull::new(address.cast::<u8>())) {
             Some(address) => {
                 (self.address, self.bytes) = (address, bytes);
@@ -96,8 +95,8 @@ impl Mapping {
     pub(super) fn present(&self, word: u64) -> u64 {
         let word_bytes = WORD_PAGES * PAGE_BYTES;
         let Some(start) = word.checked_mul(word_bytes).and_then(|start| usize::try_from(start).ok()) else { return 0 };
-        let mut told = [0_u8; WORD_PAGES as usize];
-        let bytes = self.bytes.saturating_sub(start).min(word_bytes as usize);
+        let mut told = [0_u8; u64::BITS as usize];
+        let bytes = self.bytes.saturating_sub(start).min(usize::try_from(word_bytes).unwrap_or(0));
         if bytes == 0 {
             return 0;
         }

@@ -53,6 +53,11 @@ impl Pages {
         })
     }
 
+    /// Whether nothing is known of the surroundings of a page.
+    pub(super) fn is_blank(&self, page: u64) -> bool {
+        self.word(page / WORD_PAGES).is_some_and(|has| has.load(Ordering::Relaxed) == 0)
+    }
+
     /// Adds the pages that the bits of a word stand for, as far as there is room.
     pub(super) fn add(&self, word: u64, bits: u64) {
         if let Some(has) = self.word(word)
@@ -102,7 +107,8 @@ mod tests {
         let mut plain = std::collections::BTreeSet::new();
         pages.grow(200);
         assert!(!pages.has(&(0..1)) && !pages.has(&(10_000..10_001)) && pages.has(&(7..7)));
-        for (adds, range) in [(true, 3..130), (false, 64..65), (true, 190..300), (false, 100..u64::MAX), (true, 64..66)] {
+        for (adds, range) in [(true, 3..130), (false, 64..65), (true, 190..300), (false, 100..u64::MAX), (true, 64..66)]
+        {
             if adds {
                 words(&range).for_each(|word| pages.add(word, bits(word, &range)));
                 plain.extend(range.clone());

@@ -10,6 +10,8 @@ use ferry_vfs::{
 use crate::model::Model;
 use crate::pmem_common::{Events, Random, World, at, close, cx, get, name, put, walk};
 
+/// What a file takes that only is there to take room: of 190 blocks, 60 stay.
+const BALLAST_BYTES: u64 = 130 * 4096;
 /// Names in use: few, so that they meet.
 const NAMES: u64 = 6;
 
@@ -53,17 +55,20 @@ impl Workload {
     pub fn new(fs: PMem, seed: u64, events: Events, tiers: usize) -> Self {
         let ends = vec![events.lock().unwrap().len()];
         let (random, model) = (Random::new(seed), Model::default());
-        Self {
-            fs,
-            random,
-            events,
-            tiers,
-            worlds: vec![World::new()],
-            ends,
-            promises: Vec::new(),
-            held: Vec::new(),
-            model,
-        }
+        let (worlds, promises, held) = (vec![World::new()], Vec::new(), Vec::new());
+        let mut workload = Self { fs, random, events, tiers, model, worlds, ends, promises, held };
+        workload.take_room();
+        workload
+    }
+
+    /// Leaves so little room that blocks go round soon.
+    fn take_room(&mut self) {
+        let (ino, handle) = put(&self.fs, Ino::ROOT, b"ballast", 0, &[]).unwrap();
+        self.model.create(b"/ballast", ino.0);
+        self.note();
+        self.fs.fallocate(&cx(), ino, handle, 0, BALLAST_BYTES, FallocateFlags::KEEP_SIZE).unwrap();
+        close(&self.fs, ino, handle);
+        self.note();
     }
 
     fn dir(&mut self) -> (Ino, Vec<u8>) {
