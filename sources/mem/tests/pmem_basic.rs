@@ -288,14 +288,14 @@ fn fsck_tells_and_repairs() {
     assert_eq!(fsck(&path, None, true).unwrap().exit_status(), 1);
     assert_eq!(fsck(&path, None, false).unwrap().exit_status(), 0);
     assert_eq!(walk(&open(&path, &Options::default()).unwrap()), before);
-    // The snapshot: no mount, and a repair that keeps what can be read.
+    // The snapshot: no mount, and a repair that falls back on the one before.
     let superblock = ferry_mem::pmem::format::Superblock::decode(&std::fs::read(&path).unwrap()).unwrap();
     file.write_all_at(&[0xff; 64], superblock.layout.log_offset(superblock.generation)).unwrap();
     assert!(sentence(&path, &Options::default()).contains("`ferry fsck`"));
     let report = fsck(&path, None, true).unwrap();
     assert_eq!(report.exit_status(), 1, "{report:?}");
     assert_eq!(fsck(&path, None, false).unwrap().exit_status(), 0);
-    assert!(walk(&open(&path, &Options::default()).unwrap()).is_empty());
+    assert_eq!(walk(&open(&path, &Options::default()).unwrap()), before, "the log before it had all of this");
 }
 
 #[test]
@@ -316,6 +316,12 @@ fn a_second_tier_takes_what_the_first_has_no_room_for() {
             assert!(get_all(fs, Ino::ROOT, format!("{index}").as_bytes()) == bytes(index), "file {index}");
         }
     };
+    check(&fs);
+    // Cold data go, and what was read there comes back.
+    assert!(fs.store().move_to_tier2(256).unwrap() > 0);
+    fs.syncfs(&cx(), Ino::ROOT).unwrap();
+    check(&fs);
+    assert!(fs.store().bring_back(64).unwrap() > 0);
     check(&fs);
     // A part of a cold file is overwritten: the rest of its block comes along.
     let entry = fs.lookup(&cx(), Ino::ROOT, name(b"0")).unwrap();

@@ -7,7 +7,7 @@ use super::codec::CodecError;
 use super::format::{FormatError, IMAGE_BYTES_MIN};
 use crate::tree::ReplayError;
 
-/// See [`super::open`].
+/// See [`super::open()`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
