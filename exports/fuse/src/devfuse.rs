@@ -50,10 +50,7 @@ impl Reader {
 ///
 /// # Errors
 /// The kernel sends nothing, or nothing that can be agreed on.
-pub(crate) fn serve_first(
-    connection: &Arc<Connection>,
-    look_at: &mut dyn FnMut(&[u8]),
-) -> io::Result<Negotiated> {
+pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(&[u8])) -> io::Result<Negotiated> {
     let reader = Arc::new(Reader::new(&Readers::none(connection, 1), connection.device.as_fd().try_clone_to_owned()?));
     let mut work = Work::new(&reader);
     loop {

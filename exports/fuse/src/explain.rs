@@ -62,7 +62,9 @@ impl fmt::Display for Explanation {
         }
         match &self.passthrough.reason {
             None => writeln!(f, "The kernel reads and writes files of the source by itself (passthrough).")?,
-            Some(reason) => writeln!(f, "Data pass through this process, not straight to the source's files: {reason}.")?,
+            Some(reason) => {
+                writeln!(f, "Data pass through this process, not straight to the source's files: {reason}.")?
+            }
         }
         match &self.notifications.reason {
             None => write!(f, "The kernel is told of changes that are made through other exports of the source."),

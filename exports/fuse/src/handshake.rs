@@ -176,8 +176,7 @@ fn look_at(
     connection: &Arc<Connection>,
     options: &Options,
 ) {
-    let Ok(Request { operation: Operation::Init(init), .. }) =
-        decode(message, message.len(), &Negotiated::BEFORE_INIT)
+    let Ok(Request { operation: Operation::Init(init), .. }) = decode(message, message.len(), &Negotiated::BEFORE_INIT)
     else {
         return;
     };

@@ -246,6 +246,6 @@ mod tests {
         for ino in 0..2 * NOTES_MAX as u64 {
             notes.add(&Change::Attr { ino: Ino(ino) });
         }
-        assert!(notes.overflow && notes.len() == 0 && !notes.is_empty());
+        assert!(notes.overflow && (notes.len(), notes.is_empty()) == (0, false));
     }
 }

@@ -78,7 +78,8 @@ pub struct Options {
     /// 1 MiB of address space, of which only what is used takes memory. Default: 8.
     pub ring_depth: usize,
     /// How long a handler, or the transfer of a file's data, may take before its caller is told EIO; zero: as long as it
-    /// likes. Default: 120 s. Callers that wait for a lock are not meant. On /dev/fuse, transfers are waited for.
+    /// likes. Default: 120 s. Callers that wait for a lock are not meant. Transfers that the
+    /// kernel cannot cancel (disks, direct reads of another FUSE mount, any on /dev/fuse) are waited for.
     pub handler_timeout: Duration,
     /// Threads that read /dev/fuse at least; 0 (the default): one, which is fastest for a single client, and as many more
     /// as requests keep busy.

@@ -241,7 +241,9 @@ mod tests {
         assert_eq!(outcome.expect("nothing waits").unwrap(), 10);
         assert_eq!(&buffer[..10], b"some bytes");
         assert_ne!(read.file.learnt() & learnt::IN_MEMORY, 0);
-        for operation in [Operation::Fsync { data_only: true }, Operation::Write { clear_privileges: false, waits: true }] {
+        for operation in
+            [Operation::Fsync { data_only: true }, Operation::Write { clear_privileges: false, waits: true }]
+        {
             let mut transfer = transfer(operation, file.try_clone().unwrap(), 5);
             // SAFETY: the buffer is ours.
             assert!(unsafe { transfer.try_now(buffer.as_mut_ptr()) }.expect("nothing waits").is_ok());
@@ -252,7 +254,9 @@ mod tests {
     fn what_waits_is_left_to_a_ring() {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let in_memory = transfer(Operation::Read, file.try_clone().unwrap(), 0).learnt() & learnt::IN_MEMORY != 0;
-        for operation in [Operation::Fsync { data_only: true }, Operation::Write { clear_privileges: false, waits: true }] {
+        for operation in
+            [Operation::Fsync { data_only: true }, Operation::Write { clear_privileges: false, waits: true }]
+        {
             let mut transfer = transfer(operation, file.try_clone().unwrap(), 5);
             // SAFETY: the buffer is ours.
             assert_eq!(unsafe { transfer.try_now([0; 5].as_mut_ptr()) }.is_none(), !in_memory);

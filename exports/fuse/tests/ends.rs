@@ -108,7 +108,12 @@ fn in_a_process(test: &str) {
         .args(["--exact", test, "--ignored", "--nocapture", "--test-threads=1"])
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
 }
 
 #[test]
@@ -120,8 +125,10 @@ fn each_step_of_the_start_may_lack_descriptors() {
 fn open_descriptors() -> Vec<u64> {
     let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
     let looking = |entry: &std::fs::DirEntry| std::fs::read_link(entry.path()).is_ok_and(|to| to.ends_with("fd"));
-    let mut numbers: Vec<u64> =
-        links.filter(|entry| !looking(entry)).map(|entry| entry.file_name().to_str().unwrap().parse().unwrap()).collect();
+    let mut numbers: Vec<u64> = links
+        .filter(|entry| !looking(entry))
+        .map(|entry| entry.file_name().to_str().unwrap().parse().unwrap())
+        .collect();
     numbers.sort_unstable();
     numbers
 }

@@ -132,8 +132,11 @@ fn a_handler_that_hangs_is_given_up_and_its_late_answer_goes_nowhere() {
 fn a_caller_who_is_killed_is_let_go() {
     for path in paths() {
         let (source, mounted) = null(path, |_| {});
-        let mut child =
-            std::process::Command::new("cat").arg(mounted.path("hangs")).stderr(std::process::Stdio::null()).spawn().unwrap();
+        let mut child = std::process::Command::new("cat")
+            .arg(mounted.path("hangs"))
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
         wait_until("it blocks", || source.held.load(Ordering::SeqCst) == 1);
         let start = Instant::now();
         child.kill().unwrap();

@@ -72,7 +72,8 @@ fn what_is_used_is_explained() {
         let mounted = mount(Arc::new(source), Options { path, cache: Cache::None, ..Options::default() });
         let explanation = mounted.export().explain();
         let text = explanation.to_string();
-        let way = if path == Path::Uring { "go through io_uring: " } else { "Not through io_uring: it was not asked for." };
+        let way =
+            if path == Path::Uring { "go through io_uring: " } else { "Not through io_uring: it was not asked for." };
         assert!(text.contains(way), "{text}");
         assert_eq!(text.contains("by itself (passthrough)"), explanation.passthrough.used, "{text}");
         assert!(text.contains("not told of changes that are made elsewhere: it keeps nothing"), "{text}");

@@ -4,8 +4,8 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 
 use ferry_engine::Segment;
-use ferry_wire::fuse::abi::{InHeader, UringEntInOut, UringReqHeader};
 use ferry_wire::fuse::IN_HEADER_BYTES;
+use ferry_wire::fuse::abi::{InHeader, UringEntInOut, UringReqHeader};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
@@ -213,7 +213,7 @@ mod tests {
         // SAFETY: nobody else knows the memory.
         unsafe {
             (&raw mut (*chunk.head(2)).header).write(whole);
-            chunk.payload(2).copy_from_nonoverlapping(b"name\0".as_ptr(), 5);
+            chunk.payload(2).copy_from_nonoverlapping(c"name".as_ptr().cast(), 5);
             let (header, entry) = chunk.request(2);
             let message = Message::new(&header, &entry, chunk.payload_bytes());
             assert_eq!((header.unique, message.op_bytes, message.bytes()), (6, 8, 53));

@@ -10,8 +10,8 @@ use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
 use super::memory::Chunk;
-use super::ring::Ring;
 use super::moving::UnderWay;
+use super::ring::Ring;
 use super::worker::{Order, Seat, start_worker};
 use crate::connection::Connection;
 use crate::lease::{Lease, NotEnded, Term};
@@ -67,6 +67,8 @@ pub(super) struct Queue {
     blocks: Box<[OnceLock<Block>]>,
     /// Entries that were registered.
     registered: AtomicUsize,
+    /// The inode of the last request that kept its entry.
+    pub(super) kept: AtomicU64,
     /// Transfers that the ring is making.
     pub(super) moving: AtomicUsize,
     /// Requests that are answered later, and those whose handler is blocked.
@@ -99,6 +101,7 @@ impl Queue {
             payload_bytes: connection.ring_payload_bytes,
             blocks,
             registered: AtomicUsize::new(0),
+            kept: AtomicU64::new(0),
             moving: AtomicUsize::new(0),
             parked: AtomicIsize::new(0),
             watch: Watch::default(),

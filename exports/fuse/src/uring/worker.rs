@@ -13,9 +13,9 @@ use ferry_wire::fuse::encode_error;
 
 use super::carrier::RingCarrier;
 use super::memory::Message;
-use super::queue::{Mail, Queue};
 use super::moving::{UnderWay, leave_to_ring};
 use super::nudge::{NOTIFY_REPLY, nudge};
+use super::queue::{Mail, Queue};
 use super::ring::{Completed, Door, Full};
 use crate::connection::Present;
 use crate::machine::stay_on;
@@ -293,6 +293,9 @@ impl<'a> Worker<'a> {
             (Served::Transfer, Some(transfer)) => make(&mut carrier, server, transfer),
             (served, _) => Outcome::Served(served),
         };
+        if matches!(outcome, Outcome::UnderWay(_) | Outcome::Served(Served::Later | Served::Parked)) {
+            queue.kept.store(header.nodeid, Ordering::Relaxed);
+        }
         let ours = queue.watch.leave(ownership);
         if !ours {
             // The monitor counted it when it gave the queue to somebody else.
@@ -341,7 +344,10 @@ impl<'a> Worker<'a> {
             self.submit()?;
             for index in indices {
                 let number = (index as u64) << u16::BITS | u64::from(queue.id);
-                nudge(queue.connection.device.as_fd(), number)?;
+                let file = queue.kept.load(Ordering::Relaxed);
+                if let Err(error) = nudge(queue.connection.device.as_fd(), file, number) {
+                    tracing::debug!("requests of CPU {} may wait until another one ends: {error}", queue.cpu);
+                }
             }
             Ok(())
         });
