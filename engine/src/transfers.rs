@@ -14,6 +14,11 @@ use crate::ring::{Completion, Ring, SEGMENTS_MAX};
 /// From how many reads on a ring's one call for all is cheaper than a call for each.
 const RING_BATCH_MIN: usize = 3;
 
+/// Adjacent transfers are made as one up to this size, which is about what disks take in one command.
+const MERGED_BYTES_MAX: usize = 1 << 20;
+/// And up to about so many pieces of memory, far below what one call takes.
+const MERGED_SEGMENTS_MAX: usize = SEGMENTS_MAX / 4;
+
 /// What [`Backing::learn`] remembers of a file: reads can be tried without waiting.
 const READ_TRIES: u8 = 1;
 /// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
@@ -85,6 +90,16 @@ struct Pending {
     first: usize,
     done: usize,
     wanted: usize,
+    /// All transfers that are made as this one, in the order of their bytes; empty if it is just one.
+    merged: Vec<Part>,
+}
+
+/// One of several adjacent transfers that are made as one.
+#[derive(Clone, Copy)]
+struct Part {
+    token: u64,
+    bytes: usize,
+    segments: usize,
 }
 
 /// The transfers of one worker, made and used on one thread.
@@ -143,7 +158,8 @@ impl Transfers {
     }
 
     /// Queues a transfer between `file`, from `offset` on, and the memory of `segments`. Its end is told by
-    /// [`Self::next_done`] with the same `token`.
+    /// [`Self::next_done`] with the same `token`. It is made together with the one queued before it if its bytes follow
+    /// on; if that fails, each is made by itself, so that each has an outcome of its own.
     ///
     /// # Safety
     /// The memory must be valid for the transfer, and every other access to it volatile, until the token was told.
@@ -155,6 +171,25 @@ impl Transfers {
         offset: u64,
         segments: impl IntoIterator<Item = Segment>,
     ) {
+        if let Some(&last) = self.queued.last() {
+            let last = &mut self.pending[last];
+            if last.is_followed_by(operation, &file, offset) {
+                last.append(token, segments);
+                return;
+            }
+        }
+        let slot = self.prepare(token, operation, file, offset, segments);
+        self.queued.push(slot);
+    }
+
+    fn prepare(
+        &mut self,
+        token: u64,
+        operation: Operation,
+        file: Arc<Backing>,
+        offset: u64,
+        segments: impl IntoIterator<Item = Segment>,
+    ) -> usize {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.pending.push(Pending {
                 token,
@@ -165,6 +200,7 @@ impl Transfers {
                 first: 0,
                 done: 0,
                 wanted: 0,
+                merged: Vec::new(),
             });
             self.pending.len() - 1
         });
@@ -178,7 +214,7 @@ impl Transfers {
         pending.first = 0;
         pending.done = 0;
         pending.wanted = pending.segments.iter().map(|segment| segment.bytes).sum();
-        self.queued.push(slot);
+        slot
     }
 
     /// Starts everything queued, and ends what needs no waiting. Look for the outcomes with [`Self::next_done`].
@@ -200,7 +236,7 @@ impl Transfers {
                 }
             }
             match self.pending[slot].try_now(self.ring.is_some(), reads) {
-                Some(outcome) => self.finish(slot, outcome),
+                Some(outcome) => drop(self.finish(slot, outcome)),
                 None => self.issue(slot),
             }
         }
@@ -301,7 +337,7 @@ impl Transfers {
                 let Completion::Transfer(slot, outcome) = completion else { continue };
                 self.in_flight -= 1;
                 match self.pending[slot].advance(outcome) {
-                    Some(outcome) => self.finish(slot, outcome),
+                    Some(outcome) => again |= self.finish(slot, outcome),
                     None => {
                         again = true;
                         self.issue(slot);
@@ -314,11 +350,50 @@ impl Transfers {
         }
     }
 
-    fn finish(&mut self, slot: usize, outcome: io::Result<usize>) {
+    /// Tells a transfer's outcome. Answers whether transfers were issued instead: parts of it, to be submitted.
+    fn finish(&mut self, slot: usize, outcome: io::Result<usize>) -> bool {
         let pending = &mut self.pending[slot];
-        pending.file = None;
-        self.done.push_back((pending.token, outcome));
+        let file = pending.file.take();
+        if pending.merged.is_empty() {
+            self.done.push_back((pending.token, outcome));
+        } else {
+            self.finish_merged(slot, file, outcome.unwrap_or(0));
+        }
         self.free.push(slot);
+        self.ring.as_ref().is_some_and(Ring::has_unsubmitted)
+    }
+
+    /// Ends the parts that `done` bytes cover, and makes the others one by one.
+    fn finish_merged(&mut self, slot: usize, file: Option<Arc<Backing>>, done: usize) {
+        let pending = &mut self.pending[slot];
+        let (operation, offset) = (pending.operation, pending.offset);
+        let parts = std::mem::take(&mut pending.merged);
+        let segments = std::mem::take(&mut pending.segments);
+        let (mut end, mut first) = (0, 0);
+        for part in &parts {
+            let start = end;
+            end += part.bytes;
+            let own = first..first + part.segments;
+            first = own.end;
+            if end <= done {
+                self.done.push_back((part.token, Ok(part.bytes)));
+            } else if let Some(file) = &file {
+                let own = segments[own].iter().copied();
+                let single = self.prepare(part.token, operation, Arc::clone(file), offset + start as u64, own);
+                match self.ring.is_some() {
+                    true => self.issue(single),
+                    false => {
+                        let outcome = self.pending[single].wait_for_it();
+                        self.finish(single, outcome);
+                    }
+                }
+            }
+        }
+        // The next transfer in this slot finds their room.
+        let pending = &mut self.pending[slot];
+        (pending.merged, pending.segments) = (parts, segments);
+        pending.merged.clear();
+        pending.segments.clear();
     }
 }
 
@@ -351,6 +426,29 @@ fn sleep_in_poll(watched: &[(u64, OwnedFd)]) -> io::Result<()> {
 }
 
 impl Pending {
+    /// Whether a transfer at `offset` can be made together with this one.
+    fn is_followed_by(&self, operation: Operation, file: &Arc<Backing>, offset: u64) -> bool {
+        self.operation == operation
+            && !matches!(operation, Operation::Fsync { .. })
+            && self.offset.checked_add(self.wanted as u64) == Some(offset)
+            && self.wanted < MERGED_BYTES_MAX
+            && self.segments.len() < MERGED_SEGMENTS_MAX
+            && self.file.as_ref().is_some_and(|own| Arc::ptr_eq(own, file))
+    }
+
+    /// Makes a transfer that follows on a part of this one.
+    fn append(&mut self, token: u64, segments: impl IntoIterator<Item = Segment>) {
+        if self.merged.is_empty() {
+            self.merged.push(Part { token: self.token, bytes: self.wanted, segments: self.segments.len() });
+        }
+        let before = self.segments.len();
+        self.segments.extend(segments);
+        let own = &self.segments[before..];
+        let bytes = own.iter().map(|segment| segment.bytes).sum();
+        self.merged.push(Part { token, bytes, segments: own.len() });
+        self.wanted += bytes;
+    }
+
     fn fd(&self) -> RawFd {
         self.file.as_ref().map_or(-1, |file| file.as_fd().as_raw_fd())
     }
@@ -360,6 +458,7 @@ impl Pending {
         let learnt = self.file.as_ref().map_or(0, |file| file.learnt());
         match self.operation {
             _ if !has_ring => return Some(self.wait_for_it()),
+            _ if self.file.as_ref().is_some_and(|file| file.waits()) => return None,
             Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return None,
             Operation::Read if learnt & READ_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
             Operation::Read if learnt & READ_TRIES != 0 && batch >= RING_BATCH_MIN => return None,
@@ -413,15 +512,20 @@ impl Pending {
             Ok(count) => count,
             Err(error) => match error.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) => return None,
+                _ if !self.merged.is_empty() => return Some(Err(error)),
                 // What was moved before the error is told; the client meets the error where it asks for the rest.
                 _ if self.done > 0 && self.operation != Operation::Read => return Some(Ok(self.done)),
                 _ => return Some(Err(error)),
             },
         };
         self.done += count;
+        if !self.merged.is_empty() {
+            return Some(Ok(self.done));
+        }
         // A short read may be the end of the file or a failure in the middle: only the next one tells.
         // A short write is told as it is.
-        if self.operation != Operation::Read || count == 0 || self.done >= self.wanted {
+        let told = self.operation != Operation::Read && !self.was_cut(count);
+        if told || count == 0 || self.done >= self.wanted {
             return Some(Ok(self.done));
         }
         let mut count = count;
@@ -435,6 +539,12 @@ impl Pending {
             self.first += 1;
         }
         None
+    }
+
+    /// Whether a count is all that one call could be given, with more pieces than that to go.
+    fn was_cut(&self, count: usize) -> bool {
+        let left = &self.segments[self.first..];
+        left.len() > SEGMENTS_MAX && left[..SEGMENTS_MAX].iter().map(|segment| segment.bytes).sum::<usize>() == count
     }
 
     fn call(&self, flags: libc::c_int) -> io::Result<usize> {

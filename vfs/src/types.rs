@@ -177,12 +177,24 @@ pub struct IoRange {
 pub struct Backing {
     fd: OwnedFd,
     learnt: AtomicU8,
+    waits: bool,
 }
 
 impl Backing {
     /// Wraps a descriptor about which nothing is known yet.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd, learnt: AtomicU8::new(0) }
+        Self { fd, learnt: AtomicU8::new(0), waits: false }
+    }
+
+    /// Wraps a descriptor each of whose transfers waits for a device (`O_DIRECT`): none is tried at once, so that many
+    /// can be under way.
+    pub fn waiting(fd: OwnedFd) -> Self {
+        Self { waits: true, ..Self::new(fd) }
+    }
+
+    /// Whether each transfer waits for a device.
+    pub fn waits(&self) -> bool {
+        self.waits
     }
 
     /// The bits learnt so far; they are the engine's, sources do not look at them.
