@@ -220,7 +220,10 @@ fn token(table: &clap::Command, command: Option<&clap::Command>, arg: &OsStr) ->
         return Token::Positional;
     }
     let name = bytes.split(|&byte| byte == b'=').next().unwrap_or_default();
-    let is = |arg: &&clap::Arg| arg.get_long().is_some_and(|long| name.strip_prefix(b"--") == Some(long.as_bytes()));
+    let is = |arg: &&clap::Arg| {
+        let aliases = arg.get_all_aliases().unwrap_or_default();
+        arg.get_long().iter().chain(&aliases).any(|long| name.strip_prefix(b"--") == Some(long.as_bytes()))
+    };
     let own = command.and_then(|command| command.get_arguments().find(is));
     let found = own.or_else(|| table.get_arguments().find(is));
     let takes_value = found.is_some_and(|arg| arg.get_action().takes_values()) && name.len() == bytes.len();

@@ -62,7 +62,7 @@ impl Offered {
         let image = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", self.socket.display());
         let mut program = Command::new(tool("qemu-io"));
         program.args(["--image-opts", &image]);
-        commands.iter().for_each(|command| drop(program.args(["-c", command])));
+        program.args(commands.iter().flat_map(|command| ["-c", command]));
         program.output().unwrap()
     }
 

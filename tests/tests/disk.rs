@@ -4,11 +4,11 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::process::Output;
+use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use ferry_disk::{Cache, Options};
-use ferry_tests::disks::Offered;
+use ferry_disk::{Cache, Format, Options};
+use ferry_tests::disks::{Offered, tool};
 use ferry_tests::{Place, folder};
 
 const MIB: u64 = 1 << 20;
@@ -57,6 +57,38 @@ fn reads_writes_zeroes_and_discards() {
         let file = fs::read(&disk.file).unwrap();
         assert_eq!((file[511], file[512], file[1023], file[1024], file.len() as u64), (7, 9, 9, 7, 64 * MIB));
     }
+}
+
+#[test]
+fn images_of_qemu_are_served_and_stay_sound() {
+    let folder = folder(Place::Disk);
+    let file = folder.path().join("disk");
+    let img = |args: &[&str]| {
+        let output = Command::new(tool("qemu-img")).args(args).arg(&file).output().unwrap();
+        assert!(output.status.success(), "{args:?}: {output:?}");
+    };
+    let created = Command::new(tool("qemu-img")).args(["create", "-q", "-f", "qcow2"]).arg(&file).arg("64M").status();
+    assert!(created.unwrap().success());
+    let options = Options { format: Some(Format::Qcow2), grow_to: Some(96 * MIB), ..Options::default() };
+    let disk = Offered::of(file.clone(), folder, &options);
+    assert!(good(&disk.qemu_io(&["length"])).contains("96 MiB"));
+    good(&disk.qemu_io(&[
+        "write -P 3 0 8M",
+        "write -P 4 65024 1024",
+        "discard 1M 2M",
+        "write -z 5M 100k",
+        "write -z -u 6M 100k",
+        "write -P 8 95M 1M",
+        "flush",
+        "read -P 4 65024 1024",
+        "read -P 0 1M 2M",
+        "read -P 0 5M 100k",
+        "read -P 0 6M 100k",
+        "read -P 3 7M 1M",
+    ]));
+    img(&["check", "-U", "-f", "qcow2"]);
+    bad(&disk.qemu_io(&["read 96M 512"]));
+    good(&disk.qemu_io(&["read -P 8 95M 1M"]));
 }
 
 #[test]
@@ -128,11 +160,8 @@ struct Tmpfs(tempfile::TempDir);
 impl Tmpfs {
     fn new() -> Self {
         let at = folder(Place::Disk);
-        let mount = std::process::Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=2m", "tmpfs"])
-            .arg(at.path())
-            .status()
-            .unwrap();
+        let mount =
+            Command::new("mount").args(["-t", "tmpfs", "-o", "size=2m", "tmpfs"]).arg(at.path()).status().unwrap();
         assert!(mount.success());
         Self(at)
     }
@@ -140,6 +169,6 @@ impl Tmpfs {
 
 impl Drop for Tmpfs {
     fn drop(&mut self) {
-        let _ = std::process::Command::new("umount").arg("-l").arg(self.0.path()).status();
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
     }
 }

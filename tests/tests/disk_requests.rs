@@ -51,7 +51,7 @@ fn ask(driver: &mut Driver, out: &[&[u8]], reply: &[usize]) -> (Vec<u8>, u8) {
 }
 
 fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
-    (0..bytes).map(|at| (at % 251) as u8 ^ seed).collect()
+    (0..=250u8).cycle().take(bytes).map(|byte| byte ^ seed).collect()
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn many_requests_at_once_each_find_their_own_bytes() {
         let sectors: Vec<u64> = (0..200).map(|n| n + n / 40 * 8).chain([SECTORS]).collect();
         let mut tickets = Vec::new();
         for sector in &sectors {
-            let data = pattern(512, *sector as u8);
+            let data = pattern(512, sector.to_le_bytes()[0]);
             tickets.push(queue.submit(&[&header(WRITE, *sector), &data], &[1]).unwrap());
         }
         for (ticket, sector) in tickets.into_iter().zip(&sectors) {
@@ -174,7 +174,10 @@ fn many_requests_at_once_each_find_their_own_bytes() {
             sectors.iter().map(|sector| queue.submit(&[&header(READ, *sector)], &[512, 1]).unwrap()).collect();
         for (ticket, sector) in reads.into_iter().zip(&sectors).filter(|(_, sector)| **sector < SECTORS) {
             let reply = queue.wait_for(ticket, WITHIN).unwrap().reply;
-            assert!(reply[512] == OK && reply[..512] == pattern(512, *sector as u8), "a read of sector {sector}");
+            assert!(
+                reply[512] == OK && reply[..512] == pattern(512, sector.to_le_bytes()[0]),
+                "a read of sector {sector}"
+            );
         }
     }
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use ferry_vfs::OFlags;
 
+use super::pending::{READ_TRIES, RING_BATCH_MIN};
 use super::*;
 
 fn segments(bytes: &mut [u8], pieces: usize) -> Vec<Segment> {
