@@ -2,6 +2,7 @@
 //!
 //! * [`Transfers`]: reads, writes and fsyncs between descriptors and memory, by io_uring where that pays and by
 //!   one system call where it does not, with the one place where a worker sleeps.
+//! * [`move_now`]: the same without any system call, where a source has its files' bytes mapped.
 //! * [`Spin`]: how long to look for work before sleeping, learnt from how long the last sleeps took.
 //! * [`Lane`]: a few threads for the calls that may take long and have no asynchronous form.
 //! * [`Mailbox`]: how those threads, and the control plane, reach a worker.
@@ -32,14 +33,17 @@
 mod complaints;
 mod lane;
 mod mailbox;
+mod memory;
 mod privileges;
 mod ring;
 mod spin;
 mod transfers;
 
 pub use complaints::Complaints;
+pub use ferry_vfs::Segment;
 pub use lane::Lane;
 pub use mailbox::Mailbox;
+pub use memory::move_now;
 pub use privileges::WithoutFsetid;
 pub use spin::Spin;
-pub use transfers::{IoMode, Operation, Segment, Transfers, TransfersError};
+pub use transfers::{IoMode, Operation, Transfers, TransfersError, learnt};

@@ -3,11 +3,12 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
+use ferry_vfs::Segment;
 use io_uring::squeue::Entry;
 use io_uring::{IoUring, opcode, types};
 
 use crate::privileges::WithoutFsetid;
-use crate::transfers::{Operation, Segment};
+use crate::transfers::Operation;
 
 /// Submission entries; more transfers than these are submitted in several goes.
 const SUBMISSION_ENTRIES: u32 = 256;

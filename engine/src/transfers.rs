@@ -7,12 +7,28 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::Backing;
+use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use self::pending::Pending;
 use crate::privileges::WithoutFsetid;
 use crate::ring::{Completion, Ring};
+
+/// What [`Backing::learn`] remembers of a file.
+pub mod learnt {
+    /// Reads can be tried without waiting.
+    pub const READ_TRIES: u8 = 1;
+    /// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
+    pub const READ_CANNOT_TRY: u8 = 2;
+    /// Writes cannot be tried (buffered ext4): likewise.
+    pub const WRITE_CANNOT_TRY: u8 = 4;
+    /// The file lies in memory: nothing ever waits.
+    pub const IN_MEMORY: u8 = 8;
+    /// The file is served by somebody else, another machine or another process: anything may wait for long.
+    pub const FAR: u8 = 16;
+    /// Whether it is one of these two was looked at.
+    pub const PLACE_KNOWN: u8 = 32;
+}
 
 /// How transfers are made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,16 +59,6 @@ pub enum Operation {
         /// `fdatasync`.
         data_only: bool,
     },
-}
-
-/// A piece of memory, laid out as `struct iovec`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct Segment {
-    /// First byte.
-    pub address: *mut u8,
-    /// Length in bytes.
-    pub bytes: usize,
 }
 
 const _: () = assert!(size_of::<Segment>() == size_of::<libc::iovec>());
@@ -189,6 +195,10 @@ impl Transfers {
         let reads = queued.len();
         let mut without_fsetid = None;
         for &slot in &queued {
+            if let Some(outcome) = self.pending[slot].move_now() {
+                self.finish(slot, outcome);
+                continue;
+            }
             let privileged = !matches!(self.pending[slot].operation, Operation::Write { clear_privileges: true, .. });
             if privileged {
                 without_fsetid = None;

@@ -1,26 +1,16 @@
 //! The table of flags. Help, man page, completions and the configuration file's keys all come from it.
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+mod share;
+mod values;
+
+use std::path::PathBuf;
 
 use clap::CommandFactory;
-use ferry_virtiofs::Tag;
-use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::recipes;
-use crate::size::Size;
-use crate::source::Kind;
-
-/// More request queues than this help no guest: Linux makes at most one per CPU.
-const QUEUES_MAX: u16 = 64;
-/// Past a second of polling an idle share costs a whole CPU for nothing.
-const POLL_US_MAX: u64 = 1_000_000;
-/// A day: whoever wants to wait longer wants to wait for ever, and says 0.
-const HANDLER_TIMEOUT_MAX: u64 = 86_400;
-/// Ten times as many threads as the largest machines have CPUs per node.
-const THREADS_MAX: u16 = 1024;
-/// Each entry takes a buffer as large as the longest request, for every CPU.
-const DEPTH_MAX: u16 = 256;
+pub use share::Share;
+use values::memory_mib;
+pub use values::{Cache, Carrier, Passthrough, made_tag, tag_of};
 
 /// What only a virtual machine's export understands; `ferry mount` has the same table without them.
 const SHARE_ONLY: [&str; 6] = ["virtiofs", "fd", "mount", "tag", "queues", "poll_us"];
@@ -40,6 +30,7 @@ pub struct Cli {
 }
 
 #[derive(Debug, clap::Subcommand)]
+#[allow(clippy::large_enum_variant, reason = "there is one in a process")]
 pub enum Command {
     /// Share directories with virtual machines until SIGTERM or SIGINT.
     ///
@@ -66,7 +57,7 @@ pub enum Command {
     #[command(
         override_usage = "ferry mount SOURCE MOUNTPOINT [OPTIONS]\n       ferry mount --explain [SOURCE] [MOUNTPOINT]"
     )]
-    Mount(Box<MountArgs>),
+    Mount(MountArgs),
 
     /// Offer files and block devices to virtual machines as disks, until SIGTERM or SIGINT.
     ///
@@ -90,6 +81,7 @@ pub enum Command {
     /// Check a persistent memory file system that is not mounted, and repair it.
     ///
     /// The status is that of fsck(8): 0 nothing is wrong, 1 repaired, 4 damage is left, 8 it cannot be looked at.
+    #[command(after_long_help = recipes::FSCK)]
     Fsck(FsckArgs),
 
     /// Boot a small Linux guest with directories mounted, and run a command in it.
@@ -134,7 +126,7 @@ pub struct MountArgs {
     #[command(flatten)]
     pub share: Share,
 
-    /// The directory to mount on.
+    /// An empty directory to mount on. It may be inside SOURCE, which then does not see the mount.
     #[arg(index = 2, value_name = "MOUNTPOINT", required_unless_present = "explain")]
     pub mountpoint: Option<PathBuf>,
 
@@ -146,11 +138,11 @@ pub struct MountArgs {
     #[arg(long)]
     pub foreground: bool,
 
-    /// Log to this file once the mount is there; in the background, nowhere by default: see ferry log.
+    /// Log to this file once the mount is there [default: in the background nowhere; see ferry log].
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
 
-    /// Say by which paths requests and data would travel, and why not by better ones.
+    /// Say by which paths requests and data travel, and why not by better ones.
     ///
     /// With a source and a mount point, or a source alone, this mounts for a moment, because only the kernel's answer
     /// to a mount tells. With the mount point of a running ferry alone, this says what that one does.
@@ -192,7 +184,7 @@ pub struct FsckArgs {
     #[arg(value_name = "PATH")]
     pub image: PathBuf,
 
-    /// Its second tier.
+    /// Its second tier, if it was mounted with one.
     #[arg(long, value_name = "FILE")]
     pub tier2: Option<PathBuf>,
 
@@ -203,128 +195,6 @@ pub struct FsckArgs {
     /// Answer in JSON.
     #[arg(long)]
     pub json: bool,
-}
-
-/// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
-#[derive(Clone, Debug, Deserialize, clap::Args)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-#[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
-pub struct Share {
-    /// A directory, or mem, or pmem:PATH.
-    #[arg(index = 1, value_name = "SOURCE", required = false)]
-    #[serde(alias = "dir")]
-    pub source: PathBuf,
-
-    /// Listen for a VMM on this socket (vhost-user-fs).
-    #[arg(long, value_name = "SOCKET")]
-    pub virtiofs: Option<PathBuf>,
-
-    /// Listen on this inherited descriptor, a listening unix socket, instead of a path.
-    #[arg(long, value_name = "N", conflicts_with = "virtiofs")]
-    pub fd: Option<u16>,
-
-    /// Mount the source on this directory of the host.
-    #[arg(long, value_name = "DIR")]
-    pub mount: Option<PathBuf>,
-
-    /// The name by which the guest mounts the share, 1 to 36 bytes [default: the source's own name].
-    ///
-    /// QEMU and cloud-hypervisor take it from their own command line; User-mode Linux and crosvm ask the device, which
-    /// tells it when this flag is given. QEMU 7.1 to 8.0 fails with a device that tells it: leave the flag out there.
-    #[arg(long, value_name = "NAME")]
-    #[serde(default, deserialize_with = "tag")]
-    pub tag: Option<Tag>,
-
-    /// Let nobody change anything.
-    #[arg(long)]
-    #[serde(default)]
-    pub read_only: bool,
-
-    /// How many request queues to offer [default: as many as CPUs].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
-    pub queues: Option<u16>,
-
-    /// What the guest's kernel, or this host's, may keep in its caches.
-    #[arg(long, value_name = "MODE", default_value_t, value_enum, hide_possible_values = false)]
-    #[serde(default)]
-    pub cache: Cache,
-
-    /// Let writes be collected in the page cache and sent later.
-    #[arg(long)]
-    #[serde(default)]
-    pub writeback: bool,
-
-    /// Poll up to this many microseconds for the next request before sleeping; 0 never polls
-    /// [default: adapts].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
-    pub poll_us: Option<u64>,
-
-    /// Open the files of a directory with O_DIRECT where the client does.
-    #[arg(long)]
-    #[serde(default)]
-    pub allow_direct_io: bool,
-
-    /// Offer no extended attributes and ACLs: spares `ls -l` two requests for each file, and a new file's first
-    /// write one.
-    #[arg(long)]
-    #[serde(default)]
-    pub no_xattr: bool,
-
-    /// The most that mem may hold, or the size of a new pmem file: a number with K, M, G or T
-    /// [default: half of the memory; the size of the file].
-    #[arg(long, value_name = "SIZE", help_heading = "For mem and pmem:PATH")]
-    pub size: Option<Size>,
-
-    /// Hold the data in huge pages.
-    #[arg(long, help_heading = "For mem and pmem:PATH")]
-    #[serde(default)]
-    pub huge: bool,
-
-    /// Move what pmem has not used for long to this file or block device, and back when it is used.
-    #[arg(long, value_name = "FILE", help_heading = "For mem and pmem:PATH")]
-    pub tier2: Option<PathBuf>,
-
-    /// The size of a new second tier that is a file.
-    #[arg(long, value_name = "SIZE", requires = "tier2", help_heading = "For mem and pmem:PATH")]
-    pub tier2_size: Option<Size>,
-
-    /// How requests of a mount travel [default: auto, the best that can be had].
-    #[arg(long, value_enum, value_name = "PATH", help_heading = "For mounts")]
-    pub path: Option<Carrier>,
-
-    /// Whether the kernel may read and write whole files of the source by itself [default: auto, if it can].
-    #[arg(long, value_enum, value_name = "WHEN", help_heading = "For mounts")]
-    pub passthrough: Option<Passthrough>,
-
-    /// Let users other than the one who mounts in, as permissions say.
-    #[arg(long, help_heading = "For mounts")]
-    #[serde(default)]
-    pub allow_other: bool,
-
-    /// Mount also on a directory that is not empty, and hide what is in it.
-    #[arg(long, help_heading = "For mounts")]
-    #[serde(default)]
-    pub nonempty: bool,
-
-    /// What the table of mounts shows as the source [default: the source].
-    #[arg(long, value_name = "NAME", help_heading = "For mounts")]
-    pub fsname: Option<String>,
-
-    /// After this many seconds in a request that a source does not end, its caller gets EIO; 0: never
-    /// [default: 120].
-    #[arg(long, value_name = "SECONDS", help_heading = "For mounts")]
-    #[arg(value_parser = clap::value_parser!(u64).range(..=HANDLER_TIMEOUT_MAX))]
-    pub handler_timeout: Option<u64>,
-
-    /// Threads that read /dev/fuse [default: as many as CPUs].
-    #[arg(long, value_name = "N", help_heading = "For mounts")]
-    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MAX)))]
-    pub threads: Option<u16>,
-
-    /// Requests that each CPU's ring can hold [default: 8].
-    #[arg(long, value_name = "N", help_heading = "For mounts")]
-    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(DEPTH_MAX)))]
-    pub depth: Option<u16>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -358,122 +228,6 @@ pub struct TryArgs {
     pub command: Vec<std::ffi::OsString>,
 }
 
-/// What a guest may keep, and for how long.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Cache {
-    /// Nothing: every read and every look-up asks the host.
-    None,
-    /// Names and attributes for a second, data while a file is open.
-    #[default]
-    Auto,
-    /// Everything, for as long as the guest likes: for directories that nobody else changes.
-    Always,
-}
-
-/// How requests of a mount travel between the kernel and this process.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Carrier {
-    /// The best that can be had here.
-    Auto,
-    /// FUSE over io_uring, or an error that says why not.
-    Uring,
-    /// /dev/fuse.
-    Devfuse,
-}
-
-/// Whether the kernel may read and write files of the source by itself.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Passthrough {
-    /// If it can.
-    Auto,
-    /// Or an error that says why not.
-    On,
-    /// Never.
-    Off,
-}
-
-impl Share {
-    /// What kind of source it is.
-    pub fn kind(&self) -> Kind {
-        Kind::of(&self.source)
-    }
-
-    /// The tag that was given, or one made of the source's own name.
-    pub fn tag_or_default(&self) -> Tag {
-        self.tag.clone().unwrap_or_else(|| match self.kind() {
-            Kind::Dir(path) | Kind::Pmem(path) => tag_of(&path),
-            Kind::Mem => made_tag("mem"),
-        })
-    }
-
-    /// How long to poll, where it was given.
-    pub fn poll(&self) -> Option<Duration> {
-        self.poll_us.map(Duration::from_micros)
-    }
-
-    /// What is wrong with a share from a file: there, the table of flags has checked no value.
-    pub fn check(&self) -> Result<(), String> {
-        /// A value, its key, and its bounds.
-        type Bounded = (Option<u64>, &'static str, u64, u64);
-        let bounded: [Bounded; 5] = [
-            (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
-            (self.poll_us, "poll-us", 0, POLL_US_MAX),
-            (self.handler_timeout, "handler-timeout", 0, HANDLER_TIMEOUT_MAX),
-            (self.threads.map(Into::into), "threads", 1, THREADS_MAX.into()),
-            (self.depth.map(Into::into), "depth", 1, DEPTH_MAX.into()),
-        ];
-        for (value, key, min, max) in bounded {
-            if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
-                return Err(format!("{key} = {value} is not in {min}..={max}"));
-            }
-        }
-        match (&self.virtiofs, self.fd, &self.mount) {
-            (None, None, None) => Err("it needs virtiofs = \"SOCKET\" (or fd = N, or mount = \"DIR\")".into()),
-            (Some(_), Some(_), _) => Err("it has both virtiofs and fd; keep one".into()),
-            _ => self.contradiction().map_or(Ok(()), Err),
-        }
-    }
-
-    /// Flags that do not go together, or not with this source or these exports.
-    pub fn contradiction(&self) -> Option<String> {
-        let source = self.source.display();
-        let kind = self.kind();
-        let of_memory = [
-            (self.size.is_some(), "size"),
-            (self.huge, "huge"),
-            (self.tier2.is_some(), "tier2"),
-            (self.tier2_size.is_some(), "tier2-size"),
-        ];
-        let of_mounts = [
-            (self.path.is_some(), "path"),
-            (self.passthrough.is_some(), "passthrough"),
-            (self.allow_other, "allow-other"),
-            (self.nonempty, "nonempty"),
-            (self.fsname.is_some(), "fsname"),
-            (self.handler_timeout.is_some(), "handler-timeout"),
-            (self.threads.is_some(), "threads"),
-            (self.depth.is_some(), "depth"),
-        ];
-        let given = |flags: &[(bool, &'static str)]| flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag);
-        if let (Kind::Dir(_), Some(flag)) = (&kind, given(&of_memory)) {
-            return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
-        }
-        match kind {
-            Kind::Mem if self.tier2.is_some() => Some("tier2 is for pmem:PATH; mem has one tier".into()),
-            _ if self.tier2_size.is_some() && self.tier2.is_none() => Some("tier2-size needs tier2".into()),
-            _ if self.writeback && self.passthrough == Some(Passthrough::On) => {
-                Some("writeback and passthrough exclude each other; leave one out".into())
-            }
-            _ if self.mount.is_none() => given(&of_mounts)
-                .map(|flag| format!("{flag} is for mounts, and {source} is not mounted: add mount, or leave it out")),
-            _ => None,
-        }
-    }
-}
-
 impl MountArgs {
     /// The share that this mount is, or a flag that no mount has.
     pub fn into_share(self) -> Share {
@@ -497,68 +251,4 @@ pub fn table() -> clap::Command {
             let mount = mount.mut_arg("source", |arg| arg.required(true));
             SHARE_ONLY.into_iter().fold(mount, |mount, id| mount.mut_arg(id, |arg| arg.hide(true)))
         })
-}
-
-/// A tag made of a directory's own name, also for `.` and `..`.
-pub fn tag_of(dir: &Path) -> Tag {
-    let absolute = dir.canonicalize();
-    let name = absolute.as_deref().unwrap_or(dir).file_name();
-    made_tag(&name.unwrap_or_default().to_string_lossy())
-}
-
-/// A tag made of any name: what shells, `fstab` and VMM options would trip over becomes a dash.
-pub fn made_tag(name: &str) -> Tag {
-    let safe = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
-    let tag: String = name.chars().map(safe).take(Tag::BYTES_MAX).collect();
-    let tag = if tag.chars().any(|c| c.is_ascii_alphanumeric()) { &tag } else { "share" };
-    tag.parse().expect("1 to 36 bytes of ASCII")
-}
-
-fn tag<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Tag>, D::Error> {
-    String::deserialize(input)?.parse().map(Some).map_err(serde::de::Error::custom)
-}
-
-/// Mebibytes out of `512M` or `2G`.
-fn memory_mib(text: &str) -> Result<u32, String> {
-    /// Below this a stock kernel does not boot.
-    const MIB_MIN: u32 = 64;
-    let (digits, factor) = match text.as_bytes().last().map(u8::to_ascii_uppercase) {
-        Some(b'M') => (&text[..text.len() - 1], 1),
-        Some(b'G') => (&text[..text.len() - 1], 1024),
-        _ => return Err("write it like 512M or 2G".into()),
-    };
-    let mib = digits.parse::<u32>().ok().and_then(|n| n.checked_mul(factor));
-    match mib {
-        Some(mib) if mib >= MIB_MIN => Ok(mib),
-        Some(_) => Err(format!("a guest needs at least {MIB_MIN}M")),
-        None => Err("write it like 512M or 2G".into()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tags_are_made_of_any_name() {
-        for (name, tag) in [
-            ("src", "src"),
-            ("my files, 2024", "my-files--2024"),
-            ("été", "-t-"),
-            ("", "share"),
-            ("数据", "share"),
-            ("0123456789012345678901234567890123456789", "012345678901234567890123456789012345"),
-        ] {
-            assert_eq!(made_tag(name).as_str(), tag, "{name}");
-        }
-    }
-
-    #[test]
-    fn memory_has_a_unit() {
-        assert_eq!(memory_mib("512M"), Ok(512));
-        assert_eq!(memory_mib("2g"), Ok(2048));
-        for wrong in ["", "512", "M", "1M", "-1G", "99999999999G", "5000000G"] {
-            assert!(memory_mib(wrong).is_err(), "{wrong}");
-        }
-    }
 }

@@ -10,7 +10,7 @@ mod server;
 
 use serde::{Deserialize, Serialize};
 
-pub use client::Target;
+pub use client::{Target, is_in_mount};
 pub use served::{Served, Shown};
 pub use server::Control;
 

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ferry_blk::Export;
+use ferry_fs::Endings;
 
 use crate::recipes;
-use crate::share::shown;
-use crate::signals::{Endings, SIGINT, SIGTERM};
+use crate::share::{ENDINGS, shown};
 use crate::size::Size;
 use crate::socket::Bound;
 
@@ -167,7 +167,7 @@ pub fn run(disks: &[Args]) -> Result<()> {
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited: Vec<Option<Bound>> =
         disks.iter().map(|disk| disk.fd.map(Bound::inherit).transpose()).collect::<Result<_>>()?;
-    let mut endings = Endings::catch(&[SIGTERM, SIGINT])?;
+    let mut endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
     let opened = open(disks, inherited)?;
     if opened.is_empty() {
         return Ok(());
@@ -215,7 +215,7 @@ fn refuse_doubles(disks: &[Args]) -> Result<()> {
 
 impl Opened<'_> {
     fn start(&self) -> Result<Export> {
-        let listener = self.bound.listener.try_clone().context("no descriptor left for the socket")?;
+        let listener = self.bound.listener()?;
         let mut options = ferry_blk::Options {
             writeback: self.args.cache != Some(Cache::Writethrough),
             io: match self.args.io {

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use ferry_fs::Over;
 use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
 
@@ -22,8 +22,7 @@ pub struct Serving {
 impl Serving {
     /// Offers a source to virtual machines.
     pub fn start(&mut self, bound: Bound, source: Arc<dyn FileSystem>, options: ferry_virtiofs::Options) -> Result<()> {
-        let listener = bound.listener.try_clone().context("no descriptor left for the socket")?;
-        self.devices.push((ferry_virtiofs::Export::from_listener(listener, source, options)?, bound));
+        self.devices.push((ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?, bound));
         Ok(())
     }
 
@@ -39,9 +38,9 @@ impl Serving {
         Ok(mount)
     }
 
-    /// Calls back when there is nothing left to serve, because every mount was unmounted by somebody else. Never calls
+    /// Says so when there is nothing left to serve, because every mount was unmounted by somebody else. Never
     /// while there is a socket, on which the next virtual machine may come.
-    pub fn when_over(&self, over: Sender<Ending>) -> Result<()> {
+    pub fn when_over(&self, over: Over) -> Result<()> {
         if !self.devices.is_empty() {
             return Ok(());
         }
@@ -49,8 +48,7 @@ impl Serving {
         let wait = move || {
             mounts.iter().for_each(|mount| mount.wait());
             drop(mounts);
-            // Nobody listens any more where a signal came first.
-            let _ = over.send(Ending::Unmounted);
+            over.say();
         };
         std::thread::Builder::new().name("mounts".into()).spawn(wait).context("cannot start a thread")?;
         Ok(())
@@ -74,13 +72,6 @@ impl Drop for Serving {
     }
 }
 
-/// Why serving ends.
-#[derive(Clone, Copy, Debug)]
-pub enum Ending {
-    Signal(i32),
-    Unmounted,
-}
-
 /// What the log calls a share.
 pub fn name(share: &Share) -> String {
     share.fsname.clone().unwrap_or_else(|| share.source.to_string_lossy().into_owned())
@@ -89,6 +80,7 @@ pub fn name(share: &Share) -> String {
 /// The options of the virtio-fs device that a share is.
 pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
     let mut options = ferry_virtiofs::Options {
+        name: name(share),
         // Not the default: some versions of QEMU do not bear a device that tells its tag.
         tag: share.tag.clone(),
         cache: share.cache.into(),

@@ -1,6 +1,7 @@
 //! The program `ferry`: what to share or mount, and through what, comes in on the command line or from a file;
 //! the libraries beside it do the work.
 
+mod apart;
 mod cli;
 mod config;
 mod control;
@@ -16,7 +17,6 @@ mod mount;
 mod mount_options;
 mod recipes;
 mod share;
-mod signals;
 mod size;
 mod socket;
 mod source;
@@ -80,10 +80,18 @@ fn run_or_say(invocation: Invocation) -> u8 {
     match run(invocation) {
         Ok(status) => status,
         Err(error) => {
-            eprintln!("ferry: {error:#}");
+            let text = format!("{error:#}");
+            eprintln!("ferry: {text}{}", advice(&text));
             1
         }
     }
+}
+
+/// What helps where the system's own words end a sentence. Whatever opens files can run out of descriptors, and not all
+/// errors on the way here hand out the number.
+fn advice(text: &str) -> &'static str {
+    let too_many_files = text.contains(&*rustix::io::Errno::MFILE.to_string());
+    if too_many_files && !text.contains("ulimit -n") { "; raise the limit of file descriptors (ulimit -n)" } else { "" }
 }
 
 fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Result<u8> {
@@ -105,7 +113,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();
             disk::run(&disks).map(|()| 0)
         }
-        Command::Mount(args) => mount::run(*args, &line, at, &logging),
+        Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => trial::run(args),

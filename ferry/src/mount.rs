@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 
 use crate::cli::{MountArgs, Share};
-use crate::control::{Explained, Request, Served, Target};
+use crate::control::{Explained, Request, Served, Target, is_in_mount};
 use crate::exports::{self, Serving};
 use crate::logging::Logging;
 use crate::source::Sources;
@@ -36,10 +36,11 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let mount = mount_options::of_mount(&args.options);
     let (json, detached) = (args.json || args.detached, args.detached);
     let share = args.into_share();
+    let nulls = detached.then(Nulls::open).transpose()?;
     share::serve(&[share], &mount, logging, |up| {
         announce(up, json)?;
-        if detached {
-            leave(log)
+        if let Some(nulls) = nulls {
+            nulls.leave(log)
         } else if let Some(log) = log {
             rustix::stdio::dup2_stderr(log).context("cannot write to the log file")
         } else {
@@ -94,14 +95,24 @@ fn announce(up: &[Served], json: bool) -> Result<()> {
     Ok(())
 }
 
-/// Lets go of everything that was inherited from the terminal.
-fn leave(log: Option<File>) -> Result<()> {
-    let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
-    rustix::stdio::dup2_stdout(null()?).context("cannot let go of standard output")?;
-    let log = log.map_or_else(null, Ok)?;
-    rustix::stdio::dup2_stderr(log).context("cannot let go of standard error")?;
-    // The folder that this was started in can be unmounted.
-    std::env::set_current_dir("/").context("cannot enter /")
+/// What takes the place of standard output and error. Opened before anything is mounted: without descriptors this
+/// fails, and whoever waits must not have been told that all is well.
+struct Nulls([File; 2]);
+
+impl Nulls {
+    fn open() -> Result<Self> {
+        let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
+        Ok(Self([null()?, null()?]))
+    }
+
+    /// Lets go of everything that was inherited from the terminal.
+    fn leave(self, log: Option<File>) -> Result<()> {
+        let [out, error] = self.0;
+        rustix::stdio::dup2_stdout(out).context("cannot let go of standard output")?;
+        rustix::stdio::dup2_stderr(log.unwrap_or(error)).context("cannot let go of standard error")?;
+        // The folder that this was started in can be unmounted.
+        std::env::set_current_dir("/").context("cannot enter /")
+    }
 }
 
 fn open_log(path: &Path) -> Result<File> {
@@ -131,7 +142,12 @@ fn explain(args: MountArgs) -> Result<()> {
 
 /// What the server of a mount point says, if this is the mount point of one.
 fn running(path: &Path) -> Option<Result<Explained>> {
-    let Target { client, share, file } = Target::find(path).ok()?;
+    let Target { client, share, file } = match Target::find(path) {
+        Ok(target) => target,
+        // Not a source: whatever is asked of it, nobody would answer.
+        Err(error) if is_in_mount(path) => return Some(Err(error)),
+        Err(_) => return None,
+    };
     let share = share.filter(|_| file.is_none())?;
     Some(client.ask(&Request::Explain { share }).map(|(explained, _)| explained))
 }
@@ -140,7 +156,8 @@ fn running(path: &Path) -> Option<Result<Explained>> {
 fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<Explained> {
     let mountpoint: PathBuf = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.into());
     let share = Share { mount: Some(mountpoint.clone()), ..args.share.clone() };
-    let source = Sources::default().open(&share)?;
+    let mut sources = Sources::beside(vec![mountpoint.clone()]);
+    let source = sources.open(&share)?;
     let options = exports::mount_options(&share, mount_options::of_mount(&args.options), false);
     let mut serving = Serving::default();
     let export = serving.mount(&mountpoint, std::sync::Arc::clone(&source), options)?;

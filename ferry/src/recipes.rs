@@ -12,8 +12,8 @@ Examples:
   ferry mount mem /mnt -o size=1G          a memory file system on this host
   ferry log /mnt requests --follow         watch every request of it
 
-ferry share --help has the lines to copy for QEMU, libvirt, cloud-hypervisor and the guest, ferry mount --help
-those for fstab.";
+ferry share --help has the lines to copy for QEMU, libvirt, cloud-hypervisor and
+the guest, ferry mount --help those for fstab.";
 
 /// Shown by `ferry try --help`.
 pub const TRY: &str = "\
@@ -64,10 +64,13 @@ pub const MOUNT: &str = "\
 Examples:
   ferry mount mem /mnt --size 1G           a memory file system, gone when it is unmounted
   ferry mount pmem:/srv/data.pmem /mnt --size 8G
-                                           one that stays, in a file that is made if it is not there
+                                           one that stays, in a file, which is made
   ferry mount /srv/src /mnt --read-only    a directory of this host
-  ferry mount mem --explain                which paths this machine offers, and what would turn on better ones
-  umount /mnt                              ends the server, too; users: fusermount3 -u /mnt
+  ferry mount mem --explain                which paths there are here, and how to
+                                           turn on better ones
+  ferry mount /mnt --explain               which paths that mount has
+  umount /mnt                              ends the server, too; for users:
+  fusermount3 -u /mnt
 
 For mount(8) and fstab, once:
   ln -s $(command -v ferry) /sbin/mount.ferry
@@ -76,8 +79,10 @@ then:
 or in /etc/fstab:
   pmem:/srv/data.pmem  /mnt  ferry  size=8G,allow_other,nofail  0  0
 
-The best path needs, until the next boot:
-  echo Y > /sys/module/fuse/parameters/enable_uring";
+The best path needs this as root, until the next boot:
+  echo Y > /sys/module/fuse/parameters/enable_uring
+and at each boot:
+  echo options fuse enable_uring=1 > /etc/modprobe.d/ferry.conf";
 
 /// Shown by `ferry log --help`.
 pub const LOG: &str = "\
@@ -85,8 +90,15 @@ Examples:
   ferry log /mnt                           what is served there, and what is logged
   ferry log /mnt requests --follow         every request with its outcome and time, until Ctrl-C
   ferry log /mnt/some/file requests -f     those about one file
-  ferry log /run/src.sock debug            a share for virtual machines, at another level from now on
-  ferry log 4711 default                   as it was started";
+  ferry log /run/src.sock debug            a share for virtual machines, at another level
+  ferry log /run/src.sock default          as it was started";
+
+/// Shown by `ferry fsck --help`.
+pub const FSCK: &str = "\
+Examples:
+  ferry fsck /srv/data.pmem                look, and change nothing
+  ferry fsck /srv/data.pmem --repair       keep what can be read
+  ferry fsck /dev/pmem0 --tier2 /srv/cold  one that was mounted with --tier2";
 
 /// QEMU's options for one share, to paste after a command that already has shared memory.
 pub fn qemu(socket: &str, tag: &str, queues: usize) -> String {

@@ -3,20 +3,24 @@
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
+use ferry_fs::Endings;
 use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
+use rustix::process::Signal;
 
 use crate::cli::Share;
 use crate::control::{self, Control, Served};
-use crate::exports::{self, Ending, Serving};
+use crate::exports::{self, Serving};
 use crate::logging::Logging;
 use crate::recipes;
-use crate::signals::{Endings, SIGINT, SIGTERM};
 use crate::socket::Bound;
 use crate::source::Sources;
+
+/// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
+pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
 
 /// Shares sources until SIGTERM or SIGINT, or until nothing is left to serve.
 pub fn run(shares: &[Share], json: bool, logging: &Logging) -> Result<()> {
@@ -34,24 +38,19 @@ pub fn serve(
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited: HashMap<u16, Bound> =
         shares.iter().filter_map(|share| share.fd).map(|fd| Ok((fd, Bound::inherit(fd)?))).collect::<Result<_>>()?;
-    let (ending, ended) = mpsc::channel();
-    let mut endings = Endings::catch(&[SIGTERM, SIGINT])?;
-    let on_signal = ending.clone();
-    let wait = move || {
-        // Nobody listens any more where every mount went first.
-        let _ = on_signal.send(Ending::Signal(endings.wait()));
-    };
-    std::thread::Builder::new().name("signals".into()).spawn(wait).context("cannot start a thread")?;
+    let mut endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
 
+    // Before the exports, so that it is dropped after them.
+    let mut sources = Sources::beside(mount_points(shares));
     let mut serving = Serving::default();
-    let up = start(shares, inherited, mount, &mut serving)?;
+    let up = start(shares, inherited, mount, &mut sources, &mut serving)?;
     let up: Arc<[Served]> = up.into();
     let control = Control::start(Arc::clone(&up), logging.clone());
     ready(&up)?;
-    serving.when_over(ending)?;
-    match ended.recv().context("no thread is left that could end this one")? {
-        Ending::Signal(signal) => tracing::info!(signal, "ending: serving what is under way"),
-        Ending::Unmounted => tracing::info!("ending: unmounted"),
+    serving.when_over(endings.over())?;
+    match endings.wait() {
+        Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
+        None => tracing::info!("ending: unmounted"),
     }
     drop(control);
     drop(up);
@@ -79,14 +78,20 @@ fn refuse_doubles(shares: &[Share]) -> Result<()> {
     Ok(())
 }
 
+/// Where this process mounts, in the words of the table of mounts.
+fn mount_points(shares: &[Share]) -> Vec<PathBuf> {
+    let given = shares.iter().filter_map(|share| share.mount.as_deref());
+    given.map(|path| path.canonicalize().unwrap_or_else(|_| path.into())).collect()
+}
+
 /// Opens every source and every socket before the first share is served: what is wrong shows at once.
 fn start(
     shares: &[Share],
     mut inherited: HashMap<u16, Bound>,
     mount: &MountOptions,
+    sources: &mut Sources,
     serving: &mut Serving,
 ) -> Result<Vec<Served>> {
-    let mut sources = Sources::default();
     let opened: Vec<_> = shares.iter().map(|share| sources.open(share)).collect::<Result<_>>()?;
     let bound: Vec<Option<Bound>> = shares
         .iter()

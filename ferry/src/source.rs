@@ -5,10 +5,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use ferry_mem::pmem;
-use ferry_vfs::FileSystem;
+use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
+use crate::apart::Apart;
 use crate::cli::Share;
 
 /// What begins the name of a persistent memory file system.
@@ -53,12 +54,18 @@ impl Kind {
 /// The sources of one process. One that several exports name is one object, so that they see each other's changes
 /// and locks at once.
 #[derive(Default)]
-pub struct Sources(Vec<Opened>);
+pub struct Sources {
+    opened: Vec<Opened>,
+    /// Where this process mounts.
+    mount_points: Vec<PathBuf>,
+}
 
 struct Opened {
     kind: Kind,
     options: Options,
     source: Arc<dyn FileSystem>,
+    /// What the source looks at, if it is not what everybody sees. It must be there as long as the source.
+    _apart: Option<Apart>,
 }
 
 /// What the flags say about a source, as opposed to its exports.
@@ -72,6 +79,12 @@ struct Options {
 }
 
 impl Sources {
+    /// Sources of a process that mounts here (absolute, without symbolic links). One that holds such a place does not
+    /// see the mount on it.
+    pub fn beside(mount_points: Vec<PathBuf>) -> Self {
+        Self { opened: Vec::new(), mount_points }
+    }
+
     /// The source of a share, which is opened at its first one.
     pub fn open(&mut self, share: &Share) -> Result<Arc<dyn FileSystem>> {
         let options = Options {
@@ -92,11 +105,16 @@ impl Sources {
             Kind::Mem => Kind::Mem,
         };
         let same = |opened: &&Opened| opened.kind == kind && opened.options == options;
-        if let Some(opened) = self.0.iter().find(same) {
+        if let Some(opened) = self.opened.iter().find(same) {
             return Ok(Arc::clone(&opened.source));
         }
-        let source = options.open(&share.kind())?;
-        self.0.push(Opened { kind, options, source: Arc::clone(&source) });
+        let apart = match &kind {
+            Kind::Dir(path) => Apart::of(path, &self.mount_points)?,
+            _ => None,
+        };
+        let seen = apart.as_ref().map_or_else(|| share.kind(), |apart| Kind::Dir(apart.path()));
+        let source = options.open(&seen)?;
+        self.opened.push(Opened { kind, options, source: Arc::clone(&source), _apart: apart });
         Ok(source)
     }
 }
@@ -105,12 +123,12 @@ impl Options {
     fn open(&self, kind: &Kind) -> Result<Arc<dyn FileSystem>> {
         Ok(match kind {
             Kind::Dir(path) => Arc::new(ferry_dir::Dir::open(path, self.dir.clone())?),
-            Kind::Mem => Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
+            Kind::Mem => ours(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
                 size_bytes: self.size_bytes,
                 huge: self.huge,
                 read_only: self.dir.read_only,
                 ..ferry_mem::Options::default()
-            })?),
+            })?))?,
             Kind::Pmem(path) => {
                 let options = pmem::Options {
                     size_bytes: self.size_bytes,
@@ -120,10 +138,27 @@ impl Options {
                     huge: self.huge,
                     ..pmem::Options::default()
                 };
-                Arc::new(pmem::open(path, &options)?)
+                let is_new = match path.metadata() {
+                    Ok(found) => found.is_file() && found.len() == 0,
+                    Err(_) => true,
+                };
+                let source = Arc::new(pmem::open(path, &options)?);
+                if is_new { ours(source)? } else { source }
             }
         })
     }
+}
+
+/// Gives the root of a new tree to this process's user, as mounting a tmpfs does: others than root could make nothing in
+/// root's.
+fn ours(source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
+    let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
+    if !user.is_root() && !source.features().read_only {
+        let owner = SetAttr { uid: Some(user.as_raw()), gid: Some(group.as_raw()), ..SetAttr::default() };
+        let given = source.setattr(&Caller::default(), Ino::ROOT, None, &owner);
+        given.with_context(|| format!("the new file system cannot be given to user {}", user.as_raw()))?;
+    }
+    Ok(source)
 }
 
 #[cfg(test)]

@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use ferry_fs::Endings;
 use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount, Running};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::cli::{TryArgs, made_tag, tag_of};
 use crate::exports::Serving;
-use crate::signals::{Endings, SIGHUP, SIGINT, SIGTERM};
 use crate::socket::Bound;
 
 /// The share of `/` that QEMU guests have their programs from. Tags of directories never begin with a dot here.
@@ -27,14 +27,15 @@ const ENVIRONMENT: [&str; 7] = ["PATH", "HOME", "TERM", "COLORTERM", "LANG", "LC
 
 /// Boots a guest, runs the command, and answers its status.
 pub fn run(args: TryArgs) -> Result<u8> {
-    let mut endings = Endings::catch(&[SIGTERM, SIGINT, SIGHUP])?;
+    let mut endings = Endings::catch(&Endings::ALL).context("cannot catch signals")?;
     let ending = Arc::new(Mutex::new(Ending::default()));
     let on_signal = Arc::clone(&ending);
     std::thread::Builder::new()
         .name("signals".into())
         .spawn(move || {
-            let signal = endings.wait();
-            lock(&on_signal).came(signal);
+            if let Some(signal) = endings.wait() {
+                lock(&on_signal).came(signal);
+            }
         })
         .context("cannot start a thread")?;
 

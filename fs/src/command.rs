@@ -54,10 +54,6 @@ pub struct MountArgs {
     #[arg(long, value_name = "PATH", default_value = "auto", value_parser = ["auto", "uring", "devfuse"])]
     pub path: String,
 
-    /// Let nothing be changed through this mount.
-    #[arg(long)]
-    pub read_only: bool,
-
     /// Let users other than the one who mounts in.
     #[arg(long)]
     pub allow_other: bool,
@@ -92,6 +88,10 @@ pub struct Place {
     /// What clients may keep in their caches.
     #[arg(long, value_name = "MODE", default_value_t, value_enum)]
     pub cache: Cache,
+
+    /// Let clients change nothing.
+    #[arg(long)]
+    pub read_only: bool,
 
     /// What to log on standard error: error, warn, info, debug, trace, or a list like info,ferry_serve=debug.
     #[arg(long, value_name = "LEVEL", default_value = "warn")]
@@ -156,10 +156,10 @@ mod tests {
     #[test]
     fn one_word_tells_the_host_from_the_guest() {
         for word in ["mount", "virtiofs"] {
-            let line = ["hello", word, "/mnt/x", "--tag", "greeting", "--cache", "always"];
+            let line = ["hello", word, "/mnt/x", "--tag", "greeting", "--cache", "always", "--read-only"];
             let command = Cli::try_parse_from(line).unwrap().command;
             let place = command.place();
-            assert_eq!((place.tag.as_deref(), place.cache), (Some("greeting"), Cache::Always));
+            assert_eq!((place.tag.as_deref(), place.cache, place.read_only), (Some("greeting"), Cache::Always, true));
         }
     }
 

@@ -3,42 +3,88 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::iterator::{Handle, Signals};
 
-/// Signals that ask the program to end. From the second one on they end it at once.
-const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
-
-/// How often to look whether the mount is still there: soon enough for whoever unmounted it, and no load.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-
-/// The signals that have come.
+/// The signals that ask a program to end. From the second one on they end it at once.
+///
+/// ```no_run
+/// # fn mounted() -> ferry_fs::fuse::Export { unimplemented!() }
+/// # use std::sync::Arc;
+/// use ferry_fs::Endings;
+///
+/// let mut endings = Endings::catch(&Endings::ALL)?;
+/// let export = Arc::new(mounted());
+/// let (watched, over) = (Arc::clone(&export), endings.over());
+/// std::thread::spawn(move || {
+///     watched.wait();
+///     over.say();
+/// });
+/// endings.wait();
+/// export.stop();
+/// # Ok::<(), std::io::Error>(())
+/// ```
 #[derive(Debug)]
-pub(crate) struct Endings(Signals);
+pub struct Endings(Signals);
 
 impl Endings {
+    /// SIGINT, SIGTERM, and SIGHUP, which comes when the terminal goes.
+    pub const ALL: [i32; 3] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
+
     /// Begins to catch signals.
-    pub(crate) fn catch() -> io::Result<Self> {
+    ///
+    /// # Errors
+    /// The system's: a number that is no signal, or no descriptor left.
+    pub fn catch(signals: &[i32]) -> io::Result<Self> {
         let asked = Arc::new(AtomicBool::new(false));
-        for signal in SIGNALS {
+        for &signal in signals {
             // The order matters: a signal first looks whether one came before it, then leaves its mark.
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&asked))?;
             signal_hook::flag::register(signal, Arc::clone(&asked))?;
         }
-        Ok(Self(Signals::new(SIGNALS)?))
+        Ok(Self(Signals::new(signals)?))
     }
 
-    /// Waits for a signal.
-    pub(crate) fn wait(&mut self) {
-        self.0.forever().next();
+    /// Waits for a signal and answers its number; `None` if there is no more reason to wait.
+    pub fn wait(&mut self) -> Option<i32> {
+        self.0.forever().next()
     }
 
-    /// Waits for a signal, or until `ended` says so.
-    pub(crate) fn wait_or(&mut self, ended: impl Fn() -> bool) {
-        while self.0.pending().next().is_none() && !ended() {
-            std::thread::sleep(LOOK_EVERY);
-        }
+    /// For whoever knows that there is no more reason to wait.
+    #[must_use]
+    pub fn over(&self) -> Over {
+        Over(self.0.handle())
+    }
+}
+
+/// Ends the wait of [`Endings::wait`], from another thread.
+#[derive(Clone, Debug)]
+pub struct Over(Handle);
+
+impl Over {
+    /// There is no more reason to wait.
+    pub fn say(&self) {
+        self.0.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_can_be_ended() {
+        let mut endings = Endings::catch(&[signal_hook::consts::SIGUSR1]).expect("a signal");
+        let over = endings.over();
+        let thread = std::thread::spawn(move || endings.wait());
+        over.say();
+        assert_eq!(thread.join().expect("no panic"), None);
+    }
+
+    #[test]
+    fn a_signal_is_told() {
+        let mut endings = Endings::catch(&[signal_hook::consts::SIGUSR2]).expect("a signal");
+        signal_hook::low_level::raise(signal_hook::consts::SIGUSR2).expect("our own process");
+        assert_eq!(endings.wait(), Some(signal_hook::consts::SIGUSR2));
     }
 }

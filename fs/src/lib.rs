@@ -63,9 +63,10 @@
 //! let fs: Arc<dyn FileSystem> = Arc::new(Hello);
 //! let mount = fuse::Export::mount("/mnt/hello".as_ref(), Arc::clone(&fs), fuse::Options::default())?;
 //! let device = virtiofs::Export::listen("/run/hello.sock".as_ref(), fs, virtiofs::Options::default())?;
-//! // ... until it is time to end:
+//! // Until a signal comes:
+//! ferry_fs::Endings::catch(&ferry_fs::Endings::ALL)?.wait();
 //! device.stop();
-//! drop(mount);
+//! mount.stop();
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![forbid(unsafe_code)]
@@ -76,6 +77,7 @@ mod error;
 mod serve;
 
 pub use command::{Cache, Command, MountArgs, Place, VirtiofsArgs, run};
+pub use endings::{Endings, Over};
 pub use error::Error;
 pub use ferry_fuse as fuse;
 #[doc(inline)]

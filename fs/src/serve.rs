@@ -15,7 +15,7 @@ use crate::{Error, fuse, virtiofs};
 pub(crate) fn until_told(command: &Command, fs: Arc<dyn FileSystem>) -> Result<(), Error> {
     start_log(&command.place().log)?;
     // Before anything is there that would have to be cleaned up.
-    let mut endings = Endings::catch().map_err(Error::Signals)?;
+    let mut endings = Endings::catch(&Endings::ALL).map_err(Error::Signals)?;
     match command {
         Command::Mount(args) => mount(args, fs, &mut endings),
         Command::Virtiofs(args) => offer(args, fs, &mut endings),
@@ -35,25 +35,37 @@ fn mount(args: &MountArgs, fs: Arc<dyn FileSystem>, endings: &mut Endings) -> Re
         path: args.path.parse()?,
         cache: args.place.cache.into(),
         allow_other: args.allow_other,
-        read_only: args.read_only,
+        read_only: args.place.read_only,
         fsname: args.place.tag.clone().unwrap_or_else(|| name.clone()),
         subtype: name,
         ..fuse::Options::default()
     };
-    let export = fuse::Export::mount(&args.dir, fs, options)?;
+    let export = Arc::new(fuse::Export::mount(&args.dir, fs, options)?);
+    let (watched, over) = (Arc::clone(&export), endings.over());
+    let watch = move || {
+        watched.wait();
+        over.say();
+    };
+    std::thread::Builder::new().name("mount".into()).spawn(watch).map_err(fuse::Error::Threads)?;
     let shown = args.dir.display();
     say(&format!("mounted on {shown}; end with Ctrl-C or `umount {shown}`"));
     if args.explain {
         say(&format!("\n{}", export.explain()));
     }
-    endings.wait_or(|| export.has_ended());
+    endings.wait();
     export.stop();
     Ok(())
 }
 
 fn offer(args: &VirtiofsArgs, fs: Arc<dyn FileSystem>, endings: &mut Endings) -> Result<(), Error> {
     let tag = args.place.tag.as_deref().map(str::parse).transpose()?;
-    let options = virtiofs::Options { tag, cache: args.place.cache.into(), ..virtiofs::Options::default() };
+    let options = virtiofs::Options {
+        tag,
+        name: program(),
+        cache: args.place.cache.into(),
+        read_only: args.place.read_only,
+        ..virtiofs::Options::default()
+    };
     let socket = ferry_vhost::Socket::bind(&args.socket)?;
     let export = virtiofs::Export::from_listener(socket.listener()?, fs, options)?;
     say(&format!("waiting for virtual machines on {}; end with Ctrl-C", args.socket.display()));

@@ -56,8 +56,11 @@ impl Server {
         let mut out = DataOutput { carrier, done: 0, bytes_max };
         match self.share.source.read(&cx.caller, &range, &mut out)? {
             Data::Bytes(claimed) => {
-                let bytes = claimed.min(out.done);
-                Ok(Served::Reply(reply::write_data_head(carrier, cx.unique, bytes)))
+                // What lies behind `done` is whatever the memory held before.
+                if claimed > out.done {
+                    return Err(self.lied(cx.ino, "read", claimed, out.done));
+                }
+                Ok(Served::Reply(reply::write_data_head(carrier, cx.unique, claimed)))
             }
             Data::Extent(extent) => {
                 self.begin(cx, carrier, Kind::Read { bytes_max });
@@ -75,9 +78,12 @@ impl Server {
             Data::Bytes(claimed) => {
                 // A source that throws data away need not look at it; who has looked at some cannot have written more.
                 let taken = bytes_max - input.left;
-                let bytes = claimed.min(if taken == 0 { bytes_max } else { taken });
-                publish(&self.share, cx.caller.session, range.ino, range.offset, bytes);
-                self.written(cx, range, bytes, carrier)
+                let most = if taken == 0 { bytes_max } else { taken };
+                if claimed > most {
+                    return Err(self.lied(cx.ino, "write", claimed, most));
+                }
+                publish(&self.share, cx.caller.session, range.ino, range.offset, claimed);
+                self.written(cx, range, claimed, carrier)
             }
             Data::Extent(extent) => {
                 let waits = range.flags.intersects(WAITING_FLAGS);
@@ -88,6 +94,13 @@ impl Server {
                 Ok(Served::Transfer)
             }
         }
+    }
+
+    /// A source claims to have moved more bytes than it can have.
+    fn lied(&self, ino: Ino, what: &str, claimed: usize, most: usize) -> Errno {
+        let share = &self.share;
+        share.complaints.warn(format_args!("the source claims a {what} of {claimed} bytes of {ino:?}, of {most}"));
+        Errno::IO
     }
 
     /// Answers a write that the source made itself, once it is as durable as its flags ask for.
@@ -131,6 +144,20 @@ impl Server {
                 Served::Transfer
             }
         }
+    }
+}
+
+/// A request whose transfer is under way, apart from the server that began it.
+#[derive(Debug)]
+pub struct Unfinished {
+    pub(crate) share: Arc<Share>,
+    pub(crate) moving: Moving,
+}
+
+impl Unfinished {
+    /// The transfer has ended: finishes the reply. Answers the bytes of the reply.
+    pub fn finish(self, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
+        self.moving.finish(&self.share, buffer, outcome)
     }
 }
 

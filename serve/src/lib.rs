@@ -77,6 +77,7 @@ mod session;
 mod share;
 
 pub use carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
+pub use data::Unfinished;
 pub use ferry_engine::Complaints;
 pub use mount::Mount;
 pub use passthrough::Backings;

@@ -146,7 +146,8 @@ impl Server {
             let ask = AssertUnwindSafe(|| self.share.source.backing(&cx.caller, ino, handle));
             catch_unwind(ask).unwrap_or(None)
         };
-        match passthrough.opened(ino, &self.share.complaints, backing) {
+        let writes = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
+        match passthrough.opened((ino, writes), &self.share.complaints, backing) {
             // No other flag: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server would read and write.
             Some(backing_id) => Opened { handle, flags: OpenFlags::PASSTHROUGH, backing_id },
             None => plain,

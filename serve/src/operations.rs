@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, OFlags, Result};
+use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, Statfs};
 use ferry_wire::fuse::{LockRequest, Operation, Reply};
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
@@ -15,6 +15,8 @@ use crate::server::{Context, Server};
 
 /// The most that COPY_FILE_RANGE copies at a time: its reply counts in 32 bits.
 const COPY_BYTES_MAX: u64 = 0xffff_f000;
+/// The block size of file systems that name none.
+const BLOCK_BYTES: u32 = 4096;
 
 impl Server {
     pub(crate) fn serve_operation(
@@ -147,7 +149,7 @@ impl Server {
                     Ok(Reply::CopyFileRange64 { bytes })
                 }));
             }
-            Operation::Statfs => return Ok(cx.done(carrier, &Reply::Statfs(source.statfs(caller, ino)?))),
+            Operation::Statfs => return Ok(cx.done(carrier, &Reply::Statfs(statfs(source.statfs(caller, ino))?))),
             Operation::Setxattr { .. }
             | Operation::Getxattr { .. }
             | Operation::Listxattr { .. }
@@ -293,6 +295,18 @@ fn changes_something(operation: &Operation<'_>) -> bool {
         | Operation::Removexattr { .. } => true,
         Operation::Open { flags, .. } => flags.intersects(OFlags::WRONLY | OFlags::RDWR | OFlags::TRUNC),
         _ => false,
+    }
+}
+
+/// A file system that does not count gives `df` and package managers zeros rather than an error, as libfuse does.
+fn statfs(answer: Result<Statfs>) -> Result<Statfs> {
+    match answer {
+        Err(Errno::NOSYS) => {
+            let (bsize, frsize) = (BLOCK_BYTES, BLOCK_BYTES);
+            let namelen = reply::count(Name::BYTES_MAX);
+            Ok(Statfs { bsize, frsize, namelen, ..Statfs::default() })
+        }
+        answer => answer,
     }
 }
 

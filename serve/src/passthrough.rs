@@ -29,6 +29,13 @@ pub trait Backings: Send + Sync {
 
     /// Ends a registration; files that are open through it stay so.
     fn unregister(&self, id: i32);
+
+    /// Whether a file that is opened for writing passes through, or only files that are read. The first open of an
+    /// inode decides for all that overlap with it: a file that is being read when somebody opens it for writing stays
+    /// passed through, and others are told of what was written when it is closed.
+    fn takes_writers(&self) -> bool {
+        true
+    }
 }
 
 /// Shards, so that opens of different inodes rarely wait for each other; a power of two.
@@ -62,10 +69,10 @@ impl Passthrough {
     }
 
     /// An inode is opened once more: answers the registration to use, if any. `file` is asked for if this is the
-    /// first open.
+    /// first open, which may be for writing.
     pub(crate) fn opened(
         &self,
-        ino: Ino,
+        (ino, writes): (Ino, bool),
         complaints: &Complaints,
         file: impl FnOnce() -> Option<Arc<Backing>>,
     ) -> Option<i32> {
@@ -74,7 +81,8 @@ impl Passthrough {
         let in_use = match shard.entry(ino) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
-                let backing_id = self.register(complaints, file);
+                let may_pass = !writes || self.backings.takes_writers();
+                let backing_id = if may_pass { self.register(complaints, file) } else { None };
                 entry.insert(InUse { backing_id, opens: 0 })
             }
         };

@@ -11,7 +11,7 @@ use ferry_wire::fuse::{
 };
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
-use crate::data::Moving;
+use crate::data::{Moving, Unfinished};
 use crate::debug::Watched;
 use crate::mount::Mount;
 use crate::passthrough::Passthrough;
@@ -193,6 +193,13 @@ impl Server {
             Some(moving) => moving.finish(&self.share, buffer, outcome),
             None => 0,
         }
+    }
+
+    /// Hands out what is left to do when the transfer with this token ends, for whoever will see it end: another thread,
+    /// perhaps. [`Self::transferred`] then knows nothing of it any more.
+    pub fn detach(&mut self, token: u64) -> Option<Unfinished> {
+        let moving = self.moving.get_mut(slot(token)).and_then(Option::take)?;
+        Some(Unfinished { share: Arc::clone(&self.share), moving })
     }
 
     /// [`Self::serve`] panicked: answers EIO.

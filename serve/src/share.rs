@@ -13,6 +13,8 @@ use crate::policy::{Cache, Policy};
 pub struct ShareOptions {
     /// What the log calls it: the directory, or whatever the user named.
     pub name: String,
+    /// Let clients change nothing, whatever the source would let them.
+    pub read_only: bool,
     /// What clients may keep.
     pub cache: Cache,
     /// How long clients may keep names; `None`: as the cache mode says.
@@ -32,6 +34,7 @@ impl Default for ShareOptions {
     fn default() -> Self {
         Self {
             name: String::new(),
+            read_only: false,
             cache: Cache::Auto,
             entry_timeout: None,
             attr_timeout: None,
@@ -66,7 +69,7 @@ impl Share {
         Self {
             name: options.name.clone(),
             policy: Policy::new(options, features),
-            read_only: features.read_only,
+            read_only: features.read_only || options.read_only,
             xattr: options.xattr,
             source,
             complaints: Complaints::default(),

@@ -128,7 +128,11 @@ fn ask(liar: Liar, operation: Operation<'_>) -> (Answer, Vec<u64>) {
         Answer::Late => common::answer(client.next_unique() - 2, &client.late.recv().unwrap()),
         answer => answer,
     };
-    assert_eq!(client.ask(Ino::ROOT, Operation::Statfs), Answer::Error(Errno::NOSYS), "the session goes on");
+    assert_eq!(
+        client.ask(Ino::ROOT, Operation::Access { mask: 0 }),
+        Answer::Error(Errno::NOSYS),
+        "the session goes on"
+    );
     let forgotten = liar.forgotten.lock().unwrap().clone();
     (answer, forgotten)
 }
@@ -179,23 +183,33 @@ fn what_cannot_be_is_an_error() {
 }
 
 #[test]
-fn counts_are_cut_to_what_is_there() {
-    // Bytes put twice or taken, the count claimed, and the count that the client gets of 10.
+fn claims_of_more_than_was_moved_are_errors() {
+    // Bytes put twice or taken, the count claimed, and the count that the client gets of 10; `None`: EIO.
     for (bytes, claimed, read, write) in [
-        (3, 6, 6, 3),
-        (3, usize::MAX, 6, 3),
-        (3, 2, 2, 2),
-        (100, 100, 10, 10),
-        (100, usize::MAX, 10, 10),
-        (0, 99, 0, 10),
+        (3, 6, Some(6), None),
+        (3, 7, None, None),
+        (3, 3, Some(3), Some(3)),
+        (3, 2, Some(2), Some(2)),
+        (100, 10, Some(10), Some(10)),
+        (100, 11, None, None),
+        (0, 10, None, Some(10)),
+        (0, 11, None, None),
+        (100, usize::MAX, None, None),
     ] {
         let liar = || Liar { bytes: vec![b'x'; bytes], count: claimed, ..Liar::default() };
         let (answer, _) = ask(liar(), Operation::Read(range(10, OFlags::RDONLY)));
-        assert_eq!(answer, Answer::Reply(vec![b'x'; read]), "{bytes} {claimed}");
+        let expected = read.map_or(Answer::Error(Errno::IO), |count| Answer::Reply(vec![b'x'; count]));
+        assert_eq!(answer, expected, "{bytes} {claimed}");
         let (_, mut client) = client(liar());
         let operation = Operation::Write { range: range(10, OFlags::WRONLY), cached: false };
-        let Answer::Reply(reply) = client.ask_and_write(Ino::ROOT, operation, &[b'y'; 10]) else { panic!("refused") };
-        assert_eq!(reply[..4], u32::to_le_bytes(write), "{bytes} {claimed}");
+        let written = match client.ask_and_write(Ino::ROOT, operation, &[b'y'; 10]) {
+            Answer::Reply(reply) => Some(reply[..4].to_vec()),
+            other => {
+                assert_eq!(other, Answer::Error(Errno::IO), "{bytes} {claimed}");
+                None
+            }
+        };
+        assert_eq!(written, write.map(|count| u32::to_le_bytes(count).to_vec()), "{bytes} {claimed}");
     }
 }
 

@@ -150,9 +150,8 @@ fn load(site: &Site) -> Vec<Child> {
     let copy = ["sh", "-c", "while dd if=/dev/zero of=copied bs=64k count=64 conv=notrunc 2>/dev/null; do :; done"];
     let read = ["sh", "-c", "while cat copied >/dev/null 2>&1; do :; done"];
     fs::write(site.path.join("copied"), "").unwrap();
-    let start = |words: &[&str]| {
-        site.spawn(Command::new(words[0]).args(&words[1..]).stderr(std::process::Stdio::null()))
-    };
+    let start =
+        |words: &[&str]| site.spawn(Command::new(words[0]).args(&words[1..]).stderr(std::process::Stdio::null()));
     vec![start(&churn), start(&copy), start(&read)]
 }
 
@@ -168,6 +167,8 @@ fn killed(cell: &Cell) {
     for child in &mut load {
         assert!(child.try_wait().unwrap().is_none(), "{cell}: the load has ended by itself: {}", mounted.said());
     }
+    let socket = PathBuf::from("/run/ferry").join(mounted.server().pid().as_raw_nonzero().to_string());
+    assert!(socket.exists(), "{cell}: no control socket {}", socket.display());
     mounted.server().kill();
     let end = Instant::now() + SOON;
     for child in &mut load {
@@ -193,6 +194,7 @@ fn killed(cell: &Cell) {
     }
     drop(kept);
     next.finish();
+    assert!(!socket.exists(), "{cell}: the dead server's control socket is left");
 }
 
 on_cells!(killed: quick [mem_uring, mem_devfuse, dir_passthrough, pmem_uring]

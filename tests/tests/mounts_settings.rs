@@ -19,25 +19,24 @@ use ferry_tests::{Place, alone, folder};
 const SOON: Duration = Duration::from_secs(30);
 
 /// What the program says of a mount.
-fn explained(args: &[&str]) -> String {
+fn explained(mountpoint: &Path) -> String {
     let here = Site::on_host(Path::new("/"));
-    here.run(ferry(["mount", "--explain"]).args(args), SOON).ok()
+    here.run(ferry(["mount", "--explain"]).arg(mountpoint), SOON).ok()
 }
 
 /// Mounts while a setting is as it is now: by whatever path there is, which must be /dev/fuse, and by io_uring, which
 /// must be refused. The reason must have these words.
 fn falls_back(words: &[&str]) {
     for source in ["mem", "dir", "pmem"] {
-        let cell: Cell = format!("{source}_devfuse").parse().unwrap();
+        let cell: Cell = format!("{source}_auto").parse().unwrap();
         let folder = folder(Place::Disk);
         let at = folder.path().join("mnt");
         fs::create_dir(&at).unwrap();
-        // The last flag counts; the cell's own is /dev/fuse.
-        let args = ["--path", "auto"].map(String::from).to_vec();
-        let mounted = Mounted::again(cell, &at, &MountOptions { args, ..MountOptions::default() });
+        let mounted = Mounted::again(cell, &at, &MountOptions::default());
         mounted.site.sh("seq 1 1000 >a; cp a b; cmp a b; sync; rm a; ls b", SOON).ok();
-        let text = explained(&[at.to_str().unwrap()]);
-        assert!(text.contains("/dev/fuse"), "{text}");
+        assert_eq!(mounted.line()["explain"]["path"], "devfuse", "{source}");
+        let text = explained(&at);
+        assert!(text.contains("Requests go through /dev/fuse"), "{text}");
         for word in words {
             assert!(text.contains(word), "{source}: '{word}' is not in: {text}");
         }
@@ -86,7 +85,7 @@ fn io_uring_is_used_where_it_can_be() {
     let _on = Setting::change(ENABLE_URING, "Y");
     let cell: Cell = "mem_uring".parse().unwrap();
     let Some(mounted) = Mounted::new(&cell) else { return };
-    let text = explained(&[mounted.site.path.to_str().unwrap()]);
+    let text = explained(&mounted.site.path);
     assert!(text.contains("Requests go through io_uring"), "{text}");
     // Its name is in the process's descriptors.
     let folder = format!("/proc/{}/fd", mounted.server().pid().as_raw_nonzero());

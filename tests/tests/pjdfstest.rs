@@ -53,7 +53,8 @@ fn pjdfstest_with_cache_always() {
 #[ignore = "long: make test-all"]
 fn pjdfstest_on_the_host() {
     let (config, target) = (folder(Place::Disk), folder(Place::Disk));
-    let command = pjdfstest::command(&config.path().join("pjdfstest.toml"), target.path(), Path::new("/dev/shm"), false);
+    let command =
+        pjdfstest::command(&config.path().join("pjdfstest.toml"), target.path(), Path::new("/dev/shm"), false);
     let output = std::process::Command::new(&command[0]).args(&command[1..]).output().unwrap();
     let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
     let results = Results::parse(&text(&output.stdout), &text(&output.stderr), false);

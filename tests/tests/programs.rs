@@ -6,7 +6,9 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use ferry_tests::suites::programs::{FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite};
+use ferry_tests::suites::programs::{
+    FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite,
+};
 use ferry_tests::{Cache, MOUNTPOINT, Place, Share, cache_name, folder, run};
 
 #[test]

@@ -205,7 +205,7 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Totals of the file system.
+    /// Totals of the file system. Where this answers `NOSYS`, clients are shown zeros.
     fn statfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<Statfs> {
         Err(Errno::NOSYS)
     }

@@ -113,9 +113,10 @@
 //! assert_eq!(out, b"ferry");
 //! # Ok::<(), Errno>(())
 //! ```
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod attr;
+mod backing;
 mod change;
 mod disk;
 mod fs;
@@ -125,6 +126,7 @@ mod name;
 mod names;
 mod types;
 
+pub use backing::{Backing, Extent, Memory, Segment};
 pub use change::{Change, Changes, Subscription};
 pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};
 pub use fs::{DirOutput, FileSystem, Input, Output};
@@ -134,8 +136,8 @@ pub use rustix::fs::{FallocateFlags, FileType, OFlags, RenameFlags, XattrFlags};
 /// A typed error number, as Linux names them.
 pub use rustix::io::Errno;
 pub use types::{
-    Attr, Backing, Caller, Copy, Data, DirItem, DirRange, Entry, Extent, Features, Handle, Ino, IoRange, Lock,
-    LockKind, LockOwner, Locked, New, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
+    Attr, Caller, Copy, Data, DirItem, DirRange, Entry, Features, Handle, Ino, IoRange, Lock, LockKind, LockOwner,
+    Locked, New, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
 };
 
 /// What every method of the contract answers.

@@ -1,11 +1,10 @@
 //! The nouns of the contract.
 
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::{Errno, FileType, OFlags, Result};
+use crate::{Errno, Extent, FileType, OFlags, Result};
 
 /// An inode of a source, by the number that the source gave it. It is not the number that `stat` shows
 /// ([`Attr::ino`]), which need not be unique when a source spans several host file systems.
@@ -169,58 +168,6 @@ pub struct IoRange {
     pub clear_privileges: bool,
     /// The lock owner, where the client names one (mandatory locking; unused by Linux today).
     pub owner: Option<u64>,
-}
-
-/// An open descriptor that bytes live in, with room for what an engine learns about transfers through it
-/// (such as "buffered writes to this file system cannot be tried without waiting").
-#[derive(Debug)]
-pub struct Backing {
-    fd: OwnedFd,
-    learnt: AtomicU8,
-    waits: bool,
-}
-
-impl Backing {
-    /// Wraps a descriptor about which nothing is known yet.
-    pub fn new(fd: OwnedFd) -> Self {
-        Self { fd, learnt: AtomicU8::new(0), waits: false }
-    }
-
-    /// Wraps a descriptor each of whose transfers waits for a device (`O_DIRECT`): none is tried at once, so that many
-    /// can be under way.
-    pub fn waiting(fd: OwnedFd) -> Self {
-        Self { waits: true, ..Self::new(fd) }
-    }
-
-    /// Whether each transfer waits for a device.
-    pub fn waits(&self) -> bool {
-        self.waits
-    }
-
-    /// The bits learnt so far; they are the engine's, sources do not look at them.
-    pub fn learnt(&self) -> u8 {
-        self.learnt.load(Ordering::Relaxed)
-    }
-
-    /// Adds bits for the next transfer to see.
-    pub fn learn(&self, bits: u8) {
-        self.learnt.fetch_or(bits, Ordering::Relaxed);
-    }
-}
-
-impl AsFd for Backing {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-/// Where bytes live: the range of the read or write, in this descriptor.
-#[derive(Clone, Debug)]
-pub struct Extent {
-    /// The open descriptor, kept alive by whoever transfers.
-    pub file: Arc<Backing>,
-    /// Offset in the descriptor; `len` of the request follows on.
-    pub offset: u64,
 }
 
 /// A source's answer to a read or write.

@@ -4,9 +4,11 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 
-use ferry_vfs::Backing;
+use ferry_vfs::{Backing, Segment};
 
-use super::{Operation, Segment};
+use super::Operation;
+use super::learnt::{READ_CANNOT_TRY, READ_TRIES, WRITE_CANNOT_TRY};
+use crate::memory::move_now;
 use crate::ring::SEGMENTS_MAX;
 
 /// From how many reads on a ring's one call for all is cheaper than a call for each.
@@ -16,13 +18,6 @@ pub(super) const RING_BATCH_MIN: usize = 3;
 const MERGED_BYTES_MAX: usize = 1 << 20;
 /// And up to about so many pieces of memory, far below what one call takes.
 const MERGED_SEGMENTS_MAX: usize = SEGMENTS_MAX / 4;
-
-/// What [`Backing::learn`] remembers of a file: reads can be tried without waiting.
-pub(super) const READ_TRIES: u8 = 1;
-/// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
-const READ_CANNOT_TRY: u8 = 2;
-/// Writes cannot be tried (buffered ext4): likewise.
-const WRITE_CANNOT_TRY: u8 = 4;
 
 /// A transfer, or several adjacent ones that are made as one.
 pub(super) struct Pending {
@@ -48,14 +43,15 @@ pub(super) struct Part {
 }
 
 impl Pending {
-    /// Whether a transfer at `offset` can be made together with this one.
+    /// Whether a transfer at `offset` can be made together with this one. What lies in memory is moved without a system
+    /// call, so there is nothing to save; and its failures are not to be tried again on the descriptor.
     pub(super) fn is_followed_by(&self, operation: Operation, file: &Arc<Backing>, offset: u64) -> bool {
         self.operation == operation
             && !matches!(operation, Operation::Fsync { .. })
             && self.offset.checked_add(self.wanted as u64) == Some(offset)
             && self.wanted < MERGED_BYTES_MAX
             && self.segments.len() < MERGED_SEGMENTS_MAX
-            && self.file.as_ref().is_some_and(|own| Arc::ptr_eq(own, file))
+            && self.file.as_ref().is_some_and(|own| Arc::ptr_eq(own, file) && own.memory().is_none())
     }
 
     /// Makes a transfer that follows on a part of this one.
@@ -75,11 +71,20 @@ impl Pending {
         self.file.as_ref().map_or(-1, |file| file.as_fd().as_raw_fd())
     }
 
+    /// Makes the transfer in memory, if it can be.
+    pub(super) fn move_now(&self) -> Option<io::Result<usize>> {
+        let file = self.file.as_deref()?;
+        // SAFETY: the memory is valid by the contract of `queue`.
+        unsafe { move_now(self.operation, file, self.offset, &self.segments) }
+    }
+
     /// Ends the transfer here and now if that needs no waiting, or if waiting is the best that can be done.
     pub(super) fn try_now(&mut self, has_ring: bool, batch: usize) -> Option<io::Result<usize>> {
         let learnt = self.file.as_ref().map_or(0, |file| file.learnt());
+        // What lies in memory has nothing to wait for, whatever the flags say.
+        let in_memory = self.file.as_ref().is_some_and(|file| file.memory().is_some());
         match self.operation {
-            _ if !has_ring => return Some(self.wait_for_it()),
+            _ if !has_ring || in_memory => return Some(self.wait_for_it()),
             _ if self.file.as_ref().is_some_and(|file| file.waits()) => return None,
             Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return None,
             Operation::Read if learnt & READ_CANNOT_TRY != 0 => return Some(self.wait_for_it()),

@@ -1,11 +1,13 @@
 use std::fs::File;
 use std::io::Write;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use ferry_vfs::OFlags;
 
-use super::pending::{READ_TRIES, RING_BATCH_MIN};
+use super::learnt::READ_TRIES;
+use super::pending::RING_BATCH_MIN;
 use super::*;
 
 fn segments(bytes: &mut [u8], pieces: usize) -> Vec<Segment> {
@@ -226,4 +228,56 @@ fn a_failure_hits_only_the_transfer_that_it_belongs_to() {
         assert_eq!(rustix::io::pread(&*file, &mut back, 0), Ok(1024));
         assert_eq!(back, [7; 1024]);
     }
+}
+
+/// Memory that says what it has.
+#[derive(Debug)]
+struct Half(std::sync::Mutex<[u8; 8]>);
+
+impl ferry_vfs::Memory for Half {
+    unsafe fn read(&self, _: BorrowedFd<'_>, offset: u64, to: &[Segment]) -> Option<ferry_vfs::Result<usize>> {
+        let memory = self.0.lock().unwrap();
+        let (start, segment) = (usize::try_from(offset).unwrap(), to[0]);
+        let part = memory.get(start..start + segment.bytes)?;
+        // SAFETY: the segment is valid by contract.
+        unsafe { segment.address.copy_from_nonoverlapping(part.as_ptr(), part.len()) };
+        Some(Ok(part.len()))
+    }
+
+    unsafe fn write(&self, _: BorrowedFd<'_>, offset: u64, from: &[Segment]) -> Option<ferry_vfs::Result<usize>> {
+        (offset < 8).then_some(Err(ferry_vfs::Errno::NOSPC)).filter(|_| from[0].bytes == 4)
+    }
+}
+
+#[test]
+fn memory_comes_before_the_descriptor() {
+    everywhere(|transfers, dir| {
+        let fd = open(&dir.join("file"), OFlags::CREATE | OFlags::RDWR).as_fd().try_clone_to_owned().unwrap();
+        rustix::io::pwrite(&fd, b"descriptor", 0).unwrap();
+        let memory = Arc::new(Half(std::sync::Mutex::new(*b"inmemory")));
+        let file = Arc::new(Backing::with_memory(fd, memory));
+        let mut bytes = [0; 4];
+        let flagged = Operation::Write { clear_privileges: true, waits: true };
+        for (operation, offset, outcome) in [
+            (Operation::Read, 2, Ok(&b"memo"[..])),
+            (Operation::Read, 6, Ok(b"ptor")),
+            (flagged, 0, Err(libc::ENOSPC)),
+            (flagged, 10, Ok(b"ptor")),
+            (Operation::Read, 10, Ok(b"ptor")),
+        ] {
+            // SAFETY: `bytes` outlives the run.
+            unsafe { transfers.queue(1, operation, Arc::clone(&file), offset, segments(&mut bytes, 1)) };
+            assert!(transfers.flush().has_done(), "nothing waits");
+            let (_, told) = transfers.next_done().unwrap();
+            assert_eq!(told.map(|_| &bytes[..]).map_err(|error| error.raw_os_error().unwrap()), outcome);
+        }
+        // Adjacent transfers stay apart: what memory answers to one is not asked of the descriptor again.
+        let mut bytes = [0; 8];
+        for (offset, half) in (0..).step_by(4).zip(bytes.chunks_mut(4)) {
+            // SAFETY: `bytes` outlives the run.
+            unsafe { transfers.queue(offset, WRITE, Arc::clone(&file), offset, segments(half, 1)) };
+        }
+        assert_eq!(transfers.queued.len(), 2);
+        assert!(run(transfers).iter().all(|(_, outcome)| outcome.is_err()));
+    });
 }

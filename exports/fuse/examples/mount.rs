@@ -4,7 +4,7 @@
 //! cargo run --release -p ferry-fuse --example mount -- null|DIR MOUNTPOINT [auto|uring|devfuse] [KEY=VALUE ...]
 //! ```
 //!
-//! Keys: `depth`, `threads`, `passthrough`, `cache`, `splice`, `write` (bytes of the longest WRITE). Ends when it is unmounted, and says what was counted.
+//! Keys: `depth`, `threads`, `passthrough`, `cache`, `write` (bytes of the longest WRITE). Ends when it is unmounted, and says what was counted.
 
 #[path = "../tests/common/sources.rs"]
 mod sources;
@@ -30,7 +30,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             Some(("depth", value)) => options.ring_depth = value.parse()?,
             Some(("threads", value)) => options.threads = value.parse()?,
             Some(("passthrough", value)) => options.passthrough = Some(value.parse()?),
-            Some(("splice", value)) => options.splice_min_bytes = Some(value.parse()?),
             Some(("write", value)) => options.max_write_bytes = value.parse()?,
             Some(("cache", "none")) => options.cache = Cache::None,
             Some(("cache", "always")) => options.cache = Cache::Always,

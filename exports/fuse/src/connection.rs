@@ -20,8 +20,10 @@ pub(crate) struct Connection {
     pub(crate) counters: AllCounters,
     pub(crate) interrupted: Arc<Interrupted>,
     pub(crate) bell: Bell,
-    pub(crate) max_write_bytes: usize,
-    pub(crate) end: End,
+    pub(crate) payload_bytes: usize,
+    /// Of an entry of a ring.
+    pub(crate) ring_payload_bytes: usize,
+    pub(crate) end: Arc<End>,
 }
 
 impl Connection {
@@ -45,9 +47,10 @@ impl std::fmt::Debug for End {
     }
 }
 
-/// A thread that serves; the count goes down when it is dropped.
+/// A thread that serves; the count goes down when it is dropped, which is to be the last that the thread does: whoever
+/// waits for it finds its descriptors closed.
 #[derive(Debug)]
-pub(crate) struct Present(Arc<Connection>);
+pub(crate) struct Present(Arc<End>);
 
 impl End {
     /// The kernel says that it is over, or we do.
@@ -115,13 +118,13 @@ impl End {
 impl Present {
     pub(crate) fn new(connection: &Arc<Connection>) -> Self {
         *connection.end.threads.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        Self(Arc::clone(connection))
+        Self(Arc::clone(&connection.end))
     }
 }
 
 impl Drop for Present {
     fn drop(&mut self) {
-        *self.0.end.threads.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.0.end.changed.notify_all();
+        *self.0.threads.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.changed.notify_all();
     }
 }

@@ -1,21 +1,20 @@
 //! Requests by /dev/fuse: threads that read one, serve it, and write the reply.
 
 mod carrier;
+mod readers;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use ferry_engine::{IoMode, Transfers};
 use ferry_serve::{Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::InterruptIn;
 use ferry_wire::fuse::{IN_HEADER_BYTES, Negotiated, Opcode, encode_error, peek};
-use rustix::event::{PollFd, PollFlags, poll};
 use zerocopy::FromBytes;
 
-use crate::connection::{Connection, Present};
+use crate::connection::Connection;
 use crate::device::{Received, receive, send};
 use crate::handshake::await_message;
 use crate::lease::{Lease, NotEnded};
@@ -23,114 +22,7 @@ use crate::monitor::{Post, Serving};
 use crate::stats::Counters;
 use crate::watch::{Seen, Watch};
 use carrier::{DeviceCarrier, Memory};
-
-/// The most threads that read the device of one mount. Past it, requests wait in the kernel.
-const READERS_MAX: usize = 64;
-
-/// Readers that may wait for a request, beyond the ones that were there from the start.
-const IDLE_MAX: usize = 1;
-
-/// The threads that read one connection.
-#[derive(Debug)]
-pub(crate) struct Readers {
-    connection: Arc<Connection>,
-    /// How many there are to begin with, and at least.
-    base: usize,
-    threads: AtomicUsize,
-    /// Threads that wait for a request.
-    idle: AtomicUsize,
-    full: std::sync::Once,
-}
-
-impl Readers {
-    /// Starts `base` threads.
-    ///
-    /// # Errors
-    /// Not even one thread can be had.
-    pub(crate) fn start(connection: &Arc<Connection>, base: usize) -> io::Result<Arc<Self>> {
-        let readers = Self::none(connection, base);
-        for started in 0..base {
-            match readers.add() {
-                Ok(()) => {}
-                Err(error) if started == 0 => return Err(error),
-                Err(error) => {
-                    tracing::warn!("{started} instead of {base} threads read /dev/fuse: {error}");
-                    break;
-                }
-            }
-        }
-        Ok(readers)
-    }
-
-    /// No threads yet.
-    fn none(connection: &Arc<Connection>, base: usize) -> Arc<Self> {
-        Arc::new(Self {
-            connection: Arc::clone(connection),
-            base,
-            threads: AtomicUsize::new(0),
-            idle: AtomicUsize::new(0),
-            full: std::sync::Once::new(),
-        })
-    }
-
-    fn add(self: &Arc<Self>) -> io::Result<()> {
-        let reader = Arc::new(Reader::new(self, self.channel()?));
-        let post: Arc<dyn Post> = reader.clone();
-        let present = Present::new(&self.connection);
-        self.threads.fetch_add(1, Ordering::Relaxed);
-        // Counted before it runs, so that the monitor does not start another meanwhile.
-        self.idle.fetch_add(1, Ordering::Relaxed);
-        let started = std::thread::Builder::new().name("fuse-reader".into()).spawn({
-            let reader = Arc::clone(&reader);
-            move || {
-                Work::new(&reader).run();
-                reader.readers.threads.fetch_sub(1, Ordering::Relaxed);
-                drop(present);
-            }
-        });
-        match started {
-            Ok(_) => {
-                self.connection.bell.add(Arc::downgrade(&post));
-                Ok(())
-            }
-            Err(error) => {
-                self.threads.fetch_sub(1, Ordering::Relaxed);
-                self.idle.fetch_sub(1, Ordering::Relaxed);
-                Err(error)
-            }
-        }
-    }
-
-    /// A descriptor for one more reader.
-    fn channel(&self) -> io::Result<OwnedFd> {
-        // Without a descriptor of its own, a reader uses the first one.
-        self.connection.device.channel().or_else(|error| {
-            tracing::debug!("a reader shares the first descriptor: {error}");
-            self.connection.device.as_fd().try_clone_to_owned()
-        })
-    }
-
-    /// Starts one more thread if nobody is there to take the next request, which is there already or `expected`.
-    fn reinforce(self: &Arc<Self>, expected: bool) {
-        if self.idle.load(Ordering::Relaxed) > 0 || self.connection.end.is_declared() {
-            return;
-        }
-        if !expected {
-            let mut fds = [PollFd::new(&*self.connection.device, PollFlags::IN)];
-            let waits = poll(&mut fds, Some(&rustix::event::Timespec::default())).is_ok_and(|count| count > 0);
-            if !waits || fds[0].revents().contains(PollFlags::ERR) {
-                return;
-            }
-        }
-        if self.threads.load(Ordering::Relaxed) >= READERS_MAX {
-            self.full.call_once(|| {
-                tracing::warn!("all {READERS_MAX} threads of a mount are busy or blocked in the source: requests wait");
-            });
-        } else if let Err(error) = self.add() {
-            tracing::warn!("no thread can be had to take the place of those that are busy: {error}");
-        }
-    }
-}
+pub(crate) use readers::Readers;
 
 /// One thread that reads, as others see it.
 #[derive(Debug)]
@@ -158,10 +50,7 @@ impl Reader {
 ///
 /// # Errors
 /// The kernel sends nothing, or nothing that can be agreed on.
-pub(crate) fn serve_first(
-    connection: &Arc<Connection>,
-    look_at: &mut dyn FnMut(&[u8]),
-) -> io::Result<Negotiated> {
+pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(&[u8])) -> io::Result<Negotiated> {
     let reader = Arc::new(Reader::new(&Readers::none(connection, 1), connection.device.as_fd().try_clone_to_owned()?));
     let mut work = Work::new(&reader);
     loop {
@@ -191,7 +80,7 @@ impl Post for Reader {
     }
 
     fn relieve(self: Arc<Self>, _: Seen) -> bool {
-        self.readers.reinforce(true);
+        self.readers.replace_blocked();
         true
     }
 
@@ -206,7 +95,7 @@ impl Post for Reader {
     }
 
     fn tick(self: Arc<Self>) {
-        self.readers.reinforce(false);
+        self.readers.tick();
     }
 }
 
@@ -222,7 +111,6 @@ fn answer_error(channel: &OwnedFd, unique: u64, errno: Errno) {
 struct Work<'a> {
     reader: &'a Arc<Reader>,
     server: Server,
-    transfers: Transfers,
     memory: Memory,
     counters: Arc<Counters>,
 }
@@ -233,19 +121,19 @@ impl<'a> Work<'a> {
         Self {
             reader,
             server: connection.server(),
-            transfers: Transfers::new(IoMode::Sync, 1).expect("plain system calls need no set-up"),
-            memory: Memory::new(connection.max_write_bytes),
+            memory: Memory::new(connection.payload_bytes),
             counters: connection.counters.lend(),
         }
     }
 
     fn run(&mut self) {
         let reader = self.reader;
-        let Readers { connection, base, threads, idle, .. } = &*reader.readers;
+        let readers = &*reader.readers;
+        let connection = &readers.connection;
         let mut owner = reader.watch.first_owner();
         loop {
             let received = receive(reader.channel.as_fd(), self.memory.request_room());
-            idle.fetch_sub(1, Ordering::Relaxed);
+            readers.has_work();
             self.counters.system_calls.add(1);
             match received {
                 Ok(Received::Request(bytes)) => {
@@ -266,12 +154,7 @@ impl<'a> Work<'a> {
                     break connection.end.declare();
                 }
             }
-            if connection.end.is_declared() {
-                break;
-            }
-            let waiting = idle.fetch_add(1, Ordering::Relaxed);
-            if waiting >= base + IDLE_MAX && threads.load(Ordering::Relaxed) > *base {
-                idle.fetch_sub(1, Ordering::Relaxed);
+            if connection.end.is_declared() || !readers.is_free() {
                 break;
             }
         }
@@ -289,18 +172,17 @@ impl<'a> Work<'a> {
     }
 
     fn serve(&mut self) {
-        let Self { reader, server, transfers, memory, counters } = self;
+        let Self { reader, server, memory, counters } = self;
         let term = reader.lease.term();
         let mut carrier = DeviceCarrier::new(reader, term, memory, counters);
         let mut served = server.serve_caught(&mut carrier);
-        if let (Served::Transfer, Some(transfer)) = (served, carrier.transfer.take()) {
-            let segment = carrier.segment(&transfer);
-            let is_read = transfer.is_read();
-            counters.system_calls.add(1);
-            // SAFETY: the memory is this thread's own, and it does nothing else until the transfer has ended.
-            let outcome = unsafe { transfer.run(transfers, segment) };
-            if let (true, Ok(bytes)) = (is_read, &outcome) {
-                carrier.filled(*bytes);
+        if let (Served::Transfer, Some(mut transfer)) = (served, carrier.transfer.take()) {
+            let payload = carrier.payload(&transfer);
+            // SAFETY: the transfer was made within the payload, which is this thread's own.
+            let outcome = unsafe { transfer.wait(payload) };
+            counters.system_calls.add(transfer.calls());
+            if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
+                counters.read_bytes.add(*bytes as u64);
             }
             served = Served::Reply(server.transferred(ferry_serve::Carrier::token(&carrier), &mut carrier, outcome));
         }

@@ -38,7 +38,7 @@ pub struct Explanation {
     pub rings: usize,
     /// Entries of each ring.
     pub ring_depth: usize,
-    /// Threads that read /dev/fuse to begin with.
+    /// Threads that read /dev/fuse at least.
     pub readers: usize,
     /// Bytes of the longest READ and WRITE.
     pub max_write_bytes: u32,
@@ -53,7 +53,8 @@ impl fmt::Display for Explanation {
                 self.rings, self.ring_depth
             )?,
             (_, reason) => {
-                writeln!(f, "Requests go through /dev/fuse, read by {} threads and more when needed.", self.readers)?;
+                let threads = if self.readers == 1 { "thread" } else { "threads" };
+                writeln!(f, "Requests go through /dev/fuse, read by {} {threads} and more when needed.", self.readers)?;
                 if let Some(reason) = reason {
                     writeln!(f, "Not through io_uring: {reason}.")?;
                 }
@@ -61,7 +62,9 @@ impl fmt::Display for Explanation {
         }
         match &self.passthrough.reason {
             None => writeln!(f, "The kernel reads and writes files of the source by itself (passthrough).")?,
-            Some(reason) => writeln!(f, "Data pass through this process, not straight to the source's files: {reason}.")?,
+            Some(reason) => {
+                writeln!(f, "Data pass through this process, not straight to the source's files: {reason}.")?
+            }
         }
         match &self.notifications.reason {
             None => write!(f, "The kernel is told of changes that are made through other exports of the source."),
@@ -89,6 +92,11 @@ mod tests {
         let text = explanation.to_string();
         assert!(text.contains("echo Y > /sys/module/fuse/parameters/enable_uring"), "{text}");
         assert!(text.contains("options fuse enable_uring=1") && text.contains("CAP_SYS_ADMIN"), "{text}");
+        assert!(text.contains("read by 2 threads and more when needed"), "{text}");
+        explanation.readers = 1;
+        explanation.notifications = Verdict::not("it keeps nothing");
+        let text = explanation.to_string();
+        assert!(text.contains("read by 1 thread and more") && text.contains("not told of changes"), "{text}");
         explanation = Explanation { path: Path::Uring, rings: 2, ring_depth: 8, ..explanation };
         assert!(explanation.to_string().starts_with("Requests go through io_uring: 2 rings"));
         let json = serde_json::to_value(&explanation).unwrap();

@@ -2,10 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_serve::Share;
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
+use rustix::fs::{AtFlags, StatxFlags};
+use rustix::mount::UnmountFlags;
 
 use crate::connection::{Connection, End};
 use crate::devfuse::Readers;
@@ -25,6 +27,9 @@ const READERS_BESIDE_RINGS: usize = 1;
 
 /// How long those who still use files of a mount that is being stopped have to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How often it is tried meanwhile.
+const STOP_AGAIN: Duration = Duration::from_millis(20);
 
 /// How long threads have to come back when the connection has ended. One that is blocked in the source may never.
 const THREADS_PATIENCE: Duration = Duration::from_secs(5);
@@ -81,24 +86,41 @@ impl Export {
     /// # Errors
     /// [`Error`]; nothing stays mounted.
     pub fn mount(mountpoint: &std::path::Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
-        let wishes = Arc::new(Wishes::new(&options, source.features())?);
-        let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(&options))?;
+        let payload_bytes = options.max_write_bytes as usize;
+        Self::mount_with(mountpoint, source, &options, payload_bytes)
+    }
+
+    /// Mounts with so much room for a payload in the entries of rings, which is as much as the kernel is told of.
+    fn mount_with(
+        mountpoint: &std::path::Path,
+        source: Arc<dyn FileSystem>,
+        options: &Options,
+        ring_payload_bytes: usize,
+    ) -> Result<Self, Error> {
+        let wishes = Arc::new(Wishes::new(options, source.features())?);
+        let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(options))?;
         let device = Arc::new(Device::new(fd));
         let connection = Arc::new(Connection {
-            share: Arc::new(Share::new(Arc::clone(&source), &share_options(&options))),
+            share: Arc::new(Share::new(Arc::clone(&source), &share_options(options))),
             session: Arc::new(wishes.session(&device)),
             device,
             counters: AllCounters::default(),
             interrupted: Arc::new(Interrupted::default()),
             bell: Bell::default(),
-            max_write_bytes: options.max_write_bytes as usize,
-            end: End::default(),
+            payload_bytes: options.max_write_bytes as usize,
+            ring_payload_bytes,
+            end: Arc::new(End::default()),
         });
-        let (agreed, rings) = match shake_hands(&connection, &wishes, &options) {
+        // Before the first request is answered: of what changes after the answer the kernel must be told.
+        let notifier = if keeps(options) { Notifier::start(&connection).map_err(Error::Threads)? } else { None };
+        let (agreed, rings) = match shake_hands(&connection, &wishes, options) {
             Ok(agreed) => agreed,
             Err(error) => {
+                drop((notifier, mountpoint));
                 connection.end.declare();
                 connection.session.end();
+                // What they hold is free again when the caller gets to know.
+                connection.end.wait_for_threads(THREADS_PATIENCE);
                 return Err(error);
             }
         };
@@ -108,21 +130,25 @@ impl Export {
                 path: if rings.is_ok() { Path::Uring } else { Path::Devfuse },
                 uring: rings.as_ref().map_or_else(Verdict::not, |_| Verdict::used()),
                 passthrough: wishes.passthrough(&agreed),
-                notifications: Verdict::not("it keeps nothing"),
+                notifications: match &notifier {
+                    Some(_) => Verdict::used(),
+                    None if keeps(options) => Verdict::not("the source does not say what changes"),
+                    None => Verdict::not("it keeps nothing"),
+                },
                 rings: rings.as_ref().map_or(0, Rings::count),
                 ring_depth: if rings.is_ok() { options.ring_depth } else { 0 },
-                readers: if rings.is_ok() { READERS_BESIDE_RINGS } else { readers(&options) },
+                readers: if rings.is_ok() { READERS_BESIDE_RINGS } else { options.threads.max(1) },
                 max_write_bytes: agreed.max_write_bytes,
             },
             connection,
             source,
             mountpoint: Mutex::new(mountpoint),
             rings: rings.ok(),
-            notifier: Mutex::default(),
+            notifier: Mutex::new(notifier),
             monitor: Mutex::default(),
             stopped: AtomicBool::new(false),
         };
-        export.start(&options).map_err(Error::Threads)?;
+        export.start(options).map_err(Error::Threads)?;
         Ok(export)
     }
 
@@ -132,14 +158,6 @@ impl Export {
         let interrupted = Arc::clone(&connection.interrupted);
         self.monitor = Mutex::new(Some(Monitor::start(connection.bell.clone(), interrupted, options.handler_timeout)?));
         Readers::start(connection, self.explanation.readers)?;
-        let keeps = options.cache != Cache::None
-            || [options.entry_timeout, options.attr_timeout].into_iter().flatten().any(|timeout| !timeout.is_zero());
-        if keeps {
-            (self.notifier, self.explanation.notifications) = match Notifier::start(connection)? {
-                Some(notifier) => (Mutex::new(Some(notifier)), Verdict::used()),
-                None => (Mutex::default(), Verdict::not("the source does not say what changes")),
-            };
-        }
         Ok(())
     }
 
@@ -195,29 +213,47 @@ impl Export {
         }
     }
 
+    /// Unmounts. Who uses files of the mount has a moment to finish, and is cut off then.
     fn unmount(&self) {
         let mut mountpoint = self.mountpoint.lock().unwrap_or_else(PoisonError::into_inner);
-        let gone = match mountpoint.unmount() {
-            Ok(()) => Ok(()),
-            Err(error) => {
-                tracing::debug!("{error}");
-                mountpoint.detach()
+        let until = Instant::now() + STOP_PATIENCE;
+        while let Err(error) = mountpoint.unmount() {
+            if matches!(error, MountError::Busy { .. }) && Instant::now() < until {
+                std::thread::sleep(STOP_AGAIN);
+                continue;
             }
-        };
-        if let Err(error) = gone {
-            tracing::warn!("{error}");
+            tracing::warn!("{error}; whoever uses it is cut off");
+            self.abort(mountpoint.path());
+            if let Err(error) = mountpoint.detach() {
+                tracing::warn!("{error}");
+            }
+            break;
         }
-        drop(mountpoint);
-        if self.connection.end.wait_for(STOP_PATIENCE) {
-            return;
+        // Somebody else may have detached it, and files of it are still open.
+        if !self.connection.end.wait_for(STOP_PATIENCE) {
+            self.abort(mountpoint.path());
+            self.connection.end.wait_for(STOP_PATIENCE);
         }
-        tracing::warn!("the mount was detached while in use: whoever still has files of it open is cut off");
-        if let Err(error) = std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", self.device_number), "1") {
-            tracing::warn!("the connection to the kernel stays until its last file is closed: {error}");
-            return;
-        }
-        self.connection.end.wait_for(STOP_PATIENCE);
     }
+
+    /// Ends the connection to the kernel, whoever uses it.
+    fn abort(&self, mountpoint: &std::path::Path) {
+        let Err(error) = std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", self.device_number), "1") else {
+            return;
+        };
+        // That file system need not be mounted; to unmount by force aborts too, where we may and as long as it is there.
+        let flags = UnmountFlags::FORCE | UnmountFlags::NOFOLLOW;
+        let is_there = stat_number(mountpoint) == Some(self.device_number);
+        if !is_there || !matches!(rustix::mount::unmount(mountpoint, flags), Ok(()) | Err(Errno::BUSY)) {
+            tracing::warn!("the connection to the kernel stays until its last file is closed: {error}");
+        }
+    }
+}
+
+/// The connection that is mounted on a path, without asking its server.
+fn stat_number(path: &std::path::Path) -> Option<u32> {
+    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    rustix::fs::statx(rustix::fs::CWD, path, flags, StatxFlags::empty()).ok().map(|seen| seen.stx_dev_minor)
 }
 
 impl Drop for Export {
@@ -233,11 +269,10 @@ fn take<T>(part: &Mutex<Option<T>>) -> Option<T> {
     part.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-fn readers(options: &Options) -> usize {
-    match options.threads {
-        0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-        threads => threads,
-    }
+/// Whether the kernel keeps anything that it must be told of when it changes.
+fn keeps(options: &Options) -> bool {
+    let timeouts = [options.entry_timeout, options.attr_timeout];
+    options.cache != Cache::None || timeouts.into_iter().flatten().any(|timeout| !timeout.is_zero())
 }
 
 fn mount_options(options: &Options) -> MountOptions {
@@ -248,5 +283,44 @@ fn mount_options(options: &Options) -> MountOptions {
         fsname: options.fsname.clone(),
         subtype: options.subtype.clone(),
         ..options.mount.clone()
+    }
+}
+
+#[cfg(test)]
+#[path = "../tests/common/sources.rs"]
+mod sources;
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn rings_that_the_kernel_refuses_are_done_without() {
+        let allowed = crate::machine::uring_allowed().is_ok();
+        if !allowed || !std::path::Path::new("/dev/fuse").exists() {
+            println!("skipped: needs FUSE-over-io_uring");
+            return;
+        }
+        let tmp = tempfile::tempdir().unwrap();
+        // The kernel wants room for what was agreed on in each entry: it refuses to register smaller ones.
+        let mount = |path| {
+            let options = Options { path, cache: Cache::None, ..Options::default() };
+            Export::mount_with(tmp.path(), Arc::new(sources::Null::default()), &options, 4096)
+        };
+        let export = mount(Path::Auto).unwrap();
+        assert_eq!(export.explain().path, Path::Devfuse);
+        let text = export.explain().to_string();
+        assert!(text.contains("the kernel refused a ring of CPU"), "{text}");
+        for _ in 0..10 {
+            let file = std::fs::File::open(tmp.path().join("file")).unwrap();
+            assert_eq!(file.read_at(&mut [0; 512], 0).unwrap(), 512);
+        }
+        export.stop();
+        let error = mount(Path::Uring).unwrap_err().to_string();
+        assert!(error.contains("asked for") && error.contains("refused"), "{error}");
+        assert_ne!(stat_number(tmp.path()), None, "it is an ordinary directory again");
+        assert!(std::fs::read_dir(tmp.path()).unwrap().next().is_none());
     }
 }

@@ -23,8 +23,12 @@ use crate::{Cache, Options, Path, devfuse};
 /// How long the kernel may take to send INIT, which it does as soon as there is a mount.
 const INIT_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Backing files may lie on one stacked file system, such as a container's overlayfs (`FILESYSTEM_MAX_STACK_DEPTH`).
-const STACK_DEPTH_MAX: u32 = 2;
+/// Linux stacks file systems no higher than two (`FILESYSTEM_MAX_STACK_DEPTH`), and a mount with passthrough counts as one
+/// more than the files that it passes to may lie on. So files of an overlayfs can be passed to, or an overlayfs can be
+/// put on the mount, as containers do, but not both.
+const STACK_DEPTH: u32 = 1;
+/// As above, where the source's files lie on an overlayfs.
+const STACK_DEPTH_STACKED: u32 = 2;
 
 /// Requests that nobody waits for (read-ahead, write-back) at a time: enough for several files of several CPUs.
 const MAX_BACKGROUND: u16 = 128;
@@ -34,6 +38,9 @@ const MAX_BACKGROUND: u16 = 128;
 pub(crate) struct Wishes {
     uring: Mutex<Result<(), NoUring>>,
     passthrough: Result<(), String>,
+    /// Whether files that are opened for writing pass through.
+    pass_writers: bool,
+    stack_depth: u32,
     max_write_bytes: u32,
 }
 
@@ -52,7 +59,14 @@ impl Wishes {
         if let (Some(true), Err(reason)) = (options.passthrough, &passthrough) {
             return Err(Error::NoPassthrough { reason: reason.clone() });
         }
-        Ok(Self { uring: Mutex::new(uring), passthrough, max_write_bytes: options.max_write_bytes })
+        Ok(Self {
+            uring: Mutex::new(uring),
+            passthrough,
+            // Others, who are to trust what they have seen, are told of each write only if it goes through us.
+            pass_writers: !(options.shared && options.cache == Cache::Always),
+            stack_depth: if options.stacked_source { STACK_DEPTH_STACKED } else { STACK_DEPTH },
+            max_write_bytes: options.max_write_bytes,
+        })
     }
 
     fn uring(&self) -> Result<(), NoUring> {
@@ -69,7 +83,7 @@ impl Wishes {
         }
         if self.passthrough.is_ok() {
             wanted.flags |= InitFlags::PASSTHROUGH;
-            wanted.max_stack_depth = STACK_DEPTH_MAX;
+            wanted.max_stack_depth = self.stack_depth;
         }
         wanted.max_write_bytes = self.max_write_bytes;
         wanted.max_background = MAX_BACKGROUND;
@@ -80,7 +94,7 @@ impl Wishes {
         let wishes = Arc::clone(self);
         let session = Session::new(move |_: &InitRequest, wanted: &mut Wanted| wishes.adjust(wanted));
         match self.passthrough {
-            Ok(()) => session.with_backings(Arc::new(DeviceBackings(Arc::clone(device)))),
+            Ok(()) => session.with_backings(Arc::new(DeviceBackings::new(device, self.pass_writers))),
             Err(_) => session,
         }
     }
@@ -103,8 +117,6 @@ fn passthrough_allowed(options: &Options, features: Features) -> Result<(), Stri
         no("the source's files are not whole files of this host")
     } else if options.writeback {
         no("the kernel allows it only without the write-back cache")
-    } else if options.shared && options.cache == Cache::Always && !options.read_only {
-        no("the source has other exports, which would not be told of what is written")
     } else if !has_capability(CapabilitySet::SYS_ADMIN) {
         no("it needs CAP_SYS_ADMIN")
     } else {
@@ -164,8 +176,7 @@ fn look_at(
     connection: &Arc<Connection>,
     options: &Options,
 ) {
-    let Ok(Request { operation: Operation::Init(init), .. }) =
-        decode(message, message.len(), &Negotiated::BEFORE_INIT)
+    let Ok(Request { operation: Operation::Init(init), .. }) = decode(message, message.len(), &Negotiated::BEFORE_INIT)
     else {
         return;
     };

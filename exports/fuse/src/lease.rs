@@ -53,6 +53,11 @@ impl Lease {
         }
     }
 
+    /// Ends a hold that was kept ([`Hold::keep`]).
+    pub(crate) fn release(&self) {
+        self.0.fetch_and(!HELD, Ordering::Release);
+    }
+
     /// Ends the term: true for exactly one caller, who then answers. Waits for whoever holds it.
     #[must_use]
     pub(crate) fn end(&self, term: Term) -> bool {
@@ -76,9 +81,16 @@ impl Lease {
     }
 }
 
+impl Hold<'_> {
+    /// Holds on until [`Lease::release`]: for a transfer that goes on by itself.
+    pub(crate) fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        self.0.0.fetch_and(!HELD, Ordering::Release);
+        self.0.release();
     }
 }
 
@@ -94,6 +106,9 @@ mod tests {
         assert_eq!(lease.try_end(term), Err(NotEnded::Held));
         assert!(lease.runs(term));
         drop(hold);
+        lease.hold(term).expect("it runs").keep();
+        assert_eq!(lease.try_end(term), Err(NotEnded::Held));
+        lease.release();
         assert!(lease.end(term));
         assert!(!lease.end(term));
         assert_eq!(lease.try_end(term), Err(NotEnded::Over));

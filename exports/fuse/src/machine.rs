@@ -43,7 +43,11 @@ pub(crate) fn uring_allowed() -> Result<(), NoUring> {
         Ok(_) => return Err(NoUring::Parameter),
         // Without the parameter, or without a sysfs to look at, only the offer of INIT tells: but a kernel that has no
         // parameter offers nothing either.
-        Err(_) if fs::exists("/sys/module/fuse").unwrap_or(false) => return Err(NoUring::Kernel),
+        Err(error)
+            if error.kind() == std::io::ErrorKind::NotFound && fs::exists("/sys/module/fuse").unwrap_or(false) =>
+        {
+            return Err(NoUring::Kernel);
+        }
         Err(_) => {}
     }
     match fs::read_to_string(IO_URING_DISABLED).as_deref().map(str::trim) {

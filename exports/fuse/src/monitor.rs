@@ -46,6 +46,11 @@ pub(crate) trait Post: Send + Sync {
     fn runs(&self, serving: &Serving) -> bool;
     /// Answers a request with an error, in place of its handler.
     fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded>;
+    /// Asks about each transfer that goes on by itself, given its request's number and since when, and cancels it if
+    /// there is a verdict. Answers whether there are any.
+    fn press(&self, _verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+        false
+    }
     /// Called at every look.
     fn tick(self: Arc<Self>) {}
 }
@@ -176,7 +181,8 @@ impl Round {
 
     /// Looks at every post; answers whether anything goes on.
     fn look(&mut self, now: Instant) -> bool {
-        let Self { seen: looks, blocked, .. } = self;
+        let Self { seen: looks, blocked, interrupted, handler_timeout, .. } = self;
+        let verdict = |unique: u64, since: Instant| verdict(interrupted, *handler_timeout, unique, now, since);
         let mut stirs = false;
         looks.retain_mut(|look| {
             let Some(post) = look.post.upgrade() else { return false };
@@ -194,6 +200,7 @@ impl Round {
                     }
                 }
             }
+            stirs |= post.press(&verdict);
             post.tick();
             true
         });
@@ -207,17 +214,28 @@ impl Round {
             if !one.post.runs(&one.serving) {
                 return false;
             }
-            let errno = if !handler_timeout.is_zero() && now.duration_since(one.since) >= *handler_timeout {
-                tracing::warn!("a handler took longer than {handler_timeout:?}: its caller was told EIO");
-                Errno::IO
-            } else if interrupted.contains(one.serving.unique, INTERRUPTED) {
-                Errno::INTR
-            } else {
+            let Some(errno) = verdict(interrupted, *handler_timeout, one.serving.unique, now, one.since) else {
                 return true;
             };
             // While the kernel moves data for it, its memory cannot be taken away: try again at the next look.
             one.post.give_up(&one.serving, errno) == Err(NotEnded::Held)
         });
         !blocked.is_empty()
+    }
+}
+
+/// What the caller of a request that has been under way since then is to be told instead of its outcome, if anything.
+fn verdict(
+    interrupted: &Interrupted,
+    handler_timeout: Duration,
+    unique: u64,
+    now: Instant,
+    since: Instant,
+) -> Option<Errno> {
+    if !handler_timeout.is_zero() && now.saturating_duration_since(since) >= handler_timeout {
+        tracing::warn!("a request took longer than {handler_timeout:?}: its caller is told EIO");
+        Some(Errno::IO)
+    } else {
+        interrupted.contains(unique, INTERRUPTED).then_some(Errno::INTR)
     }
 }

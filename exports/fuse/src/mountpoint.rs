@@ -63,6 +63,13 @@ impl Mountpoint {
         Ok((device, Self { path: place.path, identity, by, gone: false }))
     }
 
+    /// Whether a path (without symbolic links at its end) is in a mount of the program `ferry`, alive or not. No server
+    /// is asked.
+    #[must_use]
+    pub fn is_of_ferry(path: &Path) -> bool {
+        check::is_of_ferry(path)
+    }
+
     /// The mount point, absolute.
     #[must_use]
     pub fn path(&self) -> &Path {

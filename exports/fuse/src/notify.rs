@@ -9,7 +9,7 @@ mod message;
 use std::collections::{HashMap, HashSet};
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 use ferry_vfs::{Change, Errno, Ino, NameBuf, SessionId, Subscription};
@@ -136,14 +136,25 @@ impl Notifier {
         let shared = Arc::new(Shared::default());
         let thread = std::thread::Builder::new().name("fuse-notify".into()).spawn({
             let (connection, shared) = (Arc::clone(connection), Arc::clone(&shared));
-            move || tell_all(&connection, &shared)
+            let present = Present::new(&connection);
+            move || {
+                tell_all(&connection, &shared);
+                drop((connection, shared));
+                drop(present);
+            }
         })?;
-        // The kernel has made what it asked for itself part of its caches.
-        let own = connection.session.mount().map(|mount| mount.id());
         let subscription = changes.subscribe({
-            let shared = Arc::clone(&shared);
+            let (connection, shared) = (Arc::clone(connection), Arc::clone(&shared));
+            let own = OnceLock::new();
             move |change: &Change, by: SessionId| {
-                if Some(by) != own {
+                // The kernel has made what it asked for itself part of its caches. To tell it all the same is worse than
+                // useless: its answer may wait for the very request.
+                if own.get().is_none()
+                    && let Some(mount) = connection.session.mount()
+                {
+                    let _ = own.set(mount.id());
+                }
+                if own.get() != Some(&by) {
                     shared.note(change);
                 }
             }
@@ -168,7 +179,6 @@ impl Drop for Notifier {
 }
 
 fn tell_all(connection: &Arc<Connection>, shared: &Shared) {
-    let _present = Present::new(connection);
     let counters = connection.counters.lend();
     while let Some(notes) = shared.take() {
         tell(connection, notes, &counters);
@@ -236,6 +246,6 @@ mod tests {
         for ino in 0..2 * NOTES_MAX as u64 {
             notes.add(&Change::Attr { ino: Ino(ino) });
         }
-        assert!(notes.overflow && notes.len() == 0 && !notes.is_empty());
+        assert!(notes.overflow && (notes.len(), notes.is_empty()) == (0, false));
     }
 }

@@ -66,19 +66,23 @@ pub struct Options {
     pub fsname: String,
     /// The type in the table of mounts, after `fuse.`. Default: `ferry`.
     pub subtype: String,
-    /// The source has other exports too. With [`Cache::Always`], files opened for writing are then not passed through:
-    /// nobody would tell the others of what is written. Default: no.
+    /// The source has other exports too. With [`Cache::Always`], a file whose first open is for writing is then not
+    /// passed through, so that the others are told of each write. The kernel wants opens that overlap to agree: a file
+    /// that is being read stays passed through when somebody opens it for writing as well, and the others are told when
+    /// that is closed. Default: no.
     pub shared: bool,
+    /// The source's files lie on an overlayfs (a container's root) or another file system that is stacked on one. Only
+    /// then can they be passed through; but no overlayfs can be put on such a mount. Default: no.
+    pub stacked_source: bool,
     /// Entries of each CPU's ring: so many requests of one CPU can be served and answered by one call. Each takes
     /// 1 MiB of address space, of which only what is used takes memory. Default: 8.
     pub ring_depth: usize,
-    /// From how many bytes on a READ of a file goes through a pipe instead of a buffer, on /dev/fuse;
-    /// `None` (the default): never.
-    pub splice_min_bytes: Option<usize>,
-    /// How long a handler may take before its caller is told EIO; zero: as long as it likes. Default: 120 s.
-    /// Callers that wait for a lock are not meant.
+    /// How long a handler, or the transfer of a file's data, may take before its caller is told EIO; zero: as long as it
+    /// likes. Default: 120 s. Callers that wait for a lock are not meant. Transfers that the
+    /// kernel cannot cancel (disks, direct reads of another FUSE mount, any on /dev/fuse) are waited for.
     pub handler_timeout: Duration,
-    /// Threads that read /dev/fuse to begin with; 0 (the default): one for each CPU.
+    /// Threads that read /dev/fuse at least; 0 (the default): one, which is fastest for a single client, and as many more
+    /// as requests keep busy.
     pub threads: usize,
     /// Bytes of the longest READ and WRITE. Default: 1 MiB, the kernel's own limit.
     pub max_write_bytes: u32,
@@ -113,8 +117,8 @@ impl Default for Options {
             fsname: "ferry".into(),
             subtype: "ferry".into(),
             shared: false,
+            stacked_source: false,
             ring_depth: RING_DEPTH,
-            splice_min_bytes: None,
             handler_timeout: HANDLER_TIMEOUT,
             threads: 0,
             max_write_bytes: MAX_WRITE_BYTES,

@@ -15,8 +15,6 @@ pub struct Stats {
     pub written_bytes: u64,
     /// System calls that the workers made for them, without those inside the source.
     pub system_calls: u64,
-    /// Bytes of file data that were copied in user space.
-    pub copied_bytes: u64,
     /// Notifications sent.
     pub notifications: u64,
 }
@@ -30,7 +28,6 @@ pub(crate) struct Counters {
     pub(crate) read_bytes: Counter,
     pub(crate) written_bytes: Counter,
     pub(crate) system_calls: Counter,
-    pub(crate) copied_bytes: Counter,
     pub(crate) notifications: Counter,
 }
 
@@ -73,7 +70,6 @@ impl AllCounters {
             read_bytes: sum.read_bytes + one.read_bytes.get(),
             written_bytes: sum.written_bytes + one.written_bytes.get(),
             system_calls: sum.system_calls + one.system_calls.get(),
-            copied_bytes: sum.copied_bytes + one.copied_bytes.get(),
             notifications: sum.notifications + one.notifications.get(),
         })
     }

@@ -10,6 +10,8 @@
 
 mod carrier;
 mod memory;
+mod moving;
+mod nudge;
 mod queue;
 mod ring;
 mod worker;

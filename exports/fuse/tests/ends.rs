@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::sources::Null;
-use common::{is_mounted, mount, paths, plain, threads_named};
+use common::{abort, is_mounted, mount, paths, plain, threads_named};
 use ferry_fuse::{Cache, Export, Options};
 
 /// How somebody else ends a mount.
@@ -19,10 +19,6 @@ fn umount(at: &std::path::Path, lazily: bool) -> bool {
     let mut command = Command::new("umount");
     command.args(lazily.then_some("-l")).arg(at);
     command.status().unwrap().success()
-}
-
-fn abort(export: &Export) {
-    std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", export.connection_number()), "1").unwrap();
 }
 
 /// Reads without end, until the mount is gone.
@@ -52,7 +48,7 @@ fn it_ends_under_load_whoever_ends_it() {
                     "stop" => export.stop(),
                     "drop" => drop(export),
                     "abort" => {
-                        abort(&export);
+                        abort(&mounted.at, export.connection_number());
                         export.wait();
                         export.stop();
                     }
@@ -97,7 +93,7 @@ fn a_blocked_handler_does_not_keep_the_mount() {
         std::thread::scope(|scope| {
             let reader = scope.spawn(|| File::open(mounted.path("hangs")).unwrap().read_at(&mut [0; 9], 0).is_err());
             common::wait_until("it blocks", || source.held.load(Ordering::SeqCst) == 1);
-            abort(mounted.export());
+            abort(&mounted.at, mounted.export().connection_number());
             assert!(reader.join().unwrap(), "the caller gets an error");
             mounted.export().wait();
         });
@@ -112,12 +108,34 @@ fn in_a_process(test: &str) {
         .args(["--exact", test, "--ignored", "--nocapture", "--test-threads=1"])
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
 }
 
 #[test]
 fn each_step_of_the_start_may_lack_descriptors() {
     in_a_process("lacking_descriptors");
+}
+
+/// The numbers of the descriptors that are open, without the one that it takes to look.
+fn open_descriptors() -> Vec<u64> {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let looking = |entry: &std::fs::DirEntry| std::fs::read_link(entry.path()).is_ok_and(|to| to.ends_with("fd"));
+    let mut numbers: Vec<u64> = links
+        .filter(|entry| !looking(entry))
+        .map(|entry| entry.file_name().to_str().unwrap().parse().unwrap())
+        .collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+/// The limit that leaves so many numbers free; those in use may have gaps.
+fn limit_with_free(used: &[u64], free: usize) -> u64 {
+    (0..).filter(|number| !used.contains(number)).nth(free).unwrap()
 }
 
 #[test]
@@ -127,11 +145,10 @@ fn lacking_descriptors() {
     let before = getrlimit(Resource::Nofile);
     for path in paths() {
         let (mut refused, mut served) = (0, 0);
-        // The lowest numbers are in use already; one more each time, until everything fits.
-        let used = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 - 1;
+        let used = open_descriptors();
         for more in 0..40 {
             let tmp = tempfile::tempdir().unwrap();
-            setrlimit(Resource::Nofile, Rlimit { current: Some(used + more), ..before }).unwrap();
+            setrlimit(Resource::Nofile, Rlimit { current: Some(limit_with_free(&used, more)), ..before }).unwrap();
             let outcome = Export::mount(tmp.path(), Arc::new(Null::default()), plain(path));
             setrlimit(Resource::Nofile, before).unwrap();
             match outcome {
@@ -146,8 +163,7 @@ fn lacking_descriptors() {
                 }
             }
             assert!(!is_mounted(tmp.path()), "{path:?} with {more} more");
-            let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 - 1;
-            assert_eq!(open, used, "{path:?} with {more} more: descriptors leak");
+            assert_eq!(open_descriptors(), used, "{path:?} with {more} more: descriptors leak");
             common::wait_until("all threads end", || threads_named("fuse-") == 0);
         }
         assert!(refused > 0 && served > 0, "{path:?}: {refused} refused, {served} served");

@@ -25,7 +25,8 @@ pub(crate) struct VirtioFs {
 impl VirtioFs {
     pub(crate) fn new(source: Arc<dyn FileSystem>, options: Options) -> Self {
         let share = ShareOptions {
-            name: options.tag.as_ref().map_or_else(String::new, |tag| tag.as_str().into()),
+            name: options.name.clone(),
+            read_only: options.read_only,
             cache: options.cache,
             entry_timeout: options.entry_timeout,
             attr_timeout: options.attr_timeout,

@@ -38,6 +38,10 @@ pub struct Options {
     /// The name that the guest mounts, for front ends that ask the device for it (User-mode Linux, crosvm). QEMU and
     /// cloud-hypervisor take it from their own command line, and QEMU 7.1 to 8.0 does not bear being offered one.
     pub tag: Option<Tag>,
+    /// What the log calls the share.
+    pub name: String,
+    /// Let the guest change nothing, whatever the source would let it.
+    pub read_only: bool,
     /// Request queues, each with a worker; the guest may use fewer.
     pub queues: usize,
     /// The longest that a worker looks for work before it sleeps.
@@ -68,6 +72,8 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             tag: None,
+            name: String::new(),
+            read_only: false,
             queues: std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(QUEUES_MAX)),
             poll: POLL_DEFAULT,
             cache: Cache::Auto,

@@ -5,15 +5,20 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ferry_fuse::Mountpoint;
 use serde::de::DeserializeOwned;
 
 use super::{Answer, FileName, Request, Status, place};
 
 /// A server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long after its mount a server may take to listen: it has a few threads to start in between.
+const START_PATIENCE: Duration = Duration::from_secs(2);
+/// How often it is looked at meanwhile.
+const START_GLANCE: Duration = Duration::from_millis(20);
 
 /// A server that runs.
 #[derive(Debug)]
@@ -67,13 +72,31 @@ impl Client {
 /// The servers that run and answer, with what they serve.
 fn running() -> Vec<(Client, Status)> {
     let clients = place::sockets().into_iter().map(|(pid, socket)| Client { socket, pid });
-    // A socket that a killed server has left answers nothing.
-    clients.filter_map(|client| client.status().ok().map(|status| (client, status))).collect()
+    std::thread::scope(|scope| {
+        // All at once: one that is stopped keeps us waiting, and several must not do so in turn.
+        let asking: Vec<_> =
+            clients.map(|client| scope.spawn(move || client.status().ok().map(|status| (client, status)))).collect();
+        // A socket that a killed server has left answers nothing.
+        asking.into_iter().filter_map(|asked| asked.join().ok().flatten()).collect()
+    })
 }
 
 impl Target {
     /// Finds what a process id, a mount point, a socket, or a file in a mount means.
     pub fn find(target: &Path) -> Result<Self> {
+        let begin = Instant::now();
+        loop {
+            let found = Self::find_now(target);
+            // A mount is in the table of mounts a moment before its server listens.
+            let may_come = found.is_err() && is_in_mount(target) && begin.elapsed() < START_PATIENCE;
+            if !may_come {
+                return found;
+            }
+            std::thread::sleep(START_GLANCE);
+        }
+    }
+
+    fn find_now(target: &Path) -> Result<Self> {
         let shown = target.display();
         let running = running();
         if let Some(pid) = target.to_str().and_then(|text| text.parse::<u32>().ok()) {
@@ -91,6 +114,11 @@ impl Target {
         }
         let found = Self::of_mount(&path, &running);
         let Some((client, share, file)) = found else {
+            if is_in_mount(&path) {
+                bail!(
+                    "the ferry that serves {shown} does not answer; if it has died, mount again, or end the mount with umount"
+                );
+            }
             bail!("{shown} is not in a mount of a running ferry, and not the socket of one");
         };
         let client = running.into_iter().nth(client).expect("it was found there").0;
@@ -115,6 +143,11 @@ impl Target {
         });
         within.max_by_key(|(length, _)| *length).map(|(_, found)| found)
     }
+}
+
+/// Whether a path is in a mount that a ferry has made, whatever has become of that ferry.
+pub fn is_in_mount(path: &Path) -> bool {
+    path.canonicalize().is_ok_and(|path| Mountpoint::is_of_ferry(&path))
 }
 
 /// Every share with its server's and its own index.

@@ -1,7 +1,9 @@
 //! Where control sockets are: a folder per user, which nobody else can enter.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -40,6 +42,24 @@ fn check(folder: &Path, uid: u32) -> Result<()> {
     let private = found.is_dir() && found.uid() == uid && found.mode() & 0o077 == 0;
     ensure!(private, "{shown} is not a folder of yours that nobody else can enter; remove it");
     Ok(())
+}
+
+/// Removes the sockets that servers left when they were killed.
+pub fn remove_dead(folder: &Path) {
+    for path in entries(folder) {
+        let is_socket = fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
+        let pid = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse().ok());
+        let Some(pid) = pid.and_then(rustix::process::Pid::from_raw).filter(|_| is_socket) else { continue };
+        let gone = rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
+        // In a container that shares the folder, the number may mean nothing to us although the server runs.
+        let deaf = UnixStream::connect(&path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
+        if gone
+            && deaf
+            && let Err(error) = fs::remove_file(&path)
+        {
+            tracing::debug!("the socket {} of a dead server stays: {error}", path.display());
+        }
+    }
 }
 
 /// Every socket that this user may talk to, with the process id it is named after. Root sees those of all users.

@@ -90,7 +90,7 @@ impl Served {
     pub fn explain(&self) -> Result<Explained> {
         let Some(mount) = &self.mount else { bail!("{} is not mounted, only shared", self.shown.source) };
         let explanation = mount.explain();
-        Ok(Explained { text: explanation.to_string(), json: serde_json::to_value(&explanation)? })
+        Ok(Explained { text: explanation.to_string(), json: serde_json::to_value(explanation)? })
     }
 
     /// The inode of a file, from the root of the source.

@@ -1,7 +1,7 @@
 //! The server's side of the control socket.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_serve::debug::{self, Filter};
+use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::served::Held;
 use super::{Answer, Request, Served, Status, place};
 use crate::logging::Logging;
-use crate::socket::Bound;
 
 /// A path of 4096 bytes as a list of numbers, and what goes with it.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;
@@ -30,7 +30,9 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// A control socket that is being listened on; it goes when this is dropped.
 #[derive(Debug)]
 pub struct Control {
-    bound: Bound,
+    /// Takes its file along.
+    _socket: Socket,
+    listener: UnixListener,
     ended: Arc<AtomicBool>,
 }
 
@@ -47,8 +49,11 @@ impl Control {
     }
 
     fn listen(shares: Arc<[Served]>, logging: Logging) -> Result<Self> {
-        let bound = Bound::bind(&place::own()?.join(std::process::id().to_string()))?;
-        let listener = bound.listener.try_clone()?;
+        let folder = place::own()?;
+        place::remove_dead(&folder);
+        let socket = Socket::bind(&folder.join(std::process::id().to_string()))?;
+        let listener = socket.listener()?;
+        let accepting = socket.listener()?;
         let ended = Arc::new(AtomicBool::new(false));
         let end = Arc::clone(&ended);
         let server = Arc::new(Server {
@@ -59,7 +64,7 @@ impl Control {
         });
         let accept = move || {
             while !end.load(Ordering::Acquire) {
-                match listener.accept() {
+                match accepting.accept() {
                     Ok((client, _)) if !end.load(Ordering::Acquire) => Server::welcome(&server, client),
                     Ok(_) => {}
                     Err(_) => std::thread::sleep(PAUSE),
@@ -67,7 +72,7 @@ impl Control {
             }
         };
         std::thread::Builder::new().name("control".into()).spawn(accept)?;
-        Ok(Self { bound, ended })
+        Ok(Self { _socket: socket, listener, ended })
     }
 }
 
@@ -75,7 +80,7 @@ impl Drop for Control {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::Release);
         // Wakes the thread, which then sees that it has ended.
-        if let Err(error) = rustix::net::shutdown(&self.bound.listener, rustix::net::Shutdown::Both) {
+        if let Err(error) = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both) {
             tracing::debug!("the control socket: {error}");
         }
     }

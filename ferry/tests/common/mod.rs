@@ -1,6 +1,8 @@
 //! Starting the program and seeing what becomes of it.
 #![allow(dead_code, missing_docs, reason = "each test file uses a part")]
 
+pub mod place;
+
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -79,3 +81,16 @@ pub fn wait(child: &mut Child) -> Option<i32> {
         std::thread::sleep(Duration::from_millis(10));
     }
 }
+
+/// Mounting needs root and the device; without them there is nothing to test.
+#[allow(unused_macros, reason = "each test file uses a part")]
+macro_rules! needs_fuse {
+    () => {
+        if !rustix::process::geteuid().is_root() || std::fs::File::open("/dev/fuse").is_err() {
+            eprintln!("skipped: needs root and /dev/fuse");
+            return;
+        }
+    };
+}
+#[allow(unused_imports, reason = "each test file uses a part")]
+pub(crate) use needs_fuse;

@@ -35,6 +35,8 @@
 
 mod handles;
 mod locks;
+#[allow(unsafe_code, reason = "two calls of the C library")]
+mod machine;
 pub mod pmem;
 pub mod store;
 mod tmpfs;
@@ -98,7 +100,9 @@ pub enum Error {
     #[error("this kernel's tmpfs cannot do without swap (Linux 6.4 or later can); allow swap")]
     NoSwap(#[source] Errno),
     /// Options that only a mount has.
-    #[error("huge pages and doing without swap need a private tmpfs, which this user may not mount; run as root, or leave these options out")]
+    #[error(
+        "huge pages and doing without swap need a private tmpfs, which this user may not mount; run as root, or leave these options out"
+    )]
     NeedsMount(#[source] Errno),
     /// The tree cannot be made.
     #[error("the empty tree cannot be made")]

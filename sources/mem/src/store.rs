@@ -187,6 +187,9 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// Whether [`Self::log`] does anything. Where it does not, no record is ever built.
     const JOURNALED: bool;
 
+    /// Whether [`Usage::times`] always are the store's.
+    const KEEPS_TIMES: bool = false;
+
     /// Takes down a change that is about to be made. An error (`NOSPC`, `IO`) refuses it.
     ///
     /// # Errors
@@ -206,6 +209,9 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// # Errors
     /// `NOSPC`, `NFILE`, `IO`.
     fn open(&self, ino: Ino, times: (Timespec, Timespec)) -> Result<Self::File>;
+
+    /// The last handle of an inode is closed, and its file about to be dropped. The inode's lock is held exclusively.
+    fn closing(&self, _file: &Self::File) {}
 
     /// Size and blocks of an inode's data, all zero if it has none. `file` is given when it is open.
     ///

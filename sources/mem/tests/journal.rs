@@ -1,6 +1,6 @@
 //! What is logged is what happens: a tree that is replayed from the records, and one from a snapshot, are the same tree.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
 mod common;
 
@@ -147,7 +147,8 @@ fn same(ours: &Share<Tree<Recorder>>, theirs: Replay<Recorder>) -> std::result::
     let theirs = Share::over(theirs.finish().unwrap());
     let (mut left, mut right) = (picture(ours), picture(&theirs));
     // Only what differs is worth reading.
-    let same: Vec<String> = left.iter().filter(|(path, it)| right.get(*path) == Some(*it)).map(|(path, _)| path.clone()).collect();
+    let same: Vec<String> =
+        left.iter().filter(|(path, it)| right.get(*path) == Some(*it)).map(|(path, _)| path.clone()).collect();
     for path in same {
         left.remove(&path);
         right.remove(&path);
@@ -184,11 +185,12 @@ impl Share<Tree<Recorder>> {
             (3, _) => done(fs.symlink(cx, dir, word, &[value | 1])),
             (4, _) => done(fs.mknod(cx, dir, word, &New { mode: 0o20000 | mode, rdev: value.into(), umask: 0 })),
             (5, Ok(entry)) => done(fs.link(cx, entry.ino, to.0, to.1)),
-            (6, _) => drop(fs.unlink(cx, dir, word)),
-            (7, _) => drop(fs.rmdir(cx, dir, word)),
+            (6, _) => fs.unlink(cx, dir, word).unwrap_or_default(),
+            (7, _) => fs.rmdir(cx, dir, word).unwrap_or_default(),
             (8..=10, _) => {
-                let flags = [RenameFlags::empty(), RenameFlags::EXCHANGE, RenameFlags::WHITEOUT, RenameFlags::NOREPLACE];
-                drop(fs.rename(cx, (dir, word), to, flags[usize::from(value % 4)]));
+                let flags =
+                    [RenameFlags::empty(), RenameFlags::EXCHANGE, RenameFlags::WHITEOUT, RenameFlags::NOREPLACE];
+                let _ = fs.rename(cx, (dir, word), to, flags[usize::from(value % 4)]);
             }
             (11, Ok(entry)) => {
                 let set = SetAttr { mode: Some(mode), uid: Some(value.into()), ..SetAttr::default() };
@@ -198,9 +200,9 @@ impl Share<Tree<Recorder>> {
                 let acl = [&b"system.posix_acl_default"[..], b"security.capability", b"trusted.x"];
                 let value: &[u8] = if value % 3 == 0 { DEFAULT_ACL } else { &[value; 9] };
                 let index = numbers.3 % 3;
-                drop(fs.setxattr(cx, entry.ino, acl[usize::from(index)], value, XattrFlags::empty(), false));
+                let _ = fs.setxattr(cx, entry.ino, acl[usize::from(index)], value, XattrFlags::empty(), false);
             }
-            (13, Ok(entry)) => drop(fs.removexattr(cx, entry.ino, b"trusted.x")),
+            (13, Ok(entry)) => fs.removexattr(cx, entry.ino, b"trusted.x").unwrap_or_default(),
             (14, _) => {
                 if let Some(open) = held.last() {
                     self.write(*open, value.into(), b"bytes").unwrap();

@@ -1,6 +1,6 @@
 //! Random operations on a memory file system and on a tmpfs of the host: the same outcomes, errors and trees.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
 mod common;
 
@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 
 use common::{Share, both, name, new};
+use ferry_mem::Options;
 use ferry_vfs::*;
 use proptest::prelude::*;
 use rustix::fs::{AtFlags, Mode, Timestamps};
@@ -124,7 +125,9 @@ impl Share {
             }
             Step::Write(at, offset, byte) => {
                 return opened(at, &|ino, handle| {
-                    self.write((ino, handle), offset.into(), &[byte; 3000]).map(|count| count as u64)
+                    // Often enough for the file to be mapped meanwhile.
+                    let write = || self.write((ino, handle), offset.into(), &[byte; 3000]);
+                    (0..10).map(|_| write()).last().expect("ten").map(|count| count as u64)
                 });
             }
             Step::Append(at, byte) => {
@@ -335,7 +338,7 @@ fn host_picture(dir: &std::path::Path, at: &str, picture: &mut Picture) {
         names.sort_unstable();
         let mut xattrs = Vec::new();
         for name in names {
-            let mut value = vec![0; 100];
+            let mut value = [0; 100];
             let count = rustix::fs::lgetxattr(&file, name, &mut value[..]).unwrap();
             xattrs.extend_from_slice(name);
             xattrs.extend_from_slice(&value[..count]);
@@ -356,7 +359,8 @@ proptest! {
             return Ok(());
         }
         rustix::process::umask(Mode::empty());
-        for share in both() {
+        let descriptors = Share { memory: false, ..Share::new(Options::default()) };
+        for share in both().into_iter().chain([descriptors]) {
             let host = Host::new();
             for step in &steps {
                 prop_assert_eq!(share.step(step), host.step(step), "{:?}", step);

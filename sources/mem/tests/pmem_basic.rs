@@ -80,7 +80,7 @@ fn bytes_agree_with_a_plain_array() {
         let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, b"").unwrap();
         let mut random = Random::new(seed);
         let mut model: Vec<u8> = Vec::new();
-        for step in 0..600 {
+        for step in 0..600u32 {
             let (offset, len) = (random.below(300_000) as usize, 1 + random.below(40_000) as usize);
             let end = offset + len;
             match random.below(8) {
@@ -159,7 +159,10 @@ fn a_full_image_says_so_and_has_room_again() {
                 }
             }
         }
-        assert!(written * 49 <= free && (written + 2) * 49 > free, "round {round}: {written} files of 49 blocks in {free}");
+        assert!(
+            written * 49 <= free && (written + 2) * 49 > free,
+            "round {round}: {written} files of 49 blocks in {free}"
+        );
         assert_eq!(get_all(&fs, Ino::ROOT, b"0"), vec![round; 200_000]);
         for index in 0..=written {
             fs.unlink(&cx(), Ino::ROOT, name(format!("{index}").as_bytes())).unwrap();
@@ -257,8 +260,8 @@ fn each_way_to_be_no_image_has_its_sentence() {
     let mut version = whole.clone();
     for at in [0, 4096] {
         version[at + 8] = 9;
-        let sum = crc32c::crc32c(&version[at..at + 80]);
-        version[at + 80..at + 84].copy_from_slice(&sum.to_le_bytes());
+        let sum = crc32c::crc32c(&version[at..at + 92]);
+        version[at + 92..at + 96].copy_from_slice(&sum.to_le_bytes());
     }
     std::fs::write(&path, &version).unwrap();
     assert!(sentence(&path, &Options::default()).contains("version 9"));
@@ -285,14 +288,14 @@ fn fsck_tells_and_repairs() {
     assert_eq!(fsck(&path, None, true).unwrap().exit_status(), 1);
     assert_eq!(fsck(&path, None, false).unwrap().exit_status(), 0);
     assert_eq!(walk(&open(&path, &Options::default()).unwrap()), before);
-    // The snapshot: no mount, and a repair that keeps what can be read.
+    // The snapshot: no mount, and a repair that falls back on the one before.
     let superblock = ferry_mem::pmem::format::Superblock::decode(&std::fs::read(&path).unwrap()).unwrap();
     file.write_all_at(&[0xff; 64], superblock.layout.log_offset(superblock.generation)).unwrap();
     assert!(sentence(&path, &Options::default()).contains("`ferry fsck`"));
     let report = fsck(&path, None, true).unwrap();
     assert_eq!(report.exit_status(), 1, "{report:?}");
     assert_eq!(fsck(&path, None, false).unwrap().exit_status(), 0);
-    assert!(walk(&open(&path, &Options::default()).unwrap()).is_empty());
+    assert_eq!(walk(&open(&path, &Options::default()).unwrap()), before, "the log before it had all of this");
 }
 
 #[test]
@@ -313,6 +316,12 @@ fn a_second_tier_takes_what_the_first_has_no_room_for() {
             assert!(get_all(fs, Ino::ROOT, format!("{index}").as_bytes()) == bytes(index), "file {index}");
         }
     };
+    check(&fs);
+    // Cold data go, and what was read there comes back.
+    assert!(fs.store().move_to_tier2(256).unwrap() > 0);
+    fs.syncfs(&cx(), Ino::ROOT).unwrap();
+    check(&fs);
+    assert!(fs.store().bring_back(64).unwrap() > 0);
     check(&fs);
     // A part of a cold file is overwritten: the rest of its block comes along.
     let entry = fs.lookup(&cx(), Ino::ROOT, name(b"0")).unwrap();

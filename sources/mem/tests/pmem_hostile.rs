@@ -83,6 +83,32 @@ fn the_image_itself_is_sound() {
     assert_eq!(walk(&open_media(&media, &options()).unwrap()).len(), 3);
 }
 
+/// Where a changed bit must be noticed: both superblocks and the snapshot. What follows the snapshot ends there, as after a
+/// crash.
+#[test]
+fn every_kind_of_flipped_bit_is_noticed_and_repaired() {
+    let superblock = Superblock::decode(&IMAGE).unwrap();
+    let start = usize::try_from(superblock.layout.log_offset(superblock.generation)).unwrap();
+    let copies = (0..92).step_by(5).chain(4096..4188);
+    let log = (start..start + 400).step_by(3);
+    let mut noticed = 0;
+    for (index, at) in copies.chain(log).enumerate() {
+        let mut image = IMAGE.clone();
+        image[at] ^= 1 << (index % 8);
+        let media = media(image);
+        let report = fsck_medium(&media, false).unwrap();
+        let must = at < start + 16;
+        assert!(!must || report.exit_status() == 4, "byte {at}: {report:?}");
+        noticed += usize::from(!report.is_clean());
+        let repaired = fsck_medium(&media, true).unwrap();
+        assert_eq!(repaired.exit_status(), if report.is_clean() { 0 } else { 1 }, "byte {at}: {repaired:?}");
+        assert!(fsck_medium(&media, false).unwrap().is_clean(), "byte {at}");
+        let world = walk(&open_media(&media, &options()).unwrap());
+        assert!(at >= 8192 || world.len() == 3, "byte {at}: one superblock is enough");
+    }
+    assert!(noticed > 100, "{noticed}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -103,8 +129,8 @@ proptest! {
         let mut image = IMAGE.clone();
         for copy in [0, usize::try_from(BLOCK_BYTES).unwrap()] {
             image[copy + field * 8..copy + field * 8 + 8].copy_from_slice(&value.to_le_bytes());
-            let sum = crc32c::crc32c(&image[copy..copy + 80]);
-            image[copy + 80..copy + 84].copy_from_slice(&sum.to_le_bytes());
+            let sum = crc32c::crc32c(&image[copy..copy + 92]);
+            image[copy + 92..copy + 96].copy_from_slice(&sum.to_le_bytes());
         }
         survive(image);
     }

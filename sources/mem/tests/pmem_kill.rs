@@ -53,7 +53,8 @@ fn work(fs: &PMem, random: &mut Random) -> ferry_vfs::Result<()> {
 #[test]
 fn child() {
     let (Ok(image), Ok(seed)) = (std::env::var(IMAGE), std::env::var(SEED)) else { return };
-    let fs = open(Path::new(&image), &Options { commit: Some(Duration::from_millis(3)), ..Options::default() }).unwrap();
+    let fs =
+        open(Path::new(&image), &Options { commit: Some(Duration::from_millis(3)), ..Options::default() }).unwrap();
     let mut random = Random::new(seed.parse().unwrap());
     panic!("the work ended: {:?}", work(&fs, &mut random));
 }
@@ -121,7 +122,7 @@ fn kill_loop(time: Duration, seed: u64) {
                 panic!("kill {kills}: {path} is gone, its versions are {versions:?}");
             };
             let version = u64::from_le_bytes(seen.bytes[..8].try_into().unwrap());
-            assert!(seen.bytes == contents(version), "kill {kills}: {path} is no whole version");
+            assert!(*seen.bytes == contents(version), "kill {kills}: {path} is no whole version");
             assert!(versions.contains(&version), "kill {kills}: {path} is {version}, none of {versions:?}");
             *versions = vec![version];
         }

@@ -1,6 +1,6 @@
 //! Threads that make, move and remove under one tree: no deadlock, and a sound tree at the end.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
 mod common;
 
@@ -40,7 +40,7 @@ fn disturb(share: &Share, seed: u64) -> u64 {
             0 | 1 => fs.mkdir(cx, from.0, from.1, &new(0o755)).map(|entry| dirs.push(entry.ino)),
             2 => fs.create(cx, from.0, from.1, &new(0o644), OFlags::RDWR).map(|(entry, handle)| {
                 // The tree may grow until it is full.
-                drop(share.write((entry.ino, handle), 0, b"bytes"));
+                let _ = share.write((entry.ino, handle), 0, b"bytes");
                 share.release((entry.ino, handle));
                 share.forget(entry.ino);
             }),
@@ -95,7 +95,14 @@ fn check(share: &Share) -> HashMap<Ino, u32> {
 fn the_tree_stays_sound() {
     let share = Share::new(Options { size_bytes: Some(64 << 20), ..Options::default() });
     let done: u64 = std::thread::scope(|scope| {
-        let threads: Vec<_> = (1..=THREADS).map(|seed| scope.spawn({ let share = &share; move || disturb(share, seed) })).collect();
+        let threads: Vec<_> = (1..=THREADS)
+            .map(|seed| {
+                scope.spawn({
+                    let share = &share;
+                    move || disturb(share, seed)
+                })
+            })
+            .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
     println!("{done} changes and looks by {THREADS} threads");

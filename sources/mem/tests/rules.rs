@@ -164,9 +164,8 @@ fn extended_attributes_have_their_rules() {
     assert_eq!(fs.listxattr(cx, file).unwrap(), b"trusted.large\0user.a\0");
     assert_eq!(fs.listxattr(&user(), file).unwrap(), b"user.a\0", "users do not see what they may not read");
     assert_eq!(fs.removexattr(cx, file, b"user.b"), Err(Errno::NODATA));
-    let full = (0..20).map(|index| {
-        fs.setxattr(cx, file, format!("user.{index}").as_bytes(), &large, XattrFlags::empty(), false)
-    });
+    let full = (0..20)
+        .map(|index| fs.setxattr(cx, file, format!("user.{index}").as_bytes(), &large, XattrFlags::empty(), false));
     assert_eq!(full.filter(|set| *set == Err(Errno::NOSPC)).count(), 6, "an inode's attributes have a limit");
 }
 
@@ -199,7 +198,9 @@ fn an_unlinked_file_lives_while_it_is_used() {
 fn temporary_files_can_be_named_unless_they_were_made_not_to() {
     for share in both() {
         let (fs, cx) = (&share.fs, &share.cx);
-        for (word, flags, outcome) in [("a", OFlags::RDWR, Ok(())), ("b", OFlags::RDWR | OFlags::EXCL, Err(Errno::NOENT))] {
+        for (word, flags, outcome) in
+            [("a", OFlags::RDWR, Ok(())), ("b", OFlags::RDWR | OFlags::EXCL, Err(Errno::NOENT))]
+        {
             let (entry, handle) = fs.tmpfile(cx, Ino::ROOT, &new(0o600), flags).unwrap();
             assert_eq!(entry.attr.nlink, 0);
             share.write((entry.ino, handle), 0, b"bytes").unwrap();
@@ -239,9 +240,8 @@ fn renames_have_their_rules() {
     let outer = share.mkdir(Ino::ROOT, "outer");
     let inner = share.mkdir(outer, "inner");
     share.file(Ino::ROOT, "f", b"");
-    let rename = |from: (Ino, &str), to: (Ino, &str), flags| {
-        fs.rename(cx, (from.0, name(from.1)), (to.0, name(to.1)), flags)
-    };
+    let rename =
+        |from: (Ino, &str), to: (Ino, &str), flags| fs.rename(cx, (from.0, name(from.1)), (to.0, name(to.1)), flags);
     let none = RenameFlags::empty();
     let exchange = RenameFlags::EXCHANGE;
     assert_eq!(rename((Ino::ROOT, "outer"), (inner, "x"), none), Err(Errno::INVAL));
@@ -458,7 +458,10 @@ fn changes_are_published_with_who_made_them() {
     ];
     let mut seen = seen.lock().unwrap().clone();
     seen.retain(|change| !matches!(change, Change::Data { len: 0, .. }));
-    assert_eq!(seen, expected.into_iter().filter(|change| !matches!(change, Change::Data { len: 0, .. })).collect::<Vec<_>>());
+    assert_eq!(
+        seen,
+        expected.into_iter().filter(|change| !matches!(change, Change::Data { len: 0, .. })).collect::<Vec<_>>()
+    );
 }
 
 #[test]

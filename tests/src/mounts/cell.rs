@@ -21,6 +21,8 @@ pub enum Road {
     Uring,
     /// Reads and writes of /dev/fuse.
     DevFuse,
+    /// Whatever the program chooses of these two.
+    Auto,
     /// Files' data past the server, the rest by whatever the program chooses.
     Passthrough,
 }
@@ -42,11 +44,18 @@ impl Cell {
         let (path, passthrough) = match self.road {
             Road::Uring => ("uring", "off"),
             Road::DevFuse => ("devfuse", "off"),
+            Road::Auto => ("auto", "off"),
             // What has no files below goes without.
             Road::Passthrough if self.source == Source::Pmem => ("auto", "auto"),
             Road::Passthrough => ("auto", "on"),
         };
         ["--path", path, "--passthrough", passthrough, "--cache", self.cache]
+    }
+
+    /// As [`Self::flags`], for a source that has other exports: with everything cached, what is open for writing is not
+    /// passed through then, so that it cannot be insisted on.
+    pub fn flags_of_one_of_several(&self) -> [&'static str; 6] {
+        self.flags().map(|flag| if flag == "on" { "auto" } else { flag })
     }
 
     /// Whether files' data can be had without the server.
@@ -70,6 +79,7 @@ impl FromStr for Cell {
         let road = match word() {
             "uring" => Road::Uring,
             "devfuse" => Road::DevFuse,
+            "auto" => Road::Auto,
             "passthrough" => Road::Passthrough,
             other => return Err(format!("no path '{other}' in {name}")),
         };

@@ -83,6 +83,7 @@ impl Mounted {
         let mut mounted = Self::again(*cell, &path, options);
         mounted.folder = Some(folder);
         mounted._uring = uring.ok();
+        mounted.assert_as_asked();
         Some(mounted)
     }
 
@@ -94,8 +95,15 @@ impl Mounted {
         let below = mountpoint.with_file_name(BELOW);
         let source = prepare(cell.source, &below);
         let mut command = ferry(["mount", &source]);
-        command.arg(mountpoint).args(["--foreground", "--allow-other"]).args(cell.flags()).args(&options.args);
-        Self::of(cell, mountpoint, &mut command, options.limit)
+        command
+            .arg(mountpoint)
+            .args(["--foreground", "--json", "--allow-other"])
+            .args(cell.flags())
+            .args(&options.args);
+        let mounted = Self::of(cell, mountpoint, &mut command, options.limit);
+        // The mount of a server that died may have been there before.
+        mounted.line();
+        mounted
     }
 
     /// A mount that any program makes, which ends when somebody unmounts it.
@@ -121,6 +129,39 @@ impl Mounted {
             assert!(Instant::now() < end, "{}: no mount after {START:?}: {:?}", self.cell, self.said());
             std::thread::sleep(TICK);
         }
+    }
+
+    /// What `ferry mount --json` says once the mount is there.
+    ///
+    /// # Panics
+    /// When it says nothing.
+    pub fn line(&self) -> serde_json::Value {
+        let end = Instant::now() + START;
+        loop {
+            let (out, err) = self.server().said();
+            if out.ends_with('\n') {
+                return serde_json::from_str(&out).unwrap_or_else(|error| panic!("{}: {error}: {out}", self.cell));
+            }
+            let ended = self.server().wait(Duration::ZERO);
+            assert!(ended.is_none(), "{}: ferry ended, {ended:?}: {err}", self.cell);
+            assert!(Instant::now() < end, "{}: no word of the mount after {START:?}: {err}", self.cell);
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// Requests and data must go as the cell says, or a suite would test something else.
+    fn assert_as_asked(&self) {
+        let line = self.line();
+        let explained = &line["explain"];
+        let expected = if self.cell.road == Road::DevFuse { "devfuse" } else { "uring" };
+        let chosen = matches!(self.cell.road, Road::Auto | Road::Passthrough);
+        let free = chosen && self._uring.is_none();
+        assert!(free || explained["path"] == expected, "{}: {explained}", self.cell);
+        let passthrough = &explained["passthrough"];
+        assert_eq!(passthrough["used"], self.cell.passes_through(), "{}: {explained}", self.cell);
+        // Whoever goes without it is told why.
+        let told = passthrough["reason"].as_str().is_some_and(|reason| !reason.is_empty());
+        assert_eq!(told, !self.cell.passes_through(), "{}: {explained}", self.cell);
     }
 
     /// The program.

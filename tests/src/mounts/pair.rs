@@ -49,7 +49,7 @@ impl Pair {
         let mut command = ferry(["share"]);
         for (cell, path) in cells.iter().zip(&paths) {
             std::fs::create_dir(path).unwrap();
-            command.arg(&source).arg("--mount").arg(path).arg("--allow-other").args(cell.flags());
+            command.arg(&source).arg("--mount").arg(path).arg("--allow-other").args(cell.flags_of_one_of_several());
         }
         let server = Arc::new(Mutex::new(Started::new(&mut command)));
         let emergency = |path: &PathBuf| Emergency::new(path, Some(Arc::clone(&server)));

@@ -63,9 +63,8 @@ cmp ../sums.0 ../sums.5
 "#;
 
 /// What [`BUILD`] leaves, to be compared with what it leaves elsewhere.
-pub const LEFT: &[&str] = &[
-    "sums.0", "sums.1", "sums.2", "sums.3", "sums.4", "sums.5", "built.1", "built.2", "built.3", "said.1", "said.2",
-];
+pub const LEFT: &[&str] =
+    &["sums.0", "sums.1", "sums.2", "sums.3", "sums.4", "sums.5", "built.1", "built.2", "built.3", "said.1", "said.2"];
 
 /// Writes the tree: `files` sources in all.
 pub fn write_tree(root: &Path, files: u32) -> std::io::Result<()> {

@@ -38,12 +38,8 @@ enum Phase {
     Unlink,
 }
 
-const PHASES: [(&str, Phase); 4] = [
-    ("create", Phase::Create),
-    ("stat", Phase::Stat),
-    ("cached-stat", Phase::CachedStat),
-    ("unlink", Phase::Unlink),
-];
+const PHASES: [(&str, Phase); 4] =
+    [("create", Phase::Create), ("stat", Phase::Stat), ("cached-stat", Phase::CachedStat), ("unlink", Phase::Unlink)];
 
 impl Phase {
     /// Works on all files and says how many calls that took.

@@ -40,9 +40,10 @@ fn attr(ino: Ino) -> Attr {
 
 /// The same name is always the same inode: FNV-1a, with a bit that keeps it off the root's number.
 fn number(name: Name<'_>) -> Ino {
-    let hash = name.as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, &byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
+    let hash = name
+        .as_bytes()
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash: u64, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     Ino(hash | 2)
 }
 
@@ -74,13 +75,7 @@ impl FileSystem for Null {
         Ok(Data::Bytes(at.len as usize))
     }
 
-    fn fsync(
-        &self,
-        _: &Caller<'_>,
-        _: Ino,
-        _: Handle,
-        _: bool,
-    ) -> ferry_vfs::Result<Option<Arc<ferry_vfs::Backing>>> {
+    fn fsync(&self, _: &Caller<'_>, _: Ino, _: Handle, _: bool) -> ferry_vfs::Result<Option<Arc<ferry_vfs::Backing>>> {
         Ok(None)
     }
 }

@@ -46,12 +46,13 @@ fn start(pid: u32) -> Result<Counting> {
         .context("cannot count system calls with perf or strace")
 }
 
-/// How many requests the kernel sent to FUSE servers during the job, in a run of its own; nothing where perf cannot tell.
+/// How many requests the kernel sent to FUSE servers for the job, in a run of its own; nothing where perf cannot tell.
+/// A request is sent by the thread that waits for it, so perf need only follow fio.
 fn fuse_requests(loads: &Loads, job: Job, mounted: &Mounted) -> Option<f64> {
     let fio = loads.fio(job, mounted.dir());
     let said = loads.folder.join("perf.out");
     let mut perf = Command::new("perf");
-    perf.args(["stat", "-a", "-x,", "-e", "fuse:fuse_request_send", "-o"]).arg(&said).arg("--");
+    perf.args(["stat", "-x,", "-e", "fuse:fuse_request_send", "-o"]).arg(&said).arg("--");
     perf.arg(fio.get_program()).args(fio.get_args()).current_dir(&loads.folder).stdin(Stdio::null());
     loads.run(perf, TIMEOUT).ok()?;
     parse_perf(&std::fs::read_to_string(said).ok()?)

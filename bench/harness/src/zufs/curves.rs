@@ -32,8 +32,7 @@ pub fn svg(title: &str, curves: &[Curve]) -> String {
     let points = || curves.iter().flat_map(|curve| curve.points.iter().copied());
     let most_threads = points().fold(2.0, |most: f64, (threads, _)| most.max(threads));
     let rates = points().map(|(_, rate)| rate).filter(|rate| *rate > 0.0);
-    let (low, high) =
-        rates.fold((f64::INFINITY, 0.0), |(low, high): (f64, f64), rate| (low.min(rate), high.max(rate)));
+    let (low, high) = rates.fold((f64::INFINITY, 0.0), |(low, high): (f64, f64), rate| (low.min(rate), high.max(rate)));
     let (low, high) = if high > 0.0 { (low.log2().floor(), high.log2().ceil()) } else { (0.0, 1.0) };
     let high = high.max(low + 1.0);
     let x = |threads: f64| LEFT + (threads - 1.0) / (most_threads - 1.0) * PLOT_WIDTH;
@@ -60,7 +59,8 @@ pub fn svg(title: &str, curves: &[Curve]) -> String {
             line.join(" ")
         );
         for &(threads, rate) in &curve.points {
-            let _ = writeln!(out, "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"2.5\" fill=\"{color}\"/>", x(threads), y(rate));
+            let _ =
+                writeln!(out, "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"2.5\" fill=\"{color}\"/>", x(threads), y(rate));
         }
         if let Some(&(_, rate)) = curve.points.last() {
             names.push((y(rate), number));
@@ -82,16 +82,11 @@ pub fn svg(title: &str, curves: &[Curve]) -> String {
     out
 }
 
-fn grid(
-    out: &mut String,
-    (low, high): (f64, f64),
-    most_threads: f64,
-    x: &dyn Fn(f64) -> f64,
-    y: &dyn Fn(f64) -> f64,
-) {
-    let mut power = low;
-    while power <= high {
-        let (at, rate) = (y(power.exp2()), power.exp2() / 1000.0);
+fn grid(out: &mut String, (low, high): (f64, f64), most_threads: f64, x: &dyn Fn(f64) -> f64, y: &dyn Fn(f64) -> f64) {
+    // Round figures: 1, 2 and 5 times each power of ten.
+    let rates = (0..10).flat_map(|power| [1.0, 2.0, 5.0].map(|step| step * 10_f64.powi(power)));
+    for rate in rates.filter(|rate| (low..=high).contains(&rate.log2())) {
+        let at = y(rate);
         let _ = writeln!(
             out,
             "<line x1=\"{LEFT}\" x2=\"{:.1}\" y1=\"{at:.1}\" y2=\"{at:.1}\" stroke=\"#ddd\"/>\
@@ -99,9 +94,8 @@ fn grid(
             LEFT + PLOT_WIDTH,
             LEFT - 8.0,
             at + 4.0,
-            crate::stats::round(rate)
+            rate / 1000.0
         );
-        power += 1.0;
     }
     let mut threads = 1.0;
     while threads <= most_threads {

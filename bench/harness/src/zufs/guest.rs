@@ -27,8 +27,8 @@ const NVDIMM_MIB: u32 = 512;
 /// TCG takes its time.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a file system of ours may take to be mounted in the guest, in tenths of a second.
-const MOUNT_TENTHS: u32 = 150;
+/// How often it is looked whether a file system of ours is mounted in the guest, each fifth of a second or slower.
+const MOUNT_LOOKS: u32 = 75;
 
 /// The guest. It goes before the server of its root.
 #[derive(Debug)]
@@ -90,7 +90,8 @@ impl NvdimmGuest {
         let line = mount_command(system, &self.programs, &self.mkfs)?;
         self.run(&line)?;
         let dir = folder(system);
-        let fill = format!("for n in $(seq 0 {}); do dd if=/dev/zero of={dir}/fio.$n bs=1M count={FILE_MIB}; done", FILES - 1);
+        let last = FILES - 1;
+        let fill = format!("for n in $(seq 0 {last}); do dd if=/dev/zero of={dir}/fio.$n bs=1M count={FILE_MIB}; done");
         self.run(&fill)?;
         self.mounted.push(system);
         Ok(())
@@ -133,6 +134,9 @@ const FSDAX: &str = "fsdax() { d=/sys/bus/nd; r=$d/devices/region$1; p=$(cat $r/
                      cat /proc/sys/kernel/random/uuid >$d/devices/$p/uuid; echo namespace$1.0 >$d/devices/$p/namespace; \
                      echo $p >$d/drivers/nd_pmem/bind; basename $d/devices/$p/block/*; }";
 
+/// The guest is thrown away, so nothing need be put back.
+const ENABLE_URING: &str = "echo Y >/sys/module/fuse/parameters/enable_uring";
+
 /// The line of shell that mounts a system in the guest.
 fn mount_command(system: System, programs: &Programs, mkfs: &Path) -> Result<String> {
     let dir = folder(system);
@@ -140,7 +144,7 @@ fn mount_command(system: System, programs: &Programs, mkfs: &Path) -> Result<Str
         let ferry = shell_word(&programs.ferry);
         format!(
             "{ferry} mount {words} --foreground >/run/ferry.log 2>&1 & \
-             for i in $(seq {MOUNT_TENTHS}); do mountpoint -q {dir} && break; sleep 0.1; done; \
+             for i in $(seq {MOUNT_LOOKS}); do mountpoint -q {dir} && break; kill -0 $! 2>/dev/null || break; sleep 0.2; done; \
              mountpoint -q {dir} || {{ cat /run/ferry.log; false; }}"
         )
     };
@@ -151,13 +155,12 @@ fn mount_command(system: System, programs: &Programs, mkfs: &Path) -> Result<Str
             shell_word(mkfs)
         ),
         System::FerryPmem => {
-            let words = ferry(&format!("pmem:/dev/$device {dir} --passthrough on"));
-            format!("{FSDAX}; device=$(fsdax 1) && [ -b /dev/$device ] && {{ {words}; }}")
+            let words = ferry(&format!("pmem:/dev/$device {dir} --path uring"));
+            format!("{FSDAX}; {ENABLE_URING}; device=$(fsdax 1) && [ -b /dev/$device ] && {{ {words}; }}")
         }
-        System::Ferry(Files::Mem, Way::Uring) => format!(
-            "echo Y >/sys/module/fuse/parameters/enable_uring; {}",
-            ferry(&format!("mem {dir} --path uring --passthrough off"))
-        ),
+        System::Ferry(Files::Mem, Way::Uring) => {
+            format!("{ENABLE_URING}; {}", ferry(&format!("mem {dir} --path uring --passthrough off")))
+        }
         System::Ferry(Files::Mem, Way::Devfuse) => ferry(&format!("mem {dir} --path devfuse --passthrough off")),
         System::Ferry(Files::Mem, Way::Passthrough) => ferry(&format!("mem {dir} --passthrough on")),
         other => bail!("{} does not run in the guest", other.full_name()),

@@ -50,11 +50,8 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let cache = Cache::from_env()?;
     let fio = cache.peer("fio")?;
     let peers = Peers::prepare(&cache);
-    let programs = Programs {
-        ferry: crate::program("ferry")?,
-        null: crate::program("ferry-bench-null")?,
-        libfuse: peers.libfuse,
-    };
+    let programs =
+        Programs { ferry: crate::program("ferry")?, null: crate::program("ferry-bench-null")?, libfuse: peers.libfuse };
     let folder = cli.work.join("run");
     std::fs::create_dir_all(&folder)?;
     let machine = Machine::look(&cli.work, None, Some(&fio));
@@ -103,9 +100,8 @@ fn is_wanted(system: System, peers: &[String]) -> bool {
 }
 
 fn unknown_peers(peers: &[String]) -> Vec<String> {
-    let known = |name: &str| {
-        name == FERRY || systems::DATA.iter().chain(&systems::GUEST).any(|system| system.name() == name)
-    };
+    let known =
+        |name: &str| name == FERRY || systems::DATA.iter().chain(&systems::GUEST).any(|system| system.name() == name);
     peers.iter().filter(|name| !known(name)).map(|name| format!("{name}: this table cannot run it")).collect()
 }
 

@@ -198,10 +198,7 @@ mod tests {
     fn each_server_is_told_its_way() {
         for (system, words) in [
             (System::Ferry(Files::Null, Way::Devfuse), "null|/a b|--path|devfuse"),
-            (
-                System::Ferry(Files::Mem, Way::Uring),
-                "ferry|mount|mem|/a b|--foreground|--path|uring|--passthrough|off",
-            ),
+            (System::Ferry(Files::Mem, Way::Uring), "ferry|mount|mem|/a b|--foreground|--path|uring|--passthrough|off"),
             (System::Libfuse(Files::Mem, Flavour::Splice), "peer|memory|/a b|splice"),
             (System::Libfuse(Files::Null, Flavour::Plain), "peer|null|/a b"),
         ] {

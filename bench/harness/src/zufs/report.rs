@@ -64,7 +64,7 @@ pub fn summary(lines: &[Line]) -> String {
     let mut target = |what: &str, value: Option<f64>, least: f64| {
         if let Some(value) = value {
             let verdict = if value >= least { "reached" } else { "missed" };
-            let _ = writeln!(out, "{what}: {value:.2} (target {least}: {verdict})");
+            let _ = writeln!(out, "{what}: {value:.2} (target {least:.2}: {verdict})");
         }
     };
     for (row, least) in [("threads 1", 2.5), ("threads 8", 2.0)] {
@@ -156,7 +156,8 @@ pub fn markdown(lines: &[Line], machine: &Machine, libfuse: &str, summary: &str)
     out.push_str("## Summary\n\n");
     summary.lines().for_each(|line| out.push_str(&format!("* {line}\n")));
     out.push_str("\n![Requests per second over threads](zufs.svg)\n\n");
-    let columns = |files: Files| DATA.into_iter().filter(|system| system.keeps_data() == (files == Files::Mem)).collect();
+    let columns =
+        |files: Files| DATA.into_iter().filter(|system| system.keeps_data() == (files == Files::Mem)).collect();
     published_table(&mut out, "Null file systems", lines, columns(Files::Null), &["fuse", "fuse-splice", "zufs"]);
     published_table(&mut out, "Memory file systems", lines, columns(Files::Mem), &["zufs", "xfs-dax"]);
     ratios(&mut out, lines);
@@ -334,8 +335,8 @@ mod tests {
     fn sums_up() {
         let text = summary(&lines());
         for part in [
-            "threads 1, null: io_uring : libfuse on /dev/fuse: 4.00 (target 2.5: reached)",
-            "threads 1, mem: io_uring : libfuse on /dev/fuse: 2.00 (target 2.5: missed)",
+            "threads 1, null: io_uring : libfuse on /dev/fuse: 4.00 (target 2.50: reached)",
+            "threads 1, mem: io_uring : libfuse on /dev/fuse: 2.00 (target 2.50: missed)",
             "mem with passthrough : tmpfs, geometric mean over threads: 0.90 (target 0.85: reached)",
             "mem through the ring: 0.50",
             "null uring : libfuse-uring, geometric mean over threads: 0.80",

@@ -212,9 +212,8 @@ impl Runner {
     fn guest(&mut self, system: System) -> Result<&mut NvdimmGuest> {
         if self.guest.is_none() {
             let mkfs = self.mkfs.clone().context("there is no mkfs.xfs");
-            let booted = mkfs.and_then(|mkfs| {
-                NvdimmGuest::boot(&self.cache, &self.programs, &self.loads.fio, &mkfs, &self.folder)
-            });
+            let booted = mkfs
+                .and_then(|mkfs| NvdimmGuest::boot(&self.cache, &self.programs, &self.loads.fio, &mkfs, &self.folder));
             self.guest = Some(booted.map_err(|error| format!("{error:#}")));
         }
         match self.guest.as_mut().context("the guest was just booted")? {
@@ -282,8 +281,7 @@ mod tests {
 
     #[test]
     fn a_line_has_its_peers_and_what_was_found_beside() {
-        let found =
-            |iops: f64| Found { iops, kib_s: iops * 4.0, latency_us: 1e6 / iops, requests: 1.0, switches: 0.0 };
+        let found = |iops: f64| Found { iops, kib_s: iops * 4.0, latency_us: 1e6 / iops, requests: 1.0, switches: 0.0 };
         let sample = |iops: f64| Sample { rate: iops, found: Some(found(iops)) };
         let ours = System::Ferry(Files::Null, Way::Uring);
         let samples: Samples = [

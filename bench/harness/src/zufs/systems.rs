@@ -40,7 +40,8 @@ pub enum System {
     Ferry(Files, Way),
     /// Ours, with everything cached for as long as the kernel likes.
     FerryCached,
-    /// Ours in persistent memory, with passthrough (in a guest, where there is some).
+    /// Ours in persistent memory, through the ring (in a guest, where there is some): its files are no files of the host
+    /// that the kernel could pass through to.
     FerryPmem,
     /// libfuse's.
     Libfuse(Files, Flavour),
@@ -109,7 +110,7 @@ impl System {
             Self::Ferry(Files::Mem, Way::Devfuse) => "mem devfuse",
             Self::Ferry(Files::Mem, Way::Passthrough) => "mem passthrough",
             Self::FerryCached => "mem cache-always",
-            Self::FerryPmem => "pmem passthrough",
+            Self::FerryPmem => "pmem uring",
             Self::Libfuse(_, Flavour::Plain) => "libfuse",
             Self::Libfuse(_, Flavour::Splice) => "libfuse-splice",
             Self::Libfuse(_, Flavour::Uring) => "libfuse-uring",
@@ -153,8 +154,10 @@ impl System {
             Self::Libfuse(Files::Null, Flavour::Splice) => "0 (pages pass through a pipe)",
             Self::Ferry(Files::Null, _) | Self::Libfuse(Files::Null, _) => "1 (kernel to server)",
             Self::Libfuse(Files::Mem, Flavour::Splice) => "1 (pipe to file)",
-            Self::Ferry(Files::Mem, Way::Passthrough) | Self::FerryPmem => "1 (program to file, in the kernel)",
-            Self::Ferry(..) | Self::FerryCached | Self::Libfuse(..) => "2 (kernel to server, server to file)",
+            Self::Ferry(Files::Mem, Way::Passthrough) => "1 (program to file, in the kernel)",
+            Self::Ferry(..) | Self::FerryCached | Self::FerryPmem | Self::Libfuse(..) => {
+                "2 (kernel to server, server to file)"
+            }
             Self::Tmpfs | Self::XfsDax => "1 (program to file)",
         }
     }
@@ -177,10 +180,7 @@ mod tests {
     #[test]
     fn ours_are_compared_with_what_does_the_same() {
         let peers = |ours: System| DATA.iter().filter_map(|&peer| ours.calls(peer)).collect::<Vec<_>>();
-        assert_eq!(
-            peers(System::Ferry(Files::Null, Way::Uring)),
-            ["libfuse", "libfuse-splice", "libfuse-uring"]
-        );
+        assert_eq!(peers(System::Ferry(Files::Null, Way::Uring)), ["libfuse", "libfuse-splice", "libfuse-uring"]);
         assert_eq!(
             peers(System::Ferry(Files::Mem, Way::Devfuse)),
             ["ferry-null devfuse", "libfuse", "tmpfs", "libfuse-splice", "libfuse-uring"]

@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use ferry_engine::{Operation, Segment};
+use ferry_engine::Operation;
 use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
 use ferry_vfs::{Backing, Errno};
 use ferry_wire::fuse::{IN_HEADER_BYTES, WRITE_HEAD_BYTES, peek};
@@ -95,28 +95,10 @@ impl<'a> DeviceCarrier<'a> {
         Self { reader, term, memory, counters, transfer: None }
     }
 
-    /// The memory of a transfer.
-    pub(super) fn segment(&mut self, transfer: &Transfer) -> Option<Segment> {
-        let piece = match transfer.operation {
-            Operation::Fsync { .. } => return None,
-            Operation::Read => {
-                let start = transfer.at.saturating_sub(HEADER_BYTES).min(self.memory.payload_bytes);
-                let bytes = transfer.bytes.min(self.memory.payload_bytes - start);
-                let start = self.memory.reply + start;
-                &mut self.memory.bytes[start..start + bytes]
-            }
-            Operation::Write { .. } => {
-                let end = (transfer.at + transfer.bytes).min(self.memory.received);
-                let first = self.memory.data - WRITE_HEAD_BYTES;
-                &mut self.memory.bytes[first + transfer.at.min(end)..first + end]
-            }
-        };
-        Some(Segment { address: piece.as_mut_ptr(), bytes: piece.len() })
-    }
-
-    /// A read has brought so many bytes.
-    pub(super) fn filled(&self, bytes: usize) {
-        self.counters.read_bytes.add(bytes as u64);
+    /// Where the payload of the message, or of the reply, begins.
+    pub(super) fn payload(&mut self, transfer: &Transfer) -> *mut u8 {
+        let start = if transfer.is_read() { self.memory.reply } else { self.memory.data };
+        self.memory.bytes[start..].as_mut_ptr()
     }
 }
 
@@ -170,7 +152,9 @@ impl Carrier for DeviceCarrier<'_> {
     }
 
     fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
-        self.transfer = Some(Transfer { operation: Operation::Read, file, file_offset, at: reply_offset, bytes });
+        let at = reply_offset.saturating_sub(HEADER_BYTES).min(self.memory.payload_bytes);
+        let bytes = bytes.min(self.memory.payload_bytes - at);
+        self.transfer = Some(Transfer::new(Operation::Read, file, file_offset, (at, bytes)));
     }
 
     fn write(
@@ -183,11 +167,14 @@ impl Carrier for DeviceCarrier<'_> {
     ) {
         self.counters.written_bytes.add(bytes as u64);
         let operation = Operation::Write { clear_privileges, waits };
-        self.transfer = Some(Transfer { operation, file, file_offset, at, bytes });
+        let payload_bytes = self.memory.received.saturating_sub(WRITE_HEAD_BYTES);
+        let at = at.saturating_sub(WRITE_HEAD_BYTES).min(payload_bytes);
+        let bytes = bytes.min(payload_bytes - at);
+        self.transfer = Some(Transfer::new(operation, file, file_offset, (at, bytes)));
     }
 
     fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
         let operation = Operation::Fsync { data_only };
-        self.transfer = Some(Transfer { operation, file, file_offset: 0, at: 0, bytes: 0 });
+        self.transfer = Some(Transfer::new(operation, file, 0, (0, 0)));
     }
 }

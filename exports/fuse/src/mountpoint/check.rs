@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
@@ -16,6 +16,8 @@ use super::{MountError, helper, table};
 const OUR_KIND: &str = "fuse.ferry";
 /// How long a live server may take to answer one `stat`. One that takes longer helps nobody.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Between two questions to a server that is dying, which takes milliseconds.
+const PAUSE: Duration = Duration::from_millis(10);
 /// Dead mounts can lie on top of each other; more than a script that failed in a loop would leave is somebody's plan.
 const DEAD_MAX: usize = 64;
 
@@ -37,6 +39,12 @@ impl Identity {
         let seen = glance(path, MNT_ID_UNIQUE)?;
         Ok(Self { id: seen.stx_mnt_id, major: seen.stx_dev_major, minor: seen.stx_dev_minor })
     }
+}
+
+/// Whether a path is in a mount that `ferry` has made, alive or not.
+pub(super) fn is_of_ferry(path: &Path) -> bool {
+    let id = table_id(path).ok();
+    id.and_then(table::find).is_some_and(|mounted| mounted.kind == OUR_KIND)
 }
 
 /// The number that the table of mounts has for the mount that a path leads to.
@@ -85,7 +93,7 @@ fn clear_dead(path: &Path) -> Result<bool, MountError> {
     let Some(mounted) = mounted.filter(|mounted| mounted.kind.starts_with("fuse")) else { return Ok(false) };
 
     let ours = mounted.kind == OUR_KIND;
-    match ask(path) {
+    match ask_until_clear(path) {
         Some(Err(Errno::NOTCONN | Errno::CONNABORTED)) if ours => {
             tracing::info!("the mount on {} was left by a server that has died: unmounting it", path.display());
             detach(path)?;
@@ -100,6 +108,18 @@ fn clear_dead(path: &Path) -> Result<bool, MountError> {
         }
         Some(_) => Ok(false),
         None => Err(MountError::Unresponsive { path: path.into(), kind: mounted.kind }),
+    }
+}
+
+/// As [`ask`]; a server that is dying is asked until it is dead.
+fn ask_until_clear(path: &Path) -> Option<Result<(), Errno>> {
+    let begin = Instant::now();
+    loop {
+        match ask(path) {
+            // The kernel takes io_uring's rings down after the process, and ends what is in them so.
+            Some(Err(Errno::CANCELED)) if begin.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
+            answer => return answer,
+        }
     }
 }
 

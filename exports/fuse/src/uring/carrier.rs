@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_engine::{Operation, Segment};
+use ferry_engine::Operation;
 use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
 use ferry_vfs::Backing;
 use ferry_wire::fuse::WRITE_HEAD_BYTES;
@@ -31,19 +31,6 @@ impl<'a> RingCarrier<'a> {
     /// The entry's memory, for as long as the term runs.
     pub(super) fn hold(&self) -> Option<Hold<'a>> {
         self.block.states[self.slot].lease.hold(self.term)
-    }
-
-    /// The memory of a transfer.
-    pub(super) fn segment(&self, transfer: &Transfer) -> Option<Segment> {
-        let (offset, bytes) = match transfer.operation {
-            Operation::Fsync { .. } => return None,
-            Operation::Read => (transfer.at.saturating_sub(HEADER_BYTES), transfer.bytes),
-            Operation::Write { .. } => {
-                let offset = transfer.at.saturating_sub(WRITE_HEAD_BYTES);
-                (offset, transfer.bytes.min(self.message.payload_bytes.saturating_sub(offset)))
-            }
-        };
-        Some(self.block.chunk.segment(self.slot, offset, bytes))
     }
 }
 
@@ -86,7 +73,9 @@ impl Carrier for RingCarrier<'_> {
     }
 
     fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
-        self.transfer = Some(Transfer { operation: Operation::Read, file, file_offset, at: reply_offset, bytes });
+        let at = reply_offset.saturating_sub(HEADER_BYTES).min(self.block.chunk.payload_bytes());
+        let bytes = bytes.min(self.block.chunk.payload_bytes() - at);
+        self.transfer = Some(Transfer::new(Operation::Read, file, file_offset, (at, bytes)));
     }
 
     fn write(
@@ -99,11 +88,13 @@ impl Carrier for RingCarrier<'_> {
     ) {
         self.counters.written_bytes.add(bytes as u64);
         let operation = Operation::Write { clear_privileges, waits };
-        self.transfer = Some(Transfer { operation, file, file_offset, at, bytes });
+        let at = at.saturating_sub(WRITE_HEAD_BYTES).min(self.message.payload_bytes);
+        let bytes = bytes.min(self.message.payload_bytes - at);
+        self.transfer = Some(Transfer::new(operation, file, file_offset, (at, bytes)));
     }
 
     fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
         let operation = Operation::Fsync { data_only };
-        self.transfer = Some(Transfer { operation, file, file_offset: 0, at: 0, bytes: 0 });
+        self.transfer = Some(Transfer::new(operation, file, 0, (0, 0)));
     }
 }

@@ -4,8 +4,8 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 
 use ferry_engine::Segment;
-use ferry_wire::fuse::abi::{InHeader, UringEntInOut, UringReqHeader};
 use ferry_wire::fuse::IN_HEADER_BYTES;
+use ferry_wire::fuse::abi::{InHeader, UringEntInOut, UringReqHeader};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
@@ -77,7 +77,8 @@ impl Chunk {
         unsafe { self.base.as_ptr().add(index * size_of::<Head>()).cast() }
     }
 
-    fn payload(&self, index: usize) -> *mut u8 {
+    /// Where an entry's payload begins.
+    pub(super) fn payload(&self, index: usize) -> *mut u8 {
         assert!(index < self.entries, "an entry of the chunk");
         // SAFETY: within the mapping.
         unsafe { self.base.as_ptr().add(self.heads_bytes + index * self.payload_bytes) }
@@ -152,13 +153,6 @@ impl Chunk {
         in_header + count
     }
 
-    /// A piece of the payload, for a transfer.
-    pub(super) fn segment(&self, index: usize, offset: usize, bytes: usize) -> Segment {
-        let offset = offset.min(self.payload_bytes);
-        let address = self.payload(index).wrapping_add(offset);
-        Segment { address, bytes: bytes.min(self.payload_bytes - offset) }
-    }
-
     /// Says how long the reply's payload is.
     ///
     /// # Safety
@@ -182,7 +176,6 @@ impl Drop for Chunk {
 /// How a message lies in its entry.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Message {
-    pub(super) unique: u64,
     /// Bytes of the operation's structure, in the head.
     pub(super) op_bytes: usize,
     /// Bytes in the payload.
@@ -195,7 +188,7 @@ impl Message {
         let op_bytes_max = UringReqHeader::new_zeroed().op_in.as_bytes().len();
         let payload_bytes = (entry.payload_sz as usize).min(payload_bytes_max);
         let op_bytes = (header.len as usize).saturating_sub(IN_HEADER_BYTES + payload_bytes).min(op_bytes_max);
-        Self { unique: header.unique, op_bytes, payload_bytes }
+        Self { op_bytes, payload_bytes }
     }
 
     /// Bytes of the whole message.
@@ -220,10 +213,10 @@ mod tests {
         // SAFETY: nobody else knows the memory.
         unsafe {
             (&raw mut (*chunk.head(2)).header).write(whole);
-            chunk.payload(2).copy_from_nonoverlapping(b"name\0".as_ptr(), 5);
+            chunk.payload(2).copy_from_nonoverlapping(c"name".as_ptr().cast(), 5);
             let (header, entry) = chunk.request(2);
             let message = Message::new(&header, &entry, chunk.payload_bytes());
-            assert_eq!((message.unique, message.op_bytes, message.bytes()), (6, 8, 53));
+            assert_eq!((header.unique, message.op_bytes, message.bytes()), (6, 8, 53));
             let mut all = [0; 100];
             assert_eq!(chunk.copy_out(2, &message, 0, &mut all), 53);
             assert_eq!(&all[40..53], b"operandsname\0");

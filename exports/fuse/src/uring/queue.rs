@@ -3,12 +3,14 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
+use std::time::Instant;
 
 use ferry_engine::Mailbox;
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
 use super::memory::Chunk;
+use super::moving::UnderWay;
 use super::ring::Ring;
 use super::worker::{Order, Seat, start_worker};
 use crate::connection::Connection;
@@ -16,8 +18,9 @@ use crate::lease::{Lease, NotEnded, Term};
 use crate::monitor::{Post, Serving};
 use crate::watch::{Seen, Watch};
 
-/// A request that waits for a lock keeps its entry, and without a free entry nothing of that CPU goes on: so more are
-/// registered when few are left, up to so many times the depth. Past it, requests of that CPU wait for a lock to end.
+/// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
+/// CPU goes on: so more are registered when few are left, up to so many times the depth. Past it, requests of that CPU
+/// wait for one of these to end.
 const BLOCKS_MAX: usize = 128;
 
 /// Threads of one queue: one that works, the others blocked in handlers or spare.
@@ -29,6 +32,8 @@ pub(super) struct State {
     pub(super) lease: Lease,
     pub(super) unique: AtomicU64,
     pub(super) commit_id: AtomicU64,
+    /// The transfer that is made for the request while its worker goes on.
+    pub(super) under_way: Mutex<Option<UnderWay>>,
 }
 
 /// Entries that were registered together.
@@ -43,6 +48,10 @@ pub(super) struct Block {
 pub(super) enum Mail {
     /// An entry's reply is written: commit it.
     Commit(usize),
+    /// An entry's transfer is to be begun.
+    Begin(usize),
+    /// An entry's transfer takes too long.
+    Cancel(usize),
     /// Look whether it is over.
     Look,
 }
@@ -58,7 +67,11 @@ pub(super) struct Queue {
     blocks: Box<[OnceLock<Block>]>,
     /// Entries that were registered.
     registered: AtomicUsize,
-    /// Requests that somebody else answers later.
+    /// The inode of the last request that kept its entry.
+    pub(super) kept: AtomicU64,
+    /// Transfers that the ring is making.
+    pub(super) moving: AtomicUsize,
+    /// Requests that are answered later, and those whose handler is blocked.
     pub(super) parked: AtomicIsize,
     pub(super) watch: Watch,
     /// The entry that is being served.
@@ -85,9 +98,11 @@ impl Queue {
             id,
             ring,
             depth,
-            payload_bytes: connection.max_write_bytes,
+            payload_bytes: connection.ring_payload_bytes,
             blocks,
             registered: AtomicUsize::new(0),
+            kept: AtomicU64::new(0),
+            moving: AtomicUsize::new(0),
             parked: AtomicIsize::new(0),
             watch: Watch::default(),
             place: AtomicUsize::new(0),
@@ -125,8 +140,20 @@ impl Queue {
         Some((block, index % self.depth))
     }
 
+    /// All entries.
+    pub(super) fn states(&self) -> impl Iterator<Item = (usize, &State)> {
+        self.blocks.iter().map_while(OnceLock::get).flat_map(|block| &block.states).enumerate()
+    }
+
     /// Writes a whole reply into an entry whose term runs, and has it committed. Does nothing if somebody has answered.
     pub(super) fn answer(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
+        self.write_reply(index, term, reply)?;
+        self.mail.post(Mail::Commit(index));
+        Ok(())
+    }
+
+    /// As [`Self::answer`], for who commits it.
+    pub(super) fn write_reply(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
         let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
         block.states[slot].lease.try_end(term)?;
         // SAFETY: whoever ends the term has the entry for itself until it is committed.
@@ -134,7 +161,6 @@ impl Queue {
             block.chunk.copy_in(slot, 0, reply);
             block.chunk.set_reply_payload(slot, reply.len().saturating_sub(ferry_serve::HEADER_BYTES));
         }
-        self.mail.post(Mail::Commit(index));
         Ok(())
     }
 
@@ -195,6 +221,7 @@ impl Post for Queue {
         let Some(seat) = spare.or_else(|| self.add_thread().ok()) else { return false };
         match self.watch.take(seen) {
             Some(ownership) => {
+                self.parked.fetch_add(1, Ordering::Relaxed);
                 seat.give(Order::Own(ownership));
                 true
             }
@@ -211,5 +238,22 @@ impl Post for Queue {
 
     fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
         self.answer(serving.place, serving.term, &encode_error(serving.unique, errno))
+    }
+
+    fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+        if self.moving.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        for (index, state) in self.states() {
+            let mut under_way = state.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(under_way) = &mut *under_way
+                && under_way.given_up.is_none()
+                && let Some(errno) = verdict(state.unique.load(Ordering::Relaxed), under_way.since)
+            {
+                under_way.given_up = Some(errno);
+                self.mail.post(Mail::Cancel(index));
+            }
+        }
+        true
     }
 }

@@ -3,7 +3,8 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use ferry_engine::Segment;
+use ferry_engine::{Segment, WithoutFsetid};
+use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::{self, UringCmdReq};
 use io_uring::squeue::{Entry, Entry128};
 use io_uring::{IoUring, Submitter, cqueue, opcode, types};
@@ -43,11 +44,32 @@ const _: () = assert!(size_of::<Command>() == size_of::<Entry128>());
 const _: () = assert!(align_of::<Command>() >= align_of::<Entry128>());
 const _: () = assert!(std::mem::offset_of!(Command, cmd) == 48);
 
-/// Marks completions of the mailbox's poll; all others are of the entry with that index.
-pub(super) const MAIL: u64 = u64::MAX;
+/// Marks completions of the mailbox's poll.
+const MAIL: u64 = u64::MAX;
+/// Marks completions of cancellations, which nobody waits for.
+const CANCEL: u64 = u64::MAX - 1;
+/// Marks completions of transfers; the rest is the entry's index, as it is for requests.
+const TRANSFER: u64 = 1 << 62;
+
+/// What a completion is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Completed {
+    /// The kernel has put a request into the entry.
+    Request(usize),
+    /// The kernel has taken the entry away from us, for this reason.
+    Lost(usize, Errno),
+    /// The transfer for the entry's request has ended, with a count or a negative error.
+    Transfer(usize, i32),
+    /// There is mail; whether more will be told of.
+    Mail(bool),
+}
 
 /// One io_uring. Whoever owns the queue pushes and takes, one thread at a time.
-pub(super) struct Ring(IoUring<Entry128, cqueue::Entry>);
+pub(super) struct Ring {
+    uring: IoUring<Entry128, cqueue::Entry>,
+    /// Credentials without `CAP_FSETID`, for writes that must clear suid and sgid.
+    pub(super) unprivileged: Option<u16>,
+}
 
 impl std::fmt::Debug for Ring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -69,12 +91,16 @@ impl Ring {
         // One more, for the mailbox.
         let ring = IoUring::builder().setup_clamp().setup_cqsize(completions).build(submissions)?;
         ring.submitter().register_files(&[device.as_raw_fd()])?;
-        Ok(Self(ring))
+        let unprivileged = {
+            let _without = WithoutFsetid::enter()?;
+            ring.submitter().register_personality().ok()
+        };
+        Ok(Self { uring: ring, unprivileged })
     }
 
     /// Enters the kernel for a thread, which saves the kernel looking the ring up for each call.
     pub(super) fn door(&self) -> Door<'_> {
-        let mut submitter = self.0.submitter();
+        let mut submitter = self.uring.submitter();
         if let Err(error) = submitter.register_ring_fd() {
             tracing::debug!("a ring's descriptor is looked up at each call: {error}");
         }
@@ -116,7 +142,7 @@ impl Ring {
     /// The caller owns the queue, and whatever the entry points to stays until it is done.
     unsafe fn push(&self, entry: Entry128) -> Result<(), Full> {
         // SAFETY: passed on to the caller.
-        unsafe { self.0.submission_shared().push(&entry) }.map_err(|_| Full)
+        unsafe { self.uring.submission_shared().push(&entry) }.map_err(|_| Full)
     }
 
     /// How many entries wait for the next call.
@@ -125,18 +151,46 @@ impl Ring {
     /// The caller owns the queue.
     pub(super) unsafe fn unsubmitted(&self) -> u32 {
         // SAFETY: passed on to the caller.
-        let queue = unsafe { self.0.submission_shared() };
+        let queue = unsafe { self.uring.submission_shared() };
         u32::try_from(queue.len()).unwrap_or(u32::MAX)
     }
 
-    /// The next completion: its number and result, and whether more of the same will come.
+    /// Queues a transfer for an entry's request.
+    ///
+    /// # Safety
+    /// The caller owns the queue. The file and the memory of the transfer stay until its completion was seen.
+    pub(super) unsafe fn transfer(&self, index: usize, entry: &Entry) -> Result<(), Full> {
+        // SAFETY: passed on.
+        unsafe { self.push(entry.clone().user_data(TRANSFER | index as u64).into()) }
+    }
+
+    /// Queues the cancellation of an entry's transfer, which then completes sooner.
     ///
     /// # Safety
     /// The caller owns the queue.
-    pub(super) unsafe fn next(&self) -> Option<(u64, i32, bool)> {
-        // SAFETY: passed on to the caller.
-        let entry = unsafe { self.0.completion_shared() }.next()?;
-        Some((entry.user_data(), entry.result(), cqueue::more(entry.flags())))
+    pub(super) unsafe fn cancel(&self, index: usize) -> Result<(), Full> {
+        let cancel: Entry = opcode::AsyncCancel::new(TRANSFER | index as u64).build();
+        // SAFETY: passed on; the entry points to nothing.
+        unsafe { self.push(cancel.user_data(CANCEL).into()) }
+    }
+
+    /// The next completion.
+    ///
+    /// # Safety
+    /// The caller owns the queue.
+    pub(super) unsafe fn next(&self) -> Option<Completed> {
+        loop {
+            // SAFETY: passed on to the caller.
+            let entry = unsafe { self.uring.completion_shared() }.next()?;
+            let number = |data: u64| usize::try_from(data).unwrap_or(usize::MAX);
+            return Some(match (entry.user_data(), entry.result()) {
+                (MAIL, _) => Completed::Mail(cqueue::more(entry.flags())),
+                (CANCEL, _) => continue,
+                (data, result) if data & TRANSFER != 0 => Completed::Transfer(number(data & !TRANSFER), result),
+                (data, 0..) => Completed::Request(number(data)),
+                (data, error) => Completed::Lost(number(data), Errno::from_raw_os_error(-error)),
+            });
+        }
     }
 }
 

@@ -1,23 +1,26 @@
 //! The thread that owns a CPU's queue, and those that stand by.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
-use ferry_engine::{IoMode, Transfers};
-use ferry_serve::{Carrier, Served, Server};
+use ferry_serve::{Carrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
 use super::carrier::RingCarrier;
 use super::memory::Message;
+use super::moving::{UnderWay, leave_to_ring};
+use super::nudge::{NOTIFY_REPLY, nudge};
 use super::queue::{Mail, Queue};
-use super::ring::{Door, Full, MAIL};
+use super::ring::{Completed, Door, Full};
 use crate::connection::Present;
 use crate::machine::stay_on;
 use crate::stats::Counters;
+use crate::transfer::Transfer;
 use crate::watch::Ownership;
 
 /// What a thread that stands by is told.
@@ -75,6 +78,7 @@ pub(super) fn start_worker(queue: &Arc<Queue>) -> io::Result<Arc<Seat>> {
         move || {
             stay_on(queue.cpu);
             Worker::new(&queue).stand_by(&seat);
+            drop((seat, queue));
             drop(present);
         }
     })?;
@@ -90,12 +94,12 @@ enum Ended {
     Over,
 }
 
-struct Worker<'a> {
-    queue: &'a Arc<Queue>,
+/// A thread of a queue. What it does with the ring is for the owner of the queue alone.
+pub(super) struct Worker<'a> {
+    pub(super) queue: &'a Arc<Queue>,
     door: Door<'a>,
     server: Server,
-    transfers: Transfers,
-    counters: Arc<Counters>,
+    pub(super) counters: Arc<Counters>,
 }
 
 impl<'a> Worker<'a> {
@@ -104,7 +108,6 @@ impl<'a> Worker<'a> {
             queue,
             door: queue.ring.door(),
             server: queue.connection.server(),
-            transfers: Transfers::new(IoMode::Sync, 1).expect("plain system calls need no set-up"),
             counters: queue.connection.counters.lend(),
         }
     }
@@ -137,18 +140,18 @@ impl<'a> Worker<'a> {
     fn begin(&mut self, mut ownership: Ownership, told: &Sender<(usize, io::Result<()>)>) -> Ended {
         let outcome = self.register(0..self.queue.depth).and_then(|()| self.watch_mail()).and_then(|()| self.submit());
         let mut early = Vec::new();
-        let mut refused = None;
+        let mut refused = Vec::new();
         // SAFETY: this thread owns the queue.
-        while let Some((index, result, _)) = unsafe { self.queue.ring.next() } {
-            match result {
-                _ if index == MAIL => {}
-                0.. => early.push(index),
-                error => refused = refused.or(Some((index, error))),
+        while let Some(completed) = unsafe { self.queue.ring.next() } {
+            match completed {
+                Completed::Request(index) => early.push(index),
+                Completed::Lost(_, errno) => refused.push(errno),
+                Completed::Mail(_) | Completed::Transfer(..) => {}
             }
         }
-        let outcome = match refused {
+        let outcome = match refused.first() {
             // With one entry the queue works, if not as well.
-            Some((index, error)) if index == 0 => outcome.and(Err(io::Error::from_raw_os_error(-error))),
+            Some(errno) if refused.len() == self.queue.depth => outcome.and(Err((*errno).into())),
             _ => outcome,
         };
         let failed = outcome.is_err();
@@ -167,19 +170,22 @@ impl<'a> Worker<'a> {
 
     /// Serves until the queue is somebody else's, or over.
     fn own(&mut self, mut ownership: Ownership) -> Ended {
+        self.add_entries();
         loop {
             // SAFETY: this thread owns the queue.
             match unsafe { self.queue.ring.next() } {
-                Some((MAIL, _, more)) => self.read_mail(more),
-                Some((index, 0.., _)) => {
+                Some(Completed::Request(index)) => {
                     if !self.serve(index, &mut ownership) {
                         return Ended::Replaced;
                     }
                 }
-                Some((index, error, _)) => self.lost(index, -error),
+                Some(Completed::Transfer(index, result)) => self.transfer_completed(index, result),
+                Some(Completed::Mail(more)) => self.read_mail(more),
+                Some(Completed::Lost(index, errno)) => self.lost(index, errno),
                 None => {
                     self.server.batch_end();
                     if self.queue.is_over() {
+                        self.drain();
                         return Ended::Over;
                     }
                     if let Err(error) = self.enter(true) {
@@ -191,7 +197,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    fn enter(&self, wait: bool) -> io::Result<()> {
+    pub(super) fn enter(&self, wait: bool) -> io::Result<()> {
         self.counters.system_calls.add(1);
         // SAFETY: this thread owns the queue.
         let unsubmitted = unsafe { self.queue.ring.unsubmitted() };
@@ -203,19 +209,22 @@ impl<'a> Worker<'a> {
     }
 
     /// An entry was taken away from us.
-    fn lost(&self, index: u64, error: i32) {
-        match Errno::from_raw_os_error(error) {
+    fn lost(&self, index: usize, errno: Errno) {
+        match errno {
             Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED | Errno::NODEV => {
                 tracing::debug!("entry {index} of CPU {} ended with the connection", self.queue.cpu);
             }
-            error => tracing::error!("the kernel took entry {index} of CPU {} away: {error}", self.queue.cpu),
+            _ => tracing::error!("the kernel took entry {index} of CPU {} away: {errno}", self.queue.cpu),
         }
     }
 
     fn read_mail(&self, more: bool) {
         for mail in self.queue.mail.take() {
-            if let Mail::Commit(index) = mail {
-                self.commit(index);
+            match mail {
+                Mail::Commit(index) => self.commit(index),
+                Mail::Begin(index) => self.begin_transfer(index),
+                Mail::Cancel(index) => self.cancel_transfer(index),
+                Mail::Look => {}
             }
         }
         if !more && let Err(error) = self.watch_mail() {
@@ -224,13 +233,13 @@ impl<'a> Worker<'a> {
     }
 
     fn watch_mail(&self) -> io::Result<()> {
-        let mailbox = std::os::fd::AsFd::as_fd(&self.queue.mail);
+        let mailbox = self.queue.mail.as_fd();
         // SAFETY: this thread owns the queue.
         self.push(|| unsafe { self.queue.ring.watch(mailbox) })
     }
 
     /// Pushes one entry, making room if there is none.
-    fn push(&self, push: impl Fn() -> Result<(), Full>) -> io::Result<()> {
+    pub(super) fn push(&self, push: impl Fn() -> Result<(), Full>) -> io::Result<()> {
         while push().is_err() {
             self.submit()?;
         }
@@ -247,7 +256,7 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    fn commit(&self, index: usize) {
+    pub(super) fn commit(&self, index: usize) {
         let Some((block, slot)) = self.queue.entry(index) else { return };
         let commit_id = block.states[slot].commit_id.load(Ordering::Relaxed);
         // SAFETY: this thread owns the queue.
@@ -258,9 +267,8 @@ impl<'a> Worker<'a> {
     }
 
     /// Serves the request in an entry. Answers whether the queue is still ours.
-    fn serve(&mut self, index: u64, ownership: &mut Ownership) -> bool {
-        let Self { queue, server, transfers, counters, .. } = self;
-        let index = usize::try_from(index).unwrap_or(usize::MAX);
+    fn serve(&mut self, index: usize, ownership: &mut Ownership) -> bool {
+        let Self { queue, server, counters, .. } = self;
         let Some((block, slot)) = queue.entry(index) else { return true };
         let state = &block.states[slot];
         let term = state.lease.term();
@@ -269,39 +277,47 @@ impl<'a> Worker<'a> {
         let message = Message::new(&header, &ring_entry, block.chunk.payload_bytes());
         state.unique.store(header.unique, Ordering::Relaxed);
         state.commit_id.store(ring_entry.commit_id, Ordering::Relaxed);
+        if header.opcode == NOTIFY_REPLY {
+            // Our own nudge; any answer does.
+            if queue.write_reply(index, term, &encode_error(header.unique, Errno::NOSYS)).is_ok() {
+                self.commit(index);
+            }
+            return true;
+        }
         queue.place.store(index, Ordering::Relaxed);
         queue.watch.enter(ownership);
         queue.connection.bell.ring();
         counters.requests.add(1);
         let mut carrier = RingCarrier { queue, block, slot, index, term, message, counters, transfer: None };
-        let mut served = server.serve_caught(&mut carrier);
-        if let (Served::Transfer, Some(transfer)) = (served, carrier.transfer.take()) {
-            served = Served::Reply(0);
-            if let Some(hold) = carrier.hold() {
-                let segment = carrier.segment(&transfer);
-                let is_read = transfer.is_read();
-                counters.system_calls.add(1);
-                // SAFETY: the term is held, so the entry is this request's, and this thread waits for the transfer.
-                let outcome = unsafe { transfer.run(transfers, segment) };
-                drop(hold);
-                if let (true, Ok(bytes)) = (is_read, &outcome) {
-                    counters.read_bytes.add(*bytes as u64);
-                }
-                served = Served::Reply(server.transferred(carrier.token(), &mut carrier, outcome));
-            }
+        let outcome = match (server.serve_caught(&mut carrier), carrier.transfer.take()) {
+            (Served::Transfer, Some(transfer)) => make(&mut carrier, server, transfer),
+            (served, _) => Outcome::Served(served),
+        };
+        if matches!(outcome, Outcome::UnderWay(_) | Outcome::Served(Served::Later | Served::Parked)) {
+            queue.kept.store(header.nodeid, Ordering::Relaxed);
         }
         let ours = queue.watch.leave(ownership);
-        match served {
-            Served::Later | Served::Parked => self.parked(ours),
-            Served::Reply(bytes) if bytes >= ferry_serve::HEADER_BYTES => {
+        if !ours {
+            // The monitor counted it when it gave the queue to somebody else.
+            queue.parked.fetch_sub(1, Ordering::Relaxed);
+        }
+        match outcome {
+            Outcome::UnderWay(under_way) => leave_to_ring(self, index, state, under_way, ours),
+            Outcome::Served(Served::Later | Served::Parked) => {
+                queue.parked.fetch_add(1, Ordering::Relaxed);
+                if ours {
+                    self.add_entries();
+                }
+            }
+            Outcome::Served(Served::Reply(bytes)) if bytes >= HEADER_BYTES => {
                 if state.lease.end(term) {
                     // SAFETY: whoever ends the term has the entry for itself until it is committed.
-                    unsafe { block.chunk.set_reply_payload(slot, bytes - ferry_serve::HEADER_BYTES) };
+                    unsafe { block.chunk.set_reply_payload(slot, bytes - HEADER_BYTES) };
                     self.send(index, ours);
                 }
             }
             // Given up by the monitor; or a request that wants no reply, but an entry must be given back with one.
-            _ => {
+            Outcome::Served(_) => {
                 let _ = queue.answer(index, term, &encode_error(header.unique, Errno::IO));
             }
         }
@@ -317,15 +333,53 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// One more request keeps its entry for a while.
-    fn parked(&self, ours: bool) {
-        self.queue.parked.fetch_add(1, Ordering::Relaxed);
-        if !ours || !self.queue.is_short() {
+    /// Registers more entries if few are left.
+    pub(super) fn add_entries(&self) {
+        if !self.queue.is_short() {
             return;
         }
-        let more = self.queue.add_block().and_then(|indices| self.register(indices));
+        let Self { queue, .. } = self;
+        let more = queue.add_block().and_then(|indices| {
+            self.register(indices.clone())?;
+            self.submit()?;
+            for index in indices {
+                let number = (index as u64) << u16::BITS | u64::from(queue.id);
+                let file = queue.kept.load(Ordering::Relaxed);
+                if let Err(error) = nudge(queue.connection.device.as_fd(), file, number) {
+                    tracing::debug!("requests of CPU {} may wait until another one ends: {error}", queue.cpu);
+                }
+            }
+            Ok(())
+        });
         if let Err(error) = more {
-            tracing::warn!("CPU {} gets no more entries although many requests wait: {error}", self.queue.cpu);
+            tracing::warn!("CPU {} gets no more entries although many requests wait: {error}", queue.cpu);
         }
     }
+}
+
+/// What a worker has done for a request.
+enum Outcome {
+    Served(Served),
+    /// The rest is the ring's.
+    UnderWay(UnderWay),
+}
+
+/// Makes a request's transfer, unless it would wait.
+fn make(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfer: Transfer) -> Outcome {
+    let Some(hold) = carrier.hold() else { return Outcome::Served(Served::Reply(0)) };
+    let payload = carrier.block.chunk.payload(carrier.slot);
+    // SAFETY: the transfer was made within the payload; the term is held, so the entry is this request's.
+    let outcome = unsafe { transfer.try_now(payload) };
+    carrier.counters.system_calls.add(transfer.calls());
+    if let Some(outcome) = outcome {
+        drop(hold);
+        if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
+            carrier.counters.read_bytes.add(*bytes as u64);
+        }
+        return Outcome::Served(Served::Reply(server.transferred(carrier.token(), carrier, outcome)));
+    }
+    let Some(unfinished) = server.detach(carrier.token()) else { return Outcome::Served(Served::Reply(0)) };
+    // Until the ring has made it.
+    hold.keep();
+    Outcome::UnderWay(UnderWay::new(transfer, unfinished, carrier.term, carrier.message))
 }

@@ -14,6 +14,9 @@ use ferry_vfs::FileSystem;
 /// No test takes longer, unless something hangs.
 const PATIENCE: Duration = Duration::from_secs(40);
 
+/// What is waited for comes in less, unless it never comes, even if the machine has much else to do.
+const SOON: Duration = Duration::from_secs(20);
+
 /// Both paths to the kernel, or those that there are here.
 pub fn paths() -> Vec<Path> {
     if !std::path::Path::new("/dev/fuse").exists() {
@@ -47,14 +50,23 @@ pub fn mount(source: Arc<dyn FileSystem>, options: Options) -> Mounted {
     let export = Export::mount(&at, source, options).unwrap();
     let number = export.connection_number();
     let (done, ended) = channel::<()>();
+    let watched = at.clone();
     std::thread::spawn(move || {
         // Nothing is ever sent: it ends when the mount is dropped.
         if ended.recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
             eprintln!("the watchdog aborts connection {number}");
-            let _ = std::fs::write(format!("/sys/fs/fuse/connections/{number}/abort"), "1");
+            abort(&watched, number);
         }
     });
     Mounted { export: Some(export), at, tmp: Some(tmp), _done: done }
+}
+
+/// Ends a connection, through the control file system or, where that is not mounted, by force.
+pub fn abort(at: &std::path::Path, number: u32) {
+    use rustix::mount::{UnmountFlags, unmount};
+    if std::fs::write(format!("/sys/fs/fuse/connections/{number}/abort"), "1").is_err() {
+        let _ = unmount(at, UnmountFlags::FORCE);
+    }
 }
 
 impl Mounted {
@@ -96,7 +108,7 @@ impl Drop for Mounted {
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < Duration::from_secs(5), "{what}");
+        assert!(start.elapsed() < SOON, "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -46,6 +46,8 @@ struct InodeLocks {
 /// Waiters whose fate is known, to be told when no lock is held.
 type Outcomes = Vec<(Waiter, Result<()>)>;
 type Shard = HashMap<Ino, InodeLocks>;
+/// By the owner that waits: in which files, and for whom in each.
+type Waits = HashMap<LockOwner, Vec<(Ino, Vec<LockOwner>)>>;
 
 /// All locks of a tree.
 #[derive(Debug, Default)]
@@ -55,7 +57,7 @@ pub(crate) struct Locks {
     inodes: AtomicUsize,
     /// Who waits for whom, to refuse a wait that would never end; locked within a shard. Only POSIX locks: flock locks are
     /// not checked on Linux either.
-    waits: Mutex<HashMap<LockOwner, Vec<(Ino, Vec<LockOwner>)>>>,
+    waits: Mutex<Waits>,
     waiting: AtomicUsize,
 }
 
@@ -205,11 +207,7 @@ impl Locks {
     }
 
     /// Whether one of `blockers` waits, directly or not, for `owner`.
-    fn closes_a_ring(
-        waits: &HashMap<LockOwner, Vec<(Ino, Vec<LockOwner>)>>,
-        owner: LockOwner,
-        blockers: &[LockOwner],
-    ) -> bool {
+    fn closes_a_ring(waits: &Waits, owner: LockOwner, blockers: &[LockOwner]) -> bool {
         let mut seen = HashSet::new();
         let mut next = blockers.to_vec();
         while let Some(blocker) = next.pop() {

@@ -28,7 +28,8 @@ impl Ranges {
         let after = self.0.iter().filter(|old| old.end > new.end);
         next.extend(after.map(|old| Range { start: old.start.max(new.end.saturating_add(1)), ..*old }));
         next.dedup_by(|right, left| {
-            let joins = (left.kind, left.pid) == (right.kind, right.pid) && left.end.checked_add(1) == Some(right.start);
+            let joins =
+                (left.kind, left.pid) == (right.kind, right.pid) && left.end.checked_add(1) == Some(right.start);
             if joins {
                 left.end = right.end;
             }

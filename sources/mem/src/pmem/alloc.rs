@@ -59,8 +59,7 @@ impl Allocator {
 
     /// Whether a run lies within this tier.
     pub(crate) fn contains(&self, run: Run) -> bool {
-        run.block >= self.first
-            && run.block.checked_add(run.count).is_some_and(|end| end <= self.first + self.blocks)
+        run.block >= self.first && run.block.checked_add(run.count).is_some_and(|end| end <= self.first + self.blocks)
     }
 
     /// Takes `count` blocks in as few runs as there are, beginning at `goal` if that is free and else in the shard of
@@ -70,11 +69,11 @@ impl Allocator {
         self.free.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |free| free.checked_sub(count)).ok()?;
         let mut taken: Vec<Run> = Vec::new();
         let mut missing = count;
-        if let Some(goal) = goal.filter(|goal| self.contains(Run { block: *goal, count: 1 })) {
-            if let Some(run) = self.shard(self.index(goal)).take_at(goal, missing) {
-                missing -= run.count;
-                taken.push(run);
-            }
+        if let Some(goal) = goal.filter(|goal| self.contains(Run { block: *goal, count: 1 }))
+            && let Some(run) = self.shard(self.index(goal)).take_at(goal, missing)
+        {
+            missing -= run.count;
+            taken.push(run);
         }
         let start = cpu % self.shards.len();
         for whole in [true, false] {
@@ -108,7 +107,9 @@ impl Allocator {
         let mut done = 0;
         while done < run.count {
             let at = run.block + done;
-            match self.shard(self.index(at)).take_at(at, run.count - done) {
+            // Not in the match itself: that would hold the shard while its blocks are put back.
+            let part = self.shard(self.index(at)).take_at(at, run.count - done);
+            match part {
                 Some(part) => done += part.count,
                 None => {
                     self.put_back(&[Run { block: run.block, count: done }]);
@@ -151,7 +152,8 @@ impl Allocator {
 impl Shard {
     /// Takes up to `max` free blocks that begin at `block`.
     fn take_at(&mut self, block: u64, max: u64) -> Option<Run> {
-        let (&start, &count) = self.runs.range(..=block).next_back().filter(|(start, count)| *start + *count > block)?;
+        let (&start, &count) =
+            self.runs.range(..=block).next_back().filter(|(start, count)| *start + *count > block)?;
         let end = start + count;
         let run = Run { block, count: max.min(end - block) };
         self.runs.remove(&start);
@@ -189,6 +191,7 @@ impl Shard {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation, reason = "a test's numbers are small")]
 mod tests {
     use super::*;
 

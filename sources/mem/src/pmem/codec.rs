@@ -341,7 +341,10 @@ mod tests {
             put_record(&mut payload, &record);
         }
         let piece = |logical, written| Piece { logical, block: logical + 50, count: 2, written };
-        put_map(&mut payload, &Map { ino: Ino(9), size: 5000, from: 0, to: 9, pieces: vec![piece(1, true), piece(5, false)] });
+        put_map(
+            &mut payload,
+            &Map { ino: Ino(9), size: 5000, from: 0, to: 9, pieces: vec![piece(1, true), piece(5, false)] },
+        );
         payload
     }
 
@@ -361,7 +364,11 @@ mod tests {
     fn every_item_comes_back() {
         assert_eq!(again(&all()), Ok(all()));
         let mut count = 0;
-        for_each(&all(), |_| { count += 1; Ok::<_, CodecError>(()) }).unwrap();
+        for_each(&all(), |_| {
+            count += 1;
+            Ok::<_, CodecError>(())
+        })
+        .unwrap();
         assert_eq!(count, 11);
     }
 
@@ -383,7 +390,8 @@ mod tests {
             put_map(&mut payload, &Map { ino: Ino(2), size: 1, from, to, pieces });
             again(&payload)
         };
-        for (from, to, logical, count) in [(0, 4, 2, 3), (2, 4, 1, 1), (0, 4, 1, 0), (0, 4, u64::MAX, 2), (5, 4, 5, 1)] {
+        for (from, to, logical, count) in [(0, 4, 2, 3), (2, 4, 1, 1), (0, 4, 1, 0), (0, 4, u64::MAX, 2), (5, 4, 5, 1)]
+        {
             assert_eq!(map(from, to, logical, count), Err(CodecError::Value { field: "piece" }));
         }
         assert_eq!(again(&[99]), Err(CodecError::Kind(99)));

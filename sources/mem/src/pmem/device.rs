@@ -1,26 +1,78 @@
-//! The second tier: a file read and written by system calls.
+//! A file or block device, read and written by system calls: what most images, and all second tiers, are.
+//!
+//! Not by a mapping: a page that cannot be read, or that is gone because somebody cut the file short, would end the
+//! program with SIGBUS. Here it is an error of the one call.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
-use super::mapped::size_of;
+use rustix::fs::{FallocateFlags, FileType};
+
+use super::mapped::Flusher;
 use super::medium::Medium;
 
-/// A file or block device that is not mapped.
+/// The longest buffer that a thread keeps; longer ones are made for the one call.
+const SCRATCH_BYTES_MAX: usize = 1 << 20;
+
+/// See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Device {
     file: File,
     bytes: u64,
+    /// Files can shrink; devices cannot, and have no size to ask for.
+    is_file: bool,
+    /// Makes a range durable without the rest of the file.
+    flusher: Option<Flusher>,
+}
+
+/// The size of a file, block device or DAX device.
+pub(crate) fn size_of(file: &File) -> io::Result<u64> {
+    let stat = rustix::fs::fstat(file)?;
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => u64::try_from(stat.st_size).map_err(io::Error::other),
+        FileType::BlockDevice => Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?),
+        FileType::CharacterDevice => {
+            let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
+            let text = std::fs::read_to_string(format!("/sys/dev/char/{major}:{minor}/size"))?;
+            text.trim().parse().map_err(io::Error::other)
+        }
+        _ => Err(io::Error::from(io::ErrorKind::InvalidInput)),
+    }
+}
+
+/// Gives a new file its size, with all its blocks: "disk full" is to be told now, and not at some later write.
+pub(crate) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(bytes),
+        result => Ok(result?),
+    }
+}
+
+/// Lends a buffer whose contents do not matter.
+fn with_scratch<T>(bytes: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
+    thread_local!(static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) });
+    SCRATCH.with(|scratch| match scratch.try_borrow_mut() {
+        Ok(mut scratch) if bytes <= SCRATCH_BYTES_MAX => {
+            if scratch.len() < bytes {
+                scratch.resize(bytes, 0);
+            }
+            work(&mut scratch[..bytes])
+        }
+        _ => work(&mut vec![0; bytes]),
+    })
 }
 
 impl Device {
     /// Takes a file as it is.
     pub(crate) fn new(file: File) -> io::Result<Self> {
         let bytes = size_of(&file)?;
-        Ok(Self { file, bytes })
+        let is_file = file.metadata()?.is_file();
+        let flusher = Flusher::new(&file, bytes).ok();
+        Ok(Self { file, bytes, is_file, flusher })
     }
 
     fn check(&self, offset: u64, bytes: usize) -> io::Result<()> {
@@ -28,6 +80,14 @@ impl Device {
             Some(end) if end <= self.bytes => Ok(()),
             _ => Err(io::ErrorKind::InvalidInput.into()),
         }
+    }
+
+    /// Refuses to write to a file that was cut short: it would grow again, with holes for what was there.
+    fn check_whole(&self) -> io::Result<()> {
+        if self.is_file && size_of(&self.file)? < self.bytes {
+            return Err(io::Error::other("it was cut short while in use; restore it from a copy"));
+        }
+        Ok(())
     }
 }
 
@@ -38,30 +98,85 @@ impl Medium for Device {
 
     fn look(&self, offset: u64, bytes: usize, seen: &mut dyn FnMut(&[u8])) -> io::Result<()> {
         self.check(offset, bytes)?;
-        let mut buffer = vec![0; bytes];
-        self.file.read_exact_at(&mut buffer, offset)?;
-        seen(&buffer);
-        Ok(())
+        with_scratch(bytes, |buffer| {
+            self.file.read_exact_at(buffer, offset)?;
+            seen(buffer);
+            Ok(())
+        })
     }
 
-    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> io::Result<()> {
+    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8]) -> usize) -> io::Result<usize> {
         self.check(offset, bytes)?;
-        let mut buffer = vec![0; bytes];
-        self.file.read_exact_at(&mut buffer, offset)?;
-        fill(&mut buffer);
-        self.file.write_all_at(&buffer, offset)
+        with_scratch(bytes, |buffer| {
+            let filled = fill(buffer).min(bytes);
+            self.write(offset, &buffer[..filled])?;
+            Ok(filled)
+        })
+    }
+
+    fn read(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.check(offset, bytes.len())?;
+        self.file.read_exact_at(bytes, offset)
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.check(offset, bytes.len())?;
+        self.check_whole()?;
         self.file.write_all_at(bytes, offset)
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> io::Result<()> {
-        if ranges.is_empty() { Ok(()) } else { self.file.sync_data() }
+        match (ranges, &self.flusher) {
+            ([], _) => return Ok(()),
+            ([range], Some(flusher)) => flusher.flush(range)?,
+            // Each flush of a range ends with the disk's own: one call for all of them is cheaper.
+            _ => self.file.sync_data()?,
+        }
+        self.check_whole()
     }
 
     fn descriptor(&self) -> Option<OwnedFd> {
         self.file.as_fd().try_clone_to_owned().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(bytes: u64) -> (File, Device) {
+        let file = tempfile::tempfile().unwrap();
+        reserve(&file, bytes).unwrap();
+        (file.try_clone().unwrap(), Device::new(file).unwrap())
+    }
+
+    #[test]
+    fn writes_are_seen_by_descriptors_and_ranges_are_checked() {
+        let (_, device) = device(8192);
+        device.write(4090, b"across a page").unwrap();
+        let filled = device.edit(4094, 9, &mut |to| {
+            to[..2].copy_from_slice(b"SS");
+            2
+        });
+        assert_eq!(filled.unwrap(), 2);
+        device.persist(std::slice::from_ref(&(4090..4103))).unwrap();
+        device.persist(&[0..1, 5000..6000]).unwrap();
+        let mut seen = [0; 13];
+        rustix::io::pread(device.descriptor().unwrap(), &mut seen, 4090).unwrap();
+        assert_eq!(&seen, b"acroSS a page");
+        for (offset, bytes) in [(8192, 1), (8191, 2), (u64::MAX, 1), (0, usize::MAX)] {
+            assert!(device.look(offset, bytes, &mut |_| unreachable!()).is_err(), "{offset} {bytes}");
+        }
+    }
+
+    #[test]
+    fn a_file_cut_short_is_an_error_and_stays_short() {
+        let (file, device) = device(1 << 20);
+        file.set_len(4096).unwrap();
+        assert!(device.look(0, 4096, &mut |_| {}).is_ok());
+        assert!(device.look(8192, 4096, &mut |_| unreachable!()).is_err());
+        assert!(device.write(8192, b"more").is_err());
+        assert!(device.persist(std::slice::from_ref(&(0..4096))).is_err(), "what is durable is not all there");
+        assert_eq!(file.metadata().unwrap().len(), 4096);
     }
 }

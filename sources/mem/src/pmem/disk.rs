@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ferry_vfs::{Errno, Ino, Result};
@@ -13,6 +13,7 @@ use super::codec::{Map, map_bytes, put_map};
 use super::extents::{Extents, Piece, Run};
 use super::format::{BLOCK, BLOCK_BYTES, Layout, TIER2_FIRST};
 use super::grace::Grace;
+use super::heat::Heat;
 use super::log::{Effects, Growth, Log, Reservation, Ticket};
 use super::medium::{Medium, Ranges};
 
@@ -70,8 +71,10 @@ pub(crate) struct File {
     dirty: Mutex<Ranges>,
     /// Held while dirty ranges are made durable: who finds none left waits for him who took them.
     syncing: Mutex<()>,
-    /// [`Disk::clock`] when it was last read or written.
-    used: AtomicU64,
+    /// It was read or written since somebody last looked.
+    used: AtomicBool,
+    /// It waits to come back from the second tier.
+    pub(crate) is_warm: AtomicBool,
 }
 
 /// What a file's lock guards.
@@ -96,7 +99,8 @@ impl File {
             state: RwLock::new(state),
             dirty: Mutex::default(),
             syncing: Mutex::default(),
-            used: AtomicU64::new(0),
+            used: AtomicBool::new(false),
+            is_warm: AtomicBool::new(false),
         }
     }
 
@@ -112,9 +116,14 @@ impl File {
         self.dirty.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// When it was last used.
-    pub(crate) fn used(&self) -> u64 {
-        self.used.load(Ordering::Relaxed)
+    /// Takes note that it is used.
+    pub(crate) fn touch(&self) {
+        self.used.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it was used since the last call.
+    pub(crate) fn cool(&self) -> bool {
+        self.used.swap(false, Ordering::Relaxed)
     }
 }
 
@@ -129,15 +138,15 @@ pub(crate) struct Disk {
     files: Vec<RwLock<HashMap<Ino, Arc<File>>>>,
     /// Held shared by whoever changes blocks and sizes, exclusively for a snapshot.
     gate: RwLock<()>,
-    /// Counts uses of files: what is old by this clock is cold.
-    clock: AtomicU64,
+    /// Filled only if there is a second tier.
+    pub(crate) heat: Heat,
 }
 
 impl Disk {
     /// Puts the parts together.
     pub(crate) fn new(tier1: Tier, tier2: Option<Tier>, log: Log, grace: Grace, read_only: bool) -> Self {
         let files = (0..TABLE_SHARDS).map(|_| RwLock::default()).collect();
-        Self { tier1, tier2, log, grace, read_only, files, gate: RwLock::new(()), clock: AtomicU64::new(1) }
+        Self { tier1, tier2, log, grace, read_only, files, gate: RwLock::new(()), heat: Heat::default() }
     }
 
     /// The tier that a block is in, and that tier's number counted from 0.
@@ -164,13 +173,24 @@ impl Disk {
             return file;
         }
         let mut shard = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(shard.entry(ino).or_insert_with(|| Arc::new(File::new(ino, 0, Extents::default()))))
+        let make = || {
+            self.enter(ino);
+            Arc::new(File::new(ino, 0, Extents::default()))
+        };
+        Arc::clone(shard.entry(ino).or_insert_with(make))
     }
 
     /// Puts a file into the table, at a mount.
     pub(crate) fn insert(&self, file: File) {
+        self.enter(file.ino);
         let mut shard = self.shard(file.ino).write().unwrap_or_else(PoisonError::into_inner);
         shard.insert(file.ino, Arc::new(file));
+    }
+
+    fn enter(&self, ino: Ino) {
+        if self.tier2.is_some() {
+            self.heat.add(ino);
+        }
     }
 
     /// All files, at one moment for each shard.
@@ -182,13 +202,8 @@ impl Disk {
     /// Takes note that a file is used.
     pub(crate) fn touch(&self, file: &File) {
         if self.tier2.is_some() {
-            file.used.store(self.clock.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
+            file.touch();
         }
-    }
-
-    /// The clock of uses.
-    pub(crate) fn now(&self) -> u64 {
-        self.clock.load(Ordering::Relaxed)
     }
 
     /// Blocks of both tiers, in all and free (those counted that are as good as free).
@@ -210,7 +225,7 @@ impl Disk {
 
     /// Takes blocks of the first tier.
     pub(crate) fn allocate(&self, count: u64, goal: Option<u64>) -> Result<Vec<Run>> {
-        let cpu = rustix::thread::sched_getcpu();
+        let cpu = crate::machine::cpu();
         self.tier1.blocks.take(count, goal, cpu).ok_or(Errno::NOSPC)
     }
 

@@ -7,7 +7,7 @@ use super::codec::CodecError;
 use super::format::{FormatError, IMAGE_BYTES_MIN};
 use crate::tree::ReplayError;
 
-/// See [`super::open`].
+/// See [`super::open()`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
@@ -98,6 +98,15 @@ pub enum DamageError {
         found: u64,
         /// Records of the snapshot.
         expected: u64,
+    },
+    /// What is used in its place.
+    #[error(
+        "names and files are taken from the log before it, of {records} records: newer changes are lost, and files that \
+         changed since may hold bytes of other files"
+    )]
+    Older {
+        /// Records of that log.
+        records: u64,
     },
     /// A record that checks, but does not parse.
     #[error("record {index} of the log: {source}")]

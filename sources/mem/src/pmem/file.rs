@@ -15,7 +15,7 @@ use super::log::{Effects, Growth};
 use super::medium::Ranges;
 use crate::store::WriteAt;
 
-/// Reads from here on are answered as an extent: a system call costs more than copying less.
+/// Reads from here on are answered as an extent: what a transfer takes besides costs more than copying less.
 const EXTENT_BYTES_MIN: u64 = 16 << 10;
 /// What holes read as, a piece at a time.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
@@ -25,6 +25,9 @@ impl Disk {
     pub(crate) fn read(&self, file: &File, offset: u64, len: u32, out: &mut dyn Output) -> Result<Data> {
         self.touch(file);
         let state = file.read();
+        if self.tier2.is_some() && state.extents.at(block_of(offset)).is_some_and(|piece| piece.block >= TIER2_FIRST) {
+            self.heat.warm_up(file);
+        }
         let end = offset.saturating_add(len.into()).min(state.size);
         if let Some(extent) = self.extent(&state, offset, end, len) {
             return Ok(Data::Extent(extent));
@@ -74,7 +77,8 @@ impl Disk {
         if end.checked_sub(offset) != Some(len.into()) || u64::from(len) < EXTENT_BYTES_MIN {
             return None;
         }
-        let piece = state.extents.at(block_of(offset)).filter(|piece| piece.written && piece.end() * BLOCK_BYTES >= end)?;
+        let piece =
+            state.extents.at(block_of(offset)).filter(|piece| piece.written && piece.end() * BLOCK_BYTES >= end)?;
         let (tier, number) = self.tier(piece.block).ok()?;
         let file = self.grace.backing(number)?;
         Some(Extent { file, offset: tier.at(piece.block) + skip_of(offset) as u64 })
@@ -113,9 +117,8 @@ impl Disk {
         let usable = |piece: &Piece| piece.written && piece.block < TIER2_FIRST && piece.end() * BLOCK_BYTES >= end;
         let Some(piece) = piece.filter(usable) else { return Ok(None) };
         let start = self.tier1.at(piece.block) + skip_of(at.offset) as u64;
-        let mut count = 0;
-        let edit = self.tier1.medium.edit(start, at.len as usize, &mut |to| count = input.take(to));
-        edit.map_err(|error| io_error(&error))?;
+        let edit = self.tier1.medium.edit(start, at.len as usize, &mut |to| input.take(to));
+        let count = edit.map_err(|error| io_error(&error))?;
         state.version += 1;
         file.dirty().add(start..start + count as u64);
         Ok(Some(count))
@@ -157,8 +160,7 @@ impl Disk {
         let blocks = block_of(offset)..end.div_ceil(BLOCK_BYTES);
         let size = state.size.max(end);
         let new = self.plan(state, blocks.clone())?;
-        let in_place: Vec<Piece> =
-            state.extents.within(blocks.clone()).filter(|piece| is_settled(piece)).collect();
+        let in_place: Vec<Piece> = state.extents.within(blocks.clone()).filter(is_settled).collect();
         if new.is_empty() && size == state.size {
             return self.overwrite(file, state, &in_place, offset, bytes).map(drop);
         }
@@ -222,7 +224,10 @@ impl Disk {
             Some(old) if old.written && old.block >= TIER2_FIRST => {
                 self.look(old.block, skip_of(at) as u64, buffer.len(), &mut |seen| buffer.copy_from_slice(seen))
             }
-            _ => Ok(buffer.fill(0)),
+            _ => {
+                buffer.fill(0);
+                Ok(())
+            }
         };
         for edge in [start..from, to..end] {
             let mut at = edge.start;
@@ -234,7 +239,8 @@ impl Disk {
                 at += count as u64;
             }
         }
-        if let (Ok(first), Ok(last)) = (usize::try_from(from - offset.min(from)), usize::try_from(to - offset.min(to))) {
+        if let (Ok(first), Ok(last)) = (usize::try_from(from - offset.min(from)), usize::try_from(to - offset.min(to)))
+        {
             let part = bytes.get(first..last).unwrap_or_default();
             medium.write(target + (from - start), part).map_err(|error| io_error(&error))?;
         }
@@ -242,14 +248,7 @@ impl Disk {
     }
 
     /// Overwrites the parts of a range that fall into these pieces; answers where on the medium that was.
-    fn overwrite(
-        &self,
-        file: &File,
-        state: &mut State,
-        pieces: &[Piece],
-        offset: u64,
-        bytes: &[u8],
-    ) -> Result<Ranges> {
+    fn overwrite(&self, file: &File, state: &mut State, pieces: &[Piece], offset: u64, bytes: &[u8]) -> Result<Ranges> {
         let end = offset + bytes.len() as u64;
         let mut ranges = Ranges::default();
         for piece in pieces {

@@ -18,8 +18,10 @@
 //!  56  blocks of the data area (u64)            0  magic "FERRYT2\n"
 //!  64  records of the snapshot (u64)            8  version (u32), CRC32C (u32, of the rest)
 //!  72  data blocks of the second tier (u64)    16  uuid of the image it belongs to
-//!  80  CRC32C of bytes 0..80 (u32)             32  data blocks (u64); they follow, 4 KiB each
-//!  84  zero to the end of the block
+//!  80  snapshot records before this one (u64)  32  data blocks (u64); they follow, 4 KiB each
+//!  88  salt of the log before this one (u32)
+//!  92  CRC32C of bytes 0..92 (u32)
+//!  96  zero to the end of the block
 //! ```
 //!
 //! All numbers are little-endian. The salt is new for every snapshot, so that records of an earlier use of the area,
@@ -56,7 +58,7 @@ pub(crate) const PAYLOAD_BYTES_MAX: usize = 1 << 20;
 const COUNTER_END: u64 = 1 << 32;
 
 /// Bytes that the superblock's checksum is over.
-const SUMMED_BYTES: usize = 80;
+const SUMMED_BYTES: usize = 92;
 
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -71,6 +73,8 @@ struct RawSuperblock {
     data_blocks: U64,
     snapshot_records: U64,
     tier2_blocks: U64,
+    previous_records: U64,
+    previous_salt: U32,
     checksum: U32,
 }
 const _: () = assert!(size_of::<RawSuperblock>() == SUMMED_BYTES + 4);
@@ -123,7 +127,9 @@ pub enum FormatError {
         records: u64,
     },
     /// The numbers do not fit together.
-    #[error("it says {image_bytes} bytes with {log_blocks} blocks for each log and {data_blocks} for data, which do not add up")]
+    #[error(
+        "it says {image_bytes} bytes with {log_blocks} blocks for each log and {data_blocks} for data, which do not add up"
+    )]
     Layout {
         /// Bytes of the image.
         image_bytes: u64,
@@ -194,6 +200,11 @@ pub struct Superblock {
     pub snapshot_records: u64,
     /// Data blocks of the second tier, 0 without one.
     pub tier2_blocks: u64,
+    /// What the log in the other area begins with: it is good as long as no newer one is written there, and all that is
+    /// left if this one is damaged.
+    pub previous_records: u64,
+    /// The salt of that log.
+    pub previous_salt: u32,
 }
 
 impl Superblock {
@@ -210,6 +221,8 @@ impl Superblock {
             data_blocks: self.layout.data_blocks.into(),
             snapshot_records: self.snapshot_records.into(),
             tier2_blocks: self.tier2_blocks.into(),
+            previous_records: self.previous_records.into(),
+            previous_salt: self.previous_salt.into(),
             checksum: 0.into(),
         };
         raw.checksum = crc32c::crc32c(&raw.as_bytes()[..SUMMED_BYTES]).into();
@@ -253,7 +266,16 @@ impl Superblock {
             layout,
             snapshot_records: records,
             tier2_blocks,
+            previous_records: raw.previous_records.get(),
+            previous_salt: raw.previous_salt.get(),
         })
+    }
+
+    /// What the superblock was before the snapshot that it tells of, if there was one.
+    pub(crate) fn previous(&self) -> Option<Self> {
+        let Self { previous_salt: salt, previous_records: snapshot_records, .. } = *self;
+        let generation = self.generation.checked_sub(1).filter(|generation| *generation > 0)?;
+        (snapshot_records > 0).then_some(Self { salt, snapshot_records, generation, ..*self })
     }
 
     /// The sequence number of a record of the log in use.
@@ -341,6 +363,8 @@ mod tests {
             layout: Layout::for_bytes(image_bytes).unwrap(),
             snapshot_records: 1,
             tier2_blocks: 0,
+            previous_records: 3,
+            previous_salt: 4,
         }
     }
 
@@ -348,12 +372,12 @@ mod tests {
     fn superblocks_come_back_and_no_damaged_byte_is_missed() {
         let good = superblock().encode();
         assert_eq!(Superblock::decode(&good), Ok(superblock()));
-        for at in 0..84 {
+        for at in 0..96 {
             let mut bad = good.clone();
             bad[at] ^= 0x10;
             assert!(Superblock::decode(&bad).is_err(), "byte {at}");
         }
-        assert_eq!(Superblock::decode(&good[..83]), Err(FormatError::Magic));
+        assert_eq!(Superblock::decode(&good[..95]), Err(FormatError::Magic));
         assert_eq!(Superblock::decode(&[0; BLOCK]), Err(FormatError::Magic));
     }
 

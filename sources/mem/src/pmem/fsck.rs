@@ -3,9 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use super::audit;
 use super::device::Device;
 use super::error::{DamageError, OpenError};
-use super::load::Copies;
+use super::load::{Copies, Found};
 use super::medium::Medium;
 use super::open::{Media, Options, assemble, io_error, open_locked};
 
@@ -68,9 +69,10 @@ impl Report {
     }
 }
 
-/// Checks the image in a file or device, which must not be mounted: superblocks, log, tree, blocks. With `repair`, writes
+/// Checks the image in a file or device, which must not be mounted: superblocks, log, tree (links and reachability are
+/// counted anew from the records), blocks. With `repair`, writes
 /// back what could be read: damaged copies of the superblock are renewed, records that do not fit and blocks that
-/// belong elsewhere are dropped.
+/// belong elsewhere are dropped. A snapshot that is damaged is replaced by the one before it, if that one is whole.
 ///
 /// # Errors
 /// The image cannot be looked at at all: [`OpenError`].
@@ -99,10 +101,10 @@ fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Resu
             report.add(Severity::Warning, format!("superblock {index} is damaged: {error}"));
         }
     }
-    if let [Ok(first), Ok(second)] = &copies.0 {
-        if first.generation != second.generation {
-            report.add(Severity::Note, "the superblocks differ: a crash came between writing them");
-        }
+    if let [Ok(first), Ok(second)] = &copies.0
+        && first.generation != second.generation
+    {
+        report.add(Severity::Note, "the superblocks differ: a crash came between writing them");
     }
     let options = Options { read_only: true, tier2: tier2.map(Into::into), ..Options::default() };
     let mut damage: Vec<DamageError> = Vec::new();
@@ -119,6 +121,12 @@ fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Resu
     let owned: u64 = disk.files().iter().map(|file| file.read().extents.blocks()).sum();
     if owned != report.blocks_used {
         report.add(Severity::Error, format!("files have {owned} blocks and {} are taken", report.blocks_used));
+    }
+    if let (Some(superblock), true) = (copies.best(), damage.is_empty()) {
+        match Found::read(&*media.image, superblock, &mut Err) {
+            Ok((log, _)) => audit::compare(&tree, &log).iter().for_each(|wrong| report.add(Severity::Error, wrong)),
+            Err(error) => report.add(Severity::Error, error),
+        }
     }
     drop(tree);
     damage.iter().for_each(|error| report.add(Severity::Error, error));

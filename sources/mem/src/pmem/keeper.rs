@@ -19,14 +19,13 @@ impl Keeper {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
         let stopped = Arc::clone(&stop);
         let run = move || {
-            let mut seen = 0;
             while !wait(&stopped, every) {
                 if let Err(error) = disk.sync_log() {
                     // The failure itself is in the log already, once; nothing gets better by trying again.
                     tracing::debug!("the regular commit failed: {error}");
                     continue;
                 }
-                seen = disk.balance(seen);
+                disk.balance();
             }
         };
         let thread = std::thread::Builder::new().name("pmem-keeper".into()).spawn(run);
@@ -48,10 +47,10 @@ impl Drop for Keeper {
     fn drop(&mut self) {
         *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.stop.1.notify_all();
-        if let Some(thread) = self.thread.take() {
-            if thread.join().is_err() {
-                tracing::error!("the thread for regular commits had panicked");
-            }
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread for regular commits had panicked");
         }
     }
 }

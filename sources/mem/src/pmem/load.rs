@@ -44,12 +44,32 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// Reads the log in use up to the first record that does not check.
+    /// Reads the log in use. If its snapshot is damaged, and that is no reason to stop, the log before it if that one is
+    /// whole. Answers also the superblock to go on from.
     pub(crate) fn read(
         medium: &dyn Medium,
         superblock: &Superblock,
         on_damage: &mut OnDamage<'_>,
-    ) -> Result<Self, DamageError> {
+    ) -> Result<(Self, Superblock), DamageError> {
+        let latest = Self::read_area(medium, superblock)?;
+        let (found, expected) = (latest.len(), superblock.snapshot_records);
+        if found >= expected {
+            return Ok((latest, *superblock));
+        }
+        on_damage(DamageError::Snapshot { found, expected })?;
+        if let Some(previous) = superblock.previous() {
+            let older = Self::read_area(medium, &previous)?;
+            if older.len() >= previous.snapshot_records {
+                on_damage(DamageError::Older { records: older.len() })?;
+                // The next snapshot goes to the area of the damaged one: the older one stays until it is complete.
+                return Ok((older, Superblock { generation: superblock.generation + 1, ..*superblock }));
+            }
+        }
+        Ok((latest, *superblock))
+    }
+
+    /// Reads a log up to the first record that does not check.
+    fn read_area(medium: &dyn Medium, superblock: &Superblock) -> Result<Self, DamageError> {
         let bytes = usize::try_from(superblock.layout.log_bytes()).unwrap_or(usize::MAX);
         let mut area = vec![0; bytes];
         let start = superblock.layout.log_offset(superblock.generation);
@@ -62,10 +82,6 @@ impl Found {
             let start = at + super::format::RECORD_HEAD_BYTES;
             payloads.push(start..start + payload.len());
             at += bytes;
-        }
-        let (found, expected) = (payloads.len() as u64, superblock.snapshot_records);
-        if found < expected {
-            on_damage(DamageError::Snapshot { found, expected })?;
         }
         Ok(Self { area, payloads, bytes: at as u64 })
     }

@@ -260,6 +260,8 @@ impl Log {
             salt: random_u32(),
             generation: pending.superblock.generation + 1,
             snapshot_records: payloads.len() as u64,
+            previous_records: pending.superblock.snapshot_records,
+            previous_salt: pending.superblock.salt,
             ..pending.superblock
         };
         let mut data = pending.before.clone();
@@ -281,7 +283,8 @@ impl Log {
         pending.is_mounting = false;
         writer.position = bytes;
         self.durable.store(pending.appended, Ordering::Release);
-        let by_snapshot = std::mem::take(&mut *self.released_by_snapshot.lock().unwrap_or_else(PoisonError::into_inner));
+        let by_snapshot =
+            std::mem::take(&mut *self.released_by_snapshot.lock().unwrap_or_else(PoisonError::into_inner));
         let mut released = self.released.lock().unwrap_or_else(PoisonError::into_inner);
         released.extend(by_snapshot);
         released.append(&mut pending.freed);
@@ -291,7 +294,9 @@ impl Log {
     /// Takes note that the medium failed.
     pub(crate) fn fail(&self, error: &io::Error) -> Errno {
         if !self.failed.swap(true, Ordering::AcqRel) {
-            tracing::error!("the image cannot be written ({error}): nothing more is made durable; unmount it and run fsck");
+            tracing::error!(
+                "the image cannot be written ({error}): nothing more is made durable; unmount it and run fsck"
+            );
         }
         Errno::IO
     }
@@ -319,7 +324,11 @@ impl From<io::Error> for SnapshotError {
 /// Writes the log area of a superblock, and then the superblock. Answers the bytes of the area that are used.
 ///
 /// Both copies are written, one after the other, so that later damage to one loses nothing.
-pub(crate) fn write_snapshot(medium: &dyn Medium, next: &Superblock, payloads: &[Vec<u8>]) -> std::result::Result<u64, SnapshotError> {
+pub(crate) fn write_snapshot(
+    medium: &dyn Medium,
+    next: &Superblock,
+    payloads: &[Vec<u8>],
+) -> std::result::Result<u64, SnapshotError> {
     let mut log = Vec::new();
     for (index, payload) in payloads.iter().enumerate() {
         push_record(&mut log, next.salt, next.sequence(index as u64), payload);

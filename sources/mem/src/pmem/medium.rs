@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-/// Bytes that survive: a mapped file, a DAX device, or a test's recording of one.
+/// Bytes that survive: a file or device, mapped persistent memory, or a test's recording of one.
 ///
 /// A write may become durable at any time and in any order, in units of 8 bytes; after [`Self::persist`] it is.
 /// Offsets outside the medium are an error (`InvalidInput`), for the callers' numbers come from checked images.
@@ -19,11 +19,12 @@ pub trait Medium: Send + Sync + Debug {
     /// Those of the medium.
     fn look(&self, offset: u64, bytes: usize, seen: &mut dyn FnMut(&[u8])) -> io::Result<()>;
 
-    /// Lets `fill` write into a range, which it may also read. What it leaves alone stays.
+    /// Lets `fill` make the bytes of a range; it answers how many of them, from the first on, and the others stay. What
+    /// it finds there may be anything.
     ///
     /// # Errors
     /// Those of the medium.
-    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> io::Result<()>;
+    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8]) -> usize) -> io::Result<usize>;
 
     /// Makes all writes to these ranges durable.
     ///
@@ -50,19 +51,11 @@ pub trait Medium: Send + Sync + Debug {
     /// # Errors
     /// Those of the medium.
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.edit(offset, bytes.len(), &mut |to| to.copy_from_slice(bytes))
-    }
-
-    /// Writes zeros.
-    ///
-    /// # Errors
-    /// Those of the medium.
-    fn zero(&self, offset: u64, bytes: u64) -> io::Result<()> {
-        let bytes = usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
-        if bytes == 0 {
-            return Ok(());
-        }
-        self.edit(offset, bytes, &mut |to| to.fill(0))
+        let fill = &mut |to: &mut [u8]| {
+            to.copy_from_slice(bytes);
+            bytes.len()
+        };
+        self.edit(offset, bytes.len(), fill).map(drop)
     }
 }
 
@@ -80,11 +73,12 @@ impl Ranges {
             return;
         }
         // Writers mostly go on where they were, or write the same place again.
-        if let Some(last) = self.0.last_mut() {
-            if range.start <= last.end && last.start <= range.end {
-                *last = last.start.min(range.start)..last.end.max(range.end);
-                return;
-            }
+        if let Some(last) = self.0.last_mut()
+            && range.start <= last.end
+            && last.start <= range.end
+        {
+            *last = last.start.min(range.start)..last.end.max(range.end);
+            return;
         }
         self.0.push(range);
         if self.0.len() > RANGES_MAX {
@@ -121,10 +115,12 @@ impl Ranges {
 
     fn tidy(&mut self) {
         self.sort();
-        if let [first, .., last] = &self.0[..] {
-            if self.0.len() > RANGES_MAX / 2 {
-                self.0 = vec![first.start..last.end];
-            }
+        if let [first, .., last] = &self.0[..]
+            && self.0.len() > RANGES_MAX / 2
+        {
+            let all = first.start..last.end;
+            self.0.clear();
+            self.0.push(all);
         }
     }
 }

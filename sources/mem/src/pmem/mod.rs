@@ -1,14 +1,14 @@
-//! `pmem`: the memory file system, persistent, on a mapped file or a DAX device.
+//! `pmem`: the memory file system, persistent, in a file, a block device or persistent memory (DAX).
 //!
 //! The tree is in memory as for [`crate::Mem`]; every change of it is a record in a log with checksums, and file data live
-//! in 4 KiB blocks of the image, read and written in place. [`format`] has the byte diagram of the image.
+//! in 4 KiB blocks of the image, read and written in place. [`mod@format`] has the byte diagram of the image.
 //!
 //! # What survives a crash
 //!
 //! * After `fsync` of a file: its bytes, size and attributes, and all names made before. After `fsync` of a directory
 //!   or `syncfs`: all names and attributes (`syncfs`: all bytes, too). After a write with `O_SYNC` or `O_DSYNC`: it.
 //! * Everything else as of some moment in the last [`COMMIT_INTERVAL`], each operation as a whole: a rename has happened or
-//!   not. Bytes that were overwritten in place are old or new, 8 by 8.
+//!   not. Bytes that were overwritten in place are old or new, 8 by 8. Punching a hole is several operations.
 //! * Never the bytes of another file: new blocks are durable before the record that makes them reachable, and freed
 //!   blocks are used again only after the record that freed them is durable.
 //!
@@ -19,6 +19,7 @@
 //! writes them, and persistent memory of several nodes is several devices.
 
 mod alloc;
+mod audit;
 mod codec;
 #[allow(unsafe_code, reason = "cache lines are written back by instructions that Rust has no safe form for")]
 mod dax;
@@ -30,6 +31,7 @@ mod file;
 pub mod format;
 mod fsck;
 mod grace;
+mod heat;
 mod keeper;
 mod load;
 mod log;

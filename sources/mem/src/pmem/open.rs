@@ -1,5 +1,6 @@
 //! Opening and making images.
 
+use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -7,11 +8,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_vfs::{Backing, Caller, Errno, FileSystem, FileType};
+use ferry_vfs::{Backing, Errno, FileType, Ino};
 use rustix::fs::FlockOperation;
 
 use super::PMem;
-use super::device::Device;
+use super::codec::Item;
+use super::device::{Device, reserve, size_of};
 use super::disk::{Disk, File as DataFile, Tier};
 use super::error::{DamageError, OpenError};
 use super::extents::Extents;
@@ -19,9 +21,10 @@ use super::format::{BLOCK, BLOCK_BYTES, FormatError, IMAGE_BYTES_MIN, Layout, Su
 use super::grace::Grace;
 use super::load::{Copies, Found};
 use super::log::{Log, SnapshotError, random_u32, write_snapshot};
-use super::mapped::{MapOptions, Mapped, reserve, size_of};
+use super::mapped::{MapOptions, Mapped};
 use super::medium::Medium;
 use super::store::PStore;
+use crate::store::Record;
 use crate::tree::{Limits, Replay, Tree};
 
 /// How long a change may stay in memory when nobody asks for more: as ext4's `commit=`.
@@ -44,7 +47,7 @@ pub struct Options {
     pub tier2_bytes: Option<u64>,
     /// Change nothing.
     pub read_only: bool,
-    /// Map the image with huge pages where they are to be had.
+    /// Map an image on persistent memory with huge pages where they are to be had.
     pub huge: bool,
     /// Commit changes every so often; `None` for [`COMMIT_INTERVAL`], zero for only when asked.
     pub commit: Option<Duration>,
@@ -64,7 +67,7 @@ pub struct Media {
 /// # Errors
 /// [`OpenError`]; nothing is changed then, except that a damaged copy of the superblock may have been renewed.
 pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
-    let image = map(path, options)?;
+    let image = open_image(path, options)?;
     let tier2 = match &options.tier2 {
         Some(tier2) => Some(device(tier2, options)?),
         None => None,
@@ -117,12 +120,15 @@ pub(super) fn open_locked(path: &Path, read_only: bool, size_bytes: Option<u64>)
     Ok(file)
 }
 
-fn map(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
+fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
     let file = open_locked(path, options.read_only, options.size_bytes)?;
     let map = MapOptions { read_only: options.read_only, huge: options.huge };
-    let mapped = Mapped::new(file, map).map_err(io_error(path, "map"))?;
-    tracing::info!(path = %path.display(), dax = mapped.is_dax(), bytes = mapped.bytes(), "image mapped");
-    Ok(Arc::new(mapped))
+    let mapped = Mapped::new(&file, map).map_err(io_error(path, "map"))?;
+    tracing::info!(path = %path.display(), dax = mapped.is_some(), "image opened");
+    match mapped {
+        Some(mapped) => Ok(Arc::new(mapped)),
+        None => Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?)),
+    }
 }
 
 fn device(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
@@ -158,34 +164,48 @@ pub(super) fn assemble(
     let store = PStore::new(disk, keeps.then_some(commit));
     let inodes_max = superblock.layout.log_bytes() / INODE_BYTES_MIN;
     let mut replay = Replay::new(store, Limits { inodes_max, read_only: options.read_only });
-    log.for_each(on_damage, |on_damage, index, item| match item {
-        super::codec::Item::Tree(record) => match replay.apply(record) {
-            Ok(()) => Ok(()),
-            Err(source) => on_damage(DamageError::Replay { index, source }),
-        },
-        super::codec::Item::Map(_) => Ok(()),
+    let mut regular = HashSet::new();
+    log.for_each(on_damage, |on_damage, index, item| {
+        let Item::Tree(record) = item else { return Ok(()) };
+        match (replay.apply(record), record) {
+            (Err(source), _) => on_damage(DamageError::Replay { index, source })?,
+            (Ok(()), Record::Make { ino, meta, .. }) if FileType::from_raw_mode(meta.mode) == FileType::RegularFile => {
+                regular.insert(*ino);
+            }
+            _ => {}
+        }
+        Ok(())
     })
     .map_err(damaged)?;
     let last = log.len();
     let tree = replay.finish().map_err(|source| damaged(DamageError::Replay { index: last, source }))?;
-    drop_strays(&tree, on_damage).map_err(damaged)?;
+    drop_strays(&tree.store().disk, &regular, on_damage).map_err(damaged)?;
     if !options.read_only {
+        renew_superblocks(&*media.image, &superblock).map_err(io_error(path, "write"))?;
         restart(path, &tree)?;
     }
     Ok(tree)
 }
 
 /// Data whose inode could not be replayed.
-fn drop_strays(tree: &PMem, on_damage: &mut OnDamage<'_>) -> Result<(), DamageError> {
-    let disk = &tree.store().disk;
-    for ino in disk.files().iter().map(|file| file.ino) {
-        let attr = tree.getattr(&Caller::default(), ino, None);
-        if !attr.is_ok_and(|attr| attr.kind() == FileType::RegularFile) {
-            on_damage(DamageError::NoFile { ino: ino.0 })?;
-            disk.remove(ino, true);
-        }
+fn drop_strays(disk: &Disk, regular: &HashSet<Ino>, on_damage: &mut OnDamage<'_>) -> Result<(), DamageError> {
+    for ino in disk.files().iter().map(|file| file.ino).filter(|ino| !regular.contains(ino)) {
+        on_damage(DamageError::NoFile { ino: ino.0 })?;
+        disk.remove(ino, true);
     }
     Ok(())
+}
+
+/// Makes both copies of the superblock the one that counts. A copy that a crash left behind tells of the log area that
+/// the next snapshot goes to: it must not count any more when the other copy is damaged in turn.
+fn renew_superblocks(image: &dyn Medium, superblock: &Superblock) -> io::Result<()> {
+    for (copy, at) in Copies::read(image).0.iter().zip([0, BLOCK_BYTES]) {
+        if copy.as_ref() != Ok(superblock) {
+            image.write(at, &superblock.encode())?;
+        }
+    }
+    // The good copy, too: after a program's end without a power cut it may be no further than the page cache.
+    image.persist(std::slice::from_ref(&(0..2 * BLOCK_BYTES)))
 }
 
 /// Each mount begins a new log: what a crash left behind the last good record is never appended to.
@@ -234,7 +254,8 @@ fn format(path: &Path, media: &Media, options: &Options) -> Result<Superblock, O
     let mut tier2_blocks = 0;
     if let Some(tier2) = &media.tier2 {
         let name = options.tier2.as_deref().unwrap_or(path);
-        let (wrong, bytes) = (|reason: &str| OpenError::Tier2 { path: name.into(), reason: reason.into() }, tier2.bytes());
+        let (wrong, bytes) =
+            (|reason: &str| OpenError::Tier2 { path: name.into(), reason: reason.into() }, tier2.bytes());
         if !is_blank(&**tier2) {
             return Err(wrong("it is not empty, and the image is new; empty it first (truncate -s 0)"));
         }
@@ -254,6 +275,8 @@ fn format(path: &Path, media: &Media, options: &Options) -> Result<Superblock, O
         layout,
         snapshot_records: 0,
         tier2_blocks,
+        previous_records: 0,
+        previous_salt: 0,
     };
     match write_snapshot(&*media.image, &superblock, &[]) {
         Ok(_) => Ok(superblock),
@@ -292,7 +315,7 @@ fn load(
     on_damage: &mut OnDamage<'_>,
 ) -> Result<(Disk, Found), DamageError> {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let found = Found::read(&*media.image, superblock, on_damage)?;
+    let (found, in_use) = Found::read(&*media.image, superblock, on_damage)?;
     let tier1 = Tier::first(Arc::clone(&media.image), superblock.layout, cpus);
     let tier2 = media.tier2.as_ref().map(|tier2| Tier::second(Arc::clone(tier2), superblock.tier2_blocks));
     let mut files = Vec::new();
@@ -311,7 +334,7 @@ fn load(
     }
     let backing = |medium: &Arc<dyn Medium>| medium.descriptor().map(Backing::new);
     let grace = Grace::new([backing(&media.image), media.tier2.as_ref().and_then(backing)]);
-    let log = Log::new(Arc::clone(&media.image), *superblock, found.len(), found.bytes);
+    let log = Log::new(Arc::clone(&media.image), in_use, found.len(), found.bytes);
     let disk = Disk::new(tier1, tier2, log, grace, options.read_only);
     files.into_iter().for_each(|file| disk.insert(file));
     Ok((disk, found))

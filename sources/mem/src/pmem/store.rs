@@ -89,7 +89,16 @@ impl PStore {
     /// # Errors
     /// `IO`.
     pub fn move_to_tier2(&self, blocks: u64) -> Result<u64> {
-        self.disk.move_out(blocks)
+        self.disk.move_out(blocks, self.disk.heat.files().saturating_mul(2))
+    }
+
+    /// Moves up to so many blocks back to the first tier now, of files that were read from the second; answers how
+    /// many. Happens by itself while the first tier has room.
+    ///
+    /// # Errors
+    /// `IO`.
+    pub fn bring_back(&self, blocks: u64) -> Result<u64> {
+        self.disk.move_back(blocks)
     }
 
     fn unfreed(&self) -> std::sync::MutexGuard<'_, HashSet<Ino>> {
@@ -228,10 +237,10 @@ impl Store for PStore {
 impl Drop for PStore {
     fn drop(&mut self) {
         drop(self.keeper.take());
-        if !self.disk.read_only {
-            if let Err(error) = self.disk.sync_all() {
-                tracing::error!("the last changes could not be made durable: {error}");
-            }
+        if !self.disk.read_only
+            && let Err(error) = self.disk.sync_all()
+        {
+            tracing::error!("the last changes could not be made durable: {error}");
         }
     }
 }

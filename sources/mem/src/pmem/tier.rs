@@ -1,7 +1,7 @@
 //! Moving data between the tiers.
 //!
-//! To the second tier go the files that were not used for longest, when the first is fuller than [`HIGH_PERCENT`] or a
-//! writer finds no room. A file that was used since the last look comes back as long as the first tier stays below
+//! To the second tier go files that were not used for a while (see `heat`), when the first is fuller than [`HIGH_PERCENT`] or
+//! a writer finds no room. A file that was read there comes back as long as the first tier stays below
 //! [`LOW_PERCENT`]; what is written comes back at once, for writes only go to the first tier. Bytes are copied without
 //! the file's lock and made durable, then the record is logged, unless the file changed meanwhile; the old blocks are
 //! free when that record is durable.
@@ -26,6 +26,10 @@ const HIGH_PERCENT: u64 = 80;
 const LOW_PERCENT: u64 = 60;
 /// The blocks that are moved in one go, 4 MiB: memory for them is taken, and a writer may wait for them.
 const BATCH_BLOCKS: u64 = 1024;
+/// Batches that one round of [`Disk::balance`] moves in each direction, 64 MiB: commits must not wait for longer.
+const ROUND_BATCHES: u64 = 16;
+/// Files that one batch of a round looks at: with many small or hot ones, the next round goes on.
+const VISITS_MAX: usize = 4096;
 /// The blocks of one transfer, 1 MiB: from there on longer ones are not faster.
 const TRANSFER_BLOCKS: u64 = 256;
 /// Transfers in flight.
@@ -56,55 +60,65 @@ impl Disk {
         if self.tier1.blocks.free_blocks() > before {
             return Ok(true);
         }
-        let moved = self.move_out(BATCH_BLOCKS)?;
+        // Once round to find out who is used, and once more.
+        let moved = self.move_out(BATCH_BLOCKS, self.heat.files().saturating_mul(2))?;
         if moved > 0 {
             self.sync_log()?;
         }
         Ok(self.tier1.blocks.free_blocks() > before)
     }
 
-    /// Moves what is cold out and what was used since `seen` back; answers what to give next time.
-    pub(crate) fn balance(&self, seen: u64) -> u64 {
+    /// Moves what is cold out and what was read in the second tier back, some of it.
+    pub(crate) fn balance(&self) {
         if self.tier2.is_none() {
-            return 0;
+            return;
         }
-        let now = self.now();
         let used = |free: u64| (self.tier1.blocks.blocks() - free) * 100;
         let above = |percent| used(self.tier1.blocks.free_blocks()) > percent * self.tier1.blocks.blocks();
-        while above(HIGH_PERCENT) {
-            match self.move_out(BATCH_BLOCKS).and_then(|moved| self.sync_log().map(|()| moved)) {
+        for _ in 0..ROUND_BATCHES {
+            let moved = match () {
+                () if above(HIGH_PERCENT) => self.move_out(BATCH_BLOCKS, VISITS_MAX),
+                () if !above(LOW_PERCENT) => self.move_back(BATCH_BLOCKS),
+                () => Ok(0),
+            };
+            match moved.and_then(|moved| self.sync_log().map(|()| moved)) {
                 Ok(0) => break,
                 Ok(_) => {}
                 Err(error) => {
-                    tracing::warn!("moving data to the second tier: {error}");
+                    tracing::warn!("moving data between the tiers: {error}");
                     break;
                 }
             }
         }
-        for file in self.files() {
-            if above(LOW_PERCENT) {
-                break;
-            }
-            if file.used() > seen {
-                if let Err(error) = self.move_file(&file, BATCH_BLOCKS, Direction::Back) {
-                    tracing::warn!(ino = file.ino.0, "bringing data back from the second tier: {error}");
-                }
-            }
-        }
-        now
     }
 
-    /// Moves up to so many blocks to the second tier, those of the coldest files first; answers how many.
-    pub(crate) fn move_out(&self, blocks: u64) -> Result<u64> {
+    /// Moves up to so many blocks of cold files to the second tier, looking at so many files; answers how many blocks.
+    pub(crate) fn move_out(&self, blocks: u64, visits_max: usize) -> Result<u64> {
         let Some(tier2) = &self.tier2 else { return Ok(0) };
-        let mut files = self.files();
-        files.sort_by_key(|file| file.used());
         let mut moved = 0;
-        for file in files {
+        for _ in 0..visits_max {
             if moved >= blocks || tier2.blocks.free_blocks() == 0 {
                 break;
             }
-            moved += self.move_file(&file, blocks - moved, Direction::Out)?;
+            let Some(file) = self.heat.next(|ino| self.file(ino)) else { break };
+            if !file.cool() {
+                moved += self.move_file(&file, blocks - moved, Direction::Out)?;
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Moves up to so many blocks of files that were read in the second tier back; answers how many.
+    pub(crate) fn move_back(&self, blocks: u64) -> Result<u64> {
+        let mut moved = 0;
+        while moved < blocks {
+            let Some(file) = self.heat.next_warm(|ino| self.file(ino)) else { break };
+            let now = self.move_file(&file, blocks - moved, Direction::Back)?;
+            moved += now;
+            if now > 0 && moved >= blocks {
+                // There may be more of it.
+                self.heat.warm_up(&file);
+            }
         }
         Ok(moved)
     }

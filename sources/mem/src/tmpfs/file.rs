@@ -1,11 +1,13 @@
 //! The data of one inode.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use ferry_vfs::{Backing, Ino, Result, Timespec};
+use ferry_vfs::{Backing, Ino, Memory, Result, Timespec};
 use rustix::fs::{Stat, Timestamps};
 
+use super::mapped::Mapped;
 use crate::store::Usage;
 
 /// An open data file.
@@ -16,21 +18,78 @@ pub struct File {
     pub(super) plain: Arc<Backing>,
     /// For `O_APPEND`, opened when it is first asked for: appending is a flag of a descriptor.
     pub(super) append: OnceLock<Arc<Backing>>,
+    /// For bytes at an offset without a system call; memfds go without.
+    mapped: Option<Arc<Mapped>>,
     /// All bytes below this are allocated; only memfds look at it, and hold it while they change what is allocated.
     pub(super) dense_to: Mutex<u64>,
 }
 
 impl File {
+    /// A file of which nobody but us can take pages away.
     pub(super) fn new(ino: Ino, fd: OwnedFd) -> Self {
-        Self { ino, plain: Arc::new(Backing::new(fd)), append: OnceLock::new(), dense_to: Mutex::new(0) }
+        let mapped = Arc::new(Mapped::default());
+        let plain = Backing::with_memory(fd, Arc::clone(&mapped) as Arc<dyn Memory>);
+        Self { mapped: Some(mapped), ..Self::unmapped(ino, plain) }
+    }
+
+    /// A memfd.
+    pub(super) fn memfd(ino: Ino, fd: OwnedFd) -> Self {
+        Self::unmapped(ino, Backing::new(fd))
+    }
+
+    fn unmapped(ino: Ino, plain: Backing) -> Self {
+        Self { ino, plain: Arc::new(plain), append: OnceLock::new(), mapped: None, dense_to: Mutex::new(0) }
     }
 
     pub(super) fn usage(&self) -> Result<Usage> {
-        Ok(usage(&rustix::fs::fstat(self.as_fd())?))
+        if let Some(mapped) = &self.mapped {
+            mapped.looking();
+        }
+        let known = usage(&rustix::fs::fstat(self.as_fd())?);
+        let times = |known| self.mapped.as_ref().map_or(known, |mapped| mapped.times(known));
+        Ok(Usage { times: known.times.map(times), ..known })
     }
 
     pub(super) fn set_times(&self, new: (Timespec, Timespec)) -> Result<()> {
-        rustix::fs::futimens(self.as_fd(), &times(new))
+        let set = || rustix::fs::futimens(self.as_fd(), &times(new));
+        match &self.mapped {
+            Some(mapped) => mapped.setting_times(set),
+            None => set(),
+        }
+    }
+
+    /// Sets the size by `change`.
+    pub(super) fn resizing(&self, size: u64, change: impl FnOnce() -> Result<()>) -> Result<()> {
+        match &self.mapped {
+            Some(mapped) => mapped.resizing(size, change),
+            None => change(),
+        }
+    }
+
+    /// Takes pages away by `change`.
+    pub(super) fn removing(&self, bytes: Range<u64>, change: impl FnOnce() -> Result<()>) -> Result<()> {
+        match &self.mapped {
+            Some(mapped) => mapped.removing(bytes, change),
+            None => change(),
+        }
+    }
+
+    /// The last handle is closed. What still comes through an extent that was answered before is left to the
+    /// descriptor: the next one who opens the file may take pages away, and does not know of us.
+    pub(super) fn closing(&self) {
+        let Some(mapped) = &self.mapped else { return };
+        mapped.end(|| {
+            if let Err(error) = self.keep_times(mapped) {
+                tracing::warn!(ino = self.ino.0, %error, "the times of the last read and write are lost");
+            }
+        });
+    }
+
+    /// Gives the data file the times of what the kernel did not see.
+    fn keep_times(&self, mapped: &Mapped) -> Result<()> {
+        let Some(known) = usage(&rustix::fs::fstat(self.as_fd())?).times else { return Ok(()) };
+        let all = mapped.times(known);
+        if all == known { Ok(()) } else { rustix::fs::futimens(self.as_fd(), &times(all)) }
     }
 }
 

@@ -73,7 +73,7 @@ impl Memfds {
         if let Some(file) = self.get(ino) {
             return Ok(file);
         }
-        let file = Arc::new(File::new(ino, rustix::fs::memfd_create("ferry-mem", MemfdFlags::CLOEXEC)?));
+        let file = Arc::new(File::memfd(ino, rustix::fs::memfd_create("ferry-mem", MemfdFlags::CLOEXEC)?));
         file.set_times(times)?;
         lock(&self.files).insert(ino, Arc::clone(&file));
         Ok(file)

@@ -3,19 +3,23 @@
 //!
 //! * With `CAP_SYS_ADMIN`: a **private tmpfs**, mounted nowhere, of which only this process has the root. Files are named by
 //!   inode number and open only while their inode is. The kernel keeps the size limit, also for what is written through
-//!   descriptors that were handed out, and places each page by the CPU that writes it.
+//!   descriptors that were handed out, and places each page by the CPU that writes it. Files that are used more than a few
+//!   times while they are open are mapped too, so that most reads and writes need no system call ([`mapped`]).
 //! * Without: **memfds**, one for each file that is not empty, open as long as the file exists. The limit is kept by us,
 //!   which is only possible where every write is asked for, so nothing is handed out for passthrough.
 
 mod file;
+#[allow(unsafe_code, reason = "transfers are about addresses")]
+mod mapped;
+#[allow(unsafe_code, reason = "a mapping is made of addresses")]
+mod mapping;
 mod memfds;
+mod pages;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{
-    Backing, Data, Errno, Extent, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec,
-};
+use ferry_vfs::{Backing, Data, Errno, Extent, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
 use rustix::fs::{AtFlags, Mode, OFlags, SeekFrom};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};
 use rustix::path::DecInt;
@@ -113,6 +117,7 @@ impl Store for Tmpfs {
     type File = Arc<File>;
 
     const JOURNALED: bool = false;
+    const KEEPS_TIMES: bool = true;
 
     fn log(&self, _: &Record<'_>) -> Result<()> {
         Ok(())
@@ -132,6 +137,10 @@ impl Store for Tmpfs {
             },
             Place::Memfds(memfds) => memfds.open(ino, times),
         }
+    }
+
+    fn closing(&self, file: &Arc<File>) {
+        file.closing();
     }
 
     fn usage(&self, ino: Ino, file: Option<&Arc<File>>) -> Result<Usage> {
@@ -172,7 +181,7 @@ impl Store for Tmpfs {
 
     fn truncate(&self, file: &Arc<File>, size: u64) -> Result<()> {
         match &self.0 {
-            Place::Mount(_) => rustix::fs::ftruncate(file.as_fd(), size),
+            Place::Mount(_) => file.resizing(size, || rustix::fs::ftruncate(file.as_fd(), size)),
             Place::Memfds(memfds) => memfds.shrinking(file, size, || rustix::fs::ftruncate(file.as_fd(), size)),
         }
     }
@@ -188,7 +197,7 @@ impl Store for Tmpfs {
             // tmpfs has no mode that zeroes: a hole is zero, and filled again it is allocated.
             let flags = if zeroes { punch } else { flags };
             match &self.0 {
-                Place::Mount(_) => change(flags)?,
+                Place::Mount(_) => file.removing(offset..offset.saturating_add(len), || change(flags))?,
                 Place::Memfds(memfds) => memfds.shrinking(file, offset, || change(flags))?,
             }
         }

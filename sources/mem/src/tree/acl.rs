@@ -212,14 +212,8 @@ pub(crate) mod tests {
 
     #[test]
     fn decides_as_linux_does() {
-        let value = acl(&[
-            (USER_OBJ, 7, 0),
-            (USER, 6, 9),
-            (GROUP_OBJ, 4, 0),
-            (GROUP, 1, 20),
-            (MASK, 5, 0),
-            (OTHER, 2, 0),
-        ]);
+        let value =
+            acl(&[(USER_OBJ, 7, 0), (USER, 6, 9), (GROUP_OBJ, 4, 0), (GROUP, 1, 20), (MASK, 5, 0), (OTHER, 2, 0)]);
         let acl = Acl::parse(&value).unwrap().unwrap();
         // user, groups, wanted, allowed; the owning group is 10.
         for (uid, groups, want, allowed) in [

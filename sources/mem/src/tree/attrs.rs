@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use ferry_vfs::{
-    Attr, Caller, Change, Entry, Errno, Ino, Result, SetAttr, SetTime, Timespec,
-};
+use ferry_vfs::{Attr, Caller, Change, Entry, Errno, Ino, Result, SetAttr, SetTime, Timespec};
 
 use super::acl::{self, Acl};
 use super::node::{Body, Node, State};
@@ -24,8 +22,7 @@ const DAY_S: i64 = 24 * 60 * 60;
 /// The time that changes are stamped with: the kernel's coarse clock, which is what it stamps data files with too, so
 /// that times of one tree never run backwards from one change to the next, whoever made it.
 pub(crate) fn now() -> Timespec {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
-    Timespec { sec: now.tv_sec, nsec: u32::try_from(now.tv_nsec).unwrap_or_default() }
+    crate::machine::coarse_time()
 }
 
 /// How far the kernel's coarse clock may lag: a tick at 100 Hz.
@@ -62,9 +59,8 @@ fn overlay(meta: &mut Meta, usage: &Usage, noted_write: Option<Timespec>) {
 }
 
 impl<S: Store> Tree<S> {
-    /// Brings the state up to date with the store; what changed is logged with the next record of the inode, or by
-    /// [`Self::settle`].
-    pub(crate) fn refresh(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
+    /// Brings the state up to date with the store, without a word to the journal.
+    fn refresh(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         let Body::File(body) = &mut state.body else { return Ok(()) };
         if body.is_live() {
             let usage = self.store.usage(node.ino, body.file.as_deref())?;
@@ -78,7 +74,8 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    /// Brings the state up to date, and the journal too where it would not know.
+    /// Brings the state up to date, and the journal with it: records that do not have all attributes would lose what was
+    /// only noted before.
     pub(crate) fn settle(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         let before = state.meta;
         self.refresh(node, state)?;
@@ -149,7 +146,7 @@ impl<S: Store> Tree<S> {
         let _change = self.begin()?;
         let node = self.table.get(ino)?;
         let mut state = node.write();
-        self.refresh(&node, &mut state)?;
+        self.settle(&node, &mut state)?;
         let now = now_after(state.meta.ctime);
         if let Some(size) = set.size {
             self.truncate(&node, &mut state, size)?;

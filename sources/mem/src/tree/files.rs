@@ -8,12 +8,12 @@ use ferry_vfs::{
     New, OFlags, Output, Result, Seek,
 };
 
-use super::Tree;
 use super::attrs::{S_ISGID, S_ISUID, S_IXGRP, now, now_after};
 use super::node::{Body, Node, State};
 use super::xattr::CAPABILITY;
+use super::{Tree, log};
 use crate::handles::Open;
-use crate::store::{Meta, Store, WriteAt};
+use crate::store::{Meta, Record, Store, WriteAt};
 
 /// The largest size of a file (`MAX_LFS_FILESIZE`).
 const FILE_BYTES_MAX: u64 = i64::MAX as u64;
@@ -106,7 +106,7 @@ impl<S: Store> Tree<S> {
 
     fn truncate_at_open(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         use ferry_vfs::{SetAttr, SetTime};
-        self.refresh(node, state)?;
+        self.settle(node, state)?;
         self.truncate(node, state, 0)?;
         let set = SetAttr { size: Some(0), mtime: Some(SetTime::Now), ..SetAttr::default() };
         self.change_meta(node, state, &set, now_after(state.meta.ctime))
@@ -131,6 +131,9 @@ impl<S: Store> Tree<S> {
                 body.opens -= 1;
                 if body.opens == 0 {
                     last = body.file.take();
+                    if let Some(file) = &last {
+                        self.store.closing(file);
+                    }
                 }
             }
             drop(state);
@@ -271,7 +274,9 @@ impl<S: Store> Tree<S> {
         // The handle keeps the data open.
         let file = state.file()?.file.as_ref().ok_or(Errno::BADF)?;
         let done = self.store.write(file, write, input)?;
-        open.node.note_write(now());
+        if !S::KEEPS_TIMES {
+            open.node.note_write(now());
+        }
         drop(state);
         drop(change);
         if let Data::Bytes(count) = done {
@@ -286,7 +291,7 @@ impl<S: Store> Tree<S> {
     fn prepare_write(&self, cx: &Caller<'_>, node: &Node<S>, clear: bool) -> Result<()> {
         let mut state = node.write();
         self.data(node, &mut state)?;
-        self.refresh(node, &mut state)?;
+        self.settle(node, &mut state)?;
         let cleared = self.clear_privileges(node, &mut state, clear)?;
         drop(state);
         if cleared {
@@ -326,13 +331,17 @@ impl<S: Store> Tree<S> {
         let node = &open.node;
         let mut state = node.write();
         let file = self.data(node, &mut state)?;
-        self.refresh(node, &mut state)?;
+        self.settle(node, &mut state)?;
         // The protocol does not say whether the caller may keep privileges; root may.
         self.clear_privileges(node, &mut state, cx.uid != 0)?;
         let done = change(&file)?;
         node.note_write(now());
         self.settle(node, &mut state)?;
-        state.meta.ctime = now_after(state.meta.ctime);
+        let meta = Meta { ctime: now_after(state.meta.ctime), ..state.meta };
+        if meta != state.meta {
+            log(&self.store, || Record::Attr { ino: node.ino, meta })?;
+            state.meta = meta;
+        }
         Ok(done)
     }
 

@@ -86,16 +86,8 @@ impl<S: Store> Tree<S> {
             }
         }
         let (mode, access, default) = inherit(dir, kind, mode, draft.umask);
-        let meta = Meta {
-            mode,
-            uid: cx.uid,
-            gid,
-            rdev: draft.rdev,
-            atime: time,
-            mtime: time,
-            ctime: time,
-            btime: time,
-        };
+        let meta =
+            Meta { mode, uid: cx.uid, gid, rdev: draft.rdev, atime: time, mtime: time, ctime: time, btime: time };
         let acls = [(acl::ACCESS, &access), (acl::DEFAULT, &default)];
         let mut xattrs = [Xattr { name: &[], value: &[] }; 2];
         let mut count = 0;
@@ -196,7 +188,11 @@ impl<S: Store> Tree<S> {
             return Err(Errno::NAMETOOLONG);
         }
         let mode = FileType::Symlink.as_raw_mode() | 0o777;
-        self.entry(&self.make_named(cx, (dir, name), Draft { mode, umask: 0, rdev: 0, body: Body::Symlink(target.into()) })?)
+        self.entry(&self.make_named(
+            cx,
+            (dir, name),
+            Draft { mode, umask: 0, rdev: 0, body: Body::Symlink(target.into()) },
+        )?)
     }
 
     pub(crate) fn readlink_(&self, ino: Ino) -> Result<Vec<u8>> {
@@ -226,7 +222,7 @@ impl<S: Store> Tree<S> {
         if state.nlink >= LINKS_MAX {
             return Err(Errno::MLINK);
         }
-        self.refresh(&node, &mut state)?;
+        self.settle(&node, &mut state)?;
         let time = now_after(state.meta.ctime);
         log(&self.store, || Record::Link { ino, at: At { dir, name }, time })?;
         state.nlink += 1;
@@ -259,7 +255,7 @@ impl<S: Store> Tree<S> {
         {
             return Err(Errno::NOTEMPTY);
         }
-        self.refresh(&node, &mut state)?;
+        self.settle(&node, &mut state)?;
         let time = now_after(state.meta.ctime);
         log(&self.store, || Record::Unlink { at: At { dir, name }, time })?;
         dir_state.dir_mut()?.remove(name);

@@ -151,8 +151,8 @@ impl<S: Store> Tree<S> {
             }
         }
         dirs.to().dir_mut()?;
-        let moved_dirs = i64::from(step.source.is_dir())
-            - step.target.as_ref().map_or(0, |target| i64::from(target.is_dir()));
+        let moved_dirs =
+            i64::from(step.source.is_dir()) - step.target.as_ref().map_or(0, |target| i64::from(target.is_dir()));
         if dirs.to.is_some() && moved_dirs > 0 && dirs.to().nlink >= LINKS_MAX {
             return Err(Errno::MLINK);
         }
@@ -164,9 +164,10 @@ impl<S: Store> Tree<S> {
             return Err(Errno::NOTEMPTY);
         }
         for (node, state) in std::iter::once((&step.source, &mut source)).chain(step.target.iter().zip(&mut target)) {
-            self.refresh(node, state)?;
+            self.settle(node, state)?;
         }
-        let time = now_after(target.as_ref().map_or(source.meta.ctime, |target| target.meta.ctime.max(source.meta.ctime)));
+        let time =
+            now_after(target.as_ref().map_or(source.meta.ctime, |target| target.meta.ctime.max(source.meta.ctime)));
         let whiteout = self.draft_whiteout(cx, step, time)?;
         log(&self.store, || Record::Rename {
             from: At { dir: step.from.0.ino, name: step.from.1 },

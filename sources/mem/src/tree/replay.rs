@@ -53,6 +53,9 @@ pub enum ReplayError {
     Store(#[source] Errno),
 }
 
+/// A directory, and what a name in it means.
+type Place<S> = (Arc<Node<S>>, Option<Arc<Node<S>>>);
+
 type Replayed<T> = std::result::Result<T, ReplayError>;
 
 /// A tree that is being built from records.
@@ -120,7 +123,7 @@ impl<S: Store> Replay<S> {
     }
 
     /// The directory of a place, and what the place means.
-    fn place(&self, at: At<'_>) -> Replayed<(Arc<Node<S>>, Option<Arc<Node<S>>>)> {
+    fn place(&self, at: At<'_>) -> Replayed<Place<S>> {
         let dir = self.node(at.dir)?;
         let found = match dir.write().dir_mut() {
             Ok(names) => names.get(at.name).cloned(),
@@ -191,14 +194,7 @@ impl<S: Store> Replay<S> {
         Ok(node)
     }
 
-    fn make(
-        &mut self,
-        ino: Ino,
-        meta: Meta,
-        target: &[u8],
-        xattrs: &[Xattr<'_>],
-        at: Option<At<'_>>,
-    ) -> Replayed<()> {
+    fn make(&mut self, ino: Ino, meta: Meta, target: &[u8], xattrs: &[Xattr<'_>], at: Option<At<'_>>) -> Replayed<()> {
         let body = match FileType::from_raw_mode(meta.mode) {
             FileType::Unknown => return Err(ReplayError::BadMode { ino: ino.0, mode: meta.mode }),
             FileType::RegularFile => Body::File(FileBody { unknown: true, ..FileBody::default() }),
@@ -370,12 +366,7 @@ impl<S: Store> Snapshot<'_, S> {
         Ok(())
     }
 
-    fn make(
-        &self,
-        node: &Node<S>,
-        at: Option<At<'_>>,
-        sink: &mut dyn FnMut(&Record<'_>) -> Result<()>,
-    ) -> Result<()> {
+    fn make(&self, node: &Node<S>, at: Option<At<'_>>, sink: &mut dyn FnMut(&Record<'_>) -> Result<()>) -> Result<()> {
         let state = node.read();
         let target: &[u8] = if let Body::Symlink(target) = &state.body { target } else { &[] };
         let ino = node.ino;

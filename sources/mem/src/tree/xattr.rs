@@ -22,7 +22,9 @@ pub(crate) const CAPABILITY: &[u8] = b"security.capability";
 
 /// The extended attributes of an inode, in the order of their names.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Xattrs(Vec<(Box<[u8]>, Box<[u8]>)>);
+pub(crate) struct Xattrs(Vec<(Bytes, Bytes)>);
+
+type Bytes = Box<[u8]>;
 
 impl Xattrs {
     fn find(&self, name: &[u8]) -> std::result::Result<usize, usize> {
@@ -181,7 +183,7 @@ impl<S: Store> Tree<S> {
         if !state.xattrs.as_deref().unwrap_or(&Xattrs::default()).has_room(name, value.len()) {
             return Err(Errno::NOSPC);
         }
-        self.refresh(&node, &mut state)?;
+        self.settle(&node, &mut state)?;
         let mut meta = Meta { ctime: now_after(state.meta.ctime), ..state.meta };
         let value = match class {
             Class::Plain => Some(value),
@@ -219,7 +221,7 @@ impl<S: Store> Tree<S> {
             // Removing an ACL that is not there is no error on Linux.
             return if class == Class::Plain { Err(Errno::NODATA) } else { Ok(()) };
         }
-        self.refresh(&node, &mut state)?;
+        self.settle(&node, &mut state)?;
         let meta = Meta { ctime: now_after(state.meta.ctime), ..state.meta };
         self.change_xattr(&node, &mut state, (name, None), meta)?;
         drop(state);

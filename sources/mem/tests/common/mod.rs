@@ -3,6 +3,7 @@
 
 use std::os::fd::AsFd;
 
+use ferry_engine::{Operation, move_now};
 use ferry_mem::{Mem, Options};
 use ferry_vfs::*;
 
@@ -10,6 +11,34 @@ use ferry_vfs::*;
 pub struct Share<F = Mem> {
     pub fs: F,
     pub cx: Caller<'static>,
+    /// Moves bytes as an export does: in memory where that goes. Else always by the descriptor.
+    pub memory: bool,
+}
+
+/// The segments that these bytes are, several if they are many.
+pub fn segments(bytes: &[u8]) -> Vec<Segment> {
+    let segment = |bytes: &[u8]| Segment { address: bytes.as_ptr().cast_mut(), bytes: bytes.len() };
+    bytes.chunks(bytes.len().div_ceil(3).max(1000)).map(segment).collect()
+}
+
+/// Reads from an extent.
+pub fn read_from(extent: &Extent, buffer: &mut [u8], memory: bool) -> Result<usize> {
+    let pieces = segments(buffer);
+    // SAFETY: the buffer is ours until this returns.
+    match memory.then(|| unsafe { move_now(Operation::Read, &extent.file, extent.offset, &pieces) }).flatten() {
+        Some(outcome) => outcome.map_err(|error| Errno::from_io_error(&error).unwrap()),
+        None => rustix::io::pread(extent.file.as_fd(), buffer, extent.offset),
+    }
+}
+
+/// Writes to an extent.
+pub fn write_to(extent: &Extent, bytes: &[u8], memory: bool) -> Result<usize> {
+    let operation = Operation::Write { clear_privileges: false, waits: true };
+    // SAFETY: the bytes are valid, and only read.
+    match memory.then(|| unsafe { move_now(operation, &extent.file, extent.offset, &segments(bytes)) }).flatten() {
+        Some(outcome) => outcome.map_err(|error| Errno::from_io_error(&error).unwrap()),
+        None => rustix::io::pwrite(extent.file.as_fd(), bytes, extent.offset),
+    }
 }
 
 /// Both places for data: a private tmpfs, where this user may mount one, and memfds.
@@ -37,7 +66,7 @@ impl Share<Mem> {
 
 impl<F: FileSystem> Share<F> {
     pub fn over(fs: F) -> Self {
-        Self { fs, cx: Caller { session: SessionId::unique(), ..Caller::default() } }
+        Self { fs, cx: Caller { session: SessionId::unique(), ..Caller::default() }, memory: true }
     }
 
     /// Looks a path up, component by component; the last reference is kept.
@@ -103,7 +132,7 @@ impl<F: FileSystem> Share<F> {
             Data::Extent(extent) => extent,
         };
         let mut buffer = vec![0; len];
-        let count = rustix::io::pread(extent.file.as_fd(), &mut buffer, extent.offset)?;
+        let count = read_from(&extent, &mut buffer, self.memory)?;
         buffer.truncate(count);
         Ok(buffer)
     }
@@ -115,7 +144,7 @@ impl<F: FileSystem> Share<F> {
     pub fn write_at(&self, at: &IoRange, bytes: &[u8]) -> Result<usize> {
         match self.fs.write(&self.cx, at, &mut &*bytes)? {
             Data::Bytes(count) => Ok(count),
-            Data::Extent(extent) => rustix::io::pwrite(extent.file.as_fd(), bytes, extent.offset),
+            Data::Extent(extent) => write_to(&extent, bytes, self.memory),
         }
     }
 

@@ -52,16 +52,20 @@ impl Medium for Recording {
         Ok(())
     }
 
-    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> io::Result<()> {
+    fn edit(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8]) -> usize) -> io::Result<usize> {
         let start = offset as usize;
         let mut all = self.bytes.lock().unwrap();
         let part = all.get_mut(start..start.saturating_add(bytes)).ok_or(io::ErrorKind::InvalidInput)?;
-        fill(part);
+        // As other media do, this one shows nothing of what was there.
+        let mut filled = vec![0xa5; bytes];
+        let count = fill(&mut filled);
+        let part = &mut part[..count];
+        part.copy_from_slice(&filled[..count]);
         if let Some(events) = &self.events {
             let event = Event::Write { medium: self.number, offset: start, bytes: part.to_vec() };
             events.lock().unwrap().push(event);
         }
-        Ok(())
+        Ok(count)
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> io::Result<()> {
@@ -155,13 +159,13 @@ pub struct Seen {
     pub nlink: u32,
     pub size: u64,
     pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
-    pub bytes: Vec<u8>,
+    pub bytes: Arc<Vec<u8>>,
 }
 
 impl Seen {
     /// The same but for the bytes.
     pub fn same_but_bytes(&self, other: &Self) -> bool {
-        let no_bytes = |seen: &Self| Self { bytes: Vec::new(), ..seen.clone() };
+        let no_bytes = |seen: &Self| Self { bytes: Arc::default(), ..seen.clone() };
         no_bytes(self) == no_bytes(other)
     }
 }
@@ -198,7 +202,8 @@ fn walk_dir(fs: &PMem, dir: Ino, path: &[u8], world: &mut World) {
         let entry = fs.lookup(&cx(), dir, name(&file)).unwrap();
         let path = [path, b"/", &file].concat();
         let mut xattrs = BTreeMap::new();
-        for xattr in fs.listxattr(&cx(), entry.ino).unwrap().split(|byte| *byte == 0).filter(|xattr| !xattr.is_empty()) {
+        for xattr in fs.listxattr(&cx(), entry.ino).unwrap().split(|byte| *byte == 0).filter(|xattr| !xattr.is_empty())
+        {
             xattrs.insert(xattr.to_vec(), fs.getxattr(&cx(), entry.ino, xattr).unwrap());
         }
         let mut bytes = Vec::new();
@@ -210,7 +215,7 @@ fn walk_dir(fs: &PMem, dir: Ino, path: &[u8], world: &mut World) {
         }
         let size = if entry.attr.kind() == FileType::Directory { 0 } else { entry.attr.size };
         let (mode, nlink) = (entry.attr.mode, entry.attr.nlink);
-        world.insert(path, Seen { ino: entry.ino.0, mode, nlink, size, xattrs, bytes });
+        world.insert(path, Seen { ino: entry.ino.0, mode, nlink, size, xattrs, bytes: Arc::new(bytes) });
         fs.forget(entry.ino, 1);
     }
 }

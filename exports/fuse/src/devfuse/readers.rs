@@ -1,0 +1,228 @@
+//! How many threads read /dev/fuse.
+//!
+//! One is fastest for a single client: with two, each request wakes the other one, on a CPU that has gone idle. Several
+//! clients want as many as there are CPUs; more only help while handlers sleep. So it begins with one, the monitor adds
+//! one when requests wait, and one ends when not all are needed any more.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::thread::{Pid, gettid};
+
+use super::{Reader, Work};
+use crate::connection::{Connection, Present};
+use crate::monitor::Post;
+
+/// The most threads that read the device of one mount. Past it, requests wait in the kernel.
+const READERS_MAX: usize = 64;
+
+/// So long without all readers being busy at once, and one of them ends.
+const CALM: Duration = Duration::from_millis(50);
+
+/// The threads that read one connection.
+#[derive(Debug)]
+pub(crate) struct Readers {
+    pub(super) connection: Arc<Connection>,
+    /// How many there are to begin with, and at least.
+    base: usize,
+    cpus: usize,
+    threads: AtomicUsize,
+    /// Threads that wait for a request.
+    idle: AtomicUsize,
+    /// All were busy at once since the monitor looked last.
+    stretched: AtomicBool,
+    /// The next that is not needed ends.
+    retire: AtomicBool,
+    /// Since when not all were busy.
+    calm_since: Mutex<Instant>,
+    running: Mutex<Vec<Pid>>,
+    full: Once,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Readers {
+    /// Starts `base` threads.
+    ///
+    /// # Errors
+    /// Not even one thread can be had.
+    pub(crate) fn start(connection: &Arc<Connection>, base: usize) -> io::Result<()> {
+        let readers = Self::none(connection, base);
+        for started in 0..base {
+            match readers.add() {
+                Ok(()) => {}
+                Err(error) if started == 0 => return Err(error),
+                Err(error) => {
+                    tracing::warn!("{started} instead of {base} threads read /dev/fuse: {error}");
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// No threads yet.
+    pub(super) fn none(connection: &Arc<Connection>, base: usize) -> Arc<Self> {
+        Arc::new(Self {
+            connection: Arc::clone(connection),
+            base,
+            cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            threads: AtomicUsize::new(0),
+            idle: AtomicUsize::new(0),
+            stretched: AtomicBool::new(false),
+            retire: AtomicBool::new(false),
+            calm_since: Mutex::new(Instant::now()),
+            running: Mutex::default(),
+            full: Once::new(),
+        })
+    }
+
+    fn add(self: &Arc<Self>) -> io::Result<()> {
+        let reader = Arc::new(Reader::new(self, self.channel()?));
+        let post: Arc<dyn Post> = reader.clone();
+        let present = Present::new(&self.connection);
+        self.threads.fetch_add(1, Ordering::Relaxed);
+        // Counted before it runs, so that the monitor does not start another meanwhile.
+        self.idle.fetch_add(1, Ordering::Relaxed);
+        let weak = Arc::downgrade(&post);
+        drop(post);
+        let started = std::thread::Builder::new().name("fuse-reader".into()).spawn(move || {
+            let id = gettid();
+            lock(&reader.readers.running).push(id);
+            Work::new(&reader).run();
+            lock(&reader.readers.running).retain(|running| *running != id);
+            reader.readers.threads.fetch_sub(1, Ordering::Relaxed);
+            drop(reader);
+            drop(present);
+        });
+        match started {
+            Ok(_) => {
+                self.connection.bell.add(weak);
+                Ok(())
+            }
+            Err(error) => {
+                self.threads.fetch_sub(1, Ordering::Relaxed);
+                self.idle.fetch_sub(1, Ordering::Relaxed);
+                Err(error)
+            }
+        }
+    }
+
+    /// A descriptor for one more reader.
+    fn channel(&self) -> io::Result<OwnedFd> {
+        // Without a descriptor of its own, a reader uses the first one.
+        self.connection.device.channel().or_else(|error| {
+            tracing::debug!("a reader shares the first descriptor: {error}");
+            self.connection.device.as_fd().try_clone_to_owned()
+        })
+    }
+
+    /// A reader has come back from waiting.
+    pub(super) fn has_work(&self) {
+        self.idle.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// A reader is about to wait; answers false if it is not needed any more.
+    pub(super) fn is_free(&self) -> bool {
+        let others = self.idle.fetch_add(1, Ordering::Relaxed);
+        if others == 0 {
+            if !self.stretched.load(Ordering::Relaxed) {
+                self.stretched.store(true, Ordering::Relaxed);
+            }
+            return true;
+        }
+        let threads = self.threads.load(Ordering::Relaxed);
+        let ends = threads > self.base
+            && (others >= self.cpus.max(self.base)
+                || self.retire.load(Ordering::Relaxed) && self.retire.swap(false, Ordering::Relaxed));
+        if ends {
+            self.idle.fetch_sub(1, Ordering::Relaxed);
+        }
+        !ends
+    }
+
+    /// A reader is blocked in a handler: somebody else must be there to read.
+    pub(super) fn replace_blocked(self: &Arc<Self>) {
+        if self.idle.load(Ordering::Relaxed) == 0 && !self.connection.end.is_declared() {
+            self.reinforce();
+        }
+    }
+
+    /// The monitor looks, once for each reader.
+    pub(super) fn tick(self: &Arc<Self>) {
+        if self.connection.end.is_declared() {
+            return;
+        }
+        if self.idle.load(Ordering::Relaxed) == 0 && self.requests_wait() && self.would_help() {
+            self.reinforce();
+        }
+        let now = Instant::now();
+        let mut calm_since = lock(&self.calm_since);
+        if self.stretched.swap(false, Ordering::Relaxed) || self.threads.load(Ordering::Relaxed) <= self.base {
+            *calm_since = now;
+        } else if now.duration_since(*calm_since) >= CALM {
+            *calm_since = now;
+            self.retire.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn requests_wait(&self) -> bool {
+        let mut fds = [PollFd::new(&*self.connection.device, PollFlags::IN)];
+        let waits = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|count| count > 0);
+        waits && !fds[0].revents().contains(PollFlags::ERR)
+    }
+
+    /// Whether one more reader has a CPU to run on: none is idle, so whoever sleeps does so in a handler.
+    fn would_help(&self) -> bool {
+        if self.threads.load(Ordering::Relaxed) < self.cpus {
+            return true;
+        }
+        lock(&self.running).iter().filter(|id| !is_asleep(**id)).count() < self.cpus
+    }
+
+    fn reinforce(self: &Arc<Self>) {
+        if self.threads.load(Ordering::Relaxed) >= READERS_MAX {
+            self.full.call_once(|| {
+                tracing::warn!("all {READERS_MAX} threads of a mount are busy or blocked in the source: requests wait");
+            });
+        } else if let Err(error) = self.add() {
+            tracing::warn!("no thread can be had to take the place of those that are busy: {error}");
+        }
+    }
+}
+
+/// Whether a thread of ours sleeps. Reading it costs microseconds, so it is for the monitor.
+fn is_asleep(thread: Pid) -> bool {
+    let stat = std::fs::read(format!("/proc/self/task/{}/stat", thread.as_raw_nonzero())).unwrap_or_default();
+    // The state follows the name, which may contain anything, in parentheses.
+    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|at| stat.get(at + 2));
+    !matches!(state, Some(b'R'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sleepers_are_told_from_those_who_run() {
+        assert!(!is_asleep(gettid()), "it runs this test");
+        let (told, id) = std::sync::mpsc::channel();
+        let (_keep, wait) = std::sync::mpsc::channel::<()>();
+        std::thread::spawn(move || {
+            told.send(gettid()).unwrap();
+            let _ = wait.recv();
+        });
+        let id = id.recv().unwrap();
+        let until = Instant::now() + Duration::from_secs(10);
+        while !is_asleep(id) {
+            assert!(Instant::now() < until, "it waits");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Machines that do not allow everything.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::process::Command;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use common::sources::Null;
+use common::{is_mounted, mount, paths, plain};
+use ferry_fuse::{Cache, Export, Options, Path};
+
+const PARAMETER: &str = "/sys/module/fuse/parameters/enable_uring";
+
+/// The parameter belongs to the whole machine: one test at a time changes it or needs it.
+static MACHINE: Mutex<()> = Mutex::new(());
+
+fn machine() -> MutexGuard<'static, ()> {
+    MACHINE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// io_uring forbidden, until dropped.
+struct Forbidden;
+
+impl Forbidden {
+    fn now() -> Option<Self> {
+        std::fs::write(PARAMETER, "N").is_ok().then_some(Self)
+    }
+}
+
+impl Drop for Forbidden {
+    fn drop(&mut self) {
+        std::fs::write(PARAMETER, "Y").unwrap();
+    }
+}
+
+fn serves(at: &std::path::Path) -> bool {
+    File::open(at.join("file")).unwrap().read_at(&mut [0; 512], 0).unwrap() == 512
+}
+
+#[test]
+fn without_the_parameter_there_is_a_line_that_sets_it() {
+    let _machine = machine();
+    if !paths().contains(&Path::Uring) {
+        return;
+    }
+    let tmp = tempfile::tempdir().unwrap();
+    let Some(forbidden) = Forbidden::now() else { return println!("skipped: needs root") };
+    let error = Export::mount(tmp.path(), Arc::new(Null::default()), plain(Path::Uring));
+    let export = Export::mount(tmp.path(), Arc::new(Null::default()), plain(Path::Auto));
+    drop(forbidden);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains(&format!("`echo Y > {PARAMETER}`")), "{error}");
+    let export = export.unwrap();
+    assert!(serves(tmp.path()));
+    assert_eq!(export.explain().path, Path::Devfuse);
+    let text = export.explain().to_string();
+    assert!(text.contains("go through /dev/fuse") && text.contains(&format!("`echo Y > {PARAMETER}`")), "{text}");
+    assert!(text.contains("it was turned off") && !text.contains("(passthrough)"), "{text}");
+    export.stop();
+    assert!(!is_mounted(tmp.path()));
+}
+
+#[test]
+fn what_is_used_is_explained() {
+    let _machine = machine();
+    for path in paths() {
+        let tmp = tempfile::tempdir().unwrap();
+        let source = ferry_dir::Dir::open(tmp.path(), ferry_dir::Options::default()).unwrap();
+        let mounted = mount(Arc::new(source), Options { path, cache: Cache::None, ..Options::default() });
+        let explanation = mounted.export().explain();
+        let text = explanation.to_string();
+        let way =
+            if path == Path::Uring { "go through io_uring: " } else { "Not through io_uring: it was not asked for." };
+        assert!(text.contains(way), "{text}");
+        assert_eq!(text.contains("by itself (passthrough)"), explanation.passthrough.used, "{text}");
+        assert!(text.contains("not told of changes that are made elsewhere: it keeps nothing"), "{text}");
+        assert_eq!(explanation.rings > 0, path == Path::Uring);
+        mounted.stop();
+    }
+}
+
+/// Where [`as_user`] mounts.
+const AT: &str = "FERRY_TEST_AT";
+
+#[test]
+#[ignore = "for a user who may not mount: run by a_user_mounts_and_is_served_on_both_paths"]
+fn as_user() {
+    let at = std::env::var_os(AT).unwrap();
+    for path in [Path::Devfuse, Path::Uring] {
+        let mounted = Export::mount(at.as_ref(), Arc::new(Null::default()), Options { path, ..Options::default() });
+        let export = mounted.unwrap();
+        for _ in 0..10 {
+            assert!(serves(at.as_ref()));
+        }
+        assert_eq!(export.explain().path, path);
+        assert!(!export.explain().passthrough.used);
+        export.stop();
+        assert!(!is_mounted(at.as_ref()));
+        println!("served on {path:?}");
+    }
+}
+
+/// Makes /dev/fuse what it is on most machines, usable for everybody, in a mount namespace of its own.
+const OPEN_DEVICE: &str = "set -e
+    mount -t tmpfs -o mode=755,dev none \"$1\"
+    mknod -m 666 \"$1/fuse\" c 10 229
+    mount --bind \"$1/fuse\" /dev/fuse
+    shift
+    exec /usr/bin/setpriv --reuid 65534 --regid 65534 --clear-groups -- \"$@\"";
+
+#[test]
+fn a_user_mounts_and_is_served_on_both_paths() {
+    let _machine = machine();
+    let helper = Command::new("fusermount3").arg("--version").output().is_ok();
+    if !paths().contains(&Path::Uring) || !helper || !rustix::process::geteuid().is_root() {
+        return println!("skipped: needs root, fusermount3 and FUSE-over-io_uring");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let all = |path: &std::path::Path| std::fs::set_permissions(path, PermissionsExt::from_mode(0o755)).unwrap();
+    all(folder.path());
+    let (device, at) = (folder.path().join("device"), folder.path().join("mnt"));
+    std::fs::create_dir(&device).unwrap();
+    std::fs::create_dir(&at).unwrap();
+    std::os::unix::fs::chown(&at, Some(65534), Some(65534)).unwrap();
+    // A copy that anybody may start, wherever the build folder is.
+    let program = folder.path().join("test");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    all(&program);
+    let mut command = Command::new("timeout");
+    command.args(["30", "unshare", "--mount", "--propagation", "private", "sh", "-c", OPEN_DEVICE, "sh"]);
+    command.arg(&device).arg(&program).args(["as_user", "--exact", "--ignored", "--nocapture"]);
+    let output = command.env(AT, &at).current_dir(folder.path()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("served on Devfuse") && text.contains("served on Uring"), "{text}{errors}");
+    assert!(output.status.success(), "{text}{errors}");
+}

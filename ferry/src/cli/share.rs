@@ -1,0 +1,227 @@
+//! The flags of one share: a source, and the exports that it goes through.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ferry_virtiofs::Tag;
+use serde::{Deserialize, Deserializer};
+
+use super::values::{Cache, Carrier, Passthrough, made_tag, tag_of};
+use crate::size::Size;
+use crate::source::Kind;
+
+/// More request queues than this help no guest: Linux makes at most one per CPU.
+const QUEUES_MAX: u16 = 64;
+/// Past a second of polling an idle share costs a whole CPU for nothing.
+const POLL_US_MAX: u64 = 1_000_000;
+/// A day: whoever wants to wait longer wants to wait for ever, and says 0.
+const HANDLER_TIMEOUT_MAX: u64 = 86_400;
+/// Ten times as many threads as the largest machines have CPUs per node.
+const THREADS_MAX: u16 = 1024;
+/// Each entry takes a buffer as large as the longest request, for every CPU.
+const DEPTH_MAX: u16 = 256;
+
+/// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
+#[derive(Clone, Debug, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
+pub struct Share {
+    /// A directory, or mem, or pmem:PATH.
+    #[arg(index = 1, value_name = "SOURCE", required = false)]
+    #[serde(alias = "dir")]
+    pub source: PathBuf,
+
+    /// Listen for a VMM on this socket (vhost-user-fs).
+    #[arg(long, value_name = "SOCKET")]
+    pub virtiofs: Option<PathBuf>,
+
+    /// Listen on this inherited descriptor, a listening unix socket, instead of a path.
+    #[arg(long, value_name = "N", conflicts_with = "virtiofs")]
+    pub fd: Option<u16>,
+
+    /// Mount the source on this directory of the host.
+    #[arg(long, value_name = "DIR")]
+    pub mount: Option<PathBuf>,
+
+    /// The name by which the guest mounts the share, 1 to 36 bytes [default: the source's own name].
+    ///
+    /// QEMU and cloud-hypervisor take it from their own command line; User-mode Linux and crosvm ask the device, which
+    /// tells it when this flag is given. QEMU 7.1 to 8.0 fails with a device that tells it: leave the flag out there.
+    #[arg(long, value_name = "NAME")]
+    #[serde(default, deserialize_with = "tag")]
+    pub tag: Option<Tag>,
+
+    /// Let nobody change anything.
+    #[arg(long)]
+    #[serde(default)]
+    pub read_only: bool,
+
+    /// How many request queues to offer [default: as many as CPUs].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
+    pub queues: Option<u16>,
+
+    /// What the guest's kernel, or this host's, may keep in its caches.
+    #[arg(long, value_name = "MODE", default_value_t, value_enum, hide_possible_values = false)]
+    #[serde(default)]
+    pub cache: Cache,
+
+    /// Let writes be collected in the page cache and sent later.
+    #[arg(long)]
+    #[serde(default)]
+    pub writeback: bool,
+
+    /// Poll up to this many microseconds for the next request before sleeping; 0 never polls
+    /// [default: adapts].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
+    pub poll_us: Option<u64>,
+
+    /// Open the files of a directory with O_DIRECT where the client does.
+    #[arg(long)]
+    #[serde(default)]
+    pub allow_direct_io: bool,
+
+    /// Offer no extended attributes and ACLs: spares `ls -l` two requests for each file, and a new file's first
+    /// write one.
+    #[arg(long)]
+    #[serde(default)]
+    pub no_xattr: bool,
+
+    /// The most that mem may hold, or the size of a new pmem file: a number with K, M, G or T
+    /// [default: half of the memory; the size of the file].
+    #[arg(long, value_name = "SIZE", help_heading = "For mem and pmem:PATH")]
+    pub size: Option<Size>,
+
+    /// Hold the data in huge pages.
+    #[arg(long, help_heading = "For mem and pmem:PATH")]
+    #[serde(default)]
+    pub huge: bool,
+
+    /// Move what pmem has not used for long to this file or block device, and back when it is used.
+    #[arg(long, value_name = "FILE", help_heading = "For mem and pmem:PATH")]
+    pub tier2: Option<PathBuf>,
+
+    /// The size of a new second tier that is a file.
+    #[arg(long, value_name = "SIZE", requires = "tier2", help_heading = "For mem and pmem:PATH")]
+    pub tier2_size: Option<Size>,
+
+    /// How requests of a mount travel [default: auto, the best that can be had].
+    #[arg(long, value_enum, value_name = "PATH", help_heading = "For mounts")]
+    pub path: Option<Carrier>,
+
+    /// Whether the kernel may read and write whole files of the source by itself [default: auto, if it can].
+    #[arg(long, value_enum, value_name = "WHEN", help_heading = "For mounts")]
+    pub passthrough: Option<Passthrough>,
+
+    /// Let users other than the one who mounts in, as permissions say.
+    #[arg(long, help_heading = "For mounts")]
+    #[serde(default)]
+    pub allow_other: bool,
+
+    /// Mount also on a directory that is not empty, and hide what is in it.
+    #[arg(long, help_heading = "For mounts")]
+    #[serde(default)]
+    pub nonempty: bool,
+
+    /// What the table of mounts shows as the source [default: the source].
+    #[arg(long, value_name = "NAME", help_heading = "For mounts")]
+    pub fsname: Option<String>,
+
+    /// After this many seconds in a request that a source does not end, its caller gets EIO; 0: never
+    /// [default: 120].
+    #[arg(long, value_name = "SECONDS", help_heading = "For mounts")]
+    #[arg(value_parser = clap::value_parser!(u64).range(..=HANDLER_TIMEOUT_MAX))]
+    pub handler_timeout: Option<u64>,
+
+    /// Threads that read /dev/fuse [default: as many as CPUs].
+    #[arg(long, value_name = "N", help_heading = "For mounts")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MAX)))]
+    pub threads: Option<u16>,
+
+    /// Requests that each CPU's ring can hold [default: 8].
+    #[arg(long, value_name = "N", help_heading = "For mounts")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(DEPTH_MAX)))]
+    pub depth: Option<u16>,
+}
+
+impl Share {
+    /// What kind of source it is.
+    pub fn kind(&self) -> Kind {
+        Kind::of(&self.source)
+    }
+
+    /// The tag that was given, or one made of the source's own name.
+    pub fn tag_or_default(&self) -> Tag {
+        self.tag.clone().unwrap_or_else(|| match self.kind() {
+            Kind::Dir(path) | Kind::Pmem(path) => tag_of(&path),
+            Kind::Mem => made_tag("mem"),
+        })
+    }
+
+    /// How long to poll, where it was given.
+    pub fn poll(&self) -> Option<Duration> {
+        self.poll_us.map(Duration::from_micros)
+    }
+
+    /// What is wrong with a share from a file: there, the table of flags has checked no value.
+    pub fn check(&self) -> Result<(), String> {
+        /// A value, its key, and its bounds.
+        type Bounded = (Option<u64>, &'static str, u64, u64);
+        let bounded: [Bounded; 5] = [
+            (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
+            (self.poll_us, "poll-us", 0, POLL_US_MAX),
+            (self.handler_timeout, "handler-timeout", 0, HANDLER_TIMEOUT_MAX),
+            (self.threads.map(Into::into), "threads", 1, THREADS_MAX.into()),
+            (self.depth.map(Into::into), "depth", 1, DEPTH_MAX.into()),
+        ];
+        for (value, key, min, max) in bounded {
+            if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
+                return Err(format!("{key} = {value} is not in {min}..={max}"));
+            }
+        }
+        match (&self.virtiofs, self.fd, &self.mount) {
+            (None, None, None) => Err("it needs virtiofs = \"SOCKET\" (or fd = N, or mount = \"DIR\")".into()),
+            (Some(_), Some(_), _) => Err("it has both virtiofs and fd; keep one".into()),
+            _ => self.contradiction().map_or(Ok(()), Err),
+        }
+    }
+
+    /// Flags that do not go together, or not with this source or these exports.
+    pub fn contradiction(&self) -> Option<String> {
+        let source = self.source.display();
+        let kind = self.kind();
+        let of_memory = [
+            (self.size.is_some(), "size"),
+            (self.huge, "huge"),
+            (self.tier2.is_some(), "tier2"),
+            (self.tier2_size.is_some(), "tier2-size"),
+        ];
+        let of_mounts = [
+            (self.path.is_some(), "path"),
+            (self.passthrough.is_some(), "passthrough"),
+            (self.allow_other, "allow-other"),
+            (self.nonempty, "nonempty"),
+            (self.fsname.is_some(), "fsname"),
+            (self.handler_timeout.is_some(), "handler-timeout"),
+            (self.threads.is_some(), "threads"),
+            (self.depth.is_some(), "depth"),
+        ];
+        let given = |flags: &[(bool, &'static str)]| flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag);
+        if let (Kind::Dir(_), Some(flag)) = (&kind, given(&of_memory)) {
+            return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
+        }
+        match kind {
+            Kind::Mem if self.tier2.is_some() => Some("tier2 is for pmem:PATH; mem has one tier".into()),
+            _ if self.tier2_size.is_some() && self.tier2.is_none() => Some("tier2-size needs tier2".into()),
+            _ if self.writeback && self.passthrough == Some(Passthrough::On) => {
+                Some("writeback and passthrough exclude each other; leave one out".into())
+            }
+            _ if self.mount.is_none() => given(&of_mounts)
+                .map(|flag| format!("{flag} is for mounts, and {source} is not mounted: add mount, or leave it out")),
+            _ => None,
+        }
+    }
+}
+
+fn tag<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Tag>, D::Error> {
+    String::deserialize(input)?.parse().map(Some).map_err(serde::de::Error::custom)
+}

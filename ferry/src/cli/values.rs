@@ -1,0 +1,101 @@
+//! What flags may be set to, as a user writes it.
+
+use std::path::Path;
+
+use ferry_virtiofs::Tag;
+use serde::{Deserialize, Serialize};
+
+use crate::size::Size;
+
+/// What a guest may keep, and for how long.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Cache {
+    /// Nothing: every read and every look-up asks the host.
+    None,
+    /// Names and attributes for a second, data while a file is open.
+    #[default]
+    Auto,
+    /// Everything, until told otherwise. Mounts are told of what other exports of the same ferry change, guests are
+    /// not: for directories that nobody else changes.
+    Always,
+}
+
+/// How requests of a mount travel between the kernel and this process.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Carrier {
+    /// The best that can be had here.
+    Auto,
+    /// FUSE over io_uring, or an error that says why not.
+    Uring,
+    /// /dev/fuse.
+    Devfuse,
+}
+
+/// Whether the kernel may read and write files of the source by itself.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Passthrough {
+    /// If it can.
+    Auto,
+    /// Or an error that says why not.
+    On,
+    /// Never.
+    Off,
+}
+
+/// A tag made of a directory's own name, also for `.` and `..`.
+pub fn tag_of(dir: &Path) -> Tag {
+    let absolute = dir.canonicalize();
+    let name = absolute.as_deref().unwrap_or(dir).file_name();
+    made_tag(&name.unwrap_or_default().to_string_lossy())
+}
+
+/// A tag made of any name: what shells, `fstab` and VMM options would trip over becomes a dash.
+pub fn made_tag(name: &str) -> Tag {
+    let safe = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
+    let tag: String = name.chars().map(safe).take(Tag::BYTES_MAX).collect();
+    let tag = if tag.chars().any(|c| c.is_ascii_alphanumeric()) { &tag } else { "share" };
+    tag.parse().expect("1 to 36 bytes of ASCII")
+}
+
+/// Mebibytes out of `512M` or `2G`.
+pub fn memory_mib(text: &str) -> Result<u32, String> {
+    /// Below this a stock kernel does not boot.
+    const MIB_MIN: u64 = 64;
+    let Size(bytes) = text.parse()?;
+    match u32::try_from(bytes >> 20) {
+        Ok(mib) if u64::from(mib) < MIB_MIN => Err(format!("a guest needs at least {MIB_MIN}M, and {text:?} is less")),
+        Ok(mib) => Ok(mib),
+        Err(_) => Err(format!("{text:?} is more than any guest can have")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_are_made_of_any_name() {
+        for (name, tag) in [
+            ("src", "src"),
+            ("my files, 2024", "my-files--2024"),
+            ("été", "-t-"),
+            ("", "share"),
+            ("数据", "share"),
+            ("0123456789012345678901234567890123456789", "012345678901234567890123456789012345"),
+        ] {
+            assert_eq!(made_tag(name).as_str(), tag, "{name}");
+        }
+    }
+
+    #[test]
+    fn memory_has_a_unit() {
+        assert_eq!(memory_mib("512M"), Ok(512));
+        assert_eq!(memory_mib("2g"), Ok(2048));
+        for wrong in ["", "512", "M", "1M", "-1G", "99999999999G", "5000000G"] {
+            assert!(memory_mib(wrong).is_err(), "{wrong}");
+        }
+    }
+}

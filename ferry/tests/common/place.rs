@@ -1,0 +1,100 @@
+//! A source, a mount point, and what is mounted there.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use rustix::mount::UnmountFlags;
+use rustix::process::Pid;
+
+use super::{ferry, run};
+
+/// Far more than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A source and a mount point, which is free again when the test ends, and its servers gone, however it ends.
+pub struct Place {
+    pub folder: tempfile::TempDir,
+    pub source: PathBuf,
+    pub mnt: PathBuf,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| {
+            let path = folder.path().canonicalize().unwrap().join(name);
+            fs::create_dir(&path).unwrap();
+            path
+        };
+        let (source, mnt) = (at("source"), at("mnt"));
+        fs::write(source.join("file"), "from the source").unwrap();
+        fs::write(source.join("other"), "another").unwrap();
+        Self { folder, source, mnt }
+    }
+
+    pub fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `ferry mount` of the source, with further arguments.
+    pub fn mount(&self, args: &[&str]) -> Command {
+        let mut command = ferry();
+        command.arg("mount").arg(&self.source).arg(&self.mnt).args(args);
+        command
+    }
+
+    /// Mounts in the background; answers the server.
+    pub fn mounted(&self, args: &[&str]) -> Pid {
+        self.mounted_by(&mut self.mount(args))
+    }
+
+    /// As [`Self::mounted`], by another command line.
+    pub fn mounted_by(&self, command: &mut Command) -> Pid {
+        let output = run(command.arg("--json"));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(line["mountpoint"], self.mnt.to_str().unwrap());
+        Pid::from_raw(line["pid"].as_i64().unwrap().try_into().unwrap()).unwrap()
+    }
+
+    pub fn mounts(&self) -> Vec<String> {
+        let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let path = format!(" {} ", self.mnt.display());
+        table.lines().filter(|line| line.contains(&path)).map(str::to_owned).collect()
+    }
+
+    /// Unmounts, and waits for the server's end.
+    pub fn unmount(&self, pid: Pid) {
+        rustix::mount::unmount(&self.mnt, UnmountFlags::empty()).unwrap();
+        until("its end after umount", || !runs(pid));
+    }
+
+    pub fn is_free(&self) -> bool {
+        self.mounts().is_empty()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // Without a mount a server ends.
+        while !self.is_free() && rustix::mount::unmount(&self.mnt, UnmountFlags::DETACH).is_ok() {}
+    }
+}
+
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !done() {
+        assert!(begin.elapsed() < PATIENCE, "{what} does not happen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+pub fn runs(pid: Pid) -> bool {
+    // A server in the background is nobody's child that would wait for it: as a zombie, it has ended.
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, state)| !state.starts_with('Z'))
+}

@@ -1,0 +1,142 @@
+//! `ferry mount pmem:FILE`, its flags, and `ferry fsck`.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::place::{Place, runs, until};
+use common::{ferry, needs_fuse, run};
+use rustix::process::{Signal, kill_process};
+
+/// An image beside the mount point.
+fn image(place: &Place) -> PathBuf {
+    place.at("image")
+}
+
+fn mount(place: &Place, args: &[&str]) -> Command {
+    let mut command = ferry();
+    command.arg("mount").arg(format!("pmem:{}", image(place).display())).arg(&place.mnt).args(args);
+    command
+}
+
+/// Status, what it says, and what it says on standard error.
+fn fsck(path: impl AsRef<Path>, args: &[&str]) -> (Option<i32>, String, String) {
+    let output = run(ferry().arg("fsck").arg(path.as_ref()).args(args));
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn a_remount_finds_the_data() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted_by(&mut mount(&place, &["--size", "64M"]));
+    assert_eq!(fs::metadata(image(&place)).unwrap().len(), 64 << 20);
+    fs::create_dir(place.mnt.join("dir")).unwrap();
+    fs::write(place.mnt.join("dir/file"), "to stay").unwrap();
+    // Unmounted, killed after fsync, and ended by a signal: it is there every time.
+    place.unmount(pid);
+    let pid = place.mounted_by(&mut mount(&place, &[]));
+    assert_eq!(fs::read_to_string(place.mnt.join("dir/file")).unwrap(), "to stay");
+    let synced = File::create(place.mnt.join("synced")).unwrap();
+    synced.write_all_at(b"safe", 0).unwrap();
+    synced.sync_all().unwrap();
+    drop(synced);
+    kill_process(pid, Signal::KILL).unwrap();
+    until("its death", || !runs(pid));
+    let pid = place.mounted_by(&mut mount(&place, &["--read-only"]));
+    assert_eq!(fs::read_to_string(place.mnt.join("synced")).unwrap(), "safe");
+    assert_eq!(fs::write(place.mnt.join("synced"), "x").unwrap_err().raw_os_error(), Some(30));
+    kill_process(pid, Signal::TERM).unwrap();
+    until("its end", || !runs(pid));
+    assert!(place.is_free());
+    assert_eq!(fsck(image(&place), &[]).0, Some(0));
+}
+
+#[test]
+fn the_size_is_kept_and_flags_reach_the_source() {
+    needs_fuse!();
+    let place = Place::new();
+    let cold = place.at("cold");
+    let cold = cold.to_str().unwrap();
+    let tiers = ["--size", "64M", "--huge", "--tier2", cold, "--tier2-size", "64M"];
+    let pid = place.mounted_by(&mut mount(&place, &tiers));
+    assert_eq!(fs::metadata(cold).unwrap().len(), 64 << 20);
+    // More than the first tier holds, less than both do.
+    let data: Vec<u8> = (0..80_u32 << 18).flat_map(u32::to_le_bytes).collect();
+    fs::write(place.mnt.join("large"), &data).unwrap();
+    assert!(fs::read(place.mnt.join("large")).unwrap() == data, "what was written is not what is read");
+    let full = fs::write(place.mnt.join("more"), &data).unwrap_err();
+    assert_eq!(full.raw_os_error(), Some(28), "{full}");
+    fs::remove_file(place.mnt.join("more")).unwrap();
+    place.unmount(pid);
+    // Without its second tier an image is not whole.
+    let output = run(&mut mount(&place, &[]));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("tier") && place.is_free(), "{said}");
+    let (status, out, said) = fsck(image(&place), &["--tier2", cold]);
+    assert_eq!(status, Some(0), "{out}{said}");
+    let pid = place.mounted_by(&mut mount(&place, &["--tier2", cold]));
+    assert!(fs::read(place.mnt.join("large")).unwrap() == data, "what was written is not what is found");
+    place.unmount(pid);
+}
+
+#[test]
+fn an_image_is_checked_and_repaired() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted_by(&mut mount(&place, &["--size", "16M"]));
+    fs::write(place.mnt.join("file"), "kept").unwrap();
+    let (status, out, said) = fsck(image(&place), &[]);
+    assert_eq!((status, &*out), (Some(8), ""));
+    assert!(said.contains("in use") && said.lines().count() == 1, "{said}");
+    place.unmount(pid);
+
+    for word in [image(&place), format!("pmem:{}", image(&place).display()).into()] {
+        let (status, out, said) = fsck(&word, &[]);
+        assert_eq!((status, &*said), (Some(0), ""), "{out}");
+        assert!(out.contains("clean; 2 inodes"), "{out}");
+    }
+    let (status, out, _) = fsck(image(&place), &["--json"]);
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((status, &report["inodes"], &report["repaired"]), (Some(0), &2.into(), &false.into()));
+
+    // The first superblock; there is another.
+    let file = OpenOptions::new().write(true).open(image(&place)).unwrap();
+    file.write_all_at(&[0xa5; 64], 0).unwrap();
+    drop(file);
+    let (status, out, said) = fsck(image(&place), &[]);
+    assert_eq!(status, Some(4), "{out}{said}");
+    assert!(out.contains("damaged") && out.contains("--repair"), "{out}");
+    let (status, out, _) = fsck(image(&place), &["--repair", "--json"]);
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((status, &report["repaired"]), (Some(1), &true.into()), "{out}");
+    assert_eq!(fsck(image(&place), &[]).0, Some(0));
+    let pid = place.mounted_by(&mut mount(&place, &[]));
+    assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "kept");
+    place.unmount(pid);
+}
+
+#[test]
+fn what_is_no_image_is_refused_and_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = folder.path().join("letter");
+    let text = "precious ".repeat(1 << 16);
+    fs::write(&other, &text).unwrap();
+    let missing = folder.path().join("missing");
+    for (path, words) in [(&other, "holds something else"), (&missing, "missing"), (&folder.path().into(), "")] {
+        for args in [&[][..], &["--repair"]] {
+            let (status, out, said) = fsck(path, args);
+            assert_eq!((status, &*out), (Some(8), ""), "{said}");
+            assert!(said.starts_with("ferry: ") && said.contains(words) && said.lines().count() == 1, "{said}");
+            assert!(said.contains(path.to_str().unwrap()), "{said}");
+        }
+    }
+    assert!(fs::read_to_string(&other).unwrap() == text, "it was changed");
+    assert!(!missing.exists());
+}

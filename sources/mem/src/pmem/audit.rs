@@ -1,0 +1,168 @@
+//! A second opinion on the tree, for fsck: names and links counted from the records alone, without the code that mounts.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use ferry_vfs::{Attr, Caller, FileSystem, FileType, Ino};
+
+use super::PMem;
+use super::codec::Item;
+use super::error::DamageError;
+use super::load::Found;
+use crate::store::{At, Record};
+
+/// Names and inodes, as the records have them.
+#[derive(Debug, Default)]
+struct Audit {
+    /// What each name of each directory means.
+    dirs: HashMap<Ino, BTreeMap<Vec<u8>, Ino>>,
+    /// The type of each inode, by its mode.
+    kinds: HashMap<Ino, FileType>,
+}
+
+/// Compares a tree with the log that it was made from, in which there was no damage; answers what is wrong, in sentences.
+pub(crate) fn compare(tree: &PMem, log: &Found) -> Vec<String> {
+    let mut audit = Audit::default();
+    audit.dirs.insert(Ino::ROOT, BTreeMap::new());
+    let read = log.for_each(&mut |_: DamageError| Ok(()), |_, _, item| {
+        if let Item::Tree(record) = item {
+            audit.follow(record);
+        }
+        Ok(())
+    });
+    match read {
+        Ok(()) => audit.check(|ino| tree.getattr(&Caller::default(), ino, None).ok(), tree.usage().inodes),
+        Err(error) => vec![error.to_string()],
+    }
+}
+
+impl Audit {
+    fn follow(&mut self, record: &Record<'_>) {
+        match record {
+            Record::Make { ino, meta, at, .. } => {
+                self.make(*ino, meta.mode);
+                if let Some(at) = at {
+                    self.put(at, *ino);
+                }
+            }
+            Record::Link { ino, at, .. } => self.put(at, *ino),
+            Record::Unlink { at, .. } => drop(self.take(at)),
+            Record::Rename { from, to, exchange, whiteout, .. } => {
+                let (source, target) = (self.take(from), self.take(to));
+                if let Some(source) = source {
+                    self.put(to, source);
+                }
+                if let Some(target) = target.filter(|_| *exchange) {
+                    self.put(from, target);
+                }
+                if let Some((ino, meta)) = whiteout {
+                    self.make(*ino, meta.mode);
+                    self.put(from, *ino);
+                }
+            }
+            Record::Free { ino } => {
+                self.kinds.remove(ino);
+                self.dirs.remove(ino);
+            }
+            Record::Attr { .. } | Record::Xattr { .. } => {}
+        }
+    }
+
+    fn make(&mut self, ino: Ino, mode: u32) {
+        let kind = FileType::from_raw_mode(mode);
+        self.kinds.insert(ino, kind);
+        if kind == FileType::Directory {
+            self.dirs.entry(ino).or_default();
+        }
+    }
+
+    fn put(&mut self, at: &At<'_>, ino: Ino) {
+        self.dirs.entry(at.dir).or_default().insert(at.name.as_bytes().to_vec(), ino);
+    }
+
+    fn take(&mut self, at: &At<'_>) -> Option<Ino> {
+        self.dirs.get_mut(&at.dir)?.remove(at.name.as_bytes())
+    }
+
+    fn is_dir(&self, ino: Ino) -> bool {
+        ino == Ino::ROOT || self.kinds.get(&ino) == Some(&FileType::Directory)
+    }
+
+    /// Goes from the root to everything that has a name, and compares each inode with what the tree says of it.
+    fn check(&self, attr: impl Fn(Ino) -> Option<Attr>, inodes: u64) -> Vec<String> {
+        let mut wrong = Vec::new();
+        let mut links: BTreeMap<Ino, u32> = BTreeMap::from([(Ino::ROOT, 2)]);
+        let (mut seen, mut waiting) = (HashSet::from([Ino::ROOT]), vec![Ino::ROOT]);
+        while let Some(dir) = waiting.pop() {
+            for (name, ino) in self.dirs.get(&dir).into_iter().flatten() {
+                if !self.is_dir(*ino) {
+                    *links.entry(*ino).or_default() += 1;
+                    continue;
+                }
+                // `.` and the name; `..` is a link of the directory above.
+                *links.entry(*ino).or_default() += 2;
+                *links.entry(dir).or_default() += 1;
+                if seen.insert(*ino) {
+                    waiting.push(*ino);
+                } else {
+                    wrong.push(format!("directory {} has a second name, {}", ino.0, name.escape_ascii()));
+                }
+            }
+        }
+        for (ino, expected) in &links {
+            match attr(*ino) {
+                None => wrong.push(format!("inode {} has a name but is not there", ino.0)),
+                Some(attr) if attr.nlink != *expected => {
+                    wrong.push(format!("inode {} counts {} links, and there are {expected}", ino.0, attr.nlink));
+                }
+                Some(_) => {}
+            }
+        }
+        if links.len() as u64 != inodes {
+            wrong.push(format!("{} inodes can be reached, and there are {inodes}", links.len()));
+        }
+        wrong
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::{Name, Timespec};
+
+    use super::*;
+    use crate::store::Meta;
+
+    fn at(dir: u64, name: &[u8]) -> At<'_> {
+        At { dir: Ino(dir), name: Name::new(name).unwrap() }
+    }
+
+    fn make<'a>(ino: u64, mode: u32, place: At<'a>) -> Record<'a> {
+        let meta = Meta { mode, ..Meta::default() };
+        Record::Make { ino: Ino(ino), meta, target: &[], xattrs: &[], at: Some(place) }
+    }
+
+    #[test]
+    fn links_are_counted_and_differences_told() {
+        let time = Timespec::default();
+        let mut audit = Audit::default();
+        for record in [
+            make(2, 0o040_755, at(1, b"dir")),
+            make(3, 0o100_644, at(2, b"file")),
+            Record::Link { ino: Ino(3), at: at(1, b"more"), time },
+            make(4, 0o100_644, at(1, b"gone")),
+            Record::Rename { from: at(1, b"more"), to: at(1, b"gone"), exchange: false, whiteout: None, time },
+            Record::Free { ino: Ino(4) },
+        ] {
+            audit.follow(&record);
+        }
+        let tree = |links: [u32; 3]| {
+            move |ino: Ino| {
+                let nlink = links.get(usize::try_from(ino.0).ok()?.checked_sub(1)?)?;
+                Some(Attr { nlink: *nlink, ..Attr::default() })
+            }
+        };
+        assert_eq!(audit.check(tree([3, 2, 2]), 3), [""; 0]);
+        assert_eq!(audit.check(tree([3, 2, 1]), 3), ["inode 3 counts 1 links, and there are 2"]);
+        assert_eq!(audit.check(tree([3, 2, 2]), 4), ["3 inodes can be reached, and there are 4"]);
+    }
+}

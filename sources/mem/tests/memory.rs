@@ -1,0 +1,285 @@
+//! Files whose bytes are moved in memory: the same as by the descriptor, and never a signal.
+
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{Share, range, read_from, write_to};
+use ferry_engine::{Operation, move_now};
+use ferry_mem::Options;
+use ferry_vfs::*;
+
+const PAGE: usize = 4096;
+const KEEP: FallocateFlags = FallocateFlags::KEEP_SIZE;
+const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(KEEP);
+/// More transfers than a file sees before it is mapped.
+const TRANSFERS: usize = 20;
+
+type Open = (Ino, Handle);
+
+/// A share of so many pages, or `None` where this user may not mount a tmpfs.
+fn share(pages: u64) -> Option<Share> {
+    let share = Share::new(Options { size_bytes: Some(pages * PAGE as u64), ..Options::default() });
+    if !share.fs.features().backing {
+        eprintln!("skipped: this user may not mount a tmpfs");
+        return None;
+    }
+    Some(share)
+}
+
+/// A file with this many pages of ones, mapped.
+fn mapped(share: &Share, name: &str, pages: usize) -> Open {
+    let open = share.create(Ino::ROOT, name, 0o644);
+    for _ in 0..TRANSFERS {
+        share.write(open, 0, &[1; PAGE]).unwrap();
+    }
+    (1..pages).for_each(|page| assert_eq!(share.write(open, (page * PAGE) as u64, &[1; PAGE]), Ok(PAGE)));
+    assert!(is_in_memory(share, open, 0) && is_in_memory(share, open, (pages - 1) * PAGE));
+    open
+}
+
+fn extent(share: &Share, open: Open, offset: usize) -> Extent {
+    match share.fs.read(&share.cx, &range(open.0, open.1, offset as u64, PAGE, OFlags::RDWR), &mut Vec::new()).unwrap()
+    {
+        Data::Extent(extent) => extent,
+        Data::Bytes(_) => panic!("a file with data"),
+    }
+}
+
+/// Whether a page is read without the descriptor.
+fn is_in_memory(share: &Share, open: Open, offset: usize) -> bool {
+    let extent = extent(share, open, offset);
+    let mut page = [0; PAGE];
+    let segment = Segment { address: page.as_mut_ptr(), bytes: PAGE };
+    // SAFETY: the page is ours.
+    unsafe { move_now(Operation::Read, &extent.file, extent.offset, &[segment]) }.is_some()
+}
+
+fn fallocate(share: &Share, open: Open, page: usize, pages: usize, flags: FallocateFlags) -> Result<()> {
+    let (offset, len) = ((page * PAGE) as u64, (pages * PAGE) as u64);
+    share.fs.fallocate(&share.cx, open.0, open.1, offset, len, flags)
+}
+
+fn truncate(share: &Share, open: Open, size: usize) {
+    let set = SetAttr { size: Some(size as u64), ..SetAttr::default() };
+    share.fs.setattr(&share.cx, open.0, None, &set).unwrap();
+}
+
+#[test]
+fn descriptor_and_memory_show_the_same_bytes() {
+    let Some(share) = share(1024) else { return };
+    let open = mapped(&share, "f", 8);
+    let extent = extent(&share, open, 0);
+    for round in 0..200_usize {
+        let at = Extent { offset: (round * 1237 % (7 * PAGE)) as u64, ..extent.clone() };
+        let (bytes, mut back) = (vec![round as u8; 1 + round * 17], vec![0; 1 + round * 17]);
+        let by_memory = round % 2 == 0;
+        assert_eq!(write_to(&at, &bytes, by_memory), Ok(bytes.len()));
+        assert_eq!(read_from(&at, &mut back, !by_memory), Ok(bytes.len()));
+        assert!(back == bytes, "round {round}");
+    }
+    assert_eq!(share.attr(open.0).size, 8 * PAGE as u64, "nothing grew");
+    // Growing, far out, and past the end.
+    assert_eq!(share.write(open, 100 << 20, b"far"), Ok(3));
+    assert_eq!(share.read(open, (100 << 20) - 2, 99).unwrap(), b"\0\0far");
+    assert_eq!(share.write(open, 1 << 40, b"too far to be mapped"), Ok(20));
+    assert_eq!(share.attr(open.0).size, (1 << 40) + 20);
+    assert_eq!(share.attr(open.0).blocks, (8 + 2) * 8, "reading a hole fills it with nothing");
+}
+
+#[test]
+fn what_another_descriptor_wrote_is_found() {
+    let Some(share) = share(1024) else { return };
+    let open = mapped(&share, "f", 1);
+    let backing = share.fs.backing(&share.cx, open.0, open.1).unwrap();
+    rustix::io::pwrite(backing.as_fd(), &[5; 3 * PAGE], 0).unwrap();
+    for _ in 0..2 {
+        assert_eq!(share.read(open, 2 * PAGE as u64, PAGE).unwrap(), [5; PAGE]);
+    }
+    assert!(is_in_memory(&share, open, 2 * PAGE), "the kernel was asked");
+    share.release(open);
+    let again = (open.0, share.fs.open(&share.cx, open.0, OFlags::RDWR).unwrap());
+    for _ in 0..TRANSFERS {
+        assert_eq!(share.read(again, PAGE as u64, PAGE).unwrap(), [5; PAGE]);
+    }
+    assert!(is_in_memory(&share, again, PAGE), "also what was there before the file was opened");
+}
+
+#[test]
+fn a_full_file_system_says_so() {
+    let Some(share) = share(64) else { return };
+    let open = mapped(&share, "f", 8);
+    let other = share.create(Ino::ROOT, "other", 0o644);
+    let filled = (0..100).take_while(|page| share.write(other, page * PAGE as u64, &[2; PAGE]).is_ok()).count();
+    assert!((40..64).contains(&filled), "{filled} pages fit");
+    for round in 0..50 {
+        assert_eq!(share.write(open, 0, &[round; 8 * PAGE]), Ok(8 * PAGE), "what is there can be overwritten");
+        assert_eq!(share.read(open, 0, 8 * PAGE).unwrap(), [round; 8 * PAGE]);
+    }
+    assert_eq!(share.write(open, 8 * PAGE as u64, &[1; PAGE]), Err(Errno::NOSPC));
+    // A hole appears, and somebody else takes its room.
+    for (make_hole, zeros) in [
+        (&(|| fallocate(&share, open, 2, 1, PUNCH).unwrap()) as &dyn Fn(), 2),
+        (&|| (truncate(&share, open, 5 * PAGE), truncate(&share, open, 8 * PAGE)).0, 5),
+    ] {
+        make_hole();
+        let mut end = filled;
+        while share.write(other, ((end + 100) * PAGE) as u64, &[2; PAGE]).is_ok() {
+            end += 1;
+        }
+        for _ in 0..3 {
+            assert_eq!(share.read(open, (zeros * PAGE) as u64, PAGE).unwrap(), [0; PAGE]);
+            assert_eq!(share.write(open, (zeros * PAGE) as u64, &[1; PAGE]), Err(Errno::NOSPC));
+        }
+    }
+    let stat = share.fs.statfs(&share.cx, Ino::ROOT).unwrap();
+    assert_eq!(stat.bfree, 0);
+}
+
+#[test]
+fn what_comes_after_the_last_close_goes_by_the_descriptor() {
+    let Some(share) = share(64) else { return };
+    let open = mapped(&share, "f", 8);
+    let late = extent(&share, open, 4 * PAGE);
+    share.release(open);
+    let again = mapped(&share, "g", 1);
+    share.release(again);
+    truncate(&share, open, 0);
+    assert_eq!(read_from(&late, &mut [0; PAGE], true), Ok(0), "the file has ended");
+    assert_eq!(write_to(&late, &[1; PAGE], true), Ok(PAGE));
+    let again = (open.0, share.fs.open(&share.cx, open.0, OFlags::RDONLY).unwrap());
+    assert_eq!(share.attr(again.0).size, 5 * PAGE as u64);
+}
+
+fn past(atime: i64, mtime: i64) -> SetAttr {
+    let at = |sec| Some(SetTime::At(Timespec { sec, nsec: 5 }));
+    SetAttr { atime: at(atime), mtime: at(mtime), ..SetAttr::default() }
+}
+
+#[test]
+fn times_move_as_if_the_kernel_had_seen_it() {
+    const FUTURE: i64 = 4_000_000_000;
+    let Some(share) = share(64) else { return };
+    let open = mapped(&share, "f", 2);
+    for mtime in [20, FUTURE] {
+        let set = share.fs.setattr(&share.cx, open.0, None, &past(10, mtime)).unwrap();
+        assert_eq!((set.atime.sec, set.mtime.sec), (10, mtime));
+        // The first goes by the descriptor, the others do not.
+        (0..5).for_each(|_| assert_eq!(share.write(open, 0, b"x"), Ok(1)));
+        let written = share.attr(open.0);
+        assert!(written.mtime.sec > 20 && written.mtime.sec < FUTURE, "{written:?}");
+        assert!(written.ctime >= written.mtime && written.atime.sec == 10);
+    }
+    let mut last = share.attr(open.0);
+    for round in 0..20 {
+        // Not seen by anybody in between: by memory.
+        share.write(open, 0, b"x").unwrap();
+        std::thread::sleep(Duration::from_millis(12));
+        share.write(open, 0, b"x").unwrap();
+        let now = share.attr(open.0);
+        assert!(now.mtime > last.mtime && now.ctime > last.ctime, "round {round}");
+        last = now;
+    }
+    assert!(is_in_memory(&share, open, 0), "a read");
+    let read = share.attr(open.0);
+    assert!(read.atime >= last.mtime && read.mtime == last.mtime, "{read:?}");
+    share.write(open, 0, b"x").unwrap();
+    share.write(open, 0, b"x").unwrap();
+    let before = share.attr(open.0);
+    share.release(open);
+    let after = share.attr(open.0);
+    assert_eq!((after.atime, after.mtime, after.ctime), (before.atime, before.mtime, before.ctime));
+    let again = (open.0, share.fs.open(&share.cx, open.0, OFlags::RDONLY).unwrap());
+    assert_eq!(share.attr(again.0), before, "the data file knows");
+}
+
+#[test]
+fn nothing_kills_those_who_copy_while_pages_go() {
+    const PAGES: usize = 48;
+    let Some(share) = share(64) else { return };
+    let share = Arc::new(share);
+    let open = mapped(&share, "f", PAGES);
+    let other = share.create(Ino::ROOT, "other", 0o644);
+    let (over, moved, refused) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for seed in 1..=4_u64 {
+            let (share, over, moved, refused) = (&share, &over, &moved, &refused);
+            scope.spawn(move || {
+                let mut number = seed;
+                while !over.load(Ordering::Relaxed) {
+                    number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    let (page, action) = ((number >> 33) as usize % PAGES, (number >> 50) % 400);
+                    let offset = (page * PAGE) as u64;
+                    let outcome = match action {
+                        0 => {
+                            truncate(share, open, page * PAGE);
+                            Ok(())
+                        }
+                        1 => {
+                            truncate(share, open, PAGES * PAGE);
+                            Ok(())
+                        }
+                        2 | 3 => fallocate(share, open, page, 3, PUNCH),
+                        4 => fallocate(share, open, page, 3, KEEP),
+                        5 => {
+                            truncate(share, other, 0);
+                            Ok(())
+                        }
+                        6..=60 => share.write(other, offset, &[9; PAGE]).map(drop),
+                        61..=200 => share.read(open, offset, PAGE).map(|bytes| {
+                            assert!(bytes.iter().all(|byte| [0, 1, 7].contains(byte)));
+                        }),
+                        _ => share.write(open, offset, &[7; PAGE]).map(drop),
+                    };
+                    match outcome {
+                        Ok(()) => moved.fetch_add(1, Ordering::Relaxed),
+                        Err(error) => {
+                            assert_eq!(error, Errno::NOSPC);
+                            refused.fetch_add(1, Ordering::Relaxed)
+                        }
+                    };
+                }
+            });
+        }
+        while start.elapsed() < Duration::from_secs(3) {
+            // Also a new mapping now and then.
+            let again = (open.0, share.fs.open(&share.cx, open.0, OFlags::RDWR).unwrap());
+            share.release(again);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    println!("{} done, {} refused", moved.load(Ordering::Relaxed), refused.load(Ordering::Relaxed));
+    assert!(moved.load(Ordering::Relaxed) > 1000 && refused.load(Ordering::Relaxed) > 10);
+}
+
+#[test]
+fn many_large_files_share_what_may_be_mapped() {
+    let Some(share) = share(4096) else { return };
+    // Each wants 64 GiB; together more than all may.
+    let opens: Vec<Open> = (0..40)
+        .map(|index| {
+            let open = mapped_or_not(&share, &format!("f{index}"));
+            assert_eq!(share.write(open, (64 << 30) - PAGE as u64, &[3; PAGE]), Ok(PAGE));
+            open
+        })
+        .collect();
+    for open in &opens {
+        assert_eq!(share.read(*open, (64 << 30) - PAGE as u64, PAGE).unwrap(), [3; PAGE]);
+        share.release(*open);
+    }
+    let open = mapped_or_not(&share, "last");
+    assert!(is_in_memory(&share, open, 0), "closed files gave theirs back");
+}
+
+fn mapped_or_not(share: &Share, name: &str) -> Open {
+    let open = share.create(Ino::ROOT, name, 0o644);
+    (0..TRANSFERS).for_each(|_| assert_eq!(share.write(open, 0, &[1; PAGE]), Ok(PAGE)));
+    open
+}
