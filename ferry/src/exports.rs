@@ -11,6 +11,7 @@ use ferry_vfs::FileSystem;
 
 use crate::cli::{Cache, Carrier, Passthrough, Share};
 use crate::socket::Bound;
+use crate::source::Kind;
 
 /// The exports that are being served, each with the socket that goes when it ends.
 #[derive(Default)]
@@ -116,6 +117,7 @@ pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_
         allow_other: share.allow_other,
         read_only: share.read_only,
         fsname: name(share),
+        stacked_source: lies_on_overlayfs(share),
         shared,
         mount: MountOptions { nonempty: share.nonempty, ..mount },
         ..ferry_fuse::Options::default()
@@ -130,6 +132,16 @@ pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_
         options.ring_depth = usize::from(depth);
     }
     options
+}
+
+/// Passthrough to files of an overlayfs has to be asked for.
+fn lies_on_overlayfs(share: &Share) -> bool {
+    /// `OVERLAYFS_SUPER_MAGIC` of Linux.
+    const MAGIC: i64 = 0x794c_7630;
+    match share.kind() {
+        Kind::Dir(path) => rustix::fs::statfs(&path).is_ok_and(|found| found.f_type == MAGIC),
+        Kind::Mem | Kind::Pmem(_) => false,
+    }
 }
 
 impl From<Cache> for ferry_serve::Cache {

@@ -17,6 +17,9 @@ const TICK: Duration = Duration::from_millis(5);
 /// A handler that takes longer than this is blocked: longer than a disk's seek, shorter than people notice.
 const BLOCKED: Duration = Duration::from_millis(20);
 
+/// How often posts with blocked handlers are stirred.
+const STIR: Duration = Duration::from_millis(100);
+
 /// So long without any request, and the monitor sleeps until the next comes.
 const QUIET: Duration = Duration::from_millis(500);
 
@@ -51,6 +54,8 @@ pub(crate) trait Post: Send + Sync {
     fn press(&self, _verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
         false
     }
+    /// Called now and then while a handler is blocked: whatever may have been missed meanwhile is to be looked for.
+    fn stir(&self) {}
     /// Called at every look.
     fn tick(self: Arc<Self>) {}
 }
@@ -109,7 +114,15 @@ impl Monitor {
     pub(crate) fn start(bell: Bell, interrupted: Arc<Interrupted>, handler_timeout: Duration) -> std::io::Result<Self> {
         let shared = Arc::clone(&bell.0);
         let thread = std::thread::Builder::new().name("fuse-monitor".into()).spawn(move || {
-            Round { shared, interrupted, handler_timeout, seen: Vec::new(), blocked: Vec::new() }.run();
+            Round {
+                shared,
+                interrupted,
+                handler_timeout,
+                seen: Vec::new(),
+                blocked: Vec::new(),
+                stirred: Instant::now(),
+            }
+            .run();
         })?;
         *bell.0.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread.thread().clone());
         Ok(Self { bell, thread: Some(thread) })
@@ -148,6 +161,8 @@ struct Round {
     handler_timeout: Duration,
     seen: Vec<Look>,
     blocked: Vec<Blocked>,
+    /// When posts with blocked handlers were stirred last.
+    stirred: Instant,
 }
 
 impl Round {
@@ -220,6 +235,10 @@ impl Round {
             // While the kernel moves data for it, its memory cannot be taken away: try again at the next look.
             one.post.give_up(&one.serving, errno) == Err(NotEnded::Held)
         });
+        if !blocked.is_empty() && now.duration_since(self.stirred) >= STIR {
+            self.stirred = now;
+            blocked.iter().for_each(|one| one.post.stir());
+        }
         !blocked.is_empty()
     }
 }

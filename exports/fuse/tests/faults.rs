@@ -71,7 +71,7 @@ fn a_handler_that_blocks_stalls_neither_its_cpu_nor_the_mount() {
                 });
             }
             stay_on(0);
-            wait_until("all are blocked at once", || source.held.load(Ordering::SeqCst) == 6);
+            wait_until(&format!("all are blocked at once by {path:?}"), || source.held.load(Ordering::SeqCst) == 6);
             let start = Instant::now();
             for _ in 0..100 {
                 assert_eq!(read(&mounted, "file").unwrap(), 512);

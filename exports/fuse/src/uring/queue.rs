@@ -52,6 +52,8 @@ pub(super) enum Mail {
     Begin(usize),
     /// An entry's transfer takes too long.
     Cancel(usize),
+    /// Have the kernel look for requests that wait for an entry.
+    Nudge,
     /// Look whether it is over.
     Look,
 }
@@ -67,8 +69,10 @@ pub(super) struct Queue {
     blocks: Box<[OnceLock<Block>]>,
     /// Entries that were registered.
     registered: AtomicUsize,
-    /// The inode of the last request that kept its entry.
+    /// The regular file that was read or written last: one that the kernel knows.
     pub(super) kept: AtomicU64,
+    /// How often the kernel was nudged.
+    pub(super) nudges: AtomicU64,
     /// Transfers that the ring is making.
     pub(super) moving: AtomicUsize,
     /// Requests that are answered later, and those whose handler is blocked.
@@ -102,6 +106,7 @@ impl Queue {
             blocks,
             registered: AtomicUsize::new(0),
             kept: AtomicU64::new(0),
+            nudges: AtomicU64::new(0),
             moving: AtomicUsize::new(0),
             parked: AtomicIsize::new(0),
             watch: Watch::default(),
@@ -238,6 +243,10 @@ impl Post for Queue {
 
     fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
         self.answer(serving.place, serving.term, &encode_error(serving.unique, errno))
+    }
+
+    fn stir(&self) {
+        self.mail.post(Mail::Nudge);
     }
 
     fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {

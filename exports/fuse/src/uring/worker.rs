@@ -9,7 +9,7 @@ use std::thread::Thread;
 
 use ferry_serve::{Carrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
-use ferry_wire::fuse::encode_error;
+use ferry_wire::fuse::{Opcode, encode_error};
 
 use super::carrier::RingCarrier;
 use super::memory::Message;
@@ -224,6 +224,7 @@ impl<'a> Worker<'a> {
                 Mail::Commit(index) => self.commit(index),
                 Mail::Begin(index) => self.begin_transfer(index),
                 Mail::Cancel(index) => self.cancel_transfer(index),
+                Mail::Nudge => self.nudge(),
                 Mail::Look => {}
             }
         }
@@ -284,6 +285,9 @@ impl<'a> Worker<'a> {
             }
             return true;
         }
+        if header.opcode == Opcode::Read as u32 || header.opcode == Opcode::Write as u32 {
+            queue.kept.store(header.nodeid, Ordering::Relaxed);
+        }
         queue.place.store(index, Ordering::Relaxed);
         queue.watch.enter(ownership);
         queue.connection.bell.ring();
@@ -293,9 +297,6 @@ impl<'a> Worker<'a> {
             (Served::Transfer, Some(transfer)) => make(&mut carrier, server, transfer),
             (served, _) => Outcome::Served(served),
         };
-        if matches!(outcome, Outcome::UnderWay(_) | Outcome::Served(Served::Later | Served::Parked)) {
-            queue.kept.store(header.nodeid, Ordering::Relaxed);
-        }
         let ours = queue.watch.leave(ownership);
         if !ours {
             // The monitor counted it when it gave the queue to somebody else.
@@ -342,17 +343,21 @@ impl<'a> Worker<'a> {
         let more = queue.add_block().and_then(|indices| {
             self.register(indices.clone())?;
             self.submit()?;
-            for index in indices {
-                let number = (index as u64) << u16::BITS | u64::from(queue.id);
-                let file = queue.kept.load(Ordering::Relaxed);
-                if let Err(error) = nudge(queue.connection.device.as_fd(), file, number) {
-                    tracing::debug!("requests of CPU {} may wait until another one ends: {error}", queue.cpu);
-                }
-            }
+            indices.for_each(|_| self.nudge());
             Ok(())
         });
         if let Err(error) = more {
             tracing::warn!("CPU {} gets no more entries although many requests wait: {error}", queue.cpu);
+        }
+    }
+
+    /// Has the kernel look for requests that wait for an entry.
+    fn nudge(&self) {
+        let Self { queue, .. } = self;
+        let number = queue.nudges.fetch_add(1, Ordering::Relaxed) << u16::BITS | u64::from(queue.id);
+        let file = queue.kept.load(Ordering::Relaxed);
+        if let Err(error) = nudge(queue.connection.device.as_fd(), file, number) {
+            tracing::debug!("requests of CPU {} may wait until another one ends: {error}", queue.cpu);
         }
     }
 }

@@ -108,7 +108,7 @@ impl Drop for Mounted {
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < SOON, "{what}");
+        assert!(start.elapsed() < SOON, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
