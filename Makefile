@@ -24,10 +24,12 @@ build:
 demo: setup build
 	@scripts/demo
 
-test: setup
+test:
+	@scripts/setup disk
 	$(CARGO) test --workspace --locked
 
-test-all: setup
+test-all:
+	@scripts/setup disk
 	$(CARGO) test --workspace --locked --release -- --include-ignored
 
 bench: setup

@@ -122,6 +122,11 @@ impl Ring {
         Ok(())
     }
 
+    /// Whether operations wait to be submitted.
+    pub(crate) fn has_unsubmitted(&self) -> bool {
+        self.unsubmitted > 0
+    }
+
     /// Hands all queued operations to the kernel, which carries out at once what it can without waiting.
     pub(crate) fn submit(&mut self) -> io::Result<()> {
         // Task work that waits (completions of earlier operations) needs the call too.

@@ -1,19 +1,18 @@
 //! Moving bytes between descriptors and memory.
 
+mod pending;
+
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::memory::move_now;
+use self::pending::Pending;
 use crate::privileges::WithoutFsetid;
-use crate::ring::{Completion, Ring, SEGMENTS_MAX};
-
-/// From how many reads on a ring's one call for all is cheaper than a call for each.
-const RING_BATCH_MIN: usize = 3;
+use crate::ring::{Completion, Ring};
 
 /// What [`Backing::learn`] remembers of a file.
 pub mod learnt {
@@ -30,8 +29,6 @@ pub mod learnt {
     /// Whether it is one of these two was looked at.
     pub const PLACE_KNOWN: u8 = 32;
 }
-
-use learnt::{READ_CANNOT_TRY, READ_TRIES, WRITE_CANNOT_TRY};
 
 /// How transfers are made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -75,18 +72,6 @@ pub enum TransfersError {
     /// The ring failed later on.
     #[error("waiting for transfers failed: {0}")]
     Wait(io::Error),
-}
-
-struct Pending {
-    token: u64,
-    operation: Operation,
-    file: Option<Arc<Backing>>,
-    offset: u64,
-    segments: Vec<Segment>,
-    /// Segments wholly done.
-    first: usize,
-    done: usize,
-    wanted: usize,
 }
 
 /// The transfers of one worker, made and used on one thread.
@@ -145,7 +130,8 @@ impl Transfers {
     }
 
     /// Queues a transfer between `file`, from `offset` on, and the memory of `segments`. Its end is told by
-    /// [`Self::next_done`] with the same `token`.
+    /// [`Self::next_done`] with the same `token`. It is made together with the one queued before it if its bytes follow
+    /// on; if that fails, each is made by itself, so that each has an outcome of its own.
     ///
     /// # Safety
     /// The memory must be valid for the transfer, and every other access to it volatile, until the token was told.
@@ -157,6 +143,25 @@ impl Transfers {
         offset: u64,
         segments: impl IntoIterator<Item = Segment>,
     ) {
+        if let Some(&last) = self.queued.last() {
+            let last = &mut self.pending[last];
+            if last.is_followed_by(operation, &file, offset) {
+                last.append(token, segments);
+                return;
+            }
+        }
+        let slot = self.prepare(token, operation, file, offset, segments);
+        self.queued.push(slot);
+    }
+
+    fn prepare(
+        &mut self,
+        token: u64,
+        operation: Operation,
+        file: Arc<Backing>,
+        offset: u64,
+        segments: impl IntoIterator<Item = Segment>,
+    ) -> usize {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.pending.push(Pending {
                 token,
@@ -167,6 +172,7 @@ impl Transfers {
                 first: 0,
                 done: 0,
                 wanted: 0,
+                merged: Vec::new(),
             });
             self.pending.len() - 1
         });
@@ -180,7 +186,7 @@ impl Transfers {
         pending.first = 0;
         pending.done = 0;
         pending.wanted = pending.segments.iter().map(|segment| segment.bytes).sum();
-        self.queued.push(slot);
+        slot
     }
 
     /// Starts everything queued, and ends what needs no waiting. Look for the outcomes with [`Self::next_done`].
@@ -206,7 +212,7 @@ impl Transfers {
                 }
             }
             match self.pending[slot].try_now(self.ring.is_some(), reads) {
-                Some(outcome) => self.finish(slot, outcome),
+                Some(outcome) => drop(self.finish(slot, outcome)),
                 None => self.issue(slot),
             }
         }
@@ -307,7 +313,7 @@ impl Transfers {
                 let Completion::Transfer(slot, outcome) = completion else { continue };
                 self.in_flight -= 1;
                 match self.pending[slot].advance(outcome) {
-                    Some(outcome) => self.finish(slot, outcome),
+                    Some(outcome) => again |= self.finish(slot, outcome),
                     None => {
                         again = true;
                         self.issue(slot);
@@ -320,11 +326,50 @@ impl Transfers {
         }
     }
 
-    fn finish(&mut self, slot: usize, outcome: io::Result<usize>) {
+    /// Tells a transfer's outcome. Answers whether transfers were issued instead: parts of it, to be submitted.
+    fn finish(&mut self, slot: usize, outcome: io::Result<usize>) -> bool {
         let pending = &mut self.pending[slot];
-        pending.file = None;
-        self.done.push_back((pending.token, outcome));
+        let file = pending.file.take();
+        if pending.merged.is_empty() {
+            self.done.push_back((pending.token, outcome));
+        } else {
+            self.finish_merged(slot, file, outcome.unwrap_or(0));
+        }
         self.free.push(slot);
+        self.ring.as_ref().is_some_and(Ring::has_unsubmitted)
+    }
+
+    /// Ends the parts that `done` bytes cover, and makes the others one by one.
+    fn finish_merged(&mut self, slot: usize, file: Option<Arc<Backing>>, done: usize) {
+        let pending = &mut self.pending[slot];
+        let (operation, offset) = (pending.operation, pending.offset);
+        let parts = std::mem::take(&mut pending.merged);
+        let segments = std::mem::take(&mut pending.segments);
+        let (mut end, mut first) = (0, 0);
+        for part in &parts {
+            let start = end;
+            end += part.bytes;
+            let own = first..first + part.segments;
+            first = own.end;
+            if end <= done {
+                self.done.push_back((part.token, Ok(part.bytes)));
+            } else if let Some(file) = &file {
+                let own = segments[own].iter().copied();
+                let single = self.prepare(part.token, operation, Arc::clone(file), offset + start as u64, own);
+                match self.ring.is_some() {
+                    true => self.issue(single),
+                    false => {
+                        let outcome = self.pending[single].wait_for_it();
+                        self.finish(single, outcome);
+                    }
+                }
+            }
+        }
+        // The next transfer in this slot finds their room.
+        let pending = &mut self.pending[slot];
+        (pending.merged, pending.segments) = (parts, segments);
+        pending.merged.clear();
+        pending.segments.clear();
     }
 }
 
@@ -354,124 +399,6 @@ fn sleep_in_poll(watched: &[(u64, OwnedFd)]) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-impl Pending {
-    fn fd(&self) -> RawFd {
-        self.file.as_ref().map_or(-1, |file| file.as_fd().as_raw_fd())
-    }
-
-    /// Makes the transfer in memory, if it can be.
-    fn move_now(&self) -> Option<io::Result<usize>> {
-        let file = self.file.as_deref()?;
-        // SAFETY: the memory is valid by the contract of `queue`.
-        unsafe { move_now(self.operation, file, self.offset, &self.segments) }
-    }
-
-    /// Ends the transfer here and now if that needs no waiting, or if waiting is the best that can be done.
-    fn try_now(&mut self, has_ring: bool, batch: usize) -> Option<io::Result<usize>> {
-        let learnt = self.file.as_ref().map_or(0, |file| file.learnt());
-        // What lies in memory has nothing to wait for, whatever the flags say.
-        let in_memory = self.file.as_ref().is_some_and(|file| file.memory().is_some());
-        match self.operation {
-            _ if !has_ring || in_memory => return Some(self.wait_for_it()),
-            Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return None,
-            Operation::Read if learnt & READ_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
-            Operation::Read if learnt & READ_TRIES != 0 && batch >= RING_BATCH_MIN => return None,
-            Operation::Write { .. } if learnt & WRITE_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
-            _ => {}
-        }
-        let is_read = self.operation == Operation::Read;
-        loop {
-            let outcome = self.call(libc::RWF_NOWAIT);
-            match &outcome {
-                Err(error) => match error.raw_os_error() {
-                    Some(libc::EAGAIN) => {
-                        if let (true, Some(file)) = (is_read, &self.file) {
-                            file.learn(READ_TRIES);
-                        }
-                        return None;
-                    }
-                    Some(libc::EOPNOTSUPP) => {
-                        if let Some(file) = &self.file {
-                            file.learn(if is_read { READ_CANNOT_TRY } else { WRITE_CANNOT_TRY });
-                        }
-                        return Some(self.wait_for_it());
-                    }
-                    _ => {}
-                },
-                Ok(_) if is_read && learnt & READ_TRIES == 0 => {
-                    if let Some(file) = &self.file {
-                        file.learn(READ_TRIES);
-                    }
-                }
-                Ok(_) => {}
-            }
-            if let Some(outcome) = self.advance(outcome) {
-                return Some(outcome);
-            }
-        }
-    }
-
-    fn wait_for_it(&mut self) -> io::Result<usize> {
-        loop {
-            let outcome = self.call(0);
-            if let Some(outcome) = self.advance(outcome) {
-                return outcome;
-            }
-        }
-    }
-
-    /// Takes in one result. Answers the transfer's outcome, or `None` if there is more to do.
-    fn advance(&mut self, outcome: io::Result<usize>) -> Option<io::Result<usize>> {
-        let count = match outcome {
-            Ok(count) => count,
-            Err(error) => match error.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => return None,
-                // What was moved before the error is told; the client meets the error where it asks for the rest.
-                _ if self.done > 0 && self.operation != Operation::Read => return Some(Ok(self.done)),
-                _ => return Some(Err(error)),
-            },
-        };
-        self.done += count;
-        // A short read may be the end of the file or a failure in the middle: only the next one tells.
-        // A short write is told as it is.
-        if self.operation != Operation::Read || count == 0 || self.done >= self.wanted {
-            return Some(Ok(self.done));
-        }
-        let mut count = count;
-        while let Some(segment) = self.segments.get_mut(self.first) {
-            if count < segment.bytes {
-                segment.address = segment.address.wrapping_add(count);
-                segment.bytes -= count;
-                break;
-            }
-            count -= segment.bytes;
-            self.first += 1;
-        }
-        None
-    }
-
-    fn call(&self, flags: libc::c_int) -> io::Result<usize> {
-        let segments = &self.segments[self.first..];
-        let count = libc::c_int::try_from(segments.len().min(SEGMENTS_MAX)).unwrap_or(0);
-        let iov = segments.as_ptr().cast();
-        let Ok(offset) = libc::off_t::try_from(self.offset + self.done as u64) else {
-            return Err(io::Error::from_raw_os_error(libc::EINVAL));
-        };
-        let moved = match self.operation {
-            // SAFETY: the descriptor is open (`self.file`), the memory valid by the contract of `queue`, and
-            // `Segment` is laid out as `iovec`.
-            Operation::Read => unsafe { libc::preadv2(self.fd(), iov, count, offset, flags) },
-            // SAFETY: as above.
-            Operation::Write { .. } => unsafe { libc::pwritev2(self.fd(), iov, count, offset, flags) },
-            // SAFETY: no memory is involved.
-            Operation::Fsync { data_only: false } => unsafe { libc::fsync(self.fd()) as isize },
-            // SAFETY: no memory is involved.
-            Operation::Fsync { data_only: true } => unsafe { libc::fdatasync(self.fd()) as isize },
-        };
-        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
-    }
 }
 
 #[cfg(test)]

@@ -59,6 +59,18 @@ pub enum Command {
     )]
     Mount(MountArgs),
 
+    /// Offer files and block devices to virtual machines as disks, until SIGTERM or SIGINT.
+    ///
+    /// Each file is followed by its own flags; several in one call are served by one process. A disk is locked as QEMU
+    /// locks it, so that nobody else writes to it meanwhile. A file that grows while it is offered makes the guest's
+    /// disk grow.
+    #[command(after_long_help = crate::disk::EXAMPLES)]
+    #[command(
+        override_usage = "ferry disk FILE --vhost-user SOCKET [OPTIONS] [FILE2 --vhost-user SOCKET2 [OPTIONS]]...\n       \
+                                ferry disk FILE --resize SIZE"
+    )]
+    Disk(Box<crate::disk::Args>),
+
     /// Show or change what a running share or mount logs.
     ///
     /// The target is a process id, a mount point, the socket of a share, or a file in a mount, which means the requests

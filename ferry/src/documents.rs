@@ -16,7 +16,7 @@ pub fn man(command: Option<&str>) -> Result<()> {
         Some(name) => match table.find_subcommand(name) {
             Some(found) => found.clone().display_name(format!("ferry-{name}")),
             None => bail!(
-                "there is no command {name:?}; the commands are share, mount, log, fsck, try, man and completions"
+                "there is no command {name:?}; the commands are share, mount, disk, log, fsck, try, man and completions"
             ),
         },
     };

@@ -11,6 +11,7 @@ use clap::FromArgMatches;
 use clap::error::ErrorKind;
 
 use crate::cli::{self, Cli, Command, Share, ShareArgs};
+use crate::disk;
 use crate::mount_options;
 
 /// What the command line asks for.
@@ -19,6 +20,8 @@ pub struct Invocation {
     pub cli: Cli,
     /// The sources of `ferry share` after the first, which is in `cli`.
     pub more: Vec<Share>,
+    /// The disks of `ferry disk` after the first.
+    pub more_disks: Vec<disk::Args>,
     /// The command line, and where in it the command stands.
     pub args: Vec<OsString>,
     pub at: usize,
@@ -29,18 +32,28 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, cla
     let args: Vec<OsString> = args.into_iter().collect();
     let table = cli::table();
     let at = command_position(&table, &args).unwrap_or(args.len());
-    let (cli, more) = match args.get(at).and_then(|name| name.to_str()) {
-        Some("share") => parse_share(&table, &args, at)?,
-        Some("mount") => (parse_mount(&table, &args, at)?, Vec::new()),
-        _ => (parse_one(args.clone())?, Vec::new()),
+    let (mut more, mut more_disks) = (Vec::new(), Vec::new());
+    let cli = match args.get(at).and_then(|name| name.to_str()) {
+        Some("share") => {
+            let (cli, shares) = parse_share(&table, &args, at)?;
+            more = shares;
+            cli
+        }
+        Some("disk") => {
+            let (cli, disks) = parse_disk(&table, &args, at)?;
+            more_disks = disks;
+            cli
+        }
+        Some("mount") => parse_mount(&table, &args, at)?,
+        _ => parse_one(args.clone())?,
     };
-    Ok(Invocation { cli, more, args, at })
+    Ok(Invocation { cli, more, more_disks, args, at })
 }
 
 /// Parses `ferry share`, group by group.
 fn parse_share(table: &clap::Command, args: &[OsString], at: usize) -> Result<(Cli, Vec<Share>), clap::Error> {
     let (before, after) = args.split_at(at + 1);
-    let mut groups = split(table, after)?.into_iter();
+    let mut groups = split(table, "share", after)?.into_iter();
     let one = |group: Vec<OsString>| {
         let cli = parse_one(before.iter().cloned().chain(group).collect())?;
         match &cli.command {
@@ -52,6 +65,20 @@ fn parse_share(table: &clap::Command, args: &[OsString], at: usize) -> Result<(C
     };
     let cli = one(groups.next().unwrap_or_default())?;
     let more = groups.map(|group| share_of(one(group)?)).collect::<Result<_, clap::Error>>()?;
+    Ok((cli, more))
+}
+
+/// Parses `ferry disk`, group by group.
+fn parse_disk(table: &clap::Command, args: &[OsString], at: usize) -> Result<(Cli, Vec<disk::Args>), clap::Error> {
+    let (before, after) = args.split_at(at + 1);
+    let mut groups = split(table, "disk", after)?.into_iter();
+    let one = |group: Vec<OsString>| parse_one(before.iter().cloned().chain(group).collect());
+    let cli = one(groups.next().unwrap_or_default())?;
+    let disk_of = |cli: Cli| match cli.command {
+        Command::Disk(args) => Ok(*args),
+        _ => Err(error("disk", ErrorKind::MissingRequiredArgument, "<FILE> is missing")),
+    };
+    let more = groups.map(|group| disk_of(one(group)?)).collect::<Result<_, clap::Error>>()?;
     Ok((cli, more))
 }
 
@@ -117,16 +144,16 @@ fn command_position(table: &clap::Command, args: &[OsString]) -> Option<usize> {
     None
 }
 
-/// Cuts what follows `share` into a group per source. Flags of the whole call go to the first group.
-fn split(table: &clap::Command, args: &[OsString]) -> Result<Vec<Vec<OsString>>, clap::Error> {
-    let share = table.find_subcommand("share");
+/// Cuts what follows `share` or `disk` into a group per source. Flags of the whole call go to the first group.
+fn split(table: &clap::Command, name: &str, args: &[OsString]) -> Result<Vec<Vec<OsString>>, clap::Error> {
+    let command = table.find_subcommand(name);
     let mut whole = Vec::new();
     let mut early = Vec::new();
     let mut groups: Vec<Vec<OsString>> = Vec::new();
     let mut args: VecDeque<&OsString> = args.iter().collect();
     let mut only_directories = false;
     while let Some(arg) = args.pop_front() {
-        match if only_directories { Token::Positional } else { token(table, share, arg) } {
+        match if only_directories { Token::Positional } else { token(table, command, arg) } {
             Token::End => only_directories = true,
             // `./-x` and the like: after `--` a directory may begin with a dash.
             Token::Positional if only_directories => groups.push(vec!["--".into(), arg.clone()]),
@@ -150,7 +177,7 @@ fn split(table: &clap::Command, args: &[OsString]) -> Result<Vec<Vec<OsString>>,
              before them",
             flag.display()
         );
-        return Err(error("share", ErrorKind::ArgumentConflict, &text));
+        return Err(error(name, ErrorKind::ArgumentConflict, &text));
     }
     match groups.first_mut() {
         Some(first) => {
@@ -193,7 +220,10 @@ fn token(table: &clap::Command, command: Option<&clap::Command>, arg: &OsStr) ->
         return Token::Positional;
     }
     let name = bytes.split(|&byte| byte == b'=').next().unwrap_or_default();
-    let is = |arg: &&clap::Arg| arg.get_long().is_some_and(|long| name.strip_prefix(b"--") == Some(long.as_bytes()));
+    let is = |arg: &&clap::Arg| {
+        let aliases = arg.get_all_aliases().unwrap_or_default();
+        arg.get_long().iter().chain(&aliases).any(|long| name.strip_prefix(b"--") == Some(long.as_bytes()))
+    };
     let own = command.and_then(|command| command.get_arguments().find(is));
     let found = own.or_else(|| table.get_arguments().find(is));
     let takes_value = found.is_some_and(|arg| arg.get_action().takes_values()) && name.len() == bytes.len();

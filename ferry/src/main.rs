@@ -5,6 +5,7 @@ mod apart;
 mod cli;
 mod config;
 mod control;
+mod disk;
 mod documents;
 mod exports;
 mod fsck;
@@ -40,7 +41,10 @@ pub fn started_level() -> String {
 }
 
 fn main() -> ExitCode {
-    let args: Vec<OsString> = std::env::args_os().collect();
+    let mut args: Vec<OsString> = std::env::args_os().collect();
+    if args.first().is_some_and(|program| disk::is_back_end(program)) {
+        args.insert(1, "disk".into());
+    }
     if args.first().is_some_and(|program| mount::is_helper(program)) {
         return as_helper(args);
     }
@@ -90,7 +94,7 @@ fn advice(text: &str) -> &'static str {
     if too_many_files && !text.contains("ulimit -n") { "; raise the limit of file descriptors (ulimit -n)" } else { "" }
 }
 
-fn run(Invocation { cli, more, args: line, at }: Invocation) -> Result<u8> {
+fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Result<u8> {
     let quiet = matches!(&cli.command, Command::Try(args) if !args.verbose);
     let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
     let level = LEVEL.get_or_init(|| cli.log.unwrap_or_else(|| if quiet { "warn" } else { "info" }.into()));
@@ -104,6 +108,10 @@ fn run(Invocation { cli, more, args: line, at }: Invocation) -> Result<u8> {
             shares.extend(args.share.into_iter().chain(more));
             share::run(&shares, args.json, &logging)?;
             Ok(0)
+        }
+        Command::Disk(args) => {
+            let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();
+            disk::run(&disks).map(|()| 0)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),

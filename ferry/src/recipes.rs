@@ -7,6 +7,8 @@ Examples:
   ferry try ~/project -- make test         run a command there; its status is ferry's
   ferry share ~/project --virtiofs /run/user/1000/project.sock
                                            share it with a virtual machine of your own
+  ferry disk disk.raw --vhost-user /run/disk.sock
+                                           a disk for a virtual machine
   ferry mount mem /mnt -o size=1G          a memory file system on this host
   ferry log /mnt requests --follow         watch every request of it
 
@@ -107,6 +109,12 @@ pub fn qemu(socket: &str, tag: &str, queues: usize) -> String {
         format!("vhost-user-fs-pci,chardev=ferry,tag={tag},queue-size=1024,num-request-queues={queues}"),
     ];
     format!("-chardev {} -device {}", shell_word(&line[0]), shell_word(&line[1]))
+}
+
+/// QEMU's options for one disk, to paste after a command that already has shared memory.
+pub fn qemu_disk(socket: &str) -> String {
+    let socket = format!("socket,id=ferry,path={},reconnect-ms=1000", qemu_value(socket));
+    format!("-chardev {} -device vhost-user-blk-pci,chardev=ferry", shell_word(&socket))
 }
 
 /// A value inside a QEMU option: a comma would end it, so it is doubled.

@@ -19,8 +19,8 @@ use crate::recipes;
 use crate::socket::Bound;
 use crate::source::Sources;
 
-/// What ends a share. Not SIGHUP: one that was started with nohup outlives its terminal.
-const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
+/// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
+pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
 
 /// Shares sources until SIGTERM or SIGINT, or until nothing is left to serve.
 pub fn run(shares: &[Share], json: bool, logging: &Logging) -> Result<()> {

@@ -50,17 +50,29 @@ pub struct Backing {
     fd: OwnedFd,
     memory: Option<Arc<dyn Memory>>,
     learnt: AtomicU8,
+    waits: bool,
 }
 
 impl Backing {
     /// Wraps a descriptor about which nothing is known yet.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd, memory: None, learnt: AtomicU8::new(0) }
+        Self { fd, memory: None, learnt: AtomicU8::new(0), waits: false }
     }
 
     /// Wraps a descriptor whose bytes may also be reached in memory, at the same offsets.
     pub fn with_memory(fd: OwnedFd, memory: Arc<dyn Memory>) -> Self {
         Self { memory: Some(memory), ..Self::new(fd) }
+    }
+
+    /// Wraps a descriptor each of whose transfers waits for a device (`O_DIRECT`): none is tried at once, so that many
+    /// can be under way.
+    pub fn waiting(fd: OwnedFd) -> Self {
+        Self { waits: true, ..Self::new(fd) }
+    }
+
+    /// Whether each transfer waits for a device.
+    pub fn waits(&self) -> bool {
+        self.waits
     }
 
     /// The memory that the bytes are in.

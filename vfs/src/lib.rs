@@ -20,6 +20,9 @@
 //!   data that clients write is the export's to publish.
 //! * **A panic** in a method is `EIO` for that caller alone.
 //!
+//! Disks have a contract of their own, [`Disk`]: one range of bytes instead of a tree of files, and the same answers to
+//! reads and writes.
+//!
 //! The [`guide`] says more about each: what may wait, how not to deadlock, what `ENOSYS` means to programs, and what
 //! of `posix_fadvise`, mappings and ioctls arrives. The crate `ferry-fs` makes programs of file systems.
 //!
@@ -115,6 +118,7 @@
 mod attr;
 mod backing;
 mod change;
+mod disk;
 mod fs;
 pub mod guide;
 mod memory;
@@ -124,6 +128,7 @@ mod types;
 
 pub use backing::{Backing, Extent, Memory, Segment};
 pub use change::{Change, Changes, Subscription};
+pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};
 pub use fs::{DirOutput, FileSystem, Input, Output};
 pub use name::{Name, NameBuf};
 pub use names::Names;

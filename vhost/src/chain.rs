@@ -7,7 +7,12 @@ use vm_memory::VolatileSlice;
 /// bytes at any time, so they are only ever copied in or out, or handed to the kernel.
 #[derive(Debug, Default)]
 pub struct Chain {
-    pub(crate) head: u16,
+    /// What the driver knows it by: the first descriptor's number, in a packed ring the buffer's identifier.
+    pub(crate) id: u16,
+    /// How many descriptors of a packed ring it takes.
+    pub(crate) descriptors: u16,
+    /// Where a packed ring's log has it.
+    pub(crate) entry: u16,
     pub(crate) readable: Vec<Segment>,
     pub(crate) writable: Vec<Segment>,
 }
@@ -85,8 +90,11 @@ mod tests {
         let mut memory = *b"abcdefghij";
         let base = memory.as_mut_ptr();
         let cut = |start: usize, bytes| Segment { address: base.wrapping_add(start), bytes };
-        let chain =
-            Chain { head: 0, readable: vec![cut(0, 1), cut(1, 2), cut(3, 4)], writable: vec![cut(7, 1), cut(8, 2)] };
+        let chain = Chain {
+            readable: vec![cut(0, 1), cut(1, 2), cut(3, 4)],
+            writable: vec![cut(7, 1), cut(8, 2)],
+            ..Chain::default()
+        };
         assert_eq!((chain.readable_bytes(), chain.writable_bytes()), (7, 3));
         let mut out = [0u8; 5];
         assert_eq!(chain.read_at(1, &mut out), 5);

@@ -1,24 +1,21 @@
 //! One front end: what it sets up, and the workers that serve it.
 
-use std::fs::File;
+mod requests;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 
 use ferry_engine::Mailbox;
-use vhost::vhost_user::GpuBackend;
-use vhost::vhost_user::message::{
-    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
-    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
-    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
-};
-use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
+use vhost::vhost_user::{Error, Result};
 
+use crate::Device;
+use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
-use crate::ring::RingAddresses;
+use crate::ring::{RingAddresses, RingSetup};
 use crate::worker::{Control, Letter, Port, QueueHandler, Start, Worker};
-use crate::{Device, QUEUE_SIZE_MAX};
 use ferry_engine::Complaints;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
@@ -26,9 +23,7 @@ const F_INDIRECT_DESC: u64 = 1 << 28;
 const F_EVENT_IDX: u64 = 1 << 29;
 const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 const F_VERSION_1: u64 = 1 << 32;
-
-/// What QEMU asks for at most; each region is a mapping and a descriptor of ours.
-const MEMORY_REGIONS_MAX: u64 = 509;
+const F_RING_PACKED: u64 = 1 << 34;
 
 type Message<D> = <<D as Device>::Handler as QueueHandler>::Message;
 
@@ -36,12 +31,14 @@ type Message<D> = <<D as Device>::Handler as QueueHandler>::Message;
 struct Queue<M> {
     size: u32,
     addresses: RingAddresses,
-    base: u16,
+    base: u32,
     kick: Option<OwnedFd>,
     call: Option<OwnedFd>,
     error: Option<OwnedFd>,
     enabled: bool,
     running: bool,
+    /// It ran until its own memory was taken away, and goes on when that is back.
+    adrift: bool,
     /// Whoever serves it, from its first start on.
     worker: Option<Arc<Port<M>>>,
 }
@@ -60,6 +57,7 @@ impl<M> Default for Queue<M> {
             error: None,
             enabled: false,
             running: false,
+            adrift: false,
             worker: None,
         }
     }
@@ -70,6 +68,9 @@ pub(crate) struct Connection<D: Device> {
     session: Arc<D::Session>,
     memory: Memory,
     features: u64,
+    protocol: VhostUserProtocolFeatures,
+    /// What is in flight, in memory that the front end keeps.
+    inflight: Option<Arc<Area>>,
     queues: Vec<Queue<Message<D>>>,
     workers: Vec<Thread<Message<D>>>,
     complaints: Arc<Complaints>,
@@ -80,11 +81,42 @@ impl<D: Device> Connection<D> {
         let queues = (0..device.queue_count()).map(|_| Queue::default()).collect();
         let workers = (0..device.worker_count()).map(|_| None).collect();
         let session = Arc::new(device.session());
-        Self { device, session, memory: Memory::default(), features: 0, queues, workers, complaints: Arc::default() }
+        Self {
+            device,
+            session,
+            memory: Memory::default(),
+            features: 0,
+            protocol: VhostUserProtocolFeatures::empty(),
+            inflight: None,
+            queues,
+            workers,
+            complaints: Arc::default(),
+        }
     }
 
     fn offered(&self) -> u64 {
-        self.device.features() | F_VERSION_1 | F_INDIRECT_DESC | F_EVENT_IDX | F_PROTOCOL_FEATURES
+        let transport = F_VERSION_1 | F_INDIRECT_DESC | F_EVENT_IDX | F_RING_PACKED | F_PROTOCOL_FEATURES;
+        self.device.features() | transport
+    }
+
+    fn is_packed(&self) -> bool {
+        self.features & F_RING_PACKED != 0
+    }
+
+    /// What the crate adds by itself is not in it: `REPLY_ACK`.
+    fn protocol_offered(&self) -> VhostUserProtocolFeatures {
+        let mut features = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::RESET_DEVICE;
+        features.set(VhostUserProtocolFeatures::CONFIG, self.device.config().is_some());
+        features.set(VhostUserProtocolFeatures::BACKEND_REQ, self.device.changes_config());
+        features.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.device.tracks_in_flight());
+        features
+    }
+
+    /// Whether the front end is told when a message was done, if it asks for that.
+    pub(crate) fn acknowledges(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
     fn queue(&mut self, index: u32) -> Result<&mut Queue<Message<D>>> {
@@ -134,11 +166,15 @@ impl<D: Device> Connection<D> {
         let clone = |fd: &OwnedFd| fd.try_clone().map_err(Error::ReqHandlerError);
         let start = Start {
             memory: self.memory.clone(),
-            size: queue.size,
-            addresses: queue.addresses,
+            setup: RingSetup {
+                size: queue.size,
+                addresses: queue.addresses,
+                packed: self.is_packed(),
+                event_index: self.features & F_EVENT_IDX != 0,
+                indirect: self.features & F_INDIRECT_DESC != 0,
+            },
             base: queue.base,
-            event_index: self.features & F_EVENT_IDX != 0,
-            indirect: self.features & F_INDIRECT_DESC != 0,
+            log: self.inflight.as_ref().and_then(|area| area.region(index)),
             kick: clone(kick)?,
             call: queue.call.as_ref().map(clone).transpose()?,
             error: queue.error.as_ref().map(clone).transpose()?,
@@ -165,6 +201,7 @@ impl<D: Device> Connection<D> {
         let (reply, base) = channel();
         port.0.post(Letter::Control(Control::Stop(index, reply)));
         queue.running = false;
+        queue.adrift = false;
         if let Ok(base) = base.recv() {
             queue.base = base;
         }
@@ -179,24 +216,34 @@ impl<D: Device> Connection<D> {
         self.start(index)
     }
 
-    /// Changes the memory under all queues' feet.
+    /// Changes the memory under all queues' feet. What is under way in the old memory ends first. A queue that loses
+    /// the memory of its own ring goes on when it is back.
     fn remap(&mut self, change: impl FnOnce(&Memory) -> std::result::Result<Memory, MemoryError>) -> Result<()> {
         let memory = change(&self.memory).map_err(|error| {
             tracing::error!("{error}");
             Error::ReqHandlerError(std::io::Error::other(error))
         })?;
-        let ran: Vec<usize> = (0..self.queues.len()).filter(|index| self.queues[*index].running).collect();
-        ran.iter().for_each(|index| self.stop(*index));
+        let goes_on = |queue: &Queue<_>| queue.running || queue.adrift;
+        let go_on: Vec<usize> = (0..self.queues.len()).filter(|index| goes_on(&self.queues[*index])).collect();
+        go_on.iter().for_each(|index| self.stop(*index));
         self.memory = memory;
-        ran.into_iter().try_for_each(|index| self.start(index))
+        for index in go_on {
+            self.queues[index].adrift = self.start(index).is_err();
+        }
+        Ok(())
     }
 
     fn reset(&mut self) {
         for index in 0..self.queues.len() {
             self.stop(index);
-            self.queues[index].base = 0;
-            self.queues[index].enabled = false;
+            let Queue { call, error, worker, .. } = std::mem::take(&mut self.queues[index]);
+            // A ring only starts again with a new kick descriptor and new addresses.
+            self.queues[index] = Queue { call, error, worker, ..Queue::default() };
         }
+        if let Some(area) = &self.inflight {
+            area.clear();
+        }
+        self.device.reset(&self.session);
     }
 }
 
@@ -210,201 +257,5 @@ impl<D: Device> Drop for Connection<D> {
                 tracing::error!("a worker panicked; its queues were not served any more");
             }
         }
-    }
-}
-
-impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
-    fn set_owner(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    fn reset_owner(&mut self) -> Result<()> {
-        self.reset();
-        Ok(())
-    }
-
-    fn reset_device(&mut self) -> Result<()> {
-        self.reset();
-        Ok(())
-    }
-
-    fn get_features(&mut self) -> Result<u64> {
-        Ok(self.offered())
-    }
-
-    fn set_features(&mut self, features: u64) -> Result<()> {
-        let unknown = features & !self.offered();
-        if unknown != 0 {
-            tracing::error!("the front end wants features that were not offered: {unknown:#x}");
-            return Err(Error::InvalidParam);
-        }
-        self.features = features;
-        Ok(())
-    }
-
-    fn set_mem_table(
-        &mut self,
-        regions: &[VhostUserMemoryRegion],
-        files: Vec<File>,
-        _: Option<bool>,
-    ) -> Result<Option<Vec<u64>>> {
-        self.remap(|_| {
-            let pairs = regions.iter().zip(files);
-            pairs.into_iter().try_fold(Memory::default(), |memory, (region, file)| memory.with(region, file))
-        })?;
-        Ok(None)
-    }
-
-    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
-        if !num.is_power_of_two() || num > u32::from(QUEUE_SIZE_MAX) {
-            tracing::error!(
-                "queue {index} of {num} entries: it must be a power of two up to {QUEUE_SIZE_MAX} (queue-size=1024)"
-            );
-            return Err(Error::InvalidParam);
-        }
-        self.queue(index)?.size = num;
-        Ok(())
-    }
-
-    fn set_vring_addr(
-        &mut self,
-        index: u32,
-        _: VhostUserVringAddrFlags,
-        descriptors: u64,
-        used: u64,
-        available: u64,
-        _: u64,
-    ) -> Result<()> {
-        self.restart(index, |queue| queue.addresses = RingAddresses { descriptors, available, used })
-    }
-
-    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        let base = u16::try_from(base).map_err(|_| Error::InvalidParam)?;
-        self.restart(index, |queue| queue.base = base)
-    }
-
-    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
-        self.queue(index)?;
-        self.stop(index as usize);
-        let queue = self.queue(index)?;
-        // The ring only starts again with a new kick descriptor (vhost-user, "Ring states").
-        queue.kick = None;
-        Ok(VhostUserVringState::new(index, u32::from(queue.base)))
-    }
-
-    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        if fd.is_none() {
-            tracing::error!("the front end has no kick descriptor for queue {index}: rings without are not served");
-        }
-        self.restart(u32::from(index), |queue| queue.kick = fd.map(OwnedFd::from))
-    }
-
-    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let queue = self.queue(u32::from(index))?;
-        queue.call = fd.map(OwnedFd::from);
-        if let Some(port) = &queue.worker {
-            let call = queue.call.as_ref().map(OwnedFd::try_clone).transpose().map_err(Error::ReqHandlerError)?;
-            port.0.post(Letter::Control(Control::Call(usize::from(index), call)));
-        }
-        Ok(())
-    }
-
-    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.queue(u32::from(index))?.error = fd.map(OwnedFd::from);
-        Ok(())
-    }
-
-    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        let mut features = VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-            | VhostUserProtocolFeatures::RESET_DEVICE;
-        if self.device.config().is_some() {
-            features |= VhostUserProtocolFeatures::CONFIG;
-        }
-        Ok(features)
-    }
-
-    fn set_protocol_features(&mut self, _: u64) -> Result<()> {
-        Ok(())
-    }
-
-    fn get_queue_num(&mut self) -> Result<u64> {
-        Ok(self.queues.len() as u64)
-    }
-
-    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        self.queue(index)?.enabled = enable;
-        let index = index as usize;
-        if enable {
-            self.start(index)
-        } else {
-            self.stop(index);
-            Ok(())
-        }
-    }
-
-    fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        let config = self.device.config().ok_or(Error::InvalidOperation("this device has no configuration"))?;
-        let bytes = config.into_iter().skip(offset as usize).chain(std::iter::repeat(0));
-        Ok(bytes.take(size as usize).collect())
-    }
-
-    fn set_config(&mut self, _: u32, _: &[u8], _: VhostUserConfigFlags) -> Result<()> {
-        Err(Error::InvalidOperation("the configuration is read-only"))
-    }
-
-    fn set_gpu_socket(&mut self, _: GpuBackend) -> Result<()> {
-        Err(Error::InvalidOperation("not a GPU"))
-    }
-
-    fn get_shared_object(&mut self, _: VhostUserSharedMsg) -> Result<File> {
-        Err(Error::InvalidOperation("no shared objects"))
-    }
-
-    fn get_inflight_fd(&mut self, _: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        Err(Error::InvalidOperation("in-flight descriptors are not offered"))
-    }
-
-    fn set_inflight_fd(&mut self, _: &VhostUserInflight, _: File) -> Result<()> {
-        Err(Error::InvalidOperation("in-flight descriptors are not offered"))
-    }
-
-    fn get_max_mem_slots(&mut self) -> Result<u64> {
-        Ok(MEMORY_REGIONS_MAX)
-    }
-
-    fn add_mem_region(
-        &mut self,
-        region: &VhostUserSingleMemoryRegion,
-        file: File,
-        _: Option<bool>,
-    ) -> Result<Option<u64>> {
-        self.remap(|memory| memory.with(region, file))?;
-        Ok(None)
-    }
-
-    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
-        self.remap(|memory| memory.without(region.guest_phys_addr, region.memory_size))
-    }
-
-    fn set_device_state_fd(
-        &mut self,
-        _: VhostTransferStateDirection,
-        _: VhostTransferStatePhase,
-        _: File,
-    ) -> Result<Option<File>> {
-        Err(Error::InvalidOperation("migration is not offered"))
-    }
-
-    fn check_device_state(&mut self) -> Result<()> {
-        Err(Error::InvalidOperation("migration is not offered"))
-    }
-
-    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
-        Err(Error::InvalidOperation("shared memory is not offered"))
-    }
-
-    fn set_log_base(&mut self, _: &VhostUserLog, _: File) -> Result<()> {
-        Err(Error::InvalidOperation("migration is not offered"))
     }
 }

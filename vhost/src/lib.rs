@@ -3,10 +3,11 @@
 //! A device implements [`Device`] (what it offers) and [`QueueHandler`] (what it does with a descriptor chain);
 //! [`Server`] does the rest: it listens on a socket, speaks the vhost-user protocol with one front end at a time,
 //! maps the guest's memory, and runs one worker per virtqueue, which takes everything that waits, serves it, and
-//! signals once per batch.
+//! signals once per batch. Rings may be split or packed; what is in flight may be kept by the front end, so that a
+//! server that takes over from one that was killed answers every request.
 //!
-//! Sources: "Virtual I/O Device (VIRTIO) Version 1.3", section 2.7 (split virtqueues); the vhost-user protocol
-//! document of QEMU.
+//! Sources: "Virtual I/O Device (VIRTIO) Version 1.3", sections 2.7 (split virtqueues) and 2.8
+//! (packed virtqueues); the vhost-user protocol document of QEMU.
 //!
 //! # What is trusted
 //!
@@ -15,13 +16,16 @@
 //! hands over, but not to send well-formed messages.
 
 mod chain;
+mod channel;
 mod connection;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod inflight;
 mod io;
 mod memory;
 mod ring;
 mod server;
+mod shared;
 mod slots;
 mod socket;
 mod worker;
@@ -52,6 +56,23 @@ pub trait Device: Send + Sync + 'static {
     }
     /// The device's configuration space; `None` leaves it to the front end.
     fn config(&self) -> Option<Vec<u8>>;
+    /// The driver writes to the configuration space. Answers whether it may, there.
+    fn write_config(&self, _session: &Self::Session, _offset: u32, _bytes: &[u8]) -> bool {
+        false
+    }
+    /// Whether the configuration space may change by itself, see [`Server::config_changed`].
+    fn changes_config(&self) -> bool {
+        false
+    }
+    /// Whether the front end may keep account of what is in flight, so that whoever serves it next, after a crash of
+    /// this process, serves that again. Every request must bear being served twice, and none be [`Answer::Parked`].
+    fn tracks_in_flight(&self) -> bool {
+        false
+    }
+    /// The driver has chosen these virtio features. It may choose again.
+    fn negotiated(&self, _session: &Self::Session, _features: u64) {}
+    /// The driver has reset the device: what it wrote to the configuration space is void.
+    fn reset(&self, _session: &Self::Session) {}
     /// How many workers serve the queues.
     fn worker_count(&self) -> usize;
     /// Which worker serves queue `index`.

@@ -6,6 +6,11 @@ use ferry_engine::Segment;
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 use vm_memory::{FileOffset, MmapRegion};
 
+use crate::shared::Cells;
+
+/// What QEMU asks for at most; each region is a mapping and a descriptor of ours.
+pub(crate) const MEMORY_REGIONS_MAX: usize = 509;
+
 /// Why memory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MemoryError {
@@ -16,6 +21,8 @@ pub(crate) enum MemoryError {
     Map { bytes: u64, offset: u64, reason: vm_memory::mmap::MmapRegionError },
     #[error("guest memory of {wanted} bytes lies in a file of {bytes} bytes: touching the rest would be fatal")]
     Short { wanted: u64, bytes: u64 },
+    #[error("more than {MEMORY_REGIONS_MAX} regions of guest memory; give the guest its memory in fewer pieces")]
+    TooMany,
     #[error("guest memory at {0:#x} overlaps another region")]
     Overlap(u64),
     #[error("there is no region of {bytes} bytes at {address:#x}")]
@@ -48,6 +55,9 @@ impl Memory {
             self.regions.iter().any(|r| guest_start < r.guest_start + r.bytes && r.guest_start < guest_start + bytes);
         if overlaps {
             return Err(MemoryError::Overlap(guest_start));
+        }
+        if self.regions.len() >= MEMORY_REGIONS_MAX {
+            return Err(MemoryError::TooMany);
         }
         if let Ok(metadata) = file.metadata()
             && metadata.is_file()
@@ -102,9 +112,24 @@ impl Memory {
         true
     }
 
-    /// Where `bytes` bytes at an address of the front end's own lie here, if they lie in one region and are aligned
-    /// to `align` (a power of two).
-    pub(crate) fn translate_user(&self, address: u64, bytes: u64, align: u64) -> Option<*mut u8> {
+    /// Where `[address, address + bytes)` (guest-physical) lies here, if it lies in one region.
+    pub(crate) fn translate_whole(&self, address: u64, bytes: u64) -> Option<*mut u8> {
+        let after = self.regions.partition_point(|region| region.guest_start <= address);
+        let region = after.checked_sub(1).and_then(|index| self.regions.get(index))?;
+        let within = address - region.guest_start;
+        let fits = within <= region.bytes && bytes <= region.bytes - within;
+        Some(region.map.as_ptr().wrapping_add(usize::try_from(within).ok().filter(|_| fits)?))
+    }
+
+    /// The `bytes` bytes at an address of the front end's own, as numbers, if they lie in one region and are aligned
+    /// to `align` (a power of two). They must not be used longer than this.
+    pub(crate) fn part(&self, address: u64, bytes: usize, align: u64) -> Option<Cells> {
+        let start = self.translate_user(address, bytes as u64, align)?;
+        // SAFETY: the translation is mapped for as long as this, which the ring keeps; the guest knows it as shared.
+        Some(unsafe { Cells::new(start, bytes) })
+    }
+
+    fn translate_user(&self, address: u64, bytes: u64, align: u64) -> Option<*mut u8> {
         let region = self.regions.iter().find(|region| {
             address >= region.user_start
                 && address - region.user_start <= region.bytes
@@ -156,6 +181,16 @@ pub(crate) mod tests {
             let total: usize = out.iter().map(|segment| segment.bytes).sum();
             assert!(!good || total as u64 == bytes);
         }
+        for (address, bytes, good) in [
+            (0x1000, 0x1000, true),
+            (0x1000, 0x1001, false),
+            (0x8ff0, 16, true),
+            (0x8ff8, 16, false),
+            (0xff8, 8, false),
+        ] {
+            assert_eq!(memory.translate_whole(address, bytes).is_some(), good, "{address:#x}+{bytes:#x}");
+        }
+        assert!(memory.translate_whole(u64::MAX, u64::MAX).is_none());
         assert!(memory.translate_user(0x1000_1000, 0x1000, 16).is_some());
         assert!(memory.translate_user(0x1000_1000, 0x1001, 16).is_none());
         assert!(memory.translate_user(0x1000_1008, 16, 16).is_none());

@@ -10,6 +10,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::Device;
+use crate::channel::{self, Channel};
 use crate::connection::Connection;
 
 /// Why a device cannot be served: a thread or descriptor cannot be had.
@@ -29,6 +30,8 @@ struct Stop {
     event: OwnedFd,
     /// The front end that is connected now.
     stream: Mutex<Option<UnixStream>>,
+    /// How to reach the front end unasked.
+    channel: Channel,
 }
 
 impl Server {
@@ -38,13 +41,19 @@ impl Server {
     /// [`ServerError`].
     pub fn start<D: Device>(listener: UnixListener, device: D, name: &str) -> Result<Self, ServerError> {
         let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| ServerError(error.into()))?;
-        let stop = Arc::new(Stop { event, stream: Mutex::new(None) });
+        let stop = Arc::new(Stop { event, stream: Mutex::new(None), channel: Channel::default() });
         let (mine, device) = (Arc::clone(&stop), Arc::new(device));
         let thread = std::thread::Builder::new()
             .name(name.into())
             .spawn(move || serve(&listener, &device, &mine))
             .map_err(ServerError)?;
         Ok(Self { stop, thread: Some(thread) })
+    }
+
+    /// Tells the front end that the configuration space has changed, now or as soon as it can be told. One that
+    /// connects later reads it anyway.
+    pub fn config_changed(&self) {
+        self.stop.channel.config_changed();
     }
 
     /// Stops taking requests, ends those that were taken, and lets go of the front end.
@@ -117,7 +126,9 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
         *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = stream.try_clone().ok();
         if !stop.is_set() {
             tracing::debug!("a front end connected");
-            converse(device, stream);
+            stop.channel.begin();
+            converse(device, stream, &stop.channel);
+            stop.channel.end();
             tracing::debug!("the front end is gone");
         }
         *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -125,11 +136,24 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
 }
 
 /// Speaks with one front end until it goes or says something that cannot be.
-fn converse<D: Device>(device: &Arc<D>, stream: UnixStream) {
+fn converse<D: Device>(device: &Arc<D>, stream: UnixStream, channel: &Channel) {
+    let Ok(ours) = stream.try_clone() else {
+        tracing::error!("the front end is let go: there is no descriptor left");
+        return;
+    };
     let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device))));
-    let mut requests = BackendReqHandler::from_stream(stream, connection);
+    let mut requests = BackendReqHandler::from_stream(stream, Arc::clone(&connection));
     loop {
-        match requests.handle_request() {
+        let acknowledges = || connection.lock().unwrap_or_else(PoisonError::into_inner).acknowledges();
+        let outcome = match channel::take(&ours, device.changes_config(), acknowledges) {
+            Ok(Some(socket)) => {
+                channel.set(socket);
+                continue;
+            }
+            Ok(None) => requests.handle_request(),
+            Err(error) => Err(error),
+        };
+        match outcome {
             Ok(()) => {}
             Err(Error::Disconnected | Error::PartialMessage) => return,
             // The front end was told, if it asked to be; what it does next is up to it.

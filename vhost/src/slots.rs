@@ -103,10 +103,10 @@ mod tests {
         let mut slots = Slots::default();
         let put = |slots: &mut Slots, queue, head, parked| {
             let token = slots.next_token();
-            slots.put(queue, Chain { head, ..Chain::default() }, &memory, parked);
+            slots.put(queue, Chain { id: head, ..Chain::default() }, &memory, parked);
             token
         };
-        let head = |taken: Option<(usize, Chain)>| taken.map(|(queue, chain)| (queue, chain.head));
+        let head = |taken: Option<(usize, Chain)>| taken.map(|(queue, chain)| (queue, chain.id));
         let first = put(&mut slots, 7, 1, false);
         let second = put(&mut slots, 7, 2, true);
         let other = put(&mut slots, 8, 9, true);

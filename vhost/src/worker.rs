@@ -11,9 +11,10 @@ use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
+use crate::inflight::Region;
 use crate::io::Io;
 use crate::memory::Memory;
-use crate::ring::{Popped, RingAddresses, RingError, SplitRing};
+use crate::ring::{Begin, Popped, Ring, RingError, RingSetup};
 use crate::slots::Slots;
 use ferry_engine::Complaints;
 
@@ -86,7 +87,7 @@ pub(crate) enum Letter<M> {
 pub(crate) enum Control {
     Start(usize, Start, Sender<Result<(), String>>),
     /// Ends all that moves and answers the index to go on from.
-    Stop(usize, Sender<u16>),
+    Stop(usize, Sender<u32>),
     Call(usize, Option<OwnedFd>),
     Quit,
 }
@@ -95,11 +96,9 @@ pub(crate) enum Control {
 #[derive(Debug)]
 pub(crate) struct Start {
     pub(crate) memory: Memory,
-    pub(crate) size: u32,
-    pub(crate) addresses: RingAddresses,
-    pub(crate) base: u16,
-    pub(crate) event_index: bool,
-    pub(crate) indirect: bool,
+    pub(crate) setup: RingSetup,
+    pub(crate) base: u32,
+    pub(crate) log: Option<Region>,
     pub(crate) kick: OwnedFd,
     pub(crate) call: Option<OwnedFd>,
     pub(crate) error: Option<OwnedFd>,
@@ -108,13 +107,15 @@ pub(crate) struct Start {
 /// A queue being served.
 struct Running {
     queue: usize,
-    ring: SplitRing,
+    ring: Ring,
     watch: u64,
     call: Option<OwnedFd>,
     error: Option<OwnedFd>,
     /// Chains taken and not given back.
     out: usize,
     broken: bool,
+    /// Whoever served the ring before us may have ended between showing its last batch and signalling it.
+    owes_signal: bool,
     vain_kicks: u32,
 }
 
@@ -125,7 +126,7 @@ pub(crate) struct Worker<H: QueueHandler> {
     spin: Spin,
     running: Vec<Running>,
     /// Where queues stopped; starting there again means that their chains are still out.
-    stopped: Vec<(usize, u16)>,
+    stopped: Vec<(usize, u32)>,
     slots: Slots,
     /// Replies that came while their queue was stopped.
     late: Vec<(u64, H::Message)>,
@@ -214,7 +215,7 @@ impl<H: QueueHandler> Worker<H> {
             let mut io = Io { transfers: &mut self.transfers, chain, token };
             let answer = catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io)));
             match answer.unwrap_or_else(|_| Answer::Done(self.handler.failed(&self.chain))) {
-                Answer::Done(written) => running.ring.push(self.chain.head, written),
+                Answer::Done(written) => running.ring.push(&self.chain, written),
                 answer => {
                     let spare = self.spare.pop().unwrap_or_default();
                     let chain = std::mem::replace(&mut self.chain, spare);
@@ -236,7 +237,7 @@ impl<H: QueueHandler> Worker<H> {
 
     fn give_back(&mut self, queue: usize, chain: Chain, written: u32) {
         if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
-            running.ring.push(chain.head, written);
+            running.ring.push(&chain, written);
             running.out -= 1;
         }
         self.spare.push(chain);
@@ -244,9 +245,11 @@ impl<H: QueueHandler> Worker<H> {
 
     fn publish(&mut self) {
         for running in &mut self.running {
-            if running.ring.publish()
+            let wanted = running.ring.publish();
+            if (wanted || running.owes_signal)
                 && let Some(call) = &running.call
             {
+                running.owes_signal = false;
                 // An eventfd is only full when the driver has not looked for ages, and then it is signalled already.
                 let _ = rustix::io::write(call, &1u64.to_ne_bytes());
             }
@@ -282,7 +285,10 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     fn read_letters(&mut self) {
-        for letter in self.port.0.take() {
+        // Replies first: stopping waits for those that it sees, and would not see any that lie behind it here.
+        let (replies, controls): (Vec<_>, Vec<_>) =
+            self.port.0.take().into_iter().partition(|letter| matches!(letter, Letter::Reply(..)));
+        for letter in replies.into_iter().chain(controls) {
             match letter {
                 Letter::Reply(token, message) => self.deliver(token, message),
                 Letter::Control(Control::Start(queue, start, reply)) => {
@@ -313,23 +319,27 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     fn start(&mut self, queue: usize, start: Start) -> Result<(), StartError> {
-        let stopped_at = self.stop(queue);
-        let Start { memory, size, addresses, base, event_index, indirect, kick, call, error } = start;
-        let mut ring = SplitRing::new(Rc::new(memory), size, addresses, base, event_index, indirect)?;
+        self.stop(queue);
+        let Start { memory, setup, base, log, kick, call, error } = start;
+        let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
+        let begin = Begin::after(stopped_at, base);
+        let owes_signal = log.is_some();
+        let mut ring = Ring::new(Rc::new(memory), &setup, begin, log)?;
         ring.want_kicks(false);
         let watch = self.transfers.watch(&kick).map_err(StartError::Watch)?;
-        if base != stopped_at || base == 0 {
+        if matches!(begin, Begin::At(_)) {
             self.slots.drop_parked(queue);
         }
         let out = self.slots.of_queue(queue);
-        self.running.push(Running { queue, ring, watch, call, error, out, broken: false, vain_kicks: 0 });
+        let running = Running { queue, ring, watch, call, error, out, broken: false, owes_signal, vain_kicks: 0 };
+        self.running.push(running);
         for (token, message) in std::mem::take(&mut self.late) {
             self.deliver(token, message);
         }
         Ok(())
     }
 
-    fn stop(&mut self, queue: usize) -> u16 {
+    fn stop(&mut self, queue: usize) -> u32 {
         let Some(index) = self.running.iter().position(|running| running.queue == queue) else {
             return self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
         };
@@ -338,9 +348,12 @@ impl<H: QueueHandler> Worker<H> {
         if let Err(error) = self.transfers.unwatch(running.watch) {
             tracing::debug!("{}: a kick descriptor stays watched: {error}", self.name);
         }
-        let at = running.ring.next_available();
+        let at = running.ring.position();
         self.stopped.retain(|(stopped, _)| *stopped != queue);
-        self.stopped.push((queue, at));
+        // Chains that were in flight before us and are not served again yet are found in the log once more.
+        if !running.ring.is_recovering() {
+            self.stopped.push((queue, at));
+        }
         at
     }
 

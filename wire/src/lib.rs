@@ -45,4 +45,5 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod blk;
 pub mod fuse;

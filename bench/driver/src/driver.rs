@@ -15,9 +15,11 @@ use crate::session::Caller;
 /// How to connect.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Request queues; the high-priority queue comes on top.
+    /// Request queues; those of [`Config::first_queues`] come on top.
     pub queues: usize,
-    /// Entries of each ring: a power of two.
+    /// Queues before the request queues: a file system's high-priority queue.
+    pub first_queues: usize,
+    /// Entries of each ring: a power of two, unless it is a packed one.
     pub queue_size: u16,
     /// The guest's memory in all.
     pub memory_bytes: usize,
@@ -27,6 +29,12 @@ pub struct Config {
     pub event_idx: bool,
     /// Negotiate indirect descriptors, and use them.
     pub indirect: bool,
+    /// Negotiate packed rings.
+    pub packed: bool,
+    /// Have the server keep account of what is in flight, for [`Driver::reattach`].
+    pub inflight: bool,
+    /// The device's own feature bits to negotiate.
+    pub device_features: u64,
     /// How long the server may take to answer a message or a request.
     pub timeout: Duration,
     /// How long a server that is not there yet (no socket, nobody listening) is waited for.
@@ -37,18 +45,29 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             queues: 1,
+            first_queues: 1,
             queue_size: 1024,
             memory_bytes: 64 << 20,
             regions: 1,
             event_idx: true,
             indirect: true,
+            packed: false,
+            inflight: false,
+            device_features: 0,
             timeout: Duration::from_secs(10),
             connect_within: Duration::from_secs(2),
         }
     }
 }
 
-/// A virtio-fs driver, connected to a vhost-user-fs back end.
+impl Config {
+    /// All queues.
+    pub(crate) fn vrings(&self) -> usize {
+        self.first_queues + self.queues
+    }
+}
+
+/// A virtio driver, connected to a vhost-user back end; [`Driver::init`] and what follows it are a file system's.
 ///
 /// Dropping it closes the connection at once, whatever is in flight. The guest's memory lives on until the last
 /// [`Queue`] and [`crate::memory::Buffer`] are gone.
@@ -73,7 +92,8 @@ impl Driver {
     pub fn connect(path: impl AsRef<Path>, config: Config) -> Result<Self> {
         let mut driver = Self::negotiate(path, config)?;
         for index in 0..driver.queues.len() {
-            driver.start(index, 0)?;
+            let base = driver.queues[index].ring.fresh_base();
+            driver.start(index, base)?;
         }
         Ok(driver)
     }
@@ -85,11 +105,12 @@ impl Driver {
     pub fn negotiate(path: impl AsRef<Path>, config: Config) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let memory = Memory::new(config.memory_bytes, config.regions)?;
-        let link = Link::open(&path, &config, &memory)?;
+        let link = Link::open(&path, &config, &memory, None)?;
         let queue = |index| Queue::new(index, &config, &memory, link.socket()?);
-        let queues = (0..=config.queues).map(queue).collect::<Result<_>>()?;
+        let queues = (0..config.vrings()).map(queue).collect::<Result<_>>()?;
         let caller = Caller { uid: 0, gid: 0, pid: 1 };
-        Ok(Self { link, queues, memory, config, path, selected: 1, caller, negotiated: Negotiated::BEFORE_INIT })
+        let selected = config.first_queues;
+        Ok(Self { link, queues, memory, config, path, selected, caller, negotiated: Negotiated::BEFORE_INIT })
     }
 
     /// Connects anew, with fresh memory and rings; this connection is closed first.
@@ -102,13 +123,69 @@ impl Driver {
         Self::connect(path, config)
     }
 
-    /// Starts a queue from the available index `base` (0 on a fresh ring; what [`Driver::stop`] returned else).
+    /// Connects to whichever server listens now, after the one before was lost: with the memory, the rings and what is
+    /// in flight as they are. With [`Config::inflight`], the server answers what the other took and did not answer.
+    ///
+    /// # Errors
+    /// As [`Driver::connect`].
+    pub fn reattach(&mut self) -> Result<()> {
+        let kept = self.link.inflight.take();
+        self.link = Link::open(&self.path, &self.config, &self.memory, kept)?;
+        for index in 0..self.queues.len() {
+            self.queues[index].reattach(self.link.socket()?)?;
+            let base = self.queues[index].ring.base_after_loss();
+            self.start_with(index, self.parameters(index, base))?;
+        }
+        Ok(())
+    }
+
+    /// Does what a guest's reboot does: resets the device and starts all queues with fresh rings. What was in flight is
+    /// forgotten.
+    ///
+    /// # Errors
+    /// As [`Driver::connect`].
+    pub fn reboot(&mut self) -> Result<()> {
+        self.link.reset()?;
+        self.link.renew_inflight(&self.config)?;
+        for index in 0..self.queues.len() {
+            self.queues[index] = Queue::new(index, &self.config, &self.memory, self.link.socket()?)?;
+            let base = self.queues[index].ring.fresh_base();
+            self.start(index, base)?;
+        }
+        Ok(())
+    }
+
+    /// Makes a region of the memory unknown to the server, or known again.
+    ///
+    /// # Errors
+    /// [`Error::Vhost`](crate::Error::Vhost).
+    pub fn share_region(&mut self, index: usize, share: bool) -> Result<()> {
+        self.link.change_region(&self.memory.regions()[index], share)
+    }
+
+    /// Bytes of the configuration space.
+    ///
+    /// # Errors
+    /// [`Error::Vhost`](crate::Error::Vhost).
+    pub fn read_config(&mut self, offset: u32, bytes: u32) -> Result<Vec<u8>> {
+        self.link.read_config(offset, bytes)
+    }
+
+    /// Writes to the configuration space.
+    ///
+    /// # Errors
+    /// [`Error::Vhost`](crate::Error::Vhost).
+    pub fn write_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()> {
+        self.link.write_config(offset, bytes)
+    }
+
+    /// Starts a queue from the available index `base` (0 on a fresh split ring; what [`Driver::stop`] returned else).
     ///
     /// # Errors
     /// [`Error::Vhost`](crate::Error::Vhost).
     pub fn start(&mut self, index: usize, base: u16) -> Result<()> {
         let parameters = self.parameters(index, base);
-        self.queues[index].ring_mut().restart(base);
+        self.queues[index].ring.restart(base);
         self.start_with(index, parameters)
     }
 
@@ -179,7 +256,7 @@ impl Driver {
 
     /// The request queues.
     pub fn request_queues(&mut self) -> &mut [Queue] {
-        &mut self.queues[1..]
+        &mut self.queues[self.config.first_queues..]
     }
 
     /// What both sides agreed on in the last INIT.

@@ -1,17 +1,20 @@
 //! The vhost-user conversation: from the socket to running queues.
 
+use std::fs::File;
 use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures as Protocol};
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures as Protocol,
+};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::memory::Memory;
+use crate::memory::{Memory, Region};
 use crate::watchdog::Watchdog;
 use crate::{Config, Error, Result};
 
@@ -23,6 +26,8 @@ pub const F_EVENT_IDX: u64 = 1 << 29;
 pub const F_PROTOCOL: u64 = 1 << 30;
 /// Virtio 1 (VIRTIO_F_VERSION_1).
 pub const F_VERSION_1: u64 = 1 << 32;
+/// Descriptors, what is available and what is used in one ring (VIRTIO_F_RING_PACKED).
+pub const F_PACKED: u64 = 1 << 34;
 
 /// How long to wait before a server that is not there yet is tried again.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
@@ -36,11 +41,11 @@ const TAG_BYTES: usize = 36;
 /// the memory table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingAddresses {
-    /// The descriptor table.
+    /// The descriptor table; a packed ring's descriptors.
     pub table: u64,
-    /// The available ring.
+    /// The available ring; a packed ring's event structure of the driver.
     pub avail: u64,
-    /// The used ring.
+    /// The used ring; a packed ring's event structure of the device.
     pub used: u64,
 }
 
@@ -62,7 +67,12 @@ pub(crate) struct Link {
     watchdog: Watchdog,
     pub(crate) features: u64,
     pub(crate) protocol: Protocol,
+    /// What the server knows of requests in flight, kept for the server after it.
+    pub(crate) inflight: Option<InFlightMemory>,
 }
+
+/// The memory that a server keeps account in.
+pub(crate) type InFlightMemory = (VhostUserInflight, File);
 
 impl std::fmt::Debug for Link {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -77,21 +87,27 @@ fn tell<T>(dog: &Watchdog, what: &'static str, message: impl FnOnce() -> vhost::
 }
 
 impl Link {
-    /// Connects, negotiates and shares the memory.
-    pub(crate) fn open(path: &Path, config: &Config, memory: &Memory) -> Result<Self> {
+    /// Connects, negotiates and shares the memory; also that of requests in flight, if there is some from before.
+    pub(crate) fn open(
+        path: &Path,
+        config: &Config,
+        memory: &Memory,
+        inflight: Option<InFlightMemory>,
+    ) -> Result<Self> {
         let stream = connect(path, config.connect_within)?;
         let socket = stream.try_clone()?;
         let watchdog = Watchdog::new(stream.try_clone()?, config.timeout);
-        let vrings = config.queues + 1;
+        let vrings = config.vrings();
         let mut frontend = Frontend::from_stream(stream, vrings as u64);
 
         tell(&watchdog, "SET_OWNER", || frontend.set_owner())?;
         let offered = tell(&watchdog, "GET_FEATURES", || frontend.get_features())?;
         let features = Self::choose(offered, config)?;
-        let protocol = Self::negotiate(&mut frontend, &watchdog, vrings)?;
+        let protocol = Self::negotiate(&mut frontend, &watchdog, config)?;
         tell(&watchdog, "SET_FEATURES", || frontend.set_features(features))?;
-        let link = Self { frontend, socket, watchdog, features, protocol };
+        let mut link = Self { frontend, socket, watchdog, features, protocol, inflight };
         link.share(memory)?;
+        link.share_inflight(config)?;
         Ok(link)
     }
 
@@ -103,11 +119,17 @@ impl Link {
         if config.indirect {
             wanted |= F_INDIRECT;
         }
+        if config.packed {
+            wanted |= F_PACKED;
+        }
+        wanted |= config.device_features;
         let names = [
             (F_VERSION_1, "virtio 1"),
             (F_PROTOCOL, "vhost-user protocol features"),
             (F_EVENT_IDX, "the event index"),
             (F_INDIRECT, "indirect descriptors"),
+            (F_PACKED, "packed rings"),
+            (config.device_features, "the features asked for of the device"),
         ];
         match names.iter().find(|(bit, _)| wanted & !offered & bit != 0) {
             Some((_, name)) => Err(Error::NotOffered(name)),
@@ -115,9 +137,16 @@ impl Link {
         }
     }
 
-    fn negotiate(frontend: &mut Frontend, dog: &Watchdog, vrings: usize) -> Result<Protocol> {
+    fn negotiate(frontend: &mut Frontend, dog: &Watchdog, config: &Config) -> Result<Protocol> {
+        let vrings = config.vrings();
         let offered = tell(dog, "GET_PROTOCOL_FEATURES", || frontend.get_protocol_features())?;
-        let protocol = offered & (Protocol::MQ | Protocol::CONFIG | Protocol::REPLY_ACK);
+        let mut wanted = Protocol::MQ | Protocol::CONFIG | Protocol::REPLY_ACK | Protocol::CONFIGURE_MEM_SLOTS;
+        wanted |= Protocol::RESET_DEVICE;
+        wanted.set(Protocol::INFLIGHT_SHMFD, config.inflight);
+        let protocol = offered & wanted;
+        if config.inflight && !protocol.contains(Protocol::INFLIGHT_SHMFD) {
+            return Err(Error::NotOffered("memory for requests in flight"));
+        }
         tell(dog, "SET_PROTOCOL_FEATURES", || frontend.set_protocol_features(protocol))?;
         if protocol.contains(Protocol::REPLY_ACK) {
             frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
@@ -133,15 +162,57 @@ impl Link {
     }
 
     fn share(&self, memory: &Memory) -> Result<()> {
-        let describe = |region: &std::sync::Arc<crate::memory::Region>| VhostUserMemoryRegionInfo {
-            guest_phys_addr: region.guest(),
-            memory_size: region.len() as u64,
-            userspace_addr: region.host(),
-            mmap_offset: 0,
-            mmap_handle: region.file().as_raw_fd(),
-        };
-        let table: Vec<_> = memory.regions().iter().map(describe).collect();
+        let table: Vec<_> = memory.regions().iter().map(|region| describe(region)).collect();
         tell(&self.watchdog, "SET_MEM_TABLE", || self.frontend.set_mem_table(&table)).map(drop)
+    }
+
+    /// Asks for new memory of requests in flight.
+    pub(crate) fn renew_inflight(&mut self, config: &Config) -> Result<()> {
+        self.inflight = None;
+        self.share_inflight(config)
+    }
+
+    /// Asks for the memory of requests in flight, unless there is some, and hands it over.
+    fn share_inflight(&mut self, config: &Config) -> Result<()> {
+        if !config.inflight {
+            return Ok(());
+        }
+        let (frontend, dog) = (&mut self.frontend, &self.watchdog);
+        if self.inflight.is_none() {
+            let queues = u16::try_from(config.vrings()).unwrap_or(u16::MAX);
+            let asked = VhostUserInflight::new(0, 0, queues, config.queue_size);
+            self.inflight = Some(tell(dog, "GET_INFLIGHT_FD", || frontend.get_inflight_fd(&asked))?);
+        }
+        let Some((kept, file)) = &self.inflight else { return Ok(()) };
+        tell(dog, "SET_INFLIGHT_FD", || frontend.set_inflight_fd(kept, file.as_raw_fd()))
+    }
+
+    /// Adds a region to the memory that the server knows, or takes one away.
+    pub(crate) fn change_region(&mut self, region: &Region, add: bool) -> Result<()> {
+        let (frontend, info) = (&mut self.frontend, describe(region));
+        match add {
+            true => tell(&self.watchdog, "ADD_MEM_REG", || frontend.add_mem_region(&info)).map(drop),
+            false => tell(&self.watchdog, "REM_MEM_REG", || frontend.remove_mem_region(&info)),
+        }
+    }
+
+    /// Resets the device: its queues stop.
+    pub(crate) fn reset(&mut self) -> Result<()> {
+        tell(&self.watchdog, "RESET_DEVICE", || self.frontend.reset_device())
+    }
+
+    /// Bytes of the configuration space.
+    pub(crate) fn read_config(&mut self, offset: u32, bytes: u32) -> Result<Vec<u8>> {
+        let blank = vec![0; bytes as usize];
+        let flags = VhostUserConfigFlags::WRITABLE;
+        let (_, bytes) = tell(&self.watchdog, "GET_CONFIG", || self.frontend.get_config(offset, bytes, flags, &blank))?;
+        Ok(bytes)
+    }
+
+    /// Writes to the configuration space.
+    pub(crate) fn write_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()> {
+        let flags = VhostUserConfigFlags::WRITABLE;
+        tell(&self.watchdog, "SET_CONFIG", || self.frontend.set_config(offset, flags, bytes))
     }
 
     /// Sets a ring up from index `base` and enables it.
@@ -170,15 +241,14 @@ impl Link {
     pub(crate) fn stop(&mut self, index: usize) -> Result<u16> {
         tell(&self.watchdog, "SET_VRING_ENABLE", || self.frontend.set_vring_enable(index, false))?;
         let base = tell(&self.watchdog, "GET_VRING_BASE", || self.frontend.get_vring_base(index))?;
+        // A packed ring's used index stands above.
+        let base = if self.features & F_PACKED == 0 { base } else { base & 0xffff };
         u16::try_from(base).map_err(|_| Error::BadReply(format!("GET_VRING_BASE answers {base}")))
     }
 
     /// The tag and the number of request queues from the configuration space.
     pub(crate) fn config_space(&mut self) -> Result<(String, u32)> {
-        let blank = [0; CONFIG_BYTES as usize];
-        let flags = VhostUserConfigFlags::WRITABLE;
-        let (_, bytes) =
-            tell(&self.watchdog, "GET_CONFIG", || self.frontend.get_config(0, CONFIG_BYTES, flags, &blank))?;
+        let bytes = self.read_config(0, CONFIG_BYTES)?;
         let (tag, queues) = bytes.split_at_checked(TAG_BYTES).unwrap_or((&bytes, &[]));
         let end = tag.iter().position(|&byte| byte == 0).unwrap_or(tag.len());
         let queues = queues.try_into().map_or(0, u32::from_le_bytes);
@@ -201,6 +271,16 @@ impl Drop for Link {
     fn drop(&mut self) {
         // The queues hold handles of the socket too; the server shall see the end now.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+fn describe(region: &Region) -> VhostUserMemoryRegionInfo {
+    VhostUserMemoryRegionInfo {
+        guest_phys_addr: region.guest(),
+        memory_size: region.len() as u64,
+        userspace_addr: region.host(),
+        mmap_offset: 0,
+        mmap_handle: region.file().as_raw_fd(),
     }
 }
 

@@ -138,6 +138,9 @@ struct LoadArgs {
     /// Do without indirect descriptors
     #[arg(long)]
     no_indirect: bool,
+    /// Use packed rings
+    #[arg(long)]
+    packed: bool,
     /// The server's process [default: the one that listens at the socket]
     #[arg(long)]
     pid: Option<u32>,
@@ -168,8 +171,8 @@ impl LoadArgs {
         if self.queues == 0 || self.depth == 0 || self.block == 0 {
             bail!("--queues, --depth and --block are at least 1");
         }
-        if !self.queue_size.is_power_of_two() {
-            bail!("--queue-size {} is not a power of two", self.queue_size);
+        if !self.queue_size.is_power_of_two() && !self.packed {
+            bail!("--queue-size {} is not a power of two, as it must be without --packed", self.queue_size);
         }
         Ok(Load {
             file: self.file.clone(),
@@ -184,6 +187,7 @@ impl LoadArgs {
             queue_size: self.queue_size,
             event_idx: !self.no_event_idx,
             indirect: !self.no_indirect,
+            packed: self.packed,
             depth: self.depth,
             block: self.block,
             random: !self.sequential,

@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::frontend::{RingAddresses, is_connected};
 use crate::memory::{Buffer, Memory, PAGE_BYTES};
-use crate::ring::{DESCRIPTOR_BYTES, Descriptor, INDIRECT, NEXT, Ring, Used, WRITE};
+use crate::ring::{DESCRIPTOR_BYTES, Descriptor, INDIRECT, NEXT, Ring, SplitRing, Used, WRITE};
 use crate::{Config, Error, Result};
 
 /// How long [`Queue::wait`] polls before it sleeps.
@@ -51,6 +51,9 @@ pub struct Counters {
     pub calls: u64,
 }
 
+/// A chain to push, the descriptors that it takes (the first is its name), and the table that it is in.
+pub(crate) type Placed = (Vec<Descriptor>, Vec<u16>, Option<Buffer>);
+
 #[derive(Debug)]
 struct InFlight {
     ticket: Ticket,
@@ -84,14 +87,11 @@ pub struct Queue {
 impl Queue {
     pub(crate) fn new(index: usize, config: &Config, memory: &Arc<Memory>, socket: UnixStream) -> Result<Self> {
         let size = config.queue_size;
-        let alloc = |bytes| memory.alloc(bytes, PAGE_BYTES).ok_or(Error::Memory(bytes));
-        let (table, avail) = (alloc(Ring::table_bytes(size))?, alloc(Ring::avail_bytes(size))?);
-        let ring = Ring::new(size, config.event_idx, table, avail, alloc(Ring::used_bytes(size))?);
+        let ring = Ring::new(config, memory)?;
         let call = EventFd::new(EFD_NONBLOCK)?;
         let epoll = Epoll::new()?;
         epoll.ctl(ControlOperation::Add, call.as_raw_fd(), EpollEvent::new(EventSet::IN, 0))?;
-        let hang_up = EpollEvent::new(EventSet::READ_HANG_UP, HANG_UP);
-        epoll.ctl(ControlOperation::Add, socket.as_raw_fd(), hang_up)?;
+        watch(&epoll, &socket)?;
         Ok(Self {
             index,
             ring,
@@ -110,19 +110,40 @@ impl Queue {
         })
     }
 
+    /// Goes on with another connection. What is in flight stays in flight.
+    pub(crate) fn reattach(&mut self, socket: UnixStream) -> Result<()> {
+        // It may be closed already, and then it is not watched any more.
+        let _ = self.epoll.ctl(ControlOperation::Delete, self.socket.as_raw_fd(), EpollEvent::default());
+        watch(&self.epoll, &socket)?;
+        self.socket = socket;
+        Ok(())
+    }
+
     /// Its index.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// The bare ring.
-    pub fn ring(&self) -> &Ring {
-        &self.ring
+    /// The bare ring, which must be a split one.
+    ///
+    /// # Panics
+    /// If it is a packed one.
+    pub fn ring(&self) -> &SplitRing {
+        match &self.ring {
+            Ring::Split(ring) => ring,
+            Ring::Packed(_) => panic!("the queue has a packed ring"),
+        }
     }
 
-    /// The bare ring, to put nonsense into it.
-    pub fn ring_mut(&mut self) -> &mut Ring {
-        &mut self.ring
+    /// The bare ring, to put nonsense into it. It must be a split one.
+    ///
+    /// # Panics
+    /// If it is a packed one.
+    pub fn ring_mut(&mut self) -> &mut SplitRing {
+        match &mut self.ring {
+            Ring::Split(ring) => ring,
+            Ring::Packed(_) => panic!("the queue has a packed ring"),
+        }
     }
 
     /// The guest's memory.
@@ -132,11 +153,7 @@ impl Queue {
 
     /// Where the ring lies.
     pub fn addresses(&self) -> RingAddresses {
-        RingAddresses {
-            table: self.ring.table().host(),
-            avail: self.ring.avail().host(),
-            used: self.ring.used().host(),
-        }
+        self.ring.addresses()
     }
 
     pub(crate) fn err(&self) -> &EventFd {
@@ -195,34 +212,41 @@ impl Queue {
             chain.push(descriptor(base + at as u64, len, WRITE));
             at += len;
         }
-        let (head, descriptors, table) = self.place(&mut chain)?;
+        let (chain, descriptors, table) = self.place(chain)?;
+        let head = descriptors[0];
         let ticket = Ticket(self.next_unique());
         let flight = InFlight { ticket, reply: answer, reply_bytes, descriptors, _request: request, _table: table };
         self.in_flight.insert(head.into(), flight);
-        self.ring.push(head);
+        self.ring.push(head, &chain);
         self.publish();
         Ok(ticket)
     }
 
-    /// Links a chain and stores it: in a table of its own where indirect descriptors are on, else in the ring's.
-    fn place(&mut self, chain: &mut [Descriptor]) -> Result<(u16, Vec<u16>, Option<Buffer>)> {
-        if !self.indirect {
-            let heads = self.take_descriptors(chain.len())?;
-            link(chain, |position| heads[position]);
-            for (descriptor, &index) in chain.iter().zip(&heads) {
-                descriptor.store(self.ring.table(), index.into());
+    /// Puts a chain where it can be pushed from: into a table of its own where indirect descriptors are on, and into the
+    /// table of a split ring. Answers what to push, the descriptors taken for it, and the table.
+    pub(crate) fn place(&mut self, mut chain: Vec<Descriptor>) -> Result<Placed> {
+        let mut table = None;
+        if self.indirect {
+            let bytes = chain.len() * DESCRIPTOR_BYTES;
+            let buffer = self.memory.alloc(bytes, PAGE_BYTES).ok_or(Error::Memory(bytes))?;
+            link(&mut chain, |position| u16::try_from(position).unwrap_or(u16::MAX));
+            for (index, descriptor) in chain.iter().enumerate() {
+                match self.ring {
+                    Ring::Split(_) => descriptor.store(&buffer, index),
+                    Ring::Packed(_) => descriptor.store_packed(&buffer, index),
+                }
             }
-            return Ok((heads[0], heads, None));
+            chain = vec![descriptor(buffer.guest(), bytes, INDIRECT)];
+            table = Some(buffer);
         }
-        let bytes = chain.len() * DESCRIPTOR_BYTES;
-        let table = self.memory.alloc(bytes, PAGE_BYTES).ok_or(Error::Memory(bytes))?;
-        link(chain, |position| u16::try_from(position).unwrap_or(u16::MAX));
-        for (index, descriptor) in chain.iter().enumerate() {
-            descriptor.store(&table, index);
+        let heads = self.take_descriptors(chain.len())?;
+        if let Ring::Split(ring) = &self.ring {
+            link(&mut chain, |position| heads[position]);
+            for (descriptor, &index) in chain.iter().zip(&heads) {
+                descriptor.store(ring.table(), index.into());
+            }
         }
-        let heads = self.take_descriptors(1)?;
-        descriptor(table.guest(), bytes, INDIRECT).store(self.ring.table(), heads[0].into());
-        Ok((heads[0], heads, Some(table)))
+        Ok((chain, heads, table))
     }
 
     /// Takes `count` descriptors of the ring's table. Whoever takes them by hand keeps them.
@@ -355,6 +379,12 @@ impl Queue {
     pub fn is_connected(&self) -> bool {
         is_connected(&self.socket)
     }
+}
+
+/// Has the end of a connection end a sleep.
+fn watch(epoll: &Epoll, socket: &UnixStream) -> Result<()> {
+    let hang_up = EpollEvent::new(EventSet::READ_HANG_UP, HANG_UP);
+    Ok(epoll.ctl(ControlOperation::Add, socket.as_raw_fd(), hang_up)?)
 }
 
 pub(crate) fn descriptor(addr: u64, len: usize, flags: u16) -> Descriptor {

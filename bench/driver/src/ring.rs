@@ -1,11 +1,19 @@
-//! The driver's side of a split virtqueue (virtio 1.3, section 2.7).
+//! The driver's side of a virtqueue, split or packed.
 //!
-//! [`Ring`] is the bare mechanism: descriptors, the available ring, the used ring, and when to notify. It neither
-//! owns buffers nor checks what it is told to publish, so that a test can publish nonsense.
+//! [`Ring`] is the bare mechanism: descriptors, what is available, what is used, and when to notify. It neither owns
+//! buffers nor checks what it is told to publish, so that a test can publish nonsense.
 
-use std::sync::atomic::{Ordering, fence};
+mod packed;
+mod split;
 
-use crate::memory::{Buffer, Window};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::frontend::RingAddresses;
+use crate::memory::{Memory, PAGE_BYTES, Window};
+use crate::{Config, Error, Result};
+pub use packed::PackedRing;
+pub use split::SplitRing;
 
 /// The buffer continues in the descriptor `next` (VIRTQ_DESC_F_NEXT).
 pub const NEXT: u16 = 1;
@@ -17,12 +25,7 @@ pub const INDIRECT: u16 = 4;
 /// The size of a descriptor in memory.
 pub const DESCRIPTOR_BYTES: usize = 16;
 
-const NO_INTERRUPT: u16 = 1;
-const NO_NOTIFY: u16 = 1;
-/// How many completions may pass before a suppressed used event is moved on; well below half of 2^16.
-const SUPPRESS_REFRESH: u16 = 0x2000;
-
-/// One entry of a descriptor table.
+/// One entry of a split ring's descriptor table, or of an indirect one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Descriptor {
     /// Guest-physical address of the buffer.
@@ -39,192 +42,159 @@ impl Descriptor {
     /// Writes it as entry `index` of a table.
     #[inline]
     pub fn store(self, table: &Window, index: usize) {
+        self.store_halves(table, index, [self.flags, self.next]);
+    }
+
+    /// Writes it as entry `index` of an indirect table of a packed ring, where entries simply follow one another.
+    pub fn store_packed(self, table: &Window, index: usize) {
+        self.store_halves(table, index, [0, self.flags & !NEXT]);
+    }
+
+    #[inline]
+    fn store_halves(self, table: &Window, index: usize, [first, second]: [u16; 2]) {
         let at = index * DESCRIPTOR_BYTES;
         table.store_u64(at, self.addr);
         table.store_u32(at + 8, self.len);
-        table.store_u16(at + 12, self.flags, Ordering::Relaxed);
-        table.store_u16(at + 14, self.next, Ordering::Relaxed);
+        table.store_u16(at + 12, first, Ordering::Relaxed);
+        table.store_u16(at + 14, second, Ordering::Relaxed);
     }
 }
 
-/// One entry of the used ring.
+/// One used buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Used {
-    /// The head of the chain that the device is done with.
+    /// The head of the chain that the device is done with; in a packed ring, the buffer's identifier.
     pub id: u32,
     /// How many bytes it wrote.
     pub len: u32,
 }
 
-/// A split virtqueue in guest memory, seen by its driver.
+/// A virtqueue in guest memory, seen by its driver.
 #[derive(Debug)]
-pub struct Ring {
-    size: u16,
-    event_idx: bool,
-    table: Buffer,
-    avail: Buffer,
-    used: Buffer,
-    /// What the available index will be after the next [`Ring::publish`].
-    next_avail: u16,
-    /// The available index at the last [`Ring::publish`].
-    published: u16,
-    /// The first used entry not yet seen.
-    next_used: u16,
-    /// `next_used` when notifications were last suppressed.
-    suppressed_at: u16,
+pub enum Ring {
+    /// A split one.
+    Split(SplitRing),
+    /// A packed one.
+    Packed(PackedRing),
+}
+
+/// Calls the method of whichever ring it is.
+macro_rules! either {
+    ($ring:expr, $inner:ident => $call:expr) => {
+        match $ring {
+            Ring::Split($inner) => $call,
+            Ring::Packed($inner) => $call,
+        }
+    };
 }
 
 impl Ring {
-    /// A ring of `size` (a power of two) entries in three zeroed buffers of [`Ring::table_bytes`],
-    /// [`Ring::avail_bytes`] and [`Ring::used_bytes`].
-    pub fn new(size: u16, event_idx: bool, table: Buffer, avail: Buffer, used: Buffer) -> Self {
-        assert!(size.is_power_of_two(), "a split ring's size is a power of two");
-        Self { size, event_idx, table, avail, used, next_avail: 0, published: 0, next_used: 0, suppressed_at: 0 }
-    }
-
-    /// Size of the descriptor table.
-    pub fn table_bytes(size: u16) -> usize {
-        usize::from(size) * DESCRIPTOR_BYTES
-    }
-
-    /// Size of the available ring, with its event field.
-    pub fn avail_bytes(size: u16) -> usize {
-        6 + 2 * usize::from(size)
-    }
-
-    /// Size of the used ring, with its event field.
-    pub fn used_bytes(size: u16) -> usize {
-        6 + 8 * usize::from(size)
+    pub(crate) fn new(config: &Config, memory: &Arc<Memory>) -> Result<Self> {
+        let alloc = |bytes| memory.alloc(bytes, PAGE_BYTES).ok_or(Error::Memory(bytes));
+        let (size, event_idx) = (config.queue_size, config.event_idx);
+        let table = alloc(SplitRing::table_bytes(size))?;
+        if config.packed {
+            let events = [alloc(packed::EVENT_BYTES)?, alloc(packed::EVENT_BYTES)?];
+            return Ok(Self::Packed(PackedRing::new(size, event_idx, table, events)));
+        }
+        let (avail, used) = (alloc(SplitRing::avail_bytes(size))?, alloc(SplitRing::used_bytes(size))?);
+        Ok(Self::Split(SplitRing::new(size, event_idx, table, avail, used)))
     }
 
     /// The number of entries.
     pub fn size(&self) -> u16 {
-        self.size
+        either!(self, ring => ring.size())
     }
 
-    /// The descriptor table.
-    pub fn table(&self) -> &Window {
-        &self.table
+    /// Where its three parts lie.
+    pub fn addresses(&self) -> RingAddresses {
+        let [table, avail, used] = match self {
+            Self::Split(ring) => [ring.table(), ring.avail(), ring.used()],
+            Self::Packed(ring) => ring.parts(),
+        };
+        RingAddresses { table: table.host(), avail: avail.host(), used: used.host() }
     }
 
-    /// The available ring: flags, index, entries, used event.
-    pub fn avail(&self) -> &Window {
-        &self.avail
+    /// What SET_VRING_BASE says of a ring that was never used.
+    pub fn fresh_base(&self) -> u16 {
+        match self {
+            Self::Split(_) => 0,
+            // The wrap counter begins at 1.
+            Self::Packed(_) => 0x8000,
+        }
     }
 
-    /// The used ring: flags, index, entries, available event.
-    pub fn used(&self) -> &Window {
-        &self.used
+    /// What SET_VRING_BASE says after a server was lost, as QEMU has it: the used index where the ring tells it; the
+    /// server finds all else in the in-flight memory.
+    pub fn base_after_loss(&self) -> u16 {
+        match self {
+            Self::Split(ring) => ring.used().load_u16(2, Ordering::Acquire),
+            Self::Packed(_) => self.fresh_base(),
+        }
     }
 
-    /// The index of the first used entry not yet seen.
-    pub fn next_used(&self) -> u16 {
-        self.next_used
-    }
-
-    /// The available index that the next [`Ring::publish`] shows.
-    pub fn next_avail(&self) -> u16 {
-        self.next_avail
-    }
-
-    /// Puts `head` into the available ring. The device sees it after [`Ring::publish`].
+    /// Makes a chain available under `id`: in a split ring the number of its first descriptor, which is in the table
+    /// already. The device sees it after [`Ring::publish`].
     #[inline]
-    pub fn push(&mut self, head: u16) {
-        let slot = usize::from(self.next_avail & (self.size - 1));
-        self.avail.store_u16(4 + 2 * slot, head, Ordering::Relaxed);
-        self.next_avail = self.next_avail.wrapping_add(1);
-    }
-
-    /// Moves the index on by `entries` without writing entries (the next [`Ring::publish`] shows it).
-    pub fn jump(&mut self, entries: u16) {
-        self.next_avail = self.next_avail.wrapping_add(entries);
+    pub fn push(&mut self, id: u16, chain: &[Descriptor]) {
+        match self {
+            Self::Split(ring) => ring.push(id),
+            Self::Packed(ring) => ring.push(id, chain),
+        }
     }
 
     /// Shows the device what was pushed; says whether it wants a kick for it.
     #[inline]
     pub fn publish(&mut self) -> bool {
-        let old = std::mem::replace(&mut self.published, self.next_avail);
-        // Release: the device that sees the index sees descriptors, entries and request bytes.
-        self.avail.store_u16(2, self.next_avail, Ordering::Release);
-        // The store above must be visible before the load below, or both sides could go to sleep (2.7.13.4.1).
-        fence(Ordering::SeqCst);
-        if self.event_idx {
-            let event = self.used.load_u16(4 + 8 * usize::from(self.size), Ordering::Relaxed);
-            event_passed(event, self.next_avail, old)
-        } else {
-            self.used.load_u16(0, Ordering::Relaxed) & NO_NOTIFY == 0
-        }
+        either!(self, ring => ring.publish())
     }
 
-    /// Whether a used entry waits.
+    /// Whether a used buffer waits.
     #[inline]
     pub fn has_used(&self) -> bool {
-        self.used.load_u16(2, Ordering::Acquire) != self.next_used
+        either!(self, ring => ring.has_used())
     }
 
-    /// How many used entries wait, by the device's word.
+    /// How many used buffers wait, by the device's word.
     #[inline]
     pub fn waiting_used(&self) -> u16 {
-        self.used.load_u16(2, Ordering::Acquire).wrapping_sub(self.next_used)
+        either!(self, ring => ring.waiting_used())
     }
 
-    /// The next used entry, if there is one.
+    /// The next used buffer, if there is one.
     #[inline]
     pub fn pop(&mut self) -> Option<Used> {
-        // Acquire: whoever sees the index sees the entry and what the device wrote.
-        if !self.has_used() {
-            return None;
-        }
-        Some(self.pop_ready())
+        either!(self, ring => ring.pop())
     }
 
-    /// The next used entry, of which [`Ring::waiting_used`] has said that it is there.
+    /// The next used buffer, of which [`Ring::waiting_used`] has said that it is there.
     #[inline]
     pub fn pop_ready(&mut self) -> Used {
-        let slot = usize::from(self.next_used & (self.size - 1));
-        self.next_used = self.next_used.wrapping_add(1);
-        Used { id: self.used.load_u32(4 + 8 * slot), len: self.used.load_u32(8 + 8 * slot) }
+        either!(self, ring => ring.pop_ready())
     }
 
-    /// Asks the device for a call at the next used entry. True when one has come in the meantime: do not sleep.
+    /// Asks the device for a call at the next used buffer. True when one has come in the meantime: do not sleep.
     pub fn want_call(&mut self) -> bool {
-        if self.event_idx {
-            self.avail.store_u16(self.used_event_at(), self.next_used, Ordering::Relaxed);
-        } else {
-            self.avail.store_u16(0, 0, Ordering::Relaxed);
-        }
-        fence(Ordering::SeqCst);
-        self.has_used()
+        either!(self, ring => ring.want_call())
     }
 
     /// Asks the device for no calls.
     pub fn suppress_calls(&mut self) {
-        self.suppressed_at = self.next_used;
-        if self.event_idx {
-            // An event that lies behind: it is not passed again until the index has gone all the way round.
-            self.avail.store_u16(self.used_event_at(), self.next_used.wrapping_sub(1), Ordering::Relaxed);
-        } else {
-            self.avail.store_u16(0, NO_INTERRUPT, Ordering::Relaxed);
-        }
+        either!(self, ring => ring.suppress_calls());
     }
 
     /// Keeps calls suppressed over any number of completions; to be called now and then while polling.
     #[inline]
     pub fn keep_suppressed(&mut self) {
-        if self.event_idx && self.next_used.wrapping_sub(self.suppressed_at) >= SUPPRESS_REFRESH {
-            self.suppress_calls();
+        if let Self::Split(ring) = self {
+            ring.keep_suppressed();
         }
     }
 
-    /// Starts over at available and used index `base`, as after GET_VRING_BASE and SET_VRING_BASE.
+    /// Starts over where the device stopped, as after GET_VRING_BASE and SET_VRING_BASE: what it has not taken is
+    /// available no more.
     pub fn restart(&mut self, base: u16) {
-        (self.next_avail, self.published) = (base, base);
-        self.next_used = self.used.load_u16(2, Ordering::Acquire);
-        self.avail.store_u16(2, base, Ordering::Release);
-    }
-
-    fn used_event_at(&self) -> usize {
-        4 + 2 * usize::from(self.size)
+        either!(self, ring => ring.restart(base));
     }
 }
 
@@ -232,77 +202,4 @@ impl Ring {
 #[inline]
 fn event_passed(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::memory::Memory;
-
-    fn ring(size: u16, event_idx: bool) -> Ring {
-        let memory = Memory::new(1 << 20, 1).unwrap();
-        let alloc = |bytes| memory.alloc(bytes, 4096).unwrap();
-        Ring::new(
-            size,
-            event_idx,
-            alloc(Ring::table_bytes(size)),
-            alloc(Ring::avail_bytes(size)),
-            alloc(Ring::used_bytes(size)),
-        )
-    }
-
-    /// What a device would do: complete the entry at `index`.
-    fn complete(ring: &Ring, index: u16, used: Used) {
-        let slot = usize::from(index & (ring.size() - 1));
-        ring.used().store_u32(4 + 8 * slot, used.id);
-        ring.used().store_u32(8 + 8 * slot, used.len);
-        ring.used().store_u16(2, index.wrapping_add(1), Ordering::Release);
-    }
-
-    #[test]
-    fn entries_go_round_past_the_index_wrap() {
-        let mut ring = ring(8, false);
-        for n in 0..70_000_u32 {
-            let index = u16::try_from(n % 65536).unwrap();
-            ring.push(index % 8);
-            assert!(ring.publish());
-            assert_eq!(ring.avail().load_u16(2, Ordering::Acquire), index.wrapping_add(1));
-            assert_eq!(ring.pop(), None);
-            complete(&ring, index, Used { id: n % 8, len: n });
-            assert_eq!(ring.pop(), Some(Used { id: n % 8, len: n }));
-        }
-    }
-
-    #[test]
-    fn kicks_follow_the_device() {
-        let mut plain = ring(8, false);
-        plain.used().store_u16(0, NO_NOTIFY, Ordering::Relaxed);
-        plain.push(0);
-        assert!(!plain.publish());
-
-        let mut event = ring(8, true);
-        event.used().store_u16(4 + 8 * 8, 1, Ordering::Relaxed); // The device wants to hear of entry 1.
-        event.push(0);
-        assert!(!event.publish());
-        event.push(1);
-        assert!(event.publish());
-        event.push(2);
-        assert!(!event.publish());
-    }
-
-    #[test]
-    fn a_suppressed_event_is_never_passed() {
-        let mut ring = ring(8, true);
-        ring.suppress_calls();
-        for n in 0..200_000_u32 {
-            let index = u16::try_from(n % 65536).unwrap();
-            complete(&ring, index, Used { id: 0, len: 0 });
-            let event = ring.avail().load_u16(4 + 2 * 8, Ordering::Relaxed);
-            assert!(!event_passed(event, index.wrapping_add(1), index));
-            ring.pop();
-            ring.keep_suppressed();
-        }
-        assert!(!ring.want_call());
-        assert_eq!(ring.avail().load_u16(4 + 2 * 8, Ordering::Relaxed), ring.next_used());
-    }
 }

@@ -63,6 +63,7 @@ fn load(native: Native, place: Place<'_>) -> Load {
         queue_size: 1024,
         event_idx: true,
         indirect: true,
+        packed: false,
         depth,
         block: 4096,
         random: true,

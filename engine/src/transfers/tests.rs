@@ -6,6 +6,8 @@ use std::path::Path;
 
 use ferry_vfs::OFlags;
 
+use super::learnt::READ_TRIES;
+use super::pending::RING_BATCH_MIN;
 use super::*;
 
 fn segments(bytes: &mut [u8], pieces: usize) -> Vec<Segment> {
@@ -168,6 +170,66 @@ fn drop_waits_for_what_is_under_way() {
     late.join().unwrap();
 }
 
+#[test]
+fn adjacent_transfers_are_made_as_one() {
+    everywhere(|transfers, dir| {
+        let file = open(&dir.join("file"), OFlags::CREATE | OFlags::RDWR);
+        let mut source: Vec<u8> = (0..4096u32).map(|n| (n % 241) as u8).collect();
+        for (index, piece) in source.chunks_mut(512).enumerate() {
+            // SAFETY: `source` outlives the run.
+            unsafe { transfers.queue(index as u64, WRITE, Arc::clone(&file), 512 * index as u64, segments(piece, 2)) };
+        }
+        assert_eq!((transfers.queued.len(), transfers.unfinished()), (1, 1));
+        assert!(run(transfers).iter().map(|(_, outcome)| outcome.as_ref().unwrap()).eq(&[512; 8]));
+        let mut target = vec![0u8; 6 * 1024];
+        for (index, piece) in target.chunks_mut(1024).enumerate() {
+            // SAFETY: `target` outlives the run.
+            unsafe {
+                let at = 512 + 1024 * index as u64;
+                transfers.queue(index as u64, Operation::Read, Arc::clone(&file), at, segments(piece, 3));
+            }
+        }
+        assert_eq!(transfers.queued.len(), 1);
+        let counts: Vec<usize> = run(transfers).into_iter().map(|(_, outcome)| outcome.unwrap()).collect();
+        assert_eq!(counts, [1024, 1024, 1024, 512, 0, 0], "the file ends in the middle");
+        assert!(target[..3584] == source[512..]);
+        // A gap, another file and another kind are not adjacent.
+        let other = open(&dir.join("file"), OFlags::RDWR);
+        for (file, at, operation) in
+            [(&file, 0, WRITE), (&file, 1024, WRITE), (&other, 1536, WRITE), (&other, 2048, Operation::Read)]
+        {
+            // SAFETY: `source` outlives the run.
+            unsafe { transfers.queue(1, operation, Arc::clone(file), at, segments(&mut source[..512], 1)) };
+        }
+        assert_eq!(transfers.queued.len(), 4);
+        run(transfers);
+    });
+}
+
+#[test]
+fn a_failure_hits_only_the_transfer_that_it_belongs_to() {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+    for mode in [IoMode::Uring, IoMode::Sync] {
+        let mut transfers = Transfers::new(mode, 64).unwrap();
+        let fd = memfd_create("ferry-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&fd, 1024).unwrap();
+        fcntl_add_seals(&fd, SealFlags::GROW).unwrap();
+        let file = Arc::new(Backing::new(fd));
+        let mut source = vec![7u8; 2048];
+        for (index, piece) in source.chunks_mut(512).enumerate() {
+            // SAFETY: `source` outlives the run.
+            unsafe { transfers.queue(index as u64, WRITE, Arc::clone(&file), 512 * index as u64, segments(piece, 1)) };
+        }
+        assert_eq!(transfers.queued.len(), 1);
+        let outcomes: Vec<bool> = run(&mut transfers).iter().map(|(_, outcome)| outcome.is_ok()).collect();
+        assert_eq!(outcomes, [true, true, false, false]);
+        let mut back = [0u8; 1024];
+        assert_eq!(rustix::io::pread(&*file, &mut back, 0), Ok(1024));
+        assert_eq!(back, [7; 1024]);
+    }
+}
+
 /// Memory that says what it has.
 #[derive(Debug)]
 struct Half(std::sync::Mutex<[u8; 8]>);
@@ -209,5 +271,13 @@ fn memory_comes_before_the_descriptor() {
             let (_, told) = transfers.next_done().unwrap();
             assert_eq!(told.map(|_| &bytes[..]).map_err(|error| error.raw_os_error().unwrap()), outcome);
         }
+        // Adjacent transfers stay apart: what memory answers to one is not asked of the descriptor again.
+        let mut bytes = [0; 8];
+        for (offset, half) in (0..).step_by(4).zip(bytes.chunks_mut(4)) {
+            // SAFETY: `bytes` outlives the run.
+            unsafe { transfers.queue(offset, WRITE, Arc::clone(&file), offset, segments(half, 1)) };
+        }
+        assert_eq!(transfers.queued.len(), 2);
+        assert!(run(transfers).iter().all(|(_, outcome)| outcome.is_err()));
     });
 }

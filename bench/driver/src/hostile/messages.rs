@@ -7,7 +7,7 @@ use std::path::Path;
 use super::subject::{QUEUE, config};
 use super::{Answer, Case, Expect, Options, Recovery, Subject};
 use crate::frontend::connect;
-use crate::ring::Ring;
+use crate::ring::SplitRing;
 use crate::{Driver, Error, ROOT, Result};
 
 const GET_FEATURES: u32 = 1;
@@ -109,7 +109,7 @@ fn connections() -> Vec<Case> {
             let mut driver = Driver::negotiate(socket, config())?;
             let mut parameters = driver.parameters(QUEUE, 0);
             let region = &driver.memory().regions()[1];
-            parameters.addresses.used = region.host() + region.len() as u64 - Ring::used_bytes(16) as u64 / 4 * 4;
+            parameters.addresses.used = region.host() + region.len() as u64 - SplitRing::used_bytes(16) as u64 / 4 * 4;
             driver.start_with(QUEUE, parameters)?;
             match driver.queue(QUEUE).wait_used(options.drop_after) {
                 Err(Error::TimedOut(_)) => Ok(Answer::Dropped),

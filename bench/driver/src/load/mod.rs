@@ -61,6 +61,8 @@ pub struct Load {
     pub event_idx: bool,
     /// Use indirect descriptors.
     pub indirect: bool,
+    /// Use packed rings.
+    pub packed: bool,
     /// Requests in flight per queue.
     pub depth: usize,
     /// Bytes per READ or WRITE.
@@ -92,6 +94,7 @@ impl Load {
             memory_bytes: self.queues * (self.depth * slot + (1 << 20)) + OTHER_BYTES,
             event_idx: self.event_idx,
             indirect: self.indirect,
+            packed: self.packed,
             ..Config::default()
         }
     }
@@ -130,7 +133,6 @@ impl Load {
     fn orders(&self, template: Template, seconds: Option<f64>, requests: Option<u64>, stall: Duration) -> Orders {
         Orders {
             template,
-            indirect: self.indirect,
             depth: self.depth,
             sleep: self.sleep,
             verify: self.verify,

@@ -1,8 +1,8 @@
 //! Prebuilt requests: what stays the same is written once; only `unique` and the offset change.
 
 use crate::memory::{Buffer, PAGE_BYTES};
-use crate::queue::{descriptor, link};
-use crate::ring::{DESCRIPTOR_BYTES, Descriptor, INDIRECT, WRITE};
+use crate::queue::descriptor;
+use crate::ring::{Descriptor, WRITE};
 use crate::{Error, Queue, Result};
 
 /// Where a request's `unique` is (struct fuse_in_header).
@@ -51,8 +51,10 @@ pub(super) struct Slot {
     reply: Buffer,
     data: Option<Buffer>,
     _table: Option<Buffer>,
-    /// The descriptor that is published.
+    /// The number that it is published under.
     pub(super) head: u16,
+    /// What is pushed into a packed ring, which keeps no descriptors.
+    pub(super) chain: Vec<Descriptor>,
     expected_len: u32,
     unique: u64,
     /// The offset of the request in flight.
@@ -63,7 +65,7 @@ pub(super) struct Slot {
 
 impl Slot {
     /// Builds the request and its chain.
-    pub(super) fn new(queue: &mut Queue, template: &Template, indirect: bool) -> Result<Self> {
+    pub(super) fn new(queue: &mut Queue, template: &Template) -> Result<Self> {
         let memory = queue.memory().clone();
         let alloc = |bytes: usize, align| memory.alloc(bytes, align).ok_or(Error::Memory(bytes));
         let request = alloc(template.request.len(), 64)?;
@@ -73,11 +75,11 @@ impl Slot {
             Data::None => None,
             Data::In(bytes) | Data::Out(bytes) => Some(alloc(bytes, PAGE_BYTES)?),
         };
-        let (mut chain, expected) = chain(template, &request, &reply, data.as_ref());
-        let table = if indirect { Some(alloc(chain.len() * DESCRIPTOR_BYTES, 64)?) } else { None };
-        let head = place(queue, &mut chain, table.as_ref())?;
+        let (chain, expected) = chain(template, &request, &reply, data.as_ref());
+        let (chain, heads, table) = queue.place(chain)?;
+        let head = heads[0];
         let expected_len = u32::try_from(expected).map_err(|_| Error::Memory(expected))?;
-        Ok(Self { request, reply, data, _table: table, head, expected_len, unique: 0, offset: 0, sent_ns: 0 })
+        Ok(Self { request, reply, data, _table: table, head, chain, expected_len, unique: 0, offset: 0, sent_ns: 0 })
     }
 
     /// Rewrites what differs from the request before.
@@ -153,23 +155,4 @@ fn chain(template: &Template, request: &Buffer, reply: &Buffer, data: Option<&Bu
         expected += bytes;
     }
     (chain, expected)
-}
-
-/// Stores a chain where it stays for good; returns its head.
-fn place(queue: &mut Queue, chain: &mut [Descriptor], table: Option<&Buffer>) -> Result<u16> {
-    if let Some(table) = table {
-        link(chain, |position| u16::try_from(position).unwrap_or(u16::MAX));
-        for (index, descriptor) in chain.iter().enumerate() {
-            descriptor.store(table, index);
-        }
-        let head = queue.take_descriptors(1)?[0];
-        descriptor(table.guest(), chain.len() * DESCRIPTOR_BYTES, INDIRECT).store(queue.ring().table(), head.into());
-        return Ok(head);
-    }
-    let heads = queue.take_descriptors(chain.len())?;
-    link(chain, |position| heads[position]);
-    for (descriptor, &index) in chain.iter().zip(&heads) {
-        descriptor.store(queue.ring().table(), index.into());
-    }
-    Ok(heads[0])
 }

@@ -24,7 +24,6 @@ const LATENCY_NS_MAX: u64 = 60_000_000_000;
 #[derive(Debug, Clone)]
 pub(super) struct Orders {
     pub(super) template: Template,
-    pub(super) indirect: bool,
     pub(super) depth: usize,
     pub(super) sleep: bool,
     /// Compare what is read with the pattern; write the pattern of the place.
@@ -96,9 +95,9 @@ pub(super) struct Lane<'a> {
 impl<'a> Lane<'a> {
     /// Builds the requests of a queue.
     pub(super) fn new(queue: &'a mut Queue, orders: &Orders, cursor: Cursor) -> Result<Self> {
-        let make = |_| Slot::new(queue, &orders.template, orders.indirect);
+        let make = |_| Slot::new(queue, &orders.template);
         let slots: Vec<_> = (0..orders.depth).map(make).collect::<Result<_>>()?;
-        let mut by_head = vec![u16::MAX; queue.ring().size().into()];
+        let mut by_head = vec![u16::MAX; queue.ring.size().into()];
         for (slot, index) in slots.iter().zip(0..) {
             by_head[usize::from(slot.head)] = index;
         }
@@ -119,7 +118,7 @@ impl<'a> Lane<'a> {
             pattern::fill(&mut block, slot.offset, pattern::SEED_WRITTEN);
             slot.write_data(&block);
         }
-        self.queue.ring.push(slot.head);
+        self.queue.ring.push(slot.head, &slot.chain);
         self.left -= 1;
         self.in_flight += 1;
     }

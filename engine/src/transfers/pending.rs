@@ -1,0 +1,197 @@
+//! One transfer: trying it at once, taking in its results, and joining it with those that follow on.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::sync::Arc;
+
+use ferry_vfs::{Backing, Segment};
+
+use super::Operation;
+use super::learnt::{READ_CANNOT_TRY, READ_TRIES, WRITE_CANNOT_TRY};
+use crate::memory::move_now;
+use crate::ring::SEGMENTS_MAX;
+
+/// From how many reads on a ring's one call for all is cheaper than a call for each.
+pub(super) const RING_BATCH_MIN: usize = 3;
+
+/// Adjacent transfers are made as one up to this size, which is about what disks take in one command.
+const MERGED_BYTES_MAX: usize = 1 << 20;
+/// And up to about so many pieces of memory, far below what one call takes.
+const MERGED_SEGMENTS_MAX: usize = SEGMENTS_MAX / 4;
+
+/// A transfer, or several adjacent ones that are made as one.
+pub(super) struct Pending {
+    pub(super) token: u64,
+    pub(super) operation: Operation,
+    pub(super) file: Option<Arc<Backing>>,
+    pub(super) offset: u64,
+    pub(super) segments: Vec<Segment>,
+    /// Segments wholly done.
+    pub(super) first: usize,
+    pub(super) done: usize,
+    pub(super) wanted: usize,
+    /// All transfers that are made as this one, in the order of their bytes; empty if it is just one.
+    pub(super) merged: Vec<Part>,
+}
+
+/// One of several adjacent transfers that are made as one.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    pub(super) token: u64,
+    pub(super) bytes: usize,
+    pub(super) segments: usize,
+}
+
+impl Pending {
+    /// Whether a transfer at `offset` can be made together with this one. What lies in memory is moved without a system
+    /// call, so there is nothing to save; and its failures are not to be tried again on the descriptor.
+    pub(super) fn is_followed_by(&self, operation: Operation, file: &Arc<Backing>, offset: u64) -> bool {
+        self.operation == operation
+            && !matches!(operation, Operation::Fsync { .. })
+            && self.offset.checked_add(self.wanted as u64) == Some(offset)
+            && self.wanted < MERGED_BYTES_MAX
+            && self.segments.len() < MERGED_SEGMENTS_MAX
+            && self.file.as_ref().is_some_and(|own| Arc::ptr_eq(own, file) && own.memory().is_none())
+    }
+
+    /// Makes a transfer that follows on a part of this one.
+    pub(super) fn append(&mut self, token: u64, segments: impl IntoIterator<Item = Segment>) {
+        if self.merged.is_empty() {
+            self.merged.push(Part { token: self.token, bytes: self.wanted, segments: self.segments.len() });
+        }
+        let before = self.segments.len();
+        self.segments.extend(segments);
+        let own = &self.segments[before..];
+        let bytes = own.iter().map(|segment| segment.bytes).sum();
+        self.merged.push(Part { token, bytes, segments: own.len() });
+        self.wanted += bytes;
+    }
+
+    pub(super) fn fd(&self) -> RawFd {
+        self.file.as_ref().map_or(-1, |file| file.as_fd().as_raw_fd())
+    }
+
+    /// Makes the transfer in memory, if it can be.
+    pub(super) fn move_now(&self) -> Option<io::Result<usize>> {
+        let file = self.file.as_deref()?;
+        // SAFETY: the memory is valid by the contract of `queue`.
+        unsafe { move_now(self.operation, file, self.offset, &self.segments) }
+    }
+
+    /// Ends the transfer here and now if that needs no waiting, or if waiting is the best that can be done.
+    pub(super) fn try_now(&mut self, has_ring: bool, batch: usize) -> Option<io::Result<usize>> {
+        let learnt = self.file.as_ref().map_or(0, |file| file.learnt());
+        // What lies in memory has nothing to wait for, whatever the flags say.
+        let in_memory = self.file.as_ref().is_some_and(|file| file.memory().is_some());
+        match self.operation {
+            _ if !has_ring || in_memory => return Some(self.wait_for_it()),
+            _ if self.file.as_ref().is_some_and(|file| file.waits()) => return None,
+            Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return None,
+            Operation::Read if learnt & READ_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
+            Operation::Read if learnt & READ_TRIES != 0 && batch >= RING_BATCH_MIN => return None,
+            Operation::Write { .. } if learnt & WRITE_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
+            _ => {}
+        }
+        let is_read = self.operation == Operation::Read;
+        loop {
+            let outcome = self.call(libc::RWF_NOWAIT);
+            match &outcome {
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EAGAIN) => {
+                        if let (true, Some(file)) = (is_read, &self.file) {
+                            file.learn(READ_TRIES);
+                        }
+                        return None;
+                    }
+                    Some(libc::EOPNOTSUPP) => {
+                        if let Some(file) = &self.file {
+                            file.learn(if is_read { READ_CANNOT_TRY } else { WRITE_CANNOT_TRY });
+                        }
+                        return Some(self.wait_for_it());
+                    }
+                    _ => {}
+                },
+                Ok(_) if is_read && learnt & READ_TRIES == 0 => {
+                    if let Some(file) = &self.file {
+                        file.learn(READ_TRIES);
+                    }
+                }
+                Ok(_) => {}
+            }
+            if let Some(outcome) = self.advance(outcome) {
+                return Some(outcome);
+            }
+        }
+    }
+
+    pub(super) fn wait_for_it(&mut self) -> io::Result<usize> {
+        loop {
+            let outcome = self.call(0);
+            if let Some(outcome) = self.advance(outcome) {
+                return outcome;
+            }
+        }
+    }
+
+    /// Takes in one result. Answers the transfer's outcome, or `None` if there is more to do.
+    pub(super) fn advance(&mut self, outcome: io::Result<usize>) -> Option<io::Result<usize>> {
+        let count = match outcome {
+            Ok(count) => count,
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => return None,
+                _ if !self.merged.is_empty() => return Some(Err(error)),
+                // What was moved before the error is told; the client meets the error where it asks for the rest.
+                _ if self.done > 0 && self.operation != Operation::Read => return Some(Ok(self.done)),
+                _ => return Some(Err(error)),
+            },
+        };
+        self.done += count;
+        if !self.merged.is_empty() {
+            return Some(Ok(self.done));
+        }
+        // A short read may be the end of the file or a failure in the middle: only the next one tells.
+        // A short write is told as it is.
+        let told = self.operation != Operation::Read && !self.was_cut(count);
+        if told || count == 0 || self.done >= self.wanted {
+            return Some(Ok(self.done));
+        }
+        let mut count = count;
+        while let Some(segment) = self.segments.get_mut(self.first) {
+            if count < segment.bytes {
+                segment.address = segment.address.wrapping_add(count);
+                segment.bytes -= count;
+                break;
+            }
+            count -= segment.bytes;
+            self.first += 1;
+        }
+        None
+    }
+
+    /// Whether a count is all that one call could be given, with more pieces than that to go.
+    fn was_cut(&self, count: usize) -> bool {
+        let left = &self.segments[self.first..];
+        left.len() > SEGMENTS_MAX && left[..SEGMENTS_MAX].iter().map(|segment| segment.bytes).sum::<usize>() == count
+    }
+
+    fn call(&self, flags: libc::c_int) -> io::Result<usize> {
+        let segments = &self.segments[self.first..];
+        let count = libc::c_int::try_from(segments.len().min(SEGMENTS_MAX)).unwrap_or(0);
+        let iov = segments.as_ptr().cast();
+        let Ok(offset) = libc::off_t::try_from(self.offset + self.done as u64) else {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        };
+        let moved = match self.operation {
+            // SAFETY: the descriptor is open (`self.file`), the memory valid by the contract of `queue`, and
+            // `Segment` is laid out as `iovec`.
+            Operation::Read => unsafe { libc::preadv2(self.fd(), iov, count, offset, flags) },
+            // SAFETY: as above.
+            Operation::Write { .. } => unsafe { libc::pwritev2(self.fd(), iov, count, offset, flags) },
+            // SAFETY: no memory is involved.
+            Operation::Fsync { data_only: false } => unsafe { libc::fsync(self.fd()) as isize },
+            // SAFETY: no memory is involved.
+            Operation::Fsync { data_only: true } => unsafe { libc::fdatasync(self.fd()) as isize },
+        };
+        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+    }
+}

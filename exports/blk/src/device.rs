@@ -1,0 +1,117 @@
+//! The block device (VIRTIO 1.3, section 5.2).
+
+use std::sync::Arc;
+
+use ferry_vhost::{Device, Port, WorkerOptions};
+use ferry_wire::blk::{Config, DeviceFeatures};
+
+use crate::Options;
+use crate::handler::{Handler, Reply};
+use crate::state::State;
+
+/// The most pieces of memory in a request: what fits, with header and status, into the queues of 128 entries that VMMs
+/// make unless told otherwise.
+const SEGMENTS_MAX: u32 = 126;
+
+/// A disk as a device.
+pub(crate) struct Blk {
+    state: Arc<State>,
+    options: Options,
+    /// One for each queue, but no more than there are CPUs for them to run on.
+    workers: usize,
+}
+
+impl Blk {
+    pub(crate) fn new(state: Arc<State>, options: Options) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self { state, workers: options.queues.min(cpus), options }
+    }
+
+    fn features_offered(&self) -> DeviceFeatures {
+        let disk = self.state.features;
+        let always = DeviceFeatures::SEG_MAX | DeviceFeatures::BLK_SIZE | DeviceFeatures::TOPOLOGY | DeviceFeatures::MQ;
+        let cache = DeviceFeatures::FLUSH | DeviceFeatures::CONFIG_WCE;
+        [
+            (disk.read_only, DeviceFeatures::RO),
+            (!disk.read_only && self.state.may_cache(), cache),
+            (!disk.read_only && disk.discard, DeviceFeatures::DISCARD),
+            (!disk.read_only, DeviceFeatures::WRITE_ZEROES),
+        ]
+        .into_iter()
+        .filter(|(offered, _)| *offered)
+        .fold(always, |all, (_, one)| all | one)
+    }
+}
+
+impl Device for Blk {
+    type Handler = Handler;
+    type Session = ();
+
+    fn queue_count(&self) -> usize {
+        self.options.queues
+    }
+
+    fn features(&self) -> u64 {
+        self.features_offered().0
+    }
+
+    fn config(&self) -> Option<Vec<u8>> {
+        let geometry = self.state.geometry();
+        let config = Config {
+            limits: self.state.limits(geometry.logical_block_bytes),
+            physical_block_bytes: geometry.physical_block_bytes,
+            optimal_io_bytes: geometry.optimal_io_bytes,
+            discard_bytes: geometry.discard_bytes,
+            segments_max: SEGMENTS_MAX,
+            queues: u16::try_from(self.options.queues).unwrap_or(1),
+            writeback: self.state.is_writeback(),
+        };
+        Some(config.encode().into())
+    }
+
+    fn write_config(&self, (): &(), offset: u32, bytes: &[u8]) -> bool {
+        match (usize::try_from(offset), bytes) {
+            (Ok(Config::WRITEBACK_OFFSET), [on]) if self.state.may_cache() => {
+                self.state.set_writeback(*on != 0);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn changes_config(&self) -> bool {
+        true
+    }
+
+    fn tracks_in_flight(&self) -> bool {
+        true
+    }
+
+    fn negotiated(&self, (): &(), features: u64) {
+        self.state.negotiated(DeviceFeatures(features));
+    }
+
+    fn reset(&self, (): &()) {
+        self.state.reset();
+    }
+
+    fn worker_count(&self) -> usize {
+        self.workers
+    }
+
+    fn worker_of(&self, index: usize) -> usize {
+        index % self.workers
+    }
+
+    fn worker_options(&self, index: usize) -> WorkerOptions {
+        WorkerOptions { name: format!("blk-{index}"), io: self.options.io, poll: self.options.poll }
+    }
+
+    fn session(&self) {
+        self.state.reset();
+    }
+
+    fn handler(&self, _: &Arc<()>, _: usize, port: Arc<Port<Reply>>) -> Handler {
+        Handler::new(Arc::clone(&self.state), port)
+    }
+}

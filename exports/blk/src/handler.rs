@@ -1,0 +1,256 @@
+//! From descriptor chains to the disk and back.
+
+use std::io;
+use std::sync::Arc;
+
+use ferry_vfs::{BlockRange, Data, Errno, Input, Output};
+use ferry_vhost::{Answer, Chain, Io, Port, QueueHandler};
+use ferry_wire::blk::{
+    HEADER_BYTES, ID_BYTES, Limits, RANGE_BYTES, RANGES_MAX, Range, Refusal, Request, Sizes, Status,
+};
+
+use crate::slow::{self, Job};
+use crate::state::State;
+
+/// The most that is filled for a request that failed. Linux makes no larger ones, and whoever does is not to keep us busy
+/// for nothing.
+const FILLED_BYTES_MAX: usize = 4 << 20;
+
+static ZEROS: [u8; 4096] = [0; 4096];
+
+/// How a request that was served elsewhere ended.
+pub(crate) struct Reply {
+    pub(crate) status: Status,
+    /// What the driver is to read.
+    pub(crate) data: Vec<u8>,
+}
+
+impl Reply {
+    pub(crate) fn failed(error: Errno) -> Self {
+        let status = if error == Errno::NOTSUP { Status::Unsupported } else { Status::IoError };
+        Self { status, data: Vec::new() }
+    }
+}
+
+/// A transfer under way.
+#[derive(Clone, Copy, Default)]
+struct Wanted {
+    /// How much it has to move to have succeeded.
+    bytes: usize,
+    is_read: bool,
+}
+
+/// Serves one worker's queues.
+pub(crate) struct Handler {
+    state: Arc<State>,
+    port: Arc<Port<Reply>>,
+    logical_block_bytes: u32,
+    /// By the low half of the token.
+    under_way: Vec<Wanted>,
+}
+
+/// The part of a chain that a read fills.
+struct Into<'a> {
+    chain: &'a Chain,
+    filled: usize,
+    room: usize,
+}
+
+impl Output for Into<'_> {
+    fn put(&mut self, bytes: &[u8]) -> usize {
+        let count = self.chain.write_at(self.filled, &bytes[..bytes.len().min(self.room - self.filled)]);
+        self.filled += count;
+        count
+    }
+}
+
+/// The part of a chain that is to be written.
+struct From<'a> {
+    chain: &'a Chain,
+    taken: usize,
+}
+
+impl Input for From<'_> {
+    fn take(&mut self, bytes: &mut [u8]) -> usize {
+        let count = self.chain.read_at(HEADER_BYTES + self.taken, bytes);
+        self.taken += count;
+        count
+    }
+}
+
+impl Handler {
+    pub(crate) fn new(state: Arc<State>, port: Arc<Port<Reply>>) -> Self {
+        let logical_block_bytes = state.geometry().logical_block_bytes;
+        Self { state, port, logical_block_bytes, under_way: Vec::new() }
+    }
+
+    fn read(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
+        let at = BlockRange { offset, bytes: bytes as u64, alignment: alignment(chain.writable(0, bytes)) };
+        if self.state.features.slow {
+            return self.slowly(io, Job::Read(at));
+        }
+        match self.state.disk.read(&at, &mut Into { chain, filled: 0, room: bytes }) {
+            Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, bytes)),
+            Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
+            Ok(Data::Extent(extent)) => {
+                self.note(io.token(), Wanted { bytes, is_read: true });
+                io.read(extent.file, extent.offset, 0, bytes)
+            }
+            Err(error) => self.fail(chain, error),
+        }
+    }
+
+    fn write(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
+        let at = BlockRange { offset, bytes: bytes as u64, alignment: alignment(chain.readable(HEADER_BYTES, bytes)) };
+        let durable = !self.state.is_writeback();
+        if self.state.features.slow {
+            let mut copy = vec![0; bytes];
+            chain.read_at(HEADER_BYTES, &mut copy);
+            return self.slowly(io, Job::Write { at, durable, bytes: copy });
+        }
+        match self.state.disk.write(&at, durable, &mut From { chain, taken: 0 }) {
+            Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, 0)),
+            Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
+            Ok(Data::Extent(extent)) => {
+                self.note(io.token(), Wanted { bytes, is_read: false });
+                io.write(extent.file, extent.offset, (HEADER_BYTES, bytes), false, durable)
+            }
+            Err(error) => self.fail(chain, error),
+        }
+    }
+
+    fn flush(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
+        if self.state.features.slow {
+            return self.slowly(io, Job::Flush);
+        }
+        match self.state.disk.flush() {
+            Ok(None) => Answer::Done(end(chain, Status::Ok, 0)),
+            Ok(Some(file)) => {
+                self.note(io.token(), Wanted::default());
+                io.fsync(file, true)
+            }
+            Err(error) => self.fail(chain, error),
+        }
+    }
+
+    fn id(&self, chain: &Chain, bytes: usize) -> Answer {
+        let mut id = [0; ID_BYTES];
+        for (to, from) in id.iter_mut().zip(self.state.disk.serial().bytes()) {
+            *to = from;
+        }
+        chain.write_at(0, &id[..bytes]);
+        Answer::Done(end(chain, Status::Ok, bytes))
+    }
+
+    fn ranges(&mut self, chain: &Chain, io: &mut Io<'_>, request: Request, count: usize, limits: &Limits) -> Answer {
+        let mut room = [0; RANGES_MAX * RANGE_BYTES];
+        let bytes = &mut room[..count * RANGE_BYTES];
+        chain.read_at(HEADER_BYTES, bytes);
+        let decode = match request {
+            Request::Discard { .. } => Range::decode_discard,
+            _ => Range::decode_write_zeroes,
+        };
+        match decode(bytes, limits) {
+            Ok(ranges) => self.slowly(io, Job::of_ranges(request, ranges, !self.state.is_writeback())),
+            Err(refusal) => self.refuse(chain, refusal),
+        }
+    }
+
+    fn slowly(&self, io: &Io<'_>, job: Job) -> Answer {
+        let (port, token) = (Arc::clone(&self.port), io.token());
+        slow::run(&self.state, job, move |reply| port.reply(token, reply));
+        Answer::Later
+    }
+
+    fn note(&mut self, token: u64, wanted: Wanted) {
+        let slot = low_half(token);
+        if slot >= self.under_way.len() {
+            self.under_way.resize(slot + 1, Wanted::default());
+        }
+        self.under_way[slot] = wanted;
+    }
+
+    fn refuse(&self, chain: &Chain, refusal: Refusal) -> Answer {
+        self.state.complaints.warn(format_args!("the guest sent what makes no sense: {refusal}"));
+        Answer::Done(end(chain, refusal.status(), 0))
+    }
+
+    fn fail(&self, chain: &Chain, error: Errno) -> Answer {
+        self.state.complaints.warn(format_args!("a request failed: {error}"));
+        Answer::Done(end(chain, Reply::failed(error).status, 0))
+    }
+}
+
+/// Tokens are small numbers in their low half.
+fn low_half(token: u64) -> usize {
+    usize::try_from(token & u64::from(u32::MAX)).expect("a number of 32 bits")
+}
+
+/// What divides every address and length.
+fn alignment(segments: impl Iterator<Item = ferry_engine::Segment>) -> usize {
+    let bits = segments.fold(0, |bits, segment| bits | segment.address.addr() | segment.bytes);
+    1 << bits.trailing_zeros().min(usize::BITS - 1)
+}
+
+/// Ends a request: the status is the last byte that the device may write (5.2.6), and drivers look for it only if the
+/// length in the used ring covers it. That length promises everything before it, too (2.7.8.2), so what was not written
+/// is made zeros.
+fn end(chain: &Chain, status: Status, data_bytes: usize) -> u32 {
+    let Some(room) = chain.writable_bytes().checked_sub(1) else { return 0 };
+    chain.write_at(room, &[status as u8]);
+    if room - data_bytes.min(room) > FILLED_BYTES_MAX {
+        return u32::try_from(data_bytes).unwrap_or(u32::MAX);
+    }
+    let mut at = data_bytes;
+    while at < room {
+        at += chain.write_at(at, &ZEROS[..ZEROS.len().min(room - at)]);
+    }
+    u32::try_from(room + 1).unwrap_or(u32::MAX)
+}
+
+impl QueueHandler for Handler {
+    type Message = Reply;
+
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
+        let mut header = [0; HEADER_BYTES];
+        chain.read_at(0, &mut header);
+        let sizes = Sizes { readable: chain.readable_bytes(), writable: chain.writable_bytes() };
+        let limits = self.state.limits(self.logical_block_bytes);
+        match Request::decode(&header, sizes, &limits) {
+            Ok(Request::Read { offset, bytes }) => self.read(chain, io, offset, bytes),
+            Ok(Request::Write { offset, bytes }) => self.write(chain, io, offset, bytes),
+            Ok(Request::Flush) => self.flush(chain, io),
+            Ok(Request::Id { bytes }) => self.id(chain, bytes),
+            Ok(request @ (Request::Discard { ranges } | Request::WriteZeroes { ranges })) => {
+                self.ranges(chain, io, request, ranges, &limits)
+            }
+            Err(refusal) => self.refuse(chain, refusal),
+        }
+    }
+
+    fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
+        let wanted = self.under_way.get(low_half(token)).copied().unwrap_or_default();
+        let what = if wanted.is_read { "read" } else { "write or flush" };
+        match outcome {
+            Ok(moved) if moved == wanted.bytes => end(chain, Status::Ok, if wanted.is_read { moved } else { 0 }),
+            Ok(moved) => {
+                let bytes = wanted.bytes;
+                self.state.complaints.warn(format_args!("a {what} of {bytes} bytes ended after {moved}"));
+                end(chain, Status::IoError, 0)
+            }
+            Err(error) => {
+                self.state.complaints.warn(format_args!("a {what} failed: {error}"));
+                end(chain, Status::IoError, 0)
+            }
+        }
+    }
+
+    fn deliver(&mut self, chain: &Chain, reply: Reply) -> u32 {
+        chain.write_at(0, &reply.data);
+        end(chain, reply.status, reply.data.len())
+    }
+
+    fn failed(&mut self, chain: &Chain) -> u32 {
+        end(chain, Status::IoError, 0)
+    }
+}

@@ -1,0 +1,94 @@
+//! Requests that wait for something, on threads of their own.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use ferry_vfs::{Backing, BlockRange, Data, Disk, Errno, Extent};
+use ferry_wire::blk::{Range, Request, Status};
+
+use crate::handler::Reply;
+use crate::state::State;
+
+/// A request with all that it needs, apart from the guest's memory.
+pub(crate) enum Job {
+    Read(BlockRange),
+    Write { at: BlockRange, durable: bool, bytes: Vec<u8> },
+    Flush,
+    Discard(Vec<Range>),
+    WriteZeroes { ranges: Vec<Range>, durable: bool },
+}
+
+/// Carries a job out on the lane, and hands the reply to `tell`.
+pub(crate) fn run(state: &Arc<State>, job: Job, tell: impl FnOnce(Reply) + Send + 'static) {
+    // Not the whole state: dropping the lane waits for its threads, which they must not do themselves.
+    let (disk, complaints) = (Arc::clone(&state.disk), Arc::clone(&state.complaints));
+    state.lane.run(move || {
+        let outcome = catch_unwind(AssertUnwindSafe(|| job.carry_out(&*disk)));
+        let reply = match outcome.unwrap_or(Err(Errno::IO)) {
+            Ok(data) => Reply { status: Status::Ok, data },
+            Err(error) => {
+                complaints.warn(format_args!("a request failed: {error}"));
+                Reply::failed(error)
+            }
+        };
+        tell(reply);
+    });
+}
+
+impl Job {
+    /// Answers what the driver is to read.
+    fn carry_out(self, disk: &dyn Disk) -> Result<Vec<u8>, Errno> {
+        match self {
+            Self::Read(at) => {
+                let mut bytes = Vec::new();
+                match disk.read(&at, &mut bytes)? {
+                    Data::Bytes(count) if count as u64 == at.bytes => {}
+                    Data::Bytes(_) => return Err(Errno::IO),
+                    Data::Extent(extent) => bytes = read_extent(&extent, &at)?,
+                }
+                return Ok(bytes);
+            }
+            Self::Write { at, durable, bytes } => match disk.write(&at, durable, &mut &bytes[..])? {
+                Data::Bytes(count) if count == bytes.len() => {}
+                Data::Bytes(_) => return Err(Errno::IO),
+                Data::Extent(extent) => write_extent(&extent, &bytes)?,
+            },
+            Self::Flush => disk.flush()?.map_or(Ok(()), |file: Arc<Backing>| rustix::fs::fdatasync(&*file))?,
+            Self::Discard(ranges) => {
+                ranges.iter().try_for_each(|range| disk.discard(range.offset, range.bytes))?;
+            }
+            Self::WriteZeroes { ranges, durable } => ranges
+                .iter()
+                .try_for_each(|range| disk.write_zeroes(range.offset, range.bytes, range.may_unmap, durable))?,
+        }
+        Ok(Vec::new())
+    }
+
+    /// The job of a request that has ranges.
+    pub(crate) fn of_ranges(request: Request, ranges: Vec<Range>, durable: bool) -> Self {
+        match request {
+            Request::Discard { .. } => Self::Discard(ranges),
+            _ => Self::WriteZeroes { ranges, durable },
+        }
+    }
+}
+
+fn read_extent(extent: &Extent, at: &BlockRange) -> Result<Vec<u8>, Errno> {
+    let mut bytes = vec![0; usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?];
+    let mut done = 0;
+    while done < bytes.len() {
+        match rustix::io::pread(&*extent.file, &mut bytes[done..], extent.offset + done as u64)? {
+            0 => return Err(Errno::IO),
+            count => done += count,
+        }
+    }
+    Ok(bytes)
+}
+
+fn write_extent(extent: &Extent, bytes: &[u8]) -> Result<(), Errno> {
+    let mut done = 0;
+    while done < bytes.len() {
+        done += rustix::io::pwrite(&*extent.file, &bytes[done..], extent.offset + done as u64)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,94 @@
+//! What all workers of a device share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use ferry_engine::{Complaints, Lane};
+use ferry_vfs::{Disk, DiskFeatures, Geometry};
+use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
+
+/// A disk, and what the one guest that has it made of it. A second front end waits until the first is gone.
+pub(crate) struct State {
+    pub(crate) disk: Arc<dyn Disk>,
+    pub(crate) features: DiskFeatures,
+    /// Where calls are made that may wait.
+    pub(crate) lane: Lane,
+    pub(crate) complaints: Arc<Complaints>,
+    /// The cache is offered at all.
+    may_cache: bool,
+    /// The size as last seen: asking the disk may mean waiting for a lock.
+    bytes: AtomicU64,
+    /// The driver wants the cache.
+    wants_cache: AtomicBool,
+    /// The driver knows how to flush it.
+    can_flush: AtomicBool,
+}
+
+impl State {
+    pub(crate) fn new(disk: Arc<dyn Disk>, may_cache: bool) -> Self {
+        let (features, bytes) = (disk.features(), disk.geometry().bytes);
+        Self {
+            disk,
+            features,
+            lane: Lane::default(),
+            complaints: Arc::default(),
+            may_cache,
+            bytes: bytes.into(),
+            wants_cache: true.into(),
+            can_flush: true.into(),
+        }
+    }
+
+    pub(crate) fn geometry(&self) -> Geometry {
+        self.disk.geometry()
+    }
+
+    pub(crate) fn limits(&self, logical_block_bytes: u32) -> Limits {
+        Limits {
+            bytes: self.bytes.load(Ordering::Relaxed),
+            block_bytes: u64::from(logical_block_bytes).max(SECTOR_BYTES),
+            read_only: self.features.read_only,
+            discard: self.features.discard,
+        }
+    }
+
+    /// Takes over the disk's size. Answers whether it is another one.
+    pub(crate) fn look_again(&self) -> bool {
+        if let Err(error) = self.disk.look_again() {
+            self.complaints.warn(format_args!("the size of the disk cannot be found: {error}"));
+        }
+        let now = self.disk.geometry().bytes;
+        let before = self.bytes.swap(now, Ordering::Relaxed);
+        if before != now {
+            tracing::info!(before, now, "the disk has another size");
+        }
+        before != now
+    }
+
+    pub(crate) fn may_cache(&self) -> bool {
+        self.may_cache
+    }
+
+    /// Whether writes may end before they are durable (5.2.6.2).
+    pub(crate) fn is_writeback(&self) -> bool {
+        self.may_cache && self.wants_cache.load(Ordering::Relaxed) && self.can_flush.load(Ordering::Relaxed)
+    }
+
+    /// The driver turns the cache on or off.
+    pub(crate) fn set_writeback(&self, on: bool) {
+        self.wants_cache.store(on, Ordering::Relaxed);
+    }
+
+    /// The driver has chosen features: one that cannot flush must have every write durable, unless it can at least turn
+    /// the cache on and off.
+    pub(crate) fn negotiated(&self, features: DeviceFeatures) {
+        let can_flush = features.contains(DeviceFeatures::FLUSH) || features.contains(DeviceFeatures::CONFIG_WCE);
+        self.can_flush.store(can_flush, Ordering::Relaxed);
+    }
+
+    /// Another guest, or the same one anew.
+    pub(crate) fn reset(&self) {
+        self.wants_cache.store(true, Ordering::Relaxed);
+        self.can_flush.store(true, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,122 @@
+//! The source "disk": a file or block device as a [`Disk`].
+//!
+//! * **raw**: the bytes of a file or block device are the bytes of the disk. Reads and writes are answered as extents,
+//!   with `O_DIRECT` where the file can ([`Cache::None`]).
+//! * **qcow2** (feature `qcow2`): QEMU's images, through the crate `imago`.
+//!
+//! # Formats are not guessed
+//!
+//! A guest writes what it likes to the first sector of its disk. If a raw disk that begins like a qcow2 image were
+//! taken for one at the next start, the guest could name any file of the host as its "backing file" and read it. So
+//! without a [`Format`] a file is taken as raw, and one that begins like an image of any other format is refused with
+//! a sentence ([`Error::Ambiguous`]). Backing files are opened only below [`Options::backing_dir`], and only if the image
+//! says their format.
+//!
+//! # Nobody writes twice
+//!
+//! A disk takes the locks that QEMU takes, so that neither QEMU nor another Ferry opens it for writing at the same time.
+//!
+//! ```
+//! use ferry_vfs::{BlockRange, Data, Disk};
+//!
+//! let file = tempfile::NamedTempFile::new()?;
+//! file.as_file().set_len(1 << 20)?;
+//! let disk = ferry_disk::open(file.path(), &ferry_disk::Options::default())?;
+//! assert_eq!(disk.geometry().bytes, 1 << 20);
+//! let at = BlockRange { offset: 4096, bytes: 512, alignment: 512 };
+//! assert!(matches!(disk.read(&at, &mut Vec::new())?, Data::Extent(extent) if extent.offset == 4096));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod error;
+mod format;
+mod lock;
+#[cfg(feature = "qcow2")]
+mod qcow2;
+mod raw;
+mod sys;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub use error::Error;
+use ferry_vfs::Disk;
+pub use format::Format;
+
+/// What lies between writes and the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cache {
+    /// Not the page cache (`O_DIRECT`), where the file can; the device's own cache until a flush.
+    None,
+    /// The page cache of this host, until a flush.
+    Writeback,
+    /// The page cache for reads; a write ends when it is durable.
+    Writethrough,
+}
+
+/// How a disk is to be opened.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The format; `None`: raw, unless the file looks like something else.
+    pub format: Option<Format>,
+    /// `None`: [`Cache::None`] for raw disks, [`Cache::Writeback`] for images.
+    pub cache: Option<Cache>,
+    /// Let nobody write.
+    pub read_only: bool,
+    /// What tells this disk from others; `None`: the file's name.
+    pub serial: Option<String>,
+    /// Where backing files of images may lie; `None`: nowhere.
+    pub backing_dir: Option<PathBuf>,
+    /// Make the disk this large before anybody uses it, if it is smaller.
+    pub grow_to: Option<u64>,
+}
+
+impl Options {
+    fn serial_of(&self, path: &Path) -> String {
+        let named = || path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        self.serial.clone().unwrap_or_else(named)
+    }
+}
+
+/// Opens a disk.
+///
+/// # Errors
+/// [`Error`]: a sentence with the path, and what to do.
+pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
+    let file = sys::open(path, !options.read_only)?;
+    let format = match options.format {
+        Some(format) => format,
+        None => format::of(&file, path)?,
+    };
+    lock::take(&file, path, !options.read_only)?;
+    match format {
+        Format::Raw => Ok(Arc::new(raw::RawDisk::new(file, path, options)?)),
+        #[cfg(feature = "qcow2")]
+        Format::Qcow2 => Ok(Arc::new(qcow2::Qcow2Disk::new(file, path, options)?)),
+    }
+}
+
+/// Makes a disk larger, also while a server offers it: that server tells its guest. A file that does not exist is made.
+///
+/// # Errors
+/// [`Error`]; images can be grown only while nobody has them open.
+pub fn grow(path: &Path, bytes: u64, options: &Options) -> Result<(), Error> {
+    if options.format.is_none_or(|format| format == Format::Raw) {
+        sys::create_missing(path)?;
+    }
+    let file = sys::open(path, true)?;
+    let format = match options.format {
+        Some(format) => format,
+        None => format::of(&file, path)?,
+    };
+    match format {
+        Format::Raw => raw::grow(&file, path, bytes),
+        #[cfg(feature = "qcow2")]
+        Format::Qcow2 => {
+            drop(file);
+            open(path, &Options { grow_to: Some(bytes), read_only: false, ..options.clone() }).map(drop)
+        }
+    }
+}

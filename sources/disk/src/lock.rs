@@ -1,0 +1,85 @@
+//! The locks that QEMU takes on images (its `block/file-posix.c` describes them): single bytes, locked for the open file
+//! description, shared by all who hold them.
+//!
+//! Byte `100 + p` says "I use permission p", byte `200 + p` "nobody else may use permission p". Whoever opens an image
+//! takes its own bytes first and then looks whether somebody has a byte that speaks against them.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use rustix::io::Errno;
+
+use crate::Error;
+
+const USES: i64 = 100;
+const FORBIDS: i64 = 200;
+
+const READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+
+/// Locks a disk for this open file description, for as long as it is open.
+pub(crate) fn take(file: &File, path: &Path, writes: bool) -> Result<(), Error> {
+    let uses: &[i64] = if writes { &[READ, WRITE] } else { &[READ] };
+    // A reader, too, wants the disk to stay as it is.
+    let forbids = [WRITE, RESIZE];
+    let bytes = uses.iter().map(|used| USES + used).chain(forbids.iter().map(|forbidden| FORBIDS + forbidden));
+    for byte in bytes {
+        match set_shared(file, byte) {
+            Ok(()) => {}
+            Err(error @ (Errno::NOTSUP | Errno::NOLCK | Errno::INVAL | Errno::NOSYS)) => {
+                tracing::warn!(
+                    "{} cannot be locked ({error}): see to it yourself that nobody else writes",
+                    path.display()
+                );
+                return Ok(());
+            }
+            Err(error) => return Err(Error::Open { path: path.into(), reason: error.into() }),
+        }
+    }
+    let in_use = |what| Err(Error::InUse { path: path.into(), what });
+    for used in uses {
+        if is_taken(file, FORBIDS + used) {
+            return in_use(if *used == WRITE { "it wants nobody else to write" } else { "it wants it for itself" });
+        }
+    }
+    match forbids.iter().any(|forbidden| is_taken(file, USES + forbidden)) {
+        true => in_use("it writes"),
+        false => Ok(()),
+    }
+}
+
+fn set_shared(file: &File, byte: i64) -> rustix::io::Result<()> {
+    let mut lock = describe(libc::F_RDLCK, byte);
+    control(file, libc::F_OFD_SETLK, &mut lock)
+}
+
+/// Whether somebody else has locked the byte.
+fn is_taken(file: &File, byte: i64) -> bool {
+    let mut lock = describe(libc::F_WRLCK, byte);
+    control(file, libc::F_OFD_GETLK, &mut lock).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
+}
+
+fn describe(kind: libc::c_int, byte: i64) -> libc::flock {
+    // SAFETY: `flock` consists of integers, for which zeros are valid.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::c_short::try_from(kind).expect("lock types are small numbers");
+    lock.l_whence = libc::c_short::try_from(libc::SEEK_SET).expect("it is 0");
+    lock.l_start = byte;
+    lock.l_len = 1;
+    lock
+}
+
+fn control(file: &File, command: libc::c_int, lock: &mut libc::flock) -> rustix::io::Result<()> {
+    loop {
+        // SAFETY: the descriptor is open, and both commands take a pointer to a `flock` that lives until they return.
+        if unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) } == 0 {
+            return Ok(());
+        }
+        match Errno::from_io_error(&std::io::Error::last_os_error()) {
+            Some(Errno::INTR) => {}
+            error => return Err(error.unwrap_or(Errno::IO)),
+        }
+    }
+}

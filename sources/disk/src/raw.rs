@@ -1,0 +1,259 @@
+//! Disks whose bytes are those of a file or block device.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferry_vfs::{
+    Backing, BlockRange, Data, Disk, DiskFeatures, Errno, Extent, FallocateFlags, FileType, Geometry, Input, OFlags,
+    Output, Result,
+};
+
+use crate::{Cache, Error, Options, sys};
+
+/// The unit of sizes, and the block size of everything that says nothing else.
+const SECTOR_BYTES: u64 = 512;
+
+/// The unit in which nearly all file systems allocate, and that nearly all disks write without reading.
+const BLOCK_BYTES: u32 = 4096;
+
+/// Zeros written at once where a file system cannot make them by itself.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// The descriptors that bytes are moved through: one for writes that end when they are cached, one for those that end
+/// when they are durable.
+struct Pair {
+    plain: Arc<Backing>,
+    durable: Arc<Backing>,
+}
+
+/// Descriptors that bypass the page cache, for memory and offsets of this alignment.
+struct Direct {
+    pair: Pair,
+    alignment: usize,
+}
+
+/// A raw disk.
+pub(crate) struct RawDisk {
+    /// Through the page cache. Transfers that are not aligned for `O_DIRECT` go here, too: the kernel keeps both ways
+    /// in agreement, as long as direct transfers are of whole blocks, which is what the alignment says.
+    cached: Pair,
+    direct: Option<Direct>,
+    file: File,
+    is_device: bool,
+    bytes: AtomicU64,
+    blocks: Blocks,
+    features: DiskFeatures,
+    serial: String,
+}
+
+/// The units of a disk, which do not change.
+#[derive(Clone, Copy)]
+struct Blocks {
+    logical: u32,
+    physical: u32,
+    optimal: u32,
+    discard: u32,
+}
+
+impl RawDisk {
+    /// Takes over a file that is open and locked.
+    pub(crate) fn new(file: File, path: &Path, options: &Options) -> std::result::Result<Self, Error> {
+        let failed = |error: Errno| Error::Open { path: path.into(), reason: error.into() };
+        if let Some(bytes) = options.grow_to {
+            grow(&file, path, bytes)?;
+        }
+        let found = rustix::fs::fstat(&file).map_err(failed)?;
+        let is_device = FileType::from_raw_mode(found.st_mode) == FileType::BlockDevice;
+        let blocks = if is_device { Blocks::of_device(&file) } else { Blocks::of_file(found.st_blksize) };
+        let raw_bytes = sys::bytes(&file).map_err(failed)?;
+        let bytes = raw_bytes - raw_bytes % u64::from(blocks.logical);
+        if bytes == 0 {
+            return Err(Error::Empty(path.into()));
+        }
+        if bytes != raw_bytes {
+            tracing::warn!(
+                "{}: the last {} bytes are not a whole block, and not offered",
+                path.display(),
+                raw_bytes - bytes
+            );
+        }
+        let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+        let cached = Pair::open(&file, access, Backing::new).map_err(failed)?;
+        let direct = match options.cache.unwrap_or(Cache::None) {
+            Cache::None => Direct::open(&file, access),
+            Cache::Writeback | Cache::Writethrough => None,
+        };
+        if direct.is_none() && options.cache.unwrap_or(Cache::None) == Cache::None {
+            tracing::info!("{} cannot be used with O_DIRECT: its data goes through the page cache", path.display());
+        }
+        let features = DiskFeatures {
+            read_only: options.read_only,
+            discard: !options.read_only && can_discard(&file, is_device, raw_bytes),
+            slow: false,
+        };
+        let serial = options.serial_of(path);
+        Ok(Self { cached, direct, file, is_device, bytes: bytes.into(), blocks, features, serial })
+    }
+
+    /// The descriptor for a transfer.
+    fn pick(&self, at: &BlockRange, durable: bool) -> Data {
+        let fits = |direct: &&Direct| {
+            let offset_fits = at.offset.is_multiple_of(direct.alignment as u64);
+            offset_fits && at.alignment.is_multiple_of(direct.alignment)
+        };
+        let pair = self.direct.as_ref().filter(fits).map_or(&self.cached, |direct| &direct.pair);
+        let file = Arc::clone(if durable { &pair.durable } else { &pair.plain });
+        Data::Extent(Extent { file, offset: at.offset })
+    }
+
+    fn writable(&self) -> Result<()> {
+        if self.features.read_only { Err(Errno::ROFS) } else { Ok(()) }
+    }
+
+    fn fallocate(&self, flags: FallocateFlags, offset: u64, bytes: u64) -> Result<()> {
+        rustix::io::retry_on_intr(|| {
+            rustix::fs::fallocate(&self.file, flags | FallocateFlags::KEEP_SIZE, offset, bytes)
+        })
+    }
+}
+
+impl Disk for RawDisk {
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            bytes: self.bytes.load(Ordering::Relaxed),
+            logical_block_bytes: self.blocks.logical,
+            physical_block_bytes: self.blocks.physical,
+            optimal_io_bytes: self.blocks.optimal,
+            discard_bytes: self.blocks.discard,
+        }
+    }
+
+    fn features(&self) -> DiskFeatures {
+        self.features
+    }
+
+    fn serial(&self) -> String {
+        self.serial.clone()
+    }
+
+    fn read(&self, at: &BlockRange, _: &mut dyn Output) -> Result<Data> {
+        Ok(self.pick(at, false))
+    }
+
+    fn write(&self, at: &BlockRange, durable: bool, _: &mut dyn Input) -> Result<Data> {
+        self.writable()?;
+        Ok(self.pick(at, durable))
+    }
+
+    fn flush(&self) -> Result<Option<Arc<Backing>>> {
+        Ok((!self.features.read_only).then(|| Arc::clone(&self.cached.plain)))
+    }
+
+    fn discard(&self, offset: u64, bytes: u64) -> Result<()> {
+        self.writable()?;
+        match (bytes, self.is_device) {
+            (0, _) => Ok(()),
+            (_, true) => sys::discard_device(&self.file, offset, bytes),
+            (_, false) => self.fallocate(FallocateFlags::PUNCH_HOLE, offset, bytes),
+        }
+    }
+
+    fn write_zeroes(&self, offset: u64, bytes: u64, may_unmap: bool, durable: bool) -> Result<()> {
+        self.writable()?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let ways = [FallocateFlags::PUNCH_HOLE, FallocateFlags::ZERO_RANGE];
+        let ways = if may_unmap { &ways[..] } else { &ways[1..] };
+        let mut outcome = Err(Errno::NOTSUP);
+        for way in ways {
+            outcome = self.fallocate(*way, offset, bytes);
+            if !matches!(outcome, Err(Errno::NOTSUP | Errno::NOSYS | Errno::INVAL)) {
+                break;
+            }
+        }
+        match outcome {
+            Err(Errno::NOTSUP | Errno::NOSYS | Errno::INVAL) => write_zeros(&self.file, offset, bytes)?,
+            outcome => outcome?,
+        }
+        if durable { rustix::fs::fdatasync(&self.file) } else { Ok(()) }
+    }
+
+    fn look_again(&self) -> Result<bool> {
+        let now = sys::bytes(&self.file)?;
+        let now = now - now % u64::from(self.blocks.logical);
+        Ok(self.bytes.swap(now, Ordering::Relaxed) != now)
+    }
+}
+
+impl Blocks {
+    fn of_file(block_bytes: impl TryInto<u32>) -> Self {
+        // Some network file systems ask for megabytes here: that is a wish about transfers, not a block.
+        let allocation = block_bytes.try_into().ok().filter(|bytes| *bytes <= 64 << 10 && bytes.is_power_of_two());
+        let allocation = allocation.unwrap_or(BLOCK_BYTES).max(BLOCK_BYTES);
+        Self { logical: 512, physical: BLOCK_BYTES, optimal: 0, discard: allocation }
+    }
+
+    fn of_device(device: &File) -> Self {
+        let logical = rustix::fs::ioctl_blksszget(device).ok().filter(|bytes| bytes.is_power_of_two()).unwrap_or(512);
+        let physical = rustix::fs::ioctl_blkpbszget(device).ok().filter(|bytes| bytes.is_power_of_two());
+        let limit = |name| sys::queue_limit(device, name).and_then(|bytes| u32::try_from(bytes).ok());
+        let power = |bytes: &u32| bytes.is_power_of_two();
+        Self {
+            logical,
+            physical: physical.unwrap_or(logical).max(logical),
+            optimal: limit("optimal_io_size").filter(power).unwrap_or(0),
+            discard: limit("discard_granularity").filter(power).unwrap_or(logical).max(logical),
+        }
+    }
+}
+
+impl Pair {
+    fn open(file: &File, access: OFlags, wrap: fn(std::os::fd::OwnedFd) -> Backing) -> rustix::io::Result<Self> {
+        let open = |flags| sys::open_again(file, access | flags).map(|fd| Arc::new(wrap(fd)));
+        Ok(Self { plain: open(OFlags::empty())?, durable: open(OFlags::DSYNC)? })
+    }
+}
+
+impl Direct {
+    fn open(file: &File, access: OFlags) -> Option<Self> {
+        let pair = Pair::open(file, access | OFlags::DIRECT, Backing::waiting).ok()?;
+        let alignment = sys::direct_alignment(&*pair.plain)?;
+        Some(Self { pair, alignment })
+    }
+}
+
+/// Whether discarding frees space. What is punched to find out lies past the end of the file, where nothing is.
+fn can_discard(file: &File, is_device: bool, bytes: u64) -> bool {
+    if is_device {
+        return sys::queue_limit(file, "discard_max_bytes").is_some_and(|bytes| bytes > 0);
+    }
+    let past_end = bytes.next_multiple_of(BLOCK_BYTES.into());
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(file, flags, past_end, BLOCK_BYTES.into()).is_ok()
+}
+
+fn write_zeros(file: &File, mut offset: u64, mut bytes: u64) -> Result<()> {
+    while bytes > 0 {
+        let piece = usize::try_from(bytes).map_or(ZEROS.len(), |bytes| bytes.min(ZEROS.len()));
+        file.write_all_at(&ZEROS[..piece], offset)
+            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        offset += piece as u64;
+        bytes -= piece as u64;
+    }
+    Ok(())
+}
+
+/// Makes a file larger.
+pub(crate) fn grow(file: &File, path: &Path, bytes: u64) -> std::result::Result<(), Error> {
+    let failed = |reason| Error::Grow { path: path.into(), bytes, reason };
+    let now = sys::bytes(file).map_err(|error| failed(error.into()))?;
+    let rounded = bytes.next_multiple_of(SECTOR_BYTES);
+    if rounded <= now {
+        return Ok(());
+    }
+    file.set_len(rounded).map_err(failed)
+}

@@ -1,0 +1,97 @@
+//! What the kernel knows about files and devices.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+
+use ferry_vfs::{FileType, OFlags};
+use rustix::fs::{AtFlags, Mode, SeekFrom, StatxFlags};
+use rustix::io::Errno;
+
+use crate::Error;
+
+/// `_IO(0x12, 119)`: discard a range of a block device.
+const BLKDISCARD: rustix::ioctl::Opcode = rustix::ioctl::opcode::none(0x12, 119);
+
+/// What `O_DIRECT` asks for where the kernel does not say (before Linux 6.1): what some disks need and all take.
+const ALIGNMENTS_TRIED: [usize; 2] = [512, 4096];
+
+/// `TMPFS_MAGIC`: takes `O_DIRECT` since Linux 6.5, and goes through the page cache that it consists of.
+const TMPFS: i64 = 0x0102_1994;
+
+/// Opens a file or block device; a device that is written must not be in use on this host.
+pub(crate) fn open(path: &Path, writes: bool) -> Result<File, Error> {
+    let failed = |error: Errno| Error::Open { path: path.into(), reason: error.into() };
+    let found = rustix::fs::stat(path).map_err(failed)?;
+    // Looked at before it is opened: opening a FIFO would wait, and opening some devices does things.
+    let flags = match FileType::from_raw_mode(found.st_mode) {
+        FileType::RegularFile => OFlags::empty(),
+        FileType::BlockDevice if writes => OFlags::EXCL,
+        FileType::BlockDevice => OFlags::empty(),
+        _ => return Err(Error::Kind(path.into())),
+    };
+    let access = if writes { OFlags::RDWR } else { OFlags::RDONLY };
+    match rustix::fs::open(path, access | flags | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty()) {
+        Ok(fd) => Ok(fd.into()),
+        Err(Errno::BUSY) => Err(Error::DeviceBusy(path.into())),
+        Err(error) => Err(failed(error)),
+    }
+}
+
+/// Makes an empty file that only this user may read, unless there is something of that name.
+pub(crate) fn create_missing(path: &Path) -> Result<(), Error> {
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+    match rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
+        Ok(_) | Err(Errno::EXIST) => Ok(()),
+        Err(error) => Err(Error::Open { path: path.into(), reason: error.into() }),
+    }
+}
+
+/// Opens the same file once more, with other flags.
+pub(crate) fn open_again(file: &File, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// The size of a file or block device.
+pub(crate) fn bytes(file: impl AsFd) -> rustix::io::Result<u64> {
+    let found = rustix::fs::fstat(&file)?;
+    match FileType::from_raw_mode(found.st_mode) {
+        FileType::BlockDevice => rustix::fs::seek(&file, SeekFrom::End(0)),
+        _ => Ok(u64::try_from(found.st_size).unwrap_or(0)),
+    }
+}
+
+/// To what memory and offsets must be aligned for `O_DIRECT`; `None`: it cannot be used.
+pub(crate) fn direct_alignment(direct: impl AsFd) -> Option<usize> {
+    let known = rustix::fs::statx(&direct, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
+    if let Some(known) = known.filter(|known| known.stx_mask & StatxFlags::DIOALIGN.bits() != 0) {
+        let larger = known.stx_dio_offset_align.max(known.stx_dio_mem_align);
+        return usize::try_from(larger).ok().filter(|align| *align > 0 && known.stx_dio_offset_align > 0);
+    }
+    if rustix::fs::fstatfs(&direct).is_ok_and(|found| found.f_type == TMPFS) {
+        return None;
+    }
+    let mut room = vec![0u8; 3 * 4096];
+    let start = room.as_ptr().align_offset(4096);
+    ALIGNMENTS_TRIED.into_iter().find(|align| {
+        // Aligned to just this, so that no smaller alignment is taken for enough.
+        let piece = &mut room[start + align..][..*align];
+        rustix::io::pread(&direct, piece, *align as u64).is_ok()
+    })
+}
+
+/// Discards a range of a block device.
+pub(crate) fn discard_device(device: impl AsFd, offset: u64, bytes: u64) -> rustix::io::Result<()> {
+    // SAFETY: BLKDISCARD reads two 64-bit numbers, offset and length, through its argument.
+    unsafe { rustix::ioctl::ioctl(device, rustix::ioctl::Setter::<BLKDISCARD, [u64; 2]>::new([offset, bytes])) }
+}
+
+/// A number in a block device's queue folder of sysfs; partitions use their disk's.
+pub(crate) fn queue_limit(file: impl AsFd, name: &str) -> Option<u64> {
+    let device = rustix::fs::fstat(file).ok()?.st_rdev;
+    let node = format!("/sys/dev/block/{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    let text =
+        ["queue", "../queue"].iter().find_map(|at| std::fs::read_to_string(format!("{node}/{at}/{name}")).ok())?;
+    text.trim().parse().ok()
+}

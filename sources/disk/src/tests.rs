@@ -1,0 +1,261 @@
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+
+use ferry_vfs::{BlockRange, Data, Errno};
+use tempfile::TempDir;
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+
+/// A file of a MiB of sevens on a real disk, where holes can be punched.
+fn raw(folder: &TempDir) -> PathBuf {
+    let path = folder.path().join("disk.raw");
+    fs::write(&path, vec![7; 1 << 20]).expect("a file");
+    path
+}
+
+fn folder() -> TempDir {
+    tempfile::tempdir_in("/var/tmp").expect("a folder")
+}
+
+fn allocated(path: &Path) -> u64 {
+    fs::metadata(path).expect("the file").blocks() * 512
+}
+
+fn sentence(path: &Path, options: &Options) -> String {
+    match open(path, options) {
+        Ok(_) => panic!("{} can be opened", path.display()),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn formats_are_never_guessed() {
+    let folder = folder();
+    let path = raw(&folder);
+    assert_eq!(open(&path, &Options::default()).expect("raw").geometry().bytes, MIB);
+    for (start, looks) in
+        [(&b"QFI\xfb"[..], "qcow2"), (b"KDMV", "vmdk"), (b"conectix", "vpc"), (b"vhdxfile", "vhdx"), (b"QED\0", "qed")]
+    {
+        File::options().write(true).open(&path).and_then(|file| file.write_all_at(start, 0)).expect("a write");
+        let text = sentence(&path, &Options::default());
+        assert!(text.contains(&format!("begins like a {looks} image")), "{text}");
+        // Said to be raw, it is.
+        open(&path, &Options { format: Some(Format::Raw), ..Options::default() }).expect("raw");
+    }
+}
+
+#[test]
+fn mistakes_are_named() {
+    let folder = folder();
+    let empty = folder.path().join("empty");
+    File::create(&empty).expect("a file");
+    let fifo = folder.path().join("fifo");
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).expect("a FIFO");
+    for (path, words) in [
+        (folder.path().to_path_buf(), "neither a file nor a block device"),
+        (fifo, "neither a file nor a block device"),
+        (empty, "is empty"),
+        (folder.path().join("missing"), "cannot open"),
+    ] {
+        let text = sentence(&path, &Options::default());
+        assert!(text.contains(words) && text.contains(&*path.to_string_lossy()), "{text}");
+    }
+}
+
+#[test]
+fn nobody_writes_beside_a_writer() {
+    let folder = folder();
+    let path = raw(&folder);
+    let reading = Options { read_only: true, ..Options::default() };
+    let writer = open(&path, &Options::default()).expect("the first");
+    for options in [&Options::default(), &reading] {
+        assert!(sentence(&path, options).contains("is in use by another process"));
+    }
+    drop(writer);
+    let reader = open(&path, &reading).expect("a reader");
+    let second = open(&path, &reading).expect("another reader");
+    assert!(sentence(&path, &Options::default()).contains("is in use by another process"));
+    drop((reader, second));
+    open(&path, &Options::default()).expect("nobody else is there any more");
+}
+
+#[test]
+fn aligned_transfers_bypass_the_page_cache() {
+    let folder = folder();
+    let path = raw(&folder);
+    let disk = open(&path, &Options::default()).expect("a disk");
+    let flags = |offset, bytes, alignment, durable| {
+        let at = BlockRange { offset, bytes, alignment };
+        match disk.write(&at, durable, &mut &[][..]).expect("a place") {
+            Data::Extent(extent) => {
+                assert_eq!(extent.offset, offset);
+                rustix::fs::fcntl_getfl(&*extent.file).expect("its flags")
+            }
+            Data::Bytes(_) => panic!("raw disks move nothing themselves"),
+        }
+    };
+    use ferry_vfs::OFlags;
+    let is_direct = |flags: OFlags| flags.contains(OFlags::DIRECT);
+    assert!(is_direct(flags(4096, 4096, 4096, false)));
+    assert!(!is_direct(flags(4096, 4096, 1, false)), "memory that is not aligned");
+    assert!(!is_direct(flags(4096, 4096, 256, false)), "memory that is not aligned enough");
+    assert!(flags(4096, 4096, 4096, true).contains(OFlags::DSYNC | OFlags::DIRECT));
+    assert!(!flags(4096, 4096, 4096, false).contains(OFlags::DSYNC));
+    drop(disk);
+    let cached = Options { cache: Some(Cache::Writeback), ..Options::default() };
+    let disk = open(&path, &cached).expect("a disk");
+    match disk.read(&BlockRange { offset: 0, bytes: 4096, alignment: 4096 }, &mut Vec::new()) {
+        Ok(Data::Extent(extent)) => assert!(!extent.file.waits()),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn discarded_and_zeroed_ranges() {
+    let folder = folder();
+    let path = raw(&folder);
+    let disk = open(&path, &Options::default()).expect("a disk");
+    assert!(disk.features().discard, "this file system cannot punch holes");
+    let before = allocated(&path);
+    disk.discard(0, 256 << 10).expect("a hole");
+    let after = allocated(&path);
+    assert!(after + (256 << 10) <= before, "{before} bytes before, {after} after");
+    disk.write_zeroes(512 << 10, 64 << 10, true, false).expect("zeros");
+    assert!(allocated(&path) + (64 << 10) <= after);
+    let keeps = allocated(&path);
+    disk.write_zeroes((768 << 10) + 512, 1024, false, true).expect("zeros");
+    assert_eq!(allocated(&path), keeps);
+    let bytes = fs::read(&path).expect("the file");
+    assert_eq!(bytes.len() as u64, MIB);
+    let zero = |at: usize| bytes[at] == 0;
+    let (hole, zeros, middle) = (0..256 << 10, 512 << 10..576 << 10, (768 << 10) + 512..(768 << 10) + 1536);
+    for at in 0..bytes.len() {
+        assert_eq!(zero(at), hole.contains(&at) || zeros.contains(&at) || middle.contains(&at), "byte {at}");
+    }
+    drop(disk);
+    let disk = open(&path, &Options { read_only: true, ..Options::default() }).expect("a disk");
+    assert_eq!(disk.discard(0, 4096), Err(Errno::ROFS));
+    assert_eq!(disk.write_zeroes(0, 4096, true, true), Err(Errno::ROFS));
+    let at = BlockRange { offset: 0, bytes: 512, alignment: 512 };
+    assert_eq!(disk.write(&at, false, &mut &[][..]).err(), Some(Errno::ROFS));
+}
+
+#[test]
+fn a_file_may_grow_and_shrink_meanwhile() {
+    let folder = folder();
+    let path = raw(&folder);
+    let disk = open(&path, &Options::default()).expect("a disk");
+    assert_eq!(disk.look_again(), Ok(false));
+    grow(&path, 3 * MIB + 5, &Options::default()).expect("a larger file, while it is in use");
+    assert_eq!((disk.look_again(), disk.geometry().bytes), (Ok(true), 3 * MIB + 512));
+    grow(&path, MIB, &Options::default()).expect("nothing to do");
+    assert_eq!(disk.look_again(), Ok(false));
+    File::options().write(true).open(&path).and_then(|file| file.set_len(1000)).expect("a shorter file");
+    assert_eq!((disk.look_again(), disk.geometry().bytes), (Ok(true), 512));
+    assert_eq!(disk.look_again(), Ok(false));
+    let fresh = folder.path().join("fresh");
+    grow(&fresh, 2 * MIB, &Options::default()).expect("a new file");
+    assert_eq!(open(&fresh, &Options::default()).expect("a disk").geometry().bytes, 2 * MIB);
+}
+
+#[cfg(feature = "qcow2")]
+mod images {
+    use imago::format::builder::FormatCreateBuilder;
+    use imago::qcow2::Qcow2;
+    use imago::{Storage, StorageCreateOptions};
+
+    use super::*;
+
+    fn create(path: &Path, bytes: u64, backing: Option<(&str, &str)>) {
+        let file = imago::file::File::create_open(StorageCreateOptions::new().filename(path)).expect("a file");
+        let mut image = Qcow2::<imago::file::File>::create_builder(file).size(bytes);
+        if let Some((name, format)) = backing {
+            image = image.backing(name.into(), format.into());
+        }
+        image.create().expect("an image");
+    }
+
+    fn qcow2() -> Options {
+        Options { format: Some(Format::Qcow2), ..Options::default() }
+    }
+
+    fn read(disk: &dyn Disk, offset: u64, bytes: u64) -> Vec<u8> {
+        let mut out = Vec::new();
+        let data = disk.read(&BlockRange { offset, bytes, alignment: 1 }, &mut out).expect("a read");
+        assert_eq!(data.bytes(), usize::try_from(bytes).ok());
+        out
+    }
+
+    fn write(disk: &dyn Disk, offset: u64, bytes: &[u8]) {
+        let at = BlockRange { offset, bytes: bytes.len() as u64, alignment: 1 };
+        let written = disk.write(&at, true, &mut &bytes[..]).expect("a write");
+        assert_eq!(written.bytes(), Some(bytes.len()));
+    }
+
+    #[test]
+    fn images_are_read_written_discarded_and_grown() {
+        let folder = folder();
+        let path = folder.path().join("disk.qcow2");
+        create(&path, 8 * MIB, None);
+        let disk = open(&path, &qcow2()).expect("an image");
+        assert_eq!((disk.geometry().bytes, disk.features().slow), (8 * MIB, true));
+        assert_eq!(read(&*disk, 0, 4096), vec![0; 4096]);
+        write(&*disk, 65536 - 512, &[5; 1024]);
+        write(&*disk, MIB, &vec![6; 1 << 20]);
+        disk.discard(MIB, 512 << 10).expect("a discard");
+        disk.write_zeroes(MIB + (512 << 10), 1000 * 512, true, false).expect("zeros");
+        disk.write_zeroes(65536, 512, false, true).expect("zeros");
+        drop(disk);
+        grow(&path, 16 * MIB, &qcow2()).expect("a larger image");
+        let disk = open(&path, &qcow2()).expect("an image");
+        assert_eq!(disk.geometry().bytes, 16 * MIB);
+        assert_eq!(read(&*disk, 65536 - 512, 1024), [vec![5; 512], vec![0; 512]].concat());
+        assert_eq!(read(&*disk, MIB, 4096), vec![0; 4096]);
+        assert_eq!(read(&*disk, 2 * MIB - 24 * 512, 24 * 512), vec![6; 24 * 512]);
+        assert!(sentence(&path, &qcow2()).contains("is in use"));
+        assert!(grow(&path, 32 * MIB, &qcow2()).is_err(), "not while it is in use");
+    }
+
+    #[test]
+    fn backing_files_only_where_they_may_lie() {
+        let folder = folder();
+        let allowed = folder.path().join("base");
+        fs::create_dir(&allowed).expect("a folder");
+        fs::write(allowed.join("base.raw"), vec![3; 1 << 20]).expect("a file");
+        fs::write(folder.path().join("secret"), vec![4; 1 << 20]).expect("a file");
+        std::os::unix::fs::symlink("../secret", allowed.join("link")).expect("a link");
+        let image = |name: &str, backing: &str, format: &str| {
+            let path = folder.path().join(name);
+            create(&path, MIB, Some((backing, format)));
+            path
+        };
+        let below = Options { backing_dir: Some(allowed.clone()), ..qcow2() };
+        let good = image("good", "base/base.raw", "raw");
+        assert!(sentence(&good, &qcow2()).contains("none is named"));
+        let disk = open(&good, &below).expect("an image with a backing file");
+        assert_eq!(read(&*disk, 4096, 512), vec![3; 512]);
+        write(&*disk, 4096, &[8; 512]);
+        assert_eq!(read(&*disk, 4096, 1024), [vec![8; 512], vec![3; 512]].concat());
+        drop(disk);
+        assert_eq!(fs::read(allowed.join("base.raw")).expect("the base"), vec![3; 1 << 20]);
+        for (name, backing, format, words) in [
+            ("outside", "secret", "raw", "outside the directory"),
+            ("absolute", "/etc/passwd", "raw", "outside the directory"),
+            ("up", "base/../secret", "raw", "outside the directory"),
+            ("linked", "base/link", "raw", "outside the directory"),
+            ("vmdk", "base/base.raw", "vmdk", "neither raw nor qcow2"),
+            ("folder", "base", "raw", "not a regular file"),
+            ("json", "json:{\"driver\":\"file\"}", "raw", "cannot open"),
+        ] {
+            let text = sentence(&image(name, backing, format), &below);
+            assert!(text.contains(words), "{name}: {text}");
+        }
+        let looped = allowed.join("loop");
+        create(&looped, MIB, Some(("loop", "qcow2")));
+        let text = sentence(&looped, &Options { read_only: true, ..below.clone() });
+        assert!(text.contains("too long, or a loop"), "{text}");
+    }
+}

@@ -1,0 +1,102 @@
+//! What tests of disks share: a file being offered, guests that use it, and other people's clients.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferry_vfs::Disk;
+use ferry_vhost::Socket;
+use tempfile::TempDir;
+
+use crate::{Device, Guest, GuestCache, Input, Place, Ran, folder, guest, run};
+
+/// Where a guest has its first disk.
+pub const GUEST_DISK: &str = "/dev/vda";
+
+/// A disk and the server that offers it.
+#[derive(Debug)]
+pub struct Offered {
+    /// The file.
+    pub file: PathBuf,
+    /// The server's socket.
+    pub socket: PathBuf,
+    export: Option<ferry_blk::Export>,
+    _socket: Socket,
+    _folder: TempDir,
+}
+
+impl Offered {
+    /// Offers a fresh file of so many bytes.
+    pub fn new(place: Place, bytes: u64, options: &ferry_disk::Options) -> Self {
+        let folder = folder(place);
+        let file = folder.path().join("disk");
+        ferry_disk::grow(&file, bytes, &ferry_disk::Options::default()).unwrap();
+        Self::of(file, folder, options)
+    }
+
+    /// Offers a file within a folder, which is removed afterwards.
+    pub fn of(file: PathBuf, folder: TempDir, options: &ferry_disk::Options) -> Self {
+        let disk = ferry_disk::open(&file, options).unwrap();
+        let writeback = options.cache != Some(ferry_disk::Cache::Writethrough);
+        Self::with(file, folder, disk, writeback)
+    }
+
+    /// Offers any disk.
+    pub fn with(file: PathBuf, folder: TempDir, disk: Arc<dyn Disk>, writeback: bool) -> Self {
+        crate::log();
+        let socket = folder.path().join("s");
+        let bound = Socket::bind(&socket).unwrap();
+        let options = ferry_blk::Options { writeback, ..ferry_blk::Options::default() };
+        let export = ferry_blk::Export::start(bound.listener().unwrap(), disk, options).unwrap();
+        Self { file, socket, export: Some(export), _socket: bound, _folder: folder }
+    }
+
+    /// What the file takes of the host's disk, in bytes.
+    pub fn allocated(&self) -> u64 {
+        std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&self.file).unwrap()) * 512
+    }
+
+    /// Runs `qemu-io` with these commands, through libblkio.
+    pub fn qemu_io(&self, commands: &[&str]) -> Output {
+        let image = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", self.socket.display());
+        let mut program = Command::new(tool("qemu-io"));
+        program.args(["--image-opts", &image]);
+        program.args(commands.iter().flat_map(|command| ["-c", command]));
+        program.output().unwrap()
+    }
+
+    /// Runs a script in a User-mode Linux guest that has the disk as [`GUEST_DISK`].
+    pub fn guest(&self, script: &str, timeout: Duration) -> Ran {
+        run(guest_with(&self.socket, script), timeout)
+    }
+}
+
+impl Drop for Offered {
+    fn drop(&mut self) {
+        if let Some(export) = self.export.take() {
+            export.stop();
+        }
+    }
+}
+
+/// A guest with a disk, and a script to run.
+pub fn guest_with(socket: &Path, script: &str) -> Guest {
+    let mut guest = Guest::new(GuestCache::from_env().unwrap(), ["sh", "-euxc", script]);
+    guest.devices = vec![Device::block(socket)];
+    guest.stdin = Input::Null;
+    guest.stdout = guest::Output::Piped;
+    guest.stderr = guest::Output::Piped;
+    guest
+}
+
+/// A program of the set `disk` of `guest/fetch`.
+pub fn tool(name: &str) -> PathBuf {
+    let cache = std::env::var_os("FERRY_CACHE").map(PathBuf::from).unwrap_or_else(|| {
+        let home = |name: &str| std::env::var_os(name).map(PathBuf::from);
+        home("XDG_CACHE_HOME").or_else(|| home("HOME").map(|home| home.join(".cache"))).unwrap().join("ferry")
+    });
+    let path = cache.join("disk/bin").join(name);
+    assert!(path.exists(), "{} is missing; guest/fetch disk fetches it", path.display());
+    path
+}

@@ -1,0 +1,140 @@
+//! The socket on which we tell the front end what it did not ask for (vhost-user, "Back-end communication").
+//!
+//! The `vhost` crate takes the socket and has no message for a change of the configuration space. So the one request
+//! that carries it is taken from under its nose: the header is looked at without being read.
+
+use std::io::{IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::cmsg_space;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recv, recvmsg, send};
+use vhost::vhost_user::{Error, Result};
+
+/// A header: request, flags, and the length of what follows, each of four bytes.
+const HEADER_BYTES: usize = 12;
+const SET_BACKEND_REQ_FD: u32 = 21;
+const CONFIG_CHANGE_MSG: u32 = 2;
+/// Flags: the version, and the bits of a reply and of the wish for one.
+const VERSION: u32 = 1;
+const REPLY: u32 = 4;
+const NEED_REPLY: u32 = 8;
+/// The request has no payload; some front ends send a number.
+const PAYLOAD_BYTES_MAX: usize = 8;
+
+#[derive(Debug, Default)]
+struct State {
+    connected: bool,
+    socket: Option<OwnedFd>,
+    /// There is something to tell, and nobody yet to be told.
+    owes: bool,
+}
+
+/// The way to the front end, while there is one.
+#[derive(Debug, Default)]
+pub(crate) struct Channel(Mutex<State>);
+
+impl Channel {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A front end is there.
+    pub(crate) fn begin(&self) {
+        *self.state() = State { connected: true, ..State::default() };
+    }
+
+    /// The front end is gone.
+    pub(crate) fn end(&self) {
+        *self.state() = State::default();
+    }
+
+    /// The front end can be reached here.
+    pub(crate) fn set(&self, socket: OwnedFd) {
+        let mut state = self.state();
+        state.socket = Some(socket);
+        if state.owes {
+            state.tell();
+        }
+    }
+
+    /// Tells the front end, as soon as it can be reached, to read the configuration space again.
+    pub(crate) fn config_changed(&self) {
+        let mut state = self.state();
+        if state.connected {
+            state.tell();
+        }
+    }
+}
+
+impl State {
+    fn tell(&mut self) {
+        self.owes = self.socket.is_none();
+        if let Some(socket) = &self.socket {
+            let message = header(CONFIG_CHANGE_MSG, VERSION, 0);
+            if let Err(error) = send(socket, &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                tracing::error!("the front end cannot be told that the configuration changed: {error}");
+            }
+        }
+    }
+}
+
+fn header(request: u32, flags: u32, bytes: u32) -> [u8; HEADER_BYTES] {
+    let mut message = [0; HEADER_BYTES];
+    for (place, number) in message.chunks_exact_mut(4).zip([request, flags, bytes]) {
+        place.copy_from_slice(&number.to_ne_bytes());
+    }
+    message
+}
+
+fn number(message: &[u8; HEADER_BYTES], at: usize) -> u32 {
+    let mut bytes = [0; 4];
+    bytes.copy_from_slice(&message[at..at + 4]);
+    u32::from_ne_bytes(bytes)
+}
+
+/// Waits for the next request, and takes it if it is the one that brings the socket and that is `wanted`. All others
+/// stay where they are.
+pub(crate) fn take(stream: &UnixStream, wanted: bool, acknowledges: impl Fn() -> bool) -> Result<Option<OwnedFd>> {
+    if !wanted {
+        return Ok(None);
+    }
+    let mut message = [0; HEADER_BYTES];
+    let seen = match recv(stream, &mut message, RecvFlags::PEEK | RecvFlags::WAITALL) {
+        Ok((seen, _)) => seen,
+        // Whatever it is, the next to read meets it again.
+        Err(_) => return Ok(None),
+    };
+    if seen < HEADER_BYTES || number(&message, 0) != SET_BACKEND_REQ_FD {
+        return Ok(None);
+    }
+    let socket = receive(stream)?;
+    if number(&message, 4) & NEED_REPLY != 0 && acknowledges() {
+        let outcome = u64::from(socket.is_none()).to_ne_bytes();
+        let reply = [&header(SET_BACKEND_REQ_FD, VERSION | REPLY, 8)[..], &outcome].concat();
+        (&*stream).write_all(&reply).map_err(|_| Error::Disconnected)?;
+    }
+    socket.map(Some).ok_or(Error::IncorrectFds)
+}
+
+fn receive(mut stream: &UnixStream) -> Result<Option<OwnedFd>> {
+    let mut message = [0; HEADER_BYTES];
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::WAITALL | RecvFlags::CMSG_CLOEXEC;
+    let received = recvmsg(stream, &mut [IoSliceMut::new(&mut message)], &mut control, flags);
+    if received.map_err(|error| Error::SocketError(error.into()))?.bytes < HEADER_BYTES {
+        return Err(Error::Disconnected);
+    }
+    let socket = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    let mut payload = [0; PAYLOAD_BYTES_MAX];
+    let bytes = usize::try_from(number(&message, 8)).unwrap_or(usize::MAX);
+    let payload = payload.get_mut(..bytes).ok_or(Error::InvalidMessage)?;
+    stream.read_exact(payload).map_err(|_| Error::Disconnected)?;
+    Ok(socket)
+}

@@ -1,0 +1,236 @@
+//! The front end's messages.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+
+use vhost::vhost_user::GpuBackend;
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
+    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
+
+use super::Connection;
+use crate::inflight::Area;
+use crate::memory::{MEMORY_REGIONS_MAX, Memory};
+use crate::ring::RingAddresses;
+use crate::worker::{Control, Letter};
+use crate::{Device, QUEUE_SIZE_MAX};
+
+impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.reset();
+        Ok(())
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.reset();
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(self.offered())
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        let unknown = features & !self.offered();
+        if unknown != 0 {
+            tracing::error!("the front end wants features that were not offered: {unknown:#x}");
+            return Err(Error::InvalidParam);
+        }
+        self.features = features;
+        self.device.negotiated(&self.session, features);
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _: Option<bool>,
+    ) -> Result<Option<Vec<u64>>> {
+        self.remap(|_| {
+            let pairs = regions.iter().zip(files);
+            pairs.into_iter().try_fold(Memory::default(), |memory, (region, file)| memory.with(region, file))
+        })?;
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        let good = (1..=u32::from(QUEUE_SIZE_MAX)).contains(&num) && (self.is_packed() || num.is_power_of_two());
+        if !good {
+            tracing::error!(
+                "queue {index} of {num} entries: it must have up to {QUEUE_SIZE_MAX} (queue-size=1024), a power of two \
+                 unless it is a packed ring"
+            );
+            return Err(Error::InvalidParam);
+        }
+        self.queue(index)?.size = num;
+        Ok(())
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _: VhostUserVringAddrFlags,
+        descriptors: u64,
+        used: u64,
+        available: u64,
+        _: u64,
+    ) -> Result<()> {
+        self.restart(index, |queue| queue.addresses = RingAddresses { descriptors, available, used })
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        // Only a packed ring has more than an index to it.
+        if !self.is_packed() && base > u32::from(u16::MAX) {
+            return Err(Error::InvalidParam);
+        }
+        self.restart(index, |queue| queue.base = base)
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        self.queue(index)?;
+        self.stop(index as usize);
+        let queue = self.queue(index)?;
+        // The ring only starts again with a new kick descriptor (vhost-user, "Ring states").
+        queue.kick = None;
+        Ok(VhostUserVringState::new(index, queue.base))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        if fd.is_none() {
+            tracing::error!("the front end has no kick descriptor for queue {index}: rings without are not served");
+        }
+        self.restart(u32::from(index), |queue| queue.kick = fd.map(OwnedFd::from))
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let queue = self.queue(u32::from(index))?;
+        queue.call = fd.map(OwnedFd::from);
+        if let Some(port) = &queue.worker {
+            let call = queue.call.as_ref().map(OwnedFd::try_clone).transpose().map_err(Error::ReqHandlerError)?;
+            port.0.post(Letter::Control(Control::Call(usize::from(index), call)));
+        }
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.queue(u32::from(index))?.error = fd.map(OwnedFd::from);
+        Ok(())
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(self.protocol_offered())
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        let offered = self.protocol_offered() | VhostUserProtocolFeatures::REPLY_ACK;
+        let unknown = features & !offered.bits();
+        if unknown != 0 {
+            tracing::error!("the front end wants protocol features that were not offered: {unknown:#x}");
+            return Err(Error::InvalidParam);
+        }
+        self.protocol = VhostUserProtocolFeatures::from_bits_truncate(features);
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.queues.len() as u64)
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.queue(index)?.enabled = enable;
+        let index = index as usize;
+        if enable {
+            self.start(index)
+        } else {
+            self.stop(index);
+            Ok(())
+        }
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        let config = self.device.config().ok_or(Error::InvalidOperation("this device has no configuration"))?;
+        let bytes = config.into_iter().skip(offset as usize).chain(std::iter::repeat(0));
+        Ok(bytes.take(size as usize).collect())
+    }
+
+    fn set_config(&mut self, offset: u32, bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
+        match self.device.write_config(&self.session, offset, bytes) {
+            true => Ok(()),
+            false => Err(Error::InvalidOperation("this part of the configuration is read-only")),
+        }
+    }
+
+    fn set_gpu_socket(&mut self, _: GpuBackend) -> Result<()> {
+        Err(Error::InvalidOperation("not a GPU"))
+    }
+
+    fn get_shared_object(&mut self, _: VhostUserSharedMsg) -> Result<File> {
+        Err(Error::InvalidOperation("no shared objects"))
+    }
+
+    fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        Area::make(asked, self.queues.len()).map_err(|error| {
+            // There is no reply that says so: the front end would wait for one.
+            tracing::error!("{error}");
+            Error::InvalidParam
+        })
+    }
+
+    fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
+        let area = Area::open(kept, file, self.queues.len()).map_err(|error| {
+            tracing::error!("{error}");
+            Error::InvalidParam
+        })?;
+        let running: Vec<usize> = (0..self.queues.len()).filter(|index| self.queues[*index].running).collect();
+        running.iter().for_each(|index| self.stop(*index));
+        self.inflight = Some(area);
+        running.into_iter().try_for_each(|index| self.start(index))
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(MEMORY_REGIONS_MAX as u64)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _: Option<bool>,
+    ) -> Result<Option<u64>> {
+        self.remap(|memory| memory.with(region, file))?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        self.remap(|memory| memory.without(region.guest_phys_addr, region.memory_size))
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _: VhostTransferStateDirection,
+        _: VhostTransferStatePhase,
+        _: File,
+    ) -> Result<Option<File>> {
+        Err(Error::InvalidOperation("migration is not offered"))
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        Err(Error::InvalidOperation("migration is not offered"))
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        Err(Error::InvalidOperation("shared memory is not offered"))
+    }
+
+    fn set_log_base(&mut self, _: &VhostUserLog, _: File) -> Result<()> {
+        Err(Error::InvalidOperation("migration is not offered"))
+    }
+}

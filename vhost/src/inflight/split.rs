@@ -1,0 +1,127 @@
+//! The log of a split ring (`QueueRegionSplit`).
+
+use std::sync::atomic::Ordering;
+
+use super::{LogError, Region};
+
+/// Where the header's fields lie.
+const LAST_BATCH_HEAD_AT: usize = 12;
+const USED_INDEX_AT: usize = 14;
+/// Where the entries begin, what each takes, and where its fields lie (`DescStateSplit`).
+const ENTRIES_BEGIN: usize = 16;
+const ENTRY_BYTES: usize = 16;
+const IN_FLIGHT: usize = 0;
+const NEXT: usize = 6;
+const COUNTER: usize = 8;
+
+/// Every store releases, so that they happen in the order in which they are written down: another process may only
+/// ever find the result of the first few.
+const IN_ORDER: Ordering = Ordering::Release;
+
+/// Keeps, by the number of their head descriptor, the chains that the driver waits for.
+#[derive(Debug)]
+pub(crate) struct SplitLog {
+    region: Region,
+    /// Tells the order in which chains were taken.
+    counter: u64,
+    /// Given back since the driver was last shown the used index.
+    batch: Vec<u16>,
+}
+
+impl SplitLog {
+    /// Opens the log of a queue whose used index stands at `used_index`. Answers the heads in flight in the order in
+    /// which they were taken; none if the log is new, or of another ring.
+    pub(crate) fn open(region: Region, size: u16, used_index: u16) -> Result<(Self, Option<Vec<u16>>), LogError> {
+        let begun = region.is_begun(size)?;
+        let mut log = Self { region, counter: 0, batch: Vec::new() };
+        // The index of a ring that was set up anew is nowhere near that of the old one.
+        let last_batch = used_index.wrapping_sub(log.load(USED_INDEX_AT));
+        if !begun || last_batch > size {
+            if begun {
+                tracing::warn!("the in-flight memory is that of an earlier ring, and forgotten");
+            }
+            log.begin(used_index);
+            return Ok((log, None));
+        }
+        log.end_last_batch(last_batch, used_index)?;
+        let mut found: Vec<(u64, u16)> = Vec::new();
+        for head in (0..log.region.entries).filter(|head| log.is_in_flight(*head)) {
+            found.push((log.region.cells.load_u64(log.entry(head) + COUNTER, Ordering::Relaxed), head));
+        }
+        found.sort_unstable();
+        if found.len() > usize::from(size) || found.iter().any(|(_, head)| *head >= size) {
+            return Err(LogError::Nonsense("more is in flight than the queue holds"));
+        }
+        log.counter = found.last().map_or(0, |(counter, _)| counter.wrapping_add(1));
+        Ok((log, Some(found.into_iter().map(|(_, head)| head).collect())))
+    }
+
+    fn begin(&mut self, used_index: u16) {
+        for head in 0..self.region.entries {
+            self.set_in_flight(head, false);
+        }
+        self.store(LAST_BATCH_HEAD_AT, 0);
+        self.store(USED_INDEX_AT, used_index);
+        self.region.begun();
+    }
+
+    /// The driver was shown the last batch, but its entries may still say that they are in flight.
+    fn end_last_batch(&mut self, chains: u16, used_index: u16) -> Result<(), LogError> {
+        let mut head = self.load(LAST_BATCH_HEAD_AT);
+        for _ in 0..chains {
+            if head >= self.region.entries {
+                return Err(LogError::Nonsense("the last batch leads nowhere"));
+            }
+            self.set_in_flight(head, false);
+            head = self.load(self.entry(head) + NEXT);
+        }
+        self.store(USED_INDEX_AT, used_index);
+        Ok(())
+    }
+
+    /// The device has taken a chain.
+    #[inline]
+    pub(crate) fn take(&mut self, head: u16) {
+        self.region.cells.store_u64(self.entry(head) + COUNTER, self.counter, IN_ORDER);
+        self.counter = self.counter.wrapping_add(1);
+        self.set_in_flight(head, true);
+    }
+
+    /// It stands in the used ring, where the driver does not look yet.
+    #[inline]
+    pub(crate) fn give_back(&mut self, head: u16) {
+        self.store(self.entry(head) + NEXT, self.load(LAST_BATCH_HEAD_AT));
+        self.store(LAST_BATCH_HEAD_AT, head);
+        self.batch.push(head);
+    }
+
+    /// The driver sees all that was given back.
+    #[inline]
+    pub(crate) fn published(&mut self, used_index: u16) {
+        for index in 0..self.batch.len() {
+            self.set_in_flight(self.batch[index], false);
+        }
+        self.batch.clear();
+        self.store(USED_INDEX_AT, used_index);
+    }
+
+    fn entry(&self, head: u16) -> usize {
+        ENTRIES_BEGIN + ENTRY_BYTES * usize::from(head)
+    }
+
+    fn is_in_flight(&self, head: u16) -> bool {
+        self.region.cells.load_u8(self.entry(head) + IN_FLIGHT, Ordering::Relaxed) == 1
+    }
+
+    fn set_in_flight(&mut self, head: u16, value: bool) {
+        self.region.cells.store_u8(self.entry(head) + IN_FLIGHT, u8::from(value), IN_ORDER);
+    }
+
+    fn load(&self, offset: usize) -> u16 {
+        self.region.cells.load_u16(offset, Ordering::Relaxed)
+    }
+
+    fn store(&mut self, offset: usize, value: u16) {
+        self.region.cells.store_u16(offset, value, IN_ORDER);
+    }
+}

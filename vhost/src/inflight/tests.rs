@@ -1,0 +1,120 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::ring::Place;
+
+/// Memory for the tests of rings.
+pub(crate) fn area(queues: u16, size: u16) -> Arc<Area> {
+    let (kept, file) = Area::make(&VhostUserInflight::new(0, 0, queues, size), usize::from(queues)).unwrap();
+    Area::open(&kept, file, usize::from(queues)).unwrap()
+}
+
+#[test]
+fn memory_is_as_large_as_it_must_be_and_not_trusted() {
+    let (kept, file) = Area::make(&VhostUserInflight::new(0, 0, 3, 128), 4).unwrap();
+    assert_eq!((kept.num_queues, kept.queue_size, kept.mmap_offset), (3, 128, 0));
+    assert_eq!(file.metadata().unwrap().len(), kept.mmap_size);
+    assert!(ftruncate(&file, 0).is_err(), "nobody can pull it away");
+    let open = |change: fn(&mut VhostUserInflight)| {
+        let mut kept = kept;
+        change(&mut kept);
+        Area::open(&kept, file.try_clone().unwrap(), 4)
+    };
+    assert!(open(|_| {}).unwrap().region(2).is_some());
+    assert!(open(|_| {}).unwrap().region(3).is_none());
+    assert!(matches!(open(|kept| kept.num_queues = 4), Err(LogError::Short { .. })));
+    assert!(matches!(open(|kept| kept.queue_size = 1024), Err(LogError::Short { .. })));
+    assert!(matches!(open(|kept| kept.mmap_size += 1), Err(LogError::Short { .. })));
+    assert!(matches!(open(|kept| kept.mmap_offset = 4096), Err(LogError::Short { .. })));
+    assert!(matches!(open(|kept| kept.mmap_offset = u64::MAX), Err(LogError::Short { .. })));
+    for (queues, size) in [(0, 1), (5, 1), (1, 0), (1, 1025)] {
+        let asked = VhostUserInflight::new(0, 0, queues, size);
+        assert!(matches!(Area::make(&asked, 4), Err(LogError::Geometry { .. })));
+    }
+}
+
+#[test]
+fn the_layout_is_that_of_the_specification() {
+    let bytes = |region: &Region, at: usize| region.cells.load_u8(at, Ordering::Relaxed);
+    let region = area(1, 4).region(0).unwrap();
+    let (mut split, None) = SplitLog::open(region.clone(), 4, 7).unwrap() else { panic!("it is new") };
+    split.take(2);
+    split.take(1);
+    split.give_back(2);
+    // version, desc_num, last_batch_head, used_idx
+    assert_eq!([8, 10, 12, 14].map(|at| bytes(&region, at)), [1, 4, 2, 7]);
+    // desc[1] and desc[2]: inflight, counter
+    assert_eq!([32, 40, 48, 56].map(|at| bytes(&region, at)), [1, 1, 1, 0]);
+    split.published(8);
+    assert_eq!([14, 32, 48].map(|at| bytes(&region, at)), [8, 1, 0]);
+
+    let region = area(1, 4).region(0).unwrap();
+    let used = Place { index: 3, wrap: true };
+    let (mut packed, None) = PackedLog::open(region.clone(), 4, used, |_| Some(true)).unwrap() else { panic!("new") };
+    let descriptor = crate::ring::Descriptor { address: 0x77, bytes: 5, id: 9, flags: 6 };
+    assert_eq!(packed.take(&[descriptor, descriptor]).unwrap(), 0);
+    // version, desc_num, free_head, old_free_head, used_idx, old_used_idx, the wrap counters
+    assert_eq!([8, 10, 12, 14, 16, 18, 20, 21].map(|at| bytes(&region, at)), [1, 4, 2, 2, 3, 3, 1, 1]);
+    // desc[0]: inflight, next, last, num, counter, id, flags, len, addr
+    assert_eq!([32, 34, 36, 38, 40, 48, 50, 52, 56].map(|at| bytes(&region, at)), [1, 1, 1, 2, 0, 9, 6, 5, 0x77]);
+    packed.give_back([0].into_iter(), Place { index: 1, wrap: false });
+    assert_eq!([12, 14, 16, 18, 20, 21].map(|at| bytes(&region, at)), [0, 2, 1, 3, 0, 1]);
+    packed.published([0].into_iter(), Place { index: 1, wrap: false });
+    assert_eq!([12, 14, 16, 18, 20, 21, 32].map(|at| bytes(&region, at)), [0, 0, 1, 1, 0, 0, 0]);
+}
+
+#[test]
+fn memory_of_another_ring_or_version_is_not_taken_for_this_ones() {
+    let area = area(1, 8);
+    let region = area.region(0).unwrap();
+    let open = |used_index| SplitLog::open(region.clone(), 8, used_index).map(|(_, found)| found);
+    assert_eq!(open(100).unwrap(), None);
+    SplitLog::open(region.clone(), 8, 100).unwrap().0.take(3);
+    assert_eq!(open(100).unwrap(), Some(vec![3]));
+    assert_eq!(open(0).unwrap(), None, "a ring that begins anew");
+    assert_eq!(open(0).unwrap(), Some(vec![]), "and nothing of the old one is left");
+    assert!(matches!(SplitLog::open(region.clone(), 16, 0), Err(LogError::Size { kept: 8, queue: 16 })));
+    region.cells.store_u16(VERSION_AT, 2, Ordering::Relaxed);
+    assert!(matches!(open(0), Err(LogError::Version(2))));
+    area.clear();
+    assert_eq!(open(0).unwrap(), None);
+    region.cells.store_u16(ENTRIES_AT, 4, Ordering::Relaxed);
+    assert!(matches!(open(0), Err(LogError::Size { kept: 4, .. })));
+}
+
+proptest! {
+    /// Whatever the front end writes into it: no panic, an end, and nothing outside.
+    #[test]
+    fn survives_any_contents(
+        bytes in prop::collection::vec(any::<u8>(), 32 + 32 * 8),
+        sound in any::<bool>(),
+        small in any::<bool>(),
+        available in any::<Option<bool>>(),
+    ) {
+        let region = area(1, 8).region(0).unwrap();
+        for (at, byte) in bytes.into_iter().enumerate() {
+            region.cells.store_u8(at, if small { byte % 9 } else { byte }, Ordering::Relaxed);
+        }
+        if sound {
+            region.cells.store_u16(VERSION_AT, 1, Ordering::Relaxed);
+            region.cells.store_u16(ENTRIES_AT, 8, Ordering::Relaxed);
+        }
+        if let Ok((mut log, found)) = SplitLog::open(region.clone(), 8, 3) {
+            for head in found.unwrap_or_default() {
+                prop_assert!(head < 8);
+                log.give_back(head);
+            }
+            log.published(4);
+        }
+        if let Ok((mut log, found)) = PackedLog::open(region, 8, Place::FRESH, |_| available) {
+            let mut out = Vec::new();
+            for entry in found.map(|found| found.entries).unwrap_or_default() {
+                if log.read(entry, &mut out).is_ok() {
+                    log.give_back([entry].into_iter(), Place::FRESH);
+                    log.published([entry].into_iter(), Place::FRESH);
+                }
+            }
+            while log.take(&[crate::ring::Descriptor::default()]).is_ok_and(|entry| entry != 7) {}
+        }
+    }
+}

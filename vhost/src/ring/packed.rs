@@ -1,0 +1,389 @@
+//! A packed virtqueue (VIRTIO 1.3, section 2.8).
+
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::atomic::{Ordering, fence};
+
+use super::descriptor::{DESCRIPTOR_BYTES, Extent, INDIRECT, NEXT, WRITE, add, copy_out, indirect_table};
+use super::{Begin, ChainError, Popped, RingError, RingSetup};
+use crate::QUEUE_SIZE_MAX;
+use crate::chain::Chain;
+use crate::inflight::{PackedLog, Region};
+use crate::memory::Memory;
+use crate::shared::Cells;
+
+/// Descriptor flags that say whose turn it is (2.8.1).
+pub(super) const AVAILABLE: u16 = 1 << 7;
+pub(super) const USED: u16 = 1 << 15;
+/// Where a descriptor's fields lie.
+const LENGTH: usize = 8;
+const ID: usize = 12;
+const FLAGS: usize = 14;
+
+/// An event suppression structure (2.8.10): the descriptor with its wrap counter, and above it the flags.
+const EVENT_BYTES: usize = 4;
+pub(super) const EVENT_ENABLE: u32 = 0;
+pub(super) const EVENT_DISABLE: u32 = 1;
+pub(super) const EVENT_DESCRIPTOR: u32 = 2;
+
+/// A place in the ring, and the wrap counter there (2.8.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) index: u16,
+    pub(crate) wrap: bool,
+}
+
+impl Place {
+    /// Where a ring begins that was never used.
+    pub(crate) const FRESH: Self = Self { index: 0, wrap: true };
+
+    /// The place that many descriptors on, at most a whole ring.
+    #[inline]
+    pub(crate) fn after(self, descriptors: u16, size: u16) -> Self {
+        let index = u32::from(self.index) + u32::from(descriptors);
+        match u16::try_from(index) {
+            Ok(index) if index < size => Self { index, ..self },
+            _ => Self { index: u16::try_from(index - u32::from(size)).unwrap_or(0), wrap: !self.wrap },
+        }
+    }
+
+    /// How many descriptors `self` is ahead of `other`, if that is possible.
+    fn ahead_of(self, other: Self, size: u16) -> Option<u16> {
+        let lap = if self.wrap == other.wrap { 0 } else { size };
+        (self.index + lap).checked_sub(other.index).filter(|ahead| *ahead <= size)
+    }
+
+    pub(super) fn to_bits(self) -> u16 {
+        self.index | u16::from(self.wrap) << 15
+    }
+
+    fn from_bits(bits: u32) -> Self {
+        Self { index: u16::try_from(bits & 0x7fff).unwrap_or(0), wrap: bits & 0x8000 != 0 }
+    }
+
+    /// Whether a descriptor here with these flags has been made available.
+    #[inline]
+    fn is_available(self, flags: u16) -> bool {
+        (flags & AVAILABLE != 0) == self.wrap && (flags & USED != 0) != self.wrap
+    }
+
+    /// The flags of a descriptor that is used here.
+    #[inline]
+    fn used_flags(self) -> u16 {
+        if self.wrap { AVAILABLE | USED } else { 0 }
+    }
+}
+
+/// A descriptor of the ring, as the log keeps it, too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Descriptor {
+    pub(crate) address: u64,
+    pub(crate) bytes: u32,
+    pub(crate) id: u16,
+    pub(crate) flags: u16,
+}
+
+/// A chain that goes back.
+#[derive(Debug)]
+struct Done {
+    id: u16,
+    descriptors: u16,
+    entry: u16,
+    written: u32,
+}
+
+/// A packed virtqueue of the guest's.
+#[derive(Debug)]
+pub(crate) struct PackedRing {
+    memory: Rc<Memory>,
+    size: u16,
+    descriptors: Cells,
+    driver_event: Cells,
+    device_event: Cells,
+    event_index: bool,
+    indirect: bool,
+    /// The next descriptor to take.
+    available: Place,
+    /// Where the next used descriptor goes.
+    used: Place,
+    /// The chain being taken.
+    taken: Vec<Descriptor>,
+    /// Given back, not yet shown.
+    batch: Vec<Done>,
+    /// What is in flight, for whoever comes after us.
+    log: Option<PackedLog>,
+    /// Chains that were in flight when the server before us ended, by their entry in the log.
+    again: VecDeque<u16>,
+}
+
+impl PackedRing {
+    pub(super) fn new(
+        memory: Rc<Memory>,
+        setup: &RingSetup,
+        begin: Begin,
+        region: Option<Region>,
+    ) -> Result<Self, RingError> {
+        let size = u16::try_from(setup.size).ok().filter(|size| (1..=QUEUE_SIZE_MAX).contains(size));
+        let size = size.ok_or(RingError::Size(setup.size))?;
+        let addresses = setup.addresses;
+        let part = |part, address, bytes, align| {
+            memory.part(address, bytes, align).ok_or(RingError::Address { part, address })
+        };
+        let ring_bytes = DESCRIPTOR_BYTES as usize * usize::from(size);
+        let descriptors = part("descriptor ring", addresses.descriptors, ring_bytes, 16)?;
+        let driver_event = part("driver's event structure", addresses.available, EVENT_BYTES, 4)?;
+        let device_event = part("device's event structure", addresses.used, EVENT_BYTES, 4)?;
+        let mut ring = Self {
+            memory,
+            size,
+            descriptors,
+            driver_event,
+            device_event,
+            event_index: setup.event_index,
+            indirect: setup.indirect,
+            available: Place::FRESH,
+            used: Place::FRESH,
+            taken: Vec::new(),
+            batch: Vec::new(),
+            log: None,
+            again: VecDeque::new(),
+        };
+        ring.begin(begin)?;
+        if let Some(region) = region {
+            ring.recover(region, begin)?;
+        }
+        Ok(ring)
+    }
+
+    fn begin(&mut self, begin: Begin) -> Result<(), RingError> {
+        let (Begin::At(base) | Begin::Resume(base)) = begin;
+        let size = self.size;
+        (self.available, self.used) = (Place::from_bits(base), Place::from_bits(base >> 16));
+        if let Begin::At(base) = begin {
+            // Some front ends (User-mode Linux) begin a ring at 0, although its wrap counters begin at 1. A ring that
+            // has got here by itself holds a descriptor of the lap before, which has this flag.
+            if base == 0 && self.flags(0, Ordering::Acquire) & USED == 0 {
+                self.available = Place::FRESH;
+            }
+            if base >> 16 == 0 {
+                self.used = self.available;
+            }
+        }
+        let possible = self.available.index < size && self.used.index < size;
+        match possible && self.available.ahead_of(self.used, size).is_some() {
+            true => Ok(()),
+            false => Err(RingError::Base { base, size }),
+        }
+    }
+
+    fn recover(&mut self, region: Region, begin: Begin) -> Result<(), RingError> {
+        let (descriptors, size) = (self.descriptors, self.size);
+        let still_available = |place: Place| {
+            let at = DESCRIPTOR_BYTES as usize * usize::from(place.index) + FLAGS;
+            (place.index < size).then(|| place.is_available(descriptors.load_u16(at, Ordering::Acquire)))
+        };
+        let (log, found) = PackedLog::open(region, self.size, self.used, still_available)?;
+        self.log = Some(log);
+        if let (Some(found), Begin::At(_)) = (found, begin) {
+            // All that was taken is either used or in flight.
+            let base = u32::from(found.used.to_bits()) << 16;
+            let fits = found.used.index < size && found.descriptors <= size;
+            self.used = fits.then_some(found.used).ok_or(RingError::Base { base, size })?;
+            self.available = found.used.after(found.descriptors, size);
+            self.again = found.entries.into();
+        }
+        Ok(())
+    }
+
+    pub(super) fn memory(&self) -> &Rc<Memory> {
+        &self.memory
+    }
+
+    pub(super) fn position(&self) -> u32 {
+        u32::from(self.used.to_bits()) << 16 | u32::from(self.available.to_bits())
+    }
+
+    #[inline]
+    fn flags(&self, index: u16, order: Ordering) -> u16 {
+        self.descriptors.load_u16(DESCRIPTOR_BYTES as usize * usize::from(index) + FLAGS, order)
+    }
+
+    pub(super) fn is_recovering(&self) -> bool {
+        !self.again.is_empty()
+    }
+
+    #[inline]
+    pub(super) fn has_available(&self) -> bool {
+        // Acquire: whoever sees the flags sees the descriptor, and those behind it.
+        self.available.is_available(self.flags(self.available.index, Ordering::Acquire)) || !self.again.is_empty()
+    }
+
+    #[inline]
+    pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
+        chain.clear();
+        if let Some(entry) = self.again.pop_front() {
+            let log = self.log.as_ref().expect("entries come from a log");
+            log.read(entry, &mut self.taken)?;
+            return Ok(self.take(entry, chain));
+        }
+        if !self.available.is_available(self.flags(self.available.index, Ordering::Acquire)) {
+            return Ok(Popped::Empty);
+        }
+        self.collect()?;
+        let entry = match &mut self.log {
+            Some(log) => log.take(&self.taken)?,
+            None => 0,
+        };
+        Ok(self.take(entry, chain))
+    }
+
+    /// Copies the next chain's descriptors out of the ring.
+    #[inline]
+    fn collect(&mut self) -> Result<(), RingError> {
+        self.taken.clear();
+        let out = self.available.ahead_of(self.used, self.size).unwrap_or(self.size);
+        let mut place = self.available;
+        loop {
+            // A driver that has more out than the ring holds has overwritten some of it.
+            if self.taken.len() >= usize::from(self.size - out) {
+                return Err(RingError::Overrun(self.size));
+            }
+            let (address, [a, b, c, d, id_low, id_high, flags_low, flags_high]) =
+                copy_out(self.descriptors.start(), place.index);
+            let flags = u16::from_le_bytes([flags_low, flags_high]);
+            let (bytes, id) = (u32::from_le_bytes([a, b, c, d]), u16::from_le_bytes([id_low, id_high]));
+            self.taken.push(Descriptor { address, bytes, id, flags });
+            place = place.after(1, self.size);
+            if flags & NEXT == 0 {
+                break;
+            }
+        }
+        self.available = place;
+        Ok(())
+    }
+
+    /// Translates the chain that was collected.
+    #[inline]
+    fn take(&mut self, entry: u16, chain: &mut Chain) -> Popped {
+        // The buffer's identifier stands in the last descriptor (2.8.6).
+        chain.id = self.taken.last().map_or(0, |last| last.id);
+        chain.descriptors = u16::try_from(self.taken.len()).unwrap_or(u16::MAX);
+        chain.entry = entry;
+        match self.translate(chain) {
+            Ok(()) => Popped::Chain,
+            Err(error) => {
+                chain.clear();
+                self.push(chain, 0);
+                Popped::Dropped(error)
+            }
+        }
+    }
+
+    fn translate(&self, chain: &mut Chain) -> Result<(), ChainError> {
+        for descriptor in &self.taken {
+            let &Descriptor { address, bytes, flags, .. } = descriptor;
+            let extent = Extent { address, bytes };
+            match flags & INDIRECT {
+                0 => add(chain, &self.memory, extent, flags)?,
+                _ if !self.indirect => return Err(ChainError::IndirectUnexpected),
+                _ if self.taken.len() > 1 => return Err(ChainError::IndirectNested),
+                _ => self.translate_table(chain, extent)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// An indirect table is simply its descriptors one after another (2.8.7).
+    fn translate_table(&self, chain: &mut Chain, extent: Extent) -> Result<(), ChainError> {
+        let (table, entries) = indirect_table(&self.memory, extent)?;
+        for index in 0..entries {
+            let (address, [a, b, c, d, _, _, flags_low, flags_high]) = copy_out(table, index);
+            let flags = u16::from_le_bytes([flags_low, flags_high]);
+            if flags & INDIRECT != 0 {
+                return Err(ChainError::IndirectNested);
+            }
+            add(chain, &self.memory, Extent { address, bytes: u32::from_le_bytes([a, b, c, d]) }, flags)?;
+        }
+        Ok(())
+    }
+
+    #[inline]
+    pub(super) fn push(&mut self, chain: &Chain, written: u32) {
+        let &Chain { id, descriptors, entry, .. } = chain;
+        self.batch.push(Done { id, descriptors, entry, written });
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self) -> bool {
+        if self.batch.is_empty() {
+            return false;
+        }
+        let first = self.used;
+        let mut place = first;
+        let mut shown: u32 = 0;
+        for done in &self.batch {
+            place = place.after(done.descriptors, self.size);
+            shown += u32::from(done.descriptors);
+        }
+        if let Some(log) = &mut self.log {
+            log.give_back(self.batch.iter().map(|done| done.entry), place);
+        }
+        self.write_used(first);
+        self.used = place;
+        if let Some(log) = &mut self.log {
+            log.published(self.batch.iter().map(|done| done.entry), place);
+        }
+        self.batch.clear();
+        // The descriptors must be visible before the driver's wish is read, or both sides may wait for each other.
+        fence(Ordering::SeqCst);
+        self.wants_signal(shown)
+    }
+
+    /// Writes the batch. The first descriptor comes last: the driver sees all of them, or none.
+    #[inline]
+    fn write_used(&self, first: Place) {
+        let mut place = first;
+        let mut first_flags = 0;
+        for (number, done) in self.batch.iter().enumerate() {
+            let at = DESCRIPTOR_BYTES as usize * usize::from(place.index);
+            let flags = place.used_flags() | if done.written > 0 { WRITE } else { 0 };
+            self.descriptors.store_u32(at + LENGTH, done.written, Ordering::Relaxed);
+            self.descriptors.store_u16(at + ID, done.id, Ordering::Relaxed);
+            match number {
+                0 => first_flags = flags,
+                _ => self.descriptors.store_u16(at + FLAGS, flags, Ordering::Release),
+            }
+            place = place.after(done.descriptors, self.size);
+        }
+        let at = DESCRIPTOR_BYTES as usize * usize::from(first.index) + FLAGS;
+        self.descriptors.store_u16(at, first_flags, Ordering::Release);
+    }
+
+    /// Whether the driver wants to be told of the last `shown` descriptors (2.8.10, 2.8.22).
+    #[inline]
+    fn wants_signal(&self, shown: u32) -> bool {
+        let wish = self.driver_event.load_u32(0, Ordering::Relaxed);
+        match wish >> 16 & 3 {
+            EVENT_DISABLE => return false,
+            EVENT_DESCRIPTOR if self.event_index => {}
+            _ => return true,
+        }
+        let event = Place::from_bits(wish & 0xffff);
+        // Both as distances from the beginning of the lap that the used index is in.
+        let (new, size) = (i64::from(self.used.index), i64::from(self.size));
+        let event = i64::from(event.index) - if event.wrap == self.used.wrap { 0 } else { size };
+        (new - i64::from(shown)..new).contains(&event)
+    }
+
+    #[inline]
+    pub(super) fn want_kicks(&mut self, wanted: bool) -> bool {
+        let wish = match (wanted, self.event_index) {
+            (false, _) => EVENT_DISABLE << 16,
+            (true, false) => EVENT_ENABLE << 16,
+            (true, true) => EVENT_DESCRIPTOR << 16 | u32::from(self.available.to_bits()),
+        };
+        self.device_event.store_u32(0, wish, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        wanted && self.has_available()
+    }
+}

@@ -1,0 +1,93 @@
+//! Memory that others read and write at the same time: rings, and the log of requests in flight.
+
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+/// A piece of shared memory, read and written in whole little-endian numbers only. What the other side does to it
+/// meanwhile can give a wrong number, never anything worse.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cells {
+    start: *mut u8,
+    bytes: usize,
+}
+
+macro_rules! cells {
+    ($number:ty, $atomic:ty, $load:ident, $store:ident) => {
+        /// Reads a number.
+        #[inline]
+        pub(crate) fn $load(&self, offset: usize, order: Ordering) -> $number {
+            // SAFETY: `at` checked place and alignment; `new`'s caller keeps the memory mapped.
+            <$number>::from_le(unsafe { <$atomic>::from_ptr(self.at(offset)) }.load(order))
+        }
+
+        /// Writes a number.
+        #[inline]
+        pub(crate) fn $store(&self, offset: usize, value: $number, order: Ordering) {
+            #[cfg(test)]
+            crash::step();
+            // SAFETY: as for reading.
+            unsafe { <$atomic>::from_ptr(self.at(offset)) }.store(value.to_le(), order);
+        }
+    };
+}
+
+impl Cells {
+    /// The `bytes` bytes from `start` on.
+    ///
+    /// # Safety
+    /// They must stay mapped for as long as this or a copy of it is used, and everybody else must access them as
+    /// shared memory, too.
+    pub(crate) unsafe fn new(start: *mut u8, bytes: usize) -> Self {
+        Self { start, bytes }
+    }
+
+    /// The whole of it, for a bulk copy by somebody else.
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.start
+    }
+
+    #[inline]
+    fn at<T>(&self, offset: usize) -> *mut T {
+        let place = self.start.wrapping_add(offset).cast::<T>();
+        assert!(offset <= self.bytes && size_of::<T>() <= self.bytes - offset && place.is_aligned(), "outside");
+        place
+    }
+
+    cells!(u8, AtomicU8, load_u8, store_u8);
+    cells!(u16, AtomicU16, load_u16, store_u16);
+    cells!(u32, AtomicU32, load_u32, store_u32);
+    cells!(u64, AtomicU64, load_u64, store_u64);
+}
+
+/// Ends the program, as far as a test is concerned, before any chosen store.
+#[cfg(test)]
+pub(crate) mod crash {
+    use std::cell::Cell;
+    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+    thread_local!(static LEFT: Cell<Option<usize>> = const { Cell::new(None) });
+
+    struct Crash;
+
+    pub(super) fn step() {
+        match LEFT.get() {
+            None => {}
+            Some(0) => {
+                LEFT.set(None);
+                resume_unwind(Box::new(Crash));
+            }
+            Some(left) => LEFT.set(Some(left - 1)),
+        }
+    }
+
+    /// Runs `action` up to the store after the first `stores`. `None`: it did not get to its end.
+    pub(crate) fn after<T>(stores: usize, action: impl FnOnce() -> T) -> Option<T> {
+        LEFT.set(Some(stores));
+        let outcome = catch_unwind(AssertUnwindSafe(action));
+        LEFT.set(None);
+        match outcome {
+            Ok(value) => Some(value),
+            Err(payload) if payload.is::<Crash>() => None,
+            Err(payload) => resume_unwind(payload),
+        }
+    }
+}

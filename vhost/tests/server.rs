@@ -1,0 +1,278 @@
+//! A toy device, served to the driver of the benchmarks over a socket.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod toy;
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ferry_driver::{Config, Driver, Error};
+use toy::{QUEUES, Toy, WRITABLE_AT, answers, ask, config, serve};
+use vhost::VhostBackend;
+use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures as Protocol};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Where a process started by [`killed_servers`] serves, and notes what it does.
+const SOCKET_VARIABLE: &str = "FERRY_TOY_SOCKET";
+const JOURNAL_VARIABLE: &str = "FERRY_TOY_JOURNAL";
+
+/// Asks `count` numbers, as many at a time as there is room for, and checks all answers.
+fn converse(driver: &mut Driver, queue: usize, count: u64) {
+    let mut asked = HashMap::new();
+    let (mut next, mut answered) = (0, 0);
+    while answered < count {
+        while next < count
+            && let Ok(ticket) = ask(driver, queue, next)
+        {
+            asked.insert(ticket, next);
+            next += 1;
+        }
+        let done = driver.queue(queue).wait(TIMEOUT).unwrap();
+        let number = asked.remove(&done.ticket).unwrap();
+        assert!(answers(number, &done.reply), "{number}: {:?}", done.reply);
+        answered += 1;
+    }
+}
+
+#[test]
+fn every_ring_serves() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (_socket, _server) = serve(&path, Toy::default());
+    for (packed, queue_size) in [(false, 64), (false, 1024), (true, 64), (true, 7), (true, 1000)] {
+        for (event_idx, indirect, inflight) in
+            [(true, true, false), (true, false, true), (false, true, true), (false, false, false)]
+        {
+            let config = Config { packed, queue_size, event_idx, indirect, inflight, ..config() };
+            let mut driver = Driver::connect(&path, config).unwrap();
+            for queue in 0..QUEUES {
+                converse(&mut driver, queue, 300);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_ring_goes_on_where_it_stopped_and_begins_anew_after_a_reboot() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let toy = Toy::default();
+    let features = Arc::clone(&toy.features);
+    let (_socket, _server) = serve(&path, toy);
+    for packed in [false, true] {
+        let mut driver = Driver::connect(&path, Config { packed, inflight: true, ..config() }).unwrap();
+        assert_eq!(features.load(Ordering::SeqCst), driver.features());
+        for _ in 0..5 {
+            converse(&mut driver, 1, 77);
+            let base = driver.stop(1).unwrap();
+            driver.start(1, base).unwrap();
+            converse(&mut driver, 1, 13);
+            converse(&mut driver, 0, 13);
+            driver.reboot().unwrap();
+        }
+        converse(&mut driver, 1, 77);
+        // Another connection, while the device was in the middle of something.
+        for number in 0..40 {
+            ask(&mut driver, 2, number).unwrap();
+        }
+        let mut driver = driver.reconnect().unwrap();
+        converse(&mut driver, 2, 77);
+    }
+}
+
+#[test]
+fn memory_comes_and_goes_under_load() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (_socket, _server) = serve(&path, Toy::default());
+    for packed in [false, true] {
+        let config = Config { packed, regions: 2, memory_bytes: 4 << 20, ..config() };
+        let mut driver = Driver::connect(&path, config).unwrap();
+        // The rings lie in the first region. Fill it, so that buffers come from the second.
+        let mut filling = Vec::new();
+        let end = driver.memory().regions()[1].guest();
+        while let Some(buffer) = driver.memory().alloc(4096, 4096) {
+            if buffer.guest() >= end {
+                break;
+            }
+            filling.push(buffer);
+        }
+        for _ in 0..20 {
+            let tickets: Vec<_> = (0..32).map(|number| ask(&mut driver, 0, number).unwrap()).collect();
+            driver.share_region(1, false).unwrap();
+            for (number, ticket) in (0..).zip(tickets) {
+                // Either it was taken before, and then its answer is right, or its memory is not there.
+                let done = driver.queue(0).wait_for(ticket, TIMEOUT).unwrap();
+                assert!(done.used_len == 0 || answers(number, &done.reply), "{number}: {done:?}");
+            }
+            let lost = ask(&mut driver, 0, 8).unwrap();
+            assert_eq!(driver.queue(0).wait_for(lost, TIMEOUT).unwrap().used_len, 0);
+            driver.share_region(1, true).unwrap();
+            converse(&mut driver, 0, 40);
+        }
+        // The memory that the rings are in goes, and comes back.
+        driver.share_region(0, false).unwrap();
+        let waiting = ask(&mut driver, 0, 5).unwrap();
+        assert!(matches!(driver.queue(0).wait_for(waiting, Duration::from_millis(50)), Err(Error::TimedOut(_))));
+        driver.share_region(0, true).unwrap();
+        assert!(answers(5, &driver.queue(0).wait_for(waiting, TIMEOUT).unwrap().reply));
+        converse(&mut driver, 3, 40);
+    }
+}
+
+#[test]
+fn the_configuration_is_read_written_and_reset() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (_socket, _server) = serve(&path, Toy::default());
+    let mut driver = Driver::connect(&path, config()).unwrap();
+    assert_eq!(driver.read_config(0, 8).unwrap(), [1, 2, 3, 4, 0, 0, 0, 0], "nothing is behind its end");
+    assert_eq!(driver.read_config(2, 3).unwrap(), [3, 4, 0]);
+    driver.write_config(WRITABLE_AT, &[9]).unwrap();
+    assert!(driver.write_config(0, &[9]).is_err(), "it is read-only there");
+    assert_eq!(driver.read_config(0, 5).unwrap(), [1, 2, 3, 4, 9]);
+    driver.reboot().unwrap();
+    assert_eq!(driver.read_config(0, 5).unwrap(), [1, 2, 3, 4, 0]);
+    converse(&mut driver, 0, 10);
+}
+
+/// A front end that takes messages, as far as it must say what it is.
+fn front_end(path: &Path) -> Frontend {
+    let mut frontend = Frontend::connect(path, QUEUES as u64).unwrap();
+    frontend.set_owner().unwrap();
+    let features = frontend.get_features().unwrap();
+    frontend.set_features(features).unwrap();
+    let offered = frontend.get_protocol_features().unwrap();
+    assert!(offered.contains(Protocol::BACKEND_REQ | Protocol::INFLIGHT_SHMFD | Protocol::CONFIGURE_MEM_SLOTS));
+    frontend.set_protocol_features(offered).unwrap();
+    frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    frontend
+}
+
+#[test]
+fn the_front_end_is_told_when_the_configuration_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (_socket, server) = serve(&path, Toy::default());
+    server.config_changed();
+    for early in [true, false] {
+        let mut frontend = front_end(&path);
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_read_timeout(Some(TIMEOUT)).unwrap();
+        if early {
+            server.config_changed();
+        }
+        frontend.set_backend_request_fd(&theirs).unwrap();
+        assert_eq!(frontend.get_queue_num().unwrap(), QUEUES as u64, "the conversation goes on");
+        if !early {
+            server.config_changed();
+        }
+        let mut message = [0; 12];
+        (&ours).read_exact(&mut message).unwrap();
+        // CONFIG_CHANGE_MSG, the version, no payload.
+        assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+        ours.set_nonblocking(true).unwrap();
+        assert!((&ours).read(&mut message).is_err(), "once");
+    }
+}
+
+#[test]
+fn what_was_not_offered_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (_socket, _server) = serve(&path, Toy::default());
+    let mut frontend = front_end(&path);
+    assert!(frontend.set_protocol_features(Protocol::all()).is_err());
+    // The next front end is served all the same.
+    converse(&mut Driver::connect(&path, config()).unwrap(), 0, 10);
+}
+
+/// Serves in a process of its own, if it is one that [`killed_servers`] started.
+#[test]
+fn serve_if_asked() {
+    let Some(path) = std::env::var_os(SOCKET_VARIABLE) else { return };
+    let toy = Toy { journal: std::env::var_os(JOURNAL_VARIABLE).map(Into::into), ..Toy::default() };
+    let _serving = serve(Path::new(&path), toy);
+    loop {
+        std::thread::park();
+    }
+}
+
+fn start_server(folder: &Path) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["serve_if_asked", "--exact", "--nocapture"])
+        .env(SOCKET_VARIABLE, folder.join("s"))
+        .env(JOURNAL_VARIABLE, folder.join("journal"))
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+/// Kills the server again and again under load. Every request is answered once, and carried out at least once.
+fn killed_servers(packed: bool, queue_size: u16) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut server = start_server(folder.path());
+    let config = Config { packed, queue_size, inflight: true, timeout: TIMEOUT, connect_within: TIMEOUT, ..config() };
+    let mut driver = Driver::connect(folder.path().join("s"), config).unwrap();
+    let mut asked: HashMap<_, u64> = HashMap::new();
+    let (mut next, mut answered) = (0, 0);
+    for round in 0..25_u64 {
+        // It goes at another moment every time.
+        let enough = answered + 40 + round * 7;
+        while answered < enough || asked.is_empty() {
+            for queue in 0..QUEUES {
+                while let Ok(ticket) = ask(&mut driver, queue, next) {
+                    asked.insert(ticket, next);
+                    next += 1;
+                }
+            }
+            for queue in 0..QUEUES {
+                while let Some(done) = driver.queue(queue).poll().unwrap() {
+                    let number = asked.remove(&done.ticket).unwrap();
+                    assert!(answers(number, &done.reply), "{number}: {done:?}");
+                    answered += 1;
+                }
+            }
+        }
+        server.kill().unwrap();
+        server.wait().unwrap();
+        server = start_server(folder.path());
+        driver.reattach().unwrap();
+    }
+    for (ticket, number) in asked {
+        let queue = (0..QUEUES).find(|queue| ticket.unique() >> 48 == *queue as u64).unwrap();
+        let done = driver.queue(queue).wait_for(ticket, TIMEOUT).unwrap();
+        assert!(answers(number, &done.reply), "{number}: {done:?}");
+    }
+    for queue in 0..QUEUES {
+        assert_eq!(driver.queue(queue).in_flight(), 0);
+        assert_eq!(driver.queue(queue).poll().unwrap(), None, "nothing is answered twice");
+        converse(&mut driver, queue, 100);
+    }
+    server.kill().unwrap();
+    server.wait().unwrap();
+    let journal = std::fs::read(folder.path().join("journal")).unwrap();
+    let mut done = vec![0u32; usize::try_from(next).unwrap()];
+    for number in journal.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap())) {
+        done[usize::try_from(number).unwrap()] += 1;
+    }
+    assert!(done.iter().all(|times| *times > 0), "every request was carried out");
+}
+
+#[test]
+fn servers_are_killed_under_split_rings() {
+    killed_servers(false, 32);
+}
+
+#[test]
+fn servers_are_killed_under_packed_rings() {
+    killed_servers(true, 29);
+}

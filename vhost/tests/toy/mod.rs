@@ -1,0 +1,147 @@
+//! A device for tests: it answers a number with another, some numbers at once and some later.
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::Duration;
+
+use ferry_driver::{Config, Driver, Ticket};
+use ferry_vhost::{Answer, Chain, Device, Io, Port, QueueHandler, Server, Socket, WorkerOptions};
+
+/// What an answer differs from its question by.
+const MASK: u64 = 0x5555_aaaa_0f0f_3c3c;
+/// How long the odd numbers take.
+const LATER: Duration = Duration::from_micros(300);
+/// The byte of the configuration space that the driver may write.
+pub const WRITABLE_AT: u32 = 4;
+/// Queues, each served by a worker of its own.
+pub const QUEUES: usize = 4;
+
+#[derive(Default)]
+pub struct Toy {
+    /// Every request is noted here when it is carried out.
+    pub journal: Option<PathBuf>,
+    pub written: Arc<AtomicU8>,
+    pub features: Arc<AtomicU64>,
+}
+
+pub struct Handler {
+    journal: Option<std::fs::File>,
+    port: Arc<Port<u64>>,
+}
+
+impl Device for Toy {
+    type Handler = Handler;
+    type Session = ();
+
+    fn queue_count(&self) -> usize {
+        QUEUES
+    }
+
+    fn config(&self) -> Option<Vec<u8>> {
+        Some(vec![1, 2, 3, 4, self.written.load(Ordering::SeqCst)])
+    }
+
+    fn write_config(&self, (): &(), offset: u32, bytes: &[u8]) -> bool {
+        match bytes {
+            [byte] if offset == WRITABLE_AT => {
+                self.written.store(*byte, Ordering::SeqCst);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn changes_config(&self) -> bool {
+        true
+    }
+
+    fn tracks_in_flight(&self) -> bool {
+        true
+    }
+
+    fn negotiated(&self, (): &(), features: u64) {
+        self.features.store(features, Ordering::SeqCst);
+    }
+
+    fn reset(&self, (): &()) {
+        self.written.store(0, Ordering::SeqCst);
+    }
+
+    fn worker_count(&self) -> usize {
+        QUEUES
+    }
+
+    fn worker_of(&self, index: usize) -> usize {
+        index
+    }
+
+    fn worker_options(&self, index: usize) -> WorkerOptions {
+        let io = ferry_engine::IoMode::Auto;
+        WorkerOptions { name: format!("toy-{index}"), io, poll: Duration::ZERO }
+    }
+
+    fn session(&self) {}
+
+    fn handler(&self, _: &Arc<()>, _: usize, port: Arc<Port<u64>>) -> Handler {
+        let open = |path: &PathBuf| std::fs::File::options().append(true).create(true).open(path).unwrap();
+        Handler { journal: self.journal.as_ref().map(open), port }
+    }
+}
+
+impl QueueHandler for Handler {
+    type Message = u64;
+
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
+        let mut bytes = [0; 8];
+        chain.read_at(0, &mut bytes);
+        let number = u64::from_le_bytes(bytes);
+        if let Some(journal) = &mut self.journal {
+            journal.write_all(&bytes).unwrap();
+        }
+        if number.is_multiple_of(2) {
+            return Answer::Done(self.deliver(chain, number));
+        }
+        let (port, token) = (Arc::clone(&self.port), io.token());
+        std::thread::spawn(move || {
+            std::thread::sleep(LATER);
+            port.reply(token, number);
+        });
+        Answer::Later
+    }
+
+    fn transferred(&mut self, _: u64, _: &Chain, _: io::Result<usize>) -> u32 {
+        0
+    }
+
+    fn deliver(&mut self, chain: &Chain, number: u64) -> u32 {
+        u32::try_from(chain.write_at(0, &(number ^ MASK).to_le_bytes())).unwrap()
+    }
+
+    fn failed(&mut self, _: &Chain) -> u32 {
+        0
+    }
+}
+
+/// Serves a toy at a socket.
+pub fn serve(path: &Path, toy: Toy) -> (Socket, Server) {
+    let socket = Socket::bind(path).unwrap();
+    let server = Server::start(socket.listener().unwrap(), toy, "toy").unwrap();
+    (socket, server)
+}
+
+/// How tests connect.
+pub fn config() -> Config {
+    Config { queues: QUEUES, first_queues: 0, queue_size: 64, ..Config::default() }
+}
+
+/// Asks a number.
+pub fn ask(driver: &mut Driver, queue: usize, number: u64) -> ferry_driver::Result<Ticket> {
+    driver.queue(queue).submit(&[&number.to_le_bytes()], &[8])
+}
+
+/// Whether this is the answer to a number.
+pub fn answers(number: u64, reply: &[u8]) -> bool {
+    reply == (number ^ MASK).to_le_bytes()
+}
