@@ -15,7 +15,7 @@ use ferry_vfs::FileSystem;
 const PATIENCE: Duration = Duration::from_secs(40);
 
 /// What is waited for comes in less, unless it never comes, even if the machine has much else to do.
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(5);
 
 /// Both paths to the kernel, or those that there are here.
 pub fn paths() -> Vec<Path> {
