@@ -12,6 +12,7 @@ use ferry_tests::mounts::{
     Cell, MountOptions, Mounted, Site, Source, assert_nothing_left, ferry, missing, mount_entry, program, unmount,
 };
 use ferry_tests::{Place, Ran, folder, on_cells};
+use tempfile::TempDir;
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -28,6 +29,18 @@ fn sentence(ran: &Ran) -> &str {
     text
 }
 
+/// A folder on a disk and, in it, one to mount on; `None` where nobody can mount.
+fn mountpoint() -> Option<(TempDir, PathBuf)> {
+    if let Some(why) = missing() {
+        println!("skipped: {why}");
+        return None;
+    }
+    let folder = folder(Place::Disk);
+    let at = folder.path().join("mnt");
+    fs::create_dir(&at).unwrap();
+    Some((folder, at))
+}
+
 /// Mounts in the background, as users do; the outcome of the command.
 fn mount(source: &str, mountpoint: &Path, before: &[&str]) -> Ran {
     let mut words: Vec<PathBuf> = before.iter().map(PathBuf::from).collect();
@@ -37,11 +50,7 @@ fn mount(source: &str, mountpoint: &Path, before: &[&str]) -> Ran {
 
 #[test]
 fn places_that_do_not_do() {
-    if let Some(why) = missing() {
-        println!("skipped: {why}");
-        return;
-    }
-    let folder = folder(Place::Disk);
+    let Some((folder, _)) = mountpoint() else { return };
     let place = |name: &str| folder.path().join(name);
     fs::write(place("file"), "").unwrap();
     fs::create_dir_all(place("full/inside")).unwrap();
@@ -81,13 +90,7 @@ fn a_place_that_is_taken() {
 
 #[test]
 fn in_the_background() {
-    if let Some(why) = missing() {
-        println!("skipped: {why}");
-        return;
-    }
-    let folder = folder(Place::Disk);
-    let at = folder.path().join("mnt");
-    fs::create_dir(&at).unwrap();
+    let Some((_folder, at)) = mountpoint() else { return };
     mount("mem", &at, &[]).ok();
     // It is there as soon as the command has returned.
     assert!(mount_entry(&at).is_some_and(|entry| entry.contains("fuse.ferry")));
@@ -99,13 +102,7 @@ fn in_the_background() {
 
 #[test]
 fn without_the_device() {
-    if let Some(why) = missing() {
-        println!("skipped: {why}");
-        return;
-    }
-    let folder = folder(Place::Disk);
-    let at = folder.path().join("mnt");
-    fs::create_dir(&at).unwrap();
+    let Some((_folder, at)) = mountpoint() else { return };
     // A device folder of its own, as in a container.
     let script = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && exec \"$@\"";
     let ran = mount("mem", &at, &["unshare", "-m", "sh", "-euc", script, "sh"]);
@@ -117,13 +114,7 @@ fn without_the_device() {
 /// With ever more descriptors a mount is refused, with a sentence, until there are enough.
 #[test]
 fn too_few_descriptors() {
-    if let Some(why) = missing() {
-        println!("skipped: {why}");
-        return;
-    }
-    let folder = folder(Place::Disk);
-    let at = folder.path().join("mnt");
-    fs::create_dir(&at).unwrap();
+    let Some((_folder, at)) = mountpoint() else { return };
     let (mut refused, mut worked) = (0, 0);
     for limit in (6..=64).step_by(2) {
         let ran = mount("mem", &at, &["prlimit", &format!("--nofile={limit}:{limit}")]);
@@ -219,13 +210,7 @@ fn ended_by_a_signal() {
 /// A second process's flags that make no sense are refused before anything is mounted.
 #[test]
 fn what_cannot_be_had_is_said() {
-    if let Some(why) = missing() {
-        println!("skipped: {why}");
-        return;
-    }
-    let folder = folder(Place::Disk);
-    let at = folder.path().join("mnt");
-    fs::create_dir(&at).unwrap();
+    let Some((folder, at)) = mountpoint() else { return };
     let pmem = format!("pmem:{}", folder.path().join("below").display());
     let here = Site::on_host(folder.path());
     for (args, words) in [

@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::{Attr, Caller, Entry, FileType, Ino, New, SetAttr, SetTime, Timespec};
+use crate::{Attr, Caller, Entry, Errno, FileType, Ino, New, Result, SetAttr, SetTime, Timespec};
 
 /// The unit of [`Attr::blocks`].
 const BLOCK_BYTES: u64 = 512;
@@ -13,6 +13,21 @@ const S_ISUID: u32 = 0o4000;
 const S_ISGID: u32 = 0o2000;
 const S_IXGRP: u32 = 0o010;
 const PERMISSIONS: u32 = 0o7777;
+
+/// Whether [`open`](crate::FileSystem::open) is for such an inode, which it is for regular files.
+///
+/// # Errors
+/// `ISDIR` and `LOOP` for directories and symbolic links; `ACCESS` for devices, as on a mount without them, and `NXIO` for
+/// FIFOs and sockets: it is the client's kernel that opens those.
+pub fn openable(kind: FileType) -> Result<()> {
+    match kind {
+        FileType::RegularFile => Ok(()),
+        FileType::Directory => Err(Errno::ISDIR),
+        FileType::Symlink => Err(Errno::LOOP),
+        FileType::BlockDevice | FileType::CharacterDevice => Err(Errno::ACCESS),
+        FileType::Fifo | FileType::Socket | FileType::Unknown => Err(Errno::NXIO),
+    }
+}
 
 impl Timespec {
     /// The time of the host's clock.

@@ -49,7 +49,9 @@
 //! # Handles
 //!
 //! A [`Handle`](crate::Handle) is what `open` answered, and comes back with each request. A file system that keeps
-//! nothing for an open file may answer the same handle many times, such as the inode's number.
+//! nothing for an open file may answer the same handle many times, such as the inode's number; one that keeps something
+//! has a table for it in [`Handles`](crate::Handles), and one that wants locks of its clients to exclude each other has
+//! them in [`Locks`](crate::Locks).
 //!
 //! `O_APPEND` is for the client's kernel: the offset that arrives is the end of the file as it knows it. Nothing is to
 //! be appended again: data written through a mapping comes with the same flags.

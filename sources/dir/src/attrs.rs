@@ -3,7 +3,9 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{Attr, Caller, Change, Errno, FileType, Handle, Ino, OFlags, Result, SetAttr, SetTime, Statfs};
+use ferry_vfs::{
+    Attr, Caller, Change, Errno, FileType, Handle, Ino, Lockable, OFlags, Result, SetAttr, SetTime, Statfs,
+};
 use rustix::fs::{Access, AtFlags, Gid, Mode, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid};
 use rustix::path::DecInt;
 

@@ -1,19 +1,19 @@
 //! Open files and their data.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{
-    Backing, Caller, Change, Copy, Data, Errno, Extent, FallocateFlags, FileType, Handle, Ino, IoRange, OFlags, Result,
-    Seek,
+    Backing, Caller, Change, Copy, Data, Errno, Extent, FallocateFlags, Handle, Ino, IoRange, Lockable, OFlags, Result,
+    Seek, openable,
 };
 use rustix::fs::{Mode, SeekFrom};
 use rustix::path::DecInt;
 
 use crate::Dir;
 use crate::creds::{Creds, WithoutFsetid};
-use crate::handles::Open;
+use crate::readdir::Stream;
 use crate::sys;
 use crate::table::Inode;
 
@@ -22,6 +22,17 @@ const COPY_BYTES_MAX: u64 = 64 << 20;
 /// The open flags that mean something to the host, beside the access mode.
 const HOST_FLAGS: OFlags =
     OFlags::APPEND.union(OFlags::TRUNC).union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::NOATIME);
+
+/// An open file or directory.
+#[derive(Debug)]
+pub(crate) struct Open {
+    pub(crate) inode: Arc<Inode>,
+    pub(crate) file: Arc<Backing>,
+    /// The flags that the descriptor has.
+    pub(crate) flags: AtomicU32,
+    /// The listing, of a directory.
+    pub(crate) stream: Option<Mutex<Stream>>,
+}
 
 impl Dir {
     /// The flags to open a file on the host with, for a client that opens it with these.
@@ -49,14 +60,7 @@ impl Dir {
 
     pub(crate) fn open_(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
         let inode = self.table.get(ino)?;
-        match inode.found.kind {
-            FileType::RegularFile => {}
-            FileType::Directory => return Err(Errno::ISDIR),
-            FileType::Symlink => return Err(Errno::LOOP),
-            // What a mount without devices says; and what the client's kernel opens by itself.
-            FileType::BlockDevice | FileType::CharacterDevice => return Err(Errno::ACCESS),
-            FileType::Fifo | FileType::Socket | FileType::Unknown => return Err(Errno::NXIO),
-        }
+        openable(inode.found.kind)?;
         let host = self.host_flags(flags)?;
         let truncates = host.contains(OFlags::TRUNC);
         let file = match self.open_data(&inode, host) {
@@ -69,7 +73,21 @@ impl Dir {
         if truncates {
             self.changes.publish(cx.session, || Change::Data { ino, offset: 0, len: u64::MAX });
         }
-        self.handles.insert(Open::new(cx.session, inode, file, host - OFlags::TRUNC))
+        self.add_handle(cx, inode, file, host - OFlags::TRUNC)
+    }
+
+    /// Gives an open inode its handle.
+    pub(crate) fn add_handle(
+        &self,
+        cx: &Caller<'_>,
+        inode: Arc<Inode>,
+        file: OwnedFd,
+        flags: OFlags,
+    ) -> Result<Handle> {
+        let stream = inode.is_dir().then(Mutex::default);
+        let ino = inode.ino;
+        let open = Open { inode, file: Arc::new(Backing::new(file)), flags: AtomicU32::new(flags.bits()), stream };
+        self.handles.insert(cx.session, ino, open)
     }
 
     /// Opens a regular file. That it is one was seen on the very inode, so nothing is opened that could block or
@@ -94,7 +112,7 @@ impl Dir {
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = self.with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?;
-        self.handles.insert(Open::new(cx.session, inode, file, OFlags::RDONLY))
+        self.add_handle(cx, inode, file, OFlags::RDONLY)
     }
 
     /// Where the bytes of a read or write are: in the handle's descriptor, at the same offset.
@@ -128,7 +146,7 @@ impl Dir {
 
     pub(crate) fn flush_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
         let open = self.handles.get(cx.session, ino, handle)?;
-        self.locks.drop_owner(&open, owner);
+        self.locks.table.drop_owner(ino, cx.session, owner);
         if open.inode.found.mount.flushes {
             // Closing a duplicate is what makes the file system tell what went wrong.
             let copy = self.with_room(|| rustix::io::fcntl_dupfd_cloexec(open.file.as_fd(), 0))?;
@@ -139,7 +157,7 @@ impl Dir {
 
     pub(crate) fn release_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
         match self.handles.remove(cx.session, ino, handle) {
-            Ok(open) => self.locks.drop_handle(&open, handle),
+            Ok(open) => self.locks.table.drop_handle(ino, handle, &open),
             Err(error) => tracing::debug!(?ino, ?handle, %error, "release"),
         }
     }

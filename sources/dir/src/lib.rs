@@ -65,7 +65,6 @@
 mod attrs;
 mod cache;
 mod creds;
-mod handles;
 mod io;
 mod ioctl;
 mod locks;
@@ -83,15 +82,15 @@ use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Backing, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features,
-    FileSystem, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek,
-    SetAttr, Statfs, Waiter, XattrFlags,
+    FileSystem, Handle, Handles, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result,
+    Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 use rustix::fs::{AtFlags, Mode};
 
 use crate::cache::Cache;
 use crate::creds::Creds;
-use crate::handles::Handles;
-use crate::locks::Locks;
+use crate::io::Open;
+use crate::locks::HostLocks;
 use crate::mount::Mounts;
 use crate::table::{Found, Inode, Table};
 
@@ -169,8 +168,8 @@ pub struct Dir {
     table: Table,
     cache: Cache,
     mounts: Mounts,
-    handles: Handles,
-    locks: Locks,
+    handles: Handles<Open>,
+    locks: HostLocks,
     changes: Changes,
     creds: Creds,
     /// /proc/self/fd.
@@ -220,8 +219,8 @@ impl Dir {
             table,
             cache,
             mounts,
-            handles: Handles::new(),
-            locks: Locks::default(),
+            handles: Handles::default(),
+            locks: HostLocks::default(),
             changes: Changes::default(),
             creds: Creds::detect(),
             proc_fds,
@@ -393,7 +392,7 @@ impl FileSystem for Dir {
     }
 
     fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
-        self.get_lock_(cx, (ino, handle), lock)
+        self.locks.table.get(&self.handles, cx, (ino, handle), lock)
     }
 
     fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {

@@ -11,7 +11,6 @@ use rustix::path::DecInt;
 
 use crate::Dir;
 use crate::creds::mode_under_umask;
-use crate::handles::Open;
 use crate::resolve::{At, key, kind, statx};
 use crate::table::{Inode, PathFd};
 
@@ -278,7 +277,7 @@ impl Dir {
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
         let entry = self.entry(&inode, st);
-        match self.handles.insert(Open::new(cx.session, inode, file, flags)) {
+        match self.add_handle(cx, inode, file, flags) {
             Ok(handle) => Ok((entry, handle)),
             Err(error) => {
                 self.table.forget(entry.ino, 1);

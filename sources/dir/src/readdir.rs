@@ -7,7 +7,7 @@ use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Errno, FileType, Result};
 use rustix::fs::SeekFrom;
 
 use crate::Dir;
-use crate::handles::Open;
+use crate::io::Open;
 use crate::resolve::kind;
 use crate::sys;
 use crate::table::lock;

@@ -33,8 +33,6 @@
 //! ctime along.
 #![deny(unsafe_code)]
 
-mod handles;
-mod locks;
 #[allow(unsafe_code, reason = "two calls of the C library")]
 mod machine;
 pub mod pmem;

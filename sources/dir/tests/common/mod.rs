@@ -1,9 +1,13 @@
 //! What the tests share: a shared directory, a caller, and short names for the contract's verbs.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses some of it")]
 
+#[path = "../../../tests/common.rs"]
+mod contract;
+
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
+pub use contract::*;
 use ferry_dir::{Dir, Options};
 use ferry_vfs::*;
 
@@ -26,14 +30,6 @@ pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-pub fn name(name: &str) -> Name<'_> {
-    Name::new(name.as_bytes()).unwrap()
-}
-
-pub fn new(mode: u32) -> New {
-    New { mode, ..New::default() }
-}
-
 /// Both ways to remember an inode.
 pub fn both_modes() -> [Options; 2] {
     [Options::default(), Options { file_handles: false, ..Options::default() }]
@@ -43,7 +39,7 @@ impl Share {
     pub fn new(options: Options) -> Self {
         let tmp = tempdir();
         let dir = Dir::open(tmp.path(), options).unwrap();
-        Self { tmp, dir, cx: Caller { session: SessionId::unique(), ..Caller::default() } }
+        Self { tmp, dir, cx: caller() }
     }
 
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
@@ -72,12 +68,8 @@ impl Share {
         self.dir.create(&self.cx, at, name(file), &new(0o644), flags)
     }
 
-    fn range(ino: Ino, handle: Handle, offset: u64, len: usize, flags: OFlags) -> IoRange {
-        IoRange { ino, handle, offset, len: len.try_into().unwrap(), flags, clear_privileges: false, owner: None }
-    }
-
     pub fn read(&self, (ino, handle): (Ino, Handle), offset: u64, len: usize) -> Result<Vec<u8>> {
-        let at = Self::range(ino, handle, offset, len, OFlags::RDWR);
+        let at = range(ino, handle, offset, len, OFlags::RDWR);
         let Data::Extent(extent) = self.dir.read(&self.cx, &at, &mut Vec::new())? else { panic!("no extent") };
         let mut buffer = vec![0; len];
         let count = rustix::io::pread(extent.file.as_fd(), &mut buffer, extent.offset)?;
@@ -90,26 +82,14 @@ impl Share {
     }
 
     pub fn write_flags(&self, (ino, handle): (Ino, Handle), offset: u64, bytes: &[u8], flags: OFlags) -> Result<usize> {
-        let at = Self::range(ino, handle, offset, bytes.len(), flags);
+        let at = range(ino, handle, offset, bytes.len(), flags);
         let Data::Extent(extent) = self.dir.write(&self.cx, &at, &mut &*bytes)? else { panic!("no extent") };
         rustix::io::pwrite(extent.file.as_fd(), bytes, extent.offset)
     }
 
     /// Lists a directory, `per_call` names at a time.
     pub fn list(&self, ino: Ino, plus: bool, per_call: usize) -> Vec<Line> {
-        let handle = self.dir.opendir(&self.cx, ino, OFlags::RDONLY).unwrap();
-        let mut lines = Vec::new();
-        loop {
-            let offset = lines.last().map_or(0, |line: &Line| line.next);
-            let mut out = Listing { lines: Vec::new(), max: per_call };
-            self.dir.readdir(&self.cx, &DirRange { ino, handle, offset, plus }, &mut out).unwrap();
-            if out.lines.is_empty() {
-                break;
-            }
-            lines.append(&mut out.lines);
-        }
-        self.dir.releasedir(&self.cx, ino, handle);
-        lines
+        list(&self.dir, &self.cx, ino, plus, per_call)
     }
 }
 
@@ -119,38 +99,5 @@ pub struct Stop<'a>(pub &'a std::sync::atomic::AtomicBool);
 impl Drop for Stop<'_> {
     fn drop(&mut self) {
         self.0.store(true, std::sync::atomic::Ordering::Relaxed);
-    }
-}
-
-/// One line of a listing.
-#[derive(Clone, Debug)]
-pub struct Line {
-    pub name: String,
-    pub kind: FileType,
-    pub ino: u64,
-    pub next: u64,
-    pub entry: Option<Entry>,
-}
-
-/// Takes at most `max` lines.
-pub struct Listing {
-    pub lines: Vec<Line>,
-    pub max: usize,
-}
-
-impl DirOutput for Listing {
-    fn fits(&self, _: &[u8]) -> bool {
-        self.lines.len() < self.max
-    }
-
-    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
-        assert!(self.lines.len() < self.max, "pushed without asking");
-        self.lines.push(Line {
-            name: String::from_utf8_lossy(item.name).into_owned(),
-            kind: item.kind,
-            ino: item.ino,
-            next: item.next,
-            entry: entry.copied(),
-        });
     }
 }

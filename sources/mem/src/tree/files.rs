@@ -1,24 +1,42 @@
 //! Open files and their data.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferry_vfs::{
-    Backing, Caller, Change, Copy, Data, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Input, IoRange, Name,
-    New, OFlags, Output, Result, Seek,
+    Backing, Caller, Change, Copy, Data, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Input, IoRange, Lockable,
+    Name, New, OFlags, Output, Result, Seek, openable,
 };
 
 use super::attrs::{S_ISGID, S_ISUID, S_IXGRP, now, now_after};
 use super::node::{Body, Node, State};
 use super::xattr::CAPABILITY;
 use super::{Tree, log};
-use crate::handles::Open;
 use crate::store::{Meta, Record, Store, WriteAt};
 
 /// The largest size of a file (`MAX_LFS_FILESIZE`).
 const FILE_BYTES_MAX: u64 = i64::MAX as u64;
 /// The most that one copy moves: a worker is held up meanwhile, and clients go on where it stopped.
 const COPY_BYTES_MAX: u64 = 64 << 20;
+
+/// An open file or directory.
+#[derive(Debug)]
+pub(super) struct Open<S: Store> {
+    pub(super) node: Arc<Node<S>>,
+    /// The flags that it was opened with.
+    flags: OFlags,
+}
+
+impl<S: Store> Lockable for Open<S> {
+    type Owner = ();
+
+    fn flags(&self) -> OFlags {
+        self.flags
+    }
+
+    fn is_dir(&self) -> bool {
+        self.node.is_dir()
+    }
+}
 
 /// Whether such an open may change the file.
 fn writes(flags: OFlags) -> bool {
@@ -65,14 +83,7 @@ impl<S: Store> Tree<S> {
 
     /// Opens an inode that the caller knows to live.
     pub(crate) fn open_node(&self, cx: &Caller<'_>, node: &Arc<Node<S>>, flags: OFlags) -> Result<Handle> {
-        match node.kind {
-            FileType::RegularFile => {}
-            FileType::Directory => return Err(Errno::ISDIR),
-            FileType::Symlink => return Err(Errno::LOOP),
-            // What a mount without devices says; and what the client's kernel opens by itself.
-            FileType::BlockDevice | FileType::CharacterDevice => return Err(Errno::ACCESS),
-            FileType::Fifo | FileType::Socket | FileType::Unknown => return Err(Errno::NXIO),
-        }
+        openable(node.kind)?;
         if flags & OFlags::ACCMODE == OFlags::ACCMODE {
             return Err(Errno::INVAL);
         }
@@ -114,8 +125,8 @@ impl<S: Store> Tree<S> {
 
     /// Gives an open inode, which is held for it, its handle.
     fn add_handle(&self, cx: &Caller<'_>, node: &Arc<Node<S>>, flags: OFlags) -> Result<Handle> {
-        let open = Open { session: cx.session, node: Arc::clone(node), flags, locked: AtomicBool::new(false) };
-        self.handles.insert(open).inspect_err(|_| self.close(node))
+        let open = Open { node: Arc::clone(node), flags };
+        self.handles.insert(cx.session, node.ino, open).inspect_err(|_| self.close(node))
     }
 
     /// Ends what an open began.
@@ -200,9 +211,7 @@ impl<S: Store> Tree<S> {
     pub(crate) fn release_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
         match self.handles.remove(cx.session, ino, handle) {
             Ok(open) => {
-                if open.locked.load(Ordering::Acquire) {
-                    self.locks.drop_handle(ino, handle);
-                }
+                self.locks.drop_handle(ino, handle, &open);
                 self.close(&open.node);
             }
             Err(error) => tracing::debug!(?ino, ?handle, %error, "release"),
@@ -211,9 +220,7 @@ impl<S: Store> Tree<S> {
 
     pub(crate) fn flush_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
         let open = self.handles.get(cx.session, ino, handle)?;
-        if self.locks.any(ino) {
-            self.locks.drop_owner(ino, cx.session, owner);
-        }
+        self.locks.drop_owner(ino, cx.session, owner);
         if S::JOURNALED && open.node.kind == FileType::RegularFile && !self.limits.read_only {
             let _gate = self.gate();
             self.settle(&open.node, &mut open.node.write())?;

@@ -18,11 +18,10 @@ mod xattr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use ferry_vfs::{Changes, Errno, Ino, Result, Statfs};
+use ferry_vfs::{Changes, Errno, Handles, Ino, Locks, Result, Statfs};
 
+use self::files::Open;
 use self::node::{Body, State, Table};
-use crate::handles::Handles;
-use crate::locks::Locks;
 use crate::store::{Record, Store};
 
 pub(crate) use self::node::Node;
@@ -46,8 +45,8 @@ pub struct Tree<S: Store> {
     store: S,
     limits: Limits,
     table: Table<S>,
-    pub(crate) handles: Handles<S>,
-    pub(crate) locks: Locks,
+    handles: Handles<Open<S>>,
+    locks: Locks<Open<S>>,
     changes: Changes,
     /// Held by whoever moves something between directories.
     renames: Mutex<()>,
@@ -94,7 +93,7 @@ impl<S: Store> Tree<S> {
             store,
             limits,
             table: Table::new(),
-            handles: Handles::new(),
+            handles: Handles::default(),
             locks: Locks::default(),
             changes: Changes::default(),
             renames: Mutex::new(()),

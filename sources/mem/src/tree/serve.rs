@@ -169,11 +169,11 @@ impl<S: Store> FileSystem for Tree<S> {
     }
 
     fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
-        self.get_lock_(cx, (ino, handle), lock)
+        self.locks.get(&self.handles, cx, (ino, handle), lock)
     }
 
     fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
-        self.set_lock_(cx, (ino, handle), lock, wait)
+        self.locks.set(&self.handles, cx, (ino, handle), lock, wait, |_| Ok(()))
     }
 
     fn fallocate(

@@ -1,8 +1,12 @@
 //! What the tests share: memory file systems, a caller, and short names for the contract's verbs.
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc, reason = "each test uses some of it")]
 
+#[path = "../../../tests/common.rs"]
+mod contract;
+
 use std::os::fd::AsFd;
 
+pub use contract::*;
 use ferry_engine::{Operation, move_now};
 use ferry_mem::{Mem, Options};
 use ferry_vfs::*;
@@ -46,18 +50,6 @@ pub fn both() -> Vec<Share> {
     [false, true].map(|memfds| Share::new(Options { memfds, size_bytes: Some(64 << 20), ..Options::default() })).into()
 }
 
-pub fn name(name: &str) -> Name<'_> {
-    Name::new(name.as_bytes()).unwrap()
-}
-
-pub fn new(mode: u32) -> New {
-    New { mode, ..New::default() }
-}
-
-pub fn range(ino: Ino, handle: Handle, offset: u64, len: usize, flags: OFlags) -> IoRange {
-    IoRange { ino, handle, offset, len: len.try_into().unwrap(), flags, clear_privileges: false, owner: None }
-}
-
 impl Share<Mem> {
     pub fn new(options: Options) -> Self {
         Self::over(Mem::new(&options).unwrap())
@@ -66,7 +58,7 @@ impl Share<Mem> {
 
 impl<F: FileSystem> Share<F> {
     pub fn over(fs: F) -> Self {
-        Self { fs, cx: Caller { session: SessionId::unique(), ..Caller::default() }, memory: true }
+        Self { fs, cx: caller(), memory: true }
     }
 
     /// Looks a path up, component by component; the last reference is kept.
@@ -150,65 +142,25 @@ impl<F: FileSystem> Share<F> {
 
     /// Lists a directory, `per_call` names at a time; the references of a plus listing are given back.
     pub fn list(&self, ino: Ino, plus: bool, per_call: usize) -> Vec<Line> {
-        let handle = self.fs.opendir(&self.cx, ino, OFlags::RDONLY).unwrap();
-        let mut lines = Vec::new();
-        loop {
-            let offset = lines.last().map_or(0, |line: &Line| line.next);
-            let more = self.list_some(ino, handle, (offset, plus), per_call);
-            if more.is_empty() {
-                break;
-            }
-            lines.extend(more);
-        }
-        self.fs.releasedir(&self.cx, ino, handle);
-        lines
+        self.forget_all(list(&self.fs, &self.cx, ino, plus, per_call))
     }
 
     pub fn list_some(&self, ino: Ino, handle: Handle, (offset, plus): (u64, bool), max: usize) -> Vec<Line> {
         let mut out = Listing { lines: Vec::new(), max };
         self.fs.readdir(&self.cx, &DirRange { ino, handle, offset, plus }, &mut out).unwrap();
-        for entry in out.lines.iter().filter_map(|line| line.entry) {
+        self.forget_all(out.lines)
+    }
+
+    fn forget_all(&self, lines: Vec<Line>) -> Vec<Line> {
+        for entry in lines.iter().filter_map(|line| line.entry) {
             self.forget(entry.ino);
         }
-        out.lines
+        lines
     }
 
     /// The names in a directory but for `.` and `..`.
     pub fn names(&self, ino: Ino) -> Vec<String> {
         let lines = self.list(ino, false, 100);
         lines.into_iter().map(|line| line.name).filter(|name| name != "." && name != "..").collect()
-    }
-}
-
-/// One line of a listing.
-#[derive(Clone, Debug)]
-pub struct Line {
-    pub name: String,
-    pub kind: FileType,
-    pub ino: u64,
-    pub next: u64,
-    pub entry: Option<Entry>,
-}
-
-/// Takes at most `max` lines.
-pub struct Listing {
-    pub lines: Vec<Line>,
-    pub max: usize,
-}
-
-impl DirOutput for Listing {
-    fn fits(&self, _: &[u8]) -> bool {
-        self.lines.len() < self.max
-    }
-
-    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
-        assert!(self.lines.len() < self.max, "pushed without asking");
-        self.lines.push(Line {
-            name: String::from_utf8_lossy(item.name).into_owned(),
-            kind: item.kind,
-            ino: item.ino,
-            next: item.next,
-            entry: entry.copied(),
-        });
     }
 }

@@ -1,6 +1,12 @@
-//! The byte ranges that one owner has locked: what the kernel has too, so that conflicts can be named.
+//! The byte ranges that one owner has locked in one file.
 
-use ferry_vfs::LockKind;
+use crate::LockKind;
+
+/// Whether two locks of different owners cannot be held at once.
+pub(super) fn exclude(one: LockKind, other: LockKind) -> bool {
+    use LockKind::{Read, Write};
+    matches!((one, other), (Write, Read | Write) | (Read, Write))
+}
 
 /// A locked range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,14 +16,6 @@ pub(super) struct Range {
     pub(super) end: u64,
     pub(super) kind: LockKind,
     pub(super) pid: u32,
-}
-
-impl Range {
-    /// Whether another owner's request for `kind` would have to wait for this.
-    pub(super) fn conflicts(&self, start: u64, end: u64, kind: LockKind) -> bool {
-        let both_read = self.kind == LockKind::Read && kind == LockKind::Read;
-        self.start <= end && start <= self.end && !both_read
-    }
 }
 
 /// Ranges that do not overlap, in order.
@@ -54,7 +52,8 @@ impl Ranges {
 
     /// The first range that another owner's request would have to wait for.
     pub(super) fn conflict(&self, start: u64, end: u64, kind: LockKind) -> Option<&Range> {
-        self.0.iter().find(|range| range.conflicts(start, end, kind))
+        let overlaps = |range: &Range| range.start <= end && start <= range.end;
+        self.0.iter().find(|range| overlaps(range) && exclude(range.kind, kind))
     }
 
     pub(super) fn is_empty(&self) -> bool {

@@ -1,0 +1,162 @@
+//! Open files and directories, by number.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::{Errno, Handle, Ino, Result, SessionId};
+
+/// So many that threads which open and close seldom meet; a power of two.
+const SHARDS: usize = 16;
+const SHARD_BITS: u32 = SHARDS.trailing_zeros();
+/// The index has the 32 bits below the generation, less the shard's.
+const SLOTS_MAX: usize = 1 << (32 - SHARD_BITS);
+
+#[derive(Debug)]
+struct Open<T> {
+    session: SessionId,
+    ino: Ino,
+    value: Arc<T>,
+}
+
+#[derive(Debug)]
+struct Slot<T> {
+    /// Counts the users of this slot, so that a stale number finds nothing.
+    generation: u32,
+    open: Option<Open<T>>,
+}
+
+#[derive(Debug)]
+struct Shard<T> {
+    slots: Vec<Slot<T>>,
+    free: Vec<usize>,
+}
+
+/// The open files and directories of a source: what it keeps for each, by its [`Handle`]. A handle is only found by the
+/// session and with the inode that it was made for, and a number that was removed finds nothing, also when its place is
+/// used again. (Until then, 2^32 others had that place.)
+#[derive(Debug)]
+pub struct Handles<T> {
+    shards: [RwLock<Shard<T>>; SHARDS],
+    next: AtomicUsize,
+}
+
+/// Generation, slot and shard.
+#[allow(clippy::cast_possible_truncation, reason = "takes the number apart")]
+fn parts(handle: Handle) -> (u32, usize, usize) {
+    let low = handle.0 as u32;
+    ((handle.0 >> 32) as u32, (low >> SHARD_BITS) as usize, low as usize % SHARDS)
+}
+
+impl<T> Default for Handles<T> {
+    fn default() -> Self {
+        let shard = |_| RwLock::new(Shard { slots: Vec::new(), free: Vec::new() });
+        Self { shards: std::array::from_fn(shard), next: AtomicUsize::new(0) }
+    }
+}
+
+impl<T> Handles<T> {
+    /// Adds an open file. Shards are filled in turn: threads meet in one only by chance.
+    ///
+    /// # Errors
+    /// `NFILE` where there are 2^28 in a shard.
+    pub fn insert(&self, session: SessionId, ino: Ino, value: T) -> Result<Handle> {
+        let shard_index = self.next.fetch_add(1, Ordering::Relaxed) % SHARDS;
+        let mut shard = self.shards[shard_index].write().unwrap_or_else(PoisonError::into_inner);
+        let index = match shard.free.pop() {
+            Some(index) => index,
+            None if shard.slots.len() < SLOTS_MAX => {
+                shard.slots.push(Slot { generation: 0, open: None });
+                shard.slots.len() - 1
+            }
+            None => return Err(Errno::NFILE),
+        };
+        let slot = &mut shard.slots[index];
+        slot.open = Some(Open { session, ino, value: Arc::new(value) });
+        let low = index << SHARD_BITS | shard_index;
+        Ok(Handle((u64::from(slot.generation) << 32) | low as u64))
+    }
+
+    /// Calls `f` with an open file of this session and inode, with the lock of its shard held shared.
+    ///
+    /// # Errors
+    /// `BADF` where there is none, and those of `f`.
+    pub fn with<R>(
+        &self,
+        session: SessionId,
+        ino: Ino,
+        handle: Handle,
+        f: impl FnOnce(&Arc<T>) -> Result<R>,
+    ) -> Result<R> {
+        let (generation, index, shard) = parts(handle);
+        let shard = self.shards[shard].read().unwrap_or_else(PoisonError::into_inner);
+        let slot = shard.slots.get(index).filter(|slot| slot.generation == generation);
+        let open = slot.and_then(|slot| slot.open.as_ref());
+        f(&open.filter(|open| open.session == session && open.ino == ino).ok_or(Errno::BADF)?.value)
+    }
+
+    /// An open file of this session and inode.
+    ///
+    /// # Errors
+    /// `BADF` where there is none.
+    pub fn get(&self, session: SessionId, ino: Ino, handle: Handle) -> Result<Arc<T>> {
+        self.with(session, ino, handle, |open| Ok(Arc::clone(open)))
+    }
+
+    /// Takes an open file out.
+    ///
+    /// # Errors
+    /// `BADF` where there is none.
+    pub fn remove(&self, session: SessionId, ino: Ino, handle: Handle) -> Result<Arc<T>> {
+        let (generation, index, shard) = parts(handle);
+        let mut shard = self.shards[shard].write().unwrap_or_else(PoisonError::into_inner);
+        let slot = shard.slots.get_mut(index).filter(|slot| slot.generation == generation).ok_or(Errno::BADF)?;
+        let open = slot.open.take_if(|open| open.session == session && open.ino == ino).ok_or(Errno::BADF)?;
+        slot.generation = slot.generation.wrapping_add(1);
+        shard.free.push(index);
+        Ok(open.value)
+    }
+
+    /// How many files and directories are open.
+    pub fn len(&self) -> usize {
+        let count = |shard: &RwLock<Shard<T>>| {
+            let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
+            shard.slots.len() - shard.free.len()
+        };
+        self.shards.iter().map(count).sum()
+    }
+
+    /// Whether nothing is open.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_is_found_by_its_session_with_its_inode_until_it_is_removed() {
+        let handles = Handles::default();
+        let (session, other) = (SessionId::unique(), SessionId::unique());
+        let made: Vec<Handle> = (0..40).map(|n| handles.insert(session, Ino(n), n).unwrap()).collect();
+        assert_eq!((handles.len(), handles.is_empty()), (40, false));
+        for (n, handle) in made.iter().enumerate() {
+            let ino = Ino(n as u64);
+            assert_eq!(handles.get(session, ino, *handle).as_deref(), Ok(&ino.0));
+            assert_eq!(handles.get(other, ino, *handle), Err(Errno::BADF));
+            assert_eq!(handles.get(session, Ino(99), *handle), Err(Errno::BADF));
+            assert_eq!(handles.remove(other, ino, *handle), Err(Errno::BADF));
+            assert_eq!(handles.remove(session, Ino(99), *handle), Err(Errno::BADF));
+            assert_eq!(handles.remove(session, ino, *handle).as_deref(), Ok(&ino.0));
+            assert_eq!(handles.remove(session, ino, *handle), Err(Errno::BADF));
+        }
+        assert!(handles.is_empty());
+        // The places are used again, the numbers are not.
+        let again: Vec<Handle> = (0..40).map(|n| handles.insert(session, Ino(n), n).unwrap()).collect();
+        assert!(again.iter().all(|handle| !made.contains(handle)));
+        for handle in made.iter().chain([&Handle(u64::MAX), &Handle(1 << 31)]) {
+            assert!((0..40).all(|n| handles.get(session, Ino(n), *handle).is_err()));
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! The table, and somebody else who locks the same files.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, channel};
+
+use super::*;
+
+/// Somebody else: what is in the way of whom, and what was asked for.
+#[derive(Debug, Default)]
+struct Host {
+    holds: AtomicBool,
+    asked: Mutex<Vec<(LockKind, bool)>>,
+}
+
+impl Host {
+    fn ask(&self, kind: LockKind, flock: bool) -> Result<()> {
+        lock(&self.asked).push((kind, flock));
+        if kind != LockKind::Unlock && self.holds.load(Ordering::Relaxed) { Err(Errno::AGAIN) } else { Ok(()) }
+    }
+
+    fn asked(&self) -> Vec<(LockKind, bool)> {
+        std::mem::take(&mut lock(&self.asked))
+    }
+}
+
+#[derive(Debug)]
+struct File {
+    host: Arc<Host>,
+    flags: OFlags,
+    is_dir: bool,
+}
+
+impl Lockable for File {
+    type Owner = Arc<Host>;
+
+    fn flags(&self) -> OFlags {
+        self.flags
+    }
+
+    fn is_dir(&self) -> bool {
+        self.is_dir
+    }
+
+    fn set_posix(owner: &Arc<Host>, lock: &Lock) -> Result<()> {
+        owner.ask(lock.kind, false)
+    }
+
+    fn set_flock(&self, kind: LockKind) -> Result<()> {
+        self.host.ask(kind, true)
+    }
+
+    fn get_posix(&self, owner: Option<&Arc<Host>>, lock: &Lock) -> Result<Option<Lock>> {
+        assert!(owner.is_none_or(|owner| Arc::ptr_eq(owner, &self.host)));
+        let found = Lock { kind: LockKind::Write, pid: 0, ..*lock };
+        Ok(self.host.holds.load(Ordering::Relaxed).then_some(found))
+    }
+}
+
+#[derive(Default)]
+struct Fixture {
+    locks: Locks<File>,
+    handles: Handles<File>,
+    host: Arc<Host>,
+    cx: Caller<'static>,
+}
+
+const INO: Ino = Ino(7);
+
+fn posix(kind: LockKind, id: u64) -> Lock {
+    let owner = LockOwner { session: SessionId::default(), id };
+    Lock { kind, owner, start: 0, end: 9, pid: 1, flock: false }
+}
+
+fn flock(kind: LockKind) -> Lock {
+    Lock { flock: true, ..posix(kind, 1) }
+}
+
+impl Fixture {
+    fn open(&self, flags: OFlags, is_dir: bool) -> Handle {
+        self.handles.insert(self.cx.session, INO, File { host: Arc::clone(&self.host), flags, is_dir }).unwrap()
+    }
+
+    fn set(&self, handle: Handle, lock: &Lock) -> Result<Locked> {
+        self.locks.set(&self.handles, &self.cx, (INO, handle), lock, None, |file| Ok(Arc::clone(&file.host)))
+    }
+
+    fn wait(&self, handle: Handle, lock: &Lock) -> Receiver<Result<()>> {
+        let (sender, receiver) = channel();
+        let waiter = Some(Waiter::new(move |outcome| sender.send(outcome).unwrap_or(())));
+        let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
+        let outcome = self.locks.set(&self.handles, &self.cx, (INO, handle), lock, waiter, own);
+        assert_eq!(outcome, Ok(Locked::Waiting));
+        receiver
+    }
+
+    fn release(&self, handle: Handle) {
+        let open = self.handles.remove(self.cx.session, INO, handle).unwrap();
+        self.locks.drop_handle(INO, handle, &open);
+    }
+
+    #[track_caller]
+    fn assert_nothing_left(&self) {
+        assert_eq!(self.locks.inodes.load(Ordering::Relaxed), 0);
+        assert_eq!(self.locks.waiting.load(Ordering::Relaxed), 0);
+        assert!(self.locks.shards.iter().all(|shard| lock(shard).is_empty()));
+    }
+}
+
+#[test]
+fn somebody_else_is_respected_and_waited_for() {
+    let f = Fixture::default();
+    let handle = f.open(OFlags::RDWR, false);
+    for request in [posix(LockKind::Write, 1), flock(LockKind::Write)] {
+        f.host.holds.store(true, Ordering::Relaxed);
+        assert_eq!(f.set(handle, &request), Err(Errno::AGAIN));
+        let waiting = f.wait(handle, &request);
+        assert!(f.locks.retry());
+        assert!(waiting.try_recv().is_err());
+        f.host.holds.store(false, Ordering::Relaxed);
+        assert!(!f.locks.retry());
+        assert_eq!(waiting.try_recv(), Ok(Ok(())));
+    }
+    let get = |lock: &Lock| f.locks.get(&f.handles, &f.cx, (INO, handle), lock).unwrap();
+    assert_eq!(get(&posix(LockKind::Read, 2)).map(|found| (found.owner.id, found.pid)), Some((1, 1)));
+    assert_eq!(get(&posix(LockKind::Read, 1)), None);
+    f.host.holds.store(true, Ordering::Relaxed);
+    assert_eq!(get(&posix(LockKind::Read, 1)).map(|found| found.pid), Some(0));
+    f.release(handle);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn somebody_else_is_asked_when_nothing_here_is_in_the_way_and_told_of_every_end() {
+    let f = Fixture::default();
+    let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
+    let (read, write, unlock) = (LockKind::Read, LockKind::Write, LockKind::Unlock);
+    assert_eq!(f.set(one, &posix(write, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &posix(read, 2)), Err(Errno::AGAIN));
+    f.locks.drop_owner(INO, f.cx.session, 1);
+    f.locks.drop_owner(INO, f.cx.session, 2);
+    assert_eq!(f.host.asked(), [(write, false), (unlock, false)]);
+    // Another kind of flock that is not to be had: the old one is gone, and who waited for that goes on.
+    assert_eq!(f.set(one, &flock(read)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &flock(read)), Ok(Locked::Done));
+    assert_eq!(f.set(other, &flock(read)), Ok(Locked::Done));
+    let third = f.open(OFlags::RDWR, false);
+    let waiting = f.wait(third, &flock(write));
+    assert_eq!(f.host.asked(), [(read, true), (read, true)]);
+    assert_eq!(f.set(one, &flock(write)), Err(Errno::AGAIN));
+    f.release(other);
+    assert_eq!(waiting.try_recv(), Ok(Ok(())));
+    assert_eq!(f.host.asked(), [(unlock, true), (unlock, true), (write, true)]);
+    f.release(one);
+    assert!(f.host.asked().is_empty());
+    f.release(third);
+    assert_eq!(f.host.asked(), [(unlock, true)]);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn a_waiter_that_loses_its_flock_lets_others_go_on() {
+    let f = Fixture::default();
+    let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
+    assert_eq!(f.set(one, &flock(LockKind::Read)), Ok(Locked::Done));
+    let upgrade = f.wait(other, &flock(LockKind::Write));
+    // By another thread, while the first waits: the next try to upgrade takes it away again.
+    assert_eq!(f.set(other, &flock(LockKind::Read)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &flock(LockKind::Write)), Ok(Locked::Done));
+    assert!(upgrade.try_recv().is_err());
+    f.release(one);
+    assert_eq!(upgrade.try_recv(), Ok(Ok(())));
+    f.release(other);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn a_handle_that_is_released_meanwhile_leaves_no_lock() {
+    let f = Fixture::default();
+    let handle = f.open(OFlags::RDWR, false);
+    let locked = f.locks.set(&f.handles, &f.cx, (INO, handle), &posix(LockKind::Write, 1), None, |file| {
+        f.handles.remove(f.cx.session, INO, handle).unwrap();
+        Ok(Arc::clone(&file.host))
+    });
+    assert_eq!(locked, Ok(Locked::Done));
+    assert_eq!(f.host.asked(), [(LockKind::Write, false), (LockKind::Unlock, false)]);
+    f.assert_nothing_left();
+    let late = f.open(OFlags::RDWR, false);
+    assert_eq!(f.set(late, &posix(LockKind::Write, 1)), Ok(Locked::Done));
+    f.release(late);
+    assert_eq!(f.set(late, &posix(LockKind::Write, 1)), Err(Errno::BADF));
+    f.assert_nothing_left();
+}
+
+#[test]
+fn a_lock_needs_a_file_that_was_opened_for_it() {
+    let f = Fixture::default();
+    let (read, write, unlock) = (LockKind::Read, LockKind::Write, LockKind::Unlock);
+    for (flags, is_dir, allowed) in [
+        (OFlags::RDONLY, false, [true, false, true]),
+        (OFlags::WRONLY, false, [false, true, true]),
+        (OFlags::RDWR, false, [true, true, true]),
+        (OFlags::RDONLY, true, [false, false, false]),
+    ] {
+        let handle = f.open(flags, is_dir);
+        for (kind, allowed) in [read, write, unlock].into_iter().zip(allowed) {
+            let outcome = if allowed { Ok(Locked::Done) } else { Err(Errno::BADF) };
+            assert_eq!(f.set(handle, &posix(kind, 1)), outcome, "{flags:?} {kind:?}");
+            assert_eq!(f.set(handle, &flock(kind)), Ok(Locked::Done));
+        }
+        let get = |request: &Lock| f.locks.get(&f.handles, &f.cx, (INO, handle), request);
+        let outcome = if is_dir { Err(Errno::INVAL) } else { Ok(None) };
+        assert_eq!(get(&posix(read, 1)), outcome);
+        assert_eq!(get(&posix(unlock, 1)), Err(Errno::INVAL));
+        assert_eq!(get(&flock(read)), Err(Errno::INVAL));
+        f.release(handle);
+    }
+    f.assert_nothing_left();
+}
