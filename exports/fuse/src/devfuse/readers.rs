@@ -13,8 +13,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{Pid, gettid};
 
+use super::follow::Follow;
 use super::{Reader, Work};
 use crate::connection::{Connection, Present};
+use crate::giving_way::GivingWay;
+use crate::machine::place_of;
+use crate::watch::Watch;
 use crate::monitor::Post;
 
 /// The most threads that read the device of one mount. Past it, requests wait in the kernel.
@@ -41,6 +45,7 @@ pub(crate) struct Readers {
     calm_since: Mutex<Instant>,
     running: Mutex<Vec<Pid>>,
     full: Once,
+    pub(super) follow: Follow,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -80,6 +85,7 @@ impl Readers {
             calm_since: Mutex::new(Instant::now()),
             running: Mutex::default(),
             full: Once::new(),
+            follow: Follow::default(),
         })
     }
 
@@ -95,6 +101,7 @@ impl Readers {
         let started = std::thread::Builder::new().name("fuse-reader".into()).spawn(move || {
             let id = gettid();
             lock(&reader.readers.running).push(id);
+            let _ = reader.way.set(GivingWay::here());
             Work::new(&reader).run();
             lock(&reader.readers.running).retain(|running| *running != id);
             reader.readers.threads.fetch_sub(1, Ordering::Relaxed);
@@ -154,16 +161,25 @@ impl Readers {
         }
     }
 
-    /// The monitor looks, once for each reader.
-    pub(super) fn tick(self: &Arc<Self>) {
+    /// The monitor looks, once for each reader, who has this watch.
+    pub(super) fn tick(self: &Arc<Self>, watch: &Watch) {
         if self.connection.end.is_declared() {
             return;
         }
-        if self.idle.load(Ordering::Relaxed) == 0 && self.requests_wait() && self.would_help() {
+        let seen = watch.look();
+        // A request that waits while another one's handler runs is no client's that waits for that other one. Before
+        // the reader has come back from sending its reply, the same client's next request may well be there.
+        let short = seen.is_inside()
+            && self.idle.load(Ordering::Relaxed) == 0
+            && self.requests_wait()
+            && watch.look() == seen
+            && self.would_help();
+        if short {
             self.reinforce();
         }
         let now = Instant::now();
         let mut calm_since = lock(&self.calm_since);
+        self.follow.look(self.threads.load(Ordering::Relaxed) == 1, self.connection.counters.sum());
         if self.stretched.swap(false, Ordering::Relaxed) || self.threads.load(Ordering::Relaxed) <= self.base {
             *calm_since = now;
         } else if now.duration_since(*calm_since) >= CALM {
@@ -187,6 +203,7 @@ impl Readers {
     }
 
     fn reinforce(self: &Arc<Self>) {
+        self.follow.stop();
         if self.threads.load(Ordering::Relaxed) >= READERS_MAX {
             self.full.call_once(|| {
                 tracing::warn!("all {READERS_MAX} threads of a mount are busy or blocked in the source: requests wait");
@@ -197,12 +214,10 @@ impl Readers {
     }
 }
 
-/// Whether a thread of ours sleeps. Reading it costs microseconds, so it is for the monitor.
+/// Whether a thread of ours sleeps, or has ended. Reading it costs microseconds, so it is for the monitor.
 fn is_asleep(thread: Pid) -> bool {
     let stat = std::fs::read(format!("/proc/self/task/{}/stat", thread.as_raw_nonzero())).unwrap_or_default();
-    // The state follows the name, which may contain anything, in parentheses.
-    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|at| stat.get(at + 2));
-    !matches!(state, Some(b'R'))
+    place_of(&stat).is_none_or(|place| place.asleep)
 }
 
 #[cfg(test)]
