@@ -6,8 +6,8 @@ mod readers;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ferry_serve::{Served, Server};
 use ferry_vfs::Errno;

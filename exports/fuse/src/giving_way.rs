@@ -22,8 +22,9 @@ use crate::machine::place_of;
 /// Scheduled less often than this between two looks, and giving way does not matter.
 const TURNS_MIN: u64 = 8;
 
-/// A thread that waits longer than this for each of its turns has others on its CPU than clients that wait for it.
-const WAIT_MAX: Duration = Duration::from_micros(200);
+/// A thread that waits longer than this for each of its turns, on average, has others on its CPU than a client or two
+/// that wait for it: these only need the time between a reply and their next request.
+const WAIT_MAX: Duration = Duration::from_micros(15);
 
 /// How long a thread that had to wait competes before it gives way again, and how long at most when that goes on.
 const COMPETES_MIN: Duration = Duration::from_secs(1);
@@ -70,8 +71,7 @@ impl GivingWay {
     pub(crate) fn here() -> Self {
         let thread = gettid();
         let turns = is_possible().then(|| File::open(format!("/proc/self/task/{thread}/schedstat")).ok()).flatten();
-        let state =
-            State { turns, seen: Turns::default(), gives_way: None, again: None, competes: COMPETES_MIN };
+        let state = State { turns, seen: Turns::default(), gives_way: None, again: None, competes: COMPETES_MIN };
         Self { thread, state: Mutex::new(state) }
     }
 
@@ -189,8 +189,8 @@ mod tests {
         assert_eq!(judge(1_000, 1_000, 10, true), Finding::Nothing, "it sleeps");
         assert_eq!(judge(1_000, 1_000, 10, false), Finding::Starves, "it is ready and never has its turn");
         assert_eq!(judge(9_000, 1_000, 10, false), Finding::Nothing, "it runs in one go");
-        assert_eq!(judge(9_000, 2_001_000, 20, true), Finding::Serves, "200 microseconds each");
-        assert_eq!(judge(9_000, 2_002_000, 20, true), Finding::Starves, "and more");
+        assert_eq!(judge(9_000, 151_000, 20, true), Finding::Serves, "15 microseconds each");
+        assert_eq!(judge(9_000, 151_010, 20, true), Finding::Starves, "and more");
         assert_eq!(judge(9_000, 1_100, 12, true), Finding::Nothing, "not worth it");
     }
 

@@ -100,7 +100,9 @@ impl Follower {
         if self.bound.is_some_and(|(bound, _)| bound == cpu) {
             return;
         }
-        let Some(allowed) = self.bound.map(|(_, allowed)| allowed).or_else(|| sched_getaffinity(None).ok()) else { return };
+        let Some(allowed) = self.bound.map(|(_, allowed)| allowed).or_else(|| sched_getaffinity(None).ok()) else {
+            return;
+        };
         if cpu < CpuSet::MAX_CPU && allowed.is_set(cpu) {
             stay_on(cpu);
             self.bound = Some((cpu, allowed));

@@ -18,8 +18,8 @@ use super::{Reader, Work};
 use crate::connection::{Connection, Present};
 use crate::giving_way::GivingWay;
 use crate::machine::place_of;
-use crate::watch::Watch;
 use crate::monitor::Post;
+use crate::watch::Watch;
 
 /// The most threads that read the device of one mount. Past it, requests wait in the kernel.
 const READERS_MAX: usize = 64;
@@ -33,7 +33,8 @@ pub(crate) struct Readers {
     pub(super) connection: Arc<Connection>,
     /// How many there are to begin with, and at least.
     base: usize,
-    cpus: usize,
+    /// More than this that run at once take CPUs from their clients.
+    room: usize,
     threads: AtomicUsize,
     /// Threads that wait for a request.
     idle: AtomicUsize,
@@ -77,7 +78,7 @@ impl Readers {
         Arc::new(Self {
             connection: Arc::clone(connection),
             base,
-            cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            room: (std::thread::available_parallelism().map_or(1, std::num::NonZero::get) / 2).max(1),
             threads: AtomicUsize::new(0),
             idle: AtomicUsize::new(0),
             stretched: AtomicBool::new(false),
@@ -146,7 +147,7 @@ impl Readers {
         }
         let threads = self.threads.load(Ordering::Relaxed);
         let ends = threads > self.base
-            && (others >= self.cpus.max(self.base)
+            && (others >= self.room.max(self.base)
                 || self.retire.load(Ordering::Relaxed) && self.retire.swap(false, Ordering::Relaxed));
         if ends {
             self.idle.fetch_sub(1, Ordering::Relaxed);
@@ -196,10 +197,10 @@ impl Readers {
 
     /// Whether one more reader has a CPU to run on: none is idle, so whoever sleeps does so in a handler.
     fn would_help(&self) -> bool {
-        if self.threads.load(Ordering::Relaxed) < self.cpus {
+        if self.threads.load(Ordering::Relaxed) < self.room {
             return true;
         }
-        lock(&self.running).iter().filter(|id| !is_asleep(**id)).count() < self.cpus
+        lock(&self.running).iter().filter(|id| !is_asleep(**id)).count() < self.room
     }
 
     fn reinforce(self: &Arc<Self>) {
