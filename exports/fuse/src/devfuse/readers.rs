@@ -1,8 +1,8 @@
 //! How many threads read /dev/fuse.
 //!
 //! One is fastest for a single client: with two, each request wakes the other one, on a CPU that has gone idle. Several
-//! clients want as many as there are CPUs; more only help while handlers sleep. So it begins with one, the monitor adds
-//! one when requests wait, and one ends when not all are needed any more.
+//! clients want more, but need CPUs themselves; past half of the CPUs, more only help while handlers sleep. So it begins
+//! with one, the monitor adds one when requests wait, and one ends when not all are needed any more.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
