@@ -12,6 +12,7 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
+use std::sync::mpsc::channel;
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -152,17 +153,26 @@ fn parse_turns(text: &str) -> Option<Turns> {
 }
 
 /// Whether a thread of ours may go to `SCHED_IDLE` and come back, which needs `CAP_SYS_NICE` or `RLIMIT_NICE`, and
-/// whether it is of the usual class. Tried once, by a thread that ends then.
+/// whether threads are of the usual class. Tried once, with a thread that sleeps meanwhile: so it cannot starve.
 fn is_possible() -> bool {
     static POSSIBLE: OnceLock<bool> = OnceLock::new();
     *POSSIBLE.get_or_init(|| {
-        let probe = std::thread::Builder::new().name("fuse-probe".into()).spawn(|| {
-            // SAFETY: takes and touches no memory.
-            let usual = unsafe { libc::sched_getscheduler(0) } == libc::SCHED_OTHER;
-            usual && set_policy(0, libc::SCHED_IDLE).and_then(|()| set_policy(0, libc::SCHED_OTHER)).is_ok()
+        let (tell, told) = channel();
+        let (done, ended) = channel::<()>();
+        let probe = std::thread::Builder::new().name("fuse-probe".into()).spawn(move || {
+            let _ = tell.send(gettid().as_raw_nonzero().get());
+            let _ = ended.recv();
         });
-        probe.is_ok_and(|thread| thread.join().unwrap_or(false))
+        let possible = probe.is_ok() && told.recv().is_ok_and(can_come_back);
+        drop(done);
+        probe.is_ok_and(|thread| thread.join().is_ok()) && possible
     })
+}
+
+fn can_come_back(thread: libc::pid_t) -> bool {
+    // SAFETY: takes and touches no memory.
+    let usual = unsafe { libc::sched_getscheduler(thread) } == libc::SCHED_OTHER;
+    usual && set_policy(thread, libc::SCHED_IDLE).is_ok() && set_policy(thread, libc::SCHED_OTHER).is_ok()
 }
 
 /// For thread 0, the calling one.
