@@ -1,12 +1,13 @@
 //! Requests by /dev/fuse: threads that read one, serve it, and write the reply.
 
 mod carrier;
+mod follow;
 mod readers;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ferry_serve::{Served, Server};
 use ferry_vfs::Errno;
@@ -16,12 +17,14 @@ use zerocopy::FromBytes;
 
 use crate::connection::Connection;
 use crate::device::{Received, receive, send};
+use crate::giving_way::GivingWay;
 use crate::handshake::await_message;
 use crate::lease::{Lease, NotEnded};
 use crate::monitor::{Post, Serving};
 use crate::stats::Counters;
 use crate::watch::{Seen, Watch};
 use carrier::{DeviceCarrier, Memory};
+use follow::Follower;
 pub(crate) use readers::Readers;
 
 /// One thread that reads, as others see it.
@@ -32,6 +35,8 @@ struct Reader {
     watch: Watch,
     unique: AtomicU64,
     lease: Lease,
+    /// Its thread, once there is one.
+    way: OnceLock<GivingWay>,
 }
 
 impl Reader {
@@ -42,6 +47,7 @@ impl Reader {
             watch: Watch::default(),
             unique: AtomicU64::new(0),
             lease: Lease::default(),
+            way: OnceLock::new(),
         }
     }
 }
@@ -59,7 +65,8 @@ pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(
             Received::Request(bytes) => {
                 work.memory.received(bytes);
                 look_at(work.memory.request());
-                work.serve();
+                let reply = work.serve();
+                work.send(reply);
             }
             Received::Nothing => continue,
             Received::Unmounted => return Err(io::Error::other("the mount ended before it began")),
@@ -95,7 +102,16 @@ impl Post for Reader {
     }
 
     fn tick(self: Arc<Self>) {
-        self.readers.tick();
+        self.readers.tick(&self.watch);
+        if let Some(way) = self.way.get() {
+            way.look(self.readers.follow.is_wanted());
+        }
+    }
+
+    fn rest(&self) {
+        if let Some(way) = self.way.get() {
+            way.rest();
+        }
     }
 }
 
@@ -131,6 +147,7 @@ impl<'a> Work<'a> {
         let readers = &*reader.readers;
         let connection = &readers.connection;
         let mut owner = reader.watch.first_owner();
+        let mut follower = Follower::default();
         loop {
             let received = receive(reader.channel.as_fd(), self.memory.request_room());
             readers.has_work();
@@ -140,12 +157,15 @@ impl<'a> Work<'a> {
                     self.counters.requests.add(1);
                     self.memory.received(bytes);
                     self.note_interrupt();
-                    reader.unique.store(self.memory.unique(), Ordering::Relaxed);
+                    let (unique, client) = self.memory.whose();
+                    reader.unique.store(unique, Ordering::Relaxed);
+                    follower.step(&readers.follow, client);
                     reader.watch.enter(&mut owner);
                     connection.bell.ring();
-                    self.serve();
+                    let reply = self.serve();
                     // A reader is helped, never replaced: its thread has its own buffers.
                     let _ = reader.watch.leave(&mut owner);
+                    self.send(reply);
                 }
                 Ok(Received::Nothing) => {}
                 Ok(Received::Unmounted) => break connection.end.declare(),
@@ -171,7 +191,8 @@ impl<'a> Work<'a> {
         }
     }
 
-    fn serve(&mut self) {
+    /// Answers how many bytes of reply are to be sent; 0 if somebody else answers, later or already, or nobody does.
+    fn serve(&mut self) -> usize {
         let Self { reader, server, memory, counters } = self;
         let term = reader.lease.term();
         let mut carrier = DeviceCarrier::new(reader, term, memory, counters);
@@ -186,18 +207,18 @@ impl<'a> Work<'a> {
             }
             served = Served::Reply(server.transferred(ferry_serve::Carrier::token(&carrier), &mut carrier, outcome));
         }
+        let ours = reader.lease.end(term);
         match served {
-            Served::Reply(bytes) if bytes > 0 => {
-                if reader.lease.end(term) {
-                    counters.system_calls.add(1);
-                    memory.send(reader.channel.as_fd(), bytes);
-                }
-            }
-            // Answered by somebody else, later or already, or not at all.
-            _ => {
-                let _ = reader.lease.end(term);
-            }
+            Served::Reply(bytes) if ours => bytes,
+            _ => 0,
         }
-        server.batch_end();
+    }
+
+    fn send(&mut self, bytes: usize) {
+        if bytes > 0 {
+            self.counters.system_calls.add(1);
+            self.memory.send(self.reader.channel.as_fd(), bytes);
+        }
+        self.server.batch_end();
     }
 }

@@ -148,7 +148,11 @@ impl Export {
             monitor: Mutex::default(),
             stopped: AtomicBool::new(false),
         };
-        export.start(options).map_err(Error::Threads)?;
+        if let Err(error) = export.start(options) {
+            // Nobody reads who would be told by the kernel that it is over.
+            export.connection.end.declare();
+            return Err(Error::Threads(error));
+        }
         Ok(export)
     }
 

@@ -24,6 +24,7 @@ mod devfuse;
 mod device;
 mod explain;
 mod export;
+mod giving_way;
 mod handshake;
 mod interrupted;
 mod lease;

@@ -86,9 +86,37 @@ pub(crate) fn stay_on(cpu: usize) {
     }
 }
 
+/// Where a thread was seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) asleep: bool,
+    pub(crate) cpu: usize,
+}
+
+/// What the `stat` of a thread tells (proc_pid_stat(5)).
+pub(crate) fn place_of(stat: &[u8]) -> Option<Place> {
+    // The second is the name, which may contain anything, in parentheses.
+    let rest = stat.get(stat.iter().rposition(|byte| *byte == b')')? + 1..)?;
+    let mut fields = rest.split(|byte| *byte == b' ').filter(|field| !field.is_empty());
+    let state = fields.next()?;
+    let cpu = fields.nth(39 - 4)?;
+    Some(Place { asleep: state != b"R", cpu: std::str::from_utf8(cpu).ok()?.parse().ok()? })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_threads_do_not_confuse() {
+        let stat = b"7 (a) R 1 (b) S 1 7 7 0 -1 4194368 98 0 0 0 1 2 0 0 20 0 9 0 6 7 8 18446744073709551615 1 1 1 1 1 0 0 0 4 0 0 0 -1 3 0 0 0 0 0 1 2 3 4 5 6 7 0\n";
+        assert_eq!(place_of(stat), Some(Place { asleep: true, cpu: 3 }));
+        for cut in 0..stat.len() - 60 {
+            assert_eq!(place_of(&stat[..cut]), None, "{cut}");
+        }
+        let here = place_of(&fs::read("/proc/thread-self/stat").unwrap()).unwrap();
+        assert!(!here.asleep && here.cpu < possible_cpus(), "{here:?}");
+    }
 
     #[test]
     fn lists_of_cpus() {

@@ -47,12 +47,14 @@ pub struct Peek {
     pub opcode: u32,
     /// Pairs request and reply.
     pub unique: u64,
+    /// The thread that makes the request, as the server sees it; 0 if it cannot.
+    pub pid: u32,
 }
 
 /// Looks at a header.
 pub fn peek(header: &[u8; IN_HEADER_BYTES]) -> Peek {
-    let InHeader { len, opcode, unique, .. } = zerocopy::transmute!(*header);
-    Peek { len, opcode, unique }
+    let InHeader { len, opcode, unique, pid, .. } = zerocopy::transmute!(*header);
+    Peek { len, opcode, unique, pid }
 }
 
 impl Peek {

@@ -57,8 +57,9 @@ impl Memory {
         &self.bytes[start..start + self.received]
     }
 
-    pub(super) fn unique(&self) -> u64 {
-        self.request().first_chunk::<IN_HEADER_BYTES>().map_or(0, |header| peek(header).unique)
+    /// The request's number, and the thread that makes it.
+    pub(super) fn whose(&self) -> (u64, u32) {
+        self.request().first_chunk::<IN_HEADER_BYTES>().map(peek).map_or((0, 0), |head| (head.unique, head.pid))
     }
 
     /// Sends the reply, which has so many bytes with its header, from where it lies.
@@ -142,7 +143,7 @@ impl Carrier for DeviceCarrier<'_> {
     }
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
-        let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.unique());
+        let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.whose().0);
         move |reply| {
             // If the caller was told something else meanwhile, or is gone, the kernel knows no such request any more.
             if let Err(error) = send(channel.as_fd(), &[IoSlice::new(&reply)]) {

@@ -1,8 +1,8 @@
 //! How many threads read /dev/fuse.
 //!
 //! One is fastest for a single client: with two, each request wakes the other one, on a CPU that has gone idle. Several
-//! clients want as many as there are CPUs; more only help while handlers sleep. So it begins with one, the monitor adds
-//! one when requests wait, and one ends when not all are needed any more.
+//! clients want more, but need CPUs themselves; past half of the CPUs, more only help while handlers sleep. So it begins
+//! with one, the monitor adds one when requests wait, and one ends when not all are needed any more.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,9 +13,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{Pid, gettid};
 
+use super::follow::Follow;
 use super::{Reader, Work};
 use crate::connection::{Connection, Present};
+use crate::giving_way::GivingWay;
+use crate::machine::place_of;
 use crate::monitor::Post;
+use crate::watch::Watch;
 
 /// The most threads that read the device of one mount. Past it, requests wait in the kernel.
 const READERS_MAX: usize = 64;
@@ -29,7 +33,8 @@ pub(crate) struct Readers {
     pub(super) connection: Arc<Connection>,
     /// How many there are to begin with, and at least.
     base: usize,
-    cpus: usize,
+    /// More than this that run at once take CPUs from their clients.
+    room: usize,
     threads: AtomicUsize,
     /// Threads that wait for a request.
     idle: AtomicUsize,
@@ -41,6 +46,7 @@ pub(crate) struct Readers {
     calm_since: Mutex<Instant>,
     running: Mutex<Vec<Pid>>,
     full: Once,
+    pub(super) follow: Follow,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -72,7 +78,7 @@ impl Readers {
         Arc::new(Self {
             connection: Arc::clone(connection),
             base,
-            cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            room: (std::thread::available_parallelism().map_or(1, std::num::NonZero::get) / 2).max(1),
             threads: AtomicUsize::new(0),
             idle: AtomicUsize::new(0),
             stretched: AtomicBool::new(false),
@@ -80,6 +86,7 @@ impl Readers {
             calm_since: Mutex::new(Instant::now()),
             running: Mutex::default(),
             full: Once::new(),
+            follow: Follow::default(),
         })
     }
 
@@ -95,6 +102,7 @@ impl Readers {
         let started = std::thread::Builder::new().name("fuse-reader".into()).spawn(move || {
             let id = gettid();
             lock(&reader.readers.running).push(id);
+            let _ = reader.way.set(GivingWay::here());
             Work::new(&reader).run();
             lock(&reader.readers.running).retain(|running| *running != id);
             reader.readers.threads.fetch_sub(1, Ordering::Relaxed);
@@ -139,7 +147,7 @@ impl Readers {
         }
         let threads = self.threads.load(Ordering::Relaxed);
         let ends = threads > self.base
-            && (others >= self.cpus.max(self.base)
+            && (others >= self.room.max(self.base)
                 || self.retire.load(Ordering::Relaxed) && self.retire.swap(false, Ordering::Relaxed));
         if ends {
             self.idle.fetch_sub(1, Ordering::Relaxed);
@@ -154,16 +162,25 @@ impl Readers {
         }
     }
 
-    /// The monitor looks, once for each reader.
-    pub(super) fn tick(self: &Arc<Self>) {
+    /// The monitor looks, once for each reader, who has this watch.
+    pub(super) fn tick(self: &Arc<Self>, watch: &Watch) {
         if self.connection.end.is_declared() {
             return;
         }
-        if self.idle.load(Ordering::Relaxed) == 0 && self.requests_wait() && self.would_help() {
+        let seen = watch.look();
+        // A request that waits while another one's handler runs is no client's that waits for that other one. Before
+        // the reader has come back from sending its reply, the same client's next request may well be there.
+        let short = seen.is_inside()
+            && self.idle.load(Ordering::Relaxed) == 0
+            && self.requests_wait()
+            && watch.look() == seen
+            && self.would_help();
+        if short {
             self.reinforce();
         }
         let now = Instant::now();
         let mut calm_since = lock(&self.calm_since);
+        self.follow.look(self.threads.load(Ordering::Relaxed) == 1, self.connection.counters.sum());
         if self.stretched.swap(false, Ordering::Relaxed) || self.threads.load(Ordering::Relaxed) <= self.base {
             *calm_since = now;
         } else if now.duration_since(*calm_since) >= CALM {
@@ -180,13 +197,14 @@ impl Readers {
 
     /// Whether one more reader has a CPU to run on: none is idle, so whoever sleeps does so in a handler.
     fn would_help(&self) -> bool {
-        if self.threads.load(Ordering::Relaxed) < self.cpus {
+        if self.threads.load(Ordering::Relaxed) < self.room {
             return true;
         }
-        lock(&self.running).iter().filter(|id| !is_asleep(**id)).count() < self.cpus
+        lock(&self.running).iter().filter(|id| !is_asleep(**id)).count() < self.room
     }
 
     fn reinforce(self: &Arc<Self>) {
+        self.follow.stop();
         if self.threads.load(Ordering::Relaxed) >= READERS_MAX {
             self.full.call_once(|| {
                 tracing::warn!("all {READERS_MAX} threads of a mount are busy or blocked in the source: requests wait");
@@ -197,12 +215,10 @@ impl Readers {
     }
 }
 
-/// Whether a thread of ours sleeps. Reading it costs microseconds, so it is for the monitor.
+/// Whether a thread of ours sleeps, or has ended. Reading it costs microseconds, so it is for the monitor.
 fn is_asleep(thread: Pid) -> bool {
     let stat = std::fs::read(format!("/proc/self/task/{}/stat", thread.as_raw_nonzero())).unwrap_or_default();
-    // The state follows the name, which may contain anything, in parentheses.
-    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|at| stat.get(at + 2));
-    !matches!(state, Some(b'R'))
+    place_of(&stat).is_none_or(|place| place.asleep)
 }
 
 #[cfg(test)]

@@ -105,10 +105,15 @@ impl Drop for Mounted {
 }
 
 /// Waits for something, but not for long.
-pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+pub fn wait_until(what: &str, done: impl FnMut() -> bool) {
+    wait_within(SOON, what, done);
+}
+
+/// Waits for something, for no longer than this.
+pub fn wait_within(limit: Duration, what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < SOON, "not in time: {what}");
+        assert!(start.elapsed() < limit, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

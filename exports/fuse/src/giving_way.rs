@@ -1,0 +1,290 @@
+//! Threads that serve give way to their clients.
+//!
+//! A client that waits for its reply sleeps on the CPU where the reply is made. Woken there, it finds that CPU busy, and
+//! the scheduler sends it to another one, which has to be woken from its idleness: several microseconds, and the next
+//! request comes from the wrong CPU. A thread of the class `SCHED_IDLE` does not count as busy (sched(7)): the client
+//! goes on at once where it was, and the thread takes the next request when the client waits again, without having
+//! slept. That is the synchronous hand-off on one CPU that ZUFS put into the kernel.
+//!
+//! Such a thread also gives way to everybody else, and a file system must not starve. So the monitor watches how long
+//! the threads wait for their CPU, has those that wait for long compete as everybody does for a while, and all of them
+//! while nothing goes on.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::sync::mpsc::channel;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::thread::{Pid, gettid};
+
+use crate::machine::place_of;
+
+/// Scheduled less often than this between two looks, and giving way does not matter.
+const TURNS_MIN: u64 = 8;
+
+/// A thread that waits longer than this for each of its turns, on average, has others on its CPU than a client or two
+/// that wait for it: these only need the time between a reply and their next request.
+const WAIT_MAX: Duration = Duration::from_micros(15);
+
+/// How long a thread that had to wait competes before it gives way again, and how long at most when that goes on.
+const COMPETES_MIN: Duration = Duration::from_secs(1);
+const COMPETES_MAX: Duration = Duration::from_secs(64);
+
+/// One thread that serves.
+#[derive(Debug)]
+pub(crate) struct GivingWay {
+    thread: Pid,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// `/proc/self/task/N/schedstat`; none where a thread could not be made to compete again.
+    turns: Option<File>,
+    seen: Turns,
+    /// Since when it gives way, if it does.
+    gives_way: Option<Instant>,
+    /// Not before this, after it had to wait.
+    again: Option<Instant>,
+    /// How long it competes when it has to wait the next time.
+    competes: Duration,
+}
+
+/// What the kernel counts of a thread (sched-stats): nanoseconds of running and of waiting for the CPU, and turns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Turns {
+    ran_ns: u64,
+    waited_ns: u64,
+    count: u64,
+}
+
+/// What is to be done about a thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Finding {
+    Nothing,
+    Serves,
+    Starves,
+}
+
+impl GivingWay {
+    /// Of the calling thread, which competes for now.
+    pub(crate) fn here() -> Self {
+        let thread = gettid();
+        let turns = is_possible().then(|| File::open(format!("/proc/self/task/{thread}/schedstat")).ok()).flatten();
+        let state = State { turns, seen: Turns::default(), gives_way: None, again: None, competes: COMPETES_MIN };
+        Self { thread, state: Mutex::new(state) }
+    }
+
+    /// The monitor looks. Whether the thread is to give way at all, if it may.
+    pub(crate) fn look(&self, wanted: bool) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(now) = state.turns.as_ref().and_then(read_turns) else { return };
+        let before = std::mem::replace(&mut state.seen, now);
+        let asleep = || fs::read(format!("/proc/self/task/{}/stat", self.thread)).ok().and_then(|stat| place_of(&stat));
+        let finding = judge(before, now, || asleep().is_none_or(|place| place.asleep));
+        let looked = Instant::now();
+        match (finding, state.gives_way) {
+            (Finding::Starves, Some(since)) => {
+                if looked.duration_since(since) >= COMPETES_MAX {
+                    state.competes = COMPETES_MIN;
+                }
+                tracing::debug!("thread {} waits for its CPU: it competes for {:?}", self.thread, state.competes);
+                state.again = Some(looked + state.competes);
+                state.competes = (2 * state.competes).min(COMPETES_MAX);
+                self.set(&mut state, false);
+            }
+            (_, Some(_)) if !wanted => self.set(&mut state, false),
+            (Finding::Serves, None) if wanted && state.again.is_none_or(|again| again <= looked) => {
+                self.set(&mut state, true);
+            }
+            _ => {}
+        }
+    }
+
+    /// Nothing goes on, and nobody will look for a while.
+    pub(crate) fn rest(&self) {
+        self.set(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner), false);
+    }
+
+    fn set(&self, state: &mut State, gives_way: bool) {
+        if state.turns.is_none() || state.gives_way.is_some() == gives_way {
+            return;
+        }
+        let policy = if gives_way { libc::SCHED_IDLE } else { libc::SCHED_OTHER };
+        match set_policy(self.thread.as_raw_nonzero().get(), policy) {
+            Ok(()) => state.gives_way = gives_way.then(Instant::now),
+            Err(error) => {
+                tracing::debug!("the scheduling of thread {} stays as it is: {error}", self.thread);
+                state.turns = None;
+            }
+        }
+    }
+}
+
+/// Starving is to wait long for each turn, or to be ready for a whole look without one.
+fn judge(before: Turns, now: Turns, is_asleep: impl FnOnce() -> bool) -> Finding {
+    let turns = now.count.saturating_sub(before.count);
+    let waited = Duration::from_nanos(now.waited_ns.saturating_sub(before.waited_ns));
+    if turns == 0 {
+        let starves = now.ran_ns == before.ran_ns && !is_asleep();
+        return if starves { Finding::Starves } else { Finding::Nothing };
+    }
+    if waited.as_nanos() / u128::from(turns) > WAIT_MAX.as_nanos() {
+        Finding::Starves
+    } else if turns >= TURNS_MIN {
+        Finding::Serves
+    } else {
+        Finding::Nothing
+    }
+}
+
+fn read_turns(file: &File) -> Option<Turns> {
+    let mut text = [0; 128];
+    // A thread that has ended has no turns any more, and its number may be another one's.
+    let bytes = file.read_at(&mut text, 0).ok()?;
+    parse_turns(std::str::from_utf8(&text[..bytes]).ok()?)
+}
+
+fn parse_turns(text: &str) -> Option<Turns> {
+    let mut numbers = text.split_ascii_whitespace().map(str::parse);
+    let mut next = || numbers.next()?.ok();
+    Some(Turns { ran_ns: next()?, waited_ns: next()?, count: next()? })
+}
+
+/// Whether a thread of ours may go to `SCHED_IDLE` and come back, which needs `CAP_SYS_NICE` or `RLIMIT_NICE`, and
+/// whether threads are of the usual class. Tried once, with a thread that sleeps meanwhile: so it cannot starve.
+fn is_possible() -> bool {
+    static POSSIBLE: OnceLock<bool> = OnceLock::new();
+    *POSSIBLE.get_or_init(|| {
+        let (tell, told) = channel();
+        let (done, ended) = channel::<()>();
+        let probe = std::thread::Builder::new().name("fuse-probe".into()).spawn(move || {
+            let _ = tell.send(gettid().as_raw_nonzero().get());
+            let _ = ended.recv();
+        });
+        let possible = probe.is_ok() && told.recv().is_ok_and(can_come_back);
+        drop(done);
+        probe.is_ok_and(|thread| thread.join().is_ok()) && possible
+    })
+}
+
+fn can_come_back(thread: libc::pid_t) -> bool {
+    // SAFETY: takes and touches no memory.
+    let usual = unsafe { libc::sched_getscheduler(thread) } == libc::SCHED_OTHER;
+    usual && set_policy(thread, libc::SCHED_IDLE).is_ok() && set_policy(thread, libc::SCHED_OTHER).is_ok()
+}
+
+/// For thread 0, the calling one.
+fn set_policy(thread: libc::pid_t, policy: libc::c_int) -> std::io::Result<()> {
+    let param = libc::sched_param { sched_priority: 0 };
+    // SAFETY: `param` outlives the call, which only reads it.
+    match unsafe { libc::sched_setscheduler(thread, policy, &raw const param) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::machine::stay_on;
+
+    #[test]
+    fn who_starves_is_told_from_who_serves_and_who_sleeps() {
+        let before = Turns { ran_ns: 1_000, waited_ns: 1_000, count: 10 };
+        let judge = |ran_ns, waited_ns, count, asleep| judge(before, Turns { ran_ns, waited_ns, count }, || asleep);
+        assert_eq!(judge(1_000, 1_000, 10, true), Finding::Nothing, "it sleeps");
+        assert_eq!(judge(1_000, 1_000, 10, false), Finding::Starves, "it is ready and never has its turn");
+        assert_eq!(judge(9_000, 1_000, 10, false), Finding::Nothing, "it runs in one go");
+        assert_eq!(judge(9_000, 151_000, 20, true), Finding::Serves, "15 microseconds each");
+        assert_eq!(judge(9_000, 151_010, 20, true), Finding::Starves, "and more");
+        assert_eq!(judge(9_000, 1_100, 12, true), Finding::Nothing, "not worth it");
+    }
+
+    #[test]
+    fn what_the_kernel_counts() {
+        assert_eq!(parse_turns("12 34 56\n"), Some(Turns { ran_ns: 12, waited_ns: 34, count: 56 }));
+        assert_eq!(parse_turns("12 34"), None);
+        assert_eq!(parse_turns("12 x 56"), None);
+        let file = File::open("/proc/thread-self/schedstat").unwrap();
+        assert!(read_turns(&file).unwrap().count > 0);
+    }
+
+    fn policy() -> i32 {
+        // SAFETY: takes and touches no memory.
+        unsafe { libc::sched_getscheduler(0) }
+    }
+
+    #[test]
+    fn a_thread_that_serves_gives_way_until_it_is_to_rest() {
+        if !is_possible() {
+            assert_eq!(policy(), libc::SCHED_OTHER, "what cannot be undone is not tried");
+            return;
+        }
+        let way = GivingWay::here();
+        way.look(true);
+        let nap = || (0..TURNS_MIN).for_each(|_| std::thread::sleep(Duration::from_micros(10)));
+        let until = Instant::now() + Duration::from_secs(10);
+        while policy() != libc::SCHED_IDLE {
+            assert!(Instant::now() < until, "it has its turns, and gives no way");
+            nap();
+            way.look(true);
+        }
+        way.rest();
+        assert_eq!(policy(), libc::SCHED_OTHER);
+        while policy() != libc::SCHED_IDLE {
+            assert!(Instant::now() < until, "it serves again");
+            nap();
+            way.look(true);
+        }
+        way.look(false);
+        assert_eq!(policy(), libc::SCHED_OTHER);
+    }
+
+    #[test]
+    fn a_thread_that_would_starve_competes() {
+        if !is_possible() {
+            return;
+        }
+        let cpu = place_of(&fs::read("/proc/thread-self/stat").unwrap()).unwrap().cpu;
+        let over = AtomicBool::new(false);
+        let (told, way) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                stay_on(cpu);
+                told.send(GivingWay::here()).unwrap();
+                while !over.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+            });
+            let way = way.recv().unwrap();
+            let gives_way = || way.state.lock().unwrap().gives_way.is_some();
+            let watch = |wanted: bool| {
+                let until = Instant::now() + Duration::from_secs(10);
+                while gives_way() != wanted && Instant::now() < until {
+                    std::thread::sleep(Duration::from_millis(5));
+                    way.look(true);
+                }
+                gives_way() == wanted
+            };
+            let alone = watch(true);
+            let hog = scope.spawn(|| {
+                stay_on(cpu);
+                while !over.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+            let crowded = watch(false);
+            way.look(true);
+            let still = !gives_way();
+            over.store(true, Ordering::Relaxed);
+            hog.join().unwrap();
+            assert!(alone, "it has its CPU for itself");
+            assert!(crowded, "somebody else has its CPU");
+            assert!(still, "not for the next second");
+        });
+    }
+}

@@ -1,0 +1,99 @@
+//! Where the threads that serve run, and when they give way. Alone in its process, whose threads it looks at.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::sources::Null;
+use common::{mount, paths, plain, stay_on, wait_until, wait_within};
+use ferry_fuse::{Cache, Options, Path};
+use rustix::thread::{CpuSet, Pid, sched_getaffinity};
+
+/// On a busy machine a thread that serves competes, up to some seconds, before it tries to give way again.
+const UNDISTURBED: Duration = Duration::from_secs(20);
+
+/// The threads of this process that have such a name.
+fn threads(name: &str) -> Vec<Pid> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let named =
+        tasks.filter(|task| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default().starts_with(name));
+    named.filter_map(|task| Pid::from_raw(task.file_name().to_str()?.parse().ok()?)).collect()
+}
+
+fn places(name: &str) -> Vec<CpuSet> {
+    threads(name).into_iter().filter_map(|thread| sched_getaffinity(Some(thread)).ok()).collect()
+}
+
+fn gives_way(thread: Pid) -> bool {
+    // SAFETY: takes and touches no memory.
+    unsafe { libc::sched_getscheduler(thread.as_raw_nonzero().get()) == libc::SCHED_IDLE }
+}
+
+/// Whether a thread may come back from `SCHED_IDLE`.
+fn may_give_way() -> bool {
+    rustix::process::geteuid().is_root()
+        || rustix::process::getrlimit(rustix::process::Resource::Nice).current.is_none_or(|nice| nice >= 20)
+}
+
+#[test]
+fn the_only_reader_follows_a_client_that_waits_and_gives_way_to_it() {
+    if paths().is_empty() {
+        return;
+    }
+    let everywhere = sched_getaffinity(None).unwrap();
+    let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| everywhere.is_set(*cpu));
+    let (Some(first), Some(second)) = (cpus.next(), cpus.next()) else {
+        return println!("skipped: there is one CPU");
+    };
+    let mounted = mount(Arc::new(Null::default()), Options { cache: Cache::None, ..plain(Path::Devfuse) });
+    let file = File::options().write(true).open(mounted.path("file")).unwrap();
+    let write = |bytes: usize| file.write_all_at(&vec![1; bytes], 0).unwrap();
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| {
+            for cpu in [first, second, first] {
+                stay_on(cpu);
+                let mut here = CpuSet::new();
+                here.set(cpu);
+                wait_until("the reader follows", || {
+                    (0..50).for_each(|_| write(512));
+                    places("fuse-reader") == [here]
+                });
+            }
+            if may_give_way() {
+                wait_within(UNDISTURBED, "the reader gives way", || {
+                    (0..50).for_each(|_| write(512));
+                    threads("fuse-reader").into_iter().all(gives_way)
+                });
+            }
+            wait_until("a reader that moves much runs anywhere", || {
+                (0..20).for_each(|_| write(100_000));
+                places("fuse-reader").iter().all(|place| *place == everywhere)
+            });
+            wait_until("and competes", || {
+                (0..20).for_each(|_| write(100_000));
+                !threads("fuse-reader").into_iter().any(gives_way)
+            });
+        });
+        client.join().unwrap();
+    });
+    mounted.stop();
+}
+
+#[test]
+fn workers_of_rings_give_way_until_nothing_goes_on() {
+    if !paths().contains(&Path::Uring) || !may_give_way() {
+        return;
+    }
+    let mounted = mount(Arc::new(Null::default()), Options { cache: Cache::None, ..plain(Path::Uring) });
+    let file = File::options().write(true).open(mounted.path("file")).unwrap();
+    wait_within(UNDISTURBED, "a worker gives way", || {
+        (0..50).for_each(|_| file.write_all_at(&[1; 512], 0).unwrap());
+        threads("fuse-cpu-").into_iter().any(gives_way)
+    });
+    wait_until("all compete", || !threads("fuse-cpu-").into_iter().any(gives_way));
+    mounted.stop();
+}
