@@ -3,12 +3,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, Pair, Site};
+use ferry_tests::{Place, folder};
+use tempfile::TempDir;
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -49,11 +52,36 @@ fn assert_dead(mountpoint: &Path, end: Instant) {
     }
 }
 
-/// Kills the server of two mounts; answers whether whoever waited for it got to know in time.
+/// The controls of all connections, wherever the host has them.
+struct Controls(TempDir);
+
+impl Controls {
+    fn mount() -> Self {
+        let folder = folder(Place::Disk);
+        let status = Command::new("mount").args(["-t", "fusectl", "none"]).arg(folder.path()).status().unwrap();
+        assert!(status.success(), "the controls of FUSE connections cannot be mounted");
+        Self(folder)
+    }
+
+    /// What is there of a connection. Numbers are used again, also by mounts of others; this is not.
+    fn find(&self, number: &OsStr) -> Option<u64> {
+        std::fs::metadata(self.0.path().join(number)).map(|found| found.ino()).ok()
+    }
+}
+
+impl Drop for Controls {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+/// Kills the server of two mounts, under callers, and looks at what becomes of both.
 fn kill(pair: &Pair, children: &mut [Child]) {
-    // Numbers are used again, also by mounts of others.
-    let number = |controls: &PathBuf| std::fs::metadata(controls).map(|found| found.ino()).ok();
-    let controls = pair.controls().map(|controls| (number(&controls), controls));
+    let all = Controls::mount();
+    let controls = pair.controls().map(|controls| {
+        let number = controls.file_name().unwrap().to_owned();
+        (all.find(&number).expect("it is mounted"), number)
+    });
     pair.kill();
     let end = Instant::now() + SOON;
     let mut held = 0;
@@ -78,7 +106,7 @@ fn kill(pair: &Pair, children: &mut [Child]) {
         // Which also looks for processes that name the mount point: the guardians do.
         next.finish();
     }
-    let left = || controls.iter().filter(|(found, controls)| number(controls) == *found).count();
+    let left = || controls.iter().filter(|(found, number)| all.find(number) == Some(*found)).count();
     let end = Instant::now() + SOON;
     while left() > 0 {
         assert!(Instant::now() < end, "{} connections of the dead server are left", left());
