@@ -10,6 +10,7 @@ use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
 
 use crate::cli::{Cache, Carrier, Passthrough, Share};
+use crate::guardian::Guardian;
 use crate::socket::Bound;
 use crate::source::Kind;
 
@@ -18,6 +19,8 @@ use crate::source::Kind;
 pub struct Serving {
     devices: Vec<(ferry_virtiofs::Export, Bound)>,
     mounts: Vec<Arc<ferry_fuse::Export>>,
+    /// One for each mount; they stay on guard until all mounts are gone.
+    guardians: Vec<Guardian>,
 }
 
 impl Serving {
@@ -36,6 +39,14 @@ impl Serving {
     ) -> Result<Arc<ferry_fuse::Export>> {
         let mount = Arc::new(ferry_fuse::Export::mount(mountpoint, source, options)?);
         self.mounts.push(Arc::clone(&mount));
+        match Guardian::start(mountpoint, &mount) {
+            Ok(guardian) => self.guardians.push(guardian),
+            Err(error) => tracing::warn!(
+                "the mount on {} goes without a guardian ({error:#}): should this server be killed, processes may hang in                  it until somebody does: echo 1 > /sys/fs/fuse/connections/{}/abort",
+                mountpoint.display(),
+                mount.connection_number()
+            ),
+        }
         Ok(mount)
     }
 
@@ -60,6 +71,7 @@ impl Serving {
         for mount in self.mounts.drain(..) {
             mount.stop();
         }
+        self.guardians.clear();
         for (export, bound) in self.devices.drain(..) {
             export.stop();
             drop(bound);

@@ -10,6 +10,7 @@ mod documents;
 mod exports;
 mod fsck;
 mod groups;
+mod guardian;
 mod helper;
 mod logcmd;
 mod logging;
@@ -42,6 +43,9 @@ pub fn started_level() -> String {
 
 fn main() -> ExitCode {
     let mut args: Vec<OsString> = std::env::args_os().collect();
+    if args.first().is_some_and(|program| guardian::is_one(program)) {
+        return guardian::run(&args);
+    }
     if args.first().is_some_and(|program| disk::is_back_end(program)) {
         args.insert(1, "disk".into());
     }

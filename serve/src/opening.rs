@@ -8,6 +8,7 @@ use ferry_wire::fuse::{OpenFlags, Opened, Reply};
 use crate::carrier::{ReplyBuffer, Served};
 use crate::checks;
 use crate::mount::Open;
+use crate::passthrough::Passed;
 use crate::reply::Written;
 use crate::server::{Context, Server};
 
@@ -148,8 +149,14 @@ impl Server {
         };
         let writes = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
         match passthrough.opened((ino, writes), &self.share.complaints, backing) {
-            // No other flag: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server would read and write.
-            Some(backing_id) => Opened { handle, flags: OpenFlags::PASSTHROUGH, backing_id },
+            // No other flag: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server reads and writes.
+            Some(Passed { backing_id, mappings_only: false }) => {
+                Opened { handle, flags: OpenFlags::PASSTHROUGH, backing_id }
+            }
+            Some(Passed { backing_id, mappings_only: true }) => {
+                let direct = OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
+                Opened { handle, flags: OpenFlags::PASSTHROUGH | direct, backing_id }
+            }
             None => plain,
         }
     }

@@ -53,8 +53,8 @@ impl Server {
             Operation::Read(ref range) => return self.read(cx, range, carrier),
             Operation::Write { ref range, .. } => return self.write(cx, range, carrier),
             Operation::Lookup { name } => return self.lookup(cx, name, carrier),
-            // nfsd asks for inodes that the client's kernel has forgotten; the contract has no way to find those.
-            Operation::LookupSelf => return Err(Errno::STALE),
+            // For file handles of inodes that the client's kernel has forgotten.
+            Operation::LookupSelf => return self.entry(cx, source.lookup_self(caller, ino)?, carrier),
             Operation::LookupParent => return self.entry(cx, source.lookup_parent(caller, ino)?, carrier),
             Operation::Forget { count } => cx.mount.forget(ino, count),
             Operation::BatchForget { forgets } => {

@@ -30,9 +30,12 @@ pub trait Backings: Send + Sync {
     /// Ends a registration; files that are open through it stay so.
     fn unregister(&self, id: i32);
 
-    /// Whether a file that is opened for writing passes through, or only files that are read. The first open of an
-    /// inode decides for all that overlap with it: a file that is being read when somebody opens it for writing stays
-    /// passed through, and others are told of what was written when it is closed.
+    /// Whether what is written passes through, or only what is read: others can be told of writes that the server makes at
+    /// once, of the kernel's own only when the file is closed.
+    ///
+    /// The first open of an inode decides for all that overlap with it. A file that is being read when somebody opens
+    /// it for writing must stay passed through; that open then reads and writes by the server (`FOPEN_DIRECT_IO`
+    /// beside `FOPEN_PASSTHROUGH`), to the same file. Only what it stores through a shared mapping does not.
     fn takes_writers(&self) -> bool {
         true
     }
@@ -46,6 +49,15 @@ struct InUse {
     /// The registration that all opens use; `None`: the server reads and writes.
     backing_id: Option<i32>,
     opens: u64,
+}
+
+/// How an open of an inode passes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Passed {
+    /// The registration to use.
+    pub(crate) backing_id: i32,
+    /// Reads and writes come to the server.
+    pub(crate) mappings_only: bool,
 }
 
 /// How each inode that a client has open is read and written.
@@ -68,14 +80,14 @@ impl Passthrough {
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An inode is opened once more: answers the registration to use, if any. `file` is asked for if this is the
+    /// An inode is opened once more: answers how it is passed through, if it is. `file` is asked for if this is the
     /// first open, which may be for writing.
     pub(crate) fn opened(
         &self,
         (ino, writes): (Ino, bool),
         complaints: &Complaints,
         file: impl FnOnce() -> Option<Arc<Backing>>,
-    ) -> Option<i32> {
+    ) -> Option<Passed> {
         // Two first opens must not decide differently, so the lock is held while one of them registers.
         let mut shard = self.shard(ino);
         let in_use = match shard.entry(ino) {
@@ -87,7 +99,8 @@ impl Passthrough {
             }
         };
         in_use.opens += 1;
-        in_use.backing_id
+        let mappings_only = writes && !self.backings.takes_writers();
+        in_use.backing_id.map(|backing_id| Passed { backing_id, mappings_only })
     }
 
     fn register(&self, complaints: &Complaints, file: impl FnOnce() -> Option<Arc<Backing>>) -> Option<i32> {

@@ -70,6 +70,7 @@ impl Policy {
         let optional = [
             (features.posix_locks, InitFlags::POSIX_LOCKS),
             (features.flock, InitFlags::FLOCK_LOCKS),
+            (features.by_number, InitFlags::EXPORT_SUPPORT),
             (features.posix_acl && options.xattr, InitFlags::POSIX_ACL),
             (options.writeback, InitFlags::WRITEBACK_CACHE),
             (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),

@@ -190,6 +190,7 @@ fn a_lock_that_does_not_wait_is_answered_once() {
 #[derive(Default)]
 struct Kernel {
     refuses: Option<Errno>,
+    readers_only: bool,
     asked: Mutex<u32>,
     registered: Mutex<BTreeMap<i32, ()>>,
 }
@@ -206,6 +207,9 @@ impl Backings for Kernel {
     }
     fn unregister(&self, id: i32) {
         self.registered.lock().unwrap().remove(&id).expect("registered once, unregistered once");
+    }
+    fn takes_writers(&self) -> bool {
+        !self.readers_only
     }
 }
 
@@ -262,6 +266,29 @@ fn all_opens_of_an_inode_share_one_backing_file() {
 }
 
 #[test]
+fn where_others_are_told_of_each_write_the_server_makes_them() {
+    let kernel = Arc::new(Kernel { readers_only: true, ..Kernel::default() });
+    let (_, mut client) = passing(&kernel, &ShareOptions::default(), InitFlags::PASSTHROUGH);
+    let by_server = OpenFlags::PASSTHROUGH | OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
+    // Whoever opens for writing while a reader's reads are passed through: the same file, by the server.
+    let reader = open(&mut client, OFlags::RDONLY);
+    let writer = open(&mut client, OFlags::RDWR);
+    let another = open(&mut client, OFlags::RDONLY);
+    assert_eq!([reader.1, writer.1, another.1], [OpenFlags::PASSTHROUGH, by_server, OpenFlags::PASSTHROUGH]);
+    assert_eq!([reader.2, writer.2, another.2], [1, 1, 1]);
+    for handle in [reader.0, writer.0, another.0] {
+        close(&mut client, handle);
+    }
+    // The other way round nothing is passed through.
+    let writer = open(&mut client, OFlags::WRONLY);
+    let reader = open(&mut client, OFlags::RDONLY);
+    assert!(!writer.1.contains(OpenFlags::PASSTHROUGH) && !reader.1.contains(OpenFlags::PASSTHROUGH));
+    close(&mut client, writer.0);
+    close(&mut client, reader.0);
+    assert_eq!(open(&mut client, OFlags::RDONLY).1, OpenFlags::PASSTHROUGH, "the last close has freed the choice");
+}
+
+#[test]
 fn what_the_kernel_refuses_is_served_plainly() {
     // Whether the kernel is asked again for the next file.
     for (errno, again) in
@@ -315,5 +342,32 @@ fn direct_opens_leave_the_cache_out_where_the_export_wants_it() {
         let options = ShareOptions { cache, direct_opens, ..ShareOptions::default() };
         let (_, mut client) = client(One::default(), &options, Session::default());
         assert_eq!(open(&mut client, flags).1, expected, "{cache:?} {direct_opens} {flags:?}");
+    }
+}
+
+/// A source that knows its one inode by number, or does not.
+struct Numbered(bool);
+
+impl FileSystem for Numbered {
+    fn features(&self) -> Features {
+        Features { by_number: self.0, ..Features::default() }
+    }
+    fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
+        let attr = Attr::new(ino, FileType::RegularFile, 0o644);
+        if ino == Ino(7) { Ok(Entry::new(ino, attr)) } else { Err(Errno::STALE) }
+    }
+}
+
+#[test]
+fn forgotten_inodes_are_found_by_their_numbers() {
+    for by_number in [true, false] {
+        let mut client = Client::new(Arc::new(Numbered(by_number)), &ShareOptions::default(), Session::default());
+        assert_eq!(client.negotiated.has(InitFlags::EXPORT_SUPPORT), by_number);
+        let Answer::Reply(bytes) = client.ask(Ino(7), Operation::LookupSelf) else { panic!("it is there") };
+        assert_eq!(bytes[..8], 7_u64.to_le_bytes(), "the inode itself");
+        assert_eq!(client.ask(Ino(8), Operation::LookupSelf), Answer::Error(Errno::STALE));
+        // What was told is a reference of the client's.
+        let mount = client.session.mount().expect("INIT was answered");
+        assert_eq!(mount.inodes(), [Ino(7)]);
     }
 }

@@ -72,6 +72,13 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
+    /// Finds an inode of which the client has kept the number only (the name `.`, which is no [`Name`]): it gave its
+    /// references back, and then somebody came with a file handle (`open_by_handle_at(2)`, an NFS server). Asked for with
+    /// [`Features::by_number`].
+    fn lookup_self(&self, cx: &Caller<'_>, ino: Ino) -> Result<Entry> {
+        Err(Errno::STALE)
+    }
+
     /// Gives back `count` references of an inode.
     fn forget(&self, ino: Ino, count: u64) {}
 

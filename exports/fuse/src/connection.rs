@@ -1,5 +1,6 @@
 //! What all workers of one mount share.
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,6 +16,8 @@ use crate::stats::AllCounters;
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) device: Arc<Device>,
+    /// Where it is mounted.
+    pub(crate) mountpoint: PathBuf,
     pub(crate) share: Arc<Share>,
     pub(crate) session: Arc<Session>,
     pub(crate) counters: AllCounters,

@@ -10,6 +10,7 @@ use rustix::fs::{AtFlags, StatxFlags};
 use rustix::mount::UnmountFlags;
 
 use crate::connection::{Connection, End};
+use crate::control::Switch;
 use crate::devfuse::Readers;
 use crate::device::Device;
 use crate::explain::{Explanation, Verdict};
@@ -103,6 +104,7 @@ impl Export {
         let connection = Arc::new(Connection {
             share: Arc::new(Share::new(Arc::clone(&source), &share_options(options))),
             session: Arc::new(wishes.session(&device)),
+            mountpoint: mountpoint.path().to_owned(),
             device,
             counters: AllCounters::default(),
             interrupted: Arc::new(Interrupted::default()),
@@ -181,6 +183,17 @@ impl Export {
         self.device_number
     }
 
+    /// What ends the connection to the kernel even if this process cannot: for another process, which is to make sure
+    /// that the mount ends with this one. That the kernel closes the connection of a killed process is not enough: it does so
+    /// when the last thread has ended, and one that is telling the kernel of a change ends only after a caller that
+    /// waits for the dead server.
+    ///
+    /// # Errors
+    /// The connection is over, or its controls cannot be reached (containers of users other than root).
+    pub fn switch(&self) -> std::io::Result<Switch> {
+        Switch::of(self.device_number)
+    }
+
     /// Waits until somebody unmounts it, or aborts the connection.
     pub fn wait(&self) {
         self.connection.end.wait();
@@ -242,10 +255,8 @@ impl Export {
 
     /// Ends the connection to the kernel, whoever uses it.
     fn abort(&self, mountpoint: &std::path::Path) {
-        let Err(error) = std::fs::write(format!("/sys/fs/fuse/connections/{}/abort", self.device_number), "1") else {
-            return;
-        };
-        // That file system need not be mounted; to unmount by force aborts too, where we may and as long as it is there.
+        let Err(error) = self.switch().and_then(|switch| switch.abort()) else { return };
+        // To unmount by force aborts too, where we may and as long as it is there.
         let flags = UnmountFlags::FORCE | UnmountFlags::NOFOLLOW;
         let is_there = stat_number(mountpoint) == Some(self.device_number);
         if !is_there || !matches!(rustix::mount::unmount(mountpoint, flags), Ok(()) | Err(Errno::BUSY)) {

@@ -2,14 +2,20 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Somebody is using the memory right now.
+/// Somebody is copying into or out of the memory right now.
 const HELD: u64 = 1;
-/// One more term, above that bit.
-const TERM: u64 = 1 << 1;
+/// A transfer is, which may take as long as it likes.
+const MOVES: u64 = 1 << 1;
+const BUSY: u64 = HELD | MOVES;
+/// One more term, above these bits.
+const TERM: u64 = 1 << 2;
 
 /// One place that requests are answered from, one after another: an entry of a ring, or the thread of a reader. Each
 /// request is a [`Term`]. Whoever ends the term answers it, and from then on nobody else's access succeeds: so a
 /// handler that is given up, and comes back after all, can do no harm.
+///
+/// A term is not ended while its memory is in use. Copies are short. A transfer whose term is to be ended all the same is
+/// robbed of it ([`Lease::seize`]) by somebody who sees to it that it goes on in other memory than the next term's.
 #[derive(Debug, Default)]
 pub(crate) struct Lease(AtomicU64);
 
@@ -33,7 +39,7 @@ pub(crate) struct Hold<'a>(&'a Lease);
 impl Lease {
     /// The term that began when the last one ended.
     pub(crate) fn term(&self) -> Term {
-        Term(self.0.load(Ordering::Acquire) & !HELD)
+        Term(self.0.load(Ordering::Acquire) & !BUSY)
     }
 
     /// Whether the term has not ended.
@@ -47,15 +53,47 @@ impl Lease {
         loop {
             match self.0.compare_exchange_weak(term.0, term.0 | HELD, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return Some(Hold(self)),
-                Err(now) if now & !HELD != term.0 => return None,
+                Err(now) if now & !BUSY != term.0 => return None,
                 Err(_) => std::thread::yield_now(),
             }
         }
     }
 
-    /// Ends a hold that was kept ([`Hold::keep`]).
-    pub(crate) fn release(&self) {
-        self.0.fetch_and(!HELD, Ordering::Release);
+    /// A transfer begins; false once the term has ended.
+    #[must_use]
+    pub(crate) fn begin_move(&self, term: Term) -> bool {
+        loop {
+            match self.0.compare_exchange_weak(term.0, term.0 | MOVES, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return true,
+                Err(now) if now & !BUSY != term.0 => return false,
+                Err(_) => std::thread::yield_now(),
+            }
+        }
+    }
+
+    /// Whether a transfer of the term is under way, which was not robbed of it.
+    pub(crate) fn moves(&self, term: Term) -> bool {
+        self.0.load(Ordering::Acquire) == term.0 | MOVES
+    }
+
+    /// The transfer has ended; false if it was robbed of the term.
+    #[must_use]
+    pub(crate) fn end_move(&self, term: Term) -> bool {
+        self.0.compare_exchange(term.0 | MOVES, term.0, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Ends the term of a transfer that is under way and stays so: for whoever then answers, and takes the memory out of
+    /// its reach before that is given to anybody.
+    ///
+    /// # Errors
+    /// [`NotEnded::Over`], or [`NotEnded::Held`] where no transfer is under way.
+    pub(crate) fn seize(&self, term: Term) -> Result<(), NotEnded> {
+        let next = term.0.wrapping_add(TERM);
+        match self.0.compare_exchange(term.0 | MOVES, next, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => Ok(()),
+            Err(now) if now & !BUSY != term.0 => Err(NotEnded::Over),
+            Err(_) => Err(NotEnded::Held),
+        }
     }
 
     /// Ends the term: true for exactly one caller, who then answers. Waits for whoever holds it.
@@ -75,22 +113,15 @@ impl Lease {
         let next = term.0.wrapping_add(TERM);
         match self.0.compare_exchange(term.0, next, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(()),
-            Err(now) if now & !HELD != term.0 => Err(NotEnded::Over),
+            Err(now) if now & !BUSY != term.0 => Err(NotEnded::Over),
             Err(_) => Err(NotEnded::Held),
         }
     }
 }
 
-impl Hold<'_> {
-    /// Holds on until [`Lease::release`]: for a transfer that goes on by itself.
-    pub(crate) fn keep(self) {
-        std::mem::forget(self);
-    }
-}
-
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        self.0.release();
+        self.0.0.fetch_and(!HELD, Ordering::Release);
     }
 }
 
@@ -106,9 +137,9 @@ mod tests {
         assert_eq!(lease.try_end(term), Err(NotEnded::Held));
         assert!(lease.runs(term));
         drop(hold);
-        lease.hold(term).expect("it runs").keep();
+        assert!(lease.begin_move(term) && lease.moves(term) && lease.runs(term));
         assert_eq!(lease.try_end(term), Err(NotEnded::Held));
-        lease.release();
+        assert!(lease.end_move(term));
         assert!(lease.end(term));
         assert!(!lease.end(term));
         assert_eq!(lease.try_end(term), Err(NotEnded::Over));
@@ -116,6 +147,23 @@ mod tests {
         let next = lease.term();
         assert_ne!(next, term);
         assert!(lease.hold(next).is_some());
+    }
+
+    #[test]
+    fn a_transfer_can_be_robbed_of_its_term_and_then_touches_nobody_elses() {
+        let lease = Lease::default();
+        let term = lease.term();
+        assert_eq!(lease.seize(term), Err(NotEnded::Held), "nothing moves");
+        assert!(lease.begin_move(term));
+        assert_eq!(lease.seize(term), Ok(()));
+        assert!(!lease.runs(term) && !lease.moves(term));
+        assert_eq!(lease.seize(term), Err(NotEnded::Over));
+        let next = lease.term();
+        assert!(lease.begin_move(next));
+        assert!(!lease.end_move(term), "it is told that it was robbed");
+        assert!(lease.moves(next), "and leaves the next one alone");
+        assert!(!lease.begin_move(term) && lease.hold(term).is_none());
+        assert!(lease.end_move(next) && lease.end(next));
     }
 
     #[test]

@@ -20,6 +20,7 @@
 
 mod backings;
 mod connection;
+mod control;
 mod devfuse;
 mod device;
 mod explain;
@@ -38,6 +39,7 @@ mod transfer;
 mod uring;
 mod watch;
 
+pub use control::Switch;
 pub use explain::{Explanation, Verdict};
 pub use export::{Error, Export};
 pub use ferry_serve::Cache;

@@ -68,8 +68,9 @@ pub struct Options {
     pub subtype: String,
     /// The source has other exports too. With [`Cache::Always`], a file whose first open is for writing is then not
     /// passed through, so that the others are told of each write. The kernel wants opens that overlap to agree: a file
-    /// that is being read stays passed through when somebody opens it for writing as well, and the others are told when
-    /// that is closed. Default: no.
+    /// that is being read stays passed through when somebody opens it for writing as well; what that one writes then goes
+    /// by the server all the same. Only of what it stores through a shared mapping the others are told when it is
+    /// closed. Default: no.
     pub shared: bool,
     /// The source's files lie on an overlayfs (a container's root) or another file system that is stacked on one. Only
     /// then can they be passed through; but no overlayfs can be put on such a mount. Default: no.
@@ -78,8 +79,8 @@ pub struct Options {
     /// 1 MiB of address space, of which only what is used takes memory. Default: 8.
     pub ring_depth: usize,
     /// How long a handler, or the transfer of a file's data, may take before its caller is told EIO; zero: as long as it
-    /// likes. Default: 120 s. Callers that wait for a lock are not meant. Transfers that the
-    /// kernel cannot cancel (disks, direct reads of another FUSE mount, any on /dev/fuse) are waited for.
+    /// likes. Default: 120 s. Callers that wait for a lock are not meant. What the kernel cannot cancel (a disk that hangs)
+    /// goes on unseen, with a thread and the memory of one request.
     pub handler_timeout: Duration,
     /// Threads that read /dev/fuse at least; 0 (the default): one, which is fastest for a single client, and as many more
     /// as requests keep busy.

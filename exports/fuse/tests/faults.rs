@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::sources::Null;
+use common::sources::{Null, block_until};
 use common::{Mounted, mount, paths, plain, stay_on, wait_until};
 use ferry_fuse::{Cache, Options, Path};
+use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, Handle, Ino, Name, Result};
 
 fn null(path: Path, options: impl Fn(&mut Options)) -> (Arc<Null>, Mounted) {
     let source = Arc::new(Null::default());
@@ -82,6 +83,51 @@ fn a_handler_that_blocks_stalls_neither_its_cpu_nor_the_mount() {
             source.let_go.store(true, Ordering::SeqCst);
         });
         assert_eq!(read(&mounted, "file").unwrap(), 512);
+        mounted.stop();
+    }
+}
+
+/// A source whose look-ups of names with an `x` hang. It has no file that anybody reads.
+#[derive(Default)]
+struct Doors(Null);
+
+impl FileSystem for Doors {
+    fn lookup(&self, _: &Caller<'_>, _: Ino, name: Name<'_>) -> Result<Entry> {
+        if name.as_bytes().contains(&b'x') {
+            self.0.held.fetch_add(1, Ordering::SeqCst);
+            block_until(|| self.0.let_go.load(Ordering::SeqCst));
+            self.0.held.fetch_sub(1, Ordering::SeqCst);
+        }
+        Err(Errno::NOENT)
+    }
+    fn getattr(&self, caller: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+        self.0.getattr(caller, ino, handle)
+    }
+}
+
+#[test]
+fn look_ups_that_block_stall_neither_their_cpu_nor_the_mount() {
+    const HANGING: u64 = 12;
+    for path in paths() {
+        let source = Arc::new(Doors::default());
+        let mounted = mount(Arc::clone(&source) as _, Options { cache: Cache::None, ring_depth: 2, ..plain(path) });
+        std::thread::scope(|scope| {
+            for number in 0..HANGING {
+                let name = mounted.path(&format!("x{number}"));
+                scope.spawn(move || {
+                    stay_on(0);
+                    assert!(!name.exists());
+                });
+            }
+            stay_on(0);
+            let held = || source.0.held.load(Ordering::SeqCst);
+            // Nothing else is asked meanwhile, that could set free what was left behind.
+            wait_until(&format!("all are blocked at once by {path:?}"), || held() == HANGING);
+            for number in 0..20 {
+                assert!(!mounted.path(&format!("free{number}")).exists());
+            }
+            source.0.let_go.store(true, Ordering::SeqCst);
+        });
         mounted.stop();
     }
 }

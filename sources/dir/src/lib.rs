@@ -213,6 +213,8 @@ impl Dir {
                 posix_locks: true,
                 flock: true,
                 backing: true,
+                // Our numbers go with the client's references.
+                by_number: false,
             },
             options,
             root,

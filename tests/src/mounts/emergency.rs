@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rustix::mount::{UnmountFlags, unmount};
+
 use super::{Started, mount_entry};
 
 /// How to end a mount by force: whoever waits for it gets an error.
@@ -33,8 +35,11 @@ impl Emergency {
 
     /// Aborts the connection: requests under way and those to come fail.
     pub fn abort(&self) {
-        if let Some(controls) = self.controls() {
-            let _ = fs::write(controls.join("abort"), "1");
+        if let Some(controls) = self.controls()
+            && fs::write(controls.join("abort"), "1").is_err()
+        {
+            // The controls need not be mounted; to unmount by force aborts, too.
+            let _ = unmount(&self.mountpoint, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
         }
     }
 

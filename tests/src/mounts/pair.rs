@@ -1,6 +1,7 @@
 //! Two mounts of one source by one process: what one changes, the other shows.
 
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -84,6 +85,25 @@ impl Pair {
     pub fn said(&self) -> String {
         let (out, err) = self.server.lock().unwrap_or_else(PoisonError::into_inner).said();
         out + &err
+    }
+
+    /// Kills the program as `kill -9` does, and does not wait for its end.
+    pub fn kill(&self) {
+        let pid = self.server.lock().unwrap_or_else(PoisonError::into_inner).pid();
+        kill_process(pid, Signal::KILL).unwrap();
+    }
+
+    /// The end of the program, if it comes within `limit`.
+    pub fn wait(&self, limit: Duration) -> Option<ExitStatus> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner).wait(limit)
+    }
+
+    /// The folders of the controls of both connections.
+    ///
+    /// # Panics
+    /// When one is not mounted.
+    pub fn controls(&self) -> [PathBuf; 2] {
+        self.emergencies.each_ref().map(|emergency| emergency.controls().unwrap())
     }
 
     /// Ends the program as `kill` does, and looks at what is left: nothing.

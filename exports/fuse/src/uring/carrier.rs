@@ -10,7 +10,7 @@ use ferry_wire::fuse::WRITE_HEAD_BYTES;
 
 use super::memory::Message;
 use super::queue::{Block, Queue};
-use crate::lease::{Hold, NotEnded, Term};
+use crate::lease::{Hold, Lease, NotEnded, Term};
 use crate::stats::Counters;
 use crate::transfer::Transfer;
 
@@ -28,9 +28,13 @@ pub(super) struct RingCarrier<'a> {
 }
 
 impl<'a> RingCarrier<'a> {
+    pub(super) fn lease(&self) -> &'a Lease {
+        &self.block.states[self.slot].lease
+    }
+
     /// The entry's memory, for as long as the term runs.
-    pub(super) fn hold(&self) -> Option<Hold<'a>> {
-        self.block.states[self.slot].lease.hold(self.term)
+    fn hold(&self) -> Option<Hold<'a>> {
+        self.lease().hold(self.term)
     }
 }
 

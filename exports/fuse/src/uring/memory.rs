@@ -1,12 +1,12 @@
 //! The memory that entries of a ring share with the kernel.
 
-use std::ffi::c_void;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use ferry_engine::Segment;
 use ferry_wire::fuse::IN_HEADER_BYTES;
 use ferry_wire::fuse::abi::{InHeader, UringEntInOut, UringReqHeader};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap, mremap_fixed, munmap};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 /// Payloads are aligned for files that are opened with `O_DIRECT`.
@@ -21,13 +21,70 @@ struct Head {
 }
 
 /// The memory of a few entries: their heads, then their payloads. Pages that are never used cost nothing.
+///
+/// Each payload is mapped twice. The kernel knows the first address, for good; transfers move data through the second. So
+/// a transfer that does not end can be left where it is: the first address gets other pages ([`Chunk::replace`]), and
+/// what the transfer still does at the second harms nobody.
 #[derive(Debug)]
 pub(super) struct Chunk {
     base: NonNull<u8>,
     bytes: usize,
     heads_bytes: usize,
     payload_bytes: usize,
-    entries: usize,
+    /// For each entry, the second address of its payload.
+    seconds: Box<[AtomicPtr<u8>]>,
+}
+
+/// A mapping of so many bytes, which goes when this is dropped.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: nothing in it belongs to a thread, and it gives no access to the memory.
+unsafe impl Send for Mapping {}
+
+impl Mapping {
+    fn new(bytes: usize) -> rustix::io::Result<Self> {
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: a new mapping where the kernel likes.
+        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
+        // Most requests use a page of their MiB: huge pages would take all of it.
+        // SAFETY: the mapping is ours.
+        let _ = unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) };
+        Ok(Self { base: base.cast(), bytes })
+    }
+
+    /// Maps the same pages once more, from an address that is mapped.
+    ///
+    /// # Safety
+    /// There are `bytes` of one shared mapping of ours at `from`.
+    unsafe fn again(from: *mut u8, bytes: usize) -> rustix::io::Result<Self> {
+        // SAFETY: an old size of 0 leaves the mapping as it is and makes another one of its pages (mremap(2)).
+        let base = unsafe { mremap(from.cast(), 0, bytes, MremapFlags::MAYMOVE) }?;
+        Ok(Self { base: base.cast(), bytes })
+    }
+
+    /// The address, for whoever unmaps it later.
+    fn into_raw(self) -> *mut u8 {
+        std::mem::ManuallyDrop::new(self).base
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and whoever used it has ended (see where it is made).
+        let unmapped = unsafe { munmap(self.base.cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok(), "a mapping of ours: {unmapped:?}");
+    }
+}
+
+/// Other memory for a payload, at both its addresses.
+#[derive(Debug)]
+pub(super) struct Spare {
+    first: Mapping,
+    second: Mapping,
 }
 
 // SAFETY: nothing in it belongs to a thread; access to an entry's memory is ordered by its lease.
@@ -44,14 +101,15 @@ impl Chunk {
         let heads_bytes = (entries * size_of::<Head>()).next_multiple_of(PAGE_BYTES);
         let payload_bytes = payload_bytes.next_multiple_of(PAGE_BYTES);
         let bytes = heads_bytes + entries * payload_bytes;
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new mapping where the kernel likes.
-        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
-        // Most requests use a page of their MiB: huge pages would take all of it.
-        // SAFETY: the mapping is ours.
-        let _ = unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) };
-        let base = NonNull::new(base.cast::<u8>()).expect("mmap answers no null pointer");
-        let chunk = Self { base, bytes, heads_bytes, payload_bytes, entries };
+        let mapping = Mapping::new(bytes)?;
+        let second = |index: usize| {
+            // SAFETY: each payload is a part of the mapping.
+            unsafe { Mapping::again(mapping.base.add(heads_bytes + index * payload_bytes), payload_bytes) }
+        };
+        let seconds: Vec<Mapping> = (0..entries).map(second).collect::<Result<_, _>>()?;
+        let seconds = seconds.into_iter().map(|second| AtomicPtr::new(second.into_raw())).collect();
+        let base = NonNull::new(mapping.into_raw()).expect("mmap answers no null pointer");
+        let chunk = Self { base, bytes, heads_bytes, payload_bytes, seconds };
         for index in 0..entries {
             let vectors = [
                 Segment { address: chunk.head(index).cast(), bytes: size_of::<UringReqHeader>() },
@@ -64,7 +122,7 @@ impl Chunk {
     }
 
     pub(super) fn entries(&self) -> usize {
-        self.entries
+        self.seconds.len()
     }
 
     pub(super) fn payload_bytes(&self) -> usize {
@@ -72,16 +130,61 @@ impl Chunk {
     }
 
     fn head(&self, index: usize) -> *mut Head {
-        assert!(index < self.entries, "an entry of the chunk");
+        assert!(index < self.entries(), "an entry of the chunk");
         // SAFETY: within the mapping, which is page-aligned.
         unsafe { self.base.as_ptr().add(index * size_of::<Head>()).cast() }
     }
 
     /// Where an entry's payload begins.
     pub(super) fn payload(&self, index: usize) -> *mut u8 {
-        assert!(index < self.entries, "an entry of the chunk");
+        assert!(index < self.entries(), "an entry of the chunk");
         // SAFETY: within the mapping.
         unsafe { self.base.as_ptr().add(self.heads_bytes + index * self.payload_bytes) }
+    }
+
+    /// Where transfers move data into and out of an entry's payload.
+    pub(super) fn second(&self, index: usize) -> *mut u8 {
+        self.seconds[index].load(Ordering::Acquire)
+    }
+
+    /// Memory for [`Self::replace`].
+    ///
+    /// # Errors
+    /// There is none.
+    pub(super) fn spare(&self) -> rustix::io::Result<Spare> {
+        let first = Mapping::new(self.payload_bytes)?;
+        // SAFETY: the whole of a mapping that was just made.
+        let second = unsafe { Mapping::again(first.base, first.bytes) }?;
+        Ok(Spare { first, second })
+    }
+
+    /// Gives an entry's payload other memory. What a transfer is still using stays at the second address that it had; the
+    /// answer owns that. Should the kernel refuse, which it has no reason to, the entry cannot be used any more.
+    ///
+    /// # Safety
+    /// Whoever calls has the entry for itself, but for a transfer at the second address of its payload. The answer is kept,
+    /// or forgotten for whoever makes the transfer, until that has ended.
+    pub(super) unsafe fn replace(&self, index: usize, spare: Spare) -> (Mapping, rustix::io::Result<()>) {
+        let Spare { first, second } = spare;
+        let base = self.seconds[index].swap(second.into_raw(), Ordering::AcqRel);
+        let left = Mapping { base, bytes: self.payload_bytes };
+        let (from, to) = (first.base.cast(), self.payload(index).cast());
+        // SAFETY: the new mapping is ours and nobody uses it; it takes the place of the payload, where, so the caller says,
+        // nobody looks.
+        let moved = unsafe { mremap_fixed(from, first.bytes, first.bytes, MremapFlags::MAYMOVE, to) };
+        if moved.is_ok() {
+            // It is a part of the chunk now.
+            std::mem::forget(first);
+        }
+        (left, moved.map(drop))
+    }
+
+    /// The memory that a transfer used which was left alone, for dropping.
+    ///
+    /// # Safety
+    /// The second address of a payload of this chunk that was replaced, and whose transfer has ended; to be called once.
+    pub(super) unsafe fn left(&self, second: *mut u8) -> Mapping {
+        Mapping { base: second, bytes: self.payload_bytes }
     }
 
     /// The two vectors that REGISTER tells the kernel of.
@@ -166,9 +269,10 @@ impl Chunk {
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and by now neither a worker nor the kernel uses it.
-        if let Err(error) = unsafe { munmap(self.base.as_ptr().cast::<c_void>(), self.bytes) } {
-            tracing::debug!("memory of a ring stays mapped: {error}");
+        // By now neither a worker nor the kernel uses it.
+        drop(Mapping { base: self.base.as_ptr(), bytes: self.bytes });
+        for second in &mut self.seconds {
+            drop(Mapping { base: *second.get_mut(), bytes: self.payload_bytes });
         }
     }
 }
@@ -233,6 +337,30 @@ mod tests {
             reply.copy_from_slice(std::slice::from_raw_parts(chunk.payload(2), 7));
             assert_eq!(&reply, b"payload");
             assert_eq!(chunk.copy_in(2, 16 + 8190, b"abc"), 2, "no more than there is room for");
+        }
+    }
+
+    #[test]
+    fn a_payload_is_one_memory_at_two_addresses_until_it_is_replaced() {
+        let chunk = Chunk::new(2, 4096).unwrap();
+        let (first, second) = (chunk.payload(1), chunk.second(1));
+        assert_ne!(first, second);
+        // SAFETY: nobody else knows the memory; each address is used while it is mapped.
+        unsafe {
+            second.copy_from_nonoverlapping(b"moved".as_ptr(), 5);
+            assert_eq!(std::slice::from_raw_parts(first, 5), b"moved");
+            chunk.payload(0).write(b'0');
+
+            let (left, replaced) = chunk.replace(1, chunk.spare().unwrap());
+            replaced.unwrap();
+            assert_eq!((chunk.payload(1), first.read()), (first, 0), "new memory where the kernel looks");
+            first.write(b'n');
+            second.write(b'l');
+            assert_eq!((first.read(), second.read(), chunk.second(1).read()), (b'n', b'l', b'n'));
+            chunk.second(1).write(b'm');
+            assert_eq!((first.read(), second.read(), chunk.payload(0).read()), (b'm', b'l', b'0'));
+            drop(left);
+            assert_eq!((first.read(), chunk.second(1).read()), (b'm', b'm'));
         }
     }
 

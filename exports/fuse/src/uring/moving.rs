@@ -1,23 +1,35 @@
 //! Transfers that the ring makes while its worker goes on with other requests.
 //!
-//! A transfer keeps its entry's term held from its beginning to its completion, so that nobody gives the entry back
-//! to the kernel while data are moved into or out of it. It may be begun by one owner of the queue and completed by the
-//! next, so all that it needs lies with the entry.
+//! While a transfer is under way its entry's term cannot be ended, so that nobody gives the entry back to the kernel while
+//! data are moved into or out of it. It may be begun by one owner of the queue and completed by the next, so all that it
+//! needs lies with the entry.
+//!
+//! What takes too long is cancelled, and what the kernel cannot cancel (a disk that hangs) is left: its caller is told, the
+//! entry gets other memory and goes back to the kernel, and the transfer goes on in the old memory, which is kept with
+//! its file until it has ended. So it is with a transfer that a worker makes itself and does not come back from.
 
+use std::collections::HashMap;
 use std::io;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use ferry_serve::{HEADER_BYTES, Unfinished};
 use ferry_vfs::Errno;
+use ferry_wire::fuse::encode_error;
 
 use super::carrier::RingCarrier;
-use super::memory::Message;
-use super::queue::{Mail, State};
+use super::memory::{Mapping, Message};
+use super::queue::{Block, Mail, Queue, State};
 use super::worker::Worker;
-use crate::lease::Term;
+use crate::lease::{NotEnded, Term};
 use crate::transfer::Transfer;
+
+/// Bits of an entry's index in the number of a transfer: more than there are entries.
+const INDEX_BITS: u32 = 16;
+
+/// How long a cancelled transfer has to end. Those that can be cancelled take microseconds.
+const CANCEL_PATIENCE: Duration = Duration::from_millis(100);
 
 /// A transfer under way.
 pub(super) struct UnderWay {
@@ -25,10 +37,20 @@ pub(super) struct UnderWay {
     unfinished: Unfinished,
     term: Term,
     message: Message,
+    /// What the ring calls it: the entry's index, and a number that the entry's next transfer will not have.
+    number: usize,
     /// Since when.
-    pub(super) since: Instant,
+    since: Instant,
     /// It took too long: what its caller is told, unless it succeeds all the same.
-    pub(super) given_up: Option<Errno>,
+    given_up: Option<GivenUp>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct GivenUp {
+    errno: Errno,
+    since: Instant,
+    /// The owner of the queue was asked to leave it.
+    is_left: bool,
 }
 
 impl std::fmt::Debug for UnderWay {
@@ -37,9 +59,33 @@ impl std::fmt::Debug for UnderWay {
     }
 }
 
-impl UnderWay {
-    pub(super) fn new(transfer: Transfer, unfinished: Unfinished, term: Term, message: Message) -> Self {
-        Self { transfer, unfinished, term, message, since: Instant::now(), given_up: None }
+/// The transfers of a queue that its ring is making.
+#[derive(Debug, Default)]
+pub(super) struct Moving {
+    count: AtomicUsize,
+    begun: AtomicUsize,
+    /// Those whose callers were told that they have failed, with what they still use.
+    left: Mutex<HashMap<usize, (UnderWay, Mapping)>>,
+}
+
+impl Moving {
+    fn number(&self, index: usize) -> usize {
+        debug_assert!(index >> INDEX_BITS == 0, "there are fewer entries");
+        // The ring has uses of its own for the upper bits.
+        let tag = self.begun.fetch_add(1, Ordering::Relaxed) & (usize::MAX >> (INDEX_BITS + 8));
+        tag << INDEX_BITS | index
+    }
+
+    fn index(number: usize) -> usize {
+        number & ((1 << INDEX_BITS) - 1)
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.count.load(Ordering::Relaxed) == 0
+    }
+
+    fn left(&self) -> MutexGuard<'_, HashMap<usize, (UnderWay, Mapping)>> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -47,15 +93,144 @@ fn lock(state: &State) -> MutexGuard<'_, Option<UnderWay>> {
     state.under_way.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What became of a transfer that a worker has tried to make.
+pub(super) enum Tried {
+    Made(io::Result<usize>),
+    /// It would wait. This is where it would move data; the term stays its own until it is left to the ring or dropped.
+    Waits(*mut u8),
+    /// The term is somebody else's.
+    Over,
+}
+
+/// Makes a transfer on this thread, if it need not wait.
+pub(super) fn try_to_make(carrier: &RingCarrier<'_>, transfer: &mut Transfer) -> Tried {
+    let chunk = &carrier.block.chunk;
+    if !carrier.lease().begin_move(carrier.term) {
+        return Tried::Over;
+    }
+    let second = chunk.second(carrier.slot);
+    // SAFETY: the transfer was made within the payload; while it moves, the entry is this request's, or else this memory is
+    // this transfer's alone.
+    let outcome = unsafe { transfer.try_now(second) };
+    carrier.counters.system_calls.add(transfer.calls());
+    match outcome {
+        Some(outcome) => {
+            carrier.block.end_move(carrier.slot, carrier.term, second);
+            Tried::Made(outcome)
+        }
+        None => Tried::Waits(second),
+    }
+}
+
+/// What is left to do for a request whose transfer would wait.
+pub(super) struct Waits {
+    pub(super) transfer: Transfer,
+    pub(super) unfinished: Unfinished,
+    pub(super) term: Term,
+    pub(super) message: Message,
+    /// As in [`Tried::Waits`].
+    pub(super) second: *mut u8,
+}
+
 /// Leaves a request's transfer to the ring: begun by this worker, or, if the queue is not ours any more, by the next.
-pub(super) fn leave_to_ring(worker: &Worker<'_>, index: usize, state: &State, under_way: UnderWay, ours: bool) {
-    *lock(state) = Some(under_way);
-    worker.queue.parked.fetch_add(1, Ordering::Relaxed);
+pub(super) fn leave_to_ring(worker: &Worker<'_>, index: usize, waits: Waits, ours: bool) {
+    let queue = worker.queue;
+    let Some((block, slot)) = queue.entry(index) else { return };
+    let Waits { transfer, unfinished, term, message, second } = waits;
+    let state = &block.states[slot];
+    let mut under_way = lock(state);
+    // Whoever robs a worker of its term does it under the lock, and only while nothing lies here.
+    if !state.lease.moves(term) {
+        return block.end_move(slot, term, second);
+    }
+    let number = queue.moving.number(index);
+    *under_way = Some(UnderWay { transfer, unfinished, term, message, number, since: Instant::now(), given_up: None });
+    drop(under_way);
+    queue.parked.fetch_add(1, Ordering::Relaxed);
     if ours {
         worker.begin_transfer(index);
         worker.add_entries();
     } else {
-        worker.queue.mail.post(Mail::Begin(index));
+        queue.mail.post(Mail::Begin(index));
+    }
+}
+
+/// These are for the monitor.
+impl Queue {
+    /// Asks about each transfer that the ring makes, and has it ended if there is a verdict. Answers whether there are any.
+    pub(super) fn press_transfers(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+        if self.moving.is_quiet() {
+            return false;
+        }
+        let now = Instant::now();
+        for (index, state) in self.states() {
+            let mut under_way = lock(state);
+            let Some(under_way) = &mut *under_way else { continue };
+            match &mut under_way.given_up {
+                None => {
+                    let Some(errno) = verdict(state.unique.load(Ordering::Relaxed), under_way.since) else { continue };
+                    under_way.given_up = Some(GivenUp { errno, since: now, is_left: false });
+                }
+                Some(given_up) if !given_up.is_left && now.duration_since(given_up.since) >= CANCEL_PATIENCE => {
+                    given_up.is_left = true;
+                }
+                Some(_) => continue,
+            }
+            self.mail.post(Mail::Cancel(index));
+        }
+        true
+    }
+
+    /// Answers a request whose transfer a worker makes and does not come back from.
+    pub(super) fn rob(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
+        let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
+        let state = &block.states[slot];
+        let under_way = lock(state);
+        if under_way.is_some() {
+            // It is the ring's by now.
+            return Err(NotEnded::Held);
+        }
+        let (memory, answered) = block.leave(slot, term, reply)?;
+        drop(under_way);
+        // The worker unmaps it when it is back.
+        std::mem::forget(memory);
+        if answered {
+            self.mail.post(Mail::Commit(index));
+        }
+        Ok(())
+    }
+}
+
+impl Block {
+    /// A transfer that this thread made, or did not, is over.
+    pub(super) fn end_move(&self, slot: usize, term: Term, second: *mut u8) {
+        if !self.states[slot].lease.end_move(term) {
+            // SAFETY: who robs a transfer that a worker makes leaves it the memory; it has just ended.
+            drop(unsafe { self.chunk.left(second) });
+        }
+    }
+
+    /// Writes the reply to a request whose transfer goes on. Answers the memory that the transfer keeps, and whether there is
+    /// a reply to commit.
+    fn leave(&self, slot: usize, term: Term, reply: &[u8]) -> Result<(Mapping, bool), NotEnded> {
+        let spare = self.chunk.spare().map_err(|error| {
+            tracing::warn!("a request that takes too long waits on, for there is no memory to answer it: {error}");
+            NotEnded::Held
+        })?;
+        self.states[slot].lease.seize(term)?;
+        // SAFETY: whoever ends the term has the entry for itself until it is committed, but for the transfer; that the
+        // answer is kept as long as that goes on is up to the two callers.
+        let (memory, replaced) = unsafe { self.chunk.replace(slot, spare) };
+        if let Err(error) = replaced {
+            tracing::error!("an entry and its caller wait for good, for its memory cannot be replaced: {error}");
+            return Ok((memory, false));
+        }
+        // SAFETY: as above.
+        unsafe {
+            self.chunk.copy_in(slot, 0, reply);
+            self.chunk.set_reply_payload(slot, reply.len().saturating_sub(HEADER_BYTES));
+        }
+        Ok((memory, true))
     }
 }
 
@@ -65,30 +240,41 @@ impl Worker<'_> {
     pub(super) fn begin_transfer(&self, index: usize) {
         let queue = self.queue;
         let Some((block, slot)) = queue.entry(index) else { return };
-        let entry = match &*lock(&block.states[slot]) {
+        let (number, entry) = match &*lock(&block.states[slot]) {
             None => return,
-            Some(UnderWay { given_up: Some(errno), .. }) => Err(io::Error::from(*errno)),
-            Some(UnderWay { transfer, .. }) => transfer.entry(block.chunk.payload(slot), queue.ring.unprivileged),
+            Some(UnderWay { number, given_up: Some(GivenUp { errno, .. }), .. }) => {
+                (*number, Err(io::Error::from(*errno)))
+            }
+            Some(UnderWay { number, transfer, .. }) => {
+                (*number, transfer.entry(block.chunk.second(slot), queue.ring.unprivileged))
+            }
         };
-        // SAFETY: this thread owns the queue; the transfer lies with its entry until it has completed, and so does the
-        // file; the queue keeps the memory.
-        let begun = entry.and_then(|entry| self.push(|| unsafe { queue.ring.transfer(index, &entry) }));
+        // SAFETY: this thread owns the queue; the transfer lies with its entry, or is kept, until it has completed, and so
+        // do the file and the memory.
+        let begun = entry.and_then(|entry| self.push(|| unsafe { queue.ring.transfer(number, &entry) }));
         match begun {
-            Ok(()) => _ = queue.moving.fetch_add(1, Ordering::Relaxed),
+            Ok(()) => _ = queue.moving.count.fetch_add(1, Ordering::Relaxed),
             Err(error) => self.finish_transfer(index, Err(error)),
         }
     }
 
-    /// The ring has ended an entry's transfer, or a part of it.
-    pub(super) fn transfer_completed(&self, index: usize, result: i32) {
+    /// The ring has ended a transfer, or a part of it.
+    pub(super) fn transfer_completed(&self, number: usize, result: i32) {
         let queue = self.queue;
-        queue.moving.fetch_sub(1, Ordering::Relaxed);
-        let Some((block, slot)) = queue.entry(index) else { return };
+        queue.moving.count.fetch_sub(1, Ordering::Relaxed);
         let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+        let left = queue.moving.left().remove(&number);
+        if let Some((under_way, memory)) = left {
+            return self.finish_left(under_way, memory, result);
+        }
+        let index = Moving::index(number);
+        let Some((block, slot)) = queue.entry(index) else { return };
         let outcome = match &mut *lock(&block.states[slot]) {
-            None => return,
-            Some(UnderWay { given_up: Some(errno), .. }) if result.is_err() => Some(Err(io::Error::from(*errno))),
+            Some(UnderWay { given_up: Some(given_up), .. }) if result.is_err() => {
+                Some(Err(io::Error::from(given_up.errno)))
+            }
             Some(UnderWay { transfer, .. }) => transfer.advance(result),
+            None => return,
         };
         match outcome {
             Some(outcome) => self.finish_transfer(index, outcome),
@@ -105,7 +291,8 @@ impl Worker<'_> {
         if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
             counters.read_bytes.add(*bytes as u64);
         }
-        state.lease.release();
+        let ended = state.lease.end_move(term);
+        debug_assert!(ended, "what is left is taken away under the lock");
         queue.parked.fetch_sub(1, Ordering::Relaxed);
         let mut carrier = RingCarrier { queue, block, slot, index, term, message, counters, transfer: None };
         let bytes = unfinished.finish(&mut carrier, outcome);
@@ -116,11 +303,54 @@ impl Worker<'_> {
         }
     }
 
-    /// Has an entry's transfer end sooner.
+    /// A transfer has ended whose caller was told an error. If it has changed a file after all, others are told.
+    fn finish_left(&self, under_way: UnderWay, memory: Mapping, outcome: io::Result<usize>) {
+        let Self { queue, counters, .. } = self;
+        let UnderWay { unfinished, term, message, number, .. } = under_way;
+        drop(memory);
+        let index = Moving::index(number);
+        let Some((block, slot)) = queue.entry(index) else { return };
+        // Its term has ended: nothing is written.
+        let mut carrier = RingCarrier { queue, block, slot, index, term, message, counters, transfer: None };
+        let _ = unfinished.finish(&mut carrier, outcome);
+    }
+
+    /// Has an entry's transfer end sooner, or leaves it.
     pub(super) fn cancel_transfer(&self, index: usize) {
+        let Some((block, slot)) = self.queue.entry(index) else { return };
+        let mut state = lock(&block.states[slot]);
+        let number = match &*state {
+            Some(UnderWay { given_up: Some(GivenUp { is_left: true, .. }), .. }) => {
+                return self.leave(index, (block, slot), &mut state);
+            }
+            Some(UnderWay { number, .. }) => *number,
+            None => return,
+        };
+        drop(state);
         // SAFETY: this thread owns the queue.
-        if let Err(error) = self.push(|| unsafe { self.queue.ring.cancel(index) }) {
+        if let Err(error) = self.push(|| unsafe { self.queue.ring.cancel(number) }) {
             tracing::error!("a transfer that takes too long cannot be cancelled: {error}");
+        }
+    }
+
+    /// Answers a request whose transfer the kernel does not cancel, and keeps what that still uses.
+    fn leave(&self, index: usize, (block, slot): (&Block, usize), state: &mut Option<UnderWay>) {
+        let queue = self.queue;
+        let Some(UnderWay { term, number, given_up: Some(given_up), .. }) = state else { return };
+        let unique = block.states[slot].unique.load(Ordering::Relaxed);
+        match block.leave(slot, *term, &encode_error(unique, given_up.errno)) {
+            Ok((memory, answered)) => {
+                let number = *number;
+                if let Some(under_way) = state.take() {
+                    queue.moving.left().insert(number, (under_way, memory));
+                }
+                if answered {
+                    queue.parked.fetch_sub(1, Ordering::Relaxed);
+                    self.commit(index);
+                }
+            }
+            // The monitor will ask once more.
+            Err(_) => given_up.is_left = false,
         }
     }
 
@@ -130,7 +360,7 @@ impl Worker<'_> {
         for (index, _) in queue.states().filter(|(_, state)| lock(state).is_some()) {
             self.cancel_transfer(index);
         }
-        while queue.moving.load(Ordering::Relaxed) > 0 {
+        while !queue.moving.is_quiet() {
             if let Err(error) = self.enter(true) {
                 tracing::error!("the ring of CPU {} is broken, its memory stays: {error}", queue.cpu);
                 std::mem::forget(Arc::clone(queue));
@@ -139,9 +369,24 @@ impl Worker<'_> {
             // SAFETY: this thread owns the queue.
             while let Some(completed) = unsafe { queue.ring.next() } {
                 if let super::ring::Completed::Transfer(..) = completed {
-                    queue.moving.fetch_sub(1, Ordering::Relaxed);
+                    queue.moving.count.fetch_sub(1, Ordering::Relaxed);
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_tell_transfers_of_one_entry_apart() {
+        let moving = Moving::default();
+        let numbers: Vec<usize> = (0..5).map(|_| moving.number(40_000)).collect();
+        assert!(numbers.iter().all(|number| Moving::index(*number) == 40_000));
+        assert!(numbers.windows(2).all(|pair| pair[0] != pair[1]));
+        moving.begun.store(usize::MAX, Ordering::Relaxed);
+        assert!(moving.number(65_535) < 1 << (usize::BITS - 3), "above are the ring's own marks");
     }
 }

@@ -7,12 +7,20 @@
 
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::{NotifyRetrieveOut, OutHeader};
+use rustix::fs::{AtFlags, StatxFlags};
 use zerocopy::IntoBytes;
 
+use super::queue::Queue;
+use crate::connection::Present;
+
 use crate::device::send;
+use crate::machine::stay_on;
 
 /// `FUSE_NOTIFY_RETRIEVE`.
 const NOTIFY_RETRIEVE: i32 = 5;
@@ -29,4 +37,37 @@ pub(super) fn nudge(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<()
     let bytes = size_of::<OutHeader>() + size_of::<NotifyRetrieveOut>();
     let header = OutHeader { len: u32::try_from(bytes).unwrap_or(0), error: NOTIFY_RETRIEVE, unique: 0 };
     send(device, &[IoSlice::new(header.as_bytes()), IoSlice::new(retrieve.as_bytes())])
+}
+
+/// For mounts of which the kernel knows no regular file: asks for the attributes of the root, as anybody might, so many
+/// times and from the queue's CPU. Another thread does, for the request comes to the one that calls.
+pub(super) fn poke(queue: &Arc<Queue>, times: usize) {
+    if queue.is_poked.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    let present = Present::new(&queue.connection);
+    let started = std::thread::Builder::new().name("fuse-poke".into()).spawn({
+        let queue = Arc::clone(queue);
+        move || {
+            stay_on(queue.cpu);
+            for _ in 0..times {
+                look_at(&queue.connection.mountpoint);
+            }
+            queue.is_poked.store(false, Ordering::Release);
+            drop(queue);
+            drop(present);
+        }
+    });
+    if let Err(error) = started {
+        queue.is_poked.store(false, Ordering::Release);
+        tracing::debug!("requests of CPU {} may wait until another one ends: {error}", queue.cpu);
+    }
+}
+
+/// Whatever is mounted there now is asked; if it is not ours, or we may not, then in vain.
+fn look_at(mountpoint: &Path) {
+    let flags = AtFlags::STATX_FORCE_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    if let Err(error) = rustix::fs::statx(rustix::fs::CWD, mountpoint, flags, StatxFlags::BASIC_STATS) {
+        tracing::debug!("the root of the mount cannot be asked for: {error}");
+    }
 }

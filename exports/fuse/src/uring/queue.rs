@@ -10,7 +10,7 @@ use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
 use super::memory::Chunk;
-use super::moving::UnderWay;
+use super::moving::{Moving, UnderWay};
 use super::ring::Ring;
 use super::worker::{Order, Seat, start_worker};
 use crate::connection::Connection;
@@ -74,14 +74,20 @@ pub(super) struct Queue {
     pub(super) kept: AtomicU64,
     /// How often the kernel was nudged.
     pub(super) nudges: AtomicU64,
+    /// A thread pokes the kernel, which was to be nudged and could not.
+    pub(super) is_poked: AtomicBool,
     /// Transfers that the ring is making.
-    pub(super) moving: AtomicUsize,
+    pub(super) moving: Moving,
     /// Requests that are answered later, and those whose handler is blocked.
     pub(super) parked: AtomicIsize,
+    /// Threads that are blocked in handlers while others have the queue.
+    pub(super) away: AtomicUsize,
     pub(super) watch: Watch,
     /// The entry that is being served.
     pub(super) place: AtomicUsize,
     pub(super) mail: Mailbox<Mail>,
+    /// The number of the owner's watch of the mailbox.
+    pub(super) mail_watch: AtomicU64,
     pub(super) closed: AtomicBool,
     threads: AtomicUsize,
     pub(super) spares: Mutex<Vec<Arc<Seat>>>,
@@ -110,11 +116,14 @@ impl Queue {
             registered: AtomicUsize::new(0),
             kept: AtomicU64::new(0),
             nudges: AtomicU64::new(0),
-            moving: AtomicUsize::new(0),
+            is_poked: AtomicBool::new(false),
+            moving: Moving::default(),
             parked: AtomicIsize::new(0),
+            away: AtomicUsize::new(0),
             watch: Watch::default(),
             place: AtomicUsize::new(0),
             mail: Mailbox::new()?,
+            mail_watch: AtomicU64::new(0),
             closed: AtomicBool::new(false),
             threads: AtomicUsize::new(0),
             spares: Mutex::default(),
@@ -137,10 +146,12 @@ impl Queue {
         Ok(first..first + self.depth)
     }
 
-    /// Whether so many requests wait that few entries are left for others.
+    /// Whether so many requests wait that few entries are left for others. A thread that is blocked keeps as many as it was
+    /// given: the kernel may have no other way to them.
     pub(super) fn is_short(&self) -> bool {
         let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
-        parked + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
+        let kept = self.away.load(Ordering::Relaxed) * self.depth;
+        parked + kept + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
     }
 
     /// An entry's block and its place in it.
@@ -231,6 +242,7 @@ impl Post for Queue {
         match self.watch.take(seen) {
             Some(ownership) => {
                 self.parked.fetch_add(1, Ordering::Relaxed);
+                self.away.fetch_add(1, Ordering::Relaxed);
                 seat.give(Order::Own(ownership));
                 true
             }
@@ -246,7 +258,12 @@ impl Post for Queue {
     }
 
     fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
-        self.answer(serving.place, serving.term, &encode_error(serving.unique, errno))
+        let reply = encode_error(serving.unique, errno);
+        match self.answer(serving.place, serving.term, &reply) {
+            // Perhaps by a transfer that its thread does not come back from.
+            Err(NotEnded::Held) => self.rob(serving.place, serving.term, &reply),
+            outcome => outcome,
+        }
     }
 
     fn stir(&self) {
@@ -262,19 +279,6 @@ impl Post for Queue {
     }
 
     fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
-        if self.moving.load(Ordering::Relaxed) == 0 {
-            return false;
-        }
-        for (index, state) in self.states() {
-            let mut under_way = state.under_way.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(under_way) = &mut *under_way
-                && under_way.given_up.is_none()
-                && let Some(errno) = verdict(state.unique.load(Ordering::Relaxed), under_way.since)
-            {
-                under_way.given_up = Some(errno);
-                self.mail.post(Mail::Cancel(index));
-            }
-        }
-        true
+        self.press_transfers(verdict)
     }
 }

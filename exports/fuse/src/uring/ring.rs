@@ -44,10 +44,14 @@ const _: () = assert!(size_of::<Command>() == size_of::<Entry128>());
 const _: () = assert!(align_of::<Command>() >= align_of::<Entry128>());
 const _: () = assert!(std::mem::offset_of!(Command, cmd) == 48);
 
-/// Marks completions of the mailbox's poll.
-const MAIL: u64 = u64::MAX;
+/// Transfers of a thread that may wait at a time, each in a thread of the kernel's (of transfers that it can make without
+/// one there may be more): those of a whole queue of requests, so that none waits for another's disk or server.
+const WAITING_TRANSFERS_MAX: u32 = 64;
+
+/// Marks completions of the mailbox's poll; the rest is the number of the watch.
+const MAIL: u64 = 1 << 63;
 /// Marks completions of cancellations, which nobody waits for.
-const CANCEL: u64 = u64::MAX - 1;
+const CANCEL: u64 = 1 << 61;
 /// Marks completions of transfers; the rest is the entry's index, as it is for requests.
 const TRANSFER: u64 = 1 << 62;
 
@@ -60,8 +64,8 @@ pub(super) enum Completed {
     Lost(usize, Errno),
     /// The transfer for the entry's request has ended, with a count or a negative error.
     Transfer(usize, i32),
-    /// There is mail; whether more will be told of.
-    Mail(bool),
+    /// There is mail; which watch says so, and whether it will tell of more.
+    Mail(u64, bool),
 }
 
 /// One io_uring. Whoever owns the queue pushes and takes, one thread at a time.
@@ -91,6 +95,10 @@ impl Ring {
         // One more, for the mailbox.
         let ring = IoUring::builder().setup_clamp().setup_cqsize(completions).build(submissions)?;
         ring.submitter().register_files(&[device.as_raw_fd()])?;
+        // Otherwise there are no more than entries of the submission queue, and four times the CPUs at most.
+        if let Err(error) = ring.submitter().register_iowq_max_workers(&mut [WAITING_TRANSFERS_MAX, 0]) {
+            tracing::debug!("few transfers can wait at a time: {error}");
+        }
         let unprivileged = {
             let _without = WithoutFsetid::enter()?;
             ring.submitter().register_personality().ok()
@@ -127,15 +135,25 @@ impl Ring {
         unsafe { self.push(command(abi::URING_COMMIT_AND_FETCH, index, 0, 0, cmd)) }
     }
 
-    /// Has every write to an eventfd complete with [`MAIL`].
+    /// Has every write to an eventfd complete with [`MAIL`] and this number.
     ///
     /// # Safety
     /// The caller owns the queue.
-    pub(super) unsafe fn watch(&self, mailbox: BorrowedFd<'_>) -> Result<(), Full> {
+    pub(super) unsafe fn watch(&self, number: u64, mailbox: BorrowedFd<'_>) -> Result<(), Full> {
         let events = u32::from(libc::POLLIN.unsigned_abs());
         let poll: Entry = opcode::PollAdd::new(types::Fd(mailbox.as_raw_fd()), events).multi(true).build();
         // SAFETY: passed on; the entry points to nothing.
-        unsafe { self.push(poll.user_data(MAIL).into()) }
+        unsafe { self.push(poll.user_data(MAIL | number).into()) }
+    }
+
+    /// Ends a watch.
+    ///
+    /// # Safety
+    /// The caller owns the queue.
+    pub(super) unsafe fn unwatch(&self, number: u64) -> Result<(), Full> {
+        let cancel: Entry = opcode::AsyncCancel::new(MAIL | number).build();
+        // SAFETY: passed on; the entry points to nothing.
+        unsafe { self.push(cancel.user_data(CANCEL).into()) }
     }
 
     /// # Safety
@@ -184,8 +202,8 @@ impl Ring {
             let entry = unsafe { self.uring.completion_shared() }.next()?;
             let number = |data: u64| usize::try_from(data).unwrap_or(usize::MAX);
             return Some(match (entry.user_data(), entry.result()) {
-                (MAIL, _) => Completed::Mail(cqueue::more(entry.flags())),
-                (CANCEL, _) => continue,
+                (data, _) if data & MAIL != 0 => Completed::Mail(data & !MAIL, cqueue::more(entry.flags())),
+                (data, _) if data & CANCEL != 0 => continue,
                 (data, result) if data & TRANSFER != 0 => Completed::Transfer(number(data & !TRANSFER), result),
                 (data, 0..) => Completed::Request(number(data)),
                 (data, error) => Completed::Lost(number(data), Errno::from_raw_os_error(-error)),

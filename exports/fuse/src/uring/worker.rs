@@ -13,8 +13,8 @@ use ferry_wire::fuse::{Opcode, encode_error};
 
 use super::carrier::RingCarrier;
 use super::memory::Message;
-use super::moving::{UnderWay, leave_to_ring};
-use super::nudge::{NOTIFY_REPLY, nudge};
+use super::moving::{Tried, Waits, leave_to_ring, try_to_make};
+use super::nudge::{NOTIFY_REPLY, nudge, poke};
 use super::queue::{Mail, Queue};
 use super::ring::{Completed, Door, Full};
 use crate::connection::Present;
@@ -124,7 +124,10 @@ impl<'a> Worker<'a> {
             }
             let ended = match order {
                 Order::Begin(ownership, told) => self.begin(ownership, &told),
-                Order::Own(ownership) => self.own(ownership),
+                Order::Own(ownership) => {
+                    self.take_over();
+                    self.own(ownership)
+                }
                 Order::Look => continue,
             };
             self.server.batch_end();
@@ -148,7 +151,7 @@ impl<'a> Worker<'a> {
             match completed {
                 Completed::Request(index) => early.push(index),
                 Completed::Lost(_, errno) => refused.push(errno),
-                Completed::Mail(_) | Completed::Transfer(..) => {}
+                Completed::Mail(..) | Completed::Transfer(..) => {}
             }
         }
         let outcome = match refused.first() {
@@ -182,7 +185,7 @@ impl<'a> Worker<'a> {
                     }
                 }
                 Some(Completed::Transfer(index, result)) => self.transfer_completed(index, result),
-                Some(Completed::Mail(more)) => self.read_mail(more),
+                Some(Completed::Mail(watch, more)) => self.read_mail(watch, more),
                 Some(Completed::Lost(index, errno)) => self.lost(index, errno),
                 None => {
                     self.server.batch_end();
@@ -220,25 +223,45 @@ impl<'a> Worker<'a> {
         }
     }
 
-    fn read_mail(&self, more: bool) {
+    fn read_mail(&self, watch: u64, more: bool) {
         for mail in self.queue.mail.take() {
             match mail {
                 Mail::Commit(index) => self.commit(index),
                 Mail::Begin(index) => self.begin_transfer(index),
                 Mail::Cancel(index) => self.cancel_transfer(index),
-                Mail::Nudge => self.nudge(),
+                Mail::Nudge => self.nudge_or_poke(1),
                 Mail::Look => {}
             }
         }
-        if !more && let Err(error) = self.watch_mail() {
+        let is_current = watch == self.queue.mail_watch.load(Ordering::Relaxed);
+        if is_current
+            && !more
+            && let Err(error) = self.watch_mail()
+        {
             tracing::error!("replies that come later cannot be told of: {error}");
         }
     }
 
     fn watch_mail(&self) -> io::Result<()> {
         let mailbox = self.queue.mail.as_fd();
+        let number = self.queue.mail_watch.load(Ordering::Relaxed);
         // SAFETY: this thread owns the queue.
-        self.push(|| unsafe { self.queue.ring.watch(mailbox) })
+        self.push(|| unsafe { self.queue.ring.watch(number, mailbox) })
+    }
+
+    /// Goes on in the place of a thread that is blocked. What the kernel has to do for an entry, or for the mailbox, it
+    /// does in the thread that submitted it: at once where that sleeps lightly, but where it waits for a disk or another
+    /// server, only when it comes back. So nothing that is to go on may stay with it.
+    fn take_over(&self) {
+        let Self { queue, .. } = self;
+        let former = queue.mail_watch.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: this thread owns the queue.
+        let watched = self.push(|| unsafe { queue.ring.unwatch(former) }).and_then(|()| self.watch_mail());
+        if let Err(error) = watched.and_then(|()| self.submit()) {
+            tracing::error!("replies of CPU {} that come later cannot be told of: {error}", queue.cpu);
+        }
+        // Each goes to an entry that waits for a request, which becomes ours with the reply, or stays with the other.
+        self.nudge(queue.depth);
     }
 
     /// Pushes one entry, making room if there is none.
@@ -303,9 +326,10 @@ impl<'a> Worker<'a> {
         if !ours {
             // The monitor counted it when it gave the queue to somebody else.
             queue.parked.fetch_sub(1, Ordering::Relaxed);
+            queue.away.fetch_sub(1, Ordering::Relaxed);
         }
         match outcome {
-            Outcome::UnderWay(under_way) => leave_to_ring(self, index, state, under_way, ours),
+            Outcome::Waits(waits) => leave_to_ring(self, index, waits, ours),
             Outcome::Served(Served::Later | Served::Parked) => {
                 queue.parked.fetch_add(1, Ordering::Relaxed);
                 if ours {
@@ -345,7 +369,7 @@ impl<'a> Worker<'a> {
         let more = queue.add_block().and_then(|indices| {
             self.register(indices.clone())?;
             self.submit()?;
-            indices.for_each(|_| self.nudge());
+            self.nudge_or_poke(indices.len());
             Ok(())
         });
         if let Err(error) = more {
@@ -353,14 +377,23 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Has the kernel look for requests that wait for an entry.
-    fn nudge(&self) {
-        let Self { queue, .. } = self;
-        let number = queue.nudges.fetch_add(1, Ordering::Relaxed) << u16::BITS | u64::from(queue.id);
-        let file = queue.kept.load(Ordering::Relaxed);
-        if let Err(error) = nudge(queue.connection.device.as_fd(), file, number) {
-            tracing::debug!("requests of CPU {} may wait until another one ends: {error}", queue.cpu);
+    /// Has the kernel look so many times for requests that wait for an entry.
+    fn nudge_or_poke(&self, times: usize) {
+        let nudged = self.nudge(times);
+        if nudged < times {
+            poke(self.queue, times - nudged);
         }
+    }
+
+    /// Answers how many nudges there could be.
+    fn nudge(&self, times: usize) -> usize {
+        let Self { queue, .. } = self;
+        let file = queue.kept.load(Ordering::Relaxed);
+        let one = |_: &usize| {
+            let number = queue.nudges.fetch_add(1, Ordering::Relaxed) << u16::BITS | u64::from(queue.id);
+            nudge(queue.connection.device.as_fd(), file, number).is_ok()
+        };
+        (0..times).take_while(one).count()
     }
 }
 
@@ -368,25 +401,28 @@ impl<'a> Worker<'a> {
 enum Outcome {
     Served(Served),
     /// The rest is the ring's.
-    UnderWay(UnderWay),
+    Waits(Waits),
 }
 
 /// Makes a request's transfer, unless it would wait.
 fn make(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfer: Transfer) -> Outcome {
-    let Some(hold) = carrier.hold() else { return Outcome::Served(Served::Reply(0)) };
-    let payload = carrier.block.chunk.payload(carrier.slot);
-    // SAFETY: the transfer was made within the payload; the term is held, so the entry is this request's.
-    let outcome = unsafe { transfer.try_now(payload) };
-    carrier.counters.system_calls.add(transfer.calls());
-    if let Some(outcome) = outcome {
-        drop(hold);
-        if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
-            carrier.counters.read_bytes.add(*bytes as u64);
+    match try_to_make(carrier, &mut transfer) {
+        Tried::Made(outcome) => {
+            if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
+                carrier.counters.read_bytes.add(*bytes as u64);
+            }
+            Outcome::Served(Served::Reply(server.transferred(carrier.token(), carrier, outcome)))
         }
-        return Outcome::Served(Served::Reply(server.transferred(carrier.token(), carrier, outcome)));
+        Tried::Waits(second) => match server.detach(carrier.token()) {
+            Some(unfinished) => {
+                let (term, message) = (carrier.term, carrier.message);
+                Outcome::Waits(Waits { transfer, unfinished, term, message, second })
+            }
+            None => {
+                carrier.block.end_move(carrier.slot, carrier.term, second);
+                Outcome::Served(Served::Reply(0))
+            }
+        },
+        Tried::Over => Outcome::Served(Served::Reply(0)),
     }
-    let Some(unfinished) = server.detach(carrier.token()) else { return Outcome::Served(Served::Reply(0)) };
-    // Until the ring has made it.
-    hold.keep();
-    Outcome::UnderWay(UnderWay::new(transfer, unfinished, carrier.term, carrier.message))
 }

@@ -49,16 +49,21 @@ impl<S: Store> Tree<S> {
         if !node.is_dir() {
             return Err(Errno::NOTDIR);
         }
-        let parent = self.table.get(Ino(node.parent.load(Ordering::Acquire)))?;
+        self.lookup_self_(Ino(node.parent.load(Ordering::Acquire)))
+    }
+
+    /// Finds an inode by its number, for file handles.
+    pub(crate) fn lookup_self_(&self, ino: Ino) -> Result<Entry> {
+        let node = self.table.get(ino)?;
         let ended = {
-            let state = parent.read();
-            parent.hold();
+            let state = node.read();
+            node.hold();
             state.ended
         };
         if ended {
             return Err(Errno::STALE);
         }
-        self.entry(&parent)
+        self.entry(&node)
     }
 
     /// Gives a new inode its attributes and ACLs by its directory, logs it, and puts it into the table, held once.

@@ -19,6 +19,8 @@ impl<S: Store> FileSystem for Tree<S> {
             posix_locks: true,
             flock: true,
             backing: self.store.has_backing(),
+            // What persists may give the number of an inode that is gone to another one after a restart.
+            by_number: !S::JOURNALED,
         }
     }
 
@@ -32,6 +34,10 @@ impl<S: Store> FileSystem for Tree<S> {
 
     fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
         self.lookup_parent_(dir)
+    }
+
+    fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
+        self.lookup_self_(ino)
     }
 
     fn forget(&self, ino: Ino, count: u64) {

@@ -1,0 +1,153 @@
+//! What makes sure that a mount ends with its server, in whatever way that ends.
+//!
+//! The kernel closes the connections of a process that was killed, and whoever waits for the mount gets an error. But it
+//! does so only when the last thread of the process is gone, and a thread that is just telling the kernel of a change may be
+//! unable to go: it waits for a directory that a caller has locked, who waits for the server. So each mount has a
+//! guardian: a process of its own that holds nothing but the switch of the connection, and throws it when the server dies.
+//!
+//! That the server dies the guardian cannot learn from a pipe or a pidfd, which also wait for the last thread. The kernel
+//! sends it a signal (`PR_SET_PDEATHSIG`) when the thread ends that started it; this is one that does nothing else, so that
+//! nothing can hold it up.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result, bail};
+use rustix::process::Signal;
+use signal_hook::iterator::Signals;
+
+/// The name that the process has in a list of processes, and by which the program knows what it is to be.
+const NAME: &str = "ferry-guardian";
+
+/// Says that the server is dead.
+const DEATH: Signal = Signal::USR1;
+
+/// What must not end a guardian before its server: who ends a group of processes sends these to all of them.
+const IGNORED: [Signal; 4] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT];
+
+/// The guardian of one mount. Dropping it lets it go: to be done when there is no mount any more.
+pub struct Guardian {
+    over: Option<Sender<()>>,
+    keeper: Option<JoinHandle<()>>,
+}
+
+impl Guardian {
+    /// Starts one for a mount; it is on guard when this returns.
+    ///
+    /// # Errors
+    /// No process, thread or descriptor can be had, or the connection's controls are out of reach.
+    pub fn start(mountpoint: &Path, export: &ferry_fuse::Export) -> Result<Self> {
+        let switch = File::from(export.switch().context("the controls of the connection cannot be opened")?);
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0(NAME).arg(std::process::id().to_string()).arg(mountpoint).env_clear().current_dir("/");
+        command.stdin(Stdio::null()).stdout(switch).stderr(Stdio::piped());
+        let (told, outcome) = channel();
+        let (over, wait) = channel();
+        let keeper = std::thread::Builder::new().name("guardian".into());
+        let keeper = keeper.spawn(move || keep(command, &told, &wait)).context("cannot start a thread")?;
+        let guardian = Self { over: Some(over), keeper: Some(keeper) };
+        outcome.recv().context("its thread has ended")??;
+        Ok(guardian)
+    }
+}
+
+impl Drop for Guardian {
+    fn drop(&mut self) {
+        self.over = None;
+        if let Some(keeper) = self.keeper.take() {
+            // It can only have panicked, which was reported.
+            let _ = keeper.join();
+        }
+    }
+}
+
+/// What the thread does that the guardian's life hangs on: nothing, once it has started it.
+fn keep(command: Command, told: &Sender<Result<()>>, over: &Receiver<()>) {
+    let started = begin(command);
+    let (outcome, child) = match started {
+        Ok(child) => (Ok(()), Some(child)),
+        Err(error) => (Err(error), None),
+    };
+    // Whoever started the thread waits for this.
+    let _ = told.send(outcome);
+    let Some(mut child) = child else { return };
+    // Nothing is ever sent: the other end is dropped.
+    let _ = over.recv();
+    end(&mut child);
+}
+
+/// Starts the process, and waits until it is on guard.
+fn begin(mut command: Command) -> Result<Child> {
+    let mut child = command.spawn().context("cannot start its process")?;
+    // The switch; the process has its own.
+    drop(command);
+    let mut said = String::new();
+    let stderr = child.stderr.take().expect("it is piped");
+    // It lets go of this when it is on guard, and says here what keeps it from that.
+    let read = stderr.take(TEXT_BYTES_MAX).read_to_string(&mut said);
+    if let Err(error) = read.context("its process does not say whether it is on guard") {
+        end(&mut child);
+        return Err(error);
+    }
+    if !said.is_empty() {
+        end(&mut child);
+        bail!("{}", said.trim_end());
+    }
+    Ok(child)
+}
+
+/// More than it ever says.
+const TEXT_BYTES_MAX: u64 = 4096;
+
+fn end(child: &mut Child) {
+    if let Err(error) = child.kill().and_then(|()| child.wait()) {
+        tracing::debug!("the guardian of a mount cannot be ended: {error}");
+    }
+}
+
+/// Whether this process was started as a guardian.
+pub fn is_one(program: &OsStr) -> bool {
+    program == NAME
+}
+
+/// What a guardian does: waits until its server dies, and ends the connection whose switch is its standard output. Its
+/// arguments are the server's process id and, for whoever looks at a list of processes, the mount point.
+pub fn run(args: &[OsString]) -> ExitCode {
+    match guard(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn guard(args: &[OsString]) -> Result<()> {
+    let server: i32 = args
+        .get(1)
+        .and_then(|pid| pid.to_str()?.parse().ok())
+        .context("ferry starts its guardians itself: the id of a server is missing")?;
+    let mut signals = catch().context("signals cannot be caught")?;
+    // Not one of the terminal's, nor of the server's group.
+    rustix::process::setsid().context("no session can be had")?;
+    rustix::process::set_parent_process_death_signal(Some(DEATH)).context("the server's death cannot be learnt")?;
+    // From now on the signal comes. A server that has died before is not our parent any more.
+    let lives = rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() == server);
+    let null = OpenOptions::new().write(true).open("/dev/null").context("cannot open /dev/null")?;
+    rustix::stdio::dup2_stderr(null).context("cannot let go of standard error")?;
+    if lives {
+        signals.forever().find(|signal| *signal == DEATH.as_raw());
+    }
+    let mut switch = io::stdout().lock();
+    switch.write_all(b"1").and_then(|()| switch.flush()).context("the connection cannot be ended")
+}
+
+fn catch() -> io::Result<Signals> {
+    Signals::new(IGNORED.into_iter().chain([DEATH]).map(Signal::as_raw))
+}

@@ -1,0 +1,138 @@
+//! Servers that are killed while they tell the kernel of changes: a thread that does so may be unable to end before the
+//! mount does.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::ffi::OsStr;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ferry_tests::mounts::{Cell, MountOptions, Mounted, Pair, Site};
+use ferry_tests::{Place, folder};
+use tempfile::TempDir;
+
+const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
+
+/// How often a server is killed: that it is held up is a matter of luck.
+const ROUNDS: u32 = 20;
+/// Callers on each mount, all in the same few folders.
+const CALLERS: u32 = 3;
+/// How long the end of a killed server, and of whoever waits for it, may take.
+const SOON: Duration = Duration::from_secs(5);
+/// What one round may take.
+const LIMIT: Duration = Duration::from_secs(60);
+const TICK: Duration = Duration::from_millis(5);
+
+/// Callers who change what the other mount is told of.
+fn storm(pair: &Pair) -> Vec<Child> {
+    let start = |seed: u32| {
+        let mut command = Command::new(PROBE);
+        command.args(["--role", "storm", ".", &seed.to_string(), "600"]).stderr(Stdio::null());
+        pair.sites[seed as usize % 2].spawn(&mut command)
+    };
+    (0..2 * CALLERS).map(start).collect()
+}
+
+/// Waits until a killed server's mount says so to whoever needs it; whoever waited for it is told something.
+#[track_caller]
+fn assert_dead(mountpoint: &Path, end: Instant) {
+    let outside = Site::on_host(Path::new("/"));
+    for (what, script) in [("a look at the whole", "exec stat -f \"$0\""), ("a new file", ": > \"$0/new\"")] {
+        loop {
+            let ran = outside.run(Command::new("sh").args(["-c", script]).arg(mountpoint).env("LC_ALL", "C"), SOON);
+            assert_ne!(ran.status, 0, "{what}: a dead server has answered: {ran:?}");
+            if ran.err.contains("endpoint is not connected") {
+                break;
+            }
+            assert!(Instant::now() < end, "{what}, {SOON:?} after the end: {ran:?}");
+            std::thread::sleep(TICK);
+        }
+    }
+}
+
+/// The controls of all connections, wherever the host has them.
+struct Controls(TempDir);
+
+impl Controls {
+    fn mount() -> Self {
+        let folder = folder(Place::Disk);
+        let status = Command::new("mount").args(["-t", "fusectl", "none"]).arg(folder.path()).status().unwrap();
+        assert!(status.success(), "the controls of FUSE connections cannot be mounted");
+        Self(folder)
+    }
+
+    /// What is there of a connection. Numbers are used again, also by mounts of others; this is not.
+    fn find(&self, number: &OsStr) -> Option<u64> {
+        std::fs::metadata(self.0.path().join(number)).map(|found| found.ino()).ok()
+    }
+}
+
+impl Drop for Controls {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+/// Kills the server of two mounts, under callers, and looks at what becomes of both.
+fn kill(pair: &Pair, children: &mut [Child]) {
+    let all = Controls::mount();
+    let controls = pair.controls().map(|controls| {
+        let number = controls.file_name().unwrap().to_owned();
+        (all.find(&number).expect("it is mounted"), number)
+    });
+    pair.kill();
+    let end = Instant::now() + SOON;
+    let mut held = 0;
+    for child in children {
+        while child.try_wait().unwrap().is_none() {
+            if Instant::now() > end {
+                held += 1;
+                pair.sites[0].stop(child);
+                break;
+            }
+            std::thread::sleep(TICK);
+        }
+    }
+    assert_eq!(held, 0, "callers still wait for the dead server, which was {:?}", pair.wait(Duration::ZERO));
+    assert!(pair.wait(end.saturating_duration_since(Instant::now())).is_some(), "the server is still dying");
+    pair.paths().into_iter().for_each(|path| assert_dead(path, end));
+    for path in pair.paths() {
+        let cell: Cell = "mem_auto".parse().unwrap();
+        let next = Mounted::again(cell, path, &MountOptions { limit: LIMIT, ..MountOptions::default() });
+        std::fs::write(path.join("file"), "text").unwrap();
+        assert_eq!(std::fs::read_to_string(path.join("file")).unwrap(), "text");
+        // Which also looks for processes that name the mount point: the guardians do.
+        next.finish();
+    }
+    let left = || controls.iter().filter(|(found, number)| all.find(number) == Some(*found)).count();
+    let end = Instant::now() + SOON;
+    while left() > 0 {
+        assert!(Instant::now() < end, "{} connections of the dead server are left", left());
+        std::thread::sleep(TICK);
+    }
+}
+
+fn killed(cells: [&str; 2]) {
+    let [one, two]: [Cell; 2] = cells.map(|name| name.parse().unwrap());
+    for round in 0..ROUNDS {
+        let Some(pair) = Pair::new([&one, &two], LIMIT) else { return };
+        let mut children = storm(&pair);
+        std::thread::sleep(Duration::from_millis(u64::from(200 + 13 * (round % 7))));
+        for child in &mut children {
+            assert!(child.try_wait().unwrap().is_none(), "round {round}: the storm is over: {}", pair.said());
+        }
+        kill(&pair, &mut children);
+    }
+}
+
+#[test]
+fn by_io_uring() {
+    killed(["mem_uring_always", "mem_uring_always"]);
+}
+
+#[test]
+fn by_dev_fuse() {
+    killed(["mem_devfuse_always", "mem_devfuse_always"]);
+}
