@@ -3,7 +3,8 @@
 //! A driver that finds answers takes them one by one, and with each makes another request. Whoever serves faster than
 //! that takes each request as it comes, with a system call for each. But as long as the driver has answers to look at,
 //! nobody waits for us. So we wait until as many requests are here as answers are there: then both sides have as much to
-//! do, in turns of half the requests that are under way, and neither ever sleeps.
+//! do, in turns of half the requests that are under way, and neither ever sleeps. Where a device has enough to do, we wait
+//! until no answer is left, for it feels no difference.
 
 use std::hint::spin_loop;
 use std::time::{Duration, Instant};
@@ -14,6 +15,12 @@ const LOOKS_PER_CLOCK: u32 = 16;
 /// A driver that looks at no answer for so long is asleep, does not say how far it is, or has no CPU. It is a few times
 /// what one request costs a slow driver (QEMU's: 2 to 3 us).
 const STALL: Duration = Duration::from_micros(8);
+
+/// The longest that requests wait for others, however long polling may take: what a disk in memory needs for a deep queue.
+pub(crate) const BOUND_MAX: Duration = Duration::from_micros(200);
+
+/// With so many requests a device has enough to do for as long as we wait here.
+pub(crate) const DEVICE_BUSY_FROM: usize = 8;
 
 /// The longest row of batches that are taken without waiting after one that was waited for in vain.
 const SKIPS_MAX: u32 = 1023;

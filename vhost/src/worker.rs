@@ -11,7 +11,7 @@ use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
-use crate::gather::Gather;
+use crate::gather::{self, Gather};
 use crate::inflight::Region;
 use crate::io::Io;
 use crate::memory::Memory;
@@ -162,7 +162,7 @@ impl<H: QueueHandler> Worker<H> {
             port,
             transfers,
             spin: Spin::new(options.poll),
-            gather: Gather::new(options.poll),
+            gather: Gather::new(options.poll.min(gather::BOUND_MAX)),
             habits,
             running: Vec::new(),
             stopped: Vec::new(),
@@ -196,20 +196,21 @@ impl<H: QueueHandler> Worker<H> {
         Ok(())
     }
 
-    /// Waits for more requests while the driver has enough to do.
+    /// Waits for more requests while the driver has enough to do, and the device too if it has anything.
     fn gather(&mut self) {
-        // A disk that is at work is to be kept at it.
-        if !self.habits.gathers || self.slots.moving() > 0 || !self.spin.is_free() {
+        let moving = self.slots.moving();
+        let is_device_short = moving > 0 && moving < gather::DEVICE_BUSY_FROM;
+        if !self.habits.gathers || is_device_short || !self.spin.is_free() {
             return;
         }
-        let Self { gather, running, port, .. } = self;
+        let Self { gather, running, port, transfers, .. } = self;
         gather.wait(|| {
             let mut all = None;
             for running in running.iter().filter(|running| running.has_work()) {
-                let at = u32::from(running.ring.lags_at()?);
+                let at = u32::from(running.ring.lags_at(moving > 0)?);
                 all = Some(all.unwrap_or(0u32).wrapping_add(at));
             }
-            all.filter(|_| !port.0.is_filled())
+            all.filter(|_| !port.0.is_filled() && !transfers.is_stirred())
         });
     }
 

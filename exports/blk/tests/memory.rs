@@ -4,10 +4,9 @@
 
 mod common;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use common::{BLOCK, OK, Offered, Room, WITHIN, block, burst, connect};
+use common::{BLOCK, OK, Offered, Room, WITHIN, alone, block, burst, connect};
 use ferry_blk::Options;
 use ferry_disk::Cache;
 use ferry_driver::memory::PAGE_BYTES;
@@ -16,12 +15,6 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 const BLOCKS: u64 = 64;
 const REGION_BYTES: usize = 4 << 20;
-
-/// What is pinned is the process's: one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn options(pin_memory: bool) -> Options {
     Options { queues: 1, poll: Duration::from_micros(50), pin_memory, ..Options::default() }

@@ -219,7 +219,7 @@ impl PackedRing {
     }
 
     #[inline]
-    pub(super) fn lags_at(&self) -> Option<u16> {
+    pub(super) fn lags_at(&self, wholly: bool) -> Option<u16> {
         let wish = self.driver_event.load_u32(0, Ordering::Relaxed);
         if !self.event_index || wish >> 16 & 3 != EVENT_DESCRIPTOR || !self.again.is_empty() {
             return None;
@@ -228,7 +228,7 @@ impl PackedRing {
         let unseen = self.used.ahead_of(event, self.size)?;
         // As many descriptors wait here if the last of them is there.
         let last = self.available.after(unseen.checked_sub(1)?, self.size);
-        (!last.is_available(self.flags(last.index, Ordering::Acquire))).then_some(event.to_bits())
+        (wholly || !last.is_available(self.flags(last.index, Ordering::Acquire))).then_some(event.to_bits())
     }
 
     #[inline]

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "not every test needs all of it")]
 
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ferry_blk::{Export, Options};
@@ -18,6 +19,12 @@ pub const BLOCK: usize = 4096;
 pub const OK: u8 = 0;
 const UNTOUCHED: u8 = 0xff;
 const STATUS_AT: usize = 16;
+
+/// What is counted is the process's: one test at a time.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A disk whose block `n` holds the number `n + 1` over and over.
 pub struct Offered {
