@@ -1,13 +1,15 @@
 //! The io_uring instance of one worker.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 
-use ferry_vfs::Segment;
-use io_uring::squeue::Entry;
+use ferry_vfs::{Backing, Segment};
+use io_uring::squeue::{Entry, Flags};
 use io_uring::{IoUring, opcode, types};
 
 use crate::privileges::WithoutFsetid;
+use crate::registered::{Buffers, Files, Keeper};
 use crate::transfers::Operation;
 
 /// Submission entries; more transfers than these are submitted in several goes.
@@ -29,6 +31,8 @@ pub(crate) struct Ring {
     watches: Vec<Watch>,
     watches_made: u32,
     unsubmitted: usize,
+    files: Files,
+    buffers: Buffers,
 }
 
 struct Watch {
@@ -67,39 +71,35 @@ impl Ring {
             let _without = WithoutFsetid::enter()?;
             uring.submitter().register_personality().ok()
         };
-        Ok(Self { uring, unprivileged, watches: Vec::new(), watches_made: 0, unsubmitted: 0 })
+        Ok(Self {
+            uring,
+            unprivileged,
+            watches: Vec::new(),
+            watches_made: 0,
+            unsubmitted: 0,
+            files: Files::default(),
+            buffers: Buffers::default(),
+        })
     }
 
     /// Queues one operation. `segments` must stay where it is until [`Self::submit`] has returned.
     ///
     /// # Safety
     /// The memory of `segments` must be valid, and only reached by volatile access from elsewhere, until the
-    /// completion with this `slot` was seen; `fd` must be open until then.
+    /// completion with this `slot` was seen; `file` must be open until then.
     pub(crate) unsafe fn issue(
         &mut self,
         slot: usize,
         operation: Operation,
-        fd: RawFd,
+        file: &Arc<Backing>,
         offset: u64,
         segments: &[Segment],
     ) -> io::Result<()> {
-        let fd = types::Fd(fd);
-        let count = u32::try_from(segments.len().min(SEGMENTS_MAX)).unwrap_or(0);
-        let single = |segment: &Segment| u32::try_from(segment.bytes).ok().map(|bytes| (segment.address, bytes));
-        let entry = match (operation, segments.first().filter(|_| count == 1).and_then(single)) {
-            (Operation::Read, Some((address, bytes))) => opcode::Read::new(fd, address, bytes).offset(offset).build(),
-            (Operation::Read, None) => opcode::Readv::new(fd, segments.as_ptr().cast(), count).offset(offset).build(),
-            (Operation::Write { .. }, Some((address, bytes))) => {
-                opcode::Write::new(fd, address, bytes).offset(offset).build()
-            }
-            (Operation::Write { .. }, None) => {
-                opcode::Writev::new(fd, segments.as_ptr().cast(), count).offset(offset).build()
-            }
-            (Operation::Fsync { data_only }, _) => {
-                let flags = if data_only { types::FsyncFlags::DATASYNC } else { types::FsyncFlags::empty() };
-                opcode::Fsync::new(fd).flags(flags).build()
-            }
-        };
+        let registered = self.files.slot(&self.uring, file).and_then(|index| i32::try_from(index).ok());
+        // The kernel looks up a registered file by the same field.
+        let fd = types::Fd(registered.unwrap_or_else(|| file.as_fd().as_raw_fd()));
+        let entry = entry(operation, fd, offset, segments, self.buffers.slot(segments));
+        let entry = if registered.is_some() { entry.flags(Flags::FIXED_FILE) } else { entry };
         let entry = match (operation, self.unprivileged) {
             (Operation::Write { clear_privileges: true, .. }, Some(personality)) => entry.personality(personality),
             (Operation::Write { clear_privileges: true, .. }, None) => {
@@ -107,8 +107,21 @@ impl Ring {
             }
             _ => entry,
         };
-        // SAFETY: the caller keeps memory and descriptor; the segments are copied by the kernel at submission.
+        // SAFETY: the caller keeps memory and file; the segments are copied by the kernel at submission.
         unsafe { self.push(&entry.user_data(slot as u64)) }
+    }
+
+    /// Has the kernel know this memory and no other, so that transfers within it need not have it looked up. On
+    /// failure it knows none, and transfers are made all the same.
+    ///
+    /// # Safety
+    /// Each keeper keeps its memory mapped.
+    pub(crate) unsafe fn register_memory(
+        &mut self,
+        regions: impl IntoIterator<Item = (Segment, Keeper)>,
+    ) -> io::Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.buffers.set(&self.uring, regions) }
     }
 
     /// # Safety
@@ -220,5 +233,46 @@ impl Ring {
             unsafe { self.push(&entry) }?;
         }
         Ok(())
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // By itself the kernel would do this some time after the ring is closed: until then files stay open, and memory
+        // stays in use.
+        self.files.close(&self.uring);
+        self.buffers.clear(&self.uring);
+    }
+}
+
+/// An operation as the ring takes it. `buffer`: all segments lie in this piece of registered memory.
+fn entry(operation: Operation, fd: types::Fd, offset: u64, segments: &[Segment], buffer: Option<u16>) -> Entry {
+    let count = u32::try_from(segments.len().min(SEGMENTS_MAX)).unwrap_or(0);
+    let single = |segment: &Segment| u32::try_from(segment.bytes).ok().map(|bytes| (segment.address, bytes));
+    let vector = segments.as_ptr().cast();
+    let single = segments.first().filter(|_| count == 1).and_then(single);
+    match (operation, single, buffer) {
+        (Operation::Read, Some((address, bytes)), Some(buffer)) => {
+            opcode::ReadFixed::new(fd, address, bytes, buffer).offset(offset).build()
+        }
+        (Operation::Read, Some((address, bytes)), None) => opcode::Read::new(fd, address, bytes).offset(offset).build(),
+        (Operation::Read, None, Some(buffer)) => {
+            opcode::ReadvFixed::new(fd, vector, count, buffer).offset(offset).build()
+        }
+        (Operation::Read, None, None) => opcode::Readv::new(fd, vector, count).offset(offset).build(),
+        (Operation::Write { .. }, Some((address, bytes)), Some(buffer)) => {
+            opcode::WriteFixed::new(fd, address, bytes, buffer).offset(offset).build()
+        }
+        (Operation::Write { .. }, Some((address, bytes)), None) => {
+            opcode::Write::new(fd, address, bytes).offset(offset).build()
+        }
+        (Operation::Write { .. }, None, Some(buffer)) => {
+            opcode::WritevFixed::new(fd, vector, count, buffer).offset(offset).build()
+        }
+        (Operation::Write { .. }, None, None) => opcode::Writev::new(fd, vector, count).offset(offset).build(),
+        (Operation::Fsync { data_only }, ..) => {
+            let flags = if data_only { types::FsyncFlags::DATASYNC } else { types::FsyncFlags::empty() };
+            opcode::Fsync::new(fd).flags(flags).build()
+        }
     }
 }

@@ -5,13 +5,14 @@ mod pending;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use self::pending::Pending;
 use crate::privileges::WithoutFsetid;
+use crate::registered::Keeper;
 use crate::ring::{Completion, Ring};
 
 /// What [`Backing::learn`] remembers of a file.
@@ -63,11 +64,17 @@ pub enum Operation {
 
 const _: () = assert!(size_of::<Segment>() == size_of::<libc::iovec>());
 
+/// What usually helps where there is no ring.
+const ALLOW: &str = "allow it (sysctl kernel.io_uring_disabled=0, seccomp, memlock limit)";
+
+/// Every worker finds the same; one of them says so.
+static SAID: Once = Once::new();
+
 /// A failure of the machinery, not of a transfer.
 #[derive(Debug, thiserror::Error)]
 pub enum TransfersError {
     /// No ring.
-    #[error("io_uring is not available ({0}); allow it (sysctl kernel.io_uring_disabled=0, seccomp, memlock limit)")]
+    #[error("io_uring is not available ({0}); {ALLOW}")]
     Setup(io::Error),
     /// The ring failed later on.
     #[error("waiting for transfers failed: {0}")]
@@ -103,7 +110,11 @@ impl Transfers {
                 Ok(ring) => Some(ring),
                 Err(error) if mode == IoMode::Uring => return Err(TransfersError::Setup(error)),
                 Err(error) => {
-                    tracing::warn!("io_uring is not available ({error}): each transfer is a system call of its own");
+                    SAID.call_once(|| {
+                        tracing::warn!(
+                            "io_uring is not available ({error}): each transfer is a system call of its own; {ALLOW}"
+                        );
+                    });
                     None
                 }
             },
@@ -122,6 +133,22 @@ impl Transfers {
     /// Whether io_uring is used.
     pub fn has_ring(&self) -> bool {
         self.ring.is_some()
+    }
+
+    /// Has the kernel know this memory and no other, so that transfers within it need not have it looked up; without
+    /// io_uring there is nothing to do. All its pages are allocated, and **pinned**: whoever else takes pages out of it
+    /// meanwhile (a balloon, `fallocate` to punch holes) and puts new ones there is not noticed.
+    ///
+    /// # Errors
+    /// Why the kernel knows none now: the memory lies in files that cannot be pinned, the limit of locked memory. Transfers
+    /// are made all the same.
+    ///
+    /// # Safety
+    /// Each keeper keeps its memory mapped.
+    pub unsafe fn register_memory(&mut self, regions: impl IntoIterator<Item = (Segment, Keeper)>) -> io::Result<()> {
+        let Some(ring) = &mut self.ring else { return Ok(()) };
+        // SAFETY: passed on to the caller.
+        unsafe { ring.register_memory(regions) }
     }
 
     /// Transfers that were queued and are not answered yet.
@@ -287,11 +314,11 @@ impl Transfers {
     fn issue(&mut self, slot: usize) {
         let Some(ring) = &mut self.ring else { return };
         let pending = &self.pending[slot];
-        let fd = pending.fd();
+        let file = pending.file.as_ref().expect("a transfer has its file until it is finished");
         let offset = pending.offset + pending.done as u64;
         // SAFETY: the caller of `queue` keeps the memory, `pending.file` the descriptor, until the slot is finished;
         // the segments do not move before the submission, for `queue` cannot be called in between.
-        let issued = unsafe { ring.issue(slot, pending.operation, fd, offset, &pending.segments[pending.first..]) };
+        let issued = unsafe { ring.issue(slot, pending.operation, file, offset, &pending.segments[pending.first..]) };
         self.in_flight += 1;
         if let Err(error) = issued {
             self.in_flight -= 1;

@@ -112,6 +112,11 @@ pub struct Args {
     #[arg(long, value_enum, value_name = "WAY", default_value = "auto", hide_short_help = true)]
     pub io: Way,
 
+    /// Register the guest's memory with io_uring: transfers cost a little less, and all of the memory is allocated and
+    /// pinned. Not for guests with a balloon, free page reporting or virtio-mem: what they get back would be other pages.
+    #[arg(long, hide_short_help = true)]
+    pub pin_memory: bool,
+
     /// Say in JSON what this program can do as a vhost-user back end.
     #[arg(long)]
     pub print_capabilities: bool,
@@ -223,6 +228,7 @@ impl Opened<'_> {
                 Way::Uring => ferry_blk::IoMode::Uring,
                 Way::Sync => ferry_blk::IoMode::Sync,
             },
+            pin_memory: self.args.pin_memory,
             ..ferry_blk::Options::default()
         };
         if let Some(queues) = self.args.queues {

@@ -51,12 +51,13 @@ pub struct Backing {
     memory: Option<Arc<dyn Memory>>,
     learnt: AtomicU8,
     waits: bool,
+    lasting: bool,
 }
 
 impl Backing {
     /// Wraps a descriptor about which nothing is known yet.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd, memory: None, learnt: AtomicU8::new(0), waits: false }
+        Self { fd, memory: None, learnt: AtomicU8::new(0), waits: false, lasting: false }
     }
 
     /// Wraps a descriptor whose bytes may also be reached in memory, at the same offsets.
@@ -68,6 +69,17 @@ impl Backing {
     /// can be under way.
     pub fn waiting(fd: OwnedFd) -> Self {
         Self { waits: true, ..Self::new(fd) }
+    }
+
+    /// Says that the descriptor stays open for as long as its source is served, as a disk's does. An engine may then
+    /// make itself ready for many transfers through it, and hold it.
+    pub fn lasting(self) -> Self {
+        Self { lasting: true, ..self }
+    }
+
+    /// Whether the descriptor stays open for as long as its source is served.
+    pub fn is_lasting(&self) -> bool {
+        self.lasting
     }
 
     /// Whether each transfer waits for a device.

@@ -15,7 +15,7 @@ use crate::Device;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::ring::{RingAddresses, RingSetup};
-use crate::worker::{Control, Letter, Port, QueueHandler, Start, Worker};
+use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Start, Worker};
 use ferry_engine::Complaints;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
@@ -136,7 +136,8 @@ impl<D: Device> Connection<D> {
         let thread = std::thread::Builder::new().name(device.worker_options(index).name).spawn(move || {
             let handler = device.handler(&session, index, Arc::clone(&mine));
             drop(session);
-            match Worker::new(handler, mine, device.worker_options(index), complaints) {
+            let habits = Habits { gathers: device.gathers(), registers_memory: device.registers_memory() };
+            match Worker::new(handler, mine, device.worker_options(index), habits, complaints) {
                 Ok(worker) => {
                     let _ = ready.send(Ok(()));
                     if let Err(error) = worker.run() {

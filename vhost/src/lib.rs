@@ -20,6 +20,7 @@ mod channel;
 mod connection;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod gather;
 mod inflight;
 mod io;
 mod memory;
@@ -67,6 +68,16 @@ pub trait Device: Send + Sync + 'static {
     /// Whether the front end may keep account of what is in flight, so that whoever serves it next, after a crash of
     /// this process, serves that again. Every request must bear being served twice, and none be [`Answer::Parked`].
     fn tracks_in_flight(&self) -> bool {
+        false
+    }
+    /// Whether a worker waits for more requests while the driver is busy with what it was given back: for requests that
+    /// are served at once, and cheaper together.
+    fn gathers(&self) -> bool {
+        false
+    }
+    /// Whether the guest's memory is to be registered with io_uring, and so pinned: a guest that gives memory back (a
+    /// balloon, virtio-mem) would lose data.
+    fn registers_memory(&self) -> bool {
         false
     }
     /// The driver has chosen these virtio features. It may choose again.

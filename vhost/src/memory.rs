@@ -2,7 +2,7 @@
 
 use std::fs::File;
 
-use ferry_engine::Segment;
+use ferry_engine::{Keeper, Segment};
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 use vm_memory::{FileOffset, MmapRegion};
 
@@ -86,6 +86,14 @@ impl Memory {
             .ok_or(MemoryError::Unknown { address, bytes })?;
         regions.remove(index);
         Ok(Self { regions })
+    }
+
+    /// All of it where it lies here, with what keeps it mapped.
+    pub(crate) fn mapped(&self) -> impl Iterator<Item = (Segment, Keeper)> {
+        self.regions.iter().map(|region| {
+            let segment = Segment { address: region.map.as_ptr(), bytes: region.map.size() };
+            (segment, std::sync::Arc::clone(region) as Keeper)
+        })
     }
 
     /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Answers whether all of it is memory.

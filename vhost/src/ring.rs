@@ -160,6 +160,13 @@ impl Ring {
         either!(self, ring => ring.has_available())
     }
 
+    /// Where the driver is among what it was given back, as far as its event index tells (2.7.10, 2.8.22), if it has more
+    /// of that left to look at than waits to be taken here; with `wholly`, if it has any left.
+    #[inline]
+    pub(crate) fn lags_at(&self, wholly: bool) -> Option<u16> {
+        either!(self, ring => ring.lags_at(wholly))
+    }
+
     /// Takes the next chain. `chain` is left empty unless there is one.
     #[inline]
     pub(crate) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
@@ -188,6 +195,8 @@ impl Ring {
 
 #[cfg(test)]
 mod crash_tests;
+#[cfg(test)]
+mod lag_tests;
 #[cfg(test)]
 mod model;
 #[cfg(test)]

@@ -11,6 +11,7 @@ use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
+use crate::gather::{self, Gather};
 use crate::inflight::Region;
 use crate::io::Io;
 use crate::memory::Memory;
@@ -34,6 +35,13 @@ pub struct WorkerOptions {
     pub io: IoMode,
     /// The longest that a worker looks for work before it sleeps.
     pub poll: Duration,
+}
+
+/// What a device asks of all its workers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Habits {
+    pub(crate) gathers: bool,
+    pub(crate) registers_memory: bool,
 }
 
 /// What became of a chain.
@@ -124,6 +132,8 @@ pub(crate) struct Worker<H: QueueHandler> {
     port: Arc<Port<H::Message>>,
     transfers: Transfers,
     spin: Spin,
+    gather: Gather,
+    habits: Habits,
     running: Vec<Running>,
     /// Where queues stopped; starting there again means that their chains are still out.
     stopped: Vec<(usize, u32)>,
@@ -142,6 +152,7 @@ impl<H: QueueHandler> Worker<H> {
         handler: H,
         port: Arc<Port<H::Message>>,
         options: WorkerOptions,
+        habits: Habits,
         complaints: Arc<Complaints>,
     ) -> Result<Self, TransfersError> {
         let mut transfers = Transfers::new(options.io, u32::from(QUEUE_SIZE_MAX))?;
@@ -151,6 +162,8 @@ impl<H: QueueHandler> Worker<H> {
             port,
             transfers,
             spin: Spin::new(options.poll),
+            gather: Gather::new(options.poll.min(gather::BOUND_MAX)),
+            habits,
             running: Vec::new(),
             stopped: Vec::new(),
             slots: Slots::default(),
@@ -169,6 +182,7 @@ impl<H: QueueHandler> Worker<H> {
             if self.port.0.is_filled() {
                 self.read_letters();
             }
+            self.gather();
             let took = self.take_batch();
             self.handler.batch_end();
             self.transfers.flush();
@@ -180,6 +194,24 @@ impl<H: QueueHandler> Worker<H> {
         }
         self.drain();
         Ok(())
+    }
+
+    /// Waits for more requests while the driver has enough to do, and the device too if it has anything.
+    fn gather(&mut self) {
+        let moving = self.slots.moving();
+        let is_device_short = moving > 0 && moving < gather::DEVICE_BUSY_FROM;
+        if !self.habits.gathers || is_device_short || !self.spin.is_free() {
+            return;
+        }
+        let Self { gather, running, port, transfers, .. } = self;
+        gather.wait(|| {
+            let mut all = None;
+            for running in running.iter().filter(|running| running.has_work()) {
+                let at = u32::from(running.ring.lags_at(moving > 0)?);
+                all = Some(all.unwrap_or(0u32).wrapping_add(at));
+            }
+            all.filter(|_| !port.0.is_filled() && !transfers.is_stirred())
+        });
     }
 
     fn take_batch(&mut self) -> usize {
@@ -324,6 +356,9 @@ impl<H: QueueHandler> Worker<H> {
         let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
         let begin = Begin::after(stopped_at, base);
         let owes_signal = log.is_some();
+        if self.habits.registers_memory {
+            self.register(&memory);
+        }
         let mut ring = Ring::new(Rc::new(memory), &setup, begin, log)?;
         ring.want_kicks(false);
         let watch = self.transfers.watch(&kick).map_err(StartError::Watch)?;
@@ -337,6 +372,17 @@ impl<H: QueueHandler> Worker<H> {
             self.deliver(token, message);
         }
         Ok(())
+    }
+
+    /// Registers this memory in place of what was registered before, of which nothing is in use any more.
+    fn register(&mut self, memory: &Memory) {
+        // SAFETY: the keepers are the mappings.
+        if let Err(error) = unsafe { self.transfers.register_memory(memory.mapped()) } {
+            self.complaints.warn(format_args!(
+                "{}: the guest's memory cannot be registered with io_uring ({error}): each transfer looks it up;                  raise the limit of locked memory (ulimit -l), or let the guest's memory be a memfd or huge pages",
+                self.name
+            ));
+        }
     }
 
     fn stop(&mut self, queue: usize) -> u32 {

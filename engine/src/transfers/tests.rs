@@ -281,3 +281,153 @@ fn memory_comes_before_the_descriptor() {
         assert!(run(transfers).iter().all(|(_, outcome)| outcome.is_err()));
     });
 }
+
+/// Memory that others may take pages out of.
+struct Shared {
+    file: std::os::fd::OwnedFd,
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the mapping is not bound to a thread.
+unsafe impl Send for Shared {}
+// SAFETY: as above; shared references hand out nothing but segments.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    fn new(bytes: usize) -> Arc<Self> {
+        use rustix::mm::{MapFlags, ProtFlags, mmap};
+
+        let file = rustix::fs::memfd_create("ferry-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, bytes as u64).unwrap();
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: the kernel chooses a free place.
+        let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, &file, 0) }.unwrap();
+        Arc::new(Self { file, start: start.cast(), bytes })
+    }
+
+    fn whole(self: &Arc<Self>) -> (Segment, crate::Keeper) {
+        (self.piece(0, self.bytes), Arc::clone(self) as crate::Keeper)
+    }
+
+    fn piece(&self, at: usize, bytes: usize) -> Segment {
+        assert!(at + bytes <= self.bytes);
+        Segment { address: self.start.wrapping_add(at), bytes }
+    }
+
+    /// Takes all pages out, as a balloon would.
+    fn punch(&self) {
+        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.file, flags, 0, self.bytes as u64).unwrap();
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.bytes];
+        rustix::io::pread(&self.file, &mut bytes, 0).unwrap();
+        bytes
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // SAFETY: nobody else unmaps it; transfers to it have ended.
+        let _ = unsafe { rustix::mm::munmap(self.start.cast(), self.bytes) };
+    }
+}
+
+/// Four blocks, each read into so many pieces of its own, from the page cache by the ring.
+fn read_four(transfers: &mut Transfers, file: &Arc<Backing>, to: &Shared, pieces: usize) {
+    file.learn(READ_TRIES);
+    for block in 0..4usize {
+        let bytes = 4096 / pieces;
+        let pieces: Vec<_> = (0..pieces).map(|piece| to.piece(8192 * block + piece * 2 * bytes, bytes)).collect();
+        // With a gap, so that each is a transfer of its own.
+        let at = 8192 * block as u64;
+        // SAFETY: `to` outlives the run.
+        unsafe { transfers.queue(block as u64, Operation::Read, Arc::clone(file), at, pieces) };
+    }
+    let outcomes = run(transfers);
+    assert!(outcomes.iter().all(|(_, outcome)| matches!(outcome, Ok(4096))), "{outcomes:?}");
+}
+
+#[test]
+fn registered_memory_is_used_until_it_is_let_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, vec![9; 1 << 16]).unwrap();
+    let lasting = Backing::new(File::open(&path).unwrap().into()).lasting();
+    let file = Arc::new(lasting);
+    let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
+    let (first, second) = (Shared::new(1 << 15), Shared::new(1 << 15));
+    let filled = |shared: &Shared| (0..4).all(|block| shared.bytes()[8192 * block..][..2048] == [9; 2048]);
+    // SAFETY: the keepers are the mappings.
+    unsafe { transfers.register_memory([first.whole(), second.whole()]) }.unwrap();
+    for shared in [&first, &second] {
+        read_four(&mut transfers, &file, shared, 2);
+        assert!(filled(shared), "several pieces, as far as the kernel knows how");
+        read_four(&mut transfers, &file, shared, 1);
+        assert!(filled(shared));
+        // The kernel goes on with the pages that it was shown. So this is how we know that it uses them.
+        shared.punch();
+        read_four(&mut transfers, &file, shared, 1);
+        assert!(!filled(shared), "the memory was looked up again");
+    }
+    // SAFETY: the keepers are the mappings.
+    unsafe { transfers.register_memory([second.whole()]) }.unwrap();
+    read_four(&mut transfers, &file, &first, 1);
+    assert!(filled(&first), "what is not registered any more is looked up again");
+    read_four(&mut transfers, &file, &second, 1);
+    assert!(!filled(&second), "what stayed registered was not shown anew");
+    let again = Shared::new(1 << 15);
+    // SAFETY: as above.
+    unsafe { transfers.register_memory([second.whole(), again.whole()]) }.unwrap();
+    read_four(&mut transfers, &file, &again, 1);
+    assert!(filled(&again));
+    // SAFETY: as above.
+    unsafe { transfers.register_memory([]) }.unwrap();
+    read_four(&mut transfers, &file, &second, 1);
+    assert!(filled(&second));
+    assert_eq!(Arc::strong_count(&second), 1, "nothing is held for longer than it is registered");
+}
+
+#[test]
+fn memory_that_cannot_be_registered_is_used_all_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, vec![9; 1 << 16]).unwrap();
+    let file = backing(File::open(&path).unwrap());
+    let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
+    let good = Shared::new(1 << 15);
+    // Nothing is mapped at the end of what belongs to user space.
+    let bad = Segment { address: std::ptr::without_provenance_mut(0x7fff_ffff_0000), bytes: 4096 };
+    let keeper: crate::Keeper = Arc::new(());
+    // SAFETY: the kernel refuses what is not mapped; no transfer is about it.
+    unsafe { transfers.register_memory([good.whole(), (bad, keeper)]) }.unwrap_err();
+    good.punch();
+    read_four(&mut transfers, &file, &good, 1);
+    assert_eq!(good.bytes()[..512], [9; 512]);
+    // And by halves it is not registered either.
+    assert_eq!(Arc::strong_count(&good), 1);
+    // SAFETY: the keeper is the mapping.
+    unsafe { transfers.register_memory([good.whole()]) }.unwrap();
+}
+
+#[test]
+fn lasting_files_are_registered_as_long_as_there_is_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, vec![9; 1 << 16]).unwrap();
+    let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
+    let memory = Shared::new(1 << 15);
+    let open = || Arc::new(Backing::new(File::open(&path).unwrap().into()).lasting());
+    let files: Vec<_> = (0..70).map(|_| open()).collect();
+    for file in files.iter().chain(&files) {
+        memory.punch();
+        read_four(&mut transfers, file, &memory, 1);
+        assert_eq!(memory.bytes()[..512], [9; 512]);
+    }
+    let held = files.iter().filter(|file| Arc::strong_count(file) == 2).count();
+    assert_eq!(held, 64);
+    drop(transfers);
+    assert!(files.iter().all(|file| Arc::strong_count(file) == 1));
+}

@@ -87,6 +87,14 @@ impl Device for Blk {
         true
     }
 
+    fn gathers(&self) -> bool {
+        true
+    }
+
+    fn registers_memory(&self) -> bool {
+        self.options.pin_memory
+    }
+
     fn negotiated(&self, (): &(), features: u64) {
         self.state.negotiated(DeviceFeatures(features));
     }

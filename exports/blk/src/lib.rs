@@ -58,6 +58,10 @@ pub struct Options {
     pub writeback: bool,
     /// How data is moved.
     pub io: IoMode,
+    /// Register the guest's memory with io_uring, so that transfers need not have it looked up each time. All of it is
+    /// allocated then, and **pinned**: not for guests that give memory back (a balloon, free page reporting,
+    /// virtio-mem), for what they get again would not be what is written to.
+    pub pin_memory: bool,
 }
 
 impl Default for Options {
@@ -67,6 +71,7 @@ impl Default for Options {
             poll: POLL_DEFAULT,
             writeback: true,
             io: IoMode::Auto,
+            pin_memory: false,
         }
     }
 }

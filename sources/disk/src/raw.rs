@@ -213,7 +213,7 @@ impl Blocks {
 
 impl Pair {
     fn open(file: &File, access: OFlags, wrap: fn(std::os::fd::OwnedFd) -> Backing) -> rustix::io::Result<Self> {
-        let open = |flags| sys::open_again(file, access | flags).map(|fd| Arc::new(wrap(fd)));
+        let open = |flags| sys::open_again(file, access | flags).map(|fd| Arc::new(wrap(fd).lasting()));
         Ok(Self { plain: open(OFlags::empty())?, durable: open(OFlags::DSYNC)? })
     }
 }

@@ -115,6 +115,20 @@ impl SplitRing {
     }
 
     #[inline]
+    pub(super) fn lags_at(&self, wholly: bool) -> Option<u16> {
+        let event = self.available.load_u16(self.used_event_at(), Ordering::Relaxed);
+        let unseen = self.published_used.wrapping_sub(event);
+        let waiting = self.available.load_u16(INDEX, Ordering::Acquire).wrapping_sub(self.next_available);
+        // A driver that wants no signals leaves the index anywhere, and some further behind than the ring is long.
+        let is_told = self.event_index && unseen <= self.size && self.again.is_empty();
+        (is_told && (waiting < unseen || wholly && unseen > 0)).then_some(event)
+    }
+
+    fn used_event_at(&self) -> usize {
+        ENTRIES + 2 * usize::from(self.size)
+    }
+
+    #[inline]
     pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
         chain.clear();
         if let Some(head) = self.again.pop_front() {
@@ -211,7 +225,7 @@ impl SplitRing {
         if !self.event_index {
             return self.available.load_u16(FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0;
         }
-        let event = self.available.load_u16(ENTRIES + 2 * usize::from(self.size), Ordering::Relaxed);
+        let event = self.available.load_u16(self.used_event_at(), Ordering::Relaxed);
         new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
     }
 

@@ -1,0 +1,207 @@
+//! What the kernel is shown once, instead of with every transfer: files and memory.
+
+use std::any::Any;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+
+use ferry_vfs::{Backing, Segment};
+use io_uring::{IoUring, Probe, opcode};
+
+/// More files than a few disks have. What finds no room is named by its descriptor.
+const FILES_MAX: usize = 64;
+
+/// The kernel takes at most so much memory as one piece.
+const PIECE_BYTES_MAX: usize = 1 << 30;
+
+/// Pieces of memory in all: 2 TiB in pieces of that size. Memory that takes more of them is not registered.
+const PIECES_MAX: u16 = 2048;
+
+/// Keeps a piece of memory mapped.
+pub type Keeper = Arc<dyn Any + Send + Sync>;
+
+/// The files of one ring that stay ([`Backing::is_lasting`]), each registered when it is first seen.
+#[derive(Default)]
+pub(crate) struct Files {
+    slots: Vec<Arc<Backing>>,
+    state: Table,
+}
+
+#[derive(Default, PartialEq, Eq)]
+enum Table {
+    #[default]
+    Missing,
+    Made,
+    Refused,
+}
+
+impl Files {
+    /// The number under which the kernel knows a file. `None`: it is to be named by its descriptor.
+    #[inline]
+    pub(crate) fn slot(&mut self, uring: &IoUring, file: &Arc<Backing>) -> Option<u32> {
+        if !file.is_lasting() || self.state == Table::Refused {
+            return None;
+        }
+        let found = self.slots.iter().position(|slot| Arc::ptr_eq(slot, file));
+        found.or_else(|| self.register(uring, file)).and_then(|index| u32::try_from(index).ok())
+    }
+
+    fn register(&mut self, uring: &IoUring, file: &Arc<Backing>) -> Option<usize> {
+        let index = self.slots.len();
+        if index == FILES_MAX {
+            return None;
+        }
+        match self.try_register(uring, file, index) {
+            Ok(()) => {
+                self.slots.push(Arc::clone(file));
+                Some(index)
+            }
+            Err(error) => {
+                tracing::info!("io_uring does not register files ({error}): each transfer names its descriptor");
+                self.state = Table::Refused;
+                None
+            }
+        }
+    }
+
+    fn try_register(&mut self, uring: &IoUring, file: &Arc<Backing>, index: usize) -> io::Result<()> {
+        let number = |number: usize| u32::try_from(number).expect("a few files are counted");
+        if self.state == Table::Missing {
+            uring.submitter().register_files_sparse(number(FILES_MAX))?;
+            self.state = Table::Made;
+        }
+        uring.submitter().register_files_update(number(index), &[file.as_fd().as_raw_fd()]).map(drop)
+    }
+
+    /// Lets go of all files before the ring is gone: the kernel takes its time over the rest of a ring.
+    pub(crate) fn close(&mut self, uring: &IoUring) {
+        if self.state == Table::Made {
+            let _ = uring.submitter().unregister_files();
+        }
+    }
+}
+
+/// Memory that one ring's kernel side knows.
+#[derive(Default)]
+pub(crate) struct Buffers {
+    /// By address; they do not overlap.
+    pieces: Vec<Piece>,
+    free: Vec<u16>,
+    has_table: bool,
+    vectored: bool,
+}
+
+struct Piece {
+    start: usize,
+    bytes: usize,
+    slot: u16,
+    keeper: Keeper,
+}
+
+impl Piece {
+    fn is(&self, (segment, keeper): &(Segment, Keeper)) -> bool {
+        // Two mappings may have had one address, but not while something keeps the first.
+        (self.start, self.bytes) == (segment.address.addr(), segment.bytes) && Arc::ptr_eq(&self.keeper, keeper)
+    }
+}
+
+impl Buffers {
+    /// The number under which the kernel knows the memory of all these segments.
+    #[inline]
+    pub(crate) fn slot(&self, segments: &[Segment]) -> Option<u16> {
+        let first = segments.first().filter(|_| !self.pieces.is_empty() && (self.vectored || segments.len() == 1))?;
+        let after = self.pieces.partition_point(|piece| piece.start <= first.address.addr());
+        let piece = &self.pieces[after.checked_sub(1)?];
+        let fits = |segment: &Segment| {
+            let at = segment.address.addr().wrapping_sub(piece.start);
+            at <= piece.bytes && segment.bytes <= piece.bytes - at
+        };
+        segments.iter().all(fits).then_some(piece.slot)
+    }
+
+    /// Has the kernel know this memory and no other. On failure it knows none.
+    ///
+    /// # Safety
+    /// Each keeper keeps its memory mapped.
+    pub(crate) unsafe fn set(
+        &mut self,
+        uring: &IoUring,
+        regions: impl IntoIterator<Item = (Segment, Keeper)>,
+    ) -> io::Result<()> {
+        let wanted: Vec<_> = regions.into_iter().flat_map(|(region, keeper)| pieces(region, keeper)).collect();
+        // SAFETY: passed on to the caller.
+        let outcome = unsafe { self.change(uring, wanted) };
+        if outcome.is_err() {
+            self.clear(uring);
+        }
+        outcome
+    }
+
+    /// # Safety
+    /// As for [`Self::set`].
+    unsafe fn change(&mut self, uring: &IoUring, wanted: Vec<(Segment, Keeper)>) -> io::Result<()> {
+        let all = std::mem::take(&mut self.pieces);
+        let (kept, gone): (Vec<_>, Vec<_>) = all.into_iter().partition(|piece| wanted.iter().any(|one| piece.is(one)));
+        self.pieces = kept;
+        for piece in gone {
+            self.forget(uring, &piece)?;
+        }
+        for one in wanted {
+            if !self.pieces.iter().any(|piece| piece.is(&one)) {
+                // SAFETY: passed on to the caller.
+                unsafe { self.add(uring, one) }?;
+            }
+        }
+        self.pieces.sort_unstable_by_key(|piece| piece.start);
+        Ok(())
+    }
+
+    /// # Safety
+    /// The keeper keeps the memory mapped.
+    unsafe fn add(&mut self, uring: &IoUring, (segment, keeper): (Segment, Keeper)) -> io::Result<()> {
+        if !self.has_table {
+            uring.submitter().register_buffers_sparse(PIECES_MAX.into())?;
+            self.has_table = true;
+            self.free = (0..PIECES_MAX).rev().collect();
+            self.vectored = knows_vectored(uring);
+        }
+        let slot = *self.free.last().ok_or_else(|| io::Error::other("it lies in too many pieces"))?;
+        let iovec = libc::iovec { iov_base: segment.address.cast(), iov_len: segment.bytes };
+        // SAFETY: the piece made below keeps the memory mapped for as long as the kernel may use it.
+        unsafe { uring.submitter().register_buffers_update(slot.into(), &[iovec], None) }?;
+        self.free.pop();
+        self.pieces.push(Piece { start: segment.address.addr(), bytes: segment.bytes, slot, keeper });
+        Ok(())
+    }
+
+    fn forget(&mut self, uring: &IoUring, piece: &Piece) -> io::Result<()> {
+        let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: no memory is named.
+        unsafe { uring.submitter().register_buffers_update(piece.slot.into(), &[nothing], None) }?;
+        self.free.push(piece.slot);
+        Ok(())
+    }
+
+    /// Has the kernel know no memory.
+    pub(crate) fn clear(&mut self, uring: &IoUring) {
+        self.pieces.clear();
+        if std::mem::take(&mut self.has_table) {
+            let _ = uring.submitter().unregister_buffers();
+        }
+    }
+}
+
+fn pieces(region: Segment, keeper: Keeper) -> impl Iterator<Item = (Segment, Keeper)> {
+    (0..region.bytes).step_by(PIECE_BYTES_MAX).map(move |at| {
+        let bytes = PIECE_BYTES_MAX.min(region.bytes - at);
+        let piece = Segment { address: region.address.wrapping_add(at), bytes };
+        (piece, Arc::clone(&keeper))
+    })
+}
+
+/// Whether registered memory can be used in several pieces at once (Linux 6.15).
+fn knows_vectored(uring: &IoUring) -> bool {
+    let mut probe = Probe::new();
+    let codes = [opcode::ReadvFixed::CODE, opcode::WritevFixed::CODE];
+    uring.submitter().register_probe(&mut probe).is_ok() && codes.iter().all(|code| probe.is_supported(*code))
+}

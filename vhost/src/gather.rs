@@ -1,0 +1,134 @@
+//! Waiting for more requests while that holds nobody up.
+//!
+//! A driver that finds answers takes them one by one, and with each makes another request. Whoever serves faster than
+//! that takes each request as it comes, with a system call for each. But as long as the driver has answers to look at,
+//! nobody waits for us. So we wait until as many requests are here as answers are there: then both sides have as much to
+//! do, in turns of half the requests that are under way, and neither ever sleeps. Where a device has enough to do, we wait
+//! until no answer is left, for it feels no difference.
+
+use std::hint::spin_loop;
+use std::time::{Duration, Instant};
+
+/// How often to look before looking at the clock, which costs about as much as twenty looks.
+const LOOKS_PER_CLOCK: u32 = 16;
+
+/// A driver that looks at no answer for so long is asleep, does not say how far it is, or has no CPU. It is a few times
+/// what one request costs a slow driver (QEMU's: 2 to 3 us).
+const STALL: Duration = Duration::from_micros(8);
+
+/// The longest that requests wait for others, however long polling may take: what a disk in memory needs for a deep queue.
+pub(crate) const BOUND_MAX: Duration = Duration::from_micros(200);
+
+/// With so many requests a device has enough to do for as long as we wait here.
+pub(crate) const DEVICE_BUSY_FROM: usize = 8;
+
+/// The longest row of batches that are taken without waiting after one that was waited for in vain.
+const SKIPS_MAX: u32 = 1023;
+
+/// Waits, and learns where that is in vain.
+#[derive(Debug)]
+pub(crate) struct Gather {
+    bound: Duration,
+    skips: u32,
+    skips_next: u32,
+}
+
+impl Gather {
+    /// Never waits longer than `bound`.
+    pub(crate) fn new(bound: Duration) -> Self {
+        Self { bound, skips: 0, skips_next: 1 }
+    }
+
+    /// Waits for as long as `look` says that the driver is behind, and that it moves.
+    #[inline]
+    pub(crate) fn wait(&mut self, look: impl FnMut() -> Option<u32>) {
+        match self.skips.checked_sub(1) {
+            Some(left) => self.skips = left,
+            None => self.wait_now(look),
+        }
+    }
+
+    fn wait_now(&mut self, mut look: impl FnMut() -> Option<u32>) {
+        let Some(begin) = look() else { return };
+        let start = Instant::now();
+        let (mut at, mut moved) = (begin, start);
+        loop {
+            let before = at;
+            for _ in 0..LOOKS_PER_CLOCK {
+                spin_loop();
+                let Some(now) = look() else {
+                    self.skips_next = 1;
+                    return;
+                };
+                at = now;
+            }
+            let now = Instant::now();
+            if at != before {
+                moved = now;
+            }
+            if now - moved >= STALL || now - start >= self.bound {
+                break;
+            }
+        }
+        if at == begin {
+            self.skips = self.skips_next;
+            self.skips_next = (2 * self.skips_next + 1).min(SKIPS_MAX);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOUND: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn waits_while_the_driver_moves_and_until_enough_is_there() {
+        let mut looks = 0;
+        Gather::new(BOUND).wait(|| {
+            looks += 1;
+            (looks < 100_000).then_some(looks)
+        });
+        assert_eq!(looks, 100_000);
+    }
+
+    #[test]
+    fn gives_up_on_a_driver_that_stands_still_and_tries_again_ever_more_rarely() {
+        let mut gather = Gather::new(BOUND);
+        let mut rows = Vec::new();
+        let mut skipped = 0;
+        while rows.len() < 12 {
+            let mut looked = false;
+            let start = Instant::now();
+            gather.wait(|| {
+                looked = true;
+                Some(7)
+            });
+            if looked {
+                assert!(start.elapsed() >= STALL);
+                rows.push(std::mem::take(&mut skipped));
+            } else {
+                skipped += 1;
+            }
+        }
+        assert_eq!(rows, [0, 1, 3, 7, 15, 31, 63, 127, 255, 511, 1023, 1023]);
+    }
+
+    #[test]
+    fn never_waits_longer_than_the_bound() {
+        let mut gather = Gather::new(Duration::from_millis(20));
+        let (start, mut looks) = (Instant::now(), 0);
+        gather.wait(|| {
+            looks += 1;
+            Some(looks)
+        });
+        assert!(start.elapsed() >= Duration::from_millis(20));
+        let mut again = false;
+        gather.wait(|| {
+            again = true;
+            None
+        });
+        assert!(again, "it was not in vain");
+    }
+}
