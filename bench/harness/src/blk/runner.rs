@@ -71,8 +71,8 @@ impl Effort {
     };
 }
 
-/// Runs of a system that may fail in a row before it is left alone there: qemu-storage-daemon 11.1 ends a connection now
-/// and then (`vu_panic: kick eventfd_read()`) and serves the next one as if nothing had been.
+/// Runs of a system that may fail in a row before it is left alone there, but not in the next row: qemu-storage-daemon
+/// 11.1 ends connections under some loads only (bench/peers/README.md).
 const FAILURES_MAX: usize = 2;
 /// Rows in a row without a single good run before a system is left alone for good.
 const STRIKES_MAX: usize = 2;
