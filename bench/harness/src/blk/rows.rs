@@ -6,8 +6,10 @@ use super::systems::{Aio, System, Way};
 pub const PUBLISHED_DEPTHS: [usize; 3] = [1, 2, 3];
 /// The depths of the random rows.
 pub const DEPTHS: [usize; 3] = [1, 32, 128];
-/// The depths of the random rows in a guest, where everything takes longer.
-const GUEST_DEPTHS: [usize; 2] = [1, 32];
+/// The depths of the random rows in User-mode Linux, where everything takes longer.
+const UML_DEPTHS: [usize; 2] = [1, 32];
+/// The same in QEMU, where it takes longest.
+const QEMU_DEPTHS: [usize; 1] = [32];
 const SECTOR_BYTES: usize = 512;
 const PAGE_BYTES: usize = 4096;
 
@@ -142,9 +144,9 @@ pub fn all() -> Vec<Step> {
                 .chain(published(image))
                 .chain(random(image, &DEPTHS))
                 .chain(published(uml))
-                .chain(random(uml, &GUEST_DEPTHS))
+                .chain(random(uml, &UML_DEPTHS))
                 .chain(published(qemu))
-                .chain(random(qemu, &GUEST_DEPTHS))
+                .chain(random(qemu, &QEMU_DEPTHS))
                 .map(few),
         )
         .collect()
