@@ -89,6 +89,11 @@ impl Cache {
         self.fetch("zufs")
     }
 
+    /// The folder of other people's ends of vhost-user-blk: qemu-img, qemu-io and qemu-storage-daemon in `bin`.
+    pub fn disk(&self) -> Result<PathBuf> {
+        self.fetch("disk")
+    }
+
     /// Runs the script, which returns at once when the set is complete.
     fn fetch(&self, set: &str) -> Result<PathBuf> {
         let status = Command::new("sh")

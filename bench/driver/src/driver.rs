@@ -35,6 +35,8 @@ pub struct Config {
     pub inflight: bool,
     /// The device's own feature bits to negotiate.
     pub device_features: u64,
+    /// Those to negotiate where they are offered.
+    pub optional_features: u64,
     /// How long the server may take to answer a message or a request.
     pub timeout: Duration,
     /// How long a server that is not there yet (no socket, nobody listening) is waited for.
@@ -54,6 +56,7 @@ impl Default for Config {
             packed: false,
             inflight: false,
             device_features: 0,
+            optional_features: 0,
             timeout: Duration::from_secs(10),
             connect_within: Duration::from_secs(2),
         }
@@ -129,7 +132,11 @@ impl Driver {
     /// # Errors
     /// As [`Driver::connect`].
     pub fn reattach(&mut self) -> Result<()> {
-        let kept = self.link.inflight.take();
+        // A copy, so that it is not lost if the next server is lost at once.
+        let kept = match &self.link.inflight {
+            Some((description, file)) => Some((*description, file.try_clone()?)),
+            None => None,
+        };
         self.link = Link::open(&self.path, &self.config, &self.memory, kept)?;
         for index in 0..self.queues.len() {
             self.queues[index].reattach(self.link.socket()?)?;

@@ -48,9 +48,12 @@ pub enum Error {
     /// The device used a chain that was not available.
     #[error("the server used descriptor {0}, which heads no chain in flight")]
     BadUsed(u32),
-    /// A reply that is no FUSE reply to the request.
+    /// A reply that is not one to the request.
     #[error("malformed reply: {0}")]
     BadReply(String),
+    /// A load that does not go with what it is to work on.
+    #[error("no load is possible with {0}")]
+    Unfit(String),
     /// An error reply.
     #[error("the server answers errno {0}")]
     Errno(i32),

@@ -122,7 +122,7 @@ impl Link {
         if config.packed {
             wanted |= F_PACKED;
         }
-        wanted |= config.device_features;
+        wanted |= config.device_features | config.optional_features & offered;
         let names = [
             (F_VERSION_1, "virtio 1"),
             (F_PROTOCOL, "vhost-user protocol features"),

@@ -1,12 +1,12 @@
-//! The guest's side of virtio-fs as a host program: it connects to a vhost-user-fs server in the VMM's place, drives
-//! its virtqueues from shared memory, and speaks FUSE. For tests and measurements.
+//! The guest's side of virtio-fs and virtio-blk as a host program: it connects to a vhost-user server in the VMM's place,
+//! drives its virtqueues from shared memory, and speaks FUSE, or reads and writes a disk. For tests and measurements.
 //!
 //! * [`Driver`]: a connection. [`Driver::connect`] negotiates, shares memory and starts the queues; methods such as
 //!   [`Driver::lookup`], [`Driver::read`] or [`Driver::setlk`] are one request each.
 //! * [`Driver::send`] and [`Driver::receive`], [`Driver::call`]: any request, waited for later, or typed by `ferry-wire`.
 //! * [`Queue`]: raw pieces, several requests in flight, [`Queue::poll`] and [`Queue::wait`].
 //! * [`ring`] and [`memory`]: bare descriptors and ring entries, to publish any nonsense.
-//! * [`load`]: load at full speed, and what it costs the server.
+//! * [`load`]: load at full speed, on a file or a disk, and what it costs the server.
 //! * [`hostile`]: malformed input, case by case, each followed by a good request.
 //!
 //! ```no_run

@@ -1,4 +1,4 @@
-//! Drives a virtio-fs server from the host: load, malformed input, a look at what it offers.
+//! Drives a virtio-fs or virtio-blk server from the host: load, malformed input, a look at what it offers.
 
 mod spawner;
 
@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use ferry_driver::hostile::{self, Options};
-use ferry_driver::load::{self, Load, Op};
+use ferry_driver::load::{self, Load, On, Op};
 use ferry_driver::measure::Counter;
 use ferry_driver::{Config, Driver};
 use spawner::Spawner;
@@ -17,7 +17,8 @@ use spawner::Spawner;
 /// How long a server that was started anew may take until it serves.
 const RESPAWN: Duration = Duration::from_secs(3);
 
-/// The guest's side of virtio-fs as a program on the host: it connects to a vhost-user-fs server in the VMM's place.
+/// The guest's side of virtio-fs and virtio-blk as a program on the host: it connects to a vhost-user server in the VMM's
+/// place.
 #[derive(Debug, Parser)]
 #[command(name = "ferry-driver", version)]
 struct Cli {
@@ -86,11 +87,15 @@ impl HostileArgs {
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("until").required(true).args(["seconds", "requests"]))]
+#[command(group = ArgGroup::new("on").required(true).args(["file", "disk"]))]
 struct LoadArgs {
     /// The file, in the root of the share; it is made if it does not exist
     #[arg(long)]
-    file: String,
-    /// The file's size in bytes [default: as it is, or 64 MiB]
+    file: Option<String>,
+    /// The device is a disk; --op write and --verify overwrite it
+    #[arg(long)]
+    disk: bool,
+    /// The file's size in bytes, or how much of the disk to use [default: as it is; of a new file, 64 MiB]
     #[arg(long)]
     size: Option<u64>,
     /// What to ask
@@ -132,6 +137,9 @@ struct LoadArgs {
     /// Write a pattern first and check the data
     #[arg(long)]
     verify: bool,
+    /// When the server is lost, wait so many seconds for the next one and go on with what is in flight
+    #[arg(long, value_name = "SECONDS")]
+    reattach: Option<u64>,
     /// Do without the event index
     #[arg(long)]
     no_event_idx: bool,
@@ -175,7 +183,7 @@ impl LoadArgs {
             bail!("--queue-size {} is not a power of two, as it must be without --packed", self.queue_size);
         }
         Ok(Load {
-            file: self.file.clone(),
+            on: self.file.clone().map_or(On::Disk, On::File),
             size: self.size,
             op: match self.op {
                 OpArg::Read => Op::Read,
@@ -196,6 +204,7 @@ impl LoadArgs {
             sleep: self.sleep,
             threads: self.threads,
             verify: self.verify,
+            reattach: self.reattach.map(Duration::from_secs),
             pid: self.pid,
             count_syscalls: self.count_syscalls.map(|counter| match counter {
                 CounterArg::Perf => (Counter::Perf, self.count_requests),

@@ -7,9 +7,11 @@ use crate::line::Line;
 const ROW_HEIGHT: f64 = 20.0;
 const BAR_HEIGHT: f64 = 13.0;
 const TOP: f64 = 70.0;
-const NAMES_WIDTH: f64 = 240.0;
+const NAMES_WIDTH_MIN: f64 = 240.0;
+/// Of a character, at most and on average.
+const CHARACTER_WIDTH: f64 = 6.6;
 const BARS_WIDTH: f64 = 560.0;
-const WIDTH: f64 = NAMES_WIDTH + BARS_WIDTH + 70.0;
+const RIGHT: f64 = 70.0;
 
 /// The ratios of `lines` to `peer`, on a logarithmic scale: half as good is as far from 1 as twice as good.
 pub fn svg(lines: &[Line], peer: &str) -> String {
@@ -17,15 +19,18 @@ pub fn svg(lines: &[Line], peer: &str) -> String {
         .iter()
         .filter_map(|line| Some((format!("{} ({})", line.row, line.config), *line.ratio.get(peer)?)))
         .collect();
+    let longest = bars.iter().map(|(name, _)| u32::try_from(name.chars().count()).unwrap_or(0)).max().unwrap_or(0);
+    let names_width = (f64::from(longest) * CHARACTER_WIDTH + 20.0).max(NAMES_WIDTH_MIN);
+    let width = names_width + BARS_WIDTH + RIGHT;
     let powers = bars.iter().map(|(_, ratio)| ratio.log2());
     let (low, high) = powers.fold((-1.0_f64, 1.0_f64), |(low, high), power| (low.min(power), high.max(power)));
     let (low, high) = (low.floor(), high.ceil());
-    let x = |power: f64| NAMES_WIDTH + (power - low) / (high - low) * BARS_WIDTH;
+    let x = |power: f64| names_width + (power - low) / (high - low) * BARS_WIDTH;
     let rows = u32::try_from(bars.len()).unwrap_or(u32::MAX);
     let bottom = TOP + f64::from(rows) * ROW_HEIGHT;
 
     let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
          font-family=\"sans-serif\" font-size=\"12\" fill=\"#222\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
          <text x=\"12\" y=\"24\" font-size=\"16\" font-weight=\"bold\">How many times better Ferry is than {peer}</text>\n\
@@ -56,7 +61,7 @@ pub fn svg(lines: &[Line], peer: &str) -> String {
             "<text x=\"{:.1}\" y=\"{middle:.1}\" text-anchor=\"end\">{}</text>\
              <rect x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{BAR_HEIGHT}\" fill=\"{color}\"/>\
              <text x=\"{:.1}\" y=\"{middle:.1}\">{ratio:.2}</text>",
-            NAMES_WIDTH - 10.0,
+            names_width - 10.0,
             escape(name),
             one.min(end),
             y + (ROW_HEIGHT - BAR_HEIGHT) / 2.0,

@@ -155,7 +155,8 @@ impl Drop for TaskRun {
     }
 }
 
-fn write_noise(path: &Path, bytes: u64) -> Result<()> {
+/// Writes a file of the same bytes each time.
+pub fn write_noise(path: &Path, bytes: u64) -> Result<()> {
     const CHUNK_BYTES: usize = 1 << 20;
     let mut noise = Noise(0x9e37_79b9_7f4a_7c15);
     let mut file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;

@@ -5,12 +5,14 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod blk;
 mod chart;
 mod data;
 mod fio;
 mod line;
 mod machine;
 mod native;
+mod process;
 mod progress;
 mod report;
 mod rows;
@@ -52,7 +54,7 @@ struct Cli {
     /// Under five minutes: fewer rows (all that match with --rows), shorter and fewer runs
     #[arg(long)]
     quick: bool,
-    /// The servers to compare with [default: virtiofsd; for zufs, all]
+    /// The servers to compare with [default: virtiofsd; for zufs and vhost-blk, all]
     #[arg(long, value_delimiter = ',', value_name = "A,B")]
     peers: Vec<String>,
     /// Only rows whose name matches, with the configuration behind it: 'stat-walk', '^stat-walk none$'
@@ -121,7 +123,7 @@ fn shell_word(path: &Path) -> String {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let not_built = match (cli.table, cli.dax) {
-        (Table::Virtiofs | Table::Zufs, false) => None,
+        (Table::Virtiofs | Table::Zufs | Table::VhostBlk, false) => None,
         (Table::Virtiofs, true) => Some("virtiofs --dax".to_owned()),
         (table, _) => table.to_possible_value().map(|value| format!("the table {}", value.get_name())),
     };
@@ -129,7 +131,11 @@ fn main() -> ExitCode {
         eprintln!("bench/run: {what} is not built yet");
         return ExitCode::from(2);
     }
-    let result = if cli.table == Table::Zufs { zufs::run(&cli) } else { run(&cli) };
+    let result = match cli.table {
+        Table::Zufs => zufs::run(&cli),
+        Table::VhostBlk => blk::run(&cli),
+        _ => run(&cli),
+    };
     result.unwrap_or_else(|error| {
         eprintln!("bench/run: {error:#}");
         ExitCode::FAILURE

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_driver::load::{self, Load, Report};
+use ferry_driver::load::{self, Load, On, Report};
 use ferry_driver::measure::Counter;
 use rustix::thread::CpuSet;
 
@@ -32,18 +32,23 @@ pub struct Place<'a> {
 /// Requests per second.
 pub fn rate(native: Native, place: Place<'_>, seconds: f64) -> Result<f64> {
     let load = Load { seconds: Some(seconds), ..load(native, place) };
-    let report = run(place, load)?;
+    let report = run(place.socket, place.cpu, load)?;
     Ok(report.requests_per_second)
 }
 
 /// What a request costs, in a run of its own. `sleep` makes the driver wait in the kernel, as a guest does.
 pub fn counts(native: Native, place: Place<'_>, requests: u64, sleep: bool) -> Result<Counts> {
-    let load = Load { requests: Some(requests), sleep, ..load(native, place) };
+    costs(place.socket, place.cpu, &Load { sleep, ..load(native, place) }, requests)
+}
+
+/// What a request of a load costs the server, in a run of so many requests.
+pub fn costs(socket: &Path, cpu: Option<usize>, load: &Load, requests: u64) -> Result<Counts> {
+    let load = Load { requests: Some(requests), ..load.clone() };
     let counter = |counter, requests| Load { count_syscalls: Some((counter, requests)), ..load.clone() };
     // perf is cheap and needs rights; strace is slow and nearly always there.
-    let report = run(place, counter(Counter::Perf, requests))
-        .or_else(|_| run(place, counter(Counter::Strace, requests.min(2000))))
-        .or_else(|_| run(place, load.clone()))?;
+    let report = run(socket, cpu, counter(Counter::Perf, requests))
+        .or_else(|_| run(socket, cpu, counter(Counter::Strace, requests.min(2000))))
+        .or_else(|_| run(socket, cpu, load.clone()))?;
     Ok(Counts {
         syscalls_per_request: report.syscalls.map(|calls| stats::round(calls.per_request)),
         wakeups_per_request: report.server.map(|server| stats::round(server.voluntary_switches_per_request)),
@@ -56,7 +61,7 @@ fn load(native: Native, place: Place<'_>) -> Load {
     let (queues, depth) =
         if place.one_queue { (1, native.queues * native.depth) } else { (native.queues, native.depth) };
     Load {
-        file: NATIVE_FILE.into(),
+        on: On::File(NATIVE_FILE.into()),
         size: Some(NATIVE_BYTES),
         op: native.op,
         queues,
@@ -72,14 +77,15 @@ fn load(native: Native, place: Place<'_>) -> Load {
         sleep: false,
         threads: None,
         verify: false,
+        reattach: None,
         pid: Some(place.pid),
         count_syscalls: None,
     }
 }
 
 /// Runs a load on its CPU, in a thread that nobody waits for longer than it may take.
-fn run(place: Place<'_>, load: Load) -> Result<Report> {
-    let (socket, cpu) = (place.socket.to_owned(), place.cpu);
+pub fn run(socket: &Path, cpu: Option<usize>, load: Load) -> Result<Report> {
+    let socket = socket.to_owned();
     let timeout = SLACK + Duration::from_secs_f64(load.seconds.unwrap_or(0.0));
     let (to_report, report) = std::sync::mpsc::channel();
     std::thread::spawn(move || {

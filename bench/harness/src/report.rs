@@ -199,7 +199,8 @@ fn figures(out: &mut String, lines: &[Line]) {
     }
 }
 
-fn counts(out: &mut String, lines: &[Line]) {
+/// What requests of the native driver cost the servers.
+pub fn counts(out: &mut String, lines: &[Line]) {
     if lines.iter().all(|line| line.counts.is_empty()) {
         return;
     }

@@ -16,6 +16,9 @@ pub const TAG: &str = "share";
 /// How long a server may take until it listens.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The flags of a listening socket in the kernel's table.
+const LISTENING: &str = "00010000";
+
 /// How much of a server's last words an error shows.
 const LAST_WORDS_BYTES: usize = 400;
 
@@ -74,20 +77,25 @@ pub struct Server {
 impl Server {
     /// Starts a server and waits until it listens.
     pub fn start(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Self> {
-        let log = sharing.socket.with_extension("log");
-        let _ = std::fs::remove_file(&sharing.socket);
+        Self::spawn(peer.name(), &sharing.socket, sharing.cpus, command(peer, programs, sharing)?)
+    }
+
+    /// Starts any command that listens at `socket`, on these CPUs; what it says goes beside the socket.
+    pub fn spawn(name: &'static str, socket: &Path, cpus: &str, command: Vec<OsString>) -> Result<Self> {
+        let log = socket.with_extension("log");
+        let _ = std::fs::remove_file(socket);
         let output = File::create(&log).with_context(|| format!("cannot create {}", log.display()))?;
         let child = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL", "taskset", "-c", sharing.cpus])
-            .args(command(peer, programs, sharing)?)
+            .args(["--pdeathsig", "KILL", "taskset", "-c", cpus])
+            .args(command)
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
             .stderr(output)
             .spawn()
             .context("cannot start setpriv (package util-linux)")?;
-        let mut server = Self { child, socket: sharing.socket.clone(), log, name: peer.name() };
+        let mut server = Self { child, socket: socket.to_owned(), log, name };
         let deadline = Instant::now() + START_TIMEOUT;
-        while !server.socket.exists() {
+        while !is_listening(&server.socket) {
             if !server.is_alive() {
                 bail!("{} ended at its start: {}", server.name, server.last_words());
             }
@@ -131,6 +139,18 @@ impl Drop for Server {
     }
 }
 
+/// Whether somebody listens at a socket's path: the file is there a moment earlier, and not everybody who connects tries
+/// again.
+fn is_listening(socket: &Path) -> bool {
+    let table = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let path = socket.to_string_lossy();
+    let listens = |line: &str| {
+        let is_listener = line.split_ascii_whitespace().nth(3) == Some(LISTENING);
+        is_listener && line.strip_suffix(&*path).is_some_and(|before| before.ends_with(' '))
+    };
+    table.lines().any(listens)
+}
+
 fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec<OsString>> {
     let mut words: Vec<OsString> = Vec::new();
     let mut add = |text: &str| words.extend(text.split(' ').map(OsString::from));
@@ -159,6 +179,15 @@ fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sees_who_listens() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("s");
+        assert!(!is_listening(&socket));
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        assert!(is_listening(&socket));
+    }
 
     #[test]
     fn both_share_the_same_way() {

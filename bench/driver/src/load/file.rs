@@ -25,10 +25,10 @@ pub(super) struct Target {
 }
 
 /// Begins the session, finds or makes the file, and opens it.
-pub(super) fn prepare(driver: &mut Driver, load: &Load) -> Result<Target> {
+pub(super) fn prepare(driver: &mut Driver, load: &Load, name: &str) -> Result<Target> {
     let init = driver.init()?;
     let chunk = CHUNK_BYTES.min(usize::try_from(init.max_write.clamp(4096, TRANSFER_BYTES_MAX)).unwrap_or(CHUNK_BYTES));
-    let (node, found_size) = match driver.lookup(ROOT, &load.file) {
+    let (node, found_size) = match driver.lookup(ROOT, name) {
         Ok(entry) if entry.nodeid != 0 => (Some(entry.nodeid), entry.attr.size),
         Ok(_) => (None, 0),
         Err(Error::Errno(errno)) if errno == Errno::NOENT.raw_os_error() => (None, 0),
@@ -41,7 +41,7 @@ pub(super) fn prepare(driver: &mut Driver, load: &Load) -> Result<Target> {
     let (node, fh) = match node {
         Some(node) => (node, driver.open(node, flags)?.fh),
         None => {
-            let (entry, open) = driver.create(ROOT, &load.file, flags | O_CREAT, 0o100_644)?;
+            let (entry, open) = driver.create(ROOT, name, flags | O_CREAT, 0o100_644)?;
             (entry.nodeid, open.fh)
         }
     };

@@ -3,14 +3,16 @@
 //! The requests are built once, with their descriptors; from one round to the next only `unique` and the offset are
 //! rewritten. A thread drives one queue or several, by polling their used rings or by sleeping until a call comes.
 
+mod disk;
 mod file;
+mod ledger;
 mod pattern;
 mod report;
 mod slots;
 mod worker;
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_wire::fuse::abi::{AttrOut, EntryOut, GetattrIn, Opcode, ReadIn, WriteIn, WriteOut};
 use serde::Serialize;
@@ -18,17 +20,29 @@ use zerocopy::IntoBytes;
 
 use crate::measure::{Counter, Counting, Snapshot, Syscalls};
 use crate::session::{Caller, header};
-use crate::{Config, Driver, Error, ROOT, Result};
+use crate::{Config, Driver, Error, Queue, ROOT, Result};
 use file::Target;
+use ledger::Ledger;
 use pattern::Cursor;
 pub use report::{Latency, Report, ServerReport, SyscallReport};
-use slots::{Data, Template};
+use slots::{Data, Form, Template};
 use worker::{Lane, Orders, Tally};
 
 /// Guest memory per request, beside its data: header, arguments, reply, table, and what rounding wastes.
 const SLOT_BYTES: usize = 1024;
 /// Guest memory for rings, per queue, and for what comes before and after the load.
 const OTHER_BYTES: usize = 4 << 20;
+/// How long to wait before a server that was lost while it took over is tried again.
+const REATTACH_PAUSE: Duration = Duration::from_millis(10);
+
+/// What a load works on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum On {
+    /// A file in the root of a share, by its name. It is made if it does not exist.
+    File(String),
+    /// A disk. With [`Load::verify`], what it holds is overwritten, and blocks are never in flight twice.
+    Disk,
+}
 
 /// What is asked of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -47,9 +61,9 @@ pub enum Op {
 /// A load.
 #[derive(Debug, Clone)]
 pub struct Load {
-    /// The file, by its name in the root of the share. It is made if it does not exist.
-    pub file: String,
-    /// Its size; otherwise the size that it has.
+    /// What it works on.
+    pub on: On,
+    /// The file's size, or how much of the disk is used; otherwise the size that it has.
     pub size: Option<u64>,
     /// What is asked.
     pub op: Op,
@@ -79,6 +93,9 @@ pub struct Load {
     pub threads: Option<usize>,
     /// Write a pattern first, and check what is read; with WRITE, read everything back afterwards.
     pub verify: bool,
+    /// When the server is lost, go on with the next one that listens within this time, and with what is in flight: the
+    /// server must keep account of that. Otherwise the load fails.
+    pub reattach: Option<Duration>,
     /// The server's process; otherwise the one that listens at the socket.
     pub pid: Option<u32>,
     /// Count the server's system calls, in a run of its own with so many requests.
@@ -88,8 +105,12 @@ pub struct Load {
 impl Load {
     fn config(&self) -> Config {
         let slot = self.block.next_multiple_of(4096) + SLOT_BYTES;
+        let disk = self.on == On::Disk;
         Config {
             queues: self.queues,
+            first_queues: usize::from(!disk),
+            optional_features: if disk { disk::features() } else { 0 },
+            inflight: self.reattach.is_some(),
             queue_size: self.queue_size,
             memory_bytes: self.queues * (self.depth * slot + (1 << 20)) + OTHER_BYTES,
             event_idx: self.event_idx,
@@ -104,8 +125,8 @@ impl Load {
         self.threads.unwrap_or(cpus).clamp(1, self.queues)
     }
 
-    /// The request to repeat.
-    fn template(&self, target: Target) -> Result<Template> {
+    /// The request to repeat, to a file.
+    fn template(&self, name: &str, target: Target) -> Result<Template> {
         let size = u32::try_from(self.block).map_err(|_| Error::Memory(self.block))?;
         let (node, fh) = (target.node, target.fh);
         let (opcode, node, args, reply_args, data) = match self.op {
@@ -121,13 +142,13 @@ impl Load {
                 (Opcode::Getattr, node, GetattrIn::ZERO.as_bytes().to_vec(), size_of::<AttrOut>(), Data::None)
             }
             Op::Lookup => {
-                let name = [self.file.as_bytes(), b"\0"].concat();
+                let name = [name.as_bytes(), b"\0"].concat();
                 (Opcode::Lookup, ROOT, name, size_of::<EntryOut>(), Data::None)
             }
         };
         let behind = args.len() + if let Data::Out(bytes) = data { bytes } else { 0 };
         let header = header(opcode.as_raw(), 0, node, behind, Caller { uid: 0, gid: 0, pid: 1 });
-        Ok(Template { request: [header.as_bytes(), &args].concat(), reply_args, data })
+        Ok(Template { form: Form::Fuse, request: [header.as_bytes(), &args].concat(), reply_args, data })
     }
 
     fn orders(&self, template: Template, seconds: Option<f64>, requests: Option<u64>, stall: Duration) -> Orders {
@@ -143,63 +164,139 @@ impl Load {
     }
 }
 
+/// What a load works on, once it is there.
+enum Ready {
+    File(Target),
+    Disk,
+}
+
 /// Runs a load against the server that listens at `path`.
 ///
 /// # Errors
-/// When the connection, the preparation or the run fails. Error replies are counted in the report instead.
+/// When the connection, the preparation or the run fails, or what was written is not there afterwards. Error replies are
+/// counted in the report instead.
 pub fn run(path: &Path, load: &Load) -> Result<Report> {
     let mut driver = Driver::connect(path, load.config())?;
-    let target = file::prepare(&mut driver, load)?;
-    let template = load.template(target)?;
+    let (ready, size, template) = match &load.on {
+        On::File(name) => {
+            let target = file::prepare(&mut driver, load, name)?;
+            (Ready::File(target), target.size, load.template(name, target)?)
+        }
+        On::Disk => {
+            let template = disk::template(load)?;
+            (Ready::Disk, disk::prepare(&mut driver, load)?, template)
+        }
+    };
     let orders = load.orders(template, load.seconds, load.requests, driver.config().timeout);
     let pid = load.pid.or_else(|| driver.peer());
 
-    let mut lanes = build(&mut driver, load, &orders, target)?;
+    let mut lanes = build(driver.request_queues(), load, &orders, size)?;
     let before = pid.and_then(|pid| Snapshot::take(pid).ok());
-    let tally = drive(&mut lanes, load, &orders)?;
+    let tally = drive(&mut driver, &mut lanes, load, &orders)?;
     let after = pid.and_then(|pid| Snapshot::take(pid).ok());
     let used = before.zip(after).map(|(before, after)| after.since(&before));
     let syscalls = match (load.count_syscalls, pid) {
-        (Some((counter, requests)), Some(pid)) => Some(count(&mut lanes, load, &orders, pid, counter, requests)?),
+        (Some((counter, requests)), Some(pid)) => {
+            Some(count(&mut driver, &mut lanes, load, &orders, pid, counter, requests)?)
+        }
         (Some(_), None) => return Err(Error::NotOffered("its process number")),
         (None, _) => None,
     };
-    drop(lanes);
-    let written = match (load.op, load.verify) {
-        (Op::Write, true) => Some(file::check_written(&mut driver, load, target)?),
+    let written = match (ready, load.op, load.verify) {
+        (Ready::File(target), Op::Write, true) => Some(file::check_written(&mut driver, load, target)?),
+        (Ready::Disk, _, true) => Some(disk::check(&mut driver, lanes.iter().filter_map(Lane::ledger))?),
         _ => None,
     };
     Ok(Report::new(load, &tally, used, syscalls, written))
 }
 
-fn build<'a>(driver: &'a mut Driver, load: &Load, orders: &Orders, target: Target) -> Result<Vec<Lane<'a>>> {
-    let queues = driver.request_queues().iter_mut().enumerate();
+fn build(queues: &mut [Queue], load: &Load, orders: &Orders, size: u64) -> Result<Vec<Lane>> {
     let lane = |(index, queue)| {
-        Lane::new(queue, orders, Cursor::new(target.size, load.block as u64, load.random, index, load.queues))
+        if load.on == On::Disk && load.verify {
+            let ledger = Ledger::new(size, load.block as u64, index, load.queues);
+            let cursor = ledger.cursor(load.random, index);
+            return Lane::new(queue, orders, cursor, Some(ledger));
+        }
+        let cursor = Cursor::new(size, load.block as u64, load.random, index, load.queues);
+        Lane::new(queue, orders, cursor, None)
     };
-    queues.map(lane).collect()
+    queues.iter_mut().enumerate().map(lane).collect()
 }
 
-/// Runs all lanes on as many threads as asked for.
-fn drive(lanes: &mut [Lane<'_>], load: &Load, orders: &Orders) -> Result<Tally> {
-    let per_thread = lanes.len().div_ceil(load.threads());
-    let run = |lanes| worker::run(lanes, orders);
-    let run = &run;
-    let results: Vec<Result<Tally>> = std::thread::scope(|scope| {
-        let spawn = |lanes| scope.spawn(move || run(lanes));
-        let threads: Vec<_> = lanes.chunks_mut(per_thread).map(spawn).collect();
-        threads.into_iter().map(|thread| thread.join().expect("workers do not panic")).collect()
-    });
+/// Runs all lanes on as many threads as asked for, with one server after another if the load is to survive that.
+fn drive(driver: &mut Driver, lanes: &mut [Lane], load: &Load, orders: &Orders) -> Result<Tally> {
     let mut tally = Tally::new()?;
-    for result in results {
-        tally.add(&result?);
+    let start = Instant::now();
+    for (queue, lane) in driver.request_queues().iter_mut().zip(lanes.iter_mut()) {
+        lane.begin(queue, orders);
+    }
+    loop {
+        match (turn(driver.request_queues(), lanes, load, orders, start, &mut tally), load.reattach) {
+            (Ok(()), _) => break,
+            (Err(Error::Disconnected), Some(within)) => reattach(driver, within)?,
+            (Err(error), _) => return Err(error),
+        }
+        tally.reattached += 1;
+    }
+    tally.elapsed = start.elapsed();
+    for queue in driver.request_queues() {
+        let counters = queue.counters();
+        tally.counters.kicks += counters.kicks;
+        tally.counters.calls += counters.calls;
     }
     Ok(tally)
 }
 
+/// Drives all lanes until they are done or the server is lost.
+fn turn(
+    queues: &mut [Queue],
+    lanes: &mut [Lane],
+    load: &Load,
+    orders: &Orders,
+    start: Instant,
+    tally: &mut Tally,
+) -> Result<()> {
+    let per_thread = lanes.len().div_ceil(load.threads());
+    let results: Vec<Result<(Tally, Result<()>)>> = std::thread::scope(|scope| {
+        let spawn = |(queues, lanes)| {
+            scope.spawn(move || {
+                let mut found = Tally::new()?;
+                let end = worker::run(queues, lanes, orders, start, &mut found);
+                Ok((found, end))
+            })
+        };
+        let parts = queues.chunks_mut(per_thread).zip(lanes.chunks_mut(per_thread));
+        let threads: Vec<_> = parts.map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().expect("workers do not panic")).collect()
+    });
+    let mut ends = Vec::new();
+    for result in results {
+        let (found, end) = result?;
+        tally.add(&found);
+        ends.push(end);
+    }
+    // Whatever else went wrong says more than that the server is gone.
+    let errors = ends.into_iter().filter_map(Result::err);
+    errors.max_by_key(|error| !matches!(error, Error::Disconnected)).map_or(Ok(()), Err)
+}
+
+/// Waits for the next server and goes on with it; it may be lost again while it takes over.
+fn reattach(driver: &mut Driver, within: Duration) -> Result<()> {
+    let end = Instant::now() + within;
+    loop {
+        match driver.reattach() {
+            Err(Error::Vhost { .. } | Error::Connect { .. }) if Instant::now() < end => {
+                std::thread::sleep(REATTACH_PAUSE);
+            }
+            result => return result,
+        }
+    }
+}
+
 /// The same load again for a fixed number of requests, with the server's system calls counted.
 fn count(
-    lanes: &mut [Lane<'_>],
+    driver: &mut Driver,
+    lanes: &mut [Lane],
     load: &Load,
     orders: &Orders,
     pid: u32,
@@ -208,6 +305,6 @@ fn count(
 ) -> Result<(Counter, Syscalls, u64)> {
     let orders = Orders { seconds: None, requests: Some(requests.div_ceil(load.queues as u64)), ..orders.clone() };
     let counting = Counting::start(pid, counter)?;
-    let tally = drive(lanes, load, &orders)?;
+    let tally = drive(driver, lanes, load, &orders)?;
     Ok((counter, counting.finish()?, tally.requests))
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::worker::Tally;
-use super::{Load, Op};
+use super::{Load, On, Op};
 use crate::measure::{Counter, Syscalls, ThreadUse, Use};
 
 /// What a load found.
@@ -13,6 +13,8 @@ use crate::measure::{Counter, Syscalls, ThreadUse, Use};
 pub struct Report {
     /// What was asked.
     pub op: Op,
+    /// Of a `file` or a `disk`.
+    pub on: &'static str,
     /// Request queues.
     pub queues: usize,
     /// Requests in flight per queue.
@@ -29,6 +31,8 @@ pub struct Report {
     pub threads: usize,
     /// How long it took.
     pub seconds: f64,
+    /// How often the server was lost and another one went on.
+    pub reattached: u32,
     /// Requests answered.
     pub requests: u64,
     /// Those of them whose answer was wrong.
@@ -117,6 +121,7 @@ impl Report {
         let each = |count: u64| ratio(count, float(tally.requests));
         Self {
             op: load.op,
+            on: if load.on == On::Disk { "disk" } else { "file" },
             queues: load.queues,
             depth: load.depth,
             block,
@@ -125,6 +130,7 @@ impl Report {
             verify: load.verify,
             threads: load.threads(),
             seconds,
+            reattached: tally.reattached,
             requests: tally.requests,
             errors: tally.errors,
             first_error: tally.first_error.clone(),

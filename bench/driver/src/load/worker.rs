@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
+use super::ledger::Ledger;
 use super::pattern::{self, Cursor};
 use super::slots::{Data, Slot, Template};
 use crate::queue::Counters;
@@ -42,6 +43,8 @@ pub(super) struct Tally {
     pub(super) first_error: Option<String>,
     pub(super) counters: Counters,
     pub(super) elapsed: Duration,
+    /// How often another server went on.
+    pub(super) reattached: u32,
     /// Time spent on requests: neither polling idle queues nor kicking.
     pub(super) busy_ns: u64,
     /// Time spent in kicks.
@@ -59,6 +62,7 @@ impl Tally {
             first_error: None,
             counters: Counters::default(),
             elapsed: Duration::ZERO,
+            reattached: 0,
             busy_ns: 0,
             kick_ns: 0,
             latency_ns,
@@ -69,9 +73,6 @@ impl Tally {
         self.requests += other.requests;
         self.errors += other.errors;
         self.first_error = self.first_error.take().or_else(|| other.first_error.clone());
-        self.counters.kicks += other.counters.kicks;
-        self.counters.calls += other.counters.calls;
-        self.elapsed = self.elapsed.max(other.elapsed);
         self.busy_ns += other.busy_ns;
         self.kick_ns += other.kick_ns;
         // Both have the same bounds, so that every value fits.
@@ -79,81 +80,113 @@ impl Tally {
     }
 }
 
-/// A queue under load.
+/// What is asked over a queue. It outlives the connection.
 #[derive(Debug)]
-pub(super) struct Lane<'a> {
-    queue: &'a mut Queue,
+pub(super) struct Lane {
     slots: Vec<Slot>,
     /// Ring descriptor to slot.
     by_head: Vec<u16>,
     cursor: Cursor,
+    /// Of a disk that is checked.
+    ledger: Option<Ledger>,
     /// Requests not yet sent.
     left: u64,
     in_flight: usize,
 }
 
-impl<'a> Lane<'a> {
+impl Lane {
     /// Builds the requests of a queue.
-    pub(super) fn new(queue: &'a mut Queue, orders: &Orders, cursor: Cursor) -> Result<Self> {
+    pub(super) fn new(queue: &mut Queue, orders: &Orders, cursor: Cursor, ledger: Option<Ledger>) -> Result<Self> {
         let make = |_| Slot::new(queue, &orders.template);
         let slots: Vec<_> = (0..orders.depth).map(make).collect::<Result<_>>()?;
         let mut by_head = vec![u16::MAX; queue.ring.size().into()];
         for (slot, index) in slots.iter().zip(0..) {
             by_head[usize::from(slot.head)] = index;
         }
-        Ok(Self { queue, slots, by_head, cursor, left: 0, in_flight: 0 })
+        Ok(Self { slots, by_head, cursor, ledger, left: 0, in_flight: 0 })
+    }
+
+    /// What the disk must hold afterwards.
+    pub(super) fn ledger(&self) -> Option<&Ledger> {
+        self.ledger.as_ref()
+    }
+
+    /// Sends the first requests.
+    pub(super) fn begin(&mut self, queue: &mut Queue, orders: &Orders) {
+        queue.counters();
+        queue.counters = Counters::default();
+        self.left = orders.requests.unwrap_or(u64::MAX);
+        queue.ring.suppress_calls();
+        for index in 0..orders.depth.min(usize::try_from(self.left).unwrap_or(usize::MAX)) {
+            self.send(queue, index, orders, 0);
+        }
+        queue.publish();
     }
 
     /// Sends slot `index` again.
     #[inline]
-    fn send(&mut self, index: usize, orders: &Orders, now_ns: u64) {
-        let unique = self.queue.next_unique();
+    fn send(&mut self, queue: &mut Queue, index: usize, orders: &Orders, now_ns: u64) {
+        let unique = queue.next_unique();
         let slot = &mut self.slots[index];
         slot.arm(unique, now_ns);
-        if orders.template.data != Data::None {
-            slot.aim(self.cursor.next());
+        match (&mut self.ledger, orders.template.data) {
+            (_, Data::None) => {}
+            (Some(ledger), _) => slot.aim(ledger.begin(&mut self.cursor)),
+            (None, _) => slot.aim(self.cursor.next()),
         }
         if let (Data::Out(bytes), true) = (orders.template.data, orders.verify) {
             let mut block = vec![0; bytes];
-            pattern::fill(&mut block, slot.offset, pattern::SEED_WRITTEN);
+            match &self.ledger {
+                Some(ledger) => ledger.fill_next(&mut block, slot.offset),
+                None => pattern::fill(&mut block, slot.offset, pattern::SEED_WRITTEN),
+            }
             slot.write_data(&block);
         }
-        self.queue.ring.push(slot.head, &slot.chain);
+        queue.ring.push(slot.head, &slot.chain);
         self.left -= 1;
         self.in_flight += 1;
     }
 
     /// Takes everything that is done and sends as much again. True when a kick is due.
     #[inline]
-    fn turn(&mut self, orders: &Orders, tally: &mut Tally, waiting: u16, now_ns: u64) -> Result<bool> {
+    fn turn(
+        &mut self,
+        queue: &mut Queue,
+        orders: &Orders,
+        tally: &mut Tally,
+        waiting: u16,
+        now_ns: u64,
+    ) -> Result<bool> {
         let mut sent = false;
         for _ in 0..waiting {
-            let used = self.queue.ring.pop_ready();
+            let used = queue.ring.pop_ready();
             let head = usize::try_from(used.id).ok().and_then(|id| self.by_head.get(id));
             let index = head.copied().filter(|&index| index != u16::MAX).ok_or(Error::BadUsed(used.id))?;
             let index = usize::from(index);
             self.in_flight -= 1;
             tally.requests += 1;
-            let slot = &self.slots[index];
-            tally.latency_ns.saturating_record(now_ns - slot.sent_ns);
+            tally.latency_ns.saturating_record(now_ns - self.slots[index].sent_ns);
             self.judge(index, used.len, orders, tally);
             if self.left > 0 {
-                self.send(index, orders, now_ns);
+                self.send(queue, index, orders, now_ns);
                 sent = true;
             }
         }
-        self.queue.ring.keep_suppressed();
-        Ok(sent && self.queue.ring.publish())
+        queue.ring.keep_suppressed();
+        Ok(sent && queue.ring.publish())
     }
 
     #[inline]
-    fn judge(&self, index: usize, used_len: u32, orders: &Orders, tally: &mut Tally) {
+    fn judge(&mut self, index: usize, used_len: u32, orders: &Orders, tally: &mut Tally) {
         let slot = &self.slots[index];
         let problem = match slot.check(used_len) {
             Err(answer) => Some(slot.explain(answer, used_len)),
-            Ok(()) if orders.verify => mismatch(slot, orders),
+            Ok(()) if orders.verify => mismatch(slot, orders, self.ledger.as_ref()),
             Ok(()) => None,
         };
+        if let Some(ledger) = &mut self.ledger {
+            ledger.end(slot.offset, problem.is_none() && matches!(orders.template.data, Data::Out(_)));
+        }
         if let Some(problem) = problem {
             tally.errors += 1;
             tally.first_error.get_or_insert(problem);
@@ -162,52 +195,49 @@ impl<'a> Lane<'a> {
 }
 
 /// Compares what a READ brought.
-fn mismatch(slot: &Slot, orders: &Orders) -> Option<String> {
+fn mismatch(slot: &Slot, orders: &Orders, ledger: Option<&Ledger>) -> Option<String> {
     let Data::In(bytes) = orders.template.data else { return None };
     let mut block = vec![0; bytes];
     slot.read_data(&mut block);
-    let good = pattern::matches(&block, slot.offset, pattern::SEED_INITIAL);
+    let good = match ledger {
+        Some(ledger) => ledger.check(&block, slot.offset).is_ok(),
+        None => pattern::matches(&block, slot.offset, pattern::SEED_INITIAL),
+    };
     (!good).then(|| format!("the {bytes} bytes at offset {} are not what was written", slot.offset))
 }
 
-/// Drives the lanes of one thread until their requests are spent or the time is over, and all answers are there.
-pub(super) fn run(lanes: &mut [Lane<'_>], orders: &Orders) -> Result<Tally> {
-    let mut tally = Tally::new()?;
+/// Drives the lanes of one thread until their requests are spent or the time since `start` is over, and all answers are
+/// there. What was found holds also if it ends with an error.
+pub(super) fn run(
+    queues: &mut [Queue],
+    lanes: &mut [Lane],
+    orders: &Orders,
+    start: Instant,
+    tally: &mut Tally,
+) -> Result<()> {
     let epoll = Epoll::new()?;
-    for lane in lanes.iter_mut() {
-        let event = EpollEvent::new(EventSet::IN, 0);
-        epoll.ctl(ControlOperation::Add, lane.queue.call.as_raw_fd(), event)?;
-        lane.queue.counters();
-        lane.queue.counters = Counters::default();
-        lane.left = orders.requests.unwrap_or(u64::MAX);
-        lane.queue.ring.suppress_calls();
+    for queue in queues.iter() {
+        epoll.ctl(ControlOperation::Add, queue.call.as_raw_fd(), EpollEvent::new(EventSet::IN, 0))?;
     }
-    let start = Instant::now();
-    for lane in lanes.iter_mut() {
-        for index in 0..orders.depth.min(usize::try_from(lane.left).unwrap_or(usize::MAX)) {
-            lane.send(index, orders, nanoseconds(start));
-        }
-        lane.queue.publish();
-    }
-    turns(lanes, orders, &mut tally, start, &epoll)?;
-    tally.elapsed = start.elapsed();
-    for lane in lanes.iter_mut() {
-        let counters = lane.queue.counters();
-        tally.counters.kicks += counters.kicks;
-        tally.counters.calls += counters.calls;
-    }
-    Ok(tally)
+    turns(queues, lanes, orders, tally, start, &epoll)
 }
 
-fn turns(lanes: &mut [Lane<'_>], orders: &Orders, tally: &mut Tally, start: Instant, epoll: &Epoll) -> Result<()> {
+fn turns(
+    queues: &mut [Queue],
+    lanes: &mut [Lane],
+    orders: &Orders,
+    tally: &mut Tally,
+    start: Instant,
+    epoll: &Epoll,
+) -> Result<()> {
     let end_ns = orders
         .seconds
         .map_or(u64::MAX, |seconds| u64::try_from(Duration::from_secs_f64(seconds).as_nanos()).unwrap_or(u64::MAX));
-    let (mut idle, mut last_ns) = (0, 0);
+    let (mut idle, mut last_ns) = (0, nanoseconds(start));
     loop {
         let mut any = false;
-        for lane in lanes.iter_mut() {
-            let waiting = lane.queue.ring.waiting_used();
+        for (queue, lane) in queues.iter_mut().zip(lanes.iter_mut()) {
+            let waiting = queue.ring.waiting_used();
             if waiting == 0 {
                 continue;
             }
@@ -216,12 +246,12 @@ fn turns(lanes: &mut [Lane<'_>], orders: &Orders, tally: &mut Tally, start: Inst
             if now_ns >= end_ns {
                 lane.left = 0;
             }
-            let kick = lane.turn(orders, tally, waiting, now_ns)?;
+            let kick = lane.turn(queue, orders, tally, waiting, now_ns)?;
             let done_ns = nanoseconds(start);
             tally.busy_ns += done_ns - now_ns;
             last_ns = done_ns;
             if kick {
-                lane.queue.kick();
+                queue.kick();
                 tally.kick_ns += nanoseconds(start) - done_ns;
             }
         }
@@ -233,16 +263,16 @@ fn turns(lanes: &mut [Lane<'_>], orders: &Orders, tally: &mut Tally, start: Inst
             return Ok(());
         }
         idle += 1;
-        rest(lanes, orders, idle, epoll)?;
+        rest(queues, orders, idle, epoll)?;
         if orders.sleep || idle.is_multiple_of(POLLS_BEFORE_CHECK) {
-            check_alive(lanes, orders, nanoseconds(start) - last_ns)?;
+            check_alive(queues, orders, nanoseconds(start) - last_ns)?;
         }
     }
 }
 
 /// Passes the time until something is done.
 #[inline]
-fn rest(lanes: &mut [Lane<'_>], orders: &Orders, idle: u32, epoll: &Epoll) -> Result<()> {
+fn rest(queues: &mut [Queue], orders: &Orders, idle: u32, epoll: &Epoll) -> Result<()> {
     if !orders.sleep {
         if idle.is_multiple_of(POLLS_BEFORE_YIELD) {
             std::thread::yield_now();
@@ -252,8 +282,8 @@ fn rest(lanes: &mut [Lane<'_>], orders: &Orders, idle: u32, epoll: &Epoll) -> Re
         return Ok(());
     }
     let mut waiting = false;
-    for lane in lanes.iter_mut() {
-        waiting |= lane.queue.ring.want_call();
+    for queue in queues.iter_mut() {
+        waiting |= queue.ring.want_call();
     }
     if !waiting {
         let mut events = [EpollEvent::default(); 8];
@@ -262,18 +292,18 @@ fn rest(lanes: &mut [Lane<'_>], orders: &Orders, idle: u32, epoll: &Epoll) -> Re
             _ => {}
         }
     }
-    for lane in lanes.iter_mut() {
-        lane.queue.drain_calls();
-        lane.queue.ring.suppress_calls();
+    for queue in queues.iter_mut() {
+        queue.drain_calls();
+        queue.ring.suppress_calls();
     }
     Ok(())
 }
 
-fn check_alive(lanes: &[Lane<'_>], orders: &Orders, silent_ns: u64) -> Result<()> {
+fn check_alive(queues: &[Queue], orders: &Orders, silent_ns: u64) -> Result<()> {
     if u128::from(silent_ns) > orders.stall.as_nanos() {
         return Err(Error::TimedOut(orders.stall));
     }
-    if silent_ns > 100_000_000 && !lanes.iter().all(|lane| lane.queue.is_connected()) {
+    if silent_ns > 100_000_000 && !queues.iter().all(Queue::is_connected) {
         return Err(Error::Disconnected);
     }
     Ok(())

@@ -4,19 +4,13 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use super::fio::{self, Found, Job};
-
-/// How often it is looked whether a program has ended: short beside a run.
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
-/// How long a program that was killed may take to go; longer, and it waits for a server that does not answer.
-const KILL_TIMEOUT: Duration = Duration::from_secs(1);
-/// The end of a program's complaint that an error shows.
-const LAST_WORDS_BYTES: usize = 300;
+use crate::process;
 
 /// One figure of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -54,48 +48,10 @@ impl Loads {
         command
     }
 
-    /// Runs a command and takes what it prints on standard output.
-    ///
-    /// A program that waits for a server cannot even be killed, so this gives up on it: it goes when its server does.
-    pub fn run(&self, mut command: Command, timeout: Duration) -> Result<String> {
-        let (output, complaint) = (self.folder.join("load.out"), self.folder.join("load.err"));
-        let mut child = command
-            .stdin(Stdio::null())
-            .stdout(File::create(&output)?)
-            .stderr(File::create(&complaint)?)
-            .spawn()
-            .with_context(|| format!("cannot start {}", command.get_program().display()))?;
-        let mut deadline = Instant::now() + timeout;
-        let mut late = false;
-        let status = loop {
-            if let Some(status) = child.try_wait()? {
-                break Some(status);
-            }
-            if Instant::now() > deadline {
-                if late {
-                    break None;
-                }
-                child.kill()?;
-                late = true;
-                deadline = Instant::now() + KILL_TIMEOUT;
-            }
-            std::thread::sleep(LOOK_INTERVAL);
-        };
-        ensure!(!late, "it did not end within {} s", timeout.as_secs());
-        let status = status.context("it ended, but without a status")?;
-        let text = std::fs::read_to_string(&output).unwrap_or_default();
-        ensure!(status.success(), "{status}: {}", last_words(&complaint, &text));
-        Ok(text)
+    /// Runs a command and takes what it prints on standard output; see [`process::run`].
+    pub fn run(&self, command: Command, timeout: Duration) -> Result<String> {
+        process::run(command, &self.folder, timeout)
     }
-}
-
-/// What a program that failed has to say: fio says it on either output.
-fn last_words(complaint: &Path, output: &str) -> String {
-    let text = std::fs::read_to_string(complaint).ok().filter(|text| !text.trim().is_empty());
-    let text = text.unwrap_or_else(|| output.to_owned());
-    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    let skip = words.chars().count().saturating_sub(LAST_WORDS_BYTES);
-    words.chars().skip(skip).collect()
 }
 
 /// Reads what the load on names prints.
@@ -121,28 +77,6 @@ pub fn fill(dir: &Path, files: usize, file_mib: u64) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn loads(folder: &Path) -> Loads {
-        Loads { fio: "fio".into(), names: "names".into(), folder: folder.into() }
-    }
-
-    fn shell(text: &str) -> Command {
-        let mut command = Command::new("sh");
-        command.args(["-c", text]);
-        command
-    }
-
-    #[test]
-    fn a_program_that_fails_or_hangs_is_an_error() {
-        let dir = tempfile::tempdir().unwrap();
-        let loads = loads(dir.path());
-        let second = Duration::from_secs(1);
-        assert_eq!(loads.run(shell("echo out; echo err >&2"), second).unwrap(), "out\n");
-        let error = loads.run(shell("echo out; echo why >&2; exit 3"), second).unwrap_err().to_string();
-        assert!(error.contains("exit status: 3") && error.ends_with("why"), "{error}");
-        let error = loads.run(shell("exec sleep 60"), Duration::from_millis(50)).unwrap_err().to_string();
-        assert!(error.contains("did not end"), "{error}");
-    }
 
     #[test]
     fn reads_rates() {

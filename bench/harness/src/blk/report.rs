@@ -1,0 +1,423 @@
+//! The report of the vhost-blk table: Markdown, the lines themselves, a chart.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::systems::{System, Way};
+use crate::chart;
+use crate::line::{FERRY, Line};
+use crate::machine::Machine;
+use crate::stats;
+
+/// The published figures.
+const PUBLISHED: &str = include_str!("../../../published/vhost-blk-fio.csv");
+/// What disappoints and why, by hand; it ends the report.
+const NOTES: &str = "vhost-blk-notes.md";
+
+const POLL: System = System::Ferry(Way::Poll);
+/// The peer that the targets are about.
+const PEER: System = System::StorageDaemon(Way::Poll);
+/// A latency may be this much longer than on the file itself.
+const LATENCY_FACTOR: f64 = 1.3;
+/// System calls of the server for each request that are allowed at depth 32.
+const SYSCALLS_MAX: f64 = 0.1;
+/// Rows that are named with a reason why something did not run.
+const ROWS_NAMED_MAX: usize = 4;
+
+/// A published row.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Published {
+    /// Its name.
+    pub name: String,
+    /// QEMU's virtio-blk: requests per second and completion latency.
+    pub virtio: (f64, f64),
+    /// vhost-blk in the kernel.
+    pub vhost: (f64, f64),
+}
+
+/// Reads the published figures.
+pub fn published() -> Vec<Published> {
+    let row = |line: &str| {
+        let fields: Vec<&str> = line.split(',').map(str::trim).collect();
+        let [operation, depth, rest @ ..] = &fields[..] else { return None };
+        let numbers: Vec<f64> = rest.iter().filter_map(|field| field.parse().ok()).collect();
+        let [iops, latency, vhost_iops, vhost_latency] = numbers[..] else { return None };
+        let name = format!("{operation} depth {depth}");
+        Some(Published { name, virtio: (iops, latency), vhost: (vhost_iops, vhost_latency) })
+    };
+    PUBLISHED.lines().skip(1).filter_map(row).collect()
+}
+
+/// What the project set itself to reach, as far as this run measured it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Target {
+    what: String,
+    value: f64,
+    limit: f64,
+    at_least: bool,
+}
+
+impl Target {
+    fn verdict(&self) -> &'static str {
+        let reached = if self.at_least { self.value >= self.limit } else { self.value <= self.limit };
+        if reached { "reached" } else { "missed" }
+    }
+
+    fn bound(&self) -> String {
+        format!("at {} {}", if self.at_least { "least" } else { "most" }, self.limit)
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {:.2} (target: {}: {})", self.what, self.value, self.bound(), self.verdict())
+    }
+}
+
+/// The line of one of our configurations in a row.
+fn find<'a>(lines: &'a [Line], row: &str, config: &str) -> Option<&'a Line> {
+    lines.iter().find(|line| line.row == row && line.config == config)
+}
+
+/// What there is of the targets in these lines.
+pub fn targets(lines: &[Line]) -> Vec<Target> {
+    let mut targets = Vec::new();
+    let published: Vec<String> = published().into_iter().map(|row| row.name).collect();
+    let random = |depth: usize| ["read", "write"].map(|operation| format!("random {operation} 4K depth {depth}"));
+    let peer = PEER.name();
+    let ratios = |rows: &[String], config: &str| -> Vec<f64> {
+        rows.iter().filter_map(|row| find(lines, row, config)?.ratio.get(peer).copied()).collect()
+    };
+    let mut faster = |what: &str, rows: &[String], limit: f64| {
+        for (config, cache) in [(POLL.name().to_owned(), "page cache"), (format!("{} direct", POLL.name()), "O_DIRECT")]
+        {
+            let ratios = ratios(rows, &config);
+            for (how, value) in [
+                ("geometric mean", stats::geometric_mean(ratios.iter().copied())),
+                ("least", ratios.iter().copied().min_by(f64::total_cmp)),
+            ] {
+                if let Some(value) = value {
+                    let what = format!("{what}, {cache}: ferry : {peer}, {how} of {} rows", ratios.len());
+                    targets.push(Target { what, value, limit, at_least: true });
+                }
+            }
+        }
+    };
+    faster("512 bytes, depth 1 to 3", &published, 1.16);
+    faster("4 KiB, depth 32", &random(32), 1.5);
+    faster("4 KiB, depth 128", &random(128), 2.0);
+    for row in random(32) {
+        let Some(line) = find(lines, &row, POLL.name()) else { continue };
+        for (how, counts) in [("polls", &line.counts), ("sleeps", &line.counts_asleep)] {
+            if let Some(value) = counts.get(FERRY).and_then(|counts| counts.syscalls_per_request) {
+                let what = format!("{row}: system calls for each request, driver that {how}");
+                targets.push(Target { what, value, limit: SYSCALLS_MAX, at_least: false });
+            }
+        }
+    }
+    for (config, cache) in [(POLL.name().to_owned(), "page cache"), (format!("{} direct", POLL.name()), "O_DIRECT")] {
+        for row in random(1).into_iter().chain(published.iter().filter(|row| row.ends_with(" 1")).cloned()) {
+            let latency = |name: &str| find(lines, &row, &config)?.also.get("latency_us")?.get(name).copied();
+            if let (Some(ours), Some(bare)) = (latency(FERRY), latency(System::BareFile.name())) {
+                let what = format!("{row}, {cache}: latency : that of io_uring on the file");
+                targets.push(Target { what, value: ours / bare, limit: LATENCY_FACTOR, at_least: false });
+            }
+        }
+    }
+    targets
+}
+
+/// Writes the report into a folder.
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let mut json = String::new();
+    for line in lines {
+        json.push_str(&serde_json::to_string(line)?);
+        json.push('\n');
+    }
+    let notes = crate::report::notes(folder, NOTES)?;
+    // The default alone: all configurations would be more than a picture can hold.
+    let shown: Vec<Line> = lines.iter().filter(|line| line.config.starts_with(POLL.name())).cloned().collect();
+    let files = [
+        ("vhost-blk.md", format!("{}{notes}", markdown(lines, machine, targets))),
+        ("vhost-blk.svg", chart::svg(&shown, PEER.name())),
+        ("vhost-blk.jsonl", json),
+    ];
+    for (name, content) in files {
+        let path = folder.join(name);
+        std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// The whole report.
+pub fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
+    let mut out = String::from("# Disks for guests: Ferry beside QEMU\n\n");
+    head(&mut out, machine, lines);
+    target_table(&mut out, targets);
+    out.push_str("![How many times better Ferry is, row by row](vhost-blk.svg)\n\n");
+    published_table(&mut out, lines);
+    let native = |line: &Line| !["qemu-img ", "uml ", "qemu "].iter().any(|prefix| line.row.starts_with(prefix));
+    let cached = |line: &Line| !line.config.ends_with("direct");
+    figures(&mut out, "From this host, page cache", lines.iter().filter(|line| native(line) && cached(line)));
+    figures(&mut out, "From this host, O_DIRECT", lines.iter().filter(|line| native(line) && !cached(line)));
+    for (title, prefix) in [
+        ("qemu-img bench, over libblkio", "qemu-img "),
+        ("fio in User-mode Linux", "uml "),
+        ("fio in a QEMU guest", "qemu "),
+    ] {
+        figures(&mut out, title, lines.iter().filter(|line| line.row.starts_with(prefix)));
+    }
+    crate::report::counts(&mut out, lines);
+    disappointments(&mut out, lines);
+    out
+}
+
+fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
+    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let Machine { cpu, cpus, kernel, file_system, guest_kernel, virtiofsd: daemon, fio, ferry, command, date } =
+        machine;
+    let _ = writeln!(
+        out,
+        "`{command}`, begun {date} UTC. {runs} runs of each server, in turn; medians, with the least and the greatest \
+         in brackets. A ratio above 1 means that Ferry is better. Latencies are means of a run, from sending a request \
+         to seeing its answer.\n\n\
+         | | |\n| --- | --- |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, disks are files of 64 MiB on {file_system} |\n\
+         | guests | {guest_kernel} |\n\
+         | Ferry | {ferry} |\n| peers | {daemon}; QEMU and its tools are Debian sid's |\n| fio | {fio} |\n"
+    );
+    let _ = writeln!(
+        out,
+        "* Configurations: `poll` is `ferry disk` as it is by default, `no-poll` with `--poll-us 0`, `packed` with packed \
+         rings; `direct` is `--cache none` (O_DIRECT), all others `--cache writeback` on files that are in the page cache.\n\
+         * qemu-storage-daemon: `aio=io_uring`, the export in an iothread, which polls by default (`-no-poll`: \
+         `poll-max-ns=0`), `cache.direct` as in our line. `qemu-virtio-blk` is QEMU's own disk in an iothread with \
+         `aio=io_uring`, `-native` with `aio=native`.\n\
+         * `io_uring-file`: fio with io_uring on the same kind of file, without any disk server.\n\
+         * From this host, the driver polls its rings; over one queue it has one CPU and the server the others, over \
+         several everybody may use all. qemu-img waits for signals.\n\
+         * In User-mode Linux the page cache is used, in QEMU O_DIRECT, as by those who published; fio there with libaio, \
+         direct. All disks of a guest are in one guest and take turns.\n\
+         * SPDK's vhost server cannot be had from any package registry: `bench/peers/README.md`.\n"
+    );
+}
+
+fn target_table(out: &mut String, targets: &[Target]) {
+    out.push_str("## Targets\n\n| | measured | target | |\n| --- | --- | --- | --- |\n");
+    for target in targets {
+        let _ = writeln!(out, "| {} | {:.2} | {} | {} |", target.what, target.value, target.bound(), target.verdict());
+    }
+    out.push('\n');
+}
+
+/// The six published rows, and what each kind of client found.
+fn published_table(out: &mut String, lines: &[Line]) {
+    out.push_str(
+        "## The published rows\n\nRequests per second / microseconds. The published figures \
+         (`bench/published/vhost-blk-fio.csv`) are of vhost-blk in the kernel beside QEMU's virtio-blk, on another \
+         machine: they tell which rows matter and by how much a shorter way is faster, not how fast Ferry is.\n\n\
+         | row | QEMU, published | vhost-blk, published | ratio | QEMU's disk in a QEMU guest | Ferry there | ratio \
+         | storage daemon from this host | Ferry | ratio | the same, O_DIRECT |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
+    );
+    for row in published() {
+        let pair = |(iops, latency): (f64, f64)| format!("{iops} / {latency}");
+        let guest = find(lines, &format!("qemu {}", row.name), &format!("{} direct", POLL.name()));
+        let native = find(lines, &row.name, POLL.name());
+        let direct = find(lines, &row.name, &format!("{} direct", POLL.name()));
+        let peer = PEER.name();
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {:.2} | {} | {} | {} | {} | {} | {} | {} |",
+            row.name,
+            pair(row.virtio),
+            pair(row.vhost),
+            row.vhost.0 / row.virtio.0,
+            shown(guest, "qemu-virtio-blk"),
+            shown(guest, FERRY),
+            ratio(guest, "qemu-virtio-blk"),
+            shown(native, peer),
+            shown(native, FERRY),
+            ratio(native, peer),
+            ratio(direct, peer),
+        );
+    }
+    out.push('\n');
+}
+
+/// Rate and latency of a server in a line.
+fn shown(line: Option<&Line>, name: &str) -> String {
+    let rate = line.and_then(|line| if name == FERRY { line.ferry } else { line.peers.get(name).copied() });
+    let latency = line.and_then(|line| line.also.get("latency_us")?.get(name));
+    match (rate, latency) {
+        (Some(rate), Some(latency)) => format!("{rate} / {latency}"),
+        _ => "-".into(),
+    }
+}
+
+fn ratio(line: Option<&Line>, peer: &str) -> String {
+    line.and_then(|line| line.ratio.get(peer)).map_or("-".into(), |ratio| format!("**{ratio:.2}**"))
+}
+
+fn figures<'a>(out: &mut String, title: &str, lines: impl Iterator<Item = &'a Line>) {
+    let lines: Vec<&Line> = lines.collect();
+    if lines.is_empty() {
+        return;
+    }
+    let _ = writeln!(
+        out,
+        "## {title}\n\n| row | config | Ferry, requests/s | us | others, requests/s (ratio), us |\n\
+         | --- | --- | --- | --- | --- |"
+    );
+    for line in &lines {
+        let ours = match (line.ferry, line.spread.get(FERRY)) {
+            (Some(median), Some([least, most])) => format!("{median} [{least}, {most}]"),
+            _ => "-".into(),
+        };
+        let latency =
+            |name: &str| line.also.get("latency_us").and_then(|all| all.get(name)).map_or("-".into(), f64::to_string);
+        let peer = |(name, value): (&String, &f64)| {
+            let ratio = line.ratio.get(name).map_or(String::new(), |ratio| format!(" (**{ratio:.2}**)"));
+            format!("{name} {value}{ratio}, {}", latency(name))
+        };
+        let peers: Vec<String> = line.peers.iter().map(peer).collect();
+        let _ =
+            writeln!(out, "| {} | {} | {ours} | {} | {} |", line.row, line.config, latency(FERRY), peers.join("; "));
+    }
+    let notes: BTreeMap<&String, ()> = lines.iter().filter_map(|line| Some((line.note.as_ref()?, ()))).collect();
+    out.push('\n');
+    for note in notes.keys() {
+        let _ = writeln!(out, "* {note}");
+    }
+    if !notes.is_empty() {
+        out.push('\n');
+    }
+}
+
+fn disappointments(out: &mut String, lines: &[Line]) {
+    out.push_str("\n## What disappoints\n\n");
+    let before = out.len();
+    for line in lines {
+        let name = format!("{} ({})", line.row, line.config);
+        for (peer, ratio) in line.ratio.iter().filter(|(peer, ratio)| peer.starts_with("qemu") && **ratio < 1.0) {
+            let within = match (line.spread.get(FERRY), line.spread.get(peer)) {
+                (Some(a), Some(b)) if a[0] <= b[1] && b[0] <= a[1] => "; the runs of both overlap",
+                _ => "",
+            };
+            let _ = writeln!(out, "* {name}: {ratio:.2} of {peer}{within}");
+        }
+    }
+    reasons(out, lines);
+    if out.len() == before {
+        out.push_str("No row is below QEMU, none was skipped or failed.\n");
+    }
+}
+
+/// Why something did not run, each reason once.
+fn reasons(out: &mut String, lines: &[Line]) {
+    let mut reasons: BTreeMap<(&str, &str), Vec<String>> = BTreeMap::new();
+    for line in lines {
+        for (what, reason) in [("error", &line.error), ("skipped", &line.skipped)] {
+            let rows = reason.as_ref().map(|reason| reasons.entry((what, reason)).or_default());
+            rows.into_iter().for_each(|rows| rows.push(format!("{} ({})", line.row, line.config)));
+        }
+    }
+    for ((what, reason), rows) in reasons {
+        let more = if rows.len() > ROWS_NAMED_MAX {
+            format!(" and {} more", rows.len() - ROWS_NAMED_MAX)
+        } else {
+            String::new()
+        };
+        let named: Vec<&str> = rows.iter().take(ROWS_NAMED_MAX).map(String::as_str).collect();
+        let _ = writeln!(out, "* {what}: {reason} (in {}{more})", named.join(", "));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::line::Counts;
+    use crate::stats::Better;
+
+    fn line(row: &str, config: &str, values: &[(&str, f64)]) -> Line {
+        let mut line = Line::new("vhost-blk", row.into(), config, "IOPS", Better::Higher);
+        line.fill(&values.iter().map(|(name, value)| ((*name).to_owned(), vec![*value])).collect());
+        let latencies = values.iter().map(|(name, value)| ((*name).to_owned(), 1e6 / value)).collect();
+        line.also.insert("latency_us", latencies);
+        line
+    }
+
+    fn lines() -> Vec<Line> {
+        let peer = PEER.name();
+        let mut lines = vec![
+            line("sequential read 512B depth 1", "poll", &[(FERRY, 100_000.0), (peer, 50_000.0)]),
+            line("sequential write 512B depth 3", "poll", &[(FERRY, 50_000.0), (peer, 100_000.0)]),
+            line("random read 4K depth 32", "poll", &[(FERRY, 300_000.0), (peer, 200_000.0)]),
+            line("random read 4K depth 1", "poll direct", &[(FERRY, 10_000.0), ("io_uring-file", 12_500.0)]),
+            line("qemu sequential read 512B depth 1", "poll direct", &[(FERRY, 300.0), ("qemu-virtio-blk", 200.0)]),
+        ];
+        let counts = Counts {
+            syscalls_per_request: Some(0.05),
+            wakeups_per_request: None,
+            calls_per_request: 0.0,
+            kicks_per_request: 0.1,
+        };
+        lines[2].counts.insert(FERRY.into(), counts);
+        lines
+    }
+
+    #[test]
+    fn reads_the_published_figures() {
+        let row = published().into_iter().find(|row| row.name == "sequential read 512B depth 2").unwrap();
+        assert_eq!((row.virtio, row.vhost), ((7814.0, 222.0), (8645.0, 202.0)));
+    }
+
+    #[test]
+    fn says_which_targets_are_reached() {
+        let text: Vec<String> = targets(&lines()).iter().map(ToString::to_string).collect();
+        let text = text.join("\n");
+        for part in [
+            "depth 1 to 3, page cache: ferry : qemu-storage-daemon, geometric mean of 2 rows: 1.00 (target: at least 1.16: missed)",
+            "depth 1 to 3, page cache: ferry : qemu-storage-daemon, least of 2 rows: 0.50",
+            "depth 32, page cache: ferry : qemu-storage-daemon, least of 1 rows: 1.50 (target: at least 1.5: reached)",
+            "random read 4K depth 32: system calls for each request, driver that polls: 0.05 (target: at most 0.1: reached)",
+            "random read 4K depth 1, O_DIRECT: latency : that of io_uring on the file: 1.25 (target: at most 1.3: reached)",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert_eq!(targets(&[]), []);
+    }
+
+    #[test]
+    fn shows_figures_counts_and_disappointments() {
+        let mut lines = lines();
+        lines[0].skip("spdk: no");
+        let text = markdown(&lines, &Machine::default(), &targets(&lines));
+        for part in [
+            "| sequential read 512B depth 1 | 4116 / 214 | 4755 / 183 | 1.16 | 200 / 5000 | 300 / 3333",
+            "| **1.50** | 50000 / 20 | 100000 / 10 | **2.00** | - |",
+            "## From this host, page cache",
+            "qemu-storage-daemon 50000 (**2.00**), 20 |",
+            "* sequential write 512B depth 3 (poll): 0.50 of qemu-storage-daemon",
+            "* skipped: spdk: no (in sequential read 512B depth 1 (poll))",
+            "| random read 4K depth 32 | polling | ferry | 0.05 | - | 0 | 0.1 |",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert!(!text.contains("fio in User-mode Linux\n"), "nothing ran there");
+    }
+
+    #[test]
+    fn notes_by_hand_end_the_report() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(NOTES), "Because.\n").unwrap();
+        write(dir.path(), &lines(), &Machine::default(), &[]).unwrap();
+        let text = std::fs::read_to_string(dir.path().join("vhost-blk.md")).unwrap();
+        assert!(text.ends_with("### Why\n\nBecause.\n"), "{text}");
+        assert!(std::fs::read_to_string(dir.path().join("vhost-blk.svg")).unwrap().contains("<rect"));
+    }
+}

@@ -1,0 +1,161 @@
+//! Disks under load that is checked: every block must hold what was written there last, also when servers are killed.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ferry_disk::{Cache, Options};
+use ferry_driver::load::{self, Load, On, Op, Report};
+use ferry_tests::disks::Offered;
+use ferry_tests::{Place, folder};
+use ferry_vhost::Socket;
+
+const BYTES: u64 = 8 << 20;
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// How often a server is killed.
+const KILLS: u32 = 6;
+/// Names the folder of a disk to serve; see [`serve_if_asked`].
+const FOLDER_VARIABLE: &str = "FERRY_TEST_DISK_FOLDER";
+
+fn base() -> Load {
+    Load {
+        on: On::Disk,
+        size: None,
+        op: Op::Write,
+        queues: 1,
+        queue_size: 128,
+        event_idx: true,
+        indirect: true,
+        packed: false,
+        depth: 16,
+        block: 4096,
+        random: true,
+        seconds: None,
+        requests: Some(6000),
+        sleep: false,
+        threads: None,
+        verify: true,
+        reattach: None,
+        pid: None,
+        count_syscalls: None,
+    }
+}
+
+#[track_caller]
+fn run(socket: &Path, load: &Load) -> Report {
+    let report = load::run(socket, load).unwrap();
+    assert_eq!((report.errors, &report.first_error), (0, &None), "{load:?}");
+    report
+}
+
+#[test]
+fn every_block_holds_what_was_written_last() {
+    let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
+    for load in [
+        base(),
+        Load { packed: true, queue_size: 100, sleep: true, ..base() },
+        Load { block: 512, random: false, depth: 3, indirect: false, ..base() },
+        Load { op: Op::Read, packed: true, event_idx: false, ..base() },
+        Load { op: Op::Read, sleep: true, block: 65536, ..base() },
+    ] {
+        let report = run(&disk.socket, &load);
+        assert!(report.requests >= 6000, "{report:?}");
+        assert_eq!(report.blocks_written.unwrap() > 0, load.op == Op::Write, "{report:?}");
+    }
+}
+
+#[test]
+fn a_block_that_changes_behind_the_load_is_noticed() {
+    let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
+    let done = AtomicBool::new(false);
+    let load = Load { op: Op::Read, seconds: Some(1.0), requests: None, ..base() };
+    let report = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let file = std::fs::File::options().write(true).open(&disk.file).unwrap();
+            while !done.load(Ordering::Relaxed) {
+                file.write_all_at(b"something else", 4096 * 77 + 5).unwrap();
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        let report = load::run(&disk.socket, &load);
+        done.store(true, Ordering::Relaxed);
+        report
+    });
+    // What was read, and what was found in the end.
+    match report {
+        Ok(report) => panic!("nobody noticed: {report:?}"),
+        Err(error) => assert!(error.to_string().contains("the block at offset 315392 holds"), "{error}"),
+    }
+}
+
+#[test]
+fn what_is_no_load_for_a_disk_is_refused() {
+    let disk = Offered::new(Place::Disk, BYTES, &Options::default());
+    for load in [
+        Load { op: Op::Lookup, ..base() },
+        Load { block: 1000, ..base() },
+        Load { size: Some(BYTES * 2), ..base() },
+        Load { size: Some(16 * 4096), ..base() },
+    ] {
+        assert!(matches!(load::run(&disk.socket, &load), Err(ferry_driver::Error::Unfit(_))), "{load:?}");
+    }
+}
+
+/// Serves in a process of its own, if it is one that [`start_server`] started.
+#[test]
+fn serve_if_asked() {
+    let Some(folder) = std::env::var_os(FOLDER_VARIABLE) else { return };
+    let folder = Path::new(&folder);
+    let options = Options { cache: Some(Cache::Writeback), ..Options::default() };
+    let disk = ferry_disk::open(&folder.join("disk"), &options).unwrap();
+    let socket = Socket::bind(&folder.join("s")).unwrap();
+    let _export = ferry_blk::Export::start(socket.listener().unwrap(), disk, ferry_blk::Options::default()).unwrap();
+    loop {
+        std::thread::park();
+    }
+}
+
+fn start_server(folder: &Path) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["serve_if_asked", "--exact", "--nocapture"])
+        .env(FOLDER_VARIABLE, folder)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+#[test]
+fn nothing_is_lost_or_torn_when_servers_are_killed() {
+    for (packed, sleep) in [(false, false), (true, true)] {
+        let folder = folder(Place::Disk);
+        ferry_disk::grow(&folder.path().join("disk"), BYTES, &Options::default()).unwrap();
+        let mut server = start_server(folder.path());
+        let done = AtomicBool::new(false);
+        let load = Load { packed, sleep, seconds: Some(4.0), requests: None, reattach: Some(TIMEOUT), ..base() };
+        let report = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for kill in 0..KILLS {
+                    std::thread::sleep(Duration::from_millis(500 + u64::from(kill) * 7));
+                    if done.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    server.kill().unwrap();
+                    server.wait().unwrap();
+                    server = start_server(folder.path());
+                }
+            });
+            let report = load::run(&folder.path().join("s"), &load);
+            done.store(true, Ordering::Relaxed);
+            report
+        });
+        server.kill().unwrap();
+        server.wait().unwrap();
+        let report = report.unwrap();
+        assert_eq!((report.errors, &report.first_error), (0, &None), "packed {packed}");
+        assert!(report.reattached >= 3 && report.blocks_written.unwrap() > 0, "packed {packed}: {report:?}");
+    }
+}
