@@ -3,13 +3,14 @@
 CARGO ?= cargo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all bench lint audit fuzz
+.PHONY: help setup build install demo test test-all bench lint audit fuzz
 
 help:
 	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
 	@echo 'make test      the tests'
 	@echo 'make test-all  the tests with the long ones (pjdfstest, fsx, fault injection; may take an hour)'
 	@echo 'make bench     the benchmarks, against the other servers'
+	@echo 'make install   the program, and its descriptor for libvirt (PREFIX, DESTDIR)'
 	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny'
 	@echo 'make audit     known vulnerabilities of the dependencies (fetches the list)'
 	@echo 'make fuzz      each fuzz target for a minute (FUZZ_SECONDS=N for longer)'
@@ -21,15 +22,18 @@ setup:
 build:
 	$(CARGO) build --release --locked -p ferry
 
+install: build
+	@scripts/install
+
 demo: setup build
 	@scripts/demo
 
 test:
-	@scripts/setup disk
+	@scripts/setup disk xfs
 	$(CARGO) test --workspace --locked
 
 test-all:
-	@scripts/setup disk
+	@scripts/setup disk xfs
 	$(CARGO) test --workspace --locked --release -- --include-ignored
 
 bench: setup

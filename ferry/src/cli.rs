@@ -112,7 +112,8 @@ pub struct ShareArgs {
     #[command(flatten)]
     pub share: Option<Share>,
 
-    /// Take shares from a TOML file: a `[[share]]` table each, with the long flags as keys, without their dashes.
+    /// Take shares and disks from a TOML file: a `[[share]]` or `[[disk]]` table each, with the long flags of
+    /// `ferry share` or `ferry disk` as keys, without their dashes.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 

@@ -1,4 +1,4 @@
-//! Shares from a TOML file.
+//! Shares and disks from a TOML file.
 
 use std::path::{Path, PathBuf};
 
@@ -6,35 +6,52 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use crate::cli::Share;
+use crate::disk;
 
-#[derive(Debug, Deserialize)]
+/// What a file names.
+#[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
-    #[serde(default)]
-    share: Vec<Share>,
+pub struct File {
+    /// Its shares.
+    #[serde(default, rename = "share")]
+    pub shares: Vec<Share>,
+    /// Its disks.
+    #[serde(default, rename = "disk")]
+    pub disks: Vec<disk::Args>,
 }
 
-/// Reads the shares of a file. Relative paths in it are relative to the file's own folder.
-pub fn read(path: &Path) -> Result<Vec<Share>> {
+/// Reads the shares and disks of a file. Relative paths in it are relative to the file's own folder.
+pub fn read(path: &Path) -> Result<File> {
     let text = std::fs::read_to_string(path)
         .with_context(|| format!("cannot read the configuration file {}", path.display()))?;
     let folder = path.parent().unwrap_or(Path::new(""));
     parse(&text, folder).with_context(|| format!("the configuration file {} is wrong", path.display()))
 }
 
-fn parse(text: &str, folder: &Path) -> Result<Vec<Share>> {
-    let File { share: mut shares } = toml::from_str(text).map_err(|error| one_line(text, &error))?;
-    if shares.is_empty() {
-        bail!("it shares nothing; add a [[share]] table with source and virtiofs, or source and mount");
+fn parse(text: &str, folder: &Path) -> Result<File> {
+    let mut file: File = toml::from_str(text).map_err(|error| one_line(text, &error))?;
+    if file.shares.is_empty() && file.disks.is_empty() {
+        bail!(
+            "it shares nothing; add a [[share]] table with source and virtiofs, or source and mount, or a [[disk]] \
+             table with file and vhost-user"
+        );
     }
-    for (number, share) in shares.iter_mut().enumerate() {
+    for (number, share) in file.shares.iter_mut().enumerate() {
         share.check().map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
         share.source = share.kind().word_in(folder);
         for path in [&mut share.virtiofs, &mut share.mount, &mut share.tier2] {
             *path = path.take().map(|path: PathBuf| folder.join(path));
         }
     }
-    Ok(shares)
+    for (number, disk) in file.disks.iter_mut().enumerate() {
+        // A word that means no file must not become a path.
+        let checked = disk.check().and_then(|()| disk.path().map(drop).map_err(|error| error.to_string()));
+        checked.map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
+        for path in [&mut disk.file, &mut disk.vhost_user, &mut disk.backing_dir] {
+            *path = path.take().map(|path: PathBuf| folder.join(path));
+        }
+    }
+    Ok(file)
 }
 
 /// The parser's message with the line it is about, without its picture of the text.
@@ -91,7 +108,7 @@ mod tests {
             mount = "/m"
             huge = true
         "#;
-        let shares = parse(text, Path::new("/etc/ferry")).expect("a good file");
+        let shares = parse(text, Path::new("/etc/ferry")).expect("a good file").shares;
         assert_eq!(shares.len(), 4);
         assert_eq!(shares[0].source, Path::new("/srv/a"));
         assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("/etc/ferry/a.sock")));
@@ -101,6 +118,40 @@ mod tests {
         assert_eq!(shares[2].mount.as_deref(), Some(Path::new("/etc/ferry/mnt")));
         assert_eq!(shares[2].tier2.as_deref(), Some(Path::new("/etc/ferry/cold")));
         assert_eq!(shares[3].source, Path::new("mem"));
+    }
+
+    #[test]
+    fn disks_stand_beside_shares() {
+        let text = r#"
+            [[share]]
+            source = "mem"
+            mount = "/m"
+
+            [[disk]]
+            file = "disk.raw"
+            vhost-user = "d.sock"
+            cache = "writethrough"
+            read-only = true
+            serial = "one"
+            queues = 2
+            poll-us = 0
+            io = "sync"
+            resize = "1G"
+
+            [[disk]]
+            file = "/srv/root.qcow2"
+            format = "qcow2"
+            backing-dir = "base"
+            fd = 7
+        "#;
+        let File { shares, disks } = parse(text, Path::new("/etc/ferry")).expect("a good file");
+        assert_eq!((shares.len(), disks.len()), (1, 2));
+        assert_eq!(disks[0].file.as_deref(), Some(Path::new("/etc/ferry/disk.raw")));
+        assert_eq!(disks[0].vhost_user.as_deref(), Some(Path::new("/etc/ferry/d.sock")));
+        assert_eq!((disks[0].cache, disks[0].io), (Some(disk::Cache::Writethrough), disk::Way::Sync));
+        assert!(disks[0].read_only && disks[0].resize.is_some_and(|size| size.0 == 1 << 30));
+        assert_eq!((disks[1].fd, disks[1].format), (Some(7), Some(ferry_disk::Format::Qcow2)));
+        assert_eq!(disks[1].backing_dir.as_deref(), Some(Path::new("/etc/ferry/base")));
     }
 
     #[test]
@@ -123,6 +174,14 @@ mod tests {
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\ntag = \"\"", "the tag \"\" has 0 bytes"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\ncache = \"x\"", "unknown variant `x`"),
             ("[[share]]\ndir = \"a\"\ndir = \"b\"", "duplicate key"),
+            ("[[disk]]\nvhost-user = \"s\"", "[[disk]] number 1: it needs file"),
+            ("[[disk]]\nfile = \"a\"", "number 1: it needs vhost-user"),
+            ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nfd = 3", "both vhost-user and fd"),
+            ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nqueues = 17", "queues = 17 is not in 1..=16"),
+            ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\npoll-us = 1000001", "poll-us = 1000001"),
+            ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nformat = \"vmdk\"", "not a known format"),
+            ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\njson = true", "unknown field `json`"),
+            ("[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"", "images cannot be offered as disks yet"),
             ("", "it shares nothing"),
         ] {
             let error = parse(text, Path::new("")).expect_err(text).to_string();

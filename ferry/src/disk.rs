@@ -1,20 +1,24 @@
 //! `ferry disk`: files and block devices as disks of virtual machines.
 
-use std::collections::HashSet;
+mod disks;
+
 use std::ffi::OsStr;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use ferry_blk::Export;
+use anyhow::{Context, Result, bail};
 use ferry_fs::Endings;
+use serde::{Deserialize, Deserializer};
 
-use crate::recipes;
-use crate::share::{ENDINGS, shown};
+pub use disks::{Disks, inherit, refuse_doubles};
+
+use crate::share::ENDINGS;
 use crate::size::Size;
-use crate::socket::Bound;
+
+/// More queues than this help no guest: Linux makes at most one per CPU.
+const QUEUES_MAX: u16 = 16;
 
 /// Past a second of polling an idle disk costs a whole CPU for nothing.
 const POLL_US_MAX: u64 = 1_000_000;
@@ -51,13 +55,21 @@ crosvm:
 libblkio, without a virtual machine (qemu-img and qemu-io of package qemu-block-extra):
   qemu-io --image-opts driver=virtio-blk-vhost-user,path=/run/disk.sock,cache.direct=on
 
-For management programs that start back ends themselves, once:
-  ln -s $(command -v ferry) /usr/local/bin/ferry-disk
-and in /etc/qemu/vhost-user/50-ferry-disk.json:
-  {\"description\": \"Ferry's vhost-user-blk\", \"type\": \"block\", \"binary\": \"/usr/local/bin/ferry-disk\"}";
+For management programs that start back ends themselves: make install puts ferry-disk, a name of this program, in
+place, and says so in qemu/vhost-user/50-ferry-disk.json. They start it with --fd or --socket-path, and --blk-file.
 
-/// The flags of `ferry disk`.
-#[derive(Clone, Debug, clap::Args)]
+Disks beside shares, in the file of ferry share --config:
+  [[disk]]
+  file = \"/srv/disk.raw\"
+  vhost-user = \"/run/disk.sock\"";
+
+/// What begins the word for an image of Ferry's own.
+const IMAGE: &[u8] = b"image:";
+
+/// One disk: a group of flags of `ferry disk`, or a `[[disk]]` table of a configuration file.
+#[derive(Clone, Debug, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Args {
     /// A file or block device.
     #[arg(index = 1, value_name = "FILE", required_unless_present_any = ["blk_file", "print_capabilities"])]
@@ -65,6 +77,7 @@ pub struct Args {
 
     /// The same, for management programs.
     #[arg(long, value_name = "FILE", conflicts_with = "file", hide_short_help = true)]
+    #[serde(skip)]
     pub blk_file: Option<PathBuf>,
 
     /// Listen for a VMM on this socket (vhost-user-blk).
@@ -78,6 +91,7 @@ pub struct Args {
     /// What the file holds: raw or qcow2. Never guessed: without this flag it is raw, and a file that looks like an
     /// image is refused, for a guest may have made it look so.
     #[arg(long, value_name = "FORMAT")]
+    #[serde(default, deserialize_with = "format")]
     pub format: Option<ferry_disk::Format>,
 
     /// What lies between the guest's writes and the device [default: none for raw disks, writeback for images].
@@ -86,6 +100,7 @@ pub struct Args {
 
     /// Let the guest change nothing.
     #[arg(long)]
+    #[serde(default)]
     pub read_only: bool,
 
     /// What the guest sees as the serial number, up to 20 bytes [default: the file's name].
@@ -101,7 +116,7 @@ pub struct Args {
     pub resize: Option<Size>,
 
     /// How many queues to offer [default: as many as CPUs, at most 16].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 
     /// Poll up to this many microseconds for the next request before sleeping; 0 never polls [default: adapts].
@@ -110,24 +125,29 @@ pub struct Args {
 
     /// How data is moved: auto, uring (or an error that says why not), sync.
     #[arg(long, value_enum, value_name = "WAY", default_value = "auto", hide_short_help = true)]
+    #[serde(default)]
     pub io: Way,
 
     /// Register the guest's memory with io_uring: transfers cost a little less, and all of the memory is allocated and
     /// pinned. Not for guests with a balloon, free page reporting or virtio-mem: what they get back would be other pages.
     #[arg(long, hide_short_help = true)]
+    #[serde(default)]
     pub pin_memory: bool,
 
     /// Say in JSON what this program can do as a vhost-user back end.
     #[arg(long)]
+    #[serde(skip)]
     pub print_capabilities: bool,
 
     /// Print one line of JSON on standard output once every disk is listening.
     #[arg(long)]
+    #[serde(skip)]
     pub json: bool,
 }
 
 /// What lies between writes and the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum Cache {
     /// Not the page cache (O_DIRECT), where the file can; the device's own until the guest flushes.
     None,
@@ -138,8 +158,10 @@ pub enum Cache {
 }
 
 /// How data is moved.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum Way {
+    #[default]
     /// io_uring, or plain system calls where that is not allowed.
     Auto,
     /// io_uring.
@@ -156,13 +178,6 @@ pub fn is_back_end(program: &OsStr) -> bool {
     Path::new(program).file_name().is_some_and(|name| name == BACK_END)
 }
 
-/// A disk and the socket that it is offered on.
-struct Opened<'a> {
-    args: &'a Args,
-    bound: Bound,
-    disk: Arc<dyn ferry_vfs::Disk>,
-}
-
 /// Serves disks until SIGTERM or SIGINT.
 pub fn run(disks: &[Args]) -> Result<()> {
     if disks.iter().any(|disk| disk.print_capabilities) {
@@ -170,81 +185,54 @@ pub fn run(disks: &[Args]) -> Result<()> {
     }
     refuse_doubles(disks)?;
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
-    let inherited: Vec<Option<Bound>> =
-        disks.iter().map(|disk| disk.fd.map(Bound::inherit).transpose()).collect::<Result<_>>()?;
+    let inherited = inherit(disks)?;
     let mut endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
-    let opened = open(disks, inherited)?;
+    let mut opened = Disks::open(disks, inherited)?;
     if opened.is_empty() {
         return Ok(());
     }
-    let exports: Vec<Export> = opened.iter().map(Opened::start).collect::<Result<_>>()?;
-    announce(&opened)?;
+    opened.start()?;
+    match disks.iter().any(|disk| disk.json) {
+        true => say(&serde_json::json!({ "pid": std::process::id(), "disks": opened.described() }))?,
+        false => opened.announce()?,
+    }
     let signal = endings.wait();
     tracing::info!(signal, "ending: serving what is under way");
-    exports.into_iter().for_each(Export::stop);
+    opened.stop();
     Ok(())
-}
-
-/// Opens every disk and every socket before the first disk is served: what is wrong shows at once.
-fn open(disks: &[Args], inherited: Vec<Option<Bound>>) -> Result<Vec<Opened<'_>>> {
-    let mut opened = Vec::new();
-    for (args, inherited) in disks.iter().zip(inherited) {
-        let bound = match (inherited, &args.vhost_user) {
-            (Some(bound), _) => bound,
-            (None, Some(socket)) => Bound::bind(socket)?,
-            (None, None) => {
-                args.only_resize()?;
-                continue;
-            }
-        };
-        let disk = ferry_disk::open(args.path()?, &args.disk_options())?;
-        opened.push(Opened { args, bound, disk });
-    }
-    Ok(opened)
-}
-
-/// A socket or descriptor can serve one disk only. Files are kept apart by their locks.
-fn refuse_doubles(disks: &[Args]) -> Result<()> {
-    let mut sockets = HashSet::new();
-    let mut descriptors = HashSet::new();
-    for disk in disks {
-        if let Some(socket) = &disk.vhost_user {
-            ensure!(sockets.insert(socket), "the socket {} is given twice; each disk needs its own", socket.display());
-        }
-        if let Some(fd) = disk.fd {
-            ensure!(descriptors.insert(fd), "descriptor {fd} is given twice; each disk needs its own");
-        }
-    }
-    Ok(())
-}
-
-impl Opened<'_> {
-    fn start(&self) -> Result<Export> {
-        let listener = self.bound.listener()?;
-        let mut options = ferry_blk::Options {
-            writeback: self.args.cache != Some(Cache::Writethrough),
-            io: match self.args.io {
-                Way::Auto => ferry_blk::IoMode::Auto,
-                Way::Uring => ferry_blk::IoMode::Uring,
-                Way::Sync => ferry_blk::IoMode::Sync,
-            },
-            pin_memory: self.args.pin_memory,
-            ..ferry_blk::Options::default()
-        };
-        if let Some(queues) = self.args.queues {
-            options.queues = usize::from(queues);
-        }
-        if let Some(poll_us) = self.args.poll_us {
-            options.poll = Duration::from_micros(poll_us);
-        }
-        Ok(Export::start(listener, Arc::clone(&self.disk), options)?)
-    }
 }
 
 impl Args {
-    fn path(&self) -> Result<&Path> {
+    /// The file.
+    ///
+    /// # Errors
+    /// There is none, or one that is no file.
+    pub fn path(&self) -> Result<&Path> {
         let path = self.file.as_deref().or(self.blk_file.as_deref());
-        path.context("<FILE> is missing: a file or block device")
+        let path = path.context("<FILE> is missing: a file or block device")?;
+        if path.as_os_str().as_bytes().starts_with(IMAGE) {
+            bail!("{}: images cannot be offered as disks yet; a file of that name is ./{0}", path.display());
+        }
+        Ok(path)
+    }
+
+    /// What is wrong with a disk from a file: there, the table of flags has checked no value.
+    pub fn check(&self) -> Result<(), String> {
+        if self.file.is_none() {
+            return Err("it needs file = \"FILE\", a file or block device".into());
+        }
+        match (&self.vhost_user, self.fd) {
+            (None, None) => return Err("it needs vhost-user = \"SOCKET\" (or fd = N)".into()),
+            (Some(_), Some(_)) => return Err("it has both vhost-user and fd; keep one".into()),
+            _ => {}
+        }
+        if let Some(queues) = self.queues.filter(|queues| !(1..=QUEUES_MAX).contains(queues)) {
+            return Err(format!("queues = {queues} is not in 1..={QUEUES_MAX}"));
+        }
+        match self.poll_us.filter(|poll_us| *poll_us > POLL_US_MAX) {
+            Some(poll_us) => Err(format!("poll-us = {poll_us} is not in 0..={POLL_US_MAX}")),
+            None => Ok(()),
+        }
     }
 
     fn disk_options(&self) -> ferry_disk::Options {
@@ -262,6 +250,26 @@ impl Args {
         }
     }
 
+    fn device_options(&self) -> ferry_blk::Options {
+        let mut options = ferry_blk::Options {
+            writeback: self.cache != Some(Cache::Writethrough),
+            io: match self.io {
+                Way::Auto => ferry_blk::IoMode::Auto,
+                Way::Uring => ferry_blk::IoMode::Uring,
+                Way::Sync => ferry_blk::IoMode::Sync,
+            },
+            pin_memory: self.pin_memory,
+            ..ferry_blk::Options::default()
+        };
+        if let Some(queues) = self.queues {
+            options.queues = usize::from(queues);
+        }
+        if let Some(poll_us) = self.poll_us {
+            options.poll = Duration::from_micros(poll_us);
+        }
+        options
+    }
+
     /// Without a socket, a disk can be made larger, and nothing else.
     fn only_resize(&self) -> Result<()> {
         let path = self.path()?;
@@ -272,40 +280,8 @@ impl Args {
     }
 }
 
-/// Says that every disk is up: to a program as JSON, to a person as what to give QEMU.
-fn announce(opened: &[Opened<'_>]) -> Result<()> {
-    if opened.iter().any(|one| one.args.json) {
-        let disks: Vec<_> = opened.iter().map(Opened::described).collect();
-        return say(&serde_json::json!({ "pid": std::process::id(), "disks": disks }));
-    }
-    let mut out = std::io::stdout().lock();
-    for one in opened {
-        let (path, bytes) = (one.args.path()?.display(), one.disk.geometry().bytes);
-        match &one.args.vhost_user {
-            Some(socket) if out.is_terminal() => {
-                let line = recipes::qemu_disk(&shown(socket));
-                writeln!(out, "{path}: {line}").context("cannot write to standard output")?;
-            }
-            socket => tracing::info!(%path, bytes, socket = socket.as_deref().map(shown), "offering a disk"),
-        }
-    }
-    Ok(())
-}
-
-impl Opened<'_> {
-    fn described(&self) -> serde_json::Value {
-        let (geometry, features) = (self.disk.geometry(), self.disk.features());
-        serde_json::json!({
-            "file": self.args.path().ok().map(shown),
-            "vhost_user": self.args.vhost_user.as_deref().map(shown),
-            "fd": self.args.fd,
-            "bytes": geometry.bytes,
-            "block_bytes": geometry.logical_block_bytes,
-            "read_only": features.read_only,
-            "discard": features.discard,
-            "serial": self.disk.serial(),
-        })
-    }
+fn format<'de, D: Deserializer<'de>>(input: D) -> Result<Option<ferry_disk::Format>, D::Error> {
+    String::deserialize(input)?.parse().map(Some).map_err(serde::de::Error::custom)
 }
 
 fn say(line: &serde_json::Value) -> Result<()> {

@@ -105,12 +105,12 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     let logging = logging::start(level, plain)?;
     match cli.command {
         Command::Share(args) => {
-            let mut shares = Vec::new();
-            if let Some(file) = &args.config {
-                shares.extend(config::read(file)?);
-            }
+            let config::File { mut shares, disks } = match &args.config {
+                Some(file) => config::read(file)?,
+                None => config::File::default(),
+            };
             shares.extend(args.share.into_iter().chain(more));
-            share::run(&shares, args.json, &logging)?;
+            share::run(&shares, &disks, args.json, &logging)?;
             Ok(0)
         }
         Command::Disk(args) => {

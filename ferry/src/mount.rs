@@ -37,7 +37,7 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let (json, detached) = (args.json || args.detached, args.detached);
     let share = args.into_share();
     let nulls = detached.then(Nulls::open).transpose()?;
-    share::serve(&[share], &mount, logging, |up| {
+    share::serve(&[share], &[], &mount, logging, |up, _| {
         announce(up, json)?;
         if let Some(nulls) = nulls {
             nulls.leave(log)

@@ -57,7 +57,10 @@ A configuration file for --config (paths are relative to the file):
   [[share]]
   source = \"/srv/src\"
   virtiofs = \"/run/src.sock\"
-  read-only = true";
+  read-only = true
+  [[disk]]
+  file = \"/srv/disk.raw\"
+  vhost-user = \"/run/disk.sock\"";
 
 /// Shown by `ferry mount --help`.
 pub const MOUNT: &str = "\

@@ -5,7 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use ferry_fs::Endings;
 use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
@@ -13,6 +13,7 @@ use rustix::process::Signal;
 
 use crate::cli::Share;
 use crate::control::{self, Control, Served};
+use crate::disk::{self, Disks};
 use crate::exports::{self, Serving};
 use crate::logging::Logging;
 use crate::recipes;
@@ -22,44 +23,62 @@ use crate::source::Sources;
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
 pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
 
-/// Shares sources until SIGTERM or SIGINT, or until nothing is left to serve.
-pub fn run(shares: &[Share], json: bool, logging: &Logging) -> Result<()> {
-    serve(shares, &MountOptions::default(), logging, |up| announce(up, json))
+/// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve.
+pub fn run(shares: &[Share], disks: &[disk::Args], json: bool, logging: &Logging) -> Result<()> {
+    serve(shares, disks, &MountOptions::default(), logging, |up, disks| announce(up, disks, json))
 }
 
-/// Serves shares; calls `ready` once all are up.
+/// Serves shares and disks; calls `ready` once all are up.
 pub fn serve(
     shares: &[Share],
+    disks: &[disk::Args],
     mount: &MountOptions,
     logging: &Logging,
-    ready: impl FnOnce(&[Served]) -> Result<()>,
+    ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
 ) -> Result<()> {
-    refuse_doubles(shares)?;
+    refuse_doubles(shares, disks)?;
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited: HashMap<u16, Bound> =
         shares.iter().filter_map(|share| share.fd).map(|fd| Ok((fd, Bound::inherit(fd)?))).collect::<Result<_>>()?;
+    let inherited_disks = disk::inherit(disks)?;
     let mut endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
 
     // Before the exports, so that it is dropped after them.
     let mut sources = Sources::beside(mount_points(shares));
     let mut serving = Serving::default();
+    let mut offered = Disks::open(disks, inherited_disks)?;
     let up = start(shares, inherited, mount, &mut sources, &mut serving)?;
     let up: Arc<[Served]> = up.into();
+    offered.start()?;
     let control = Control::start(Arc::clone(&up), logging.clone());
-    ready(&up)?;
-    serving.when_over(endings.over())?;
+    ready(&up, &offered)?;
+    // The next virtual machine may come for a disk, too.
+    if offered.is_empty() {
+        serving.when_over(endings.over())?;
+    }
     match endings.wait() {
         Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
         None => tracing::info!("ending: unmounted"),
     }
     drop(control);
     drop(up);
+    offered.stop();
     serving.stop();
     Ok(())
 }
 
-/// A socket, descriptor or mount point can serve one share only.
-fn refuse_doubles(shares: &[Share]) -> Result<()> {
+/// A socket, descriptor or mount point can serve one share or disk only.
+fn refuse_doubles(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
+    disk::refuse_doubles(disks)?;
+    for share in shares {
+        let of_a_disk = |socket: &&PathBuf| disks.iter().any(|disk| disk.vhost_user.as_ref() == Some(*socket));
+        if let Some(socket) = share.virtiofs.as_ref().filter(of_a_disk) {
+            bail!("the socket {} is given for a share and a disk; each needs its own", socket.display());
+        }
+        if let Some(fd) = share.fd.filter(|fd| disks.iter().any(|disk| disk.fd == Some(*fd))) {
+            bail!("descriptor {fd} is given for a share and a disk; each needs its own");
+        }
+    }
     for (at, share) in shares.iter().enumerate() {
         let before = &shares[..at];
         if let Some(socket) = &share.virtiofs {
@@ -129,12 +148,15 @@ fn is_shared(shares: &[Share], opened: &[Arc<dyn FileSystem>], source: &Arc<dyn 
     exports.sum::<usize>() > 1
 }
 
-/// Says that every share is up: to a program as JSON, to a person as what to give QEMU.
-fn announce(up: &[Served], json: bool) -> Result<()> {
+/// Says that every share and disk is up: to a program as JSON, to a person as what to give QEMU.
+fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let shares = up.iter().map(Served::shown);
     if json {
-        let line = serde_json::json!({ "pid": std::process::id(), "shares": shares.collect::<Vec<_>>() });
+        let mut line = serde_json::json!({ "pid": std::process::id(), "shares": shares.collect::<Vec<_>>() });
+        if !disks.is_empty() {
+            line["disks"] = disks.described().into();
+        }
         return writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output");
     }
     for control::Shown { source, tag, virtiofs, fd, mount, queues, .. } in shares {
@@ -150,7 +172,8 @@ fn announce(up: &[Served], json: bool) -> Result<()> {
             (socket, tag, _) => tracing::info!(source, tag, socket, fd, "sharing"),
         }
     }
-    Ok(())
+    drop(out);
+    disks.announce()
 }
 
 /// A path as whoever reads it needs it, wherever that is.

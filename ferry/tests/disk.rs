@@ -4,6 +4,7 @@ mod common;
 
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
 use std::process::Command;
 
 use rustix::process::Signal;
@@ -46,6 +47,7 @@ fn mistakes_are_named() {
     let (disk, socket, image) = (folder.path().join("disk"), folder.path().join("s"), folder.path().join("image"));
     fs::write(&disk, [0; 4096]).expect("a file");
     fs::write(&image, [b"QFI\xfb".to_vec(), vec![0; 4092]].concat()).expect("a file");
+    let ours = std::path::PathBuf::from("image:base");
     let offer = |file| {
         let mut command = ferry();
         command.arg("disk").arg(file).arg("--vhost-user").arg(&socket);
@@ -54,6 +56,7 @@ fn mistakes_are_named() {
     assert!(refused(1, &mut offer(&image)).contains("begins like a qcow2 image"));
     assert!(refused(1, offer(&image).args(["--format", "qcow2"])).contains("cannot use the image"));
     assert!(refused(1, ferry().arg("disk").arg(&disk)).contains("'--vhost-user <SOCKET>' is missing"));
+    assert!(refused(1, &mut offer(&ours)).contains("images cannot be offered as disks yet"));
     let twice = refused(1, offer(&disk).arg(&image).arg("--vhost-user").arg(&socket));
     assert!(twice.contains("is given twice"), "{twice}");
     for wrong in [["--format", "vmdk"], ["--queues", "17"], ["--queues", "0"], ["--cache", "maybe"], ["--poll-us", "x"]]
@@ -83,4 +86,101 @@ fn management_programs_find_what_they_expect() {
     assert_eq!(server.line["disks"][0]["read_only"], true);
     server.signal(Signal::INT);
     assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn an_installed_back_end_is_found_and_started() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let root = folder.path().to_str().expect("a plain path");
+    let install = |prefix: &str| {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install");
+        let mut command = Command::new(script);
+        command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("DESTDIR", root).env("PREFIX", prefix);
+        run(&mut command)
+    };
+    for (prefix, descriptors) in [("/usr", "/usr/share/qemu/vhost-user"), ("/opt/ferry", "/etc/qemu/vhost-user")] {
+        // Over itself, too.
+        for _ in 0..2 {
+            let output = install(prefix);
+            assert!(output.status.success(), "{output:?}");
+        }
+        let text = fs::read(format!("{root}{descriptors}/50-ferry-disk.json")).expect("a descriptor");
+        let said: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+        assert_eq!(said["type"], "block");
+        let binary = said["binary"].as_str().expect("a path");
+        assert!(binary.starts_with(prefix));
+        let output = run(Command::new(format!("{root}{binary}")).arg("--print-capabilities"));
+        let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!(said["type"], "block");
+    }
+    assert!(!install("here").status.success(), "a prefix from somewhere");
+}
+
+/// Started as management programs do it: with a socket that they listen on.
+#[test]
+fn a_back_end_takes_over_a_socket() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (disk, socket) = (folder.path().join("disk"), folder.path().join("s"));
+    fs::write(&disk, [0; 4096]).expect("a file");
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).expect("a descriptor to inherit");
+    let number = std::os::fd::AsRawFd::as_raw_fd(&listener).to_string();
+    let back_end = folder.path().join("ferry-disk");
+    symlink(env!("CARGO_BIN_EXE_ferry"), &back_end).expect("a link");
+    let mut command = Command::new(&back_end);
+    command.args(["--fd", &number]).arg("--blk-file").arg(&disk);
+    let mut server = Server::start(&mut command);
+    assert_eq!(
+        (&server.line["disks"][0]["fd"].to_string(), &server.line["disks"][0]["read_only"]),
+        (&number, &false.into())
+    );
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    assert!(socket.exists(), "an inherited socket's file is its maker's");
+    let twice = [disk.as_os_str(), "--fd".as_ref(), number.as_ref()];
+    let text = refused(1, ferry().arg("disk").args(twice).args(twice));
+    assert!(text.contains("is given twice"), "{text}");
+}
+
+#[test]
+fn disks_stand_beside_shares_in_a_file() {
+    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+    fs::create_dir(folder.path().join("data")).expect("a folder");
+    fs::write(folder.path().join("raw"), [0; 8192]).expect("a file");
+    fs::write(folder.path().join("other"), [0; 4096]).expect("a file");
+    let file = folder.path().join("ferry.toml");
+    let serve = |text: &str| {
+        fs::write(&file, text).expect("a file");
+        let mut command = ferry();
+        command.arg("share").arg("--config").arg(&file);
+        command
+    };
+    let both = "[[share]]\nsource = \"data\"\nvirtiofs = \"s\"\n[[disk]]\nfile = \"raw\"\nvhost-user = \"d\"\n";
+    let mut server =
+        Server::start(&mut serve(&format!("{both}[[disk]]\nfile = \"other\"\nvhost-user = \"e\"\nread-only = true\n")));
+    assert_eq!(server.line["shares"].as_array().map(Vec::len), Some(1));
+    assert_eq!(
+        (&server.line["disks"][0]["bytes"], &server.line["disks"][1]["read_only"]),
+        (&8192.into(), &true.into())
+    );
+    let sockets = ["s", "d", "e"].map(|name| folder.path().join(name));
+    assert!(sockets.iter().all(|socket| socket.exists()));
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    assert!(sockets.iter().all(|socket| !socket.exists()));
+    // Disks alone will do.
+    let mut server = Server::start(&mut serve("[[disk]]\nfile = \"raw\"\nvhost-user = \"d\"\n"));
+    assert_eq!(server.line["disks"].as_array().map(Vec::len), Some(1));
+    server.signal(Signal::INT);
+    assert_eq!(server.status(), Some(0));
+    for (text, words) in [
+        (both.replace("\"d\"", "\"s\""), "is given for a share and a disk"),
+        (both.replace("\"raw\"", "\"missing\""), "cannot open"),
+        (both.replace("\"raw\"", "\"image:x\""), "images cannot be offered as disks yet"),
+        (format!("{both}[[disk]]\nfile = \"raw\"\nvhost-user = \"e\"\n"), "is in use by another process"),
+    ] {
+        let text = refused(1, &mut serve(&text));
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert!(sockets.iter().all(|socket| !socket.exists()), "a server that does not start leaves nothing");
 }

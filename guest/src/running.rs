@@ -11,7 +11,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, pidfd_send_signal};
 
@@ -202,13 +202,27 @@ impl Running {
     /// Waits until the command and its guest have ended, and gives the command's exit status (128 and the
     /// signal's number when a signal ended it). What it wrote to the shares is on the host then.
     pub fn wait(self) -> Result<i32> {
-        let said = self.said.recv().unwrap_or(Said::Nothing);
+        let said = Self::last_word(|| self.said.recv().map_err(|_| RecvTimeoutError::Disconnected));
+        let said = said.unwrap_or(Said::Nothing);
         self.finish(said)
+    }
+
+    /// What the guest says of its end. One that reboots says that it is ready once more.
+    fn last_word(
+        next: impl Fn() -> std::result::Result<Said, RecvTimeoutError>,
+    ) -> std::result::Result<Said, RecvTimeoutError> {
+        loop {
+            match next() {
+                Ok(Said::Ready) => {}
+                said => return said,
+            }
+        }
     }
 
     /// Like [`Running::wait`] with a bound; a guest that takes longer is killed.
     pub fn wait_timeout(self, timeout: Duration) -> Result<i32> {
-        match self.said.recv_timeout(timeout) {
+        let end = Instant::now() + timeout;
+        match Self::last_word(|| self.said.recv_timeout(end.saturating_duration_since(Instant::now()))) {
             Ok(said) => self.finish(said),
             Err(RecvTimeoutError::Disconnected) => self.finish(Said::Nothing),
             Err(RecvTimeoutError::Timeout) => {

@@ -1,5 +1,12 @@
 //! What tests of disks share: a file being offered, guests that use it, and other people's clients.
 
+mod load;
+pub mod model;
+mod process;
+
+pub use load::{FEATURES, FEATURES_WITHOUT_CACHE, Load};
+pub use process::Process;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
@@ -90,13 +97,13 @@ pub fn guest_with(socket: &Path, script: &str) -> Guest {
     guest
 }
 
-/// A program of the set `disk` of `guest/fetch`.
+/// A program of the sets `disk` and `xfs` of `guest/fetch`.
+///
+/// # Panics
+/// When it is not there.
 pub fn tool(name: &str) -> PathBuf {
-    let cache = std::env::var_os("FERRY_CACHE").map(PathBuf::from).unwrap_or_else(|| {
-        let home = |name: &str| std::env::var_os(name).map(PathBuf::from);
-        home("XDG_CACHE_HOME").or_else(|| home("HOME").map(|home| home.join(".cache"))).unwrap().join("ferry")
-    });
-    let path = cache.join("disk/bin").join(name);
-    assert!(path.exists(), "{} is missing; guest/fetch disk fetches it", path.display());
+    let set = if name.contains("xfs") { "xfs" } else { "disk" };
+    let path = GuestCache::from_env().unwrap().path().join(set).join("bin").join(name);
+    assert!(path.exists(), "{} is missing; guest/fetch {set} fetches it", path.display());
     path
 }

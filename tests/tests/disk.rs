@@ -61,6 +61,12 @@ fn reads_writes_zeroes_and_discards() {
 
 #[test]
 fn images_of_qemu_are_served_and_stay_sound() {
+    for cache in [None, Some(Cache::None), Some(Cache::Writethrough)] {
+        images_with(cache);
+    }
+}
+
+fn images_with(cache: Option<Cache>) {
     let folder = folder(Place::Disk);
     let file = folder.path().join("disk");
     let img = |args: &[&str]| {
@@ -69,7 +75,7 @@ fn images_of_qemu_are_served_and_stay_sound() {
     };
     let created = Command::new(tool("qemu-img")).args(["create", "-q", "-f", "qcow2"]).arg(&file).arg("64M").status();
     assert!(created.unwrap().success());
-    let options = Options { format: Some(Format::Qcow2), grow_to: Some(96 * MIB), ..Options::default() };
+    let options = Options { format: Some(Format::Qcow2), grow_to: Some(96 * MIB), cache, ..Options::default() };
     let disk = Offered::of(file.clone(), folder, &options);
     assert!(good(&disk.qemu_io(&["length"])).contains("96 MiB"));
     good(&disk.qemu_io(&[
@@ -170,5 +176,28 @@ impl Tmpfs {
 impl Drop for Tmpfs {
     fn drop(&mut self) {
         let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+/// Other people's load, through other people's driver.
+#[test]
+fn qemu_img_bench_runs() {
+    for cache in [Cache::None, Cache::Writeback] {
+        let disk = Offered::new(Place::Disk, 64 * MIB, &Options { cache: Some(cache), ..Options::default() });
+        for args in [
+            &["-d", "1", "-s", "512"][..],
+            &["-d", "32", "-s", "4096", "-w", "--flush-interval=64"],
+            &["-d", "64", "-s", "65536"],
+        ] {
+            let image = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", disk.socket.display());
+            let mut program = Command::new(tool("qemu-img"));
+            let output = program
+                .args(["bench", "-c", "1000", "-t", "none"])
+                .args(args)
+                .args(["--image-opts", &image])
+                .output()
+                .unwrap();
+            assert!(good(&output).contains("Run completed"), "{output:?}");
+        }
     }
 }

@@ -3,11 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_disk::{Cache, Options};
-use ferry_tests::Place;
-use ferry_tests::disks::Offered;
+use ferry_tests::disks::{Offered, Process, guest_with};
+use ferry_tests::{Place, run};
 
 const MIB: u64 = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(300);
@@ -78,4 +78,33 @@ blkdiscard /dev/vda
 "#;
     disk.guest(script, TIMEOUT).ok();
     grower.join().unwrap();
+}
+
+/// User-mode Linux does not reconnect: for its guest the disk is gone. What it had made durable is there for the next one.
+#[test]
+fn ext4_is_sound_after_the_server_was_killed() {
+    let mut server = Process::new(Place::Disk, 128 * MIB, &[]);
+    let make = "mkfs.ext4 -q /dev/vda; mkdir -p /mnt/disk; mount -t ext4 /dev/vda /mnt/disk
+        cd /mnt/disk; dd if=/dev/urandom of=kept bs=64k count=64 2>/dev/null; sha256sum kept >sum; sync
+        echo kept >&2
+        while true; do fio --name=w --size=16m --rw=randwrite --bsrange=512-64k --fsync=32 --minimal >/dev/null; done";
+    let begin = Instant::now();
+    let running = guest_with(&server.socket, make).spawn().unwrap_or_else(|error| panic!("{error}"));
+    // In the middle of fio, once there is something to keep.
+    let end = begin + TIMEOUT;
+    while server.allocated() < 20 * MIB {
+        assert!(Instant::now() < end, "the guest writes nothing");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    server.kill();
+    running.kill();
+    drop(running);
+    server.start();
+    let look = "mkdir -p /mnt/disk; mount -t ext4 /dev/vda /mnt/disk; cd /mnt/disk
+        sha256sum -c sum; rm -f w*; sync; fstrim -v /mnt/disk; cd /; umount /mnt/disk";
+    run(guest_with(&server.socket, look), TIMEOUT).ok();
+    server.kill();
+    let fsck = Command::new("e2fsck").args(["-fn"]).arg(&server.file).output().unwrap();
+    assert!(fsck.status.success(), "{}", String::from_utf8_lossy(&fsck.stdout));
 }

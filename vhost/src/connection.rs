@@ -234,6 +234,13 @@ impl<D: Device> Connection<D> {
         Ok(())
     }
 
+    /// Notes for our successor what the driver has set.
+    fn keep(&self) {
+        if let (Some(area), Some(kept)) = (&self.inflight, self.device.kept(&self.session)) {
+            area.keep(kept);
+        }
+    }
+
     fn reset(&mut self) {
         for index in 0..self.queues.len() {
             self.stop(index);

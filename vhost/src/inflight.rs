@@ -31,6 +31,12 @@ const ALIGNMENT: usize = 64;
 const HEADER_BYTES_MAX: usize = 32;
 const ENTRY_BYTES_MAX: usize = 32;
 
+/// After the regions, with room of its own: what the driver has set, see [`Area::keep`]. The specification knows no such
+/// thing; to other servers it is memory that nobody asks about.
+const NOTE_BYTES: usize = ALIGNMENT;
+/// Marks a note as written.
+const NOTED: u64 = 1 << 63;
+
 /// Where both layouts keep these (`QueueRegionSplit`, `QueueRegionPacked`).
 const VERSION_AT: usize = 8;
 const ENTRIES_AT: usize = 10;
@@ -64,12 +70,14 @@ pub(crate) struct Area {
     map: MmapRegion,
     queues: u16,
     size: u16,
+    /// Where the note is, if there is room for one.
+    note_at: Option<usize>,
 }
 
 impl Area {
     /// Makes memory for a device of up to `queues_max` queues, and tells the front end what it is.
     pub(crate) fn make(asked: &VhostUserInflight, queues_max: usize) -> Result<(VhostUserInflight, File), LogError> {
-        let bytes = area_bytes(asked, queues_max)?;
+        let bytes = area_bytes(asked, queues_max)? + NOTE_BYTES;
         let make = || {
             let fd = memfd_create("ferry-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
             ftruncate(&fd, bytes as u64)?;
@@ -90,8 +98,31 @@ impl Area {
         if end.is_none() || !offset.is_multiple_of(4096) {
             return Err(LogError::Short { bytes, offset, wanted });
         }
-        let map = MmapRegion::from_file(FileOffset::new(file, offset), wanted).map_err(LogError::Map)?;
-        Ok(Arc::new(Self { map, queues: kept.num_queues, size: kept.queue_size }))
+        // Another server may have made it.
+        let note_at = (bytes >= (wanted + NOTE_BYTES) as u64).then_some(wanted);
+        let mapped = wanted + note_at.map_or(0, |_| NOTE_BYTES);
+        let map = MmapRegion::from_file(FileOffset::new(file, offset), mapped).map_err(LogError::Map)?;
+        Ok(Arc::new(Self { map, queues: kept.num_queues, size: kept.queue_size, note_at }))
+    }
+
+    fn note(&self) -> Option<Cells> {
+        let start = self.map.as_ptr().wrapping_add(self.note_at?);
+        // SAFETY: the mapping holds so many bytes from there on, and `self` keeps it alive for longer than the callers use
+        // these cells; all others who have the file mapped know it as shared memory.
+        Some(unsafe { Cells::new(start, NOTE_BYTES) })
+    }
+
+    /// Keeps what the driver has set for whoever serves it next: front ends do not say it again.
+    pub(crate) fn keep(&self, set: u32) {
+        if let Some(note) = self.note() {
+            note.store_u64(0, NOTED | u64::from(set), Ordering::Release);
+        }
+    }
+
+    /// What the driver had set when its server before us ended.
+    pub(crate) fn kept(&self) -> Option<u32> {
+        let note = self.note()?.load_u64(0, Ordering::Acquire);
+        u32::try_from(note & !NOTED).ok().filter(|_| note & NOTED != 0)
     }
 
     /// The region of a queue, if there is one.
@@ -109,6 +140,9 @@ impl Area {
     pub(crate) fn clear(self: &Arc<Self>) {
         for region in (0..usize::from(self.queues)).filter_map(|queue| self.region(queue)) {
             region.cells.store_u16(VERSION_AT, 0, Ordering::Release);
+        }
+        if let Some(note) = self.note() {
+            note.store_u64(0, 0, Ordering::Release);
         }
     }
 }

@@ -80,6 +80,13 @@ pub trait Device: Send + Sync + 'static {
     fn registers_memory(&self) -> bool {
         false
     }
+    /// What the driver has set in the configuration space, for [`restore`](Self::restore). `None`: there is nothing.
+    fn kept(&self, _session: &Self::Session) -> Option<u32> {
+        None
+    }
+    /// A process that served this driver before has crashed: what its [`kept`](Self::kept) answered last, by way of the
+    /// front end. Front ends do not write the configuration again.
+    fn restore(&self, _session: &Self::Session, _kept: u32) {}
     /// The driver has chosen these virtio features. It may choose again.
     fn negotiated(&self, _session: &Self::Session, _features: u64) {}
     /// The driver has reset the device: what it wrote to the configuration space is void.

@@ -242,10 +242,13 @@ fn killed_servers(packed: bool, queue_size: u16) {
                 }
             }
         }
+        let set = round.to_le_bytes()[0] + 1;
+        driver.write_config(WRITABLE_AT, &[set]).unwrap();
         server.kill().unwrap();
         server.wait().unwrap();
         server = start_server(folder.path());
         driver.reattach().unwrap();
+        assert_eq!(driver.read_config(WRITABLE_AT, 1).unwrap(), [set], "what the driver has set stays");
     }
     for (ticket, number) in asked {
         let queue = (0..QUEUES).find(|queue| ticket.unique() >> 48 == *queue as u64).unwrap();

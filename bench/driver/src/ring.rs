@@ -90,7 +90,12 @@ macro_rules! either {
 
 impl Ring {
     pub(crate) fn new(config: &Config, memory: &Arc<Memory>) -> Result<Self> {
-        let alloc = |bytes| memory.alloc(bytes, PAGE_BYTES).ok_or(Error::Memory(bytes));
+        let alloc = |bytes| {
+            let buffer = memory.alloc(bytes, PAGE_BYTES).ok_or(Error::Memory(bytes))?;
+            // It may be that of a ring before this one.
+            buffer.write(0, &vec![0; buffer.len()]);
+            Ok::<_, Error>(buffer)
+        };
         let (size, event_idx) = (config.queue_size, config.event_idx);
         let table = alloc(SplitRing::table_bytes(size))?;
         if config.packed {

@@ -79,6 +79,14 @@ impl Device for Blk {
         }
     }
 
+    fn kept(&self, (): &()) -> Option<u32> {
+        Some(self.state.wants_cache().into())
+    }
+
+    fn restore(&self, (): &(), kept: u32) {
+        self.state.set_writeback(kept != 0);
+    }
+
     fn changes_config(&self) -> bool {
         true
     }

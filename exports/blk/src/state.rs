@@ -71,7 +71,12 @@ impl State {
 
     /// Whether writes may end before they are durable (5.2.6.2).
     pub(crate) fn is_writeback(&self) -> bool {
-        self.may_cache && self.wants_cache.load(Ordering::Relaxed) && self.can_flush.load(Ordering::Relaxed)
+        self.may_cache && self.wants_cache() && self.can_flush.load(Ordering::Relaxed)
+    }
+
+    /// Whether the driver wants the cache, should there be one.
+    pub(crate) fn wants_cache(&self) -> bool {
+        self.wants_cache.load(Ordering::Relaxed)
     }
 
     /// The driver turns the cache on or off.

@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -19,8 +20,33 @@ const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
+/// How long whoever has a disk is waited for: what a server that was killed had under way in the kernel ends after it, and
+/// mostly soon.
+const PATIENCE: Duration = Duration::from_secs(2);
+const TICK: Duration = Duration::from_millis(20);
+
 /// Locks a disk for this open file description, for as long as it is open.
 pub(crate) fn take(file: &File, path: &Path, writes: bool) -> Result<(), Error> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match try_take(file, path, writes) {
+            Err(Error::InUse { .. }) if Instant::now() < end => std::thread::sleep(TICK),
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Holds the disk with one more description, through which it is written, once it is locked.
+///
+/// A process may end while the kernel still writes for it: io_uring waits for nobody. Such a write holds on to the description
+/// that it goes through, and so to this lock. Without it the next server could carry the same request out again, take later
+/// ones to the same place, and have them overwritten by the first.
+pub(crate) fn hold(file: &impl AsRawFd) {
+    // Where locks cannot be had, that was said before.
+    let _ = set_shared(file, USES + WRITE);
+}
+
+fn try_take(file: &File, path: &Path, writes: bool) -> Result<(), Error> {
     let uses: &[i64] = if writes { &[READ, WRITE] } else { &[READ] };
     // A reader, too, wants the disk to stay as it is.
     let forbids = [WRITE, RESIZE];
@@ -50,7 +76,7 @@ pub(crate) fn take(file: &File, path: &Path, writes: bool) -> Result<(), Error> 
     }
 }
 
-fn set_shared(file: &File, byte: i64) -> rustix::io::Result<()> {
+fn set_shared(file: &impl AsRawFd, byte: i64) -> rustix::io::Result<()> {
     let mut lock = describe(libc::F_RDLCK, byte);
     control(file, libc::F_OFD_SETLK, &mut lock)
 }
@@ -71,7 +97,7 @@ fn describe(kind: libc::c_int, byte: i64) -> libc::flock {
     lock
 }
 
-fn control(file: &File, command: libc::c_int, lock: &mut libc::flock) -> rustix::io::Result<()> {
+fn control(file: &impl AsRawFd, command: libc::c_int, lock: &mut libc::flock) -> rustix::io::Result<()> {
     loop {
         // SAFETY: the descriptor is open, and both commands take a pointer to a `flock` that lives until they return.
         if unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) } == 0 {

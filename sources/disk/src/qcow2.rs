@@ -61,9 +61,12 @@ impl Qcow2Disk {
         self.image.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn sync(&self, durable: bool) -> Result<()> {
+    /// Lets what was changed survive this process, and with `durable` a power failure, too. `imago` keeps the image's
+    /// tables in memory; a request that has ended must be found by the next server if this one is killed, for the guest
+    /// goes on with that one as if nothing had been.
+    fn settle(&self, durable: bool) -> Result<()> {
         let image = self.shared();
-        if durable { image.flush().and_then(|()| image.sync()).map_err(errno) } else { Ok(()) }
+        image.flush().and_then(|()| if durable { image.sync() } else { Ok(()) }).map_err(errno)
     }
 }
 
@@ -104,17 +107,20 @@ impl Disk for Qcow2Disk {
         let mut bytes = vec![0; usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?];
         let count = input.take(&mut bytes);
         self.shared().write(&bytes[..count], at.offset).map_err(errno)?;
-        self.sync(durable)?;
+        self.settle(durable)?;
         Ok(Data::Bytes(count))
     }
 
     fn flush(&self) -> Result<Option<Arc<Backing>>> {
-        self.sync(!self.features.read_only)?;
+        if !self.features.read_only {
+            self.settle(true)?;
+        }
         Ok(None)
     }
 
     fn discard(&self, offset: u64, bytes: u64) -> Result<()> {
-        self.alone().discard_to_any(offset, bytes).map_err(errno)
+        self.alone().discard_to_any(offset, bytes).map_err(errno)?;
+        self.settle(false)
     }
 
     fn write_zeroes(&self, offset: u64, bytes: u64, may_unmap: bool, durable: bool) -> Result<()> {
@@ -123,13 +129,13 @@ impl Disk for Qcow2Disk {
             false => self.shared().write_zeroes(offset, bytes),
         }
         .map_err(errno)?;
-        self.sync(durable)
+        self.settle(durable)
     }
 }
 
 impl Drop for Qcow2Disk {
     fn drop(&mut self) {
-        if let Err(error) = self.sync(!self.features.read_only) {
+        if let Err(error) = Disk::flush(self) {
             tracing::error!("{}: what was written last may be lost: {error}", self.serial);
         }
     }

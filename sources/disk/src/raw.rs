@@ -11,7 +11,7 @@ use ferry_vfs::{
     Output, Result,
 };
 
-use crate::{Cache, Error, Options, sys};
+use crate::{Cache, Error, Options, lock, sys};
 
 /// The unit of sizes, and the block size of everything that says nothing else.
 const SECTOR_BYTES: u64 = 512;
@@ -81,7 +81,9 @@ impl RawDisk {
             );
         }
         let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
-        let cached = Pair::open(&file, access, Backing::new).map_err(failed)?;
+        // Elsewhere a transfer that cannot be tried without waiting is made at once: it is memory that it waits for.
+        let wrap = if sys::is_remote(&file) { Backing::waiting } else { Backing::new };
+        let cached = Pair::open(&file, access, wrap).map_err(failed)?;
         let direct = match options.cache.unwrap_or(Cache::None) {
             Cache::None => Direct::open(&file, access),
             Cache::Writeback | Cache::Writethrough => None,
@@ -213,7 +215,13 @@ impl Blocks {
 
 impl Pair {
     fn open(file: &File, access: OFlags, wrap: fn(std::os::fd::OwnedFd) -> Backing) -> rustix::io::Result<Self> {
-        let open = |flags| sys::open_again(file, access | flags).map(|fd| Arc::new(wrap(fd).lasting()));
+        let open = |flags| {
+            let fd = sys::open_again(file, access | flags)?;
+            if access.contains(OFlags::RDWR) {
+                lock::hold(&fd);
+            }
+            Ok(Arc::new(wrap(fd).lasting()))
+        };
         Ok(Self { plain: open(OFlags::empty())?, durable: open(OFlags::DSYNC)? })
     }
 }

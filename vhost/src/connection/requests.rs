@@ -163,7 +163,10 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
         match self.device.write_config(&self.session, offset, bytes) {
-            true => Ok(()),
+            true => {
+                self.keep();
+                Ok(())
+            }
             false => Err(Error::InvalidOperation("this part of the configuration is read-only")),
         }
     }
@@ -191,7 +194,11 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         })?;
         let running: Vec<usize> = (0..self.queues.len()).filter(|index| self.queues[*index].running).collect();
         running.iter().for_each(|index| self.stop(*index));
+        if let Some(kept) = area.kept() {
+            self.device.restore(&self.session, kept);
+        }
         self.inflight = Some(area);
+        self.keep();
         running.into_iter().try_for_each(|index| self.start(index))
     }
 

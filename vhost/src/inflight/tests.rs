@@ -34,6 +34,30 @@ fn memory_is_as_large_as_it_must_be_and_not_trusted() {
 }
 
 #[test]
+fn what_the_driver_has_set_is_kept_where_there_is_room() {
+    let (kept, file) = Area::make(&VhostUserInflight::new(0, 0, 2, 64), 2).unwrap();
+    let open = |bytes| {
+        let mut kept = kept;
+        kept.mmap_size = bytes;
+        Area::open(&kept, file.try_clone().unwrap(), 2).unwrap()
+    };
+    let area = open(kept.mmap_size);
+    assert_eq!(area.kept(), None);
+    for set in [0, 7, u32::MAX] {
+        area.keep(set);
+        assert_eq!(open(kept.mmap_size).kept(), Some(set));
+    }
+    // Memory that another server made has no room for it, and the last region is not touched.
+    let other = open(kept.mmap_size - NOTE_BYTES as u64);
+    other.keep(5);
+    assert_eq!((other.kept(), area.kept()), (None, Some(u32::MAX)));
+    area.clear();
+    assert_eq!(area.kept(), None);
+    area.note().unwrap().store_u64(0, u64::MAX, Ordering::Relaxed);
+    assert_eq!(area.kept(), None, "what we never write");
+}
+
+#[test]
 fn the_layout_is_that_of_the_specification() {
     let bytes = |region: &Region, at: usize| region.cells.load_u8(at, Ordering::Relaxed);
     let region = area(1, 4).region(0).unwrap();

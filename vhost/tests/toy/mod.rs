@@ -61,6 +61,14 @@ impl Device for Toy {
         true
     }
 
+    fn kept(&self, (): &()) -> Option<u32> {
+        Some(self.written.load(Ordering::SeqCst).into())
+    }
+
+    fn restore(&self, (): &(), kept: u32) {
+        self.written.store(kept.to_le_bytes()[0], Ordering::SeqCst);
+    }
+
     fn negotiated(&self, (): &(), features: u64) {
         self.features.store(features, Ordering::SeqCst);
     }
