@@ -21,6 +21,11 @@ use crate::{Error, Listener, Options, worker};
 pub(crate) const THREADS_MIN: usize = 2;
 /// How often deadlines are looked at; time-outs are that inexact.
 const TICK: Duration = Duration::from_millis(500);
+/// When a silent TCP client is asked whether its machine is still there, how often, and how many times in vain: one that
+/// is gone gives up its locks after two minutes, not after the two hours that Linux takes by itself.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+const KEEPALIVE_COUNT: u32 = 4;
 /// How long requests under way are waited for at the end. A disk that hangs for longer is left behind.
 const STOP_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -263,6 +268,9 @@ impl Hub {
             // Requests are small and waited for; a peer whose machine is gone is to be noticed in the end.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&stream, true);
             let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
+            let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, KEEPALIVE_IDLE);
+            let _ = rustix::net::sockopt::set_tcp_keepintvl(&stream, KEEPALIVE_INTERVAL);
+            let _ = rustix::net::sockopt::set_tcp_keepcnt(&stream, KEEPALIVE_COUNT);
         }
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
         let connection = Arc::new(Connection::new(Arc::clone(self), key, stream));
