@@ -29,9 +29,9 @@ fn serves_until_a_signal() {
 
 /// Tversion and its answer, as Linux sends and expects them (intro(5)).
 fn speaks_9p(stream: &mut (impl Read + Write)) {
-    stream.write_all(b"\x15\0\0\0\x64\xff\xff\0\0\x10\0\x08\09P2000.L").unwrap();
+    stream.write_all(b"\x15\0\0\0\x64\xff\xff\0\0\x10\0\x08\09P2000.L").expect("it listens");
     let mut answer = [0; 21];
-    stream.read_exact(&mut answer).unwrap();
+    stream.read_exact(&mut answer).expect("an answer");
     assert_eq!(&answer, b"\x15\0\0\0\x65\xff\xff\0\0\x10\0\x08\09P2000.L");
 }
 

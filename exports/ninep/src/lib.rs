@@ -14,14 +14,14 @@
 //!
 //! # How it is put together
 //!
-//! A [`Hub`](hub) has an epoll descriptor that all its threads wait at. Whoever gets a connection's event takes one
+//! A hub has an epoll descriptor that all its threads wait at. Whoever gets a connection's event takes one
 //! message from it, lets the others have the connection again, serves the message and sends the reply: one wake-up for
 //! a request, requests of one connection side by side, and no thread for a connection that is silent. Threads are
 //! started while all are busy, up to a limit, and end when there is nothing to do.
 //!
-//! * [`connection`]: messages in, replies out, which requests are under way, what a flush does to them;
-//! * [`session`]: what Tversion begins: fids and what they hold;
-//! * [`serve`]: each request, as calls of the source.
+//! * `connection` and `line`: messages in, replies out, which requests are under way, what a flush does to them;
+//! * `session`: what Tversion begins: fids and what they hold;
+//! * `serve`: each request, as calls of the source.
 //!
 //! # Whom it trusts
 //!
