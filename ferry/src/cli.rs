@@ -12,8 +12,8 @@ pub use share::Share;
 use values::memory_mib;
 pub use values::{Cache, Carrier, Passthrough, made_tag, tag_of};
 
-/// What only a virtual machine's export understands; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 6] = ["virtiofs", "fd", "mount", "tag", "queues", "poll_us"];
+/// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
+const SHARE_ONLY: [&str; 9] = ["virtiofs", "fd", "mount", "tag", "queues", "poll_us", "9p", "9p-remote", "9p-users"];
 
 /// Carry file data to virtual machines and mounts.
 #[derive(Debug, clap::Parser)]
@@ -32,7 +32,7 @@ pub struct Cli {
 #[derive(Debug, clap::Subcommand)]
 #[allow(clippy::large_enum_variant, reason = "there is one in a process")]
 pub enum Command {
-    /// Share directories with virtual machines until SIGTERM or SIGINT.
+    /// Share directories with virtual machines and 9P clients until SIGTERM or SIGINT.
     ///
     /// Each source is followed by its own flags; several in one call are served by one process. A source is a
     /// directory, or mem (a memory file system), or pmem:PATH (one that persists in a file or DAX device).
@@ -40,11 +40,9 @@ pub enum Command {
     /// SIGTERM and SIGINT let the requests under way end, sync, and exit with status 0; a second signal exits at
     /// once.
     #[command(after_long_help = recipes::SHARE)]
-    #[command(
-        override_usage = "ferry share SOURCE --virtiofs SOCKET [--mount DIR] [OPTIONS] [SOURCE2 --virtiofs SOCKET2 \
-                                [OPTIONS]]...\n       \
-                                ferry share --config FILE"
-    )]
+    #[command(override_usage = "ferry share SOURCE --virtiofs SOCKET [--mount DIR] [--9p ADDRESS] [OPTIONS] \
+                                [SOURCE2 --virtiofs SOCKET2 [OPTIONS]]...\n       \
+                                ferry share --config FILE")]
     Share(ShareArgs),
 
     /// Mount a source on this host.
@@ -235,11 +233,20 @@ impl MountArgs {
         Share { mount: self.mountpoint, ..self.share }
     }
 
-    /// The first flag that was given and is for virtual machines only.
+    /// The first flag that was given and is for `ferry share` only.
     pub fn share_only(&self) -> Option<&'static str> {
-        let Share { virtiofs, fd, mount, tag, queues, poll_us, .. } = &self.share;
-        let given =
-            [virtiofs.is_some(), fd.is_some(), mount.is_some(), tag.is_some(), queues.is_some(), poll_us.is_some()];
+        let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
+        let given = [
+            virtiofs.is_some(),
+            fd.is_some(),
+            mount.is_some(),
+            tag.is_some(),
+            queues.is_some(),
+            poll_us.is_some(),
+            ninep.is_some(),
+            *ninep_remote,
+            ninep_users.is_some(),
+        ];
         given.iter().zip(SHARE_ONLY).find(|(given, _)| **given).map(|(_, name)| name)
     }
 }

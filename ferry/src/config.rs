@@ -42,6 +42,7 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
         for path in [&mut share.virtiofs, &mut share.mount, &mut share.tier2] {
             *path = path.take().map(|path: PathBuf| folder.join(path));
         }
+        share.ninep = share.ninep.take().map(|address| address.in_folder(folder));
     }
     for (number, disk) in file.disks.iter_mut().enumerate() {
         // A word that means no file must not become a path.
@@ -107,9 +108,15 @@ mod tests {
             source = "mem"
             mount = "/m"
             huge = true
+
+            [[share]]
+            dir = "b"
+            9p = "unix:n.sock"
+            9p-remote = true
+            9p-users = "only=0,5"
         "#;
         let shares = parse(text, Path::new("/etc/ferry")).expect("a good file").shares;
-        assert_eq!(shares.len(), 4);
+        assert_eq!(shares.len(), 5);
         assert_eq!(shares[0].source, Path::new("/srv/a"));
         assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("/etc/ferry/a.sock")));
         assert_eq!(shares[1].source, Path::new("/etc/ferry/b"));
@@ -118,6 +125,8 @@ mod tests {
         assert_eq!(shares[2].mount.as_deref(), Some(Path::new("/etc/ferry/mnt")));
         assert_eq!(shares[2].tier2.as_deref(), Some(Path::new("/etc/ferry/cold")));
         assert_eq!(shares[3].source, Path::new("mem"));
+        assert_eq!(shares[4].ninep, Some("unix:/etc/ferry/n.sock".parse().unwrap()));
+        assert_eq!(shares[4].ninep_users, Some("only=0,5".parse().unwrap()));
     }
 
     #[test]
@@ -168,6 +177,8 @@ mod tests {
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nallow-other = true", "allow-other is for mounts"),
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nwriteback = true\npassthrough = \"on\"", "exclude each other"),
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nthreads = 0", "threads = 0 is not in"),
+            ("[[share]]\ndir = \"a\"\n9p = \"s\"", "no address for 9P"),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\n9p-users = \"client\"", "9p-users is for 9P"),
             ("[[share]]\ndir = \"a\"", "number 1: it needs virtiofs"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nfd = 3", "both virtiofs and fd"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nqueues = 0", "queues = 0"),

@@ -11,6 +11,7 @@ use ferry_vfs::FileSystem;
 
 use crate::cli::{Cache, Carrier, Passthrough, Share};
 use crate::guardian::Guardian;
+use crate::ninep::Listening;
 use crate::socket::Bound;
 use crate::source::Kind;
 
@@ -18,6 +19,7 @@ use crate::source::Kind;
 #[derive(Default)]
 pub struct Serving {
     devices: Vec<(ferry_virtiofs::Export, Bound)>,
+    ninep: Vec<(ferry_ninep::Export, Option<Bound>)>,
     mounts: Vec<Arc<ferry_fuse::Export>>,
     /// One for each mount; they stay on guard until all mounts are gone.
     guardians: Vec<Guardian>,
@@ -27,6 +29,12 @@ impl Serving {
     /// Offers a source to virtual machines.
     pub fn start(&mut self, bound: Bound, source: Arc<dyn FileSystem>, options: ferry_virtiofs::Options) -> Result<()> {
         self.devices.push((ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?, bound));
+        Ok(())
+    }
+
+    /// Offers a source to 9P clients.
+    pub fn serve_9p(&mut self, listening: Listening, source: Arc<dyn FileSystem>, share: &Share) -> Result<()> {
+        self.ninep.push(listening.serve(source, share)?);
         Ok(())
     }
 
@@ -51,9 +59,9 @@ impl Serving {
     }
 
     /// Says so when there is nothing left to serve, because every mount was unmounted by somebody else. Never
-    /// while there is a socket, on which the next virtual machine may come.
+    /// while there is a socket, on which the next virtual machine or 9P client may come.
     pub fn when_over(&self, over: Over) -> Result<()> {
-        if !self.devices.is_empty() {
+        if !self.devices.is_empty() || !self.ninep.is_empty() {
             return Ok(());
         }
         let mounts = self.mounts.clone();
@@ -73,6 +81,10 @@ impl Serving {
         }
         self.guardians.clear();
         for (export, bound) in self.devices.drain(..) {
+            export.stop();
+            drop(bound);
+        }
+        for (export, bound) in self.ninep.drain(..) {
             export.stop();
             drop(bound);
         }

@@ -91,8 +91,9 @@ fn complete(share: &Share) -> Result<(), clap::Error> {
             "<SOURCE> is missing: a directory, mem or pmem:PATH",
         ));
     }
-    if (&share.virtiofs, share.fd, &share.mount) == (&None, None, &None) {
-        let text = format!("'--virtiofs <SOCKET>' or '--mount <DIR>' is missing after {}", share.source.display());
+    if !share.has_export() {
+        let missing = "'--virtiofs <SOCKET>', '--9p <ADDRESS>' or '--mount <DIR>'";
+        let text = format!("{missing} is missing after {}", share.source.display());
         return Err(error("share", ErrorKind::MissingRequiredArgument, &text));
     }
     match share.contradiction() {
@@ -272,6 +273,16 @@ mod tests {
     }
 
     #[test]
+    fn a_share_may_be_for_9p_alone() {
+        let line = "ferry share mem --9p tcp:0.0.0.0:564 --9p-remote --9p-users 5:6 /b --9p unix:s --virtiofs v";
+        let shares = shares(line).expect("a good line");
+        assert_eq!(shares[0].ninep, Some("tcp:0.0.0.0:564".parse().unwrap()));
+        assert_eq!(shares[0].ninep_users, Some("5:6".parse().unwrap()));
+        assert!(shares[0].ninep_remote && !shares[1].ninep_remote);
+        assert_eq!(shares[1].ninep, Some("unix:s".parse().unwrap()));
+    }
+
+    #[test]
     fn a_flag_of_the_whole_call_stands_anywhere() {
         let args = "ferry share /a --virtiofs 1.sock --json /b --virtiofs 2.sock --log warn";
         let Invocation { cli, more, .. } = parse(args.split(' ').map(OsString::from)).expect("a good line");
@@ -332,6 +343,12 @@ mod tests {
             ("ferry mount mem /m --poll-us 3", "unexpected argument '--poll-us'"),
             ("ferry mount mem /m --virtiofs s", "unexpected argument '--virtiofs'"),
             ("ferry mount mem /m --path fast", "fast"),
+            ("ferry mount mem /m --9p unix:s", "unexpected argument '--9p'"),
+            ("ferry mount mem /m --9p-remote", "unexpected argument '--9p-remote'"),
+            ("ferry share mem --9p s", "no address for 9P"),
+            ("ferry share mem --9p tcp:localhost", "has no port"),
+            ("ferry share mem --9p unix:s --9p-users root", "says no users"),
+            ("ferry share mem --virtiofs s --9p-remote", "9p-remote is for 9P"),
             ("ferry mount /a /m --size 1G", "size is for the sources mem"),
             ("ferry mount mem /m --writeback --passthrough on", "exclude each other"),
             ("ferry mount mem /m -o size=1G,fast", "unknown mount option \"fast\""),

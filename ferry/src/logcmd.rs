@@ -41,7 +41,11 @@ fn show(status: &Status, json: bool) -> Result<()> {
         let requests = status.requests.as_deref().unwrap_or("none");
         let mut text = format!("process {}: level {}, requests logged: {requests}\n", status.pid, status.log);
         for share in &status.shares {
-            let places = [("mounted on", &share.mount), ("for virtual machines on", &share.virtiofs)];
+            let places = [
+                ("mounted on", &share.mount),
+                ("for virtual machines on", &share.virtiofs),
+                ("for 9P clients on", &share.ninep),
+            ];
             let places = places.iter().filter_map(|(how, place)| place.as_ref().map(|place| format!(" {how} {place}")));
             text += &format!("  {}{}\n", share.source, places.collect::<Vec<_>>().join(","));
         }

@@ -16,6 +16,7 @@ mod logcmd;
 mod logging;
 mod mount;
 mod mount_options;
+mod ninep;
 mod recipes;
 mod share;
 mod size;

@@ -48,6 +48,13 @@ libvirt (in the domain's XML):
 cloud-hypervisor:
   --memory size=4G,shared=on --fs tag=src,socket=/run/src.sock,num_queues=4,queue_size=1024
 
+9P, for whatever has no vhost-user (a unix socket is its user's alone; TCP beyond this
+machine needs --9p-remote):
+  ferry share /srv/src --9p unix:/run/src.9p
+  ferry share /srv/src --9p tcp:127.0.0.1:5640
+  mount -t 9p -o trans=unix,version=9p2000.L,msize=1048576 /run/src.9p /mnt
+  mount -t 9p -o trans=tcp,port=5640,version=9p2000.L,msize=1048576 127.0.0.1 /mnt
+
 In the guest:
   mount -t virtiofs src /mnt
 or in its /etc/fstab:

@@ -16,6 +16,7 @@ use crate::control::{self, Control, Served};
 use crate::disk::{self, Disks};
 use crate::exports::{self, Serving};
 use crate::logging::Logging;
+use crate::ninep::{Address, Listening};
 use crate::recipes;
 use crate::socket::Bound;
 use crate::source::Sources;
@@ -89,6 +90,10 @@ fn refuse_doubles(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             let twice = before.iter().any(|other| other.mount.as_ref() == Some(mount));
             ensure!(!twice, "the mount point {} is given twice; each share needs its own", mount.display());
         }
+        if let Some(address) = share.ninep.as_ref().filter(|address| !matches!(address, Address::Tcp(_, 0))) {
+            let twice = before.iter().any(|other| other.ninep.as_ref() == Some(address));
+            ensure!(!twice, "the address {address} is given twice; each share needs its own");
+        }
         if let Some(fd) = share.fd {
             let twice = before.iter().any(|other| other.fd == Some(fd));
             ensure!(!twice, "descriptor {fd} is given twice; each share needs its own");
@@ -120,9 +125,16 @@ fn start(
             (None, None) => Ok(None),
         })
         .collect::<Result<_>>()?;
+    let ninep: Vec<Option<Listening>> = shares.iter().map(Listening::of).collect::<Result<_>>()?;
     let mut up = Vec::new();
-    for ((share, source), bound) in shares.iter().zip(&opened).zip(bound) {
+    for (((share, source), bound), listening) in shares.iter().zip(&opened).zip(bound).zip(ninep) {
         let mut served = Served::new(share, Arc::clone(source));
+        if let Some(listening) = listening {
+            served.listens(listening.address());
+            serving
+                .serve_9p(listening, Arc::clone(source), share)
+                .with_context(|| format!("cannot share {}", share.source.display()))?;
+        }
         if let Some(bound) = bound {
             serving
                 .start(bound, Arc::clone(source), exports::device_options(share))
@@ -143,7 +155,8 @@ fn start(
 /// Whether a source goes through several exports.
 fn is_shared(shares: &[Share], opened: &[Arc<dyn FileSystem>], source: &Arc<dyn FileSystem>) -> bool {
     let exports = shares.iter().zip(opened).filter(|(_, other)| Arc::ptr_eq(other, source)).map(|(share, _)| {
-        usize::from(share.mount.is_some()) + usize::from(share.virtiofs.is_some() || share.fd.is_some())
+        let is_device = share.virtiofs.is_some() || share.fd.is_some();
+        [share.mount.is_some(), is_device, share.ninep.is_some()].into_iter().map(usize::from).sum::<usize>()
     });
     exports.sum::<usize>() > 1
 }
@@ -159,9 +172,12 @@ fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
         }
         return writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output");
     }
-    for control::Shown { source, tag, virtiofs, fd, mount, queues, .. } in shares {
+    for control::Shown { source, tag, virtiofs, fd, mount, queues, ninep, .. } in shares {
         if let Some(mount) = mount {
             tracing::info!(source, mount, "mounted");
+        }
+        if let Some(address) = ninep {
+            tracing::info!(source, address, "serving 9P");
         }
         match (virtiofs, tag, queues) {
             (Some(socket), Some(tag), Some(queues)) if out.is_terminal() => {

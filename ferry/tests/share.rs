@@ -3,8 +3,10 @@
 mod common;
 
 use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -23,6 +25,54 @@ fn serves_until_a_signal() {
         assert_eq!(server.status(), Some(0));
         assert!(!socket.exists(), "the socket is left behind");
     }
+}
+
+/// Tversion and its answer, as Linux sends and expects them (intro(5)).
+fn speaks_9p(stream: &mut (impl Read + Write)) {
+    stream.write_all(b"\x15\0\0\0\x64\xff\xff\0\0\x10\0\x08\09P2000.L").expect("it listens");
+    let mut answer = [0; 21];
+    stream.read_exact(&mut answer).expect("an answer");
+    assert_eq!(&answer, b"\x15\0\0\0\x65\xff\xff\0\0\x10\0\x08\09P2000.L");
+}
+
+#[test]
+fn serves_9p_clients() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("a")).unwrap();
+    let line = "share a --9p unix:n.sock a --9p tcp:127.0.0.1:0 --9p-users 5:6 mem --virtiofs v.sock --9p tcp:[::1]:0";
+    // Not every machine has the last.
+    let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
+    let words = line.split(' ').take(if has_ipv6 { usize::MAX } else { 10 });
+    let mut server = Server::start(ferry().current_dir(folder.path()).args(words));
+    let address = |server: &Server, share: usize| server.line["shares"][share]["9p"].as_str().unwrap().to_owned();
+    let socket = folder.path().join("n.sock");
+    assert!(address(&server, 0).ends_with("/n.sock") && address(&server, 0).starts_with("unix:/"));
+    assert_eq!(fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+    speaks_9p(&mut UnixStream::connect(&socket).unwrap());
+    let tcp = address(&server, 1);
+    speaks_9p(&mut TcpStream::connect(tcp.strip_prefix("tcp:").unwrap()).unwrap());
+    if has_ipv6 {
+        assert!(server.line["shares"][2]["virtiofs"].is_string());
+        speaks_9p(&mut TcpStream::connect(address(&server, 2).strip_prefix("tcp:").unwrap()).unwrap());
+    }
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    assert!(!socket.exists(), "the socket is left behind");
+}
+
+#[test]
+fn tcp_for_other_machines_has_to_be_asked_for() {
+    let text = refused(1, ferry().args(["share", "mem", "--9p", "tcp:0.0.0.0:0"]));
+    assert!(text.contains("--9p-remote") && text.contains("other machines"), "{text}");
+    let text = refused(1, ferry().args(["share", "mem", "--9p", "unix:s", "mem", "--9p", "unix:s"]));
+    assert!(text.contains("unix:s is given twice"), "{text}");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", taken.local_addr().unwrap());
+    let text = refused(1, ferry().args(["share", "mem", "--9p", &address]));
+    assert!(text.contains(&address) && text.contains("in use"), "{text}");
+    let mut server = Server::start(ferry().args(["share", "mem", "--9p", "tcp:0.0.0.0:0", "--9p-remote"]));
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
 }
 
 #[test]

@@ -9,6 +9,7 @@
 
 pub mod disks;
 pub mod mounts;
+pub mod ninep;
 pub mod suites;
 
 use std::ffi::OsString;

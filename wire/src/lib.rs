@@ -47,3 +47,4 @@
 
 pub mod blk;
 pub mod fuse;
+pub mod ninep;

@@ -7,6 +7,7 @@ use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
 use super::values::{Cache, Carrier, Passthrough, made_tag, tag_of};
+use crate::ninep::{Address, Users};
 use crate::size::Size;
 use crate::source::Kind;
 
@@ -42,6 +43,11 @@ pub struct Share {
     /// Mount the source on this directory of the host.
     #[arg(long, value_name = "DIR")]
     pub mount: Option<PathBuf>,
+
+    /// Listen for 9P clients: unix:PATH, or tcp:HOST:PORT on this machine (9P2000.L).
+    #[arg(id = "9p", long = "9p", value_name = "ADDRESS")]
+    #[serde(rename = "9p")]
+    pub ninep: Option<Address>,
 
     /// The name by which the guest mounts the share, 1 to 36 bytes [default: the source's own name].
     ///
@@ -104,6 +110,17 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", requires = "tier2", help_heading = "For mem and pmem:PATH")]
     pub tier2_size: Option<Size>,
 
+    /// Let the tcp address be one that other machines reach. Whoever connects is believed to be who it says.
+    #[arg(id = "9p-remote", long = "9p-remote", help_heading = "For 9P")]
+    #[serde(default, rename = "9p-remote")]
+    pub ninep_remote: bool,
+
+    /// As whom 9P clients act: client (who they say; their kernel checks permissions), only=UID,UID... (the same, but no
+    /// others), or UID:GID (all are this user, and the server checks permissions) [default: client].
+    #[arg(id = "9p-users", long = "9p-users", value_name = "WHO", help_heading = "For 9P")]
+    #[serde(rename = "9p-users")]
+    pub ninep_users: Option<Users>,
+
     /// How requests of a mount travel [default: auto, the best that can be had].
     #[arg(long, value_enum, value_name = "PATH", help_heading = "For mounts")]
     pub path: Option<Carrier>,
@@ -149,6 +166,11 @@ impl Share {
         Kind::of(&self.source)
     }
 
+    /// Whether there is any way to reach it.
+    pub fn has_export(&self) -> bool {
+        self.virtiofs.is_some() || self.fd.is_some() || self.mount.is_some() || self.ninep.is_some()
+    }
+
     /// The tag that was given, or one made of the source's own name.
     pub fn tag_or_default(&self) -> Tag {
         self.tag.clone().unwrap_or_else(|| match self.kind() {
@@ -178,9 +200,11 @@ impl Share {
                 return Err(format!("{key} = {value} is not in {min}..={max}"));
             }
         }
-        match (&self.virtiofs, self.fd, &self.mount) {
-            (None, None, None) => Err("it needs virtiofs = \"SOCKET\" (or fd = N, or mount = \"DIR\")".into()),
-            (Some(_), Some(_), _) => Err("it has both virtiofs and fd; keep one".into()),
+        match (&self.virtiofs, self.fd) {
+            _ if !self.has_export() => {
+                Err("it needs virtiofs = \"SOCKET\" (or fd = N, or mount = \"DIR\", or 9p = \"ADDRESS\")".into())
+            }
+            (Some(_), Some(_)) => Err("it has both virtiofs and fd; keep one".into()),
             _ => self.contradiction().map_or(Ok(()), Err),
         }
     }
@@ -205,9 +229,13 @@ impl Share {
             (self.threads.is_some(), "threads"),
             (self.depth.is_some(), "depth"),
         ];
+        let of_9p = [(self.ninep_remote, "9p-remote"), (self.ninep_users.is_some(), "9p-users")];
         let given = |flags: &[(bool, &'static str)]| flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag);
         if let (Kind::Dir(_), Some(flag)) = (&kind, given(&of_memory)) {
             return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
+        }
+        if let (None, Some(flag)) = (&self.ninep, given(&of_9p)) {
+            return Some(format!("{flag} is for 9P, and {source} is not shared so: add 9p, or leave it out"));
         }
         match kind {
             Kind::Mem if self.tier2.is_some() => Some("tier2 is for pmem:PATH; mem has one tier".into()),

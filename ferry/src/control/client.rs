@@ -127,9 +127,10 @@ impl Target {
 
     fn of_socket(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize)> {
         each_share(running).find_map(|(client, share, shown)| {
-            let socket = shown.virtiofs.as_deref()?;
-            let same = Path::new(socket).canonicalize().is_ok_and(|socket| socket == path);
-            same.then_some((client, share))
+            let ninep = shown.ninep.as_deref().and_then(|address| address.strip_prefix("unix:"));
+            let mut sockets = shown.virtiofs.as_deref().into_iter().chain(ninep);
+            let same = |socket| Path::new(socket).canonicalize().is_ok_and(|socket| socket == path);
+            sockets.any(same).then_some((client, share))
         })
     }
 
@@ -168,6 +169,7 @@ mod tests {
             tag: None,
             virtiofs: None,
             fd: None,
+            ninep: None,
             mount: Some((*mount).into()),
             read_only: false,
             queues: None,

@@ -41,6 +41,9 @@ pub struct Shown {
     /// The inherited socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<u16>,
+    /// The address for 9P clients.
+    #[serde(default, rename = "9p", skip_serializing_if = "Option::is_none")]
+    pub ninep: Option<String>,
     /// The mount point.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<String>,
@@ -63,11 +66,17 @@ impl Served {
             tag: is_device.then(|| share.tag_or_default().as_str().to_owned()),
             virtiofs: share.virtiofs.as_deref().map(share::shown),
             fd: share.fd,
+            ninep: None,
             mount: None,
             read_only: share.read_only,
             queues: is_device.then(|| exports::device_options(share).queues),
         };
         Self { shown, name: exports::name(share), source, mount: None }
+    }
+
+    /// It can be reached by 9P clients.
+    pub fn listens(&mut self, address: &str) {
+        self.shown.ninep = Some(address.to_owned());
     }
 
     /// It is mounted.

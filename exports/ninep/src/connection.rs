@@ -1,0 +1,363 @@
+//! One client: messages in, replies out.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, TryLockError};
+use std::time::{Duration, Instant};
+
+use ferry_wire::ninep::{Agreed, Frame, HEADER_BYTES, MSIZE_MIN, Reply, Tag, VERSION, VERSION_UNKNOWN, agree};
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, Shutdown, recv};
+
+use crate::hub::{Hub, lock};
+use crate::line::{Line, Out, Refused, Sent, Ticket};
+use crate::session::Session;
+
+/// Requests of one connection that are served at the same time. Half of the threads, so that one client whose disk
+/// hangs leaves some to the others.
+const RUNNING_MAX: usize = 32;
+/// A buffer for messages grows by so much more than it has, so that a client who only says that much will come gets
+/// no memory for it.
+const GROWTH_BYTES: usize = 64 << 10;
+/// Bytes of a message's length.
+const SIZE_BYTES: usize = 4;
+
+/// A message that has come in part.
+#[derive(Debug, Default)]
+struct Inbox {
+    bytes: Vec<u8>,
+    filled: usize,
+    since: Option<Instant>,
+}
+
+/// What is to be watched for.
+#[derive(Debug, Default)]
+struct Interest {
+    /// Somebody is taking a message.
+    reading: bool,
+    /// Requests being served.
+    running: usize,
+    /// The client does not take its replies.
+    blocked: bool,
+    over: bool,
+}
+
+/// What a look at the socket brought.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Received {
+    /// A message of so many bytes.
+    Message(usize),
+    /// No message as a whole.
+    Nothing,
+    /// There will be no more, and why, if that is worth telling.
+    End(Option<&'static str>),
+}
+
+/// See the module.
+pub(crate) struct Connection {
+    hub: Arc<Hub>,
+    key: u64,
+    stream: OwnedFd,
+    begun: Instant,
+    attached: AtomicBool,
+    /// Milliseconds from `begun` to the last message.
+    last_heard_ms: AtomicU64,
+    inbox: Mutex<Inbox>,
+    interest: Mutex<Interest>,
+    line: Mutex<Line>,
+}
+
+impl std::fmt::Debug for Connection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Connection").field("key", &self.key).finish_non_exhaustive()
+    }
+}
+
+impl Connection {
+    pub(crate) fn new(hub: Arc<Hub>, key: u64, stream: OwnedFd) -> Self {
+        Self {
+            hub,
+            key,
+            stream,
+            begun: Instant::now(),
+            attached: AtomicBool::new(false),
+            last_heard_ms: AtomicU64::new(0),
+            inbox: Mutex::default(),
+            interest: Mutex::default(),
+            line: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
+    fn out(&self) -> Out<'_> {
+        Out { hub: &self.hub, stream: self.stream.as_fd() }
+    }
+
+    /// Fids, and requests under way.
+    pub(crate) fn usage(&self) -> (usize, usize) {
+        let line = lock(&self.line);
+        (line.session().map_or(0, |session| session.fids()), line.requests())
+    }
+
+    /// The first message of the client's session was accepted: it is no stranger any more.
+    pub(crate) fn attached(&self) {
+        self.attached.store(true, Ordering::Relaxed);
+    }
+
+    /// Has the hub watch for messages.
+    pub(crate) fn watch(&self) -> std::io::Result<()> {
+        let flags = EventFlags::IN | EventFlags::RDHUP | EventFlags::ONESHOT;
+        Ok(epoll::add(self.hub.epoll(), &self.stream, EventData::new_u64(self.key), flags)?)
+    }
+
+    /// Has the hub watch for what can be dealt with.
+    fn arm(&self, interest: &Interest) {
+        if interest.over {
+            return;
+        }
+        let mut flags = EventFlags::ONESHOT;
+        if !interest.reading && !interest.blocked && interest.running < RUNNING_MAX {
+            flags |= EventFlags::IN | EventFlags::RDHUP;
+        }
+        if interest.blocked {
+            flags |= EventFlags::OUT;
+        }
+        if let Err(error) = epoll::modify(self.hub.epoll(), &self.stream, EventData::new_u64(self.key), flags) {
+            tracing::error!("a 9P connection is not watched any more: {error}");
+        }
+    }
+
+    /// Something happened on the socket. Answers whether the caller is to take a message.
+    pub(crate) fn happened(&self, flags: EventFlags) -> bool {
+        let lost = flags.intersects(EventFlags::HUP | EventFlags::ERR);
+        let mut interest = lock(&self.interest);
+        let may_read = !interest.reading && !interest.blocked && !interest.over && interest.running < RUNNING_MAX;
+        let reads = may_read && (lost || flags.intersects(EventFlags::IN | EventFlags::RDHUP));
+        interest.reading |= reads;
+        let somebody_reads = interest.reading;
+        drop(interest);
+        if flags.intersects(EventFlags::OUT) {
+            let mut line = lock(&self.line);
+            line.drain(&mut self.out());
+            let state = line.state();
+            self.note(state, false);
+        }
+        if lost && !somebody_reads {
+            self.end(None);
+        } else if !reads {
+            self.arm(&lock(&self.interest));
+        }
+        reads
+    }
+
+    /// Takes what came of the next message, or all of it.
+    pub(crate) fn receive(&self, message: &mut Vec<u8>) -> Received {
+        let mut inbox = lock(&self.inbox);
+        let mut filled = std::mem::take(&mut inbox.filled);
+        let since = inbox.since.take();
+        if filled > 0 {
+            *message = std::mem::take(&mut inbox.bytes);
+            self.hub.let_go(message.len());
+        }
+        let bytes_max = lock(&self.line).session().map_or(MSIZE_MIN, |session| session.msize);
+        let mut wanted = if filled < SIZE_BYTES { SIZE_BYTES } else { size(message) };
+        loop {
+            if message.len() < wanted {
+                message.resize(wanted.min(filled.max(SIZE_BYTES) * 2 + GROWTH_BYTES), 0);
+            }
+            let room = wanted.min(message.len());
+            match recv(&self.stream, &mut message[filled..room], RecvFlags::DONTWAIT) {
+                Ok((0, _)) if filled == 0 => return Received::End(None),
+                Ok((0, _)) => return Received::End(Some("it ended in the middle of a message")),
+                Ok((count, _)) => filled += count,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if filled == 0 => return Received::Nothing,
+                Err(Errno::AGAIN) => return self.keep(&mut inbox, message, filled, since),
+                Err(_) => return Received::End(None),
+            }
+            if filled == SIZE_BYTES && wanted == SIZE_BYTES {
+                wanted = size(message);
+                if wanted < HEADER_BYTES || wanted > bytes_max as usize {
+                    return Received::End(Some("it sent a message of a length that was not agreed on"));
+                }
+            }
+            if filled == wanted {
+                let heard = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+                self.last_heard_ms.store(heard, Ordering::Relaxed);
+                return Received::Message(filled);
+            }
+        }
+    }
+
+    /// Keeps a part of a message until more comes.
+    fn keep(&self, inbox: &mut Inbox, message: &mut Vec<u8>, filled: usize, since: Option<Instant>) -> Received {
+        let bytes = if message.len() > 2 * filled + GROWTH_BYTES {
+            message[..filled].to_vec()
+        } else {
+            std::mem::take(message)
+        };
+        if !self.hub.hold(bytes.len()) {
+            return Received::End(Some("it does not finish its message, and others need the memory"));
+        }
+        *inbox = Inbox { bytes, filled, since: since.or_else(|| Some(Instant::now())) };
+        Received::Nothing
+    }
+
+    /// The message that was taken is dealt with so far that others may take the next.
+    pub(crate) fn read_on(&self) {
+        let mut interest = lock(&self.interest);
+        interest.reading = false;
+        self.arm(&interest);
+    }
+
+    /// As [`Self::read_on`], while the message that was taken is served.
+    pub(crate) fn serve_on(&self) {
+        let mut interest = lock(&self.interest);
+        interest.running += 1;
+        interest.reading = false;
+        self.arm(&interest);
+    }
+
+    /// A request is served no longer: it was answered, or waits for a lock.
+    pub(crate) fn served(&self) {
+        let mut interest = lock(&self.interest);
+        interest.running -= 1;
+        if interest.running + 1 == RUNNING_MAX {
+            self.arm(&interest);
+        }
+    }
+
+    /// Follows what sending has led to. The line's lock is held or was: so this ends nothing by itself, for whoever
+    /// sends may be a source that holds locks.
+    fn note(&self, sent: Sent, arms: bool) {
+        if sent.broken.is_some() {
+            // Whoever watches the socket sees its end.
+            let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
+        }
+        let mut interest = lock(&self.interest);
+        let blocked = sent.blocked && sent.broken.is_none();
+        if interest.blocked != blocked {
+            interest.blocked = blocked;
+            if arms {
+                self.arm(&interest);
+            }
+        }
+    }
+
+    /// Does something with the line, and what follows.
+    fn with_line<T>(&self, act: impl FnOnce(&mut Line, &mut Out<'_>) -> T) -> T {
+        let mut line = lock(&self.line);
+        let outcome = act(&mut line, &mut self.out());
+        // Under the lock, so that the last to send is the last to say whether that worked.
+        self.note(line.state(), true);
+        outcome
+    }
+
+    pub(crate) fn register(&self, tag: Tag) -> Result<(Ticket, Arc<Session>), Refused> {
+        lock(&self.line).register(tag)
+    }
+
+    /// Answers a request that is not under way.
+    pub(crate) fn reply(&self, tag: Tag, reply: &Reply<'_>) {
+        self.with_line(|line, out| line.reply(out, tag, reply));
+    }
+
+    /// Answers a request, if it is still under way; answers whether it was.
+    pub(crate) fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool {
+        self.with_line(|line, out| line.finish(out, ticket, reply))
+    }
+
+    pub(crate) fn flush(&self, tag: Tag, old: Tag) -> Result<(), Refused> {
+        self.with_line(|line, out| line.flush(out, tag, old))
+    }
+
+    pub(crate) fn may_park(&self) -> bool {
+        lock(&self.line).may_park()
+    }
+
+    pub(crate) fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {
+        self.with_line(|line, out| line.park(out, ticket, gone));
+    }
+
+    /// Begins a session, and ends the one before it.
+    pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) {
+        let agreed = agree(msize, version, self.hub.options.msize_max);
+        let session = match agreed {
+            Agreed::Session { msize } => Some(Arc::new(Session::new(&self.hub, msize))),
+            Agreed::Unknown | Agreed::TooSmall => None,
+        };
+        let before = self.with_line(|line, out| {
+            let before = line.begin(session);
+            match agreed {
+                Agreed::Session { msize } => line.reply(out, tag, &Reply::Version { msize, version: VERSION }),
+                Agreed::Unknown => line.reply(out, tag, &Reply::Version { msize, version: VERSION_UNKNOWN }),
+                Agreed::TooSmall => line.reply(out, tag, &Reply::Error(Errno::MSGSIZE)),
+            }
+            before
+        });
+        drop(before);
+    }
+
+    /// Why the connection is to end, if it is too slow.
+    pub(crate) fn overdue(&self, now: Instant) -> Option<&'static str> {
+        let limits = &self.hub.options.limits;
+        let since = |begin: Instant| now.saturating_duration_since(begin);
+        if !self.attached.load(Ordering::Relaxed) && since(self.begun) > limits.slow_timeout {
+            return Some("it does not attach");
+        }
+        let begun = match self.inbox.try_lock() {
+            Ok(inbox) => inbox.since,
+            Err(TryLockError::Poisoned(inbox)) => inbox.into_inner().since,
+            // Somebody is reading.
+            Err(TryLockError::WouldBlock) => None,
+        };
+        if begun.is_some_and(|begun| since(begun) > limits.slow_timeout) {
+            return Some("it does not finish its message");
+        }
+        let line = lock(&self.line);
+        if line.blocked_since().is_some_and(|begun| since(begun) > limits.slow_timeout) {
+            return Some("it does not take its replies");
+        }
+        let silent = since(self.begun + Duration::from_millis(self.last_heard_ms.load(Ordering::Relaxed)));
+        let idle = limits.idle_timeout.is_some_and(|timeout| line.requests() == 0 && silent > timeout);
+        idle.then_some("it has been silent for long")
+    }
+
+    /// Ends the connection and gives back what it held. Not to be called by a source.
+    pub(crate) fn end(&self, reason: Option<&'static str>) {
+        let mut interest = lock(&self.interest);
+        if std::mem::replace(&mut interest.over, true) {
+            return;
+        }
+        drop(interest);
+        let _ = epoll::delete(self.hub.epoll(), &self.stream);
+        self.hub.forget(self.key);
+        let mut line = lock(&self.line);
+        let reason = reason.or(line.state().broken).filter(|reason| !reason.is_empty());
+        line.give_up(&mut self.out(), "");
+        let session = line.begin(None);
+        drop(line);
+        // Waits for whoever is reading, who will see the end of the socket.
+        let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
+        let mut inbox = lock(&self.inbox);
+        let kept = std::mem::take(&mut *inbox);
+        if kept.filled > 0 {
+            self.hub.let_go(kept.bytes.len());
+        }
+        drop(inbox);
+        drop(session);
+        if let Some(reason) = reason {
+            self.hub.complaints.warn(format_args!("a connection was ended: {reason}"));
+        }
+    }
+}
+
+/// The length that the first bytes of a message tell.
+fn size(message: &[u8]) -> usize {
+    let head = message.first_chunk().copied().unwrap_or_default();
+    usize::try_from(Frame::bytes(head)).unwrap_or(usize::MAX)
+}

@@ -1,0 +1,359 @@
+//! What all connections of an export have in common: the source, the threads and where they wait.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferry_engine::{Complaints, Lane};
+use ferry_vfs::FileSystem;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+use crate::connection::Connection;
+use crate::{Error, Listener, Options, worker};
+
+/// Threads that stay although there is nothing to do: one reads while another serves.
+pub(crate) const THREADS_MIN: usize = 2;
+/// How often deadlines are looked at; time-outs are that inexact.
+const TICK: Duration = Duration::from_millis(500);
+/// When a silent TCP client is asked whether its machine is still there, how often, and how many times in vain: one that
+/// is gone gives up its locks after two minutes, not after the two hours that Linux takes by itself.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+const KEEPALIVE_COUNT: u32 = 4;
+/// How long requests under way are waited for at the end. A disk that hangs for longer is left behind.
+const STOP_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What the events of the epoll descriptor are about. Listeners come right behind the bell, connections from here on.
+pub(crate) const KEY_BELL: u64 = 0;
+const KEY_CONNECTIONS: u64 = 1 << 32;
+
+/// Locks, also after a panic elsewhere: no critical section of this crate leaves its data half changed.
+pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What clients hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// Connections.
+    pub connections: usize,
+    /// Fids of all sessions.
+    pub fids: usize,
+    /// Requests that were not answered yet.
+    pub requests: usize,
+    /// Threads.
+    pub threads: usize,
+    /// Bytes of unfinished messages and of replies that nobody takes.
+    pub buffered_bytes: usize,
+}
+
+#[derive(Debug, Default)]
+struct Threads {
+    count: usize,
+    /// Nothing is to be served any more.
+    ended: bool,
+}
+
+/// See the module.
+pub(crate) struct Hub {
+    pub(crate) source: Arc<dyn FileSystem>,
+    pub(crate) options: Options,
+    pub(crate) read_only: bool,
+    pub(crate) complaints: Complaints,
+    /// Threads for what must not be done where it becomes known.
+    pub(crate) lane: Lane,
+    epoll: OwnedFd,
+    bell: OwnedFd,
+    listeners: Vec<Listener>,
+    connections: Mutex<HashMap<u64, Arc<Connection>>>,
+    next_key: AtomicU64,
+    threads: Mutex<Threads>,
+    thread_ended: Condvar,
+    /// Threads that wait for an event.
+    idle: AtomicUsize,
+    /// Threads that are about to.
+    starting: AtomicUsize,
+    stopping: AtomicBool,
+    buffered: AtomicUsize,
+    /// A listener rests until the next tick, for lack of descriptors.
+    resting: AtomicBool,
+}
+
+impl std::fmt::Debug for Hub {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hub").field("listeners", &self.listeners).field("usage", &self.usage()).finish_non_exhaustive()
+    }
+}
+
+fn system(what: &'static str) -> impl Fn(io::Error) -> Error {
+    move |reason| Error::System { what, reason }
+}
+
+impl Hub {
+    pub(crate) fn start(
+        listeners: Vec<Listener>,
+        source: Arc<dyn FileSystem>,
+        options: Options,
+    ) -> Result<Arc<Self>, Error> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|errno| system("epoll")(errno.into()))?;
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let bell = bell.map_err(|errno| system("eventfd")(errno.into()))?;
+        let hub = Arc::new(Self {
+            read_only: options.read_only || source.features().read_only,
+            source,
+            options,
+            complaints: Complaints::default(),
+            lane: Lane::default(),
+            epoll,
+            bell,
+            listeners,
+            connections: Mutex::default(),
+            next_key: AtomicU64::new(KEY_CONNECTIONS),
+            threads: Mutex::default(),
+            thread_ended: Condvar::new(),
+            idle: AtomicUsize::new(0),
+            starting: AtomicUsize::new(0),
+            stopping: AtomicBool::new(false),
+            buffered: AtomicUsize::new(0),
+            resting: AtomicBool::new(false),
+        });
+        hub.watch().map_err(system("sockets"))?;
+        for _ in 0..THREADS_MIN {
+            hub.grow().map_err(system("threads")).inspect_err(|_| hub.stop())?;
+        }
+        let clock = Arc::clone(&hub);
+        let clock = std::thread::Builder::new().name("9p-clock".into()).spawn(move || clock.keep_time());
+        clock.map_err(system("threads")).inspect_err(|_| hub.stop())?;
+        Ok(hub)
+    }
+
+    /// Has the epoll descriptor watch the bell and the listeners.
+    fn watch(&self) -> io::Result<()> {
+        epoll::add(&self.epoll, &self.bell, EventData::new_u64(KEY_BELL), EventFlags::IN)?;
+        for (index, listener) in self.listeners.iter().enumerate() {
+            match listener {
+                Listener::Unix(listener) => listener.set_nonblocking(true)?,
+                Listener::Tcp(listener) => listener.set_nonblocking(true)?,
+            }
+            let flags = EventFlags::IN | EventFlags::ONESHOT;
+            epoll::add(&self.epoll, listener_fd(listener), EventData::new_u64(index as u64 + 1), flags)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn usage(&self) -> Usage {
+        let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
+        let mut usage = Usage {
+            connections: connections.len(),
+            fids: 0,
+            requests: 0,
+            threads: lock(&self.threads).count,
+            buffered_bytes: self.buffered.load(Ordering::Relaxed),
+        };
+        for connection in connections {
+            let (fids, requests) = connection.usage();
+            usage.fids += fids;
+            usage.requests += requests;
+        }
+        usage
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    /// Waits for the next event: what it is about, and what happened. `None` after a while without any.
+    pub(crate) fn wait(&self, timeout: Duration) -> io::Result<Option<(u64, EventFlags)>> {
+        let timeout = timeout.try_into().ok();
+        let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }];
+        self.idle.fetch_add(1, Ordering::AcqRel);
+        let outcome = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
+        self.idle.fetch_sub(1, Ordering::AcqRel);
+        match outcome {
+            Ok(0) => Ok(None),
+            Ok(_) => {
+                let [event] = events;
+                Ok(Some((event.data.u64(), event.flags)))
+            }
+            Err(Errno::INTR) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Starts one thread more, unless there are enough.
+    fn grow(self: &Arc<Self>) -> io::Result<()> {
+        let mut threads = lock(&self.threads);
+        if threads.count < self.options.limits.threads_max && !threads.ended {
+            let hub = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("9p".into());
+            self.starting.fetch_add(1, Ordering::AcqRel);
+            let spawned = thread.spawn(move || {
+                hub.starting.fetch_sub(1, Ordering::AcqRel);
+                worker::work(&hub);
+            });
+            if let Err(error) = spawned {
+                self.starting.fetch_sub(1, Ordering::AcqRel);
+                return Err(error);
+            }
+            threads.count += 1;
+        }
+        Ok(())
+    }
+
+    /// Before a thread does what may take long: somebody is to wait for the next event.
+    pub(crate) fn keep_watch(self: &Arc<Self>) {
+        if self.idle.load(Ordering::Acquire) + self.starting.load(Ordering::Acquire) == 0
+            && let Err(error) = self.grow()
+        {
+            self.complaints.warn(format_args!("no further thread for 9P requests: {error}"));
+        }
+    }
+
+    /// A thread has had nothing to do for a while; whether it is to end. Its end is counted then.
+    pub(crate) fn may_end(&self) -> bool {
+        let mut threads = lock(&self.threads);
+        let may = threads.count > THREADS_MIN;
+        threads.count -= usize::from(may);
+        may
+    }
+
+    /// A thread ends because everything does.
+    pub(crate) fn thread_ended(&self) {
+        lock(&self.threads).count -= 1;
+        self.thread_ended.notify_all();
+    }
+
+    /// Takes the connections that wait at a listener.
+    pub(crate) fn accept(self: &Arc<Self>, key: u64) {
+        let index = usize::try_from(key - 1).unwrap_or(usize::MAX);
+        let Some(listener) = self.listeners.get(index) else { return };
+        loop {
+            match rustix::net::accept_with(listener_fd(listener), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(stream) => self.welcome(listener, stream),
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(Errno::AGAIN) => break,
+                Err(errno) => {
+                    // No descriptors, no memory: others must end first.
+                    self.complaints.warn(format_args!("no connection can be taken: {errno}"));
+                    self.resting.store(true, Ordering::Release);
+                    return;
+                }
+            }
+        }
+        self.listen_again(index, listener);
+    }
+
+    fn listen_again(&self, index: usize, listener: &Listener) {
+        let (key, flags) = (EventData::new_u64(index as u64 + 1), EventFlags::IN | EventFlags::ONESHOT);
+        if let Err(error) = epoll::modify(&self.epoll, listener_fd(listener), key, flags) {
+            tracing::error!("a 9P socket is not listened on any more: {error}");
+        }
+    }
+
+    fn welcome(self: &Arc<Self>, listener: &Listener, stream: OwnedFd) {
+        let mut connections = lock(&self.connections);
+        if connections.len() >= self.options.limits.connections_max || self.is_stopping() {
+            drop(connections);
+            let most = self.options.limits.connections_max;
+            self.complaints.warn(format_args!("a connection was refused: there are {most}, which is the limit"));
+            return;
+        }
+        if let Listener::Tcp(_) = listener {
+            // Requests are small and waited for; a peer whose machine is gone is to be noticed in the end.
+            let _ = rustix::net::sockopt::set_tcp_nodelay(&stream, true);
+            let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
+            let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, KEEPALIVE_IDLE);
+            let _ = rustix::net::sockopt::set_tcp_keepintvl(&stream, KEEPALIVE_INTERVAL);
+            let _ = rustix::net::sockopt::set_tcp_keepcnt(&stream, KEEPALIVE_COUNT);
+        }
+        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
+        let connection = Arc::new(Connection::new(Arc::clone(self), key, stream));
+        connections.insert(key, Arc::clone(&connection));
+        drop(connections);
+        if let Err(error) = connection.watch() {
+            self.complaints.warn(format_args!("a connection cannot be watched: {error}"));
+            connection.end(None);
+        }
+    }
+
+    pub(crate) fn epoll(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
+    pub(crate) fn connection(&self, key: u64) -> Option<Arc<Connection>> {
+        lock(&self.connections).get(&key).cloned()
+    }
+
+    pub(crate) fn forget(&self, key: u64) {
+        lock(&self.connections).remove(&key);
+    }
+
+    /// Counts bytes that are held for clients; answers whether there is room for them. If not, they are not counted.
+    pub(crate) fn hold(&self, bytes: usize) -> bool {
+        let before = self.buffered.fetch_add(bytes, Ordering::AcqRel);
+        let fits = before.saturating_add(bytes) <= self.options.limits.buffered_bytes_max;
+        if !fits {
+            self.let_go(bytes);
+        }
+        fits
+    }
+
+    pub(crate) fn let_go(&self, bytes: usize) {
+        self.buffered.fetch_sub(bytes, Ordering::AcqRel);
+    }
+
+    /// Ends connections that are too slow, until everything ends.
+    fn keep_time(self: Arc<Self>) {
+        let mut threads = lock(&self.threads);
+        while !threads.ended {
+            let (woken, _) = self.thread_ended.wait_timeout(threads, TICK).unwrap_or_else(PoisonError::into_inner);
+            drop(woken);
+            let now = Instant::now();
+            let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
+            for connection in connections {
+                if let Some(reason) = connection.overdue(now) {
+                    connection.end(Some(reason));
+                }
+            }
+            if self.resting.swap(false, Ordering::AcqRel) {
+                self.listeners.iter().enumerate().for_each(|(index, listener)| self.listen_again(index, listener));
+            }
+            threads = lock(&self.threads);
+        }
+    }
+
+    /// Ends everything. What was begun is done, and answered if the client still listens.
+    pub(crate) fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        // Level-triggered and never read: every thread hears it.
+        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        let mut threads = lock(&self.threads);
+        threads.ended = true;
+        self.thread_ended.notify_all();
+        let end = Instant::now() + STOP_PATIENCE;
+        while threads.count > 0 {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                tracing::error!("{} 9P requests do not end and are left behind", threads.count);
+                break;
+            }
+            threads = self.thread_ended.wait_timeout(threads, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(threads);
+        let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
+        connections.iter().for_each(|connection| connection.end(None));
+    }
+}
+
+fn listener_fd(listener: &Listener) -> BorrowedFd<'_> {
+    match listener {
+        Listener::Unix(listener) => listener.as_fd(),
+        Listener::Tcp(listener) => listener.as_fd(),
+    }
+}

@@ -1,0 +1,92 @@
+//! POSIX locks, and how they are waited for: by nobody here. A request that must wait is parked with the source.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferry_vfs::{Errno, Lock, LockKind, LockOwner, Locked, Result, Waiter};
+use ferry_wire::ninep::{Fid, LockRequest, LockStatus, Reply};
+
+use super::Context;
+use crate::checks;
+
+impl Context<'_> {
+    fn wanted(&self, request: &LockRequest<'_>) -> Lock {
+        let LockRequest { kind, start, end, pid, .. } = *request;
+        let owner = LockOwner { session: self.session.id, id: self.session.owner(request) };
+        Lock { kind, owner, start, end, pid, flock: false }
+    }
+
+    /// Takes or gives up a lock; `None` if that has to be waited for.
+    pub(super) fn lock(&self, fid: Fid, request: &LockRequest<'_>, wait: bool) -> Result<Option<Reply<'static>>> {
+        let (file, open) = self.session.open(fid)?;
+        let lock = self.wanted(request);
+        if lock.kind != LockKind::Unlock {
+            open.locked_by(lock.owner.id);
+        }
+        let gone = Arc::new(AtomicBool::new(false));
+        let waits = wait && lock.kind != LockKind::Unlock && self.connection.may_park();
+        let waiter = waits.then(|| self.waiter(file.node.ino, open.handle, lock, &gone));
+        let cx = self.caller(file.user, None);
+        match self.hub.source.set_lock(&cx, file.node.ino, open.handle, &lock, waiter) {
+            Ok(Locked::Done) => Ok(Some(Reply::Lock(LockStatus::Success))),
+            Ok(Locked::Waiting) if waits => {
+                self.connection.park(self.ticket, &gone);
+                Ok(None)
+            }
+            // It has nobody to wake.
+            Ok(Locked::Waiting) => Err(Errno::IO),
+            Err(Errno::AGAIN | Errno::ACCESS) => Ok(Some(Reply::Lock(LockStatus::Blocked))),
+            Err(Errno::NOSYS) => Err(Errno::NOLCK),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// What the source wakes. A lock that is granted although the client has given up is given back.
+    fn waiter(&self, ino: ferry_vfs::Ino, handle: ferry_vfs::Handle, lock: Lock, gone: &Arc<AtomicBool>) -> Waiter {
+        // The source keeps this as long as the handle is open, so it must keep nothing open itself.
+        let connection = Arc::downgrade(self.connection);
+        let (ticket, unwanted) = (self.ticket.clone(), Arc::clone(gone));
+        let waiter = Waiter::new(move |outcome: Result<()>| {
+            let Some(connection) = connection.upgrade() else { return };
+            let mut reply = Vec::new();
+            match outcome {
+                Ok(()) => Reply::Lock(LockStatus::Success),
+                Err(errno) => Reply::Error(errno),
+            }
+            .encode(ticket.tag, &mut reply);
+            let told = connection.finish(&ticket, &reply);
+            if told || outcome.is_err() {
+                return;
+            }
+            unwanted.store(true, Ordering::Release);
+            // Whoever granted the lock may hold locks of its own, so this is for another thread.
+            let source = Arc::clone(&connection.hub().source);
+            connection.hub().lane.run(move || {
+                let cx = ferry_vfs::Caller { session: lock.owner.session, ..ferry_vfs::Caller::default() };
+                let unlock = Lock { kind: LockKind::Unlock, ..lock };
+                if let Err(error) = source.set_lock(&cx, ino, handle, &unlock, None) {
+                    tracing::debug!(%error, "a lock that nobody waits for any more cannot be given back");
+                }
+            });
+        });
+        waiter.until(Arc::clone(gone))
+    }
+
+    /// A lock that is in the way. Who holds it is told as far as it is known: a process of the same client by its number.
+    pub(super) fn getlock<'a>(&self, fid: Fid, request: LockRequest<'a>) -> Result<Reply<'a>> {
+        let (file, open) = self.session.open(fid)?;
+        let lock = self.wanted(&request);
+        let found = self.hub.source.get_lock(&self.caller(file.user, None), file.node.ino, open.handle, &lock);
+        let found = match found {
+            Err(Errno::NOSYS) => return Err(Errno::NOLCK),
+            other => checks::lock(other?)?,
+        };
+        Ok(Reply::Getlock(match found {
+            None => LockRequest { kind: LockKind::Unlock, ..request },
+            Some(Lock { kind, start, end, pid, owner, .. }) => {
+                let client = if owner.session == self.session.id { request.client } else { b"" };
+                LockRequest { kind, start, end, pid, client }
+            }
+        }))
+    }
+}

@@ -1,0 +1,65 @@
+//! Making and removing names.
+
+use std::sync::Arc;
+
+use ferry_vfs::{Entry, FileType, Name, New, Result};
+use ferry_wire::ninep::{Fid, Qid, Reply};
+
+use super::Context;
+use crate::session::{File, State};
+
+impl Context<'_> {
+    /// What was made, for the client to know. The reference ends here: it will walk to it.
+    fn made(&self, entry: Entry) -> Result<Qid> {
+        let (node, attr) = self.session.node(entry)?;
+        Ok(node.qid(&attr))
+    }
+
+    fn dir_to_add(&self, fid: Fid) -> Result<Arc<File>> {
+        let dir = self.dir(fid)?;
+        self.may_add(&dir)?;
+        Ok(dir)
+    }
+
+    pub(super) fn symlink(&self, dir: Fid, name: Name<'_>, target: &[u8], gid: u32) -> Result<Reply<'static>> {
+        let dir = self.dir_to_add(dir)?;
+        let entry = self.hub.source.symlink(&self.caller(dir.user, Some(gid)), dir.node.ino, name, target)?;
+        self.made(entry).map(Reply::Symlink)
+    }
+
+    pub(super) fn mknod(&self, dir: Fid, name: Name<'_>, (mode, rdev): (u32, u32), gid: u32) -> Result<Reply<'static>> {
+        let dir = self.dir_to_add(dir)?;
+        self.may_mknod(dir.user, mode)?;
+        let new = New { mode, umask: 0, rdev };
+        let entry = self.hub.source.mknod(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
+        self.made(entry).map(Reply::Mknod)
+    }
+
+    pub(super) fn mkdir(&self, dir: Fid, name: Name<'_>, mode: u32, gid: u32) -> Result<Reply<'static>> {
+        let dir = self.dir_to_add(dir)?;
+        let new = New { mode: FileType::Directory.as_raw_mode() | mode, umask: 0, rdev: 0 };
+        let entry = self.hub.source.mkdir(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
+        self.made(entry).map(Reply::Mkdir)
+    }
+
+    pub(super) fn link(&self, dir: Fid, fid: Fid, name: Name<'_>) -> Result<Reply<'static>> {
+        let dir = self.dir_to_add(dir)?;
+        let file = self.session.get(fid)?;
+        if matches!(file.state, State::Value(_) | State::NewValue(_)) {
+            return Err(ferry_vfs::Errno::BADF);
+        }
+        let entry = self.hub.source.link(&self.caller(dir.user, None), file.node.ino, dir.node.ino, name)?;
+        self.made(entry).map(|_| Reply::Link)
+    }
+
+    pub(super) fn unlinkat(&self, dir: Fid, name: Name<'_>, is_dir: bool) -> Result<Reply<'static>> {
+        let dir = self.dir(dir)?;
+        self.may_remove(&dir, name)?;
+        let (source, cx) = (&self.hub.source, self.caller(dir.user, None));
+        match is_dir {
+            true => source.rmdir(&cx, dir.node.ino, name)?,
+            false => source.unlink(&cx, dir.node.ino, name)?,
+        }
+        Ok(Reply::Unlinkat)
+    }
+}

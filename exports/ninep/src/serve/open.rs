@@ -1,0 +1,217 @@
+//! Opening and making files, and listing directories.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use ferry_vfs::{
+    Attr, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, Result, SetAttr,
+};
+use ferry_wire::ninep::{DirWriter, Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
+
+use super::permission::READ;
+use super::{Buffers, Context, Done};
+use crate::checks;
+use crate::session::{File, Node, Place, State};
+use crate::users::User;
+
+/// What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
+const TRUNCATE: SetAttr = SetAttr {
+    mode: None,
+    uid: None,
+    gid: None,
+    size: Some(0),
+    atime: None,
+    mtime: None,
+    ctime: None,
+    clear_privileges: true,
+};
+
+/// Flags that are not passed on. The buffers of replies are not aligned as `O_DIRECT` wants them, and the client's own
+/// page cache is left out by its kernel anyway.
+const NOT_PASSED: OFlags = OFlags::DIRECT.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW);
+
+impl Context<'_> {
+    pub(super) fn open(&self, fid: Fid, flags: OFlags) -> Result<Reply<'static>> {
+        let file = self.session.closed(fid)?;
+        let (node, user) = (&file.node, file.user);
+        let handle = match node.kind {
+            FileType::Directory => {
+                if flags.intersects(OFlags::WRONLY | OFlags::RDWR | OFlags::TRUNC) {
+                    return Err(Errno::ISDIR);
+                }
+                self.may(user, node, READ)?;
+                self.hub.source.opendir(&self.caller(user, None), node.ino, OFlags::RDONLY)?
+            }
+            _ => {
+                self.may_open(user, node, flags)?;
+                self.open_file(node, user, flags)?
+            }
+        };
+        let open = self.session.opened(node, handle, flags - NOT_PASSED - OFlags::TRUNC, user);
+        let opened = File { state: State::Open(open), ..File::clone(&file) };
+        let attr = self.attr(&opened)?;
+        let qid = node.qid(&attr);
+        self.session.replace(fid, &file, opened)?;
+        Ok(Reply::Open { qid, iounit: 0 })
+    }
+
+    /// Opens what is no directory.
+    fn open_file(&self, node: &Node, user: User, flags: OFlags) -> Result<Handle> {
+        match node.kind {
+            FileType::RegularFile if flags.contains(OFlags::DIRECTORY) => return Err(Errno::NOTDIR),
+            FileType::RegularFile => {}
+            FileType::Symlink => return Err(Errno::LOOP),
+            // The client's kernel opens these by itself; here they would be this host's.
+            FileType::BlockDevice | FileType::CharacterDevice => return Err(Errno::ACCESS),
+            _ => return Err(Errno::NXIO),
+        }
+        let (source, cx) = (&self.hub.source, self.caller(user, None));
+        let truncate_apart = user.clears_privileges() && flags.contains(OFlags::TRUNC);
+        let plain = flags - NOT_PASSED;
+        let handle = source.open(&cx, node.ino, if truncate_apart { plain - OFlags::TRUNC } else { plain })?;
+        if truncate_apart && let Err(errno) = source.setattr(&cx, node.ino, Some(handle), &TRUNCATE) {
+            source.release(&cx, node.ino, handle);
+            return Err(errno);
+        }
+        Ok(handle)
+    }
+
+    /// Makes a file and opens it; the fid, which was the directory, is the file then.
+    pub(super) fn create(
+        &self,
+        fid: Fid,
+        name: Name<'_>,
+        flags: OFlags,
+        (mode, gid): (u32, u32),
+    ) -> Result<Reply<'static>> {
+        let dir = self.session.closed(fid)?;
+        if dir.node.kind != FileType::Directory {
+            return Err(Errno::NOTDIR);
+        }
+        let user = dir.user;
+        let mode = FileType::RegularFile.as_raw_mode() | mode;
+        let (node, attr, handle) = match self.create_or_open(&dir, name, flags, &New { mode, umask: 0, rdev: 0 }, gid) {
+            // Made by somebody else in between.
+            Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => {
+                self.create_or_open(&dir, name, flags, &New { mode, umask: 0, rdev: 0 }, gid)?
+            }
+            other => other?,
+        };
+        let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
+        let qid = node.qid(&attr);
+        let place = Some(Place::new(&dir.node, name));
+        let file = File { node, place, user, root: dir.root, state: State::Open(open) };
+        self.session.replace(fid, &dir, file)?;
+        Ok(Reply::Create { qid, iounit: 0 })
+    }
+
+    fn create_or_open(
+        &self,
+        dir: &File,
+        name: Name<'_>,
+        flags: OFlags,
+        new: &New,
+        gid: u32,
+    ) -> Result<(Arc<Node>, Attr, Handle)> {
+        let (source, user) = (&self.hub.source, dir.user);
+        if !flags.contains(OFlags::EXCL) {
+            // What is there already is only opened, with the right to that.
+            match source.lookup(&self.caller(user, None), dir.node.ino, name) {
+                Ok(entry) => {
+                    let (node, attr) = self.session.node(entry)?;
+                    if node.kind == FileType::Directory {
+                        return Err(Errno::ISDIR);
+                    }
+                    self.may(user, &dir.node, super::permission::SEARCH)?;
+                    self.may_open(user, &node, flags)?;
+                    let handle = self.open_file(&node, user, flags)?;
+                    return Ok((node, attr, handle));
+                }
+                Err(Errno::NOENT) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        self.may_add(dir)?;
+        let cx = self.caller(user, Some(gid));
+        let flags = (flags | OFlags::EXCL) - NOT_PASSED - OFlags::TRUNC;
+        let (entry, handle) = source.create(&cx, dir.node.ino, name, new, flags)?;
+        match self.session.node(entry) {
+            Ok((node, attr)) => Ok((node, attr, handle)),
+            Err(errno) => {
+                source.release(&cx, entry.ino, handle);
+                Err(errno)
+            }
+        }
+    }
+
+    pub(super) fn readdir(&self, buffers: &mut Buffers, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
+        let (file, open) = self.session.open(fid)?;
+        if !open.is_dir() {
+            return Err(Errno::NOTDIR);
+        }
+        let room = (self.session.msize as usize).saturating_sub(READ_HEAD_BYTES);
+        let bytes_max = room.min(usize::try_from(bytes_max).unwrap_or(usize::MAX));
+        let at = DirRange { ino: file.node.ino, handle: open.handle, offset, plus: false };
+        let data = &mut buffers.reply;
+        data.clear();
+        data.resize(READ_HEAD_BYTES, 0);
+        let mut listing = Listing {
+            writer: DirWriter::new(data, bytes_max),
+            own: (file.node.ino, file.node.path()),
+            full: Cell::new(false),
+            flawed: false,
+            pushed: false,
+            surplus: Vec::new(),
+        };
+        let outcome = self.hub.source.readdir(&self.caller(file.user, None), &at, &mut listing);
+        let Listing { full, flawed, pushed, surplus, .. } = listing;
+        let full = full.get();
+        surplus.into_iter().for_each(|ino| self.hub.source.forget(ino, 1));
+        outcome?;
+        if flawed {
+            self.hub.complaints.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
+            return Err(Errno::IO);
+        }
+        // Nothing would mean that there is no more.
+        if full && !pushed {
+            return Err(Errno::INVAL);
+        }
+        let bytes = u32::try_from(data.len() - READ_HEAD_BYTES).unwrap_or(u32::MAX);
+        data[..READ_HEAD_BYTES].copy_from_slice(&encode_data_head(kind::TREADDIR, self.ticket.tag, bytes));
+        Ok(Done::Reply)
+    }
+}
+
+/// A listing on its way out.
+struct Listing<'a> {
+    writer: DirWriter<'a>,
+    /// The directory, which `.` is.
+    own: (Ino, u64),
+    /// Something did not fit. Nothing is taken after that, or the client, which goes on from the last entry, would never
+    /// see what was left out.
+    full: Cell<bool>,
+    flawed: bool,
+    pushed: bool,
+    /// References that nobody asked for.
+    surplus: Vec<Ino>,
+}
+
+impl DirOutput for Listing<'_> {
+    fn fits(&self, name: &[u8]) -> bool {
+        let fits = !self.full.get() && self.writer.fits(name);
+        self.full.set(!fits);
+        fits
+    }
+
+    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
+        self.surplus.extend(entry.map(|entry| entry.ino).filter(|ino| *ino != Ino(0)));
+        self.flawed |= !checks::is_listable(item.name);
+        if self.full.get() || self.flawed {
+            return;
+        }
+        let ino = if item.name == b"." { self.own.1 } else { item.ino };
+        let told = self.writer.push(&DirItem { ino, ..*item });
+        self.full.set(!told);
+        self.pushed |= told;
+    }
+}

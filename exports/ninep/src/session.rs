@@ -1,0 +1,446 @@
+//! What one Tversion begins: fids, and what they hold.
+
+use std::collections::hash_map::{Entry as Slot, RandomState};
+use std::collections::{HashMap, HashSet};
+use std::hash::BuildHasher;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use ferry_vfs::{
+    Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Result, SessionId, XattrFlags,
+};
+use ferry_wire::ninep::{Fid, LockRequest, Qid, QidKind};
+
+use crate::checks;
+use crate::hub::{Hub, lock};
+use crate::users::User;
+
+/// Fids of one session: Linux keeps one for each name that it remembers, and each takes some 200 bytes here.
+const FIDS_MAX: usize = 1 << 20;
+/// Values of extended attributes that the fids of one session may hold, in bytes: sixty of the longest.
+const VALUES_BYTES_MAX: usize = 4 << 20;
+
+/// See the module.
+pub(crate) struct Session {
+    pub(crate) id: SessionId,
+    /// The longest message, in bytes.
+    pub(crate) msize: u32,
+    source: Arc<dyn FileSystem>,
+    fids: Mutex<HashMap<Fid, Arc<File>>>,
+    paths: Arc<Paths>,
+    owners: RandomState,
+    values_bytes: Arc<AtomicUsize>,
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session").field("id", &self.id).field("msize", &self.msize).finish_non_exhaustive()
+    }
+}
+
+/// What a fid is.
+#[derive(Clone, Debug)]
+pub(crate) struct File {
+    pub(crate) node: Arc<Node>,
+    /// How it was found: what Trename and Tremove need.
+    pub(crate) place: Option<Arc<Place>>,
+    pub(crate) user: User,
+    /// Where `..` ends.
+    pub(crate) root: Ino,
+    pub(crate) state: State,
+}
+
+/// A directory and a name in it.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) dir: Arc<Node>,
+    pub(crate) name: NameBuf,
+}
+
+impl Place {
+    pub(crate) fn new(dir: &Arc<Node>, name: Name<'_>) -> Arc<Self> {
+        Arc::new(Self { dir: Arc::clone(dir), name: name.to_buf() })
+    }
+}
+
+/// What was done with a fid.
+#[derive(Clone, Debug)]
+pub(crate) enum State {
+    /// Nothing yet.
+    Path,
+    /// Tlopen or Tlcreate.
+    Open(Arc<Open>),
+    /// Txattrwalk: to be read.
+    Value(Arc<Value>),
+    /// Txattrcreate: to be written, and set at the end.
+    NewValue(Arc<NewValue>),
+}
+
+/// A reference to an inode of the source.
+pub(crate) struct Node {
+    pub(crate) ino: Ino,
+    pub(crate) generation: u64,
+    pub(crate) kind: FileType,
+    path: u64,
+    /// The path is in the table.
+    entered: Option<u64>,
+    paths: Arc<Paths>,
+    source: Arc<dyn FileSystem>,
+    /// The source counts a reference.
+    counted: bool,
+}
+
+impl std::fmt::Debug for Node {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Node").field(&self.ino).finish()
+    }
+}
+
+impl Node {
+    /// What the client is told that it is.
+    pub(crate) fn qid(&self, attr: &Attr) -> Qid {
+        Qid { kind: QidKind::of(self.kind), version: version(attr), path: self.path }
+    }
+
+    /// The qid's path for an inode number that is shown to users, where that is this inode's.
+    pub(crate) fn path(&self) -> u64 {
+        self.path
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if let Some(number) = self.entered {
+            self.paths.leave(number);
+        }
+        if self.counted {
+            sure(|| self.source.forget(self.ino, 1));
+        }
+    }
+}
+
+/// A number that changes whenever the file does, and is never 0, which would forbid Linux to cache.
+fn version(attr: &Attr) -> u32 {
+    let mut mixed: u64 = 0x9e37_79b9_7f4a_7c15;
+    let seconds = [attr.mtime.sec, attr.ctime.sec].map(i64::cast_unsigned);
+    for word in [seconds[0], attr.mtime.nsec.into(), seconds[1], attr.ctime.nsec.into(), attr.size] {
+        mixed = (mixed ^ word).wrapping_mul(0xd6e8_feb8_6659_fd93);
+        mixed ^= mixed >> 32;
+    }
+    let [a, b, c, d, ..] = mixed.to_le_bytes();
+    u32::from_le_bytes([a, b, c, d]).max(1)
+}
+
+/// The inode numbers that users are shown need not be unique, but the paths of qids must be, so the second inode with a
+/// number gets another path while the first is known.
+#[derive(Debug, Default)]
+struct Paths(Mutex<HashMap<u64, (Ino, usize)>>);
+
+/// The paths of those: no file system of Linux has numbers like these.
+const OTHER_PATHS: u64 = 1 << 63;
+
+impl Paths {
+    /// The path of an inode, and whether it is to be left again.
+    fn enter(&self, ino: Ino, number: u64) -> (u64, Option<u64>) {
+        match lock(&self.0).entry(number) {
+            Slot::Vacant(slot) => {
+                slot.insert((ino, 1));
+                (number, Some(number))
+            }
+            Slot::Occupied(mut slot) if slot.get().0 == ino => {
+                slot.get_mut().1 += 1;
+                (number, Some(number))
+            }
+            Slot::Occupied(_) => (OTHER_PATHS | ino.0, None),
+        }
+    }
+
+    fn leave(&self, number: u64) {
+        if let Slot::Occupied(mut slot) = lock(&self.0).entry(number) {
+            slot.get_mut().1 -= 1;
+            if slot.get().1 == 0 {
+                slot.remove();
+            }
+        }
+    }
+}
+
+/// An open file or directory.
+pub(crate) struct Open {
+    pub(crate) node: Arc<Node>,
+    pub(crate) handle: Handle,
+    pub(crate) flags: OFlags,
+    session: SessionId,
+    user: User,
+    source: Arc<dyn FileSystem>,
+    /// Who took locks through it.
+    owners: Mutex<HashSet<u64>>,
+}
+
+impl std::fmt::Debug for Open {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Open").field("node", &self.node).field("handle", &self.handle).finish_non_exhaustive()
+    }
+}
+
+impl Open {
+    pub(crate) fn is_dir(&self) -> bool {
+        self.node.kind == FileType::Directory
+    }
+
+    /// An owner takes a lock through it, which is to end with it.
+    pub(crate) fn locked_by(&self, owner: u64) {
+        lock(&self.owners).insert(owner);
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let caller = Caller { session: self.session, uid: self.user.uid, gid: self.user.gid, ..Caller::default() };
+        let (ino, handle) = (self.node.ino, self.handle);
+        for owner in std::mem::take(&mut *lock(&self.owners)) {
+            // Nobody is there to be told of an error.
+            sure(|| _ = self.source.flush(&caller, ino, handle, owner));
+        }
+        sure(|| match self.is_dir() {
+            true => self.source.releasedir(&caller, ino, handle),
+            false => self.source.release(&caller, ino, handle),
+        });
+    }
+}
+
+/// A source that panics for one thing that is given back still gets the others.
+fn sure(give_back: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(give_back)).is_err() {
+        tracing::error!("the source panicked when something of a 9P client was given back");
+    }
+}
+
+/// The value of an extended attribute, or the list of their names.
+#[derive(Debug)]
+pub(crate) struct Value {
+    pub(crate) bytes: Vec<u8>,
+    total: Arc<AtomicUsize>,
+}
+
+impl Drop for Value {
+    fn drop(&mut self) {
+        self.total.fetch_sub(self.bytes.len(), Ordering::Relaxed);
+    }
+}
+
+/// A value that is being written.
+#[derive(Debug)]
+pub(crate) struct NewValue {
+    pub(crate) name: Box<[u8]>,
+    pub(crate) bytes: usize,
+    pub(crate) flags: XattrFlags,
+    pub(crate) value: Mutex<Vec<u8>>,
+    total: Arc<AtomicUsize>,
+}
+
+impl Drop for NewValue {
+    fn drop(&mut self) {
+        self.total.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+impl Session {
+    pub(crate) fn new(hub: &Hub, msize: u32) -> Self {
+        Self {
+            id: SessionId::unique(),
+            msize,
+            source: Arc::clone(&hub.source),
+            fids: Mutex::default(),
+            paths: Arc::default(),
+            owners: RandomState::new(),
+            values_bytes: Arc::default(),
+        }
+    }
+
+    /// How many fids there are.
+    pub(crate) fn fids(&self) -> usize {
+        lock(&self.fids).len()
+    }
+
+    /// What a fid is.
+    pub(crate) fn get(&self, fid: Fid) -> Result<Arc<File>> {
+        lock(&self.fids).get(&fid).cloned().ok_or(Errno::BADF)
+    }
+
+    /// A fid that is open.
+    pub(crate) fn open(&self, fid: Fid) -> Result<(Arc<File>, Arc<Open>)> {
+        let file = self.get(fid)?;
+        match &file.state {
+            State::Open(open) => {
+                let open = Arc::clone(open);
+                Ok((file, open))
+            }
+            _ => Err(Errno::BADF),
+        }
+    }
+
+    /// A fid that is not open yet, and is to be by this request.
+    pub(crate) fn closed(&self, fid: Fid) -> Result<Arc<File>> {
+        let file = self.get(fid)?;
+        if matches!(file.state, State::Path) { Ok(file) } else { Err(Errno::BADF) }
+    }
+
+    /// Whether a fid could be made now.
+    pub(crate) fn is_free(&self, fid: Fid) -> Result<()> {
+        let fids = lock(&self.fids);
+        match fids.contains_key(&fid) {
+            _ if fid == Fid::NONE => Err(Errno::INVAL),
+            true => Err(Errno::BADF),
+            false if fids.len() >= FIDS_MAX => Err(Errno::NFILE),
+            false => Ok(()),
+        }
+    }
+
+    /// Makes a fid.
+    pub(crate) fn insert(&self, fid: Fid, file: File) -> Result<()> {
+        let mut fids = lock(&self.fids);
+        let room = fids.len() < FIDS_MAX && fid != Fid::NONE;
+        let outcome = match fids.entry(fid) {
+            Slot::Occupied(_) => Err((Errno::BADF, file)),
+            Slot::Vacant(_) if !room => Err((Errno::NFILE, file)),
+            Slot::Vacant(slot) => {
+                slot.insert(Arc::new(file));
+                Ok(())
+            }
+        };
+        drop(fids);
+        // What was not taken is given back to the source only here, where no lock is held.
+        outcome.map_err(|(errno, _)| errno)
+    }
+
+    /// Makes a fid something else, unless another request did so meanwhile.
+    pub(crate) fn replace(&self, fid: Fid, before: &Arc<File>, file: File) -> Result<()> {
+        let mut fids = lock(&self.fids);
+        let outcome = match fids.get_mut(&fid) {
+            Some(now) if Arc::ptr_eq(now, before) => Ok(std::mem::replace(now, Arc::new(file))),
+            _ => Err(file),
+        };
+        drop(fids);
+        outcome.map(drop).map_err(|_| Errno::BADF)
+    }
+
+    /// Ends a fid.
+    pub(crate) fn remove(&self, fid: Fid) -> Result<Arc<File>> {
+        lock(&self.fids).remove(&fid).ok_or(Errno::BADF)
+    }
+
+    /// The root of the source, which always has a reference.
+    pub(crate) fn root(&self, attr: &Attr) -> Arc<Node> {
+        let entry = Entry { ino: Ino::ROOT, generation: 0, attr: *attr };
+        Arc::new(self.node_of(&entry, false))
+    }
+
+    /// Takes over the reference of an entry, whose attributes are checked; what is unsound is given back.
+    pub(crate) fn node(&self, entry: Entry) -> Result<(Arc<Node>, Attr)> {
+        match checks::entry(entry) {
+            Ok(entry) => Ok((Arc::new(self.node_of(&entry, true)), entry.attr)),
+            Err(errno) => {
+                if entry.ino != Ino(0) {
+                    self.source.forget(entry.ino, 1);
+                }
+                Err(errno)
+            }
+        }
+    }
+
+    fn node_of(&self, entry: &Entry, counted: bool) -> Node {
+        let (path, entered) = self.paths.enter(entry.ino, entry.attr.ino);
+        Node {
+            ino: entry.ino,
+            generation: entry.generation,
+            kind: entry.attr.kind(),
+            path,
+            entered,
+            paths: Arc::clone(&self.paths),
+            source: Arc::clone(&self.source),
+            counted,
+        }
+    }
+
+    /// Notes that a handle was opened.
+    pub(crate) fn opened(&self, node: &Arc<Node>, handle: Handle, flags: OFlags, user: User) -> Arc<Open> {
+        Arc::new(Open {
+            node: Arc::clone(node),
+            handle,
+            flags,
+            session: self.id,
+            user,
+            source: Arc::clone(&self.source),
+            owners: Mutex::default(),
+        })
+    }
+
+    /// What the source is to call the owner of a lock. Clients and processes are too much for its 64 bits, so they are
+    /// mixed, with a secret: nobody can choose two that are the same.
+    pub(crate) fn owner(&self, lock: &LockRequest<'_>) -> u64 {
+        self.owners.hash_one((lock.pid, lock.client)) | 1
+    }
+
+    fn count_value(&self, bytes: usize) -> Result<Arc<AtomicUsize>> {
+        let before = self.values_bytes.fetch_add(bytes, Ordering::Relaxed);
+        if before + bytes > VALUES_BYTES_MAX {
+            self.values_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            return Err(Errno::NOMEM);
+        }
+        Ok(Arc::clone(&self.values_bytes))
+    }
+
+    /// A value to be read.
+    pub(crate) fn value(&self, bytes: Vec<u8>) -> Result<Arc<Value>> {
+        let total = self.count_value(bytes.len())?;
+        Ok(Arc::new(Value { bytes, total }))
+    }
+
+    /// A value to be written.
+    pub(crate) fn new_value(&self, name: &[u8], bytes: usize, flags: XattrFlags) -> Result<Arc<NewValue>> {
+        let total = self.count_value(bytes)?;
+        Ok(Arc::new(NewValue { name: name.into(), bytes, flags, value: Mutex::default(), total }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::Timespec;
+
+    use super::*;
+
+    #[test]
+    fn versions_change_with_the_file_and_are_never_0() {
+        let base = Attr { size: 5, mtime: Timespec { sec: 7, nsec: 1 }, ..Attr::default() };
+        let others = [
+            Attr { size: 6, ..base },
+            Attr { mtime: Timespec { sec: 7, nsec: 2 }, ..base },
+            Attr { mtime: Timespec { sec: 8, nsec: 1 }, ..base },
+            Attr { ctime: Timespec { sec: 0, nsec: 1 }, ..base },
+            Attr { ctime: Timespec { sec: 1, nsec: 0 }, ..base },
+        ];
+        for other in others {
+            assert_ne!(version(&base), version(&other), "{other:?}");
+        }
+        assert_eq!(
+            version(&base),
+            version(&Attr { atime: Timespec { sec: 9, nsec: 9 }, ..base }),
+            "a look is no change"
+        );
+        assert_ne!(version(&Attr::default()), 0);
+    }
+
+    #[test]
+    fn inodes_with_one_number_have_two_paths() {
+        let paths = Paths::default();
+        assert_eq!(paths.enter(Ino(2), 12), (12, Some(12)));
+        assert_eq!(paths.enter(Ino(2), 12), (12, Some(12)));
+        assert_eq!(paths.enter(Ino(3), 12), (OTHER_PATHS | 3, None));
+        paths.leave(12);
+        assert_eq!(paths.enter(Ino(3), 12), (OTHER_PATHS | 3, None));
+        paths.leave(12);
+        assert_eq!(paths.enter(Ino(3), 12), (12, Some(12)));
+    }
+}

@@ -1,0 +1,120 @@
+//! What a thread does: wait for an event, take a message, serve it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferry_vfs::Errno;
+use ferry_wire::ninep::{Reply, Request};
+
+use crate::connection::{Connection, Received};
+use crate::hub::{Hub, KEY_BELL};
+use crate::line::Refused;
+use crate::serve::{Buffers, Context, Done, serve};
+
+/// How long a thread without work stays, so that a burst does not start one for each request.
+const IDLE: Duration = Duration::from_secs(5);
+/// Memory that a thread keeps for the next message: enough for the longest.
+const KEPT_BYTES_MAX: usize = 2 << 20;
+
+/// The thread's main function.
+pub(crate) fn work(hub: &Arc<Hub>) {
+    let mut message = Vec::new();
+    let mut buffers = Buffers::default();
+    loop {
+        let event = hub.wait(IDLE);
+        if hub.is_stopping() {
+            break;
+        }
+        match event {
+            Ok(Some((KEY_BELL, _))) => {}
+            Ok(Some((key, flags))) => match hub.connection(key) {
+                Some(connection) => {
+                    if connection.happened(flags) {
+                        read(hub, &connection, &mut message, &mut buffers);
+                    }
+                }
+                None => hub.accept(key),
+            },
+            Ok(None) => {
+                message = Vec::new();
+                buffers = Buffers::default();
+                if hub.may_end() {
+                    return;
+                }
+            }
+            Err(error) => {
+                tracing::error!("9P connections cannot be waited for: {error}");
+                break;
+            }
+        }
+        if message.len() > KEPT_BYTES_MAX {
+            message = Vec::new();
+        }
+    }
+    hub.thread_ended();
+}
+
+/// Takes a message from a connection and deals with it.
+fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buffers: &mut Buffers) {
+    let bytes = match connection.receive(message) {
+        Received::Message(bytes) => bytes,
+        Received::Nothing => return connection.read_on(),
+        Received::End(reason) => return connection.end(reason),
+    };
+    let (tag, request) = match Request::decode(&message[..bytes]) {
+        Ok(decoded) => decoded,
+        Err(flaw) => {
+            // Every program of a client can make it pass on names that are too long.
+            if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
+                hub.complaints.warn(format_args!("{flaw}"));
+            }
+            if let Some(tag) = flaw.tag {
+                connection.reply(tag, &Reply::Error(flaw.errno));
+            }
+            return connection.read_on();
+        }
+    };
+    // These two are dealt with before the next message is taken.
+    let refused = match request {
+        Request::Version { msize, version } => {
+            connection.version(tag, msize, version);
+            return connection.read_on();
+        }
+        Request::Flush { old } => connection.flush(tag, old).err(),
+        _ => match connection.register(tag) {
+            Ok((ticket, session)) => {
+                connection.serve_on();
+                hub.keep_watch();
+                let context = Context { hub, connection, session: &session, ticket: &ticket };
+                answer(&context, &request, buffers);
+                connection.served();
+                return;
+            }
+            Err(refused) => Some(refused),
+        },
+    };
+    match refused {
+        None => connection.read_on(),
+        Some(Refused::Error(errno)) => {
+            connection.reply(tag, &Reply::Error(errno));
+            connection.read_on();
+        }
+        Some(Refused::TagInUse) => connection.end(Some("it used a tag for two requests at the same time")),
+    }
+}
+
+/// Serves a request and sends the reply. A panic of the source is an error for this request alone.
+fn answer(cx: &Context<'_>, request: &Request<'_>, buffers: &mut Buffers) {
+    let served = catch_unwind(AssertUnwindSafe(|| serve(cx, request, buffers))).unwrap_or(Err(Errno::IO));
+    match served {
+        Ok(Done::Reply) => cx.connection.finish(cx.ticket, &buffers.reply),
+        Ok(Done::Data(bytes)) => cx.connection.finish(cx.ticket, buffers.data.get(..bytes).unwrap_or_default()),
+        Ok(Done::Parked) => true,
+        Err(errno) => {
+            buffers.reply.clear();
+            Reply::Error(errno).encode(cx.ticket.tag, &mut buffers.reply);
+            cx.connection.finish(cx.ticket, &buffers.reply)
+        }
+    };
+}

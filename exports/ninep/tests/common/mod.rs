@@ -1,0 +1,312 @@
+//! A small 9P client, and servers for it.
+#![allow(dead_code, clippy::unwrap_used, reason = "each test file uses a part; a test that cannot go on ends")]
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferry_dir::Dir;
+use ferry_ninep::{Export, Options, Usage};
+use ferry_vfs::{Errno, FileSystem, LockKind, Name, OFlags};
+use ferry_wire::ninep::*;
+use tempfile::TempDir;
+
+/// Longer than anything takes on a loaded machine.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const MSIZE: u32 = 1 << 20;
+/// The fid that [`Client::attached`] makes.
+pub const ROOT: Fid = Fid(0);
+
+/// A server on a unix socket.
+pub struct Server {
+    pub export: Option<Export>,
+    pub socket: PathBuf,
+    pub folder: TempDir,
+}
+
+impl Server {
+    pub fn of(source: Arc<dyn FileSystem>, options: Options) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("s");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let export = Export::start(vec![listener.into()], source, options).unwrap();
+        Self { export: Some(export), socket, folder }
+    }
+
+    pub fn connect(&self) -> Client<UnixStream> {
+        Client::new(UnixStream::connect(&self.socket).unwrap())
+    }
+
+    /// A client that has attached to the root as this user.
+    pub fn attached(&self, uid: u32) -> Client<UnixStream> {
+        let mut client = self.connect();
+        client.hello(MSIZE);
+        client.attach(ROOT, uid).unwrap();
+        client
+    }
+
+    pub fn usage(&self) -> Usage {
+        self.export.as_ref().unwrap().usage()
+    }
+
+    /// Waits until the usage is as it should be.
+    #[track_caller]
+    pub fn settles(&self, is_right: impl Fn(&Usage) -> bool) {
+        let end = Instant::now() + PATIENCE;
+        while !is_right(&self.usage()) {
+            assert!(Instant::now() < end, "it stays so: {:?}", self.usage());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// A server of a fresh directory.
+pub struct DirServer {
+    pub server: Server,
+    pub dir: Arc<Dir>,
+    pub path: PathBuf,
+    _folder: TempDir,
+}
+
+impl DirServer {
+    pub fn new(options: Options) -> Self {
+        let folder = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = folder.path().join("shared");
+        std::fs::create_dir(&path).unwrap();
+        let dir = Arc::new(Dir::open(&path, ferry_dir::Options::default()).unwrap());
+        let server = Server::of(Arc::clone(&dir) as Arc<dyn FileSystem>, options);
+        Self { server, dir, path, _folder: folder }
+    }
+
+    /// Waits until the source holds nothing for clients any more.
+    #[track_caller]
+    pub fn assert_released(&self) {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let usage = self.dir.usage();
+            if usage.inodes <= 1 && usage.handles == 0 {
+                return;
+            }
+            assert!(Instant::now() < end, "still held: {usage:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl std::ops::Deref for DirServer {
+    type Target = Server;
+
+    fn deref(&self) -> &Server {
+        &self.server
+    }
+}
+
+/// What a client's stream can do.
+pub trait Stream: Read + Write {
+    fn set_timeout(&self, timeout: Option<Duration>);
+}
+
+impl Stream for UnixStream {
+    fn set_timeout(&self, timeout: Option<Duration>) {
+        self.set_read_timeout(timeout).unwrap();
+    }
+}
+
+impl Stream for TcpStream {
+    fn set_timeout(&self, timeout: Option<Duration>) {
+        self.set_read_timeout(timeout).unwrap();
+    }
+}
+
+/// A client that has one request under way, or sends and receives apart.
+pub struct Client<S> {
+    pub stream: S,
+    next_tag: u16,
+}
+
+/// A reply, out of its message.
+pub type Answer = (Tag, Vec<u8>);
+
+impl<S: Stream> Client<S> {
+    pub fn new(stream: S) -> Self {
+        stream.set_timeout(Some(PATIENCE));
+        Self { stream, next_tag: 0 }
+    }
+
+    pub fn send(&mut self, tag: Tag, request: &Request<'_>) {
+        let mut message = Vec::new();
+        request.encode(tag, &mut message);
+        self.stream.write_all(&message).unwrap();
+    }
+
+    pub fn receive(&mut self) -> Answer {
+        self.try_receive().expect("a reply")
+    }
+
+    /// The next reply; `None` at the end of the connection.
+    pub fn try_receive(&mut self) -> Option<Answer> {
+        let mut message = vec![0; 4];
+        self.stream.read_exact(&mut message).ok()?;
+        let bytes = Frame::bytes(*message.first_chunk().unwrap()) as usize;
+        message.resize(bytes, 0);
+        self.stream.read_exact(&mut message[4..]).ok()?;
+        Some((Frame::peek(&message).unwrap().tag, message))
+    }
+
+    /// Whether the server has nothing to say for a while.
+    pub fn is_silent(&mut self, time: Duration) -> bool {
+        self.stream.set_timeout(Some(time));
+        let silent = matches!(self.stream.read(&mut [0]), Err(error) if error.kind() == std::io::ErrorKind::WouldBlock);
+        self.stream.set_timeout(Some(PATIENCE));
+        silent
+    }
+
+    /// Whether the server ends the connection.
+    pub fn is_ended(&mut self) -> bool {
+        let mut rest = Vec::new();
+        match self.stream.read_to_end(&mut rest) {
+            Ok(_) => true,
+            Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+        }
+    }
+
+    /// Asks, and answers the whole reply.
+    #[track_caller]
+    pub fn ask(&mut self, request: &Request<'_>) -> Vec<u8> {
+        self.next_tag = (self.next_tag + 1) % 1000;
+        let tag = Tag(self.next_tag);
+        self.send(tag, request);
+        let (answered, message) = self.receive();
+        assert_eq!(answered, tag, "{request:?}");
+        message
+    }
+
+    /// Asks, and hands the reply, which is none of an error, to `take`.
+    #[track_caller]
+    pub fn get<T>(&mut self, request: &Request<'_>, take: impl FnOnce(Reply<'_>) -> Option<T>) -> Result<T, Errno> {
+        let message = self.ask(request);
+        match Reply::decode(&message).unwrap().1 {
+            Reply::Error(errno) => Err(errno),
+            reply => Ok(take(reply).unwrap_or_else(|| panic!("{request:?} was answered {reply:?}"))),
+        }
+    }
+
+    #[track_caller]
+    pub fn ok(&mut self, request: &Request<'_>) -> Result<(), Errno> {
+        self.get(request, |_| Some(()))
+    }
+
+    #[track_caller]
+    pub fn hello(&mut self, msize: u32) -> u32 {
+        self.send(Tag::NONE, &Request::Version { msize, version: VERSION });
+        let (tag, message) = self.receive();
+        match Reply::decode(&message).unwrap() {
+            (_, Reply::Version { msize, version: VERSION }) if tag == Tag::NONE => msize,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[track_caller]
+    pub fn attach(&mut self, fid: Fid, uid: u32) -> Result<Qid, Errno> {
+        let user = User { name: b"", uid: Some(uid) };
+        let request = Request::Attach { fid, afid: Fid::NONE, user, tree: b"" };
+        self.get(&request, |reply| if let Reply::Attach(qid) = reply { Some(qid) } else { None })
+    }
+
+    /// Walks; answers the qids.
+    #[track_caller]
+    pub fn walk(&mut self, fid: Fid, new_fid: Fid, path: &str) -> Result<Vec<Qid>, Errno> {
+        let steps = path.split('/').filter(|part| !part.is_empty()).map(|part| match part {
+            ".." => Step::Parent,
+            name => Step::Child(Name::new(name.as_bytes()).unwrap()),
+        });
+        let mut buffer = Vec::new();
+        let steps = Steps::write(&mut buffer, steps);
+        self.get(&Request::Walk { fid, new_fid, steps }, |reply| match reply {
+            Reply::Walk(qids) => Some(qids.as_slice().to_vec()),
+            _ => None,
+        })
+    }
+
+    #[track_caller]
+    pub fn open(&mut self, fid: Fid, flags: OFlags) -> Result<(Qid, u32), Errno> {
+        self.get(&Request::Open { fid, flags }, |reply| match reply {
+            Reply::Open { qid, iounit } => Some((qid, iounit)),
+            _ => None,
+        })
+    }
+
+    /// Walks from the root and opens.
+    #[track_caller]
+    pub fn open_path(&mut self, new_fid: Fid, path: &str, flags: OFlags) -> Result<Qid, Errno> {
+        self.walk(ROOT, new_fid, path)?;
+        self.open(new_fid, flags).map(|(qid, _)| qid)
+    }
+
+    /// Makes a file in the root and opens it.
+    #[track_caller]
+    pub fn create(&mut self, fid: Fid, name: &str, flags: OFlags, mode: u32) -> Result<Qid, Errno> {
+        self.walk(ROOT, fid, "")?;
+        let name = Name::new(name.as_bytes()).unwrap();
+        self.get(&Request::Create { fid, name, flags, mode, gid: 0 }, |reply| match reply {
+            Reply::Create { qid, iounit: 0 } => Some(qid),
+            _ => None,
+        })
+    }
+
+    #[track_caller]
+    pub fn read(&mut self, fid: Fid, offset: u64, bytes_max: u32) -> Result<Vec<u8>, Errno> {
+        self.get(&Request::Read { fid, offset, bytes_max }, |reply| match reply {
+            Reply::Read(data) => Some(data.to_vec()),
+            _ => None,
+        })
+    }
+
+    #[track_caller]
+    pub fn write(&mut self, fid: Fid, offset: u64, data: &[u8]) -> Result<u32, Errno> {
+        self.get(&Request::Write { fid, offset, data }, |reply| match reply {
+            Reply::Write { bytes } => Some(bytes),
+            _ => None,
+        })
+    }
+
+    #[track_caller]
+    pub fn getattr(&mut self, fid: Fid) -> Result<Getattr, Errno> {
+        self.get(&Request::Getattr { fid, mask: valid::BASIC }, |reply| match reply {
+            Reply::Getattr(getattr) => Some(getattr),
+            _ => None,
+        })
+    }
+
+    /// Lists from an offset on: names, and where to go on after each.
+    #[track_caller]
+    pub fn readdir(&mut self, fid: Fid, offset: u64, bytes_max: u32) -> Result<Vec<(String, u64, Qid)>, Errno> {
+        self.get(&Request::Readdir { fid, offset, bytes_max }, |reply| match reply {
+            Reply::Readdir(data) => Some(
+                DirEntries::new(data)
+                    .map(|entry| (String::from_utf8_lossy(entry.name).into_owned(), entry.next, entry.qid))
+                    .collect(),
+            ),
+            _ => None,
+        })
+    }
+
+    #[track_caller]
+    pub fn lock(&mut self, fid: Fid, kind: LockKind, pid: u32, wait: bool) -> Result<LockStatus, Errno> {
+        let request = Request::Lock { fid, lock: lock_of(kind, pid), wait, reclaim: false };
+        self.get(&request, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
+    }
+}
+
+/// A lock on bytes 10 to 19.
+pub fn lock_of(kind: LockKind, pid: u32) -> LockRequest<'static> {
+    LockRequest { kind, start: 10, end: 19, pid, client: b"test" }
+}
+
+/// A name that is one.
+pub fn name(text: &str) -> Name<'_> {
+    Name::new(text.as_bytes()).unwrap()
+}

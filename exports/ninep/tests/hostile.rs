@@ -1,0 +1,382 @@
+//! Clients that do not keep to the protocol, and clients that take up what is others'.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use common::{Client, DirServer, MSIZE, ROOT, Server};
+use ferry_ninep::{Error, Export, Limits, Options};
+use ferry_vfs::*;
+use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, Request, Tag, VERSION, kind};
+
+const SHORT: Duration = Duration::from_millis(700);
+
+fn impatient() -> Options {
+    Options { limits: Limits { slow_timeout: SHORT, ..Limits::default() }, ..Options::default() }
+}
+
+/// Messages that no reply can be found for end the connection; others are answered with an error.
+#[test]
+fn frames_of_impossible_lengths_end_the_connection() {
+    let share = DirServer::new(Options::default());
+    for bytes in [0_u32, 1, 6, MSIZE + 1, u32::MAX] {
+        let mut client = share.attached(0);
+        client.stream.write_all(&[&bytes.to_le_bytes()[..], &[kind::TCLUNK, 1, 0]].concat()).unwrap();
+        assert!(client.is_ended(), "{bytes}");
+    }
+    // Before anything was agreed on, no message is longer than the shortest that can be.
+    let mut client = share.connect();
+    client.stream.write_all(&5000_u32.to_le_bytes()).unwrap();
+    assert!(client.is_ended());
+    share.settles(|usage| usage.connections == 0);
+    share.assert_released();
+}
+
+#[test]
+fn whatever_is_no_request_is_an_error() {
+    let share = DirServer::new(Options::default());
+    let mut client = share.attached(0);
+    for kind in 0..=u8::MAX {
+        if matches!(kind, kind::TVERSION) {
+            continue;
+        }
+        for body in [&b""[..], b"\xff", &[0xff; 40]] {
+            let bytes = u32::try_from(7 + body.len()).unwrap();
+            let message = [&bytes.to_le_bytes()[..], &[kind, 9, 0], body].concat();
+            client.stream.write_all(&message).unwrap();
+            let (tag, answer) = client.receive();
+            assert!(matches!(Reply::decode(&answer), Ok((Tag(9), Reply::Error(_)))), "type {kind}: {answer:?}");
+            assert_eq!(tag, Tag(9));
+        }
+    }
+    assert!(client.getattr(ROOT).is_ok(), "the connection is still good");
+    client.send(Tag::NONE, &Request::Clunk { fid: ROOT });
+    let (_, answer) = client.receive();
+    assert_eq!(Reply::decode(&answer).unwrap().1, Reply::Error(Errno::INVAL), "that tag is for Tversion alone");
+}
+
+/// Mixed up, cut and random messages: the server goes on, and holds nothing afterwards.
+#[test]
+fn random_bytes_do_no_harm() {
+    let share = DirServer::new(Options::default());
+    fs::write(share.path.join("f"), "text").unwrap();
+    let mut state = 0x1234_5678_9abc_def0_u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    for _ in 0..60 {
+        let mut client = share.attached(0);
+        client.open_path(Fid(1), "f", OFlags::RDWR).unwrap();
+        let mut bytes = Vec::new();
+        for _ in 0..20 {
+            let before = bytes.len();
+            Request::Read { fid: Fid(1), offset: 0, bytes_max: 100 }.encode(Tag(3), &mut bytes);
+            for _ in 0..random() % 4 {
+                let at = before + 4 + usize::try_from(random() % 19).unwrap();
+                bytes[at] = random().to_le_bytes()[0];
+            }
+        }
+        // The server may have ended the connection by then: for a tag that was in use.
+        let _ = client.stream.write_all(&bytes);
+        let _ = client.stream.shutdown(std::net::Shutdown::Write);
+        let _ = client.stream.read_to_end(&mut Vec::new());
+    }
+    share.settles(|usage| usage.connections == 0 && usage.buffered_bytes == 0);
+    share.assert_released();
+    assert!(share.attached(0).getattr(ROOT).is_ok());
+}
+
+#[test]
+fn who_does_not_go_on_is_disconnected() {
+    let share = DirServer::new(impatient());
+    let begin = Instant::now();
+    // Says nothing; agrees, and does not attach; begins a message.
+    let mut silent = share.connect();
+    let mut shy = share.connect();
+    shy.hello(8192);
+    let mut slow = share.attached(0);
+    slow.stream.write_all(&[50, 0, 0, 0, kind::TCLUNK]).unwrap();
+    let mut quiet = share.attached(0);
+    assert!(silent.is_ended() && shy.is_ended() && slow.is_ended());
+    assert!(begin.elapsed() >= SHORT && begin.elapsed() < common::PATIENCE);
+    share.settles(|usage| usage.connections == 1 && usage.buffered_bytes == 0);
+    assert!(quiet.getattr(ROOT).is_ok(), "who has attached may be silent");
+}
+
+#[test]
+fn who_is_silent_for_too_long_is_disconnected_if_so_wanted() {
+    let limits = Limits { idle_timeout: Some(SHORT), ..Limits::default() };
+    let share = DirServer::new(Options { limits, ..Options::default() });
+    let mut client = share.attached(0);
+    assert!(client.is_ended());
+}
+
+/// A client that sends byte by byte is served all the same.
+#[test]
+fn a_message_may_come_in_any_pieces() {
+    let share = DirServer::new(Options::default());
+    let mut client = share.attached(0);
+    client.create(Fid(1), "f", OFlags::RDWR, 0o600).unwrap();
+    let data: Vec<u8> = (0..200_000_u32).map(|n| n.to_le_bytes()[0]).collect();
+    let mut bytes = Vec::new();
+    Request::Getattr { fid: ROOT, mask: 0 }.encode(Tag(1), &mut bytes);
+    let head = bytes.len();
+    Request::Write { fid: Fid(1), offset: 0, data: &data }.encode(Tag(2), &mut bytes);
+    for byte in &bytes[..head + 30] {
+        client.stream.write_all(&[*byte]).unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(client.receive().0, Tag(1));
+    share.settles(|usage| usage.buffered_bytes > 0 && usage.buffered_bytes < 200_000);
+    for piece in bytes[head + 30..].chunks(70_001) {
+        client.stream.write_all(piece).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(client.receive().0, Tag(2));
+    assert_eq!(fs::read(share.path.join("f")).unwrap(), data);
+    share.settles(|usage| usage.buffered_bytes == 0);
+}
+
+/// A client that asks and never listens costs no more than is allowed, and nobody else anything.
+#[test]
+fn replies_that_nobody_takes_are_bounded() {
+    const BOUND: usize = 8 << 20;
+    let limits = Limits { buffered_bytes_max: BOUND, slow_timeout: Duration::from_secs(3), ..Limits::default() };
+    let share = DirServer::new(Options { limits, ..Options::default() });
+    fs::write(share.path.join("f"), vec![7; MSIZE as usize]).unwrap();
+    let mut deaf: Vec<_> = (0..4)
+        .map(|_| {
+            let mut client = share.attached(0);
+            client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+            client.stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+            client
+        })
+        .collect();
+    let mut other = share.attached(0);
+    other.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    for round in 0..200_u16 {
+        for client in &mut deaf {
+            let mut message = Vec::new();
+            Request::Read { fid: Fid(1), offset: 0, bytes_max: MSIZE }.encode(Tag(round), &mut message);
+            // Once it is full, or ended.
+            let _ = client.stream.write(&message);
+        }
+        assert!(share.usage().buffered_bytes <= BOUND, "{:?}", share.usage());
+    }
+    assert_eq!(other.read(Fid(1), 0, 100).unwrap(), [7; 100]);
+    assert!(share.usage().buffered_bytes > 0);
+    // One that listens in the end has lost nothing, unless it was among those that had to go.
+    share.settles(|usage| usage.connections == 1 && usage.buffered_bytes == 0);
+    assert_eq!(other.read(Fid(1), 0, MSIZE).unwrap().len(), MSIZE as usize - READ_HEAD_BYTES);
+}
+
+/// A client that listens late gets every reply, whole.
+#[test]
+fn replies_wait_for_a_client_that_is_late() {
+    let share = DirServer::new(Options::default());
+    let data: Vec<u8> = (0..1_000_000_u32).map(|n| (n / 3).to_le_bytes()[0]).collect();
+    fs::write(share.path.join("f"), &data).unwrap();
+    let mut client = share.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    for tag in 0..20 {
+        client.send(Tag(tag), &Request::Read { fid: Fid(1), offset: u64::from(tag), bytes_max: MSIZE });
+    }
+    share.settles(|usage| usage.buffered_bytes > 0);
+    let mut seen = [false; 20];
+    for _ in 0..20 {
+        let (Tag(tag), message) = client.receive();
+        assert!(message[READ_HEAD_BYTES..] == data[usize::from(tag)..], "{tag}");
+        assert!(!std::mem::replace(&mut seen[usize::from(tag)], true));
+    }
+    share.settles(|usage| usage.buffered_bytes == 0 && usage.requests == 0);
+}
+
+#[test]
+fn tags_and_fids_in_use_are_refused() {
+    let share = DirServer::new(Options::default());
+    fs::write(share.path.join("f"), "").unwrap();
+    let mut holder = share.attached(0);
+    holder.open_path(Fid(1), "f", OFlags::RDWR).unwrap();
+    holder.lock(Fid(1), LockKind::Write, 1, false).unwrap();
+    let mut client = share.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDWR).unwrap();
+    let lock = common::lock_of(LockKind::Write, 1);
+    client.send(Tag(40), &Request::Lock { fid: Fid(1), lock, wait: true, reclaim: false });
+    share.settles(|usage| usage.requests == 1);
+    assert_eq!(client.attach(ROOT, 0), Err(Errno::BADF));
+    client.send(Tag(40), &Request::Getattr { fid: ROOT, mask: 0 });
+    assert!(client.is_ended());
+    share.settles(|usage| usage.connections == 1);
+}
+
+#[test]
+fn there_is_a_limit_of_connections() {
+    let limits = Limits { connections_max: 3, ..Limits::default() };
+    let share = DirServer::new(Options { limits, ..Options::default() });
+    let clients: Vec<_> = (0..3).map(|_| share.attached(0)).collect();
+    assert!(share.connect().is_ended());
+    drop(clients);
+    share.settles(|usage| usage.connections == 0);
+    assert!(share.attached(0).getattr(ROOT).is_ok());
+}
+
+/// Silent connections take no thread.
+#[test]
+fn idle_connections_are_cheap() {
+    let limits = Limits { connections_max: 4096, ..Limits::default() };
+    let share = DirServer::new(Options { limits, ..Options::default() });
+    // Two descriptors each, in this process.
+    let room = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1 << 20);
+    let count = usize::try_from(room.saturating_sub(200) / 2).unwrap().min(2000);
+    let clients: Vec<_> = (0..count).map(|_| share.attached(0)).collect();
+    assert_eq!(share.usage().connections, count);
+    assert!(share.usage().threads < 30, "{:?}", share.usage());
+    let mut last = share.attached(0);
+    assert!(last.getattr(ROOT).is_ok());
+    drop(clients);
+    share.settles(|usage| usage.connections == 1);
+}
+
+/// A source whose reads wait until they are let go, and that panics where it is told to.
+struct Slow {
+    gate: Barrier,
+    reading: AtomicUsize,
+    panics: AtomicBool,
+}
+
+impl FileSystem for Slow {
+    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        assert!(!self.panics.load(Ordering::Relaxed), "as the test wants it");
+        let kind = if ino == Ino::ROOT { FileType::Directory } else { FileType::RegularFile };
+        Ok(Attr::new(ino, kind, 0o777))
+    }
+
+    fn lookup(&self, _: &Caller<'_>, _: Ino, _: Name<'_>) -> Result<Entry> {
+        Ok(Entry::new(Ino(2), Attr::new(Ino(2), FileType::RegularFile, 0o666)))
+    }
+
+    fn open(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
+        Ok(Handle(0))
+    }
+
+    fn read(&self, _: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+        if at.offset > 0 {
+            // More than there is.
+            return Ok(Data::Bytes(out.put(b"lie") + 1));
+        }
+        self.reading.fetch_add(1, Ordering::Relaxed);
+        self.gate.wait();
+        Ok(Data::Bytes(out.put(b"slow")))
+    }
+}
+
+fn slow(together: usize) -> (Arc<Slow>, Server) {
+    let gate = Barrier::new(together);
+    let source = Arc::new(Slow { gate, reading: AtomicUsize::new(0), panics: AtomicBool::new(false) });
+    let server = Server::of(Arc::clone(&source) as Arc<dyn FileSystem>, Options::default());
+    (source, server)
+}
+
+/// Eight reads that wait for each other end only if all are served at the same time.
+#[test]
+fn requests_of_one_connection_are_served_side_by_side() {
+    let (source, server) = slow(8);
+    let mut client = server.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    for tag in 0..7 {
+        client.send(Tag(tag), &Request::Read { fid: Fid(1), offset: 0, bytes_max: 10 });
+    }
+    while source.reading.load(Ordering::Relaxed) < 7 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // A flush of one that has begun waits for its end, and comes behind its answer.
+    client.send(Tag(100), &Request::Flush { old: Tag(3) });
+    client.send(Tag(101), &Request::Flush { old: Tag(100) });
+    assert!(client.is_silent(Duration::from_millis(200)));
+    client.send(Tag(7), &Request::Read { fid: Fid(1), offset: 0, bytes_max: 10 });
+    let order: Vec<u16> = (0..10).map(|_| client.receive().0.0).collect();
+    let place = |tag| order.iter().position(|at| *at == tag).unwrap();
+    assert!(place(3) < place(100) && place(100) < place(101), "{order:?}");
+}
+
+/// Tversion in the middle: what was under way is not answered any more.
+#[test]
+fn a_new_session_forgets_what_was_asked_before() {
+    let (source, server) = slow(3);
+    let mut client = server.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    for tag in [1, 2] {
+        client.send(Tag(tag), &Request::Read { fid: Fid(1), offset: 0, bytes_max: 10 });
+    }
+    while source.reading.load(Ordering::Relaxed) < 2 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    client.send(Tag::NONE, &Request::Version { msize: 8192, version: VERSION });
+    assert_eq!(client.receive().0, Tag::NONE);
+    client.attach(ROOT, 0).unwrap();
+    client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    client.send(Tag(1), &Request::Read { fid: Fid(1), offset: 0, bytes_max: 10 });
+    let (tag, message) = client.receive();
+    assert_eq!((tag, Reply::decode(&message).unwrap().1), (Tag(1), Reply::Read(b"slow")));
+    assert!(client.is_silent(Duration::from_millis(200)), "one answer, not three");
+}
+
+#[test]
+fn a_source_that_panics_or_lies_fails_one_request() {
+    let (source, server) = slow(1);
+    let mut client = server.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    assert_eq!(client.read(Fid(1), 5, 10), Err(Errno::IO));
+    source.panics.store(true, Ordering::Relaxed);
+    assert_eq!(client.getattr(ROOT), Err(Errno::IO));
+    source.panics.store(false, Ordering::Relaxed);
+    assert!(client.getattr(ROOT).is_ok());
+    assert_eq!(client.read(Fid(1), 0, 10).unwrap(), b"slow");
+}
+
+#[test]
+fn tcp_serves_this_machine_and_others_only_if_asked() {
+    let share = DirServer::new(Options::default());
+    let source = || Arc::clone(&share.dir) as Arc<dyn FileSystem>;
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let export = Export::start(vec![listener.into()], source(), Options::default()).unwrap();
+    let mut client = Client::new(TcpStream::connect(address).unwrap());
+    assert_eq!(client.hello(64 << 10), 64 << 10);
+    client.attach(ROOT, 0).unwrap();
+    client.create(Fid(1), "f", OFlags::RDWR, 0o600).unwrap();
+    client.write(Fid(1), 0, b"by tcp").unwrap();
+    assert_eq!(fs::read(share.path.join("f")).unwrap(), b"by tcp");
+    export.stop();
+    assert!(client.is_ended());
+    let anywhere = || TcpListener::bind("0.0.0.0:0").unwrap();
+    let refused = Export::start(vec![anywhere().into()], source(), Options::default());
+    assert!(matches!(refused, Err(Error::Remote(_))), "{refused:?}");
+    Export::start(vec![anywhere().into()], source(), Options { remote: true, ..Options::default() }).unwrap().stop();
+}
+
+/// What was asked is answered, and then everything is given back.
+#[test]
+fn stopping_ends_everything() {
+    let mut share = DirServer::new(Options::default());
+    fs::write(share.path.join("f"), "text").unwrap();
+    let mut client = share.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDWR).unwrap();
+    let mut half = UnixStream::connect(&share.socket).unwrap();
+    half.write_all(&[20, 0]).unwrap();
+    let export = share.server.export.take().unwrap();
+    export.stop();
+    assert!(client.is_ended());
+    share.assert_released();
+}

@@ -1,0 +1,163 @@
+//! What tests of 9P share: a directory served by TCP, and guests whose kernel mounts it.
+//!
+//! User-mode Linux has a network of its own, so the two are joined by a tap device of the host, which takes root. (The
+//! kernel could also speak 9P over a serial line, but a line loses its place when a message is longer than 32 KiB.)
+
+use std::ffi::OsString;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use ferry_dir::Dir;
+use ferry_ninep::{Export, Options};
+use ferry_vfs::FileSystem;
+use tempfile::TempDir;
+
+use crate::{Guest, GuestCache, Input, MOUNTPOINT, Output, Place, Ran, SETTLE, TIMEOUT, folder, run};
+
+/// Joins the guest to the host, loads what Debian has as modules, mounts and runs what follows.
+const SETUP: &str = r#"
+modules=$1 guest=$2 host=$3 port=$4 options=$5 mountpoint=$6
+shift 6
+for module in fs/netfs/netfs net/9p/9pnet net/9p/9pnet_fd fs/9p/9p; do
+    /run/ferry/busybox insmod $modules/kernel/$module.ko
+done
+/run/ferry/busybox ip addr add $guest/30 dev vec0
+/run/ferry/busybox ip link set vec0 up
+mkdir -p $mountpoint
+mount -i -t 9p -o trans=tcp,port=$port,version=9p2000.L,$options $host $mountpoint
+cd $mountpoint
+exec "$@"
+"#;
+
+/// A tap device, which goes with this.
+#[derive(Debug)]
+struct Tap {
+    name: String,
+    /// The first three bytes of the addresses and the last of the device's; the guest's is the next.
+    network: (String, u8),
+}
+
+fn ip(args: &[&str]) -> bool {
+    let run = Command::new("ip").args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    run.is_ok_and(|status| status.success())
+}
+
+impl Tap {
+    /// Makes one; `None` where that is not possible.
+    fn new() -> Option<Self> {
+        static NEXT: AtomicU8 = AtomicU8::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed) % 63;
+        let process = std::process::id();
+        let tap = Self {
+            name: format!("f9p{process}x{number}"),
+            network: (format!("10.{}.{}", 192 + (process >> 8) % 60, process % 256), number * 4 + 1),
+        };
+        if !ip(&["tuntap", "add", "dev", &tap.name, "mode", "tap"]) {
+            return None;
+        }
+        let address = format!("{}/30", tap.host());
+        let up = ip(&["addr", "add", &address, "dev", &tap.name]) && ip(&["link", "set", &tap.name, "up"]);
+        up.then_some(tap)
+    }
+
+    fn host(&self) -> String {
+        format!("{}.{}", self.network.0, self.network.1)
+    }
+
+    fn guest(&self) -> String {
+        format!("{}.{}", self.network.0, self.network.1 + 1)
+    }
+}
+
+impl Drop for Tap {
+    fn drop(&mut self) {
+        ip(&["link", "del", &self.name]);
+    }
+}
+
+/// A directory and the server that shares it.
+#[derive(Debug)]
+pub struct NinePShare {
+    /// The source, to ask what it holds.
+    pub dir: Arc<Dir>,
+    /// The shared directory.
+    pub path: PathBuf,
+    port: u16,
+    export: Option<Export>,
+    tap: Tap,
+    _folder: TempDir,
+}
+
+impl NinePShare {
+    /// Shares a fresh directory; `None`, with a line that says so, where no guest can reach it.
+    pub fn new(place: Place) -> Option<Self> {
+        crate::log();
+        let Some(tap) = Tap::new() else {
+            eprintln!("skipped: a guest reaches a 9P server by a tap device, which takes root and /dev/net/tun");
+            return None;
+        };
+        let folder = folder(place);
+        let path = folder.path().join("shared");
+        std::fs::create_dir(&path).unwrap();
+        let dir = Arc::new(Dir::open(&path, ferry_dir::Options::default()).unwrap());
+        let listener = TcpListener::bind((tap.host(), 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let options = Options { remote: true, ..Options::default() };
+        let source = Arc::clone(&dir) as Arc<dyn FileSystem>;
+        let export = Export::start(vec![listener.into()], source, options).unwrap();
+        Some(Self { dir, path, port, export: Some(export), tap, _folder: folder })
+    }
+
+    /// A User-mode Linux guest with the share as its working directory, mounted with these options; its output is
+    /// collected. One guest at a time.
+    pub fn guest<S: Into<OsString>>(&self, options: &str, command: impl IntoIterator<Item = S>) -> Guest {
+        let cache = GuestCache::from_env().unwrap();
+        let modules = cache.uml().unwrap().modules.canonicalize().unwrap();
+        let port = self.port.to_string();
+        let mut words: Vec<OsString> = ["sh", "-euc", SETUP, "sh"].map(OsString::from).into();
+        words.push(modules.into());
+        words.extend([&*self.tap.guest(), &*self.tap.host(), &*port, options, MOUNTPOINT].map(OsString::from));
+        words.extend(command.into_iter().map(Into::into));
+        let mut guest = Guest::new(cache, words);
+        guest.kernel_args = vec![format!("vec0:transport=tap,ifname={},depth=128,gro=1", self.tap.name)];
+        guest.stdin = Input::Null;
+        guest.stdout = Output::Piped;
+        guest.stderr = Output::Piped;
+        guest
+    }
+
+    /// Runs a shell script in a guest on the share.
+    pub fn sh(&self, options: &str, script: &str) -> Ran {
+        run(self.guest(options, ["sh", "-euc", script]), TIMEOUT)
+    }
+
+    /// Waits until no guest holds anything any more.
+    ///
+    /// # Panics
+    /// When something is still held after [`SETTLE`].
+    pub fn assert_released(&self) {
+        // A guest that is gone does not say so: its connection has to be taken from it.
+        let connected = self.export.as_ref().map_or(0, |export| export.usage().connections);
+        let end = Instant::now() + SETTLE;
+        loop {
+            let usage = self.dir.usage();
+            if usage.inodes <= 1 && usage.handles == 0 {
+                return;
+            }
+            assert!(Instant::now() < end, "still held, by {connected} connections: {usage:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for NinePShare {
+    fn drop(&mut self) {
+        if let Some(export) = self.export.take() {
+            export.stop();
+        }
+    }
+}

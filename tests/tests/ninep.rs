@@ -1,0 +1,218 @@
+//! The 9P export, mounted by a real kernel: the stock v9fs of a User-mode Linux guest, by TCP.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use ferry_tests::ninep::NinePShare;
+use ferry_tests::suites::fsx::{self, MAPPED, PLAIN};
+use ferry_tests::suites::pjdfstest::{self, Results};
+use ferry_tests::{MOUNTPOINT, Place, TIMEOUT, collect, folder, run};
+
+const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
+
+/// The ways in which Linux's client caches, with messages of different sizes.
+const MODES: [&str; 4] = [
+    "msize=1048576,cache=none,posixacl",
+    "msize=65536,cache=readahead",
+    "msize=131072,cache=mmap",
+    "msize=1048576,cache=loose",
+];
+
+/// A tree goes in and out, and is the same on both sides.
+#[test]
+fn trees_are_the_same_on_both_sides() {
+    for mode in MODES {
+        let Some(share) = NinePShare::new(Place::Disk) else { return };
+        fs::create_dir(share.path.join("host")).unwrap();
+        for (name, bytes) in [("empty", 0), ("small", 5), ("odd", 100_001), ("large", 5_000_000)] {
+            let data: Vec<u8> =
+                (0..bytes).map(|n: u32| (n.wrapping_mul(2_654_435_761) >> 13).to_le_bytes()[0]).collect();
+            fs::write(share.path.join("host").join(name), data).unwrap();
+        }
+        symlink("../over there", share.path.join("host/link")).unwrap();
+        fs::hard_link(share.path.join("host/odd"), share.path.join("host/odd2")).unwrap();
+        for number in 0..200 {
+            fs::write(share.path.join(format!("host/n{number}")), number.to_string()).unwrap();
+        }
+        let script = r#"
+            test "$(ls host | wc -l)" = 206
+            cp -a host guest
+            diff -r --no-dereference host guest
+            test "$(stat -c %h guest/odd)" = 2
+            mkfifo guest/fifo
+            mv guest/small guest/moved
+            rm guest/n1*
+            chmod 6711 guest/moved
+            truncate -s 12345 guest/large
+            exec 7<guest/n2; rm guest/n2; cat <&7
+            df . | tail -1 | grep -q /mnt/share
+            find . -type f | xargs md5sum | sort -k 2 >/tmp/sums
+            cp /tmp/sums sums
+        "#;
+        let ran = share.sh(mode, script);
+        println!("{mode}: {:?}", ran.took);
+        assert_eq!(ran.clone().ok(), "2", "{ran:?}");
+        let on_host = Command::new("sh")
+            .args(["-euc", "find . -type f ! -name sums | xargs md5sum | sort -k 2 | cmp - sums"])
+            .current_dir(&share.path)
+            .output()
+            .unwrap();
+        assert!(on_host.status.success(), "{mode}: {on_host:?}");
+        let moved = fs::metadata(share.path.join("guest/moved")).unwrap();
+        assert_eq!((moved.len(), moved.mode()), (5, 0o106_711), "{mode}");
+        assert_eq!(fs::metadata(share.path.join("guest/large")).unwrap().len(), 12345, "{mode}");
+        share.assert_released();
+    }
+}
+
+/// Linux's client cannot: there is no message for it in 9P2000.L, or it does not use the one there is.
+const NO_FALLOCATE: &str = "the client has no fallocate, and this check makes use of it among other calls";
+const NO_SHARED_MAP: &str = "without write-back in its cache, the client refuses shared mappings that can be written";
+const NO_ACL: &str = "the client is not mounted with posixacl";
+
+/// Checks of what each system call does that fail in a guest by 9P, in which modes, and why: each is the client's.
+const FAILING: &[(&str, &[&str], &str)] = &[
+    ("rename-flags", &MODES, "there is no renameat2 in the protocol"),
+    ("rename-storm", &MODES, "it exchanges names"),
+    ("tmpfile", &MODES, "there is no O_TMPFILE in the protocol"),
+    ("tmpfile-storm", &MODES, "as tmpfile"),
+    ("sgid-directory", &MODES, "as tmpfile"),
+    ("btime", &MODES, "the client does not pass the time of birth on"),
+    ("times", &MODES, "the client cuts times that are set to seconds"),
+    ("flags-ioctl", &MODES, "there is no ioctl in the protocol"),
+    ("flock", &MODES, "the client makes a POSIX lock of it, so the two kinds meet"),
+    ("fallocate", &MODES, NO_FALLOCATE),
+    ("suid-cleared-by-others", &MODES, NO_FALLOCATE),
+    ("suid-kept-by-root", &MODES, NO_FALLOCATE),
+    ("capabilities-cleared", &MODES, NO_FALLOCATE),
+    ("holes", &MODES, "there is no SEEK_HOLE in the protocol"),
+    ("mmap-shared", &["none", "readahead"], NO_SHARED_MAP),
+    ("mmap-private", &["none", "readahead"], NO_SHARED_MAP),
+    ("mmap-after-truncate", &["none", "readahead"], NO_SHARED_MAP),
+    ("mapping-processes", &["none", "readahead"], NO_SHARED_MAP),
+    ("mixed-opens", &["none", "readahead"], NO_SHARED_MAP),
+    ("acl", &["mmap", "readahead"], NO_ACL),
+    ("acl-default", &["mmap", "readahead"], NO_ACL),
+    ("acl-clears-sgid", &["mmap", "readahead"], NO_ACL),
+];
+
+#[test]
+#[ignore = "long: make test-all"]
+fn system_calls_do_what_they_do_elsewhere() {
+    for mode in MODES {
+        let Some(share) = NinePShare::new(Place::Disk) else { return };
+        let script = format!("mkdir -p disk && exec {PROBE} {MOUNTPOINT}/disk");
+        let ran = run(share.guest(mode, ["sh", "-c", &script]), Duration::from_secs(600));
+        let failed = |line: &str| line.split_once(" FAILED").map(|(name, _)| name.to_owned());
+        let failed: BTreeSet<String> = ran.out.lines().filter_map(failed).collect();
+        let lines = ran.out.lines().count();
+        println!("{mode}: {lines} checks in {:?}, failed: {failed:?}", ran.took);
+        let known = FAILING.iter().filter(|(_, modes, _)| modes.iter().any(|known| mode.contains(known)));
+        let known: BTreeSet<_> = known.map(|(name, ..)| (*name).to_owned()).collect();
+        assert_eq!((lines, failed), (65, known), "not what is known to fail:\n{}\n{}", ran.out, ran.err);
+        share.assert_released();
+    }
+}
+
+fn fsx_in(mode: &str, weights: &str, operations: u32, seed: u32) {
+    let Some(share) = NinePShare::new(Place::Disk) else { return };
+    let files = folder(Place::Disk);
+    let file = Path::new(MOUNTPOINT).join("file");
+    let command = fsx::command(&files.path().join("fsx.toml"), &file, weights, operations, seed);
+    let ran = run(share.guest(mode, command), Duration::from_secs(120 + u64::from(operations) / 20));
+    println!("fsx, {mode}, {operations} operations: {:?}", ran.took);
+    ran.ok();
+    share.assert_released();
+}
+
+#[test]
+fn fsx_without_a_cache() {
+    fsx_in(MODES[0], PLAIN, 2000, 1);
+}
+
+#[test]
+fn fsx_with_maps() {
+    fsx_in(MODES[2], MAPPED, 2000, 2);
+}
+
+#[test]
+fn fsx_cached() {
+    fsx_in(MODES[3], MAPPED, 2000, 3);
+}
+
+/// Cases of `pjdfstest` that fail, and why.
+const FAILING_CASES: &[(&str, &str)] = &[("utimensat::subsecond", "the client cuts times that are set to seconds")];
+
+#[test]
+#[ignore = "long: make test-all"]
+fn pjdfstest_without_a_cache() {
+    let Some(share) = NinePShare::new(Place::Disk) else { return };
+    let config = folder(Place::Disk);
+    let path = config.path().join("pjdfstest.toml");
+    let command = pjdfstest::command(&path, Path::new(MOUNTPOINT), Path::new("/dev/shm"), false);
+    let ran = run(share.guest(MODES[0], command), Duration::from_secs(900));
+    let results = Results::parse(&ran.out, &ran.err, false);
+    println!("pjdfstest: {} passed, {} skipped, in {:?}", results.passed.len(), results.skipped.len(), ran.took);
+    println!("skipped: {:?}", results.skipped_for_good());
+    assert_eq!(results.failed, pjdfstest::names(FAILING_CASES), "other cases fail than are known to");
+    share.assert_released();
+}
+
+/// Counting under locks, by a guest and the host at the same time: none is lost, so the locks are real and shared.
+#[test]
+fn locks_are_shared_with_the_host() {
+    let Some(share) = NinePShare::new(Place::Disk) else { return };
+    fs::create_dir(share.path.join("posix")).unwrap();
+    let script = format!("exec {PROBE} --role count posix posix 60");
+    let start = Instant::now();
+    let guest = share.guest(MODES[0], ["sh", "-euc", &script]).spawn().unwrap();
+    let host = Command::new("sh").args(["-euc", &script]).current_dir(&share.path).status().unwrap();
+    collect(guest, TIMEOUT, start).ok();
+    assert!(host.success());
+    let sum = u64::from_le_bytes(fs::read(share.path.join("posix/number")).unwrap().try_into().unwrap());
+    assert_eq!(sum, 120, "counts were lost");
+    share.assert_released();
+}
+
+/// A lock that the host holds is waited for, with one message and no asking again; a wait that is interrupted ends at
+/// once, and nobody has the lock then.
+#[test]
+fn a_wait_for_a_lock_can_be_interrupted() {
+    let Some(share) = NinePShare::new(Place::Disk) else { return };
+    fs::write(share.path.join("file"), "").unwrap();
+    let mut holder = Command::new(PROBE)
+        .args(["--role", "hold", "posix", "file"])
+        .current_dir(&share.path)
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = [0; 5];
+    std::io::Read::read_exact(holder.stdout.as_mut().unwrap(), &mut said).unwrap();
+    let script = format!(
+        "{PROBE} --role hold posix file </dev/null & waiting=$!; sleep 2; kill -9 $waiting; wait $waiting || echo $?
+        echo gone >gone
+        exec {PROBE} --role hold posix file </dev/null"
+    );
+    let start = Instant::now();
+    let guest = share.guest(MODES[0], ["sh", "-uc", &script]).spawn().unwrap();
+    while !share.path.join("gone").exists() {
+        assert!(start.elapsed() < TIMEOUT, "the wait does not end");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    // The other goes on to wait. It gets the lock as soon as it is free: Linux itself would ask again after 30 s only.
+    std::thread::sleep(Duration::from_secs(2));
+    let freed = Instant::now();
+    drop(holder.stdin.take());
+    assert!(holder.wait().unwrap().success());
+    let ran = collect(guest, TIMEOUT, start);
+    assert!(freed.elapsed() < Duration::from_secs(20), "{:?}", freed.elapsed());
+    assert!(ran.clone().ok().contains("137"), "{ran:?}");
+    share.assert_released();
+}

@@ -1,0 +1,135 @@
+//! Taking a message apart.
+
+use ferry_vfs::{Errno, Name, Timespec};
+
+use super::numbers::{Fid, Qid, QidKind, Tag};
+
+/// Why a message is not understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a 9P message of type {kind}: {reason}")]
+pub struct Flaw {
+    /// Which request to answer; `None` if not even that is there.
+    pub tag: Option<Tag>,
+    /// The message's type; 0 if it is not there.
+    pub kind: u8,
+    /// What to answer.
+    pub errno: Errno,
+    /// What is wrong.
+    pub reason: &'static str,
+}
+
+/// What is wrong, before it is known with which message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Wrong {
+    pub(super) errno: Errno,
+    pub(super) reason: &'static str,
+}
+
+impl Wrong {
+    pub(super) const fn new(errno: Errno, reason: &'static str) -> Self {
+        Self { errno, reason }
+    }
+
+    pub(super) const fn invalid(reason: &'static str) -> Self {
+        Self::new(Errno::INVAL, reason)
+    }
+}
+
+/// Answers what is wrong unless the condition holds.
+pub(super) fn ensure(condition: bool, reason: &'static str) -> Result<(), Wrong> {
+    if condition { Ok(()) } else { Err(Wrong::invalid(reason)) }
+}
+
+/// The bytes of a message that are not taken yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Body<'a>(pub(super) &'a [u8]);
+
+impl<'a> Body<'a> {
+    pub(super) fn bytes(&mut self, count: usize) -> Result<&'a [u8], Wrong> {
+        let (bytes, rest) = self.0.split_at_checked(count).ok_or(Wrong::invalid("shorter than its fields"))?;
+        self.0 = rest;
+        Ok(bytes)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Wrong> {
+        let (bytes, rest) = self.0.split_first_chunk().ok_or(Wrong::invalid("shorter than its fields"))?;
+        self.0 = rest;
+        Ok(*bytes)
+    }
+
+    pub(super) fn u8(&mut self) -> Result<u8, Wrong> {
+        self.array().map(|[byte]| byte)
+    }
+
+    pub(super) fn u16(&mut self) -> Result<u16, Wrong> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    pub(super) fn u32(&mut self) -> Result<u32, Wrong> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    pub(super) fn u64(&mut self) -> Result<u64, Wrong> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    pub(super) fn fid(&mut self) -> Result<Fid, Wrong> {
+        self.u32().map(Fid)
+    }
+
+    pub(super) fn qid(&mut self) -> Result<Qid, Wrong> {
+        Ok(Qid { kind: QidKind(self.u8()?), version: self.u32()?, path: self.u64()? })
+    }
+
+    /// A string of `0..=bytes_max` bytes without NUL.
+    pub(super) fn string(&mut self, bytes_max: usize) -> Result<&'a [u8], Wrong> {
+        let count = usize::from(self.u16()?);
+        let string = self.bytes(count)?;
+        if count > bytes_max {
+            return Err(Wrong::new(Errno::NAMETOOLONG, "a string is too long"));
+        }
+        ensure(!string.contains(&0), "a string has a NUL in it")?;
+        Ok(string)
+    }
+
+    pub(super) fn name(&mut self) -> Result<Name<'a>, Wrong> {
+        let count = usize::from(self.u16()?);
+        name(self.bytes(count)?)
+    }
+
+    /// Seconds and nanoseconds, 64 bits each.
+    pub(super) fn time(&mut self) -> Result<Timespec, Wrong> {
+        let (sec, nsec) = (self.u64()?.cast_signed(), self.u64()?);
+        let nsec = u32::try_from(nsec).ok().filter(|nsec| *nsec < 1_000_000_000);
+        let nsec = nsec.ok_or(Wrong::invalid("nanoseconds of a whole second or more"))?;
+        Ok(Timespec { sec, nsec })
+    }
+
+    /// Data with its length in 32 bits.
+    pub(super) fn data(&mut self) -> Result<&'a [u8], Wrong> {
+        let count = self.u32()?;
+        self.bytes(usize::try_from(count).unwrap_or(usize::MAX))
+    }
+
+    /// Makes sure that nothing is left.
+    pub(super) fn end(self) -> Result<(), Wrong> {
+        ensure(self.0.is_empty(), "bytes behind its fields")
+    }
+}
+
+pub(super) fn name(bytes: &[u8]) -> Result<Name<'_>, Wrong> {
+    Name::new(bytes).map_err(|errno| Wrong::new(errno, "not the name of a directory entry"))
+}
+
+/// The longest name of an extended attribute (Linux `XATTR_NAME_MAX`).
+pub(super) const XATTR_NAME_BYTES_MAX: usize = 255;
+/// The longest value of an extended attribute (Linux `XATTR_SIZE_MAX`).
+pub(super) const XATTR_VALUE_BYTES_MAX: u64 = 65536;
+/// The longest target of a symbolic link, and path of a tree (Linux `PATH_MAX` without its NUL).
+pub(super) const PATH_BYTES_MAX: usize = 4095;
+/// The longest name of a user (Linux `LOGIN_NAME_MAX`).
+pub(super) const USER_BYTES_MAX: usize = 256;
+/// The longest name that a client calls itself in a lock. Linux sends its node name, of at most 64 bytes.
+pub(super) const CLIENT_BYTES_MAX: usize = 256;
+/// The longest version string; far more than any has.
+pub(super) const VERSION_BYTES_MAX: usize = 64;

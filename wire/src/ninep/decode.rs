@@ -1,0 +1,274 @@
+//! T messages from bytes.
+
+use ferry_vfs::{Errno, FileType, LockKind, OFlags, SetAttr, SetTime, XattrFlags};
+
+use super::body::{
+    Body, CLIENT_BYTES_MAX, Flaw, PATH_BYTES_MAX, USER_BYTES_MAX, VERSION_BYTES_MAX, Wrong, XATTR_NAME_BYTES_MAX,
+    XATTR_VALUE_BYTES_MAX, ensure, name,
+};
+use super::numbers::{AT_REMOVEDIR, Frame, HEADER_BYTES, NO_UID, Tag, WALK_NAMES_MAX, kind, lock, set};
+use super::request::{LockRequest, Request, Steps, User};
+
+/// All of `st_mode` but the file type.
+const PERMISSIONS: u32 = 0o7777;
+/// What the kernel's 32-bit form of a device number has room for.
+const MAJOR_MAX: u32 = 0xfff;
+const MINOR_MAX: u32 = 0xf_ffff;
+
+/// Open flags on the wire (`P9_DOTL_*`, the numbers that x86 has) that mean something to a server.
+const OPEN_FLAGS: [(u32, OFlags); 10] = [
+    (0o1000, OFlags::TRUNC),
+    (0o2000, OFlags::APPEND),
+    (0o10000, OFlags::DSYNC),
+    (0o40000, OFlags::DIRECT),
+    (0o200_000, OFlags::DIRECTORY),
+    (0o400_000, OFlags::NOFOLLOW),
+    (0o1_000_000, OFlags::NOATIME),
+    (0o4_010_000, OFlags::SYNC),
+    (0o1, OFlags::WRONLY),
+    (0o2, OFlags::RDWR),
+];
+/// Flags that are the client's own business: `O_NOCTTY`, `O_NONBLOCK`, `O_ASYNC`, `O_LARGEFILE`, `O_CLOEXEC`.
+const OPEN_IGNORED: u32 = 0o400 | 0o4000 | 0o20000 | 0o100_000 | 0o2_000_000;
+const OPEN_CREATE: u32 = 0o100;
+const OPEN_EXCL: u32 = 0o200;
+const OPEN_ACCMODE: u32 = 0o3;
+
+impl<'a> Request<'a> {
+    /// Decodes a message, which must be there as a whole.
+    ///
+    /// # Errors
+    /// [`Flaw`] for every message that the protocol does not allow: `INVAL`, `NAMETOOLONG`, `TOOBIG`, and `OPNOTSUPP`
+    /// for types that are not known, by which Linux's client learns to do without.
+    pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), Flaw> {
+        let flaw = |frame: Option<Frame>, wrong: Wrong| Flaw {
+            tag: frame.map(|frame| frame.tag),
+            kind: frame.map_or(0, |frame| frame.kind),
+            errno: wrong.errno,
+            reason: wrong.reason,
+        };
+        let frame = Frame::peek(message).ok_or(flaw(None, Wrong::invalid("shorter than a header")))?;
+        let body = Body(message.get(HEADER_BYTES..).unwrap_or_default());
+        let whole = usize::try_from(frame.bytes) == Ok(message.len());
+        ensure(whole, "its length is not that in its header")
+            .and_then(|()| request(frame.kind, body))
+            .map(|request| (frame.tag, request))
+            .map_err(|wrong| flaw(Some(frame), wrong))
+    }
+}
+
+fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, Wrong> {
+    let b = &mut body;
+    let request = match message_kind {
+        kind::TVERSION => Request::Version { msize: b.u32()?, version: b.string(VERSION_BYTES_MAX)? },
+        kind::TAUTH => {
+            let afid = b.fid()?;
+            let (user, tree) = user_and_tree(b)?;
+            Request::Auth { afid, user, tree }
+        }
+        kind::TATTACH => {
+            let (fid, afid) = (b.fid()?, b.fid()?);
+            let (user, tree) = user_and_tree(b)?;
+            Request::Attach { fid, afid, user, tree }
+        }
+        kind::TFLUSH => Request::Flush { old: Tag(b.u16()?) },
+        kind::TWALK => Request::Walk { fid: b.fid()?, new_fid: b.fid()?, steps: steps(b)? },
+        kind::TREAD => {
+            let (fid, offset, bytes_max) = (b.fid()?, b.u64()?, b.u32()?);
+            check_range(offset, u64::from(bytes_max))?;
+            Request::Read { fid, offset, bytes_max }
+        }
+        kind::TWRITE => {
+            let (fid, offset, data) = (b.fid()?, b.u64()?, b.data()?);
+            check_range(offset, data.len() as u64)?;
+            Request::Write { fid, offset, data }
+        }
+        kind::TCLUNK => Request::Clunk { fid: b.fid()? },
+        kind::TREMOVE => Request::Remove { fid: b.fid()? },
+        kind::TSTATFS => Request::Statfs { fid: b.fid()? },
+        kind::TLOPEN => Request::Open { fid: b.fid()?, flags: open_flags(b.u32()?)? - OFlags::CREATE - OFlags::EXCL },
+        kind::TREADLINK => Request::Readlink { fid: b.fid()? },
+        kind::TGETATTR => Request::Getattr { fid: b.fid()?, mask: b.u64()? },
+        kind::TSETATTR => setattr(b)?,
+        kind::TREADDIR => Request::Readdir { fid: b.fid()?, offset: b.u64()?, bytes_max: b.u32()? },
+        kind::TFSYNC => Request::Fsync { fid: b.fid()?, data_only: b.u32()? != 0 },
+        kind::TLOCK => {
+            let (fid, lock_kind, flags) = (b.fid()?, lock_kind(b.u8()?)?, b.u32()?);
+            ensure(flags & !(lock::BLOCK | lock::RECLAIM) == 0, "unknown flags of a lock")?;
+            let (wait, reclaim) = (flags & lock::BLOCK != 0, flags & lock::RECLAIM != 0);
+            Request::Lock { fid, lock: lock_request(lock_kind, b)?, wait, reclaim }
+        }
+        kind::TGETLOCK => {
+            let (fid, lock_kind) = (b.fid()?, lock_kind(b.u8()?)?);
+            ensure(lock_kind != LockKind::Unlock, "a test for no lock")?;
+            Request::Getlock { fid, lock: lock_request(lock_kind, b)? }
+        }
+        other => by_name(other, b)?,
+    };
+    body.end()?;
+    Ok(request)
+}
+
+/// The requests about names in directories, and about extended attributes.
+fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, Wrong> {
+    Ok(match message_kind {
+        kind::TLCREATE => {
+            let (fid, name, flags, mode) = (b.fid()?, b.name()?, open_flags(b.u32()?)?, b.u32()?);
+            let plain = matches!(FileType::from_raw_mode(mode), FileType::RegularFile) || mode & !PERMISSIONS == 0;
+            ensure(plain, "a Tlcreate of something that is no regular file")?;
+            Request::Create { fid, name, flags: flags - OFlags::CREATE, mode: mode & PERMISSIONS, gid: b.u32()? }
+        }
+        kind::TSYMLINK => {
+            let (dir, name, target) = (b.fid()?, b.name()?, b.string(PATH_BYTES_MAX)?);
+            if target.is_empty() {
+                return Err(Wrong::new(Errno::NOENT, "a symbolic link to nothing"));
+            }
+            Request::Symlink { dir, name, target, gid: b.u32()? }
+        }
+        kind::TMKNOD => {
+            let (dir, name, mode, major, minor) = (b.fid()?, b.name()?, b.u32()?, b.u32()?, b.u32()?);
+            ensure(major <= MAJOR_MAX && minor <= MINOR_MAX, "a device number that Linux does not have")?;
+            let rdev = (minor & 0xff) | (major << 8) | ((minor & !0xff) << 12);
+            Request::Mknod { dir, name, mode: node_mode(mode)?, rdev, gid: b.u32()? }
+        }
+        kind::TRENAME => Request::Rename { fid: b.fid()?, dir: b.fid()?, name: b.name()? },
+        kind::TXATTRWALK => Request::Xattrwalk { fid: b.fid()?, new_fid: b.fid()?, name: xattr_name(b)? },
+        kind::TXATTRCREATE => {
+            let (fid, name, bytes) = (b.fid()?, xattr_name(b)?, b.u64()?);
+            let flags = XattrFlags::from_bits_retain(b.u32()?);
+            ensure(!name.is_empty(), "an extended attribute without a name")?;
+            ensure(
+                (XattrFlags::CREATE | XattrFlags::REPLACE).contains(flags),
+                "unknown flags of an extended attribute",
+            )?;
+            if bytes > XATTR_VALUE_BYTES_MAX {
+                return Err(Wrong::new(Errno::TOOBIG, "a value longer than Linux allows"));
+            }
+            Request::Xattrcreate { fid, name, bytes, flags }
+        }
+        kind::TLINK => Request::Link { dir: b.fid()?, fid: b.fid()?, name: b.name()? },
+        kind::TMKDIR => Request::Mkdir { dir: b.fid()?, name: b.name()?, mode: b.u32()? & PERMISSIONS, gid: b.u32()? },
+        kind::TRENAMEAT => Request::Renameat { dir: b.fid()?, name: b.name()?, new_dir: b.fid()?, new_name: b.name()? },
+        kind::TUNLINKAT => {
+            let (dir, name, flags) = (b.fid()?, b.name()?, b.u32()?);
+            ensure(flags & !AT_REMOVEDIR == 0, "unknown flags of Tunlinkat")?;
+            Request::Unlinkat { dir, name, is_dir: flags != 0 }
+        }
+        _ => return Err(Wrong::new(Errno::OPNOTSUPP, "a type that is not known")),
+    })
+}
+
+fn user_and_tree<'a>(b: &mut Body<'a>) -> Result<(User<'a>, &'a [u8]), Wrong> {
+    let (name, tree, uid) = (b.string(USER_BYTES_MAX)?, b.string(PATH_BYTES_MAX)?, b.u32()?);
+    Ok((User { name, uid: (uid != NO_UID).then_some(uid) }, tree))
+}
+
+fn steps<'a>(b: &mut Body<'a>) -> Result<Steps<'a>, Wrong> {
+    let count = b.u16()?;
+    ensure(usize::from(count) <= WALK_NAMES_MAX, "a walk of more than 16 names")?;
+    let all = b.0;
+    for _ in 0..count {
+        let bytes = usize::from(b.u16()?);
+        let step = b.bytes(bytes)?;
+        if step != b".." {
+            name(step)?;
+        }
+    }
+    Ok(Steps { bytes: &all[..all.len() - b.0.len()], count })
+}
+
+/// Offsets of files are not negative, and nothing lies past the last one.
+fn check_range(offset: u64, len: u64) -> Result<(), Wrong> {
+    let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok());
+    ensure(end.is_some(), "a range past the greatest offset")
+}
+
+fn open_flags(raw: u32) -> Result<OFlags, Wrong> {
+    ensure(raw & OPEN_ACCMODE != OPEN_ACCMODE, "an access mode that is none")?;
+    let known = OPEN_FLAGS.iter().fold(OPEN_IGNORED | OPEN_CREATE | OPEN_EXCL, |known, (bits, _)| known | bits);
+    ensure(raw & !known == 0, "open flags that are not known")?;
+    let mut flags = OFlags::RDONLY;
+    for (_, flag) in OPEN_FLAGS.iter().filter(|(bits, _)| raw & bits == *bits) {
+        flags |= *flag;
+    }
+    if raw & OPEN_EXCL != 0 {
+        flags |= OFlags::EXCL;
+    }
+    Ok(flags)
+}
+
+/// The reverse of what [`Request::decode`] does with open flags.
+pub(super) fn raw_open_flags(flags: OFlags) -> u32 {
+    let excl = if flags.contains(OFlags::EXCL) { OPEN_EXCL } else { 0 };
+    OPEN_FLAGS.iter().filter(|(_, flag)| flags.contains(*flag)).fold(excl, |raw, (bits, _)| raw | bits)
+}
+
+fn node_mode(mode: u32) -> Result<u32, Wrong> {
+    let plain = mode & !PERMISSIONS == 0;
+    match FileType::from_raw_mode(mode) {
+        _ if plain => Ok(mode | FileType::RegularFile.as_raw_mode()),
+        FileType::Directory | FileType::Symlink | FileType::Unknown => Err(Wrong::invalid("a Tmknod of no node")),
+        kind if mode & !PERMISSIONS == kind.as_raw_mode() => Ok(mode),
+        _ => Err(Wrong::invalid("a mode that is none")),
+    }
+}
+
+fn xattr_name<'a>(b: &mut Body<'a>) -> Result<&'a [u8], Wrong> {
+    match b.string(XATTR_NAME_BYTES_MAX) {
+        Err(Wrong { errno: Errno::NAMETOOLONG, reason }) => Err(Wrong::new(Errno::RANGE, reason)),
+        other => other,
+    }
+}
+
+fn lock_kind(raw: u8) -> Result<LockKind, Wrong> {
+    match raw {
+        lock::READ => Ok(LockKind::Read),
+        lock::WRITE => Ok(LockKind::Write),
+        lock::UNLOCK => Ok(LockKind::Unlock),
+        _ => Err(Wrong::invalid("a kind of lock that is none")),
+    }
+}
+
+fn lock_request<'a>(lock_kind: LockKind, b: &mut Body<'a>) -> Result<LockRequest<'a>, Wrong> {
+    let (start, len, pid) = (b.u64()?, b.u64()?, b.u32()?);
+    let end = lock_end(start, len).ok_or(Wrong::invalid("a lock past the greatest offset"))?;
+    Ok(LockRequest { kind: lock_kind, start, end, pid, client: b.string(CLIENT_BYTES_MAX)? })
+}
+
+/// The last byte of a lock, which a length of 0 puts at the end of the file.
+pub(super) fn lock_end(start: u64, len: u64) -> Option<u64> {
+    let last = i64::MAX.cast_unsigned();
+    let end = if len == 0 { Some(last) } else { start.checked_add(len - 1) };
+    end.filter(|end| start <= *end && *end <= last)
+}
+
+fn setattr<'a>(b: &mut Body<'a>) -> Result<Request<'a>, Wrong> {
+    let (fid, bits) = (b.fid()?, b.u32()?);
+    ensure(bits & !set::ALL == 0, "unknown attributes")?;
+    let has = |bit| bits & bit != 0;
+    let (mode, uid, gid, size) = (b.u32()?, b.u32()?, b.u32()?, b.u64()?);
+    ensure(!has(set::UID) || uid != u32::MAX, "an owner that is none")?;
+    ensure(!has(set::GID) || gid != u32::MAX, "a group that is none")?;
+    ensure(!has(set::SIZE) || i64::try_from(size).is_ok(), "a size past the greatest offset")?;
+    // Times that are not to be set may be anything.
+    let mut time = |bit, is_set| {
+        let mut raw = Body(b.bytes(16)?);
+        match (has(bit), has(is_set)) {
+            (true, true) => raw.time().map(|time| Some(SetTime::At(time))),
+            (true, false) => Ok(Some(SetTime::Now)),
+            (false, _) => Ok(None),
+        }
+    };
+    let (atime, mtime) = (time(set::ATIME, set::ATIME_SET)?, time(set::MTIME, set::MTIME_SET)?);
+    let attr = SetAttr {
+        mode: has(set::MODE).then_some(mode & PERMISSIONS),
+        uid: has(set::UID).then_some(uid),
+        gid: has(set::GID).then_some(gid),
+        size: has(set::SIZE).then_some(size),
+        atime,
+        mtime,
+        ctime: None,
+        clear_privileges: false,
+    };
+    Ok(Request::Setattr { fid, set: attr, ctime: has(set::CTIME) })
+}

@@ -1,0 +1,113 @@
+//! The entries of directory listings: `qid[13] offset[8] type[1] name[s]`.
+
+use ferry_vfs::{DirItem, FileType};
+
+use super::body::Body;
+use super::numbers::{Qid, QidKind};
+
+/// Bytes of an entry without its name.
+const FIXED_BYTES: usize = Qid::BYTES + 8 + 1 + 2;
+
+/// `d_type` of struct dirent.
+fn raw_type(kind: FileType) -> u8 {
+    match kind {
+        FileType::Fifo => 1,
+        FileType::CharacterDevice => 2,
+        FileType::Directory => 4,
+        FileType::BlockDevice => 6,
+        FileType::RegularFile => 8,
+        FileType::Symlink => 10,
+        FileType::Socket => 12,
+        FileType::Unknown => 0,
+    }
+}
+
+fn file_type(raw: u8) -> FileType {
+    match raw {
+        1 => FileType::Fifo,
+        2 => FileType::CharacterDevice,
+        4 => FileType::Directory,
+        6 => FileType::BlockDevice,
+        8 => FileType::RegularFile,
+        10 => FileType::Symlink,
+        12 => FileType::Socket,
+        _ => FileType::Unknown,
+    }
+}
+
+/// The bytes of an entry with this name.
+pub fn dirent_bytes(name: &[u8]) -> usize {
+    FIXED_BYTES + name.len()
+}
+
+/// Appends entries to a listing of limited length.
+#[derive(Debug)]
+pub struct DirWriter<'a> {
+    out: &'a mut Vec<u8>,
+    end: usize,
+}
+
+impl<'a> DirWriter<'a> {
+    /// Appends to `out`, at most `bytes_max` bytes.
+    pub fn new(out: &'a mut Vec<u8>, bytes_max: usize) -> Self {
+        let end = out.len().saturating_add(bytes_max);
+        Self { out, end }
+    }
+
+    /// Whether an entry of this name fits.
+    pub fn fits(&self, name: &[u8]) -> bool {
+        self.end.saturating_sub(self.out.len()) >= dirent_bytes(name)
+    }
+
+    /// Appends an entry, if it fits; answers whether it did. The version of its qid is 0, not known: nobody looked at
+    /// the file.
+    pub fn push(&mut self, item: &DirItem<'_>) -> bool {
+        let Ok(name_bytes) = u16::try_from(item.name.len()) else { return false };
+        if !self.fits(item.name) {
+            return false;
+        }
+        self.out.push(QidKind::of(item.kind).0);
+        self.out.extend_from_slice(&0_u32.to_le_bytes());
+        self.out.extend_from_slice(&item.ino.to_le_bytes());
+        self.out.extend_from_slice(&item.next.to_le_bytes());
+        self.out.push(raw_type(item.kind));
+        self.out.extend_from_slice(&name_bytes.to_le_bytes());
+        self.out.extend_from_slice(item.name);
+        true
+    }
+}
+
+/// One entry of a listing, as a client finds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirEntry<'a> {
+    /// Which file.
+    pub qid: Qid,
+    /// The offset to go on from.
+    pub next: u64,
+    /// Its type.
+    pub kind: FileType,
+    /// Its name, which may be anything: the client is to check it.
+    pub name: &'a [u8],
+}
+
+/// Goes through a listing; ends early where it is cut off.
+#[derive(Clone, Debug)]
+pub struct DirEntries<'a>(Body<'a>);
+
+impl<'a> DirEntries<'a> {
+    /// The entries of an Rreaddir's data.
+    pub fn new(data: &'a [u8]) -> Self {
+        Self(Body(data))
+    }
+}
+
+impl<'a> Iterator for DirEntries<'a> {
+    type Item = DirEntry<'a>;
+
+    fn next(&mut self) -> Option<DirEntry<'a>> {
+        let b = &mut self.0;
+        let (qid, next, kind, bytes) = (b.qid().ok()?, b.u64().ok()?, b.u8().ok()?, b.u16().ok()?);
+        let name = b.bytes(bytes.into()).ok()?;
+        Some(DirEntry { qid, next, kind: file_type(kind), name })
+    }
+}

@@ -1,0 +1,204 @@
+//! The numbers of the protocol.
+
+use ferry_vfs::FileType;
+
+/// Bytes of `size[4] type[1] tag[2]`, which every message begins with.
+pub const HEADER_BYTES: usize = 7;
+/// Bytes of a Twrite before its data: header, fid, offset, count.
+pub const WRITE_HEAD_BYTES: usize = HEADER_BYTES + 4 + 8 + 4;
+/// Bytes of an Rread or Rreaddir before its data: header and count.
+pub const READ_HEAD_BYTES: usize = HEADER_BYTES + 4;
+/// The most names in one Twalk (intro(5): MAXWELEM).
+pub const WALK_NAMES_MAX: usize = 16;
+/// The least message size that is agreed on: the longest replies that are not cut to measure (a symbolic link's
+/// target, an attribute list) fit, and Linux refuses less as well.
+pub const MSIZE_MIN: u32 = 4096;
+/// "No user number", where a name is to be used instead (`P9_NONUNAME`).
+pub const NO_UID: u32 = u32::MAX;
+
+/// Identifies a request until it is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Tag(pub u16);
+
+impl Tag {
+    /// The tag of Tversion (`NOTAG`); nothing else has it.
+    pub const NONE: Self = Self(u16::MAX);
+}
+
+/// Identifies a file to the server; the client chooses the number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Fid(pub u32);
+
+impl Fid {
+    /// "No fid" (`NOFID`): an attach without authentication.
+    pub const NONE: Self = Self(u32::MAX);
+}
+
+/// The kind of file, in a [`Qid`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct QidKind(pub u8);
+
+impl QidKind {
+    /// A directory (`QTDIR`).
+    pub const DIR: Self = Self(0x80);
+    /// A symbolic link (`QTSYMLINK`).
+    pub const SYMLINK: Self = Self(0x02);
+    /// Anything else (`QTFILE`).
+    pub const FILE: Self = Self(0);
+
+    /// The kind of a file type.
+    pub fn of(kind: FileType) -> Self {
+        match kind {
+            FileType::Directory => Self::DIR,
+            FileType::Symlink => Self::SYMLINK,
+            _ => Self::FILE,
+        }
+    }
+}
+
+/// What a server calls a file (intro(5)): two files are the same if their paths are, and unchanged if their versions
+/// are too. To Linux's client version 0 means "never cache".
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Qid {
+    /// What it is.
+    pub kind: QidKind,
+    /// Changes whenever the file does.
+    pub version: u32,
+    /// Unique among the files of the server.
+    pub path: u64,
+}
+
+impl Qid {
+    /// Bytes on the wire.
+    pub const BYTES: usize = 13;
+}
+
+/// How a message begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// Length of the whole message in bytes, these seven included.
+    pub bytes: u32,
+    /// One of [`kind`].
+    pub kind: u8,
+    /// Which request.
+    pub tag: Tag,
+}
+
+impl Frame {
+    /// The length that the first four bytes of a message tell.
+    pub fn bytes(head: [u8; 4]) -> u32 {
+        u32::from_le_bytes(head)
+    }
+
+    /// Reads the beginning of a message; `None` if it is not there.
+    pub fn peek(message: &[u8]) -> Option<Self> {
+        let [a, b, c, d, kind, e, f]: [u8; HEADER_BYTES] = *message.first_chunk()?;
+        Some(Self { bytes: Self::bytes([a, b, c, d]), kind, tag: Tag(u16::from_le_bytes([e, f])) })
+    }
+}
+
+/// The types of messages. A reply's is that of its request and 1.
+#[allow(missing_docs, reason = "the protocol's own names")]
+pub mod kind {
+    pub const RLERROR: u8 = 7;
+    pub const TSTATFS: u8 = 8;
+    pub const TLOPEN: u8 = 12;
+    pub const TLCREATE: u8 = 14;
+    pub const TSYMLINK: u8 = 16;
+    pub const TMKNOD: u8 = 18;
+    pub const TRENAME: u8 = 20;
+    pub const TREADLINK: u8 = 22;
+    pub const TGETATTR: u8 = 24;
+    pub const TSETATTR: u8 = 26;
+    pub const TXATTRWALK: u8 = 30;
+    pub const TXATTRCREATE: u8 = 32;
+    pub const TREADDIR: u8 = 40;
+    pub const TFSYNC: u8 = 50;
+    pub const TLOCK: u8 = 52;
+    pub const TGETLOCK: u8 = 54;
+    pub const TLINK: u8 = 70;
+    pub const TMKDIR: u8 = 72;
+    pub const TRENAMEAT: u8 = 74;
+    pub const TUNLINKAT: u8 = 76;
+    pub const TVERSION: u8 = 100;
+    pub const TAUTH: u8 = 102;
+    pub const TATTACH: u8 = 104;
+    pub const TFLUSH: u8 = 108;
+    pub const TWALK: u8 = 110;
+    pub const TREAD: u8 = 116;
+    pub const TWRITE: u8 = 118;
+    pub const TCLUNK: u8 = 120;
+    pub const TREMOVE: u8 = 122;
+
+    /// All T messages.
+    pub const ALL: [u8; 28] = [
+        TSTATFS,
+        TLOPEN,
+        TLCREATE,
+        TSYMLINK,
+        TMKNOD,
+        TRENAME,
+        TREADLINK,
+        TGETATTR,
+        TSETATTR,
+        TXATTRWALK,
+        TXATTRCREATE,
+        TREADDIR,
+        TFSYNC,
+        TLOCK,
+        TGETLOCK,
+        TLINK,
+        TMKDIR,
+        TRENAMEAT,
+        TUNLINKAT,
+        TVERSION,
+        TAUTH,
+        TATTACH,
+        TFLUSH,
+        TWALK,
+        TREAD,
+        TWRITE,
+        TCLUNK,
+        TREMOVE,
+    ];
+}
+
+/// Which attributes an Rgetattr has (`P9_STATS_*`).
+pub mod valid {
+    /// All that `struct stat` has.
+    pub const BASIC: u64 = 0x7ff;
+    /// The time of birth.
+    pub const BTIME: u64 = 0x800;
+    /// The generation.
+    pub const GENERATION: u64 = 0x1000;
+    /// The data version.
+    pub const DATA_VERSION: u64 = 0x2000;
+}
+
+/// Bits of Tsetattr (`P9_ATTR_*`).
+pub(super) mod set {
+    pub(crate) const MODE: u32 = 1;
+    pub(crate) const UID: u32 = 1 << 1;
+    pub(crate) const GID: u32 = 1 << 2;
+    pub(crate) const SIZE: u32 = 1 << 3;
+    pub(crate) const ATIME: u32 = 1 << 4;
+    pub(crate) const MTIME: u32 = 1 << 5;
+    pub(crate) const CTIME: u32 = 1 << 6;
+    pub(crate) const ATIME_SET: u32 = 1 << 7;
+    pub(crate) const MTIME_SET: u32 = 1 << 8;
+    pub(crate) const ALL: u32 = (1 << 9) - 1;
+}
+
+/// Bits and types of locks (`P9_LOCK_*`).
+pub(super) mod lock {
+    pub(crate) const READ: u8 = 0;
+    pub(crate) const WRITE: u8 = 1;
+    pub(crate) const UNLOCK: u8 = 2;
+    pub(crate) const BLOCK: u32 = 1;
+    pub(crate) const RECLAIM: u32 = 2;
+}
+
+/// The flag of Tunlinkat (`P9_DOTL_AT_REMOVEDIR`).
+pub(super) const AT_REMOVEDIR: u32 = 0x200;
+/// `f_type` of file systems that come by 9P (Linux `V9FS_MAGIC`).
+pub(super) const V9FS_MAGIC: u32 = 0x0102_1997;

@@ -1,0 +1,142 @@
+//! R messages from bytes: what a client does, and tests.
+
+use ferry_vfs::{Attr, Errno, LockKind, Statfs};
+
+use super::body::{Body, CLIENT_BYTES_MAX, Flaw, PATH_BYTES_MAX, VERSION_BYTES_MAX, Wrong, ensure};
+use super::decode::lock_end;
+use super::numbers::{Frame, HEADER_BYTES, Tag, WALK_NAMES_MAX, kind, lock, valid};
+use super::reply::{Getattr, LockStatus, Qids, Reply};
+use super::request::LockRequest;
+
+impl<'a> Reply<'a> {
+    /// Decodes a message, which must be there as a whole.
+    ///
+    /// # Errors
+    /// [`Flaw`] for everything that is no reply.
+    pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), Flaw> {
+        let flaw = |frame: Option<Frame>, wrong: Wrong| Flaw {
+            tag: frame.map(|frame| frame.tag),
+            kind: frame.map_or(0, |frame| frame.kind),
+            errno: wrong.errno,
+            reason: wrong.reason,
+        };
+        let frame = Frame::peek(message).ok_or(flaw(None, Wrong::invalid("shorter than a header")))?;
+        let body = Body(message.get(HEADER_BYTES..).unwrap_or_default());
+        let whole = usize::try_from(frame.bytes) == Ok(message.len());
+        ensure(whole, "its length is not that in its header")
+            .and_then(|()| reply(frame.kind, body))
+            .map(|reply| (frame.tag, reply))
+            .map_err(|wrong| flaw(Some(frame), wrong))
+    }
+}
+
+fn reply(message_kind: u8, mut body: Body<'_>) -> Result<Reply<'_>, Wrong> {
+    let b = &mut body;
+    let request_kind = if message_kind % 2 == 1 { message_kind - 1 } else { 0 };
+    let reply = match request_kind {
+        _ if message_kind == kind::RLERROR => Reply::Error(errno(b.u32()?)),
+        kind::TVERSION => Reply::Version { msize: b.u32()?, version: b.string(VERSION_BYTES_MAX)? },
+        kind::TAUTH => Reply::Auth(b.qid()?),
+        kind::TATTACH => Reply::Attach(b.qid()?),
+        kind::TFLUSH => Reply::Flush,
+        kind::TWALK => {
+            let count = b.u16()?;
+            ensure(usize::from(count) <= WALK_NAMES_MAX, "more qids than a walk can have names")?;
+            let mut qids = Qids::default();
+            for _ in 0..count {
+                qids.push(b.qid()?);
+            }
+            Reply::Walk(qids)
+        }
+        kind::TREAD => Reply::Read(b.data()?),
+        kind::TWRITE => Reply::Write { bytes: b.u32()? },
+        kind::TCLUNK => Reply::Clunk,
+        kind::TREMOVE => Reply::Remove,
+        kind::TSTATFS => statfs(b)?,
+        kind::TLOPEN => Reply::Open { qid: b.qid()?, iounit: b.u32()? },
+        kind::TLCREATE => Reply::Create { qid: b.qid()?, iounit: b.u32()? },
+        kind::TSYMLINK => Reply::Symlink(b.qid()?),
+        kind::TMKNOD => Reply::Mknod(b.qid()?),
+        kind::TRENAME => Reply::Rename,
+        kind::TREADLINK => Reply::Readlink { target: b.string(PATH_BYTES_MAX)? },
+        kind::TGETATTR => Reply::Getattr(getattr(b)?),
+        kind::TSETATTR => Reply::Setattr,
+        kind::TXATTRWALK => Reply::Xattrwalk { bytes: b.u64()? },
+        kind::TXATTRCREATE => Reply::Xattrcreate,
+        kind::TREADDIR => Reply::Readdir(b.data()?),
+        kind::TFSYNC => Reply::Fsync,
+        kind::TLOCK => Reply::Lock(match b.u8()? {
+            0 => LockStatus::Success,
+            1 => LockStatus::Blocked,
+            2 => LockStatus::Error,
+            3 => LockStatus::Grace,
+            _ => return Err(Wrong::invalid("an outcome of a lock that is none")),
+        }),
+        kind::TGETLOCK => getlock(b)?,
+        kind::TLINK => Reply::Link,
+        kind::TMKDIR => Reply::Mkdir(b.qid()?),
+        kind::TRENAMEAT => Reply::Renameat,
+        kind::TUNLINKAT => Reply::Unlinkat,
+        _ => return Err(Wrong::new(Errno::OPNOTSUPP, "a type that is not known")),
+    };
+    body.end()?;
+    Ok(reply)
+}
+
+/// Numbers that Linux does not have become `IO`.
+fn errno(raw: u32) -> Errno {
+    match i32::try_from(raw) {
+        Ok(raw @ 1..=4095) => Errno::from_raw_os_error(raw),
+        _ => Errno::IO,
+    }
+}
+
+fn narrow(wide: u64) -> Result<u32, Wrong> {
+    u32::try_from(wide).map_err(|_| Wrong::invalid("a number that no file system has"))
+}
+
+fn statfs<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, Wrong> {
+    let (_type, block) = (b.u32()?, b.u32()?);
+    let (blocks, bfree, bavail, files, ffree) = (b.u64()?, b.u64()?, b.u64()?, b.u64()?, b.u64()?);
+    let (id, namelen) = (b.u64()?, b.u32()?);
+    let totals = Statfs { blocks, bfree, bavail, files, ffree, bsize: block, namelen, frsize: block };
+    Ok(Reply::Statfs { totals, id })
+}
+
+fn getattr(b: &mut Body<'_>) -> Result<Getattr, Wrong> {
+    let (bits, qid) = (b.u64()?, b.qid()?);
+    let (mode, uid, gid) = (b.u32()?, b.u32()?, b.u32()?);
+    let (nlink, rdev, size, blksize, blocks) =
+        (narrow(b.u64()?)?, narrow(b.u64()?)?, b.u64()?, narrow(b.u64()?)?, b.u64()?);
+    let (atime, mtime, ctime, btime) = (b.time()?, b.time()?, b.time()?, b.time()?);
+    let (generation, _data_version) = (b.u64()?, b.u64()?);
+    let attr = Attr {
+        ino: qid.path,
+        size,
+        blocks,
+        atime,
+        mtime,
+        ctime,
+        btime: (bits & valid::BTIME != 0).then_some(btime),
+        mode,
+        nlink,
+        uid,
+        gid,
+        rdev,
+        blksize,
+        submount: false,
+    };
+    Ok(Getattr { qid, attr, generation })
+}
+
+fn getlock<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, Wrong> {
+    let kind = match b.u8()? {
+        lock::READ => LockKind::Read,
+        lock::WRITE => LockKind::Write,
+        lock::UNLOCK => LockKind::Unlock,
+        _ => return Err(Wrong::invalid("a kind of lock that is none")),
+    };
+    let (start, len, pid) = (b.u64()?, b.u64()?, b.u32()?);
+    let end = lock_end(start, len).ok_or(Wrong::invalid("a lock past the greatest offset"))?;
+    Ok(Reply::Getlock(LockRequest { kind, start, end, pid, client: b.string(CLIENT_BYTES_MAX)? }))
+}
