@@ -1,8 +1,8 @@
 //! How many threads read /dev/fuse.
 //!
 //! One is fastest for a single client: with two, each request wakes the other one, on a CPU that has gone idle. Several
-//! clients want more, but need CPUs themselves; past half of the CPUs, more only help while handlers sleep. So it begins
-//! with one, the monitor adds one when requests wait, and one ends when not all are needed any more.
+//! clients want as many as there are CPUs; more only help while handlers sleep. So it begins with one, the monitor adds
+//! one when requests wait, and one ends when not all are needed any more.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -33,8 +33,7 @@ pub(crate) struct Readers {
     pub(super) connection: Arc<Connection>,
     /// How many there are to begin with, and at least.
     base: usize,
-    /// More than this that run at once take CPUs from their clients.
-    room: usize,
+    cpus: usize,
     threads: AtomicUsize,
     /// Threads that wait for a request.
     idle: AtomicUsize,
@@ -78,7 +77,7 @@ impl Readers {
         Arc::new(Self {
             connection: Arc::clone(connection),
             base,
-            room: (std::thread::available_parallelism().map_or(1, std::num::NonZero::get) / 2).max(1),
+            cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             threads: AtomicUsize::new(0),
             idle: AtomicUsize::new(0),
             stretched: AtomicBool::new(false),
@@ -147,7 +146,7 @@ impl Readers {
         }
         let threads = self.threads.load(Ordering::Relaxed);
         let ends = threads > self.base
-            && (others >= self.room.max(self.base)
+            && (others >= self.cpus.max(self.base)
                 || self.retire.load(Ordering::Relaxed) && self.retire.swap(false, Ordering::Relaxed));
         if ends {
             self.idle.fetch_sub(1, Ordering::Relaxed);
@@ -197,10 +196,10 @@ impl Readers {
 
     /// Whether one more reader has a CPU to run on: none is idle, so whoever sleeps does so in a handler.
     fn would_help(&self) -> bool {
-        if self.threads.load(Ordering::Relaxed) < self.room {
+        if self.threads.load(Ordering::Relaxed) < self.cpus {
             return true;
         }
-        lock(&self.running).iter().filter(|id| !is_asleep(**id)).count() < self.room
+        lock(&self.running).iter().filter(|id| !is_asleep(**id)).count() < self.cpus
     }
 
     fn reinforce(self: &Arc<Self>) {
