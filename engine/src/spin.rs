@@ -51,9 +51,9 @@ impl Spin {
         Self { now: max.min(STEP_MIN), max, vain: 0, rest: 0 }
     }
 
-    /// Whether a turn or two of the CPU can be had for nothing: polling is allowed, and did not get in anybody's way lately.
+    /// Whether a turn or two of the CPU can be had for nothing: polling is allowed, and there are CPUs for all who are awake.
     pub fn is_free(&self) -> bool {
-        !self.max.is_zero() && self.rest == 0 && is_cpu_to_spare()
+        !self.max.is_zero() && is_cpu_to_spare()
     }
 
     /// Asks `ready` again and again for as long as polling has paid lately. Answers whether it said yes.

@@ -22,6 +22,9 @@ pub(crate) const BOUND_MAX: Duration = Duration::from_micros(200);
 /// With so many requests a device has enough to do for as long as we wait here.
 pub(crate) const DEVICE_BUSY_FROM: usize = 8;
 
+/// With fewer answers left the driver is soon done, and a request or two more are hardly cheaper together.
+pub(crate) const ANSWERS_MIN: u16 = 8;
+
 /// The longest row of batches that are taken without waiting after one that was waited for in vain.
 const SKIPS_MAX: u32 = 1023;
 

@@ -161,10 +161,10 @@ impl Ring {
     }
 
     /// Where the driver is among what it was given back, as far as its event index tells (2.7.10, 2.8.22), if it has more
-    /// of that left to look at than waits to be taken here; with `wholly`, if it has any left.
+    /// of that left to look at than waits to be taken here (`wholly`: whatever waits here), and at least `least`.
     #[inline]
-    pub(crate) fn lags_at(&self, wholly: bool) -> Option<u16> {
-        either!(self, ring => ring.lags_at(wholly))
+    pub(crate) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
+        either!(self, ring => ring.lags_at(least, wholly))
     }
 
     /// Takes the next chain. `chain` is left empty unless there is one.

@@ -207,7 +207,7 @@ impl<H: QueueHandler> Worker<H> {
         gather.wait(|| {
             let mut all = None;
             for running in running.iter().filter(|running| running.has_work()) {
-                let at = u32::from(running.ring.lags_at(moving > 0)?);
+                let at = u32::from(running.ring.lags_at(gather::ANSWERS_MIN, moving > 0)?);
                 all = Some(all.unwrap_or(0u32).wrapping_add(at));
             }
             all.filter(|_| !port.0.is_filled() && !transfers.is_stirred())

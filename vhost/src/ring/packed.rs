@@ -219,13 +219,13 @@ impl PackedRing {
     }
 
     #[inline]
-    pub(super) fn lags_at(&self, wholly: bool) -> Option<u16> {
+    pub(super) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
         let wish = self.driver_event.load_u32(0, Ordering::Relaxed);
         if !self.event_index || wish >> 16 & 3 != EVENT_DESCRIPTOR || !self.again.is_empty() {
             return None;
         }
         let event = Place::from_bits(wish & 0xffff);
-        let unseen = self.used.ahead_of(event, self.size)?;
+        let unseen = self.used.ahead_of(event, self.size).filter(|unseen| *unseen >= least)?;
         // As many descriptors wait here if the last of them is there.
         let last = self.available.after(unseen.checked_sub(1)?, self.size);
         (wholly || !last.is_available(self.flags(last.index, Ordering::Acquire))).then_some(event.to_bits())

@@ -115,12 +115,12 @@ impl SplitRing {
     }
 
     #[inline]
-    pub(super) fn lags_at(&self, wholly: bool) -> Option<u16> {
+    pub(super) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
         let event = self.available.load_u16(self.used_event_at(), Ordering::Relaxed);
         let unseen = self.published_used.wrapping_sub(event);
         let waiting = self.available.load_u16(INDEX, Ordering::Acquire).wrapping_sub(self.next_available);
         // A driver that wants no signals leaves the index anywhere, and some further behind than the ring is long.
-        let is_told = self.event_index && unseen <= self.size && self.again.is_empty();
+        let is_told = self.event_index && unseen <= self.size && unseen >= least && self.again.is_empty();
         (is_told && (waiting < unseen || wholly && unseen > 0)).then_some(event)
     }
 
