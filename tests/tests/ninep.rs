@@ -21,7 +21,7 @@ const MODES: [&str; 4] = [
     "msize=1048576,cache=none,posixacl",
     "msize=65536,cache=readahead",
     "msize=131072,cache=mmap",
-    "msize=1048576,cache=loose",
+    "msize=1048576,cache=loose,posixacl",
 ];
 
 /// A tree goes in and out, and is the same on both sides.
