@@ -159,6 +159,7 @@ impl<'a> Work<'a> {
                     self.note_interrupt();
                     let (unique, client) = self.memory.whose();
                     reader.unique.store(unique, Ordering::Relaxed);
+                    readers.note_client(client);
                     follower.step(&readers.follow, client);
                     reader.watch.enter(&mut owner);
                     connection.bell.ring();

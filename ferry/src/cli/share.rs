@@ -149,7 +149,7 @@ pub struct Share {
     #[arg(value_parser = clap::value_parser!(u64).range(..=HANDLER_TIMEOUT_MAX))]
     pub handler_timeout: Option<u64>,
 
-    /// Threads that read /dev/fuse [default: as many as CPUs].
+    /// Threads that read /dev/fuse at least [default: one, and more while requests wait].
     #[arg(long, value_name = "N", help_heading = "For mounts")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MAX)))]
     pub threads: Option<u16>,

@@ -6,7 +6,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -49,6 +49,10 @@ pub(crate) struct Readers {
     calm_since: Mutex<Instant>,
     running: Mutex<Vec<Pid>>,
     full: Once,
+    /// The client of some request since the monitor looked last, 0 if it is not known.
+    client: AtomicU32,
+    /// There were requests of others, too.
+    several: AtomicBool,
     pub(super) follow: Follow,
 }
 
@@ -89,6 +93,8 @@ impl Readers {
             calm_since: Mutex::new(Instant::now()),
             running: Mutex::default(),
             full: Once::new(),
+            client: AtomicU32::new(0),
+            several: AtomicBool::new(false),
             follow: Follow::default(),
         })
     }
@@ -134,6 +140,15 @@ impl Readers {
         })
     }
 
+    /// A request of a thread has come.
+    pub(super) fn note_client(&self, client: u32) {
+        // Written once or twice between two looks, whoever comes: readers do not fight for the line of memory.
+        if !self.several.load(Ordering::Relaxed) && self.client.load(Ordering::Relaxed) != client {
+            let before = self.client.swap(client, Ordering::Relaxed);
+            self.several.store(before != 0, Ordering::Relaxed);
+        }
+    }
+
     /// A reader has come back from waiting.
     pub(super) fn has_work(&self) {
         self.idle.fetch_sub(1, Ordering::Relaxed);
@@ -170,20 +185,23 @@ impl Readers {
         if self.connection.end.is_declared() {
             return;
         }
+        let several = self.several.load(Ordering::Relaxed);
+        self.client.store(0, Ordering::Relaxed);
+        self.several.store(false, Ordering::Relaxed);
         let seen = watch.look();
-        // A request that waits while another one's handler runs is no client's that waits for that other one. Before
-        // the reader has come back from sending its reply, the same client's next request may well be there.
-        let short = seen.is_inside()
-            && self.idle.load(Ordering::Relaxed) == 0
+        // The next request of an only client may well be there before the reader has come back from sending its reply.
+        // But one that waits while a handler runs is no client's that waits for that handler.
+        let short = self.idle.load(Ordering::Relaxed) == 0
+            && (several || seen.is_inside())
             && self.requests_wait()
-            && watch.look() == seen
+            && (several || watch.look() == seen)
             && self.would_help();
         if short {
             self.reinforce();
         }
         let now = Instant::now();
         let mut calm_since = lock(&self.calm_since);
-        self.follow.look(self.threads.load(Ordering::Relaxed) == 1, self.connection.counters.sum());
+        self.follow.look(!several && self.threads.load(Ordering::Relaxed) == 1, self.connection.counters.sum());
         if self.stretched.swap(false, Ordering::Relaxed) || self.threads.load(Ordering::Relaxed) <= self.base {
             *calm_since = now;
         } else if now.duration_since(*calm_since) >= CALM {
