@@ -18,6 +18,9 @@
 //!   some milliseconds and has another thread take over, and after two minutes tells the caller `EIO`; a virtqueue
 //!   waits.
 //!
+//! Threads and processes of the author's are started before the first request, not in a handler: there they inherit how
+//! the worker is scheduled, which on this host means bound to a CPU and giving way to everybody (`SCHED_IDLE`).
+//!
 //! # How not to deadlock
 //!
 //! * A handler never uses its own mount: no path below it, no descriptor or mapping of a file in it, no child that

@@ -107,12 +107,6 @@ impl Post for Reader {
             way.look(self.readers.follow.is_wanted());
         }
     }
-
-    fn rest(&self) {
-        if let Some(way) = self.way.get() {
-            way.rest();
-        }
-    }
 }
 
 /// Tells an error in place of a handler. The caller may be gone.

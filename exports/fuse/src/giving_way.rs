@@ -7,8 +7,9 @@
 //! slept. That is the synchronous hand-off on one CPU that ZUFS put into the kernel.
 //!
 //! Such a thread also gives way to everybody else, and a file system must not starve. So the monitor watches how long
-//! the threads wait for their CPU, has those that wait for long compete as everybody does for a while, and all of them
-//! while nothing goes on.
+//! the threads wait for their CPU, has those that wait for long compete as everybody does for a while, and those that
+//! rest, too. Threads inherit the class, and a ring's worker has the kernel start some; so this is for readers alone, and
+//! workers of rings gained nothing by it.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -64,8 +65,13 @@ struct Turns {
 /// What is to be done about a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Finding {
-    Nothing,
+    /// It has had its turns.
     Serves,
+    /// A few.
+    Little,
+    /// None, for nobody wants anything.
+    Rests,
+    /// None, or it waits long for each.
     Starves,
 }
 
@@ -83,11 +89,18 @@ impl GivingWay {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(now) = state.turns.as_ref().and_then(read_turns) else { return };
         let before = std::mem::replace(&mut state.seen, now);
-        let asleep = || fs::read(format!("/proc/self/task/{}/stat", self.thread)).ok().and_then(|stat| place_of(&stat));
-        let finding = judge(before, now, || asleep().is_none_or(|place| place.asleep));
         let looked = Instant::now();
-        match (finding, state.gives_way) {
-            (Finding::Starves, Some(since)) => {
+        let Some(since) = state.gives_way else {
+            let serves = judge(before, now, || true) == Finding::Serves;
+            if serves && wanted && state.again.is_none_or(|again| again <= looked) {
+                self.set(&mut state, true);
+            }
+            return;
+        };
+        match judge(before, now, || self.is_asleep()) {
+            Finding::Serves | Finding::Little if wanted => {}
+            Finding::Serves | Finding::Little | Finding::Rests => self.set(&mut state, false),
+            Finding::Starves => {
                 if looked.duration_since(since) >= UNDISTURBED {
                     state.competes = COMPETES_MIN;
                 }
@@ -96,17 +109,12 @@ impl GivingWay {
                 state.competes = (2 * state.competes).min(COMPETES_MAX);
                 self.set(&mut state, false);
             }
-            (_, Some(_)) if !wanted => self.set(&mut state, false),
-            (Finding::Serves, None) if wanted && state.again.is_none_or(|again| again <= looked) => {
-                self.set(&mut state, true);
-            }
-            _ => {}
         }
     }
 
-    /// Nothing goes on, and nobody will look for a while.
-    pub(crate) fn rest(&self) {
-        self.set(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner), false);
+    fn is_asleep(&self) -> bool {
+        let stat = fs::read(format!("/proc/self/task/{}/stat", self.thread)).unwrap_or_default();
+        place_of(&stat).is_none_or(|place| place.asleep)
     }
 
     fn set(&self, state: &mut State, gives_way: bool) {
@@ -124,20 +132,20 @@ impl GivingWay {
     }
 }
 
-/// Starving is to wait long for each turn, or to be ready for a whole look without one.
+/// Who is ready for a whole look without a turn starves.
 fn judge(before: Turns, now: Turns, is_asleep: impl FnOnce() -> bool) -> Finding {
     let turns = now.count.saturating_sub(before.count);
     let waited = Duration::from_nanos(now.waited_ns.saturating_sub(before.waited_ns));
     if turns == 0 {
         let starves = now.ran_ns == before.ran_ns && !is_asleep();
-        return if starves { Finding::Starves } else { Finding::Nothing };
+        return if starves { Finding::Starves } else { Finding::Rests };
     }
     if waited.as_nanos() / u128::from(turns) > WAIT_MAX.as_nanos() {
         Finding::Starves
     } else if turns >= TURNS_MIN {
         Finding::Serves
     } else {
-        Finding::Nothing
+        Finding::Little
     }
 }
 
@@ -198,12 +206,12 @@ mod tests {
     fn who_starves_is_told_from_who_serves_and_who_sleeps() {
         let before = Turns { ran_ns: 1_000, waited_ns: 1_000, count: 10 };
         let judge = |ran_ns, waited_ns, count, asleep| judge(before, Turns { ran_ns, waited_ns, count }, || asleep);
-        assert_eq!(judge(1_000, 1_000, 10, true), Finding::Nothing, "it sleeps");
+        assert_eq!(judge(1_000, 1_000, 10, true), Finding::Rests, "it sleeps");
         assert_eq!(judge(1_000, 1_000, 10, false), Finding::Starves, "it is ready and never has its turn");
-        assert_eq!(judge(9_000, 1_000, 10, false), Finding::Nothing, "it runs in one go");
+        assert_eq!(judge(9_000, 1_000, 10, false), Finding::Rests, "it runs in one go");
         assert_eq!(judge(9_000, 151_000, 20, true), Finding::Serves, "15 microseconds each");
         assert_eq!(judge(9_000, 151_010, 20, true), Finding::Starves, "and more");
-        assert_eq!(judge(9_000, 1_100, 12, true), Finding::Nothing, "not worth it");
+        assert_eq!(judge(9_000, 1_100, 12, true), Finding::Little, "not worth it");
     }
 
     #[test]
@@ -221,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_serves_gives_way_until_it_is_to_rest() {
+    fn a_thread_that_serves_gives_way_until_it_is_not_wanted() {
         if !is_possible() {
             assert_eq!(policy(), libc::SCHED_OTHER, "what cannot be undone is not tried");
             return;
@@ -235,13 +243,7 @@ mod tests {
             nap();
             way.look(true);
         }
-        way.rest();
-        assert_eq!(policy(), libc::SCHED_OTHER);
-        while policy() != libc::SCHED_IDLE {
-            assert!(Instant::now() < until, "it serves again");
-            nap();
-            way.look(true);
-        }
+        nap();
         way.look(false);
         assert_eq!(policy(), libc::SCHED_OTHER);
     }

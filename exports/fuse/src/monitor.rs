@@ -58,8 +58,6 @@ pub(crate) trait Post: Send + Sync {
     fn stir(&self) {}
     /// Called at every look.
     fn tick(self: Arc<Self>) {}
-    /// Called when nothing goes on, before nobody looks for a while.
-    fn rest(&self) {}
 }
 
 #[derive(Default)]
@@ -179,7 +177,6 @@ impl Round {
             if now.duration_since(quiet_since) < QUIET {
                 std::thread::park_timeout(TICK);
             } else {
-                self.seen.iter().filter_map(|look| look.post.upgrade()).for_each(|post| post.rest());
                 self.shared.deep.store(true, Ordering::Relaxed);
                 std::thread::park_timeout(DEEP_SLEEP);
                 self.shared.deep.store(false, Ordering::Relaxed);

@@ -9,28 +9,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::sources::Null;
-use common::{mount, paths, plain, stay_on, wait_until, wait_within};
+use common::{gives_way, mount, paths, plain, stay_on, threads, wait_until, wait_within};
 use ferry_fuse::{Cache, Options, Path};
-use rustix::thread::{CpuSet, Pid, sched_getaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity};
 
 /// On a busy machine a thread that serves competes, up to some seconds, before it tries to give way again.
 const UNDISTURBED: Duration = Duration::from_secs(20);
 
-/// The threads of this process that have such a name.
-fn threads(name: &str) -> Vec<Pid> {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-    let named =
-        tasks.filter(|task| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default().starts_with(name));
-    named.filter_map(|task| Pid::from_raw(task.file_name().to_str()?.parse().ok()?)).collect()
-}
-
 fn places(name: &str) -> Vec<CpuSet> {
     threads(name).into_iter().filter_map(|thread| sched_getaffinity(Some(thread)).ok()).collect()
-}
-
-fn gives_way(thread: Pid) -> bool {
-    // SAFETY: takes and touches no memory.
-    unsafe { libc::sched_getscheduler(thread.as_raw_nonzero().get()) == libc::SCHED_IDLE }
 }
 
 /// Whether a thread may come back from `SCHED_IDLE`.
@@ -80,20 +67,5 @@ fn the_only_reader_follows_a_client_that_waits_and_gives_way_to_it() {
         });
         client.join().unwrap();
     });
-    mounted.stop();
-}
-
-#[test]
-fn workers_of_rings_give_way_until_nothing_goes_on() {
-    if !paths().contains(&Path::Uring) || !may_give_way() {
-        return;
-    }
-    let mounted = mount(Arc::new(Null::default()), Options { cache: Cache::None, ..plain(Path::Uring) });
-    let file = File::options().write(true).open(mounted.path("file")).unwrap();
-    wait_within(UNDISTURBED, "a worker gives way", || {
-        (0..50).for_each(|_| file.write_all_at(&[1; 512], 0).unwrap());
-        threads("fuse-cpu-").into_iter().any(gives_way)
-    });
-    wait_until("all compete", || !threads("fuse-cpu-").into_iter().any(gives_way));
     mounted.stop();
 }

@@ -133,7 +133,13 @@ impl HostLocks {
             return;
         }
         let (table, timer) = (Arc::downgrade(&self.table), Arc::clone(&self.timer));
-        let spawned = std::thread::Builder::new().name("ferry-locks".into()).spawn(move || timer.run(&table));
+        let spawned = std::thread::Builder::new().name("ferry-locks".into()).spawn(move || {
+            // The worker that it was started from may give way to its clients; others wait for this thread.
+            if let Err(error) = sys::compete() {
+                tracing::debug!(%error, "the thread that watches locks may be slow");
+            }
+            timer.run(&table);
+        });
         match spawned {
             Ok(_) => state.running = true,
             Err(error) => tracing::warn!(%error, "locks held by host processes are not watched"),

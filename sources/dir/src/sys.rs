@@ -180,6 +180,19 @@ pub(crate) fn setgroups(groups: &[u32]) -> Result<()> {
     check(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) }).map(drop)
 }
 
+/// Has the calling thread compete for CPUs as usual, if it gives way to all others (`SCHED_IDLE`).
+pub(crate) fn compete() -> Result<()> {
+    let param = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the first call touches no memory; `param` outlives the second, which only reads it.
+    let result = unsafe {
+        if libc::sched_getscheduler(0) != libc::SCHED_IDLE {
+            return Ok(());
+        }
+        libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const param)
+    };
+    if result == 0 { Ok(()) } else { Err(errno()) }
+}
+
 /// Gives this thread a umask and a working directory of its own.
 pub(crate) fn unshare_fs() -> Result<()> {
     // SAFETY: no pointers; CLONE_FS leaves descriptors and memory shared.

@@ -14,7 +14,6 @@ use super::moving::{Moving, UnderWay};
 use super::ring::Ring;
 use super::worker::{Order, Seat, start_worker};
 use crate::connection::Connection;
-use crate::giving_way::GivingWay;
 use crate::lease::{Lease, NotEnded, Term};
 use crate::monitor::{Post, Serving};
 use crate::watch::{Seen, Watch};
@@ -91,8 +90,6 @@ pub(super) struct Queue {
     pub(super) closed: AtomicBool,
     threads: AtomicUsize,
     pub(super) spares: Mutex<Vec<Arc<Seat>>>,
-    /// All threads, as the scheduler sees them.
-    pub(super) ways: Mutex<Vec<GivingWay>>,
     full: Once,
 }
 
@@ -127,7 +124,6 @@ impl Queue {
             closed: AtomicBool::new(false),
             threads: AtomicUsize::new(0),
             spares: Mutex::default(),
-            ways: Mutex::default(),
             full: Once::new(),
         };
         queue.add_block()?;
@@ -268,14 +264,6 @@ impl Post for Queue {
 
     fn stir(&self) {
         self.mail.post(Mail::Nudge);
-    }
-
-    fn tick(self: Arc<Self>) {
-        self.ways.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|way| way.look(true));
-    }
-
-    fn rest(&self) {
-        self.ways.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(GivingWay::rest);
     }
 
     fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {

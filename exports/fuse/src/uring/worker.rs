@@ -18,7 +18,6 @@ use super::nudge::{NOTIFY_REPLY, nudge, poke};
 use super::queue::{Mail, Queue};
 use super::ring::{Completed, Door, Full};
 use crate::connection::Present;
-use crate::giving_way::GivingWay;
 use crate::machine::stay_on;
 use crate::stats::Counters;
 use crate::transfer::Transfer;
@@ -78,7 +77,6 @@ pub(super) fn start_worker(queue: &Arc<Queue>) -> io::Result<Arc<Seat>> {
         let (queue, seat) = (Arc::clone(queue), Arc::clone(&seat));
         move || {
             stay_on(queue.cpu);
-            queue.ways.lock().unwrap_or_else(PoisonError::into_inner).push(GivingWay::here());
             Worker::new(&queue).stand_by(&seat);
             drop((seat, queue));
             drop(present);

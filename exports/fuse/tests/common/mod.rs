@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use ferry_fuse::{Export, Options, Path};
 use ferry_vfs::FileSystem;
+use rustix::thread::Pid;
 
 /// No test takes longer, unless something hangs.
 const PATIENCE: Duration = Duration::from_secs(40);
@@ -119,10 +120,22 @@ pub fn wait_within(limit: Duration, what: &str, mut done: impl FnMut() -> bool) 
 }
 
 /// Threads of this process whose names begin so.
+pub fn threads(name: &str) -> Vec<Pid> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let comm = |task: &std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+    let named = tasks.filter(|task| comm(task).starts_with(name));
+    named.filter_map(|task| Pid::from_raw(task.file_name().to_str()?.parse().ok()?)).collect()
+}
+
+/// How many there are.
 pub fn threads_named(name: &str) -> usize {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-    let names = tasks.flatten().filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
-    names.filter(|comm| comm.starts_with(name)).count()
+    threads(name).len()
+}
+
+/// Whether a thread lets all others go first.
+pub fn gives_way(thread: Pid) -> bool {
+    // SAFETY: takes and touches no memory.
+    unsafe { libc::sched_getscheduler(thread.as_raw_nonzero().get()) == libc::SCHED_IDLE }
 }
 
 /// Keeps the calling thread on a CPU.
