@@ -158,6 +158,7 @@ impl<'a> Work<'a> {
                     reader.watch.enter(&mut owner);
                     connection.bell.ring();
                     let reply = self.serve();
+                    self.counters.message_bytes.add((bytes + reply) as u64);
                     // A reader is helped, never replaced: its thread has its own buffers.
                     let _ = reader.watch.leave(&mut owner);
                     self.send(reply);

@@ -17,6 +17,8 @@ pub struct Stats {
     pub system_calls: u64,
     /// Notifications sent.
     pub notifications: u64,
+    /// Bytes of requests and replies that went through /dev/fuse, with their headers.
+    pub message_bytes: u64,
 }
 
 /// The counters of one worker, who alone writes them: a load and a store each, no locked instruction. On a cache line
@@ -29,6 +31,7 @@ pub(crate) struct Counters {
     pub(crate) written_bytes: Counter,
     pub(crate) system_calls: Counter,
     pub(crate) notifications: Counter,
+    pub(crate) message_bytes: Counter,
 }
 
 /// A number that one thread at a time increases and everybody may read.
@@ -71,6 +74,7 @@ impl AllCounters {
             written_bytes: sum.written_bytes + one.written_bytes.get(),
             system_calls: sum.system_calls + one.system_calls.get(),
             notifications: sum.notifications + one.notifications.get(),
+            message_bytes: sum.message_bytes + one.message_bytes.get(),
         })
     }
 }

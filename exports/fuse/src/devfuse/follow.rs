@@ -36,7 +36,7 @@ impl Follow {
     pub(super) fn look(&self, alone: bool, served: Stats) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let requests = served.requests - seen.requests;
-        let bytes = served.read_bytes - seen.read_bytes + served.written_bytes - seen.written_bytes;
+        let bytes = served.message_bytes - seen.message_bytes;
         *seen = served;
         let wanted = alone && requests >= REQUESTS_MIN && bytes / requests <= BYTES_MAX;
         self.wanted.store(wanted, Ordering::Relaxed);
