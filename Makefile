@@ -29,12 +29,12 @@ demo: setup build
 	@scripts/demo
 
 test:
-	@scripts/setup disk xfs
+	@scripts/setup disk xfs diod dbench erofs composefs
 	$(CARGO) test --workspace --locked
 
 test-all:
-	@scripts/setup disk xfs
-	$(CARGO) test --workspace --locked --release -- --include-ignored
+	@scripts/setup disk xfs diod dbench erofs composefs
+	$(CARGO) test --workspace --locked --profile test-all -- --include-ignored
 
 bench: setup
 	bench/run virtiofs

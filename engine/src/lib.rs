@@ -7,6 +7,7 @@
 //! * [`Lane`]: a few threads for the calls that may take long and have no asynchronous form.
 //! * [`Mailbox`]: how those threads, and the control plane, reach a worker.
 //! * [`Complaints`]: log lines that a client can cause, a few at a time.
+//! * [`requests`]: a log of requests and what became of them.
 //!
 //! A worker's round is: take all requests that wait, queue their transfers, [`Transfers::flush`], answer what
 //! [`Transfers::next_done`] gives, signal once, spin for a while, sleep.
@@ -30,12 +31,14 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod at_once;
 mod complaints;
 mod lane;
 mod mailbox;
 mod memory;
 mod privileges;
 mod registered;
+pub mod requests;
 mod ring;
 mod spin;
 mod transfers;

@@ -18,10 +18,31 @@ const SUBMISSION_ENTRIES: u32 = 256;
 /// The most segments that one system call takes (`UIO_MAXIOV`).
 pub(crate) const SEGMENTS_MAX: usize = 1024;
 
+/// How long a sleep that hopes for several completions goes on without them. What is under way then takes longer than that.
+const SEVERAL_US: u32 = 50;
+
+/// After so long such a sleep ends whatever happens: the kernel's shortest time works only beside a longest.
+const SLEEP_MAX: types::Timespec = types::Timespec::new().sec(10);
+
 /// Marks completions of watched descriptors; the low bits say which one.
 const WATCH: u64 = 1 << 63;
 /// Marks completions of cancellations, which nobody waits for.
 const IGNORED: u64 = 1 << 62;
+
+/// `IORING_ENTER_GETEVENTS`, `IORING_ENTER_EXT_ARG`.
+const ENTER_GETEVENTS: u32 = 1;
+const ENTER_EXT_ARG: u32 = 8;
+
+/// `struct io_uring_getevents_arg`, since Linux 6.12.
+#[repr(C)]
+struct WaitArgument {
+    signals: u64,
+    signals_bytes: u32,
+    several_us: u32,
+    longest: u64,
+}
+
+const _: () = assert!(size_of::<WaitArgument>() == 24);
 
 /// One io_uring, with polls of descriptors that end a sleep.
 pub(crate) struct Ring {
@@ -135,9 +156,9 @@ impl Ring {
         Ok(())
     }
 
-    /// Whether operations wait to be submitted.
-    pub(crate) fn has_unsubmitted(&self) -> bool {
-        self.unsubmitted > 0
+    /// How many operations wait to be submitted.
+    pub(crate) fn unsubmitted(&self) -> usize {
+        self.unsubmitted
     }
 
     /// Hands all queued operations to the kernel, which carries out at once what it can without waiting.
@@ -159,17 +180,34 @@ impl Ring {
         }
     }
 
-    /// Sleeps until there is at least one completion.
-    pub(crate) fn wait(&mut self) -> io::Result<()> {
+    /// Sleeps until there are `wanted` completions; after [`SEVERAL_US`], until there is at least one.
+    pub(crate) fn wait(&mut self, wanted: usize) -> io::Result<()> {
         self.arm()?;
-        match self.uring.submit_and_wait(1) {
+        let outcome = match u32::try_from(wanted) {
+            Ok(wanted @ 2..) if self.uring.params().is_feature_min_timeout() => self.wait_for(wanted),
+            _ => self.uring.submit_and_wait(1),
+        };
+        match outcome.map_err(|error| (error.raw_os_error(), error)) {
             Ok(_) => {
                 self.unsubmitted = self.uring.submission().len();
                 Ok(())
             }
-            Err(error) if error.raw_os_error() == Some(libc::EINTR) => Ok(()),
-            Err(error) => Err(error),
+            Err((Some(libc::EINTR | libc::ETIME), _)) => Ok(()),
+            Err((_, error)) => Err(error),
         }
+    }
+
+    fn wait_for(&mut self, wanted: u32) -> io::Result<usize> {
+        let pending = u32::try_from(self.uring.submission().len()).unwrap_or(u32::MAX);
+        let longest = SLEEP_MAX;
+        let argument = WaitArgument {
+            signals: 0,
+            signals_bytes: 0,
+            several_us: SEVERAL_US,
+            longest: (&raw const longest).addr() as u64,
+        };
+        // SAFETY: the argument is laid out as the flag says, and what it points to lives until the call is over.
+        unsafe { self.uring.submitter().enter(pending, wanted, ENTER_GETEVENTS | ENTER_EXT_ARG, Some(&argument)) }
     }
 
     /// Whether completions wait, or task work that would make some.

@@ -56,9 +56,14 @@ impl Spin {
         !self.max.is_zero() && is_cpu_to_spare()
     }
 
+    /// Whether a poll would look more than once.
+    pub fn will_poll(&self) -> bool {
+        !self.now.is_zero() && is_cpu_to_spare()
+    }
+
     /// Asks `ready` again and again for as long as polling has paid lately. Answers whether it said yes.
     pub fn poll(&mut self, mut ready: impl FnMut() -> bool) -> bool {
-        if self.now.is_zero() || !is_cpu_to_spare() {
+        if !self.will_poll() {
             return ready();
         }
         let start = Instant::now();

@@ -10,7 +10,8 @@ use std::sync::{Arc, Once};
 use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use self::pending::Pending;
+use self::pending::{Begun, Pending};
+use crate::at_once::{AtOnce, CALLS_MAX};
 use crate::privileges::WithoutFsetid;
 use crate::registered::Keeper;
 use crate::ring::{Completion, Ring};
@@ -21,7 +22,7 @@ pub mod learnt {
     pub const READ_TRIES: u8 = 1;
     /// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
     pub const READ_CANNOT_TRY: u8 = 2;
-    /// Writes cannot be tried (buffered ext4): likewise.
+    /// Writes cannot be tried (buffered ext4, tmpfs): likewise.
     pub const WRITE_CANNOT_TRY: u8 = 4;
     /// The file lies in memory: nothing ever waits.
     pub const IN_MEMORY: u8 = 8;
@@ -29,6 +30,8 @@ pub mod learnt {
     pub const FAR: u8 = 16;
     /// Whether it is one of these two was looked at.
     pub const PLACE_KNOWN: u8 = 32;
+    /// Writes can be tried without waiting (buffered xfs and block devices).
+    pub const WRITE_TRIES: u8 = 64;
 }
 
 /// How transfers are made.
@@ -67,6 +70,9 @@ const _: () = assert!(size_of::<Segment>() == size_of::<libc::iovec>());
 /// What usually helps where there is no ring.
 const ALLOW: &str = "allow it (sysctl kernel.io_uring_disabled=0, seccomp, memlock limit)";
 
+/// With so many transfers under way a device has enough to do while we wait for several of them to end.
+const BUSY_FROM: usize = 8;
+
 /// Every worker finds the same; one of them says so.
 static SAID: Once = Once::new();
 
@@ -87,6 +93,10 @@ pub struct Transfers {
     pending: Vec<Pending>,
     free: Vec<usize>,
     queued: Vec<usize>,
+    /// Of those that were queued, which only copy.
+    copies: Vec<usize>,
+    at_once: Option<AtOnce>,
+    may_at_once: bool,
     in_flight: usize,
     done: VecDeque<(u64, io::Result<usize>)>,
     watched: Vec<(u64, OwnedFd)>,
@@ -124,6 +134,9 @@ impl Transfers {
             pending: Vec::new(),
             free: Vec::new(),
             queued: Vec::new(),
+            copies: Vec::new(),
+            at_once: None,
+            may_at_once: true,
             in_flight: 0,
             done: VecDeque::new(),
             watched: Vec::new(),
@@ -146,6 +159,7 @@ impl Transfers {
     /// # Safety
     /// Each keeper keeps its memory mapped.
     pub unsafe fn register_memory(&mut self, regions: impl IntoIterator<Item = (Segment, Keeper)>) -> io::Result<()> {
+        self.submit();
         let Some(ring) = &mut self.ring else { return Ok(()) };
         // SAFETY: passed on to the caller.
         unsafe { ring.register_memory(regions) }
@@ -216,10 +230,11 @@ impl Transfers {
         slot
     }
 
-    /// Starts everything queued, and ends what needs no waiting. Look for the outcomes with [`Self::next_done`].
+    /// Starts everything queued, and ends what needs no waiting. Look for the outcomes with [`Self::next_done`]. What goes to
+    /// a device that has enough to do may be kept until [`Self::submit`] or [`Self::sleep`], which then spares a call.
     pub fn flush(&mut self) -> &Self {
         let queued = std::mem::take(&mut self.queued);
-        let reads = queued.len();
+        let batch = queued.len();
         let mut without_fsetid = None;
         for &slot in &queued {
             if let Some(outcome) = self.pending[slot].move_now() {
@@ -238,16 +253,32 @@ impl Transfers {
                     }
                 }
             }
-            match self.pending[slot].try_now(self.ring.is_some(), reads) {
-                Some(outcome) => drop(self.finish(slot, outcome)),
-                None => self.issue(slot),
+            match self.pending[slot].begin(self.ring.is_some(), batch) {
+                Begun::Ended(outcome) => drop(self.finish(slot, outcome)),
+                Begun::Waits => self.issue(slot),
+                Begun::Copies if privileged => self.copies.push(slot),
+                Begun::Copies => {
+                    let outcome = self.pending[slot].wait_for_it();
+                    self.finish(slot, outcome);
+                }
             }
         }
         drop(without_fsetid);
+        self.copy();
         self.queued = queued;
         self.queued.clear();
         self.reap();
         self
+    }
+
+    /// Hands over what [`Self::flush`] kept: for who is not about to sleep.
+    pub fn submit(&mut self) {
+        if let Some(ring) = &mut self.ring
+            && ring.unsubmitted() > 0
+        {
+            // As in `reap`: what is not taken now is taken the next time.
+            let _ = ring.submit();
+        }
     }
 
     /// The next transfer that ended, with the number of bytes moved.
@@ -295,7 +326,13 @@ impl Transfers {
         }
     }
 
-    /// Sleeps until a transfer ends or a watched descriptor stirs. May also return for nothing.
+    /// How many transfers are under way elsewhere.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Sleeps until a transfer ends or a watched descriptor stirs. May also return for nothing. Where many transfers are
+    /// under way, it may go on for some tens of microseconds to let more of them end.
     ///
     /// # Errors
     /// [`TransfersError::Wait`]: the ring is broken.
@@ -304,11 +341,51 @@ impl Transfers {
             return Ok(());
         }
         match &mut self.ring {
-            Some(ring) => ring.wait().map_err(TransfersError::Wait)?,
+            Some(ring) => ring
+                .wait(if self.in_flight < BUSY_FROM { 1 } else { self.in_flight / 2 })
+                .map_err(TransfersError::Wait)?,
             None => sleep_in_poll(&self.watched).map_err(TransfersError::Wait)?,
         }
         self.reap();
         Ok(())
+    }
+
+    /// Makes the transfers that only copy, many with one call.
+    fn copy(&mut self) {
+        let copies = std::mem::take(&mut self.copies);
+        for some in copies.chunks(CALLS_MAX) {
+            let mut at_once = if some.len() > 1 { self.take_at_once() } else { None };
+            if let Some(at_once) = &mut at_once {
+                at_once.clear();
+                if some.iter().all(|&slot| self.pending[slot].add_to(at_once)) {
+                    // SAFETY: by the contract of `queue` the memory is valid, and each file is open until it is finished.
+                    unsafe { at_once.carry_out() };
+                }
+            }
+            for (index, &slot) in some.iter().enumerate() {
+                let pending = &mut self.pending[slot];
+                let begun = at_once.as_ref().and_then(|at_once| pending.advance(at_once.outcome(index)?));
+                let outcome = begun.unwrap_or_else(|| pending.wait_for_it());
+                self.finish(slot, outcome);
+            }
+            self.at_once = at_once.or(self.at_once.take());
+        }
+        self.copies = copies;
+        self.copies.clear();
+    }
+
+    /// The means to make many at once. `None`: there is none here.
+    fn take_at_once(&mut self) -> Option<AtOnce> {
+        if self.at_once.is_none() && self.may_at_once {
+            match AtOnce::new() {
+                Ok(at_once) => self.at_once = Some(at_once),
+                Err(error) => {
+                    tracing::info!("io_submit is not available ({error}): what only copies is a system call for each");
+                    self.may_at_once = false;
+                }
+            }
+        }
+        self.at_once.take()
     }
 
     fn issue(&mut self, slot: usize) {
@@ -317,7 +394,7 @@ impl Transfers {
         let file = pending.file.as_ref().expect("a transfer has its file until it is finished");
         let offset = pending.offset + pending.done as u64;
         // SAFETY: the caller of `queue` keeps the memory, `pending.file` the descriptor, until the slot is finished;
-        // the segments do not move before the submission, for `queue` cannot be called in between.
+        // the segments are the slot's own until then, on the heap, where they stay when slots are added.
         let issued = unsafe { ring.issue(slot, pending.operation, file, offset, &pending.segments[pending.first..]) };
         self.in_flight += 1;
         if let Err(error) = issued {
@@ -330,7 +407,9 @@ impl Transfers {
     fn reap(&mut self) {
         loop {
             let Some(ring) = &mut self.ring else { return };
-            if let Err(error) = ring.submit() {
+            // Completions that only wait for a call are worth one.
+            let has_enough = self.in_flight.saturating_sub(ring.unsubmitted()) >= BUSY_FROM && !ring.is_stirred();
+            if !has_enough && let Err(error) = ring.submit() {
                 // Completions have to be taken before more can be submitted (EBUSY), or memory is short: the
                 // entries stay queued for the next time.
                 tracing::debug!("io_uring took nothing: {error}");
@@ -363,7 +442,7 @@ impl Transfers {
             self.finish_merged(slot, file, outcome.unwrap_or(0));
         }
         self.free.push(slot);
-        self.ring.as_ref().is_some_and(Ring::has_unsubmitted)
+        self.ring.as_ref().is_some_and(|ring| ring.unsubmitted() > 0)
     }
 
     /// Ends the parts that `done` bytes cover, and makes the others one by one.

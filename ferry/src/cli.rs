@@ -13,7 +13,20 @@ use values::memory_mib;
 pub use values::{Cache, Carrier, Passthrough, made_tag, tag_of};
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 9] = ["virtiofs", "fd", "mount", "tag", "queues", "poll_us", "9p", "9p-remote", "9p-users"];
+const SHARE_ONLY: [&str; 12] = [
+    "virtiofs",
+    "fd",
+    "mount",
+    "tag",
+    "queues",
+    "poll_us",
+    "9p",
+    "9p-remote",
+    "9p-users",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+];
 
 /// Carry file data to virtual machines and mounts.
 #[derive(Debug, clap::Parser)]
@@ -69,10 +82,14 @@ pub enum Command {
     )]
     Disk(Box<crate::disk::Args>),
 
+    /// Build, mount, check and show verified images.
+    #[command(subcommand, after_long_help = crate::image::EXAMPLES)]
+    Image(crate::image::Command),
+
     /// Show or change what a running share or mount logs.
     ///
-    /// The target is a process id, a mount point, the socket of a share, or a file in a mount, which means the requests
-    /// about this file alone.
+    /// The target is a process id, a mount point, the socket of a share, or a file in a mount or a shared
+    /// directory, which means the requests about this file alone.
     #[command(after_long_help = recipes::LOG)]
     Log(LogArgs),
 
@@ -159,7 +176,7 @@ pub struct MountArgs {
 
 #[derive(Debug, clap::Args)]
 pub struct LogArgs {
-    /// A process id, a mount point, the socket of a share, or a file in a mount.
+    /// A process id, a mount point, the socket of a share, or a file in a mount or a shared directory.
     #[arg(value_name = "TARGET")]
     pub target: PathBuf,
 
@@ -236,6 +253,7 @@ impl MountArgs {
     /// The first flag that was given and is for `ferry share` only.
     pub fn share_only(&self) -> Option<&'static str> {
         let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
+        let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
         let given = [
             virtiofs.is_some(),
             fd.is_some(),
@@ -246,6 +264,9 @@ impl MountArgs {
             ninep.is_some(),
             *ninep_remote,
             ninep_users.is_some(),
+            tls_cert.is_some(),
+            tls_key.is_some(),
+            tls_client_ca.is_some(),
         ];
         given.iter().zip(SHARE_ONLY).find(|(given, _)| **given).map(|(_, name)| name)
     }

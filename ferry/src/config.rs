@@ -39,16 +39,17 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
     for (number, share) in file.shares.iter_mut().enumerate() {
         share.check().map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
         share.source = share.kind().word_in(folder);
-        for path in [&mut share.virtiofs, &mut share.mount, &mut share.tier2] {
+        let tls = [&mut share.tls_cert, &mut share.tls_key, &mut share.tls_client_ca];
+        let tls = tls.into_iter().chain([&mut share.server_ca, &mut share.client_cert, &mut share.client_key]);
+        for path in [&mut share.virtiofs, &mut share.mount, &mut share.tier2, &mut share.store].into_iter().chain(tls) {
             *path = path.take().map(|path: PathBuf| folder.join(path));
         }
         share.ninep = share.ninep.take().map(|address| address.in_folder(folder));
     }
     for (number, disk) in file.disks.iter_mut().enumerate() {
-        // A word that means no file must not become a path.
-        let checked = disk.check().and_then(|()| disk.path().map(drop).map_err(|error| error.to_string()));
-        checked.map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
-        for path in [&mut disk.file, &mut disk.vhost_user, &mut disk.backing_dir] {
+        disk.check().map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
+        disk.file = disk.file_in(folder);
+        for path in [&mut disk.vhost_user, &mut disk.backing_dir, &mut disk.store] {
             *path = path.take().map(|path: PathBuf| folder.join(path));
         }
     }
@@ -114,9 +115,23 @@ mod tests {
             9p = "unix:n.sock"
             9p-remote = true
             9p-users = "only=0,5"
+
+            [[share]]
+            dir = "b"
+            9p = "tls:[::]:564"
+            tls-cert = "b.pem"
+            tls-key = "/k/b.key"
+            tls-client-ca = "ca.pem"
+
+            [[share]]
+            source = "9p:tls:host:564"
+            mount = "/n"
+            server-ca = "ca.pem"
+            client-cert = "/k/me.pem"
+            client-key = "me.key"
         "#;
         let shares = parse(text, Path::new("/etc/ferry")).expect("a good file").shares;
-        assert_eq!(shares.len(), 5);
+        assert_eq!(shares.len(), 7);
         assert_eq!(shares[0].source, Path::new("/srv/a"));
         assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("/etc/ferry/a.sock")));
         assert_eq!(shares[1].source, Path::new("/etc/ferry/b"));
@@ -127,6 +142,13 @@ mod tests {
         assert_eq!(shares[3].source, Path::new("mem"));
         assert_eq!(shares[4].ninep, Some("unix:/etc/ferry/n.sock".parse().unwrap()));
         assert_eq!(shares[4].ninep_users, Some("only=0,5".parse().unwrap()));
+        assert_eq!(shares[5].tls_cert.as_deref(), Some(Path::new("/etc/ferry/b.pem")));
+        assert_eq!(shares[5].tls_key.as_deref(), Some(Path::new("/k/b.key")));
+        assert_eq!(shares[5].tls_client_ca.as_deref(), Some(Path::new("/etc/ferry/ca.pem")));
+        assert_eq!(shares[6].source, Path::new("9p:tls:host:564"));
+        assert_eq!(shares[6].server_ca.as_deref(), Some(Path::new("/etc/ferry/ca.pem")));
+        assert_eq!(shares[6].client_cert.as_deref(), Some(Path::new("/k/me.pem")));
+        assert_eq!(shares[6].client_key.as_deref(), Some(Path::new("/etc/ferry/me.key")));
     }
 
     #[test]
@@ -161,6 +183,10 @@ mod tests {
         assert!(disks[0].read_only && disks[0].resize.is_some_and(|size| size.0 == 1 << 30));
         assert_eq!((disks[1].fd, disks[1].format), (Some(7), Some(ferry_disk::Format::Qcow2)));
         assert_eq!(disks[1].backing_dir.as_deref(), Some(Path::new("/etc/ferry/base")));
+        let image = "[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"\nstore = \"b\"";
+        let disks = parse(image, Path::new("/etc/ferry")).expect("an image").disks;
+        assert_eq!(disks[0].file.as_deref(), Some(Path::new("image:/etc/ferry/a")));
+        assert_eq!(disks[0].store.as_deref(), Some(Path::new("/etc/ferry/b")));
     }
 
     #[test]
@@ -179,6 +205,8 @@ mod tests {
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nthreads = 0", "threads = 0 is not in"),
             ("[[share]]\ndir = \"a\"\n9p = \"s\"", "no address for 9P"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\n9p-users = \"client\"", "9p-users is for 9P"),
+            ("[[share]]\ndir = \"a\"\n9p = \"tls:h:1\"", "needs tls-cert and tls-key"),
+            ("[[share]]\ndir = \"a\"\n9p = \"tcp:h:1\"\ntls-key = \"k\"", "tls-key is for 9P with TLS"),
             ("[[share]]\ndir = \"a\"", "number 1: it needs virtiofs"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nfd = 3", "both virtiofs and fd"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nqueues = 0", "queues = 0"),
@@ -192,7 +220,12 @@ mod tests {
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\npoll-us = 1000001", "poll-us = 1000001"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nformat = \"vmdk\"", "not a known format"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\njson = true", "unknown field `json`"),
-            ("[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"", "images cannot be offered as disks yet"),
+            ("[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"", "image:PATH needs store"),
+            ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nstore = \"b\"", "store is for image:PATH"),
+            (
+                "[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"\nstore = \"b\"\nformat = \"raw\"",
+                "format is for files",
+            ),
             ("", "it shares nothing"),
         ] {
             let error = parse(text, Path::new("")).expect_err(text).to_string();

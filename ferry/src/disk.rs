@@ -2,10 +2,11 @@
 
 mod disks;
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io::Write;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -14,6 +15,7 @@ use serde::{Deserialize, Deserializer};
 
 pub use disks::{Disks, inherit, refuse_doubles};
 
+use crate::image::ImageDigest;
 use crate::share::ENDINGS;
 use crate::size::Size;
 
@@ -28,6 +30,7 @@ pub const EXAMPLES: &str = "\
 Examples:
   ferry disk disk.raw --resize 20G         make a file of 20 GiB, or grow it (a guest that uses it is told)
   ferry disk disk.raw --vhost-user /run/disk.sock
+  ferry disk image:rootfs.img --store /var/lib/ferry --vhost-user /run/disk.sock      mount -t erofs /dev/vda in the guest
   ferry disk root.qcow2 --format qcow2 --vhost-user /run/root.sock /dev/vg/data --vhost-user /run/data.sock
                                            two disks, one process
 
@@ -71,7 +74,7 @@ const IMAGE: &[u8] = b"image:";
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Args {
-    /// A file or block device.
+    /// A file or block device; or image:PATH, an image that `ferry image build` has made, which guests mount as EROFS.
     #[arg(index = 1, value_name = "FILE", required_unless_present_any = ["blk_file", "print_capabilities"])]
     pub file: Option<PathBuf>,
 
@@ -110,6 +113,14 @@ pub struct Args {
     /// Where the backing files of images may lie [default: nowhere].
     #[arg(long, value_name = "DIR")]
     pub backing_dir: Option<PathBuf>,
+
+    /// The store with the bytes of an image's files.
+    #[arg(long, value_name = "DIR", help_heading = "For image:PATH")]
+    pub store: Option<PathBuf>,
+
+    /// Go on only if the image has this digest, which proves all of the disk.
+    #[arg(long, value_name = "DIGEST", help_heading = "For image:PATH")]
+    pub digest: Option<ImageDigest>,
 
     /// Make the disk this large if it is smaller; without a socket, that is all that is done.
     #[arg(long, value_name = "SIZE")]
@@ -209,11 +220,64 @@ impl Args {
     /// There is none, or one that is no file.
     pub fn path(&self) -> Result<&Path> {
         let path = self.file.as_deref().or(self.blk_file.as_deref());
-        let path = path.context("<FILE> is missing: a file or block device")?;
-        if path.as_os_str().as_bytes().starts_with(IMAGE) {
-            bail!("{}: images cannot be offered as disks yet; a file of that name is ./{0}", path.display());
+        path.context("<FILE> is missing: a file or block device, or image:PATH")
+    }
+
+    /// The image that the word for the file names, instead of a file.
+    fn image(&self) -> Option<&Path> {
+        let word = self.file.as_deref().or(self.blk_file.as_deref())?;
+        word.as_os_str().as_bytes().strip_prefix(IMAGE).map(|path| Path::new(OsStr::from_bytes(path)))
+    }
+
+    /// The word for the file, of which a path is in this folder unless it is absolute.
+    pub fn file_in(&self, folder: &Path) -> Option<PathBuf> {
+        match self.image() {
+            Some(image) => {
+                let word = [IMAGE, folder.join(image).as_os_str().as_bytes()].concat();
+                Some(OsString::from_vec(word).into())
+            }
+            None => self.file.as_ref().map(|file| folder.join(file)),
         }
-        Ok(path)
+    }
+
+    /// What does not go together.
+    fn check_image(&self) -> Result<(), String> {
+        let word = self.file.as_deref().or(self.blk_file.as_deref()).unwrap_or(Path::new("")).display();
+        let of_images = [(self.store.is_some(), "store"), (self.digest.is_some(), "digest")];
+        let of_files = [
+            (self.format.is_some(), "format"),
+            (self.cache.is_some(), "cache"),
+            (self.backing_dir.is_some(), "backing-dir"),
+            (self.resize.is_some(), "resize"),
+        ];
+        let is_image = self.image().is_some();
+        let wrong = if is_image { &of_files[..] } else { &of_images };
+        match wrong.iter().find(|(given, _)| *given) {
+            Some((_, flag)) if is_image => {
+                Err(format!("{flag} is for files, and {word} is an image (a file of that name is ./{word})"))
+            }
+            Some((_, flag)) => Err(format!("{flag} is for image:PATH, and {word} is a file")),
+            None if is_image && self.store.is_none() => {
+                Err(format!("image:PATH needs store, the folder with the bytes of the files of {word}"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn open(&self) -> Result<Arc<dyn ferry_vfs::Disk>> {
+        self.check_image().map_err(anyhow::Error::msg)?;
+        let (Some(image), Some(store)) = (self.image(), &self.store) else {
+            return Ok(ferry_disk::open(self.path()?, &self.disk_options())?);
+        };
+        let source = ferry_image::Source::open(image, store, self.digest.map(|digest| digest.0))?;
+        if source.image().is_composefs() {
+            bail!(
+                "{}: an image of the layout composefs is no disk, for the bytes of its files are not in it: build one of \
+                 the layout flat, or offer it as a file system",
+                image.display()
+            );
+        }
+        Ok(Arc::new(ferry_image::Disk::new(source, self.serial.clone())))
     }
 
     /// What is wrong with a disk from a file: there, the table of flags has checked no value.
@@ -231,7 +295,7 @@ impl Args {
         }
         match self.poll_us.filter(|poll_us| *poll_us > POLL_US_MAX) {
             Some(poll_us) => Err(format!("poll-us = {poll_us} is not in 0..={POLL_US_MAX}")),
-            None => Ok(()),
+            None => self.check_image(),
         }
     }
 
@@ -273,6 +337,7 @@ impl Args {
     /// Without a socket, a disk can be made larger, and nothing else.
     fn only_resize(&self) -> Result<()> {
         let path = self.path()?;
+        self.check_image().map_err(anyhow::Error::msg)?;
         let size = self.resize.with_context(|| {
             format!("'--vhost-user <SOCKET>' is missing after {} (or --resize, to make it larger)", path.display())
         })?;

@@ -164,7 +164,7 @@ fn lies_on_overlayfs(share: &Share) -> bool {
     const MAGIC: i64 = 0x794c_7630;
     match share.kind() {
         Kind::Dir(path) => rustix::fs::statfs(&path).is_ok_and(|found| found.f_type == MAGIC),
-        Kind::Mem | Kind::Pmem(_) => false,
+        Kind::Mem | Kind::Pmem(_) | Kind::Image(_) | Kind::Ninep(_) => false,
     }
 }
 

@@ -1,7 +1,6 @@
 //! `ferry fsck`: checks a persistent memory file system that is not mounted.
 
 use std::io::Write;
-use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use ferry_mem::pmem;
@@ -17,7 +16,7 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
     let path = match Kind::of(&args.image) {
         Kind::Pmem(path) | Kind::Dir(path) => path,
         // A file may have this name, too.
-        Kind::Mem => PathBuf::from("mem"),
+        Kind::Mem | Kind::Image(_) | Kind::Ninep(_) => args.image.clone(),
     };
     let report = match pmem::fsck(&path, args.tier2.as_deref(), args.repair) {
         Ok(report) => report,

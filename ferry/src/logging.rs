@@ -12,7 +12,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, reload};
 
 /// Where the log of requests comes from, in the words of a filter.
-const REQUESTS: &str = "ferry_serve::requests=info";
+const REQUESTS: &str = "ferry_engine::requests=info";
 /// Lines that a listener may be behind; then it misses some, and nobody waits.
 const BACKLOG_LINES: usize = 1024;
 

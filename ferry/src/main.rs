@@ -12,12 +12,14 @@ mod fsck;
 mod groups;
 mod guardian;
 mod helper;
+mod image;
 mod logcmd;
 mod logging;
 mod mount;
 mod mount_options;
 mod ninep;
 mod recipes;
+mod remote;
 mod share;
 mod size;
 mod socket;
@@ -119,6 +121,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
             disk::run(&disks).map(|()| 0)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
+        Command::Image(command) => image::run(&command),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => trial::run(args),

@@ -1,40 +1,70 @@
 //! The 9P export's flags as a user writes them, and the sockets that they mean.
 
 use std::fmt;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde::Deserialize;
+use socket2::{Domain, SockAddr, Socket, Type};
 
 use crate::cli::Share;
 use crate::exports;
 use crate::socket::Bound;
 
-/// Where 9P clients come from: `unix:PATH` or `tcp:HOST:PORT`.
+/// `VMADDR_CID_ANY` of Linux: vsock clients of every virtual machine.
+pub const ANY_CID: u32 = u32::MAX;
+
+/// Connections that wait to be taken, as for TCP.
+const VSOCK_BACKLOG: i32 = 128;
+
+/// Where 9P clients come from.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Address {
     /// A unix socket.
     Unix(PathBuf),
+    /// A unix socket on which a virtual machine monitor finds a device.
+    VhostUser(PathBuf),
     /// A TCP port on an address of this machine.
     Tcp(String, u16),
+    /// The same, with TLS.
+    Tls(String, u16),
+    /// A vsock port of one of this machine's context identifiers, or of all.
+    Vsock(u32, u32),
 }
 
 impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = |what: &str| Err(format!("{text:?} {what}; write unix:PATH or tcp:HOST:PORT"));
+        const FORMS: &str = "unix:PATH, tcp:HOST:PORT, tls:HOST:PORT, vsock:CID:PORT or vhost-user:SOCKET";
+        let wrong = |what: &str| Err(format!("{text:?} {what}; write {FORMS}"));
         if let Some(path) = text.strip_prefix("unix:") {
             return if path.is_empty() { wrong("has no path") } else { Ok(Self::Unix(path.into())) };
         }
-        let Some(rest) = text.strip_prefix("tcp:") else { return wrong("is no address for 9P") };
+        if let Some(path) = text.strip_prefix("vhost-user:") {
+            return if path.is_empty() { wrong("has no path") } else { Ok(Self::VhostUser(path.into())) };
+        }
+        let Some((kind @ ("tcp" | "tls" | "vsock"), rest)) = text.split_once(':') else {
+            return wrong("is no address for 9P");
+        };
         let Some((host, port)) = rest.rsplit_once(':') else { return wrong("has no port") };
+        if kind == "vsock" {
+            let cid = if matches!(host, "any" | "-1") { Some(ANY_CID) } else { host.parse().ok() };
+            return match (cid, port.parse()) {
+                (None, _) => wrong("has a CID that is neither a number nor any"),
+                // The greatest number stands for "any port".
+                (Some(cid), Ok(port)) if port != u32::MAX => Ok(Self::Vsock(cid, port)),
+                _ => wrong("has a port that is no number from 0 to 4294967294"),
+            };
+        }
         let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         match port.parse() {
             Ok(_) if host.is_empty() => wrong("has no host"),
+            Ok(port) if kind == "tls" => Ok(Self::Tls(host.into(), port)),
             Ok(port) => Ok(Self::Tcp(host.into(), port)),
             Err(_) => wrong("has a port that is no number from 0 to 65535"),
         }
@@ -53,8 +83,13 @@ impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::VhostUser(path) => write!(f, "vhost-user:{}", path.display()),
             Self::Tcp(host, port) if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
             Self::Tcp(host, port) => write!(f, "tcp:{host}:{port}"),
+            Self::Tls(host, port) if host.contains(':') => write!(f, "tls:[{host}]:{port}"),
+            Self::Tls(host, port) => write!(f, "tls:{host}:{port}"),
+            Self::Vsock(ANY_CID, port) => write!(f, "vsock:any:{port}"),
+            Self::Vsock(cid, port) => write!(f, "vsock:{cid}:{port}"),
         }
     }
 }
@@ -64,8 +99,14 @@ impl Address {
     pub fn in_folder(self, folder: &Path) -> Self {
         match self {
             Self::Unix(path) => Self::Unix(folder.join(path)),
-            tcp @ Self::Tcp(..) => tcp,
+            Self::VhostUser(path) => Self::VhostUser(folder.join(path)),
+            other => other,
         }
+    }
+
+    /// Whether two sockets can have it: 0 is any TCP port that is free.
+    pub fn is_any(&self) -> bool {
+        matches!(self, Self::Tcp(_, 0) | Self::Tls(_, 0))
     }
 }
 
@@ -100,10 +141,16 @@ impl TryFrom<String> for Users {
     }
 }
 
+#[derive(Debug)]
+enum Listener {
+    Clients(ferry_ninep::Listener),
+    Vmm(UnixListener),
+}
+
 /// A socket for 9P clients, before it is served.
 #[derive(Debug)]
 pub struct Listening {
-    listener: ferry_ninep::Listener,
+    listener: Listener,
     /// The socket's file, which goes when this does.
     bound: Option<Bound>,
     /// What clients are to be told.
@@ -118,14 +165,26 @@ impl Listening {
             Some(Address::Unix(path)) => {
                 let bound = Bound::bind(path)?;
                 let address = format!("unix:{}", crate::share::shown(path));
-                Self { listener: bound.listener()?.into(), bound: Some(bound), address }
+                Self { listener: Listener::Clients(bound.listener()?.into()), bound: Some(bound), address }
+            }
+            Some(Address::VhostUser(path)) => {
+                let bound = Bound::bind(path)?;
+                let address = format!("vhost-user:{}", crate::share::shown(path));
+                Self { listener: Listener::Vmm(bound.listener()?), bound: Some(bound), address }
             }
             Some(address @ Address::Tcp(host, port)) => {
-                let listener =
-                    TcpListener::bind((host.as_str(), *port)).with_context(|| format!("cannot listen on {address}"))?;
-                // Port 0 is any that is free.
-                let bound = listener.local_addr().with_context(|| format!("cannot listen on {address}"))?;
-                Self { listener: listener.into(), bound: None, address: format!("tcp:{bound}") }
+                let (listener, bound) = tcp(host, *port).with_context(|| format!("cannot listen on {address}"))?;
+                Self { listener: Listener::Clients(listener.into()), bound: None, address: format!("tcp:{bound}") }
+            }
+            Some(address @ Address::Tls(host, port)) => {
+                // The files first: what is wrong with them is to be told also where the port is in use.
+                let seal = seal(share)?;
+                let (listener, bound) = tcp(host, *port).with_context(|| format!("cannot listen on {address}"))?;
+                Self { listener: Listener::Clients(seal(listener)), bound: None, address: format!("tls:{bound}") }
+            }
+            Some(address @ Address::Vsock(cid, port)) => {
+                let listener = vsock(*cid, *port).with_context(|| format!("cannot listen on {address}"))?;
+                Self { listener: Listener::Clients(listener), bound: None, address: address.to_string() }
             }
         };
         Ok(Some(listening))
@@ -150,15 +209,62 @@ impl Listening {
             remote: share.ninep_remote,
             ..ferry_ninep::Options::default()
         };
-        let export = match ferry_ninep::Export::start(vec![self.listener], source, options) {
+        let started = match self.listener {
+            Listener::Clients(listener) => ferry_ninep::Export::start(vec![listener], source, options),
+            Listener::Vmm(listener) => {
+                let mut device = ferry_ninep::DeviceOptions::of(share.tag_or_default().as_str());
+                if let Some(poll) = share.poll() {
+                    device.poll = poll;
+                }
+                ferry_ninep::Export::vhost_user(listener, source, device, options)
+            }
+        };
+        let export = match started {
             Err(ferry_ninep::Error::Remote(address)) => anyhow::bail!(
-                "tcp:{address} can be reached from other machines, and 9P believes whoever connects; \
-                 listen on 127.0.0.1, or add --9p-remote"
+                "{address} can be reached from other machines, and 9P believes whoever connects; \
+                 listen on 127.0.0.1, or add --9p-remote, or use tls: with --tls-client-ca"
             ),
             other => other?,
         };
         Ok((export, self.bound))
     }
+}
+
+/// Listens on an address of this machine; answers which.
+fn tcp(host: &str, port: u16) -> std::io::Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind((host, port))?;
+    // Port 0 is any that is free.
+    let bound = listener.local_addr()?;
+    Ok((listener, bound))
+}
+
+/// What makes a TCP socket one with TLS.
+#[cfg(feature = "tls")]
+fn seal(share: &Share) -> Result<impl FnOnce(TcpListener) -> ferry_ninep::Listener> {
+    let (Some(certificate), Some(key)) = (&share.tls_cert, &share.tls_key) else {
+        bail!("9P with TLS needs --tls-cert FILE and --tls-key FILE, both in PEM");
+    };
+    let tls = ferry_ninep::Tls::read(certificate, key, share.tls_client_ca.as_deref())?;
+    Ok(|listener| ferry_ninep::Listener::Tls(listener, tls))
+}
+
+#[cfg(not(feature = "tls"))]
+fn seal(_: &Share) -> Result<fn(TcpListener) -> ferry_ninep::Listener> {
+    bail!("this ferry was built without TLS: build it with the feature tls")
+}
+
+/// Listens for other virtual machines, or the host.
+fn vsock(cid: u32, port: u32) -> Result<ferry_ninep::Listener> {
+    let socket = Socket::new(Domain::VSOCK, Type::STREAM, None)
+        .context("this kernel has no vsock: modprobe vmw_vsock_virtio_transport, vhost_vsock or vsock_loopback")?;
+    match socket.bind(&SockAddr::vsock(cid, port)) {
+        Err(error) if error.kind() == std::io::ErrorKind::AddrNotAvailable => {
+            bail!("{cid} is no CID of this machine; write any, or 2 on a host, or 1 for this machine alone")
+        }
+        other => other?,
+    }
+    socket.listen(VSOCK_BACKLOG)?;
+    Ok(ferry_ninep::Listener::Vsock(socket.into()))
 }
 
 #[cfg(test)]
@@ -170,21 +276,32 @@ mod tests {
         for (text, address) in [
             ("unix:/run/s", Address::Unix("/run/s".into())),
             ("unix:a:b", Address::Unix("a:b".into())),
+            ("vhost-user:s", Address::VhostUser("s".into())),
             ("tcp:127.0.0.1:564", Address::Tcp("127.0.0.1".into(), 564)),
             ("tcp:[::1]:0", Address::Tcp("::1".into(), 0)),
             ("tcp:localhost:5640", Address::Tcp("localhost".into(), 5640)),
+            ("tls:[::]:0", Address::Tls("::".into(), 0)),
+            ("tls:host:564", Address::Tls("host".into(), 564)),
+            ("vsock:2:564", Address::Vsock(2, 564)),
+            ("vsock:any:100000", Address::Vsock(ANY_CID, 100_000)),
         ] {
             assert_eq!(text.parse(), Ok(address.clone()), "{text}");
             assert_eq!(address.to_string(), text);
         }
+        assert_eq!("vsock:-1:5".parse(), Ok(Address::Vsock(ANY_CID, 5)));
         for (text, words) in [
             ("/run/s", "no address for 9P"),
             ("unix:", "no path"),
+            ("vhost-user:", "no path"),
             ("tcp:564", "no port"),
             ("tcp::564", "no host"),
             ("tcp:h:65536", "no number"),
             ("tcp:h:", "no number"),
-            ("vsock:2:564", "no address for 9P"),
+            ("rdma:2:564", "no address for 9P"),
+            ("tls:564", "no port"),
+            ("vsock:564", "no port"),
+            ("vsock:host:564", "has a CID"),
+            ("vsock:2:4294967295", "no number"),
         ] {
             let error = text.parse::<Address>().expect_err(text);
             assert!(error.contains(words), "{error}");

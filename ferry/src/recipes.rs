@@ -49,11 +49,18 @@ cloud-hypervisor:
   --memory size=4G,shared=on --fs tag=src,socket=/run/src.sock,num_queues=4,queue_size=1024
 
 9P, for whatever has no vhost-user (a unix socket is its user's alone; TCP beyond this
-machine needs --9p-remote):
+machine needs --9p-remote, or tls: with --tls-client-ca):
   ferry share /srv/src --9p unix:/run/src.9p
   ferry share /srv/src --9p tcp:127.0.0.1:5640
   mount -t 9p -o trans=unix,version=9p2000.L,msize=1048576 /run/src.9p /mnt
   mount -t 9p -o trans=tcp,port=5640,version=9p2000.L,msize=1048576 127.0.0.1 /mnt
+
+9P for a virtual machine (QEMU from 11.1 on, its memory shared as above; config_size is the
+length of the tag and 2), and in the guest:
+  ferry share /srv/src --9p vhost-user:/run/src.sock --tag src
+  -chardev socket,id=char0,path=/run/src.sock
+  -device vhost-user-test-device-pci,chardev=char0,virtio-id=9,num_vqs=1,vq_size=128,config_size=5
+  mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000 src /mnt
 
 In the guest:
   mount -t virtiofs src /mnt
@@ -99,7 +106,7 @@ pub const LOG: &str = "\
 Examples:
   ferry log /mnt                           what is served there, and what is logged
   ferry log /mnt requests --follow         every request with its outcome and time, until Ctrl-C
-  ferry log /mnt/some/file requests -f     those about one file
+  ferry log /mnt/some/file requests -f     those about one file, in a mount or in a shared directory
   ferry log /run/src.sock debug            a share for virtual machines, at another level
   ferry log /run/src.sock default          as it was started";
 
@@ -119,6 +126,16 @@ pub fn qemu(socket: &str, tag: &str, queues: usize) -> String {
         format!("vhost-user-fs-pci,chardev=ferry,tag={tag},queue-size=1024,num-request-queues={queues}"),
     ];
     format!("-chardev {} -device {}", shell_word(&line[0]), shell_word(&line[1]))
+}
+
+/// QEMU's options for one 9P device, to paste after a command that already has shared memory. The configuration space is
+/// the tag and its length.
+pub fn qemu_9p(socket: &str, tag: &str) -> String {
+    let socket = format!("socket,id=ferry9p,path={}", qemu_value(socket));
+    let bytes = 2 + tag.len();
+    let device =
+        format!("vhost-user-test-device-pci,chardev=ferry9p,virtio-id=9,num_vqs=1,vq_size=128,config_size={bytes}");
+    format!("-chardev {} -device {device}", shell_word(&socket))
 }
 
 /// QEMU's options for one disk, to paste after a command that already has shared memory.
@@ -148,6 +165,11 @@ mod tests {
             qemu("/run/a,b.sock", "my tag", 2),
             "-chardev socket,id=ferry,path=/run/a,,b.sock -device 'vhost-user-fs-pci,chardev=ferry,tag=my tag,\
              queue-size=1024,num-request-queues=2'"
+        );
+        assert_eq!(
+            qemu_9p("/run/s", "src"),
+            "-chardev socket,id=ferry9p,path=/run/s -device vhost-user-test-device-pci,chardev=ferry9p,virtio-id=9,\
+             num_vqs=1,vq_size=128,config_size=5"
         );
         assert_eq!(shell_word("it's"), r"'it'\''s'");
     }

@@ -16,13 +16,16 @@ use crate::control::{self, Control, Served};
 use crate::disk::{self, Disks};
 use crate::exports::{self, Serving};
 use crate::logging::Logging;
-use crate::ninep::{Address, Listening};
+use crate::ninep::Listening;
 use crate::recipes;
 use crate::socket::Bound;
 use crate::source::Sources;
 
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
 pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
+
+/// What the addresses of 9P devices begin with.
+const VHOST_USER: &str = "vhost-user:";
 
 /// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve.
 pub fn run(shares: &[Share], disks: &[disk::Args], json: bool, logging: &Logging) -> Result<()> {
@@ -90,7 +93,7 @@ fn refuse_doubles(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             let twice = before.iter().any(|other| other.mount.as_ref() == Some(mount));
             ensure!(!twice, "the mount point {} is given twice; each share needs its own", mount.display());
         }
-        if let Some(address) = share.ninep.as_ref().filter(|address| !matches!(address, Address::Tcp(_, 0))) {
+        if let Some(address) = share.ninep.as_ref().filter(|address| !address.is_any()) {
             let twice = before.iter().any(|other| other.ninep.as_ref() == Some(address));
             ensure!(!twice, "the address {address} is given twice; each share needs its own");
         }
@@ -176,8 +179,13 @@ fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
         if let Some(mount) = mount {
             tracing::info!(source, mount, "mounted");
         }
-        if let Some(address) = ninep {
-            tracing::info!(source, address, "serving 9P");
+        match (ninep.as_deref(), tag) {
+            (Some(address), Some(tag)) if out.is_terminal() && address.starts_with(VHOST_USER) => {
+                let line = recipes::qemu_9p(&address[VHOST_USER.len()..], tag);
+                writeln!(out, "{source} as {tag}, by 9P: {line}").context("cannot write to standard output")?;
+            }
+            (Some(address), _) => tracing::info!(source, address, "serving 9P"),
+            (None, _) => {}
         }
         match (virtiofs, tag, queues) {
             (Some(socket), Some(tag), Some(queues)) if out.is_terminal() => {

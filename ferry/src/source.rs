@@ -1,19 +1,25 @@
 //! What can be shared: which source a word on the command line means, and opening each one once.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use ferry_image::Digest;
 use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::apart::Apart;
 use crate::cli::Share;
+use crate::remote::{self, Server};
 
 /// What begins the name of a persistent memory file system.
 const PMEM: &[u8] = b"pmem:";
+/// What begins the name of an image.
+const IMAGE: &[u8] = b"image:";
+/// What begins the address of a 9P server.
+const NINEP: &[u8] = b"9p:";
 
 /// Which source a word means.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,12 +30,22 @@ pub enum Kind {
     Mem,
     /// A memory file system in this file or device.
     Pmem(PathBuf),
+    /// The tree in this image.
+    Image(PathBuf),
+    /// The tree of a 9P server, by its address, which may be none: [`Server`].
+    Ninep(OsString),
 }
 
 impl Kind {
-    /// Reads the word: `mem`, `pmem:PATH`, or else a directory; `./mem` is a directory, too.
+    /// Reads the word: `mem`, `pmem:PATH`, `image:PATH`, `9p:ADDRESS`, or else a directory; `./mem` is a directory, too.
     pub fn of(word: &Path) -> Self {
         let bytes = word.as_os_str().as_bytes();
+        if let Some(address) = bytes.strip_prefix(NINEP) {
+            return Self::Ninep(OsStr::from_bytes(address).into());
+        }
+        if let Some(path) = bytes.strip_prefix(IMAGE) {
+            return Self::Image(OsStr::from_bytes(path).into());
+        }
         match bytes.strip_prefix(PMEM) {
             Some(path) => Self::Pmem(OsStr::from_bytes(path).into()),
             None if bytes == b"mem" => Self::Mem,
@@ -39,12 +55,20 @@ impl Kind {
 
     /// The word for this source with its path, if it has one, seen from a folder.
     pub fn word_in(self, folder: &Path) -> PathBuf {
+        let below = |prefix: &[u8], path: PathBuf| {
+            let mut word = OsStr::from_bytes(prefix).to_owned();
+            word.push(folder.join(path));
+            word.into()
+        };
         match self {
             Self::Mem => "mem".into(),
             Self::Dir(path) => folder.join(path),
-            Self::Pmem(path) => {
-                let mut word = OsStr::from_bytes(PMEM).to_owned();
-                word.push(folder.join(path));
+            Self::Pmem(path) => below(PMEM, path),
+            Self::Image(path) => below(IMAGE, path),
+            Self::Ninep(address) => {
+                let seen = Server::of(&address).map(|server| server.in_folder(folder).word());
+                let mut word = OsStr::from_bytes(NINEP).to_owned();
+                word.push(seen.unwrap_or(address));
                 word.into()
             }
         }
@@ -72,10 +96,13 @@ struct Opened {
 #[derive(Clone, Debug, PartialEq)]
 struct Options {
     dir: ferry_dir::Options,
+    remote: remote::Flags,
     size_bytes: Option<u64>,
     huge: bool,
     tier2: Option<PathBuf>,
     tier2_bytes: Option<u64>,
+    store: Option<PathBuf>,
+    digest: Option<Digest>,
 }
 
 impl Sources {
@@ -94,15 +121,19 @@ impl Sources {
                 writeback: share.writeback,
                 ..ferry_dir::Options::default()
             },
+            remote: remote::Flags::of(share),
             size_bytes: share.size.map(|size| size.0),
             huge: share.huge,
             tier2: share.tier2.clone(),
             tier2_bytes: share.tier2_size.map(|size| size.0),
+            store: share.store.clone(),
+            digest: share.digest.map(|digest| digest.0),
         };
         let kind = match share.kind() {
             Kind::Dir(path) => Kind::Dir(path.canonicalize().unwrap_or(path)),
             Kind::Pmem(path) => Kind::Pmem(path.canonicalize().unwrap_or(path)),
-            Kind::Mem => Kind::Mem,
+            Kind::Image(path) => Kind::Image(path.canonicalize().unwrap_or(path)),
+            other @ (Kind::Mem | Kind::Ninep(_)) => other,
         };
         let same = |opened: &&Opened| opened.kind == kind && opened.options == options;
         if let Some(opened) = self.opened.iter().find(same) {
@@ -145,6 +176,12 @@ impl Options {
                 let source = Arc::new(pmem::open(path, &options)?);
                 if is_new { ours(source)? } else { source }
             }
+            Kind::Image(path) => {
+                let store =
+                    self.store.as_deref().context("image:PATH needs --store DIR, the folder with its files' bytes")?;
+                Arc::new(ferry_image::Source::open(path, store, self.digest)?)
+            }
+            Kind::Ninep(address) => self.remote.connect(&Server::of(address).map_err(anyhow::Error::msg)?)?,
         })
     }
 }
@@ -175,6 +212,9 @@ mod tests {
             ("pmem:a", Kind::Pmem("a".into())),
             ("./pmem:a", Kind::Dir("./pmem:a".into())),
             ("pmem", Kind::Dir("pmem".into())),
+            ("9p:unix:/s", Kind::Ninep("unix:/s".into())),
+            ("./9p:unix", Kind::Dir("./9p:unix".into())),
+            ("image:a.img", Kind::Image("a.img".into())),
         ] {
             assert_eq!(Kind::of(word.as_ref()), kind, "{word}");
         }
@@ -182,9 +222,16 @@ mod tests {
 
     #[test]
     fn words_have_their_paths_from_a_folder() {
-        for (word, seen) in
-            [("mem", "mem"), ("a", "/f/a"), ("/a", "/a"), ("pmem:a", "pmem:/f/a"), ("pmem:/a", "pmem:/a")]
-        {
+        for (word, seen) in [
+            ("mem", "mem"),
+            ("a", "/f/a"),
+            ("/a", "/a"),
+            ("pmem:a", "pmem:/f/a"),
+            ("pmem:/a", "pmem:/a"),
+            ("9p:unix:s", "9p:unix:/f/s"),
+            ("image:a.img", "image:/f/a.img"),
+            ("9p:tcp:h:1/t", "9p:tcp:h:1/t"),
+        ] {
             assert_eq!(Kind::of(word.as_ref()).word_in("/f".as_ref()), Path::new(seen), "{word}");
         }
     }

@@ -56,7 +56,7 @@ fn mistakes_are_named() {
     assert!(refused(1, &mut offer(&image)).contains("begins like a qcow2 image"));
     assert!(refused(1, offer(&image).args(["--format", "qcow2"])).contains("cannot use the image"));
     assert!(refused(1, ferry().arg("disk").arg(&disk)).contains("'--vhost-user <SOCKET>' is missing"));
-    assert!(refused(1, &mut offer(&ours)).contains("images cannot be offered as disks yet"));
+    assert!(refused(1, &mut offer(&ours)).contains("image:PATH needs store"));
     let twice = refused(1, offer(&disk).arg(&image).arg("--vhost-user").arg(&socket));
     assert!(twice.contains("is given twice"), "{twice}");
     for wrong in [["--format", "vmdk"], ["--queues", "17"], ["--queues", "0"], ["--cache", "maybe"], ["--poll-us", "x"]]
@@ -176,7 +176,7 @@ fn disks_stand_beside_shares_in_a_file() {
     for (text, words) in [
         (both.replace("\"d\"", "\"s\""), "is given for a share and a disk"),
         (both.replace("\"raw\"", "\"missing\""), "cannot open"),
-        (both.replace("\"raw\"", "\"image:x\""), "images cannot be offered as disks yet"),
+        (both.replace("\"raw\"", "\"image:x\""), "image:PATH needs store"),
         (format!("{both}[[disk]]\nfile = \"raw\"\nvhost-user = \"e\"\n"), "is in use by another process"),
     ] {
         let text = refused(1, &mut serve(&text));

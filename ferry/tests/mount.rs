@@ -351,7 +351,7 @@ fn shares_are_found_by_their_socket() {
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
     let text = refused(1, ferry().arg("log").arg(folder.path()));
-    assert!(text.contains("not in a mount of a running ferry"), "{text}");
+    assert!(text.contains("not in a mount or a shared directory of a running ferry"), "{text}");
 }
 
 #[test]
@@ -406,5 +406,6 @@ fn the_control_socket_bears_anything() {
     // Killed, it leaves its socket; nobody is misled by it.
     let text = refused(1, ferry().args(["log", &pid]));
     assert!(text.contains(&format!("process {pid}")), "{text}");
-    fs::remove_file(&control).unwrap();
+    // Another server that starts may have done it.
+    let _ = fs::remove_file(&control);
 }

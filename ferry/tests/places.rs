@@ -206,6 +206,11 @@ fn a_dead_mount_is_not_taken_for_a_source() {
     let pid = place.mounted(&[]);
     kill_process(pid, Signal::KILL).unwrap();
     until("its death", || !runs(pid));
+    // Nor for a file of a directory around it, which somebody else serves.
+    let outer = Place::new();
+    let mut command = ferry();
+    command.arg("mount").arg(place.mnt.parent().unwrap()).arg(&outer.mnt).arg("--foreground");
+    let _outer = Server::start(&mut command);
     for args in [&["mount", "--explain"][..], &["log"]] {
         let said = common::refused(1, ferry().args(args).arg(&place.mnt));
         assert!(said.contains("does not answer") && said.contains(place.mnt.to_str().unwrap()), "{said}");

@@ -1,5 +1,7 @@
 //! `ferry share` as a user meets it: what it says, its status, and what it leaves behind.
 
+#[path = "../../exports/ninep/tests/common/certificates.rs"]
+mod certificates;
 mod common;
 
 use std::fs;
@@ -10,6 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+use certificates::Certificates;
 use common::{Server, ferry, refused, run};
 use rustix::process::Signal;
 
@@ -73,6 +76,119 @@ fn tcp_for_other_machines_has_to_be_asked_for() {
     let mut server = Server::start(ferry().args(["share", "mem", "--9p", "tcp:0.0.0.0:0", "--9p-remote"]));
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
+}
+
+/// 9P with TLS as a user sets it up, with OpenSSL at the other end; and what is said when the files are wrong.
+#[test]
+fn serves_9p_by_tls() {
+    let folder = tempfile::tempdir().unwrap();
+    let openssl = |line: &str| {
+        let made = Command::new("openssl").args(line.split(' ')).current_dir(folder.path()).output().unwrap();
+        assert!(made.status.success(), "{made:?}");
+    };
+    for name in ["a", "b"] {
+        let key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost -extensions usr_cert";
+        openssl(&format!("req -x509 {key} -keyout {name}.key -out {name}.pem"));
+    }
+    let line = "share mem --9p tls:127.0.0.1:0 --tls-cert a.pem --tls-key";
+    let share = |more: &str| {
+        let mut ferry = ferry();
+        ferry.current_dir(folder.path()).args(line.split(' ')).args(more.split(' '));
+        ferry
+    };
+    for (more, words) in [
+        ("b.key", "the key in b.key does not belong to the certificate in a.pem"),
+        ("a.pem", "a.pem holds no private key"),
+        ("gone", "cannot read gone: No such file"),
+        ("a.key --tls-client-ca a.key", "a.key holds no certificate"),
+    ] {
+        let text = refused(1, &mut share(more));
+        assert!(text.contains(words), "{text}");
+    }
+    let output = run(ferry().args(["share", "mem", "--9p", "tls:127.0.0.1:0"]));
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("tls-cert and tls-key"), "{text}");
+
+    let mut server = Server::start(&mut share("a.key --tls-client-ca b.pem"));
+    let address = server.line["shares"][0]["9p"].as_str().unwrap().strip_prefix("tls:").unwrap().to_owned();
+    let client = |certificate: &str| {
+        let line =
+            format!("s_client -quiet -connect {address} -CAfile a.pem -cert {certificate}.pem -key {certificate}.key");
+        let mut client = Command::new("openssl");
+        client.args(line.split(' ')).current_dir(folder.path());
+        client.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+        client.stderr(std::process::Stdio::null()).spawn().unwrap()
+    };
+    let mut friend = client("b");
+    speaks_9p(&mut Both(friend.stdin.take().unwrap(), friend.stdout.take().unwrap()));
+    friend.kill().unwrap();
+    friend.wait().unwrap();
+    let mut stranger = client("a");
+    let mut answer = Vec::new();
+    stranger.stdout.take().unwrap().read_to_end(&mut answer).unwrap();
+    stranger.wait().unwrap();
+    assert!(answer.is_empty(), "{answer:?}");
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+/// A server by TLS that is shared again, and what is said when it cannot be.
+#[test]
+fn uses_servers_of_9p_by_tls() {
+    let certificates = Certificates::new();
+    certificates.authority("ca").signed("server", "ca", 2).signed("client", "ca", 2);
+    let at = |line: &str| {
+        let mut ferry = ferry();
+        ferry.current_dir(certificates.path("")).args(line.split(' '));
+        ferry
+    };
+    let line = "share mem --9p tls:127.0.0.1:0 --tls-cert server.pem --tls-key server.key --tls-client-ca ca.pem";
+    let mut server = Server::start(&mut at(line));
+    let address = server.line["shares"][0]["9p"].as_str().unwrap().to_owned();
+    let flags = "--server-ca ca.pem --client-cert client.pem --client-key client.key";
+    let mut again = Server::start(&mut at(&format!("share 9p:{address} {flags} --9p unix:again")));
+    speaks_9p(&mut UnixStream::connect(certificates.path("again")).unwrap());
+    for (flags, words) in [
+        ("--server-ca ca.pem", "wants a client's certificate"),
+        ("--server-ca server.pem --client-cert client.pem --client-key client.key", "none of the authorities"),
+        ("--server-ca server.key", "server.key holds no certificate"),
+    ] {
+        let text = refused(1, &mut at(&format!("share 9p:{address} {flags} --9p unix:never")));
+        assert!(text.contains(words), "{text}");
+    }
+    for (source, words) in [
+        (&*format!("9p:{address}"), "needs server-ca"),
+        ("9p:tcp:127.0.0.1:1 --server-ca ca.pem", "server-ca is for servers with TLS"),
+        ("mem --server-ca ca.pem", "server-ca is for 9p:SERVER"),
+    ] {
+        let output = run(&mut at(&format!("share {source} --9p unix:never")));
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && text.contains(words), "{text}");
+    }
+    for server in [&mut again, &mut server] {
+        server.signal(Signal::TERM);
+        assert_eq!(server.status(), Some(0));
+    }
+}
+
+/// The two ends of a program's pipes.
+struct Both<W, R>(W, R);
+
+impl<W, R: Read> Read for Both<W, R> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        self.1.read(bytes)
+    }
+}
+
+impl<W: Write, R> Write for Both<W, R> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.0.flush()
+    }
 }
 
 #[test]

@@ -94,6 +94,21 @@ impl Cache {
         self.fetch("disk")
     }
 
+    /// The program diod, another server of 9P2000.L.
+    pub fn diod(&self) -> Result<PathBuf> {
+        Ok(self.fetch("diod")?.join("bin/diod"))
+    }
+
+    /// The folder of composefs's tools: mkcomposefs, composefs-info and mount.composefs in `bin`.
+    pub fn composefs(&self) -> Result<PathBuf> {
+        self.fetch("composefs")
+    }
+
+    /// The folder of erofs-utils: mkfs.erofs, fsck.erofs and dump.erofs in `bin`.
+    pub fn erofs(&self) -> Result<PathBuf> {
+        self.fetch("erofs")
+    }
+
     /// Runs the script, which returns at once when the set is complete.
     fn fetch(&self, set: &str) -> Result<PathBuf> {
         let status = Command::new("sh")

@@ -34,9 +34,11 @@ mod machine;
 mod running;
 mod script;
 mod stdio;
+mod tap;
 
 pub use cache::{Cache, Qemu, Uml};
 pub use running::Running;
+pub use tap::Tap;
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -132,6 +134,11 @@ pub enum DeviceKind {
     },
     /// virtio-blk.
     Block,
+    /// virtio-9p (QEMU only, from 11.1 on; its generic vhost-user device).
+    NineP {
+        /// The tag, which the back end has in its config space: QEMU is told its length.
+        tag: String,
+    },
 }
 
 impl Device {
@@ -143,6 +150,11 @@ impl Device {
     /// A virtio-blk device.
     pub fn block(socket: impl Into<PathBuf>) -> Self {
         Self { socket: socket.into(), kind: DeviceKind::Block }
+    }
+
+    /// A virtio-9p device.
+    pub fn ninep(socket: impl Into<PathBuf>, tag: impl Into<String>) -> Self {
+        Self { socket: socket.into(), kind: DeviceKind::NineP { tag: tag.into() } }
     }
 }
 

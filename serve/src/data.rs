@@ -7,10 +7,10 @@ use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, Sess
 use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
 
 use crate::carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
-use crate::debug::Watched;
 use crate::reply::{self, DataInput, DataOutput};
 use crate::server::{Context, Server};
 use crate::share::Share;
+use ferry_engine::requests::Watched;
 
 /// Writes with one of these are durable when they are answered.
 const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);

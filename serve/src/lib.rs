@@ -61,9 +61,7 @@
 #![forbid(unsafe_code)]
 
 mod carrier;
-mod checks;
 mod data;
-pub mod debug;
 mod listing;
 mod mount;
 mod opening;

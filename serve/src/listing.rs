@@ -1,10 +1,9 @@
 //! Directory listings.
 
-use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, Ino, Result};
+use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, Ino, Result, checks};
 use ferry_wire::fuse::{DirWriter, Reply};
 
 use crate::carrier::{HEADER_BYTES, ReplyBuffer, Served};
-use crate::checks;
 use crate::mount::Mount;
 use crate::reply::Written;
 use crate::server::{Context, Server};

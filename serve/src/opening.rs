@@ -2,11 +2,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ferry_vfs::{Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SetAttr};
+use ferry_vfs::{Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SetAttr, checks};
 use ferry_wire::fuse::{OpenFlags, Opened, Reply};
 
 use crate::carrier::{ReplyBuffer, Served};
-use crate::checks;
 use crate::mount::Open;
 use crate::passthrough::Passed;
 use crate::reply::Written;

@@ -2,16 +2,16 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Duration;
 
-use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, Statfs};
+use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, Statfs, checks};
 use ferry_wire::fuse::{LockRequest, Operation, Reply};
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
-use crate::checks;
-use crate::debug::{Outcome, Watched};
 use crate::mount::Open;
 use crate::reply;
 use crate::server::{Context, Server};
+use ferry_engine::requests::{Outcome, Watched};
 
 /// The most that COPY_FILE_RANGE copies at a time: its reply counts in 32 bits.
 const COPY_BYTES_MAX: u64 = 0xffff_f000;
@@ -25,7 +25,7 @@ impl Server {
         operation: &Operation<'_>,
         carrier: &mut impl Carrier,
     ) -> Served {
-        self.watched = Watched::begin(&self.share.name, cx.ino, cx.caller.pid, operation);
+        self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), operation);
         let served = match self.share.read_only && changes_something(operation) {
             true => Err(Errno::ROFS),
             false => self.dispatch(cx, operation, carrier),
@@ -60,7 +60,14 @@ impl Server {
             Operation::BatchForget { forgets } => {
                 forgets.iter().for_each(|one| cx.mount.forget(ferry_vfs::Ino(one.nodeid), one.nlookup));
             }
-            Operation::Getattr { handle } => return self.attr(cx, source.getattr(caller, ino, handle)?, carrier),
+            Operation::Getattr { handle } => {
+                // Linux names a handle only where it reads, writes or seeks; users' questions come without (fuse_getattr).
+                if let Some(attr) = handle.and_then(|handle| source.glance(caller, ino, handle)) {
+                    let (attr, timeout) = (checks::attr(attr)?, Duration::ZERO);
+                    return Ok(cx.done(carrier, &Reply::Attr { attr, timeout, dax: false }));
+                }
+                return self.attr(cx, source.getattr(caller, ino, handle)?, carrier);
+            }
             Operation::Statx { handle, .. } => {
                 let attr = checks::attr(source.getattr(caller, ino, handle)?)?;
                 return Ok(cx.done(carrier, &Reply::Statx { attr, timeout: self.share.policy.timeouts.attr }));

@@ -12,12 +12,12 @@ use ferry_wire::fuse::{
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
 use crate::data::{Moving, Unfinished};
-use crate::debug::Watched;
 use crate::mount::Mount;
 use crate::passthrough::Passthrough;
 use crate::reply::{self, Written};
 use crate::session::Session;
 use crate::share::Share;
+use ferry_engine::requests::Watched;
 
 /// Groups of a caller that are looked at; Linux sends one.
 const GROUPS_MAX: usize = 32;

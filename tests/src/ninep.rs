@@ -6,12 +6,11 @@
 use std::ffi::OsString;
 use std::net::TcpListener;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_dir::Dir;
+use ferry_guest::Tap;
 use ferry_ninep::{Export, Options};
 use ferry_vfs::FileSystem;
 use tempfile::TempDir;
@@ -33,52 +32,6 @@ cd $mountpoint
 exec "$@"
 "#;
 
-/// A tap device, which goes with this.
-#[derive(Debug)]
-struct Tap {
-    name: String,
-    /// The first three bytes of the addresses and the last of the device's; the guest's is the next.
-    network: (String, u8),
-}
-
-fn ip(args: &[&str]) -> bool {
-    let run = Command::new("ip").args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    run.is_ok_and(|status| status.success())
-}
-
-impl Tap {
-    /// Makes one; `None` where that is not possible.
-    fn new() -> Option<Self> {
-        static NEXT: AtomicU8 = AtomicU8::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed) % 63;
-        let process = std::process::id();
-        let tap = Self {
-            name: format!("f9p{process}x{number}"),
-            network: (format!("10.{}.{}", 192 + (process >> 8) % 60, process % 256), number * 4 + 1),
-        };
-        if !ip(&["tuntap", "add", "dev", &tap.name, "mode", "tap"]) {
-            return None;
-        }
-        let address = format!("{}/30", tap.host());
-        let up = ip(&["addr", "add", &address, "dev", &tap.name]) && ip(&["link", "set", &tap.name, "up"]);
-        up.then_some(tap)
-    }
-
-    fn host(&self) -> String {
-        format!("{}.{}", self.network.0, self.network.1)
-    }
-
-    fn guest(&self) -> String {
-        format!("{}.{}", self.network.0, self.network.1 + 1)
-    }
-}
-
-impl Drop for Tap {
-    fn drop(&mut self) {
-        ip(&["link", "del", &self.name]);
-    }
-}
-
 /// A directory and the server that shares it.
 #[derive(Debug)]
 pub struct NinePShare {
@@ -96,9 +49,12 @@ impl NinePShare {
     /// Shares a fresh directory; `None`, with a line that says so, where no guest can reach it.
     pub fn new(place: Place) -> Option<Self> {
         crate::log();
-        let Some(tap) = Tap::new() else {
-            eprintln!("skipped: a guest reaches a 9P server by a tap device, which takes root and /dev/net/tun");
-            return None;
+        let tap = match Tap::new() {
+            Ok(tap) => tap,
+            Err(error) => {
+                eprintln!("skipped: a guest reaches a 9P server by a tap device: {error}");
+                return None;
+            }
         };
         let folder = folder(place);
         let path = folder.path().join("shared");
@@ -123,7 +79,7 @@ impl NinePShare {
         words.extend([&*self.tap.guest(), &*self.tap.host(), &*port, options, MOUNTPOINT].map(OsString::from));
         words.extend(command.into_iter().map(Into::into));
         let mut guest = Guest::new(cache, words);
-        guest.kernel_args = vec![format!("vec0:transport=tap,ifname={},depth=128,gro=1", self.tap.name)];
+        guest.kernel_args = vec![self.tap.kernel_arg()];
         guest.stdin = Input::Null;
         guest.stdout = Output::Piped;
         guest.stderr = Output::Piped;

@@ -188,7 +188,7 @@ fn killed(cell: &Cell) {
     assert!(!socket.exists(), "{cell}: the dead server's control socket is left");
 }
 
-on_cells!(killed: quick [mem_uring, mem_devfuse, dir_passthrough, pmem_uring]
+on_cells!(killed: quick [mem_uring, mem_devfuse, dir_passthrough, pmem_uring, ninep_devfuse]
     long [dir_uring, dir_devfuse, mem_passthrough, pmem_devfuse, mem_uring_always]);
 
 /// What ends a mount beside `umount`: the signals, during which files are open.

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, Error, ROOT, Ticket};
-use ferry_tests::{Cache, Options, Place, Process, Share, alone};
+use ferry_tests::{Cache, Options, Place, Process, Share, TIMEOUT, alone};
 use ferry_wire::fuse::abi::{FATTR_SIZE, FileLock, LK_FLOCK, Opcode, ReadIn, SetattrIn, WriteIn};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
@@ -61,6 +61,14 @@ fn big_file(share: &Share, name: &str) {
     fs::write(share.path.join(name), vec![7; CHUNK as usize * usize::try_from(FILE_CHUNKS).unwrap()]).unwrap();
 }
 
+/// Takes a lock as the first owner, if need be after waiting for it.
+#[track_caller]
+fn lock_when_free(driver: &mut Driver, (node, fh): (u64, u64), flags: u32) {
+    let ticket = driver.send_setlkw(node, fh, 1, write_lock(), flags).unwrap();
+    let reply = driver.queue(1).wait_for(ticket, TIMEOUT).unwrap().reply;
+    assert_eq!(reply[4..8], [0; 4], "the lock was not granted: {reply:?}");
+}
+
 /// Everything at once, and then the line is cut.
 fn cut_in_flight(share: &Share) {
     let mut driver = connect(share);
@@ -70,8 +78,9 @@ fn cut_in_flight(share: &Share) {
     let directory = driver.opendir(ROOT).unwrap().fh;
     driver.readdirplus(ROOT, directory, 0, 4096).unwrap();
     driver.tmpfile(ROOT, O_RDWR, 0o600).unwrap();
-    driver.setlk(file, fh, 1, write_lock(), 0).unwrap();
-    driver.setlk(file, fh, 1, write_lock(), LK_FLOCK).unwrap();
+    // Whoever was cut off before may still have them: until the last of its requests is done with.
+    lock_when_free(&mut driver, (file, fh), 0);
+    lock_when_free(&mut driver, (file, fh), LK_FLOCK);
     driver.select(2);
     driver.send_setlkw(file, second, 2, write_lock(), 0).unwrap();
     driver.send_setlkw(file, second, 2, write_lock(), LK_FLOCK).unwrap();

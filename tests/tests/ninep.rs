@@ -164,6 +164,28 @@ fn pjdfstest_without_a_cache() {
     share.assert_released();
 }
 
+#[test]
+#[ignore = "long: make test-all"]
+fn dbench_in_every_mode() {
+    let cache = ferry_tests::GuestCache::from_env().unwrap();
+    let set = cache.path().join("dbench");
+    if !set.exists() {
+        eprintln!("skipped: no dbench: guest/fetch dbench brings it");
+        return;
+    }
+    for mode in MODES {
+        let Some(share) = NinePShare::new(Place::Disk) else { return };
+        let (program, load) = (set.join("bin/dbench"), set.join("root/usr/share/dbench/client.txt"));
+        let script = format!("exec {} -c {} -t 20 -D . 4", program.display(), load.display());
+        let ran = run(share.guest(mode, ["sh", "-euc", &script]), Duration::from_secs(600));
+        let out = ran.ok();
+        let last = out.lines().last().unwrap_or_default();
+        println!("{mode}: {last}");
+        assert!(last.starts_with("Throughput") && !out.contains("ERROR"), "{mode}: {out}");
+        share.assert_released();
+    }
+}
+
 /// Counting under locks, by a guest and the host at the same time: none is lost, so the locks are real and shared.
 #[test]
 fn locks_are_shared_with_the_host() {

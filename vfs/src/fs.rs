@@ -87,6 +87,13 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
+    /// Attributes of an open file that a client's kernel wants for itself, to know where the file ends: no user is told
+    /// them, and nobody keeps them, so times may be older than the last write. For sources that have [`Self::getattr`]
+    /// wait for something; `None` if it does not now.
+    fn glance(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Attr> {
+        None
+    }
+
     /// Changes attributes; answers the new ones.
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
         Err(Errno::NOSYS)

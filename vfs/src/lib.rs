@@ -118,6 +118,7 @@
 mod attr;
 mod backing;
 mod change;
+pub mod checks;
 mod disk;
 mod fs;
 pub mod guide;

@@ -374,6 +374,8 @@ pub struct Features {
     /// [`crate::FileSystem::backing`] answers for regular files: a mount on this host may pass reads, writes and
     /// mappings through to those descriptors (FUSE passthrough).
     pub backing: bool,
+    /// Its calls wait, for a network say, without keeping a CPU busy: whoever serves it has many under way at once.
+    pub waits: bool,
     /// [`crate::FileSystem::lookup_self`] finds every inode there is, and no number is ever given to another one: what is
     /// shared can be passed on by an NFS server.
     pub by_number: bool,

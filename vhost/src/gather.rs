@@ -22,6 +22,9 @@ pub(crate) const BOUND_MAX: Duration = Duration::from_micros(200);
 /// With so many requests a device has enough to do for as long as we wait here.
 pub(crate) const DEVICE_BUSY_FROM: usize = 8;
 
+/// How long a busy device is given, after something ended, for what ends with it: little beside what it takes for each.
+const RIPE: Duration = Duration::from_micros(10);
+
 /// With fewer answers left the driver is soon done, and a request or two more are hardly cheaper together.
 pub(crate) const ANSWERS_MIN: u16 = 8;
 
@@ -48,6 +51,19 @@ impl Gather {
         match self.skips.checked_sub(1) {
             Some(left) => self.skips = left,
             None => self.wait_now(look),
+        }
+    }
+
+    /// Waits a moment for what ends together, unless `is_disturbed`.
+    pub(crate) fn ripen(&self, mut is_disturbed: impl FnMut() -> bool) {
+        let start = Instant::now();
+        while start.elapsed() < RIPE.min(self.bound) {
+            for _ in 0..LOOKS_PER_CLOCK {
+                if is_disturbed() {
+                    return;
+                }
+                spin_loop();
+            }
         }
     }
 

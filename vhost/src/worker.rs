@@ -210,7 +210,11 @@ impl<H: QueueHandler> Worker<H> {
                 let at = u32::from(running.ring.lags_at(gather::ANSWERS_MIN, moving > 0)?);
                 all = Some(all.unwrap_or(0u32).wrapping_add(at));
             }
-            all.filter(|_| !port.0.is_filled() && !transfers.is_stirred())
+            let waits = all.filter(|_| !port.0.is_filled() && !transfers.is_stirred());
+            if waits.is_some() {
+                transfers.submit();
+            }
+            waits
         });
     }
 
@@ -289,8 +293,16 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     fn poll(&mut self) -> bool {
-        let Self { port, running, transfers, spin, .. } = self;
-        spin.poll(|| port.0.is_filled() || running.iter().any(Running::has_work) || transfers.is_stirred())
+        let Self { port, running, transfers, spin, gather, habits, .. } = self;
+        let is_asked = || port.0.is_filled() || running.iter().any(Running::has_work);
+        if spin.will_poll() {
+            transfers.submit();
+        }
+        let found = spin.poll(|| is_asked() || transfers.is_stirred());
+        if found && habits.gathers && transfers.in_flight() >= gather::DEVICE_BUSY_FROM && spin.is_free() {
+            gather.ripen(is_asked);
+        }
+        found
     }
 
     fn sleep(&mut self) -> Result<(), TransfersError> {

@@ -24,12 +24,7 @@ pub fn file_name(number: usize) -> String {
 
 /// The command that runs a job in the current directory.
 pub fn command(fio: &Path, job: Job, runtime: Duration) -> String {
-    let pattern = match (job.random, job.write) {
-        (false, false) => "read",
-        (false, true) => "write",
-        (true, false) => "randread",
-        (true, true) => "randwrite",
-    };
+    let pattern = pattern(job.random, job.write);
     // The published runs: libaio direct, the others not.
     let engine = match job.engine {
         Engine::Psync => "psync".to_owned(),
@@ -48,17 +43,42 @@ pub fn command(fio: &Path, job: Job, runtime: Duration) -> String {
 
 /// The bandwidth in MiB/s out of fio's JSON.
 pub fn bandwidth(job: Job, output: &str) -> Result<f64> {
+    let result = result(output, "job")?;
+    Ok(number(side(&result, job.write), "bw_bytes")? / f64::from(1 << 20))
+}
+
+/// What the job of a name found, in fio's JSON.
+pub fn result(output: &str, name: &str) -> Result<Value> {
     // Warnings come before it.
     let begin = output.find('{').context("fio printed no JSON")?;
     let mut values = serde_json::Deserializer::from_str(&output[begin..]).into_iter::<Value>();
-    let json = values.next().context("fio printed no JSON")?.context("fio's JSON is broken")?;
-    let result = &json["jobs"][0];
+    let mut json = values.next().context("fio printed no JSON")?.context("fio's JSON is broken")?;
+    let mut jobs = json["jobs"].as_array_mut().map(std::mem::take).unwrap_or_default().into_iter();
+    let result = jobs.find(|job| job["jobname"] == name).context("fio's JSON does not have the job")?;
     if let Some(error) = result["error"].as_i64().filter(|&error| error != 0) {
         bail!("fio met errno {error}");
     }
-    let side = &result[if job.write { "write" } else { "read" }];
-    let bytes = side["bw_bytes"].as_f64().context("fio's JSON has no bandwidth")?;
-    Ok(bytes / f64::from(1 << 20))
+    Ok(result)
+}
+
+/// The half of a job's result that is about its writes or its reads.
+pub fn side(result: &Value, write: bool) -> &Value {
+    &result[if write { "write" } else { "read" }]
+}
+
+/// A figure of a result by its name.
+pub fn number(result: &Value, name: &str) -> Result<f64> {
+    result[name].as_f64().with_context(|| format!("fio's JSON has no {name}"))
+}
+
+/// What fio calls a pattern.
+pub fn pattern(random: bool, write: bool) -> &'static str {
+    match (random, write) {
+        (false, false) => "read",
+        (false, true) => "write",
+        (true, false) => "randread",
+        (true, true) => "randwrite",
+    }
 }
 
 #[cfg(test)]
@@ -84,9 +104,17 @@ mod tests {
     #[test]
     fn reads_fio() {
         let text = r#"fio: a warning
-            {"jobs": [{"error": 0, "write": {"bw_bytes": 2097152}, "read": {"bw_bytes": 0}}]}"#;
+            {"jobs": [{"jobname": "a", "error": 5}, {"jobname": "c", "error": 0, "read": {"iops": 1}},
+                {"jobname": "job", "error": 0, "write": {"bw_bytes": 2097152}, "read": {"bw_bytes": 0}}]}"#;
         assert_eq!(bandwidth(JOB, text).unwrap(), 2.0);
-        assert!(bandwidth(JOB, "fio: no").is_err());
-        assert!(bandwidth(JOB, r#"{"jobs": [{"error": 5}]}"#).unwrap_err().to_string().contains("errno 5"));
+        for (name, text, error) in [
+            ("a", "fio: no", "no JSON"),
+            ("a", text, "errno 5"),
+            ("c", text, "no bw_bytes"),
+            ("d", text, "does not have the job"),
+        ] {
+            let found = result(text, name).and_then(|result| number(side(&result, true), "bw_bytes"));
+            assert!(found.unwrap_err().to_string().contains(error), "{text}");
+        }
     }
 }

@@ -45,6 +45,9 @@ pub struct Line {
     /// What a request costs a file system of this host, server by server.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub costs: BTreeMap<String, Costs>,
+    /// What was sent, client by client or server by server.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub messages: BTreeMap<String, Sent>,
     /// What a reader must know to read the figures.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
@@ -84,6 +87,19 @@ pub struct Costs {
     pub copies_per_byte: String,
 }
 
+/// Messages of a file protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Sent {
+    /// Requests of any kind for each MiB of the file.
+    pub messages_per_mib: f64,
+    /// Bytes of the file for each request that carries some; nothing where none did.
+    pub bytes_per_message: Option<f64>,
+    /// Requests under way, on average while any was.
+    pub in_flight_mean: f64,
+    /// The most of them.
+    pub in_flight_most: usize,
+}
+
 impl Line {
     /// The line of a row that has not run.
     pub fn empty(table: &'static str, row: &Row) -> Self {
@@ -108,6 +124,7 @@ impl Line {
             counts_asleep: BTreeMap::new(),
             also: BTreeMap::new(),
             costs: BTreeMap::new(),
+            messages: BTreeMap::new(),
             note: None,
             skipped: None,
             error: None,

@@ -9,9 +9,12 @@ mod blk;
 mod chart;
 mod data;
 mod fio;
+mod images;
 mod line;
 mod machine;
+mod mounted;
 mod native;
+mod parts;
 mod process;
 mod progress;
 mod report;
@@ -19,10 +22,12 @@ mod rows;
 mod server;
 mod session;
 mod stats;
+mod target;
+mod trouble;
+mod v9fs;
 mod virtiofs;
 mod zufs;
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -54,7 +59,7 @@ struct Cli {
     /// Under five minutes: fewer rows (all that match with --rows), shorter and fewer runs
     #[arg(long)]
     quick: bool,
-    /// The servers to compare with [default: virtiofsd; for zufs and vhost-blk, all]
+    /// The servers to compare with [default: virtiofsd; for the other tables, all]
     #[arg(long, value_delimiter = ',', value_name = "A,B")]
     peers: Vec<String>,
     /// Only rows whose name matches, with the configuration behind it: 'stat-walk', '^stat-walk none$'
@@ -122,19 +127,16 @@ fn shell_word(path: &Path) -> String {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let not_built = match (cli.table, cli.dax) {
-        (Table::Virtiofs | Table::Zufs | Table::VhostBlk, false) => None,
-        (Table::Virtiofs, true) => Some("virtiofs --dax".to_owned()),
-        (table, _) => table.to_possible_value().map(|value| format!("the table {}", value.get_name())),
-    };
-    if let Some(what) = not_built {
-        eprintln!("bench/run: {what} is not built yet");
+    if cli.dax {
+        eprintln!("bench/run: --dax is not built yet");
         return ExitCode::from(2);
     }
     let result = match cli.table {
         Table::Zufs => zufs::run(&cli),
         Table::VhostBlk => blk::run(&cli),
-        _ => run(&cli),
+        Table::V9fs => v9fs::run(&cli),
+        Table::Images => images::run(&cli),
+        Table::Virtiofs => run(&cli),
     };
     result.unwrap_or_else(|error| {
         eprintln!("bench/run: {error:#}");
@@ -166,26 +168,21 @@ fn run(cli: &Cli) -> Result<ExitCode> {
 
     progress.show("making the data");
     let mut runner = runner(cli, &rows, cache, virtiofsd, fio, peers)?;
-    let mut lines: Vec<Line> = Vec::new();
-    for row in &rows {
-        progress.begin(lines.len(), &format!("{} {}", row.name, row.config.name()));
-        let mut line = runner.run(row);
-        skipped.iter().for_each(|reason| line.skip(reason));
-        progress.end(&line);
-        let mut stdout = std::io::stdout().lock();
-        writeln!(stdout, "{}", serde_json::to_string(&line)?).and_then(|()| stdout.flush())?;
-        lines.push(line);
-    }
+    let name = |row: &Row| format!("{} {}", row.name, row.config.name());
+    let lines = progress.measure(&rows, name, &skipped, |row| vec![runner.run(row)])?;
     let summary = Summary::of(&rows, &lines);
     eprint!("{summary}");
     if let Some(folder) = cli.results() {
         let guest_kernel = runner.guest_kernel.clone().unwrap_or_else(|| "none ran".into());
         let machine = Machine { guest_kernel, command: command(), ..machine };
-        report::write(&folder, &rows, &lines, &machine, &summary)?;
-        eprintln!("bench/run: the report is {}", folder.join("virtiofs.md").display());
+        report::write(&folder, &lines, &machine, &summary)?;
     }
-    let failed = lines.iter().any(|line| line.error.is_some());
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(verdict(&lines))
+}
+
+/// A run in which something of ours failed has failed.
+fn verdict(lines: &[Line]) -> ExitCode {
+    if lines.iter().any(|line| line.error.is_some()) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
 fn runner(

@@ -3,6 +3,8 @@
 use std::io::{IsTerminal, Write};
 use std::time::Instant;
 
+use anyhow::Result;
+
 use crate::line::{FERRY, Line};
 
 /// The progress of a run.
@@ -19,6 +21,29 @@ impl Progress {
         Self { terminal: std::io::stderr().is_terminal(), rows, started: Instant::now() }
     }
 
+    /// Runs the rows of a table in turn, and prints each line of JSON as soon as it is there. `skipped` says which peers
+    /// cannot run in any of them.
+    pub fn measure<R>(
+        &self,
+        rows: &[R],
+        name: impl Fn(&R) -> String,
+        skipped: &[String],
+        mut run: impl FnMut(&R) -> Vec<Line>,
+    ) -> Result<Vec<Line>> {
+        let mut lines = Vec::new();
+        for (done, row) in rows.iter().enumerate() {
+            self.begin(done, &name(row));
+            for mut line in run(row) {
+                skipped.iter().for_each(|reason| line.skip(reason));
+                self.end(&line);
+                let mut stdout = std::io::stdout().lock();
+                writeln!(stdout, "{}", serde_json::to_string(&line)?).and_then(|()| stdout.flush())?;
+                lines.push(line);
+            }
+        }
+        Ok(lines)
+    }
+
     /// On a terminal, says what is being done.
     pub fn show(&self, what: &str) {
         if self.terminal {
@@ -28,13 +53,13 @@ impl Progress {
     }
 
     /// A row begins.
-    pub fn begin(&self, done: usize, row: &str) {
+    fn begin(&self, done: usize, row: &str) {
         let (rows, seconds) = (self.rows, self.started.elapsed().as_secs());
         self.show(&format!("{}/{rows} {row}, {seconds} s so far", done + 1));
     }
 
     /// A row has ended.
-    pub fn end(&self, line: &Line) {
+    fn end(&self, line: &Line) {
         self.show("");
         eprintln!("{}", text(line));
     }

@@ -3,25 +3,19 @@
 use std::fmt::{self, Write as _};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::chart;
-use crate::line::{Counts, Line};
+use crate::line::{Counts, FERRY, Line};
 use crate::machine::Machine;
 use crate::rows::{Config, Row};
-use crate::stats;
+use crate::{parts, stats};
 
 /// The published figures.
 const PUBLISHED: &str = include_str!("../../published/virtiofs-fio.csv");
 
-/// What disappoints and why, by hand; it ends the report.
-const NOTES: &str = "virtiofs-notes.md";
-
 /// The peer that the summary is about.
 const PEER: &str = "virtiofsd";
-
-/// The ratio below which a row disappoints.
-const DISAPPOINTS: f64 = 1.0;
 
 /// A published row, in MiB/s; 0 where the job could not run.
 #[derive(Debug, Clone, PartialEq)]
@@ -93,37 +87,12 @@ impl fmt::Display for Summary {
 }
 
 /// Writes the report into a folder.
-pub fn write(folder: &Path, rows: &[Row], lines: &[Line], machine: &Machine, summary: &Summary) -> Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let mut json = String::new();
-    for line in lines {
-        json.push_str(&serde_json::to_string(line)?);
-        json.push('\n');
-    }
-    let files = [
-        ("virtiofs.md", format!("{}{}", markdown(rows, lines, machine, summary), notes(folder, NOTES)?)),
-        ("virtiofs.svg", chart::svg(lines, PEER)),
-        ("virtiofs.jsonl", json),
-    ];
-    for (name, content) in files {
-        let path = folder.join(name);
-        std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(())
-}
-
-/// What was written by hand about the figures stays beside them when they are measured anew.
-pub fn notes(folder: &Path, name: &str) -> Result<String> {
-    let path = folder.join(name);
-    match std::fs::read_to_string(&path) {
-        Ok(text) => Ok(format!("\n### Why\n\n{text}")),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
-        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
-    }
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, summary: &Summary) -> Result<()> {
+    parts::save(folder, "virtiofs", lines, &markdown(lines, machine, summary), &chart::svg(lines, PEER))
 }
 
 /// The whole report.
-pub fn markdown(rows: &[Row], lines: &[Line], machine: &Machine, summary: &Summary) -> String {
+fn markdown(lines: &[Line], machine: &Machine, summary: &Summary) -> String {
     let mut out = String::from("# virtio-fs: Ferry beside virtiofsd\n\n");
     head(&mut out, machine, lines);
     out.push_str("## Summary\n\n");
@@ -133,7 +102,7 @@ pub fn markdown(rows: &[Row], lines: &[Line], machine: &Machine, summary: &Summa
     out.push_str("\n![How many times better Ferry is, row by row](virtiofs.svg)\n\n");
     figures(&mut out, lines);
     counts(&mut out, lines);
-    disappointments(&mut out, rows, lines);
+    parts::disappointments(&mut out, lines, |peer| peer == PEER);
     out
 }
 
@@ -171,10 +140,6 @@ fn figures(out: &mut String, lines: &[Line]) {
     );
     let published = published();
     for line in lines {
-        let value = |name: &str, median: Option<f64>| match (median, line.spread.get(name)) {
-            (Some(median), Some([least, most])) => format!("{median} [{least}, {most}]"),
-            _ => "-".into(),
-        };
         let found = published.iter().find(|job| job.name == line.row && line.config == Config::None.name());
         let shown = |pick: fn(&Published) -> f64| found.map_or(String::new(), |job| pick(job).to_string());
         let _ = writeln!(
@@ -183,20 +148,16 @@ fn figures(out: &mut String, lines: &[Line]) {
             line.row,
             line.config,
             line.unit,
-            value(crate::line::FERRY, line.ferry),
-            value(PEER, line.peers.get(PEER).copied()),
-            line.ratio.get(PEER).map_or("-".into(), |ratio| format!("**{ratio:.2}**")),
+            parts::figure(line, FERRY),
+            parts::figure(line, PEER),
+            parts::ratio(Some(line), PEER),
             shown(|job| job.virtiofs),
             shown(|job| job.v9fs),
             shown(|job| job.dax),
         );
     }
     out.push('\n');
-    let mut notes: Vec<&String> = lines.iter().filter_map(|line| line.note.as_ref()).collect();
-    notes.dedup();
-    for note in notes {
-        let _ = writeln!(out, "* {note}");
-    }
+    parts::line_notes(out, &lines.iter().collect::<Vec<_>>());
 }
 
 /// What requests of the native driver cost the servers.
@@ -224,30 +185,6 @@ pub fn counts(out: &mut String, lines: &[Line]) {
                 );
             }
         }
-    }
-}
-
-fn disappointments(out: &mut String, rows: &[Row], lines: &[Line]) {
-    out.push_str("\n## What disappoints\n\n");
-    let before = out.len();
-    for (row, line) in rows.iter().zip(lines) {
-        let name = format!("{} ({})", row.name, line.config);
-        if let Some(&ratio) = line.ratio.get(PEER).filter(|ratio| **ratio < DISAPPOINTS) {
-            let within = match (line.spread.get(crate::line::FERRY), line.spread.get(PEER)) {
-                (Some(a), Some(b)) if a[0] <= b[1] && b[0] <= a[1] => "; the runs of both overlap",
-                _ => "",
-            };
-            let _ = writeln!(out, "* {name}: {ratio:.2}{within}");
-        }
-        if let Some(reason) = &line.error {
-            let _ = writeln!(out, "* {name}: error: {reason}");
-        }
-        if let Some(reason) = &line.skipped {
-            let _ = writeln!(out, "* {name}: skipped: {reason}");
-        }
-    }
-    if out.len() == before {
-        out.push_str("No row is below 1, none was skipped or failed.\n");
     }
 }
 
@@ -290,25 +227,13 @@ mod tests {
     }
 
     #[test]
-    fn notes_by_hand_end_the_report() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join(NOTES), "Because.\n").unwrap();
-        let (rows, lines) = lines();
-        write(dir.path(), &rows, &lines, &Machine::default(), &Summary::of(&rows, &lines)).unwrap();
-        let text = std::fs::read_to_string(dir.path().join("virtiofs.md")).unwrap();
-        assert!(text.ends_with("### Why\n\nBecause.\n"), "{text}");
-        let json = std::fs::read_to_string(dir.path().join("virtiofs.jsonl")).unwrap();
-        assert_eq!(json.lines().count(), rows.len());
-    }
-
-    #[test]
     fn shows_figures_and_disappointments() {
         let (rows, mut lines) = lines();
         lines[0].skip("qemu-9p: no");
-        let text = markdown(&rows, &lines, &Machine::default(), &Summary::of(&rows, &lines));
+        let text = markdown(&lines, &Machine::default(), &Summary::of(&rows, &lines));
         let row = "| randread-psync | none | MiB/s | 100 [90, 110] | 60 [50, 95] | **1.67** | 34 | 29 | 256 |";
         assert!(text.contains(row), "{text}");
-        assert!(text.contains("* git-status (auto): 0.60; the runs of both overlap"), "{text}");
+        assert!(text.contains("* git-status (auto): 0.60 of virtiofsd; the runs of both overlap"), "{text}");
         assert!(text.contains("skipped: qemu-9p: no"), "{text}");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -82,8 +83,29 @@ impl Server {
 
     /// Starts any command that listens at `socket`, on these CPUs; what it says goes beside the socket.
     pub fn spawn(name: &'static str, socket: &Path, cpus: &str, command: Vec<OsString>) -> Result<Self> {
-        let log = socket.with_extension("log");
         let _ = std::fs::remove_file(socket);
+        Self::launch(name, socket.to_owned(), cpus, command, || is_listening(socket))
+    }
+
+    /// The same for one that listens at a TCP port; `place` is where what it says goes, with the ending `log`.
+    pub fn spawn_tcp(
+        name: &'static str,
+        address: SocketAddr,
+        place: PathBuf,
+        cpus: &str,
+        command: Vec<OsString>,
+    ) -> Result<Self> {
+        Self::launch(name, place, cpus, command, || TcpStream::connect(address).is_ok())
+    }
+
+    fn launch(
+        name: &'static str,
+        socket: PathBuf,
+        cpus: &str,
+        command: Vec<OsString>,
+        is_ready: impl Fn() -> bool,
+    ) -> Result<Self> {
+        let log = socket.with_extension("log");
         let output = File::create(&log).with_context(|| format!("cannot create {}", log.display()))?;
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "taskset", "-c", cpus])
@@ -93,9 +115,9 @@ impl Server {
             .stderr(output)
             .spawn()
             .context("cannot start setpriv (package util-linux)")?;
-        let mut server = Self { child, socket: socket.to_owned(), log, name };
+        let mut server = Self { child, socket, log, name };
         let deadline = Instant::now() + START_TIMEOUT;
-        while !is_listening(&server.socket) {
+        while !is_ready() {
             if !server.is_alive() {
                 bail!("{} ended at its start: {}", server.name, server.last_words());
             }
@@ -107,7 +129,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Its socket.
+    /// Its socket, if it has one.
     pub fn socket(&self) -> &Path {
         &self.socket
     }

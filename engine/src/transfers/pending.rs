@@ -7,17 +7,28 @@ use std::sync::Arc;
 use ferry_vfs::{Backing, Segment};
 
 use super::Operation;
-use super::learnt::{READ_CANNOT_TRY, READ_TRIES, WRITE_CANNOT_TRY};
+use super::learnt::{READ_CANNOT_TRY, READ_TRIES, WRITE_CANNOT_TRY, WRITE_TRIES};
+use crate::at_once::AtOnce;
 use crate::memory::move_now;
 use crate::ring::SEGMENTS_MAX;
 
-/// From how many reads on a ring's one call for all is cheaper than a call for each.
+/// From how many transfers on a ring's one call for all is cheaper than a call for each.
 pub(super) const RING_BATCH_MIN: usize = 3;
 
 /// Adjacent transfers are made as one up to this size, which is about what disks take in one command.
 const MERGED_BYTES_MAX: usize = 1 << 20;
 /// And up to about so many pieces of memory, far below what one call takes.
 const MERGED_SEGMENTS_MAX: usize = SEGMENTS_MAX / 4;
+
+/// What becomes of a transfer that was to begin.
+pub(super) enum Begun {
+    /// It is over.
+    Ended(io::Result<usize>),
+    /// It cannot be tried without waiting, but all it does is copy: it is to be made at once.
+    Copies,
+    /// It may wait: for the ring.
+    Waits,
+}
 
 /// A transfer, or several adjacent ones that are made as one.
 pub(super) struct Pending {
@@ -78,18 +89,21 @@ impl Pending {
         unsafe { move_now(self.operation, file, self.offset, &self.segments) }
     }
 
-    /// Ends the transfer here and now if that needs no waiting, or if waiting is the best that can be done.
-    pub(super) fn try_now(&mut self, has_ring: bool, batch: usize) -> Option<io::Result<usize>> {
+    /// Ends the transfer here and now if that needs no waiting, or if there is no other way.
+    pub(super) fn begin(&mut self, has_ring: bool, batch: usize) -> Begun {
         let learnt = self.file.as_ref().map_or(0, |file| file.learnt());
         // What lies in memory has nothing to wait for, whatever the flags say.
         let in_memory = self.file.as_ref().is_some_and(|file| file.memory().is_some());
+        let (tries, cannot_try) = match self.operation {
+            Operation::Read => (READ_TRIES, READ_CANNOT_TRY),
+            _ => (WRITE_TRIES, WRITE_CANNOT_TRY),
+        };
         match self.operation {
-            _ if !has_ring || in_memory => return Some(self.wait_for_it()),
-            _ if self.file.as_ref().is_some_and(|file| file.waits()) => return None,
-            Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return None,
-            Operation::Read if learnt & READ_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
-            Operation::Read if learnt & READ_TRIES != 0 && batch >= RING_BATCH_MIN => return None,
-            Operation::Write { .. } if learnt & WRITE_CANNOT_TRY != 0 => return Some(self.wait_for_it()),
+            _ if !has_ring || in_memory => return Begun::Ended(self.wait_for_it()),
+            _ if self.file.as_ref().is_some_and(|file| file.waits()) => return Begun::Waits,
+            Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return Begun::Waits,
+            _ if learnt & cannot_try != 0 => return Begun::Copies,
+            _ if learnt & tries != 0 && batch >= RING_BATCH_MIN => return Begun::Waits,
             _ => {}
         }
         let is_read = self.operation == Operation::Read;
@@ -98,29 +112,42 @@ impl Pending {
             match &outcome {
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EAGAIN) => {
-                        if let (true, Some(file)) = (is_read, &self.file) {
-                            file.learn(READ_TRIES);
+                        if is_read {
+                            self.learn(READ_TRIES);
                         }
-                        return None;
+                        return Begun::Waits;
                     }
                     Some(libc::EOPNOTSUPP) => {
-                        if let Some(file) = &self.file {
-                            file.learn(if is_read { READ_CANNOT_TRY } else { WRITE_CANNOT_TRY });
-                        }
-                        return Some(self.wait_for_it());
+                        self.learn(cannot_try);
+                        return Begun::Copies;
                     }
                     _ => {}
                 },
-                Ok(_) if is_read && learnt & READ_TRIES == 0 => {
-                    if let Some(file) = &self.file {
-                        file.learn(READ_TRIES);
-                    }
-                }
+                Ok(_) if learnt & tries == 0 => self.learn(tries),
                 Ok(_) => {}
             }
             if let Some(outcome) = self.advance(outcome) {
-                return Some(outcome);
+                return Begun::Ended(outcome);
             }
+        }
+    }
+
+    fn learn(&self, bits: u8) {
+        if let Some(file) = &self.file {
+            file.learn(bits);
+        }
+    }
+
+    /// Adds what is to be done to those that are made at once. Answers whether it could be added.
+    pub(super) fn add_to(&self, at_once: &mut AtOnce) -> bool {
+        let segments = &self.segments[self.first..];
+        let segments = &segments[..segments.len().min(SEGMENTS_MAX)];
+        match (&self.file, i64::try_from(self.offset + self.done as u64)) {
+            (Some(file), Ok(offset)) => {
+                at_once.add(self.operation == Operation::Read, file.as_fd(), offset, segments);
+                true
+            }
+            _ => false,
         }
     }
 

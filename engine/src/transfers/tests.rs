@@ -431,3 +431,65 @@ fn lasting_files_are_registered_as_long_as_there_is_room() {
     drop(transfers);
     assert!(files.iter().all(|file| Arc::strong_count(file) == 1));
 }
+
+#[test]
+fn a_sleep_that_hopes_for_several_ends_with_one() {
+    let mut bytes = [0u8; 2 * BUSY_FROM];
+    let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
+    let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+    transfers.watch(&event).unwrap();
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let file = Arc::new(Backing::waiting(OwnedFd::from(reader)));
+    for (token, segment) in segments(&mut bytes, 2 * BUSY_FROM).into_iter().enumerate() {
+        // SAFETY: `bytes` outlives `transfers`, which waits when dropped.
+        unsafe { transfers.queue(token as u64, Operation::Read, Arc::clone(&file), u64::MAX, [segment]) };
+    }
+    assert!(!transfers.flush().has_done());
+    for left in (0..2 * BUSY_FROM).rev() {
+        writer.write_all(b"x").unwrap();
+        while transfers.in_flight() > left {
+            transfers.sleep().unwrap();
+        }
+        assert!(matches!(transfers.next_done(), Some((_, Ok(1)))));
+        assert!(!transfers.has_done());
+        rustix::io::write(&event, &1u64.to_ne_bytes()).unwrap();
+        transfers.sleep().unwrap();
+    }
+}
+
+#[test]
+fn what_only_copies_is_made_many_at_once() {
+    for parent in [Path::new("/dev/shm"), &std::env::temp_dir()] {
+        let dir = tempfile::tempdir_in(parent).unwrap();
+        let path = dir.path().join("file");
+        let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
+        let file = open(&path, OFlags::CREATE | OFlags::RDWR);
+        file.learn(learnt::WRITE_CANNOT_TRY | learnt::READ_CANNOT_TRY);
+        let read_only = open(&path, OFlags::RDONLY);
+        read_only.learn(learnt::WRITE_CANNOT_TRY);
+        // More than one call takes, in several pieces each, with gaps; some of them cannot be.
+        let mut source: Vec<u8> = (0..150 * 512u32).map(|n| (n % 251) as u8).collect();
+        for (index, piece) in source.chunks_mut(512).enumerate() {
+            let to = if index % 10 == 9 { &read_only } else { &file };
+            // SAFETY: `source` outlives the run.
+            unsafe { transfers.queue(index as u64, WRITE, Arc::clone(to), 1024 * index as u64, segments(piece, 3)) };
+        }
+        for (token, outcome) in run(&mut transfers) {
+            let error = outcome.as_ref().err().and_then(io::Error::raw_os_error);
+            assert_eq!(error, (token % 10 == 9).then_some(libc::EBADF), "{token}: {outcome:?}");
+        }
+        assert!(transfers.at_once.is_some());
+        let mut target = vec![0u8; 150 * 512];
+        for (index, piece) in target.chunks_mut(512).enumerate() {
+            let at = 1024 * index as u64;
+            // SAFETY: `target` outlives the run.
+            unsafe { transfers.queue(index as u64, Operation::Read, Arc::clone(&file), at, segments(piece, 3)) };
+        }
+        let counts: Vec<usize> = run(&mut transfers).into_iter().map(|(_, outcome)| outcome.unwrap()).collect();
+        // The last was not written: the file ends before it.
+        assert_eq!(counts, [vec![512; 149], vec![0]].concat());
+        for (index, (found, sent)) in target.chunks(512).zip(source.chunks(512)).enumerate() {
+            assert!(if index % 10 == 9 { found == [0; 512] } else { found == sent }, "piece {index}");
+        }
+    }
+}

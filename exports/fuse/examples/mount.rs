@@ -1,7 +1,7 @@
-//! Mounts a directory, or a file system that forgets everything, for measurements by hand:
+//! Mounts a directory, memory, or a file system that forgets everything, for measurements by hand:
 //!
 //! ```text
-//! cargo run --release -p ferry-fuse --example mount -- null|DIR MOUNTPOINT [auto|uring|devfuse] [KEY=VALUE ...]
+//! cargo run --release -p ferry-fuse --example mount -- null|mem|DIR MOUNTPOINT [auto|uring|devfuse] [KEY=VALUE ...]
 //! ```
 //!
 //! Keys: `depth`, `threads`, `passthrough`, `cache`, `write` (bytes of the longest WRITE). Ends when it is unmounted, and says what was counted.
@@ -17,10 +17,11 @@ use ferry_vfs::FileSystem;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let (Some(source), Some(mountpoint)) = (arguments.next(), arguments.next()) else {
-        return Err("usage: mount null|DIR MOUNTPOINT [auto|uring|devfuse] [KEY=VALUE ...]".into());
+        return Err("usage: mount null|mem|DIR MOUNTPOINT [auto|uring|devfuse] [KEY=VALUE ...]".into());
     };
     let source: Arc<dyn FileSystem> = match &*source {
         "null" => Arc::new(sources::Null::default()),
+        "mem" => Arc::new(ferry_mem::Mem::new(&ferry_mem::Options::default())?),
         dir => Arc::new(ferry_dir::Dir::open(dir, ferry_dir::Options { direct_io: true, ..Default::default() })?),
     };
     let mut options = Options::default();

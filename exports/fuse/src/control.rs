@@ -36,6 +36,11 @@ impl Switch {
         Ok(Self(rustix::fs::openat(place, format!("{number}/abort"), flags, Mode::empty())?.into()))
     }
 
+    /// The same switch once more.
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        self.0.try_clone().map(Self)
+    }
+
     /// Ends the connection: who waits for it gets an error, and so does everybody who comes later.
     ///
     /// # Errors

@@ -3,13 +3,14 @@
 mod carrier;
 mod follow;
 mod readers;
+mod splice;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use ferry_serve::{Served, Server};
+use ferry_serve::{HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::InterruptIn;
 use ferry_wire::fuse::{IN_HEADER_BYTES, Negotiated, Opcode, encode_error, peek};
@@ -26,6 +27,7 @@ use crate::watch::{Seen, Watch};
 use carrier::{DeviceCarrier, Memory};
 use follow::Follower;
 pub(crate) use readers::Readers;
+use splice::{Loaded, Spliced};
 
 /// One thread that reads, as others see it.
 #[derive(Debug)]
@@ -122,7 +124,14 @@ struct Work<'a> {
     reader: &'a Arc<Reader>,
     server: Server,
     memory: Memory,
+    spliced: Spliced,
     counters: Arc<Counters>,
+}
+
+/// A reply that is to be sent: so many bytes of the memory, or what lies in the pipe.
+enum ToSend {
+    Bytes(usize),
+    Loaded(Loaded),
 }
 
 impl<'a> Work<'a> {
@@ -132,6 +141,7 @@ impl<'a> Work<'a> {
             reader,
             server: connection.server(),
             memory: Memory::new(connection.payload_bytes),
+            spliced: Spliced::default(),
             counters: connection.counters.lend(),
         }
     }
@@ -151,14 +161,15 @@ impl<'a> Work<'a> {
                     self.counters.requests.add(1);
                     self.memory.received(bytes);
                     self.note_interrupt();
-                    let (unique, client) = self.memory.whose();
-                    reader.unique.store(unique, Ordering::Relaxed);
-                    readers.note_client(client);
-                    follower.step(&readers.follow, client);
+                    reader.unique.store(self.memory.unique(), Ordering::Relaxed);
+                    if let Some(client) = self.memory.client() {
+                        readers.note_client(client);
+                        follower.step(&readers.follow, client);
+                    }
                     reader.watch.enter(&mut owner);
                     connection.bell.ring();
                     let reply = self.serve();
-                    self.counters.message_bytes.add((bytes + reply) as u64);
+                    self.counters.message_bytes.add((bytes + reply.bytes()) as u64);
                     // A reader is helped, never replaced: its thread has its own buffers.
                     let _ = reader.watch.leave(&mut owner);
                     self.send(reply);
@@ -187,34 +198,61 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Answers how many bytes of reply are to be sent; 0 if somebody else answers, later or already, or nobody does.
-    fn serve(&mut self) -> usize {
-        let Self { reader, server, memory, counters } = self;
+    /// Answers the reply that is to be sent; nothing if somebody else answers, later or already, or nobody does.
+    fn serve(&mut self) -> ToSend {
+        let Self { reader, server, memory, spliced, counters } = self;
         let term = reader.lease.term();
+        let (unique, room_bytes) = (memory.unique(), memory.payload_bytes());
         let mut carrier = DeviceCarrier::new(reader, term, memory, counters);
         let mut served = server.serve_caught(&mut carrier);
+        let mut loaded = None;
         if let (Served::Transfer, Some(mut transfer)) = (served, carrier.transfer.take()) {
-            let payload = carrier.payload(&transfer);
-            // SAFETY: the transfer was made within the payload, which is this thread's own.
-            let outcome = unsafe { transfer.wait(payload) };
-            counters.system_calls.add(transfer.calls());
+            loaded = spliced.load(&transfer, unique, room_bytes);
+            let outcome = if let Some(loaded) = &loaded {
+                counters.system_calls.add(loaded.calls);
+                Ok(loaded.bytes)
+            } else {
+                let payload = carrier.payload(&transfer);
+                // SAFETY: the transfer was made within the payload, which is this thread's own.
+                let outcome = unsafe { transfer.wait(payload) };
+                counters.system_calls.add(transfer.calls());
+                outcome
+            };
             if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
                 counters.read_bytes.add(*bytes as u64);
             }
             served = Served::Reply(server.transferred(ferry_serve::Carrier::token(&carrier), &mut carrier, outcome));
         }
         let ours = reader.lease.end(term);
-        match served {
-            Served::Reply(bytes) if ours => bytes,
-            _ => 0,
+        match (served, loaded) {
+            (Served::Reply(_), Some(loaded)) if ours => ToSend::Loaded(loaded),
+            (Served::Reply(bytes), None) if ours => ToSend::Bytes(bytes),
+            _ => ToSend::Bytes(0),
         }
     }
 
-    fn send(&mut self, bytes: usize) {
-        if bytes > 0 {
+    fn send(&mut self, reply: ToSend) {
+        let channel = self.reader.channel.as_fd();
+        if reply.bytes() > 0 {
             self.counters.system_calls.add(1);
-            self.memory.send(self.reader.channel.as_fd(), bytes);
+        }
+        match reply {
+            ToSend::Bytes(0) => {}
+            ToSend::Bytes(bytes) => self.memory.send(channel, bytes),
+            ToSend::Loaded(loaded) => {
+                let (bytes, sent) = (loaded.bytes, self.spliced.send(loaded, channel));
+                self.memory.check_sent(channel, bytes, sent);
+            }
         }
         self.server.batch_end();
+    }
+}
+
+impl ToSend {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Bytes(bytes) => *bytes,
+            Self::Loaded(loaded) => HEADER_BYTES + loaded.bytes,
+        }
     }
 }

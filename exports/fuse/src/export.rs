@@ -26,6 +26,9 @@ use crate::{Cache, MountError, MountOptions, Options, Path};
 /// With io_uring, /dev/fuse carries FORGET and INTERRUPT only; another reader is started if this one is blocked.
 const READERS_BESIDE_RINGS: usize = 1;
 
+/// Descriptors that must be left for files when all of the mount is there.
+const DESCRIPTORS_SPARE: usize = 4;
+
 /// How long those who still use files of a mount that is being stopped have to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -72,8 +75,15 @@ pub struct Export {
     notifier: Mutex<Option<Notifier>>,
     monitor: Mutex<Option<Monitor>>,
     device_number: u32,
+    /// Had from the beginning: Linux does not come back from letting go of a private mount, by which it may have to be found,
+    /// while clients keep all CPUs busy (`synchronize_rcu_expedited`).
+    switch: Option<Switch>,
     stopped: AtomicBool,
 }
+
+/// Threads that read /dev/fuse for a source whose calls wait: one asleep in a handler costs nothing, and one that has to be
+/// started first costs a request some milliseconds.
+const READERS_WAITING: usize = 8;
 
 impl std::fmt::Debug for Export {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -127,6 +137,7 @@ impl Export {
             }
         };
         let mut export = Self {
+            switch: Switch::of(mountpoint.connection()).ok(),
             device_number: mountpoint.connection(),
             explanation: Explanation {
                 path: if rings.is_ok() { Path::Uring } else { Path::Devfuse },
@@ -139,7 +150,11 @@ impl Export {
                 },
                 rings: rings.as_ref().map_or(0, Rings::count),
                 ring_depth: if rings.is_ok() { options.ring_depth } else { 0 },
-                readers: if rings.is_ok() { READERS_BESIDE_RINGS } else { options.threads.max(1) },
+                readers: match options.threads {
+                    _ if rings.is_ok() => READERS_BESIDE_RINGS,
+                    0 if source.features().waits => READERS_WAITING,
+                    threads => threads.max(1),
+                },
                 max_write_bytes: agreed.max_write_bytes,
             },
             connection,
@@ -164,6 +179,9 @@ impl Export {
         let interrupted = Arc::clone(&connection.interrupted);
         self.monitor = Mutex::new(Some(Monitor::start(connection.bell.clone(), interrupted, options.handler_timeout)?));
         Readers::start(connection, self.explanation.readers)?;
+        // A mount on which no file can be opened is none.
+        let spare = || rustix::io::fcntl_dupfd_cloexec(&*connection.device, 0);
+        (0..DESCRIPTORS_SPARE).map(|_| spare()).collect::<Result<Vec<_>, Errno>>()?;
         Ok(())
     }
 
@@ -191,7 +209,7 @@ impl Export {
     /// # Errors
     /// The connection is over, or its controls cannot be reached (containers of users other than root).
     pub fn switch(&self) -> std::io::Result<Switch> {
-        Switch::of(self.device_number)
+        self.switch.as_ref().map_or_else(|| Switch::of(self.device_number), Switch::try_clone)
     }
 
     /// Waits until somebody unmounts it, or aborts the connection.

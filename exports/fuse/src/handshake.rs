@@ -52,6 +52,7 @@ impl Wishes {
     pub(crate) fn new(options: &Options, features: Features) -> Result<Self, Error> {
         let uring = match options.path {
             Path::Devfuse => Err(NoUring::Unwanted),
+            Path::Auto if features.waits => Err(NoUring::Waits),
             Path::Auto => uring_allowed(),
             Path::Uring => Ok(uring_allowed().map_err(|reason| Error::NoUring { reason: reason.to_string() })?),
         };

@@ -28,6 +28,8 @@ pub(crate) enum NoUring {
     Sysctl,
     #[error("it was not asked for")]
     Unwanted,
+    #[error("the source waits for others, and the requests of a CPU's ring would wait for each other")]
+    Waits,
     #[error("the kernel did not offer it when the mount began")]
     NotOffered,
     #[error("a ring of CPU {cpu} cannot be made: {reason}")]

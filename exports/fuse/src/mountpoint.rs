@@ -63,11 +63,11 @@ impl Mountpoint {
         Ok((device, Self { path: place.path, identity, by, gone: false }))
     }
 
-    /// Whether a path (without symbolic links at its end) is in a mount of the program `ferry`, alive or not. No server
-    /// is asked.
+    /// The kernel's number of the mount that a path (without symbolic links at its end) is in, if the program `ferry`
+    /// has made it. The server may have died: it is not asked.
     #[must_use]
-    pub fn is_of_ferry(path: &Path) -> bool {
-        check::is_of_ferry(path)
+    pub fn of_ferry(path: &Path) -> Option<u64> {
+        check::of_ferry(path)
     }
 
     /// The mount point, absolute.

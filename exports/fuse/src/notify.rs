@@ -3,6 +3,9 @@
 //! A listener of the source's changes takes notes; a thread of its own tells the kernel. The kernel may make that
 //! thread wait for a directory or a page that one of our own handlers is being asked about: nobody waits for the
 //! thread, so that nothing can lock up, and changes may be published from inside handlers.
+//!
+//! Attributes that a source has found changed, by nobody's session, are told at once by whoever publishes that: he may be
+//! about to answer an open, and who opened is to see them. To forget attributes alone the kernel waits for nothing.
 
 mod message;
 
@@ -154,8 +157,15 @@ impl Notifier {
                 {
                     let _ = own.set(mount.id());
                 }
-                if own.get() != Some(&by) {
-                    shared.note(change);
+                match change {
+                    Change::Attr { ino } if by == SessionId::default() => {
+                        Message::Attributes(*ino).with_bytes(|bytes| {
+                            // A kernel that does not know the inode, or is gone, has nothing to forget.
+                            let _ = send(connection.device.as_fd(), &[IoSlice::new(bytes)]);
+                        });
+                    }
+                    _ if own.get() == Some(&by) => {}
+                    _ => shared.note(change),
                 }
             }
         });

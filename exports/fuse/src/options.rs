@@ -40,7 +40,8 @@ pub struct PathError(String);
 #[derive(Clone, Debug)]
 #[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct Options {
-    /// How requests travel. Default: the best that can be had.
+    /// How requests travel. Default: the best that can be had; for a source whose calls wait
+    /// ([`ferry_vfs::Features::waits`]) that is /dev/fuse.
     pub path: Path,
     /// Whether the kernel may read and write whole files of the source by itself; `None` (the default): if it can.
     pub passthrough: Option<bool>,
@@ -82,8 +83,8 @@ pub struct Options {
     /// likes. Default: 120 s. Callers that wait for a lock are not meant. What the kernel cannot cancel (a disk that hangs)
     /// goes on unseen, with a thread and the memory of one request.
     pub handler_timeout: Duration,
-    /// Threads that read /dev/fuse at least; 0 (the default): one, which is fastest for a single client, and as many more
-    /// as requests keep busy.
+    /// Threads that read /dev/fuse at least; 0 (the default): one, which is fastest for a single client (eight for a source
+    /// whose calls wait), and as many more as requests keep busy.
     pub threads: usize,
     /// Bytes of the longest READ and WRITE. Default: 1 MiB, the kernel's own limit.
     pub max_write_bytes: u32,

@@ -3,13 +3,14 @@
 
 mod common;
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::sync::Arc;
 
 use common::{mount, paths, plain};
-use ferry_fuse::{Cache, Options};
+use ferry_fuse::{Cache, Options, Path};
+use rustix::fs::OFlags;
 
 fn dir(options: impl Fn(&mut Options)) -> Vec<(tempfile::TempDir, common::Mounted)> {
     let mounts = paths().into_iter().map(|path| {
@@ -49,6 +50,41 @@ fn what_is_written_is_there_and_what_is_there_is_read() {
         assert!(stats.requests > 10 && stats.written_bytes >= 3_000_014, "{stats:?}");
         mounted.stop();
     }
+}
+
+#[test]
+fn long_reads_are_spliced_and_give_what_is_there() {
+    const LONG: usize = 512 << 10;
+    const READS: u64 = 20;
+    if paths().is_empty() {
+        return;
+    }
+    let tmp = tempfile::tempdir().unwrap();
+    let source = ferry_dir::Dir::open(tmp.path(), ferry_dir::Options::default()).unwrap();
+    let mounted = mount(Arc::new(source), Options { cache: Cache::None, ..plain(Path::Devfuse) });
+    let bytes: Vec<u8> = (0..400_000_u32).flat_map(u32::to_le_bytes).collect();
+    fs::write(tmp.path().join("file"), &bytes).unwrap();
+    // Each read is one request.
+    let direct = OFlags::DIRECT.bits().cast_signed();
+    let file = fs::File::options().read(true).custom_flags(direct).open(mounted.path("file")).unwrap();
+    let mut back = vec![0; LONG];
+    // At pages' begins and elsewhere, whole, cut short by the end to a long and to a short rest, and at the end.
+    for at in [0, LONG, 1, 4097, bytes.len() - 300_001, bytes.len() - 5, bytes.len()] {
+        back.fill(0xee);
+        let count = file.read_at(&mut back, at as u64).unwrap();
+        let wanted = &bytes[at..bytes.len().min(at + LONG)];
+        assert!(count == wanted.len() && back[..count] == *wanted, "{count} bytes at {at}");
+    }
+    let before = mounted.export().stats();
+    for _ in 0..READS {
+        assert_eq!(file.read_at(&mut back, 0).unwrap(), LONG);
+    }
+    let after = mounted.export().stats();
+    // Copying takes three calls: for the request, the data and the reply. Another one puts the header into the pipe.
+    assert!(after.system_calls - before.system_calls >= 4 * READS, "{before:?} {after:?}");
+    assert!(after.read_bytes - before.read_bytes == READS * LONG as u64, "{before:?} {after:?}");
+    drop(file);
+    mounted.stop();
 }
 
 #[test]
@@ -181,6 +217,24 @@ fn passthrough_leaves_reads_and_writes_to_the_kernel() {
         assert!(fs::read(mounted.path("f")).unwrap() == bytes && fs::read(tmp.path().join("f")).unwrap() == bytes);
         let stats = mounted.export().stats();
         assert_eq!((stats.read_bytes, stats.written_bytes), (0, 0), "the server sees no data");
+        mounted.stop();
+    }
+}
+
+/// A process that begins a program closes files while nobody may look at it; whoever serves it must not try.
+#[test]
+fn clients_that_begin_programs_are_served() {
+    for (_, mounted) in dir(|options| options.cache = Cache::None) {
+        let file = File::create(mounted.path("file")).unwrap();
+        for _ in 0..100 {
+            // Enough of them, for the reader to follow its client.
+            for _ in 0..20 {
+                file.write_all_at(&[1; 512], 0).unwrap();
+            }
+            // The program does not get the file, which is closed as it begins.
+            assert!(std::process::Command::new("true").status().unwrap().success());
+        }
+        file.write_all_at(&[1; 512], 0).expect("the watchdog had nothing to end");
         mounted.stop();
     }
 }

@@ -50,6 +50,15 @@ fn the_only_reader_follows_a_client_that_waits_and_gives_way_to_it() {
                     places("fuse-reader") == [here]
                 });
             }
+            // Each sends a RELEASE that nobody waits for, and that names no thread.
+            stay_on(second);
+            wait_until("the reader follows a client that opens and closes", || {
+                (0..50).for_each(|_| drop(File::open(mounted.path("file")).unwrap()));
+                let mut here = CpuSet::new();
+                here.set(second);
+                places("fuse-reader") == [here]
+            });
+            stay_on(first);
             if may_give_way() {
                 wait_within(UNDISTURBED, "the reader gives way", || {
                     (0..50).for_each(|_| write(512));

@@ -88,7 +88,7 @@ const AT: &str = "FERRY_TEST_AT";
 #[test]
 #[ignore = "for a user who may not mount: run by a_user_mounts_and_is_served_on_both_paths"]
 fn as_user() {
-    let at = std::env::var_os(AT).unwrap();
+    let Some(at) = std::env::var_os(AT) else { return };
     for path in [Path::Devfuse, Path::Uring] {
         let mounted = Export::mount(at.as_ref(), Arc::new(Null::default()), Options { path, ..Options::default() });
         let export = mounted.unwrap();

@@ -1,18 +1,20 @@
 //! One client: messages in, replies out.
 
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
-use ferry_wire::ninep::{Agreed, Frame, HEADER_BYTES, MSIZE_MIN, Reply, Tag, VERSION, VERSION_UNKNOWN, agree};
+use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Reply, Tag};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, Shutdown, recv};
+use rustix::net::Shutdown;
 
+use crate::carrier::Client;
 use crate::hub::{Hub, lock};
-use crate::line::{Line, Out, Refused, Sent, Ticket};
-use crate::session::Session;
+use crate::line::{self, Line, Outlet, Refused, Ticket};
+use crate::outbox::{Out, Outbox, Sent, Socket};
+use crate::session::{self, Session};
+use crate::stream::Stream;
 
 /// Requests of one connection that are served at the same time. Half of the threads, so that one client whose disk
 /// hangs leaves some to the others.
@@ -58,14 +60,21 @@ pub(crate) enum Received {
 pub(crate) struct Connection {
     hub: Arc<Hub>,
     key: u64,
-    stream: OwnedFd,
+    stream: Stream,
     begun: Instant,
     attached: AtomicBool,
     /// Milliseconds from `begun` to the last message.
     last_heard_ms: AtomicU64,
     inbox: Mutex<Inbox>,
     interest: Mutex<Interest>,
-    line: Mutex<Line>,
+    ends: Mutex<Ends>,
+}
+
+/// What is under way, and what was not sent yet.
+#[derive(Debug, Default)]
+struct Ends {
+    line: Line,
+    outbox: Outbox,
 }
 
 impl std::fmt::Debug for Connection {
@@ -75,7 +84,7 @@ impl std::fmt::Debug for Connection {
 }
 
 impl Connection {
-    pub(crate) fn new(hub: Arc<Hub>, key: u64, stream: OwnedFd) -> Self {
+    pub(crate) fn new(hub: Arc<Hub>, key: u64, stream: Stream) -> Self {
         Self {
             hub,
             key,
@@ -85,27 +94,18 @@ impl Connection {
             last_heard_ms: AtomicU64::new(0),
             inbox: Mutex::default(),
             interest: Mutex::default(),
-            line: Mutex::default(),
+            ends: Mutex::default(),
         }
     }
 
-    pub(crate) fn hub(&self) -> &Arc<Hub> {
-        &self.hub
-    }
-
-    fn out(&self) -> Out<'_> {
-        Out { hub: &self.hub, stream: self.stream.as_fd() }
+    fn socket(&self) -> Socket<'_> {
+        Socket { hub: &self.hub, stream: &self.stream }
     }
 
     /// Fids, and requests under way.
     pub(crate) fn usage(&self) -> (usize, usize) {
-        let line = lock(&self.line);
+        let line = &lock(&self.ends).line;
         (line.session().map_or(0, |session| session.fids()), line.requests())
-    }
-
-    /// The first message of the client's session was accepted: it is no stranger any more.
-    pub(crate) fn attached(&self) {
-        self.attached.store(true, Ordering::Relaxed);
     }
 
     /// Has the hub watch for messages.
@@ -122,8 +122,12 @@ impl Connection {
         let mut flags = EventFlags::ONESHOT;
         if !interest.reading && !interest.blocked && interest.running < RUNNING_MAX {
             flags |= EventFlags::IN | EventFlags::RDHUP;
+            if self.stream.unread() {
+                // The socket cannot tell, so an event is asked for that comes anyway, once replies can be sent.
+                flags |= EventFlags::OUT;
+            }
         }
-        if interest.blocked {
+        if interest.blocked || self.stream.unsent() {
             flags |= EventFlags::OUT;
         }
         if let Err(error) = epoll::modify(self.hub.epoll(), &self.stream, EventData::new_u64(self.key), flags) {
@@ -136,15 +140,15 @@ impl Connection {
         let lost = flags.intersects(EventFlags::HUP | EventFlags::ERR);
         let mut interest = lock(&self.interest);
         let may_read = !interest.reading && !interest.blocked && !interest.over && interest.running < RUNNING_MAX;
-        let reads = may_read && (lost || flags.intersects(EventFlags::IN | EventFlags::RDHUP));
+        let something = flags.intersects(EventFlags::IN | EventFlags::RDHUP) || self.stream.unread();
+        let reads = may_read && (lost || something);
         interest.reading |= reads;
         let somebody_reads = interest.reading;
         drop(interest);
         if flags.intersects(EventFlags::OUT) {
-            let mut line = lock(&self.line);
-            line.drain(&mut self.out());
-            let state = line.state();
-            self.note(state, false);
+            let outbox = &mut lock(&self.ends).outbox;
+            outbox.drain(&self.socket());
+            self.note(outbox.state(), false);
         }
         if lost && !somebody_reads {
             self.end(None);
@@ -163,17 +167,17 @@ impl Connection {
             *message = std::mem::take(&mut inbox.bytes);
             self.hub.let_go(message.len());
         }
-        let bytes_max = lock(&self.line).session().map_or(MSIZE_MIN, |session| session.msize);
+        let bytes_max = lock(&self.ends).line.session().map_or(MSIZE_MIN, |session| session.msize);
         let mut wanted = if filled < SIZE_BYTES { SIZE_BYTES } else { size(message) };
         loop {
             if message.len() < wanted {
                 message.resize(wanted.min(filled.max(SIZE_BYTES) * 2 + GROWTH_BYTES), 0);
             }
             let room = wanted.min(message.len());
-            match recv(&self.stream, &mut message[filled..room], RecvFlags::DONTWAIT) {
-                Ok((0, _)) if filled == 0 => return Received::End(None),
-                Ok((0, _)) => return Received::End(Some("it ended in the middle of a message")),
-                Ok((count, _)) => filled += count,
+            match self.stream.recv(&mut message[filled..room]) {
+                Ok(0) if filled == 0 => return Received::End(None),
+                Ok(0) => return Received::End(Some("it ended in the middle of a message")),
+                Ok(count) => filled += count,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) if filled == 0 => return Received::Nothing,
                 Err(Errno::AGAIN) => return self.keep(&mut inbox, message, filled, since),
@@ -249,54 +253,34 @@ impl Connection {
     }
 
     /// Does something with the line, and what follows.
-    fn with_line<T>(&self, act: impl FnOnce(&mut Line, &mut Out<'_>) -> T) -> T {
-        let mut line = lock(&self.line);
-        let outcome = act(&mut line, &mut self.out());
+    fn with_line<T>(&self, act: impl FnOnce(&mut Line, &mut dyn Outlet) -> T) -> T {
+        let mut ends = lock(&self.ends);
+        let Ends { line, outbox } = &mut *ends;
+        let outcome = act(line, &mut Out { socket: self.socket(), outbox });
         // Under the lock, so that the last to send is the last to say whether that worked.
-        self.note(line.state(), true);
+        self.note(outbox.state(), true);
         outcome
     }
 
     pub(crate) fn register(&self, tag: Tag) -> Result<(Ticket, Arc<Session>), Refused> {
-        lock(&self.line).register(tag)
+        lock(&self.ends).line.register(0, tag)
     }
 
     /// Answers a request that is not under way.
     pub(crate) fn reply(&self, tag: Tag, reply: &Reply<'_>) {
-        self.with_line(|line, out| line.reply(out, tag, reply));
-    }
-
-    /// Answers a request, if it is still under way; answers whether it was.
-    pub(crate) fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool {
-        self.with_line(|line, out| line.finish(out, ticket, reply))
+        self.with_line(|_, out| line::reply(out, 0, tag, reply));
     }
 
     pub(crate) fn flush(&self, tag: Tag, old: Tag) -> Result<(), Refused> {
-        self.with_line(|line, out| line.flush(out, tag, old))
-    }
-
-    pub(crate) fn may_park(&self) -> bool {
-        lock(&self.line).may_park()
-    }
-
-    pub(crate) fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {
-        self.with_line(|line, out| line.park(out, ticket, gone));
+        self.with_line(|line, out| line.flush(out, 0, tag, old))
     }
 
     /// Begins a session, and ends the one before it.
     pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) {
-        let agreed = agree(msize, version, self.hub.options.msize_max);
-        let session = match agreed {
-            Agreed::Session { msize } => Some(Arc::new(Session::new(&self.hub, msize))),
-            Agreed::Unknown | Agreed::TooSmall => None,
-        };
+        let (session, answer) = session::agree_on(&self.hub.share, msize, version);
         let before = self.with_line(|line, out| {
-            let before = line.begin(session);
-            match agreed {
-                Agreed::Session { msize } => line.reply(out, tag, &Reply::Version { msize, version: VERSION }),
-                Agreed::Unknown => line.reply(out, tag, &Reply::Version { msize, version: VERSION_UNKNOWN }),
-                Agreed::TooSmall => line.reply(out, tag, &Reply::Error(Errno::MSGSIZE)),
-            }
+            let before = line.begin(out, session);
+            line::reply(out, 0, tag, &answer);
             before
         });
         drop(before);
@@ -304,10 +288,11 @@ impl Connection {
 
     /// Why the connection is to end, if it is too slow.
     pub(crate) fn overdue(&self, now: Instant) -> Option<&'static str> {
-        let limits = &self.hub.options.limits;
+        let limits = &self.hub.share.options.limits;
         let since = |begin: Instant| now.saturating_duration_since(begin);
         if !self.attached.load(Ordering::Relaxed) && since(self.begun) > limits.slow_timeout {
-            return Some("it does not attach");
+            let shakes_hands = self.stream.shakes_hands();
+            return Some(if shakes_hands { "it does not finish the TLS handshake" } else { "it does not attach" });
         }
         let begun = match self.inbox.try_lock() {
             Ok(inbox) => inbox.since,
@@ -318,12 +303,12 @@ impl Connection {
         if begun.is_some_and(|begun| since(begun) > limits.slow_timeout) {
             return Some("it does not finish its message");
         }
-        let line = lock(&self.line);
-        if line.blocked_since().is_some_and(|begun| since(begun) > limits.slow_timeout) {
+        let ends = lock(&self.ends);
+        if ends.outbox.blocked_since().is_some_and(|begun| since(begun) > limits.slow_timeout) {
             return Some("it does not take its replies");
         }
         let silent = since(self.begun + Duration::from_millis(self.last_heard_ms.load(Ordering::Relaxed)));
-        let idle = limits.idle_timeout.is_some_and(|timeout| line.requests() == 0 && silent > timeout);
+        let idle = limits.idle_timeout.is_some_and(|timeout| ends.line.requests() == 0 && silent > timeout);
         idle.then_some("it has been silent for long")
     }
 
@@ -336,11 +321,13 @@ impl Connection {
         drop(interest);
         let _ = epoll::delete(self.hub.epoll(), &self.stream);
         self.hub.forget(self.key);
-        let mut line = lock(&self.line);
-        let reason = reason.or(line.state().broken).filter(|reason| !reason.is_empty());
-        line.give_up(&mut self.out(), "");
-        let session = line.begin(None);
-        drop(line);
+        let mut ends = lock(&self.ends);
+        let Ends { line, outbox } = &mut *ends;
+        let reason = reason.or(outbox.state().broken).filter(|reason| !reason.is_empty());
+        outbox.give_up(&self.socket(), "");
+        let session = line.begin(&mut Out { socket: self.socket(), outbox }, None);
+        drop(ends);
+        let refused = self.stream.close();
         // Waits for whoever is reading, who will see the end of the socket.
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
         let mut inbox = lock(&self.inbox);
@@ -350,9 +337,27 @@ impl Connection {
         }
         drop(inbox);
         drop(session);
-        if let Some(reason) = reason {
-            self.hub.complaints.warn(format_args!("a connection was ended: {reason}"));
+        if let Some(reason) = refused.as_deref().or(reason) {
+            self.hub.share.complaints.warn(format_args!("a connection was ended: {reason}"));
         }
+    }
+}
+
+impl Client for Connection {
+    fn attached(&self) {
+        self.attached.store(true, Ordering::Relaxed);
+    }
+
+    fn may_park(&self) -> bool {
+        lock(&self.ends).line.may_park()
+    }
+
+    fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {
+        self.with_line(|line, out| line.park(out, ticket, gone));
+    }
+
+    fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool {
+        self.with_line(|line, out| line.finish(out, ticket, reply))
     }
 }
 

@@ -1,4 +1,4 @@
-//! What all connections of an export have in common: the source, the threads and where they wait.
+//! What all connections of an export have in common: the threads and where they wait.
 
 use std::collections::HashMap;
 use std::io;
@@ -7,15 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{Complaints, Lane};
-use ferry_vfs::FileSystem;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 use crate::connection::Connection;
-use crate::{Error, Listener, Options, worker};
+use crate::share::Share;
+use crate::{Error, Listener, worker};
 
 /// Threads that stay although there is nothing to do: one reads while another serves.
 pub(crate) const THREADS_MIN: usize = 2;
@@ -39,7 +38,7 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// What clients hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Connections.
     pub connections: usize,
@@ -62,12 +61,7 @@ struct Threads {
 
 /// See the module.
 pub(crate) struct Hub {
-    pub(crate) source: Arc<dyn FileSystem>,
-    pub(crate) options: Options,
-    pub(crate) read_only: bool,
-    pub(crate) complaints: Complaints,
-    /// Threads for what must not be done where it becomes known.
-    pub(crate) lane: Lane,
+    pub(crate) share: Arc<Share>,
     epoll: OwnedFd,
     bell: OwnedFd,
     listeners: Vec<Listener>,
@@ -96,20 +90,12 @@ fn system(what: &'static str) -> impl Fn(io::Error) -> Error {
 }
 
 impl Hub {
-    pub(crate) fn start(
-        listeners: Vec<Listener>,
-        source: Arc<dyn FileSystem>,
-        options: Options,
-    ) -> Result<Arc<Self>, Error> {
+    pub(crate) fn start(listeners: Vec<Listener>, share: Arc<Share>) -> Result<Arc<Self>, Error> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|errno| system("epoll")(errno.into()))?;
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = bell.map_err(|errno| system("eventfd")(errno.into()))?;
         let hub = Arc::new(Self {
-            read_only: options.read_only || source.features().read_only,
-            source,
-            options,
-            complaints: Complaints::default(),
-            lane: Lane::default(),
+            share,
             epoll,
             bell,
             listeners,
@@ -137,12 +123,9 @@ impl Hub {
     fn watch(&self) -> io::Result<()> {
         epoll::add(&self.epoll, &self.bell, EventData::new_u64(KEY_BELL), EventFlags::IN)?;
         for (index, listener) in self.listeners.iter().enumerate() {
-            match listener {
-                Listener::Unix(listener) => listener.set_nonblocking(true)?,
-                Listener::Tcp(listener) => listener.set_nonblocking(true)?,
-            }
+            rustix::io::ioctl_fionbio(listener, true)?;
             let flags = EventFlags::IN | EventFlags::ONESHOT;
-            epoll::add(&self.epoll, listener_fd(listener), EventData::new_u64(index as u64 + 1), flags)?;
+            epoll::add(&self.epoll, listener, EventData::new_u64(index as u64 + 1), flags)?;
         }
         Ok(())
     }
@@ -189,7 +172,7 @@ impl Hub {
     /// Starts one thread more, unless there are enough.
     fn grow(self: &Arc<Self>) -> io::Result<()> {
         let mut threads = lock(&self.threads);
-        if threads.count < self.options.limits.threads_max && !threads.ended {
+        if threads.count < self.share.options.limits.threads_max && !threads.ended {
             let hub = Arc::clone(self);
             let thread = std::thread::Builder::new().name("9p".into());
             self.starting.fetch_add(1, Ordering::AcqRel);
@@ -211,7 +194,7 @@ impl Hub {
         if self.idle.load(Ordering::Acquire) + self.starting.load(Ordering::Acquire) == 0
             && let Err(error) = self.grow()
         {
-            self.complaints.warn(format_args!("no further thread for 9P requests: {error}"));
+            self.share.complaints.warn(format_args!("no further thread for 9P requests: {error}"));
         }
     }
 
@@ -234,13 +217,13 @@ impl Hub {
         let index = usize::try_from(key - 1).unwrap_or(usize::MAX);
         let Some(listener) = self.listeners.get(index) else { return };
         loop {
-            match rustix::net::accept_with(listener_fd(listener), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(stream) => self.welcome(listener, stream),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(Errno::AGAIN) => break,
                 Err(errno) => {
                     // No descriptors, no memory: others must end first.
-                    self.complaints.warn(format_args!("no connection can be taken: {errno}"));
+                    self.share.complaints.warn(format_args!("no connection can be taken: {errno}"));
                     self.resting.store(true, Ordering::Release);
                     return;
                 }
@@ -251,20 +234,20 @@ impl Hub {
 
     fn listen_again(&self, index: usize, listener: &Listener) {
         let (key, flags) = (EventData::new_u64(index as u64 + 1), EventFlags::IN | EventFlags::ONESHOT);
-        if let Err(error) = epoll::modify(&self.epoll, listener_fd(listener), key, flags) {
+        if let Err(error) = epoll::modify(&self.epoll, listener, key, flags) {
             tracing::error!("a 9P socket is not listened on any more: {error}");
         }
     }
 
     fn welcome(self: &Arc<Self>, listener: &Listener, stream: OwnedFd) {
         let mut connections = lock(&self.connections);
-        if connections.len() >= self.options.limits.connections_max || self.is_stopping() {
+        if connections.len() >= self.share.options.limits.connections_max || self.is_stopping() {
             drop(connections);
-            let most = self.options.limits.connections_max;
-            self.complaints.warn(format_args!("a connection was refused: there are {most}, which is the limit"));
+            let most = self.share.options.limits.connections_max;
+            self.share.complaints.warn(format_args!("a connection was refused: there are {most}, which is the limit"));
             return;
         }
-        if let Listener::Tcp(_) = listener {
+        if listener.is_tcp() {
             // Requests are small and waited for; a peer whose machine is gone is to be noticed in the end.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&stream, true);
             let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
@@ -272,12 +255,16 @@ impl Hub {
             let _ = rustix::net::sockopt::set_tcp_keepintvl(&stream, KEEPALIVE_INTERVAL);
             let _ = rustix::net::sockopt::set_tcp_keepcnt(&stream, KEEPALIVE_COUNT);
         }
+        let Some(stream) = listener.stream(stream) else {
+            self.share.complaints.warn(format_args!("a connection was refused: there can be no TLS for it"));
+            return;
+        };
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
         let connection = Arc::new(Connection::new(Arc::clone(self), key, stream));
         connections.insert(key, Arc::clone(&connection));
         drop(connections);
         if let Err(error) = connection.watch() {
-            self.complaints.warn(format_args!("a connection cannot be watched: {error}"));
+            self.share.complaints.warn(format_args!("a connection cannot be watched: {error}"));
             connection.end(None);
         }
     }
@@ -297,7 +284,7 @@ impl Hub {
     /// Counts bytes that are held for clients; answers whether there is room for them. If not, they are not counted.
     pub(crate) fn hold(&self, bytes: usize) -> bool {
         let before = self.buffered.fetch_add(bytes, Ordering::AcqRel);
-        let fits = before.saturating_add(bytes) <= self.options.limits.buffered_bytes_max;
+        let fits = before.saturating_add(bytes) <= self.share.options.limits.buffered_bytes_max;
         if !fits {
             self.let_go(bytes);
         }
@@ -348,12 +335,5 @@ impl Hub {
         drop(threads);
         let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
         connections.iter().for_each(|connection| connection.end(None));
-    }
-}
-
-fn listener_fd(listener: &Listener) -> BorrowedFd<'_> {
-    match listener {
-        Listener::Unix(listener) => listener.as_fd(),
-        Listener::Tcp(listener) => listener.as_fd(),
     }
 }

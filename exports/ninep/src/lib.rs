@@ -1,4 +1,5 @@
-//! The 9P export: a source, served over 9P2000.L to whoever connects to a unix or TCP socket.
+//! The 9P export: a source, served over 9P2000.L to whoever connects to a unix, TCP or vsock socket, or as a vhost-user
+//! device to a virtual machine.
 //!
 //! ```no_run
 //! use std::net::TcpListener;
@@ -14,42 +15,63 @@
 //!
 //! # How it is put together
 //!
-//! A hub has an epoll descriptor that all its threads wait at. Whoever gets a connection's event takes one
+//! For sockets, a hub has an epoll descriptor that all its threads wait at. Whoever gets a connection's event takes one
 //! message from it, lets the others have the connection again, serves the message and sends the reply: one wake-up for
 //! a request, requests of one connection side by side, and no thread for a connection that is silent. Threads are
 //! started while all are busy, up to a limit, and end when there is nothing to do.
 //!
-//! * `connection` and `line`: messages in, replies out, which requests are under way, what a flush does to them;
+//! * `line`: which requests are under way, and what a flush does to them;
 //! * `session`: what Tversion begins: fids and what they hold;
-//! * `serve`: each request, as calls of the source.
+//! * `serve`: each request, as calls of the source; `carrier` says what it asks of those who bring them:
+//! * `connection`, `outbox` and `message`: messages of sockets, replies on their way out; `stream`: their bytes, plain or
+//!   inside TLS (feature `tls`);
+//! * `device`: descriptor chains.
 //!
 //! # Whom it trusts
 //!
 //! Nobody, with the server: whatever comes is decoded once, with every length checked; what a client can make us hold is
 //! limited, and a client that begins and does not go on is disconnected ([`Limits`]). But 9P has no authentication: whoever
 //! can connect is believed to be who it says, unless [`Users`] says otherwise. So unix sockets are to be for their user
-//! alone, and TCP beyond this machine has to be asked for ([`Options::remote`]).
+//! alone, and TCP beyond this machine has to be asked for ([`Options::remote`]), except with TLS that lets in only clients
+//! with a certificate. A vsock socket is there for the virtual machines of this host: all of them reach it, unless its
+//! address says which.
 #![forbid(unsafe_code)]
 
-mod checks;
+mod carrier;
 mod connection;
+mod device;
 mod hub;
 mod line;
+mod message;
 mod options;
+mod outbox;
 mod serve;
 mod session;
+mod share;
+mod stream;
+#[cfg(feature = "tls")]
+mod tls;
 mod users;
+#[cfg(feature = "tls")]
+mod validity;
 mod worker;
 
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
-use ferry_vfs::{Caller, Errno, FileSystem, Ino};
+use ferry_vfs::FileSystem;
+use ferry_vhost::ServerError;
 
+pub use crate::device::DeviceOptions;
 use crate::hub::Hub;
 pub use crate::hub::Usage;
 pub use crate::options::{Limits, Options};
+use crate::share::Share;
+use crate::stream::Stream;
+#[cfg(feature = "tls")]
+pub use crate::tls::{Tls, TlsError};
 pub use crate::users::Users;
 
 /// Where clients come from.
@@ -59,6 +81,11 @@ pub enum Listener {
     Unix(UnixListener),
     /// A listening TCP socket.
     Tcp(TcpListener),
+    /// A listening TCP socket whose clients begin with a TLS handshake.
+    #[cfg(feature = "tls")]
+    Tls(TcpListener, Tls),
+    /// A listening vsock socket.
+    Vsock(OwnedFd),
 }
 
 impl From<UnixListener> for Listener {
@@ -73,6 +100,44 @@ impl From<TcpListener> for Listener {
     }
 }
 
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(listener) => listener.as_fd(),
+            Self::Tcp(listener) => listener.as_fd(),
+            #[cfg(feature = "tls")]
+            Self::Tls(listener, _) => listener.as_fd(),
+            Self::Vsock(listener) => listener.as_fd(),
+        }
+    }
+}
+
+impl Listener {
+    /// The address, if whoever comes by the network there is let in.
+    fn lets_all_in(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(listener) => listener.local_addr().ok(),
+            #[cfg(feature = "tls")]
+            Self::Tls(listener, tls) if !tls.checks_clients => listener.local_addr().ok(),
+            _ => None,
+        }
+    }
+
+    /// Whether clients come by TCP.
+    pub(crate) fn is_tcp(&self) -> bool {
+        !matches!(self, Self::Unix(_) | Self::Vsock(_))
+    }
+
+    /// What carries the bytes of a client that came; `None` if there cannot be TLS.
+    pub(crate) fn stream(&self, fd: OwnedFd) -> Option<Stream> {
+        match self {
+            #[cfg(feature = "tls")]
+            Self::Tls(_, tls) => Stream::sealed(fd, tls),
+            _ => Some(Stream::plain(fd)),
+        }
+    }
+}
+
 /// Why a source cannot be exported.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -81,13 +146,19 @@ pub enum Error {
     #[error(
         "{0} can be reached from other machines, and 9P believes whoever connects; listen on 127.0.0.1, or say that this is meant"
     )]
-    Remote(std::net::SocketAddr),
+    Remote(SocketAddr),
     /// No threads, or none that could serve a second request of a connection.
     #[error("{0} threads cannot serve; choose 2 or more")]
     Threads(usize),
     /// The message size.
     #[error("messages of {0} bytes; choose {min} to {max}", min = ferry_wire::ninep::MSIZE_MIN, max = options::MSIZE_MAX)]
     Msize(u32),
+    /// The tag of a device.
+    #[error("the tag {0:?} has {len} bytes; a 9P tag has 1 to 255, none of them NUL", len = .0.len())]
+    Tag(String),
+    /// The device's server.
+    #[error(transparent)]
+    Device(#[from] ServerError),
     /// A descriptor or thread is missing.
     #[error("the 9P server cannot be started ({what})")]
     System {
@@ -102,7 +173,23 @@ pub enum Error {
 /// A source being served.
 #[derive(Debug)]
 pub struct Export {
-    hub: Arc<Hub>,
+    share: Arc<Share>,
+    /// Until it is stopped.
+    way: Option<Way>,
+}
+
+/// How clients reach it.
+#[derive(Debug)]
+enum Way {
+    Sockets(Arc<Hub>),
+    Device(device::Served),
+}
+
+fn check(options: &Options) -> Result<(), Error> {
+    match (ferry_wire::ninep::MSIZE_MIN..=options::MSIZE_MAX).contains(&options.msize_max) {
+        true => Ok(()),
+        false => Err(Error::Msize(options.msize_max)),
+    }
 }
 
 impl Export {
@@ -114,24 +201,45 @@ impl Export {
         if options.limits.threads_max < 2 {
             return Err(Error::Threads(options.limits.threads_max));
         }
-        if !(ferry_wire::ninep::MSIZE_MIN..=options::MSIZE_MAX).contains(&options.msize_max) {
-            return Err(Error::Msize(options.msize_max));
-        }
+        check(&options)?;
         for listener in &listeners {
-            if let Listener::Tcp(listener) = listener
-                && let Ok(address) = listener.local_addr()
+            if let Some(address) = listener.lets_all_in()
                 && !address.ip().is_loopback()
                 && !options.remote
             {
                 return Err(Error::Remote(address));
             }
         }
-        Ok(Self { hub: Hub::start(listeners, source, options)? })
+        let share = Arc::new(Share::new(source, options));
+        let hub = Hub::start(listeners, Arc::clone(&share))?;
+        Ok(Self { share, way: Some(Way::Sockets(hub)) })
+    }
+
+    /// Serves a source as a virtio-9p device, to one virtual machine monitor after another that connects to the socket
+    /// and speaks vhost-user. [`Options::limits`] and [`Options::remote`] mean nothing to a device: a guest has at most
+    /// as many requests under way as its queue holds, in its own memory.
+    ///
+    /// # Errors
+    /// [`Error`]: the options make no sense, or the system lacks something.
+    pub fn vhost_user(
+        listener: UnixListener,
+        source: Arc<dyn FileSystem>,
+        device: DeviceOptions,
+        options: Options,
+    ) -> Result<Self, Error> {
+        check(&options)?;
+        let share = Arc::new(Share::new(source, options));
+        let served = device::Served::start(listener, &share, device)?;
+        Ok(Self { share, way: Some(Way::Device(served)) })
     }
 
     /// What clients hold at the moment, to be watched and tested.
     pub fn usage(&self) -> Usage {
-        self.hub.usage()
+        match &self.way {
+            Some(Way::Sockets(hub)) => hub.usage(),
+            Some(Way::Device(device)) => device.usage(),
+            None => Usage::default(),
+        }
     }
 
     /// Takes no more requests, lets those under way end, disconnects everybody and makes everything durable.
@@ -142,13 +250,11 @@ impl Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        self.hub.stop();
-        let source = &self.hub.source;
-        if !self.hub.read_only {
-            match source.syncfs(&Caller::default(), Ino::ROOT) {
-                Ok(()) | Err(Errno::NOSYS) => {}
-                Err(error) => tracing::error!("what 9P clients wrote may not be on disk: {error}"),
-            }
+        match self.way.take() {
+            Some(Way::Sockets(hub)) => hub.stop(),
+            Some(Way::Device(device)) => device.stop(),
+            None => {}
         }
+        self.share.sync();
     }
 }

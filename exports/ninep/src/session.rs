@@ -8,12 +8,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{
-    Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Result, SessionId, XattrFlags,
+    Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Result, SessionId,
+    XattrFlags, checks,
 };
-use ferry_wire::ninep::{Fid, LockRequest, Qid, QidKind};
+use ferry_wire::ninep::{Agreed, Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, agree};
 
-use crate::checks;
-use crate::hub::{Hub, lock};
+use crate::hub::lock;
+use crate::share::Share;
 use crate::users::User;
 
 /// Fids of one session: Linux keeps one for each name that it remembers, and each takes some 200 bytes here.
@@ -247,11 +248,11 @@ impl Drop for NewValue {
 }
 
 impl Session {
-    pub(crate) fn new(hub: &Hub, msize: u32) -> Self {
+    pub(crate) fn new(share: &Share, msize: u32) -> Self {
         Self {
             id: SessionId::unique(),
             msize,
-            source: Arc::clone(&hub.source),
+            source: Arc::clone(&share.source),
             fids: Mutex::default(),
             paths: Arc::default(),
             owners: RandomState::new(),
@@ -402,6 +403,17 @@ impl Session {
     pub(crate) fn new_value(&self, name: &[u8], bytes: usize, flags: XattrFlags) -> Result<Arc<NewValue>> {
         let total = self.count_value(bytes)?;
         Ok(Arc::new(NewValue { name: name.into(), bytes, flags, value: Mutex::default(), total }))
+    }
+}
+
+/// The session that a Tversion begins, if it begins one, and the answer.
+pub(crate) fn agree_on(share: &Share, msize: u32, version: &[u8]) -> (Option<Arc<Session>>, Reply<'static>) {
+    match agree(msize, version, share.options.msize_max) {
+        Agreed::Session { msize } => {
+            (Some(Arc::new(Session::new(share, msize))), Reply::Version { msize, version: VERSION })
+        }
+        Agreed::Unknown => (None, Reply::Version { msize, version: VERSION_UNKNOWN }),
+        Agreed::TooSmall => (None, Reply::Error(Errno::MSGSIZE)),
     }
 }
 

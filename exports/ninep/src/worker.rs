@@ -7,10 +7,12 @@ use std::time::Duration;
 use ferry_vfs::Errno;
 use ferry_wire::ninep::{Reply, Request};
 
+use crate::carrier::Client;
 use crate::connection::{Connection, Received};
 use crate::hub::{Hub, KEY_BELL};
 use crate::line::Refused;
-use crate::serve::{Buffers, Context, Done, serve};
+use crate::message::{Buffers, Message};
+use crate::serve::{Context, Done, encode, serve};
 
 /// How long a thread without work stays, so that a burst does not start one for each request.
 const IDLE: Duration = Duration::from_secs(5);
@@ -67,7 +69,7 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
         Err(flaw) => {
             // Every program of a client can make it pass on names that are too long.
             if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
-                hub.complaints.warn(format_args!("{flaw}"));
+                hub.share.complaints.warn(format_args!("{flaw}"));
             }
             if let Some(tag) = flaw.tag {
                 connection.reply(tag, &Reply::Error(flaw.errno));
@@ -86,8 +88,9 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
             Ok((ticket, session)) => {
                 connection.serve_on();
                 hub.keep_watch();
-                let context = Context { hub, connection, session: &session, ticket: &ticket };
-                answer(&context, &request, buffers);
+                let client = Arc::clone(connection) as Arc<dyn Client>;
+                let context = Context { share: &hub.share, client, session: &session, ticket: &ticket };
+                answer(&context, &request, &mut Message { bytes: &message[..bytes], buffers });
                 connection.served();
                 return;
             }
@@ -105,16 +108,16 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
 }
 
 /// Serves a request and sends the reply. A panic of the source is an error for this request alone.
-fn answer(cx: &Context<'_>, request: &Request<'_>, buffers: &mut Buffers) {
-    let served = catch_unwind(AssertUnwindSafe(|| serve(cx, request, buffers))).unwrap_or(Err(Errno::IO));
-    match served {
-        Ok(Done::Reply) => cx.connection.finish(cx.ticket, &buffers.reply),
-        Ok(Done::Data(bytes)) => cx.connection.finish(cx.ticket, buffers.data.get(..bytes).unwrap_or_default()),
-        Ok(Done::Parked) => true,
+fn answer(cx: &Context<'_>, request: &Request<'_>, message: &mut Message<'_>) {
+    let served = catch_unwind(AssertUnwindSafe(|| serve(cx, request, message))).unwrap_or(Err(Errno::IO));
+    let reply = match served {
+        Ok(Done::Short) => &message.buffers.short,
+        Ok(Done::Long(bytes)) => message.buffers.long.get(..bytes).unwrap_or_default(),
+        Ok(Done::Later | Done::Parked) => return,
         Err(errno) => {
-            buffers.reply.clear();
-            Reply::Error(errno).encode(cx.ticket.tag, &mut buffers.reply);
-            cx.connection.finish(cx.ticket, &buffers.reply)
+            encode(message, cx.ticket.tag, &Reply::Error(errno));
+            &message.buffers.short
         }
     };
+    cx.client.finish(cx.ticket, reply);
 }

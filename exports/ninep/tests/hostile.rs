@@ -89,7 +89,7 @@ fn random_bytes_do_no_harm() {
         }
         // The server may have ended the connection by then: for a tag that was in use.
         let _ = client.stream.write_all(&bytes);
-        let _ = client.stream.shutdown(std::net::Shutdown::Write);
+        let _ = client.stream.socket().shutdown(std::net::Shutdown::Write);
         let _ = client.stream.read_to_end(&mut Vec::new());
     }
     share.settles(|usage| usage.connections == 0 && usage.buffered_bytes == 0);
@@ -159,7 +159,7 @@ fn replies_that_nobody_takes_are_bounded() {
         .map(|_| {
             let mut client = share.attached(0);
             client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
-            client.stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+            client.stream.socket().set_write_timeout(Some(Duration::from_millis(100))).unwrap();
             client
         })
         .collect();

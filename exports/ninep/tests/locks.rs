@@ -5,10 +5,9 @@
 mod common;
 
 use std::fs;
-use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use common::{Client, DirServer, lock_of, name};
+use common::{Client, DirServer, Link, lock_of, name};
 use ferry_ninep::Options;
 use ferry_vfs::{Errno, LockKind, OFlags};
 use ferry_wire::ninep::*;
@@ -22,13 +21,13 @@ fn share() -> DirServer {
     share
 }
 
-fn client(share: &DirServer) -> Client<UnixStream> {
+fn client(share: &DirServer) -> Client<Link> {
     let mut client = share.attached(0);
     client.open_path(FILE, "f", OFlags::RDWR).unwrap();
     client
 }
 
-fn wait_for(client: &mut Client<UnixStream>, tag: u16, pid: u32) {
+fn wait_for(client: &mut Client<Link>, tag: u16, pid: u32) {
     let lock = lock_of(LockKind::Write, pid);
     client.send(Tag(tag), &Request::Lock { fid: FILE, lock, wait: true, reclaim: false });
 }

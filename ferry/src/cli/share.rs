@@ -7,7 +7,9 @@ use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
 use super::values::{Cache, Carrier, Passthrough, made_tag, tag_of};
+use crate::image::ImageDigest;
 use crate::ninep::{Address, Users};
+use crate::remote::Server;
 use crate::size::Size;
 use crate::source::Kind;
 
@@ -21,13 +23,15 @@ const HANDLER_TIMEOUT_MAX: u64 = 86_400;
 const THREADS_MAX: u16 = 1024;
 /// Each entry takes a buffer as large as the longest request, for every CPU.
 const DEPTH_MAX: u16 = 256;
+/// Each takes a tag of its own; past this a server keeps them waiting anyway.
+const IN_FLIGHT_MAX: u16 = 4096;
 
 /// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
 #[derive(Clone, Debug, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Share {
-    /// A directory, or mem, or pmem:PATH.
+    /// A directory, or mem, or pmem:PATH, or 9p: with unix:PATH, tcp:HOST:PORT[/TREE], tls: or vsock:.
     #[arg(index = 1, value_name = "SOURCE", required = false)]
     #[serde(alias = "dir")]
     pub source: PathBuf,
@@ -44,7 +48,8 @@ pub struct Share {
     #[arg(long, value_name = "DIR")]
     pub mount: Option<PathBuf>,
 
-    /// Listen for 9P clients: unix:PATH, or tcp:HOST:PORT on this machine (9P2000.L).
+    /// Listen for 9P clients (9P2000.L): unix:PATH, tcp:HOST:PORT, tls:HOST:PORT, vsock:CID:PORT (CID: any, 2 on a host, 1
+    /// for this machine alone), or vhost-user:SOCKET for a VMM.
     #[arg(id = "9p", long = "9p", value_name = "ADDRESS")]
     #[serde(rename = "9p")]
     pub ninep: Option<Address>,
@@ -110,16 +115,64 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", requires = "tier2", help_heading = "For mem and pmem:PATH")]
     pub tier2_size: Option<Size>,
 
+    /// The folder with the bytes of an image's files.
+    #[arg(long, value_name = "DIR", help_heading = "For image:PATH")]
+    pub store: Option<PathBuf>,
+
+    /// Go on only if the image has this digest, which proves all of the tree.
+    #[arg(long, value_name = "DIGEST", help_heading = "For image:PATH")]
+    pub digest: Option<ImageDigest>,
+
     /// Let the tcp address be one that other machines reach. Whoever connects is believed to be who it says.
     #[arg(id = "9p-remote", long = "9p-remote", help_heading = "For 9P")]
     #[serde(default, rename = "9p-remote")]
     pub ninep_remote: bool,
+
+    /// The certificate of a tls address, with those that vouch for it, in PEM.
+    #[arg(long, value_name = "FILE", help_heading = "For 9P")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// The key of the certificate, in PEM.
+    #[arg(long, value_name = "FILE", help_heading = "For 9P")]
+    pub tls_key: Option<PathBuf>,
+
+    /// Let in only clients with a certificate that one of these vouches for, in PEM; then other machines may reach the
+    /// address without --9p-remote.
+    #[arg(long, value_name = "FILE", help_heading = "For 9P")]
+    pub tls_client_ca: Option<PathBuf>,
 
     /// As whom 9P clients act: client (who they say; their kernel checks permissions), only=UID,UID... (the same, but no
     /// others), or UID:GID (all are this user, and the server checks permissions) [default: client].
     #[arg(id = "9p-users", long = "9p-users", value_name = "WHO", help_heading = "For 9P")]
     #[serde(rename = "9p-users")]
     pub ninep_users: Option<Users>,
+
+    /// The longest message to agree on with the server [default: 1M].
+    #[arg(long, value_name = "SIZE", help_heading = "For 9p:SERVER")]
+    pub msize: Option<Size>,
+
+    /// Requests under way to the server at a time [default: 64].
+    #[arg(long, value_name = "N", help_heading = "For 9p:SERVER")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(IN_FLIGHT_MAX)))]
+    pub in_flight: Option<u16>,
+
+    /// The number of the user that the server sees; new files belong to whoever makes them [default: yours].
+    #[arg(id = "9p-user", long = "9p-user", value_name = "UID", help_heading = "For 9p:SERVER")]
+    #[arg(value_parser = clap::value_parser!(u32).range(..i64::from(u32::MAX)))]
+    #[serde(rename = "9p-user")]
+    pub ninep_user: Option<u32>,
+
+    /// Who must have signed the certificate of a tls server, in PEM.
+    #[arg(long, value_name = "FILE", help_heading = "For 9p:SERVER")]
+    pub server_ca: Option<PathBuf>,
+
+    /// The certificate to show to a tls server, in PEM.
+    #[arg(long, value_name = "FILE", requires = "client_key", help_heading = "For 9p:SERVER")]
+    pub client_cert: Option<PathBuf>,
+
+    /// The key of that certificate, in PEM.
+    #[arg(long, value_name = "FILE", requires = "client_cert", help_heading = "For 9p:SERVER")]
+    pub client_key: Option<PathBuf>,
 
     /// How requests of a mount travel [default: auto, the best that can be had].
     #[arg(long, value_enum, value_name = "PATH", help_heading = "For mounts")]
@@ -174,8 +227,9 @@ impl Share {
     /// The tag that was given, or one made of the source's own name.
     pub fn tag_or_default(&self) -> Tag {
         self.tag.clone().unwrap_or_else(|| match self.kind() {
-            Kind::Dir(path) | Kind::Pmem(path) => tag_of(&path),
+            Kind::Dir(path) | Kind::Pmem(path) | Kind::Image(path) => tag_of(&path),
             Kind::Mem => made_tag("mem"),
+            Kind::Ninep(_) => made_tag("9p"),
         })
     }
 
@@ -188,12 +242,14 @@ impl Share {
     pub fn check(&self) -> Result<(), String> {
         /// A value, its key, and its bounds.
         type Bounded = (Option<u64>, &'static str, u64, u64);
-        let bounded: [Bounded; 5] = [
+        let bounded: [Bounded; 7] = [
             (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
             (self.poll_us, "poll-us", 0, POLL_US_MAX),
             (self.handler_timeout, "handler-timeout", 0, HANDLER_TIMEOUT_MAX),
             (self.threads.map(Into::into), "threads", 1, THREADS_MAX.into()),
             (self.depth.map(Into::into), "depth", 1, DEPTH_MAX.into()),
+            (self.in_flight.map(Into::into), "in-flight", 1, IN_FLIGHT_MAX.into()),
+            (self.ninep_user.map(Into::into), "9p-user", 0, u64::from(u32::MAX) - 1),
         ];
         for (value, key, min, max) in bounded {
             if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
@@ -229,13 +285,44 @@ impl Share {
             (self.threads.is_some(), "threads"),
             (self.depth.is_some(), "depth"),
         ];
+        let of_tls = [
+            (self.tls_cert.is_some(), "tls-cert"),
+            (self.tls_key.is_some(), "tls-key"),
+            (self.tls_client_ca.is_some(), "tls-client-ca"),
+        ];
         let of_9p = [(self.ninep_remote, "9p-remote"), (self.ninep_users.is_some(), "9p-users")];
-        let given = |flags: &[(bool, &'static str)]| flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag);
-        if let (Kind::Dir(_), Some(flag)) = (&kind, given(&of_memory)) {
-            return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
+        match (&kind, given(&of_memory)) {
+            (Kind::Dir(_), Some(flag)) => {
+                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
+            }
+            (Kind::Image(_), Some(flag)) => {
+                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is an image"));
+            }
+            (Kind::Ninep(_), Some(flag)) => {
+                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is on a server"));
+            }
+            _ => {}
+        }
+        let of_images = [(self.store.is_some(), "store"), (self.digest.is_some(), "digest")];
+        match (&kind, given(&of_images)) {
+            (Kind::Image(_), _) if self.store.is_none() => {
+                return Some(format!("{source} needs store, the folder with the bytes of its files"));
+            }
+            (Kind::Image(_), _) | (_, None) => {}
+            (_, Some(flag)) => return Some(format!("{flag} is for image:PATH, and {source} is none")),
+        }
+        if let Some(why) = self.wrong_about_server(&kind) {
+            return Some(why);
         }
         if let (None, Some(flag)) = (&self.ninep, given(&of_9p)) {
             return Some(format!("{flag} is for 9P, and {source} is not shared so: add 9p, or leave it out"));
+        }
+        let has_tls = matches!(self.ninep, Some(Address::Tls(..)));
+        if let (false, Some(flag)) = (has_tls, given(&of_tls)) {
+            return Some(format!("{flag} is for 9P with TLS, and {source} is not shared so: add 9p tls:HOST:PORT"));
+        }
+        if has_tls && (self.tls_cert.is_none() || self.tls_key.is_none()) {
+            return Some(format!("{source} is shared with TLS, which needs tls-cert and tls-key, both files in PEM"));
         }
         match kind {
             Kind::Mem if self.tier2.is_some() => Some("tier2 is for pmem:PATH; mem has one tier".into()),
@@ -248,6 +335,42 @@ impl Share {
             _ => None,
         }
     }
+
+    /// What does not go together about the 9P server that is the source, if it is one.
+    fn wrong_about_server(&self, kind: &Kind) -> Option<String> {
+        let source = self.source.display();
+        let of_tls = given(&[
+            (self.server_ca.is_some(), "server-ca"),
+            (self.client_cert.is_some(), "client-cert"),
+            (self.client_key.is_some(), "client-key"),
+        ]);
+        let of_all = given(&[
+            (self.msize.is_some(), "msize"),
+            (self.in_flight.is_some(), "in-flight"),
+            (self.ninep_user.is_some(), "9p-user"),
+        ]);
+        let Kind::Ninep(address) = kind else {
+            return of_all.or(of_tls).map(|flag| format!("{flag} is for 9p:SERVER, and {source} is none"));
+        };
+        match (Server::of(address), of_tls) {
+            (Err(why), _) => Some(why),
+            (Ok(server), Some(flag)) if !server.is_tls() => {
+                Some(format!("{flag} is for servers with TLS; write 9p:tls:HOST:PORT, or leave it out"))
+            }
+            (Ok(server), _) if server.is_tls() && self.server_ca.is_none() => {
+                Some(format!("{source} needs server-ca, the file of those who sign servers' certificates, in PEM"))
+            }
+            _ if self.client_cert.is_some() != self.client_key.is_some() => {
+                Some("client-cert and client-key are a pair; give both or none".into())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The first of some flags that was given.
+fn given(flags: &[(bool, &'static str)]) -> Option<&'static str> {
+    flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag)
 }
 
 fn tag<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Tag>, D::Error> {

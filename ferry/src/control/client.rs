@@ -82,7 +82,7 @@ fn running() -> Vec<(Client, Status)> {
 }
 
 impl Target {
-    /// Finds what a process id, a mount point, a socket, or a file in a mount means.
+    /// Finds what a process id, a mount point, a socket, or a file in a mount or a shared directory means.
     pub fn find(target: &Path) -> Result<Self> {
         let begin = Instant::now();
         loop {
@@ -112,14 +112,14 @@ impl Target {
             let client = running.into_iter().nth(client).expect("it was found there").0;
             return Ok(Self { client, share: Some(share), file: None });
         }
-        let found = Self::of_mount(&path, &running);
+        let found = Self::of_mount(&path, &running).or_else(|| Self::of_source(&path, &running));
         let Some((client, share, file)) = found else {
             if is_in_mount(&path) {
                 bail!(
                     "the ferry that serves {shown} does not answer; if it has died, mount again, or end the mount with umount"
                 );
             }
-            bail!("{shown} is not in a mount of a running ferry, and not the socket of one");
+            bail!("{shown} is not in a mount or a shared directory of a running ferry, and not the socket of one");
         };
         let client = running.into_iter().nth(client).expect("it was found there").0;
         Ok(Self { client, share: Some(share), file })
@@ -127,7 +127,10 @@ impl Target {
 
     fn of_socket(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize)> {
         each_share(running).find_map(|(client, share, shown)| {
-            let ninep = shown.ninep.as_deref().and_then(|address| address.strip_prefix("unix:"));
+            let ninep = shown
+                .ninep
+                .as_deref()
+                .and_then(|address| address.strip_prefix("unix:").or_else(|| address.strip_prefix("vhost-user:")));
             let mut sockets = shown.virtiofs.as_deref().into_iter().chain(ninep);
             let same = |socket| Path::new(socket).canonicalize().is_ok_and(|socket| socket == path);
             sockets.any(same).then_some((client, share))
@@ -136,11 +139,29 @@ impl Target {
 
     /// The innermost mount that a path is in.
     fn of_mount(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize, Option<FileName>)> {
+        Self::innermost(path, running, |shown| shown.mount.as_deref().map(PathBuf::from))
+    }
+
+    /// The innermost shared directory that a path is in: for files of shares that are mounted elsewhere.
+    fn of_source(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize, Option<FileName>)> {
+        // The word of a source that is no directory is no absolute path.
+        Self::innermost(path, running, |shown| {
+            Path::new(&shown.source).canonicalize().ok().filter(|_| shown.source.starts_with('/'))
+        })
+    }
+
+    fn innermost(
+        path: &Path,
+        running: &[(Client, Status)],
+        folder: impl Fn(&super::Shown) -> Option<PathBuf>,
+    ) -> Option<(usize, usize, Option<FileName>)> {
+        // A mount in the mount or source of another ferry is none of the other's, even if its own server has died.
+        let mount = mount_of(path);
         let within = each_share(running).filter_map(|(client, share, shown)| {
-            let mount = shown.mount.as_deref()?;
-            let rest = path.strip_prefix(mount).ok()?.as_os_str().as_bytes();
+            let folder = folder(shown).filter(|folder| mount.is_none() || mount_of(folder) == mount)?;
+            let rest = path.strip_prefix(&folder).ok()?.as_os_str().as_bytes();
             let file = (!rest.is_empty()).then(|| FileName(rest.to_vec()));
-            Some((mount.len(), (client, share, file)))
+            Some((folder.as_os_str().len(), (client, share, file)))
         });
         within.max_by_key(|(length, _)| *length).map(|(_, found)| found)
     }
@@ -148,7 +169,12 @@ impl Target {
 
 /// Whether a path is in a mount that a ferry has made, whatever has become of that ferry.
 pub fn is_in_mount(path: &Path) -> bool {
-    path.canonicalize().is_ok_and(|path| Mountpoint::is_of_ferry(&path))
+    mount_of(path).is_some()
+}
+
+/// The number of the mount of a ferry that a path is in.
+fn mount_of(path: &Path) -> Option<u64> {
+    Mountpoint::of_ferry(&path.canonicalize().ok()?)
 }
 
 /// Every share with its server's and its own index.

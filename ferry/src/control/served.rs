@@ -15,7 +15,7 @@ use crate::share;
 /// One share that is up.
 pub struct Served {
     shown: Shown,
-    /// What [`ferry_serve::debug::Filter`] calls it.
+    /// What [`ferry_engine::requests::Filter`] calls it.
     name: String,
     source: Arc<dyn FileSystem>,
     mount: Option<Arc<ferry_fuse::Export>>,
@@ -58,12 +58,13 @@ impl Served {
     /// A share before it is mounted.
     pub fn new(share: &Share, source: Arc<dyn FileSystem>) -> Self {
         let is_device = share.virtiofs.is_some() || share.fd.is_some();
+        let has_tag = is_device || matches!(share.ninep, Some(crate::ninep::Address::VhostUser(_)));
         let shown = Shown {
             source: match share.kind() {
                 crate::source::Kind::Dir(path) => share::shown(&path),
                 _ => share.source.to_string_lossy().into_owned(),
             },
-            tag: is_device.then(|| share.tag_or_default().as_str().to_owned()),
+            tag: has_tag.then(|| share.tag_or_default().as_str().to_owned()),
             virtiofs: share.virtiofs.as_deref().map(share::shown),
             fd: share.fd,
             ninep: None,

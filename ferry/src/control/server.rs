@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_serve::debug::{self, Filter};
+use ferry_engine::requests::{self, Filter};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -207,7 +207,7 @@ impl Server {
 
     fn set(&self, state: State) -> Result<()> {
         self.logging.set(&state.level, state.requests.is_some())?;
-        debug::watch(state.requests.as_ref().map(|(_, filter)| filter.clone()));
+        requests::watch(state.requests.as_ref().map(|(_, filter)| filter.clone()));
         *self.lock() = state;
         Ok(())
     }

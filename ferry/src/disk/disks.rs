@@ -52,7 +52,6 @@ impl<'a> Disks<'a> {
     pub fn open(disks: &'a [Args], inherited: Vec<Option<Bound>>) -> Result<Self> {
         let mut opened = Vec::new();
         for (args, inherited) in disks.iter().zip(inherited) {
-            let path = args.path()?;
             let bound = match (inherited, &args.vhost_user) {
                 (Some(bound), _) => bound,
                 (None, Some(socket)) => Bound::bind(socket)?,
@@ -61,8 +60,7 @@ impl<'a> Disks<'a> {
                     continue;
                 }
             };
-            let disk = ferry_disk::open(path, &args.disk_options())?;
-            opened.push(Opened { args, bound, disk });
+            opened.push(Opened { args, bound, disk: args.open()? });
         }
         Ok(Self { opened, exports: Vec::new() })
     }

@@ -214,6 +214,7 @@ impl Dir {
                 flock: true,
                 backing: true,
                 // Our numbers go with the client's references.
+                waits: false,
                 by_number: false,
             },
             options,

@@ -29,7 +29,7 @@ const CLUSTER_BYTES: u32 = 64 << 10;
 
 /// An image as a disk.
 pub(crate) struct Qcow2Disk {
-    /// Shared by reads and writes; discards move clusters away and want it alone.
+    /// Shared by reads and writes; what frees, zeroes, or writes the image's tables wants it alone.
     image: RwLock<Image>,
     features: DiskFeatures,
     serial: String,
@@ -63,10 +63,11 @@ impl Qcow2Disk {
 
     /// Lets what was changed survive this process, and with `durable` a power failure, too. `imago` keeps the image's
     /// tables in memory; a request that has ended must be found by the next server if this one is killed, for the guest
-    /// goes on with that one as if nothing had been.
+    /// goes on with that one as if nothing had been. Alone, for `imago` calls a table clean as soon as somebody has begun to
+    /// write it: beside others, this would return before what was changed is in the file.
     fn settle(&self, durable: bool) -> Result<()> {
-        let image = self.shared();
-        image.flush().and_then(|()| if durable { image.sync() } else { Ok(()) }).map_err(errno)
+        self.alone().flush().map_err(errno)?;
+        if durable { self.shared().sync().map_err(errno) } else { Ok(()) }
     }
 }
 
@@ -124,9 +125,11 @@ impl Disk for Qcow2Disk {
     }
 
     fn write_zeroes(&self, offset: u64, bytes: u64, may_unmap: bool, durable: bool) -> Result<()> {
+        // Alone: `imago` looks whether the rest of a cluster is zeros, and then makes all of it zeros; what others
+        // write there in between would be lost.
         match may_unmap {
             true => self.alone().discard_to_zero(offset, bytes),
-            false => self.shared().write_zeroes(offset, bytes),
+            false => self.alone().write_zeroes(offset, bytes),
         }
         .map_err(errno)?;
         self.settle(durable)

@@ -219,6 +219,38 @@ mod images {
         assert!(grow(&path, 32 * MIB, &qcow2()).is_err(), "not while it is in use");
     }
 
+    /// Writes of one caller beside zeros of another in the same cluster: neither may touch what the other made.
+    #[test]
+    fn neighbours_in_a_cluster_do_not_lose_each_others_bytes() {
+        const CLUSTER: u64 = 64 << 10;
+        let folder = folder();
+        let path = folder.path().join("disk.qcow2");
+        create(&path, 64 * MIB, None);
+        for cache in [Cache::Writeback, Cache::None] {
+            let disk = open(&path, &Options { cache: Some(cache), ..qcow2() }).expect("an image");
+            let both = std::sync::Barrier::new(2);
+            std::thread::scope(|scope| {
+                let zeroes = scope.spawn(|| {
+                    for cluster in 0..512 {
+                        both.wait();
+                        disk.write_zeroes(cluster * CLUSTER + 4096, CLUSTER - 4096, false, false).expect("zeros");
+                    }
+                });
+                for cluster in 0..512 {
+                    both.wait();
+                    write(&*disk, cluster * CLUSTER + 512, &[7; 1024]);
+                }
+                zeroes.join().expect("zeros are written");
+            });
+            for cluster in 0..512 {
+                let found = read(&*disk, cluster * CLUSTER, CLUSTER);
+                assert!(found[512..1536] == [7; 1024], "{cache:?}: cluster {cluster}");
+                assert!(found[4096..].iter().all(|byte| *byte == 0), "{cache:?}: cluster {cluster}");
+            }
+            disk.discard(0, 64 * MIB).expect("a discard");
+        }
+    }
+
     #[test]
     fn backing_files_only_where_they_may_lie() {
         let folder = folder();

@@ -135,3 +135,35 @@ proptest! {
         survive(image);
     }
 }
+
+/// A disk that gives nothing but errors.
+#[derive(Debug)]
+struct Dead;
+
+impl Medium for Dead {
+    fn bytes(&self) -> u64 {
+        1 << 20
+    }
+
+    fn look(&self, _: u64, _: usize, _: &mut dyn FnMut(&[u8])) -> std::io::Result<()> {
+        Err(std::io::Error::other("the disk is dead"))
+    }
+
+    fn edit(&self, _: u64, _: usize, _: &mut dyn FnMut(&mut [u8]) -> usize) -> std::io::Result<usize> {
+        unreachable!("what cannot be read is not written to")
+    }
+
+    fn persist(&self, _: &[std::ops::Range<u64>]) -> std::io::Result<()> {
+        unreachable!("what cannot be read is not written to")
+    }
+}
+
+/// An image that cannot be read is not taken for something else, which one could empty.
+#[test]
+fn what_cannot_be_read_is_left_alone_and_named() {
+    let media = Media { image: Arc::new(Dead), tier2: None };
+    for error in [fsck_medium(&media, true).unwrap_err(), open_media(&media, &options()).unwrap_err()] {
+        let text = error.to_string();
+        assert!(text.contains("cannot be read (the disk is dead)") && !text.contains("empty it"), "{text}");
+    }
+}

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::Maker;
+
 /// What is mounted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
@@ -12,6 +14,8 @@ pub enum Source {
     Mem,
     /// A persistent memory file system, on a file.
     Pmem,
+    /// A host directory on a disk, by a 9P server.
+    NineP(Maker),
 }
 
 /// How requests and data go.
@@ -46,7 +50,7 @@ impl Cell {
             Road::DevFuse => ("devfuse", "off"),
             Road::Auto => ("auto", "off"),
             // What has no files below goes without.
-            Road::Passthrough if self.source == Source::Pmem => ("auto", "auto"),
+            Road::Passthrough if !self.has_files_below() => ("auto", "auto"),
             Road::Passthrough => ("auto", "on"),
         };
         ["--path", path, "--passthrough", passthrough, "--cache", self.cache]
@@ -60,7 +64,11 @@ impl Cell {
 
     /// Whether files' data can be had without the server.
     pub fn passes_through(&self) -> bool {
-        self.road == Road::Passthrough && self.source != Source::Pmem
+        self.road == Road::Passthrough && self.has_files_below()
+    }
+
+    fn has_files_below(&self) -> bool {
+        matches!(self.source, Source::Dir | Source::Mem)
     }
 }
 
@@ -74,6 +82,9 @@ impl FromStr for Cell {
             "dir" => Source::Dir,
             "mem" => Source::Mem,
             "pmem" => Source::Pmem,
+            "ninep" => Source::NineP(Maker::Ferry),
+            "diod" => Source::NineP(Maker::Diod),
+            "p9ufs" => Source::NineP(Maker::P9ufs),
             other => return Err(format!("no source '{other}' in {name}")),
         };
         let road = match word() {
@@ -110,6 +121,11 @@ mod tests {
         assert_eq!(cell, Cell { source: Source::Pmem, road: Road::DevFuse, cache: "none" });
         let cell: Cell = "dir_passthrough".parse().unwrap();
         assert_eq!((cell.cache, cell.passes_through()), ("auto", true));
+        let cell: Cell = "diod_devfuse".parse().unwrap();
+        assert_eq!(
+            (cell.source, cell.to_string().as_str()),
+            (Source::NineP(Maker::Diod), "ninep(diod) devfuse cache=auto")
+        );
         assert!("pmem_passthrough".parse().is_ok_and(|cell: Cell| !cell.passes_through()));
         for wrong in ["", "mem", "mem_other", "tmpfs_uring", "mem_uring_often"] {
             assert!(wrong.parse::<Cell>().is_err(), "{wrong}");

@@ -9,6 +9,7 @@ mod emergency;
 mod mounted;
 mod pair;
 mod program;
+mod server;
 mod settings;
 mod site;
 
@@ -17,6 +18,7 @@ pub use emergency::{Emergency, Watchdog};
 pub use mounted::{MountOptions, Mounted, assert_nothing_left, unmount};
 pub use pair::Pair;
 pub use program::{Started, ferry, program};
+pub use server::{Maker, NinePServer, diod, go_program};
 pub use settings::{ENABLE_URING, IO_URING_DISABLED, Setting, WithUring, with_uring};
 pub use site::Site;
 

@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use super::{Cell, Emergency, Road, Site, Source, Started, Watchdog, WithUring, ferry, mount_entry, with_uring};
+use super::{
+    Cell, Emergency, Maker, NinePServer, Road, Site, Source, Started, Watchdog, WithUring, ferry, mount_entry,
+    with_uring,
+};
 use crate::{Place, SETTLE, folder};
 
 /// How long the program may take until it has mounted.
@@ -50,6 +53,8 @@ pub struct Mounted {
     pub emergency: Emergency,
     server: Arc<Mutex<Started>>,
     watchdog: Watchdog,
+    /// The 9P server below, if it is one, unless it was there before.
+    pub remote: Option<NinePServer>,
     folder: Option<TempDir>,
     _uring: Option<WithUring>,
 }
@@ -65,6 +70,20 @@ impl Mounted {
     /// # Panics
     /// When the program does not mount.
     pub fn with(cell: &Cell, options: &MountOptions) -> Option<Self> {
+        Self::fresh(cell, options, |path| Self::prepared(*cell, path, options))
+    }
+
+    /// As [`Self::with`], of a 9P server that is there already.
+    ///
+    /// # Panics
+    /// When the program does not mount.
+    pub fn of_server(server: &NinePServer, cell: &Cell, options: &MountOptions) -> Option<Self> {
+        let source = format!("9p:{}", server.address());
+        Self::fresh(cell, options, |path| Some(Self::of_source(*cell, &source, path, options)))
+    }
+
+    /// Mounts in a folder of its own, if that can be done here.
+    fn fresh(cell: &Cell, options: &MountOptions, mount: impl FnOnce(&Path) -> Option<Self>) -> Option<Self> {
         let uring = match super::missing() {
             Some(missing) => Err(missing),
             None => with_uring(),
@@ -80,7 +99,7 @@ impl Mounted {
         std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let path = folder.path().join("mnt");
         std::fs::create_dir(&path).unwrap();
-        let mut mounted = Self::again(*cell, &path, options);
+        let mut mounted = mount(&path)?;
         mounted.folder = Some(folder);
         mounted._uring = uring.ok();
         mounted.assert_as_asked();
@@ -92,9 +111,18 @@ impl Mounted {
     /// # Panics
     /// When the program does not mount.
     pub fn again(cell: Cell, mountpoint: &Path, options: &MountOptions) -> Self {
-        let below = mountpoint.with_file_name(BELOW);
-        let source = prepare(cell.source, &below);
-        let mut command = ferry(["mount", &source]);
+        Self::prepared(cell, mountpoint, options).expect("what is below was there before")
+    }
+
+    fn prepared(cell: Cell, mountpoint: &Path, options: &MountOptions) -> Option<Self> {
+        let (source, remote) = prepare(cell.source, &mountpoint.with_file_name(BELOW))?;
+        let mut mounted = Self::of_source(cell, &source, mountpoint, options);
+        mounted.remote = remote;
+        Some(mounted)
+    }
+
+    fn of_source(cell: Cell, source: &str, mountpoint: &Path, options: &MountOptions) -> Self {
+        let mut command = ferry(["mount", source]);
         command
             .arg(mountpoint)
             .args(["--foreground", "--json", "--allow-other"])
@@ -116,7 +144,7 @@ impl Mounted {
         let watchdog = Watchdog::new(emergency.clone(), limit);
         let site = Site::new(mountpoint, emergency.clone());
         let below = mountpoint.with_file_name(BELOW);
-        let mounted = Self { cell, site, below, emergency, server, watchdog, folder: None, _uring: None };
+        let mounted = Self { cell, site, below, emergency, server, watchdog, remote: None, folder: None, _uring: None };
         mounted.wait_for_mount();
         mounted
     }
@@ -263,20 +291,29 @@ impl Drop for Mounted {
     }
 }
 
-/// Makes what a source needs below `path`, and answers its name for the program.
-pub(super) fn prepare(source: Source, path: &Path) -> String {
-    match source {
+/// Makes what a source needs below `path`, and answers its name for the program and, if it is to be served by another
+/// one, that. `None`, with a word why, where it cannot be had.
+pub(super) fn prepare(source: Source, path: &Path) -> Option<(String, Option<NinePServer>)> {
+    Some(match source {
         Source::Dir => {
             std::fs::create_dir_all(path).unwrap();
-            path.to_str().unwrap().into()
+            (path.to_str().unwrap().into(), None)
         }
-        Source::Mem => "mem".into(),
+        Source::Mem => ("mem".into(), None),
         Source::Pmem => {
             let file = std::fs::File::options().create(true).truncate(false).write(true).open(path).unwrap();
             if file.metadata().unwrap().len() == 0 {
                 file.set_len(PMEM_BYTES).unwrap();
             }
-            format!("pmem:{}", path.display())
+            (format!("pmem:{}", path.display()), None)
         }
-    }
+        Source::NineP(maker) => {
+            let socket = path.join("s");
+            if maker == Maker::Ferry && std::os::unix::net::UnixStream::connect(&socket).is_ok() {
+                return Some((format!("9p:unix:{}", socket.display()), None));
+            }
+            let server = NinePServer::start(maker, path)?;
+            (format!("9p:{}", server.address()), Some(server))
+        }
+    })
 }

@@ -9,7 +9,9 @@ use rustix::process::{Signal, kill_process};
 use tempfile::TempDir;
 
 use super::mounted::prepare;
-use super::{Cell, Emergency, Road, Site, Started, Watchdog, WithUring, assert_nothing_left, ferry, mount_entry};
+use super::{
+    Cell, Emergency, NinePServer, Road, Site, Started, Watchdog, WithUring, assert_nothing_left, ferry, mount_entry,
+};
 use crate::{Place, SETTLE, folder};
 
 /// How long the program may take until both are there.
@@ -23,6 +25,7 @@ pub struct Pair {
     emergencies: [Emergency; 2],
     watchdogs: [Watchdog; 2],
     server: Arc<Mutex<Started>>,
+    _remote: Option<NinePServer>,
     _folders: [TempDir; 2],
     _uring: Option<WithUring>,
 }
@@ -45,7 +48,7 @@ impl Pair {
             return None;
         }
         let folders = [folder(Place::Disk), folder(Place::Disk)];
-        let source = prepare(cells[0].source, &folders[0].path().join("below"));
+        let (source, remote) = prepare(cells[0].source, &folders[0].path().join("below"))?;
         let paths = folders.each_ref().map(|folder| folder.path().join("mnt"));
         let mut command = ferry(["share"]);
         for (cell, path) in cells.iter().zip(&paths) {
@@ -57,8 +60,8 @@ impl Pair {
         let emergencies = paths.each_ref().map(emergency);
         let watchdogs = emergencies.each_ref().map(|emergency| Watchdog::new(emergency.clone(), limit));
         let sites = [0, 1].map(|number| Site::new(&paths[number], emergencies[number].clone()));
-        let pair =
-            Self { sites, emergencies, watchdogs, server: Arc::clone(&server), _folders: folders, _uring: uring.ok() };
+        let (_remote, _folders, _uring) = (remote, folders, uring.ok());
+        let pair = Self { sites, emergencies, watchdogs, server, _remote, _folders, _uring };
         pair.wait_for_mounts();
         Some(pair)
     }

@@ -25,10 +25,10 @@ pub fn program() -> &'static Path {
         let profile = test.ancestors().find(|path| path.join("deps").is_dir()).expect("tests are built by cargo");
         let path = profile.join("ferry");
         if !path.is_file() {
-            let release = profile.ends_with("release").then_some("--release");
+            let name = profile.file_name().and_then(|name| name.to_str()).expect("cargo names profiles");
+            let name = if name == "debug" { "dev" } else { name };
             let status = Command::new(env!("CARGO"))
-                .args(["build", "--locked", "-p", "ferry"])
-                .args(release)
+                .args(["build", "--locked", "-p", "ferry", "--profile", name])
                 .arg("--target-dir")
                 .arg(profile.parent().expect("a profile's folder is below the target folder"))
                 .current_dir(env!("CARGO_MANIFEST_DIR"))

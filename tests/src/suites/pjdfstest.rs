@@ -18,6 +18,17 @@ pub const SKIPPED: &[(&str, &str)] = &[(
     "Cannot get value for LINK_MAX: the C library knows it of a few file systems by their type, FUSE is none of them",
 )];
 
+/// Cases that Linux loses now and then on FUSE file systems, on machines with much else to do, and why.
+const RACING: &[(&str, &str)] = &[(
+    "open::etxtbsy",
+    "open(O_RDONLY | O_TRUNC) of a file that is being executed has the server truncate it first (fuse_open with \
+     FUSE_ATOMIC_O_TRUNC), and ETXTBSY comes after that (handle_truncate); a process that has not come to its sleep by \
+     then dies for want of its pages, and once it is gone nobody executes the file any more",
+)];
+
+/// How often a case of [`RACING`] that has failed is run again.
+const TRIES: u32 = 5;
+
 /// Fewer cases than this mean that the suite ended early.
 const CASES_MIN: usize = 390;
 /// As [`CASES_MIN`], of the cases that remount.
@@ -85,6 +96,17 @@ impl Results {
             println!("{out}");
         }
         results
+    }
+
+    /// Has what is known to be lost now and then run again, alone, by `passes`: it must pass in one of a few tries.
+    pub fn run_racing_again(&mut self, mut passes: impl FnMut(&str) -> bool) {
+        for (name, why) in RACING {
+            if self.failed.contains(*name) && (0..TRIES).any(|_| passes(name)) {
+                println!("{name} failed, and passed when it was run again: {why}");
+                self.failed.remove(*name);
+                self.passed.insert((*name).to_owned());
+            }
+        }
     }
 
     /// What was skipped apart from the cases that remount.

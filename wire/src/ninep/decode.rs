@@ -7,7 +7,7 @@ use super::body::{
     XATTR_VALUE_BYTES_MAX, ensure, name,
 };
 use super::numbers::{AT_REMOVEDIR, Frame, HEADER_BYTES, NO_UID, Tag, WALK_NAMES_MAX, kind, lock, set};
-use super::request::{LockRequest, Request, Steps, User};
+use super::request::{LockRequest, Request, Steps, User, WriteHead};
 
 /// All of `st_mode` but the file type.
 const PERMISSIONS: u32 = 0o7777;
@@ -41,12 +41,6 @@ impl<'a> Request<'a> {
     /// [`Flaw`] for every message that the protocol does not allow: `INVAL`, `NAMETOOLONG`, `TOOBIG`, and `OPNOTSUPP`
     /// for types that are not known, by which Linux's client learns to do without.
     pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), Flaw> {
-        let flaw = |frame: Option<Frame>, wrong: Wrong| Flaw {
-            tag: frame.map(|frame| frame.tag),
-            kind: frame.map_or(0, |frame| frame.kind),
-            errno: wrong.errno,
-            reason: wrong.reason,
-        };
         let frame = Frame::peek(message).ok_or(flaw(None, Wrong::invalid("shorter than a header")))?;
         let body = Body(message.get(HEADER_BYTES..).unwrap_or_default());
         let whole = usize::try_from(frame.bytes) == Ok(message.len());
@@ -54,6 +48,36 @@ impl<'a> Request<'a> {
             .and_then(|()| request(frame.kind, body))
             .map(|request| (frame.tag, request))
             .map_err(|wrong| flaw(Some(frame), wrong))
+    }
+}
+
+fn flaw(frame: Option<Frame>, wrong: Wrong) -> Flaw {
+    Flaw {
+        tag: frame.map(|frame| frame.tag),
+        kind: frame.map_or(0, |frame| frame.kind),
+        errno: wrong.errno,
+        reason: wrong.reason,
+    }
+}
+
+impl WriteHead {
+    /// Decodes the head of a Twrite, which must be as long as [`WRITE_HEAD_BYTES`](super::WRITE_HEAD_BYTES).
+    ///
+    /// # Errors
+    /// [`Flaw`], as for [`Request::decode`] of the whole message.
+    pub fn decode(head: &[u8]) -> Result<(Tag, Self), Flaw> {
+        let frame = Frame::peek(head).ok_or(flaw(None, Wrong::invalid("shorter than a header")))?;
+        let decode = || {
+            ensure(frame.kind == kind::TWRITE, "not a Twrite")?;
+            let mut body = Body(head.get(HEADER_BYTES..).unwrap_or_default());
+            let (fid, offset, bytes) = (body.fid()?, body.u64()?, body.u32()?);
+            body.end()?;
+            let whole = head.len() as u64 + u64::from(bytes) == u64::from(frame.bytes);
+            ensure(whole, "its length is not that in its header")?;
+            check_range(offset, u64::from(bytes))?;
+            Ok((frame.tag, Self { fid, offset, bytes }))
+        };
+        decode().map_err(|wrong| flaw(Some(frame), wrong))
     }
 }
 
@@ -91,7 +115,11 @@ fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, Wrong> {
         kind::TGETATTR => Request::Getattr { fid: b.fid()?, mask: b.u64()? },
         kind::TSETATTR => setattr(b)?,
         kind::TREADDIR => Request::Readdir { fid: b.fid()?, offset: b.u64()?, bytes_max: b.u32()? },
-        kind::TFSYNC => Request::Fsync { fid: b.fid()?, data_only: b.u32()? != 0 },
+        kind::TFSYNC => {
+            let fid = b.fid()?;
+            // The second field came later: clients in Go do without.
+            Request::Fsync { fid, data_only: !b.0.is_empty() && b.u32()? != 0 }
+        }
         kind::TLOCK => {
             let (fid, lock_kind, flags) = (b.fid()?, lock_kind(b.u8()?)?, b.u32()?);
             ensure(flags & !(lock::BLOCK | lock::RECLAIM) == 0, "unknown flags of a lock")?;

@@ -43,7 +43,7 @@ pub use numbers::{
     kind, valid,
 };
 pub use reply::{Getattr, LockStatus, Qids, Reply, encode_data_head};
-pub use request::{LockRequest, Request, Step, Steps, User};
+pub use request::{LockRequest, Request, Step, Steps, User, WriteHead};
 pub use version::{Agreed, VERSION, VERSION_UNKNOWN, agree};
 
 #[cfg(test)]

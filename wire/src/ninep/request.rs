@@ -97,6 +97,17 @@ pub struct LockRequest<'a> {
     pub client: &'a [u8],
 }
 
+/// A [`Request::Write`] of which only the beginning is at hand: for servers that leave the data where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WriteHead {
+    /// Where to.
+    pub fid: Fid,
+    /// Offset in the file, in bytes.
+    pub offset: u64,
+    /// Bytes of data, which follow.
+    pub bytes: u32,
+}
+
 /// A request. Flags have the values of this host; the decoder translates them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the fields that several have in common are said here")]

@@ -6,9 +6,8 @@ mod guest;
 mod report;
 mod rows;
 mod runner;
-mod systems;
+pub mod systems;
 
-use std::io::Write as _;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -19,7 +18,7 @@ use self::rows::Step;
 use self::runner::{Effort, Runner};
 use self::systems::{Programs, System};
 use crate::Cli;
-use crate::line::{FERRY, Line};
+use crate::line::FERRY;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::session;
@@ -57,27 +56,22 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let files = Files::make(cli.work.join("run"))?;
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let mut runner = Runner::new(cache, programs, files, session::divide_cpus()?, effort);
-    let mut lines: Vec<Line> = Vec::new();
-    for (done, step) in steps.iter().enumerate() {
-        progress.begin(done, &step.name());
-        let systems: Vec<System> = step.systems().into_iter().filter(|system| is_wanted(*system, &cli.peers)).collect();
-        for mut line in runner.run(*step, &systems) {
-            unknown.iter().for_each(|reason| line.skip(reason));
-            progress.end(&line);
-            let mut stdout = std::io::stdout().lock();
-            writeln!(stdout, "{}", serde_json::to_string(&line)?).and_then(|()| stdout.flush())?;
-            lines.push(line);
-        }
-    }
+    let lines = progress.measure(
+        &steps,
+        |step| step.name(),
+        &unknown,
+        |step| {
+            let systems = step.systems().into_iter().filter(|system| is_wanted(*system, &cli.peers));
+            runner.run(*step, &systems.collect::<Vec<_>>())
+        },
+    )?;
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = cli.results() {
         let machine = Machine { guest_kernel: runner.guest_kernels(), command: crate::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets)?;
-        eprintln!("bench/run: the report is {}", folder.join("vhost-blk.md").display());
     }
-    let failed = lines.iter().any(|line| line.error.is_some());
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(crate::verdict(&lines))
 }
 
 fn steps(cli: &Cli) -> Vec<Step> {

@@ -1,21 +1,21 @@
 //! The report of the vhost-blk table: Markdown, the lines themselves, a chart.
 
-use std::collections::BTreeMap;
-use std::fmt::{self, Write as _};
+use std::fmt::Write as _;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
+use super::TABLE;
 use super::systems::{System, Way};
 use crate::chart;
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
+use crate::parts::{self, find};
 use crate::stats;
+use crate::target::{self, Target};
 
 /// The published figures.
 const PUBLISHED: &str = include_str!("../../../published/vhost-blk-fio.csv");
-/// What disappoints and why, by hand; it ends the report.
-const NOTES: &str = "vhost-blk-notes.md";
 
 const POLL: System = System::Ferry(Way::Poll);
 /// The peer that the targets are about.
@@ -24,8 +24,6 @@ const PEER: System = System::StorageDaemon(Way::Poll);
 const LATENCY_FACTOR: f64 = 1.3;
 /// System calls of the server for each request that are allowed at depth 32.
 const SYSCALLS_MAX: f64 = 0.1;
-/// Rows that are named with a reason why something did not run.
-const ROWS_NAMED_MAX: usize = 4;
 
 /// A published row.
 #[derive(Debug, Clone, PartialEq)]
@@ -51,37 +49,6 @@ pub fn published() -> Vec<Published> {
     PUBLISHED.lines().skip(1).filter_map(row).collect()
 }
 
-/// What the project set itself to reach, as far as this run measured it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Target {
-    what: String,
-    value: f64,
-    limit: f64,
-    at_least: bool,
-}
-
-impl Target {
-    fn verdict(&self) -> &'static str {
-        let reached = if self.at_least { self.value >= self.limit } else { self.value <= self.limit };
-        if reached { "reached" } else { "missed" }
-    }
-
-    fn bound(&self) -> String {
-        format!("at {} {}", if self.at_least { "least" } else { "most" }, self.limit)
-    }
-}
-
-impl fmt::Display for Target {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {:.2} (target: {}: {})", self.what, self.value, self.bound(), self.verdict())
-    }
-}
-
-/// The line of one of our configurations in a row.
-fn find<'a>(lines: &'a [Line], row: &str, config: &str) -> Option<&'a Line> {
-    lines.iter().find(|line| line.row == row && line.config == config)
-}
-
 /// What there is of the targets in these lines.
 pub fn targets(lines: &[Line]) -> Vec<Target> {
     let mut targets = Vec::new();
@@ -101,7 +68,7 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
             ] {
                 if let Some(value) = value {
                     let what = format!("{what}, {cache}: ferry : {peer}, {how} of {} rows", ratios.len());
-                    targets.push(Target { what, value, limit, at_least: true });
+                    targets.push(Target::at_least(what, value, limit));
                 }
             }
         }
@@ -114,7 +81,7 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
         for (how, counts) in [("polls", &line.counts), ("sleeps", &line.counts_asleep)] {
             if let Some(value) = counts.get(FERRY).and_then(|counts| counts.syscalls_per_request) {
                 let what = format!("{row}: system calls for each request, driver that {how}");
-                targets.push(Target { what, value, limit: SYSCALLS_MAX, at_least: false });
+                targets.push(Target::at_most(what, value, SYSCALLS_MAX));
             }
         }
     }
@@ -123,7 +90,7 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
             let latency = |name: &str| find(lines, &row, &config)?.also.get("latency_us")?.get(name).copied();
             if let (Some(ours), Some(bare)) = (latency(FERRY), latency(System::BareFile.name())) {
                 let what = format!("{row}, {cache}: latency : that of io_uring on the file");
-                targets.push(Target { what, value: ours / bare, limit: LATENCY_FACTOR, at_least: false });
+                targets.push(Target::at_most(what, ours / bare, LATENCY_FACTOR));
             }
         }
     }
@@ -132,32 +99,16 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
 
 /// Writes the report into a folder.
 pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let mut json = String::new();
-    for line in lines {
-        json.push_str(&serde_json::to_string(line)?);
-        json.push('\n');
-    }
-    let notes = crate::report::notes(folder, NOTES)?;
     // The default alone: all configurations would be more than a picture can hold.
     let shown: Vec<Line> = lines.iter().filter(|line| line.config.starts_with(POLL.name())).cloned().collect();
-    let files = [
-        ("vhost-blk.md", format!("{}{notes}", markdown(lines, machine, targets))),
-        ("vhost-blk.svg", chart::svg(&shown, PEER.name())),
-        ("vhost-blk.jsonl", json),
-    ];
-    for (name, content) in files {
-        let path = folder.join(name);
-        std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(())
+    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets), &chart::svg(&shown, PEER.name()))
 }
 
 /// The whole report.
-pub fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
+fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
     let mut out = String::from("# Disks for guests: Ferry beside QEMU\n\n");
     head(&mut out, machine, lines);
-    target_table(&mut out, targets);
+    target::chapter(&mut out, targets);
     out.push_str("![How many times better Ferry is, row by row](vhost-blk.svg)\n\n");
     published_table(&mut out, lines);
     let native = |line: &Line| !["qemu-img ", "uml ", "qemu "].iter().any(|prefix| line.row.starts_with(prefix));
@@ -172,7 +123,7 @@ pub fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String
         figures(&mut out, title, lines.iter().filter(|line| line.row.starts_with(prefix)));
     }
     crate::report::counts(&mut out, lines);
-    disappointments(&mut out, lines);
+    parts::disappointments(&mut out, lines, |peer| peer.starts_with("qemu"));
     out
 }
 
@@ -193,7 +144,7 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
     let _ = writeln!(
         out,
         "* Configurations: `poll` is `ferry disk` as it is by default, `no-poll` with `--poll-us 0`, `packed` with packed \
-         rings; `direct` is `--cache none` (O_DIRECT), all others `--cache writeback` on files that are in the page cache.\n\
+         rings; `direct` is `--cache none` (O_DIRECT), all others `--cache writeback` on files that are in the page cache, in single pages.\n\
          * qemu-storage-daemon: `aio=io_uring`, the export in an iothread, which polls by default (`-no-poll`: \
          `poll-max-ns=0`), `cache.direct` as in our line. `qemu-virtio-blk` is QEMU's own disk in an iothread with \
          `aio=io_uring`, `-native` with `aio=native`.\n\
@@ -204,14 +155,6 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
          direct. All disks of a guest are in one guest and take turns.\n\
          * SPDK's vhost server cannot be had from any package registry: `bench/peers/README.md`.\n"
     );
-}
-
-fn target_table(out: &mut String, targets: &[Target]) {
-    out.push_str("## Targets\n\n| | measured | target | |\n| --- | --- | --- | --- |\n");
-    for target in targets {
-        let _ = writeln!(out, "| {} | {:.2} | {} | {} |", target.what, target.value, target.bound(), target.verdict());
-    }
-    out.push('\n');
 }
 
 /// The six published rows, and what each kind of client found.
@@ -239,11 +182,11 @@ fn published_table(out: &mut String, lines: &[Line]) {
             row.vhost.0 / row.virtio.0,
             shown(guest, "qemu-virtio-blk"),
             shown(guest, FERRY),
-            ratio(guest, "qemu-virtio-blk"),
+            parts::ratio(guest, "qemu-virtio-blk"),
             shown(native, peer),
             shown(native, FERRY),
-            ratio(native, peer),
-            ratio(direct, peer),
+            parts::ratio(native, peer),
+            parts::ratio(direct, peer),
         );
     }
     out.push('\n');
@@ -259,10 +202,6 @@ fn shown(line: Option<&Line>, name: &str) -> String {
     }
 }
 
-fn ratio(line: Option<&Line>, peer: &str) -> String {
-    line.and_then(|line| line.ratio.get(peer)).map_or("-".into(), |ratio| format!("**{ratio:.2}**"))
-}
-
 fn figures<'a>(out: &mut String, title: &str, lines: impl Iterator<Item = &'a Line>) {
     let lines: Vec<&Line> = lines.collect();
     if lines.is_empty() {
@@ -274,10 +213,6 @@ fn figures<'a>(out: &mut String, title: &str, lines: impl Iterator<Item = &'a Li
          | --- | --- | --- | --- | --- |"
     );
     for line in &lines {
-        let ours = match (line.ferry, line.spread.get(FERRY)) {
-            (Some(median), Some([least, most])) => format!("{median} [{least}, {most}]"),
-            _ => "-".into(),
-        };
         let latency =
             |name: &str| line.also.get("latency_us").and_then(|all| all.get(name)).map_or("-".into(), f64::to_string);
         let peer = |(name, value): (&String, &f64)| {
@@ -285,56 +220,19 @@ fn figures<'a>(out: &mut String, title: &str, lines: impl Iterator<Item = &'a Li
             format!("{name} {value}{ratio}, {}", latency(name))
         };
         let peers: Vec<String> = line.peers.iter().map(peer).collect();
-        let _ =
-            writeln!(out, "| {} | {} | {ours} | {} | {} |", line.row, line.config, latency(FERRY), peers.join("; "));
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {} | {} |",
+            line.row,
+            line.config,
+            parts::figure(line, FERRY),
+            latency(FERRY),
+            peers.join("; ")
+        );
     }
-    let notes: BTreeMap<&String, ()> = lines.iter().filter_map(|line| Some((line.note.as_ref()?, ()))).collect();
     out.push('\n');
-    for note in notes.keys() {
-        let _ = writeln!(out, "* {note}");
-    }
-    if !notes.is_empty() {
-        out.push('\n');
-    }
-}
-
-fn disappointments(out: &mut String, lines: &[Line]) {
-    out.push_str("\n## What disappoints\n\n");
-    let before = out.len();
-    for line in lines {
-        let name = format!("{} ({})", line.row, line.config);
-        for (peer, ratio) in line.ratio.iter().filter(|(peer, ratio)| peer.starts_with("qemu") && **ratio < 1.0) {
-            let within = match (line.spread.get(FERRY), line.spread.get(peer)) {
-                (Some(a), Some(b)) if a[0] <= b[1] && b[0] <= a[1] => "; the runs of both overlap",
-                _ => "",
-            };
-            let _ = writeln!(out, "* {name}: {ratio:.2} of {peer}{within}");
-        }
-    }
-    reasons(out, lines);
-    if out.len() == before {
-        out.push_str("No row is below QEMU, none was skipped or failed.\n");
-    }
-}
-
-/// Why something did not run, each reason once.
-fn reasons(out: &mut String, lines: &[Line]) {
-    let mut reasons: BTreeMap<(&str, &str), Vec<String>> = BTreeMap::new();
-    for line in lines {
-        for (what, reason) in [("error", &line.error), ("skipped", &line.skipped)] {
-            let rows = reason.as_ref().map(|reason| reasons.entry((what, reason)).or_default());
-            rows.into_iter().for_each(|rows| rows.push(format!("{} ({})", line.row, line.config)));
-        }
-    }
-    for ((what, reason), rows) in reasons {
-        let more = if rows.len() > ROWS_NAMED_MAX {
-            format!(" and {} more", rows.len() - ROWS_NAMED_MAX)
-        } else {
-            String::new()
-        };
-        let named: Vec<&str> = rows.iter().take(ROWS_NAMED_MAX).map(String::as_str).collect();
-        let _ = writeln!(out, "* {what}: {reason} (in {}{more})", named.join(", "));
-    }
+    parts::line_notes(out, &lines);
+    out.push('\n');
 }
 
 #[cfg(test)]
@@ -409,15 +307,5 @@ mod tests {
             assert!(text.contains(part), "{part} in {text}");
         }
         assert!(!text.contains("fio in User-mode Linux\n"), "nothing ran there");
-    }
-
-    #[test]
-    fn notes_by_hand_end_the_report() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join(NOTES), "Because.\n").unwrap();
-        write(dir.path(), &lines(), &Machine::default(), &[]).unwrap();
-        let text = std::fs::read_to_string(dir.path().join("vhost-blk.md")).unwrap();
-        assert!(text.ends_with("### Why\n\nBecause.\n"), "{text}");
-        assert!(std::fs::read_to_string(dir.path().join("vhost-blk.svg")).unwrap().contains("<rect"));
     }
 }

@@ -18,6 +18,7 @@ use super::systems::{Programs, System, Way, comma_doubled};
 use crate::line::{FERRY, Line};
 use crate::server::Server;
 use crate::stats::{self, Better};
+use crate::trouble::Trouble;
 use crate::{native, process};
 
 /// Blocks from one request of qemu-img's to the next where they are to look random: it meets all of a disk's.
@@ -55,8 +56,8 @@ impl Effort {
         qemu: Duration::from_millis(500),
         count_requests: 6000,
         timeout: Duration::from_secs(20),
-        limit: Duration::from_secs(14 * 60),
-        limit_reason: "the run had taken 14 minutes, as on a busy machine",
+        limit: Duration::from_secs(20 * 60),
+        limit_reason: "the run had taken 20 minutes, as on a busy machine",
     };
     /// The quick one: under five minutes, whatever happens.
     pub const QUICK: Self = Self {
@@ -71,17 +72,8 @@ impl Effort {
     };
 }
 
-/// Runs of a system that may fail in a row before it is left alone there, but not in the next row: qemu-storage-daemon
-/// 11.1 ends connections under some loads only (bench/peers/README.md).
-const FAILURES_MAX: usize = 2;
-/// Rows in a row without a single good run before a system is left alone for good.
-const STRIKES_MAX: usize = 2;
-
 /// The samples of a row by system.
 type Samples = BTreeMap<System, Vec<Sample>>;
-
-/// What failed in a row: how many runs, and why the last did.
-type Failures = BTreeMap<System, (usize, String)>;
 
 /// The runner.
 #[derive(Debug)]
@@ -94,8 +86,7 @@ pub struct Runner {
     effort: Effort,
     started: Instant,
     guests: Guests,
-    /// Systems that failed row after row for a client: how often, and why.
-    strikes: BTreeMap<(Client, System), (usize, String)>,
+    trouble: Trouble<(Client, System)>,
     /// What qemu-img reached last, in requests per second.
     rates: BTreeMap<System, f64>,
 }
@@ -112,7 +103,7 @@ impl Runner {
             effort,
             started: Instant::now(),
             guests: Guests::default(),
-            strikes: BTreeMap::new(),
+            trouble: Trouble::default(),
             rates: BTreeMap::new(),
         }
     }
@@ -128,7 +119,8 @@ impl Runner {
     /// Runs a row, and makes a line for each of our configurations.
     pub fn run(&mut self, step: Step, systems: &[System]) -> Vec<Line> {
         let late = self.started.elapsed() > self.effort.limit;
-        let (mut samples, mut failures, mut servers) = (Samples::new(), Failures::new(), BTreeMap::new());
+        let (mut samples, mut servers) = (Samples::new(), BTreeMap::new());
+        self.trouble.begin_row();
         if !is_guest(step.client) {
             // A guest that is not needed any more only takes time.
             self.guests.end();
@@ -137,7 +129,8 @@ impl Runner {
             self.files.settle();
         }
         for turn in 0..if late { 0 } else { self.effort.runs } {
-            let able: Vec<System> = self.able(step.client, systems, &failures);
+            let able = systems.iter().copied().filter(|system| self.trouble.is_able((step.client, *system)));
+            let able: Vec<System> = able.collect();
             let turn: Vec<(System, Result<Sample>)> = match is_guest(step.client) {
                 true => self.guest_turn(step, systems, &able),
                 false => self.turn(step, &able, turn, &mut servers),
@@ -145,45 +138,27 @@ impl Runner {
             for (system, sample) in turn {
                 match sample {
                     Ok(sample) => samples.entry(system).or_default().push(sample),
-                    Err(error) => note(&mut failures, system, &error, servers.remove(&system)),
+                    Err(error) => {
+                        let reason = reason(&error, servers.remove(&system));
+                        self.trouble.note((step.client, system), reason);
+                    }
                 }
             }
         }
-        self.judge(step.client, &samples, &failures);
+        self.trouble.end_row(|(client, system)| client == step.client && samples.contains_key(&system));
         let mut lines = Vec::new();
         for &ours in systems.iter().filter(|system| system.is_ours()) {
             let mut line = line(step, ours, systems, &samples);
             if late {
                 line.skip(self.effort.limit_reason);
             }
-            self.explain(step.client, ours, systems, &failures, &mut line);
+            self.explain(step.client, ours, systems, &mut line);
             lines.push(line);
         }
         if step.is_counted() && !late {
             self.count(step, &servers, &mut lines);
         }
         lines
-    }
-
-    /// Those that have not failed too often.
-    fn able(&self, client: Client, systems: &[System], failures: &Failures) -> Vec<System> {
-        let able = |system: &System| {
-            let failed = failures.get(system).is_some_and(|(count, _)| *count >= FAILURES_MAX);
-            let struck = self.strikes.get(&(client, *system)).is_some_and(|(count, _)| *count >= STRIKES_MAX);
-            !failed && !struck
-        };
-        systems.iter().copied().filter(able).collect()
-    }
-
-    /// A system that fails row after row is left alone, or each of its runs would wait for its time to end.
-    fn judge(&mut self, client: Client, samples: &Samples, failures: &Failures) {
-        for system in samples.keys() {
-            self.strikes.remove(&(client, *system));
-        }
-        for (system, (_, reason)) in failures.iter().filter(|(system, _)| !samples.contains_key(system)) {
-            let strikes = self.strikes.entry((client, *system)).or_insert((0, String::new()));
-            *strikes = (strikes.0 + 1, reason.clone());
-        }
     }
 
     /// One run of each able system in a guest that has disks of all.
@@ -305,13 +280,10 @@ impl Runner {
         Ok(Sample { iops, latency_us })
     }
 
-    fn explain(&self, client: Client, ours: System, systems: &[System], failures: &Failures, line: &mut Line) {
-        let reason = |system: System| match (failures.get(&system), self.strikes.get(&(client, system))) {
-            (Some((count, reason)), _) => {
-                Some(format!("{}: {count} of {} runs failed: {reason}", system.full_name(), self.effort.runs))
-            }
-            (None, Some((_, reason))) => Some(format!("{}: failed before: {reason}", system.full_name())),
-            (None, None) => None,
+    fn explain(&self, client: Client, ours: System, systems: &[System], line: &mut Line) {
+        let reason = |system: System| {
+            let reason = self.trouble.reason((client, system), self.effort.runs)?;
+            Some(format!("{}: {reason}", system.full_name()))
         };
         if let Some(reason) = reason(ours) {
             line.fail(&reason);
@@ -344,14 +316,10 @@ impl Runner {
     }
 }
 
-/// Notes that a run failed, and what the server said to it.
-fn note(failures: &mut Failures, system: System, error: &anyhow::Error, server: Option<Server>) {
-    let mut reason = format!("{error:#}");
-    if let Some(server) = server {
-        reason.push_str(&format!("; its server said last: {}", server.last_words()));
-    }
-    let count = failures.get(&system).map_or(0, |(count, _)| *count);
-    failures.insert(system, (count + 1, reason));
+/// Why a run failed, and what the server said to it.
+fn reason(error: &anyhow::Error, server: Option<Server>) -> String {
+    let said = server.map(|server| format!("; its server said last: {}", server.last_words()));
+    format!("{error:#}{}", said.unwrap_or_default())
 }
 
 /// The words that have qemu-img send requests to a server.

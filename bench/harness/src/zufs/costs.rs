@@ -8,9 +8,9 @@ use ferry_driver::measure::{Counter, Counting, Snapshot};
 
 use super::fio::{self, Job, Length};
 use super::load::Loads;
-use super::mounted::Mounted;
 use super::systems::System;
 use crate::line::Costs;
+use crate::mounted::Mounted;
 use crate::stats;
 
 /// How long a counting run may take.

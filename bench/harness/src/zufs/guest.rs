@@ -9,8 +9,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use ferry_guest::{Cache, Device, Guest, Kind};
 
+use super::commands::Programs;
 use super::fio::{self, Found, Job};
-use super::mounted::Programs;
 use super::systems::{Files, System, Way};
 use crate::agent::Agent;
 use crate::rows::Config;

@@ -1,30 +1,29 @@
 //! The zufs table: file systems in user mode, on this host and in a guest with persistent memory.
 
+mod commands;
 mod costs;
 mod curves;
 mod fio;
 mod guest;
 mod load;
-mod mounted;
 mod report;
 mod rows;
 mod runner;
 mod systems;
 
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_guest::Cache;
 
+use self::commands::Programs;
 use self::load::Loads;
-use self::mounted::Programs;
 use self::rows::Step;
 use self::runner::{Effort, Runner};
 use self::systems::System;
 use crate::Cli;
-use crate::line::{FERRY, Line};
+use crate::line::FERRY;
 use crate::machine::Machine;
 use crate::progress::Progress;
 
@@ -60,30 +59,19 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let wanted = cli.peers.clone();
     let mut runner = Runner::new(cache, programs, loads, peers.mkfs, folder, effort);
     let progress = Progress::new(steps.len());
-    let mut lines: Vec<Line> = Vec::new();
-    for (done, step) in steps.iter().enumerate() {
-        let names: Vec<String> = step.rows().into_iter().map(|(_, name)| name).collect();
-        progress.begin(done, &names.join(", "));
-        let systems: Vec<System> =
-            step.systems().iter().copied().filter(|system| is_wanted(*system, &wanted)).collect();
-        for mut line in runner.run(*step, &systems) {
-            unknown.iter().for_each(|reason| line.skip(reason));
-            progress.end(&line);
-            let mut stdout = std::io::stdout().lock();
-            writeln!(stdout, "{}", serde_json::to_string(&line)?).and_then(|()| stdout.flush())?;
-            lines.push(line);
-        }
-    }
-    let summary = report::summary(&lines);
-    eprint!("{summary}");
+    let names = |step: &Step| step.rows().into_iter().map(|(_, name)| name).collect::<Vec<_>>().join(", ");
+    let lines = progress.measure(&steps, names, &unknown, |step| {
+        let systems = step.systems().iter().copied().filter(|system| is_wanted(*system, &wanted));
+        runner.run(*step, &systems.collect::<Vec<_>>())
+    })?;
+    let targets = report::targets(&lines);
+    targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = cli.results() {
         let guest_kernel = runner.guest_kernel().unwrap_or("none ran").to_owned();
         let machine = Machine { guest_kernel, command: crate::command(), ..machine };
-        report::write(&folder, &lines, &machine, &peers.libfuse_version, &summary)?;
-        eprintln!("bench/run: the report is {}", folder.join("zufs.md").display());
+        report::write(&folder, &lines, &machine, &peers.libfuse_version, &targets)?;
     }
-    let failed = lines.iter().any(|line| line.error.is_some());
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(crate::verdict(&lines))
 }
 
 fn steps(cli: &Cli) -> Vec<Step> {

@@ -1,22 +1,21 @@
 //! The report of the zufs table: Markdown, the lines themselves, curves.
 
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
+use super::TABLE;
 use super::curves::{self, Curve};
 use super::rows::THREADS;
 use super::systems::{DATA, Files, Flavour, System, Way};
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
-use crate::stats;
+use crate::target::{self, Target};
+use crate::{parts, stats};
 
 /// The published figures.
 const PUBLISHED: &str = include_str!("../../../published/zufs-fio.csv");
-/// What disappoints and why, by hand; it ends the report.
-const NOTES: &str = "zufs-notes.md";
 
 const NULL_URING: System = System::Ferry(Files::Null, Way::Uring);
 const NULL_DEVFUSE: System = System::Ferry(Files::Null, Way::Devfuse);
@@ -54,18 +53,15 @@ pub fn published() -> Vec<Published> {
 
 /// The line of one of our configurations in a row.
 fn find<'a>(lines: &'a [Line], row: &str, ours: System) -> Option<&'a Line> {
-    lines.iter().find(|line| line.row == row && line.config == ours.name())
+    parts::find(lines, row, ours.name())
 }
 
 /// What the project set itself to reach, as far as this run measured it.
-pub fn summary(lines: &[Line]) -> String {
-    let mut out = String::new();
+pub fn targets(lines: &[Line]) -> Vec<Target> {
+    let mut targets = Vec::new();
     let ratio = |row: &str, ours: System, peer: &str| find(lines, row, ours)?.ratio.get(peer).copied();
     let mut target = |what: &str, value: Option<f64>, least: f64| {
-        if let Some(value) = value {
-            let verdict = if value >= least { "reached" } else { "missed" };
-            let _ = writeln!(out, "{what}: {value:.2} (target {least:.2}: {verdict})");
-        }
+        targets.extend(value.map(|value| Target::at_least(what, value, least)));
     };
     for (row, least) in [("threads 1", 2.5), ("threads 8", 2.0)] {
         for (ours, what) in [(NULL_URING, "null"), (MEM_URING, "mem")] {
@@ -93,29 +89,13 @@ pub fn summary(lines: &[Line]) -> String {
         let name = format!("{} : {peer}, geometric mean over threads", ours.name());
         target(&name, stats::geometric_mean(ratios), 1.0);
     }
-    out
+    targets
 }
 
 /// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, libfuse: &str, summary: &str) -> Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let mut json = String::new();
-    for line in lines {
-        json.push_str(&serde_json::to_string(line)?);
-        json.push('\n');
-    }
-    let notes = crate::report::notes(folder, NOTES)?;
-    let title = "4 KiB random writes, O_DIRECT | O_SYNC";
-    let files = [
-        ("zufs.md", format!("{}{notes}", markdown(lines, machine, libfuse, summary))),
-        ("zufs.svg", curves::svg(title, &curves(lines))),
-        ("zufs.jsonl", json),
-    ];
-    for (name, content) in files {
-        let path = folder.join(name);
-        std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(())
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, libfuse: &str, targets: &[Target]) -> Result<()> {
+    let svg = curves::svg("4 KiB random writes, O_DIRECT | O_SYNC", &curves(lines));
+    parts::save(folder, TABLE, lines, &markdown(lines, machine, libfuse, targets), &svg)
 }
 
 /// The medians of each system over threads; ours from their own lines, peers from any.
@@ -150,19 +130,18 @@ fn curves(lines: &[Line]) -> Vec<Curve> {
 }
 
 /// The whole report.
-pub fn markdown(lines: &[Line], machine: &Machine, libfuse: &str, summary: &str) -> String {
+fn markdown(lines: &[Line], machine: &Machine, libfuse: &str, targets: &[Target]) -> String {
     let mut out = String::from("# User-mode file systems: Ferry beside libfuse, tmpfs and XFS with DAX\n\n");
     head(&mut out, machine, libfuse, lines);
-    out.push_str("## Summary\n\n");
-    summary.lines().for_each(|line| out.push_str(&format!("* {line}\n")));
-    out.push_str("\n![Requests per second over threads](zufs.svg)\n\n");
+    target::chapter(&mut out, targets);
+    out.push_str("![Requests per second over threads](zufs.svg)\n\n");
     let columns =
         |files: Files| DATA.into_iter().filter(|system| system.keeps_data() == (files == Files::Mem)).collect();
     published_table(&mut out, "Null file systems", lines, columns(Files::Null), &["fuse", "fuse-splice", "zufs"]);
     published_table(&mut out, "Memory file systems", lines, columns(Files::Mem), &["zufs", "xfs-dax"]);
     ratios(&mut out, lines);
     costs(&mut out, lines);
-    disappointments(&mut out, lines);
+    parts::disappointments(&mut out, lines, |peer| peer.starts_with("libfuse"));
     out
 }
 
@@ -226,28 +205,23 @@ fn ratios(out: &mut String, lines: &[Line]) {
          Ferry is.\n\n| row | config | unit | Ferry | peers |\n| --- | --- | --- | --- | --- |\n",
     );
     for line in lines {
-        let ours = match (line.ferry, line.spread.get(FERRY)) {
-            (Some(median), Some([least, most])) => format!("{median} [{least}, {most}]"),
-            _ => "-".into(),
-        };
         let peer = |(name, value): (&String, &f64)| {
             let ratio = line.ratio.get(name).map_or(String::new(), |ratio| format!(" (**{ratio:.2}**)"));
             format!("{name} {value}{ratio}")
         };
         let peers: Vec<String> = line.peers.iter().map(peer).collect();
-        let _ = writeln!(out, "| {} | {} | {} | {ours} | {} |", line.row, line.config, line.unit, peers.join(", "));
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {} | {} |",
+            line.row,
+            line.config,
+            line.unit,
+            parts::figure(line, FERRY),
+            peers.join(", ")
+        );
     }
     out.push('\n');
-    let notes: BTreeMap<&String, ()> = lines.iter().filter_map(|line| Some((line.note.as_ref()?, ()))).collect();
-    let rows_of = |note: &String| {
-        let mut rows: Vec<&str> =
-            lines.iter().filter(|line| line.note.as_ref() == Some(note)).map(|line| line.row.as_str()).collect();
-        rows.dedup();
-        rows.join(", ")
-    };
-    for note in notes.keys() {
-        let _ = writeln!(out, "* {}: {note}", rows_of(note));
-    }
+    parts::line_notes(out, &lines.iter().collect::<Vec<_>>());
 }
 
 fn costs(out: &mut String, lines: &[Line]) {
@@ -275,29 +249,6 @@ fn costs(out: &mut String, lines: &[Line]) {
                 costs.copies_per_byte
             );
         }
-    }
-}
-
-fn disappointments(out: &mut String, lines: &[Line]) {
-    out.push_str("\n## What disappoints\n\n");
-    let before = out.len();
-    for line in lines {
-        let name = format!("{} ({})", line.row, line.config);
-        for (peer, ratio) in line.ratio.iter().filter(|(peer, ratio)| peer.starts_with("libfuse") && **ratio < 1.0) {
-            let within = match (line.spread.get(FERRY), line.spread.get(peer)) {
-                (Some(a), Some(b)) if a[0] <= b[1] && b[0] <= a[1] => "; the runs of both overlap",
-                _ => "",
-            };
-            let _ = writeln!(out, "* {name}: {ratio:.2} of {peer}{within}");
-        }
-        for (what, reason) in [("error", &line.error), ("skipped", &line.skipped)] {
-            if let Some(reason) = reason {
-                let _ = writeln!(out, "* {name}: {what}: {reason}");
-            }
-        }
-    }
-    if out.len() == before {
-        out.push_str("No row is below libfuse, none was skipped or failed.\n");
     }
 }
 
@@ -333,17 +284,18 @@ mod tests {
 
     #[test]
     fn sums_up() {
-        let text = summary(&lines());
+        let text: Vec<String> = targets(&lines()).iter().map(ToString::to_string).collect();
+        let text = text.join("\n");
         for part in [
-            "threads 1, null: io_uring : libfuse on /dev/fuse: 4.00 (target 2.50: reached)",
-            "threads 1, mem: io_uring : libfuse on /dev/fuse: 2.00 (target 2.50: missed)",
-            "mem with passthrough : tmpfs, geometric mean over threads: 0.90 (target 0.85: reached)",
+            "threads 1, null: io_uring : libfuse on /dev/fuse: 4.00 (target: at least 2.5: reached)",
+            "threads 1, mem: io_uring : libfuse on /dev/fuse: 2.00 (target: at least 2.5: missed)",
+            "mem with passthrough : tmpfs, geometric mean over threads: 0.90 (target: at least 0.85: reached)",
             "mem through the ring: 0.50",
             "null uring : libfuse-uring, geometric mean over threads: 0.80",
         ] {
             assert!(text.contains(part), "{part} in {text}");
         }
-        assert_eq!(summary(&[]), "");
+        assert_eq!(targets(&[]), []);
     }
 
     #[test]
@@ -358,12 +310,12 @@ mod tests {
         };
         lines[0].costs.insert(FERRY.into(), costs);
         lines[1].skip("tmpfs: no");
-        let text = markdown(&lines, &Machine::default(), "libfuse 3", &summary(&lines));
+        let text = markdown(&lines, &Machine::default(), "libfuse 3", &targets(&lines));
         for part in [
             "| 1 | 200 / 5 | 50 / 20 | - | - | 250 / 4 | 33.61 / 26.53 |",
             "| threads 1 | ferry null uring | 1 | 2 | 3 | - | 1 |",
             "* threads 1 (null uring): 0.80 of libfuse-uring",
-            "* threads 1 (mem uring): skipped: tmpfs: no",
+            "* skipped: tmpfs: no (in threads 1 (mem uring))",
             "tmpfs 700000 (**0.90**)",
         ] {
             assert!(text.contains(part), "{part} in {text}");
@@ -375,15 +327,5 @@ mod tests {
         let names: Vec<String> = curves(&lines()).into_iter().map(|curve| curve.name).collect();
         assert!(names.contains(&"ferry null uring".into()) && names.contains(&"libfuse null".into()), "{names:?}");
         assert!(!names.contains(&"libfuse-splice null".into()), "{names:?}");
-    }
-
-    #[test]
-    fn notes_by_hand_end_the_report() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join(NOTES), "Because.\n").unwrap();
-        write(dir.path(), &lines(), &Machine::default(), "libfuse 3", "").unwrap();
-        let text = std::fs::read_to_string(dir.path().join("zufs.md")).unwrap();
-        assert!(text.ends_with("### Why\n\nBecause.\n"), "{text}");
-        assert!(std::fs::read_to_string(dir.path().join("zufs.svg")).unwrap().contains("<polyline"));
     }
 }

@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use ferry_guest::Cache;
 
+use super::commands::{self, Programs};
 use super::fio::{self, Job, Length};
 use super::guest::{self, NvdimmGuest};
 use super::load::{self, Loads, Sample};
-use super::mounted::{Mounted, Programs};
 use super::rows::{Step, THREADS, Work};
 use super::systems::System;
 use super::{TABLE, costs};
 use crate::line::{FERRY, Line};
+use crate::mounted::Mounted;
 use crate::stats::{self, Better};
 
 /// Threads of the write rows whose costs are counted: the least and the most.
@@ -199,7 +200,7 @@ impl Runner {
     fn mount(&mut self, system: System) -> Result<&Mounted> {
         // Entered before it is asked for, as a fallible start does not fit the map's own way.
         if !self.mounted.contains_key(&system) {
-            let mounted = Mounted::new(system, &self.programs, &self.folder)?;
+            let mounted = commands::mount(system, &self.programs, &self.folder)?;
             if system.keeps_data() {
                 load::fill(mounted.dir(), THREADS.len(), fio::FILE_MIB)?;
             }

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "not every test needs all of it")]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -37,7 +37,12 @@ pub struct Offered {
 
 impl Offered {
     pub fn new(blocks: u64, cache: Cache, options: Options) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        Self::within(&std::env::temp_dir(), blocks, cache, options)
+    }
+
+    /// The same, its file in a folder within `parent`.
+    pub fn within(parent: &Path, blocks: u64, cache: Cache, options: Options) -> Self {
+        let folder = tempfile::tempdir_in(parent).unwrap();
         let (file, socket) = (folder.path().join("disk"), folder.path().join("s"));
         let bytes: Vec<u8> = (0..blocks).flat_map(block).collect();
         std::fs::write(&file, bytes).unwrap();
@@ -83,15 +88,26 @@ impl Room {
         Self { _data: Some(data), ..Self::at(queue, window) }
     }
 
+    /// Room whose data the device is to read.
+    pub fn sent(queue: &mut Queue) -> Self {
+        let data = queue.memory().alloc(BLOCK, PAGE_BYTES).unwrap();
+        let window = data.part(0, BLOCK);
+        Self { _data: Some(data), ..Self::with(queue, window, 0) }
+    }
+
     /// Room with its data there.
     pub fn at(queue: &mut Queue, data: Window) -> Self {
+        Self::with(queue, data, WRITE)
+    }
+
+    fn with(queue: &mut Queue, data: Window, direction: u16) -> Self {
         let parts = queue.memory().alloc(STATUS_AT + 1, 64).unwrap();
         let taken = queue.take_descriptors(3).unwrap();
         let length = |bytes: usize| u32::try_from(bytes).unwrap();
         let [header, body, status] = taken[..] else { panic!("three were asked for") };
         let table = queue.ring().table();
         Descriptor { addr: parts.guest(), len: 16, flags: NEXT, next: body }.store(table, header.into());
-        let write = Descriptor { addr: data.guest(), len: length(data.len()), flags: NEXT | WRITE, next: status };
+        let write = Descriptor { addr: data.guest(), len: length(data.len()), flags: NEXT | direction, next: status };
         write.store(table, body.into());
         let end = Descriptor { addr: parts.guest() + STATUS_AT as u64, len: 1, flags: WRITE, next: 0 };
         end.store(table, status.into());
@@ -100,8 +116,17 @@ impl Room {
 
     /// Makes it a read of a block.
     pub fn read(&self, number: u64) {
+        self.ask(0, number);
+    }
+
+    /// Makes it a write of a block.
+    pub fn write(&self, number: u64) {
+        self.ask(1, number);
+    }
+
+    fn ask(&self, request: u32, number: u64) {
         let sector = number * (BLOCK as u64 / 512);
-        self.parts.write(0, &[0; 8]);
+        self.parts.write(0, &[request.to_le_bytes(), [0; 4]].concat());
         self.parts.write(8, &sector.to_le_bytes());
         self.parts.write(STATUS_AT, &[UNTOUCHED]);
     }
@@ -133,6 +158,27 @@ pub fn scattered(below: u64) -> impl Iterator<Item = u64> {
         state ^= state << 17;
         state % below
     })
+}
+
+/// Makes something whose threads run on one CPU, and goes on on another, so that what is counted does not depend on where the
+/// scheduler puts them. The tests of a machine with a single CPU share it.
+pub fn apart<T>(make: impl FnOnce() -> T) -> T {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let allowed = sched_getaffinity(None).unwrap();
+    let mut each = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).map(|cpu| {
+        let mut one = CpuSet::new();
+        one.set(cpu);
+        one
+    });
+    match (each.next(), each.next()) {
+        (Some(first), Some(second)) => {
+            sched_setaffinity(None, &second).unwrap();
+            let made = make();
+            sched_setaffinity(None, &first).unwrap();
+            made
+        }
+        _ => make(),
+    }
 }
 
 /// A disk of which each test says how it is served.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ferry_engine::Operation;
 use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
 use ferry_vfs::{Backing, Errno};
-use ferry_wire::fuse::{IN_HEADER_BYTES, WRITE_HEAD_BYTES, peek};
+use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, WRITE_HEAD_BYTES, peek};
 
 use super::Reader;
 use crate::device::send;
@@ -21,6 +21,10 @@ const PAGE_BYTES: usize = 4096;
 /// The smallest buffer that the kernel reads requests into (`FUSE_MIN_READ_BUFFER`), and room for the requests that
 /// are longer than any WRITE's header.
 const HEAD_BYTES: usize = ferry_wire::fuse::REQUEST_HEAD_BYTES_MAX.next_multiple_of(PAGE_BYTES);
+
+/// Requests that nobody waits for. Linux sends RELEASE when the last descriptor is closed, and goes on.
+const UNAWAITED: [Opcode; 5] =
+    [Opcode::Forget, Opcode::BatchForget, Opcode::Release, Opcode::Releasedir, Opcode::Interrupt];
 
 /// The memory of one reader: a request, and the reply to it. Pages that are never used cost nothing.
 pub(super) struct Memory {
@@ -48,6 +52,11 @@ impl Memory {
         &mut self.bytes[self.data - WRITE_HEAD_BYTES..self.reply]
     }
 
+    /// Room for the data of a reply.
+    pub(super) fn payload_bytes(&self) -> usize {
+        self.payload_bytes
+    }
+
     pub(super) fn received(&mut self, bytes: usize) {
         self.received = bytes;
     }
@@ -57,9 +66,16 @@ impl Memory {
         &self.bytes[start..start + self.received]
     }
 
-    /// The request's number, and the thread that makes it.
-    pub(super) fn whose(&self) -> (u64, u32) {
-        self.request().first_chunk::<IN_HEADER_BYTES>().map(peek).map_or((0, 0), |head| (head.unique, head.pid))
+    /// The request's number.
+    pub(super) fn unique(&self) -> u64 {
+        self.request().first_chunk::<IN_HEADER_BYTES>().map_or(0, |header| peek(header).unique)
+    }
+
+    /// The thread that waits for the request, 0 if it cannot be seen from here; `None` if nobody does: such requests
+    /// name no thread either, and each comes in between those of a client that goes on.
+    pub(super) fn client(&self) -> Option<u32> {
+        let header = peek(self.request().first_chunk::<IN_HEADER_BYTES>()?);
+        (!UNAWAITED.iter().any(|opcode| opcode.as_raw() == header.opcode)).then_some(header.pid)
     }
 
     /// Sends the reply, which has so many bytes with its header, from where it lies.
@@ -67,7 +83,12 @@ impl Memory {
         let payload = bytes.saturating_sub(HEADER_BYTES).min(self.payload_bytes);
         let parts = [IoSlice::new(&self.header), IoSlice::new(&self.bytes[self.reply..self.reply + payload])];
         let parts = if payload == 0 { &parts[..1] } else { &parts[..] };
-        match send(channel, parts) {
+        self.check_sent(channel, bytes, send(channel, parts));
+    }
+
+    /// What came of sending a reply of so many bytes.
+    pub(super) fn check_sent(&self, channel: BorrowedFd<'_>, bytes: usize, sent: Result<(), Errno>) {
+        match sent {
             // Whoever asked has been killed, or the mount is gone.
             Ok(()) | Err(Errno::NOENT | Errno::NODEV) => {}
             Err(error) => {
@@ -143,7 +164,7 @@ impl Carrier for DeviceCarrier<'_> {
     }
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
-        let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.whose().0);
+        let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.unique());
         move |reply| {
             // If the caller was told something else meanwhile, or is gone, the kernel knows no such request any more.
             if let Err(error) = send(channel.as_fd(), &[IoSlice::new(&reply)]) {

@@ -41,10 +41,10 @@ impl Identity {
     }
 }
 
-/// Whether a path is in a mount that `ferry` has made, alive or not.
-pub(super) fn is_of_ferry(path: &Path) -> bool {
-    let id = table_id(path).ok();
-    id.and_then(table::find).is_some_and(|mounted| mounted.kind == OUR_KIND)
+/// The number of the mount that a path is in, if `ferry` has made it; its server may have died.
+pub(super) fn of_ferry(path: &Path) -> Option<u64> {
+    let id = table_id(path).ok()?;
+    table::find(id).is_some_and(|mounted| mounted.kind == OUR_KIND).then_some(id)
 }
 
 /// The number that the table of mounts has for the mount that a path leads to.

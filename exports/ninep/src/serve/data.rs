@@ -1,70 +1,143 @@
 //! Reading, writing and making durable.
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use ferry_engine::WithoutFsetid;
-use ferry_vfs::{Backing, Change, Data, Errno, Extent, Input, IoRange, OFlags, Output, Result};
+use ferry_vfs::{Change, Data, Errno, Ino, Input, IoRange, OFlags, Output, Result, SessionId};
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
 
-use super::{Buffers, Context, Done};
+use super::{Context, Done, encode};
+use crate::carrier::{Carrier, ReplyBuffer};
 use crate::hub::lock;
+use crate::line::Ticket;
 use crate::session::{File, NewValue, Open, State};
+use crate::share::Share;
 
 /// Writes with one of these are durable when they are answered.
 const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 
+/// What was written of an extended attribute's value is copied in pieces of this size.
+const VALUE_PIECE_BYTES: usize = 4096;
+
 /// Where a source puts the bytes of a read.
-struct DataOutput<'a> {
-    room: &'a mut [u8],
+struct DataOutput<'a, C> {
+    carrier: &'a mut C,
     done: usize,
+    bytes_max: usize,
 }
 
-impl Output for DataOutput<'_> {
+impl<C: ReplyBuffer> Output for DataOutput<'_, C> {
     fn put(&mut self, bytes: &[u8]) -> usize {
-        let room = self.room.get_mut(self.done..).unwrap_or_default();
-        let count = room.len().min(bytes.len());
-        room[..count].copy_from_slice(&bytes[..count]);
+        let count = bytes.len().min(self.bytes_max - self.done);
+        let count = self.carrier.write_at(READ_HEAD_BYTES + self.done, &bytes[..count]);
         self.done += count;
         count
     }
 }
 
 /// Where a source takes the bytes of a write from.
-struct DataInput<'a> {
-    left: &'a [u8],
+struct DataInput<'a, C> {
+    carrier: &'a C,
+    taken: usize,
+    bytes_max: usize,
 }
 
-impl Input for DataInput<'_> {
+impl<C: Carrier> Input for DataInput<'_, C> {
     fn take(&mut self, bytes: &mut [u8]) -> usize {
-        self.left.take(bytes)
+        let count = bytes.len().min(self.bytes_max - self.taken);
+        let count = self.carrier.data_at(self.taken, &mut bytes[..count]);
+        self.taken += count;
+        count
+    }
+}
+
+/// A request whose transfer is under way.
+#[derive(Debug)]
+pub(crate) struct Moving {
+    pub(crate) ticket: Ticket,
+    session: SessionId,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Read {
+        bytes_max: usize,
+    },
+    Write {
+        ino: Ino,
+        offset: u64,
+        bytes_max: usize,
+    },
+    /// An fsync, behind a write of so many bytes that the source made itself.
+    Durable {
+        bytes: usize,
+    },
+    Fsync,
+}
+
+impl Moving {
+    /// The transfer has ended: writes the reply.
+    pub(crate) fn end(self, share: &Share, buffer: &mut impl ReplyBuffer, outcome: Result<usize>) -> Result<Done> {
+        let (tag, moved) = (self.ticket.tag, outcome?);
+        let reply = match self.kind {
+            Kind::Read { bytes_max } => return Ok(read_done(buffer, &self.ticket, moved.min(bytes_max))),
+            Kind::Write { ino, offset, bytes_max } => {
+                let bytes = moved.min(bytes_max);
+                publish(share, self.session, ino, offset, bytes);
+                written(bytes)
+            }
+            Kind::Durable { bytes } => written(bytes),
+            Kind::Fsync => Reply::Fsync,
+        };
+        encode(buffer, tag, &reply);
+        Ok(Done::Short)
+    }
+}
+
+fn written(bytes: usize) -> Reply<'static> {
+    Reply::Write { bytes: u32::try_from(bytes).unwrap_or(u32::MAX) }
+}
+
+/// The data of a Tread is in its place: puts the head before it.
+fn read_done(buffer: &mut impl ReplyBuffer, ticket: &Ticket, bytes: usize) -> Done {
+    let count = u32::try_from(bytes).unwrap_or(u32::MAX);
+    buffer.write_at(0, &encode_data_head(kind::TREAD, ticket.tag, count));
+    Done::Long(READ_HEAD_BYTES + bytes)
+}
+
+fn publish(share: &Share, by: SessionId, ino: Ino, offset: u64, bytes: usize) {
+    if let Some(changes) = share.source.changes() {
+        changes.publish(by, || Change::Data { ino, offset, len: bytes as u64 });
     }
 }
 
 impl Context<'_> {
-    pub(super) fn read(&self, buffers: &mut Buffers, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
-        let room = self.session.msize.saturating_sub(u32::try_from(READ_HEAD_BYTES).unwrap_or(u32::MAX));
-        let len = bytes_max.min(room);
-        let file = self.session.get(fid)?;
-        let end = READ_HEAD_BYTES + len as usize;
-        if buffers.data.len() < end {
-            buffers.data.resize(end, 0);
+    /// A transfer was begun: either it has ended already, or somebody will see it end.
+    fn moving(&self, carrier: &mut impl Carrier, kind: Kind, begun: Option<Result<usize>>) -> Result<Done> {
+        let moving = Moving { ticket: self.ticket.clone(), session: self.session.id, kind };
+        match begun {
+            Some(outcome) => moving.end(self.share, carrier, outcome),
+            None => {
+                carrier.expect(moving);
+                Ok(Done::Later)
+            }
         }
-        let (head, body) = buffers.data[..end].split_at_mut(READ_HEAD_BYTES);
-        let bytes = match &file.state {
-            State::Open(open) => self.read_open(&file, open, offset, body)?,
+    }
+
+    pub(super) fn read(&self, carrier: &mut impl Carrier, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
+        let room = carrier.room().min(self.session.msize as usize).saturating_sub(READ_HEAD_BYTES);
+        let bytes_max = room.min(usize::try_from(bytes_max).unwrap_or(usize::MAX));
+        let file = self.session.get(fid)?;
+        match &file.state {
+            State::Open(open) => self.read_open(carrier, &file, open, (offset, bytes_max)),
             State::Value(value) => {
                 let start = usize::try_from(offset).unwrap_or(usize::MAX);
                 let rest = value.bytes.get(start..).unwrap_or_default();
-                let count = rest.len().min(body.len());
-                body[..count].copy_from_slice(&rest[..count]);
-                count
+                let bytes = carrier.write_at(READ_HEAD_BYTES, &rest[..rest.len().min(bytes_max)]);
+                Ok(read_done(carrier, self.ticket, bytes))
             }
-            State::Path | State::NewValue(_) => return Err(Errno::BADF),
-        };
-        let count = u32::try_from(bytes).unwrap_or(u32::MAX);
-        head.copy_from_slice(&encode_data_head(kind::TREAD, self.ticket.tag, count));
-        Ok(Done::Data(READ_HEAD_BYTES + bytes))
+            State::Path | State::NewValue(_) => Err(Errno::BADF),
+        }
     }
 
     fn range(file: &File, open: &Open, offset: u64, bytes: usize) -> IoRange {
@@ -79,135 +152,129 @@ impl Context<'_> {
         }
     }
 
-    fn read_open(&self, file: &File, open: &Arc<Open>, offset: u64, body: &mut [u8]) -> Result<usize> {
+    fn read_open(
+        &self,
+        carrier: &mut impl Carrier,
+        file: &File,
+        open: &Arc<Open>,
+        (offset, bytes_max): (u64, usize),
+    ) -> Result<Done> {
         if open.is_dir() {
             return Err(Errno::ISDIR);
         }
-        let range = Self::range(file, open, offset, body.len());
-        let mut out = DataOutput { room: body, done: 0 };
-        match self.hub.source.read(&self.caller(file.user, None), &range, &mut out)? {
+        let range = Self::range(file, open, offset, bytes_max);
+        let mut out = DataOutput { carrier, done: 0, bytes_max };
+        match self.share.source.read(&self.caller(file.user, None), &range, &mut out)? {
             // What lies behind `done` is from an earlier reply, maybe somebody else's.
             Data::Bytes(claimed) if claimed > out.done => Err(self.lied("read", claimed, out.done)),
-            Data::Bytes(claimed) => Ok(claimed),
-            Data::Extent(extent) => read_extent(&extent, out.room),
+            Data::Bytes(claimed) => Ok(read_done(carrier, self.ticket, claimed)),
+            Data::Extent(extent) => {
+                let begun = carrier.read(extent, bytes_max);
+                self.moving(carrier, Kind::Read { bytes_max }, begun)
+            }
         }
     }
 
     /// A source claims to have moved more bytes than it can have.
     fn lied(&self, what: &str, claimed: usize, most: usize) -> Errno {
-        self.hub.complaints.warn(format_args!("the source claims a {what} of {claimed} bytes, of {most}"));
+        self.share.complaints.warn(format_args!("the source claims a {what} of {claimed} bytes, of {most}"));
         Errno::IO
     }
 
-    pub(super) fn write(&self, fid: Fid, offset: u64, data: &[u8]) -> Result<Reply<'static>> {
+    pub(super) fn write(&self, carrier: &mut impl Carrier, fid: Fid, offset: u64, bytes: usize) -> Result<Done> {
         let file = self.session.get(fid)?;
-        let bytes = match &file.state {
-            State::Open(open) if open.is_dir() => return Err(Errno::ISDIR),
-            State::Open(open) => self.write_open(&file, open, offset, data)?,
-            State::NewValue(value) => write_value(value, offset, data)?,
-            State::Path | State::Value(_) => return Err(Errno::BADF),
-        };
-        Ok(Reply::Write { bytes: u32::try_from(bytes).unwrap_or(u32::MAX) })
+        match &file.state {
+            State::Open(open) if open.is_dir() => Err(Errno::ISDIR),
+            State::Open(open) => self.write_open(carrier, &file, open, (offset, bytes)),
+            State::NewValue(value) => {
+                let bytes = write_value(value, offset, carrier, bytes)?;
+                self.done(carrier, &written(bytes))
+            }
+            State::Path | State::Value(_) => Err(Errno::BADF),
+        }
     }
 
-    fn write_open(&self, file: &File, open: &Arc<Open>, offset: u64, data: &[u8]) -> Result<usize> {
+    fn write_open(
+        &self,
+        carrier: &mut impl Carrier,
+        file: &File,
+        open: &Arc<Open>,
+        (offset, bytes_max): (u64, usize),
+    ) -> Result<Done> {
         let clear_privileges = file.user.clears_privileges();
-        let range = IoRange { clear_privileges, ..Self::range(file, open, offset, data.len()) };
+        let range = IoRange { clear_privileges, ..Self::range(file, open, offset, bytes_max) };
         let cx = self.caller(file.user, None);
-        let source = &self.hub.source;
-        let mut input = DataInput { left: data };
+        let source = &self.share.source;
+        let mut input = DataInput { carrier: &*carrier, taken: 0, bytes_max };
         let bytes = match source.write(&cx, &range, &mut input)? {
             Data::Bytes(claimed) => {
                 // A source that throws data away need not look at it; who has looked at some cannot have written more.
-                let taken = data.len() - input.left.len();
-                let most = if taken == 0 { data.len() } else { taken };
+                let most = if input.taken == 0 { bytes_max } else { input.taken };
                 if claimed > most {
                     return Err(self.lied("write", claimed, most));
                 }
                 claimed
             }
             Data::Extent(extent) => {
-                let bytes = write_extent(&extent, data, clear_privileges)?;
-                self.publish(file, offset, bytes);
-                return Ok(bytes);
+                let waits = range.flags.intersects(DURABLE_FLAGS);
+                let begun = carrier.write(extent, bytes_max, clear_privileges, waits);
+                return self.moving(carrier, Kind::Write { ino: range.ino, offset, bytes_max }, begun);
             }
         };
-        self.publish(file, offset, bytes);
+        publish(self.share, self.session.id, range.ino, offset, bytes);
         if bytes > 0 && range.flags.intersects(DURABLE_FLAGS) {
             // O_SYNC is O_DSYNC and one bit more.
             let data_only = !range.flags.contains(OFlags::SYNC);
-            finish_sync(source.fsync(&cx, range.ino, range.handle, data_only), data_only)?;
+            match source.fsync(&cx, range.ino, range.handle, data_only) {
+                // A source without fsync has nothing that could be lost or kept.
+                Ok(None) | Err(Errno::NOSYS) => {}
+                Ok(Some(backing)) => {
+                    let begun = carrier.fsync(backing, data_only);
+                    return self.moving(carrier, Kind::Durable { bytes }, begun);
+                }
+                Err(errno) => return Err(errno),
+            }
         }
-        Ok(bytes)
+        self.done(carrier, &written(bytes))
     }
 
-    fn publish(&self, file: &File, offset: u64, bytes: usize) {
-        if let Some(changes) = self.hub.source.changes() {
-            let ino = file.node.ino;
-            changes.publish(self.session.id, || Change::Data { ino, offset, len: bytes as u64 });
-        }
-    }
-
-    pub(super) fn fsync(&self, fid: Fid, data_only: bool) -> Result<Reply<'static>> {
+    pub(super) fn fsync(&self, carrier: &mut impl Carrier, fid: Fid, data_only: bool) -> Result<Done> {
         let (file, open) = self.session.open(fid)?;
         let (cx, ino) = (self.caller(file.user, None), file.node.ino);
         let begun = match open.is_dir() {
-            true => self.hub.source.fsyncdir(&cx, ino, open.handle, data_only),
-            false => self.hub.source.fsync(&cx, ino, open.handle, data_only),
+            true => self.share.source.fsyncdir(&cx, ino, open.handle, data_only),
+            false => self.share.source.fsync(&cx, ino, open.handle, data_only),
         };
-        finish_sync(begun, data_only).map(|()| Reply::Fsync)
-    }
-}
-
-/// Does what a source leaves to its export. One without fsync has nothing that could be lost or kept.
-fn finish_sync(begun: Result<Option<Arc<Backing>>>, data_only: bool) -> Result<()> {
-    match begun {
-        Ok(None) | Err(Errno::NOSYS) => Ok(()),
-        Ok(Some(file)) if data_only => rustix::fs::fdatasync(file.as_fd()),
-        Ok(Some(file)) => rustix::fs::fsync(file.as_fd()),
-        Err(errno) => Err(errno),
-    }
-}
-
-fn read_extent(extent: &Extent, room: &mut [u8]) -> Result<usize> {
-    let mut done = 0;
-    while done < room.len() {
-        match rustix::io::pread(extent.file.as_fd(), &mut room[done..], extent.offset + done as u64) {
-            Ok(0) => break,
-            Ok(count) => done += count,
-            Err(Errno::INTR) => {}
-            Err(_) if done > 0 => break,
-            Err(errno) => return Err(errno),
+        match begun {
+            Ok(None) | Err(Errno::NOSYS) => self.done(carrier, &Reply::Fsync),
+            Ok(Some(backing)) => {
+                let begun = carrier.fsync(backing, data_only);
+                self.moving(carrier, Kind::Fsync, begun)
+            }
+            Err(errno) => Err(errno),
         }
     }
-    Ok(done)
-}
-
-fn write_extent(extent: &Extent, data: &[u8], clear_privileges: bool) -> Result<usize> {
-    let _without = if clear_privileges { Some(WithoutFsetid::enter()?) } else { None };
-    let mut done = 0;
-    while done < data.len() {
-        match rustix::io::pwrite(extent.file.as_fd(), &data[done..], extent.offset + done as u64) {
-            Ok(0) => break,
-            Ok(count) => done += count,
-            Err(Errno::INTR) => {}
-            // What was written is told; what was not will be tried again, and tell the error.
-            Err(_) if done > 0 => break,
-            Err(errno) => return Err(errno),
-        }
-    }
-    Ok(done)
 }
 
 /// Values are written in order, as clients do.
-fn write_value(new: &NewValue, offset: u64, data: &[u8]) -> Result<usize> {
+fn write_value(new: &NewValue, offset: u64, carrier: &impl Carrier, bytes: usize) -> Result<usize> {
     let mut value = lock(&new.value);
     if usize::try_from(offset) != Ok(value.len()) {
         return Err(Errno::INVAL);
     }
-    if data.len() > new.bytes - value.len() {
+    if bytes > new.bytes - value.len() {
         return Err(Errno::NOSPC);
     }
-    value.extend_from_slice(data);
-    Ok(data.len())
+    let mut piece = [0; VALUE_PIECE_BYTES];
+    let mut done = 0;
+    while done < bytes {
+        let wanted = piece.len().min(bytes - done);
+        let count = carrier.data_at(done, &mut piece[..wanted]);
+        if count == 0 {
+            return Err(Errno::IO);
+        }
+        value.extend_from_slice(&piece[..count]);
+        done += count;
+    }
+    Ok(done)
 }

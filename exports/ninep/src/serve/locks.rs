@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::{Errno, Lock, LockKind, LockOwner, Locked, Result, Waiter};
+use ferry_vfs::{Errno, Lock, LockKind, LockOwner, Locked, Result, Waiter, checks};
 use ferry_wire::ninep::{Fid, LockRequest, LockStatus, Reply};
 
 use super::Context;
-use crate::checks;
 
 impl Context<'_> {
     fn wanted(&self, request: &LockRequest<'_>) -> Lock {
@@ -24,13 +23,13 @@ impl Context<'_> {
             open.locked_by(lock.owner.id);
         }
         let gone = Arc::new(AtomicBool::new(false));
-        let waits = wait && lock.kind != LockKind::Unlock && self.connection.may_park();
+        let waits = wait && lock.kind != LockKind::Unlock && self.client.may_park();
         let waiter = waits.then(|| self.waiter(file.node.ino, open.handle, lock, &gone));
         let cx = self.caller(file.user, None);
-        match self.hub.source.set_lock(&cx, file.node.ino, open.handle, &lock, waiter) {
+        match self.share.source.set_lock(&cx, file.node.ino, open.handle, &lock, waiter) {
             Ok(Locked::Done) => Ok(Some(Reply::Lock(LockStatus::Success))),
             Ok(Locked::Waiting) if waits => {
-                self.connection.park(self.ticket, &gone);
+                self.client.park(self.ticket, &gone);
                 Ok(None)
             }
             // It has nobody to wake.
@@ -44,24 +43,24 @@ impl Context<'_> {
     /// What the source wakes. A lock that is granted although the client has given up is given back.
     fn waiter(&self, ino: ferry_vfs::Ino, handle: ferry_vfs::Handle, lock: Lock, gone: &Arc<AtomicBool>) -> Waiter {
         // The source keeps this as long as the handle is open, so it must keep nothing open itself.
-        let connection = Arc::downgrade(self.connection);
+        let (client, share) = (Arc::downgrade(&self.client), Arc::downgrade(self.share));
         let (ticket, unwanted) = (self.ticket.clone(), Arc::clone(gone));
         let waiter = Waiter::new(move |outcome: Result<()>| {
-            let Some(connection) = connection.upgrade() else { return };
+            let (Some(client), Some(share)) = (client.upgrade(), share.upgrade()) else { return };
             let mut reply = Vec::new();
             match outcome {
                 Ok(()) => Reply::Lock(LockStatus::Success),
                 Err(errno) => Reply::Error(errno),
             }
             .encode(ticket.tag, &mut reply);
-            let told = connection.finish(&ticket, &reply);
+            let told = client.finish(&ticket, &reply);
             if told || outcome.is_err() {
                 return;
             }
             unwanted.store(true, Ordering::Release);
             // Whoever granted the lock may hold locks of its own, so this is for another thread.
-            let source = Arc::clone(&connection.hub().source);
-            connection.hub().lane.run(move || {
+            let source = Arc::clone(&share.source);
+            share.lane.run(move || {
                 let cx = ferry_vfs::Caller { session: lock.owner.session, ..ferry_vfs::Caller::default() };
                 let unlock = Lock { kind: LockKind::Unlock, ..lock };
                 if let Err(error) = source.set_lock(&cx, ino, handle, &unlock, None) {
@@ -76,7 +75,7 @@ impl Context<'_> {
     pub(super) fn getlock<'a>(&self, fid: Fid, request: LockRequest<'a>) -> Result<Reply<'a>> {
         let (file, open) = self.session.open(fid)?;
         let lock = self.wanted(&request);
-        let found = self.hub.source.get_lock(&self.caller(file.user, None), file.node.ino, open.handle, &lock);
+        let found = self.share.source.get_lock(&self.caller(file.user, None), file.node.ino, open.handle, &lock);
         let found = match found {
             Err(Errno::NOSYS) => return Err(Errno::NOLCK),
             other => checks::lock(other?)?,

@@ -7,18 +7,20 @@ mod open;
 mod permission;
 mod rename;
 mod tree;
+mod watch;
 mod xattr;
+
+pub(crate) use self::data::Moving;
 
 use std::sync::Arc;
 
-use ferry_vfs::{Attr, Caller, Errno, FileType, Name, OFlags, Result, SetAttr, Statfs};
-use ferry_wire::ninep::{Fid, Getattr, Reply, Request};
+use ferry_vfs::{Attr, Caller, Errno, FileType, Name, OFlags, Result, SetAttr, Statfs, checks};
+use ferry_wire::ninep::{Fid, Getattr, Reply, Request, Tag, WriteHead};
 
-use crate::checks;
-use crate::connection::Connection;
-use crate::hub::Hub;
+use crate::carrier::{Carrier, Client, ReplyBuffer};
 use crate::line::Ticket;
 use crate::session::{File, Session, State};
+use crate::share::Share;
 use crate::users::User;
 
 /// The block size of file systems that name none.
@@ -26,39 +28,31 @@ const BLOCK_BYTES: u32 = 4096;
 
 /// A request being served.
 pub(crate) struct Context<'a> {
-    pub(crate) hub: &'a Arc<Hub>,
-    pub(crate) connection: &'a Arc<Connection>,
+    pub(crate) share: &'a Arc<Share>,
+    pub(crate) client: Arc<dyn Client>,
     pub(crate) session: &'a Arc<Session>,
     pub(crate) ticket: &'a Ticket,
-}
-
-/// A thread's memory for replies.
-#[derive(Debug, Default)]
-pub(crate) struct Buffers {
-    /// Short replies.
-    pub(crate) reply: Vec<u8>,
-    /// Replies whose data is filled in before their head is known. Its length is the most that was needed yet.
-    pub(crate) data: Vec<u8>,
 }
 
 /// Where the reply is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Done {
-    /// In [`Buffers::reply`].
-    Reply,
-    /// These many bytes of [`Buffers::data`].
-    Data(usize),
+    /// In [`ReplyBuffer::short`].
+    Short,
+    /// In its place, so many bytes.
+    Long(usize),
+    /// It comes when the transfer that was begun has ended.
+    Later,
     /// Somebody else sends it later, maybe.
     Parked,
 }
 
 impl Context<'_> {
     /// Writes a short reply.
-    fn done(&self, buffers: &mut Buffers, reply: &Reply<'_>) -> Result<Done> {
-        buffers.reply.clear();
-        reply.encode(self.ticket.tag, &mut buffers.reply);
+    fn done(&self, buffer: &mut impl ReplyBuffer, reply: &Reply<'_>) -> Result<Done> {
+        let bytes = encode(buffer, self.ticket.tag, reply);
         // Only a client that agreed on very short messages can be shown this.
-        if buffers.reply.len() > self.session.msize as usize { Err(Errno::MSGSIZE) } else { Ok(Done::Reply) }
+        if bytes > self.session.msize as usize { Err(Errno::MSGSIZE) } else { Ok(Done::Short) }
     }
 
     /// On whose behalf the source is asked; a new file gets the group that the client names.
@@ -82,36 +76,50 @@ impl Context<'_> {
             State::Open(open) => Some(open.handle),
             _ => None,
         };
-        checks::attr(self.hub.source.getattr(&self.caller(file.user, None), file.node.ino, handle)?)
+        checks::attr(self.share.source.getattr(&self.caller(file.user, None), file.node.ino, handle)?)
     }
 }
 
-/// Serves a request.
-pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, buffers: &mut Buffers) -> Result<Done> {
-    if cx.hub.read_only && changes_something(request) {
+/// Writes a short reply; answers its bytes.
+pub(crate) fn encode(buffer: &mut impl ReplyBuffer, tag: Tag, reply: &Reply<'_>) -> usize {
+    let memory = buffer.short();
+    memory.clear();
+    reply.encode(tag, memory);
+    memory.len()
+}
+
+/// Serves a request. The data of a Twrite is asked of its carrier, see [`serve_write`].
+pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier) -> Result<Done> {
+    watch::watched(cx, (watch::subject(request), request), carrier, |carrier| serve_one(cx, request, carrier))
+}
+
+fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier) -> Result<Done> {
+    if cx.share.read_only && changes_something(request) {
         return Err(Errno::ROFS);
     }
     let reply = match *request {
-        Request::Read { fid, offset, bytes_max } => return cx.read(buffers, fid, offset, bytes_max),
-        Request::Write { fid, offset, data } => cx.write(fid, offset, data)?,
+        Request::Read { fid, offset, bytes_max } => return cx.read(carrier, fid, offset, bytes_max),
+        Request::Write { fid, offset, data } => return cx.write(carrier, fid, offset, data.len()),
         Request::Walk { fid, new_fid, steps } => cx.walk(fid, new_fid, steps)?,
         Request::Getattr { fid, .. } => {
             let file = cx.session.get(fid)?;
             let attr = cx.attr(&file)?;
-            Reply::Getattr(Getattr { qid: file.node.qid(&attr), attr, generation: file.node.generation })
+            let blksize = if attr.blksize == 0 { BLOCK_BYTES } else { attr.blksize };
+            let (qid, generation) = (file.node.qid(&attr), file.node.generation);
+            Reply::Getattr(Getattr { qid, attr: Attr { blksize, ..attr }, generation })
         }
         Request::Clunk { fid } => cx.clunk(fid)?,
         Request::Open { fid, flags } => cx.open(fid, flags)?,
         Request::Create { fid, name, flags, mode, gid } => cx.create(fid, name, flags, (mode, gid))?,
-        Request::Readdir { fid, offset, bytes_max } => return cx.readdir(buffers, fid, offset, bytes_max),
+        Request::Readdir { fid, offset, bytes_max } => return cx.readdir(carrier, fid, offset, bytes_max),
         Request::Setattr { fid, ref set, .. } => cx.setattr(fid, set)?,
         Request::Readlink { fid } => {
             let file = cx.session.get(fid)?;
-            let target = cx.hub.source.readlink(&cx.caller(file.user, None), file.node.ino)?;
-            return cx.done(buffers, &Reply::Readlink { target: checks::target(&target)? });
+            let target = cx.share.source.readlink(&cx.caller(file.user, None), file.node.ino)?;
+            return cx.done(carrier, &Reply::Readlink { target: checks::target(&target)? });
         }
         Request::Statfs { fid } => cx.statfs(fid)?,
-        Request::Fsync { fid, data_only } => cx.fsync(fid, data_only)?,
+        Request::Fsync { fid, data_only } => return cx.fsync(carrier, fid, data_only),
         Request::Lock { fid, ref lock, wait, .. } => match cx.lock(fid, lock, wait)? {
             Some(reply) => reply,
             None => return Ok(Done::Parked),
@@ -119,7 +127,15 @@ pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, buffers: &mut Buffe
         Request::Getlock { fid, lock } => cx.getlock(fid, lock)?,
         ref other => serve_rarer(cx, other)?,
     };
-    cx.done(buffers, &reply)
+    cx.done(carrier, &reply)
+}
+
+/// Serves a Twrite of which there is only the head; the data is with its carrier.
+pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl Carrier) -> Result<Done> {
+    watch::watched(cx, (Some(head.fid), head), carrier, |carrier| match cx.share.read_only {
+        true => Err(Errno::ROFS),
+        false => cx.write(carrier, head.fid, head.offset, head.bytes as usize),
+    })
 }
 
 /// The requests that no load consists of.
@@ -141,7 +157,9 @@ fn serve_rarer<'a>(cx: &Context<'_>, request: &Request<'a>) -> Result<Reply<'a>>
         Request::Remove { fid } => cx.remove(fid),
         Request::Xattrwalk { fid, new_fid, name } => cx.xattrwalk(fid, new_fid, name),
         Request::Xattrcreate { fid, name, bytes, flags } => cx.xattrcreate(fid, name, bytes, flags),
-        // Nobody is asked who he is: attach(5) has a server without authentication answer so.
+        // Nobody is asked who he is. attach(5) has a server without authentication answer an error; diod's tools go on
+        // after this one only.
+        Request::Auth { .. } => Err(Errno::NOENT),
         _ => Err(Errno::OPNOTSUPP),
     }
 }
@@ -180,7 +198,7 @@ impl Context<'_> {
                 State::Open(open) => Some(open.handle),
                 _ => None,
             };
-            self.hub.source.setattr(&self.caller(file.user, None), file.node.ino, handle, &set)?;
+            self.share.source.setattr(&self.caller(file.user, None), file.node.ino, handle, &set)?;
         }
         Ok(Reply::Setattr)
     }
@@ -188,7 +206,7 @@ impl Context<'_> {
     /// A file system that does not count gives `df` and package managers zeros rather than an error.
     fn statfs(&self, fid: Fid) -> Result<Reply<'static>> {
         let file = self.session.get(fid)?;
-        let totals = match self.hub.source.statfs(&self.caller(file.user, None), file.node.ino) {
+        let totals = match self.share.source.statfs(&self.caller(file.user, None), file.node.ino) {
             Err(Errno::NOSYS) => {
                 let namelen = u32::try_from(Name::BYTES_MAX).unwrap_or(u32::MAX);
                 Statfs { bsize: BLOCK_BYTES, frsize: BLOCK_BYTES, namelen, ..Statfs::default() }

@@ -23,7 +23,7 @@ impl Context<'_> {
 
     pub(super) fn symlink(&self, dir: Fid, name: Name<'_>, target: &[u8], gid: u32) -> Result<Reply<'static>> {
         let dir = self.dir_to_add(dir)?;
-        let entry = self.hub.source.symlink(&self.caller(dir.user, Some(gid)), dir.node.ino, name, target)?;
+        let entry = self.share.source.symlink(&self.caller(dir.user, Some(gid)), dir.node.ino, name, target)?;
         self.made(entry).map(Reply::Symlink)
     }
 
@@ -31,14 +31,14 @@ impl Context<'_> {
         let dir = self.dir_to_add(dir)?;
         self.may_mknod(dir.user, mode)?;
         let new = New { mode, umask: 0, rdev };
-        let entry = self.hub.source.mknod(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
+        let entry = self.share.source.mknod(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
         self.made(entry).map(Reply::Mknod)
     }
 
     pub(super) fn mkdir(&self, dir: Fid, name: Name<'_>, mode: u32, gid: u32) -> Result<Reply<'static>> {
         let dir = self.dir_to_add(dir)?;
         let new = New { mode: FileType::Directory.as_raw_mode() | mode, umask: 0, rdev: 0 };
-        let entry = self.hub.source.mkdir(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
+        let entry = self.share.source.mkdir(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
         self.made(entry).map(Reply::Mkdir)
     }
 
@@ -48,14 +48,14 @@ impl Context<'_> {
         if matches!(file.state, State::Value(_) | State::NewValue(_)) {
             return Err(ferry_vfs::Errno::BADF);
         }
-        let entry = self.hub.source.link(&self.caller(dir.user, None), file.node.ino, dir.node.ino, name)?;
+        let entry = self.share.source.link(&self.caller(dir.user, None), file.node.ino, dir.node.ino, name)?;
         self.made(entry).map(|_| Reply::Link)
     }
 
     pub(super) fn unlinkat(&self, dir: Fid, name: Name<'_>, is_dir: bool) -> Result<Reply<'static>> {
         let dir = self.dir(dir)?;
         self.may_remove(&dir, name)?;
-        let (source, cx) = (&self.hub.source, self.caller(dir.user, None));
+        let (source, cx) = (&self.share.source, self.caller(dir.user, None));
         match is_dir {
             true => source.rmdir(&cx, dir.node.ino, name)?,
             false => source.unlink(&cx, dir.node.ino, name)?,

@@ -4,13 +4,13 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, Result, SetAttr,
+    Attr, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, Result, SetAttr, checks,
 };
 use ferry_wire::ninep::{DirWriter, Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
 
 use super::permission::READ;
-use super::{Buffers, Context, Done};
-use crate::checks;
+use super::{Context, Done};
+use crate::carrier::ReplyBuffer;
 use crate::session::{File, Node, Place, State};
 use crate::users::User;
 
@@ -40,7 +40,7 @@ impl Context<'_> {
                     return Err(Errno::ISDIR);
                 }
                 self.may(user, node, READ)?;
-                self.hub.source.opendir(&self.caller(user, None), node.ino, OFlags::RDONLY)?
+                self.share.source.opendir(&self.caller(user, None), node.ino, OFlags::RDONLY)?
             }
             _ => {
                 self.may_open(user, node, flags)?;
@@ -65,7 +65,7 @@ impl Context<'_> {
             FileType::BlockDevice | FileType::CharacterDevice => return Err(Errno::ACCESS),
             _ => return Err(Errno::NXIO),
         }
-        let (source, cx) = (&self.hub.source, self.caller(user, None));
+        let (source, cx) = (&self.share.source, self.caller(user, None));
         let truncate_apart = user.clears_privileges() && flags.contains(OFlags::TRUNC);
         let plain = flags - NOT_PASSED;
         let handle = source.open(&cx, node.ino, if truncate_apart { plain - OFlags::TRUNC } else { plain })?;
@@ -113,7 +113,7 @@ impl Context<'_> {
         new: &New,
         gid: u32,
     ) -> Result<(Arc<Node>, Attr, Handle)> {
-        let (source, user) = (&self.hub.source, dir.user);
+        let (source, user) = (&self.share.source, dir.user);
         if !flags.contains(OFlags::EXCL) {
             // What is there already is only opened, with the right to that.
             match source.lookup(&self.caller(user, None), dir.node.ino, name) {
@@ -144,15 +144,15 @@ impl Context<'_> {
         }
     }
 
-    pub(super) fn readdir(&self, buffers: &mut Buffers, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
+    pub(super) fn readdir(&self, buffer: &mut impl ReplyBuffer, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
         let (file, open) = self.session.open(fid)?;
         if !open.is_dir() {
             return Err(Errno::NOTDIR);
         }
-        let room = (self.session.msize as usize).saturating_sub(READ_HEAD_BYTES);
+        let room = buffer.room().min(self.session.msize as usize).saturating_sub(READ_HEAD_BYTES);
         let bytes_max = room.min(usize::try_from(bytes_max).unwrap_or(usize::MAX));
         let at = DirRange { ino: file.node.ino, handle: open.handle, offset, plus: false };
-        let data = &mut buffers.reply;
+        let data = buffer.short();
         data.clear();
         data.resize(READ_HEAD_BYTES, 0);
         let mut listing = Listing {
@@ -163,13 +163,13 @@ impl Context<'_> {
             pushed: false,
             surplus: Vec::new(),
         };
-        let outcome = self.hub.source.readdir(&self.caller(file.user, None), &at, &mut listing);
+        let outcome = self.share.source.readdir(&self.caller(file.user, None), &at, &mut listing);
         let Listing { full, flawed, pushed, surplus, .. } = listing;
         let full = full.get();
-        surplus.into_iter().for_each(|ino| self.hub.source.forget(ino, 1));
+        surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));
         outcome?;
         if flawed {
-            self.hub.complaints.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
+            self.share.complaints.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
             return Err(Errno::IO);
         }
         // Nothing would mean that there is no more.
@@ -178,7 +178,7 @@ impl Context<'_> {
         }
         let bytes = u32::try_from(data.len() - READ_HEAD_BYTES).unwrap_or(u32::MAX);
         data[..READ_HEAD_BYTES].copy_from_slice(&encode_data_head(kind::TREADDIR, self.ticket.tag, bytes));
-        Ok(Done::Reply)
+        Ok(Done::Short)
     }
 }
 

@@ -23,7 +23,7 @@ impl Context<'_> {
         if !Self::is_bound(user) {
             return Ok(());
         }
-        self.hub.source.access(&self.caller(user, None), node.ino, mask)
+        self.share.source.access(&self.caller(user, None), node.ino, mask)
     }
 
     /// Whether the fid's user may make something in a directory.
@@ -38,7 +38,7 @@ impl Context<'_> {
             return Ok(());
         }
         let cx = self.caller(dir.user, None);
-        let source = &self.hub.source;
+        let source = &self.share.source;
         let folder = source.getattr(&cx, dir.node.ino, None)?;
         if folder.mode & S_ISVTX == 0 || folder.uid == dir.user.uid {
             return Ok(());

@@ -26,20 +26,20 @@ impl Context<'_> {
         let cx = self.caller(dir.user, None);
         if dir.user.checked && dir.node.ino != new_dir.node.ino {
             // A directory's own `..` changes.
-            let (node, _) = self.session.node(self.hub.source.lookup(&cx, dir.node.ino, name)?)?;
+            let (node, _) = self.session.node(self.share.source.lookup(&cx, dir.node.ino, name)?)?;
             if node.kind == FileType::Directory {
                 self.may(dir.user, &node, WRITE)?;
             }
         }
         let (from, to) = ((dir.node.ino, name), (new_dir.node.ino, new_name));
-        self.hub.source.rename(&cx, from, to, RenameFlags::empty())
+        self.share.source.rename(&cx, from, to, RenameFlags::empty())
     }
 
     /// The place of a fid's file, if it is still there: names change without the fid's doing.
     fn place(&self, file: &File) -> Result<(File, Arc<Place>)> {
         let place = file.place.clone().ok_or(Errno::BUSY)?;
         let cx = self.caller(file.user, None);
-        let (node, _) = self.session.node(self.hub.source.lookup(&cx, place.dir.ino, place.name.as_name())?)?;
+        let (node, _) = self.session.node(self.share.source.lookup(&cx, place.dir.ino, place.name.as_name())?)?;
         if node.ino != file.node.ino {
             return Err(Errno::NOENT);
         }
@@ -60,13 +60,13 @@ impl Context<'_> {
     /// Removes the file of a fid, and ends the fid in any case (remove(5)).
     pub(super) fn remove(&self, fid: Fid) -> Result<Reply<'static>> {
         let file = self.session.remove(fid)?;
-        if self.hub.read_only {
+        if self.share.read_only {
             return Err(Errno::ROFS);
         }
         let (dir, place) = self.place(&file)?;
         let name = place.name.as_name();
         self.may_remove(&dir, name)?;
-        let (source, cx) = (&self.hub.source, self.caller(file.user, None));
+        let (source, cx) = (&self.share.source, self.caller(file.user, None));
         match file.node.kind {
             FileType::Directory => source.rmdir(&cx, place.dir.ino, name)?,
             _ => source.unlink(&cx, place.dir.ino, name)?,

@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use ferry_vfs::{Attr, Errno, FileType, Ino, Name, Result};
+use ferry_vfs::{Attr, Errno, FileType, Ino, Name, Result, checks};
 use ferry_wire::ninep::{Fid, Qids, Reply, Step, Steps, User as Attacher};
 
 use super::Context;
 use super::permission::SEARCH;
-use crate::checks;
 use crate::session::{File, Node, Place, State};
 use crate::users::User;
 
@@ -25,12 +24,12 @@ impl Context<'_> {
     /// that; but whoever can move directories in the source can move it.
     pub(super) fn attach(&self, fid: Fid, user: &Attacher<'_>, tree: &[u8]) -> Result<Reply<'static>> {
         self.session.is_free(fid)?;
-        let user = self.hub.options.users.resolve(user).inspect_err(|errno| {
+        let user = self.share.options.users.resolve(user).inspect_err(|errno| {
             let uid = user.uid.map_or("no number".into(), |uid| uid.to_string());
             let name = user.name.escape_ascii();
-            self.hub.complaints.warn(format_args!("user \"{name}\" ({uid}) may not attach: {errno}"));
+            self.share.complaints.warn(format_args!("user \"{name}\" ({uid}) may not attach: {errno}"));
         })?;
-        let mut attr = checks::attr(self.hub.source.getattr(&self.caller(user, None), Ino::ROOT, None)?)?;
+        let mut attr = checks::attr(self.share.source.getattr(&self.caller(user, None), Ino::ROOT, None)?)?;
         let mut node = self.session.root(&attr);
         let parts = tree.split(|byte| *byte == b'/').filter(|part| !matches!(*part, b"" | b"."));
         for (depth, part) in parts.enumerate() {
@@ -42,7 +41,7 @@ impl Context<'_> {
         let qid = node.qid(&attr);
         let root = node.ino;
         self.session.insert(fid, File { node, place: None, user, root, state: State::Path })?;
-        self.connection.attached();
+        self.client.attached();
         Ok(Reply::Attach(qid))
     }
 
@@ -51,7 +50,7 @@ impl Context<'_> {
             return Err(Errno::NOTDIR);
         }
         self.may(user, dir, SEARCH)?;
-        self.session.node(self.hub.source.lookup(&self.caller(user, None), dir.ino, name)?)
+        self.session.node(self.share.source.lookup(&self.caller(user, None), dir.ino, name)?)
     }
 
     fn parent(&self, dir: &Arc<Node>, file: &File) -> Result<(Arc<Node>, Attr)> {
@@ -61,10 +60,10 @@ impl Context<'_> {
         self.may(file.user, dir, SEARCH)?;
         let cx = self.caller(file.user, None);
         if dir.ino == file.root {
-            let attr = checks::attr(self.hub.source.getattr(&cx, dir.ino, None)?)?;
+            let attr = checks::attr(self.share.source.getattr(&cx, dir.ino, None)?)?;
             return Ok((Arc::clone(dir), attr));
         }
-        self.session.node(self.hub.source.lookup_parent(&cx, dir.ino)?)
+        self.session.node(self.share.source.lookup_parent(&cx, dir.ino)?)
     }
 
     /// Goes as far as the names lead (walk(5)): if not even the first does, that is an error; if a later one does not,
@@ -116,7 +115,7 @@ impl Context<'_> {
             State::Open(open) if !open.is_dir() => {
                 let cx = self.caller(file.user, None);
                 // No owner of a lock has this number; those that have locks give them up when the file is closed.
-                match self.hub.source.flush(&cx, file.node.ino, open.handle, 0) {
+                match self.share.source.flush(&cx, file.node.ino, open.handle, 0) {
                     Ok(()) | Err(Errno::NOSYS) => {}
                     Err(errno) => return Err(errno),
                 }

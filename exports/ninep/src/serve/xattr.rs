@@ -1,17 +1,16 @@
 //! Extended attributes: each value is a fid of its own.
 
-use ferry_vfs::{Errno, Result, XattrFlags};
+use ferry_vfs::{Errno, Result, XattrFlags, checks};
 use ferry_wire::ninep::{Fid, Reply};
 
 use super::Context;
-use crate::checks;
 use crate::hub::lock;
 use crate::session::{File, NewValue, State};
 
 impl Context<'_> {
     fn has_xattr(&self, file: &File) -> Result<()> {
         match file.state {
-            _ if !self.hub.options.xattr => Err(Errno::OPNOTSUPP),
+            _ if !self.share.options.xattr => Err(Errno::OPNOTSUPP),
             State::Path | State::Open(_) => Ok(()),
             State::Value(_) | State::NewValue(_) => Err(Errno::BADF),
         }
@@ -21,14 +20,15 @@ impl Context<'_> {
         let file = self.session.get(fid)?;
         self.has_xattr(&file)?;
         self.session.is_free(new_fid)?;
-        let (source, cx) = (&self.hub.source, self.caller(file.user, None));
+        let (source, cx) = (&self.share.source, self.caller(file.user, None));
         let value = if name.is_empty() {
             source.listxattr(&cx, file.node.ino)
         } else {
             self.may_xattr(&file, name, false)?;
             source.getxattr(&cx, file.node.ino, name)
         };
-        let value = checks::xattr(value.map_err(unsupported)?)?;
+        let value = value.map_err(unsupported)?;
+        checks::xattr(&value)?;
         let bytes = value.len() as u64;
         let state = State::Value(self.session.value(value)?);
         self.session.insert(new_fid, File { state, ..File::clone(&file) })?;
@@ -51,7 +51,7 @@ impl Context<'_> {
         if value.len() != new.bytes {
             return Err(Errno::INVAL);
         }
-        let (source, cx) = (&self.hub.source, self.caller(file.user, None));
+        let (source, cx) = (&self.share.source, self.caller(file.user, None));
         // So Linux's client asks for a removal; an empty value comes without the flag.
         if value.is_empty() && new.flags.contains(XattrFlags::REPLACE) {
             return source.removexattr(&cx, file.node.ino, &new.name).map_err(unsupported);

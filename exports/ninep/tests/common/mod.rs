@@ -1,15 +1,18 @@
-//! A small 9P client, and servers for it.
+//! A small 9P client, and servers for it: by a socket, and in the tests whose name ends in `by_device`, by chains.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test file uses a part; a test that cannot go on ends")]
+
+pub mod chains;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use chains::Chains;
 use ferry_dir::Dir;
-use ferry_ninep::{Export, Options, Usage};
+use ferry_ninep::{DeviceOptions, Export, Options, Usage};
 use ferry_vfs::{Errno, FileSystem, LockKind, Name, OFlags};
 use ferry_wire::ninep::*;
 use tempfile::TempDir;
@@ -20,9 +23,18 @@ pub const MSIZE: u32 = 1 << 20;
 /// The fid that [`Client::attached`] makes.
 pub const ROOT: Fid = Fid(0);
 
-/// A server on a unix socket.
+/// Whether clients are drivers of devices.
+fn is_by_device() -> bool {
+    env!("CARGO_CRATE_NAME").ends_with("by_device")
+}
+
+/// A server on a unix socket, and the devices of the same source.
 pub struct Server {
     pub export: Option<Export>,
+    /// A device has one client at a time, so there is one for each.
+    devices: Mutex<Vec<Export>>,
+    source: Arc<dyn FileSystem>,
+    options: Options,
     pub socket: PathBuf,
     pub folder: TempDir,
 }
@@ -32,16 +44,28 @@ impl Server {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("s");
         let listener = UnixListener::bind(&socket).unwrap();
-        let export = Export::start(vec![listener.into()], source, options).unwrap();
-        Self { export: Some(export), socket, folder }
+        let export = Export::start(vec![listener.into()], Arc::clone(&source), options.clone()).unwrap();
+        Self { export: Some(export), devices: Mutex::default(), source, options, socket, folder }
     }
 
-    pub fn connect(&self) -> Client<UnixStream> {
-        Client::new(UnixStream::connect(&self.socket).unwrap())
+    pub fn connect(&self) -> Client<Link> {
+        Client::new(match is_by_device() {
+            true => Link::Chains(Box::new(Chains::connect(&self.device()))),
+            false => Link::Socket(UnixStream::connect(&self.socket).unwrap()),
+        })
+    }
+
+    /// Makes one more device; answers its socket.
+    pub fn device(&self) -> PathBuf {
+        let mut devices = self.devices.lock().unwrap();
+        let path = self.folder.path().join(format!("d{}", devices.len()));
+        let (listener, source) = (UnixListener::bind(&path).unwrap(), Arc::clone(&self.source));
+        devices.push(Export::vhost_user(listener, source, DeviceOptions::of("tag"), self.options.clone()).unwrap());
+        path
     }
 
     /// A client that has attached to the root as this user.
-    pub fn attached(&self, uid: u32) -> Client<UnixStream> {
+    pub fn attached(&self, uid: u32) -> Client<Link> {
         let mut client = self.connect();
         client.hello(MSIZE);
         client.attach(ROOT, uid).unwrap();
@@ -49,7 +73,15 @@ impl Server {
     }
 
     pub fn usage(&self) -> Usage {
-        self.export.as_ref().unwrap().usage()
+        let mut all = self.export.as_ref().unwrap().usage();
+        for device in &*self.devices.lock().unwrap() {
+            let usage = device.usage();
+            all.connections += usage.connections;
+            all.fids += usage.fids;
+            all.requests += usage.requests;
+            all.threads += usage.threads;
+        }
+        all
     }
 
     /// Waits until the usage is as it should be.
@@ -106,18 +138,65 @@ impl std::ops::Deref for DirServer {
 
 /// What a client's stream can do.
 pub trait Stream: Read + Write {
-    fn set_timeout(&self, timeout: Option<Duration>);
+    fn set_timeout(&mut self, timeout: Option<Duration>);
 }
 
 impl Stream for UnixStream {
-    fn set_timeout(&self, timeout: Option<Duration>) {
+    fn set_timeout(&mut self, timeout: Option<Duration>) {
         self.set_read_timeout(timeout).unwrap();
     }
 }
 
 impl Stream for TcpStream {
-    fn set_timeout(&self, timeout: Option<Duration>) {
+    fn set_timeout(&mut self, timeout: Option<Duration>) {
         self.set_read_timeout(timeout).unwrap();
+    }
+}
+
+/// What a test's client is connected by.
+pub enum Link {
+    Socket(UnixStream),
+    Chains(Box<Chains>),
+}
+
+impl Link {
+    /// The socket that it is.
+    pub fn socket(&self) -> &UnixStream {
+        match self {
+            Self::Socket(stream) => stream,
+            Self::Chains(_) => panic!("a device has no socket"),
+        }
+    }
+}
+
+impl Read for Link {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        match self {
+            Self::Socket(stream) => stream.read(bytes),
+            Self::Chains(chains) => chains.read(bytes),
+        }
+    }
+}
+
+impl Write for Link {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        match self {
+            Self::Socket(stream) => stream.write(bytes),
+            Self::Chains(chains) => chains.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Stream for Link {
+    fn set_timeout(&mut self, timeout: Option<Duration>) {
+        match self {
+            Self::Socket(stream) => stream.set_read_timeout(timeout).unwrap(),
+            Self::Chains(chains) => chains.set_timeout(timeout),
+        }
     }
 }
 
@@ -131,7 +210,7 @@ pub struct Client<S> {
 pub type Answer = (Tag, Vec<u8>);
 
 impl<S: Stream> Client<S> {
-    pub fn new(stream: S) -> Self {
+    pub fn new(mut stream: S) -> Self {
         stream.set_timeout(Some(PATIENCE));
         Self { stream, next_tag: 0 }
     }

@@ -26,6 +26,14 @@ pub fn tempdir() -> tempfile::TempDir {
     }
 }
 
+/// Tells a test that it has a process of its own, for what it does to all of it; without that, `--include-ignored` runs
+/// it among others.
+pub const ALONE: &str = "FERRY_TEST_ALONE";
+
+pub fn is_alone() -> bool {
+    std::env::var_os(ALONE).is_some()
+}
+
 pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }

@@ -107,6 +107,9 @@ pub enum FormatError {
     /// Some other file.
     #[error("it does not begin with the mark of a pmem image")]
     Magic,
+    /// The medium gave an error, in its words; what is there is not known.
+    #[error("it cannot be read ({0})")]
+    Unreadable(String),
     /// Made by another version of this program.
     #[error("its format is version {0}; this program knows version {VERSION}")]
     Version(u32),

@@ -1,14 +1,11 @@
 //! Checking and repairing an image.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use super::audit;
-use super::device::Device;
 use super::error::{DamageError, OpenError};
 use super::load::{Copies, Found};
-use super::medium::Medium;
-use super::open::{Media, Options, assemble, io_error, open_locked};
+use super::open::{Media, Options, assemble, open_image, open_tier2};
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -77,11 +74,9 @@ impl Report {
 /// # Errors
 /// The image cannot be looked at at all: [`OpenError`].
 pub fn fsck(path: &Path, tier2: Option<&Path>, repair: bool) -> Result<Report, OpenError> {
-    let device = |path: &Path| -> Result<Arc<dyn Medium>, OpenError> {
-        let file = open_locked(path, !repair, None)?;
-        Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?))
-    };
-    let media = Media { image: device(path)?, tier2: tier2.map(device).transpose()? };
+    let options = Options { read_only: !repair, ..Options::default() };
+    let tier2_medium = tier2.map(|tier2| open_tier2(tier2, &options)).transpose()?;
+    let media = Media { image: open_image(path, &options)?, tier2: tier2_medium };
     check(path, tier2, &media, repair)
 }
 

@@ -23,7 +23,7 @@ impl Copies {
     pub(crate) fn read(medium: &dyn Medium) -> Self {
         Self([0, BLOCK_BYTES].map(|at| {
             let mut block = [0; BLOCK];
-            medium.read(at, &mut block).map_err(|_| FormatError::Magic)?;
+            medium.read(at, &mut block).map_err(|error| FormatError::Unreadable(error.to_string()))?;
             Superblock::decode(&block)
         }))
     }

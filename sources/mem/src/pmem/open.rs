@@ -69,7 +69,7 @@ pub struct Media {
 pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
     let image = open_image(path, options)?;
     let tier2 = match &options.tier2 {
-        Some(tier2) => Some(device(tier2, options)?),
+        Some(tier2) => Some(open_tier2(tier2, options)?),
         None => None,
     };
     assemble(path, &Media { image, tier2 }, options, &mut Err)
@@ -83,12 +83,12 @@ pub fn open_media(media: &Media, options: &Options) -> Result<PMem, OpenError> {
     assemble(Path::new("the image"), media, options, &mut Err)
 }
 
-pub(super) fn io_error(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> OpenError {
+fn io_error(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> OpenError {
     move |source| OpenError::Io { path: path.into(), what, source }
 }
 
 /// Opens and locks a file, and gives it a size if it has none.
-pub(super) fn open_locked(path: &Path, read_only: bool, size_bytes: Option<u64>) -> Result<File, OpenError> {
+fn open_locked(path: &Path, read_only: bool, size_bytes: Option<u64>) -> Result<File, OpenError> {
     let fail = |what| io_error(path, what);
     let existed = path.exists();
     let mut how = OpenOptions::new();
@@ -120,19 +120,26 @@ pub(super) fn open_locked(path: &Path, read_only: bool, size_bytes: Option<u64>)
     Ok(file)
 }
 
-fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
+/// Opens what an image is on: memory itself where that can be mapped, or else a file or device.
+pub(super) fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
     let file = open_locked(path, options.read_only, options.size_bytes)?;
     let map = MapOptions { read_only: options.read_only, huge: options.huge };
-    let mapped = Mapped::new(&file, map).map_err(io_error(path, "map"))?;
-    tracing::info!(path = %path.display(), dax = mapped.is_some(), "image opened");
-    match mapped {
-        Some(mapped) => Ok(Arc::new(mapped)),
+    match Mapped::new(&file, map).map_err(io_error(path, "map"))? {
+        Some(mapped) => {
+            tracing::debug!(path = %path.display(), dax = true, "image opened");
+            Ok(Arc::new(mapped))
+        }
         None => Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?)),
     }
 }
 
-fn device(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
+/// Opens a second tier.
+pub(super) fn open_tier2(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
     let file = open_locked(path, options.read_only, options.tier2_bytes)?;
+    if file.metadata().is_ok_and(|meta| meta.file_type().is_char_device()) {
+        let reason = "a second tier is a file or block device; a DAX device can only hold the image";
+        return Err(io_error(path, "use")(io::Error::other(reason)));
+    }
     Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?))
 }
 

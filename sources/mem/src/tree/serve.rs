@@ -19,6 +19,7 @@ impl<S: Store> FileSystem for Tree<S> {
             posix_locks: true,
             flock: true,
             backing: self.store.has_backing(),
+            waits: false,
             // What persists may give the number of an inode that is gone to another one after a restart.
             by_number: !S::JOURNALED,
         }

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
@@ -101,6 +102,15 @@ pub fn role(args: &[String]) -> ExitCode {
         ["get-lock", path] => {
             let found = fcntl_lock(&open(path), libc::F_GETLK, libc::F_WRLCK, 0, 0).unwrap();
             println!("{} {}", found.l_type, found.l_pid);
+        }
+        // Connects, and becomes a program that is told the connection's number.
+        ["vsock", cid, port, program, ref words @ ..] => {
+            use std::os::unix::process::CommandExt;
+            let socket = crate::sys::vsock(cid.parse().unwrap(), port.parse().unwrap()).unwrap();
+            let number = socket.as_raw_fd().to_string();
+            let words = words.iter().map(|word| word.replace("SOCKET", &number));
+            let error = std::process::Command::new(program).args(words).exec();
+            panic!("cannot start {program}: {error}");
         }
         ["range-free", path, start, len] => {
             let (start, len) = (start.parse().unwrap(), len.parse().unwrap());

@@ -25,6 +25,9 @@ fn encoded(request: &Request<'_>, tag: Tag) -> Vec<u8> {
     message.split_off(6)
 }
 
+/// A Tfsync without its second field, which was not always there.
+const FSYNC_OLD_BYTES: usize = 11;
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -38,6 +41,12 @@ proptest! {
             for end in 0..message.len() {
                 let part = message[..end].to_vec();
                 prop_assert!(Request::decode(&part).is_err(), "{:?} cut to {}", request, end);
+                if let (Request::Fsync { fid, .. }, FSYNC_OLD_BYTES) = (request, end) {
+                    let old = (Tag(tag), Request::Fsync { fid, data_only: false });
+                    let part = framed(part);
+                    prop_assert_eq!(Request::decode(&part), Ok(old));
+                    continue;
+                }
                 prop_assert!(Request::decode(&framed(part)).is_err(), "{:?} cut to {}", request, end);
             }
             let longer = [&message[..], b"\0"].concat();

@@ -1,7 +1,7 @@
-//! What a source answers, checked: a mistake of its author is an error for the caller that runs into it, never a
-//! broken reply, by which Linux would end the whole mount.
+//! What a source answers, checked, for exports: a mistake of its author is an error (`IO`) for the caller that runs into
+//! it, never a broken reply, by which Linux would end the whole mount.
 
-use ferry_vfs::{Attr, Entry, Errno, FileType, Ino, Lock, Name, Result, Timespec};
+use crate::{Attr, Entry, Errno, FileType, Ino, Lock, Name, Result, Timespec};
 
 /// Nanoseconds in a second.
 const SECOND_NS: u32 = 1_000_000_000;
@@ -13,8 +13,11 @@ const TARGET_BYTES_MAX: usize = 4095;
 /// The longest value of an extended attribute, and list of their names (Linux `XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;
 
-/// What cannot be meant is an error; what does no harm is made sensible.
-pub(crate) fn attr(mut attr: Attr) -> Result<Attr> {
+/// Attributes: what cannot be meant is an error; what does no harm is made sensible.
+///
+/// # Errors
+/// `IO`: a size past `i64::MAX`, or no file type.
+pub fn attr(mut attr: Attr) -> Result<Attr> {
     if attr.size > i64::MAX.cast_unsigned() || attr.kind() == FileType::Unknown {
         return Err(Errno::IO);
     }
@@ -28,8 +31,11 @@ pub(crate) fn attr(mut attr: Attr) -> Result<Attr> {
     Ok(attr)
 }
 
-/// To the client, inode 0 is "no such name".
-pub(crate) fn entry(entry: Entry) -> Result<Entry> {
+/// An entry. To clients, inode 0 is "no such name".
+///
+/// # Errors
+/// `IO`: that, or unsound attributes.
+pub fn entry(entry: Entry) -> Result<Entry> {
     if entry.ino == Ino(0) {
         return Err(Errno::IO);
     }
@@ -37,23 +43,32 @@ pub(crate) fn entry(entry: Entry) -> Result<Entry> {
 }
 
 /// The target of a symbolic link.
-pub(crate) fn target(target: &[u8]) -> Result<&[u8]> {
+///
+/// # Errors
+/// `IO`: it is empty, longer than Linux allows, or has a NUL.
+pub fn target(target: &[u8]) -> Result<&[u8]> {
     let sound = (1..=TARGET_BYTES_MAX).contains(&target.len()) && !target.contains(&0);
     if sound { Ok(target) } else { Err(Errno::IO) }
 }
 
 /// A value of an extended attribute, or the list of their names.
-pub(crate) fn xattr(value: &[u8]) -> Result<&[u8]> {
+///
+/// # Errors
+/// `IO`: it is longer than Linux allows.
+pub fn xattr(value: &[u8]) -> Result<&[u8]> {
     if value.len() <= XATTR_BYTES_MAX { Ok(value) } else { Err(Errno::IO) }
 }
 
-/// The name of an entry in a listing.
-pub(crate) fn is_listable(name: &[u8]) -> bool {
+/// Whether a name can be that of an entry in a listing.
+pub fn is_listable(name: &[u8]) -> bool {
     matches!(name, b"." | b"..") || Name::new(name).is_ok()
 }
 
 /// A lock that is in the way.
-pub(crate) fn lock(lock: Option<Lock>) -> Result<Option<Lock>> {
+///
+/// # Errors
+/// `IO`: its range ends before it begins, or where no file does.
+pub fn lock(lock: Option<Lock>) -> Result<Option<Lock>> {
     match lock {
         Some(lock) if lock.start > lock.end || lock.end > i64::MAX.cast_unsigned() => Err(Errno::IO),
         sound => Ok(sound),
@@ -61,7 +76,10 @@ pub(crate) fn lock(lock: Option<Lock>) -> Result<Option<Lock>> {
 }
 
 /// A number that is at most `max`.
-pub(crate) fn at_most(number: u64, max: u64) -> Result<u64> {
+///
+/// # Errors
+/// `IO`: it is greater.
+pub fn at_most(number: u64, max: u64) -> Result<u64> {
     if number <= max { Ok(number) } else { Err(Errno::IO) }
 }
 

@@ -1,0 +1,131 @@
+//! The images: by which commands they are made, and how large they are.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::systems::Builder;
+use crate::process;
+
+/// How long an image may take to make.
+const BUILD_TIMEOUT: Duration = Duration::from_secs(300);
+/// mkfs.erofs's own default is a block; with larger chunks its index is shorter.
+const CHUNK_BYTES: u32 = 1 << 20;
+
+/// The programs.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// Ours.
+    pub ferry: PathBuf,
+    /// The folder of mkcomposefs and mount.composefs.
+    pub composefs: Option<PathBuf>,
+    /// The folder of mkfs.erofs.
+    pub erofs: Option<PathBuf>,
+}
+
+/// What a program made of a tree.
+#[derive(Debug, Clone)]
+pub struct Made {
+    folder: PathBuf,
+}
+
+impl Made {
+    /// The image.
+    pub fn image(&self) -> PathBuf {
+        self.folder.join("image")
+    }
+
+    /// What holds the data, if they are not in the image: ours and composefs's store, the blob.
+    pub fn data(&self) -> PathBuf {
+        self.folder.join("data")
+    }
+
+    /// Size of the image, and of image and data on the disk, in bytes.
+    pub fn bytes(&self) -> Result<(u64, u64)> {
+        let image = std::fs::metadata(self.image()).context("no image")?.len();
+        Ok((image, allocated(&self.folder)?))
+    }
+}
+
+/// What files and folders take on the disk, in bytes.
+fn allocated(path: &Path) -> Result<u64> {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = std::fs::symlink_metadata(path).with_context(|| format!("cannot look at {}", path.display()))?;
+    let mut bytes = metadata.blocks() * 512;
+    if metadata.is_dir() {
+        for entry in std::fs::read_dir(path)? {
+            bytes += allocated(&entry?.path())?;
+        }
+    }
+    Ok(bytes)
+}
+
+/// Makes an image in a folder, which is new each time. Answers how long the program took, and how long it took until all was on
+/// the disk.
+pub fn make(builder: Builder, tree: &Path, folder: PathBuf, programs: &Programs) -> Result<(Made, [Duration; 2])> {
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    }
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let made = Made { folder };
+    let words = command(builder, tree, &made, programs)?;
+    let mut command = Command::new(&words[0]);
+    command.args(&words[1..]);
+    rustix::fs::sync();
+    let started = Instant::now();
+    process::run(command, &made.folder, BUILD_TIMEOUT).with_context(|| format!("{} failed", builder.name()))?;
+    let alone = started.elapsed();
+    rustix::fs::sync();
+    Ok((made, [alone, started.elapsed()]))
+}
+
+fn command(builder: Builder, tree: &Path, made: &Made, programs: &Programs) -> Result<Vec<OsString>> {
+    let composefs = || programs.composefs.as_ref().context("there is no composefs");
+    let erofs = || programs.erofs.as_ref().context("there is no erofs-utils");
+    let (image, data): (OsString, OsString) = (made.image().into(), made.data().into());
+    let tree = tree.into();
+    Ok(match builder {
+        Builder::Ferry => vec![
+            programs.ferry.clone().into(),
+            "image".into(),
+            "build".into(),
+            tree,
+            "-o".into(),
+            image,
+            "--store".into(),
+            data,
+        ],
+        Builder::Composefs => {
+            let mut store = OsString::from("--digest-store=");
+            store.push(data);
+            vec![composefs()?.join("mkcomposefs").into(), store, tree, image]
+        }
+        Builder::Full => {
+            vec![erofs()?.join("mkfs.erofs").into(), "--quiet".into(), "--preserve-mtime".into(), image, tree]
+        }
+        Builder::Blob => {
+            let mut blob = OsString::from("--blobdev=");
+            blob.push(data);
+            vec![
+                erofs()?.join("mkfs.erofs").into(),
+                "--quiet".into(),
+                "--preserve-mtime".into(),
+                // Compact inodes with times of their own.
+                "-E48bit".into(),
+                format!("--chunksize={CHUNK_BYTES}").into(),
+                blob,
+                image,
+                tree,
+            ]
+        }
+    })
+}
+
+/// Empties the kernel's caches.
+pub fn drop_caches() -> Result<()> {
+    rustix::fs::sync();
+    std::fs::write("/proc/sys/vm/drop_caches", "3").context("cannot empty the kernel's caches, which root can")
+}

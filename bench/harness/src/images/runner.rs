@@ -1,0 +1,320 @@
+//! Runs the rows: all systems in turn, so that what changes on the machine changes for all.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::made::{self, Made, Programs};
+use super::mounts::Tree;
+use super::rows::{Figure, Work};
+use super::systems::{BUILDERS, Builder, READ, System, WALKED};
+use super::walk::{self, Found};
+use super::{TABLE, tree};
+use crate::data::Noise;
+use crate::line::{FERRY, Line};
+use crate::stats;
+use crate::trouble::Trouble;
+
+/// The large file's name in its own tree.
+const LARGE: &str = "large";
+/// How it is read.
+const PIECE_BYTES: usize = 1 << 20;
+/// How long a walk may take, in seconds.
+const WALK_LIMIT_S: &str = "120";
+
+/// How much of each thing.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Files in the tree.
+    pub files: usize,
+    /// Length of the large file, in MiB.
+    pub large_mib: usize,
+    /// Runs of each walk and each reading.
+    pub runs: usize,
+    /// Runs of each build.
+    pub builds: usize,
+    /// When no further round of a step begins, on a machine that is slower than it was thought.
+    pub step_limit: Duration,
+}
+
+impl Effort {
+    /// The full run.
+    pub const FULL: Self =
+        Self { files: 100_000, large_mib: 512, runs: 7, builds: 3, step_limit: Duration::from_secs(240) };
+    /// The quick one.
+    pub const QUICK: Self =
+        Self { files: 10_000, large_mib: 128, runs: 3, builds: 1, step_limit: Duration::from_secs(60) };
+}
+
+/// The samples of a step, by figure and by the peer's or system's name.
+type Samples = BTreeMap<(Figure, &'static str), Vec<f64>>;
+
+/// The runner.
+#[derive(Debug)]
+pub struct Runner {
+    programs: Programs,
+    folder: PathBuf,
+    effort: Effort,
+    made: BTreeMap<Builder, Made>,
+    /// The image with the large file in it.
+    large: Option<Made>,
+    /// What every walk has to find.
+    found: Option<Found>,
+    trouble: Trouble<&'static str>,
+}
+
+impl Runner {
+    /// A runner with all its data below a folder.
+    pub fn new(programs: Programs, folder: PathBuf, effort: Effort) -> Self {
+        let (made, trouble) = (BTreeMap::new(), Trouble::default());
+        Self { programs, folder, effort, made, large: None, found: None, trouble }
+    }
+
+    /// Runs a step, and makes a line of each of its rows for each of our configurations.
+    pub fn run(&mut self, work: Work, wanted: impl Fn(&str) -> bool) -> Result<Vec<Line>> {
+        self.tree()?;
+        self.trouble.begin_row();
+        let samples = match work {
+            Work::Build => self.builds(&wanted),
+            Work::Size => self.sizes(&wanted),
+            Work::Ls | Work::Stat => self.mounted(work, &WALKED, &wanted),
+            Work::Read => {
+                self.large()?;
+                self.mounted(work, &READ, &wanted)
+            }
+        };
+        self.trouble.end_row(|name| samples.keys().any(|(_, of)| *of == name));
+        Ok(self.lines(work, &samples))
+    }
+
+    /// The tree, which is made when it is first needed.
+    fn tree(&mut self) -> Result<PathBuf> {
+        let root = self.folder.join("tree");
+        if self.found.is_none() {
+            tree::make(&root, self.effort.files)?;
+            self.found = Some(walk::walk(&root)?);
+        }
+        Ok(root)
+    }
+
+    fn large(&mut self) -> Result<PathBuf> {
+        let root = self.folder.join("large-tree");
+        if self.large.is_none() {
+            std::fs::create_dir_all(&root)?;
+            let bytes = Noise(1).bytes(self.effort.large_mib << 20);
+            std::fs::write(root.join(LARGE), bytes).context("cannot make the large file")?;
+            let folder = self.folder.join("large-made");
+            self.large = Some(made::make(Builder::Ferry, &root, folder, &self.programs)?.0);
+        }
+        Ok(root)
+    }
+
+    fn builds(&mut self, wanted: &impl Fn(&str) -> bool) -> Samples {
+        let mut samples = Samples::new();
+        let (started, limit) = (Instant::now(), self.effort.step_limit);
+        for _ in (0..self.effort.builds).take_while(|_| started.elapsed() < limit) {
+            for builder in BUILDERS.into_iter().filter(|builder| is_wanted(*builder, wanted)) {
+                if !self.trouble.is_able(builder.name()) {
+                    continue;
+                }
+                match self.build(builder) {
+                    Ok(times) => {
+                        for (figure, time) in [Figure::Build, Figure::BuildSynced].into_iter().zip(times) {
+                            samples.entry((figure, builder.name())).or_default().push(time);
+                        }
+                    }
+                    Err(error) => self.trouble.note(builder.name(), format!("{}: {error:#}", builder.name())),
+                }
+            }
+        }
+        samples
+    }
+
+    fn build(&mut self, builder: Builder) -> Result<[f64; 2]> {
+        let root = self.tree()?;
+        let folder = self.folder.join(format!("made-{}", builder.name()));
+        let (made, times) = made::make(builder, &root, folder, &self.programs)?;
+        self.made.insert(builder, made);
+        Ok(times.map(|time| time.as_secs_f64()))
+    }
+
+    /// What a builder made, which is built when nobody has yet.
+    fn made(&mut self, builder: Builder) -> Result<Made> {
+        if !self.made.contains_key(&builder) {
+            self.build(builder)?;
+        }
+        self.made.get(&builder).cloned().context("it was just built")
+    }
+
+    fn sizes(&mut self, wanted: &impl Fn(&str) -> bool) -> Samples {
+        let mut samples = Samples::new();
+        for builder in BUILDERS.into_iter().filter(|builder| is_wanted(*builder, wanted)) {
+            match self.made(builder).and_then(|made| made.bytes()) {
+                Ok((image, whole)) => {
+                    // With all data in it, the image's own size says nothing about metadata.
+                    if builder != Builder::Full {
+                        samples.insert((Figure::Metadata, builder.name()), vec![megabytes(image)]);
+                    }
+                    samples.insert((Figure::Whole, builder.name()), vec![megabytes(whole)]);
+                }
+                Err(error) => self.trouble.note(builder.name(), format!("{}: {error:#}", builder.name())),
+            }
+        }
+        samples
+    }
+
+    fn mounted(&mut self, work: Work, systems: &[System], wanted: &impl Fn(&str) -> bool) -> Samples {
+        let mut samples = Samples::new();
+        let (started, limit) = (Instant::now(), self.effort.step_limit);
+        for _ in (0..self.effort.runs).take_while(|_| started.elapsed() < limit) {
+            for &system in systems.iter().filter(|system| system.is_ours() || wanted(system.name())) {
+                if !self.trouble.is_able(system.name()) {
+                    continue;
+                }
+                match self.sample(work, system) {
+                    Ok(found) => found
+                        .into_iter()
+                        .for_each(|(figure, value)| samples.entry((figure, system.name())).or_default().push(value)),
+                    Err(error) => self.trouble.note(system.name(), format!("{}: {error:#}", system.name())),
+                }
+            }
+        }
+        samples
+    }
+
+    /// Mounts with empty caches, does the work, and does it again.
+    fn sample(&mut self, work: Work, system: System) -> Result<Vec<(Figure, f64)>> {
+        let made = match (system.builder(), work) {
+            (None, _) => None,
+            (Some(_), Work::Read) => self.large.clone(),
+            (Some(builder), _) => Some(self.made(builder)?),
+        };
+        let bare = self.folder.join(if work == Work::Read { "large-tree" } else { "tree" });
+        made::drop_caches()?;
+        // The programs themselves are not to be read from the disk while they are measured.
+        look_at_programs(&self.programs, &self.folder);
+        let started = Instant::now();
+        let tree = match &made {
+            Some(made) => Tree::mount(system, made, &self.folder, &self.programs)?,
+            None => Tree::bare(&bare),
+        };
+        let mount = milliseconds(started);
+        let work = || {
+            let done = self.work(work, tree.dir());
+            done.with_context(|| tree.last_words().unwrap_or_else(|| "it is the kernel's own mount".into()))
+        };
+        let (cold, warm) = (work()?, work()?);
+        Ok(vec![
+            (Figure::Mount, mount),
+            (Figure::Cold, cold),
+            (Figure::MountedCold, mount + cold),
+            (Figure::Warm, warm),
+        ])
+    }
+
+    /// Does the work once. Answers milliseconds, or MiB/s.
+    fn work(&self, work: Work, dir: &Path) -> Result<f64> {
+        let started = Instant::now();
+        match work {
+            Work::Ls => {
+                // ls is killed if the file system does not answer.
+                let mut command = Command::new("timeout");
+                command.args(["--signal=KILL", WALK_LIMIT_S, "ls", "-lR"]).arg(dir);
+                let status = command.stdin(Stdio::null()).stdout(Stdio::null()).status().context("cannot start ls")?;
+                ensure!(status.success(), "ls -lR: {status}");
+                Ok(milliseconds(started))
+            }
+            Work::Read => {
+                let mut file = File::open(dir.join(LARGE)).context("cannot open the large file")?;
+                let (mut piece, mut bytes) = (vec![0; PIECE_BYTES], 0);
+                loop {
+                    match file.read(&mut piece).context("cannot read the large file")? {
+                        0 => break,
+                        count => bytes += count,
+                    }
+                }
+                ensure!(bytes == self.effort.large_mib << 20, "{bytes} bytes were read, not all");
+                #[allow(clippy::cast_precision_loss)] // Some hundred.
+                Ok(self.effort.large_mib as f64 / started.elapsed().as_secs_f64())
+            }
+            _ => {
+                let found = walk::walk(dir)?;
+                let time = milliseconds(started);
+                ensure!(Some(found) == self.found, "{found:?} was found, not {:?}", self.found);
+                Ok(time)
+            }
+        }
+    }
+
+    fn lines(&self, work: Work, samples: &Samples) -> Vec<Line> {
+        let mut lines = Vec::new();
+        for (figure, row) in work.rows() {
+            let configs: Vec<(&str, Vec<(&str, String)>)> = match work {
+                Work::Build | Work::Size => {
+                    vec![("flat", BUILDERS.map(|builder| (builder.name(), builder.name().to_owned())).to_vec())]
+                }
+                Work::Ls | Work::Stat => ours(&WALKED),
+                Work::Read => ours(&READ),
+            };
+            for (config, names) in configs {
+                let mut line = Line::new(TABLE, (*row).to_owned(), config, work.unit(), work.better());
+                let of = |figure: Figure| -> BTreeMap<String, Vec<f64>> {
+                    let found = |(system, name): &(&'static str, String)| {
+                        Some((name.clone(), samples.get(&(figure, *system))?.clone()))
+                    };
+                    names.iter().filter_map(found).collect()
+                };
+                line.fill(&of(*figure));
+                if *figure == Figure::Cold {
+                    let medians = of(Figure::Mount).into_iter();
+                    let medians =
+                        medians.filter_map(|(name, values)| Some((name, stats::round(stats::median(&values)?))));
+                    line.also.insert("mount_ms", medians.collect());
+                }
+                for (system, name) in &names {
+                    if let Some(reason) = self.trouble.reason(system, self.effort.runs) {
+                        if name == FERRY { line.fail(&reason) } else { line.skip(&reason) }
+                    }
+                }
+                lines.push(line);
+            }
+        }
+        lines
+    }
+}
+
+/// Each of our configurations, with all that its lines have: the system's name, and what the line calls it.
+fn ours(systems: &[System]) -> Vec<(&'static str, Vec<(&'static str, String)>)> {
+    let of = |ours: System| {
+        let name = |system: System| if system == ours { Some(FERRY.to_owned()) } else { ours.calls(system) };
+        systems.iter().filter_map(|&system| Some((system.name(), name(system)?))).collect()
+    };
+    systems.iter().filter(|system| system.is_ours()).map(|&ours| (ours.name(), of(ours))).collect()
+}
+
+fn is_wanted(builder: Builder, wanted: &impl Fn(&str) -> bool) -> bool {
+    builder == Builder::Ferry || wanted(builder.name())
+}
+
+/// Has the programs and their libraries read, and what `ls` looks up; what they say does not matter.
+fn look_at_programs(programs: &Programs, folder: &Path) {
+    let composefs = programs.composefs.iter().map(|folder| folder.join("mount.composefs"));
+    for program in composefs.chain([programs.ferry.clone(), "losetup".into()]) {
+        let _ = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    }
+    let _ = Command::new("timeout").args(["5", "ls", "-l"]).arg(folder).stdout(Stdio::null()).status();
+}
+
+fn milliseconds(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1000.0
+}
+
+#[allow(clippy::cast_precision_loss)] // Four digits are shown.
+fn megabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e6
+}

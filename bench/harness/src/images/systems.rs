@@ -1,0 +1,149 @@
+//! The ways to a tree that are measured, ours and the peers'.
+
+use crate::line::FERRY;
+
+/// What an EROFS image is mounted from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Device {
+    /// The file itself.
+    File,
+    /// A loop device.
+    Loop,
+}
+
+/// Whether the metadata is read, one piece after the other, before the mount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Ahead {
+    /// Left to the kernel.
+    No,
+    /// All of it, as `ferry image mount` does.
+    Yes,
+}
+
+/// A mounted tree to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum System {
+    /// `ferry image mount`: the kernel's EROFS on our image.
+    Ferry,
+    /// `ferry mount image:`: our FUSE export.
+    FerryFuse,
+    /// mount.composefs: EROFS and overlayfs.
+    Composefs(Ahead),
+    /// The composefs image and overlayfs by hand, to choose what the image is mounted from.
+    Overlay(Device),
+    /// One image with metadata and data, by mkfs.erofs.
+    Full(Device),
+    /// Metadata with an index of chunks, and a blob with the data, by mkfs.erofs.
+    Blob(Device, Ahead),
+    /// No image: the tree on the disk's own file system.
+    Bare,
+}
+
+/// Those that are walked, in the order in which they take turns.
+pub const WALKED: [System; 12] = [
+    System::Ferry,
+    System::Composefs(Ahead::No),
+    System::Blob(Device::File, Ahead::No),
+    System::FerryFuse,
+    System::Overlay(Device::File),
+    System::Full(Device::File),
+    System::Composefs(Ahead::Yes),
+    System::Blob(Device::File, Ahead::Yes),
+    System::Overlay(Device::Loop),
+    System::Full(Device::Loop),
+    System::Blob(Device::Loop, Ahead::No),
+    System::Bare,
+];
+
+/// Those that a large file is read from.
+pub const READ: [System; 3] = [System::FerryFuse, System::Bare, System::Ferry];
+
+/// A program that makes an image of the tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Builder {
+    /// `ferry image build`.
+    Ferry,
+    /// mkcomposefs with an object store.
+    Composefs,
+    /// mkfs.erofs, one image with all.
+    Full,
+    /// mkfs.erofs with a blob.
+    Blob,
+}
+
+/// All of them, in turn.
+pub const BUILDERS: [Builder; 4] = [Builder::Ferry, Builder::Composefs, Builder::Blob, Builder::Full];
+
+impl System {
+    /// Whether it is ours.
+    pub fn is_ours(self) -> bool {
+        matches!(self, Self::Ferry | Self::FerryFuse)
+    }
+
+    /// Of ours: the configuration's name in the results. Of a peer: its name there.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ferry => "flat",
+            Self::FerryFuse => "flat fuse",
+            Self::Composefs(Ahead::No) => "composefs",
+            Self::Composefs(Ahead::Yes) => "composefs-ahead",
+            Self::Overlay(Device::File) => "erofs-overlay",
+            Self::Overlay(Device::Loop) => "erofs-overlay-loop",
+            Self::Full(Device::File) => "erofs-full",
+            Self::Full(Device::Loop) => "erofs-full-loop",
+            Self::Blob(Device::File, Ahead::No) => "erofs-blob",
+            Self::Blob(Device::File, Ahead::Yes) => "erofs-blob-ahead",
+            Self::Blob(Device::Loop, Ahead::No) => "erofs-blob-loop",
+            Self::Blob(Device::Loop, Ahead::Yes) => "erofs-blob-loop-ahead",
+            Self::Bare => "bare",
+        }
+    }
+
+    /// What a line of ours calls `peer`: our FUSE export is compared with our image in the kernel, too.
+    pub fn calls(self, peer: Self) -> Option<String> {
+        match (self, peer) {
+            (Self::FerryFuse, Self::Ferry) => Some(format!("{FERRY}-{}", peer.name())),
+            (ours, peer) if ours.is_ours() && !peer.is_ours() => Some(peer.name().into()),
+            _ => None,
+        }
+    }
+
+    /// Whose image it mounts; none of the bare tree.
+    pub fn builder(self) -> Option<Builder> {
+        match self {
+            Self::Ferry | Self::FerryFuse => Some(Builder::Ferry),
+            Self::Composefs(_) | Self::Overlay(_) => Some(Builder::Composefs),
+            Self::Full(_) => Some(Builder::Full),
+            Self::Blob(..) => Some(Builder::Blob),
+            Self::Bare => None,
+        }
+    }
+}
+
+impl Builder {
+    /// Its name in the results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ferry => FERRY,
+            Self::Composefs => "composefs",
+            Self::Full => "erofs-full",
+            Self::Blob => "erofs-blob",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ours_are_compared_with_all_others() {
+        let peers = |ours: System| WALKED.iter().filter_map(|&peer| ours.calls(peer)).collect::<Vec<_>>();
+        assert_eq!(peers(System::Ferry).len(), WALKED.len() - 2);
+        assert_eq!(peers(System::FerryFuse)[0], "ferry-flat");
+        assert_eq!(peers(System::FerryFuse).len(), WALKED.len() - 1);
+        let mut names = WALKED.map(System::name);
+        names.sort_unstable();
+        assert!(names.windows(2).all(|pair| pair[0] != pair[1]));
+    }
+}

@@ -1,0 +1,156 @@
+//! Parts that the reports of all tables have.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use crate::line::{FERRY, Line};
+
+/// Rows that are named with a reason why something did not run.
+const ROWS_NAMED_MAX: usize = 4;
+
+/// Writes a table's report into a folder: `TABLE.md`, `TABLE.svg` and `TABLE.jsonl`. What was written by hand about the
+/// figures, in `TABLE-notes.md`, ends the first.
+pub fn save(folder: &Path, table: &str, lines: &[Line], markdown: &str, svg: &str) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let mut json = String::new();
+    for line in lines {
+        json.push_str(&serde_json::to_string(line)?);
+        json.push('\n');
+    }
+    let markdown = format!("{markdown}{}", notes(folder, table)?);
+    for (kind, content) in [("md", &*markdown), ("svg", svg), ("jsonl", &*json)] {
+        let path = folder.join(format!("{table}.{kind}"));
+        std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    eprintln!("bench/run: the report is {}", folder.join(format!("{table}.md")).display());
+    Ok(())
+}
+
+fn notes(folder: &Path, table: &str) -> Result<String> {
+    let path = folder.join(format!("{table}-notes.md"));
+    match std::fs::read_to_string(&path) {
+        Ok(text) => Ok(format!("\n### Why\n\n{text}")),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+    }
+}
+
+/// The line of one of our configurations in a row.
+pub fn find<'a>(lines: &'a [Line], row: &str, config: &str) -> Option<&'a Line> {
+    lines.iter().find(|line| line.row == row && line.config == config)
+}
+
+/// A median with the least and the greatest value, ours or a peer's; a dash where there is none.
+pub fn figure(line: &Line, name: &str) -> String {
+    let median = if name == FERRY { line.ferry } else { line.peers.get(name).copied() };
+    match (median, line.spread.get(name)) {
+        (Some(median), Some([least, most])) => format!("{median} [{least}, {most}]"),
+        _ => "-".into(),
+    }
+}
+
+/// How many times better ours is, bold; a dash where that is not known.
+pub fn ratio(line: Option<&Line>, peer: &str) -> String {
+    line.and_then(|line| line.ratio.get(peer)).map_or("-".into(), |ratio| format!("**{ratio:.2}**"))
+}
+
+/// The notes of some lines, each once, with the rows that they belong to.
+pub fn line_notes(out: &mut String, lines: &[&Line]) {
+    let mut notes: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for line in lines {
+        let rows = line.note.as_ref().map(|note| notes.entry(note).or_default());
+        rows.into_iter().for_each(|rows| rows.push(&line.row));
+    }
+    for (note, mut rows) in notes {
+        rows.dedup();
+        let _ = writeln!(out, "* {}: {note}", named(&rows));
+    }
+}
+
+fn named(rows: &[&str]) -> String {
+    let more = rows.len().saturating_sub(ROWS_NAMED_MAX);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{}{more}", rows[..rows.len().min(ROWS_NAMED_MAX)].join(", "))
+}
+
+/// The last chapter: where a peer whose name passes `counts` is better, and what did not run and why, each reason once.
+pub fn disappointments(out: &mut String, lines: &[Line], counts: impl Fn(&str) -> bool) {
+    out.push_str("\n## What disappoints\n\n");
+    let before = out.len();
+    for line in lines {
+        for (peer, ratio) in line.ratio.iter().filter(|(peer, ratio)| counts(peer) && **ratio < 1.0) {
+            let within = match (line.spread.get(FERRY), line.spread.get(peer)) {
+                (Some(a), Some(b)) if a[0] <= b[1] && b[0] <= a[1] => "; the runs of both overlap",
+                _ => "",
+            };
+            let _ = writeln!(out, "* {} ({}): {ratio:.2} of {peer}{within}", line.row, line.config);
+        }
+    }
+    reasons(out, lines);
+    if out.len() == before {
+        out.push_str("No row is below its peers, none was skipped or failed.\n");
+    }
+}
+
+fn reasons(out: &mut String, lines: &[Line]) {
+    let mut reasons: BTreeMap<(&str, &str), Vec<String>> = BTreeMap::new();
+    for line in lines {
+        for (what, reason) in [("error", &line.error), ("skipped", &line.skipped)] {
+            let rows = reason.as_ref().map(|reason| reasons.entry((what, reason)).or_default());
+            rows.into_iter().for_each(|rows| rows.push(format!("{} ({})", line.row, line.config)));
+        }
+    }
+    for ((what, reason), rows) in reasons {
+        let rows: Vec<&str> = rows.iter().map(String::as_str).collect();
+        let _ = writeln!(out, "* {what}: {reason} (in {})", named(&rows));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stats::Better;
+
+    fn line(row: &str, ours: f64, theirs: [f64; 2]) -> Line {
+        let mut line = Line::new("t", row.into(), "c", "MiB/s", Better::Higher);
+        line.fill(&[(FERRY.to_owned(), vec![ours]), ("peer".to_owned(), theirs.to_vec())].into());
+        line
+    }
+
+    #[test]
+    fn notes_by_hand_end_the_report() {
+        let dir = tempfile::tempdir().unwrap();
+        let lines = [line("a", 1.0, [1.0, 1.0])];
+        save(dir.path(), "t", &lines, "text\n", "<svg/>").unwrap();
+        assert_eq!(std::fs::read_to_string(dir.path().join("t.md")).unwrap(), "text\n");
+        std::fs::write(dir.path().join("t-notes.md"), "Because.\n").unwrap();
+        save(dir.path(), "t", &lines, "text\n", "<svg/>").unwrap();
+        let read = |kind: &str| std::fs::read_to_string(dir.path().join(format!("t.{kind}"))).unwrap();
+        assert_eq!(read("md"), "text\n\n### Why\n\nBecause.\n");
+        assert_eq!((read("svg").as_str(), read("jsonl").lines().count()), ("<svg/>", 1));
+    }
+
+    #[test]
+    fn says_what_disappoints_and_each_reason_once() {
+        let mut lines = [line("a", 1.0, [2.0, 4.0]), line("b", 3.0, [2.0, 4.0]), line("c", 4.0, [2.0, 2.0])];
+        lines.iter_mut().for_each(|line| line.skip("other: no"));
+        let mut out = String::new();
+        disappointments(&mut out, &lines, |peer| peer == "peer");
+        assert!(out.contains("\n* a (c): 0.33 of peer\n* skipped: other: no (in a (c), b (c), c (c))\n"), "{out}");
+        lines[0] = line("a", 2.0, [1.0, 4.0]);
+        disappointments(&mut out, &lines[..1], |_| true);
+        assert!(out.ends_with("* a (c): 0.80 of peer; the runs of both overlap\n"), "{out}");
+        disappointments(&mut out, &lines[..1], |_| false);
+        assert!(out.ends_with("No row is below its peers, none was skipped or failed.\n"), "{out}");
+    }
+
+    #[test]
+    fn figures_have_their_spread() {
+        let line = line("a", 1.0, [2.0, 4.0]);
+        assert_eq!((figure(&line, FERRY), figure(&line, "peer")), ("1 [1, 1]".into(), "3 [2, 4]".into()));
+        assert_eq!((figure(&line, "x"), ratio(Some(&line), "peer")), ("-".into(), "**0.33**".into()));
+    }
+}

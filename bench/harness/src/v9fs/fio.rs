@@ -1,0 +1,93 @@
+//! fio's command line for a file, and its answer.
+
+use std::time::Duration;
+
+use anyhow::Result;
+
+use super::rows::Step;
+use crate::fio;
+
+/// The size of each file, all of which a run reads or writes unless its time is over before.
+pub const FILE_MIB: u64 = 64;
+
+/// A file to read or write.
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// Its name in the results.
+    pub name: String,
+    /// Where.
+    pub file: String,
+    /// What is done before: caches are emptied.
+    pub before: Option<String>,
+}
+
+/// The words after fio's own name that run a row on files, one after the other.
+///
+/// Every byte is with the server when a run ends: a written file is synced, within the time that counts.
+pub fn arguments(step: Step, jobs: &[Job], runtime: Duration) -> Vec<String> {
+    let mut words: Vec<String> =
+        "--thread --ioengine=psync --fallocate=none --randseed=1 --end_fsync=1 --output-format=json"
+            .split_whitespace()
+            .map(str::to_owned)
+            .collect();
+    words.extend([
+        format!("--rw={}", fio::pattern(step.random, step.write)),
+        format!("--bs={}", step.block),
+        format!("--size={FILE_MIB}M"),
+        format!("--runtime={}ms", runtime.as_millis()),
+    ]);
+    for Job { name, file, before } in jobs {
+        words.extend([format!("--name={name}"), "--stonewall".into(), format!("--filename={file}")]);
+        words.extend(before.as_ref().map(|before| format!("--exec_prerun={before}")));
+    }
+    words
+}
+
+/// What a run found.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample {
+    /// Its rate in MiB/s.
+    pub rate: f64,
+    /// How much it read or wrote.
+    pub mib: f64,
+}
+
+/// What a job found, from fio's JSON.
+pub fn parse(step: Step, name: &str, output: &str) -> Result<Sample> {
+    let result = fio::result(output, name)?;
+    let side = fio::side(&result, step.write);
+    let mib = |name: &str| Ok::<f64, anyhow::Error>(fio::number(side, name)? / f64::from(1 << 20));
+    Ok(Sample { rate: mib("bw_bytes")?, mib: mib("io_bytes")? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows;
+    use super::*;
+
+    fn step() -> Step {
+        rows::all().into_iter().find(|step| step.name() == "random write 4K").unwrap()
+    }
+
+    #[test]
+    fn asks_for_what_the_row_says() {
+        let job = |name: &str, before: Option<&str>| Job {
+            name: name.into(),
+            file: format!("/m/{name}"),
+            before: before.map(str::to_owned),
+        };
+        let words = arguments(step(), &[job("a", None), job("b", Some("sync"))], Duration::from_millis(600)).join("|");
+        for part in [
+            "|--rw=randwrite|--bs=4096|--size=64M|--runtime=600ms|",
+            "|--name=a|--stonewall|--filename=/m/a|--name=b|--stonewall|--filename=/m/b|--exec_prerun=sync",
+        ] {
+            assert!(words.contains(part), "{part} in {words}");
+        }
+    }
+
+    #[test]
+    fn reads_fio() {
+        let text = r#"{"jobs": [{"jobname": "a", "error": 0, "write": {"bw_bytes": 3145728, "io_bytes": 1048576}}]}"#;
+        assert_eq!(parse(step(), "a", text).unwrap(), Sample { rate: 3.0, mib: 1.0 });
+    }
+}

@@ -1,0 +1,131 @@
+//! The v9fs table: files by 9P, our client and server beside the kernel's client and other servers.
+
+mod fio;
+mod guest;
+mod host;
+mod link;
+mod messages;
+mod place;
+mod report;
+mod rows;
+mod runner;
+mod systems;
+
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use ferry_guest::Cache;
+
+use self::place::{Cpus, Files};
+use self::rows::Step;
+use self::runner::{Effort, Runner};
+use self::systems::{Programs, System};
+use crate::Cli;
+use crate::line::FERRY;
+use crate::machine::Machine;
+use crate::progress::Progress;
+use crate::session;
+
+/// The table's name.
+pub const TABLE: &str = "v9fs";
+
+/// Measures, prints and reports.
+pub fn run(cli: &Cli) -> Result<ExitCode> {
+    let steps = steps(cli);
+    if cli.list {
+        steps.iter().for_each(|step| println!("{}", step.name()));
+        return Ok(ExitCode::SUCCESS);
+    }
+    if steps.is_empty() {
+        eprintln!("bench/run: no row matches; bench/run {TABLE} --list shows them");
+        return Ok(ExitCode::from(2));
+    }
+    ensure!(
+        rustix::process::geteuid().is_root(),
+        "bench/run {TABLE} mounts file systems and makes network devices, and needs to be root"
+    );
+    loopback()?;
+    let unknown = unknown_peers(&cli.peers);
+    let cache = Cache::from_env()?;
+    let programs = Programs {
+        ferry: crate::program("ferry")?,
+        fio: cache.peer("fio")?,
+        diod: cache.diod().map_err(|error| error.to_string()),
+        mkfs: cache.disk().map(|set| set.join("bin/mkfs.ext4")).map_err(|error| error.to_string()),
+    };
+    let machine = Machine::look(&cli.work, None, Some(&programs.fio));
+    let progress = Progress::new(steps.len());
+    progress.show("making the files");
+    let files = Files::make(cli.work.join("run"), &programs)?;
+    let (guest, servers) = session::divide_cpus()?;
+    let cpus = Cpus { guest, all: format!("{guest},{servers}"), servers };
+    let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
+    let mut runner = Runner::new(cache, programs, files, cpus, effort);
+    let lines = progress.measure(
+        &steps,
+        |step| step.name(),
+        &unknown,
+        |step| {
+            let systems = step.systems().into_iter().filter(|system| is_wanted(*system, &cli.peers));
+            runner.run(*step, &systems.collect::<Vec<_>>())
+        },
+    )?;
+    let targets = report::targets(&lines);
+    targets.iter().for_each(|target| eprintln!("{target}"));
+    if let Some(folder) = cli.results() {
+        let machine = Machine { guest_kernel: runner.guest_kernels(), command: crate::command(), ..machine };
+        report::write(&folder, &lines, &machine, &targets)?;
+    }
+    Ok(crate::verdict(&lines))
+}
+
+/// bench/run gives this a network of its own, so that taps and addresses go with it; its loopback is down at first.
+fn loopback() -> Result<()> {
+    let mut ip = Command::new("ip");
+    let status = ip.args(["link", "set", "lo", "up"]).stdin(Stdio::null()).status();
+    let status = status.context("cannot start ip (package iproute2)")?;
+    ensure!(status.success(), "the loopback device cannot be brought up");
+    Ok(())
+}
+
+fn steps(cli: &Cli) -> Vec<Step> {
+    let wanted = |step: &Step| match &cli.rows {
+        Some(regex) => regex.is_match(&step.name()),
+        None => step.quick || !cli.quick,
+    };
+    rows::all().into_iter().filter(wanted).collect()
+}
+
+/// Ours always, and what its baselines are; the peers that were named, or all.
+fn is_wanted(system: System, peers: &[String]) -> bool {
+    system.is_ours() || peers.is_empty() || peers.iter().any(|name| name == system.name())
+}
+
+fn unknown_peers(peers: &[String]) -> Vec<String> {
+    let known: Vec<&str> = rows::all().into_iter().flat_map(Step::systems).map(System::name).collect();
+    let unknown = peers.iter().filter(|name| *name != FERRY && !known.contains(&name.as_str()));
+    unknown.map(|name| format!("{name}: this table cannot run it")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    fn cli(words: &[&str]) -> Cli {
+        Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))
+    }
+
+    #[test]
+    fn rows_and_peers_can_be_chosen() {
+        assert_eq!(steps(&cli(&["--rows", "^uml read"])).len(), 6);
+        assert!(steps(&cli(&["--quick"])).len() < steps(&cli(&[])).len());
+        let systems = |peers: &[&str]| {
+            let peers: Vec<String> = peers.iter().map(|name| (*name).to_owned()).collect();
+            let step = steps(&cli(&["--rows", "^uml read 1M$"]))[0];
+            step.systems().into_iter().filter(|system| is_wanted(*system, &peers)).count()
+        };
+        assert_eq!((systems(&[]), systems(&["diod"]), systems(&["ferry"])), (6, 5, 3));
+        assert_eq!(unknown_peers(&["diod".into(), "nfs".into()]), ["nfs: this table cannot run it"]);
+    }
+}

@@ -1,0 +1,298 @@
+//! The report of the v9fs table.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::TABLE;
+use super::fio::FILE_MIB;
+use super::rows::{self, Place, Step};
+use crate::line::{FERRY, Line, Sent};
+use crate::machine::Machine;
+use crate::parts::{self, find};
+use crate::target::{self, Target};
+use crate::{chart, stats};
+
+/// The published figures.
+const PUBLISHED: &str = include_str!("../../../published/v9fs-iozone.csv");
+/// Our configurations, as lines name them.
+const COALESCED: &str = "coalesced";
+const PIPELINED: &str = "pipelined";
+const NONE: &str = "v9fs-none";
+const LOOSE: &str = "v9fs-loose";
+
+/// A published row, in MB/s.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Published {
+    /// Its name.
+    pub name: String,
+    /// virtio-blk.
+    pub disk: f64,
+    /// 9P as it was.
+    pub v9fs: f64,
+    /// 9P with neighbours in one message.
+    pub coalesced: f64,
+}
+
+/// Reads the published figures.
+pub fn published() -> Vec<Published> {
+    let row = |line: &str| {
+        let fields: Vec<&str> = line.split(',').map(str::trim).collect();
+        let [operation, chunk, rest @ ..] = &fields[..] else { return None };
+        let numbers: Vec<f64> = rest.iter().filter_map(|field| field.parse().ok()).collect();
+        let [disk, v9fs, coalesced] = numbers[..] else { return None };
+        Some(Published { name: format!("{operation} {chunk}"), disk, v9fs, coalesced })
+    };
+    PUBLISHED.lines().skip(1).filter_map(row).collect()
+}
+
+/// The rows of a place with a delay.
+fn steps(place: Place, delay_ms: u64) -> impl Iterator<Item = Step> {
+    rows::all().into_iter().filter(move |step| step.place == place && step.delay_ms == delay_ms)
+}
+
+/// What there is of the targets in these lines.
+pub fn targets(lines: &[Line]) -> Vec<Target> {
+    let mut targets = Vec::new();
+    let ratio = |step: Step, config: &str, peer: &str| find(lines, &step.name(), config)?.ratio.get(peer).copied();
+    let mut faster = |what: &str, ratios: Vec<f64>, limit: f64| {
+        let rows = ratios.len();
+        if let Some(mean) = stats::geometric_mean(ratios.iter().copied()) {
+            targets.push(Target::at_least(format!("{what}, geometric mean of {rows} rows"), mean, limit));
+        }
+        if let Some(least) = ratios.into_iter().min_by(f64::total_cmp) {
+            targets.push(Target::at_least(format!("{what}, least of {rows} rows"), least, limit));
+        }
+    };
+    for (delay_ms, link) in [(0, "direct"), (1, "1 ms"), (10, "10 ms")] {
+        let sequential = steps(Place::Host, delay_ms).filter(|step| !step.random);
+        let ratios = sequential.filter_map(|step| ratio(step, COALESCED, "page-at-a-time")).collect();
+        faster(&format!("sequential, {link}: coalesced : page-at-a-time"), ratios, 3.0);
+    }
+    for (place, guest, config) in
+        [(Place::Uml, "uml", PIPELINED), (Place::Uml, "uml", LOOSE), (Place::Qemu, "qemu", LOOSE)]
+    {
+        let ratios = steps(place, 0).filter_map(|step| ratio(step, config, "virtio-blk")).collect();
+        faster(&format!("{guest}: {config} : virtio-blk"), ratios, 0.9);
+    }
+    let ratios = steps(Place::Uml, 1).filter_map(|step| ratio(step, PIPELINED, LOOSE)).collect();
+    faster("1 ms, both in User-mode Linux: pipelined : v9fs-loose", ratios, 4.0);
+    let across = |step: Step| {
+        let ours = find(lines, &step.name(), PIPELINED)?.ferry?;
+        let kernels = find(lines, &format!("uml {}", step.name()), LOOSE)?.ferry?;
+        stats::ratio(ours, kernels, stats::Better::Higher)
+    };
+    let ratios = steps(Place::Host, 1).filter_map(across).collect();
+    faster("1 ms: pipelined on the host : v9fs-loose in User-mode Linux", ratios, 4.0);
+    for (place, peer, limit) in [(Place::Uml, "diod", 1.5), (Place::Qemu, "qemu-9p", 2.0)] {
+        for config in [NONE, LOOSE] {
+            let ratios = steps(place, 0).filter_map(|step| ratio(step, config, peer)).collect();
+            faster(&format!("{config}: our server : {peer}"), ratios, limit);
+        }
+    }
+    targets
+}
+
+/// Writes the report into a folder.
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
+    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets), &chart::svg(lines, LOOSE))
+}
+
+fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
+    let mut out = String::from("# Files by 9P: Ferry beside Linux's client, diod and QEMU\n\n");
+    head(&mut out, machine, lines);
+    target::chapter(&mut out, targets);
+    out.push_str("![How many times better our client is than Linux's in the same guest](v9fs.svg)\n\n");
+    published_table(&mut out, lines);
+    for (title, place) in [
+        ("Our client on this host", Place::Host),
+        ("In User-mode Linux, by TCP", Place::Uml),
+        ("In a QEMU guest, by virtio", Place::Qemu),
+    ] {
+        figures(&mut out, title, place, lines);
+    }
+    messages(&mut out, lines);
+    parts::disappointments(&mut out, lines, |_| true);
+    out
+}
+
+fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
+    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let Machine { cpu, cpus, kernel, guest_kernel, fio, ferry, command, date, .. } = machine;
+    let _ = writeln!(
+        out,
+        "`{command}`, begun {date} UTC. {runs} runs of each system, in turn; medians in MiB/s, with the least and the \
+         greatest in brackets. A ratio above 1 means that Ferry is better.\n\n\
+         | | |\n| --- | --- |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, files on tmpfs |\n| guests | {guest_kernel} |\n\
+         | Ferry | {ferry} |\n| peers | diod, QEMU and its disk as in Debian sid |\n| fio | {fio} |\n"
+    );
+    let _ = writeln!(
+        out,
+        "* fio, psync, one thread, a file of {FILE_MIB} MiB that exists, each system its own; a run ends with the file or \
+         after half a second, and with fsync, which counts. Before each run the client's caches are dropped; our client is \
+         mounted anew. The servers' files are in memory, so no disk is measured.\n\
+         * `pipelined` is `ferry mount 9p:tcp:...` as it is by default, `coalesced` the same with one message under way, \
+         `page-at-a-time` with one message under way that has room for a page. `v9fs-none` and `v9fs-loose` are Linux's \
+         client with `cache=none` and `cache=loose` and our server; `msize` 1 MiB by TCP, 512,000 by virtio.\n\
+         * diod: `--no-auth`; it decides on the message size. QEMU: `-virtfs` with `security_model=none`, and its own \
+         virtio-blk (ext4, io_uring, an iothread). The disk in User-mode Linux is Ferry's (ext4), by vhost-user.\n\
+         * 1 ms and 10 ms are what a byte takes to the other side, each way, through a proxy of the harness that limits \
+         nothing else: this kernel has no netem. A round trip takes twice as long, and some 0.1 ms for the timers.\n\
+         * The published figures (`bench/published/v9fs-iozone.csv`, MB/s, iozone) are of patches to Linux's client, of \
+         another machine, years ago: they tell which rows matter and by how much coalescing helps, not how fast Ferry is.\n"
+    );
+}
+
+fn published_table(out: &mut String, lines: &[Line]) {
+    out.push_str(
+        "## The published rows\n\n| row | virtio-blk, published | 9P | coalesced | page-at-a-time | coalesced | pipelined \
+         | uml: v9fs-none | v9fs-loose | pipelined | virtio-blk | qemu: v9fs-none | v9fs-loose | virtio-blk |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
+    );
+    for row in published() {
+        let shown = |prefix: &str, config: &str, peer: Option<&str>| {
+            let line = find(lines, &format!("{prefix}{}", row.name), config);
+            let value = line.and_then(|line| peer.map_or(line.ferry, |peer| line.peers.get(peer).copied()));
+            value.map_or("-".to_owned(), |value| value.to_string())
+        };
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            row.name,
+            row.disk,
+            row.v9fs,
+            row.coalesced,
+            shown("", COALESCED, Some("page-at-a-time")),
+            shown("", COALESCED, None),
+            shown("", PIPELINED, None),
+            shown("uml ", NONE, None),
+            shown("uml ", LOOSE, None),
+            shown("uml ", PIPELINED, None),
+            shown("uml ", LOOSE, Some("virtio-blk")),
+            shown("qemu ", NONE, None),
+            shown("qemu ", LOOSE, None),
+            shown("qemu ", LOOSE, Some("virtio-blk")),
+        );
+    }
+    out.push('\n');
+}
+
+fn figures(out: &mut String, title: &str, place: Place, lines: &[Line]) {
+    let steps: Vec<String> = rows::all().into_iter().filter(|step| step.place == place).map(Step::name).collect();
+    let lines: Vec<&Line> = lines.iter().filter(|line| steps.contains(&line.row)).collect();
+    if lines.is_empty() {
+        return;
+    }
+    let _ = writeln!(out, "## {title}\n\n| row | config | Ferry | others (ratio) |\n| --- | --- | --- | --- |");
+    for line in &lines {
+        let peer = |name: &String| {
+            let ratio = line.ratio.get(name).map_or(String::new(), |ratio| format!(" (**{ratio:.2}**)"));
+            format!("{name} {}{ratio}", parts::figure(line, name))
+        };
+        let peers: Vec<String> = line.peers.keys().map(peer).collect();
+        let _ =
+            writeln!(out, "| {} | {} | {} | {} |", line.row, line.config, parts::figure(line, FERRY), peers.join("; "));
+    }
+    out.push('\n');
+    parts::line_notes(out, &lines);
+    out.push('\n');
+}
+
+fn messages(out: &mut String, lines: &[Line]) {
+    if lines.iter().all(|line| line.messages.is_empty()) {
+        return;
+    }
+    out.push_str(
+        "## What noise does not touch\n\nMessages, in runs of their own over a link of 1 ms: requests of any kind for each \
+         MiB, bytes of the file in each that carries some, and how many requests were under way.\n\n\
+         | row | config | messages per MiB | bytes per message | under way, mean | most |\n\
+         | --- | --- | --- | --- | --- | --- |\n",
+    );
+    let mut shown: Vec<(&str, String)> = Vec::new();
+    for line in lines {
+        for (name, sent) in &line.messages {
+            let name = match name.as_str() {
+                FERRY => line.config.clone(),
+                "diod" => format!("diod, {}", line.config),
+                _ => name.trim_start_matches("ferry-").to_owned(),
+            };
+            // Baselines stand in several lines.
+            if shown.contains(&(&line.row, name.clone())) {
+                continue;
+            }
+            let Sent { messages_per_mib, bytes_per_message, in_flight_mean, in_flight_most } = sent;
+            let bytes = bytes_per_message.map_or("-".into(), |bytes| bytes.to_string());
+            let _ = writeln!(
+                out,
+                "| {} | {name} | {messages_per_mib} | {bytes} | {in_flight_mean} | {in_flight_most} |",
+                line.row
+            );
+            shown.push((&line.row, name));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stats::Better;
+
+    fn line(row: &str, config: &str, values: &[(&str, f64)]) -> Line {
+        let mut line = Line::new(TABLE, row.into(), config, "MiB/s", Better::Higher);
+        line.fill(&values.iter().map(|(name, value)| ((*name).to_owned(), vec![*value])).collect());
+        line
+    }
+
+    fn lines() -> Vec<Line> {
+        let mut lines = vec![
+            line("write 1M", COALESCED, &[(FERRY, 400.0), ("page-at-a-time", 100.0)]),
+            line("read 4K", COALESCED, &[(FERRY, 200.0), ("page-at-a-time", 100.0)]),
+            line("read 4K 1 ms", PIPELINED, &[(FERRY, 500.0), ("page-at-a-time", 1.0), ("ferry-coalesced", 200.0)]),
+            line("uml read 4K 1 ms", LOOSE, &[(FERRY, 100.0)]),
+            line("uml read 4K", LOOSE, &[(FERRY, 150.0), ("diod", 100.0), ("virtio-blk", 200.0)]),
+            line("qemu write 1M", NONE, &[(FERRY, 150.0), ("qemu-9p", 100.0), ("virtio-blk", 200.0)]),
+        ];
+        let sent = Sent { messages_per_mib: 1.1, bytes_per_message: Some(1e6), in_flight_mean: 1.0, in_flight_most: 2 };
+        lines[0].messages.insert(FERRY.into(), sent);
+        lines[0].messages.insert("page-at-a-time".into(), sent);
+        lines
+    }
+
+    #[test]
+    fn reads_the_published_figures() {
+        let row = published().into_iter().find(|row| row.name == "random read 4K").unwrap();
+        assert_eq!((published().len(), row.disk, row.v9fs, row.coalesced), (8, 44.0, 41.0, 64.0));
+    }
+
+    #[test]
+    fn says_which_targets_are_reached() {
+        let text: Vec<String> = targets(&lines()).iter().map(ToString::to_string).collect();
+        let text = text.join("\n");
+        for part in [
+            "sequential, direct: coalesced : page-at-a-time, least of 2 rows: 2.00 (target: at least 3: missed)",
+            "uml: v9fs-loose : virtio-blk, geometric mean of 1 rows: 0.75 (target: at least 0.9: missed)",
+            "1 ms: pipelined on the host : v9fs-loose in User-mode Linux, least of 1 rows: 5.00 (target: at least 4: reached)",
+            "v9fs-loose: our server : diod, least of 1 rows: 1.50 (target: at least 1.5: reached)",
+            "v9fs-none: our server : qemu-9p, least of 1 rows: 1.50 (target: at least 2: missed)",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert_eq!(targets(&[]), []);
+    }
+
+    #[test]
+    fn shows_figures_messages_and_disappointments() {
+        let lines = lines();
+        let text = markdown(&lines, &Machine::default(), &targets(&lines));
+        for part in [
+            "| write 1M | 391 | 127 | 330 | 100 | 400 | - | - | - | - | - | 150 | - | - |",
+            "| read 4K 1 ms | pipelined | 500 [500, 500] | ferry-coalesced 200 [200, 200] (**2.50**); page",
+            "| write 1M | page-at-a-time | 1.1 | 1000000 | 1 | 2 |",
+            "* uml read 4K (v9fs-loose): 0.75 of virtio-blk",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}

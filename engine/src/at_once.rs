@@ -1,0 +1,207 @@
+//! Several transfers carried out at once by one system call.
+//!
+//! Some transfers cannot be tried without waiting though all they do is copy: buffered writes to ext4, all of tmpfs. io_uring
+//! gives each of those to a kernel thread. `io_submit`, its predecessor, has no such threads: it carries them out before
+//! it returns, one after another. The events lie in memory then, where they are read as libaio reads them.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use ferry_vfs::Segment;
+
+/// The most that one call carries out: what a worker takes from a queue in one go.
+pub(crate) const CALLS_MAX: usize = 64;
+
+/// `IOCB_CMD_PREADV` and `IOCB_CMD_PWRITEV` (`linux/aio_abi.h`), which `libc` has not.
+const READ_VECTOR: u16 = 7;
+const WRITE_VECTOR: u16 = 8;
+
+/// `AIO_RING_MAGIC`: the memory behind a context's number is laid out as [`Header`] says.
+const MAGIC: u32 = 0xa10a_10a1;
+
+/// `struct aio_ring`, which libaio, fio and QEMU read, too. Events follow it.
+#[repr(C)]
+struct Header {
+    id: u32,
+    entries: u32,
+    head: AtomicU32,
+    tail: AtomicU32,
+    magic: u32,
+    compatible: u32,
+    incompatible: u32,
+    bytes: u32,
+}
+
+/// `struct io_event`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Event {
+    data: u64,
+    object: u64,
+    result: i64,
+    result2: i64,
+}
+
+const _: () = assert!(size_of::<Header>() == 32 && size_of::<Event>() == 32 && size_of::<libc::iocb>() == 64);
+
+/// A context of Linux's older asynchronous interface.
+pub(crate) struct AtOnce {
+    context: libc::c_ulong,
+    calls: Vec<libc::iocb>,
+    outcomes: Vec<Option<i64>>,
+}
+
+impl AtOnce {
+    pub(crate) fn new() -> io::Result<Self> {
+        let mut context: libc::c_ulong = 0;
+        // SAFETY: the kernel writes the context's number into the variable.
+        let made = unsafe { libc::syscall(libc::SYS_io_setup, CALLS_MAX, &raw mut context) };
+        if made != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { context, calls: Vec::with_capacity(CALLS_MAX), outcomes: Vec::with_capacity(CALLS_MAX) })
+    }
+
+    /// Takes what was added, and its outcomes, out again.
+    pub(crate) fn clear(&mut self) {
+        self.calls.clear();
+        self.outcomes.clear();
+    }
+
+    /// Adds a transfer, of which there are up to [`CALLS_MAX`].
+    pub(crate) fn add(&mut self, is_read: bool, fd: BorrowedFd<'_>, offset: i64, segments: &[Segment]) {
+        // SAFETY: an `iocb` is plain numbers, for which zero is valid.
+        let mut call: libc::iocb = unsafe { std::mem::zeroed() };
+        call.aio_data = self.calls.len() as u64;
+        call.aio_lio_opcode = if is_read { READ_VECTOR } else { WRITE_VECTOR };
+        call.aio_fildes = fd.as_raw_fd().unsigned_abs();
+        call.aio_buf = segments.as_ptr().addr() as u64;
+        call.aio_nbytes = segments.len() as u64;
+        call.aio_offset = offset;
+        self.calls.push(call);
+    }
+
+    /// Carries out what was added, and returns when all of it has ended.
+    ///
+    /// # Safety
+    /// Descriptors and segments are those that were added; the segments' memory is valid, and only reached by volatile
+    /// access from elsewhere.
+    pub(crate) unsafe fn carry_out(&mut self) {
+        let mut list = [std::ptr::null_mut::<libc::iocb>(); CALLS_MAX];
+        let count = self.calls.len().min(CALLS_MAX);
+        for (pointer, call) in list.iter_mut().zip(&mut self.calls) {
+            *pointer = &raw mut *call;
+        }
+        self.outcomes.resize(self.calls.len(), None);
+        // SAFETY: the list holds `count` pointers to calls that live on; what they point to is the caller's promise.
+        let taken = unsafe { libc::syscall(libc::SYS_io_submit, self.context, count, list.as_mut_ptr()) };
+        // The kernel stops at a call that it will not begin: that one and those after it have no outcome.
+        let Some(mut left) = usize::try_from(taken).ok() else { return };
+        left -= self.take_shared(left);
+        while left > 0 {
+            let mut events = [Event::default(); CALLS_MAX];
+            // SAFETY: there is room for `left` events, which are at most `CALLS_MAX`; no time-out.
+            let got = unsafe {
+                let nothing = std::ptr::null::<libc::timespec>();
+                libc::syscall(libc::SYS_io_getevents, self.context, left, left, events.as_mut_ptr(), nothing)
+            };
+            match usize::try_from(got) {
+                Ok(got) => {
+                    events[..got].iter().for_each(|event| self.note(*event));
+                    left -= got;
+                }
+                // Only a signal can keep us from waiting, and whatever is under way uses the callers' memory.
+                Err(_) => debug_assert_eq!(io::Error::last_os_error().kind(), io::ErrorKind::Interrupted),
+            }
+        }
+    }
+
+    /// What became of a call, by the order in which they were added. `None`: the kernel did not begin it.
+    pub(crate) fn outcome(&self, index: usize) -> Option<io::Result<usize>> {
+        let result = (*self.outcomes.get(index)?)?;
+        let code = || i32::try_from(-result).unwrap_or(libc::EIO);
+        Some(usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(code())))
+    }
+
+    fn note(&mut self, event: Event) {
+        let index = usize::try_from(event.data).ok();
+        if let Some(outcome) = index.and_then(|index| self.outcomes.get_mut(index)) {
+            *outcome = Some(event.result);
+        }
+    }
+
+    /// Takes up to `count` events out of the memory shared with the kernel. Answers how many.
+    fn take_shared(&mut self, count: usize) -> usize {
+        let Ok(address) = usize::try_from(self.context) else { return 0 };
+        let ring = std::ptr::with_exposed_provenance::<Header>(address);
+        // SAFETY: a context's number is the address of its ring, which stays mapped until `io_destroy`. Beside us only the
+        // kernel reaches it, and changes none but `tail`.
+        let header = unsafe { &*ring };
+        if header.magic != MAGIC || header.incompatible != 0 || header.bytes as usize != size_of::<Header>() {
+            return 0;
+        }
+        let (entries, tail) = (header.entries, header.tail.load(Ordering::Acquire));
+        let mut head = header.head.load(Ordering::Relaxed);
+        let mut taken = 0;
+        while head != tail && taken < count && head < entries {
+            // SAFETY: events follow the header, as many as it says; the kernel wrote those before `tail`, and will not touch
+            // them until `head` has passed them.
+            let event = unsafe { ring.add(1).cast::<Event>().add(head as usize).read_volatile() };
+            self.note(event);
+            head = (head + 1) % entries;
+            taken += 1;
+        }
+        header.head.store(head, Ordering::Release);
+        taken
+    }
+}
+
+impl Drop for AtOnce {
+    fn drop(&mut self) {
+        // SAFETY: the context is ours, nothing is under way in it, and nobody uses it afterwards.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn each_call_has_its_own_outcome() {
+        for parent in [std::path::Path::new("/dev/shm"), &std::env::temp_dir()] {
+            let file = tempfile::tempfile_in(parent).unwrap();
+            let folder = std::fs::File::open(parent).unwrap();
+            let mut bytes: Vec<[u8; 512]> = (0..64u8).map(|n| [n; 512]).collect();
+            let pieces: Vec<Segment> =
+                bytes.iter_mut().map(|piece| Segment { address: piece.as_mut_ptr(), bytes: 512 }).collect();
+            let mut at_once = AtOnce::new().unwrap();
+            // More laps than the kernel's ring has entries.
+            for lap in 0..100 {
+                at_once.clear();
+                for (index, piece) in pieces.iter().enumerate() {
+                    let at = 512 * i64::try_from((index + lap) % 64).unwrap();
+                    at_once.add(false, file.as_fd(), at, std::slice::from_ref(piece));
+                }
+                // SAFETY: `bytes` and `file` live on.
+                unsafe { at_once.carry_out() };
+                assert!((0..64).all(|index| matches!(at_once.outcome(index), Some(Ok(512)))), "lap {lap}");
+            }
+            at_once.clear();
+            at_once.add(true, file.as_fd(), 512 * (63 + 35), &pieces[..1]);
+            at_once.add(true, folder.as_fd(), 0, &pieces[..1]);
+            at_once.add(true, file.as_fd(), 0, &pieces[..1]);
+            // SAFETY: as above.
+            unsafe { at_once.carry_out() };
+            let outcomes: Vec<_> = (0..3).map(|index| at_once.outcome(index).map(Result::ok)).collect();
+            assert_eq!(
+                outcomes,
+                [Some(Some(0)), None, None],
+                "the end of the file, what cannot be begun, and all after it"
+            );
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Replies whose data go from a file to the kernel by reference, through a pipe.
+//!
+//! It saves copying the data into our memory. It costs a call more, and work for each page; so it is for long reads.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use ferry_serve::HEADER_BYTES;
+use ferry_wire::fuse::abi::OutHeader;
+use rustix::io::Errno;
+use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
+use zerocopy::IntoBytes;
+
+use crate::transfer::Transfer;
+
+/// The shortest data that are spliced. CPU time of the reader for one READ of a file on a tmpfs, copied : spliced, in
+/// microseconds: 17 : 22 at 64 KiB, 78 : 68 at 256 KiB, 183 : 118 at 512 KiB.
+const BYTES_MIN: usize = 256 << 10;
+
+/// What a pipe counts in: the header takes one, and data that do not begin with a page touch one more.
+const PAGE_BYTES: usize = 4096;
+
+/// The longest pipe that may be had without `CAP_SYS_RESOURCE` (`/proc/sys/fs/pipe-max-size`).
+const UNPRIVILEGED_BYTES: usize = 1 << 20;
+
+/// The pipe of one reader.
+#[derive(Debug, Default)]
+pub(super) enum Spliced {
+    /// None was wanted yet, or the last one was given up with what was in it.
+    #[default]
+    None,
+    /// It is empty.
+    Ready(Pipe),
+    /// No pipe is to be had.
+    Refused,
+}
+
+/// A pipe.
+#[derive(Debug)]
+pub(super) struct Pipe {
+    from: OwnedFd,
+    to: OwnedFd,
+    /// The longest data that surely fit beside the header.
+    room_bytes: usize,
+}
+
+/// A reply that lies in a pipe: header and data.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pipe: Pipe,
+    pub(super) bytes: usize,
+    pub(super) calls: u64,
+}
+
+impl Spliced {
+    /// A pipe, if possible with room for so many bytes of data.
+    fn take(&mut self, data_bytes: usize) -> Option<Pipe> {
+        if matches!(self, Self::None) {
+            *self = Pipe::new(data_bytes).map_or_else(
+                |error| {
+                    tracing::debug!("long replies are copied, not spliced: {error}");
+                    Self::Refused
+                },
+                Self::Ready,
+            );
+        }
+        match std::mem::take(self) {
+            Self::Ready(pipe) => Some(pipe),
+            Self::Refused => {
+                *self = Self::Refused;
+                None
+            }
+            Self::None => None,
+        }
+    }
+
+    /// Puts a reply into the pipe: the data of a read that is made now, however long it takes. `None` if it is to be
+    /// made in another way: it is short, no pipe can be had, or the file does not give what it should.
+    pub(super) fn load(&mut self, transfer: &Transfer, unique: u64, room_bytes: usize) -> Option<Loaded> {
+        if !transfer.is_read() || transfer.bytes < BYTES_MIN {
+            return None;
+        }
+        // The header comes first and tells the length; a file that is cut short meanwhile is read in the other way.
+        let size = u64::try_from(rustix::fs::fstat(&*transfer.file).ok()?.st_size).ok()?;
+        let left = usize::try_from(size.saturating_sub(transfer.file_offset)).unwrap_or(usize::MAX);
+        let bytes = transfer.bytes.min(left);
+        if bytes < BYTES_MIN {
+            return None;
+        }
+        let pipe = self.take(room_bytes)?;
+        if bytes > pipe.room_bytes {
+            *self = Self::Ready(pipe);
+            return None;
+        }
+        let len = u32::try_from(HEADER_BYTES + bytes).ok()?;
+        let header: [u8; HEADER_BYTES] = OutHeader { len, error: 0, unique }.as_bytes().try_into().ok()?;
+        let calls = pipe.fill(&header, transfer, bytes)?;
+        Some(Loaded { pipe, bytes, calls })
+    }
+
+    /// Sends a reply, and keeps the pipe.
+    pub(super) fn send(&mut self, loaded: Loaded, channel: BorrowedFd<'_>) -> Result<(), Errno> {
+        let Loaded { pipe, bytes, .. } = loaded;
+        let bytes = HEADER_BYTES + bytes;
+        loop {
+            match splice(&pipe.from, None, channel, None, bytes, SpliceFlags::empty()) {
+                Ok(_) => break,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        *self = Self::Ready(pipe);
+        Ok(())
+    }
+}
+
+impl Pipe {
+    fn new(data_bytes: usize) -> io::Result<Self> {
+        let (from, to) = pipe_with(PipeFlags::CLOEXEC)?;
+        let wanted = data_bytes + 2 * PAGE_BYTES;
+        let bytes = fcntl_setpipe_size(&to, wanted).or_else(|_| fcntl_setpipe_size(&to, UNPRIVILEGED_BYTES))?;
+        Ok(Self { from, to, room_bytes: bytes - 2 * PAGE_BYTES })
+    }
+
+    /// Answers how many calls it took; `None` if the pipe does not hold all.
+    fn fill(&self, header: &[u8], transfer: &Transfer, bytes: usize) -> Option<u64> {
+        if rustix::io::write(&self.to, header) != Ok(header.len()) {
+            return None;
+        }
+        let mut offset = transfer.file_offset;
+        let mut left = bytes;
+        let mut calls = 2;
+        while left > 0 {
+            calls += 1;
+            match splice(transfer.file.as_fd(), Some(&mut offset), &self.to, None, left, SpliceFlags::NONBLOCK) {
+                Ok(0) => return None,
+                Ok(count) => left = left.saturating_sub(count),
+                Err(Errno::INTR) => {}
+                Err(_) => return None,
+            }
+        }
+        Some(calls)
+    }
+}

@@ -1,0 +1,218 @@
+//! From descriptor chains to served requests.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use ferry_vfs::{Errno, Result};
+use ferry_vhost::{Answer, Chain, Io, QueueHandler};
+use ferry_wire::ninep::{
+    Flaw, Frame, HEADER_BYTES, MSIZE_MIN, Reply as Answered, Request as Asked, Tag, WRITE_HEAD_BYTES, WriteHead, kind,
+};
+
+use super::chain::{Reply, Request};
+use super::guest::Guest;
+use crate::carrier::Client;
+use crate::line::{Refused, Ticket};
+use crate::serve::{Context, Done, Moving, encode, serve, serve_write};
+use crate::session::{self, Session};
+use crate::share::Share;
+
+/// The longest message but a Twrite: more than a path, or a walk of 16 names, takes.
+const MESSAGE_BYTES_MAX: usize = 64 << 10;
+/// The bytes of an Rlerror. Whoever has no room for it cannot be answered at all.
+const ERROR_BYTES: usize = HEADER_BYTES + 4;
+
+/// Serves the queue of one guest.
+pub(super) struct Handler {
+    share: Arc<Share>,
+    guest: Arc<Guest>,
+    /// The private copy of the message being served, of a Twrite without its data.
+    message: Vec<u8>,
+    short: Vec<u8>,
+    /// Transfers under way, by the low half of their token.
+    moving: Vec<Option<Moving>>,
+}
+
+impl Handler {
+    pub(super) fn new(share: Arc<Share>, guest: Arc<Guest>) -> Self {
+        Self { share, guest, message: Vec::new(), short: Vec::new(), moving: Vec::new() }
+    }
+
+    /// Answers an error, or nothing where there is no room.
+    fn error(&mut self, chain: &Chain, tag: Tag, errno: Errno) -> u32 {
+        let mut reply = Reply { chain, short: &mut self.short };
+        encode(&mut reply, tag, &Answered::Error(errno));
+        put(chain, &self.short)
+    }
+
+    /// Copies the message; answers its tag, and what is wrong with its length. `None`: there is none, or no room to answer.
+    fn copy(&mut self, chain: &Chain) -> Option<(Tag, Result<()>)> {
+        let (readable, room) = (chain.readable_bytes(), chain.writable_bytes());
+        let mut head = [0; HEADER_BYTES];
+        let is_whole = chain.read_at(0, &mut head) == HEADER_BYTES;
+        let frame = Frame::peek(&head).filter(|_| is_whole && room >= ERROR_BYTES);
+        let Some(frame) = frame else {
+            self.share.complaints.warn(format_args!("a request of {readable} bytes with room for {room} is none"));
+            return None;
+        };
+        let bytes = usize::try_from(frame.bytes).unwrap_or(usize::MAX);
+        let msize = self.guest.msize().unwrap_or(MSIZE_MIN) as usize;
+        if !(HEADER_BYTES..=readable).contains(&bytes) || bytes > msize {
+            let complaints = &self.share.complaints;
+            complaints.warn(format_args!("a message of {bytes} bytes, in {readable}, where {msize} were agreed on"));
+            return Some((frame.tag, Err(Errno::MSGSIZE)));
+        }
+        let copied = if frame.kind == kind::TWRITE { bytes.min(WRITE_HEAD_BYTES) } else { bytes };
+        if copied > MESSAGE_BYTES_MAX {
+            return Some((frame.tag, Err(Errno::MSGSIZE)));
+        }
+        self.message.resize(copied, 0);
+        // The head is the one that was looked at, whatever the guest has put there since.
+        self.message[..HEADER_BYTES].copy_from_slice(&head);
+        chain.read_at(HEADER_BYTES, &mut self.message[HEADER_BYTES..]);
+        Some((frame.tag, Ok(())))
+    }
+
+    fn serve_copy(&mut self, chain: &Chain, io: &mut Io<'_>, tag: Tag) -> Answer {
+        let message = std::mem::take(&mut self.message);
+        let is_write = message.get(4) == Some(&kind::TWRITE) && message.len() == WRITE_HEAD_BYTES;
+        let answer = if is_write {
+            match WriteHead::decode(&message) {
+                Ok((tag, head)) => self.serve_registered(chain, io, tag, |cx, request| serve_write(cx, &head, request)),
+                Err(flaw) => self.flawed(chain, tag, &flaw),
+            }
+        } else {
+            match Asked::decode(&message) {
+                Ok((tag, Asked::Version { msize, version })) => self.version(chain, tag, msize, version),
+                Ok((tag, Asked::Flush { old })) => match self.guest.flush(io.token(), tag, old) {
+                    Ok(()) => Answer::Later,
+                    Err(refused) => self.refuse(chain, tag, refused),
+                },
+                Ok((tag, asked)) => self.serve_registered(chain, io, tag, |cx, request| serve(cx, &asked, request)),
+                Err(flaw) => self.flawed(chain, tag, &flaw),
+            }
+        };
+        self.message = message;
+        answer
+    }
+
+    fn version(&mut self, chain: &Chain, tag: Tag, msize: u32, version: &[u8]) -> Answer {
+        let (session, answer) = session::agree_on(&self.share, msize, version);
+        self.guest.begin(session);
+        encode(&mut Reply { chain, short: &mut self.short }, tag, &answer);
+        Answer::Done(put(chain, &self.short))
+    }
+
+    fn flawed(&mut self, chain: &Chain, tag: Tag, flaw: &Flaw) -> Answer {
+        // Every program of a guest can make it pass on names that are too long.
+        if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
+            self.share.complaints.warn(format_args!("{flaw}"));
+        }
+        Answer::Done(self.error(chain, tag, flaw.errno))
+    }
+
+    /// A tag that is in use is no reason to end everything, as it is with a socket: a chain has a place of its own for its
+    /// reply.
+    fn refuse(&mut self, chain: &Chain, tag: Tag, refused: Refused) -> Answer {
+        let errno = match refused {
+            Refused::Error(errno) => errno,
+            Refused::TagInUse => Errno::INVAL,
+        };
+        Answer::Done(self.error(chain, tag, errno))
+    }
+
+    /// Serves a request that has a session. A panic of the source is an error for this request alone.
+    fn serve_registered(
+        &mut self,
+        chain: &Chain,
+        io: &mut Io<'_>,
+        tag: Tag,
+        serve: impl FnOnce(&Context<'_>, &mut Request<'_, '_>) -> Result<Done>,
+    ) -> Answer {
+        let token = io.token();
+        let (ticket, session): (Ticket, Arc<Session>) = match self.guest.register(token, tag) {
+            Ok(registered) => registered,
+            Err(refused) => return self.refuse(chain, tag, refused),
+        };
+        let client = Arc::clone(&self.guest) as Arc<dyn Client>;
+        let cx = Context { share: &self.share, client, session: &session, ticket: &ticket };
+        let mut request = Request { reply: Reply { chain, short: &mut self.short }, io, moving: None };
+        let served = catch_unwind(AssertUnwindSafe(|| serve(&cx, &mut request))).unwrap_or(Err(Errno::IO));
+        if let Some(moving) = request.moving {
+            self.expect(token, moving);
+        }
+        match served {
+            Ok(Done::Later) => Answer::Later,
+            Ok(Done::Parked) => Answer::Parked,
+            ended => Answer::Done(self.finish(chain, &ticket, ended)),
+        }
+    }
+
+    /// Writes the rest of a reply; answers its bytes.
+    fn finish(&mut self, chain: &Chain, ticket: &Ticket, ended: Result<Done>) -> u32 {
+        if !self.guest.end(ticket) {
+            return 0;
+        }
+        match ended {
+            Ok(Done::Long(bytes)) if bytes <= chain.writable_bytes() => count(bytes),
+            Ok(Done::Short) if self.short.len() <= chain.writable_bytes() => put(chain, &self.short),
+            Ok(_) => self.error(chain, ticket.tag, Errno::MSGSIZE),
+            Err(errno) => self.error(chain, ticket.tag, errno),
+        }
+    }
+
+    fn expect(&mut self, token: u64, moving: Moving) {
+        let index = slot(token);
+        if self.moving.len() <= index {
+            self.moving.resize_with(index + 1, || None);
+        }
+        self.moving[index] = Some(moving);
+    }
+}
+
+/// Tokens count slots in their low half.
+fn slot(token: u64) -> usize {
+    usize::try_from(token & u64::from(u32::MAX)).unwrap_or(0)
+}
+
+/// Lengths in the used ring have 32 bits.
+fn count(bytes: usize) -> u32 {
+    u32::try_from(bytes).unwrap_or(u32::MAX)
+}
+
+/// Writes a reply as a whole, or not at all.
+fn put(chain: &Chain, reply: &[u8]) -> u32 {
+    if chain.writable_bytes() < reply.len() { 0 } else { count(chain.write_at(0, reply)) }
+}
+
+impl QueueHandler for Handler {
+    type Message = Vec<u8>;
+
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
+        match self.copy(chain) {
+            None => Answer::Done(0),
+            Some((tag, Ok(()))) => self.serve_copy(chain, io, tag),
+            Some((tag, Err(errno))) => Answer::Done(self.error(chain, tag, errno)),
+        }
+    }
+
+    fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
+        let Some(moving) = self.moving.get_mut(slot(token)).and_then(Option::take) else { return 0 };
+        let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
+        let ticket = moving.ticket.clone();
+        let mut reply = Reply { chain, short: &mut self.short };
+        let ended = moving.end(&self.share, &mut reply, outcome);
+        self.finish(chain, &ticket, ended)
+    }
+
+    /// A reply of another thread; an empty one for a request that is not answered.
+    fn deliver(&mut self, chain: &Chain, reply: Vec<u8>) -> u32 {
+        put(chain, &reply)
+    }
+
+    /// Panics of the source are answered; what gets here is a mistake of ours, and the state of the request is not known.
+    fn failed(&mut self, _: &Chain) -> u32 {
+        0
+    }
+}

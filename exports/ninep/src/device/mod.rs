@@ -1,0 +1,130 @@
+//! The virtio-9p device: descriptor chains as messages (Linux `net/9p/trans_virtio.c`; the device has no section in VIRTIO
+//! 1.3). Each chain has one T message in what the device may read, and room for the R message in what it may write. The
+//! configuration space is the tag that the guest mounts: two bytes of length, then its bytes.
+
+mod chain;
+mod guest;
+mod handler;
+
+use std::os::unix::net::UnixListener;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use ferry_engine::IoMode;
+use ferry_vhost::{Device, Port, Server, WorkerOptions};
+
+use self::guest::Guest;
+use self::handler::Handler;
+use crate::hub::lock;
+use crate::share::Share;
+use crate::{Error, Usage};
+
+/// The configuration space has a tag (`VIRTIO_9P_MOUNT_TAG`).
+const F_MOUNT_TAG: u64 = 1;
+/// Longer than any tag that a virtual machine monitor lets its users choose.
+const TAG_BYTES_MAX: usize = 255;
+/// The longest that a worker looks for work before it sleeps, as for virtio-fs.
+const POLL_DEFAULT: Duration = Duration::from_micros(100);
+
+/// How a device is to behave, beside what is in [`Options`](crate::Options).
+#[derive(Clone, Debug)]
+pub struct DeviceOptions {
+    /// The name that the guest mounts: 1 to 255 bytes without NUL.
+    pub tag: String,
+    /// The longest that the device looks for work before it sleeps.
+    pub poll: Duration,
+    /// How data is moved.
+    pub io: IoMode,
+}
+
+impl DeviceOptions {
+    /// The usual ones, for a tag.
+    pub fn of(tag: impl Into<String>) -> Self {
+        Self { tag: tag.into(), poll: POLL_DEFAULT, io: IoMode::Auto }
+    }
+}
+
+/// A share as a device.
+struct NineP {
+    share: Arc<Share>,
+    options: DeviceOptions,
+    config: Vec<u8>,
+    now: Arc<Mutex<Weak<Guest>>>,
+}
+
+impl Device for NineP {
+    type Handler = Handler;
+    type Session = Arc<Guest>;
+
+    /// Linux knows of one.
+    fn queue_count(&self) -> usize {
+        1
+    }
+
+    fn features(&self) -> u64 {
+        F_MOUNT_TAG
+    }
+
+    fn config(&self) -> Option<Vec<u8>> {
+        Some(self.config.clone())
+    }
+
+    fn reset(&self, guest: &Arc<Guest>) {
+        guest.end_session();
+    }
+
+    fn worker_count(&self) -> usize {
+        1
+    }
+
+    fn worker_of(&self, _: usize) -> usize {
+        0
+    }
+
+    fn worker_options(&self, _: usize) -> WorkerOptions {
+        WorkerOptions { name: "9p-device".into(), io: self.options.io, poll: self.options.poll }
+    }
+
+    fn session(&self) -> Arc<Guest> {
+        let guest = Arc::new(Guest::default());
+        *lock(&self.now) = Arc::downgrade(&guest);
+        guest
+    }
+
+    fn handler(&self, guest: &Arc<Arc<Guest>>, _: usize, port: Arc<Port<Vec<u8>>>) -> Handler {
+        guest.answers_by(port);
+        Handler::new(Arc::clone(&self.share), Arc::clone(guest))
+    }
+}
+
+/// A device being served.
+#[derive(Debug)]
+pub(crate) struct Served {
+    server: Server,
+    now: Arc<Mutex<Weak<Guest>>>,
+}
+
+impl Served {
+    pub(crate) fn start(listener: UnixListener, share: &Arc<Share>, options: DeviceOptions) -> Result<Self, Error> {
+        let tag = options.tag.as_bytes();
+        if !(1..=TAG_BYTES_MAX).contains(&tag.len()) || tag.contains(&0) {
+            return Err(Error::Tag(options.tag));
+        }
+        let length = u16::try_from(tag.len()).unwrap_or(u16::MAX).to_le_bytes();
+        let config = [&length, tag].concat();
+        let now = Arc::new(Mutex::new(Weak::new()));
+        let device = NineP { share: Arc::clone(share), options, config, now: Arc::clone(&now) };
+        let server = Server::start(listener, device, "ferry-9p")?;
+        Ok(Self { server, now })
+    }
+
+    pub(crate) fn usage(&self) -> Usage {
+        let guest = lock(&self.now).upgrade();
+        let (fids, requests) = guest.as_ref().map_or((0, 0), |guest| guest.usage());
+        Usage { connections: guest.is_some().into(), fids, requests, threads: 1, buffered_bytes: 0 }
+    }
+
+    pub(crate) fn stop(self) {
+        self.server.stop();
+    }
+}

@@ -1,0 +1,144 @@
+//! Replies on their way out of a socket: sent at once, or kept as long as the client does not take them.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use ferry_vfs::Errno;
+
+use crate::hub::Hub;
+use crate::line::Outlet;
+use crate::stream::Stream;
+
+/// What sending left to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sent {
+    /// Something could not be sent: the socket is to be watched for room.
+    pub(crate) blocked: bool,
+    /// The connection is of no use any more, and why.
+    pub(crate) broken: Option<&'static str>,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    /// Replies that the client does not take yet, and how much of the first it has.
+    queue: VecDeque<Vec<u8>>,
+    sent_of_first: usize,
+    queued_bytes: usize,
+    /// Since when nothing could be sent.
+    blocked_since: Option<Instant>,
+    broken: Option<&'static str>,
+}
+
+impl Outbox {
+    pub(crate) fn blocked_since(&self) -> Option<Instant> {
+        self.blocked_since
+    }
+
+    pub(crate) fn state(&self) -> Sent {
+        Sent { blocked: self.blocked_since.is_some(), broken: self.broken }
+    }
+
+    /// Sends a reply, or as much as the client takes now; keeps the rest.
+    pub(crate) fn send(&mut self, to: &Socket<'_>, reply: &[u8]) {
+        if self.broken.is_some() {
+            return;
+        }
+        let sent = if self.queue.is_empty() { self.push(to, reply) } else { 0 };
+        let rest = reply.get(sent..).unwrap_or_default();
+        if self.broken.is_some() {
+            return;
+        }
+        if rest.is_empty() {
+            if to.stream.unsent() {
+                self.blocked_since.get_or_insert_with(Instant::now);
+            }
+            return;
+        }
+        if !to.hub.hold(rest.len()) {
+            self.give_up(to, "it does not take its replies, and others need the memory");
+            return;
+        }
+        self.queued_bytes += rest.len();
+        self.queue.push_back(rest.to_vec());
+        self.blocked_since.get_or_insert_with(Instant::now);
+    }
+
+    /// Hands bytes to the socket; answers how many it took.
+    fn push(&mut self, to: &Socket<'_>, bytes: &[u8]) -> usize {
+        let mut done = 0;
+        while done < bytes.len() {
+            match to.stream.send(&bytes[done..]) {
+                Ok(count) => done += count,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => break,
+                Err(_) => {
+                    self.give_up(to, "");
+                    break;
+                }
+            }
+        }
+        done
+    }
+
+    /// The socket has room again.
+    pub(crate) fn drain(&mut self, to: &Socket<'_>) {
+        match to.stream.flush() {
+            Ok(true) => self.blocked_since = self.blocked_since.map(|_| Instant::now()),
+            Ok(false) => {}
+            Err(_) => self.give_up(to, ""),
+        }
+        while self.broken.is_none()
+            && let Some(first) = self.queue.pop_front()
+        {
+            let count = self.push(to, &first[self.sent_of_first..]);
+            if count > 0 {
+                self.blocked_since = Some(Instant::now());
+            }
+            self.sent_of_first += count;
+            if self.sent_of_first < first.len() {
+                self.queue.push_front(first);
+                return;
+            }
+            // What is in memory counts until it is gone as a whole.
+            let bytes = first.len();
+            self.sent_of_first = 0;
+            self.queued_bytes = self.queued_bytes.saturating_sub(bytes);
+            to.hub.let_go(bytes);
+        }
+        if self.broken.is_none() && !to.stream.unsent() {
+            self.blocked_since = None;
+        }
+    }
+
+    /// Sends nothing any more.
+    pub(crate) fn give_up(&mut self, to: &Socket<'_>, reason: &'static str) {
+        self.broken.get_or_insert(reason);
+        self.queue = VecDeque::new();
+        self.sent_of_first = 0;
+        to.hub.let_go(std::mem::take(&mut self.queued_bytes));
+        self.blocked_since = None;
+    }
+}
+
+/// A connection's socket.
+#[derive(Clone, Copy)]
+pub(crate) struct Socket<'a> {
+    pub(crate) hub: &'a Hub,
+    pub(crate) stream: &'a Stream,
+}
+
+/// A socket and what waits for it.
+pub(crate) struct Out<'a> {
+    pub(crate) socket: Socket<'a>,
+    pub(crate) outbox: &'a mut Outbox,
+}
+
+impl Outlet for Out<'_> {
+    fn send(&mut self, _: u64, reply: &[u8]) {
+        self.outbox.send(&self.socket, reply);
+    }
+
+    /// A reply that does not come takes nothing up.
+    fn discard(&mut self, _: u64) {}
+}

@@ -1,0 +1,47 @@
+//! What an export shares, whatever carries its requests.
+
+use std::sync::Arc;
+
+use ferry_engine::{Complaints, Lane};
+use ferry_vfs::{Caller, Errno, FileSystem, Ino};
+
+use crate::Options;
+
+/// See the module.
+pub(crate) struct Share {
+    pub(crate) source: Arc<dyn FileSystem>,
+    pub(crate) options: Options,
+    pub(crate) read_only: bool,
+    pub(crate) complaints: Complaints,
+    /// Threads for what must not be done where it becomes known.
+    pub(crate) lane: Lane,
+}
+
+impl std::fmt::Debug for Share {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Share").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Share {
+    pub(crate) fn new(source: Arc<dyn FileSystem>, options: Options) -> Self {
+        Self {
+            read_only: options.read_only || source.features().read_only,
+            source,
+            options,
+            complaints: Complaints::default(),
+            lane: Lane::default(),
+        }
+    }
+
+    /// Makes everything durable: nobody is served any more.
+    pub(crate) fn sync(&self) {
+        if self.read_only {
+            return;
+        }
+        match self.source.syncfs(&Caller::default(), Ino::ROOT) {
+            Ok(()) | Err(Errno::NOSYS) => {}
+            Err(error) => tracing::error!("what 9P clients wrote may not be on disk: {error}"),
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! The bytes of a connection: as they are, or inside TLS.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+#[cfg(feature = "tls")]
+use std::sync::{
+    Mutex,
+    atomic::{AtomicBool, Ordering},
+};
+
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+
+#[cfg(feature = "tls")]
+use crate::hub::lock;
+#[cfg(feature = "tls")]
+use crate::tls::{Channel, Tls};
+
+type Result<T> = std::result::Result<T, Errno>;
+
+/// See the module. One thread at a time reads, one at a time writes, and the two may be different.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    fd: OwnedFd,
+    #[cfg(feature = "tls")]
+    tls: Option<Sealed>,
+}
+
+/// A channel, and what epoll cannot know of it.
+#[cfg(feature = "tls")]
+#[derive(Debug)]
+struct Sealed {
+    channel: Mutex<Channel>,
+    unread: AtomicBool,
+    unsent: AtomicBool,
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Takes what a socket has, without waiting.
+pub(crate) fn take(fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<usize> {
+    rustix::net::recv(fd, bytes, RecvFlags::DONTWAIT).map(|(count, _)| count)
+}
+
+/// Hands a socket what it has room for, without waiting.
+pub(crate) fn give(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize> {
+    rustix::net::send(fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
+}
+
+impl Stream {
+    /// A connection whose bytes are what they seem.
+    pub(crate) fn plain(fd: OwnedFd) -> Self {
+        Self {
+            fd,
+            #[cfg(feature = "tls")]
+            tls: None,
+        }
+    }
+
+    /// A connection that begins with a handshake.
+    #[cfg(feature = "tls")]
+    pub(crate) fn sealed(fd: OwnedFd, tls: &Tls) -> Option<Self> {
+        let channel = Mutex::new(Channel::new(tls)?);
+        let sealed = Sealed { channel, unread: AtomicBool::new(false), unsent: AtomicBool::new(false) };
+        Some(Self { fd, tls: Some(sealed) })
+    }
+
+    /// Takes what is there; 0 at the end.
+    pub(crate) fn recv(&self, bytes: &mut [u8]) -> Result<usize> {
+        #[cfg(feature = "tls")]
+        if let Some(sealed) = &self.tls {
+            return sealed.with(|channel| channel.recv(self.fd.as_fd(), bytes));
+        }
+        take(self.fd.as_fd(), bytes)
+    }
+
+    /// Takes over as many bytes as there is room for.
+    pub(crate) fn send(&self, bytes: &[u8]) -> Result<usize> {
+        #[cfg(feature = "tls")]
+        if let Some(sealed) = &self.tls {
+            return sealed.with(|channel| channel.send(self.fd.as_fd(), bytes));
+        }
+        give(self.fd.as_fd(), bytes)
+    }
+
+    /// Sends what was taken over and is still here; answers whether some of it went out.
+    pub(crate) fn flush(&self) -> Result<bool> {
+        #[cfg(feature = "tls")]
+        if let Some(sealed) = self.tls.as_ref().filter(|sealed| sealed.unsent.load(Ordering::Acquire)) {
+            return sealed.with(|channel| channel.flush(self.fd.as_fd()));
+        }
+        Ok(false)
+    }
+
+    /// Whether something is there to be taken although the socket is empty.
+    pub(crate) fn unread(&self) -> bool {
+        #[cfg(feature = "tls")]
+        if let Some(sealed) = &self.tls {
+            return sealed.unread.load(Ordering::Acquire);
+        }
+        false
+    }
+
+    /// Whether something was taken over that the socket has no room for.
+    pub(crate) fn unsent(&self) -> bool {
+        #[cfg(feature = "tls")]
+        if let Some(sealed) = &self.tls {
+            return sealed.unsent.load(Ordering::Acquire);
+        }
+        false
+    }
+
+    /// Says goodbye, if the socket has room for that; answers why the client was not let in, if so.
+    pub(crate) fn close(&self) -> Option<String> {
+        #[cfg(feature = "tls")]
+        if let Some(sealed) = &self.tls {
+            return lock(&sealed.channel).close(self.fd.as_fd());
+        }
+        None
+    }
+
+    /// Whether the handshake is still to end.
+    pub(crate) fn shakes_hands(&self) -> bool {
+        #[cfg(feature = "tls")]
+        if let Some(sealed) = &self.tls {
+            return lock(&sealed.channel).shakes_hands();
+        }
+        false
+    }
+}
+
+#[cfg(feature = "tls")]
+impl Sealed {
+    fn with<T>(&self, act: impl FnOnce(&mut Channel) -> T) -> T {
+        let mut channel = lock(&self.channel);
+        let outcome = act(&mut channel);
+        self.unread.store(channel.unread(), Ordering::Release);
+        self.unsent.store(channel.unsent(), Ordering::Release);
+        outcome
+    }
+}

@@ -1,0 +1,280 @@
+//! TLS 1.3 for TCP sockets, by rustls; without sessions that are taken up again, so that certificates are looked at each
+//! time.
+
+use std::io::{self, Read, Write};
+use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::io::Errno;
+use rustls::crypto::ring::default_provider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
+use rustls::{InconsistentKeys, RootCertStore, ServerConfig, ServerConnection};
+
+use crate::stream::{give, take};
+use crate::validity::{self, shown};
+
+/// What is taken over for a client before the socket has taken it, in bytes: four records.
+const UNSENT_BYTES_MAX: usize = 64 << 10;
+/// Looks at the socket that bring no data, one after the other, before others get their turn: handshakes take three.
+const LOOKS_MAX: usize = 16;
+
+/// Why there can be no TLS.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// A file cannot be read.
+    #[error("cannot read {}", .0.display())]
+    Unreadable(PathBuf, #[source] io::Error),
+    /// A file is not what it should be.
+    #[error("{path} holds no {what} in PEM (a part that begins with -----BEGIN {label}-----)", path = .path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+        /// What it should hold.
+        what: &'static str,
+        /// How PEM calls that.
+        label: &'static str,
+    },
+    /// A certificate is none.
+    #[error("{path} holds a certificate that cannot be used: {what}", path = .0.display(), what = .1)]
+    Certificate(PathBuf, String),
+    /// The two files are not a pair.
+    #[error("the key in {} does not belong to the certificate in {}", .key.display(), .certificate.display())]
+    Mismatch {
+        /// The file of the certificate.
+        certificate: PathBuf,
+        /// The file of the key.
+        key: PathBuf,
+    },
+    /// Nobody would accept it any more.
+    #[error("the certificate in {path} has expired, on {what}; clients refuse it: renew it", path = .0.display(), what = .1)]
+    Expired(PathBuf, String),
+    /// Nobody accepts it yet.
+    #[error("the certificate in {path} is valid only from {what} on; clients refuse it until then: is this machine's clock right?", path = .0.display(), what = .1)]
+    Early(PathBuf, String),
+    /// The key is of a kind that is not known.
+    #[error("the key in {path} cannot be used: {what}", path = .0.display(), what = .1)]
+    Key(PathBuf, String),
+}
+
+/// Who a server says it is, and whom it lets in.
+#[derive(Clone)]
+pub struct Tls {
+    config: Arc<ServerConfig>,
+    /// Clients have to have a certificate.
+    pub(crate) checks_clients: bool,
+}
+
+impl std::fmt::Debug for Tls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tls").field("checks_clients", &self.checks_clients).finish_non_exhaustive()
+    }
+}
+
+impl Tls {
+    /// Reads a server's certificate with those that vouch for it, its key, and the authorities one of which must have
+    /// signed a client's certificate; all in PEM. Without authorities every client is let in.
+    ///
+    /// # Errors
+    /// [`TlsError`]: a file is not there, not what it should be, or does not fit the others.
+    pub fn read(certificate: &Path, key: &Path, client_ca: Option<&Path>) -> Result<Self, TlsError> {
+        let chain = certificates(certificate)?;
+        if let Some(own) = chain.first() {
+            check_times(certificate, own)?;
+        }
+        let secret =
+            PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|_| missing(key, "private key", "PRIVATE KEY"))?;
+        let builder = ServerConfig::builder_with_provider(Arc::new(default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(|error| TlsError::Key(key.into(), error.to_string()))?;
+        let builder = match client_ca {
+            None => builder.with_no_client_auth(),
+            Some(file) => builder.with_client_cert_verifier(authorities(file)?),
+        };
+        let mut config = builder.with_single_cert(chain, secret).map_err(|error| match error {
+            rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
+                TlsError::Mismatch { certificate: certificate.into(), key: key.into() }
+            }
+            rustls::Error::InvalidCertificate(_) => TlsError::Certificate(certificate.into(), error.to_string()),
+            _ => TlsError::Key(key.into(), error.to_string()),
+        })?;
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        Ok(Self { config: Arc::new(config), checks_clients: client_ca.is_some() })
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
+    std::fs::read(path).map_err(|error| TlsError::Unreadable(path.into(), error))
+}
+
+fn missing(path: &Path, what: &'static str, label: &'static str) -> TlsError {
+    TlsError::Missing { path: path.into(), what, label }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
+    let found = found.map_err(|error| TlsError::Certificate(path.into(), error.to_string()))?;
+    if found.is_empty() {
+        return Err(missing(path, "certificate", "CERTIFICATE"));
+    }
+    Ok(found)
+}
+
+fn check_times(path: &Path, certificate: &CertificateDer<'_>) -> Result<(), TlsError> {
+    let unusable = |what: &str| TlsError::Certificate(path.into(), what.into());
+    let (from, until) =
+        validity::of(certificate).ok_or_else(|| unusable("it does not say from when to when it is valid"))?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    let now = i64::try_from(now).unwrap_or(i64::MAX);
+    if now > until {
+        return Err(TlsError::Expired(path.into(), shown(until)));
+    }
+    if now < from {
+        return Err(TlsError::Early(path.into(), shown(from)));
+    }
+    Ok(())
+}
+
+fn authorities(path: &Path) -> Result<Arc<dyn rustls::server::danger::ClientCertVerifier>, TlsError> {
+    let unusable = |what: String| TlsError::Certificate(path.into(), what);
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(path)? {
+        check_times(path, &certificate)?;
+        roots.add(certificate).map_err(|error| unusable(error.to_string()))?;
+    }
+    WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::new(default_provider()))
+        .build()
+        .map_err(|error: VerifierBuilderError| unusable(error.to_string()))
+}
+
+/// One client's TLS.
+#[derive(Debug)]
+pub(crate) struct Channel {
+    connection: ServerConnection,
+    /// Why it is of no use.
+    failure: Option<String>,
+    unread: bool,
+}
+
+/// The socket below, as rustls wants it.
+struct Socket<'a>(BorrowedFd<'a>);
+
+impl Read for Socket<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        Ok(take(self.0, bytes)?)
+    }
+}
+
+impl Write for Socket<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(give(self.0, bytes)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn errno(error: &io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::IO)
+}
+
+impl Channel {
+    pub(crate) fn new(tls: &Tls) -> Option<Self> {
+        let mut connection = ServerConnection::new(Arc::clone(&tls.config)).ok()?;
+        connection.set_buffer_limit(Some(UNSENT_BYTES_MAX));
+        Some(Self { connection, failure: None, unread: false })
+    }
+
+    pub(crate) fn shakes_hands(&self) -> bool {
+        self.connection.is_handshaking()
+    }
+
+    pub(crate) fn unread(&self) -> bool {
+        self.unread
+    }
+
+    pub(crate) fn unsent(&self) -> bool {
+        self.connection.wants_write()
+    }
+
+    /// Takes data; deals with whatever else comes on the way.
+    pub(crate) fn recv(&mut self, fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<usize, Errno> {
+        for _ in 0..LOOKS_MAX {
+            match self.connection.reader().read(bytes) {
+                Ok(count) => {
+                    self.unread = count > 0 && self.process(fd)?;
+                    return Ok(count);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // Whether the end was announced is the same to 9P, whose messages tell their lengths.
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
+                Err(error) => return Err(errno(&error)),
+            }
+            self.unread = false;
+            self.connection.read_tls(&mut Socket(fd)).map_err(|error| errno(&error))?;
+            self.process(fd)?;
+            self.flush(fd)?;
+        }
+        // The socket still has something, so epoll says so at once.
+        Err(Errno::AGAIN)
+    }
+
+    /// Deciphers what came; answers whether there is something to be taken, be it the end.
+    fn process(&mut self, fd: BorrowedFd<'_>) -> Result<bool, Errno> {
+        match self.connection.process_new_packets() {
+            Ok(state) => Ok(state.plaintext_bytes_to_read() > 0 || state.peer_has_closed()),
+            Err(error) => {
+                self.failure.get_or_insert(explained(&error));
+                // The alert that says so, if there is room for it.
+                let _ = self.flush(fd);
+                Err(Errno::PROTO)
+            }
+        }
+    }
+
+    /// Takes over data, unless there is some that the socket has not taken.
+    pub(crate) fn send(&mut self, fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
+        self.flush(fd)?;
+        if self.unsent() {
+            return Err(Errno::AGAIN);
+        }
+        let count = self.connection.writer().write(bytes).map_err(|error| errno(&error))?;
+        self.flush(fd)?;
+        Ok(count)
+    }
+
+    pub(crate) fn flush(&mut self, fd: BorrowedFd<'_>) -> Result<bool, Errno> {
+        let mut some = false;
+        while self.connection.wants_write() {
+            match self.connection.write_tls(&mut Socket(fd)) {
+                Ok(count) => some |= count > 0,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(errno(&error)),
+            }
+        }
+        Ok(some)
+    }
+
+    pub(crate) fn close(&mut self, fd: BorrowedFd<'_>) -> Option<String> {
+        self.connection.send_close_notify();
+        let _ = self.flush(fd);
+        self.failure.take()
+    }
+}
+
+/// What a failure most likely means.
+fn explained(error: &rustls::Error) -> String {
+    match error {
+        rustls::Error::InvalidMessage(_) => format!("it does not speak TLS, or not as it should ({error})"),
+        rustls::Error::NoCertificatesPresented => "it shows no certificate, and one is asked for".into(),
+        rustls::Error::AlertReceived(alert) => format!("it does not accept this server: alert {alert:?}"),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,147 @@
+//! Ten thousand clients at once that do nothing, or less.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use common::{Client, ROOT, Stream};
+use ferry_ninep::{Export, Limits, Options, Usage};
+use ferry_wire::ninep::kind;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Half of them by unix, half by TCP; as many as 20,000 descriptors allow, a common limit.
+const COUNT: usize = 9_700;
+/// What a silent connection may take, without what the kernel has for it: twice what was measured.
+const BYTES_EACH_MAX: u64 = 4096;
+/// Ten thousand of anything, on a loaded machine.
+const LONG: Duration = Duration::from_secs(120);
+
+/// Each test takes most of the descriptors that there are.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Two descriptors for each connection, in this process; takes root where the limit is low.
+fn has_descriptors() -> bool {
+    let wanted = 2 * COUNT as u64 + 300;
+    let now = getrlimit(Resource::Nofile);
+    let enough = |limit: Option<u64>| limit.is_none_or(|limit| limit >= wanted);
+    let maximum = if enough(now.maximum) { now.maximum } else { Some(wanted) };
+    enough(now.current) || setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum }).is_ok()
+}
+
+fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+struct Server {
+    export: Export,
+    folder: tempfile::TempDir,
+    port: u16,
+}
+
+impl Server {
+    fn new(limits: Limits) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let unix = UnixListener::bind(folder.path().join("s")).unwrap();
+        let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = tcp.local_addr().unwrap().port();
+        let source = Arc::new(ferry_mem::Mem::new(&ferry_mem::Options::default()).unwrap());
+        let options = Options { limits, ..Options::default() };
+        let export = Export::start(vec![unix.into(), tcp.into()], source, options).unwrap();
+        Self { export, folder, port }
+    }
+
+    fn unix(&self) -> UnixStream {
+        UnixStream::connect(self.folder.path().join("s")).unwrap()
+    }
+
+    fn tcp(&self) -> TcpStream {
+        TcpStream::connect(("127.0.0.1", self.port)).unwrap()
+    }
+
+    #[track_caller]
+    fn settles(&self, is_right: impl Fn(&Usage) -> bool) {
+        let end = Instant::now() + LONG;
+        while !is_right(&self.export.usage()) {
+            assert!(Instant::now() < end, "it stays so: {:?}", self.export.usage());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+fn attached<S: Stream>(stream: S) -> Client<S> {
+    let mut client = Client::new(stream);
+    client.hello(8192);
+    client.attach(ROOT, 0).unwrap();
+    client
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn ten_thousand_are_held_for_little_and_let_go() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if !has_descriptors() {
+        eprintln!("skipped: so many connections take 20,000 descriptors, which takes root here");
+        return;
+    }
+    let server = Server::new(Limits { connections_max: COUNT + 10, ..Limits::default() });
+    let mut busy = attached(server.unix());
+    let before = resident_bytes();
+    let unix: Vec<_> = (0..COUNT / 2).map(|_| attached(server.unix())).collect();
+    let tcp: Vec<_> = (0..COUNT / 2).map(|_| attached(server.tcp())).collect();
+    server.settles(|usage| usage.connections == COUNT + 1 && usage.fids == COUNT + 1 && usage.requests == 0);
+    // One root fid each is included.
+    let each = resident_bytes().saturating_sub(before) / COUNT as u64;
+    let usage = server.export.usage();
+    println!("{each} bytes for each of {COUNT} connections; {usage:?}");
+    assert!(each < BYTES_EACH_MAX, "{each} bytes for each");
+    assert!(usage.threads < 30, "{usage:?}");
+    for _ in 0..1000 {
+        busy.getattr(ROOT).unwrap();
+    }
+    drop((unix, tcp));
+    server.settles(|usage| usage.connections == 1 && usage.fids == 1);
+    busy.getattr(ROOT).unwrap();
+    drop(busy);
+    server.settles(|usage| usage.connections == 0 && usage.buffered_bytes == 0);
+}
+
+/// Half say nothing, half begin a message and do not go on: all of them are sent away in time, and nobody else.
+#[test]
+#[ignore = "long: make test-all"]
+fn ten_thousand_that_dawdle_are_sent_away() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if !has_descriptors() {
+        eprintln!("skipped: so many connections take 20,000 descriptors, which takes root here");
+        return;
+    }
+    let slow_timeout = Duration::from_secs(10);
+    let server = Server::new(Limits { connections_max: COUNT + 10, slow_timeout, ..Limits::default() });
+    let mut busy = attached(server.tcp());
+    let silent: Vec<_> = (0..COUNT / 2).map(|_| server.unix()).collect();
+    let half: Vec<_> = (0..COUNT / 2)
+        .map(|_| {
+            let mut client = attached(server.tcp());
+            client.stream.write_all(&[50, 0, 0, 0, kind::TCLUNK, 1]).unwrap();
+            client
+        })
+        .collect();
+    let begin = Instant::now();
+    let mut served = 0;
+    while server.export.usage().connections > 1 {
+        busy.getattr(ROOT).unwrap();
+        served += 1;
+        assert!(begin.elapsed() < LONG, "still there: {:?}", server.export.usage());
+    }
+    println!("gone after {:?}, {served} requests of another client meanwhile", begin.elapsed());
+    assert_eq!(server.export.usage().buffered_bytes, 0);
+    busy.getattr(ROOT).unwrap();
+    drop((silent, half));
+}

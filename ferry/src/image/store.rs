@@ -1,0 +1,195 @@
+//! `ferry image gc | du | diff`: many images in one store.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use ferry_image::{ChangeKind, Collected, Digests, Image, Share, Sole, Store, Usage, places};
+use serde_json::json;
+
+use super::{StoreArg, ended, print};
+
+/// Two images are not the same.
+const OTHER_STATUS: u8 = 4;
+/// What begins the names of images that a build has not completed.
+const NEW_PREFIX: &[u8] = b".new-";
+
+#[derive(Debug, clap::Args)]
+pub struct ImagesArg {
+    /// The images, or folders with nothing but images in them.
+    #[arg(value_name = "IMAGE", required = true)]
+    images: Vec<PathBuf>,
+    #[command(flatten)]
+    store: StoreArg,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct GcArgs {
+    #[command(flatten)]
+    images: ImagesArg,
+    /// Only tell what would be removed.
+    #[arg(long)]
+    dry_run: bool,
+    /// Keep what was made or used for an image in so many last seconds: its image may not be where you said yet.
+    #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
+    grace_s: u64,
+    /// Answer in JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct DuArgs {
+    #[command(flatten)]
+    images: ImagesArg,
+    /// Answer in JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct DiffArgs {
+    /// The older image.
+    #[arg(value_name = "OLD")]
+    old: PathBuf,
+    /// The newer one.
+    #[arg(value_name = "NEW")]
+    new: PathBuf,
+    #[command(flatten)]
+    store: StoreArg,
+    /// A line of JSON for each change.
+    #[arg(long)]
+    json: bool,
+}
+
+impl ImagesArg {
+    /// The files, those of folders in the order of their names.
+    fn files(&self) -> Result<Vec<PathBuf>> {
+        let mut files = Vec::new();
+        for path in &self.images {
+            if !path.is_dir() {
+                files.push(path.clone());
+                continue;
+            }
+            let list = || format!("cannot list {}", path.display());
+            let mut found = Vec::new();
+            for entry in std::fs::read_dir(path).with_context(list)? {
+                let entry = entry.with_context(list)?;
+                if !entry.file_name().as_encoded_bytes().starts_with(NEW_PREFIX) {
+                    found.push(entry.path());
+                }
+            }
+            found.sort_unstable();
+            files.extend(found);
+        }
+        if files.is_empty() {
+            bail!("there is no image in {}: name at least one", self.images[0].display());
+        }
+        Ok(files)
+    }
+}
+
+/// Removes what none of the images needs. Whatever cannot be read as an image ends it before anything is removed.
+pub fn gc(args: &GcArgs) -> Result<()> {
+    let store = &args.images.store.store;
+    let waiting = || eprintln!("ferry: waiting for whoever uses {} to end", store.display());
+    let sole = Sole::lock(store, &waiting)?;
+    // Only now: an image that was built while we waited is to be found.
+    let mut needed = BTreeSet::new();
+    for file in args.images.files()? {
+        needed.extend(Image::open(&file, None)?.packs().iter().map(|pack| pack.name));
+    }
+    let collected = sole.collect(&needed, Duration::from_secs(args.grace_s), args.dry_run)?;
+    drop(sole);
+    let Collected { removed, leftovers, bytes, young, kept, missing } = &collected;
+    if args.json {
+        let names = |packs: &[ferry_image::Digest]| packs.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let answer = json!({"dry_run": args.dry_run, "removed": names(removed), "leftovers": leftovers, "bytes": bytes,
+            "young": names(young), "kept": kept, "missing": names(missing)});
+        return print(&format!("{answer}\n"));
+    }
+    let done = if args.dry_run { "would remove" } else { "removed" };
+    let mut text =
+        format!("{done} {} packs and {leftovers} leftovers, {bytes} bytes; {kept} packs are needed\n", removed.len());
+    if !young.is_empty() {
+        text +=
+            &format!("{} packs are not needed, but were used in the last {} s: --grace-s\n", young.len(), args.grace_s);
+    }
+    for pack in missing {
+        text += &format!("missing: the pack {pack}, which an image needs\n");
+    }
+    print(&text)
+}
+
+/// Shows what each image takes, and what the store takes.
+pub fn du(args: &DuArgs) -> Result<()> {
+    let store = Store::open(&args.images.store.store)?;
+    let mut usage = Usage::default();
+    let mut images = Vec::new();
+    for file in args.images.files()? {
+        let image = Image::open(&file, None)?;
+        let found = places(&image).with_context(|| format!("{} is damaged", file.display()))?;
+        usage.add(&found);
+        images.push((file, image.bytes(), found));
+    }
+    let total = usage.total(&store)?;
+    let unused = total.bytes.saturating_sub(total.garbage_bytes).saturating_sub(total.live_bytes);
+    if args.json {
+        let images: Vec<_> = images
+            .iter()
+            .map(|(file, bytes, found)| {
+                let Share { bytes: data, own_bytes: own } = usage.share(found);
+                json!({"image": file.display().to_string(), "image_bytes": bytes, "data_bytes": data, "own_bytes": own})
+            })
+            .collect();
+        let answer = json!({"images": images, "packs": total.packs, "store_bytes": total.bytes,
+            "live_bytes": total.live_bytes, "unused_bytes": unused, "garbage_bytes": total.garbage_bytes});
+        return print(&format!("{answer}\n"));
+    }
+    let mut text = format!("{:>12} {:>14} {:>14}  image\n", "metadata", "data", "of it alone");
+    for (file, bytes, found) in &images {
+        let Share { bytes: data, own_bytes: own } = usage.share(found);
+        text += &format!("{bytes:>12} {data:>14} {own:>14}  {}\n", file.display());
+    }
+    text += &format!(
+        "{} bytes in {} packs: {} needed, {unused} unused beside them in the same packs, {} in packs that gc removes\n",
+        total.bytes, total.packs, total.live_bytes, total.garbage_bytes
+    );
+    print(&text)
+}
+
+/// Shows what is another in the newer image; answers the status.
+pub fn diff(args: &DiffArgs) -> Result<u8> {
+    let (old, new) = (Image::open(&args.old, None)?, Image::open(&args.new, None)?);
+    let store = Store::open(&args.store.store)?;
+    let mut digests = Digests::default();
+    digests.add(&old, &store)?;
+    digests.add(&new, &store)?;
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    let mut same = true;
+    let walked = ferry_image::diff::<anyhow::Error>(&old, &new, &digests, &mut |change| {
+        same = false;
+        let (letter, word) = match change.kind {
+            ChangeKind::Added => ('A', "added"),
+            ChangeKind::Removed => ('D', "removed"),
+            ChangeKind::Changed => ('M', "changed"),
+        };
+        if args.json {
+            let path = String::from_utf8_lossy(&change.path);
+            writeln!(out, "{}", json!({"path": path, "change": word, "what": change.what}))?;
+        } else {
+            let what = if change.what.is_empty() { String::new() } else { format!(" ({})", change.what.join(", ")) };
+            writeln!(out, "{letter} {}{what}", change.path.escape_ascii())?;
+        }
+        Ok(())
+    });
+    let walked = walked.and_then(|()| Ok(out.flush()?));
+    ended(walked).with_context(|| damaged(&args.old, &args.new))?;
+    Ok(if same { 0 } else { OTHER_STATUS })
+}
+
+fn damaged(old: &Path, new: &Path) -> String {
+    format!("cannot compare {} and {} to the end (ferry image fsck tells more)", old.display(), new.display())
+}

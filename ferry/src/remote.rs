@@ -1,0 +1,159 @@
+//! The source `9p:`: addresses of servers, and the flags for them.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use ferry_remote::{Client, Tcp, Transport, Unix, Vsock};
+use ferry_vfs::FileSystem;
+
+use crate::cli::{Cache, Share};
+use crate::ninep::{ANY_CID, Address};
+
+/// How servers are named.
+const FORMS: &str = "unix:PATH, tcp:HOST:PORT[/TREE], tls:HOST:PORT[/TREE] or vsock:CID:PORT[/TREE]";
+
+/// A 9P server and one of its trees: `unix:PATH`, or `tcp:HOST:PORT`, `tls:HOST:PORT` or `vsock:CID:PORT` with `/TREE`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Server {
+    place: Address,
+    /// Empty: the server's only one.
+    tree: Vec<u8>,
+}
+
+impl Server {
+    /// Reads what stands behind `9p:`.
+    pub fn of(text: &OsStr) -> Result<Self, String> {
+        let bytes = text.as_bytes();
+        if let Some(path) = bytes.strip_prefix(b"unix:").filter(|path| !path.is_empty()) {
+            return Ok(Self { place: Address::Unix(OsStr::from_bytes(path).into()), tree: Vec::new() });
+        }
+        let end = bytes.iter().position(|byte| *byte == b'/').unwrap_or(bytes.len());
+        let (address, tree) = bytes.split_at(end);
+        let place = match String::from_utf8_lossy(address).parse() {
+            Ok(place @ (Address::Tcp(_, 1..) | Address::Tls(_, 1..))) => place,
+            Ok(place @ Address::Vsock(cid, _)) if cid != ANY_CID => place,
+            _ => {
+                let text = text.to_string_lossy();
+                return Err(format!("9p:{text} names no 9P server; write 9p: and {FORMS}"));
+            }
+        };
+        Ok(Self { place, tree: tree.to_vec() })
+    }
+
+    /// Whether TLS is spoken there.
+    pub fn is_tls(&self) -> bool {
+        matches!(self.place, Address::Tls(..))
+    }
+
+    /// The same, its path seen from a folder.
+    pub fn in_folder(self, folder: &Path) -> Self {
+        Self { place: self.place.in_folder(folder), ..self }
+    }
+
+    /// The address as a user writes it.
+    pub fn word(self) -> OsString {
+        let mut bytes = match &self.place {
+            Address::Unix(path) => [b"unix:", path.as_os_str().as_bytes()].concat(),
+            other => other.to_string().into_bytes(),
+        };
+        bytes.extend(self.tree);
+        OsString::from_vec(bytes)
+    }
+
+    fn transport(&self, flags: &Flags) -> Result<Arc<dyn Transport>> {
+        Ok(match self.place.clone() {
+            Address::Unix(path) => Arc::new(Unix(path)),
+            Address::Tcp(host, port) => Arc::new(Tcp { host, port }),
+            Address::Tls(host, port) => sealed(Tcp { host, port }, flags)?,
+            Address::Vsock(cid, port) => Arc::new(Vsock { cid, port }),
+            Address::VhostUser(path) => bail!("{} is the socket of a device, which guests use", path.display()),
+        })
+    }
+}
+
+/// A port where TLS is spoken.
+#[cfg(feature = "tls")]
+fn sealed(tcp: Tcp, flags: &Flags) -> Result<Arc<dyn Transport>> {
+    let Some(authorities) = &flags.server_ca else {
+        bail!("9P with TLS needs --server-ca FILE: whoever must have signed the server's certificate, in PEM");
+    };
+    let own = flags.client_cert.as_deref().zip(flags.client_key.as_deref());
+    Ok(Arc::new(ferry_remote::Tls::new(tcp, authorities, own)?))
+}
+
+#[cfg(not(feature = "tls"))]
+fn sealed(_: Tcp, _: &Flags) -> Result<Arc<dyn Transport>> {
+    bail!("this ferry was built without TLS: build it with the feature tls");
+}
+
+/// What the flags of a share say about how a server is used.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Flags {
+    read_only: bool,
+    cache: Cache,
+    msize: Option<u32>,
+    in_flight: Option<u16>,
+    user: Option<u32>,
+    server_ca: Option<PathBuf>,
+    client_cert: Option<PathBuf>,
+    client_key: Option<PathBuf>,
+}
+
+impl Flags {
+    /// Those of a share.
+    pub fn of(share: &Share) -> Self {
+        let msize = share.msize.map(|size| u32::try_from(size.0).unwrap_or(u32::MAX));
+        let Share { read_only, cache, in_flight, ninep_user: user, .. } = *share;
+        let Share { server_ca, client_cert, client_key, .. } = share.clone();
+        Self { read_only, cache, msize, in_flight, user, server_ca, client_cert, client_key }
+    }
+
+    /// Connects to a server.
+    pub fn connect(&self, server: &Server) -> Result<Arc<dyn FileSystem>> {
+        let default = ferry_remote::Options::default();
+        let options = ferry_remote::Options {
+            tree: server.tree.clone(),
+            uid: self.user.unwrap_or(default.uid),
+            msize: self.msize.unwrap_or(default.msize),
+            depth: self.in_flight.map_or(default.depth, usize::from),
+            cache: match self.cache {
+                Cache::None => ferry_remote::Cache::None,
+                Cache::Auto => ferry_remote::Cache::Auto,
+                Cache::Always => ferry_remote::Cache::Always,
+            },
+            read_only: self.read_only,
+            ..default
+        };
+        Ok(Arc::new(Client::connect(server.transport(self)?, options)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_are_read_and_written() {
+        for (text, place, tree) in [
+            ("unix:/run/s", Address::Unix("/run/s".into()), ""),
+            ("unix:a/b:c", Address::Unix("a/b:c".into()), ""),
+            ("tcp:127.0.0.1:564", Address::Tcp("127.0.0.1".into(), 564), ""),
+            ("tcp:[::1]:564/export/a", Address::Tcp("::1".into(), 564), "/export/a"),
+            ("tcp:host:564/", Address::Tcp("host".into(), 564), "/"),
+            ("tls:host:564/a", Address::Tls("host".into(), 564), "/a"),
+            ("vsock:2:5640", Address::Vsock(2, 5640), ""),
+        ] {
+            let server = Server { place, tree: tree.into() };
+            assert_eq!(Server::of(text.as_ref()), Ok(server.clone()), "{text}");
+            assert_eq!(server.word(), text);
+        }
+        let none = ["", "/run/s", "unix:", "tcp:host", "tcp:host/a", "tcp:host:0", "tcp:host:x/a", "what:2:564"];
+        for text in none.into_iter().chain(["tls:host:0", "vsock:any:564", "vhost-user:s"]) {
+            let error = Server::of(text.as_ref()).expect_err(text);
+            assert!(error.contains(&format!("9p:{text} names no 9P server; write 9p: and unix:PATH")), "{error}");
+        }
+    }
+}

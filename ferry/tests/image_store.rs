@@ -1,0 +1,193 @@
+//! `ferry image gc`, `du` and `diff`, and builds that are killed or run beside each other.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{ferry, refused, run};
+use serde_json::Value;
+
+/// Trees, a store and images. All of it goes at the end.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        let place = Self(tempfile::tempdir().unwrap());
+        for folder in ["tree", "images"] {
+            fs::create_dir(place.at(folder)).unwrap();
+        }
+        place
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn write(&self, name: &str, seed: u32, bytes: usize) {
+        let content: Vec<u8> = (seed * 1_000_003..).flat_map(u32::to_le_bytes).take(bytes).collect();
+        fs::write(self.at("tree").join(name), content).unwrap();
+    }
+
+    fn command(&self, command: &str) -> Command {
+        let mut line = ferry();
+        line.args(["image", command, "--store"]).arg(self.at("store"));
+        line
+    }
+
+    fn build(&self, image: &str) -> Command {
+        let mut line = self.command("build");
+        line.arg(self.at("tree")).arg("-o").arg(self.at("images").join(image));
+        line
+    }
+
+    fn json(&self, command: &str, words: &[&str]) -> Value {
+        serde_json::from_str(&text(self.command(command).current_dir(self.0.path()).args(words).arg("--json"))).unwrap()
+    }
+
+    fn is_sound(&self, image: &Path) {
+        assert_eq!(text(self.command("verify").arg(image)), "clean\n");
+    }
+}
+
+fn text(command: &mut Command) -> String {
+    let output = run(command);
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn a_store_is_looked_at_compared_and_cleaned() {
+    let place = Place::new();
+    place.write("one", 1, 50_000);
+    place.write("two", 2, 5000);
+    text(&mut place.build("old"));
+    place.write("two", 3, 5000);
+    text(&mut place.build("new"));
+    let used = place.json("du", &["images"]);
+    assert_eq!((used["packs"].as_u64(), used["store_bytes"].as_u64()), (Some(2), Some(17 * 4096)), "{used}");
+    assert_eq!(used["images"][0]["own_bytes"].as_u64(), Some(2 * 4096), "{used}");
+    assert_eq!((used["unused_bytes"].as_u64(), used["garbage_bytes"].as_u64()), (Some(0), Some(0)), "{used}");
+    let shown = text(place.command("du").arg(place.at("images")));
+    assert!(shown.contains("69632 bytes in 2 packs: 69632 needed, 0 unused"), "{shown}");
+
+    let (old, new) = (place.at("images/old"), place.at("images/new"));
+    let differs = run(place.command("diff").args([&old, &new]));
+    assert_eq!(differs.status.code(), Some(4));
+    assert_eq!(String::from_utf8(differs.stdout).unwrap(), "M /two (content, time)\n");
+    assert_eq!(text(place.command("diff").args([&old, &old])), "");
+    let line = run(place.command("diff").args([&new, &old]).arg("--json")).stdout;
+    let line: Value = serde_json::from_slice(&line).unwrap();
+    assert_eq!((line["path"].as_str(), line["change"].as_str()), (Some("/two"), Some("changed")));
+
+    // The newer image needs both packs; the older one alone needs one.
+    let kept = place.json("gc", &["images/old", "images/new", "--grace-s", "0"]);
+    assert_eq!((kept["kept"].as_u64(), kept["removed"].as_array().unwrap().len()), (Some(2), 0), "{kept}");
+    let young = place.json("gc", &["images/old"]);
+    assert_eq!((young["young"].as_array().unwrap().len(), young["bytes"].as_u64()), (1, Some(0)), "{young}");
+    let dry = place.json("gc", &["images/old", "--grace-s", "0", "--dry-run"]);
+    assert_eq!((dry["removed"].as_array().unwrap().len(), dry["dry_run"].as_bool()), (1, Some(true)), "{dry}");
+    place.is_sound(&new);
+    let said = text(place.command("gc").arg(&old).args(["--grace-s", "0"]));
+    assert!(said.starts_with("removed 1 packs and 0 leftovers, "), "{said}");
+    place.is_sound(&old);
+    let said = refused(1, place.command("verify").arg(&new));
+    assert!(said.contains("cannot open"), "{said}");
+}
+
+#[test]
+fn nothing_is_removed_for_words_that_are_no_images() {
+    let place = Place::new();
+    place.write("one", 1, 5000);
+    text(&mut place.build("image"));
+    let gc = |words: &[&str]| {
+        refused(1, place.command("gc").current_dir(place.0.path()).args(words).args(["--grace-s", "0"]))
+    };
+    fs::create_dir(place.at("none")).unwrap();
+    assert!(gc(&["none"]).contains("there is no image in none"));
+    assert!(gc(&["absent"]).contains("absent"));
+    fs::write(place.at("images/README"), "no image").unwrap();
+    assert!(gc(&["images"]).contains("images/README is no valid image"));
+    place.is_sound(&place.at("images/image"));
+    let said = run(&mut place.command("gc"));
+    assert_eq!(said.status.code(), Some(2));
+    let mut elsewhere = ferry();
+    let said =
+        refused(1, elsewhere.args(["image", "gc", "--store"]).arg(place.at("none")).arg(place.at("images/image")));
+    assert!(said.contains("as a store"), "{said}");
+}
+
+/// Whatever moment a build is killed at: its image is the old one or the new one, whole, the next build succeeds, and nothing but
+/// what gc removes is left.
+#[test]
+fn killed_builds_leave_nothing_half_made() {
+    let place = Place::new();
+    for number in 0..40 {
+        place.write(&format!("kept-{number}"), number, 30_000);
+    }
+    text(&mut place.build("image"));
+    let image = place.at("images/image");
+    let started = Instant::now();
+    place.write("extra", 99, 300_000);
+    text(&mut place.build("image"));
+    let whole = started.elapsed();
+    let mut finished = 0;
+    for round in 0..40_u32 {
+        place.write("extra", 100 + round, 300_000);
+        place.write(&format!("more-{round}"), 200 + round, 70_000);
+        let mut child = place.build("image").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        // Spread over a little more than what a build takes, whatever that is here.
+        std::thread::sleep(whole * (round * 13 % 40) / 36);
+        child.kill().unwrap();
+        finished += usize::from(child.wait().unwrap().success());
+        place.is_sound(&image);
+    }
+    assert!(finished < 40, "no build was killed");
+    let digest = text(&mut place.build("image"));
+    place.is_sound(&image);
+    text(place.command("gc").arg(&image).args(["--grace-s", "0"]));
+    let names = |folder: &str| -> Vec<String> {
+        let names = fs::read_dir(place.at(folder)).unwrap();
+        names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    };
+    let info: Value = serde_json::from_str(&text(ferry().args(["image", "info", "--json"]).arg(&image))).unwrap();
+    assert_eq!(names("store/packs").len(), 2 * info["packs"].as_array().unwrap().len());
+    assert!(!names("store/packs").iter().any(|name| name.starts_with(".new-")));
+    assert_eq!(info["digest"].as_str(), Some(digest.trim_end()));
+    place.is_sound(&image);
+}
+
+#[test]
+fn gc_waits_for_a_build_and_builds_at_once_do_not_wait_for_each_other() {
+    let place = Place::new();
+    for number in 0..200 {
+        place.write(&number.to_string(), number, 20_000);
+    }
+    let mut builds: Vec<_> = (0..4)
+        .map(|number| place.build(&number.to_string()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
+        .collect();
+    for build in &mut builds {
+        assert!(build.wait().unwrap().success());
+    }
+    for number in 0..4 {
+        place.is_sound(&place.at("images").join(number.to_string()));
+    }
+    // Whoever holds the lock as builds do keeps gc waiting.
+    let lock = fs::File::options().append(true).open(place.at("store/lock")).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockShared).unwrap();
+    let mut gc = place.command("gc");
+    let gc = gc.arg(place.at("images")).args(["--grace-s", "0"]).stderr(Stdio::piped()).stdout(Stdio::null());
+    let mut child = gc.spawn().unwrap();
+    let mut said = [0; 14];
+    std::io::Read::read_exact(child.stderr.as_mut().unwrap(), &mut said).unwrap();
+    assert_eq!(&said, b"ferry: waiting");
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(child.try_wait().unwrap().is_none());
+    drop(lock);
+    assert!(child.wait().unwrap().success());
+    text(&mut place.build("later"));
+    place.is_sound(&place.at("images/later"));
+}

@@ -1,0 +1,185 @@
+//! Builds an image: scans, hashes, puts what is new into a pack, lays the metadata out, and gives it its name.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+
+use crate::error::{Doing, Error, Result};
+use crate::parallel;
+use crate::scan::{Scanned, scan};
+use crate::sink::{Hashed, Sink};
+use crate::store::{New, Store, folder_of};
+use crate::tree::{NodeId, Tree};
+use crate::verity::Digest;
+use crate::{dump, tar};
+
+/// Files up to this size are read once, hashed and kept in memory until their turn comes; larger ones are read again.
+pub(crate) const KEPT_BYTES_MAX: u64 = 4 << 20;
+/// How many files may be read ahead of the one whose turn it is; with [`KEPT_BYTES_MAX`] this bounds the memory.
+const AHEAD_FILES_MAX: usize = 32;
+/// How the metadata is laid out, and the bytes of files are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    /// In the order of a walk, with data in packs: what the kernel mounts alone, and fastest.
+    #[default]
+    Flat,
+    /// As mkcomposefs does it, with a file for each object: what the kernel mounts below overlayfs.
+    Composefs {
+        /// The version of the layout, 0 or 1; without one 1 if there are whiteouts, 0 otherwise.
+        version: Option<u32>,
+    },
+}
+
+/// How an image is built.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How many threads read and hash.
+    pub threads: usize,
+    /// The layout.
+    pub layout: Layout,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { threads: thread::available_parallelism().map_or(1, usize::from), layout: Layout::default() }
+    }
+}
+
+/// What was built.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Built {
+    /// The digest of the image, which proves the whole tree.
+    pub digest: Digest,
+    /// Size of the image, in bytes.
+    pub image_bytes: u64,
+    /// How many inodes there are.
+    pub inodes: usize,
+    /// Bytes of all files that are kept in packs, each file counted once.
+    pub data_bytes: u64,
+    /// Bytes that were not in the store before.
+    pub new_bytes: u64,
+    /// The packs that the image needs.
+    pub packs: Vec<Digest>,
+}
+
+/// What is told while an image is built: files done, and files in all.
+pub type Progress<'a> = dyn Fn(usize, usize) + Sync + 'a;
+
+/// Builds an image of a directory, of a tar archive, or of a dump file (composefs-dump(5)). What is not in the store yet is added;
+/// an image that was at `image` is replaced, at once and at the end. A build that is killed leaves nothing but files that begin
+/// with `.new-`. A dump file tells where files' bytes are; nothing is added to the store.
+///
+/// # Errors
+/// Something cannot be read, changes meanwhile, or is nothing that EROFS can hold; the store or the image cannot be written.
+pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progress: &Progress<'_>) -> Result<Built> {
+    let store = Arc::new(store);
+    let mut sink = Sink::begin(&store, options.layout)?;
+    let tree = match Input::of(source)? {
+        Input::Directory => from_directory(source, &mut sink, options, progress)?,
+        Input::Dump(file) => match options.layout {
+            Layout::Composefs { .. } => dump::read(file, source)?,
+            Layout::Flat => {
+                let reason = "it has the names of files' bytes only, which the layout flat has no use for: use the layout composefs";
+                return Err(Error::Input { path: source.into(), at: "a dump file".into(), reason: reason.into() });
+            }
+        },
+        Input::Tar(file) => tar::read(file, source, &mut sink)?,
+    };
+    let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes());
+    let (bytes, packs) = sink.finish(tree)?;
+    let digest = Digest::of(&bytes);
+    save(image, &bytes)?;
+    Ok(Built { digest, image_bytes: bytes.len() as u64, inodes, data_bytes, new_bytes, packs })
+}
+
+/// What an image is built of.
+enum Input {
+    Directory,
+    Dump(Box<dyn Read>),
+    Tar(Box<dyn Read>),
+}
+
+impl Input {
+    /// An archive has the sum of its first header, and a dump file begins with the path of the root.
+    fn of(source: &Path) -> Result<Self> {
+        let is_stdin = source == Path::new("-");
+        if !is_stdin && fs::metadata(source).doing("look at", source)?.is_dir() {
+            return Ok(Self::Directory);
+        }
+        let mut file = File::open(if is_stdin { Path::new("/dev/stdin") } else { source }).doing("open", source)?;
+        let mut head = Vec::new();
+        Read::by_ref(&mut file).take(tar::HEADER_BYTES as u64).read_to_end(&mut head).doing("read", source)?;
+        let (is_tar, is_dump) = (tar::is_header(&head), head.first() == Some(&b'/'));
+        let all = Box::new(std::io::Cursor::new(head).chain(file));
+        match (is_tar, is_dump) {
+            (true, _) => Ok(Self::Tar(all)),
+            (false, true) => Ok(Self::Dump(all)),
+            (false, false) => {
+                let reason = "it is no directory, tar archive (decompress one first) or composefs dump file".into();
+                Err(Error::Input { path: source.into(), at: "at its beginning".into(), reason })
+            }
+        }
+    }
+}
+
+/// The tree of a directory, whose files' bytes go into the store.
+fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &Progress<'_>) -> Result<Tree> {
+    let Scanned { mut tree, files } = scan(source, options.layout != Layout::Flat)?;
+    thread::scope(|scope| {
+        // A lane for each thread, which takes every n-th file, so that results come in the order of the files.
+        let threads = options.threads.max(1);
+        let lanes: Vec<_> = (0..threads)
+            .map(|lane| {
+                let (sender, receiver) = sync_channel(AHEAD_FILES_MAX.div_ceil(threads));
+                let files = &files;
+                scope.spawn(move || read_lane(files.iter().skip(lane).step_by(threads), &sender));
+                receiver
+            })
+            .collect();
+        for (at, (node, path)) in files.iter().enumerate() {
+            let lane: &Receiver<Result<Hashed>> = &lanes[at % threads];
+            let hashed = lane.recv().expect("a lane sends a result for each of its files")?;
+            tree.nodes[*node].content = sink.add(path, &hashed)?;
+            progress(at + 1, files.len());
+        }
+        Ok::<(), Error>(())
+    })?;
+    Ok(tree)
+}
+
+fn read_lane<'a>(files: impl Iterator<Item = &'a (NodeId, PathBuf)>, results: &SyncSender<Result<Hashed>>) {
+    for (_, path) in files {
+        // Nobody listens any more once another file has failed.
+        if results.send(hash(path)).is_err() {
+            return;
+        }
+    }
+}
+
+fn hash(path: &Path) -> Result<Hashed> {
+    let file = File::open(path).doing("open", path)?;
+    let bytes = file.metadata().doing("look at", path)?.size();
+    if bytes > KEPT_BYTES_MAX {
+        return match parallel::digest(&file, 0, bytes) {
+            Ok(digest) => Ok(Hashed { bytes, digest, kept: None }),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(Error::Changed(path.into())),
+            Err(error) => Err(error).doing("read", path),
+        };
+    }
+    let mut kept = Vec::with_capacity(usize::try_from(bytes).unwrap_or_default() + 1);
+    file.take(KEPT_BYTES_MAX + 1).read_to_end(&mut kept).doing("read", path)?;
+    if kept.len() as u64 != bytes {
+        return Err(Error::Changed(path.into()));
+    }
+    Ok(Hashed { bytes, digest: Digest::of(&kept), kept: Some(kept) })
+}
+
+fn save(image: &Path, bytes: &[u8]) -> Result<()> {
+    let mut new = New::begin(folder_of(image))?;
+    new.file.write_all(bytes).doing("write to", &*new.path)?;
+    new.keep(image)
+}

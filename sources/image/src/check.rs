@@ -1,0 +1,185 @@
+//! `ferry image fsck`: everything an image says, looked at once.
+
+use std::collections::{HashMap, HashSet};
+
+use ferry_vfs::FileType;
+
+use crate::flat::kind;
+use crate::image::{Data, Entry, Image, Inode, Nid};
+
+/// How many findings are kept. Who has more knows enough.
+const FINDINGS_MAX: usize = 1000;
+/// The deepest tree that is walked; Linux's paths end at 2048 names (`PATH_MAX`).
+pub(crate) const DEPTH_MAX: usize = 2048;
+
+/// What was found.
+#[derive(Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Report {
+    /// What is wrong, each with the path.
+    pub findings: Vec<String>,
+    /// How many inodes were met.
+    pub inodes: u64,
+}
+
+/// Looks at every inode, name, attribute and place of data. Files' bytes are not read.
+pub fn check(image: &Image) -> Report {
+    let mut walk = Walk { image, report: Report::default(), directories: HashSet::new(), links: HashMap::new() };
+    let root = image.root();
+    walk.directories.insert(root);
+    let mut left = vec![(root, root, String::new(), 0)];
+    while let Some((nid, parent, path, depth)) = left.pop() {
+        if walk.report.findings.len() >= FINDINGS_MAX {
+            walk.say(&path, "more is not looked at");
+            break;
+        }
+        let directories = walk.directory(nid, parent, &path);
+        if depth == DEPTH_MAX && !directories.is_empty() {
+            walk.say(&path, "more than 2048 directories, one in the other");
+            continue;
+        }
+        left.extend(directories.into_iter().rev().map(|(child, path)| (child, nid, path, depth + 1)));
+    }
+    walk.count_links();
+    let found = walk.report.inodes;
+    if found != image.inodes() && walk.report.findings.is_empty() {
+        walk.say("", &format!("{found} inodes, but the superblock says {}", image.inodes()));
+    }
+    walk.report
+}
+
+struct Walk<'a> {
+    image: &'a Image,
+    report: Report,
+    directories: HashSet<Nid>,
+    /// For each inode that is no directory: how many names it says it has, how many were met, and one of them.
+    links: HashMap<Nid, (u32, u32, String)>,
+}
+
+impl Walk<'_> {
+    fn say(&mut self, path: &str, what: &str) {
+        let path = if path.is_empty() { "/" } else { path };
+        self.report.findings.push(format!("{path}: {what}"));
+    }
+
+    /// Looks at a directory and what is in it; answers the directories among that.
+    fn directory(&mut self, nid: Nid, parent: Nid, path: &str) -> Vec<(Nid, String)> {
+        let mut directories = Vec::new();
+        self.report.inodes += 1;
+        let inode = match self.image.inode(nid) {
+            Ok(inode) => inode,
+            Err(flaw) => {
+                self.say(path, &flaw.to_string());
+                return directories;
+            }
+        };
+        self.attributes(&inode, path);
+        let entries = match self.image.all_entries(&inode, 0) {
+            Ok(entries) => entries,
+            Err(flaw) => {
+                self.say(path, &flaw.to_string());
+                return directories;
+            }
+        };
+        let mut last: Option<&[u8]> = None;
+        let mut own = 0;
+        for entry in entries {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(flaw) => {
+                    self.say(path, &flaw.to_string());
+                    break;
+                }
+            };
+            if self.report.findings.len() >= FINDINGS_MAX {
+                break;
+            }
+            let name = format!("{path}/{}", entry.name.escape_ascii());
+            if last.is_some_and(|last| last >= entry.name) {
+                self.say(&name, "not in the order of names, or twice");
+            }
+            last = Some(entry.name);
+            match entry.name {
+                b"." | b".." => {
+                    own += 1;
+                    let expected = if entry.name == b"." { nid } else { parent };
+                    if entry.nid != expected {
+                        self.say(&name, "leads to another directory than it should");
+                    }
+                }
+                _ => directories.extend(self.entry(&entry, name)),
+            }
+        }
+        if own != 2 {
+            self.say(path, "no . or no ..");
+        }
+        if inode.nlink as usize != directories.len() + 2 {
+            self.say(path, &format!("{} links, but {} directories in it", inode.nlink, directories.len()));
+        }
+        directories
+    }
+
+    /// Looks at what a name leads to; answers it if it is a directory.
+    fn entry(&mut self, entry: &Entry<'_>, path: String) -> Option<(Nid, String)> {
+        if let Some((_, met, _)) = self.links.get_mut(&entry.nid) {
+            *met += 1;
+            return None;
+        }
+        let inode = match self.image.inode(entry.nid) {
+            Ok(inode) => inode,
+            Err(flaw) => {
+                self.say(&path, &flaw.to_string());
+                return None;
+            }
+        };
+        if inode.kind() == FileType::Unknown || kind(inode.kind()) != entry.kind {
+            self.say(&path, "another kind of file than its directory says");
+        }
+        if inode.kind() == FileType::Directory {
+            if self.directories.insert(entry.nid) {
+                return Some((entry.nid, path));
+            }
+            self.say(&path, "a directory that has another name already");
+            return None;
+        }
+        self.report.inodes += 1;
+        self.attributes(&inode, &path);
+        let sound = match inode.kind() {
+            FileType::Symlink => self.image.link(&inode).map(drop),
+            FileType::RegularFile => self.image.data(&inode).map(|data| {
+                if let Data::Near(whole, rest) = data {
+                    debug_assert_eq!((whole.len() + rest.len()) as u64, inode.bytes);
+                }
+            }),
+            _ => Ok(()),
+        };
+        if let Err(flaw) = sound {
+            self.say(&path, &flaw.to_string());
+        }
+        self.links.insert(entry.nid, (inode.nlink, 1, path));
+        None
+    }
+
+    fn attributes(&mut self, inode: &Inode, path: &str) {
+        match self.image.raw_xattrs(inode) {
+            Ok(xattrs) => {
+                let names: HashSet<_> = xattrs.iter().map(|(name, _)| name).collect();
+                if names.len() != xattrs.len() {
+                    self.say(path, "an attribute twice");
+                }
+            }
+            Err(flaw) => self.say(path, &flaw.to_string()),
+        }
+    }
+
+    fn count_links(&mut self) {
+        if self.image.is_composefs() {
+            // Numbers of links are what its dump file said.
+            return;
+        }
+        let mut wrong: Vec<_> = self.links.values().filter(|(says, met, _)| says != met).cloned().collect();
+        wrong.sort_unstable_by(|a, b| a.2.cmp(&b.2));
+        for (says, met, path) in wrong.into_iter().take(FINDINGS_MAX) {
+            self.say(&path, &format!("{says} links, but {met} names"));
+        }
+    }
+}

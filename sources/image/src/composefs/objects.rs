@@ -1,0 +1,205 @@
+//! composefs's object store: a file for each object, `objects/xx/yyyy...` by its fs-verity digest.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ferry_vfs::Backing;
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+use tempfile::TempPath;
+
+use super::prepare::path_of;
+use crate::error::{Doing, Error, Result};
+use crate::fsverity;
+use crate::objects::Bad;
+use crate::store::New;
+use crate::verity::Digest;
+
+/// How many objects are kept open. More are opened again when they are wanted.
+const OPEN_MAX: usize = 256;
+/// The pieces that files are copied in, in bytes.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// The folder with the objects of a store: `objects` in it, or the store itself, as `mkcomposefs --digest-store` fills it.
+pub fn objects_folder(store: &Path) -> PathBuf {
+    let objects = store.join("objects");
+    if objects.is_dir() { objects } else { store.into() }
+}
+
+/// Objects that are being added. None has its name before all are durable, so that a build that is killed leaves nothing but
+/// files that begin with `.new-`.
+pub(crate) struct NewObjects {
+    folder: PathBuf,
+    known: HashSet<Digest>,
+    added: Vec<(Digest, TempPath)>,
+    /// Bytes that were not there before.
+    pub new_bytes: u64,
+}
+
+impl NewObjects {
+    pub(crate) fn begin(store: &Path) -> Result<Self> {
+        let folder = store.join("objects");
+        fs::create_dir_all(&folder).doing("make", &folder)?;
+        Ok(Self { folder, known: HashSet::new(), added: Vec::new(), new_bytes: 0 })
+    }
+
+    fn path(&self, digest: Digest) -> PathBuf {
+        self.folder.join(std::ffi::OsStr::from_bytes(&path_of(digest)))
+    }
+
+    /// Whether this object is still to be added. One that is there with another length is damaged and is replaced.
+    fn wants(&mut self, digest: Digest, bytes: u64) -> bool {
+        let is_there =
+            || fs::symlink_metadata(self.path(digest)).is_ok_and(|found| found.is_file() && found.len() == bytes);
+        !self.known.contains(&digest) && !is_there() && self.known.insert(digest)
+    }
+
+    /// Adds an object that is in memory.
+    pub(crate) fn add(&mut self, digest: Digest, bytes: &[u8]) -> Result<()> {
+        if !self.wants(digest, bytes.len() as u64) {
+            return Ok(());
+        }
+        let mut new = New::begin(&self.folder)?;
+        new.file.write_all(bytes).doing("write to", &*new.path)?;
+        self.keep(digest, bytes.len() as u64, new);
+        Ok(())
+    }
+
+    /// Adds a file that was hashed: its blocks are shared where the file system can, and copied elsewhere. What was taken is
+    /// hashed again, for the file may have changed in between.
+    pub(crate) fn add_file(&mut self, digest: Digest, bytes: u64, path: &Path) -> Result<()> {
+        if !self.wants(digest, bytes) {
+            return Ok(());
+        }
+        let mut source = File::open(path).doing("open", path)?;
+        let mut new = New::begin(&self.folder)?;
+        if rustix::fs::ioctl_ficlone(&new.file, &source).is_err() {
+            copy(&mut source, &mut new.file, bytes).doing("copy", path)?;
+        }
+        new.file.rewind().doing("read", &*new.path)?;
+        let (found, length) = Digest::of_reader(&new.file).doing("read", &*new.path)?;
+        if (found, length) != (digest, bytes) {
+            return Err(Error::Changed(path.into()));
+        }
+        self.keep(digest, bytes, new);
+        Ok(())
+    }
+
+    fn keep(&mut self, digest: Digest, bytes: u64, new: New) {
+        self.new_bytes += bytes;
+        self.added.push((digest, new.path));
+    }
+
+    /// Makes all durable and gives them their names.
+    pub(crate) fn finish(self) -> Result<()> {
+        let folder = File::open(&self.folder).doing("open", &self.folder)?;
+        let mut has_verity = true;
+        for (_, path) in &self.added {
+            let path: &Path = path;
+            fs::set_permissions(path, fs::Permissions::from_mode(0o644)).doing("change", path)?;
+            if has_verity {
+                let file = File::open(path).doing("open", path)?;
+                has_verity = fsverity::enable(&file).doing("turn fs-verity on for", path)?;
+            }
+        }
+        rustix::fs::syncfs(&folder).doing("sync", &self.folder)?;
+        let targets: Vec<PathBuf> = self.added.iter().map(|(digest, _)| self.path(*digest)).collect();
+        for ((_, path), target) in self.added.into_iter().zip(targets) {
+            let parent = crate::store::folder_of(&target);
+            fs::create_dir_all(parent).doing("make", parent)?;
+            path.persist(&target).map_err(|error| error.error).doing("make", &target)?;
+        }
+        rustix::fs::syncfs(&folder).doing("sync", &self.folder)
+    }
+}
+
+/// Copies so many bytes; blocks of zeros become holes.
+fn copy(from: &mut File, to: &mut File, bytes: u64) -> io::Result<()> {
+    let mut piece = Vec::with_capacity(PIECE_BYTES);
+    let mut left = bytes;
+    loop {
+        piece.clear();
+        from.take(left.min(PIECE_BYTES as u64)).read_to_end(&mut piece)?;
+        if piece.is_empty() {
+            return to.set_len(bytes - left);
+        }
+        left -= piece.len() as u64;
+        if piece.iter().all(|byte| *byte == 0) {
+            to.seek(io::SeekFrom::Current(i64::try_from(piece.len()).unwrap_or(i64::MAX)))?;
+        } else {
+            to.write_all(&piece)?;
+        }
+    }
+}
+
+/// What a file was when its bytes were proved: device, inode, seconds and nanoseconds of its last change.
+type Identity = (u64, u64, i64, i64);
+
+/// The objects of a store, opened as they are wanted, each proved before its bytes are seen.
+#[derive(Debug)]
+pub(crate) struct Files {
+    folder: PathBuf,
+    root: OwnedFd,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    open: HashMap<(Vec<u8>, Digest), Arc<Backing>>,
+    proved: HashMap<Digest, Identity>,
+}
+
+impl Files {
+    pub(crate) fn open(store: &Path) -> Result<Self> {
+        let folder = objects_folder(store);
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open(&folder, flags, Mode::empty()).doing("use as an object store", &folder)?;
+        Ok(Self { folder, root, state: Mutex::default() })
+    }
+
+    /// The descriptor with a file's bytes, once they are proved.
+    pub(crate) fn find(
+        &self,
+        path: Option<&[u8]>,
+        digest: Option<Digest>,
+        bytes: u64,
+    ) -> std::result::Result<Arc<Backing>, Bad> {
+        let path = path.ok_or(Bad::NoPath)?;
+        let name = || self.folder.join(std::ffi::OsStr::from_bytes(path));
+        let digest = digest.ok_or_else(|| Bad::NoDigest { path: name() })?;
+        let key = (path.to_vec(), digest);
+        let state = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = state().open.get(&key) {
+            return Ok(Arc::clone(known));
+        }
+        let unreadable = |source: io::Error| Bad::Object { path: name(), source };
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+        let fd = rustix::fs::openat2(&self.root, path, flags, Mode::empty(), resolve);
+        let file = File::from(fd.map_err(|error| unreadable(error.into()))?);
+        let found = file.metadata().map_err(unreadable)?;
+        if !found.is_file() || found.len() != bytes {
+            return Err(Bad::Length { path: name(), found: found.len(), bytes });
+        }
+        let identity = (found.dev(), found.ino(), found.ctime(), found.ctime_nsec());
+        if state().proved.get(&digest) != Some(&identity) {
+            let (measured, _) = Digest::of_reader(&file).map_err(unreadable)?;
+            if measured != digest {
+                return Err(Bad::Changed { path: name(), digest: measured });
+            }
+        }
+        let backing = Arc::new(Backing::new(file.into()));
+        let mut state = state();
+        state.proved.insert(digest, identity);
+        if state.open.len() >= OPEN_MAX {
+            state.open.clear();
+        }
+        state.open.insert(key, Arc::clone(&backing));
+        Ok(backing)
+    }
+}

@@ -1,0 +1,99 @@
+//! What can go wrong when images are made, opened and read.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::verity::Digest;
+
+/// Why an image could not be built, opened or checked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file or directory could not be used.
+    #[error("cannot {what} {}", path.display())]
+    Io {
+        /// What was to be done with it.
+        what: &'static str,
+        /// Which one.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// A file changed while it was read.
+    #[error("{} changed while the image was built: build it again", .0.display())]
+    Changed(PathBuf),
+    /// The tree has something that EROFS cannot hold.
+    #[error("{}: {reason}", path.display())]
+    CannotHold {
+        /// Where in the tree.
+        path: PathBuf,
+        /// What it is.
+        reason: String,
+    },
+    /// A dump file or an archive is not what it should be.
+    #[error("{}, {at}: {reason}", path.display())]
+    Input {
+        /// The file.
+        path: PathBuf,
+        /// Where in it.
+        at: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The image is larger than its format can say.
+    #[error("the image would have more than {0} blocks of 4 KiB, which EROFS cannot number: split the tree")]
+    TooLarge(u32),
+    /// It is no image of Ferry's, or a damaged one.
+    #[error("{} is no valid image: {reason}", path.display())]
+    Invalid {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: Flaw,
+    },
+    /// The image is not the one that was asked for.
+    #[error("{} has the digest {found}, not {wanted}: it is damaged, or another image", path.display())]
+    OtherDigest {
+        /// Which file.
+        path: PathBuf,
+        /// What was asked for.
+        wanted: Digest,
+        /// What it has.
+        found: Digest,
+    },
+    /// A pack that the image needs is not in the store, or damaged.
+    #[error("the pack {pack} in {}: {reason}", store.display())]
+    Pack {
+        /// The store.
+        store: PathBuf,
+        /// The pack's name.
+        pack: Digest,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// What is wrong with the bytes of an image.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what} at byte {offset}")]
+pub struct Flaw {
+    /// What is wrong.
+    pub what: &'static str,
+    /// Where, in bytes from the image's beginning.
+    pub offset: u64,
+}
+
+/// A result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Names what was being done when an error of the system came.
+pub(crate) trait Doing<T> {
+    /// Adds what and where.
+    fn doing(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T>;
+}
+
+impl<T, E: Into<io::Error>> Doing<T> for std::result::Result<T, E> {
+    fn doing(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T> {
+        self.map_err(|error| Error::Io { what, path: path.into(), source: error.into() })
+    }
+}

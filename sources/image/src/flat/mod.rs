@@ -1,0 +1,256 @@
+//! The layout `flat`: metadata only, in the order in which a walk will want it, with file data in packs.
+//!
+//! Compared with what other tools write: inodes are the short ones wherever they fit; a file's data is one run of blocks in the
+//! address space of all devices, so there is no index of chunks; each directory is followed by the inodes of the files in it, and
+//! directories come depth first, as `ls -lR` asks for them.
+//!
+//! ```text
+//! block 0    1024 bytes of zeros, superblock, root directory, its files' inodes, ...
+//! ...        directories and inodes
+//! aligned    attributes that several inodes share
+//! aligned    device table: the packs
+//! ```
+
+pub(crate) mod dir;
+mod place;
+mod xattr;
+
+use std::collections::BTreeMap;
+
+use zerocopy::IntoBytes;
+use zerocopy::little_endian::{U16, U32, U64};
+
+use crate::erofs::{
+    BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS,
+    FLAT_VOLUME, INCOMPAT_DEVICE_TABLE, Layout, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, XATTR_ACL, XATTR_LABEL,
+    xattr_count,
+};
+use crate::error::{Error, Result};
+use crate::store::Places;
+use crate::tree::{Content, Node, Tree};
+use crate::verity::Digest;
+
+pub(crate) use dir::kind;
+use place::{Place, Placed};
+use xattr::Xattrs;
+
+/// A pack that the image needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Pack {
+    /// Its name.
+    pub name: Digest,
+    /// How many blocks it has.
+    pub blocks: u64,
+}
+
+/// What compact inodes of this image share.
+#[derive(Clone, Copy, Debug, Default)]
+struct Times {
+    epoch: i64,
+    nsec: u32,
+}
+
+impl Times {
+    /// The earliest second, and the commonest fraction of one (the smallest, where several are as common).
+    fn of(tree: &Tree) -> Self {
+        let epoch = tree.nodes.iter().map(|node| node.mtime.sec).min().unwrap_or(0).max(0);
+        let mut counts = BTreeMap::new();
+        for node in &tree.nodes {
+            *counts.entry(node.mtime.nsec).or_insert(0_usize) += 1;
+        }
+        let nsec = counts.iter().max_by(|a, b| a.1.cmp(b.1).then(b.0.cmp(a.0))).map_or(0, |(nsec, _)| *nsec);
+        Self { epoch, nsec }
+    }
+
+    /// Whether the shorter inode can hold all that is known of this one.
+    fn fits_compact(&self, node: &Node, bytes: u64) -> Option<u32> {
+        let since = u32::try_from(node.mtime.sec.checked_sub(self.epoch)?).ok()?;
+        let fits = node.mtime.nsec == self.nsec
+            && u16::try_from(node.uid).is_ok()
+            && u16::try_from(node.gid).is_ok()
+            && u16::try_from(node.nlink).is_ok()
+            && u32::try_from(bytes).is_ok();
+        fits.then_some(since)
+    }
+}
+
+/// The metadata of a tree.
+///
+/// # Errors
+/// The tree does not fit into what EROFS can number.
+pub fn write(tree: &Tree, packs: &[Pack], places: &Places) -> Result<Vec<u8>> {
+    let times = Times::of(tree);
+    let xattrs = Xattrs::of(tree);
+    let Placed { inodes, order, end } = place::all(tree, &times, &xattrs);
+
+    let xattr_block = end.div_ceil(BLOCK_BYTES);
+    let table = (xattr_block * BLOCK_BYTES + xattrs.shared().len()).next_multiple_of(size_of::<DeviceSlot>());
+    let blocks =
+        (table + std::mem::size_of_val(packs).max(packs.len() * size_of::<DeviceSlot>())).div_ceil(BLOCK_BYTES);
+    let mut bytes = vec![0; blocks * BLOCK_BYTES];
+    bytes[xattr_block * BLOCK_BYTES..][..xattrs.shared().len()].copy_from_slice(xattrs.shared());
+
+    let mut first_blocks = BTreeMap::new();
+    let mut next = blocks as u64;
+    for (slot, pack) in packs.iter().enumerate() {
+        let mut tag = [0; 64];
+        tag.copy_from_slice(pack.name.to_string().as_bytes());
+        let (count, first) = (number(pack.blocks)?, number(next)?);
+        let slot_bytes = DeviceSlot { tag, blocks: count, first_block: first, ..DeviceSlot::default() };
+        put(&mut bytes, table + slot * size_of::<DeviceSlot>(), slot_bytes.as_bytes());
+        first_blocks.insert(pack.name, next);
+        next += pack.blocks;
+    }
+
+    let writer = Writer { tree, xattrs: &xattrs, inodes: &inodes, first_blocks: &first_blocks, places };
+    for (number, id) in order.iter().enumerate() {
+        writer.inode(&mut bytes, *id, u32::try_from(number).unwrap_or(u32::MAX))?;
+    }
+    let mut volume = [0; 16];
+    volume[..FLAT_VOLUME.len()].copy_from_slice(FLAT_VOLUME);
+    volume[15] = absent(tree);
+    let header = Super {
+        volume,
+        magic: U32::new(SUPER_MAGIC),
+        feature_compat: U32::new(COMPAT_MTIME),
+        feature_incompat: U32::new(if packs.is_empty() { 0 } else { INCOMPAT_DEVICE_TABLE }),
+        block_bits: BLOCK_BITS,
+        // The root is the first inode of all.
+        root_nid: U16::new(u16::try_from(inodes[0].offset / SLOT_BYTES).unwrap_or(u16::MAX)),
+        inodes: U64::new(tree.nodes.len() as u64),
+        epoch: U64::new(times.epoch.unsigned_abs()),
+        fixed_nsec: U32::new(times.nsec),
+        blocks: number(blocks as u64)?,
+        xattr_block: number(xattr_block as u64)?,
+        extra_devices: U16::new(u16::try_from(packs.len()).map_err(|_| Error::TooLarge(u16::MAX.into()))?),
+        device_table: U16::new(u16::try_from(table / size_of::<DeviceSlot>()).map_err(|_| Error::TooLarge(u32::MAX))?),
+        ..Super::default()
+    };
+    put(&mut bytes, SUPER_OFFSET, header.as_bytes());
+    Ok(bytes)
+}
+
+/// Which attributes no inode has.
+fn absent(tree: &Tree) -> u8 {
+    let mut absent = FLAT_NO_XATTRS | FLAT_NO_ACLS | FLAT_NO_LABELS;
+    for (name, _) in tree.nodes.iter().flat_map(|node| &node.xattrs) {
+        absent &= !FLAT_NO_XATTRS;
+        if name.starts_with(XATTR_ACL) {
+            absent &= !FLAT_NO_ACLS;
+        }
+        if name == XATTR_LABEL {
+            absent &= !FLAT_NO_LABELS;
+        }
+    }
+    absent
+}
+
+fn number(blocks: u64) -> Result<U32> {
+    u32::try_from(blocks).map(U32::new).map_err(|_| Error::TooLarge(u32::MAX))
+}
+
+fn put(bytes: &mut [u8], at: usize, what: &[u8]) {
+    bytes[at..at + what.len()].copy_from_slice(what);
+}
+
+/// Writes inodes that have their places.
+struct Writer<'a> {
+    tree: &'a Tree,
+    xattrs: &'a Xattrs,
+    inodes: &'a [Place],
+    first_blocks: &'a BTreeMap<Digest, u64>,
+    places: &'a Places,
+}
+
+impl Writer<'_> {
+    fn inode(&self, bytes: &mut [u8], id: usize, number_of_inode: u32) -> Result<()> {
+        let (node, place) = (&self.tree.nodes[id], &self.inodes[id]);
+        let xattrs = self.xattrs.of_inode(id);
+        let (layout, length, at) = match &node.content {
+            // A build refuses the latter for this layout.
+            Content::None | Content::Elsewhere { .. } => (Layout::Plain, 0, node.rdev),
+            Content::Inline(data) => self.near(bytes, place, xattrs.len(), data)?,
+            Content::Object { bytes: length, digest } => {
+                let block =
+                    self.places.get(digest).and_then(|(pack, block)| Some(self.first_blocks.get(pack)? + block));
+                (Layout::Plain, *length, number(block.unwrap_or_default())?.get())
+            }
+            Content::Directory(_) => {
+                let data = dir::write(self.tree, id, place.parent, |id| (self.inodes[id].offset / SLOT_BYTES) as u64);
+                self.near(bytes, place, xattrs.len(), &data)?
+            }
+        };
+        self.head(bytes, node, place, (layout, length, at), (xattrs, number_of_inode));
+        Ok(())
+    }
+
+    /// Writes bytes that are kept in the image: whole blocks, and what is left behind the inode.
+    fn near(&self, bytes: &mut [u8], place: &Place, xattr_bytes: usize, data: &[u8]) -> Result<(Layout, u64, u32)> {
+        let (blocks, tail) = data.split_at((place.blocks * BLOCK_BYTES).min(data.len()));
+        put(bytes, place.first_block * BLOCK_BYTES, blocks);
+        put(bytes, place.tail(xattr_bytes), tail);
+        let layout = if tail.is_empty() { Layout::Plain } else { Layout::Inline };
+        Ok((layout, data.len() as u64, number(place.first_block as u64)?.get()))
+    }
+
+    fn head(
+        &self,
+        bytes: &mut [u8],
+        node: &Node,
+        place: &Place,
+        (layout, length, at): (Layout, u64, u32),
+        (xattrs, ino): (&[u8], u32),
+    ) {
+        let xattr_count = U16::new(xattr_count(xattrs.len()));
+        let mode = U16::new(node.mode);
+        // What fits was found out when places were given.
+        let short = |number: u32| U16::new(u16::try_from(number).unwrap_or(u16::MAX));
+        match place.compact {
+            Some(since) => {
+                let inode = Compact {
+                    format: U16::new(layout.format(false)),
+                    xattr_count,
+                    mode,
+                    nlink: short(node.nlink),
+                    size: U32::new(u32::try_from(length).unwrap_or(u32::MAX)),
+                    mtime: U32::new(since),
+                    place: U32::new(at),
+                    ino: U32::new(ino),
+                    uid: short(node.uid),
+                    gid: short(node.gid),
+                    ..Compact::default()
+                };
+                put(bytes, place.offset, inode.as_bytes());
+            }
+            None => {
+                let inode = Extended {
+                    format: U16::new(layout.format(true)),
+                    xattr_count,
+                    mode,
+                    size: U64::new(length),
+                    place: U32::new(at),
+                    ino: U32::new(ino),
+                    uid: U32::new(node.uid),
+                    gid: U32::new(node.gid),
+                    mtime: U64::new(node.mtime.sec.cast_unsigned()),
+                    mtime_nsec: U32::new(node.mtime.nsec),
+                    nlink: U32::new(node.nlink),
+                    ..Extended::default()
+                };
+                put(bytes, place.offset, inode.as_bytes());
+            }
+        }
+        put(bytes, place.offset + place.inode_bytes(), xattrs);
+    }
+}
+
+impl Place {
+    fn inode_bytes(&self) -> usize {
+        if self.compact.is_some() { size_of::<Compact>() } else { size_of::<Extended>() }
+    }
+
+    /// Where the bytes that follow inode and attributes begin.
+    fn tail(&self, xattr_bytes: usize) -> usize {
+        self.offset + self.inode_bytes() + xattr_bytes
+    }
+}

@@ -1,0 +1,138 @@
+//! What nobody needs in a store, and how it goes.
+
+use std::collections::{BTreeSet, HashSet};
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
+
+use crate::error::{Doing, Result};
+use crate::store::{self, NEW_PREFIX};
+use crate::verity::Digest;
+
+/// A store that nobody builds into, as long as this lives: builds wait.
+#[derive(Debug)]
+pub struct Sole {
+    folder: PathBuf,
+    _lock: File,
+}
+
+/// What was removed of a store, or would be.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Collected {
+    /// Packs that no image needs.
+    pub removed: Vec<Digest>,
+    /// Other files: what killed builds and killed collections have left.
+    pub leftovers: usize,
+    /// What all of these take on the disk, in bytes.
+    pub bytes: u64,
+    /// Packs that no image needs, but that were made or used too short a time ago.
+    pub young: Vec<Digest>,
+    /// Packs that images need.
+    pub kept: usize,
+    /// Packs that images need and that are not there.
+    pub missing: Vec<Digest>,
+}
+
+impl Sole {
+    /// Waits until nobody builds into a store, which must be there; `waiting` is called if that is not at once.
+    ///
+    /// # Errors
+    /// There is none, or it may not be written to.
+    pub fn lock(folder: &Path, waiting: &dyn Fn()) -> Result<Self> {
+        fs::metadata(store::packs_folder(folder)).doing("use as a store", folder)?;
+        let path = store::lock_path(folder);
+        let lock = File::options().create(true).append(true).open(&path).doing("open", &path)?;
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => {
+                waiting();
+                rustix::fs::flock(&lock, FlockOperation::LockExclusive).doing("lock", &path)?;
+            }
+            outcome => outcome.doing("lock", &path)?,
+        }
+        Ok(Self { folder: folder.into(), _lock: lock })
+    }
+
+    /// Removes everything but the packs that are needed and what was made or used within the time of grace: somebody may
+    /// have built an image that they have not told us of yet. With `dry`, only tells.
+    ///
+    /// A pack's index goes first, so that a collection that is killed leaves no index without its pack.
+    ///
+    /// # Errors
+    /// The folder cannot be read, or something cannot be removed.
+    pub fn collect(&self, needed: &BTreeSet<Digest>, grace: Duration, dry: bool) -> Result<Collected> {
+        let folder = store::packs_folder(&self.folder);
+        let mut collected = Collected::default();
+        let (mut old, mut indexes) = (Vec::new(), HashSet::new());
+        let mut young: BTreeSet<Digest> = BTreeSet::new();
+        for entry in fs::read_dir(&folder).doing("list", &folder)? {
+            let name = entry.doing("list", &folder)?.file_name();
+            let Some(kind) = Kind::of(&name) else { continue };
+            let path = folder.join(&name);
+            let metadata = fs::symlink_metadata(&path).doing("look at", &path)?;
+            if let Kind::Index(pack) = kind {
+                indexes.insert(pack);
+            }
+            let is_young = metadata.modified().is_ok_and(|time| is_within(time, grace));
+            match kind {
+                Kind::Index(pack) | Kind::Pack(pack) if is_young => _ = young.insert(pack),
+                Kind::New if is_young => {}
+                _ => old.push((kind, path, metadata.blocks() * 512)),
+            }
+        }
+        collected.kept = needed.intersection(&indexes.iter().copied().collect()).count();
+        collected.missing = needed.iter().filter(|pack| !indexes.contains(pack)).copied().collect();
+        collected.young =
+            young.iter().filter(|pack| indexes.contains(pack) && !needed.contains(pack)).copied().collect();
+        let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
+        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)));
+        // Indexes come first in this order.
+        old.sort_unstable_by_key(|(kind, ..)| *kind);
+        for (kind, path, bytes) in old {
+            if !dry {
+                fs::remove_file(&path).doing("remove", &path)?;
+            }
+            collected.bytes += bytes;
+            match kind {
+                Kind::Index(pack) => collected.removed.push(pack),
+                Kind::Pack(pack) if indexes.contains(&pack) => {}
+                Kind::Pack(_) | Kind::New => collected.leftovers += 1,
+            }
+        }
+        if !dry {
+            File::open(&folder).and_then(|folder| folder.sync_all()).doing("sync", &folder)?;
+        }
+        Ok(collected)
+    }
+}
+
+/// What a file in the folder of packs is; in the order in which they are removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Index(Digest),
+    Pack(Digest),
+    /// What a build had begun.
+    New,
+}
+
+impl Kind {
+    /// By its name; nothing of a file that is none of ours.
+    fn of(name: &OsString) -> Option<Self> {
+        let name = name.as_bytes();
+        match name.strip_suffix(b".index") {
+            Some(pack) => Digest::from_hex(pack).map(Self::Index),
+            None if name.starts_with(NEW_PREFIX.as_bytes()) => Some(Self::New),
+            None => Digest::from_hex(name).map(Self::Pack),
+        }
+    }
+}
+
+fn is_within(time: SystemTime, grace: Duration) -> bool {
+    // What lies in the future is young, too.
+    !grace.is_zero() && time.elapsed().map_or(true, |age| age < grace)
+}

@@ -1,0 +1,57 @@
+//! Verified file system images: a tree's metadata as EROFS, which the kernel mounts, and the bytes of its files in packs, which
+//! images share.
+//!
+//! One digest (fs-verity's, 32 bytes) names an image and proves all of it: the image names its packs by the digests of their
+//! indexes, and an index has the digest of each object in its pack.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use ferry_image::{build, BuildOptions, Store};
+//!
+//! let store = Store::create(Path::new("/var/lib/ferry"))?;
+//! let built = build(Path::new("rootfs"), Path::new("rootfs.img"), store, &BuildOptions::default(), &|_, _| {})?;
+//! println!("{}", built.digest);
+//! # Ok::<(), ferry_image::Error>(())
+//! ```
+#![deny(unsafe_code)]
+
+mod build;
+mod check;
+mod composefs;
+mod diff;
+mod disk;
+mod dump;
+pub mod erofs;
+mod error;
+mod flat;
+mod fsverity;
+mod garbage;
+mod grow;
+mod image;
+mod objects;
+mod parallel;
+mod scan;
+mod sink;
+mod source;
+mod store;
+mod tar;
+mod tree;
+mod usage;
+mod verity;
+
+pub use build::{Built, Layout, Options as BuildOptions, Progress, build};
+pub use check::{Report, check};
+pub use composefs::COMPOSEFS_VERSION_MAX;
+pub use composefs::objects::objects_folder;
+pub use diff::{Change, Digests, Kind as ChangeKind, diff};
+pub use disk::Disk;
+pub use dump::{DumpError, write as dump};
+pub use error::{Error, Flaw, Result};
+pub use garbage::{Collected, Sole};
+pub use image::{Checked, Data, Entries, Entry, IMAGE_BYTES_MAX, Image, Inode, Nid, PackRef, Xattr};
+pub use objects::{Bad, Objects};
+pub use scan::INLINE_BYTES_MAX;
+pub use source::Source;
+pub use store::{Index, Object, Store};
+pub use usage::{Place, Share, Total, Usage, places};
+pub use verity::{Digest, Hasher};

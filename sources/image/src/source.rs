@@ -1,0 +1,252 @@
+//! The source "image": an image and its packs, as a file system that any export can offer.
+
+use std::path::Path;
+
+use ferry_vfs::{
+    Attr, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Extent, Features, FileSystem, FileType,
+    Handle, Ino, IoRange, Name, OFlags, Output, Result, Seek, Statfs, openable,
+};
+
+use crate::erofs::{XATTR_ACL, XATTR_LABEL};
+use crate::error;
+use crate::image::{Checked, Data, Image, Inode, Nid};
+use crate::objects::{Objects, read_exact};
+use crate::verity::Digest;
+
+/// An image that is offered.
+#[derive(Debug)]
+pub struct Source {
+    image: Image,
+    objects: Objects,
+}
+
+impl Source {
+    /// Opens an image and the packs that it names.
+    ///
+    /// # Errors
+    /// It is not the image that was asked for, or something of it is missing or damaged.
+    pub fn open(image: &Path, store: &Path, digest: Option<Digest>) -> error::Result<Self> {
+        let image = Image::open(image, digest)?;
+        let objects = Objects::open(&image, store)?;
+        Ok(Self { image, objects })
+    }
+
+    /// The image.
+    pub fn image(&self) -> &Image {
+        &self.image
+    }
+
+    pub(crate) fn objects(&self) -> &Objects {
+        &self.objects
+    }
+
+    /// What proves a regular file's bytes is looked at before they are handed out; `None` if they are in the image.
+    fn extent(&self, inode: &Inode, data: Data<'_>) -> Result<Option<Extent>> {
+        self.objects.extent(data, inode.bytes).map_err(|bad| {
+            tracing::error!("{bad}; its readers get EIO");
+            Errno::IO
+        })
+    }
+
+    /// Reads bytes of a file.
+    ///
+    /// # Errors
+    /// `IO` if the image or the object is damaged.
+    pub fn read_at(&self, nid: Nid, offset: u64, bytes: &mut [u8]) -> Result<usize> {
+        let inode = flawed(self.image.inode(nid))?;
+        let left = inode.bytes.saturating_sub(offset);
+        let count = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
+        let bytes = &mut bytes[..count];
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        let data = flawed(self.image.data(&inode))?;
+        match (self.extent(&inode, data)?, data) {
+            (None, Data::Near(whole, rest)) => {
+                // Both halves together are as long as the file.
+                let all = whole.iter().chain(rest).skip(usize::try_from(offset).unwrap_or(usize::MAX));
+                bytes.iter_mut().zip(all).for_each(|(to, from)| *to = *from);
+            }
+            (Some(extent), _) => read_exact(&extent.file, extent.offset + offset, bytes).map_err(|error| {
+                tracing::error!("cannot read what is in the store: {error}");
+                Errno::IO
+            })?,
+            (None, _) => return Err(Errno::IO),
+        }
+        Ok(count)
+    }
+
+    fn nid(&self, ino: Ino) -> Nid {
+        if ino == Ino::ROOT { self.image.root() } else { Nid(ino.0) }
+    }
+
+    fn inode(&self, ino: Ino) -> Result<Inode> {
+        self.image.inode(self.nid(ino)).map_err(|_| Errno::STALE)
+    }
+
+    fn ino(&self, nid: Nid) -> Ino {
+        if nid == self.image.root() { Ino::ROOT } else { Ino(nid.0) }
+    }
+
+    fn entry(&self, nid: Nid) -> Result<Entry> {
+        let inode = flawed(self.image.inode(nid))?;
+        Ok(Entry::new(self.ino(nid), self.attr(&inode)))
+    }
+
+    fn attr(&self, inode: &Inode) -> Attr {
+        let mut attr = Attr::new(self.ino(inode.nid), inode.kind(), inode.mode).with_size(inode.bytes);
+        (attr.uid, attr.gid, attr.nlink, attr.rdev) = (inode.uid, inode.gid, inode.nlink, inode.rdev());
+        (attr.atime, attr.mtime, attr.ctime, attr.btime) = (inode.mtime, inode.mtime, inode.mtime, None);
+        attr
+    }
+}
+
+/// A damaged image is `IO` to its users, and a line in the log.
+fn flawed<T>(checked: Checked<T>) -> Result<T> {
+    checked.map_err(|flaw| {
+        tracing::error!("the image is damaged: {flaw}");
+        Errno::IO
+    })
+}
+
+fn type_of(kind: u8) -> FileType {
+    match kind {
+        1 => FileType::RegularFile,
+        2 => FileType::Directory,
+        3 => FileType::CharacterDevice,
+        4 => FileType::BlockDevice,
+        5 => FileType::Fifo,
+        6 => FileType::Socket,
+        7 => FileType::Symlink,
+        _ => FileType::Unknown,
+    }
+}
+
+impl FileSystem for Source {
+    fn features(&self) -> Features {
+        Features { read_only: true, by_number: true, posix_acl: self.image.may_have_acls(), ..Features::default() }
+    }
+
+    fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        let dir = self.inode(dir)?;
+        if dir.kind() != FileType::Directory {
+            return Err(Errno::NOTDIR);
+        }
+        self.entry(flawed(self.image.lookup(&dir, name))?.ok_or(Errno::NOENT)?)
+    }
+
+    fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
+        self.entry(flawed(self.image.parent(&self.inode(dir)?))?)
+    }
+
+    fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
+        let inode = self.inode(ino)?;
+        Ok(Entry::new(ino, self.attr(&inode)))
+    }
+
+    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        Ok(self.attr(&self.inode(ino)?))
+    }
+
+    fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        let inode = self.inode(ino)?;
+        if inode.kind() != FileType::Symlink {
+            return Err(Errno::INVAL);
+        }
+        flawed(self.image.link(&inode))
+    }
+
+    fn open(&self, _: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        openable(self.inode(ino)?.kind())?;
+        if flags.intersects(OFlags::WRONLY | OFlags::RDWR | OFlags::TRUNC) {
+            return Err(Errno::ROFS);
+        }
+        Ok(Handle(ino.0))
+    }
+
+    fn read(&self, _: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Moved> {
+        let inode = self.inode(at.ino)?;
+        let len = u64::from(at.len);
+        let data = flawed(self.image.data(&inode))?;
+        if at.offset.checked_add(len).is_some_and(|end| end <= inode.bytes)
+            && let Some(Extent { file, offset }) = self.extent(&inode, data)?
+        {
+            return Ok(Moved::Extent(Extent { file, offset: offset + at.offset }));
+        }
+        // What follows in the pack is another file's.
+        let left = inode.bytes.saturating_sub(at.offset).min(len);
+        let mut bytes = vec![0; usize::try_from(left).unwrap_or_default()];
+        let count = self.read_at(inode.nid, at.offset, &mut bytes)?;
+        Ok(Moved::Bytes(out.put(&bytes[..count])))
+    }
+
+    fn flush(&self, _: &Caller<'_>, _: Ino, _: Handle, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn opendir(&self, _: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
+        match self.inode(ino)?.kind() {
+            FileType::Directory => Ok(Handle(ino.0)),
+            _ => Err(Errno::NOTDIR),
+        }
+    }
+
+    fn readdir(&self, _: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+        let dir = self.inode(at.ino)?;
+        for found in flawed(self.image.entries(&dir, at.offset))? {
+            let found = flawed(found)?;
+            if !out.fits(found.name) {
+                break;
+            }
+            let is_own = matches!(found.name, b"." | b"..");
+            let entry = if at.plus && !is_own { Some(self.entry(found.nid)?) } else { None };
+            let item =
+                DirItem { ino: self.ino(found.nid).0, next: found.next, kind: type_of(found.kind), name: found.name };
+            out.push(&item, entry.as_ref());
+        }
+        Ok(())
+    }
+
+    fn statfs(&self, _: &Caller<'_>, _: Ino) -> Result<Statfs> {
+        let packs: u64 = self.image.packs().iter().map(|pack| pack.blocks).sum();
+        Ok(Statfs {
+            blocks: packs + self.image.bytes() / 4096,
+            files: self.image.inodes(),
+            bsize: 4096,
+            frsize: 4096,
+            namelen: 255,
+            ..Statfs::default()
+        })
+    }
+
+    fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        if !self.image.may_have_xattrs() {
+            // Clients then do not ask again.
+            return Err(Errno::NOSYS);
+        }
+        // ls(1) asks each file for both, unless it is told once that there is no such thing.
+        let no_acl = name.starts_with(XATTR_ACL) && !self.image.may_have_acls();
+        if no_acl || (name == XATTR_LABEL && !self.image.may_have_labels()) {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let xattrs = flawed(self.image.xattrs(&self.inode(ino)?))?;
+        xattrs.into_iter().find(|(known, _)| known == name).map(|(_, value)| value.to_vec()).ok_or(Errno::NODATA)
+    }
+
+    fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        if !self.image.may_have_xattrs() {
+            return Err(Errno::NOSYS);
+        }
+        let xattrs = flawed(self.image.xattrs(&self.inode(ino)?))?;
+        Ok(xattrs.into_iter().flat_map(|(name, _)| [name, vec![0]].concat()).collect())
+    }
+
+    fn lseek(&self, _: &Caller<'_>, ino: Ino, _: Handle, offset: u64, seek: Seek) -> Result<u64> {
+        let inode = self.inode(ino)?;
+        match seek {
+            _ if offset >= inode.bytes => Err(Errno::NXIO),
+            Seek::Data => Ok(offset),
+            Seek::Hole => Ok(inode.bytes),
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! Where images keep their files' bytes: packs, which images share.
+//!
+//! ```text
+//! STORE/lock               held shared by builds, alone by what removes packs
+//! STORE/packs/NAME         objects, each from a block's beginning on, in the order of the index
+//! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its digest (32 bytes)
+//! ```
+//!
+//! NAME is the digest of the index. So whoever knows the name can prove the index by it, and each object by the index.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use rustix::fs::FlockOperation;
+use tempfile::TempPath;
+
+use crate::erofs::BLOCK_BYTES;
+use crate::error::{Doing, Error, Result};
+use crate::verity::Digest;
+
+/// The size of one entry of an index, in bytes.
+const RECORD_BYTES: usize = 40;
+/// The largest index that is read: more objects than an image can have blocks make no sense, and memory is to be bounded.
+const INDEX_BYTES_MAX: u64 = 1 << 32;
+
+/// What begins the name of a file that is not complete.
+pub(crate) const NEW_PREFIX: &str = ".new-";
+
+/// What holds the store's lock.
+pub(crate) fn lock_path(folder: &Path) -> PathBuf {
+    folder.join("lock")
+}
+
+/// Where the packs are.
+pub(crate) fn packs_folder(folder: &Path) -> PathBuf {
+    folder.join("packs")
+}
+
+/// A folder of packs.
+#[derive(Debug)]
+pub struct Store {
+    folder: PathBuf,
+    /// Keeps others from removing packs.
+    _lock: File,
+}
+
+/// What is in a pack.
+#[derive(Debug)]
+pub struct Index {
+    /// The pack's name.
+    pub pack: Digest,
+    /// For each object its first block, length in bytes, and digest; by block.
+    pub objects: Vec<Object>,
+    /// How many blocks the pack has.
+    pub blocks: u64,
+}
+
+/// A file's bytes in a pack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Object {
+    /// The first block in the pack.
+    pub block: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// What they are.
+    pub digest: Digest,
+}
+
+impl Object {
+    /// How many blocks it takes.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.bytes.div_ceil(BLOCK_BYTES as u64)
+    }
+}
+
+/// Which pack and which block an object is at.
+pub(crate) type Places = HashMap<Digest, (Digest, u64)>;
+
+impl Store {
+    /// Opens a store, or makes one where there is none.
+    ///
+    /// # Errors
+    /// The folder cannot be made or used.
+    pub fn create(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(packs_folder(folder)).doing("make", packs_folder(folder))?;
+        Self::open(folder)
+    }
+
+    /// Opens a store.
+    ///
+    /// # Errors
+    /// There is none, or it cannot be used.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let path = lock_path(folder);
+        fs::metadata(packs_folder(folder)).doing("use as a store", folder)?;
+        // A store that may not be written to is read all the same; one that never was has no lock, and nobody removes its packs.
+        let lock = match File::options().create(true).append(true).open(&path).or_else(|_| File::open(&path)) {
+            Ok(file) => file,
+            Err(_) => File::open(folder).doing("open", folder)?,
+        };
+        rustix::fs::flock(&lock, FlockOperation::LockShared).doing("lock", &path)?;
+        Ok(Self { folder: folder.into(), _lock: lock })
+    }
+
+    /// Where it is.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Where a pack's bytes are.
+    pub fn pack_path(&self, pack: Digest) -> PathBuf {
+        packs_folder(&self.folder).join(pack.to_string())
+    }
+
+    fn index_path(&self, pack: Digest) -> PathBuf {
+        packs_folder(&self.folder).join(format!("{pack}.index"))
+    }
+
+    /// Reads a pack's index, and proves it by the pack's name.
+    ///
+    /// # Errors
+    /// It is missing, or not what the name says.
+    pub fn index(&self, pack: Digest) -> Result<Index> {
+        let path = self.index_path(pack);
+        let mut bytes = Vec::new();
+        let file = File::open(&path).doing("open", &path)?;
+        file.take(INDEX_BYTES_MAX).read_to_end(&mut bytes).doing("read", &path)?;
+        let flawed = |reason: &str| Error::Pack { store: self.folder.clone(), pack, reason: reason.into() };
+        if Digest::of(&bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
+            return Err(flawed("its index is damaged"));
+        }
+        let mut objects = Vec::with_capacity(bytes.len() / RECORD_BYTES);
+        let mut block = 0_u64;
+        for record in bytes.chunks_exact(RECORD_BYTES) {
+            let (length, digest) = record.split_at(8);
+            let bytes = length.try_into().map_or(0, u64::from_le_bytes);
+            let digest = Digest(digest.try_into().unwrap_or_default());
+            objects.push(Object { block, bytes, digest });
+            block = block
+                .checked_add(bytes.div_ceil(BLOCK_BYTES as u64))
+                .ok_or_else(|| flawed("the lengths in its index are too large"))?;
+        }
+        Ok(Index { pack, objects, blocks: block })
+    }
+
+    /// All packs there are, by name. A pack whose index is missing is one that is just being made or removed.
+    ///
+    /// # Errors
+    /// The folder cannot be read.
+    pub fn packs(&self) -> Result<Vec<Digest>> {
+        let folder = packs_folder(&self.folder);
+        let mut found = Vec::new();
+        for entry in fs::read_dir(&folder).doing("list", &folder)? {
+            let name = entry.doing("list", &folder)?.file_name();
+            if let Some(pack) = name.as_encoded_bytes().strip_suffix(b".index").and_then(Digest::from_hex) {
+                found.push(pack);
+            }
+        }
+        found.sort_unstable();
+        Ok(found)
+    }
+
+    /// Where each object of the store is. Of one that is in several packs, the place in the first pack by name.
+    pub(crate) fn places(&self) -> Result<Places> {
+        let mut places = Places::new();
+        for pack in self.packs()? {
+            match self.index(pack) {
+                Ok(index) if self.is_whole(&index) => {
+                    for object in &index.objects {
+                        places.entry(object.digest).or_insert((pack, object.block));
+                    }
+                }
+                Ok(_) => tracing::warn!("{}: the pack {pack} is cut off and not used", self.folder.display()),
+                Err(error) => tracing::warn!("{error}: not used"),
+            }
+        }
+        Ok(places)
+    }
+
+    fn is_whole(&self, index: &Index) -> bool {
+        let bytes = index.blocks.saturating_mul(BLOCK_BYTES as u64);
+        fs::metadata(self.pack_path(index.pack)).is_ok_and(|metadata| metadata.len() == bytes)
+    }
+
+    /// Notes that a pack is used now, so that it is not removed before its new image is known. Who may not write that
+    /// uses what others look after.
+    pub(crate) fn freshen(&self, pack: Digest) {
+        let touched = File::open(self.index_path(pack)).and_then(|index| index.set_modified(SystemTime::now()));
+        if let Err(error) = touched {
+            tracing::debug!("cannot note that the pack {pack} is used: {error}");
+        }
+    }
+
+    /// Begins a new pack.
+    pub(crate) fn begin(self: &Arc<Self>) -> Result<NewPack> {
+        let folder = packs_folder(&self.folder);
+        let New { file, path } = New::begin(&folder)?;
+        let file = BufWriter::with_capacity(1 << 20, file);
+        Ok(NewPack { store: Arc::clone(self), file, path, index: Vec::new(), blocks: 0 })
+    }
+}
+
+/// A pack that is being made. It is nowhere to be seen until it is finished.
+pub(crate) struct NewPack {
+    store: Arc<Store>,
+    file: BufWriter<File>,
+    path: TempPath,
+    index: Vec<u8>,
+    blocks: u64,
+}
+
+impl NewPack {
+    /// How many blocks it has so far, which is where the next object goes.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// Appends bytes of an object; blocks of zeros become holes.
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let path = &*self.path;
+        if bytes.len() >= BLOCK_BYTES && bytes.iter().all(|byte| *byte == 0) {
+            let count = i64::try_from(bytes.len()).unwrap_or(i64::MAX);
+            return self.file.seek(SeekFrom::Current(count)).map(drop).doing("write to", path);
+        }
+        self.file.write_all(bytes).doing("write to", path)
+    }
+
+    /// Ends an object that was written.
+    pub(crate) fn end(&mut self, bytes: u64, digest: Digest) -> Result<()> {
+        self.index.extend_from_slice(&bytes.to_le_bytes());
+        self.index.extend_from_slice(&digest.0);
+        self.blocks += bytes.div_ceil(BLOCK_BYTES as u64);
+        let past = usize::try_from(bytes % BLOCK_BYTES as u64).unwrap_or_default();
+        match past {
+            0 => Ok(()),
+            past => self.file.write_all(&[0; BLOCK_BYTES][past..]).doing("write to", &*self.path),
+        }
+    }
+
+    /// Makes it durable and gives it its name; `None` if it holds nothing. The index comes last: with it, all of the pack is there.
+    pub(crate) fn finish(self) -> Result<Option<Digest>> {
+        if self.blocks == 0 {
+            return Ok(None);
+        }
+        let pack = Digest::of(&self.index);
+        let (store, path) = (self.store, self.path);
+        let file = self.file.into_inner().map_err(std::io::IntoInnerError::into_error).doing("write to", &*path)?;
+        file.set_len(self.blocks * BLOCK_BYTES as u64).doing("write to", &*path)?;
+        New { file, path }.keep(&store.pack_path(pack))?;
+        let mut index = New::begin(&packs_folder(&store.folder))?;
+        index.file.write_all(&self.index).doing("write to", &*index.path)?;
+        index.keep(&store.index_path(pack))?;
+        Ok(Some(pack))
+    }
+}
+
+/// A file that is not there until it is complete. If that never happens, it goes.
+pub(crate) struct New {
+    pub file: File,
+    pub path: TempPath,
+}
+
+impl New {
+    /// Begins a file in this folder.
+    pub(crate) fn begin(folder: &Path) -> Result<Self> {
+        let file = tempfile::Builder::new().prefix(NEW_PREFIX).tempfile_in(folder).doing("make a file in", folder)?;
+        let (file, path) = file.into_parts();
+        Ok(Self { file, path })
+    }
+
+    /// Makes it durable under its name, readable by everybody, with what stood there before replaced.
+    pub(crate) fn keep(self, name: &Path) -> Result<()> {
+        use std::os::unix::fs::PermissionsExt;
+        self.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &*self.path)?;
+        self.file.sync_all().doing("sync", &*self.path)?;
+        self.path.persist(name).map_err(|error| error.error).doing("make", name)?;
+        let folder = folder_of(name);
+        File::open(folder).and_then(|folder| folder.sync_all()).doing("sync", folder)
+    }
+}
+
+/// The folder that a file is in.
+pub(crate) fn folder_of(name: &Path) -> &Path {
+    name.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}

@@ -1,0 +1,190 @@
+//! Trees from tar archives: the old format, ustar, PAX and GNU.
+//!
+//! What readers of tar do not agree on is refused rather than guessed: who hides a member from one of them must not find another
+//! one here. Absolute names lose their first slash, as GNU tar has it; `..` is refused.
+//!
+//! Source: POSIX.1-2024, pax ("ustar Interchange Format", "pax Header Block"), and GNU tar's manual ("Basic Tar Format").
+
+mod header;
+mod member;
+
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::Path;
+
+use ferry_vfs::{FileType, Name, Timespec};
+
+use crate::build::KEPT_BYTES_MAX;
+use crate::composefs::{fits, set_xattr};
+use crate::erofs::split_xattr;
+use crate::error::{Doing, Error, Result};
+use crate::grow::{Growing, Refusal, names_of};
+use crate::scan::INLINE_BYTES_MAX;
+use crate::sink::{Hashed, Sink};
+use crate::store::New;
+use crate::tree::{Content, Node, Tree};
+use crate::verity::Hasher;
+
+pub(crate) use header::{HEADER_BYTES, is_header};
+use member::{Kind, Member, Members};
+
+/// The pieces that larger files are read in, in bytes.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// Reads an archive; the bytes of its files go where `sink` puts them.
+pub(crate) fn read(input: impl Read, source: &Path, sink: &mut Sink) -> Result<Tree> {
+    let mut members = Members::of(input, source);
+    let mut growing = Growing::default();
+    while let Some(member) = members.next()? {
+        let refused = |reason: Refusal| Error::Input {
+            path: source.into(),
+            at: format!("the member {} at byte {}", member.path.escape_ascii(), member.offset),
+            reason,
+        };
+        let names = components(&member.path).map_err(refused)?;
+        let content = match member.kind {
+            Kind::File => contents(&mut members, &member, sink)?,
+            Kind::Link => {
+                link(&mut growing, &names, &member).map_err(refused)?;
+                continue;
+            }
+            Kind::Symlink => Content::Inline(member.link.clone()),
+            Kind::Directory => Content::Directory(Vec::new()),
+            Kind::Special => Content::None,
+        };
+        let node = node(&member, content, sink.is_composefs()).map_err(refused)?;
+        add(&mut growing, &names, node).map_err(refused)?;
+    }
+    parents(&mut growing, &[]).and_then(|()| growing.finish()).map_err(|reason| Error::Input {
+        path: source.into(),
+        at: "at its end".into(),
+        reason,
+    })
+}
+
+/// The names of a member's path, without `.`, which is what archives of a whole directory begin with.
+fn components(path: &[u8]) -> std::result::Result<Vec<Name<'_>>, Refusal> {
+    if path.is_empty() {
+        return Err("it has no name".into());
+    }
+    let mut names = Vec::new();
+    for part in path.split(|byte| *byte == b'/').filter(|part| *part != b".") {
+        if part == b".." {
+            return Err("its name has .. in it, which leads out of the tree".into());
+        }
+        names.append(&mut names_of(part)?);
+    }
+    if names.len() > crate::grow::DEPTH_MAX {
+        return Err("its path has too many names".into());
+    }
+    Ok(names)
+}
+
+fn link(growing: &mut Growing, names: &[Name<'_>], member: &Member) -> std::result::Result<(), Refusal> {
+    let target = components(&member.link).map_err(|reason| format!("a hard link: {reason}"))?;
+    let id = growing.find(&target).ok_or_else(|| {
+        format!("a hard link to {}, which is not in the archive before it", member.link.escape_ascii())
+    })?;
+    parents(growing, names)?;
+    growing.link(names, id)?;
+    growing.node(id).nlink += 1;
+    Ok(())
+}
+
+/// Adds an inode. A directory that is there already gets the later member's modes, owners, times and attributes.
+fn add(growing: &mut Growing, names: &[Name<'_>], node: Node) -> std::result::Result<(), Refusal> {
+    if names.is_empty() && growing.find(&[]).is_none() {
+        return growing.root(node);
+    }
+    parents(growing, names)?;
+    if let (FileType::Directory, Some(known)) = (node.kind(), growing.find(names))
+        && growing.node(known).kind() == FileType::Directory
+    {
+        *growing.node(known) = node;
+        return Ok(());
+    }
+    growing.add(names, node).map(drop)
+}
+
+/// Makes the directories that a path needs and the archive does not have.
+fn parents(growing: &mut Growing, names: &[Name<'_>]) -> std::result::Result<(), Refusal> {
+    let plain = || Node {
+        mode: 0o040_755,
+        uid: 0,
+        gid: 0,
+        rdev: 0,
+        mtime: Timespec::default(),
+        nlink: 2,
+        xattrs: Vec::new(),
+        content: Content::Directory(Vec::new()),
+    };
+    if growing.find(&[]).is_none() {
+        growing.root(plain())?;
+    }
+    for end in 1..names.len() {
+        if growing.find(&names[..end]).is_none() {
+            growing.add(&names[..end], plain())?;
+        }
+    }
+    Ok(())
+}
+
+fn node(member: &Member, content: Content, for_composefs: bool) -> std::result::Result<Node, Refusal> {
+    let mut xattrs = Vec::new();
+    for (name, value) in &member.xattrs {
+        // Others are of a file system, and mean nothing in an image.
+        if for_composefs || split_xattr(name).0 != 0 {
+            if !(1..=255).contains(&name.len()) || name.contains(&0) || value.len() > usize::from(u16::MAX) {
+                return Err(format!("it has an attribute {} that cannot be", name.escape_ascii()));
+            }
+            set_xattr(&mut xattrs, name, value);
+        }
+    }
+    if !fits(&xattrs) {
+        return Err("it has more than 32 KiB of extended attributes".into());
+    }
+    if let Content::Inline(target) = &content
+        && member.kind == Kind::Symlink
+        && (target.is_empty() || target.len() > 4095 || target.contains(&0))
+    {
+        return Err("a symbolic link without a target, or with one that cannot be".into());
+    }
+    Ok(Node {
+        mode: member.mode,
+        uid: member.uid,
+        gid: member.gid,
+        rdev: member.rdev,
+        mtime: member.mtime,
+        nlink: 1,
+        xattrs,
+        content,
+    })
+}
+
+/// Reads a file: small ones stay with their inodes, others go to the sink, large ones by way of the disk.
+fn contents(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) -> Result<Content> {
+    let mut hasher = Hasher::default();
+    if member.bytes <= KEPT_BYTES_MAX {
+        let mut kept = Vec::new();
+        while members.piece(member, &mut kept, PIECE_BYTES)? {}
+        if kept.len() as u64 <= INLINE_BYTES_MAX {
+            return Ok(Content::Inline(kept));
+        }
+        hasher.update(&kept);
+        let hashed = Hashed { bytes: member.bytes, digest: hasher.finish(), kept: Some(kept) };
+        return sink.add(Path::new("the archive"), &hashed);
+    }
+    let mut new = New::begin(&sink.folder())?;
+    let mut piece = Vec::new();
+    while members.piece(member, &mut piece, PIECE_BYTES)? {
+        hasher.update(&piece);
+        if piece.iter().all(|byte| *byte == 0) {
+            let count = i64::try_from(piece.len()).unwrap_or(i64::MAX);
+            new.file.seek(SeekFrom::Current(count)).doing("write to", &*new.path)?;
+        } else {
+            new.file.write_all(&piece).doing("write to", &*new.path)?;
+        }
+        piece.clear();
+    }
+    new.file.set_len(member.bytes).doing("write to", &*new.path)?;
+    sink.add(&new.path, &Hashed { bytes: member.bytes, digest: hasher.finish(), kept: None })
+}

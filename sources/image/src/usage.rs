@@ -1,0 +1,131 @@
+//! What images take in a store, and what they share.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+
+use ferry_vfs::FileType;
+
+use crate::diff::NAME_BYTES_MIN;
+use crate::erofs::BLOCK_BYTES;
+use crate::error::{Error, Flaw, Result};
+use crate::image::{Checked, Data, Image};
+use crate::store::Store;
+use crate::verity::Digest;
+
+/// Where an object is: its pack, and its first block there.
+pub type Place = (Digest, u64);
+
+/// The objects of an image, each once, with their lengths in bytes.
+///
+/// # Errors
+/// The image is damaged.
+pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
+    let (mut found, mut seen) = (BTreeMap::new(), HashSet::from([image.root()]));
+    let mut left = vec![image.root()];
+    let mut names_left = image.bytes() / NAME_BYTES_MIN;
+    while let Some(nid) = left.pop() {
+        let inode = image.inode(nid)?;
+        match inode.kind() {
+            FileType::Directory => {
+                for entry in image.entries(&inode, 0)? {
+                    let nid = entry?.nid;
+                    let crowded = Flaw { what: "more names than there is room for", offset: 0 };
+                    names_left = names_left.checked_sub(1).ok_or(crowded)?;
+                    if seen.insert(nid) {
+                        left.push(nid);
+                    }
+                }
+            }
+            FileType::RegularFile => {
+                if let Data::Far { pack, block } = image.data(&inode)? {
+                    found.insert((image.packs()[pack].name, block), inode.bytes);
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
+/// What a store holds, and for how many images.
+#[derive(Debug, Default)]
+pub struct Usage {
+    /// For each object how many of the images need it, and its length in bytes.
+    objects: BTreeMap<Place, (usize, u64)>,
+}
+
+/// Bytes of objects, each counted with the blocks that it fills.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    /// Of all objects of the image.
+    pub bytes: u64,
+    /// Of those that no other image has.
+    pub own_bytes: u64,
+}
+
+/// All of a store.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Total {
+    /// Packs.
+    pub packs: usize,
+    /// Bytes in them.
+    pub bytes: u64,
+    /// Bytes of objects that images need.
+    pub live_bytes: u64,
+    /// Bytes of packs that no image needs: `gc` removes them.
+    pub garbage_bytes: u64,
+}
+
+impl Usage {
+    /// Adds an image's objects.
+    pub fn add(&mut self, places: &BTreeMap<Place, u64>) {
+        for (place, bytes) in places {
+            let (count, length) = self.objects.entry(*place).or_insert((0, *bytes));
+            *count += 1;
+            // A damaged image may claim anything.
+            *length = (*length).max(*bytes);
+        }
+    }
+
+    /// What an image that was added takes.
+    pub fn share(&self, places: &BTreeMap<Place, u64>) -> Share {
+        let mut share = Share::default();
+        for (place, bytes) in places {
+            let bytes = padded(*bytes);
+            share.bytes = share.bytes.saturating_add(bytes);
+            if self.objects.get(place).is_none_or(|(count, _)| *count < 2) {
+                share.own_bytes = share.own_bytes.saturating_add(bytes);
+            }
+        }
+        share
+    }
+
+    /// What the store takes.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn total(&self, store: &Store) -> Result<Total> {
+        let used: BTreeSet<Digest> = self.objects.keys().map(|(pack, _)| *pack).collect();
+        let mut total = Total::default();
+        for pack in store.packs()? {
+            let index = match store.index(pack) {
+                Ok(index) => index,
+                // It has just been removed.
+                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(error),
+            };
+            let bytes = index.blocks.saturating_mul(BLOCK_BYTES as u64);
+            total.packs += 1;
+            total.bytes = total.bytes.saturating_add(bytes);
+            if !used.contains(&pack) {
+                total.garbage_bytes = total.garbage_bytes.saturating_add(bytes);
+            }
+        }
+        let live = self.objects.values().map(|(_, bytes)| padded(*bytes));
+        total.live_bytes = live.fold(0, u64::saturating_add);
+        Ok(total)
+    }
+}
+
+fn padded(bytes: u64) -> u64 {
+    bytes.div_ceil(BLOCK_BYTES as u64).saturating_mul(BLOCK_BYTES as u64)
+}

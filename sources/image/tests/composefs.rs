@@ -1,0 +1,252 @@
+//! Images of the layout composefs are, byte for byte, what mkcomposefs writes.
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use common::composefs::{dump_of, mkcomposefs, random_dump, tool};
+use common::{Bench, bytes, fill};
+use ferry_image::{BuildOptions, Image, Layout, Store, build};
+use rustix::fs::{CWD, FileType, Mode, XattrFlags, lsetxattr, mknodat};
+
+/// Builds `name` of something, with a version of the layout.
+fn built(bench: &Bench, source: &Path, name: &str, version: Option<u32>) -> ferry_image::Result<Vec<u8>> {
+    let options = BuildOptions { threads: 2, layout: Layout::Composefs { version } };
+    let store = Store::create(&bench.store())?;
+    build(source, &bench.path(name), store, &options, &|_, _| {})?;
+    Ok(fs::read(bench.path(name)).expect("it was built"))
+}
+
+/// Names of a folder's files, `xx/yyyy...` each.
+fn objects(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let list = |folder: &Path| {
+        let entries = fs::read_dir(folder).expect("folders can be listed");
+        entries.map(|entry| entry.expect("folders can be listed").path()).collect::<Vec<_>>()
+    };
+    let mut all: Vec<_> = list(folder)
+        .iter()
+        .flat_map(|path| list(path))
+        .map(|path| {
+            (path.strip_prefix(folder).expect("it is in it").to_owned(), fs::read(&path).expect("it can be read"))
+        })
+        .collect();
+    all.sort();
+    all
+}
+
+/// What only this layout treats in its own way.
+fn fill_more(tree: &Path) {
+    let nodes = [("whiteout", 0), ("dev", rustix::fs::makedev(1, 3))];
+    fs::create_dir_all(tree.join("overlay/below")).expect("directories can be made");
+    for (name, dev) in nodes {
+        let path = tree.join("overlay/below").join(name);
+        mknodat(CWD, path, FileType::CharacterDevice, Mode::from_raw_mode(0o600), dev).expect("devices can be made");
+    }
+    for name in ["00", "7f", "fe"] {
+        fs::write(tree.join(name), bytes(name.len(), 3000)).expect("files can be made");
+    }
+    let acl =
+        [2, 0, 0, 0, 1, 0, 6, 0, 255, 255, 255, 255, 4, 0, 4, 0, 255, 255, 255, 255, 32, 0, 0, 0, 255, 255, 255, 255];
+    for (name, attribute, value) in [
+        ("overlay", "trusted.overlay.opaque", &b"y"[..]),
+        ("overlay/below", "trusted.overlay.origin", b""),
+        ("00", "trusted.overlay.redirect", b"/etc/passwd"),
+        ("7f", "user.overlay.whiteout", b""),
+        ("fe", "system.posix_acl_access", &acl),
+        ("overlay", "system.posix_acl_default", &acl),
+        ("overlay", "security.selinux", b"system_u:object_r:etc_t:s0\0"),
+    ] {
+        lsetxattr(tree.join(name), attribute, value, XattrFlags::empty()).expect("attributes can be set");
+    }
+    fs::hard_link(tree.join("fe"), tree.join("overlay/fe")).expect("links can be made");
+    fs::set_permissions(tree.join("overlay/below"), fs::Permissions::from_mode(0o3711)).expect("modes can be set");
+    for length in [2048, 2049, 4031, 4032, 4033, 4063, 4064, 4065] {
+        symlink("l".repeat(length), tree.join(format!("long-{length}"))).expect("links can be made");
+    }
+}
+
+#[test]
+fn a_directory_gives_the_image_and_the_objects_of_mkcomposefs() {
+    let bench = Bench::new();
+    fill(&bench.tree());
+    fill_more(&bench.tree());
+    for version in [None, Some(0), Some(1)] {
+        let ours = built(&bench, &bench.tree(), "ours", version).expect("the tree can be built");
+        let theirs = mkcomposefs(&bench, &bench.tree(), version, &["--digest-store=theirs"]);
+        assert!(ours == theirs.expect("mkcomposefs takes it"), "version {version:?}");
+    }
+    assert!(objects(&bench.store().join("objects")) == objects(&bench.path("theirs")));
+    // Nothing is left over.
+    let left = fs::read_dir(bench.store().join("objects")).expect("folders can be listed");
+    assert!(left.flatten().all(|entry| entry.file_name().len() == 2));
+}
+
+#[test]
+fn dumps_give_the_image_of_mkcomposefs() {
+    let bench = Bench::new();
+    let dump = bench.path("dump");
+    let mut refused = 0;
+    'seeds: for seed in 0..60 {
+        fs::write(&dump, random_dump(seed)).expect("files can be made");
+        for version in [None, Some(0), Some(1)] {
+            let ours = built(&bench, &dump, "ours", version);
+            let theirs = mkcomposefs(&bench, &dump, version, &["--from-file"]);
+            match (ours, theirs) {
+                (Ok(ours), Ok(theirs)) => assert!(ours == theirs, "seed {seed}, version {version:?}"),
+                // Its sum of an inode's attributes goes below zero when whiteouts have overlayfs's attributes already.
+                (Ok(_), Err(said)) if said.contains("Numerical result out of range") => {}
+                // The generator draws a name twice now and then.
+                (Err(ours), Err(theirs))
+                    if ours.to_string().contains("it is there already") && theirs.contains("Can't add child") =>
+                {
+                    refused += 1;
+                    continue 'seeds;
+                }
+                (ours, theirs) => panic!("seed {seed}, version {version:?}: {:?} {:?}", ours.err(), theirs.err()),
+            }
+        }
+        let ours = Image::open(&bench.path("ours"), None).expect("it is an image");
+        assert_eq!(ferry_image::check(&ours).findings, Vec::<String>::new(), "seed {seed}");
+        // What both show of it, and what becomes of that.
+        let theirs = tool("composefs-info").arg("dump").arg(bench.path("ours")).output();
+        let theirs = theirs.expect("it starts").stdout;
+        let text = dump_of(&ours);
+        let text = String::from_utf8(text).expect("a dump is text");
+        let theirs = String::from_utf8(theirs).expect("a dump is text");
+        let other = text.lines().zip(theirs.lines()).find(|(ours, theirs)| ours != theirs);
+        assert!(text == theirs, "seed {seed}: {other:?}");
+    }
+    assert!(refused < 10, "{refused} of 60 were refused");
+}
+
+#[test]
+fn a_dump_of_an_image_gives_the_image_again() {
+    let bench = Bench::new();
+    fill(&bench.tree());
+    fill_more(&bench.tree());
+    for version in [Some(0), Some(1)] {
+        let image = built(&bench, &bench.tree(), "image", version).expect("the tree can be built");
+        let text = dump_of(&Image::from_bytes(image.clone()).expect("it is an image"));
+        fs::write(bench.path("dump"), text).expect("files can be made");
+        assert!(built(&bench, &bench.path("dump"), "again", version).expect("the dump can be built") == image);
+    }
+}
+
+#[test]
+fn a_directory_of_70_000_names_gives_the_image_of_mkcomposefs() {
+    let bench = Bench::new();
+    let many = bench.tree().join("many");
+    fs::create_dir(&many).expect("directories can be made");
+    for number in 0..70_000 {
+        fs::File::create(many.join(format!("a-name-of-some-length-{number}"))).expect("files can be made");
+    }
+    let ours = built(&bench, &bench.tree(), "ours", None).expect("the tree can be built");
+    assert!(ours == mkcomposefs(&bench, &bench.tree(), None, &[]).expect("mkcomposefs takes it"));
+    let image = Image::from_bytes(ours).expect("it is an image");
+    let find = |dir, name: &str| {
+        let dir = image.inode(dir).expect("it is there");
+        image.lookup(&dir, ferry_vfs::Name::new(name.as_bytes()).expect("a name")).expect("it is whole")
+    };
+    let many = find(image.root(), "many").expect("it is there");
+    assert!((0..70_000).step_by(997).all(|number| find(many, &format!("a-name-of-some-length-{number}")).is_some()));
+    assert_eq!((find(many, "a-name"), find(image.root(), "00")), (None, None));
+}
+
+/// What mkcomposefs refuses is refused too, and what it takes by mistake: it stops at bytes of zero, and at missing fields.
+#[test]
+fn dump_files_that_mean_nothing_are_refused() {
+    let bench = Bench::new();
+    let dump = bench.path("dump");
+    let root = "/ 0 40755 2 0 0 0 1.0 - - -";
+    let file = "0 100644 1 0 0 0 1.0 - - -";
+    let digest = "4c7e6c75f1014377909ba4222b4a796bf40ce11e4d0990161ef7f4db9622cf9d";
+    let lines = |rest: &str| format!("{root}\n{rest}\n");
+    for (expected, text) in [
+        ("its directory is not there", format!("/a {file}\n")),
+        ("no directory", lines("").replace("40755", "100644")),
+        ("a root already", lines(root)),
+        ("empty path", lines("")),
+        ("is no name", lines(&format!("/. {file}"))),
+        ("is no name", lines(&format!("/a/../b {file}"))),
+        ("is no name", lines(&format!("/a\\x00b {file}"))),
+        ("ends with a slash", lines(&format!("/a/ {file}"))),
+        ("is no name", lines(&format!("/{} {file}", "n".repeat(256)))),
+        ("there already", lines(&format!("/a {file}\n/a {file}"))),
+        ("its directory is not there", lines(&format!("/a/b {file}"))),
+        ("no directory", lines(&format!("/a {file}\n/a/b {file}"))),
+        ("of no kind", lines("/a 0 644 1 0 0 0 1.0 - - -")),
+        ("octal", lines("/a 0 1100644 1 0 0 0 1.0 - - -")),
+        ("hard link to a directory", lines("/d 0 40755 2 0 0 0 1.0 - - -\n/a 0 @40755 1 0 0 0 1.0 /d - -")),
+        ("target is not there", lines("/a 0 @100644 1 0 0 0 1.0 /d - -")),
+        ("hard link to itself", lines("/a 0 @100644 1 0 0 0 1.0 a - -")),
+        ("lead to each other", lines("/a 0 @100644 1 0 0 0 1.0 /b - -\n/b 0 @100644 1 0 0 0 1.0 /a - -")),
+        ("without a target", lines("/a 0 @100644 1 0 0 0 1.0 - - -")),
+        ("without a target", lines("/a 0 120777 1 0 0 0 1.0 - - -")),
+        ("4095 bytes", lines(&format!("/a 4096 120777 1 0 0 0 1.0 {} - -", "s".repeat(4096)))),
+        ("4095 bytes", lines("/a 4 120777 1 0 0 0 1.0 s\\x00s - -")),
+        ("but a size of 7", lines("/a 7 100644 1 0 0 0 1.0 - abc -")),
+        ("5001 bytes of content", lines(&format!("/a 5001 100644 1 0 0 0 1.0 - {} -", "c".repeat(5001)))),
+        ("64 hexadecimal digits", lines("/a 5 100644 1 0 0 0 1.0 a/b - abcd")),
+        ("is no size", lines("/a -5 100644 1 0 0 0 1.0 a/b - -")),
+        ("is no size", lines("/a 0x5 100644 1 0 0 0 1.0 a/b - -")),
+        ("7.9 PiB", lines("/a 8928034417541121 100644 1 0 0 0 1.0 a/b - -")),
+        ("is no user", lines("/a 0 100644 1 4294967296 0 0 1.0 - - -")),
+        ("is no time", lines("/a 0 100644 1 0 0 0 5 - - -")),
+        ("is no time", lines("/a 0 100644 1 0 0 0 5.1000000000 - - -")),
+        ("DIGEST is missing", lines("/a 0 100644 1 0 0 0 1.0 - -")),
+        ("without =", format!("{root} user.a\n")),
+        ("the name of an attribute", format!("{root} =1\n")),
+        ("the name of an attribute", format!("{root} user.{}=1\n", "a".repeat(251))),
+        ("the name of an attribute", format!("{root} user.\\x00=1\n")),
+        ("32 KiB", format!("{root} user.a={}\n", "a".repeat(32743))),
+        ("unknown escape", lines(&format!("/a\\q {file}"))),
+        ("unknown escape", lines(&format!("/a\\x1 {file}"))),
+        ("longer than 1 MiB", format!("{root} user.a={}", "a".repeat(2 << 20))),
+        ("no directory, tar archive", "a".into()),
+        ("no directory, tar archive", String::new()),
+    ] {
+        fs::write(&dump, &text).expect("files can be made");
+        let said = built(&bench, &dump, "ours", None).map(drop).expect_err(expected).to_string();
+        assert!(said.contains(expected), "{said}\nbut expected: {expected}");
+    }
+    // The largest of what is taken, as there.
+    let longest = [
+        format!("{root} user.a={}\n", "a".repeat(32742)),
+        lines(&format!("/a 5 100644 1 0 0 0 1.0 {} - {digest}", "p".repeat(4095))),
+        lines("/a 8928034417541120 100644 1 0 0 0 1.0 a/b - -"),
+        lines(&format!("//a {file}\nb {file}")),
+        lines("/b 0 @100644 1 0 0 0 1.0 /c - -\n/c 0 @100644 1 0 0 0 1.0 d - -\n/d 0 100644 1 0 0 0 1.0 - - -"),
+    ];
+    for text in longest {
+        fs::write(&dump, &text).expect("files can be made");
+        let ours = built(&bench, &dump, "ours", None).expect("it can be built");
+        assert!(ours == mkcomposefs(&bench, &dump, None, &["--from-file"]).expect("mkcomposefs takes it"));
+    }
+}
+
+/// Bytes anywhere in an image may be anything.
+#[test]
+fn damaged_images_are_errors_and_no_more() {
+    let bench = Bench::new();
+    for seed in 0..6 {
+        fs::write(bench.path("dump"), random_dump(seed)).expect("files can be made");
+        let whole = built(&bench, &bench.path("dump"), "image", None).expect("it can be built");
+        // Parts that are looked at often: the beginning, and every inode's neighbourhood.
+        for step in 0..400 {
+            let mut bytes = whole.clone();
+            let at = (step * 7919 + step % 13) % bytes.len().min(60_000);
+            bytes[at] ^= 1 << (step % 8);
+            bytes[(at + 1) % whole.len()] = 0xff;
+            let Ok(image) = Image::from_bytes(bytes) else { continue };
+            ferry_image::check(&image);
+            // It may say anything; it ends.
+            let _ = ferry_image::dump(&image, &mut std::io::sink());
+        }
+        assert!(
+            Image::from_bytes(whole[..whole.len() / 2].to_vec())
+                .map_or(true, |image| { !ferry_image::check(&image).findings.is_empty() })
+        );
+    }
+}

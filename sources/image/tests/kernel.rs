@@ -1,0 +1,177 @@
+//! The kernel mounts what was built, and finds what was there.
+
+mod common;
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use common::{Bench, bytes, facts, fill};
+use ferry_image::{Image, Source, Store};
+use ferry_vfs::{Caller, FileSystem, SessionId};
+use rustix::io::Errno;
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
+
+/// A mounted image. It is unmounted at the end.
+struct Mounted<'a>(&'a Path);
+
+impl Drop for Mounted<'_> {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(self.0, UnmountFlags::DETACH);
+    }
+}
+
+/// Mounts an image; `None` if this kernel cannot mount images that are files (before Linux 6.12).
+fn mount<'a>(bench: &Bench, name: &str, on: &'a Path) -> Option<Mounted<'a>> {
+    let image = Image::open(&bench.path(name), None).expect("what was built can be opened");
+    let store = Store::open(&bench.store()).expect("the store is there");
+    let context = match rustix::mount::fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC) {
+        Err(Errno::NODEV) => return None,
+        context => context.expect("root may mount"),
+    };
+    let fs = context.as_fd();
+    rustix::mount::fsconfig_set_string(fs, "source", bench.path(name)).expect("a source is taken");
+    for pack in image.packs() {
+        rustix::mount::fsconfig_set_string(fs, "device", store.pack_path(pack.name)).expect("a device is taken");
+    }
+    match rustix::mount::fsconfig_create(fs) {
+        Err(Errno::NOTBLK) => return None,
+        outcome => outcome.expect("the kernel takes the image"),
+    }
+    let mount = rustix::mount::fsmount(fs, FsMountFlags::empty(), MountAttrFlags::MOUNT_ATTR_RDONLY);
+    fs::create_dir_all(on).expect("a folder can be made");
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    rustix::mount::move_mount(mount.expect("it is mounted").as_fd(), "", rustix::fs::CWD, on, flags)
+        .expect("it is mounted");
+    Some(Mounted(on))
+}
+
+#[test]
+fn a_mounted_image_is_the_tree() {
+    let bench = Bench::new();
+    fill(&bench.tree());
+    let before = facts(&bench.tree());
+    bench.build("image");
+    let image = Image::open(&bench.path("image"), None).expect("what was built can be opened");
+    assert_eq!(ferry_image::check(&image).findings, Vec::<String>::new());
+    let on = bench.path("mounted");
+    let Some(_mounted) = mount(&bench, "image", &on) else {
+        eprintln!("this kernel mounts no images that are files");
+        return;
+    };
+    let after = facts(&on);
+    assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
+    for (path, facts) in &before {
+        // Of long contents only whether they are the same.
+        assert!(after[path] == *facts, "{}: {:?} {:?}", path.display(), facts.mtime, after[path].mtime);
+    }
+}
+
+#[test]
+fn images_share_what_they_have_in_common() {
+    let bench = Bench::new();
+    for number in 0..50 {
+        fs::write(bench.tree().join(format!("{number}")), bytes(number, 20_000)).expect("files can be made");
+    }
+    let first = bench.build("first");
+    assert_eq!(first.new_bytes, 50 * 20_000);
+    fs::write(bench.tree().join("7"), bytes(1000, 30_000)).expect("files can be made");
+    fs::write(bench.tree().join("again"), bytes(8, 20_000)).expect("files can be made");
+    let second = bench.build("second");
+    assert_eq!((second.new_bytes, second.packs.len()), (30_000, 2));
+    let third = bench.build("third");
+    assert_eq!((third.new_bytes, third.digest), (0, second.digest));
+    let (old, new) = (bench.path("old"), bench.path("new"));
+    let mounts = (mount(&bench, "first", &old), mount(&bench, "second", &new));
+    if mounts.0.is_some() {
+        assert_eq!(fs::read(old.join("7")).expect("files can be read"), bytes(7, 20_000));
+        assert_eq!(fs::read(new.join("7")).expect("files can be read"), bytes(1000, 30_000));
+        assert_eq!(fs::read(new.join("again")).expect("files can be read"), bytes(8, 20_000));
+    }
+}
+
+#[test]
+fn the_source_reads_what_the_tree_has() {
+    let bench = Bench::new();
+    fill(&bench.tree());
+    bench.build("image");
+    let source = Source::open(&bench.path("image"), &bench.store(), None).expect("what was built can be opened");
+    let image = source.image();
+    let mut left = vec![(image.root(), bench.tree())];
+    let mut files = 0;
+    while let Some((nid, path)) = left.pop() {
+        let inode = image.inode(nid).expect("inodes are there");
+        if inode.kind() == ferry_vfs::FileType::Directory {
+            let names =
+                image.entries(&inode, 0).expect("directories can be listed").map(|entry| entry.expect("a name"));
+            for entry in names.filter(|entry| !matches!(entry.name, b"." | b"..")) {
+                let name = ferry_vfs::Name::new(entry.name).expect("a name");
+                assert_eq!(image.lookup(&inode, name), Ok(Some(entry.nid)), "{name:?}");
+                left.push((entry.nid, path.join(std::str::from_utf8(entry.name).expect("our names are text"))));
+            }
+            let absent = ferry_vfs::Name::new(b"name-of-file-x").expect("a name");
+            assert_eq!(image.lookup(&inode, absent), Ok(None));
+        } else if inode.kind() == ferry_vfs::FileType::RegularFile {
+            let mut bytes = vec![0; usize::try_from(inode.bytes).expect("it fits") + 100];
+            let count = source.read_at(nid, 0, &mut bytes).expect("files can be read");
+            assert!(bytes[..count] == fs::read(&path).expect("files can be read"), "{}", path.display());
+            files += 1;
+        }
+    }
+    assert!(files > 3000, "{files}");
+}
+
+#[test]
+fn an_image_tells_whether_it_has_attributes_and_acls() {
+    let bench = Bench::new();
+    let file = bench.tree().join("file");
+    fs::write(&file, "x").expect("files can be made");
+    let tells = |name: &str| {
+        bench.build(name);
+        let image = Image::open(&bench.path(name), None).expect("what was built can be opened");
+        (image.may_have_xattrs(), image.may_have_acls(), image.may_have_labels())
+    };
+    let set = |name: &str, value: &[u8]| {
+        rustix::fs::setxattr(&file, name, value, rustix::fs::XattrFlags::empty()).expect("attributes can be set");
+    };
+    assert_eq!(tells("plain"), (false, false, false));
+    set("user.one", b"1");
+    assert_eq!(tells("attributes"), (true, false, false));
+    // Version 2; owner, user 1000, group, mask and others, each with tag, permissions and number.
+    let entries = [(1, 6, u32::MAX), (2, 4, 1000), (4, 4, u32::MAX), (0x10, 4, u32::MAX), (0x20, 0, u32::MAX)];
+    let entries = entries.iter().flat_map(|(tag, allowed, id): &(u16, u16, u32)| {
+        [tag.to_le_bytes().as_slice(), &allowed.to_le_bytes(), &id.to_le_bytes()].concat()
+    });
+    let acl: Vec<u8> = 2_u32.to_le_bytes().into_iter().chain(entries).collect();
+    set("system.posix_acl_access", &acl);
+    assert_eq!(tells("acls"), (true, true, false));
+    set("security.selinux", b"system_u:object_r:etc_t:s0");
+    assert_eq!(tells("labels"), (true, true, true));
+}
+
+/// Programs ask each file for them, unless they are told that there is no such thing anywhere.
+#[test]
+fn a_source_tells_which_attributes_no_file_has() {
+    let bench = Bench::new();
+    for name in ["plain", "labelled"] {
+        fs::write(bench.tree().join(name), "x").expect("files can be made");
+    }
+    let caller = Caller { session: SessionId::unique(), uid: 0, gid: 0, pid: 1, groups: &[] };
+    let answers = |image: &str| {
+        bench.build(image);
+        let source = Source::open(&bench.path(image), &bench.store(), None).expect("what was built can be opened");
+        let name = ferry_vfs::Name::new(b"plain").expect("a name");
+        let ino = source.lookup(&caller, ferry_vfs::Ino::ROOT, name).expect("it is there").ino;
+        let ask = |name: &str| source.getxattr(&caller, ino, name.as_bytes());
+        ["user.none", "system.posix_acl_access", "security.selinux"].map(ask)
+    };
+    let set = |name: &str| {
+        let file = bench.tree().join("labelled");
+        rustix::fs::setxattr(&file, name, b"x", rustix::fs::XattrFlags::empty()).expect("attributes can be set");
+    };
+    assert_eq!(answers("none"), [Err(Errno::NOSYS), Err(Errno::NOSYS), Err(Errno::NOSYS)]);
+    set("user.one");
+    assert_eq!(answers("one"), [Err(Errno::NODATA), Err(Errno::OPNOTSUPP), Err(Errno::OPNOTSUPP)]);
+    set("security.selinux");
+    assert_eq!(answers("label"), [Err(Errno::NODATA), Err(Errno::OPNOTSUPP), Err(Errno::NODATA)]);
+}

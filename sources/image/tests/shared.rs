@@ -1,0 +1,274 @@
+//! Many images in one store: what goes, what stays, what they share, what is another, and who does it at the same time.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use common::{Bench, bytes, fill};
+use ferry_image::{
+    BuildOptions, Change, ChangeKind, Collected, Digest, Digests, Flaw, Image, Share, Sole, Source, Store, Total,
+    Usage, build, diff, places,
+};
+
+/// An hour, as people have it.
+const HOUR: Duration = Duration::from_secs(3600);
+
+fn open(bench: &Bench, name: &str) -> Image {
+    Image::open(&bench.path(name), None).expect("what was built can be opened")
+}
+
+fn needed(bench: &Bench, names: &[&str]) -> BTreeSet<Digest> {
+    names.iter().flat_map(|name| open(bench, name).packs().iter().map(|pack| pack.name).collect::<Vec<_>>()).collect()
+}
+
+fn collect(bench: &Bench, names: &[&str], grace: Duration, dry: bool) -> Collected {
+    let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+    sole.collect(&needed(bench, names), grace, dry).expect("it can be collected")
+}
+
+/// Reads every byte of an image, proved.
+fn read_all(bench: &Bench, image: &Path) {
+    let source = Source::open(image, &bench.store(), None).expect("the image and its packs are there");
+    let found = places(source.image()).expect("the image is sound");
+    let objects = ferry_image::Objects::open(source.image(), &bench.store()).expect("the packs are there");
+    for ((name, block), bytes) in found {
+        let pack = source.image().packs().iter().position(|pack| pack.name == name).expect("the image names it");
+        objects.extent(ferry_image::Data::Far { pack, block }, bytes).expect("the object is sound");
+    }
+}
+
+/// Three images: the second has most of the first, the third nothing of them.
+fn three() -> Bench {
+    let bench = Bench::new();
+    for number in 0..5 {
+        fs::write(bench.tree().join(number.to_string()), bytes(number, 10_000)).expect("files can be made");
+    }
+    bench.build("first");
+    fs::remove_file(bench.tree().join("0")).expect("files can be removed");
+    fs::write(bench.tree().join("5"), bytes(5, 5000)).expect("files can be made");
+    bench.build("second");
+    for number in 1..6 {
+        fs::remove_file(bench.tree().join(number.to_string())).expect("files can be removed");
+    }
+    fs::write(bench.tree().join("other"), bytes(6, 50_000)).expect("files can be made");
+    bench.build("third");
+    bench
+}
+
+#[test]
+fn what_no_image_needs_goes_and_nothing_else() {
+    let bench = three();
+    let packs = bench.store().join("packs");
+    assert_eq!(collect(&bench, &["first", "second", "third"], Duration::ZERO, false).removed, []);
+    // What killed builds and collections may leave, and what is none of ours.
+    fs::write(packs.join(".new-abc"), "x").expect("files can be made");
+    fs::write(packs.join("0".repeat(64)), "x").expect("files can be made");
+    fs::write(packs.join("README"), "x").expect("files can be made");
+    let young = collect(&bench, &["first", "second"], HOUR, false);
+    assert_eq!((young.removed.len(), young.young.len(), young.leftovers, young.kept), (0, 1, 0, 2));
+    let dry = collect(&bench, &["first", "second"], Duration::ZERO, true);
+    assert_eq!((dry.removed.len(), dry.leftovers, dry.kept), (1, 2, 2));
+    assert_eq!(fs::read_dir(&packs).expect("it is there").count(), 9);
+    let done = collect(&bench, &["first", "second"], Duration::ZERO, false);
+    assert_eq!(done, dry);
+    assert!(done.bytes >= 50_000, "{done:?}");
+    let mut left: Vec<_> =
+        fs::read_dir(&packs).expect("it is there").map(|entry| entry.expect("a name").file_name()).collect();
+    left.sort_unstable();
+    assert_eq!(left.len(), 5, "{left:?}");
+    assert!(left.contains(&"README".into()));
+    for image in ["first", "second"] {
+        read_all(&bench, &bench.path(image));
+    }
+    let error = Source::open(&bench.path("third"), &bench.store(), None).expect_err("its pack is gone");
+    assert!(error.to_string().contains("cannot open"), "{error}");
+    let missing = collect(&bench, &["third"], HOUR, true).missing;
+    assert_eq!(missing.iter().copied().collect::<BTreeSet<_>>(), needed(&bench, &["third"]));
+    // And is made again.
+    bench.build("third");
+    read_all(&bench, &bench.path("third"));
+}
+
+#[test]
+fn a_pack_that_a_new_image_uses_is_young_again() {
+    let bench = three();
+    for entry in fs::read_dir(bench.store().join("packs")).expect("it is there") {
+        let file = fs::File::open(entry.expect("a name").path()).expect("packs can be opened");
+        file.set_modified(std::time::SystemTime::now() - 2 * HOUR).expect("times can be set");
+    }
+    assert_eq!(collect(&bench, &["first"], HOUR, true).removed.len(), 2);
+    // Nothing new is stored, but the third image's pack is used.
+    assert_eq!(bench.build("third again").new_bytes, 0);
+    let found = collect(&bench, &["first"], HOUR, true);
+    assert_eq!((found.removed.len(), found.young.len()), (1, 1));
+}
+
+#[test]
+fn usage_counts_what_is_shared_once() {
+    let bench = three();
+    let mut usage = Usage::default();
+    let all = ["first", "second"].map(|name| places(&open(&bench, name)).expect("the image is sound"));
+    all.iter().for_each(|image| usage.add(image));
+    // Blocks of 4096: three for each of the five, two for the sixth.
+    let blocks = |count: u64| count * 4096;
+    assert_eq!(usage.share(&all[0]), Share { bytes: blocks(15), own_bytes: blocks(3) });
+    assert_eq!(usage.share(&all[1]), Share { bytes: blocks(14), own_bytes: blocks(2) });
+    let total = usage.total(&Store::open(&bench.store()).expect("a store")).expect("it can be read");
+    let (live_bytes, garbage_bytes) = (blocks(17), blocks(13));
+    assert_eq!(total, Total { packs: 3, bytes: blocks(30), live_bytes, garbage_bytes });
+}
+
+fn changes(bench: &Bench, old: &str, new: &str) -> Vec<(String, ChangeKind, Vec<&'static str>)> {
+    let (old, new) = (open(bench, old), open(bench, new));
+    let store = Store::open(&bench.store()).expect("a store");
+    let mut digests = Digests::default();
+    digests.add(&old, &store).expect("the indexes are there");
+    digests.add(&new, &store).expect("the indexes are there");
+    let mut found = Vec::new();
+    diff::<Flaw>(&old, &new, &digests, &mut |Change { path, kind, what }| {
+        found.push((String::from_utf8_lossy(&path).into_owned(), kind, what));
+        Ok(())
+    })
+    .expect("both images are sound");
+    found
+}
+
+#[test]
+fn every_kind_of_change_is_told() {
+    let bench = Bench::new();
+    let tree = bench.tree();
+    fill(&tree);
+    bench.build("old");
+    assert_eq!(changes(&bench, "old", "old"), []);
+    // Contents of the same length, far and near, with the same time.
+    for name in ["file-4097", "file-63"] {
+        let path = tree.join(name);
+        let before = fs::metadata(&path).and_then(|found| found.modified()).expect("it is there");
+        let mut content = fs::read(&path).expect("files can be read");
+        content[10] ^= 1;
+        fs::write(&path, content).expect("files can be written");
+        fs::File::open(&path).and_then(|file| file.set_modified(before)).expect("times can be set");
+    }
+    fs::set_permissions(tree.join("file-8192"), fs::Permissions::from_mode(0o600)).expect("modes can be set");
+    std::os::unix::fs::lchown(tree.join("link-2000"), Some(9), None).expect("owners can be set");
+    rustix::fs::lsetxattr(tree.join("file-4096"), "user.one", b"2", rustix::fs::XattrFlags::empty()).expect("root may");
+    fs::remove_dir_all(tree.join("many-100")).expect("directories can be removed");
+    fs::remove_file(tree.join("file-1")).expect("files can be removed");
+    fs::create_dir(tree.join("file-1")).expect("directories can be made");
+    fs::write(tree.join("file-1/inner"), "x").expect("files can be made");
+    let mut found = {
+        bench.build("new");
+        changes(&bench, "old", "new")
+    };
+    let removed = |found: &[(String, ChangeKind, Vec<&str>)]| {
+        found.iter().filter(|(path, kind, _)| path.starts_with("/many-100") && *kind == ChangeKind::Removed).count()
+    };
+    // The directory and its hundred files.
+    assert_eq!(removed(&found), 101);
+    found.retain(|(path, ..)| !path.starts_with("/many-100") && path != "/");
+    let changed = |path: &str, what: &[&'static str]| (path.to_owned(), ChangeKind::Changed, what.to_vec());
+    let (inner, kinds) =
+        (("/file-1/inner".to_owned(), ChangeKind::Added, Vec::new()), &["type", "mode", "owner", "time"]);
+    assert_eq!(
+        found,
+        [
+            changed("/file-1", kinds),
+            inner,
+            changed("/file-4096", &["attributes"]),
+            changed("/file-4097", &["content"]),
+            changed("/file-63", &["content"]),
+            changed("/file-8192", &["mode"]),
+            changed("/link-2000", &["owner"]),
+        ]
+    );
+    let back = changes(&bench, "new", "old");
+    assert!(back.contains(&("/file-1/inner".into(), ChangeKind::Removed, Vec::new())));
+    assert_eq!(back.iter().filter(|(_, kind, _)| *kind == ChangeKind::Added).count(), 101);
+}
+
+#[test]
+fn the_same_bytes_in_two_packs_are_the_same() {
+    let bench = Bench::new();
+    fs::write(bench.tree().join("file"), bytes(1, 9000)).expect("files can be made");
+    bench.build("old");
+    let old = Bench::new();
+    fs::write(old.tree().join("file"), bytes(1, 9000)).expect("files can be made");
+    fs::write(old.tree().join("a"), bytes(2, 9000)).expect("files can be made");
+    old.build("new");
+    // Both stores become one.
+    for entry in fs::read_dir(old.store().join("packs")).expect("it is there") {
+        let entry = entry.expect("a name");
+        fs::copy(entry.path(), bench.store().join("packs").join(entry.file_name())).expect("packs can be copied");
+    }
+    fs::copy(old.path("new"), bench.path("new")).expect("images can be copied");
+    let found = changes(&bench, "old", "new");
+    assert_eq!(found.iter().filter(|(_, kind, _)| *kind == ChangeKind::Added).count(), 1, "{found:?}");
+    assert!(!found.iter().any(|(_, _, what)| what.contains(&"content")), "{found:?}");
+}
+
+/// Builds of changing trees by two threads, while a third removes whatever the images of the moment do not need.
+#[test]
+fn builds_at_once_and_beside_a_collection_lose_nothing() {
+    let bench = Bench::new();
+    let images = bench.path("images");
+    fs::create_dir(&images).expect("folders can be made");
+    drop(Store::create(&bench.store()).expect("a store can be made"));
+    let done = AtomicBool::new(false);
+    let removed = std::thread::scope(|scope| {
+        let builders: Vec<_> = (0..2)
+            .map(|builder| {
+                let (bench, images) = (&bench, &images);
+                scope.spawn(move || {
+                    let tree = bench.path(&format!("tree-{builder}"));
+                    fs::create_dir(&tree).expect("folders can be made");
+                    for round in 0..15_usize {
+                        // Some files are the other builder's, too; each image replaces the one before.
+                        for file in 0..20 {
+                            let number = if file % 2 == 0 { file + round } else { file * 1000 + round * 7 + builder };
+                            fs::write(tree.join(file.to_string()), bytes(number, 6000)).expect("files can be made");
+                        }
+                        let store = Store::create(&bench.store()).expect("the store is there");
+                        let image = images.join(format!("{builder}"));
+                        build(
+                            &tree,
+                            &image,
+                            store,
+                            &BuildOptions { threads: 2, ..BuildOptions::default() },
+                            &|_, _| {},
+                        )
+                        .expect("it can be built");
+                        read_all(bench, &image);
+                    }
+                })
+            })
+            .collect();
+        let collector = scope.spawn(|| {
+            let mut removed = 0;
+            while !done.load(Ordering::Relaxed) {
+                let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+                let mut needed = BTreeSet::new();
+                for entry in fs::read_dir(&images).expect("it is there") {
+                    let path = entry.expect("a name").path();
+                    let image = Image::open(&path, None).expect("images are complete or not there");
+                    needed.extend(image.packs().iter().map(|pack| pack.name));
+                }
+                let collected = sole.collect(&needed, Duration::ZERO, false).expect("it can be collected");
+                assert_eq!(collected.missing, []);
+                removed += collected.removed.len();
+            }
+            removed
+        });
+        builders.into_iter().for_each(|builder| builder.join().expect("builders lose nothing"));
+        done.store(true, Ordering::Relaxed);
+        collector.join().expect("the collector removes nothing that is needed")
+    });
+    assert!(removed > 5, "{removed}");
+    for builder in 0..2 {
+        read_all(&bench, &images.join(builder.to_string()));
+    }
+}

@@ -1,0 +1,286 @@
+//! Archives give the images of the directories they were made of, and hostile ones a refusal.
+
+mod common;
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::Command;
+
+use common::{Bench, bytes, fill, set_time};
+use ferry_image::{BuildOptions, Image, Layout, Source, Store, build};
+
+const COMPOSEFS: Layout = Layout::Composefs { version: None };
+
+fn built(bench: &Bench, source: &Path, layout: Layout) -> ferry_image::Result<Vec<u8>> {
+    let options = BuildOptions { threads: 2, layout };
+    build(source, &bench.path("image"), Store::create(&bench.store())?, &options, &|_, _| {})?;
+    Ok(fs::read(bench.path("image")).expect("it was built"))
+}
+
+/// An archive of the bench's tree, made by GNU tar.
+fn archive(bench: &Bench, options: &[&str]) {
+    let status = Command::new("tar")
+        .args(options)
+        .args(["-cf", "archive.tar", "-C", "tree", "."])
+        .current_dir(bench.folder.path())
+        .status();
+    assert!(status.expect("tar is there").success(), "{options:?}");
+}
+
+#[test]
+fn an_archive_gives_the_image_of_its_directory() {
+    let bench = Bench::new();
+    fill(&bench.tree());
+    // tar leaves sockets out, and this layout takes the hard links of a directory for files of their own.
+    for name in ["socket", "a-link"] {
+        fs::remove_file(bench.tree().join(name)).expect("files can be removed");
+    }
+    set_time(&bench.tree(), 1_700_000_000, 5);
+    archive(&bench, &["--format=posix", "--xattrs", "--xattrs-include=*", "--sort=name"]);
+    let of_archive = built(&bench, &bench.path("archive.tar"), COMPOSEFS).expect("the archive can be built");
+    assert!(of_archive == built(&bench, &bench.tree(), COMPOSEFS).expect("the tree can be built"));
+    // The metadata of a flat image does not depend on the order of the files' bytes, once they are all in the store.
+    let of_tree = built(&bench, &bench.tree(), Layout::Flat).expect("the tree can be built");
+    assert!(of_tree == built(&bench, &bench.path("archive.tar"), Layout::Flat).expect("the archive can be built"));
+}
+
+/// What ustar, GNU and old archives can hold: no attributes, no parts of seconds.
+fn fill_plainly(tree: &Path, long_name: usize) {
+    fs::create_dir_all(tree.join("dir").join("d".repeat(80))).expect("directories can be made");
+    fs::write(tree.join("dir").join("d".repeat(80)).join("l".repeat(long_name)), bytes(1, 100))
+        .expect("files can be made");
+    for (number, length) in [0, 1, 64, 65, 511, 512, 513, 10_240, 5 << 20].into_iter().enumerate() {
+        fs::write(tree.join(format!("file-{length}")), bytes(number, length)).expect("files can be made");
+    }
+    std::os::unix::fs::symlink("t".repeat(long_name), tree.join("link")).expect("links can be made");
+    let sparse = File::create(tree.join("sparse")).expect("files can be made");
+    for at in (0..40_u64).map(|piece| piece * 200_000) {
+        std::os::unix::fs::FileExt::write_all_at(&sparse, &bytes(3, 5000), at).expect("files can be written");
+    }
+    sparse.set_len(9_000_000).expect("files can grow");
+    let mut left = vec![tree.to_owned()];
+    while let Some(path) = left.pop() {
+        if path.is_dir() && !path.is_symlink() {
+            left.extend(
+                fs::read_dir(&path).expect("it can be listed").map(|entry| entry.expect("it can be listed").path()),
+            );
+        }
+        set_time(&path, 1_600_000_000, 0);
+    }
+}
+
+#[test]
+fn all_formats_of_gnu_tar_are_read() {
+    for (format, long_name) in
+        [("v7", 5), ("oldgnu", 240), ("gnu", 240), ("gnu --sparse", 240), ("ustar", 60), ("posix", 240)]
+    {
+        let bench = Bench::new();
+        fill_plainly(&bench.tree(), long_name);
+        if format.contains("gnu") {
+            std::os::unix::fs::lchown(bench.tree().join("file-1"), Some(3_000_000), Some(4_000_000_000))
+                .expect("root may");
+            set_time(&bench.tree().join("file-64"), -5, 0);
+        }
+        let options: Vec<_> = format!("--format={format}").split(' ').map(str::to_owned).collect();
+        archive(&bench, &options.iter().map(String::as_str).collect::<Vec<_>>());
+        let of_archive = built(&bench, &bench.path("archive.tar"), COMPOSEFS).expect("the archive can be built");
+        assert!(of_archive == built(&bench, &bench.tree(), COMPOSEFS).expect("the tree can be built"), "{format}");
+    }
+}
+
+#[test]
+fn hard_links_of_archives_are_kept() {
+    let bench = Bench::new();
+    fs::write(bench.tree().join("a"), bytes(1, 1000)).expect("files can be made");
+    fs::hard_link(bench.tree().join("a"), bench.tree().join("b")).expect("links can be made");
+    archive(&bench, &["--sort=name"]);
+    for layout in [COMPOSEFS, Layout::Flat] {
+        built(&bench, &bench.path("archive.tar"), layout).expect("the archive can be built");
+        let source = Source::open(&bench.path("image"), &bench.store(), None).expect("it was built");
+        let image = source.image();
+        let root = image.inode(image.root()).expect("it is there");
+        let find = |name: &[u8]| image.lookup(&root, ferry_vfs::Name::new(name).expect("a name")).expect("it is whole");
+        let nid = find(b"a").expect("it is there");
+        assert_eq!((find(b"b"), image.inode(nid).expect("it is there").nlink), (Some(nid), 2));
+        let mut read = vec![0; 2000];
+        let count = source.read_at(nid, 0, &mut read).expect("it can be read");
+        assert!(read[..count] == bytes(1, 1000));
+    }
+}
+
+/// A header and its data.
+fn member(name: &str, kind: u8, data: &[u8], change: impl Fn(&mut [u8; 512])) -> Vec<u8> {
+    let mut header = [0; 512];
+    header[..name.len()].copy_from_slice(name.as_bytes());
+    header[100..108].copy_from_slice(b"0000644\0");
+    header[108..124].copy_from_slice(b"0000000\x000000000\0");
+    header[124..136].copy_from_slice(format!("{:011o}\0", data.len()).as_bytes());
+    header[136..148].copy_from_slice(b"00000000005\0");
+    header[156] = kind;
+    header[257..265].copy_from_slice(b"ustar\x0000");
+    change(&mut header);
+    header[148..156].fill(b' ');
+    let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+    header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    let mut bytes = [&header[..], data].concat();
+    bytes.resize(bytes.len().next_multiple_of(512), 0);
+    bytes
+}
+
+fn plain(name: &str, kind: u8, data: &[u8]) -> Vec<u8> {
+    member(name, kind, data, |_| {})
+}
+
+fn linked(name: &str, kind: u8, to: &str) -> Vec<u8> {
+    member(name, kind, b"", |header| header[157..157 + to.len()].copy_from_slice(to.as_bytes()))
+}
+
+fn pax(records: &str) -> Vec<u8> {
+    plain("pax", b'x', records.as_bytes())
+}
+
+/// Builds of members; answers what was said.
+fn said(bench: &Bench, members: &[Vec<u8>]) -> Option<String> {
+    let mut archive = members.concat();
+    archive.resize(archive.len() + 1024, 0);
+    fs::write(bench.path("hostile.tar"), archive).expect("files can be made");
+    built(bench, &bench.path("hostile.tar"), COMPOSEFS).err().map(|error| error.to_string())
+}
+
+#[test]
+fn hostile_archives_are_refused() {
+    let bench = Bench::new();
+    let sized = |name: &str, size: &'static str, kind| {
+        member(name, kind, b"", |header| header[124..136].copy_from_slice(size.as_bytes()))
+    };
+    let cases: Vec<(&str, Vec<Vec<u8>>)> = vec![
+        ("has .. in it", vec![plain("../a", b'0', b"")]),
+        ("has .. in it", vec![plain("a/../../b", b'0', b"")]),
+        ("a hard link: its name has .. in it", vec![linked("a", b'1', "../../etc/passwd")]),
+        ("which is not in the archive before it", vec![linked("a", b'1', "/etc/passwd")]),
+        ("a hard link to a directory", vec![plain("d/", b'5', b""), linked("a", b'1', "d")]),
+        ("it is there already", vec![plain("a", b'0', b"1"), plain("a", b'0', b"2")]),
+        ("what it is in is no directory", vec![linked("a", b'2', "/etc"), plain("a/b", b'0', b"")]),
+        ("what it is in is no directory", vec![linked("a", b'2', "/etc"), plain("a/b/c", b'0', b"")]),
+        ("without a target", vec![linked("a", b'2', "")]),
+        ("is no file and has data", vec![plain("d", b'5', b"data"), plain("hidden", b'0', b"")]),
+        (
+            "is no file and has data",
+            vec![plain("a", b'0', b""), member("b", b'1', b"data", |header| header[157] = b'a')],
+        ),
+        ("wrong lengths", vec![pax("99 path=a\n"), plain("b", b'0', b"")]),
+        ("wrong lengths", vec![pax("10 path=abc"), plain("b", b'0', b"")]),
+        ("wrong lengths", vec![pax("0 path=a\n"), plain("b", b'0', b"")]),
+        ("wrong lengths", vec![pax("+9 path=a\n"), plain("b", b'0', b"")]),
+        ("has .. in it", vec![pax("13 path=../a\n"), plain("b", b'0', b"")]),
+        ("cut off", vec![pax("17 size=99999999\n"), plain("a", b'0', b"")]),
+        ("no number", vec![pax("11 size=-x\n"), plain("a", b'0', b"")]),
+        ("below zero", vec![pax("11 size=-1\n"), plain("a", b'0', b"")]),
+        ("two headers say the same", vec![pax(""), pax(""), plain("a", b'0', b"")]),
+        ("PAX header for all members", vec![plain("g", b'g', b"9 path=a\n"), plain("b", b'0', b"")]),
+        ("sparse file in a form of PAX", vec![pax("22 GNU.sparse.major=1\n"), plain("b", b'0', b"")]),
+        ("the kind 'V'", vec![plain("a", b'V', b"")]),
+        ("header of more than 1 MiB", vec![sized("a", "77777777777\0", b'x')]),
+        ("header of more than 1 MiB", vec![sized("a", "77777777777\0", b'L')]),
+        ("cut off", vec![sized("a", "77777777777\0", b'0')]),
+        ("no number", vec![sized("a", "0000000000x\0", b'0')]),
+        ("cut off", vec![plain("name", b'L', b"long\0")]),
+        ("no name", vec![plain("", b'0', b"")]),
+        ("is no name", vec![plain("long", b'L', &[b'n'; 300]), plain("b", b'0', b"")]),
+        (
+            "does not fit in 12 and 20 bits",
+            vec![member("a", b'3', b"", |header| header[329..337].copy_from_slice(b"7777777\0"))],
+        ),
+    ];
+    for (expected, members) in cases {
+        let found = said(&bench, &members).unwrap_or_else(|| panic!("taken, but: {expected}"));
+        assert!(found.contains(expected), "{found}\nbut expected: {expected}");
+    }
+    // Nothing came into the store.
+    assert_eq!(fs::read_dir(bench.store().join("objects")).expect("it can be listed").count(), 0);
+}
+
+#[test]
+fn hostile_sparse_files_are_refused() {
+    let bench = Bench::new();
+    let sparse = |pieces: &[(u64, u64)], length: u64, data: &[u8]| {
+        member("a", b'S', data, |header| {
+            header[257..265].copy_from_slice(b"ustar  \0");
+            for (index, (at, bytes)) in pieces.iter().enumerate() {
+                let text = format!("{at:011o}\0{bytes:011o}\0");
+                header[386 + index * 24..][..24].copy_from_slice(text.as_bytes());
+            }
+            header[483..495].copy_from_slice(format!("{length:011o}\0").as_bytes());
+        })
+    };
+    for (expected, archive) in [
+        ("overlap", sparse(&[(0, 600), (500, 600)], 4096, &[1; 1200])),
+        ("end behind it", sparse(&[(4000, 600)], 4096, &[1; 600])),
+        ("not as long as its data", sparse(&[(0, 600)], 4096, &[1; 1200])),
+        ("not as long as its data", sparse(&[(0, 600)], 4096, &[])),
+        (
+            "more than 64 GiB",
+            member("a", b'S', b"", |header| {
+                header[483..495].copy_from_slice(&[0x80, 0, 0, 0, 0x7f, 0, 0, 0, 0, 0, 0, 0]);
+            }),
+        ),
+    ] {
+        let found = said(&bench, &[archive]).unwrap_or_else(|| panic!("taken, but: {expected}"));
+        assert!(found.contains(expected), "{found}\nbut expected: {expected}");
+    }
+    assert_eq!(said(&bench, &[sparse(&[(100, 600)], 4096, &[1; 600])]), None);
+}
+
+/// PAX headers and plain ones may tell different sizes; who takes the wrong one sees members that nobody put there.
+#[test]
+fn members_are_those_that_gnu_tar_lists() {
+    let bench = Bench::new();
+    let hidden = [plain("first", b'0', b""), plain("second", b'0', b"")].concat();
+    let of_size = |size: usize| {
+        let record = format!("{} size={size}\n", if size < 10 { 9 } else { 13 });
+        assert!(record.starts_with(&record.len().to_string()));
+        pax(&record)
+    };
+    let short = |data: &[u8]| {
+        let mut bytes = member("a", b'0', b"", |_| {});
+        bytes.extend_from_slice(data);
+        bytes
+    };
+    for members in [vec![of_size(1), plain("a", b'0', &hidden)], vec![of_size(1024), short(&hidden)]] {
+        assert_eq!(said(&bench, &members), None);
+        let listed = Command::new("tar").arg("-tf").arg(bench.path("hostile.tar")).output().expect("tar is there");
+        let image = Image::open(&bench.path("image"), None).expect("it was built");
+        let text = String::from_utf8(common::composefs::dump_of(&image)).expect("our names are text");
+        let ours: String =
+            text.lines().skip(1).map(|line| line[1..].split(' ').next().unwrap_or(line).to_owned() + "\n").collect();
+        assert_eq!(ours, String::from_utf8(listed.stdout).expect("our names are text"));
+    }
+}
+
+#[test]
+fn what_gnu_tar_takes_is_taken() {
+    let bench = Bench::new();
+    let members = [
+        plain("/absolute/name", b'0', b"data"),
+        plain("./dot/./dot", b'0', b""),
+        plain("old/", 0, b""),
+        plain("old", b'5', b""),
+        plain("g", b'g', b"16 comment=1234\n"),
+        pax("9 path=p\n15 mtime=-1.25\n18 uid=4000000000\n"),
+        plain("ignored", b'0', b"x"),
+    ];
+    assert_eq!(said(&bench, &members), None);
+    let image = Image::open(&bench.path("image"), None).expect("it was built");
+    let text = String::from_utf8(common::composefs::dump_of(&image)).expect("our names are text");
+    let lines: Vec<_> = text.lines().collect();
+    let expected = [
+        "/ 4096 40755 5 0 0 0 0.0 - - -",
+        "/absolute 43 40755 2 0 0 0 0.0 - - -",
+        "/absolute/name 4 100644 1 0 0 0 5.0 - data -",
+        "/dot 42 40755 2 0 0 0 0.0 - - -",
+        "/dot/dot 0 100644 1 0 0 0 5.0 - - -",
+        "/old 27 40644 2 0 0 0 5.0 - - -",
+        "/p 1 100644 1 4000000000 0 0 -2.750000000 - x -",
+    ];
+    assert_eq!(lines, expected);
+}

@@ -1,0 +1,60 @@
+//! Errors of writes that nobody waited for, told once to everybody who had the file open (Linux: errseq_t).
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferry_vfs::{Errno, Result};
+
+/// How many errors of a file an open handle has been told of. One per handle.
+#[derive(Debug)]
+pub struct ErrorCursor(AtomicU64);
+
+/// The errors of a file.
+#[derive(Debug, Default)]
+pub(super) struct Errors {
+    count: u64,
+    last: Option<Errno>,
+    told: bool,
+}
+
+impl Errors {
+    pub fn note(&mut self, error: Errno) {
+        self.count += 1;
+        self.last = Some(error);
+        self.told = false;
+    }
+
+    /// A cursor for a new handle. An error that nobody has been told of is for this one, too.
+    pub fn cursor(&self) -> ErrorCursor {
+        let untold = u64::from(!self.told && self.count > 0);
+        ErrorCursor(AtomicU64::new(self.count - untold))
+    }
+
+    /// The last error since this handle asked last.
+    pub fn tell(&mut self, cursor: &ErrorCursor) -> Result<()> {
+        if cursor.0.swap(self.count, Ordering::Relaxed) == self.count {
+            return Ok(());
+        }
+        self.told = true;
+        self.last.map_or(Ok(()), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_handle_is_told_once() {
+        let mut errors = Errors::default();
+        let (one, two) = (errors.cursor(), errors.cursor());
+        assert_eq!(errors.tell(&one), Ok(()));
+        errors.note(Errno::NOSPC);
+        let late = errors.cursor();
+        assert_eq!(errors.tell(&one), Err(Errno::NOSPC));
+        assert_eq!(errors.tell(&one), Ok(()));
+        let after = errors.cursor();
+        assert_eq!(errors.tell(&two), Err(Errno::NOSPC));
+        assert_eq!(errors.tell(&late), Err(Errno::NOSPC));
+        assert_eq!(errors.tell(&after), Ok(()), "opened after somebody was told");
+    }
+}

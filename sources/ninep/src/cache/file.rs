@@ -1,0 +1,212 @@
+//! A file with its pages.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use ferry_vfs::{Errno, Result};
+
+use super::errors::ErrorCursor;
+use super::limits::Limits;
+use super::pages::{PAGE, PAGE_BYTES};
+use super::pool::Shared;
+use super::remote::{Done, Ended, Remote};
+use super::state::{Flight, Kind, State};
+use super::stream::Reach;
+use super::writing::SIZE_MAX;
+
+/// One inode of a remote file system, with what is remembered of its bytes. All its methods may wait for the server, except
+/// where they say that they do not.
+pub struct CachedFile {
+    pub(super) cache: Arc<Shared>,
+    remote: Arc<dyn Remote>,
+    state: Mutex<State>,
+    /// Something of the state has changed that somebody may wait for.
+    changed: Condvar,
+    message_bytes: AtomicUsize,
+}
+
+/// A moment at which the server was asked for attributes; see [`CachedFile::set_size`].
+#[derive(Clone, Copy, Debug)]
+pub struct SizeMark(Option<u64>);
+
+impl CachedFile {
+    pub(super) fn new(cache: Arc<Shared>, remote: Arc<dyn Remote>, size: u64) -> Arc<Self> {
+        let state = Mutex::new(State::new(cache.totals.clone(), size));
+        let message_bytes = AtomicUsize::new(1);
+        let file = Arc::new(Self { cache, remote, state, changed: Condvar::new(), message_bytes });
+        file.message_bytes();
+        file
+    }
+
+    /// The file at the server.
+    pub fn remote(&self) -> &Arc<dyn Remote> {
+        &self.remote
+    }
+
+    /// The size in bytes, with what is not written yet. Does not wait.
+    pub fn size(&self) -> u64 {
+        self.lock().size
+    }
+
+    /// To be taken before the server is asked for attributes. Does not wait.
+    pub fn size_mark(&self) -> SizeMark {
+        let state = self.lock();
+        SizeMark((!state.is_writing(u64::MAX) && !state.held).then_some(state.version))
+    }
+
+    /// The size that the server's attributes have, asked for after the mark was taken. It is ignored when this client has
+    /// changed the size since: the answer may be older than that. Answers whether it is the size that users are to see; else
+    /// that is [`Self::size`]. Does not wait.
+    pub fn set_size(&self, mark: SizeMark, size: u64) -> bool {
+        let mut state = self.lock();
+        let current = mark.0 == Some(state.version) && !state.is_writing(u64::MAX) && !state.held;
+        if current {
+            state.resized_remotely(size.min(SIZE_MAX));
+        }
+        state.size == size
+    }
+
+    /// Whether something waits to be written or is being written. Does not wait.
+    pub fn is_dirty(&self) -> bool {
+        self.lock().pages.unwritten > 0
+    }
+
+    /// For a handle that is opened: which errors it is told of.
+    pub fn error_cursor(&self) -> ErrorCursor {
+        self.lock().errors.cursor()
+    }
+
+    /// Changes the size: what waits to be written beyond is dropped, `at_server` truncates there, and meanwhile nothing is
+    /// written.
+    ///
+    /// # Errors
+    /// That of `at_server`; the file is as it was then.
+    pub fn truncate(&self, size: u64, at_server: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut state = self.wait_while(self.lock(), |state| state.held);
+        state.held = true;
+        // What is under way could otherwise arrive after the truncation and bring the bytes back.
+        state = self.wait_while(state, |state| state.is_writing(u64::MAX));
+        drop(state);
+        let held = Held(self);
+        let result = at_server();
+        let mut state = self.lock();
+        if result.is_ok() {
+            let end = size.min(state.remote_size);
+            state.make_stale(end, u64::MAX);
+            state.cut(size);
+            (state.size, state.remote_size) = (size, size);
+            state.version += 1;
+        }
+        drop(state);
+        drop(held);
+        result
+    }
+
+    /// Forgets what is remembered of a range of bytes, so that the next read asks the server. What waits to be written is
+    /// written before, and made durable where it is kept for a restart of the server; errors of that are noted for those who
+    /// have the file open.
+    pub fn invalidate(self: &Arc<Self>, range: Range<u64>) {
+        self.write_out();
+        if self.lock().pages.unstable > 0 {
+            self.write_out_and_sync();
+        }
+        self.lock().forget_clean(range.start, range.end);
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn wait_while<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        condition: impl Fn(&State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        self.changed.wait_while(state, |state| condition(state)).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn notify(&self) {
+        self.changed.notify_all();
+    }
+
+    /// How much one message carries, in bytes.
+    pub(super) fn message_bytes(&self) -> usize {
+        let bytes = self.remote.message_bytes().clamp(1, self.cache.limits.message_bytes_max.max(1));
+        self.message_bytes.store(bytes, Ordering::Relaxed);
+        bytes
+    }
+
+    /// The same, as it was when something was sent last: reads and writes that send nothing do not ask the connection.
+    pub(super) fn message_bytes_before(&self) -> usize {
+        self.message_bytes.load(Ordering::Relaxed)
+    }
+
+    /// How much one message reads: whole pages, where it carries one.
+    pub(super) fn reach(&self) -> Reach {
+        let Limits { depth, bytes_max, .. } = self.cache.limits;
+        let message = self.message_bytes_before();
+        let message = if message >= PAGE_BYTES { message / PAGE_BYTES * PAGE_BYTES } else { message };
+        let window = (depth.saturating_sub(1) * message).min(bytes_max / 8);
+        Reach { message_bytes: message as u64, window_bytes_max: window as u64 / PAGE * PAGE }
+    }
+
+    pub(super) fn done(self: &Arc<Self>, flight: &Flight) -> Done {
+        Done::new(self.clone(), flight.number)
+    }
+}
+
+/// Lets go on what waits for a truncation, also when that panics.
+struct Held<'a>(&'a CachedFile);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.lock().held = false;
+        self.0.notify();
+    }
+}
+
+impl Ended for CachedFile {
+    fn ended(&self, number: u64, buffer: Vec<u8>, moved: Result<usize>) {
+        let mut state = self.lock();
+        let Some(flight) = state.end(number) else { return };
+        let asked = flight.to - flight.from;
+        let moved = moved.and_then(|count| if count as u64 > asked { Err(Errno::IO) } else { Ok(count) });
+        match flight.kind {
+            Kind::Read { remote_size } => {
+                let moved = moved.and_then(|count| buffer.get(..count).ok_or(Errno::IO));
+                self.read_ended(&mut state, &flight, remote_size, moved);
+                self.cache.totals.read.ended();
+                self.cache.buffers.back_from_read(buffer);
+            }
+            Kind::Write => {
+                self.write_ended(&mut state, &flight, moved);
+                self.cache.totals.write.ended();
+                self.cache.buffers.back_from_write(buffer);
+            }
+            Kind::Sync => self.sync_ended(&mut state, moved.map(drop)),
+        }
+        drop(state);
+        self.notify();
+        match flight.kind {
+            Kind::Read { .. } => (),
+            Kind::Write => self.cache.ease(),
+            Kind::Sync => {
+                self.cache.ease();
+                // The file may be one that nothing is to be done for any more.
+                self.cache.poke();
+            }
+        }
+    }
+}
+
+impl fmt::Debug for CachedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CachedFile").field("state", &self.state).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,220 @@
+//! Reading: what is there is copied, what is missing is asked for in long messages, and more ahead of who reads in sequence.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
+
+use ferry_vfs::{Errno, Output, Result};
+
+use super::file::CachedFile;
+use super::pages::{PAGE, PAGE_BYTES, Page, Span};
+use super::state::{Flight, Kind, State};
+
+/// What is put where there is no page because there is nothing at the server.
+static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
+
+/// How far a read came.
+enum Came {
+    /// To its end, or that of the file, or there was no more room.
+    ToTheEnd,
+    /// To a byte that is not there.
+    To(u64),
+}
+
+impl CachedFile {
+    /// Reads up to so many bytes from an offset on; answers how many, less than asked only at the end of the file.
+    ///
+    /// # Errors
+    /// Those of the server. Some bytes may have been put out then.
+    pub fn read(self: &Arc<Self>, offset: u64, len: usize, out: &mut dyn Output) -> Result<usize> {
+        let asked_end = offset.saturating_add(len as u64);
+        let reach = self.reach();
+        let mut state = self.lock();
+        if offset >= state.size || len == 0 {
+            return Ok(0);
+        }
+        let since = state.last;
+        let size = state.size;
+        let stream = state.streams.note(offset, asked_end.min(size), reach);
+        let mut at = offset;
+        let mut looked_ahead = false;
+        let mut missed = false;
+        loop {
+            let came = copy_out(&mut state, &mut at, asked_end, out);
+            let end = asked_end.min(state.size).max(at);
+            let Came::To(missing) = came else {
+                if !looked_ahead && let Some(ahead) = state.streams.wants(stream, end, reach) {
+                    let flights = self.plan(&mut state, ahead, true);
+                    let reached = flights.1;
+                    state.streams.reached(stream, reached);
+                    drop(self.begin_reads(state, flights.0));
+                }
+                let count = if missed { &self.cache.totals.misses } else { &self.cache.totals.hits };
+                count.fetch_add(1, Ordering::Relaxed);
+                return usize::try_from(at - offset).map_err(|_| Errno::OVERFLOW);
+            };
+            missed = true;
+            if let Some(error) = state.failure(missing, since) {
+                return Err(error);
+            }
+            if state.pages.is_fetching(missing / PAGE) {
+                if !looked_ahead {
+                    state.streams.stalled(stream, reach);
+                }
+            } else {
+                state.streams.fell_back(stream, missing);
+            }
+            let (mut flights, reached) = self.plan(&mut state, (missing, end), false);
+            if !looked_ahead && reached >= end {
+                looked_ahead = true;
+                if let Some(ahead) = state.streams.wants(stream, end, reach) {
+                    self.extend(&mut state, &mut flights, ahead, stream);
+                }
+            }
+            state = if flights.is_empty() { self.wait(state) } else { self.begin_reads(state, flights) };
+        }
+    }
+
+    /// Plans what is to be read ahead, as the rest of the last message that is planned where it fits.
+    fn extend(&self, state: &mut State, flights: &mut Vec<Flight>, ahead: (u64, u64), stream: super::stream::StreamId) {
+        let message = self.reach().message_bytes;
+        let mut from = ahead.0;
+        if let Some(last) = flights.last_mut()
+            && last.to == from.min(state.remote_size)
+            && last.to % PAGE == 0
+        {
+            let room = (last.from + message).min(ahead.1).min(state.remote_size);
+            while last.to < room && state.pages.lacks(last.to / PAGE) && state.pages.get(last.to / PAGE).is_none() {
+                state.pages.fetch(last.to / PAGE);
+                last.to = (last.to / PAGE * PAGE + PAGE).min(room);
+            }
+            from = from.max(last.to);
+            let (number, to) = (last.number, last.to);
+            if let Some(flight) = state.flights.iter_mut().find(|flight| flight.number == number) {
+                flight.to = to;
+            }
+        }
+        let (more, reached) = self.plan(state, (from, ahead.1), true);
+        flights.extend(more);
+        state.streams.reached(stream, reached);
+    }
+
+    /// Plans the messages that fetch what lacks of a range of bytes, as many as may be under way; answers also how far that
+    /// came. What is read ahead leaves one message to those who wait.
+    pub(super) fn plan(&self, state: &mut State, range: (u64, u64), ahead: bool) -> (Vec<Flight>, u64) {
+        self.message_bytes();
+        let reach = self.reach();
+        let depth = self.cache.limits.depth.max(1);
+        let mut room = depth.saturating_sub(state.reads()).saturating_sub(usize::from(ahead));
+        let mut flights = Vec::new();
+        let end = range.1.min(state.remote_size);
+        let mut page = range.0 / PAGE;
+        while page * PAGE < end {
+            if !state.pages.lacks(page) {
+                page += 1;
+                continue;
+            }
+            if room == 0 {
+                return (flights, page * PAGE);
+            }
+            let kind = Kind::Read { remote_size: state.remote_size };
+            // A page of which the beginning is known goes on from there.
+            let from = page * PAGE + state.pages.get(page).map_or(0, |content| content.fetch_from() as u64);
+            let until = (from + reach.message_bytes).min(end.next_multiple_of(PAGE)).min(state.remote_size);
+            if until <= from {
+                // The server's part is known, and what follows it in the page are zeros.
+                let known = Span::of(page, 0, from).to;
+                state.pages.fetched(page, Some(|content: &mut Page| content.fill_zeros(known)));
+                page += 1;
+                continue;
+            }
+            let mut to = from;
+            while to < until && (to == from || state.pages.lacks(to / PAGE)) {
+                state.pages.fetch(to / PAGE);
+                to = (to / PAGE * PAGE + PAGE).min(until);
+            }
+            room -= 1;
+            page = to.div_ceil(PAGE);
+            flights.push(state.begin(kind, from, to));
+        }
+        (flights, range.1.max(page * PAGE))
+    }
+
+    /// Begins the messages that were planned, without the lock, and makes room for what they bring.
+    pub(super) fn begin_reads<'a>(
+        self: &'a Arc<Self>,
+        mut state: MutexGuard<'a, State>,
+        flights: Vec<Flight>,
+    ) -> MutexGuard<'a, State> {
+        if flights.is_empty() {
+            return state;
+        }
+        let is_new = !std::mem::replace(&mut state.listed, true);
+        drop(state);
+        if is_new {
+            self.cache.list(self);
+        }
+        for flight in flights {
+            let bytes = usize::try_from(flight.to - flight.from).unwrap_or_default();
+            self.cache.totals.read.begun(bytes);
+            self.remote().read(flight.from, self.cache.buffers.for_read(bytes), self.done(&flight));
+        }
+        self.cache.make_room();
+        self.lock()
+    }
+
+    /// Takes what a read has brought. `remote_size` is where the file ended at the server when it was asked.
+    pub(super) fn read_ended(&self, state: &mut State, flight: &Flight, remote_size: u64, moved: Result<&[u8]>) {
+        if flight.stale {
+            return;
+        }
+        let buffer = moved.unwrap_or_default();
+        let came_to = flight.from + buffer.len() as u64;
+        let is_whole = came_to == flight.to;
+        for page in flight.pages() {
+            let start = page * PAGE;
+            let (from, to) = (flight.from.max(start), came_to.min(start + PAGE));
+            if from >= to {
+                state.pages.fetched(page, None::<fn(&mut Page)>);
+                continue;
+            }
+            let inside = |at: u64, base: u64| usize::try_from(at - base).unwrap_or_default();
+            let bytes = &buffer[inside(from, flight.from)..inside(to, flight.from)];
+            let ends_here = is_whole && to == remote_size;
+            let fill = |content: &mut Page| {
+                content.fill(inside(from, start), bytes);
+                if ends_here {
+                    content.fill_zeros(inside(to, start));
+                }
+            };
+            state.pages.fetched(page, Some(fill));
+        }
+        match moved {
+            Err(error) => state.failed(flight, error),
+            // Nobody truncated it here, or the read would be stale.
+            Ok([]) if state.remote_size == remote_size => state.resized_remotely(flight.from),
+            Ok(_) => (),
+        }
+    }
+}
+
+/// Puts out what is there of a range of bytes.
+fn copy_out(state: &mut State, at: &mut u64, end: u64, out: &mut dyn Output) -> Came {
+    let end = end.min(state.size);
+    while *at < end {
+        let page = *at / PAGE;
+        let span = Span::of(page, *at, end);
+        if state.pages.get(page).is_some_and(|content| !content.has(span)) {
+            state.fill_beyond_end(page);
+        }
+        let put = match state.pages.read(page) {
+            Some(content) if content.has(span) => out.put(&content.data[span.from..span.to]),
+            None if page * PAGE >= state.remote_size => out.put(&ZEROS[..span.len()]),
+            _ => return Came::To(*at),
+        };
+        *at += put as u64;
+        if put < span.len() {
+            return Came::ToTheEnd;
+        }
+    }
+    Came::ToTheEnd
+}

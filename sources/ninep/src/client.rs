@@ -1,0 +1,214 @@
+//! What all parts of a client share.
+
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferry_vfs::{Attr, Changes, Errno, Handles, Ino, Result, SetAttr};
+use ferry_wire::ninep::{Getattr, Reply, Request, valid};
+
+use crate::cache::{Cache, Limits};
+use crate::data::Waiting;
+use crate::file::Opened;
+use crate::inode::{Inode, Inodes};
+use crate::line::{Fail, Line, Outcome, lock};
+use crate::link::Link;
+use crate::listing::OpenDir;
+use crate::locks::Parked;
+use crate::options::{self, Error, Options};
+use crate::session::{Held, Session};
+use crate::transport::Transport;
+
+/// How often the keeper looks whether some request is overdue.
+const TICK: Duration = Duration::from_secs(1);
+/// How often it looks whether somebody who waits for a lock has given up.
+const TICK_PARKED: Duration = Duration::from_millis(50);
+
+const S_ISUID: u32 = 0o4000;
+const S_ISGID: u32 = 0o2000;
+const S_IXGRP: u32 = 0o010;
+const PERMISSIONS: u32 = 0o7777;
+
+/// The most data that messages are agreed to carry fits in memory.
+impl Line {
+    pub(crate) fn msize(&self) -> usize {
+        usize::try_from(self.msize.load(std::sync::atomic::Ordering::Relaxed)).unwrap_or(usize::MAX)
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) link: Link,
+    pub(crate) inodes: Inodes,
+    pub(crate) files: Handles<Opened>,
+    pub(crate) dirs: Handles<OpenDir>,
+    pub(crate) parked: Parked,
+    pub(crate) changes: Changes,
+    /// None: every read and write is a request.
+    pub(crate) cache: Option<Cache>,
+    pub(crate) waiting: Mutex<Waiting>,
+}
+
+/// The attributes in a reply.
+pub(crate) fn attributes(reply: Reply<'_>) -> Option<Getattr> {
+    if let Reply::Getattr(found) = reply { Some(found) } else { None }
+}
+
+/// What is asked for of a file.
+pub(crate) const WANTED: u64 = valid::BASIC | valid::BTIME | valid::GENERATION;
+
+impl Shared {
+    pub(crate) fn new(transport: Arc<dyn Transport>, options: Options) -> std::result::Result<Arc<Self>, Error> {
+        let link = Link::new(transport, options)?;
+        let inodes = Inodes::new(link.current().root_qid);
+        let wants_cache = link.options.cache != options::Cache::None;
+        let limits = Limits { message_bytes_max: Self::message_bytes(&link.current()), ..Limits::default() };
+        let cache = wants_cache.then(|| Cache::new(limits)).transpose().map_err(Error::Threads)?;
+        Ok(Arc::new(Self {
+            link,
+            inodes,
+            files: Handles::default(),
+            dirs: Handles::default(),
+            parked: Parked::default(),
+            changes: Changes::default(),
+            cache,
+            waiting: Mutex::default(),
+        }))
+    }
+
+    /// Starts the thread that looks after the connection.
+    pub(crate) fn keep(self: &Arc<Self>) -> std::io::Result<JoinHandle<()>> {
+        let shared = Arc::downgrade(self);
+        std::thread::Builder::new().name("9p-keeper".into()).spawn(move || keep(&shared))
+    }
+
+    /// The attributes of a file.
+    pub(crate) fn getattr(&self, ino: Ino) -> Result<Attr> {
+        let inode = self.inodes.get(ino)?;
+        self.getattr_of(&inode)
+    }
+
+    /// The same. What is written behind is written first, so that size and times are those that stay.
+    pub(crate) fn getattr_of(&self, inode: &Inode) -> Result<Attr> {
+        if let Some(file) = inode.cached().filter(|file| file.is_dirty()) {
+            file.write_out();
+        }
+        self.link.again(|session| {
+            let mark = inode.cached().map(|file| file.size_mark());
+            let found = self.by_any_fid(session, inode, |fid| {
+                session.ask(&Request::Getattr { fid: fid.fid(), mask: WANTED }, attributes)
+            })?;
+            let mut attr = inode.note(&found)?;
+            if let (Some(file), Some(mark)) = (inode.cached(), mark)
+                && !file.set_size(mark, attr.size)
+            {
+                attr.size = file.size();
+            }
+            Ok(attr)
+        })
+    }
+
+    /// What is known of a file with data written behind, without asking: the server's answer would say less of its end.
+    pub(crate) fn glance(&self, ino: Ino) -> Option<Attr> {
+        let inode = self.inodes.get(ino).ok()?;
+        let file = inode.cached().filter(|file| file.is_dirty())?;
+        let seen = *lock(&inode.seen);
+        seen.map(|(_, attr)| attr.with_size(file.size()))
+    }
+
+    /// Does something by the fid of a file, or by an open one, if the server has lost sight of the other one because the
+    /// file's name is gone.
+    pub(crate) fn by_any_fid<T>(
+        &self,
+        session: &Arc<Session>,
+        inode: &Inode,
+        mut act: impl FnMut(&Held) -> Outcome<T>,
+    ) -> Outcome<T> {
+        let first = inode.fid(session, &self.link.options).and_then(|fid| act(&fid));
+        match first {
+            Err(Fail::Errno(errno @ (Errno::NOENT | Errno::STALE))) => match inode.opened_fid(session) {
+                Some(fid) => act(&fid),
+                None => Err(Fail::Errno(errno)),
+            },
+            other => other,
+        }
+    }
+
+    /// Changes attributes; answers the new ones.
+    pub(crate) fn setattr(&self, ino: Ino, set: &SetAttr) -> Result<Attr> {
+        let inode = self.inodes.get(ino)?;
+        let mut set = *set;
+        if set.clear_privileges && set.mode.is_none() && !inode.is_dir() {
+            set.mode = without_privileges(self.getattr_of(&inode)?.mode);
+        }
+        if let Some(file) = inode.cached()
+            && (set.atime.is_some() || set.mtime.is_some())
+        {
+            // Written later, it would change them once more.
+            file.write_out();
+        }
+        if let Some(size) = set.size.take() {
+            self.truncate(&inode, size)?;
+        }
+        let ctime = set.ctime.is_some();
+        let is_nothing = SetAttr { ctime: None, clear_privileges: false, ..set } == SetAttr::default();
+        if !is_nothing || ctime {
+            self.link.again(|session| {
+                self.by_any_fid(session, &inode, |fid| session.tell(&Request::Setattr { fid: fid.fid(), set, ctime }))
+            })?;
+        }
+        self.getattr_of(&inode)
+    }
+
+    /// Clears suid and sgid if the file had them when it was looked at last.
+    pub(crate) fn clear_privileges(&self, inode: &Inode) -> Result<()> {
+        let known = lock(&inode.seen).map(|(_, attr)| attr.mode);
+        let Some(mode) = known.and_then(without_privileges) else { return Ok(()) };
+        let set = SetAttr { mode: Some(mode), ..SetAttr::default() };
+        self.setattr(inode.ino, &set).map(drop)
+    }
+}
+
+/// The permission bits after a write by somebody without the right to keep suid and sgid; none if they stay as they are.
+fn without_privileges(mode: u32) -> Option<u32> {
+    let group = if mode & S_IXGRP != 0 { S_ISGID } else { 0 };
+    let left = mode & !(S_ISUID | group);
+    (left != mode).then_some(left & PERMISSIONS)
+}
+
+impl Inode {
+    /// Notes what the server tells of a file. If it is not this file, it lies, or has another one there now.
+    pub(crate) fn note(&self, found: &Getattr) -> Result<Attr> {
+        if found.attr.kind() != self.kind {
+            return Err(Errno::STALE);
+        }
+        *lock(&self.seen) = Some((found.qid, found.attr));
+        Ok(found.attr)
+    }
+}
+
+/// What the keeper does: see to it that requests end, that a lost connection is made anew, and that locks which nobody waits
+/// for any more are given up.
+fn keep(shared: &Weak<Shared>) {
+    loop {
+        let Some(shared) = shared.upgrade() else { return };
+        let tick = if shared.parked.is_empty() { TICK } else { TICK_PARKED };
+        shared.link.sleep(tick.min(shared.link.options.timeout));
+        if shared.link.is_over() {
+            return;
+        }
+        let session = shared.link.current();
+        session.check();
+        if session.is_broken() {
+            shared.link.revive(|session| {
+                // Before anything is sent by the new connection.
+                if let Some(cache) = &shared.cache {
+                    cache.rewrite();
+                }
+                shared.take_locks_again(session);
+            });
+        }
+        shared.look_after_locks();
+    }
+}

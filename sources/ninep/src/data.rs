@@ -1,0 +1,213 @@
+//! What the cache asks for, as messages that nobody sleeps for.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use ferry_vfs::{Errno, Result};
+use ferry_wire::ninep::{Reply, Request};
+
+use crate::cache::{CachedFile, Done, Remote};
+use crate::client::Shared;
+use crate::inode::Inode;
+use crate::line::{Answer, Line, Message, Outcome, Outgoing, lock};
+use crate::session::{Held, Session};
+
+/// A file of the server, as its cache sees it.
+#[derive(Debug)]
+struct Data {
+    shared: Weak<Shared>,
+    inode: Weak<Inode>,
+}
+
+/// One transfer.
+#[derive(Debug)]
+struct Transfer {
+    shared: Arc<Shared>,
+    inode: Arc<Inode>,
+    what: What,
+    offset: u64,
+    buffer: Vec<u8>,
+    done: Done,
+    /// When it is given up; none before it had to wait.
+    until: Option<Instant>,
+}
+
+/// Transfers that wait for a connection or for their file to be opened. One thread, which is there only then, does that
+/// waiting for all of them.
+#[derive(Debug, Default)]
+pub(crate) struct Waiting {
+    transfers: VecDeque<Transfer>,
+    is_served: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum What {
+    Read,
+    Write,
+    Sync,
+}
+
+impl Inode {
+    /// The file's cache, if the client has one and the file was opened.
+    pub(crate) fn cached(&self) -> Option<&Arc<CachedFile>> {
+        self.cached.get()
+    }
+
+    /// The same, made if need be, for a file of this size.
+    pub(crate) fn cache(self: &Arc<Self>, shared: &Arc<Shared>, size: u64) -> Option<&Arc<CachedFile>> {
+        let cache = shared.cache.as_ref()?;
+        let data = || Arc::new(Data { shared: Arc::downgrade(shared), inode: Arc::downgrade(self) });
+        Some(self.cached.get_or_init(|| cache.file(data(), size)))
+    }
+}
+
+impl Remote for Data {
+    fn message_bytes(&self) -> usize {
+        self.shared.upgrade().map_or(1, |shared| Shared::message_bytes(&shared.link.current()).max(1))
+    }
+
+    fn read(&self, offset: u64, buffer: Vec<u8>, done: Done) {
+        self.begin(What::Read, offset, buffer, done);
+    }
+
+    fn write(&self, offset: u64, buffer: Vec<u8>, done: Done) {
+        self.begin(What::Write, offset, buffer, done);
+    }
+
+    fn sync(&self, done: Done) {
+        self.begin(What::Sync, 0, Vec::new(), done);
+    }
+}
+
+impl Data {
+    fn begin(&self, what: What, offset: u64, buffer: Vec<u8>, done: Done) {
+        match (self.shared.upgrade(), self.inode.upgrade()) {
+            (Some(shared), Some(inode)) => {
+                Transfer { shared, inode, what, offset, buffer, done, until: None }.begin();
+            }
+            _ => done.end(buffer, Err(Errno::IO)),
+        }
+    }
+}
+
+impl Transfer {
+    /// Sends it, if the connection and the fid are there; else that has to be waited for, by another thread.
+    fn begin(self) {
+        let session = self.shared.link.current();
+        let held = match self.what {
+            What::Read => self.inode.is_reading(&session),
+            What::Write => self.inode.is_writing(&session),
+            What::Sync => self.inode.opened_fid(&session),
+        };
+        match held.filter(|_| !session.is_broken()) {
+            Some(held) => self.send(&session, held),
+            None => self.slowly(),
+        }
+    }
+
+    fn send(self, session: &Arc<Session>, held: Arc<Held>) {
+        let Self { shared, inode, what, offset, buffer, done, until } = self;
+        let (bytes, line) = (buffer.len(), Arc::clone(&session.line));
+        let request = request(what, &held, offset, buffer);
+        session.send_waking(
+            request,
+            Box::new(move |answer| match answer {
+                Answer::Message(mut message) => {
+                    let moved = moved(&line, what, &message, bytes);
+                    drop(held);
+                    let moved = moved.map_err(|_| Errno::IO).and_then(|moved| moved);
+                    done.end(message.buffer.take().unwrap_or_default(), moved);
+                }
+                // The connection's threads cannot wait for the next one.
+                Answer::Lost { buffer, .. } => match (what, buffer) {
+                    // What was to be written is gone with the request: zeros must not go in its place.
+                    (What::Write, None) => done.end(Vec::new(), Err(Errno::IO)),
+                    (_, buffer) => {
+                        let buffer = buffer.unwrap_or_else(|| vec![0; bytes]);
+                        Self { shared, inode, what, offset, buffer, done, until }.slowly();
+                    }
+                },
+            }),
+        );
+    }
+
+    /// Leaves it to the thread that waits.
+    fn slowly(mut self) {
+        let (shared, now) = (Arc::clone(&self.shared), Instant::now());
+        if *self.until.get_or_insert(now + shared.link.options.patience) <= now {
+            return self.done.end(self.buffer, Err(Errno::IO));
+        }
+        let is_served = {
+            let mut waiting = lock(&shared.waiting);
+            waiting.transfers.push_back(self);
+            std::mem::replace(&mut waiting.is_served, true)
+        };
+        if is_served {
+            return;
+        }
+        let worker = Arc::clone(&shared);
+        let started = std::thread::Builder::new().name("9p-again".into()).spawn(move || begin_again(&worker));
+        if let Err(error) = started {
+            tracing::error!("data of a file are given up, for no thread can be had: {error}");
+            // Those that are dropped end with an error.
+            let given_up = std::mem::take(&mut *lock(&shared.waiting));
+            drop(given_up);
+        }
+    }
+
+    /// Waits until it can be sent.
+    fn again(self) {
+        let Self { shared, inode, what, .. } = &self;
+        let until = self.until.unwrap_or_else(Instant::now);
+        let ready = shared.link.again_until(until, |session| {
+            let held = match what {
+                What::Read => inode.fid_for(shared, session, true),
+                What::Write => inode.fid_for(shared, session, false),
+                What::Sync => inode.open_fid(shared, session),
+            };
+            held.map(|held| (Arc::clone(session), held))
+        });
+        match ready {
+            Ok((session, held)) => self.send(&session, held),
+            Err(errno) => self.done.end(self.buffer, Err(errno)),
+        }
+    }
+}
+
+/// The thread's work.
+fn begin_again(shared: &Shared) {
+    loop {
+        let mut waiting = lock(&shared.waiting);
+        let Some(transfer) = waiting.transfers.pop_front() else {
+            waiting.is_served = false;
+            return;
+        };
+        drop(waiting);
+        transfer.again();
+    }
+}
+
+fn request(what: What, held: &Held, offset: u64, buffer: Vec<u8>) -> Outgoing {
+    match what {
+        What::Read => Outgoing::read(held.fid(), offset, buffer),
+        What::Write => Outgoing::write(held.fid(), offset, buffer),
+        What::Sync => Outgoing::new(&Request::Fsync { fid: held.fid(), data_only: false }),
+    }
+}
+
+/// How many bytes a reply says were moved.
+fn moved(line: &Line, what: What, message: &Message, bytes: usize) -> Outcome<Result<usize>> {
+    if let Some(data) = message.data() {
+        return Ok(Ok(data.len()));
+    }
+    let count = line.take(message, |reply| match (what, reply) {
+        (What::Write, Reply::Write { bytes: count }) => usize::try_from(count).ok().filter(|count| *count <= bytes),
+        (What::Sync, Reply::Fsync) => Some(0),
+        _ => None,
+    });
+    match count {
+        Err(crate::line::Fail::Errno(errno)) => Ok(Err(errno)),
+        other => other.map(Ok),
+    }
+}

@@ -1,0 +1,521 @@
+//! Open files, and their bytes.
+//!
+//! All who have a file open share one fid for reading and one for writing: what is read ahead and written behind is
+//! nobody's in particular, and after the connection was lost there is one thing to open again.
+
+use std::sync::{Arc, Mutex};
+
+use ferry_vfs::{
+    Caller, Change, Errno, Handle, Ino, Input, IoRange, LockOwner, OFlags, Output, Result, SessionId, SetAttr, openable,
+};
+use ferry_wire::ninep::{Reply, Request};
+
+use crate::cache::{CachedFile, ErrorCursor};
+use crate::client::Shared;
+use crate::inode::Inode;
+use crate::line::{Fail, Outcome, Outgoing, lock};
+use crate::options::Cache;
+use crate::session::{Held, Session};
+
+/// What servers want to have room for beside the data: Plan 9's `IOHDRSZ`. The heads are shorter, but diod refuses to list
+/// into more.
+pub(crate) const HEAD_BYTES: usize = 24;
+/// Transfers are whole pages where the message has room for them.
+const PAGE_BYTES: usize = 4096;
+
+/// An open fid.
+#[derive(Clone, Debug)]
+struct OpenFid {
+    held: Arc<Held>,
+    can_read: bool,
+}
+
+/// The open fids of a file, and who uses them.
+#[derive(Debug, Default)]
+pub(crate) struct Io {
+    reads: Option<OpenFid>,
+    writes: Option<OpenFid>,
+    readers: usize,
+    writers: usize,
+    /// The session of the earliest write that no fsync was answered for yet.
+    unsynced: Option<u64>,
+    /// Locks were lost together with a connection: nobody may go on as if he had them.
+    pub(crate) lost_locks: bool,
+}
+
+/// An open file of a client.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub(crate) inode: Arc<Inode>,
+    reads: bool,
+    writes: bool,
+    /// Who locked something by it.
+    pub(crate) owners: Mutex<Vec<LockOwner>>,
+    /// Which errors of write-behind it was told of.
+    pub(crate) errors: Option<ErrorCursor>,
+}
+
+/// How a file is opened.
+#[derive(Clone, Copy, Debug)]
+struct Access {
+    reads: bool,
+    writes: bool,
+}
+
+impl Access {
+    fn of(flags: OFlags) -> Self {
+        let writes = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
+        Self { reads: !flags.contains(OFlags::WRONLY), writes }
+    }
+}
+
+impl Opened {
+    fn new(inode: &Arc<Inode>, access: Access) -> Self {
+        let Access { reads, writes } = access;
+        Self { inode: Arc::clone(inode), reads, writes, owners: Mutex::default(), errors: None }
+    }
+}
+
+impl Io {
+    fn add(&mut self, access: Access) {
+        self.readers += usize::from(access.reads);
+        self.writers += usize::from(access.writes);
+    }
+
+    /// Takes an open file out; answers whether it was the last.
+    fn remove(&mut self, opened: &Opened) -> bool {
+        self.readers -= usize::from(opened.reads);
+        self.writers -= usize::from(opened.writes);
+        if self.readers + self.writers == 0 {
+            let unsynced = self.unsynced;
+            *self = Self { unsynced, ..Self::default() };
+        } else if self.writers == 0 && self.reads.is_some() {
+            self.writes = None;
+        } else if self.readers == 0 && self.writes.is_some() {
+            self.reads = None;
+        }
+        self.readers + self.writers == 0
+    }
+
+    fn reading(&self, session: &Session) -> Option<Arc<Held>> {
+        let reads = self.reads.iter().chain(self.writes.iter().filter(|open| open.can_read));
+        reads.map(|open| &open.held).find(|held| held.is_of(session)).map(Arc::clone)
+    }
+
+    fn writing(&self, session: &Session) -> Option<Arc<Held>> {
+        self.writes.iter().map(|open| &open.held).find(|held| held.is_of(session)).map(Arc::clone)
+    }
+
+    fn any(&self, session: &Session) -> Option<Arc<Held>> {
+        self.writing(session).or_else(|| self.reading(session))
+    }
+}
+
+/// Opens a fid of the file, with `O_TRUNC` if that is in `flags`.
+fn open_fid(shared: &Shared, session: &Arc<Session>, inode: &Inode, flags: OFlags) -> Outcome<Arc<Held>> {
+    let path = inode.fid(session, &shared.link.options)?;
+    let held = session.clone_of(path.fid())?;
+    session.tell(&Request::Open { fid: held.fid(), flags })?;
+    Ok(held)
+}
+
+/// Opens for writing: for reading as well where the server lets us, for half-written pages.
+fn open_writing(shared: &Shared, session: &Arc<Session>, inode: &Inode, truncate: OFlags) -> Outcome<OpenFid> {
+    match open_fid(shared, session, inode, OFlags::RDWR | truncate) {
+        Ok(held) => Ok(OpenFid { held, can_read: true }),
+        Err(Fail::Errno(Errno::ACCESS | Errno::PERM)) => {
+            let held = open_fid(shared, session, inode, OFlags::WRONLY | truncate)?;
+            Ok(OpenFid { held, can_read: false })
+        }
+        Err(fail) => Err(fail),
+    }
+}
+
+impl Inode {
+    /// The fid to read by.
+    fn reading(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
+        let mut io = lock(&self.io);
+        if let Some(held) = io.reading(session) {
+            return Ok(held);
+        }
+        let held = open_fid(shared, session, self, OFlags::RDONLY)?;
+        io.reads = Some(OpenFid { held: Arc::clone(&held), can_read: true });
+        Ok(held)
+    }
+
+    /// The fid to write by.
+    fn writing(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
+        let mut io = lock(&self.io);
+        if let Some(held) = io.writing(session) {
+            return Ok(held);
+        }
+        let open = open_writing(shared, session, self, OFlags::empty())?;
+        let held = Arc::clone(&open.held);
+        io.writes = Some(open);
+        Ok(held)
+    }
+
+    /// A fid that is open, whatever for.
+    pub(crate) fn open_fid(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
+        let (open, is_written) = {
+            let io = lock(&self.io);
+            (io.any(session), io.writers > 0)
+        };
+        match open {
+            Some(held) => Ok(held),
+            // A lock for writing wants a fid for writing.
+            None => self.fid_for(shared, session, !is_written),
+        }
+    }
+
+    /// The fid to read or to write by.
+    pub(crate) fn fid_for(&self, shared: &Shared, session: &Arc<Session>, reads: bool) -> Outcome<Arc<Held>> {
+        if reads { self.reading(shared, session) } else { self.writing(shared, session) }
+    }
+
+    /// The fid to read by, if it is there.
+    pub(crate) fn is_reading(&self, session: &Session) -> Option<Arc<Held>> {
+        lock(&self.io).reading(session)
+    }
+
+    /// The fid to write by, if it is there.
+    pub(crate) fn is_writing(&self, session: &Session) -> Option<Arc<Held>> {
+        lock(&self.io).writing(session)
+    }
+
+    /// A fid that is open already, if there is one.
+    pub(crate) fn opened_fid(&self, session: &Session) -> Option<Arc<Held>> {
+        lock(&self.io).any(session)
+    }
+
+    /// Adds an open file to those that share the fids, which are opened if need be.
+    fn open(self: &Arc<Self>, shared: &Shared, session: &Arc<Session>, flags: OFlags) -> Outcome<Opened> {
+        let access = Access::of(flags);
+        let truncate = flags & OFlags::TRUNC;
+        let mut io = lock(&self.io);
+        let mut is_truncated = truncate.is_empty();
+        if access.writes && io.writing(session).is_none() {
+            io.writes = Some(open_writing(shared, session, self, truncate)?);
+            is_truncated = true;
+        } else if !access.writes && io.reading(session).is_none() {
+            let held = open_fid(shared, session, self, OFlags::RDONLY | truncate)?;
+            io.reads = Some(OpenFid { held, can_read: true });
+            is_truncated = true;
+        }
+        if !is_truncated {
+            let fid = io.any(session).ok_or(Fail::Errno(Errno::IO))?;
+            let set = SetAttr { size: Some(0), ..SetAttr::default() };
+            session.tell(&Request::Setattr { fid: fid.fid(), set, ctime: false })?;
+        }
+        io.add(access);
+        Ok(Opened::new(self, access))
+    }
+
+    /// Adds an open file whose fid there is already: the file was just made by it.
+    pub(crate) fn made(self: &Arc<Self>, held: Arc<Held>, flags: OFlags) -> Opened {
+        let access = Access::of(flags);
+        let open = OpenFid { held, can_read: access.reads };
+        let mut io = lock(&self.io);
+        let place = if access.writes { &mut io.writes } else { &mut io.reads };
+        let old = place.replace(open);
+        io.add(access);
+        drop(io);
+        drop(old);
+        Opened::new(self, access)
+    }
+}
+
+impl Shared {
+    /// The most data in one message, in bytes.
+    pub(crate) fn message_bytes(session: &Session) -> usize {
+        let room = session.msize().saturating_sub(HEAD_BYTES);
+        if room > PAGE_BYTES { room - room % PAGE_BYTES } else { room }
+    }
+
+    pub(crate) fn open(self: &Arc<Self>, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        let inode = self.inodes.get(ino)?;
+        openable(inode.kind)?;
+        let cut = inode.cached().filter(|_| flags.contains(OFlags::TRUNC)).is_some();
+        let now = if cut { flags - OFlags::TRUNC } else { flags };
+        let mut opened = self.link.again(|session| inode.open(self, session, now))?;
+        let begun = if cut { self.truncate(&inode, 0) } else { self.revalidate(&inode) };
+        if let Err(errno) = begun {
+            lock(&inode.io).remove(&opened);
+            return Err(errno);
+        }
+        opened.errors = inode.cached().map(|file| file.error_cursor());
+        self.files.insert(cx.session, ino, opened)
+    }
+
+    /// What is kept of a file is forgotten if the file has changed since it was looked at (close-to-open).
+    fn revalidate(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
+        if self.cache.is_none() {
+            return Ok(());
+        }
+        let told = inode.stamp();
+        let attr = self.getattr_of(inode)?;
+        let Some(file) = inode.cache(self, attr.size) else { return Ok(()) };
+        let stamp = inode.stamp();
+        let before = std::mem::replace(&mut *lock(&inode.valid), stamp);
+        if self.link.options.cache == Cache::Always {
+            return Ok(());
+        }
+        if told != stamp {
+            // Who opens is to see where the file ends now, though his kernel has just been told otherwise.
+            self.changes.publish(SessionId::default(), || Change::Attr { ino: inode.ino });
+        }
+        if before != stamp {
+            file.invalidate(0..u64::MAX);
+        }
+        Ok(())
+    }
+
+    /// Changes the size of a file.
+    pub(crate) fn truncate(&self, inode: &Inode, size: u64) -> Result<()> {
+        let set = SetAttr { size: Some(size), ..SetAttr::default() };
+        let at_server = || {
+            self.link.again(|session| {
+                self.by_any_fid(session, inode, |fid| {
+                    session.tell(&Request::Setattr { fid: fid.fid(), set, ctime: false })
+                })
+            })
+        };
+        match inode.cached() {
+            Some(file) => file.truncate(size, at_server),
+            None => at_server(),
+        }
+    }
+
+    /// The cache of an open file, unless it is to be left out; what it holds is written then.
+    fn cached<'a>(&self, opened: &'a Opened, at: &IoRange) -> Option<&'a Arc<CachedFile>> {
+        let file = opened.inode.cached()?;
+        if at.flags.contains(OFlags::DIRECT) {
+            file.write_out();
+            return None;
+        }
+        Some(file)
+    }
+
+    pub(crate) fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        if let Ok(opened) = self.files.remove(cx.session, ino, handle) {
+            self.write_back(&opened);
+            self.release_locks(&opened, handle);
+            let is_last = lock(&opened.inode.io).remove(&opened);
+            if let Some(file) = opened.inode.cached().filter(|_| is_last) {
+                file.let_go();
+            }
+        }
+    }
+
+    /// Writes what is written behind; clients have asked for that by a flush, unless they have vanished.
+    fn write_back(&self, opened: &Opened) {
+        if let Some(file) = opened.inode.cached().filter(|file| file.is_dirty())
+            && let Some(errors) = &opened.errors
+            && let Err(errno) = file.flush(errors)
+        {
+            tracing::error!("data of a file that was closed cannot be written: {errno}");
+        }
+    }
+
+    /// Writes what was written by a handle, and tells errors of that.
+    pub(crate) fn flush(&self, opened: &Opened) -> Result<()> {
+        match (opened.inode.cached(), &opened.errors) {
+            (Some(file), Some(errors)) => file.flush(errors),
+            _ => Ok(()),
+        }
+    }
+
+    fn opened(&self, cx: &Caller<'_>, at: &IoRange) -> Result<Arc<Opened>> {
+        let opened = self.files.get(cx.session, at.ino, at.handle)?;
+        if lock(&opened.inode.io).lost_locks { Err(Errno::IO) } else { Ok(opened) }
+    }
+
+    pub(crate) fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<usize> {
+        let opened = self.opened(cx, at)?;
+        if let Some(file) = self.cached(&opened, at) {
+            return file.read(at.offset, at.len as usize, out);
+        }
+        let end = at.offset.saturating_add(at.len.into());
+        let mut done = at.offset;
+        while done < end {
+            let read = self.link.again(|session| self.read_some(session, &opened.inode, done, end))?;
+            let mut put = 0;
+            let mut ended = false;
+            for (buffer, count) in &read {
+                put += out.put(buffer.get(..*count).unwrap_or_default());
+                ended |= *count == 0;
+                if *count < buffer.len() {
+                    break;
+                }
+            }
+            done += put as u64;
+            if ended || put == 0 || self.ends_at(&opened.inode, done) {
+                break;
+            }
+        }
+        usize::try_from(done - at.offset).map_err(|_| Errno::IO)
+    }
+
+    /// Whether the file ends here, as far as the server told: a short read here needs no other one that brings nothing.
+    fn ends_at(&self, inode: &Inode, offset: u64) -> bool {
+        matches!(&*lock(&inode.seen), Some((_, attr)) if attr.size == offset)
+    }
+
+    /// Reads a range by several messages at a time.
+    fn read_some(&self, session: &Arc<Session>, inode: &Inode, from: u64, to: u64) -> Outcome<Vec<(Vec<u8>, usize)>> {
+        let held = inode.reading(self, session)?;
+        let piece = Self::message_bytes(session) as u64;
+        let starts = std::iter::successors(Some(from), |at| at.checked_add(piece)).take_while(|at| *at < to);
+        let requests = starts.map(|at| {
+            let bytes = usize::try_from(piece.min(to - at)).unwrap_or(0);
+            Outgoing::read(held.fid(), at, vec![0; bytes])
+        });
+        let mut read = Vec::new();
+        let mut failed = None;
+        for ticket in session.send(requests.collect()) {
+            let message = ticket.wait(session).and_then(|message| match message.buffer {
+                Some(buffer) if message.bytes.is_empty() => Ok((buffer, message.count)),
+                _ => session.take(&message, |_| None),
+            });
+            match message {
+                Ok(piece) if failed.is_none() => read.push(piece),
+                Err(fail) => failed = failed.or(Some(fail)),
+                Ok(_) => {}
+            }
+        }
+        match failed {
+            // What came before the error is told first.
+            Some(fail) if read.is_empty() => Err(fail),
+            _ => Ok(read),
+        }
+    }
+
+    pub(crate) fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
+        let opened = self.opened(cx, at)?;
+        at.end()?;
+        let inode = &opened.inode;
+        if at.clear_privileges {
+            self.clear_privileges(inode)?;
+        }
+        if let Some(file) = self.cached(&opened, at) {
+            return file.write(at.offset, at.len as usize, input);
+        }
+        let mut data = vec![0; at.len as usize];
+        let count = input.take(&mut data);
+        data.truncate(count);
+        let mut done = 0;
+        while done < data.len() {
+            let offset = at.offset + done as u64;
+            match self.link.again(|session| self.write_some(session, inode, offset, &data[done..])) {
+                Ok(0) if done == 0 => return Err(Errno::IO),
+                Ok(0) => break,
+                Ok(count) => done += count,
+                Err(errno) if done == 0 => return Err(errno),
+                // What was written is told; what was not will be tried again, and tell the error.
+                Err(_) => break,
+            }
+        }
+        if let Some(file) = inode.cached() {
+            file.invalidate(at.offset..at.offset + done as u64);
+            self.getattr_of(inode)?;
+        }
+        Ok(done)
+    }
+
+    /// Writes by several messages at a time; answers how much was written from the beginning on.
+    fn write_some(&self, session: &Arc<Session>, inode: &Inode, offset: u64, data: &[u8]) -> Outcome<usize> {
+        let held = inode.writing(self, session)?;
+        lock(&inode.io).unsynced.get_or_insert(session.serial);
+        let pieces = data.chunks(Self::message_bytes(session));
+        let lengths: Vec<usize> = pieces.clone().map(<[u8]>::len).collect();
+        let mut at = offset;
+        let requests = pieces.map(|piece| {
+            let request = Outgoing::write(held.fid(), at, piece.to_vec());
+            at += piece.len() as u64;
+            request
+        });
+        let (mut done, mut failed, mut goes_on) = (0, None, true);
+        for (ticket, length) in session.send(requests.collect()).into_iter().zip(lengths) {
+            let count = ticket.wait(session).and_then(|message| {
+                session.take(&message, |reply| match reply {
+                    Reply::Write { bytes } => usize::try_from(bytes).ok().filter(|count| *count <= length),
+                    _ => None,
+                })
+            });
+            match count {
+                Ok(count) if goes_on => {
+                    done += count;
+                    goes_on = count == length;
+                }
+                Ok(_) => {}
+                Err(fail) => {
+                    goes_on = false;
+                    failed = failed.or(Some(fail));
+                }
+            }
+        }
+        match failed {
+            Some(fail) if done == 0 => Err(fail),
+            _ => Ok(done),
+        }
+    }
+
+    pub(crate) fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<()> {
+        let opened = self.files.get(cx.session, ino, handle)?;
+        if let (Some(file), Some(errors)) = (opened.inode.cached(), &opened.errors) {
+            file.fsync(errors)?;
+            // Some may have been written past the cache.
+            if lock(&opened.inode.io).unsynced.is_none() {
+                return Ok(());
+            }
+        }
+        self.sync(&opened.inode, data_only)
+    }
+
+    /// Makes what was written durable. What was written by an earlier connection may be gone together with its server, and
+    /// nobody can tell.
+    pub(crate) fn sync(&self, inode: &Inode, data_only: bool) -> Result<()> {
+        let unsynced = lock(&inode.io).unsynced.take();
+        let outcome = self.link.again(|session| {
+            let held = inode.open_fid(self, session)?;
+            session.tell(&Request::Fsync { fid: held.fid(), data_only })?;
+            Ok(session.serial)
+        });
+        match (outcome, unsynced) {
+            (Ok(now), Some(then)) if then < now => {
+                tracing::error!("a file's data may be lost: its server was started anew before they were durable");
+                Err(Errno::IO)
+            }
+            (Ok(_), _) => Ok(()),
+            (Err(errno), unsynced) => {
+                let mut io = lock(&inode.io);
+                io.unsynced = unsynced.or(io.unsynced);
+                Err(errno)
+            }
+        }
+    }
+
+    /// Makes the names in a directory durable.
+    pub(crate) fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<()> {
+        let dir = self.dirs.get(cx.session, ino, handle)?;
+        self.link.again(|session| {
+            let fid = dir.fid(self, session)?;
+            session.tell(&Request::Fsync { fid: fid.fid(), data_only })
+        })
+    }
+
+    /// Makes everything durable that is open.
+    pub(crate) fn syncfs(&self) -> Result<()> {
+        if let Some(cache) = &self.cache {
+            cache.sync_all();
+        }
+        let mut outcome = Ok(());
+        for inode in self.inodes.all() {
+            let is_open = { lock(&inode.io).unsynced.is_some() };
+            if is_open {
+                outcome = outcome.and(self.sync(&inode, false));
+            }
+        }
+        outcome
+    }
+}

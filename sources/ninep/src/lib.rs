@@ -1,0 +1,128 @@
+//! The source "remote 9P server": a 9P2000.L client that merges neighbouring pages into long messages and keeps several
+//! of them under way.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use ferry_remote::{Client, Options, Tcp};
+//!
+//! let server = Tcp { host: "files.example".into(), port: 564 };
+//! let source = Client::connect(Arc::new(server), Options::default())?;
+//! // From here on it is a `ferry_vfs::FileSystem` as any other.
+//! # Ok::<(), ferry_remote::Error>(())
+//! ```
+//!
+//! # How it is put together
+//!
+//! * `transport`: how a server is reached; `line`: one connection, requests out and replies in; `session`: what Tversion
+//!   begins on it, users and fids; `link`: the way to the server, which outlives connections;
+//! * `inode`: files, each with its fid and the place where it was found; `file`, `names`, `listing`, `xattr`, `locks`: the
+//!   requests;
+//! * [`cache`]: the bytes of files, read ahead and written behind.
+//!
+//! # When the connection is lost
+//!
+//! It is made anew, however long that takes, and requests wait for it for [`Options::patience`]. Fids are found again by
+//! the names that led to them, and must be the same file (`ESTALE` else); open files are opened again, locks taken again.
+//! Requests that were under way are made again if that comes to the same; where it does not (making, linking, renaming,
+//! removing) whoever asked gets `EIO`, for nobody knows whether it was done. A write that no fsync was answered for may be
+//! lost together with the server: the next fsync says so.
+//!
+//! # Whom it trusts
+//!
+//! The server with the files; not with this process. Replies are decoded with every length checked, and one that breaks the
+//! protocol ends the connection. Permissions are checked by the client's kernel; the server sees one user
+//! ([`Options::uid`]), but for new files, which are made as whoever makes them.
+#![forbid(unsafe_code)]
+
+pub mod cache;
+mod client;
+mod data;
+mod file;
+mod fs;
+mod inode;
+mod line;
+mod link;
+mod listing;
+mod locks;
+mod names;
+mod options;
+mod session;
+#[cfg(feature = "tls")]
+mod tls;
+mod transport;
+mod xattr;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+
+use client::Shared;
+pub use options::{Cache, Error, Options};
+#[cfg(feature = "tls")]
+pub use tls::{Tls, TlsError};
+pub use transport::{Stream, Tcp, Transport, Unix, Vsock};
+
+/// Messages are at least as long as the protocol's longest short ones, and at most what this client fills.
+const MSIZE: std::ops::RangeInclusive<u32> = ferry_wire::ninep::MSIZE_MIN..=64 << 20;
+/// Tags are 16 bits, and some are for locks.
+const DEPTH: std::ops::RangeInclusive<usize> = 1..=4096;
+
+/// What a client has done, and holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Requests sent so far.
+    pub messages: u64,
+    /// The most requests that were under way at a time.
+    pub in_flight_max: usize,
+    /// Files that are referred to.
+    pub inodes: usize,
+    /// Open files and directories.
+    pub handles: usize,
+}
+
+/// A 9P server's tree as a file system.
+#[derive(Debug)]
+pub struct Client {
+    shared: Arc<Shared>,
+    keeper: Option<JoinHandle<()>>,
+}
+
+impl Client {
+    /// Connects to a server and attaches to its tree.
+    ///
+    /// # Errors
+    /// [`Error`]: it cannot be reached, is no server of 9P2000.L, or does not let this user attach.
+    pub fn connect(transport: Arc<dyn Transport>, options: Options) -> Result<Self, Error> {
+        let bad = |what, value: u64, min: u64, max: u64| Err(Error::Option { what, value, min, max });
+        if !MSIZE.contains(&options.msize) {
+            return bad("msize", options.msize.into(), (*MSIZE.start()).into(), (*MSIZE.end()).into());
+        }
+        if !DEPTH.contains(&options.depth) {
+            return bad("depth", options.depth as u64, *DEPTH.start() as u64, *DEPTH.end() as u64);
+        }
+        let shared = Shared::new(transport, options)?;
+        let keeper = shared.keep().inspect_err(|_| shared.link.end()).map_err(Error::Threads)?;
+        Ok(Self { shared, keeper: Some(keeper) })
+    }
+
+    /// What it has done so far, and what it holds.
+    pub fn usage(&self) -> Usage {
+        let Shared { link, inodes, files, dirs, .. } = &*self.shared;
+        Usage {
+            messages: link.counts.messages.load(Ordering::Relaxed),
+            in_flight_max: link.counts.in_flight_max.load(Ordering::Relaxed),
+            inodes: inodes.len(),
+            handles: files.len() + dirs.len(),
+        }
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.shared.link.end();
+        if let Some(keeper) = self.keeper.take() {
+            // It has nothing to say; it is only waited for so that nothing of it is left.
+            drop(keeper.join());
+        }
+    }
+}

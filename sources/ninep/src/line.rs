@@ -1,0 +1,416 @@
+//! One connection to a server: requests out, replies in, each to whoever waits for it.
+//!
+//! Callers send their requests themselves, under a lock that is held only for that, and sleep until the connection's
+//! reader wakes them with the reply. What nobody sleeps for (the cache's transfers, clunks, locks) goes through a queue that
+//! the connection's sender empties: the reader must never send, or it and the server could wait for each other to
+//! read. A server that breaks the protocol in any way loses the connection.
+
+mod pending;
+mod threads;
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferry_vfs::Errno;
+use ferry_wire::ninep::{Fid, Reply, Request, Tag, WRITE_HEAD_BYTES, kind};
+
+pub(crate) use pending::{Answer, Message, Wake};
+use pending::{Pending, Table};
+
+use crate::options::Options;
+use crate::transport::Stream;
+
+/// Locks that are waited for at a time. They do not count among the requests under way, for they may take for ever.
+const PARKED_MAX: usize = 4096;
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Why a request failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fail {
+    /// The server says so, or this client.
+    Errno(Errno),
+    /// The connection was lost.
+    Lost {
+        /// Asking again does no harm: it was not sent, or comes to the same when done twice.
+        harmless: bool,
+    },
+}
+
+impl From<Errno> for Fail {
+    fn from(errno: Errno) -> Self {
+        Self::Errno(errno)
+    }
+}
+
+pub(crate) type Outcome<T> = Result<T, Fail>;
+
+/// Whether a request may be sent again when nobody knows what became of it.
+fn is_harmless(request_kind: u8) -> bool {
+    !matches!(
+        request_kind,
+        kind::TLCREATE
+            | kind::TSYMLINK
+            | kind::TMKNOD
+            | kind::TRENAME
+            | kind::TLINK
+            | kind::TMKDIR
+            | kind::TRENAMEAT
+            | kind::TUNLINKAT
+            | kind::TREMOVE
+    )
+}
+
+/// A request as bytes. The data of a Twrite stay where they are.
+#[derive(Debug)]
+pub(crate) struct Outgoing {
+    kind: u8,
+    head: Vec<u8>,
+    /// The buffer to read into, or to write from.
+    buffer: Option<Vec<u8>>,
+}
+
+impl Outgoing {
+    pub(crate) fn new(request: &Request<'_>) -> Self {
+        let mut head = Vec::with_capacity(64);
+        request.encode(Tag(0), &mut head);
+        Self { kind: request.kind(), head, buffer: None }
+    }
+
+    /// Reads into a buffer as long as what is asked for.
+    pub(crate) fn read(fid: Fid, offset: u64, buffer: Vec<u8>) -> Self {
+        let bytes_max = u32::try_from(buffer.len()).unwrap_or(u32::MAX);
+        Self { buffer: Some(buffer), ..Self::new(&Request::Read { fid, offset, bytes_max }) }
+    }
+
+    /// Writes a buffer.
+    pub(crate) fn write(fid: Fid, offset: u64, buffer: Vec<u8>) -> Self {
+        let mut new = Self::new(&Request::Write { fid, offset, data: b"" });
+        let count = u32::try_from(buffer.len()).unwrap_or(u32::MAX);
+        let size = u32::try_from(WRITE_HEAD_BYTES).unwrap_or(u32::MAX).saturating_add(count);
+        new.head[..4].copy_from_slice(&size.to_le_bytes());
+        new.head[WRITE_HEAD_BYTES - 4..].copy_from_slice(&count.to_le_bytes());
+        Self { buffer: Some(buffer), ..new }
+    }
+
+    fn set_tag(&mut self, tag: u16) {
+        // Tversion has a tag of its own (version(5)).
+        let tag = if self.kind == kind::TVERSION { Tag::NONE.0 } else { tag };
+        self.head[5..7].copy_from_slice(&tag.to_le_bytes());
+    }
+
+    fn data(&self) -> &[u8] {
+        match &self.buffer {
+            Some(buffer) if self.kind == kind::TWRITE => buffer,
+            _ => &[],
+        }
+    }
+}
+
+/// What a connection has done so far.
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    pub(crate) messages: AtomicU64,
+    pub(crate) in_flight_max: AtomicUsize,
+}
+
+/// See the module.
+pub(crate) struct Line {
+    pub(crate) msize: AtomicU32,
+    pub(crate) counts: Arc<Counts>,
+    depth: usize,
+    timeout: Duration,
+    state: Mutex<State>,
+    /// Somebody can send, or the line is broken.
+    room: Condvar,
+    /// There is something in the queue, or the line is broken.
+    work: Condvar,
+    writer: Mutex<Box<dyn Write + Send>>,
+    hang_up: Box<dyn Fn() + Send + Sync>,
+    fids: Mutex<Fids>,
+}
+
+#[derive(Default)]
+struct State {
+    table: Table,
+    queue: VecDeque<(Outgoing, Wake)>,
+    broken: Option<String>,
+}
+
+#[derive(Debug, Default)]
+struct Fids {
+    next: u32,
+    free: Vec<u32>,
+}
+
+impl std::fmt::Debug for Line {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Line").field("msize", &self.msize).finish_non_exhaustive()
+    }
+}
+
+/// A reply that somebody waits for.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    slot: Arc<(Mutex<Option<Answer>>, Condvar)>,
+    harmless: bool,
+}
+
+impl Ticket {
+    fn new(request_kind: u8) -> (Self, Wake) {
+        let slot: Arc<(Mutex<Option<Answer>>, Condvar)> = Arc::default();
+        let other = Arc::clone(&slot);
+        let wake = Box::new(move |answer| {
+            *lock(&other.0) = Some(answer);
+            other.1.notify_one();
+        });
+        (Self { slot, harmless: is_harmless(request_kind) }, wake)
+    }
+
+    /// Waits for the reply. When it does not come in time, the connection is given up.
+    pub(crate) fn wait(self, line: &Line) -> Outcome<Message> {
+        let slot = lock(&self.slot.0);
+        let waits = |slot: &mut Option<Answer>| slot.is_none();
+        let (mut slot, _) =
+            self.slot.1.wait_timeout_while(slot, line.timeout, waits).unwrap_or_else(PoisonError::into_inner);
+        if slot.is_none() {
+            drop(slot);
+            line.is_late();
+            // Its end wakes all who wait: at once, or when the write that is under way has failed.
+            slot = lock(&self.slot.0);
+            slot = self.slot.1.wait_while(slot, |slot| slot.is_none()).unwrap_or_else(PoisonError::into_inner);
+        }
+        match slot.take() {
+            Some(Answer::Message(message)) => Ok(message),
+            Some(Answer::Lost { sent, .. }) => Err(Fail::Lost { harmless: !sent || self.harmless }),
+            None => Err(Fail::Errno(Errno::IO)),
+        }
+    }
+}
+
+impl Line {
+    /// Starts a line's threads.
+    pub(crate) fn start(stream: Stream, options: &Options, counts: Arc<Counts>) -> io::Result<Arc<Self>> {
+        let line = Arc::new(Self {
+            msize: AtomicU32::new(options.msize),
+            counts,
+            depth: options.depth,
+            timeout: options.timeout,
+            state: Mutex::default(),
+            room: Condvar::new(),
+            work: Condvar::new(),
+            writer: Mutex::new(stream.writer),
+            hang_up: stream.hang_up,
+            fids: Mutex::default(),
+        });
+        threads::start(&line, stream.reader)?;
+        Ok(line)
+    }
+
+    /// Sends requests one after the other, without waiting in between.
+    pub(crate) fn send(&self, requests: Vec<Outgoing>) -> Vec<Ticket> {
+        requests.into_iter().map(|request| self.send_one(request)).collect()
+    }
+
+    /// Sends a request; waits for a place among those under way if need be.
+    pub(crate) fn send_one(&self, request: Outgoing) -> Ticket {
+        let (ticket, wake) = Ticket::new(request.kind);
+        self.send_waking(request, wake);
+        ticket
+    }
+
+    /// The same, and has `wake` called with the answer, by any thread; it must not wait. Not for such calls themselves.
+    pub(crate) fn send_waking(&self, mut request: Outgoing, wake: Wake) {
+        let mut state = lock(&self.state);
+        while state.broken.is_none() && state.table.in_flight() >= self.depth {
+            state = self.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.broken.is_some() {
+            drop(state);
+            return wake(Answer::Lost { sent: false, buffer: request.buffer.take() });
+        }
+        let tag = self.register(&mut state, &mut request, wake, true);
+        drop(state);
+        self.write(tag, request);
+    }
+
+    /// Has a request sent that nobody sleeps for; `wake` is called by the reader and must not wait.
+    pub(crate) fn send_later(&self, request: Outgoing, wake: Wake) {
+        let mut state = lock(&self.state);
+        if state.broken.is_some() {
+            drop(state);
+            return wake(Answer::Lost { sent: false, buffer: request.buffer });
+        }
+        state.queue.push_back((request, wake));
+        drop(state);
+        self.work.notify_one();
+    }
+
+    /// Sends a request that may take for ever; answers its tag for [`Self::give_up`].
+    pub(crate) fn park(&self, mut request: Outgoing, wake: Wake) -> Result<Tag, Errno> {
+        let mut state = lock(&self.state);
+        if state.broken.is_some() {
+            drop(state);
+            wake(Answer::Lost { sent: false, buffer: None });
+            return Ok(Tag::NONE);
+        }
+        if state.table.parked() >= PARKED_MAX {
+            return Err(Errno::NOLCK);
+        }
+        let tag = self.register(&mut state, &mut request, wake, false);
+        drop(state);
+        self.write(tag, request);
+        Ok(Tag(tag))
+    }
+
+    /// Tells the server that the answer to a parked request is not wanted any more. If it comes all the same, before the
+    /// server has heard of this, its waker is called as ever.
+    pub(crate) fn give_up(self: &Arc<Self>, tag: Tag) {
+        let line = Arc::clone(self);
+        self.send_later(
+            Outgoing::new(&Request::Flush { old: tag }),
+            Box::new(move |answer| {
+                if let Answer::Message(_) = answer {
+                    line.flushed(tag);
+                }
+            }),
+        );
+    }
+
+    /// The server has forgotten a request (flush(5)): its tag is free again.
+    fn flushed(&self, tag: Tag) {
+        let pending = lock(&self.state).table.remove(tag.0);
+        if let Some(pending) = pending {
+            (pending.wake)(Answer::Message(Message::flushed()));
+        }
+    }
+
+    fn register(&self, state: &mut State, request: &mut Outgoing, wake: Wake, counted: bool) -> u16 {
+        let buffer = if request.kind == kind::TREAD { request.buffer.take() } else { None };
+        let tag = state.table.insert(Pending::new(request.kind, buffer, wake, counted));
+        request.set_tag(tag);
+        self.counts.messages.fetch_add(1, Ordering::Relaxed);
+        self.counts.in_flight_max.fetch_max(state.table.in_flight(), Ordering::Relaxed);
+        tag
+    }
+
+    /// Writes a request that is registered.
+    fn write(&self, tag: u16, request: Outgoing) {
+        let outcome = {
+            let mut writer = lock(&self.writer);
+            writer
+                .write_all(&request.head)
+                .and_then(|()| writer.write_all(request.data()))
+                .and_then(|()| writer.flush())
+        };
+        let mut state = lock(&self.state);
+        let answered = state.table.sent(tag, request.buffer);
+        drop(state);
+        if let Some((wake, answer)) = answered {
+            self.room.notify_one();
+            self.work.notify_one();
+            wake(answer);
+        }
+        if let Err(error) = outcome {
+            self.fail(&format!("a request cannot be sent: {error}"));
+        }
+    }
+
+    /// Whether the connection is lost.
+    pub(crate) fn is_broken(&self) -> bool {
+        lock(&self.state).broken.is_some()
+    }
+
+    /// Why the connection is lost.
+    pub(crate) fn why_broken(&self) -> Option<String> {
+        lock(&self.state).broken.clone()
+    }
+
+    /// Ends the connection; whoever waits for a reply is told.
+    pub(crate) fn fail(&self, reason: &str) {
+        let mut state = lock(&self.state);
+        if state.broken.is_some() {
+            return;
+        }
+        state.broken = Some(reason.to_owned());
+        let (pending, queue) = (state.table.lose(), std::mem::take(&mut state.queue));
+        drop(state);
+        (self.hang_up)();
+        self.room.notify_all();
+        self.work.notify_all();
+        for pending in pending {
+            (pending.wake)(Answer::Lost { sent: true, buffer: pending.buffer });
+        }
+        for (request, wake) in queue {
+            wake(Answer::Lost { sent: false, buffer: request.buffer });
+        }
+    }
+
+    /// Ends the connection if the server has not answered some request for too long.
+    pub(crate) fn check(&self) {
+        let oldest = lock(&self.state).table.oldest();
+        if oldest.is_some_and(|since| Instant::now().duration_since(since) >= self.timeout) {
+            self.is_late();
+        }
+    }
+
+    fn is_late(&self) {
+        self.fail(&format!("it has not answered a request for {} s", self.timeout.as_secs_f32()));
+    }
+
+    /// Asks, and passes the reply to `take`.
+    pub(crate) fn ask<T>(&self, request: &Request<'_>, take: impl FnOnce(Reply<'_>) -> Option<T>) -> Outcome<T> {
+        let message = self.send_one(Outgoing::new(request)).wait(self)?;
+        self.take(&message, take)
+    }
+
+    /// Asks for what is only done.
+    pub(crate) fn tell(&self, request: &Request<'_>) -> Outcome<()> {
+        self.ask(request, |_| Some(()))
+    }
+
+    /// What a reply says. One that is not understood is the end of the connection.
+    pub(crate) fn take<T>(&self, message: &Message, take: impl FnOnce(Reply<'_>) -> Option<T>) -> Outcome<T> {
+        let flaw = match Reply::decode(&message.bytes) {
+            Ok((_, Reply::Error(errno))) => return Err(Fail::Errno(errno)),
+            Ok((_, reply)) => match take(reply) {
+                Some(taken) => return Ok(taken),
+                None => "a reply says what cannot be".to_owned(),
+            },
+            Err(flaw) => flaw.to_string(),
+        };
+        self.fail(&flaw);
+        Err(Fail::Errno(Errno::IO))
+    }
+
+    /// A number for a fid that the server does not know yet.
+    pub(crate) fn new_fid(&self) -> Fid {
+        let mut fids = lock(&self.fids);
+        Fid(fids.free.pop().unwrap_or_else(|| {
+            fids.next = fids.next.wrapping_add(1) % u32::MAX;
+            fids.next
+        }))
+    }
+
+    /// The server does not know this fid any more, or never did.
+    pub(crate) fn free_fid(&self, fid: Fid) {
+        lock(&self.fids).free.push(fid.0);
+    }
+
+    /// Ends a fid some time.
+    pub(crate) fn clunk_later(self: &Arc<Self>, fid: Fid) {
+        let line = Arc::clone(self);
+        let free = Box::new(move |answer| {
+            // Whatever it answers, the server has forgotten the fid (clunk(5)).
+            if let Answer::Message(_) = answer {
+                line.free_fid(fid);
+            }
+        });
+        self.send_later(Outgoing::new(&Request::Clunk { fid }), free);
+    }
+}

@@ -1,0 +1,201 @@
+//! Requests under way, by their tags.
+
+use std::time::Instant;
+
+/// What is called with the answer to a request.
+pub(crate) type Wake = Box<dyn FnOnce(Answer) + Send>;
+
+/// What became of a request.
+#[derive(Debug)]
+pub(crate) enum Answer {
+    /// The server replied.
+    Message(Message),
+    /// It did not, and will not.
+    Lost {
+        /// It was sent, maybe.
+        sent: bool,
+        /// The request's buffer.
+        buffer: Option<Vec<u8>>,
+    },
+}
+
+/// A reply.
+#[derive(Debug, Default)]
+pub(crate) struct Message {
+    /// The whole message; empty if it is data for the buffer, or if the request was flushed.
+    pub(crate) bytes: Vec<u8>,
+    /// The request's buffer.
+    pub(crate) buffer: Option<Vec<u8>>,
+    /// How many bytes were read into the buffer.
+    pub(crate) count: usize,
+    /// The request was given up, and the server did not do it.
+    pub(crate) is_flushed: bool,
+}
+
+impl Message {
+    /// The data that were read, if it is not an error.
+    pub(crate) fn data(&self) -> Option<&[u8]> {
+        if self.bytes.is_empty() { self.buffer.as_ref()?.get(..self.count) } else { None }
+    }
+
+    pub(super) fn flushed() -> Self {
+        Self { is_flushed: true, ..Self::default() }
+    }
+}
+
+/// A request that is not answered yet.
+pub(super) struct Pending {
+    pub(super) kind: u8,
+    pub(super) since: Instant,
+    pub(super) buffer: Option<Vec<u8>>,
+    pub(super) wake: Wake,
+    counted: bool,
+    /// It is still being written: its buffer comes back afterwards.
+    sending: bool,
+    answer: Option<Message>,
+}
+
+impl Pending {
+    pub(super) fn new(kind: u8, buffer: Option<Vec<u8>>, wake: Wake, counted: bool) -> Self {
+        Self { kind, since: Instant::now(), buffer, wake, counted, sending: true, answer: None }
+    }
+}
+
+enum Slot {
+    Free,
+    Used(Pending),
+    /// The reader is filling its buffer.
+    Filling(Pending),
+}
+
+/// The requests of a line. Tags are places in the table.
+#[derive(Default)]
+pub(super) struct Table {
+    slots: Vec<Slot>,
+    free: Vec<u16>,
+    in_flight: usize,
+    parked: usize,
+    is_lost: bool,
+}
+
+impl Table {
+    /// Those that count against the depth.
+    pub(super) fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Those that do not.
+    pub(super) fn parked(&self) -> usize {
+        self.parked
+    }
+
+    /// Adds a request. The line keeps their number far below that of tags.
+    pub(super) fn insert(&mut self, pending: Pending) -> u16 {
+        if pending.counted {
+            self.in_flight += 1;
+        } else {
+            self.parked += 1;
+        }
+        let tag = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot::Free);
+            u16::try_from(self.slots.len() - 1).expect("there are fewer requests under way than tags")
+        });
+        self.slots[usize::from(tag)] = Slot::Used(pending);
+        tag
+    }
+
+    /// The type of the request with this tag.
+    pub(super) fn kind(&self, tag: u16) -> Option<u8> {
+        match self.slots.get(usize::from(tag)) {
+            Some(Slot::Used(pending)) if pending.answer.is_none() => Some(pending.kind),
+            _ => None,
+        }
+    }
+
+    /// Takes the buffer to fill it; it comes back with [`Self::answer`].
+    pub(super) fn fill(&mut self, tag: u16) -> Option<Vec<u8>> {
+        let slot = self.slots.get_mut(usize::from(tag))?;
+        match std::mem::replace(slot, Slot::Free) {
+            Slot::Used(mut pending) => {
+                let buffer = pending.buffer.take();
+                *slot = Slot::Filling(pending);
+                buffer
+            }
+            other => {
+                *slot = other;
+                None
+            }
+        }
+    }
+
+    /// A reply is there: whom to wake with it, unless its request is still being written.
+    pub(super) fn answer(&mut self, tag: u16, message: Message) -> Option<(Wake, Answer)> {
+        let slot = self.slots.get_mut(usize::from(tag))?;
+        match std::mem::replace(slot, Slot::Free) {
+            Slot::Used(mut pending) | Slot::Filling(mut pending) => {
+                pending.answer = Some(message);
+                *slot = Slot::Used(pending);
+            }
+            Slot::Free => return None,
+        }
+        self.complete(tag)
+    }
+
+    /// A request is written as a whole; its buffer comes back.
+    pub(super) fn sent(&mut self, tag: u16, buffer: Option<Vec<u8>>) -> Option<(Wake, Answer)> {
+        let (Slot::Used(pending) | Slot::Filling(pending)) = self.slots.get_mut(usize::from(tag))? else {
+            return None;
+        };
+        pending.sending = false;
+        if buffer.is_some() {
+            pending.buffer = buffer;
+        }
+        if self.is_lost {
+            let Pending { wake, buffer, .. } = self.remove(tag)?;
+            return Some((wake, Answer::Lost { sent: true, buffer }));
+        }
+        self.complete(tag)
+    }
+
+    fn complete(&mut self, tag: u16) -> Option<(Wake, Answer)> {
+        match self.slots.get(usize::from(tag)) {
+            Some(Slot::Used(pending)) if pending.answer.is_some() && !pending.sending => {}
+            _ => return None,
+        }
+        let mut pending = self.remove(tag)?;
+        let mut message = pending.answer.take().unwrap_or_default();
+        message.buffer = message.buffer.or(pending.buffer);
+        Some((pending.wake, Answer::Message(message)))
+    }
+
+    /// Takes a request out.
+    pub(super) fn remove(&mut self, tag: u16) -> Option<Pending> {
+        let slot = self.slots.get_mut(usize::from(tag))?;
+        let (Slot::Used(pending) | Slot::Filling(pending)) = std::mem::replace(slot, Slot::Free) else { return None };
+        if pending.counted {
+            self.in_flight -= 1;
+        } else {
+            self.parked -= 1;
+        }
+        self.free.push(tag);
+        Some(pending)
+    }
+
+    /// The connection is lost: takes all requests out but those that are still being written, which
+    /// [`Self::sent`] will.
+    pub(super) fn lose(&mut self) -> Vec<Pending> {
+        self.is_lost = true;
+        let tags = 0..u16::try_from(self.slots.len()).unwrap_or(u16::MAX);
+        let is_sent = |slot: &Slot| matches!(slot, Slot::Used(pending) | Slot::Filling(pending) if !pending.sending);
+        tags.filter_map(|tag| if is_sent(&self.slots[usize::from(tag)]) { self.remove(tag) } else { None }).collect()
+    }
+
+    /// Since when the oldest request that should be answered soon is under way.
+    pub(super) fn oldest(&self) -> Option<Instant> {
+        let used = self.slots.iter().filter_map(|slot| match slot {
+            Slot::Used(pending) | Slot::Filling(pending) if pending.counted => Some(pending.since),
+            _ => None,
+        });
+        used.min()
+    }
+}

@@ -1,0 +1,121 @@
+//! The two threads of a line: one reads replies, one sends what nobody sleeps for.
+
+use std::io::{self, BufReader, Read};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+use ferry_wire::ninep::{Frame, HEADER_BYTES, READ_HEAD_BYTES, Tag, kind};
+
+use super::pending::Message;
+use super::{Line, lock};
+
+/// Short replies are read many at a time; longer data go straight to where they belong.
+const READ_BYTES: usize = 64 << 10;
+
+pub(super) fn start(line: &Arc<Line>, reader: Box<dyn Read + Send>) -> io::Result<()> {
+    let (reading, sending) = (Arc::clone(line), Arc::clone(line));
+    let name = |what: &str| std::thread::Builder::new().name(format!("9p-{what}"));
+    let started = name("reader").spawn(move || {
+        let mut reader = BufReader::with_capacity(READ_BYTES, reader);
+        loop {
+            if let Err(error) = read_reply(&reading, &mut reader) {
+                return reading.fail(&error.to_string());
+            }
+        }
+    });
+    let started = started.and_then(|_| name("sender").spawn(move || send(&sending)));
+    if started.is_err() {
+        line.fail("no thread can be started");
+    }
+    started.map(drop)
+}
+
+fn wrong(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+fn fill(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<()> {
+    reader.read_exact(buffer).map_err(|error| match error.kind() {
+        io::ErrorKind::UnexpectedEof => io::Error::new(error.kind(), "the server ended the connection"),
+        _ => error,
+    })
+}
+
+/// Reads one reply and wakes whoever waits for it.
+fn read_reply(line: &Line, reader: &mut BufReader<Box<dyn Read + Send>>) -> io::Result<()> {
+    let mut head = [0; HEADER_BYTES];
+    fill(reader, &mut head)?;
+    let frame = Frame::peek(&head).ok_or_else(|| wrong("a reply without a header"))?;
+    let size = usize::try_from(frame.bytes).unwrap_or(usize::MAX);
+    if size < HEADER_BYTES || frame.bytes > line.msize.load(Ordering::Relaxed) {
+        return Err(wrong(format!("a reply claims to have {size} bytes")));
+    }
+    let asked = {
+        let state = lock(&line.state);
+        // Tversion is the only request under way, and has the first place in the table.
+        match frame.tag == Tag::NONE && state.table.kind(0) == Some(kind::TVERSION) {
+            true => Some((0, kind::TVERSION)),
+            false => state.table.kind(frame.tag.0).map(|asked| (frame.tag.0, asked)),
+        }
+    };
+    let Some((tag, asked)) = asked else {
+        return Err(wrong(format!("a reply to a request {} that was not made", frame.tag.0)));
+    };
+    if frame.kind != kind::RLERROR && frame.kind != asked + 1 {
+        return Err(wrong(format!("a request of type {asked} was answered by type {}", frame.kind)));
+    }
+    let message = match frame.kind == kind::TREAD + 1 {
+        true => read_data(line, reader, tag, size)?,
+        false => {
+            let mut bytes = vec![0; size];
+            bytes[..HEADER_BYTES].copy_from_slice(&head);
+            fill(reader, &mut bytes[HEADER_BYTES..])?;
+            Message { bytes, ..Message::default() }
+        }
+    };
+    let answered = lock(&line.state).table.answer(tag, message);
+    if let Some((wake, answer)) = answered {
+        line.room.notify_one();
+        line.work.notify_one();
+        wake(answer);
+    }
+    Ok(())
+}
+
+/// Reads data into the buffer of whoever asked.
+fn read_data(line: &Line, reader: &mut BufReader<Box<dyn Read + Send>>, tag: u16, size: usize) -> io::Result<Message> {
+    let mut count = [0; 4];
+    fill(reader, &mut count)?;
+    let count = usize::try_from(u32::from_le_bytes(count)).unwrap_or(usize::MAX);
+    let buffer = lock(&line.state).table.fill(tag);
+    let Some(mut buffer) = buffer else { return Err(wrong("data that nobody asked for")) };
+    if size.checked_sub(READ_HEAD_BYTES) != Some(count) || count > buffer.len() {
+        return Err(wrong(format!(
+            "{count} bytes of data in a reply of {size}, where {} were asked for",
+            buffer.len()
+        )));
+    }
+    fill(reader, &mut buffer[..count])?;
+    Ok(Message { count, buffer: Some(buffer), ..Message::default() })
+}
+
+/// Sends what is in the queue, as far as there is room among the requests under way.
+fn send(line: &Line) {
+    loop {
+        let mut state = lock(&line.state);
+        let (mut request, wake) = loop {
+            if state.broken.is_some() {
+                return;
+            }
+            if state.table.in_flight() < line.depth
+                && let Some(next) = state.queue.pop_front()
+            {
+                break next;
+            }
+            state = line.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+        };
+        let tag = line.register(&mut state, &mut request, wake, true);
+        drop(state);
+        line.write(tag, request);
+    }
+}

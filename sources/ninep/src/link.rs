@@ -1,0 +1,166 @@
+//! The way to the server, which outlives its connections.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferry_vfs::{Errno, Result};
+
+use crate::line::{Counts, Fail, Outcome, lock};
+use crate::options::{Error, Options};
+use crate::session::Session;
+use crate::transport::Transport;
+
+/// A server that is started anew is back at once, mostly.
+const BACK_OFF_MIN: Duration = Duration::from_millis(20);
+/// Nobody waits much longer than needed, and a server that is away for a day is asked 40,000 times.
+const BACK_OFF_MAX: Duration = Duration::from_secs(2);
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Link {
+    transport: Arc<dyn Transport>,
+    pub(crate) options: Options,
+    pub(crate) counts: Arc<Counts>,
+    session: Mutex<Arc<Session>>,
+    /// There is a new session, or it is over.
+    changed: Condvar,
+    is_over: AtomicBool,
+    /// For the keeper: somebody has seen that the connection is lost, or it is over.
+    bell: (Mutex<bool>, Condvar),
+}
+
+impl Link {
+    pub(crate) fn new(transport: Arc<dyn Transport>, options: Options) -> std::result::Result<Self, Error> {
+        let counts = Arc::default();
+        let session = Session::begin(&*transport, &options, 0, &counts)?;
+        Ok(Self {
+            transport,
+            options,
+            counts,
+            session: Mutex::new(Arc::new(session)),
+            changed: Condvar::new(),
+            is_over: AtomicBool::new(false),
+            bell: Default::default(),
+        })
+    }
+
+    /// What users call the server.
+    pub(crate) fn address(&self) -> String {
+        self.transport.address()
+    }
+
+    /// The session as it is, broken or not.
+    pub(crate) fn current(&self) -> Arc<Session> {
+        Arc::clone(&lock(&self.session))
+    }
+
+    /// A session with a connection, waited for until then.
+    fn session(&self, until: Instant) -> Result<Arc<Session>> {
+        let mut session = lock(&self.session);
+        loop {
+            if self.is_over() {
+                return Err(Errno::IO);
+            }
+            if !session.is_broken() {
+                return Ok(Arc::clone(&session));
+            }
+            self.ring();
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Errno::IO);
+            }
+            session = self.changed.wait_timeout(session, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Does something with the server, again if the connection is lost meanwhile, as long as that does no harm.
+    ///
+    /// # Errors
+    /// Those of the server, and `IO` where it is not known whether the thing was done, or where the server stays away.
+    pub(crate) fn again<T>(&self, act: impl FnMut(&Arc<Session>) -> Outcome<T>) -> Result<T> {
+        self.again_until(Instant::now() + self.options.patience, act)
+    }
+
+    /// The same, until then.
+    pub(crate) fn again_until<T>(&self, until: Instant, mut act: impl FnMut(&Arc<Session>) -> Outcome<T>) -> Result<T> {
+        loop {
+            let session = self.session(until)?;
+            match act(&session) {
+                Ok(done) => return Ok(done),
+                Err(Fail::Errno(errno)) => return Err(errno),
+                Err(Fail::Lost { harmless: true }) if Instant::now() < until => {}
+                Err(Fail::Lost { .. }) => return Err(Errno::IO),
+            }
+        }
+    }
+
+    /// Connects anew, for as long as it takes; `restore` is called before others get to use the session.
+    pub(crate) fn revive(&self, restore: impl Fn(&Arc<Session>)) {
+        let broken = self.current();
+        let why = broken.why_broken().unwrap_or_default();
+        tracing::warn!("the connection to the 9P server at {} is lost: {why}", self.address());
+        let mut back_off = BACK_OFF_MIN;
+        let mut told = None;
+        while !self.is_over() {
+            match Session::begin(&*self.transport, &self.options, broken.serial + 1, &self.counts) {
+                Ok(session) => {
+                    let session = Arc::new(session);
+                    restore(&session);
+                    if !session.is_broken() {
+                        tracing::info!("the 9P server at {} is back", self.address());
+                        *lock(&self.session) = session;
+                        self.changed.notify_all();
+                        return;
+                    }
+                }
+                Err(error) => {
+                    let error = error.to_string();
+                    if told.as_ref() != Some(&error) {
+                        tracing::warn!("{error}; requests wait, and it is tried again");
+                        told = Some(error);
+                    }
+                }
+            }
+            self.rest(back_off);
+            back_off = (back_off * 2).min(BACK_OFF_MAX);
+        }
+    }
+
+    /// The keeper is to look.
+    pub(crate) fn ring(&self) {
+        *lock(&self.bell.0) = true;
+        self.bell.1.notify_all();
+    }
+
+    /// The keeper sleeps until somebody rings.
+    pub(crate) fn sleep(&self, at_most: Duration) {
+        let rung = lock(&self.bell.0);
+        let (mut rung, _) = self
+            .bell
+            .1
+            .wait_timeout_while(rung, at_most, |rung| !*rung && !self.is_over())
+            .unwrap_or_else(PoisonError::into_inner);
+        *rung = false;
+    }
+
+    /// The keeper waits, whoever rings.
+    fn rest(&self, time: Duration) {
+        let rung = lock(&self.bell.0);
+        drop(self.bell.1.wait_timeout_while(rung, time, |_| !self.is_over()));
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
+    }
+
+    /// Ends the connection for good.
+    pub(crate) fn end(&self) {
+        self.is_over.store(true, Ordering::Release);
+        let session = lock(&self.session);
+        session.fail("the client has ended it");
+        self.changed.notify_all();
+        drop(session);
+        self.ring();
+    }
+}

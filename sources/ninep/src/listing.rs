@@ -1,0 +1,222 @@
+//! Directory listings.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use ferry_vfs::{
+    Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Handle, Ino, Name, NameBuf, OFlags, Result,
+};
+use ferry_wire::ninep::{DirEntries, QidKind, Reply, Request};
+
+use crate::client::Shared;
+use crate::file::HEAD_BYTES;
+use crate::inode::Inode;
+use crate::line::{Fail, Outcome, lock};
+use crate::session::{Held, Session};
+
+/// The most bytes of names that one message brings.
+const LISTING_BYTES: usize = 64 << 10;
+/// Names that are looked up at a time.
+const BATCH: usize = 32;
+/// Messages without a name that can be told, one after the other, that are borne: a server that has no other ones lies.
+const VAIN_MAX: usize = 16;
+
+/// A name of a listing.
+#[derive(Debug)]
+struct Item {
+    ino: u64,
+    next: u64,
+    kind: FileType,
+    name: Box<[u8]>,
+    looked: Looked,
+}
+
+/// What is known of a name beyond the listing.
+#[derive(Debug)]
+enum Looked {
+    NotYet,
+    /// With a reference.
+    Found(Entry),
+    /// It is gone.
+    Gone,
+    /// It cannot be looked at, or is `.` or `..`.
+    Unknown,
+}
+
+/// What the server listed and the client was not told yet.
+#[derive(Debug, Default)]
+struct Listing {
+    /// The offset of the first item.
+    at: u64,
+    items: VecDeque<Item>,
+    /// Nothing comes behind the items.
+    is_end: bool,
+}
+
+/// What a message has brought.
+struct Listed {
+    items: VecDeque<Item>,
+    /// Where to go on; none at the end.
+    next: Option<u64>,
+}
+
+/// An open directory of a client.
+#[derive(Debug)]
+pub(crate) struct OpenDir {
+    inode: Arc<Inode>,
+    fid: Mutex<Option<Arc<Held>>>,
+    listing: Mutex<Listing>,
+}
+
+/// The type of a listed file. Some servers (Go's p9) send the kind of the qid in the place of the type.
+fn kind_of(qid: QidKind, said: FileType) -> FileType {
+    match qid {
+        qid if qid == QidKind::of(said) => said,
+        QidKind::DIR => FileType::Directory,
+        QidKind::SYMLINK => FileType::Symlink,
+        _ => FileType::Unknown,
+    }
+}
+
+impl OpenDir {
+    /// The fid to list by, opened again if the connection was lost.
+    pub(crate) fn fid(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
+        let mut fid = lock(&self.fid);
+        if let Some(fid) = fid.as_ref().filter(|fid| fid.is_of(session)) {
+            return Ok(Arc::clone(fid));
+        }
+        let path = self.inode.fid(session, &shared.link.options)?;
+        let held = session.clone_of(path.fid())?;
+        session.tell(&Request::Open { fid: held.fid(), flags: OFlags::RDONLY | OFlags::DIRECTORY })?;
+        *fid = Some(Arc::clone(&held));
+        Ok(held)
+    }
+}
+
+impl Shared {
+    pub(crate) fn opendir(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
+        let inode = self.inodes.dir(ino)?;
+        let dir = OpenDir { inode, fid: Mutex::default(), listing: Mutex::default() };
+        self.link.again(|session| dir.fid(self, session))?;
+        self.dirs.insert(cx.session, ino, dir)
+    }
+
+    pub(crate) fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        if let Ok(dir) = self.dirs.remove(cx.session, ino, handle) {
+            self.forget_listing(&mut lock(&dir.listing));
+        }
+    }
+
+    /// Gives back what nobody was told of.
+    fn forget_listing(&self, listing: &mut Listing) {
+        for item in listing.items.drain(..) {
+            if let Looked::Found(entry) = item.looked {
+                self.inodes.forget(entry.ino, 1);
+            }
+        }
+    }
+
+    pub(crate) fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+        let dir = self.dirs.get(cx.session, at.ino, at.handle)?;
+        let mut listing = lock(&dir.listing);
+        if listing.at != at.offset || at.offset == 0 {
+            self.forget_listing(&mut listing);
+            *listing = Listing { at: at.offset, ..Listing::default() };
+        }
+        let (mut told, mut vain) = (false, 0);
+        loop {
+            if listing.items.is_empty() {
+                // One message at a time, once there is something to tell.
+                if listing.is_end || told {
+                    return Ok(());
+                }
+                if vain == VAIN_MAX {
+                    return Err(Errno::IO);
+                }
+                vain += 1;
+                let listed = self.link.again(|session| self.list(session, &dir, listing.at))?;
+                (listing.items, listing.is_end) = (listed.items, listed.next.is_none());
+                if listing.items.is_empty() {
+                    listing.at = listed.next.unwrap_or(listing.at);
+                }
+                continue;
+            }
+            if at.plus {
+                self.look_up_next(&dir.inode, &mut listing)?;
+            }
+            let Some(item) = listing.items.front() else { continue };
+            if !matches!(item.looked, Looked::Gone) {
+                if !out.fits(&item.name) {
+                    return Ok(());
+                }
+                let entry = if let Looked::Found(entry) = &item.looked { Some(entry) } else { None };
+                // p9ufs lists symbolic links as files.
+                let kind = entry.map_or(item.kind, |entry| entry.attr.kind());
+                let shown = DirItem { ino: item.ino, next: item.next, kind, name: &item.name };
+                out.push(&shown, entry.filter(|_| at.plus));
+                told = true;
+            }
+            if let Some(item) = listing.items.pop_front() {
+                listing.at = item.next;
+                if let (Looked::Found(entry), false) = (item.looked, at.plus) {
+                    self.inodes.forget(entry.ino, 1);
+                }
+            }
+        }
+    }
+
+    /// Asks for names from an offset on.
+    fn list(&self, session: &Arc<Session>, dir: &OpenDir, offset: u64) -> Outcome<Listed> {
+        let fid = dir.fid(self, session)?;
+        let bytes_max = session.msize().saturating_sub(HEAD_BYTES).min(LISTING_BYTES);
+        let bytes_max = u32::try_from(bytes_max).unwrap_or(u32::MAX);
+        let request = Request::Readdir { fid: fid.fid(), offset, bytes_max };
+        session.ask(&request, |reply| match reply {
+            Reply::Readdir(data) if data.len() <= bytes_max as usize => {
+                let next = DirEntries::new(data).last().map(|entry| entry.next);
+                // One that sends us back would have us list for ever, as would one that sends what is no entry.
+                if next == Some(offset) || (next.is_none() && !data.is_empty()) {
+                    return None;
+                }
+                // What is no name is not told to anybody.
+                let is_name = |name: &[u8]| matches!(name, b"." | b"..") || Name::new(name).is_ok();
+                let items = DirEntries::new(data).filter(|entry| is_name(entry.name)).map(|entry| Item {
+                    ino: entry.qid.path,
+                    next: entry.next,
+                    kind: kind_of(entry.qid.kind, entry.kind),
+                    name: entry.name.into(),
+                    looked: if matches!(entry.name, b"." | b"..") { Looked::Unknown } else { Looked::NotYet },
+                });
+                Some(Listed { items: items.collect(), next })
+            }
+            _ => None,
+        })
+    }
+
+    /// Looks the next names up, many at a time, if the first was not yet.
+    fn look_up_next(&self, dir: &Arc<Inode>, listing: &mut Listing) -> Result<()> {
+        if !matches!(listing.items.front(), Some(Item { looked: Looked::NotYet, .. })) {
+            return Ok(());
+        }
+        let next = listing.items.iter_mut().filter(|item| matches!(item.looked, Looked::NotYet)).take(BATCH);
+        let mut next: Vec<&mut Item> = next.collect();
+        let names = next.iter().map(|item| Name::new(&item.name).map(Name::to_buf));
+        let names: Vec<NameBuf> = names.collect::<Result<_>>()?;
+        let found = self.link.again(|session| {
+            let found = self.find_all(session, dir, &names)?;
+            if found.iter().any(|found| matches!(found, Err(Fail::Lost { .. }))) {
+                found.into_iter().flatten().for_each(|entry| self.inodes.forget(entry.ino, 1));
+                return Err(Fail::Lost { harmless: true });
+            }
+            Ok(found)
+        })?;
+        for (item, found) in next.iter_mut().zip(found) {
+            item.looked = match found {
+                Ok(entry) => Looked::Found(entry),
+                Err(Fail::Errno(Errno::NOENT)) => Looked::Gone,
+                Err(_) => Looked::Unknown,
+            };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,408 @@
+//! POSIX locks: they are the server's, which does the waiting, too. What is noted here is what has to be asked for again
+//! when the connection was lost, for the server has then given it to others.
+
+use std::collections::HashMap;
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use ferry_vfs::{Caller, Change, Errno, Handle, Ino, Lock, LockKind, LockOwner, Locked, Result, SessionId, Waiter};
+use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
+
+use crate::client::Shared;
+use crate::file::Opened;
+use crate::inode::Inode;
+use crate::line::{Answer, Fail, Line, Outcome, Outgoing, lock};
+use crate::options::Cache;
+use crate::session::Session;
+
+/// A server that does not let requests wait is asked again so often; Linux's client asks every 30 s.
+const ASK_AGAIN: Duration = Duration::from_millis(500);
+
+/// The locks that this client's owners have on one file.
+#[derive(Debug, Default)]
+pub(crate) struct OwnLocks(HashMap<LockOwner, Owned>);
+
+/// Ranges that do not overlap.
+#[derive(Debug)]
+struct Owned {
+    /// The process as the server was told it; an owner keeps it, for to the server it is part of who he is.
+    pid: u32,
+    ranges: Vec<(LockKind, u64, u64)>,
+}
+
+impl OwnLocks {
+    fn pid(&self, lock: &Lock) -> u32 {
+        self.0.get(&lock.owner).map_or(lock.pid, |owned| owned.pid)
+    }
+
+    fn set(&mut self, new: &Lock) {
+        let owned = self.0.entry(new.owner).or_insert(Owned { pid: new.pid, ranges: Vec::new() });
+        let mut next = Vec::with_capacity(owned.ranges.len() + 2);
+        for &(kind, start, end) in &owned.ranges {
+            if start < new.start {
+                next.push((kind, start, end.min(new.start - 1)));
+            }
+            if end > new.end {
+                next.push((kind, start.max(new.end + 1), end));
+            }
+        }
+        if new.kind != LockKind::Unlock {
+            next.push((new.kind, new.start, new.end));
+        }
+        owned.ranges = next;
+        if owned.ranges.is_empty() {
+            self.0.remove(&new.owner);
+        }
+    }
+
+    fn has(&self, owner: LockOwner) -> bool {
+        self.0.contains_key(&owner)
+    }
+
+    fn all(&self) -> Vec<Lock> {
+        let of = |(owner, owned): (&LockOwner, &Owned)| {
+            let (owner, pid) = (*owner, owned.pid);
+            let lock = move |&(kind, start, end): &_| Lock { kind, owner, start, end, pid, flock: false };
+            owned.ranges.iter().map(lock).collect::<Vec<_>>()
+        };
+        self.0.iter().flat_map(of).collect()
+    }
+}
+
+/// A request that waits for a lock.
+#[derive(Debug)]
+struct Wait {
+    opened: Arc<Opened>,
+    handle: Handle,
+    lock: Lock,
+    state: Mutex<WaitState>,
+}
+
+#[derive(Debug)]
+struct WaitState {
+    /// None once the handle was released, or when it was woken.
+    waiter: Option<Waiter>,
+    stage: Stage,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// The server has it.
+    Sent(Arc<Line>, Tag),
+    /// The server was told to forget it.
+    GivenUp,
+    /// It is to be sent then.
+    Again(Instant),
+    /// It has ended.
+    Over,
+}
+
+impl WaitState {
+    fn is_wanted(&self) -> bool {
+        self.waiter.as_ref().is_some_and(Waiter::is_waiting)
+    }
+}
+
+/// The requests that wait, and what owners are called.
+#[derive(Debug, Default)]
+pub(crate) struct Parked {
+    waits: Mutex<Vec<Arc<Wait>>>,
+    /// Makes the names of owners those of this client alone.
+    names: RandomState,
+}
+
+impl Parked {
+    /// Whether nobody waits.
+    pub(crate) fn is_empty(&self) -> bool {
+        lock(&self.waits).is_empty()
+    }
+
+    fn released(&self, handle: Handle) {
+        for wait in lock(&self.waits).iter().filter(|wait| wait.handle == handle) {
+            drop(lock(&wait.state).waiter.take());
+        }
+    }
+
+    fn remove(&self, wait: &Arc<Wait>) {
+        lock(&self.waits).retain(|other| !Arc::ptr_eq(other, wait));
+    }
+
+    /// What the server is told as the name of an owner.
+    fn name(&self, owner: LockOwner) -> String {
+        format!("{}{:016x}", self.prefix(), self.names.hash_one(owner))
+    }
+
+    fn prefix(&self) -> String {
+        format!("ferry-{:016x}-", self.names.hash_one(0))
+    }
+}
+
+impl Inode {
+    /// Others see what was written before they get the lock. What they write then must not be undone by what is kept here
+    /// for a restart of the server.
+    fn let_go(&self) {
+        if let Some(file) = self.cached() {
+            file.write_out();
+            file.let_go();
+        }
+    }
+}
+
+impl Shared {
+    /// What others wrote before they gave a lock up is to be seen by whoever has it now: by this client's cache, and by the
+    /// kernels of its own clients, which ask for the file's length and time before they read on.
+    fn forget_clean(&self, inode: &Inode) {
+        let Some(file) = inode.cached() else { return };
+        inode.let_go();
+        file.invalidate(0..u64::MAX);
+        if self.link.options.cache == Cache::Auto {
+            let ino = inode.ino;
+            self.changes.publish(SessionId::default(), || Change::Attr { ino });
+            // Should the server's clock be too coarse to tell.
+            self.changes.publish(SessionId::default(), || Change::Data { ino, offset: 0, len: u64::MAX });
+        }
+    }
+
+    fn lock_request<'a>(&self, inode: &Inode, wanted: &Lock, client: &'a str) -> LockRequest<'a> {
+        let Lock { kind, start, end, .. } = *wanted;
+        LockRequest { kind, start, end, pid: lock(&inode.locks).pid(wanted), client: client.as_bytes() }
+    }
+
+    /// Takes or gives up a lock without waiting.
+    fn lock_now(&self, session: &Arc<Session>, inode: &Inode, wanted: &Lock, reclaim: bool) -> Outcome<()> {
+        let client = self.parked.name(wanted.owner);
+        let fid = inode.open_fid(self, session)?;
+        let request = self.lock_request(inode, wanted, &client);
+        let request = Request::Lock { fid: fid.fid(), lock: request, wait: false, reclaim };
+        let status =
+            session.ask(&request, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })?;
+        match status {
+            LockStatus::Success => {
+                lock(&inode.locks).set(wanted);
+                Ok(())
+            }
+            LockStatus::Blocked | LockStatus::Grace => Err(Fail::Errno(Errno::AGAIN)),
+            LockStatus::Error => Err(Fail::Errno(Errno::NOLCK)),
+        }
+    }
+
+    pub(crate) fn set_lock(
+        self: &Arc<Self>,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        wanted: &Lock,
+        wait: Option<Waiter>,
+    ) -> Result<Locked> {
+        let dismiss = |wait: Option<Waiter>| wait.into_iter().for_each(Waiter::dismiss);
+        let opened = match self.files.get(cx.session, ino, handle) {
+            Ok(opened) if !wanted.flock => opened,
+            refused => {
+                dismiss(wait);
+                return Err(refused.err().unwrap_or(Errno::NOSYS));
+            }
+        };
+        {
+            let mut owners = lock(&opened.owners);
+            if wanted.kind != LockKind::Unlock && !owners.contains(&wanted.owner) {
+                owners.push(wanted.owner);
+            }
+        }
+        if wanted.kind == LockKind::Unlock {
+            opened.inode.let_go();
+        }
+        let outcome = self.link.again(|session| self.lock_now(session, &opened.inode, wanted, false));
+        if outcome.is_ok() && wanted.kind != LockKind::Unlock {
+            self.forget_clean(&opened.inode);
+        }
+        match (outcome, wait) {
+            (Err(Errno::AGAIN), Some(waiter)) => {
+                let state = Mutex::new(WaitState { waiter: Some(waiter), stage: Stage::Again(Instant::now()) });
+                let wait = Arc::new(Wait { opened, handle, lock: *wanted, state });
+                lock(&self.parked.waits).push(Arc::clone(&wait));
+                self.send_wait(&wait);
+                // The keeper looks more often now.
+                self.link.ring();
+                Ok(Locked::Waiting)
+            }
+            (outcome, wait) => {
+                dismiss(wait);
+                outcome.map(|()| Locked::Done)
+            }
+        }
+    }
+
+    /// Has the server wait for a lock.
+    fn send_wait(self: &Arc<Self>, wait: &Arc<Wait>) {
+        let session = self.link.current();
+        let inode = &wait.opened.inode;
+        let fid = match inode.open_fid(self, &session) {
+            Ok(fid) => fid,
+            Err(Fail::Lost { .. }) => {
+                lock(&wait.state).stage = Stage::Again(Instant::now());
+                return;
+            }
+            Err(Fail::Errno(errno)) => return self.end_wait(wait, Err(errno)),
+        };
+        let client = self.parked.name(wait.lock.owner);
+        let request = self.lock_request(inode, &wait.lock, &client);
+        let request = Outgoing::new(&Request::Lock { fid: fid.fid(), lock: request, wait: true, reclaim: false });
+        let (shared, other, line) = (Arc::downgrade(self), Arc::clone(wait), Arc::clone(&session.line));
+        let wake = Box::new(move |answer| {
+            if let Some(shared) = Weak::upgrade(&shared) {
+                shared.wait_answered(&other, &line, answer);
+            }
+        });
+        // Held until the tag is noted: the answer may come before.
+        let mut state = lock(&wait.state);
+        match session.park(request, wake) {
+            Ok(tag) if tag != Tag::NONE => state.stage = Stage::Sent(Arc::clone(&session.line), tag),
+            Ok(_) => state.stage = Stage::Again(Instant::now()),
+            Err(errno) => {
+                drop(state);
+                self.end_wait(wait, Err(errno));
+            }
+        }
+    }
+
+    /// The server has answered; on its connection's reader, so that nothing here may ask it for anything.
+    fn wait_answered(self: &Arc<Self>, wait: &Arc<Wait>, line: &Line, answer: Answer) {
+        let outcome = match answer {
+            Answer::Lost { .. } => Err(Fail::Lost { harmless: true }),
+            Answer::Message(message) if message.is_flushed => Err(Fail::Errno(Errno::INTR)),
+            Answer::Message(message) => {
+                line.take(&message, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
+            }
+        };
+        let (shared, wait) = (Arc::clone(self), Arc::clone(wait));
+        // Whoever is woken may want to unlock, and that asks the server.
+        let told = std::thread::Builder::new().name("9p-lock".into()).spawn(move || match outcome {
+            Ok(LockStatus::Success) => shared.end_wait(&wait, Ok(())),
+            Ok(LockStatus::Blocked | LockStatus::Grace) => {
+                lock(&wait.state).stage = Stage::Again(Instant::now() + ASK_AGAIN);
+            }
+            Ok(LockStatus::Error) => shared.end_wait(&wait, Err(Errno::NOLCK)),
+            Err(Fail::Errno(errno)) => shared.end_wait(&wait, Err(errno)),
+            Err(Fail::Lost { .. }) => {
+                lock(&wait.state).stage = Stage::Again(Instant::now());
+                shared.link.ring();
+            }
+        });
+        if let Err(error) = told {
+            tracing::error!("who waits for a lock cannot be told, for no thread can be had: {error}");
+        }
+    }
+
+    /// Ends a wait. A lock that was granted although nobody wants it any more is given back.
+    fn end_wait(&self, wait: &Arc<Wait>, outcome: Result<()>) {
+        self.parked.remove(wait);
+        let waiter = {
+            let mut state = lock(&wait.state);
+            state.stage = Stage::Over;
+            state.waiter.take()
+        };
+        if outcome.is_ok() {
+            lock(&wait.opened.inode.locks).set(&wait.lock);
+            self.forget_clean(&wait.opened.inode);
+        }
+        match waiter {
+            Some(waiter) => waiter.wake(outcome),
+            None if outcome.is_ok() => {
+                let unlock = Lock { kind: LockKind::Unlock, ..wait.lock };
+                let given = self.link.again(|session| self.lock_now(session, &wait.opened.inode, &unlock, false));
+                if let Err(errno) = given {
+                    tracing::debug!("a lock that nobody wants cannot be given back: {errno}");
+                }
+            }
+            None => {}
+        }
+    }
+
+    /// What the keeper does about those who wait.
+    pub(crate) fn look_after_locks(self: &Arc<Self>) {
+        let waits: Vec<Arc<Wait>> = lock(&self.parked.waits).clone();
+        for wait in waits {
+            let mut state = lock(&wait.state);
+            let is_wanted = state.is_wanted();
+            match &state.stage {
+                Stage::Sent(line, tag) if !is_wanted => {
+                    line.give_up(*tag);
+                    state.stage = Stage::GivenUp;
+                }
+                Stage::Again(_) if !is_wanted => {
+                    drop(state);
+                    self.end_wait(&wait, Err(Errno::INTR));
+                }
+                Stage::Again(then) if *then <= Instant::now() => {
+                    drop(state);
+                    self.send_wait(&wait);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// A lock that is in the way.
+    pub(crate) fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, wanted: &Lock) -> Result<Option<Lock>> {
+        let opened = self.files.get(cx.session, ino, handle)?;
+        if wanted.flock {
+            return Err(Errno::NOSYS);
+        }
+        let (client, prefix) = (self.parked.name(wanted.owner), self.parked.prefix());
+        self.link.again(|session| {
+            let fid = opened.inode.open_fid(self, session)?;
+            let request = self.lock_request(&opened.inode, wanted, &client);
+            session.ask(&Request::Getlock { fid: fid.fid(), lock: request }, |reply| match reply {
+                Reply::Getlock(LockRequest { kind: LockKind::Unlock, .. }) => Some(None),
+                Reply::Getlock(LockRequest { kind, start, end, pid, client }) => {
+                    // Processes of other machines have numbers that mean nothing here.
+                    let pid = if client.starts_with(prefix.as_bytes()) { pid } else { 0 };
+                    let owner = LockOwner { session: ferry_vfs::SessionId::default(), id: 0 };
+                    Some(Some(Lock { kind, owner, start, end, pid, flock: false }))
+                }
+                _ => None,
+            })
+        })
+    }
+
+    /// Gives up all locks of an owner on a file.
+    pub(crate) fn drop_owner(&self, inode: &Inode, owner: LockOwner) -> Result<()> {
+        if !lock(&inode.locks).has(owner) {
+            return Ok(());
+        }
+        inode.let_go();
+        let end = i64::MAX.unsigned_abs();
+        let unlock = Lock { kind: LockKind::Unlock, owner, start: 0, end, pid: 0, flock: false };
+        self.link.again(|session| self.lock_now(session, inode, &unlock, false))
+    }
+
+    /// A handle ends, and with it the locks and waits that came by it.
+    pub(crate) fn release_locks(&self, opened: &Opened, handle: Handle) {
+        self.parked.released(handle);
+        let owners = std::mem::take(&mut *lock(&opened.owners));
+        for owner in owners {
+            if let Err(errno) = self.drop_owner(&opened.inode, owner) {
+                tracing::debug!("a lock of a closed file cannot be given up: {errno}");
+            }
+        }
+    }
+
+    /// Takes the locks again that were had by an earlier connection. Where one cannot be had, whoever has the file open
+    /// gets `EIO` from now on: he must not go on as if nobody else had changed it.
+    pub(crate) fn take_locks_again(&self, session: &Arc<Session>) {
+        for inode in self.inodes.all() {
+            let locks = lock(&inode.locks).all();
+            let taken = locks.iter().try_for_each(|wanted| self.lock_now(session, &inode, wanted, true));
+            match taken {
+                Ok(()) | Err(Fail::Lost { .. }) => {}
+                Err(Fail::Errno(errno)) => {
+                    tracing::error!("a lock was lost together with the connection to the 9P server: {errno}");
+                    *lock(&inode.locks) = OwnLocks::default();
+                    lock(&inode.io).lost_locks = true;
+                }
+            }
+        }
+    }
+}

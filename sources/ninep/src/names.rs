@@ -1,0 +1,298 @@
+//! Names: finding, making, renaming and removing.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ferry_vfs::{Caller, Change, Entry, Errno, FileType, Handle, Ino, Name, NameBuf, New, OFlags, RenameFlags, Result};
+use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Request, Step, Steps};
+
+use crate::client::{Shared, WANTED, attributes};
+use crate::inode::{Inode, Key, Place, walk, walked};
+use crate::line::{Fail, Outcome, Outgoing, lock};
+use crate::session::{Held, Session};
+
+/// Permission bits.
+const PERMISSIONS: u32 = 0o7777;
+/// Flags that are for the server. Where appended data go is said by offsets, and what is to be durable by Tfsync.
+const CREATE_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::RDWR).union(OFlags::TRUNC).union(OFlags::EXCL);
+
+/// A walk to one name, and the question for what is there.
+struct Step1 {
+    fid: Fid,
+    found: Outcome<Option<(Qid, Option<Getattr>)>>,
+}
+
+impl Shared {
+    pub(crate) fn lookup(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        let dir = self.inodes.dir(dir)?;
+        self.link.again(|session| self.find(session, &dir, name))
+    }
+
+    pub(crate) fn lookup_parent(&self, dir: Ino) -> Result<Entry> {
+        let dir = self.inodes.dir(dir)?;
+        let Some(Place { dir: parent, .. }) = dir.place() else {
+            return Ok(Entry::new(Ino::ROOT, self.getattr_of(&dir)?));
+        };
+        match parent.place() {
+            None => Ok(Entry::new(Ino::ROOT, self.getattr_of(&parent)?)),
+            Some(Place { dir, name }) => self.link.again(|session| self.find(session, &dir, name.as_name())),
+        }
+    }
+
+    /// Finds one name.
+    pub(crate) fn find(&self, session: &Arc<Session>, dir: &Arc<Inode>, name: Name<'_>) -> Outcome<Entry> {
+        let found = self.find_all(session, dir, &[name.to_buf()])?.pop();
+        found.unwrap_or(Err(Fail::Errno(Errno::IO)))
+    }
+
+    /// Finds names in a directory by messages that do not wait for each other. Each that is found has a reference.
+    pub(crate) fn find_all(
+        &self,
+        session: &Arc<Session>,
+        dir: &Arc<Inode>,
+        names: &[NameBuf],
+    ) -> Outcome<Vec<Outcome<Entry>>> {
+        let dir_fid = dir.fid(session, &self.link.options)?;
+        let mut steps = walk_to(session, dir_fid.fid(), names);
+        ask_again(session, &mut steps);
+        let entries = steps.into_iter().zip(names).map(|(step, name)| {
+            let found = match step.found {
+                Ok(Some((qid, Some(found)))) if qid.path == found.qid.path => found,
+                Ok(Some(_)) => {
+                    drop(Held::new(session, step.fid));
+                    return Err(Fail::Errno(Errno::IO));
+                }
+                Ok(None) => {
+                    session.free_fid(step.fid);
+                    return Err(Fail::Errno(Errno::NOENT));
+                }
+                Err(fail) => {
+                    session.free_fid(step.fid);
+                    return Err(fail);
+                }
+            };
+            let held = Held::new(session, step.fid);
+            let place = Place { dir: Arc::clone(dir), name: name.clone() };
+            let inode = self.inodes.refer(Key::of(&found)?, place, held);
+            let mut attr = inode.note(&found).inspect_err(|_| self.inodes.forget(inode.ino, 1))?;
+            if inode.cached().is_some_and(|file| file.size() != attr.size) {
+                // Which of both is newer can be told only of attributes that were asked for after a mark.
+                attr = self.getattr_of(&inode).inspect_err(|_| self.inodes.forget(inode.ino, 1))?;
+            }
+            Ok(Entry::new(inode.ino, attr))
+        });
+        Ok(entries.collect())
+    }
+
+    fn publish_entry(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) {
+        self.changes.publish(cx.session, || Change::Entry { dir, name: name.to_buf() });
+    }
+
+    /// A directory in which a caller makes something. What is made belongs to the user that the fid was attached as.
+    fn callers_dir(&self, session: &Arc<Session>, cx: &Caller<'_>, dir: &Inode) -> Outcome<Arc<Held>> {
+        let options = &self.link.options;
+        match cx.uid {
+            u32::MAX => dir.fid(session, options),
+            uid if uid == options.uid => dir.fid(session, options),
+            uid => dir.find(session, uid, options),
+        }
+    }
+
+    /// Makes something that is no open file, and finds it.
+    fn make(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, request: impl Fn(Fid, u32) -> Outgoing) -> Result<Entry> {
+        let dir = self.inodes.dir(dir)?;
+        self.link.again(|session| {
+            let fid = self.callers_dir(session, cx, &dir)?;
+            let message = session.send_one(request(fid.fid(), cx.gid)).wait(session)?;
+            session.take(&message, |_| Some(()))
+        })?;
+        self.publish_entry(cx, dir.ino, name);
+        self.link.again(|session| self.find(session, &dir, name))
+    }
+
+    pub(crate) fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        let mode = new.mode & !new.umask & PERMISSIONS;
+        self.make(cx, dir, name, |dir, gid| Outgoing::new(&Request::Mkdir { dir, name, mode, gid }))
+    }
+
+    pub(crate) fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        let (mode, rdev) = (new.mode & !(new.umask & PERMISSIONS), new.rdev);
+        self.make(cx, dir, name, |dir, gid| Outgoing::new(&Request::Mknod { dir, name, mode, rdev, gid }))
+    }
+
+    pub(crate) fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
+        self.make(cx, dir, name, |dir, gid| Outgoing::new(&Request::Symlink { dir, name, target, gid }))
+    }
+
+    pub(crate) fn create(
+        self: &Arc<Self>,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        new: &New,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
+        let dir = self.inodes.dir(dir)?;
+        let mode = new.mode & !new.umask & PERMISSIONS;
+        let (held, entry) = self.link.again(|session| {
+            let fid = self.callers_dir(session, cx, &dir)?;
+            let held = session.clone_of(fid.fid())?;
+            let flags = flags & CREATE_FLAGS;
+            session.tell(&Request::Create { fid: held.fid(), name, flags, mode, gid: cx.gid })?;
+            // It is made: should the connection be lost now, it is open no more, and whoever asked must be told so.
+            let entry = self.find(session, &dir, name).map_err(|fail| match fail {
+                Fail::Lost { .. } => Fail::Lost { harmless: false },
+                other => other,
+            })?;
+            Ok((held, entry))
+        })?;
+        self.publish_entry(cx, dir.ino, name);
+        let inode = self.inodes.get(entry.ino)?;
+        if inode.kind != FileType::RegularFile {
+            self.inodes.forget(entry.ino, 1);
+            return Err(Errno::IO);
+        }
+        // A new file has none. Should it have been there, its server takes them away with the first write.
+        *lock(&inode.no_capabilities) = Some((Instant::now(), Errno::NODATA));
+        let mut opened = inode.made(held, flags);
+        if flags.contains(OFlags::TRUNC) && inode.cached().is_some() {
+            // It was there already, and what is written behind belongs to what was before.
+            self.truncate(&inode, 0)?;
+        }
+        opened.errors = inode.cache(self, entry.attr.size).map(|file| file.error_cursor());
+        let handle = self.files.insert(cx.session, entry.ino, opened)?;
+        Ok((entry, handle))
+    }
+
+    pub(crate) fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        let (inode, dir) = (self.inodes.get(ino)?, self.inodes.dir(dir)?);
+        self.link.again(|session| {
+            let options = &self.link.options;
+            let (fid, dir) = (inode.fid(session, options)?, dir.fid(session, options)?);
+            session.tell(&Request::Link { dir: dir.fid(), fid: fid.fid(), name })
+        })?;
+        self.publish_entry(cx, dir.ino, name);
+        self.changes.publish(cx.session, || Change::Attr { ino });
+        self.link.again(|session| self.find(session, &dir, name))
+    }
+
+    pub(crate) fn remove(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, is_dir: bool) -> Result<()> {
+        let dir = self.inodes.dir(dir)?;
+        self.link.again(|session| {
+            let fid = dir.fid(session, &self.link.options)?;
+            session.at_or_else(
+                || session.tell(&Request::Unlinkat { dir: fid.fid(), name, is_dir }),
+                || remove_by_fid(session, fid.fid(), name, is_dir),
+            )
+        })?;
+        self.publish_entry(cx, dir.ino, name);
+        Ok(())
+    }
+
+    pub(crate) fn rename(
+        &self,
+        cx: &Caller<'_>,
+        from: (Ino, Name<'_>),
+        to: (Ino, Name<'_>),
+        flags: RenameFlags,
+    ) -> Result<()> {
+        // The protocol knows no flags.
+        if !flags.is_empty() {
+            return Err(Errno::INVAL);
+        }
+        let (dir, new_dir) = (self.inodes.dir(from.0)?, self.inodes.dir(to.0)?);
+        self.link.again(|session| {
+            let options = &self.link.options;
+            let (dir, new_dir) = (dir.fid(session, options)?, new_dir.fid(session, options)?);
+            let (name, new_name) = (from.1, to.1);
+            session.at_or_else(
+                || session.tell(&Request::Renameat { dir: dir.fid(), name, new_dir: new_dir.fid(), new_name }),
+                || {
+                    let (held, _) = walk(session, dir.fid(), &[name.to_buf()])?;
+                    session.tell(&Request::Rename { fid: held.fid(), dir: new_dir.fid(), name: new_name })?;
+                    // diod, whose fids are paths, knows those below by their old names only.
+                    self.inodes.drop_fids();
+                    Ok(())
+                },
+            )
+        })?;
+        // So that it is known where to look for it should the connection be lost.
+        if let Ok(entry) = self.link.again(|session| self.find(session, &new_dir, to.1)) {
+            self.inodes.forget(entry.ino, 1);
+        }
+        self.publish_entry(cx, dir.ino, from.1);
+        self.publish_entry(cx, new_dir.ino, to.1);
+        Ok(())
+    }
+}
+
+/// Removes a name by the older message, which knows no types, and ends the fid whatever it answers (remove(5)).
+fn remove_by_fid(session: &Arc<Session>, dir: Fid, name: Name<'_>, is_dir: bool) -> Outcome<()> {
+    let (held, qid) = walk(session, dir, &[name.to_buf()])?;
+    match (qid.kind == QidKind::DIR, is_dir) {
+        (true, false) => return Err(Fail::Errno(Errno::ISDIR)),
+        (false, true) => return Err(Fail::Errno(Errno::NOTDIR)),
+        _ => {}
+    }
+    let removed = session.tell(&Request::Remove { fid: held.fid() });
+    held.is_ended();
+    removed
+}
+
+/// Walks to each name, and asks for the attributes right behind if the server has borne that so far.
+fn walk_to(session: &Arc<Session>, dir: Fid, names: &[NameBuf]) -> Vec<Step1> {
+    let asks = session.is_in_order();
+    let mut requests = Vec::new();
+    let fids: Vec<Fid> = names.iter().map(|_| session.new_fid()).collect();
+    for (name, fid) in names.iter().zip(&fids) {
+        let mut buffer = Vec::new();
+        let steps = Steps::write(&mut buffer, [Step::Child(name.as_name())]);
+        requests.push(Outgoing::new(&Request::Walk { fid: dir, new_fid: *fid, steps }));
+        if asks {
+            requests.push(Outgoing::new(&Request::Getattr { fid: *fid, mask: WANTED }));
+        }
+    }
+    let mut tickets = session.send(requests).into_iter();
+    let mut answer = || tickets.next().map_or(Err(Fail::Errno(Errno::IO)), |ticket| ticket.wait(session));
+    fids.into_iter()
+        .map(|fid| {
+            let walk = answer().and_then(|message| session.take(&message, walked(1)));
+            let attr = asks.then(|| answer().and_then(|message| session.take(&message, attributes)));
+            let found = match (walk, attr) {
+                (Ok(Some(qid)), Some(Ok(found))) => Ok(Some((qid, Some(found)))),
+                (Ok(Some(qid)), None | Some(Err(Fail::Errno(_)))) => Ok(Some((qid, None))),
+                (Ok(Some(_)), Some(Err(lost))) => Err(lost),
+                (Ok(None), _) => Ok(None),
+                (Err(fail), _) => Err(fail),
+            };
+            Step1 { fid, found }
+        })
+        .collect()
+}
+
+/// Asks for the attributes that did not come, now that the fids are there.
+fn ask_again(session: &Arc<Session>, steps: &mut [Step1]) {
+    let missing = |step: &&mut Step1| matches!(step.found, Ok(Some((_, None))));
+    let mut steps: Vec<&mut Step1> = steps.iter_mut().filter(missing).collect();
+    let requests = steps.iter().map(|step| Outgoing::new(&Request::Getattr { fid: step.fid, mask: WANTED }));
+    let tickets = session.send(requests.collect());
+    for (step, ticket) in steps.iter_mut().zip(tickets) {
+        let attr = ticket.wait(session).and_then(|message| session.take(&message, attributes));
+        match attr {
+            Ok(found) => {
+                if session.is_in_order() {
+                    session.not_in_order();
+                }
+                if let Ok(Some((_, missing))) = &mut step.found {
+                    *missing = Some(found);
+                }
+            }
+            Err(fail) => {
+                // The fid is there, and ends.
+                drop(Held::new(session, step.fid));
+                step.fid = session.new_fid();
+                step.found = Err(fail);
+            }
+        }
+    }
+}

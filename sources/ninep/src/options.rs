@@ -1,0 +1,132 @@
+//! How a server is used, and why it cannot be.
+
+use std::io;
+use std::time::Duration;
+
+use ferry_vfs::Errno;
+
+/// The longest message that is offered: what Linux's own client sends over sockets at most.
+const MSIZE: u32 = 1 << 20;
+/// Requests under way at a time: at 1 MiB each they fill a link of 10 Gbit/s with 50 ms of delay.
+const DEPTH: usize = 64;
+/// More than a busy server takes for anything; what a disk below it takes at worst.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// Long enough for a server to be started anew, and short of the 120 s after which mounts give a request up themselves.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What this client keeps of what it has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cache {
+    /// Nothing: each read and write is a request.
+    None,
+    /// Data until a file is opened again and has changed (close-to-open).
+    #[default]
+    Auto,
+    /// Data until it is dropped to make room: for trees that nobody else changes.
+    Always,
+}
+
+/// How to use a server.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The tree to attach to; empty: the server's only one.
+    pub tree: Vec<u8>,
+    /// The user who attaches, by number: all requests are made as this one, but for those that make files, which are made as
+    /// whoever makes them. Default: the user of this process.
+    pub uid: u32,
+    /// The user's name, for servers that want one. Default: empty, as Linux's client sends it.
+    pub user: Vec<u8>,
+    /// Longest message to offer, in bytes; the server may want shorter ones. Default: 1 MiB.
+    pub msize: u32,
+    /// Requests under way at a time. Default: 64.
+    pub depth: usize,
+    /// How long the server may take for one request. Then the connection is given up, and made anew. Default: 30 s.
+    pub timeout: Duration,
+    /// How long requests wait for a server that has gone before they fail with `EIO`. Default: 60 s.
+    pub patience: Duration,
+    /// What is kept. Default: [`Cache::Auto`].
+    pub cache: Cache,
+    /// Nothing is to be changed. Default: no.
+    pub read_only: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            tree: Vec::new(),
+            uid: rustix::process::geteuid().as_raw(),
+            user: Vec::new(),
+            msize: MSIZE,
+            depth: DEPTH,
+            timeout: TIMEOUT,
+            patience: PATIENCE,
+            cache: Cache::Auto,
+            read_only: false,
+        }
+    }
+}
+
+/// Why a server cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Nobody is there.
+    #[error("cannot reach the 9P server at {address}: {reason}: is the server running?")]
+    Unreachable {
+        /// Where.
+        address: String,
+        /// Why.
+        reason: io::Error,
+    },
+    /// It ended the connection, was silent, or spoke no 9P.
+    #[error("the 9P server at {address} does not answer as one: {reason}")]
+    NoAnswer {
+        /// Where.
+        address: String,
+        /// What it did.
+        reason: String,
+    },
+    /// It speaks other protocols only.
+    #[error("the server at {address} speaks {spoken:?} and not 9P2000.L, the only 9P with Linux's files")]
+    Version {
+        /// Where.
+        address: String,
+        /// The version it answered.
+        spoken: String,
+    },
+    /// The messages that it wants cannot carry what is needed.
+    #[error("the 9P server at {address} wants messages of {msize} bytes; at least 4096 are needed")]
+    Msize {
+        /// Where.
+        address: String,
+        /// What it answered.
+        msize: u32,
+    },
+    /// It lets this user, or nobody, attach to this tree.
+    #[error("the 9P server at {address} refuses user {uid} the tree \"{tree}\": {errno}")]
+    Refused {
+        /// Where.
+        address: String,
+        /// Who.
+        uid: u32,
+        /// What was asked for.
+        tree: String,
+        /// Why.
+        errno: Errno,
+    },
+    /// An option makes no sense.
+    #[error("{what} = {value} cannot be; choose {min} to {max}")]
+    Option {
+        /// Which.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// The least.
+        min: u64,
+        /// The most.
+        max: u64,
+    },
+    /// No thread can be had.
+    #[error("no thread can be started for the connection to a 9P server")]
+    Threads(#[source] io::Error),
+}

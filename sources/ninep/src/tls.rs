@@ -1,0 +1,236 @@
+//! TLS 1.3 for TCP, by rustls: the server proves who it is, and this client too if it has a certificate.
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use rustls::crypto::ring::default_provider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{AlertDescription, CertificateError, ClientConfig, ClientConnection, RootCertStore};
+
+use crate::line::lock;
+use crate::transport::{Stream, Tcp, Transport, ended_by};
+
+/// What is read from the socket at a time, in bytes: some records.
+const RAW_BYTES: usize = 64 << 10;
+/// What is enciphered at a time: as long as that takes, nothing is deciphered.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// Why there can be no TLS.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// A file cannot be read.
+    #[error("cannot read {}", .0.display())]
+    Unreadable(PathBuf, #[source] io::Error),
+    /// A file is not what it should be.
+    #[error("{path} holds no {what} in PEM (a part that begins with -----BEGIN {label}-----)", path = .path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+        /// What it should hold.
+        what: &'static str,
+        /// How PEM calls that.
+        label: &'static str,
+    },
+    /// A certificate or key is none that can be used.
+    #[error("{path} cannot be used: {what}", path = .0.display(), what = .1)]
+    Unusable(PathBuf, String),
+    /// The name of the host is none that a certificate can have.
+    #[error("{0:?} is no name or address that a certificate can be for")]
+    Host(String),
+}
+
+/// A TCP port where TLS is spoken.
+#[derive(Clone)]
+pub struct Tls {
+    tcp: Tcp,
+    name: ServerName<'static>,
+    config: Arc<ClientConfig>,
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tls").field("tcp", &self.tcp).finish_non_exhaustive()
+    }
+}
+
+impl Tls {
+    /// Reads the authorities one of which must have signed the server's certificate, which must be for this host, and this
+    /// client's own certificate (with those that vouch for it) and key, where the server wants one; all in PEM.
+    ///
+    /// # Errors
+    /// [`TlsError`]: a file is not there, not what it should be, or does not fit the other.
+    pub fn new(tcp: Tcp, authorities: &Path, own: Option<(&Path, &Path)>) -> Result<Self, TlsError> {
+        let name = ServerName::try_from(tcp.host.clone()).map_err(|_| TlsError::Host(tcp.host.clone()))?;
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(authorities)? {
+            roots.add(certificate).map_err(|error| TlsError::Unusable(authorities.into(), error.to_string()))?;
+        }
+        let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()))
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(|error| TlsError::Unusable(authorities.into(), error.to_string()))?
+            .with_root_certificates(roots);
+        let mut config = match own {
+            None => builder.with_no_client_auth(),
+            Some((certificate, key)) => {
+                let chain = certificates(certificate)?;
+                let secret = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|_| TlsError::Missing {
+                    path: key.into(),
+                    what: "private key",
+                    label: "PRIVATE KEY",
+                })?;
+                let unusable = |error: rustls::Error| TlsError::Unusable(key.into(), explained(&error));
+                builder.with_client_auth_cert(chain, secret).map_err(unusable)?
+            }
+        };
+        // Certificates are looked at each time.
+        config.resumption = rustls::client::Resumption::disabled();
+        Ok(Self { tcp, name, config: Arc::new(config) })
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
+    std::fs::read(path).map_err(|error| TlsError::Unreadable(path.into(), error))
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
+    match found {
+        Ok(found) if found.is_empty() => {
+            Err(TlsError::Missing { path: path.into(), what: "certificate", label: "CERTIFICATE" })
+        }
+        Ok(found) => Ok(found),
+        Err(error) => Err(TlsError::Unusable(path.into(), error.to_string())),
+    }
+}
+
+impl Transport for Tls {
+    fn connect(&self, timeout: Duration) -> io::Result<Stream> {
+        let mut socket = self.tcp.socket(timeout)?;
+        let mut tls = ClientConnection::new(Arc::clone(&self.config), self.name.clone()).map_err(io::Error::other)?;
+        tls.set_buffer_limit(None);
+        // A server that says nothing is given up; afterwards it may be silent as long as nothing is asked.
+        socket.set_read_timeout(Some(timeout))?;
+        while tls.is_handshaking() {
+            tls.complete_io(&mut socket).map_err(meant)?;
+        }
+        socket.set_read_timeout(None)?;
+        let (incoming, outgoing) = (socket.try_clone()?, socket.try_clone()?);
+        let tls = Arc::new(Mutex::new(tls));
+        let reader = Reader { tls: Arc::clone(&tls), socket: incoming, raw: vec![0; RAW_BYTES], from: 0, to: 0 };
+        let writer = Writer { tls, socket: outgoing, sealed: Vec::new() };
+        Ok(Stream { reader: Box::new(reader), writer: Box::new(writer), hang_up: ended_by(socket) })
+    }
+
+    fn address(&self) -> String {
+        self.tcp.address().replacen("tcp:", "tls:", 1)
+    }
+}
+
+/// What comes from the server. It never sends, so that it and the server cannot wait for each other to read: what TLS itself
+/// has to say (the answer to an update of keys) goes out with the next request.
+struct Reader {
+    tls: Arc<Mutex<ClientConnection>>,
+    socket: TcpStream,
+    /// Ciphered bytes; those from `from` to `to` are not deciphered yet.
+    raw: Vec<u8>,
+    from: usize,
+    to: usize,
+}
+
+impl Read for Reader {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            if let Some(count) = self.decipher(bytes)? {
+                return Ok(count);
+            }
+            (self.from, self.to) = (0, self.socket.read(&mut self.raw)?);
+            if self.to == 0 {
+                return Ok(0);
+            }
+        }
+    }
+}
+
+impl Reader {
+    /// Takes what is deciphered already, or can be; none if more has to come from the socket.
+    fn decipher(&mut self, bytes: &mut [u8]) -> io::Result<Option<usize>> {
+        let mut tls = lock(&self.tls);
+        loop {
+            match tls.reader().read(bytes) {
+                Ok(count) => return Ok(Some(count)),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // Whether the end was announced is the same to 9P, whose messages tell their lengths.
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Some(0)),
+                Err(error) => return Err(error),
+            }
+            if self.from == self.to {
+                return Ok(None);
+            }
+            let mut raw = &self.raw[self.from..self.to];
+            self.from += tls.read_tls(&mut raw)?;
+            tls.process_new_packets().map_err(|error| meant(io::Error::new(io::ErrorKind::InvalidData, error)))?;
+        }
+    }
+}
+
+/// What goes to the server. Only one thread at a time has it, so records leave in the order in which they were made.
+struct Writer {
+    tls: Arc<Mutex<ClientConnection>>,
+    socket: TcpStream,
+    sealed: Vec<u8>,
+}
+
+impl Write for Writer {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let count = bytes.len().min(PIECE_BYTES);
+        self.sealed.clear();
+        {
+            let mut tls = lock(&self.tls);
+            tls.writer().write_all(&bytes[..count])?;
+            while tls.wants_write() {
+                tls.write_tls(&mut self.sealed)?;
+            }
+        }
+        // Without the lock: the socket may take these only after the reader has read.
+        self.socket.write_all(&self.sealed)?;
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The same error, in words that say what to do.
+fn meant(error: io::Error) -> io::Error {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    match inner {
+        Some(inner) => io::Error::new(error.kind(), explained(inner)),
+        None => error,
+    }
+}
+
+/// What a failure most likely means.
+fn explained(error: &rustls::Error) -> String {
+    use rustls::Error as Tls;
+    match error {
+        Tls::InvalidCertificate(CertificateError::UnknownIssuer) => {
+            "its certificate is signed by none of the authorities that were given".into()
+        }
+        Tls::InvalidCertificate(
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+        ) => format!("its certificate is for another name ({error})"),
+        Tls::AlertReceived(AlertDescription::CertificateRequired) => {
+            "it wants a client's certificate, and none was given".into()
+        }
+        Tls::AlertReceived(alert) => format!("it does not accept this client: alert {alert:?}"),
+        Tls::InvalidMessage(_) => format!("it does not speak TLS, or not as it should ({error})"),
+        other => other.to_string(),
+    }
+}

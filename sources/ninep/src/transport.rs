@@ -1,0 +1,128 @@
+//! How a server is reached: a stream of bytes each way.
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use socket2::{Domain, SockAddr, Socket, Type};
+
+/// How a connection to a server is made. Called again after the connection was lost.
+pub trait Transport: fmt::Debug + Send + Sync + 'static {
+    /// Connects. Neither this nor a write to the stream may take longer than `timeout`.
+    ///
+    /// # Errors
+    /// The server cannot be reached.
+    fn connect(&self, timeout: Duration) -> io::Result<Stream>;
+
+    /// What users call it, as in `tcp:HOST:PORT`.
+    fn address(&self) -> String;
+}
+
+/// A connection: a half for each direction, which are used by different threads at the same time.
+pub struct Stream {
+    /// From the server.
+    pub reader: Box<dyn Read + Send>,
+    /// To the server.
+    pub writer: Box<dyn Write + Send>,
+    /// Ends both halves, whoever waits in them.
+    pub hang_up: Box<dyn Fn() + Send + Sync>,
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Stream")
+    }
+}
+
+/// A unix socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unix(pub PathBuf);
+
+impl Transport for Unix {
+    fn connect(&self, timeout: Duration) -> io::Result<Stream> {
+        let stream = UnixStream::connect(&self.0)?;
+        stream.set_write_timeout(Some(timeout))?;
+        let (writer, other) = (stream.try_clone()?, stream.try_clone()?);
+        let hang_up = Box::new(move || drop(other.shutdown(Shutdown::Both)));
+        Ok(Stream { reader: Box::new(stream), writer: Box::new(writer), hang_up })
+    }
+
+    fn address(&self) -> String {
+        format!("unix:{}", self.0.display())
+    }
+}
+
+/// A TCP port of a host, by name or number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tcp {
+    /// The host; an IPv6 address without brackets.
+    pub host: String,
+    /// The port.
+    pub port: u16,
+}
+
+impl Tcp {
+    /// Connects to one of the host's addresses. A write takes no longer than `timeout`, either.
+    pub(crate) fn socket(&self, timeout: Duration) -> io::Result<TcpStream> {
+        let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+        for address in (self.host.as_str(), self.port).to_socket_addrs()? {
+            match TcpStream::connect_timeout(&address, timeout) {
+                Ok(stream) => {
+                    // Requests are written whole: waiting for more to fill a segment only delays them.
+                    stream.set_nodelay(true)?;
+                    stream.set_write_timeout(Some(timeout))?;
+                    return Ok(stream);
+                }
+                Err(error) => failed = error,
+            }
+        }
+        Err(failed)
+    }
+}
+
+impl Transport for Tcp {
+    fn connect(&self, timeout: Duration) -> io::Result<Stream> {
+        let stream = self.socket(timeout)?;
+        let (reader, writer) = (stream.try_clone()?, stream.try_clone()?);
+        Ok(Stream { reader: Box::new(reader), writer: Box::new(writer), hang_up: ended_by(stream) })
+    }
+
+    fn address(&self) -> String {
+        match self.host.contains(':') {
+            true => format!("tcp:[{}]:{}", self.host, self.port),
+            false => format!("tcp:{}:{}", self.host, self.port),
+        }
+    }
+}
+
+/// Ends a connection by its socket.
+pub(crate) fn ended_by(socket: TcpStream) -> Box<dyn Fn() + Send + Sync> {
+    Box::new(move || drop(socket.shutdown(Shutdown::Both)))
+}
+
+/// A vsock port of a virtual machine or its host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Vsock {
+    /// The context identifier: 1 is this machine, 2 its host.
+    pub cid: u32,
+    /// The port.
+    pub port: u32,
+}
+
+impl Transport for Vsock {
+    fn connect(&self, timeout: Duration) -> io::Result<Stream> {
+        let socket = Socket::new(Domain::VSOCK, Type::STREAM, None)?;
+        socket.connect_timeout(&SockAddr::vsock(self.cid, self.port), timeout)?;
+        socket.set_write_timeout(Some(timeout))?;
+        let (writer, other) = (socket.try_clone()?, socket.try_clone()?);
+        let hang_up = Box::new(move || drop(other.shutdown(Shutdown::Both)));
+        Ok(Stream { reader: Box::new(socket), writer: Box::new(writer), hang_up })
+    }
+
+    fn address(&self) -> String {
+        format!("vsock:{}:{}", self.cid, self.port)
+    }
+}

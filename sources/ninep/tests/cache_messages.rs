@@ -1,0 +1,275 @@
+//! How many messages the cache sends, how long, and how many at a time.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "this is a test, and its sizes are small")]
+
+mod fake;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fake::{Fake, Manners};
+use ferry_remote::cache::{Cache, CachedFile, Limits};
+use ferry_vfs::Errno;
+
+const MIB: usize = 1 << 20;
+
+fn limits() -> Limits {
+    // Time must not decide when something is written: machines of tests are slow.
+    Limits { write_buffers: 4, dirty_age: Duration::from_secs(3600), ..Limits::default() }
+}
+
+fn file(limits: Limits, manners: Manners, size: usize) -> (Cache, Arc<Fake>, Arc<CachedFile>) {
+    let cache = Cache::new(limits).unwrap();
+    let bytes: Vec<u8> = expected()[..PERIOD as usize].iter().copied().cycle().take(size).collect();
+    let fake = Fake::new(manners, bytes);
+    let file = cache.file(fake.clone(), size as u64);
+    (cache, fake, file)
+}
+
+/// The bytes of a file repeat with a period that no block divides.
+const PERIOD: u64 = 65_521;
+
+fn pattern(at: u64) -> u8 {
+    let at = at % PERIOD;
+    (at ^ (at >> 8)) as u8
+}
+
+fn expected() -> Vec<u8> {
+    (0..PERIOD + MIB as u64).map(pattern).collect()
+}
+
+fn read_all(file: &Arc<CachedFile>, chunk: usize) {
+    let mut at = 0;
+    let mut out = Vec::with_capacity(chunk);
+    let expected = expected();
+    loop {
+        out.clear();
+        let count = file.read(at, chunk, &mut out).unwrap();
+        assert_eq!(count, out.len());
+        if count == 0 {
+            break;
+        }
+        assert!(out == expected[(at % PERIOD) as usize..][..count], "wrong bytes at {at}");
+        at += count as u64;
+    }
+    assert_eq!(at, file.size());
+}
+
+#[test]
+fn a_sequential_reader_is_served_by_whole_messages() {
+    for chunk in [4096, 128 << 10, MIB] {
+        let (cache, _fake, file) = file(limits(), Manners::default(), 64 * MIB);
+        read_all(&file, chunk);
+        let counts = cache.counts();
+        assert!(counts.read_messages <= 70, "chunk {chunk}: {counts:?}");
+        assert_eq!(counts.read_bytes, 64 * MIB as u64, "nothing is read twice, or beyond the end");
+    }
+}
+
+#[test]
+fn several_sequential_readers_of_one_file_have_windows_of_their_own() {
+    let (cache, _fake, file) = file(limits(), Manners::default(), 64 * MIB);
+    let part = 16 * MIB as u64;
+    let mut out = Vec::new();
+    for step in 0..part / 4096 {
+        for reader in 0..4 {
+            out.clear();
+            assert_eq!(file.read(reader * part + step * 4096, 4096, &mut out), Ok(4096));
+        }
+    }
+    let counts = cache.counts();
+    assert!(counts.read_messages <= 64 + 4 * 6, "{counts:?}");
+}
+
+#[test]
+fn a_random_read_asks_for_what_it_needs_only() {
+    let (cache, fake, file) = file(limits(), Manners::default(), 64 * MIB);
+    let mut out = Vec::new();
+    for step in 1..500u64 {
+        let at = (step * 7_919_993) % (64 * MIB as u64 - 4096) / 4096 * 4096;
+        out.clear();
+        assert_eq!(file.read(at, 4096, &mut out), Ok(4096));
+        assert_eq!(out[5], pattern(at + 5));
+    }
+    let counts = cache.counts();
+    assert!(counts.read_messages <= 499, "{counts:?}");
+    assert!(fake.reads.lock().unwrap().iter().all(|read| read.1 == 4096));
+}
+
+#[test]
+fn small_sequential_writes_leave_as_whole_messages() {
+    let (cache, fake, file) = file(limits(), Manners::default(), 0);
+    let told = file.error_cursor();
+    let block: Vec<u8> = (0..4096).map(pattern).collect();
+    for at in 0..(64 * MIB / 4096) as u64 {
+        assert_eq!(file.write(at * 4096, 4096, &mut block.as_slice()), Ok(4096));
+    }
+    file.flush(&told).unwrap();
+    let counts = cache.counts();
+    assert!(counts.write_messages <= 70, "{counts:?}");
+    assert_eq!(counts.write_bytes, 64 * MIB as u64);
+    assert_eq!(counts.read_messages, 0, "writing whole pages reads nothing");
+    let content = fake.content();
+    assert_eq!(content.bytes.len(), 64 * MIB);
+    assert!(content.bytes.chunks(4096).all(|chunk| chunk == block));
+}
+
+#[test]
+fn writing_begins_before_anybody_asks_for_it() {
+    let (cache, _fake, file) = file(limits(), Manners::default(), 0);
+    file.write(0, 2 * MIB, &mut vec![1; 2 * MIB].as_slice()).unwrap();
+    wait_until(|| cache.counts().write_messages == 2);
+    // Less than a message is written when it is old.
+    let (cache, _fake, file) = file_aged();
+    file.write(0, 10, &mut [1; 10].as_slice()).unwrap();
+    wait_until(|| cache.counts().write_messages == 1);
+}
+
+fn file_aged() -> (Cache, Arc<Fake>, Arc<CachedFile>) {
+    file(Limits { dirty_age: Duration::from_millis(20), ..limits() }, Manners::default(), 0)
+}
+
+fn wait_until(condition: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "waited for a minute");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn a_far_server_has_many_messages_under_way() {
+    let far = Manners { delay: Duration::from_millis(1), ..Manners::default() };
+    let (cache, _fake, file) = file(limits(), far, 64 * MIB);
+    read_all(&file, 128 << 10);
+    let told = file.error_cursor();
+    assert!(cache.counts().reads_in_flight_max >= 4, "{:?}", cache.counts());
+    for at in 0..16 {
+        file.write(at * MIB as u64, MIB, &mut vec![1; MIB].as_slice()).unwrap();
+    }
+    file.flush(&told).unwrap();
+    assert!(cache.counts().writes_in_flight_max >= 2, "{:?}", cache.counts());
+}
+
+#[test]
+fn page_at_a_time_falls_out_of_the_parameters() {
+    let (cache, _fake, file) = file(limits().page_at_a_time(), Manners::default(), MIB);
+    read_all(&file, 128 << 10);
+    let told = file.error_cursor();
+    file.write(0, MIB, &mut vec![1; MIB].as_slice()).unwrap();
+    file.flush(&told).unwrap();
+    let counts = cache.counts();
+    assert_eq!((counts.read_messages, counts.write_messages), (256, 256));
+    assert_eq!((counts.reads_in_flight_max, counts.writes_in_flight_max), (1, 1));
+}
+
+#[test]
+fn a_part_of_a_page_is_written_without_reading_it() {
+    let (cache, fake, file) = file(limits(), Manners::default(), MIB);
+    let told = file.error_cursor();
+    file.write(5000, 100, &mut [7; 100].as_slice()).unwrap();
+    file.write(5100, 50, &mut [8; 50].as_slice()).unwrap();
+    file.flush(&told).unwrap();
+    assert_eq!(*fake.writes.lock().unwrap(), [(5000, 150)]);
+    assert_eq!(cache.counts().read_messages, 0);
+    // The rest of the page is asked for when it is needed, and does not cover what was written.
+    let mut out = Vec::new();
+    assert_eq!(file.read(4096, 4096, &mut out), Ok(4096));
+    assert_eq!((out[903], out[904], out[1004], out[1053], out[1054]), (pattern(4999), 7, 8, 8, pattern(5150)));
+}
+
+#[test]
+fn each_handle_is_told_once_of_what_could_not_be_written() {
+    let (_cache, fake, file) = file(limits(), Manners::default(), 100);
+    let (one, two) = (file.error_cursor(), file.error_cursor());
+    fake.fail_writes.store(true, std::sync::atomic::Ordering::SeqCst);
+    file.write(50, 4096, &mut [9; 4096].as_slice()).unwrap();
+    assert_eq!(file.size(), 4146);
+    assert_eq!(file.flush(&one), Err(Errno::NOSPC));
+    assert_eq!(file.flush(&one), Ok(()));
+    assert_eq!(file.fsync(&two), Err(Errno::NOSPC));
+    assert_eq!(file.fsync(&two), Ok(()));
+    // What could not be written is gone: readers see what the server has.
+    let mut out = Vec::new();
+    assert_eq!((file.size(), file.read(0, 4096, &mut out)), (100, Ok(100)));
+    assert_eq!(out[60], pattern(60));
+    fake.fail_writes.store(false, std::sync::atomic::Ordering::SeqCst);
+    fake.fail_syncs.store(true, std::sync::atomic::Ordering::SeqCst);
+    file.write(0, 10, &mut [9; 10].as_slice()).unwrap();
+    assert_eq!(file.flush(&one), Ok(()));
+    assert_eq!(file.fsync(&one), Err(Errno::IO));
+}
+
+#[test]
+fn a_failed_read_is_told_to_its_reader_and_tried_again_by_the_next() {
+    let (_cache, fake, file) = file(limits(), Manners::default(), MIB);
+    fake.fail_reads.store(true, std::sync::atomic::Ordering::SeqCst);
+    assert_eq!(file.read(0, 4096, &mut Vec::new()), Err(Errno::IO));
+    fake.fail_reads.store(false, std::sync::atomic::Ordering::SeqCst);
+    read_all(&file, 4096);
+}
+
+#[test]
+fn a_server_that_says_nothing_more_ends_with_an_error() {
+    struct Silent;
+    impl ferry_remote::cache::Remote for Silent {
+        fn message_bytes(&self) -> usize {
+            4096
+        }
+        fn read(&self, _: u64, _: Vec<u8>, _: ferry_remote::cache::Done) {}
+        fn write(&self, _: u64, _: Vec<u8>, _: ferry_remote::cache::Done) {}
+        fn sync(&self, _: ferry_remote::cache::Done) {}
+    }
+    let cache = Cache::new(limits()).unwrap();
+    let file = cache.file(Arc::new(Silent), 8192);
+    let told = file.error_cursor();
+    assert_eq!(file.read(0, 4096, &mut Vec::new()), Err(Errno::IO));
+    file.write(0, 10, &mut [9; 10].as_slice()).unwrap();
+    assert_eq!(file.fsync(&told), Err(Errno::IO));
+}
+
+#[test]
+fn memory_is_bounded_and_a_hot_page_stays() {
+    let small = Limits { bytes_max: 4 * MIB, dirty_bytes_max: MIB, unstable_bytes_max: MIB, ..limits() };
+    let (cache, _fake, file) = file(small, Manners { message_bytes: 64 << 10, ..Manners::default() }, 32 * MIB);
+    let mut out = Vec::new();
+    for step in 0..(32 * MIB / 4096) as u64 {
+        out.clear();
+        assert_eq!(file.read(step * 4096, 4096, &mut out), Ok(4096));
+        out.clear();
+        assert_eq!(file.read(20 * MIB as u64, 4096, &mut out), Ok(4096));
+        assert!(cache.bytes() <= 4 * MIB + (128 << 10), "{} at {step}", cache.bytes());
+    }
+    let told = file.error_cursor();
+    for step in 0..8 * MIB as u64 / 4096 {
+        file.write(step * 4096, 4096, &mut [1; 4096].as_slice()).unwrap();
+        assert!(cache.bytes() <= 4 * MIB + (128 << 10), "{} at {step}", cache.bytes());
+    }
+    file.fsync(&told).unwrap();
+    drop(file);
+    wait_until(|| cache.bytes() == 0);
+}
+
+#[test]
+#[ignore = "prints throughput over a link with a delay"]
+fn throughput_over_a_link() {
+    for delay_ms in [0, 1, 10] {
+        for (name, limits) in [("coalesced", limits()), ("page at a time", limits().page_at_a_time())] {
+            let size = if delay_ms == 0 || name == "coalesced" { 64 * MIB } else { MIB };
+            let link = Manners { delay: Duration::from_millis(delay_ms), ..Manners::default() };
+            let (cache, _fake, file) = file(limits, link, size);
+            let begun = Instant::now();
+            read_all(&file, 128 << 10);
+            let read = begun.elapsed();
+            let told = file.error_cursor();
+            let begun = Instant::now();
+            let block = vec![1; 128 << 10];
+            for at in (0..size).step_by(block.len()) {
+                file.write(at as u64, block.len(), &mut block.as_slice()).unwrap();
+            }
+            file.flush(&told).unwrap();
+            let rate = |time: Duration| size as f64 / 1e6 / time.as_secs_f64();
+            let (read, write) = (rate(read), rate(begun.elapsed()));
+            println!("{delay_ms} ms, {name}: read {read:.0} MB/s, write {write:.0} MB/s, {:?}", cache.counts());
+        }
+    }
+}

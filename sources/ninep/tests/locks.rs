@@ -1,0 +1,184 @@
+//! POSIX locks: between clients, waited for, given up, given back.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use common::fake::{Fake, reply};
+use common::{CX, PATIENCE, Served, name, read, write};
+use ferry_remote::{Client, Options};
+use ferry_vfs::*;
+use ferry_wire::ninep::{LockStatus, Reply, Request};
+
+struct Opened {
+    client: Client,
+    ino: Ino,
+    handle: Handle,
+}
+
+fn opened(served: &Served) -> Opened {
+    let client = served.connect(Options::default());
+    let ino = client.lookup(&CX, Ino::ROOT, name("f")).unwrap().ino;
+    let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+    Opened { client, ino, handle }
+}
+
+fn served() -> Served {
+    let served = Served::new();
+    let client = served.connect(Options::default());
+    client.create(&CX, Ino::ROOT, name("f"), &common::file(0o600), OFlags::RDWR).unwrap();
+    served
+}
+
+fn lock(kind: LockKind, owner: u64) -> Lock {
+    Lock { kind, owner: LockOwner { session: CX.session, id: owner }, start: 10, end: 19, pid: 42, flock: false }
+}
+
+impl Opened {
+    fn set(&self, kind: LockKind, owner: u64) -> Result<Locked> {
+        self.client.set_lock(&CX, self.ino, self.handle, &lock(kind, owner), None)
+    }
+
+    /// Waits for a lock; what comes of it is sent.
+    fn wait(&self, kind: LockKind, owner: u64) -> (mpsc::Receiver<Result<()>>, Arc<AtomicBool>) {
+        let (told, outcome) = mpsc::channel();
+        let gone = Arc::new(AtomicBool::new(false));
+        let waiter = Waiter::new(move |outcome| {
+            let _ = told.send(outcome);
+        })
+        .until(Arc::clone(&gone));
+        let waits = self.client.set_lock(&CX, self.ino, self.handle, &lock(kind, owner), Some(waiter));
+        assert_eq!(waits, Ok(Locked::Waiting));
+        (outcome, gone)
+    }
+}
+
+#[test]
+fn owners_exclude_each_other_and_learn_of_it() {
+    let served = served();
+    let (one, two) = (opened(&served), opened(&served));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Write, 2).unwrap_err(), Errno::AGAIN, "another owner of the same client");
+    assert_eq!(two.set(LockKind::Read, 1).unwrap_err(), Errno::AGAIN, "another client");
+    let found = two.client.get_lock(&CX, two.ino, two.handle, &lock(LockKind::Read, 1)).unwrap().unwrap();
+    assert_eq!((found.kind, found.start, found.end), (LockKind::Write, 10, 19));
+    assert_eq!(one.set(LockKind::Unlock, 1), Ok(Locked::Done));
+    assert_eq!(two.client.get_lock(&CX, two.ino, two.handle, &lock(LockKind::Read, 1)), Ok(None));
+    assert_eq!(two.set(LockKind::Write, 1), Ok(Locked::Done));
+    // Closing gives up the locks of who closes.
+    two.client.flush(&CX, two.ino, two.handle, 1).unwrap();
+    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    one.client.release(&CX, one.ino, one.handle);
+    assert_eq!(two.set(LockKind::Write, 3), Ok(Locked::Done));
+}
+
+#[test]
+fn waiting_ends_with_the_lock_or_when_it_is_given_up() {
+    let served = served();
+    let (one, two) = (opened(&served), opened(&served));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    let (outcome, _) = two.wait(LockKind::Write, 1);
+    let (other, gone) = two.wait(LockKind::Write, 2);
+    assert!(outcome.recv_timeout(Duration::from_millis(100)).is_err());
+    // The second is interrupted: who was to be told is let go, and the server forgets the request.
+    gone.store(true, Ordering::Release);
+    assert_eq!(other.recv_timeout(PATIENCE).unwrap(), Err(Errno::INTR));
+    // More requests than may be under way still work.
+    assert!(two.client.getattr(&CX, two.ino, None).is_ok());
+    assert_eq!(one.set(LockKind::Unlock, 1), Ok(Locked::Done));
+    assert_eq!(outcome.recv_timeout(PATIENCE).unwrap(), Ok(()));
+    assert_eq!(one.set(LockKind::Write, 1).unwrap_err(), Errno::AGAIN);
+    assert_eq!(two.set(LockKind::Unlock, 1), Ok(Locked::Done));
+    // Nobody got the lock that was given up.
+    let end = Instant::now() + PATIENCE;
+    while one.set(LockKind::Write, 1).is_err() {
+        assert!(Instant::now() < end);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn who_waits_is_let_go_when_his_file_is_closed() {
+    let served = served();
+    let (one, two) = (opened(&served), opened(&served));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    let (outcome, _) = two.wait(LockKind::Write, 1);
+    two.client.release(&CX, two.ino, two.handle);
+    assert_eq!(outcome.recv_timeout(PATIENCE).unwrap(), Err(Errno::INTR));
+}
+
+#[test]
+fn waiting_goes_on_after_the_server_was_started_again() {
+    let served = served();
+    let (one, two) = (opened(&served), opened(&served));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    let (outcome, _) = two.wait(LockKind::Write, 1);
+    served.stop();
+    served.start();
+    // It has its lock again before others can wait for it, or it was slower than the one who waits: then that one has it.
+    let again = one.client.getattr(&CX, one.ino, None);
+    assert!(again.is_ok());
+    let _ = one.set(LockKind::Unlock, 1);
+    assert_eq!(outcome.recv_timeout(PATIENCE).unwrap(), Ok(()));
+}
+
+/// Only a program that asks for it makes the server's disk work.
+#[test]
+fn taking_and_giving_up_locks_writes_and_makes_nothing_durable() {
+    let (syncs, writes): (Arc<AtomicUsize>, Arc<AtomicUsize>) = Default::default();
+    let (counted, written) = (Arc::clone(&syncs), Arc::clone(&writes));
+    let fake = Fake::new(move |tag, request| match request {
+        Request::Lock { .. } => Some(reply(tag, &Reply::Lock(LockStatus::Success))),
+        Request::Fsync { .. } => {
+            counted.fetch_add(1, Ordering::SeqCst);
+            None
+        }
+        Request::Write { .. } => {
+            written.fetch_add(1, Ordering::SeqCst);
+            None
+        }
+        _ => None,
+    });
+    let client = fake.connect(Options::default()).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("f")).unwrap().ino;
+    let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+    let one = Opened { client, ino, handle };
+    for round in 0..10 {
+        let before = one.client.usage().messages;
+        write(&one.client, ino, handle, 0, b"before the lock").unwrap();
+        assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+        write(&one.client, ino, handle, 0, b"under the lock").unwrap();
+        assert_eq!(one.set(LockKind::Unlock, 1), Ok(Locked::Done));
+        assert_eq!(writes.load(Ordering::SeqCst), 2 * (round + 1), "others see it");
+        assert_eq!(one.client.usage().messages - before, 4, "two locks, two writes");
+    }
+    assert_eq!(syncs.load(Ordering::SeqCst), 0);
+    one.client.fsync(&CX, ino, handle, false).unwrap();
+    assert_eq!(syncs.load(Ordering::SeqCst), 1);
+}
+
+/// What is kept for a restart of the server must not be written again over what others wrote under a lock since.
+#[test]
+fn what_was_written_under_a_lock_is_not_written_again_after_it() {
+    let served = served();
+    let (one, two) = (opened(&served), opened(&served));
+    for (client, text) in [(&one, b"by the one"), (&two, b"by the two")] {
+        assert_eq!(client.set(LockKind::Write, 1), Ok(Locked::Done));
+        write(&client.client, client.ino, client.handle, 0, text).unwrap();
+        assert_eq!(client.set(LockKind::Unlock, 1), Ok(Locked::Done));
+    }
+    two.client.fsync(&CX, two.ino, two.handle, false).unwrap();
+    served.stop();
+    served.start();
+    // Whoever did not make his durable is told that nobody knows. Both have the new connection then.
+    assert_eq!(one.client.fsync(&CX, one.ino, one.handle, false).unwrap_err(), Errno::IO);
+    assert!(two.client.fsync(&CX, two.ino, two.handle, false).is_ok());
+    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(read(&one.client, one.ino, one.handle, 0, 99).unwrap(), b"by the two");
+    let three = opened(&served);
+    assert_eq!(read(&three.client, three.ino, three.handle, 0, 99).unwrap(), b"by the two");
+}

@@ -1,0 +1,142 @@
+//! The server is stopped and started again.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use common::{CX, PATIENCE, Served, name, read, write};
+use ferry_remote::{Cache, Client, Options};
+use ferry_vfs::*;
+
+fn patient(cache: Cache) -> Options {
+    Options { patience: PATIENCE, cache, ..Options::default() }
+}
+
+/// Makes `d/f` and opens it.
+fn file(client: &Client) -> (Entry, Handle) {
+    let dir = client.mkdir(&CX, Ino::ROOT, name("d"), &common::dir(0o755)).unwrap();
+    client.create(&CX, dir.ino, name("f"), &common::file(0o600), OFlags::RDWR).unwrap()
+}
+
+#[test]
+fn files_are_found_and_opened_again() {
+    let served = Served::new();
+    let client = served.connect(patient(Cache::None));
+    let (entry, handle) = file(&client);
+    write(&client, entry.ino, handle, 0, b"before").unwrap();
+    let list = client.opendir(&CX, Ino::ROOT, OFlags::RDONLY).unwrap();
+    client.rename(&CX, (entry.ino, name("x")), (Ino::ROOT, name("y")), RenameFlags::empty()).unwrap_err();
+    served.stop();
+    let (told, waits) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            told.send(read(&client, entry.ino, handle, 0, 99)).unwrap();
+        });
+        assert!(waits.recv_timeout(Duration::from_millis(200)).is_err(), "there is no server");
+        served.start();
+        assert_eq!(waits.recv_timeout(PATIENCE).unwrap().unwrap(), b"before");
+    });
+    write(&client, entry.ino, handle, 6, b" and after").unwrap();
+    assert_eq!(read(&client, entry.ino, handle, 0, 99).unwrap(), b"before and after");
+    let mut out = common::Few::new(9);
+    client.readdir(&CX, &DirRange { ino: Ino::ROOT, handle: list, offset: 0, plus: false }, &mut out).unwrap();
+    assert!(out.items.iter().any(|item| item.name == "d"));
+}
+
+#[test]
+fn a_moved_file_is_found_where_it_is_and_a_removed_one_is_stale() {
+    let served = Served::new();
+    let client = served.connect(patient(Cache::None));
+    let (entry, handle) = file(&client);
+    write(&client, entry.ino, handle, 0, b"moved").unwrap();
+    let dir = client.lookup(&CX, Ino::ROOT, name("d")).unwrap();
+    client.rename(&CX, (dir.ino, name("f")), (Ino::ROOT, name("g")), RenameFlags::empty()).unwrap();
+    client.rename(&CX, (Ino::ROOT, name("d")), (Ino::ROOT, name("e")), RenameFlags::empty()).unwrap();
+    let (gone, gone_handle) = client.create(&CX, dir.ino, name("gone"), &common::file(0o600), OFlags::RDWR).unwrap();
+    client.unlink(&CX, dir.ino, name("gone")).unwrap();
+    served.stop();
+    served.start();
+    assert_eq!(read(&client, entry.ino, handle, 0, 99).unwrap(), b"moved");
+    assert!(client.getattr(&CX, dir.ino, None).is_ok());
+    let error = read(&client, gone.ino, gone_handle, 0, 9).unwrap_err();
+    assert!(matches!(error, Errno::NOENT | Errno::STALE), "{error}");
+}
+
+#[test]
+fn a_server_that_stays_away_is_an_error_in_time() {
+    let served = Served::new();
+    let patience = Duration::from_millis(300);
+    let client = served.connect(Options { patience, ..Options::default() });
+    served.stop();
+    let begun = std::time::Instant::now();
+    assert_eq!(client.lookup(&CX, Ino::ROOT, name("a")).unwrap_err(), Errno::IO);
+    assert!(begun.elapsed() >= patience && begun.elapsed() < PATIENCE);
+}
+
+/// The source's file, as somebody at the server sees it.
+fn at_server(served: &Served) -> (Ino, Handle) {
+    let source = &served.source;
+    let dir = source.lookup(&CX, Ino::ROOT, name("d")).unwrap();
+    let file = source.lookup(&CX, dir.ino, name("f")).unwrap();
+    (file.ino, source.open(&CX, file.ino, OFlags::RDWR).unwrap())
+}
+
+#[test]
+fn what_a_server_lost_before_it_was_durable_is_written_again_or_told() {
+    for cache in [Cache::None, Cache::Auto] {
+        let served = Served::new();
+        let client = served.connect(patient(cache));
+        let (entry, handle) = file(&client);
+        write(&client, entry.ino, handle, 0, b"durable").unwrap();
+        client.fsync(&CX, entry.ino, handle, false).unwrap();
+        write(&client, entry.ino, handle, 7, b", not yet").unwrap();
+        client.flush(&CX, entry.ino, handle, 0).unwrap();
+        served.stop();
+        // As if it had crashed.
+        let (ino, own) = at_server(&served);
+        served.source.setattr(&CX, ino, None, &SetAttr { size: Some(7), ..SetAttr::default() }).unwrap();
+        served.start();
+        let synced = client.fsync(&CX, entry.ino, handle, false);
+        let mut content = Vec::new();
+        let _ = served.source.read(&CX, &common::range(ino, own, 0, 99), &mut content).unwrap();
+        match cache {
+            Cache::None => assert_eq!(synced.unwrap_err(), Errno::IO),
+            _ => {
+                synced.unwrap();
+                assert_eq!(served.source.getattr(&CX, ino, None).unwrap().size, 16, "what was acknowledged is there");
+            }
+        }
+        assert!(client.fsync(&CX, entry.ino, handle, false).is_ok(), "it is told once");
+    }
+}
+
+fn lock(kind: LockKind, owner: u64) -> Lock {
+    let owner = LockOwner { session: CX.session, id: owner };
+    Lock { kind, owner, start: 10, end: 19, pid: 42, flock: false }
+}
+
+#[test]
+fn locks_are_taken_again() {
+    let served = Served::new();
+    let client = served.connect(patient(Cache::None));
+    let (entry, handle) = file(&client);
+    let take = |client: &Client, handle, kind, owner| client.set_lock(&CX, entry.ino, handle, &lock(kind, owner), None);
+    assert_eq!(take(&client, handle, LockKind::Write, 1), Ok(Locked::Done));
+    served.stop();
+    served.start();
+    client.getattr(&CX, Ino::ROOT, None).unwrap();
+    let (ino, own) = at_server(&served);
+    let theirs = Lock { owner: LockOwner { session: SessionId::unique(), id: 1 }, ..lock(LockKind::Read, 1) };
+    assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None).unwrap_err(), Errno::AGAIN);
+    // And once more, when somebody else was faster.
+    served.stop();
+    assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None), Ok(Locked::Done));
+    served.start();
+    client.getattr(&CX, Ino::ROOT, None).unwrap();
+    assert_eq!(read(&client, entry.ino, handle, 0, 9).unwrap_err(), Errno::IO);
+    client.release(&CX, entry.ino, handle);
+    let handle = client.open(&CX, entry.ino, OFlags::RDWR).unwrap();
+    assert_eq!(read(&client, entry.ino, handle, 0, 9).unwrap(), b"");
+}

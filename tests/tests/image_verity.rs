@@ -1,0 +1,83 @@
+//! Images of the layout composefs where the kernel itself proves the bytes of files: ext4 with fs-verity in a QEMU guest.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::path::Path;
+use std::time::Duration;
+
+use ferry_tests::disks::tool;
+use ferry_tests::mounts::program;
+use ferry_tests::{Cache, GuestCache, Kind, Options, Place, Share, collect, folder, guest_on};
+
+/// A guest without KVM on a machine that has other things to do.
+const TIMEOUT: Duration = Duration::from_secs(600);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
+
+/// Builds where fs-verity is, changes an object, mounts what overlayfs proves.
+const SCRIPT: &str = r#"
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+ferry=$1 mkfs=$2 theirs=$3
+mkdir -p /run/fs /run/mnt
+truncate -s 100M /run/disk
+"$mkfs" -q -b 4096 -O verity /run/disk
+mount -o loop /run/disk /run/fs
+cd /run/fs
+mkdir tree
+seq 20000 >tree/large
+seq 30000 >tree/other
+echo small >tree/small
+digest=$("$ferry" image build tree -o image --store store --layout composefs)
+for object in store/objects/??/*; do
+    # fs-verity is on: nobody can write any more.
+    ! (echo x >>"$object") 2>/dev/null
+done
+"$ferry" image verify image --store store
+again=$("$ferry" image build tree -o again --store store --layout composefs)
+[ "$digest" = "$again" ]
+echo kernel $(uname -r)
+compare() { for name in large other small; do cmp tree/$name /run/mnt/$name; done; }
+"$ferry" image mount image /run/mnt --store store --digest $digest
+grep ' /run/mnt overlay .*verity=require' /proc/mounts
+compare
+umount /run/mnt
+"$theirs" -o basedir=store/objects,verity image /run/mnt
+compare
+umount /run/mnt
+# The same bytes without fs-verity prove nothing, and other bytes even less.
+replace() { cp "$1" copy; mv copy "$1"; }
+replace "$(find store/objects -type f -size -120k)"
+"$ferry" image mount image /run/mnt --store store --digest $digest
+! cat /run/mnt/large >/dev/null
+cmp tree/other /run/mnt/other
+umount /run/mnt
+# Without it in the object that is looked at, a mount that would fail later is refused at once.
+replace "$(find store/objects -type f -size +120k)"
+! "$ferry" image mount image /run/mnt --store store --digest $digest
+"$ferry" image mount image /run/mnt --store store
+compare
+umount /run/mnt
+echo proved
+"#;
+
+#[test]
+#[ignore = "long: make test-all"]
+fn the_kernel_proves_what_it_reads() {
+    let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
+    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
+    let programs = Share::of(Path::new("/"), folder(Place::Disk), dir, options);
+    let theirs = GuestCache::from_env().unwrap().composefs().unwrap().join("bin/mount.composefs");
+    let (program, mkfs) = (program(), tool("mkfs.ext4"));
+    let words =
+        ["sh", "-euxc", SCRIPT, "sh", program.to_str().unwrap(), mkfs.to_str().unwrap(), theirs.to_str().unwrap()];
+    let mut guest = guest_on(&programs.socket, words);
+    guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
+    guest.mounts.clear();
+    guest.cwd = "/".into();
+    guest.boot_timeout = BOOT_TIMEOUT;
+    guest.memory_mib = 1024;
+    let begin = std::time::Instant::now();
+    let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
+    let ran = collect(running, TIMEOUT, begin);
+    println!("{:?}, {}", ran.took, ran.out);
+    assert!(ran.ok().ends_with("proved\n"));
+}

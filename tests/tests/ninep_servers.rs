@@ -1,0 +1,142 @@
+//! The source `9p:` on servers that others wrote, mounted on this host: diod, and `p9ufs` of the Go package `hugelgupf/p9`.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use ferry_tests::mounts::{Cell, Maker, MountOptions, Mounted, NinePServer, Site};
+use ferry_tests::{Place, folder, on_cells};
+use rustix::fs::{FlockOperation, XattrFlags, fcntl_lock};
+use rustix::io::Errno;
+
+/// Longer than any script here takes that does not hang.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// What every server can: making, writing, reading, renaming, linking. It ends with the sums of all files.
+const COMMON: &str = r#"
+mkdir -p a/deep/er
+seq 1 200000 >a/numbers
+for n in $(seq 1 150); do echo $n >a/deep/f$n; done
+: >a/empty
+ln -s ../numbers a/deep/link
+test "$(readlink a/deep/link)" = ../numbers
+cp -r a b
+diff -r a b
+ln a/numbers a/hard
+test "$(stat -c %h a/numbers)" = 2
+mv b/numbers b/moved
+mv b/deep c
+test ! -e b/deep
+test "$(ls c | wc -l)" = 152
+printf new >c/over
+mv c/over c/f1
+test "$(cat c/f1)" = new
+echo more >>c/f2
+test "$(cat c/f2 | tr '\n' ' ')" = '2 more '
+exec 7<c/f3
+mv c d
+test "$(cat <&7)" = 3
+test "$(cat d/f3)" = 3
+echo end >>d/f3
+truncate -s 12345 b/moved
+test "$(stat -c %s b/moved)" = 12345
+seq 1 1000 >d/er/new
+cd d/er && ln new ../linked && cd ../..
+dd if=/dev/urandom of=big bs=100k count=40 status=none conv=fsync
+cp big copy && cmp big copy
+"#;
+
+/// What diod can, too.
+const MORE: &str = r#"
+chmod 640 b/moved && chown 7:8 b/moved && touch -d '2001-02-03 04:05:06.789 UTC' b/moved
+test "$(TZ=UTC stat -c '%a %u %g %y' b/moved)" = '640 7 8 2001-02-03 04:05:06.789000000 +0000'
+mkfifo b/pipe && test -p b/pipe
+mknod b/null c 1 3 && test "$(stat -c %t:%T b/null)" = 1:3
+if rmdir d 2>/dev/null; then exit 1; fi
+exec 8<>copy
+rm copy
+test "$(head -c 100 <&8 | wc -c)" = 100
+exec 8<&-
+rm b/pipe b/null
+rm -r d/er a/deep
+test ! -e d/er
+df . | grep -q /mnt
+"#;
+
+const SUMS: &str = "find . -type f | LC_ALL=C sort | xargs md5sum; find . -type l | LC_ALL=C sort";
+
+/// Mounts, runs a script, and compares all files with what the server has.
+fn tree(cell: &Cell, script: &str) -> Option<Mounted> {
+    let mounted = Mounted::with(cell, &MountOptions::default())?;
+    mounted.site.sh(script, LIMIT).ok();
+    let here = mounted.site.sh(SUMS, LIMIT).ok();
+    let there = Site::on_host(&mounted.remote.as_ref().unwrap().shared()).sh(SUMS, LIMIT).ok();
+    assert!(here == there && here.lines().count() > 300, "{cell}: here\n{here}\nthere\n{there}");
+    Some(mounted)
+}
+
+fn on_diod(cell: &Cell) {
+    let Some(mounted) = tree(cell, COMMON) else { return };
+    mounted.site.sh(MORE, LIMIT).ok();
+    let path = mounted.site.path.join("big");
+    rustix::fs::setxattr(&path, "user.x", b"value", XattrFlags::empty()).unwrap();
+    let mut value = [0; 16];
+    assert_eq!(rustix::fs::getxattr(&path, "user.x", &mut value), Ok(5));
+    rustix::fs::removexattr(&path, "user.x").unwrap();
+    assert_eq!(rustix::fs::getxattr(&path, "user.x", &mut value), Err(Errno::NODATA));
+    let shared = mounted.remote.as_ref().unwrap().shared();
+    mounted.site.sh("rm -r a b d big", LIMIT).ok();
+    assert_eq!(fs::read_dir(shared).unwrap().count(), 0, "{cell}: what was removed is there");
+    mounted.finish();
+}
+
+on_cells!(on_diod: quick [diod_devfuse, diod_devfuse_none] long [diod_devfuse_always]);
+
+/// Its files cannot be removed or changed but for their bytes: that is said, and nothing else is lost by it.
+fn on_p9ufs(cell: &Cell) {
+    let Some(mounted) = tree(cell, COMMON) else { return };
+    for refused in
+        ["rm big", "rmdir a/deep/er", "chmod 600 big", "chown 7 big", "touch -d yesterday big", "mkfifo pipe"]
+    {
+        let ran = mounted.site.sh(refused, LIMIT);
+        assert_eq!(ran.status, 1, "{cell}: {refused}: {ran:?}");
+        assert!(ran.err.contains("Function not implemented"), "{cell}: {refused}: {ran:?}");
+    }
+    mounted.site.sh("test -e big -a -d a/deep/er; cmp big copy", LIMIT).ok();
+    mounted.finish();
+}
+
+on_cells!(on_p9ufs: quick [p9ufs_devfuse] long [p9ufs_devfuse_none, p9ufs_devfuse_always]);
+
+/// Two mounts of one diod: POSIX locks exclude each other, and what one closes the other sees.
+#[test]
+fn two_mounts_of_diod() {
+    let folder = folder(Place::Disk);
+    let Some(server) = NinePServer::start(Maker::Diod, folder.path()) else { return };
+    let cell: Cell = "diod_devfuse".parse().unwrap();
+    let mount = || Mounted::of_server(&server, &cell, &MountOptions::default());
+    let (Some(one), Some(two)) = (mount(), mount()) else { return };
+    fs::write(one.site.path.join("file"), "by the one").unwrap();
+    assert_eq!(fs::read_to_string(two.site.path.join("file")).unwrap(), "by the one");
+    let open = |mounted: &Mounted| File::options().read(true).write(true).open(mounted.site.path.join("file")).unwrap();
+    let (first, second) = (open(&one), open(&two));
+    fcntl_lock(&first, FlockOperation::NonBlockingLockExclusive).unwrap();
+    assert_eq!(fcntl_lock(&second, FlockOperation::NonBlockingLockExclusive), Err(Errno::AGAIN));
+    first.write_all_at(b"under its lock", 0).unwrap();
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            while fcntl_lock(&second, FlockOperation::LockExclusive) == Err(Errno::INTR) {}
+            let mut bytes = [0; 14];
+            second.read_exact_at(&mut bytes, 0).unwrap();
+            bytes
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        fcntl_lock(&first, FlockOperation::Unlock).unwrap();
+        assert_eq!(waits.join().unwrap(), *b"under its lock");
+    });
+    drop((first, second));
+    one.finish();
+    two.finish();
+}
