@@ -1,6 +1,11 @@
 //! Requests under way, by their tags.
 
+use std::collections::VecDeque;
 use std::time::Instant;
+
+/// A tag rests until so many others were used after it, so that a second answer to one request is not taken
+/// for the answer to the next.
+const RESTING: usize = 64;
 
 /// What is called with the answer to a request.
 pub(crate) type Wake = Box<dyn FnOnce(Answer) + Send>;
@@ -72,7 +77,8 @@ enum Slot {
 #[derive(Default)]
 pub(super) struct Table {
     slots: Vec<Slot>,
-    free: Vec<u16>,
+    /// Tags that are not in use, the one that has rested longest first.
+    free: VecDeque<u16>,
     in_flight: usize,
     parked: usize,
     is_lost: bool,
@@ -96,7 +102,8 @@ impl Table {
         } else {
             self.parked += 1;
         }
-        let tag = self.free.pop().unwrap_or_else(|| {
+        let rested = if self.free.len() > RESTING { self.free.pop_front() } else { None };
+        let tag = rested.unwrap_or_else(|| {
             self.slots.push(Slot::Free);
             u16::try_from(self.slots.len() - 1).expect("there are fewer requests under way than tags")
         });
@@ -177,7 +184,7 @@ impl Table {
         } else {
             self.parked -= 1;
         }
-        self.free.push(tag);
+        self.free.push_back(tag);
         Some(pending)
     }
 
