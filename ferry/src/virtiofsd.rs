@@ -1,4 +1,4 @@
-//! `virtiofsd`: under this name the program takes the options of virtiofsd 1.14, also in the older form `-o a=b,c` that
+//! `virtiofsd`, or `ferry-virtiofsd`: under these names the program takes the options of virtiofsd 1.14, also in the older form `-o a=b,c` that
 //! libvirt passes, and does what `ferry share` does with its own for them.
 
 use std::ffi::{OsStr, OsString};
@@ -7,8 +7,10 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 use rustix::process::{Resource, Rlimit};
 
-/// The name under which management programs start a virtio-fs back end.
+/// The name of the program that this stands in for.
 const NAME: &str = "virtiofsd";
+/// The name that `make install` gives it beside that one.
+const INSTALLED: &str = "ferry-virtiofsd";
 
 /// Linux's number for whoever cannot be named (`/proc/sys/kernel/overflowuid`).
 const OVERFLOW: u64 = 65_534;
@@ -17,7 +19,7 @@ const IDS: u64 = u32::MAX as u64;
 
 /// Whether the program was started under that name.
 pub fn is_one(program: &OsStr) -> bool {
-    Path::new(program).file_name().is_some_and(|name| name == NAME)
+    Path::new(program).file_name().is_some_and(|name| name == NAME || name == INSTALLED)
 }
 
 /// What the command line comes to.
