@@ -119,13 +119,14 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
 
 fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
     let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
-    let Machine { cpu, cpus, kernel, guest_kernel, fio, ferry, command, date, .. } = machine;
+    let Machine { cpu, cpus, kernel, fio, ferry, command, date, .. } = machine;
+    let parts = if command.contains(" --add") { ", the last of several parts" } else { "" };
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC. {runs} runs of each system, in turn; medians in MiB/s, with the least and the \
+        "`{command}`, begun {date} UTC{parts}. {runs} runs of each system, in turn; medians in MiB/s, with the least and the \
          greatest in brackets. A ratio above 1 means that Ferry is better.\n\n\
          | | |\n| --- | --- |\n\
-         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, files on tmpfs |\n| guests | {guest_kernel} |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, files on tmpfs |\n\
          | Ferry | {ferry} |\n| peers | diod, QEMU and its disk as in Debian sid |\n| fio | {fio} |\n"
     );
     let _ = writeln!(
