@@ -115,7 +115,7 @@ impl V9fsGuest {
 
     /// What fio is to do to a system, which is mounted now; it empties the client's cache, also that of ours, which is a
     /// process.
-    fn job(&mut self, programs: &Programs, system: System, route: Route, share: &Path) -> Result<Job> {
+    fn job(&mut self, programs: &Programs, (step, system): (Step, System), route: Route, share: &Path) -> Result<Job> {
         let counted = if route.counted { "-counted" } else { "" };
         let dir = format!("{MOUNTS}/{}-{}ms{counted}", system.full_name(), route.delay_ms);
         let mount = self.mount_line(programs, system, route, &dir, share)?;
@@ -127,7 +127,8 @@ impl V9fsGuest {
             System::Client(_) => format!("{DROP_CACHES}; umount {dir}; {mount}"),
             _ => DROP_CACHES.into(),
         };
-        Ok(Job { name: system.full_name(), file: format!("{dir}/{}", file_name(system)), before: Some(before) })
+        let file = format!("{dir}/{}", file_name(system));
+        Ok(Job { name: system.full_name(), file, before: Some(before), most_mib: fio::most_mib(step, system) })
     }
 
     /// Runs a row on systems, one after the other: starting fio is what takes longest in a guest.
@@ -139,7 +140,7 @@ impl V9fsGuest {
         runtime: Duration,
     ) -> Result<Vec<(System, Result<Sample>)>> {
         let jobs: Vec<(System, Result<Job>)> =
-            systems.iter().map(|&system| (system, self.job(programs, system, route, share))).collect();
+            systems.iter().map(|&system| (system, self.job(programs, (step, system), route, share))).collect();
         let able: Vec<Job> = jobs.iter().filter_map(|(_, job)| job.as_ref().ok().cloned()).collect();
         if able.is_empty() {
             return Ok(jobs.into_iter().filter_map(|(system, job)| Some((system, Err(job.err()?)))).collect());
@@ -159,7 +160,7 @@ impl V9fsGuest {
         (step, system): (Step, System),
         runtime: Duration,
     ) -> Result<(Sample, Messages)> {
-        let mut job = self.job(programs, system, Route::COUNTED, share)?;
+        let mut job = self.job(programs, (step, system), Route::COUNTED, share)?;
         // What is done before does not count.
         if let Some(before) = job.before.take() {
             self.run(&before)?;
