@@ -193,12 +193,13 @@ pub fn client(programs: &Programs, way: Way, address: SocketAddr, dir: &Path) ->
     command
 }
 
-/// The line of shell that has the kernel mount `tree` of a server at `dir` by TCP.
+/// The line of shell that has the kernel mount `tree` of a server at `dir` by TCP. It would attach as nobody, whom diod does not
+/// let into the folder of the run.
 pub fn tcp_mount(cache: Cache, tree: &Path, address: SocketAddr, dir: &str) -> String {
     let (aname, host, port) = (shell_word(tree), address.ip(), address.port());
     let cache = cache.name();
     format!(
-        "mount -i -t 9p -o trans=tcp,version=9p2000.L,port={port},msize={MSIZE},cache={cache},aname={aname} {host} {dir}"
+        "mount -i -t 9p -o trans=tcp,version=9p2000.L,port={port},msize={MSIZE},cache={cache},uname=root,aname={aname} {host} {dir}"
     )
 }
 
