@@ -35,7 +35,7 @@ const UML_MODULES: [&str; 4] = ["fs/netfs/netfs", "net/9p/9pnet", "net/9p/9pnet_
 #[derive(Debug)]
 enum Reach {
     /// Servers on the other end of a tap device.
-    Tcp { servers: TcpServers, _tap: Tap },
+    Tcp { servers: Box<TcpServers>, _tap: Tap },
     /// Our server as devices, or why they are not there.
     Virtio(Result<Vec<Process>, String>),
 }
@@ -229,7 +229,7 @@ fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpu
         let _ = write!(prepare, "$b insmod {module}; ");
     }
     let _ = write!(prepare, "$b ip addr add {}/30 dev vec0; $b ip link set vec0 up; set +e", tap.guest());
-    Ok((Reach::Tcp { servers, _tap: tap }, others, disk, prepare))
+    Ok((Reach::Tcp { servers: Box::new(servers), _tap: tap }, others, disk, prepare))
 }
 
 /// Equips a QEMU guest: our device, QEMU's own, QEMU's disk.
