@@ -96,6 +96,7 @@ pub struct Flags {
     cache: Cache,
     msize: Option<u32>,
     in_flight: Option<u16>,
+    connections: Option<u16>,
     user: Option<u32>,
     server_ca: Option<PathBuf>,
     client_cert: Option<PathBuf>,
@@ -106,9 +107,9 @@ impl Flags {
     /// Those of a share.
     pub fn of(share: &Share) -> Self {
         let msize = share.msize.map(|size| u32::try_from(size.0).unwrap_or(u32::MAX));
-        let Share { read_only, cache, in_flight, ninep_user: user, .. } = *share;
+        let Share { read_only, cache, in_flight, connections, ninep_user: user, .. } = *share;
         let Share { server_ca, client_cert, client_key, .. } = share.clone();
-        Self { read_only, cache, msize, in_flight, user, server_ca, client_cert, client_key }
+        Self { read_only, cache, msize, in_flight, connections, user, server_ca, client_cert, client_key }
     }
 
     /// Connects to a server.
@@ -119,6 +120,7 @@ impl Flags {
             uid: self.user.unwrap_or(default.uid),
             msize: self.msize.unwrap_or(default.msize),
             depth: self.in_flight.map_or(default.depth, usize::from),
+            connections: self.connections.map_or(default.connections, usize::from),
             cache: match self.cache {
                 Cache::None => ferry_remote::Cache::None,
                 // Names and attributes are kept by the mount's kernel; this is about data.

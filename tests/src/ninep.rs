@@ -48,6 +48,11 @@ pub struct NinePShare {
 impl NinePShare {
     /// Shares a fresh directory; `None`, with a line that says so, where no guest can reach it.
     pub fn new(place: Place) -> Option<Self> {
+        Self::with(place, Options::default())
+    }
+
+    /// The same, offered in this way.
+    pub fn with(place: Place, options: Options) -> Option<Self> {
         crate::log();
         let tap = match Tap::new() {
             Ok(tap) => tap,
@@ -62,7 +67,7 @@ impl NinePShare {
         let dir = Arc::new(Dir::open(&path, ferry_dir::Options::default()).unwrap());
         let listener = TcpListener::bind((tap.host(), 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
-        let options = Options { remote: true, ..Options::default() };
+        let options = Options { remote: true, ..options };
         let source = Arc::clone(&dir) as Arc<dyn FileSystem>;
         let export = Export::start(vec![listener.into()], source, options).unwrap();
         Some(Self { dir, path, port, export: Some(export), tap, _folder: folder })
@@ -89,6 +94,11 @@ impl NinePShare {
     /// Runs a shell script in a guest on the share.
     pub fn sh(&self, options: &str, script: &str) -> Ran {
         run(self.guest(options, ["sh", "-euc", script]), TIMEOUT)
+    }
+
+    /// How many bytes the host was asked to read ahead of guests.
+    pub fn read_ahead_bytes(&self) -> u64 {
+        self.export.as_ref().map_or(0, Export::read_ahead_bytes)
     }
 
     /// Waits until no guest holds anything any more.

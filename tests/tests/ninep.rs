@@ -3,12 +3,13 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use ferry_ninep::Options;
 use ferry_tests::ninep::NinePShare;
 use ferry_tests::suites::fsx::{self, MAPPED, PLAIN};
 use ferry_tests::suites::pjdfstest::{self, Results};
@@ -25,6 +26,48 @@ const MODES: [&str; 4] = [
 ];
 
 /// A tree goes in and out, and is the same on both sides.
+/// What Linux's client, with one message under way, gets out of files that are on the disk only. The rates are for people:
+/// what is asserted is how much the host was asked to read ahead.
+#[test]
+#[ignore = "long: make test-all"]
+fn cold_files_are_read_ahead_of_the_kernels_client() {
+    const FILES: u64 = 5;
+    const FILE_BYTES: u64 = 64 << 20;
+    let mut rates: Vec<(&str, u64, Vec<u64>)> = Vec::new();
+    let noise: Vec<u8> =
+        (0..FILE_BYTES / 8).flat_map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
+    for (round, mode) in (0..2).flat_map(|round| [MODES[0], MODES[3]].map(|mode| (round, mode))) {
+        let both = [0, Options::default().read_ahead_bytes_max];
+        // The other one first in the second round.
+        for read_ahead_bytes_max in [both[round], both[1 - round]] {
+            let options = Options { read_ahead_bytes_max, ..Options::default() };
+            let Some(share) = NinePShare::with(Place::Disk, options) else { return };
+            for number in 0..FILES {
+                let path = share.path.join(format!("f{number}"));
+                fs::write(&path, &noise).unwrap();
+                let file = File::open(&path).unwrap();
+                rustix::fs::fsync(&file).unwrap();
+                rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+            }
+            let script = "for file in f?; do
+                begin=$(date +%s%N); dd if=$file of=/dev/null bs=1M 2>/dev/null; end=$(date +%s%N)
+                echo $((64 * 1000000000 / (end - begin)))
+            done";
+            let out = share.sh(mode, script).ok();
+            let asked = share.read_ahead_bytes();
+            match read_ahead_bytes_max {
+                0 => assert_eq!(asked, 0),
+                // A client that does not coalesce asks for 4 KiB at a time, and that is in order, too.
+                _ => assert!(asked > FILES * FILE_BYTES * 9 / 10, "{mode}: {asked} bytes were asked for"),
+            }
+            rates.push((mode, read_ahead_bytes_max, out.lines().map(|line| line.parse().unwrap()).collect()));
+        }
+    }
+    for (mode, read_ahead, rates) in rates {
+        println!("{mode}, up to {read_ahead} bytes ahead: {rates:?} MiB/s");
+    }
+}
+
 #[test]
 fn trees_are_the_same_on_both_sides() {
     for mode in MODES {

@@ -3,8 +3,12 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, Maker, MountOptions, Mounted, NinePServer, Site};
 use ferry_tests::{Place, folder, on_cells};
@@ -139,4 +143,119 @@ fn two_mounts_of_diod() {
     drop((first, second));
     one.finish();
     two.finish();
+}
+
+/// A way to a TCP server on which bytes to the server are counted and connections can be cut.
+struct Way {
+    address: SocketAddr,
+    taken: Arc<Mutex<Vec<Taken>>>,
+}
+
+/// A connection that came this way.
+struct Taken {
+    client: TcpStream,
+    sent: Arc<AtomicU64>,
+}
+
+impl Way {
+    fn to(server: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let (server, taken) = (server.to_owned(), Arc::<Mutex<Vec<Taken>>>::default());
+        let kept = Arc::clone(&taken);
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let client = client.unwrap();
+                let server = TcpStream::connect(&server).unwrap();
+                let (sent, received) = (Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
+                carry(client.try_clone().unwrap(), server.try_clone().unwrap(), Arc::clone(&sent));
+                carry(server, client.try_clone().unwrap(), received);
+                kept.lock().unwrap().push(Taken { client, sent });
+            }
+        });
+        Self { address, taken }
+    }
+
+    /// What each connection that there ever was has sent, in bytes.
+    fn sent(&self) -> Vec<u64> {
+        self.taken.lock().unwrap().iter().map(|taken| taken.sent.load(Ordering::SeqCst)).collect()
+    }
+
+    /// Waits until there were so many connections.
+    #[track_caller]
+    fn wait_for(&self, connections: usize) {
+        let end = Instant::now() + LIMIT;
+        while self.sent().len() < connections {
+            assert!(Instant::now() < end, "{} connections of {connections}", self.sent().len());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(self.sent().len(), connections);
+    }
+
+    fn cut(&self, index: usize) {
+        let _ = self.taken.lock().unwrap()[index].client.shutdown(Shutdown::Both);
+    }
+}
+
+fn carry(mut from: TcpStream, mut to: TcpStream, count: Arc<AtomicU64>) {
+    std::thread::spawn(move || {
+        let mut bytes = vec![0; 64 << 10];
+        while let Ok(read @ 1..) = from.read(&mut bytes) {
+            count.fetch_add(read as u64, Ordering::SeqCst);
+            if to.write_all(&bytes[..read]).is_err() {
+                break;
+            }
+        }
+        let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+    });
+}
+
+/// Three connections to diod. Each in turn is cut while a file is written: all are made anew, and the file is right.
+#[test]
+fn one_of_three_connections_to_diod_is_cut() {
+    const CONNECTIONS: usize = 3;
+    const FILE_BYTES: u64 = 48 << 20;
+    let folder = folder(Place::Disk);
+    let Some(server) = NinePServer::start(Maker::Diod, folder.path()) else { return };
+    let (host, tree) = server.address().trim_start_matches("tcp:").split_once('/').unwrap();
+    let way = Way::to(host);
+    let cell: Cell = "diod_devfuse".parse().unwrap();
+    let options =
+        MountOptions { args: vec!["--connections".into(), CONNECTIONS.to_string()], ..MountOptions::default() };
+    let address = format!("tcp:{}/{tree}", way.address);
+    let Some(mounted) = Mounted::of_address(&address, &cell, &options) else { return };
+    way.wait_for(CONNECTIONS);
+    let wanted = folder.path().join("wanted");
+    let mut noise = vec![0; usize::try_from(FILE_BYTES).unwrap()];
+    File::open("/dev/urandom").unwrap().read_exact(&mut noise).unwrap();
+    fs::write(&wanted, &noise).unwrap();
+    for round in 0..CONNECTIONS {
+        let before = way.sent();
+        let first = before.len() - CONNECTIONS;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let end = Instant::now() + LIMIT;
+                while way.sent().iter().sum::<u64>() < before.iter().sum::<u64>() + FILE_BYTES / 4 {
+                    assert!(Instant::now() < end, "nothing is written: {:?}", way.sent());
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                way.cut(first + round);
+            });
+            let script = format!("dd if={} of=file bs=256k conv=fsync status=none", wanted.display());
+            mounted.site.sh(&script, LIMIT).ok();
+        });
+        let there = fs::read(server.shared().join("file")).unwrap();
+        assert!(there == noise, "round {round}: the server has something else");
+        mounted.site.sh(&format!("cmp {} file", wanted.display()), LIMIT).ok();
+        // All are new, at the latest soon after the cut.
+        way.wait_for(before.len() + CONNECTIONS);
+    }
+    // The last ones are not cut: each has its share, once the file was opened by it.
+    let end = Instant::now() + LIMIT;
+    let first = way.sent().len() - CONNECTIONS;
+    while way.sent()[first..].iter().any(|sent| *sent < 2 << 20) {
+        assert!(Instant::now() < end, "some send nothing: {:?}", way.sent());
+        mounted.site.sh(&format!("dd if={} of=file bs=256k conv=fsync status=none", wanted.display()), LIMIT).ok();
+    }
+    mounted.finish();
 }

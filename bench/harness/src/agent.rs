@@ -14,8 +14,8 @@ use crate::server::TAG;
 /// Where the share is in the guest.
 const MOUNT_POINT: &str = "/mnt/share";
 
-/// How long the command loop may take until it reads.
-const START_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long the command loop may take until it reads, in a guest that is emulated, too.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often it is looked whether the server still runs.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::rows::Row;
 use crate::stats::{self, Better};
@@ -88,7 +88,7 @@ pub struct Costs {
 }
 
 /// Messages of a file protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Sent {
     /// Requests of any kind for each MiB of the file.
     pub messages_per_mib: f64,

@@ -71,6 +71,9 @@ struct Cli {
     /// Where the report goes [default: bench/results; of a part or a quick run, nowhere]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Keep what the report has of other rows, so that a run in parts ends in one report (v9fs)
+    #[arg(long)]
+    add: bool,
     /// Only print the names of the rows
     #[arg(long)]
     list: bool,
@@ -115,7 +118,7 @@ impl Cli {
     }
 
     fn results(&self) -> Option<PathBuf> {
-        let full = !self.quick && self.rows.is_none();
+        let full = !self.quick && self.rows.is_none() || self.add;
         self.out.clone().or_else(|| full.then(|| RESULTS.into()))
     }
 }
@@ -129,6 +132,10 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     if cli.dax {
         eprintln!("bench/run: --dax is not built yet");
+        return ExitCode::from(2);
+    }
+    if cli.add && !matches!(cli.table, Table::V9fs) {
+        eprintln!("bench/run: --add is for the table v9fs");
         return ExitCode::from(2);
     }
     let result = match cli.table {
@@ -257,6 +264,8 @@ mod tests {
     fn only_a_full_run_writes_the_results() {
         assert_eq!(cli(&[]).results(), Some(RESULTS.into()));
         assert_eq!(cli(&["--quick"]).results(), None);
+        assert_eq!(cli(&["--rows", "^stat"]).results(), None);
+        assert_eq!(cli(&["--rows", "^stat", "--add"]).results(), Some(RESULTS.into()));
         assert_eq!(cli(&["--quick", "--out", "/o"]).results(), Some("/o".into()));
         assert_eq!(shell_word(Path::new("/a'b")), r"'/a'\''b'");
         assert_eq!(rows::Config::Auto.name(), "auto");

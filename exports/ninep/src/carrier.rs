@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use ferry_engine::Lane;
 use ferry_vfs::{Backing, Extent, Result};
 
+use crate::ahead::Ahead;
 use crate::line::Ticket;
 use crate::serve::Moving;
 
@@ -42,6 +44,9 @@ pub(crate) trait Carrier: ReplyBuffer {
 
     /// Keeps what is to be done when the transfer has ended.
     fn expect(&mut self, moving: Moving);
+
+    /// Sees to it that a range is read ahead, after the reply of this request or beside it.
+    fn read_ahead(&mut self, lane: &Lane, ahead: Ahead);
 }
 
 /// Who sent a request, to whom it may be answered later and from another thread.

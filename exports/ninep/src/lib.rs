@@ -37,6 +37,7 @@
 //! address says which.
 #![forbid(unsafe_code)]
 
+mod ahead;
 mod carrier;
 mod connection;
 mod device;
@@ -60,6 +61,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use ferry_vfs::FileSystem;
 use ferry_vhost::ServerError;
@@ -240,6 +242,11 @@ impl Export {
             Some(Way::Device(device)) => device.usage(),
             None => Usage::default(),
         }
+    }
+
+    /// How many bytes the host was asked to read ahead of clients, so far.
+    pub fn read_ahead_bytes(&self) -> u64 {
+        self.share.read_ahead_bytes.load(Ordering::Relaxed)
     }
 
     /// Takes no more requests, lets those under way end, disconnects everybody and makes everything durable.

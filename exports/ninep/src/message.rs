@@ -3,10 +3,11 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use ferry_engine::WithoutFsetid;
+use ferry_engine::{Lane, WithoutFsetid};
 use ferry_vfs::{Backing, Errno, Extent, Result};
 use ferry_wire::ninep::{READ_HEAD_BYTES, WRITE_HEAD_BYTES};
 
+use crate::ahead::Ahead;
 use crate::carrier::{Carrier, ReplyBuffer};
 use crate::serve::Moving;
 
@@ -17,6 +18,8 @@ pub(crate) struct Buffers {
     pub(crate) short: Vec<u8>,
     /// A long reply. The length of this is the most that was needed yet.
     pub(crate) long: Vec<u8>,
+    /// What is to be read ahead when the reply is sent.
+    pub(crate) ahead: Option<Ahead>,
 }
 
 /// A message that is being served.
@@ -76,6 +79,11 @@ impl Carrier for Message<'_> {
 
     /// Nothing is left for later.
     fn expect(&mut self, _: Moving) {}
+
+    /// This thread does it when the reply is sent; another one waits for the next request by then.
+    fn read_ahead(&mut self, _: &Lane, ahead: Ahead) {
+        self.buffers.ahead = Some(ahead);
+    }
 }
 
 fn read(extent: &Extent, room: &mut [u8]) -> Result<usize> {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::ahead::WINDOW_BYTES_MAX;
 use crate::users::Users;
 
 /// The longest message that is agreed on: what Linux sends over sockets at most.
@@ -50,6 +51,8 @@ pub struct Options {
     pub remote: bool,
     /// The longest message, in bytes: 4096 to 1 MiB.
     pub msize_max: u32,
+    /// How far the host is asked to read ahead of clients that read one piece after the other, in bytes; 0: not at all.
+    pub read_ahead_bytes_max: u64,
     /// What clients may take up.
     pub limits: Limits,
 }
@@ -63,6 +66,7 @@ impl Default for Options {
             users: Users::default(),
             remote: false,
             msize_max: MSIZE_MAX,
+            read_ahead_bytes_max: WINDOW_BYTES_MAX,
             limits: Limits::default(),
         }
     }

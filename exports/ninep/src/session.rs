@@ -13,6 +13,7 @@ use ferry_vfs::{
 };
 use ferry_wire::ninep::{Agreed, Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, agree};
 
+use crate::ahead::Reader;
 use crate::hub::lock;
 use crate::share::Share;
 use crate::users::User;
@@ -177,6 +178,8 @@ pub(crate) struct Open {
     source: Arc<dyn FileSystem>,
     /// Who took locks through it.
     owners: Mutex<HashSet<u64>>,
+    /// How it is read.
+    pub(crate) reader: Mutex<Reader>,
 }
 
 impl std::fmt::Debug for Open {
@@ -375,6 +378,7 @@ impl Session {
             user,
             source: Arc::clone(&self.source),
             owners: Mutex::default(),
+            reader: Mutex::default(),
         })
     }
 

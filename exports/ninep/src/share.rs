@@ -1,6 +1,7 @@
 //! What an export shares, whatever carries its requests.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use ferry_engine::{Complaints, Lane};
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
@@ -15,6 +16,8 @@ pub(crate) struct Share {
     pub(crate) complaints: Complaints,
     /// Threads for what must not be done where it becomes known.
     pub(crate) lane: Lane,
+    /// What the host was asked to read ahead of clients.
+    pub(crate) read_ahead_bytes: AtomicU64,
 }
 
 impl std::fmt::Debug for Share {
@@ -31,6 +34,7 @@ impl Share {
             options,
             complaints: Complaints::default(),
             lane: Lane::default(),
+            read_ahead_bytes: AtomicU64::new(0),
         }
     }
 

@@ -92,6 +92,9 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
                 let context = Context { share: &hub.share, client, session: &session, ticket: &ticket };
                 answer(&context, &request, &mut Message { bytes: &message[..bytes], buffers });
                 connection.served();
+                if let Some(ahead) = buffers.ahead.take() {
+                    ahead.ask();
+                }
                 return;
             }
             Err(refused) => Some(refused),

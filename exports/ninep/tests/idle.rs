@@ -1,12 +1,16 @@
 //! Ten thousand clients at once that do nothing, or less.
+//!
+//! The clients are in a process of their own, so that each process has the descriptors of one end.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 mod common;
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,8 +19,12 @@ use ferry_ninep::{Export, Limits, Options, Usage};
 use ferry_wire::ninep::kind;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Half of them by unix, half by TCP; as many as 20,000 descriptors allow, a common limit.
-const COUNT: usize = 9_700;
+/// Half of them by unix, half by TCP.
+const COUNT: usize = 10_000;
+/// What the other process is to do.
+const CLIENTS: &str = "FERRY_IDLE_CLIENTS";
+/// What it says when all its clients are there.
+const READY: &str = "all clients are there";
 /// What a silent connection may take, without what the kernel has for it: twice what was measured.
 const BYTES_EACH_MAX: u64 = 4096;
 /// Ten thousand of anything, on a loaded machine.
@@ -25,9 +33,9 @@ const LONG: Duration = Duration::from_secs(120);
 /// Each test takes most of the descriptors that there are.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Two descriptors for each connection, in this process; takes root where the limit is low.
+/// One descriptor for each connection; takes root where the limit is low.
 fn has_descriptors() -> bool {
-    let wanted = 2 * COUNT as u64 + 300;
+    let wanted = COUNT as u64 + 300;
     let now = getrlimit(Resource::Nofile);
     let enough = |limit: Option<u64>| limit.is_none_or(|limit| limit >= wanted);
     let maximum = if enough(now.maximum) { now.maximum } else { Some(wanted) };
@@ -76,6 +84,64 @@ impl Server {
     }
 }
 
+/// Clients that another process has. It ends with this.
+struct Clients(Child);
+
+impl Clients {
+    /// Waits until they are all there. `what`: see [`clients`].
+    fn start(server: &Server, what: &str) -> Self {
+        let words = format!("{what} {} {}", server.port, server.folder.path().join("s").display());
+        let program = std::env::current_exe().unwrap();
+        let mut command = Command::new(program);
+        command.args(["--exact", "clients", "--include-ignored", "--nocapture"]).env(CLIENTS, words);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
+        let is_ready = said.any(|line| line.unwrap().contains(READY));
+        let clients = Self(child);
+        assert!(is_ready, "the clients have ended");
+        clients
+    }
+}
+
+impl Drop for Clients {
+    fn drop(&mut self) {
+        // It ends at the end of its input, too; but not where a server has hung up.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The other process: makes clients that have `attached`, or that `dawdle`, and waits for the end of its input.
+#[test]
+#[ignore = "long: a part of the others, which start it"]
+fn clients() {
+    let Ok(words) = std::env::var(CLIENTS) else { return };
+    let [what, port, socket]: [&str; 3] = words.splitn(3, ' ').collect::<Vec<_>>().try_into().unwrap();
+    let (port, socket): (u16, _) = (port.parse().unwrap(), Path::new(socket));
+    assert!(has_descriptors());
+    let unix = || UnixStream::connect(socket).unwrap();
+    let tcp = || TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let half = 0..COUNT / 2;
+    let mut kept: (Vec<UnixStream>, Vec<TcpStream>) = Default::default();
+    match what {
+        "attached" => {
+            kept.0.extend(half.clone().map(|_| attached(unix()).stream));
+            kept.1.extend(half.map(|_| attached(tcp()).stream));
+        }
+        _ => {
+            kept.0.extend(half.clone().map(|_| unix()));
+            kept.1.extend(half.map(|_| {
+                let mut client = attached(tcp());
+                client.stream.write_all(&[50, 0, 0, 0, kind::TCLUNK, 1]).unwrap();
+                client.stream
+            }));
+        }
+    }
+    println!("{READY}");
+    let _ = std::io::stdin().read(&mut [0]);
+    drop(kept);
+}
+
 fn attached<S: Stream>(stream: S) -> Client<S> {
     let mut client = Client::new(stream);
     client.hello(8192);
@@ -88,14 +154,13 @@ fn attached<S: Stream>(stream: S) -> Client<S> {
 fn ten_thousand_are_held_for_little_and_let_go() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !has_descriptors() {
-        eprintln!("skipped: so many connections take 20,000 descriptors, which takes root here");
+        eprintln!("skipped: so many connections take 10,300 descriptors, which takes root here");
         return;
     }
     let server = Server::new(Limits { connections_max: COUNT + 10, ..Limits::default() });
     let mut busy = attached(server.unix());
     let before = resident_bytes();
-    let unix: Vec<_> = (0..COUNT / 2).map(|_| attached(server.unix())).collect();
-    let tcp: Vec<_> = (0..COUNT / 2).map(|_| attached(server.tcp())).collect();
+    let clients = Clients::start(&server, "attached");
     server.settles(|usage| usage.connections == COUNT + 1 && usage.fids == COUNT + 1 && usage.requests == 0);
     // One root fid each is included.
     let each = resident_bytes().saturating_sub(before) / COUNT as u64;
@@ -106,7 +171,7 @@ fn ten_thousand_are_held_for_little_and_let_go() {
     for _ in 0..1000 {
         busy.getattr(ROOT).unwrap();
     }
-    drop((unix, tcp));
+    drop(clients);
     server.settles(|usage| usage.connections == 1 && usage.fids == 1);
     busy.getattr(ROOT).unwrap();
     drop(busy);
@@ -119,20 +184,13 @@ fn ten_thousand_are_held_for_little_and_let_go() {
 fn ten_thousand_that_dawdle_are_sent_away() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     if !has_descriptors() {
-        eprintln!("skipped: so many connections take 20,000 descriptors, which takes root here");
+        eprintln!("skipped: so many connections take 10,300 descriptors, which takes root here");
         return;
     }
     let slow_timeout = Duration::from_secs(10);
     let server = Server::new(Limits { connections_max: COUNT + 10, slow_timeout, ..Limits::default() });
     let mut busy = attached(server.tcp());
-    let silent: Vec<_> = (0..COUNT / 2).map(|_| server.unix()).collect();
-    let half: Vec<_> = (0..COUNT / 2)
-        .map(|_| {
-            let mut client = attached(server.tcp());
-            client.stream.write_all(&[50, 0, 0, 0, kind::TCLUNK, 1]).unwrap();
-            client
-        })
-        .collect();
+    let clients = Clients::start(&server, "dawdle");
     let begin = Instant::now();
     let mut served = 0;
     while server.export.usage().connections > 1 {
@@ -143,5 +201,5 @@ fn ten_thousand_that_dawdle_are_sent_away() {
     println!("gone after {:?}, {served} requests of another client meanwhile", begin.elapsed());
     assert_eq!(server.export.usage().buffered_bytes, 0);
     busy.getattr(ROOT).unwrap();
-    drop((silent, half));
+    drop(clients);
 }

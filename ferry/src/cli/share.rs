@@ -30,6 +30,8 @@ const THREADS_MAX: u16 = 1024;
 const DEPTH_MAX: u16 = 256;
 /// Each takes a tag of its own; past this a server keeps them waiting anyway.
 const IN_FLIGHT_MAX: u16 = 4096;
+/// The most connections to a 9P server.
+const CONNECTIONS_MAX: u16 = 16;
 
 /// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
 #[derive(Clone, Debug, Deserialize, clap::Args)]
@@ -228,10 +230,15 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", help_heading = "For 9p:SERVER")]
     pub msize: Option<Size>,
 
-    /// Requests under way to the server at a time [default: 64].
+    /// Requests under way to the server at a time, by each connection [default: 64].
     #[arg(long, value_name = "N", help_heading = "For 9p:SERVER")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(IN_FLIGHT_MAX)))]
     pub in_flight: Option<u16>,
+
+    /// Connections to the server: more than one for networks that give each a share of their own [default: 1].
+    #[arg(long, value_name = "N", help_heading = "For 9p:SERVER")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(CONNECTIONS_MAX)))]
+    pub connections: Option<u16>,
 
     /// The number of the user that the server sees; new files belong to whoever makes them [default: yours].
     #[arg(id = "9p-user", long = "9p-user", value_name = "UID", help_heading = "For 9p:SERVER")]
@@ -319,7 +326,7 @@ impl Share {
     pub fn check(&self) -> Result<(), String> {
         /// A value, its key, and its bounds.
         type Bounded = (Option<u64>, &'static str, u64, u64);
-        let bounded: [Bounded; 10] = [
+        let bounded: [Bounded; 11] = [
             (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
             (self.poll_us, "poll-us", 0, POLL_US_MAX),
             (self.handler_timeout, "handler-timeout", 0, HANDLER_TIMEOUT_MAX),
@@ -329,6 +336,7 @@ impl Share {
             (self.threads.map(Into::into), "threads", 1, THREADS_MAX.into()),
             (self.depth.map(Into::into), "depth", 1, DEPTH_MAX.into()),
             (self.in_flight.map(Into::into), "in-flight", 1, IN_FLIGHT_MAX.into()),
+            (self.connections.map(Into::into), "connections", 1, CONNECTIONS_MAX.into()),
             (self.ninep_user.map(Into::into), "9p-user", 0, u64::from(u32::MAX) - 1),
         ];
         for (value, key, min, max) in bounded {
@@ -472,6 +480,7 @@ impl Share {
         let of_all = given(&[
             (self.msize.is_some(), "msize"),
             (self.in_flight.is_some(), "in-flight"),
+            (self.connections.is_some(), "connections"),
             (self.ninep_user.is_some(), "9p-user"),
         ]);
         let Kind::Ninep(address) = kind else {

@@ -11,7 +11,7 @@ use crate::cache::{CachedFile, Done, Remote};
 use crate::client::Shared;
 use crate::inode::Inode;
 use crate::line::{Answer, Line, Message, Outcome, Outgoing, lock};
-use crate::session::{Held, Session};
+use crate::session::Held;
 
 /// A file of the server, as its cache sees it.
 #[derive(Debug)]
@@ -101,16 +101,23 @@ impl Transfer {
             What::Sync => self.inode.opened_fid(&session),
         };
         match held.filter(|_| !session.is_broken()) {
-            Some(held) => self.send(&session, held),
+            Some(held) => {
+                let beside = match self.what {
+                    // It is about all that was written before, by whatever connection.
+                    What::Sync => None,
+                    what => self.inode.beside(&session, matches!(what, What::Read), self.buffer.len()),
+                };
+                self.send(beside.unwrap_or(held));
+            }
             None => self.slowly(),
         }
     }
 
-    fn send(self, session: &Arc<Session>, held: Arc<Held>) {
+    fn send(self, held: Arc<Held>) {
         let Self { shared, inode, what, offset, buffer, done, until } = self;
-        let (bytes, line) = (buffer.len(), Arc::clone(&session.line));
+        let (bytes, line) = (buffer.len(), Arc::clone(held.line()));
         let request = request(what, &held, offset, buffer);
-        session.send_waking(
+        Arc::clone(&line).send_waking(
             request,
             Box::new(move |answer| match answer {
                 Answer::Message(mut message) => {
@@ -160,16 +167,13 @@ impl Transfer {
     fn again(self) {
         let Self { shared, inode, what, .. } = &self;
         let until = self.until.unwrap_or_else(Instant::now);
-        let ready = shared.link.again_until(until, |session| {
-            let held = match what {
-                What::Read => inode.fid_for(shared, session, true),
-                What::Write => inode.fid_for(shared, session, false),
-                What::Sync => inode.open_fid(shared, session),
-            };
-            held.map(|held| (Arc::clone(session), held))
+        let ready = shared.link.again_until(until, |session| match what {
+            What::Read => inode.fid_for(shared, session, true),
+            What::Write => inode.fid_for(shared, session, false),
+            What::Sync => inode.open_fid(shared, session),
         });
         match ready {
-            Ok((session, held)) => self.send(&session, held),
+            Ok(held) => self.send(held),
             Err(errno) => self.done.end(self.buffer, Err(errno)),
         }
     }

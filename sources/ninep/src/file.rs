@@ -301,6 +301,9 @@ impl Shared {
             self.write_back(&opened);
             self.release_locks(&opened, handle);
             let is_last = lock(&opened.inode.io).remove(&opened);
+            if is_last {
+                opened.inode.leave_beside();
+            }
             if let Some(file) = opened.inode.cached().filter(|_| is_last) {
                 file.let_go();
             }
@@ -362,8 +365,17 @@ impl Shared {
     }
 
     /// Reads a range by several messages at a time.
-    fn read_some(&self, session: &Arc<Session>, inode: &Inode, from: u64, to: u64) -> Outcome<Vec<(Vec<u8>, usize)>> {
+    fn read_some(
+        &self,
+        session: &Arc<Session>,
+        inode: &Arc<Inode>,
+        from: u64,
+        to: u64,
+    ) -> Outcome<Vec<(Vec<u8>, usize)>> {
         let held = inode.reading(self, session)?;
+        let bytes = usize::try_from(to - from).unwrap_or(usize::MAX);
+        let held = inode.beside(session, true, bytes).unwrap_or(held);
+        let line = held.line();
         let piece = Self::message_bytes(session) as u64;
         let starts = std::iter::successors(Some(from), |at| at.checked_add(piece)).take_while(|at| *at < to);
         let requests = starts.map(|at| {
@@ -372,10 +384,10 @@ impl Shared {
         });
         let mut read = Vec::new();
         let mut failed = None;
-        for ticket in session.send(requests.collect()) {
-            let message = ticket.wait(session).and_then(|message| match message.buffer {
+        for ticket in line.send(requests.collect()) {
+            let message = ticket.wait(line).and_then(|message| match message.buffer {
                 Some(buffer) if message.bytes.is_empty() => Ok((buffer, message.count)),
-                _ => session.take(&message, |_| None),
+                _ => line.take(&message, |_| None),
             });
             match message {
                 Ok(piece) if failed.is_none() => read.push(piece),
@@ -423,8 +435,10 @@ impl Shared {
     }
 
     /// Writes by several messages at a time; answers how much was written from the beginning on.
-    fn write_some(&self, session: &Arc<Session>, inode: &Inode, offset: u64, data: &[u8]) -> Outcome<usize> {
+    fn write_some(&self, session: &Arc<Session>, inode: &Arc<Inode>, offset: u64, data: &[u8]) -> Outcome<usize> {
         let held = inode.writing(self, session)?;
+        let held = inode.beside(session, false, data.len()).unwrap_or(held);
+        let line = held.line();
         lock(&inode.io).unsynced.get_or_insert(session.serial);
         let pieces = data.chunks(Self::message_bytes(session));
         let lengths: Vec<usize> = pieces.clone().map(<[u8]>::len).collect();
@@ -435,9 +449,9 @@ impl Shared {
             request
         });
         let (mut done, mut failed, mut goes_on) = (0, None, true);
-        for (ticket, length) in session.send(requests.collect()).into_iter().zip(lengths) {
-            let count = ticket.wait(session).and_then(|message| {
-                session.take(&message, |reply| match reply {
+        for (ticket, length) in line.send(requests.collect()).into_iter().zip(lengths) {
+            let count = ticket.wait(line).and_then(|message| {
+                line.take(&message, |reply| match reply {
                     Reply::Write { bytes } => usize::try_from(bytes).ok().filter(|count| *count <= length),
                     _ => None,
                 })

@@ -9,6 +9,7 @@ use ferry_vfs::{Attr, Errno, FileType, Ino, NameBuf, Result, Timespec};
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Step, Steps, WALK_NAMES_MAX};
 use ferry_wire::ninep::{Reply, Request};
 
+use crate::beside::Beside;
 use crate::cache::CachedFile;
 use crate::file::Io;
 use crate::line::{Fail, Outcome, lock};
@@ -58,6 +59,7 @@ pub(crate) struct Inode {
     place: Mutex<Option<Place>>,
     fid: Mutex<Option<Arc<Held>>>,
     pub(crate) io: Mutex<Io>,
+    pub(crate) beside: Mutex<Beside>,
     pub(crate) locks: Mutex<OwnLocks>,
     pub(crate) cached: OnceLock<Arc<CachedFile>>,
     /// What the file was like when what is kept of its data was asked for.
@@ -78,6 +80,7 @@ impl Inode {
             place,
             fid,
             io: Mutex::default(),
+            beside: Mutex::default(),
             locks: Mutex::default(),
             cached: OnceLock::new(),
             valid: Mutex::default(),
@@ -101,7 +104,7 @@ impl Inode {
     }
 
     /// The names that lead here from the root.
-    fn names(&self) -> Result<Vec<NameBuf>> {
+    pub(crate) fn names(&self) -> Result<Vec<NameBuf>> {
         let (mut names, mut next) = (Vec::new(), self.place());
         while let Some(Place { dir, name }) = next {
             if names.len() == DEPTH_MAX {

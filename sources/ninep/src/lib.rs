@@ -34,6 +34,7 @@
 //! ([`Options::uid`]), but for new files, which are made as whoever makes them.
 #![forbid(unsafe_code)]
 
+mod beside;
 pub mod cache;
 mod client;
 mod data;
@@ -66,6 +67,8 @@ pub use transport::{Stream, Tcp, Transport, Unix, Vsock};
 const MSIZE: std::ops::RangeInclusive<u32> = ferry_wire::ninep::MSIZE_MIN..=64 << 20;
 /// Tags are 16 bits, and some are for locks.
 const DEPTH: std::ops::RangeInclusive<usize> = 1..=4096;
+/// As many as Linux's NFS client makes at most.
+const CONNECTIONS: std::ops::RangeInclusive<usize> = 1..=16;
 
 /// What a client has done, and holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,6 +77,8 @@ pub struct Usage {
     pub messages: u64,
     /// The most requests that were under way at a time.
     pub in_flight_max: usize,
+    /// Connections, also while they are being made anew.
+    pub connections: usize,
     /// Files that are referred to.
     pub inodes: usize,
     /// Open files and directories.
@@ -100,6 +105,10 @@ impl Client {
         if !DEPTH.contains(&options.depth) {
             return bad("depth", options.depth as u64, *DEPTH.start() as u64, *DEPTH.end() as u64);
         }
+        if !CONNECTIONS.contains(&options.connections) {
+            let (min, max) = (*CONNECTIONS.start() as u64, *CONNECTIONS.end() as u64);
+            return bad("connections", options.connections as u64, min, max);
+        }
         let shared = Shared::new(transport, options)?;
         let keeper = shared.keep().inspect_err(|_| shared.link.end()).map_err(Error::Threads)?;
         Ok(Self { shared, keeper: Some(keeper) })
@@ -111,6 +120,7 @@ impl Client {
         Usage {
             messages: link.counts.messages.load(Ordering::Relaxed),
             in_flight_max: link.counts.in_flight_max.load(Ordering::Relaxed),
+            connections: link.current().connections(),
             inodes: inodes.len(),
             handles: files.len() + dirs.len(),
         }

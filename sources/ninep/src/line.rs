@@ -11,7 +11,7 @@ mod threads;
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::Errno;
@@ -133,6 +133,8 @@ pub(crate) struct Line {
     writer: Mutex<Box<dyn Write + Send>>,
     hang_up: Box<dyn Fn() + Send + Sync>,
     fids: Mutex<Fids>,
+    /// Those that end with this one.
+    bound: Mutex<Vec<Weak<Line>>>,
 }
 
 #[derive(Default)]
@@ -207,9 +209,22 @@ impl Line {
             writer: Mutex::new(stream.writer),
             hang_up: stream.hang_up,
             fids: Mutex::default(),
+            bound: Mutex::default(),
         });
         threads::start(&line, stream.reader)?;
         Ok(line)
+    }
+
+    /// Has two lines end together, now if one has ended already.
+    pub(crate) fn bind(one: &Arc<Self>, other: &Arc<Self>) {
+        for (line, bound) in [(one, other), (other, one)] {
+            lock(&line.bound).push(Arc::downgrade(bound));
+        }
+        for (line, bound) in [(one, other), (other, one)] {
+            if let Some(why) = line.why_broken() {
+                bound.fail(&why);
+            }
+        }
     }
 
     /// Sends requests one after the other, without waiting in between.
@@ -349,6 +364,8 @@ impl Line {
         for (request, wake) in queue {
             wake(Answer::Lost { sent: false, buffer: request.buffer });
         }
+        let bound = std::mem::take(&mut *lock(&self.bound));
+        bound.iter().filter_map(Weak::upgrade).for_each(|line| line.fail(reason));
     }
 
     /// Ends the connection if the server has not answered some request for too long.

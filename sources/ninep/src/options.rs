@@ -9,6 +9,8 @@ use ferry_vfs::Errno;
 const MSIZE: u32 = 1 << 20;
 /// Requests under way at a time: at 1 MiB each they fill a link of 10 Gbit/s with 50 ms of delay.
 const DEPTH: usize = 64;
+/// One fills a link unless the network gives each connection a share of its own, and reads what a server sends by one thread.
+const CONNECTIONS: usize = 1;
 /// More than a busy server takes for anything; what a disk below it takes at worst.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Long enough for a server to be started anew, and short of the 120 s after which mounts give a request up themselves.
@@ -38,8 +40,11 @@ pub struct Options {
     pub user: Vec<u8>,
     /// Longest message to offer, in bytes; the server may want shorter ones. Default: 1 MiB.
     pub msize: u32,
-    /// Requests under way at a time. Default: 64.
+    /// Requests under way at a time, by each connection. Default: 64.
     pub depth: usize,
+    /// Connections, 1 to 16. With more than one, data of files of which more than 4 MiB are moved take turns on all; fewer
+    /// are made where the server takes no more. They end together. Default: 1.
+    pub connections: usize,
     /// How long the server may take for one request. Then the connection is given up, and made anew. Default: 30 s.
     pub timeout: Duration,
     /// How long requests wait for a server that has gone before they fail with `EIO`. Default: 60 s.
@@ -58,6 +63,7 @@ impl Default for Options {
             user: Vec::new(),
             msize: MSIZE,
             depth: DEPTH,
+            connections: CONNECTIONS,
             timeout: TIMEOUT,
             patience: PATIENCE,
             cache: Cache::Auto,

@@ -28,6 +28,11 @@ impl Held {
         self.fid
     }
 
+    /// The connection that knows it.
+    pub(crate) fn line(&self) -> &Arc<Line> {
+        &self.line
+    }
+
     /// It was ended already.
     pub(crate) fn is_ended(&self) {
         self.is_ended.store(true, Ordering::Relaxed);
@@ -52,8 +57,10 @@ impl Drop for Held {
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) line: Arc<Line>,
-    /// Counts the connections.
+    /// Counts the sessions.
     pub(crate) serial: u64,
+    /// The root on each further connection.
+    pub(crate) further: Vec<Arc<Held>>,
     /// The root, as the user that all requests are made as.
     root: Arc<Held>,
     pub(crate) root_qid: Qid,
@@ -81,26 +88,51 @@ impl Session {
         serial: u64,
         counts: &Arc<Counts>,
     ) -> Result<Self, Error> {
-        let address = || transport.address();
-        let unreachable = |reason| Error::Unreachable { address: address(), reason };
-        let stream = transport.connect(options.timeout).map_err(unreachable)?;
-        let line = Line::start(stream, options, Arc::clone(counts)).map_err(Error::Threads)?;
-        let begun = agree(&line, options, &address()).and_then(|()| attach(&line, options, &address()));
-        match begun {
-            Ok((fid, root_qid)) => Ok(Self {
-                root: Held::new(&line, fid),
-                line,
-                serial,
-                root_qid,
-                users: Mutex::default(),
-                in_order: AtomicBool::new(true),
-                has_at: AtomicBool::new(true),
-            }),
-            Err(error) => {
-                line.fail("it is not used");
-                Err(error)
-            }
+        let (root, root_qid) = connect(transport, options, counts)?;
+        let mut session = Self {
+            line: Arc::clone(&root.line),
+            root,
+            serial,
+            further: Vec::new(),
+            root_qid,
+            users: Mutex::default(),
+            in_order: AtomicBool::new(true),
+            has_at: AtomicBool::new(true),
+        };
+        session.connect_further(transport, options, counts);
+        Ok(session)
+    }
+
+    /// Makes the further connections. One is enough to go on with: a server may have a limit.
+    fn connect_further(&mut self, transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) {
+        while self.further.len() + 1 < options.connections && !self.is_broken() {
+            let reason = match connect(transport, options, counts) {
+                Ok((root, qid)) if qid.path == self.root_qid.path && root.line.msize() >= self.line.msize() => {
+                    Line::bind(&self.line, &root.line);
+                    self.further.push(root);
+                    continue;
+                }
+                Ok((root, _)) => {
+                    root.line.fail("it is not used");
+                    "it answers there as another server would".to_owned()
+                }
+                Err(error) => error.to_string(),
+            };
+            let (made, address) = (self.further.len() + 1, transport.address());
+            tracing::warn!("{made} of {} connections to {address} are used: {reason}", options.connections);
+            return;
         }
+    }
+
+    /// How many connections it has.
+    pub(crate) fn connections(&self) -> usize {
+        self.further.len() + 1
+    }
+
+    /// Ends the session if the server has not answered some request for too long.
+    pub(crate) fn check(&self) {
+        self.line.check();
+        self.further.iter().for_each(|root| root.line.check());
     }
 
     /// The root, as a user.
@@ -171,6 +203,22 @@ impl Session {
 
 fn user(name: &[u8], uid: u32) -> User<'_> {
     User { name, uid: Some(uid) }
+}
+
+/// Connects, agrees on the version, and attaches; answers the root.
+fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -> Result<(Arc<Held>, Qid), Error> {
+    let address = transport.address();
+    let stream = transport.connect(options.timeout);
+    let stream = stream.map_err(|reason| Error::Unreachable { address: address.clone(), reason })?;
+    let line = Line::start(stream, options, Arc::clone(counts)).map_err(Error::Threads)?;
+    let begun = agree(&line, options, &address).and_then(|()| attach(&line, options, &address));
+    match begun {
+        Ok((fid, qid)) => Ok((Held::new(&line, fid), qid)),
+        Err(error) => {
+            line.fail("it is not used");
+            Err(error)
+        }
+    }
 }
 
 /// Agrees on version and message size (version(5)).

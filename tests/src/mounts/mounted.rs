@@ -78,7 +78,15 @@ impl Mounted {
     /// # Panics
     /// When the program does not mount.
     pub fn of_server(server: &NinePServer, cell: &Cell, options: &MountOptions) -> Option<Self> {
-        let source = format!("9p:{}", server.address());
+        Self::of_address(server.address(), cell, options)
+    }
+
+    /// The same, of what stands behind `9p:`.
+    ///
+    /// # Panics
+    /// When the program does not mount.
+    pub fn of_address(address: &str, cell: &Cell, options: &MountOptions) -> Option<Self> {
+        let source = format!("9p:{address}");
         Self::fresh(cell, options, |path| Some(Self::of_source(*cell, &source, path, options)))
     }
 

@@ -5,10 +5,32 @@ use std::time::Duration;
 use anyhow::Result;
 
 use super::rows::Step;
+use super::systems::{System, Way};
 use crate::fio;
 
 /// The size of each file, all of which a run reads or writes unless its time is over before.
 pub const FILE_MIB: u64 = 64;
+
+/// What is shorter than this goes page by page.
+const PAGES_BYTES: usize = 64 << 10;
+
+/// Of a row whose bytes go to the server one page at a time so many MiB are written, or else the fsync at the end of a run
+/// takes minutes: each page takes a round trip. These take a second to five.
+const fn paged_mib(delay_ms: u64) -> u64 {
+    match delay_ms {
+        0 => 16,
+        1 => 2,
+        _ => 1,
+    }
+}
+
+/// How many MiB a run of a row reads or writes at most.
+pub fn most_mib(step: Step, system: System) -> u64 {
+    let by_pages = system == System::Client(Way::PageAtATime);
+    // Nothing can be coalesced, and with a delay it takes everybody a while.
+    let scattered = step.random && step.block < PAGES_BYTES && step.delay_ms > 0;
+    if step.write && (by_pages || scattered) { paged_mib(step.delay_ms) } else { FILE_MIB }
+}
 
 /// A file to read or write.
 #[derive(Debug, Clone)]
@@ -19,6 +41,8 @@ pub struct Job {
     pub file: String,
     /// What is done before: caches are emptied.
     pub before: Option<String>,
+    /// How much of it, at most; see [`most_mib`].
+    pub most_mib: u64,
 }
 
 /// The words after fio's own name that run a row on files, one after the other.
@@ -36,8 +60,9 @@ pub fn arguments(step: Step, jobs: &[Job], runtime: Duration) -> Vec<String> {
         format!("--size={FILE_MIB}M"),
         format!("--runtime={}ms", runtime.as_millis()),
     ]);
-    for Job { name, file, before } in jobs {
+    for Job { name, file, before, most_mib } in jobs {
         words.extend([format!("--name={name}"), "--stonewall".into(), format!("--filename={file}")]);
+        words.push(format!("--io_size={most_mib}M"));
         words.extend(before.as_ref().map(|before| format!("--exec_prerun={before}")));
     }
     words
@@ -75,13 +100,28 @@ mod tests {
             name: name.into(),
             file: format!("/m/{name}"),
             before: before.map(str::to_owned),
+            most_mib: 7,
         };
         let words = arguments(step(), &[job("a", None), job("b", Some("sync"))], Duration::from_millis(600)).join("|");
         for part in [
             "|--rw=randwrite|--bs=4096|--size=64M|--runtime=600ms|",
-            "|--name=a|--stonewall|--filename=/m/a|--name=b|--stonewall|--filename=/m/b|--exec_prerun=sync",
+            "|--name=a|--stonewall|--filename=/m/a|--io_size=7M|",
+            "|--name=b|--stonewall|--filename=/m/b|--io_size=7M|--exec_prerun=sync",
         ] {
             assert!(words.contains(part), "{part} in {words}");
+        }
+    }
+
+    #[test]
+    fn what_takes_a_round_trip_for_each_page_is_not_written_for_minutes() {
+        for step in rows::all() {
+            for system in step.systems() {
+                let mib = most_mib(step, system);
+                let pages = mib * 256;
+                let is_paged = system == System::Client(Way::PageAtATime) || step.name().contains("random write 4K");
+                assert!(!is_paged || !step.write || pages * 2 * step.delay_ms <= 6000, "{}", step.name());
+                assert!(mib << 20 >= step.block as u64 && mib <= FILE_MIB, "{}", step.name());
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use super::fio::{self, Job, Sample};
 use super::messages::Messages;
 use super::place::{Cpus, Files, Route, TcpServers, file_name, root_server};
 use super::rows::{Place, Step};
-use super::systems::{self, OUR_TAG, Programs, QEMU_TAG, Server, System};
+use super::systems::{self, Cache as Caching, Programs, Server, System};
 use crate::agent::Agent;
 use crate::blk::systems::comma_doubled;
 use crate::server::{self, Server as Process};
@@ -35,9 +35,9 @@ const UML_MODULES: [&str; 4] = ["fs/netfs/netfs", "net/9p/9pnet", "net/9p/9pnet_
 #[derive(Debug)]
 enum Reach {
     /// Servers on the other end of a tap device.
-    Tcp { servers: TcpServers, _tap: Tap },
-    /// Our server as a device, or why it is not there.
-    Virtio(Result<Process, String>),
+    Tcp { servers: Box<TcpServers>, _tap: Tap },
+    /// Our server as devices, or why they are not there.
+    Virtio(Result<Vec<Process>, String>),
 }
 
 /// A guest. It goes before its servers.
@@ -106,16 +106,16 @@ impl V9fsGuest {
             }
             (System::Kernel(Server::Ferry, cache), Reach::Virtio(device)) => {
                 device.as_ref().map_err(|reason| anyhow!("{reason}"))?;
-                Ok(systems::virtio_mount(cache, OUR_TAG, dir))
+                Ok(systems::virtio_mount(cache, Server::Ferry, dir))
             }
-            (System::Kernel(_, cache), Reach::Virtio(_)) => Ok(systems::virtio_mount(cache, QEMU_TAG, dir)),
+            (System::Kernel(server, cache), Reach::Virtio(_)) => Ok(systems::virtio_mount(cache, server, dir)),
             (System::Client(_), Reach::Virtio(_)) => Err(anyhow!("the guest has no network")),
         }
     }
 
     /// What fio is to do to a system, which is mounted now; it empties the client's cache, also that of ours, which is a
     /// process.
-    fn job(&mut self, programs: &Programs, system: System, route: Route, share: &Path) -> Result<Job> {
+    fn job(&mut self, programs: &Programs, (step, system): (Step, System), route: Route, share: &Path) -> Result<Job> {
         let counted = if route.counted { "-counted" } else { "" };
         let dir = format!("{MOUNTS}/{}-{}ms{counted}", system.full_name(), route.delay_ms);
         let mount = self.mount_line(programs, system, route, &dir, share)?;
@@ -127,7 +127,8 @@ impl V9fsGuest {
             System::Client(_) => format!("{DROP_CACHES}; umount {dir}; {mount}"),
             _ => DROP_CACHES.into(),
         };
-        Ok(Job { name: system.full_name(), file: format!("{dir}/{}", file_name(system)), before: Some(before) })
+        let file = format!("{dir}/{}", file_name(system));
+        Ok(Job { name: system.full_name(), file, before: Some(before), most_mib: fio::most_mib(step, system) })
     }
 
     /// Runs a row on systems, one after the other: starting fio is what takes longest in a guest.
@@ -139,7 +140,7 @@ impl V9fsGuest {
         runtime: Duration,
     ) -> Result<Vec<(System, Result<Sample>)>> {
         let jobs: Vec<(System, Result<Job>)> =
-            systems.iter().map(|&system| (system, self.job(programs, system, route, share))).collect();
+            systems.iter().map(|&system| (system, self.job(programs, (step, system), route, share))).collect();
         let able: Vec<Job> = jobs.iter().filter_map(|(_, job)| job.as_ref().ok().cloned()).collect();
         if able.is_empty() {
             return Ok(jobs.into_iter().filter_map(|(system, job)| Some((system, Err(job.err()?)))).collect());
@@ -159,7 +160,7 @@ impl V9fsGuest {
         (step, system): (Step, System),
         runtime: Duration,
     ) -> Result<(Sample, Messages)> {
-        let mut job = self.job(programs, system, Route::COUNTED, share)?;
+        let mut job = self.job(programs, (step, system), Route::COUNTED, share)?;
         // What is done before does not count.
         if let Some(before) = job.before.take() {
             self.run(&before)?;
@@ -179,9 +180,12 @@ impl V9fsGuest {
     pub fn last_words(&mut self) -> String {
         match &mut self.reach {
             Reach::Tcp { servers, .. } => servers.last_words(),
-            Reach::Virtio(Ok(device)) => {
-                let words = device.last_words();
-                if device.is_alive() { String::new() } else { format!("ferry has ended; it said last: {words}") }
+            Reach::Virtio(Ok(devices)) => {
+                let dead = devices.iter_mut().filter_map(|device| {
+                    let words = device.last_words();
+                    (!device.is_alive()).then(|| format!("ferry has ended; it said last: {words}"))
+                });
+                dead.collect::<Vec<_>>().join("; ")
             }
             Reach::Virtio(Err(_)) => String::new(),
         }
@@ -225,7 +229,7 @@ fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpu
         let _ = write!(prepare, "$b insmod {module}; ");
     }
     let _ = write!(prepare, "$b ip addr add {}/30 dev vec0; $b ip link set vec0 up; set +e", tap.guest());
-    Ok((Reach::Tcp { servers, _tap: tap }, others, disk, prepare))
+    Ok((Reach::Tcp { servers: Box::new(servers), _tap: tap }, others, disk, prepare))
 }
 
 /// Equips a QEMU guest: our device, QEMU's own, QEMU's disk.
@@ -236,26 +240,29 @@ fn virtio(guest: &mut Guest, programs: &Programs, files: &Files, cpus: &Cpus) ->
     guest.devices = vec![Device::fs(root.socket(), server::TAG)];
     let mut words: Vec<String> = Vec::new();
     let share = comma_doubled(&files.share);
-    words.extend(["-fsdev".into(), format!("local,id=shared,path={share},security_model=none")]);
-    words.extend(["-device".into(), format!("virtio-9p-pci,fsdev=shared,mount_tag={QEMU_TAG}")]);
-    let socket = files.folder.join("9p.s");
-    let command = systems::ferry_device(programs, &files.share, &socket);
-    let device = Process::spawn("ferry", &socket, &cpus.all, command).map_err(|error| format!("{error:#}"));
-    if device.is_ok() {
-        words.extend(["-chardev".into(), format!("socket,id=ferry9p,path={}", comma_doubled(&socket))]);
-        words.extend([
-            "-device".into(),
-            format!(
-                "vhost-user-test-device-pci,chardev=ferry9p,virtio-id=9,num_vqs=1,vq_size=128,config_size={}",
-                2 + OUR_TAG.len()
-            ),
-        ]);
+    // A guest mounts a device once at a time, so there is one for each way to mount it.
+    for cache in Caching::ALL {
+        let tag = systems::tag(Server::Qemu, cache);
+        words.extend(["-fsdev".into(), format!("local,id={tag},path={share},security_model=none")]);
+        words.extend(["-device".into(), format!("virtio-9p-pci,fsdev={tag},mount_tag={tag}")]);
     }
+    let devices = Caching::ALL.map(|cache| {
+        let tag = systems::tag(Server::Ferry, cache);
+        let socket = files.folder.join(format!("{tag}.s"));
+        let command = systems::ferry_device(programs, &files.share, &socket, &tag);
+        let device = Process::spawn("ferry", &socket, &cpus.all, command).map_err(|error| format!("{error:#}"))?;
+        Ok((device, tag))
+    });
+    let devices: Result<Vec<(Process, String)>, String> = devices.into_iter().collect();
+    let devices = devices.map(|devices| {
+        guest.devices.extend(devices.iter().map(|(device, tag)| Device::ninep(device.socket(), tag)));
+        devices.into_iter().map(|(device, _)| device).collect()
+    });
     if let Ok(file) = &files.disk {
         words.extend(["-object".into(), "iothread,id=disk".into(), "-blockdev".into()]);
         words.push(crate::blk::systems::blockdev("disk", file, crate::blk::systems::Aio::Uring, false));
         words.extend(["-device".into(), "virtio-blk-pci,drive=disk,iothread=disk".into()]);
     }
     guest.qemu_args = words.into_iter().map(OsString::from).collect();
-    Ok((Reach::Virtio(device), vec![root], files.disk.clone().map(|_| ()), "true".into()))
+    Ok((Reach::Virtio(devices), vec![root], files.disk.clone().map(|_| ()), "true".into()))
 }

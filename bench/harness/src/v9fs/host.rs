@@ -48,6 +48,7 @@ impl Host {
             name: system.full_name(),
             file: mounted.dir().join(file_name(system)).display().to_string(),
             before: None,
+            most_mib: fio::most_mib(step, system),
         };
         let mut load = Command::new(&programs.fio);
         load.args(fio::arguments(step, std::slice::from_ref(&job), runtime)).current_dir(&files.folder);

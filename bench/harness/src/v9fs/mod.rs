@@ -1,5 +1,6 @@
 //! The v9fs table: files by 9P, our client and server beside the kernel's client and other servers.
 
+mod earlier;
 mod fio;
 mod guest;
 mod host;
@@ -28,6 +29,8 @@ use crate::session;
 
 /// The table's name.
 pub const TABLE: &str = "v9fs";
+/// The unit of all figures.
+const UNIT: &str = "MiB/s";
 
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
@@ -45,6 +48,12 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         "bench/run {TABLE} mounts file systems and makes network devices, and needs to be root"
     );
     loopback()?;
+    let folder = cli.results();
+    // Before anything is measured: what cannot be read is told at once.
+    let earlier = match &folder {
+        Some(folder) if cli.add => earlier::read(folder)?,
+        _ => Vec::new(),
+    };
     let unknown = unknown_peers(&cli.peers);
     let cache = Cache::from_env()?;
     let programs = Programs {
@@ -70,13 +79,15 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
             runner.run(*step, &systems.collect::<Vec<_>>())
         },
     )?;
+    let verdict = crate::verdict(&lines);
+    let lines = earlier::join(&earlier, &lines);
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
-        let machine = Machine { guest_kernel: runner.guest_kernels(), command: crate::command(), ..machine };
+    if let Some(folder) = folder {
+        let machine = Machine { command: crate::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets)?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(verdict)
 }
 
 /// bench/run gives this a network of its own, so that taps and addresses go with it; its loopback is down at first.

@@ -119,20 +119,22 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
 
 fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
     let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
-    let Machine { cpu, cpus, kernel, guest_kernel, fio, ferry, command, date, .. } = machine;
+    let Machine { cpu, cpus, kernel, fio, ferry, command, date, .. } = machine;
+    let parts = if command.contains(" --add") { ", the last of several parts" } else { "" };
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC. {runs} runs of each system, in turn; medians in MiB/s, with the least and the \
+        "`{command}`, begun {date} UTC{parts}. {runs} runs of each system, in turn; medians in MiB/s, with the least and the \
          greatest in brackets. A ratio above 1 means that Ferry is better.\n\n\
          | | |\n| --- | --- |\n\
-         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, files on tmpfs |\n| guests | {guest_kernel} |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, files on tmpfs |\n\
          | Ferry | {ferry} |\n| peers | diod, QEMU and its disk as in Debian sid |\n| fio | {fio} |\n"
     );
     let _ = writeln!(
         out,
         "* fio, psync, one thread, a file of {FILE_MIB} MiB that exists, each system its own; a run ends with the file or \
          after half a second, and with fsync, which counts. Before each run the client's caches are dropped; our client is \
-         mounted anew. The servers' files are in memory, so no disk is measured.\n\
+         mounted anew. The servers' files are in memory, so no disk is measured. Where every page takes a round trip of its own \
+         (`page-at-a-time`, and all random writes of 4 KiB with a delay), a run writes 16, 2 or 1 MiB: with no delay, 1 and 10 ms.\n\
          * `pipelined` is `ferry mount 9p:tcp:...` as it is by default, `coalesced` the same with one message under way, \
          `page-at-a-time` with one message under way that has room for a page. `v9fs-none` and `v9fs-loose` are Linux's \
          client with `cache=none` and `cache=loose` and our server; `msize` 1 MiB by TCP, 512,000 by virtio.\n\

@@ -28,13 +28,15 @@ impl Place {
         }
     }
 
-    /// What a reader must know.
-    pub fn note(self) -> Option<&'static str> {
-        match self {
-            Self::Host => None,
-            Self::Uml => Some("in User-mode Linux, where a system call takes tens of microseconds: compare within it"),
-            Self::Qemu => Some("in a QEMU guest that TCG emulates: compare within it"),
-        }
+    /// What a reader must know; with the guest's kernel, once it has run.
+    pub fn note(self, kernel: Option<&str>) -> Option<String> {
+        let (guest, why) = match self {
+            Self::Host => return None,
+            Self::Uml => ("User-mode Linux", "where a system call takes tens of microseconds"),
+            Self::Qemu => ("a QEMU guest", "which TCG emulates"),
+        };
+        let kernel = kernel.map_or(String::new(), |kernel| format!(" (Linux {kernel})"));
+        Some(format!("in {guest}{kernel}, {why}: compare within it"))
     }
 }
 

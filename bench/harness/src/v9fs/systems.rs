@@ -7,10 +7,6 @@ use std::path::{Path, PathBuf};
 use crate::line::FERRY;
 use crate::shell_word;
 
-/// The tag of shares over virtio.
-pub const OUR_TAG: &str = "ferry";
-/// The same of QEMU's own.
-pub const QEMU_TAG: &str = "qemu";
 /// The longest message over TCP, in bytes: what Linux's client allows.
 const MSIZE: u32 = 1 << 20;
 /// The longest over virtio.
@@ -157,15 +153,20 @@ pub fn ferry_server(programs: &Programs, dir: &Path, address: SocketAddr) -> Vec
     command
 }
 
+/// The tag of a server's device that is mounted in this way.
+pub fn tag(server: Server, cache: Cache) -> String {
+    System::Kernel(server, cache).full_name()
+}
+
 /// Our server, as a device.
-pub fn ferry_device(programs: &Programs, dir: &Path, socket: &Path) -> Vec<OsString> {
+pub fn ferry_device(programs: &Programs, dir: &Path, socket: &Path, tag: &str) -> Vec<OsString> {
     let mut command = vec![programs.ferry.clone().into()];
     command.extend(words("--log warn share"));
     command.push(dir.into());
     let mut address = OsString::from("vhost-user:");
     address.push(socket);
     command.extend(["--9p".into(), address]);
-    command.extend(words(&format!("--tag {OUR_TAG}")));
+    command.extend(words(&format!("--tag {tag}")));
     command
 }
 
@@ -192,18 +193,19 @@ pub fn client(programs: &Programs, way: Way, address: SocketAddr, dir: &Path) ->
     command
 }
 
-/// The line of shell that has the kernel mount `tree` of a server at `dir` by TCP.
+/// The line of shell that has the kernel mount `tree` of a server at `dir` by TCP. It would attach as nobody, whom diod does not
+/// let into the folder of the run.
 pub fn tcp_mount(cache: Cache, tree: &Path, address: SocketAddr, dir: &str) -> String {
     let (aname, host, port) = (shell_word(tree), address.ip(), address.port());
     let cache = cache.name();
     format!(
-        "mount -i -t 9p -o trans=tcp,version=9p2000.L,port={port},msize={MSIZE},cache={cache},aname={aname} {host} {dir}"
+        "mount -i -t 9p -o trans=tcp,version=9p2000.L,port={port},msize={MSIZE},cache={cache},uname=root,aname={aname} {host} {dir}"
     )
 }
 
 /// The same of a device.
-pub fn virtio_mount(cache: Cache, tag: &str, dir: &str) -> String {
-    let cache = cache.name();
+pub fn virtio_mount(cache: Cache, server: Server, dir: &str) -> String {
+    let (tag, cache) = (tag(server, cache), cache.name());
     format!("mount -i -t 9p -o trans=virtio,version=9p2000.L,msize={MSIZE_VIRTIO},cache={cache} {tag} {dir}")
 }
 

@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use ferry_engine::Lane;
 use ferry_vfs::{Backing, Extent, Result};
 use ferry_vhost::{Chain, Io};
 use ferry_wire::ninep::{READ_HEAD_BYTES, WRITE_HEAD_BYTES};
 
+use crate::ahead::Ahead;
 use crate::carrier::{Carrier, ReplyBuffer};
 use crate::serve::Moving;
 
@@ -75,5 +77,10 @@ impl Carrier for Request<'_, '_> {
 
     fn expect(&mut self, moving: Moving) {
         self.moving = Some(moving);
+    }
+
+    /// The worker has others to serve.
+    fn read_ahead(&mut self, lane: &Lane, ahead: Ahead) {
+        lane.run(move || ahead.ask());
     }
 }

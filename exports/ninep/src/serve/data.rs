@@ -1,11 +1,13 @@
 //! Reading, writing and making durable.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use ferry_vfs::{Change, Data, Errno, Ino, Input, IoRange, OFlags, Output, Result, SessionId};
+use ferry_vfs::{Change, Data, Errno, Extent, Ino, Input, IoRange, OFlags, Output, Result, SessionId};
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
 
 use super::{Context, Done, encode};
+use crate::ahead::Ahead;
 use crate::carrier::{Carrier, ReplyBuffer};
 use crate::hub::lock;
 use crate::line::Ticket;
@@ -169,10 +171,30 @@ impl Context<'_> {
             Data::Bytes(claimed) if claimed > out.done => Err(self.lied("read", claimed, out.done)),
             Data::Bytes(claimed) => Ok(read_done(carrier, self.ticket, claimed)),
             Data::Extent(extent) => {
+                let ahead = self.ahead(open, &extent, (offset, bytes_max));
                 let begun = carrier.read(extent, bytes_max);
+                // Behind the end of a file there is nothing.
+                let is_short = begun.as_ref().is_some_and(|moved| !matches!(moved, Ok(moved) if *moved == bytes_max));
+                if let Some(ahead) = ahead.filter(|_| !is_short) {
+                    let bytes = ahead.range.end - ahead.range.start;
+                    self.share.read_ahead_bytes.fetch_add(bytes, Ordering::Relaxed);
+                    carrier.read_ahead(&self.share.lane, ahead);
+                }
                 self.moving(carrier, Kind::Read { bytes_max }, begun)
             }
         }
+    }
+
+    /// What is to be read ahead of a client that reads here: where an extent lies in a file, what comes next in the one comes
+    /// next in the other.
+    fn ahead(&self, open: &Open, extent: &Extent, (offset, bytes): (u64, usize)) -> Option<Ahead> {
+        // Memory is there, and past the page cache nothing can be kept.
+        if extent.file.memory().is_some() || extent.file.waits() {
+            return None;
+        }
+        let range = lock(&open.reader).note(offset, bytes as u64, self.share.options.read_ahead_bytes_max)?;
+        let place = |at: u64| extent.offset.checked_add(at.checked_sub(offset)?);
+        Some(Ahead { file: Arc::clone(&extent.file), range: place(range.start)?..place(range.end)? })
     }
 
     /// A source claims to have moved more bytes than it can have.

@@ -84,6 +84,12 @@ impl Server {
         all
     }
 
+    /// What was asked to be read ahead.
+    pub fn read_ahead_bytes(&self) -> u64 {
+        let devices = self.devices.lock().unwrap();
+        self.export.iter().chain(&*devices).map(Export::read_ahead_bytes).sum()
+    }
+
     /// Waits until the usage is as it should be.
     #[track_caller]
     pub fn settles(&self, is_right: impl Fn(&Usage) -> bool) {

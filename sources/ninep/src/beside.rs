@@ -1,0 +1,157 @@
+//! Further connections, for data.
+//!
+//! Names, attributes, locks and fsync go by a session's first connection. Reads and writes of a file of which much is moved take
+//! turns on all of them, each by a fid of its own there. That fid is found by the names that lead to the file, nobody waits for
+//! it, and where it cannot be had (the name is gone, the mode forbids to open the file once more), the first connection serves
+//! alone. All connections end together (see [`Line::bind`]), so there is no order of events that one alone has not.
+
+use std::sync::Arc;
+
+use ferry_vfs::OFlags;
+use ferry_wire::ninep::{Fid, Reply, Request, Step, Steps, WALK_NAMES_MAX};
+
+use crate::inode::{Inode, walked};
+use crate::line::{Answer, Line, Outgoing, lock};
+use crate::session::{Held, Session};
+
+/// Of files of which less was moved since they were opened, in bytes, only the first connection knows: opening them on
+/// another one takes two messages.
+const BYTES_MIN: u64 = 4 << 20;
+
+/// The fids of an open file on further connections.
+#[derive(Debug, Default)]
+pub(crate) struct Beside {
+    /// The session that they are of.
+    serial: Option<u64>,
+    /// Changes with it, and when the file is closed: what was begun before is not wanted any more.
+    generation: u64,
+    moved_bytes: u64,
+    turn: usize,
+    reads: Vec<Slot>,
+    writes: Vec<Slot>,
+}
+
+/// A fid on one connection.
+#[derive(Clone, Debug)]
+enum Slot {
+    Opening,
+    Open(Arc<Held>),
+    Refused,
+}
+
+impl Beside {
+    fn slots(&mut self, reads: bool) -> &mut Vec<Slot> {
+        if reads { &mut self.reads } else { &mut self.writes }
+    }
+
+    /// Forgets everything; what was there is for the caller to drop.
+    fn reset(&mut self, serial: Option<u64>) -> Self {
+        let new = Self { serial, generation: self.generation + 1, ..Self::default() };
+        std::mem::replace(self, new)
+    }
+}
+
+impl Inode {
+    /// The fid to move so many bytes by, if it is a further connection's turn.
+    pub(crate) fn beside(self: &Arc<Self>, session: &Session, reads: bool, bytes: usize) -> Option<Arc<Held>> {
+        if session.further.is_empty() {
+            return None;
+        }
+        let mut beside = lock(&self.beside);
+        let old = (beside.serial != Some(session.serial)).then(|| beside.reset(Some(session.serial)));
+        beside.moved_bytes = beside.moved_bytes.saturating_add(bytes as u64);
+        if beside.moved_bytes <= BYTES_MIN {
+            return None;
+        }
+        let begins = beside.slots(reads).is_empty();
+        if begins {
+            *beside.slots(reads) = vec![Slot::Opening; session.further.len()];
+        }
+        beside.turn = (beside.turn + 1) % (session.further.len() + 1);
+        let (turn, generation) = (beside.turn, beside.generation);
+        let held = match turn.checked_sub(1).and_then(|index| beside.slots(reads).get(index)) {
+            Some(Slot::Open(held)) => Some(Arc::clone(held)),
+            _ => None,
+        };
+        drop(beside);
+        // A fid that is dropped is ended by a message.
+        drop(old);
+        if begins {
+            for (index, root) in session.further.iter().enumerate() {
+                Opening { inode: Arc::clone(self), generation, reads, index }.begin(root);
+            }
+        }
+        held
+    }
+
+    /// The file was closed by the last who had it open.
+    pub(crate) fn leave_beside(&self) {
+        let old = lock(&self.beside).reset(None);
+        drop(old);
+    }
+}
+
+/// A fid that is being opened. Its steps are taken by the connection's reader, which never waits.
+#[derive(Debug)]
+struct Opening {
+    inode: Arc<Inode>,
+    generation: u64,
+    reads: bool,
+    index: usize,
+}
+
+impl Opening {
+    /// Walks to the file.
+    fn begin(self, root: &Arc<Held>) {
+        let line = Arc::clone(root.line());
+        let Some(names) = self.inode.names().ok().filter(|names| names.len() <= WALK_NAMES_MAX) else {
+            return self.end(Slot::Refused);
+        };
+        let mut buffer = Vec::new();
+        let steps = Steps::write(&mut buffer, names.iter().map(|name| Step::Child(name.as_name())));
+        let new_fid = line.new_fid();
+        let request = Outgoing::new(&Request::Walk { fid: root.fid(), new_fid, steps });
+        let steps = names.len();
+        let other = Arc::clone(&line);
+        line.send_later(request, Box::new(move |answer| self.walked(&other, new_fid, steps, answer)));
+    }
+
+    fn walked(self, line: &Arc<Line>, fid: Fid, steps: usize, answer: Answer) {
+        let Answer::Message(message) = answer else { return self.end(Slot::Refused) };
+        let Ok(Some(qid)) = line.take(&message, walked(steps)) else {
+            // There is no such fid.
+            line.free_fid(fid);
+            return self.end(Slot::Refused);
+        };
+        let held = Held::new(line, fid);
+        if qid.path != self.inode.path {
+            return self.end(Slot::Refused);
+        }
+        let flags = if self.reads { OFlags::RDONLY } else { OFlags::WRONLY };
+        let request = Outgoing::new(&Request::Open { fid, flags });
+        line.send_later(
+            request,
+            Box::new(move |answer| {
+                let opened = match answer {
+                    Answer::Message(message) => {
+                        held.line().take(&message, |reply| matches!(reply, Reply::Open { .. }).then_some(())).is_ok()
+                    }
+                    Answer::Lost { .. } => false,
+                };
+                self.end(if opened { Slot::Open(held) } else { Slot::Refused });
+            }),
+        );
+    }
+
+    fn end(self, slot: Slot) {
+        let mut beside = lock(&self.inode.beside);
+        let is_wanted = beside.generation == self.generation;
+        let place = beside.slots(self.reads).get_mut(self.index).filter(|_| is_wanted);
+        let old = match place {
+            Some(place) => std::mem::replace(place, slot),
+            None => slot,
+        };
+        drop(beside);
+        drop(old);
+    }
+}
