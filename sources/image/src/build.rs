@@ -1,7 +1,7 @@
 //! Builds an image: scans, hashes, puts what is new into a pack, lays the metadata out, and gives it its name.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::sink::{Hashed, Sink};
 use crate::store::{New, Store, folder_of};
 use crate::tree::{NodeId, Tree};
 use crate::verity::Digest;
-use crate::{dump, tar};
+use crate::{dump, oci, tar};
 
 /// Files up to this size are read once, hashed and kept in memory until their turn comes; larger ones are read again.
 pub(crate) const KEPT_BYTES_MAX: u64 = 4 << 20;
@@ -41,11 +41,17 @@ pub struct Options {
     pub threads: usize,
     /// The layout.
     pub layout: Layout,
+    /// Which image of an index to take, as `os/architecture`, with a variant or without; without one Linux's for this machine.
+    pub platform: Option<String>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: thread::available_parallelism().map_or(1, usize::from), layout: Layout::default() }
+        Self {
+            threads: thread::available_parallelism().map_or(1, usize::from),
+            layout: Layout::default(),
+            platform: None,
+        }
     }
 }
 
@@ -69,7 +75,8 @@ pub struct Built {
 /// What is told while an image is built: files done, and files in all.
 pub type Progress<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-/// Builds an image of a directory, of a tar archive, or of a dump file (composefs-dump(5)). What is not in the store yet is added;
+/// Builds an image of a directory, of a tar archive, packed or not, of an image directory as OCI has it (`oci:DIRECTORY[:TAG]`), or
+/// of a dump file (composefs-dump(5)). What is not in the store yet is added;
 /// an image that was at `image` is replaced, at once and at the end. A build that is killed leaves nothing but files that begin
 /// with `.new-`. A dump file tells where files' bytes are; nothing is added to the store.
 ///
@@ -88,6 +95,10 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
             }
         },
         Input::Tar(file) => tar::read(file, source, &mut sink)?,
+        Input::Oci(reference) => {
+            let platform = options.platform.clone().unwrap_or_else(oci::platform_here);
+            oci::read(&reference, &platform, &mut sink, progress)?
+        }
     };
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes());
     let (bytes, packs) = sink.finish(tree)?;
@@ -101,25 +112,30 @@ enum Input {
     Directory,
     Dump(Box<dyn Read>),
     Tar(Box<dyn Read>),
+    Oci(oci::Reference),
 }
 
 impl Input {
     /// An archive has the sum of its first header, and a dump file begins with the path of the root.
     fn of(source: &Path) -> Result<Self> {
+        if let Some(reference) = oci::Reference::parse(source) {
+            return Ok(Self::Oci(reference));
+        }
         let is_stdin = source == Path::new("-");
         if !is_stdin && fs::metadata(source).doing("look at", source)?.is_dir() {
             return Ok(Self::Directory);
         }
-        let mut file = File::open(if is_stdin { Path::new("/dev/stdin") } else { source }).doing("open", source)?;
+        let file = File::open(if is_stdin { Path::new("/dev/stdin") } else { source }).doing("open", source)?;
+        let mut file = oci::unpacked(BufReader::with_capacity(1 << 18, file)).doing("read", source)?;
         let mut head = Vec::new();
         Read::by_ref(&mut file).take(tar::HEADER_BYTES as u64).read_to_end(&mut head).doing("read", source)?;
         let (is_tar, is_dump) = (tar::is_header(&head), head.first() == Some(&b'/'));
-        let all = Box::new(std::io::Cursor::new(head).chain(file));
+        let all = Box::new(io::Cursor::new(head).chain(file));
         match (is_tar, is_dump) {
             (true, _) => Ok(Self::Tar(all)),
             (false, true) => Ok(Self::Dump(all)),
             (false, false) => {
-                let reason = "it is no directory, tar archive (decompress one first) or composefs dump file".into();
+                let reason = "it is no directory, tar archive (plain, or packed by gzip or zstd) or composefs dump file".into();
                 Err(Error::Input { path: source.into(), at: "at its beginning".into(), reason })
             }
         }

@@ -29,6 +29,7 @@ mod garbage;
 mod grow;
 mod image;
 mod objects;
+mod oci;
 mod parallel;
 mod scan;
 mod sink;
