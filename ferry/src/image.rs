@@ -3,6 +3,7 @@
 mod loops;
 mod mount;
 mod store;
+mod trace;
 mod upper;
 
 use std::io::{BufWriter, IsTerminal, Write};
@@ -13,6 +14,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_image::{
     BuildOptions, Built, COMPOSEFS_VERSION_MAX, Digest, DumpError, Image, Inode, Layout, Nid, Objects, Source, Store,
+    Trace,
 };
 use ferry_vfs::{FileType, Name};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -34,6 +36,7 @@ Examples:
   ferry image gc images/ --store /var/lib/ferry                      # keeps what the images in this folder need
   ferry image build rootfs -o rootfs.cfs --store /var/lib/ferry --layout composefs   # what mkcomposefs writes
   ferry image dump rootfs.cfs > rootfs.dump
+  ferry image trace /mnt -o start.trace -- chroot /mnt /usr/bin/service --check    # then build --order-from start.trace
   ferry image build oci:bundle:latest -o bundle.img --store /var/lib/ferry   # an OCI image directory
 
 An image holds the tree's metadata; the bytes of its files are in the store, where images share what they have in common.
@@ -61,6 +64,9 @@ pub enum Command {
         /// The version of composefs's layout [default: 1 if there are whiteouts, else 0; as mkcomposefs has it].
         #[arg(long, value_name = "0|1", value_parser = clap::value_parser!(u32).range(..=i64::from(COMPOSEFS_VERSION_MAX)))]
         composefs_version: Option<u32>,
+        /// Put the files that ferry image trace has recorded first, in their order, where mounts read them ahead.
+        #[arg(long, value_name = "TRACE")]
+        order_from: Option<PathBuf>,
         /// Which image of an OCI index to take [default: Linux's for this machine].
         #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
         platform: Option<String>,
@@ -102,6 +108,8 @@ pub enum Command {
         #[command(flatten)]
         image: ImageArg,
     },
+    /// Record which files of a mounted image a workload opens, in their order; the status is the workload's.
+    Trace(trace::TraceArgs),
     /// Show an image's digest, its size, and the packs that it needs.
     Info {
         #[command(flatten)]
@@ -192,13 +200,17 @@ impl<'de> Deserialize<'de> for ImageDigest {
 /// Does what was asked for; answers the status.
 pub fn run(command: &Command) -> Result<u8> {
     match command {
-        Command::Build { source, output, store, layout, composefs_version, platform, threads, json } => {
+        Command::Build { source, output, store, layout, composefs_version, order_from, platform, threads, json } => {
             let layout = match (layout, composefs_version) {
                 (LayoutName::Composefs, version) => Layout::Composefs { version: *version },
                 (LayoutName::Flat, None) => Layout::Flat,
                 (LayoutName::Flat, Some(_)) => bail!("--composefs-version is of --layout composefs"),
             };
-            let mut options = BuildOptions { layout, platform: platform.clone(), ..BuildOptions::default() };
+            if layout != Layout::Flat && order_from.is_some() {
+                bail!("--order-from is of --layout flat: composefs has a file for each object");
+            }
+            let order = order_from.as_deref().map(Trace::read).transpose()?;
+            let mut options = BuildOptions { layout, order, platform: platform.clone(), ..BuildOptions::default() };
             options.threads = threads.map_or(options.threads, usize::from);
             build(source, output, &store.store, &options, *json)?;
         }
@@ -219,6 +231,7 @@ pub fn run(command: &Command) -> Result<u8> {
             }
             return say(&findings, *json);
         }
+        Command::Trace(args) => return trace::trace(args),
         Command::Gc(args) => store::gc(args)?,
         Command::Du(args) => store::du(args)?,
         Command::Diff(args) => return store::diff(args),
@@ -408,7 +421,7 @@ fn info(image: &Image, json: bool) -> Result<()> {
         let packs: Vec<_> = image
             .packs()
             .iter()
-            .map(|pack| json!({"name": pack.name.to_string(), "bytes": pack.blocks * 4096}))
+            .map(|pack| json!({"name": pack.name.to_string(), "bytes": pack.blocks * 4096, "ahead": pack.ahead}))
             .collect();
         return print(&format!(
             "{}\n",
@@ -417,7 +430,8 @@ fn info(image: &Image, json: bool) -> Result<()> {
     }
     let mut text = format!("digest  {digest}\nlayout  {layout}\nbytes   {bytes}\ninodes  {inodes}\n");
     for pack in image.packs() {
-        text += &format!("pack    {} {} bytes\n", pack.name, pack.blocks * 4096);
+        let ahead = if pack.ahead { ", read ahead by mounts" } else { "" };
+        text += &format!("pack    {} {} bytes{ahead}\n", pack.name, pack.blocks * 4096);
     }
     print(&text)
 }

@@ -75,6 +75,7 @@ impl Policy {
             (options.writeback, InitFlags::WRITEBACK_CACHE),
             (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
             (options.cache == Cache::Always, InitFlags::CACHE_SYMLINKS),
+            (features.constant && options.cache == Cache::Always, InitFlags::NO_OPENDIR_SUPPORT),
         ];
         for (_, flag) in optional.into_iter().filter(|(wanted, _)| *wanted) {
             flags |= flag;

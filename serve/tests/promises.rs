@@ -371,3 +371,31 @@ fn forgotten_inodes_are_found_by_their_numbers() {
         assert_eq!(mount.inodes(), [Ino(7)]);
     }
 }
+
+/// A source whose directories never change, or may.
+struct Constant(bool);
+
+impl FileSystem for Constant {
+    fn features(&self) -> Features {
+        Features { constant: self.0, ..Features::default() }
+    }
+    fn opendir(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
+        Ok(Handle(3))
+    }
+}
+
+#[test]
+fn directories_that_never_change_need_not_be_opened() {
+    let without = InitFlags::ALL - InitFlags::NO_OPENDIR_SUPPORT;
+    for (constant, cache, offered, expected) in [
+        (true, Cache::Always, InitFlags::ALL, true),
+        (true, Cache::Always, without, false),
+        (true, Cache::Auto, InitFlags::ALL, false),
+        (false, Cache::Always, InitFlags::ALL, false),
+    ] {
+        let options = ShareOptions { cache, ..ShareOptions::default() };
+        let mut client = Client::offering(Arc::new(Constant(constant)), &options, Session::default(), offered);
+        let answer = client.ask(Ino::ROOT, Operation::Opendir { flags: OFlags::RDONLY });
+        assert_eq!(answer == Answer::Error(Errno::NOSYS), expected, "{constant} {cache:?} {offered:?}: {answer:?}");
+    }
+}

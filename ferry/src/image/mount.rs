@@ -77,7 +77,16 @@ pub fn mount(args: &MountArgs) -> Result<()> {
     }
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     move_mount(mounted.as_fd(), "", CWD, &args.dir, flags)
-        .with_context(|| format!("cannot mount on {}", args.dir.display()))
+        .with_context(|| format!("cannot mount on {}", args.dir.display()))?;
+    // A build makes no more than one; whoever says so of all packs is not to fill the memory.
+    if let Some(pack) = image.packs().iter().find(|pack| pack.ahead) {
+        // The mount is there and works without it.
+        let ahead = Store::open(store).and_then(|store| store.read_ahead(pack.name));
+        if let Err(error) = ahead {
+            tracing::warn!("what is needed first is not read ahead: {error}");
+        }
+    }
+    Ok(())
 }
 
 /// Whether the first object of an image has fs-verity. If another one has not, its readers get EIO.

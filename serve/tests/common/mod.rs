@@ -116,12 +116,17 @@ pub struct Client {
 
 impl Client {
     pub fn new(source: Arc<dyn FileSystem>, options: &ShareOptions, session: Session) -> Self {
+        Self::offering(source, options, session, InitFlags::ALL)
+    }
+
+    /// A client that can do this much.
+    pub fn offering(source: Arc<dyn FileSystem>, options: &ShareOptions, session: Session, flags: InitFlags) -> Self {
         let (sender, late) = mpsc::channel();
         let session = Arc::new(session);
         let server = Server::new(Arc::new(Share::new(source, options)), Arc::clone(&session));
         let negotiated = Negotiated::BEFORE_INIT;
         let mut client = Self { server, session, negotiated, late, sender, room: 1 << 17, revoked: false, unique: 0 };
-        let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags: InitFlags::ALL };
+        let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags };
         assert!(matches!(client.ask(Ino::ROOT, Operation::Init(offer)), Answer::Reply(_)));
         client.negotiated = *client.session.mount().expect("INIT was answered").negotiated();
         client

@@ -18,6 +18,8 @@ pub(crate) struct Growing {
     nodes: Vec<Node>,
     names: HashMap<NodeId, Names>,
     links: HashSet<(NodeId, NameBuf)>,
+    /// Files whose last name was removed.
+    removed: HashSet<NodeId>,
     /// The layer that is being added.
     layer: usize,
 }
@@ -98,7 +100,7 @@ impl Growing {
             return Err("a hard link to a directory".into());
         }
         let (directory, name) = self.vacate(names)?;
-        if self.nodes[target].nlink == 0 {
+        if self.removed.contains(&target) {
             return Err("a hard link to itself".into());
         }
         let buf = Name::new(name).map_err(|error| error.to_string())?.to_buf();
@@ -188,6 +190,9 @@ impl Growing {
             }
             let node = &mut self.nodes[id];
             node.nlink = node.nlink.saturating_sub(1);
+            if node.nlink == 0 {
+                self.removed.insert(id);
+            }
         }
         self.names.get(&directory).is_none_or(|known| !known.contains_key(name))
     }

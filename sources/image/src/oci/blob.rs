@@ -24,9 +24,9 @@ impl TryFrom<String> for Name {
 
     fn try_from(text: String) -> std::result::Result<Self, String> {
         let digits = text.strip_prefix("sha256:").and_then(|digits| crate::Digest::from_hex(digits.as_bytes()));
-        digits.map(|digest| Self(digest.0)).ok_or_else(|| {
-            format!("{:?} is no digest that is known here: sha256 and 64 hexadecimal digits", text.escape_debug())
-        })
+        digits
+            .map(|digest| Self(digest.0))
+            .ok_or_else(|| format!("{:?} is no digest that is known here: sha256 and 64 hexadecimal digits", text))
     }
 }
 

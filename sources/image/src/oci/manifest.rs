@@ -173,7 +173,7 @@ pub(super) fn layers(directory: &Path, tag: Option<&str>, platform: &str) -> Res
     let path = directory.join("oci-layout");
     let layout: Layout = read_file(&path, "the layout")?;
     if !layout.image_layout_version.starts_with("1.") {
-        let version = layout.image_layout_version.escape_debug();
+        let version = layout.image_layout_version;
         return Err(flaw(&path, "the layout", format!("the version {version:?} is not known here")));
     }
     let path = directory.join("index.json");
@@ -237,9 +237,9 @@ fn of_manifest(directory: &Path, found: &Descriptor) -> Result<Vec<Layer>> {
         return Err(refused(format!("it has more than {LAYERS_MAX} layers")));
     }
     let layer = |(layer, plain): (Descriptor, Name)| {
-        let packing = layer.packing().ok_or_else(|| {
-            refused(format!("a layer of the kind {:?}, which is not known here", layer.media_type.escape_debug()))
-        })?;
+        let packing = layer
+            .packing()
+            .ok_or_else(|| refused(format!("a layer of the kind {:?}, which is not known here", layer.media_type)))?;
         Ok(Layer { blob: layer.digest, bytes: layer.size, packing, plain })
     };
     manifest.layers.into_iter().zip(plain).map(layer).collect()

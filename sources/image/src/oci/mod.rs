@@ -64,12 +64,7 @@ pub(crate) fn platform_here() -> String {
 }
 
 /// The tree that an image's layers make; the bytes of its files go where `sink` puts them.
-pub(crate) fn read(
-    reference: &Reference,
-    platform: &str,
-    sink: &mut Sink,
-    progress: &Progress<'_>,
-) -> Result<Tree> {
+pub(crate) fn read(reference: &Reference, platform: &str, sink: &mut Sink, progress: &Progress<'_>) -> Result<Tree> {
     let directory = &reference.directory;
     let found = manifest::layers(directory, reference.tag.as_deref(), platform)?;
     let mut layers = Layers::begin(sink.is_composefs());
@@ -87,11 +82,7 @@ pub(crate) fn read(
 }
 
 /// Has the archive of a layer read. That it is damaged is told before what was seen of it then.
-fn with(
-    directory: &Path,
-    layer: &Layer,
-    read: impl FnOnce(&mut dyn Read, &Path) -> Result<()>,
-) -> Result<()> {
+fn with(directory: &Path, layer: &Layer, read: impl FnOnce(&mut dyn Read, &Path) -> Result<()>) -> Result<()> {
     let mut blob = Blob::open(directory, layer.blob, layer.bytes, "a layer")?;
     let path = blob.path.clone();
     let (outcome, plain) = {

@@ -103,13 +103,7 @@ impl Layers {
 }
 
 /// Takes the bytes of those files of a layer that are left in the end.
-pub(crate) fn fill(
-    input: impl Read,
-    source: &Path,
-    wanted: &Wanted,
-    tree: &mut Tree,
-    sink: &mut Sink,
-) -> Result<()> {
+pub(crate) fn fill(input: impl Read, source: &Path, wanted: &Wanted, tree: &mut Tree, sink: &mut Sink) -> Result<()> {
     let mut members = Members::of(input, source);
     let mut found = 0;
     while let Some(member) = members.next()? {

@@ -185,7 +185,8 @@ fn contents(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) 
             return Ok(Content::Inline(kept));
         }
         hasher.update(&kept);
-        let hashed = Hashed { bytes: member.bytes, digest: hasher.finish(), kept: Some(kept) };
+        let (digest, chunks) = hasher.finish_with_chunks();
+        let hashed = Hashed { bytes: member.bytes, digest, chunks, kept: Some(kept) };
         return sink.add(Path::new("the archive"), &hashed);
     }
     let mut new = New::begin(&sink.folder())?;
@@ -201,5 +202,6 @@ fn contents(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) 
         piece.clear();
     }
     new.file.set_len(member.bytes).doing("write to", &*new.path)?;
-    sink.add(&new.path, &Hashed { bytes: member.bytes, digest: hasher.finish(), kept: None })
+    let (digest, chunks) = hasher.finish_with_chunks();
+    sink.add(&new.path, &Hashed { bytes: member.bytes, digest, chunks, kept: None })
 }
