@@ -9,7 +9,7 @@ use ferry_fs::Over;
 use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
 
-use crate::cli::{Cache, Carrier, Passthrough, Share};
+use crate::cli::{Acl, Cache, Carrier, Passthrough, Share};
 use crate::guardian::Guardian;
 use crate::ninep::Listening;
 use crate::socket::Bound;
@@ -50,7 +50,7 @@ impl Serving {
         match Guardian::start(mountpoint, &mount) {
             Ok(guardian) => self.guardians.push(guardian),
             Err(error) => tracing::warn!(
-                "the mount on {} goes without a guardian ({error:#}): should this server be killed, processes may hang in                  it until somebody does: echo 1 > /sys/fs/fuse/connections/{}/abort",
+                "the mount on {} goes without a guardian ({error:#}): should this server be killed, processes may hang in it until somebody does: echo 1 > /sys/fs/fuse/connections/{}/abort",
                 mountpoint.display(),
                 mount.connection_number()
             ),
@@ -109,8 +109,14 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         // Not the default: some versions of QEMU do not bear a device that tells its tag.
         tag: share.tag.clone(),
         cache: share.cache.into(),
+        entry_timeout: seconds(share.entry_timeout),
+        attr_timeout: seconds(share.attr_timeout),
+        negative_timeout: seconds(share.negative_timeout),
         writeback: share.writeback,
+        mmap: !share.no_mmap,
+        readdirplus: !share.no_readdirplus,
         xattr: !share.no_xattr,
+        posix_acl: share.posix_acl.into(),
         ..ferry_virtiofs::Options::default()
     };
     if let Some(queues) = share.queues {
@@ -136,6 +142,9 @@ pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_
             Passthrough::Off => Some(false),
         },
         cache: share.cache.into(),
+        entry_timeout: seconds(share.entry_timeout),
+        attr_timeout: seconds(share.attr_timeout),
+        negative_timeout: seconds(share.negative_timeout),
         writeback: share.writeback,
         xattr: !share.no_xattr,
         allow_other: share.allow_other,
@@ -158,6 +167,10 @@ pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_
     options
 }
 
+fn seconds(count: Option<u64>) -> Option<Duration> {
+    count.map(Duration::from_secs)
+}
+
 /// Passthrough to files of an overlayfs has to be asked for.
 fn lies_on_overlayfs(share: &Share) -> bool {
     /// `OVERLAYFS_SUPER_MAGIC` of Linux.
@@ -168,11 +181,22 @@ fn lies_on_overlayfs(share: &Share) -> bool {
     }
 }
 
+impl From<Acl> for ferry_serve::Acl {
+    fn from(acl: Acl) -> Self {
+        match acl {
+            Acl::Never => Self::Never,
+            Acl::Auto => Self::Auto,
+            Acl::Always => Self::Always,
+        }
+    }
+}
+
 impl From<Cache> for ferry_serve::Cache {
     fn from(cache: Cache) -> Self {
         match cache {
             Cache::None => Self::None,
             Cache::Auto => Self::Auto,
+            Cache::Metadata => Self::Metadata,
             Cache::Always => Self::Always,
         }
     }

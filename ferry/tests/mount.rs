@@ -334,7 +334,8 @@ fn the_log_is_followed_for_one_file() {
     assert_eq!(follower.with("").len(), 0, "the requests of another file");
     assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
     assert!(!follower.with("").is_empty(), "no request of the file");
-    kill_process(Pid::from_child(&follower.child), Signal::INT).unwrap();
+    // As by Ctrl-C, but that is ignored below whatever a shell has started in the background.
+    kill_process(Pid::from_child(&follower.child), Signal::TERM).unwrap();
     wait(&mut follower.child);
     until("the old log", || log_of(&place.mnt, &[])["requests"].is_null());
     kill_process(pid, Signal::TERM).unwrap();

@@ -30,8 +30,12 @@ impl VirtioFs {
             cache: options.cache,
             entry_timeout: options.entry_timeout,
             attr_timeout: options.attr_timeout,
+            negative_timeout: options.negative_timeout,
             writeback: options.writeback,
+            mmap: options.mmap,
+            readdirplus: options.readdirplus,
             xattr: options.xattr,
+            posix_acl: options.posix_acl,
             direct_opens: false,
         };
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

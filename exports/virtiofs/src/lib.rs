@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use ferry_engine::IoMode;
-pub use ferry_serve::Cache;
+pub use ferry_serve::{Acl, Cache};
 use ferry_vfs::{Caller, FileSystem, Ino};
 use ferry_vhost::{Server, ServerError};
 
@@ -52,11 +52,19 @@ pub struct Options {
     pub entry_timeout: Option<Duration>,
     /// How long the guest may keep attributes; `None`: as the cache mode says.
     pub attr_timeout: Option<Duration>,
+    /// How long the guest may remember that a name does not exist; `None`: as the cache mode says.
+    pub negative_timeout: Option<Duration>,
     /// Let the guest's page cache hold written data back. The source must have been told.
     pub writeback: bool,
+    /// Files whose data the guest may not keep can be mapped all the same; what is mapped is kept until it is unmapped.
+    pub mmap: bool,
+    /// Listings bring the attributes along, where the guest may keep them.
+    pub readdirplus: bool,
     /// Extended attributes and POSIX ACLs. Without them the guest asks once and never again: it spares `ls -l` two
     /// requests for each file, and the first write to a new file one.
     pub xattr: bool,
+    /// Whether the guest checks permissions by POSIX ACLs, too.
+    pub posix_acl: Acl,
     /// How data is moved.
     pub io: IoMode,
 }
@@ -79,8 +87,12 @@ impl Default for Options {
             cache: Cache::Auto,
             entry_timeout: None,
             attr_timeout: None,
+            negative_timeout: None,
             writeback: false,
+            mmap: true,
+            readdirplus: true,
             xattr: true,
+            posix_acl: Acl::Auto,
             io: IoMode::Auto,
         }
     }
