@@ -27,6 +27,7 @@ fn content(number: u32) -> Vec<u8> {
     (number * 1_000_003..).flat_map(u32::to_le_bytes).take(20_000).collect()
 }
 
+/// An image of ten files and one with a strange name, beside a mount point.
 struct Made(Place);
 
 /// A mount that ends with the test.
@@ -93,12 +94,12 @@ impl Made {
     }
 }
 
-/// Whether a file's last block is in the page cache.
+/// Whether a file's last block is in the page cache, as far as its file system tells.
 fn is_cached(file: &File) -> bool {
     let end = file.metadata().unwrap().len() - 1;
     let mut byte = [0];
     let read = rustix::io::preadv2(file, &mut [std::io::IoSliceMut::new(&mut byte)], end, ReadWriteFlags::NOWAIT);
-    matches!(read, Ok(1))
+    matches!(read, Ok(1) | Err(rustix::io::Errno::OPNOTSUPP))
 }
 
 #[test]

@@ -80,11 +80,13 @@ impl Made {
 
     /// Unmounts once, after which nothing is left of it.
     fn unmount(&self, mounted: Mounted<'_>) {
-        std::mem::forget(mounted);
-        if let Err(error) = unmount(&self.place.mnt, UnmountFlags::empty()) {
-            let _ = unmount(&self.place.mnt, UnmountFlags::DETACH);
-            panic!("{error}");
+        let begin = Instant::now();
+        // A process that another test just starts has all descriptors of this one for a moment.
+        while let Err(error) = unmount(&self.place.mnt, UnmountFlags::empty()) {
+            assert!(error == rustix::io::Errno::BUSY && begin.elapsed() < PATIENCE, "{error}");
+            std::thread::sleep(Duration::from_millis(10));
         }
+        std::mem::forget(mounted);
         let (here, above) = (self.place.mnt.metadata().unwrap(), self.place.folder.path().metadata().unwrap());
         assert_eq!(here.dev(), above.dev(), "something is still mounted");
         // The kernel lets go of devices after the call.

@@ -21,11 +21,7 @@ pub fn is_one(name: &[u8]) -> bool {
 ///
 /// # Errors
 /// `PERM` where there is no other number.
-pub fn each_id(
-    value: &mut [u8],
-    uid: impl Fn(u32) -> Option<u32>,
-    gid: impl Fn(u32) -> Option<u32>,
-) -> Result<()> {
+pub fn each_id(value: &mut [u8], uid: impl Fn(u32) -> Option<u32>, gid: impl Fn(u32) -> Option<u32>) -> Result<()> {
     let Some((_, entries)) = value.split_at_mut_checked(HEADER_BYTES) else { return Ok(()) };
     for entry in entries.chunks_exact_mut(ENTRY_BYTES) {
         let Some((&mut [tag_low, tag_high, _, _], id)) = entry.split_first_chunk_mut() else { continue };

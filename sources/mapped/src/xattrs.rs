@@ -207,10 +207,9 @@ mod tests {
     #[test]
     fn the_first_rule_that_fits_decides() {
         // The second example of virtiofsd's documentation, and each kind of rule.
-        let map = map(
-            ":prefix:all:trusted.:user.virtiofs.: :bad:all:security.:security.: !unsupported!client!user.no!! \n\
-             :ok:all:::",
-        );
+        let map =
+            map(":prefix:all:trusted.:user.virtiofs.: :bad:all:security.:security.: !unsupported!client!user.no!! \n\
+             :ok:all:::");
         assert_eq!(meant(&map, "trusted.a"), Ok("user.virtiofs.trusted.a".into()));
         assert_eq!(meant(&map, "security.a"), Err(Errno::PERM));
         assert_eq!(meant(&map, "user.nothing"), Err(Errno::OPNOTSUPP));
