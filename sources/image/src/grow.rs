@@ -113,16 +113,17 @@ impl Growing {
     fn vacate<'a>(&mut self, names: &[Name<'a>]) -> Result<(NodeId, &'a [u8]), Refusal> {
         let (name, parents) = names.split_last().ok_or("it has no name")?;
         let (layer, (directory, known)) = (self.layer, self.directory(parents)?);
-        match known.get(name.as_bytes()) {
-            None => {}
-            Some(named) if named.layer == layer => return Err("it is there already".into()),
-            Some(_) => {
-                if !self.remove_lower(directory, name.as_bytes()) {
-                    return Err("it is there already, as a directory with files of the same layer".into());
-                }
-            }
+        let Some(found) = known.get(name.as_bytes()).map(|named| named.layer) else {
+            return Ok((directory, name.as_bytes()));
+        };
+        if found == layer {
+            return Err("it is there already".into());
         }
-        Ok((directory, name.as_bytes()))
+        if self.remove_lower(directory, name.as_bytes()) {
+            Ok((directory, name.as_bytes()))
+        } else {
+            Err("it is there already, as a directory with files of the same layer".into())
+        }
     }
 
     /// Goes on with the next layer, which may replace what the ones before it have.

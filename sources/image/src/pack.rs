@@ -3,6 +3,7 @@
 //! Objects of more than one chunk (512 KiB) are proved chunk by chunk, as they are read, if the store has the hashes of the chunks, which
 //! are themselves proved by the object's digest. All others are proved as wholes.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
@@ -20,7 +21,7 @@ use crate::erofs::BLOCK_BYTES;
 use crate::objects::Bad;
 use crate::parallel;
 use crate::store::{Index, Object, read_tree};
-use crate::verity::{CHUNK_BYTES, ChunkHash, Digest, hash_chunk};
+use crate::verity::{CHUNK_BYTES, ChunkHash, ChunkHasher, Digest};
 
 /// What is known of an object, or of a chunk.
 const UNKNOWN: u8 = 0;
@@ -31,6 +32,14 @@ const BUSY: u8 = 3;
 
 /// How many chunks behind one that is read in order are proved before they are wanted: enough to keep the disk busy.
 pub(crate) const AHEAD_CHUNKS: u64 = 4;
+
+/// The pieces that chunks are read in, in bytes; whole blocks.
+const PIECE_BYTES: usize = 64 << 10;
+
+thread_local! {
+    /// What chunks are read into.
+    static PIECE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
 
 type Proof = std::result::Result<(), Bad>;
 
@@ -110,6 +119,13 @@ impl Pack {
         // Who begins a file, or goes on where somebody was, reads in order.
         let is_next = !is_known(last) && (first == 0 || is_known(first - 1) || first < last);
         for number in first..=last {
+            // Whoever would wait for a chunk helps with the ones behind it.
+            if state(number).is_some_and(|state| state.load(Ordering::Acquire) == BUSY)
+                && let Some(later) = (number + 1..=number + AHEAD_CHUNKS)
+                    .find(|number| state(*number).is_some_and(|state| state.load(Ordering::Acquire) == UNKNOWN))
+            {
+                let _ = self.prove_chunk(at, large, hashes, later);
+            }
             self.prove_chunk(at, large, hashes, number)?;
         }
         // Who is well within what was proved ahead moves that on.
@@ -167,9 +183,24 @@ impl Pack {
         self.once(state, object, || {
             let from = number * CHUNK_BYTES as u64;
             let bytes = (object.bytes - from).min(CHUNK_BYTES as u64);
-            let mut chunk = vec![0; usize::try_from(bytes).unwrap_or(CHUNK_BYTES)];
-            self.file.read_exact_at(&mut chunk, object.block * BLOCK_BYTES as u64 + from)?;
-            Ok(hash_chunk(&chunk) == *hash && (from + bytes < object.bytes || self.is_padded(object)?))
+            let found = self.hash(object.block * BLOCK_BYTES as u64 + from, bytes)?;
+            Ok(found == *hash && (from + bytes < object.bytes || self.is_padded(object)?))
+        })
+    }
+
+    /// The hash of a chunk, in pieces that the processor's cache has room for, in memory that each thread keeps.
+    fn hash(&self, offset: u64, bytes: u64) -> io::Result<ChunkHash> {
+        PIECE.with_borrow_mut(|piece| {
+            piece.resize(PIECE_BYTES, 0);
+            let mut hasher = ChunkHasher::default();
+            let mut done = 0;
+            while done < bytes {
+                let count = usize::try_from(bytes - done).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+                self.file.read_exact_at(&mut piece[..count], offset + done)?;
+                hasher.update(&piece[..count]);
+                done += count as u64;
+            }
+            Ok(hasher.finish())
         })
     }
 

@@ -82,19 +82,38 @@ pub(crate) type ChunkHash = [u8; HASH_BYTES];
 
 /// The hash of the second level for a chunk; only a file's last one is not whole.
 pub(crate) fn hash_chunk(chunk: &[u8]) -> ChunkHash {
-    let mut hashes = Sha256::new();
-    let blocks = chunk.chunks_exact(BLOCK_BYTES);
-    let rest = blocks.remainder();
-    let mut count = blocks.len();
-    blocks.for_each(|block| hashes.update(Sha256::digest(block)));
-    if !rest.is_empty() {
-        let mut block = [0; BLOCK_BYTES];
-        block[..rest.len()].copy_from_slice(rest);
-        hashes.update(Sha256::digest(block));
-        count += 1;
+    let mut hasher = ChunkHasher::default();
+    hasher.update(chunk);
+    hasher.finish()
+}
+
+/// Hashes a chunk as its blocks come.
+#[derive(Default)]
+pub(crate) struct ChunkHasher {
+    hashes: Sha256,
+    count: usize,
+}
+
+impl ChunkHasher {
+    /// Adds whole blocks; only a file's last one is not whole.
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        let blocks = bytes.chunks_exact(BLOCK_BYTES);
+        let rest = blocks.remainder();
+        self.count += blocks.len();
+        blocks.for_each(|block| self.hashes.update(Sha256::digest(block)));
+        if !rest.is_empty() {
+            let mut block = [0; BLOCK_BYTES];
+            block[..rest.len()].copy_from_slice(rest);
+            self.hashes.update(Sha256::digest(block));
+            self.count += 1;
+        }
     }
-    hashes.update(&[0; BLOCK_BYTES][(count * HASH_BYTES).min(BLOCK_BYTES)..]);
-    hashes.finalize().into()
+
+    /// The hash of what was added.
+    pub(crate) fn finish(mut self) -> ChunkHash {
+        self.hashes.update(&[0; BLOCK_BYTES][(self.count * HASH_BYTES).min(BLOCK_BYTES)..]);
+        self.hashes.finalize().into()
+    }
 }
 
 impl fmt::Display for Digest {

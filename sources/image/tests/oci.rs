@@ -145,7 +145,10 @@ fn member(name: &str, kind: u8, target: &str, data: &[u8]) -> Vec<u8> {
     [&header[..], data, &padding].concat()
 }
 
-fn archive(members: &[(&str, u8, &str, &[u8])]) -> Vec<u8> {
+/// Name, kind, target, data.
+type Item<'a> = (&'a str, u8, &'a str, &'a [u8]);
+
+fn archive(members: &[Item<'_>]) -> Vec<u8> {
     let members = members.iter().flat_map(|(name, kind, target, data)| member(name, *kind, target, data));
     members.chain([0; 1024]).collect()
 }
@@ -400,13 +403,13 @@ type Case = (&'static str, fn(&mut Bundle));
 
 #[test]
 fn hostile_directories_are_refused() {
-    let with = |members: &'static [(&str, u8, &str, &[u8])]| {
+    let with = |members: &'static [Item<'static>]| {
         move |bundle: &mut Bundle| {
             bundle.layer(&archive(members), Packing::Gzip);
             bundle.finish("latest");
         }
     };
-    let members: [(&str, &[(&str, u8, &str, &[u8])]); 12] = [
+    let members: [(&str, &'static [Item<'static>]); 12] = [
         ("its name has .. in it", &[("../outside", FILE, "", b"x")]),
         ("its name has .. in it", &[("dir/../../outside", FILE, "", b"x")]),
         ("a hard link: its name has .. in it", &[("link", LINK, "../../etc/passwd", b"")]),
