@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -100,8 +100,11 @@ fn twenty() -> (u64, u64, u64) {
         fs::create_dir(bench.tree().join(format!("dir-{number}"))).expect("folders can be made");
     }
     for image in 0..IMAGES {
-        let changed: Vec<u64> =
-            if image == 0 { (0..FILES).collect() } else { (0..FILES / 20).map(|_| noise.next() % FILES).collect() };
+        let count = if image == 0 { FILES } else { FILES / 20 };
+        let mut changed = BTreeSet::new();
+        while (changed.len() as u64) < count {
+            changed.insert(noise.next() % FILES);
+        }
         for number in changed {
             let bytes = fresh(&mut noise);
             fs::write(path(&bench.tree(), number), &bytes).expect("files can be written");
@@ -113,11 +116,11 @@ fn twenty() -> (u64, u64, u64) {
     (stored(&bench), ideal.bytes(), padding)
 }
 
-/// As packages change: files are replaced. The rest of a file's last block is not counted: that files begin in blocks of their own is
-/// what the kernel maps them by.
+/// As packages change: files are replaced. Files here have 36 KiB on average; the smaller they are, the more it costs that each begins
+/// in a block of its own, which is what the kernel maps them by.
 #[test]
 fn twenty_images_take_little_more_than_what_is_new_in_each() {
     let (stored, ideal, padding) = twenty();
     eprintln!("stored {stored}, ideal {ideal}, padding {padding} bytes");
-    assert!((stored - padding) * 10 <= ideal * 11, "{stored} bytes, {padding} of them padding, ideally {ideal}");
+    assert!(stored * 10 <= ideal * 11, "{stored} bytes, {padding} of them padding, ideally {ideal}");
 }
