@@ -62,7 +62,7 @@ pub fn serve(
     }
     match endings.wait() {
         Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
-        None => tracing::info!("ending: unmounted"),
+        None => tracing::info!("ending: nobody is left to serve"),
     }
     drop(control);
     drop(up);

@@ -61,6 +61,10 @@ impl Device for VirtioFs {
         Some(config)
     }
 
+    fn serves_once(&self) -> bool {
+        self.options.once
+    }
+
     fn worker_count(&self) -> usize {
         HIGH_PRIORITY_QUEUES + self.request_workers
     }

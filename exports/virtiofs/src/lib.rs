@@ -30,6 +30,7 @@ use std::time::Duration;
 pub use ferry_engine::IoMode;
 pub use ferry_serve::{Acl, Cache};
 use ferry_vfs::{Caller, FileSystem, Ino};
+pub use ferry_vhost::Ended;
 use ferry_vhost::{Server, ServerError};
 
 /// How an export is to behave.
@@ -65,6 +66,8 @@ pub struct Options {
     pub xattr: bool,
     /// Whether the guest checks permissions by POSIX ACLs, too.
     pub posix_acl: Acl,
+    /// The first virtual machine is the only one: [`Export::ended`] tells when it has gone.
+    pub once: bool,
     /// How data is moved.
     pub io: IoMode,
 }
@@ -93,6 +96,7 @@ impl Default for Options {
             readdirplus: true,
             xattr: true,
             posix_acl: Acl::Auto,
+            once: false,
             io: IoMode::Auto,
         }
     }
@@ -183,6 +187,11 @@ impl Export {
         let device = device::VirtioFs::new(Arc::clone(&source), options);
         let server = Server::start(listener, device, "ferry-virtiofs")?;
         Ok(Self { server, source, socket: None })
+    }
+
+    /// For whoever waits until there is nobody to serve any more, see [`Options::once`].
+    pub fn ended(&self) -> Ended {
+        self.server.ended()
     }
 
     /// Takes no more requests, ends those under way, makes everything durable and removes the socket.

@@ -124,6 +124,11 @@ pub struct Share {
     #[serde(default)]
     pub posix_acl: Acl,
 
+    /// End when the first virtual machine has gone, instead of waiting for the next one.
+    #[arg(long, help_heading = "For virtual machines")]
+    #[serde(default)]
+    pub once: bool,
+
     /// Refuse shared mappings of files whose data guests may not keep (caches none and metadata).
     #[arg(long, help_heading = "For virtual machines")]
     #[serde(default)]
@@ -426,6 +431,7 @@ impl Share {
         let source = self.source.display();
         let of_devices = given(&[
             (self.posix_acl != Acl::default(), "posix-acl"),
+            (self.once, "once"),
             (self.no_mmap, "no-mmap"),
             (self.no_readdirplus, "no-readdirplus"),
         ]);
