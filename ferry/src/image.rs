@@ -1,7 +1,10 @@
 //! `ferry image`: builds, mounts, checks and shows images.
 
+mod loops;
 mod mount;
 mod store;
+mod trace;
+mod upper;
 
 use std::io::{BufWriter, IsTerminal, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -11,6 +14,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_image::{
     BuildOptions, Built, COMPOSEFS_VERSION_MAX, Digest, DumpError, Image, Inode, Layout, Nid, Objects, Source, Store,
+    Trace,
 };
 use ferry_vfs::{FileType, Name};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -23,6 +27,7 @@ Examples:
   ferry image build rootfs -o rootfs.img --store /var/lib/ferry      # prints the digest that proves the tree
   ferry image mount rootfs.img /mnt --store /var/lib/ferry --digest DIGEST
   umount /mnt
+  ferry image mount rootfs.img /mnt --store /var/lib/ferry --upper changes   # can be written to
   ferry mount image:rootfs.img /mnt --store /var/lib/ferry           # without the kernel's EROFS, each byte proved
   ferry image ls -l rootfs.img /etc
   ferry image cat rootfs.img /etc/os-release --store /var/lib/ferry
@@ -31,6 +36,8 @@ Examples:
   ferry image gc images/ --store /var/lib/ferry                      # keeps what the images in this folder need
   ferry image build rootfs -o rootfs.cfs --store /var/lib/ferry --layout composefs   # what mkcomposefs writes
   ferry image dump rootfs.cfs > rootfs.dump
+  ferry image trace /mnt -o start.trace -- chroot /mnt /usr/bin/service --check    # then build --order-from start.trace
+  ferry image build oci:bundle:latest -o bundle.img --store /var/lib/ferry   # an OCI image directory
 
 An image holds the tree's metadata; the bytes of its files are in the store, where images share what they have in common.
 A stock kernel mounts it (EROFS, Linux 6.12 or later).";
@@ -41,9 +48,9 @@ const DAMAGED_STATUS: u8 = 4;
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Build an image of a directory, a tar archive, or a composefs dump file.
+    /// Build an image of a directory, a tar archive, an OCI image directory, or a composefs dump file.
     Build {
-        /// The directory, archive or dump file; - is standard input.
+        /// The directory, archive (plain, gzip or zstd), dump file, or oci:DIR[:TAG]; - is standard input.
         #[arg(value_name = "SOURCE")]
         source: PathBuf,
         /// The image to make. One that is there is replaced when the new one is complete.
@@ -57,6 +64,12 @@ pub enum Command {
         /// The version of composefs's layout [default: 1 if there are whiteouts, else 0; as mkcomposefs has it].
         #[arg(long, value_name = "0|1", value_parser = clap::value_parser!(u32).range(..=i64::from(COMPOSEFS_VERSION_MAX)))]
         composefs_version: Option<u32>,
+        /// Put the files that ferry image trace has recorded first, in their order, where mounts read them ahead.
+        #[arg(long, value_name = "TRACE")]
+        order_from: Option<PathBuf>,
+        /// Which image of an OCI index to take [default: Linux's for this machine].
+        #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
+        platform: Option<String>,
         /// How many threads read and hash [default: as many as CPUs].
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
         threads: Option<u16>,
@@ -65,15 +78,7 @@ pub enum Command {
         json: bool,
     },
     /// Mount an image with the kernel's own EROFS; umount(8) ends it.
-    Mount {
-        #[command(flatten)]
-        image: ImageArg,
-        /// The directory to mount on.
-        #[arg(value_name = "DIR")]
-        dir: PathBuf,
-        #[command(flatten)]
-        store: StoreArg,
-    },
+    Mount(mount::MountArgs),
     /// List what is in an image.
     Ls {
         #[command(flatten)]
@@ -103,6 +108,8 @@ pub enum Command {
         #[command(flatten)]
         image: ImageArg,
     },
+    /// Record which files of a mounted image a workload opens, in their order; the status is the workload's.
+    Trace(trace::TraceArgs),
     /// Show an image's digest, its size, and the packs that it needs.
     Info {
         #[command(flatten)]
@@ -193,16 +200,22 @@ impl<'de> Deserialize<'de> for ImageDigest {
 /// Does what was asked for; answers the status.
 pub fn run(command: &Command) -> Result<u8> {
     match command {
-        Command::Build { source, output, store, layout, composefs_version, threads, json } => {
+        Command::Build { source, output, store, layout, composefs_version, order_from, platform, threads, json } => {
             let layout = match (layout, composefs_version) {
                 (LayoutName::Composefs, version) => Layout::Composefs { version: *version },
                 (LayoutName::Flat, None) => Layout::Flat,
                 (LayoutName::Flat, Some(_)) => bail!("--composefs-version is of --layout composefs"),
             };
-            build(source, output, &store.store, layout, *threads, *json)?;
+            if layout != Layout::Flat && order_from.is_some() {
+                bail!("--order-from is of --layout flat: composefs has a file for each object");
+            }
+            let order = order_from.as_deref().map(Trace::read).transpose()?;
+            let mut options = BuildOptions { layout, order, platform: platform.clone(), ..BuildOptions::default() };
+            options.threads = threads.map_or(options.threads, usize::from);
+            build(source, output, &store.store, &options, *json)?;
         }
         Command::Dump { image } => dump(&image.open()?, &image.image)?,
-        Command::Mount { image, dir, store } => mount::mount(&image.image, image.digest(), dir, &store.store)?,
+        Command::Mount(args) => mount::mount(args)?,
         Command::Ls { image, path, long, json } => list(&image.open()?, path, *long, *json)?,
         Command::Cat { image, path, store } => cat(image, path, &store.store)?,
         Command::Info { image, json } => info(&image.open()?, *json)?,
@@ -218,6 +231,7 @@ pub fn run(command: &Command) -> Result<u8> {
             }
             return say(&findings, *json);
         }
+        Command::Trace(args) => return trace::trace(args),
         Command::Gc(args) => store::gc(args)?,
         Command::Du(args) => store::du(args)?,
         Command::Diff(args) => return store::diff(args),
@@ -237,15 +251,13 @@ fn dump(image: &Image, path: &Path) -> Result<()> {
     ended(written.and_then(|()| Ok(out.flush()?)))
 }
 
-fn build(source: &Path, output: &Path, store: &Path, layout: Layout, threads: Option<u16>, json: bool) -> Result<()> {
-    let mut options = BuildOptions { layout, ..BuildOptions::default() };
-    options.threads = threads.map_or(options.threads, usize::from);
+fn build(source: &Path, output: &Path, store: &Path, options: &BuildOptions, json: bool) -> Result<()> {
     let bar = bar("files");
     let progress = |done: usize, all: usize| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
     };
-    let built = ferry_image::build(source, output, Store::create(store)?, &options, &progress)?;
+    let built = ferry_image::build(source, output, Store::create(store)?, options, &progress)?;
     bar.finish_and_clear();
     let Built { digest, image_bytes, inodes, data_bytes, new_bytes, packs } = built;
     if json {
@@ -409,7 +421,7 @@ fn info(image: &Image, json: bool) -> Result<()> {
         let packs: Vec<_> = image
             .packs()
             .iter()
-            .map(|pack| json!({"name": pack.name.to_string(), "bytes": pack.blocks * 4096}))
+            .map(|pack| json!({"name": pack.name.to_string(), "bytes": pack.blocks * 4096, "ahead": pack.ahead}))
             .collect();
         return print(&format!(
             "{}\n",
@@ -418,7 +430,8 @@ fn info(image: &Image, json: bool) -> Result<()> {
     }
     let mut text = format!("digest  {digest}\nlayout  {layout}\nbytes   {bytes}\ninodes  {inodes}\n");
     for pack in image.packs() {
-        text += &format!("pack    {} {} bytes\n", pack.name, pack.blocks * 4096);
+        let ahead = if pack.ahead { ", read ahead by mounts" } else { "" };
+        text += &format!("pack    {} {} bytes{ahead}\n", pack.name, pack.blocks * 4096);
     }
     print(&text)
 }

@@ -261,3 +261,28 @@ fn an_image_of_this_layout_is_no_disk() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains("is no disk"), "{said}");
 }
+
+/// A store that mkcomposefs has filled is looked at and cleaned as well; what another program has just put there stays.
+#[test]
+fn the_store_of_mkcomposefs_is_cleaned() {
+    let made = Made::theirs();
+    let place = &made.place;
+    fs::write(place.at("tree/dir/twin"), [9; 6000]).unwrap();
+    let mut line = tool("mkcomposefs");
+    line.arg(format!("--digest-store={}", place.at("store/objects").display()));
+    text(line.arg(place.at("tree")).arg(place.at("newer")));
+    let command = |name: &str, words: &[&str]| {
+        let mut line = ferry();
+        line.args(["image", name, "--json", "--store"]).arg(place.at("store")).args(words);
+        serde_json::from_str::<serde_json::Value>(&text(line.current_dir(place.folder.path()))).unwrap()
+    };
+    let used = command("du", &["image", "newer"]);
+    assert_eq!((used["objects"].as_u64(), used["garbage_bytes"].as_u64()), (Some(3), Some(0)), "{used}");
+    let kept = command("gc", &["image"]);
+    assert_eq!((kept["objects"]["removed"].as_u64(), kept["objects"]["young"].as_u64()), (Some(0), Some(1)), "{kept}");
+    let done = command("gc", &["image", "--grace-s", "0"]);
+    assert_eq!((done["objects"]["removed"].as_u64(), done["objects"]["kept"].as_u64()), (Some(1), Some(2)), "{done}");
+    assert_eq!(text(&mut made.with_store("verify")), "clean\n");
+    let damaged = run(ferry().args(["image", "verify"]).arg(place.at("newer")).arg("--store").arg(place.at("store")));
+    assert_eq!(damaged.status.code(), Some(4));
+}

@@ -109,6 +109,11 @@ impl Cache {
         self.fetch("erofs")
     }
 
+    /// The program umoci, which makes and unpacks OCI image directories.
+    pub fn umoci(&self) -> Result<PathBuf> {
+        Ok(self.fetch("umoci")?.join("bin/umoci"))
+    }
+
     /// Runs the script, which returns at once when the set is complete.
     fn fetch(&self, set: &str) -> Result<PathBuf> {
         let status = Command::new("sh")

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use ferry_vfs::{Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SetAttr, checks};
-use ferry_wire::fuse::{OpenFlags, Opened, Reply};
+use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
 use crate::carrier::{ReplyBuffer, Served};
 use crate::mount::Open;
@@ -81,6 +81,10 @@ impl Server {
     }
 
     pub(crate) fn opendir(&mut self, cx: &Context<'_>, flags: OFlags, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+        // Linux then asks for no directory again, and keeps listings as `dir_flags` would let it.
+        if cx.mount.negotiated().has(InitFlags::NO_OPENDIR_SUPPORT) {
+            return Err(Errno::NOSYS);
+        }
         let handle = self.share.source.opendir(&cx.caller, cx.ino, flags)?;
         let open = Open { ino: cx.ino, handle, is_dir: true };
         cx.mount.opened(open, flags);

@@ -93,6 +93,7 @@ impl Policy {
             (options.writeback, InitFlags::WRITEBACK_CACHE),
             (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
             (default == ALWAYS_TIMEOUT, InitFlags::CACHE_SYMLINKS),
+            (features.constant && options.cache == Cache::Always, InitFlags::NO_OPENDIR_SUPPORT),
         ];
         for (_, flag) in optional.into_iter().filter(|(wanted, _)| *wanted) {
             flags |= flag;

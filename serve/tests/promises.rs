@@ -412,3 +412,31 @@ fn where_acls_are_demanded_nobody_mounts_without() {
     assert_eq!(mount(true, InitFlags::ALL - InitFlags::POSIX_ACL), refused);
     assert_eq!(mount(false, InitFlags::ALL), refused);
 }
+
+/// A source whose directories never change, or may.
+struct Constant(bool);
+
+impl FileSystem for Constant {
+    fn features(&self) -> Features {
+        Features { constant: self.0, ..Features::default() }
+    }
+    fn opendir(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
+        Ok(Handle(3))
+    }
+}
+
+#[test]
+fn directories_that_never_change_need_not_be_opened() {
+    let without = InitFlags::ALL - InitFlags::NO_OPENDIR_SUPPORT;
+    for (constant, cache, offered, expected) in [
+        (true, Cache::Always, InitFlags::ALL, true),
+        (true, Cache::Always, without, false),
+        (true, Cache::Auto, InitFlags::ALL, false),
+        (false, Cache::Always, InitFlags::ALL, false),
+    ] {
+        let options = ShareOptions { cache, ..ShareOptions::default() };
+        let client = Client::offering(offered, Arc::new(Constant(constant)), &options, Session::default());
+        let answer = client.unwrap().ask(Ino::ROOT, Operation::Opendir { flags: OFlags::RDONLY });
+        assert_eq!(answer == Answer::Error(Errno::NOSYS), expected, "{constant} {cache:?} {offered:?}: {answer:?}");
+    }
+}

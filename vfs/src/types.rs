@@ -379,4 +379,7 @@ pub struct Features {
     /// [`crate::FileSystem::lookup_self`] finds every inode there is, and no number is ever given to another one: what is
     /// shared can be passed on by an NFS server.
     pub by_number: bool,
+    /// Nothing in it ever changes, and [`crate::FileSystem::readdir`] does not look at its handle: clients that keep listings need
+    /// not ask before they use one.
+    pub constant: bool,
 }

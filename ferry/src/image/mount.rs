@@ -1,31 +1,58 @@
-//! `ferry image mount`: the kernel's own EROFS, for images of the layout composefs with overlayfs on top.
+//! `ferry image mount`: the kernel's own EROFS, with overlayfs on top for images of the layout composefs and for what is written.
 
 use std::collections::HashSet;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
-use ferry_image::{Data, Digest, Image, Objects, Store, objects_folder};
+use anyhow::{Context, Result, anyhow, bail};
+use ferry_image::{Data, Image, Objects, Store, objects_folder};
 use ferry_vfs::FileType;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, fsconfig_create, fsconfig_set_flag, fsconfig_set_string,
-    fsmount, fsopen, move_mount,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsconfig_create, fsconfig_set_flag,
+    fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
 };
 
+use super::loops::Loop;
+use super::upper::Upper;
+use super::{ImageArg, StoreArg};
+
+#[derive(Debug, clap::Args)]
+pub struct MountArgs {
+    #[command(flatten)]
+    image: ImageArg,
+    /// The directory to mount on.
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    #[command(flatten)]
+    store: StoreArg,
+    /// Let the tree be written to, and keep what is written in this folder, for the next mount of the same image with it.
+    #[arg(long, value_name = "DIR")]
+    upper: Option<PathBuf>,
+    /// overlayfs's own folder, on the file system of the upper one [default: the upper one's name and .work].
+    #[arg(long, value_name = "DIR", requires = "upper")]
+    work: Option<PathBuf>,
+    /// Mount from loop devices, as is done of itself on kernels before Linux 6.12.
+    #[arg(long = "loop")]
+    by_loop: bool,
+}
+
 /// Mounts an image; with a digest only if it has that one, and only if the kernel proves the bytes of a composefs image's files.
-pub fn mount(path: &Path, digest: Option<Digest>, dir: &Path, store: &Path) -> Result<()> {
-    let image = Image::open(path, digest)?;
+/// One umount(8) ends all of it: what is below overlayfs is mounted nowhere.
+pub fn mount(args: &MountArgs) -> Result<()> {
+    let (image, store) = (args.image.open()?, args.store.store.as_path());
+    let verity = args.image.digest.is_some();
     // What it needs is there, and packs are of the right length.
     Objects::open(&image, store)?;
-    if !dir.is_dir() {
-        bail!("{} is no directory: make it first", dir.display());
+    if !args.dir.is_dir() {
+        bail!("{} is no directory: make it first", args.dir.display());
     }
+    let path = &args.image.image;
     let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
-    if digest.is_some() && image.is_composefs() && !has_verity(&image, store)? {
+    if verity && image.is_composefs() && !has_verity(&image, store)? {
         bail!(
             "the objects in {} have no fs-verity, so the kernel cannot prove the bytes of files: mount without --digest \
              after ferry image verify --digest, or use ferry mount image:{} --digest, which proves them itself",
@@ -33,12 +60,33 @@ pub fn mount(path: &Path, digest: Option<Digest>, dir: &Path, store: &Path) -> R
             path.display()
         );
     }
-    let mut mounted = erofs(&image, &path, store)?;
-    if image.is_composefs() {
-        mounted = overlay(&mounted, &path, store, digest.is_some())?;
+    let prepare = |upper: &PathBuf| Upper::prepare(upper, args.work.as_deref(), image.digest());
+    let upper = args.upper.as_ref().map(prepare).transpose()?;
+    let mut mounted = erofs(&image, &path, store, args.by_loop)?;
+    if image.is_composefs() || upper.is_some() {
+        let objects = objects_folder(store);
+        let objects = objects.canonicalize().with_context(|| format!("cannot find {}", objects.display()))?;
+        let layers = Layers {
+            image: &path,
+            lower: &mounted,
+            objects: image.is_composefs().then_some(&objects),
+            upper: upper.as_ref(),
+            verity: verity && image.is_composefs(),
+        };
+        mounted = layers.mount(args.by_loop)?;
     }
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-    move_mount(mounted.as_fd(), "", CWD, dir, flags).with_context(|| format!("cannot mount on {}", dir.display()))
+    move_mount(mounted.as_fd(), "", CWD, &args.dir, flags)
+        .with_context(|| format!("cannot mount on {}", args.dir.display()))?;
+    // A build makes no more than one; whoever says so of all packs is not to fill the memory.
+    if let Some(pack) = image.packs().iter().find(|pack| pack.ahead) {
+        // The mount is there and works without it.
+        let ahead = Store::open(store).and_then(|store| store.read_ahead(pack.name));
+        if let Err(error) = ahead {
+            tracing::warn!("what is needed first is not read ahead: {error}");
+        }
+    }
+    Ok(())
 }
 
 /// Whether the first object of an image has fs-verity. If another one has not, its readers get EIO.
@@ -77,60 +125,191 @@ fn context(kind: &str) -> Result<OwnedFd> {
     }
 }
 
-/// The image itself, mounted nowhere yet. The new calls take any number of packs; mount(2) has room for some forty.
-fn erofs(image: &Image, path: &Path, store: &Path) -> Result<OwnedFd> {
-    let context = context("erofs")?;
-    let packs = match image.packs() {
+/// What the kernel says of a mount that it has refused: an error's number tells little.
+fn said(context: &OwnedFd, error: Errno) -> anyhow::Error {
+    let mut words = Vec::new();
+    let mut line = [0; 4096];
+    while let Ok(count @ 1..) = rustix::io::read(context, &mut line) {
+        // A letter for how bad it is comes first.
+        words.push(String::from_utf8_lossy(line.get(2..count).unwrap_or_default()).trim_end().to_owned());
+    }
+    let error = anyhow::Error::from(std::io::Error::from(error));
+    if words.is_empty() { error } else { error.context(words.join("; ")) }
+}
+
+/// The image itself, mounted nowhere yet: from its file, or from loop devices where the kernel takes nothing else.
+fn erofs(image: &Image, path: &Path, store: &Path, by_loop: bool) -> Result<OwnedFd> {
+    let packs: Vec<PathBuf> = match image.packs() {
         [] => Vec::new(),
         packs => {
             let store = Store::open(store)?;
-            packs.iter().map(|pack| store.pack_path(pack.name)).collect()
+            let absolute = |pack: PathBuf| std::path::absolute(&pack).unwrap_or(pack);
+            packs.iter().map(|pack| absolute(store.pack_path(pack.name))).collect()
         }
     };
+    let refused = || format!("the kernel does not mount {}", path.display());
+    if !by_loop {
+        let files: Vec<&Path> = packs.iter().map(PathBuf::as_path).collect();
+        match configure(image, path, &files)? {
+            Ok(context) => return attached_nowhere(&context, path, true),
+            Err((_, Errno::NOTBLK)) => {}
+            Err((context, error)) => return Err(said(&context, error)).with_context(refused),
+        }
+    }
+    // A mounted device stays; one that is not is free again when this ends.
+    let source = Loop::attach(path)?;
+    let loops = packs.iter().map(|pack| Loop::attach(pack)).collect::<Result<Vec<_>>>()?;
+    let devices: Vec<&Path> = loops.iter().map(Loop::path).collect();
+    match configure(image, source.path(), &devices)? {
+        Ok(context) => attached_nowhere(&context, path, true),
+        Err((context, error)) => Err(said(&context, error)).with_context(refused),
+    }
+}
+
+/// A mount that is configured, or one that the kernel does not take, with its reason. The new calls take any number of packs;
+/// mount(2) has room for some forty.
+fn configure(
+    image: &Image,
+    source: &Path,
+    devices: &[&Path],
+) -> Result<std::result::Result<OwnedFd, (OwnedFd, Errno)>> {
+    let context = context("erofs")?;
     let configured = || -> rustix::io::Result<()> {
         let fs = context.as_fd();
-        fsconfig_set_string(fs, "source", path)?;
+        fsconfig_set_string(fs, "source", source)?;
         fsconfig_set_flag(fs, "ro")?;
         if !image.may_have_acls() {
             fsconfig_set_flag(fs, "noacl")?;
         }
-        for pack in &packs {
-            fsconfig_set_string(fs, "device", std::path::absolute(pack).unwrap_or_else(|_| pack.clone()))?;
+        for device in devices {
+            fsconfig_set_string(fs, "device", *device)?;
         }
         fsconfig_create(fs)
     };
-    match configured() {
-        Ok(()) => {}
-        Err(Errno::NOTBLK) => bail!("this kernel mounts images from block devices only: Linux 6.12 or later is needed"),
-        Err(error) => return Err(error).with_context(|| format!("the kernel does not mount {}", path.display())),
-    }
-    read_only(&context, path)
+    let outcome = configured();
+    Ok(match outcome {
+        Ok(()) => Ok(context),
+        Err(error) => Err((context, error)),
+    })
 }
 
-fn read_only(context: &OwnedFd, path: &Path) -> Result<OwnedFd> {
-    fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::MOUNT_ATTR_RDONLY)
+fn attached_nowhere(context: &OwnedFd, path: &Path, read_only: bool) -> Result<OwnedFd> {
+    let attributes = if read_only { MountAttrFlags::MOUNT_ATTR_RDONLY } else { MountAttrFlags::empty() };
+    fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
         .with_context(|| format!("cannot mount {}", path.display()))
 }
 
-/// overlayfs over the image and, below it, the objects, which are seen through the image's redirections only.
-fn overlay(lower: &OwnedFd, path: &Path, store: &Path, verity: bool) -> Result<OwnedFd> {
-    let context = context("overlay")?;
-    let objects = objects_folder(store);
-    let objects = objects.canonicalize().with_context(|| format!("cannot find {}", objects.display()))?;
-    let set = |key: &str, value: &str| fsconfig_set_string(context.as_fd(), key, value);
-    if verity {
-        set("verity", "require")
-            .context("this kernel's overlayfs does not prove the bytes of files (Linux 6.6 or later does)")?;
+/// What an overlayfs is made of.
+struct Layers<'a> {
+    /// What the mount is called.
+    image: &'a Path,
+    /// The image, mounted nowhere.
+    lower: &'a OwnedFd,
+    /// composefs's objects, which are seen through the image's redirections only.
+    objects: Option<&'a PathBuf>,
+    upper: Option<&'a Upper>,
+    /// Whether the kernel is to prove the bytes of the objects.
+    verity: bool,
+}
+
+impl Layers<'_> {
+    /// Mounts them nowhere. Before Linux 6.15 overlayfs takes no layer that is mounted nowhere, so the image is mounted on a folder
+    /// for a moment: overlayfs has a mount of its own of each layer.
+    fn mount(&self, by_folder: bool) -> Result<OwnedFd> {
+        if !by_folder {
+            match self.configure(None)? {
+                Ok(context) => return attached_nowhere(&context, self.image, self.upper.is_none()),
+                Err((_, Errno::INVAL)) => {}
+                Err((context, error)) => return Err(self.refused(said(&context, error))),
+            }
+        }
+        let folder = Folder::mount(self.lower)?;
+        let outcome = self.configure(Some(folder.0.path()))?;
+        match outcome {
+            Ok(context) => attached_nowhere(&context, self.image, self.upper.is_none()),
+            Err((context, error)) => Err(self.refused(said(&context, error))),
+        }
     }
-    let configured = || -> rustix::io::Result<()> {
-        fsconfig_set_string(context.as_fd(), "source", path)?;
-        set("metacopy", "on")?;
-        set("redirect_dir", "on")?;
-        set("lowerdir+", &format!("/proc/self/fd/{}", lower.as_raw_fd()))?;
-        fsconfig_set_string(context.as_fd(), "datadir+", objects.as_path())?;
-        fsconfig_create(context.as_fd())
+
+    fn refused(&self, error: anyhow::Error) -> anyhow::Error {
+        let upper = match self.upper {
+            Some(upper) => format!(" with the upper layer {}", upper.dir.display()),
+            None => String::new(),
+        };
+        let needed = if self.objects.is_some() { " (for composefs Linux 6.6 or later is needed)" } else { "" };
+        error.context(format!("overlayfs does not mount {}{upper}{needed}", self.image.display()))
+    }
+
+    /// With the image at a folder in the way that old kernels know.
+    fn configure(&self, lower: Option<&Path>) -> Result<std::result::Result<OwnedFd, (OwnedFd, Errno)>> {
+        let context = context("overlay")?;
+        let fs = context.as_fd();
+        if self.verity {
+            fsconfig_set_string(fs, "verity", "require")
+                .context("this kernel's overlayfs does not prove the bytes of files (Linux 6.6 or later does)")?;
+        }
+        let configured = || -> rustix::io::Result<()> {
+            fsconfig_set_string(fs, "source", self.image)?;
+            match lower {
+                Some(lower) => {
+                    let mut layers = escaped(lower);
+                    if let Some(objects) = self.objects {
+                        layers.push("::");
+                        layers.push(escaped(objects));
+                    }
+                    fsconfig_set_string(fs, "lowerdir", layers)?;
+                }
+                None => {
+                    fsconfig_set_string(fs, "lowerdir+", format!("/proc/self/fd/{}", self.lower.as_raw_fd()))?;
+                    if let Some(objects) = self.objects {
+                        fsconfig_set_string(fs, "datadir+", objects.as_path())?;
+                    }
+                }
+            }
+            if self.objects.is_some() {
+                fsconfig_set_string(fs, "metacopy", "on")?;
+                fsconfig_set_string(fs, "redirect_dir", "on")?;
+            }
+            if let Some(upper) = self.upper {
+                fsconfig_set_string(fs, "upperdir", upper.dir.as_path())?;
+                fsconfig_set_string(fs, "workdir", upper.work.as_path())?;
+            }
+            fsconfig_create(fs)
+        };
+        let outcome = configured();
+        Ok(match outcome {
+            Ok(()) => Ok(context),
+            Err(error) => Err((context, error)),
+        })
+    }
+}
+
+/// A path in a list of layers, which colons divide.
+fn escaped(path: &Path) -> OsString {
+    let escape = |byte: &u8| match byte {
+        b':' | b'\\' => vec![b'\\', *byte],
+        _ => vec![*byte],
     };
-    configured()
-        .with_context(|| format!("overlayfs does not mount {} (Linux 6.15 or later is needed)", path.display()))?;
-    read_only(&context, path)
+    OsString::from_vec(path.as_os_str().as_bytes().iter().flat_map(escape).collect())
+}
+
+/// A folder that something is mounted on for a moment.
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn mount(mounted: &OwnedFd) -> Result<Self> {
+        let folder = tempfile::Builder::new().prefix("ferry-image.").tempdir();
+        let folder = folder.map_err(|error| anyhow!("cannot make a folder to mount on for a moment: {error}"))?;
+        move_mount(mounted.as_fd(), "", CWD, folder.path(), MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+            .with_context(|| format!("cannot mount on {}", folder.path().display()))?;
+        Ok(Self(folder))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if let Err(error) = unmount(self.0.path(), UnmountFlags::DETACH) {
+            tracing::warn!("cannot unmount {}: {error}", self.0.path().display());
+        }
+    }
 }

@@ -1,12 +1,11 @@
 //! `ferry image gc | du | diff`: many images in one store.
 
-use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ferry_image::{ChangeKind, Collected, Digests, Image, Share, Sole, Store, Usage, places};
+use ferry_image::{ChangeKind, Collected, CollectedObjects, Digests, Image, Needed, Share, Sole, Store, Usage, places};
 use serde_json::json;
 
 use super::{StoreArg, ended, print};
@@ -97,28 +96,42 @@ pub fn gc(args: &GcArgs) -> Result<()> {
     let waiting = || eprintln!("ferry: waiting for whoever uses {} to end", store.display());
     let sole = Sole::lock(store, &waiting)?;
     // Only now: an image that was built while we waited is to be found.
-    let mut needed = BTreeSet::new();
+    let mut needed = Needed::default();
     for file in args.images.files()? {
-        needed.extend(Image::open(&file, None)?.packs().iter().map(|pack| pack.name));
+        needed.add(&Image::open(&file, None)?).with_context(|| format!("{} is damaged", file.display()))?;
     }
     let collected = sole.collect(&needed, Duration::from_secs(args.grace_s), args.dry_run)?;
     drop(sole);
-    let Collected { removed, leftovers, bytes, young, kept, missing } = &collected;
+    let Collected { removed, leftovers, bytes, young, kept, missing, objects } = &collected;
     if args.json {
         let names = |packs: &[ferry_image::Digest]| packs.iter().map(ToString::to_string).collect::<Vec<_>>();
         let answer = json!({"dry_run": args.dry_run, "removed": names(removed), "leftovers": leftovers, "bytes": bytes,
-            "young": names(young), "kept": kept, "missing": names(missing)});
+            "young": names(young), "kept": kept, "missing": names(missing), "objects": {"removed": objects.removed,
+            "young": objects.young, "kept": objects.kept,
+            "missing": objects.missing.iter().map(|path| path.escape_ascii().to_string()).collect::<Vec<_>>()}});
         return print(&format!("{answer}\n"));
     }
     let done = if args.dry_run { "would remove" } else { "removed" };
     let mut text =
         format!("{done} {} packs and {leftovers} leftovers, {bytes} bytes; {kept} packs are needed\n", removed.len());
+    if objects != &CollectedObjects::default() {
+        text += &format!("{done} {} objects; {} objects are needed\n", objects.removed, objects.kept);
+    }
+    if objects.young > 0 {
+        text += &format!(
+            "{} objects are not needed, but were used in the last {} s: --grace-s\n",
+            objects.young, args.grace_s
+        );
+    }
     if !young.is_empty() {
         text +=
             &format!("{} packs are not needed, but were used in the last {} s: --grace-s\n", young.len(), args.grace_s);
     }
     for pack in missing {
         text += &format!("missing: the pack {pack}, which an image needs\n");
+    }
+    for object in &objects.missing {
+        text += &format!("missing: the object {}, which an image needs\n", object.escape_ascii());
     }
     print(&text)
 }
@@ -144,7 +157,7 @@ pub fn du(args: &DuArgs) -> Result<()> {
                 json!({"image": file.display().to_string(), "image_bytes": bytes, "data_bytes": data, "own_bytes": own})
             })
             .collect();
-        let answer = json!({"images": images, "packs": total.packs, "store_bytes": total.bytes,
+        let answer = json!({"images": images, "packs": total.packs, "objects": total.objects, "store_bytes": total.bytes,
             "live_bytes": total.live_bytes, "unused_bytes": unused, "garbage_bytes": total.garbage_bytes});
         return print(&format!("{answer}\n"));
     }
@@ -154,8 +167,12 @@ pub fn du(args: &DuArgs) -> Result<()> {
         text += &format!("{bytes:>12} {data:>14} {own:>14}  {}\n", file.display());
     }
     text += &format!(
-        "{} bytes in {} packs: {} needed, {unused} unused beside them in the same packs, {} in packs that gc removes\n",
-        total.bytes, total.packs, total.live_bytes, total.garbage_bytes
+        "{} bytes in {} packs{}: {} needed, {unused} unused beside them in the same packs, {} in what gc removes\n",
+        total.bytes,
+        total.packs,
+        if total.objects > 0 { format!(" and {} objects", total.objects) } else { String::new() },
+        total.live_bytes,
+        total.garbage_bytes
     );
     print(&text)
 }

@@ -221,6 +221,7 @@ impl Dir {
                 // Our numbers go with the client's references.
                 waits: false,
                 by_number: false,
+                constant: false,
             },
             options,
             root,

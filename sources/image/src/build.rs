@@ -1,21 +1,23 @@
 //! Builds an image: scans, hashes, puts what is new into a pack, lays the metadata out, and gives it its name.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread;
 
 use crate::error::{Doing, Error, Result};
 use crate::parallel;
-use crate::scan::{Scanned, scan};
+use crate::scan::scan;
 use crate::sink::{Hashed, Sink};
 use crate::store::{New, Store, folder_of};
+use crate::trace::Trace;
 use crate::tree::{NodeId, Tree};
-use crate::verity::Digest;
-use crate::{dump, tar};
+use crate::verity::{Digest, Hasher};
+use crate::{dump, oci, tar};
 
 /// Files up to this size are read once, hashed and kept in memory until their turn comes; larger ones are read again.
 pub(crate) const KEPT_BYTES_MAX: u64 = 4 << 20;
@@ -41,11 +43,21 @@ pub struct Options {
     pub threads: usize,
     /// The layout.
     pub layout: Layout,
+    /// Which image of an index to take, as `os/architecture`, with a variant or without; without one Linux's for this machine.
+    pub platform: Option<String>,
+    /// What a workload needs first: these files are put into a pack of their own, in this order, which is read at once by whoever
+    /// mounts the image. Of [`Layout::Flat`] only.
+    pub order: Option<Trace>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: thread::available_parallelism().map_or(1, usize::from), layout: Layout::default() }
+        Self {
+            threads: thread::available_parallelism().map_or(1, usize::from),
+            layout: Layout::default(),
+            platform: None,
+            order: None,
+        }
     }
 }
 
@@ -69,7 +81,8 @@ pub struct Built {
 /// What is told while an image is built: files done, and files in all.
 pub type Progress<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-/// Builds an image of a directory, of a tar archive, or of a dump file (composefs-dump(5)). What is not in the store yet is added;
+/// Builds an image of a directory, of a tar archive, packed or not, of an image directory as OCI has it (`oci:DIRECTORY[:TAG]`), or
+/// of a dump file (composefs-dump(5)). What is not in the store yet is added;
 /// an image that was at `image` is replaced, at once and at the end. A build that is killed leaves nothing but files that begin
 /// with `.new-`. A dump file tells where files' bytes are; nothing is added to the store.
 ///
@@ -88,9 +101,13 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
             }
         },
         Input::Tar(file) => tar::read(file, source, &mut sink)?,
+        Input::Oci(reference) => {
+            let platform = options.platform.clone().unwrap_or_else(oci::platform_here);
+            oci::read(&reference, &platform, &mut sink, progress)?
+        }
     };
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes());
-    let (bytes, packs) = sink.finish(tree)?;
+    let (bytes, packs) = sink.finish(tree, options.order.as_ref())?;
     let digest = Digest::of(&bytes);
     save(image, &bytes)?;
     Ok(Built { digest, image_bytes: bytes.len() as u64, inodes, data_bytes, new_bytes, packs })
@@ -101,60 +118,84 @@ enum Input {
     Directory,
     Dump(Box<dyn Read>),
     Tar(Box<dyn Read>),
+    Oci(oci::Reference),
 }
 
 impl Input {
     /// An archive has the sum of its first header, and a dump file begins with the path of the root.
     fn of(source: &Path) -> Result<Self> {
+        if let Some(reference) = oci::Reference::parse(source) {
+            return Ok(Self::Oci(reference));
+        }
         let is_stdin = source == Path::new("-");
         if !is_stdin && fs::metadata(source).doing("look at", source)?.is_dir() {
             return Ok(Self::Directory);
         }
-        let mut file = File::open(if is_stdin { Path::new("/dev/stdin") } else { source }).doing("open", source)?;
+        let file = File::open(if is_stdin { Path::new("/dev/stdin") } else { source }).doing("open", source)?;
+        let mut file = oci::unpacked(BufReader::with_capacity(1 << 18, file)).doing("read", source)?;
         let mut head = Vec::new();
         Read::by_ref(&mut file).take(tar::HEADER_BYTES as u64).read_to_end(&mut head).doing("read", source)?;
         let (is_tar, is_dump) = (tar::is_header(&head), head.first() == Some(&b'/'));
-        let all = Box::new(std::io::Cursor::new(head).chain(file));
+        let all = Box::new(io::Cursor::new(head).chain(file));
         match (is_tar, is_dump) {
             (true, _) => Ok(Self::Tar(all)),
             (false, true) => Ok(Self::Dump(all)),
             (false, false) => {
-                let reason = "it is no directory, tar archive (decompress one first) or composefs dump file".into();
+                let reason =
+                    "it is no directory, tar archive (plain, or packed by gzip or zstd) or composefs dump file".into();
                 Err(Error::Input { path: source.into(), at: "at its beginning".into(), reason })
             }
         }
     }
 }
 
-/// The tree of a directory, whose files' bytes go into the store.
+/// The tree of a directory, whose files' bytes go into the store. Files are read while others are still being found.
 fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &Progress<'_>) -> Result<Tree> {
-    let Scanned { mut tree, files } = scan(source, options.layout != Layout::Flat)?;
+    let for_composefs = options.layout != Layout::Flat;
+    let threads = options.threads.max(1);
+    let found = AtomicUsize::new(0);
     thread::scope(|scope| {
         // A lane for each thread, which takes every n-th file, so that results come in the order of the files.
-        let threads = options.threads.max(1);
-        let lanes: Vec<_> = (0..threads)
-            .map(|lane| {
+        let (files, lanes): (Vec<_>, Vec<_>) = (0..threads)
+            .map(|_| {
+                let (files, wanted) = channel::<(NodeId, PathBuf)>();
                 let (sender, receiver) = sync_channel(AHEAD_FILES_MAX.div_ceil(threads));
-                let files = &files;
-                scope.spawn(move || read_lane(files.iter().skip(lane).step_by(threads), &sender));
-                receiver
+                scope.spawn(move || read_lane(wanted, &sender));
+                (files, receiver)
             })
-            .collect();
-        for (at, (node, path)) in files.iter().enumerate() {
-            let lane: &Receiver<Result<Hashed>> = &lanes[at % threads];
-            let hashed = lane.recv().expect("a lane sends a result for each of its files")?;
-            tree.nodes[*node].content = sink.add(path, &hashed)?;
-            progress(at + 1, files.len());
+            .unzip();
+        let count = &found;
+        let scanner = scope.spawn(move || {
+            scan(source, for_composefs, &mut |node, path| {
+                let at = count.fetch_add(1, Ordering::Relaxed);
+                // Nobody listens any more once a file could not be read.
+                let _ = files[at % threads].send((node, path));
+            })
+        });
+        let mut contents = Vec::new();
+        for at in 0_usize.. {
+            let lane: &Receiver<Lane> = &lanes[at % threads];
+            // The end: the tree was walked, or could not be.
+            let Ok((node, path, hashed)) = lane.recv() else { break };
+            contents.push((node, sink.add(&path, &hashed?)?));
+            progress(at + 1, found.load(Ordering::Relaxed));
         }
-        Ok::<(), Error>(())
-    })?;
-    Ok(tree)
+        let mut tree = scanner.join().expect("the scanner does not panic")?;
+        for (node, content) in contents {
+            tree.nodes[node].content = content;
+        }
+        Ok(tree)
+    })
 }
 
-fn read_lane<'a>(files: impl Iterator<Item = &'a (NodeId, PathBuf)>, results: &SyncSender<Result<Hashed>>) {
-    for (_, path) in files {
+/// A file of a lane, and what was read of it.
+type Lane = (NodeId, PathBuf, Result<Hashed>);
+
+fn read_lane(files: Receiver<(NodeId, PathBuf)>, results: &SyncSender<Lane>) {
+    for (node, path) in files {
+        let hashed = hash(&path);
         // Nobody listens any more once another file has failed.
-        if results.send(hash(path)).is_err() {
+        if results.send((node, path, hashed)).is_err() {
             return;
         }
     }
@@ -165,7 +206,7 @@ fn hash(path: &Path) -> Result<Hashed> {
     let bytes = file.metadata().doing("look at", path)?.size();
     if bytes > KEPT_BYTES_MAX {
         return match parallel::digest(&file, 0, bytes) {
-            Ok(digest) => Ok(Hashed { bytes, digest, kept: None }),
+            Ok((digest, chunks)) => Ok(Hashed { bytes, digest, chunks, kept: None }),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(Error::Changed(path.into())),
             Err(error) => Err(error).doing("read", path),
         };
@@ -175,7 +216,10 @@ fn hash(path: &Path) -> Result<Hashed> {
     if kept.len() as u64 != bytes {
         return Err(Error::Changed(path.into()));
     }
-    Ok(Hashed { bytes, digest: Digest::of(&kept), kept: Some(kept) })
+    let mut hasher = Hasher::default();
+    hasher.update(&kept);
+    let (digest, chunks) = hasher.finish_with_chunks();
+    Ok(Hashed { bytes, digest, chunks, kept: Some(kept) })
 }
 
 fn save(image: &Path, bytes: &[u8]) -> Result<()> {

@@ -179,12 +179,17 @@ pub struct DeviceSlot {
     /// Which block of the image's address space its first one is.
     pub first_block: U32,
     /// Not used here.
-    pub reserved: [u8; 56],
+    pub reserved: [u8; 55],
+    /// In Ferry's images: [`SLOT_AHEAD`] or 0. Others do not use it.
+    pub flags: u8,
 }
+
+/// [`DeviceSlot::flags`]: what a workload needs first, in its order, is in this pack: it is to be read at once.
+pub const SLOT_AHEAD: u8 = 1;
 
 impl Default for DeviceSlot {
     fn default() -> Self {
-        Self { tag: [0; 64], blocks: U32::ZERO, first_block: U32::ZERO, reserved: [0; 56] }
+        Self { tag: [0; 64], blocks: U32::ZERO, first_block: U32::ZERO, reserved: [0; 55], flags: 0 }
     }
 }
 

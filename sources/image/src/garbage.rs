@@ -11,8 +11,11 @@ use std::time::{Duration, SystemTime};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
+use crate::composefs::sweep::{self, Stored};
 use crate::error::{Doing, Result};
+use crate::image::{Checked, Image};
 use crate::store::{self, NEW_PREFIX};
+use crate::usage::{Place, places};
 use crate::verity::Digest;
 
 /// A store that nobody builds into, as long as this lives: builds wait.
@@ -20,6 +23,33 @@ use crate::verity::Digest;
 pub struct Sole {
     folder: PathBuf,
     _lock: File,
+}
+
+/// What images need of a store.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Needed {
+    /// Packs.
+    pub packs: BTreeSet<Digest>,
+    /// Files below composefs's folder of objects.
+    pub objects: BTreeSet<Vec<u8>>,
+}
+
+impl Needed {
+    /// Adds what an image needs.
+    ///
+    /// # Errors
+    /// The image is damaged.
+    pub fn add(&mut self, image: &Image) -> Checked<()> {
+        self.packs.extend(image.packs().iter().map(|pack| pack.name));
+        if image.is_composefs() {
+            let object = |place| match place {
+                Place::Object(path) => Some(path),
+                Place::Packed(..) => None,
+            };
+            self.objects.extend(places(image)?.into_keys().filter_map(object));
+        }
+        Ok(())
+    }
 }
 
 /// What was removed of a store, or would be.
@@ -37,6 +67,21 @@ pub struct Collected {
     pub kept: usize,
     /// Packs that images need and that are not there.
     pub missing: Vec<Digest>,
+    /// What became of files of composefs's folder of objects.
+    pub objects: Objects,
+}
+
+/// What was removed of the files of an object store, or would be.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Objects {
+    /// How many no image needs.
+    pub removed: usize,
+    /// How many no image needs that were made or used too short a time ago.
+    pub young: usize,
+    /// How many images need.
+    pub kept: usize,
+    /// Those that images need and that are not there.
+    pub missing: Vec<Vec<u8>>,
 }
 
 impl Sole {
@@ -45,7 +90,7 @@ impl Sole {
     /// # Errors
     /// There is none, or it may not be written to.
     pub fn lock(folder: &Path, waiting: &dyn Fn()) -> Result<Self> {
-        fs::metadata(store::packs_folder(folder)).doing("use as a store", folder)?;
+        store::is_store(folder)?;
         let path = store::lock_path(folder);
         let lock = File::options().create(true).append(true).open(&path).doing("open", &path)?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
@@ -58,16 +103,58 @@ impl Sole {
         Ok(Self { folder: folder.into(), _lock: lock })
     }
 
-    /// Removes everything but the packs that are needed and what was made or used within the time of grace: somebody may
+    /// Removes everything but the packs and objects that are needed and what was made or used within the time of grace: somebody may
     /// have built an image that they have not told us of yet. With `dry`, only tells.
     ///
     /// A pack's index goes first, so that a collection that is killed leaves no index without its pack.
     ///
     /// # Errors
     /// The folder cannot be read, or something cannot be removed.
-    pub fn collect(&self, needed: &BTreeSet<Digest>, grace: Duration, dry: bool) -> Result<Collected> {
+    pub fn collect(&self, needed: &Needed, grace: Duration, dry: bool) -> Result<Collected> {
+        let mut collected = self.collect_packs(&needed.packs, grace, dry)?;
+        self.collect_objects(&needed.objects, grace, dry, &mut collected)?;
+        Ok(collected)
+    }
+
+    /// Objects that other programs have just put there are protected by the time of grace only: they know no lock.
+    fn collect_objects(
+        &self,
+        needed: &BTreeSet<Vec<u8>>,
+        grace: Duration,
+        dry: bool,
+        collected: &mut Collected,
+    ) -> Result<()> {
+        let mut missing = needed.clone();
+        for Stored { name, path, metadata } in sweep::list(&self.folder)? {
+            let objects = &mut collected.objects;
+            if name.as_ref().is_some_and(|name| missing.remove(name)) {
+                objects.kept += 1;
+                continue;
+            }
+            if metadata.modified().is_ok_and(|time| is_within(time, grace)) {
+                objects.young += usize::from(name.is_some());
+                continue;
+            }
+            if !dry {
+                fs::remove_file(&path).doing("remove", &path)?;
+            }
+            collected.bytes += metadata.blocks() * 512;
+            match name {
+                Some(_) => objects.removed += 1,
+                None => collected.leftovers += 1,
+            }
+        }
+        collected.objects.missing = missing.into_iter().collect();
+        Ok(())
+    }
+
+    fn collect_packs(&self, needed: &BTreeSet<Digest>, grace: Duration, dry: bool) -> Result<Collected> {
         let folder = store::packs_folder(&self.folder);
         let mut collected = Collected::default();
+        if !folder.is_dir() {
+            collected.missing = needed.iter().copied().collect();
+            return Ok(collected);
+        }
         let (mut old, mut indexes) = (Vec::new(), HashSet::new());
         let mut young: BTreeSet<Digest> = BTreeSet::new();
         for entry in fs::read_dir(&folder).doing("list", &folder)? {
@@ -80,7 +167,7 @@ impl Sole {
             }
             let is_young = metadata.modified().is_ok_and(|time| is_within(time, grace));
             match kind {
-                Kind::Index(pack) | Kind::Pack(pack) if is_young => _ = young.insert(pack),
+                Kind::Index(pack) | Kind::Pack(pack) | Kind::Tree(pack) if is_young => _ = young.insert(pack),
                 Kind::New if is_young => {}
                 _ => old.push((kind, path, metadata.blocks() * 512)),
             }
@@ -90,7 +177,9 @@ impl Sole {
         collected.young =
             young.iter().filter(|pack| indexes.contains(pack) && !needed.contains(pack)).copied().collect();
         let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
-        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)));
+        old.retain(
+            |(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) | Kind::Tree(pack) if spared(pack)),
+        );
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
         for (kind, path, bytes) in old {
@@ -100,8 +189,8 @@ impl Sole {
             collected.bytes += bytes;
             match kind {
                 Kind::Index(pack) => collected.removed.push(pack),
-                Kind::Pack(pack) if indexes.contains(&pack) => {}
-                Kind::Pack(_) | Kind::New => collected.leftovers += 1,
+                Kind::Pack(pack) | Kind::Tree(pack) if indexes.contains(&pack) => {}
+                Kind::Pack(_) | Kind::Tree(_) | Kind::New => collected.leftovers += 1,
             }
         }
         if !dry {
@@ -116,6 +205,7 @@ impl Sole {
 enum Kind {
     Index(Digest),
     Pack(Digest),
+    Tree(Digest),
     /// What a build had begun.
     New,
 }
@@ -124,6 +214,9 @@ impl Kind {
     /// By its name; nothing of a file that is none of ours.
     fn of(name: &OsString) -> Option<Self> {
         let name = name.as_bytes();
+        if let Some(pack) = name.strip_suffix(b".tree") {
+            return Digest::from_hex(pack).map(Self::Tree);
+        }
         match name.strip_suffix(b".index") {
             Some(pack) => Digest::from_hex(pack).map(Self::Index),
             None if name.starts_with(NEW_PREFIX.as_bytes()) => Some(Self::New),

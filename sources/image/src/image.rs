@@ -11,8 +11,8 @@ use crate::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
 use crate::composefs::{self, Header};
 use crate::erofs::{
     BLOCK_BITS, BLOCK_BYTES, Compact, DeviceSlot, Dirent, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS,
-    FLAT_VOLUME, INCOMPAT_DEVICE_TABLE, Layout, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, XATTR_PREFIXES,
-    XattrEntry, XattrHeader, split_xattr,
+    FLAT_VOLUME, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super,
+    XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
 };
 use crate::error::{Doing, Error, Flaw, Result};
 use crate::verity::Digest;
@@ -49,6 +49,8 @@ pub struct PackRef {
     pub name: Digest,
     /// How many blocks it has.
     pub blocks: u64,
+    /// Whether a workload needs all of it first, in the order in which it is there.
+    pub ahead: bool,
     /// The first one's number in the address space of the image.
     pub(crate) first_block: u64,
 }
@@ -186,8 +188,8 @@ impl Image {
             let device: DeviceSlot = read_at(&self.bytes, at)?;
             let flaw = |what| Flaw { what, offset: at as u64 };
             let name = Digest::from_hex(&device.tag).ok_or_else(|| flaw("a device that is no pack"))?;
-            let pack =
-                PackRef { name, blocks: device.blocks.get().into(), first_block: device.first_block.get().into() };
+            let (blocks, first_block) = (device.blocks.get().into(), device.first_block.get().into());
+            let pack = PackRef { name, blocks, ahead: device.flags & SLOT_AHEAD != 0, first_block };
             let after = self.packs.last().map_or(u64::from(self.header.blocks.get()), PackRef::end);
             if pack.first_block < after {
                 return Err(flaw("devices that overlap"));

@@ -2,10 +2,10 @@
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, OnceLock, Weak};
+use std::thread;
 
 use ferry_vfs::{Backing, Extent};
 
@@ -13,30 +13,21 @@ use crate::composefs::objects::Files;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::image::{Data, Image};
-use crate::parallel;
-use crate::store::{Index, Object, Store};
+use crate::pack::{Pack, Soon};
+use crate::store::Store;
 use crate::verity::Digest;
 
-/// What is known of an object.
-const UNKNOWN: u8 = 0;
-const SOUND: u8 = 1;
-const DAMAGED: u8 = 2;
+/// How many requests to prove something ahead may wait: more come too late to be of use.
+const SOON_MAX: usize = 16;
 
 /// All packs that an image names, in its order.
 #[derive(Debug)]
 pub struct Objects {
-    packs: Vec<Pack>,
+    packs: Vec<Arc<Pack>>,
     /// composefs's objects.
     files: Option<Files>,
-}
-
-#[derive(Debug)]
-struct Pack {
-    file: File,
-    backing: Arc<Backing>,
-    index: Index,
-    /// For each object what is known of it.
-    states: Vec<AtomicU8>,
+    /// Proves what is wanted soon, once something was read in order.
+    soon: OnceLock<Option<SyncSender<(usize, Soon)>>>,
 }
 
 /// Why an object's bytes cannot be had.
@@ -114,7 +105,7 @@ impl Objects {
     /// One is missing, or is not what the image names.
     pub fn open(image: &Image, folder: &Path) -> Result<Self> {
         if image.is_composefs() {
-            return Ok(Self { packs: Vec::new(), files: Some(Files::open(folder)?) });
+            return Ok(Self { packs: Vec::new(), files: Some(Files::open(folder)?), soon: OnceLock::new() });
         }
         let store = Store::open(folder)?;
         let open = |pack: &crate::image::PackRef| {
@@ -128,42 +119,87 @@ impl Objects {
                 let reason = format!("has {length} bytes, not {}", pack.blocks * BLOCK_BYTES as u64);
                 return Err(Error::Pack { store: folder.into(), pack: pack.name, reason });
             }
-            let states = index.objects.iter().map(|_| AtomicU8::new(UNKNOWN)).collect();
             let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
-            Ok(Pack { file, backing: Arc::new(Backing::new(fd)), index, states })
+            Ok(Arc::new(Pack::new(file, fd, index, pack.ahead, store.tree_path(pack.name))))
         };
-        Ok(Self { packs: image.packs().iter().map(open).collect::<Result<_>>()?, files: None })
+        let packs = image.packs().iter().map(open).collect::<Result<_>>()?;
+        Ok(Self { packs, files: None, soon: OnceLock::new() })
     }
 
-    /// The descriptor that an object's bytes are in, and its offset there, once they are proved.
+    /// Reads and proves the packs that are wanted soon in a thread of its own, until this is dropped.
+    pub(crate) fn prove_ahead(&self) {
+        let packs: Vec<Weak<Pack>> = self.packs.iter().filter(|pack| pack.ahead).take(1).map(Arc::downgrade).collect();
+        if packs.is_empty() {
+            return;
+        }
+        let prove = move || {
+            for pack in packs {
+                for at in 0.. {
+                    let Some(pack) = pack.upgrade().filter(|pack| at < pack.len()) else { break };
+                    // Who reads a damaged one is told.
+                    let _ = pack.prove(at);
+                }
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("image-ahead".into()).spawn(prove) {
+            tracing::warn!("what is needed first is not read ahead: {error}");
+        }
+    }
+
+    /// The descriptor that an object's bytes are in, and its offset there, once a part of them is proved, or all.
     ///
     /// # Errors
     /// There is no such object, or its bytes are not the ones it was made of.
-    fn find(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<(&Arc<Backing>, u64), Bad> {
-        let pack = &self.packs[pack];
-        let name = pack.index.pack;
-        let missing = Bad::NoObject { pack: name, block, bytes };
+    fn find(
+        &self,
+        number: usize,
+        block: u64,
+        bytes: u64,
+        part: Option<(u64, u64)>,
+    ) -> std::result::Result<(&Arc<Backing>, u64), Bad> {
+        let pack = &self.packs[number];
+        let missing = Bad::NoObject { pack: pack.index.pack, block, bytes };
         let Ok(at) = pack.index.objects.binary_search_by_key(&block, |object| object.block) else {
             return Err(missing);
         };
-        let object = &pack.index.objects[at];
-        if object.bytes != bytes {
+        if pack.index.objects[at].bytes != bytes {
             return Err(missing);
         }
-        pack.prove(at)?;
+        match part {
+            Some((offset, length)) => self.prove_part(number, at, offset, length)?,
+            None => pack.prove(at)?,
+        }
         Ok((&pack.backing, block * BLOCK_BYTES as u64))
     }
 
-    /// The descriptor that a range of a pack is in, once every object in it is proved.
+    fn prove_part(&self, number: usize, at: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
+        if let Some(soon) = self.packs[number].prove_part(at, offset, bytes)?
+            && let Some(prover) = self.soon.get_or_init(|| prover(&self.packs))
+        {
+            // Where too many wait, whoever wants it proves it.
+            let _ = prover.try_send((number, soon));
+        }
+        Ok(())
+    }
+
+    /// The descriptor that a range of a pack is in, once what objects have of it is proved.
     ///
     /// # Errors
     /// One of them is damaged.
-    pub(crate) fn range(&self, pack: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
-        let pack = &self.packs[pack];
-        let (first, end) = (offset / BLOCK_BYTES as u64, (offset + bytes).div_ceil(BLOCK_BYTES as u64));
+    pub(crate) fn range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
+        let pack = &self.packs[number];
+        let end = offset + bytes;
+        let (first, last) = (offset / BLOCK_BYTES as u64, end.div_ceil(BLOCK_BYTES as u64));
         let from = pack.index.objects.partition_point(|object| object.block + object.blocks() <= first);
-        let to = pack.index.objects.partition_point(|object| object.block < end);
-        (from..to).try_for_each(|at| pack.prove(at))?;
+        let to = pack.index.objects.partition_point(|object| object.block < last);
+        for at in from..to {
+            let object = &pack.index.objects[at];
+            let start = object.block * BLOCK_BYTES as u64;
+            // What follows the last byte in its block is proved with it.
+            let begin = offset.saturating_sub(start).min(object.bytes.saturating_sub(1));
+            let until = end.saturating_sub(start).min(object.bytes);
+            self.prove_part(number, at, begin, until.saturating_sub(begin))?;
+        }
         Ok(&pack.backing)
     }
 
@@ -172,10 +208,24 @@ impl Objects {
     /// # Errors
     /// There is no such object, or its bytes are not the ones it was made of.
     pub fn extent(&self, data: Data<'_>, bytes: u64) -> std::result::Result<Option<Extent>, Bad> {
+        self.locate(data, bytes, None)
+    }
+
+    /// As [`Self::extent`], for a part of the file (offset and length, within it): no more has to be proved than that.
+    pub(crate) fn extent_of_part(
+        &self,
+        data: Data<'_>,
+        bytes: u64,
+        part: (u64, u64),
+    ) -> std::result::Result<Option<Extent>, Bad> {
+        self.locate(data, bytes, Some(part))
+    }
+
+    fn locate(&self, data: Data<'_>, bytes: u64, part: Option<(u64, u64)>) -> std::result::Result<Option<Extent>, Bad> {
         Ok(Some(match data {
             Data::Near(..) => return Ok(None),
             Data::Far { pack, block } => {
-                let (file, offset) = self.find(pack, block, bytes)?;
+                let (file, offset) = self.find(pack, block, bytes, part)?;
                 Extent { file: Arc::clone(file), offset }
             }
             Data::Object { path, digest } => {
@@ -186,32 +236,21 @@ impl Objects {
     }
 }
 
-impl Pack {
-    /// Looks once whether an object's bytes are what its digest says, and its last block ends with zeros: with them it is
-    /// mapped.
-    fn prove(&self, at: usize) -> std::result::Result<(), Bad> {
-        let (pack, object) = (self.index.pack, &self.index.objects[at]);
-        let state = match self.states[at].load(Ordering::Acquire) {
-            UNKNOWN => {
-                let sound = self.is_sound(object);
-                let sound = sound.map_err(|source| Bad::Unreadable { pack, digest: object.digest, source })?;
-                let state = if sound { SOUND } else { DAMAGED };
-                self.states[at].store(state, Ordering::Release);
-                state
+/// Begins a thread that proves what is wanted soon, as long as somebody may ask it to.
+fn prover(packs: &[Arc<Pack>]) -> Option<SyncSender<(usize, Soon)>> {
+    // One processor has nothing to do it with.
+    thread::available_parallelism().ok().filter(|count| count.get() > 1)?;
+    let packs: Vec<Weak<Pack>> = packs.iter().map(Arc::downgrade).collect();
+    let (sender, receiver) = sync_channel::<(usize, Soon)>(SOON_MAX);
+    let prove = move || {
+        for (number, soon) in receiver {
+            if let Some(pack) = packs.get(number).and_then(Weak::upgrade) {
+                pack.prove_soon(soon);
             }
-            state => state,
-        };
-        if state == SOUND { Ok(()) } else { Err(Bad::Damaged { pack, digest: object.digest }) }
-    }
-
-    fn is_sound(&self, object: &Object) -> std::io::Result<bool> {
-        let start = object.block * BLOCK_BYTES as u64;
-        let past = object.blocks() * BLOCK_BYTES as u64 - object.bytes;
-        let mut padding = vec![0; usize::try_from(past).unwrap_or_default()];
-        self.file.read_exact_at(&mut padding, start + object.bytes)?;
-        let is_padded = padding.iter().all(|byte| *byte == 0);
-        Ok(is_padded && parallel::digest(&self.file, start, object.bytes)? == object.digest)
-    }
+        }
+    };
+    let begun = thread::Builder::new().name("image-prover".into()).spawn(prove);
+    begun.map(|_| sender).map_err(|error| tracing::warn!("nothing is proved before it is read: {error}")).ok()
 }
 
 /// Reads bytes that were proved.

@@ -8,7 +8,7 @@ use std::thread;
 
 use rustix::fs::Advice;
 
-use crate::verity::{CHUNK_BYTES, Digest, Hasher, hash_chunk};
+use crate::verity::{CHUNK_BYTES, ChunkHash, Digest, Hasher, hash_chunk};
 
 /// Parts below this size are not worth a thread, in bytes.
 const PARALLEL_BYTES_MIN: u64 = 8 * CHUNK_BYTES as u64;
@@ -17,11 +17,11 @@ const THREADS_MAX: usize = 4;
 /// How many chunks of each thread are asked for before they are needed.
 const AHEAD: u64 = 4;
 
-/// The digest of a part of a file.
+/// The digest of a part of a file, and the hashes of its chunks.
 ///
 /// # Errors
 /// It cannot be read, or ends before.
-pub(crate) fn digest(file: &File, offset: u64, bytes: u64) -> io::Result<Digest> {
+pub(crate) fn digest(file: &File, offset: u64, bytes: u64) -> io::Result<(Digest, Vec<ChunkHash>)> {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     let mut hasher = Hasher::default();
     let mut done = 0;
@@ -45,11 +45,11 @@ pub(crate) fn digest(file: &File, offset: u64, bytes: u64) -> io::Result<Digest>
         hasher.update(&piece[..count]);
         done += count as u64;
     }
-    Ok(hasher.finish())
+    Ok(hasher.finish_with_chunks())
 }
 
 /// Hashes every n-th chunk.
-fn lane(file: &File, offset: u64, chunks: std::ops::Range<u64>, threads: usize) -> io::Result<Vec<[u8; 32]>> {
+fn lane(file: &File, offset: u64, chunks: std::ops::Range<u64>, threads: usize) -> io::Result<Vec<ChunkHash>> {
     let place = |chunk: u64| offset + chunk * CHUNK_BYTES as u64;
     let mut chunk = vec![0; CHUNK_BYTES];
     let mut hashes = Vec::new();
@@ -80,7 +80,7 @@ mod tests {
         file.write_all(&data).expect("it can be written");
         let least = usize::try_from(PARALLEL_BYTES_MIN).expect("it fits");
         for bytes in [0, 1, CHUNK_BYTES, least - 1, least, least + 1, 19 * CHUNK_BYTES, 20 * CHUNK_BYTES] {
-            let found = digest(&file, 77, bytes as u64).expect("it can be read");
+            let (found, _) = digest(&file, 77, bytes as u64).expect("it can be read");
             assert_eq!(found, Digest::of(&data[77..77 + bytes]), "{bytes} bytes");
         }
         for bytes in [CHUNK_BYTES, 30 * CHUNK_BYTES] {

@@ -23,40 +23,35 @@ pub const INLINE_BYTES_MAX: u64 = 64;
 /// The longest list of names of attributes, and the longest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;
 
-/// A tree whose larger files are still to be read: each has a length, and a digest of zeros.
-pub(crate) struct Scanned {
-    pub tree: Tree,
-    /// The files to read, in the order of the walk.
-    pub files: Vec<(NodeId, PathBuf)>,
-}
-
 /// Walks a directory, without crossing into other file systems' mounts being any different from directories. For composefs
 /// each name is an inode of its own, and attributes of all kinds are taken: so does mkcomposefs.
-pub(crate) fn scan(root: &Path, for_composefs: bool) -> Result<Scanned> {
+///
+/// Larger files are still to be read: each has a length, and a digest of zeros, and is told to `found`, in the order of the walk.
+pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeId, PathBuf)) -> Result<Tree> {
     let metadata = fs::metadata(root).doing("look at", root)?;
     if !metadata.is_dir() {
         return Err(Error::CannotHold { path: root.into(), reason: "is no directory".into() });
     }
     // The root may be named by a symbolic link, whatever is in it may not.
     let root = fs::canonicalize(root).doing("look at", root)?;
-    let scanned = Scanned { tree: Tree::default(), files: Vec::new() };
-    let mut walk = Walk { scanned, known: HashMap::new(), for_composefs };
+    let mut walk = Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs };
     let mut left = vec![(walk.add(&root, &metadata)?, root)];
     while let Some((node, path)) = left.pop() {
         let directories = walk.list(node, &path)?;
         left.extend(directories.into_iter().rev());
     }
-    Ok(walk.scanned)
+    Ok(walk.tree)
 }
 
-struct Walk {
-    scanned: Scanned,
+struct Walk<'a> {
+    tree: Tree,
+    found: &'a mut dyn FnMut(NodeId, PathBuf),
     /// Inodes with several names that have been met.
     known: HashMap<(u64, u64), NodeId>,
     for_composefs: bool,
 }
 
-impl Walk {
+impl Walk<'_> {
     /// Lists a directory and adds what is in it; answers the directories among them, in order.
     fn list(&mut self, node: NodeId, path: &Path) -> Result<Vec<(NodeId, PathBuf)>> {
         let mut names: Vec<OsString> = Vec::new();
@@ -75,7 +70,7 @@ impl Walk {
             }
             entries.push((self.name(name, &path)?, child));
         }
-        let node = &mut self.scanned.tree.nodes[node];
+        let node = &mut self.tree.nodes[node];
         node.nlink = u32::try_from(directories.len()).unwrap_or(u32::MAX - 2) + 2;
         node.content = Content::Directory(entries);
         Ok(directories)
@@ -92,7 +87,7 @@ impl Walk {
 
     /// The node of an inode, which is made at its first name.
     fn add(&mut self, path: &Path, metadata: &Metadata) -> Result<NodeId> {
-        let nodes = &mut self.scanned.tree.nodes;
+        let nodes = &mut self.tree.nodes;
         let id = nodes.len();
         if metadata.nlink() > 1 && !metadata.is_dir() && !self.for_composefs {
             match self.known.entry((metadata.dev(), metadata.ino())) {
@@ -111,7 +106,7 @@ impl Walk {
             return Err(Error::CannotHold { path: path.into(), reason });
         }
         if matches!(content, Content::Object { .. }) {
-            self.scanned.files.push((id, path.into()));
+            (self.found)(id, path.into());
         }
         nodes.push(Node {
             // The type and the permissions are 16 bits.

@@ -1,19 +1,23 @@
 //! Where the bytes of files go while an image is built: into packs, or into an object store.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::build::Layout;
 use crate::composefs;
 use crate::composefs::objects::NewObjects;
+use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::flat::{self, Pack};
 use crate::store::{NewPack, Places, Store};
+use crate::trace::Trace;
 use crate::tree::{Content, Tree};
-use crate::verity::{Digest, Hasher};
+use crate::verity::{ChunkHash, Digest, Hasher};
 
 /// The pieces that larger files are read in.
 const PIECE_BYTES: usize = 1 << 20;
@@ -22,6 +26,8 @@ const PIECE_BYTES: usize = 1 << 20;
 pub(crate) struct Hashed {
     pub bytes: u64,
     pub digest: Digest,
+    /// The hashes of its chunks, if it has several.
+    pub chunks: Vec<ChunkHash>,
     /// Its bytes, if they are not too many.
     pub kept: Option<Vec<u8>>,
 }
@@ -82,7 +88,7 @@ impl Sink {
     }
 
     /// Makes all durable; answers the image, and the packs that it needs.
-    pub(crate) fn finish(self, tree: Tree) -> Result<(Vec<u8>, Vec<Digest>)> {
+    pub(crate) fn finish(self, tree: Tree, order: Option<&Trace>) -> Result<(Vec<u8>, Vec<Digest>)> {
         let version = match self.layout {
             Layout::Flat => None,
             Layout::Composefs { version } => version,
@@ -95,13 +101,15 @@ impl Sink {
                 Ok((bytes, Vec::new()))
             }
             Kind::Packs(sorted) => {
-                let places = sorted.finish()?;
+                let mut places = sorted.finish()?;
+                let ahead = order.map(|order| gather(&self.store, &mut places, &tree, order)).transpose()?.flatten();
                 let names: BTreeSet<Digest> = places.values().map(|(pack, _)| *pack).collect();
                 let used = names
                     .into_iter()
                     .map(|name| {
                         self.store.freshen(name);
-                        self.store.index(name).map(|index| Pack { name, blocks: index.blocks })
+                        let ahead = ahead == Some(name);
+                        self.store.index(name).map(|index| Pack { name, blocks: index.blocks, ahead })
                     })
                     .collect::<Result<Vec<_>>>()?;
                 let bytes = flat::write(&tree, &used, &places)?;
@@ -109,6 +117,59 @@ impl Sink {
             }
         }
     }
+}
+
+/// Copies the objects that a workload needs first into a pack of their own, in its order, and has the image take them from there.
+/// The same objects in the same order are the same pack, so images that begin alike share it.
+fn gather(store: &Arc<Store>, places: &mut Places, tree: &Tree, order: &Trace) -> Result<Option<Digest>> {
+    let mut pack = store.begin()?;
+    let mut gathered = HashMap::new();
+    let mut files: HashMap<Digest, File> = HashMap::new();
+    for id in order.nodes(tree) {
+        let Content::Object { bytes, digest } = &tree.nodes[id].content else { continue };
+        let Some((from, block)) = places.get(digest).copied().filter(|_| !gathered.contains_key(digest)) else {
+            continue;
+        };
+        let path = store.pack_path(from);
+        let file = match files.entry(from) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(File::open(&path).doing("open", &path)?),
+        };
+        let first = pack.blocks();
+        // Somebody may have changed what is in the store.
+        let (found, chunks) = copy_object(file, block, *bytes, &mut pack).doing("read", &path)??;
+        if found != *digest {
+            let reason = format!("the object {digest} in it is damaged");
+            return Err(Error::Pack { store: store.folder().into(), pack: from, reason });
+        }
+        pack.end(*bytes, *digest, &chunks)?;
+        gathered.insert(*digest, first);
+    }
+    let name = pack.finish()?;
+    if let Some(name) = name {
+        places.extend(gathered.into_iter().map(|(digest, block)| (digest, (name, block))));
+    }
+    Ok(name)
+}
+
+/// What was copied: its digest, and the hashes of its chunks.
+type Copied = (Digest, Vec<ChunkHash>);
+
+/// Copies an object to a pack. The outer error is of reading.
+fn copy_object(file: &File, block: u64, bytes: u64, pack: &mut NewPack) -> io::Result<Result<Copied>> {
+    let mut hasher = Hasher::default();
+    let mut piece = vec![0; PIECE_BYTES.min(usize::try_from(bytes).unwrap_or(PIECE_BYTES))];
+    let mut done = 0;
+    while done < bytes {
+        let count = usize::try_from(bytes - done).unwrap_or(PIECE_BYTES).min(piece.len());
+        file.read_exact_at(&mut piece[..count], block * BLOCK_BYTES as u64 + done)?;
+        hasher.update(&piece[..count]);
+        if let Err(error) = pack.write(&piece[..count]) {
+            return Ok(Err(error));
+        }
+        done += count as u64;
+    }
+    Ok(Ok(hasher.finish_with_chunks()))
 }
 
 /// Where an object of this image is.
@@ -143,7 +204,7 @@ impl Sorted {
             Some(bytes) => self.pack.write(bytes)?,
             None => self.copy(path, hashed)?,
         }
-        self.pack.end(hashed.bytes, hashed.digest)
+        self.pack.end(hashed.bytes, hashed.digest, &hashed.chunks)
     }
 
     /// Completes the new pack; answers where each object is.

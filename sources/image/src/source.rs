@@ -28,6 +28,7 @@ impl Source {
     pub fn open(image: &Path, store: &Path, digest: Option<Digest>) -> error::Result<Self> {
         let image = Image::open(image, digest)?;
         let objects = Objects::open(&image, store)?;
+        objects.prove_ahead();
         Ok(Self { image, objects })
     }
 
@@ -40,9 +41,9 @@ impl Source {
         &self.objects
     }
 
-    /// What proves a regular file's bytes is looked at before they are handed out; `None` if they are in the image.
-    fn extent(&self, inode: &Inode, data: Data<'_>) -> Result<Option<Extent>> {
-        self.objects.extent(data, inode.bytes).map_err(|bad| {
+    /// What proves this part of a regular file's bytes is looked at before they are handed out; `None` if they are in the image.
+    fn extent(&self, inode: &Inode, data: Data<'_>, part: (u64, u64)) -> Result<Option<Extent>> {
+        self.objects.extent_of_part(data, inode.bytes, part).map_err(|bad| {
             tracing::error!("{bad}; its readers get EIO");
             Errno::IO
         })
@@ -61,7 +62,7 @@ impl Source {
             return Ok(0);
         }
         let data = flawed(self.image.data(&inode))?;
-        match (self.extent(&inode, data)?, data) {
+        match (self.extent(&inode, data, (offset, bytes.len() as u64))?, data) {
             (None, Data::Near(whole, rest)) => {
                 // Both halves together are as long as the file.
                 let all = whole.iter().chain(rest).skip(usize::try_from(offset).unwrap_or(usize::MAX));
@@ -124,7 +125,8 @@ fn type_of(kind: u8) -> FileType {
 
 impl FileSystem for Source {
     fn features(&self) -> Features {
-        Features { read_only: true, by_number: true, posix_acl: self.image.may_have_acls(), ..Features::default() }
+        let posix_acl = self.image.may_have_acls();
+        Features { read_only: true, by_number: true, constant: true, posix_acl, ..Features::default() }
     }
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
@@ -169,7 +171,7 @@ impl FileSystem for Source {
         let len = u64::from(at.len);
         let data = flawed(self.image.data(&inode))?;
         if at.offset.checked_add(len).is_some_and(|end| end <= inode.bytes)
-            && let Some(Extent { file, offset }) = self.extent(&inode, data)?
+            && let Some(Extent { file, offset }) = self.extent(&inode, data, (at.offset, len))?
         {
             return Ok(Moved::Extent(Extent { file, offset: offset + at.offset }));
         }

@@ -4,28 +4,38 @@
 //! STORE/lock               held shared by builds, alone by what removes packs
 //! STORE/packs/NAME         objects, each from a block's beginning on, in the order of the index
 //! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its digest (32 bytes)
+//! STORE/packs/NAME.tree    for each object of more than 512 KiB the hashes (32 bytes) of all its pieces of 512 KiB
 //! ```
 //!
-//! NAME is the digest of the index. So whoever knows the name can prove the index by it, and each object by the index.
+//! NAME is the digest of the index. So whoever knows the name can prove the index by it, and each object by the index. The tree has
+//! hashes of the second level of the tree that a digest is made of: with them, pieces of an object can be proved one by one. It may be
+//! missing, and is proved by the digests.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{Advice, FlockOperation};
 use tempfile::TempPath;
 
+use crate::composefs::sweep;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
-use crate::verity::Digest;
+use crate::verity::{ChunkHash, Digest};
 
 /// The size of one entry of an index, in bytes.
 const RECORD_BYTES: usize = 40;
 /// The largest index that is read: more objects than an image can have blocks make no sense, and memory is to be bounded.
 const INDEX_BYTES_MAX: u64 = 1 << 32;
+
+/// How much of a pack is read before it is wanted, in bytes: more would push out of memory what is needed now.
+const AHEAD_BYTES_MAX: u64 = 1 << 30;
+/// In which pieces, in bytes: the usual read-ahead of a disk, of which the kernel does not take more at once.
+const AHEAD_STEP_BYTES: usize = 128 << 10;
 
 /// What begins the name of a file that is not complete.
 pub(crate) const NEW_PREFIX: &str = ".new-";
@@ -38,6 +48,14 @@ pub(crate) fn lock_path(folder: &Path) -> PathBuf {
 /// Where the packs are.
 pub(crate) fn packs_folder(folder: &Path) -> PathBuf {
     folder.join("packs")
+}
+
+/// Whether a folder has packs or objects in it.
+pub(crate) fn is_store(folder: &Path) -> Result<()> {
+    match fs::metadata(packs_folder(folder)) {
+        Err(_) if sweep::is_store(folder) => Ok(()),
+        found => found.map(drop).doing("use as a store", folder),
+    }
 }
 
 /// A folder of packs.
@@ -96,7 +114,7 @@ impl Store {
     /// There is none, or it cannot be used.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = lock_path(folder);
-        fs::metadata(packs_folder(folder)).doing("use as a store", folder)?;
+        is_store(folder)?;
         // A store that may not be written to is read all the same; one that never was has no lock, and nobody removes its packs.
         let lock = match File::options().create(true).append(true).open(&path).or_else(|_| File::open(&path)) {
             Ok(file) => file,
@@ -118,6 +136,11 @@ impl Store {
 
     fn index_path(&self, pack: Digest) -> PathBuf {
         packs_folder(&self.folder).join(format!("{pack}.index"))
+    }
+
+    /// Where the hashes of chunks of a pack's larger objects are.
+    pub(crate) fn tree_path(&self, pack: Digest) -> PathBuf {
+        packs_folder(&self.folder).join(format!("{pack}.tree"))
     }
 
     /// Reads a pack's index, and proves it by the pack's name.
@@ -154,7 +177,11 @@ impl Store {
     pub fn packs(&self) -> Result<Vec<Digest>> {
         let folder = packs_folder(&self.folder);
         let mut found = Vec::new();
-        for entry in fs::read_dir(&folder).doing("list", &folder)? {
+        let entries = match fs::read_dir(&folder) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
+            entries => entries.doing("list", &folder)?,
+        };
+        for entry in entries {
             let name = entry.doing("list", &folder)?.file_name();
             if let Some(pack) = name.as_encoded_bytes().strip_suffix(b".index").and_then(Digest::from_hex) {
                 found.push(pack);
@@ -186,6 +213,21 @@ impl Store {
         fs::metadata(self.pack_path(index.pack)).is_ok_and(|metadata| metadata.len() == bytes)
     }
 
+    /// Asks the kernel to read a pack from its beginning to its end, so much of it at most, before anybody wants it.
+    ///
+    /// # Errors
+    /// The pack cannot be opened.
+    pub fn read_ahead(&self, pack: Digest) -> Result<()> {
+        let path = self.pack_path(pack);
+        let file = File::open(&path).doing("open", &path)?;
+        let bytes = file.metadata().doing("look at", &path)?.len().min(AHEAD_BYTES_MAX);
+        for offset in (0..bytes).step_by(AHEAD_STEP_BYTES) {
+            // Only an advice. The kernel takes no more than this at once.
+            let _ = rustix::fs::fadvise(&file, offset, NonZeroU64::new(AHEAD_STEP_BYTES as u64), Advice::WillNeed);
+        }
+        Ok(())
+    }
+
     /// Notes that a pack is used now, so that it is not removed before its new image is known. Who may not write that
     /// uses what others look after.
     pub(crate) fn freshen(&self, pack: Digest) {
@@ -200,8 +242,17 @@ impl Store {
         let folder = packs_folder(&self.folder);
         let New { file, path } = New::begin(&folder)?;
         let file = BufWriter::with_capacity(1 << 20, file);
-        Ok(NewPack { store: Arc::clone(self), file, path, index: Vec::new(), blocks: 0 })
+        Ok(NewPack { store: Arc::clone(self), file, path, index: Vec::new(), tree: Vec::new(), blocks: 0 })
     }
+}
+
+/// The hashes of chunks of a pack's larger objects, as they are there; nothing if they are not, or not as many as is said.
+pub(crate) fn read_tree(path: &Path, count: usize) -> Option<Vec<ChunkHash>> {
+    let mut bytes = Vec::new();
+    let limit = u64::try_from(count.checked_mul(size_of::<ChunkHash>())?).ok()?;
+    File::open(path).ok()?.take(limit + 1).read_to_end(&mut bytes).ok()?;
+    let (hashes, rest) = bytes.as_chunks();
+    (hashes.len() == count && rest.is_empty()).then(|| hashes.to_vec())
 }
 
 /// A pack that is being made. It is nowhere to be seen until it is finished.
@@ -210,6 +261,7 @@ pub(crate) struct NewPack {
     file: BufWriter<File>,
     path: TempPath,
     index: Vec<u8>,
+    tree: Vec<u8>,
     blocks: u64,
 }
 
@@ -229,8 +281,9 @@ impl NewPack {
         self.file.write_all(bytes).doing("write to", path)
     }
 
-    /// Ends an object that was written.
-    pub(crate) fn end(&mut self, bytes: u64, digest: Digest) -> Result<()> {
+    /// Ends an object that was written, with the hashes of its chunks if there are several.
+    pub(crate) fn end(&mut self, bytes: u64, digest: Digest, chunks: &[ChunkHash]) -> Result<()> {
+        chunks.iter().for_each(|hash| self.tree.extend_from_slice(hash));
         self.index.extend_from_slice(&bytes.to_le_bytes());
         self.index.extend_from_slice(&digest.0);
         self.blocks += bytes.div_ceil(BLOCK_BYTES as u64);
@@ -251,6 +304,11 @@ impl NewPack {
         let file = self.file.into_inner().map_err(std::io::IntoInnerError::into_error).doing("write to", &*path)?;
         file.set_len(self.blocks * BLOCK_BYTES as u64).doing("write to", &*path)?;
         New { file, path }.keep(&store.pack_path(pack))?;
+        if !self.tree.is_empty() {
+            let mut tree = New::begin(&packs_folder(&store.folder))?;
+            tree.file.write_all(&self.tree).doing("write to", &*tree.path)?;
+            tree.keep(&store.tree_path(pack))?;
+        }
         let mut index = New::begin(&packs_folder(&store.folder))?;
         index.file.write_all(&self.index).doing("write to", &*index.path)?;
         index.keep(&store.index_path(pack))?;

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use ferry_vfs::FileType;
 
+use crate::composefs::sweep::{self, Stored};
 use crate::diff::NAME_BYTES_MIN;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Error, Flaw, Result};
@@ -11,8 +12,14 @@ use crate::image::{Checked, Data, Image};
 use crate::store::Store;
 use crate::verity::Digest;
 
-/// Where an object is: its pack, and its first block there.
-pub type Place = (Digest, u64);
+/// Where an object is.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// In a pack, from this block on.
+    Packed(Digest, u64),
+    /// In a file of its own below composefs's folder of objects.
+    Object(Vec<u8>),
+}
 
 /// The objects of an image, each once, with their lengths in bytes.
 ///
@@ -35,11 +42,15 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
                     }
                 }
             }
-            FileType::RegularFile => {
-                if let Data::Far { pack, block } = image.data(&inode)? {
-                    found.insert((image.packs()[pack].name, block), inode.bytes);
+            FileType::RegularFile => match image.data(&inode)? {
+                Data::Far { pack, block } => {
+                    found.insert(Place::Packed(image.packs()[pack].name, block), inode.bytes);
                 }
-            }
+                Data::Object { path: Some(path), .. } => {
+                    found.insert(Place::Object(path.to_vec()), inode.bytes);
+                }
+                Data::Object { path: None, .. } | Data::Near(..) => {}
+            },
             _ => {}
         }
     }
@@ -67,11 +78,13 @@ pub struct Share {
 pub struct Total {
     /// Packs.
     pub packs: usize,
+    /// Objects that are files of their own.
+    pub objects: usize,
     /// Bytes in them.
     pub bytes: u64,
     /// Bytes of objects that images need.
     pub live_bytes: u64,
-    /// Bytes of packs that no image needs: `gc` removes them.
+    /// Bytes of packs and files that no image needs: `gc` removes them.
     pub garbage_bytes: u64,
 }
 
@@ -79,7 +92,7 @@ impl Usage {
     /// Adds an image's objects.
     pub fn add(&mut self, places: &BTreeMap<Place, u64>) {
         for (place, bytes) in places {
-            let (count, length) = self.objects.entry(*place).or_insert((0, *bytes));
+            let (count, length) = self.objects.entry(place.clone()).or_insert((0, *bytes));
             *count += 1;
             // A damaged image may claim anything.
             *length = (*length).max(*bytes);
@@ -104,7 +117,11 @@ impl Usage {
     /// # Errors
     /// It cannot be read.
     pub fn total(&self, store: &Store) -> Result<Total> {
-        let used: BTreeSet<Digest> = self.objects.keys().map(|(pack, _)| *pack).collect();
+        let pack_of = |place: &Place| match place {
+            Place::Packed(pack, _) => Some(*pack),
+            Place::Object(_) => None,
+        };
+        let used: BTreeSet<Digest> = self.objects.keys().filter_map(pack_of).collect();
         let mut total = Total::default();
         for pack in store.packs()? {
             let index = match store.index(pack) {
@@ -118,6 +135,14 @@ impl Usage {
             total.bytes = total.bytes.saturating_add(bytes);
             if !used.contains(&pack) {
                 total.garbage_bytes = total.garbage_bytes.saturating_add(bytes);
+            }
+        }
+        for Stored { name, metadata, .. } in sweep::list(store.folder())? {
+            let Some(name) = name else { continue };
+            total.objects += 1;
+            total.bytes = total.bytes.saturating_add(padded(metadata.len()));
+            if !self.objects.contains_key(&Place::Object(name)) {
+                total.garbage_bytes = total.garbage_bytes.saturating_add(padded(metadata.len()));
             }
         }
         let live = self.objects.values().map(|(_, bytes)| padded(*bytes));

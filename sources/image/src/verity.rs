@@ -41,6 +41,21 @@ impl Digest {
         hasher.finish()
     }
 
+    /// The digest of a file of so many bytes, of which there are several chunks, by the hashes of all of them.
+    pub(crate) fn of_chunks(bytes: u64, chunks: &[ChunkHash]) -> Self {
+        let mut level: Vec<u8> = chunks.concat();
+        while level.len() > HASH_BYTES {
+            let above = level.chunks(BLOCK_BYTES).map(|block| {
+                let mut hash = Sha256::new();
+                hash.update(block);
+                hash.update(&[0; BLOCK_BYTES][block.len()..]);
+                hash.finalize()
+            });
+            level = above.flatten().collect();
+        }
+        descriptor_digest(bytes, &level.try_into().unwrap_or_default())
+    }
+
     /// The digest of everything that a reader has, and its length.
     ///
     /// # Errors
@@ -62,11 +77,43 @@ impl Digest {
 /// What a hash of the second level stands for, in bytes: as many blocks as a block has room for hashes.
 pub(crate) const CHUNK_BYTES: usize = BLOCK_BYTES / HASH_BYTES * BLOCK_BYTES;
 
-/// The hash of the second level for a chunk that is whole.
-pub(crate) fn hash_chunk(chunk: &[u8]) -> [u8; HASH_BYTES] {
-    let mut hashes = Sha256::new();
-    chunk.chunks_exact(BLOCK_BYTES).for_each(|block| hashes.update(Sha256::digest(block)));
-    hashes.finalize().into()
+/// A hash of the second level.
+pub(crate) type ChunkHash = [u8; HASH_BYTES];
+
+/// The hash of the second level for a chunk; only a file's last one is not whole.
+pub(crate) fn hash_chunk(chunk: &[u8]) -> ChunkHash {
+    let mut hasher = ChunkHasher::default();
+    hasher.update(chunk);
+    hasher.finish()
+}
+
+/// Hashes a chunk as its blocks come.
+#[derive(Default)]
+pub(crate) struct ChunkHasher {
+    hashes: Sha256,
+    count: usize,
+}
+
+impl ChunkHasher {
+    /// Adds whole blocks; only a file's last one is not whole.
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        let blocks = bytes.chunks_exact(BLOCK_BYTES);
+        let rest = blocks.remainder();
+        self.count += blocks.len();
+        blocks.for_each(|block| self.hashes.update(Sha256::digest(block)));
+        if !rest.is_empty() {
+            let mut block = [0; BLOCK_BYTES];
+            block[..rest.len()].copy_from_slice(rest);
+            self.hashes.update(Sha256::digest(block));
+            self.count += 1;
+        }
+    }
+
+    /// The hash of what was added.
+    pub(crate) fn finish(mut self) -> ChunkHash {
+        self.hashes.update(&[0; BLOCK_BYTES][(self.count * HASH_BYTES).min(BLOCK_BYTES)..]);
+        self.hashes.finalize().into()
+    }
 }
 
 impl fmt::Display for Digest {
@@ -88,6 +135,8 @@ pub struct Hasher {
     block: Vec<u8>,
     /// For each level of the tree the hashes that do not fill a block yet, and how many there were in all.
     levels: Vec<(Vec<u8>, u64)>,
+    /// All hashes of the second level.
+    chunks: Vec<ChunkHash>,
     bytes: u64,
 }
 
@@ -116,7 +165,7 @@ impl Hasher {
     }
 
     /// Adds a whole chunk that [`hash_chunk`] has hashed, before any other bytes; more bytes have to follow.
-    pub(crate) fn add_chunk(&mut self, hash: &[u8; HASH_BYTES]) {
+    pub(crate) fn add_chunk(&mut self, hash: &ChunkHash) {
         if self.levels.is_empty() {
             self.levels.push((Vec::with_capacity(BLOCK_BYTES), 0));
         }
@@ -127,6 +176,9 @@ impl Hasher {
 
     /// Adds a hash to a level; a block that is full goes up.
     fn add(&mut self, level: usize, hash: &[u8]) {
+        if level == 1 {
+            self.chunks.extend(ChunkHash::try_from(hash).ok());
+        }
         if self.levels.len() == level {
             self.levels.push((Vec::with_capacity(BLOCK_BYTES), 0));
         }
@@ -165,6 +217,13 @@ impl Hasher {
             level += 1;
         }
         descriptor_digest(self.bytes, &root)
+    }
+
+    /// The digest of what was added, and the hashes of its chunks: none if it is no longer than one.
+    pub(crate) fn finish_with_chunks(&mut self) -> (Digest, Vec<ChunkHash>) {
+        let digest = self.finish();
+        let chunks = std::mem::take(&mut self.chunks);
+        (digest, if self.bytes > CHUNK_BYTES as u64 { chunks } else { Vec::new() })
     }
 }
 
@@ -239,7 +298,14 @@ mod tests {
             let mut hasher = Hasher::default();
             whole.chunks(CHUNK_BYTES).for_each(|chunk| hasher.add_chunk(&hash_chunk(chunk)));
             hasher.update(rest);
-            assert_eq!(hasher.finish(), Digest::of(&data), "{bytes} bytes");
+            let (digest, chunks) = hasher.finish_with_chunks();
+            assert_eq!(digest, Digest::of(&data), "{bytes} bytes");
+            if bytes > CHUNK_BYTES {
+                let hashes: Vec<ChunkHash> = data.chunks(CHUNK_BYTES).map(hash_chunk).collect();
+                assert_eq!((&hashes, Digest::of_chunks(bytes as u64, &hashes)), (&chunks, digest), "{bytes} bytes");
+            } else {
+                assert_eq!(chunks, Vec::<ChunkHash>::new());
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use rustix::fs::{CWD, FileType, Mode, XattrFlags, lsetxattr, mknodat};
 
 /// Builds `name` of something, with a version of the layout.
 fn built(bench: &Bench, source: &Path, name: &str, version: Option<u32>) -> ferry_image::Result<Vec<u8>> {
-    let options = BuildOptions { threads: 2, layout: Layout::Composefs { version } };
+    let options = BuildOptions { threads: 2, layout: Layout::Composefs { version }, ..BuildOptions::default() };
     let store = Store::create(&bench.store())?;
     build(source, &bench.path(name), store, &options, &|_, _| {})?;
     Ok(fs::read(bench.path(name)).expect("it was built"))

@@ -11,9 +11,10 @@ use std::time::Duration;
 
 use common::{Bench, bytes, fill};
 use ferry_image::{
-    BuildOptions, Change, ChangeKind, Collected, Digest, Digests, Flaw, Image, Share, Sole, Source, Store, Total,
-    Usage, build, diff, places,
+    BuildOptions, Change, ChangeKind, Collected, Digests, Flaw, Image, Layout, Needed, Share, Sole, Source, Store,
+    Total, Usage, build, diff, places,
 };
+use ferry_vfs::FileType;
 
 /// An hour, as people have it.
 const HOUR: Duration = Duration::from_secs(3600);
@@ -22,8 +23,10 @@ fn open(bench: &Bench, name: &str) -> Image {
     Image::open(&bench.path(name), None).expect("what was built can be opened")
 }
 
-fn needed(bench: &Bench, names: &[&str]) -> BTreeSet<Digest> {
-    names.iter().flat_map(|name| open(bench, name).packs().iter().map(|pack| pack.name).collect::<Vec<_>>()).collect()
+fn needed(bench: &Bench, names: &[&str]) -> Needed {
+    let mut needed = Needed::default();
+    names.iter().for_each(|name| needed.add(&open(bench, name)).expect("the image is sound"));
+    needed
 }
 
 fn collect(bench: &Bench, names: &[&str], grace: Duration, dry: bool) -> Collected {
@@ -34,11 +37,22 @@ fn collect(bench: &Bench, names: &[&str], grace: Duration, dry: bool) -> Collect
 /// Reads every byte of an image, proved.
 fn read_all(bench: &Bench, image: &Path) {
     let source = Source::open(image, &bench.store(), None).expect("the image and its packs are there");
-    let found = places(source.image()).expect("the image is sound");
-    let objects = ferry_image::Objects::open(source.image(), &bench.store()).expect("the packs are there");
-    for ((name, block), bytes) in found {
-        let pack = source.image().packs().iter().position(|pack| pack.name == name).expect("the image names it");
-        objects.extent(ferry_image::Data::Far { pack, block }, bytes).expect("the object is sound");
+    let (image, objects) = (source.image(), ferry_image::Objects::open(source.image(), &bench.store()));
+    let objects = objects.expect("the packs are there");
+    let mut left = vec![image.root()];
+    while let Some(nid) = left.pop() {
+        let inode = image.inode(nid).expect("the image is sound");
+        match inode.kind() {
+            FileType::Directory => {
+                let names = image.entries(&inode, 0).expect("the image is sound").map(|name| name.expect("a name"));
+                left.extend(names.filter(|name| !matches!(name.name, b"." | b"..")).map(|name| name.nid));
+            }
+            FileType::RegularFile => {
+                let data = image.data(&inode).expect("the image is sound");
+                objects.extent(data, inode.bytes).expect("the object is sound");
+            }
+            _ => {}
+        }
     }
 }
 
@@ -88,7 +102,7 @@ fn what_no_image_needs_goes_and_nothing_else() {
     let error = Source::open(&bench.path("third"), &bench.store(), None).expect_err("its pack is gone");
     assert!(error.to_string().contains("cannot open"), "{error}");
     let missing = collect(&bench, &["third"], HOUR, true).missing;
-    assert_eq!(missing.iter().copied().collect::<BTreeSet<_>>(), needed(&bench, &["third"]));
+    assert_eq!(missing.iter().copied().collect::<BTreeSet<_>>(), needed(&bench, &["third"]).packs);
     // And is made again.
     bench.build("third");
     read_all(&bench, &bench.path("third"));
@@ -120,7 +134,7 @@ fn usage_counts_what_is_shared_once() {
     assert_eq!(usage.share(&all[1]), Share { bytes: blocks(14), own_bytes: blocks(2) });
     let total = usage.total(&Store::open(&bench.store()).expect("a store")).expect("it can be read");
     let (live_bytes, garbage_bytes) = (blocks(17), blocks(13));
-    assert_eq!(total, Total { packs: 3, bytes: blocks(30), live_bytes, garbage_bytes });
+    assert_eq!(total, Total { packs: 3, objects: 0, bytes: blocks(30), live_bytes, garbage_bytes });
 }
 
 fn changes(bench: &Bench, old: &str, new: &str) -> Vec<(String, ChangeKind, Vec<&'static str>)> {
@@ -212,8 +226,7 @@ fn the_same_bytes_in_two_packs_are_the_same() {
 }
 
 /// Builds of changing trees by two threads, while a third removes whatever the images of the moment do not need.
-#[test]
-fn builds_at_once_and_beside_a_collection_lose_nothing() {
+fn nothing_is_lost(layout: Layout) {
     let bench = Bench::new();
     let images = bench.path("images");
     fs::create_dir(&images).expect("folders can be made");
@@ -238,7 +251,7 @@ fn builds_at_once_and_beside_a_collection_lose_nothing() {
                             &tree,
                             &image,
                             store,
-                            &BuildOptions { threads: 2, ..BuildOptions::default() },
+                            &BuildOptions { threads: 2, layout, ..BuildOptions::default() },
                             &|_, _| {},
                         )
                         .expect("it can be built");
@@ -251,15 +264,15 @@ fn builds_at_once_and_beside_a_collection_lose_nothing() {
             let mut removed = 0;
             while !done.load(Ordering::Relaxed) {
                 let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
-                let mut needed = BTreeSet::new();
+                let mut needed = Needed::default();
                 for entry in fs::read_dir(&images).expect("it is there") {
                     let path = entry.expect("a name").path();
                     let image = Image::open(&path, None).expect("images are complete or not there");
-                    needed.extend(image.packs().iter().map(|pack| pack.name));
+                    needed.add(&image).expect("images are sound");
                 }
                 let collected = sole.collect(&needed, Duration::ZERO, false).expect("it can be collected");
-                assert_eq!(collected.missing, []);
-                removed += collected.removed.len();
+                assert_eq!((collected.missing, collected.objects.missing), (Vec::new(), Vec::new()));
+                removed += collected.removed.len() + collected.objects.removed;
             }
             removed
         });
@@ -271,4 +284,92 @@ fn builds_at_once_and_beside_a_collection_lose_nothing() {
     for builder in 0..2 {
         read_all(&bench, &images.join(builder.to_string()));
     }
+}
+
+#[test]
+fn builds_at_once_and_beside_a_collection_lose_nothing() {
+    nothing_is_lost(Layout::Flat);
+}
+
+#[test]
+fn builds_of_objects_at_once_and_beside_a_collection_lose_nothing() {
+    nothing_is_lost(Layout::Composefs { version: None });
+}
+
+/// Two images of composefs's layout with one object in common, each with two of its own, and an empty one.
+fn of_objects() -> Bench {
+    let bench = Bench::new();
+    for (image, files) in [("one", 0..3), ("two", 2..5), ("none", 0..0)] {
+        for entry in fs::read_dir(bench.tree()).expect("it is there") {
+            fs::remove_file(entry.expect("a name").path()).expect("files can be removed");
+        }
+        for number in files {
+            fs::write(bench.tree().join(number.to_string()), bytes(number, 10_000)).expect("files can be made");
+        }
+        let options = BuildOptions { layout: Layout::Composefs { version: None }, ..BuildOptions::default() };
+        let store = Store::create(&bench.store()).expect("a store can be made");
+        build(&bench.tree(), &bench.path(image), store, &options, &|_, _| {}).expect("it can be built");
+    }
+    bench
+}
+
+fn objects_of(bench: &Bench) -> Vec<std::path::PathBuf> {
+    let list = |path: &Path| fs::read_dir(path).expect("it is there").map(|entry| entry.expect("a name").path());
+    list(&bench.store().join("objects"))
+        .filter(|path| path.is_dir())
+        .flat_map(|path| list(&path).collect::<Vec<_>>())
+        .collect()
+}
+
+#[test]
+fn objects_that_no_image_needs_go_and_nothing_else() {
+    let bench = of_objects();
+    bench.build("flat");
+    let objects = bench.store().join("objects");
+    let others = ["README", "ab", "zz/file", "00/file", ".new-abc"];
+    for name in others {
+        let path = objects.join(name);
+        fs::create_dir_all(path.parent().expect("it is in a folder")).expect("folders can be made");
+        fs::write(path, "x").expect("files can be made");
+    }
+    let found = |done: &Collected| (done.objects.removed, done.objects.young, done.objects.kept, done.leftovers);
+    assert_eq!(found(&collect(&bench, &["one", "two"], Duration::ZERO, true)), (0, 0, 5, 1));
+    assert_eq!(found(&collect(&bench, &["one"], HOUR, false)), (0, 2, 3, 0));
+    let dry = collect(&bench, &["one"], Duration::ZERO, true);
+    assert_eq!(found(&dry), (2, 0, 3, 1));
+    assert!(dry.bytes >= 20_000, "{dry:?}");
+    let mut usage = Usage::default();
+    let (one, two) = (open(&bench, "one"), open(&bench, "two"));
+    let (one, two) = (places(&one).expect("it is sound"), places(&two).expect("it is sound"));
+    usage.add(&one);
+    let total = usage.total(&Store::open(&bench.store()).expect("a store")).expect("it can be read");
+    assert_eq!((total.objects, total.bytes, total.live_bytes, total.garbage_bytes), (5, 61_440, 36_864, 24_576));
+    usage.add(&two);
+    assert_eq!(usage.share(&one), Share { bytes: 36_864, own_bytes: 24_576 });
+    let done = collect(&bench, &["one"], Duration::ZERO, false);
+    assert_eq!(done, dry);
+    // Three objects, and two files that are none.
+    assert_eq!(objects_of(&bench).len(), 5);
+    assert!(others[..4].iter().all(|name| objects.join(name).exists()) && !objects.join(".new-abc").exists());
+    read_all(&bench, &bench.path("one"));
+    let missing = collect(&bench, &["two"], HOUR, true).objects.missing;
+    assert_eq!(missing.len(), 2);
+    assert!(missing.iter().all(|path| path.len() == 65 && path[2] == b'/'));
+}
+
+#[test]
+fn an_object_that_a_new_image_uses_is_young_again() {
+    let bench = of_objects();
+    for path in objects_of(&bench) {
+        let file = fs::File::open(path).expect("objects can be opened");
+        file.set_modified(std::time::SystemTime::now() - 2 * HOUR).expect("times can be set");
+    }
+    assert_eq!(collect(&bench, &["none"], HOUR, true).objects.removed, 5);
+    fs::write(bench.tree().join("3"), bytes(3, 10_000)).expect("files can be made");
+    let options = BuildOptions { layout: Layout::Composefs { version: None }, ..BuildOptions::default() };
+    let store = Store::create(&bench.store()).expect("the store is there");
+    let built = build(&bench.tree(), &bench.path("again"), store, &options, &|_, _| {}).expect("it can be built");
+    assert_eq!(built.new_bytes, 0);
+    let found = collect(&bench, &["none"], HOUR, true).objects;
+    assert_eq!((found.removed, found.young), (4, 1));
 }

@@ -12,7 +12,7 @@ use ferry_image::{BuildOptions, Image, Layout, Source, Store, build};
 const COMPOSEFS: Layout = Layout::Composefs { version: None };
 
 fn built(bench: &Bench, source: &Path, layout: Layout) -> ferry_image::Result<Vec<u8>> {
-    let options = BuildOptions { threads: 2, layout };
+    let options = BuildOptions { threads: 2, layout, ..BuildOptions::default() };
     build(source, &bench.path("image"), Store::create(&bench.store())?, &options, &|_, _| {})?;
     Ok(fs::read(bench.path("image")).expect("it was built"))
 }

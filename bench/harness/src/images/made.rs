@@ -63,6 +63,11 @@ fn allocated(path: &Path) -> Result<u64> {
     Ok(bytes)
 }
 
+/// Where the list of what is read first of a tree is.
+pub fn trace_of(tree: &Path) -> PathBuf {
+    tree.with_extension("trace")
+}
+
 /// Makes an image in a folder, which is new each time. Answers how long the program took, and how long it took until all was on
 /// the disk.
 pub fn make(builder: Builder, tree: &Path, folder: PathBuf, programs: &Programs) -> Result<(Made, [Duration; 2])> {
@@ -86,9 +91,11 @@ fn command(builder: Builder, tree: &Path, made: &Made, programs: &Programs) -> R
     let composefs = || programs.composefs.as_ref().context("there is no composefs");
     let erofs = || programs.erofs.as_ref().context("there is no erofs-utils");
     let (image, data): (OsString, OsString) = (made.image().into(), made.data().into());
+    let mut order = OsString::from("--order-from=");
+    order.push(trace_of(tree));
     let tree = tree.into();
     Ok(match builder {
-        Builder::Ferry => vec![
+        Builder::Ferry | Builder::FerryOrdered => vec![
             programs.ferry.clone().into(),
             "image".into(),
             "build".into(),
@@ -97,7 +104,10 @@ fn command(builder: Builder, tree: &Path, made: &Made, programs: &Programs) -> R
             image,
             "--store".into(),
             data,
-        ],
+        ]
+        .into_iter()
+        .chain((builder == Builder::FerryOrdered).then_some(order))
+        .collect(),
         Builder::Composefs => {
             let mut store = OsString::from("--digest-store=");
             store.push(data);

@@ -82,7 +82,7 @@ fn works(cli: &Cli) -> Vec<Work> {
 fn unknown_peers(peers: &[String]) -> Vec<String> {
     let known = |name: &str| {
         name == crate::line::FERRY
-            || systems::WALKED.iter().any(|system| system.name() == name)
+            || systems::WALKED.iter().chain(&systems::STARTED).any(|system| system.name() == name)
             || systems::BUILDERS.iter().any(|builder| builder.name() == name)
     };
     peers.iter().filter(|name| !known(name)).map(|name| format!("{name}: this table cannot run it")).collect()
@@ -115,7 +115,7 @@ mod tests {
     fn rows_can_be_chosen() {
         assert_eq!(works(&cli(&["--rows", "^stat walk warm$"])), [Work::Stat]);
         assert_eq!(works(&cli(&["--rows", "size"])), [Work::Size]);
-        assert_eq!(works(&cli(&[])).len(), 5);
+        assert_eq!(works(&cli(&[])).len(), 7);
         assert_eq!(unknown_peers(&["composefs".into(), "nfs".into()]), ["nfs: this table cannot run it"]);
     }
 }

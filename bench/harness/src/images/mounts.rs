@@ -50,7 +50,7 @@ impl Tree {
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let mut tree = Self { dir: dir.clone(), server: None, mounts: Vec::new() };
         match system {
-            System::Ferry => {
+            System::Ferry | System::FerryOrdered => {
                 let mut command = Command::new(&programs.ferry);
                 command.args(["image", "mount"]).arg(made.image()).arg(&dir).arg("--store").arg(made.data());
                 tree.run(command, folder)?;

@@ -15,10 +15,14 @@ pub enum Work {
     Stat,
     /// Reading a large file.
     Read,
+    /// Reading blocks of it in no order.
+    Random,
+    /// Reading the files that a program needs when it starts.
+    Start,
 }
 
 /// All, in the order in which they run.
-pub const ALL: [Work; 5] = [Work::Build, Work::Size, Work::Ls, Work::Stat, Work::Read];
+pub const ALL: [Work; 7] = [Work::Build, Work::Size, Work::Ls, Work::Stat, Work::Read, Work::Random, Work::Start];
 
 /// A figure of a run, and the row that it becomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,6 +62,12 @@ impl Work {
                 (Figure::Warm, "stat walk warm"),
             ],
             Self::Read => &[(Figure::Cold, "sequential read cold"), (Figure::Warm, "sequential read warm")],
+            Self::Random => &[(Figure::Cold, "first-touch random read"), (Figure::Warm, "random read again")],
+            Self::Start => &[
+                (Figure::Cold, "start cold"),
+                (Figure::MountedCold, "mount and start cold"),
+                (Figure::Warm, "start again"),
+            ],
         }
     }
 
@@ -66,14 +76,15 @@ impl Work {
         match self {
             Self::Build => "s",
             Self::Size => "MB",
-            Self::Ls | Self::Stat => "ms",
+            Self::Ls | Self::Stat | Self::Start => "ms",
             Self::Read => "MiB/s",
+            Self::Random => "reads/s",
         }
     }
 
     /// Which way they are good.
     pub fn better(self) -> Better {
-        if self == Self::Read { Better::Higher } else { Better::Lower }
+        if matches!(self, Self::Read | Self::Random) { Better::Higher } else { Better::Lower }
     }
 }
 

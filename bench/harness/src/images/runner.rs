@@ -1,8 +1,9 @@
 //! Runs the rows: all systems in turn, so that what changes on the machine changes for all.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use super::made::{self, Made, Programs};
 use super::mounts::Tree;
 use super::rows::{Figure, Work};
-use super::systems::{BUILDERS, Builder, READ, System, WALKED};
+use super::systems::{BUILDERS, Builder, READ, STARTED, System, WALKED};
 use super::walk::{self, Found};
 use super::{TABLE, tree};
 use crate::data::Noise;
@@ -24,6 +25,12 @@ use crate::trouble::Trouble;
 const LARGE: &str = "large";
 /// How it is read.
 const PIECE_BYTES: usize = 1 << 20;
+/// The blocks that it is read in without an order.
+const BLOCK_BYTES: usize = 4096;
+/// How many of them.
+const READS: u32 = 2000;
+/// Of so many files a program needs one when it starts.
+const FILES_PER_STARTED: usize = 100;
 /// How long a walk may take, in seconds.
 const WALK_LIMIT_S: &str = "120";
 
@@ -63,6 +70,8 @@ pub struct Runner {
     made: BTreeMap<Builder, Made>,
     /// The image with the large file in it.
     large: Option<Made>,
+    /// What a program reads when it starts, below the tree.
+    started: Vec<PathBuf>,
     /// What every walk has to find.
     found: Option<Found>,
     trouble: Trouble<&'static str>,
@@ -72,7 +81,7 @@ impl Runner {
     /// A runner with all its data below a folder.
     pub fn new(programs: Programs, folder: PathBuf, effort: Effort) -> Self {
         let (made, trouble) = (BTreeMap::new(), Trouble::default());
-        Self { programs, folder, effort, made, large: None, found: None, trouble }
+        Self { programs, folder, effort, made, large: None, started: Vec::new(), found: None, trouble }
     }
 
     /// Runs a step, and makes a line of each of its rows for each of our configurations.
@@ -83,9 +92,13 @@ impl Runner {
             Work::Build => self.builds(&wanted),
             Work::Size => self.sizes(&wanted),
             Work::Ls | Work::Stat => self.mounted(work, &WALKED, &wanted),
-            Work::Read => {
+            Work::Read | Work::Random => {
                 self.large()?;
                 self.mounted(work, &READ, &wanted)
+            }
+            Work::Start => {
+                self.trace()?;
+                self.mounted(work, &STARTED, &wanted)
             }
         };
         self.trouble.end_row(|name| samples.keys().any(|(_, of)| *of == name));
@@ -112,6 +125,26 @@ impl Runner {
             self.large = Some(made::make(Builder::Ferry, &root, folder, &self.programs)?.0);
         }
         Ok(root)
+    }
+
+    /// Chooses the files that a program is to need, in their order.
+    fn trace(&mut self) -> Result<()> {
+        if self.started.is_empty() {
+            let root = self.tree()?;
+            let all = walk::files(&root)?;
+            let mut noise = Noise(7);
+            let count = all.len().div_ceil(FILES_PER_STARTED);
+            let chosen: BTreeSet<usize> = (0..count).map(|_| below(&mut noise, all.len())).collect();
+            let mut chosen: Vec<PathBuf> = chosen.into_iter().map(|at| all[at].clone()).collect();
+            // Programs load what they need in an order of their own.
+            for at in (1..chosen.len()).rev() {
+                chosen.swap(at, below(&mut noise, at + 1));
+            }
+            let lines: String = chosen.iter().map(|path| format!("/{}\n", path.display())).collect();
+            std::fs::write(made::trace_of(&root), lines).context("cannot write the trace")?;
+            self.started = chosen;
+        }
+        Ok(())
     }
 
     fn builds(&mut self, wanted: &impl Fn(&str) -> bool) -> Samples {
@@ -191,10 +224,10 @@ impl Runner {
     fn sample(&mut self, work: Work, system: System) -> Result<Vec<(Figure, f64)>> {
         let made = match (system.builder(), work) {
             (None, _) => None,
-            (Some(_), Work::Read) => self.large.clone(),
+            (Some(_), Work::Read | Work::Random) => self.large.clone(),
             (Some(builder), _) => Some(self.made(builder)?),
         };
-        let bare = self.folder.join(if work == Work::Read { "large-tree" } else { "tree" });
+        let bare = self.folder.join(if matches!(work, Work::Read | Work::Random) { "large-tree" } else { "tree" });
         made::drop_caches()?;
         // The programs themselves are not to be read from the disk while they are measured.
         look_at_programs(&self.programs, &self.folder);
@@ -242,6 +275,23 @@ impl Runner {
                 #[allow(clippy::cast_precision_loss)] // Some hundred.
                 Ok(self.effort.large_mib as f64 / started.elapsed().as_secs_f64())
             }
+            Work::Random => {
+                let file = File::open(dir.join(LARGE)).context("cannot open the large file")?;
+                let (mut block, mut noise) = (vec![0; BLOCK_BYTES], Noise(3));
+                let blocks = (self.effort.large_mib << 20) / BLOCK_BYTES;
+                for _ in 0..READS {
+                    let at = below(&mut noise, blocks) * BLOCK_BYTES;
+                    file.read_exact_at(&mut block, at as u64).context("cannot read the large file")?;
+                }
+                Ok(f64::from(READS) / started.elapsed().as_secs_f64())
+            }
+            Work::Start => {
+                for path in &self.started {
+                    let path = dir.join(path);
+                    std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+                }
+                Ok(milliseconds(started))
+            }
             _ => {
                 let found = walk::walk(dir)?;
                 let time = milliseconds(started);
@@ -259,7 +309,8 @@ impl Runner {
                     vec![("flat", BUILDERS.map(|builder| (builder.name(), builder.name().to_owned())).to_vec())]
                 }
                 Work::Ls | Work::Stat => ours(&WALKED),
-                Work::Read => ours(&READ),
+                Work::Read | Work::Random => ours(&READ),
+                Work::Start => ours(&STARTED),
             };
             for (config, names) in configs {
                 let mut line = Line::new(TABLE, (*row).to_owned(), config, work.unit(), work.better());
@@ -308,6 +359,10 @@ fn look_at_programs(programs: &Programs, folder: &Path) {
         let _ = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     }
     let _ = Command::new("timeout").args(["5", "ls", "-l"]).arg(folder).stdout(Stdio::null()).status();
+}
+
+fn below(noise: &mut Noise, limit: usize) -> usize {
+    usize::try_from(noise.below(limit as u64)).unwrap_or_default()
 }
 
 fn milliseconds(since: Instant) -> f64 {

@@ -25,6 +25,8 @@ pub enum Ahead {
 pub enum System {
     /// `ferry image mount`: the kernel's EROFS on our image.
     Ferry,
+    /// The same on an image that was built by a trace of what is read.
+    FerryOrdered,
     /// `ferry mount image:`: our FUSE export.
     FerryFuse,
     /// mount.composefs: EROFS and overlayfs.
@@ -58,11 +60,23 @@ pub const WALKED: [System; 12] = [
 /// Those that a large file is read from.
 pub const READ: [System; 3] = [System::FerryFuse, System::Bare, System::Ferry];
 
+/// Those that a program is started from.
+pub const STARTED: [System; 6] = [
+    System::Ferry,
+    System::FerryOrdered,
+    System::Composefs(Ahead::No),
+    System::FerryFuse,
+    System::Blob(Device::File, Ahead::Yes),
+    System::Bare,
+];
+
 /// A program that makes an image of the tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Builder {
     /// `ferry image build`.
     Ferry,
+    /// The same with `--order-from`.
+    FerryOrdered,
     /// mkcomposefs with an object store.
     Composefs,
     /// mkfs.erofs, one image with all.
@@ -77,13 +91,14 @@ pub const BUILDERS: [Builder; 4] = [Builder::Ferry, Builder::Composefs, Builder:
 impl System {
     /// Whether it is ours.
     pub fn is_ours(self) -> bool {
-        matches!(self, Self::Ferry | Self::FerryFuse)
+        matches!(self, Self::Ferry | Self::FerryOrdered | Self::FerryFuse)
     }
 
     /// Of ours: the configuration's name in the results. Of a peer: its name there.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ferry => "flat",
+            Self::FerryOrdered => "flat ordered",
             Self::FerryFuse => "flat fuse",
             Self::Composefs(Ahead::No) => "composefs",
             Self::Composefs(Ahead::Yes) => "composefs-ahead",
@@ -99,10 +114,11 @@ impl System {
         }
     }
 
-    /// What a line of ours calls `peer`: our FUSE export is compared with our image in the kernel, too.
+    /// What a line of ours calls `peer`: our FUSE export and the image that was built by a trace are compared with our image in the
+    /// kernel, too.
     pub fn calls(self, peer: Self) -> Option<String> {
         match (self, peer) {
-            (Self::FerryFuse, Self::Ferry) => Some(format!("{FERRY}-{}", peer.name())),
+            (Self::FerryFuse | Self::FerryOrdered, Self::Ferry) => Some(format!("{FERRY}-{}", peer.name())),
             (ours, peer) if ours.is_ours() && !peer.is_ours() => Some(peer.name().into()),
             _ => None,
         }
@@ -112,6 +128,7 @@ impl System {
     pub fn builder(self) -> Option<Builder> {
         match self {
             Self::Ferry | Self::FerryFuse => Some(Builder::Ferry),
+            Self::FerryOrdered => Some(Builder::FerryOrdered),
             Self::Composefs(_) | Self::Overlay(_) => Some(Builder::Composefs),
             Self::Full(_) => Some(Builder::Full),
             Self::Blob(..) => Some(Builder::Blob),
@@ -125,6 +142,7 @@ impl Builder {
     pub fn name(self) -> &'static str {
         match self {
             Self::Ferry => FERRY,
+            Self::FerryOrdered => "ferry-ordered",
             Self::Composefs => "composefs",
             Self::Full => "erofs-full",
             Self::Blob => "erofs-blob",

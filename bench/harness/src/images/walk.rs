@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, StatxFlags};
@@ -21,6 +21,24 @@ pub fn walk(root: &Path) -> Result<Found> {
     let mut found = Found { inodes: 1, bytes: 0 };
     let root = open(CWD, root).with_context(|| format!("cannot open {}", root.display()))?;
     directory(root, &mut found)?;
+    Ok(found)
+}
+
+/// All regular files of a tree, below it, by name.
+pub fn files(root: &Path) -> Result<Vec<PathBuf>> {
+    let (mut left, mut found) = (vec![root.to_owned()], Vec::new());
+    while let Some(path) = left.pop() {
+        for entry in std::fs::read_dir(&path).with_context(|| format!("cannot list {}", path.display()))? {
+            let entry = entry?;
+            let kind = entry.file_type()?;
+            if kind.is_dir() {
+                left.push(entry.path());
+            } else if kind.is_file() {
+                found.push(entry.path().strip_prefix(root)?.to_owned());
+            }
+        }
+    }
+    found.sort_unstable();
     Ok(found)
 }
 

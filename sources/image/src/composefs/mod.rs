@@ -17,6 +17,7 @@ mod filter;
 pub(crate) mod objects;
 mod place;
 mod prepare;
+pub(crate) mod sweep;
 pub(crate) mod view;
 
 use std::collections::HashMap;

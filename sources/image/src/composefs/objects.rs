@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
 
 use ferry_vfs::Backing;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
@@ -22,6 +23,8 @@ use crate::verity::Digest;
 
 /// How many objects are kept open. More are opened again when they are wanted.
 const OPEN_MAX: usize = 256;
+/// An object that was used so short a time ago need not be noted again; any time of grace that makes sense is longer.
+const FRESH: Duration = Duration::from_secs(60);
 /// The pieces that files are copied in, in bytes.
 const PIECE_BYTES: usize = 1 << 20;
 
@@ -52,11 +55,20 @@ impl NewObjects {
         self.folder.join(std::ffi::OsStr::from_bytes(&path_of(digest)))
     }
 
-    /// Whether this object is still to be added. One that is there with another length is damaged and is replaced.
+    /// Whether this object is still to be added. One that is there with another length is damaged and is replaced; of one that is
+    /// sound it is noted that it is used now, so that it is not removed before its new image is known.
     fn wants(&mut self, digest: Digest, bytes: u64) -> bool {
-        let is_there =
-            || fs::symlink_metadata(self.path(digest)).is_ok_and(|found| found.is_file() && found.len() == bytes);
-        !self.known.contains(&digest) && !is_there() && self.known.insert(digest)
+        if !self.known.insert(digest) {
+            return false;
+        }
+        let path = self.path(digest);
+        match fs::symlink_metadata(&path) {
+            Ok(found) if found.is_file() && found.len() == bytes => {
+                freshen(&path, &found);
+                false
+            }
+            _ => true,
+        }
     }
 
     /// Adds an object that is in memory.
@@ -115,6 +127,18 @@ impl NewObjects {
             path.persist(&target).map_err(|error| error.error).doing("make", &target)?;
         }
         rustix::fs::syncfs(&folder).doing("sync", &self.folder)
+    }
+}
+
+/// Notes that an object is used. Who may not do that uses what others look after.
+fn freshen(path: &Path, found: &fs::Metadata) {
+    let age = found.modified().ok().and_then(|time| time.elapsed().ok());
+    if age.is_some_and(|age| age < FRESH) {
+        return;
+    }
+    let touched = File::open(path).and_then(|object| object.set_modified(SystemTime::now()));
+    if let Err(error) = touched {
+        tracing::debug!("cannot note that {} is used: {error}", path.display());
     }
 }
 

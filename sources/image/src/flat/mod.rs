@@ -22,8 +22,8 @@ use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS,
-    FLAT_VOLUME, INCOMPAT_DEVICE_TABLE, Layout, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, XATTR_ACL, XATTR_LABEL,
-    xattr_count,
+    FLAT_VOLUME, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, XATTR_ACL,
+    XATTR_LABEL, xattr_count,
 };
 use crate::error::{Error, Result};
 use crate::store::Places;
@@ -41,6 +41,8 @@ pub struct Pack {
     pub name: Digest,
     /// How many blocks it has.
     pub blocks: u64,
+    /// Whether it is to be read at once.
+    pub ahead: bool,
 }
 
 /// What compact inodes of this image share.
@@ -96,7 +98,8 @@ pub fn write(tree: &Tree, packs: &[Pack], places: &Places) -> Result<Vec<u8>> {
         let mut tag = [0; 64];
         tag.copy_from_slice(pack.name.to_string().as_bytes());
         let (count, first) = (number(pack.blocks)?, number(next)?);
-        let slot_bytes = DeviceSlot { tag, blocks: count, first_block: first, ..DeviceSlot::default() };
+        let flags = if pack.ahead { SLOT_AHEAD } else { 0 };
+        let slot_bytes = DeviceSlot { tag, blocks: count, first_block: first, flags, ..DeviceSlot::default() };
         put(&mut bytes, table + slot * size_of::<DeviceSlot>(), slot_bytes.as_bytes());
         first_blocks.insert(pack.name, next);
         next += pack.blocks;

@@ -204,6 +204,16 @@ impl<R: Read> Members<R> {
         Ok(())
     }
 
+    /// Passes over what is left of the member's file.
+    pub(super) fn skip(&mut self) -> Result<()> {
+        let stored: u64 = std::mem::take(&mut self.pieces).iter().map(|(_, length)| length).sum();
+        let bytes = stored + std::mem::take(&mut self.padding);
+        let count = std::io::copy(&mut self.input.by_ref().take(bytes), &mut std::io::sink());
+        let count = count.doing("read", &self.source)?;
+        self.offset += count;
+        if count == bytes { Ok(()) } else { Err(self.refused(self.offset, "the archive is cut off")) }
+    }
+
     /// Appends the next bytes of a member's file, no more than so many; answers whether there were any.
     pub(super) fn piece(&mut self, member: &Member, into: &mut Vec<u8>, bytes_max: u64) -> Result<bool> {
         while self.pieces.last().is_some_and(|(_, length)| *length == 0) {

@@ -6,6 +6,7 @@
 //! Source: POSIX.1-2024, pax ("ustar Interchange Format", "pax Header Block"), and GNU tar's manual ("Basic Tar Format").
 
 mod header;
+mod layers;
 mod member;
 
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -21,10 +22,11 @@ use crate::grow::{Growing, Refusal, names_of};
 use crate::scan::INLINE_BYTES_MAX;
 use crate::sink::{Hashed, Sink};
 use crate::store::New;
-use crate::tree::{Content, Node, Tree};
+use crate::tree::{Content, Node, NodeId, Tree};
 use crate::verity::Hasher;
 
 pub(crate) use header::{HEADER_BYTES, is_header};
+pub(crate) use layers::{Layers, fill};
 use member::{Kind, Member, Members};
 
 /// The pieces that larger files are read in, in bytes.
@@ -35,30 +37,42 @@ pub(crate) fn read(input: impl Read, source: &Path, sink: &mut Sink) -> Result<T
     let mut members = Members::of(input, source);
     let mut growing = Growing::default();
     while let Some(member) = members.next()? {
-        let refused = |reason: Refusal| Error::Input {
-            path: source.into(),
-            at: format!("the member {} at byte {}", member.path.escape_ascii(), member.offset),
-            reason,
-        };
-        let names = components(&member.path).map_err(refused)?;
+        let names = components(&member.path).map_err(|reason| refused(source, &member, reason))?;
         let content = match member.kind {
-            Kind::File => contents(&mut members, &member, sink)?,
-            Kind::Link => {
-                link(&mut growing, &names, &member).map_err(refused)?;
-                continue;
-            }
-            Kind::Symlink => Content::Inline(member.link.clone()),
-            Kind::Directory => Content::Directory(Vec::new()),
-            Kind::Special => Content::None,
+            Kind::File => Some(contents(&mut members, &member, sink)?),
+            _ => None,
         };
-        let node = node(&member, content, sink.is_composefs()).map_err(refused)?;
-        add(&mut growing, &names, node).map_err(refused)?;
+        place(&mut growing, &names, &member, content, sink.is_composefs())
+            .map_err(|reason| refused(source, &member, reason))?;
     }
-    parents(&mut growing, &[]).and_then(|()| growing.finish()).map_err(|reason| Error::Input {
-        path: source.into(),
-        at: "at its end".into(),
-        reason,
-    })
+    parents(&mut growing, &[]).and_then(|()| growing.finish()).map_err(|reason| at_end(source, reason))
+}
+
+fn refused(source: &Path, member: &Member, reason: Refusal) -> Error {
+    let at = format!("the member {} at byte {}", member.path.escape_ascii(), member.offset);
+    Error::Input { path: source.into(), at, reason }
+}
+
+fn at_end(source: &Path, reason: Refusal) -> Error {
+    Error::Input { path: source.into(), at: "at its end".into(), reason }
+}
+
+/// Adds a member, a regular file with these contents; answers its inode, if it is a new one.
+fn place(
+    growing: &mut Growing,
+    names: &[Name<'_>],
+    member: &Member,
+    file: Option<Content>,
+    for_composefs: bool,
+) -> std::result::Result<Option<NodeId>, Refusal> {
+    let content = match member.kind {
+        Kind::File => file.unwrap_or(Content::None),
+        Kind::Link => return link(growing, names, member).map(|()| None),
+        Kind::Symlink => Content::Inline(member.link.clone()),
+        Kind::Directory => Content::Directory(Vec::new()),
+        Kind::Special => Content::None,
+    };
+    add(growing, names, node(member, content, for_composefs)?)
 }
 
 /// The names of a member's path, without `.`, which is what archives of a whole directory begin with.
@@ -91,18 +105,19 @@ fn link(growing: &mut Growing, names: &[Name<'_>], member: &Member) -> std::resu
 }
 
 /// Adds an inode. A directory that is there already gets the later member's modes, owners, times and attributes.
-fn add(growing: &mut Growing, names: &[Name<'_>], node: Node) -> std::result::Result<(), Refusal> {
+fn add(growing: &mut Growing, names: &[Name<'_>], node: Node) -> std::result::Result<Option<NodeId>, Refusal> {
     if names.is_empty() && growing.find(&[]).is_none() {
-        return growing.root(node);
+        return growing.root(node).map(|()| Some(0));
     }
     parents(growing, names)?;
     if let (FileType::Directory, Some(known)) = (node.kind(), growing.find(names))
         && growing.node(known).kind() == FileType::Directory
     {
         *growing.node(known) = node;
-        return Ok(());
+        growing.touch(names);
+        return Ok(Some(known));
     }
-    growing.add(names, node).map(drop)
+    growing.add(names, node).map(Some)
 }
 
 /// Makes the directories that a path needs and the archive does not have.
@@ -170,7 +185,8 @@ fn contents(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) 
             return Ok(Content::Inline(kept));
         }
         hasher.update(&kept);
-        let hashed = Hashed { bytes: member.bytes, digest: hasher.finish(), kept: Some(kept) };
+        let (digest, chunks) = hasher.finish_with_chunks();
+        let hashed = Hashed { bytes: member.bytes, digest, chunks, kept: Some(kept) };
         return sink.add(Path::new("the archive"), &hashed);
     }
     let mut new = New::begin(&sink.folder())?;
@@ -186,5 +202,6 @@ fn contents(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) 
         piece.clear();
     }
     new.file.set_len(member.bytes).doing("write to", &*new.path)?;
-    sink.add(&new.path, &Hashed { bytes: member.bytes, digest: hasher.finish(), kept: None })
+    let (digest, chunks) = hasher.finish_with_chunks();
+    sink.add(&new.path, &Hashed { bytes: member.bytes, digest, chunks, kept: None })
 }

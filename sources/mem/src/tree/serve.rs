@@ -22,6 +22,7 @@ impl<S: Store> FileSystem for Tree<S> {
             waits: false,
             // What persists may give the number of an inode that is gone to another one after a restart.
             by_number: !S::JOURNALED,
+            constant: false,
         }
     }
 

@@ -1,0 +1,113 @@
+//! Loop devices: files as block devices, for kernels whose EROFS mounts nothing else.
+#![allow(unsafe_code, reason = "two ioctls that have no safe name elsewhere")]
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use rustix::io::Errno;
+use rustix::ioctl::{Opcode, Setter, ioctl};
+
+/// `LOOP_CONFIGURE` and `LOOP_CTL_GET_FREE` of include/uapi/linux/loop.h.
+const LOOP_CONFIGURE: Opcode = 0x4c0a;
+const LOOP_CTL_GET_FREE: Opcode = 0x4c82;
+/// `LO_FLAGS_READ_ONLY | LO_FLAGS_AUTOCLEAR`: the device is free again when nobody has it open or mounted.
+const FLAGS: u32 = 1 | 4;
+/// Somebody else may take a device before we do; not so often.
+const TRIES_MAX: usize = 64;
+
+/// `struct loop_config` with its `struct loop_info64`.
+#[repr(C)]
+struct Config {
+    fd: u32,
+    block_bytes: u32,
+    /// Device, inode, rdevice, offset, size limit.
+    places: [u64; 5],
+    /// Number, type and size of the key of an encryption.
+    encryption: [u32; 3],
+    flags: u32,
+    names: [[u8; 64]; 2],
+    key: [u8; 32],
+    init: [u64; 2],
+    reserved: [u64; 8],
+}
+
+const _: () = assert!(size_of::<Config>() == 304);
+
+/// A read-only loop device. It lasts as long as this, and as what is mounted of it.
+#[derive(Debug)]
+pub struct Loop {
+    path: PathBuf,
+    _device: File,
+}
+
+impl Loop {
+    /// Makes a file a device.
+    pub fn attach(file: &Path) -> Result<Self> {
+        let backing = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
+        let control = Path::new("/dev/loop-control");
+        let control = File::options().read(true).write(true).open(control);
+        let control = control.context("cannot open /dev/loop-control (modprobe loop)")?;
+        for _ in 0..TRIES_MAX {
+            let number = free(&control).context("there is no free loop device")?;
+            let path = PathBuf::from(format!("/dev/loop{number}"));
+            let device = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
+            match configure(&device, &backing) {
+                Ok(()) => return Ok(Self { path, _device: device }),
+                Err(Errno::BUSY) => {}
+                Err(error) => {
+                    return Err(error)
+                        .with_context(|| format!("cannot make {} the device {}", file.display(), path.display()));
+                }
+            }
+        }
+        bail!("every free loop device was taken by somebody else first: try again");
+    }
+
+    /// The device.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// The number of a device that is free at this moment.
+fn free(control: &File) -> rustix::io::Result<usize> {
+    struct GetFree;
+    // SAFETY: LOOP_CTL_GET_FREE takes no argument and writes to no memory; what it returns is the number of a device.
+    unsafe impl rustix::ioctl::Ioctl for GetFree {
+        type Output = usize;
+        const IS_MUTATING: bool = false;
+        fn opcode(&self) -> Opcode {
+            LOOP_CTL_GET_FREE
+        }
+        fn as_ptr(&mut self) -> *mut rustix::ffi::c_void {
+            std::ptr::null_mut()
+        }
+        unsafe fn output_from_ptr(
+            output: rustix::ioctl::IoctlOutput,
+            _: *mut rustix::ffi::c_void,
+        ) -> rustix::io::Result<usize> {
+            usize::try_from(output).map_err(|_| Errno::RANGE)
+        }
+    }
+    // SAFETY: as above; the kernel looks at the descriptor only.
+    unsafe { ioctl(control, GetFree) }
+}
+
+fn configure(device: &File, backing: &File) -> rustix::io::Result<()> {
+    let config = Config {
+        fd: u32::try_from(backing.as_raw_fd()).unwrap_or(u32::MAX),
+        block_bytes: 0,
+        places: [0; 5],
+        encryption: [0; 3],
+        flags: FLAGS,
+        names: [[0; 64]; 2],
+        key: [0; 32],
+        init: [0; 2],
+        reserved: [0; 8],
+    };
+    // SAFETY: LOOP_CONFIGURE reads a `struct loop_config`; `Config` is laid out as that is, and lives until the call returns. The
+    // kernel takes a reference of its own to the file.
+    unsafe { ioctl(device, Setter::<LOOP_CONFIGURE, Config>::new(config)) }
+}

@@ -1,0 +1,165 @@
+//! `ferry image trace`: what a workload opens of a mounted image, and in which order.
+
+use std::ffi::OsString;
+use std::io::{BufWriter, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result, bail};
+use ferry_image::Trace;
+use nix::errno::Errno;
+use nix::sys::fanotify::{EventFFlags, Fanotify, InitFlags, MarkFlags, MaskFlags};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::CWD;
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+/// How long a look for events lasts before it is seen whether the workload has ended, in nanoseconds.
+const LOOK_NS: i64 = 50_000_000;
+/// The status of a workload that a signal has ended, before the signal's number; as shells have it.
+const SIGNAL_STATUS: i32 = 128;
+
+#[derive(Debug, clap::Args)]
+pub struct TraceArgs {
+    /// Where the image is mounted, by the kernel or by ferry mount; any other directory can be looked at, too.
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    /// The list to write: the files that were opened, for ferry image build --order-from.
+    #[arg(short, long, value_name = "TRACE")]
+    output: PathBuf,
+    /// The workload. It is over when this command ends; without one, when this program is interrupted.
+    #[arg(value_name = "COMMAND", last = true)]
+    command: Vec<OsString>,
+}
+
+/// Looks until the workload ends; answers its status.
+pub fn trace(args: &TraceArgs) -> Result<u8> {
+    let dir = args.dir.canonicalize().with_context(|| format!("cannot find {}", args.dir.display()))?;
+    if !dir.is_dir() {
+        bail!("{} is no directory", dir.display());
+    }
+    let folder = args.output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let new = tempfile::Builder::new().prefix(".new-").tempfile_in(folder);
+    let mut new = new.with_context(|| format!("cannot make a file in {}", folder.display()))?;
+    let mut watch = Watch::begin(dir)?;
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&stop)).context("cannot wait for signals")?;
+    }
+    let status = match args.command.split_first() {
+        None => {
+            while !stop.load(Ordering::Relaxed) {
+                watch.look()?;
+            }
+            0
+        }
+        Some((program, words)) => {
+            let mut child = Command::new(program).args(words).spawn();
+            let child =
+                child.as_mut().map_err(|error| anyhow::anyhow!("cannot start {}: {error}", program.display()))?;
+            watch.until(child)?
+        }
+    };
+    watch.take()?;
+    let Watch { trace, lost, .. } = watch;
+    let mut out = BufWriter::new(new.as_file_mut());
+    trace
+        .write(&mut out)
+        .and_then(|()| out.flush())
+        .with_context(|| format!("cannot write to {}", folder.display()))?;
+    drop(out);
+    new.persist(&args.output).with_context(|| format!("cannot make {}", args.output.display()))?;
+    if lost > 0 {
+        tracing::warn!("{lost} files were opened that are not in the list: what was opened could not be seen");
+    }
+    eprintln!("ferry: {} files in {}", trace.len(), args.output.display());
+    Ok(status)
+}
+
+/// A directory that is looked at.
+struct Watch {
+    dir: PathBuf,
+    events: Fanotify,
+    trace: Trace,
+    /// How often it could not be seen what was opened.
+    lost: usize,
+}
+
+impl Watch {
+    fn begin(dir: PathBuf) -> Result<Self> {
+        let flags = InitFlags::FAN_CLASS_NOTIF
+            | InitFlags::FAN_CLOEXEC
+            | InitFlags::FAN_NONBLOCK
+            | InitFlags::FAN_UNLIMITED_QUEUE;
+        // Each event brings the file, opened once more: a FIFO must not wait.
+        let files = EventFFlags::O_RDONLY
+            | EventFFlags::O_CLOEXEC
+            | EventFFlags::O_NONBLOCK
+            | EventFFlags::O_LARGEFILE
+            | EventFFlags::O_NOATIME;
+        let events = match Fanotify::init(flags, files) {
+            Err(Errno::EPERM) => bail!("only root can see what others open"),
+            Err(Errno::ENOSYS) => bail!("this kernel cannot tell what is opened (CONFIG_FANOTIFY)"),
+            events => events.context("cannot ask the kernel what is opened")?,
+        };
+        events
+            .mark(MarkFlags::FAN_MARK_ADD | MarkFlags::FAN_MARK_MOUNT, MaskFlags::FAN_OPEN, CWD, Some(&dir))
+            .with_context(|| format!("cannot look at what is opened in {}", dir.display()))?;
+        Ok(Self { dir, events, trace: Trace::default(), lost: 0 })
+    }
+
+    /// Waits a moment for events, and takes all there are.
+    fn look(&mut self) -> Result<()> {
+        let moment = Timespec { tv_sec: 0, tv_nsec: LOOK_NS };
+        let events = self.events.as_fd();
+        match poll(&mut [PollFd::new(&events, PollFlags::IN)], Some(&moment)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => self.take(),
+            Err(error) => Err(error).context("cannot wait for the kernel to tell what is opened"),
+        }
+    }
+
+    /// Looks until a process has ended; answers its status.
+    fn until(&mut self, child: &mut Child) -> Result<u8> {
+        loop {
+            if let Some(status) = child.try_wait().context("the workload cannot be waited for")? {
+                let status = status.code().or_else(|| Some(SIGNAL_STATUS + status.signal()?));
+                return Ok(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(u8::MAX));
+            }
+            self.look()?;
+        }
+    }
+
+    /// Takes all events there are. What was opened before this is called is among them.
+    fn take(&mut self) -> Result<()> {
+        loop {
+            let events = match self.events.read_events() {
+                Err(Errno::EAGAIN) => return Ok(()),
+                Err(Errno::EINTR) => continue,
+                // The kernel could not open that file for us; the event is gone.
+                Err(Errno::ENXIO | Errno::ENODEV | Errno::EACCES | Errno::EPERM | Errno::ESTALE | Errno::EIO) => {
+                    self.lost += 1;
+                    continue;
+                }
+                events => events.context("cannot see what is opened")?,
+            };
+            for event in events {
+                let Some(file) = event.fd() else {
+                    self.lost += 1;
+                    continue;
+                };
+                let is_file = rustix::fs::fstat(file)
+                    .is_ok_and(|found| rustix::fs::FileType::from_raw_mode(found.st_mode).is_file());
+                let path = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+                if let (true, Ok(path)) = (is_file, path)
+                    && let Ok(path) = path.strip_prefix(&self.dir)
+                {
+                    self.trace.add(&[b"/", path.as_os_str().as_bytes()].concat());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! What is written to a mounted image: overlayfs's upper layer, and its work folder.
+
+use std::fs::{self, DirBuilder, File};
+use std::io::ErrorKind;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail};
+use ferry_image::Digest;
+use rustix::fs::{FlockOperation, XattrFlags, flock, getxattr, setxattr};
+use rustix::io::Errno;
+
+/// The attribute of the work folder that tells which image the upper layer is of.
+const IMAGE: &str = "trusted.ferry.image";
+
+/// An upper layer, which nobody else mounts as long as this lives.
+#[derive(Debug)]
+pub struct Upper {
+    /// What is written goes here. Both are absolute.
+    pub dir: PathBuf,
+    /// overlayfs's own.
+    pub work: PathBuf,
+    _lock: File,
+}
+
+impl Upper {
+    /// Makes what is missing, and looks whether this can be the upper layer of an image: changes over one image mean nothing over
+    /// another, and two mounts would destroy each other's.
+    pub fn prepare(dir: &Path, work: Option<&Path>, image: Digest) -> Result<Self> {
+        let dir = folder(dir)?;
+        let work = match work {
+            Some(work) => folder(work)?,
+            None => folder(&beside(&dir)?)?,
+        };
+        if dir.starts_with(&work) || work.starts_with(&dir) {
+            bail!("{} and {} are not to be inside each other", dir.display(), work.display());
+        }
+        let (upper, other) = (device(&dir)?, device(&work)?);
+        if upper != other {
+            let (dir, work) = (dir.display(), work.display());
+            bail!("{work} is on another file system than {dir}: name a folder on the same one with --work");
+        }
+        let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
+        flock(&lock, FlockOperation::LockExclusive).with_context(|| format!("cannot lock {}", work.display()))?;
+        let table = fs::read("/proc/self/mountinfo").context("cannot read the kernel's table of mounts")?;
+        if let Some(mounted) = mounted_on(&table, &dir) {
+            bail!("{} is the upper layer of what is mounted on {} already", dir.display(), mounted.display());
+        }
+        known(&dir, &work, image)?;
+        Ok(Self { dir, work, _lock: lock })
+    }
+}
+
+/// An absolute path of a folder, which is made if it is not there.
+fn folder(path: &Path) -> Result<PathBuf> {
+    match DirBuilder::new().mode(0o755).create(path) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+            return Err(error).with_context(|| format!("cannot make {}", path.display()));
+        }
+        _ => {}
+    }
+    let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
+    if path.is_dir() { Ok(path) } else { Err(anyhow!("{} is no directory", path.display())) }
+}
+
+/// The work folder of an upper layer, if nobody names one.
+fn beside(dir: &Path) -> Result<PathBuf> {
+    let mut name = dir.file_name().ok_or_else(|| anyhow!("{} cannot be an upper layer", dir.display()))?.to_owned();
+    name.push(".work");
+    Ok(dir.with_file_name(name))
+}
+
+fn device(path: &Path) -> Result<u64> {
+    Ok(fs::metadata(path).with_context(|| format!("cannot look at {}", path.display()))?.dev())
+}
+
+/// Looks whether a layer is of this image, or notes that it is from now on.
+fn known(dir: &Path, work: &Path, image: Digest) -> Result<()> {
+    let mut value = [0; 64];
+    let found = match getxattr(work, IMAGE, &mut value[..]) {
+        Ok(bytes) => Digest::from_hex(&value[..bytes]),
+        Err(Errno::NODATA) => {
+            let set = setxattr(work, IMAGE, image.to_string().as_bytes(), XattrFlags::empty());
+            return match set {
+                Err(Errno::OPNOTSUPP) => bail!(
+                    "{} is on a file system without trusted attributes, which overlayfs needs for an upper layer",
+                    work.display()
+                ),
+                outcome => outcome.with_context(|| format!("cannot change {}", work.display())),
+            };
+        }
+        Err(Errno::OPNOTSUPP) => bail!(
+            "{} is on a file system without trusted attributes, which overlayfs needs for an upper layer",
+            work.display()
+        ),
+        Err(error) => return Err(error).with_context(|| format!("cannot look at {}", work.display())),
+    };
+    match found {
+        Some(found) if found == image => Ok(()),
+        _ => bail!(
+            "{} has what was written over another image{}: name another folder, or remove it and {}",
+            dir.display(),
+            found.map(|found| format!(" ({found})")).unwrap_or_default(),
+            work.display()
+        ),
+    }
+}
+
+/// Where an overlayfs with this upper layer is mounted (proc_pid_mountinfo(5)).
+fn mounted_on(table: &[u8], upper: &Path) -> Option<PathBuf> {
+    table.split(|byte| *byte == b'\n').find_map(|line| {
+        let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+        let dash = fields.iter().position(|field| *field == b"-")?;
+        if *fields.get(dash + 1)? != b"overlay" {
+            return None;
+        }
+        let options = fields.get(dash + 3)?.split(|byte| *byte == b',');
+        let found = options.filter_map(|option| option.strip_prefix(b"upperdir=")).next()?;
+        // Commas and blanks are escaped.
+        (unescape(found) == upper.as_os_str().as_bytes())
+            .then(|| PathBuf::from(std::ffi::OsString::from_vec(unescape(fields.get(4).copied().unwrap_or_default()))))
+    })
+}
+
+/// Some bytes stand as three octal digits after a backslash.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&byte, tail)) = rest.split_first() {
+        let octal = |digits: &[u8]| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok();
+        match tail.get(..3).filter(|_| byte == b'\\').and_then(octal) {
+            Some(escaped) => {
+                bytes.push(escaped);
+                rest = &tail[3..];
+            }
+            None => {
+                bytes.push(byte);
+                rest = tail;
+            }
+        }
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_upper_layer_is_found_in_the_table_of_mounts() {
+        let table = b"22 27 0:21 / /sys rw shared:7 - sysfs sysfs rw\nbroken\n\
+            36 35 98:0 / /my\\040mnt rw shared:2 - overlay /a rw,lowerdir+=/x,upperdir=/up\\054per,workdir=/w\n\
+            37 35 98:0 / /other rw - ext4 /a rw,upperdir=/ext4\n38 35 0:1 / /low rw - overlay overlay ro,lowerdir=/x\n";
+        assert_eq!(mounted_on(table, Path::new("/up,per")), Some("/my mnt".into()));
+        for path in ["/up", "/x", "/ext4", "/w"] {
+            assert_eq!(mounted_on(table, Path::new(path)), None, "{path}");
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! `ferry image mount` with an upper layer, and from loop devices.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use common::place::Place;
+use common::{ferry, refused, run};
+use rustix::mount::{UnmountFlags, unmount};
+
+/// Far more than the kernel takes to let go of a device.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn large() -> Vec<u8> {
+    (0..50_000_u32).flat_map(u32::to_le_bytes).collect()
+}
+
+fn text(command: &mut Command) -> String {
+    let output = run(command);
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// An image of a tree and its store, beside a mount point.
+struct Made {
+    place: Place,
+}
+
+/// A mount that ends with the test.
+struct Mounted<'a>(&'a Path);
+
+impl Drop for Mounted<'_> {
+    fn drop(&mut self) {
+        let _ = unmount(self.0, UnmountFlags::DETACH);
+    }
+}
+
+impl Made {
+    fn new(layout: &str) -> Self {
+        let place = Place::new();
+        let tree = place.at("tree");
+        fs::create_dir_all(tree.join("dir/below")).unwrap();
+        fs::write(tree.join("dir/large"), large()).unwrap();
+        fs::write(tree.join("dir/below/small"), "small").unwrap();
+        fs::write(tree.join("dir/goes"), [7; 5000]).unwrap();
+        let made = Self { place };
+        made.build("image", layout);
+        made
+    }
+
+    fn build(&self, image: &str, layout: &str) {
+        let mut line = ferry();
+        line.args(["image", "build", "--layout", layout]).arg(self.place.at("tree"));
+        text(line.arg("-o").arg(self.place.at(image)).arg("--store").arg(self.place.at("store")));
+    }
+
+    fn command(&self, image: &str, options: &[&str]) -> Command {
+        let mut line = ferry();
+        line.args(["image", "mount"]).arg(self.place.at(image)).arg(&self.place.mnt).arg("--store");
+        line.arg(self.place.at("store")).args(options);
+        line
+    }
+
+    /// Mounts the image; nothing if that cannot be done here.
+    fn mounted(&self, options: &[&str]) -> Option<Mounted<'_>> {
+        let output = run(self.command("image", options).current_dir(self.place.folder.path()));
+        let said = String::from_utf8_lossy(&output.stderr);
+        if ["this kernel", "only root", "loop-control"].iter().any(|reason| said.contains(reason)) {
+            eprintln!("skipped: {said}");
+            return None;
+        }
+        assert!(output.status.success(), "{said}");
+        Some(Mounted(&self.place.mnt))
+    }
+
+    /// Unmounts once, after which nothing is left of it.
+    fn unmount(&self, mounted: Mounted<'_>) {
+        let begin = Instant::now();
+        // A process that another test just starts has all descriptors of this one for a moment.
+        while let Err(error) = unmount(&self.place.mnt, UnmountFlags::empty()) {
+            assert!(error == rustix::io::Errno::BUSY && begin.elapsed() < PATIENCE, "{error}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        std::mem::forget(mounted);
+        let (here, above) = (self.place.mnt.metadata().unwrap(), self.place.folder.path().metadata().unwrap());
+        assert_eq!(here.dev(), above.dev(), "something is still mounted");
+        // The kernel lets go of devices after the call.
+        let begin = Instant::now();
+        while let Some(device) = device_of(self.place.folder.path()) {
+            assert!(begin.elapsed() < PATIENCE, "{} is still in use", device.display());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// A loop device that is made of a file below a folder.
+fn device_of(folder: &Path) -> Option<PathBuf> {
+    let folder = folder.canonicalize().unwrap();
+    fs::read_dir("/sys/block").ok()?.flatten().map(|entry| entry.path()).find(|device| {
+        fs::read_to_string(device.join("loop/backing_file")).is_ok_and(|file| Path::new(&file).starts_with(&folder))
+    })
+}
+
+fn is_kept(layout: &str, further: &[&str]) {
+    let made = Made::new(layout);
+    let (mnt, before) = (&made.place.mnt, fs::read(made.place.at("image")).unwrap());
+    let options = [further, &["--upper", "changes"]].concat();
+    let Some(mounted) = made.mounted(&options) else { return };
+    assert!(fs::read(mnt.join("dir/large")).unwrap() == large());
+    fs::write(mnt.join("dir/new"), "new").unwrap();
+    let changed = [large(), b"more".to_vec()].concat();
+    fs::write(mnt.join("dir/large"), &changed).unwrap();
+    fs::remove_file(mnt.join("dir/goes")).unwrap();
+    fs::set_permissions(mnt.join("dir/below/small"), fs::Permissions::from_mode(0o600)).unwrap();
+    made.unmount(mounted);
+    assert_eq!(fs::read(made.place.at("changes/dir/new")).unwrap(), b"new");
+    assert!(fs::read(made.place.at("image")).unwrap() == before);
+
+    let mounted = made.mounted(&options).unwrap();
+    assert_eq!(fs::read(mnt.join("dir/new")).unwrap(), b"new");
+    assert!(fs::read(mnt.join("dir/large")).unwrap() == changed);
+    assert!(!mnt.join("dir/goes").exists());
+    assert_eq!(fs::metadata(mnt.join("dir/below/small")).unwrap().mode(), 0o100_600);
+    assert_eq!(fs::read(mnt.join("dir/below/small")).unwrap(), b"small");
+    made.unmount(mounted);
+
+    let mounted = made.mounted(further).unwrap();
+    assert!(fs::read(mnt.join("dir/large")).unwrap() == large());
+    assert!(mnt.join("dir/goes").exists() && !mnt.join("dir/new").exists());
+    assert_eq!(fs::write(mnt.join("new"), "x").unwrap_err().raw_os_error(), Some(30));
+    made.unmount(mounted);
+}
+
+#[test]
+fn what_is_written_to_an_image_is_kept() {
+    is_kept("flat", &[]);
+}
+
+#[test]
+fn what_is_written_to_an_image_of_composefs_is_kept() {
+    is_kept("composefs", &[]);
+}
+
+#[test]
+fn what_is_written_to_an_image_on_a_loop_device_is_kept() {
+    is_kept("flat", &["--loop"]);
+}
+
+#[test]
+fn what_is_written_to_an_image_of_composefs_on_a_loop_device_is_kept() {
+    is_kept("composefs", &["--loop"]);
+}
+
+#[test]
+fn a_layer_is_of_one_image_and_one_mount() {
+    let made = Made::new("flat");
+    let folder = made.place.folder.path();
+    let said = |image: &str, options: &[&str]| refused(1, made.command(image, options).current_dir(folder));
+    let Some(mounted) = made.mounted(&["--upper", "changes", "--work", "own"]) else { return };
+    fs::write(made.place.mnt.join("new"), "new").unwrap();
+    let twice = said("image", &["--upper", "changes", "--work", "own"]);
+    let mnt = made.place.mnt.display();
+    assert!(twice.contains(&format!("changes is the upper layer of what is mounted on {mnt} already")), "{twice}");
+    made.unmount(mounted);
+    fs::write(made.place.at("tree/another"), "file").unwrap();
+    made.build("other", "flat");
+    let other = said("other", &["--upper", "changes", "--work", "own"]);
+    assert!(other.contains("changes has what was written over another image ("), "{other}");
+    let inside = said("image", &["--upper", "changes", "--work", "changes/work"]);
+    assert!(inside.contains("are not to be inside each other"), "{inside}");
+    fs::write(made.place.at("file"), "").unwrap();
+    let file = said("image", &["--upper", "file"]);
+    assert!(file.contains("file is no directory"), "{file}");
+    let missing = said("image", &["--upper", "none/changes"]);
+    assert!(missing.contains("cannot make none/changes"), "{missing}");
+    let output = run(&mut made.command("image", &["--work", "own"]));
+    assert_eq!(output.status.code(), Some(2));
+    let shared = Path::new("/dev/shm");
+    if shared.metadata().is_ok_and(|shared| shared.dev() != folder.metadata().unwrap().dev()) {
+        let work = tempfile::tempdir_in(shared).unwrap();
+        let apart = said("image", &["--upper", "fresh", "--work", work.path().to_str().unwrap()]);
+        assert!(apart.contains("is on another file system than"), "{apart}");
+    }
+}

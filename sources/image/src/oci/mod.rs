@@ -1,0 +1,143 @@
+//! Trees from OCI image directories: layers, applied in their order, each proved by its digest.
+//!
+//! Each layer is read twice. The first pass looks at the archives' headers only: it proves all digests, and tells which files are
+//! left in the end. The second one takes the bytes of those, so that nothing that an upper layer removes is stored.
+//!
+//! Source: OCI Image Format Specification 1.1, "Image Layout", "Image Manifest", "Filesystem Layers" ("Applying Changesets").
+
+mod blob;
+mod manifest;
+
+use std::ffi::OsStr;
+use std::io::{self, BufRead, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use blob::{Blob, Hashing};
+use manifest::{Layer, Packing};
+
+use crate::build::Progress;
+use crate::error::{Error, Result};
+use crate::sink::Sink;
+use crate::tar::{Layers, fill};
+use crate::tree::Tree;
+
+/// What a source begins with that is an image directory.
+const PREFIX: &[u8] = b"oci:";
+/// What is read from a blob at once, in bytes.
+const BUFFER_BYTES: usize = 1 << 18;
+
+/// An image in an image directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Reference {
+    directory: PathBuf,
+    tag: Option<String>,
+}
+
+impl Reference {
+    /// Reads `oci:DIRECTORY[:TAG]`; nothing if it does not begin so. Directories and tags may have colons in them: the longest path
+    /// that is a directory is the directory.
+    pub(crate) fn parse(source: &Path) -> Option<Self> {
+        let rest = source.as_os_str().as_bytes().strip_prefix(PREFIX)?;
+        let path = |bytes: &[u8]| PathBuf::from(OsStr::from_bytes(bytes));
+        let colons = (0..rest.len()).rev().filter(|at| rest[*at] == b':');
+        let ends = std::iter::once(rest.len()).chain(colons);
+        let end = ends.clone().find(|end| path(&rest[..*end]).is_dir());
+        // Where there is none, the error names what was most likely meant.
+        let end = end.or_else(|| ends.clone().nth(1)).unwrap_or(rest.len());
+        let tag = rest.get(end + 1..).map(|tag| String::from_utf8_lossy(tag).into_owned());
+        Some(Self { directory: path(&rest[..end]), tag })
+    }
+}
+
+/// The platform that images are for if nobody says.
+pub(crate) fn platform_here() -> String {
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "x86" => "386",
+        "aarch64" => "arm64",
+        "powerpc64" => "ppc64le",
+        "loongarch64" => "loong64",
+        other => other,
+    };
+    format!("linux/{architecture}")
+}
+
+/// The tree that an image's layers make; the bytes of its files go where `sink` puts them.
+pub(crate) fn read(reference: &Reference, platform: &str, sink: &mut Sink, progress: &Progress<'_>) -> Result<Tree> {
+    let directory = &reference.directory;
+    let found = manifest::layers(directory, reference.tag.as_deref(), platform)?;
+    let mut layers = Layers::begin(sink.is_composefs());
+    for layer in &found {
+        with(directory, layer, |archive, path| layers.add(archive, path))?;
+    }
+    let (mut tree, wanted) = layers.finish(directory)?;
+    for (at, (layer, wanted)) in found.iter().zip(&wanted).enumerate() {
+        if !wanted.is_empty() {
+            with(directory, layer, |archive, path| fill(archive, path, wanted, &mut tree, sink))?;
+        }
+        progress(at + 1, found.len());
+    }
+    Ok(tree)
+}
+
+/// Has the archive of a layer read. That it is damaged is told before what was seen of it then.
+fn with(directory: &Path, layer: &Layer, read: impl FnOnce(&mut dyn Read, &Path) -> Result<()>) -> Result<()> {
+    let mut blob = Blob::open(directory, layer.blob, layer.bytes, "a layer")?;
+    let path = blob.path.clone();
+    let (outcome, plain) = {
+        let mut archive = Hashing::new(unpack(&mut blob, layer.packing)?);
+        (read(&mut archive, &path), archive.finish())
+    };
+    blob.finish()?;
+    outcome?;
+    let unpackable = |source| Error::Io { what: "unpack", path: path.clone(), source };
+    let plain = plain.map_err(unpackable)?;
+    if plain == layer.plain {
+        return Ok(());
+    }
+    let reason = format!("its archive has the digest {plain}, not {} as the configuration says", layer.plain);
+    Err(Error::Input { path, at: "a layer".into(), reason })
+}
+
+fn unpack<'a>(input: impl Read + 'a, packing: Packing) -> Result<Box<dyn Read + 'a>> {
+    let input = io::BufReader::with_capacity(BUFFER_BYTES, input);
+    let fresh = |source| Error::Io { what: "begin to unpack", path: "a layer".into(), source };
+    Ok(match packing {
+        Packing::Plain => Box::new(input),
+        Packing::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(input)),
+        Packing::Zstd => Box::new(zstd::Decoder::with_buffer(input).map_err(fresh)?),
+    })
+}
+
+/// What an archive that is packed begins with is unpacked; any other input is left as it is.
+pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn Read + 'a>> {
+    let head = input.fill_buf()?;
+    Ok(if head.starts_with(&[0x1f, 0x8b]) {
+        Box::new(flate2::bufread::MultiGzDecoder::new(input))
+    } else if head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
+        Box::new(zstd::Decoder::with_buffer(input)?)
+    } else {
+        Box::new(input)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_and_tags_are_told_apart() {
+        let folder = tempfile::tempdir().expect("a folder can be made");
+        let colons = folder.path().join("a:b");
+        std::fs::create_dir(&colons).expect("a folder can be made");
+        let parse = |text: String| Reference::parse(Path::new(&text)).map(|found| (found.directory, found.tag));
+        let (plain, colons) = (folder.path().to_owned(), colons);
+        assert_eq!(parse(format!("oci:{}", plain.display())), Some((plain.clone(), None)));
+        assert_eq!(parse(format!("oci:{}:x:1", plain.display())), Some((plain.clone(), Some("x:1".into()))));
+        assert_eq!(parse(format!("oci:{}", colons.display())), Some((colons.clone(), None)));
+        assert_eq!(parse(format!("oci:{}:x", colons.display())), Some((colons, Some("x".into()))));
+        assert_eq!(parse("oci:/none/there:x".into()), Some(("/none/there".into(), Some("x".into()))));
+        assert_eq!(parse("/tmp/oci:x".into()), None);
+    }
+}

@@ -1,0 +1,120 @@
+//! Archives that are the layers of an image, each with what is another in it than in the ones below.
+//!
+//! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Applying Changesets", "Whiteouts". What begins with `.wh..wh.`
+//! and is not the mark of an opaque directory is of AUFS, which made the first such layers, and means nothing.
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::path::Path;
+
+use ferry_vfs::Name;
+
+use super::member::{Kind, Member, Members};
+use super::{at_end, components, contents, parents, place, refused};
+use crate::error::{Error, Result};
+use crate::grow::{Growing, Refusal};
+use crate::sink::Sink;
+use crate::tree::{Content, NodeId, Tree};
+use crate::verity::Digest;
+
+const WHITEOUT: &[u8] = b".wh.";
+const AUFS: &[u8] = b".wh..wh.";
+const OPAQUE: &[u8] = b".wh..wh..opq";
+
+/// The most memory that names, links and attributes of an image may take, in bytes: layers are compressed, and little of them
+/// can stand for much.
+const TREE_BYTES_MAX: usize = 4 << 30;
+/// What a member takes beside them, in bytes.
+const MEMBER_BYTES: usize = 256;
+
+/// Files whose bytes an image needs, by the places of their headers in the archive, in bytes.
+pub(crate) type Wanted = HashMap<u64, NodeId>;
+
+/// Layers, whose headers are being read.
+pub(crate) struct Layers {
+    growing: Growing,
+    /// For each layer its files.
+    files: Vec<Vec<(u64, NodeId)>>,
+    for_composefs: bool,
+    bytes_left: usize,
+}
+
+impl Layers {
+    pub(crate) fn begin(for_composefs: bool) -> Self {
+        Self { growing: Growing::default(), files: Vec::new(), for_composefs, bytes_left: TREE_BYTES_MAX }
+    }
+
+    /// Applies the next layer.
+    pub(crate) fn add(&mut self, input: impl Read, source: &Path) -> Result<()> {
+        let mut members = Members::of(input, source);
+        if !self.files.is_empty() {
+            self.growing.next_layer();
+        }
+        self.files.push(Vec::new());
+        while let Some(member) = members.next()? {
+            self.member(&member).map_err(|reason| refused(source, &member, reason))?;
+            members.skip()?;
+        }
+        Ok(())
+    }
+
+    fn member(&mut self, member: &Member) -> std::result::Result<(), Refusal> {
+        let xattrs: usize = member.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let bytes = MEMBER_BYTES + member.path.len() + member.link.len() + xattrs;
+        self.bytes_left = self.bytes_left.checked_sub(bytes).ok_or("the image has too many names and attributes")?;
+        let names = components(&member.path)?;
+        if let Some(at) = names.iter().position(|name| name.as_bytes().starts_with(WHITEOUT)) {
+            return self.whiteout(&names, at);
+        }
+        let file = Content::Object { bytes: member.bytes, digest: Digest([0; 32]) };
+        let content = (member.kind == Kind::File).then_some(file);
+        let id = place(&mut self.growing, &names, member, content, self.for_composefs)?;
+        if let (Kind::File, Some(id), Some(files)) = (member.kind, id, self.files.last_mut()) {
+            files.push((member.offset, id));
+        }
+        Ok(())
+    }
+
+    /// Does what a name with a mark, at this place in a path, says.
+    fn whiteout(&mut self, names: &[Name<'_>], at: usize) -> std::result::Result<(), Refusal> {
+        let (parents, name) = (&names[..at], names[at].as_bytes());
+        if name.starts_with(AUFS) {
+            if name == OPAQUE && names.len() == at + 1 {
+                self.growing.make_opaque(parents);
+            }
+            return Ok(());
+        }
+        if names.len() > at + 1 {
+            return Err("something is in a whiteout".into());
+        }
+        let hidden = Name::new(&name[WHITEOUT.len()..]).map_err(|error| format!("a whiteout of no name ({error})"))?;
+        self.growing.whiteout(&[parents, &[hidden]].concat());
+        Ok(())
+    }
+
+    /// The tree, whose files have no bytes yet, and for each layer those of its files that are left.
+    pub(crate) fn finish(mut self, source: &Path) -> Result<(Tree, Vec<Wanted>)> {
+        let grown = parents(&mut self.growing, &[]).and_then(|()| self.growing.finish_layers());
+        let (tree, places) = grown.map_err(|reason| at_end(source, reason))?;
+        let left = |(offset, id): (u64, NodeId)| Some((offset, places[id]?));
+        let wanted = self.files.into_iter().map(|files| files.into_iter().filter_map(left).collect());
+        Ok((tree, wanted.collect()))
+    }
+}
+
+/// Takes the bytes of those files of a layer that are left in the end.
+pub(crate) fn fill(input: impl Read, source: &Path, wanted: &Wanted, tree: &mut Tree, sink: &mut Sink) -> Result<()> {
+    let mut members = Members::of(input, source);
+    let mut found = 0;
+    while let Some(member) = members.next()? {
+        match wanted.get(&member.offset) {
+            Some(id) if member.kind == Kind::File => {
+                tree.nodes[*id].content = contents(&mut members, &member, sink)?;
+                found += 1;
+            }
+            _ => members.skip()?,
+        }
+    }
+    // Between the passes it was changed.
+    if found == wanted.len() { Ok(()) } else { Err(Error::Changed(source.into())) }
+}
