@@ -12,6 +12,7 @@ use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::apart::Apart;
 use crate::cli::Share;
+use crate::image::registry::{self, From};
 use crate::remote::{self, Server};
 
 /// What begins the name of a persistent memory file system.
@@ -103,6 +104,7 @@ struct Options {
     tier2_bytes: Option<u64>,
     store: Option<PathBuf>,
     digest: Option<Digest>,
+    from: Option<From>,
 }
 
 impl Sources {
@@ -128,6 +130,7 @@ impl Sources {
             tier2_bytes: share.tier2_size.map(|size| size.0),
             store: share.store.clone(),
             digest: share.digest.map(|digest| digest.0),
+            from: From::of(share),
         };
         let kind = match share.kind() {
             Kind::Dir(path) => Kind::Dir(path.canonicalize().unwrap_or(path)),
@@ -179,7 +182,10 @@ impl Options {
             Kind::Image(path) => {
                 let store =
                     self.store.as_deref().context("image:PATH needs --store DIR, the folder with its files' bytes")?;
-                Arc::new(ferry_image::Source::open(path, store, self.digest)?)
+                match &self.from {
+                    Some(from) => Arc::new(registry::open(path, store, self.digest, from)?),
+                    None => Arc::new(ferry_image::Source::open(path, store, self.digest)?),
+                }
             }
             Kind::Ninep(address) => self.remote.connect(&Server::of(address).map_err(anyhow::Error::msg)?)?,
         })

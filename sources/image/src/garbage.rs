@@ -12,7 +12,7 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use crate::error::{Doing, Result};
-use crate::store::{self, NEW_PREFIX};
+use crate::store::{self, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX};
 use crate::verity::Digest;
 
 /// A store that nobody builds into, as long as this lives: builds wait.
@@ -80,7 +80,7 @@ impl Sole {
             }
             let is_young = metadata.modified().is_ok_and(|time| is_within(time, grace));
             match kind {
-                Kind::Index(pack) | Kind::Pack(pack) if is_young => _ = young.insert(pack),
+                Kind::Index(pack) | Kind::Pack(pack) | Kind::Part(pack) if is_young => _ = young.insert(pack),
                 Kind::New if is_young => {}
                 _ => old.push((kind, path, metadata.blocks() * 512)),
             }
@@ -90,7 +90,7 @@ impl Sole {
         collected.young =
             young.iter().filter(|pack| indexes.contains(pack) && !needed.contains(pack)).copied().collect();
         let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
-        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)));
+        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) | Kind::Part(pack) if spared(pack)));
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
         for (kind, path, bytes) in old {
@@ -101,7 +101,7 @@ impl Sole {
             match kind {
                 Kind::Index(pack) => collected.removed.push(pack),
                 Kind::Pack(pack) if indexes.contains(&pack) => {}
-                Kind::Pack(_) | Kind::New => collected.leftovers += 1,
+                Kind::Pack(_) | Kind::Part(_) | Kind::New => collected.leftovers += 1,
             }
         }
         if !dry {
@@ -116,6 +116,8 @@ impl Sole {
 enum Kind {
     Index(Digest),
     Pack(Digest),
+    /// What was fetched of a pack, or its index.
+    Part(Digest),
     /// What a build had begun.
     New,
 }
@@ -124,6 +126,10 @@ impl Kind {
     /// By its name; nothing of a file that is none of ours.
     fn of(name: &OsString) -> Option<Self> {
         let name = name.as_bytes();
+        let part = name.strip_suffix(INDEX_SUFFIX.as_bytes()).unwrap_or(name).strip_suffix(PART_SUFFIX.as_bytes());
+        if let Some(pack) = part.and_then(Digest::from_hex) {
+            return Some(Self::Part(pack));
+        }
         match name.strip_suffix(b".index") {
             Some(pack) => Digest::from_hex(pack).map(Self::Index),
             None if name.starts_with(NEW_PREFIX.as_bytes()) => Some(Self::New),

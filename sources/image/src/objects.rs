@@ -12,31 +12,34 @@ use ferry_vfs::{Backing, Extent};
 use crate::composefs::objects::Files;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
+use crate::fetch::{self, Absent, Common, Missing};
 use crate::image::{Data, Image};
 use crate::parallel;
 use crate::store::{Index, Object, Store};
 use crate::verity::Digest;
 
 /// What is known of an object.
-const UNKNOWN: u8 = 0;
-const SOUND: u8 = 1;
+pub(crate) const UNKNOWN: u8 = 0;
+pub(crate) const SOUND: u8 = 1;
 const DAMAGED: u8 = 2;
 
 /// All packs that an image names, in its order.
 #[derive(Debug)]
 pub struct Objects {
-    packs: Vec<Pack>,
+    pub(crate) packs: Vec<Pack>,
     /// composefs's objects.
     files: Option<Files>,
 }
 
 #[derive(Debug)]
-struct Pack {
-    file: File,
-    backing: Arc<Backing>,
-    index: Index,
+pub(crate) struct Pack {
+    pub file: File,
+    pub backing: Arc<Backing>,
+    pub index: Index,
     /// For each object what is known of it.
-    states: Vec<AtomicU8>,
+    pub states: Vec<AtomicU8>,
+    /// How what is not here is got, if the pack may have holes.
+    pub absent: Option<Absent>,
 }
 
 /// Why an object's bytes cannot be had.
@@ -95,6 +98,46 @@ pub enum Bad {
         /// Why not.
         source: std::io::Error,
     },
+    /// An object that is not here cannot be fetched.
+    #[error("cannot fetch the object {digest} of the pack {pack}: {source}")]
+    Fetch {
+        /// The pack's name.
+        pack: Digest,
+        /// The object.
+        digest: Digest,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// What was fetched is not what the digest says.
+    #[error("the object {digest} of the pack {pack} came damaged, and was not kept")]
+    Received {
+        /// The pack's name.
+        pack: Digest,
+        /// The object.
+        digest: Digest,
+    },
+    /// An object that somebody else was fetching, without success.
+    #[error("the object {digest} of the pack {pack} could not be fetched just now")]
+    Other {
+        /// The pack's name.
+        pack: Digest,
+        /// The object.
+        digest: Digest,
+    },
+    /// What was fetched cannot be kept.
+    #[error("cannot keep what was fetched of the pack {pack}: {source}")]
+    Keep {
+        /// The pack's name.
+        pack: Digest,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// What is kept of a pack is bounded, so it has no lasting place.
+    #[error("what is kept of the pack {pack} is bounded, so its objects have no place that lasts")]
+    Passing {
+        /// The pack's name.
+        pack: Digest,
+    },
     /// They cannot be read.
     #[error("cannot read the object {digest} in the pack {pack}: {source}")]
     Unreadable {
@@ -113,11 +156,24 @@ impl Objects {
     /// # Errors
     /// One is missing, or is not what the image names.
     pub fn open(image: &Image, folder: &Path) -> Result<Self> {
+        Self::open_with(image, folder, None)
+    }
+
+    /// The same; with `missing`, packs that are not here need not be: their indexes are fetched now, their objects when they are
+    /// wanted.
+    ///
+    /// # Errors
+    /// One is missing and cannot be had, or is not what the image names.
+    pub fn open_with(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         if image.is_composefs() {
             return Ok(Self { packs: Vec::new(), files: Some(Files::open(folder)?) });
         }
         let store = Store::open(folder)?;
-        let open = |pack: &crate::image::PackRef| {
+        let common = missing.map(|missing| Common::new(folder, missing));
+        let open = |(number, pack): (usize, &crate::image::PackRef)| {
+            if let Some(common) = common.as_ref().filter(|_| !store.has(pack.name)) {
+                return fetch::open(common, number, pack);
+            }
             let index = store.index(pack.name)?;
             let path = store.pack_path(pack.name);
             let file = File::open(&path).doing("open", &path)?;
@@ -130,16 +186,16 @@ impl Objects {
             }
             let states = index.objects.iter().map(|_| AtomicU8::new(UNKNOWN)).collect();
             let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
-            Ok(Pack { file, backing: Arc::new(Backing::new(fd)), index, states })
+            Ok(Pack { file, backing: Arc::new(Backing::new(fd)), index, states, absent: None })
         };
-        Ok(Self { packs: image.packs().iter().map(open).collect::<Result<_>>()?, files: None })
+        let packs = image.packs().iter().enumerate().map(open).collect::<Result<_>>()?;
+        let objects = Self { packs, files: None };
+        objects.shrink();
+        Ok(objects)
     }
 
-    /// The descriptor that an object's bytes are in, and its offset there, once they are proved.
-    ///
-    /// # Errors
-    /// There is no such object, or its bytes are not the ones it was made of.
-    fn find(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<(&Arc<Backing>, u64), Bad> {
+    /// Which object of a pack begins at a block and is so long.
+    fn at(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<usize, Bad> {
         let pack = &self.packs[pack];
         let name = pack.index.pack;
         let missing = Bad::NoObject { pack: name, block, bytes };
@@ -147,11 +203,63 @@ impl Objects {
             return Err(missing);
         };
         let object = &pack.index.objects[at];
-        if object.bytes != bytes {
-            return Err(missing);
-        }
+        if object.bytes == bytes { Ok(at) } else { Err(missing) }
+    }
+
+    /// The descriptor that an object's bytes are in, and its offset there, once they are proved.
+    ///
+    /// # Errors
+    /// There is no such object, or its bytes are not the ones it was made of.
+    fn find(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<(&Arc<Backing>, u64), Bad> {
+        let at = self.at(pack, block, bytes)?;
+        let pack = &self.packs[pack];
+        pack.lasting()?;
         pack.prove(at)?;
         Ok((&pack.backing, block * BLOCK_BYTES as u64))
+    }
+
+    /// Whether objects may be dropped again, so that their bytes have no place that lasts and are only read.
+    pub(crate) fn are_passing(&self) -> bool {
+        self.packs.iter().any(|pack| pack.lasting().is_err())
+    }
+
+    /// Reads bytes of an object, once all of it is proved. Afterwards others may be dropped.
+    pub(crate) fn read(
+        &self,
+        (pack, block, bytes): (usize, u64, u64),
+        offset: u64,
+        out: &mut [u8],
+    ) -> std::result::Result<(), Bad> {
+        let at = self.at(pack, block, bytes)?;
+        let (number, pack) = (pack, &self.packs[pack]);
+        let limit = pack.absent.as_ref().and_then(|absent| absent.common.limit.as_ref());
+        let held = limit.map(|limit| limit.hold((number, at)));
+        let outcome = pack.prove(at).and_then(|()| {
+            let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest: pack.index.objects[at].digest, source };
+            pack.file.read_exact_at(out, block * BLOCK_BYTES as u64 + offset).map_err(unreadable)
+        });
+        drop(held);
+        self.shrink();
+        outcome
+    }
+
+    /// Drops what is more than may be kept.
+    pub(crate) fn shrink(&self) {
+        let Some(absent) = self.packs.iter().find_map(|pack| pack.absent.as_ref()) else { return };
+        let Some(limit) = &absent.common.limit else { return };
+        limit.shrink(|(number, at)| {
+            if let Err(error) = self.packs[number].forget(at) {
+                tracing::warn!("cannot drop an object from the store: {error}");
+            }
+        });
+    }
+
+    /// Proves every object of every pack.
+    ///
+    /// # Errors
+    /// The first that is damaged.
+    pub fn prove_all(&self) -> std::result::Result<(), Bad> {
+        self.packs.iter().try_for_each(|pack| (0..pack.index.objects.len()).try_for_each(|at| pack.prove(at)))
     }
 
     /// The descriptor that a range of a pack is in, once every object in it is proved.
@@ -160,6 +268,7 @@ impl Objects {
     /// One of them is damaged.
     pub(crate) fn range(&self, pack: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
         let pack = &self.packs[pack];
+        pack.lasting()?;
         let (first, end) = (offset / BLOCK_BYTES as u64, (offset + bytes).div_ceil(BLOCK_BYTES as u64));
         let from = pack.index.objects.partition_point(|object| object.block + object.blocks() <= first);
         let to = pack.index.objects.partition_point(|object| object.block < end);
@@ -189,9 +298,13 @@ impl Objects {
 impl Pack {
     /// Looks once whether an object's bytes are what its digest says, and its last block ends with zeros: with them it is
     /// mapped.
-    fn prove(&self, at: usize) -> std::result::Result<(), Bad> {
+    pub(crate) fn prove(&self, at: usize) -> std::result::Result<(), Bad> {
         let (pack, object) = (self.index.pack, &self.index.objects[at]);
-        let state = match self.states[at].load(Ordering::Acquire) {
+        let state = match (self.states[at].load(Ordering::Acquire), &self.absent) {
+            (UNKNOWN, Some(absent)) => return self.obtain(absent, at),
+            (state, _) => state,
+        };
+        let state = match state {
             UNKNOWN => {
                 let sound = self.is_sound(object);
                 let sound = sound.map_err(|source| Bad::Unreadable { pack, digest: object.digest, source })?;
@@ -204,7 +317,14 @@ impl Pack {
         if state == SOUND { Ok(()) } else { Err(Bad::Damaged { pack, digest: object.digest }) }
     }
 
-    fn is_sound(&self, object: &Object) -> std::io::Result<bool> {
+    fn lasting(&self) -> std::result::Result<(), Bad> {
+        match &self.absent {
+            Some(absent) if absent.common.limit.is_some() => Err(Bad::Passing { pack: self.index.pack }),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn is_sound(&self, object: &Object) -> std::io::Result<bool> {
         let start = object.block * BLOCK_BYTES as u64;
         let past = object.blocks() * BLOCK_BYTES as u64 - object.bytes;
         let mut padding = vec![0; usize::try_from(past).unwrap_or_default()];
