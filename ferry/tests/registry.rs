@@ -78,11 +78,15 @@ impl Place {
         assert_eq!(fs::read(&image).unwrap(), fs::read(self.at("image")).unwrap());
         assert_eq!(text(self.command("verify", store).arg(&image)), "clean\n");
         let names = |store: &str| {
-            let mut names: Vec<_> = fs::read_dir(self.at(store).join("packs")).unwrap().map(|e| e.unwrap().file_name()).collect();
+            let mut names: Vec<_> =
+                fs::read_dir(self.at(store).join("packs")).unwrap().map(|e| e.unwrap().file_name()).collect();
             names.sort();
             names
         };
-        let unfinished: Vec<_> = names(store).into_iter().filter(|name| name.to_str().is_none_or(|name| name.contains(".part") || name.starts_with('.'))).collect();
+        let unfinished: Vec<_> = names(store)
+            .into_iter()
+            .filter(|name| name.to_str().is_none_or(|name| name.contains(".part") || name.starts_with('.')))
+            .collect();
         assert!(unfinished.is_empty(), "{unfinished:?}");
     }
 
@@ -182,7 +186,8 @@ fn there_and_back(kind: Kind) {
     assert_eq!((number(&again, "new_bytes"), number(&again, "requests")), (0, 1), "{again}");
 
     // By the manifest's own name, and another digest than the image has.
-    let exact = target.reference.replace(":12", &format!("@{}", pushed["manifest"].as_str().unwrap()));
+    let name = target.reference.strip_suffix(":12").unwrap();
+    let exact = format!("{name}@{}", pushed["manifest"].as_str().unwrap());
     let mut line = place.command("pull", "exact");
     json(target.set(&mut line).arg(exact).arg("-o").arg(place.at("exact.img")).arg("--json"));
     place.is_same("exact");
@@ -191,7 +196,10 @@ fn there_and_back(kind: Kind) {
     assert!(said.contains(&format!("the image has the digest {digest}, not {other}")), "{said}");
     assert!(!place.at("other.img").exists());
     let mut line = place.command("pull", "none");
-    let said = refused(1, target.set(&mut line).arg(target.reference.replace("base", "none")).arg("-o").arg(place.at("none.img")));
+    let said = refused(
+        1,
+        target.set(&mut line).arg(target.reference.replace("base", "none")).arg("-o").arg(place.at("none.img")),
+    );
     assert!(said.contains("there is no image") && !place.at("none.img").exists(), "{said}");
 }
 
@@ -223,7 +231,14 @@ fn what_is_here_is_not_fetched(kind: Kind) {
     // A store with the same files in packs of its own has but one byte more to fetch.
     let mut line = ferry();
     fs::write(place.at("tree/one"), [7; 8192]).unwrap();
-    text(line.args(["image", "build"]).arg(place.at("tree")).arg("-o").arg(place.at("own.img")).arg("--store").arg(place.at("own")));
+    text(
+        line.args(["image", "build"])
+            .arg(place.at("tree"))
+            .arg("-o")
+            .arg(place.at("own.img"))
+            .arg("--store")
+            .arg(place.at("own")),
+    );
     fs::write(place.at("tree/two"), [8; 8192]).unwrap();
     place.build();
     json(&mut place.push(&target));
@@ -289,7 +304,8 @@ fn a_pull_that_is_killed_is_gone_on_with() {
     let mut guard = child.lock().unwrap();
     // The proxy waits for us to know whom to kill.
     target.proxy.die_after(6 << 20, move || _ = victim.lock().unwrap().as_mut().unwrap().kill());
-    *guard = Some(place.pull(&target, "copy").args(["--jobs", "1"]).stdout(std::process::Stdio::null()).spawn().unwrap());
+    *guard =
+        Some(place.pull(&target, "copy").args(["--jobs", "1"]).stdout(std::process::Stdio::null()).spawn().unwrap());
     drop(guard);
     until("its end", || child.lock().unwrap().as_mut().unwrap().try_wait().unwrap().is_some());
     assert!(!place.at("copy.img").exists());
@@ -306,8 +322,9 @@ fn who_may_not_is_told_so() {
     let place = Place::new();
     place.build();
     if let Some(target) = Target::start(Kind::S3, &place.at("s3")) {
-        let said = refused(1, place.push(&target).env("AWS_SECRET_ACCESS_KEY", "wrong"));
-        assert!(said.contains("answers 403") && !said.contains("wrong") && !said.contains("Signature="), "{said}");
+        // s3rver looks at who it is, and does not check signatures of this kind.
+        let said = refused(1, place.push(&target).env("AWS_ACCESS_KEY_ID", "nobody"));
+        assert!(said.contains("answers 403") && !said.contains(S3_SECRET) && !said.contains("Signature="), "{said}");
         let said = refused(1, place.push(&target).env_remove("AWS_SECRET_ACCESS_KEY"));
         assert!(said.contains("give both or none"), "{said}");
     }
@@ -333,7 +350,7 @@ fn who_may_not_is_told_so() {
     };
     write("me:other");
     let said = refused(1, &mut push(Some(&file)));
-    assert!(said.contains("answers 401") && !said.contains("other"), "{said}");
+    assert!(said.contains("answers 401") && !said.contains("me:other"), "{said}");
     write(USER);
     text(&mut push(Some(&file)));
 }
@@ -389,7 +406,8 @@ fn mounts_before_it_is_here(kind: Kind) {
     let pid = mounted.mounted_by(&mut mount(&[]));
     let packs = place.at("lazy/packs");
     until("all of it", || {
-        let names: Vec<_> = fs::read_dir(&packs).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        let names: Vec<_> =
+            fs::read_dir(&packs).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         names.iter().any(|name| name.ends_with(".index")) && !names.iter().any(|name| name.contains(".part"))
     });
     target.proxy.cut();

@@ -45,7 +45,8 @@ pub(crate) fn basic(host: &str) -> Result<Option<String>> {
         // What serde says could quote a password.
         let config: Config = serde_json::from_slice(&text)
             .map_err(|error| wrong(format!("no JSON as podman writes it, line {}", error.line())))?;
-        let hosts = [host.to_owned(), format!("https://{host}"), format!("https://{host}/v1/"), format!("https://{host}/v2/")];
+        let hosts =
+            [host.to_owned(), format!("https://{host}"), format!("https://{host}/v1/"), format!("https://{host}/v2/")];
         let auth = hosts.iter().find_map(|host| config.auths.get(host)).and_then(|entry| entry.auth.clone());
         if let Some(auth) = auth.filter(|auth| !auth.is_empty()) {
             let plain = STANDARD.decode(&auth).ok().and_then(|bytes| String::from_utf8(bytes).ok());

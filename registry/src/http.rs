@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use ureq::http::{HeaderMap, Method, Response, header};
-use ureq::tls::{RootCerts, TlsConfig};
+use ureq::tls::{Certificate, RootCerts, TlsConfig};
 use ureq::{Agent, Body, SendBody};
 use url::{Host, Url};
 
@@ -117,11 +117,28 @@ pub(crate) fn is_loopback(url: &Url) -> bool {
     }
 }
 
+/// Whether a server may send us on there.
+pub(crate) fn follow(from: &Url, to: &Url) -> Result<()> {
+    let refused = |reason| Err(Error::Redirect { from: shown(from), to: shown(to), reason });
+    if from.scheme() == "https" && to.scheme() != "https" {
+        return refused("that would be without encryption");
+    }
+    if is_loopback(to) && !is_loopback(from) {
+        return refused("that is this machine");
+    }
+    Ok(())
+}
+
 impl Client {
     /// Trusts who the host trusts (`SSL_CERT_FILE` names others).
     pub fn new(options: Options) -> Self {
+        let found = rustls_native_certs::load_native_certs();
+        for error in found.errors {
+            tracing::debug!("a certificate of this host cannot be used: {error}");
+        }
+        let trusted: Vec<_> = found.certs.iter().map(|one| Certificate::from_der(one).to_owned()).collect();
         let tls = TlsConfig::builder()
-            .root_certs(RootCerts::PlatformVerifier)
+            .root_certs(RootCerts::new_with_certs(&trusted))
             .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .build();
         let agent = Agent::config_builder()
@@ -148,7 +165,11 @@ impl Client {
     /// What was asked so far.
     pub fn counts(&self) -> Counts {
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        Counts { requests: of(&self.requests), received_bytes: of(&self.received_bytes), sent_bytes: of(&self.sent_bytes) }
+        Counts {
+            requests: of(&self.requests),
+            received_bytes: of(&self.received_bytes),
+            sent_bytes: of(&self.sent_bytes),
+        }
     }
 
     pub(crate) fn allows_plain(&self) -> bool {
@@ -178,13 +199,7 @@ impl Client {
                 url: shown(&request.url),
                 reason: "the server sends on without saying where to".into(),
             })?;
-            let refused = |reason| Error::Redirect { from: shown(&request.url), to: shown(&to), reason };
-            if request.url.scheme() == "https" && to.scheme() != "https" {
-                return Err(refused("that would be without encryption"));
-            }
-            if is_loopback(&to) && !is_loopback(&request.url) {
-                return Err(refused("that is this machine"));
-            }
+            follow(&request.url, &to)?;
             if to.origin() != request.url.origin() {
                 // What we are known by here is nobody else's business.
                 request.headers.retain(|(name, _)| *name != header::AUTHORIZATION);
@@ -200,8 +215,7 @@ impl Client {
         let failed = |why: ureq::Error| Error::Transport { url: url.clone(), why: Box::new(why) };
         let sent = request.body.as_ref().map_or(0, |(_, bytes)| *bytes);
         let time = self.options.patience + Duration::from_secs((request.bytes + sent) / SPEED_MIN);
-        let mut builder =
-            ureq::http::Request::builder().method(request.method.clone()).uri(request.url.as_str());
+        let mut builder = ureq::http::Request::builder().method(request.method.clone()).uri(request.url.as_str());
         for (name, value) in &request.headers {
             builder = builder.header(name, value);
         }
@@ -359,12 +373,29 @@ mod tests {
         for text in ["https://a.example/", "http://localhost:1/", "http://127.9.9.9/", "http://[::1]:8/"] {
             careful.permit(&url(text)).unwrap();
         }
-        for text in ["http://a.example/", "http://localhost.a.example/", "http://127.0.0.1.a.example/", "http://10.0.0.1/"] {
+        for text in
+            ["http://a.example/", "http://localhost.a.example/", "http://127.0.0.1.a.example/", "http://10.0.0.1/"]
+        {
             let said = careful.permit(&url(text)).unwrap_err().to_string();
             assert!(said.contains("--plain-http"), "{said}");
             bold.permit(&url(text)).unwrap();
         }
         bold.permit(&url("file:///etc/passwd")).unwrap_err();
+    }
+
+    #[test]
+    fn nobody_sends_us_to_this_machine_or_out_of_the_dark() {
+        let url = |text: &str| text.parse::<Url>().unwrap();
+        for (from, to, allowed) in [
+            ("https://a.example/", "https://b.example/", true),
+            ("https://a.example/", "http://a.example/", false),
+            ("http://a.example/", "https://a.example/", true),
+            ("http://a.example/", "http://127.0.0.1/", false),
+            ("https://a.example/", "https://[::1]/", false),
+            ("http://localhost:1/", "http://127.0.0.1:2/", true),
+        ] {
+            assert_eq!(follow(&url(from), &url(to)).is_ok(), allowed, "{from} {to}");
+        }
     }
 
     #[test]

@@ -215,7 +215,10 @@ mod tests {
         let bytes = manifest.write(&[pack]);
         assert_eq!(Manifest::read(&bytes).unwrap(), manifest);
         let document: Value = serde_json::from_slice(&bytes).unwrap();
-        assert_eq!(document["config"]["digest"], "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a");
+        assert_eq!(
+            document["config"]["digest"],
+            "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+        );
     }
 
     #[test]
@@ -255,7 +258,13 @@ mod tests {
         assert!(bad(&|m| m["layers"][2]["size"] = json!(u64::MAX)).contains("a part of"));
         assert!(bad(&|m| _ = m["layers"].as_array_mut().unwrap().remove(1)).contains("no index"));
         for twice in [0, 1] {
-            assert!(bad(&|m| { let again = m["layers"][twice].clone(); m["layers"].as_array_mut().unwrap().push(again); }).contains("two"));
+            assert!(
+                bad(&|m| {
+                    let again = m["layers"][twice].clone();
+                    m["layers"].as_array_mut().unwrap().push(again);
+                })
+                .contains("two")
+            );
         }
     }
 }

@@ -14,7 +14,7 @@ use url::Url;
 
 use crate::credentials;
 use crate::error::{Error, Result};
-use crate::http::{Answer, Client, Request, shown};
+use crate::http::{Answer, Client, Request, follow, shown};
 use crate::manifest::{Blob, MANIFEST_BYTES_MAX, MANIFEST_TYPE, cut};
 use crate::reference::Version;
 
@@ -68,7 +68,12 @@ impl Oci {
     }
 
     /// Sends a request, and once more if the server wants to know who asks.
-    fn send<'a>(&self, client: &'a Client, make: &mut dyn FnMut() -> Result<RequestParts>, body: &mut Option<Content<'_>>) -> Result<Answer<'a>> {
+    fn send<'a>(
+        &self,
+        client: &'a Client,
+        make: &mut dyn FnMut() -> Result<RequestParts>,
+        body: &mut Option<Content<'_>>,
+    ) -> Result<Answer<'a>> {
         let known = self.authorization().clone();
         let answer = self.attempt(client, make()?, known.as_deref(), body)?;
         if answer.status() != 401 {
@@ -84,7 +89,13 @@ impl Oci {
         self.attempt(client, make()?, Some(&fresh), body)
     }
 
-    fn attempt<'a>(&self, client: &'a Client, parts: RequestParts, known: Option<&str>, body: &mut Option<Content<'_>>) -> Result<Answer<'a>> {
+    fn attempt<'a>(
+        &self,
+        client: &'a Client,
+        parts: RequestParts,
+        known: Option<&str>,
+        body: &mut Option<Content<'_>>,
+    ) -> Result<Answer<'a>> {
         let mut request = Request::new(parts.method, parts.url);
         request.headers = parts.headers;
         request.bytes = parts.bytes;
@@ -110,13 +121,7 @@ impl Oci {
         }
         let fields = fields(rest);
         let Some(mut realm) = fields.get("realm").and_then(|realm| Url::parse(realm).ok()) else { return Ok(None) };
-        if self.base.scheme() == "https" && realm.scheme() != "https" {
-            let reason = "passwords and tokens do not go there without encryption";
-            return Err(Error::Redirect { from: shown(&self.base), to: shown(&realm), reason });
-        }
-        if crate::http::is_loopback(&realm) && !crate::http::is_loopback(&self.base) {
-            return Err(Error::Redirect { from: shown(&self.base), to: shown(&realm), reason: "that is this machine" });
-        }
+        follow(&self.base, &realm)?;
         for key in ["service", "scope"] {
             if let Some(value) = fields.get(key) {
                 realm.query_pairs_mut().append_pair(key, value);
@@ -180,10 +185,7 @@ impl Oci {
         }
         let to = answer.header(header::LOCATION).and_then(|to| answer.url.join(to).ok());
         let mut to = to.ok_or_else(|| answer.nonsense("the server does not say where to upload to"))?;
-        if self.base.scheme() == "https" && to.scheme() != "https" {
-            let reason = "that would be without encryption";
-            return Err(Error::Redirect { from: shown(&self.base), to: shown(&to), reason });
-        }
+        follow(&self.base, &to)?;
         // Its body has to be read before the connection is used again.
         answer.all(MANIFEST_BYTES_MAX)?;
         to.query_pairs_mut().append_pair("digest", &format!("sha256:{}", blob.sha256));

@@ -75,12 +75,16 @@ impl FromStr for Reference {
                     _ => (None, rest),
                 };
                 let (host, rest) = rest.split_once('/').ok_or_else(|| wrong("it has no name behind the host"))?;
-                if host.is_empty() || !host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-:[]_".contains(&byte)) {
+                if host.is_empty()
+                    || !host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-:[]_".contains(&byte))
+                {
                     return Err(wrong("its host is none"));
                 }
                 let (name, version) = version(rest).map_err(wrong)?;
                 if name.len() + host.len() > NAME_BYTES_MAX || !name.split('/').all(is_component) {
-                    return Err(wrong("a name has small letters, digits and single . _ - between them, in parts that / divides"));
+                    return Err(wrong(
+                        "a name has small letters, digits and single . _ - between them, in parts that / divides",
+                    ));
                 }
                 Ok(Self { place: Place::Oci { scheme, host: host.into(), name: name.into() }, version })
             }
@@ -151,9 +155,34 @@ mod tests {
     fn what_is_no_reference_is_refused_in_one_sentence() {
         let long = format!("oci:h/{}", "a".repeat(300));
         for text in [
-            "", "oci", "oci:", "oci:host", "oci:host/", "oci:/a", "oci:h/A", "oci:h/a//b", "oci:h/a/../b", "oci:h/.a", "oci:h/a..b",
-            "oci:h/a:", "oci:h/a:-x", "oci:h/a@sha256:00", "oci:h/a@md5:00", "oci:h?x/a", "oci:u@h/a", "oci:h/a b", "s3:b", "s3:b/",
-            "s3:/a", "s3:b/../a", "s3:b/a?x", "s3:b/a/", "ftp:h/a", "oci:h/a:x y", "oci:h/é", &long,
+            "",
+            "oci",
+            "oci:",
+            "oci:host",
+            "oci:host/",
+            "oci:/a",
+            "oci:h/A",
+            "oci:h/a//b",
+            "oci:h/a/../b",
+            "oci:h/.a",
+            "oci:h/a..b",
+            "oci:h/a:",
+            "oci:h/a:-x",
+            "oci:h/a@sha256:00",
+            "oci:h/a@md5:00",
+            "oci:h?x/a",
+            "oci:u@h/a",
+            "oci:h/a b",
+            "s3:b",
+            "s3:b/",
+            "s3:/a",
+            "s3:b/../a",
+            "s3:b/a?x",
+            "s3:b/a/",
+            "ftp:h/a",
+            "oci:h/a:x y",
+            "oci:h/é",
+            &long,
         ] {
             let said = text.parse::<Reference>().unwrap_err().to_string();
             assert!(said.contains("is no place of an image") && said.lines().count() == 1, "{text}: {said}");

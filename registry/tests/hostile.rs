@@ -133,7 +133,9 @@ fn packs_that_the_manifest_does_not_have_are_missed() {
 fn answers_without_an_end_are_left() {
     let place = Place::new();
     let endless = |_: &common::Request, reply: Reply| Reply { way: Way::Endless, ..reply };
-    place.fake.fault(move |request, reply| if request.is_manifest() { endless(request, Reply::of(200, "")) } else { reply });
+    place
+        .fake
+        .fault(move |request, reply| if request.is_manifest() { endless(request, Reply::of(200, "")) } else { reply });
     assert!(place.refused("copy").contains("more than 4194304 bytes"));
     // What is beyond the range is not read: the right bytes come first, and again.
     place.fake.fault(move |request, reply| if request.is_blob() { endless(request, reply) } else { reply });
@@ -271,9 +273,11 @@ fn what_passes_is_tried_again_and_what_does_not_is_not() {
     }
     // An answer that goes on where the last one broke off is one answer.
     let part = place.part();
-    place.fake.fault(move |request, reply| {
-        if request.path.ends_with(&part) { Reply { way: Way::Cut(1_100_000), ..reply } } else { reply }
-    });
+    place.fake.fault(
+        move |request, reply| {
+            if request.path.ends_with(&part) { Reply { way: Way::Cut(1_100_000), ..reply } } else { reply }
+        },
+    );
     place.pull_with(&place.fake.remote(), "slow", &options).unwrap();
     place.is_whole("slow");
 }
@@ -308,11 +312,15 @@ fn tokens_that_are_none_and_realms_elsewhere_are_refused() {
         let error = place.refused("copy");
         assert!(error.contains(said), "{error}");
     }
-    for challenge in ["", "Bearer", "Bearer realm=\"nowhere\"", "Digest realm=\"x\"", "Basic realm=\"x\"", "Bearer ====\"\"\","] {
+    for challenge in
+        ["", "Bearer", "Bearer realm=\"nowhere\"", "Digest realm=\"x\"", "Basic realm=\"x\"", "Bearer ====\"\"\","]
+    {
         place.fake.fault(move |_, _| Reply::of(401, "").with("www-authenticate", challenge));
         assert!(place.refused("copy").contains("answers 401"), "{challenge}");
     }
-    place.fake.fault(|_, _| Reply::of(401, "").with("www-authenticate", "Bearer realm=\"http://registry.invalid/token\""));
+    place
+        .fake
+        .fault(|_, _| Reply::of(401, "").with("www-authenticate", "Bearer realm=\"http://registry.invalid/token\""));
     assert!(place.refused("copy").contains("--plain-http"));
     // A token that is not taken is not asked for over and over.
     place.fake.requests();

@@ -179,7 +179,9 @@ mod with {
                 "new_bytes": fetched_bytes, "requests": requests, "received_bytes": received_bytes});
             return print(&format!("{answer}\n"));
         }
-        eprintln!("ferry: {fetched_bytes} bytes of files were not here before; {requests} requests, {received_bytes} bytes");
+        eprintln!(
+            "ferry: {fetched_bytes} bytes of files were not here before; {requests} requests, {received_bytes} bytes"
+        );
         print(&format!("{digest}\n"))
     }
 

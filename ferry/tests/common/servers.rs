@@ -36,7 +36,11 @@ impl Program {
     /// Starts it and waits for the line with the address.
     fn start(command: &mut Command, is_stderr: bool) -> Self {
         command.stdin(Stdio::null());
-        if is_stderr { command.stderr(Stdio::piped()).stdout(Stdio::null()) } else { command.stdout(Stdio::piped()).stderr(Stdio::null()) };
+        if is_stderr {
+            command.stderr(Stdio::piped()).stdout(Stdio::null())
+        } else {
+            command.stdout(Stdio::piped()).stderr(Stdio::null())
+        };
         let mut child = command.spawn().unwrap();
         let out: Box<dyn Read + Send> =
             if is_stderr { Box::new(child.stderr.take().unwrap()) } else { Box::new(child.stdout.take().unwrap()) };
@@ -94,7 +98,7 @@ pub fn registry(folder: &Path, user: bool) -> Option<Program> {
     Some(Program::start(Command::new(program).arg("serve").arg(file), true))
 }
 
-/// The package s3rver, which checks signatures, installed into the cache at first use.
+/// The package s3rver, which checks who asks, installed into the cache at first use.
 pub fn s3(folder: &Path) -> Option<Program> {
     let home = cache().join("s3rver");
     let program = home.join("node_modules/s3rver/bin/s3rver.js");
@@ -106,7 +110,8 @@ pub fn s3(folder: &Path) -> Option<Program> {
         for file in ["package.json", "package-lock.json"] {
             fs::copy(source.join(file), home.join(file)).unwrap();
         }
-        let npm = Command::new("npm").args(["ci", "--no-audit", "--no-fund", "--ignore-scripts"]).current_dir(&home).output();
+        let npm =
+            Command::new("npm").args(["ci", "--no-audit", "--no-fund", "--ignore-scripts"]).current_dir(&home).output();
         match npm {
             Ok(output) if output.status.success() => drop(File::create(home.join("complete")).unwrap()),
             Ok(output) => {

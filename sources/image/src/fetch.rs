@@ -10,36 +10,30 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs::File;
+use std::io;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 
-use ferry_vfs::Backing;
-use rustix::fs::{FlockOperation, SeekFrom};
+use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use crate::erofs::BLOCK_BYTES;
-use crate::error::{Doing, Error, Result};
-use crate::image::PackRef;
-use crate::limit::Limit;
+use crate::error::Result;
+use crate::limit::{Hold, Limit};
 use crate::objects::{Bad, Objects, Pack, SOUND, UNKNOWN};
 use crate::parallel;
+use crate::part;
 use crate::receive::Receiver;
-use crate::store::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX, Places, Store};
+use crate::store::{self, Places, Store};
 use crate::verity::Digest;
 
 /// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
 const RUN_BYTES_MAX: u64 = 4 << 20;
-/// The largest index that is fetched: six million objects. Memory is to be bounded.
-const INDEX_BYTES_MAX: u64 = 256 << 20;
-/// How often a file may be renamed under our hands while it is opened.
-const OPEN_TRIES_MAX: usize = 8;
 
 /// What takes bytes as they come. With an error it wants no more.
 pub type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
@@ -144,6 +138,8 @@ struct Claim<'a> {
     absent: &'a Absent,
     flight: Arc<Flight>,
     objects: Vec<usize>,
+    /// With a limit, nobody drops what is being looked at or written.
+    _holds: Vec<Hold<'a>>,
 }
 
 impl Drop for Claim<'_> {
@@ -183,7 +179,8 @@ impl Pack {
                     // Whoever was at it has said why in the log; all who waited share its fate instead of asking again, each in turn.
                     return Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest });
                 }
-                let claim = self.claim(absent, &mut flights, at..self.index.objects.len(), absent.common.missing.ahead_bytes);
+                let claim =
+                    self.claim(absent, &mut flights, at..self.index.objects.len(), absent.common.missing.ahead_bytes);
                 drop(flights);
                 let outcome = self.get(absent, &claim);
                 return if self.is_here(at) { Ok(()) } else { outcome.and_then(|()| self.lost(at)) };
@@ -218,7 +215,9 @@ impl Pack {
             flights.insert(at, Arc::clone(&flight));
             objects.push(at);
         }
-        Claim { absent, flight, objects }
+        let hold = |limit: &'a Arc<Limit>| objects.iter().map(|at| limit.hold((absent.number, *at))).collect();
+        let holds = absent.common.limit.as_ref().map(hold).unwrap_or_default();
+        Claim { absent, flight, objects, _holds: holds }
     }
 
     /// Gets what was claimed: what is in the file already, what other packs have, and what has to be fetched.
@@ -243,8 +242,8 @@ impl Pack {
         let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
         let from = first.block * BLOCK_BYTES as u64;
         let range = from..last.block * BLOCK_BYTES as u64 + last.bytes;
-        let bytes = range.end - range.start;
         let mut kept = |at: usize| {
+            absent.common.fetched_bytes.fetch_add(self.index.objects[at].bytes, Ordering::Relaxed);
             self.keep(absent, at);
             claim.flight.tell(false);
         };
@@ -263,9 +262,9 @@ impl Pack {
                 let source = io::ErrorKind::UnexpectedEof.into();
                 Err(Bad::Fetch { pack: self.index.pack, digest: receiver.current(), source })
             }
-            (None, Ok(())) => Ok(absent.common.fetched_bytes.fetch_add(bytes, Ordering::Relaxed)),
+            (None, Ok(())) => Ok(()),
         };
-        outcome.map(drop).inspect_err(|bad| tracing::debug!("{bad}"))
+        outcome.inspect_err(|bad| tracing::debug!("{bad}"))
     }
 
     /// Notes that an object is here and proved.
@@ -273,9 +272,11 @@ impl Pack {
         let state = &self.states[at];
         match &absent.common.limit {
             None => state.store(SOUND, Ordering::Release),
-            Some(limit) => limit.keep((absent.number, at), self.index.objects[at].blocks() * BLOCK_BYTES as u64, || {
-                state.store(SOUND, Ordering::Release);
-            }),
+            Some(limit) => {
+                limit.keep((absent.number, at), self.index.objects[at].blocks() * BLOCK_BYTES as u64, || {
+                    state.store(SOUND, Ordering::Release);
+                })
+            }
         }
     }
 
@@ -366,91 +367,6 @@ fn copy(from: &File, mut at: u64, to: &File, mut place: u64, mut bytes: u64) -> 
     Ok(())
 }
 
-/// Opens a pack that the store has not got, or has got a part of.
-pub(crate) fn open(common: &Arc<Common>, number: usize, wanted: &PackRef) -> Result<Pack> {
-    let pack = wanted.name;
-    let folder = store::packs_folder(&common.store);
-    let index = index(common, wanted)?;
-    let path = folder.join(format!("{pack}{PART_SUFFIX}"));
-    let flawed = |reason: &str| Error::Pack { store: common.store.clone(), pack, reason: reason.into() };
-    if index.blocks != wanted.blocks {
-        return Err(flawed(&format!("its index tells of {} blocks, the image of {}", index.blocks, wanted.blocks)));
-    }
-    let file = lock_part(&path, common.limit.is_some())?.ok_or_else(|| {
-        flawed("another ferry uses what is here of it, with or without a limit (--cache-size): wait for its end")
-    })?;
-    // Holes: what the index claims takes no room.
-    file.set_len(wanted.blocks * BLOCK_BYTES as u64).doing("write to", &path)?;
-    if let Some(limit) = &common.limit {
-        adopt(&file, &index, number, limit).doing("look at", &path)?;
-    }
-    let states = index.objects.iter().map(|_| AtomicU8::new(UNKNOWN)).collect();
-    let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
-    Ok(Pack { file, backing: Arc::new(Backing::new(fd)), index, states, absent: Some(Absent::new(common, number)) })
-}
-
-/// Counts what is here already of a pack that is bounded.
-fn adopt(file: &File, index: &Index, number: usize, limit: &Limit) -> io::Result<()> {
-    let mut at = 0;
-    loop {
-        let from = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            Ok(from) => from,
-            Err(Errno::NXIO) => return Ok(()),
-            Err(error) => return Err(error.into()),
-        };
-        let to = rustix::fs::seek(file, SeekFrom::Hole(from))?;
-        let (first, end) = (from / BLOCK_BYTES as u64, to.div_ceil(BLOCK_BYTES as u64));
-        let objects = &index.objects;
-        let begin = objects.partition_point(|object| object.block + object.blocks() <= first);
-        let end = objects.partition_point(|object| object.block < end);
-        for (number_in, object) in objects.iter().enumerate().take(end).skip(begin) {
-            limit.keep((number, number_in), object.blocks() * BLOCK_BYTES as u64, || {});
-        }
-        at = to;
-    }
-}
-
-/// The index of a pack, from the store or fetched, proved.
-fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
-    let pack = wanted.name;
-    let path = store::packs_folder(&common.store).join(format!("{pack}{PART_SUFFIX}{INDEX_SUFFIX}"));
-    if let Ok(bytes) = fs::read(&path)
-        && let Ok(index) = Index::of(&common.store, pack, &bytes)
-    {
-        return Ok(index);
-    }
-    // Each object has a block at least.
-    let bytes_max = wanted.blocks.saturating_mul(store::RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
-    let fetched = common.missing.from.index(pack, bytes_max);
-    let bytes = fetched.map_err(|source| Error::Fetch { what: format!("the index of the pack {pack}"), source })?;
-    let index = Index::of(&common.store, pack, &bytes)?;
-    let mut new = New::begin(store::folder_of(&path))?;
-    new.file.write_all(&bytes).doing("write to", &*new.path)?;
-    new.keep(&path)?;
-    Ok(index)
-}
-
-/// Opens the part of a pack that is here: alone if it has a limit, for then objects go away under others' hands. `None` if another
-/// process has it so, or we would want it so.
-fn lock_part(path: &Path, alone: bool) -> Result<Option<File>> {
-    for _ in 0..OPEN_TRIES_MAX {
-        let file = File::options().read(true).write(true).create(true).truncate(false).open(path).doing("open", path)?;
-        let lock =
-            if alone { FlockOperation::NonBlockingLockExclusive } else { FlockOperation::NonBlockingLockShared };
-        match rustix::fs::flock(&file, lock) {
-            Err(Errno::WOULDBLOCK) => return Ok(None),
-            outcome => outcome.doing("lock", path)?,
-        }
-        // It may have become a whole pack in between, or have been removed.
-        let same = |found: fs::Metadata, ours: fs::Metadata| (found.dev(), found.ino()) == (ours.dev(), ours.ino());
-        let ours = file.metadata().doing("look at", path)?;
-        if fs::metadata(path).is_ok_and(|found| same(found, ours)) {
-            return Ok(Some(file));
-        }
-    }
-    Ok(None)
-}
-
 /// What [`Objects::fetch_all`] tells: bytes that are here, and bytes in all.
 pub type Fetched<'a> = dyn Fn(u64, u64) + Sync + 'a;
 
@@ -460,21 +376,21 @@ impl Objects {
     ///
     /// # Errors
     /// The first thing that could not be had; what was had before stays.
-    pub fn fetch_all(
-        &self,
-        jobs: usize,
-        stop: &AtomicBool,
-        progress: &Fetched<'_>,
-    ) -> std::result::Result<(), Bad> {
+    pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> std::result::Result<(), Bad> {
         let absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((pack, pack.absent.as_ref()?))).collect();
         let all = absent.iter().flat_map(|(pack, _)| &pack.index.objects).map(|object| object.bytes).sum();
         let cursor = Mutex::new((0, 0));
         let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
-        let is_full = || absent.first().and_then(|(_, absent)| absent.common.limit.as_ref()).is_some_and(|limit| limit.is_full());
+        let limit = absent.first().and_then(|(_, absent)| absent.common.limit.as_ref());
         let work = || {
-            while !stop.load(Ordering::Relaxed) && lock(&failed).is_none() && !is_full() {
+            while !stop.load(Ordering::Relaxed) && lock(&failed).is_none() {
                 let Some((number, range)) = next(&absent, &mut lock(&cursor)) else { return };
                 let (pack, absent) = absent[number];
+                // What does not fit would push out what was read.
+                let room = pack.index.objects[range.clone()].iter().map(|object| object.blocks() * BLOCK_BYTES as u64);
+                if limit.is_some_and(|limit| !limit.has_room(room.sum())) {
+                    return;
+                }
                 let mut at = range.start;
                 while at < range.end {
                     let claim = pack.claim(absent, &mut absent.flights(), at..range.end, RUN_BYTES_MAX);
@@ -495,7 +411,7 @@ impl Objects {
             return Err(bad);
         }
         self.shrink();
-        if stop.load(Ordering::Relaxed) || is_full() {
+        if stop.load(Ordering::Relaxed) || limit.is_some() {
             return Ok(());
         }
         // What others were fetching, too.
@@ -510,7 +426,7 @@ impl Objects {
         for pack in &self.packs {
             let Some(absent) = pack.absent.as_ref().filter(|absent| absent.common.limit.is_none()) else { continue };
             if (0..pack.index.objects.len()).all(|at| pack.is_here(at)) {
-                complete(pack, &absent.common.store)?;
+                part::complete(pack, &absent.common.store)?;
             }
         }
         Ok(())
@@ -543,26 +459,5 @@ fn next(packs: &[(&Pack, &Absent)], cursor: &mut (usize, usize)) -> Option<(usiz
         }
         *cursor = (number, to);
         return Some((number, from..to));
-    }
-}
-
-/// As a build ends: durable first, the index last. Another process may have done it before us.
-fn complete(pack: &Pack, store: &Path) -> Result<()> {
-    let folder = store::packs_folder(store);
-    let name = folder.join(pack.index.pack.to_string());
-    let part = folder.join(format!("{}{PART_SUFFIX}", pack.index.pack));
-    pack.file.sync_all().doing("sync", &part)?;
-    pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
-    match fs::rename(&part, &name) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && name.exists() => {}
-        outcome => outcome.doing("make", &name)?,
-    }
-    let mut index = New::begin(&folder)?;
-    index.file.write_all(&pack.index.to_bytes()).doing("write to", &*index.path)?;
-    index.keep(&folder.join(format!("{}{INDEX_SUFFIX}", pack.index.pack)))?;
-    let rest = folder.join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.index.pack));
-    match fs::remove_file(&rest) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).doing("remove", &rest),
-        _ => Ok(()),
     }
 }

@@ -90,7 +90,9 @@ impl Sole {
         collected.young =
             young.iter().filter(|pack| indexes.contains(pack) && !needed.contains(pack)).copied().collect();
         let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
-        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) | Kind::Part(pack) if spared(pack)));
+        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)));
+        // What is left of fetching a pack that is whole goes.
+        old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if spared(pack) && !indexes.contains(pack)));
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
         for (kind, path, bytes) in old {

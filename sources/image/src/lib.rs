@@ -32,6 +32,7 @@ mod image;
 mod limit;
 mod objects;
 mod parallel;
+mod part;
 mod receive;
 mod scan;
 mod sink;

@@ -44,9 +44,9 @@ impl Limit {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether one more object would push another one out.
-    pub(crate) fn is_full(&self) -> bool {
-        self.lock().bytes >= self.bytes_max
+    /// Whether so many bytes more push nothing out.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        self.lock().bytes.saturating_add(bytes) <= self.bytes_max
     }
 
     /// Counts an object, and has `then` done before anybody can drop it.
@@ -117,7 +117,7 @@ mod tests {
         let limit = Limit::new(30);
         (0..3).for_each(|object| limit.keep((0, object), 10, || {}));
         assert_eq!(shrunk(&limit), []);
-        assert!(limit.is_full());
+        assert!(!limit.has_room(1) && limit.has_room(0));
         drop(limit.hold((0, 0)));
         limit.keep((0, 3), 10, || {});
         assert_eq!(shrunk(&limit), [1]);

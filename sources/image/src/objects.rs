@@ -12,9 +12,10 @@ use ferry_vfs::{Backing, Extent};
 use crate::composefs::objects::Files;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
-use crate::fetch::{self, Absent, Common, Missing};
+use crate::fetch::{Absent, Common, Missing};
 use crate::image::{Data, Image};
 use crate::parallel;
+use crate::part;
 use crate::store::{Index, Object, Store};
 use crate::verity::Digest;
 
@@ -172,7 +173,7 @@ impl Objects {
         let common = missing.map(|missing| Common::new(folder, missing));
         let open = |(number, pack): (usize, &crate::image::PackRef)| {
             if let Some(common) = common.as_ref().filter(|_| !store.has(pack.name)) {
-                return fetch::open(common, number, pack);
+                return part::open(common, number, pack);
             }
             let index = store.index(pack.name)?;
             let path = store.pack_path(pack.name);
@@ -235,7 +236,8 @@ impl Objects {
         let limit = pack.absent.as_ref().and_then(|absent| absent.common.limit.as_ref());
         let held = limit.map(|limit| limit.hold((number, at)));
         let outcome = pack.prove(at).and_then(|()| {
-            let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest: pack.index.objects[at].digest, source };
+            let unreadable =
+                |source| Bad::Unreadable { pack: pack.index.pack, digest: pack.index.objects[at].digest, source };
             pack.file.read_exact_at(out, block * BLOCK_BYTES as u64 + offset).map_err(unreadable)
         });
         drop(held);

@@ -10,8 +10,8 @@ use ferry_vfs::{
 
 use crate::erofs::{XATTR_ACL, XATTR_LABEL};
 use crate::error;
-use crate::image::{Checked, Data, Image, Inode, Nid};
 use crate::fetch::Missing;
+use crate::image::{Checked, Data, Image, Inode, Nid};
 use crate::objects::{Bad, Objects, read_exact};
 use crate::verity::Digest;
 
