@@ -158,7 +158,7 @@ impl Oci {
         let mut make = || Ok(RequestParts::new(Method::PUT, url.clone()).with(header::CONTENT_TYPE, MANIFEST_TYPE));
         let mut reader = std::io::Cursor::new(bytes);
         let answer = self.send(client, &mut make, &mut Some(Content::of(&mut reader, bytes.len() as u64)))?;
-        if matches!(answer.status(), 200 | 201 | 202) { Ok(()) } else { Err(answer.refused()) }
+        if matches!(answer.status(), 200..=202) { Ok(()) } else { Err(answer.refused()) }
     }
 
     pub(crate) fn has(&self, client: &Client, blob: Blob) -> Result<bool> {
