@@ -10,16 +10,21 @@ use clap::CommandFactory;
 use crate::recipes;
 pub use share::Share;
 use values::memory_mib;
-pub use values::{Cache, Carrier, Passthrough, made_tag, tag_of};
+pub use values::{Acl, Cache, Carrier, FileHandles, Passthrough, made_tag, tag_of};
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 12] = [
+const SHARE_ONLY: [&str; 17] = [
     "virtiofs",
     "fd",
     "mount",
     "tag",
     "queues",
     "poll_us",
+    "socket_group",
+    "posix_acl",
+    "once",
+    "no_mmap",
+    "no_readdirplus",
     "9p",
     "9p-remote",
     "9p-users",
@@ -254,6 +259,7 @@ impl MountArgs {
     pub fn share_only(&self) -> Option<&'static str> {
         let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
         let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
+        let Share { socket_group, posix_acl, once, no_mmap, no_readdirplus, .. } = &self.share;
         let given = [
             virtiofs.is_some(),
             fd.is_some(),
@@ -261,6 +267,11 @@ impl MountArgs {
             tag.is_some(),
             queues.is_some(),
             poll_us.is_some(),
+            socket_group.is_some(),
+            *posix_acl != Acl::default(),
+            *once,
+            *no_mmap,
+            *no_readdirplus,
             ninep.is_some(),
             *ninep_remote,
             ninep_users.is_some(),

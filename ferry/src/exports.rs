@@ -9,7 +9,7 @@ use ferry_fs::Over;
 use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
 
-use crate::cli::{Cache, Carrier, Passthrough, Share};
+use crate::cli::{Acl, Cache, Carrier, Passthrough, Share};
 use crate::guardian::Guardian;
 use crate::ninep::Listening;
 use crate::socket::Bound;
@@ -19,6 +19,10 @@ use crate::source::Kind;
 #[derive(Default)]
 pub struct Serving {
     devices: Vec<(ferry_virtiofs::Export, Bound)>,
+    /// The ends of devices that serve one virtual machine only.
+    ends: Vec<ferry_virtiofs::Ended>,
+    /// There is a socket on which the next virtual machine or 9P client may come.
+    is_open: bool,
     ninep: Vec<(ferry_ninep::Export, Option<Bound>)>,
     mounts: Vec<Arc<ferry_fuse::Export>>,
     /// One for each mount; they stay on guard until all mounts are gone.
@@ -28,13 +32,20 @@ pub struct Serving {
 impl Serving {
     /// Offers a source to virtual machines.
     pub fn start(&mut self, bound: Bound, source: Arc<dyn FileSystem>, options: ferry_virtiofs::Options) -> Result<()> {
-        self.devices.push((ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?, bound));
+        let once = options.once;
+        let export = ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?;
+        if once {
+            self.ends.push(export.ended());
+        }
+        self.is_open |= !once;
+        self.devices.push((export, bound));
         Ok(())
     }
 
     /// Offers a source to 9P clients.
     pub fn serve_9p(&mut self, listening: Listening, source: Arc<dyn FileSystem>, share: &Share) -> Result<()> {
         self.ninep.push(listening.serve(source, share)?);
+        self.is_open = true;
         Ok(())
     }
 
@@ -50,7 +61,7 @@ impl Serving {
         match Guardian::start(mountpoint, &mount) {
             Ok(guardian) => self.guardians.push(guardian),
             Err(error) => tracing::warn!(
-                "the mount on {} goes without a guardian ({error:#}): should this server be killed, processes may hang in                  it until somebody does: echo 1 > /sys/fs/fuse/connections/{}/abort",
+                "the mount on {} goes without a guardian ({error:#}): should this server be killed, processes may hang in it until somebody does: echo 1 > /sys/fs/fuse/connections/{}/abort",
                 mountpoint.display(),
                 mount.connection_number()
             ),
@@ -58,19 +69,20 @@ impl Serving {
         Ok(mount)
     }
 
-    /// Says so when there is nothing left to serve, because every mount was unmounted by somebody else. Never
-    /// while there is a socket, on which the next virtual machine or 9P client may come.
+    /// Says so when there is nothing left to serve, because every mount was unmounted by somebody else, and every only
+    /// virtual machine has gone. Never while there is a socket on which the next one, or a 9P client, may come.
     pub fn when_over(&self, over: Over) -> Result<()> {
-        if !self.devices.is_empty() || !self.ninep.is_empty() {
+        if self.is_open {
             return Ok(());
         }
-        let mounts = self.mounts.clone();
+        let (mounts, ends) = (self.mounts.clone(), self.ends.clone());
         let wait = move || {
             mounts.iter().for_each(|mount| mount.wait());
+            ends.iter().for_each(ferry_virtiofs::Ended::wait);
             drop(mounts);
             over.say();
         };
-        std::thread::Builder::new().name("mounts".into()).spawn(wait).context("cannot start a thread")?;
+        std::thread::Builder::new().name("watch".into()).spawn(wait).context("cannot start a thread")?;
         Ok(())
     }
 
@@ -109,8 +121,15 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         // Not the default: some versions of QEMU do not bear a device that tells its tag.
         tag: share.tag.clone(),
         cache: share.cache.into(),
+        entry_timeout: seconds(share.entry_timeout),
+        attr_timeout: seconds(share.attr_timeout),
+        negative_timeout: seconds(share.negative_timeout),
         writeback: share.writeback,
+        mmap: !share.no_mmap,
+        readdirplus: !share.no_readdirplus,
+        once: share.once,
         xattr: !share.no_xattr,
+        posix_acl: share.posix_acl.into(),
         ..ferry_virtiofs::Options::default()
     };
     if let Some(queues) = share.queues {
@@ -136,6 +155,9 @@ pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_
             Passthrough::Off => Some(false),
         },
         cache: share.cache.into(),
+        entry_timeout: seconds(share.entry_timeout),
+        attr_timeout: seconds(share.attr_timeout),
+        negative_timeout: seconds(share.negative_timeout),
         writeback: share.writeback,
         xattr: !share.no_xattr,
         allow_other: share.allow_other,
@@ -158,6 +180,10 @@ pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_
     options
 }
 
+fn seconds(count: Option<u64>) -> Option<Duration> {
+    count.map(Duration::from_secs)
+}
+
 /// Passthrough to files of an overlayfs has to be asked for.
 fn lies_on_overlayfs(share: &Share) -> bool {
     /// `OVERLAYFS_SUPER_MAGIC` of Linux.
@@ -168,11 +194,22 @@ fn lies_on_overlayfs(share: &Share) -> bool {
     }
 }
 
+impl From<Acl> for ferry_serve::Acl {
+    fn from(acl: Acl) -> Self {
+        match acl {
+            Acl::Never => Self::Never,
+            Acl::Auto => Self::Auto,
+            Acl::Always => Self::Always,
+        }
+    }
+}
+
 impl From<Cache> for ferry_serve::Cache {
     fn from(cache: Cache) -> Self {
         match cache {
             Cache::None => Self::None,
             Cache::Auto => Self::Auto,
+            Cache::Metadata => Self::Metadata,
             Cache::Always => Self::Always,
         }
     }

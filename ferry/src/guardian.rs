@@ -10,7 +10,7 @@
 //! nothing can hold it up.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -20,6 +20,7 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
+use rustix::thread::gettid;
 use signal_hook::iterator::Signals;
 
 /// The name that the process has in a list of processes, and by which the program knows what it is to be.
@@ -45,12 +46,17 @@ impl Guardian {
     pub fn start(mountpoint: &Path, export: &ferry_fuse::Export) -> Result<Self> {
         let switch = File::from(export.switch().context("the controls of the connection cannot be opened")?);
         let mut command = Command::new("/proc/self/exe");
-        command.arg0(NAME).arg(std::process::id().to_string()).arg(mountpoint).env_clear().current_dir("/");
+        command.arg0(NAME).env_clear().current_dir("/");
         command.stdin(Stdio::null()).stdout(switch).stderr(Stdio::piped());
         let (told, outcome) = channel();
         let (over, wait) = channel();
+        let mountpoint = mountpoint.to_owned();
         let keeper = std::thread::Builder::new().name("guardian".into());
-        let keeper = keeper.spawn(move || keep(command, &told, &wait)).context("cannot start a thread")?;
+        let keep = move || {
+            command.arg(format!("/proc/{}/task/{}", std::process::id(), gettid())).arg(mountpoint);
+            keep(command, &told, &wait);
+        };
+        let keeper = keeper.spawn(keep).context("cannot start a thread")?;
         let guardian = Self { over: Some(over), keeper: Some(keeper) };
         outcome.recv().context("its thread has ended")??;
         Ok(guardian)
@@ -117,7 +123,8 @@ pub fn is_one(program: &OsStr) -> bool {
 }
 
 /// What a guardian does: waits until its server dies, and ends the connection whose switch is its standard output. Its
-/// arguments are the server's process id and, for whoever looks at a list of processes, the mount point.
+/// arguments are the folder below /proc of the thread that has started it and, for whoever looks at a list of processes, the
+/// mount point.
 pub fn run(args: &[OsString]) -> ExitCode {
     match guard(args) {
         Ok(()) => ExitCode::SUCCESS,
@@ -129,16 +136,15 @@ pub fn run(args: &[OsString]) -> ExitCode {
 }
 
 fn guard(args: &[OsString]) -> Result<()> {
-    let server: i32 = args
-        .get(1)
-        .and_then(|pid| pid.to_str()?.parse().ok())
-        .context("ferry starts its guardians itself: the id of a server is missing")?;
+    let keeper = args.get(1).map(Path::new).filter(|keeper| keeper.starts_with("/proc"));
+    let keeper = keeper.context("ferry starts its guardians itself: the thread of a server is missing")?;
     let mut signals = catch().context("signals cannot be caught")?;
     // Not one of the terminal's, nor of the server's group.
     rustix::process::setsid().context("no session can be had")?;
     rustix::process::set_parent_process_death_signal(Some(DEATH)).context("the server's death cannot be learnt")?;
-    // From now on the signal comes. A server that has died before is not our parent any more.
-    let lives = rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() == server);
+    // From now on the signal comes, but not from a thread that is already on its way out. (The process may still be there,
+    // and our parent, by another thread that cannot go.)
+    let lives = fs::read(keeper.join("stat")).is_ok_and(|stat| !is_exiting(&stat));
     let null = OpenOptions::new().write(true).open("/dev/null").context("cannot open /dev/null")?;
     rustix::stdio::dup2_stderr(null).context("cannot let go of standard error")?;
     if lives {
@@ -148,6 +154,34 @@ fn guard(args: &[OsString]) -> Result<()> {
     switch.write_all(b"1").and_then(|()| switch.flush()).context("the connection cannot be ended")
 }
 
+/// Whether a thread has begun to end, by its `stat` (proc(5)). What cannot be understood has.
+fn is_exiting(stat: &[u8]) -> bool {
+    /// Of `include/linux/sched.h`: set before the kernel looks for children to tell.
+    const PF_EXITING: u64 = 4;
+    /// The field "flags", counted from the one after the name, which may hold anything.
+    const FLAGS: usize = 6;
+    let after_name = stat.rsplit(|byte| *byte == b')').next().unwrap_or_default();
+    let flags =
+        String::from_utf8_lossy(after_name).split_ascii_whitespace().nth(FLAGS).and_then(|flags| flags.parse().ok());
+    flags.is_none_or(|flags: u64| flags & PF_EXITING != 0)
+}
+
 fn catch() -> io::Result<Signals> {
     Signals::new(IGNORED.into_iter().chain([DEATH]).map(Signal::as_raw))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_that_end_are_known() {
+        let ours = format!("/proc/self/task/{}/stat", gettid());
+        assert!(!is_exiting(&fs::read(ours).expect("a thread")));
+        assert!(is_exiting(b"4297 (a) b) c) Z 2197 2193 31546 0 -1 4228364 581 0"));
+        assert!(!is_exiting(b"4297 (a) b) c) S 2197 2193 31546 0 -1 4228360 581 0"));
+        for nonsense in [&b""[..], b"1 (a) S 1", b"1 (a) S 1 1 1 1 1 x", b"\xff"] {
+            assert!(is_exiting(nonsense));
+        }
+    }
 }

@@ -25,6 +25,7 @@ mod size;
 mod socket;
 mod source;
 mod trial;
+mod virtiofsd;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -54,6 +55,19 @@ fn main() -> ExitCode {
     }
     if args.first().is_some_and(|program| mount::is_helper(program)) {
         return as_helper(args);
+    }
+    if args.first().is_some_and(|program| virtiofsd::is_one(program)) {
+        args = match virtiofsd::read(args) {
+            Ok(virtiofsd::Asked::Share(line, notes)) => {
+                notes.iter().for_each(|note| eprintln!("virtiofsd: {note}"));
+                line
+            }
+            Ok(virtiofsd::Asked::Capabilities) => {
+                println!("{}", virtiofsd::CAPABILITIES);
+                return ExitCode::SUCCESS;
+            }
+            Err(error) => error.exit(),
+        };
     }
     let invocation = groups::parse(args).unwrap_or_else(|error| error.exit());
     ExitCode::from(run_or_say(invocation))

@@ -14,7 +14,7 @@ use crate::cli::{MountArgs, Share};
 use crate::control::{Explained, Request, Served, Target, is_in_mount};
 use crate::exports::{self, Serving};
 use crate::logging::Logging;
-use crate::source::Sources;
+use crate::source::{self, Sources};
 use crate::{mount_options, share};
 
 /// A log may name files; it is its owner's.
@@ -160,7 +160,8 @@ fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<Explained> {
     let source = sources.open(&share)?;
     let options = exports::mount_options(&share, mount_options::of_mount(&args.options), false);
     let mut serving = Serving::default();
-    let export = serving.mount(&mountpoint, std::sync::Arc::clone(&source), options)?;
+    let seen = source::seen(&share, std::sync::Arc::clone(&source))?;
+    let export = serving.mount(&mountpoint, seen, options)?;
     let mut served = Served::new(&share, source);
     served.mounted(mountpoint, export);
     let explained = served.explain();

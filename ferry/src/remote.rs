@@ -121,6 +121,8 @@ impl Flags {
             depth: self.in_flight.map_or(default.depth, usize::from),
             cache: match self.cache {
                 Cache::None => ferry_remote::Cache::None,
+                // Names and attributes are kept by the mount's kernel; this is about data.
+                Cache::Metadata => ferry_remote::Cache::None,
                 Cache::Auto => ferry_remote::Cache::Auto,
                 Cache::Always => ferry_remote::Cache::Always,
             },

@@ -19,7 +19,7 @@ use crate::logging::Logging;
 use crate::ninep::Listening;
 use crate::recipes;
 use crate::socket::Bound;
-use crate::source::Sources;
+use crate::source::{self, Sources};
 
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
 pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
@@ -62,7 +62,7 @@ pub fn serve(
     }
     match endings.wait() {
         Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
-        None => tracing::info!("ending: unmounted"),
+        None => tracing::info!("ending: nobody is left to serve"),
     }
     drop(control);
     drop(up);
@@ -123,31 +123,32 @@ fn start(
     let bound: Vec<Option<Bound>> = shares
         .iter()
         .map(|share| match (&share.virtiofs, share.fd) {
-            (Some(socket), _) => Bound::bind(socket).map(Some),
+            (Some(socket), _) => Bound::bind_for(socket, share.socket_group.as_deref()).map(Some),
             (None, Some(fd)) => Ok(inherited.remove(&fd)),
             (None, None) => Ok(None),
         })
         .collect::<Result<_>>()?;
     let ninep: Vec<Option<Listening>> = shares.iter().map(Listening::of).collect::<Result<_>>()?;
     let mut up = Vec::new();
-    for (((share, source), bound), listening) in shares.iter().zip(&opened).zip(bound).zip(ninep) {
-        let mut served = Served::new(share, Arc::clone(source));
+    for (((share, opened_source), bound), listening) in shares.iter().zip(&opened).zip(bound).zip(ninep) {
+        let mut served = Served::new(share, Arc::clone(opened_source));
+        let source = source::seen(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(listening.address());
             serving
-                .serve_9p(listening, Arc::clone(source), share)
+                .serve_9p(listening, Arc::clone(&source), share)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
         }
         if let Some(bound) = bound {
             serving
-                .start(bound, Arc::clone(source), exports::device_options(share))
+                .start(bound, Arc::clone(&source), exports::device_options(share))
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
         }
         if let Some(mountpoint) = &share.mount {
-            let options = exports::mount_options(share, mount.clone(), is_shared(shares, &opened, source));
+            let options = exports::mount_options(share, mount.clone(), is_shared(shares, &opened, opened_source));
             // Before it is covered, and in the words of the table of mounts.
             let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
-            let export = serving.mount(&mountpoint, Arc::clone(source), options)?;
+            let export = serving.mount(&mountpoint, source, options)?;
             served.mounted(mountpoint, export);
         }
         up.push(served);

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
@@ -20,6 +21,22 @@ impl Bound {
     /// Listens on a path. A socket file that nobody listens on any more is replaced.
     pub fn bind(path: &Path) -> Result<Self> {
         Ok(Self::Made(Socket::bind(path)?))
+    }
+
+    /// The same for a group as well, by its name or number.
+    pub fn bind_for(path: &Path, group: Option<&str>) -> Result<Self> {
+        /// For the user and the group: whoever connects acts with this server's rights.
+        const MODE: u32 = 0o660;
+        let gid = group.map(number_of).transpose()?;
+        let bound = Self::bind(path)?;
+        if let (Some(name), Some(gid)) = (group, gid) {
+            let give = || {
+                std::os::unix::fs::lchown(path, None, Some(gid))?;
+                fs::set_permissions(path, fs::Permissions::from_mode(MODE))
+            };
+            give().with_context(|| format!("cannot give {} to the group {name}", path.display()))?;
+        }
+        Ok(bound)
     }
 
     /// Takes over a socket that whoever started this process is already listening on.
@@ -49,9 +66,25 @@ impl Bound {
     }
 }
 
+/// The number of a group.
+fn number_of(group: &str) -> Result<u32> {
+    if let Ok(number) = group.parse() {
+        return Ok(number);
+    }
+    let found = nix::unistd::Group::from_name(group).with_context(|| format!("cannot look up the group {group}"))?;
+    Ok(found.with_context(|| format!("there is no group {group:?} on this host"))?.gid.as_raw())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn groups_have_names_and_numbers() {
+        assert_eq!((number_of("root").ok(), number_of("77").ok()), (Some(0), Some(77)));
+        let error = number_of("no such group").expect_err("there is none").to_string();
+        assert!(error.contains("no such group"), "{error}");
+    }
 
     #[test]
     fn what_is_not_open_cannot_be_inherited() {

@@ -5,14 +5,15 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use ferry_image::Digest;
+use ferry_mapped::{Ids, Mapped, Xattrs};
 use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::apart::Apart;
-use crate::cli::Share;
-use crate::image::registry::{self, From};
+use crate::cli::{Acl, FileHandles, Share};
+use crate::image::registry::{self, Origin};
 use crate::remote::{self, Server};
 
 /// What begins the name of a persistent memory file system.
@@ -104,7 +105,19 @@ struct Options {
     tier2_bytes: Option<u64>,
     store: Option<PathBuf>,
     digest: Option<Digest>,
-    from: Option<From>,
+    from: Option<Origin>,
+    needs_handles: bool,
+}
+
+/// A source as the clients of a share see it.
+pub fn seen(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
+    let ((uids, gids), xattrs) = (share.ids().map_err(anyhow::Error::msg)?, share.xattrmap.clone().unwrap_or_default());
+    let is_same = [&uids, &gids].into_iter().all(|ids| *ids == Ids::default()) && xattrs == Xattrs::default();
+    let source = if is_same { source } else { Arc::new(Mapped::new(source, uids, gids, xattrs)) };
+    if share.posix_acl == Acl::Always && !source.features().posix_acl {
+        bail!("--posix-acl always: {} has no POSIX ACLs, or --xattrmap renames them", share.source.display());
+    }
+    Ok(source)
 }
 
 impl Sources {
@@ -121,6 +134,8 @@ impl Sources {
                 read_only: share.read_only,
                 direct_io: share.allow_direct_io,
                 writeback: share.writeback,
+                submounts: share.announce_submounts,
+                file_handles: share.inode_file_handles != FileHandles::Never,
                 ..ferry_dir::Options::default()
             },
             remote: remote::Flags::of(share),
@@ -130,7 +145,8 @@ impl Sources {
             tier2_bytes: share.tier2_size.map(|size| size.0),
             store: share.store.clone(),
             digest: share.digest.map(|digest| digest.0),
-            from: From::of(share),
+            from: Origin::of(share),
+            needs_handles: share.inode_file_handles == FileHandles::Mandatory,
         };
         let kind = match share.kind() {
             Kind::Dir(path) => Kind::Dir(path.canonicalize().unwrap_or(path)),
@@ -156,7 +172,17 @@ impl Sources {
 impl Options {
     fn open(&self, kind: &Kind) -> Result<Arc<dyn FileSystem>> {
         Ok(match kind {
-            Kind::Dir(path) => Arc::new(ferry_dir::Dir::open(path, self.dir.clone())?),
+            Kind::Dir(path) => {
+                let dir = ferry_dir::Dir::open(path, self.dir.clone())?;
+                if self.needs_handles && !dir.has_file_handles() {
+                    bail!(
+                        "--inode-file-handles mandatory: {} has no file handles, or this user may not open them \
+                         (CAP_DAC_READ_SEARCH)",
+                        path.display()
+                    );
+                }
+                Arc::new(dir)
+            }
             Kind::Mem => ours(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
                 size_bytes: self.size_bytes,
                 huge: self.huge,

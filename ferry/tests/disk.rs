@@ -104,14 +104,16 @@ fn an_installed_back_end_is_found_and_started() {
             let output = install(prefix);
             assert!(output.status.success(), "{output:?}");
         }
-        let text = fs::read(format!("{root}{descriptors}/50-ferry-disk.json")).expect("a descriptor");
-        let said: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
-        assert_eq!(said["type"], "block");
-        let binary = said["binary"].as_str().expect("a path");
-        assert!(binary.starts_with(prefix));
-        let output = run(Command::new(format!("{root}{binary}")).arg("--print-capabilities"));
-        let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
-        assert_eq!(said["type"], "block");
+        for (name, kind) in [("50-ferry-disk.json", "block"), ("60-ferry-virtiofsd.json", "fs")] {
+            let text = fs::read(format!("{root}{descriptors}/{name}")).expect("a descriptor");
+            let said: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+            assert_eq!(said["type"], kind);
+            let binary = said["binary"].as_str().expect("a path");
+            assert!(binary.starts_with(prefix));
+            let output = run(Command::new(format!("{root}{binary}")).arg("--print-capabilities"));
+            let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+            assert_eq!(said["type"], kind);
+        }
     }
     assert!(!install("here").status.success(), "a prefix from somewhere");
 }

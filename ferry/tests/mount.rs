@@ -334,11 +334,31 @@ fn the_log_is_followed_for_one_file() {
     assert_eq!(follower.with("").len(), 0, "the requests of another file");
     assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
     assert!(!follower.with("").is_empty(), "no request of the file");
-    kill_process(Pid::from_child(&follower.child), Signal::INT).unwrap();
+    // As by Ctrl-C, but that is ignored below whatever a shell has started in the background.
+    kill_process(Pid::from_child(&follower.child), Signal::TERM).unwrap();
     wait(&mut follower.child);
     until("the old log", || log_of(&place.mnt, &[])["requests"].is_null());
     kill_process(pid, Signal::TERM).unwrap();
     until("its end", || !runs(pid));
+}
+
+/// As when a server is killed while its guardian is starting: the thread that it would have heard from has ended.
+#[test]
+fn a_guardian_that_comes_too_late_ends_the_connection() {
+    use std::os::unix::process::CommandExt;
+    let ended = std::thread::spawn(rustix::thread::gettid).join().unwrap();
+    let keepers = [format!("/proc/{}/task/{ended}", std::process::id()), "/proc/0/task/0".into()];
+    for keeper in keepers {
+        let mut switch = tempfile::tempfile().unwrap();
+        let mut guardian = ferry();
+        guardian.arg0("ferry-guardian").args([&keeper, "/mnt"]).stdout(switch.try_clone().unwrap());
+        let mut guardian = guardian.spawn().unwrap();
+        assert_eq!(wait(&mut guardian), Some(0), "{keeper}");
+        let mut written = String::new();
+        std::io::Seek::rewind(&mut switch).unwrap();
+        std::io::Read::read_to_string(&mut switch, &mut written).unwrap();
+        assert_eq!(written, "1", "{keeper}");
+    }
 }
 
 #[test]

@@ -79,7 +79,7 @@ pub use data::Unfinished;
 pub use ferry_engine::Complaints;
 pub use mount::Mount;
 pub use passthrough::Backings;
-pub use policy::Cache;
+pub use policy::{Acl, Cache};
 pub use server::Server;
 pub use session::Session;
 pub use share::{Share, ShareOptions};

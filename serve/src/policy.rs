@@ -16,8 +16,22 @@ pub enum Cache {
     /// (close-to-open).
     #[default]
     Auto,
+    /// Names and attributes as for [`Self::Always`], data not at all.
+    Metadata,
     /// Everything, until the client drops it or is told of a change: for a source that only this client changes, or
     /// whose changes it is told of.
+    Always,
+}
+
+/// Whether clients check permissions by POSIX ACLs, too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Acl {
+    /// Never: their attributes are as any other.
+    Never,
+    /// Where source and client both have them.
+    #[default]
+    Auto,
+    /// Always: a client that has none is refused, and so are all if the source has none.
     Always,
 }
 
@@ -35,6 +49,8 @@ pub(crate) struct Policy {
     pub(crate) negative_timeout: Duration,
     direct_opens: bool,
     wanted: Wanted,
+    /// Without these there is no mount.
+    pub(crate) required: InitFlags,
 }
 
 impl Policy {
@@ -42,12 +58,13 @@ impl Policy {
         let default = match options.cache {
             Cache::None => Duration::ZERO,
             Cache::Auto => AUTO_TIMEOUT,
-            Cache::Always => ALWAYS_TIMEOUT,
+            Cache::Metadata | Cache::Always => ALWAYS_TIMEOUT,
         };
         let timeouts =
             Timeouts { entry: options.entry_timeout.unwrap_or(default), attr: options.attr_timeout.unwrap_or(default) };
         // Others may make the name at any time, and to see it late is worse than to see old attributes.
-        let negative_timeout = if options.cache == Cache::Always { timeouts.entry } else { Duration::ZERO };
+        let by_mode = if default == ALWAYS_TIMEOUT { timeouts.entry } else { Duration::ZERO };
+        let negative_timeout = options.negative_timeout.unwrap_or(by_mode);
         let mut flags = InitFlags::ASYNC_READ
             | InitFlags::ATOMIC_O_TRUNC
             | InitFlags::BIG_WRITES
@@ -59,28 +76,30 @@ impl Policy {
             | InitFlags::HANDLE_KILLPRIV_V2
             | InitFlags::SETXATTR_EXT
             | InitFlags::CREATE_SUPP_GROUP
-            | InitFlags::DIRECT_IO_ALLOW_MMAP
             | InitFlags::ALLOW_IDMAP;
         // Entries that expire at once are not worth looking up beforehand. Otherwise every listing brings its inodes
         // along: READDIRPLUS_AUTO would do so for the first 4 KiB of a directory only, and then a walk that looks
         // at every file (find, ls -l, du, git) asks for each of the rest by itself.
-        if !timeouts.entry.is_zero() || !timeouts.attr.is_zero() {
+        if options.readdirplus && (!timeouts.entry.is_zero() || !timeouts.attr.is_zero()) {
             flags |= InitFlags::DO_READDIRPLUS;
         }
+        let acl = options.posix_acl != Acl::Never && features.posix_acl && options.xattr;
         let optional = [
             (features.posix_locks, InitFlags::POSIX_LOCKS),
             (features.flock, InitFlags::FLOCK_LOCKS),
             (features.by_number, InitFlags::EXPORT_SUPPORT),
-            (features.posix_acl && options.xattr, InitFlags::POSIX_ACL),
+            (acl, InitFlags::POSIX_ACL),
+            (options.mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),
             (options.writeback, InitFlags::WRITEBACK_CACHE),
             (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
-            (options.cache == Cache::Always, InitFlags::CACHE_SYMLINKS),
+            (default == ALWAYS_TIMEOUT, InitFlags::CACHE_SYMLINKS),
         ];
         for (_, flag) in optional.into_iter().filter(|(wanted, _)| *wanted) {
             flags |= flag;
         }
         let wanted = Wanted { flags, ..Wanted::default() };
-        Self { cache: options.cache, timeouts, negative_timeout, direct_opens: options.direct_opens, wanted }
+        let required = if options.posix_acl == Acl::Always { InitFlags::POSIX_ACL } else { InitFlags::empty() };
+        Self { cache: options.cache, timeouts, negative_timeout, direct_opens: options.direct_opens, wanted, required }
     }
 
     /// What every export of the share would like; each adds its own.
@@ -96,7 +115,7 @@ impl Policy {
             return OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
         }
         match self.cache {
-            Cache::None => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
+            Cache::None | Cache::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Auto => OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES,
         }
@@ -106,7 +125,7 @@ impl Policy {
     pub(crate) fn dir_flags(&self) -> OpenFlags {
         match self.cache {
             Cache::None | Cache::Auto => OpenFlags::empty(),
-            Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
+            Cache::Metadata | Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         }
     }
 }

@@ -153,6 +153,12 @@ impl Server {
         if backings.is_none() {
             wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
         }
+        let missing = self.share.policy.required - (wanted.flags & init.flags);
+        if missing != InitFlags::empty() {
+            let who = if wanted.flags.contains(missing) { "the client's kernel" } else { "the source" };
+            self.share.complaints.warn(format_args!("{who} has no {missing:?}, which is demanded; no mount"));
+            return reply::write_error(buffer, unique, InitError::ERRNO);
+        }
         match negotiate(init, &wanted) {
             Ok(InitOutcome::Ready(negotiated, answer)) => {
                 let name = &self.share.name;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use ferry_engine::{Complaints, Lane};
 use ferry_vfs::FileSystem;
 
-use crate::policy::{Cache, Policy};
+use crate::policy::{Acl, Cache, Policy};
 
 /// How a share is to behave.
 #[derive(Clone, Debug)]
@@ -21,10 +21,18 @@ pub struct ShareOptions {
     pub entry_timeout: Option<Duration>,
     /// How long clients may keep attributes; `None`: as the cache mode says.
     pub attr_timeout: Option<Duration>,
+    /// How long clients may remember that a name does not exist; `None`: as the cache mode says.
+    pub negative_timeout: Option<Duration>,
     /// Let the client's page cache hold written data back. The source must have been told.
     pub writeback: bool,
+    /// Files whose data clients may not keep can be mapped all the same; what is mapped is kept until it is unmapped.
+    pub mmap: bool,
+    /// Listings bring the attributes along, where clients may keep them.
+    pub readdirplus: bool,
     /// Extended attributes and POSIX ACLs. Without them a client asks once and never again.
     pub xattr: bool,
+    /// POSIX ACLs, if [`Self::xattr`] are there.
+    pub posix_acl: Acl,
     /// Files opened with `O_DIRECT` leave the client's page cache out altogether. Without, Linux sends an
     /// `O_DIRECT | O_SYNC` write down the cached path and an fsync behind it: 30 instead of 200 thousand a second.
     pub direct_opens: bool,
@@ -38,8 +46,12 @@ impl Default for ShareOptions {
             cache: Cache::Auto,
             entry_timeout: None,
             attr_timeout: None,
+            negative_timeout: None,
             writeback: false,
+            mmap: true,
+            readdirplus: true,
             xattr: true,
+            posix_acl: Acl::Auto,
             direct_opens: false,
         }
     }

@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
-use ferry_serve::{Backings, Cache, Session, ShareOptions};
+use ferry_serve::{Acl, Backings, Cache, Session, ShareOptions};
 use ferry_vfs::*;
 use ferry_wire::fuse::{InitFlags, LockRequest, OpenFlags, Operation, Release, Reply, ReplyKind};
 
@@ -338,6 +338,7 @@ fn direct_opens_leave_the_cache_out_where_the_export_wants_it() {
         (Cache::Always, true, OFlags::RDWR | OFlags::DIRECT, direct),
         (Cache::Always, true, OFlags::RDWR, plain | OpenFlags::KEEP_CACHE),
         (Cache::None, false, OFlags::RDWR, direct),
+        (Cache::Metadata, false, OFlags::RDWR, direct),
     ] {
         let options = ShareOptions { cache, direct_opens, ..ShareOptions::default() };
         let (_, mut client) = client(One::default(), &options, Session::default());
@@ -370,4 +371,44 @@ fn forgotten_inodes_are_found_by_their_numbers() {
         let mount = client.session.mount().expect("INIT was answered");
         assert_eq!(mount.inodes(), [Ino(7)]);
     }
+}
+
+/// A source with POSIX ACLs, or without.
+struct Listed(bool);
+
+impl FileSystem for Listed {
+    fn features(&self) -> Features {
+        Features { posix_acl: self.0, ..Features::default() }
+    }
+}
+
+#[test]
+fn what_is_agreed_on_follows_the_options() {
+    let plain = ShareOptions::default();
+    let agreed = |options: ShareOptions| Client::new(Arc::new(Listed(true)), &options, Session::default()).negotiated;
+    let has = |options: ShareOptions, flag| agreed(options).has(flag);
+    for (flag, options) in [
+        (InitFlags::POSIX_ACL, ShareOptions { posix_acl: Acl::Never, ..plain.clone() }),
+        (InitFlags::POSIX_ACL, ShareOptions { xattr: false, ..plain.clone() }),
+        (InitFlags::DIRECT_IO_ALLOW_MMAP, ShareOptions { mmap: false, ..plain.clone() }),
+        (InitFlags::DO_READDIRPLUS, ShareOptions { readdirplus: false, ..plain.clone() }),
+        (InitFlags::DO_READDIRPLUS, ShareOptions { cache: Cache::None, ..plain.clone() }),
+    ] {
+        assert!(has(plain.clone(), flag) && !has(options.clone(), flag), "{flag:?} {options:?}");
+    }
+    assert!(has(ShareOptions { cache: Cache::Metadata, ..plain.clone() }, InitFlags::CACHE_SYMLINKS));
+    assert!(has(ShareOptions { posix_acl: Acl::Always, ..plain }, InitFlags::POSIX_ACL));
+}
+
+#[test]
+fn where_acls_are_demanded_nobody_mounts_without() {
+    let options = ShareOptions { posix_acl: Acl::Always, ..ShareOptions::default() };
+    let mount = |has_acls, flags| {
+        let client = Client::offering(flags, Arc::new(Listed(has_acls)), &options, Session::default());
+        client.map(|client| client.negotiated.has(InitFlags::POSIX_ACL))
+    };
+    let refused = Err(Answer::Error(Errno::PROTO));
+    assert_eq!(mount(true, InitFlags::ALL), Ok(true));
+    assert_eq!(mount(true, InitFlags::ALL - InitFlags::POSIX_ACL), refused);
+    assert_eq!(mount(false, InitFlags::ALL), refused);
 }

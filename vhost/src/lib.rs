@@ -34,7 +34,7 @@ mod worker;
 pub use chain::Chain;
 pub use ferry_engine::Complaints;
 pub use io::Io;
-pub use server::{Server, ServerError};
+pub use server::{Ended, Server, ServerError};
 pub use socket::{Socket, SocketError};
 pub use worker::{Answer, Port, QueueHandler, WorkerOptions};
 
@@ -68,6 +68,10 @@ pub trait Device: Send + Sync + 'static {
     /// Whether the front end may keep account of what is in flight, so that whoever serves it next, after a crash of
     /// this process, serves that again. Every request must bear being served twice, and none be [`Answer::Parked`].
     fn tracks_in_flight(&self) -> bool {
+        false
+    }
+    /// Whether the first front end is the only one: when it has gone, nobody else is served ([`Server::ended`]).
+    fn serves_once(&self) -> bool {
         false
     }
     /// Whether a worker waits for more requests while the driver is busy with what it was given back: for requests that

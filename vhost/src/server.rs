@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -23,6 +23,26 @@ pub struct ServerError(io::Error);
 pub struct Server {
     stop: Arc<Stop>,
     thread: Option<JoinHandle<()>>,
+    ended: Ended,
+}
+
+/// Tells when a server serves nobody any more.
+#[derive(Clone, Debug, Default)]
+pub struct Ended(Arc<(Mutex<bool>, Condvar)>);
+
+impl Ended {
+    /// Waits for that.
+    pub fn wait(&self) {
+        let (ended, changed) = &*self.0;
+        let ended = ended.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(changed.wait_while(ended, |ended| !*ended));
+    }
+
+    fn say(&self) {
+        let (ended, changed) = &*self.0;
+        *ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        changed.notify_all();
+    }
 }
 
 #[derive(Debug)]
@@ -43,11 +63,20 @@ impl Server {
         let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| ServerError(error.into()))?;
         let stop = Arc::new(Stop { event, stream: Mutex::new(None), channel: Channel::default() });
         let (mine, device) = (Arc::clone(&stop), Arc::new(device));
-        let thread = std::thread::Builder::new()
-            .name(name.into())
-            .spawn(move || serve(&listener, &device, &mine))
-            .map_err(ServerError)?;
-        Ok(Self { stop, thread: Some(thread) })
+        let ended = Ended::default();
+        let over = ended.clone();
+        let serve = move || {
+            serve(&listener, &device, &mine);
+            over.say();
+        };
+        let thread = std::thread::Builder::new().name(name.into()).spawn(serve).map_err(ServerError)?;
+        Ok(Self { stop, thread: Some(thread), ended })
+    }
+
+    /// For whoever waits until there is nobody to serve any more: after [`Self::stop`], or when the only front end of a
+    /// device that [serves once](Device::serves_once) has gone, or when the socket is lost.
+    pub fn ended(&self) -> Ended {
+        self.ended.clone()
     }
 
     /// Tells the front end that the configuration space has changed, now or as soon as it can be told. One that
@@ -132,6 +161,9 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
             tracing::debug!("the front end is gone");
         }
         *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        if device.serves_once() {
+            return;
+        }
     }
 }
 

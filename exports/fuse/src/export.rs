@@ -304,7 +304,7 @@ fn take<T>(part: &Mutex<Option<T>>) -> Option<T> {
 
 /// Whether the kernel keeps anything that it must be told of when it changes.
 fn keeps(options: &Options) -> bool {
-    let timeouts = [options.entry_timeout, options.attr_timeout];
+    let timeouts = [options.entry_timeout, options.attr_timeout, options.negative_timeout];
     options.cache != Cache::None || timeouts.into_iter().flatten().any(|timeout| !timeout.is_zero())
 }
 

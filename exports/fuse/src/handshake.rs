@@ -132,6 +132,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         cache: options.cache,
         entry_timeout: options.entry_timeout,
         attr_timeout: options.attr_timeout,
+        negative_timeout: options.negative_timeout,
         writeback: options.writeback,
         xattr: options.xattr,
         direct_opens: options.direct_opens,

@@ -51,6 +51,8 @@ pub struct Options {
     pub entry_timeout: Option<Duration>,
     /// How long the kernel may keep attributes; `None` (the default): as the cache mode says.
     pub attr_timeout: Option<Duration>,
+    /// How long the kernel may remember that a name does not exist; `None` (the default): as the cache mode says.
+    pub negative_timeout: Option<Duration>,
     /// Let the page cache hold written data back. Excludes passthrough. Default: no.
     pub writeback: bool,
     /// Extended attributes and POSIX ACLs. Default: yes.
@@ -110,6 +112,7 @@ impl Default for Options {
             cache: Cache::Auto,
             entry_timeout: None,
             attr_timeout: None,
+            negative_timeout: None,
             writeback: false,
             xattr: true,
             direct_opens: true,

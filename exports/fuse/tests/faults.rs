@@ -216,7 +216,8 @@ fn a_wait_for_a_lock_ends_when_its_caller_is_interrupted() {
         let (interrupted, patient) = waiters.into_iter().partition::<Vec<_>, _>(|child| child.id() % 2 == 0);
         for mut child in interrupted {
             let pid = rustix::process::Pid::from_child(&child);
-            rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+            // Not SIGINT, which is ignored below whatever a shell has started in the background.
+            rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
             let mut status = None;
             wait_until("an interrupted waiter ends", || {
                 status = child.try_wait().unwrap();

@@ -30,8 +30,12 @@ impl VirtioFs {
             cache: options.cache,
             entry_timeout: options.entry_timeout,
             attr_timeout: options.attr_timeout,
+            negative_timeout: options.negative_timeout,
             writeback: options.writeback,
+            mmap: options.mmap,
+            readdirplus: options.readdirplus,
             xattr: options.xattr,
+            posix_acl: options.posix_acl,
             direct_opens: false,
         };
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -55,6 +59,10 @@ impl Device for VirtioFs {
         config[..tag.len()].copy_from_slice(tag.as_bytes());
         config.extend(u32::try_from(self.options.queues).unwrap_or(1).to_le_bytes());
         Some(config)
+    }
+
+    fn serves_once(&self) -> bool {
+        self.options.once
     }
 
     fn worker_count(&self) -> usize {

@@ -28,8 +28,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use ferry_engine::IoMode;
-pub use ferry_serve::Cache;
+pub use ferry_serve::{Acl, Cache};
 use ferry_vfs::{Caller, FileSystem, Ino};
+pub use ferry_vhost::Ended;
 use ferry_vhost::{Server, ServerError};
 
 /// How an export is to behave.
@@ -52,11 +53,21 @@ pub struct Options {
     pub entry_timeout: Option<Duration>,
     /// How long the guest may keep attributes; `None`: as the cache mode says.
     pub attr_timeout: Option<Duration>,
+    /// How long the guest may remember that a name does not exist; `None`: as the cache mode says.
+    pub negative_timeout: Option<Duration>,
     /// Let the guest's page cache hold written data back. The source must have been told.
     pub writeback: bool,
+    /// Files whose data the guest may not keep can be mapped all the same; what is mapped is kept until it is unmapped.
+    pub mmap: bool,
+    /// Listings bring the attributes along, where the guest may keep them.
+    pub readdirplus: bool,
     /// Extended attributes and POSIX ACLs. Without them the guest asks once and never again: it spares `ls -l` two
     /// requests for each file, and the first write to a new file one.
     pub xattr: bool,
+    /// Whether the guest checks permissions by POSIX ACLs, too.
+    pub posix_acl: Acl,
+    /// The first virtual machine is the only one: [`Export::ended`] tells when it has gone.
+    pub once: bool,
     /// How data is moved.
     pub io: IoMode,
 }
@@ -79,8 +90,13 @@ impl Default for Options {
             cache: Cache::Auto,
             entry_timeout: None,
             attr_timeout: None,
+            negative_timeout: None,
             writeback: false,
+            mmap: true,
+            readdirplus: true,
             xattr: true,
+            posix_acl: Acl::Auto,
+            once: false,
             io: IoMode::Auto,
         }
     }
@@ -171,6 +187,11 @@ impl Export {
         let device = device::VirtioFs::new(Arc::clone(&source), options);
         let server = Server::start(listener, device, "ferry-virtiofs")?;
         Ok(Self { server, source, socket: None })
+    }
+
+    /// For whoever waits until there is nobody to serve any more, see [`Options::once`].
+    pub fn ended(&self) -> Ended {
+        self.server.ended()
     }
 
     /// Takes no more requests, ends those under way, makes everything durable and removes the socket.

@@ -1,12 +1,15 @@
 //! The flags of one share: a source, and the exports that it goes through.
 
+use std::fmt::Display;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
+use ferry_mapped::{Ids, Rule, Xattrs};
 use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
-use super::values::{Cache, Carrier, Passthrough, made_tag, tag_of};
+use super::values::{Acl, Cache, Carrier, FileHandles, MapUser, Passthrough, made_tag, tag_of};
 use crate::image::ImageDigest;
 use crate::image::registry::JOBS_MAX;
 use crate::ninep::{Address, Users};
@@ -20,6 +23,8 @@ const QUEUES_MAX: u16 = 64;
 const POLL_US_MAX: u64 = 1_000_000;
 /// A day: whoever wants to wait longer wants to wait for ever, and says 0.
 const HANDLER_TIMEOUT_MAX: u64 = 86_400;
+/// A hundred years: whatever is kept longer is kept for ever.
+const TIMEOUT_MAX: u64 = 100 * 366 * 86_400;
 /// Ten times as many threads as the largest machines have CPUs per node.
 const THREADS_MAX: u16 = 1024;
 /// Each entry takes a buffer as large as the longest request, for every CPU.
@@ -45,6 +50,10 @@ pub struct Share {
     #[arg(long, value_name = "N", conflicts_with = "virtiofs")]
     pub fd: Option<u16>,
 
+    /// Let this group connect to the socket, too.
+    #[arg(long, value_name = "GROUP", requires = "virtiofs")]
+    pub socket_group: Option<String>,
+
     /// Mount the source on this directory of the host.
     #[arg(long, value_name = "DIR")]
     pub mount: Option<PathBuf>,
@@ -60,7 +69,7 @@ pub struct Share {
     /// QEMU and cloud-hypervisor take it from their own command line; User-mode Linux and crosvm ask the device, which
     /// tells it when this flag is given. QEMU 7.1 to 8.0 fails with a device that tells it: leave the flag out there.
     #[arg(long, value_name = "NAME")]
-    #[serde(default, deserialize_with = "tag")]
+    #[serde(default, deserialize_with = "parsed")]
     pub tag: Option<Tag>,
 
     /// Let nobody change anything.
@@ -76,6 +85,19 @@ pub struct Share {
     #[arg(long, value_name = "MODE", default_value_t, value_enum, hide_possible_values = false)]
     #[serde(default)]
     pub cache: Cache,
+
+    /// For how many seconds clients may keep names [default: as the cache mode says].
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
+    pub entry_timeout: Option<u64>,
+
+    /// For how many seconds clients may keep attributes [default: as the cache mode says].
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
+    pub attr_timeout: Option<u64>,
+
+    /// For how many seconds clients may believe that a name does not exist [default: as the cache mode says, and with
+    /// auto not at all].
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
+    pub negative_timeout: Option<u64>,
 
     /// Let writes be collected in the page cache and sent later.
     #[arg(long)]
@@ -97,6 +119,61 @@ pub struct Share {
     #[arg(long)]
     #[serde(default)]
     pub no_xattr: bool,
+
+    /// Whether guests check permissions by POSIX ACLs, too.
+    #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For virtual machines")]
+    #[serde(default)]
+    pub posix_acl: Acl,
+
+    /// End when the first virtual machine has gone, instead of waiting for the next one.
+    #[arg(long, help_heading = "For virtual machines")]
+    #[serde(default)]
+    pub once: bool,
+
+    /// Refuse shared mappings of files whose data guests may not keep (caches none and metadata).
+    #[arg(long, help_heading = "For virtual machines")]
+    #[serde(default)]
+    pub no_mmap: bool,
+
+    /// Let listings bring no attributes along: faster where only names are looked at, several times slower elsewhere.
+    #[arg(long, help_heading = "For virtual machines")]
+    #[serde(default)]
+    pub no_readdirplus: bool,
+
+    /// Show host file systems that are mounted below the directory as mounts of their own, so that the numbers of inodes
+    /// are unique in each.
+    #[arg(long, help_heading = "For directories")]
+    #[serde(default)]
+    pub announce_submounts: bool,
+
+    /// Remember files by file handles instead of open descriptors: never, prefer, mandatory.
+    #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For directories")]
+    #[serde(default)]
+    pub inode_file_handles: FileHandles,
+
+    /// Give users other numbers: TYPE:FROM:TO:COUNT with TYPE one of map (a client's 0 is our 100000:
+    /// map:0:100000:65536), guest, host (one direction), squash-guest, squash-host (all become TO), or
+    /// forbid-guest:FROM:COUNT. May be given several times.
+    #[arg(long, value_name = "RULE", help_heading = "Other numbers and names")]
+    #[serde(default, deserialize_with = "all_parsed")]
+    pub translate_uid: Vec<Rule>,
+
+    /// The same for groups.
+    #[arg(long, value_name = "RULE", help_heading = "Other numbers and names")]
+    #[serde(default, deserialize_with = "all_parsed")]
+    pub translate_gid: Vec<Rule>,
+
+    /// Let everybody act as one user, whose files are root's inside: auto (whoever runs this), or UID:GID.
+    #[arg(long, value_name = "WHO", help_heading = "Other numbers and names")]
+    #[arg(conflicts_with_all = ["translate_uid", "translate_gid"])]
+    #[serde(default, deserialize_with = "parsed")]
+    pub map_user: Option<MapUser>,
+
+    /// Give extended attributes other names, by the rules of virtiofsd: :map::user.virtiofs.: puts all of them below a
+    /// prefix.
+    #[arg(long, value_name = "RULES", help_heading = "Other numbers and names")]
+    #[serde(default, deserialize_with = "parsed")]
+    pub xattrmap: Option<Xattrs>,
 
     /// The most that mem may hold, or the size of a new pmem file: a number with K, M, G or T
     /// [default: half of the memory; the size of the file].
@@ -266,11 +343,14 @@ impl Share {
     pub fn check(&self) -> Result<(), String> {
         /// A value, its key, and its bounds.
         type Bounded = (Option<u64>, &'static str, u64, u64);
-        let bounded: [Bounded; 8] = [
+        let bounded: [Bounded; 11] = [
             (self.jobs.map(Into::into), "jobs", 0, JOBS_MAX.into()),
             (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
             (self.poll_us, "poll-us", 0, POLL_US_MAX),
             (self.handler_timeout, "handler-timeout", 0, HANDLER_TIMEOUT_MAX),
+            (self.entry_timeout, "entry-timeout", 0, TIMEOUT_MAX),
+            (self.attr_timeout, "attr-timeout", 0, TIMEOUT_MAX),
+            (self.negative_timeout, "negative-timeout", 0, TIMEOUT_MAX),
             (self.threads.map(Into::into), "threads", 1, THREADS_MAX.into()),
             (self.depth.map(Into::into), "depth", 1, DEPTH_MAX.into()),
             (self.in_flight.map(Into::into), "in-flight", 1, IN_FLIGHT_MAX.into()),
@@ -328,6 +408,16 @@ impl Share {
             }
             _ => {}
         }
+        let of_dirs = [
+            (self.announce_submounts, "announce-submounts"),
+            (self.inode_file_handles != FileHandles::default(), "inode-file-handles"),
+        ];
+        if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
+            return Some(format!("{flag} is for directories, and {source} is none"));
+        }
+        if let Some(why) = self.wrong_about_guests() {
+            return Some(why);
+        }
         let of_images =
             [(self.store.is_some(), "store"), (self.digest.is_some(), "digest"), (self.from.is_some(), "from")];
         let of_registries = [
@@ -371,6 +461,41 @@ impl Share {
         }
     }
 
+    /// What does not go together about virtual machines, and about numbers.
+    fn wrong_about_guests(&self) -> Option<String> {
+        let source = self.source.display();
+        let of_devices = given(&[
+            (self.posix_acl != Acl::default(), "posix-acl"),
+            (self.once, "once"),
+            (self.no_mmap, "no-mmap"),
+            (self.no_readdirplus, "no-readdirplus"),
+        ]);
+        match of_devices {
+            Some(flag) if self.virtiofs.is_none() && self.fd.is_none() => {
+                Some(format!("{flag} is for virtual machines, and {source} is not shared with one: add virtiofs"))
+            }
+            _ if self.posix_acl == Acl::Always && self.no_xattr => {
+                Some("posix-acl always needs extended attributes; leave no-xattr out".into())
+            }
+            _ if self.socket_group.is_some() && self.virtiofs.is_none() => {
+                Some("socket-group is for the socket of virtiofs, and there is none".into())
+            }
+            _ if self.map_user.is_some() && !(self.translate_uid.is_empty() && self.translate_gid.is_empty()) => {
+                Some("map-user and translate-uid or translate-gid exclude each other".into())
+            }
+            _ => self.ids().err(),
+        }
+    }
+
+    /// The numbers of users and of groups on both sides.
+    pub fn ids(&self) -> Result<(Ids, Ids), String> {
+        if let Some(MapUser { uid, gid }) = self.map_user {
+            return Ok((Ids::of_one(uid), Ids::of_one(gid)));
+        }
+        let ids = |rules: &[Rule], flag| Ids::new(rules).map_err(|error| format!("{flag}: {error}"));
+        Ok((ids(&self.translate_uid, "translate-uid")?, ids(&self.translate_gid, "translate-gid")?))
+    }
+
     /// What does not go together about the 9P server that is the source, if it is one.
     fn wrong_about_server(&self, kind: &Kind) -> Option<String> {
         let source = self.source.display();
@@ -408,6 +533,11 @@ fn given(flags: &[(bool, &'static str)]) -> Option<&'static str> {
     flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag)
 }
 
-fn tag<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Tag>, D::Error> {
+fn parsed<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(input: D) -> Result<Option<T>, D::Error> {
     String::deserialize(input)?.parse().map(Some).map_err(serde::de::Error::custom)
+}
+
+fn all_parsed<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(input: D) -> Result<Vec<T>, D::Error> {
+    let words = Vec::<String>::deserialize(input)?;
+    words.iter().map(|word| word.parse()).collect::<Result<_, _>>().map_err(serde::de::Error::custom)
 }

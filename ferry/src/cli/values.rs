@@ -16,9 +16,61 @@ pub enum Cache {
     /// Names and attributes for a second, data while a file is open.
     #[default]
     Auto,
+    /// Names and attributes as with always, data as with none.
+    Metadata,
     /// Everything, until told otherwise. Mounts are told of what other exports of the same ferry change, guests are
     /// not: for directories that nobody else changes.
     Always,
+}
+
+/// Whether guests check permissions by POSIX ACLs, too.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Acl {
+    /// No: they are attributes as any other.
+    Never,
+    /// If the source and the guest's kernel have them.
+    #[default]
+    Auto,
+    /// A guest whose kernel has none cannot mount, and a source must have them.
+    Always,
+}
+
+/// When to remember files of a directory by file handles, which take no descriptors.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum FileHandles {
+    /// Never: an open descriptor for each, within a budget.
+    Never,
+    /// Where the file system has them and the server may use them.
+    #[default]
+    Prefer,
+    /// Or an error that says why not.
+    Mandatory,
+}
+
+/// As whom everybody acts who comes through a share.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct MapUser {
+    /// The user.
+    pub uid: u32,
+    /// The user's group.
+    pub gid: u32,
+}
+
+impl std::str::FromStr for MapUser {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+            return Ok(Self { uid: uid.as_raw(), gid: gid.as_raw() });
+        }
+        let number = |text: &str| text.parse().ok().filter(|id| *id != u32::MAX);
+        let pair = text.split_once(':').and_then(|(uid, gid)| Some((number(uid)?, number(gid)?)));
+        let why = || format!("{text:?} is nobody: write auto, or UID:GID with two numbers");
+        pair.map(|(uid, gid)| Self { uid, gid }).ok_or_else(why)
+    }
 }
 
 /// How requests of a mount travel between the kernel and this process.

@@ -68,7 +68,7 @@ pub struct PullArgs {
 
 /// What a share says of where its image's bytes come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct From {
+pub struct Origin {
     reference: String,
     jobs: u16,
     cache_bytes: Option<u64>,
@@ -76,7 +76,7 @@ pub struct From {
     plain_http: bool,
 }
 
-impl From {
+impl Origin {
     /// What a share says, if it says anything.
     pub fn of(share: &Share) -> Option<Self> {
         Some(Self {
@@ -103,7 +103,7 @@ pub fn pull(_: &PullArgs) -> Result<()> {
 }
 
 #[cfg(not(feature = "registry"))]
-pub fn open(_: &Path, _: &Path, _: Option<Digest>, _: &From) -> Result<Source> {
+pub fn open(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<Source> {
     bail!(WITHOUT)
 }
 
@@ -186,7 +186,7 @@ mod with {
     }
 
     /// Opens an image whose bytes come from a server, and fetches what nobody has read yet beside the readers.
-    pub fn open(path: &Path, store: &Path, digest: Option<Digest>, from: &From) -> Result<Source> {
+    pub fn open(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Source> {
         let remote = remote(&from.reference, from.plain_http)?;
         drop(Store::create(store)?);
         // Servers in the background leave the folder that they were started in.

@@ -116,15 +116,28 @@ pub struct Client {
 
 impl Client {
     pub fn new(source: Arc<dyn FileSystem>, options: &ShareOptions, session: Session) -> Self {
+        Self::offering(InitFlags::ALL, source, options, session).unwrap()
+    }
+
+    /// One whose kernel can these things only; the answer, if it is not let in.
+    pub fn offering(
+        flags: InitFlags,
+        source: Arc<dyn FileSystem>,
+        options: &ShareOptions,
+        session: Session,
+    ) -> Result<Self, Answer> {
         let (sender, late) = mpsc::channel();
         let session = Arc::new(session);
         let server = Server::new(Arc::new(Share::new(source, options)), Arc::clone(&session));
         let negotiated = Negotiated::BEFORE_INIT;
         let mut client = Self { server, session, negotiated, late, sender, room: 1 << 17, revoked: false, unique: 0 };
-        let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags: InitFlags::ALL };
-        assert!(matches!(client.ask(Ino::ROOT, Operation::Init(offer)), Answer::Reply(_)));
+        let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags };
+        match client.ask(Ino::ROOT, Operation::Init(offer)) {
+            Answer::Reply(_) => {}
+            other => return Err(other),
+        }
         client.negotiated = *client.session.mount().expect("INIT was answered").negotiated();
-        client
+        Ok(client)
     }
 
     /// The number of the next request.

@@ -177,6 +177,11 @@ pub struct Dir {
 }
 
 impl Dir {
+    /// Whether inodes of the directory's own file system are remembered by file handles.
+    pub fn has_file_handles(&self) -> bool {
+        self.root.found.mount.handles().is_some()
+    }
+
     /// Opens a directory to be shared. Raises the process's limit of open files as far as it may.
     ///
     /// # Errors

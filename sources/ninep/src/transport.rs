@@ -70,6 +70,7 @@ impl Tcp {
         let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
         for address in (self.host.as_str(), self.port).to_socket_addrs()? {
             match TcpStream::connect_timeout(&address, timeout) {
+                Ok(stream) if is_loop(&stream) => failed = io::ErrorKind::ConnectionRefused.into(),
                 Ok(stream) => {
                     // Requests are written whole: waiting for more to fill a segment only delays them.
                     stream.set_nodelay(true)?;
@@ -98,6 +99,12 @@ impl Transport for Tcp {
     }
 }
 
+/// Whether a socket has reached itself, which happens on this host where nobody listens on a port that is also given to
+/// those who connect.
+fn is_loop(stream: &TcpStream) -> bool {
+    matches!((stream.local_addr(), stream.peer_addr()), (Ok(here), Ok(there)) if here == there)
+}
+
 /// Ends a connection by its socket.
 pub(crate) fn ended_by(socket: TcpStream) -> Box<dyn Fn() + Send + Sync> {
     Box::new(move || drop(socket.shutdown(Shutdown::Both)))
@@ -124,5 +131,23 @@ impl Transport for Vsock {
 
     fn address(&self) -> String {
         format!("vsock:{}:{}", self.cid, self.port)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{SocketAddr, TcpListener};
+
+    use super::*;
+
+    #[test]
+    fn a_socket_that_reached_itself_is_known() {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        socket.connect(&socket.local_addr().unwrap()).unwrap();
+        assert!(is_loop(&socket.into()));
+
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        assert!(!is_loop(&TcpStream::connect(listener.local_addr().unwrap()).unwrap()));
     }
 }

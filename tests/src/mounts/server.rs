@@ -1,9 +1,10 @@
 //! 9P servers of a directory, as programs of their own: ours and other people's.
 
-use std::net::{TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -53,7 +54,7 @@ impl NinePServer {
         std::fs::create_dir_all(&shared).unwrap();
         let address = match maker {
             Maker::Ferry | Maker::P9ufs => format!("unix:{}", folder.join("s").display()),
-            Maker::Diod => format!("tcp:127.0.0.1:{}{}", free_port(), shared.display()),
+            Maker::Diod => format!("tcp:{}{}", own_address(), shared.display()),
         };
         let mut server = Self { maker, folder: folder.into(), address, started: None };
         let mut command = server.command()?;
@@ -151,9 +152,13 @@ impl Drop for NinePServer {
     }
 }
 
-/// A port that nobody listens on.
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+/// An address of this host that nobody else listens on or connects from. (A free port of 127.0.0.1 is not for long: what
+/// connects to it before somebody listens may be given it, and reach itself.)
+fn own_address() -> SocketAddr {
+    static COUNT: AtomicU8 = AtomicU8::new(1);
+    let [.., high, middle, low] = std::process::id().to_be_bytes();
+    let host = Ipv4Addr::new(127, 64 | (high ^ middle) & 0x3f, low, COUNT.fetch_add(1, Ordering::Relaxed));
+    SocketAddr::from((host, 5640))
 }
 
 fn cache() -> GuestCache {

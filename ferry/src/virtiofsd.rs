@@ -1,0 +1,497 @@
+//! `virtiofsd`, or `ferry-virtiofsd`: under these names the program takes the options of virtiofsd 1.14, also in the older form `-o a=b,c` that
+//! libvirt passes, and does what `ferry share` does with its own for them.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use clap::Parser;
+use rustix::process::{Resource, Rlimit};
+
+/// The name of the program that this stands in for.
+const NAME: &str = "virtiofsd";
+/// The name that `make install` gives it beside that one.
+const INSTALLED: &str = "ferry-virtiofsd";
+
+/// Linux's number for whoever cannot be named (`/proc/sys/kernel/overflowuid`).
+const OVERFLOW: u64 = 65_534;
+/// One more than the highest number of a user or group.
+const IDS: u64 = u32::MAX as u64;
+
+/// Whether the program was started under that name.
+pub fn is_one(program: &OsStr) -> bool {
+    Path::new(program).file_name().is_some_and(|name| name == NAME || name == INSTALLED)
+}
+
+/// What the command line comes to.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// A command line of Ferry's own, and what is to be said about it first.
+    Share(Vec<OsString>, Vec<String>),
+    /// To print what this back end can do.
+    Capabilities,
+}
+
+/// What a back end of the kind "fs" says of itself (QEMU, docs/interop/vhost-user.json). Not "migrate-precopy": a guest that
+/// uses it cannot be migrated.
+pub const CAPABILITIES: &str = r#"{
+  "type": "fs",
+  "features": [
+    "posix-acl-negotiation-mode",
+    "separate-options"
+  ]
+}"#;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum When {
+    Never,
+    Auto,
+    Always,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Cache {
+    Auto,
+    Always,
+    #[value(alias = "none")]
+    Never,
+    Metadata,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum FileHandles {
+    Never,
+    #[value(alias = "fallback")]
+    Prefer,
+    Mandatory,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Sandbox {
+    Namespace,
+    Chroot,
+    None,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Level {
+    Error,
+    #[value(alias = "warning")]
+    Warn,
+    Info,
+    Debug,
+    Trace,
+    Off,
+}
+
+/// Shares a directory with a virtual machine by virtio-fs: Ferry, in the place of virtiofsd.
+#[derive(Debug, Parser)]
+#[command(name = NAME, version, after_help = "What these options lack is in: ferry share --help")]
+#[allow(clippy::struct_excessive_bools, reason = "each is a flag of virtiofsd")]
+struct Args {
+    /// The directory.
+    #[arg(long, value_name = "DIR")]
+    shared_dir: Option<PathBuf>,
+    /// The tag that the device tells.
+    #[arg(long)]
+    tag: Option<String>,
+    /// The socket to listen on.
+    #[arg(long, value_name = "SOCKET", alias = "socket")]
+    socket_path: Option<PathBuf>,
+    /// The group that may connect, too.
+    #[arg(long, value_name = "GROUP", conflicts_with = "fd")]
+    socket_group: Option<String>,
+    /// An inherited descriptor, a listening socket, instead.
+    #[arg(long, value_name = "N", conflicts_with = "socket_path")]
+    fd: Option<u16>,
+    /// Without effect: requests that wait hold up no others here.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    thread_pool_size: usize,
+    /// Extended attributes.
+    #[arg(long)]
+    xattr: bool,
+    /// POSIX ACLs; implies --xattr.
+    #[arg(long, value_enum, default_value = "never", default_missing_value = "auto", num_args = 0..=1, require_equals = true)]
+    posix_acl: When,
+    /// Rules for the names of extended attributes; implies --xattr.
+    #[arg(long, value_name = "RULES")]
+    xattrmap: Option<String>,
+    /// How the process is confined: not yet at all, whatever is given.
+    #[arg(long, value_enum, default_value = "namespace")]
+    sandbox: Sandbox,
+    /// Let the guest change nothing.
+    #[arg(long)]
+    readonly: bool,
+    /// Which system calls are stopped: none yet, whatever is given.
+    #[arg(long, value_name = "ACTION", default_value = "kill", value_parser = ["none", "kill", "log", "trap"])]
+    seccomp: String,
+    /// Show mounts below the directory as such (the default).
+    #[arg(long, overrides_with = "no_announce_submounts")]
+    announce_submounts: bool,
+    /// Show them as directories.
+    #[arg(long)]
+    no_announce_submounts: bool,
+    /// Whether to remember files by file handles.
+    #[arg(long, value_enum, default_value = "prefer", value_name = "WHEN")]
+    inode_file_handles: FileHandles,
+    /// What the guest may keep.
+    #[arg(long, value_enum, default_value = "auto")]
+    cache: Cache,
+    /// Shared mappings with --cache=never and metadata.
+    #[arg(long)]
+    allow_mmap: bool,
+    /// Let listings bring no attributes along.
+    #[arg(long)]
+    no_readdirplus: bool,
+    /// Let the guest hold writes back.
+    #[arg(long)]
+    writeback: bool,
+    /// Open files with `O_DIRECT` where the guest does.
+    #[arg(long)]
+    allow_direct_io: bool,
+    /// Print what this back end can do, in JSON.
+    #[arg(long)]
+    print_capabilities: bool,
+    /// Capabilities to keep or drop: without effect, none is dropped yet.
+    #[arg(long, value_name = "LIST")]
+    modcaps: Option<String>,
+    /// What to log.
+    #[arg(long, value_enum, default_value = "info")]
+    log_level: Level,
+    /// Log to syslog: standard error is what is logged to here, for journald and others to collect.
+    #[arg(long)]
+    syslog: bool,
+    /// The limit of open files; 0 leaves it.
+    #[arg(long, value_name = "N")]
+    rlimit_nofile: Option<u64>,
+    /// Options in the older form.
+    #[arg(short = 'o', value_name = "OPTIONS")]
+    compat_options: Vec<String>,
+    /// Log at level debug.
+    #[arg(short = 'd')]
+    debug: bool,
+    /// Without effect.
+    #[arg(short = 'f')]
+    foreground: bool,
+    /// Without effect: it is always offered.
+    #[arg(long, overrides_with = "no_killpriv_v2")]
+    killpriv_v2: bool,
+    /// Without effect: it is always offered.
+    #[arg(long)]
+    no_killpriv_v2: bool,
+    /// Labels of security modules: there is no support, and always is refused.
+    #[arg(long, value_enum, default_value = "never", default_missing_value = "auto", num_args = 0..=1, require_equals = true)]
+    security_label: When,
+    /// Users of the guest and their numbers here: `:GUEST:HOST:COUNT:`; all others are nobody.
+    #[arg(long, value_name = "MAP")]
+    uid_map: Vec<String>,
+    /// The same for groups.
+    #[arg(long, value_name = "MAP")]
+    gid_map: Vec<String>,
+    /// Rules for the numbers of users: `TYPE:FROM:TO:COUNT`.
+    #[arg(long, value_name = "RULE", conflicts_with = "uid_map")]
+    translate_uid: Vec<String>,
+    /// The same for groups.
+    #[arg(long, value_name = "RULE", conflicts_with = "gid_map")]
+    translate_gid: Vec<String>,
+    /// Without effect: `O_NOATIME` is kept wherever it is allowed.
+    #[arg(long)]
+    preserve_noatime: bool,
+    /// Without effect: there is no migration.
+    #[arg(long, value_name = "MODE", value_parser = ["find-paths", "file-handles"])]
+    migration_mode: Option<String>,
+    /// Without effect: there is no migration.
+    #[arg(long, value_name = "WHAT", value_parser = ["abort", "guest-error"])]
+    migration_on_error: Option<String>,
+    /// Without effect: there is no migration.
+    #[arg(long)]
+    migration_verify_handles: bool,
+    /// Without effect: there is no migration.
+    #[arg(long)]
+    migration_confirm_paths: bool,
+}
+
+/// Reads a command line of virtiofsd's. Help, version and mistakes come back as clap's error.
+pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, clap::Error> {
+    let mut args = Args::try_parse_from(args)?;
+    let wrong = |text: String| clap::Error::raw(clap::error::ErrorKind::InvalidValue, format!("{text}\n"));
+    for options in std::mem::take(&mut args.compat_options) {
+        for option in options.split(',').filter(|option| !option.is_empty()) {
+            args.compat(option).map_err(wrong)?;
+        }
+    }
+    if args.print_capabilities {
+        return Ok(Asked::Capabilities);
+    }
+    args.into_share().map_err(wrong)
+}
+
+impl Args {
+    /// One of the older options.
+    fn compat(&mut self, option: &str) -> Result<(), String> {
+        let (name, value) = option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
+        let needed = || value.map(str::to_owned).ok_or_else(|| format!("-o {name} needs a value: -o {name}=..."));
+        fn one_of<T: clap::ValueEnum>(name: &str, word: &str) -> Result<T, String> {
+            T::from_str(word, false).map_err(|_| format!("-o {name}={word}: there is no such value"))
+        }
+        match (name, value) {
+            ("source", _) => self.shared_dir = Some(needed()?.into()),
+            ("cache", _) => self.cache = one_of(name, &needed()?)?,
+            ("sandbox", _) => self.sandbox = one_of(name, &needed()?)?,
+            ("log_level", Some("err")) => self.log_level = Level::Error,
+            ("log_level", _) => self.log_level = one_of(name, &needed()?)?,
+            ("modcaps", _) => self.modcaps = Some(needed()?),
+            ("xattrmap", _) => self.xattrmap = Some(needed()?),
+            ("announce_submounts", None) => self.no_announce_submounts = false,
+            ("no_announce_submounts", None) => self.no_announce_submounts = true,
+            ("xattr", None) => self.xattr = true,
+            ("no_xattr", None) => self.xattr = false,
+            ("posix_acl", None) => self.posix_acl = When::Auto,
+            ("no_posix_acl", None) => self.posix_acl = When::Never,
+            ("security_label", None) => self.security_label = When::Auto,
+            ("no_security_label", None) => self.security_label = When::Never,
+            ("writeback", None) => self.writeback = true,
+            ("no_writeback", None) => self.writeback = false,
+            ("readdirplus", None) => self.no_readdirplus = false,
+            ("no_readdirplus", None) => self.no_readdirplus = true,
+            ("allow_direct_io", None) => self.allow_direct_io = true,
+            ("no_allow_direct_io", None) => self.allow_direct_io = false,
+            ("debug", None) => self.debug = true,
+            // What is so anyway: locks are those of the host, and the rest was never in virtiofsd 1.
+            (
+                "flock"
+                | "no_flock"
+                | "posix_lock"
+                | "no_posix_lock"
+                | "killpriv_v2"
+                | "no_killpriv_v2"
+                | "norace"
+                | "allow_root"
+                | "default_permissions",
+                None,
+            )
+            | ("timeout", Some(_)) => {}
+            _ => return Err(format!("-o {option}: there is no such option")),
+        }
+        Ok(())
+    }
+
+    fn into_share(self) -> Result<Asked, String> {
+        let (has_map, has_acl) = (self.xattrmap.is_some(), self.posix_acl != When::Never);
+        if self.security_label == When::Always {
+            return Err(
+                "--security-label=always: labels of security modules are not carried; leave it out, or use auto".into(),
+            );
+        }
+        let dir = self.shared_dir.as_ref().ok_or("--shared-dir is missing: the directory to share")?;
+        let mut line: Vec<OsString> = vec!["ferry".into(), "--log".into()];
+        let level = if self.debug { Level::Debug } else { self.log_level };
+        line.push(
+            clap::ValueEnum::to_possible_value(&level).map_or_else(String::new, |value| value.get_name().into()).into(),
+        );
+        line.extend(["share".into(), dir.into(), "--once".into()]);
+        let mut give = |flag: &str, value: OsString| {
+            let mut word = OsString::from(flag);
+            word.push("=");
+            word.push(value);
+            line.push(word);
+        };
+        match (self.socket_path, self.fd) {
+            (Some(socket), _) => give("--virtiofs", socket.into()),
+            (None, Some(fd)) => give("--fd", fd.to_string().into()),
+            (None, None) => return Err("--socket-path or --fd is missing: where to listen".into()),
+        }
+        if let Some(group) = self.socket_group {
+            give("--socket-group", group.into());
+        }
+        if let Some(tag) = self.tag {
+            give("--tag", tag.into());
+        }
+        let cache = match self.cache {
+            Cache::Auto => "auto",
+            Cache::Always => "always",
+            Cache::Never => "none",
+            Cache::Metadata => "metadata",
+        };
+        give("--cache", cache.into());
+        let handles = match self.inode_file_handles {
+            FileHandles::Never => "never",
+            FileHandles::Prefer => "prefer",
+            FileHandles::Mandatory => "mandatory",
+        };
+        give("--inode-file-handles", handles.into());
+        let acl = match self.posix_acl {
+            When::Never => "never",
+            When::Auto => "auto",
+            When::Always => "always",
+        };
+        give("--posix-acl", acl.into());
+        if let Some(rules) = self.xattrmap {
+            give("--xattrmap", rules.into());
+        }
+        for (flag, rules, maps) in [
+            ("--translate-uid", self.translate_uid, self.uid_map),
+            ("--translate-gid", self.translate_gid, self.gid_map),
+        ] {
+            rules.into_iter().chain(namespace_rules(&maps)?).for_each(|rule| give(flag, rule.into()));
+        }
+        let flags = [
+            (self.readonly, "--read-only"),
+            (!self.no_announce_submounts, "--announce-submounts"),
+            (!(self.xattr || has_map || has_acl || self.security_label == When::Auto), "--no-xattr"),
+            (!self.allow_mmap && matches!(self.cache, Cache::Never | Cache::Metadata), "--no-mmap"),
+            (self.no_readdirplus, "--no-readdirplus"),
+            (self.writeback, "--writeback"),
+            (self.allow_direct_io, "--allow-direct-io"),
+        ];
+        line.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| flag.into()));
+        set_limit(self.rlimit_nofile)?;
+        let notes = [
+            (
+                self.sandbox != Sandbox::None,
+                "this process is not confined (--sandbox, --seccomp): start it where it may do no harm",
+            ),
+            (self.migration_mode.is_some(), "a guest that uses this back end cannot be migrated"),
+            (self.security_label == When::Auto, "labels of security modules are not carried"),
+            (self.syslog, "logging to standard error, not to syslog"),
+        ];
+        let notes = notes.into_iter().filter(|(on, _)| *on).map(|(_, note)| note.to_owned()).collect();
+        Ok(Asked::Share(line, notes))
+    }
+}
+
+/// The limit of open files that is asked for; without a word a source takes what it may.
+fn set_limit(limit: Option<u64>) -> Result<(), String> {
+    let Some(limit) = limit.filter(|limit| *limit != 0) else { return Ok(()) };
+    let now = rustix::process::getrlimit(Resource::Nofile);
+    let wanted = Rlimit { current: Some(limit), maximum: Some(now.maximum.map_or(limit, |most| most.max(limit))) };
+    rustix::process::setrlimit(Resource::Nofile, wanted).map_err(|error| {
+        format!("--rlimit-nofile {limit}: {error}; the most that this user may have is {:?}", now.maximum)
+    })
+}
+
+/// The maps of a user namespace as rules for numbers: those of no map are nobody's.
+fn namespace_rules(maps: &[String]) -> Result<Vec<String>, String> {
+    if maps.is_empty() {
+        return Ok(Vec::new());
+    }
+    let (mut rules, mut inside, mut outside) = (Vec::new(), Vec::new(), Vec::new());
+    for map in maps {
+        let wrong = || format!("{map:?} is no map: :GUEST:HOST:COUNT:, as in :0:100000:65536:");
+        let separator = map.chars().next().ok_or_else(wrong)?;
+        let body = map.strip_prefix(separator).and_then(|map| map.strip_suffix(separator)).ok_or_else(wrong)?;
+        let numbers: Vec<u64> = body
+            .split(separator)
+            .map(str::parse::<u32>)
+            .map(|number| number.map(u64::from))
+            .collect::<Result<_, _>>()
+            .map_err(|_| wrong())?;
+        let [guest, host, count] = numbers[..] else { return Err(wrong()) };
+        rules.push(format!("map:{guest}:{host}:{count}"));
+        inside.push((guest, count));
+        outside.push((host, count));
+    }
+    rules.extend(gaps(inside).map(|(base, count)| format!("forbid-guest:{base}:{count}")));
+    rules.extend(gaps(outside).map(|(base, count)| format!("squash-host:{base}:{OVERFLOW}:{count}")));
+    Ok(rules)
+}
+
+/// The ranges of numbers that are in none of these.
+fn gaps(mut ranges: Vec<(u64, u64)>) -> impl Iterator<Item = (u64, u64)> {
+    ranges.sort_unstable();
+    ranges.push((IDS, 0));
+    let mut from = 0;
+    ranges.into_iter().filter_map(move |(base, count)| {
+        let gap = (from, base.saturating_sub(from));
+        from = from.max(base + count);
+        (gap.1 > 0).then_some(gap)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(args: &str) -> Result<String, String> {
+        let words = std::iter::once("virtiofsd").chain(args.split_whitespace()).map(OsString::from);
+        match read(words) {
+            Ok(Asked::Share(line, _)) => {
+                // What all of them must be able to be read as.
+                crate::groups::parse(line.clone()).map_err(|error| error.to_string())?;
+                Ok(line.join(OsStr::new(" ")).into_string().expect("text"))
+            }
+            Ok(Asked::Capabilities) => Ok("capabilities".into()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    #[test]
+    fn options_become_flags() {
+        let plain = "ferry --log info share /d --once --virtiofs=/s --cache=auto --inode-file-handles=prefer \
+                     --posix-acl=never --announce-submounts --no-xattr";
+        for args in [
+            "--shared-dir /d --socket-path /s",
+            "--shared-dir=/d --socket=/s -f --xattr -o no_xattr",
+            "-o source=/d,cache=auto,flock,no_posix_lock --socket-path=/s",
+        ] {
+            assert_eq!(line(args).as_deref(), Ok(plain), "{args}");
+        }
+        for (args, word) in [
+            ("--cache never", "--cache=none --"),
+            ("--cache never", "--no-mmap"),
+            ("-o cache=none", "--cache=none"),
+            ("--posix-acl", "--posix-acl=auto"),
+            ("--posix-acl=always", "--posix-acl=always"),
+            ("-o log_level=err", "--log error"),
+            ("-d", "--log debug"),
+            ("--xattrmap :map::user.v.:", "--xattrmap=:map::user.v.:"),
+            ("--translate-uid map:0:1000:1", "--translate-uid=map:0:1000:1"),
+            ("--tag work", "--tag=work"),
+            ("--inode-file-handles=fallback", "--inode-file-handles=prefer"),
+        ] {
+            let line = line(&format!("--shared-dir /d --socket-path /s {args}")).expect(args);
+            assert!(line.contains(word), "{args}: {line}");
+        }
+        assert!(!line("--shared-dir /d --fd 5 --xattr --cache=never --allow-mmap").expect("fd").contains("--no-"));
+        assert_eq!(line("--print-capabilities").as_deref(), Ok("capabilities"));
+    }
+
+    #[test]
+    fn what_cannot_be_is_said() {
+        for (args, words) in [
+            ("--socket-path /s", "--shared-dir is missing"),
+            ("--shared-dir /d", "--socket-path or --fd is missing"),
+            ("--shared-dir /d --socket-path /s -o nonsense", "nonsense: there is no such option"),
+            ("--shared-dir /d --socket-path /s -o cache=some", "cache=some: there is no such value"),
+            ("--shared-dir /d --socket-path /s -o source", "needs a value"),
+            ("--shared-dir /d --socket-path /s --security-label=always", "not carried"),
+            ("--shared-dir /d --socket-path /s --uid-map 0:1:2", "is no map"),
+            ("--shared-dir /d --socket-path /s --uid-map :0:x:2:", "is no map"),
+        ] {
+            let error = line(args).expect_err(args);
+            assert!(error.contains(words), "{args}: {error}");
+        }
+    }
+
+    #[test]
+    fn maps_of_a_namespace_leave_all_others_out() {
+        let rules = namespace_rules(&[":0:100000:65536:".into(), "/70000/5/1/".into()]).expect("maps");
+        let expected = [
+            "map:0:100000:65536",
+            "map:70000:5:1",
+            "forbid-guest:65536:4464",
+            "forbid-guest:70001:4294897294",
+            "squash-host:0:65534:5",
+            "squash-host:6:65534:99994",
+            "squash-host:165536:65534:4294801759",
+        ];
+        assert_eq!(rules, expected);
+        let rules: Vec<ferry_mapped::Rule> = rules.iter().map(|rule| rule.parse().expect(rule)).collect();
+        ferry_mapped::Ids::new(&rules).expect("no two of one number");
+    }
+
+    #[test]
+    fn capabilities_are_json() {
+        let found: serde_json::Value = serde_json::from_str(CAPABILITIES).expect("JSON");
+        assert_eq!(found["type"], "fs");
+    }
+}

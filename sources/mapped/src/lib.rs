@@ -1,0 +1,325 @@
+//! A source as its clients are to see it: [`Mapped`] stands before any other source and gives users and groups other
+//! numbers ([`Ids`]) and extended attributes other names ([`Xattrs`]), as virtiofsd does with `--translate-uid` and
+//! `--xattrmap`.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use ferry_mapped::{Ids, Mapped, Rule, Xattrs};
+//! use ferry_mem::{Mem, Options};
+//! use ferry_vfs::{Caller, FileSystem, Ino, Name, New};
+//!
+//! // The guest's root is user 1000 here.
+//! let ids = Ids::new(&["map:0:1000:1".parse::<Rule>()?])?;
+//! let mem = Arc::new(Mem::new(&Options::default())?);
+//! let mapped = Mapped::new(mem.clone(), ids, Ids::default(), Xattrs::default());
+//! let new = New { mode: 0o755, ..New::default() };
+//! let made = mapped.mkdir(&Caller::default(), Ino::ROOT, Name::new(b"d")?, &new)?;
+//! assert_eq!(made.attr.uid, 0);
+//! assert_eq!(mem.getattr(&Caller::default(), made.ino, None)?.uid, 1000);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Nothing is kept per inode or file, and data go where they always do: a mapped source answers the same extents.
+#![forbid(unsafe_code)]
+
+mod acl;
+mod ids;
+mod xattrs;
+
+use std::sync::Arc;
+
+use ferry_vfs::{
+    Attr, Backing, Caller, Changes, Copy, Data, DirItem, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features,
+    FileSystem, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek,
+    SetAttr, Statfs, Waiter, XattrFlags,
+};
+
+pub use crate::ids::{Ids, Rule, RuleError};
+pub use crate::xattrs::{XattrError, Xattrs};
+
+/// A source with other numbers and names. See the crate's front page.
+pub struct Mapped {
+    source: Arc<dyn FileSystem>,
+    uids: Ids,
+    gids: Ids,
+    xattrs: Xattrs,
+    features: Features,
+}
+
+impl std::fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { uids, gids, xattrs, .. } = self;
+        f.debug_struct("Mapped").field("uids", uids).field("gids", gids).field("xattrs", xattrs).finish_non_exhaustive()
+    }
+}
+
+impl Mapped {
+    /// Puts the translations before a source.
+    pub fn new(source: Arc<dyn FileSystem>, uids: Ids, gids: Ids, xattrs: Xattrs) -> Self {
+        let mut features = source.features();
+        // A client that enforces ACLs must find them under their own names.
+        features.posix_acl &= acl::NAMES.iter().all(|name| xattrs.is_same(name));
+        // What goes around us is not translated: nothing of it carries numbers or names.
+        Self { source, uids, gids, xattrs, features }
+    }
+
+    /// The attributes as the client sees them.
+    fn seen(&self, attr: Attr) -> Attr {
+        Attr { uid: self.uids.seen(attr.uid), gid: self.gids.seen(attr.gid), ..attr }
+    }
+
+    fn seen_entry(&self, entry: Entry) -> Entry {
+        Entry { attr: self.seen(entry.attr), ..entry }
+    }
+
+    /// Calls `then` for the user that the caller is here. One whose number is forbidden keeps it: what that user may do is
+    /// decided by the source, only what would belong to it is refused ([`Self::maker`]).
+    fn with<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> T) -> T {
+        let uid = self.uids.meant(cx.uid).unwrap_or(cx.uid);
+        let gid = self.gids.meant(cx.gid).unwrap_or(cx.gid);
+        if cx.groups.is_empty() || self.gids.is_same() {
+            return then(&Caller { uid, gid, ..*cx });
+        }
+        let groups: Vec<u32> = cx.groups.iter().filter_map(|&group| self.gids.meant(group)).collect();
+        then(&Caller { uid, gid, groups: &groups, ..*cx })
+    }
+
+    /// The same for calls that make something.
+    fn maker<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> Result<T>) -> Result<T> {
+        match (self.uids.meant(cx.uid), self.gids.meant(cx.gid)) {
+            (Some(_), Some(_)) => self.with(cx, then),
+            _ => Err(Errno::PERM),
+        }
+    }
+}
+
+/// A listing in which entries are as the client sees them.
+struct Seen<'a> {
+    mapped: &'a Mapped,
+    out: &'a mut dyn DirOutput,
+}
+
+impl DirOutput for Seen<'_> {
+    fn fits(&self, name: &[u8]) -> bool {
+        self.out.fits(name)
+    }
+
+    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
+        self.out.push(item, entry.map(|entry| self.mapped.seen_entry(*entry)).as_ref());
+    }
+}
+
+impl FileSystem for Mapped {
+    fn features(&self) -> Features {
+        self.features
+    }
+
+    fn changes(&self) -> Option<&Changes> {
+        self.source.changes()
+    }
+
+    fn lookup(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.with(cx, |cx| self.source.lookup(cx, dir, name)).map(|entry| self.seen_entry(entry))
+    }
+
+    fn lookup_parent(&self, cx: &Caller<'_>, dir: Ino) -> Result<Entry> {
+        self.with(cx, |cx| self.source.lookup_parent(cx, dir)).map(|entry| self.seen_entry(entry))
+    }
+
+    fn lookup_self(&self, cx: &Caller<'_>, ino: Ino) -> Result<Entry> {
+        self.with(cx, |cx| self.source.lookup_self(cx, ino)).map(|entry| self.seen_entry(entry))
+    }
+
+    fn forget(&self, ino: Ino, count: u64) {
+        self.source.forget(ino, count);
+    }
+
+    fn getattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+        self.with(cx, |cx| self.source.getattr(cx, ino, handle)).map(|attr| self.seen(attr))
+    }
+
+    fn glance(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Attr> {
+        self.with(cx, |cx| self.source.glance(cx, ino, handle)).map(|attr| self.seen(attr))
+    }
+
+    fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+        let meant = |ids: &Ids, id: Option<u32>| id.map(|id| ids.meant(id).ok_or(Errno::PERM)).transpose();
+        let set = SetAttr { uid: meant(&self.uids, set.uid)?, gid: meant(&self.gids, set.gid)?, ..*set };
+        self.with(cx, |cx| self.source.setattr(cx, ino, handle, &set)).map(|attr| self.seen(attr))
+    }
+
+    fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.with(cx, |cx| self.source.readlink(cx, ino))
+    }
+
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        self.maker(cx, |cx| self.source.mknod(cx, dir, name, new)).map(|entry| self.seen_entry(entry))
+    }
+
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        self.maker(cx, |cx| self.source.mkdir(cx, dir, name, new)).map(|entry| self.seen_entry(entry))
+    }
+
+    fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
+        self.maker(cx, |cx| self.source.symlink(cx, dir, name, target)).map(|entry| self.seen_entry(entry))
+    }
+
+    fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.with(cx, |cx| self.source.link(cx, ino, dir, name)).map(|entry| self.seen_entry(entry))
+    }
+
+    fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.with(cx, |cx| self.source.unlink(cx, dir, name))
+    }
+
+    fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.with(cx, |cx| self.source.rmdir(cx, dir, name))
+    }
+
+    fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
+        self.with(cx, |cx| self.source.rename(cx, from, to, flags))
+    }
+
+    fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        self.with(cx, |cx| self.source.open(cx, ino, flags))
+    }
+
+    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        let (entry, handle) = self.maker(cx, |cx| self.source.create(cx, dir, name, new, flags))?;
+        Ok((self.seen_entry(entry), handle))
+    }
+
+    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        let (entry, handle) = self.maker(cx, |cx| self.source.tmpfile(cx, dir, new, flags))?;
+        Ok((self.seen_entry(entry), handle))
+    }
+
+    fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
+        self.with(cx, |cx| self.source.backing(cx, ino, handle))
+    }
+
+    fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+        self.with(cx, |cx| self.source.read(cx, at, out))
+    }
+
+    fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+        self.with(cx, |cx| self.source.write(cx, at, input))
+    }
+
+    fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+        self.with(cx, |cx| self.source.flush(cx, ino, handle, owner))
+    }
+
+    fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        self.with(cx, |cx| self.source.release(cx, ino, handle));
+    }
+
+    fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
+        self.with(cx, |cx| self.source.fsync(cx, ino, handle, data_only))
+    }
+
+    fn opendir(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        self.with(cx, |cx| self.source.opendir(cx, ino, flags))
+    }
+
+    fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+        self.with(cx, |cx| self.source.readdir(cx, at, &mut Seen { mapped: self, out }))
+    }
+
+    fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        self.with(cx, |cx| self.source.releasedir(cx, ino, handle));
+    }
+
+    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
+        self.with(cx, |cx| self.source.fsyncdir(cx, ino, handle, data_only))
+    }
+
+    fn syncfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<()> {
+        self.with(cx, |cx| self.source.syncfs(cx, ino))
+    }
+
+    fn statfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<Statfs> {
+        self.with(cx, |cx| self.source.statfs(cx, ino))
+    }
+
+    fn getxattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        let here = self.xattrs.meant(name)?;
+        let mut value = self.with(cx, |cx| self.source.getxattr(cx, ino, &here))?;
+        if acl::is_one(name) {
+            acl::each_id(&mut value, |uid| Some(self.uids.seen(uid)), |gid| Some(self.gids.seen(gid)))?;
+        }
+        Ok(value)
+    }
+
+    fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        let names = self.with(cx, |cx| self.source.listxattr(cx, ino))?;
+        Ok(self.xattrs.seen_list(names))
+    }
+
+    fn setxattr(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        name: &[u8],
+        value: &[u8],
+        flags: XattrFlags,
+        clear_sgid: bool,
+    ) -> Result<()> {
+        let here = self.xattrs.meant(name)?;
+        if !acl::is_one(name) || (self.uids.is_same() && self.gids.is_same()) {
+            return self.with(cx, |cx| self.source.setxattr(cx, ino, &here, value, flags, clear_sgid));
+        }
+        let mut value = value.to_vec();
+        acl::each_id(&mut value, |uid| self.uids.meant(uid), |gid| self.gids.meant(gid))?;
+        self.with(cx, |cx| self.source.setxattr(cx, ino, &here, &value, flags, clear_sgid))
+    }
+
+    fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+        let here = self.xattrs.meant(name)?;
+        self.with(cx, |cx| self.source.removexattr(cx, ino, &here))
+    }
+
+    fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+        self.with(cx, |cx| self.source.access(cx, ino, mask))
+    }
+
+    fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
+        self.with(cx, |cx| self.source.get_lock(cx, ino, handle, lock))
+    }
+
+    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+        self.with(cx, |cx| self.source.set_lock(cx, ino, handle, lock, wait))
+    }
+
+    fn ioctl(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        command: u32,
+        input: &[u8],
+        out_bytes_max: usize,
+    ) -> Result<Vec<u8>> {
+        self.with(cx, |cx| self.source.ioctl(cx, ino, handle, command, input, out_bytes_max))
+    }
+
+    fn fallocate(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: u64,
+        flags: FallocateFlags,
+    ) -> Result<()> {
+        self.with(cx, |cx| self.source.fallocate(cx, ino, handle, offset, len, flags))
+    }
+
+    fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+        self.with(cx, |cx| self.source.lseek(cx, ino, handle, offset, seek))
+    }
+
+    fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+        self.with(cx, |cx| self.source.copy_file_range(cx, copy))
+    }
+}

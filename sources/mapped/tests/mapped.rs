@@ -1,0 +1,138 @@
+//! A memory file system before and behind the translations: every call that carries a number or a name.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::sync::Arc;
+
+use ferry_mapped::{Ids, Mapped, Rule, Xattrs};
+use ferry_mem::{Mem, Options};
+use ferry_vfs::{
+    Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, Ino, Name, New, OFlags, SetAttr, XattrFlags,
+};
+
+fn ids(rules: &[&str]) -> Ids {
+    Ids::new(&rules.iter().map(|rule| rule.parse::<Rule>().unwrap()).collect::<Vec<_>>()).unwrap()
+}
+
+fn name(text: &str) -> Name<'_> {
+    Name::new(text.as_bytes()).unwrap()
+}
+
+/// The memory file system, and the same with the client's 0 to 99 as 1000 to 1099 (groups: 2000 to 2099).
+fn both(xattrs: &str) -> (Arc<Mem>, Mapped) {
+    let mem = Arc::new(Mem::new(&Options::default()).unwrap());
+    let xattrs = if xattrs.is_empty() { Xattrs::default() } else { xattrs.parse().unwrap() };
+    let uids = ids(&["map:0:1000:100", "forbid-guest:500:1"]);
+    let mapped = Mapped::new(Arc::clone(&mem) as _, uids, ids(&["map:0:2000:100", "forbid-guest:600:1"]), xattrs);
+    (mem, mapped)
+}
+
+fn owner(source: &impl FileSystem, ino: Ino) -> (u32, u32) {
+    let attr = source.getattr(&Caller::default(), ino, None).unwrap();
+    (attr.uid, attr.gid)
+}
+
+#[test]
+fn what_is_made_belongs_to_the_other_number() {
+    let (mem, mapped) = both("");
+    let cx = Caller { uid: 5, gid: 6, ..Caller::default() };
+    let new = New { mode: 0o644, ..New::default() };
+    let file = New { mode: 0o100_644, ..New::default() };
+    let mut made = vec![
+        mapped.mkdir(&cx, Ino::ROOT, name("dir"), &new).unwrap(),
+        mapped.symlink(&cx, Ino::ROOT, name("link"), b"x").unwrap(),
+        mapped.mknod(&cx, Ino::ROOT, name("node"), &file).unwrap(),
+    ];
+    for (entry, handle) in [
+        mapped.create(&cx, Ino::ROOT, name("file"), &new, OFlags::RDWR).unwrap(),
+        mapped.tmpfile(&cx, Ino::ROOT, &new, OFlags::RDWR).unwrap(),
+    ] {
+        assert_eq!(mapped.getattr(&cx, entry.ino, Some(handle)).unwrap().uid, 5);
+        made.push(entry);
+    }
+    for entry in made {
+        assert_eq!((entry.attr.uid, entry.attr.gid), (5, 6));
+        assert_eq!(owner(&mapped, entry.ino), (5, 6));
+        assert_eq!(owner(&*mem, entry.ino), (1005, 2006));
+    }
+    assert_eq!(mapped.lookup(&cx, Ino::ROOT, name("dir")).unwrap().attr.gid, 6);
+}
+
+#[test]
+fn what_is_forbidden_is_refused_and_leaves_nothing() {
+    let (mem, mapped) = both("");
+    let new = New { mode: 0o644, ..New::default() };
+    for cx in [Caller { uid: 500, ..Caller::default() }, Caller { gid: 600, ..Caller::default() }] {
+        assert_eq!(mapped.mkdir(&cx, Ino::ROOT, name("d"), &new).unwrap_err(), Errno::PERM);
+        assert_eq!(mapped.create(&cx, Ino::ROOT, name("d"), &new, OFlags::RDWR).unwrap_err(), Errno::PERM);
+        assert_eq!(mapped.symlink(&cx, Ino::ROOT, name("d"), b"x").unwrap_err(), Errno::PERM);
+        assert_eq!(mapped.lookup(&cx, Ino::ROOT, name("d")).unwrap_err(), Errno::NOENT, "looking is no matter");
+    }
+    let (entry, _) = mapped.create(&Caller::default(), Ino::ROOT, name("f"), &new, OFlags::RDWR).unwrap();
+    let mode = Some(0o777);
+    for set in
+        [SetAttr { uid: Some(500), mode, ..SetAttr::default() }, SetAttr { gid: Some(600), mode, ..SetAttr::default() }]
+    {
+        assert_eq!(mapped.setattr(&Caller::default(), entry.ino, None, &set).unwrap_err(), Errno::PERM);
+    }
+    assert_eq!(mem.getattr(&Caller::default(), entry.ino, None).unwrap().mode & 0o777, 0o644);
+    let set = SetAttr { uid: Some(7), gid: Some(150), ..SetAttr::default() };
+    let attr = mapped.setattr(&Caller::default(), entry.ino, None, &set).unwrap();
+    assert_eq!((attr.uid, attr.gid), (7, 150));
+    assert_eq!(owner(&*mem, entry.ino), (1007, 150));
+    // Nobody in particular is nobody there, too.
+    let nobody = Caller { uid: u32::MAX, gid: u32::MAX, ..Caller::default() };
+    assert_eq!(owner(&mapped, mapped.lookup(&nobody, Ino::ROOT, name("f")).unwrap().ino), (7, 150));
+}
+
+struct Owners(Vec<(Vec<u8>, Option<u32>)>);
+
+impl DirOutput for Owners {
+    fn fits(&self, _: &[u8]) -> bool {
+        true
+    }
+
+    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
+        self.0.push((item.name.to_vec(), entry.map(|entry| entry.attr.uid)));
+    }
+}
+
+#[test]
+fn listings_show_the_clients_numbers() {
+    let (mem, mapped) = both("");
+    let new = New { mode: 0o755, ..New::default() };
+    mem.mkdir(&Caller { uid: 1042, ..Caller::default() }, Ino::ROOT, name("d"), &new).unwrap();
+    let handle = mapped.opendir(&Caller::default(), Ino::ROOT, OFlags::RDONLY).unwrap();
+    let mut found = Owners(Vec::new());
+    mapped
+        .readdir(&Caller::default(), &DirRange { ino: Ino::ROOT, handle, offset: 0, plus: true }, &mut found)
+        .unwrap();
+    assert!(found.0.contains(&(b"d".to_vec(), Some(42))), "{:?}", found.0);
+    mapped.releasedir(&Caller::default(), Ino::ROOT, handle);
+}
+
+#[test]
+fn attributes_have_other_names() {
+    let (mem, mapped) = both(":map:trusted.:user.virtiofs.:");
+    let new = New { mode: 0o644, ..New::default() };
+    let (entry, _) = mapped.create(&Caller::default(), Ino::ROOT, name("f"), &new, OFlags::RDWR).unwrap();
+    let set = |name: &[u8]| mapped.setxattr(&Caller::default(), entry.ino, name, b"v", XattrFlags::empty(), false);
+    set(b"trusted.a").unwrap();
+    set(b"user.b").unwrap();
+    assert_eq!(set(b"user.virtiofs.trusted.a"), Err(Errno::PERM));
+    assert_eq!(mem.getxattr(&Caller::default(), entry.ino, b"user.virtiofs.trusted.a").unwrap(), b"v");
+    assert_eq!(mem.getxattr(&Caller::default(), entry.ino, b"trusted.a"), Err(Errno::NODATA));
+    assert_eq!(mapped.getxattr(&Caller::default(), entry.ino, b"trusted.a").unwrap(), b"v");
+    let list = String::from_utf8(mapped.listxattr(&Caller::default(), entry.ino).unwrap()).unwrap();
+    let mut names: Vec<_> = list.split_terminator('\0').collect();
+    names.sort_unstable();
+    assert_eq!(names, ["trusted.a", "user.b"]);
+    mapped.removexattr(&Caller::default(), entry.ino, b"trusted.a").unwrap();
+    assert_eq!(mapped.removexattr(&Caller::default(), entry.ino, b"user.virtiofs.trusted.a"), Err(Errno::PERM));
+    assert_eq!(mem.listxattr(&Caller::default(), entry.ino).unwrap(), b"user.b\0");
+}
+
+#[test]
+fn renamed_acls_are_none() {
+    let (mem, mapped) = both(":map::user.virtiofs.:");
+    assert_eq!((mem.features().posix_acl, mapped.features().posix_acl), (both("").1.features().posix_acl, false));
+}

@@ -1,0 +1,206 @@
+//! Called as `virtiofsd`, with virtiofsd's options: a Linux guest sees the same of both.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ferry_tests::{GuestCache, Place, collect, folder, guest_on};
+use tempfile::TempDir;
+
+/// Far more than a guest needs for one script.
+const LIMIT: Duration = Duration::from_secs(180);
+/// How long a server may take until it listens, and until it ends when its guest has gone.
+const SOON: Duration = Duration::from_secs(60);
+const TICK: Duration = Duration::from_millis(10);
+
+/// The two programs of the name virtiofsd: ours, and the one that it stands in for. The second is none where it is not
+/// fetched.
+fn programs(folder: &Path) -> Vec<PathBuf> {
+    let ours = folder.join("virtiofsd");
+    std::os::unix::fs::symlink(ferry_tests::mounts::program(), &ours).unwrap();
+    let theirs = GuestCache::from_env().unwrap().peer("virtiofsd");
+    if theirs.is_err() {
+        eprintln!("virtiofsd itself is not here (guest/fetch peers): nothing to compare with");
+    }
+    std::iter::once(ours).chain(theirs).collect()
+}
+
+/// A server of the folder `tree` below another.
+struct Served {
+    child: Child,
+    folder: TempDir,
+}
+
+impl Served {
+    fn start(program: &Path, args: &str) -> Self {
+        let folder = folder(Place::Disk);
+        let tree = folder.path().join("tree");
+        fs::create_dir(&tree).unwrap();
+        fs::set_permissions(&tree, fs::Permissions::from_mode(0o777)).unwrap();
+        fs::write(tree.join("there"), "before").unwrap();
+        let mut command = Command::new(program);
+        command.args(["--tag", "t", "--socket-path"]).arg(folder.path().join("s")).args(args.split_whitespace());
+        if !args.contains("source=") {
+            command.arg("--shared-dir").arg(&tree);
+        }
+        command.current_dir(folder.path()).stdin(Stdio::null()).env_remove("FERRY_LOG");
+        let child = command.spawn().unwrap();
+        let served = Self { child, folder };
+        served.wait_for("the socket", |served| served.socket().exists());
+        served
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("s")
+    }
+
+    fn tree(&self) -> PathBuf {
+        self.folder.path().join("tree")
+    }
+
+    #[track_caller]
+    fn wait_for(&self, what: &str, is_so: impl Fn(&Self) -> bool) {
+        let end = Instant::now() + SOON;
+        while !is_so(self) {
+            assert!(Instant::now() < end, "{what} does not come: {:?}", self.child);
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// What a script prints in a guest that has the tree as its working directory.
+    fn sh(&self, script: &str) -> String {
+        let guest = guest_on(&self.socket(), ["sh", "-c", script]);
+        let start = Instant::now();
+        let ran = collect(guest.spawn().unwrap(), LIMIT, start);
+        format!("{}{}", ran.out, ran.err)
+    }
+
+    /// Its status, once its only guest has gone.
+    #[track_caller]
+    fn end(mut self) -> Option<i32> {
+        let end = Instant::now() + SOON;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(Instant::now() < end, "it does not end with its guest");
+            std::thread::sleep(TICK);
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Owners and names below a folder of the host.
+fn owners(tree: &Path) -> Vec<(String, u32, u32)> {
+    let mut found: Vec<_> = fs::read_dir(tree)
+        .unwrap()
+        .map(|entry| {
+            let entry = entry.unwrap();
+            let about = entry.metadata().unwrap();
+            (entry.file_name().into_string().unwrap(), about.uid(), about.gid())
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// Runs a script in a guest of each program, and compares what it prints and what it leaves on the host.
+#[track_caller]
+fn same(args: &str, script: &str) -> (String, Vec<(String, u32, u32)>) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut seen = programs(folder.path()).into_iter().map(|program| {
+        let served = Served::start(&program, args);
+        let said = served.sh(script);
+        let left = owners(&served.tree());
+        assert_eq!(served.end(), Some(0), "{}", program.display());
+        (said, left)
+    });
+    let ours = seen.next().unwrap();
+    if let Some(theirs) = seen.next() {
+        assert_eq!(ours, theirs, "{args}: ours, and virtiofsd's");
+    }
+    ours
+}
+
+const OWNERS: &str = "touch made; mkdir dir; touch given; chown 5:6 given; stat -c '%n %u:%g' there made dir given 2>&1; \
+                      chown 1234:4321 made 2>&1; echo $?; stat -c '%u:%g' made";
+
+#[test]
+fn numbers_are_translated_as_virtiofsd_does() {
+    for args in [
+        "--translate-uid map:0:1000:10 --translate-gid map:0:2000:10",
+        "--translate-uid guest:0:1000:10 --translate-gid host:0:77:1",
+        "--translate-uid squash-guest:0:1000:70000 --translate-gid squash-guest:0:1000:70000",
+        "--translate-uid squash-host:0:55:3000 --translate-gid squash-host:0:66:3000",
+    ] {
+        let (said, _) = same(args, OWNERS);
+        assert!(said.contains("there "), "{said}");
+    }
+    // Where virtiofsd says EIO.
+    let folder = tempfile::tempdir().unwrap();
+    let served = Served::start(&programs(folder.path())[0], "--translate-uid forbid-guest:1234:1");
+    assert!(served.sh(OWNERS).contains("Operation not permitted\n1\n0:0"));
+    let (said, left) = same("--translate-uid map:0:1000:10 --translate-gid map:0:2000:10", "touch a; stat -c %u:%g a");
+    assert_eq!(said, "0:0\n");
+    assert!(left.contains(&("a".into(), 1000, 2000)), "{left:?}");
+}
+
+#[test]
+fn modes_and_flags_of_virtiofsd_are_taken() {
+    for args in [
+        "--cache never",
+        "--cache=metadata --no-readdirplus",
+        "--cache=always --writeback --allow-direct-io --xattr --posix-acl",
+        "--cache=auto --no-announce-submounts --inode-file-handles=never --thread-pool-size=4 --seccomp=none",
+        "--inode-file-handles=mandatory --modcaps=+dac_read_search --log-level=error --rlimit-nofile 2000",
+        "--sandbox none --preserve-noatime --killpriv-v2 --security-label=never",
+        "-f -o source=tree,cache=always,no_xattr,sandbox=chroot -o writeback,no_readdirplus",
+    ] {
+        let script = "cat there && echo new >made && cat made && rm there && mkdir d && mv made d && ls -R && df . >/dev/null && echo end";
+        let (said, _) = same(args, script);
+        assert!(said.starts_with("beforenew\n") && said.ends_with("end\n"), "{args}: {said}");
+    }
+    let (said, left) = same("--readonly", "cat there; touch made 2>/dev/null || echo refused");
+    assert_eq!((said.as_str(), left.len()), ("beforerefused\n", 1));
+}
+
+/// A server without privileges: its user is root inside.
+#[test]
+fn my_user_outside_is_root_inside() {
+    const USER: u32 = 1234;
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs root, to become somebody else");
+        return;
+    }
+    let folder = folder(Place::Disk);
+    let (tree, socket) = (folder.path().join("tree"), folder.path().join("s"));
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("roots"), "").unwrap();
+    for path in [folder.path(), &tree] {
+        std::os::unix::fs::chown(path, Some(USER), Some(USER)).unwrap();
+    }
+    // Nobody else may run a program in the folder of the tests' own user.
+    let program = folder.path().join("ferry");
+    fs::copy(ferry_tests::mounts::program(), &program).unwrap();
+    let user = USER.to_string();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program).arg("share").arg(&tree);
+    command.args(["--map-user", "auto", "--once", "--tag", "t", "--virtiofs"]).arg(&socket);
+    let child = command.current_dir(folder.path()).stdin(Stdio::null()).env_remove("FERRY_LOG").spawn().unwrap();
+    let served = Served { child, folder };
+    served.wait_for("the socket", |served| served.socket().exists());
+    let said = served.sh("touch made && chown 5:6 made && mkdir dir && stat -c '%n %u:%g' made dir roots");
+    assert_eq!(said, "made 0:0\ndir 0:0\nroots 65534:65534\n");
+    let mine = |name: &str| (name.to_owned(), USER, USER);
+    assert_eq!(owners(&served.tree()), [mine("dir"), mine("made"), ("roots".into(), 0, 0)]);
+    assert_eq!(served.end(), Some(0));
+}
