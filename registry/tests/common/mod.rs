@@ -220,7 +220,7 @@ fn say(stream: &mut TcpStream, request: &Request, reply: &Reply) -> std::io::Res
             // Until the other side has had enough.
             let mut byte = [0];
             while stream.read(&mut byte)? > 0 {}
-            return Err(std::io::ErrorKind::ConnectionAborted.into());
+            Err(std::io::ErrorKind::ConnectionAborted.into())
         }
         Way::Endless => {
             stream.write_all(format!("{head}transfer-encoding: chunked\r\n\r\n").as_bytes())?;
