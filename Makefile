@@ -29,11 +29,11 @@ demo: setup build
 	@scripts/demo
 
 test:
-	@scripts/setup disk xfs diod dbench erofs composefs umoci
+	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
 	$(CARGO) test --workspace --locked
 
 test-all:
-	@scripts/setup disk xfs diod dbench erofs composefs umoci
+	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
 	$(CARGO) test --workspace --locked --profile test-all -- --include-ignored
 
 bench: setup

@@ -2,6 +2,7 @@
 
 mod loops;
 mod mount;
+pub mod registry;
 mod store;
 mod trace;
 mod upper;
@@ -38,6 +39,10 @@ Examples:
   ferry image dump rootfs.cfs > rootfs.dump
   ferry image trace /mnt -o start.trace -- chroot /mnt /usr/bin/service --check    # then build --order-from start.trace
   ferry image build oci:bundle:latest -o bundle.img --store /var/lib/ferry   # an OCI image directory
+  ferry image push rootfs.img oci:registry.example/os/base:12 --store /var/lib/ferry
+  ferry image pull oci:registry.example/os/base:12 --store /var/lib/ferry -o rootfs.img --digest DIGEST
+  ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from oci:registry.example/os/base:12   # before it is all here
+  AWS_ENDPOINT_URL=http://localhost:9000 ferry image push rootfs.img s3:bucket/os/base:12 --store /var/lib/ferry
 
 An image holds the tree's metadata; the bytes of its files are in the store, where images share what they have in common.
 A stock kernel mounts it (EROFS, Linux 6.12 or later).";
@@ -136,6 +141,10 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Push an image, and what a registry or S3-compatible store has not got of its files.
+    Push(registry::PushArgs),
+    /// Pull an image, and what the store has not got of its files. What a pull that failed has left is used.
+    Pull(registry::PullArgs),
     /// Remove from a store what none of these images needs. All images that are to stay have to be named.
     Gc(store::GcArgs),
     /// Show what images take in a store, and what they share.
@@ -232,6 +241,8 @@ pub fn run(command: &Command) -> Result<u8> {
             return say(&findings, *json);
         }
         Command::Trace(args) => return trace::trace(args),
+        Command::Push(args) => registry::push(args)?,
+        Command::Pull(args) => registry::pull(args)?,
         Command::Gc(args) => store::gc(args)?,
         Command::Du(args) => store::du(args)?,
         Command::Diff(args) => return store::diff(args),

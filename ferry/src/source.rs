@@ -13,6 +13,7 @@ use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::apart::Apart;
 use crate::cli::{Acl, FileHandles, Share};
+use crate::image::registry::{self, Origin};
 use crate::remote::{self, Server};
 
 /// What begins the name of a persistent memory file system.
@@ -104,6 +105,7 @@ struct Options {
     tier2_bytes: Option<u64>,
     store: Option<PathBuf>,
     digest: Option<Digest>,
+    from: Option<Origin>,
     needs_handles: bool,
 }
 
@@ -143,6 +145,7 @@ impl Sources {
             tier2_bytes: share.tier2_size.map(|size| size.0),
             store: share.store.clone(),
             digest: share.digest.map(|digest| digest.0),
+            from: Origin::of(share),
             needs_handles: share.inode_file_handles == FileHandles::Mandatory,
         };
         let kind = match share.kind() {
@@ -205,7 +208,10 @@ impl Options {
             Kind::Image(path) => {
                 let store =
                     self.store.as_deref().context("image:PATH needs --store DIR, the folder with its files' bytes")?;
-                Arc::new(ferry_image::Source::open(path, store, self.digest)?)
+                match &self.from {
+                    Some(from) => Arc::new(registry::open(path, store, self.digest, from)?),
+                    None => Arc::new(ferry_image::Source::open(path, store, self.digest)?),
+                }
             }
             Kind::Ninep(address) => self.remote.connect(&Server::of(address).map_err(anyhow::Error::msg)?)?,
         })

@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer};
 
 use super::values::{Acl, Cache, Carrier, FileHandles, MapUser, Passthrough, made_tag, tag_of};
 use crate::image::ImageDigest;
+use crate::image::registry::JOBS_MAX;
 use crate::ninep::{Address, Users};
 use crate::remote::Server;
 use crate::size::Size;
@@ -202,6 +203,29 @@ pub struct Share {
     #[arg(long, value_name = "DIGEST", help_heading = "For image:PATH")]
     pub digest: Option<ImageDigest>,
 
+    /// Fetch what the store has not got from oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG when it is read, and the rest beside that.
+    /// An image that is not there is fetched, too.
+    #[arg(long, value_name = "REF", help_heading = "For image:PATH")]
+    pub from: Option<String>,
+
+    /// Requests at a time that fetch what nobody has read yet; 0: fetch only what is read [default: 4].
+    #[arg(long, value_name = "N", help_heading = "For image:PATH")]
+    #[arg(value_parser = clap::value_parser!(u16).range(..=i64::from(JOBS_MAX)))]
+    pub jobs: Option<u16>,
+
+    /// Keep at most so much of what is fetched, and drop what was not used for longest; the packs then stay incomplete.
+    #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
+    pub cache_size: Option<Size>,
+
+    /// Ask for so much together with a file that is read: what was built after it [default: 256K].
+    #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
+    pub fetch_ahead: Option<Size>,
+
+    /// Ask other machines than this one without encryption, too.
+    #[arg(long, help_heading = "For image:PATH")]
+    #[serde(default)]
+    pub plain_http: bool,
+
     /// Let the tcp address be one that other machines reach. Whoever connects is believed to be who it says.
     #[arg(id = "9p-remote", long = "9p-remote", help_heading = "For 9P")]
     #[serde(default, rename = "9p-remote")]
@@ -326,7 +350,8 @@ impl Share {
     pub fn check(&self) -> Result<(), String> {
         /// A value, its key, and its bounds.
         type Bounded = (Option<u64>, &'static str, u64, u64);
-        let bounded: [Bounded; 11] = [
+        let bounded: [Bounded; 12] = [
+            (self.jobs.map(Into::into), "jobs", 0, JOBS_MAX.into()),
             (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
             (self.poll_us, "poll-us", 0, POLL_US_MAX),
             (self.handler_timeout, "handler-timeout", 0, HANDLER_TIMEOUT_MAX),
@@ -401,7 +426,17 @@ impl Share {
         if let Some(why) = self.wrong_about_guests() {
             return Some(why);
         }
-        let of_images = [(self.store.is_some(), "store"), (self.digest.is_some(), "digest")];
+        let of_images =
+            [(self.store.is_some(), "store"), (self.digest.is_some(), "digest"), (self.from.is_some(), "from")];
+        let of_registries = [
+            (self.jobs.is_some(), "jobs"),
+            (self.cache_size.is_some(), "cache-size"),
+            (self.fetch_ahead.is_some(), "fetch-ahead"),
+            (self.plain_http, "plain-http"),
+        ];
+        if let (None, Some(flag)) = (&self.from, given(&of_registries)) {
+            return Some(format!("{flag} is about what is fetched: add from, or leave it out"));
+        }
         match (&kind, given(&of_images)) {
             (Kind::Image(_), _) if self.store.is_none() => {
                 return Some(format!("{source} needs store, the folder with the bytes of its files"));

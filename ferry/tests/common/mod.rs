@@ -2,6 +2,7 @@
 #![allow(dead_code, missing_docs, reason = "each test file uses a part")]
 
 pub mod place;
+pub mod servers;
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};

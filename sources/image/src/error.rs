@@ -61,6 +61,14 @@ pub enum Error {
         /// What it has.
         found: Digest,
     },
+    /// Something that is not in the store cannot be fetched.
+    #[error("cannot fetch {what}")]
+    Fetch {
+        /// What it is.
+        what: String,
+        /// Why not.
+        source: io::Error,
+    },
     /// A pack that the image needs is not in the store, or damaged.
     #[error("the pack {pack} in {}: {reason}", store.display())]
     Pack {

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use crate::composefs::sweep::{self, Stored};
 use crate::error::{Doing, Result};
 use crate::image::{Checked, Image};
-use crate::store::{self, NEW_PREFIX};
+use crate::store::{self, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX, TREE_SUFFIX};
 use crate::usage::{Place, places};
 use crate::verity::Digest;
 
@@ -167,7 +167,9 @@ impl Sole {
             }
             let is_young = metadata.modified().is_ok_and(|time| is_within(time, grace));
             match kind {
-                Kind::Index(pack) | Kind::Pack(pack) | Kind::Tree(pack) if is_young => _ = young.insert(pack),
+                Kind::Index(pack) | Kind::Pack(pack) | Kind::Tree(pack) | Kind::Part(pack) if is_young => {
+                    young.insert(pack);
+                }
                 Kind::New if is_young => {}
                 _ => old.push((kind, path, metadata.blocks() * 512)),
             }
@@ -180,6 +182,8 @@ impl Sole {
         old.retain(
             |(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) | Kind::Tree(pack) if spared(pack)),
         );
+        // What is left of fetching a pack that is whole goes.
+        old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if spared(pack) && !indexes.contains(pack)));
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
         for (kind, path, bytes) in old {
@@ -190,7 +194,7 @@ impl Sole {
             match kind {
                 Kind::Index(pack) => collected.removed.push(pack),
                 Kind::Pack(pack) | Kind::Tree(pack) if indexes.contains(&pack) => {}
-                Kind::Pack(_) | Kind::Tree(_) | Kind::New => collected.leftovers += 1,
+                Kind::Pack(_) | Kind::Tree(_) | Kind::Part(_) | Kind::New => collected.leftovers += 1,
             }
         }
         if !dry {
@@ -206,6 +210,8 @@ enum Kind {
     Index(Digest),
     Pack(Digest),
     Tree(Digest),
+    /// What was fetched of a pack, or its index.
+    Part(Digest),
     /// What a build had begun.
     New,
 }
@@ -214,8 +220,12 @@ impl Kind {
     /// By its name; nothing of a file that is none of ours.
     fn of(name: &OsString) -> Option<Self> {
         let name = name.as_bytes();
-        if let Some(pack) = name.strip_suffix(b".tree") {
+        if let Some(pack) = name.strip_suffix(TREE_SUFFIX.as_bytes()) {
             return Digest::from_hex(pack).map(Self::Tree);
+        }
+        let part = name.strip_suffix(INDEX_SUFFIX.as_bytes()).unwrap_or(name).strip_suffix(PART_SUFFIX.as_bytes());
+        if let Some(pack) = part.and_then(Digest::from_hex) {
+            return Some(Self::Part(pack));
         }
         match name.strip_suffix(b".index") {
             Some(pack) => Digest::from_hex(pack).map(Self::Index),

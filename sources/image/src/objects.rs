@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, OnceLock, Weak};
@@ -12,8 +13,10 @@ use ferry_vfs::{Backing, Extent};
 use crate::composefs::objects::Files;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
+use crate::fetch::{Common, Missing};
 use crate::image::{Data, Image};
 use crate::pack::{Pack, Soon};
+use crate::part;
 use crate::store::Store;
 use crate::verity::Digest;
 
@@ -23,7 +26,7 @@ const SOON_MAX: usize = 16;
 /// All packs that an image names, in its order.
 #[derive(Debug)]
 pub struct Objects {
-    packs: Vec<Arc<Pack>>,
+    pub(crate) packs: Vec<Arc<Pack>>,
     /// composefs's objects.
     files: Option<Files>,
     /// Proves what is wanted soon, once something was read in order.
@@ -86,6 +89,46 @@ pub enum Bad {
         /// Why not.
         source: std::io::Error,
     },
+    /// An object that is not here cannot be fetched.
+    #[error("cannot fetch the object {digest} of the pack {pack}: {source}")]
+    Fetch {
+        /// The pack's name.
+        pack: Digest,
+        /// The object.
+        digest: Digest,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// What was fetched is not what the digest says.
+    #[error("the object {digest} of the pack {pack} came damaged, and was not kept")]
+    Received {
+        /// The pack's name.
+        pack: Digest,
+        /// The object.
+        digest: Digest,
+    },
+    /// An object that somebody else was fetching, without success.
+    #[error("the object {digest} of the pack {pack} could not be fetched just now")]
+    Other {
+        /// The pack's name.
+        pack: Digest,
+        /// The object.
+        digest: Digest,
+    },
+    /// What was fetched cannot be kept.
+    #[error("cannot keep what was fetched of the pack {pack}: {source}")]
+    Keep {
+        /// The pack's name.
+        pack: Digest,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// What is kept of a pack is bounded, so it has no lasting place.
+    #[error("what is kept of the pack {pack} is bounded, so its objects have no place that lasts")]
+    Passing {
+        /// The pack's name.
+        pack: Digest,
+    },
     /// They cannot be read.
     #[error("cannot read the object {digest} in the pack {pack}: {source}")]
     Unreadable {
@@ -104,11 +147,24 @@ impl Objects {
     /// # Errors
     /// One is missing, or is not what the image names.
     pub fn open(image: &Image, folder: &Path) -> Result<Self> {
+        Self::open_with(image, folder, None)
+    }
+
+    /// The same; with `missing`, packs that are not here need not be: their indexes are fetched now, their objects when they are
+    /// wanted.
+    ///
+    /// # Errors
+    /// One is missing and cannot be had, or is not what the image names.
+    pub fn open_with(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         if image.is_composefs() {
             return Ok(Self { packs: Vec::new(), files: Some(Files::open(folder)?), soon: OnceLock::new() });
         }
         let store = Store::open(folder)?;
-        let open = |pack: &crate::image::PackRef| {
+        let common = missing.map(|missing| Common::new(folder, missing));
+        let open = |(number, pack): (usize, &crate::image::PackRef)| {
+            if let Some(common) = common.as_ref().filter(|_| !store.has(pack.name)) {
+                return part::open(common, number, pack).map(Arc::new);
+            }
             let index = store.index(pack.name)?;
             let path = store.pack_path(pack.name);
             let file = File::open(&path).doing("open", &path)?;
@@ -122,13 +178,17 @@ impl Objects {
             let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
             Ok(Arc::new(Pack::new(file, fd, index, pack.ahead, store.tree_path(pack.name))))
         };
-        let packs = image.packs().iter().map(open).collect::<Result<_>>()?;
-        Ok(Self { packs, files: None, soon: OnceLock::new() })
+        let packs = image.packs().iter().enumerate().map(open).collect::<Result<_>>()?;
+        let objects = Self { packs, files: None, soon: OnceLock::new() };
+        objects.shrink();
+        Ok(objects)
     }
 
-    /// Reads and proves the packs that are wanted soon in a thread of its own, until this is dropped.
+    /// Reads and proves the packs that are wanted soon in a thread of its own, until this is dropped. What is not here is left to
+    /// [`Self::fetch_all`], which knows how much may be asked for.
     pub(crate) fn prove_ahead(&self) {
-        let packs: Vec<Weak<Pack>> = self.packs.iter().filter(|pack| pack.ahead).take(1).map(Arc::downgrade).collect();
+        let is_wanted = |pack: &&Arc<Pack>| pack.ahead && pack.absent.is_none();
+        let packs: Vec<Weak<Pack>> = self.packs.iter().filter(is_wanted).take(1).map(Arc::downgrade).collect();
         if packs.is_empty() {
             return;
         }
@@ -146,6 +206,18 @@ impl Objects {
         }
     }
 
+    /// Which object of a pack begins at a block and is so long.
+    fn at(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<usize, Bad> {
+        let pack = &self.packs[pack];
+        let name = pack.index.pack;
+        let missing = Bad::NoObject { pack: name, block, bytes };
+        let Ok(at) = pack.index.objects.binary_search_by_key(&block, |object| object.block) else {
+            return Err(missing);
+        };
+        let object = &pack.index.objects[at];
+        if object.bytes == bytes { Ok(at) } else { Err(missing) }
+    }
+
     /// The descriptor that an object's bytes are in, and its offset there, once a part of them is proved, or all.
     ///
     /// # Errors
@@ -157,14 +229,9 @@ impl Objects {
         bytes: u64,
         part: Option<(u64, u64)>,
     ) -> std::result::Result<(&Arc<Backing>, u64), Bad> {
+        let at = self.at(number, block, bytes)?;
         let pack = &self.packs[number];
-        let missing = Bad::NoObject { pack: pack.index.pack, block, bytes };
-        let Ok(at) = pack.index.objects.binary_search_by_key(&block, |object| object.block) else {
-            return Err(missing);
-        };
-        if pack.index.objects[at].bytes != bytes {
-            return Err(missing);
-        }
+        pack.lasting()?;
         match part {
             Some((offset, length)) => self.prove_part(number, at, offset, length)?,
             None => pack.prove(at)?,
@@ -182,12 +249,58 @@ impl Objects {
         Ok(())
     }
 
+    /// Whether objects may be dropped again, so that their bytes have no place that lasts and are only read.
+    pub(crate) fn are_passing(&self) -> bool {
+        self.packs.iter().any(|pack| pack.lasting().is_err())
+    }
+
+    /// Reads bytes of an object, once they are proved. Afterwards others may be dropped.
+    pub(crate) fn read(
+        &self,
+        (number, block, bytes): (usize, u64, u64),
+        offset: u64,
+        out: &mut [u8],
+    ) -> std::result::Result<(), Bad> {
+        let at = self.at(number, block, bytes)?;
+        let pack = &self.packs[number];
+        let limit = pack.absent.as_ref().and_then(|absent| absent.common.limit.as_ref());
+        let held = limit.map(|limit| limit.hold((number, at)));
+        let outcome = self.prove_part(number, at, offset, out.len() as u64).and_then(|()| {
+            let unreadable =
+                |source| Bad::Unreadable { pack: pack.index.pack, digest: pack.index.objects[at].digest, source };
+            pack.file.read_exact_at(out, block * BLOCK_BYTES as u64 + offset).map_err(unreadable)
+        });
+        drop(held);
+        self.shrink();
+        outcome
+    }
+
+    /// Drops what is more than may be kept.
+    pub(crate) fn shrink(&self) {
+        let Some(absent) = self.packs.iter().find_map(|pack| pack.absent.as_ref()) else { return };
+        let Some(limit) = &absent.common.limit else { return };
+        limit.shrink(|(number, at)| {
+            if let Err(error) = self.packs[number].forget(at) {
+                tracing::warn!("cannot drop an object from the store: {error}");
+            }
+        });
+    }
+
+    /// Proves every object of every pack.
+    ///
+    /// # Errors
+    /// The first that is damaged.
+    pub fn prove_all(&self) -> std::result::Result<(), Bad> {
+        self.packs.iter().try_for_each(|pack| (0..pack.index.objects.len()).try_for_each(|at| pack.prove(at)))
+    }
+
     /// The descriptor that a range of a pack is in, once what objects have of it is proved.
     ///
     /// # Errors
     /// One of them is damaged.
     pub(crate) fn range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
         let pack = &self.packs[number];
+        pack.lasting()?;
         let end = offset + bytes;
         let (first, last) = (offset / BLOCK_BYTES as u64, end.div_ceil(BLOCK_BYTES as u64));
         let from = pack.index.objects.partition_point(|object| object.block + object.blocks() <= first);

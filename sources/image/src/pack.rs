@@ -1,7 +1,8 @@
 //! An open pack: nobody sees bytes of it before they are proved.
 //!
 //! Objects of more than one chunk (512 KiB) are proved chunk by chunk, as they are read, if the store has the hashes of the chunks, which
-//! are themselves proved by the object's digest. All others are proved as wholes.
+//! are themselves proved by the object's digest. All others are proved as wholes, and so is what a pack has that may have holes: there
+//! an object is got before it is seen ([`crate::fetch`]).
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -18,14 +19,15 @@ use ferry_vfs::Backing;
 use rustix::fs::Advice;
 
 use crate::erofs::BLOCK_BYTES;
+use crate::fetch::Absent;
 use crate::objects::Bad;
 use crate::parallel;
 use crate::store::{Index, Object, read_tree};
 use crate::verity::{CHUNK_BYTES, ChunkHash, ChunkHasher, Digest};
 
 /// What is known of an object, or of a chunk.
-const UNKNOWN: u8 = 0;
-const SOUND: u8 = 1;
+pub(crate) const UNKNOWN: u8 = 0;
+pub(crate) const SOUND: u8 = 1;
 const DAMAGED: u8 = 2;
 /// Somebody is just finding out.
 const BUSY: u8 = 3;
@@ -51,9 +53,11 @@ pub(crate) struct Pack {
     pub index: Index,
     /// Whether all of it is wanted soon, in its order.
     pub ahead: bool,
-    /// For each object what is known of it.
-    states: Vec<AtomicU8>,
-    /// The larger objects, by their places in the index.
+    /// For each object what is known of it. Nobody is ever busy with one of a pack that may have holes: that is told apart there.
+    pub states: Vec<AtomicU8>,
+    /// How what is not here is got, if the pack may have holes.
+    pub absent: Option<Absent>,
+    /// The larger objects, by their places in the index; none if the pack may have holes.
     large: HashMap<usize, Large>,
     /// The hashes of all their chunks, once they were wanted; nothing if the store has none.
     hashes: OnceLock<Option<Vec<ChunkHash>>>,
@@ -101,7 +105,24 @@ impl Pack {
         let states = states(index.objects.len());
         let waiting = (Mutex::new(()), Condvar::new());
         let backing = Arc::new(Backing::new(fd));
-        Self { file, backing, index, ahead, states, large, hashes: OnceLock::new(), tree_path, waiting }
+        let hashes = OnceLock::new();
+        Self { file, backing, index, ahead, states, absent: None, large, hashes, tree_path, waiting }
+    }
+
+    /// The same pack where it may have holes: its objects are got as wholes.
+    pub(crate) fn with_holes(self, absent: Absent) -> Self {
+        Self { absent: Some(absent), large: HashMap::new(), ..self }
+    }
+
+    /// That its objects are not dropped again.
+    ///
+    /// # Errors
+    /// What is kept of it is bounded.
+    pub(crate) fn lasting(&self) -> Proof {
+        match &self.absent {
+            Some(absent) if absent.common.limit.is_some() => Err(Bad::Passing { pack: self.index.pack }),
+            _ => Ok(()),
+        }
     }
 
     /// How many objects there are.
@@ -149,8 +170,11 @@ impl Pack {
     }
 
     /// Looks once whether an object's bytes are what its digest says, and its last block ends with zeros: with them it is
-    /// mapped.
+    /// mapped. What is not here is got.
     pub(crate) fn prove(&self, at: usize) -> Proof {
+        if let Some(absent) = &self.absent {
+            return self.obtain(absent, at);
+        }
         let object = &self.index.objects[at];
         self.once(&self.states[at], object, || self.is_sound(object))
     }
@@ -239,7 +263,7 @@ impl Pack {
         }
     }
 
-    fn is_sound(&self, object: &Object) -> io::Result<bool> {
+    pub(crate) fn is_sound(&self, object: &Object) -> io::Result<bool> {
         let start = object.block * BLOCK_BYTES as u64;
         Ok(self.is_padded(object)? && parallel::digest(&self.file, start, object.bytes)?.0 == object.digest)
     }

@@ -1,6 +1,7 @@
 //! The source "image": an image and its packs, as a file system that any export can offer.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Extent, Features, FileSystem, FileType,
@@ -9,15 +10,16 @@ use ferry_vfs::{
 
 use crate::erofs::{XATTR_ACL, XATTR_LABEL};
 use crate::error;
+use crate::fetch::Missing;
 use crate::image::{Checked, Data, Image, Inode, Nid};
-use crate::objects::{Objects, read_exact};
+use crate::objects::{Bad, Objects, read_exact};
 use crate::verity::Digest;
 
 /// An image that is offered.
 #[derive(Debug)]
 pub struct Source {
     image: Image,
-    objects: Objects,
+    objects: Arc<Objects>,
 }
 
 impl Source {
@@ -26,10 +28,28 @@ impl Source {
     /// # Errors
     /// It is not the image that was asked for, or something of it is missing or damaged.
     pub fn open(image: &Path, store: &Path, digest: Option<Digest>) -> error::Result<Self> {
+        Self::open_with(image, store, digest, None)
+    }
+
+    /// The same; with `missing`, what is not in the store is fetched when it is read.
+    ///
+    /// # Errors
+    /// It is not the image that was asked for, or something of it cannot be had or is damaged.
+    pub fn open_with(
+        image: &Path,
+        store: &Path,
+        digest: Option<Digest>,
+        missing: Option<Missing>,
+    ) -> error::Result<Self> {
         let image = Image::open(image, digest)?;
-        let objects = Objects::open(&image, store)?;
+        let objects = Arc::new(Objects::open_with(&image, store, missing)?);
         objects.prove_ahead();
         Ok(Self { image, objects })
+    }
+
+    /// What files' bytes are read from, to fetch what is missing of it beside the readers.
+    pub fn shared_objects(&self) -> Arc<Objects> {
+        Arc::clone(&self.objects)
     }
 
     /// The image.
@@ -43,10 +63,7 @@ impl Source {
 
     /// What proves this part of a regular file's bytes is looked at before they are handed out; `None` if they are in the image.
     fn extent(&self, inode: &Inode, data: Data<'_>, part: (u64, u64)) -> Result<Option<Extent>> {
-        self.objects.extent_of_part(data, inode.bytes, part).map_err(|bad| {
-            tracing::error!("{bad}; its readers get EIO");
-            Errno::IO
-        })
+        self.objects.extent_of_part(data, inode.bytes, part).map_err(refused)
     }
 
     /// Reads bytes of a file.
@@ -62,6 +79,10 @@ impl Source {
             return Ok(0);
         }
         let data = flawed(self.image.data(&inode))?;
+        if let (Data::Far { pack, block }, true) = (data, self.objects.are_passing()) {
+            self.objects.read((pack, block, inode.bytes), offset, bytes).map_err(refused)?;
+            return Ok(count);
+        }
         match (self.extent(&inode, data, (offset, bytes.len() as u64))?, data) {
             (None, Data::Near(whole, rest)) => {
                 // Both halves together are as long as the file.
@@ -100,6 +121,13 @@ impl Source {
         (attr.atime, attr.mtime, attr.ctime, attr.btime) = (inode.mtime, inode.mtime, inode.mtime, None);
         attr
     }
+}
+
+/// Bytes that cannot be had are `IO` to who reads them, and a line in the log.
+#[allow(clippy::needless_pass_by_value, reason = "it is given to map_err")]
+fn refused(bad: Bad) -> Errno {
+    tracing::error!("{bad}; its readers get EIO");
+    Errno::IO
 }
 
 /// A damaged image is `IO` to its users, and a line in the log.
@@ -170,7 +198,8 @@ impl FileSystem for Source {
         let inode = self.inode(at.ino)?;
         let len = u64::from(at.len);
         let data = flawed(self.image.data(&inode))?;
-        if at.offset.checked_add(len).is_some_and(|end| end <= inode.bytes)
+        if !self.objects.are_passing()
+            && at.offset.checked_add(len).is_some_and(|end| end <= inode.bytes)
             && let Some(Extent { file, offset }) = self.extent(&inode, data, (at.offset, len))?
         {
             return Ok(Moved::Extent(Extent { file, offset: offset + at.offset }));

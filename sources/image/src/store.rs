@@ -10,6 +10,8 @@
 //! NAME is the digest of the index. So whoever knows the name can prove the index by it, and each object by the index. The tree has
 //! hashes of the second level of the tree that a digest is made of: with them, pieces of an object can be proved one by one. It may be
 //! missing, and is proved by the digests.
+//!
+//! Packs that are being fetched have names that end otherwise: [`crate::fetch`].
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -28,7 +30,7 @@ use crate::error::{Doing, Error, Result};
 use crate::verity::{ChunkHash, Digest};
 
 /// The size of one entry of an index, in bytes.
-const RECORD_BYTES: usize = 40;
+pub(crate) const RECORD_BYTES: usize = 40;
 /// The largest index that is read: more objects than an image can have blocks make no sense, and memory is to be bounded.
 const INDEX_BYTES_MAX: u64 = 1 << 32;
 
@@ -36,6 +38,12 @@ const INDEX_BYTES_MAX: u64 = 1 << 32;
 const AHEAD_BYTES_MAX: u64 = 1 << 30;
 /// In which pieces, in bytes: the usual read-ahead of a disk, of which the kernel does not take more at once.
 const AHEAD_STEP_BYTES: usize = 128 << 10;
+/// What ends the name of a pack's index.
+pub(crate) const INDEX_SUFFIX: &str = ".index";
+/// What ends the name of a pack that is not all here.
+pub(crate) const PART_SUFFIX: &str = ".part";
+/// What ends the name of the hashes of a pack's chunks.
+pub(crate) const TREE_SUFFIX: &str = ".tree";
 
 /// What begins the name of a file that is not complete.
 pub(crate) const NEW_PREFIX: &str = ".new-";
@@ -88,6 +96,34 @@ pub struct Object {
     pub digest: Digest,
 }
 
+impl Index {
+    /// What the bytes of a pack's index in a store say, once they are proved by the pack's name.
+    pub(crate) fn of(store: &Path, pack: Digest, bytes: &[u8]) -> Result<Self> {
+        let flawed = |reason: &str| Error::Pack { store: store.into(), pack, reason: reason.into() };
+        if Digest::of(bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
+            return Err(flawed("its index is damaged"));
+        }
+        let mut objects = Vec::with_capacity(bytes.len() / RECORD_BYTES);
+        let mut block = 0_u64;
+        for record in bytes.chunks_exact(RECORD_BYTES) {
+            let (length, digest) = record.split_at(8);
+            let bytes = length.try_into().map_or(0, u64::from_le_bytes);
+            let digest = Digest(digest.try_into().unwrap_or_default());
+            objects.push(Object { block, bytes, digest });
+            block = block
+                .checked_add(bytes.div_ceil(BLOCK_BYTES as u64))
+                .ok_or_else(|| flawed("the lengths in its index are too large"))?;
+        }
+        Ok(Self { pack, objects, blocks: block })
+    }
+
+    /// The bytes that say the same.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let record = |object: &Object| [&object.bytes.to_le_bytes()[..], &object.digest.0].concat();
+        self.objects.iter().flat_map(record).collect()
+    }
+}
+
 impl Object {
     /// How many blocks it takes.
     pub(crate) fn blocks(&self) -> u64 {
@@ -134,13 +170,18 @@ impl Store {
         packs_folder(&self.folder).join(pack.to_string())
     }
 
+    /// Whether a pack is all here.
+    pub(crate) fn has(&self, pack: Digest) -> bool {
+        self.index_path(pack).exists() && self.pack_path(pack).exists()
+    }
+
     fn index_path(&self, pack: Digest) -> PathBuf {
-        packs_folder(&self.folder).join(format!("{pack}.index"))
+        packs_folder(&self.folder).join(format!("{pack}{INDEX_SUFFIX}"))
     }
 
     /// Where the hashes of chunks of a pack's larger objects are.
     pub(crate) fn tree_path(&self, pack: Digest) -> PathBuf {
-        packs_folder(&self.folder).join(format!("{pack}.tree"))
+        packs_folder(&self.folder).join(format!("{pack}{TREE_SUFFIX}"))
     }
 
     /// Reads a pack's index, and proves it by the pack's name.
@@ -152,22 +193,7 @@ impl Store {
         let mut bytes = Vec::new();
         let file = File::open(&path).doing("open", &path)?;
         file.take(INDEX_BYTES_MAX).read_to_end(&mut bytes).doing("read", &path)?;
-        let flawed = |reason: &str| Error::Pack { store: self.folder.clone(), pack, reason: reason.into() };
-        if Digest::of(&bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
-            return Err(flawed("its index is damaged"));
-        }
-        let mut objects = Vec::with_capacity(bytes.len() / RECORD_BYTES);
-        let mut block = 0_u64;
-        for record in bytes.chunks_exact(RECORD_BYTES) {
-            let (length, digest) = record.split_at(8);
-            let bytes = length.try_into().map_or(0, u64::from_le_bytes);
-            let digest = Digest(digest.try_into().unwrap_or_default());
-            objects.push(Object { block, bytes, digest });
-            block = block
-                .checked_add(bytes.div_ceil(BLOCK_BYTES as u64))
-                .ok_or_else(|| flawed("the lengths in its index are too large"))?;
-        }
-        Ok(Index { pack, objects, blocks: block })
+        Index::of(&self.folder, pack, &bytes)
     }
 
     /// All packs there are, by name. A pack whose index is missing is one that is just being made or removed.

@@ -1,0 +1,219 @@
+//! `ferry image push | pull`, and images that are mounted before they are all here.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+#[cfg(not(feature = "registry"))]
+use anyhow::bail;
+use ferry_image::{Digest, Source};
+
+use super::{ImageArg, ImageDigest, StoreArg};
+use crate::cli::Share;
+use crate::size::Size;
+
+/// How many requests at a time, unless told otherwise.
+const JOBS: u16 = 4;
+/// More connections to one server are rude.
+pub const JOBS_MAX: u16 = 256;
+/// What is asked for together with an object that is read, unless told otherwise, in bytes.
+const AHEAD_BYTES: u64 = 256 << 10;
+
+/// Where images are pushed to and pulled from.
+#[derive(Debug, clap::Args)]
+pub struct RemoteArg {
+    /// Where: oci:HOST[:PORT]/NAME[:TAG], or s3:BUCKET/PREFIX[:TAG] with endpoint and credentials in the environment
+    /// (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY).
+    #[arg(value_name = "REF")]
+    reference: String,
+    /// How many requests at a time.
+    #[arg(long, value_name = "N", default_value_t = JOBS, value_parser = clap::value_parser!(u16).range(1..=i64::from(JOBS_MAX)))]
+    jobs: u16,
+    /// Ask other machines than this one without encryption, too.
+    #[arg(long)]
+    plain_http: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct PushArgs {
+    #[command(flatten)]
+    image: ImageArg,
+    #[command(flatten)]
+    remote: RemoteArg,
+    #[command(flatten)]
+    store: StoreArg,
+    /// Answer in JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct PullArgs {
+    #[command(flatten)]
+    remote: RemoteArg,
+    /// The image to make. It is there when all of it is.
+    #[arg(short, long, value_name = "IMAGE")]
+    output: PathBuf,
+    #[command(flatten)]
+    store: StoreArg,
+    /// Go on only if the image has this digest.
+    #[arg(long, value_name = "DIGEST")]
+    digest: Option<ImageDigest>,
+    /// Get the metadata alone: ferry mount --from fetches the rest when it is read.
+    #[arg(long)]
+    metadata_only: bool,
+    /// Answer in JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a share says of where its image's bytes come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origin {
+    reference: String,
+    jobs: u16,
+    cache_bytes: Option<u64>,
+    ahead_bytes: u64,
+    plain_http: bool,
+}
+
+impl Origin {
+    /// What a share says, if it says anything.
+    pub fn of(share: &Share) -> Option<Self> {
+        Some(Self {
+            reference: share.from.clone()?,
+            jobs: share.jobs.unwrap_or(JOBS),
+            cache_bytes: share.cache_size.map(|Size(bytes)| bytes),
+            ahead_bytes: share.fetch_ahead.map_or(AHEAD_BYTES, |Size(bytes)| bytes),
+            plain_http: share.plain_http,
+        })
+    }
+}
+
+#[cfg(not(feature = "registry"))]
+const WITHOUT: &str = "this ferry was built without registries (cargo's feature registry)";
+
+#[cfg(not(feature = "registry"))]
+pub fn push(_: &PushArgs) -> Result<()> {
+    bail!(WITHOUT)
+}
+
+#[cfg(not(feature = "registry"))]
+pub fn pull(_: &PullArgs) -> Result<()> {
+    bail!(WITHOUT)
+}
+
+#[cfg(not(feature = "registry"))]
+pub fn open(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<Source> {
+    bail!(WITHOUT)
+}
+
+#[cfg(feature = "registry")]
+pub use with::{open, pull, push};
+
+#[cfg(feature = "registry")]
+mod with {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+    use std::thread;
+    use std::time::Duration;
+
+    use anyhow::Context;
+    use ferry_image::{Missing, Objects, Store};
+    use ferry_registry::{Client, Counts, Options, PullOptions, Pulled, Pushed, Remote};
+    use serde_json::json;
+
+    use super::super::{bar, print};
+    use super::*;
+
+    /// How long the server is left alone when fetching beside the readers has failed.
+    const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);
+
+    fn remote(reference: &str, plain_http: bool) -> Result<Arc<Remote>> {
+        let client = Client::new(Options { plain_http, ..Options::default() });
+        Ok(Arc::new(Remote::open(&reference.parse()?, client)?))
+    }
+
+    fn progress(bar: &indicatif::ProgressBar) -> impl Fn(u64, u64) + Sync + '_ {
+        |done, all| {
+            bar.set_length(all);
+            bar.set_position(done);
+        }
+    }
+
+    pub fn push(args: &PushArgs) -> Result<()> {
+        let remote = remote(&args.remote.reference, args.remote.plain_http)?;
+        let folder = &args.store.store;
+        let (store, bar) = (Store::open(folder)?, bar("bytes"));
+        let (image, digest, jobs) = (&args.image.image, args.image.digest(), usize::from(args.remote.jobs));
+        let pushed = ferry_registry::push(&remote, image, digest, &store, folder, jobs, &progress(&bar))?;
+        bar.finish_and_clear();
+        let Pushed { digest, manifest, sent_bytes } = pushed;
+        let Counts { requests, .. } = remote.counts();
+        if args.json {
+            let answer = json!({"digest": digest.to_string(), "manifest": format!("sha256:{manifest}"),
+                "new_bytes": sent_bytes, "requests": requests});
+            return print(&format!("{answer}\n"));
+        }
+        eprintln!("ferry: {sent_bytes} bytes were new to the server; the manifest is sha256:{manifest}");
+        print(&format!("{digest}\n"))
+    }
+
+    pub fn pull(args: &PullArgs) -> Result<()> {
+        let remote = remote(&args.remote.reference, args.remote.plain_http)?;
+        // Held until the end, so that nothing is removed meanwhile.
+        let store = Store::create(&args.store.store)?;
+        let options = PullOptions {
+            digest: args.digest.map(|digest| digest.0),
+            jobs: args.remote.jobs.into(),
+            metadata_only: args.metadata_only,
+        };
+        let bar = bar("bytes");
+        let pulled = ferry_registry::pull(&remote, &args.output, &args.store.store, &options, &progress(&bar))
+            .context("the image is not complete; what came so far is kept for the next try")?;
+        bar.finish_and_clear();
+        drop(store);
+        let Pulled { digest, manifest, fetched_bytes } = pulled;
+        let Counts { requests, received_bytes, .. } = remote.counts();
+        if args.json {
+            let answer = json!({"digest": digest.to_string(), "manifest": format!("sha256:{manifest}"),
+                "new_bytes": fetched_bytes, "requests": requests, "received_bytes": received_bytes});
+            return print(&format!("{answer}\n"));
+        }
+        eprintln!(
+            "ferry: {fetched_bytes} bytes of files were not here before; {requests} requests, {received_bytes} bytes"
+        );
+        print(&format!("{digest}\n"))
+    }
+
+    /// Opens an image whose bytes come from a server, and fetches what nobody has read yet beside the readers.
+    pub fn open(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Source> {
+        let remote = remote(&from.reference, from.plain_http)?;
+        drop(Store::create(store)?);
+        // Servers in the background leave the folder that they were started in.
+        let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
+        let packs = ferry_registry::pull_metadata(&remote, path, digest)?;
+        let missing = Missing { from: packs, ahead_bytes: from.ahead_bytes, cache_bytes: from.cache_bytes };
+        let source = Source::open_with(path, &store, digest, Some(missing))?;
+        if from.jobs > 0 {
+            let (objects, jobs) = (source.shared_objects(), from.jobs.into());
+            let fetch = move || in_background(&objects, jobs, &remote);
+            thread::Builder::new().name("ferry-fetch".into()).spawn(fetch).context("cannot start a thread")?;
+        }
+        Ok(source)
+    }
+
+    /// Ends with the process, or when all is here.
+    fn in_background(objects: &Objects, jobs: usize, remote: &Remote) {
+        while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}) {
+            tracing::warn!("{bad}; tried again in {} s", BACKGROUND_PAUSE.as_secs());
+            thread::sleep(BACKGROUND_PAUSE);
+        }
+        match objects.complete() {
+            Ok(()) => {
+                let Counts { requests, received_bytes, .. } = remote.counts();
+                tracing::info!(requests, received_bytes, "nothing is left to fetch");
+            }
+            Err(error) => tracing::warn!("{error}: what was fetched stays incomplete"),
+        }
+    }
+}

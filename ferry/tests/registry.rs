@@ -1,0 +1,429 @@
+//! `ferry image push` and `pull`, and mounts of what is not here yet, with Debian's docker-registry and with an S3 server.
+#![cfg(feature = "registry")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+
+use common::place::{Place as Mounted, until};
+use common::servers::{BUCKET, Program, Proxy, S3_KEY, S3_SECRET, USER, registry, s3};
+use common::{ferry, needs_fuse, refused, run};
+use serde_json::Value;
+
+/// A tree, stores and images. All of it goes at the end.
+struct Place(tempfile::TempDir);
+
+fn content(seed: u32, bytes: usize) -> Vec<u8> {
+    (seed * 1_000_003..).flat_map(|n: u32| n.wrapping_mul(2_654_435_761).to_le_bytes()).take(bytes).collect()
+}
+
+impl Place {
+    /// A tree of 80 small files, one of 9 MB, and one with a hole.
+    fn new() -> Self {
+        let place = Self(tempfile::tempdir().unwrap());
+        fs::create_dir_all(place.at("tree/sub")).unwrap();
+        for number in 0..80 {
+            place.write(&format!("sub/{number:02}"), number, 3000 + 1000 * number as usize);
+        }
+        place.write("large", 1000, 9_000_001);
+        let file = File::create(place.at("tree/holed")).unwrap();
+        file.write_all_at(b"end", 2 << 20).unwrap();
+        place
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn write(&self, name: &str, seed: u32, bytes: usize) {
+        fs::write(self.at("tree").join(name), content(seed, bytes)).unwrap();
+    }
+
+    /// Builds `image` in `store`; answers its digest.
+    fn build(&self) -> String {
+        let mut line = ferry();
+        line.args(["image", "build"]).arg(self.at("tree")).arg("-o").arg(self.at("image"));
+        text(line.arg("--store").arg(self.at("store"))).trim_end().to_owned()
+    }
+
+    /// A command of `ferry image` on a store.
+    fn command(&self, command: &str, store: &str) -> Command {
+        let mut line = ferry();
+        line.args(["image", command, "--store"]).arg(self.at(store)).env_remove("REGISTRY_AUTH_FILE");
+        // What podman and docker know here is none of a test's business.
+        line.env("HOME", self.0.path()).env_remove("DOCKER_CONFIG").env_remove("XDG_RUNTIME_DIR");
+        line
+    }
+
+    fn push(&self, to: &Target) -> Command {
+        let mut line = self.command("push", "store");
+        to.set(&mut line).arg(self.at("image")).arg(&to.reference).arg("--json");
+        line
+    }
+
+    fn pull(&self, from: &Target, store: &str) -> Command {
+        let mut line = self.command("pull", store);
+        from.set(&mut line).arg(&from.reference).arg("-o").arg(self.at(&format!("{store}.img"))).arg("--json");
+        line
+    }
+
+    /// The image that was pulled is the one that was built, with all its bytes.
+    fn is_same(&self, store: &str) {
+        let image = self.at(&format!("{store}.img"));
+        assert_eq!(fs::read(&image).unwrap(), fs::read(self.at("image")).unwrap());
+        assert_eq!(text(self.command("verify", store).arg(&image)), "clean\n");
+        let names = |store: &str| {
+            let mut names: Vec<_> =
+                fs::read_dir(self.at(store).join("packs")).unwrap().map(|e| e.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        let unfinished: Vec<_> = names(store)
+            .into_iter()
+            .filter(|name| name.to_str().is_none_or(|name| name.contains(".part") || name.starts_with('.')))
+            .collect();
+        assert!(unfinished.is_empty(), "{unfinished:?}");
+    }
+
+    fn packs_bytes(&self, store: &str) -> u64 {
+        use std::os::unix::fs::MetadataExt;
+        let packs = fs::read_dir(self.at(store).join("packs")).unwrap();
+        packs.map(|entry| entry.unwrap().metadata().unwrap().blocks() * 512).sum()
+    }
+}
+
+fn text(command: &mut Command) -> String {
+    let output = run(command);
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn json(command: &mut Command) -> Value {
+    serde_json::from_str(&text(command)).unwrap()
+}
+
+fn number(value: &Value, key: &str) -> u64 {
+    value[key].as_u64().unwrap_or_else(|| panic!("{key} in {value}"))
+}
+
+/// Where images go, by a proxy.
+struct Target {
+    reference: String,
+    environment: Vec<(&'static str, String)>,
+    server: Arc<Mutex<Program>>,
+    proxy: Proxy,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Oci,
+    S3,
+}
+
+impl Target {
+    fn start(kind: Kind, folder: &Path) -> Option<Self> {
+        let server = Self::server(kind, folder)?;
+        let proxy = Proxy::to(server.address);
+        let address = proxy.address;
+        let (reference, environment) = match kind {
+            Kind::Oci => (format!("oci:{address}/os/base:12"), Vec::new()),
+            Kind::S3 => (
+                format!("s3:{BUCKET}/os/base:12"),
+                vec![
+                    ("AWS_ENDPOINT_URL", format!("http://{address}")),
+                    ("AWS_ACCESS_KEY_ID", S3_KEY.into()),
+                    ("AWS_SECRET_ACCESS_KEY", S3_SECRET.into()),
+                ],
+            ),
+        };
+        Some(Self { reference, environment, server: Arc::new(Mutex::new(server)), proxy })
+    }
+
+    fn server(kind: Kind, folder: &Path) -> Option<Program> {
+        match kind {
+            Kind::Oci => registry(folder, false),
+            Kind::S3 => s3(folder),
+        }
+    }
+
+    fn set<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command.envs(self.environment.iter().map(|(key, value)| (key, value)))
+    }
+
+    /// Has the server be killed after so many more bytes.
+    fn die_after(&self, bytes: u64) {
+        let server = Arc::clone(&self.server);
+        self.proxy.die_after(bytes, move || server.lock().unwrap().kill());
+    }
+
+    fn restart(&self, kind: Kind, folder: &Path) {
+        assert!(self.proxy.is_dead());
+        let server = Self::server(kind, folder).unwrap();
+        self.proxy.revive(server.address);
+        *self.server.lock().unwrap() = server;
+    }
+}
+
+fn there_and_back(kind: Kind) {
+    let place = Place::new();
+    let Some(target) = Target::start(kind, &place.at("server")) else { return };
+    let digest = place.build();
+    let pushed = json(&mut place.push(&target));
+    assert_eq!(pushed["digest"], digest.as_str());
+    assert!(number(&pushed, "new_bytes") > 9_000_000, "{pushed}");
+    let again = json(&mut place.push(&target));
+    assert_eq!((number(&again, "new_bytes"), &again["manifest"]), (0, &pushed["manifest"]), "{again}");
+
+    let pulled = json(place.pull(&target, "copy").args(["--digest", &digest, "--jobs", "3"]));
+    assert_eq!((&pulled["digest"], &pulled["manifest"]), (&pushed["digest"], &pushed["manifest"]), "{pulled}");
+    place.is_same("copy");
+    let again = json(&mut place.pull(&target, "copy"));
+    assert_eq!((number(&again, "new_bytes"), number(&again, "requests")), (0, 1), "{again}");
+
+    // By the manifest's own name, and another digest than the image has.
+    let name = target.reference.strip_suffix(":12").unwrap();
+    let exact = format!("{name}@{}", pushed["manifest"].as_str().unwrap());
+    let mut line = place.command("pull", "exact");
+    json(target.set(&mut line).arg(exact).arg("-o").arg(place.at("exact.img")).arg("--json"));
+    place.is_same("exact");
+    let other = "0".repeat(64);
+    let said = refused(1, place.pull(&target, "other").args(["--digest", &other]));
+    assert!(said.contains(&format!("the image has the digest {digest}, not {other}")), "{said}");
+    assert!(!place.at("other.img").exists());
+    let mut line = place.command("pull", "none");
+    let said = refused(
+        1,
+        target.set(&mut line).arg(target.reference.replace("base", "none")).arg("-o").arg(place.at("none.img")),
+    );
+    assert!(said.contains("there is no image") && !place.at("none.img").exists(), "{said}");
+}
+
+#[test]
+fn images_go_to_a_registry_and_back() {
+    there_and_back(Kind::Oci);
+}
+
+#[test]
+fn images_go_to_an_s3_store_and_back() {
+    there_and_back(Kind::S3);
+}
+
+fn what_is_here_is_not_fetched(kind: Kind) {
+    let place = Place::new();
+    let Some(target) = Target::start(kind, &place.at("server")) else { return };
+    place.build();
+    json(&mut place.push(&target));
+    json(&mut place.pull(&target, "copy"));
+    // A newer image has one more pack; what is another in it is all that moves.
+    place.write("new", 2000, 500_000);
+    place.build();
+    let pushed = number(&json(&mut place.push(&target)), "new_bytes");
+    assert!((500_000..700_000).contains(&pushed), "{pushed}");
+    let pulled = number(&json(&mut place.pull(&target, "copy")), "new_bytes");
+    assert_eq!(pulled, 500_000);
+    place.is_same("copy");
+
+    // A store with the same files in packs of its own has but one byte more to fetch.
+    let mut line = ferry();
+    fs::write(place.at("tree/one"), [7; 8192]).unwrap();
+    text(
+        line.args(["image", "build"])
+            .arg(place.at("tree"))
+            .arg("-o")
+            .arg(place.at("own.img"))
+            .arg("--store")
+            .arg(place.at("own")),
+    );
+    fs::write(place.at("tree/two"), [8; 8192]).unwrap();
+    place.build();
+    json(&mut place.push(&target));
+    let pulled = number(&json(&mut place.pull(&target, "own")), "new_bytes");
+    assert_eq!(pulled, 8192);
+    place.is_same("own");
+}
+
+#[test]
+fn only_what_is_missing_is_fetched_from_a_registry() {
+    what_is_here_is_not_fetched(Kind::Oci);
+}
+
+#[test]
+fn only_what_is_missing_is_fetched_from_an_s3_store() {
+    what_is_here_is_not_fetched(Kind::S3);
+}
+
+fn servers_die(kind: Kind) {
+    let place = Place::new();
+    let Some(target) = Target::start(kind, &place.at("server")) else { return };
+    place.build();
+    target.die_after(4 << 20);
+    let said = refused(1, &mut place.push(&target));
+    assert!(said.contains(&target.proxy.address.to_string()), "{said}");
+    target.restart(kind, &place.at("server"));
+    let said = refused(1, &mut place.pull(&target, "copy"));
+    assert!(said.contains("there is no image"), "the manifest comes last: {said}");
+    json(&mut place.push(&target));
+
+    target.die_after(5 << 20);
+    let said = refused(1, place.pull(&target, "copy").args(["--jobs", "1"]));
+    assert!(said.contains("what came so far is kept for the next try"), "{said}");
+    assert!(!place.at("copy.img").exists(), "an image that is not complete");
+    target.restart(kind, &place.at("server"));
+    let had = place.packs_bytes("copy");
+    assert!(had > 1 << 20, "{had}");
+    let pulled = json(&mut place.pull(&target, "copy"));
+    // Each object whole, each once.
+    let all = place.packs_bytes("store");
+    assert!(number(&pulled, "new_bytes") < all - (1 << 20), "{pulled} of {all}, {had} were here");
+    place.is_same("copy");
+}
+
+#[test]
+fn a_registry_that_dies_half_way_is_gone_on_with() {
+    servers_die(Kind::Oci);
+}
+
+#[test]
+fn an_s3_store_that_dies_half_way_is_gone_on_with() {
+    servers_die(Kind::S3);
+}
+
+#[test]
+fn a_pull_that_is_killed_is_gone_on_with() {
+    let place = Place::new();
+    let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
+    place.build();
+    json(&mut place.push(&target));
+    let child = Arc::new(Mutex::new(None::<std::process::Child>));
+    let victim = Arc::clone(&child);
+    let mut guard = child.lock().unwrap();
+    // The proxy waits for us to know whom to kill.
+    target.proxy.die_after(6 << 20, move || _ = victim.lock().unwrap().as_mut().unwrap().kill());
+    *guard =
+        Some(place.pull(&target, "copy").args(["--jobs", "1"]).stdout(std::process::Stdio::null()).spawn().unwrap());
+    drop(guard);
+    until("its end", || child.lock().unwrap().as_mut().unwrap().try_wait().unwrap().is_some());
+    assert!(!place.at("copy.img").exists());
+    target.proxy.revive(target.server.lock().unwrap().address);
+    let pulled = json(&mut place.pull(&target, "copy"));
+    assert!(number(&pulled, "new_bytes") < place.packs_bytes("store") - (1 << 20), "{pulled}");
+    let gc = run(place.command("gc", "copy").arg(place.at("copy.img")).args(["--grace-s", "0"]));
+    assert!(gc.status.success(), "what was begun and not ended goes: {gc:?}");
+    place.is_same("copy");
+}
+
+#[test]
+fn who_may_not_is_told_so() {
+    let place = Place::new();
+    place.build();
+    if let Some(target) = Target::start(Kind::S3, &place.at("s3")) {
+        // s3rver looks at who it is, and does not check signatures of this kind.
+        let said = refused(1, place.push(&target).env("AWS_ACCESS_KEY_ID", "nobody"));
+        assert!(said.contains("answers 403") && !said.contains(S3_SECRET) && !said.contains("Signature="), "{said}");
+        let said = refused(1, place.push(&target).env_remove("AWS_SECRET_ACCESS_KEY"));
+        assert!(said.contains("give both or none"), "{said}");
+    }
+    let Some(server) = registry(&place.at("oci"), true) else { return };
+    let reference = format!("oci:{}/os/base:12", server.address);
+    let push = |file: Option<&Path>| {
+        let mut line = place.command("push", "store");
+        line.arg(place.at("image")).arg(&reference);
+        file.map(|file| line.env("REGISTRY_AUTH_FILE", file));
+        line
+    };
+    let said = refused(1, &mut push(None));
+    assert!(said.contains("answers 401"), "{said}");
+    let file = place.at("auth.json");
+    let said = refused(1, &mut push(Some(&file)));
+    assert!(said.contains("auth.json"), "{said}");
+    let write = |user: &str| {
+        // base64 by the tool of the same name.
+        let coded = Command::new("sh").args(["-c", "printf %s \"$1\" | base64", "-", user]).output().unwrap().stdout;
+        let coded = String::from_utf8(coded).unwrap();
+        let entry = serde_json::json!({"auths": {server.address.to_string(): {"auth": coded.trim_end()}}});
+        fs::write(&file, entry.to_string()).unwrap();
+    };
+    write("me:other");
+    let said = refused(1, &mut push(Some(&file)));
+    assert!(said.contains("answers 401") && !said.contains("me:other"), "{said}");
+    write(USER);
+    text(&mut push(Some(&file)));
+}
+
+#[test]
+fn bad_words_are_refused_in_one_sentence() {
+    let place = Place::new();
+    let pull = |words: &[&str]| {
+        refused(1, place.command("pull", "copy").current_dir(place.0.path()).args(words).args(["-o", "x.img"]))
+    };
+    assert!(pull(&["nowhere"]).contains("write oci:HOST/NAME:TAG"));
+    assert!(pull(&["oci:http://registry.invalid/a"]).contains("--plain-http"));
+    // Nobody listens on a port that was just given back.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let said = pull(&[&format!("oci:127.0.0.1:{port}/a")]);
+    assert!(said.contains(&format!("http://127.0.0.1:{port}/v2/a/manifests/latest")), "{said}");
+    let mut mount = ferry();
+    let said = run(mount.args(["mount", "image:x.img", "/nowhere", "--store", "s", "--jobs", "3"]));
+    assert!(String::from_utf8_lossy(&said.stderr).contains("add from"), "{said:?}");
+}
+
+fn mounts_before_it_is_here(kind: Kind) {
+    let place = Place::new();
+    let Some(target) = Target::start(kind, &place.at("server")) else { return };
+    let digest = place.build();
+    json(&mut place.push(&target));
+    let mounted = Mounted::new();
+    let mount = |words: &[&str]| {
+        let mut line = ferry();
+        target.set(&mut line).env("HOME", place.0.path());
+        line.arg("mount").arg(format!("image:{}", place.at("lazy.img").display())).arg(&mounted.mnt).arg("--store");
+        line.arg(place.at("lazy")).args(["--from", &target.reference, "--digest", &digest]).args(words);
+        line
+    };
+    let before = target.proxy.answered();
+    let pid = mounted.mounted_by(&mut mount(&["--jobs", "0", "--fetch-ahead", "1"]));
+    let listed = text(Command::new("find").arg(&mounted.mnt).arg("-type").arg("f"));
+    assert_eq!(listed.lines().count(), 82);
+    assert_eq!(fs::read(mounted.mnt.join("sub/07")).unwrap(), content(7, 10_000));
+    let came = target.proxy.answered() - before;
+    assert!(came < 1 << 20, "{came} bytes for the metadata and one file");
+
+    // Without the server: what is here is read, what is not is EIO, and nobody waits for ever.
+    target.proxy.cut();
+    assert_eq!(fs::read(mounted.mnt.join("sub/07")).unwrap(), content(7, 10_000));
+    let error = fs::read(mounted.mnt.join("sub/08")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(rustix::io::Errno::IO.raw_os_error()));
+    target.proxy.revive(target.server.lock().unwrap().address);
+    assert_eq!(fs::read(mounted.mnt.join("sub/08")).unwrap(), content(8, 11_000));
+    mounted.unmount(pid);
+
+    // The next mount goes on with what is here, and gets the rest by itself.
+    let pid = mounted.mounted_by(&mut mount(&[]));
+    let packs = place.at("lazy/packs");
+    until("all of it", || {
+        let names: Vec<_> =
+            fs::read_dir(&packs).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.iter().any(|name| name.ends_with(".index")) && !names.iter().any(|name| name.contains(".part"))
+    });
+    target.proxy.cut();
+    assert_eq!(fs::read(mounted.mnt.join("large")).unwrap(), content(1000, 9_000_001));
+    mounted.unmount(pid);
+    place.is_same("lazy");
+}
+
+#[test]
+fn an_image_is_mounted_from_a_registry_before_it_is_here() {
+    needs_fuse!();
+    mounts_before_it_is_here(Kind::Oci);
+}
+
+#[test]
+fn an_image_is_mounted_from_an_s3_store_before_it_is_here() {
+    needs_fuse!();
+    mounts_before_it_is_here(Kind::S3);
+}

@@ -1,0 +1,60 @@
+//! What one is known by at a registry, where podman and docker keep it.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+
+#[derive(Deserialize, Default)]
+struct Config {
+    #[serde(default)]
+    auths: HashMap<String, Entry>,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    auth: Option<String>,
+}
+
+/// `USER:PASSWORD` in base64 for a host: of `REGISTRY_AUTH_FILE`, of podman's file, or of docker's.
+///
+/// # Errors
+/// The file that is named is not there, or one that is there makes no sense.
+pub(crate) fn basic(host: &str) -> Result<Option<String>> {
+    let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let files = match var("REGISTRY_AUTH_FILE") {
+        Some(file) => vec![(file, true)],
+        None => {
+            let podman = var("XDG_RUNTIME_DIR").map(|folder| folder.join("containers/auth.json"));
+            let docker = var("DOCKER_CONFIG").or_else(|| var("HOME").map(|home| home.join(".docker")));
+            let docker = docker.map(|folder| folder.join("config.json"));
+            podman.into_iter().chain(docker).map(|file| (file, false)).collect()
+        }
+    };
+    for (file, must_be) in files {
+        let wrong = |reason: String| Error::Setting { what: format!("the credentials in {}", file.display()), reason };
+        let text = match std::fs::read(&file) {
+            Ok(text) => text,
+            Err(error) if !must_be && error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(wrong(error.to_string())),
+        };
+        // What serde says could quote a password.
+        let config: Config = serde_json::from_slice(&text)
+            .map_err(|error| wrong(format!("no JSON as podman writes it, line {}", error.line())))?;
+        let hosts =
+            [host.to_owned(), format!("https://{host}"), format!("https://{host}/v1/"), format!("https://{host}/v2/")];
+        let auth = hosts.iter().find_map(|host| config.auths.get(host)).and_then(|entry| entry.auth.clone());
+        if let Some(auth) = auth.filter(|auth| !auth.is_empty()) {
+            let plain = STANDARD.decode(&auth).ok().and_then(|bytes| String::from_utf8(bytes).ok());
+            if !plain.is_some_and(|plain| plain.contains(':')) {
+                return Err(wrong(format!("the entry of {host} is no USER:PASSWORD in base64")));
+            }
+            return Ok(Some(auth));
+        }
+    }
+    Ok(None)
+}

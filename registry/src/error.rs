@@ -1,0 +1,145 @@
+//! What can go wrong between here and a registry.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Why an image could not be pushed or pulled.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A reference that is none.
+    #[error("{text:?} is no place of an image: {reason}; write oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG")]
+    Reference {
+        /// What was written.
+        text: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A setting of the environment that cannot be used.
+    #[error("{what}: {reason}")]
+    Setting {
+        /// Which one.
+        what: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Somebody would have to be asked without encryption.
+    #[error("{0} is not asked without encryption, unless --plain-http says so")]
+    Plain(String),
+    /// A server sends elsewhere, where we do not go.
+    #[error("{from} sends on to {to}: {reason}")]
+    Redirect {
+        /// Who does.
+        from: String,
+        /// Where to.
+        to: String,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// A server cannot be reached, or is gone in the middle.
+    #[error("{url}: {why}")]
+    Transport {
+        /// What was asked for.
+        url: String,
+        /// What came of it.
+        why: Box<ureq::Error>,
+    },
+    /// An answer breaks off.
+    #[error("{url}: the answer breaks off after {got} of {wanted} bytes")]
+    Short {
+        /// What was asked for.
+        url: String,
+        /// How much came.
+        got: u64,
+        /// How much was to come.
+        wanted: u64,
+    },
+    /// A server says no.
+    #[error("{url}: the server answers {status}{}", said(.text))]
+    Status {
+        /// What was asked for.
+        url: String,
+        /// The status of HTTP.
+        status: u16,
+        /// What the server says beside it.
+        text: String,
+        /// When to ask again.
+        after: Option<Duration>,
+    },
+    /// There is no such image.
+    #[error("there is no image {0}")]
+    NoImage(String),
+    /// An answer that makes no sense.
+    #[error("{url}: {reason}")]
+    Answer {
+        /// What was asked for.
+        url: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A manifest that tells of no image of Ferry's.
+    #[error("the manifest of {name} tells of no image of Ferry's: {reason}")]
+    Manifest {
+        /// Whose.
+        name: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// An image or a store cannot be used.
+    #[error(transparent)]
+    Image(#[from] ferry_image::Error),
+    /// An object cannot be had.
+    #[error("{0}")]
+    Object(ferry_image::Bad),
+    /// A file cannot be used.
+    #[error("cannot {what} {}", path.display())]
+    Io {
+        /// What was to be done with it.
+        what: &'static str,
+        /// Which one.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// Who takes the bytes wants no more.
+    #[error("{0}")]
+    Sink(io::Error),
+}
+
+impl From<ferry_image::Bad> for Error {
+    fn from(bad: ferry_image::Bad) -> Self {
+        Self::Object(bad)
+    }
+}
+
+/// A result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// Whether the same request may have another outcome soon.
+    pub(crate) fn may_pass(&self) -> bool {
+        use ureq::Error as U;
+        match self {
+            Self::Short { .. } => true,
+            Self::Status { status, .. } => matches!(status, 408 | 425 | 429 | 500 | 502 | 503 | 504),
+            Self::Transport { why, .. } => matches!(
+                **why,
+                U::Io(_) | U::Timeout(_) | U::HostNotFound | U::ConnectionFailed | U::Protocol(_) | U::BodyStalled
+            ),
+            _ => false,
+        }
+    }
+
+    /// How long the server wants to be left alone.
+    pub(crate) fn after(&self) -> Option<Duration> {
+        match self {
+            Self::Status { after, .. } => *after,
+            _ => None,
+        }
+    }
+}
+
+fn said(text: &str) -> String {
+    if text.is_empty() { String::new() } else { format!(": {text}") }
+}

@@ -1,0 +1,416 @@
+//! Requests: who may be asked, how long, how often, and what it cost.
+
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Read};
+use std::net::IpAddr;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use ureq::http::{HeaderMap, Method, Response, header};
+use ureq::tls::{Certificate, RootCerts, TlsConfig};
+use ureq::{Agent, Body, SendBody};
+use url::{Host, Url};
+
+use crate::error::{Error, Result};
+use crate::manifest::cut;
+
+/// How often something is tried before it has failed.
+const TRIES_MAX: u32 = 5;
+/// The first pause between two tries; the next ones are twice as long each.
+const PAUSE: Duration = Duration::from_millis(250);
+/// The longest pause that a server may ask for.
+const PAUSE_MAX: Duration = Duration::from_secs(10);
+/// How often a server may send on elsewhere.
+const REDIRECTS_MAX: u32 = 5;
+/// Below this speed a transfer has failed, in bytes per second.
+const SPEED_MIN: u64 = 64 << 10;
+/// How many connections wait for their next use.
+const IDLE_MAX: usize = 32;
+/// How much of what a server says with an error is read, in bytes.
+const TEXT_BYTES_MAX: u64 = 4096;
+
+/// How servers are asked.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Ask also other machines than this one without encryption.
+    pub plain_http: bool,
+    /// How long a server may say nothing.
+    pub patience: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { plain_http: false, patience: Duration::from_secs(30) }
+    }
+}
+
+/// What was asked of servers so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Requests, those that were tried again, sent on or refused too.
+    pub requests: u64,
+    /// Bytes of answers, without headers.
+    pub received_bytes: u64,
+    /// Bytes of requests, without headers.
+    pub sent_bytes: u64,
+}
+
+/// What asks servers; one for any number of threads.
+#[derive(Debug)]
+pub struct Client {
+    agent: Agent,
+    options: Options,
+    requests: AtomicU64,
+    received_bytes: AtomicU64,
+    sent_bytes: AtomicU64,
+}
+
+/// The answer to a request.
+pub(crate) struct Answer<'a> {
+    client: &'a Client,
+    /// Who answered.
+    pub url: Url,
+    response: Response<Body>,
+}
+
+/// One request.
+pub(crate) struct Request<'a> {
+    pub method: Method,
+    pub url: Url,
+    pub headers: Vec<(header::HeaderName, String)>,
+    /// What is sent, and how much.
+    pub body: Option<(&'a mut dyn Read, u64)>,
+    /// How many bytes the answer may take the time for.
+    pub bytes: u64,
+}
+
+impl Request<'_> {
+    pub(crate) fn new(method: Method, url: Url) -> Self {
+        Self { method, url, headers: Vec::new(), body: None, bytes: 0 }
+    }
+
+    pub(crate) fn with(mut self, name: header::HeaderName, value: impl Into<String>) -> Self {
+        self.headers.push((name, value.into()));
+        self
+    }
+}
+
+/// An address without what may be secret in it.
+pub(crate) fn shown(url: &Url) -> String {
+    let mut url = url.clone();
+    url.set_query(None);
+    // Those that cannot have them have none.
+    let _ = url.set_username("").and_then(|()| url.set_password(None));
+    url.into()
+}
+
+pub(crate) fn is_loopback(url: &Url) -> bool {
+    match url.host() {
+        Some(Host::Domain(name)) => name == "localhost",
+        Some(Host::Ipv4(address)) => IpAddr::from(address).is_loopback(),
+        Some(Host::Ipv6(address)) => IpAddr::from(address).is_loopback(),
+        None => false,
+    }
+}
+
+/// Whether a server may send us on there.
+pub(crate) fn follow(from: &Url, to: &Url) -> Result<()> {
+    let refused = |reason| Err(Error::Redirect { from: shown(from), to: shown(to), reason });
+    if from.scheme() == "https" && to.scheme() != "https" {
+        return refused("that would be without encryption");
+    }
+    if is_loopback(to) && !is_loopback(from) {
+        return refused("that is this machine");
+    }
+    Ok(())
+}
+
+impl Client {
+    /// Trusts who the host trusts (`SSL_CERT_FILE` names others).
+    pub fn new(options: Options) -> Self {
+        let found = rustls_native_certs::load_native_certs();
+        for error in found.errors {
+            tracing::debug!("a certificate of this host cannot be used: {error}");
+        }
+        let trusted: Vec<_> = found.certs.iter().map(|one| Certificate::from_der(one).to_owned()).collect();
+        let tls = TlsConfig::builder()
+            .root_certs(RootCerts::new_with_certs(&trusted))
+            .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .build();
+        let agent = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .tls_config(tls)
+            .timeout_connect(Some(options.patience))
+            .timeout_resolve(Some(options.patience))
+            .max_idle_connections(IDLE_MAX)
+            .max_idle_connections_per_host(IDLE_MAX)
+            .user_agent(concat!("ferry/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .new_agent();
+        Self {
+            agent,
+            options,
+            requests: AtomicU64::new(0),
+            received_bytes: AtomicU64::new(0),
+            sent_bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// What was asked so far.
+    pub fn counts(&self) -> Counts {
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Counts {
+            requests: of(&self.requests),
+            received_bytes: of(&self.received_bytes),
+            sent_bytes: of(&self.sent_bytes),
+        }
+    }
+
+    pub(crate) fn allows_plain(&self) -> bool {
+        self.options.plain_http
+    }
+
+    /// Without encryption only this machine is asked, or who was allowed.
+    fn permit(&self, url: &Url) -> Result<()> {
+        match url.scheme() {
+            "https" => Ok(()),
+            "http" if is_loopback(url) || self.options.plain_http => Ok(()),
+            _ => Err(Error::Plain(shown(url))),
+        }
+    }
+
+    /// Sends a request; answers whatever comes, of any status. Who reads is sent on where the server says; who writes is not.
+    pub(crate) fn send(&self, mut request: Request<'_>) -> Result<Answer<'_>> {
+        for _ in 0..=REDIRECTS_MAX {
+            self.permit(&request.url)?;
+            let response = self.once(&mut request)?;
+            let reads = matches!(request.method, Method::GET | Method::HEAD);
+            if !reads || !response.status().is_redirection() {
+                return Ok(Answer { client: self, url: request.url, response });
+            }
+            let to = response.headers().get(header::LOCATION).and_then(|value| value.to_str().ok());
+            let to = to.and_then(|to| request.url.join(to).ok()).ok_or_else(|| Error::Answer {
+                url: shown(&request.url),
+                reason: "the server sends on without saying where to".into(),
+            })?;
+            follow(&request.url, &to)?;
+            if to.origin() != request.url.origin() {
+                // What we are known by here is nobody else's business.
+                request.headers.retain(|(name, _)| *name != header::AUTHORIZATION);
+            }
+            request.url = to;
+        }
+        Err(Error::Answer { url: shown(&request.url), reason: format!("sent on more than {REDIRECTS_MAX} times") })
+    }
+
+    fn once(&self, request: &mut Request<'_>) -> Result<Response<Body>> {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        let url = shown(&request.url);
+        let failed = |why: ureq::Error| Error::Transport { url: url.clone(), why: Box::new(why) };
+        let sent = request.body.as_ref().map_or(0, |(_, bytes)| *bytes);
+        let time = self.options.patience + Duration::from_secs((request.bytes + sent) / SPEED_MIN);
+        let mut builder = ureq::http::Request::builder().method(request.method.clone()).uri(request.url.as_str());
+        for (name, value) in &request.headers {
+            builder = builder.header(name, value);
+        }
+        let wrong = |error| failed(ureq::Error::Http(error));
+        let outcome = match &mut request.body {
+            Some((reader, bytes)) => {
+                let made = builder.header(header::CONTENT_LENGTH, *bytes).body(SendBody::from_reader(*reader));
+                let made = self.agent.configure_request(made.map_err(wrong)?).timeout_global(Some(time)).build();
+                self.agent.run(made)
+            }
+            None => {
+                let made = self.agent.configure_request(builder.body(()).map_err(wrong)?).timeout_global(Some(time));
+                self.agent.run(made.build())
+            }
+        };
+        let outcome = outcome.map_err(failed);
+        self.sent_bytes.fetch_add(sent, Ordering::Relaxed);
+        outcome
+    }
+
+    /// Tries until it succeeds, or fails for good, or too often.
+    pub(crate) fn persist<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        let mut tries = 1;
+        loop {
+            match attempt() {
+                Err(error) if error.may_pass() && tries < TRIES_MAX => {
+                    tracing::debug!("{error}: asked again");
+                    thread::sleep(pause(tries, error.after()));
+                    tries += 1;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+}
+
+/// How long to wait after so many tries. Not all who failed together ask again together.
+fn pause(tries: u32, after: Option<Duration>) -> Duration {
+    let least = PAUSE * 2_u32.pow(tries.min(8) - 1);
+    let some = RandomState::new().hash_one(tries) % 1024;
+    let some = u32::try_from(some).unwrap_or_default();
+    (after.unwrap_or_default().max(least) + least * some / 1024).min(PAUSE_MAX)
+}
+
+impl fmt::Debug for Answer<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Answer").field("url", &shown(&self.url)).field("status", &self.status()).finish_non_exhaustive()
+    }
+}
+
+impl Answer<'_> {
+    pub(crate) fn status(&self) -> u16 {
+        self.response.status().as_u16()
+    }
+
+    pub(crate) fn headers(&self) -> &HeaderMap {
+        self.response.headers()
+    }
+
+    pub(crate) fn header(&self, name: header::HeaderName) -> Option<&str> {
+        self.headers().get(name).and_then(|value| value.to_str().ok())
+    }
+
+    /// What is wrong with an answer that was to be another.
+    pub(crate) fn refused(self) -> Error {
+        let status = self.status();
+        let after = self.header(header::RETRY_AFTER).and_then(|value| value.parse().ok()).map(Duration::from_secs);
+        let url = shown(&self.url);
+        let mut text = Vec::new();
+        // Half of a text is better than none.
+        let _ = self.response.into_body().into_reader().take(TEXT_BYTES_MAX).read_to_end(&mut text);
+        Error::Status { url, status, text: cut(String::from_utf8_lossy(&text).trim()), after }
+    }
+
+    pub(crate) fn nonsense(&self, reason: impl Into<String>) -> Error {
+        Error::Answer { url: shown(&self.url), reason: reason.into() }
+    }
+
+    /// All of the body, if it is not longer than this.
+    pub(crate) fn all(self, bytes_max: u64) -> Result<Vec<u8>> {
+        let wrong = self.nonsense(format!("the answer has more than {bytes_max} bytes"));
+        let url = shown(&self.url);
+        let mut bytes = Vec::new();
+        let read = self.response.into_body().into_reader().take(bytes_max + 1).read_to_end(&mut bytes);
+        self.client.received_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        read.map_err(|error| broken(url, error))?;
+        if bytes.len() as u64 > bytes_max { Err(wrong) } else { Ok(bytes) }
+    }
+
+    /// Hands over a range of what was asked for, whether the server has sent that range or everything. Counts in `got` what was
+    /// handed over. What comes beyond it is not read.
+    pub(crate) fn range(
+        self,
+        range: &Range<u64>,
+        got: &mut u64,
+        sink: &mut dyn FnMut(&[u8]) -> io::Result<()>,
+    ) -> Result<()> {
+        let mut skip = match self.status() {
+            206 => {
+                let said = self.header(header::CONTENT_RANGE).unwrap_or_default();
+                let expected = format!("bytes {}-{}/", range.start, range.end - 1);
+                if !said.starts_with(&expected) {
+                    return Err(self.nonsense(format!("{:?} is not the range that was asked for", cut(said))));
+                }
+                0
+            }
+            // A server that knows no ranges.
+            200 => range.start,
+            _ => return Err(self.refused()),
+        };
+        let url = shown(&self.url);
+        let wanted = range.end - range.start;
+        let mut reader = self.response.into_body().into_reader();
+        let mut buffer = vec![0; 64 << 10];
+        let mut left = wanted;
+        while left > 0 {
+            let count = usize::try_from((skip + left).min(buffer.len() as u64)).unwrap_or(buffer.len());
+            let count = match reader.read(&mut buffer[..count]) {
+                Ok(0) => return Err(Error::Short { url, got: wanted - left, wanted }),
+                Ok(count) => count as u64,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(broken(url, error)),
+            };
+            self.client.received_bytes.fetch_add(count, Ordering::Relaxed);
+            let (from, to) = (skip.min(count), count);
+            skip -= from;
+            let span = usize::try_from(from).unwrap_or_default()..usize::try_from(to).unwrap_or_default();
+            let fresh = &buffer[span];
+            if !fresh.is_empty() {
+                sink(fresh).map_err(Error::Sink)?;
+                left -= fresh.len() as u64;
+                *got += fresh.len() as u64;
+            }
+        }
+        // A connection whose answer was read to its end can be used again.
+        let _ = reader.read(&mut buffer[..1]);
+        Ok(())
+    }
+}
+
+fn broken(url: String, error: io::Error) -> Error {
+    Error::Transport { url, why: Box::new(ureq::Error::from(error)) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_machines_are_not_asked_without_encryption() {
+        let careful = Client::new(Options::default());
+        let bold = Client::new(Options { plain_http: true, ..Options::default() });
+        let url = |text: &str| text.parse::<Url>().unwrap();
+        for text in ["https://a.example/", "http://localhost:1/", "http://127.9.9.9/", "http://[::1]:8/"] {
+            careful.permit(&url(text)).unwrap();
+        }
+        for text in
+            ["http://a.example/", "http://localhost.a.example/", "http://127.0.0.1.a.example/", "http://10.0.0.1/"]
+        {
+            let said = careful.permit(&url(text)).unwrap_err().to_string();
+            assert!(said.contains("--plain-http"), "{said}");
+            bold.permit(&url(text)).unwrap();
+        }
+        bold.permit(&url("file:///etc/passwd")).unwrap_err();
+    }
+
+    #[test]
+    fn nobody_sends_us_to_this_machine_or_out_of_the_dark() {
+        let url = |text: &str| text.parse::<Url>().unwrap();
+        for (from, to, allowed) in [
+            ("https://a.example/", "https://b.example/", true),
+            ("https://a.example/", "http://a.example/", false),
+            ("http://a.example/", "https://a.example/", true),
+            ("http://a.example/", "http://127.0.0.1/", false),
+            ("https://a.example/", "https://[::1]/", false),
+            ("http://localhost:1/", "http://127.0.0.1:2/", true),
+        ] {
+            assert_eq!(follow(&url(from), &url(to)).is_ok(), allowed, "{from} {to}");
+        }
+    }
+
+    #[test]
+    fn secrets_are_not_shown() {
+        let url: Url = "https://user:word@h/a?X-Amz-Signature=00".parse().unwrap();
+        assert_eq!(shown(&url), "https://h/a");
+    }
+
+    #[test]
+    fn pauses_grow_and_end() {
+        for tries in 1..40 {
+            let pause = pause(tries, None);
+            assert!(pause >= PAUSE && pause <= PAUSE_MAX, "{tries}: {pause:?}");
+        }
+        assert!(pause(1, Some(Duration::from_secs(3))) >= Duration::from_secs(3));
+        assert_eq!(pause(1, Some(Duration::MAX / 2)), PAUSE_MAX);
+    }
+}

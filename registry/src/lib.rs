@@ -1,0 +1,41 @@
+//! Images in OCI registries (distribution API, v2) and in S3-compatible stores.
+//!
+//! Both hold the same: blobs, named by their SHA-256, and manifests, named by people. An image is one blob, each of its packs an
+//! index and parts. Ranges of parts are asked for, so that one object can be had alone; ferry-image proves it before anybody sees it.
+//! So what the server and everybody on the way says is believed only where it does not matter.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use ferry_image::Store;
+//! use ferry_registry::{pull, Client, Options, PullOptions, Remote};
+//!
+//! let store = Store::create(Path::new("/var/lib/ferry"))?;
+//! let remote = Remote::open(&"oci:registry.example/os/base:12".parse()?, Client::new(Options::default()))?;
+//! let remote = std::sync::Arc::new(remote);
+//! let pulled = pull(&remote, Path::new("base.img"), Path::new("/var/lib/ferry"), &PullOptions::default(), &|_, _| {})?;
+//! drop(store);
+//! println!("{} in {} requests", pulled.digest, remote.counts().requests);
+//! # Ok::<(), ferry_registry::Error>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod credentials;
+mod error;
+mod http;
+mod manifest;
+mod oci;
+mod packs;
+mod pull;
+mod push;
+mod reference;
+mod remote;
+mod s3;
+
+pub use error::{Error, Result};
+pub use http::{Client, Counts, Options};
+pub use manifest::PART_BYTES;
+pub use packs::Packs;
+pub use pull::{PullOptions, Pulled, pull, pull_metadata};
+pub use push::{Pushed, push};
+pub use reference::Reference;
+pub use remote::Remote;

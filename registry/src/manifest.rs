@@ -1,0 +1,270 @@
+//! The manifest of an image: an OCI image manifest whose layers are the image, and of each pack its index and its parts.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+
+use ferry_image::Digest;
+use serde::{Deserialize, Serialize};
+use sha2::Digest as _;
+
+/// The size of a pack's parts, in bytes: small enough that an upload that fails costs little and stores take it in one piece, large
+/// enough that a pack has few.
+pub const PART_BYTES: u64 = 64 << 20;
+/// The largest part that is taken from others, in bytes. Servers that know no ranges have us read all of one.
+const PART_BYTES_MAX: u64 = 1 << 30;
+/// The largest manifest, in bytes; registries have the same limit.
+pub(crate) const MANIFEST_BYTES_MAX: u64 = 4 << 20;
+
+/// What OCI calls a manifest.
+pub(crate) const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
+const ARTIFACT_TYPE: &str = "application/vnd.ferry.image.v1";
+const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
+/// The blob that the specification has for images without a configuration.
+pub(crate) const EMPTY: &[u8] = b"{}";
+const METADATA_TYPE: &str = "application/vnd.ferry.image.metadata.v1";
+const INDEX_TYPE: &str = "application/vnd.ferry.pack.index.v1";
+const PART_TYPE: &str = "application/vnd.ferry.pack.part.v1";
+const DIGEST_KEY: &str = "ferry.digest";
+const PACK_KEY: &str = "ferry.pack";
+
+/// What names a blob.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Sha256(pub [u8; 32]);
+
+impl Sha256 {
+    /// Reads 64 hexadecimal digits.
+    pub(crate) fn from_hex(text: &str) -> Option<Self> {
+        // The same digits as those of a digest of fs-verity.
+        Digest::from_hex(text.as_bytes()).map(|digest| Self(digest.0))
+    }
+
+    pub(crate) fn of(bytes: &[u8]) -> Self {
+        Self(sha2::Sha256::digest(bytes).into())
+    }
+}
+
+impl fmt::Display for Sha256 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Digest(self.0).fmt(f)
+    }
+}
+
+/// A blob, as a manifest tells of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Blob {
+    pub sha256: Sha256,
+    pub bytes: u64,
+}
+
+/// A pack, as a manifest tells of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PackBlobs {
+    pub index: Blob,
+    /// The pack's bytes, in order.
+    pub parts: Vec<Blob>,
+}
+
+impl PackBlobs {
+    /// Which ranges of which parts make a range of the pack; `None` if it is longer.
+    pub(crate) fn pieces(&self, range: &Range<u64>) -> Option<Vec<(Blob, Range<u64>)>> {
+        let mut pieces = Vec::new();
+        let mut begin = 0_u64;
+        for part in &self.parts {
+            let end = begin.checked_add(part.bytes)?;
+            let (from, to) = (range.start.max(begin), range.end.min(end));
+            if from < to {
+                pieces.push((*part, from - begin..to - begin));
+            }
+            begin = end;
+        }
+        (range.end <= begin).then_some(pieces)
+    }
+}
+
+/// An image, as a manifest tells of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Manifest {
+    pub digest: Digest,
+    pub image: Blob,
+    pub packs: HashMap<Digest, PackBlobs>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Descriptor {
+    media_type: String,
+    digest: String,
+    size: u64,
+    #[serde(default, skip_serializing_if = "HashMap::is_empty")]
+    annotations: HashMap<String, String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Document {
+    schema_version: u32,
+    media_type: Option<String>,
+    artifact_type: Option<String>,
+    config: Descriptor,
+    layers: Vec<Descriptor>,
+}
+
+impl Descriptor {
+    fn new(media_type: &str, blob: Blob, annotation: Option<(&str, Digest)>) -> Self {
+        let annotations = annotation.map(|(key, value)| (key.into(), value.to_string())).into_iter().collect();
+        Self { media_type: media_type.into(), digest: format!("sha256:{}", blob.sha256), size: blob.bytes, annotations }
+    }
+
+    fn blob(&self) -> Result<Blob, String> {
+        let sha256 = self.digest.strip_prefix("sha256:").and_then(Sha256::from_hex);
+        let sha256 = sha256.ok_or_else(|| format!("{:?} is no digest", cut(&self.digest)))?;
+        Ok(Blob { sha256, bytes: self.size })
+    }
+
+    fn annotation(&self, key: &str) -> Result<Digest, String> {
+        let value = self.annotations.get(key).ok_or_else(|| format!("a layer without {key}"))?;
+        Digest::from_hex(value.as_bytes()).ok_or_else(|| format!("{key} is {:?}, which is no digest", cut(value)))
+    }
+}
+
+/// As much of a text as fits into a sentence.
+pub(crate) fn cut(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(200).collect()
+}
+
+impl Manifest {
+    /// What the bytes of a manifest say.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
+        let document: Document = serde_json::from_slice(bytes).map_err(|error| cut(&error.to_string()))?;
+        if document.schema_version != 2 || document.artifact_type.as_deref() != Some(ARTIFACT_TYPE) {
+            return Err(format!("its artifactType is not {ARTIFACT_TYPE}"));
+        }
+        let mut image = None;
+        let mut packs: HashMap<Digest, (Option<Blob>, Vec<Blob>)> = HashMap::new();
+        for layer in &document.layers {
+            let blob = layer.blob()?;
+            match layer.media_type.as_str() {
+                METADATA_TYPE => {
+                    if image.replace((layer.annotation(DIGEST_KEY)?, blob)).is_some() {
+                        return Err("two images".into());
+                    }
+                }
+                INDEX_TYPE => {
+                    let pack = layer.annotation(PACK_KEY)?;
+                    if packs.entry(pack).or_default().0.replace(blob).is_some() {
+                        return Err(format!("two indexes of the pack {pack}"));
+                    }
+                }
+                PART_TYPE if blob.bytes > PART_BYTES_MAX => return Err(format!("a part of {} bytes", blob.bytes)),
+                PART_TYPE => packs.entry(layer.annotation(PACK_KEY)?).or_default().1.push(blob),
+                other => return Err(format!("a layer of the unknown type {:?}", cut(other))),
+            }
+        }
+        let (digest, image) = image.ok_or("no metadata")?;
+        let whole = |(pack, (index, parts)): (Digest, (Option<Blob>, Vec<Blob>))| {
+            let index = index.ok_or_else(|| format!("no index of the pack {pack}"))?;
+            Ok((pack, PackBlobs { index, parts }))
+        };
+        Ok(Self { digest, image, packs: packs.into_iter().map(whole).collect::<Result<_, String>>()? })
+    }
+
+    /// The bytes that say so, packs in the order of the image.
+    pub(crate) fn write(&self, order: &[Digest]) -> Vec<u8> {
+        let mut layers = vec![Descriptor::new(METADATA_TYPE, self.image, Some((DIGEST_KEY, self.digest)))];
+        for pack in order {
+            let Some(PackBlobs { index, parts }) = self.packs.get(pack) else { continue };
+            layers.push(Descriptor::new(INDEX_TYPE, *index, Some((PACK_KEY, *pack))));
+            layers.extend(parts.iter().map(|part| Descriptor::new(PART_TYPE, *part, Some((PACK_KEY, *pack)))));
+        }
+        let empty = Blob { sha256: Sha256::of(EMPTY), bytes: EMPTY.len() as u64 };
+        let document = Document {
+            schema_version: 2,
+            media_type: Some(MANIFEST_TYPE.into()),
+            artifact_type: Some(ARTIFACT_TYPE.into()),
+            config: Descriptor::new(EMPTY_TYPE, empty, None),
+            layers,
+        };
+        serde_json::to_vec_pretty(&document).expect("strings and numbers can be written")
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn blob(seed: u8, bytes: u64) -> Blob {
+        Blob { sha256: Sha256([seed; 32]), bytes }
+    }
+
+    fn manifest() -> (Manifest, Digest) {
+        let pack = Digest([9; 32]);
+        let blobs = PackBlobs { index: blob(2, 80), parts: vec![blob(3, 100), blob(4, 50)] };
+        (Manifest { digest: Digest([1; 32]), image: blob(1, 4096), packs: [(pack, blobs)].into() }, pack)
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let (manifest, pack) = manifest();
+        let bytes = manifest.write(&[pack]);
+        assert_eq!(Manifest::read(&bytes).unwrap(), manifest);
+        let document: Value = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(
+            document["config"]["digest"],
+            "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+        );
+    }
+
+    #[test]
+    fn ranges_are_found_in_parts() {
+        let (manifest, pack) = manifest();
+        let pieces = |range: Range<u64>| {
+            let pieces = manifest.packs[&pack].pieces(&range);
+            pieces.map(|pieces| pieces.into_iter().map(|(blob, range)| (blob.sha256.0[0], range)).collect::<Vec<_>>())
+        };
+        assert_eq!(pieces(0..100), Some(vec![(3, 0..100)]));
+        assert_eq!(pieces(90..110), Some(vec![(3, 90..100), (4, 0..10)]));
+        assert_eq!(pieces(100..150), Some(vec![(4, 0..50)]));
+        assert_eq!(pieces(5..5), Some(vec![]));
+        assert_eq!(pieces(100..151), None);
+        assert_eq!(pieces(u64::MAX - 1..u64::MAX), None);
+    }
+
+    #[test]
+    fn what_tells_of_no_image_is_refused() {
+        let (manifest, pack) = manifest();
+        let good: Value = serde_json::from_slice(&manifest.write(&[pack])).unwrap();
+        let bad = |change: &dyn Fn(&mut Value)| {
+            let mut document = good.clone();
+            change(&mut document);
+            Manifest::read(&serde_json::to_vec(&document).unwrap()).unwrap_err()
+        };
+        assert!(Manifest::read(b"{}").is_err());
+        assert!(Manifest::read(b"\xff").is_err());
+        assert!(bad(&|m| m["artifactType"] = json!("x")).contains("artifactType"));
+        assert!(bad(&|m| m["schemaVersion"] = json!(1)).contains("artifactType"));
+        assert!(bad(&|m| m["layers"] = json!([])).contains("no metadata"));
+        assert!(bad(&|m| m["layers"][0]["digest"] = json!("sha512:00")).contains("no digest"));
+        assert!(bad(&|m| m["layers"][0]["size"] = json!(-1)).contains("invalid value"));
+        assert!(bad(&|m| m["layers"][0]["mediaType"] = json!("x")).contains("unknown type"));
+        assert!(bad(&|m| m["layers"][0]["annotations"] = json!({})).contains("without ferry.digest"));
+        assert!(bad(&|m| m["layers"][1]["annotations"]["ferry.pack"] = json!("zz")).contains("is no digest"));
+        assert!(bad(&|m| m["layers"][2]["size"] = json!(u64::MAX)).contains("a part of"));
+        assert!(bad(&|m| _ = m["layers"].as_array_mut().unwrap().remove(1)).contains("no index"));
+        for twice in [0, 1] {
+            assert!(
+                bad(&|m| {
+                    let again = m["layers"][twice].clone();
+                    m["layers"].as_array_mut().unwrap().push(again);
+                })
+                .contains("two")
+            );
+        }
+    }
+}

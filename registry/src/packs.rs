@@ -1,0 +1,48 @@
+//! What ferry-image fetches objects by.
+
+use std::collections::HashMap;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use ferry_image::{Digest, Fetch, fetch::Sink};
+
+use crate::error::Error;
+use crate::manifest::PackBlobs;
+use crate::remote::Remote;
+
+/// The packs of one image, on a server.
+#[derive(Debug)]
+pub struct Packs {
+    remote: Arc<Remote>,
+    packs: HashMap<Digest, PackBlobs>,
+}
+
+impl Packs {
+    pub(crate) fn new(remote: Arc<Remote>, packs: HashMap<Digest, PackBlobs>) -> Self {
+        Self { remote, packs }
+    }
+
+    fn pack(&self, pack: Digest) -> io::Result<&PackBlobs> {
+        let why = || format!("{} has no such pack", self.remote.reference());
+        self.packs.get(&pack).ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, why()))
+    }
+}
+
+impl Fetch for Packs {
+    fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
+        self.remote.all(self.pack(pack)?.index, bytes_max).map_err(io::Error::other)
+    }
+
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+        let pieces = self.pack(pack)?.pieces(&range);
+        let pieces = pieces.ok_or_else(|| io::Error::other("its parts on the server are shorter than the pack"))?;
+        for (part, range) in pieces {
+            self.remote.read(part, &range, sink).map_err(|error| match error {
+                Error::Sink(error) => error,
+                error => io::Error::other(error),
+            })?;
+        }
+        Ok(())
+    }
+}

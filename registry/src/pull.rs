@@ -1,0 +1,157 @@
+//! Pulling: the metadata, then what is missing in the store, all or none of it.
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use ferry_image::{Digest, Image, Missing, Objects};
+use sha2::Digest as _;
+
+use crate::error::{Error, Result};
+use crate::manifest::{Blob, Manifest, Sha256};
+use crate::packs::Packs;
+use crate::remote::Remote;
+
+/// The largest image that is pulled, in bytes: metadata of some ten million files. It is read into memory.
+const IMAGE_BYTES_MAX: u64 = 1 << 30;
+
+/// How an image is pulled.
+#[derive(Clone, Debug)]
+pub struct PullOptions {
+    /// Go on only if the image has this digest.
+    pub digest: Option<Digest>,
+    /// How many requests at a time.
+    pub jobs: usize,
+    /// Get the metadata alone: what files hold is fetched when it is read.
+    pub metadata_only: bool,
+}
+
+impl Default for PullOptions {
+    fn default() -> Self {
+        Self { digest: None, jobs: 4, metadata_only: false }
+    }
+}
+
+/// What was pulled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pulled {
+    /// What names and proves the image.
+    pub digest: Digest,
+    /// What names the manifest: who writes it behind the image's name gets this one and no other.
+    pub manifest: Digest,
+    /// Bytes of files that were not here before.
+    pub fetched_bytes: u64,
+}
+
+/// Pulls an image. What is in the store is not fetched, and what a pull that failed or was killed has left is used. The image gets its
+/// name when all is there. Whoever calls holds the store open, so that nothing of it is removed meanwhile.
+///
+/// # Errors
+/// The server cannot be reached, or what comes is not what it should be; what was had so far is kept.
+pub fn pull(
+    remote: &Arc<Remote>,
+    output: &Path,
+    store: &Path,
+    options: &PullOptions,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Pulled> {
+    let Opened { image, new, packs, manifest } = open(remote, output, options.digest)?;
+    let digest = image.digest();
+    let objects = Objects::open_with(&image, store, Some(Missing { from: packs, ahead_bytes: 0, cache_bytes: None }))?;
+    if !options.metadata_only {
+        objects.fetch_all(options.jobs, &AtomicBool::new(false), progress)?;
+        objects.complete()?;
+    }
+    if let Some(new) = new {
+        keep(new, output)?;
+    }
+    Ok(Pulled { digest, manifest, fetched_bytes: objects.fetched_bytes() })
+}
+
+/// Gets the metadata of an image, unless an image is at `output` already, and answers what fetches the rest of it. What is there
+/// stays: a name on a server may mean another image by now.
+///
+/// # Errors
+/// The server cannot be reached, or what comes is not what it should be.
+pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, digest: Option<Digest>) -> Result<Arc<Packs>> {
+    if output.exists() {
+        return Ok(Arc::new(Packs::new(Arc::clone(remote), remote.manifest()?.0.packs)));
+    }
+    let Opened { new, packs, .. } = open(remote, output, digest)?;
+    if let Some(new) = new {
+        keep(new, output)?;
+    }
+    Ok(packs)
+}
+
+/// An image whose metadata is here.
+struct Opened {
+    image: Image,
+    /// If it was fetched, the file that it is in.
+    new: Option<tempfile::NamedTempFile>,
+    packs: Arc<Packs>,
+    manifest: Digest,
+}
+
+fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<Opened> {
+    let (manifest, name) = remote.manifest()?;
+    let Manifest { digest, image: blob, packs } = manifest;
+    let wrong = |reason| Error::Manifest { name: remote.reference().to_string(), reason };
+    if let Some(wanted) = wanted.filter(|wanted| *wanted != digest) {
+        return Err(wrong(format!("the image has the digest {digest}, not {wanted}")));
+    }
+    if blob.bytes > IMAGE_BYTES_MAX {
+        return Err(wrong(format!("an image of {} bytes, which may have {IMAGE_BYTES_MAX}", blob.bytes)));
+    }
+    let (image, new) = match Image::open(output, Some(digest)) {
+        Ok(image) => (image, None),
+        Err(_) => {
+            let new = fetch_image(remote, blob, output)?;
+            (Image::open(new.path(), Some(digest))?, Some(new))
+        }
+    };
+    if image.is_composefs() {
+        return Err(wrong("its layout is composefs, which is not pulled".into()));
+    }
+    let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
+    Ok(Opened { image, new, packs, manifest: Digest(name.0) })
+}
+
+fn doing<T>(what: &'static str, path: &Path, outcome: std::io::Result<T>) -> Result<T> {
+    outcome.map_err(|source| Error::Io { what, path: path.into(), source })
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// The image beside the place that it will have, proved by its name on the server.
+fn fetch_image(remote: &Remote, blob: Blob, output: &Path) -> Result<tempfile::NamedTempFile> {
+    let folder = folder_of(output);
+    let mut new = doing("make a file in", folder, tempfile::Builder::new().prefix(".new-").tempfile_in(folder))?;
+    let mut hasher = sha2::Sha256::new();
+    let outcome = remote.read(blob, &(0..blob.bytes), &mut |piece| {
+        hasher.update(piece);
+        new.write_all(piece)
+    });
+    match outcome {
+        Err(Error::Sink(error)) => return doing("write to", new.path(), Err(error)),
+        outcome => outcome?,
+    }
+    if Sha256(hasher.finalize().into()) != blob.sha256 {
+        let reason = format!("the blob sha256:{} came damaged", blob.sha256);
+        return Err(Error::Manifest { name: remote.reference().to_string(), reason });
+    }
+    Ok(new)
+}
+
+/// Durable first, then its name.
+fn keep(new: tempfile::NamedTempFile, output: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    doing("change", new.path(), new.as_file().set_permissions(std::fs::Permissions::from_mode(0o444)))?;
+    doing("sync", new.path(), new.as_file().sync_all())?;
+    doing("make", output, new.persist(output).map_err(|error| error.error))?;
+    let folder = folder_of(output);
+    doing("sync", folder, std::fs::File::open(folder).and_then(|folder| folder.sync_all()))
+}

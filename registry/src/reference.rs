@@ -1,0 +1,191 @@
+//! Names of images in registries, as people write them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::Error;
+use crate::manifest::Sha256;
+
+/// The longest name, as the specification of the distribution API has it (`name` and host together).
+const NAME_BYTES_MAX: usize = 255;
+/// The longest tag, as the same has it.
+const TAG_BYTES_MAX: usize = 128;
+/// The longest key of S3 is 1024 bytes; what we append has to fit.
+const PREFIX_BYTES_MAX: usize = 512;
+
+/// Where an image is: `oci:[https://|http://]HOST[:PORT]/NAME[:TAG|@sha256:DIGEST]` or `s3:BUCKET/PREFIX[:TAG|@sha256:DIGEST]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reference {
+    pub(crate) place: Place,
+    pub(crate) version: Version,
+}
+
+/// Which server, and what there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// A registry: its scheme, if it was given, its host with its port, and a repository in it.
+    Oci { scheme: Option<&'static str>, host: String, name: String },
+    /// A bucket, and what the keys in it begin with.
+    S3 { bucket: String, prefix: String },
+}
+
+/// Which manifest of a repository.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Version {
+    Tag(String),
+    Digest(Sha256),
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tag(tag) => f.write_str(tag),
+            Self::Digest(digest) => write!(f, "sha256:{digest}"),
+        }
+    }
+}
+
+impl fmt::Display for Reference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.place {
+            Place::Oci { scheme, host, name } => {
+                let scheme = scheme.map(|scheme| format!("{scheme}://")).unwrap_or_default();
+                write!(f, "oci:{scheme}{host}/{name}")?;
+            }
+            Place::S3 { bucket, prefix } => write!(f, "s3:{bucket}/{prefix}")?,
+        }
+        match &self.version {
+            Version::Tag(tag) => write!(f, ":{tag}"),
+            Version::Digest(digest) => write!(f, "@sha256:{digest}"),
+        }
+    }
+}
+
+impl FromStr for Reference {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let wrong = |reason: &str| Error::Reference { text: text.into(), reason: reason.into() };
+        let (kind, rest) = text.split_once(':').ok_or_else(|| wrong("it has no kind"))?;
+        match kind {
+            "oci" => {
+                let (scheme, rest) = match (rest.strip_prefix("https://"), rest.strip_prefix("http://")) {
+                    (Some(rest), _) => (Some("https"), rest),
+                    (_, Some(rest)) => (Some("http"), rest),
+                    _ => (None, rest),
+                };
+                let (host, rest) = rest.split_once('/').ok_or_else(|| wrong("it has no name behind the host"))?;
+                if host.is_empty()
+                    || !host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-:[]_".contains(&byte))
+                {
+                    return Err(wrong("its host is none"));
+                }
+                let (name, version) = version(rest).map_err(wrong)?;
+                if name.len() + host.len() > NAME_BYTES_MAX || !name.split('/').all(is_component) {
+                    return Err(wrong(
+                        "a name has small letters, digits and single . _ - between them, in parts that / divides",
+                    ));
+                }
+                Ok(Self { place: Place::Oci { scheme, host: host.into(), name: name.into() }, version })
+            }
+            "s3" => {
+                let (bucket, rest) = rest.split_once('/').ok_or_else(|| wrong("it has no prefix behind the bucket"))?;
+                let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
+                if !(1..=255).contains(&bucket.len()) || !bucket.bytes().all(is_plain) {
+                    return Err(wrong("its bucket is none"));
+                }
+                let (prefix, version) = version(rest).map_err(wrong)?;
+                let is_part = |part: &str| !matches!(part, "" | "." | "..") && part.bytes().all(is_plain);
+                if prefix.len() > PREFIX_BYTES_MAX || !prefix.split('/').all(is_part) {
+                    return Err(wrong("a prefix has letters, digits, . _ and -, in parts that / divides"));
+                }
+                Ok(Self { place: Place::S3 { bucket: bucket.into(), prefix: prefix.into() }, version })
+            }
+            _ => Err(wrong("its kind is neither oci nor s3")),
+        }
+    }
+}
+
+/// What is behind the name.
+fn version(text: &str) -> Result<(&str, Version), &'static str> {
+    if let Some((name, digest)) = text.split_once('@') {
+        let digest = digest.strip_prefix("sha256:").and_then(Sha256::from_hex);
+        return Ok((name, Version::Digest(digest.ok_or("behind @ has to be sha256: and 64 hexadecimal digits")?)));
+    }
+    let (name, tag) = text.rsplit_once(':').unwrap_or((text, "latest"));
+    let is_word = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+    let starts_well = tag.bytes().next().is_some_and(is_word);
+    if !starts_well || tag.len() > TAG_BYTES_MAX || !tag.bytes().all(|byte| is_word(byte) || b".-".contains(&byte)) {
+        return Err("a tag has letters, digits, _ . and -, at most 128");
+    }
+    Ok((name, Version::Tag(tag.into())))
+}
+
+/// `[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*` of the specification of the distribution API.
+fn is_component(part: &str) -> bool {
+    let is_end = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+    let bytes = part.as_bytes();
+    let separators = part.split(|c: char| c.is_ascii_lowercase() || c.is_ascii_digit());
+    let is_separator = |text: &str| matches!(text, "" | "." | "_" | "__") || text.bytes().all(|byte| byte == b'-');
+    bytes.first().is_some_and(is_end) && bytes.last().is_some_and(is_end) && separators.into_iter().all(is_separator)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn references_are_read_and_written() {
+        let digest = "0123456789abcdef".repeat(4);
+        for (text, shown) in [
+            ("oci:registry.example/os/base", "oci:registry.example/os/base:latest"),
+            ("oci:localhost:5000/a:1.2-x", "oci:localhost:5000/a:1.2-x"),
+            ("oci:[::1]:5000/a__b/c--d:T", "oci:[::1]:5000/a__b/c--d:T"),
+            ("oci:https://localhost:5000/a", "oci:https://localhost:5000/a:latest"),
+            ("s3:bucket/a/B.c:12", "s3:bucket/a/B.c:12"),
+            ("s3:bucket/images", "s3:bucket/images:latest"),
+            (&format!("oci:h/a@sha256:{digest}"), &format!("oci:h/a@sha256:{digest}")),
+        ] {
+            assert_eq!(text.parse::<Reference>().unwrap().to_string(), shown);
+        }
+    }
+
+    #[test]
+    fn what_is_no_reference_is_refused_in_one_sentence() {
+        let long = format!("oci:h/{}", "a".repeat(300));
+        for text in [
+            "",
+            "oci",
+            "oci:",
+            "oci:host",
+            "oci:host/",
+            "oci:/a",
+            "oci:h/A",
+            "oci:h/a//b",
+            "oci:h/a/../b",
+            "oci:h/.a",
+            "oci:h/a..b",
+            "oci:h/a:",
+            "oci:h/a:-x",
+            "oci:h/a@sha256:00",
+            "oci:h/a@md5:00",
+            "oci:h?x/a",
+            "oci:u@h/a",
+            "oci:h/a b",
+            "s3:b",
+            "s3:b/",
+            "s3:/a",
+            "s3:b/../a",
+            "s3:b/a?x",
+            "s3:b/a/",
+            "ftp:h/a",
+            "oci:h/a:x y",
+            "oci:h/é",
+            &long,
+        ] {
+            let said = text.parse::<Reference>().unwrap_err().to_string();
+            assert!(said.contains("is no place of an image") && said.lines().count() == 1, "{text}: {said}");
+        }
+    }
+}

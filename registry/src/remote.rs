@@ -1,0 +1,151 @@
+//! A place with images, whatever kind of server it is on.
+
+use std::io;
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+use crate::http::{Answer, Client, Counts};
+use crate::manifest::{Blob, Manifest, Sha256};
+use crate::oci::{Content, Oci};
+use crate::reference::{Place, Reference, Version};
+use crate::s3::S3;
+
+/// How much has to come between two failures so that the second one counts as the first, in bytes.
+const PROGRESS_BYTES: u64 = 1 << 20;
+
+/// One image's place.
+#[derive(Debug)]
+pub struct Remote {
+    client: Client,
+    reference: Reference,
+    server: Server,
+}
+
+#[derive(Debug)]
+enum Server {
+    Oci(Oci),
+    S3(S3),
+}
+
+impl Remote {
+    /// Nothing is asked yet.
+    ///
+    /// # Errors
+    /// What the environment says of endpoint or credentials cannot be used.
+    pub fn open(reference: &Reference, client: Client) -> Result<Self> {
+        let server = match &reference.place {
+            Place::Oci { scheme, host, name } => Server::Oci(Oci::new(*scheme, host, name, client.allows_plain())?),
+            Place::S3 { bucket, prefix } => Server::S3(S3::new(bucket, prefix)?),
+        };
+        Ok(Self { client, reference: reference.clone(), server })
+    }
+
+    /// What was asked of the server so far.
+    pub fn counts(&self) -> Counts {
+        self.client.counts()
+    }
+
+    /// Which one it is.
+    pub fn reference(&self) -> &Reference {
+        &self.reference
+    }
+
+    /// The manifest, and what names it for good.
+    pub(crate) fn manifest(&self) -> Result<(Manifest, Sha256)> {
+        let version = &self.reference.version;
+        let bytes = self.client.persist(|| match &self.server {
+            Server::Oci(oci) => oci.manifest(&self.client, version),
+            Server::S3(s3) => s3.manifest(&self.client, version),
+        })?;
+        let bytes = bytes.ok_or_else(|| Error::NoImage(self.reference.to_string()))?;
+        let wrong = |reason| Error::Manifest { name: self.reference.to_string(), reason };
+        let found = Sha256::of(&bytes);
+        if let Version::Digest(wanted) = version
+            && *wanted != found
+        {
+            return Err(wrong(format!("it has the digest sha256:{found}")));
+        }
+        Ok((Manifest::read(&bytes).map_err(wrong)?, found))
+    }
+
+    pub(crate) fn put_manifest(&self, bytes: &[u8]) -> Result<()> {
+        let version = &self.reference.version;
+        self.client.persist(|| match &self.server {
+            Server::Oci(oci) => oci.put_manifest(&self.client, version, bytes),
+            Server::S3(s3) => s3.put_manifest(&self.client, version, bytes),
+        })
+    }
+
+    /// Uploads a blob unless it is there. `content` is asked for its bytes at each try. Answers whether it was uploaded.
+    pub(crate) fn put(&self, blob: Blob, content: &mut Content<'_>) -> Result<bool> {
+        let is_there = self.client.persist(|| match &self.server {
+            Server::Oci(oci) => oci.has(&self.client, blob),
+            Server::S3(s3) => s3.has(&self.client, blob),
+        })?;
+        if is_there {
+            return Ok(false);
+        }
+        self.client.persist(|| {
+            content.rewind()?;
+            let mut content = Some(Content::of(&mut *content.reader, content.bytes));
+            match &self.server {
+                Server::Oci(oci) => oci.put(&self.client, blob, &mut content),
+                Server::S3(s3) => s3.put(&self.client, blob, &mut content),
+            }
+        })?;
+        Ok(true)
+    }
+
+    fn ask(&self, blob: Blob, range: &Range<u64>) -> Result<Answer<'_>> {
+        match &self.server {
+            Server::Oci(oci) => oci.read(&self.client, blob, range),
+            Server::S3(s3) => s3.read(&self.client, blob, range),
+        }
+    }
+
+    /// Hands over a range of a blob, each byte once; after a failure goes on where that was.
+    pub(crate) fn read(
+        &self,
+        blob: Blob,
+        range: &Range<u64>,
+        sink: &mut dyn FnMut(&[u8]) -> io::Result<()>,
+    ) -> Result<()> {
+        let mut at = range.start;
+        loop {
+            let begin = at;
+            let outcome = self.client.persist(|| {
+                if at == range.end {
+                    return Ok(());
+                }
+                let left = at..range.end;
+                let mut got = 0;
+                let outcome = self.ask(blob, &left).and_then(|answer| answer.range(&left, &mut got, sink));
+                at += got;
+                outcome
+            });
+            match outcome {
+                // It was long enough for more than a few failures.
+                Err(error) if error.may_pass() && at - begin >= PROGRESS_BYTES => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// All of a small blob, proved by its name.
+    pub(crate) fn all(&self, blob: Blob, bytes_max: u64) -> Result<Vec<u8>> {
+        let wrong = |reason: String| Error::Manifest { name: self.reference.to_string(), reason };
+        if blob.bytes > bytes_max {
+            return Err(wrong(format!("a blob of {} bytes, which may have {bytes_max}", blob.bytes)));
+        }
+        // Not at once as much as it claims.
+        let mut bytes = Vec::new();
+        self.read(blob, &(0..blob.bytes), &mut |piece| {
+            bytes.extend_from_slice(piece);
+            Ok(())
+        })?;
+        if Sha256::of(&bytes) != blob.sha256 {
+            return Err(wrong(format!("the blob sha256:{} came damaged", blob.sha256)));
+        }
+        Ok(bytes)
+    }
+}

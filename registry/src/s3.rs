@@ -1,0 +1,137 @@
+//! A prefix of a bucket: `PREFIX/blobs/sha256/HEX` and `PREFIX/manifests/NAME`.
+
+use std::fmt;
+use std::ops::Range;
+use std::time::Duration;
+
+use rusty_s3::{Bucket, Credentials, S3Action, UrlStyle};
+use ureq::http::{Method, header};
+use url::Url;
+
+use crate::error::{Error, Result};
+use crate::http::{Answer, Client, Request};
+use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256};
+use crate::oci::Content;
+use crate::reference::Version;
+
+/// How long a signature holds. Each request has its own.
+const SIGNED: Duration = Duration::from_secs(3600);
+
+pub(crate) struct S3 {
+    bucket: Bucket,
+    prefix: String,
+    credentials: Option<Credentials>,
+}
+
+impl fmt::Debug for S3 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("S3").field("bucket", &self.bucket.name()).field("prefix", &self.prefix).finish_non_exhaustive()
+    }
+}
+
+fn var(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+impl S3 {
+    /// Endpoint, region and credentials come from the environment, as AWS's own tools take them.
+    pub(crate) fn new(bucket: &str, prefix: &str) -> Result<Self> {
+        let region = var("AWS_REGION").or_else(|| var("AWS_DEFAULT_REGION")).unwrap_or_else(|| "us-east-1".into());
+        let (what, endpoint, style) = match ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"].map(|name| (name, var(name))) {
+            [(name, Some(endpoint)), _] | [_, (name, Some(endpoint))] => (name, endpoint, UrlStyle::Path),
+            _ => ("AWS_REGION", format!("https://s3.{region}.amazonaws.com"), UrlStyle::VirtualHost),
+        };
+        let wrong = |reason: String| Error::Setting { what: what.into(), reason };
+        let endpoint: Url = endpoint.parse().map_err(|error: url::ParseError| wrong(error.to_string()))?;
+        if !matches!(endpoint.scheme(), "http" | "https") {
+            return Err(wrong("it is no address of http or https".into()));
+        }
+        let made = Bucket::new(endpoint, style, bucket.to_owned(), region);
+        let bucket = made.map_err(|error| wrong(error.to_string()))?;
+        let credentials = match (var("AWS_ACCESS_KEY_ID"), var("AWS_SECRET_ACCESS_KEY")) {
+            (Some(key), Some(secret)) => Some(match var("AWS_SESSION_TOKEN") {
+                Some(token) => Credentials::new_with_token(key, secret, token),
+                None => Credentials::new(key, secret),
+            }),
+            (None, None) => None,
+            _ => {
+                let reason = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are a pair; give both or none".into();
+                return Err(Error::Setting { what: "the credentials of S3".into(), reason });
+            }
+        };
+        Ok(Self { bucket, prefix: prefix.into(), credentials })
+    }
+
+    fn blob(&self, blob: Blob) -> String {
+        self.by_digest(blob.sha256)
+    }
+
+    fn by_digest(&self, sha256: Sha256) -> String {
+        format!("{}/blobs/sha256/{sha256}", self.prefix)
+    }
+
+    fn name(&self, version: &Version) -> String {
+        match version {
+            Version::Tag(tag) => format!("{}/manifests/{tag}", self.prefix),
+            // Manifests are kept as blobs, too.
+            Version::Digest(digest) => self.by_digest(*digest),
+        }
+    }
+
+    fn get(&self, key: &str) -> Request<'static> {
+        Request::new(Method::GET, self.bucket.get_object(self.credentials.as_ref(), key).sign(SIGNED))
+    }
+
+    pub(crate) fn manifest(&self, client: &Client, version: &Version) -> Result<Option<Vec<u8>>> {
+        let answer = client.send(self.get(&self.name(version)))?;
+        match answer.status() {
+            200 => answer.all(MANIFEST_BYTES_MAX).map(Some),
+            404 => Ok(None),
+            _ => Err(answer.refused()),
+        }
+    }
+
+    pub(crate) fn put_manifest(&self, client: &Client, version: &Version, bytes: &[u8]) -> Result<()> {
+        for key in [self.by_digest(Sha256::of(bytes)), self.name(version)] {
+            let mut reader = std::io::Cursor::new(bytes);
+            self.put_key(client, &key, &mut Some(Content::of(&mut reader, bytes.len() as u64)))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn has(&self, client: &Client, blob: Blob) -> Result<bool> {
+        let key = self.blob(blob);
+        let url = self.bucket.head_object(self.credentials.as_ref(), &key).sign(SIGNED);
+        let answer = client.send(Request::new(Method::HEAD, url))?;
+        match answer.status() {
+            200 => {
+                // What was cut off is sent again.
+                let length = answer.header(header::CONTENT_LENGTH).and_then(|length| length.parse().ok());
+                Ok(length.is_none_or(|length: u64| length == blob.bytes))
+            }
+            404 => Ok(false),
+            _ => Err(answer.refused()),
+        }
+    }
+
+    pub(crate) fn put(&self, client: &Client, blob: Blob, content: &mut Option<Content<'_>>) -> Result<()> {
+        self.put_key(client, &self.blob(blob), content)
+    }
+
+    fn put_key(&self, client: &Client, key: &str, content: &mut Option<Content<'_>>) -> Result<()> {
+        let url = self.bucket.put_object(self.credentials.as_ref(), key).sign(SIGNED);
+        let mut request = Request::new(Method::PUT, url);
+        if let Some(content) = content {
+            let bytes = content.bytes;
+            request.body = Some((&mut *content.reader, bytes));
+        }
+        let answer = client.send(request)?;
+        if answer.status() == 200 { answer.all(MANIFEST_BYTES_MAX).map(drop) } else { Err(answer.refused()) }
+    }
+
+    pub(crate) fn read<'a>(&self, client: &'a Client, blob: Blob, range: &Range<u64>) -> Result<Answer<'a>> {
+        let mut request = self.get(&self.blob(blob));
+        request.bytes = range.end - range.start;
+        client.send(request.with(header::RANGE, format!("bytes={}-{}", range.start, range.end - 1)))
+    }
+}

@@ -1,0 +1,336 @@
+//! A registry in memory whose answers can be made wrong.
+#![allow(dead_code, missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use ferry_image::{BuildOptions, Built, Digest, Store, build};
+use ferry_registry::{Client, Options, PullOptions, Pulled, Remote, Result, pull, push};
+use sha2::Digest as _;
+
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub method: String,
+    pub path: String,
+    pub query: String,
+    pub headers: HashMap<String, String>,
+    pub body: Vec<u8>,
+}
+
+impl Request {
+    /// The range that is asked for.
+    pub fn range(&self) -> Option<(usize, usize)> {
+        let (from, to) = self.headers.get("range")?.strip_prefix("bytes=")?.split_once('-')?;
+        Some((from.parse().unwrap(), to.parse::<usize>().unwrap() + 1))
+    }
+
+    pub fn is_blob(&self) -> bool {
+        self.method == "GET" && self.path.contains("/blobs/sha256:")
+    }
+
+    pub fn is_manifest(&self) -> bool {
+        self.method == "GET" && self.path.contains("/manifests/")
+    }
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Reply {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub body: Vec<u8>,
+    /// What is unusual about the body.
+    pub way: Way,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Way {
+    #[default]
+    Whole,
+    /// The connection ends after so many bytes.
+    Cut(usize),
+    /// In chunks, and over and over.
+    Endless,
+    /// Nothing is ever said.
+    Silence,
+}
+
+impl Reply {
+    pub fn of(status: u16, body: impl Into<Vec<u8>>) -> Self {
+        Self { status, body: body.into(), ..Self::default() }
+    }
+
+    pub fn with(mut self, name: &str, value: impl Into<String>) -> Self {
+        self.headers.push((name.into(), value.into()));
+        self
+    }
+}
+
+type Fault = dyn Fn(&Request, Reply) -> Reply + Send + Sync;
+
+/// The server. It ends with the process.
+pub struct Fake {
+    pub address: SocketAddr,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    blobs: Mutex<HashMap<String, Vec<u8>>>,
+    manifests: Mutex<HashMap<String, Vec<u8>>>,
+    requests: Mutex<Vec<Request>>,
+    fault: Mutex<Option<Arc<Fault>>>,
+}
+
+impl Fake {
+    pub fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let shared = Arc::new(Shared::default());
+        let server = Arc::clone(&shared);
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let server = Arc::clone(&server);
+                // Who hangs up in the middle is not a fault of the test.
+                thread::spawn(move || drop(server.serve(stream)));
+            }
+        });
+        Self { address, shared }
+    }
+
+    /// From now on answers are changed by this.
+    pub fn fault(&self, fault: impl Fn(&Request, Reply) -> Reply + Send + Sync + 'static) {
+        *self.shared.fault.lock().unwrap() = Some(Arc::new(fault));
+    }
+
+    pub fn heal(&self) {
+        *self.shared.fault.lock().unwrap() = None;
+    }
+
+    /// The requests since the last time.
+    pub fn requests(&self) -> Vec<Request> {
+        std::mem::take(&mut self.shared.requests.lock().unwrap())
+    }
+
+    /// Changes the manifest of a tag.
+    pub fn edit(&self, change: impl FnOnce(&mut serde_json::Value)) {
+        let mut manifests = self.shared.manifests.lock().unwrap();
+        let bytes = manifests.get_mut("1").unwrap();
+        let mut manifest = serde_json::from_slice(bytes).unwrap();
+        change(&mut manifest);
+        *bytes = serde_json::to_vec(&manifest).unwrap();
+    }
+
+    pub fn remote(&self) -> Arc<Remote> {
+        self.remote_as("1", Duration::from_secs(60))
+    }
+
+    pub fn remote_as(&self, version: &str, patience: Duration) -> Arc<Remote> {
+        let at = if version.starts_with("sha256:") { '@' } else { ':' };
+        let reference = format!("oci:{}/a/b{at}{version}", self.address).parse().unwrap();
+        Arc::new(Remote::open(&reference, Client::new(Options { patience, ..Options::default() })).unwrap())
+    }
+}
+
+impl Shared {
+    fn serve(&self, stream: TcpStream) -> std::io::Result<()> {
+        let mut reader = BufReader::new(stream.try_clone()?);
+        let mut stream = stream;
+        loop {
+            let mut line = String::new();
+            if reader.read_line(&mut line)? == 0 {
+                return Ok(());
+            }
+            let mut words = line.split(' ').map(str::to_owned);
+            let (method, target) = (words.next().unwrap(), words.next().unwrap());
+            let (path, query) = target.split_once('?').unwrap_or((&target, ""));
+            let mut headers = HashMap::new();
+            loop {
+                let mut line = String::new();
+                reader.read_line(&mut line)?;
+                let Some((name, value)) = line.trim_end().split_once(": ") else { break };
+                headers.insert(name.to_ascii_lowercase(), value.to_owned());
+            }
+            let length = headers.get("content-length").map_or(0, |length| length.parse().unwrap());
+            let mut body = vec![0; length];
+            reader.read_exact(&mut body)?;
+            let request = Request { method, path: path.into(), query: query.into(), headers, body };
+            let mut reply = self.answer(&request);
+            let fault = self.fault.lock().unwrap().clone();
+            if let Some(fault) = fault {
+                reply = fault(&request, reply);
+            }
+            self.requests.lock().unwrap().push(request.clone());
+            say(&mut stream, &request, &reply)?;
+        }
+    }
+
+    fn answer(&self, request: &Request) -> Reply {
+        let last = request.path.rsplit('/').next().unwrap();
+        let blob = last.strip_prefix("sha256:").and_then(|name| self.blobs.lock().unwrap().get(name).cloned());
+        match request.method.as_str() {
+            "GET" if request.is_manifest() => match (self.manifests.lock().unwrap().get(last), blob) {
+                (Some(bytes), _) => Reply::of(200, bytes.clone()),
+                (None, Some(bytes)) => Reply::of(200, bytes),
+                _ => Reply::of(404, "none"),
+            },
+            "HEAD" | "GET" => match (blob, request.range()) {
+                (Some(bytes), Some((from, to))) if from < bytes.len() => {
+                    let to = to.min(bytes.len());
+                    let range = format!("bytes {from}-{}/{}", to - 1, bytes.len());
+                    Reply::of(206, &bytes[from..to]).with("content-range", range)
+                }
+                (Some(_), Some(_)) => Reply::of(416, "beyond its end"),
+                (Some(bytes), None) => Reply::of(200, bytes),
+                (None, _) => Reply::of(404, "none"),
+            },
+            "POST" => Reply::of(202, "").with("location", "/v2/a/b/blobs/uploads/1?state=x"),
+            "PUT" if request.path.contains("/uploads/") => {
+                let (_, digest) = request.query.split_once("digest=sha256%3A").unwrap();
+                self.blobs.lock().unwrap().insert(digest.into(), request.body.clone());
+                Reply::of(201, "")
+            }
+            "PUT" => {
+                self.manifests.lock().unwrap().insert(last.into(), request.body.clone());
+                let mut name = String::new();
+                for byte in sha2::Sha256::digest(&request.body) {
+                    write!(name, "{byte:02x}").unwrap();
+                }
+                self.blobs.lock().unwrap().insert(name, request.body.clone());
+                Reply::of(201, "")
+            }
+            _ => Reply::of(405, ""),
+        }
+    }
+}
+
+fn say(stream: &mut TcpStream, request: &Request, reply: &Reply) -> std::io::Result<()> {
+    let mut head = format!("HTTP/1.1 {} x\r\n", reply.status);
+    for (name, value) in &reply.headers {
+        write!(head, "{name}: {value}\r\n").unwrap();
+    }
+    match reply.way {
+        Way::Silence => {
+            // Until the other side has had enough.
+            let mut byte = [0];
+            while stream.read(&mut byte)? > 0 {}
+            Err(std::io::ErrorKind::ConnectionAborted.into())
+        }
+        Way::Endless => {
+            stream.write_all(format!("{head}transfer-encoding: chunked\r\n\r\n").as_bytes())?;
+            loop {
+                let chunk = if reply.body.is_empty() { &[b'x'; 1000][..] } else { &reply.body };
+                stream.write_all(format!("{:x}\r\n", chunk.len()).as_bytes())?;
+                stream.write_all(chunk)?;
+                stream.write_all(b"\r\n")?;
+            }
+        }
+        Way::Whole | Way::Cut(_) => {
+            stream.write_all(format!("{head}content-length: {}\r\n\r\n", reply.body.len()).as_bytes())?;
+            if request.method == "HEAD" {
+                return Ok(());
+            }
+            if let Way::Cut(bytes) = reply.way {
+                stream.write_all(&reply.body[..bytes.min(reply.body.len())])?;
+                return Err(std::io::ErrorKind::ConnectionAborted.into());
+            }
+            stream.write_all(&reply.body)
+        }
+    }
+}
+
+/// A tree that was built and pushed.
+pub struct Place {
+    folder: tempfile::TempDir,
+    pub fake: Fake,
+    pub built: Built,
+}
+
+/// Files of the tree, by number.
+pub const FILES: u32 = 40;
+
+pub fn content(number: u32) -> Vec<u8> {
+    let bytes = 5000 + 1000 * number as usize;
+    (number * 1_000_003..).flat_map(|n: u32| n.wrapping_mul(2_654_435_761).to_le_bytes()).take(bytes).collect()
+}
+
+impl Place {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let tree = folder.path().join("tree");
+        fs::create_dir(&tree).unwrap();
+        for number in 0..FILES {
+            fs::write(tree.join(format!("{number:02}")), content(number)).unwrap();
+        }
+        let large: Vec<u8> = (0..1_500_000_u32).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+        fs::write(tree.join("large"), large).unwrap();
+        let (image, store) = (folder.path().join("image"), folder.path().join("store"));
+        let open = || Store::create(&store).unwrap();
+        let built = build(&tree, &image, open(), &BuildOptions::default(), &|_, _| {}).unwrap();
+        let fake = Fake::start();
+        push(&fake.remote(), &image, None, &open(), &store, 2, &|_, _| {}).unwrap();
+        fake.requests();
+        Self { folder, fake, built }
+    }
+
+    pub fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn pull(&self, remote: &Arc<Remote>, store: &str) -> Result<Pulled> {
+        self.pull_with(remote, store, &PullOptions::default())
+    }
+
+    pub fn pull_with(&self, remote: &Arc<Remote>, store: &str, options: &PullOptions) -> Result<Pulled> {
+        let _held = Store::create(&self.at(store)).unwrap();
+        pull(remote, &self.at(&format!("{store}.img")), &self.at(store), options, &|_, _| {})
+    }
+
+    /// What is said when a pull fails, which it has to without leaving an image.
+    pub fn refused(&self, store: &str) -> String {
+        let error = self.pull(&self.fake.remote(), store).unwrap_err();
+        assert!(!self.at(&format!("{store}.img")).exists(), "{error}");
+        let mut said = error.to_string();
+        let mut source = std::error::Error::source(&error);
+        while let Some(error) = source {
+            write!(said, ": {error}").unwrap();
+            source = error.source();
+        }
+        assert!(!said.contains('\n'), "{said}");
+        said
+    }
+
+    /// Pulls from a server that is well again; all has to be there then, and be right.
+    pub fn is_well(&self, store: &str) -> Pulled {
+        self.fake.heal();
+        let pulled = self.pull(&self.fake.remote(), store).unwrap();
+        self.is_whole(store);
+        pulled
+    }
+
+    pub fn is_whole(&self, store: &str) {
+        let image = ferry_image::Image::open(&self.at(&format!("{store}.img")), Some(self.built.digest)).unwrap();
+        ferry_image::Objects::open(&image, &self.at(store)).unwrap().prove_all().unwrap();
+    }
+
+    /// The pack of the image, as it is in the store that it was built in, and where a file is in it.
+    pub fn pack(&self) -> (Digest, Vec<u8>) {
+        let pack = self.built.packs[0];
+        (pack, fs::read(self.at("store/packs").join(pack.to_string())).unwrap())
+    }
+
+    /// The name of the blob that is the pack.
+    pub fn part(&self) -> String {
+        let mut name = String::new();
+        for byte in sha2::Sha256::digest(self.pack().1) {
+            write!(name, "{byte:02x}").unwrap();
+        }
+        name
+    }
+}

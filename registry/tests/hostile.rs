@@ -1,0 +1,333 @@
+//! Servers that lie, break off, send in circles or never end: each gets an error that says what is wrong, nothing of it is ever
+//! seen, and the next try goes on.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use common::{Fake, Place, Reply, Way};
+use ferry_registry::PullOptions;
+use serde_json::json;
+
+/// A server that answers only when it is made to is waited for so long.
+const SHORT: Duration = Duration::from_secs(1);
+
+#[test]
+fn damaged_objects_are_named_and_not_kept() {
+    let place = Place::new();
+    let part = place.part();
+    let (pack, bytes) = place.pack();
+    // A byte in the middle of the pack is another one, whatever range it comes in.
+    let victim = bytes.len() / 2;
+    place.fake.fault(move |request, mut reply| {
+        if let (true, Some((from, to))) = (request.path.ends_with(&part), request.range())
+            && (from..to).contains(&victim)
+        {
+            reply.body[victim - from] ^= 1;
+        }
+        reply
+    });
+    let said = place.refused("copy");
+    assert!(said.contains("came damaged, and was not kept") && said.contains(&pack.to_string()), "{said}");
+    let kept = fs::read(place.at("copy/packs").join(format!("{pack}.part"))).unwrap();
+    assert_eq!(kept.len(), bytes.len());
+    for (block, (kept, right)) in kept.chunks(4096).zip(bytes.chunks(4096)).enumerate() {
+        assert!(kept == right || kept.iter().all(|byte| *byte == 0), "block {block} is neither right nor a hole");
+    }
+    let pulled = place.is_well("copy");
+    assert!(pulled.fetched_bytes < place.built.data_bytes, "{pulled:?}");
+}
+
+#[test]
+fn damaged_metadata_and_indexes_are_refused() {
+    let place = Place::new();
+    for layer in [0, 1] {
+        let target = Arc::new(std::sync::Mutex::new(String::new()));
+        let seen = Arc::clone(&target);
+        place.fake.edit(|manifest| {
+            *target.lock().unwrap() = manifest["layers"][layer]["digest"].as_str().unwrap().into();
+        });
+        place.fake.fault(move |request, mut reply| {
+            if request.path.ends_with(&*seen.lock().unwrap()) && request.method == "GET" {
+                reply.body[17] ^= 1;
+            }
+            reply
+        });
+        let said = place.refused("copy");
+        assert!(said.contains("came damaged"), "layer {layer}: {said}");
+        place.fake.heal();
+    }
+    // The whole chain is right in itself, but it is another image than the one that was asked for.
+    let other = ferry_image::Digest([7; 32]);
+    let options = PullOptions { digest: Some(other), ..PullOptions::default() };
+    let said = place.pull_with(&place.fake.remote(), "copy", &options).unwrap_err().to_string();
+    assert!(said.contains(&format!("the image has the digest {}, not {other}", place.built.digest)), "{said}");
+    // A manifest that claims the digest that was asked for is found out by the image.
+    place.fake.edit(|manifest| manifest["layers"][0]["annotations"]["ferry.digest"] = json!(other.to_string()));
+    let said = place.pull_with(&place.fake.remote(), "copy", &options).unwrap_err().to_string();
+    assert!(said.contains(&format!("has the digest {}, not {other}", place.built.digest)), "{said}");
+    assert!(!place.at("copy.img").exists());
+}
+
+#[test]
+fn a_manifest_that_is_asked_for_by_its_digest_is_that_one() {
+    let place = Place::new();
+    let pulled = place.pull(&place.fake.remote(), "copy").unwrap();
+    let exact = format!("sha256:{}", pulled.manifest);
+    place.fake.edit(|manifest| manifest["layers"][0]["size"] = json!(1));
+    place.pull(&place.fake.remote_as(&exact, Duration::from_secs(60)), "exact").unwrap();
+    place.fake.fault(|request, mut reply| {
+        if request.is_manifest() {
+            reply.body.push(b' ');
+        }
+        reply
+    });
+    let said = place.pull(&place.fake.remote_as(&exact, Duration::from_secs(60)), "other").unwrap_err().to_string();
+    assert!(said.contains("it has the digest sha256:"), "{said}");
+}
+
+#[test]
+fn sizes_that_are_lies_are_found_out() {
+    let place = Place::new();
+    let manifest = Arc::new(std::sync::Mutex::new(json!(null)));
+    place.fake.edit(|found| *manifest.lock().unwrap() = found.clone());
+    let with = |layer: usize, size: serde_json::Value| {
+        let right = manifest.lock().unwrap().clone();
+        place.fake.edit(|found| {
+            *found = right;
+            found["layers"][layer]["size"] = size;
+        });
+        place.refused("copy")
+    };
+    // The image, the index and a part, shorter, longer, and beyond all bounds.
+    let size = |layer: usize| manifest.lock().unwrap()["layers"][layer]["size"].as_u64().unwrap();
+    assert!(with(0, json!(size(0) - 1)).contains("came damaged"));
+    // It is asked for a range that is longer than the blob, and says so by the range that it answers.
+    let said = with(0, json!(size(0) + 1));
+    assert!(said.contains("is not the range that was asked for"), "{said}");
+    assert!(with(0, json!(1_u64 << 40)).contains("which may have"));
+    assert!(with(1, json!(size(1) - 1)).contains("came damaged"));
+    assert!(with(1, json!(1_u64 << 50)).contains("which may have"));
+    assert!(with(2, json!(size(2) - 4096)).contains("shorter than the pack"));
+    assert!(with(2, json!(0)).contains("shorter than the pack"));
+    assert!(with(2, json!(u64::MAX)).contains("a part of"));
+    assert!(with(0, json!(0)).contains("came damaged"));
+    let right = manifest.lock().unwrap().clone();
+    place.fake.edit(|found| *found = right);
+    place.is_well("copy");
+}
+
+#[test]
+fn packs_that_the_manifest_does_not_have_are_missed() {
+    let place = Place::new();
+    place.fake.edit(|manifest| manifest["layers"].as_array_mut().unwrap().truncate(1));
+    let said = place.refused("copy");
+    assert!(said.contains("has no such pack"), "{said}");
+}
+
+#[test]
+fn answers_without_an_end_are_left() {
+    let place = Place::new();
+    let endless = |_: &common::Request, reply: Reply| Reply { way: Way::Endless, ..reply };
+    place
+        .fake
+        .fault(move |request, reply| if request.is_manifest() { endless(request, Reply::of(200, "")) } else { reply });
+    assert!(place.refused("copy").contains("more than 4194304 bytes"));
+    // What is beyond the range is not read: the right bytes come first, and again.
+    place.fake.fault(move |request, reply| if request.is_blob() { endless(request, reply) } else { reply });
+    place.pull(&place.fake.remote(), "endless").unwrap();
+    place.is_whole("endless");
+    let junk = |reply: Reply| Reply { body: Vec::new(), way: Way::Endless, ..reply };
+    place.fake.fault(move |request, reply| if request.is_blob() { junk(reply) } else { reply });
+    assert!(place.refused("copy").contains("came damaged"));
+    // An error's text, too.
+    place.fake.fault(|_, _| Reply { way: Way::Endless, ..Reply::of(403, "") });
+    let said = place.refused("copy");
+    assert!(said.contains("answers 403") && said.len() < 1000, "{said}");
+}
+
+#[test]
+fn servers_that_know_no_ranges_are_put_up_with_and_those_that_lie_are_not() {
+    let place = Place::new();
+    let part = place.part();
+    let whole = place.pack().1;
+    let (name, bytes) = (part.clone(), whole.clone());
+    place.fake.fault(move |request, reply| {
+        if request.path.ends_with(&name) && request.method == "GET" { Reply::of(200, bytes.clone()) } else { reply }
+    });
+    place.pull(&place.fake.remote(), "plain").unwrap();
+    place.is_whole("plain");
+    for said in ["bytes 1-2/3", "", "bytes */5", "pages 0-1"] {
+        let part = part.clone();
+        place.fake.fault(move |request, mut reply| {
+            if request.path.ends_with(&part) {
+                reply.headers = vec![("content-range".into(), said.into())];
+            }
+            reply
+        });
+        let said = place.refused("copy");
+        assert!(said.contains("is not the range that was asked for"), "{said}");
+    }
+    place.is_well("copy");
+}
+
+#[test]
+fn redirects_are_followed_so_far_and_say_nothing_of_us() {
+    let place = Place::new();
+    // Blobs are elsewhere, as most registries have it; who we are is not told there.
+    let other = {
+        let fake = Fake::start();
+        let from = place.fake.address;
+        fake.fault(move |request, _| relay(from, request));
+        fake
+    };
+    let to = other.address;
+    let first = place.fake.address;
+    place.fake.fault(move |request, reply| {
+        if request.headers.contains_key("x-relay") {
+            return reply;
+        }
+        if request.path == "/token" {
+            assert_eq!(request.query, "service=s&scope=repository%3Aa%2Fb%3Apull");
+            return Reply::of(200, r#"{"token": "t"}"#);
+        }
+        if request.headers.get("authorization").map(String::as_str) != Some("Bearer t") {
+            let realm = format!("Bearer realm=\"http://{first}/token\",service=\"s\",scope=\"repository:a/b:pull\"");
+            return Reply::of(401, "").with("www-authenticate", realm);
+        }
+        if request.is_blob() {
+            return Reply::of(307, "").with("location", format!("http://{to}{}?sig=1", request.path));
+        }
+        reply
+    });
+    place.pull(&place.fake.remote(), "copy").unwrap();
+    place.is_whole("copy");
+    let relayed = other.requests();
+    assert!(relayed.len() >= 3 && relayed.iter().all(|request| !request.headers.contains_key("authorization")));
+
+    for (location, said) in [
+        ("/v2/a/b/manifests/1", "sent on more than 5 times"),
+        ("http://registry.invalid/x", "--plain-http"),
+        ("ftp://localhost/x", "--plain-http"),
+        ("http://[", "without saying where to"),
+    ] {
+        place.fake.fault(move |_, _| Reply::of(302, "").with("location", location));
+        let error = place.refused("other");
+        assert!(error.contains(said), "{location}: {error}");
+    }
+    place.fake.fault(|_, _| Reply::of(301, ""));
+    assert!(place.refused("other").contains("without saying where to"));
+    place.fake.requests();
+    place.fake.fault(|_, _| Reply::of(302, "").with("location", "/v2/a/b/manifests/1"));
+    place.refused("other");
+    assert_eq!(place.fake.requests().len(), 6);
+}
+
+/// Asks another server the same.
+fn relay(server: std::net::SocketAddr, request: &common::Request) -> Reply {
+    use std::io::{Read, Write};
+    let mut stream = std::net::TcpStream::connect(server).unwrap();
+    let range = request.headers.get("range").map(|range| format!("range: {range}\r\n")).unwrap_or_default();
+    write!(stream, "GET {} HTTP/1.1\r\nx-relay: 1\r\n{range}\r\n", request.path).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut all = Vec::new();
+    stream.read_to_end(&mut all).unwrap();
+    let end = all.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
+    let head = String::from_utf8(all[..end].to_vec()).unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let mut reply = Reply::of(status, &all[end + 4..]);
+    for line in head.lines().filter(|line| line.starts_with("content-range")) {
+        reply = reply.with("content-range", line.split_once(": ").unwrap().1);
+    }
+    reply
+}
+
+#[test]
+fn what_passes_is_tried_again_and_what_does_not_is_not() {
+    let place = Place::new();
+    // Every answer fails twice, in all the ways in which it may.
+    let count = AtomicUsize::new(0);
+    place.fake.fault(move |_, reply| match count.fetch_add(1, Ordering::SeqCst) % 3 {
+        0 => Reply::of(503, "later").with("retry-after", "0"),
+        1 => Reply { way: Way::Cut(100), ..reply },
+        _ => reply,
+    });
+    let options = PullOptions { jobs: 1, ..PullOptions::default() };
+    let pulled = place.pull_with(&place.fake.remote(), "copy", &options).unwrap();
+    assert_eq!(pulled.fetched_bytes, place.built.data_bytes, "each byte was counted once");
+    place.is_whole("copy");
+
+    for (status, tries) in [(503, 5), (500, 5), (429, 5), (404, 1), (403, 1), (400, 1), (418, 1)] {
+        place.fake.requests();
+        place.fake.fault(move |_, _| Reply::of(status, "no\r\n\u{1b}[2Jway").with("retry-after", "0"));
+        let said = place.refused("other");
+        assert_eq!(place.fake.requests().len(), tries, "{status}: {said}");
+        match status {
+            404 => assert!(said.contains("there is no image"), "{said}"),
+            _ => assert!(said.contains(&format!("answers {status}: no")) && !said.contains('\u{1b}'), "{said}"),
+        }
+    }
+    // An answer that goes on where the last one broke off is one answer.
+    let part = place.part();
+    place.fake.fault(
+        move |request, reply| {
+            if request.path.ends_with(&part) { Reply { way: Way::Cut(1_100_000), ..reply } } else { reply }
+        },
+    );
+    place.pull_with(&place.fake.remote(), "slow", &options).unwrap();
+    place.is_whole("slow");
+}
+
+#[test]
+fn silence_is_not_waited_for_for_ever() {
+    let place = Place::new();
+    place.fake.fault(|_, reply| Reply { way: Way::Silence, ..reply });
+    let said = place.pull(&place.fake.remote_as("1", SHORT), "copy").unwrap_err();
+    let said = format!("{said}");
+    assert!(said.contains("timeout"), "{said}");
+    assert_eq!(place.fake.requests().len(), 5);
+    place.is_well("copy");
+}
+
+#[test]
+fn tokens_that_are_none_and_realms_elsewhere_are_refused() {
+    let place = Place::new();
+    let address = place.fake.address;
+    for (token, said) in [
+        (Reply::of(200, "{}"), "no token"),
+        (Reply::of(200, r#"{"token": "a\r\nb"}"#), "no token"),
+        (Reply::of(200, r#"{"token": 5}"#), "no token"),
+        (Reply::of(200, "<html>"), "no token"),
+        (Reply { way: Way::Endless, ..Reply::of(200, "") }, "more than 65536 bytes"),
+        (Reply::of(403, "go"), "answers 403"),
+    ] {
+        place.fake.fault(move |request, _| match request.path.as_str() {
+            "/token" => token.clone(),
+            _ => Reply::of(401, "").with("www-authenticate", format!("Bearer realm=\"http://{address}/token\"")),
+        });
+        let error = place.refused("copy");
+        assert!(error.contains(said), "{error}");
+    }
+    for challenge in
+        ["", "Bearer", "Bearer realm=\"nowhere\"", "Digest realm=\"x\"", "Basic realm=\"x\"", "Bearer ====\"\"\","]
+    {
+        place.fake.fault(move |_, _| Reply::of(401, "").with("www-authenticate", challenge));
+        assert!(place.refused("copy").contains("answers 401"), "{challenge}");
+    }
+    place
+        .fake
+        .fault(|_, _| Reply::of(401, "").with("www-authenticate", "Bearer realm=\"http://registry.invalid/token\""));
+    assert!(place.refused("copy").contains("--plain-http"));
+    // A token that is not taken is not asked for over and over.
+    place.fake.requests();
+    place.fake.fault(move |request, _| match request.path.as_str() {
+        "/token" => Reply::of(200, r#"{"token": "t"}"#),
+        _ => Reply::of(401, "").with("www-authenticate", format!("Bearer realm=\"http://{address}/token\"")),
+    });
+    assert!(place.refused("copy").contains("answers 401"));
+    assert_eq!(place.fake.requests().len(), 3);
+}

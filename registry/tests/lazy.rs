@@ -1,0 +1,209 @@
+//! Images that are read before they are all here.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Barrier};
+use std::thread;
+
+use common::{FILES, Place, Reply, content};
+use ferry_image::{Missing, Source, Store};
+use ferry_registry::pull_metadata;
+use ferry_vfs::{Errno, Name};
+
+/// Opens the image in a store of its own.
+fn open(place: &Place, store: &str, ahead_bytes: u64, cache_bytes: Option<u64>) -> Result<Source, ferry_image::Error> {
+    let image = place.at(&format!("{store}.img"));
+    drop(Store::create(&place.at(store)).unwrap());
+    let from = pull_metadata(&place.fake.remote(), &image, Some(place.built.digest)).unwrap();
+    let missing = Missing { from, ahead_bytes, cache_bytes };
+    Source::open_with(&image, &place.at(store), None, Some(missing))
+}
+
+fn read(source: &Source, name: &str) -> Result<Vec<u8>, Errno> {
+    let image = source.image();
+    let root = image.inode(image.root()).unwrap();
+    let nid = image.lookup(&root, Name::new(name.as_bytes()).unwrap()).unwrap().unwrap();
+    let mut bytes = vec![0; usize::try_from(image.inode(nid).unwrap().bytes).unwrap()];
+    source.read_at(nid, 0, &mut bytes).map(|count| {
+        assert_eq!(count, bytes.len());
+        bytes
+    })
+}
+
+fn file(number: u32) -> String {
+    format!("{number:02}")
+}
+
+/// What the file system may take for itself: its map of where the file's pieces are.
+const SLACK: u64 = 64 << 10;
+
+/// Requests for ranges of the pack.
+fn asked(place: &Place) -> Vec<(usize, usize)> {
+    let part = place.part();
+    place
+        .fake
+        .requests()
+        .iter()
+        .filter(|request| request.path.ends_with(&part))
+        .map(|request| request.range().unwrap())
+        .collect()
+}
+
+#[test]
+fn an_object_is_fetched_once_however_many_want_it() {
+    let place = Place::new();
+    let source = Arc::new(open(&place, "lazy", 0, None).unwrap());
+    assert_eq!(asked(&place), [], "nothing is asked for before it is read");
+    let barrier = Arc::new(Barrier::new(16));
+    let readers: Vec<_> = (0..16)
+        .map(|_| {
+            let (source, barrier) = (Arc::clone(&source), Arc::clone(&barrier));
+            thread::spawn(move || {
+                barrier.wait();
+                read(&source, "07").unwrap() == content(7)
+            })
+        })
+        .collect();
+    assert!(readers.into_iter().all(|reader| reader.join().unwrap()));
+    let asked_for = asked(&place);
+    assert_eq!(asked_for.len(), 1, "{asked_for:?}");
+    assert_eq!(asked_for[0].1 - asked_for[0].0, content(7).len(), "no byte more than the file has");
+    read(&source, "07").unwrap();
+    assert_eq!(asked(&place), []);
+    drop(source);
+    // What was fetched before is found again.
+    let source = open(&place, "lazy", 0, None).unwrap();
+    assert_eq!(read(&source, "07").unwrap(), content(7));
+    assert_eq!(asked(&place), []);
+}
+
+#[test]
+fn what_follows_comes_along() {
+    let place = Place::new();
+    let source = open(&place, "lazy", 100_000, None).unwrap();
+    for number in 0..FILES {
+        assert_eq!(read(&source, &file(number)).unwrap(), content(number));
+    }
+    let all: usize = (0..FILES).map(|number| content(number).len()).sum();
+    let few = asked(&place);
+    assert!(
+        few.len() <= all / 50_000 && few.iter().all(|(from, to)| to - from <= 100_000 + 4096 * FILES as usize),
+        "{few:?}"
+    );
+}
+
+#[test]
+fn failures_are_io_errors_and_end() {
+    let place = Place::new();
+    let source = open(&place, "lazy", 0, None).unwrap();
+    place.fake.fault(|request, reply| if request.is_blob() { Reply::of(403, "no") } else { reply });
+    assert_eq!(read(&source, "01").unwrap_err(), Errno::IO);
+    let part = place.part();
+    place.fake.fault(move |request, mut reply| {
+        if request.path.ends_with(&part) {
+            reply.body[3] ^= 1;
+        }
+        reply
+    });
+    assert_eq!(read(&source, "01").unwrap_err(), Errno::IO);
+    place.fake.heal();
+    assert_eq!(read(&source, "01").unwrap(), content(1));
+    assert_eq!(read(&source, "02").unwrap(), content(2));
+}
+
+#[test]
+fn readers_and_the_rest_do_not_fetch_twice() {
+    let place = Place::new();
+    let source = Arc::new(open(&place, "lazy", 30_000, None).unwrap());
+    let objects = source.shared_objects();
+    let background = thread::spawn(move || {
+        objects.fetch_all(3, &AtomicBool::new(false), &|_, _| {}).unwrap();
+        objects.complete().unwrap();
+    });
+    for number in (0..FILES).rev() {
+        assert_eq!(read(&source, &file(number)).unwrap(), content(number));
+    }
+    background.join().unwrap();
+    let bytes = place.pack().1.len();
+    let mut times = vec![0_u8; bytes.div_ceil(4096)];
+    for (from, to) in asked(&place) {
+        times[from / 4096..to.div_ceil(4096)].iter_mut().for_each(|block| *block += 1);
+    }
+    assert!(times.iter().all(|block| *block == 1), "{times:?}");
+    place.is_whole("lazy");
+    assert_eq!(read(&source, "03").unwrap(), content(3), "also where the files had other names");
+}
+
+#[test]
+fn a_bounded_cache_drops_what_was_not_used_for_longest() {
+    let place = Place::new();
+    let bound = 200_000;
+    let source = open(&place, "lazy", 0, Some(bound)).unwrap();
+    let pack = place.pack().0;
+    let part = place.at("lazy/packs").join(format!("{pack}.part"));
+    let taken = || fs::metadata(&part).unwrap().blocks() * 512;
+    for round in 0..2 {
+        for number in 0..FILES {
+            assert_eq!(read(&source, &file(number)).unwrap(), content(number), "round {round}");
+            // The file that was just read may be the only one.
+            assert!(taken() <= bound + SLACK, "{} bytes after {number}", taken());
+        }
+    }
+    asked(&place);
+    read(&source, &file(FILES - 1)).unwrap();
+    assert_eq!(asked(&place), [], "what was just used is here");
+    read(&source, "00").unwrap();
+    assert_eq!(asked(&place).len(), 1);
+    // The large one is larger than all that may be kept, and is read all the same.
+    assert_eq!(read(&source, "large").unwrap().len(), 6_000_000);
+    assert!(taken() <= bound + SLACK, "{}", taken());
+    // Background fetching ends where dropping would begin.
+    source.shared_objects().fetch_all(2, &AtomicBool::new(false), &|_, _| {}).unwrap();
+    source.shared_objects().complete().unwrap();
+    assert!(taken() <= bound + SLACK, "{}", taken());
+    // Alone: whoever does not know of the bound would find holes.
+    let said = open(&place, "lazy", 0, None).unwrap_err().to_string();
+    assert!(said.contains("another ferry uses"), "{said}");
+    drop(source);
+    let source = open(&place, "lazy", 0, None).unwrap();
+    let said = open(&place, "lazy", 0, Some(bound)).unwrap_err().to_string();
+    assert!(said.contains("another ferry uses"), "{said}");
+    for number in 0..FILES {
+        assert_eq!(read(&source, &file(number)).unwrap(), content(number));
+    }
+    drop(source);
+    // What is here and more than may be kept goes at once.
+    let source = open(&place, "lazy", 0, Some(50_000)).unwrap();
+    assert!(taken() <= 50_000 + SLACK, "{}", taken());
+    assert_eq!(read(&source, "30").unwrap(), content(30));
+}
+
+#[test]
+fn readers_of_a_bounded_cache_never_see_holes() {
+    let place = Place::new();
+    // What an earlier process has left is looked at and dropped at the same time.
+    let before = open(&place, "lazy", 0, None).unwrap();
+    for number in 0..FILES {
+        read(&before, &file(number)).unwrap();
+    }
+    drop(before);
+    let source = Arc::new(open(&place, "lazy", 20_000, Some(60_000)).unwrap());
+    let readers: Vec<_> = (0..8_u32)
+        .map(|reader| {
+            let source = Arc::clone(&source);
+            thread::spawn(move || {
+                for turn in 0..60 {
+                    let number = (reader * 7 + turn * 11) % FILES;
+                    assert_eq!(read(&source, &file(number)).unwrap(), content(number));
+                }
+            })
+        })
+        .collect();
+    // Beside them, the rest: what is bounded is never complete, and that is no error.
+    source.shared_objects().fetch_all(2, &AtomicBool::new(false), &|_, _| {}).unwrap();
+    readers.into_iter().for_each(|reader| reader.join().unwrap());
+}

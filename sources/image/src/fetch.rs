@@ -1,0 +1,467 @@
+//! Packs that are not all here yet: objects are fetched when they are wanted, each proved before it is kept.
+//!
+//! ```text
+//! STORE/packs/NAME.part         the pack with holes, and in it only objects that were proved
+//! STORE/packs/NAME.part.index   its index
+//! ```
+//!
+//! What was fetched before is found by its place in the file and proved again, so nothing has to be written down about it: whoever is
+//! killed leaves what the next one uses. When all is there, the files get the names of a pack.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+
+use crate::erofs::BLOCK_BYTES;
+use crate::error::Result;
+use crate::limit::{Hold, Limit};
+use crate::objects::{Bad, Objects};
+use crate::pack::{Pack, SOUND, UNKNOWN};
+use crate::parallel;
+use crate::part;
+use crate::receive::Receiver;
+use crate::store::{self, Places, Store};
+use crate::verity::Digest;
+
+/// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
+const RUN_BYTES_MAX: u64 = 4 << 20;
+
+/// What takes bytes as they come. With an error it wants no more.
+pub type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
+
+/// Where the bytes of packs come from that a store has not got. What comes is proved afterwards.
+pub trait Fetch: fmt::Debug + Send + Sync {
+    /// All bytes of a pack's index.
+    ///
+    /// # Errors
+    /// It cannot be had, or is longer than `bytes_max`.
+    fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>>;
+
+    /// Hands over a range of a pack, in order and each byte once.
+    ///
+    /// # Errors
+    /// It cannot be had, or what `sink` said.
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()>;
+}
+
+/// How a store gets what it has not got.
+#[derive(Clone, Debug)]
+pub struct Missing {
+    /// Where from.
+    pub from: Arc<dyn Fetch>,
+    /// How many bytes may be asked for together with an object that is read: what follows it in its pack.
+    pub ahead_bytes: u64,
+    /// The most that is kept of the image's incomplete packs, in bytes; what was not used for longest goes first.
+    pub cache_bytes: Option<u64>,
+}
+
+/// What the packs of an image that are not all here have in common.
+#[derive(Debug)]
+pub(crate) struct Common {
+    pub store: PathBuf,
+    pub missing: Missing,
+    pub limit: Option<Arc<Limit>>,
+    /// Where other packs of the store have objects.
+    elsewhere: OnceLock<Places>,
+    fetched_bytes: AtomicU64,
+}
+
+impl Common {
+    pub(crate) fn new(store: &Path, missing: Missing) -> Arc<Self> {
+        let limit = missing.cache_bytes.map(|bytes| Arc::new(Limit::new(bytes)));
+        Arc::new(Self {
+            store: store.into(),
+            missing,
+            limit,
+            elsewhere: OnceLock::new(),
+            fetched_bytes: AtomicU64::new(0),
+        })
+    }
+
+    fn elsewhere(&self) -> &Places {
+        self.elsewhere.get_or_init(|| {
+            let found = Store::open(&self.store).and_then(|store| store.places());
+            found.unwrap_or_else(|error| {
+                tracing::warn!("{error}: what other packs have is fetched all the same");
+                Places::new()
+            })
+        })
+    }
+}
+
+/// What a pack that is not all here has beside the others.
+#[derive(Debug)]
+pub(crate) struct Absent {
+    pub common: Arc<Common>,
+    /// Which of the image's packs.
+    pub number: usize,
+    flights: Mutex<HashMap<usize, Arc<Flight>>>,
+}
+
+/// Objects that one thread is fetching, and others wait for.
+#[derive(Debug, Default)]
+struct Flight {
+    ended: Mutex<bool>,
+    news: Condvar,
+}
+
+impl Flight {
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, ended: bool) {
+        *self.lock() |= ended;
+        self.news.notify_all();
+    }
+
+    /// Waits until the flight has ended, or something is so.
+    fn wait(&self, is_so: impl Fn() -> bool) {
+        let mut ended = self.lock();
+        while !*ended && !is_so() {
+            ended = self.news.wait(ended).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// Objects that this thread is to fetch. However that ends, others can go on.
+struct Claim<'a> {
+    absent: &'a Absent,
+    flight: Arc<Flight>,
+    objects: Vec<usize>,
+    /// With a limit, nobody drops what is being looked at or written.
+    _holds: Vec<Hold<'a>>,
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let mut flights = self.absent.flights();
+        self.objects.iter().for_each(|at| drop(flights.remove(at)));
+        drop(flights);
+        self.flight.tell(true);
+    }
+}
+
+impl Absent {
+    pub(crate) fn new(common: &Arc<Common>, number: usize) -> Self {
+        Self { common: Arc::clone(common), number, flights: Mutex::default() }
+    }
+
+    fn flights(&self) -> MutexGuard<'_, HashMap<usize, Arc<Flight>>> {
+        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pack {
+    fn is_here(&self, at: usize) -> bool {
+        self.states[at].load(Ordering::Acquire) == SOUND
+    }
+
+    /// Gets an object that nobody has looked at yet, or waits for whoever is at it.
+    pub(crate) fn obtain(&self, absent: &Absent, at: usize) -> std::result::Result<(), Bad> {
+        if self.is_here(at) {
+            return Ok(());
+        }
+        let mut waited = false;
+        loop {
+            let mut flights = absent.flights();
+            if self.is_here(at) {
+                return Ok(());
+            }
+            let Some(flight) = flights.get(&at).cloned() else {
+                if waited {
+                    // Whoever was at it has said why in the log; all who waited share its fate instead of asking again, each in turn.
+                    return Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest });
+                }
+                let claim =
+                    self.claim(absent, &mut flights, at..self.index.objects.len(), absent.common.missing.ahead_bytes);
+                drop(flights);
+                let outcome = self.get(absent, &claim);
+                return if self.is_here(at) { Ok(()) } else { outcome.and_then(|()| self.lost(at)) };
+            };
+            drop(flights);
+            flight.wait(|| self.is_here(at));
+            waited = true;
+        }
+    }
+
+    /// With a limit, an object may go again before anybody has held it.
+    fn lost(&self, at: usize) -> std::result::Result<(), Bad> {
+        Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest })
+    }
+
+    /// Claims the objects of a range that are neither here nor claimed, up to the first that is, and up to so many bytes.
+    fn claim<'a>(
+        &self,
+        absent: &'a Absent,
+        flights: &mut HashMap<usize, Arc<Flight>>,
+        range: Range<usize>,
+        bytes_max: u64,
+    ) -> Claim<'a> {
+        let flight = Arc::new(Flight::default());
+        let mut objects = Vec::new();
+        let mut bytes = 0_u64;
+        for at in range {
+            bytes = bytes.saturating_add(self.index.objects[at].bytes);
+            if !objects.is_empty() && bytes > bytes_max || self.is_here(at) || flights.contains_key(&at) {
+                break;
+            }
+            flights.insert(at, Arc::clone(&flight));
+            objects.push(at);
+        }
+        let hold = |limit: &'a Arc<Limit>| objects.iter().map(|at| limit.hold((absent.number, *at))).collect();
+        let holds = absent.common.limit.as_ref().map(hold).unwrap_or_default();
+        Claim { absent, flight, objects, _holds: holds }
+    }
+
+    /// Gets what was claimed: what is in the file already, what other packs have, and what has to be fetched.
+    fn get(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+        let mut run: Option<Range<usize>> = None;
+        for at in &claim.objects {
+            if self.find_nearby(absent, *at)? {
+                claim.flight.tell(false);
+                if let Some(run) = run.take() {
+                    self.receive(absent, claim, run)?;
+                }
+            } else {
+                run = Some(run.map_or(*at, |run| run.start)..at + 1);
+            }
+        }
+        run.map_or(Ok(()), |run| self.receive(absent, claim, run))
+    }
+
+    /// Fetches neighbouring objects by one request.
+    fn receive(&self, absent: &Absent, claim: &Claim<'_>, run: Range<usize>) -> std::result::Result<(), Bad> {
+        let objects = &self.index.objects[run.clone()];
+        let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
+        let from = first.block * BLOCK_BYTES as u64;
+        let range = from..last.block * BLOCK_BYTES as u64 + last.bytes;
+        let mut kept = |at: usize| {
+            absent.common.fetched_bytes.fetch_add(self.index.objects[at].bytes, Ordering::Relaxed);
+            self.keep(absent, at);
+            claim.flight.tell(false);
+        };
+        let mut receiver = Receiver::new(self, &absent.common.store, run, &mut kept);
+        let mut wrong = None;
+        let outcome = absent.common.missing.from.read(self.index.pack, range, &mut |bytes| {
+            receiver.take(bytes).map_err(|bad| {
+                wrong = Some(bad);
+                io::Error::other("not what was asked for")
+            })
+        });
+        let outcome = match (wrong, outcome) {
+            (Some(bad), _) => Err(bad),
+            (None, Err(source)) => Err(Bad::Fetch { pack: self.index.pack, digest: receiver.current(), source }),
+            (None, Ok(())) if !receiver.is_complete() => {
+                let source = io::ErrorKind::UnexpectedEof.into();
+                Err(Bad::Fetch { pack: self.index.pack, digest: receiver.current(), source })
+            }
+            (None, Ok(())) => Ok(()),
+        };
+        outcome.inspect_err(|bad| tracing::debug!("{bad}"))
+    }
+
+    /// Notes that an object is here and proved.
+    fn keep(&self, absent: &Absent, at: usize) {
+        let state = &self.states[at];
+        match &absent.common.limit {
+            None => state.store(SOUND, Ordering::Release),
+            Some(limit) => {
+                limit.keep((absent.number, at), self.index.objects[at].blocks() * BLOCK_BYTES as u64, || {
+                    state.store(SOUND, Ordering::Release);
+                })
+            }
+        }
+    }
+
+    /// Forgets an object and gives its blocks back.
+    pub(crate) fn forget(&self, at: usize) -> io::Result<()> {
+        let object = &self.index.objects[at];
+        self.states[at].store(UNKNOWN, Ordering::Release);
+        let (from, bytes) = (object.block * BLOCK_BYTES as u64, object.blocks() * BLOCK_BYTES as u64);
+        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(&self.file, flags, from, bytes)?)
+    }
+
+    /// Whether an object was fetched before, or is in another pack.
+    fn find_nearby(&self, absent: &Absent, at: usize) -> std::result::Result<bool, Bad> {
+        let object = &self.index.objects[at];
+        let (pack, digest) = (self.index.pack, object.digest);
+        let unreadable = |source| Bad::Unreadable { pack, digest, source };
+        if object.bytes == 0 {
+            if digest != Digest::of(&[]) {
+                return Err(Bad::Damaged { pack, digest });
+            }
+            self.keep(absent, at);
+            return Ok(true);
+        }
+        let from = object.block * BLOCK_BYTES as u64;
+        let found = match rustix::fs::seek(&self.file, SeekFrom::Data(from)) {
+            Ok(data) => data < from + object.bytes && self.is_sound(object).map_err(unreadable)?,
+            Err(Errno::NXIO) => false,
+            // A file system that cannot tell.
+            Err(_) => self.is_sound(object).map_err(unreadable)?,
+        };
+        let found = found || self.copy(absent, at)?;
+        if found {
+            self.keep(absent, at);
+        }
+        Ok(found)
+    }
+
+    /// Copies an object that another pack of the store has.
+    fn copy(&self, absent: &Absent, at: usize) -> std::result::Result<bool, Bad> {
+        let object = &self.index.objects[at];
+        let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
+        let path = store::packs_folder(&absent.common.store).join(pack.to_string());
+        let from = block * BLOCK_BYTES as u64;
+        let proved = File::open(path).and_then(|file| {
+            let is_it = parallel::digest(&file, from, object.bytes)?.0 == object.digest;
+            Ok(is_it.then_some(file))
+        });
+        let Ok(Some(file)) = proved else { return Ok(false) };
+        let copied = copy(&file, from, &self.file, object.block * BLOCK_BYTES as u64, object.bytes);
+        copied.map_err(|source| Bad::Keep { pack: self.index.pack, source })?;
+        // What was proved may have changed since.
+        self.is_sound(object).map_err(|source| Bad::Keep { pack: self.index.pack, source })
+    }
+
+    /// Puts bytes that were proved into their place.
+    pub(crate) fn put(&self, at: usize, bytes: Bytes<'_>) -> io::Result<()> {
+        let object = &self.index.objects[at];
+        let to = object.block * BLOCK_BYTES as u64;
+        match bytes {
+            Bytes::Memory(bytes) => self.file.write_all_at(bytes, to),
+            Bytes::File(file) => copy(file, 0, &self.file, to, object.bytes),
+        }
+    }
+}
+
+/// Where the bytes of an object are that was just proved.
+pub(crate) enum Bytes<'a> {
+    Memory(&'a [u8]),
+    File(&'a File),
+}
+
+fn copy(from: &File, mut at: u64, to: &File, mut place: u64, mut bytes: u64) -> io::Result<()> {
+    let mut piece = Vec::new();
+    while bytes > 0 {
+        let wanted = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let done = rustix::fs::copy_file_range(from, Some(&mut at), to, Some(&mut place), wanted).unwrap_or(0);
+        if done > 0 {
+            bytes -= done as u64;
+            continue;
+        }
+        // Not every pair of file systems can do that.
+        piece.resize(wanted.min(1 << 20), 0);
+        from.read_exact_at(&mut piece, at)?;
+        to.write_all_at(&piece, place)?;
+        (at, place, bytes) = (at + piece.len() as u64, place + piece.len() as u64, bytes - piece.len() as u64);
+    }
+    Ok(())
+}
+
+/// What [`Objects::fetch_all`] tells: bytes that are here, and bytes in all.
+pub type Fetched<'a> = dyn Fn(u64, u64) + Sync + 'a;
+
+impl Objects {
+    /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set. What fits no more under the
+    /// limit is left.
+    ///
+    /// # Errors
+    /// The first thing that could not be had; what was had before stays.
+    pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> std::result::Result<(), Bad> {
+        let absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
+        let all = absent.iter().flat_map(|(pack, _)| &pack.index.objects).map(|object| object.bytes).sum();
+        let cursor = Mutex::new((0, 0));
+        let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
+        let limit = absent.first().and_then(|(_, absent)| absent.common.limit.as_ref());
+        let work = || {
+            while !stop.load(Ordering::Relaxed) && lock(&failed).is_none() {
+                let Some((number, range)) = next(&absent, &mut lock(&cursor)) else { return };
+                let (pack, absent) = absent[number];
+                // What does not fit would push out what was read.
+                let room = pack.index.objects[range.clone()].iter().map(|object| object.blocks() * BLOCK_BYTES as u64);
+                if limit.is_some_and(|limit| !limit.has_room(room.sum())) {
+                    return;
+                }
+                let mut at = range.start;
+                while at < range.end {
+                    let claim = pack.claim(absent, &mut absent.flights(), at..range.end, RUN_BYTES_MAX);
+                    if let Err(bad) = pack.get(absent, &claim) {
+                        lock(&failed).get_or_insert(bad);
+                        return;
+                    }
+                    at += claim.objects.len().max(1);
+                }
+                let bytes = pack.index.objects[range].iter().map(|object| object.bytes).sum();
+                progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, all);
+            }
+        };
+        thread::scope(|scope| {
+            (0..jobs.max(1)).for_each(|_| _ = scope.spawn(work));
+        });
+        if let Some(bad) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(bad);
+        }
+        self.shrink();
+        if stop.load(Ordering::Relaxed) || limit.is_some() {
+            return Ok(());
+        }
+        // What others were fetching, too.
+        absent.iter().try_for_each(|(pack, _)| (0..pack.index.objects.len()).try_for_each(|at| pack.prove(at)))
+    }
+
+    /// Gives the packs that are whole now their places in the store.
+    ///
+    /// # Errors
+    /// They cannot be made durable.
+    pub fn complete(&self) -> Result<()> {
+        for pack in &self.packs {
+            let Some(absent) = pack.absent.as_ref().filter(|absent| absent.common.limit.is_none()) else { continue };
+            if (0..pack.index.objects.len()).all(|at| pack.is_here(at)) {
+                part::complete(pack, &absent.common.store)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// How many bytes of objects were fetched.
+    pub fn fetched_bytes(&self) -> u64 {
+        let common = self.packs.iter().find_map(|pack| pack.absent.as_ref());
+        common.map_or(0, |absent| absent.common.fetched_bytes.load(Ordering::Relaxed))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The next objects that are worth a request, from a place on.
+fn next(packs: &[(&Pack, &Absent)], cursor: &mut (usize, usize)) -> Option<(usize, Range<usize>)> {
+    loop {
+        let (number, from) = *cursor;
+        let objects = &packs.get(number)?.0.index.objects;
+        if from == objects.len() {
+            *cursor = (number + 1, 0);
+            continue;
+        }
+        let (mut to, mut bytes) = (from, 0_u64);
+        while to < objects.len() && (to == from || bytes.saturating_add(objects[to].bytes) <= RUN_BYTES_MAX) {
+            bytes = bytes.saturating_add(objects[to].bytes);
+            to += 1;
+        }
+        *cursor = (number, to);
+        return Some((number, from..to));
+    }
+}

@@ -1,0 +1,136 @@
+//! What is kept of packs that are not all here, when that is bounded: the objects that were used last.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Which of the image's packs, and which object of it.
+pub(crate) type Key = (usize, usize);
+
+/// The objects that are kept, and who holds them.
+#[derive(Debug)]
+pub(crate) struct Limit {
+    bytes_max: u64,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    bytes: u64,
+    tick: u64,
+    /// By the time of the last use.
+    by_use: BTreeMap<u64, Key>,
+    objects: HashMap<Key, (u64, u64)>,
+    /// How many readers hold an object.
+    holds: HashMap<Key, usize>,
+}
+
+impl Kept {
+    fn touch(&mut self, key: Key) {
+        self.tick += 1;
+        if let Some((tick, _)) = self.objects.get_mut(&key) {
+            self.by_use.remove(tick);
+            *tick = self.tick;
+            self.by_use.insert(self.tick, key);
+        }
+    }
+}
+
+impl Limit {
+    pub(crate) fn new(bytes_max: u64) -> Self {
+        Self { bytes_max, kept: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether so many bytes more push nothing out.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        self.lock().bytes.saturating_add(bytes) <= self.bytes_max
+    }
+
+    /// Counts an object, and has `then` done before anybody can drop it.
+    pub(crate) fn keep(&self, key: Key, bytes: u64, then: impl FnOnce()) {
+        let mut kept = self.lock();
+        if kept.objects.insert(key, (0, bytes)).is_some_and(|(tick, _)| kept.by_use.remove(&tick).is_some()) {
+            kept.bytes -= bytes;
+        }
+        kept.bytes += bytes;
+        kept.touch(key);
+        then();
+    }
+
+    /// Has `forget` drop what was not used for longest, until the rest fits. What is held stays.
+    pub(crate) fn shrink(&self, mut forget: impl FnMut(Key)) {
+        let mut kept = self.lock();
+        while kept.bytes > self.bytes_max {
+            let oldest = kept.by_use.iter().find(|(_, key)| !kept.holds.contains_key(key));
+            let Some((tick, key)) = oldest.map(|(tick, key)| (*tick, *key)) else { return };
+            kept.by_use.remove(&tick);
+            if let Some((_, bytes)) = kept.objects.remove(&key) {
+                kept.bytes -= bytes;
+            }
+            forget(key);
+        }
+    }
+
+    /// Keeps an object from being dropped as long as the answer lives.
+    pub(crate) fn hold(&self, key: Key) -> Hold<'_> {
+        let mut kept = self.lock();
+        *kept.holds.entry(key).or_default() += 1;
+        kept.touch(key);
+        Hold { limit: self, key }
+    }
+}
+
+/// See [`Limit::hold`].
+#[derive(Debug)]
+pub(crate) struct Hold<'a> {
+    limit: &'a Limit,
+    key: Key,
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        let mut kept = self.limit.lock();
+        if let Some(count) = kept.holds.get_mut(&self.key) {
+            *count -= 1;
+            if *count == 0 {
+                kept.holds.remove(&self.key);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shrunk(limit: &Limit) -> Vec<usize> {
+        let mut gone = Vec::new();
+        limit.shrink(|(_, object)| gone.push(object));
+        gone
+    }
+
+    #[test]
+    fn what_was_not_used_for_longest_goes_and_what_is_held_stays() {
+        let limit = Limit::new(30);
+        (0..3).for_each(|object| limit.keep((0, object), 10, || {}));
+        assert_eq!(shrunk(&limit), [0_usize; 0]);
+        assert!(!limit.has_room(1) && limit.has_room(0));
+        drop(limit.hold((0, 0)));
+        limit.keep((0, 3), 10, || {});
+        assert_eq!(shrunk(&limit), [1]);
+        let hold = limit.hold((0, 2));
+        limit.keep((0, 4), 20, || {});
+        assert_eq!(shrunk(&limit), [0, 3]);
+        // Kept twice is counted once.
+        limit.keep((0, 4), 20, || {});
+        assert_eq!(shrunk(&limit), [0_usize; 0]);
+        limit.keep((0, 5), 30, || {});
+        assert_eq!(shrunk(&limit), [4, 5], "what is too large stays only while it is held");
+        drop(hold);
+        limit.keep((0, 6), 30, || {});
+        assert_eq!(shrunk(&limit), [2]);
+    }
+}

@@ -1,0 +1,130 @@
+//! The files of packs that are not all here: opened, counted, made whole.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{FlockOperation, SeekFrom};
+use rustix::io::Errno;
+
+use crate::erofs::BLOCK_BYTES;
+use crate::error::{Doing, Error, Result};
+use crate::fetch::{Absent, Common};
+use crate::image::PackRef;
+use crate::limit::Limit;
+use crate::pack::Pack;
+use crate::store::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX, TREE_SUFFIX};
+
+/// The largest index that is fetched: six million objects. Memory is to be bounded.
+const INDEX_BYTES_MAX: u64 = 256 << 20;
+/// How often a file may be renamed under our hands while it is opened.
+const OPEN_TRIES_MAX: usize = 8;
+
+/// Opens a pack that the store has not got, or has got a part of.
+pub(crate) fn open(common: &Arc<Common>, number: usize, wanted: &PackRef) -> Result<Pack> {
+    let pack = wanted.name;
+    let folder = store::packs_folder(&common.store);
+    let index = index(common, wanted)?;
+    let path = folder.join(format!("{pack}{PART_SUFFIX}"));
+    let flawed = |reason: &str| Error::Pack { store: common.store.clone(), pack, reason: reason.into() };
+    if index.blocks != wanted.blocks {
+        return Err(flawed(&format!("its index tells of {} blocks, the image of {}", index.blocks, wanted.blocks)));
+    }
+    let file = lock_part(&path, common.limit.is_some())?.ok_or_else(|| {
+        flawed("another ferry uses what is here of it, with or without a limit (--cache-size): wait for its end")
+    })?;
+    // Holes: what the index claims takes no room.
+    file.set_len(wanted.blocks * BLOCK_BYTES as u64).doing("write to", &path)?;
+    if let Some(limit) = &common.limit {
+        adopt(&file, &index, number, limit).doing("look at", &path)?;
+    }
+    let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
+    let tree = folder.join(format!("{pack}{TREE_SUFFIX}"));
+    Ok(Pack::new(file, fd, index, wanted.ahead, tree).with_holes(Absent::new(common, number)))
+}
+
+/// Counts what is here already of a pack that is bounded.
+fn adopt(file: &File, index: &Index, number: usize, limit: &Limit) -> io::Result<()> {
+    let mut at = 0;
+    loop {
+        let from = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(from) => from,
+            Err(Errno::NXIO) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        let to = rustix::fs::seek(file, SeekFrom::Hole(from))?;
+        let (first, end) = (from / BLOCK_BYTES as u64, to.div_ceil(BLOCK_BYTES as u64));
+        let objects = &index.objects;
+        let begin = objects.partition_point(|object| object.block + object.blocks() <= first);
+        let end = objects.partition_point(|object| object.block < end);
+        for (number_in, object) in objects.iter().enumerate().take(end).skip(begin) {
+            limit.keep((number, number_in), object.blocks() * BLOCK_BYTES as u64, || {});
+        }
+        at = to;
+    }
+}
+
+/// The index of a pack, from the store or fetched, proved.
+fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
+    let pack = wanted.name;
+    let path = store::packs_folder(&common.store).join(format!("{pack}{PART_SUFFIX}{INDEX_SUFFIX}"));
+    if let Ok(bytes) = fs::read(&path)
+        && let Ok(index) = Index::of(&common.store, pack, &bytes)
+    {
+        return Ok(index);
+    }
+    // Each object has a block at least.
+    let bytes_max = wanted.blocks.saturating_mul(store::RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
+    let fetched = common.missing.from.index(pack, bytes_max);
+    let bytes = fetched.map_err(|source| Error::Fetch { what: format!("the index of the pack {pack}"), source })?;
+    let index = Index::of(&common.store, pack, &bytes)?;
+    let mut new = New::begin(store::folder_of(&path))?;
+    new.file.write_all(&bytes).doing("write to", &*new.path)?;
+    new.keep(&path)?;
+    Ok(index)
+}
+
+/// Opens the part of a pack that is here: alone if it has a limit, for then objects go away under others' hands. `None` if another
+/// process has it so, or we would want it so.
+fn lock_part(path: &Path, alone: bool) -> Result<Option<File>> {
+    for _ in 0..OPEN_TRIES_MAX {
+        let file =
+            File::options().read(true).write(true).create(true).truncate(false).open(path).doing("open", path)?;
+        let lock = if alone { FlockOperation::NonBlockingLockExclusive } else { FlockOperation::NonBlockingLockShared };
+        match rustix::fs::flock(&file, lock) {
+            Err(Errno::WOULDBLOCK) => return Ok(None),
+            outcome => outcome.doing("lock", path)?,
+        }
+        // It may have become a whole pack in between, or have been removed.
+        let same = |found: fs::Metadata, ours: fs::Metadata| (found.dev(), found.ino()) == (ours.dev(), ours.ino());
+        let ours = file.metadata().doing("look at", path)?;
+        if fs::metadata(path).is_ok_and(|found| same(found, ours)) {
+            return Ok(Some(file));
+        }
+    }
+    Ok(None)
+}
+
+/// As a build ends: durable first, the index last. Another process may have done it before us.
+pub(crate) fn complete(pack: &Pack, store: &Path) -> Result<()> {
+    let folder = store::packs_folder(store);
+    let name = folder.join(pack.index.pack.to_string());
+    let part = folder.join(format!("{}{PART_SUFFIX}", pack.index.pack));
+    pack.file.sync_all().doing("sync", &part)?;
+    pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
+    match fs::rename(&part, &name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && name.exists() => {}
+        outcome => outcome.doing("make", &name)?,
+    }
+    let mut index = New::begin(&folder)?;
+    index.file.write_all(&pack.index.to_bytes()).doing("write to", &*index.path)?;
+    index.keep(&folder.join(format!("{}{INDEX_SUFFIX}", pack.index.pack)))?;
+    let rest = folder.join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.index.pack));
+    match fs::remove_file(&rest) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).doing("remove", &rest),
+        _ => Ok(()),
+    }
+}
