@@ -195,7 +195,10 @@ fn my_user_outside_is_root_inside() {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program).arg("share").arg(&tree);
     command.args(["--map-user", "auto", "--once", "--tag", "t", "--virtiofs"]).arg(&socket);
-    let child = command.current_dir(folder.path()).stdin(Stdio::null()).env_remove("FERRY_LOG").spawn().unwrap();
+    command.current_dir(folder.path()).stdin(Stdio::null()).env_remove("FERRY_LOG");
+    // Where it keeps the socket by which it is asked for its log.
+    command.env("XDG_RUNTIME_DIR", folder.path());
+    let child = command.spawn().unwrap();
     let served = Served { child, folder };
     served.wait_for("the socket", |served| served.socket().exists());
     let said = served.sh("touch made && chown 5:6 made && mkdir dir && stat -c '%n %u:%g' made dir roots");
