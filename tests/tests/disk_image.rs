@@ -165,7 +165,7 @@ fn hex(dump: &str) -> Vec<u8> {
 }
 
 #[test]
-fn damage_fails_the_requests_of_what_it_touches() {
+fn damage_fails_the_requests_of_one_piece() {
     for at in [5_000_000, 5_999_999, 6_000_010] {
         let made = Made::new();
         let source = made.source();
@@ -185,13 +185,13 @@ fn damage_fails_the_requests_of_what_it_touches() {
         // Their order is that of their names, which are digests of what is in them: of this folder's path, too.
         let place =
             |pack: usize| image.bytes() + image.packs()[..pack].iter().map(|pack| pack.blocks * 4096).sum::<u64>();
-        let large = place(pack) + block * 4096;
+        let start = place(pack) + block * 4096;
         for (offset, good) in [
             (0, true),
             (image.bytes() - 4096, true),
-            (large + at / 4096 * 4096, false),
-            // Proved by a piece of its own.
-            (large, true),
+            // Files of several pieces are proved piece by piece.
+            (start, true),
+            (start + at / 4096 * 4096, false),
             (place(1 - pack), true),
         ] {
             let said = said(offset);
