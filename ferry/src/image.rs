@@ -55,7 +55,7 @@ const DAMAGED_STATUS: u8 = 4;
 pub enum Command {
     /// Build an image of a directory, a tar archive, an OCI image directory, or a composefs dump file.
     Build {
-        /// The directory, archive (plain, gzip or zstd), dump file, or oci:DIR[:TAG]; - is standard input.
+        /// The directory, archive (plain, gzip or zstd), dump file, oci:DIR or oci:DIR:TAG; - is standard input.
         #[arg(value_name = "SOURCE")]
         source: PathBuf,
         /// The image to make. One that is there is replaced when the new one is complete.

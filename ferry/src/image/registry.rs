@@ -21,7 +21,7 @@ const AHEAD_BYTES: u64 = 256 << 10;
 /// Where images are pushed to and pulled from.
 #[derive(Debug, clap::Args)]
 pub struct RemoteArg {
-    /// Where: oci:HOST[:PORT]/NAME[:TAG], or s3:BUCKET/PREFIX[:TAG] with endpoint and credentials in the environment
+    /// Where: oci:HOST/NAME:TAG, or s3:BUCKET/PREFIX:TAG with endpoint and credentials in the environment
     /// (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY).
     #[arg(value_name = "REF")]
     reference: String,
