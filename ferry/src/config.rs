@@ -152,6 +152,48 @@ mod tests {
     }
 
     #[test]
+    fn numbers_and_names_are_read() {
+        let text = r#"
+            [[share]]
+            source = "/srv/a"
+            virtiofs = "/s"
+            cache = "metadata"
+            negative-timeout = 5
+            posix-acl = "always"
+            inode-file-handles = "mandatory"
+            announce-submounts = true
+            translate-uid = ["map:0:100000:65536", "forbid-guest:70000:1"]
+            translate-gid = ["squash-guest:0:5:10"]
+            xattrmap = ":map::user.virtiofs.:"
+            once = true
+
+            [[share]]
+            source = "/srv/b"
+            virtiofs = "/t"
+            map-user = "7:8"
+        "#;
+        let shares = parse(text, Path::new("/etc/ferry")).expect("a good file").shares;
+        let rules: Vec<String> = shares[0].translate_uid.iter().map(ToString::to_string).collect();
+        assert_eq!(rules, ["map:0:100000:65536", "forbid-guest:70000:1"]);
+        assert_eq!(shares[0].xattrmap, Some(":map::user.virtiofs.:".parse().expect("a map")));
+        assert!(shares[0].once && shares[0].announce_submounts && shares[0].negative_timeout == Some(5));
+        assert_eq!(shares[1].ids(), Ok((ferry_mapped::Ids::of_one(7), ferry_mapped::Ids::of_one(8))));
+        for (line, words) in [
+            ("translate-uid = [\"map:0:1\"]", "is no translation"),
+            ("translate-uid = [\"map:0:1:5\", \"guest:4:9:1\"]", "about the same numbers"),
+            ("map-user = \"me\"", "is nobody"),
+            ("map-user = \"auto\"\ntranslate-uid = [\"map:0:1:5\"]", "exclude each other"),
+            ("xattrmap = \":ok:\"", "not whole"),
+            ("entry-timeout = 99999999999", "is not in"),
+            ("posix-acl = \"always\"\nno-xattr = true", "needs extended attributes"),
+        ] {
+            let text = format!("[[share]]\nsource = \"/srv/a\"\nvirtiofs = \"/s\"\n{line}");
+            let error = format!("{:#}", parse(&text, Path::new("/")).expect_err(line));
+            assert!(error.contains(words), "{line}: {error}");
+        }
+    }
+
+    #[test]
     fn disks_stand_beside_shares() {
         let text = r#"
             [[share]]

@@ -30,6 +30,29 @@ fn serves_until_a_signal() {
     }
 }
 
+#[test]
+fn a_group_may_connect_too() {
+    use std::os::unix::fs::MetadataExt;
+    const GROUP: u32 = 4321;
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs root, to give files away");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let share = || {
+        let mut command = ferry();
+        command.arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket);
+        command
+    };
+    let server = Server::start(share().args(["--socket-group", &GROUP.to_string()]));
+    let found = fs::metadata(&socket).unwrap();
+    assert_eq!((found.uid(), found.gid(), found.permissions().mode() & 0o777), (0, GROUP, 0o660));
+    drop(server);
+    let text = refused(1, share().args(["--socket-group", "no-such-group"]));
+    assert!(text.contains("no group \"no-such-group\""), "{text}");
+}
+
 /// Tversion and its answer, as Linux sends and expects them (intro(5)).
 fn speaks_9p(stream: &mut (impl Read + Write)) {
     stream.write_all(b"\x15\0\0\0\x64\xff\xff\0\0\x10\0\x08\09P2000.L").expect("it listens");

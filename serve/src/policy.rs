@@ -130,3 +130,30 @@ impl Policy {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn caches_last_as_the_mode_or_the_option_says() {
+        let zero = Duration::ZERO;
+        let told = |options: &ShareOptions| {
+            let policy = Policy::new(options, Features::default());
+            (policy.timeouts.entry, policy.timeouts.attr, policy.negative_timeout)
+        };
+        for (cache, expected) in [
+            (Cache::None, (zero, zero, zero)),
+            (Cache::Auto, (AUTO_TIMEOUT, AUTO_TIMEOUT, zero)),
+            (Cache::Metadata, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
+            (Cache::Always, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
+        ] {
+            let plain = ShareOptions { cache, ..ShareOptions::default() };
+            assert_eq!(told(&plain), expected, "{cache:?}");
+            let [entry, attr, negative] = [7, 8, 9].map(Duration::from_secs);
+            let (entry_timeout, attr_timeout, negative_timeout) = (Some(entry), Some(attr), Some(negative));
+            let chosen = ShareOptions { entry_timeout, attr_timeout, negative_timeout, ..plain };
+            assert_eq!(told(&chosen), (entry, attr, negative), "{cache:?}");
+        }
+    }
+}
