@@ -186,6 +186,7 @@ impl Server {
                     // It has nobody to wake.
                     return Err(Errno::IO);
                 };
+                return Ok(self.granted(cx, lock.kind, carrier));
             }
             Operation::SetLock { lock, wait: true } => return self.wait_for_lock(cx, &lock, carrier),
             Operation::Ioctl { handle, command, input, out_bytes_max, .. } => {
@@ -222,10 +223,17 @@ impl Server {
         let source = &self.share.source;
         let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.mount.negotiated());
         let (later, watched) = (carrier.later(), self.watched.take());
+        let changes = source.changes().cloned();
         let answer = move |outcome: Result<()>| {
-            later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
-            if let Some(watched) = watched {
-                watched.end(outcome.map(|()| 0).into());
+            let answer = move || {
+                later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
+                if let Some(watched) = watched {
+                    watched.end(outcome.map(|()| 0).into());
+                }
+            };
+            match changes {
+                Some(changes) if outcome.is_ok() => changes.when_told(answer),
+                _ => answer(),
             }
         };
         let (share, ino, handle) = (Arc::clone(&self.share), cx.ino, request.handle);
@@ -247,8 +255,27 @@ impl Server {
                 cx.mount.waits.park(unique, wait);
                 Ok(Served::Parked)
             }
-            Ok(Locked::Done) => Ok(cx.done(carrier, &Reply::Empty)),
+            Ok(Locked::Done) => Ok(self.granted(cx, lock.kind, carrier)),
             Err(errno) => Err(errno),
+        }
+    }
+
+    /// Answers a client that has a lock, or has given one up, as soon as clients were told of what others had written
+    /// before: what its kernel keeps is older than the lock.
+    fn granted(&mut self, cx: &Context<'_>, kind: LockKind, carrier: &mut impl Carrier) -> Served {
+        match self.share.source.changes() {
+            Some(changes) if kind != LockKind::Unlock && changes.is_behind() => {
+                let (later, watched) = (carrier.later(), self.watched.take());
+                let reply = reply::to_bytes(cx.unique, cx.mount.negotiated(), Ok(Reply::Empty));
+                changes.when_told(move || {
+                    later(reply);
+                    if let Some(watched) = watched {
+                        watched.end(Ok(0).into());
+                    }
+                });
+                Served::Later
+            }
+            _ => cx.done(carrier, &Reply::Empty),
         }
     }
 

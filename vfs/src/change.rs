@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, RwLock, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use crate::{Ino, NameBuf, SessionId};
 
@@ -43,8 +43,65 @@ pub enum Change {
     },
 }
 
-type Listener = dyn Fn(&Change, SessionId) + Send + Sync;
-type Listeners = Vec<(usize, Arc<Listener>)>;
+/// Whoever wants to know of changes. No method may wait.
+pub trait Listener: Send + Sync {
+    /// A change, and the session that made it; on the publisher's thread, with no lock of the source held.
+    fn changed(&self, change: &Change, by: SessionId);
+
+    /// Whether the listener's clients have not been told of every change yet.
+    fn is_behind(&self) -> bool;
+
+    /// To be dropped as soon as the listener's clients have been told of every change up to now; at once, where that
+    /// is so already.
+    fn when_told(&self, told: Told);
+}
+
+/// What is to be done when clients have been told of changes: it is when the last clone is dropped.
+#[derive(Clone)]
+pub struct Told {
+    _last: Arc<Then>,
+}
+
+struct Then(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl Drop for Then {
+    fn drop(&mut self) {
+        let then = self.0.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(then) = then {
+            then();
+        }
+    }
+}
+
+impl Told {
+    /// Calls `then` in the end, on the thread that drops the last clone.
+    pub fn new(then: impl FnOnce() + Send + 'static) -> Self {
+        Self { _last: Arc::new(Then(Mutex::new(Some(Box::new(then))))) }
+    }
+}
+
+impl fmt::Debug for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Told")
+    }
+}
+
+/// A listener that has nobody to tell.
+struct Hears<F>(F);
+
+impl<F: Fn(&Change, SessionId) + Send + Sync> Listener for Hears<F> {
+    fn changed(&self, change: &Change, by: SessionId) {
+        (self.0)(change, by);
+    }
+
+    fn is_behind(&self) -> bool {
+        false
+    }
+
+    fn when_told(&self, _: Told) {}
+}
+
+type Listeners = Vec<(usize, Arc<dyn Listener>)>;
 
 #[derive(Default)]
 struct Shared {
@@ -64,8 +121,13 @@ impl Changes {
     /// Calls `listener` with every change published from now on and the session that made it, on the publisher's
     /// thread and with no lock of the source held, until the subscription is dropped. A listener must not wait.
     pub fn subscribe(&self, listener: impl Fn(&Change, SessionId) + Send + Sync + 'static) -> Subscription {
+        self.listen(Hears(listener))
+    }
+
+    /// The same, for a listener that tells its clients.
+    pub fn listen(&self, listener: impl Listener + 'static) -> Subscription {
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
-        let mut listeners = self.0.listeners.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut listeners = self.0.listeners.write().unwrap_or_else(PoisonError::into_inner);
         listeners.push((id, Arc::new(listener)));
         self.0.count.store(listeners.len(), Ordering::Release);
         Subscription { id, shared: Arc::downgrade(&self.0) }
@@ -77,11 +139,29 @@ impl Changes {
         if self.0.count.load(Ordering::Acquire) == 0 {
             return;
         }
-        let listeners = self.0.listeners.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         let change = change();
-        for (_, listener) in listeners {
-            listener(&change, by);
+        for (_, listener) in self.listeners() {
+            listener.changed(&change, by);
         }
+    }
+
+    /// Whether clients of somebody who listens have not been told yet of every change that was published up to now.
+    pub fn is_behind(&self) -> bool {
+        self.0.count.load(Ordering::Acquire) != 0 && self.listeners().iter().any(|(_, listener)| listener.is_behind())
+    }
+
+    /// Has `then` called when the clients of all who listen have been told of every change that was published up to
+    /// now: before this returns, if they have. So whoever got a lock sees what was written before, whatever his
+    /// client keeps.
+    pub fn when_told(&self, then: impl FnOnce() + Send + 'static) {
+        let told = Told::new(then);
+        for (_, listener) in self.listeners() {
+            listener.when_told(told.clone());
+        }
+    }
+
+    fn listeners(&self) -> Listeners {
+        self.0.listeners.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -107,7 +187,7 @@ impl fmt::Debug for Subscription {
 impl Drop for Subscription {
     fn drop(&mut self) {
         if let Some(shared) = self.shared.upgrade() {
-            let mut listeners = shared.listeners.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut listeners = shared.listeners.write().unwrap_or_else(PoisonError::into_inner);
             listeners.retain(|(id, _)| *id != self.id);
             shared.count.store(listeners.len(), Ordering::Release);
         }
@@ -116,7 +196,7 @@ impl Drop for Subscription {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use std::sync::atomic::AtomicBool;
 
     use super::*;
 
@@ -137,5 +217,49 @@ mod tests {
         drop(second);
         changes.publish(SessionId::default(), || unreachable!("nobody listens any more"));
         assert_eq!(*seen.lock().unwrap(), [(1, change.clone()), (2, change.clone()), (2, change)]);
+    }
+    /// Keeps what it is to drop when its clients were told.
+    #[derive(Default)]
+    struct Slow(Mutex<Vec<Told>>, AtomicBool);
+
+    impl Listener for Arc<Slow> {
+        fn changed(&self, _: &Change, _: SessionId) {
+            self.1.store(true, Ordering::Relaxed);
+        }
+
+        fn is_behind(&self) -> bool {
+            self.1.load(Ordering::Relaxed)
+        }
+
+        fn when_told(&self, told: Told) {
+            self.0.lock().unwrap().push(told);
+        }
+    }
+
+    #[test]
+    fn what_waits_for_telling_waits_for_the_slowest() {
+        let changes = Changes::default();
+        let done = Arc::new(AtomicUsize::new(0));
+        let count = || {
+            let done = Arc::clone(&done);
+            changes.when_told(move || {
+                let _ = done.fetch_add(1, Ordering::Relaxed);
+            });
+            changes.is_behind()
+        };
+        assert!(!count(), "nobody listens");
+        let _quick = changes.subscribe(|_, _| {});
+        assert!(!count(), "nobody has clients");
+        assert_eq!(done.load(Ordering::Relaxed), 2);
+        let slow = [Arc::<Slow>::default(), Arc::default()];
+        let listening = slow.each_ref().map(|slow| changes.listen(Arc::clone(slow)));
+        changes.publish(SessionId::default(), || Change::Attr { ino: Ino(7) });
+        assert!(count(), "two are behind");
+        slow[0].0.lock().unwrap().clear();
+        assert_eq!(done.load(Ordering::Relaxed), 2, "one still is");
+        slow[1].0.lock().unwrap().clear();
+        assert_eq!(done.load(Ordering::Relaxed), 3);
+        drop(listening);
+        assert!(!changes.is_behind());
     }
 }

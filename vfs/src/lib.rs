@@ -131,7 +131,7 @@ mod types;
 
 pub use attr::openable;
 pub use backing::{Backing, Extent, Memory, Segment};
-pub use change::{Change, Changes, Subscription};
+pub use change::{Change, Changes, Listener, Subscription, Told};
 pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};
 pub use fs::{DirOutput, FileSystem, Input, Output};
 pub use handles::Handles;

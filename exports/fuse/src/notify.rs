@@ -6,6 +6,7 @@
 //!
 //! Attributes that a source has found changed, by nobody's session, are told at once by whoever publishes that: he may be
 //! about to answer an open, and who opened is to see them. To forget attributes alone the kernel waits for nothing.
+//! What is told later is told before a lock is answered that was granted after it ([`Listener::when_told`]).
 
 mod message;
 
@@ -15,7 +16,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
-use ferry_vfs::{Change, Errno, Ino, NameBuf, SessionId, Subscription};
+use ferry_vfs::{Change, Errno, Ino, Listener, NameBuf, SessionId, Subscription, Told};
 
 use crate::connection::{Connection, Present};
 use crate::device::send;
@@ -41,7 +42,8 @@ struct Notes {
     removed: HashMap<(Ino, NameBuf), Ino>,
     /// There were too many: anything may have changed.
     overflow: bool,
-    closed: bool,
+    /// To be dropped once all that is told.
+    told: Vec<Told>,
 }
 
 impl Notes {
@@ -50,7 +52,7 @@ impl Notes {
     }
 
     fn is_empty(&self) -> bool {
-        self.len() == 0 && !self.overflow
+        self.len() == 0 && !self.overflow && self.told.is_empty()
     }
 
     fn add(&mut self, change: &Change) {
@@ -75,7 +77,7 @@ impl Notes {
             _ => self.overflow = true,
         }
         if self.len() > NOTES_MAX {
-            *self = Self { overflow: true, closed: self.closed, ..Self::default() };
+            *self = Self { overflow: true, told: std::mem::take(&mut self.told), ..Self::default() };
         }
     }
 
@@ -85,22 +87,48 @@ impl Notes {
     }
 }
 
+/// What the listener and the thread share.
+#[derive(Debug, Default)]
+struct Desk {
+    notes: Notes,
+    /// The thread is telling the kernel what it took.
+    is_telling: bool,
+    closed: bool,
+}
+
+impl Desk {
+    /// Whether something is noted, or being told.
+    fn is_behind(&self) -> bool {
+        !self.closed && (self.is_telling || !self.notes.is_empty())
+    }
+}
+
 #[derive(Debug, Default)]
 struct Shared {
-    notes: Mutex<Notes>,
+    desk: Mutex<Desk>,
     noted: Condvar,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Notes> {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn note(&self, change: &Change) {
-        let mut notes = self.lock();
-        let first = notes.is_empty();
-        notes.add(change);
-        drop(notes);
+        self.change(self.lock(), |notes| notes.add(change));
+    }
+
+    fn when_told(&self, told: Told) {
+        let desk = self.lock();
+        if desk.is_behind() {
+            self.change(desk, |notes| notes.told.push(told));
+        }
+    }
+
+    fn change(&self, mut desk: MutexGuard<'_, Desk>, change: impl FnOnce(&mut Notes)) {
+        let first = desk.notes.is_empty();
+        change(&mut desk.notes);
+        drop(desk);
         if first {
             self.noted.notify_one();
         }
@@ -108,16 +136,61 @@ impl Shared {
 
     /// The notes that came since the last time; waits for some. `None` when there will be no more.
     fn take(&self) -> Option<Notes> {
-        let mut notes = self.lock();
-        while notes.is_empty() && !notes.closed {
-            notes = self.noted.wait(notes).unwrap_or_else(PoisonError::into_inner);
+        let mut desk = self.lock();
+        desk.is_telling = false;
+        while desk.notes.is_empty() && !desk.closed {
+            desk = self.noted.wait(desk).unwrap_or_else(PoisonError::into_inner);
         }
-        (!notes.closed).then(|| std::mem::take(&mut *notes))
+        desk.is_telling = !desk.closed;
+        (!desk.closed).then(|| std::mem::take(&mut desk.notes))
     }
 
     fn close(&self) {
-        self.lock().closed = true;
+        let mut desk = self.lock();
+        desk.closed = true;
+        let left = std::mem::take(&mut desk.notes);
+        drop(desk);
+        // There is no kernel any more that could know of anything.
+        drop(left);
         self.noted.notify_all();
+    }
+}
+
+/// Hears of the changes of a source.
+#[derive(Debug)]
+struct Ear {
+    connection: Arc<Connection>,
+    shared: Arc<Shared>,
+    own: OnceLock<SessionId>,
+}
+
+impl Listener for Ear {
+    fn changed(&self, change: &Change, by: SessionId) {
+        // The kernel has made what it asked for itself part of its caches. To tell it all the same is worse than
+        // useless: its answer may wait for the very request.
+        if self.own.get().is_none()
+            && let Some(mount) = self.connection.session.mount()
+        {
+            let _ = self.own.set(mount.id());
+        }
+        match change {
+            Change::Attr { ino } if by == SessionId::default() => {
+                Message::Attributes(*ino).with_bytes(|bytes| {
+                    // A kernel that does not know the inode, or is gone, has nothing to forget.
+                    let _ = send(self.connection.device.as_fd(), &[IoSlice::new(bytes)]);
+                });
+            }
+            _ if self.own.get() == Some(&by) => {}
+            _ => self.shared.note(change),
+        }
+    }
+
+    fn is_behind(&self) -> bool {
+        self.shared.lock().is_behind()
+    }
+
+    fn when_told(&self, told: Told) {
+        self.shared.when_told(told);
     }
 }
 
@@ -146,28 +219,10 @@ impl Notifier {
                 drop(present);
             }
         })?;
-        let subscription = changes.subscribe({
-            let (connection, shared) = (Arc::clone(connection), Arc::clone(&shared));
-            let own = OnceLock::new();
-            move |change: &Change, by: SessionId| {
-                // The kernel has made what it asked for itself part of its caches. To tell it all the same is worse than
-                // useless: its answer may wait for the very request.
-                if own.get().is_none()
-                    && let Some(mount) = connection.session.mount()
-                {
-                    let _ = own.set(mount.id());
-                }
-                match change {
-                    Change::Attr { ino } if by == SessionId::default() => {
-                        Message::Attributes(*ino).with_bytes(|bytes| {
-                            // A kernel that does not know the inode, or is gone, has nothing to forget.
-                            let _ = send(connection.device.as_fd(), &[IoSlice::new(bytes)]);
-                        });
-                    }
-                    _ if own.get() == Some(&by) => {}
-                    _ => shared.note(change),
-                }
-            }
+        let subscription = changes.listen(Ear {
+            connection: Arc::clone(connection),
+            shared: Arc::clone(&shared),
+            own: OnceLock::new(),
         });
         let weak = Arc::downgrade(&shared);
         connection.end.when_declared(move || {
@@ -235,6 +290,8 @@ fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use ferry_vfs::Name;
 
     use super::*;
@@ -257,5 +314,38 @@ mod tests {
             notes.add(&Change::Attr { ino: Ino(ino) });
         }
         assert!(notes.overflow && (notes.len(), notes.is_empty()) == (0, false));
+    }
+    #[test]
+    fn who_waits_for_the_telling_goes_on_when_it_is_done() {
+        let shared = Arc::new(Shared::default());
+        let done = Arc::new(AtomicUsize::new(0));
+        let wait = || {
+            let done = Arc::clone(&done);
+            shared.when_told(Told::new(move || {
+                let _ = done.fetch_add(1, Ordering::Relaxed);
+            }));
+        };
+        let change = |ino| shared.note(&Change::Attr { ino: Ino(ino) });
+        assert!(!shared.lock().is_behind());
+        change(2);
+        wait();
+        assert!(shared.lock().is_behind());
+        let first = shared.take().unwrap();
+        assert_eq!(first.attributes, HashSet::from([Ino(2)]));
+        // Of what is being told now somebody may know no more than of what is noted.
+        assert!(shared.lock().is_behind());
+        wait();
+        assert_eq!(done.load(Ordering::Relaxed), 0);
+        drop(first);
+        assert_eq!(done.load(Ordering::Relaxed), 1);
+        drop(shared.take().unwrap());
+        assert_eq!(done.load(Ordering::Relaxed), 2);
+        change(3);
+        wait();
+        shared.close();
+        assert_eq!(done.load(Ordering::Relaxed), 3, "nobody is left to be told");
+        wait();
+        assert_eq!(done.load(Ordering::Relaxed), 4);
+        assert!(shared.take().is_none() && !shared.lock().is_behind());
     }
 }
