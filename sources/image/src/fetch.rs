@@ -391,13 +391,14 @@ fn copy(from: &File, mut at: u64, to: &File, mut place: u64, mut bytes: u64) -> 
 pub type Fetched<'a> = dyn Fn(u64, u64) + Sync + 'a;
 
 impl Objects {
-    /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set. What fits no more under the
-    /// limit is left.
+    /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set: first the pack that is wanted
+    /// soon. What fits no more under the limit is left.
     ///
     /// # Errors
     /// The first thing that could not be had; what was had before stays.
     pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> std::result::Result<(), Bad> {
-        let absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
+        let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
+        absent.sort_by_key(|(pack, _)| !pack.ahead);
         let all = absent.iter().flat_map(|(pack, _)| &pack.index.objects).map(|object| object.bytes).sum();
         let cursor = Mutex::new((0, 0));
         let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
