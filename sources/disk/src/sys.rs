@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::{FileType, OFlags};
 use rustix::fs::{AtFlags, Mode, SeekFrom, StatxFlags};
@@ -12,6 +13,10 @@ use crate::Error;
 
 /// `_IO(0x12, 119)`: discard a range of a block device.
 const BLKDISCARD: rustix::ioctl::Opcode = rustix::ioctl::opcode::none(0x12, 119);
+
+/// How long a device may be in use before that is an error, and the time between two looks.
+const PATIENCE: Duration = Duration::from_secs(2);
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// What `O_DIRECT` asks for where the kernel does not say (before Linux 6.1): what some disks need and all take.
 const ALIGNMENTS_TRIED: [usize; 2] = [512, 4096];
@@ -40,7 +45,15 @@ pub(crate) fn open(path: &Path, writes: bool) -> Result<File, Error> {
         _ => return Err(Error::Kind(path.into())),
     };
     let access = if writes { OFlags::RDWR } else { OFlags::RDONLY };
-    match rustix::fs::open(path, access | flags | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty()) {
+    let flags = access | flags | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let begun = Instant::now();
+    let mut opened = rustix::fs::open(path, flags, Mode::empty());
+    // Who looks for a free loop device has each to itself for a moment.
+    while matches!(opened, Err(Errno::BUSY)) && begun.elapsed() < PATIENCE {
+        std::thread::sleep(PAUSE);
+        opened = rustix::fs::open(path, flags, Mode::empty());
+    }
+    match opened {
         Ok(fd) => Ok(fd.into()),
         Err(Errno::BUSY) => Err(Error::DeviceBusy(path.into())),
         Err(error) => Err(failed(error)),

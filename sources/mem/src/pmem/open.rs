@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::{Backing, Errno, FileType, Ino};
 use rustix::fs::FlockOperation;
@@ -35,6 +35,10 @@ pub const COMMIT_INTERVAL: Duration = Duration::from_secs(5);
 const BLANK_BYTES: u64 = 1 << 20;
 /// The least that the log needs for an inode; bounds how many there can be.
 const INODE_BYTES_MIN: u64 = 96;
+
+/// How long an image may be in use before that is an error, and the time between two looks.
+const PATIENCE: Duration = Duration::from_secs(3);
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// How an image is to be opened.
 #[derive(Clone, Debug, Default)]
@@ -95,7 +99,14 @@ fn open_locked(path: &Path, read_only: bool, size_bytes: Option<u64>) -> Result<
     how.read(true).write(!read_only).create(!read_only && size_bytes.is_some()).mode(0o600);
     let file = how.open(path).map_err(fail("open"))?;
     let lock = if read_only { FlockOperation::NonBlockingLockShared } else { FlockOperation::NonBlockingLockExclusive };
-    match rustix::fs::flock(&file, lock) {
+    let begun = Instant::now();
+    let mut outcome = rustix::fs::flock(&file, lock);
+    // A mount is gone before its server has let go of everything.
+    while outcome == Err(Errno::WOULDBLOCK) && begun.elapsed() < PATIENCE {
+        std::thread::sleep(PAUSE);
+        outcome = rustix::fs::flock(&file, lock);
+    }
+    match outcome {
         Ok(()) => {}
         Err(Errno::WOULDBLOCK) => return Err(OpenError::Busy { path: path.into() }),
         Err(error) => return Err(fail("lock")(error.into())),
