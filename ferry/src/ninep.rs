@@ -190,6 +190,11 @@ impl Listening {
         Ok(Some(listening))
     }
 
+    /// Serves in the place of the process that made it, which goes on being the one that removes its file.
+    pub fn take_over(&mut self) -> Result<()> {
+        self.bound.as_mut().map_or(Ok(()), Bound::take_over)
+    }
+
     /// What clients are to be told.
     pub fn address(&self) -> &str {
         &self.address

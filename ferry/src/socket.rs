@@ -57,6 +57,14 @@ impl Bound {
         Ok(Self::Inherited(fd.into()))
     }
 
+    /// Serves in the place of the process that made it, which goes on being the one that removes its file.
+    pub fn take_over(&mut self) -> Result<()> {
+        match self {
+            Self::Made(socket) => Ok(socket.take_over()?),
+            Self::Inherited(_) => Ok(()),
+        }
+    }
+
     /// The socket, for a server.
     pub fn listener(&self) -> Result<UnixListener> {
         match self {
