@@ -120,6 +120,16 @@ impl Walls {
         }
     }
 
+    /// What the filter of system calls does, if there is one.
+    fn action(&self) -> Option<Action> {
+        match self.seccomp {
+            None | Some(Seccomp::Kill) => Some(Action::Kill),
+            Some(Seccomp::Log) => Some(Action::Log),
+            Some(Seccomp::Trap) => Some(Action::Trap),
+            Some(Seccomp::None) => None,
+        }
+    }
+
     /// The first wall that was asked for by name.
     fn asked_for(&self) -> Option<&'static str> {
         let sandbox = self.sandbox.is_some_and(|kind| kind != Sandbox::None).then_some("--sandbox");
@@ -166,7 +176,9 @@ fn unfit(shares: &[Share], disks: &[disk::Args]) -> Option<String> {
     shares.iter().find_map(|share| {
         let source = share.source.display();
         match share.kind() {
-            _ if share.mount.is_some() => Some(format!("{source} is mounted on this host, where mounts are made and ended")),
+            _ if share.mount.is_some() => {
+                Some(format!("{source} is mounted on this host, where mounts are made and ended"))
+            }
             Kind::Dir(_) | Kind::Mem => None,
             _ => Some(format!("{source} opens files and connections while it is served")),
         }
@@ -233,6 +245,11 @@ impl Confinement {
                 // All that is left to do is to wait, and to remove the files of sockets, in whosever folder they are.
                 Capabilities::of_keeper().limit(Capabilities::NONE)?;
                 ferry_isolation::no_new_privileges()?;
+                if let Some(action) = self.walls.action() {
+                    // Where there is no seccomp, the other side says so.
+                    let filtered = Filter::of_keeper(action).and_then(|filter| filter.apply());
+                    filtered.or_else(|error| self.walls.seccomp.map_or(Ok(()), |_| Err(error)))?;
+                }
                 Ok(Entered::Outside(Waiting(outside)))
             }
             Side::Inside(places) => {
@@ -318,17 +335,14 @@ impl Inside {
         }
         kept.limit(Capabilities::NONE)?;
         ferry_isolation::no_new_privileges()?;
-        let action = match walls.seccomp {
-            None | Some(Seccomp::Kill) => Some(Action::Kill),
-            Some(Seccomp::Log) => Some(Action::Log),
-            Some(Seccomp::Trap) => Some(Action::Trap),
-            Some(Seccomp::None) => None,
-        };
+        let action = walls.action();
         tracing::debug!(namespaces = places.is_some(), landlock = ?fenced, capabilities = %kept, seccomp = ?action, "confined");
         if let Some(action) = action {
             match Filter::new(action).and_then(|filter| filter.apply()) {
                 Err(error) if walls.seccomp.is_some() => return Err(error).context("--seccomp"),
-                Err(error) => tracing::warn!("system calls are not filtered: {error}; --seccomp none says that this is meant"),
+                Err(error) => {
+                    tracing::warn!("system calls are not filtered: {error}; --seccomp none says that this is meant")
+                }
                 Ok(()) => {}
             }
         }

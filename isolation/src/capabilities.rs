@@ -140,10 +140,7 @@ mod tests {
             ("+CAP_SYS_ADMIN:+Sys_Chroot", Capabilities(server.0 | Capabilities::PLACES.0)),
             ("+SYS_ADMIN:-sys_admin", server),
             ("+dac_read_search", Capabilities::of_server(true)),
-            (
-                "-chown:-dac_override:-fowner:-fsetid:-setgid:-setuid:-mknod:-setfcap",
-                Capabilities::NONE,
-            ),
+            ("-chown:-dac_override:-fowner:-fsetid:-setgid:-setuid:-mknod:-setfcap", Capabilities::NONE),
             ("-sys_admin", server),
         ] {
             assert_eq!(server.modified(list).expect(list), expected, "{list}");

@@ -96,9 +96,8 @@ fn empty() -> Result<OwnedFd> {
             rustix::mount::fsconfig_set_string(&fs, key, value)?;
         }
         rustix::mount::fsconfig_create(&fs)?;
-        let flags = MountAttrFlags::MOUNT_ATTR_NOSUID
-            | MountAttrFlags::MOUNT_ATTR_NODEV
-            | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+        let flags =
+            MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, flags)
     };
     step(make(), || "an empty folder cannot be made (tmpfs)".into())

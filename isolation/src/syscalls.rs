@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
 };
 
 use crate::{Error, Result};
@@ -257,6 +256,43 @@ const OLDER: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER: &[libc::c_long] = &[];
 
+/// Those of the process that stays outside: to wait, to pass signals on, and to remove the files of sockets. Not to open any.
+const OF_KEEPER: &[libc::c_long] = &[
+    libc::SYS_wait4,
+    libc::SYS_waitid,
+    libc::SYS_kill,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+    libc::SYS_tgkill,
+    libc::SYS_getpid,
+    libc::SYS_gettid,
+    libc::SYS_statx,
+    libc::SYS_newfstatat,
+    libc::SYS_unlinkat,
+    libc::SYS_write,
+    libc::SYS_writev,
+    libc::SYS_close,
+    libc::SYS_fcntl,
+    libc::SYS_futex,
+    libc::SYS_brk,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_getrandom,
+    libc::SYS_restart_syscall,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_clock_gettime,
+];
+
+#[cfg(target_arch = "x86_64")]
+const OLDER_OF_KEEPER: &[libc::c_long] = &[libc::SYS_lstat, libc::SYS_stat, libc::SYS_unlink];
+#[cfg(not(target_arch = "x86_64"))]
+const OLDER_OF_KEEPER: &[libc::c_long] = &[];
+
 /// What prctl(2) may be asked for: names of threads and mappings, and what a thread may do at most.
 const PRCTL: [libc::c_int; 8] = [
     libc::PR_SET_NAME,
@@ -302,6 +338,21 @@ impl Filter {
     /// # Errors
     /// [`Error::Seccomp`]: there is none for this architecture.
     pub fn new(action: Action) -> Result<Self> {
+        Self::of(rules()?, action)
+    }
+
+    /// The filter of the process that stays outside.
+    ///
+    /// # Errors
+    /// [`Error::Seccomp`]: there is none for this architecture.
+    pub fn of_keeper(action: Action) -> Result<Self> {
+        let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+            OF_KEEPER.iter().chain(OLDER_OF_KEEPER).map(|call| (*call, Vec::new())).collect();
+        rules.insert(libc::SYS_mmap, vec![no_code()?]);
+        Self::of(rules, action)
+    }
+
+    fn of(rules: BTreeMap<i64, Vec<SeccompRule>>, action: Action) -> Result<Self> {
         let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(wrong)?;
         let action = match action {
             Action::Kill => SeccompAction::KillProcess,
@@ -315,10 +366,8 @@ impl Filter {
         let no_clone3: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
         #[allow(clippy::cast_sign_loss, reason = "numbers of errors are positive")]
         let unknown = SeccompAction::Errno(libc::ENOSYS as u32);
-        let programs = vec![
-            compiled(no_clone3, SeccompAction::Allow, unknown)?,
-            compiled(rules()?, action, SeccompAction::Allow)?,
-        ];
+        let programs =
+            vec![compiled(no_clone3, SeccompAction::Allow, unknown)?, compiled(rules, action, SeccompAction::Allow)?];
         Ok(Self { programs })
     }
 
@@ -335,28 +384,38 @@ fn wrong(error: impl std::fmt::Display) -> Error {
     Error::Seccomp(error.to_string())
 }
 
+/// A rule of conditions on arguments: number, comparison, value.
+fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> Result<SeccompRule> {
+    let conditions = conditions.iter().map(|(argument, operator, value)| {
+        SeccompCondition::new(*argument, SeccompCmpArgLen::Dword, operator.clone(), *value)
+    });
+    conditions.collect::<std::result::Result<Vec<_>, _>>().and_then(SeccompRule::new).map_err(wrong)
+}
+
+fn bits(flags: libc::c_int) -> u64 {
+    u64::from(flags.cast_unsigned())
+}
+
+/// Of mmap(2) and mprotect(2): no memory becomes code.
+fn no_code() -> Result<SeccompRule> {
+    rule(&[(2, SeccompCmpOp::MaskedEq(bits(libc::PROT_EXEC)), 0)])
+}
+
 fn rules() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = PLAIN.iter().chain(OLDER).map(|call| (*call, Vec::new())).collect();
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+        PLAIN.iter().chain(OLDER).map(|call| (*call, Vec::new())).collect();
     // Refused by the other filter, without an end to the server.
     rules.insert(libc::SYS_clone3, Vec::new());
-    let of = |conditions: &[(u8, SeccompCmpOp, u64)]| -> Result<SeccompRule> {
-        let conditions = conditions.iter().map(|(argument, operator, value)| {
-            SeccompCondition::new(*argument, SeccompCmpArgLen::Dword, operator.clone(), *value)
-        });
-        conditions.collect::<std::result::Result<Vec<_>, _>>().and_then(SeccompRule::new).map_err(wrong)
-    };
-    let bits = |flags: libc::c_int| u64::from(flags.cast_unsigned());
     let thread = SeccompCmpOp::MaskedEq(bits(THREAD | NEW));
-    rules.insert(libc::SYS_clone, vec![of(&[(0, thread, bits(THREAD))])?]);
+    rules.insert(libc::SYS_clone, vec![rule(&[(0, thread, bits(THREAD))])?]);
     // A working directory and umask of a thread's own.
-    rules.insert(libc::SYS_unshare, vec![of(&[(0, SeccompCmpOp::Eq, bits(libc::CLONE_FS))])?]);
-    // No memory becomes code.
-    let no_code = of(&[(2, SeccompCmpOp::MaskedEq(bits(libc::PROT_EXEC)), 0)])?;
-    rules.insert(libc::SYS_mmap, vec![no_code.clone()]);
-    rules.insert(libc::SYS_mprotect, vec![no_code]);
+    rules.insert(libc::SYS_unshare, vec![rule(&[(0, SeccompCmpOp::Eq, bits(libc::CLONE_FS))])?]);
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![no_code()?]);
+    }
     let not: Vec<_> = TYPING.iter().map(|command| (1, SeccompCmpOp::Ne, *command & 0xffff_ffff)).collect();
-    rules.insert(libc::SYS_ioctl, vec![of(&not)?]);
-    let asked = PRCTL.iter().map(|option| of(&[(0, SeccompCmpOp::Eq, bits(*option))]));
+    rules.insert(libc::SYS_ioctl, vec![rule(&not)?]);
+    let asked = PRCTL.iter().map(|option| rule(&[(0, SeccompCmpOp::Eq, bits(*option))]));
     rules.insert(libc::SYS_prctl, asked.collect::<Result<_>>()?);
     Ok(rules)
 }
@@ -370,6 +429,7 @@ mod tests {
         for action in [Action::Kill, Action::Log, Action::Trap] {
             let filter = Filter::new(action).expect("this architecture");
             assert_eq!(filter.programs.len(), 2);
+            Filter::of_keeper(action).expect("this architecture");
         }
         assert_eq!("log".parse::<Action>().expect("a word"), Action::Log);
         assert!("none".parse::<Action>().is_err());
