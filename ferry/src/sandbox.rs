@@ -12,7 +12,6 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
 use ferry_isolation::{Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Root, Side};
-use rustix::process::Uid;
 use serde::Deserialize;
 
 use crate::cli::{FileHandles, Share};
@@ -33,10 +32,10 @@ pub fn pid() -> u32 {
 }
 
 /// Whether a peer is this user or root, who in a namespace of users has no number.
-pub fn is_ours(peer: Uid) -> bool {
+pub fn is_ours(peer: u32) -> bool {
     // The permissions of the folder let nobody else in.
-    let unnamed = ALONE.get().is_some() && peer.as_raw() == NOBODY;
-    peer.is_root() || peer == rustix::process::geteuid() || unnamed
+    let unnamed = ALONE.get().is_some() && peer == NOBODY;
+    peer == 0 || peer == rustix::process::geteuid().as_raw() || unnamed
 }
 
 /// Where a process of shares may look.

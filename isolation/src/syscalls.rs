@@ -208,6 +208,7 @@ const PLAIN: &[libc::c_long] = &[
     libc::SYS_sched_setaffinity,
     libc::SYS_sched_getparam,
     libc::SYS_sched_getscheduler,
+    libc::SYS_sched_setscheduler,
     libc::SYS_getcpu,
     libc::SYS_rt_sigaction,
     libc::SYS_rt_sigprocmask,

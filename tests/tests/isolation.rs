@@ -282,8 +282,9 @@ impl Served {
     fn status(&self, field: &str) -> Vec<String> {
         let threads = fs::read_dir(self.of_server("task")).unwrap();
         threads
-            .map(|thread| {
-                let text = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+            // One that ends meanwhile has none any more.
+            .filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok())
+            .map(|text| {
                 let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
                 line.unwrap_or_else(|| panic!("no {field} in {text}")).to_owned()
             })

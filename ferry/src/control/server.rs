@@ -129,8 +129,9 @@ impl Server {
     }
 
     fn serve(&self, client: &UnixStream) -> Result<()> {
-        let peer = rustix::net::sockopt::socket_peercred(client)?.uid;
-        ensure!(crate::sandbox::is_ours(peer), "user {peer:?} may not");
+        // Its process may have no number here, which the other library does not allow for.
+        let peer = nix::sys::socket::getsockopt(client, nix::sys::socket::sockopt::PeerCredentials)?.uid();
+        ensure!(crate::sandbox::is_ours(peer), "user {peer} may not");
         client.set_read_timeout(Some(PATIENCE))?;
         client.set_write_timeout(Some(PATIENCE))?;
         let mut line = String::new();
