@@ -21,6 +21,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ferry_fuse::Mounted;
 use ferry_image::Objects;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
@@ -385,19 +386,15 @@ pub fn stand_in(group: impl AsFd, packs: &[Held]) -> Result<()> {
 
 /// Waits until a mount is in this process's table no more.
 pub fn until_unmounted(id: u64) -> io::Result<()> {
+    // Opened before it is looked at: what changes after that is told.
     let table = File::open("/proc/self/mountinfo")?;
-    let line = format!("{id} ");
-    loop {
-        // Before the table is read: what changes after that is told.
-        let text = fs::read("/proc/self/mountinfo")?;
-        if !text.split(|byte| *byte == b'\n').any(|entry| entry.starts_with(line.as_bytes())) {
-            return Ok(());
-        }
+    while Mounted::all()?.iter().any(|mounted| mounted.id == id) {
         match poll(&mut [PollFd::new(&table, PollFlags::PRI)], None) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
