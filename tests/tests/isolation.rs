@@ -68,7 +68,7 @@ impl Tree {
 
 /// A command of somebody else's.
 fn as_user(user: u32, program: &Path) -> Command {
-    if user == 0 {
+    if user == rustix::process::geteuid().as_raw() {
         return Command::new(program);
     }
     let user = user.to_string();
