@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use clap::CommandFactory;
 
 use crate::recipes;
+use crate::sandbox::Walls;
 pub use share::Share;
 use values::memory_mib;
 pub use values::{Acl, Cache, Carrier, FileHandles, Passthrough, made_tag, tag_of};
@@ -140,6 +141,9 @@ pub struct ShareArgs {
     /// Print one line of JSON on standard output once every share is listening.
     #[arg(long)]
     pub json: bool,
+
+    #[command(flatten)]
+    pub walls: Walls,
 }
 
 #[derive(Debug, clap::Args)]

@@ -7,6 +7,7 @@ use serde::Deserialize;
 
 use crate::cli::Share;
 use crate::disk;
+use crate::sandbox::{Modcaps, Sandbox, Seccomp, Walls};
 
 /// What a file names.
 #[derive(Debug, Default, Deserialize)]
@@ -18,6 +19,17 @@ pub struct File {
     /// Its disks.
     #[serde(default, rename = "disk")]
     pub disks: Vec<disk::Args>,
+    /// How their process is confined.
+    sandbox: Option<Sandbox>,
+    seccomp: Option<Seccomp>,
+    modcaps: Option<Modcaps>,
+}
+
+impl File {
+    /// How the process is confined.
+    pub fn walls(&self) -> Walls {
+        Walls { sandbox: self.sandbox, seccomp: self.seccomp, modcaps: self.modcaps.clone() }
+    }
 }
 
 /// Reads the shares and disks of a file. Relative paths in it are relative to the file's own folder.
@@ -217,7 +229,7 @@ mod tests {
             backing-dir = "base"
             fd = 7
         "#;
-        let File { shares, disks } = parse(text, Path::new("/etc/ferry")).expect("a good file");
+        let File { shares, disks, .. } = parse(text, Path::new("/etc/ferry")).expect("a good file");
         assert_eq!((shares.len(), disks.len()), (1, 2));
         assert_eq!(disks[0].file.as_deref(), Some(Path::new("/etc/ferry/disk.raw")));
         assert_eq!(disks[0].vhost_user.as_deref(), Some(Path::new("/etc/ferry/d.sock")));

@@ -20,6 +20,7 @@ mod mount_options;
 mod ninep;
 mod recipes;
 mod remote;
+mod sandbox;
 mod share;
 mod size;
 mod socket;
@@ -122,13 +123,14 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     let logging = logging::start(level, plain)?;
     match cli.command {
         Command::Share(args) => {
-            let config::File { mut shares, disks } = match &args.config {
+            let file = match &args.config {
                 Some(file) => config::read(file)?,
                 None => config::File::default(),
             };
+            let walls = args.walls.or(file.walls());
+            let config::File { mut shares, disks, .. } = file;
             shares.extend(args.share.into_iter().chain(more));
-            share::run(&shares, &disks, args.json, &logging)?;
-            Ok(0)
+            share::run(&shares, &disks, &walls, args.json, &logging)
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();

@@ -12,7 +12,7 @@ use socket2::{Domain, SockAddr, Socket, Type};
 
 use crate::cli::Share;
 use crate::exports;
-use crate::socket::Bound;
+use crate::socket::{Bound, again};
 
 /// `VMADDR_CID_ANY` of Linux: vsock clients of every virtual machine.
 pub const ANY_CID: u32 = u32::MAX;
@@ -190,6 +190,11 @@ impl Listening {
         Ok(Some(listening))
     }
 
+    /// Serves in the place of the process that made it, which goes on being the one that removes its file.
+    pub fn take_over(&mut self) -> Result<()> {
+        self.bound.as_mut().map_or(Ok(()), Bound::take_over)
+    }
+
     /// What clients are to be told.
     pub fn address(&self) -> &str {
         &self.address
@@ -232,7 +237,8 @@ impl Listening {
 
 /// Listens on an address of this machine; answers which.
 fn tcp(host: &str, port: u16) -> std::io::Result<(TcpListener, SocketAddr)> {
-    let listener = TcpListener::bind((host, port))?;
+    let in_use = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
+    let listener = again(|| TcpListener::bind((host, port)), in_use)?;
     // Port 0 is any that is free.
     let bound = listener.local_addr()?;
     Ok((listener, bound))

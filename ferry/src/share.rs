@@ -8,7 +8,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use ferry_fs::Endings;
 use ferry_fuse::MountOptions;
+use ferry_isolation::Held;
 use ferry_vfs::FileSystem;
+use ferry_vhost::Socket;
 use rustix::process::Signal;
 
 use crate::cli::Share;
@@ -18,6 +20,7 @@ use crate::exports::{self, Serving};
 use crate::logging::Logging;
 use crate::ninep::Listening;
 use crate::recipes;
+use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::socket::Bound;
 use crate::source::{self, Sources};
 
@@ -27,9 +30,54 @@ pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
 /// What the addresses of 9P devices begin with.
 const VHOST_USER: &str = "vhost-user:";
 
-/// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve.
-pub fn run(shares: &[Share], disks: &[disk::Args], json: bool, logging: &Logging) -> Result<()> {
-    serve(shares, disks, &MountOptions::default(), logging, |up, disks| announce(up, disks, json))
+/// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve. Answers the status to end with.
+pub fn run(shares: &[Share], disks: &[disk::Args], walls: &Walls, json: bool, logging: &Logging) -> Result<u8> {
+    refuse_doubles(shares, disks)?;
+    let ready = |up: &[Served], disks: &Disks<'_>| announce(up, disks, json);
+    match Confinement::of(walls, shares, disks)? {
+        Some(confinement) => serve_confined(shares, confinement, logging, ready),
+        None => serve(shares, disks, &MountOptions::default(), logging, ready).map(|()| 0),
+    }
+}
+
+/// Serves shares from within walls. In the end there may be two processes of it, which both answer: one outside of the walls, which
+/// waits, with the status of the other.
+fn serve_confined(
+    shares: &[Share],
+    confinement: Confinement,
+    logging: &Logging,
+    ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
+) -> Result<u8> {
+    // None gets lost until they are caught, on whichever side.
+    let signals = Held::hold()?;
+    let inherited = inherit(shares)?;
+    // What is wrong with a directory is said before anything is made.
+    drop(shares.iter().map(|share| Sources::default().open(share)).collect::<Result<Vec<_>>>()?);
+    let mut sockets = Sockets::make(shares, inherited)?;
+    let mut control = Control::bind();
+    let inside = match confinement.enter()? {
+        Entered::Outside(outside) => return outside.wait(&signals),
+        Entered::Inside(inside) => inside,
+    };
+    if inside.is_split() {
+        sockets.take_over()?;
+        if let Some(control) = &mut control {
+            control.leave_file();
+        }
+    }
+    let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
+    signals.release()?;
+    let mut sources = Sources::default();
+    let opened: Vec<_> = shares
+        .iter()
+        .enumerate()
+        .map(|(number, share)| sources.open(&inside.seen(number, share)))
+        .collect::<Result<_>>()?;
+    inside.close(shares)?;
+    let mut serving = Serving::default();
+    let up = start(shares, &opened, sockets, &MountOptions::default(), &mut serving)?;
+    let nothing = Disks::open(&[], Vec::new())?;
+    serve_until(endings, up, control, (nothing, serving), logging, ready).map(|()| 0)
 }
 
 /// Serves shares and disks; calls `ready` once all are up.
@@ -40,21 +88,37 @@ pub fn serve(
     logging: &Logging,
     ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
 ) -> Result<()> {
-    refuse_doubles(shares, disks)?;
-    // Inherited descriptors first: nothing has been opened yet that could have their numbers.
-    let inherited: HashMap<u16, Bound> =
-        shares.iter().filter_map(|share| share.fd).map(|fd| Ok((fd, Bound::inherit(fd)?))).collect::<Result<_>>()?;
+    let inherited = inherit(shares)?;
     let inherited_disks = disk::inherit(disks)?;
-    let mut endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
+    let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
 
     // Before the exports, so that it is dropped after them.
     let mut sources = Sources::beside(mount_points(shares));
     let mut serving = Serving::default();
     let mut offered = Disks::open(disks, inherited_disks)?;
-    let up = start(shares, inherited, mount, &mut sources, &mut serving)?;
-    let up: Arc<[Served]> = up.into();
+    let opened: Vec<_> = shares.iter().map(|share| sources.open(share)).collect::<Result<_>>()?;
+    let sockets = Sockets::make(shares, inherited)?;
+    let up = start(shares, &opened, sockets, mount, &mut serving)?;
     offered.start()?;
-    let control = Control::start(Arc::clone(&up), logging.clone());
+    serve_until(endings, up, Control::bind(), (offered, serving), logging, ready)
+}
+
+/// Inherited descriptors come first: nothing has been opened yet that could have their numbers.
+fn inherit(shares: &[Share]) -> Result<HashMap<u16, Bound>> {
+    shares.iter().filter_map(|share| share.fd).map(|fd| Ok((fd, Bound::inherit(fd)?))).collect()
+}
+
+/// Goes on serving until there is a reason to end.
+fn serve_until(
+    mut endings: Endings,
+    up: Vec<Served>,
+    control: Option<Socket>,
+    (mut offered, mut serving): (Disks<'_>, Serving),
+    logging: &Logging,
+    ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
+) -> Result<()> {
+    let up: Arc<[Served]> = up.into();
+    let control = Control::start(control, Arc::clone(&up), logging.clone());
     ready(&up, &offered)?;
     // The next virtual machine may come for a disk, too.
     if offered.is_empty() {
@@ -111,26 +175,43 @@ fn mount_points(shares: &[Share]) -> Vec<PathBuf> {
     given.map(|path| path.canonicalize().unwrap_or_else(|_| path.into())).collect()
 }
 
-/// Opens every source and every socket before the first share is served: what is wrong shows at once.
-fn start(
-    shares: &[Share],
-    mut inherited: HashMap<u16, Bound>,
-    mount: &MountOptions,
-    sources: &mut Sources,
-    serving: &mut Serving,
-) -> Result<Vec<Served>> {
-    let opened: Vec<_> = shares.iter().map(|share| sources.open(share)).collect::<Result<_>>()?;
-    let bound: Vec<Option<Bound>> = shares
-        .iter()
-        .map(|share| match (&share.virtiofs, share.fd) {
+/// The sockets of shares, in their order.
+struct Sockets {
+    bound: Vec<Option<Bound>>,
+    ninep: Vec<Option<Listening>>,
+}
+
+impl Sockets {
+    /// Makes all of them.
+    fn make(shares: &[Share], mut inherited: HashMap<u16, Bound>) -> Result<Self> {
+        let bound = |share: &Share| match (&share.virtiofs, share.fd) {
             (Some(socket), _) => Bound::bind_for(socket, share.socket_group.as_deref()).map(Some),
             (None, Some(fd)) => Ok(inherited.remove(&fd)),
             (None, None) => Ok(None),
+        };
+        Ok(Self {
+            bound: shares.iter().map(bound).collect::<Result<_>>()?,
+            ninep: shares.iter().map(Listening::of).collect::<Result<_>>()?,
         })
-        .collect::<Result<_>>()?;
-    let ninep: Vec<Option<Listening>> = shares.iter().map(Listening::of).collect::<Result<_>>()?;
+    }
+
+    /// Serves them in the place of the process that made them, which removes their files.
+    fn take_over(&mut self) -> Result<()> {
+        self.bound.iter_mut().flatten().try_for_each(Bound::take_over)?;
+        self.ninep.iter_mut().flatten().try_for_each(Listening::take_over)
+    }
+}
+
+/// Every source was opened, and every socket made, before the first share is served: what is wrong shows at once.
+fn start(
+    shares: &[Share],
+    opened: &[Arc<dyn FileSystem>],
+    Sockets { bound, ninep }: Sockets,
+    mount: &MountOptions,
+    serving: &mut Serving,
+) -> Result<Vec<Served>> {
     let mut up = Vec::new();
-    for (((share, opened_source), bound), listening) in shares.iter().zip(&opened).zip(bound).zip(ninep) {
+    for (((share, opened_source), bound), listening) in shares.iter().zip(opened).zip(bound).zip(ninep) {
         let mut served = Served::new(share, Arc::clone(opened_source));
         let source = source::seen(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
@@ -145,7 +226,7 @@ fn start(
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
         }
         if let Some(mountpoint) = &share.mount {
-            let options = exports::mount_options(share, mount.clone(), is_shared(shares, &opened, opened_source));
+            let options = exports::mount_options(share, mount.clone(), is_shared(shares, opened, opened_source));
             // Before it is covered, and in the words of the table of mounts.
             let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
             let export = serving.mount(&mountpoint, source, options)?;
@@ -170,7 +251,7 @@ fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let shares = up.iter().map(Served::shown);
     if json {
-        let mut line = serde_json::json!({ "pid": std::process::id(), "shares": shares.collect::<Vec<_>>() });
+        let mut line = serde_json::json!({ "pid": sandbox::pid(), "shares": shares.collect::<Vec<_>>() });
         if !disks.is_empty() {
             line["disks"] = disks.described().into();
         }

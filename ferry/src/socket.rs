@@ -5,10 +5,16 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ferry_vhost::Socket;
+use ferry_vhost::{Socket, SocketError};
 use rustix::net::AddressFamily;
+
+/// How long a server that was killed may take to go.
+const MOMENT: Duration = Duration::from_secs(2);
+/// How often it is looked at.
+const GLANCE: Duration = Duration::from_millis(20);
 
 /// A listening socket. One that was made here takes its file along when it goes.
 #[derive(Debug)]
@@ -20,7 +26,8 @@ pub enum Bound {
 impl Bound {
     /// Listens on a path. A socket file that nobody listens on any more is replaced.
     pub fn bind(path: &Path) -> Result<Self> {
-        Ok(Self::Made(Socket::bind(path)?))
+        let in_use = |error: &SocketError| matches!(error, SocketError::InUse(_));
+        Ok(Self::Made(again(|| Socket::bind(path), in_use)?))
     }
 
     /// The same for a group as well, by its name or number.
@@ -57,11 +64,31 @@ impl Bound {
         Ok(Self::Inherited(fd.into()))
     }
 
+    /// Serves in the place of the process that made it, which goes on being the one that removes its file.
+    pub fn take_over(&mut self) -> Result<()> {
+        match self {
+            Self::Made(socket) => Ok(socket.take_over()?),
+            Self::Inherited(_) => Ok(()),
+        }
+    }
+
     /// The socket, for a server.
     pub fn listener(&self) -> Result<UnixListener> {
         match self {
             Self::Made(socket) => Ok(socket.listener()?),
             Self::Inherited(listener) => listener.try_clone().context("cannot use the inherited socket"),
+        }
+    }
+}
+
+/// Tries for a while what fails only because a socket is in use: a server that was killed may take a moment to go, because it
+/// is another process than the one that was started.
+pub fn again<T, E>(mut make: impl FnMut() -> Result<T, E>, in_use: impl Fn(&E) -> bool) -> Result<T, E> {
+    let end = Instant::now() + MOMENT;
+    loop {
+        match make() {
+            Err(error) if in_use(&error) && Instant::now() < end => std::thread::sleep(GLANCE),
+            outcome => return outcome,
         }
     }
 }

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 use rustix::process::{Resource, Rlimit};
 
+use crate::sandbox::{Modcaps, Sandbox, Seccomp};
+
 /// The name of the program that this stands in for.
 const NAME: &str = "virtiofsd";
 /// The name that `make install` gives it beside that one.
@@ -66,13 +68,6 @@ enum FileHandles {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Sandbox {
-    Namespace,
-    Chroot,
-    None,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Level {
     Error,
     #[value(alias = "warning")]
@@ -115,15 +110,15 @@ struct Args {
     /// Rules for the names of extended attributes; implies --xattr.
     #[arg(long, value_name = "RULES")]
     xattrmap: Option<String>,
-    /// How the process is confined: not yet at all, whatever is given.
-    #[arg(long, value_enum, default_value = "namespace")]
-    sandbox: Sandbox,
+    /// How the process is confined [default: namespace, or what of it can be had here].
+    #[arg(long, value_enum)]
+    sandbox: Option<Sandbox>,
     /// Let the guest change nothing.
     #[arg(long)]
     readonly: bool,
-    /// Which system calls are stopped: none yet, whatever is given.
-    #[arg(long, value_name = "ACTION", default_value = "kill", value_parser = ["none", "kill", "log", "trap"])]
-    seccomp: String,
+    /// What becomes of it if it makes a system call that is none of its own [default: kill].
+    #[arg(long, value_enum, value_name = "ACTION")]
+    seccomp: Option<Seccomp>,
     /// Show mounts below the directory as such (the default).
     #[arg(long, overrides_with = "no_announce_submounts")]
     announce_submounts: bool,
@@ -151,9 +146,9 @@ struct Args {
     /// Print what this back end can do, in JSON.
     #[arg(long)]
     print_capabilities: bool,
-    /// Capabilities to keep or drop: without effect, none is dropped yet.
-    #[arg(long, value_name = "LIST")]
-    modcaps: Option<String>,
+    /// Capabilities to keep or drop besides: +sys_admin:-mknod.
+    #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
+    modcaps: Option<Modcaps>,
     /// What to log.
     #[arg(long, value_enum, default_value = "info")]
     log_level: Level,
@@ -236,10 +231,10 @@ impl Args {
         match (name, value) {
             ("source", _) => self.shared_dir = Some(needed()?.into()),
             ("cache", _) => self.cache = one_of(name, &needed()?)?,
-            ("sandbox", _) => self.sandbox = one_of(name, &needed()?)?,
+            ("sandbox", _) => self.sandbox = Some(one_of(name, &needed()?)?),
             ("log_level", Some("err")) => self.log_level = Level::Error,
             ("log_level", _) => self.log_level = one_of(name, &needed()?)?,
-            ("modcaps", _) => self.modcaps = Some(needed()?),
+            ("modcaps", _) => self.modcaps = Some(needed()?.parse()?),
             ("xattrmap", _) => self.xattrmap = Some(needed()?),
             ("announce_submounts", None) => self.no_announce_submounts = false,
             ("no_announce_submounts", None) => self.no_announce_submounts = true,
@@ -328,6 +323,14 @@ impl Args {
         if let Some(rules) = self.xattrmap {
             give("--xattrmap", rules.into());
         }
+        let word = |value: Option<clap::builder::PossibleValue>| value.map(|value| value.get_name().to_owned());
+        for (flag, value) in [
+            ("--sandbox", self.sandbox.and_then(|kind| word(clap::ValueEnum::to_possible_value(&kind)))),
+            ("--seccomp", self.seccomp.and_then(|action| word(clap::ValueEnum::to_possible_value(&action)))),
+            ("--modcaps", self.modcaps.map(|list| list.to_string())),
+        ] {
+            value.into_iter().for_each(|value| give(flag, value.into()));
+        }
         for (flag, rules, maps) in [
             ("--translate-uid", self.translate_uid, self.uid_map),
             ("--translate-gid", self.translate_gid, self.gid_map),
@@ -346,10 +349,6 @@ impl Args {
         line.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| flag.into()));
         set_limit(self.rlimit_nofile)?;
         let notes = [
-            (
-                self.sandbox != Sandbox::None,
-                "this process is not confined (--sandbox, --seccomp): start it where it may do no harm",
-            ),
             (self.migration_mode.is_some(), "a guest that uses this back end cannot be migrated"),
             (self.security_label == When::Auto, "labels of security modules are not carried"),
             (self.syslog, "logging to standard error, not to syslog"),
@@ -446,6 +445,9 @@ mod tests {
             ("--xattrmap :map::user.v.:", "--xattrmap=:map::user.v.:"),
             ("--translate-uid map:0:1000:1", "--translate-uid=map:0:1000:1"),
             ("--tag work", "--tag=work"),
+            ("--sandbox chroot", "--sandbox=chroot"),
+            ("-o sandbox=none,modcaps=+sys_admin", "--sandbox=none --modcaps=+sys_admin"),
+            ("--modcaps=-mknod:+LEASE --seccomp log", "--seccomp=log --modcaps=-mknod:+LEASE"),
             ("--inode-file-handles=fallback", "--inode-file-handles=prefer"),
         ] {
             let line = line(&format!("--shared-dir /d --socket-path /s {args}")).expect(args);
@@ -463,6 +465,8 @@ mod tests {
             ("--shared-dir /d --socket-path /s -o nonsense", "nonsense: there is no such option"),
             ("--shared-dir /d --socket-path /s -o cache=some", "cache=some: there is no such value"),
             ("--shared-dir /d --socket-path /s -o source", "needs a value"),
+            ("--shared-dir /d --socket-path /s -o modcaps=all", "no list of capabilities"),
+            ("--shared-dir /d --socket-path /s --sandbox=jail", "jail"),
             ("--shared-dir /d --socket-path /s --security-label=always", "not carried"),
             ("--shared-dir /d --socket-path /s --uid-map 0:1:2", "is no map"),
             ("--shared-dir /d --socket-path /s --uid-map :0:x:2:", "is no map"),

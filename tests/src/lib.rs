@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, reason = "a test that cannot go on ends")]
 
+pub mod confined;
 pub mod disks;
 pub mod mounts;
 pub mod ninep;

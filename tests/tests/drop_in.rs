@@ -161,8 +161,10 @@ fn modes_and_flags_of_virtiofsd_are_taken() {
         "--cache=metadata --no-readdirplus",
         "--cache=always --writeback --allow-direct-io --xattr --posix-acl",
         "--cache=auto --no-announce-submounts --inode-file-handles=never --thread-pool-size=4 --seccomp=none",
+        "--sandbox=namespace --seccomp=kill --modcaps=-mknod:+lease --cache=never",
         "--inode-file-handles=mandatory --modcaps=+dac_read_search --log-level=error --rlimit-nofile 2000",
         "--sandbox none --preserve-noatime --killpriv-v2 --security-label=never",
+        "--sandbox chroot --seccomp trap --inode-file-handles=never",
         "-f -o source=tree,cache=always,no_xattr,sandbox=chroot -o writeback,no_readdirplus",
     ] {
         let script = "cat there && echo new >made && cat made && rm there && mkdir d && mv made d && ls -R && df . >/dev/null && echo end";

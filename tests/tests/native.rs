@@ -5,7 +5,7 @@
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, symlink};
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use ferry_tests::{Cache, Options, Place, Process, Share, TIMEOUT, alone};
 use ferry_wire::fuse::abi::{FATTR_SIZE, FileLock, LK_FLOCK, Opcode, ReadIn, SetattrIn, WriteIn};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
+use tempfile::TempDir;
 use zerocopy::IntoBytes;
 
 const O_RDWR: u32 = 2;
@@ -437,6 +438,18 @@ fn race(time: Duration) {
 /// A share whose directory and file are swapped with links to what lies beside it.
 fn race_with(time: Duration, file_handles: bool) {
     let folder = ferry_tests::folder(Place::Disk);
+    let (inside, outside) = race_course(&folder);
+    let before = tree(&outside);
+    let options = ferry_dir::Options { file_handles, descriptors_max: Some(32), ..ferry_dir::Options::default() };
+    let share = Share::of(&inside, folder, options, Options { cache: Cache::Auto, ..Options::default() });
+    println!("file handles {file_handles}:");
+    run_race(time, &inside, connect(&share));
+    assert_eq!(tree(&outside), before, "something outside the share was changed");
+    share.assert_released();
+}
+
+/// What is shared, and what is beside it.
+fn race_course(folder: &TempDir) -> (PathBuf, PathBuf) {
     let (inside, outside) = (folder.path().join("shared"), folder.path().join("outside"));
     for dir in ["dir", "sub/dir"] {
         fs::create_dir_all(inside.join(dir)).unwrap();
@@ -449,17 +462,22 @@ fn race_with(time: Duration, file_handles: bool) {
     for name in ["secret", "victim", "outside-name"] {
         fs::write(outside.join(name), "outside").unwrap();
     }
-    let mut before = tree(&outside);
-    let options = ferry_dir::Options { file_handles, descriptors_max: Some(32), ..ferry_dir::Options::default() };
-    let share = Share::of(&inside, folder, options, Options { cache: Cache::Auto, ..Options::default() });
+    (inside, outside)
+}
+
+fn run_race(time: Duration, inside: &Path, driver: Driver) {
     let stop = AtomicBool::new(false);
     let (worked, rounds, swaps) = std::thread::scope(|scope| {
-        let swapper = scope.spawn(|| swap(&share.path, &stop));
-        let mut racer = Racer { driver: connect(&share), worked: 0, round: 0 };
+        let swapper = scope.spawn(|| swap(inside, &stop));
+        let mut racer = Racer { driver, worked: 0, round: 0 };
         let end = Instant::now() + time;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            while Instant::now() < end {
+            // Once at least, however late it is by then.
+            loop {
                 racer.round();
+                if Instant::now() >= end {
+                    break;
+                }
             }
         }));
         stop.store(true, Ordering::Relaxed);
@@ -469,11 +487,32 @@ fn race_with(time: Duration, file_handles: bool) {
         }
         (racer.worked, racer.round, swaps)
     });
-    println!("file handles {file_handles}: {rounds} rounds, {worked} requests worked, {swaps} swaps");
+    println!("{rounds} rounds, {worked} requests worked, {swaps} swaps");
     assert!(worked > rounds, "hardly anything worked: {worked} requests in {rounds} rounds");
-    before.sort();
+}
+
+/// The same with the program, behind all of its walls.
+fn race_the_program(time: Duration, flags: &[&str]) {
+    let _alone = alone();
+    let folder = ferry_tests::folder(Place::Disk);
+    let (inside, outside) = race_course(&folder);
+    let before = tree(&outside);
+    let socket = folder.path().join("s");
+    let mut command = std::process::Command::new(ferry_tests::mounts::program());
+    command.arg("share").arg(&inside).arg("--virtiofs").arg(&socket).arg("--json").args(flags);
+    command.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::piped()).env_remove("FERRY_LOG");
+    let mut server = command.spawn().unwrap();
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(server.stdout.take().unwrap()), &mut line).unwrap();
+    let mut driver = Driver::connect(&socket, config()).unwrap();
+    driver.init().unwrap();
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run_race(time, &inside, driver)));
+    server.kill().unwrap();
+    server.wait().unwrap();
+    if let Err(panic) = outcome {
+        std::panic::resume_unwind(panic);
+    }
     assert_eq!(tree(&outside), before, "something outside the share was changed");
-    share.assert_released();
 }
 
 /// The names below a folder, with modes, sizes, contents of files and times of change.
@@ -500,6 +539,18 @@ fn swapped_links_never_lead_out() {
 #[ignore = "long: make test-all"]
 fn swapped_links_never_lead_out_for_a_minute() {
     race(Duration::from_secs(60));
+}
+
+#[test]
+fn swapped_links_never_lead_out_of_the_walls() {
+    race_the_program(Duration::from_secs(5), &["--inode-file-handles", "never"]);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn swapped_links_never_lead_out_of_the_walls_for_a_minute() {
+    race_the_program(Duration::from_secs(30), &["--inode-file-handles", "never"]);
+    race_the_program(Duration::from_secs(30), &["--inode-file-handles", "prefer"]);
 }
 
 /// `..` of the root, of a directory that was moved out of the share, and absolute link targets.

@@ -4,8 +4,9 @@
 
 use std::path::Path;
 
+use ferry_tests::confined::Confined;
 use ferry_tests::suites::pjdfstest::{self, Results, SKIPPED, names};
-use ferry_tests::{Cache, MOUNTPOINT, Place, Ran, Share, TIMEOUT, cache_name, folder, run};
+use ferry_tests::{Cache, MOUNTPOINT, Place, Ran, Share, TIMEOUT, cache_name, folder, guest_on, run};
 
 /// Cases that fail, and why. None is known to.
 const FAILING: &[(&str, &str)] = &[];
@@ -40,6 +41,26 @@ fn conforms(cache: Cache) {
 #[test]
 fn pjdfstest_with_cache_auto() {
     conforms(Cache::Auto);
+}
+
+/// The program, behind all of its walls.
+#[test]
+#[ignore = "long: make test-all"]
+fn pjdfstest_confined() {
+    let mut server = Confined::start(&[]);
+    let config = folder(Place::Disk);
+    let cases = |remount, only: Option<&str>| {
+        let path = config.path().join("pjdfstest.toml");
+        let mut command = pjdfstest::command(&path, Path::new(MOUNTPOINT), Path::new("/dev/shm"), remount);
+        command.extend(only.map(Into::into));
+        run(guest_on(&server.socket, command), TIMEOUT)
+    };
+    let ran = cases(false, None);
+    let mut results = Results::parse(&ran.out, &ran.err, false);
+    results.run_racing_again(|name| cases(false, Some(name)).status == 0);
+    assert!(server.is_alive(), "{}", server.said());
+    assert_eq!(results.skipped_for_good(), names(SKIPPED), "other cases are skipped than are known to be");
+    assert_eq!(results.failed, names(FAILING), "other cases fail than are known to");
 }
 
 #[test]

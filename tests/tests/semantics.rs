@@ -6,7 +6,8 @@ use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::Duration;
 
-use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, run};
+use ferry_tests::confined::Confined;
+use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, guest_on, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -26,6 +27,10 @@ const FAILING: &[(&str, bool, &str)] = &[
         "with write-back the guest places appended data, so an append-only file cannot be opened for it",
     ),
 ];
+
+/// Checks that need a capability which a confined server does not keep by itself, as virtiofsd does not: `LINUX_IMMUTABLE` and
+/// `SYS_ADMIN` (attributes `trusted.`).
+const NEEDS_MORE: &[&str] = &["flags-ioctl", "xattr-namespaces"];
 
 fn failures(out: &str) -> BTreeSet<String> {
     let failed = |line: &str| line.split_once(" FAILED").map(|(name, _)| name.to_owned());
@@ -69,6 +74,22 @@ fn cached() {
 #[test]
 fn cached_for_long() {
     checks(Place::Disk, options(Cache::Always), None);
+}
+
+/// The program, behind all of its walls: whatever a guest does, it gets by with its capabilities and system calls.
+#[test]
+fn confined() {
+    let more = ["--inode-file-handles", "never", "--modcaps", "+sys_admin:+linux_immutable"];
+    for (flags, missing) in [(&[][..], NEEDS_MORE), (&more, &[])] {
+        let mut server = Confined::start(flags);
+        let script = format!("mkdir -p disk && exec {PROBE} {MOUNTPOINT}/disk");
+        let ran = run(guest_on(&server.socket, ["sh", "-c", &script]), Duration::from_secs(600));
+        assert!(server.is_alive(), "{}", server.said());
+        assert_eq!(ran.out.lines().count(), CHECKS, "they did not come to their end:\n{}\n{}", ran.out, ran.err);
+        let known = FAILING.iter().filter(|(_, only_writeback, _)| !only_writeback).map(|(name, ..)| *name);
+        let known: BTreeSet<_> = known.chain(missing.iter().copied()).map(str::to_owned).collect();
+        assert_eq!(failures(&ran.out), known, "{flags:?}: not what is known to fail:\n{}\n{}", ran.out, ran.err);
+    }
 }
 
 #[test]

@@ -49,6 +49,7 @@ pub struct Socket {
     path: PathBuf,
     /// Device and inode number: by then somebody else's socket may be in its place.
     made: (u64, u64),
+    stays: bool,
 }
 
 impl Socket {
@@ -71,7 +72,22 @@ impl Socket {
             errno => system(path, errno.into()),
         })?;
         let made = fs::symlink_metadata(path).map_err(|reason| system(path, reason))?;
-        Ok(Self { listener, path: path.into(), made: (made.dev(), made.ino()) })
+        Ok(Self { listener, path: path.into(), made: (made.dev(), made.ino()), stays: false })
+    }
+
+    /// Makes this process the one that serves the socket, in the place of the one that made it: that one removes the file,
+    /// and those who connect are told this one's number.
+    ///
+    /// # Errors
+    /// [`SocketError::System`]: listen(2) was refused.
+    pub fn take_over(&mut self) -> Result<(), SocketError> {
+        self.leave_file();
+        rustix::net::listen(&self.listener, BACKLOG).map_err(|errno| system(&self.path, errno.into()))
+    }
+
+    /// Leaves the file to another process, which has the socket, too.
+    pub fn leave_file(&mut self) {
+        self.stays = true;
     }
 
     /// The socket, for a server.
@@ -85,7 +101,7 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        if fs::symlink_metadata(&self.path).is_ok_and(|now| (now.dev(), now.ino()) == self.made) {
+        if !self.stays && fs::symlink_metadata(&self.path).is_ok_and(|now| (now.dev(), now.ino()) == self.made) {
             // Left behind it is only stale, and replaced next time.
             let _ = fs::remove_file(&self.path);
         }

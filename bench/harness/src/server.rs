@@ -134,9 +134,14 @@ impl Server {
         &self.socket
     }
 
-    /// Its process: each wrapper replaces itself by the next.
+    /// The process that serves: each wrapper replaces itself by the next, and one that confines itself is its child in a
+    /// namespace of processes of its own.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        let started = self.child.id();
+        let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+        let children = std::fs::read_to_string(format!("/proc/{started}/task/{started}/children")).unwrap_or_default();
+        let mut children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
+        children.find(|child| namespace(*child) != namespace(started)).unwrap_or(started)
     }
 
     /// Whether it still runs.

@@ -37,21 +37,22 @@ pub struct Control {
 }
 
 impl Control {
-    /// Listens. What is served is worth more than its control: without a socket, this says so and does without.
-    pub fn start(shares: Arc<[Served]>, logging: Logging) -> Option<Self> {
-        match Self::listen(shares, logging) {
-            Ok(control) => Some(control),
-            Err(error) => {
-                tracing::warn!("ferry log will not find this process: {error:#}");
-                None
-            }
-        }
+    /// Makes the socket. What is served is worth more than its control: without a socket, this says so and does without.
+    pub fn bind() -> Option<Socket> {
+        let bind = || {
+            let folder = place::own()?;
+            place::remove_dead(&folder);
+            Ok(Socket::bind(&folder.join(std::process::id().to_string()))?)
+        };
+        bind().map_err(not_found).ok()
     }
 
-    fn listen(shares: Arc<[Served]>, logging: Logging) -> Result<Self> {
-        let folder = place::own()?;
-        place::remove_dead(&folder);
-        let socket = Socket::bind(&folder.join(std::process::id().to_string()))?;
+    /// Listens, if there is a socket.
+    pub fn start(socket: Option<Socket>, shares: Arc<[Served]>, logging: Logging) -> Option<Self> {
+        Self::listen(socket?, shares, logging).map_err(not_found).ok()
+    }
+
+    fn listen(socket: Socket, shares: Arc<[Served]>, logging: Logging) -> Result<Self> {
         let listener = socket.listener()?;
         let accepting = socket.listener()?;
         let ended = Arc::new(AtomicBool::new(false));
@@ -74,6 +75,11 @@ impl Control {
         std::thread::Builder::new().name("control".into()).spawn(accept)?;
         Ok(Self { _socket: socket, listener, ended })
     }
+}
+
+#[allow(clippy::needless_pass_by_value, reason = "what map_err wants")]
+fn not_found(error: anyhow::Error) {
+    tracing::warn!("ferry log will not find this process: {error:#}");
 }
 
 impl Drop for Control {
@@ -123,8 +129,9 @@ impl Server {
     }
 
     fn serve(&self, client: &UnixStream) -> Result<()> {
-        let peer = rustix::net::sockopt::socket_peercred(client)?.uid;
-        ensure!(peer.is_root() || peer == rustix::process::geteuid(), "user {peer:?} may not");
+        // Its process may have no number here, which the other library does not allow for.
+        let peer = nix::sys::socket::getsockopt(client, nix::sys::socket::sockopt::PeerCredentials)?.uid();
+        ensure!(crate::sandbox::is_ours(peer), "user {peer} may not");
         client.set_read_timeout(Some(PATIENCE))?;
         client.set_write_timeout(Some(PATIENCE))?;
         let mut line = String::new();
@@ -165,7 +172,7 @@ impl Server {
     fn status(&self) -> Status {
         let state = self.lock();
         Status {
-            pid: std::process::id(),
+            pid: crate::sandbox::pid(),
             shares: self.shares.iter().map(|share| share.shown().clone()).collect(),
             log: state.level.clone(),
             requests: state.requests.as_ref().map(|(whose, _)| whose.clone()),

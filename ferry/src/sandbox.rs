@@ -1,0 +1,355 @@
+//! How a process that shares directories confines itself: which walls, in which order, and what is said where one is missing.
+//!
+//! Sockets are made before; a process then stays outside, removes their files in the end, and is the one that everybody knows.
+//! Sources are opened inside, and no thread is started before the last wall stands.
+
+use std::fmt;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+use anyhow::{Context, Result, bail};
+use ferry_isolation::{Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Root, Side};
+use serde::Deserialize;
+
+use crate::cli::{FileHandles, Share};
+use crate::disk;
+use crate::source::Kind;
+
+/// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
+const NOBODY: u32 = 65_534;
+
+/// The process that users know, where it is not this one.
+static KNOWN: OnceLock<u32> = OnceLock::new();
+/// This process is in a namespace of users in which only its own has a number.
+static ALONE: OnceLock<()> = OnceLock::new();
+
+/// The number of the process that users know: the one that they started.
+pub fn pid() -> u32 {
+    KNOWN.get().copied().unwrap_or_else(std::process::id)
+}
+
+/// Whether a peer is this user or root, who in a namespace of users has no number.
+pub fn is_ours(peer: u32) -> bool {
+    // The permissions of the folder let nobody else in.
+    let unnamed = ALONE.get().is_some() && peer == NOBODY;
+    peer == 0 || peer == rustix::process::geteuid().as_raw() || unnamed
+}
+
+/// Where a process of shares may look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Sandbox {
+    /// Namespaces of mounts, processes and networks (for users other than root, of users, too), with a root directory in which there
+    /// is nothing but what is shared; Landlock.
+    Namespace,
+    /// The shared directory, of which there must be one, is the root directory; Landlock. Only for root.
+    Chroot,
+    /// Everywhere.
+    None,
+}
+
+/// What becomes of a process that makes a system call that is not one of a server of files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Seccomp {
+    /// It is ended.
+    Kill,
+    /// The kernel's log notes it.
+    Log,
+    /// It gets SIGSYS, for debuggers.
+    Trap,
+    /// Nothing: there is no filter.
+    None,
+}
+
+/// Capabilities that are kept or dropped besides.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Modcaps(String);
+
+impl FromStr for Modcaps {
+    type Err = String;
+
+    fn from_str(list: &str) -> Result<Self, String> {
+        Capabilities::NONE.modified(list).map(|_| Self(list.into())).map_err(|error| error.to_string())
+    }
+}
+
+impl TryFrom<String> for Modcaps {
+    type Error = String;
+
+    fn try_from(list: String) -> Result<Self, String> {
+        list.parse()
+    }
+}
+
+impl fmt::Display for Modcaps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The flags about walls, each of the whole process.
+#[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
+#[command(next_help_heading = "Confinement")]
+pub struct Walls {
+    /// Where the process may look [default: namespace, or what of it can be had here].
+    #[arg(long, value_enum, value_name = "KIND")]
+    pub sandbox: Option<Sandbox>,
+
+    /// What becomes of the process if it makes a system call that is none of its own [default: kill].
+    #[arg(long, value_enum, value_name = "ACTION")]
+    pub seccomp: Option<Seccomp>,
+
+    /// Capabilities to keep or drop besides: +sys_admin:-mknod.
+    #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
+    pub modcaps: Option<Modcaps>,
+}
+
+impl Walls {
+    /// What these leave open is as others say.
+    pub fn or(self, others: Self) -> Self {
+        Self {
+            sandbox: self.sandbox.or(others.sandbox),
+            seccomp: self.seccomp.or(others.seccomp),
+            modcaps: self.modcaps.or(others.modcaps),
+        }
+    }
+
+    /// What the filter of system calls does, if there is one.
+    fn action(&self) -> Option<Action> {
+        match self.seccomp {
+            None | Some(Seccomp::Kill) => Some(Action::Kill),
+            Some(Seccomp::Log) => Some(Action::Log),
+            Some(Seccomp::Trap) => Some(Action::Trap),
+            Some(Seccomp::None) => None,
+        }
+    }
+
+    /// The first wall that was asked for by name.
+    fn asked_for(&self) -> Option<&'static str> {
+        let sandbox = self.sandbox.is_some_and(|kind| kind != Sandbox::None).then_some("--sandbox");
+        let seccomp = self.seccomp.is_some_and(|action| action != Seccomp::None).then_some("--seccomp");
+        sandbox.or(seccomp).or(self.modcaps.as_ref().map(|_| "--modcaps"))
+    }
+}
+
+/// The walls that a process is going to have.
+#[derive(Debug)]
+pub struct Confinement {
+    walls: Walls,
+    /// What stays visible, each once.
+    roots: Vec<Root>,
+    /// Which of them is whose; none for sources that are no directories.
+    root_of: Vec<Option<usize>>,
+    /// Files may be opened by handles, where that is possible.
+    wants_handles: bool,
+}
+
+/// Which side of the walls this process is on.
+pub enum Entered {
+    Outside(Waiting),
+    Inside(Inside),
+}
+
+/// This process waits for the one inside.
+pub struct Waiting(Outside);
+
+/// This process is inside, and the last walls are still to be closed.
+pub struct Inside {
+    confinement: Confinement,
+    /// Where directories are now, if that is another place.
+    places: Option<Vec<PathBuf>>,
+    kept: Capabilities,
+    is_fenced: bool,
+}
+
+/// Why the process that serves these cannot be confined, if it cannot.
+fn unfit(shares: &[Share], disks: &[disk::Args]) -> Option<String> {
+    if !disks.is_empty() {
+        return Some("it offers disks, whose files are opened anew when they change".into());
+    }
+    shares.iter().find_map(|share| {
+        let source = share.source.display();
+        match share.kind() {
+            _ if share.mount.is_some() => {
+                Some(format!("{source} is mounted on this host, where mounts are made and ended"))
+            }
+            Kind::Dir(_) | Kind::Mem => None,
+            _ => Some(format!("{source} opens files and connections while it is served")),
+        }
+    })
+}
+
+impl Confinement {
+    /// The walls for these shares, or none where they do not fit.
+    pub fn of(walls: &Walls, shares: &[Share], disks: &[disk::Args]) -> Result<Option<Self>> {
+        if let Some(why) = unfit(shares, disks) {
+            if let Some(flag) = walls.asked_for() {
+                bail!("{flag}: this process cannot be confined: {why}; leave {flag} out, or serve it apart");
+            }
+            tracing::debug!("not confined: {why}");
+            return Ok(None);
+        }
+        let (mut roots, mut root_of): (Vec<Root>, _) = (Vec::new(), Vec::new());
+        for share in shares {
+            let Kind::Dir(path) = share.kind() else {
+                root_of.push(None);
+                continue;
+            };
+            let root = Root { path: path.canonicalize().unwrap_or(path), read_only: share.read_only };
+            let at = roots.iter().position(|other| *other == root).unwrap_or_else(|| {
+                roots.push(root);
+                roots.len() - 1
+            });
+            root_of.push(Some(at));
+        }
+        if walls.sandbox == Some(Sandbox::Chroot) && (roots.len() != 1 || root_of.contains(&None)) {
+            bail!("--sandbox chroot: there must be one shared directory, which becomes the root directory");
+        }
+        let wants_handles = shares.iter().any(wants_handles);
+        Ok(Some(Self { walls: walls.clone(), roots, root_of, wants_handles }))
+    }
+
+    /// Goes inside, as far as it is possible without having opened the sources.
+    pub fn enter(self) -> Result<Entered> {
+        let had = Capabilities::here()?;
+        let mut is_fenced = true;
+        match self.walls.sandbox {
+            Some(Sandbox::None) => is_fenced = false,
+            Some(Sandbox::Chroot) if !had.can_change_root() => {
+                bail!("--sandbox chroot: only root may change the root directory; use --sandbox namespace")
+            }
+            Some(Sandbox::Chroot) => {}
+            asked => match ferry_isolation::is_possible(&self.roots) {
+                Ok(()) => return self.split(had),
+                Err(error) if asked.is_some() => return Err(error).context("--sandbox namespace"),
+                Err(error) => tracing::warn!(
+                    "the server sees all files of this host that its user may, for it has no namespaces of its own: {error}; \
+                     --sandbox none says that this is meant"
+                ),
+            },
+        }
+        self.inside(None, is_fenced, false).map(Entered::Inside)
+    }
+
+    fn split(self, had: Capabilities) -> Result<Entered> {
+        // Before the number changes.
+        let _ = KNOWN.set(std::process::id());
+        match ferry_isolation::split(&self.roots).context("--sandbox namespace")? {
+            Side::Outside(outside) => {
+                // All that is left to do is to wait, and to remove the files of sockets, in whosever folder they are.
+                Capabilities::of_keeper().limit(Capabilities::NONE)?;
+                ferry_isolation::no_new_privileges()?;
+                if let Some(action) = self.walls.action() {
+                    // Where there is no seccomp, the other side says so.
+                    let filtered = Filter::of_keeper(action).and_then(|filter| filter.apply());
+                    filtered.or_else(|error| self.walls.seccomp.map_or(Ok(()), |_| Err(error)))?;
+                }
+                Ok(Entered::Outside(Waiting(outside)))
+            }
+            Side::Inside(places) => {
+                let as_user = !had.can_mount();
+                if as_user {
+                    let _ = ALONE.set(());
+                }
+                self.inside(Some(places), true, as_user).map(Entered::Inside)
+            }
+        }
+    }
+
+    /// Drops capabilities, but for those that opening sources takes. A user in a namespace of its own has none: what they
+    /// would be worth there, nobody expects who has none outside.
+    fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<Inside> {
+        let kept = if as_user { Capabilities::NONE } else { Capabilities::of_server(self.wants_handles) };
+        let kept = self.walls.modcaps.as_ref().map_or(Ok(kept), |list| kept.modified(&list.0))?;
+        kept.limit(if as_user { Capabilities::NONE } else { Capabilities::PLACES })?;
+        Ok(Inside { confinement: self, places, kept, is_fenced })
+    }
+}
+
+impl Waiting {
+    /// Waits for the process inside; answers its status.
+    pub fn wait(self, signals: &Held) -> Result<u8> {
+        let end = self.0.wait(signals)?;
+        if let ferry_isolation::End::Signal(_) = end {
+            eprintln!("ferry: the server was ended by {end}");
+        }
+        Ok(end.status())
+    }
+}
+
+impl Inside {
+    /// Whether there is another process outside.
+    pub fn is_split(&self) -> bool {
+        self.places.is_some()
+    }
+
+    /// A share, with its source where it is seen from here.
+    pub fn seen(&self, number: usize, share: &Share) -> Share {
+        let mut share = share.clone();
+        if let (Some(places), Some(Some(at))) = (&self.places, self.confinement.root_of.get(number)) {
+            share.source.clone_from(&places[*at]);
+        }
+        share
+    }
+
+    /// Closes the last walls, once sources are open.
+    pub fn close(self, shares: &[Share]) -> Result<()> {
+        let Self { confinement: Confinement { walls, roots, wants_handles, .. }, places, kept, is_fenced } = self;
+        if walls.sandbox == Some(Sandbox::Chroot) {
+            ferry_isolation::change_root(&roots[0].path).context("--sandbox chroot")?;
+        }
+        let had = Capabilities::here()?;
+        let fenced = if is_fenced {
+            let by_handles = had.can_open_handles() && wants_handles;
+            // Root's memory file systems are mounts of their own.
+            let by_mounts = had.can_mount() && shares.iter().any(|share| share.kind() == Kind::Mem);
+            let is_root = walls.sandbox == Some(Sandbox::Chroot);
+            let paths = roots.iter().enumerate().map(|(at, root)| match &places {
+                Some(places) => (places[at].clone(), root.read_only),
+                None if is_root => ("/".into(), root.read_only),
+                None => (root.path.clone(), root.read_only),
+            });
+            let open = |(path, read_only): (PathBuf, bool)| {
+                let dir = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
+                Ok((dir, read_only))
+            };
+            let dirs = paths.map(open).collect::<Result<Vec<_>>>()?;
+            let dirs: Vec<_> = dirs.iter().map(|(dir, read_only)| (dir.as_fd(), *read_only)).collect();
+            let fence = if by_handles || by_mounts { Fence::AllFiles } else { Fence::Below(&dirs) };
+            Some(ferry_isolation::fence(fence)?)
+        } else {
+            None
+        };
+        match fenced {
+            Some(Fenced::Not) => tracing::warn!(
+                "no Landlock: this kernel has none, or it is not turned on (CONFIG_SECURITY_LANDLOCK, lsm=landlock,...)"
+            ),
+            Some(Fenced::Partly) => tracing::debug!("this kernel knows a part of Landlock's rules"),
+            Some(Fenced::Wholly) | None => {}
+        }
+        kept.limit(Capabilities::NONE)?;
+        ferry_isolation::no_new_privileges()?;
+        let action = walls.action();
+        tracing::debug!(namespaces = places.is_some(), landlock = ?fenced, capabilities = %kept, seccomp = ?action, "confined");
+        if let Some(action) = action {
+            match Filter::new(action).and_then(|filter| filter.apply()) {
+                Err(error) if walls.seccomp.is_some() => return Err(error).context("--seccomp"),
+                Err(error) => {
+                    tracing::warn!("system calls are not filtered: {error}; --seccomp none says that this is meant")
+                }
+                Ok(()) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a share may open files by handles.
+fn wants_handles(share: &Share) -> bool {
+    share.inode_file_handles != FileHandles::Never && matches!(share.kind(), Kind::Dir(_))
+}

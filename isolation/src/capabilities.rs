@@ -1,0 +1,175 @@
+//! What root keeps of being root.
+
+use std::fmt;
+
+use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, CapabilitySets};
+
+use crate::{Error, Result};
+
+/// What it takes to give files the owners, modes and kinds that clients ask for.
+const OF_SERVER: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
+    .union(CapabilitySet::SETGID)
+    .union(CapabilitySet::SETUID)
+    .union(CapabilitySet::MKNOD)
+    .union(CapabilitySet::SETFCAP);
+
+/// The capabilities that a server keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capabilities(CapabilitySet);
+
+impl Capabilities {
+    /// None at all.
+    pub const NONE: Self = Self(CapabilitySet::empty());
+
+    /// Those that a server of directories needs; with file handles, also the one to open them by.
+    #[must_use]
+    pub const fn of_server(file_handles: bool) -> Self {
+        Self(if file_handles { OF_SERVER.union(CapabilitySet::DAC_READ_SEARCH) } else { OF_SERVER })
+    }
+
+    /// What it takes to remove files in other users' folders.
+    #[must_use]
+    pub const fn of_keeper() -> Self {
+        Self(CapabilitySet::DAC_OVERRIDE)
+    }
+
+    /// What this thread has.
+    ///
+    /// # Errors
+    /// [`Error::Capabilities`]: those of capget(2).
+    pub fn here() -> Result<Self> {
+        rustix::thread::capabilities(None).map(|sets| Self(sets.effective)).map_err(Error::Capabilities)
+    }
+
+    /// Changed by a list: `+NAME` is kept, too, `-NAME` is not, with colons between; names as in capabilities(7), in any
+    /// case, with or without `cap_`.
+    ///
+    /// # Errors
+    /// [`Error::NoCapability`]: the word that is none.
+    pub fn modified(mut self, list: &str) -> Result<Self> {
+        for word in list.split(':') {
+            let wrong = || Error::NoCapability(word.into());
+            let (keep, name) = match word.split_at_checked(1) {
+                Some(("+", name)) => (true, name),
+                Some(("-", name)) => (false, name),
+                _ => return Err(wrong()),
+            };
+            let name = name.to_ascii_uppercase();
+            let found = CapabilitySet::from_name(name.strip_prefix("CAP_").unwrap_or(&name)).ok_or_else(wrong)?;
+            self.0.set(found, keep);
+        }
+        Ok(self)
+    }
+
+    /// What it takes to make mounts and to change the root directory.
+    pub const PLACES: Self = Self(CapabilitySet::SYS_ADMIN.union(CapabilitySet::SYS_CHROOT));
+
+    /// Whether there is what it takes to make namespaces and mounts.
+    #[must_use]
+    pub const fn can_mount(self) -> bool {
+        self.0.contains(CapabilitySet::SYS_ADMIN)
+    }
+
+    /// Whether there is what it takes to change the root directory.
+    #[must_use]
+    pub const fn can_change_root(self) -> bool {
+        self.0.contains(CapabilitySet::SYS_CHROOT)
+    }
+
+    /// Whether there is what it takes to open files by their handles.
+    #[must_use]
+    pub const fn can_open_handles(self) -> bool {
+        self.0.contains(CapabilitySet::DAC_READ_SEARCH)
+    }
+
+    /// Drops all others from this thread, for good: they leave the bounding set, too, where this thread may change it.
+    /// Those that it does not have it does not get. `meanwhile` are not dropped yet: another call does that.
+    ///
+    /// # Errors
+    /// [`Error::Capabilities`]: those of prctl(2) and capset(2).
+    pub fn limit(self, meanwhile: Self) -> Result<()> {
+        let now = rustix::thread::capabilities(None).map_err(Error::Capabilities)?;
+        let has_bounds = now.effective.contains(CapabilitySet::SETPCAP);
+        for capability in CapabilitySet::all().iter().filter(|one| has_bounds && !self.0.contains(*one)) {
+            match rustix::thread::remove_capability_from_bounding_set(capability) {
+                // One that this kernel does not know.
+                Ok(()) | Err(Errno::INVAL) => {}
+                Err(errno) => return Err(Error::Capabilities(errno)),
+            }
+        }
+        match rustix::thread::clear_ambient_capability_set() {
+            // Before Linux 4.3 there is no such set.
+            Ok(()) | Err(Errno::INVAL) => {}
+            Err(errno) => return Err(Error::Capabilities(errno)),
+        }
+        let sets = CapabilitySets {
+            effective: now.effective & (self.0 | meanwhile.0),
+            permitted: now.permitted & (self.0 | meanwhile.0),
+            inheritable: CapabilitySet::empty(),
+        };
+        rustix::thread::set_capabilities(None, sets).map_err(Error::Capabilities)
+    }
+
+    /// As in `/proc/PID/status`.
+    #[must_use]
+    pub const fn bits(self) -> u64 {
+        self.0.bits()
+    }
+}
+
+impl fmt::Display for Capabilities {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.0.iter_names().map(|(name, _)| name).collect();
+        f.write_str(if names.is_empty() { "none".into() } else { names.join(" ") }.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_read() {
+        let server = Capabilities::of_server(false);
+        for (list, expected) in [
+            ("+sys_admin:+sys_chroot", Capabilities(server.0 | Capabilities::PLACES.0)),
+            ("+CAP_SYS_ADMIN:+Sys_Chroot", Capabilities(server.0 | Capabilities::PLACES.0)),
+            ("+SYS_ADMIN:-sys_admin", server),
+            ("+dac_read_search", Capabilities::of_server(true)),
+            ("-chown:-dac_override:-fowner:-fsetid:-setgid:-setuid:-mknod:-setfcap", Capabilities::NONE),
+            ("-sys_admin", server),
+        ] {
+            assert_eq!(server.modified(list).expect(list), expected, "{list}");
+        }
+        for list in ["", "chown", "+", "-", "+nonsense", "+chown:", "+chown,-fowner", "é", "+cap_"] {
+            let error = server.modified(list).expect_err(list).to_string();
+            assert!(error.contains("no list of capabilities"), "{error}");
+        }
+    }
+
+    #[test]
+    fn sets_have_the_kernels_numbers() {
+        // capabilities(7): CHOWN is 0, DAC_READ_SEARCH 2, SETFCAP 31.
+        assert_eq!(Capabilities::of_server(true).bits(), 0x8800_00df);
+        assert_eq!(Capabilities::of_server(false).bits(), 0x8800_00db);
+        assert_eq!(Capabilities::NONE.to_string(), "none");
+    }
+
+    #[test]
+    fn what_is_dropped_is_gone_and_nothing_is_gained() {
+        let left = std::thread::spawn(|| {
+            let had = Capabilities::here().expect("capget");
+            let kept = Capabilities::of_server(false);
+            kept.limit(Capabilities::NONE).expect("dropping is allowed");
+            let now = Capabilities::here().expect("capget");
+            assert_eq!(now.bits(), had.bits() & kept.bits());
+            Capabilities::NONE.limit(Capabilities::NONE).expect("dropping is allowed");
+            Capabilities::here().expect("capget")
+        });
+        assert_eq!(left.join().expect("no panic"), Capabilities::NONE);
+    }
+}

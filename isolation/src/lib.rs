@@ -1,0 +1,85 @@
+//! The walls that a server of files puts around itself, so that whoever takes it over by a mistake in it finds nothing else.
+//!
+//! From outside in:
+//!
+//! 1. **Namespaces** ([`split`]): of mounts, processes and networks, and of users where that is the price. The server is
+//!    process 1 of its own, and its root is an empty, read-only folder with the shared directories and its own
+//!    `/proc/self/fd` in it. Outside stays a process that passes signals on and waits ([`Outside`]).
+//! 2. **Capabilities** ([`Capabilities`]): those that carrying files needs, also in the bounding set.
+//! 3. **Landlock** ([`fence`]): files below the shared directories alone, no TCP, no abstract sockets, no signals to others.
+//! 4. **seccomp** ([`Filter`]): the system calls that a server makes, and no others.
+//!
+//! All of them are inherited by threads and can be put on by a thread for itself only: so they are for a process that has
+//! one thread yet. Each is usable without the others.
+//!
+//! ```
+//! use ferry_isolation::{Action, Capabilities, Filter};
+//!
+//! let kept = Capabilities::of_server(false).modified("+sys_admin:-mknod")?;
+//! assert!(kept.to_string().contains("SYS_ADMIN") && !kept.to_string().contains("MKNOD"));
+//! // kept.limit(Capabilities::NONE)?;
+//! let filter = Filter::new(Action::Kill)?;
+//! // filter.apply()?;
+//! # Ok::<(), ferry_isolation::Error>(())
+//! ```
+
+mod capabilities;
+mod landlock;
+mod namespaces;
+mod outside;
+mod root;
+mod syscalls;
+
+pub use capabilities::Capabilities;
+pub use landlock::{Fence, Fenced, fence};
+pub use namespaces::{Side, change_root, is_possible, split};
+pub use outside::{End, Held, Outside};
+pub use root::Root;
+pub use syscalls::{Action, Filter};
+
+use rustix::io::Errno;
+
+/// Why a wall cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The kernel refused a step of making namespaces.
+    #[error("{step}: {errno}")]
+    Namespaces {
+        /// What was tried, in words.
+        step: String,
+        /// What the kernel said.
+        errno: Errno,
+    },
+    /// Somebody else has told why.
+    #[error("{0}")]
+    Told(String),
+    /// Walls are for processes of one thread.
+    #[error("this process has {0} threads already")]
+    Threads(usize),
+    /// A list of capabilities that is none.
+    #[error("{0:?} is no list of capabilities: write +NAME to keep one and -NAME to drop one, as in +sys_admin:-mknod")]
+    NoCapability(String),
+    /// The kernel refused to change capabilities.
+    #[error("capabilities cannot be dropped: {0}")]
+    Capabilities(Errno),
+    /// New privileges cannot be given up.
+    #[error("no_new_privs cannot be set: {0}")]
+    NoNewPrivileges(Errno),
+    /// Landlock.
+    #[error("Landlock: {0}")]
+    Landlock(String),
+    /// seccomp.
+    #[error("seccomp: {0}")]
+    Seccomp(String),
+}
+
+/// A result with this crate's errors.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Gives up, for good, that programs with set-user-id or file capabilities give this thread more than it has.
+///
+/// # Errors
+/// [`Error::NoNewPrivileges`]: Linux before 3.5.
+pub fn no_new_privileges() -> Result<()> {
+    rustix::thread::set_no_new_privs(true).map_err(Error::NoNewPrivileges)
+}

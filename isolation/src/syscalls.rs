@@ -1,0 +1,480 @@
+//! seccomp: the system calls of a server, and what becomes of one that makes another.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
+};
+
+use crate::{Error, Result};
+
+/// What becomes of a server that makes a system call that is not its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// The kernel ends it.
+    Kill,
+    /// The kernel notes it in its log, and makes the call.
+    Log,
+    /// It gets SIGSYS, for which debuggers can wait.
+    Trap,
+}
+
+impl FromStr for Action {
+    type Err = Error;
+
+    fn from_str(word: &str) -> Result<Self> {
+        match word {
+            "kill" => Ok(Self::Kill),
+            "log" => Ok(Self::Log),
+            "trap" => Ok(Self::Trap),
+            _ => Err(Error::Seccomp(format!("{word:?} is no action; write kill, log or trap"))),
+        }
+    }
+}
+
+/// Of Linux 6.13, the same on all architectures.
+const SYS_SETXATTRAT: libc::c_long = 463;
+const SYS_GETXATTRAT: libc::c_long = 464;
+const SYS_LISTXATTRAT: libc::c_long = 465;
+const SYS_REMOVEXATTRAT: libc::c_long = 466;
+
+/// Which the library lacks.
+#[cfg(target_arch = "x86_64")]
+const SYS_IO_PGETEVENTS: libc::c_long = 333;
+#[cfg(not(target_arch = "x86_64"))]
+const SYS_IO_PGETEVENTS: libc::c_long = 292;
+
+/// Made whatever their arguments are.
+const PLAIN: &[libc::c_long] = &[
+    // Data.
+    libc::SYS_read,
+    libc::SYS_readv,
+    libc::SYS_pread64,
+    libc::SYS_preadv,
+    libc::SYS_preadv2,
+    libc::SYS_write,
+    libc::SYS_writev,
+    libc::SYS_pwrite64,
+    libc::SYS_pwritev,
+    libc::SYS_pwritev2,
+    libc::SYS_splice,
+    libc::SYS_tee,
+    libc::SYS_vmsplice,
+    libc::SYS_sendfile,
+    libc::SYS_copy_file_range,
+    libc::SYS_lseek,
+    libc::SYS_fsync,
+    libc::SYS_fdatasync,
+    libc::SYS_sync_file_range,
+    libc::SYS_syncfs,
+    libc::SYS_fallocate,
+    libc::SYS_ftruncate,
+    libc::SYS_truncate,
+    libc::SYS_fadvise64,
+    libc::SYS_readahead,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_io_setup,
+    libc::SYS_io_submit,
+    libc::SYS_io_getevents,
+    SYS_IO_PGETEVENTS,
+    libc::SYS_io_cancel,
+    libc::SYS_io_destroy,
+    // Files, and what they are called.
+    libc::SYS_openat,
+    libc::SYS_openat2,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_close,
+    libc::SYS_close_range,
+    libc::SYS_dup,
+    libc::SYS_dup3,
+    libc::SYS_fcntl,
+    libc::SYS_flock,
+    libc::SYS_fstat,
+    libc::SYS_newfstatat,
+    libc::SYS_statx,
+    libc::SYS_statfs,
+    libc::SYS_fstatfs,
+    libc::SYS_getdents64,
+    libc::SYS_mkdirat,
+    libc::SYS_mknodat,
+    libc::SYS_symlinkat,
+    libc::SYS_linkat,
+    libc::SYS_unlinkat,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_readlinkat,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    libc::SYS_fchown,
+    libc::SYS_fchownat,
+    libc::SYS_utimensat,
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_getxattr,
+    libc::SYS_lgetxattr,
+    libc::SYS_fgetxattr,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    libc::SYS_fsetxattr,
+    libc::SYS_listxattr,
+    libc::SYS_llistxattr,
+    libc::SYS_flistxattr,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    libc::SYS_fremovexattr,
+    SYS_SETXATTRAT,
+    SYS_GETXATTRAT,
+    SYS_LISTXATTRAT,
+    SYS_REMOVEXATTRAT,
+    libc::SYS_umask,
+    libc::SYS_chdir,
+    libc::SYS_fchdir,
+    libc::SYS_getcwd,
+    // As whom: without capabilities these give nothing.
+    libc::SYS_setfsuid,
+    libc::SYS_setfsgid,
+    libc::SYS_setgroups,
+    libc::SYS_getgroups,
+    libc::SYS_capget,
+    libc::SYS_capset,
+    libc::SYS_getuid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getegid,
+    libc::SYS_getresuid,
+    libc::SYS_getresgid,
+    // Memory.
+    libc::SYS_brk,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_mincore,
+    libc::SYS_mlock,
+    libc::SYS_munlock,
+    libc::SYS_msync,
+    libc::SYS_memfd_create,
+    libc::SYS_membarrier,
+    // Waiting and waking.
+    libc::SYS_futex,
+    libc::SYS_futex_waitv,
+    libc::SYS_ppoll,
+    libc::SYS_pselect6,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_eventfd2,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
+    libc::SYS_timerfd_gettime,
+    libc::SYS_pipe2,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_getres,
+    libc::SYS_gettimeofday,
+    libc::SYS_restart_syscall,
+    // Sockets that are there, or come by accepting; none is made.
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_sendto,
+    libc::SYS_recvfrom,
+    libc::SYS_sendmsg,
+    libc::SYS_recvmsg,
+    libc::SYS_shutdown,
+    libc::SYS_getsockname,
+    libc::SYS_getpeername,
+    libc::SYS_getsockopt,
+    libc::SYS_setsockopt,
+    libc::SYS_socketpair,
+    // Threads, signals, and ending. Signals reach nobody outside the namespace of processes.
+    libc::SYS_set_robust_list,
+    libc::SYS_get_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_set_tid_address,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_gettid,
+    libc::SYS_getpid,
+    libc::SYS_getppid,
+    libc::SYS_tgkill,
+    libc::SYS_sched_yield,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_sched_getparam,
+    libc::SYS_sched_getscheduler,
+    libc::SYS_sched_setscheduler,
+    libc::SYS_getcpu,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_sigaltstack,
+    // The machine.
+    libc::SYS_getrandom,
+    libc::SYS_getrusage,
+    libc::SYS_prlimit64,
+    libc::SYS_sysinfo,
+    libc::SYS_uname,
+    libc::SYS_times,
+    // Another filter can only forbid more.
+    libc::SYS_seccomp,
+];
+
+/// Older names of the same, which newer architectures do without.
+#[cfg(target_arch = "x86_64")]
+const OLDER: &[libc::c_long] = &[
+    libc::SYS_open,
+    libc::SYS_stat,
+    libc::SYS_lstat,
+    libc::SYS_poll,
+    libc::SYS_select,
+    libc::SYS_epoll_wait,
+    libc::SYS_epoll_create,
+    libc::SYS_dup2,
+    libc::SYS_pipe,
+    libc::SYS_eventfd,
+    libc::SYS_mkdir,
+    libc::SYS_rmdir,
+    libc::SYS_unlink,
+    libc::SYS_rename,
+    libc::SYS_link,
+    libc::SYS_symlink,
+    libc::SYS_readlink,
+    libc::SYS_access,
+    libc::SYS_chmod,
+    libc::SYS_chown,
+    libc::SYS_lchown,
+    libc::SYS_getrlimit,
+    libc::SYS_time,
+    libc::SYS_arch_prctl,
+];
+#[cfg(not(target_arch = "x86_64"))]
+const OLDER: &[libc::c_long] = &[];
+
+/// Those of the process that stays outside: to wait, to pass signals on, and to remove the files of sockets. Not to open any.
+const OF_KEEPER: &[libc::c_long] = &[
+    libc::SYS_wait4,
+    libc::SYS_waitid,
+    libc::SYS_kill,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+    libc::SYS_tgkill,
+    libc::SYS_getpid,
+    libc::SYS_gettid,
+    libc::SYS_statx,
+    libc::SYS_newfstatat,
+    libc::SYS_unlinkat,
+    libc::SYS_write,
+    libc::SYS_writev,
+    libc::SYS_close,
+    libc::SYS_fcntl,
+    libc::SYS_futex,
+    libc::SYS_brk,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_getrandom,
+    libc::SYS_restart_syscall,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_clock_gettime,
+];
+
+#[cfg(target_arch = "x86_64")]
+const OLDER_OF_KEEPER: &[libc::c_long] = &[libc::SYS_lstat, libc::SYS_stat, libc::SYS_unlink];
+#[cfg(not(target_arch = "x86_64"))]
+const OLDER_OF_KEEPER: &[libc::c_long] = &[];
+
+/// What prctl(2) may be asked for: names of threads and mappings, and what a thread may do at most.
+const PRCTL: [libc::c_int; 8] = [
+    libc::PR_SET_NAME,
+    libc::PR_GET_NAME,
+    libc::PR_SET_VMA,
+    libc::PR_CAPBSET_READ,
+    libc::PR_GET_SECUREBITS,
+    libc::PR_GET_NO_NEW_PRIVS,
+    libc::PR_SET_NO_NEW_PRIVS,
+    libc::PR_SET_TIMERSLACK,
+];
+
+/// Commands to a terminal that type on its user's behalf.
+const TYPING: [libc::Ioctl; 2] = [libc::TIOCSTI, libc::TIOCLINUX];
+
+/// Flags of clone(2) with which it makes a thread of this process, in its namespaces.
+const THREAD: libc::c_int = libc::CLONE_THREAD;
+const NEW: libc::c_int = libc::CLONE_NEWNS
+    | libc::CLONE_NEWUSER
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWCGROUP
+    | libc::CLONE_PTRACE;
+
+/// The system calls of a server, ready to be put in force.
+#[derive(Clone)]
+pub struct Filter {
+    /// In this order: the last one forbids the first one's own system calls in some mode.
+    programs: Vec<BpfProgram>,
+}
+
+impl std::fmt::Debug for Filter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Filter").field("programs", &self.programs.len()).finish()
+    }
+}
+
+impl Filter {
+    /// The filter of a server of files.
+    ///
+    /// # Errors
+    /// [`Error::Seccomp`]: there is none for this architecture.
+    pub fn new(action: Action) -> Result<Self> {
+        Self::of(rules()?, action)
+    }
+
+    /// The filter of the process that stays outside.
+    ///
+    /// # Errors
+    /// [`Error::Seccomp`]: there is none for this architecture.
+    pub fn of_keeper(action: Action) -> Result<Self> {
+        let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+            OF_KEEPER.iter().chain(OLDER_OF_KEEPER).map(|call| (*call, Vec::new())).collect();
+        rules.insert(libc::SYS_mmap, vec![no_code()?]);
+        Self::of(rules, action)
+    }
+
+    fn of(rules: BTreeMap<i64, Vec<SeccompRule>>, action: Action) -> Result<Self> {
+        let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(wrong)?;
+        let action = match action {
+            Action::Kill => SeccompAction::KillProcess,
+            Action::Log => SeccompAction::Log,
+            Action::Trap => SeccompAction::Trap,
+        };
+        let compiled = |rules, mismatch, matched| -> Result<BpfProgram> {
+            SeccompFilter::new(rules, mismatch, matched, arch).and_then(TryInto::try_into).map_err(wrong)
+        };
+        // clone3's flags are in memory, where no filter can look. Who is told that there is no such call takes clone.
+        let no_clone3: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+        #[allow(clippy::cast_sign_loss, reason = "numbers of errors are positive")]
+        let unknown = SeccompAction::Errno(libc::ENOSYS as u32);
+        let programs =
+            vec![compiled(no_clone3, SeccompAction::Allow, unknown)?, compiled(rules, action, SeccompAction::Allow)?];
+        Ok(Self { programs })
+    }
+
+    /// Puts it in force for this thread and all that it starts, for good. It also gives up new privileges.
+    ///
+    /// # Errors
+    /// [`Error::Seccomp`]: the kernel refused.
+    pub fn apply(&self) -> Result<()> {
+        self.programs.iter().try_for_each(|program| seccompiler::apply_filter(program).map_err(wrong))
+    }
+}
+
+fn wrong(error: impl std::fmt::Display) -> Error {
+    Error::Seccomp(error.to_string())
+}
+
+/// A rule of conditions on arguments: number, comparison, value.
+fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> Result<SeccompRule> {
+    let conditions = conditions.iter().map(|(argument, operator, value)| {
+        SeccompCondition::new(*argument, SeccompCmpArgLen::Dword, operator.clone(), *value)
+    });
+    conditions.collect::<std::result::Result<Vec<_>, _>>().and_then(SeccompRule::new).map_err(wrong)
+}
+
+fn bits(flags: libc::c_int) -> u64 {
+    u64::from(flags.cast_unsigned())
+}
+
+/// Of mmap(2) and mprotect(2): no memory becomes code.
+fn no_code() -> Result<SeccompRule> {
+    rule(&[(2, SeccompCmpOp::MaskedEq(bits(libc::PROT_EXEC)), 0)])
+}
+
+fn rules() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+        PLAIN.iter().chain(OLDER).map(|call| (*call, Vec::new())).collect();
+    // Refused by the other filter, without an end to the server.
+    rules.insert(libc::SYS_clone3, Vec::new());
+    let thread = SeccompCmpOp::MaskedEq(bits(THREAD | NEW));
+    rules.insert(libc::SYS_clone, vec![rule(&[(0, thread, bits(THREAD))])?]);
+    // A working directory and umask of a thread's own.
+    rules.insert(libc::SYS_unshare, vec![rule(&[(0, SeccompCmpOp::Eq, bits(libc::CLONE_FS))])?]);
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![no_code()?]);
+    }
+    let not: Vec<_> = TYPING.iter().map(|command| (1, SeccompCmpOp::Ne, *command & 0xffff_ffff)).collect();
+    rules.insert(libc::SYS_ioctl, vec![rule(&not)?]);
+    let asked = PRCTL.iter().map(|option| rule(&[(0, SeccompCmpOp::Eq, bits(*option))]));
+    rules.insert(libc::SYS_prctl, asked.collect::<Result<_>>()?);
+    Ok(rules)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filters_compile() {
+        for action in [Action::Kill, Action::Log, Action::Trap] {
+            let filter = Filter::new(action).expect("this architecture");
+            assert_eq!(filter.programs.len(), 2);
+            Filter::of_keeper(action).expect("this architecture");
+        }
+        assert_eq!("log".parse::<Action>().expect("a word"), Action::Log);
+        assert!("none".parse::<Action>().is_err());
+    }
+
+    #[test]
+    fn what_leads_out_is_not_among_them() {
+        let rules = rules().expect("sound rules");
+        for call in [
+            libc::SYS_execve,
+            libc::SYS_execveat,
+            libc::SYS_socket,
+            libc::SYS_connect,
+            libc::SYS_bind,
+            libc::SYS_ptrace,
+            libc::SYS_process_vm_readv,
+            libc::SYS_process_vm_writev,
+            libc::SYS_kill,
+            libc::SYS_tkill,
+            libc::SYS_mount,
+            libc::SYS_move_mount,
+            libc::SYS_open_tree,
+            libc::SYS_fsopen,
+            libc::SYS_pivot_root,
+            libc::SYS_chroot,
+            libc::SYS_setns,
+            libc::SYS_bpf,
+            libc::SYS_perf_event_open,
+            libc::SYS_keyctl,
+            libc::SYS_add_key,
+            libc::SYS_userfaultfd,
+            libc::SYS_init_module,
+            libc::SYS_finit_module,
+            libc::SYS_kexec_load,
+            libc::SYS_reboot,
+            libc::SYS_pidfd_getfd,
+            libc::SYS_setuid,
+            libc::SYS_personality,
+            libc::SYS_swapon,
+        ] {
+            assert!(!rules.contains_key(&call), "{call}");
+        }
+        for call in [libc::SYS_clone, libc::SYS_unshare, libc::SYS_mmap, libc::SYS_ioctl, libc::SYS_prctl] {
+            assert!(rules.get(&call).is_some_and(|rules| !rules.is_empty()), "{call}");
+        }
+    }
+}

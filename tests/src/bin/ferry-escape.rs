@@ -1,0 +1,112 @@
+//! Puts walls around itself, as a server does, and tries to get out: `ferry-escape WALLS DIR ATTEMPT [WHAT]`.
+//!
+//! Walls are a list of `namespaces`, `capabilities`, `landlock`, `seccomp`, `seccomp-log`, `seccomp-trap`, or `none`; the directory
+//! is what stays inside. Says `worked`, or the number of the error.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs::{self, File};
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+use ferry_isolation::{Action, Capabilities, Fence, Filter, Held, Root, Side};
+use rustix::fs::{FileType, Mode, OFlags, makedev, mknodat, openat};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+use rustix::process::Pid;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().collect();
+    let [_, walls, dir, attempt, what @ ..] = &args[..] else { panic!("ferry-escape WALLS DIR ATTEMPT [WHAT]") };
+    let walls: Vec<&str> = walls.split(',').collect();
+    let mut dir = PathBuf::from(dir);
+    if walls.contains(&"namespaces") {
+        let held = Held::hold().unwrap();
+        ferry_isolation::is_possible(&[]).unwrap();
+        match ferry_isolation::split(&[Root { path: dir, read_only: false }]).unwrap() {
+            Side::Outside(outside) => return outside.wait(&held).unwrap().status().into(),
+            Side::Inside(places) => dir = places[0].clone(),
+        }
+        held.release().unwrap();
+    }
+    let share = File::open(dir).unwrap();
+    if walls.contains(&"capabilities") {
+        Capabilities::of_server(false).limit(Capabilities::NONE).unwrap();
+    }
+    if walls.contains(&"landlock") {
+        let fenced = ferry_isolation::fence(Fence::Below(&[(share.as_fd(), false)])).unwrap();
+        assert_ne!(fenced, ferry_isolation::Fenced::Not);
+    }
+    for (word, action) in [("seccomp", Action::Kill), ("seccomp-log", Action::Log), ("seccomp-trap", Action::Trap)] {
+        if walls.contains(&word) {
+            Filter::new(action).unwrap().apply().unwrap();
+        }
+    }
+    match try_to(attempt, what.first().map_or("", String::as_str), &share) {
+        Ok(()) => println!("worked"),
+        Err(error) => println!("errno {}", error.raw_os_error().unwrap()),
+    }
+    ExitCode::SUCCESS
+}
+
+fn try_to(attempt: &str, what: &str, share: &File) -> io::Result<()> {
+    let done = |result: libc::c_long| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) };
+    let below = |name: &str, flags| openat(share, name, flags | OFlags::CLOEXEC, Mode::RUSR | Mode::WUSR).map(drop);
+    match attempt {
+        "open" => File::open(what).map(drop),
+        "below" => Ok(below(what, OFlags::RDONLY)?),
+        "create" => Ok(below(what, OFlags::WRONLY | OFlags::CREATE)?),
+        "connect" => TcpStream::connect(what).map(drop),
+        "abstract" => UnixStream::connect_addr(&SocketAddr::from_abstract_name(what)?).map(drop),
+        "signal" => {
+            let pid = what.parse().ok().and_then(Pid::from_raw).unwrap();
+            Ok(rustix::process::test_kill_process(pid)?)
+        }
+        // A directory of processes has numbers for names.
+        "processes" => {
+            let seen = fs::read_dir("/proc")?.filter_map(Result::ok);
+            let numbers = seen.filter(|entry| entry.file_name().to_string_lossy().parse::<u32>().is_ok());
+            if numbers.count() > 0 { Ok(()) } else { Err(Errno::NOENT.into()) }
+        }
+        "device" => {
+            mknodat(share, what, FileType::CharacterDevice, Mode::RUSR, makedev(1, 3))?;
+            Ok(below(what, OFlags::RDONLY)?)
+        }
+        "mount" => Ok(rustix::mount::fsopen("tmpfs", rustix::mount::FsOpenFlags::FSOPEN_CLOEXEC).map(drop)?),
+        "chroot" => Ok(rustix::process::chroot(".")?),
+        "execute" => Err(Command::new("/bin/echo").arg("worked").exec()),
+        "thread" => std::thread::Builder::new().spawn(|| ()).map(|thread| thread.join().unwrap()),
+        "code" => {
+            const BYTES: usize = 4096;
+            // SAFETY: a new private mapping, which nobody else knows, is made and given other rights.
+            unsafe {
+                let page = mmap_anonymous(std::ptr::null_mut(), BYTES, ProtFlags::READ, MapFlags::PRIVATE)?;
+                Ok(mprotect(page, BYTES, MprotectFlags::READ | MprotectFlags::EXEC)?)
+            }
+        }
+        // SAFETY: this process has one thread, and the child does nothing but end.
+        "fork" => unsafe {
+            match libc::fork() {
+                0 => libc::_exit(0),
+                pid => done(pid.into()),
+            }
+        },
+        // SAFETY: PTRACE_TRACEME takes no pointers.
+        "trace" => done(unsafe { libc::ptrace(libc::PTRACE_TRACEME) }),
+        // SAFETY: CLONE_NEWUSER changes no memory.
+        "users" => done(unsafe { libc::unshare(libc::CLONE_NEWUSER) }.into()),
+        // SAFETY: TIOCSTI reads one byte, which lives for the call.
+        "type" => match done(unsafe { libc::ioctl(share.as_raw_fd(), libc::TIOCSTI, c"x".as_ptr()) }.into()) {
+            // It came as far as the file, which is no terminal.
+            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => Ok(()),
+            other => other,
+        },
+        _ => panic!("no attempt {attempt}"),
+    }
+}

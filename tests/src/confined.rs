@@ -1,0 +1,59 @@
+//! The program that shares a directory from behind all of its walls.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use tempfile::TempDir;
+
+use crate::{Place, folder};
+
+/// `ferry share`, confined as it is by default, with a fresh directory.
+#[derive(Debug)]
+pub struct Confined {
+    child: Child,
+    /// Its socket; the tag is `t`.
+    pub socket: PathBuf,
+    /// The shared directory.
+    pub path: PathBuf,
+    folder: TempDir,
+}
+
+impl Confined {
+    /// Starts it with more flags, and waits until it listens.
+    pub fn start(flags: &[&str]) -> Self {
+        let folder = folder(Place::Disk);
+        let (socket, path) = (folder.path().join("s"), folder.path().join("shared"));
+        fs::create_dir(&path).unwrap();
+        let mut command = Command::new(crate::mounts::program());
+        command.arg("share").arg(&path).arg("--virtiofs").arg(&socket).args(["--tag", "t", "--json"]).args(flags);
+        command.args(["--sandbox", "namespace", "--seccomp", "kill"]);
+        let stderr = fs::File::create(folder.path().join("stderr")).unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr).env_remove("FERRY_LOG");
+        let mut child = command.spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let confined = Self { child, socket, path, folder };
+        assert!(!line.is_empty(), "it does not start: {}", confined.said());
+        confined
+    }
+
+    /// What it said on standard error.
+    pub fn said(&self) -> String {
+        fs::read_to_string(self.folder.path().join("stderr")).unwrap()
+    }
+
+    /// Whether it still serves: what a filter forbids would have ended it.
+    pub fn is_alive(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+}
+
+impl Drop for Confined {
+    fn drop(&mut self) {
+        // The one inside does not outlive it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,520 @@
+//! The walls around a server, each tried from inside, and what the program puts up by itself.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ferry_driver::{Config, Driver, ROOT};
+use ferry_isolation::Capabilities;
+use ferry_tests::{Place, folder};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+/// Somebody who is not root.
+const USER: u32 = 1234;
+/// More than any process here takes to begin or end, also on a busy machine.
+const SOON: Duration = Duration::from_secs(60);
+const TICK: Duration = Duration::from_millis(10);
+const O_RDWR_CREAT: u32 = 0o102;
+
+/// Becoming somebody else, and setting up root's own walls, takes root.
+fn is_root() -> bool {
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root {
+        eprintln!("skipped: needs root");
+    }
+    is_root
+}
+
+/// A directory to share, and one beside it that nobody inside may reach; both belong to a user.
+struct Tree(TempDir);
+
+impl Tree {
+    fn of(user: u32) -> Self {
+        let folder = folder(Place::Disk);
+        for dir in ["shared", "outside"] {
+            fs::create_dir(folder.path().join(dir)).unwrap();
+        }
+        fs::write(folder.path().join("outside/secret"), "outside").unwrap();
+        fs::write(folder.path().join("shared/file"), "inside").unwrap();
+        symlink(folder.path().join("outside/secret"), folder.path().join("shared/link")).unwrap();
+        for path in ["", "shared", "outside", "outside/secret", "shared/file"] {
+            chown(folder.path().join(path), Some(user), Some(user)).unwrap();
+        }
+        Self(folder)
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// A program where everybody may start it.
+    fn program(&self, program: &Path, name: &str) -> PathBuf {
+        let copy = self.at(name);
+        fs::copy(program, &copy).unwrap();
+        fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).unwrap();
+        copy
+    }
+}
+
+/// A command of somebody else's.
+fn as_user(user: u32, program: &Path) -> Command {
+    if user == rustix::process::geteuid().as_raw() {
+        return Command::new(program);
+    }
+    let user = user.to_string();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program);
+    command
+}
+
+/// What becomes of attempts to get out.
+struct Escapes {
+    tree: Tree,
+    program: PathBuf,
+    user: u32,
+}
+
+impl Escapes {
+    fn of(user: u32) -> Self {
+        let tree = Tree::of(user);
+        let program = tree.program(Path::new(env!("CARGO_BIN_EXE_ferry-escape")), "escape");
+        Self { tree, program, user }
+    }
+
+    /// What it says, or the signal that ends it.
+    fn attempt(&self, walls: &str, attempt: &str, what: &str) -> String {
+        let mut command = as_user(self.user, &self.program);
+        let output = command.arg(walls).arg(self.tree.at("shared")).args([attempt, what]).output().unwrap();
+        // Where a process waits outside, it answers a signal as shells do.
+        let signal = output.status.signal().or(output.status.code().and_then(|code| code.checked_sub(128)));
+        match signal.filter(|signal| *signal > 0) {
+            Some(signal) => format!("signal {signal}"),
+            None => format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)),
+        }
+        .trim_end()
+        .to_owned()
+    }
+
+    /// Without walls it works; with them it ends so.
+    #[track_caller]
+    fn is_stopped(&self, walls: &str, attempt: &str, what: &str, expected: &str) {
+        assert_eq!(self.attempt("none", attempt, what), "worked", "{attempt} {what}, without walls");
+        if ["create", "device"].contains(&attempt) {
+            fs::remove_file(self.tree.at("shared").join(what)).unwrap();
+        }
+        assert_eq!(self.attempt(walls, attempt, what), expected, "{attempt} {what}, behind {walls}");
+    }
+
+    #[track_caller]
+    fn works(&self, walls: &str, attempt: &str, what: &str) {
+        assert_eq!(self.attempt(walls, attempt, what), "worked", "{attempt} {what}, behind {walls}");
+    }
+}
+
+fn errno(number: i32) -> String {
+    format!("errno {number}")
+}
+
+/// The killed process's signal.
+const SIGSYS: &str = "signal 31";
+
+fn each_wall_holds(user: u32) {
+    let escapes = Escapes::of(user);
+    let secret = escapes.tree.at("outside/secret").to_str().unwrap().to_owned();
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = server.local_addr().unwrap().to_string();
+    let name = format!("ferry-isolation-{}-{user}", std::process::id());
+    let _abstract = UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+    // A process that this user may send signals to.
+    let mut sleeper = as_user(user, Path::new("/bin/sleep")).arg("600").spawn().unwrap();
+    let sleeping = sleeper.id().to_string();
+
+    let walls = "namespaces";
+    escapes.is_stopped(walls, "open", &secret, &errno(libc::ENOENT));
+    escapes.is_stopped(walls, "below", "../outside/secret", &errno(libc::ENOENT));
+    escapes.is_stopped(walls, "below", "link", &errno(libc::ENOENT));
+    escapes.is_stopped(walls, "create", "../new", &errno(libc::EROFS));
+    escapes.is_stopped(walls, "connect", &address, &errno(libc::ENETUNREACH));
+    escapes.is_stopped(walls, "abstract", &name, &errno(libc::ECONNREFUSED));
+    escapes.is_stopped(walls, "signal", &sleeping, &errno(libc::ESRCH));
+    escapes.is_stopped(walls, "processes", "", &errno(libc::ENOENT));
+    escapes.works(walls, "below", "file");
+    if user == 0 {
+        escapes.is_stopped(walls, "device", "null", &errno(libc::EACCES));
+        escapes.is_stopped("capabilities", "mount", "", &errno(libc::EPERM));
+        escapes.is_stopped("capabilities", "chroot", "", &errno(libc::EPERM));
+    }
+
+    let walls = "landlock";
+    escapes.is_stopped(walls, "open", &secret, &errno(libc::EACCES));
+    escapes.is_stopped(walls, "below", "../outside/secret", &errno(libc::EACCES));
+    escapes.is_stopped(walls, "below", "link", &errno(libc::EACCES));
+    escapes.is_stopped(walls, "execute", "", &errno(libc::EACCES));
+    escapes.is_stopped(walls, "connect", &address, &errno(libc::EACCES));
+    escapes.is_stopped(walls, "abstract", &name, &errno(libc::EPERM));
+    escapes.is_stopped(walls, "signal", &sleeping, &errno(libc::EPERM));
+    escapes.works(walls, "below", "file");
+    escapes.works(walls, "create", "made");
+
+    for attempt in ["execute", "fork", "trace", "code", "users", "type"] {
+        escapes.is_stopped("seccomp", attempt, "", SIGSYS);
+    }
+    escapes.is_stopped("seccomp", "connect", &address, SIGSYS);
+    escapes.is_stopped("seccomp", "abstract", &name, SIGSYS);
+    escapes.is_stopped("seccomp", "signal", &sleeping, SIGSYS);
+    escapes.is_stopped("seccomp-trap", "fork", "", SIGSYS);
+    escapes.works("seccomp-log", "fork", "");
+    let all = "namespaces,capabilities,landlock,seccomp";
+    escapes.is_stopped(all, "fork", "", SIGSYS);
+    for (attempt, what) in [("thread", ""), ("below", "file"), ("create", "also-made")] {
+        escapes.works(all, attempt, what);
+    }
+    sleeper.kill().unwrap();
+    sleeper.wait().unwrap();
+}
+
+#[test]
+fn each_wall_holds_for_root() {
+    if is_root() {
+        each_wall_holds(0);
+    }
+}
+
+#[test]
+fn each_wall_holds_for_others() {
+    if is_root() {
+        each_wall_holds(USER);
+    }
+}
+
+/// The program, sharing a tree.
+struct Served {
+    child: Child,
+    tree: Tree,
+    /// The process inside.
+    inside: Option<Pid>,
+}
+
+impl Served {
+    fn start(user: u32, flags: &str) -> Self {
+        let tree = Tree::of(user);
+        let program = tree.program(ferry_tests::mounts::program(), "ferry-copy");
+        Self::start_by(as_user(user, &program), tree, flags)
+    }
+
+    fn start_by(mut command: Command, tree: Tree, flags: &str) -> Self {
+        command.arg("share").arg(tree.at("shared")).arg("--virtiofs").arg(tree.at("s")).arg("--json");
+        command.args(flags.split_whitespace()).env("XDG_RUNTIME_DIR", tree.at("")).env_remove("FERRY_LOG");
+        let stderr = fs::File::create(tree.at("stderr")).unwrap();
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let served = Self { inside: child_of(child.id()), child, tree };
+        let said: serde_json::Value =
+            serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line:?}: {}", served.said()));
+        assert_eq!(said["pid"], served.child.id(), "the process that was started is the one to be told of");
+        served
+    }
+
+    /// On standard error.
+    fn said(&self) -> String {
+        fs::read_to_string(self.tree.at("stderr")).unwrap()
+    }
+
+    fn driver(&self) -> Driver {
+        let mut driver = Driver::connect(self.tree.at("s"), Config { queues: 2, ..Config::default() }).unwrap();
+        driver.init().unwrap();
+        driver
+    }
+
+    /// What does most of what a guest does.
+    fn is_used(&self) {
+        let mut driver = self.driver();
+        let (file, open) = driver.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();
+        assert_eq!(driver.write(file.nodeid, open.fh, 0, b"written").unwrap(), 7);
+        assert_eq!(driver.read(file.nodeid, open.fh, 0, 64).unwrap(), b"written");
+        driver.fsync(file.nodeid, open.fh).unwrap();
+        driver.setxattr(file.nodeid, "user.name", b"value", 0).unwrap();
+        assert_eq!(driver.getxattr(file.nodeid, "user.name").unwrap(), b"value");
+        driver.release(file.nodeid, open.fh).unwrap();
+        let dir = driver.mkdir(ROOT, "dir", 0o755).unwrap();
+        driver.rename(ROOT, "new", dir.nodeid, "moved", 0).unwrap();
+        driver.symlink(dir.nodeid, "link", "/etc/passwd").unwrap();
+        driver.mknod(dir.nodeid, "fifo", libc::S_IFIFO | 0o600, 0).unwrap();
+        driver.tmpfile(ROOT, 0o2, 0o600).unwrap();
+        driver.truncate(file.nodeid, 3).unwrap();
+        let found = driver.lookup(dir.nodeid, "moved").unwrap();
+        let open = driver.open(found.nodeid, 0).unwrap();
+        assert_eq!(driver.read(found.nodeid, open.fh, 0, 64).unwrap(), b"wri");
+        let listing = driver.opendir(ROOT).unwrap();
+        assert!(driver.readdirplus(ROOT, listing.fh, 0, 4096).unwrap().len() >= 5);
+        driver.syncfs().unwrap();
+        driver.statfs(ROOT).unwrap();
+        for (name, is_file) in [("moved", true), ("link", true), ("fifo", true), ("dir", false)] {
+            match is_file {
+                true => driver.unlink(dir.nodeid, name).unwrap(),
+                false => driver.rmdir(ROOT, name).unwrap(),
+            }
+        }
+        assert_eq!(driver.peer(), Some(self.server().as_raw_nonzero().get().unsigned_abs()));
+    }
+
+    /// The process that serves.
+    fn server(&self) -> Pid {
+        self.inside.unwrap_or_else(|| Pid::from_child(&self.child))
+    }
+
+    fn of_server(&self, file: &str) -> PathBuf {
+        Path::new("/proc").join(self.server().as_raw_nonzero().to_string()).join(file)
+    }
+
+    /// A field of each thread's status.
+    fn status(&self, field: &str) -> Vec<String> {
+        let threads = fs::read_dir(self.of_server("task")).unwrap();
+        threads
+            // One that ends meanwhile has none any more.
+            .filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok())
+            .map(|text| {
+                let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
+                line.unwrap_or_else(|| panic!("no {field} in {text}")).to_owned()
+            })
+            .collect()
+    }
+
+    #[track_caller]
+    fn all_are(&self, field: &str, expected: &str) {
+        let found = self.status(field);
+        assert!(!found.is_empty() && found.iter().all(|value| value == expected), "{field}: {found:?}, not {expected}");
+    }
+
+    /// Whether the server's namespace is another than ours.
+    fn has_own(&self, namespace: &str) -> bool {
+        let of = |path: PathBuf| fs::read_link(path.join("ns").join(namespace)).unwrap();
+        of(self.of_server("")) != of("/proc/self".into())
+    }
+
+    #[track_caller]
+    fn end(&mut self) -> Option<i32> {
+        let end = Instant::now() + SOON;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(Instant::now() < end, "it does not end: {}", self.said());
+            std::thread::sleep(TICK);
+        }
+    }
+
+    fn is_gone(&self) -> bool {
+        // One that has ended and was not waited for is there, without files.
+        fs::read_dir(self.of_server("fd")).map_or(true, |fds| fds.count() == 0)
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The only child of a process.
+fn child_of(pid: u32) -> Option<Pid> {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    children.split_whitespace().next().and_then(|child| Pid::from_raw(child.parse().unwrap()))
+}
+
+/// The names in a directory.
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// What is the same for root and others.
+fn is_confined(served: &Served) {
+    served.is_used();
+    let _stays = served.driver();
+    served.all_are("NoNewPrivs", "1");
+    served.all_are("Seccomp", "2");
+    for namespace in ["mnt", "pid", "net"] {
+        assert!(served.has_own(namespace), "{namespace}");
+    }
+    let root = served.of_server("root");
+    assert_eq!(names(&root), ["proc", "share"]);
+    assert_eq!(names(&root.join("share")), ["0"]);
+    assert_eq!(names(&root.join("proc/self")), ["fd", "uid_map"]);
+    assert_eq!(fs::read_to_string(root.join("share/0/file")).unwrap(), "inside");
+    assert_eq!(fs::read_link(served.of_server("cwd")).unwrap(), Path::new("/"));
+    // Of the host nothing is left but the shared directory, the folder that holds it, and its own descriptors.
+    let mounts = fs::read_to_string(served.of_server("mountinfo")).unwrap();
+    let mut places: Vec<&str> = mounts.lines().map(|line| line.split(' ').nth(4).unwrap()).collect();
+    places.sort_unstable();
+    assert_eq!(places, ["/", "/proc/self/fd", "/proc/self/uid_map", "/share/0"], "{mounts}");
+    assert_eq!(served.said(), "", "nothing is missing");
+}
+
+#[test]
+fn a_server_of_roots_is_confined() {
+    if !is_root() {
+        return;
+    }
+    let mut served = Served::start(0, "");
+    is_confined(&served);
+    assert!(!served.has_own("user"));
+    let ours = Capabilities::here().unwrap().bits();
+    let kept = format!("{:016x}", Capabilities::of_server(true).bits() & ours);
+    for set in ["CapEff", "CapPrm", "CapBnd"] {
+        served.all_are(set, &kept);
+    }
+    for set in ["CapInh", "CapAmb"] {
+        served.all_are(set, &format!("{:016x}", 0));
+    }
+    // A device of the guest's is made, and belongs to whom it says.
+    let mut driver = served.driver();
+    driver.mknod(ROOT, "null", libc::S_IFCHR | 0o600, 0x103).unwrap();
+    drop(driver);
+    kill_process(Pid::from_child(&served.child), Signal::TERM).unwrap();
+    assert_eq!(served.end(), Some(0), "{}", served.said());
+    assert!(!served.tree.at("s").exists(), "the socket is left behind");
+}
+
+#[test]
+fn a_server_of_somebody_elses_is_confined() {
+    if !is_root() {
+        return;
+    }
+    let mut served = Served::start(USER, "--map-user auto");
+    is_confined(&served);
+    assert!(served.has_own("user"));
+    for set in ["CapEff", "CapPrm", "CapBnd", "CapInh", "CapAmb"] {
+        served.all_are(set, &format!("{:016x}", 0));
+    }
+    let map = fs::read_to_string(served.of_server("uid_map")).unwrap();
+    assert_eq!(map.split_whitespace().collect::<Vec<_>>(), [USER.to_string(), USER.to_string(), "1".into()]);
+    // Its user reaches its log.
+    let mut asks = as_user(USER, &served.tree.at("ferry-copy"));
+    let asked = asks.arg("log").arg(served.child.id().to_string()).env("XDG_RUNTIME_DIR", served.tree.at("")).output();
+    let asked = asked.unwrap();
+    assert!(asked.status.success(), "{asked:?}");
+    kill_process(Pid::from_child(&served.child), Signal::INT).unwrap();
+    assert_eq!(served.end(), Some(0), "{}", served.said());
+    assert!(!served.tree.at("s").exists(), "the socket is left behind");
+}
+
+#[test]
+fn capabilities_and_filters_are_as_the_flags_say() {
+    if !is_root() {
+        return;
+    }
+    let ours = Capabilities::here().unwrap().bits();
+    let bits = |list: &str, handles| {
+        let kept = Capabilities::of_server(handles).modified(list).unwrap().bits();
+        format!("{:016x}", kept & ours)
+    };
+    let served = Served::start(0, "--modcaps +sys_admin:-mknod --seccomp none --inode-file-handles never");
+    served.is_used();
+    served.all_are("CapEff", &bits("+sys_admin:-mknod", false));
+    served.all_are("CapBnd", &bits("+sys_admin:-mknod", false));
+    served.all_are("Seccomp", "0");
+    // Landlock's fence is around files, too, where none is opened by handle; the rest of the server's life is as before.
+    let served = Served::start(0, "--inode-file-handles never --sandbox namespace --seccomp kill");
+    served.is_used();
+    served.all_are("CapEff", &bits("-sys_admin", false));
+
+    for (sandbox, root) in [("chroot", None), ("none", Some("/"))] {
+        let served = Served::start(0, &format!("--sandbox {sandbox}"));
+        served.is_used();
+        served.all_are("CapEff", &bits("-sys_admin", true));
+        served.all_are("Seccomp", "2");
+        assert!(served.inside.is_none() && !served.has_own("mnt"));
+        let expected = root.map_or_else(|| served.tree.at("shared"), PathBuf::from);
+        assert_eq!(fs::read_link(served.of_server("root")).unwrap(), expected);
+    }
+}
+
+#[test]
+fn the_two_processes_end_together() {
+    let user = rustix::process::geteuid().as_raw();
+    // The one outside is killed.
+    let mut served = Served::start(user, "");
+    if served.inside.is_none() {
+        eprintln!("skipped: no namespaces here: {}", served.said());
+        return;
+    }
+    kill_process(Pid::from_child(&served.child), Signal::KILL).unwrap();
+    served.end();
+    let end = Instant::now() + SOON;
+    while !served.is_gone() {
+        assert!(Instant::now() < end, "the server outlives the process that was started");
+        std::thread::sleep(TICK);
+    }
+    // The one inside is.
+    let mut served = Served::start(user, "");
+    kill_process(served.inside.unwrap(), Signal::KILL).unwrap();
+    assert_eq!(served.end(), Some(128 + 9));
+    assert!(served.said().contains("ended by signal 9"), "{}", served.said());
+    assert!(!served.tree.at("s").exists(), "the socket is left behind");
+}
+
+/// Where no namespace of users can be had, the program says what is missing, and goes on only if nobody has insisted.
+#[test]
+fn what_cannot_be_had_is_said() {
+    if !is_root() {
+        return;
+    }
+    // Of this namespace no other may be made.
+    const SCRIPT: &str =
+        "echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all \"$@\"";
+    let command = |tree: &Tree| {
+        let program = tree.program(ferry_tests::mounts::program(), "ferry-copy");
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "sh", "-c", SCRIPT, "sh"]).arg(program);
+        command
+    };
+    let tree = Tree::of(0);
+    let served = Served::start_by(command(&tree), tree, "");
+    let said = served.said();
+    assert!(said.contains("no namespaces of its own") && said.contains("namespace of users"), "{said}");
+    served.is_used();
+    served.all_are("Seccomp", "2");
+    served.all_are("CapEff", &format!("{:016x}", 0));
+    assert!(!served.has_own("mnt"));
+
+    let tree = Tree::of(0);
+    let mut insists = command(&tree);
+    insists.arg("share").arg(tree.at("shared")).arg("--virtiofs").arg(tree.at("s")).args(["--sandbox", "namespace"]);
+    let output = insists.stdin(Stdio::null()).env_remove("FERRY_LOG").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("--sandbox namespace") && said.contains("namespace of users"), "{said}");
+    assert!(!tree.at("s").exists(), "the socket is left behind");
+}
+
+/// What cannot be confined says so, if it was asked to be.
+#[test]
+fn what_does_not_fit_is_refused() {
+    let folder = folder(Place::Disk);
+    for (line, words) in [
+        ("share mem --mount m --sandbox namespace", "is mounted on this host"),
+        ("share 9p:unix:none --virtiofs s --seccomp kill", "opens files and connections"),
+        ("share mem --virtiofs s --sandbox chroot", "one shared directory"),
+        ("share . --virtiofs s --modcaps everything", "no list of capabilities"),
+    ] {
+        let mut command = Command::new(ferry_tests::mounts::program());
+        let output = command.args(line.split(' ')).current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(words), "{line}: {said}");
+    }
+}
