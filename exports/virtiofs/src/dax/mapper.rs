@@ -1,0 +1,184 @@
+//! The thread that fills a window and empties it.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+
+use ferry_serve::{Answer, Complaints, Mapping};
+use ferry_vfs::{Backing, Caller, Change, Errno, FileSystem, Ino, Result, SessionId};
+use ferry_vhost::{Part, Window, WindowError};
+use rustix::fs::{FallocateFlags, fallocate, fstat};
+
+use super::table::{Placed, Plan, Table};
+
+/// What is to be done.
+pub(super) enum Task {
+    Map(Mapping, Answer),
+    Unmap(SessionId, Vec<(u64, u64)>, Answer),
+    Forget(SessionId, Ino),
+    Clear(Answer),
+}
+
+impl Task {
+    /// Answers whoever waits for it.
+    pub(super) fn refuse(self, errno: Errno) {
+        match self {
+            Self::Map(_, answer) | Self::Unmap(_, _, answer) | Self::Clear(answer) => answer(Err(errno)),
+            Self::Forget(..) => {}
+        }
+    }
+}
+
+/// A file that is in the window.
+struct Open {
+    file: Arc<Backing>,
+    writable: bool,
+}
+
+pub(super) struct Mapper {
+    window: Arc<Window>,
+    source: Arc<dyn FileSystem>,
+    name: String,
+    table: Table,
+    /// Files for as long as something of them is mapped.
+    files: HashMap<Ino, Open>,
+    complaints: Complaints,
+}
+
+impl Mapper {
+    pub(super) fn new(window: Arc<Window>, source: Arc<dyn FileSystem>, name: String) -> Self {
+        let table = Table::new(window.bytes());
+        Self { window, source, name, table, files: HashMap::new(), complaints: Complaints::default() }
+    }
+
+    /// Does what comes, until nothing can come any more.
+    pub(super) fn run(mut self, tasks: &Receiver<Task>) {
+        while let Ok(task) = tasks.recv() {
+            match task {
+                Task::Map(mapping, answer) => {
+                    let outcome = catch_unwind(AssertUnwindSafe(|| self.map(&mapping)));
+                    self.close_unused(mapping.ino);
+                    answer(outcome.unwrap_or(Err(Errno::IO)));
+                }
+                Task::Unmap(by, ranges, answer) => answer(self.unmap(by, &ranges)),
+                Task::Forget(by, ino) => {
+                    // It has been logged, and nobody waits.
+                    let _ = self.take_away(by, &self.table.of(ino));
+                }
+                Task::Clear(answer) => {
+                    // What cannot be taken away is not there, or the front end is gone.
+                    let _ = self.take_away(SessionId::default(), &self.table.all());
+                    self.table = Table::new(self.window.bytes());
+                    self.files.clear();
+                    answer(Ok(()));
+                }
+            }
+        }
+    }
+
+    fn map(&mut self, asked: &Mapping) -> Result<()> {
+        let gone = match self.table.plan(asked)? {
+            Plan::There(at) => {
+                if asked.write {
+                    self.allocate(asked)?;
+                    self.table.written(at);
+                }
+                return Ok(());
+            }
+            Plan::Make(gone) => gone,
+        };
+        let (file, writable) = self.open(asked)?;
+        if asked.write {
+            self.allocate(asked)?;
+        }
+        self.take_away(asked.by, &gone)?;
+        let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: written, .. } = *asked;
+        let part = Part { window_offset, file_offset, bytes, writable };
+        self.window.map(file.as_fd(), part).map_err(|error| self.failed("mapped", &error))?;
+        self.table.insert(Placed { ino, part, written });
+        // Taking others of its mappings away may have let go of it.
+        self.files.entry(ino).or_insert(Open { file, writable });
+        Ok(())
+    }
+
+    /// The file of a mapping, open as it has to be, or better.
+    fn open(&mut self, asked: &Mapping) -> Result<(Arc<Backing>, bool)> {
+        if let Some(open) = self.files.get(&asked.ino).filter(|open| open.writable || !asked.write) {
+            return Ok((Arc::clone(&open.file), open.writable));
+        }
+        let caller = Caller { session: asked.by, ..Caller::default() };
+        let (file, writable) = match self.source.map(&caller, asked.ino, asked.may_write) {
+            Ok(file) => (file, asked.may_write),
+            Err(_) if asked.may_write && !asked.write => (self.source.map(&caller, asked.ino, false)?, false),
+            Err(errno) => return Err(errno),
+        };
+        self.files.insert(asked.ino, Open { file: Arc::clone(&file), writable });
+        Ok((file, writable))
+    }
+
+    /// Has the file's holes filled where the guest is going to write: a store into the window has nobody to tell that there is
+    /// no room, and would end the virtual machine.
+    fn allocate(&self, asked: &Mapping) -> Result<()> {
+        let Some(open) = self.files.get(&asked.ino) else { return Ok(()) };
+        let stat = fstat(open.file.as_fd())?;
+        let (size, blocks) = (u64::try_from(stat.st_size).unwrap_or(0), u64::try_from(stat.st_blocks).unwrap_or(0));
+        let bytes = asked.len.min(size.saturating_sub(asked.offset));
+        if bytes == 0 || blocks.saturating_mul(512) >= size {
+            return Ok(());
+        }
+        match fallocate(open.file.as_fd(), FallocateFlags::KEEP_SIZE, asked.offset, bytes) {
+            // Where nothing can be reserved, nothing is.
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn unmap(&mut self, by: SessionId, ranges: &[(u64, u64)]) -> Result<()> {
+        for (start, len) in ranges {
+            let gone = self.table.within(*start, start.saturating_add(*len))?;
+            self.take_away(by, &gone)?;
+        }
+        Ok(())
+    }
+
+    /// Ends mappings; goes on to the last whatever happens.
+    fn take_away(&mut self, by: SessionId, gone: &[Placed]) -> Result<()> {
+        let mut outcome = Ok(());
+        for placed in gone {
+            match self.window.unmap(placed.part) {
+                // One that the front end does not know is not there.
+                Ok(()) | Err(WindowError::Refused) => {
+                    self.table.remove(placed);
+                    self.close_unused(placed.ino);
+                    self.publish(by, placed);
+                }
+                Err(error) => outcome = Err(self.failed("taken away", &error)),
+            }
+        }
+        outcome
+    }
+
+    /// What the guest has stored there others learn of only now.
+    fn publish(&self, by: SessionId, placed: &Placed) {
+        if let Some(changes) = self.source.changes().filter(|_| placed.written) {
+            let Placed { ino, part: Part { file_offset: offset, bytes: len, .. }, .. } = *placed;
+            changes.publish(by, || Change::Data { ino, offset, len });
+        }
+    }
+
+    fn close_unused(&mut self, ino: Ino) {
+        if self.table.of(ino).is_empty() {
+            self.files.remove(&ino);
+        }
+    }
+
+    fn failed(&self, what: &str, error: &WindowError) -> Errno {
+        self.complaints.warn(format_args!("{}: a part of a file cannot be {what} in the window: {error}", self.name));
+        match error {
+            WindowError::TooMany(_) => Errno::NOMEM,
+            WindowError::Refused | WindowError::Lost | WindowError::File(_) => Errno::IO,
+        }
+    }
+}
