@@ -24,6 +24,13 @@ pub trait Mappings: Send + Sync {
     /// The client has forgotten an inode: it has no use for mappings of it.
     fn forget(&self, by: SessionId, ino: Ino);
 
+    /// Brings what the client has stored in its window into the file, and what the file has got otherwise into the window,
+    /// where that does not happen by itself.
+    ///
+    /// # Errors
+    /// Those of writing to the file.
+    fn settle(&self, ino: Ino) -> Result<()>;
+
     /// The client's session has ended: so do all mappings.
     fn clear(&self, answer: Answer);
 }

@@ -93,6 +93,11 @@ impl Mount {
         *self.shard(ino.0).references.entry(ino).or_insert(0) += 1;
     }
 
+    /// Brings a file and what the client has of it in its window together; see [`Mappings::settle`].
+    pub(crate) fn settle(&self, ino: Ino) -> Result<()> {
+        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.settle(ino))
+    }
+
     /// Whether the client knows of an inode.
     pub(crate) fn knows(&self, ino: Ino) -> bool {
         ino == Ino::ROOT || self.shard(ino.0).references.contains_key(&ino)

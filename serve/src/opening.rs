@@ -39,6 +39,8 @@ impl Server {
     pub(crate) fn entry(&self, cx: &Context<'_>, entry: Entry, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let entry = self.checked(entry)?;
         cx.mount.refer(entry.ino);
+        // As for attributes.
+        let _ = cx.mount.settle(entry.ino);
         let timeouts = self.share.policy.timeouts;
         let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
         if let Written::Instead(_) = written {

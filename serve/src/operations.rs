@@ -30,8 +30,12 @@ impl Server {
         self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), operation);
         let served = match self.share.read_only && changes_something(operation) {
             true => Err(Errno::ROFS),
-            false => self.dispatch(cx, operation, carrier),
+            false => settled_before(cx, operation).and_then(|()| self.dispatch(cx, operation, carrier)),
         };
+        if cx.mount.mappings.is_some() && matches!(operation, Operation::Fallocate { .. }) {
+            // What fails here fails again when the file is closed.
+            let _ = cx.mount.settle(cx.ino);
+        }
         let outcome = match served {
             Ok(Served::Reply(bytes)) => Outcome::Bytes(bytes),
             Ok(_) => Outcome::Bytes(0),
@@ -147,14 +151,18 @@ impl Server {
             }
             Operation::CopyFileRange(copy) => {
                 let copy = CopyRange { len: copy.len.min(COPY_BYTES_MAX), ..copy };
+                let mount = Arc::clone(cx.mount);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
+                    mount.settle(copy.to.0)?;
                     Ok(Reply::Write { bytes: u32::try_from(bytes).unwrap_or(u32::MAX) })
                 }));
             }
             Operation::CopyFileRange64(copy) => {
+                let mount = Arc::clone(cx.mount);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
+                    mount.settle(copy.to.0)?;
                     Ok(Reply::CopyFileRange64 { bytes })
                 }));
             }
@@ -282,6 +290,8 @@ impl Server {
 
     fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let attr = checks::attr(attr)?;
+        // The client may have learnt that the file has changed; what cannot be read then it is told when it asks for it.
+        let _ = cx.mount.settle(cx.ino);
         Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.timeouts.attr, dax: cx.mount.dax(&attr) }))
     }
 
@@ -363,6 +373,32 @@ impl Server {
             }
         });
         Served::Later
+    }
+}
+
+/// Sees to it that the file is what the client thinks it is, before it asks for what depends on that.
+fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
+    if cx.mount.mappings.is_none() {
+        return Ok(());
+    }
+    match operation {
+        Operation::CopyFileRange(copy) | Operation::CopyFileRange64(copy) => {
+            cx.mount.settle(copy.from.0)?;
+            cx.mount.settle(copy.to.0)
+        }
+        Operation::Read(_)
+        | Operation::Setattr { .. }
+        | Operation::Open { .. }
+        | Operation::Flush { .. }
+        | Operation::Fsync { .. }
+        | Operation::Fallocate { .. }
+        | Operation::Lseek { .. } => cx.mount.settle(cx.ino),
+        Operation::Release(_) => {
+            // It cannot fail; the FLUSH before it has told.
+            let _ = cx.mount.settle(cx.ino);
+            Ok(())
+        }
+        _ => Ok(()),
     }
 }
 

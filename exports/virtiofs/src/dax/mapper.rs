@@ -12,6 +12,10 @@ use ferry_vhost::{Part, Window, WindowError};
 use rustix::fs::{FallocateFlags, fallocate, fstat};
 
 use super::table::{Placed, Plan, Table};
+use super::tail::{Tail, Tails};
+
+/// What QEMU maps at least.
+const PAGE_BYTES: u64 = 4096;
 
 /// What is to be done.
 pub(super) enum Task {
@@ -44,13 +48,14 @@ pub(super) struct Mapper {
     table: Table,
     /// Files for as long as something of them is mapped.
     files: HashMap<Ino, Open>,
+    tails: Arc<Tails>,
     complaints: Complaints,
 }
 
 impl Mapper {
-    pub(super) fn new(window: Arc<Window>, source: Arc<dyn FileSystem>, name: String) -> Self {
+    pub(super) fn new(window: Arc<Window>, source: Arc<dyn FileSystem>, tails: Arc<Tails>, name: String) -> Self {
         let table = Table::new(window.bytes());
-        Self { window, source, name, table, files: HashMap::new(), complaints: Complaints::default() }
+        Self { window, source, name, table, files: HashMap::new(), tails, complaints: Complaints::default() }
     }
 
     /// Does what comes, until nothing can come any more.
@@ -96,10 +101,52 @@ impl Mapper {
         self.take_away(asked.by, &gone)?;
         let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: written, .. } = *asked;
         let part = Part { window_offset, file_offset, bytes, writable };
-        self.window.map(file.as_fd(), part).map_err(|error| self.failed("mapped", &error))?;
-        self.table.insert(Placed { ino, part, written });
+        let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0);
+        let whole_pages = size.saturating_sub(file_offset).min(bytes) / PAGE_BYTES * PAGE_BYTES;
+        let placed = Placed { ino, part, file_bytes: whole_pages, written };
+        self.place(&placed, &file)?;
+        self.table.insert(placed);
         // Taking others of its mappings away may have let go of it.
         self.files.entry(ino).or_insert(Open { file, writable });
+        Ok(())
+    }
+
+    /// Has the front end map the file, and what is behind its last whole page from a copy.
+    fn place(&self, placed: &Placed, file: &Arc<Backing>) -> Result<()> {
+        let (from_file, from_copy) = placed.parts();
+        if let Some(part) = from_file {
+            self.window.map(file.as_fd(), part).map_err(|error| self.failed("mapped", &error))?;
+        }
+        let Some(part) = from_copy else { return Ok(()) };
+        let start = placed.part.file_offset + placed.file_bytes;
+        let outcome = Tail::new(Arc::clone(file), part.writable, start, part.bytes).and_then(|tail| {
+            let mapped = self.window.map(tail.copy().as_fd(), part);
+            mapped.map_err(|error| self.failed("mapped", &error)).map(|()| tail)
+        });
+        match (outcome, from_file) {
+            (Ok(tail), _) => {
+                self.tails.insert(placed.ino, placed.part.window_offset, tail);
+                Ok(())
+            }
+            (Err(errno), Some(part)) => {
+                // If this fails, too, the front end is gone.
+                let _ = self.window.unmap(part);
+                Err(errno)
+            }
+            (Err(errno), None) => Err(errno),
+        }
+    }
+
+    /// Has the front end undo what [`Self::place`] had it do.
+    fn displace(&self, placed: &Placed) -> std::result::Result<(), WindowError> {
+        let (from_file, from_copy) = placed.parts();
+        for part in [from_file, from_copy].into_iter().flatten() {
+            match self.window.unmap(part) {
+                // One that the front end does not know is not there.
+                Ok(()) | Err(WindowError::Refused) => {}
+                Err(error) => return Err(error),
+            }
+        }
         Ok(())
     }
 
@@ -147,9 +194,17 @@ impl Mapper {
     fn take_away(&mut self, by: SessionId, gone: &[Placed]) -> Result<()> {
         let mut outcome = Ok(());
         for placed in gone {
-            match self.window.unmap(placed.part) {
-                // One that the front end does not know is not there.
-                Ok(()) | Err(WindowError::Refused) => {
+            let displaced = self.displace(placed);
+            // After that the guest stores nothing there any more; and if the front end is gone, the same is true.
+            if let Err(error) = self.tails.remove(placed.ino, placed.part.window_offset) {
+                self.complaints.warn(format_args!(
+                    "{}: the end of inode {} cannot be written, and what the guest stored there is lost: {error}",
+                    self.name, placed.ino.0
+                ));
+                outcome = Err(error);
+            }
+            match displaced {
+                Ok(()) => {
                     self.table.remove(placed);
                     self.close_unused(placed.ino);
                     self.publish(by, placed);

@@ -4,12 +4,15 @@
 //! its own asks (see [`ferry_vhost::Window`]); the requests wait, parked, and hold up nothing. What is where, and what
 //! is to be done about it, is in [`table`]; the thread, which does it, in [`mapper`].
 //!
+//! The last page of a file cannot be mapped by QEMU unless it is a whole one: that part is a copy, kept in step ([`tail`]).
+//!
 //! A mapping stays as it is for as long as the guest may use it. So neighbouring mappings are not made one afterwards, and none
 //! is split: QEMU takes only whole mappings away and none that overlap, and in between the guest would read rubbish and lose
 //! what it writes. The number of mappings is bounded by the window's size instead ([`WINDOW_BYTES_MAX`]).
 
 mod mapper;
 mod table;
+mod tail;
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,15 +23,16 @@ use ferry_vfs::{Errno, FileSystem, Ino, SessionId};
 use ferry_vhost::Window;
 
 use mapper::{Mapper, Task};
+use tail::Tails;
 
 /// What Linux maps at a time.
 const CHUNK_BYTES: u64 = 2 << 20;
 
-/// The longest window: QEMU bears 512 regions of memory in a virtual machine, each mapping is one, and a guest that uses all
-/// of its window has one for every 2 MiB. That leaves some for its memory.
-pub const WINDOW_BYTES_MAX: u64 = 480 * CHUNK_BYTES;
+/// The longest window: QEMU bears 512 regions of memory in a virtual machine, and a guest that uses all of its window has one
+/// for every 2 MiB, or two where a file ends. That leaves some for its memory.
+pub const WINDOW_BYTES_MAX: u64 = 240 * CHUNK_BYTES;
 
-/// The window's length by default. It costs the guest a 64th of that in memory, and leaves room for a second window.
+/// The window's length by default. It costs the guest a 64th of that in memory, and leaves regions for a second window.
 pub const WINDOW_BYTES_DEFAULT: u64 = 256 << 20;
 
 /// From which size on a file is mapped by default: each mapping costs a conversation with the front end, so a file that is
@@ -73,12 +77,13 @@ pub(crate) struct Dax {
     source: Arc<dyn FileSystem>,
     name: String,
     files: DaxFiles,
+    tails: Arc<Tails>,
     thread: Mutex<Option<(Sender<Task>, JoinHandle<()>)>>,
 }
 
 impl Dax {
     pub(crate) fn new(source: Arc<dyn FileSystem>, name: String, files: DaxFiles) -> Self {
-        Self { source, name, files, thread: Mutex::default() }
+        Self { source, name, files, tails: Arc::default(), thread: Mutex::default() }
     }
 
     fn thread(&self) -> MutexGuard<'_, Option<(Sender<Task>, JoinHandle<()>)>> {
@@ -92,7 +97,8 @@ impl Dax {
             return;
         }
         let (sender, tasks) = channel();
-        let mapper = Mapper::new(Arc::clone(window), Arc::clone(&self.source), self.name.clone());
+        let mapper =
+            Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), self.name.clone());
         match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(move || mapper.run(&tasks)) {
             Ok(joined) => *thread = Some((sender, joined)),
             Err(error) => tracing::error!("{}: no window: a thread cannot be started: {error}", self.name),
@@ -129,6 +135,10 @@ impl Mappings for Dax {
 
     fn forget(&self, by: SessionId, ino: Ino) {
         self.post(Task::Forget(by, ino));
+    }
+
+    fn settle(&self, ino: Ino) -> ferry_vfs::Result<()> {
+        self.tails.settle(ino)
     }
 
     fn clear(&self, answer: Answer) {

@@ -14,6 +14,8 @@ const ALIGN: u64 = 4096;
 pub(super) struct Placed {
     pub(super) ino: Ino,
     pub(super) part: Part,
+    /// So many bytes of it are the file itself; the rest is a copy (see [`super::tail`]).
+    pub(super) file_bytes: u64,
     /// The guest has said that it writes there.
     pub(super) written: bool,
 }
@@ -102,6 +104,15 @@ impl Placed {
     fn end(&self) -> u64 {
         self.part.window_offset + self.part.bytes
     }
+
+    /// What is mapped from the file and what from its copy, where there is such a part.
+    pub(super) fn parts(&self) -> (Option<Part>, Option<Part>) {
+        let Part { window_offset, file_offset, bytes, writable } = self.part;
+        let (file, rest) = (self.file_bytes, bytes - self.file_bytes);
+        let copy = Part { window_offset: window_offset + file, file_offset: 0, bytes: rest, writable };
+        let file = Part { window_offset, file_offset, bytes: file, writable };
+        (Some(file).filter(|part| part.bytes > 0), Some(copy).filter(|part| part.bytes > 0))
+    }
 }
 
 #[cfg(test)]
@@ -120,7 +131,7 @@ mod tests {
 
     fn placed(asked: &Mapping) -> Placed {
         let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: writable, .. } = *asked;
-        Placed { ino, part: Part { window_offset, file_offset, bytes, writable }, written: false }
+        Placed { ino, part: Part { window_offset, file_offset, bytes, writable }, file_bytes: bytes, written: false }
     }
 
     fn table(asked: &[Mapping]) -> Table {

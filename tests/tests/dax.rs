@@ -1,0 +1,161 @@
+//! The DAX window in a stock QEMU guest with a stock kernel.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ferry_engine::requests::{Filter, watch};
+use ferry_tests::guest::DeviceKind;
+use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, run};
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
+const TIMEOUT: Duration = Duration::from_secs(500);
+const FILE_BYTES: usize = 64 << 20;
+const SHARE: &str = "dax";
+/// What a line of the log of requests has before the request.
+const REQUESTS: &str = "ferry_engine::requests: ";
+
+/// What the server was asked, by operation: the log of requests, counted.
+#[derive(Clone, Default)]
+struct Asked(Arc<Mutex<String>>);
+
+impl Write for Asked {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let text = String::from_utf8_lossy(bytes);
+        // What goes wrong is to be seen; the requests are many.
+        if !text.contains(REQUESTS) {
+            eprint!("{text}");
+        }
+        self.0.lock().unwrap().push_str(&text);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Asked {
+    /// From now on, those of the share of this test's.
+    fn begin() -> Self {
+        let asked = Self::default();
+        let writer = asked.clone();
+        let filter = tracing_subscriber::EnvFilter::new("warn,ferry_engine::requests=info");
+        tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(move || writer.clone()).init();
+        watch(Some(Filter { share: Some(SHARE.into()), inodes: Vec::new() }));
+        asked
+    }
+
+    /// How often each operation came since the last call.
+    fn counts(&self) -> BTreeMap<String, usize> {
+        let mut counts = BTreeMap::new();
+        for line in std::mem::take(&mut *self.0.lock().unwrap()).lines() {
+            if let Some((_, request)) = line.split_once(REQUESTS) {
+                let name: String = request.chars().take_while(char::is_ascii_alphanumeric).collect();
+                *counts.entry(name).or_insert(0) += 1;
+            }
+        }
+        counts
+    }
+}
+
+/// The host's root, for the programs in it.
+fn programs() -> Share {
+    let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
+    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
+    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
+}
+
+/// A guest with the host's programs, and a window on a share.
+fn guest(programs: &Share, share: &Share, options: &str, script: &str) -> Guest {
+    let words = ["sh", "-euxc", script, "sh", env!("CARGO_BIN_EXE_ferry-window")];
+    let mut guest = guest_on(&programs.socket, words);
+    guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
+    guest
+        .devices
+        .push(Device { socket: share.socket.clone(), kind: DeviceKind::Fs { tag: "d".into(), queues: 1, dax: true } });
+    guest.mounts = vec![Mount::virtiofs("d", "/mnt/share")];
+    guest.mounts[0].options = options.into();
+    guest.cwd = "/mnt/share".into();
+    guest.boot_timeout = BOOT_TIMEOUT;
+    guest
+}
+
+/// Bytes that no other place of the file has.
+fn pattern(bytes: usize) -> Vec<u8> {
+    let mut state = 0x2545_f491_4f6c_dd1du64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    (0..bytes / 8).flat_map(|_| next().to_le_bytes()).collect()
+}
+
+const ALWAYS: &str = r#"
+window=$1
+grep ' /mnt/share virtiofs .*dax=always' /proc/mounts
+sha256sum -c sums >/dev/null
+# Mapped, and executed from the mapping.
+[ "$($window sum big)" = "$(cat sum)" ]
+# A store is in the host's file; so is what goes by write.
+$window store big 5000000 'stored by the guest'
+printf 'written by the guest' | dd of=big bs=1 seek=9000000 conv=notrunc 2>/dev/null
+# The buffer of a WRITE (for the file grows) lies in the window.
+: >copy
+$window append big copy
+cmp big copy
+# A file that grows page by page under its mapping.
+for number in 1 2 3 4 5 6 7 8 9; do dd if=big bs=5000 count=1 skip=$number 2>/dev/null >>grown; done
+dd if=big bs=5000 count=9 skip=1 2>/dev/null | cmp - grown
+truncate -s 12345 grown
+[ "$(wc -c <grown)" = 12345 ]
+sync
+cd /; umount /mnt/share
+"#;
+
+#[test]
+fn a_guest_reads_and_writes_through_its_window() {
+    let _alone = alone();
+    let asked = Asked::begin();
+    let programs = programs();
+    let options = Options {
+        cache: Cache::None,
+        queues: 1,
+        name: SHARE.into(),
+        tag: Some("d".parse().unwrap()),
+        ..Options::default()
+    };
+    let share = Share::with(Place::Disk, options);
+    let big = pattern(FILE_BYTES);
+    std::fs::write(share.path.join("big"), &big).unwrap();
+    let sum: u64 = big.iter().map(|byte| u64::from(*byte)).sum();
+    std::fs::write(share.path.join("sum"), sum.to_string()).unwrap();
+    let host = |script: &str| {
+        assert!(
+            Command::new("sh").args(["-euc", script]).current_dir(&share.path).status().unwrap().success(),
+            "{script}"
+        );
+    };
+    host("sha256sum big >sums");
+    let ran = run(guest(&programs, &share, "dax=always", ALWAYS), TIMEOUT);
+    println!("a guest with a window: {:?}", ran.took);
+    ran.ok();
+    let counts = asked.counts();
+    println!("{counts:?}");
+    assert!(counts["Setupmapping"] >= FILE_BYTES >> 21, "{counts:?}");
+    assert_eq!(counts.get("Read"), None, "{counts:?}");
+    let mut expected = big;
+    expected[5_000_000..][..19].copy_from_slice(b"stored by the guest");
+    expected[9_000_000..][..20].copy_from_slice(b"written by the guest");
+    assert!(std::fs::read(share.path.join("big")).unwrap() == expected);
+    assert!(std::fs::read(share.path.join("copy")).unwrap() == expected);
+    assert!(std::fs::read(share.path.join("grown")).unwrap() == expected[5000..][..12345]);
+    share.assert_released();
+}
