@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use ferry_engine::requests::{Filter, watch};
@@ -41,8 +41,15 @@ impl Write for Asked {
 }
 
 impl Asked {
-    /// From now on, those of the share of this test's.
+    /// From now on, those of the share of this test's. The tests of a process have one log.
     fn begin() -> Self {
+        static ONE: OnceLock<Asked> = OnceLock::new();
+        let asked = ONE.get_or_init(Self::start).clone();
+        asked.counts();
+        asked
+    }
+
+    fn start() -> Self {
         let asked = Self::default();
         let writer = asked.clone();
         let filter = tracing_subscriber::EnvFilter::new("warn,ferry_engine::requests=info");
@@ -157,5 +164,57 @@ fn a_guest_reads_and_writes_through_its_window() {
     assert!(std::fs::read(share.path.join("big")).unwrap() == expected);
     assert!(std::fs::read(share.path.join("copy")).unwrap() == expected);
     assert!(std::fs::read(share.path.join("grown")).unwrap() == expected[5000..][..12345]);
+    share.assert_released();
+}
+
+/// Of a share whose guest takes what it is told.
+const INODE: &str = r#"
+window=$1
+grep ' /mnt/share virtiofs .*dax=inode' /proc/mounts
+sha256sum -c sums >/dev/null
+cmp big same
+# READs of a file without DAX go into the window.
+$window fill small big
+cmp -n 100000 small big
+# A program: it is a copy.
+chmod +x program
+./program sum small >/dev/null
+# The end of a file whose last page is not whole.
+$window store big 3000000 'the end of the file'
+"#;
+
+#[test]
+#[ignore = "long: make test-all"]
+fn only_large_files_are_mapped_where_the_guest_leaves_it_to_us() {
+    let _alone = alone();
+    let asked = Asked::begin();
+    let programs = programs();
+    let options = Options {
+        cache: Cache::None,
+        queues: 1,
+        name: SHARE.into(),
+        tag: Some("d".parse().unwrap()),
+        ..Options::default()
+    };
+    let share = Share::with(Place::Disk, options);
+    let big = pattern(3_000_024);
+    std::fs::write(share.path.join("big"), &big).unwrap();
+    std::fs::write(share.path.join("same"), &big).unwrap();
+    std::fs::write(share.path.join("small"), &big[1_000_000..1_100_000]).unwrap();
+    std::fs::copy(env!("CARGO_BIN_EXE_ferry-window"), share.path.join("program")).unwrap();
+    let sums =
+        Command::new("sh").args(["-euc", "sha256sum big same small program >sums"]).current_dir(&share.path).status();
+    assert!(sums.unwrap().success());
+    let ran = run(guest(&programs, &share, "dax=inode", INODE), TIMEOUT);
+    println!("large files only: {:?}", ran.took);
+    ran.ok();
+    let counts = asked.counts();
+    println!("{counts:?}");
+    assert!(counts["Setupmapping"] >= 4 && counts["Read"] >= 2, "{counts:?}");
+    let mut expected = big;
+    let small = expected[1_000_000..1_100_000].to_vec();
+    expected[..100_000].copy_from_slice(&small);
+    expected[3_000_000..][..19].copy_from_slice(b"the end of the file");
+    assert!(std::fs::read(share.path.join("big")).unwrap() == expected);
     share.assert_released();
 }

@@ -109,7 +109,8 @@ impl Device for VirtioFs {
         // Host file systems mounted below the shared directory are mounts of their own in the guest.
         let session = Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS);
         let dax = self.window_bytes().map(|_| {
-            Arc::new(Dax::new(Arc::clone(self.share.source()), self.options.name.clone(), self.options.dax_files))
+            let Options { name, dax_files, read_only, .. } = &self.options;
+            Arc::new(Dax::new(Arc::clone(self.share.source()), name.clone(), *dax_files, *read_only))
         });
         let session = match &dax {
             Some(dax) => session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>),

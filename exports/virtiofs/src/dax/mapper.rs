@@ -38,8 +38,11 @@ impl Task {
 /// A file that is in the window.
 struct Open {
     file: Arc<Backing>,
-    writable: bool,
+    for_writing: bool,
 }
+
+/// Whoever may execute it.
+const ANY_EXECUTE: u32 = 0o111;
 
 pub(super) struct Mapper {
     window: Arc<Window>,
@@ -49,13 +52,19 @@ pub(super) struct Mapper {
     /// Files for as long as something of them is mapped.
     files: HashMap<Ino, Open>,
     tails: Arc<Tails>,
+    read_only: bool,
     complaints: Complaints,
 }
 
 impl Mapper {
-    pub(super) fn new(window: Arc<Window>, source: Arc<dyn FileSystem>, tails: Arc<Tails>, name: String) -> Self {
-        let table = Table::new(window.bytes());
-        Self { window, source, name, table, files: HashMap::new(), tails, complaints: Complaints::default() }
+    pub(super) fn new(
+        window: Arc<Window>,
+        source: Arc<dyn FileSystem>,
+        tails: Arc<Tails>,
+        (name, read_only): (String, bool),
+    ) -> Self {
+        let (table, files, complaints) = (Table::new(window.bytes()), HashMap::new(), Complaints::default());
+        Self { window, source, name, table, files, tails, read_only, complaints }
     }
 
     /// Does what comes, until nothing can come any more.
@@ -94,20 +103,22 @@ impl Mapper {
             }
             Plan::Make(gone) => gone,
         };
-        let (file, writable) = self.open(asked)?;
+        let (file, for_writing) = self.open(asked)?;
         if asked.write {
             self.allocate(asked)?;
         }
         self.take_away(asked.by, &gone)?;
         let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: written, .. } = *asked;
+        let writable = for_writing && asked.may_write;
         let part = Part { window_offset, file_offset, bytes, writable };
         let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0);
         let whole_pages = size.saturating_sub(file_offset).min(bytes) / PAGE_BYTES * PAGE_BYTES;
-        let placed = Placed { ino, part, file_bytes: whole_pages, written };
+        let file_bytes = if for_writing { whole_pages } else { 0 };
+        let placed = Placed { ino, part, file_bytes, written };
         self.place(&placed, &file)?;
         self.table.insert(placed);
         // Taking others of its mappings away may have let go of it.
-        self.files.entry(ino).or_insert(Open { file, writable });
+        self.files.entry(ino).or_insert(Open { file, for_writing });
         Ok(())
     }
 
@@ -115,13 +126,13 @@ impl Mapper {
     fn place(&self, placed: &Placed, file: &Arc<Backing>) -> Result<()> {
         let (from_file, from_copy) = placed.parts();
         if let Some(part) = from_file {
-            self.window.map(file.as_fd(), part).map_err(|error| self.failed("mapped", &error))?;
+            self.window.map(file.as_fd(), part).map_err(|error| self.failed("mapped", part, &error))?;
         }
         let Some(part) = from_copy else { return Ok(()) };
         let start = placed.part.file_offset + placed.file_bytes;
         let outcome = Tail::new(Arc::clone(file), part.writable, start, part.bytes).and_then(|tail| {
             let mapped = self.window.map(tail.copy().as_fd(), part);
-            mapped.map_err(|error| self.failed("mapped", &error)).map(|()| tail)
+            mapped.map_err(|error| self.failed("mapped", part, &error)).map(|()| tail)
         });
         match (outcome, from_file) {
             (Ok(tail), _) => {
@@ -150,19 +161,32 @@ impl Mapper {
         Ok(())
     }
 
-    /// The file of a mapping, open as it has to be, or better.
+    /// The file of a mapping, open as it has to be, or better; and whether for writing, too.
     fn open(&mut self, asked: &Mapping) -> Result<(Arc<Backing>, bool)> {
-        if let Some(open) = self.files.get(&asked.ino).filter(|open| open.writable || !asked.write) {
-            return Ok((Arc::clone(&open.file), open.writable));
+        if let Some(open) = self.files.get(&asked.ino).filter(|open| open.for_writing || !asked.write) {
+            return Ok((Arc::clone(&open.file), open.for_writing));
         }
         let caller = Caller { session: asked.by, ..Caller::default() };
-        let (file, writable) = match self.source.map(&caller, asked.ino, asked.may_write) {
-            Ok(file) => (file, asked.may_write),
-            Err(_) if asked.may_write && !asked.write => (self.source.map(&caller, asked.ino, false)?, false),
-            Err(errno) => return Err(errno),
+        let (file, for_writing) = match asked.may_write {
+            true => match self.source.map(&caller, asked.ino, true) {
+                Err(_) if !asked.write => (self.source.map(&caller, asked.ino, false)?, false),
+                opened => (opened?, true),
+            },
+            false => self.open_for_reading(&caller, asked.ino)?,
         };
-        self.files.insert(asked.ino, Open { file: Arc::clone(&file), writable });
-        Ok((file, writable))
+        self.files.insert(asked.ino, Open { file: Arc::clone(&file), for_writing });
+        Ok((file, for_writing))
+    }
+
+    /// Opens a file that is only read. QEMU maps nothing from a descriptor that cannot be written to, not even for reading;
+    /// but it is not to be had for a share that is read-only, nor for a program: while it is open for writing, nobody
+    /// on the host could run it (ETXTBSY). Those are copied.
+    fn open_for_reading(&self, caller: &Caller<'_>, ino: Ino) -> Result<(Arc<Backing>, bool)> {
+        let file = self.source.map(caller, ino, false)?;
+        if self.read_only || fstat(file.as_fd())?.st_mode & ANY_EXECUTE != 0 {
+            return Ok((file, false));
+        }
+        Ok(self.source.map(caller, ino, true).map_or((file, false), |file| (file, true)))
     }
 
     /// Has the file's holes filled where the guest is going to write: a store into the window has nobody to tell that there is
@@ -209,7 +233,7 @@ impl Mapper {
                     self.close_unused(placed.ino);
                     self.publish(by, placed);
                 }
-                Err(error) => outcome = Err(self.failed("taken away", &error)),
+                Err(error) => outcome = Err(self.failed("taken away", placed.part, &error)),
             }
         }
         outcome
@@ -229,8 +253,8 @@ impl Mapper {
         }
     }
 
-    fn failed(&self, what: &str, error: &WindowError) -> Errno {
-        self.complaints.warn(format_args!("{}: a part of a file cannot be {what} in the window: {error}", self.name));
+    fn failed(&self, what: &str, part: Part, error: &WindowError) -> Errno {
+        self.complaints.warn(format_args!("{}: in the window, {part:x?} cannot be {what}: {error}", self.name));
         match error {
             WindowError::TooMany(_) => Errno::NOMEM,
             WindowError::Refused | WindowError::Lost | WindowError::File(_) => Errno::IO,

@@ -77,13 +77,15 @@ pub(crate) struct Dax {
     source: Arc<dyn FileSystem>,
     name: String,
     files: DaxFiles,
+    /// The guest may change nothing, and so is the front end not to.
+    read_only: bool,
     tails: Arc<Tails>,
     thread: Mutex<Option<(Sender<Task>, JoinHandle<()>)>>,
 }
 
 impl Dax {
-    pub(crate) fn new(source: Arc<dyn FileSystem>, name: String, files: DaxFiles) -> Self {
-        Self { source, name, files, tails: Arc::default(), thread: Mutex::default() }
+    pub(crate) fn new(source: Arc<dyn FileSystem>, name: String, files: DaxFiles, read_only: bool) -> Self {
+        Self { source, name, files, read_only, tails: Arc::default(), thread: Mutex::default() }
     }
 
     fn thread(&self) -> MutexGuard<'_, Option<(Sender<Task>, JoinHandle<()>)>> {
@@ -97,8 +99,8 @@ impl Dax {
             return;
         }
         let (sender, tasks) = channel();
-        let mapper =
-            Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), self.name.clone());
+        let about = (self.name.clone(), self.read_only);
+        let mapper = Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), about);
         match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(move || mapper.run(&tasks)) {
             Ok(joined) => *thread = Some((sender, joined)),
             Err(error) => tracing::error!("{}: no window: a thread cannot be started: {error}", self.name),

@@ -3,7 +3,8 @@
 //! QEMU maps nothing that reaches beyond a file's end (`qemu_ram_alloc_from_fd`), and a guest asks for 2 MiB at a time, of
 //! which the end is anywhere. So the file itself is mapped up to its last whole page, and what is left of the 2 MiB is a
 //! copy: memory that holds the rest of the file, and has room for it to grow. Copy and file are brought together
-//! whenever the guest asks for something that could tell the difference: close-to-open, as with a page cache.
+//! whenever the guest asks for something that could tell the difference: close-to-open, as with a page cache. Files that
+//! cannot be opened for writing are copied as a whole, 2 MiB at a time.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
