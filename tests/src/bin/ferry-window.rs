@@ -4,15 +4,11 @@
 //! * `store FILE OFFSET TEXT`: stores the text through a shared mapping, and makes it durable.
 //! * `append FROM TO`: appends FROM to TO; the buffer of the write is a mapping of FROM.
 //! * `fill FROM TO`: reads FROM into a shared mapping of TO, which is as long at least.
-//! * `hold FILE GO`: maps the file and touches its end; says so; waits for the file GO; reads it all again by `read` and by the
-//!   mapping, and says what came of it. SIGBUS is survived.
 
 #![allow(clippy::unwrap_used, reason = "an action that cannot go on has failed")]
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::time::Duration;
 
 use rustix::mm::{MapFlags, MsyncFlags, ProtFlags, mmap, msync};
 
@@ -79,18 +75,6 @@ fn main() {
             // SAFETY: the mapping is there until the process ends, and this is the only reference to it.
             let target = unsafe { std::slice::from_raw_parts_mut(mapped.start, bytes) };
             from.read_exact_at(target, 0).unwrap();
-        }
-        ["hold", file, go] => {
-            let file = open(file, false);
-            let mapped = Mapped::new(&file, false);
-            // SAFETY: the last byte of the mapping.
-            let last = unsafe { mapped.at(mapped.bytes - 1).read_volatile() };
-            println!("held {last}");
-            while !Path::new(go).exists() {
-                std::thread::sleep(Duration::from_millis(50));
-            }
-            let mut bytes = vec![0; mapped.bytes];
-            println!("read {:?}", file.read_at(&mut bytes, 0).map_err(|error| error.kind()));
         }
         _ => panic!("ferry-window: unknown words: {words:?}"),
     }
