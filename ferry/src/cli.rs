@@ -11,10 +11,10 @@ use crate::recipes;
 use crate::sandbox::Walls;
 pub use share::Share;
 use values::memory_mib;
-pub use values::{Acl, Cache, Carrier, FileHandles, Passthrough, made_tag, tag_of};
+pub use values::{Acl, Cache, Carrier, DaxFiles, FileHandles, Passthrough, Window, made_tag, tag_of};
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 17] = [
+const SHARE_ONLY: [&str; 19] = [
     "virtiofs",
     "fd",
     "mount",
@@ -26,6 +26,8 @@ const SHARE_ONLY: [&str; 17] = [
     "once",
     "no_mmap",
     "no_readdirplus",
+    "dax",
+    "dax_files",
     "9p",
     "9p-remote",
     "9p-users",
@@ -263,7 +265,7 @@ impl MountArgs {
     pub fn share_only(&self) -> Option<&'static str> {
         let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
         let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
-        let Share { socket_group, posix_acl, once, no_mmap, no_readdirplus, .. } = &self.share;
+        let Share { socket_group, posix_acl, once, no_mmap, no_readdirplus, dax, dax_files, .. } = &self.share;
         let given = [
             virtiofs.is_some(),
             fd.is_some(),
@@ -276,6 +278,8 @@ impl MountArgs {
             *once,
             *no_mmap,
             *no_readdirplus,
+            dax.is_some(),
+            dax_files.is_some(),
             ninep.is_some(),
             *ninep_remote,
             ninep_users.is_some(),

@@ -9,7 +9,7 @@ use ferry_fs::Over;
 use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
 
-use crate::cli::{Acl, Cache, Carrier, Passthrough, Share};
+use crate::cli::{Acl, Cache, Carrier, DaxFiles, Passthrough, Share, Window};
 use crate::guardian::{Duty, Guardian};
 use crate::ninep::Listening;
 use crate::socket::Bound;
@@ -135,6 +135,12 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         posix_acl: share.posix_acl.into(),
         ..ferry_virtiofs::Options::default()
     };
+    if let Some(Window(bytes)) = share.dax {
+        options.dax_bytes = bytes;
+    }
+    if let Some(DaxFiles(files)) = share.dax_files {
+        options.dax_files = files;
+    }
     if let Some(queues) = share.queues {
         options.queues = usize::from(queues);
     }

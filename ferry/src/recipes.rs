@@ -35,6 +35,12 @@ QEMU (the guest's memory must be shared; 4G is an example):
   -chardev socket,id=char0,path=/run/src.sock
   -device vhost-user-fs-pci,chardev=char0,tag=src,queue-size=1024,num-request-queues=4
 
+QEMU from 11.1 on with a DAX window, for large files that the guest maps into its own memory (num_vqs is the
+number of queues and 1; the tag is ferry's), and in the guest:
+  ferry share /srv/src --virtiofs /run/src.sock --tag src --queues 4
+  -device vhost-user-test-device-pci,chardev=char0,virtio-id=26,num_vqs=5,vq_size=1024,config_size=40
+  mount -t virtiofs src /mnt               (or with -o dax=always: all files)
+
 libvirt (in the domain's XML):
   <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
   <devices>

@@ -7,6 +7,7 @@ use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, Sess
 use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
 
 use crate::carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
+use crate::mount::Mount;
 use crate::reply::{self, DataInput, DataOutput};
 use crate::server::{Context, Server};
 use crate::share::Share;
@@ -23,6 +24,8 @@ pub(crate) struct Moving {
     unique: u64,
     kind: Kind,
     watched: Option<Box<Watched>>,
+    /// The client, if it has a window that is to show what was written.
+    window_of: Option<Arc<Mount>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +49,8 @@ enum Kind {
 impl Server {
     fn begin(&mut self, cx: &Context<'_>, carrier: &impl Carrier, kind: Kind) {
         let watched = self.watched.take();
-        self.expect(carrier.token(), Moving { unique: cx.unique, kind, watched });
+        let window_of = cx.mount.mappings.as_ref().map(|_| Arc::clone(cx.mount));
+        self.expect(carrier.token(), Moving { unique: cx.unique, kind, watched, window_of });
     }
 
     pub(crate) fn read(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl Carrier) -> Result<Served> {
@@ -83,6 +87,7 @@ impl Server {
                     return Err(self.lied(cx.ino, "write", claimed, most));
                 }
                 publish(&self.share, cx.caller.session, range.ino, range.offset, claimed);
+                let _ = cx.mount.settle(range.ino);
                 self.written(cx, range, claimed, carrier)
             }
             Data::Extent(extent) => {
@@ -164,7 +169,7 @@ impl Unfinished {
 impl Moving {
     /// Writes the reply of a transfer that has ended; answers its bytes.
     pub(crate) fn finish(self, share: &Share, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
-        let Self { unique, kind, watched } = self;
+        let Self { unique, kind, watched, window_of } = self;
         let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
         if let Some(watched) = watched {
             watched.end(outcome.into());
@@ -177,6 +182,10 @@ impl Moving {
             (Kind::Write { by, ino, offset, bytes_max }, Ok(bytes)) => {
                 let bytes = bytes.min(bytes_max);
                 publish(share, by, ino, offset, bytes);
+                if let Some(mount) = window_of {
+                    // What fails here fails again when the file is closed.
+                    let _ = mount.settle(ino);
+                }
                 Reply::Write { bytes: reply::count(bytes) }
             }
             (Kind::Durable { bytes }, Ok(_)) => Reply::Write { bytes: reply::count(bytes) },

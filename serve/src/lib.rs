@@ -63,6 +63,7 @@
 mod carrier;
 mod data;
 mod listing;
+mod mappings;
 mod mount;
 mod opening;
 mod operations;
@@ -77,6 +78,7 @@ mod share;
 pub use carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
 pub use data::Unfinished;
 pub use ferry_engine::Complaints;
+pub use mappings::{Answer, Mapping, Mappings};
 pub use mount::Mount;
 pub use passthrough::Backings;
 pub use policy::{Acl, Cache};

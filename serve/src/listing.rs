@@ -40,6 +40,7 @@ impl DirOutput for Listing<'_> {
             if let Some(entry) = &sound {
                 self.mount.refer(entry.ino);
                 self.referred.push(entry.ino);
+                self.writer.set_dax(self.mount.dax(&entry.attr));
             }
             self.writer.push(item, sound.as_ref());
         }

@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferry_vfs::{Caller, Errno, FileSystem, Handle, Ino, OFlags, Result, SessionId};
-use ferry_wire::fuse::Negotiated;
+use ferry_vfs::{Attr, Caller, Errno, FileSystem, FileType, Handle, Ino, OFlags, Result, SessionId};
+use ferry_wire::fuse::{InitFlags, Negotiated};
 
+use crate::mappings::Mappings;
 use crate::parked::Waits;
 use crate::passthrough::Passthrough;
 
@@ -36,6 +37,8 @@ pub struct Mount {
     shards: [Mutex<Shard>; SHARDS],
     pub(crate) waits: Arc<Waits>,
     pub(crate) passthrough: Option<Passthrough>,
+    /// What maps files into the client's memory, if that was agreed on.
+    pub(crate) mappings: Option<Arc<dyn Mappings>>,
 }
 
 impl std::fmt::Debug for Mount {
@@ -45,9 +48,22 @@ impl std::fmt::Debug for Mount {
 }
 
 impl Mount {
-    pub(crate) fn new(source: Arc<dyn FileSystem>, negotiated: Negotiated, passthrough: Option<Passthrough>) -> Self {
+    pub(crate) fn new(
+        source: Arc<dyn FileSystem>,
+        negotiated: Negotiated,
+        passthrough: Option<Passthrough>,
+        mappings: Option<Arc<dyn Mappings>>,
+    ) -> Self {
         let shards = std::array::from_fn(|_| Mutex::default());
-        Self { id: SessionId::unique(), negotiated, source, shards, waits: Arc::default(), passthrough }
+        Self { id: SessionId::unique(), negotiated, source, shards, waits: Arc::default(), passthrough, mappings }
+    }
+
+    /// Whether a client that leaves it to us is to use its window for a file.
+    pub(crate) fn dax(&self, attr: &Attr) -> bool {
+        let Some(mappings) = self.mappings.as_ref().filter(|_| self.negotiated.has(InitFlags::HAS_INODE_DAX)) else {
+            return false;
+        };
+        attr.kind() == FileType::RegularFile && mappings.takes(attr.size)
     }
 
     /// Who makes the changes that come through this session.
@@ -77,16 +93,30 @@ impl Mount {
         *self.shard(ino.0).references.entry(ino).or_insert(0) += 1;
     }
 
+    /// Brings a file and what the client has of it in its window together; see [`Mappings::settle`].
+    pub(crate) fn settle(&self, ino: Ino) -> Result<()> {
+        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.settle(ino))
+    }
+
+    /// Whether the client knows of an inode.
+    pub(crate) fn knows(&self, ino: Ino) -> bool {
+        ino == Ino::ROOT || self.shard(ino.0).references.contains_key(&ino)
+    }
+
     /// The client gives references back; never more than it has.
     pub(crate) fn forget(&self, ino: Ino, count: u64) {
         let mut shard = self.shard(ino.0);
         let Some(held) = shard.references.get_mut(&ino) else { return };
         let count = count.min(*held);
         *held -= count;
-        if *held == 0 {
+        let is_gone = *held == 0;
+        if is_gone {
             shard.references.remove(&ino);
         }
         drop(shard);
+        if let Some(mappings) = self.mappings.as_ref().filter(|_| is_gone) {
+            mappings.forget(self.id, ino);
+        }
         self.source.forget(ino, count);
     }
 
@@ -101,6 +131,11 @@ impl Mount {
     /// Whether the client has this open for writing.
     pub(crate) fn writes(&self, open: Open) -> bool {
         self.shard(open.ino.0).opens.get(&open).is_some_and(|(_, writes)| *writes)
+    }
+
+    /// Whether the client has a file open for writing, by whichever handle.
+    pub(crate) fn writes_to(&self, ino: Ino) -> bool {
+        self.shard(ino.0).opens.iter().any(|(open, (_, writes))| open.ino == ino && *writes)
     }
 
     /// The client closes a handle, which must be its own.

@@ -39,8 +39,10 @@ impl Server {
     pub(crate) fn entry(&self, cx: &Context<'_>, entry: Entry, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let entry = self.checked(entry)?;
         cx.mount.refer(entry.ino);
+        // As for attributes.
+        let _ = cx.mount.settle(entry.ino);
         let timeouts = self.share.policy.timeouts;
-        let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: false });
+        let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
         if let Written::Instead(_) = written {
             cx.mount.forget(entry.ino, 1);
         }
@@ -132,7 +134,8 @@ impl Server {
         cx.mount.refer(entry.ino);
         let opened = self.opened(cx, entry.ino, handle, flags);
         let timeouts = self.share.policy.timeouts;
-        let written = cx.tell(buffer, &Reply::Created { entry, timeouts, dax: false, opened });
+        let dax = cx.mount.dax(&entry.attr);
+        let written = cx.tell(buffer, &Reply::Created { entry, timeouts, dax, opened });
         if let Written::Instead(_) = written {
             cx.mount.release(&cx.caller, Open { ino: entry.ino, handle, is_dir: false })?;
             cx.mount.forget(entry.ino, 1);

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, Statfs, checks};
-use ferry_wire::fuse::{LockRequest, Operation, Reply};
+use ferry_wire::fuse::abi::RemovemappingOne;
+use ferry_wire::fuse::{LockRequest, Operation, Records, Reply};
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::mappings::{Answer, Mapping};
 use crate::mount::Open;
 use crate::reply;
 use crate::server::{Context, Server};
@@ -28,8 +30,12 @@ impl Server {
         self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), operation);
         let served = match self.share.read_only && changes_something(operation) {
             true => Err(Errno::ROFS),
-            false => self.dispatch(cx, operation, carrier),
+            false => settled_before(cx, operation).and_then(|()| self.dispatch(cx, operation, carrier)),
         };
+        if cx.mount.mappings.is_some() && matches!(operation, Operation::Fallocate { .. }) {
+            // What fails here fails again when the file is closed.
+            let _ = cx.mount.settle(cx.ino);
+        }
         let outcome = match served {
             Ok(Served::Reply(bytes)) => Outcome::Bytes(bytes),
             Ok(_) => Outcome::Bytes(0),
@@ -64,7 +70,7 @@ impl Server {
                 // Linux names a handle only where it reads, writes or seeks; users' questions come without (fuse_getattr).
                 if let Some(attr) = handle.and_then(|handle| source.glance(caller, ino, handle)) {
                     let (attr, timeout) = (checks::attr(attr)?, Duration::ZERO);
-                    return Ok(cx.done(carrier, &Reply::Attr { attr, timeout, dax: false }));
+                    return Ok(cx.done(carrier, &Reply::Attr { attr, timeout, dax: cx.mount.dax(&attr) }));
                 }
                 return self.attr(cx, source.getattr(caller, ino, handle)?, carrier);
             }
@@ -145,14 +151,18 @@ impl Server {
             }
             Operation::CopyFileRange(copy) => {
                 let copy = CopyRange { len: copy.len.min(COPY_BYTES_MAX), ..copy };
+                let mount = Arc::clone(cx.mount);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
+                    mount.settle(copy.to.0)?;
                     Ok(Reply::Write { bytes: u32::try_from(bytes).unwrap_or(u32::MAX) })
                 }));
             }
             Operation::CopyFileRange64(copy) => {
+                let mount = Arc::clone(cx.mount);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
+                    mount.settle(copy.to.0)?;
                     Ok(Reply::CopyFileRange64 { bytes })
                 }));
             }
@@ -202,21 +212,87 @@ impl Server {
                 let offset = checks::at_most(found, i64::MAX.cast_unsigned())?;
                 return Ok(cx.done(carrier, &Reply::Lseek { offset }));
             }
+            Operation::Setupmapping { offset, len, window_offset, read, write, .. } => {
+                return self.map(cx, (offset, len, window_offset), (read, write), carrier);
+            }
+            Operation::Removemapping { ref ranges } => return self.unmap(cx, ranges, carrier),
+            Operation::Destroy if cx.mount.mappings.is_some() => {
+                let answer = self.mapped(cx, carrier);
+                let mappings = cx.mount.mappings.clone();
+                self.end_session();
+                // Before the answer: a virtual machine monitor that ends has no time for us any more.
+                mappings.ok_or(Errno::NOSYS)?.clear(answer);
+                return Ok(Served::Parked);
+            }
             Operation::Destroy => {
                 let served = cx.done(carrier, &Reply::Empty);
                 self.end_session();
                 return Ok(served);
             }
             Operation::Interrupt { unique } => cx.mount.waits.interrupt(unique),
-            // No block device below, nothing to poll for, no DAX window.
+            // No block device below, nothing to poll for.
             _ => return Err(Errno::NOSYS),
         }
         Ok(empty(cx, operation, carrier))
     }
 
+    /// SETUPMAPPING. Whatever its handle is: Linux names none.
+    fn map(
+        &mut self,
+        cx: &Context<'_>,
+        (offset, len, window_offset): (u64, u64, u64),
+        (read, write): (bool, bool),
+        carrier: &mut impl Carrier,
+    ) -> Result<Served> {
+        let mappings = cx.mount.mappings.as_ref().ok_or(Errno::NOSYS)?;
+        let (by, ino) = (cx.caller.session, cx.ino);
+        if !cx.mount.knows(ino) {
+            return Err(Errno::STALE);
+        }
+        if !read && !write {
+            return Err(Errno::INVAL);
+        }
+        if write && self.share.read_only {
+            return Err(Errno::ROFS);
+        }
+        let may_write = write || cx.mount.writes_to(ino);
+        let mapping = Mapping { by, ino, offset, len, window_offset, write, may_write };
+        let answer = self.mapped(cx, carrier);
+        mappings.map(mapping, answer);
+        Ok(Served::Parked)
+    }
+
+    /// REMOVEMAPPING.
+    fn unmap(
+        &mut self,
+        cx: &Context<'_>,
+        ranges: &Records<'_, RemovemappingOne>,
+        carrier: &mut impl Carrier,
+    ) -> Result<Served> {
+        let mappings = cx.mount.mappings.as_ref().ok_or(Errno::NOSYS)?;
+        let ranges = ranges.iter().map(|range| (range.moffset, range.len)).collect();
+        let answer = self.mapped(cx, carrier);
+        mappings.unmap(cx.caller.session, ranges, answer);
+        Ok(Served::Parked)
+    }
+
+    /// How a change of the client's window answers its request.
+    fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl Carrier) -> Answer {
+        let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.mount.negotiated());
+        let watched = self.watched.take();
+        Box::new(move |outcome| {
+            later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
+            if let Some(watched) = watched {
+                watched.end(outcome.map(|()| 0).into());
+            }
+        })
+    }
+
     fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let attr = checks::attr(attr)?;
-        Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.timeouts.attr, dax: false }))
+        // The client may have learnt that the file has changed; what cannot be read then it is told when it asks for it.
+        let _ = cx.mount.settle(cx.ino);
+        Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.timeouts.attr, dax: cx.mount.dax(&attr) }))
     }
 
     fn wait_for_lock(&mut self, cx: &Context<'_>, request: &LockRequest, carrier: &mut impl Carrier) -> Result<Served> {
@@ -297,6 +373,32 @@ impl Server {
             }
         });
         Served::Later
+    }
+}
+
+/// Sees to it that the file is what the client thinks it is, before it asks for what depends on that.
+fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
+    if cx.mount.mappings.is_none() {
+        return Ok(());
+    }
+    match operation {
+        Operation::CopyFileRange(copy) | Operation::CopyFileRange64(copy) => {
+            cx.mount.settle(copy.from.0)?;
+            cx.mount.settle(copy.to.0)
+        }
+        Operation::Read(_)
+        | Operation::Setattr { .. }
+        | Operation::Open { .. }
+        | Operation::Flush { .. }
+        | Operation::Fsync { .. }
+        | Operation::Fallocate { .. }
+        | Operation::Lseek { .. } => cx.mount.settle(cx.ino),
+        Operation::Release(_) => {
+            // It cannot fail; the FLUSH before it has told.
+            let _ = cx.mount.settle(cx.ino);
+            Ok(())
+        }
+        _ => Ok(()),
     }
 }
 

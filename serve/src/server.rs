@@ -142,6 +142,10 @@ impl Server {
     /// Begins a session; what an earlier one held (a guest was reset) is given back.
     fn init(&mut self, buffer: &mut impl ReplyBuffer, unique: u64, init: &InitRequest) -> usize {
         self.end_session();
+        if let Some(mappings) = &self.session.mappings {
+            // Whatever comes next finds the window empty: it is carried out afterwards.
+            mappings.clear(Box::new(|_| ()));
+        }
         let mut wanted = self.share.policy.wanted();
         if let Some(adjust) = &self.session.adjust {
             adjust(init, &mut wanted);
@@ -152,6 +156,11 @@ impl Server {
         let backings = backings.filter(|_| !holds_back && wanted.flags.contains(InitFlags::PASSTHROUGH));
         if backings.is_none() {
             wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
+        }
+        let mappings = self.session.mappings.as_ref().filter(|_| self.share.source.features().mappable);
+        let mappings = mappings.filter(|mappings| mappings.is_open());
+        if mappings.is_some() {
+            wanted.flags |= InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX;
         }
         let missing = self.share.policy.required - (wanted.flags & init.flags);
         if missing != InitFlags::empty() {
@@ -165,7 +174,8 @@ impl Server {
                 tracing::debug!("{name}: a client speaks FUSE 7.{}, agreed on {:?}", init.minor, negotiated.flags);
                 let backings = backings.filter(|_| negotiated.has(InitFlags::PASSTHROUGH));
                 let passthrough = backings.map(|backings| Passthrough::new(Arc::clone(backings)));
-                let mount = Mount::new(Arc::clone(&self.share.source), negotiated, passthrough);
+                let mappings = mappings.filter(|_| negotiated.has(InitFlags::MAP_ALIGNMENT)).cloned();
+                let mount = Mount::new(Arc::clone(&self.share.source), negotiated, passthrough, mappings);
                 self.session.set_mount(Some(Arc::new(mount)));
                 reply::write(buffer, unique, &negotiated, &Reply::Init(answer)).bytes()
             }

@@ -4,6 +4,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use ferry_wire::fuse::{InitRequest, Wanted};
 
+use crate::mappings::Mappings;
 use crate::mount::Mount;
 use crate::passthrough::Backings;
 
@@ -16,6 +17,7 @@ pub struct Session {
     mount: RwLock<Option<Arc<Mount>>>,
     pub(crate) adjust: Option<Box<Adjust>>,
     pub(crate) backings: Option<Arc<dyn Backings>>,
+    pub(crate) mappings: Option<Arc<dyn Mappings>>,
 }
 
 impl std::fmt::Debug for Session {
@@ -37,6 +39,12 @@ impl Session {
     #[must_use]
     pub fn with_backings(self, backings: Arc<dyn Backings>) -> Self {
         Self { backings: Some(backings), ..self }
+    }
+
+    /// Offers to map files into the client's memory, if the source allows it and the window is open at INIT.
+    #[must_use]
+    pub fn with_mappings(self, mappings: Arc<dyn Mappings>) -> Self {
+        Self { mappings: Some(mappings), ..self }
     }
 
     /// What the client holds, between INIT and DESTROY.

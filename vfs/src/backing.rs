@@ -47,7 +47,7 @@ pub trait Memory: Send + Sync + Debug {
 /// (such as "buffered writes to this file system cannot be tried without waiting").
 #[derive(Debug)]
 pub struct Backing {
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     memory: Option<Arc<dyn Memory>>,
     learnt: AtomicU8,
     waits: bool,
@@ -57,7 +57,7 @@ pub struct Backing {
 impl Backing {
     /// Wraps a descriptor about which nothing is known yet.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd, memory: None, learnt: AtomicU8::new(0), waits: false, lasting: false }
+        Self { fd: Arc::new(fd), memory: None, learnt: AtomicU8::new(0), waits: false, lasting: false }
     }
 
     /// Wraps a descriptor whose bytes may also be reached in memory, at the same offsets.
@@ -75,6 +75,13 @@ impl Backing {
     /// make itself ready for many transfers through it, and hold it.
     pub fn lasting(self) -> Self {
         Self { lasting: true, ..self }
+    }
+
+    /// The same descriptor without its [memory](Self::memory), for transfers from and to where only the kernel is to
+    /// look.
+    #[must_use]
+    pub fn without_memory(&self) -> Self {
+        Self { memory: None, learnt: AtomicU8::new(self.learnt()), fd: Arc::clone(&self.fd), ..*self }
     }
 
     /// Whether the descriptor stays open for as long as its source is served.

@@ -164,6 +164,14 @@ pub trait FileSystem: Send + Sync {
         None
     }
 
+    /// A descriptor of a regular file, as a whole, to be mapped into a client's memory (the DAX window of virtio-fs): the
+    /// same bytes at the same offsets, open for reading, and for writing too if `writes`. There need be no handle: Linux
+    /// asks by inode. It stays valid when the file is unlinked. What the client does through the mapping nobody sees;
+    /// its size it changes by other calls. Needs [`Features::mappable`].
+    fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        Err(Errno::NOSYS)
+    }
+
     /// Reads from an open file. At the end of the file the answer is shorter than asked.
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         Err(Errno::NOSYS)

@@ -3,6 +3,8 @@
 use ferry_engine::Segment;
 use vm_memory::VolatileSlice;
 
+use crate::fragile;
+
 /// The buffers of one request: first what the device may read, then what it may write. The guest may change the
 /// bytes at any time, so they are only ever copied in or out, or handed to the kernel.
 #[derive(Debug, Default)]
@@ -15,6 +17,8 @@ pub struct Chain {
     pub(crate) entry: u16,
     pub(crate) readable: Vec<Segment>,
     pub(crate) writable: Vec<Segment>,
+    /// Some of it may not be there when it is touched, or not be writable: only the kernel copies, who takes no harm.
+    pub(crate) fragile: bool,
 }
 
 impl Chain {
@@ -30,6 +34,9 @@ impl Chain {
 
     /// Copies bytes that the driver sent, from `offset` on. Answers how many there were.
     pub fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+        if self.fragile {
+            return fragile::read(pieces(&self.readable, offset, bytes.len()), bytes);
+        }
         let mut done = 0;
         for segment in pieces(&self.readable, offset, bytes.len()) {
             // SAFETY: segments lie in guest memory that the worker keeps mapped for as long as it has the chain.
@@ -41,6 +48,9 @@ impl Chain {
 
     /// Copies bytes to the driver's buffers, from `offset` on. Answers how many there was room for.
     pub fn write_at(&self, offset: usize, bytes: &[u8]) -> usize {
+        if self.fragile {
+            return fragile::write(pieces(&self.writable, offset, bytes.len()), bytes);
+        }
         let mut done = 0;
         for segment in pieces(&self.writable, offset, bytes.len()) {
             // SAFETY: as in `read_at`.
@@ -64,6 +74,7 @@ impl Chain {
     pub(crate) fn clear(&mut self) {
         self.readable.clear();
         self.writable.clear();
+        self.fragile = false;
     }
 }
 

@@ -1,16 +1,22 @@
 //! The socket on which we tell the front end what it did not ask for (vhost-user, "Back-end communication").
 //!
-//! The `vhost` crate takes the socket and has no message for a change of the configuration space. So the one request
+//! The `vhost` crate takes the socket, waits for answers without end, and has no message for a change of the configuration space. So the one request
 //! that carries it is taken from under its nose: the header is looked at without being read.
 
-use std::io::{IoSliceMut, Read, Write};
+use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::cmsg_space;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recv, recvmsg, send};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv,
+    recvmsg, send, sendmsg,
+};
 use vhost::vhost_user::{Error, Result};
 
 /// A header: request, flags, and the length of what follows, each of four bytes.
@@ -19,6 +25,7 @@ const SET_BACKEND_REQ_FD: u32 = 21;
 const CONFIG_CHANGE_MSG: u32 = 2;
 /// Flags: the version, and the bits of a reply and of the wish for one.
 const VERSION: u32 = 1;
+const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
 /// The request has no payload; some front ends send a number.
@@ -93,6 +100,70 @@ fn number(message: &[u8; HEADER_BYTES], at: usize) -> u32 {
     let mut bytes = [0; 4];
     bytes.copy_from_slice(&message[at..at + 4]);
     u32::from_ne_bytes(bytes)
+}
+
+/// Why the line to the front end is of no use any more.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Broken {
+    #[error("the front end cannot be asked: {0}")]
+    Send(Errno),
+    #[error("the front end does not answer: {0}")]
+    Receive(Errno),
+    #[error("the front end hung up")]
+    HungUp,
+    #[error("the front end answers something else")]
+    Nonsense,
+    #[error("the front end does not answer within {0:?}")]
+    Silence(Duration),
+}
+
+/// Asks the front end something, and waits for its answer: 0 is yes. The socket must not block.
+pub(crate) fn ask(
+    line: &UnixStream,
+    request: u32,
+    body: &[u8],
+    file: Option<BorrowedFd<'_>>,
+    within: Duration,
+) -> std::result::Result<u64, Broken> {
+    let end = Instant::now() + within;
+    let length = u32::try_from(body.len()).expect("our own requests are short");
+    let message = [&header(request, VERSION | NEED_REPLY, length), body].concat();
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if let Some(file) = &file {
+        control.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(file)));
+    }
+    // There was no other question that was not answered: if this one finds no room, nobody reads there.
+    let sent = sendmsg(line, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL).map_err(Broken::Send)?;
+    if sent < message.len() {
+        return Err(Broken::Send(Errno::AGAIN));
+    }
+    let mut answer = [0; HEADER_BYTES + 8];
+    let mut have = 0;
+    while have < answer.len() {
+        let left = end.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(|_| Broken::Silence(within))?;
+        match poll(&mut [PollFd::new(line, PollFlags::IN)], Some(&left)) {
+            Ok(0) => return Err(Broken::Silence(within)),
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
+            Err(error) => return Err(Broken::Receive(error)),
+        }
+        match recv(line, &mut answer[have..], RecvFlags::empty()) {
+            Ok((_, 0)) => return Err(Broken::HungUp),
+            Ok((_, bytes)) => have += bytes,
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(error) => return Err(Broken::Receive(error)),
+        }
+    }
+    let (head, outcome) = answer.split_at(HEADER_BYTES);
+    let head: &[u8; HEADER_BYTES] = head.try_into().expect("it was split there");
+    let expected = (request, VERSION | REPLY, 8);
+    // The other flags say nothing in an answer.
+    if (number(head, 0), number(head, 4) & (VERSION_MASK | REPLY), number(head, 8)) != expected {
+        return Err(Broken::Nonsense);
+    }
+    Ok(u64::from_ne_bytes(outcome.try_into().expect("it was split there")))
 }
 
 /// Waits for the next request, and takes it if it is the one that brings the socket and that is `wanted`. All others

@@ -15,6 +15,7 @@ use crate::Device;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::ring::{RingAddresses, RingSetup};
+use crate::window::{Told, Window};
 use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Start, Worker};
 use ferry_engine::Complaints;
 
@@ -74,6 +75,8 @@ pub(crate) struct Connection<D: Device> {
     queues: Vec<Queue<Message<D>>>,
     workers: Vec<Thread<Message<D>>>,
     complaints: Arc<Complaints>,
+    /// The shared memory region, if the device has one.
+    window: Option<Arc<Window>>,
 }
 
 impl<D: Device> Connection<D> {
@@ -81,6 +84,7 @@ impl<D: Device> Connection<D> {
         let queues = (0..device.queue_count()).map(|_| Queue::default()).collect();
         let workers = (0..device.worker_count()).map(|_| None).collect();
         let session = Arc::new(device.session());
+        let window = device.window_bytes().map(|bytes| Arc::new(Window::new(bytes)));
         Self {
             device,
             session,
@@ -91,6 +95,7 @@ impl<D: Device> Connection<D> {
             queues,
             workers,
             complaints: Arc::default(),
+            window,
         }
     }
 
@@ -109,7 +114,9 @@ impl<D: Device> Connection<D> {
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::RESET_DEVICE;
         features.set(VhostUserProtocolFeatures::CONFIG, self.device.config().is_some());
-        features.set(VhostUserProtocolFeatures::BACKEND_REQ, self.device.changes_config());
+        let window = VhostUserProtocolFeatures::SHMEM | VhostUserProtocolFeatures::BACKEND_SEND_FD;
+        features.set(window, self.window.is_some());
+        features.set(VhostUserProtocolFeatures::BACKEND_REQ, self.device.changes_config() || self.window.is_some());
         features.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.device.tracks_in_flight());
         features
     }
@@ -117,6 +124,22 @@ impl<D: Device> Connection<D> {
     /// Whether the front end is told when a message was done, if it asks for that.
     pub(crate) fn acknowledges(&self) -> bool {
         self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
+    }
+
+    /// The front end can be asked for mappings, and told of changes, here.
+    pub(crate) fn attach(&self, socket: &OwnedFd) {
+        let Some(window) = &self.window else { return };
+        match socket.try_clone() {
+            Ok(socket) => window.attach(socket),
+            Err(error) => tracing::error!("the window cannot be served: {error}"),
+        }
+    }
+
+    /// Tells the window of the regions that there are.
+    fn tell(&self, added: Option<Told>) {
+        if let Some(window) = &self.window {
+            window.told(self.memory.regions(), added);
+        }
     }
 
     fn queue(&mut self, index: u32) -> Result<&mut Queue<Message<D>>> {
@@ -228,6 +251,7 @@ impl<D: Device> Connection<D> {
         let go_on: Vec<usize> = (0..self.queues.len()).filter(|index| goes_on(&self.queues[*index])).collect();
         go_on.iter().for_each(|index| self.stop(*index));
         self.memory = memory;
+        self.tell(None);
         for index in go_on {
             self.queues[index].adrift = self.start(index).is_err();
         }
@@ -257,6 +281,9 @@ impl<D: Device> Connection<D> {
 
 impl<D: Device> Drop for Connection<D> {
     fn drop(&mut self) {
+        if let Some(window) = &self.window {
+            window.end();
+        }
         for (port, _) in self.workers.iter().flatten() {
             port.0.post(Letter::Control(Control::Quit));
         }

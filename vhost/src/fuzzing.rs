@@ -52,7 +52,7 @@ fn memory_with(contents: &[u8]) -> Memory {
     file.write_all_at(contents, 0).expect("room");
     let region =
         VhostUserMemoryRegion { guest_phys_addr: BASE, memory_size: MEMORY_BYTES, user_addr: BASE, mmap_offset: 0 };
-    Memory::default().with(&region, file).expect("the region is sound")
+    Memory::default().with(&region, file, false).expect("the region is sound")
 }
 
 fn serve(mut ring: Ring, bytes: usize) {

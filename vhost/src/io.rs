@@ -26,6 +26,7 @@ impl Io<'_> {
     /// Reads from `file`, at `file_offset`, into the driver's buffers: up to `bytes` from `chain_offset` on.
     pub fn read(&mut self, file: Arc<Backing>, file_offset: u64, chain_offset: usize, bytes: usize) -> Answer {
         let segments = self.chain.writable(chain_offset, bytes);
+        let file = self.by_kernel(file);
         // SAFETY: the segments lie in guest memory, which the worker keeps mapped until all transfers have ended;
         // what the guest does to its memory meanwhile is its own business, and nothing here holds references.
         unsafe { self.transfers.queue(self.token, Operation::Read, file, file_offset, segments) };
@@ -43,10 +44,19 @@ impl Io<'_> {
         waits: bool,
     ) -> Answer {
         let segments = self.chain.readable(chain_offset, bytes);
+        let file = self.by_kernel(file);
         let operation = Operation::Write { clear_privileges, waits };
         // SAFETY: as in `read`.
         unsafe { self.transfers.queue(self.token, operation, file, file_offset, segments) };
         Answer::Later
+    }
+
+    /// The file as it is to be used for this chain: nobody but the kernel may copy from or to fragile memory.
+    fn by_kernel(&self, file: Arc<Backing>) -> Arc<Backing> {
+        match self.chain.fragile && file.memory().is_some() {
+            true => Arc::new(file.without_memory()),
+            false => file,
+        }
     }
 
     /// Makes `file` durable.

@@ -18,6 +18,7 @@
 mod chain;
 mod channel;
 mod connection;
+mod fragile;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod gather;
@@ -29,6 +30,7 @@ mod server;
 mod shared;
 mod slots;
 mod socket;
+mod window;
 mod worker;
 
 pub use chain::Chain;
@@ -36,6 +38,7 @@ pub use ferry_engine::Complaints;
 pub use io::Io;
 pub use server::{Ended, Server, ServerError};
 pub use socket::{Socket, SocketError};
+pub use window::{Part, Window, WindowError};
 pub use worker::{Answer, Port, QueueHandler, WorkerOptions};
 
 /// The most descriptors in a chain, and entries in a ring, that Ferry takes: what virtio-fs and virtio-blk in
@@ -65,6 +68,13 @@ pub trait Device: Send + Sync + 'static {
     fn changes_config(&self) -> bool {
         false
     }
+    /// The length of the device's shared memory region (of number 0) in bytes, a multiple of 4096; `None`: it has none.
+    fn window_bytes(&self) -> Option<u64> {
+        None
+    }
+    /// The front end has asked for the shared memory region: from now on files can be mapped there, by a thread of the
+    /// device's own (see [`Window::map`]). A request whose answer depends on that is to be [`Answer::Parked`].
+    fn window_opened(&self, _session: &Self::Session, _window: &std::sync::Arc<Window>) {}
     /// Whether the front end may keep account of what is in flight, so that whoever serves it next, after a crash of
     /// this process, serves that again. Every request must bear being served twice, and none be [`Answer::Parked`].
     fn tracks_in_flight(&self) -> bool {

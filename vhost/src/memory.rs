@@ -1,12 +1,15 @@
 //! The guest's memory.
 
 use std::fs::File;
+use std::os::fd::AsFd;
 
 use ferry_engine::{Keeper, Segment};
+use rustix::fs::OFlags;
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 use vm_memory::{FileOffset, MmapRegion};
 
 use crate::shared::Cells;
+use crate::window::{self, FileId};
 
 /// What QEMU asks for at most; each region is a mapping and a descriptor of ours.
 pub(crate) const MEMORY_REGIONS_MAX: usize = 509;
@@ -36,6 +39,39 @@ struct Region {
     user_start: u64,
     bytes: u64,
     map: MmapRegion,
+    nature: Nature,
+}
+
+/// What a region's file allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Nature {
+    /// The guest's memory.
+    Memory,
+    /// A file that was added later, and that lies on a disk: memory (a DIMM was plugged in), or a file in somebody else's
+    /// window, which can be cut short. The kernel copies from and to it; whatever a ring needs is taken for memory.
+    Added,
+    /// A file in a window. It may be read-only, and somebody may cut it short: touching what is not there any more is
+    /// fatal to whoever touches it, unless it is the kernel. No ring may lie in it.
+    Window,
+}
+
+/// File systems in memory, by their numbers (statfs(2)).
+const TMPFS_MAGIC: u32 = 0x0102_1994;
+const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
+
+impl Nature {
+    fn of(file: &File, id: Option<FileId>, was_added: bool) -> Self {
+        let is_readable_only =
+            rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags & OFlags::ACCMODE == OFlags::RDONLY);
+        if is_readable_only || id.is_some_and(window::is_known) {
+            return Self::Window;
+        }
+        // The numbers have 32 bits; the type of the field has another length on each machine.
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers of 32 bits")]
+        let in_memory =
+            || rustix::fs::fstatfs(file).is_ok_and(|fs| [TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&(fs.f_type as u32)));
+        if was_added && !in_memory() { Self::Added } else { Self::Memory }
+    }
 }
 
 /// A set of regions that does not change; a new set replaces it.
@@ -46,8 +82,13 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// This memory with one region more.
-    pub(crate) fn with(&self, region: &VhostUserMemoryRegion, file: File) -> Result<Self, MemoryError> {
+    /// This memory with one region more; `was_added` to what the guest runs with already.
+    pub(crate) fn with(
+        &self,
+        region: &VhostUserMemoryRegion,
+        file: File,
+        was_added: bool,
+    ) -> Result<Self, MemoryError> {
         // The front end's message was checked for zero sizes and sums that overflow.
         let (guest_start, user_start) = (region.guest_phys_addr, region.user_addr);
         let (bytes, offset) = (region.memory_size, region.mmap_offset);
@@ -59,20 +100,18 @@ impl Memory {
         if self.regions.len() >= MEMORY_REGIONS_MAX {
             return Err(MemoryError::TooMany);
         }
-        if let Ok(metadata) = file.metadata()
+        let nature = Nature::of(&file, window::file_id(file.as_fd()).ok(), was_added);
+        if nature != Nature::Window
+            && let Ok(metadata) = file.metadata()
             && metadata.is_file()
             && metadata.len() < offset + bytes
         {
             return Err(MemoryError::Short { wanted: offset + bytes, bytes: metadata.len() });
         }
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let map = MmapRegion::from_file(FileOffset::new(file, offset), size).map_err(|reason| MemoryError::Map {
-            bytes,
-            offset,
-            reason,
-        })?;
+        let map = map(file, offset, size, nature).map_err(|reason| MemoryError::Map { bytes, offset, reason })?;
         let mut regions = self.regions.clone();
-        regions.push(std::sync::Arc::new(Region { guest_start, user_start, bytes, map }));
+        regions.push(std::sync::Arc::new(Region { guest_start, user_start, bytes, map, nature }));
         regions.sort_by_key(|region| region.guest_start);
         Ok(Self { regions })
     }
@@ -88,25 +127,33 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    /// All of it where it lies here, with what keeps it mapped.
+    /// How many regions there are.
+    pub(crate) fn regions(&self) -> usize {
+        self.regions.len()
+    }
+
+    /// All of it where it lies here, with what keeps it mapped; files in windows are not memory.
     pub(crate) fn mapped(&self) -> impl Iterator<Item = (Segment, Keeper)> {
-        self.regions.iter().map(|region| {
+        self.regions.iter().filter(|region| region.nature == Nature::Memory).map(|region| {
             let segment = Segment { address: region.map.as_ptr(), bytes: region.map.size() };
             (segment, std::sync::Arc::clone(region) as Keeper)
         })
     }
 
-    /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Answers whether all of it is memory.
-    pub(crate) fn translate(&self, mut address: u64, mut bytes: u64, out: &mut Vec<Segment>) -> bool {
+    /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Answers whether any of it is
+    /// fragile (see [`Chain::fragile`](crate::Chain)); `None`: it is not all memory.
+    pub(crate) fn translate(&self, mut address: u64, mut bytes: u64, out: &mut Vec<Segment>) -> Option<bool> {
+        let mut fragile = false;
         while bytes > 0 {
             let after = self.regions.partition_point(|region| region.guest_start <= address);
-            let Some(region) = after.checked_sub(1).and_then(|index| self.regions.get(index)) else { return false };
+            let region = after.checked_sub(1).and_then(|index| self.regions.get(index))?;
             let within = address - region.guest_start;
             if within >= region.bytes {
-                return false;
+                return None;
             }
+            fragile |= region.nature != Nature::Memory;
             let piece = bytes.min(region.bytes - within);
-            let (Ok(offset), Ok(length)) = (usize::try_from(within), usize::try_from(piece)) else { return false };
+            let (Ok(offset), Ok(length)) = (usize::try_from(within), usize::try_from(piece)) else { return None };
             let start = region.map.as_ptr().wrapping_add(offset);
             match out.last_mut() {
                 // Pages of a long buffer often lie side by side: fewer pieces make shorter system calls.
@@ -114,18 +161,18 @@ impl Memory {
                 _ => out.push(Segment { address: start, bytes: length }),
             }
             bytes -= piece;
-            let Some(next) = address.checked_add(piece) else { return bytes == 0 };
+            let Some(next) = address.checked_add(piece) else { return (bytes == 0).then_some(fragile) };
             address = next;
         }
-        true
+        Some(fragile)
     }
 
-    /// Where `[address, address + bytes)` (guest-physical) lies here, if it lies in one region.
+    /// Where `[address, address + bytes)` (guest-physical) lies here, if it lies in one region, and not in a window.
     pub(crate) fn translate_whole(&self, address: u64, bytes: u64) -> Option<*mut u8> {
         let after = self.regions.partition_point(|region| region.guest_start <= address);
         let region = after.checked_sub(1).and_then(|index| self.regions.get(index))?;
         let within = address - region.guest_start;
-        let fits = within <= region.bytes && bytes <= region.bytes - within;
+        let fits = within <= region.bytes && bytes <= region.bytes - within && region.nature != Nature::Window;
         Some(region.map.as_ptr().wrapping_add(usize::try_from(within).ok().filter(|_| fits)?))
     }
 
@@ -139,7 +186,8 @@ impl Memory {
 
     fn translate_user(&self, address: u64, bytes: u64, align: u64) -> Option<*mut u8> {
         let region = self.regions.iter().find(|region| {
-            address >= region.user_start
+            region.nature != Nature::Window
+                && address >= region.user_start
                 && address - region.user_start <= region.bytes
                 && bytes <= region.bytes - (address - region.user_start)
         })?;
@@ -147,6 +195,14 @@ impl Memory {
         let pointer = region.map.as_ptr().wrapping_add(offset);
         (pointer.addr() as u64).is_multiple_of(align).then_some(pointer)
     }
+}
+
+fn map(file: File, offset: u64, size: usize, nature: Nature) -> Result<MmapRegion, vm_memory::mmap::MmapRegionError> {
+    let can_write = nature != Nature::Window
+        || rustix::fs::fcntl_getfl(&file).is_ok_and(|flags| flags & OFlags::ACCMODE == OFlags::RDWR);
+    let protection = if can_write { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
+    let flags = libc::MAP_NORESERVE | libc::MAP_SHARED;
+    MmapRegion::build(Some(FileOffset::new(file, offset)), size, protection, flags)
 }
 
 #[cfg(test)]
@@ -167,9 +223,9 @@ pub(crate) mod tests {
     #[test]
     fn translates_across_neighbours_and_nothing_outside() {
         let memory = Memory::default()
-            .with(&region(0x1000, 0x1000), memfd(0x1000))
-            .and_then(|memory| memory.with(&region(0x2000, 0x2000), memfd(0x2000)))
-            .and_then(|memory| memory.with(&region(0x8000, 0x1000), memfd(0x1000)))
+            .with(&region(0x1000, 0x1000), memfd(0x1000), false)
+            .and_then(|memory| memory.with(&region(0x2000, 0x2000), memfd(0x2000), false))
+            .and_then(|memory| memory.with(&region(0x8000, 0x1000), memfd(0x1000), false))
             .unwrap();
         for (address, bytes, good) in [
             (0x1000u64, 0x1000u64, true),
@@ -185,7 +241,7 @@ pub(crate) mod tests {
             (0x1000, u64::MAX, false),
         ] {
             let mut out = Vec::new();
-            assert_eq!(memory.translate(address, bytes, &mut out), good, "{address:#x}+{bytes:#x}");
+            assert_eq!(memory.translate(address, bytes, &mut out), good.then_some(false), "{address:#x}+{bytes:#x}");
             let total: usize = out.iter().map(|segment| segment.bytes).sum();
             assert!(!good || total as u64 == bytes);
         }
@@ -203,8 +259,11 @@ pub(crate) mod tests {
         assert!(memory.translate_user(0x1000_1000, 0x1001, 16).is_none());
         assert!(memory.translate_user(0x1000_1008, 16, 16).is_none());
         assert!(memory.translate_user(u64::MAX, 1, 1).is_none());
-        assert!(matches!(memory.with(&region(0x1800, 0x1000), memfd(0x1000)), Err(MemoryError::Overlap(0x1800))));
-        assert!(matches!(memory.with(&region(0x10000, 0x2000), memfd(0x1000)), Err(MemoryError::Short { .. })));
+        assert!(matches!(
+            memory.with(&region(0x1800, 0x1000), memfd(0x1000), false),
+            Err(MemoryError::Overlap(0x1800))
+        ));
+        assert!(matches!(memory.with(&region(0x10000, 0x2000), memfd(0x1000), false), Err(MemoryError::Short { .. })));
         assert!(memory.without(0x2000, 0x2000).unwrap().translate_user(0x1000_2000, 1, 1).is_none());
         assert!(memory.without(0x2000, 0x1000).is_err());
     }

@@ -177,8 +177,10 @@ fn converse<D: Device>(device: &Arc<D>, stream: UnixStream, channel: &Channel) {
     let mut requests = BackendReqHandler::from_stream(stream, Arc::clone(&connection));
     loop {
         let acknowledges = || connection.lock().unwrap_or_else(PoisonError::into_inner).acknowledges();
-        let outcome = match channel::take(&ours, device.changes_config(), acknowledges) {
+        let takes_channel = device.changes_config() || device.window_bytes().is_some();
+        let outcome = match channel::take(&ours, takes_channel, acknowledges) {
             Ok(Some(socket)) => {
+                connection.lock().unwrap_or_else(PoisonError::into_inner).attach(&socket);
                 channel.set(socket);
                 continue;
             }

@@ -33,6 +33,8 @@ pub struct Config {
     pub packed: bool,
     /// Have the server keep account of what is in flight, for [`Driver::reattach`].
     pub inflight: bool,
+    /// Ask for the device's shared memory region, which [`Driver::window`] then has.
+    pub window: bool,
     /// The device's own feature bits to negotiate.
     pub device_features: u64,
     /// Those to negotiate where they are offered.
@@ -55,6 +57,7 @@ impl Default for Config {
             indirect: true,
             packed: false,
             inflight: false,
+            window: false,
             device_features: 0,
             optional_features: 0,
             timeout: Duration::from_secs(10),
@@ -168,6 +171,12 @@ impl Driver {
     /// [`Error::Vhost`](crate::Error::Vhost).
     pub fn share_region(&mut self, index: usize, share: bool) -> Result<()> {
         self.link.change_region(&self.memory.regions()[index], share)
+    }
+
+    /// The length of the device's shared memory region (0: it has none), and the socket on which the server asks for
+    /// mappings there, to be answered by hand: each request is to have a reply. With [`Config::window`] only, once.
+    pub fn window(&mut self) -> Option<(u64, std::os::unix::net::UnixStream)> {
+        self.link.window.take()
     }
 
     /// Bytes of the configuration space.

@@ -69,6 +69,8 @@ pub(crate) struct Link {
     pub(crate) protocol: Protocol,
     /// What the server knows of requests in flight, kept for the server after it.
     pub(crate) inflight: Option<InFlightMemory>,
+    /// The length of the shared memory region, and where the server asks for mappings.
+    pub(crate) window: Option<(u64, UnixStream)>,
 }
 
 /// The memory that a server keeps account in.
@@ -105,7 +107,10 @@ impl Link {
         let features = Self::choose(offered, config)?;
         let protocol = Self::negotiate(&mut frontend, &watchdog, config)?;
         tell(&watchdog, "SET_FEATURES", || frontend.set_features(features))?;
-        let mut link = Self { frontend, socket, watchdog, features, protocol, inflight };
+        let mut link = Self { frontend, socket, watchdog, features, protocol, inflight, window: None };
+        if config.window {
+            link.open_window()?;
+        }
         link.share(memory)?;
         link.share_inflight(config)?;
         Ok(link)
@@ -143,7 +148,12 @@ impl Link {
         let mut wanted = Protocol::MQ | Protocol::CONFIG | Protocol::REPLY_ACK | Protocol::CONFIGURE_MEM_SLOTS;
         wanted |= Protocol::RESET_DEVICE;
         wanted.set(Protocol::INFLIGHT_SHMFD, config.inflight);
+        let window = Protocol::SHMEM | Protocol::BACKEND_REQ | Protocol::BACKEND_SEND_FD;
+        wanted.set(window, config.window);
         let protocol = offered & wanted;
+        if config.window && !protocol.contains(window) {
+            return Err(Error::NotOffered("a shared memory region"));
+        }
         if config.inflight && !protocol.contains(Protocol::INFLIGHT_SHMFD) {
             return Err(Error::NotOffered("memory for requests in flight"));
         }
@@ -159,6 +169,15 @@ impl Link {
             return Err(Error::Queues { asked: vrings, offered: available });
         }
         Ok(protocol)
+    }
+
+    fn open_window(&mut self) -> Result<()> {
+        let (frontend, dog) = (&mut self.frontend, &self.watchdog);
+        let config = tell(dog, "GET_SHMEM_CONFIG", || frontend.get_shmem_config())?;
+        let (ours, theirs) = UnixStream::pair()?;
+        tell(dog, "SET_BACKEND_REQ_FD", || frontend.set_backend_request_fd(&theirs))?;
+        self.window = Some((if config.nregions == 0 { 0 } else { config.memory_sizes[0] }, ours));
+        Ok(())
     }
 
     fn share(&self, memory: &Memory) -> Result<()> {

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use ferry_serve::{Server, Session, Share, ShareOptions};
+use ferry_serve::{Mappings, Server, Session, Share, ShareOptions};
 use ferry_vfs::FileSystem;
-use ferry_vhost::{Device, Port, WorkerOptions};
+use ferry_vhost::{Device, Port, Window, WorkerOptions};
 use ferry_wire::fuse::InitFlags;
 
+use crate::dax::Dax;
 use crate::handler::Handler;
 use crate::{Options, Tag};
 
@@ -20,6 +21,12 @@ pub(crate) struct VirtioFs {
     /// One for each request queue, but no more than there are CPUs for them to run on: two workers that take turns
     /// on one CPU do worse than one that serves both queues in one pass.
     request_workers: usize,
+}
+
+/// One guest.
+pub(crate) struct Guest {
+    session: Arc<Session>,
+    dax: Option<Arc<Dax>>,
 }
 
 impl VirtioFs {
@@ -46,7 +53,7 @@ impl VirtioFs {
 
 impl Device for VirtioFs {
     type Handler = Handler;
-    type Session = Session;
+    type Session = Guest;
 
     fn queue_count(&self) -> usize {
         HIGH_PRIORITY_QUEUES + self.options.queues
@@ -82,12 +89,37 @@ impl Device for VirtioFs {
         WorkerOptions { name: format!("virtiofs-{index}"), io: self.options.io, poll }
     }
 
-    fn session(&self) -> Session {
-        // Host file systems mounted below the shared directory are mounts of their own in the guest.
-        Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS)
+    fn window_bytes(&self) -> Option<u64> {
+        self.options.dax_bytes.filter(|_| self.share.source().features().mappable)
     }
 
-    fn handler(&self, session: &Arc<Session>, _: usize, port: Arc<Port<Vec<u8>>>) -> Handler {
-        Handler { server: Server::new(Arc::clone(&self.share), Arc::clone(session)), port }
+    fn window_opened(&self, guest: &Guest, window: &Arc<Window>) {
+        if let Some(dax) = &guest.dax {
+            dax.open(window);
+        }
+    }
+
+    fn reset(&self, guest: &Guest) {
+        if let Some(dax) = &guest.dax {
+            dax.clear(Box::new(|_| ()));
+        }
+    }
+
+    fn session(&self) -> Guest {
+        // Host file systems mounted below the shared directory are mounts of their own in the guest.
+        let session = Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS);
+        let dax = self.window_bytes().map(|_| {
+            let Options { name, dax_files, read_only, .. } = &self.options;
+            Arc::new(Dax::new(Arc::clone(self.share.source()), name.clone(), *dax_files, *read_only))
+        });
+        let session = match &dax {
+            Some(dax) => session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>),
+            None => session,
+        };
+        Guest { session: Arc::new(session), dax }
+    }
+
+    fn handler(&self, guest: &Arc<Guest>, _: usize, port: Arc<Port<Vec<u8>>>) -> Handler {
+        Handler { server: Server::new(Arc::clone(&self.share), Arc::clone(&guest.session)), port }
     }
 }

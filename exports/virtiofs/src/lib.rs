@@ -18,6 +18,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod dax;
 mod device;
 mod handler;
 
@@ -27,6 +28,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
 pub use ferry_engine::IoMode;
 pub use ferry_serve::{Acl, Cache};
 use ferry_vfs::{Caller, FileSystem, Ino};
@@ -70,6 +72,11 @@ pub struct Options {
     pub once: bool,
     /// How data is moved.
     pub io: IoMode,
+    /// The length of the DAX window in bytes, a multiple of 2 MiB up to [`WINDOW_BYTES_MAX`], for front ends that ask for one
+    /// and sources that can be mapped; `None`: there is none.
+    pub dax_bytes: Option<u64>,
+    /// Which files are mapped by guests that leave it to us.
+    pub dax_files: DaxFiles,
 }
 
 /// The longest that [`Options::poll`] is by default: a little more than it takes a guest to get on with the next
@@ -98,6 +105,8 @@ impl Default for Options {
             posix_acl: Acl::Auto,
             once: false,
             io: IoMode::Auto,
+            dax_bytes: Some(WINDOW_BYTES_DEFAULT),
+            dax_files: DaxFiles::default(),
         }
     }
 }
@@ -149,6 +158,9 @@ pub enum Error {
     /// The number of queues.
     #[error("{0} request queues; choose 1 to {QUEUES_MAX}")]
     Queues(usize),
+    /// The window.
+    #[error("a DAX window of {0} bytes; it is a multiple of 2M, from 2M to {max}M", max = WINDOW_BYTES_MAX >> 20)]
+    Window(u64),
 }
 
 /// A source being offered on a socket.
@@ -183,6 +195,9 @@ impl Export {
     pub fn from_listener(listener: UnixListener, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
         if !(1..=QUEUES_MAX).contains(&options.queues) {
             return Err(Error::Queues(options.queues));
+        }
+        if let Some(bytes) = options.dax_bytes.filter(|bytes| !dax::is_window(*bytes)) {
+            return Err(Error::Window(bytes));
         }
         let device = device::VirtioFs::new(Arc::clone(&source), options);
         let server = Server::start(listener, device, "ferry-virtiofs")?;

@@ -9,7 +9,7 @@ use ferry_mapped::{Ids, Rule, Xattrs};
 use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
-use super::values::{Acl, Cache, Carrier, FileHandles, MapUser, Passthrough, made_tag, tag_of};
+use super::values::{Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, Passthrough, Window, made_tag, tag_of};
 use crate::image::ImageDigest;
 use crate::image::registry::JOBS_MAX;
 use crate::ninep::{Address, Users};
@@ -141,6 +141,16 @@ pub struct Share {
     #[arg(long, help_heading = "For virtual machines")]
     #[serde(default)]
     pub no_readdirplus: bool,
+
+    /// The length of the window for files that guests map into their memory (DAX): 2M to 480M, or off. It is there where the
+    /// VMM asks for it: QEMU as shown below [default: 256M].
+    #[arg(long, value_name = "SIZE", help_heading = "For virtual machines")]
+    pub dax: Option<Window>,
+
+    /// Which files are mapped where the guest leaves it to us (it mounts without dax, or with dax=inode): always, never, or
+    /// size>N [default: size>1M].
+    #[arg(long, value_name = "WHICH", help_heading = "For virtual machines")]
+    pub dax_files: Option<DaxFiles>,
 
     /// Show host file systems that are mounted below the directory as mounts of their own, so that the numbers of inodes
     /// are unique in each.
@@ -477,6 +487,8 @@ impl Share {
             (self.once, "once"),
             (self.no_mmap, "no-mmap"),
             (self.no_readdirplus, "no-readdirplus"),
+            (self.dax.is_some(), "dax"),
+            (self.dax_files.is_some(), "dax-files"),
         ]);
         match of_devices {
             Some(flag) if self.virtiofs.is_none() && self.fd.is_none() => {

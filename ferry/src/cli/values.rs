@@ -1,9 +1,10 @@
 //! What flags may be set to, as a user writes it.
 
 use std::path::Path;
+use std::str::FromStr;
 
 use ferry_virtiofs::Tag;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::size::Size;
 
@@ -97,6 +98,57 @@ pub enum Passthrough {
     Off,
 }
 
+/// The length of a DAX window; `None`: there is none.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Window(pub Option<u64>);
+
+impl FromStr for Window {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self(None)),
+            _ => {
+                let Size(bytes) = text.parse()?;
+                let right = bytes.is_multiple_of(2 << 20) && bytes <= ferry_virtiofs::WINDOW_BYTES_MAX;
+                right.then_some(Self(Some(bytes))).ok_or_else(|| {
+                    format!("a window is a multiple of 2M, up to {}M", ferry_virtiofs::WINDOW_BYTES_MAX >> 20)
+                })
+            }
+        }
+    }
+}
+
+/// Which files guests map that leave it to us.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct DaxFiles(pub ferry_virtiofs::DaxFiles);
+
+impl FromStr for DaxFiles {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let files = match (text, text.strip_prefix("size>")) {
+            ("always", _) => ferry_virtiofs::DaxFiles::Always,
+            ("never", _) => ferry_virtiofs::DaxFiles::Never,
+            (_, Some(size)) => ferry_virtiofs::DaxFiles::Above(size.parse::<Size>()?.0),
+            _ => return Err("it is always, never, or size>N, as in size>1M".into()),
+        };
+        Ok(Self(files))
+    }
+}
+
+impl<'de> Deserialize<'de> for Window {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        String::deserialize(input)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+impl<'de> Deserialize<'de> for DaxFiles {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        String::deserialize(input)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
 /// A tag made of a directory's own name, also for `.` and `..`.
 pub fn tag_of(dir: &Path) -> Tag {
     let absolute = dir.canonicalize();
@@ -148,6 +200,37 @@ mod tests {
         assert_eq!(memory_mib("2g"), Ok(2048));
         for wrong in ["", "512", "M", "1M", "-1G", "99999999999G", "5000000G"] {
             assert!(memory_mib(wrong).is_err(), "{wrong}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod window_tests {
+    use super::*;
+
+    #[test]
+    fn windows_are_whole_chunks() {
+        for (text, bytes) in [("off", None), ("2M", Some(2 << 20)), ("480M", Some(480 << 20))] {
+            assert_eq!(text.parse(), Ok(Window(bytes)), "{text}");
+        }
+        for wrong in ["", "on", "0", "1M", "3M", "482M", "1G", "2097153"] {
+            assert!(wrong.parse::<Window>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn files_are_chosen_by_size() {
+        use ferry_virtiofs::DaxFiles as Files;
+        for (text, files) in [
+            ("always", Files::Always),
+            ("never", Files::Never),
+            ("size>64K", Files::Above(65536)),
+            ("size>1", Files::Above(1)),
+        ] {
+            assert_eq!(text.parse(), Ok(DaxFiles(files)), "{text}");
+        }
+        for wrong in ["", "Always", "size", "size>", "size<1M", "size>x"] {
+            assert!(wrong.parse::<DaxFiles>().is_err(), "{wrong}");
         }
     }
 }

@@ -115,6 +115,17 @@ impl Dir {
         self.add_handle(cx, inode, file, OFlags::RDONLY)
     }
 
+    /// Opens a regular file to be mapped.
+    pub(crate) fn map_(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        let inode = self.table.get(ino)?;
+        openable(inode.found.kind)?;
+        if writes && self.options.read_only {
+            return Err(Errno::ROFS);
+        }
+        let access = if writes { OFlags::RDWR } else { OFlags::RDONLY };
+        self.open_data(&inode, access).map(|file| Arc::new(Backing::new(file)))
+    }
+
     /// Where the bytes of a read or write are: in the handle's descriptor, at the same offset.
     pub(crate) fn extent(&self, cx: &Caller<'_>, at: &IoRange) -> Result<Data> {
         self.handles.with(cx.session, at.ino, at.handle, |open| {

@@ -218,6 +218,7 @@ impl Dir {
                 posix_locks: true,
                 flock: true,
                 backing: true,
+                mappable: true,
                 // Our numbers go with the client's references.
                 waits: false,
                 by_number: false,
@@ -325,6 +326,10 @@ impl FileSystem for Dir {
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         self.handles.with(cx.session, ino, handle, |open| Ok(Arc::clone(&open.file))).ok()
+    }
+
+    fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        self.map_(ino, writes)
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {

@@ -198,6 +198,10 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.backing(cx, ino, handle))
     }
 
+    fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        self.with(cx, |cx| self.source.map(cx, ino, writes))
+    }
+
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         self.with(cx, |cx| self.source.read(cx, at, out))
     }

@@ -15,6 +15,7 @@ use super::Connection;
 use crate::inflight::Area;
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
 use crate::ring::RingAddresses;
+use crate::window::{self, Told};
 use crate::worker::{Control, Letter};
 use crate::{Device, QUEUE_SIZE_MAX};
 
@@ -56,7 +57,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     ) -> Result<Option<Vec<u64>>> {
         self.remap(|_| {
             let pairs = regions.iter().zip(files);
-            pairs.into_iter().try_fold(Memory::default(), |memory, (region, file)| memory.with(region, file))
+            pairs.into_iter().try_fold(Memory::default(), |memory, (region, file)| memory.with(region, file, false))
         })?;
         Ok(None)
     }
@@ -212,7 +213,14 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         file: File,
         _: Option<bool>,
     ) -> Result<Option<u64>> {
-        self.remap(|memory| memory.with(region, file))?;
+        let added = self.window.as_ref().and_then(|_| window::file_id(&file).ok()).map(|id| Told {
+            file: id,
+            file_offset: region.mmap_offset,
+            bytes: region.memory_size,
+        });
+        let was_added = self.queues.iter().any(|queue| queue.running);
+        self.remap(|memory| memory.with(region, file, was_added))?;
+        self.tell(added);
         Ok(None)
     }
 
@@ -234,7 +242,19 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     }
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
-        Err(Error::InvalidOperation("shared memory is not offered"))
+        let Some(window) = &self.window else {
+            return Err(Error::InvalidOperation("shared memory is not offered"));
+        };
+        // A mapping that is not acknowledged is of no use.
+        let needs = VhostUserProtocolFeatures::BACKEND_REQ
+            | VhostUserProtocolFeatures::BACKEND_SEND_FD
+            | VhostUserProtocolFeatures::REPLY_ACK;
+        if !self.protocol.contains(needs) {
+            tracing::warn!("no window: the front end would not acknowledge mappings");
+            return Ok(VhostUserShMemConfig::default());
+        }
+        self.device.window_opened(&self.session, window);
+        Ok(VhostUserShMemConfig::new(1, &[window.bytes()]))
     }
 
     fn set_log_base(&mut self, _: &VhostUserLog, _: File) -> Result<()> {

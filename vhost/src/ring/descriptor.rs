@@ -40,8 +40,11 @@ pub(super) fn add(chain: &mut Chain, memory: &Memory, extent: Extent, flags: u16
     };
     let Extent { address, bytes } = extent;
     match memory.translate(address, u64::from(bytes), out) {
-        true => Ok(()),
-        false => Err(ChainError::Outside { address, bytes }),
+        Some(fragile) => {
+            chain.fragile |= fragile;
+            Ok(())
+        }
+        None => Err(ChainError::Outside { address, bytes }),
     }
 }
 

@@ -56,7 +56,7 @@ pub(super) struct Guest {
 
 impl Guest {
     pub(super) fn new(size: u16, packed: bool, event_index: bool) -> Self {
-        let memory = Memory::default().with(&region(BASE, MEMORY_BYTES), memfd(MEMORY_BYTES)).unwrap();
+        let memory = Memory::default().with(&region(BASE, MEMORY_BYTES), memfd(MEMORY_BYTES), false).unwrap();
         let addresses =
             RingAddresses { descriptors: DESCRIPTORS + USER, available: AVAILABLE_PART + USER, used: USED_PART + USER };
         let setup = RingSetup { size: u32::from(size), addresses, packed, event_index, indirect: true };

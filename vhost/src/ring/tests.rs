@@ -29,7 +29,7 @@ impl Driver {
     }
 
     fn with(event_index: bool) -> (Self, Ring) {
-        let memory = Memory::default().with(&region(BASE, MEMORY_BYTES), memfd(MEMORY_BYTES)).unwrap();
+        let memory = Memory::default().with(&region(BASE, MEMORY_BYTES), memfd(MEMORY_BYTES), false).unwrap();
         let memory = Rc::new(memory);
         let addresses = RingAddresses { descriptors: TABLE + USER, available: AVAILABLE + USER, used: USED + USER };
         let setup = RingSetup { size: u32::from(SIZE), addresses, packed: false, event_index, indirect: true };
@@ -39,14 +39,14 @@ impl Driver {
 
     fn poke(&self, address: u64, bytes: &[u8]) {
         let mut pieces = Vec::new();
-        assert!(self.memory.translate(address, bytes.len() as u64, &mut pieces));
+        assert_eq!(self.memory.translate(address, bytes.len() as u64, &mut pieces), Some(false));
         // SAFETY: the translation is mapped for as long as `self.memory`.
         unsafe { VolatileSlice::new(pieces[0].address, bytes.len()) }.copy_from(bytes);
     }
 
     fn peek<const N: usize>(&self, address: u64) -> [u8; N] {
         let mut pieces = Vec::new();
-        assert!(self.memory.translate(address, N as u64, &mut pieces));
+        assert_eq!(self.memory.translate(address, N as u64, &mut pieces), Some(false));
         let mut bytes = [0; N];
         // SAFETY: as in `poke`.
         unsafe { VolatileSlice::new(pieces[0].address, N) }.copy_to(&mut bytes);
@@ -169,7 +169,7 @@ fn a_jumping_index_is_an_error() {
 
 #[test]
 fn rings_outside_memory_or_unaligned_are_refused() {
-    let memory = Memory::default().with(&region(BASE, MEMORY_BYTES), memfd(MEMORY_BYTES)).unwrap();
+    let memory = Memory::default().with(&region(BASE, MEMORY_BYTES), memfd(MEMORY_BYTES), false).unwrap();
     let memory = Rc::new(memory);
     let good = RingAddresses { descriptors: TABLE + USER, available: AVAILABLE + USER, used: USED + USER };
     let make = |size, addresses| {

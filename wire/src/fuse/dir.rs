@@ -55,8 +55,13 @@ impl<'b> DirWriter<'b> {
     /// Marks the entries from here on for DAX, with [`super::InitFlags::HAS_INODE_DAX`].
     #[must_use]
     pub fn with_dax(mut self, dax: bool) -> Self {
-        self.dax = dax;
+        self.set_dax(dax);
         self
+    }
+
+    /// As [`Self::with_dax`], in between.
+    pub fn set_dax(&mut self, dax: bool) {
+        self.dax = dax;
     }
 
     /// The size of an entry of this name.

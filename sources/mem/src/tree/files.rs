@@ -247,6 +247,21 @@ impl<S: Store> Tree<S> {
         Some(backing)
     }
 
+    /// The file that holds an inode's bytes, to be mapped.
+    pub(crate) fn map_(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        let node = self.table.get(ino)?;
+        openable(node.kind)?;
+        if writes && self.limits.read_only {
+            return Err(Errno::ROFS);
+        }
+        let mut state = node.write();
+        if state.ended {
+            return Err(Errno::STALE);
+        }
+        let file = self.data(&node, &mut state)?;
+        self.store.backing(&file).ok_or(Errno::NOSYS)
+    }
+
     pub(crate) fn read_(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         self.handles.with(cx.session, at.ino, at.handle, |open| {
             let state = open.node.read();

@@ -19,6 +19,7 @@ impl<S: Store> FileSystem for Tree<S> {
             posix_locks: true,
             flock: true,
             backing: self.store.has_backing(),
+            mappable: self.store.has_backing(),
             waits: false,
             // What persists may give the number of an inode that is gone to another one after a restart.
             by_number: !S::JOURNALED,
@@ -102,6 +103,10 @@ impl<S: Store> FileSystem for Tree<S> {
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         self.backing_(cx, ino, handle)
+    }
+
+    fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        self.map_(ino, writes)
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {

@@ -1,0 +1,263 @@
+//! The thread that fills a window and empties it.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+
+use ferry_serve::{Answer, Complaints, Mapping};
+use ferry_vfs::{Backing, Caller, Change, Errno, FileSystem, Ino, Result, SessionId};
+use ferry_vhost::{Part, Window, WindowError};
+use rustix::fs::{FallocateFlags, fallocate, fstat};
+
+use super::table::{Placed, Plan, Table};
+use super::tail::{Tail, Tails};
+
+/// What QEMU maps at least.
+const PAGE_BYTES: u64 = 4096;
+
+/// What is to be done.
+pub(super) enum Task {
+    Map(Mapping, Answer),
+    Unmap(SessionId, Vec<(u64, u64)>, Answer),
+    Forget(SessionId, Ino),
+    Clear(Answer),
+}
+
+impl Task {
+    /// Answers whoever waits for it.
+    pub(super) fn refuse(self, errno: Errno) {
+        match self {
+            Self::Map(_, answer) | Self::Unmap(_, _, answer) | Self::Clear(answer) => answer(Err(errno)),
+            Self::Forget(..) => {}
+        }
+    }
+}
+
+/// A file that is in the window.
+struct Open {
+    file: Arc<Backing>,
+    for_writing: bool,
+}
+
+/// Whoever may execute it.
+const ANY_EXECUTE: u32 = 0o111;
+
+pub(super) struct Mapper {
+    window: Arc<Window>,
+    source: Arc<dyn FileSystem>,
+    name: String,
+    table: Table,
+    /// Files for as long as something of them is mapped.
+    files: HashMap<Ino, Open>,
+    tails: Arc<Tails>,
+    read_only: bool,
+    complaints: Complaints,
+}
+
+impl Mapper {
+    pub(super) fn new(
+        window: Arc<Window>,
+        source: Arc<dyn FileSystem>,
+        tails: Arc<Tails>,
+        (name, read_only): (String, bool),
+    ) -> Self {
+        let (table, files, complaints) = (Table::new(window.bytes()), HashMap::new(), Complaints::default());
+        Self { window, source, name, table, files, tails, read_only, complaints }
+    }
+
+    /// Does what comes, until nothing can come any more.
+    pub(super) fn run(mut self, tasks: &Receiver<Task>) {
+        while let Ok(task) = tasks.recv() {
+            match task {
+                Task::Map(mapping, answer) => {
+                    let outcome = catch_unwind(AssertUnwindSafe(|| self.map(&mapping)));
+                    self.close_unused(mapping.ino);
+                    answer(outcome.unwrap_or(Err(Errno::IO)));
+                }
+                Task::Unmap(by, ranges, answer) => answer(self.unmap(by, &ranges)),
+                Task::Forget(by, ino) => {
+                    // It has been logged, and nobody waits.
+                    let _ = self.take_away(by, &self.table.of(ino));
+                }
+                Task::Clear(answer) => {
+                    // What cannot be taken away is not there, or the front end is gone.
+                    let _ = self.take_away(SessionId::default(), &self.table.all());
+                    self.table = Table::new(self.window.bytes());
+                    self.files.clear();
+                    answer(Ok(()));
+                }
+            }
+        }
+    }
+
+    fn map(&mut self, asked: &Mapping) -> Result<()> {
+        let gone = match self.table.plan(asked)? {
+            Plan::There(at) => {
+                if asked.write {
+                    self.allocate(asked)?;
+                    self.table.written(at);
+                }
+                return Ok(());
+            }
+            Plan::Make(gone) => gone,
+        };
+        let (file, for_writing) = self.open(asked)?;
+        if asked.write {
+            self.allocate(asked)?;
+        }
+        self.take_away(asked.by, &gone)?;
+        let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: written, .. } = *asked;
+        let writable = for_writing && asked.may_write;
+        let part = Part { window_offset, file_offset, bytes, writable };
+        let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0);
+        let whole_pages = size.saturating_sub(file_offset).min(bytes) / PAGE_BYTES * PAGE_BYTES;
+        let file_bytes = if for_writing { whole_pages } else { 0 };
+        let placed = Placed { ino, part, file_bytes, written };
+        self.place(&placed, &file)?;
+        self.table.insert(placed);
+        // Taking others of its mappings away may have let go of it.
+        self.files.entry(ino).or_insert(Open { file, for_writing });
+        Ok(())
+    }
+
+    /// Has the front end map the file, and what is behind its last whole page from a copy.
+    fn place(&self, placed: &Placed, file: &Arc<Backing>) -> Result<()> {
+        let (from_file, from_copy) = placed.parts();
+        if let Some(part) = from_file {
+            self.window.map(file.as_fd(), part).map_err(|error| self.failed("mapped", part, &error))?;
+        }
+        let Some(part) = from_copy else { return Ok(()) };
+        let start = placed.part.file_offset + placed.file_bytes;
+        let outcome = Tail::new(Arc::clone(file), part.writable, start, part.bytes).and_then(|tail| {
+            let mapped = self.window.map(tail.copy().as_fd(), part);
+            mapped.map_err(|error| self.failed("mapped", part, &error)).map(|()| tail)
+        });
+        match (outcome, from_file) {
+            (Ok(tail), _) => {
+                self.tails.insert(placed.ino, placed.part.window_offset, tail);
+                Ok(())
+            }
+            (Err(errno), Some(part)) => {
+                // If this fails, too, the front end is gone.
+                let _ = self.window.unmap(part);
+                Err(errno)
+            }
+            (Err(errno), None) => Err(errno),
+        }
+    }
+
+    /// Has the front end undo what [`Self::place`] had it do.
+    fn displace(&self, placed: &Placed) -> std::result::Result<(), WindowError> {
+        let (from_file, from_copy) = placed.parts();
+        for part in [from_file, from_copy].into_iter().flatten() {
+            match self.window.unmap(part) {
+                // One that the front end does not know is not there.
+                Ok(()) | Err(WindowError::Refused) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// The file of a mapping, open as it has to be, or better; and whether for writing, too.
+    fn open(&mut self, asked: &Mapping) -> Result<(Arc<Backing>, bool)> {
+        if let Some(open) = self.files.get(&asked.ino).filter(|open| open.for_writing || !asked.write) {
+            return Ok((Arc::clone(&open.file), open.for_writing));
+        }
+        let caller = Caller { session: asked.by, ..Caller::default() };
+        let (file, for_writing) = match asked.may_write {
+            true => match self.source.map(&caller, asked.ino, true) {
+                Err(_) if !asked.write => (self.source.map(&caller, asked.ino, false)?, false),
+                opened => (opened?, true),
+            },
+            false => self.open_for_reading(&caller, asked.ino)?,
+        };
+        self.files.insert(asked.ino, Open { file: Arc::clone(&file), for_writing });
+        Ok((file, for_writing))
+    }
+
+    /// Opens a file that is only read. QEMU maps nothing from a descriptor that cannot be written to, not even for reading;
+    /// but it is not to be had for a share that is read-only, nor for a program: while it is open for writing, nobody
+    /// on the host could run it (ETXTBSY). Those are copied.
+    fn open_for_reading(&self, caller: &Caller<'_>, ino: Ino) -> Result<(Arc<Backing>, bool)> {
+        let file = self.source.map(caller, ino, false)?;
+        if self.read_only || fstat(file.as_fd())?.st_mode & ANY_EXECUTE != 0 {
+            return Ok((file, false));
+        }
+        Ok(self.source.map(caller, ino, true).map_or((file, false), |file| (file, true)))
+    }
+
+    /// Has the file's holes filled where the guest is going to write: a store into the window has nobody to tell that there is
+    /// no room, and would end the virtual machine.
+    fn allocate(&self, asked: &Mapping) -> Result<()> {
+        let Some(open) = self.files.get(&asked.ino) else { return Ok(()) };
+        let stat = fstat(open.file.as_fd())?;
+        let (size, blocks) = (u64::try_from(stat.st_size).unwrap_or(0), u64::try_from(stat.st_blocks).unwrap_or(0));
+        let bytes = asked.len.min(size.saturating_sub(asked.offset));
+        if bytes == 0 || blocks.saturating_mul(512) >= size {
+            return Ok(());
+        }
+        match fallocate(open.file.as_fd(), FallocateFlags::KEEP_SIZE, asked.offset, bytes) {
+            // Where nothing can be reserved, nothing is.
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn unmap(&mut self, by: SessionId, ranges: &[(u64, u64)]) -> Result<()> {
+        for (start, len) in ranges {
+            let gone = self.table.within(*start, start.saturating_add(*len))?;
+            self.take_away(by, &gone)?;
+        }
+        Ok(())
+    }
+
+    /// Ends mappings; goes on to the last whatever happens.
+    fn take_away(&mut self, by: SessionId, gone: &[Placed]) -> Result<()> {
+        let mut outcome = Ok(());
+        for placed in gone {
+            let displaced = self.displace(placed);
+            // After that the guest stores nothing there any more; and if the front end is gone, the same is true.
+            if let Err(error) = self.tails.remove(placed.ino, placed.part.window_offset) {
+                self.complaints.warn(format_args!(
+                    "{}: the end of inode {} cannot be written, and what the guest stored there is lost: {error}",
+                    self.name, placed.ino.0
+                ));
+                outcome = Err(error);
+            }
+            match displaced {
+                Ok(()) => {
+                    self.table.remove(placed);
+                    self.close_unused(placed.ino);
+                    self.publish(by, placed);
+                }
+                Err(error) => outcome = Err(self.failed("taken away", placed.part, &error)),
+            }
+        }
+        outcome
+    }
+
+    /// What the guest has stored there others learn of only now.
+    fn publish(&self, by: SessionId, placed: &Placed) {
+        if let Some(changes) = self.source.changes().filter(|_| placed.written) {
+            let Placed { ino, part: Part { file_offset: offset, bytes: len, .. }, .. } = *placed;
+            changes.publish(by, || Change::Data { ino, offset, len });
+        }
+    }
+
+    fn close_unused(&mut self, ino: Ino) {
+        if self.table.of(ino).is_empty() {
+            self.files.remove(&ino);
+        }
+    }
+
+    fn failed(&self, what: &str, part: Part, error: &WindowError) -> Errno {
+        self.complaints.warn(format_args!("{}: in the window, {part:x?} cannot be {what}: {error}", self.name));
+        match error {
+            WindowError::TooMany(_) => Errno::NOMEM,
+            WindowError::Refused | WindowError::Lost | WindowError::File(_) => Errno::IO,
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! The DAX window: files that the guest reads and writes in its own memory, without a message.
+//!
+//! The guest names a part of a file and a place in the window; the front end, asked by us, maps the file there. A thread of
+//! its own asks (see [`ferry_vhost::Window`]); the requests wait, parked, and hold up nothing. What is where, and what
+//! is to be done about it, is in [`table`]; the thread, which does it, in [`mapper`].
+//!
+//! The last page of a file cannot be mapped by QEMU unless it is a whole one: that part is a copy, kept in step ([`tail`]).
+//!
+//! A mapping stays as it is for as long as the guest may use it. So neighbouring mappings are not made one afterwards, and none
+//! is split: QEMU takes only whole mappings away and none that overlap, and in between the guest would read rubbish and lose
+//! what it writes. The number of mappings is bounded by the window's size instead ([`WINDOW_BYTES_MAX`]).
+
+mod mapper;
+mod table;
+mod tail;
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use ferry_serve::{Answer, Mapping, Mappings};
+use ferry_vfs::{Errno, FileSystem, Ino, SessionId};
+use ferry_vhost::Window;
+
+use mapper::{Mapper, Task};
+use tail::Tails;
+
+/// What Linux maps at a time.
+const CHUNK_BYTES: u64 = 2 << 20;
+
+/// The longest window: QEMU bears 512 regions of memory in a virtual machine, and a guest that uses all of its window has one
+/// for every 2 MiB, or two where a file ends. That leaves some for its memory.
+pub const WINDOW_BYTES_MAX: u64 = 240 * CHUNK_BYTES;
+
+/// The window's length by default. It costs the guest a 64th of that in memory, and leaves regions for a second window.
+pub const WINDOW_BYTES_DEFAULT: u64 = 256 << 20;
+
+/// From which size on a file is mapped by default: each mapping costs a conversation with the front end, so a file that is
+/// read in a few messages is better read.
+pub const FILE_BYTES_DEFAULT: u64 = 1 << 20;
+
+/// Whether a window can be so long.
+pub(crate) fn is_window(bytes: u64) -> bool {
+    (CHUNK_BYTES..=WINDOW_BYTES_MAX).contains(&bytes) && bytes.is_multiple_of(CHUNK_BYTES)
+}
+
+/// Which files a guest that leaves it to us (mounted with `dax=inode`, or without any `dax`) uses the window for. One that
+/// was told `dax=always` uses it for all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DaxFiles {
+    /// All.
+    Always,
+    /// None.
+    Never,
+    /// Those that are larger than so many bytes when the guest learns of them.
+    Above(u64),
+}
+
+impl Default for DaxFiles {
+    fn default() -> Self {
+        Self::Above(FILE_BYTES_DEFAULT)
+    }
+}
+
+impl DaxFiles {
+    fn take(self, file_bytes: u64) -> bool {
+        match self {
+            Self::Always => true,
+            Self::Never => false,
+            Self::Above(bytes) => file_bytes > bytes,
+        }
+    }
+}
+
+/// One guest's window.
+pub(crate) struct Dax {
+    source: Arc<dyn FileSystem>,
+    name: String,
+    files: DaxFiles,
+    /// The guest may change nothing, and so is the front end not to.
+    read_only: bool,
+    tails: Arc<Tails>,
+    thread: Mutex<Option<(Sender<Task>, JoinHandle<()>)>>,
+}
+
+impl Dax {
+    pub(crate) fn new(source: Arc<dyn FileSystem>, name: String, files: DaxFiles, read_only: bool) -> Self {
+        Self { source, name, files, read_only, tails: Arc::default(), thread: Mutex::default() }
+    }
+
+    fn thread(&self) -> MutexGuard<'_, Option<(Sender<Task>, JoinHandle<()>)>> {
+        self.thread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The front end has a place for the window.
+    pub(crate) fn open(&self, window: &Arc<Window>) {
+        let mut thread = self.thread();
+        if thread.is_some() {
+            return;
+        }
+        let (sender, tasks) = channel();
+        let about = (self.name.clone(), self.read_only);
+        let mapper = Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), about);
+        match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(move || mapper.run(&tasks)) {
+            Ok(joined) => *thread = Some((sender, joined)),
+            Err(error) => tracing::error!("{}: no window: a thread cannot be started: {error}", self.name),
+        }
+    }
+
+    fn post(&self, task: Task) {
+        let unsent = match &*self.thread() {
+            Some((sender, _)) => sender.send(task).err().map(|unsent| unsent.0),
+            None => Some(task),
+        };
+        if let Some(task) = unsent {
+            task.refuse(Errno::NODEV);
+        }
+    }
+}
+
+impl Mappings for Dax {
+    fn is_open(&self) -> bool {
+        self.thread().is_some()
+    }
+
+    fn takes(&self, file_bytes: u64) -> bool {
+        self.files.take(file_bytes)
+    }
+
+    fn map(&self, mapping: Mapping, answer: Answer) {
+        self.post(Task::Map(mapping, answer));
+    }
+
+    fn unmap(&self, by: SessionId, ranges: Vec<(u64, u64)>, answer: Answer) {
+        self.post(Task::Unmap(by, ranges, answer));
+    }
+
+    fn forget(&self, by: SessionId, ino: Ino) {
+        self.post(Task::Forget(by, ino));
+    }
+
+    fn settle(&self, ino: Ino) -> ferry_vfs::Result<()> {
+        self.tails.settle(ino)
+    }
+
+    fn clear(&self, answer: Answer) {
+        match self.is_open() {
+            true => self.post(Task::Clear(answer)),
+            false => answer(Ok(())),
+        }
+    }
+}
+
+impl Drop for Dax {
+    fn drop(&mut self) {
+        // The connection is over, so the thread waits for nobody.
+        if let Some((sender, thread)) = self.thread().take() {
+            drop(sender);
+            if thread.join().is_err() {
+                tracing::error!("{}: the thread of the window panicked", self.name);
+            }
+        }
+    }
+}

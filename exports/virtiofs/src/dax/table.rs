@@ -1,0 +1,199 @@
+//! What is where in a window.
+
+use std::collections::BTreeMap;
+
+use ferry_serve::Mapping;
+use ferry_vfs::{Errno, Ino, Result};
+use ferry_vhost::Part;
+
+/// The unit of mappings, as INIT says it to the guest.
+const ALIGN: u64 = 4096;
+
+/// A mapping that is in place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Placed {
+    pub(super) ino: Ino,
+    pub(super) part: Part,
+    /// So many bytes of it are the file itself; the rest is a copy (see [`super::tail`]).
+    pub(super) file_bytes: u64,
+    /// The guest has said that it writes there.
+    pub(super) written: bool,
+}
+
+/// What a request to map asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Plan {
+    /// The mapping is there already, as it is asked for, at this place.
+    There(u64),
+    /// These mappings are to go, then a new one to be made.
+    Make(Vec<Placed>),
+}
+
+/// The mappings of a window. They never overlap.
+#[derive(Debug)]
+pub(super) struct Table {
+    window_bytes: u64,
+    /// By their place in the window.
+    placed: BTreeMap<u64, Placed>,
+}
+
+impl Table {
+    pub(super) fn new(window_bytes: u64) -> Self {
+        Self { window_bytes, placed: BTreeMap::new() }
+    }
+
+    /// What is to be done for a request.
+    ///
+    /// # Errors
+    /// `INVAL`: it is not within the window, not aligned, or would leave a part of another mapping.
+    pub(super) fn plan(&self, asked: &Mapping) -> Result<Plan> {
+        let Mapping { ino, offset, len, window_offset, write, .. } = *asked;
+        let aligned = [offset, len, window_offset].into_iter().all(|number| number.is_multiple_of(ALIGN));
+        let end = window_offset.checked_add(len).filter(|end| *end <= self.window_bytes);
+        let (true, Some(end), true) = (aligned, end, len > 0) else { return Err(Errno::INVAL) };
+        let there = self.placed.get(&window_offset).filter(|placed| {
+            let same = (placed.ino, placed.part.file_offset, placed.part.bytes) == (ino, offset, len);
+            same && (placed.part.writable || !write)
+        });
+        if there.is_some() {
+            return Ok(Plan::There(window_offset));
+        }
+        self.within(window_offset, end).map(Plan::Make)
+    }
+
+    /// The mappings in a range of the window.
+    ///
+    /// # Errors
+    /// `INVAL`: one of them reaches beyond it.
+    pub(super) fn within(&self, start: u64, end: u64) -> Result<Vec<Placed>> {
+        let before = self.placed.range(..start).next_back().filter(|(_, placed)| placed.end() > start);
+        let inside: Vec<_> = self.placed.range(start..end.max(start)).map(|(_, placed)| *placed).collect();
+        match before.is_some() || inside.last().is_some_and(|last| last.end() > end) {
+            true => Err(Errno::INVAL),
+            false => Ok(inside),
+        }
+    }
+
+    /// The mappings of a file.
+    pub(super) fn of(&self, ino: Ino) -> Vec<Placed> {
+        self.placed.values().filter(|placed| placed.ino == ino).copied().collect()
+    }
+
+    /// All mappings.
+    pub(super) fn all(&self) -> Vec<Placed> {
+        self.placed.values().copied().collect()
+    }
+
+    pub(super) fn insert(&mut self, placed: Placed) {
+        self.placed.insert(placed.part.window_offset, placed);
+    }
+
+    pub(super) fn remove(&mut self, placed: &Placed) {
+        self.placed.remove(&placed.part.window_offset);
+    }
+
+    /// Notes that the guest writes to a mapping.
+    pub(super) fn written(&mut self, window_offset: u64) {
+        if let Some(placed) = self.placed.get_mut(&window_offset) {
+            placed.written = true;
+        }
+    }
+}
+
+impl Placed {
+    fn end(&self) -> u64 {
+        self.part.window_offset + self.part.bytes
+    }
+
+    /// What is mapped from the file and what from its copy, where there is such a part.
+    pub(super) fn parts(&self) -> (Option<Part>, Option<Part>) {
+        let Part { window_offset, file_offset, bytes, writable } = self.part;
+        let (file, rest) = (self.file_bytes, bytes - self.file_bytes);
+        let copy = Part { window_offset: window_offset + file, file_offset: 0, bytes: rest, writable };
+        let file = Part { window_offset, file_offset, bytes: file, writable };
+        (Some(file).filter(|part| part.bytes > 0), Some(copy).filter(|part| part.bytes > 0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::SessionId;
+
+    use super::*;
+
+    const WINDOW: u64 = 16 << 20;
+    const CHUNK: u64 = 2 << 20;
+
+    fn asked(ino: u64, offset: u64, window_offset: u64, write: bool) -> Mapping {
+        let by = SessionId::unique();
+        Mapping { by, ino: Ino(ino), offset, len: CHUNK, window_offset, write, may_write: write }
+    }
+
+    fn placed(asked: &Mapping) -> Placed {
+        let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: writable, .. } = *asked;
+        Placed { ino, part: Part { window_offset, file_offset, bytes, writable }, file_bytes: bytes, written: false }
+    }
+
+    fn table(asked: &[Mapping]) -> Table {
+        let mut table = Table::new(WINDOW);
+        asked.iter().for_each(|one| table.insert(placed(one)));
+        table
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let table = Table::new(WINDOW);
+        let good = asked(7, 0, 0, false);
+        assert_eq!(table.plan(&good), Ok(Plan::Make(Vec::new())));
+        assert_eq!(table.plan(&Mapping { window_offset: WINDOW - CHUNK, ..good }), Ok(Plan::Make(Vec::new())));
+        for bad in [
+            Mapping { window_offset: WINDOW - CHUNK + ALIGN, ..good },
+            Mapping { window_offset: WINDOW, ..good },
+            Mapping { window_offset: u64::MAX - ALIGN + 1, ..good },
+            Mapping { len: WINDOW + ALIGN, ..good },
+            Mapping { len: 0, ..good },
+            Mapping { len: 1, ..good },
+            Mapping { offset: 1, ..good },
+            Mapping { window_offset: 512, ..good },
+        ] {
+            assert_eq!(table.plan(&bad), Err(Errno::INVAL), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_mapping_is_kept_while_it_does() {
+        let (reads, writes) = (asked(7, 0, CHUNK, false), asked(8, 0, 2 * CHUNK, true));
+        let table = table(&[reads, writes]);
+        assert_eq!(table.plan(&reads), Ok(Plan::There(CHUNK)));
+        // Whoever may write may read.
+        assert_eq!(table.plan(&Mapping { write: false, ..writes }), Ok(Plan::There(2 * CHUNK)));
+        // Whoever reads may not write; another file, another part.
+        for other in
+            [Mapping { write: true, ..reads }, Mapping { ino: Ino(9), ..reads }, Mapping { offset: CHUNK, ..reads }]
+        {
+            assert_eq!(table.plan(&other), Ok(Plan::Make(vec![placed(&reads)])), "{other:?}");
+        }
+        let both = Mapping { len: 2 * CHUNK, ..asked(9, 0, CHUNK, false) };
+        assert_eq!(table.plan(&both), Ok(Plan::Make(vec![placed(&reads), placed(&writes)])));
+    }
+
+    #[test]
+    fn no_mapping_is_cut() {
+        let one = asked(7, 0, CHUNK, false);
+        let table = table(&[one]);
+        for (start, end, found) in [
+            (0, WINDOW, Ok(1)),
+            (CHUNK, 2 * CHUNK, Ok(1)),
+            (0, CHUNK, Ok(0)),
+            (2 * CHUNK, WINDOW, Ok(0)),
+            (CHUNK + ALIGN, WINDOW, Err(Errno::INVAL)),
+            (CHUNK + ALIGN, CHUNK + 2 * ALIGN, Err(Errno::INVAL)),
+            (0, CHUNK + ALIGN, Err(Errno::INVAL)),
+            (5, 3, Ok(0)),
+        ] {
+            assert_eq!(table.within(start, end).map(|found| found.len()), found, "{start:#x}..{end:#x}");
+        }
+        assert_eq!(table.plan(&Mapping { window_offset: CHUNK / 2, ..one }), Err(Errno::INVAL));
+        assert_eq!((table.of(Ino(7)).len(), table.of(Ino(8)).len(), table.all().len()), (1, 0, 1));
+    }
+}

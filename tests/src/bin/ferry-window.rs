@@ -1,0 +1,81 @@
+//! What a program in a guest does with files that it has mapped: `ferry-window ACTION ARG...`, each one system call or two.
+//!
+//! * `sum FILE`: the sum of its bytes, read through a mapping.
+//! * `store FILE OFFSET TEXT`: stores the text through a shared mapping, and makes it durable.
+//! * `append FROM TO`: appends FROM to TO; the buffer of the write is a mapping of FROM.
+//! * `fill FROM TO`: reads FROM into a shared mapping of TO, which is as long at least.
+
+#![allow(clippy::unwrap_used, reason = "an action that cannot go on has failed")]
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+
+use rustix::mm::{MapFlags, MsyncFlags, ProtFlags, mmap, msync};
+
+/// A file, mapped shared until the process ends.
+struct Mapped {
+    start: *mut u8,
+    bytes: usize,
+}
+
+impl Mapped {
+    fn new(file: &File, writable: bool) -> Self {
+        let bytes = usize::try_from(file.metadata().unwrap().len()).unwrap();
+        let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        // SAFETY: the kernel chooses the place; nothing is unmapped again.
+        let start = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) }.unwrap();
+        Self { start: start.cast(), bytes }
+    }
+
+    fn at(&self, offset: usize) -> *mut u8 {
+        assert!(offset <= self.bytes, "within the file");
+        self.start.wrapping_add(offset)
+    }
+
+    fn slice(&self) -> &[u8] {
+        // SAFETY: the mapping is there until the process ends, and nobody changes the file meanwhile, as the tests use it.
+        unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
+    }
+}
+
+fn open(path: &str, writable: bool) -> File {
+    OpenOptions::new().read(true).write(writable).open(path).unwrap()
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = args.iter().map(String::as_str).collect();
+    match words[..] {
+        ["sum", file] => {
+            let mapped = Mapped::new(&open(file, false), false);
+            println!("{}", mapped.slice().iter().map(|byte| u64::from(*byte)).sum::<u64>());
+        }
+        ["store", file, offset, text] => {
+            let file = open(file, true);
+            let mapped = Mapped::new(&file, true);
+            let offset = offset.parse::<usize>().unwrap();
+            assert!(offset + text.len() <= mapped.bytes, "within the file");
+            // SAFETY: it lies within the mapping, of which there is no reference.
+            unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), mapped.at(offset), text.len()) };
+            // SAFETY: it is the whole mapping.
+            unsafe { msync(mapped.start.cast(), mapped.bytes, MsyncFlags::SYNC) }.unwrap();
+        }
+        ["append", from, to] => {
+            let mapped = Mapped::new(&open(from, false), false);
+            let to = open(to, true);
+            let end = to.metadata().unwrap().len();
+            // By address and not as a slice that was read before: the kernel meets pages that nobody has touched.
+            to.write_all_at(mapped.slice(), end).unwrap();
+        }
+        ["fill", from, to] => {
+            let from = open(from, false);
+            let mapped = Mapped::new(&open(to, true), true);
+            let bytes = usize::try_from(from.metadata().unwrap().len()).unwrap();
+            assert!(bytes <= mapped.bytes, "as long at least");
+            // SAFETY: the mapping is there until the process ends, and this is the only reference to it.
+            let target = unsafe { std::slice::from_raw_parts_mut(mapped.start, bytes) };
+            from.read_exact_at(target, 0).unwrap();
+        }
+        _ => panic!("ferry-window: unknown words: {words:?}"),
+    }
+}

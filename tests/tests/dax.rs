@@ -1,0 +1,388 @@
+//! The DAX window: in a stock QEMU guest with a stock kernel, and by a front end that does as it likes.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
+use ferry_engine::requests::{Filter, watch};
+use ferry_tests::guest::DeviceKind;
+use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, run};
+use ferry_wire::fuse::abi::{
+    ATTR_DAX, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
+};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use zerocopy::IntoBytes;
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
+const TIMEOUT: Duration = Duration::from_secs(500);
+const FILE_BYTES: usize = 64 << 20;
+const SHARE: &str = "dax";
+/// What a line of the log of requests has before the request.
+const REQUESTS: &str = "ferry_engine::requests: ";
+
+/// What the server was asked, by operation: the log of requests, counted.
+#[derive(Clone, Default)]
+struct Asked(Arc<Mutex<String>>);
+
+impl Write for Asked {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let text = String::from_utf8_lossy(bytes);
+        // What goes wrong is to be seen; the requests are many.
+        if !text.contains(REQUESTS) {
+            eprint!("{text}");
+        }
+        self.0.lock().unwrap().push_str(&text);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Asked {
+    /// From now on, those of the share of this test's. The tests of a process have one log.
+    fn begin() -> Self {
+        static ONE: OnceLock<Asked> = OnceLock::new();
+        let asked = ONE.get_or_init(Self::start).clone();
+        asked.counts();
+        asked
+    }
+
+    fn start() -> Self {
+        let asked = Self::default();
+        let writer = asked.clone();
+        let filter = tracing_subscriber::EnvFilter::new("warn,ferry_engine::requests=info");
+        tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(move || writer.clone()).init();
+        watch(Some(Filter { share: Some(SHARE.into()), inodes: Vec::new() }));
+        asked
+    }
+
+    /// How often each operation came since the last call.
+    fn counts(&self) -> BTreeMap<String, usize> {
+        let mut counts = BTreeMap::new();
+        for line in std::mem::take(&mut *self.0.lock().unwrap()).lines() {
+            if let Some((_, request)) = line.split_once(REQUESTS) {
+                let name: String = request.chars().take_while(char::is_ascii_alphanumeric).collect();
+                *counts.entry(name).or_insert(0) += 1;
+            }
+        }
+        counts
+    }
+}
+
+/// The host's root, for the programs in it.
+fn programs() -> Share {
+    let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
+    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
+    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
+}
+
+/// A guest with the host's programs, and a window on a share.
+fn guest(programs: &Share, share: &Share, options: &str, script: &str) -> Guest {
+    let words = ["sh", "-euxc", script, "sh", env!("CARGO_BIN_EXE_ferry-window")];
+    let mut guest = guest_on(&programs.socket, words);
+    guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
+    guest
+        .devices
+        .push(Device { socket: share.socket.clone(), kind: DeviceKind::Fs { tag: "d".into(), queues: 1, dax: true } });
+    guest.mounts = vec![Mount::virtiofs("d", "/mnt/share")];
+    guest.mounts[0].options = options.into();
+    guest.cwd = "/mnt/share".into();
+    guest.boot_timeout = BOOT_TIMEOUT;
+    guest
+}
+
+/// Bytes that no other place of the file has.
+fn pattern(bytes: usize) -> Vec<u8> {
+    let mut state = 0x2545_f491_4f6c_dd1du64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    (0..bytes / 8).flat_map(|_| next().to_le_bytes()).collect()
+}
+
+const ALWAYS: &str = r#"
+window=$1
+grep ' /mnt/share virtiofs .*dax=always' /proc/mounts
+sha256sum -c sums >/dev/null
+# Mapped, and executed from the mapping.
+[ "$($window sum big)" = "$(cat sum)" ]
+# A store is in the host's file; so is what goes by write.
+$window store big 5000000 'stored by the guest'
+printf 'written by the guest' | dd of=big bs=1 seek=9000000 conv=notrunc 2>/dev/null
+# The buffer of a WRITE (for the file grows) lies in the window.
+: >copy
+$window append big copy
+cmp big copy
+# A file that grows page by page under its mapping.
+for number in 1 2 3 4 5 6 7 8 9; do dd if=big bs=5000 count=1 skip=$number 2>/dev/null >>grown; done
+dd if=big bs=5000 count=9 skip=1 2>/dev/null | cmp - grown
+truncate -s 12345 grown
+[ "$(wc -c <grown)" = 12345 ]
+sync
+cd /; umount /mnt/share
+"#;
+
+#[test]
+fn a_guest_reads_and_writes_through_its_window() {
+    let _alone = alone();
+    let asked = Asked::begin();
+    let programs = programs();
+    let options = Options {
+        cache: Cache::None,
+        queues: 1,
+        name: SHARE.into(),
+        tag: Some("d".parse().unwrap()),
+        ..Options::default()
+    };
+    let share = Share::with(Place::Disk, options);
+    let big = pattern(FILE_BYTES);
+    std::fs::write(share.path.join("big"), &big).unwrap();
+    let sum: u64 = big.iter().map(|byte| u64::from(*byte)).sum();
+    std::fs::write(share.path.join("sum"), sum.to_string()).unwrap();
+    let host = |script: &str| {
+        assert!(
+            Command::new("sh").args(["-euc", script]).current_dir(&share.path).status().unwrap().success(),
+            "{script}"
+        );
+    };
+    host("sha256sum big >sums");
+    let ran = run(guest(&programs, &share, "dax=always", ALWAYS), TIMEOUT);
+    println!("a guest with a window: {:?}", ran.took);
+    ran.ok();
+    let counts = asked.counts();
+    println!("{counts:?}");
+    assert!(counts["Setupmapping"] >= FILE_BYTES >> 21, "{counts:?}");
+    assert_eq!(counts.get("Read"), None, "{counts:?}");
+    let mut expected = big;
+    expected[5_000_000..][..19].copy_from_slice(b"stored by the guest");
+    expected[9_000_000..][..20].copy_from_slice(b"written by the guest");
+    assert!(std::fs::read(share.path.join("big")).unwrap() == expected);
+    assert!(std::fs::read(share.path.join("copy")).unwrap() == expected);
+    assert!(std::fs::read(share.path.join("grown")).unwrap() == expected[5000..][..12345]);
+    share.assert_released();
+}
+
+/// Of a share whose guest takes what it is told.
+const INODE: &str = r#"
+window=$1
+grep ' /mnt/share virtiofs .*dax=inode' /proc/mounts
+sha256sum -c sums >/dev/null
+cmp big same
+# READs of a file without DAX go into the window.
+$window fill small big
+cmp -n 100000 small big
+# A program: it is a copy.
+chmod +x program
+./program sum small >/dev/null
+# The end of a file whose last page is not whole.
+$window store big 3000000 'the end of the file'
+"#;
+
+#[test]
+#[ignore = "long: make test-all"]
+fn only_large_files_are_mapped_where_the_guest_leaves_it_to_us() {
+    let _alone = alone();
+    let asked = Asked::begin();
+    let programs = programs();
+    let options = Options {
+        cache: Cache::None,
+        queues: 1,
+        name: SHARE.into(),
+        tag: Some("d".parse().unwrap()),
+        ..Options::default()
+    };
+    let share = Share::with(Place::Disk, options);
+    let big = pattern(3_000_024);
+    std::fs::write(share.path.join("big"), &big).unwrap();
+    std::fs::write(share.path.join("same"), &big).unwrap();
+    std::fs::write(share.path.join("small"), &big[1_000_000..1_100_000]).unwrap();
+    std::fs::copy(env!("CARGO_BIN_EXE_ferry-window"), share.path.join("program")).unwrap();
+    let sums =
+        Command::new("sh").args(["-euc", "sha256sum big same small program >sums"]).current_dir(&share.path).status();
+    assert!(sums.unwrap().success());
+    let ran = run(guest(&programs, &share, "dax=inode", INODE), TIMEOUT);
+    println!("large files only: {:?}", ran.took);
+    ran.ok();
+    let counts = asked.counts();
+    println!("{counts:?}");
+    assert!(counts["Setupmapping"] >= 4 && counts["Read"] >= 2, "{counts:?}");
+    let mut expected = big;
+    let small = expected[1_000_000..1_100_000].to_vec();
+    expected[..100_000].copy_from_slice(&small);
+    expected[3_000_000..][..19].copy_from_slice(b"the end of the file");
+    assert!(std::fs::read(share.path.join("big")).unwrap() == expected);
+    share.assert_released();
+}
+
+const CHUNK: u64 = 2 << 20;
+
+/// A request of the server's: its code, the five numbers behind it, and the descriptor that came along.
+struct Wish {
+    code: u32,
+    numbers: [u64; 5],
+    file: Option<File>,
+}
+
+/// Waits for the next request; `None`: the server has hung up.
+fn next_wish(line: &UnixStream) -> Option<Wish> {
+    let mut message = [0; 52];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let parts = &mut [IoSliceMut::new(&mut message)];
+    let bytes =
+        recvmsg(line, parts, &mut control, RecvFlags::WAITALL | RecvFlags::CMSG_CLOEXEC).map_or(0, |got| got.bytes);
+    let file = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut files) => files.next().map(File::from),
+        _ => None,
+    });
+    let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
+    let code = u32::from_ne_bytes(message[..4].try_into().unwrap());
+    (bytes == 52).then(|| Wish { code, numbers: [12, 20, 28, 36, 44].map(number), file })
+}
+
+fn answer(mut line: &UnixStream, code: u32, outcome: u64) {
+    let header = [code, 1 | 4, 8].map(u32::to_ne_bytes).concat();
+    line.write_all(&[header, outcome.to_ne_bytes().to_vec()].concat()).unwrap();
+}
+
+/// A guest whose front end is ours, the line to it, and a file of 3 MiB and a bit, opened for writing.
+fn native(share: &Share) -> (Driver, UnixStream, u64) {
+    let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
+    let mut driver = Driver::connect(&share.socket, config).unwrap();
+    let (bytes, line) = driver.window().unwrap();
+    assert_eq!(bytes, ferry_virtiofs::WINDOW_BYTES_DEFAULT);
+    let reply = driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
+    assert_eq!(reply.map_alignment, 12);
+    let entry = driver.lookup(ROOT, "file").unwrap();
+    assert_ne!(entry.attr.flags & ATTR_DAX, 0);
+    driver.open(entry.nodeid, 2).unwrap();
+    (driver, line, entry.nodeid)
+}
+
+fn setup(node: u64, offset: u64, window_offset: u64, flags: u64) -> (Opcode, u64, Vec<u8>) {
+    let args = SetupmappingIn { fh: u64::MAX, foffset: offset, len: CHUNK, flags, moffset: window_offset };
+    (Opcode::Setupmapping, node, args.as_bytes().to_vec())
+}
+
+fn send(driver: &mut Driver, (code, node, args): &(Opcode, u64, Vec<u8>)) -> Ticket {
+    driver.send(*code, *node, &[args], &[], 0).unwrap()
+}
+
+fn share_with_file(name: &str) -> Share {
+    let share = Share::with(Place::Disk, Options { queues: 1, name: name.into(), ..Options::default() });
+    std::fs::write(share.path.join("file"), pattern(3_200_000)).unwrap();
+    share
+}
+
+#[test]
+fn mappings_are_asked_for_and_given_back() {
+    let _alone = alone();
+    let share = share_with_file("native");
+    let (mut driver, line, node) = native(&share);
+    // A whole chunk: the file itself.
+    let ticket = send(&mut driver, &setup(node, 0, 4 * CHUNK, SETUPMAPPING_READ));
+    let wish = next_wish(&line).unwrap();
+    assert_eq!((wish.code, wish.numbers), (9, [0, 0, 4 * CHUNK, CHUNK, 1]));
+    let mut bytes = vec![0; 4096];
+    wish.file.unwrap().read_exact_at(&mut bytes, 4096).unwrap();
+    assert!(bytes == pattern(8192)[4096..]);
+    answer(&line, 9, 0);
+    driver.receive(ticket).unwrap();
+    // Once more, and for writing: it is there.
+    for flags in [SETUPMAPPING_READ, SETUPMAPPING_READ | SETUPMAPPING_WRITE] {
+        let ticket = send(&mut driver, &setup(node, 0, 4 * CHUNK, flags));
+        driver.receive(ticket).unwrap();
+    }
+    // The last chunk: whole pages, and a copy of the rest, stores into which are in the file after an fsync.
+    let ticket = send(&mut driver, &setup(node, CHUNK, 0, SETUPMAPPING_READ | SETUPMAPPING_WRITE));
+    let whole = (3_200_000 - CHUNK) / 4096 * 4096;
+    let wish = next_wish(&line).unwrap();
+    assert_eq!((wish.code, wish.numbers), (9, [0, CHUNK, 0, whole, 1]));
+    answer(&line, 9, 0);
+    let wish = next_wish(&line).unwrap();
+    assert_eq!((wish.code, wish.numbers), (9, [0, 0, whole, CHUNK - whole, 1]));
+    answer(&line, 9, 0);
+    driver.receive(ticket).unwrap();
+    let copy = wish.file.unwrap();
+    copy.write_all_at(b"stored", 10).unwrap();
+    let handle = driver.open(node, 2).unwrap().fh;
+    driver.fsync(node, handle).unwrap();
+    let at = usize::try_from(CHUNK + whole + 10).unwrap();
+    assert_eq!(&std::fs::read(share.path.join("file")).unwrap()[at..at + 6], b"stored");
+    // What cannot be.
+    for (bad, errno) in [
+        (setup(node, 0, CHUNK / 2, SETUPMAPPING_READ), libc::EINVAL),
+        (setup(node, 1, 0, SETUPMAPPING_READ), libc::EINVAL),
+        (setup(node, 0, 1 << 40, SETUPMAPPING_READ), libc::EINVAL),
+        (setup(node, 0, 8 * CHUNK, 0), libc::EINVAL),
+        (setup(ROOT, 0, 8 * CHUNK, SETUPMAPPING_READ), libc::EISDIR),
+        (setup(77_777, 0, 8 * CHUNK, SETUPMAPPING_READ), libc::ESTALE),
+    ] {
+        let ticket = send(&mut driver, &bad);
+        assert_eq!(driver.receive(ticket).unwrap_err().errno(), Some(errno), "{bad:?}");
+    }
+    // A front end that refuses.
+    let ticket = send(&mut driver, &setup(node, 0, 8 * CHUNK, SETUPMAPPING_READ));
+    answer(&line, next_wish(&line).unwrap().code, 1);
+    assert_eq!(driver.receive(ticket).unwrap_err().errno(), Some(libc::EIO));
+    // At the end all that was mapped is taken away, each just as it was mapped.
+    let ticket = driver.send(Opcode::Destroy, 0, &[], &[], 0).unwrap();
+    for part in [[0, CHUNK, 0, whole, 1], [0, 0, whole, CHUNK - whole, 1], [0, 0, 4 * CHUNK, CHUNK, 1]] {
+        let wish = next_wish(&line).unwrap();
+        assert_eq!((wish.code, wish.numbers), (10, part));
+        answer(&line, 10, 0);
+    }
+    driver.receive(ticket).unwrap();
+    drop(driver);
+    share.assert_released();
+}
+
+#[test]
+fn nobody_waits_for_a_front_end_that_does_not_answer() {
+    let _alone = alone();
+    let share = share_with_file("silent");
+    let (mut driver, line, node) = native(&share);
+    let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
+    let _unanswered = next_wish(&line).unwrap();
+    // Requests are served, queues stop and go on, and memory comes and goes.
+    driver.getattr(node).unwrap();
+    let base = driver.stop(1).unwrap();
+    driver.start(1, base).unwrap();
+    driver.getattr(node).unwrap();
+    // The line is cut: an error for the one that waited, and for those after it.
+    drop(line);
+    assert_eq!(driver.receive(ticket).unwrap_err().errno(), Some(libc::EIO));
+    let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
+    assert_eq!(driver.receive(ticket).unwrap_err().errno(), Some(libc::EIO));
+    driver.getattr(node).unwrap();
+    // Nonsense, and a guest that is gone while it waits.
+    let (mut driver, line, node) = {
+        drop(driver);
+        native(&share)
+    };
+    let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
+    let _unanswered = next_wish(&line).unwrap();
+    (&line).write_all(&[0xff; 64]).unwrap();
+    assert_eq!(driver.receive(ticket).unwrap_err().errno(), Some(libc::EIO));
+    drop(driver);
+    let (mut driver, line, node) = native(&share);
+    send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
+    let _unanswered = next_wish(&line).unwrap();
+    drop(driver);
+    share.assert_released();
+}

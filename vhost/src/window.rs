@@ -1,0 +1,301 @@
+//! The device's shared memory region: files of ours that the front end maps into the guest's address space (VIRTIO 1.3,
+//! section 2.10; vhost-user, "SHMEM").
+//!
+//! The front end is asked over the back-end channel, and may take its time. It may also be waiting for *us* meanwhile: QEMU
+//! tells every back end of each mapping (ADD_MEM_REG) before it does anything else. So whoever calls here must be a
+//! thread that neither the front end's messages nor a queue's end wait for.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::channel::{self, Broken};
+
+/// How long the front end may take for an answer. One that is late is not believed any more: what it mapped is not known.
+const REPLY_WITHIN: Duration = Duration::from_secs(30);
+/// How long the first mapping may take to come back as a region of memory. QEMU answers before the guest sees the
+/// mapping and tells of the region afterwards; a front end that does not tell has mapped when it answers.
+const TOLD_WITHIN: Duration = Duration::from_secs(2);
+/// QEMU ends itself when a back end is to know of more than 512 regions, those of all windows of a machine and of its
+/// memory included.
+const REGIONS_MAX: usize = 500;
+
+/// A part of a file, and where it is to be in the window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// First byte in the window.
+    pub window_offset: u64,
+    /// First byte in the file.
+    pub file_offset: u64,
+    /// Length.
+    pub bytes: u64,
+    /// Whether the guest may write to it.
+    pub writable: bool,
+}
+
+/// Why nothing was mapped or unmapped.
+#[derive(Debug, thiserror::Error)]
+pub enum WindowError {
+    /// The front end says no.
+    #[error("the front end refuses")]
+    Refused,
+    /// There is no way to ask the front end, or it does not answer as it should.
+    #[error("the front end cannot be asked any more")]
+    Lost,
+    /// The front end would not bear it.
+    #[error("the guest's memory is in {0} pieces already, and QEMU bears no more than 512")]
+    TooMany(usize),
+    /// The file.
+    #[error("the file cannot be mapped: {0}")]
+    File(std::io::Error),
+}
+
+#[derive(Default)]
+struct State {
+    /// The line to the front end.
+    line: Option<Arc<UnixStream>>,
+    /// The connection is over.
+    ended: bool,
+    /// The mapping that is to come back as a region, until it has.
+    awaited: Option<Told>,
+    /// Whether mappings come back; not known before the first.
+    tells: Option<bool>,
+    /// Regions of memory that the front end has told of.
+    regions: usize,
+    /// What is mapped, by window offset.
+    mapped: HashMap<u64, Known>,
+}
+
+/// The shared memory region of one connection.
+pub struct Window {
+    bytes: u64,
+    reply_within: Duration,
+    told_within: Duration,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// One question at a time.
+    turn: Mutex<()>,
+}
+
+impl std::fmt::Debug for Window {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Window").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+/// A region as ADD_MEM_REG tells of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Told {
+    pub(crate) file: FileId,
+    pub(crate) file_offset: u64,
+    pub(crate) bytes: u64,
+}
+
+/// Device and inode number of a file.
+pub(crate) type FileId = (u64, u64);
+
+/// Which file a descriptor is.
+pub(crate) fn file_id(file: impl AsFd) -> std::io::Result<FileId> {
+    let stat = rustix::fs::fstat(file)?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+/// Files that are in some window of this process, and how often. All devices of a guest are told of its regions, so one
+/// share's files come back to another's connection, too.
+static KNOWN: Mutex<BTreeMap<FileId, usize>> = Mutex::new(BTreeMap::new());
+
+/// Whether a file is in a window.
+pub(crate) fn is_known(file: FileId) -> bool {
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&file)
+}
+
+/// A file's being known.
+struct Known(FileId);
+
+impl Known {
+    fn new(file: FileId) -> Self {
+        *KNOWN.lock().unwrap_or_else(PoisonError::into_inner).entry(file).or_insert(0) += 1;
+        Self(file)
+    }
+}
+
+impl Drop for Known {
+    fn drop(&mut self) {
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = known.get_mut(&self.0) {
+            *count -= 1;
+            if *count == 0 {
+                known.remove(&self.0);
+            }
+        }
+    }
+}
+
+impl Window {
+    pub(crate) fn new(bytes: u64) -> Self {
+        Self::patient(bytes, REPLY_WITHIN, TOLD_WITHIN)
+    }
+
+    fn patient(bytes: u64, reply_within: Duration, told_within: Duration) -> Self {
+        Self {
+            bytes,
+            reply_within,
+            told_within,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            turn: Mutex::default(),
+        }
+    }
+
+    /// The length of the window.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the front end map a part of a file, where nothing is mapped yet. When this comes back, the guest sees it.
+    /// Waits for the front end: see the module's page for who may.
+    ///
+    /// # Errors
+    /// [`WindowError`].
+    pub fn map(&self, file: BorrowedFd<'_>, part: Part) -> Result<(), WindowError> {
+        let id = file_id(file).map_err(WindowError::File)?;
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let told = Told { file: id, file_offset: part.file_offset, bytes: part.bytes };
+        let line = {
+            let mut state = self.state();
+            if state.regions >= REGIONS_MAX {
+                return Err(WindowError::TooMany(state.regions));
+            }
+            let line = state.line()?;
+            // Before the front end hears of it, for it may tell of the region before it answers.
+            state.mapped.insert(part.window_offset, Known::new(id));
+            state.awaited = (state.tells != Some(false)).then_some(told);
+            line
+        };
+        let outcome = channel::ask(&line, SHMEM_MAP, &message(part), Some(file), self.reply_within);
+        let mut state = self.state();
+        if let Err(error) = state.check(outcome) {
+            state.awaited = None;
+            state.mapped.remove(&part.window_offset);
+            return Err(error);
+        }
+        self.wait_until_told(state)
+    }
+
+    /// Waits until the mapping has come back as a region of memory, where front ends tell.
+    fn wait_until_told(&self, state: MutexGuard<'_, State>) -> Result<(), WindowError> {
+        let within = if state.tells.is_some() { self.reply_within } else { self.told_within };
+        let waits = |state: &mut State| state.awaited.is_some() && !state.ended;
+        let waited = self.changed.wait_timeout_while(state, within, waits);
+        let (mut state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.ended {
+            return Err(WindowError::Lost);
+        }
+        if timeout.timed_out() && state.awaited.take().is_some() && state.tells.is_none() {
+            tracing::debug!("the front end does not tell of what it maps");
+            state.tells = Some(false);
+        }
+        Ok(())
+    }
+
+    /// Has the front end undo a mapping, which must be the very part that was mapped. The rest is as for [`Self::map`].
+    ///
+    /// # Errors
+    /// [`WindowError`].
+    pub fn unmap(&self, part: Part) -> Result<(), WindowError> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let line = self.state().line()?;
+        let outcome = channel::ask(&line, SHMEM_UNMAP, &message(part), None, self.reply_within);
+        let mut state = self.state();
+        state.check(outcome)?;
+        state.mapped.remove(&part.window_offset);
+        Ok(())
+    }
+
+    /// The front end can be asked here.
+    pub(crate) fn attach(&self, socket: OwnedFd) {
+        let stream = UnixStream::from(socket);
+        // The front end may have sent any descriptor.
+        if let Err(error) = stream.local_addr().and_then(|_| stream.set_nonblocking(true)) {
+            tracing::error!("the front end's channel for the window cannot be used: {error}");
+            return;
+        }
+        let mut state = self.state();
+        if !state.ended {
+            state.line = Some(Arc::new(stream));
+        }
+    }
+
+    /// The front end has told of its regions of memory, `added` being the new one.
+    pub(crate) fn told(&self, regions: usize, added: Option<Told>) {
+        let mut state = self.state();
+        state.regions = regions;
+        if added.is_some() && state.awaited == added {
+            state.awaited = None;
+            state.tells = Some(true);
+            self.changed.notify_all();
+        }
+    }
+
+    /// The connection is over: nobody waits any longer.
+    pub(crate) fn end(&self) {
+        let mut state = self.state();
+        state.ended = true;
+        state.hang_up();
+        state.mapped.clear();
+        self.changed.notify_all();
+    }
+}
+
+impl State {
+    fn line(&self) -> Result<Arc<UnixStream>, WindowError> {
+        self.line.clone().ok_or(WindowError::Lost)
+    }
+
+    /// What the outcome of a question means; after some of them the line is of no use any more.
+    fn check(&mut self, outcome: Result<u64, Broken>) -> Result<(), WindowError> {
+        match outcome {
+            Ok(0) => Ok(()),
+            Ok(_) => Err(WindowError::Refused),
+            Err(error) => {
+                if !self.ended && self.line.is_some() {
+                    tracing::error!("the window is not served any more: {error}");
+                }
+                self.hang_up();
+                Err(WindowError::Lost)
+            }
+        }
+    }
+
+    fn hang_up(&mut self) {
+        if let Some(line) = self.line.take() {
+            // It may have gone by itself.
+            let _ = line.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+/// The requests, and the flag of one (vhost-user, "Back-end message types").
+const SHMEM_MAP: u32 = 9;
+const SHMEM_UNMAP: u32 = 10;
+const WRITABLE: u64 = 1;
+
+/// `VhostUserMMap`: the number of the region and seven bytes of padding, then four numbers of eight bytes.
+fn message(part: Part) -> [u8; 40] {
+    let Part { window_offset, file_offset, bytes, writable } = part;
+    let mut message = [0; 40];
+    let numbers = [0, file_offset, window_offset, bytes, if writable { WRITABLE } else { 0 }];
+    for (place, number) in message.chunks_exact_mut(8).zip(numbers) {
+        place.copy_from_slice(&number.to_ne_bytes());
+    }
+    message
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,150 @@
+//! A window and a front end that answers, or does not.
+
+use std::io::{Read, Write};
+use std::time::Instant;
+
+use super::*;
+use crate::memory::tests::memfd;
+
+const PART: Part = Part { window_offset: 4096, file_offset: 8192, bytes: 4096, writable: true };
+/// What never comes is not waited for any longer.
+const NOT_LONG: Duration = Duration::from_millis(50);
+/// A message of the back end: its header, and `VhostUserMMap`.
+const MESSAGE_BYTES: usize = 12 + 40;
+
+/// Reads one message; answers its code. The descriptor that comes along is lost.
+fn receive(front: &mut UnixStream) -> u32 {
+    let mut message = [0; MESSAGE_BYTES];
+    front.read_exact(&mut message).unwrap();
+    assert_eq!(message[8], 40, "the length of what follows");
+    u32::from_ne_bytes(message[..4].try_into().unwrap())
+}
+
+fn reply(front: &mut UnixStream, code: u32, outcome: u64) {
+    let header = [code, 1 | 4, 8].map(u32::to_ne_bytes).concat();
+    front.write_all(&[header, outcome.to_ne_bytes().to_vec()].concat()).unwrap();
+}
+
+/// A window with a line to its front end, which takes so long at most.
+fn window(reply_within: Duration, told_within: Duration) -> (Arc<Window>, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let window = Arc::new(Window::patient(1 << 20, reply_within, told_within));
+    window.attach(ours.into());
+    (window, theirs)
+}
+
+/// A front end on a thread of its own.
+fn front(mut line: UnixStream, mut answer: impl FnMut(&mut UnixStream, u32) + Send + 'static) {
+    std::thread::spawn(move || {
+        loop {
+            let mut first = [0];
+            if rustix::net::recv(&line, &mut first[..], rustix::net::RecvFlags::PEEK).map_or(0, |(_, bytes)| bytes) == 0
+            {
+                return;
+            }
+            let code = receive(&mut line);
+            answer(&mut line, code);
+        }
+    });
+}
+
+#[test]
+fn what_is_mapped_is_known_until_it_is_unmapped() {
+    let (window, line) = window(REPLY_WITHIN, NOT_LONG);
+    front(line, |line, code| reply(line, code, 0));
+    let file = memfd(1 << 20);
+    let id = file_id(&file).unwrap();
+    assert!(!is_known(id));
+    // This front end tells of no regions, and is waited for only once.
+    window.map(file.as_fd(), PART).unwrap();
+    assert!(is_known(id));
+    assert_eq!(window.state().tells, Some(false));
+    window.map(file.as_fd(), Part { window_offset: 0, ..PART }).unwrap();
+    window.unmap(PART).unwrap();
+    assert!(is_known(id));
+    window.unmap(Part { window_offset: 0, ..PART }).unwrap();
+    assert!(!is_known(id));
+}
+
+#[test]
+fn a_mapping_is_there_when_its_region_is() {
+    let (window, line) = window(REPLY_WITHIN, REPLY_WITHIN);
+    let file = memfd(1 << 20);
+    let told = Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    let mine = Arc::clone(&window);
+    front(line, move |line, code| {
+        reply(line, code, 0);
+        // Another device's, and then ours.
+        mine.told(2, Some(Told { bytes: 1, ..told }));
+        assert!(mine.state().awaited.is_some());
+        mine.told(3, Some(told));
+    });
+    window.map(file.as_fd(), PART).unwrap();
+    assert_eq!(window.state().tells, Some(true));
+}
+
+#[test]
+fn a_refusal_is_for_one_mapping_only() {
+    let (window, line) = window(REPLY_WITHIN, NOT_LONG);
+    let mut count = 0;
+    front(line, move |line, code| {
+        count += 1;
+        reply(line, code, u64::from(count == 1));
+    });
+    let file = memfd(1 << 20);
+    assert!(matches!(window.map(file.as_fd(), PART), Err(WindowError::Refused)));
+    assert!(!is_known(file_id(&file).unwrap()));
+    window.map(file.as_fd(), PART).unwrap();
+}
+
+#[test]
+fn a_front_end_that_talks_nonsense_is_not_asked_again() {
+    let file = memfd(1 << 20);
+    let lost = |window: &Window| {
+        assert!(matches!(window.map(file.as_fd(), PART), Err(WindowError::Lost)));
+        assert!(matches!(window.map(file.as_fd(), PART), Err(WindowError::Lost)));
+        assert!(matches!(window.unmap(PART), Err(WindowError::Lost)));
+        assert!(!is_known(file_id(&file).unwrap()));
+    };
+    // No channel, a wrong code, rubbish, a closed line, and silence.
+    lost(&Window::new(1 << 20));
+    let (wrong, line) = window(REPLY_WITHIN, NOT_LONG);
+    front(line, |line, code| reply(line, code + 1, 0));
+    lost(&wrong);
+    let (rubbish, line) = window(REPLY_WITHIN, NOT_LONG);
+    front(line, |line, _| line.write_all(&[0xff; 20]).unwrap());
+    lost(&rubbish);
+    let (closed, line) = window(REPLY_WITHIN, NOT_LONG);
+    drop(line);
+    lost(&closed);
+    let (silent, _line) = window(Duration::from_millis(50), NOT_LONG);
+    lost(&silent);
+    // What is no socket is no channel.
+    let none = Window::new(1 << 20);
+    none.attach(memfd(1).into());
+    lost(&none);
+}
+
+#[test]
+fn nobody_waits_for_a_front_end_that_is_gone() {
+    let (window, _line) = window(REPLY_WITHIN, NOT_LONG);
+    let begun = Instant::now();
+    let mine = Arc::clone(&window);
+    let waits = std::thread::spawn(move || mine.map(memfd(1 << 20).as_fd(), PART));
+    while window.turn.try_lock().is_ok() {
+        std::thread::yield_now();
+    }
+    window.end();
+    assert!(matches!(waits.join().unwrap(), Err(WindowError::Lost)));
+    assert!(begun.elapsed() < REPLY_WITHIN);
+}
+
+#[test]
+fn qemu_is_not_driven_past_its_limit() {
+    let (window, line) = window(REPLY_WITHIN, NOT_LONG);
+    front(line, |line, code| reply(line, code, 0));
+    window.told(REGIONS_MAX, None);
+    assert!(matches!(window.map(memfd(1 << 20).as_fd(), PART), Err(WindowError::TooMany(REGIONS_MAX))));
+    window.told(REGIONS_MAX - 1, None);
+    window.map(memfd(1 << 20).as_fd(), PART).unwrap();
+}
