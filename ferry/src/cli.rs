@@ -10,7 +10,7 @@ use clap::CommandFactory;
 use crate::recipes;
 pub use share::Share;
 use values::memory_mib;
-pub use values::{Acl, Cache, Carrier, FileHandles, Passthrough, made_tag, tag_of};
+pub use values::{Acl, Cache, Carrier, FileHandles, Passthrough, Watch, made_tag, tag_of};
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
 const SHARE_ONLY: [&str; 17] = [

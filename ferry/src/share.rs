@@ -120,6 +120,7 @@ fn start(
     serving: &mut Serving,
 ) -> Result<Vec<Served>> {
     let opened: Vec<_> = shares.iter().map(|share| sources.open(share)).collect::<Result<_>>()?;
+    shares.iter().zip(&opened).try_for_each(|(share, source)| sources.watch(share, source))?;
     let bound: Vec<Option<Bound>> = shares
         .iter()
         .map(|share| match (&share.virtiofs, share.fd) {

@@ -17,6 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 use ferry_vfs::{Change, Errno, Ino, Listener, NameBuf, SessionId, Subscription, Told};
+use ferry_wire::fuse::InitFlags;
 
 use crate::connection::{Connection, Present};
 use crate::device::send;
@@ -40,6 +41,7 @@ struct Notes {
     data: HashMap<Ino, Span>,
     entries: HashSet<(Ino, NameBuf)>,
     removed: HashMap<(Ino, NameBuf), Ino>,
+    unsure: HashSet<(Ino, NameBuf)>,
     /// There were too many: anything may have changed.
     overflow: bool,
     /// To be dropped once all that is told.
@@ -48,7 +50,7 @@ struct Notes {
 
 impl Notes {
     fn len(&self) -> usize {
-        self.attributes.len() + self.data.len() + self.entries.len() + self.removed.len()
+        self.attributes.len() + self.data.len() + self.entries.len() + self.removed.len() + self.unsure.len()
     }
 
     fn is_empty(&self) -> bool {
@@ -73,7 +75,11 @@ impl Notes {
                 self.attributes.insert(*ino);
                 self.add_data(*dir, WHOLE);
             }
-            // A change of a kind that we do not know may be any.
+            Change::Unsure { dir, name } => {
+                self.unsure.insert((*dir, name.clone()));
+                self.add_data(*dir, WHOLE);
+            }
+            // As is one of a kind that we do not know.
             _ => self.overflow = true,
         }
         if self.len() > NOTES_MAX {
@@ -179,6 +185,9 @@ impl Listener for Ear {
                     // A kernel that does not know the inode, or is gone, has nothing to forget.
                     let _ = send(self.connection.device.as_fd(), &[IoSlice::new(bytes)]);
                 });
+                if trusts_itself(&self.connection) {
+                    self.shared.note(change);
+                }
             }
             _ if self.own.get() == Some(&by) => {}
             _ => self.shared.note(change),
@@ -253,6 +262,11 @@ fn tell_all(connection: &Arc<Connection>, shared: &Shared) {
     }
 }
 
+/// With a write-back cache the kernel believes its own length and times of a file for as long as it knows it.
+fn trusts_itself(connection: &Connection) -> bool {
+    connection.session.mount().is_some_and(|mount| mount.negotiated().has(InitFlags::WRITEBACK_CACHE))
+}
+
 fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
     let say = |message: &Message<'_>| {
         counters.notifications.add(1);
@@ -263,12 +277,16 @@ fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
         Ok(()) | Err(Errno::NOENT | Errno::NODEV | Errno::NOTCONN | Errno::NOTDIR) => {}
         Err(error) => tracing::warn!("the kernel was not told of a change, {message:?}: {error}"),
     };
+    let trusts_itself = trusts_itself(connection);
     if notes.overflow {
         tracing::debug!("more changes than can be told one by one: the kernel is to forget everything");
         let inodes = connection.session.mount().map_or_else(Vec::new, |mount| mount.inodes());
         sure(&Message::Epoch);
         for ino in inodes.into_iter().chain([Ino::ROOT]) {
             sure(&Message::Data(ino, WHOLE));
+            if trusts_itself {
+                let _ = say(&Message::Prune(ino));
+            }
         }
         return;
     }
@@ -280,11 +298,20 @@ fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
     for (dir, name) in &notes.entries {
         sure(&Message::Entry(*dir, name.as_name()));
     }
+    for (dir, name) in &notes.unsure {
+        sure(&Message::Expired(*dir, name.as_name()));
+    }
     for (ino, span) in &notes.data {
         sure(&Message::Data(*ino, *span));
     }
     for ino in notes.attributes.iter().filter(|ino| !notes.data.contains_key(ino)) {
         sure(&Message::Attributes(*ino));
+    }
+    if trusts_itself {
+        for ino in notes.data.keys().chain(&notes.attributes) {
+            // Only of what nobody has open; and kernels before 6.18 do not know this.
+            let _ = say(&Message::Prune(*ino));
+        }
     }
 }
 
@@ -306,10 +333,14 @@ mod tests {
             notes.add(&Change::Data { ino: Ino(3), offset: 10, len: u64::MAX });
             notes.add(&Change::Entry { dir: Ino(1), name: name.clone() });
             notes.add(&Change::Removed { dir: Ino(1), name: name.clone(), ino: Ino(9) });
+            notes.add(&Change::Unsure { dir: Ino(1), name: name.clone() });
         }
         assert_eq!(notes.data, HashMap::from([(Ino(3), (10, u64::MAX)), (Ino(1), WHOLE)]));
         assert_eq!(notes.attributes, HashSet::from([Ino(2), Ino(9)]));
-        assert_eq!((notes.entries.len(), notes.removed.len()), (1, 1));
+        assert_eq!((notes.entries.len(), notes.removed.len(), notes.unsure.len()), (1, 1, 1));
+        let mut all = Notes::default();
+        all.add(&Change::All);
+        assert!(all.overflow && !all.is_empty());
         for ino in 0..2 * NOTES_MAX as u64 {
             notes.add(&Change::Attr { ino: Ino(ino) });
         }

@@ -49,6 +49,19 @@ pub enum FileHandles {
     Mandatory,
 }
 
+/// Whether to watch for what others change in a directory on the host.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Watch {
+    /// Where a mount keeps things for long (caches always and metadata, and --writeback), if it can be done.
+    #[default]
+    Auto,
+    /// Whatever the mount keeps, or an error that says why not.
+    Always,
+    /// Never: what is kept is old until its time is over.
+    Never,
+}
+
 /// As whom everybody acts who comes through a share.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct MapUser {

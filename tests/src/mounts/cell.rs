@@ -98,6 +98,7 @@ impl FromStr for Cell {
             "" | "auto" => "auto",
             "none" => "none",
             "always" => "always",
+            "metadata" => "metadata",
             other => return Err(format!("no cache mode '{other}' in {name}")),
         };
         Ok(Self { source, road, cache })
