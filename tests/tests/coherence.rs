@@ -107,7 +107,8 @@ fn measure(what: &str, one: &Path, two: &Path, bound: Duration) {
         }
     }
     let names = ["name", "mode", "size", "data", "removal"];
-    let shown: Vec<_> = names.iter().zip(worst).map(|(name, (lag, looks))| format!("{name} {lag:.1?}/{looks}")).collect();
+    let shown: Vec<_> =
+        names.iter().zip(worst).map(|(name, (lag, looks))| format!("{name} {lag:.1?}/{looks}")).collect();
     println!("{what}: bound {bound:?}; latest/looks: {}", shown.join(", "));
 }
 
@@ -121,18 +122,14 @@ fn bound(cache: &str, told: bool) -> Duration {
 
 const MODES: [&str; 4] = ["none", "auto", "metadata", "always"];
 
-fn cell(cache: &str) -> Cell {
-    format!("dir_devfuse_{cache}").parse().unwrap()
-}
-
-fn writeback(on: bool) -> &'static [&'static str] {
-    if on { &["--writeback"] } else { &[] }
+fn cell(cache: &str, writeback: bool) -> Cell {
+    Cell { writeback, ..format!("dir_devfuse_{cache}").parse().unwrap() }
 }
 
 /// In both directions, two mounts of one process.
 fn one_process(on: bool) {
     for cache in MODES {
-        let Some(pair) = Pair::with([&cell(cache), &cell(cache)], LIMIT, writeback(on)) else { return };
+        let Some(pair) = Pair::new([&cell(cache, on), &cell(cache, on)], LIMIT) else { return };
         let [a, b] = pair.paths();
         let what = format!("one process, cache={cache}{}", if on { ", writeback" } else { "" });
         measure(&what, a, b, bound(cache, true));
@@ -169,7 +166,7 @@ fn can_prune() -> bool {
 fn two_processes(on: bool) {
     for cache in MODES {
         let shared = folder(Place::Disk);
-        let start = || Mounted::of_dir(shared.path(), &cell(cache), &options(writeback(on)));
+        let start = || Mounted::of_dir(shared.path(), &cell(cache, on), &options(&[]));
         let (Some(first), Some(second)) = (start(), start()) else { return };
         let what = format!("two processes, cache={cache}{}", if on { ", writeback" } else { "" });
         let told = on || matches!(cache, "metadata" | "always");
@@ -195,7 +192,7 @@ fn staleness_in_two_processes_written_back() {
 /// Two sources of one directory in one process, because their flags differ: our own changes are told, too.
 #[test]
 fn staleness_in_one_process_with_two_sources() {
-    let cells = [&cell("always"), &cell("always")];
+    let cells = [&cell("always", false), &cell("always", false)];
     let Some(pair) = Pair::with_each(cells, LIMIT, [&["--read-only"], &[]]) else { return };
     let [a, b] = pair.paths();
     measure("one process, two sources, cache=always", b, a, Duration::ZERO);
@@ -211,7 +208,7 @@ fn too_many_changes_are_made_up_for() {
         println!("skipped: the kernel keeps {limit} events");
         return;
     }
-    let Some(mounted) = Mounted::with(&cell("always"), &options(&[])) else { return };
+    let Some(mounted) = Mounted::with(&cell("always", false), &options(&[])) else { return };
     let (host, seen) = (&mounted.below, &mounted.site.path);
     fs::write(host.join("old"), "old").unwrap();
     assert!(seen.join("old").exists() && !seen.join("new").exists());

@@ -15,6 +15,7 @@ use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::{Change, Errno, Ino, Listener, NameBuf, SessionId, Subscription, Told};
 use ferry_wire::fuse::InitFlags;
@@ -26,6 +27,9 @@ use message::Message;
 
 /// The most notes kept. Past it the kernel is told that anything may have changed.
 const NOTES_MAX: usize = 1 << 16;
+
+/// When the kernel is told once more to give up what it has written itself: it may have been using the inode for a moment.
+const PRUNE_AGAIN: Duration = Duration::from_secs(1);
 
 /// Bytes of a file, the end exclusive.
 type Span = (u64, u64);
@@ -140,12 +144,18 @@ impl Shared {
         }
     }
 
-    /// The notes that came since the last time; waits for some. `None` when there will be no more.
-    fn take(&self) -> Option<Notes> {
+    /// The notes that came since the last time; waits for some, or until a point in time. `None` when there will be no
+    /// more.
+    fn take(&self, until: Option<Instant>) -> Option<Notes> {
         let mut desk = self.lock();
         desk.is_telling = false;
         while desk.notes.is_empty() && !desk.closed {
-            desk = self.noted.wait(desk).unwrap_or_else(PoisonError::into_inner);
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            desk = match left {
+                Some(Duration::ZERO) => break,
+                Some(left) => self.noted.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0,
+                None => self.noted.wait(desk).unwrap_or_else(PoisonError::into_inner),
+            };
         }
         desk.is_telling = !desk.closed;
         (!desk.closed).then(|| std::mem::take(&mut desk.notes))
@@ -254,8 +264,19 @@ impl Drop for Notifier {
 
 fn tell_all(connection: &Arc<Connection>, shared: &Shared) {
     let counters = connection.counters.lend();
-    while let Some(notes) = shared.take() {
+    let mut prunes = Prunes::default();
+    while let Some(notes) = shared.take(prunes.next) {
+        if trusts_itself(connection) {
+            prunes.add(&notes);
+        }
         tell(connection, notes, &counters);
+        // After the telling: of what is pruned, the kernel asks anew.
+        let known = || connection.session.mount().map_or_else(Vec::new, |mount| mount.inodes());
+        for ino in prunes.due(Instant::now(), known) {
+            let message = Message::Prune(ino);
+            // Only of what nobody uses; and kernels before 6.18 do not know this.
+            let _ = message.with_bytes(|bytes| send(connection.device.as_fd(), &[IoSlice::new(bytes)]));
+        }
         if connection.end.is_declared() {
             return;
         }
@@ -265,6 +286,44 @@ fn tell_all(connection: &Arc<Connection>, shared: &Shared) {
 /// With a write-back cache the kernel believes its own length and times of a file for as long as it knows it.
 fn trusts_itself(connection: &Connection) -> bool {
     connection.session.mount().is_some_and(|mount| mount.negotiated().has(InitFlags::WRITEBACK_CACHE))
+}
+
+/// What a kernel that believes itself is to give up altogether: at once, and again one to two seconds later.
+#[derive(Debug, Default)]
+struct Prunes {
+    new: HashSet<Ino>,
+    /// What was given out since the last time that something was given out again, and what before that.
+    again: [HashSet<Ino>; 2],
+    all: bool,
+    /// When something is to be given out again.
+    next: Option<Instant>,
+}
+
+impl Prunes {
+    fn add(&mut self, notes: &Notes) {
+        self.all |= notes.overflow;
+        self.new.extend(notes.data.keys().chain(&notes.attributes));
+    }
+
+    /// Those whose time has come. `known`: all that the kernel knows, for when there are too many.
+    fn due(&mut self, now: Instant, known: impl FnOnce() -> Vec<Ino>) -> HashSet<Ino> {
+        let mut due = HashSet::new();
+        let [young, old] = &mut self.again;
+        if self.next.is_some_and(|next| next <= now) {
+            due = std::mem::replace(old, std::mem::take(young));
+            self.next = None;
+        }
+        young.extend(&self.new);
+        due.extend(self.new.drain());
+        if std::mem::take(&mut self.all) || young.len() > NOTES_MAX {
+            due.extend(known());
+            young.clear();
+        }
+        if self.next.is_none() && !(young.is_empty() && old.is_empty()) {
+            self.next = Some(now + PRUNE_AGAIN);
+        }
+        due
+    }
 }
 
 fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
@@ -277,16 +336,12 @@ fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
         Ok(()) | Err(Errno::NOENT | Errno::NODEV | Errno::NOTCONN | Errno::NOTDIR) => {}
         Err(error) => tracing::warn!("the kernel was not told of a change, {message:?}: {error}"),
     };
-    let trusts_itself = trusts_itself(connection);
     if notes.overflow {
         tracing::debug!("more changes than can be told one by one: the kernel is to forget everything");
         let inodes = connection.session.mount().map_or_else(Vec::new, |mount| mount.inodes());
         sure(&Message::Epoch);
         for ino in inodes.into_iter().chain([Ino::ROOT]) {
             sure(&Message::Data(ino, WHOLE));
-            if trusts_itself {
-                let _ = say(&Message::Prune(ino));
-            }
         }
         return;
     }
@@ -306,12 +361,6 @@ fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
     }
     for ino in notes.attributes.iter().filter(|ino| !notes.data.contains_key(ino)) {
         sure(&Message::Attributes(*ino));
-    }
-    if trusts_itself {
-        for ino in notes.data.keys().chain(&notes.attributes) {
-            // Only of what nobody has open; and kernels before 6.18 do not know this.
-            let _ = say(&Message::Prune(*ino));
-        }
     }
 }
 
@@ -347,6 +396,29 @@ mod tests {
         assert!(notes.overflow && (notes.len(), notes.is_empty()) == (0, false));
     }
     #[test]
+    fn what_is_pruned_is_pruned_again() {
+        let mut prunes = Prunes::default();
+        let noted = |ino| {
+            let mut notes = Notes::default();
+            notes.add(&Change::Attr { ino: Ino(ino) });
+            notes
+        };
+        let (begin, none) = (Instant::now(), || -> Vec<Ino> { unreachable!("there are few") });
+        let all = |inos: &[u64]| inos.iter().copied().map(Ino).collect::<HashSet<_>>();
+        assert_eq!((prunes.due(begin, none), prunes.next), (all(&[]), None));
+        prunes.add(&noted(2));
+        assert_eq!((prunes.due(begin, none), prunes.next), (all(&[2]), Some(begin + PRUNE_AGAIN)));
+        prunes.add(&noted(3));
+        assert_eq!(prunes.due(begin, none), all(&[3]));
+        let [first, second, third] = [1, 2, 3].map(|times| begin + PRUNE_AGAIN * times);
+        assert_eq!(prunes.due(first, none), all(&[]), "not sooner than a second after the last");
+        assert_eq!(prunes.due(second, none), all(&[2, 3]));
+        assert_eq!((prunes.due(third, none), prunes.next), (all(&[]), None));
+        prunes.add(&Notes { overflow: true, ..Notes::default() });
+        assert_eq!(prunes.due(third, || vec![Ino(7)]), all(&[7]));
+    }
+
+    #[test]
     fn who_waits_for_the_telling_goes_on_when_it_is_done() {
         let shared = Arc::new(Shared::default());
         let done = Arc::new(AtomicUsize::new(0));
@@ -361,7 +433,7 @@ mod tests {
         change(2);
         wait();
         assert!(shared.lock().is_behind());
-        let first = shared.take().unwrap();
+        let first = shared.take(None).unwrap();
         assert_eq!(first.attributes, HashSet::from([Ino(2)]));
         // Of what is being told now somebody may know no more than of what is noted.
         assert!(shared.lock().is_behind());
@@ -369,7 +441,7 @@ mod tests {
         assert_eq!(done.load(Ordering::Relaxed), 0);
         drop(first);
         assert_eq!(done.load(Ordering::Relaxed), 1);
-        drop(shared.take().unwrap());
+        drop(shared.take(None).unwrap());
         assert_eq!(done.load(Ordering::Relaxed), 2);
         change(3);
         wait();
@@ -377,6 +449,6 @@ mod tests {
         assert_eq!(done.load(Ordering::Relaxed), 3, "nobody is left to be told");
         wait();
         assert_eq!(done.load(Ordering::Relaxed), 4);
-        assert!(shared.take().is_none() && !shared.lock().is_behind());
+        assert!(shared.take(None).is_none() && !shared.lock().is_behind());
     }
 }

@@ -91,8 +91,7 @@ pub(crate) fn fanotify_group() -> Result<OwnedFd> {
 pub(crate) fn fanotify_mark_file_system(group: BorrowedFd<'_>, on: BorrowedFd<'_>, mask: u64) -> Result<()> {
     let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM;
     // SAFETY: the path may be null: `on` itself is meant then.
-    let result =
-        unsafe { libc::fanotify_mark(group.as_raw_fd(), flags, mask, on.as_raw_fd(), std::ptr::null()) };
+    let result = unsafe { libc::fanotify_mark(group.as_raw_fd(), flags, mask, on.as_raw_fd(), std::ptr::null()) };
     check(result.into()).map(drop)
 }
 

@@ -253,7 +253,9 @@ impl Watcher {
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => {
-                    tracing::warn!("changes on the host may have been missed: {error}; clients are to forget everything");
+                    tracing::warn!(
+                        "changes on the host may have been missed: {error}; clients are to forget everything"
+                    );
                     self.tell(Change::All);
                     std::thread::sleep(REST);
                 }

@@ -85,4 +85,3 @@ pub fn each_change(one: &Path, two: &Path, late: &mut Vec<String>) {
     fs::remove_dir(one.join("out")).unwrap();
     shows("all gone", late, || names(".") == 0);
 }
-

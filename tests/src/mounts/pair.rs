@@ -37,15 +37,7 @@ impl Pair {
     /// # Panics
     /// When the program does not mount.
     pub fn new(cells: [&Cell; 2], limit: Duration) -> Option<Self> {
-        Self::with(cells, limit, &[])
-    }
-
-    /// The same, with further arguments for both.
-    ///
-    /// # Panics
-    /// When the program does not mount.
-    pub fn with(cells: [&Cell; 2], limit: Duration, args: &[&str]) -> Option<Self> {
-        Self::with_each(cells, limit, [args, args])
+        Self::with_each(cells, limit, [&[], &[]])
     }
 
     /// The same, with further arguments for each.

@@ -1,7 +1,9 @@
 //! Notifications as bytes (FUSE protocol 7.45, `fuse_notify_code`).
 
 use ferry_vfs::{Ino, Name};
-use ferry_wire::fuse::abi::{self, NotifyDeleteOut, NotifyInvalEntryOut, NotifyInvalInodeOut, NotifyPruneOut, OutHeader};
+use ferry_wire::fuse::abi::{
+    self, NotifyDeleteOut, NotifyInvalEntryOut, NotifyInvalInodeOut, NotifyPruneOut, OutHeader,
+};
 use zerocopy::{Immutable, IntoBytes};
 
 /// The longest notification.
