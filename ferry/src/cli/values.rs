@@ -18,8 +18,8 @@ pub enum Cache {
     Auto,
     /// Names and attributes as with always, data as with none.
     Metadata,
-    /// Everything, until told otherwise. Mounts are told of what other exports of the same ferry change, guests are
-    /// not: for directories that nobody else changes.
+    /// Everything, until told otherwise. Mounts are told of what others change (see --watch), guests are not: for
+    /// directories that nobody else changes.
     Always,
 }
 
