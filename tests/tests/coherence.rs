@@ -231,6 +231,24 @@ fn too_many_changes_are_made_up_for() {
     mounted.finish();
 }
 
+/// Stores through a mapping make no events. The close of the file does.
+#[test]
+fn what_the_host_stores_through_a_mapping_is_seen_when_it_is_closed() {
+    let Some(mounted) = Mounted::with(&cell("always", false), &options(&[])) else { return };
+    let (host, seen) = (mounted.below.join("file"), mounted.site.path.join("file"));
+    fs::write(&host, "old bytes").unwrap();
+    assert_eq!(fs::read(&seen).unwrap(), b"old bytes");
+    let script = "import mmap\nwith open('file', 'r+b') as file:\n with mmap.mmap(file.fileno(), 0) as mapped:\n  mapped[0:3] = b'new'";
+    let stored = Command::new("python3").args(["-c", script]).current_dir(&mounted.below).status();
+    assert!(stored.unwrap().success());
+    let begin = Instant::now();
+    while fs::read(&seen).unwrap() != b"new bytes" {
+        assert!(begin.elapsed() < SLACK, "still the old bytes");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    mounted.finish();
+}
+
 /// Who may not watch is told so: an error with `--watch always`.
 #[test]
 fn who_may_not_watch_is_told() {

@@ -6,9 +6,8 @@
 //! Each change is told twice: at once, and between one and two seconds later. A client may have asked just before the
 //! change, and its answer been under way when it was told to forget.
 //!
-//! Not heard of, for the kernel has no events for it: what is stored through shared mappings and written by `io_submit`
-//! (the close of the file is, and all is told then), changes on other hosts of a network file system, and writes
-//! through an overlayfs to its upper layer.
+//! Not heard of at once, for the kernel has no events for it: what is stored through shared mappings and written by
+//! `io_submit` (the close of the file is, and all is told then), and changes on other hosts of a network file system.
 
 mod events;
 
