@@ -10,7 +10,7 @@ use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
 
 use crate::cli::{Acl, Cache, Carrier, Passthrough, Share};
-use crate::guardian::Guardian;
+use crate::guardian::{Duty, Guardian};
 use crate::ninep::Listening;
 use crate::socket::Bound;
 use crate::source::Kind;
@@ -58,7 +58,10 @@ impl Serving {
     ) -> Result<Arc<ferry_fuse::Export>> {
         let mount = Arc::new(ferry_fuse::Export::mount(mountpoint, source, options)?);
         self.mounts.push(Arc::clone(&mount));
-        match Guardian::start(mountpoint, &mount) {
+        let switch = mount.switch().context("the controls of the connection cannot be opened");
+        let guardian =
+            switch.and_then(|switch| Guardian::start(Duty::Connection { mountpoint, switch: switch.into() }));
+        match guardian {
             Ok(guardian) => self.guardians.push(guardian),
             Err(error) => tracing::warn!(
                 "the mount on {} goes without a guardian ({error:#}): should this server be killed, processes may hang in it until somebody does: echo 1 > /sys/fs/fuse/connections/{}/abort",

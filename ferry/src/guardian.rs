@@ -8,12 +8,15 @@
 //! That the server dies the guardian cannot learn from a pipe or a pidfd, which also wait for the last thread. The kernel
 //! sends it a signal (`PR_SET_PDEATHSIG`) when the thread ends that started it; this is one that does nothing else, so that
 //! nothing can hold it up.
+//!
+//! The kernel's mount of an image whose packs are not all here has one, too, for another reason: the kernel would let readers see
+//! holes as zeros once nobody answers its questions any more ([`crate::image::watch`]).
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -22,6 +25,8 @@ use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
 use rustix::thread::gettid;
 use signal_hook::iterator::Signals;
+
+use crate::image::watch::{self, Held};
 
 /// The name that the process has in a list of processes, and by which the program knows what it is to be.
 const NAME: &str = "ferry-guardian";
@@ -32,6 +37,28 @@ const DEATH: Signal = Signal::USR1;
 /// What must not end a guardian before its server: who ends a group of processes sends these to all of them.
 const IGNORED: [Signal; 4] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT];
 
+/// What a guardian does when its server has died.
+pub enum Duty<'a> {
+    /// It ends the connection of a mount.
+    Connection {
+        /// Where it is mounted, for whoever looks at a list of processes.
+        mountpoint: &'a Path,
+        /// What ends it.
+        switch: File,
+    },
+    /// It answers for readers of packs ([`watch::stand_in`]).
+    Packs {
+        /// Where the kernel asks.
+        group: File,
+        /// The packs, each by a path that this process can open it by.
+        packs: Vec<PathBuf>,
+    },
+}
+
+/// How a guardian is told its duty.
+const CONNECTION: &str = "connection";
+const PACKS: &str = "packs";
+
 /// The guardian of one mount. Dropping it lets it go: to be done when there is no mount any more.
 pub struct Guardian {
     over: Option<Sender<()>>,
@@ -39,27 +66,34 @@ pub struct Guardian {
 }
 
 impl Guardian {
-    /// Starts one for a mount; it is on guard when this returns.
+    /// Starts one; it is on guard when this returns.
     ///
     /// # Errors
-    /// No process, thread or descriptor can be had, or the connection's controls are out of reach.
-    pub fn start(mountpoint: &Path, export: &ferry_fuse::Export) -> Result<Self> {
-        let switch = File::from(export.switch().context("the controls of the connection cannot be opened")?);
+    /// No process, thread or descriptor can be had, or the guardian's own.
+    pub fn start(duty: Duty<'_>) -> Result<Self> {
+        let (output, kind, paths) = match duty {
+            Duty::Connection { mountpoint, switch } => (switch, CONNECTION, vec![mountpoint.to_owned()]),
+            Duty::Packs { group, packs } => (group, PACKS, packs),
+        };
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME).env_clear().current_dir("/");
-        command.stdin(Stdio::null()).stdout(switch).stderr(Stdio::piped());
+        command.stdin(Stdio::null()).stdout(output).stderr(Stdio::piped());
         let (told, outcome) = channel();
         let (over, wait) = channel();
-        let mountpoint = mountpoint.to_owned();
         let keeper = std::thread::Builder::new().name("guardian".into());
         let keep = move || {
-            command.arg(format!("/proc/{}/task/{}", std::process::id(), gettid())).arg(mountpoint);
+            command.arg(format!("/proc/{}/task/{}", std::process::id(), gettid())).arg(kind).args(paths);
             keep(command, &told, &wait);
         };
         let keeper = keeper.spawn(keep).context("cannot start a thread")?;
         let guardian = Self { over: Some(over), keeper: Some(keeper) };
         outcome.recv().context("its thread has ended")??;
         Ok(guardian)
+    }
+
+    /// Leaves it on guard: its duty begins when this process ends.
+    pub fn outlive(self) {
+        std::mem::forget(self);
     }
 }
 
@@ -122,9 +156,8 @@ pub fn is_one(program: &OsStr) -> bool {
     program == NAME
 }
 
-/// What a guardian does: waits until its server dies, and ends the connection whose switch is its standard output. Its
-/// arguments are the folder below /proc of the thread that has started it and, for whoever looks at a list of processes, the
-/// mount point.
+/// What a guardian does: waits until its server dies, and does its duty on its standard output. Its arguments are the folder
+/// below /proc of the thread that has started it, which duty it has, and the paths of that.
 pub fn run(args: &[OsString]) -> ExitCode {
     match guard(args) {
         Ok(()) => ExitCode::SUCCESS,
@@ -138,6 +171,10 @@ pub fn run(args: &[OsString]) -> ExitCode {
 fn guard(args: &[OsString]) -> Result<()> {
     let keeper = args.get(1).map(Path::new).filter(|keeper| keeper.starts_with("/proc"));
     let keeper = keeper.context("ferry starts its guardians itself: the thread of a server is missing")?;
+    let held = match args.get(2).and_then(|kind| kind.to_str()) {
+        Some(PACKS) => Some(args[3..].iter().map(|pack| Held::open(Path::new(pack))).collect::<Result<Vec<_>>>()?),
+        _ => None,
+    };
     let mut signals = catch().context("signals cannot be caught")?;
     // Not one of the terminal's, nor of the server's group.
     rustix::process::setsid().context("no session can be had")?;
@@ -149,6 +186,9 @@ fn guard(args: &[OsString]) -> Result<()> {
     rustix::stdio::dup2_stderr(null).context("cannot let go of standard error")?;
     if lives {
         signals.forever().find(|signal| *signal == DEATH.as_raw());
+    }
+    if let Some(held) = held {
+        return watch::stand_in(io::stdout(), &held).context("the kernel cannot be answered");
     }
     let mut switch = io::stdout().lock();
     switch.write_all(b"1").and_then(|()| switch.flush()).context("the connection cannot be ended")

@@ -1,12 +1,15 @@
 //! `ferry image`: builds, mounts, checks and shows images.
 
+mod lazy;
 mod loops;
 mod mount;
 pub mod registry;
 mod store;
 mod trace;
 mod upper;
+pub mod watch;
 
+use std::ffi::OsString;
 use std::io::{BufWriter, IsTerminal, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -41,7 +44,8 @@ Examples:
   ferry image build oci:bundle:latest -o bundle.img --store /var/lib/ferry   # an OCI image directory
   ferry image push rootfs.img oci:registry.example/os/base:12 --store /var/lib/ferry
   ferry image pull oci:registry.example/os/base:12 --store /var/lib/ferry -o rootfs.img --digest DIGEST
-  ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from oci:registry.example/os/base:12   # before it is all here
+  ferry image mount rootfs.img /mnt --store /var/lib/ferry --from oci:registry.example/os/base:12   # before it is all here
+  ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from oci:registry.example/os/base:12   # the same for kernels before 6.14
   AWS_ENDPOINT_URL=http://localhost:9000 ferry image push rootfs.img s3:bucket/os/base:12 --store /var/lib/ferry
 
 An image holds the tree's metadata; the bytes of its files are in the store, where images share what they have in common.
@@ -207,7 +211,7 @@ impl<'de> Deserialize<'de> for ImageDigest {
 }
 
 /// Does what was asked for; answers the status.
-pub fn run(command: &Command) -> Result<u8> {
+pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
     match command {
         Command::Build { source, output, store, layout, composefs_version, order_from, platform, threads, json } => {
             let layout = match (layout, composefs_version) {
@@ -224,7 +228,7 @@ pub fn run(command: &Command) -> Result<u8> {
             build(source, output, &store.store, &options, *json)?;
         }
         Command::Dump { image } => dump(&image.open()?, &image.image)?,
-        Command::Mount(args) => mount::mount(args)?,
+        Command::Mount(args) => return mount::mount(args, line),
         Command::Ls { image, path, long, json } => list(&image.open()?, path, *long, *json)?,
         Command::Cat { image, path, store } => cat(image, path, &store.store)?,
         Command::Info { image, json } => info(&image.open()?, *json)?,

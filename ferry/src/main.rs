@@ -135,7 +135,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
             disk::run(&disks).map(|()| 0)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
-        Command::Image(command) => image::run(&command),
+        Command::Image(command) => image::run(&command, &line),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => trial::run(args),

@@ -26,7 +26,10 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
         return explain(args).map(|()| 0);
     }
     if !args.foreground && !args.detached {
-        return in_background(line, at, args.json);
+        let before = line.get(..=at).unwrap_or_default().iter().cloned();
+        let after = line.get(at + 1..).unwrap_or_default().iter().cloned();
+        let words: Vec<OsString> = before.chain(["--detached".into()]).chain(after).collect();
+        return in_background(&words, args.json);
     }
     if args.detached {
         // A session of its own: no terminal's signals.
@@ -50,11 +53,10 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     Ok(0)
 }
 
-/// Starts this program once more, without a terminal, and waits until it has mounted or said why not.
-fn in_background(line: &[OsString], at: usize, json: bool) -> Result<u8> {
+/// Starts this program once more, with this command line, without a terminal, and waits until it has mounted or said why not.
+pub fn in_background(line: &[OsString], json: bool) -> Result<u8> {
     let mut command = Command::new("/proc/self/exe");
-    command.arg0("ferry").args(line.get(1..=at).unwrap_or_default()).arg("--detached");
-    command.args(line.get(at + 1..).unwrap_or_default());
+    command.arg0("ferry").args(line.get(1..).unwrap_or_default());
     // Errors and warnings go where ours go, until the mount is there.
     let mut child = command
         .stdin(Stdio::null())
@@ -97,16 +99,16 @@ fn announce(up: &[Served], json: bool) -> Result<()> {
 
 /// What takes the place of standard output and error. Opened before anything is mounted: without descriptors this
 /// fails, and whoever waits must not have been told that all is well.
-struct Nulls([File; 2]);
+pub struct Nulls([File; 2]);
 
 impl Nulls {
-    fn open() -> Result<Self> {
+    pub fn open() -> Result<Self> {
         let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
         Ok(Self([null()?, null()?]))
     }
 
     /// Lets go of everything that was inherited from the terminal.
-    fn leave(self, log: Option<File>) -> Result<()> {
+    pub fn leave(self, log: Option<File>) -> Result<()> {
         let [out, error] = self.0;
         rustix::stdio::dup2_stdout(out).context("cannot let go of standard output")?;
         rustix::stdio::dup2_stderr(log.unwrap_or(error)).context("cannot let go of standard error")?;

@@ -5,9 +5,10 @@
 mod common;
 
 use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use common::place::{Place as Mounted, until};
@@ -25,7 +26,15 @@ fn content(seed: u32, bytes: usize) -> Vec<u8> {
 impl Place {
     /// A tree of 80 small files, one of 9 MB, and one with a hole.
     fn new() -> Self {
-        let place = Self(tempfile::tempdir().unwrap());
+        Self::of(tempfile::tempdir().unwrap())
+    }
+
+    fn below(folder: &str) -> Self {
+        Self::of(tempfile::tempdir_in(folder).unwrap())
+    }
+
+    fn of(folder: tempfile::TempDir) -> Self {
+        let place = Self(folder);
         fs::create_dir_all(place.at("tree/sub")).unwrap();
         for number in 0..80 {
             place.write(&format!("sub/{number:02}"), number, 3000 + 1000 * number as usize);
@@ -426,4 +435,145 @@ fn an_image_is_mounted_from_a_registry_before_it_is_here() {
 fn an_image_is_mounted_from_an_s3_store_before_it_is_here() {
     needs_fuse!();
     mounts_before_it_is_here(Kind::S3);
+}
+
+/// The kernel's mount of an image that is not all here.
+struct KernelMount<'a> {
+    place: &'a Place,
+    target: &'a Target,
+    digest: String,
+    dir: PathBuf,
+}
+
+impl KernelMount<'_> {
+    fn command(&self, words: &[&str]) -> Command {
+        let mut line = self.place.command("mount", "lazy");
+        self.target.set(&mut line).arg(self.place.at("lazy.img")).arg(&self.dir);
+        line.args(["--from", &self.target.reference, "--digest", &self.digest]).args(words);
+        line
+    }
+
+    /// Starts a server that stays in front, and waits for its mount; `None` where the kernel or the file system cannot wait for
+    /// what is not here.
+    fn served(&self, words: &[&str]) -> Option<Child> {
+        let mut line = self.command(words);
+        let mut child = line.arg("--foreground").stderr(Stdio::piped()).spawn().unwrap();
+        let mut said = String::new();
+        for text in BufReader::new(child.stderr.take().unwrap()).lines() {
+            let text = text.unwrap();
+            if text.contains("mounted") {
+                return Some(child);
+            }
+            said += &text;
+        }
+        assert_eq!(child.wait().unwrap().code(), Some(1), "{said}");
+        assert!(said.contains("cannot wait for what is not here"), "{said}");
+        eprintln!("skipped: {said}");
+        None
+    }
+
+    fn read(&self, name: &str) -> std::io::Result<Vec<u8>> {
+        fs::read(self.dir.join(name))
+    }
+
+    fn is_denied(&self, name: &str) {
+        let error = self.read(name).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(rustix::io::Errno::IO.raw_os_error()), "{name}: {error}");
+    }
+
+    /// Guardians of servers with this store that are still there.
+    fn guardians(&self) -> usize {
+        let packs = fs::canonicalize(self.place.at("lazy")).unwrap();
+        let holds = |process: &fs::DirEntry| {
+            let is_one =
+                fs::read(process.path().join("cmdline")).is_ok_and(|line| line.starts_with(b"ferry-guardian\0"));
+            let files = fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten();
+            is_one && files.flat_map(|file| fs::read_link(file.path())).any(|file| file.starts_with(&packs))
+        };
+        fs::read_dir("/proc").unwrap().flatten().filter(holds).count()
+    }
+}
+
+impl Drop for KernelMount<'_> {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.dir, rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
+#[test]
+fn the_kernel_mounts_an_image_before_it_is_here() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root mounts images with the kernel");
+        return;
+    }
+    // A tmpfs cannot be watched, which /tmp may be.
+    let place = Place::below("/var/tmp");
+    let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
+    let digest = place.build();
+    json(&mut place.push(&target));
+    let mount = |name: &str| {
+        fs::create_dir(place.at(name)).unwrap();
+        KernelMount { place: &place, target: &target, digest: digest.clone(), dir: place.at(name) }
+    };
+    let one = mount("one");
+    let before = target.proxy.answered();
+    let few = ["--jobs", "0", "--fetch-ahead", "1"];
+    let Some(mut server) = one.served(&few) else { return };
+    let names = text(Command::new("find").arg(&one.dir).arg("-type").arg("f"));
+    assert_eq!(names.lines().count(), 82);
+    assert_eq!(one.read("sub/07").unwrap(), content(7, 10_000));
+    let came = target.proxy.answered() - before;
+    assert!(came < 1 << 20, "{came} bytes for the metadata and one file");
+
+    // Without the registry: what is here is read, what is not is EIO, and nobody waits for ever.
+    target.proxy.cut();
+    assert_eq!(one.read("sub/07").unwrap(), content(7, 10_000));
+    one.is_denied("sub/08");
+    target.proxy.revive(target.server.lock().unwrap().address);
+    until("the registry to be asked again", || one.read("sub/08").is_ok());
+    assert_eq!(one.read("sub/08").unwrap(), content(8, 11_000));
+
+    // Without the server: the same, and never zeros.
+    server.kill().unwrap();
+    server.wait().unwrap();
+    assert_eq!(one.read("sub/08").unwrap(), content(8, 11_000));
+    one.is_denied("sub/09");
+    one.is_denied("large");
+    // A new one, of a second mount, answers for the first, too.
+    let two = mount("two");
+    let server = two.served(&few).unwrap();
+    until("the guardian of the first to go", || one.guardians() == 1);
+    assert_eq!(two.read("sub/09").unwrap(), content(9, 12_000));
+    assert_eq!(one.read("sub/10").unwrap(), content(10, 13_000));
+    // It ends with its mount, but not the file that is open.
+    let open = File::open(two.dir.join("sub/11")).unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_child(&server), rustix::process::Signal::TERM).unwrap();
+    let status = server.wait_with_output().unwrap().status;
+    assert!(status.success(), "{status}");
+    let error = open.read_at(&mut [0; 100], 0).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(rustix::io::Errno::IO.raw_os_error()));
+    drop(open);
+
+    // In the background, and to the end: the server goes, the mount stays and needs nobody any more.
+    let three = mount("three");
+    text(&mut three.command(&[]));
+    let packs = place.at("lazy/packs");
+    until("all of it", || {
+        let names: Vec<_> =
+            fs::read_dir(&packs).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.iter().any(|name| name.ends_with(".index")) && !names.iter().any(|name| name.contains(".part"))
+    });
+    until("the server and all guardians to go", || three.guardians() == 0);
+    target.proxy.cut();
+    assert_eq!(three.read("large").unwrap(), content(1000, 9_000_001));
+    assert_eq!(three.read("sub/20").unwrap(), content(20, 23_000));
+    place.is_same("lazy");
+    assert_eq!(one.read("sub/30").unwrap(), content(30, 33_000), "the first mount has all of it, too");
+    // What is whole is mounted, and nobody has to stay.
+    let four = mount("four");
+    let status = four.command(&["--foreground"]).status().unwrap();
+    assert!(!status.success(), "without the registry nobody knows the image");
+    target.proxy.revive(target.server.lock().unwrap().address);
+    text(&mut four.command(&["--foreground"]));
+    assert_eq!((four.read("sub/31").unwrap(), four.guardians()), (content(31, 34_000), 0));
 }

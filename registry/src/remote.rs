@@ -81,7 +81,12 @@ impl Remote {
         let is_there = self.client.persist(|| match &self.server {
             Server::Oci(oci) => oci.has(&self.client, blob),
             Server::S3(s3) => s3.has(&self.client, blob),
-        })?;
+        });
+        let is_there = match is_there {
+            // A server that was killed while it took the blob may stumble over what it has of it. What comes anew is whole.
+            Err(Error::Status { status: 500, .. }) => false,
+            is_there => is_there?,
+        };
         if is_there {
             return Ok(false);
         }

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::{Fake, Place, Reply, Way};
+use ferry_image::Store;
 use ferry_registry::PullOptions;
 use serde_json::json;
 
@@ -280,6 +281,21 @@ fn what_passes_is_tried_again_and_what_does_not_is_not() {
     );
     place.pull_with(&place.fake.remote(), "slow", &options).unwrap();
     place.is_whole("slow");
+}
+
+#[test]
+fn what_a_server_stumbles_over_is_sent_again() {
+    let place = Place::new();
+    let part = place.part();
+    let stumbles = part.clone();
+    place.fake.fault(move |request, reply| {
+        if request.method == "HEAD" && request.path.ends_with(&stumbles) { Reply::of(500, "") } else { reply }
+    });
+    let store = Store::create(&place.at("store")).unwrap();
+    let (image, folder) = (place.at("image"), place.at("store"));
+    let pushed = ferry_registry::push(&place.fake.remote(), &image, None, &store, &folder, 1, &|_, _| {}).unwrap();
+    let bytes = place.pack().1.len() as u64;
+    assert_eq!(pushed.sent_bytes, bytes, "the pack, and nothing else");
 }
 
 #[test]

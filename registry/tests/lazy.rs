@@ -8,9 +8,10 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Barrier};
 use std::thread;
+use std::time::Duration;
 
 use common::{FILES, Place, Reply, content};
-use ferry_image::{Missing, Source, Store};
+use ferry_image::{BuildOptions, Missing, Source, Store, Trace};
 use ferry_registry::pull_metadata;
 use ferry_vfs::{Errno, Name};
 
@@ -94,6 +95,30 @@ fn what_follows_comes_along() {
         few.len() <= all / 50_000 && few.iter().all(|(from, to)| to - from <= 100_000 + 4096 * FILES as usize),
         "{few:?}"
     );
+}
+
+#[test]
+fn what_a_workload_needs_first_is_fetched_first() {
+    let place = Place::new();
+    let mut trace = Trace::default();
+    assert!(trace.add(b"/35") && trace.add(b"/12"));
+    let options = BuildOptions { order: Some(trace), ..BuildOptions::default() };
+    let image = place.at("ordered");
+    let store = || Store::create(&place.at("store")).unwrap();
+    let built = ferry_image::build(&place.at("tree"), &image, store(), &options, &|_, _| {}).unwrap();
+    let remote = place.fake.remote_as("2", Duration::from_secs(60));
+    ferry_registry::push(&remote, &image, None, &store(), &place.at("store"), 2, &|_, _| {}).unwrap();
+    drop(Store::create(&place.at("lazy")).unwrap());
+    let from = pull_metadata(&remote, &place.at("lazy.img"), Some(built.digest)).unwrap();
+    let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
+    let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
+    place.fake.requests();
+    source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {}).unwrap();
+    let requests = place.fake.requests();
+    let first = requests.iter().find_map(common::Request::range).unwrap();
+    let whole = content(35).len().next_multiple_of(4096) + content(12).len();
+    assert_eq!(first, (0, whole), "the two files, in the order of the trace");
+    assert_eq!(read(&source, "35").unwrap(), content(35));
 }
 
 #[test]

@@ -43,6 +43,6 @@ pub use control::Switch;
 pub use explain::{Explanation, Verdict};
 pub use export::{Error, Export};
 pub use ferry_serve::Cache;
-pub use mountpoint::{MountError, MountOptions, Mountpoint};
+pub use mountpoint::{MountError, MountOptions, Mounted, Mountpoint};
 pub use options::{Options, Path, PathError};
 pub use stats::Stats;

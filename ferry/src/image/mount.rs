@@ -1,4 +1,5 @@
 //! `ferry image mount`: the kernel's own EROFS, with overlayfs on top for images of the layout composefs and for what is written.
+//! Images that are not all here are [`super::lazy`]'s.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
@@ -7,7 +8,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_image::{Data, Image, Objects, Store, objects_folder};
+use ferry_image::{Data, Image, Objects, PackRef, Store, objects_folder};
 use ferry_vfs::FileType;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
@@ -16,6 +17,7 @@ use rustix::mount::{
     fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
 };
 
+use super::lazy::{self, LazyArgs};
 use super::loops::Loop;
 use super::upper::Upper;
 use super::{ImageArg, StoreArg};
@@ -23,12 +25,12 @@ use super::{ImageArg, StoreArg};
 #[derive(Debug, clap::Args)]
 pub struct MountArgs {
     #[command(flatten)]
-    image: ImageArg,
+    pub(super) image: ImageArg,
     /// The directory to mount on.
     #[arg(value_name = "DIR")]
-    dir: PathBuf,
+    pub(super) dir: PathBuf,
     #[command(flatten)]
-    store: StoreArg,
+    pub(super) store: StoreArg,
     /// Let the tree be written to, and keep what is written in this folder, for the next mount of the same image with it.
     #[arg(long, value_name = "DIR")]
     upper: Option<PathBuf>,
@@ -36,23 +38,34 @@ pub struct MountArgs {
     #[arg(long, value_name = "DIR", requires = "upper")]
     work: Option<PathBuf>,
     /// Mount from loop devices, as is done of itself on kernels before Linux 6.12.
-    #[arg(long = "loop")]
+    #[arg(long = "loop", conflicts_with = "from")]
     by_loop: bool,
+    #[command(flatten)]
+    pub(super) lazily: LazyArgs,
 }
 
 /// Mounts an image; with a digest only if it has that one, and only if the kernel proves the bytes of a composefs image's files.
 /// One umount(8) ends all of it: what is below overlayfs is mounted nowhere.
-pub fn mount(args: &MountArgs) -> Result<()> {
-    let (image, store) = (args.image.open()?, args.store.store.as_path());
-    let verity = args.image.digest.is_some();
-    // What it needs is there, and packs are of the right length.
-    Objects::open(&image, store)?;
+pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     if !args.dir.is_dir() {
         bail!("{} is no directory: make it first", args.dir.display());
     }
+    if args.lazily.from.is_some() {
+        return lazy::mount(args, line);
+    }
+    let (image, store) = (args.image.open()?, args.store.store.as_path());
+    // What it needs is there, and packs are of the right length.
+    Objects::open(&image, store)?;
+    attach(args, &image, &|_| None)?;
+    Ok(0)
+}
+
+/// Attaches an image, some of whose packs may be elsewhere than in the store; by their places in the image.
+pub(super) fn attach(args: &MountArgs, image: &Image, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<()> {
+    let (store, verity) = (args.store.store.as_path(), args.image.digest.is_some());
     let path = &args.image.image;
     let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
-    if verity && image.is_composefs() && !has_verity(&image, store)? {
+    if verity && image.is_composefs() && !has_verity(image, store)? {
         bail!(
             "the objects in {} have no fs-verity, so the kernel cannot prove the bytes of files: mount without --digest \
              after ferry image verify --digest, or use ferry mount image:{} --digest, which proves them itself",
@@ -62,7 +75,7 @@ pub fn mount(args: &MountArgs) -> Result<()> {
     }
     let prepare = |upper: &PathBuf| Upper::prepare(upper, args.work.as_deref(), image.digest());
     let upper = args.upper.as_ref().map(prepare).transpose()?;
-    let mut mounted = erofs(&image, &path, store, args.by_loop)?;
+    let mut mounted = erofs(image, &path, &packs(image, store, elsewhere)?, args.by_loop)?;
     if image.is_composefs() || upper.is_some() {
         let objects = objects_folder(store);
         let objects = objects.canonicalize().with_context(|| format!("cannot find {}", objects.display()))?;
@@ -79,7 +92,8 @@ pub fn mount(args: &MountArgs) -> Result<()> {
     move_mount(mounted.as_fd(), "", CWD, &args.dir, flags)
         .with_context(|| format!("cannot mount on {}", args.dir.display()))?;
     // A build makes no more than one; whoever says so of all packs is not to fill the memory.
-    if let Some(pack) = image.packs().iter().find(|pack| pack.ahead) {
+    let ahead = image.packs().iter().enumerate().find(|(_, pack)| pack.ahead);
+    if let Some((_, pack)) = ahead.filter(|(number, _)| elsewhere(*number).is_none()) {
         // The mount is there and works without it.
         let ahead = Store::open(store).and_then(|store| store.read_ahead(pack.name));
         if let Err(error) = ahead {
@@ -137,16 +151,23 @@ fn said(context: &OwnedFd, error: Errno) -> anyhow::Error {
     if words.is_empty() { error } else { error.context(words.join("; ")) }
 }
 
-/// The image itself, mounted nowhere yet: from its file, or from loop devices where the kernel takes nothing else.
-fn erofs(image: &Image, path: &Path, store: &Path, by_loop: bool) -> Result<OwnedFd> {
-    let packs: Vec<PathBuf> = match image.packs() {
-        [] => Vec::new(),
-        packs => {
-            let store = Store::open(store)?;
-            let absolute = |pack: PathBuf| std::path::absolute(&pack).unwrap_or(pack);
-            packs.iter().map(|pack| absolute(store.pack_path(pack.name))).collect()
-        }
+/// Where the packs of an image are.
+fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<Vec<PathBuf>> {
+    if image.packs().is_empty() {
+        return Ok(Vec::new());
+    }
+    let store = Store::open(store)?;
+    let path = |(number, pack): (usize, &PackRef)| {
+        elsewhere(number).unwrap_or_else(|| {
+            let pack = store.pack_path(pack.name);
+            std::path::absolute(&pack).unwrap_or(pack)
+        })
     };
+    Ok(image.packs().iter().enumerate().map(path).collect())
+}
+
+/// The image itself, mounted nowhere yet: from its file, or from loop devices where the kernel takes nothing else.
+fn erofs(image: &Image, path: &Path, packs: &[PathBuf], by_loop: bool) -> Result<OwnedFd> {
     let refused = || format!("the kernel does not mount {}", path.display());
     if !by_loop {
         let files: Vec<&Path> = packs.iter().map(PathBuf::as_path).collect();

@@ -77,15 +77,28 @@ pub struct Origin {
 }
 
 impl Origin {
+    /// What is not said is as usual.
+    pub fn new(
+        reference: String,
+        jobs: Option<u16>,
+        cache_bytes: Option<u64>,
+        ahead_bytes: Option<u64>,
+        plain_http: bool,
+    ) -> Self {
+        let (jobs, ahead_bytes) = (jobs.unwrap_or(JOBS), ahead_bytes.unwrap_or(AHEAD_BYTES));
+        Self { reference, jobs, cache_bytes, ahead_bytes, plain_http }
+    }
+
+    /// How many requests at a time fetch what nobody has read.
+    pub fn jobs(&self) -> u16 {
+        self.jobs
+    }
+
     /// What a share says, if it says anything.
     pub fn of(share: &Share) -> Option<Self> {
-        Some(Self {
-            reference: share.from.clone()?,
-            jobs: share.jobs.unwrap_or(JOBS),
-            cache_bytes: share.cache_size.map(|Size(bytes)| bytes),
-            ahead_bytes: share.fetch_ahead.map_or(AHEAD_BYTES, |Size(bytes)| bytes),
-            plain_http: share.plain_http,
-        })
+        let bytes = |size: Option<Size>| size.map(|Size(bytes)| bytes);
+        let (cache, ahead) = (bytes(share.cache_size), bytes(share.fetch_ahead));
+        Some(Self::new(share.from.clone()?, share.jobs, cache, ahead, share.plain_http))
     }
 }
 
@@ -107,8 +120,21 @@ pub fn open(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<Source>
     bail!(WITHOUT)
 }
 
+#[cfg(not(feature = "registry"))]
+pub fn objects(
+    _: &Path,
+    _: &Path,
+    _: Option<Digest>,
+    _: &Origin,
+) -> Result<(ferry_image::Image, ferry_image::Objects, Option<Background>)> {
+    bail!(WITHOUT)
+}
+
+/// Fetches all that nobody has read yet, however long that takes.
+pub type Background = Box<dyn FnOnce(&ferry_image::Objects) + Send>;
+
 #[cfg(feature = "registry")]
-pub use with::{open, pull, push};
+pub use with::{objects, open, pull, push};
 
 #[cfg(feature = "registry")]
 mod with {
@@ -118,7 +144,7 @@ mod with {
     use std::time::Duration;
 
     use anyhow::Context;
-    use ferry_image::{Missing, Objects, Store};
+    use ferry_image::{Image, Missing, Objects, Store};
     use ferry_registry::{Client, Counts, Options, PullOptions, Pulled, Pushed, Remote};
     use serde_json::json;
 
@@ -187,19 +213,45 @@ mod with {
 
     /// Opens an image whose bytes come from a server, and fetches what nobody has read yet beside the readers.
     pub fn open(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Source> {
+        let (store, missing, background) = prepare(path, store, digest, from)?;
+        let source = Source::open_with(path, &store, digest, Some(missing))?;
+        if let Some(background) = background {
+            let objects = source.shared_objects();
+            let fetch = thread::Builder::new().name("ferry-fetch".into()).spawn(move || background(&objects));
+            fetch.context("cannot start a thread")?;
+        }
+        Ok(source)
+    }
+
+    /// The same, for whoever reads the packs by himself.
+    pub fn objects(
+        path: &Path,
+        store: &Path,
+        digest: Option<Digest>,
+        from: &Origin,
+    ) -> Result<(Image, Objects, Option<Background>)> {
+        let (store, missing, background) = prepare(path, store, digest, from)?;
+        let image = Image::open(path, digest)?;
+        let objects = Objects::open_with(&image, &store, Some(missing))?;
+        Ok((image, objects, background))
+    }
+
+    /// Gets the metadata; answers where the store is, what fetches the rest when it is read, and beside that.
+    fn prepare(
+        path: &Path,
+        store: &Path,
+        digest: Option<Digest>,
+        from: &Origin,
+    ) -> Result<(PathBuf, Missing, Option<Background>)> {
         let remote = remote(&from.reference, from.plain_http)?;
         drop(Store::create(store)?);
         // Servers in the background leave the folder that they were started in.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
         let packs = ferry_registry::pull_metadata(&remote, path, digest)?;
         let missing = Missing { from: packs, ahead_bytes: from.ahead_bytes, cache_bytes: from.cache_bytes };
-        let source = Source::open_with(path, &store, digest, Some(missing))?;
-        if from.jobs > 0 {
-            let (objects, jobs) = (source.shared_objects(), from.jobs.into());
-            let fetch = move || in_background(&objects, jobs, &remote);
-            thread::Builder::new().name("ferry-fetch".into()).spawn(fetch).context("cannot start a thread")?;
-        }
-        Ok(source)
+        let jobs = usize::from(from.jobs);
+        let background: Background = Box::new(move |objects| in_background(objects, jobs, &remote));
+        Ok((store, missing, Some(background).filter(|_| jobs > 0)))
     }
 
     /// Ends with the process, or when all is here.

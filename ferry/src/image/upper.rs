@@ -2,11 +2,11 @@
 
 use std::fs::{self, DirBuilder, File};
 use std::io::ErrorKind;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
+use ferry_fuse::Mounted;
 use ferry_image::Digest;
 use rustix::fs::{FlockOperation, XattrFlags, flock, getxattr, setxattr};
 use rustix::io::Errno;
@@ -43,8 +43,8 @@ impl Upper {
         }
         let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
         flock(&lock, FlockOperation::LockExclusive).with_context(|| format!("cannot lock {}", work.display()))?;
-        let table = fs::read("/proc/self/mountinfo").context("cannot read the kernel's table of mounts")?;
-        if let Some(mounted) = mounted_on(&table, &dir) {
+        let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
+        if let Some(mounted) = mounted_on(&mounts, &dir) {
             bail!("{} is the upper layer of what is mounted on {} already", dir.display(), mounted.display());
         }
         known(&dir, &work, image)?;
@@ -107,40 +107,12 @@ fn known(dir: &Path, work: &Path, image: Digest) -> Result<()> {
     }
 }
 
-/// Where an overlayfs with this upper layer is mounted (proc_pid_mountinfo(5)).
-fn mounted_on(table: &[u8], upper: &Path) -> Option<PathBuf> {
-    table.split(|byte| *byte == b'\n').find_map(|line| {
-        let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-        let dash = fields.iter().position(|field| *field == b"-")?;
-        if *fields.get(dash + 1)? != b"overlay" {
-            return None;
-        }
-        let options = fields.get(dash + 3)?.split(|byte| *byte == b',');
-        let found = options.filter_map(|option| option.strip_prefix(b"upperdir=")).next()?;
-        // Commas and blanks are escaped.
-        (unescape(found) == upper.as_os_str().as_bytes())
-            .then(|| PathBuf::from(std::ffi::OsString::from_vec(unescape(fields.get(4).copied().unwrap_or_default()))))
-    })
-}
-
-/// Some bytes stand as three octal digits after a backslash.
-fn unescape(field: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((&byte, tail)) = rest.split_first() {
-        let octal = |digits: &[u8]| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok();
-        match tail.get(..3).filter(|_| byte == b'\\').and_then(octal) {
-            Some(escaped) => {
-                bytes.push(escaped);
-                rest = &tail[3..];
-            }
-            None => {
-                bytes.push(byte);
-                rest = tail;
-            }
-        }
-    }
-    bytes
+/// Where an overlayfs with this upper layer is mounted.
+fn mounted_on(mounts: &[Mounted], upper: &Path) -> Option<PathBuf> {
+    let is_it = |mounted: &&Mounted| {
+        mounted.kind == "overlay" && mounted.option("upperdir").is_some_and(|found| found == upper.as_os_str())
+    };
+    mounts.iter().find(is_it).map(|mounted| mounted.at.clone())
 }
 
 #[cfg(test)]
@@ -152,9 +124,10 @@ mod tests {
         let table = b"22 27 0:21 / /sys rw shared:7 - sysfs sysfs rw\nbroken\n\
             36 35 98:0 / /my\\040mnt rw shared:2 - overlay /a rw,lowerdir+=/x,upperdir=/up\\054per,workdir=/w\n\
             37 35 98:0 / /other rw - ext4 /a rw,upperdir=/ext4\n38 35 0:1 / /low rw - overlay overlay ro,lowerdir=/x\n";
-        assert_eq!(mounted_on(table, Path::new("/up,per")), Some("/my mnt".into()));
+        let table = Mounted::read(table);
+        assert_eq!(mounted_on(&table, Path::new("/up,per")), Some("/my mnt".into()));
         for path in ["/up", "/x", "/ext4", "/w"] {
-            assert_eq!(mounted_on(table, Path::new(path)), None, "{path}");
+            assert_eq!(mounted_on(&table, Path::new(path)), None, "{path}");
         }
     }
 }

@@ -31,7 +31,7 @@ use crate::parallel;
 use crate::part;
 use crate::receive::Receiver;
 use crate::store::{self, Places, Store};
-use crate::verity::Digest;
+use crate::verity::{ChunkHash, Digest};
 
 /// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
 const RUN_BYTES_MAX: u64 = 4 << 20;
@@ -106,6 +106,8 @@ pub(crate) struct Absent {
     /// Which of the image's packs.
     pub number: usize,
     flights: Mutex<HashMap<usize, Arc<Flight>>>,
+    /// The hashes of the chunks of the larger objects that are here.
+    chunks: Mutex<HashMap<usize, Vec<ChunkHash>>>,
 }
 
 /// Objects that one thread is fetching, and others wait for.
@@ -154,7 +156,20 @@ impl Drop for Claim<'_> {
 
 impl Absent {
     pub(crate) fn new(common: &Arc<Common>, number: usize) -> Self {
-        Self { common: Arc::clone(common), number, flights: Mutex::default() }
+        Self { common: Arc::clone(common), number, flights: Mutex::default(), chunks: Mutex::default() }
+    }
+
+    /// Notes the hashes of the chunks of an object that was just proved.
+    pub(crate) fn note_chunks(&self, at: usize, hashes: Vec<ChunkHash>) {
+        // What is bounded never becomes whole.
+        if !hashes.is_empty() && self.common.limit.is_none() {
+            lock(&self.chunks).insert(at, hashes);
+        }
+    }
+
+    /// The hashes of the chunks of an object, if they were noted.
+    pub(crate) fn chunks(&self, at: usize) -> Option<Vec<ChunkHash>> {
+        lock(&self.chunks).get(&at).cloned()
     }
 
     fn flights(&self) -> MutexGuard<'_, HashMap<usize, Arc<Flight>>> {
@@ -307,33 +322,34 @@ impl Pack {
         }
         let from = object.block * BLOCK_BYTES as u64;
         let found = match rustix::fs::seek(&self.file, SeekFrom::Data(from)) {
-            Ok(data) => data < from + object.bytes && self.is_sound(object).map_err(unreadable)?,
-            Err(Errno::NXIO) => false,
-            // A file system that cannot tell.
-            Err(_) => self.is_sound(object).map_err(unreadable)?,
+            Ok(data) if data >= from + object.bytes => None,
+            Err(Errno::NXIO) => None,
+            // Or a file system that cannot tell.
+            Ok(_) | Err(_) => self.sound_chunks(object).map_err(unreadable)?,
         };
-        let found = found || self.copy(absent, at)?;
-        if found {
+        let found = if found.is_none() { self.copy(absent, at)? } else { found };
+        Ok(found.is_some_and(|chunks| {
+            absent.note_chunks(at, chunks);
             self.keep(absent, at);
-        }
-        Ok(found)
+            true
+        }))
     }
 
-    /// Copies an object that another pack of the store has.
-    fn copy(&self, absent: &Absent, at: usize) -> std::result::Result<bool, Bad> {
+    /// Copies an object that another pack of the store has; answers the hashes of its chunks.
+    fn copy(&self, absent: &Absent, at: usize) -> std::result::Result<Option<Vec<ChunkHash>>, Bad> {
         let object = &self.index.objects[at];
-        let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
+        let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(None) };
         let path = store::packs_folder(&absent.common.store).join(pack.to_string());
         let from = block * BLOCK_BYTES as u64;
         let proved = File::open(path).and_then(|file| {
             let is_it = parallel::digest(&file, from, object.bytes)?.0 == object.digest;
             Ok(is_it.then_some(file))
         });
-        let Ok(Some(file)) = proved else { return Ok(false) };
+        let Ok(Some(file)) = proved else { return Ok(None) };
         let copied = copy(&file, from, &self.file, object.block * BLOCK_BYTES as u64, object.bytes);
         copied.map_err(|source| Bad::Keep { pack: self.index.pack, source })?;
         // What was proved may have changed since.
-        self.is_sound(object).map_err(|source| Bad::Keep { pack: self.index.pack, source })
+        self.sound_chunks(object).map_err(|source| Bad::Keep { pack: self.index.pack, source })
     }
 
     /// Puts bytes that were proved into their place.
@@ -375,13 +391,14 @@ fn copy(from: &File, mut at: u64, to: &File, mut place: u64, mut bytes: u64) -> 
 pub type Fetched<'a> = dyn Fn(u64, u64) + Sync + 'a;
 
 impl Objects {
-    /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set. What fits no more under the
-    /// limit is left.
+    /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set: first the pack that is wanted
+    /// soon. What fits no more under the limit is left.
     ///
     /// # Errors
     /// The first thing that could not be had; what was had before stays.
     pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> std::result::Result<(), Bad> {
-        let absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
+        let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
+        absent.sort_by_key(|(pack, _)| !pack.ahead);
         let all = absent.iter().flat_map(|(pack, _)| &pack.index.objects).map(|object| object.bytes).sum();
         let cursor = Mutex::new((0, 0));
         let (done, failed) = (AtomicU64::new(0), Mutex::new(None));

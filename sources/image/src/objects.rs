@@ -1,6 +1,7 @@
 //! The packs of one image, open, each object proved before its bytes are seen.
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -17,7 +18,7 @@ use crate::fetch::{Common, Missing};
 use crate::image::{Data, Image};
 use crate::pack::{Pack, Soon};
 use crate::part;
-use crate::store::Store;
+use crate::store::{Object, Store};
 use crate::verity::Digest;
 
 /// How many requests to prove something ahead may wait: more come too late to be of use.
@@ -294,6 +295,36 @@ impl Objects {
         self.packs.iter().try_for_each(|pack| (0..pack.index.objects.len()).try_for_each(|at| pack.prove(at)))
     }
 
+    /// The packs that may have holes: their places among the image's, and the files with what is here of them.
+    pub fn incomplete(&self) -> impl Iterator<Item = (usize, &File)> {
+        let packs = self.packs.iter().enumerate().filter(|(_, pack)| pack.absent.is_some());
+        packs.map(|(number, pack)| (number, &pack.file))
+    }
+
+    /// Has a pack read and written by another descriptor of its file from now on; answers the old one, which keeps the file's lock.
+    /// `None` once these are shared.
+    pub fn replace_file(&mut self, number: usize, file: File) -> Option<File> {
+        let pack = Arc::get_mut(self.packs.get_mut(number)?)?;
+        Some(std::mem::replace(&mut pack.file, file))
+    }
+
+    /// The range (offset and length in bytes) of all objects that have something of a range of a pack.
+    pub fn whole_range(&self, number: usize, offset: u64, bytes: u64) -> (u64, u64) {
+        let objects = &self.packs[number].index.objects;
+        let touched = &objects[touched(objects, offset, offset.saturating_add(bytes))];
+        let Some((first, last)) = touched.first().zip(touched.last()) else { return (offset, bytes) };
+        let from = first.block * BLOCK_BYTES as u64;
+        (from, (last.block + last.blocks()) * BLOCK_BYTES as u64 - from)
+    }
+
+    /// Proves what objects have of a range of a pack, in bytes; gets what is not here.
+    ///
+    /// # Errors
+    /// One of them is damaged, or cannot be had.
+    pub fn prove_range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
+        self.range(number, offset, bytes).map(|_| ())
+    }
+
     /// The descriptor that a range of a pack is in, once what objects have of it is proved.
     ///
     /// # Errors
@@ -301,11 +332,8 @@ impl Objects {
     pub(crate) fn range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
         let pack = &self.packs[number];
         pack.lasting()?;
-        let end = offset + bytes;
-        let (first, last) = (offset / BLOCK_BYTES as u64, end.div_ceil(BLOCK_BYTES as u64));
-        let from = pack.index.objects.partition_point(|object| object.block + object.blocks() <= first);
-        let to = pack.index.objects.partition_point(|object| object.block < last);
-        for at in from..to {
+        let end = offset.saturating_add(bytes);
+        for at in touched(&pack.index.objects, offset, end) {
             let object = &pack.index.objects[at];
             let start = object.block * BLOCK_BYTES as u64;
             // What follows the last byte in its block is proved with it.
@@ -347,6 +375,13 @@ impl Objects {
             }
         }))
     }
+}
+
+/// The objects that have something of a range of a pack.
+fn touched(objects: &[Object], offset: u64, end: u64) -> Range<usize> {
+    let (first, last) = (offset / BLOCK_BYTES as u64, end.div_ceil(BLOCK_BYTES as u64));
+    let from = objects.partition_point(|object| object.block + object.blocks() <= first);
+    from..objects.partition_point(|object| object.block < last).max(from)
 }
 
 /// Begins a thread that proves what is wanted soon, as long as somebody may ask it to.

@@ -264,8 +264,16 @@ impl Pack {
     }
 
     pub(crate) fn is_sound(&self, object: &Object) -> io::Result<bool> {
-        let start = object.block * BLOCK_BYTES as u64;
-        Ok(self.is_padded(object)? && parallel::digest(&self.file, start, object.bytes)?.0 == object.digest)
+        Ok(self.sound_chunks(object)?.is_some())
+    }
+
+    /// The hashes of an object's chunks, if its bytes are what its digest says; none if it is no longer than one.
+    pub(crate) fn sound_chunks(&self, object: &Object) -> io::Result<Option<Vec<ChunkHash>>> {
+        if !self.is_padded(object)? {
+            return Ok(None);
+        }
+        let (found, chunks) = parallel::digest(&self.file, object.block * BLOCK_BYTES as u64, object.bytes)?;
+        Ok((found == object.digest).then_some(chunks))
     }
 
     /// Whether the last block of an object ends with zeros.

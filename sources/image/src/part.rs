@@ -17,6 +17,7 @@ use crate::image::PackRef;
 use crate::limit::Limit;
 use crate::pack::Pack;
 use crate::store::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX, TREE_SUFFIX};
+use crate::verity::CHUNK_BYTES;
 
 /// The largest index that is fetched: six million objects. Memory is to be bounded.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
@@ -108,6 +109,20 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<File>> {
     Ok(None)
 }
 
+/// The hashes of the chunks of all larger objects, in their order. What was not noted when an object came is read again.
+fn tree(pack: &Pack) -> io::Result<Vec<u8>> {
+    let mut tree = Vec::new();
+    for (at, object) in pack.index.objects.iter().enumerate().filter(|(_, object)| object.bytes > CHUNK_BYTES as u64) {
+        let noted = pack.absent.as_ref().and_then(|absent| absent.chunks(at));
+        let hashes = match noted {
+            Some(hashes) => hashes,
+            None => pack.sound_chunks(object)?.ok_or(io::ErrorKind::InvalidData)?,
+        };
+        tree.extend(hashes.into_flattened());
+    }
+    Ok(tree)
+}
+
 /// As a build ends: durable first, the index last. Another process may have done it before us.
 pub(crate) fn complete(pack: &Pack, store: &Path) -> Result<()> {
     let folder = store::packs_folder(store);
@@ -118,6 +133,12 @@ pub(crate) fn complete(pack: &Pack, store: &Path) -> Result<()> {
     match fs::rename(&part, &name) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && name.exists() => {}
         outcome => outcome.doing("make", &name)?,
+    }
+    let tree = tree(pack).doing("read", &name)?;
+    if !tree.is_empty() {
+        let mut new = New::begin(&folder)?;
+        new.file.write_all(&tree).doing("write to", &*new.path)?;
+        new.keep(&folder.join(format!("{}{TREE_SUFFIX}", pack.index.pack)))?;
     }
     let mut index = New::begin(&folder)?;
     index.file.write_all(&pack.index.to_bytes()).doing("write to", &*index.path)?;

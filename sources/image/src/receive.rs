@@ -90,7 +90,7 @@ impl<'a> Receiver<'a> {
 
     /// All bytes of an object are there.
     fn end(&mut self, digest: Digest) -> Result<(), Bad> {
-        let found = std::mem::take(&mut self.hasher).finish();
+        let (found, chunks) = std::mem::take(&mut self.hasher).finish_with_chunks();
         if found != digest {
             return Err(Bad::Received { pack: self.pack.index.pack, digest });
         }
@@ -99,6 +99,9 @@ impl<'a> Receiver<'a> {
         let bytes = file.as_ref().map_or(Bytes::Memory(&self.memory), |new| Bytes::File(&new.file));
         self.pack.put(at, bytes).map_err(|source| self.wrong(source))?;
         self.memory.clear();
+        if let Some(absent) = &self.pack.absent {
+            absent.note_chunks(at, chunks);
+        }
         (self.kept)(at);
         Ok(())
     }

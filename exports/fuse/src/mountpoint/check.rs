@@ -10,7 +10,8 @@ use rustix::fs::{AtFlags, Dir, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 
-use super::{MountError, helper, table};
+use super::table::Mounted;
+use super::{MountError, helper};
 
 /// The type that the table of mounts shows for ours.
 const OUR_KIND: &str = "fuse.ferry";
@@ -44,7 +45,7 @@ impl Identity {
 /// The number of the mount that a path is in, if `ferry` has made it; its server may have died.
 pub(super) fn of_ferry(path: &Path) -> Option<u64> {
     let id = table_id(path).ok()?;
-    table::find(id).is_some_and(|mounted| mounted.kind == OUR_KIND).then_some(id)
+    Mounted::find(id).is_some_and(|mounted| mounted.kind == OUR_KIND).then_some(id)
 }
 
 /// The number that the table of mounts has for the mount that a path leads to.
@@ -89,7 +90,7 @@ pub(super) fn prepare(path: &Path, nonempty: bool) -> Result<Place, MountError> 
 fn clear_dead(path: &Path) -> Result<bool, MountError> {
     let id = table_id(path).map_err(|error| reach_error(path, error.into()))?;
     let above = path.parent().and_then(|parent| table_id(parent).ok());
-    let mounted = if above == Some(id) { None } else { table::find(id) };
+    let mounted = if above == Some(id) { None } else { Mounted::find(id) };
     let Some(mounted) = mounted.filter(|mounted| mounted.kind.starts_with("fuse")) else { return Ok(false) };
 
     let ours = mounted.kind == OUR_KIND;

@@ -2,37 +2,64 @@
 //! anything, so it works beside mounts that hang.
 
 use std::ffi::OsString;
+use std::io;
 use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
 
 /// Where the table is.
 const PATH: &str = "/proc/self/mountinfo";
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Mounted {
+pub struct Mounted {
+    /// Its number, as `statx` has it (`STATX_MNT_ID`).
+    pub id: u64,
+    /// Where it is.
+    pub at: PathBuf,
     /// Its type with its subtype, `fuse.ferry`.
-    pub(super) kind: String,
+    pub kind: String,
     /// What is mounted, as its server calls it.
-    pub(super) source: OsString,
+    pub source: OsString,
+    /// The options of the file system, escaped, between commas.
+    options: Vec<u8>,
 }
 
-/// The mount with this id, if this process can see it.
-pub(super) fn find(id: u64) -> Option<Mounted> {
-    parse(&std::fs::read(PATH).ok()?, id)
-}
+impl Mounted {
+    /// All mounts that this process can see.
+    ///
+    /// # Errors
+    /// There is no `/proc`, or no descriptor can be had.
+    pub fn all() -> io::Result<Vec<Self>> {
+        Ok(Self::read(&std::fs::read(PATH)?))
+    }
 
-fn parse(table: &[u8], id: u64) -> Option<Mounted> {
-    table.split(|&byte| byte == b'\n').find_map(|line| {
+    /// The mounts of a table; lines that cannot be understood are left out.
+    pub fn read(table: &[u8]) -> Vec<Self> {
+        table.split(|&byte| byte == b'\n').filter_map(Self::of).collect()
+    }
+
+    /// The mount with this number, if this process can see it.
+    pub(super) fn find(id: u64) -> Option<Self> {
+        Self::all().ok()?.into_iter().find(|mounted| mounted.id == id)
+    }
+
+    fn of(line: &[u8]) -> Option<Self> {
         let mut fields = line.split(|&byte| byte == b' ');
-        let number = std::str::from_utf8(fields.next()?).ok()?;
-        if number.parse() != Ok(id) {
-            return None;
-        }
+        let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+        let at = OsString::from_vec(unescape(fields.nth(3)?)).into();
         // A variable number of optional fields ends with a dash; no field before it can be one.
         let mut rest = fields.skip_while(|field| field != b"-").skip(1);
         let kind = String::from_utf8_lossy(&unescape(rest.next()?)).into_owned();
-        Some(Mounted { kind, source: OsString::from_vec(unescape(rest.next()?)) })
-    })
+        let source = OsString::from_vec(unescape(rest.next()?));
+        Some(Self { id, at, kind, source, options: rest.next().unwrap_or_default().to_vec() })
+    }
+
+    /// The value of an option of the file system.
+    pub fn option(&self, name: &str) -> Option<OsString> {
+        let value = |option: &[u8]| Some(unescape(option.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?));
+        // Commas in values are escaped.
+        self.options.split(|byte| *byte == b',').find_map(value).map(OsString::from_vec)
+    }
 }
 
 /// Space, tab, line break and backslash stand as three octal digits after a backslash.
@@ -62,18 +89,24 @@ mod tests {
     #[test]
     fn lines_are_read_as_the_kernel_writes_them() {
         let table = b"22 27 0:21 / /sys rw,nosuid shared:7 - sysfs sysfs rw\n\
-            36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 shared:2 - fuse.ferry my\\040dir\\134x rw,errors=continue\n\
+            36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 shared:2 - fuse.ferry my\\040dir\\134x rw,errors=continue,dir=a\\054b\n\
             362 1 0:5 / / rw - tmpfs none rw\nbroken\n7 8";
-        let mounted = |kind: &str, source: &str| Some(Mounted { kind: kind.into(), source: source.into() });
-        for (id, expected) in [
-            (22, mounted("sysfs", "sysfs")),
-            (36, mounted("fuse.ferry", "my dir\\x")),
-            (362, mounted("tmpfs", "none")),
-            (3, None),
-            (7, None),
-        ] {
-            assert_eq!(parse(table, id), expected, "{id}");
-        }
+        let found = Mounted::read(table);
+        let fields = |mounted: &Mounted| (mounted.id, mounted.at.clone(), mounted.kind.clone(), mounted.source.clone());
+        let expected = |id: u64, at: &str, kind: &str, source: &str| (id, at.into(), kind.into(), source.into());
+        assert_eq!(
+            found.iter().map(fields).collect::<Vec<_>>(),
+            [
+                expected(22, "/sys", "sysfs", "sysfs"),
+                expected(36, "/mnt 2", "fuse.ferry", "my dir\\x"),
+                expected(362, "/", "tmpfs", "none"),
+            ]
+        );
+        let option = |name| found[1].option(name);
+        assert_eq!(
+            (option("errors"), option("dir"), option("rw")),
+            (Some("continue".into()), Some("a,b".into()), None)
+        );
     }
 
     #[test]

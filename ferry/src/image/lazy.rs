@@ -1,0 +1,169 @@
+//! `ferry image mount --from`: the kernel's EROFS on an image that is not all here. This process fetches what is read, and the rest
+//! beside that, and ends when all is here; the mount stays.
+
+use std::ffi::OsString;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+
+use anyhow::{Context, Result, bail};
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+use rustix::io::Errno;
+use rustix::mount::{UnmountFlags, unmount};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::mount::{MountArgs, attach};
+use super::registry::{self, Background, JOBS_MAX, Origin};
+use super::watch::{Watch, until_unmounted};
+use crate::guardian::{Duty, Guardian};
+use crate::mount::{Nulls, in_background};
+use crate::size::Size;
+
+/// How many readers are answered at a time, beside those whose objects are being fetched.
+const THREADS_MIN: usize = 4;
+
+#[derive(Debug, clap::Args)]
+pub struct LazyArgs {
+    /// Mount at once, and fetch what the store has not got from oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG when it is read, and the
+    /// rest beside that (Linux 6.14 or later; the store on ext4, XFS or btrfs).
+    #[arg(long, value_name = "REF")]
+    pub from: Option<String>,
+    /// How many requests at a time fetch the rest; with 0 only what is read is fetched [default: 4].
+    #[arg(long, value_name = "N", requires = "from")]
+    #[arg(value_parser = clap::value_parser!(u16).range(..=i64::from(JOBS_MAX)))]
+    jobs: Option<u16>,
+    /// How much of what follows is fetched together with what is read [default: 256K].
+    #[arg(long, value_name = "SIZE", requires = "from")]
+    fetch_ahead: Option<Size>,
+    /// Ask other machines than this one without encryption, too.
+    #[arg(long, requires = "from")]
+    plain_http: bool,
+    /// Do not go to the background while there is something to fetch.
+    #[arg(short, long, requires = "from")]
+    foreground: bool,
+    /// This process is the one in the background.
+    #[arg(long, hide = true, requires = "from")]
+    detached: bool,
+}
+
+impl LazyArgs {
+    fn origin(&self) -> Option<Origin> {
+        let ahead = self.fetch_ahead.map(|Size(bytes)| bytes);
+        Some(Origin::new(self.from.clone()?, self.jobs, None, ahead, self.plain_http))
+    }
+}
+
+/// Why there is nothing to be done any more.
+enum Over {
+    /// All is here and proved.
+    Whole,
+    Unmounted,
+    Signal(i32),
+}
+
+/// Mounts, and answers for what is not here until it is.
+pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
+    let lazily = &args.lazily;
+    if !lazily.foreground && !lazily.detached {
+        let mut words = line.to_vec();
+        // Behind the two words that everything else follows.
+        let at = words.iter().position(|word| word == "mount").map_or(words.len(), |at| at + 1);
+        words.insert(at, "--detached".into());
+        return in_background(&words, false);
+    }
+    let nulls = lazily.detached.then(Nulls::open).transpose()?;
+    if lazily.detached {
+        rustix::process::setsid().context("cannot leave the terminal")?;
+    }
+    let origin = lazily.origin().context("--from says where from")?;
+    let digest = args.image.digest();
+    let (image, mut objects, background) = registry::objects(&args.image.image, &args.store.store, digest, &origin)?;
+    if image.is_composefs() {
+        bail!("images of the layout composefs are mounted when all of them is here");
+    }
+    let dir = args.dir.canonicalize().with_context(|| format!("cannot find {}", args.dir.display()))?;
+    if objects.incomplete().next().is_none() {
+        attach(args, &image, &|_| None)?;
+        return ready(nulls).map(|()| 0);
+    }
+    let mut watch = Watch::begin(&mut objects)?;
+    let (group, packs) = watch.for_guardian()?;
+    let guardian = Guardian::start(Duty::Packs { group, packs }).context("cannot start the guardian of the mount")?;
+    let objects = Arc::new(objects);
+    watch.serve(&objects, THREADS_MIN + usize::from(origin.jobs()))?;
+    let (sender, over) = channel();
+    // Before there is a mount: whoever ends this must not leave one.
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
+    attach(args, &image, &|number| watch.path(number))?;
+    let outcome = statx(CWD, &dir, AtFlags::empty(), StatxFlags::MNT_ID).context("cannot look at the mount");
+    let started = outcome.and_then(|mounted| {
+        let by_signal = sender.clone();
+        begin("signals", move || signals.forever().next().map(|signal| by_signal.send(Over::Signal(signal))))?;
+        begin("unmounted", {
+            let sender = sender.clone();
+            move || match until_unmounted(mounted.stx_mnt_id) {
+                Ok(()) => drop(sender.send(Over::Unmounted)),
+                Err(error) => tracing::warn!("it cannot be seen whether the image is unmounted: {error}"),
+            }
+        })?;
+        if let Some(background) = background {
+            begin("fetch", fetch(background, &objects, &sender))?;
+        }
+        ready(nulls)
+    });
+    let over = match started {
+        Ok(()) => over.recv().context("nobody can say when this is over")?,
+        Err(error) => {
+            let _ = unmount(&dir, UnmountFlags::DETACH);
+            guardian.outlive();
+            return Err(error);
+        }
+    };
+    match over {
+        Over::Whole => drop(guardian),
+        // Somebody may still have files of it open, and must not take holes for zeros.
+        Over::Unmounted => guardian.outlive(),
+        Over::Signal(signal) => {
+            tracing::info!(signal, "unmounting");
+            match unmount(&dir, UnmountFlags::empty()) {
+                Err(Errno::BUSY) => {
+                    tracing::warn!("{} is in use: what is not here cannot be read there any more", dir.display());
+                    unmount(&dir, UnmountFlags::DETACH)
+                }
+                outcome => outcome,
+            }
+            .with_context(|| format!("cannot unmount {}", dir.display()))?;
+            guardian.outlive();
+        }
+    }
+    Ok(0)
+}
+
+fn begin<T>(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<()> {
+    let begun = thread::Builder::new().name(format!("image-{name}")).spawn(move || drop(work()));
+    begun.map(drop).context("cannot start a thread")
+}
+
+fn fetch(background: Background, objects: &Arc<ferry_image::Objects>, sender: &Sender<Over>) -> impl FnOnce() + use<> {
+    let (objects, sender) = (Arc::clone(objects), sender.clone());
+    move || {
+        background(&objects);
+        // Nobody listens once it is over for another reason.
+        let _ = sender.send(Over::Whole);
+    }
+}
+
+/// Says that the mount is there, and lets go of the terminal.
+fn ready(nulls: Option<Nulls>) -> Result<()> {
+    match nulls {
+        Some(nulls) => {
+            super::print("mounted\n")?;
+            nulls.leave(None)
+        }
+        None => {
+            tracing::info!("mounted");
+            Ok(())
+        }
+    }
+}

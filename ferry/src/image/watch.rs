@@ -1,0 +1,458 @@
+//! Packs that are not all here, under the kernel's own EROFS: whoever reads waits until what he reads is fetched and proved.
+//!
+//! Before Linux reads a part of a file that we have marked, it asks us (fanotify's pre-content events, `FAN_PRE_ACCESS`, Linux 6.14;
+//! fanotify(7)), and it does so too when the reader is EROFS, which keeps in the page cache what it has read: each block is
+//! asked for about once. Files can be marked on ext4, XFS and btrfs.
+//!
+//! Should nobody hold the other end any more, the kernel stops asking, and holes would be read as zeros. So a process of its own
+//! ([`crate::guardian`]) holds it, too, and when the server has died answers in its place, [`stand_in`]: what is here may be read,
+//! all else is an I/O error. It goes when the packs are whole, nobody has them open any more, or the next server says that it is there,
+//! by a lock on each of them. The marks are of the files, so that server answers for the old mount, too.
+#![allow(unsafe_code, reason = "a descriptor that comes in an event, and a lease, which have no safe name elsewhere")]
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ferry_fuse::Mounted;
+use ferry_image::Objects;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
+use nix::sys::fanotify::{EventFFlags, Fanotify, InitFlags, MarkFlags, MaskFlags};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{CWD, FlockOperation, SeekFrom, flock, seek};
+use rustix::io::Errno;
+
+/// `FAN_PRE_ACCESS` of include/uapi/linux/fanotify.h.
+const FAN_PRE_ACCESS: u64 = 0x0010_0000;
+/// `FAN_EVENT_INFO_TYPE_RANGE`.
+const INFO_RANGE: u8 = 6;
+/// `FAN_ALLOW`.
+const ALLOW: u32 = 1;
+/// `FAN_DENY`, with the error for the reader: `EIO`.
+const DENY: u32 = 2 | (5 << 24);
+/// Room for an event with its range (48 bytes), and not for two.
+const EVENT_BYTES: usize = 64;
+/// The byte of a pack by whose lock a server says that it is there: no pack is so long.
+const SERVED_BYTE: i64 = i64::MAX - 1;
+/// How often the guardian looks whether it is still needed.
+const LOOK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// How long the kernel may take to ask for the first time.
+const FIRST: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
+/// How long to wait after an event that could not be taken: descriptors or memory are short.
+const PAUSE: Duration = Duration::from_millis(10);
+/// Who was refused is refused again for so long: EROFS asks again for each page of what it could not read.
+const REFUSAL: Duration = Duration::from_secs(1);
+
+/// A question of the kernel's: may this be read?
+#[derive(Debug)]
+struct Question {
+    /// The file, opened for us such that nobody is asked when we use it.
+    file: OwnedFd,
+    /// The number that the answer names the question by.
+    number: RawFd,
+    pid: i32,
+    /// Offset and length in bytes; all of the file if the kernel does not say.
+    range: (u64, u64),
+}
+
+/// What an event says: the number of its descriptor, the process, and the range.
+fn read_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
+    let field = |at: usize| bytes.get(at..at + 4)?.try_into().ok().map(i32::from_ne_bytes);
+    let wide = |at: usize| bytes.get(at..at + 8)?.try_into().ok().map(u64::from_ne_bytes);
+    let all = usize::try_from(field(0)?).ok()?;
+    let head = usize::from(u16::from_ne_bytes(bytes.get(6..8)?.try_into().ok()?));
+    let (fd, pid) = (field(16)?, field(20)?);
+    let mut range = (0, u64::MAX);
+    let mut at = head;
+    while at + 4 <= all.min(bytes.len()) {
+        let length = usize::from(u16::from_ne_bytes(bytes.get(at + 2..at + 4)?.try_into().ok()?));
+        if bytes[at] == INFO_RANGE {
+            range = (wide(at + 8)?, wide(at + 16)?);
+        }
+        at += length.max(4);
+    }
+    Some((fd, pid, range))
+}
+
+/// The next question; waits for one.
+fn ask(group: impl AsFd) -> io::Result<Question> {
+    let mut bytes = [0; EVENT_BYTES];
+    let count = rustix::io::read(&group, &mut bytes)?;
+    let event = read_event(bytes.get(..count).unwrap_or_default());
+    let (number, pid, range) = event.filter(|(fd, ..)| *fd >= 0).ok_or(io::ErrorKind::InvalidData)?;
+    // SAFETY: the kernel has just opened it for whoever reads the event, and nobody else has read this one.
+    let file = unsafe { OwnedFd::from_raw_fd(number) };
+    Ok(Question { file, number, pid, range })
+}
+
+impl Question {
+    fn answer(&self, group: impl AsFd, response: u32) {
+        let mut bytes = [0; 8];
+        bytes[..4].copy_from_slice(&self.number.to_ne_bytes());
+        bytes[4..].copy_from_slice(&response.to_ne_bytes());
+        // A reader that was killed waits for nothing.
+        if let Err(error) = rustix::io::write(group, &bytes)
+            && error != Errno::NOENT
+        {
+            tracing::error!("the kernel cannot be answered: {error}");
+        }
+    }
+
+    fn key(&self) -> io::Result<(u64, u64)> {
+        let stat = rustix::fs::fstat(&self.file)?;
+        Ok((stat.st_dev, stat.st_ino))
+    }
+}
+
+/// A pack that is watched.
+#[derive(Debug)]
+struct Watched {
+    /// Its device and inode.
+    key: (u64, u64),
+    /// Its place among the image's.
+    number: usize,
+    /// The descriptor that it was opened by, which has its locks.
+    file: File,
+}
+
+/// What could not be had last.
+#[derive(Debug)]
+struct Refused {
+    key: (u64, u64),
+    range: (u64, u64),
+    when: Instant,
+}
+
+impl Refused {
+    /// Whether this is a part of it, just afterwards.
+    fn covers(&self, key: (u64, u64), (offset, bytes): (u64, u64)) -> bool {
+        let end = |(offset, bytes): (u64, u64)| offset.saturating_add(bytes);
+        let is_part = self.range.0 <= offset && end((offset, bytes)) <= end(self.range);
+        self.key == key && is_part && self.when.elapsed() < REFUSAL
+    }
+}
+
+/// The packs of an image that are watched, and where the kernel asks.
+#[derive(Debug)]
+pub struct Watch {
+    group: Arc<Fanotify>,
+    packs: Arc<[Watched]>,
+    refused: Arc<Mutex<Option<Refused>>>,
+    /// Questions of others that came before anybody answered.
+    early: Vec<Question>,
+}
+
+/// What to do where the kernel cannot be asked to wait.
+const ELSE: &str = "mount with ferry mount image:... --from, which needs nothing of the kernel but FUSE";
+
+impl Watch {
+    /// Marks the packs that are not all here. What is read and written of them from now on, by us, nobody is asked about.
+    pub fn begin(objects: &mut Objects) -> Result<Self> {
+        let flags = InitFlags::FAN_CLASS_PRE_CONTENT | InitFlags::FAN_CLOEXEC | InitFlags::FAN_UNLIMITED_QUEUE;
+        let files = EventFFlags::O_RDWR | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
+        let group = match Fanotify::init(flags, files) {
+            Err(nix::errno::Errno::EPERM) => bail!("only root can have the kernel wait for what is not here; {ELSE}"),
+            group => group.with_context(|| format!("this kernel cannot wait for what is not here; {ELSE}"))?,
+        };
+        let packs: Vec<(usize, PathBuf)> = objects.incomplete().map(|(number, file)| (number, by_fd(file))).collect();
+        let (mut watched, mut early) = (Vec::new(), Vec::new());
+        for (number, path) in packs {
+            let mark = group.mark(
+                MarkFlags::FAN_MARK_ADD,
+                MaskFlags::from_bits_retain(FAN_PRE_ACCESS),
+                CWD,
+                Some(path.as_path()),
+            );
+            match mark {
+                Err(nix::errno::Errno::EINVAL) => {
+                    bail!("this kernel cannot wait for what is not here (Linux 6.14 or later can); {ELSE}")
+                }
+                Err(nix::errno::Errno::EOPNOTSUPP) => {
+                    bail!("the store's file system cannot wait for what is not here (ext4, XFS and btrfs can); {ELSE}")
+                }
+                mark => mark.with_context(|| format!("cannot watch a pack; {ELSE}"))?,
+            }
+            let quiet = quiet(&group, &path, &mut early)?;
+            let file = objects.replace_file(number, quiet).context("a pack is in use already")?;
+            let found = file.metadata().context("cannot look at a pack")?;
+            watched.push(Watched { key: (found.dev(), found.ino()), number, file });
+        }
+        Ok(Self { group: Arc::new(group), packs: watched.into(), refused: Arc::default(), early })
+    }
+
+    /// What the kernel is to open a pack by.
+    pub fn path(&self, number: usize) -> Option<PathBuf> {
+        self.packs.iter().find(|pack| pack.number == number).map(|pack| by_fd(&pack.file))
+    }
+
+    /// The guardian's share: where the kernel asks, and the packs by paths that another process finds.
+    pub fn for_guardian(&self) -> Result<(File, Vec<PathBuf>)> {
+        let group = self.group.as_fd().try_clone_to_owned().context("cannot pass on where the kernel asks")?;
+        let folder = PathBuf::from(format!("/proc/{}/fd", std::process::id()));
+        Ok((group.into(), self.packs.iter().map(|pack| folder.join(pack.file.as_raw_fd().to_string())).collect()))
+    }
+
+    /// Begins to answer, by so many threads at a time, until this process ends; and says to the guardians of servers that have
+    /// died that somebody answers again.
+    pub fn serve(&mut self, objects: &Arc<Objects>, threads: usize) -> Result<()> {
+        for _ in 0..threads {
+            let (group, packs, objects) = (Arc::clone(&self.group), Arc::clone(&self.packs), Arc::clone(objects));
+            let refused = Arc::clone(&self.refused);
+            let work = move || {
+                loop {
+                    match ask(&*group) {
+                        Ok(question) => question.answer(&*group, verdict(&question, &packs, &objects, &refused)),
+                        Err(error) => {
+                            tracing::warn!("a reader was refused, for the kernel's question did not arrive: {error}");
+                            thread::sleep(PAUSE);
+                        }
+                    }
+                }
+            };
+            thread::Builder::new().name("image-watch".into()).spawn(work).context("cannot start a thread")?;
+        }
+        for question in self.early.drain(..) {
+            question.answer(&*self.group, verdict(&question, &self.packs, objects, &self.refused));
+        }
+        for pack in self.packs.iter() {
+            let lock = whole_lock(libc::F_RDLCK);
+            fcntl(&pack.file, FcntlArg::F_OFD_SETLK(&lock)).context("cannot lock a pack")?;
+        }
+        Ok(())
+    }
+}
+
+fn by_fd(file: &File) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+}
+
+/// A descriptor of a marked file that nobody is asked about: the one that comes with the first question, to which our own
+/// read gives rise.
+fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<Question>) -> Result<File> {
+    let ours = i32::try_from(std::process::id()).unwrap_or_default();
+    thread::scope(|scope| {
+        // At the end, where there is nothing that anybody has to fetch.
+        let read = || {
+            let file = File::open(path)?;
+            file.read_at(&mut [0], file.metadata()?.len())
+        };
+        let reader = scope.spawn(read);
+        loop {
+            let events = group.as_fd();
+            let is_there = match poll(&mut [PollFd::new(&events, PollFlags::IN)], Some(&FIRST)) {
+                Err(Errno::INTR) => continue,
+                outcome => outcome.context("cannot wait for the kernel to ask")? > 0,
+            };
+            if !is_there {
+                // Nobody waits for us, or the reader would be one.
+                drop(reader.join());
+                bail!("this kernel does not ask before a file is read; {ELSE}");
+            }
+            let question = ask(group).context("the kernel's question cannot be read")?;
+            if question.pid != ours {
+                early.push(question);
+                continue;
+            }
+            question.answer(group, ALLOW);
+            return Ok(question.file.into());
+        }
+    })
+}
+
+/// Gets and proves what is asked for.
+fn verdict(question: &Question, packs: &[Watched], objects: &Objects, refused: &Mutex<Option<Refused>>) -> u32 {
+    let look = || {
+        let key = question.key().map_err(|error| Some(error.to_string()))?;
+        let Some(pack) = packs.iter().find(|pack| pack.key == key) else { return Ok(()) };
+        let range = question.range;
+        let last = || refused.lock().unwrap_or_else(PoisonError::into_inner);
+        if last().as_ref().is_some_and(|last| last.covers(key, range)) {
+            return Err(None);
+        }
+        objects.prove_range(pack.number, range.0, range.1).map_err(|bad| {
+            let range = objects.whole_range(pack.number, range.0, range.1);
+            *last() = Some(Refused { key, range, when: Instant::now() });
+            Some(bad.to_string())
+        })
+    };
+    // Whoever reads must not wait for ever, whatever happens here.
+    match catch_unwind(AssertUnwindSafe(look)) {
+        Ok(Ok(())) => ALLOW,
+        Ok(Err(error)) => {
+            if let Some(error) = error {
+                tracing::error!("{error}; its readers get I/O errors");
+            }
+            DENY
+        }
+        Err(_) => DENY,
+    }
+}
+
+fn whole_lock(kind: i32) -> libc::flock {
+    libc::flock {
+        l_type: i16::try_from(kind).unwrap_or_default(),
+        l_whence: 0,
+        l_start: SERVED_BYTE,
+        l_len: 1,
+        l_pid: 0,
+    }
+}
+
+/// A pack as its guardian holds it.
+#[derive(Debug)]
+pub struct Held(File);
+
+impl Held {
+    /// Opens a pack, and keeps it from being removed from its store.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+        flock(&file, FlockOperation::NonBlockingLockShared)
+            .with_context(|| format!("cannot lock {}", path.display()))?;
+        Ok(Self(file))
+    }
+
+    /// Whether a server says that it answers for this pack.
+    fn is_served(&self) -> bool {
+        let mut lock = whole_lock(libc::F_WRLCK);
+        fcntl(&self.0, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
+    }
+
+    /// Whether a reader may go on, as far as this one can say. A server, where there is one, is asked, too.
+    fn may_be_read(&self, question: &Question) -> bool {
+        self.is_whole() || self.is_served() || self.has(question)
+    }
+
+    /// Whether nobody else has it open, neither EROFS nor a process.
+    fn is_unused(&self) -> bool {
+        let lease = |kind: i32| {
+            // SAFETY: no pointers; the descriptor is open as long as `self` is.
+            unsafe { libc::fcntl(self.0.as_raw_fd(), libc::F_SETLEASE, kind) == 0 }
+        };
+        lease(libc::F_WRLCK) && lease(libc::F_UNLCK)
+    }
+
+    /// Whether all of it is here: then it has a name of its own.
+    fn is_whole(&self) -> bool {
+        let name = fs::read_link(by_fd(&self.0)).unwrap_or_default();
+        name.is_absolute() && !name.to_string_lossy().contains(".part")
+    }
+
+    /// Whether all of a range was written once. Only what is proved ever is.
+    fn has(&self, question: &Question) -> bool {
+        let size = self.0.metadata().map_or(0, |found| found.len());
+        let (from, to) = (question.range.0, question.range.0.saturating_add(question.range.1).min(size));
+        // The place in a file is the descriptor's, and nobody shares this one.
+        from >= to || seek(&self.0, SeekFrom::Hole(from)).is_ok_and(|hole| hole >= to)
+    }
+}
+
+/// Answers in the place of a server that has died: what is here may be read, for the rest readers get `EIO`. Ends when it is
+/// needed no more.
+pub fn stand_in(group: impl AsFd, packs: &[Held]) -> Result<()> {
+    let keys: Vec<(u64, u64)> = packs
+        .iter()
+        .map(|pack| pack.0.metadata().map(|found| (found.dev(), found.ino())))
+        .collect::<io::Result<_>>()
+        .context("cannot look at a pack")?;
+    loop {
+        let is_there = {
+            let group = group.as_fd();
+            poll(&mut [PollFd::new(&group, PollFlags::IN)], Some(&LOOK))
+        };
+        match is_there {
+            Ok(1..) => {
+                let Ok(question) = ask(&group) else {
+                    thread::sleep(PAUSE);
+                    continue;
+                };
+                let pack = question.key().ok().and_then(|key| keys.iter().position(|other| *other == key));
+                let may = pack.is_none_or(|at| packs[at].may_be_read(&question));
+                question.answer(&group, if may { ALLOW } else { DENY });
+            }
+            Ok(0) if packs.iter().all(|pack| pack.is_whole() || pack.is_served() || pack.is_unused()) => return Ok(()),
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error).context("cannot wait for the kernel to ask"),
+        }
+    }
+}
+
+/// Waits until a mount is in this process's table no more.
+pub fn until_unmounted(id: u64) -> io::Result<()> {
+    // Opened before it is looked at: what changes after that is told.
+    let table = File::open("/proc/self/mountinfo")?;
+    while Mounted::all()?.iter().any(|mounted| mounted.id == id) {
+        match poll(&mut [PollFd::new(&table, PollFlags::PRI)], None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The length of `struct fanotify_event_metadata`.
+    const HEAD_BYTES: usize = 24;
+
+    fn event(infos: &[(u8, &[u8])]) -> Vec<u8> {
+        let mut bytes = vec![0; HEAD_BYTES];
+        for (kind, rest) in infos {
+            let length = u16::try_from(4 + rest.len()).expect("it is short");
+            bytes.extend([&[*kind, 0][..], &length.to_ne_bytes(), rest].concat());
+        }
+        let all = u32::try_from(bytes.len()).expect("it is short");
+        bytes[..4].copy_from_slice(&all.to_ne_bytes());
+        bytes[6..8].copy_from_slice(&24_u16.to_ne_bytes());
+        bytes[16..20].copy_from_slice(&7_i32.to_ne_bytes());
+        bytes[20..24].copy_from_slice(&42_i32.to_ne_bytes());
+        bytes
+    }
+
+    #[test]
+    fn events_are_read_with_and_without_their_range() {
+        let range = [&[0; 4][..], &4096_u64.to_ne_bytes(), &8192_u64.to_ne_bytes()].concat();
+        assert_eq!(read_event(&event(&[])), Some((7, 42, (0, u64::MAX))));
+        assert_eq!(read_event(&event(&[(INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
+        assert_eq!(read_event(&event(&[(4, &[1; 8]), (INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
+        assert_eq!(read_event(&event(&[(INFO_RANGE, &range[..12])])), None, "cut off");
+        assert_eq!(read_event(&[0; 23]), None);
+        // Lengths of nothing do not go round for ever.
+        let mut odd = event(&[(9, &[0; 4])]);
+        odd[HEAD_BYTES + 2..HEAD_BYTES + 4].copy_from_slice(&0_u16.to_ne_bytes());
+        assert_eq!(read_event(&odd), Some((7, 42, (0, u64::MAX))));
+    }
+
+    #[test]
+    fn refusals_hold_for_their_parts_and_not_for_long() {
+        let mut refused = Refused { key: (1, 2), range: (4096, 65_536), when: Instant::now() };
+        assert!(refused.covers((1, 2), (4096, 65_536)) && refused.covers((1, 2), (65_536, 4096)));
+        assert!(!refused.covers((1, 3), (4096, 4096)) && !refused.covers((1, 2), (65_536, 8192)));
+        assert!(!refused.covers((1, 2), (0, 8192)) && !refused.covers((1, 2), (4096, u64::MAX)));
+        refused.when -= 2 * REFUSAL;
+        assert!(!refused.covers((1, 2), (4096, 4096)));
+    }
+
+    #[test]
+    fn holes_are_not_here() {
+        let file = tempfile::tempfile_in("/var/tmp").expect("a file");
+        file.set_len(1 << 20).expect("holes take no room");
+        file.write_all_at(&[1; 65_536], 131_072).expect("it can be written");
+        file.sync_all().expect("it can be synced");
+        let held = Held(file.try_clone().expect("a descriptor"));
+        let null = || OwnedFd::from(File::open("/dev/null").expect("it is there"));
+        let has = |from: u64, bytes: u64| held.has(&Question { file: null(), number: 0, pid: 0, range: (from, bytes) });
+        assert!(has(131_072, 65_536) && has(135_168, 4096) && has(2 << 20, 1));
+        assert!(!has(131_071, 65_536) && !has(131_072, 65_537) && !has(0, u64::MAX) && !has(0, 4096));
+        assert!(!held.is_served());
+    }
+}
