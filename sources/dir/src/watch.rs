@@ -98,10 +98,13 @@ impl Group {
     }
 }
 
+/// Hashes of handles, and the inodes with such a handle.
+type Hashed = Mutex<BTreeSet<(u64, Ino)>>;
+
 /// The inodes that clients know, by the hash of their handles.
 ///
 /// Handles that have one hash, as those of two file systems may, are told together: that costs a question too many.
-pub(crate) struct Known(Box<[Mutex<BTreeSet<(u64, Ino)>>]>);
+pub(crate) struct Known(Box<[Hashed]>);
 
 impl fmt::Debug for Known {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -121,7 +124,7 @@ impl Known {
     }
 
     #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
-    fn shard(&self, hash: u64) -> &Mutex<BTreeSet<(u64, Ino)>> {
+    fn shard(&self, hash: u64) -> &Hashed {
         &self.0[(hash % SHARDS as u64) as usize]
     }
 

@@ -36,8 +36,11 @@ fn watched(ours: Ours) -> Option<(Share, Heard)> {
     Some((share, Heard { all, _subscription: subscription }))
 }
 
+/// What was heard, and a bell.
+type All = (Mutex<Vec<(Change, SessionId)>>, Condvar);
+
 struct Heard {
-    all: Arc<(Mutex<Vec<(Change, SessionId)>>, Condvar)>,
+    all: Arc<All>,
     _subscription: Subscription,
 }
 
