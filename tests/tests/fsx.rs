@@ -53,11 +53,9 @@ fn fsx_on_tmpfs() {
 #[test]
 #[ignore = "long: make test-all"]
 fn fsx_in_every_cache_mode() {
-    for (number, (_, cache)) in (300..).step_by(10).zip(CACHES) {
-        for (seed, config) in (number..).zip([PLAIN, MAPPED, MIXED]) {
-            fsx(Place::Disk, options(cache), config, 5000, seed);
-            fsx(Place::Disk, Options { writeback: true, ..options(cache) }, config, 5000, seed);
-        }
+    for (seed, (_, cache)) in (300..).zip(CACHES) {
+        fsx(Place::Disk, options(cache), MIXED, 3000, seed);
+        fsx(Place::Disk, Options { writeback: true, ..options(cache) }, MIXED, 3000, seed);
     }
 }
 
