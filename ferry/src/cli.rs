@@ -11,7 +11,7 @@ use crate::recipes;
 use crate::sandbox::Walls;
 pub use share::Share;
 use values::memory_mib;
-pub use values::{Acl, Cache, Carrier, DaxFiles, FileHandles, Passthrough, Window, made_tag, tag_of};
+pub use values::{Acl, Cache, Carrier, DaxFiles, FileHandles, Passthrough, Watch, Window, made_tag, tag_of};
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
 const SHARE_ONLY: [&str; 19] = [

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use ferry_isolation::{Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Root, Side};
 use serde::Deserialize;
 
-use crate::cli::{FileHandles, Share};
+use crate::cli::{FileHandles, Share, Watch};
 use crate::disk;
 use crate::source::Kind;
 
@@ -178,6 +178,8 @@ fn unfit(shares: &[Share], disks: &[disk::Args]) -> Option<String> {
             _ if share.mount.is_some() => {
                 Some(format!("{source} is mounted on this host, where mounts are made and ended"))
             }
+            // Only mounts can be told, so nobody else is watched for unless that is asked for.
+            Kind::Dir(_) if share.watch == Watch::Always => Some(format!("{source} is watched for changes")),
             Kind::Dir(_) | Kind::Mem => None,
             _ => Some(format!("{source} opens files and connections while it is served")),
         }

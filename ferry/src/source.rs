@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use ferry_dir::{Dir, Ours, WatchError};
 use ferry_image::Digest;
 use ferry_mapped::{Ids, Mapped, Xattrs};
 use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::apart::Apart;
-use crate::cli::{Acl, FileHandles, Share};
+use crate::cli::{Acl, Cache, FileHandles, Share, Watch};
 use crate::image::registry::{self, Origin};
 use crate::remote::{self, Server};
 
@@ -90,6 +91,8 @@ struct Opened {
     kind: Kind,
     options: Options,
     source: Arc<dyn FileSystem>,
+    /// The same, if it is a directory.
+    dir: Option<Arc<Dir>>,
     /// What the source looks at, if it is not what everybody sees. It must be there as long as the source.
     _apart: Option<Apart>,
 }
@@ -163,26 +166,71 @@ impl Sources {
             _ => None,
         };
         let seen = apart.as_ref().map_or_else(|| share.kind(), |apart| Kind::Dir(apart.path()));
-        let source = options.open(&seen)?;
-        self.opened.push(Opened { kind, options, source: Arc::clone(&source), _apart: apart });
+        let (source, dir) = match &seen {
+            Kind::Dir(path) => {
+                let dir = options.open_dir(path)?;
+                (Arc::clone(&dir) as Arc<dyn FileSystem>, Some(dir))
+            }
+            other => (options.open(other)?, None),
+        };
+        self.opened.push(Opened { kind, options, source: Arc::clone(&source), dir, _apart: apart });
         Ok(source)
+    }
+
+    /// Has the source of a share watched for what others change, if the share wants that. When all are open: changes of
+    /// this process's own have to be told where two sources change the same files.
+    pub fn watch(&self, share: &Share, source: &Arc<dyn FileSystem>) -> Result<()> {
+        // With a write-back cache, Linux believes its own length of a file for as long as it is not told otherwise.
+        let keeps_long = matches!(share.cache, Cache::Always | Cache::Metadata) || share.writeback;
+        let keeps_long = share.mount.is_some() && keeps_long;
+        if share.watch == Watch::Never || (share.watch == Watch::Auto && !keeps_long) {
+            return Ok(());
+        }
+        let Some(at) = self.opened.iter().position(|opened| Arc::ptr_eq(&opened.source, source)) else { return Ok(()) };
+        let (Some(dir), Kind::Dir(path)) = (&self.opened[at].dir, &self.opened[at].kind) else { return Ok(()) };
+        let overlaps = |(number, other): (usize, &Opened)| match &other.kind {
+            Kind::Dir(other) => number != at && (other.starts_with(path) || path.starts_with(other)),
+            _ => false,
+        };
+        let ours = if self.opened.iter().enumerate().any(overlaps) { Ours::Tell } else { Ours::Skip };
+        match dir.watch(ours) {
+            Ok(()) => {
+                tracing::info!(source = %share.source.display(), "watching for what others change on the host");
+                Ok(())
+            }
+            Err(error) if share.watch == Watch::Auto => {
+                let why = match error {
+                    WatchError::Host(errno) => format!("{error}: {errno}"),
+                    error => error.to_string(),
+                };
+                tracing::warn!(
+                    "{}: what others change on the host is seen only when the mount's caches give it up: {why}; \
+                     --watch never accepts that, --cache auto keeps things for a second",
+                    share.source.display()
+                );
+                Ok(())
+            }
+            Err(error) => Err(error).with_context(|| format!("--watch always: {}", share.source.display())),
+        }
     }
 }
 
 impl Options {
+    fn open_dir(&self, path: &Path) -> Result<Arc<Dir>> {
+        let dir = Dir::open(path, self.dir.clone())?;
+        if self.needs_handles && !dir.has_file_handles() {
+            bail!(
+                "--inode-file-handles mandatory: {} has no file handles, or this user may not open them \
+                 (CAP_DAC_READ_SEARCH)",
+                path.display()
+            );
+        }
+        Ok(Arc::new(dir))
+    }
+
     fn open(&self, kind: &Kind) -> Result<Arc<dyn FileSystem>> {
         Ok(match kind {
-            Kind::Dir(path) => {
-                let dir = ferry_dir::Dir::open(path, self.dir.clone())?;
-                if self.needs_handles && !dir.has_file_handles() {
-                    bail!(
-                        "--inode-file-handles mandatory: {} has no file handles, or this user may not open them \
-                         (CAP_DAC_READ_SEARCH)",
-                        path.display()
-                    );
-                }
-                Arc::new(dir)
-            }
+            Kind::Dir(path) => self.open_dir(path)?,
             Kind::Mem => ours(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
                 size_bytes: self.size_bytes,
                 huge: self.huge,

@@ -334,7 +334,7 @@ impl std::fmt::Debug for Filter {
 }
 
 impl Filter {
-    /// The filter of a server of files.
+    /// The filter of a server of files, which is this process.
     ///
     /// # Errors
     /// [`Error::Seccomp`]: there is none for this architecture.
@@ -418,6 +418,11 @@ fn rules() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     rules.insert(libc::SYS_ioctl, vec![rule(&not)?]);
     let asked = PRCTL.iter().map(|option| rule(&[(0, SeccompCmpOp::Eq, bits(*option))]));
     rules.insert(libc::SYS_prctl, asked.collect::<Result<_>>()?);
+    // Copies within its own memory, where that may not be there (a window of mapped files).
+    let own = u64::from(std::process::id());
+    for call in [libc::SYS_process_vm_readv, libc::SYS_process_vm_writev] {
+        rules.insert(call, vec![rule(&[(0, SeccompCmpOp::Eq, own)])?]);
+    }
     Ok(rules)
 }
 
@@ -446,8 +451,6 @@ mod tests {
             libc::SYS_connect,
             libc::SYS_bind,
             libc::SYS_ptrace,
-            libc::SYS_process_vm_readv,
-            libc::SYS_process_vm_writev,
             libc::SYS_kill,
             libc::SYS_tkill,
             libc::SYS_mount,
@@ -473,7 +476,16 @@ mod tests {
         ] {
             assert!(!rules.contains_key(&call), "{call}");
         }
-        for call in [libc::SYS_clone, libc::SYS_unshare, libc::SYS_mmap, libc::SYS_ioctl, libc::SYS_prctl] {
+        let bounded = [
+            libc::SYS_clone,
+            libc::SYS_unshare,
+            libc::SYS_mmap,
+            libc::SYS_ioctl,
+            libc::SYS_prctl,
+            libc::SYS_process_vm_readv,
+            libc::SYS_process_vm_writev,
+        ];
+        for call in bounded {
             assert!(rules.get(&call).is_some_and(|rules| !rules.is_empty()), "{call}");
         }
     }

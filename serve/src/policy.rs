@@ -12,8 +12,8 @@ use crate::ShareOptions;
 pub enum Cache {
     /// Nothing: every look-up, attribute and read is asked for.
     None,
-    /// Names and attributes for a second; data until the file is opened again or seen to have changed
-    /// (close-to-open).
+    /// Names and attributes for a second, and with them a file's length, also after an open; data until the file is opened
+    /// again or seen to have changed (close-to-open).
     #[default]
     Auto,
     /// Names and attributes as for [`Self::Always`], data not at all.

@@ -34,7 +34,8 @@ pub const TIMEOUT: Duration = Duration::from_secs(180);
 pub const SETTLE: Duration = Duration::from_secs(10);
 
 /// All cache modes, with the names that tests say.
-pub const CACHES: [(&str, Cache); 3] = [("none", Cache::None), ("auto", Cache::Auto), ("always", Cache::Always)];
+pub const CACHES: [(&str, Cache); 4] =
+    [("none", Cache::None), ("auto", Cache::Auto), ("metadata", Cache::Metadata), ("always", Cache::Always)];
 
 /// The cache mode of a name.
 pub fn cache(name: &str) -> Cache {
@@ -114,8 +115,13 @@ impl Share {
 
     /// Another socket on the same [`Dir`], for another guest.
     pub fn beside(&self, cache: Cache, number: u32) -> (PathBuf, Export) {
+        self.beside_with(Options { cache, ..Options::default() }, number)
+    }
+
+    /// The same, with further options.
+    pub fn beside_with(&self, options: Options, number: u32) -> (PathBuf, Export) {
         let socket = self.socket.with_extension(number.to_string());
-        let options = Options { tag: Some("t".parse().unwrap()), cache, ..Options::default() };
+        let options = Options { tag: Some("t".parse().unwrap()), ..options };
         let export = Export::listen(&socket, Arc::clone(&self.dir) as Arc<dyn ferry_vfs::FileSystem>, options).unwrap();
         (socket, export)
     }

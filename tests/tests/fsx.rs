@@ -6,16 +6,16 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferry_tests::suites::fsx::{MAPPED, MIXED, PLAIN, command};
-use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, run};
+use ferry_tests::{CACHES, Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, run};
 
 fn fsx(place: Place, options: Options, config: &str, operations: u32, seed: u32) {
     let files = folder(Place::Disk);
-    let name = cache_name(options.cache);
+    let (name, how) = (cache_name(options.cache), if options.writeback { ", written back" } else { "" });
     let share = Share::with(place, options);
     let file = Path::new(MOUNTPOINT).join("file");
     let command = command(&files.path().join("fsx.toml"), &file, config, operations, seed);
     let ran = run(share.guest(command), Duration::from_secs(60 + u64::from(operations) / 50));
-    println!("fsx, cache {name}, {operations} operations: {:?}", ran.took);
+    println!("fsx, cache {name}{how}, {operations} operations: {:?}", ran.took);
     ran.ok();
     share.assert_released();
 }
@@ -48,6 +48,15 @@ fn fsx_written_back() {
 #[test]
 fn fsx_on_tmpfs() {
     fsx(Place::Memory, options(Cache::Auto), MIXED, 3000, 5);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn fsx_in_every_cache_mode() {
+    for (seed, (_, cache)) in (300..).zip(CACHES) {
+        fsx(Place::Disk, options(cache), MIXED, 3000, seed);
+        fsx(Place::Disk, Options { writeback: true, ..options(cache) }, MIXED, 3000, seed);
+    }
 }
 
 #[test]

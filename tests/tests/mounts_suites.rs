@@ -101,7 +101,9 @@ fn posix(cell: &Cell) {
 
 on_cells!(posix: quick [dir_uring, mem_uring, mem_passthrough, pmem_devfuse, ninep_devfuse]
     long [dir_devfuse, dir_passthrough, mem_devfuse, pmem_uring, pmem_passthrough, mem_uring_none, dir_uring_always,
-    ninep_devfuse_none, ninep_devfuse_always]);
+    ninep_devfuse_none, ninep_devfuse_always, dir_devfuse_none, dir_devfuse_metadata,
+    dir_devfuse_always,
+    dir_devfuse_none_writeback, dir_devfuse_auto_writeback, dir_devfuse_metadata_writeback, dir_devfuse_always_writeback]);
 
 fn probe(cell: &Cell) {
     mounted(cell, LIMIT, |mounted| {
@@ -141,7 +143,9 @@ fn fsx(cell: &Cell) {
 
 on_cells!(fsx: quick [dir_uring, dir_devfuse, dir_passthrough, mem_uring, mem_devfuse, mem_passthrough, pmem_uring,
     pmem_devfuse, pmem_passthrough, mem_passthrough_none, mem_uring_always, ninep_devfuse, ninep_devfuse_none,
-    ninep_devfuse_always] long []);
+    ninep_devfuse_always] long [dir_devfuse_none, dir_devfuse_metadata,
+    dir_devfuse_always,
+    dir_devfuse_none_writeback, dir_devfuse_auto_writeback, dir_devfuse_metadata_writeback, dir_devfuse_always_writeback]);
 
 fn fsx_long(cell: &Cell) {
     for (seed, weights) in [operations::PLAIN, operations::MAPPED, &mixed(cell)].into_iter().enumerate() {

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use ferry_tests::confined::Confined;
 use ferry_tests::suites::pjdfstest::{self, Results, SKIPPED, names};
-use ferry_tests::{Cache, MOUNTPOINT, Place, Ran, Share, TIMEOUT, cache_name, folder, guest_on, run};
+use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Ran, Share, TIMEOUT, cache_name, folder, guest_on, run};
 
 /// Cases that fail, and why. None is known to.
 const FAILING: &[(&str, &str)] = &[];
@@ -25,7 +25,11 @@ fn run_suite(share: &Share, remount: bool) -> Results {
 }
 
 fn conforms(cache: Cache) {
-    let share = Share::new(cache);
+    conforms_with(cache, false);
+}
+
+fn conforms_with(cache: Cache, writeback: bool) {
+    let share = Share::with(Place::Disk, Options { cache, writeback, ..Options::default() });
     let mut main = run_suite(&share, false);
     main.run_racing_again(|name| run_cases(&share, false, Some(name)).status == 0);
     let remounting = run_suite(&share, true);
@@ -34,7 +38,8 @@ fn conforms(cache: Cache) {
     assert_eq!(main.failed, names(FAILING), "other cases fail than are known to");
     assert!(remounting.skipped.is_empty() && remounting.failed.is_empty(), "{remounting:?}");
     let passed = main.passed.len() + remounting.passed.len();
-    println!("pjdfstest, cache {}: {passed} passed, {} skipped", cache_name(cache), skipped.len());
+    let how = if writeback { ", written back" } else { "" };
+    println!("pjdfstest, cache {}{how}: {passed} passed, {} skipped", cache_name(cache), skipped.len());
     share.assert_released();
 }
 
@@ -73,6 +78,36 @@ fn pjdfstest_with_cache_none() {
 #[ignore = "long: make test-all"]
 fn pjdfstest_with_cache_always() {
     conforms(Cache::Always);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn pjdfstest_with_cache_metadata() {
+    conforms(Cache::Metadata);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn pjdfstest_with_cache_none_written_back() {
+    conforms_with(Cache::None, true);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn pjdfstest_with_cache_auto_written_back() {
+    conforms_with(Cache::Auto, true);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn pjdfstest_with_cache_metadata_written_back() {
+    conforms_with(Cache::Metadata, true);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn pjdfstest_with_cache_always_written_back() {
+    conforms_with(Cache::Always, true);
 }
 
 /// What fails on the host's own file system is the environment's fault: nothing does.

@@ -41,6 +41,16 @@ pub enum Change {
         /// The inode that it meant.
         ino: Ino,
     },
+    /// A name may mean something else than clients believe: they are to ask before they use it again. Says less than
+    /// [`Change::Entry`]: who is using what the name means still, as a working directory, is not disturbed.
+    Unsure {
+        /// The directory.
+        dir: Ino,
+        /// The name.
+        name: NameBuf,
+    },
+    /// Anything may have changed: changes were missed.
+    All,
 }
 
 /// Whoever wants to know of changes. No method may wait.

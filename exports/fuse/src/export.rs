@@ -305,7 +305,9 @@ fn take<T>(part: &Mutex<Option<T>>) -> Option<T> {
 /// Whether the kernel keeps anything that it must be told of when it changes.
 fn keeps(options: &Options) -> bool {
     let timeouts = [options.entry_timeout, options.attr_timeout, options.negative_timeout];
-    options.cache != Cache::None || timeouts.into_iter().flatten().any(|timeout| !timeout.is_zero())
+    options.cache != Cache::None
+        || options.writeback
+        || timeouts.into_iter().flatten().any(|timeout| !timeout.is_zero())
 }
 
 fn mount_options(options: &Options) -> MountOptions {

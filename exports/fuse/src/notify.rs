@@ -15,8 +15,10 @@ use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::{Change, Errno, Ino, Listener, NameBuf, SessionId, Subscription, Told};
+use ferry_wire::fuse::InitFlags;
 
 use crate::connection::{Connection, Present};
 use crate::device::send;
@@ -25,6 +27,9 @@ use message::Message;
 
 /// The most notes kept. Past it the kernel is told that anything may have changed.
 const NOTES_MAX: usize = 1 << 16;
+
+/// When the kernel is told once more to give up what it has written itself: it may have been using the inode for a moment.
+const PRUNE_AGAIN: Duration = Duration::from_secs(1);
 
 /// Bytes of a file, the end exclusive.
 type Span = (u64, u64);
@@ -40,6 +45,7 @@ struct Notes {
     data: HashMap<Ino, Span>,
     entries: HashSet<(Ino, NameBuf)>,
     removed: HashMap<(Ino, NameBuf), Ino>,
+    unsure: HashSet<(Ino, NameBuf)>,
     /// There were too many: anything may have changed.
     overflow: bool,
     /// To be dropped once all that is told.
@@ -48,7 +54,7 @@ struct Notes {
 
 impl Notes {
     fn len(&self) -> usize {
-        self.attributes.len() + self.data.len() + self.entries.len() + self.removed.len()
+        self.attributes.len() + self.data.len() + self.entries.len() + self.removed.len() + self.unsure.len()
     }
 
     fn is_empty(&self) -> bool {
@@ -73,7 +79,11 @@ impl Notes {
                 self.attributes.insert(*ino);
                 self.add_data(*dir, WHOLE);
             }
-            // A change of a kind that we do not know may be any.
+            Change::Unsure { dir, name } => {
+                self.unsure.insert((*dir, name.clone()));
+                self.add_data(*dir, WHOLE);
+            }
+            // As is one of a kind that we do not know.
             _ => self.overflow = true,
         }
         if self.len() > NOTES_MAX {
@@ -134,12 +144,18 @@ impl Shared {
         }
     }
 
-    /// The notes that came since the last time; waits for some. `None` when there will be no more.
-    fn take(&self) -> Option<Notes> {
+    /// The notes that came since the last time; waits for some, or until a point in time. `None` when there will be no
+    /// more.
+    fn take(&self, until: Option<Instant>) -> Option<Notes> {
         let mut desk = self.lock();
         desk.is_telling = false;
         while desk.notes.is_empty() && !desk.closed {
-            desk = self.noted.wait(desk).unwrap_or_else(PoisonError::into_inner);
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            desk = match left {
+                Some(Duration::ZERO) => break,
+                Some(left) => self.noted.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0,
+                None => self.noted.wait(desk).unwrap_or_else(PoisonError::into_inner),
+            };
         }
         desk.is_telling = !desk.closed;
         (!desk.closed).then(|| std::mem::take(&mut desk.notes))
@@ -179,6 +195,9 @@ impl Listener for Ear {
                     // A kernel that does not know the inode, or is gone, has nothing to forget.
                     let _ = send(self.connection.device.as_fd(), &[IoSlice::new(bytes)]);
                 });
+                if trusts_itself(&self.connection) {
+                    self.shared.note(change);
+                }
             }
             _ if self.own.get() == Some(&by) => {}
             _ => self.shared.note(change),
@@ -245,11 +264,65 @@ impl Drop for Notifier {
 
 fn tell_all(connection: &Arc<Connection>, shared: &Shared) {
     let counters = connection.counters.lend();
-    while let Some(notes) = shared.take() {
+    let mut prunes = Prunes::default();
+    while let Some(notes) = shared.take(prunes.next) {
+        if trusts_itself(connection) {
+            prunes.add(&notes);
+        }
         tell(connection, notes, &counters);
+        // After the telling: of what is pruned, the kernel asks anew.
+        let known = || connection.session.mount().map_or_else(Vec::new, |mount| mount.inodes());
+        for ino in prunes.due(Instant::now(), known) {
+            let message = Message::Prune(ino);
+            // Only of what nobody uses; and kernels before 6.18 do not know this.
+            let _ = message.with_bytes(|bytes| send(connection.device.as_fd(), &[IoSlice::new(bytes)]));
+        }
         if connection.end.is_declared() {
             return;
         }
+    }
+}
+
+/// With a write-back cache the kernel believes its own length and times of a file for as long as it knows it.
+fn trusts_itself(connection: &Connection) -> bool {
+    connection.session.mount().is_some_and(|mount| mount.negotiated().has(InitFlags::WRITEBACK_CACHE))
+}
+
+/// What a kernel that believes itself is to give up altogether: at once, and again one to two seconds later.
+#[derive(Debug, Default)]
+struct Prunes {
+    new: HashSet<Ino>,
+    /// What was given out since the last time that something was given out again, and what before that.
+    again: [HashSet<Ino>; 2],
+    all: bool,
+    /// When something is to be given out again.
+    next: Option<Instant>,
+}
+
+impl Prunes {
+    fn add(&mut self, notes: &Notes) {
+        self.all |= notes.overflow;
+        self.new.extend(notes.data.keys().chain(&notes.attributes));
+    }
+
+    /// Those whose time has come. `known`: all that the kernel knows, for when there are too many.
+    fn due(&mut self, now: Instant, known: impl FnOnce() -> Vec<Ino>) -> HashSet<Ino> {
+        let mut due = HashSet::new();
+        let [young, old] = &mut self.again;
+        if self.next.is_some_and(|next| next <= now) {
+            due = std::mem::replace(old, std::mem::take(young));
+            self.next = None;
+        }
+        young.extend(&self.new);
+        due.extend(self.new.drain());
+        if std::mem::take(&mut self.all) || young.len() > NOTES_MAX {
+            due.extend(known());
+            young.clear();
+        }
+        if self.next.is_none() && !(young.is_empty() && old.is_empty()) {
+            self.next = Some(now + PRUNE_AGAIN);
+        }
+        due
     }
 }
 
@@ -280,6 +353,9 @@ fn tell(connection: &Connection, notes: Notes, counters: &Counters) {
     for (dir, name) in &notes.entries {
         sure(&Message::Entry(*dir, name.as_name()));
     }
+    for (dir, name) in &notes.unsure {
+        sure(&Message::Expired(*dir, name.as_name()));
+    }
     for (ino, span) in &notes.data {
         sure(&Message::Data(*ino, *span));
     }
@@ -306,15 +382,42 @@ mod tests {
             notes.add(&Change::Data { ino: Ino(3), offset: 10, len: u64::MAX });
             notes.add(&Change::Entry { dir: Ino(1), name: name.clone() });
             notes.add(&Change::Removed { dir: Ino(1), name: name.clone(), ino: Ino(9) });
+            notes.add(&Change::Unsure { dir: Ino(1), name: name.clone() });
         }
         assert_eq!(notes.data, HashMap::from([(Ino(3), (10, u64::MAX)), (Ino(1), WHOLE)]));
         assert_eq!(notes.attributes, HashSet::from([Ino(2), Ino(9)]));
-        assert_eq!((notes.entries.len(), notes.removed.len()), (1, 1));
+        assert_eq!((notes.entries.len(), notes.removed.len(), notes.unsure.len()), (1, 1, 1));
+        let mut all = Notes::default();
+        all.add(&Change::All);
+        assert!(all.overflow && !all.is_empty());
         for ino in 0..2 * NOTES_MAX as u64 {
             notes.add(&Change::Attr { ino: Ino(ino) });
         }
         assert!(notes.overflow && (notes.len(), notes.is_empty()) == (0, false));
     }
+    #[test]
+    fn what_is_pruned_is_pruned_again() {
+        let mut prunes = Prunes::default();
+        let noted = |ino| {
+            let mut notes = Notes::default();
+            notes.add(&Change::Attr { ino: Ino(ino) });
+            notes
+        };
+        let (begin, none) = (Instant::now(), || -> Vec<Ino> { unreachable!("there are few") });
+        let all = |inos: &[u64]| inos.iter().copied().map(Ino).collect::<HashSet<_>>();
+        assert_eq!((prunes.due(begin, none), prunes.next), (all(&[]), None));
+        prunes.add(&noted(2));
+        assert_eq!((prunes.due(begin, none), prunes.next), (all(&[2]), Some(begin + PRUNE_AGAIN)));
+        prunes.add(&noted(3));
+        assert_eq!(prunes.due(begin, none), all(&[3]));
+        let [first, second, third] = [1, 2, 3].map(|times| begin + PRUNE_AGAIN * times);
+        assert_eq!(prunes.due(first, none), all(&[]), "not sooner than a second after the last");
+        assert_eq!(prunes.due(second, none), all(&[2, 3]));
+        assert_eq!((prunes.due(third, none), prunes.next), (all(&[]), None));
+        prunes.add(&Notes { overflow: true, ..Notes::default() });
+        assert_eq!(prunes.due(third, || vec![Ino(7)]), all(&[7]));
+    }
+
     #[test]
     fn who_waits_for_the_telling_goes_on_when_it_is_done() {
         let shared = Arc::new(Shared::default());
@@ -330,7 +433,7 @@ mod tests {
         change(2);
         wait();
         assert!(shared.lock().is_behind());
-        let first = shared.take().unwrap();
+        let first = shared.take(None).unwrap();
         assert_eq!(first.attributes, HashSet::from([Ino(2)]));
         // Of what is being told now somebody may know no more than of what is noted.
         assert!(shared.lock().is_behind());
@@ -338,7 +441,7 @@ mod tests {
         assert_eq!(done.load(Ordering::Relaxed), 0);
         drop(first);
         assert_eq!(done.load(Ordering::Relaxed), 1);
-        drop(shared.take().unwrap());
+        drop(shared.take(None).unwrap());
         assert_eq!(done.load(Ordering::Relaxed), 2);
         change(3);
         wait();
@@ -346,6 +449,6 @@ mod tests {
         assert_eq!(done.load(Ordering::Relaxed), 3, "nobody is left to be told");
         wait();
         assert_eq!(done.load(Ordering::Relaxed), 4);
-        assert!(shared.take().is_none() && !shared.lock().is_behind());
+        assert!(shared.take(None).is_none() && !shared.lock().is_behind());
     }
 }

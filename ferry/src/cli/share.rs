@@ -9,7 +9,9 @@ use ferry_mapped::{Ids, Rule, Xattrs};
 use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
-use super::values::{Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, Passthrough, Window, made_tag, tag_of};
+use super::values::{
+    Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, Passthrough, Watch, Window, made_tag, tag_of,
+};
 use crate::image::ImageDigest;
 use crate::image::registry::JOBS_MAX;
 use crate::ninep::{Address, Users};
@@ -162,6 +164,12 @@ pub struct Share {
     #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For directories")]
     #[serde(default)]
     pub inode_file_handles: FileHandles,
+
+    /// Tell mounts at once of what others change in the directory on the host. Needs root; each change on its file system
+    /// is looked at.
+    #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For directories")]
+    #[serde(default)]
+    pub watch: Watch,
 
     /// Give users other numbers: TYPE:FROM:TO:COUNT with TYPE one of map (a client's 0 is our 100000:
     /// map:0:100000:65536), guest, host (one direction), squash-guest, squash-host (all become TO), or
@@ -429,9 +437,16 @@ impl Share {
         let of_dirs = [
             (self.announce_submounts, "announce-submounts"),
             (self.inode_file_handles != FileHandles::default(), "inode-file-handles"),
+            (self.watch != Watch::default(), "watch"),
         ];
         if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
             return Some(format!("{flag} is for directories, and {source} is none"));
+        }
+        if self.watch == Watch::Always && self.mount.is_none() {
+            return Some(format!("watch always is for mounts, for nobody else can be told: {source} has no mount"));
+        }
+        if self.watch == Watch::Always && self.inode_file_handles == FileHandles::Never {
+            return Some("watch always needs inode-file-handles, by which changes are told".into());
         }
         if let Some(why) = self.wrong_about_guests() {
             return Some(why);

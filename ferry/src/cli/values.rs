@@ -19,8 +19,8 @@ pub enum Cache {
     Auto,
     /// Names and attributes as with always, data as with none.
     Metadata,
-    /// Everything, until told otherwise. Mounts are told of what other exports of the same ferry change, guests are
-    /// not: for directories that nobody else changes.
+    /// Everything, until told otherwise. Mounts are told of what others change (see --watch), guests are not: for
+    /// directories that nobody else changes.
     Always,
 }
 
@@ -48,6 +48,19 @@ pub enum FileHandles {
     Prefer,
     /// Or an error that says why not.
     Mandatory,
+}
+
+/// Whether to watch for what others change in a directory on the host.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Watch {
+    /// Where a mount keeps things for long (caches always and metadata, and --writeback), if it can be done.
+    #[default]
+    Auto,
+    /// Whatever the mount keeps, or an error that says why not.
+    Always,
+    /// Never: what is kept is old until its time is over.
+    Never,
 }
 
 /// As whom everybody acts who comes through a share.

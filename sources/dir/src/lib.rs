@@ -74,11 +74,12 @@ mod readdir;
 mod resolve;
 mod sys;
 mod table;
+mod watch;
 mod xattr;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use ferry_vfs::{
     Attr, Backing, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features,
@@ -93,6 +94,9 @@ use crate::io::Open;
 use crate::locks::HostLocks;
 use crate::mount::Mounts;
 use crate::table::{Found, Inode, Table};
+use crate::watch::Watch;
+
+pub use crate::watch::{Ours, WatchError};
 
 /// How a directory is shared.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -174,6 +178,7 @@ pub struct Dir {
     creds: Creds,
     /// /proc/self/fd.
     proc_fds: OwnedFd,
+    watch: OnceLock<Watch>,
 }
 
 impl Dir {
@@ -234,6 +239,7 @@ impl Dir {
             changes: Changes::default(),
             creds: Creds::detect(),
             proc_fds,
+            watch: OnceLock::new(),
         };
         let acl = dir.getxattr_(Ino::ROOT, b"system.posix_acl_access");
         dir.features.posix_acl = !matches!(acl, Err(Errno::OPNOTSUPP | Errno::NOSYS));

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use ferry_vfs::{FileType, OFlags, Result};
 use rustix::fs::Mode;
@@ -10,6 +10,7 @@ use rustix::path::DecInt;
 
 use crate::sys;
 use crate::table::lock;
+use crate::watch::Group;
 
 /// A mount: one file system, at one place of the host.
 #[derive(Debug)]
@@ -65,12 +66,14 @@ impl Mount {
 pub(crate) struct Mounts {
     handles: bool,
     known: Mutex<HashMap<u64, Weak<Mount>>>,
+    /// Who wants to hear of changes on them.
+    watching: OnceLock<Arc<Group>>,
 }
 
 impl Mounts {
     /// `handles`: use file handles where they work.
     pub(crate) fn new(handles: bool) -> Self {
-        Self { handles, known: Mutex::default() }
+        Self { handles, known: Mutex::default(), watching: OnceLock::new() }
     }
 
     /// The mount with this id, which `path_fd`, an `O_PATH` descriptor of an inode of this kind, is on.
@@ -85,7 +88,19 @@ impl Mounts {
             return there;
         }
         known.insert(id, Arc::downgrade(&mount));
+        drop(known);
+        if let Some(group) = self.watching.get()
+            && let Err(error) = group.add(&mount)
+        {
+            // Once for each mount that is met.
+            tracing::warn!(id, "changes on a file system that is mounted below the share are not noticed: {error}");
+        }
         mount
+    }
+
+    /// Has those that are met from now on watched, too.
+    pub(crate) fn watch(&self, group: Arc<Group>) {
+        let _ = self.watching.set(group);
     }
 
     /// The mount with this id, if an inode of it is in use.

@@ -35,7 +35,8 @@ impl HostHandle {
         }
     }
 
-    fn parts(&self) -> (i32, &[u8]) {
+    /// Its type and its bytes.
+    pub(crate) fn parts(&self) -> (i32, &[u8]) {
         match self {
             Self::Small { kind, len, bytes } => (*kind, &bytes[..usize::from(*len)]),
             Self::Large { kind, bytes } => (*kind, bytes),
@@ -76,6 +77,23 @@ const SYS_SETXATTRAT: c_long = 463;
 const SYS_GETXATTRAT: c_long = 464;
 const SYS_LISTXATTRAT: c_long = 465;
 const SYS_REMOVEXATTRAT: c_long = 466;
+
+/// A new fanotify group, whose events name inodes by their handles, entries by their directories' handles, and both
+/// where there are both. Reads do not block.
+pub(crate) fn fanotify_group() -> Result<OwnedFd> {
+    let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_DFID_NAME_TARGET;
+    // SAFETY: no pointers.
+    let fd = unsafe { libc::fanotify_init(flags, 0) };
+    owned(check(fd.into())?)
+}
+
+/// Has a fanotify group hear of events on all of the file system that `on` is open on.
+pub(crate) fn fanotify_mark_file_system(group: BorrowedFd<'_>, on: BorrowedFd<'_>, mask: u64) -> Result<()> {
+    let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM;
+    // SAFETY: the path may be null: `on` itself is meant then.
+    let result = unsafe { libc::fanotify_mark(group.as_raw_fd(), flags, mask, on.as_raw_fd(), std::ptr::null()) };
+    check(result.into()).map(drop)
+}
 
 /// A path of one component, ended by NUL, on the stack.
 struct Component([u8; 257]);

@@ -5,12 +5,13 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 
 use crate::mount::Mount;
 use crate::sys::HostHandle;
+use crate::watch::Known;
 
 /// So many that workers on as many CPUs seldom meet; a power of two.
 const SHARDS: usize = 64;
@@ -267,6 +268,8 @@ pub(crate) struct Table {
     by_ino: Box<[ByIno]>,
     by_key: Box<[ByKey]>,
     next: AtomicU64,
+    /// The same inodes by their handles, while the host's changes are watched.
+    watched: OnceLock<Arc<Known>>,
 }
 
 impl Table {
@@ -276,10 +279,23 @@ impl Table {
             by_ino: (0..SHARDS).map(|_| ByIno::default()).collect(),
             by_key: (0..SHARDS).map(|_| ByKey::default()).collect(),
             next: AtomicU64::new(Ino::ROOT.0),
+            watched: OnceLock::new(),
         };
         let (root, _) = table.insert(root);
         debug_assert_eq!(root.ino, Ino::ROOT);
         (table, root)
+    }
+
+    /// Has inodes entered into an index of those that are watched from now on; those that are there already, too. Once.
+    pub(crate) fn watch(&self, known: Arc<Known>) {
+        if self.watched.set(Arc::clone(&known)).is_err() {
+            return;
+        }
+        for shard in &self.by_ino {
+            for inode in shard.read().unwrap_or_else(PoisonError::into_inner).values() {
+                known.add(inode);
+            }
+        }
     }
 
     #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
@@ -334,6 +350,9 @@ impl Table {
         let inode = Arc::new(Inode::new(Ino(self.next.fetch_add(1, Ordering::Relaxed)), found));
         let mut by_ino = self.shard(inode.ino).write().unwrap_or_else(PoisonError::into_inner);
         by_ino.insert(inode.ino.0, Arc::clone(&inode));
+        if let Some(known) = self.watched.get() {
+            known.add(&inode);
+        }
         drop(by_ino);
         // An older inode that had this number on the host stays known by our number until it is forgotten.
         let former = shard.insert(key, Arc::clone(&inode));
@@ -361,6 +380,9 @@ impl Table {
         }
         drop(shard);
         let removed = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner).remove(&ino.0);
+        if let Some(known) = self.watched.get() {
+            known.remove(&inode);
+        }
         // Both go, and with them perhaps a descriptor, with no lock held.
         drop((former, removed));
     }

@@ -31,7 +31,7 @@ pub enum Road {
     Passthrough,
 }
 
-/// One combination, as in `mem_uring` or `dir_passthrough_always`.
+/// One combination, as in `mem_uring`, `dir_passthrough_always` or `dir_uring_auto_writeback`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cell {
     /// What is mounted.
@@ -40,11 +40,13 @@ pub struct Cell {
     pub road: Road,
     /// The value of `--cache`.
     pub cache: &'static str,
+    /// `--writeback`.
+    pub writeback: bool,
 }
 
 impl Cell {
     /// The flags of `ferry mount` that choose the path.
-    pub fn flags(&self) -> [&'static str; 6] {
+    pub fn flags(&self) -> Vec<&'static str> {
         let (path, passthrough) = match self.road {
             Road::Uring => ("uring", "off"),
             Road::DevFuse => ("devfuse", "off"),
@@ -53,13 +55,15 @@ impl Cell {
             Road::Passthrough if !self.has_files_below() => ("auto", "auto"),
             Road::Passthrough => ("auto", "on"),
         };
-        ["--path", path, "--passthrough", passthrough, "--cache", self.cache]
+        let mut flags = vec!["--path", path, "--passthrough", passthrough, "--cache", self.cache];
+        flags.extend(self.writeback.then_some("--writeback"));
+        flags
     }
 
     /// As [`Self::flags`], for a source that has other exports: with everything cached, what is open for writing is not
     /// passed through then, so that it cannot be insisted on.
-    pub fn flags_of_one_of_several(&self) -> [&'static str; 6] {
-        self.flags().map(|flag| if flag == "on" { "auto" } else { flag })
+    pub fn flags_of_one_of_several(&self) -> Vec<&'static str> {
+        self.flags().into_iter().map(|flag| if flag == "on" { "auto" } else { flag }).collect()
     }
 
     /// Whether files' data can be had without the server.
@@ -98,16 +102,23 @@ impl FromStr for Cell {
             "" | "auto" => "auto",
             "none" => "none",
             "always" => "always",
+            "metadata" => "metadata",
             other => return Err(format!("no cache mode '{other}' in {name}")),
         };
-        Ok(Self { source, road, cache })
+        let writeback = match word() {
+            "" => false,
+            "writeback" => true,
+            other => return Err(format!("no '{other}' in {name}")),
+        };
+        Ok(Self { source, road, cache, writeback })
     }
 }
 
 impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (source, road) = (format!("{:?}", self.source), format!("{:?}", self.road));
-        write!(f, "{} {} cache={}", source.to_lowercase(), road.to_lowercase(), self.cache)
+        let writeback = if self.writeback { " writeback" } else { "" };
+        write!(f, "{} {} cache={}{writeback}", source.to_lowercase(), road.to_lowercase(), self.cache)
     }
 }
 
@@ -118,7 +129,9 @@ mod tests {
     #[test]
     fn names_are_cells() {
         let cell: Cell = "pmem_devfuse_none".parse().unwrap();
-        assert_eq!(cell, Cell { source: Source::Pmem, road: Road::DevFuse, cache: "none" });
+        assert_eq!(cell, Cell { source: Source::Pmem, road: Road::DevFuse, cache: "none", writeback: false });
+        let cell: Cell = "dir_uring_auto_writeback".parse().unwrap();
+        assert_eq!(cell.to_string(), "dir uring cache=auto writeback");
         let cell: Cell = "dir_passthrough".parse().unwrap();
         assert_eq!((cell.cache, cell.passes_through()), ("auto", true));
         let cell: Cell = "diod_devfuse".parse().unwrap();
@@ -127,7 +140,7 @@ mod tests {
             (Source::NineP(Maker::Diod), "ninep(diod) devfuse cache=auto")
         );
         assert!("pmem_passthrough".parse().is_ok_and(|cell: Cell| !cell.passes_through()));
-        for wrong in ["", "mem", "mem_other", "tmpfs_uring", "mem_uring_often"] {
+        for wrong in ["", "mem", "mem_other", "tmpfs_uring", "mem_uring_often", "mem_uring_auto_back"] {
             assert!(wrong.parse::<Cell>().is_err(), "{wrong}");
         }
     }

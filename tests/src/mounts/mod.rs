@@ -5,6 +5,7 @@
 //! watchdog that ends its FUSE connection, whereupon everything that waits for it gets an error.
 
 mod cell;
+mod changes;
 mod emergency;
 mod mounted;
 mod pair;
@@ -14,6 +15,7 @@ mod settings;
 mod site;
 
 pub use cell::{Cell, Road, Source};
+pub use changes::{each_change, shows};
 pub use emergency::{Emergency, Watchdog};
 pub use mounted::{MountOptions, Mounted, assert_nothing_left, unmount};
 pub use pair::Pair;

@@ -90,6 +90,19 @@ impl Mounted {
         Self::fresh(cell, options, |path| Some(Self::of_source(*cell, &source, path, options)))
     }
 
+    /// The same, of a directory that is there already, and may be mounted elsewhere.
+    ///
+    /// # Panics
+    /// When the program does not mount.
+    pub fn of_dir(dir: &Path, cell: &Cell, options: &MountOptions) -> Option<Self> {
+        let source = dir.to_str().unwrap();
+        Self::fresh(cell, options, |path| {
+            let mut mounted = Self::of_source(*cell, source, path, options);
+            mounted.below = dir.into();
+            Some(mounted)
+        })
+    }
+
     /// Mounts in a folder of its own, if that can be done here.
     fn fresh(cell: &Cell, options: &MountOptions, mount: impl FnOnce(&Path) -> Option<Self>) -> Option<Self> {
         let uring = match super::missing() {

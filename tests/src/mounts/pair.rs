@@ -37,6 +37,14 @@ impl Pair {
     /// # Panics
     /// When the program does not mount.
     pub fn new(cells: [&Cell; 2], limit: Duration) -> Option<Self> {
+        Self::with_each(cells, limit, [&[], &[]])
+    }
+
+    /// The same, with further arguments for each.
+    ///
+    /// # Panics
+    /// When the program does not mount.
+    pub fn with_each(cells: [&Cell; 2], limit: Duration, args: [&[&str]; 2]) -> Option<Self> {
         let uring = match super::missing() {
             Some(missing) => Err(missing),
             None => super::with_uring(),
@@ -51,9 +59,10 @@ impl Pair {
         let (source, remote) = prepare(cells[0].source, &folders[0].path().join("below"))?;
         let paths = folders.each_ref().map(|folder| folder.path().join("mnt"));
         let mut command = ferry(["share"]);
-        for (cell, path) in cells.iter().zip(&paths) {
+        for ((cell, path), args) in cells.iter().zip(&paths).zip(args) {
             std::fs::create_dir(path).unwrap();
             command.arg(&source).arg("--mount").arg(path).arg("--allow-other").args(cell.flags_of_one_of_several());
+            command.args(args);
         }
         let server = Arc::new(Mutex::new(Started::new(&mut command)));
         let emergency = |path: &PathBuf| Emergency::new(path, Some(Arc::clone(&server)));

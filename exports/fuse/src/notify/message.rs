@@ -1,7 +1,9 @@
 //! Notifications as bytes (FUSE protocol 7.45, `fuse_notify_code`).
 
 use ferry_vfs::{Ino, Name};
-use ferry_wire::fuse::abi::{self, NotifyDeleteOut, NotifyInvalEntryOut, NotifyInvalInodeOut, OutHeader};
+use ferry_wire::fuse::abi::{
+    self, NotifyDeleteOut, NotifyInvalEntryOut, NotifyInvalInodeOut, NotifyPruneOut, OutHeader,
+};
 use zerocopy::{Immutable, IntoBytes};
 
 /// The longest notification.
@@ -16,10 +18,15 @@ pub(super) enum Message<'a> {
     Data(Ino, (u64, u64)),
     /// A name in a directory.
     Entry(Ino, Name<'a>),
+    /// That a name in a directory is known: it is to be looked up before it is used again. Kernels before 6.2 forget the
+    /// name, too.
+    Expired(Ino, Name<'a>),
     /// A name in a directory, which meant this inode and was removed.
     Deleted(Ino, Name<'a>, Ino),
     /// All names.
     Epoch,
+    /// All that is known of an inode that nobody uses (Linux 6.18).
+    Prune(Ino),
 }
 
 impl Message<'_> {
@@ -39,8 +46,9 @@ impl Message<'_> {
                 out.put(&NotifyInvalInodeOut { ino: ino.0, off, len });
                 abi::NOTIFY_INVAL_INODE
             }
-            Self::Entry(dir, name) => {
-                out.put(&NotifyInvalEntryOut { parent: dir.0, namelen: bytes_of(name), flags: 0 });
+            Self::Entry(dir, name) | Self::Expired(dir, name) => {
+                let flags = if matches!(self, Self::Expired(..)) { abi::EXPIRE_ONLY } else { 0 };
+                out.put(&NotifyInvalEntryOut { parent: dir.0, namelen: bytes_of(name), flags });
                 out.put_name(name);
                 abi::NOTIFY_INVAL_ENTRY
             }
@@ -51,6 +59,11 @@ impl Message<'_> {
                 abi::NOTIFY_DELETE
             }
             Self::Epoch => abi::NOTIFY_INC_EPOCH,
+            Self::Prune(ino) => {
+                out.put(&NotifyPruneOut { count: 1, padding: 0, spare: 0 });
+                out.put(&ino.0);
+                abi::NOTIFY_PRUNE
+            }
         };
         let len = out.len;
         let header = OutHeader { len: u32::try_from(len).unwrap_or(0), error: code, unique: 0 };
@@ -98,8 +111,10 @@ mod tests {
             (Message::Data(Ino(2), (0, 1)), 16 + 24, 2),
             (Message::Entry(Ino(1), short), 16 + 16 + 3, 3),
             (Message::Entry(Ino(1), long), 16 + 16 + 256, 3),
+            (Message::Expired(Ino(1), short), 16 + 16 + 3, 3),
             (Message::Deleted(Ino(1), long, Ino(2)), 16 + 24 + 256, 6),
             (Message::Epoch, 16, 8),
+            (Message::Prune(Ino(3)), 16 + 16 + 8, 9),
         ] {
             message.with_bytes(|out| {
                 assert_eq!(out.len(), bytes, "{message:?}");
@@ -108,6 +123,10 @@ mod tests {
                 assert_eq!(out[8..16], [0; 8], "a notification has no number");
             });
         }
+        let flags = |message: Message<'_>| {
+            message.with_bytes(|out| u32::from_ne_bytes(out[16 + 12..16 + 16].try_into().unwrap()))
+        };
+        assert_eq!((flags(Message::Entry(Ino(1), short)), flags(Message::Expired(Ino(1), short))), (0, 1));
         let range = |message: Message<'_>| {
             message.with_bytes(|out| {
                 let at = |at: usize| i64::from_ne_bytes(out[at..at + 8].try_into().unwrap());

@@ -1,0 +1,372 @@
+//! Changes that others make on the host, heard of by fanotify and published as nobody's.
+//!
+//! Events name inodes by file handles, and the index [`Known`] finds those that clients know among them; all others are
+//! passed over. A group hears of whole file systems, for nothing smaller tells of everything below a directory.
+//!
+//! Each change is told twice: at once, and between one and two seconds later. A client may have asked just before the
+//! change, and its answer been under way when it was told to forget.
+//!
+//! Not heard of at once, for the kernel has no events for it: what is stored through shared mappings and written by
+//! `io_submit` (the close of the file is, and all is told then), and changes on other hosts of a network file system.
+
+mod events;
+
+use std::collections::{BTreeSet, HashSet};
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ferry_vfs::{Change, Changes, Errno, Ino, NameBuf, SessionId};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::Dir;
+use crate::mount::Mount;
+use crate::sys;
+use crate::table::{Inode, Mix, lock};
+use events::{Event, events};
+
+/// So many that the workers that meet inodes seldom wait for each other; a power of two.
+const SHARDS: usize = 64;
+/// What is read at a time: a few hundred events. The longest has about 600 bytes.
+const READ_BYTES: usize = 64 << 10;
+/// Changes that are kept to be told again. Past it all may have changed.
+const AGAIN_MAX: usize = 1 << 16;
+/// When changes are told again: after one to two of these. Longer than an answer is under way on a loaded machine.
+const AGAIN: Duration = Duration::from_secs(1);
+/// After an error of the kernel's, so that one that stays takes no CPU.
+const REST: Duration = Duration::from_secs(1);
+
+/// What is heard of: all that clients keep. A file that was open for writing is closed also after a mapping of it.
+const MASK: u64 = libc::FAN_MODIFY
+    | libc::FAN_CLOSE_WRITE
+    | libc::FAN_ATTRIB
+    | libc::FAN_CREATE
+    | libc::FAN_DELETE
+    | libc::FAN_MOVED_FROM
+    | libc::FAN_MOVED_TO
+    | libc::FAN_ONDIR;
+
+/// What to do about changes that this process makes itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ours {
+    /// Pass over them: they are published by whoever makes them, as all that goes through one [`Dir`] is.
+    Skip,
+    /// Publish them, too: other sources of this process change the same files.
+    Tell,
+}
+
+/// Why changes on the host cannot be watched.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WatchError {
+    /// Only `CAP_SYS_ADMIN` hears of changes on a file system.
+    #[error("only root hears of changes on the host (CAP_SYS_ADMIN)")]
+    Permission,
+    /// Events name files by handles.
+    #[error("files are not remembered by file handles, by which changes on the host are told")]
+    NoHandles,
+    /// The kernel or the file system cannot.
+    #[error("this kernel or file system does not tell of changes (fanotify with names and targets: Linux 5.17)")]
+    Unsupported,
+    /// Anything else that the host says.
+    #[error("changes on the host cannot be watched")]
+    Host(#[source] Errno),
+}
+
+impl From<Errno> for WatchError {
+    fn from(errno: Errno) -> Self {
+        match errno {
+            Errno::PERM | Errno::ACCESS => Self::Permission,
+            Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP | Errno::XDEV | Errno::NODEV => Self::Unsupported,
+            errno => Self::Host(errno),
+        }
+    }
+}
+
+/// A fanotify group.
+#[derive(Debug)]
+pub(crate) struct Group(OwnedFd);
+
+impl Group {
+    /// Hears of changes on this mount's file system, too.
+    pub(crate) fn add(&self, mount: &Mount) -> std::result::Result<(), WatchError> {
+        let real = mount.handles().ok_or(WatchError::NoHandles)?;
+        Ok(sys::fanotify_mark_file_system(self.0.as_fd(), real, MASK)?)
+    }
+}
+
+/// Hashes of handles, and the inodes with such a handle.
+type Hashed = Mutex<BTreeSet<(u64, Ino)>>;
+
+/// The inodes that clients know, by the hash of their handles.
+///
+/// Handles that have one hash, as those of two file systems may, are told together: that costs a question too many.
+pub(crate) struct Known(Box<[Hashed]>);
+
+impl fmt::Debug for Known {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Known")
+    }
+}
+
+fn hash(kind: i32, bytes: &[u8]) -> u64 {
+    let mut mix = Mix::default();
+    (kind, bytes).hash(&mut mix);
+    mix.finish()
+}
+
+impl Known {
+    fn new() -> Self {
+        Self((0..SHARDS).map(|_| Mutex::default()).collect())
+    }
+
+    #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
+    fn shard(&self, hash: u64) -> &Hashed {
+        &self.0[(hash % SHARDS as u64) as usize]
+    }
+
+    fn add_by(&self, handle: &sys::HostHandle, ino: Ino) {
+        let (kind, bytes) = handle.parts();
+        let hash = hash(kind, bytes);
+        lock(self.shard(hash)).insert((hash, ino));
+    }
+
+    /// A client was told of an inode.
+    pub(crate) fn add(&self, inode: &Inode) {
+        if let Some(handle) = &inode.found.handle {
+            self.add_by(handle, inode.ino);
+        }
+    }
+
+    /// No client knows an inode any more.
+    pub(crate) fn remove(&self, inode: &Inode) {
+        if let Some(handle) = &inode.found.handle {
+            let (kind, bytes) = handle.parts();
+            let hash = hash(kind, bytes);
+            lock(self.shard(hash)).remove(&(hash, inode.ino));
+        }
+    }
+
+    /// Those with this handle: one for each mount that it was met on, as a rule one or none.
+    fn find(&self, (kind, bytes): (i32, &[u8])) -> Vec<Ino> {
+        let hash = hash(kind, bytes);
+        lock(self.shard(hash)).range((hash, Ino(0))..=(hash, Ino(u64::MAX))).map(|(_, ino)| *ino).collect()
+    }
+}
+
+/// What is to be told once more.
+#[derive(Debug, Default)]
+struct Again {
+    attributes: HashSet<Ino>,
+    data: HashSet<Ino>,
+    names: HashSet<(Ino, NameBuf)>,
+    all: bool,
+}
+
+impl Again {
+    fn is_empty(&self) -> bool {
+        self.attributes.is_empty() && self.data.is_empty() && self.names.is_empty() && !self.all
+    }
+
+    fn add(&mut self, change: &Change) {
+        if self.all {
+            return;
+        }
+        match change {
+            Change::Attr { ino } => {
+                self.attributes.insert(*ino);
+            }
+            Change::Data { ino, .. } => {
+                self.data.insert(*ino);
+            }
+            Change::Entry { dir, name } | Change::Unsure { dir, name } | Change::Removed { dir, name, .. } => {
+                self.names.insert((*dir, name.clone()));
+            }
+            _ => self.all = true,
+        }
+        if self.all || self.attributes.len() + self.data.len() + self.names.len() > AGAIN_MAX {
+            *self = Self { all: true, ..Self::default() };
+        }
+    }
+
+    fn publish(self, changes: &Changes) {
+        let by = SessionId::default();
+        if self.all {
+            changes.publish(by, || Change::All);
+        }
+        for (dir, name) in self.names {
+            changes.publish(by, || Change::Unsure { dir, name });
+        }
+        for ino in self.data {
+            changes.publish(by, || Change::Data { ino, offset: 0, len: u64::MAX });
+        }
+        for ino in self.attributes {
+            changes.publish(by, || Change::Attr { ino });
+        }
+    }
+}
+
+/// What the thread works with.
+struct Watcher {
+    group: Arc<Group>,
+    known: Arc<Known>,
+    changes: Changes,
+    ours: Ours,
+    stop: Arc<OwnedFd>,
+    /// What was told since the last time that something was told again, and what was told before that.
+    again: [Again; 2],
+}
+
+impl Watcher {
+    fn run(mut self) {
+        let mut buffer = vec![0; READ_BYTES];
+        let mut next = Instant::now();
+        loop {
+            let waits = !self.again.iter().all(Again::is_empty);
+            if waits && Instant::now() >= next {
+                let [new, old] = &mut self.again;
+                std::mem::replace(old, std::mem::take(new)).publish(&self.changes);
+                next = Instant::now() + AGAIN;
+                continue;
+            }
+            let left = waits.then(|| next.saturating_duration_since(Instant::now()));
+            let left = left.and_then(|left| Timespec::try_from(left).ok());
+            let mut fds = [PollFd::new(&self.group.0, PollFlags::IN), PollFd::new(&*self.stop, PollFlags::IN)];
+            let polled = poll(&mut fds, left.as_ref());
+            let [is_there, ends] = fds.map(|fd| !fd.revents().is_empty());
+            if ends {
+                return;
+            }
+            let read = match polled {
+                Ok(_) if is_there => rustix::io::read(&self.group.0, &mut buffer[..]),
+                Ok(_) | Err(Errno::INTR) => continue,
+                Err(error) => Err(error),
+            };
+            match read {
+                Ok(len) => {
+                    if !waits {
+                        next = Instant::now() + AGAIN;
+                    }
+                    // Never more than there is room for.
+                    events(buffer.get(..len).unwrap_or_default(), |event| self.heard(&event));
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => {
+                    tracing::warn!(
+                        "changes on the host may have been missed: {error}; clients are to forget everything"
+                    );
+                    self.tell(Change::All);
+                    std::thread::sleep(REST);
+                }
+            }
+        }
+    }
+
+    fn tell(&mut self, change: Change) {
+        self.again[0].add(&change);
+        self.changes.publish(SessionId::default(), || change);
+    }
+
+    fn heard(&mut self, event: &Event<'_>) {
+        if event.mask & libc::FAN_Q_OVERFLOW != 0 {
+            tracing::debug!("more changes on the host than can be heard of: clients are to forget everything");
+            return self.tell(Change::All);
+        }
+        if self.ours == Ours::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
+            return;
+        }
+        let targets = event.target.map(|handle| self.known.find(handle)).unwrap_or_default();
+        let has = |mask: u64| event.mask & mask != 0;
+        if let Some((handle, name)) = &event.entry
+            && has(libc::FAN_CREATE | libc::FAN_DELETE | libc::FAN_MOVED_FROM | libc::FAN_MOVED_TO)
+        {
+            for dir in self.known.find(*handle) {
+                for change in names(event.mask, dir, name, &targets) {
+                    self.tell(change);
+                }
+            }
+        }
+        for ino in targets {
+            if has(libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE) {
+                self.tell(Change::Data { ino, offset: 0, len: u64::MAX });
+            } else {
+                self.tell(Change::Attr { ino });
+            }
+        }
+    }
+}
+
+/// What happened to a name. The kernel merges what happens to one name: events may be several at once.
+fn names(mask: u64, dir: Ino, name: &NameBuf, targets: &[Ino]) -> Vec<Change> {
+    let [is_new, was_removed, came, went] =
+        [libc::FAN_CREATE, libc::FAN_DELETE, libc::FAN_MOVED_TO, libc::FAN_MOVED_FROM].map(|kind| mask & kind != 0);
+    let name = name.clone();
+    match targets {
+        // Who has found it already is not disturbed.
+        _ if is_new && !(was_removed || came || went) => vec![Change::Unsure { dir, name }],
+        [ino] if was_removed && !(is_new || came) => vec![Change::Removed { dir, name, ino: *ino }],
+        _ => vec![Change::Entry { dir, name }],
+    }
+}
+
+/// Watching, until dropped.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // Cannot fail: the number is far below what an eventfd holds.
+        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Dir {
+    /// Watches for changes that others make on the host, and publishes them as nobody's, until the directory is dropped.
+    ///
+    /// Each change of any file on the file system is looked at, whether it is in the directory or not. When more come
+    /// than the kernel keeps (`fs.fanotify.max_queued_events`), [`Change::All`] is published. A second call does
+    /// nothing.
+    ///
+    /// # Errors
+    /// [`WatchError`] says in one sentence why not.
+    pub fn watch(&self, ours: Ours) -> std::result::Result<(), WatchError> {
+        if self.watch.get().is_some() {
+            return Ok(());
+        }
+        let mount = &self.root.found.mount;
+        if mount.handles().is_none() {
+            return Err(WatchError::NoHandles);
+        }
+        let group = Arc::new(Group(sys::fanotify_group()?));
+        group.add(mount)?;
+        let known = Arc::new(Known::new());
+        // The root is found by its descriptor, and therefore has no handle in the table.
+        let root = self.path_fd(&self.root)?;
+        known.add_by(&sys::name_to_handle(root.as_fd(), b"")?, Ino::ROOT);
+        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let watcher = Watcher {
+            group: Arc::clone(&group),
+            known: Arc::clone(&known),
+            changes: self.changes.clone(),
+            ours,
+            stop: Arc::clone(&stop),
+            again: Default::default(),
+        };
+        let thread = std::thread::Builder::new().name("dir-watch".into()).spawn(move || watcher.run());
+        let thread = thread.map_err(|error| WatchError::Host(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
+        if self.watch.set(Watch { stop, thread: Some(thread) }).is_ok() {
+            self.mounts.watch(group);
+            self.table.watch(known);
+        }
+        Ok(())
+    }
+}

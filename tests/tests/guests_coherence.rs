@@ -1,0 +1,217 @@
+//! What two guests and the host see of each other's files, one step after the other.
+//!
+//! A step is announced by a file of its own, and so is a failure, for which nobody then waits. Guests cannot be told of changes: with `cache=auto` names and attributes, and
+//! with them a file's length, may be a second old, so that whoever wants to be sure waits longer than that before it opens.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
+
+use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, alone, collect, guest_on};
+
+/// What guests' scripts begin with: `step N` announces, `after N` waits for that and for caches to run out.
+const STEPS: &str = r#"
+    trap '[ $? = 0 ] || : >failed' EXIT
+    step() { : >step.$1; }
+    reached() { tries=0; while [ ! -e step.$1 ]; do tries=$((tries + 1)); [ $tries -lt 1500 -a ! -e failed ]; sleep 0.1; done; }
+    after() { reached $1; sleep 1.2; }
+    is() { [ "$(cat $1)" = "$2" ] && [ $(stat -c %s $1) = ${#2} ] || { echo "$1: $(stat -c %s $1) bytes: $(cat $1), not $2"; exit 1; }; }
+"#;
+
+/// Waits for a step on the host, which caches nothing.
+fn reached(share: &Share, step: u32) {
+    let (end, file) = (Instant::now() + TIMEOUT, share.path.join(format!("step.{step}")));
+    while !file.exists() {
+        let failed = share.path.join("failed").exists();
+        assert!(!failed && Instant::now() < end, "step {step} was not reached");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn step(share: &Share, step: u32) {
+    fs::write(share.path.join(format!("step.{step}")), "").unwrap();
+}
+
+/// Runs two guests, and what the host does beside them; answers what they said.
+fn two(share: &Share, options: Options, scripts: [&str; 2], on_host: impl FnOnce()) -> [String; 2] {
+    let (second, export) = share.beside_with(options, 2);
+    let start = Instant::now();
+    let mut sockets = [&share.socket, &second].into_iter();
+    let guests = scripts.map(|script| {
+        let socket = sockets.next().expect("two sockets");
+        guest_on(socket, ["sh", "-euc", &format!("{STEPS}\n{script}")]).spawn().unwrap()
+    });
+    let beside = std::panic::catch_unwind(std::panic::AssertUnwindSafe(on_host));
+    if beside.is_err() {
+        fs::write(share.path.join("failed"), "").unwrap();
+    }
+    let ran = guests.map(|guest| collect(guest, TIMEOUT, start));
+    assert!(beside.is_ok() && ran.iter().all(|ran| ran.status == 0), "{ran:?}");
+    let said = ran.map(|ran| ran.out);
+    share.assert_released();
+    export.stop();
+    said
+}
+
+fn options(cache: Cache, writeback: bool) -> Options {
+    Options { cache, writeback, ..Options::default() }
+}
+
+/// What one has closed, the others see when they open it.
+fn close_to_open(cache: Cache) {
+    let share = Share::with(Place::Disk, options(cache, false));
+    let one = "
+        printf one >file; is file one; step 1
+        after 3; is file 'three, by the host'
+        reached 8; printf ', and four' >>file; stat -c %y file; step 4
+        reached 5; exec 3>>file; printf ', and five' >&3; sync file; stat -c %y file; step 6
+        reached 7; exec 3>&-
+    ";
+    let two_ = "
+        after 1; is file one
+        printf 'two, longer' >file; stat -c %y file; step 2
+        after 3; is file 'three, by the host'; step 8
+        after 4; is file 'three, by the host, and four'; stat -c %y file; step 5
+        after 6; is file 'three, by the host, and four, and five'; stat -c %y file; step 7
+    ";
+    let read = || fs::read_to_string(share.path.join("file")).unwrap();
+    let said = two(&share, options(cache, false), [one, two_], || {
+        reached(&share, 2);
+        assert_eq!(read(), "two, longer");
+        fs::write(share.path.join("file"), "three, by the host").unwrap();
+        step(&share, 3);
+        reached(&share, 6);
+        assert_eq!(read(), "three, by the host, and four, and five", "it was made durable, and is not closed yet");
+    });
+    let [one, two] = said.each_ref().map(|said| said.lines().collect::<Vec<_>>());
+    // The times of the last two writes, as who made them and the other see them.
+    assert_eq!((one.len(), two.len()), (2, 3), "{said:?}");
+    assert_eq!(one[..], two[1..], "times of change");
+    assert!(fs::metadata(share.path.join("file")).unwrap().mtime() > 0);
+}
+
+#[test]
+fn what_is_closed_is_seen_when_it_is_opened() {
+    let _alone = alone();
+    close_to_open(Cache::Auto);
+}
+
+/// Who writes back believes its own length of a file, and is therefore to be the only one that writes to it.
+#[test]
+fn what_is_written_back_is_seen_when_it_is_closed_or_synced() {
+    let _alone = alone();
+    let share = Share::with(Place::Disk, options(Cache::Auto, true));
+    let one = "
+        printf one >file; stat -c %y file; step 1
+        reached 2; exec 3>>file; printf ', two' >&3; sync file; stat -c %y file; step 3
+        reached 4; printf ', three' >&3; exec 3>&-; stat -c %y file; step 5
+    ";
+    let other = "
+        after 1; is file one; stat -c %y file; step 2
+        after 3; is file 'one, two'; stat -c %y file; step 4
+        after 5; is file 'one, two, three'; stat -c %y file
+    ";
+    let read = || fs::read_to_string(share.path.join("file")).unwrap();
+    let [one, other] = two(&share, options(Cache::Auto, false), [one, other], || {
+        reached(&share, 3);
+        assert_eq!(read(), "one, two", "it was made durable, and is not closed yet");
+    });
+    assert_eq!((one.lines().count(), read().as_str()), (3, "one, two, three"));
+    assert_eq!(one, other, "times of change");
+}
+
+#[test]
+fn nothing_is_kept_without_a_cache() {
+    let _alone = alone();
+    close_to_open(Cache::None);
+}
+
+/// With `O_DIRECT`, bytes are asked for whatever is kept, and whoever writes them.
+#[test]
+fn direct_reads_are_of_now() {
+    let _alone = alone();
+    let share = Share::new(Cache::Auto);
+    fs::write(share.path.join("file"), [b'0'; 4096]).unwrap();
+    let one = "
+        direct() { dd if=file iflag=direct bs=4096 count=1 status=none | tr -d '\\n' | head -c 1; }
+        cat file >/dev/null; [ $(direct) = 0 ]; step 1
+        reached 2; [ $(direct) = 1 ]; step 3
+        reached 4; [ $(direct) = 2 ]
+    ";
+    let other = "
+        reached 1; head -c 4096 /dev/zero | tr '\\0' 1 | dd of=file oflag=direct conv=notrunc bs=4096 iflag=fullblock status=none; step 2
+    ";
+    two(&share, options(Cache::Auto, false), [one, other], || {
+        reached(&share, 3);
+        fs::write(share.path.join("file"), [b'2'; 4096]).unwrap();
+        step(&share, 4);
+    });
+}
+
+/// Shared mappings of files that are not kept: by default they work, and can be refused.
+#[test]
+fn shared_mappings_without_a_cache_can_be_had_and_refused() {
+    let _alone = alone();
+    let python = "/usr/bin/python3";
+    if !std::path::Path::new(python).exists() {
+        println!("skipped: no {python} here");
+        return;
+    }
+    let script = format!(
+        "exec {python} -c '
+import errno, mmap
+file = open(\"file\", \"r+b\")
+try:
+    mapped = mmap.mmap(file.fileno(), 0)
+    mapped[0:3] = b\"new\"
+    mapped.flush()
+    print(\"mapped\")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+private = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+print(private[0:3].decode())
+'"
+    );
+    for (mmap, said, left) in [(true, "mapped\nnew\n", "new bytes"), (false, "ENODEV\nold\n", "old bytes")] {
+        let share = Share::with(Place::Disk, Options { mmap, ..options(Cache::None, false) });
+        fs::write(share.path.join("file"), "old bytes").unwrap();
+        assert_eq!(share.sh(&script).ok(), said, "mmap {mmap}");
+        assert_eq!(fs::read_to_string(share.path.join("file")).unwrap(), left);
+    }
+}
+
+/// How late a guest sees what the host changes: never later than its timeout, for it cannot be told. Measured in the guest
+/// between a file that is always asked for and one that it knows.
+#[test]
+fn what_a_guest_keeps_is_given_up_in_time() {
+    let _alone = alone();
+    for (timeout, bound) in [(0, 0), (1, 1), (3, 3)] {
+        let timeout = Some(Duration::from_secs(timeout));
+        let share = Share::with(
+            Place::Disk,
+            Options { entry_timeout: timeout, attr_timeout: timeout, ..options(Cache::Auto, false) },
+        );
+        fs::write(share.path.join("file"), "1").unwrap();
+        // The size is asked for all the time; what is kept is given up when its time is over, asked for or not.
+        let script = format!(
+            "{STEPS}
+            now() {{ cut -d ' ' -f 1 /proc/uptime; }}
+            [ $(stat -c %s file) = 1 ]; step 1
+            reached 2; begin=$(now)
+            while [ $(stat -c %s file) = 1 ]; do :; done
+            echo $begin $(now)"
+        );
+        let guest = guest_on(&share.socket, ["sh", "-euc", &script]).spawn().unwrap();
+        let start = Instant::now();
+        reached(&share, 1);
+        fs::write(share.path.join("file"), "two").unwrap();
+        step(&share, 2);
+        let said = collect(guest, TIMEOUT, start).ok();
+        let times: Vec<f64> = said.split_whitespace().map(|time| time.parse().unwrap()).collect();
+        let late = times[1] - times[0];
+        println!("a guest with a timeout of {bound} s sees a change {late:.2} s after it knows that there was one");
+        assert!(late < f64::from(bound) + 20.0, "{late} s");
+    }
+}
