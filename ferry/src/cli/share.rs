@@ -150,7 +150,7 @@ pub struct Share {
     pub dax: Option<Window>,
 
     /// Which files are mapped where the guest leaves it to us (it mounts without dax, or with dax=inode): always, never, or
-    /// size>N [default: size>1M].
+    /// size>N; if it is not given, size>1M.
     #[arg(long, value_name = "WHICH", help_heading = "For virtual machines")]
     pub dax_files: Option<DaxFiles>,
 
