@@ -292,6 +292,8 @@ fn share_with_file(name: &str) -> Share {
 #[test]
 fn mappings_are_asked_for_and_given_back() {
     let _alone = alone();
+    // Before the usual log is made: there is one for all tests of a process.
+    Asked::begin();
     let share = share_with_file("native");
     let (mut driver, line, node) = native(&share);
     // A whole chunk: the file itself.
@@ -355,6 +357,8 @@ fn mappings_are_asked_for_and_given_back() {
 #[test]
 fn nobody_waits_for_a_front_end_that_does_not_answer() {
     let _alone = alone();
+    // Before the usual log is made: there is one for all tests of a process.
+    Asked::begin();
     let share = share_with_file("silent");
     let (mut driver, line, node) = native(&share);
     let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));

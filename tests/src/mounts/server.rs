@@ -125,7 +125,8 @@ impl NinePServer {
                 let mut command = Command::new("setpriv");
                 command.args(["--pdeathsig", "KILL", "sh", "-uc", KEEPER]).arg(self.pid_file());
                 command.args(["setpriv", "--pdeathsig", "TERM"]).arg(program()).arg("share").arg(shared);
-                command.args(["--9p", &self.address]).env_remove("FERRY_LOG");
+                // The capability is for trusted.*, which clients may then have.
+                command.args(["--9p", &self.address, "--modcaps", "+sys_admin"]).env_remove("FERRY_LOG");
                 command
             }
             Maker::Diod => {
