@@ -239,6 +239,13 @@ pub fn log() {
     });
 }
 
+/// Copies a program so that it can be started: by another process, for whoever forks while one of this process's threads writes to it
+/// has the program open for writing, and then nobody can (`ETXTBSY`).
+pub fn copy_program(from: &Path, to: &Path) {
+    let status = std::process::Command::new("cp").arg("--").args([from, to]).status().unwrap();
+    assert!(status.success(), "{}", from.display());
+}
+
 /// One test at a time: those that count the process's descriptors and threads.
 pub fn alone() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());

@@ -192,7 +192,7 @@ fn my_user_outside_is_root_inside() {
     }
     // Nobody else may run a program in the folder of the tests' own user.
     let program = folder.path().join("ferry");
-    fs::copy(ferry_tests::mounts::program(), &program).unwrap();
+    ferry_tests::copy_program(ferry_tests::mounts::program(), &program);
     let user = USER.to_string();
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program).arg("share").arg(&tree);

@@ -60,7 +60,7 @@ impl Tree {
     /// A program where everybody may start it.
     fn program(&self, program: &Path, name: &str) -> PathBuf {
         let copy = self.at(name);
-        fs::copy(program, &copy).unwrap();
+        ferry_tests::copy_program(program, &copy);
         fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).unwrap();
         copy
     }

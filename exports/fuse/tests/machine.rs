@@ -127,7 +127,9 @@ fn a_user_mounts_and_is_served_on_both_paths() {
     std::os::unix::fs::chown(&at, Some(65534), Some(65534)).unwrap();
     // A copy that anybody may start, wherever the build folder is.
     let program = folder.path().join("test");
-    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    // By another process: what one of our threads has open for writing, nobody can start.
+    let copied = Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&program).status();
+    assert!(copied.unwrap().success());
     all(&program);
     let mut command = Command::new("timeout");
     command.args(["30", "unshare", "--mount", "--propagation", "private", "sh", "-c", OPEN_DEVICE, "sh"]);
