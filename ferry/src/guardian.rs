@@ -90,11 +90,6 @@ impl Guardian {
         outcome.recv().context("its thread has ended")??;
         Ok(guardian)
     }
-
-    /// Leaves it on guard: its duty begins when this process ends.
-    pub fn outlive(self) {
-        std::mem::forget(self);
-    }
 }
 
 impl Drop for Guardian {

@@ -2,6 +2,8 @@
 //! beside that, and ends when all is here; the mount stays.
 
 use std::ffi::OsString;
+use std::mem::ManuallyDrop;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
@@ -87,43 +89,23 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
         attach(args, &image, &|_| None)?;
         return ready(nulls).map(|()| 0);
     }
+    // Before there is a mount: whoever ends this must not leave one.
+    let signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
     let mut watch = Watch::begin(&mut objects)?;
     let (group, packs) = watch.for_guardian()?;
     let guardian = Guardian::start(Duty::Packs { group, packs }).context("cannot start the guardian of the mount")?;
+    // It outlives us unless all is here: from now on guardians of earlier servers rely on us, also if nothing gets mounted, and
+    // nobody may take holes for zeros. One that nobody needs goes by itself.
+    let guardian = ManuallyDrop::new(guardian);
     let objects = Arc::new(objects);
     watch.serve(&objects, THREADS_MIN + usize::from(origin.jobs()))?;
-    let (sender, over) = channel();
-    // Before there is a mount: whoever ends this must not leave one.
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
     attach(args, &image, &|number| watch.path(number))?;
-    let outcome = statx(CWD, &dir, AtFlags::empty(), StatxFlags::MNT_ID).context("cannot look at the mount");
-    let started = outcome.and_then(|mounted| {
-        let by_signal = sender.clone();
-        begin("signals", move || signals.forever().next().map(|signal| by_signal.send(Over::Signal(signal))))?;
-        begin("unmounted", {
-            let sender = sender.clone();
-            move || match until_unmounted(mounted.stx_mnt_id) {
-                Ok(()) => drop(sender.send(Over::Unmounted)),
-                Err(error) => tracing::warn!("it cannot be seen whether the image is unmounted: {error}"),
-            }
-        })?;
-        if let Some(background) = background {
-            begin("fetch", fetch(background, &objects, &sender))?;
-        }
-        ready(nulls)
-    });
-    let over = match started {
-        Ok(()) => over.recv().context("nobody can say when this is over")?,
-        Err(error) => {
-            let _ = unmount(&dir, UnmountFlags::DETACH);
-            guardian.outlive();
-            return Err(error);
-        }
-    };
+    let over = wait(&dir, signals, background, &objects, nulls).inspect_err(|_| {
+        let _ = unmount(&dir, UnmountFlags::DETACH);
+    })?;
     match over {
-        Over::Whole => drop(guardian),
-        // Somebody may still have files of it open, and must not take holes for zeros.
-        Over::Unmounted => guardian.outlive(),
+        Over::Whole => drop(ManuallyDrop::into_inner(guardian)),
+        Over::Unmounted => {}
         Over::Signal(signal) => {
             tracing::info!(signal, "unmounting");
             match unmount(&dir, UnmountFlags::empty()) {
@@ -134,10 +116,33 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
                 outcome => outcome,
             }
             .with_context(|| format!("cannot unmount {}", dir.display()))?;
-            guardian.outlive();
         }
     }
     Ok(0)
+}
+
+/// Says that the image is mounted, and waits until this is over.
+fn wait(
+    dir: &Path,
+    mut signals: Signals,
+    background: Option<Background>,
+    objects: &Arc<ferry_image::Objects>,
+    nulls: Option<Nulls>,
+) -> Result<Over> {
+    let (sender, over) = channel();
+    let mounted = statx(CWD, dir, AtFlags::empty(), StatxFlags::MNT_ID).context("cannot look at the mount")?;
+    let by_signal = sender.clone();
+    begin("signals", move || signals.forever().next().map(|signal| by_signal.send(Over::Signal(signal))))?;
+    let by_umount = sender.clone();
+    begin("unmounted", move || match until_unmounted(mounted.stx_mnt_id) {
+        Ok(()) => drop(by_umount.send(Over::Unmounted)),
+        Err(error) => tracing::warn!("it cannot be seen whether the image is unmounted: {error}"),
+    })?;
+    if let Some(background) = background {
+        begin("fetch", fetch(background, objects, &sender))?;
+    }
+    ready(nulls)?;
+    over.recv().context("nobody can say when this is over")
 }
 
 fn begin<T>(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<()> {
