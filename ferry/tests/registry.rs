@@ -539,8 +539,14 @@ fn the_kernel_mounts_an_image_before_it_is_here() {
     assert_eq!(one.read("sub/08").unwrap(), content(8, 11_000));
     one.is_denied("sub/09");
     one.is_denied("large");
-    // A new one, of a second mount, answers for the first, too.
+    // One that comes to nothing, after it has taken over, leaves it at that.
     let two = mount("two");
+    let nowhere = place.at("no/such/folder");
+    let failed = two.command(&few).arg("--foreground").arg("--upper").arg(nowhere).output().unwrap();
+    let said = String::from_utf8_lossy(&failed.stderr);
+    assert!(!failed.status.success() && said.contains("no/such/folder"), "{said}");
+    one.is_denied("sub/09");
+    // A new one, of a second mount, answers for the first, too.
     let server = two.served(&few).unwrap();
     until("the guardian of the first to go", || one.guardians() == 1);
     assert_eq!(two.read("sub/09").unwrap(), content(9, 12_000));
