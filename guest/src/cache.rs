@@ -114,6 +114,11 @@ impl Cache {
         Ok(self.fetch("umoci")?.join("bin/umoci"))
     }
 
+    /// A root to change into, with libvirt and QEMU.
+    pub fn libvirt(&self) -> Result<PathBuf> {
+        Ok(self.fetch("libvirt")?.join("root"))
+    }
+
     /// Runs the script, which returns at once when the set is complete.
     fn fetch(&self, set: &str) -> Result<PathBuf> {
         let status = Command::new("sh")

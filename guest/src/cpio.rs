@@ -1,7 +1,8 @@
 //! A cpio archive ("newc") of one file, to append to an initramfs.
 
-/// The header's numbers are eight hexadecimal digits; names and data are padded to four bytes.
-pub(crate) fn archive(name: &str, mode: u32, data: &[u8]) -> Vec<u8> {
+/// An archive ("newc") of one file with this name, these permissions and these bytes, to append to an initramfs.
+// The header's numbers are eight hexadecimal digits; names and data are padded to four bytes.
+pub fn archive(name: &str, mode: u32, data: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(data.len() + 512);
     member(&mut out, name, 0o100_000 | mode, data);
     member(&mut out, "TRAILER!!!", 0, &[]);

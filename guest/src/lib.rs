@@ -37,6 +37,7 @@ mod stdio;
 mod tap;
 
 pub use cache::{Cache, Qemu, Uml};
+pub use cpio::archive;
 pub use running::Running;
 pub use tap::Tap;
 
