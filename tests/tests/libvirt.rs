@@ -75,6 +75,8 @@ $b poweroff -f
 const RUN: &str = r#"
 root=$1 ferry=$2 parts=$3 here=$4
 mount --make-rprivate /
+# A copy of another test's mount would keep its server.
+umount --all --lazy --types fuse.ferry
 mount -t tmpfs none /mnt
 mkdir /mnt/up /mnt/work /mnt/root
 mount -t overlay -o lowerdir=$root,upperdir=/mnt/up,workdir=/mnt/work none /mnt/root

@@ -243,7 +243,9 @@ impl Mounted {
         let status = self.server().wait(SETTLE);
         let said = self.said();
         assert!(!self.watchdog.dismiss(), "{cell}: it took too long: {said}");
-        let Some(status) = status else { panic!("{cell}: the server runs on after the unmount: {said}") };
+        let Some(status) = status else {
+            panic!("{cell}: the server runs on after the unmount (kept by {:?}): {said}", kept_by(&at))
+        };
         assert!(status.success(), "{cell}: the server ended with {status}: {said}");
         assert_nothing_left(&at);
         said
@@ -337,4 +339,14 @@ pub(super) fn prepare(source: Source, path: &Path) -> Option<(String, Option<Nin
             (format!("9p:{}", server.address()), Some(server))
         }
     })
+}
+
+/// Processes in mount namespaces of their own that have copies of a mount, and so keep its server, as the kernel has it.
+fn kept_by(at: &Path) -> Vec<String> {
+    let place = format!(" {} ", at.display());
+    let keeps = |process: &std::fs::DirEntry| {
+        std::fs::read_to_string(process.path().join("mounts")).is_ok_and(|mounts| mounts.contains(&place))
+    };
+    let name = |process: std::fs::DirEntry| std::fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+    std::fs::read_dir("/proc").into_iter().flatten().flatten().filter(keeps).map(name).collect()
 }
