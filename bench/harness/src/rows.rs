@@ -13,6 +13,10 @@ pub enum Config {
     Auto,
     /// The same without extended attributes and ACLs.
     AutoNoXattr,
+    /// Everything until it is told otherwise, without extended attributes and ACLs.
+    AlwaysNoXattr,
+    /// Nothing, but for what lies in a DAX window, which the peer has not.
+    NoneDax,
 }
 
 impl Config {
@@ -22,6 +26,8 @@ impl Config {
             Self::None => "none",
             Self::Auto => "auto",
             Self::AutoNoXattr => "auto-no-xattr",
+            Self::AlwaysNoXattr => "always-no-xattr",
+            Self::NoneDax => "none-dax",
         }
     }
 
@@ -31,6 +37,8 @@ impl Config {
             Self::None => "--cache none",
             Self::Auto => "--cache auto",
             Self::AutoNoXattr => "--cache auto --no-xattr",
+            Self::AlwaysNoXattr => "--cache always --no-xattr",
+            Self::NoneDax => "--cache none",
         }
     }
 
@@ -38,9 +46,10 @@ impl Config {
     /// those jobs.
     pub fn virtiofsd_flags(self) -> &'static str {
         match self {
-            Self::None => "--cache never --allow-mmap",
+            Self::None | Self::NoneDax => "--cache never --allow-mmap",
             Self::Auto => "--cache auto --xattr --posix-acl",
             Self::AutoNoXattr => "--cache auto",
+            Self::AlwaysNoXattr => "--cache always",
         }
     }
 }
@@ -210,7 +219,7 @@ const TASKS: [(&str, Task); 8] = [
 ];
 
 /// The 24 published jobs, in their order.
-fn jobs() -> Vec<Row> {
+pub fn jobs() -> Vec<Row> {
     let mut rows = Vec::new();
     for (pattern, random, write) in
         [("seqread", false, false), ("randread", true, false), ("seqwrite", false, true), ("randwrite", true, true)]

@@ -144,8 +144,8 @@ pub struct Share {
     #[serde(default)]
     pub no_readdirplus: bool,
 
-    /// The length of the window for files that guests map into their memory (DAX): 2M to 480M, or off. It is there where the
-    /// VMM asks for it: QEMU as shown below [default: 256M].
+    /// The length of the window for files that guests map into their memory (DAX): a power of two from 2M to 256M, or off.
+    /// It is there where the VMM asks for it: QEMU as shown below [default: 256M].
     #[arg(long, value_name = "SIZE", help_heading = "For virtual machines")]
     pub dax: Option<Window>,
 
