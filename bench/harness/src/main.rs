@@ -13,6 +13,7 @@ mod fio;
 mod images;
 mod line;
 mod machine;
+mod metadata;
 mod mounted;
 mod native;
 mod parts;
@@ -90,6 +91,7 @@ enum Table {
     V9fs,
     VhostBlk,
     Images,
+    Metadata,
 }
 
 impl Cli {
@@ -144,6 +146,7 @@ fn main() -> ExitCode {
         Table::VhostBlk => blk::run(&cli),
         Table::V9fs => v9fs::run(&cli),
         Table::Images => images::run(&cli),
+        Table::Metadata => metadata::run(&cli),
         Table::Virtiofs if cli.dax => dax::run(&cli),
         Table::Virtiofs => run(&cli),
     };
@@ -202,6 +205,7 @@ fn runner(
     fio: PathBuf,
     peers: Vec<Peer>,
 ) -> Result<Runner> {
+    let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let has = |test: fn(&Work) -> bool| rows.iter().any(|row| test(&row.work));
     let data = Data::make(
         &cli.work,
@@ -210,14 +214,18 @@ fn runner(
         has(|work| matches!(work, Work::Meta(_))),
     )
     .context("cannot make the data")?;
+    let place = place(cli, cache, virtiofsd, &data)?;
+    Ok(Runner::new("virtiofs", place, data, fio, peers, effort))
+}
+
+/// Where the servers and guests of a run are.
+fn place(cli: &Cli, cache: Cache, virtiofsd: Option<PathBuf>, data: &Data) -> Result<Place> {
     let folder = cli.work.join("run");
     std::fs::create_dir_all(&folder)?;
     let ferry = program("ferry")?;
     let (guest_cpu, server_cpus) = session::divide_cpus()?;
     let programs = Programs { ferry, virtiofsd };
-    let place = Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus };
-    let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
-    Ok(Runner::new(place, data, fio, peers, effort))
+    Ok(Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus })
 }
 
 /// A program that was built with this one.

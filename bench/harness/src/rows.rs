@@ -97,6 +97,16 @@ pub enum Task {
     SmallFileCopy,
     /// `cat` of the same files.
     OpenReadClose,
+    /// `find` in a large repository, names alone.
+    LargeFind,
+    /// The same with the attributes.
+    LargeFindStat,
+    /// `git status` in it.
+    LargeGitStatus,
+    /// `tar` unpacks a tree like a node_modules.
+    LargeUnpack,
+    /// `rm` removes it.
+    LargeDelete,
 }
 
 /// A load by the native driver.
@@ -238,6 +248,19 @@ pub fn jobs() -> Vec<Row> {
         }
     }
     rows
+}
+
+/// The rows about large trees: those of the table `metadata`.
+pub fn large() -> Vec<Row> {
+    let tasks = [
+        ("find", Task::LargeFind),
+        ("find-stat", Task::LargeFindStat),
+        ("git-status", Task::LargeGitStatus),
+        ("unpack", Task::LargeUnpack),
+        ("delete", Task::LargeDelete),
+    ];
+    let of = |config| tasks.map(|(name, task)| Row { quick: true, ..meta(name, config, task) });
+    [Config::AutoNoXattr, Config::AlwaysNoXattr].into_iter().flat_map(of).collect()
 }
 
 fn meta(name: &str, config: Config, task: Task) -> Row {

@@ -45,7 +45,7 @@ impl DaxGuest {
     pub fn boot(cache: &Cache, programs: &Programs, files: &Files, cpus: &str, systems: &[System]) -> Result<Self> {
         let serve = |peer, dir: &Path, name: &str, config| {
             let queues = (peer == Peer::Ferry).then_some(usize::from(GUEST_CPUS));
-            let sharing = Sharing { dir, socket: files.folder.join(name), config, queues, cpus };
+            let sharing = Sharing { dir, socket: files.folder.join(name), config, queues, cpus, logs: false };
             Server::start(peer, programs, &sharing)
         };
         let root =
