@@ -7,6 +7,7 @@
 mod agent;
 mod blk;
 mod chart;
+mod costs;
 mod data;
 mod dax;
 mod fio;
@@ -92,6 +93,7 @@ enum Table {
     VhostBlk,
     Images,
     Metadata,
+    Costs,
 }
 
 impl Cli {
@@ -147,6 +149,7 @@ fn main() -> ExitCode {
         Table::V9fs => v9fs::run(&cli),
         Table::Images => images::run(&cli),
         Table::Metadata => metadata::run(&cli),
+        Table::Costs => costs::run(&cli),
         Table::Virtiofs if cli.dax => dax::run(&cli),
         Table::Virtiofs => run(&cli),
     };

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 
 use crate::rows::Config;
 
@@ -32,6 +32,8 @@ pub enum Peer {
     Ferry,
     /// The reference.
     Virtiofsd,
+    /// Ours without walls around it.
+    FerryOpen,
 }
 
 impl Peer {
@@ -40,6 +42,7 @@ impl Peer {
         match self {
             Self::Ferry => crate::line::FERRY,
             Self::Virtiofsd => "virtiofsd",
+            Self::FerryOpen => "without-walls",
         }
     }
 }
@@ -84,10 +87,7 @@ impl Server {
     pub fn start(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Self> {
         let server = Self::spawn(peer.name(), &sharing.socket, sharing.cpus, command(peer, programs, sharing)?)?;
         if sharing.logs && peer == Peer::Ferry {
-            let mut log = Command::new(&programs.ferry);
-            log.arg("log").arg(&sharing.socket).arg("requests").stdin(Stdio::null());
-            let output = log.output().context("cannot start ferry log")?;
-            ensure!(output.status.success(), "ferry log: {}", String::from_utf8_lossy(&output.stderr).trim());
+            log_requests(programs, &sharing.socket)?;
         }
         Ok(server)
     }
@@ -207,10 +207,27 @@ fn is_listening(socket: &Path) -> bool {
     table.lines().any(listens)
 }
 
+/// Has ours log each request. It can be told to a moment after it listens.
+fn log_requests(programs: &Programs, socket: &Path) -> Result<()> {
+    let deadline = Instant::now() + START_TIMEOUT;
+    loop {
+        let mut log = Command::new(&programs.ferry);
+        log.arg("log").arg(socket).arg("requests").stdin(Stdio::null());
+        let output = log.output().context("cannot start ferry log")?;
+        if output.status.success() {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            bail!("ferry log: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// The name of the request that a line of a log is about: of ours, or of virtiofsd's at level debug.
 fn request(line: &str) -> Option<String> {
-    let begin = ["ferry_engine::requests: ", "Received request: opcode="];
-    let text = begin.iter().find_map(|begin| Some(line.split_once(begin)?.1))?;
+    let ours = line.trim_start().strip_prefix("INFO ").filter(|text| text.contains(" share="));
+    let text = ours.or_else(|| Some(line.split_once("Received request: opcode=")?.1))?;
     let name: String = text.chars().take_while(char::is_ascii_alphanumeric).collect();
     (!name.is_empty()).then(|| name.to_lowercase())
 }
@@ -219,8 +236,11 @@ fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec
     let mut words: Vec<OsString> = Vec::new();
     let mut add = |text: &str| words.extend(text.split(' ').map(OsString::from));
     match peer {
-        Peer::Ferry => {
+        Peer::Ferry | Peer::FerryOpen => {
             add(&format!("--log warn share --tag {TAG} {}", sharing.config.ferry_flags()));
+            if peer == Peer::FerryOpen {
+                add("--sandbox none --seccomp none");
+            }
             if let Some(queues) = sharing.queues {
                 add(&format!("--queues {queues}"));
             }
@@ -256,11 +276,10 @@ mod tests {
 
     #[test]
     fn reads_what_either_logs() {
-        let ours =
-            "2026-11-22T21:00:00Z  INFO ferry_engine::requests: Lookup { name: \"x: y\" } share=\"a\" ino=1 us=3";
+        let ours = " INFO Lookup { name: \"x\" } share=\"a\" ino=1 pid=1 bytes=144 us=20";
         let theirs = "[2026-11-22T21:00:00Z DEBUG virtiofsd::server] Received request: opcode=Lookup (1), inode=1";
         assert_eq!([ours, theirs].map(request), [Some("lookup".into()), Some("lookup".into())]);
-        assert_eq!(request("[2026 INFO virtiofsd] Waiting"), None);
+        assert_eq!((request("[2026 INFO virtiofsd] Waiting"), request(" INFO serving")), (None, None));
     }
 
     #[test]
