@@ -130,7 +130,9 @@ impl Server {
             (Ok(request), Some(mount)) => {
                 let mut groups = [0; GROUPS_MAX];
                 let groups = request.extensions.groups.copy_to(&mut groups);
-                let security = request.extensions.security;
+                // Without having agreed on it nobody sends any, unless to set attributes of a share that has none.
+                let agreed = mount.negotiated().has(InitFlags::SECURITY_CTX);
+                let security = if agreed { request.extensions.security } else { SecurityContexts::default() };
                 let Request { unique, ino, uid, gid, pid, operation, .. } = request;
                 let caller = Caller { session: mount.id(), uid, gid, pid, groups };
                 self.serve_operation(&Context { caller, mount, ino, unique, security }, &operation, carrier)

@@ -221,35 +221,44 @@ fn what_is_made_has_its_label_or_is_not_made() {
     let folder = tempfile::tempdir().unwrap();
     let program = &programs(folder.path())[0];
     // Names that take no rights, and that symbolic links cannot have.
-    let served = Served::start(program, "--security-label=always --xattrmap :map::user.guest.:");
-    let mut driver = Driver::connect(served.socket(), Config::default()).unwrap();
-    assert!(driver.init().unwrap_err().errno().is_some(), "a guest that has no labels is refused");
-    driver.init_with(INIT_FLAGS | InitFlags::SECURITY_CTX, MINOR_MAX).unwrap();
+    let start = |when: &str| Served::start(program, &format!("--security-label={when} --xattrmap :map::user.guest.:"));
+    let connect = |served: &Served| Driver::connect(served.socket(), Config::default()).unwrap();
+    let refused = connect(&start("always")).init().unwrap_err();
+    assert!(refused.errno().is_some(), "a guest that has no labels is refused: {refused}");
+    let served = start("auto");
+    let mut driver = connect(&served);
     let mut contexts = Vec::new();
     SecurityContexts::append(&mut contexts, LABEL.0, LABEL.1);
     let security = SecurityContexts::parse(&contexts, 1).unwrap();
     let extensions = Extensions { security, ..Extensions::default() };
-    let mut made = |operation: Operation<'_>| {
+    let made = |driver: &mut Driver, operation: Operation<'_>| {
         let request = Request { unique: 0, ino: Ino::ROOT, uid: 0, gid: 0, pid: 1, extensions, operation };
         let reply = driver.call(1, &request, &[], 512).unwrap().unwrap();
         reply.get().map(drop).map_err(|error| error.errno())
     };
-    let [dir, file, pipe, link] = ["dir", "file", "pipe", "link"].map(|name| Name::new(name.as_bytes()).unwrap());
+    let [plain, dir, file, pipe, link] =
+        ["plain", "dir", "file", "pipe", "link"].map(|name| Name::new(name.as_bytes()).unwrap());
     let new = |kind: u32| New { mode: kind | 0o644, umask: 0, rdev: 0 };
-    made(Operation::Mkdir { name: dir, new: new(0o040_000) }).unwrap();
+    driver.init().unwrap();
+    made(&mut driver, Operation::Mkdir { name: plain, new: new(0o040_000) }).unwrap();
+    driver.init_with(INIT_FLAGS | InitFlags::SECURITY_CTX, MINOR_MAX).unwrap();
+    made(&mut driver, Operation::Mkdir { name: dir, new: new(0o040_000) }).unwrap();
     let flags = OFlags::RDWR | OFlags::EXCL;
-    made(Operation::Create { name: file, new: new(0o100_000), flags, clear_privileges: false }).unwrap();
+    made(&mut driver, Operation::Create { name: file, new: new(0o100_000), flags, clear_privileges: false }).unwrap();
     let refused = Err(Some(rustix::io::Errno::PERM.raw_os_error()));
-    assert_eq!(made(Operation::Mknod { name: pipe, new: new(0o010_000) }), refused);
-    assert_eq!(made(Operation::Symlink { name: link, target: b"there" }), refused);
+    assert_eq!(made(&mut driver, Operation::Mknod { name: pipe, new: new(0o010_000) }), refused);
+    assert_eq!(made(&mut driver, Operation::Symlink { name: link, target: b"there" }), refused);
     let found: Vec<String> = owners(&served.tree()).into_iter().map(|(name, ..)| name).collect();
-    assert_eq!(found, ["dir", "file", "there"]);
-    for name in ["dir", "file"] {
+    assert_eq!(found, ["dir", "file", "plain", "there"]);
+    let label = |name: &str| {
         let mut value = [0; 100];
         let path = served.tree().join(name);
-        let length = rustix::fs::getxattr(&path, "user.guest.security.selinux", &mut value[..]).unwrap();
-        assert_eq!(&value[..length], LABEL.1, "{name}");
-    }
+        let length = rustix::fs::getxattr(&path, "user.guest.security.selinux", &mut value[..]).ok()?;
+        Some(value[..length].to_vec())
+    };
+    let labelled = Some(LABEL.1.to_vec());
+    // The first client had not agreed on labels.
+    assert_eq!((label("dir"), label("file"), label("plain")), (labelled.clone(), labelled, None));
     drop(driver);
     assert_eq!(served.end(), Some(0));
 }

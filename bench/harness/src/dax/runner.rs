@@ -37,7 +37,7 @@ impl Effort {
     /// The full run.
     pub const FULL: Self = Self {
         runs: 5,
-        runtime: Duration::from_millis(1000),
+        runtime: Duration::from_millis(700),
         limit: Duration::from_secs(24 * 60),
         limit_reason: "the run had taken 24 minutes, as on a busy machine",
     };
