@@ -63,7 +63,10 @@ impl Watching<'_> {
         for (_, place) in PLACES {
             std::fs::create_dir_all(folder.join(place))?;
         }
-        for (who, watch) in (0..self.size.runs).flat_map(|_| WATCHES) {
+        // Each is first as often as the others: the file system's journal remembers who was before.
+        let turns =
+            (0..self.size.runs * WATCHES.len()).map(|turn| WATCHES[(turn + turn / WATCHES.len()) % WATCHES.len()]);
+        for (who, watch) in turns {
             let server = watch.map(|watch| self.mount(&folder, watch)).transpose()?;
             for (number, (_, place)) in PLACES.iter().enumerate() {
                 if *place == "mnt" && server.is_none() {
