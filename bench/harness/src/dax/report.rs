@@ -107,7 +107,8 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
          virtiofsd has one. All are mounted in one guest, from one directory; one works at a time.\n\
          * Each run begins with empty caches in the guest and goes over each {FILE_MIB} MiB file at most once, so that what is \
          measured is not the guest's page cache; `multi` is four jobs with a file each. 4 KiB blocks; libaio with `direct=1` \
-         and 16 in flight; of what is written, all is with the server when a run ends.\n\
+         and 16 in flight; of what is written, all is with the server when a run ends. The files with DAX stay open, so that \
+         their mappings are made in the first run that needs them and then stay.\n\
          * The published figures (`bench/published/virtiofs-fio.csv`, MiB/s) are the virtio-fs developers' own, years ago, \
          of another machine and kernel with KVM. 0: the job could not run. Compare gains, not rates: an emulated guest's own \
          work takes most of the time of a small request.\n"

@@ -1,5 +1,6 @@
 //! What is mounted in the guest, and what each line compares with.
 
+use crate::fio;
 use crate::line::FERRY;
 use crate::rows::Config;
 use crate::server::{Peer, TAG};
@@ -73,11 +74,18 @@ impl System {
                 "mkdir -p {dir} && mount -i -t 9p -o trans=virtio,version=9p2000.L,msize={MSIZE},cache=none {tag} {dir}"
             ),
             Self::Ferry(Config::NoneDax) => format!(
-                "mkdir -p {dir} && mount -i -t virtiofs -o dax {tag} {dir} && grep ' {dir} virtiofs .*dax' /proc/mounts"
+                "mkdir -p {dir} && mount -i -t virtiofs -o dax {tag} {dir} && grep ' {dir} virtiofs .*dax' /proc/mounts{}",
+                pins(dir)
             ),
             _ => format!("mkdir -p {dir} && mount -i -t virtiofs {tag} {dir}"),
         }
     }
+}
+
+/// Keeps the files open in the shell, so that their mappings stay when caches are emptied: QEMU takes milliseconds for each, and
+/// tells every other device of it, too.
+fn pins(dir: &str) -> String {
+    (0..fio::MULTI_JOBS).map(|number| format!(" && exec {{pin{number}}}<{dir}/{}", fio::file_name(number))).collect()
 }
 
 #[cfg(test)]
@@ -91,5 +99,6 @@ mod tests {
         assert_eq!((none.calls(dax), none.calls(none), dax.calls(auto)), (None, None, None));
         assert_eq!(auto.calls(System::Virtiofsd), Some("virtiofsd".into()));
         assert!(dax.mount_line("/m").contains("-o dax share /m && grep"));
+        assert!(dax.mount_line("/m").ends_with(" && exec {pin3}</m/fio.3"));
     }
 }
