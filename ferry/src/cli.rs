@@ -14,7 +14,7 @@ use values::memory_mib;
 pub use values::{Acl, Cache, Carrier, DaxFiles, FileHandles, Passthrough, Watch, Window, made_tag, tag_of};
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 19] = [
+const SHARE_ONLY: [&str; 20] = [
     "virtiofs",
     "fd",
     "mount",
@@ -23,6 +23,7 @@ const SHARE_ONLY: [&str; 19] = [
     "poll_us",
     "socket_group",
     "posix_acl",
+    "security_label",
     "once",
     "no_mmap",
     "no_readdirplus",
@@ -45,6 +46,10 @@ pub struct Cli {
     /// [default: info; for try, warn].
     #[arg(long, global = true, value_name = "LEVEL", env = "FERRY_LOG", hide_env_values = true)]
     pub log: Option<String>,
+
+    /// Log to the system's log (/dev/log) instead of standard error.
+    #[arg(long, global = true)]
+    pub syslog: bool,
 
     #[command(subcommand)]
     pub command: Command,
@@ -265,7 +270,8 @@ impl MountArgs {
     pub fn share_only(&self) -> Option<&'static str> {
         let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
         let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
-        let Share { socket_group, posix_acl, once, no_mmap, no_readdirplus, dax, dax_files, .. } = &self.share;
+        let Share { socket_group, posix_acl, security_label, once, no_mmap, no_readdirplus, dax, dax_files, .. } =
+            &self.share;
         let given = [
             virtiofs.is_some(),
             fd.is_some(),
@@ -275,6 +281,7 @@ impl MountArgs {
             poll_us.is_some(),
             socket_group.is_some(),
             *posix_acl != Acl::default(),
+            security_label.is_some(),
             *once,
             *no_mmap,
             *no_readdirplus,

@@ -133,6 +133,7 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         once: share.once,
         xattr: !share.no_xattr,
         posix_acl: share.posix_acl.into(),
+        security_label: share.security_label.unwrap_or(Acl::Never).into(),
         ..ferry_virtiofs::Options::default()
     };
     if let Some(Window(bytes)) = share.dax {

@@ -120,7 +120,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     let quiet = matches!(&cli.command, Command::Try(args) if !args.verbose);
     let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
     let level = LEVEL.get_or_init(|| cli.log.unwrap_or_else(|| if quiet { "warn" } else { "info" }.into()));
-    let logging = logging::start(level, plain)?;
+    let logging = logging::start(level, plain, cli.syslog)?;
     match cli.command {
         Command::Share(args) => {
             let file = match &args.config {

@@ -152,7 +152,7 @@ struct Args {
     /// What to log.
     #[arg(long, value_enum, default_value = "info")]
     log_level: Level,
-    /// Log to syslog: standard error is what is logged to here, for journald and others to collect.
+    /// Log to the system's log (/dev/log) instead of standard error.
     #[arg(long)]
     syslog: bool,
     /// The limit of open files; 0 leaves it.
@@ -173,7 +173,7 @@ struct Args {
     /// Without effect: it is always offered.
     #[arg(long)]
     no_killpriv_v2: bool,
-    /// Labels of security modules: there is no support, and always is refused.
+    /// Labels of security modules, given to files when they are made; implies --xattr.
     #[arg(long, value_enum, default_value = "never", default_missing_value = "auto", num_args = 0..=1, require_equals = true)]
     security_label: When,
     /// Users of the guest and their numbers here: `:GUEST:HOST:COUNT:`; all others are nobody.
@@ -272,17 +272,13 @@ impl Args {
 
     fn into_share(self) -> Result<Asked, String> {
         let (has_map, has_acl) = (self.xattrmap.is_some(), self.posix_acl != When::Never);
-        if self.security_label == When::Always {
-            return Err(
-                "--security-label=always: labels of security modules are not carried; leave it out, or use auto".into(),
-            );
-        }
         let dir = self.shared_dir.as_ref().ok_or("--shared-dir is missing: the directory to share")?;
         let mut line: Vec<OsString> = vec!["ferry".into(), "--log".into()];
         let level = if self.debug { Level::Debug } else { self.log_level };
         line.push(
             clap::ValueEnum::to_possible_value(&level).map_or_else(String::new, |value| value.get_name().into()).into(),
         );
+        line.extend(self.syslog.then(|| "--syslog".into()));
         line.extend(["share".into(), dir.into(), "--once".into()]);
         let mut give = |flag: &str, value: OsString| {
             let mut word = OsString::from(flag);
@@ -314,12 +310,14 @@ impl Args {
             FileHandles::Mandatory => "mandatory",
         };
         give("--inode-file-handles", handles.into());
-        let acl = match self.posix_acl {
-            When::Never => "never",
-            When::Auto => "auto",
-            When::Always => "always",
-        };
-        give("--posix-acl", acl.into());
+        for (flag, when) in [("--posix-acl", self.posix_acl), ("--security-label", self.security_label)] {
+            let when = match when {
+                When::Never => "never",
+                When::Auto => "auto",
+                When::Always => "always",
+            };
+            give(flag, when.into());
+        }
         if let Some(rules) = self.xattrmap {
             give("--xattrmap", rules.into());
         }
@@ -340,7 +338,7 @@ impl Args {
         let flags = [
             (self.readonly, "--read-only"),
             (!self.no_announce_submounts, "--announce-submounts"),
-            (!(self.xattr || has_map || has_acl || self.security_label == When::Auto), "--no-xattr"),
+            (!(self.xattr || has_map || has_acl || self.security_label != When::Never), "--no-xattr"),
             (!self.allow_mmap && matches!(self.cache, Cache::Never | Cache::Metadata), "--no-mmap"),
             (self.no_readdirplus, "--no-readdirplus"),
             (self.writeback, "--writeback"),
@@ -348,11 +346,7 @@ impl Args {
         ];
         line.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| flag.into()));
         set_limit(self.rlimit_nofile)?;
-        let notes = [
-            (self.migration_mode.is_some(), "a guest that uses this back end cannot be migrated"),
-            (self.security_label == When::Auto, "labels of security modules are not carried"),
-            (self.syslog, "logging to standard error, not to syslog"),
-        ];
+        let notes = [(self.migration_mode.is_some(), "a guest that uses this back end cannot be migrated")];
         let notes = notes.into_iter().filter(|(on, _)| *on).map(|(_, note)| note.to_owned()).collect();
         Ok(Asked::Share(line, notes))
     }
@@ -426,7 +420,7 @@ mod tests {
     #[test]
     fn options_become_flags() {
         let plain = "ferry --log info share /d --once --virtiofs=/s --cache=auto --inode-file-handles=prefer \
-                     --posix-acl=never --announce-submounts --no-xattr";
+                     --posix-acl=never --security-label=never --announce-submounts --no-xattr";
         for args in [
             "--shared-dir /d --socket-path /s",
             "--shared-dir=/d --socket=/s -f --xattr -o no_xattr",
@@ -440,8 +434,12 @@ mod tests {
             ("-o cache=none", "--cache=none"),
             ("--posix-acl", "--posix-acl=auto"),
             ("--posix-acl=always", "--posix-acl=always"),
+            ("--security-label", "--security-label=auto"),
+            ("-o security_label", "--security-label=auto"),
+            ("--security-label=always", "--security-label=always"),
             ("-o log_level=err", "--log error"),
             ("-d", "--log debug"),
+            ("--syslog", "--log info --syslog share /d"),
             ("--xattrmap :map::user.v.:", "--xattrmap=:map::user.v.:"),
             ("--translate-uid map:0:1000:1", "--translate-uid=map:0:1000:1"),
             ("--tag work", "--tag=work"),
@@ -467,7 +465,6 @@ mod tests {
             ("--shared-dir /d --socket-path /s -o source", "needs a value"),
             ("--shared-dir /d --socket-path /s -o modcaps=all", "no list of capabilities"),
             ("--shared-dir /d --socket-path /s --sandbox=jail", "jail"),
-            ("--shared-dir /d --socket-path /s --security-label=always", "not carried"),
             ("--shared-dir /d --socket-path /s --uid-map 0:1:2", "is no map"),
             ("--shared-dir /d --socket-path /s --uid-map :0:x:2:", "is no map"),
         ] {

@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ferry_vfs::{Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SetAttr, checks};
+use ferry_vfs::{Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SetAttr, XattrFlags, checks};
 use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
 use crate::carrier::{ReplyBuffer, Served};
@@ -22,6 +22,13 @@ const TRUNCATE: SetAttr = SetAttr {
     ctime: None,
     clear_privileges: true,
 };
+
+/// What was made, by its name.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Made<'a> {
+    Dir(Name<'a>),
+    Other(Name<'a>),
+}
 
 impl Server {
     pub(crate) fn lookup(&mut self, cx: &Context<'_>, name: Name<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
@@ -119,7 +126,40 @@ impl Server {
                 }
             }
         }
+        // One that was there before, between the client's look-up and now, is not ours to remove.
+        let made = flags.contains(OFlags::EXCL).then_some(Made::Other(name));
+        let labelled = self.labelled(cx, entry, made);
+        let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
         self.created(cx, (entry, handle), flags, buffer)
+    }
+
+    /// Gives what was just made the labels that came with the request. Where that fails nothing is left of it: a file without
+    /// its label is another file to a security module.
+    pub(crate) fn labelled(&self, cx: &Context<'_>, mut entry: Entry, made: Option<Made<'_>>) -> Result<Entry> {
+        if cx.security.is_empty() {
+            return Ok(entry);
+        }
+        let source = &self.share.source;
+        let set = |(name, value)| source.setxattr(&cx.caller, entry.ino, name, value, XattrFlags::empty(), false);
+        let attr = cx.security.iter().try_for_each(set).and_then(|()| source.getattr(&cx.caller, entry.ino, None));
+        match attr {
+            Ok(attr) => {
+                entry.attr = attr;
+                Ok(entry)
+            }
+            Err(errno) => {
+                let unmade = match made {
+                    Some(Made::Dir(name)) => source.rmdir(&cx.caller, cx.ino, name),
+                    Some(Made::Other(name)) => source.unlink(&cx.caller, cx.ino, name),
+                    None => Ok(()),
+                };
+                self.share
+                    .complaints
+                    .warn(format_args!("a new file cannot be labelled: {errno}; it is removed: {unmade:?}"));
+                source.forget(entry.ino, 1);
+                Err(errno)
+            }
+        }
     }
 
     /// Tells the client of a file that was made and opened. What it does not get to know of is given back.

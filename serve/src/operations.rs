@@ -11,6 +11,7 @@ use ferry_wire::fuse::{LockRequest, Operation, Records, Reply};
 use crate::carrier::{Carrier, ReplyBuffer, Served};
 use crate::mappings::{Answer, Mapping};
 use crate::mount::Open;
+use crate::opening::Made;
 use crate::reply;
 use crate::server::{Context, Server};
 use ferry_engine::requests::{Outcome, Watched};
@@ -86,13 +87,16 @@ impl Server {
                 return Ok(cx.done(carrier, &Reply::Bytes(checks::target(&target)?)));
             }
             Operation::Symlink { name, target } => {
-                return self.entry(cx, source.symlink(caller, ino, name, target)?, carrier);
+                let entry = self.labelled(cx, source.symlink(caller, ino, name, target)?, Some(Made::Other(name)))?;
+                return self.entry(cx, entry, carrier);
             }
             Operation::Mknod { name, ref new } => {
-                return self.entry(cx, source.mknod(caller, ino, name, new)?, carrier);
+                let entry = self.labelled(cx, source.mknod(caller, ino, name, new)?, Some(Made::Other(name)))?;
+                return self.entry(cx, entry, carrier);
             }
             Operation::Mkdir { name, ref new } => {
-                return self.entry(cx, source.mkdir(caller, ino, name, new)?, carrier);
+                let entry = self.labelled(cx, source.mkdir(caller, ino, name, new)?, Some(Made::Dir(name)))?;
+                return self.entry(cx, entry, carrier);
             }
             Operation::Link { from, name } => {
                 return self.entry(cx, source.link(caller, from, ino, name)?, carrier);
@@ -107,7 +111,10 @@ impl Server {
                 return self.create(cx, (name, new), flags, clear_privileges, carrier);
             }
             Operation::Tmpfile { ref new, flags } => {
-                return self.created(cx, source.tmpfile(caller, ino, new, flags)?, flags, carrier);
+                let (entry, handle) = source.tmpfile(caller, ino, new, flags)?;
+                let labelled = self.labelled(cx, entry, None);
+                let entry = labelled.inspect_err(|_| source.release(caller, entry.ino, handle))?;
+                return self.created(cx, (entry, handle), flags, carrier);
             }
             Operation::Opendir { flags } => return self.opendir(cx, flags, carrier),
             Operation::Readdir { ref at, bytes_max } => return self.readdir(cx, at, bytes_max, carrier),

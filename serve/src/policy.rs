@@ -23,10 +23,10 @@ pub enum Cache {
     Always,
 }
 
-/// Whether clients check permissions by POSIX ACLs, too.
+/// Whether clients check permissions by POSIX ACLs, too; or whether what they make is labelled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Acl {
-    /// Never: their attributes are as any other.
+    /// Never: these attributes are as any other.
     Never,
     /// Where source and client both have them.
     #[default]
@@ -89,6 +89,7 @@ impl Policy {
             (features.flock, InitFlags::FLOCK_LOCKS),
             (features.by_number, InitFlags::EXPORT_SUPPORT),
             (acl, InitFlags::POSIX_ACL),
+            (options.security_label != Acl::Never && options.xattr, InitFlags::SECURITY_CTX),
             (options.mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),
             (options.writeback, InitFlags::WRITEBACK_CACHE),
             (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
@@ -99,7 +100,9 @@ impl Policy {
             flags |= flag;
         }
         let wanted = Wanted { flags, ..Wanted::default() };
-        let required = if options.posix_acl == Acl::Always { InitFlags::POSIX_ACL } else { InitFlags::empty() };
+        let demanded = [(options.posix_acl, InitFlags::POSIX_ACL), (options.security_label, InitFlags::SECURITY_CTX)];
+        let demanded = demanded.into_iter().filter(|(when, _)| *when == Acl::Always);
+        let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
         Self { cache: options.cache, timeouts, negative_timeout, direct_opens: options.direct_opens, wanted, required }
     }
 

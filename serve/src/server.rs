@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ferry_vfs::{Caller, Errno, Ino};
 use ferry_wire::fuse::{
     IN_HEADER_BYTES, InitError, InitFlags, InitOutcome, InitRequest, Negotiated, Operation, REQUEST_HEAD_BYTES_MAX,
-    Reply, Request, decode, negotiate, peek,
+    Reply, Request, SecurityContexts, decode, negotiate, peek,
 };
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
@@ -52,6 +52,8 @@ pub(crate) struct Context<'a> {
     pub(crate) mount: &'a Arc<Mount>,
     pub(crate) ino: Ino,
     pub(crate) unique: u64,
+    /// The labels of what is made.
+    pub(crate) security: SecurityContexts<'a>,
 }
 
 impl Context<'_> {
@@ -128,9 +130,12 @@ impl Server {
             (Ok(request), Some(mount)) => {
                 let mut groups = [0; GROUPS_MAX];
                 let groups = request.extensions.groups.copy_to(&mut groups);
+                // Without having agreed on it nobody sends any, unless to set attributes of a share that has none.
+                let agreed = mount.negotiated().has(InitFlags::SECURITY_CTX);
+                let security = if agreed { request.extensions.security } else { SecurityContexts::default() };
                 let Request { unique, ino, uid, gid, pid, operation, .. } = request;
                 let caller = Caller { session: mount.id(), uid, gid, pid, groups };
-                self.serve_operation(&Context { caller, mount, ino, unique }, &operation, carrier)
+                self.serve_operation(&Context { caller, mount, ino, unique, security }, &operation, carrier)
             }
             (Ok(request), None) => match request.operation.reply_kind() {
                 Some(_) => Served::Reply(reply::write_error(carrier, request.unique, Errno::NOTCONN)),

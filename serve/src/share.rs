@@ -33,6 +33,8 @@ pub struct ShareOptions {
     pub xattr: bool,
     /// POSIX ACLs, if [`Self::xattr`] are there.
     pub posix_acl: Acl,
+    /// Whether what clients make gets the labels of their security modules at once, if [`Self::xattr`] are there.
+    pub security_label: Acl,
     /// Files opened with `O_DIRECT` leave the client's page cache out altogether. Without, Linux sends an
     /// `O_DIRECT | O_SYNC` write down the cached path and an fsync behind it: 30 instead of 200 thousand a second.
     pub direct_opens: bool,
@@ -52,6 +54,7 @@ impl Default for ShareOptions {
             readdirplus: true,
             xattr: true,
             posix_acl: Acl::Auto,
+            security_label: Acl::Never,
             direct_opens: false,
         }
     }

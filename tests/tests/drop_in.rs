@@ -7,7 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ferry_driver::{Config, Driver, INIT_FLAGS};
 use ferry_tests::{GuestCache, Place, collect, folder, guest_on};
+use ferry_vfs::{Ino, Name, New, OFlags};
+use ferry_wire::fuse::abi::MINOR_MAX;
+use ferry_wire::fuse::{Extensions, InitFlags, Operation, Request, SecurityContexts};
 use tempfile::TempDir;
 
 /// Far more than a guest needs for one script.
@@ -207,5 +211,54 @@ fn my_user_outside_is_root_inside() {
     assert_eq!(said, "made 0:0\ndir 0:0\nroots 65534:65534\n");
     let mine = |name: &str| (name.to_owned(), USER, USER);
     assert_eq!(owners(&served.tree()), [mine("dir"), mine("made"), ("roots".into(), 0, 0)]);
+    assert_eq!(served.end(), Some(0));
+}
+
+/// A request that makes something has the label of the guest's SELinux with it.
+#[test]
+fn what_is_made_has_its_label_or_is_not_made() {
+    const LABEL: (&[u8], &[u8]) = (b"security.selinux", b"system_u:object_r:etc_t:s0");
+    let folder = tempfile::tempdir().unwrap();
+    let program = &programs(folder.path())[0];
+    // Names that take no rights, and that symbolic links cannot have.
+    let start = |when: &str| Served::start(program, &format!("--security-label={when} --xattrmap :map::user.guest.:"));
+    let connect = |served: &Served| Driver::connect(served.socket(), Config::default()).unwrap();
+    let refused = connect(&start("always")).init().unwrap_err();
+    assert!(refused.errno().is_some(), "a guest that has no labels is refused: {refused}");
+    let served = start("auto");
+    let mut driver = connect(&served);
+    let mut contexts = Vec::new();
+    SecurityContexts::append(&mut contexts, LABEL.0, LABEL.1);
+    let security = SecurityContexts::parse(&contexts, 1).unwrap();
+    let extensions = Extensions { security, ..Extensions::default() };
+    let made = |driver: &mut Driver, operation: Operation<'_>| {
+        let request = Request { unique: 0, ino: Ino::ROOT, uid: 0, gid: 0, pid: 1, extensions, operation };
+        let reply = driver.call(1, &request, &[], 512).unwrap().unwrap();
+        reply.get().map(drop).map_err(|error| error.errno())
+    };
+    let [plain, dir, file, pipe, link] =
+        ["plain", "dir", "file", "pipe", "link"].map(|name| Name::new(name.as_bytes()).unwrap());
+    let new = |kind: u32| New { mode: kind | 0o644, umask: 0, rdev: 0 };
+    driver.init().unwrap();
+    made(&mut driver, Operation::Mkdir { name: plain, new: new(0o040_000) }).unwrap();
+    driver.init_with(INIT_FLAGS | InitFlags::SECURITY_CTX, MINOR_MAX).unwrap();
+    made(&mut driver, Operation::Mkdir { name: dir, new: new(0o040_000) }).unwrap();
+    let flags = OFlags::RDWR | OFlags::EXCL;
+    made(&mut driver, Operation::Create { name: file, new: new(0o100_000), flags, clear_privileges: false }).unwrap();
+    let refused = Err(Some(rustix::io::Errno::PERM.raw_os_error()));
+    assert_eq!(made(&mut driver, Operation::Mknod { name: pipe, new: new(0o010_000) }), refused);
+    assert_eq!(made(&mut driver, Operation::Symlink { name: link, target: b"there" }), refused);
+    let found: Vec<String> = owners(&served.tree()).into_iter().map(|(name, ..)| name).collect();
+    assert_eq!(found, ["dir", "file", "plain", "there"]);
+    let label = |name: &str| {
+        let mut value = [0; 100];
+        let path = served.tree().join(name);
+        let length = rustix::fs::getxattr(&path, "user.guest.security.selinux", &mut value[..]).ok()?;
+        Some(value[..length].to_vec())
+    };
+    let labelled = Some(LABEL.1.to_vec());
+    // The first client had not agreed on labels.
+    assert_eq!((label("dir"), label("file"), label("plain")), (labelled.clone(), labelled, None));
+    drop(driver);
     assert_eq!(served.end(), Some(0));
 }

@@ -7,6 +7,7 @@
 //! * [`Queue`]: raw pieces, several requests in flight, [`Queue::poll`] and [`Queue::wait`].
 //! * [`ring`] and [`memory`]: bare descriptors and ring entries, to publish any nonsense.
 //! * [`load`]: load at full speed, on a file or a disk, and what it costs the server.
+//! * [`walk`]: a whole share by READDIRPLUS.
 //! * [`hostile`]: malformed input, case by case, each followed by a good request.
 //!
 //! ```no_run
@@ -34,6 +35,7 @@ mod ops;
 mod queue;
 pub mod ring;
 pub mod session;
+pub mod walk;
 mod watchdog;
 
 pub use driver::{Config, Driver};

@@ -14,6 +14,16 @@ use crate::rows::Task;
 pub const NATIVE_FILE: &str = "native";
 /// Its size.
 pub const NATIVE_BYTES: u64 = 64 << 20;
+/// The guest's user need not be the owner of the repositories on the host.
+const GIT_CONFIG: &str = "[safe]\n\tdirectory = *\n[user]\n\tname = bench\n\temail = bench@localhost\n";
+/// The large repository.
+const LARGE: &str = "large";
+/// Files in each of its directories.
+const LARGE_DIR_FILES: usize = 100;
+/// What a package has, by directory and number of files.
+const PACKAGE: [(&str, usize); 5] = [("", 4), ("lib", 16), ("lib/internal", 10), ("dist", 12), ("test", 8)];
+/// The sum of them.
+const PACKAGE_FILES: usize = 50;
 
 /// A generator of the same bytes each time (xorshift), so that nothing compresses and all runs are alike.
 #[derive(Debug)]
@@ -50,12 +60,35 @@ pub struct Data {
     /// What the guest reads from the host's own files.
     pub beside: PathBuf,
     numbered: std::cell::Cell<u32>,
+    /// The directories of the large trees.
+    large: LargeTrees,
+}
+
+/// How large they are.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LargeTrees {
+    /// Directories of the repository, of 100 files each.
+    pub repo_dirs: usize,
+    /// Packages of the node_modules, of 50 files each.
+    pub packages: usize,
+}
+
+impl LargeTrees {
+    /// 50,000 files and 60,000.
+    pub const FULL: Self = Self { repo_dirs: 500, packages: 1200 };
+    /// A twentieth.
+    pub const QUICK: Self = Self { repo_dirs: 25, packages: 60 };
 }
 
 impl Data {
     /// Makes what the rows need, within `work`.
     pub fn make(work: &Path, files: bool, native: bool, trees: bool) -> Result<Self> {
-        let data = Self { share: work.join("share"), beside: work.join("beside"), numbered: std::cell::Cell::new(0) };
+        let data = Self {
+            share: work.join("share"),
+            beside: work.join("beside"),
+            numbered: std::cell::Cell::new(0),
+            large: LargeTrees::default(),
+        };
         fs::create_dir_all(&data.share)?;
         fs::create_dir_all(&data.beside)?;
         if files {
@@ -73,25 +106,51 @@ impl Data {
         Ok(data)
     }
 
+    /// Makes the large trees, within `work`.
+    pub fn make_large(work: &Path, large: LargeTrees) -> Result<Self> {
+        let data = Self { large, ..Self::make(work, false, false, false)? };
+        fs::write(data.git_config(), GIT_CONFIG)?;
+        make_tree(&data.share.join(LARGE), large.repo_dirs, LARGE_DIR_FILES, 100..=3000)?;
+        data.commit(LARGE)?;
+        let modules = data.beside.join("modules");
+        make_packages(&modules, large.packages)?;
+        run(Command::new("tar").arg("-C").arg(&modules).arg("-cf").arg(data.tar()).arg("."))?;
+        data.settle();
+        Ok(data)
+    }
+
+    /// How many files a task on a large tree is about.
+    pub fn files(&self, task: Task) -> Option<usize> {
+        match task {
+            Task::LargeFind | Task::LargeFindStat | Task::LargeGitStatus => {
+                Some(self.large.repo_dirs * LARGE_DIR_FILES)
+            }
+            Task::LargeUnpack | Task::LargeDelete => Some(self.large.packages * PACKAGE_FILES),
+            _ => None,
+        }
+    }
+
+    /// Makes a directory of the share a repository.
+    fn commit(&self, name: &str) -> Result<()> {
+        for args in [&["init", "-q"][..], &["add", "."], &["commit", "-q", "-m", "all"]] {
+            let mut git = Command::new("git");
+            git.args(args).current_dir(self.share.join(name));
+            run(git.env("GIT_CONFIG_GLOBAL", self.git_config()).env("GIT_CONFIG_NOSYSTEM", "1"))?;
+        }
+        Ok(())
+    }
+
     fn make_trees(&self) -> Result<()> {
         make_tree(&self.share.join("walk"), 100, 50, 0..=600)?;
         make_tree(&self.share.join("src"), 10, 100, 4096..=16384)?;
         let small = self.beside.join("small");
         make_tree(&small, 50, 40, 100..=2000)?;
         run(Command::new("tar").arg("-C").arg(&small).arg("-cf").arg(self.tar()).arg("."))?;
-        // The guest's user need not be the owner of the repositories on the host.
-        let config = "[safe]\n\tdirectory = *\n[user]\n\tname = bench\n\temail = bench@localhost\n";
-        fs::write(self.git_config(), config)?;
+        fs::write(self.git_config(), GIT_CONFIG)?;
         make_tree(&self.share.join("repo"), 50, 40, 100..=4000)?;
         make_tree(&self.share.join("repo-small"), 10, 30, 100..=4000)?;
-        for name in ["repo", "repo-small"] {
-            for args in [&["init", "-q"][..], &["add", "."], &["commit", "-q", "-m", "all"]] {
-                let mut git = Command::new("git");
-                git.args(args).current_dir(self.share.join(name));
-                run(git.env("GIT_CONFIG_GLOBAL", self.git_config()).env("GIT_CONFIG_NOSYSTEM", "1"))?;
-            }
-        }
-        Ok(())
+        self.commit("repo")?;
+        self.commit("repo-small")
     }
 
     fn tar(&self) -> PathBuf {
@@ -135,6 +194,26 @@ impl Data {
             Task::GitStatus => (forget_all.to_owned(), format!("{git} -C repo --no-optional-locks status --porcelain")),
             Task::GitClone => (forget_all.to_owned(), format!("{git} clone -q --no-hardlinks repo-small {name}")),
             Task::SmallFileCopy => (forget_all.to_owned(), format!("cp -r src {name}")),
+            Task::LargeFind => {
+                (forget_all.to_owned(), format!("find {LARGE} -path {LARGE}/.git -prune -o -print >/dev/null"))
+            }
+            Task::LargeFindStat => {
+                let walk = format!(r"find {LARGE} -path {LARGE}/.git -prune -o -printf '%s %m %T@\n' >/dev/null");
+                (forget_all.to_owned(), walk)
+            }
+            Task::LargeGitStatus => {
+                (forget_all.to_owned(), format!("{git} -C {LARGE} --no-optional-locks status --porcelain"))
+            }
+            Task::LargeUnpack => {
+                let tar = crate::shell_word(&self.tar());
+                let before =
+                    format!("[ -e /run/modules.tar ] || cp {tar} /run/modules.tar; mkdir {name}; {forget_all}");
+                (before, format!("tar -xf /run/modules.tar -C {name}"))
+            }
+            Task::LargeDelete => {
+                make_packages(&made, self.large.packages)?;
+                (forget_all.to_owned(), format!("rm -r {name}"))
+            }
             Task::OpenReadClose => (forget_all.to_owned(), "cat src/*/* >/dev/null".to_owned()),
         };
         self.settle();
@@ -184,6 +263,23 @@ fn make_tree(root: &Path, dirs: usize, files: usize, sizes: std::ops::RangeInclu
     Ok(())
 }
 
+/// A tree like a node_modules: packages with a few directories of small files each.
+fn make_packages(root: &Path, packages: usize) -> Result<()> {
+    let mut noise = Noise(0x2545_f491_4f6c_dd1d);
+    for package in 0..packages {
+        for (dir, files) in PACKAGE {
+            let folder = root.join(format!("package-{package:04}")).join(dir);
+            fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+            for file in 0..files {
+                let size = usize::try_from(100 + noise.below(1400))?;
+                let content = noise.bytes(size);
+                fs::write(folder.join(format!("module-{file:02}.js")), content)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 fn run(command: &mut Command) -> Result<()> {
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot start {command:?}"))?;
     if !output.status.success() {
@@ -206,6 +302,14 @@ mod tests {
         let content = fs::read(a.join(file)).unwrap();
         assert_eq!(content, fs::read(b.join(file)).unwrap());
         assert!((10..=20).contains(&content.len()));
+    }
+
+    #[test]
+    fn packages_have_their_files() {
+        let dir = tempfile::tempdir().unwrap();
+        make_packages(dir.path(), 2).unwrap();
+        assert!(dir.path().join("package-0001/lib/internal/module-09.js").exists());
+        assert_eq!(PACKAGE.iter().map(|(_, files)| files).sum::<usize>(), PACKAGE_FILES);
     }
 
     #[test]

@@ -24,7 +24,19 @@ pub fn file_name(number: usize) -> String {
 
 /// The command that runs a job in the current directory.
 pub fn command(fio: &Path, job: Job, runtime: Duration) -> String {
-    let pattern = pattern(job.random, job.write);
+    format!(
+        "{fio} --name=job --size={FILE_MIB}M {} --time_based --runtime={}ms --ramp_time={RAMP_MS}ms {COMMON}",
+        access(job),
+        runtime.as_millis(),
+        fio = crate::shell_word(fio),
+    )
+}
+
+/// What all jobs have in common.
+const COMMON: &str = "--thread --group_reporting --fallocate=none --randseed=1 --output-format=json";
+
+/// How a job accesses its files.
+fn access(job: Job) -> String {
     // The published runs: libaio direct, the others not.
     let engine = match job.engine {
         Engine::Psync => "psync".to_owned(),
@@ -33,17 +45,40 @@ pub fn command(fio: &Path, job: Job, runtime: Duration) -> String {
     };
     let jobs = if job.multi { MULTI_JOBS } else { 1 };
     format!(
-        "{fio} --name=job --filename_format='fio.$jobnum' --size={FILE_MIB}M --bs=4k --rw={pattern} --ioengine={engine} \
-         --numjobs={jobs} --thread --group_reporting --time_based --runtime={}ms --ramp_time={RAMP_MS}ms \
-         --fallocate=none --randseed=1 --output-format=json",
-        runtime.as_millis(),
-        fio = crate::shell_word(fio),
+        "--filename_format='fio.$jobnum' --bs=4k --rw={} --ioengine={engine} --numjobs={jobs}",
+        pattern(job.random, job.write)
     )
 }
 
+/// The command that runs a job once over its files of so many MiB, in one directory after the other: each part is named as its
+/// directory, begins with empty caches, and ends after `runtime` if it is not done before. What was written is with the
+/// server when it ends.
+pub fn once(fio: &Path, job: Job, dirs: &[(String, String)], file_mib: u64, runtime: Duration) -> String {
+    let mut line = format!("{} {COMMON}", crate::shell_word(fio));
+    let sync = if job.write { " --end_fsync=1" } else { "" };
+    for (name, dir) in dirs {
+        // A part of its own: each job of a multi row would empty them again while others already run.
+        line.push_str(&format!(
+            " --name=before-{name} --stonewall --ioengine=null --rw=read --size=4k --exec_prerun='{DROP_CACHES}' \
+             --name={name} --stonewall --directory={dir} --size={file_mib}M {}{sync} --runtime={}ms",
+            access(job),
+            runtime.as_millis()
+        ));
+    }
+    line
+}
+
+/// Empties the guest's caches of files, names and inodes.
+const DROP_CACHES: &str = "echo 3 >/proc/sys/vm/drop_caches";
+
 /// The bandwidth in MiB/s out of fio's JSON.
 pub fn bandwidth(job: Job, output: &str) -> Result<f64> {
-    let result = result(output, "job")?;
+    bandwidth_of(job, "job", output)
+}
+
+/// The same of a part by its name.
+pub fn bandwidth_of(job: Job, name: &str, output: &str) -> Result<f64> {
+    let result = result(output, name)?;
     Ok(number(side(&result, job.write), "bw_bytes")? / f64::from(1 << 20))
 }
 
@@ -98,6 +133,19 @@ mod tests {
             "--runtime=700ms",
         ] {
             assert!(line.contains(word), "{word} in {line}");
+        }
+    }
+
+    #[test]
+    fn parts_begin_with_empty_caches() {
+        let dirs = [("a".to_owned(), "/m/a".to_owned()), ("b".to_owned(), "/m/b".to_owned())];
+        let line = once(Path::new("/x/fio"), JOB, &dirs, 7, Duration::from_millis(700));
+        let (before, after) = line.split_once(" --name=a ").unwrap();
+        assert!(before.ends_with("--exec_prerun='echo 3 >/proc/sys/vm/drop_caches'"), "{before}");
+        for word in
+            ["--directory=/m/a --size=7M", "--end_fsync=1 --runtime=700ms", "--name=b --stonewall --directory=/m/b"]
+        {
+            assert!(after.contains(word), "{word} in {after}");
         }
     }
 

@@ -48,6 +48,9 @@ pub struct Line {
     /// What was sent, client by client or server by server.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub messages: BTreeMap<String, Sent>,
+    /// Requests of the guest, server by server.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub requests: BTreeMap<String, Requests>,
     /// What a reader must know to read the figures.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
@@ -100,6 +103,15 @@ pub struct Sent {
     pub in_flight_most: usize,
 }
 
+/// Requests of a guest in a run of its own.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Requests {
+    /// For each file, those that nobody waits for (FORGET, BATCH_FORGET) left out.
+    pub per_file: f64,
+    /// All of them by their names, lower case.
+    pub by_name: BTreeMap<String, u64>,
+}
+
 impl Line {
     /// The line of a row that has not run.
     pub fn empty(table: &'static str, row: &Row) -> Self {
@@ -125,6 +137,7 @@ impl Line {
             also: BTreeMap::new(),
             costs: BTreeMap::new(),
             messages: BTreeMap::new(),
+            requests: BTreeMap::new(),
             note: None,
             skipped: None,
             error: None,

@@ -7,11 +7,14 @@
 mod agent;
 mod blk;
 mod chart;
+mod costs;
 mod data;
+mod dax;
 mod fio;
 mod images;
 mod line;
 mod machine;
+mod metadata;
 mod mounted;
 mod native;
 mod parts;
@@ -65,7 +68,7 @@ struct Cli {
     /// Only rows whose name matches, with the configuration behind it: 'stat-walk', '^stat-walk none$'
     #[arg(long, value_name = "REGEX")]
     rows: Option<Regex>,
-    /// In a QEMU guest, with a DAX window
+    /// The jobs of fio in a QEMU guest, with QEMU's 9pfs, and with a DAX window (virtiofs)
     #[arg(long)]
     dax: bool,
     /// Where the report goes [default: bench/results; of a part or a quick run, nowhere]
@@ -89,6 +92,8 @@ enum Table {
     V9fs,
     VhostBlk,
     Images,
+    Metadata,
+    Costs,
 }
 
 impl Cli {
@@ -130,8 +135,8 @@ fn shell_word(path: &Path) -> String {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    if cli.dax {
-        eprintln!("bench/run: --dax is not built yet");
+    if cli.dax && !matches!(cli.table, Table::Virtiofs) {
+        eprintln!("bench/run: --dax is for the table virtiofs");
         return ExitCode::from(2);
     }
     if cli.add && !matches!(cli.table, Table::V9fs) {
@@ -143,6 +148,9 @@ fn main() -> ExitCode {
         Table::VhostBlk => blk::run(&cli),
         Table::V9fs => v9fs::run(&cli),
         Table::Images => images::run(&cli),
+        Table::Metadata => metadata::run(&cli),
+        Table::Costs => costs::run(&cli),
+        Table::Virtiofs if cli.dax => dax::run(&cli),
         Table::Virtiofs => run(&cli),
     };
     result.unwrap_or_else(|error| {
@@ -200,6 +208,7 @@ fn runner(
     fio: PathBuf,
     peers: Vec<Peer>,
 ) -> Result<Runner> {
+    let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let has = |test: fn(&Work) -> bool| rows.iter().any(|row| test(&row.work));
     let data = Data::make(
         &cli.work,
@@ -208,14 +217,18 @@ fn runner(
         has(|work| matches!(work, Work::Meta(_))),
     )
     .context("cannot make the data")?;
+    let place = place(cli, cache, virtiofsd, &data)?;
+    Ok(Runner::new("virtiofs", place, data, fio, peers, effort))
+}
+
+/// Where the servers and guests of a run are.
+fn place(cli: &Cli, cache: Cache, virtiofsd: Option<PathBuf>, data: &Data) -> Result<Place> {
     let folder = cli.work.join("run");
     std::fs::create_dir_all(&folder)?;
     let ferry = program("ferry")?;
     let (guest_cpu, server_cpus) = session::divide_cpus()?;
     let programs = Programs { ferry, virtiofsd };
-    let place = Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus };
-    let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
-    Ok(Runner::new(place, data, fio, peers, effort))
+    Ok(Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus })
 }
 
 /// A program that was built with this one.

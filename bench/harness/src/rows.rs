@@ -13,6 +13,10 @@ pub enum Config {
     Auto,
     /// The same without extended attributes and ACLs.
     AutoNoXattr,
+    /// Everything until it is told otherwise, without extended attributes and ACLs.
+    AlwaysNoXattr,
+    /// Nothing, but for what lies in a DAX window, which the peer has not.
+    NoneDax,
 }
 
 impl Config {
@@ -22,6 +26,8 @@ impl Config {
             Self::None => "none",
             Self::Auto => "auto",
             Self::AutoNoXattr => "auto-no-xattr",
+            Self::AlwaysNoXattr => "always-no-xattr",
+            Self::NoneDax => "none-dax",
         }
     }
 
@@ -31,6 +37,8 @@ impl Config {
             Self::None => "--cache none",
             Self::Auto => "--cache auto",
             Self::AutoNoXattr => "--cache auto --no-xattr",
+            Self::AlwaysNoXattr => "--cache always --no-xattr",
+            Self::NoneDax => "--cache none",
         }
     }
 
@@ -38,9 +46,10 @@ impl Config {
     /// those jobs.
     pub fn virtiofsd_flags(self) -> &'static str {
         match self {
-            Self::None => "--cache never --allow-mmap",
+            Self::None | Self::NoneDax => "--cache never --allow-mmap",
             Self::Auto => "--cache auto --xattr --posix-acl",
             Self::AutoNoXattr => "--cache auto",
+            Self::AlwaysNoXattr => "--cache always",
         }
     }
 }
@@ -88,6 +97,16 @@ pub enum Task {
     SmallFileCopy,
     /// `cat` of the same files.
     OpenReadClose,
+    /// `find` in a large repository, names alone.
+    LargeFind,
+    /// The same with the attributes.
+    LargeFindStat,
+    /// `git status` in it.
+    LargeGitStatus,
+    /// `tar` unpacks a tree like a node_modules.
+    LargeUnpack,
+    /// `rm` removes it.
+    LargeDelete,
 }
 
 /// A load by the native driver.
@@ -210,7 +229,7 @@ const TASKS: [(&str, Task); 8] = [
 ];
 
 /// The 24 published jobs, in their order.
-fn jobs() -> Vec<Row> {
+pub fn jobs() -> Vec<Row> {
     let mut rows = Vec::new();
     for (pattern, random, write) in
         [("seqread", false, false), ("randread", true, false), ("seqwrite", false, true), ("randwrite", true, true)]
@@ -229,6 +248,19 @@ fn jobs() -> Vec<Row> {
         }
     }
     rows
+}
+
+/// The rows about large trees: those of the table `metadata`.
+pub fn large() -> Vec<Row> {
+    let tasks = [
+        ("find", Task::LargeFind),
+        ("find-stat", Task::LargeFindStat),
+        ("git-status", Task::LargeGitStatus),
+        ("unpack", Task::LargeUnpack),
+        ("delete", Task::LargeDelete),
+    ];
+    let of = |config| tasks.map(|(name, task)| Row { quick: true, ..meta(name, config, task) });
+    [Config::AutoNoXattr, Config::AlwaysNoXattr].into_iter().flat_map(of).collect()
 }
 
 fn meta(name: &str, config: Config, task: Task) -> Row {

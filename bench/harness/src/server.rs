@@ -1,7 +1,9 @@
 //! The servers: ours and the peers, as processes.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::File;
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -30,6 +32,8 @@ pub enum Peer {
     Ferry,
     /// The reference.
     Virtiofsd,
+    /// Ours without walls around it.
+    FerryOpen,
 }
 
 impl Peer {
@@ -38,6 +42,7 @@ impl Peer {
         match self {
             Self::Ferry => crate::line::FERRY,
             Self::Virtiofsd => "virtiofsd",
+            Self::FerryOpen => "without-walls",
         }
     }
 }
@@ -64,6 +69,8 @@ pub struct Sharing<'a> {
     pub queues: Option<usize>,
     /// The CPUs to run on, as `taskset -c` takes them.
     pub cpus: &'a str,
+    /// Whether it is to log each request: see [`Server::requests`].
+    pub logs: bool,
 }
 
 /// A server that listens. It is killed when this is dropped, or when the program ends in any other way.
@@ -78,7 +85,29 @@ pub struct Server {
 impl Server {
     /// Starts a server and waits until it listens.
     pub fn start(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Self> {
-        Self::spawn(peer.name(), &sharing.socket, sharing.cpus, command(peer, programs, sharing)?)
+        let server = Self::spawn(peer.name(), &sharing.socket, sharing.cpus, command(peer, programs, sharing)?)?;
+        if sharing.logs && peer == Peer::Ferry {
+            log_requests(programs, &sharing.socket)?;
+        }
+        Ok(server)
+    }
+
+    /// How much it has logged.
+    pub fn logged_bytes(&self) -> u64 {
+        std::fs::metadata(&self.log).map_or(0, |log| log.len())
+    }
+
+    /// The requests that it has logged behind so many bytes, by their names.
+    pub fn requests(&self, from: u64) -> Result<BTreeMap<String, u64>> {
+        let mut log = File::open(&self.log).with_context(|| format!("cannot read {}", self.log.display()))?;
+        log.seek(SeekFrom::Start(from))?;
+        let mut counts = BTreeMap::new();
+        for line in BufReader::new(log).split(b'\n') {
+            if let Some(name) = request(&String::from_utf8_lossy(&line?)) {
+                *counts.entry(name).or_insert(0) += 1;
+            }
+        }
+        Ok(counts)
     }
 
     /// Starts any command that listens at `socket`, on these CPUs; what it says goes beside the socket.
@@ -178,12 +207,40 @@ fn is_listening(socket: &Path) -> bool {
     table.lines().any(listens)
 }
 
+/// Has ours log each request. It can be told to a moment after it listens.
+fn log_requests(programs: &Programs, socket: &Path) -> Result<()> {
+    let deadline = Instant::now() + START_TIMEOUT;
+    loop {
+        let mut log = Command::new(&programs.ferry);
+        log.arg("log").arg(socket).arg("requests").stdin(Stdio::null());
+        let output = log.output().context("cannot start ferry log")?;
+        if output.status.success() {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            bail!("ferry log: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The name of the request that a line of a log is about: of ours, or of virtiofsd's at level debug.
+fn request(line: &str) -> Option<String> {
+    let ours = line.trim_start().strip_prefix("INFO ").filter(|text| text.contains(" share="));
+    let text = ours.or_else(|| Some(line.split_once("Received request: opcode=")?.1))?;
+    let name: String = text.chars().take_while(char::is_ascii_alphanumeric).collect();
+    (!name.is_empty()).then(|| name.to_lowercase())
+}
+
 fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec<OsString>> {
     let mut words: Vec<OsString> = Vec::new();
     let mut add = |text: &str| words.extend(text.split(' ').map(OsString::from));
     match peer {
-        Peer::Ferry => {
+        Peer::Ferry | Peer::FerryOpen => {
             add(&format!("--log warn share --tag {TAG} {}", sharing.config.ferry_flags()));
+            if peer == Peer::FerryOpen {
+                add("--sandbox none --seccomp none");
+            }
             if let Some(queues) = sharing.queues {
                 add(&format!("--queues {queues}"));
             }
@@ -194,7 +251,8 @@ fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec
             let program = programs.virtiofsd.clone().context("virtiofsd is not there")?;
             // Without its sandbox and its filter of system calls, which only cost it time.
             let flags = sharing.config.virtiofsd_flags();
-            add(&format!("--tag {TAG} --sandbox none --seccomp none --log-level warn {flags}"));
+            let level = if sharing.logs { "debug" } else { "warn" };
+            add(&format!("--tag {TAG} --sandbox none --seccomp none --log-level {level} {flags}"));
             words.splice(0..0, [program.into()]);
             words.extend(["--shared-dir".into(), sharing.dir.into()]);
             words.extend(["--socket-path".into(), sharing.socket.clone().into()]);
@@ -217,10 +275,24 @@ mod tests {
     }
 
     #[test]
+    fn reads_what_either_logs() {
+        let ours = " INFO Lookup { name: \"x\" } share=\"a\" ino=1 pid=1 bytes=144 us=20";
+        let theirs = "[2026-11-22T21:00:00Z DEBUG virtiofsd::server] Received request: opcode=Lookup (1), inode=1";
+        assert_eq!([ours, theirs].map(request), [Some("lookup".into()), Some("lookup".into())]);
+        assert_eq!((request("[2026 INFO virtiofsd] Waiting"), request(" INFO serving")), (None, None));
+    }
+
+    #[test]
     fn both_share_the_same_way() {
         let programs = Programs { ferry: "ferry".into(), virtiofsd: Some("virtiofsd".into()) };
-        let sharing =
-            Sharing { dir: Path::new("/a b"), socket: "/s".into(), config: Config::None, queues: Some(4), cpus: "1" };
+        let sharing = Sharing {
+            dir: Path::new("/a b"),
+            socket: "/s".into(),
+            config: Config::None,
+            queues: Some(4),
+            cpus: "1",
+            logs: false,
+        };
         let text = |peer| {
             let words = command(peer, &programs, &sharing).unwrap();
             words.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join("|")

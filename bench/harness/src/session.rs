@@ -30,11 +30,15 @@ pub struct Place {
 impl Place {
     /// Starts a server.
     pub fn serve(&self, peer: Peer, config: Config, name: &str, queues: Option<usize>) -> Result<Server> {
+        self.serve_as(peer, config, name, queues, false)
+    }
+
+    fn serve_as(&self, peer: Peer, config: Config, name: &str, queues: Option<usize>, logs: bool) -> Result<Server> {
         let socket = self.folder.join(format!("{}-{name}", peer.name()));
         // What several queues are for shows only with more than one CPU.
         let all_cpus = format!("{},{}", self.guest_cpu, self.server_cpus);
         let cpus = if queues.is_some_and(|queues| queues > 1) { &all_cpus } else { &self.server_cpus };
-        let sharing = Sharing { dir: &self.share, socket, config, queues, cpus };
+        let sharing = Sharing { dir: &self.share, socket, config, queues, cpus, logs };
         Server::start(peer, &self.programs, &sharing)
     }
 }
@@ -49,7 +53,16 @@ pub struct Session {
 impl Session {
     /// Starts the server and boots the guest.
     pub fn start(place: &Place, peer: Peer, config: Config) -> Result<Self> {
-        let mut server = place.serve(peer, config, config.name(), None)?;
+        Self::start_as(place, peer, config, false)
+    }
+
+    /// The same, with a server that logs each request.
+    pub fn start_logging(place: &Place, peer: Peer, config: Config) -> Result<Self> {
+        Self::start_as(place, peer, config, true)
+    }
+
+    fn start_as(place: &Place, peer: Peer, config: Config, logs: bool) -> Result<Self> {
+        let mut server = place.serve_as(peer, config, config.name(), None, logs)?;
         let log = place.folder.join(format!("{}-{}.guest", peer.name(), config.name()));
         let agent = match Agent::boot(&place.cache, server.socket(), place.guest_cpu, &log) {
             Ok(agent) => agent,
@@ -63,6 +76,13 @@ impl Session {
         let server = &mut self.server;
         let result = self.agent.run(line, timeout, &mut || server.is_alive());
         result.map_err(|error| if is_failed(&error) { error } else { blame(error, server) })
+    }
+}
+
+impl Session {
+    /// The server's.
+    pub fn server(&self) -> &Server {
+        &self.server
     }
 }
 

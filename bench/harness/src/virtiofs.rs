@@ -7,14 +7,12 @@ use anyhow::{Context, Result};
 
 use crate::data::Data;
 use crate::fio;
-use crate::line::Line;
+use crate::line::{Line, Requests};
 use crate::native;
 use crate::rows::{Config, Job, Native, Row, Task, Work};
 use crate::server::Peer;
 use crate::session::{Place, Session, is_failed};
-
-/// The table's name.
-pub const TABLE: &str = "virtiofs";
+use crate::stats;
 
 /// How long each thing takes.
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +29,8 @@ pub struct Effort {
     pub timeout: Duration,
     /// When no further row begins.
     pub limit: Option<Duration>,
+    /// Whether tasks are run once more with servers that log each request.
+    pub count_tasks: bool,
 }
 
 impl Effort {
@@ -42,6 +42,7 @@ impl Effort {
         count_requests: 20_000,
         timeout: Duration::from_secs(60),
         limit: None,
+        count_tasks: false,
     };
     /// The quick one: under five minutes, whatever happens.
     pub const QUICK: Self = Self {
@@ -51,12 +52,14 @@ impl Effort {
         count_requests: 4000,
         timeout: Duration::from_secs(25),
         limit: Some(Duration::from_secs(250)),
+        count_tasks: false,
     };
 }
 
 /// The runner.
 #[derive(Debug)]
 pub struct Runner {
+    table: &'static str,
     place: Place,
     data: Data,
     fio: std::path::PathBuf,
@@ -71,8 +74,16 @@ pub struct Runner {
 
 impl Runner {
     /// A runner for these servers; ours is the first.
-    pub fn new(place: Place, data: Data, fio: std::path::PathBuf, peers: Vec<Peer>, effort: Effort) -> Self {
+    pub fn new(
+        table: &'static str,
+        place: Place,
+        data: Data,
+        fio: std::path::PathBuf,
+        peers: Vec<Peer>,
+        effort: Effort,
+    ) -> Self {
         Self {
+            table,
             place,
             data,
             fio,
@@ -87,9 +98,9 @@ impl Runner {
 
     /// Runs a row, the servers in turn.
     pub fn run(&mut self, row: &Row) -> Line {
-        let mut line = Line::empty(TABLE, row);
+        let mut line = Line::empty(self.table, row);
         if self.effort.limit.is_some_and(|limit| self.started.elapsed() > limit) {
-            line.skip("the time of --quick was over");
+            line.skip("the time of the run was over");
             return line;
         }
         if matches!(row.work, Work::Native(_)) || row.config != self.config {
@@ -124,6 +135,9 @@ impl Runner {
         line.fill(&samples);
         if let Work::Native(native) = row.work {
             self.count(native, row.config, &out, &mut line);
+        }
+        if let (Work::Meta(task), true) = (row.work, self.effort.count_tasks) {
+            self.count_task(task, row.config, &out, &mut line);
         }
         line
     }
@@ -191,6 +205,33 @@ impl Runner {
             let state = if server.is_alive() { "still runs" } else { "has ended" };
             error.context(format!("the server {state} and said last: {said}"))
         })
+    }
+
+    /// The requests of a task, in a guest of its own. A count that fails leaves the figures as they are.
+    fn count_task(&mut self, task: Task, config: Config, out: &[Peer], line: &mut Line) {
+        // Guests that wait meanwhile only take memory, and the log would be theirs, too.
+        self.sessions.clear();
+        for peer in self.peers.clone().into_iter().filter(|peer| !out.contains(peer)) {
+            match self.requests(peer, task, config) {
+                Ok(requests) => _ = line.requests.insert(peer.name().into(), requests),
+                Err(error) => line.fail(&format!("{}: counting: {error:#}", peer.name())),
+            }
+        }
+    }
+
+    fn requests(&self, peer: Peer, task: Task, config: Config) -> Result<Requests> {
+        let run = self.data.task(task)?;
+        let timeout = self.effort.timeout;
+        let mut session = Session::start_logging(&self.place, peer, config).context("no guest")?;
+        session.run(&run.before, timeout)?;
+        let before = session.server().logged_bytes();
+        session.run(&run.timed, timeout)?;
+        let by_name = session.server().requests(before)?;
+        let waited_for = by_name.iter().filter(|(name, _)| !name.contains("forget")).map(|(_, count)| count);
+        let files = self.data.files(task).context("a task without a number of files")?;
+        #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
+        let per_file = waited_for.sum::<u64>() as f64 / files as f64;
+        Ok(Requests { per_file: stats::round(per_file), by_name })
     }
 
     /// What noise does not touch. A count that fails leaves the figures as they are.

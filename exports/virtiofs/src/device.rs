@@ -43,6 +43,7 @@ impl VirtioFs {
             readdirplus: options.readdirplus,
             xattr: options.xattr,
             posix_acl: options.posix_acl,
+            security_label: options.security_label,
             direct_opens: false,
         };
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

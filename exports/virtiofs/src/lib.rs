@@ -68,6 +68,8 @@ pub struct Options {
     pub xattr: bool,
     /// Whether the guest checks permissions by POSIX ACLs, too.
     pub posix_acl: Acl,
+    /// Whether what guests make gets the labels of their security modules at once, by the request that makes it.
+    pub security_label: Acl,
     /// The first virtual machine is the only one: [`Export::ended`] tells when it has gone.
     pub once: bool,
     /// How data is moved.
@@ -103,6 +105,7 @@ impl Default for Options {
             readdirplus: true,
             xattr: true,
             posix_acl: Acl::Auto,
+            security_label: Acl::Never,
             once: false,
             io: IoMode::Auto,
             dax_bytes: Some(WINDOW_BYTES_DEFAULT),

@@ -129,6 +129,11 @@ pub struct Share {
     #[serde(default)]
     pub posix_acl: Acl,
 
+    /// Whether files get the labels of the guest's security module (SELinux) when they are made [default: never]. To set
+    /// security.* on the host takes --modcaps=+sys_admin, or other names by --xattrmap.
+    #[arg(long, value_name = "WHEN", value_enum, help_heading = "For virtual machines")]
+    pub security_label: Option<Acl>,
+
     /// End when the first virtual machine has gone, instead of waiting for the next one.
     #[arg(long, help_heading = "For virtual machines")]
     #[serde(default)]
@@ -144,8 +149,8 @@ pub struct Share {
     #[serde(default)]
     pub no_readdirplus: bool,
 
-    /// The length of the window for files that guests map into their memory (DAX): 2M to 480M, or off. It is there where the
-    /// VMM asks for it: QEMU as shown below [default: 256M].
+    /// The length of the window for files that guests map into their memory (DAX): a power of two from 2M to 256M, or off.
+    /// It is there where the VMM asks for it: QEMU as shown below [default: 256M].
     #[arg(long, value_name = "SIZE", help_heading = "For virtual machines")]
     pub dax: Option<Window>,
 
@@ -499,6 +504,7 @@ impl Share {
         let source = self.source.display();
         let of_devices = given(&[
             (self.posix_acl != Acl::default(), "posix-acl"),
+            (self.security_label.is_some(), "security-label"),
             (self.once, "once"),
             (self.no_mmap, "no-mmap"),
             (self.no_readdirplus, "no-readdirplus"),
@@ -511,6 +517,9 @@ impl Share {
             }
             _ if self.posix_acl == Acl::Always && self.no_xattr => {
                 Some("posix-acl always needs extended attributes; leave no-xattr out".into())
+            }
+            _ if self.security_label.is_some_and(|when| when != Acl::Never) && self.no_xattr => {
+                Some("security-label needs extended attributes; leave no-xattr out".into())
             }
             _ if self.socket_group.is_some() && self.virtiofs.is_none() => {
                 Some("socket-group is for the socket of virtiofs, and there is none".into())

@@ -16,6 +16,11 @@ use crate::watch::Known;
 /// So many that workers on as many CPUs seldom meet; a power of two.
 const SHARDS: usize = 64;
 
+/// Entries that a shard keeps room for, whatever it holds.
+const ROOM_MIN: usize = 1024;
+/// One that could hold so many times what it holds gives room back: a walk over millions of files leaves none of it behind.
+const ROOM_PART: usize = 8;
+
 /// Locks, also after a panic elsewhere: no critical section of this crate leaves its data half changed.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -262,6 +267,13 @@ impl Drop for Inode {
 type ByIno = RwLock<HashMap<u64, Arc<Inode>, BuildMix>>;
 type ByKey = Mutex<HashMap<Key, Arc<Inode>, BuildMix>>;
 
+/// Each time a quarter stays, so that removing takes no longer on the whole.
+fn give_room_back<K: Eq + Hash, V>(map: &mut HashMap<K, V, BuildMix>) {
+    if map.capacity() > ROOM_MIN && map.len() < map.capacity() / ROOM_PART {
+        map.shrink_to((map.len() * 2).max(ROOM_MIN));
+    }
+}
+
 /// All inodes with references.
 #[derive(Debug)]
 pub(crate) struct Table {
@@ -377,9 +389,13 @@ impl Table {
         let mut former = None;
         if shard.get(&inode.found.key).is_some_and(|there| Arc::ptr_eq(there, &inode)) {
             former = shard.remove(&inode.found.key);
+            give_room_back(&mut shard);
         }
         drop(shard);
-        let removed = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner).remove(&ino.0);
+        let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
+        let removed = by_ino.remove(&ino.0);
+        give_room_back(&mut by_ino);
+        drop(by_ino);
         if let Some(known) = self.watched.get() {
             known.remove(&inode);
         }
@@ -390,5 +406,21 @@ impl Table {
     /// How many inodes have references.
     pub(crate) fn len(&self) -> usize {
         self.by_ino.iter().map(|shard| shard.read().unwrap_or_else(PoisonError::into_inner).len()).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_forgotten_takes_no_room() {
+        let mut map: HashMap<u64, u64, BuildMix> = (0..100_000).map(|number| (number, number)).collect();
+        for number in 10..100_000 {
+            map.remove(&number);
+            give_room_back(&mut map);
+            assert!(map.capacity() <= ROOM_MIN * 2 || map.capacity() <= (map.len() + 1) * ROOM_PART * 2);
+        }
+        assert!(map.capacity() <= ROOM_MIN * 2 && (0..10).all(|number| map[&number] == number));
     }
 }

@@ -145,6 +145,7 @@ fn root(programs: &Programs, files: &Files, cpus: Cpus<'_>) -> Result<Server> {
         config: Config::Auto,
         queues: None,
         cpus: cpus.all,
+        logs: false,
     };
     let servers = server::Programs { ferry: programs.ferry.clone(), virtiofsd: None };
     Server::start(Peer::Ferry, &servers, &sharing).context("the guest's root has no server")

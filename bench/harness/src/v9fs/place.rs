@@ -183,6 +183,7 @@ pub fn root_server(programs: &Programs, folder: &Path, cpus: &str) -> Result<Pro
         config: crate::rows::Config::Auto,
         queues: None,
         cpus,
+        logs: false,
     };
     let servers = crate::server::Programs { ferry: programs.ferry.clone(), virtiofsd: None };
     Process::start(crate::server::Peer::Ferry, &servers, &sharing).context("the guest's root has no server")

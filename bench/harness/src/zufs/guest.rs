@@ -53,6 +53,7 @@ impl NvdimmGuest {
             queues: None,
             // Nobody is bound to a CPU in this table.
             cpus: &format!("0-{}", std::thread::available_parallelism().map_or(0, |cpus| cpus.get() - 1)),
+            logs: false,
         };
         let servers = server::Programs { ferry: programs.ferry.clone(), virtiofsd: None };
         let root = Server::start(Peer::Ferry, &servers, &sharing).context("the guest's root has no server")?;

@@ -1,0 +1,77 @@
+//! A walk over a whole share by READDIRPLUS, as a guest's that keeps every inode it met; and its forgetting them.
+
+use std::path::Path;
+use std::time::Duration;
+
+use ferry_vfs::FileType;
+use ferry_wire::fuse::abi::ForgetOne;
+
+use crate::{Config, Driver, ROOT, Result};
+
+/// What one READDIRPLUS may bring: what Linux asks for at most for a program's own buffer of 32 KiB.
+const LISTING_BYTES: u32 = 32 << 10;
+/// Inodes of one BATCH_FORGET: as many as Linux puts into a page.
+const FORGET_BATCH: usize = 254;
+/// How long a server may take for one answer.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A share that has been walked over; all its inodes have a reference until [`Walk::forget`].
+#[derive(Debug)]
+pub struct Walk {
+    driver: Driver,
+    nodes: Vec<ForgetOne>,
+}
+
+impl Walk {
+    /// Walks over the share that is served at a socket.
+    ///
+    /// # Errors
+    /// As [`Driver::connect`] and [`Driver::ask`].
+    pub fn over(socket: &Path) -> Result<Self> {
+        let mut driver = Driver::connect(socket, Config { timeout: TIMEOUT, ..Config::default() })?;
+        driver.init()?;
+        let mut walk = Self { driver, nodes: Vec::new() };
+        let mut folders = vec![ROOT];
+        while let Some(folder) = folders.pop() {
+            walk.list(folder, &mut folders)?;
+        }
+        Ok(walk)
+    }
+
+    fn list(&mut self, folder: u64, folders: &mut Vec<u64>) -> Result<()> {
+        let open = self.driver.opendir(folder)?;
+        let mut offset = 0;
+        loop {
+            let found = self.driver.readdirplus(folder, open.fh, offset, LISTING_BYTES)?;
+            let Some(last) = found.last() else { break };
+            offset = last.next;
+            for listed in found {
+                let Some(entry) = listed.entry.filter(|entry| entry.ino.0 != 0) else { continue };
+                if listed.name == b"." || listed.name == b".." {
+                    continue;
+                }
+                if entry.attr.kind() == FileType::Directory {
+                    folders.push(entry.ino.0);
+                }
+                self.nodes.push(ForgetOne { nodeid: entry.ino.0, nlookup: 1 });
+            }
+        }
+        self.driver.releasedir(folder, open.fh)
+    }
+
+    /// How many inodes were met, beside the root.
+    pub fn met(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Gives all references back; the server has done so, too, when this returns.
+    ///
+    /// # Errors
+    /// As [`Driver::batch_forget`].
+    pub fn forget(&mut self) -> Result<()> {
+        for batch in std::mem::take(&mut self.nodes).chunks(FORGET_BATCH) {
+            self.driver.batch_forget(batch)?;
+        }
+        Ok(())
+    }
+}

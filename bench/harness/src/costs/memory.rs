@@ -1,0 +1,148 @@
+//! What a server keeps for a guest that has met a million inodes.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use ferry_driver::walk::Walk;
+use rustix::mount::{MountFlags, UnmountFlags};
+
+use super::{Size, TABLE};
+use crate::line::Line;
+use crate::rows::Config;
+use crate::server::{Peer, Programs, Server, Sharing};
+use crate::stats::Better;
+
+/// Files in each directory.
+pub const FOLDER_FILES: usize = 1000;
+
+/// The figures of one walk, each with its unit.
+const FIGURES: [(&str, &str); 6] = [
+    ("memory: RSS after the walk", "MiB"),
+    ("memory: most RSS (VmHWM)", "MiB"),
+    ("memory: bytes for each inode", "bytes"),
+    ("memory: descriptors after the walk", "descriptors"),
+    ("memory: RSS after FORGET", "MiB"),
+    ("memory: time of the walk", "ms"),
+];
+
+/// The rows about memory.
+#[derive(Debug)]
+pub struct Memory<'a> {
+    pub work: &'a Path,
+    pub programs: &'a Programs,
+    pub cpus: &'a str,
+    pub size: Size,
+}
+
+/// Many empty files, in memory: they go in a moment, and no disk is waited for.
+#[derive(Debug)]
+struct Files(PathBuf);
+
+impl Files {
+    fn make(path: PathBuf, folders: usize) -> Result<Self> {
+        std::fs::create_dir_all(&path)?;
+        rustix::mount::mount("tmpfs", &path, "tmpfs", MountFlags::empty(), Some(c"nr_inodes=0"))
+            .context("cannot mount a tmpfs")?;
+        let files = Self(path);
+        for folder in 0..folders {
+            let folder = files.0.join(format!("d{folder:04}"));
+            std::fs::create_dir(&folder)?;
+            for number in 0..FOLDER_FILES {
+                File::create(folder.join(format!("file-{number:03}")))?;
+            }
+        }
+        Ok(files)
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);
+    }
+}
+
+impl Memory<'_> {
+    /// Runs them, the servers in turn.
+    pub fn run(&self, skipped: &[String]) -> Vec<Line> {
+        let new = |(row, unit): (&str, &'static str)| {
+            Line::new(TABLE, row.into(), Config::AutoNoXattr.name(), unit, Better::Lower)
+        };
+        let mut lines = FIGURES.map(new);
+        let files = match Files::make(self.work.join("walked"), self.size.folders) {
+            Ok(files) => files,
+            Err(error) => {
+                lines[0].fail(&format!("{error:#}"));
+                return lines.into();
+            }
+        };
+        let mut samples: [BTreeMap<String, Vec<f64>>; FIGURES.len()] = Default::default();
+        let peers = [Some(Peer::Ferry), self.programs.virtiofsd.as_ref().map(|_| Peer::Virtiofsd)];
+        let mut out = Vec::new();
+        for peer in (0..self.size.runs).flat_map(|_| peers).flatten() {
+            if out.contains(&peer) {
+                continue;
+            }
+            match self.walk(peer, &files.0) {
+                Ok(figures) => {
+                    for (samples, figure) in samples.iter_mut().zip(figures) {
+                        samples.entry(peer.name().into()).or_default().push(figure);
+                    }
+                }
+                Err(error) => {
+                    out.push(peer);
+                    let reason = format!("{}: {error:#}", peer.name());
+                    let tell = if peer == Peer::Ferry { Line::fail } else { Line::skip };
+                    lines.iter_mut().for_each(|line| tell(line, &reason));
+                }
+            }
+        }
+        for (line, samples) in lines.iter_mut().zip(&samples) {
+            line.fill(samples);
+            skipped.iter().for_each(|reason| line.skip(reason));
+        }
+        lines.into()
+    }
+
+    fn walk(&self, peer: Peer, dir: &Path) -> Result<[f64; FIGURES.len()]> {
+        let socket = self.work.join("run").join(format!("{}-memory", peer.name()));
+        let sharing = Sharing { dir, socket, config: Config::AutoNoXattr, queues: None, cpus: self.cpus, logs: false };
+        let server = Server::start(peer, self.programs, &sharing)?;
+        let begun = kib(server.pid(), "VmRSS:")?;
+        let start = Instant::now();
+        let mut walk = Walk::over(server.socket())?;
+        let took = start.elapsed().as_secs_f64() * 1000.0;
+        let expected = self.size.folders * (FOLDER_FILES + 1);
+        ensure!(walk.met() == expected, "the walk met {} of {expected} inodes", walk.met());
+        let (rss, most) = (kib(server.pid(), "VmRSS:")?, kib(server.pid(), "VmHWM:")?);
+        let descriptors = std::fs::read_dir(format!("/proc/{}/fd", server.pid()))?.count();
+        walk.forget()?;
+        let after = kib(server.pid(), "VmRSS:")?;
+        #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
+        let each = (rss - begun) * 1024.0 / expected as f64;
+        #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
+        Ok([rss / 1024.0, most / 1024.0, each, descriptors as f64, after / 1024.0, took])
+    }
+}
+
+/// A figure of a process's status, in KiB.
+fn kib(pid: u32, name: &str) -> Result<f64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let value = status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
+    value.with_context(|| format!("no {name} in the status of process {pid}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_a_status() {
+        let me = std::process::id();
+        let (now, most) = (kib(me, "VmRSS:").unwrap(), kib(me, "VmHWM:").unwrap());
+        assert!(now > 100.0 && most >= now, "{now} {most}");
+        assert!(kib(me, "VmNothing:").is_err());
+    }
+}

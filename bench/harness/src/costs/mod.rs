@@ -1,0 +1,121 @@
+//! The costs table: memory, walls around the server, watching what changes on the host.
+
+mod memory;
+mod report;
+mod watching;
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use ferry_guest::Cache;
+
+use self::memory::Memory;
+use self::watching::Watching;
+use crate::data::Data;
+use crate::line::Line;
+use crate::machine::Machine;
+use crate::progress::Progress;
+use crate::rows::{self, Row, Work};
+use crate::server::{Peer, Programs};
+use crate::virtiofs::{Effort, Runner};
+use crate::{Cli, place};
+
+/// The table's name.
+const TABLE: &str = "costs";
+
+/// How much is done.
+#[derive(Debug, Clone, Copy)]
+struct Size {
+    /// Runs of each.
+    runs: usize,
+    /// Directories of 1000 files that are walked over.
+    folders: usize,
+    /// Files that are changed where it is watched.
+    changed: usize,
+}
+
+impl Size {
+    /// A million files are walked over.
+    const FULL: Self = Self { runs: 5, folders: 1000, changed: 20_000 };
+    /// A fiftieth and a tenth.
+    const QUICK: Self = Self { runs: 2, folders: 20, changed: 2000 };
+}
+
+/// What a row measures; one of memory or watching makes several lines.
+#[derive(Debug, Clone)]
+enum Step {
+    Memory,
+    Walls(Row),
+    Watching,
+}
+
+impl Step {
+    fn name(&self) -> String {
+        match self {
+            Self::Memory => "memory".into(),
+            Self::Walls(row) => format!("walls: {}", row.name),
+            Self::Watching => "watching".into(),
+        }
+    }
+}
+
+/// Measures, prints and reports.
+pub fn run(cli: &Cli) -> Result<ExitCode> {
+    let steps = steps(cli);
+    if cli.list {
+        steps.iter().for_each(|step| println!("{}", step.name()));
+        return Ok(ExitCode::SUCCESS);
+    }
+    if steps.is_empty() {
+        eprintln!("bench/run: no row matches; bench/run {TABLE} --list shows them");
+        return Ok(ExitCode::from(2));
+    }
+    ensure!(
+        rustix::process::geteuid().is_root(),
+        "bench/run {TABLE} mounts file systems and watches one, and needs to be root"
+    );
+    let size = if cli.quick { Size::QUICK } else { Size::FULL };
+    let cache = Cache::from_env()?;
+    let mut skipped = Vec::new();
+    let virtiofsd = cache.peer("virtiofsd").inspect_err(|error| skipped.push(format!("virtiofsd: {error}"))).ok();
+    let machine = Machine::look(&cli.work, virtiofsd.as_deref(), None);
+    let programs = Programs { ferry: crate::program("ferry")?, virtiofsd };
+    let progress = Progress::new(steps.len());
+    let data = Data::make(&cli.work, false, true, false).context("cannot make the data")?;
+    let place = place(cli, cache, None, &data)?;
+    let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
+    let cpus = format!("{},{}", place.guest_cpu, place.server_cpus);
+    let mut walls = Runner::new(TABLE, place, data, "fio".into(), vec![Peer::Ferry, Peer::FerryOpen], effort);
+    let lines = progress.measure(&steps, Step::name, &[], |step| match step {
+        Step::Walls(row) => vec![Line { row: step.name(), note: None, ..walls.run(row) }],
+        Step::Memory => Memory { work: &cli.work, programs: &programs, cpus: &cpus, size }.run(&skipped),
+        Step::Watching => Watching { work: &cli.work, ferry: &programs.ferry, size }.run(),
+    })?;
+    let targets = report::targets(&lines);
+    targets.iter().for_each(|target| eprintln!("{target}"));
+    if let Some(folder) = cli.results() {
+        let machine = Machine { command: crate::command(), ..machine };
+        report::write(&folder, &lines, &machine, &targets, size)?;
+    }
+    Ok(crate::verdict(&lines))
+}
+
+fn steps(cli: &Cli) -> Vec<Step> {
+    let native = |row: &Row| matches!(row.work, Work::Native(native) if native.queues == 1);
+    let walls = rows::all().into_iter().filter(native).map(Step::Walls);
+    let all = [Step::Memory].into_iter().chain(walls).chain([Step::Watching]);
+    all.filter(|step| cli.rows.as_ref().is_none_or(|regex| regex.is_match(&step.name()))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[test]
+    fn rows_can_be_chosen() {
+        let count =
+            |words: &[&str]| steps(&Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))).len();
+        assert_eq!((count(&[]), count(&["--rows", "^walls"]), count(&["--rows", "^memory$"])), (7, 5, 1));
+    }
+}

@@ -1,0 +1,109 @@
+//! The report of the costs table.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::memory::FOLDER_FILES;
+use super::{Size, TABLE};
+use crate::line::{FERRY, Line};
+use crate::machine::Machine;
+use crate::target::{self, Target};
+use crate::{chart, parts, report};
+
+/// The peer of the rows about memory.
+const PEER: &str = "virtiofsd";
+
+/// What was to be reached: less memory than virtiofsd takes.
+pub fn targets(lines: &[Line]) -> Vec<Target> {
+    let memory = lines.iter().filter(|line| line.row.starts_with("memory: ") && line.unit != "ms");
+    let ratio =
+        |line: &Line| Some(Target::at_least(format!("{}: {PEER} : ferry", line.row), *line.ratio.get(PEER)?, 1.0));
+    memory.filter_map(ratio).collect()
+}
+
+/// Writes the report into a folder.
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -> Result<()> {
+    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets, size), &chart::svg(lines, PEER))
+}
+
+fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -> String {
+    let mut out = String::from("# What Ferry costs: memory, walls, watching\n\n");
+    let Machine { cpu, cpus, kernel, file_system, virtiofsd, ferry, command, date, .. } = machine;
+    let Size { runs, folders, changed } = size;
+    let _ = writeln!(
+        out,
+        "`{command}`, begun {date} UTC. {runs} runs of each (walls: as the virtiofs table), in turn; medians, with the least \
+         and the greatest in brackets. A ratio above 1 means that Ferry as it is by default is better.\n\n\
+         | | |\n| --- | --- |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
+         | Ferry | {ferry} |\n| virtiofsd | {virtiofsd}, `--sandbox none --seccomp none` |\n\n\
+         * `memory`: the native driver walks over {} empty files in {folders} directories on a tmpfs by READDIRPLUS, keeps \
+         all inodes, and gives them back by BATCH_FORGET. Both servers remember files by file handles, and share memory with \
+         the driver, which counts, too.\n\
+         * `walls`: the native driver's loads, on `--sandbox none --seccomp none` as the peer.\n\
+         * `watching`: {changed} files are made, written, given a mode, renamed, and removed; a mount with `--watch always` \
+         beside one with `--watch never` and beside no server at all. CPU times are the server's, until three seconds later.\n",
+        folders * FOLDER_FILES
+    );
+    if !targets.is_empty() {
+        target::chapter(&mut out, targets);
+    }
+    figures(&mut out, lines);
+    cpu_times(&mut out, lines);
+    report::counts(&mut out, lines);
+    parts::disappointments(&mut out, lines, |_| true);
+    out
+}
+
+fn figures(out: &mut String, lines: &[Line]) {
+    out.push_str(
+        "## Figures\n\n| row | unit | Ferry | beside | its figure | ratio |\n| --- | --- | --- | --- | --- | --- |\n",
+    );
+    for line in lines {
+        let ours = parts::figure(line, FERRY);
+        for peer in line.peers.keys() {
+            let (theirs, ratio) = (parts::figure(line, peer), parts::ratio(Some(line), peer));
+            let _ = writeln!(out, "| {} | {} | {ours} | {peer} | {theirs} | {ratio} |", line.row, line.unit);
+        }
+        if line.peers.is_empty() {
+            let _ = writeln!(out, "| {} | {} | {ours} | - | - | - |", line.row, line.unit);
+        }
+    }
+    out.push('\n');
+}
+
+fn cpu_times(out: &mut String, lines: &[Line]) {
+    for line in lines {
+        for (who, ms) in line.also.get("server_cpu_ms").into_iter().flatten() {
+            let _ = writeln!(out, "* {}: CPU time of the server ({who}): {ms} ms", line.row);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stats::Better;
+
+    #[test]
+    fn less_memory_is_better() {
+        let mut line = Line::new(TABLE, "memory: RSS after the walk".into(), "auto", "MiB", Better::Lower);
+        line.fill(&[(FERRY.to_owned(), vec![300.0]), (PEER.to_owned(), vec![450.0])].into());
+        let mut watched = Line::new(TABLE, "watching: changes".into(), "always", "ms", Better::Lower);
+        watched.also.insert("server_cpu_ms", [(FERRY.to_owned(), 280.0)].into());
+        let lines = [line, watched];
+        let targets = targets(&lines);
+        assert_eq!(targets.len(), 1);
+        let text = markdown(&lines, &Machine::default(), &targets, Size::FULL);
+        for part in [
+            "| memory: RSS after the walk: virtiofsd : ferry | 1.50 | at least 1 | reached |",
+            "| memory: RSS after the walk | MiB | 300 [300, 300] | virtiofsd | 450 [450, 450] | **1.50** |",
+            "over 1000000 empty files in 1000 directories",
+            "* watching: changes: CPU time of the server (ferry): 280 ms",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}

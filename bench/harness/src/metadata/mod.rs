@@ -1,0 +1,89 @@
+//! The metadata table: large trees in a guest, and how many requests each file takes.
+
+mod report;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use ferry_guest::Cache;
+
+use crate::data::{Data, LargeTrees};
+use crate::machine::Machine;
+use crate::progress::Progress;
+use crate::rows::{self, Row};
+use crate::server::Peer;
+use crate::virtiofs::{Effort, Runner};
+use crate::{Cli, place};
+
+/// The table's name.
+const TABLE: &str = "metadata";
+
+/// The full run: unpacking takes virtiofsd a minute or two.
+const FULL: Effort = Effort {
+    timeout: Duration::from_secs(400),
+    limit: Some(Duration::from_secs(40 * 60)),
+    count_tasks: true,
+    ..Effort::FULL
+};
+/// The quick one, on smaller trees.
+const QUICK: Effort = Effort { runs: 2, timeout: Duration::from_secs(60), count_tasks: true, ..Effort::QUICK };
+
+/// Measures, prints and reports.
+pub fn run(cli: &Cli) -> Result<ExitCode> {
+    let rows = rows(cli);
+    if cli.list {
+        rows.iter().for_each(|row| println!("{} {}", row.name, row.config.name()));
+        return Ok(ExitCode::SUCCESS);
+    }
+    if rows.is_empty() {
+        eprintln!("bench/run: no row matches; bench/run {TABLE} --list shows them");
+        return Ok(ExitCode::from(2));
+    }
+    let progress = Progress::new(rows.len());
+    let (mut peers, mut skipped) = cli.peers();
+    let cache = Cache::from_env()?;
+    let virtiofsd = cache.peer("virtiofsd").inspect_err(|error| skipped.push(format!("virtiofsd: {error}"))).ok();
+    if virtiofsd.is_none() {
+        peers.retain(|peer| *peer != Peer::Virtiofsd);
+    }
+    let fio = cache.peer("fio")?;
+    cache.uml()?;
+    let machine = Machine::look(&cli.work, virtiofsd.as_deref(), None);
+    progress.show("making the trees");
+    let (trees, effort) = if cli.quick { (LargeTrees::QUICK, QUICK) } else { (LargeTrees::FULL, FULL) };
+    let data = Data::make_large(&cli.work, trees).context("cannot make the trees")?;
+    let place = place(cli, cache, virtiofsd, &data)?;
+    let mut runner = Runner::new(TABLE, place, data, fio, peers, effort);
+    let name = |row: &Row| format!("{} {}", row.name, row.config.name());
+    let lines = progress.measure(&rows, name, &skipped, |row| vec![runner.run(row)])?;
+    let targets = report::targets(&rows, &lines);
+    targets.iter().for_each(|target| eprintln!("{target}"));
+    if let Some(folder) = cli.results() {
+        let guest_kernel = runner.guest_kernel.clone().unwrap_or_else(|| "none ran".into());
+        let machine = Machine { guest_kernel, command: crate::command(), ..machine };
+        report::write(&folder, &lines, &machine, &targets, trees)?;
+    }
+    Ok(crate::verdict(&lines))
+}
+
+fn rows(cli: &Cli) -> Vec<Row> {
+    let wanted = |row: &Row| match &cli.rows {
+        Some(regex) => regex.is_match(&format!("{} {}", row.name, row.config.name())),
+        None => row.quick || !cli.quick,
+    };
+    rows::large().into_iter().filter(wanted).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[test]
+    fn rows_can_be_chosen() {
+        let names =
+            |words: &[&str]| rows(&Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))).len();
+        assert_eq!((names(&[]), names(&["--rows", "^find auto"]), names(&["--rows", "nothing"])), (10, 1, 0));
+    }
+}

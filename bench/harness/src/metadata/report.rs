@@ -1,0 +1,127 @@
+//! The report of the metadata table.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::TABLE;
+use crate::data::LargeTrees;
+use crate::line::{FERRY, Line};
+use crate::machine::Machine;
+use crate::rows::Row;
+use crate::target::{self, Target};
+use crate::{chart, parts, stats};
+
+/// The peer.
+const PEER: &str = "virtiofsd";
+/// How much faster every row is to be.
+const RATIO: f64 = 1.5;
+/// Requests of a kind that are fewer than one for so many files are not shown by name.
+const SHOWN_PART: u64 = 1000;
+
+/// What was to be reached, of the rows that ran.
+pub fn targets(rows: &[Row], lines: &[Line]) -> Vec<Target> {
+    let ratios = rows.iter().zip(lines).filter_map(|(row, line)| Some((row, *line.ratio.get(PEER)?)));
+    let ratios: Vec<(&Row, f64)> = ratios.collect();
+    let each = ratios.iter().map(|(row, ratio)| {
+        Target::at_least(format!("{} ({}): ferry : {PEER}", row.name, row.config.name()), *ratio, RATIO)
+    });
+    let mut targets: Vec<Target> = each.collect();
+    let mean = stats::geometric_mean(ratios.iter().map(|(_, ratio)| *ratio));
+    targets.extend(mean.map(|mean| Target::at_least(format!("geometric mean ({})", ratios.len()), mean, RATIO)));
+    targets
+}
+
+/// Writes the report into a folder.
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeTrees) -> Result<()> {
+    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets, trees), &chart::svg(lines, PEER))
+}
+
+fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeTrees) -> String {
+    let mut out = String::from("# Large trees: Ferry beside virtiofsd\n\n");
+    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let Machine { cpu, cpus, kernel, file_system, guest_kernel, virtiofsd, ferry, command, date, .. } = machine;
+    let LargeTrees { repo_dirs, packages } = trees;
+    let _ = writeln!(
+        out,
+        "`{command}`, begun {date} UTC. {runs} runs of each server, in turn; medians, with the least and the greatest \
+         in brackets.\n\n| | |\n| --- | --- |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
+         | guest | User-mode Linux {guest_kernel}, one CPU of its own; the servers have the others |\n\
+         | Ferry | {ferry}, `--no-xattr` |\n| virtiofsd | {virtiofsd}, `--sandbox none --seccomp none` |\n\n\
+         * `find` and `git status` are on a repository of {} files in {repo_dirs} directories, after the guest has \
+         forgotten all it knew; `find` only names them, `find-stat` shows sizes, modes and times, too. `unpack` (tar) and \
+         `delete` (rm) are on a tree like a node_modules: {packages} packages of 50 files in 5 directories.\n\
+         * Requests are counted in runs of their own, from the servers' logs of each request (`ferry log SOCKET requests`; \
+         virtiofsd's `--log-level debug`). FORGET and BATCH_FORGET, which nobody waits for, are left out of the sum.\n",
+        repo_dirs * 100
+    );
+    target::chapter(&mut out, targets);
+    out.push_str("![How many times better Ferry is, row by row](metadata.svg)\n\n");
+    figures(&mut out, lines);
+    requests(&mut out, lines);
+    parts::disappointments(&mut out, lines, |_| true);
+    out
+}
+
+fn figures(out: &mut String, lines: &[Line]) {
+    out.push_str(
+        "## Figures\n\n| row | config | unit | Ferry | virtiofsd | ratio |\n| --- | --- | --- | --- | --- | --- |\n",
+    );
+    for line in lines {
+        let (ours, theirs) = (parts::figure(line, FERRY), parts::figure(line, PEER));
+        let ratio = parts::ratio(Some(line), PEER);
+        let _ = writeln!(out, "| {} | {} | {} | {ours} | {theirs} | {ratio} |", line.row, line.config, line.unit);
+    }
+    out.push('\n');
+}
+
+fn requests(out: &mut String, lines: &[Line]) {
+    out.push_str(
+        "## Requests\n\n| row | config | server | for each file | by name |\n| --- | --- | --- | --- | --- |\n",
+    );
+    for line in lines {
+        for (server, requests) in &line.requests {
+            let all: u64 = requests.by_name.values().sum();
+            let mut named: Vec<(&String, &u64)> =
+                requests.by_name.iter().filter(|(_, count)| **count * SHOWN_PART >= all).collect();
+            named.sort_by(|a, b| b.1.cmp(a.1));
+            let named: Vec<String> = named.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
+            let (row, config, per_file) = (&line.row, &line.config, requests.per_file);
+            let _ = writeln!(out, "| {row} | {config} | {server} | {per_file} | {} |", named.join(", "));
+        }
+    }
+    out.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::line::Requests;
+    use crate::rows;
+
+    #[test]
+    fn shows_times_and_requests() {
+        let rows = rows::large();
+        let fill = |row: &Row| {
+            let mut line = Line::empty(TABLE, row);
+            line.fill(&[(FERRY.to_owned(), vec![50.0]), (PEER.to_owned(), vec![100.0])].into());
+            let by_name = [("lookup".to_owned(), 3000), ("statfs".to_owned(), 1)].into();
+            line.requests.insert(FERRY.into(), Requests { per_file: 3.0, by_name });
+            line
+        };
+        let lines: Vec<Line> = rows.iter().map(fill).collect();
+        let targets = targets(&rows, &lines);
+        assert_eq!(targets.len(), 11);
+        let text = markdown(&lines, &Machine::default(), &targets, LargeTrees::FULL);
+        for part in [
+            "| find (auto-no-xattr): ferry : virtiofsd | 2.00 | at least 1.5 | reached |",
+            "| unpack | always-no-xattr | ms | 50 [50, 50] | 100 [100, 100] | **2.00** |",
+            "| delete | auto-no-xattr | ferry | 3 | lookup 3000 |",
+            "repository of 50000 files",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}
