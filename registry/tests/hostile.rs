@@ -63,7 +63,7 @@ fn damaged_metadata_and_indexes_are_refused() {
         place.fake.heal();
     }
     // The whole chain is right in itself, but it is another image than the one that was asked for.
-    let other = ferry_image::Digest([7; 32]);
+    let other = ferry_image::Digest::new(ferry_image::Algorithm::Blake3, [7; 32]);
     let options = PullOptions { digest: Some(other), ..PullOptions::default() };
     let said = place.pull_with(&place.fake.remote(), "copy", &options).unwrap_err().to_string();
     assert!(said.contains(&format!("the image has the digest {}, not {other}", place.built.digest)), "{said}");

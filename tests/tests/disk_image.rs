@@ -141,7 +141,7 @@ fn requests_cross_the_places_of_an_image() {
     let edges = [source.image().bytes(), source.image().bytes() + source.image().packs()[0].blocks * 4096];
     let mut expected = fs::read(made.path("image")).unwrap();
     for pack in source.image().packs() {
-        expected.extend(fs::read(made.path("store/packs").join(pack.name.to_string())).unwrap());
+        expected.extend(fs::read(made.path("store/packs").join(pack.name.hex())).unwrap());
     }
     assert!(bytes == expected);
     for edge in edges {

@@ -145,10 +145,9 @@ impl Walk<'_> {
         self.attributes(&inode, &path);
         let sound = match inode.kind() {
             FileType::Symlink => self.image.link(&inode).map(drop),
-            FileType::RegularFile => self.image.data(&inode).map(|data| {
-                if let Data::Near(whole, rest) = data {
-                    debug_assert_eq!((whole.len() + rest.len()) as u64, inode.bytes);
-                }
+            FileType::RegularFile => self.image.data(&inode).and_then(|data| match data {
+                Data::Pieces(_) => data.pieces(inode.bytes).try_for_each(|piece| piece.map(drop)),
+                _ => Ok(()),
             }),
             _ => Ok(()),
         };

@@ -9,8 +9,9 @@ use crate::diff::NAME_BYTES_MIN;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Error, Flaw, Result};
 use crate::image::{Checked, Data, Image};
+use crate::runs::Run;
 use crate::store::Store;
-use crate::verity::Digest;
+use crate::digest::Digest;
 
 /// Where an object is.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -21,7 +22,7 @@ pub enum Place {
     Object(Vec<u8>),
 }
 
-/// The objects of an image, each once, with their lengths in bytes.
+/// The objects of an image, each once, with their lengths in bytes. Of a larger file each piece is one.
 ///
 /// # Errors
 /// The image is damaged.
@@ -43,8 +44,11 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
                 }
             }
             FileType::RegularFile => match image.data(&inode)? {
-                Data::Far { pack, block } => {
-                    found.insert(Place::Packed(image.packs()[pack].name, block), inode.bytes);
+                data @ (Data::Far { .. } | Data::Pieces(_)) => {
+                    for piece in data.pieces(inode.bytes) {
+                        let Run { pack, at, bytes } = piece?;
+                        found.insert(Place::Packed(image.packs()[pack].name, at / BLOCK_BYTES as u64), bytes);
+                    }
                 }
                 Data::Object { path: Some(path), .. } => {
                     found.insert(Place::Object(path.to_vec()), inode.bytes);
