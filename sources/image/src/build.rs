@@ -107,7 +107,7 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
             oci::read(&reference, &platform, &mut sink, progress)?
         }
     };
-    let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes());
+    let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes()?);
     let (bytes, packs) = sink.finish(tree, options.order.as_ref())?;
     let algorithm = if options.layout == Layout::Flat { Algorithm::Blake3 } else { Algorithm::Verity };
     let digest = algorithm.of(&bytes);

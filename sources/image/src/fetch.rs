@@ -167,8 +167,10 @@ impl Pack {
         self.states[at].load(Ordering::Acquire) == SOUND
     }
 
-    /// Gets an object that nobody has looked at yet, or waits for whoever is at it.
-    pub(crate) fn obtain(&self, absent: &Absent, at: usize) -> std::result::Result<(), Bad> {
+    /// Gets the first of some neighbouring objects, or waits for whoever is at it. What follows it is asked for together with it: the other
+    /// ones, and what may be asked for ahead.
+    pub(crate) fn obtain(&self, absent: &Absent, objects: Range<usize>) -> std::result::Result<(), Bad> {
+        let at = objects.start;
         if self.is_here(at) {
             return Ok(());
         }
@@ -183,8 +185,9 @@ impl Pack {
                     // Whoever was at it has said why in the log; all who waited share its fate instead of asking again, each in turn.
                     return Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest });
                 }
-                let claim =
-                    self.claim(absent, &mut flights, at..self.index.objects.len(), absent.common.missing.ahead_bytes);
+                let wanted = self.index.objects[objects].iter().map(|object| object.bytes).sum();
+                let bytes = absent.common.missing.ahead_bytes.max(wanted);
+                let claim = self.claim(absent, &mut flights, at..self.index.objects.len(), bytes);
                 drop(flights);
                 let outcome = self.get(absent, &claim);
                 return if self.is_here(at) { Ok(()) } else { outcome.and_then(|()| self.lost(at)) };

@@ -95,7 +95,10 @@ impl Pack {
 
     /// Proves neighbouring objects; answers from which one on more are likely to be wanted next.
     pub(crate) fn prove_all(&self, objects: Range<usize>) -> std::result::Result<Option<usize>, Bad> {
-        let (Some(last), false) = (objects.clone().last(), objects.is_empty()) else { return Ok(None) };
+        let Some(last) = objects.clone().last() else { return Ok(None) };
+        if let Some(absent) = &self.absent {
+            return objects.clone().try_for_each(|at| self.obtain(absent, at..objects.end)).map(|()| None);
+        }
         // Who goes on where somebody was, or begins a large file, reads in order.
         let is_large = self.index.objects.get(objects.start).is_some_and(|object| object.bytes == PIECE_BYTES as u64);
         let is_next = is_large || (objects.start > 0 && !self.is_unknown(objects.start - 1));
@@ -109,7 +112,7 @@ impl Pack {
             self.prove(at)?;
         }
         let is_short = self.is_unknown((last + AHEAD_OBJECTS / 2).min(self.len() - 1));
-        Ok((self.absent.is_none() && is_next && is_short).then_some(last + 1).filter(|next| *next < self.len()))
+        Ok((is_next && is_short).then_some(last + 1).filter(|next| *next < self.len()))
     }
 
     /// Proves objects that are wanted soon.
@@ -131,7 +134,7 @@ impl Pack {
     /// mapped. What is not here is got.
     pub(crate) fn prove(&self, at: usize) -> Proof {
         if let Some(absent) = &self.absent {
-            return self.obtain(absent, at);
+            return self.obtain(absent, at..at + 1);
         }
         let object = &self.index.objects[at];
         self.once(&self.states[at], object, || self.is_sound(object))

@@ -99,11 +99,14 @@ impl Sink {
     }
 
     /// Bytes that were not in the store before.
-    pub(crate) fn new_bytes(&self) -> u64 {
-        match &self.kind {
-            Kind::Packs(sorted) => sorted.new_bytes,
+    pub(crate) fn new_bytes(&mut self) -> Result<u64> {
+        Ok(match &mut self.kind {
+            Kind::Packs(sorted) => {
+                sorted.flush()?;
+                sorted.new_bytes
+            }
             Kind::Objects(objects) => objects.new_bytes,
-        }
+        })
     }
 
     /// Makes all durable; answers the image, and the packs that it needs.

@@ -168,7 +168,7 @@ mod tests {
     /// As `fsverity digest` prints it for an empty file.
     #[test]
     fn the_digest_of_nothing_is_known() {
-        let digest = "3d248ca542a24fc62d1c43b916eae5016878e2533c88238480b26128a1f1af95";
+        let digest = "sha256:3d248ca542a24fc62d1c43b916eae5016878e2533c88238480b26128a1f1af95";
         assert_eq!(Algorithm::Verity.of(&[]).to_string(), digest);
     }
 

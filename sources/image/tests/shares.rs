@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::Bench;
-use ferry_image::Digest;
+use ferry_image::{Algorithm, Digest};
 
 const IMAGES: u64 = 20;
 const FILES: u64 = 400;
@@ -64,7 +64,7 @@ struct Ideal(HashMap<Digest, u64>);
 impl Ideal {
     fn add(&mut self, bytes: &[u8]) {
         for piece in cut(bytes) {
-            self.0.insert(Digest::of(piece), piece.len() as u64);
+            self.0.insert(Algorithm::Blake3.of(piece), piece.len() as u64);
         }
     }
 
