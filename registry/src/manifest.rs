@@ -206,7 +206,14 @@ mod tests {
     fn manifest() -> (Manifest, Digest) {
         let pack = Digest::new(Algorithm::Blake3, [9; 32]);
         let blobs = PackBlobs { index: blob(2, 80), parts: vec![blob(3, 100), blob(4, 50)] };
-        (Manifest { digest: Digest::new(Algorithm::Blake3, [1; 32]), image: blob(1, 4096), packs: [(pack, blobs)].into() }, pack)
+        (
+            Manifest {
+                digest: Digest::new(Algorithm::Blake3, [1; 32]),
+                image: blob(1, 4096),
+                packs: [(pack, blobs)].into(),
+            },
+            pack,
+        )
     }
 
     #[test]

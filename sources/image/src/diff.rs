@@ -6,12 +6,12 @@ use std::rc::Rc;
 use ferry_vfs::FileType;
 
 use crate::check::DEPTH_MAX;
+use crate::digest::Digest;
+use crate::erofs::BLOCK_BYTES;
 use crate::error::{Flaw, Result};
 use crate::image::{Checked, Data, Image, Inode, Nid};
-use crate::erofs::BLOCK_BYTES;
 use crate::runs::Run;
 use crate::store::Store;
-use crate::digest::Digest;
 
 /// What a name takes of an image at least, in bytes. A damaged image may name its directories more than once.
 pub(crate) const NAME_BYTES_MIN: u64 = 13;

@@ -132,7 +132,10 @@ mod tests {
             let digest = algorithm.of(b"x");
             assert_eq!(Digest::parse(digest.to_string().as_bytes()), Some(digest));
             assert_eq!(Digest::from_hex(algorithm, digest.hex().as_bytes()), Some(digest));
-            assert_eq!(Digest::parse(digest.hex().as_bytes()).map(|digest| digest.algorithm()), Some(Algorithm::Verity));
+            assert_eq!(
+                Digest::parse(digest.hex().as_bytes()).map(|digest| digest.algorithm()),
+                Some(Algorithm::Verity)
+            );
         }
         assert_ne!(Algorithm::Blake3.of(b"x"), Algorithm::Verity.of(b"x"));
         for bad in [&b""[..], b"00", &[b'g'; 64], &[b'A'; 64], &[b'0'; 63], &[b'0'; 65], "ä".repeat(32).as_bytes()] {

@@ -10,11 +10,11 @@ use ferry_vfs::{FileType, Name, Timespec};
 
 use crate::composefs::view::{self, USER_WHITEOUT, USER_WHITEOUTS, WHITEOUT, WHITEOUTS, escape};
 use crate::composefs::{fits, set_xattr};
+use crate::digest::{Algorithm, Digest};
 use crate::error::{Doing, Error, Flaw, Result};
 use crate::grow::{Growing, Refusal, names_of};
 use crate::image::{Checked, Data, Image, Inode, Nid};
 use crate::tree::{Content, Node, Tree};
-use crate::digest::{Algorithm, Digest};
 
 /// The longest line, in bytes: a path, 32 KiB of attributes and 5000 bytes of a file, all of them escaped, fit.
 const LINE_BYTES_MAX: u64 = 1 << 20;

@@ -22,19 +22,22 @@ use std::thread;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
+use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::Result;
 use crate::limit::{Hold, Limit};
 use crate::objects::{Bad, Objects};
 use crate::pack::{Pack, SOUND, UNKNOWN, read_object};
-use crate::piece;
 use crate::part;
+use crate::piece::{self, PIECE_BYTES};
 use crate::receive::Receiver;
 use crate::store::{self, Places, Store};
-use crate::digest::Digest;
 
 /// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
 const RUN_BYTES_MAX: u64 = 4 << 20;
+
+/// How much is asked for together where a large file is read in order, in bytes: each request costs a way to the server and back.
+const ONWARD_BYTES: u64 = 1 << 20;
 
 /// What takes bytes as they come. With an error it wants no more.
 pub type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
@@ -186,7 +189,8 @@ impl Pack {
                     return Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest });
                 }
                 let wanted = self.index.objects[objects].iter().map(|object| object.bytes).sum();
-                let bytes = absent.common.missing.ahead_bytes.max(wanted);
+                let onward = if self.goes_on(absent, at) { ONWARD_BYTES } else { 0 };
+                let bytes = absent.common.missing.ahead_bytes.max(wanted).max(onward);
                 let claim = self.claim(absent, &mut flights, at..self.index.objects.len(), bytes);
                 drop(flights);
                 let outcome = self.get(absent, &claim);
@@ -196,6 +200,12 @@ impl Pack {
             flight.wait(|| self.is_here(at));
             waited = true;
         }
+    }
+
+    /// Whether a large file is read in order, and may be kept.
+    fn goes_on(&self, absent: &Absent, at: usize) -> bool {
+        let before = at.checked_sub(1).filter(|before| self.index.objects[*before].bytes == PIECE_BYTES as u64);
+        absent.common.limit.is_none() && before.is_some_and(|before| self.is_here(before))
     }
 
     /// With a limit, an object may go again before anybody has held it.
@@ -279,11 +289,9 @@ impl Pack {
         let state = &self.states[at];
         match &absent.common.limit {
             None => state.store(SOUND, Ordering::Release),
-            Some(limit) => {
-                limit.keep((absent.number, at), self.index.objects[at].padded(), || {
-                    state.store(SOUND, Ordering::Release);
-                })
-            }
+            Some(limit) => limit.keep((absent.number, at), self.index.objects[at].padded(), || {
+                state.store(SOUND, Ordering::Release);
+            }),
         }
     }
 

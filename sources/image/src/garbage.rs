@@ -12,11 +12,11 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use crate::composefs::sweep::{self, Stored};
+use crate::digest::Digest;
 use crate::error::{Doing, Result};
 use crate::image::{Checked, Image};
-use crate::store::{self, pack_name, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX};
+use crate::store::{self, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX, pack_name};
 use crate::usage::{Place, places};
-use crate::digest::Digest;
 
 /// A store that nobody builds into, as long as this lives: builds wait.
 #[derive(Debug)]
@@ -179,9 +179,7 @@ impl Sole {
         collected.young =
             young.iter().filter(|pack| indexes.contains(pack) && !needed.contains(pack)).copied().collect();
         let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
-        old.retain(
-            |(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)),
-        );
+        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)));
         // What is left of fetching a pack that is whole goes.
         old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if spared(pack) && !indexes.contains(pack)));
         // Indexes come first in this order.

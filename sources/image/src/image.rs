@@ -9,13 +9,13 @@ use zerocopy::FromBytes;
 
 use crate::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
 use crate::composefs::{self, Header};
+use crate::digest::{Algorithm, Digest};
 use crate::erofs::{
     BLOCK_BITS, BLOCK_BYTES, Compact, DeviceSlot, Dirent, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS,
-    FLAT_VOLUME, FLAT_VOLUME_1, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super,
-    XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
+    FLAT_VOLUME, FLAT_VOLUME_1, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC,
+    SUPER_OFFSET, Super, XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
 };
 use crate::error::{Doing, Error, Flaw, Result};
-use crate::digest::{Algorithm, Digest};
 use crate::piece::{self, CHUNK_FORMAT};
 use crate::runs::{ENTRY_BYTES, Pieces};
 use crate::store::pack_name;
@@ -175,7 +175,10 @@ impl Image {
             return Err(flaw("features that Ferry does not know (compression, long prefixes)", 80));
         }
         if header.volume.starts_with(FLAT_VOLUME_1) {
-            return Err(flaw("the first version of the layout flat, which is not read any more: build the image again", 64));
+            return Err(flaw(
+                "the first version of the layout flat, which is not read any more: build the image again",
+                64,
+            ));
         }
         let composefs: Header = read_at(&bytes, 0)?;
         let is_composefs = composefs.magic.get() == composefs::MAGIC;

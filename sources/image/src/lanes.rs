@@ -156,11 +156,7 @@ fn begin(free: &Receiver<Batch>) -> std::result::Result<Part, Unwanted> {
     Ok(Part { batch, begun: Vec::new(), is_last: false })
 }
 
-fn read_group(
-    group: &Group,
-    free: &Receiver<Batch>,
-    parts: &SyncSender<Result<Part>>,
-) -> std::result::Result<(), End> {
+fn read_group(group: &Group, free: &Receiver<Batch>, parts: &SyncSender<Result<Part>>) -> std::result::Result<(), End> {
     let mut part = begin(free)?;
     for Wanted { node, bytes, path } in group {
         let mut file = File::open(path).doing("open", path)?;

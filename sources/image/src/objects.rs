@@ -12,6 +12,7 @@ use std::thread;
 use ferry_vfs::{Backing, Extent};
 
 use crate::composefs::objects::Files;
+use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Flaw, Result};
 use crate::fetch::{Common, Missing};
@@ -21,7 +22,6 @@ use crate::parallel;
 use crate::part;
 use crate::runs::Run;
 use crate::store::{Object, Store};
-use crate::digest::Digest;
 
 /// How many requests to prove something ahead may wait: more come too late to be of use.
 const SOON_MAX: usize = 16;
@@ -386,7 +386,12 @@ impl Objects {
         }
     }
 
-    fn object(&self, path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::result::Result<Arc<Backing>, Bad> {
+    fn object(
+        &self,
+        path: Option<&[u8]>,
+        digest: Option<Digest>,
+        bytes: u64,
+    ) -> std::result::Result<Arc<Backing>, Bad> {
         self.files.as_ref().ok_or(Bad::NoPath)?.find(path, digest, bytes)
     }
 }

@@ -118,7 +118,9 @@ impl Pack {
     /// Proves objects that are wanted soon.
     pub(crate) fn prove_soon(&self, from: usize) {
         let objects = &self.index.objects;
-        let Some(first) = (from..objects.len().min(from + AHEAD_OBJECTS)).find(|at| self.is_unknown(*at)) else { return };
+        let Some(first) = (from..objects.len().min(from + AHEAD_OBJECTS)).find(|at| self.is_unknown(*at)) else {
+            return;
+        };
         // Only an advice: without it, the disk waits while we hash.
         let begin = objects[first].block * BLOCK_BYTES as u64;
         for step in (begin..begin + AHEAD_BYTES).step_by(usize::try_from(AHEAD_STEP_BYTES).unwrap_or(usize::MAX)) {

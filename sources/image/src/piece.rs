@@ -130,7 +130,8 @@ mod tests {
                 };
                 batch.add(length, fill).expect("there is room");
             }
-            let found: Vec<_> = batch.pieces().map(|(bytes, length, digest)| (bytes.to_vec(), length, digest)).collect();
+            let found: Vec<_> =
+                batch.pieces().map(|(bytes, length, digest)| (bytes.to_vec(), length, digest)).collect();
             assert_eq!(found.iter().map(|(bytes, ..)| bytes.len() / 4096).collect::<Vec<_>>(), [1, 1, 2, 16, 0]);
             for ((bytes, length, name), byte) in found.iter().zip(1 + round..) {
                 let (piece, rest) = bytes.split_at(*length);

@@ -110,7 +110,8 @@ impl Iterator for Runs<'_> {
         while self.merges && end < self.left.end {
             let next = end / whole;
             // What is wrong with it is told when its turn comes.
-            if !matches!(self.place(next, self.length(next)), Some(Ok(place)) if place == (pack, at + end - piece * whole)) {
+            if !matches!(self.place(next, self.length(next)), Some(Ok(place)) if place == (pack, at + end - piece * whole))
+            {
                 break;
             }
             end += whole;

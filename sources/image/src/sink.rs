@@ -10,6 +10,7 @@ use std::sync::Arc;
 use crate::build::Layout;
 use crate::composefs;
 use crate::composefs::objects::NewObjects;
+use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::flat::{self, Pack};
@@ -17,7 +18,6 @@ use crate::piece::{self, Batch, PIECE_BYTES};
 use crate::store::{NewPack, Places, Store};
 use crate::trace::Trace;
 use crate::tree::{Content, Tree};
-use crate::digest::Digest;
 
 /// A file that was read for the layout composefs.
 pub(crate) struct Hashed {

@@ -4,16 +4,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem, FileType,
-    Handle, Ino, IoRange, Name, OFlags, Output, Result, Seek, Statfs, openable,
+    Attr, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem, FileType, Handle,
+    Ino, IoRange, Name, OFlags, Output, Result, Seek, Statfs, openable,
 };
 
+use crate::digest::Digest;
 use crate::erofs::{XATTR_ACL, XATTR_LABEL};
 use crate::error;
 use crate::fetch::Missing;
 use crate::image::{Checked, Data, Image, Inode, Nid};
 use crate::objects::{Bad, Objects, read_exact};
-use crate::digest::Digest;
 
 /// An image that is offered.
 #[derive(Debug)]

@@ -24,9 +24,9 @@ use rustix::fs::{Advice, FlockOperation, OFlags};
 use tempfile::TempPath;
 
 use crate::composefs::sweep;
+use crate::digest::{Algorithm, Digest};
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
-use crate::digest::{Algorithm, Digest};
 use crate::piece::{self, Batch, PIECE_BYTES};
 
 /// The size of one entry of an index, in bytes.
@@ -108,7 +108,9 @@ impl Index {
             let bytes = length.try_into().map_or(0, u64::from_le_bytes);
             let digest = Digest::new(Algorithm::Blake3, digest.try_into().unwrap_or_default());
             if bytes > PIECE_BYTES as u64 {
-                return Err(flawed("its index tells of larger pieces than there are: another version of ferry has made it"));
+                return Err(flawed(
+                    "its index tells of larger pieces than there are: another version of ferry has made it",
+                ));
             }
             objects.push(Object { block, bytes, digest });
             block = block

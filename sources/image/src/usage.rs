@@ -6,12 +6,12 @@ use ferry_vfs::FileType;
 
 use crate::composefs::sweep::{self, Stored};
 use crate::diff::NAME_BYTES_MIN;
+use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Error, Flaw, Result};
 use crate::image::{Checked, Data, Image};
 use crate::runs::Run;
 use crate::store::Store;
-use crate::digest::Digest;
 
 /// Where an object is.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

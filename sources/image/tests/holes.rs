@@ -191,7 +191,9 @@ fn parts_stay_and_go_with_what_they_are_of() {
         let sole = Sole::lock(&folder, &|| {}).expect("nobody else is here");
         sole.collect(&needed, Duration::ZERO, false).expect("it can be cleaned")
     };
-    let of = |pack: Digest, ends: &[&str]| -> Vec<String> { ends.iter().map(|end| format!("{}{end}", pack.hex())).collect() };
+    let of = |pack: Digest, ends: &[&str]| -> Vec<String> {
+        ends.iter().map(|end| format!("{}{end}", pack.hex())).collect()
+    };
     let mut all = [of(whole, &["", ".index"]), of(absent, &[".part", ".part.index"])].concat();
     all.sort_unstable();
     assert_eq!(names(), all);

@@ -171,8 +171,12 @@ fn versions_of_a_file_share_the_pieces_that_are_the_same() {
     }
     // The same again is nothing new, and with all of it changed back neither.
     assert_eq!(bench.build("again").new_bytes, 0);
-    assert_eq!(fs::read(bench.path("again")).expect("it is there"), fs::read(bench.path("changed")).expect("it is there"));
-    fs::write(bench.tree().join("file-0"), bytes(0, usize::try_from(LARGE).expect("it fits"))).expect("it can be written");
+    assert_eq!(
+        fs::read(bench.path("again")).expect("it is there"),
+        fs::read(bench.path("changed")).expect("it is there")
+    );
+    fs::write(bench.tree().join("file-0"), bytes(0, usize::try_from(LARGE).expect("it fits")))
+        .expect("it can be written");
     assert_eq!(bench.build("back").new_bytes, 0);
     assert_eq!(pieces("back"), (false, 1));
 }

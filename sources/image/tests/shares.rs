@@ -124,3 +124,34 @@ fn twenty_images_take_little_more_than_what_is_new_in_each() {
     eprintln!("stored {stored}, ideal {ideal}, padding {padding} bytes");
     assert!(stored * 10 <= ideal * 11, "{stored} bytes, {padding} of them padding, ideally {ideal}");
 }
+
+/// Twenty images, of which each has other bytes in a twentieth of each of its large files than the one before: ranges of so many bytes,
+/// anywhere. Answers bytes in the store, and bytes that the ideal one has.
+fn twenty_changed_within(range_bytes: u64) -> (u64, u64) {
+    const LARGE: u64 = 4 << 20;
+    let bench = Bench::new();
+    let (mut noise, mut ideal) = (Noise(43), Ideal::default());
+    let mut files: Vec<Vec<u8>> = (0..4).map(|_| noise.bytes(usize::try_from(LARGE).expect("it fits"))).collect();
+    for image in 0..IMAGES {
+        for (number, bytes) in files.iter_mut().enumerate() {
+            let changes = if image == 0 { 0 } else { LARGE / 20 / range_bytes };
+            for _ in 0..changes {
+                let at = usize::try_from(noise.next() % (LARGE - range_bytes)).expect("it fits");
+                let fresh = noise.bytes(usize::try_from(range_bytes).expect("it fits"));
+                bytes[at..at + fresh.len()].copy_from_slice(&fresh);
+            }
+            fs::write(bench.tree().join(number.to_string()), &*bytes).expect("files can be written");
+            ideal.add(bytes);
+        }
+        bench.build(&format!("image-{image}"));
+    }
+    (stored(&bench), ideal.bytes())
+}
+
+/// As databases and disk images change: in the middle.
+#[test]
+fn twenty_images_with_large_files_that_change_within_share_their_pieces() {
+    let (stored, ideal) = twenty_changed_within(200 << 10);
+    eprintln!("stored {stored}, ideal {ideal} bytes");
+    assert!(stored * 10 <= ideal * 11, "{stored} bytes, ideally {ideal}");
+}

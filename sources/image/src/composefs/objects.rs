@@ -15,11 +15,11 @@ use rustix::fs::{Mode, OFlags, ResolveFlags};
 use tempfile::TempPath;
 
 use super::prepare::path_of;
+use crate::digest::Digest;
 use crate::error::{Doing, Error, Result};
 use crate::fsverity;
 use crate::objects::Bad;
 use crate::store::New;
-use crate::digest::Digest;
 use crate::verity;
 
 /// How many objects are kept open. More are opened again when they are wanted.

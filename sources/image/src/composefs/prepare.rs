@@ -8,8 +8,8 @@ use super::view::{
     METACOPY, OPAQUE, OVERLAY_PREFIX, REDIRECT, USER_OPAQUE, USER_WHITEOUT, USER_WHITEOUTS, WHITEOUT, WHITEOUTS,
     escape, metacopy,
 };
-use crate::tree::{Content, Node, NodeId, Tree};
 use crate::digest::Digest;
+use crate::tree::{Content, Node, NodeId, Tree};
 
 /// The largest sum of attributes that mkcomposefs takes, in bytes, counted as [`fits`] does it.
 const XATTR_BYTES_MAX: usize = 32767;

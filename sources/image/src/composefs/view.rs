@@ -47,7 +47,9 @@ pub(crate) fn metacopy(digest: Option<Digest>) -> Vec<u8> {
 pub(crate) fn digest_of(metacopy: &[u8]) -> Result<Option<Digest>, ()> {
     match metacopy.split_first_chunk::<4>() {
         None if metacopy.is_empty() => Ok(None),
-        Some((&METACOPY_HEAD, digest)) => digest.try_into().map(|digest| Some(Digest::new(Algorithm::Verity, digest))).map_err(drop),
+        Some((&METACOPY_HEAD, digest)) => {
+            digest.try_into().map(|digest| Some(Digest::new(Algorithm::Verity, digest))).map_err(drop)
+        }
         _ => Err(()),
     }
 }

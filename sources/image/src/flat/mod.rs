@@ -20,16 +20,16 @@ use std::collections::{BTreeMap, HashSet};
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32, U64};
 
+use crate::digest::Digest;
 use crate::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS,
-    FLAT_VOLUME, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, XATTR_ACL,
-    XATTR_LABEL, xattr_count,
+    FLAT_VOLUME, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET,
+    Super, XATTR_ACL, XATTR_LABEL, xattr_count,
 };
 use crate::error::{Error, Result};
 use crate::piece::{self, CHUNK_FORMAT, PIECE_BLOCKS};
 use crate::store::Places;
 use crate::tree::{Content, Node, NodeId, Tree};
-use crate::digest::Digest;
 
 pub(crate) use dir::kind;
 use place::{Place, Placed};
@@ -220,9 +220,10 @@ impl Writer<'_> {
             // Nothing is left unread, and composefs's objects are of the other layout.
             Content::Unread { .. } | Content::Object { .. } => (Layout::Plain, 0, 0),
             Content::Packed { bytes: length, first } => {
-                let mut blocks = self.packed.places(*length, *first).map(|(pack, block)| {
-                    number(self.first_blocks.get(&pack).copied().unwrap_or_default() + block)
-                });
+                let mut blocks = self
+                    .packed
+                    .places(*length, *first)
+                    .map(|(pack, block)| number(self.first_blocks.get(&pack).copied().unwrap_or_default() + block));
                 if self.packed.scattered.contains(&id) {
                     let index = blocks.collect::<Result<Vec<U32>>>()?;
                     put(bytes, place.tail(xattrs.len()), index.as_bytes());
