@@ -173,6 +173,11 @@ fn same_content((old, x): (&Image, &Inode), (new, y): (&Image, &Inode), digests:
         (Data::Object { path: a, digest: c }, Data::Object { path: b, digest: d }) => c == d && (c.is_some() || a == b),
         (Data::Near(..) | Data::Object { .. }, _) | (_, Data::Near(..) | Data::Object { .. }) => false,
         // Where a file is kept follows from its length.
+        (Data::Far { pack: a, block: m }, Data::Far { pack: b, block: n })
+            if (old.packs()[a].name, m) == (new.packs()[b].name, n) =>
+        {
+            true
+        }
         (before, after) => {
             for (a, b) in before.pieces(x.bytes).zip(after.pieces(y.bytes)) {
                 let (a, b) = (a?, b?);

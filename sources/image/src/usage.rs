@@ -10,8 +10,12 @@ use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Error, Flaw, Result};
 use crate::image::{Checked, Data, Image};
-use crate::runs::Run;
+use crate::piece;
+use crate::runs::{ENTRY_BYTES, Run};
 use crate::store::Store;
+
+/// The most pieces of files in one run that are told apart, 256 GiB: memory is to be bounded. Beyond that a file is one object.
+const PIECES_MAX: u64 = 1 << 22;
 
 /// Where an object is.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,6 +34,7 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
     let (mut found, mut seen) = (BTreeMap::new(), HashSet::from([image.root()]));
     let mut left = vec![image.root()];
     let mut names_left = image.bytes() / NAME_BYTES_MIN;
+    let (mut entries_left, mut pieces_left) = (image.bytes() / ENTRY_BYTES as u64, PIECES_MAX);
     while let Some(nid) = left.pop() {
         let inode = image.inode(nid)?;
         match inode.kind() {
@@ -44,7 +49,15 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
                 }
             }
             FileType::RegularFile => match image.data(&inode)? {
+                // What an image claims is bounded by what it has room for, or by memory.
+                Data::Far { pack, block } if piece::count(inode.bytes) > pieces_left => {
+                    found.insert(Place::Packed(image.packs()[pack].name, block), inode.bytes);
+                }
                 data @ (Data::Far { .. } | Data::Pieces(_)) => {
+                    let count = piece::count(inode.bytes);
+                    let left = if matches!(data, Data::Far { .. }) { &mut pieces_left } else { &mut entries_left };
+                    let crowded = Flaw { what: "more pieces than there is room for", offset: 0 };
+                    *left = left.checked_sub(count).ok_or(crowded)?;
                     for piece in data.pieces(inode.bytes) {
                         let Run { pack, at, bytes } = piece?;
                         found.insert(Place::Packed(image.packs()[pack].name, at / BLOCK_BYTES as u64), bytes);

@@ -120,6 +120,10 @@ fn use_all(image: &Image) {
         let Ok(inode) = image.inode(nid) else { continue };
         let _ =
             (image.xattrs(&inode), image.data(&inode).map(|data| matches!(data, Data::Far { .. })), image.link(&inode));
+        if let Ok(data) = image.data(&inode) {
+            let runs = data.runs(inode.bytes, 0..inode.bytes).take(1000);
+            assert!(runs.flatten().all(|run| run.bytes > 0 && run.pack < image.packs().len()));
+        }
         let Ok(entries) = image.entries(&inode, 0) else { continue };
         for entry in entries.take(5000).flatten() {
             if let Ok(name) = ferry_vfs::Name::new(entry.name) {
