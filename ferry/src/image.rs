@@ -198,8 +198,12 @@ impl FromStr for ImageDigest {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let digest = Digest::from_hex(text.as_bytes());
-        let why = || format!("{text:?} is no digest: it is 64 hexadecimal digits, as ferry image build prints them");
+        let digest = Digest::parse(text.as_bytes());
+        let why = || {
+            format!(
+                "{text:?} is no digest: it is blake3: or sha256: and 64 hexadecimal digits, as ferry image build prints it"
+            )
+        };
         digest.map(Self).ok_or_else(why)
     }
 }
@@ -276,7 +280,7 @@ fn build(source: &Path, output: &Path, store: &Path, options: &BuildOptions, jso
     bar.finish_and_clear();
     let Built { digest, image_bytes, inodes, data_bytes, new_bytes, packs } = built;
     if json {
-        let packs: Vec<String> = packs.iter().map(Digest::to_string).collect();
+        let packs: Vec<String> = packs.iter().map(Digest::hex).collect();
         let answer = json!({"digest": digest.to_string(), "image_bytes": image_bytes, "inodes": inodes,
             "data_bytes": data_bytes, "new_bytes": new_bytes, "packs": packs});
         return print(&format!("{answer}\n"));
@@ -436,7 +440,7 @@ fn info(image: &Image, json: bool) -> Result<()> {
         let packs: Vec<_> = image
             .packs()
             .iter()
-            .map(|pack| json!({"name": pack.name.to_string(), "bytes": pack.blocks * 4096, "ahead": pack.ahead}))
+            .map(|pack| json!({"name": pack.name.hex(), "bytes": pack.blocks * 4096, "ahead": pack.ahead}))
             .collect();
         return print(&format!(
             "{}\n",
@@ -460,7 +464,7 @@ fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
     walk(image, image.root(), b"/", &mut |path, inode| {
         bar.inc(1);
         if inode.kind() == FileType::RegularFile
-            && let Err(bad) = objects.extent(image.data(inode)?, inode.bytes)
+            && let Err(bad) = objects.prove_file(image.data(inode)?, inode.bytes)
         {
             findings.push(format!("{}: {bad}", path.escape_ascii()));
         }

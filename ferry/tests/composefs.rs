@@ -73,7 +73,7 @@ impl Made {
         fs::create_dir(place.at("store")).unwrap();
         let mut line = tool("mkcomposefs");
         line.arg("--print-digest").arg(format!("--digest-store={}", place.at("store/objects").display()));
-        let digest = text(line.arg(place.at("tree")).arg(place.at("image"))).trim_end().to_owned();
+        let digest = format!("sha256:{}", text(line.arg(place.at("tree")).arg(place.at("image"))).trim_end());
         Self { place, digest }
     }
 

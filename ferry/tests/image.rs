@@ -35,7 +35,7 @@ impl Made {
             .arg(place.at("store")));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let digest = String::from_utf8(output.stdout).unwrap().trim_end().to_owned();
-        assert_eq!(digest.len(), 64);
+        assert!(digest.starts_with("blake3:") && digest.len() == 7 + 64, "{digest}");
         Self { place, digest }
     }
 

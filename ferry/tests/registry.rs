@@ -200,7 +200,7 @@ fn there_and_back(kind: Kind) {
     let mut line = place.command("pull", "exact");
     json(target.set(&mut line).arg(exact).arg("-o").arg(place.at("exact.img")).arg("--json"));
     place.is_same("exact");
-    let other = "0".repeat(64);
+    let other = format!("blake3:{}", "0".repeat(64));
     let said = refused(1, place.pull(&target, "other").args(["--digest", &other]));
     assert!(said.contains(&format!("the image has the digest {digest}, not {other}")), "{said}");
     assert!(!place.at("other.img").exists());

@@ -1,7 +1,7 @@
 //! Images from anywhere: every look at them ends with an answer or a flaw, and what fsck calls clean can be used in full.
 #![no_main]
 
-use ferry_image::{ChangeKind, Data, Digests, Flaw, Image, check, diff, places};
+use ferry_image::{ChangeKind, Data, Digests, Flaw, Image, Place, check, diff, places};
 use ferry_vfs::{FileType, Name};
 use libfuzzer_sys::fuzz_target;
 
@@ -15,7 +15,10 @@ fuzz_target!(|bytes: &[u8]| {
     let whole = look(&image, is_clean);
     assert!(!is_clean || whole.is_ok(), "clean, but {whole:?}");
     match places(&image) {
-        Ok(places) => assert!(places.keys().all(|(name, _)| image.packs().iter().any(|pack| pack.name == *name))),
+        Ok(places) => assert!(places.keys().all(|place| match place {
+            Place::Packed(name, _) => image.packs().iter().any(|pack| pack.name == *name),
+            Place::Object(_) => image.is_composefs(),
+        })),
         Err(flaw) => assert!(!is_clean, "clean, but {flaw}"),
     }
     let same = diff::<Flaw>(&image, &image, &Digests::default(), &mut |change| {
@@ -51,6 +54,16 @@ fn look(image: &Image, is_clean: bool) -> Result<(), Flaw> {
                 FileType::RegularFile => match image.data(&inode)? {
                     Data::Near(whole, rest) => assert_eq!((whole.len() + rest.len()) as u64, inode.bytes),
                     Data::Far { pack, block } => assert!(block < image.packs()[pack].blocks),
+                    data @ Data::Pieces(_) => {
+                        let mut bytes = 0;
+                        for run in data.runs(inode.bytes, 0..inode.bytes).take(LOOKS_MAX) {
+                            let run = run?;
+                            assert!(run.bytes > 0 && run.at < image.packs()[run.pack].blocks * 4096);
+                            bytes += run.bytes;
+                        }
+                        assert!(bytes <= inode.bytes);
+                    }
+                    Data::Object { .. } => {}
                 },
                 _ => {}
             }

@@ -33,7 +33,7 @@ mod s3;
 
 pub use error::{Error, Result};
 pub use http::{Client, Counts, Options};
-pub use manifest::PART_BYTES;
+pub use manifest::{PART_BYTES, Sha256};
 pub use packs::Packs;
 pub use pull::{PullOptions, Pulled, pull, pull_metadata};
 pub use push::{Pushed, push};

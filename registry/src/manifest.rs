@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 
-use ferry_image::Digest;
+use ferry_image::{Digest, bytes_of_hex, hex};
 use serde::{Deserialize, Serialize};
 use sha2::Digest as _;
 
@@ -18,25 +18,24 @@ pub(crate) const MANIFEST_BYTES_MAX: u64 = 4 << 20;
 
 /// What OCI calls a manifest.
 pub(crate) const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
-const ARTIFACT_TYPE: &str = "application/vnd.ferry.image.v1";
+const ARTIFACT_TYPE: &str = "application/vnd.ferry.image.v2";
 const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
 /// The blob that the specification has for images without a configuration.
 pub(crate) const EMPTY: &[u8] = b"{}";
-const METADATA_TYPE: &str = "application/vnd.ferry.image.metadata.v1";
-const INDEX_TYPE: &str = "application/vnd.ferry.pack.index.v1";
-const PART_TYPE: &str = "application/vnd.ferry.pack.part.v1";
+const METADATA_TYPE: &str = "application/vnd.ferry.image.metadata.v2";
+const INDEX_TYPE: &str = "application/vnd.ferry.pack.index.v2";
+const PART_TYPE: &str = "application/vnd.ferry.pack.part.v2";
 const DIGEST_KEY: &str = "ferry.digest";
 const PACK_KEY: &str = "ferry.pack";
 
-/// What names a blob.
+/// What names a blob; it is written as 64 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Sha256(pub [u8; 32]);
+pub struct Sha256(pub(crate) [u8; 32]);
 
 impl Sha256 {
     /// Reads 64 hexadecimal digits.
     pub(crate) fn from_hex(text: &str) -> Option<Self> {
-        // The same digits as those of a digest of fs-verity.
-        Digest::from_hex(text.as_bytes()).map(|digest| Self(digest.0))
+        bytes_of_hex(text.as_bytes()).map(Self)
     }
 
     pub(crate) fn of(bytes: &[u8]) -> Self {
@@ -46,7 +45,7 @@ impl Sha256 {
 
 impl fmt::Display for Sha256 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Digest(self.0).fmt(f)
+        f.write_str(&hex(&self.0))
     }
 }
 
@@ -124,7 +123,7 @@ impl Descriptor {
 
     fn annotation(&self, key: &str) -> Result<Digest, String> {
         let value = self.annotations.get(key).ok_or_else(|| format!("a layer without {key}"))?;
-        Digest::from_hex(value.as_bytes()).ok_or_else(|| format!("{key} is {:?}, which is no digest", cut(value)))
+        Digest::parse(value.as_bytes()).ok_or_else(|| format!("{key} is {:?}, which is no digest", cut(value)))
     }
 }
 
@@ -195,6 +194,7 @@ impl Manifest {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 mod tests {
+    use ferry_image::Algorithm;
     use serde_json::{Value, json};
 
     use super::*;
@@ -204,9 +204,16 @@ mod tests {
     }
 
     fn manifest() -> (Manifest, Digest) {
-        let pack = Digest([9; 32]);
+        let pack = Digest::new(Algorithm::Blake3, [9; 32]);
         let blobs = PackBlobs { index: blob(2, 80), parts: vec![blob(3, 100), blob(4, 50)] };
-        (Manifest { digest: Digest([1; 32]), image: blob(1, 4096), packs: [(pack, blobs)].into() }, pack)
+        (
+            Manifest {
+                digest: Digest::new(Algorithm::Blake3, [1; 32]),
+                image: blob(1, 4096),
+                packs: [(pack, blobs)].into(),
+            },
+            pack,
+        )
     }
 
     #[test]

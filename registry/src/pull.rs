@@ -39,7 +39,7 @@ pub struct Pulled {
     /// What names and proves the image.
     pub digest: Digest,
     /// What names the manifest: who writes it behind the image's name gets this one and no other.
-    pub manifest: Digest,
+    pub manifest: Sha256,
     /// Bytes of files that were not here before.
     pub fetched_bytes: u64,
 }
@@ -91,7 +91,7 @@ struct Opened {
     /// If it was fetched, the file that it is in.
     new: Option<tempfile::NamedTempFile>,
     packs: Arc<Packs>,
-    manifest: Digest,
+    manifest: Sha256,
 }
 
 fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<Opened> {
@@ -115,7 +115,7 @@ fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<O
         return Err(wrong("its layout is composefs, which is not pulled".into()));
     }
     let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
-    Ok(Opened { image, new, packs, manifest: Digest(name.0) })
+    Ok(Opened { image, new, packs, manifest: name })
 }
 
 fn doing<T>(what: &'static str, path: &Path, outcome: std::io::Result<T>) -> Result<T> {

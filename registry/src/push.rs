@@ -23,7 +23,7 @@ pub struct Pushed {
     /// What names and proves the image.
     pub digest: Digest,
     /// What names the manifest.
-    pub manifest: Digest,
+    pub manifest: Sha256,
     /// Bytes that the server did not have.
     pub sent_bytes: u64,
 }
@@ -55,7 +55,7 @@ pub fn push(
     }
     Objects::open(&opened, folder)?.prove_all()?;
     let metadata = std::fs::read(image).map_err(|source| io_error("read", image, source))?;
-    if Digest::of(&metadata) != opened.digest() {
+    if opened.digest().algorithm().of(&metadata) != opened.digest() {
         return Err(io_error("read", image, io::Error::other("it changed meanwhile")));
     }
     let mut files = Vec::new();
@@ -85,7 +85,7 @@ pub fn push(
     let manifest = Manifest { digest: opened.digest(), image: blobs[1], packs };
     let bytes = manifest.write(&names);
     remote.put_manifest(&bytes)?;
-    Ok(Pushed { digest: opened.digest(), manifest: Digest(Sha256::of(&bytes).0), sent_bytes })
+    Ok(Pushed { digest: opened.digest(), manifest: Sha256::of(&bytes), sent_bytes })
 }
 
 fn io_error(what: &'static str, path: &Path, source: io::Error) -> Error {

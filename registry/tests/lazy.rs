@@ -169,7 +169,7 @@ fn a_bounded_cache_drops_what_was_not_used_for_longest() {
     let bound = 200_000;
     let source = open(&place, "lazy", 0, Some(bound)).unwrap();
     let pack = place.pack().0;
-    let part = place.at("lazy/packs").join(format!("{pack}.part"));
+    let part = place.at("lazy/packs").join(format!("{}.part", pack.hex()));
     let taken = || fs::metadata(&part).unwrap().blocks() * 512;
     for round in 0..2 {
         for number in 0..FILES {

@@ -141,7 +141,7 @@ fn requests_cross_the_places_of_an_image() {
     let edges = [source.image().bytes(), source.image().bytes() + source.image().packs()[0].blocks * 4096];
     let mut expected = fs::read(made.path("image")).unwrap();
     for pack in source.image().packs() {
-        expected.extend(fs::read(made.path("store/packs").join(pack.name.to_string())).unwrap());
+        expected.extend(fs::read(made.path("store/packs").join(pack.name.hex())).unwrap());
     }
     assert!(bytes == expected);
     for edge in edges {
@@ -174,7 +174,7 @@ fn damage_fails_the_requests_of_one_piece() {
         let ferry_image::Data::Far { pack, block } = image.data(&image.inode(nid.unwrap()).unwrap()).unwrap() else {
             panic!("a large file is in a pack")
         };
-        let path = made.path("store/packs").join(image.packs()[pack].name.to_string());
+        let path = made.path("store/packs").join(image.packs()[pack].name.hex());
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
         // The last one lies behind the file's end: whoever maps the file sees it.
         let file = fs::File::options().write(true).open(&path).unwrap();

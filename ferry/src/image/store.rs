@@ -104,7 +104,7 @@ pub fn gc(args: &GcArgs) -> Result<()> {
     drop(sole);
     let Collected { removed, leftovers, bytes, young, kept, missing, objects } = &collected;
     if args.json {
-        let names = |packs: &[ferry_image::Digest]| packs.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let names = |packs: &[ferry_image::Digest]| packs.iter().map(ferry_image::Digest::hex).collect::<Vec<_>>();
         let answer = json!({"dry_run": args.dry_run, "removed": names(removed), "leftovers": leftovers, "bytes": bytes,
             "young": names(young), "kept": kept, "missing": names(missing), "objects": {"removed": objects.removed,
             "young": objects.young, "kept": objects.kept,

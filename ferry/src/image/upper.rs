@@ -11,6 +11,9 @@ use ferry_image::Digest;
 use rustix::fs::{FlockOperation, XattrFlags, flock, getxattr, setxattr};
 use rustix::io::Errno;
 
+/// More than a digest ever has, as text.
+const DIGEST_TEXT_BYTES_MAX: usize = 256;
+
 /// The attribute of the work folder that tells which image the upper layer is of.
 const IMAGE: &str = "trusted.ferry.image";
 
@@ -77,9 +80,9 @@ fn device(path: &Path) -> Result<u64> {
 
 /// Looks whether a layer is of this image, or notes that it is from now on.
 fn known(dir: &Path, work: &Path, image: Digest) -> Result<()> {
-    let mut value = [0; 64];
+    let mut value = [0; DIGEST_TEXT_BYTES_MAX];
     let found = match getxattr(work, IMAGE, &mut value[..]) {
-        Ok(bytes) => Digest::from_hex(&value[..bytes]),
+        Ok(bytes) => Digest::parse(&value[..bytes]),
         Err(Errno::NODATA) => {
             let set = setxattr(work, IMAGE, image.to_string().as_bytes(), XattrFlags::empty());
             return match set {

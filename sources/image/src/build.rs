@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread;
 
+use crate::digest::{Algorithm, Digest};
 use crate::error::{Doing, Error, Result};
 use crate::parallel;
 use crate::scan::scan;
@@ -16,8 +17,8 @@ use crate::sink::{Hashed, Sink};
 use crate::store::{New, Store, folder_of};
 use crate::trace::Trace;
 use crate::tree::{NodeId, Tree};
-use crate::verity::{Digest, Hasher};
-use crate::{dump, oci, tar};
+use crate::verity::Hasher;
+use crate::{dump, lanes, oci, tar};
 
 /// Files up to this size are read once, hashed and kept in memory until their turn comes; larger ones are read again.
 pub(crate) const KEPT_BYTES_MAX: u64 = 4 << 20;
@@ -106,9 +107,10 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
             oci::read(&reference, &platform, &mut sink, progress)?
         }
     };
-    let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes());
+    let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes()?);
     let (bytes, packs) = sink.finish(tree, options.order.as_ref())?;
-    let digest = Digest::of(&bytes);
+    let algorithm = if options.layout == Layout::Flat { Algorithm::Blake3 } else { Algorithm::Verity };
+    let digest = algorithm.of(&bytes);
     save(image, &bytes)?;
     Ok(Built { digest, image_bytes: bytes.len() as u64, inodes, data_bytes, new_bytes, packs })
 }
@@ -151,8 +153,10 @@ impl Input {
 
 /// The tree of a directory, whose files' bytes go into the store. Files are read while others are still being found.
 fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &Progress<'_>) -> Result<Tree> {
-    let for_composefs = options.layout != Layout::Flat;
     let threads = options.threads.max(1);
+    if !sink.is_composefs() {
+        return lanes::read(source, sink, threads, progress);
+    }
     let found = AtomicUsize::new(0);
     thread::scope(|scope| {
         // A lane for each thread, which takes every n-th file, so that results come in the order of the files.
@@ -166,7 +170,7 @@ fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &
             .unzip();
         let count = &found;
         let scanner = scope.spawn(move || {
-            scan(source, for_composefs, &mut |node, path| {
+            scan(source, true, &mut |node, _, path| {
                 let at = count.fetch_add(1, Ordering::Relaxed);
                 // Nobody listens any more once a file could not be read.
                 let _ = files[at % threads].send((node, path));
@@ -177,7 +181,7 @@ fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &
             let lane: &Receiver<Lane> = &lanes[at % threads];
             // The end: the tree was walked, or could not be.
             let Ok((node, path, hashed)) = lane.recv() else { break };
-            contents.push((node, sink.add(&path, &hashed?)?));
+            contents.push((node, sink.add_object(&path, &hashed?)?));
             progress(at + 1, found.load(Ordering::Relaxed));
         }
         let mut tree = scanner.join().expect("the scanner does not panic")?;
@@ -191,6 +195,7 @@ fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &
 /// A file of a lane, and what was read of it.
 type Lane = (NodeId, PathBuf, Result<Hashed>);
 
+/// Reads files for the layout composefs.
 fn read_lane(files: Receiver<(NodeId, PathBuf)>, results: &SyncSender<Lane>) {
     for (node, path) in files {
         let hashed = hash(&path);
@@ -206,7 +211,7 @@ fn hash(path: &Path) -> Result<Hashed> {
     let bytes = file.metadata().doing("look at", path)?.size();
     if bytes > KEPT_BYTES_MAX {
         return match parallel::digest(&file, 0, bytes) {
-            Ok((digest, chunks)) => Ok(Hashed { bytes, digest, chunks, kept: None }),
+            Ok(digest) => Ok(Hashed { bytes, digest, kept: None }),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(Error::Changed(path.into())),
             Err(error) => Err(error).doing("read", path),
         };
@@ -218,8 +223,7 @@ fn hash(path: &Path) -> Result<Hashed> {
     }
     let mut hasher = Hasher::default();
     hasher.update(&kept);
-    let (digest, chunks) = hasher.finish_with_chunks();
-    Ok(Hashed { bytes, digest, chunks, kept: Some(kept) })
+    Ok(Hashed { bytes, digest: hasher.finish(), kept: Some(kept) })
 }
 
 fn save(image: &Path, bytes: &[u8]) -> Result<()> {

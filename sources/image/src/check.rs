@@ -4,8 +4,11 @@ use std::collections::{HashMap, HashSet};
 
 use ferry_vfs::FileType;
 
+use crate::error::Flaw;
 use crate::flat::kind;
-use crate::image::{Data, Entry, Image, Inode, Nid};
+use crate::image::{Checked, Data, Entry, Image, Inode, Nid};
+use crate::piece;
+use crate::runs::ENTRY_BYTES;
 
 /// How many findings are kept. Who has more knows enough.
 const FINDINGS_MAX: usize = 1000;
@@ -23,7 +26,9 @@ pub struct Report {
 
 /// Looks at every inode, name, attribute and place of data. Files' bytes are not read.
 pub fn check(image: &Image) -> Report {
-    let mut walk = Walk { image, report: Report::default(), directories: HashSet::new(), links: HashMap::new() };
+    let entries_left = image.bytes() / ENTRY_BYTES as u64;
+    let (directories, links) = (HashSet::new(), HashMap::new());
+    let mut walk = Walk { image, report: Report::default(), directories, entries_left, links };
     let root = image.root();
     walk.directories.insert(root);
     let mut left = vec![(root, root, String::new(), 0)];
@@ -51,6 +56,8 @@ struct Walk<'a> {
     image: &'a Image,
     report: Report,
     directories: HashSet<Nid>,
+    /// How many entries of indexes of pieces there may still be.
+    entries_left: u64,
     /// For each inode that is no directory: how many names it says it has, how many were met, and one of them.
     links: HashMap<Nid, (u32, u32, String)>,
 }
@@ -145,11 +152,7 @@ impl Walk<'_> {
         self.attributes(&inode, &path);
         let sound = match inode.kind() {
             FileType::Symlink => self.image.link(&inode).map(drop),
-            FileType::RegularFile => self.image.data(&inode).map(|data| {
-                if let Data::Near(whole, rest) = data {
-                    debug_assert_eq!((whole.len() + rest.len()) as u64, inode.bytes);
-                }
-            }),
+            FileType::RegularFile => self.data(&inode),
             _ => Ok(()),
         };
         if let Err(flaw) = sound {
@@ -157,6 +160,17 @@ impl Walk<'_> {
         }
         self.links.insert(entry.nid, (inode.nlink, 1, path));
         None
+    }
+
+    /// Looks at where a file's bytes are. Indexes of pieces do not overlap, so that all of them together are no longer than the image.
+    fn data(&mut self, inode: &Inode) -> Checked<()> {
+        let data = self.image.data(inode)?;
+        if !matches!(data, Data::Pieces(_)) {
+            return Ok(());
+        }
+        let crowded = Flaw { what: "more pieces than there is room for", offset: inode.nid.0 };
+        self.entries_left = self.entries_left.checked_sub(piece::count(inode.bytes)).ok_or(crowded)?;
+        data.pieces(inode.bytes).try_for_each(|piece| piece.map(drop))
     }
 
     fn attributes(&mut self, inode: &Inode, path: &str) {

@@ -6,10 +6,12 @@ use std::rc::Rc;
 use ferry_vfs::FileType;
 
 use crate::check::DEPTH_MAX;
+use crate::digest::Digest;
+use crate::erofs::BLOCK_BYTES;
 use crate::error::{Flaw, Result};
 use crate::image::{Checked, Data, Image, Inode, Nid};
+use crate::runs::Run;
 use crate::store::Store;
-use crate::verity::Digest;
 
 /// What a name takes of an image at least, in bytes. A damaged image may name its directories more than once.
 pub(crate) const NAME_BYTES_MIN: u64 = 13;
@@ -168,14 +170,27 @@ fn same_content((old, x): (&Image, &Inode), (new, y): (&Image, &Inode), digests:
     }
     Ok(match (old.data(x)?, new.data(y)?) {
         (Data::Near(a, b), Data::Near(c, d)) => [a, b].concat() == [c, d].concat(),
-        (Data::Far { pack: p, block: m }, Data::Far { pack: q, block: n }) => {
-            let (a, b) = ((old.packs()[p].name, m), (new.packs()[q].name, n));
-            let digest =
-                |place| digests.0.get(&place).filter(|(bytes, _)| *bytes == x.bytes).map(|(_, digest)| *digest);
-            // The same place is the same bytes; another one may be, too.
-            a == b || matches!((digest(a), digest(b)), (Some(a), Some(b)) if a == b)
-        }
+        (Data::Object { path: a, digest: c }, Data::Object { path: b, digest: d }) => c == d && (c.is_some() || a == b),
+        (Data::Near(..) | Data::Object { .. }, _) | (_, Data::Near(..) | Data::Object { .. }) => false,
         // Where a file is kept follows from its length.
-        _ => false,
+        (Data::Far { pack: a, block: m }, Data::Far { pack: b, block: n })
+            if (old.packs()[a].name, m) == (new.packs()[b].name, n) =>
+        {
+            true
+        }
+        (before, after) => {
+            for (a, b) in before.pieces(x.bytes).zip(after.pieces(y.bytes)) {
+                let (a, b) = (a?, b?);
+                let place = |image: &Image, run: Run| (image.packs()[run.pack].name, run.at / BLOCK_BYTES as u64);
+                let (old, new) = (place(old, a), place(new, b));
+                let digest =
+                    |place| digests.0.get(&place).filter(|(bytes, _)| *bytes == a.bytes).map(|(_, digest)| *digest);
+                // The same place is the same bytes; another one may be, too.
+                if old != new && !matches!((digest(old), digest(new)), (Some(a), Some(b)) if a == b) {
+                    return Ok(false);
+                }
+            }
+            true
+        }
     })
 }

@@ -10,11 +10,11 @@ use ferry_vfs::{FileType, Name, Timespec};
 
 use crate::composefs::view::{self, USER_WHITEOUT, USER_WHITEOUTS, WHITEOUT, WHITEOUTS, escape};
 use crate::composefs::{fits, set_xattr};
+use crate::digest::{Algorithm, Digest};
 use crate::error::{Doing, Error, Flaw, Result};
 use crate::grow::{Growing, Refusal, names_of};
 use crate::image::{Checked, Data, Image, Inode, Nid};
 use crate::tree::{Content, Node, Tree};
-use crate::verity::Digest;
 
 /// The longest line, in bytes: a path, 32 KiB of attributes and 5000 bytes of a file, all of them escaped, fit.
 const LINE_BYTES_MAX: u64 = 1 << 20;
@@ -183,7 +183,7 @@ fn node(fields: &[&[u8]]) -> std::result::Result<Node, Refusal> {
 
 fn digest_of(field: &[u8]) -> std::result::Result<Option<Digest>, Refusal> {
     let Some(text) = optional(field)? else { return Ok(None) };
-    let digest = Digest::from_hex(&text.to_ascii_lowercase());
+    let digest = Digest::from_hex(Algorithm::Verity, &text.to_ascii_lowercase());
     digest.map(Some).ok_or_else(|| "the digest is not 64 hexadecimal digits".into())
 }
 
@@ -301,7 +301,7 @@ fn line(
         inode.mtime.nsec,
         field(payload),
         field(content),
-        digest.map_or("-".into(), |digest| digest.to_string()),
+        digest.map_or("-".into(), |digest| digest.hex()),
     )?;
     // What an image has because of its whiteouts comes of itself when the dump is built.
     let is_marked = has(&escape(WHITEOUTS));
@@ -330,7 +330,7 @@ fn contents(image: &Image, inode: &Inode) -> Checked<Contents> {
                 return Err(Flaw { what: "a file of more than 5000 bytes in the image", offset: inode.nid.0 });
             }
             Data::Object { path, digest } => (path.map(<[u8]>::to_vec), None, digest),
-            Data::Far { .. } => (None, None, None),
+            Data::Far { .. } | Data::Pieces(_) => (None, None, None),
         },
         _ => (None, None, None),
     })

@@ -18,6 +18,8 @@ pub const BLOCK_BITS: u8 = 12;
 pub const SLOT_BYTES: usize = 32;
 /// Feature that old kernels must know: data in other devices.
 pub const INCOMPAT_DEVICE_TABLE: u32 = 0x8;
+/// Feature that old kernels must know: files in chunks.
+pub const INCOMPAT_CHUNKS: u32 = 0x4;
 /// Feature that old kernels need not know: the times in inodes are of the data.
 pub const COMPAT_MTIME: u32 = 0x2;
 /// Feature that old kernels need not know: [`XattrHeader::name_filter`] tells something.
@@ -26,7 +28,9 @@ pub const COMPAT_XATTR_FILTER: u32 = 0x4;
 pub const XATTR_NAME_MAX: usize = 255;
 
 /// How the volume's name begins in images of the layout `flat`; the last byte tells what there is.
-pub const FLAT_VOLUME: &[u8] = b"ferry flat\0";
+pub const FLAT_VOLUME: &[u8] = b"ferry flat2\0";
+/// How it began in images of the first version, whose digests were others.
+pub const FLAT_VOLUME_1: &[u8] = b"ferry flat\0";
 /// No inode has extended attributes.
 pub const FLAT_NO_XATTRS: u8 = 0x1;
 /// No inode has an ACL.

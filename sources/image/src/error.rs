@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use crate::verity::Digest;
+use crate::digest::Digest;
 
 /// Why an image could not be built, opened or checked.
 #[derive(Debug, thiserror::Error)]

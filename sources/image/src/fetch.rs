@@ -22,19 +22,22 @@ use std::thread;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
+use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::Result;
 use crate::limit::{Hold, Limit};
 use crate::objects::{Bad, Objects};
-use crate::pack::{Pack, SOUND, UNKNOWN};
-use crate::parallel;
+use crate::pack::{Pack, SOUND, UNKNOWN, read_object};
 use crate::part;
+use crate::piece::{self, PIECE_BYTES};
 use crate::receive::Receiver;
 use crate::store::{self, Places, Store};
-use crate::verity::{ChunkHash, Digest};
 
 /// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
 const RUN_BYTES_MAX: u64 = 4 << 20;
+
+/// How much is asked for together where a large file is read in order, in bytes: each request costs a way to the server and back.
+const ONWARD_BYTES: u64 = 1 << 20;
 
 /// What takes bytes as they come. With an error it wants no more.
 pub type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
@@ -106,8 +109,6 @@ pub(crate) struct Absent {
     /// Which of the image's packs.
     pub number: usize,
     flights: Mutex<HashMap<usize, Arc<Flight>>>,
-    /// The hashes of the chunks of the larger objects that are here.
-    chunks: Mutex<HashMap<usize, Vec<ChunkHash>>>,
 }
 
 /// Objects that one thread is fetching, and others wait for.
@@ -156,20 +157,7 @@ impl Drop for Claim<'_> {
 
 impl Absent {
     pub(crate) fn new(common: &Arc<Common>, number: usize) -> Self {
-        Self { common: Arc::clone(common), number, flights: Mutex::default(), chunks: Mutex::default() }
-    }
-
-    /// Notes the hashes of the chunks of an object that was just proved.
-    pub(crate) fn note_chunks(&self, at: usize, hashes: Vec<ChunkHash>) {
-        // What is bounded never becomes whole.
-        if !hashes.is_empty() && self.common.limit.is_none() {
-            lock(&self.chunks).insert(at, hashes);
-        }
-    }
-
-    /// The hashes of the chunks of an object, if they were noted.
-    pub(crate) fn chunks(&self, at: usize) -> Option<Vec<ChunkHash>> {
-        lock(&self.chunks).get(&at).cloned()
+        Self { common: Arc::clone(common), number, flights: Mutex::default() }
     }
 
     fn flights(&self) -> MutexGuard<'_, HashMap<usize, Arc<Flight>>> {
@@ -182,8 +170,10 @@ impl Pack {
         self.states[at].load(Ordering::Acquire) == SOUND
     }
 
-    /// Gets an object that nobody has looked at yet, or waits for whoever is at it.
-    pub(crate) fn obtain(&self, absent: &Absent, at: usize) -> std::result::Result<(), Bad> {
+    /// Gets the first of some neighbouring objects, or waits for whoever is at it. What follows it is asked for together with it: the other
+    /// ones, and what may be asked for ahead.
+    pub(crate) fn obtain(&self, absent: &Absent, objects: Range<usize>) -> std::result::Result<(), Bad> {
+        let at = objects.start;
         if self.is_here(at) {
             return Ok(());
         }
@@ -198,8 +188,10 @@ impl Pack {
                     // Whoever was at it has said why in the log; all who waited share its fate instead of asking again, each in turn.
                     return Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest });
                 }
-                let claim =
-                    self.claim(absent, &mut flights, at..self.index.objects.len(), absent.common.missing.ahead_bytes);
+                let wanted = self.index.objects[objects].iter().map(|object| object.bytes).sum();
+                let onward = if self.goes_on(absent, at) { ONWARD_BYTES } else { 0 };
+                let bytes = absent.common.missing.ahead_bytes.max(wanted).max(onward);
+                let claim = self.claim(absent, &mut flights, at..self.index.objects.len(), bytes);
                 drop(flights);
                 let outcome = self.get(absent, &claim);
                 return if self.is_here(at) { Ok(()) } else { outcome.and_then(|()| self.lost(at)) };
@@ -208,6 +200,12 @@ impl Pack {
             flight.wait(|| self.is_here(at));
             waited = true;
         }
+    }
+
+    /// Whether a large file is read in order, and may be kept.
+    fn goes_on(&self, absent: &Absent, at: usize) -> bool {
+        let before = at.checked_sub(1).filter(|before| self.index.objects[*before].bytes == PIECE_BYTES as u64);
+        absent.common.limit.is_none() && before.is_some_and(|before| self.is_here(before))
     }
 
     /// With a limit, an object may go again before anybody has held it.
@@ -266,7 +264,7 @@ impl Pack {
             self.keep(absent, at);
             claim.flight.tell(false);
         };
-        let mut receiver = Receiver::new(self, &absent.common.store, run, &mut kept);
+        let mut receiver = Receiver::new(self, run, &mut kept);
         let mut wrong = None;
         let outcome = absent.common.missing.from.read(self.index.pack, range, &mut |bytes| {
             receiver.take(bytes).map_err(|bad| {
@@ -291,11 +289,9 @@ impl Pack {
         let state = &self.states[at];
         match &absent.common.limit {
             None => state.store(SOUND, Ordering::Release),
-            Some(limit) => {
-                limit.keep((absent.number, at), self.index.objects[at].blocks() * BLOCK_BYTES as u64, || {
-                    state.store(SOUND, Ordering::Release);
-                })
-            }
+            Some(limit) => limit.keep((absent.number, at), self.index.objects[at].padded(), || {
+                state.store(SOUND, Ordering::Release);
+            }),
         }
     }
 
@@ -303,7 +299,7 @@ impl Pack {
     pub(crate) fn forget(&self, at: usize) -> io::Result<()> {
         let object = &self.index.objects[at];
         self.states[at].store(UNKNOWN, Ordering::Release);
-        let (from, bytes) = (object.block * BLOCK_BYTES as u64, object.blocks() * BLOCK_BYTES as u64);
+        let (from, bytes) = (object.block * BLOCK_BYTES as u64, object.padded());
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(&self.file, flags, from, bytes)?)
     }
@@ -314,7 +310,7 @@ impl Pack {
         let (pack, digest) = (self.index.pack, object.digest);
         let unreadable = |source| Bad::Unreadable { pack, digest, source };
         if object.bytes == 0 {
-            if digest != Digest::of(&[]) {
+            if digest != piece::digest(&[]) {
                 return Err(Bad::Damaged { pack, digest });
             }
             self.keep(absent, at);
@@ -322,69 +318,37 @@ impl Pack {
         }
         let from = object.block * BLOCK_BYTES as u64;
         let found = match rustix::fs::seek(&self.file, SeekFrom::Data(from)) {
-            Ok(data) if data >= from + object.bytes => None,
-            Err(Errno::NXIO) => None,
+            Ok(data) if data >= from + object.bytes => false,
+            Err(Errno::NXIO) => false,
             // Or a file system that cannot tell.
-            Ok(_) | Err(_) => self.sound_chunks(object).map_err(unreadable)?,
+            Ok(_) | Err(_) => self.is_sound(object).map_err(unreadable)?,
         };
-        let found = if found.is_none() { self.copy(absent, at)? } else { found };
-        Ok(found.is_some_and(|chunks| {
-            absent.note_chunks(at, chunks);
+        if found || self.copy(absent, at)? {
             self.keep(absent, at);
-            true
-        }))
+            return Ok(true);
+        }
+        Ok(false)
     }
 
-    /// Copies an object that another pack of the store has; answers the hashes of its chunks.
-    fn copy(&self, absent: &Absent, at: usize) -> std::result::Result<Option<Vec<ChunkHash>>, Bad> {
+    /// Copies an object that another pack of the store has; answers whether there is one.
+    fn copy(&self, absent: &Absent, at: usize) -> std::result::Result<bool, Bad> {
         let object = &self.index.objects[at];
-        let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(None) };
-        let path = store::packs_folder(&absent.common.store).join(pack.to_string());
-        let from = block * BLOCK_BYTES as u64;
-        let proved = File::open(path).and_then(|file| {
-            let is_it = parallel::digest(&file, from, object.bytes)?.0 == object.digest;
-            Ok(is_it.then_some(file))
-        });
-        let Ok(Some(file)) = proved else { return Ok(None) };
-        let copied = copy(&file, from, &self.file, object.block * BLOCK_BYTES as u64, object.bytes);
-        copied.map_err(|source| Bad::Keep { pack: self.index.pack, source })?;
-        // What was proved may have changed since.
-        self.sound_chunks(object).map_err(|source| Bad::Keep { pack: self.index.pack, source })
+        let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
+        let path = store::packs_folder(&absent.common.store).join(pack.hex());
+        let mut memory = Vec::new();
+        let proved = File::open(path).and_then(|file| read_object(&file, *block, object, &mut memory));
+        if !matches!(proved, Ok(true)) {
+            return Ok(false);
+        }
+        let bytes = usize::try_from(object.bytes).unwrap_or(usize::MAX).min(memory.len());
+        let copied = self.put(at, &memory[..bytes]);
+        copied.map(|()| true).map_err(|source| Bad::Keep { pack: self.index.pack, source })
     }
 
     /// Puts bytes that were proved into their place.
-    pub(crate) fn put(&self, at: usize, bytes: Bytes<'_>) -> io::Result<()> {
-        let object = &self.index.objects[at];
-        let to = object.block * BLOCK_BYTES as u64;
-        match bytes {
-            Bytes::Memory(bytes) => self.file.write_all_at(bytes, to),
-            Bytes::File(file) => copy(file, 0, &self.file, to, object.bytes),
-        }
+    pub(crate) fn put(&self, at: usize, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(bytes, self.index.objects[at].block * BLOCK_BYTES as u64)
     }
-}
-
-/// Where the bytes of an object are that was just proved.
-pub(crate) enum Bytes<'a> {
-    Memory(&'a [u8]),
-    File(&'a File),
-}
-
-fn copy(from: &File, mut at: u64, to: &File, mut place: u64, mut bytes: u64) -> io::Result<()> {
-    let mut piece = Vec::new();
-    while bytes > 0 {
-        let wanted = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let done = rustix::fs::copy_file_range(from, Some(&mut at), to, Some(&mut place), wanted).unwrap_or(0);
-        if done > 0 {
-            bytes -= done as u64;
-            continue;
-        }
-        // Not every pair of file systems can do that.
-        piece.resize(wanted.min(1 << 20), 0);
-        from.read_exact_at(&mut piece, at)?;
-        to.write_all_at(&piece, place)?;
-        (at, place, bytes) = (at + piece.len() as u64, place + piece.len() as u64, bytes - piece.len() as u64);
-    }
-    Ok(())
 }
 
 /// What [`Objects::fetch_all`] tells: bytes that are here, and bytes in all.
@@ -408,7 +372,7 @@ impl Objects {
                 let Some((number, range)) = next(&absent, &mut lock(&cursor)) else { return };
                 let (pack, absent) = absent[number];
                 // What does not fit would push out what was read.
-                let room = pack.index.objects[range.clone()].iter().map(|object| object.blocks() * BLOCK_BYTES as u64);
+                let room = pack.index.objects[range.clone()].iter().map(|object| object.padded());
                 if limit.is_some_and(|limit| !limit.has_room(room.sum())) {
                     return;
                 }

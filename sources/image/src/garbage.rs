@@ -12,11 +12,11 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use crate::composefs::sweep::{self, Stored};
+use crate::digest::Digest;
 use crate::error::{Doing, Result};
 use crate::image::{Checked, Image};
-use crate::store::{self, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX, TREE_SUFFIX};
+use crate::store::{self, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX, pack_name};
 use crate::usage::{Place, places};
-use crate::verity::Digest;
 
 /// A store that nobody builds into, as long as this lives: builds wait.
 #[derive(Debug)]
@@ -167,7 +167,7 @@ impl Sole {
             }
             let is_young = metadata.modified().is_ok_and(|time| is_within(time, grace));
             match kind {
-                Kind::Index(pack) | Kind::Pack(pack) | Kind::Tree(pack) | Kind::Part(pack) if is_young => {
+                Kind::Index(pack) | Kind::Pack(pack) | Kind::Part(pack) if is_young => {
                     young.insert(pack);
                 }
                 Kind::New if is_young => {}
@@ -179,9 +179,7 @@ impl Sole {
         collected.young =
             young.iter().filter(|pack| indexes.contains(pack) && !needed.contains(pack)).copied().collect();
         let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
-        old.retain(
-            |(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) | Kind::Tree(pack) if spared(pack)),
-        );
+        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)));
         // What is left of fetching a pack that is whole goes.
         old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if spared(pack) && !indexes.contains(pack)));
         // Indexes come first in this order.
@@ -193,8 +191,8 @@ impl Sole {
             collected.bytes += bytes;
             match kind {
                 Kind::Index(pack) => collected.removed.push(pack),
-                Kind::Pack(pack) | Kind::Tree(pack) if indexes.contains(&pack) => {}
-                Kind::Pack(_) | Kind::Tree(_) | Kind::Part(_) | Kind::New => collected.leftovers += 1,
+                Kind::Pack(pack) if indexes.contains(&pack) => {}
+                Kind::Pack(_) | Kind::Part(_) | Kind::New => collected.leftovers += 1,
             }
         }
         if !dry {
@@ -209,7 +207,6 @@ impl Sole {
 enum Kind {
     Index(Digest),
     Pack(Digest),
-    Tree(Digest),
     /// What was fetched of a pack, or its index.
     Part(Digest),
     /// What a build had begun.
@@ -220,17 +217,14 @@ impl Kind {
     /// By its name; nothing of a file that is none of ours.
     fn of(name: &OsString) -> Option<Self> {
         let name = name.as_bytes();
-        if let Some(pack) = name.strip_suffix(TREE_SUFFIX.as_bytes()) {
-            return Digest::from_hex(pack).map(Self::Tree);
-        }
         let part = name.strip_suffix(INDEX_SUFFIX.as_bytes()).unwrap_or(name).strip_suffix(PART_SUFFIX.as_bytes());
-        if let Some(pack) = part.and_then(Digest::from_hex) {
+        if let Some(pack) = part.and_then(pack_name) {
             return Some(Self::Part(pack));
         }
         match name.strip_suffix(b".index") {
-            Some(pack) => Digest::from_hex(pack).map(Self::Index),
+            Some(pack) => pack_name(pack).map(Self::Index),
             None if name.starts_with(NEW_PREFIX.as_bytes()) => Some(Self::New),
-            None => Digest::from_hex(name).map(Self::Pack),
+            None => pack_name(name).map(Self::Pack),
         }
     }
 }

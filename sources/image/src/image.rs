@@ -9,13 +9,16 @@ use zerocopy::FromBytes;
 
 use crate::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
 use crate::composefs::{self, Header};
+use crate::digest::{Algorithm, Digest};
 use crate::erofs::{
     BLOCK_BITS, BLOCK_BYTES, Compact, DeviceSlot, Dirent, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS,
-    FLAT_VOLUME, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super,
-    XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
+    FLAT_VOLUME, FLAT_VOLUME_1, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC,
+    SUPER_OFFSET, Super, XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
 };
 use crate::error::{Doing, Error, Flaw, Result};
-use crate::verity::Digest;
+use crate::piece::{self, CHUNK_FORMAT};
+use crate::runs::{ENTRY_BYTES, Pieces};
+use crate::store::pack_name;
 
 /// The largest image that is opened. Metadata of a hundred million files would fit.
 pub const IMAGE_BYTES_MAX: u64 = 16 << 30;
@@ -103,6 +106,8 @@ pub enum Data<'a> {
         /// The first block there.
         block: u64,
     },
+    /// In packs, piece by piece.
+    Pieces(Pieces<'a>),
     /// In an object store, as composefs has one.
     Object {
         /// Where, below its folder `objects`.
@@ -141,7 +146,7 @@ impl Image {
         if bytes.len() as u64 > IMAGE_BYTES_MAX {
             return Err(invalid(Flaw { what: "more than 16 GiB", offset: IMAGE_BYTES_MAX }));
         }
-        let digest = Digest::of(&bytes);
+        let digest = algorithm(&bytes).of(&bytes);
         if let Some(wanted) = wanted.filter(|wanted| *wanted != digest) {
             return Err(Error::OtherDigest { path: PathBuf::from(path), wanted, found: digest });
         }
@@ -153,7 +158,7 @@ impl Image {
     /// # Errors
     /// They are none.
     pub fn from_bytes(bytes: Vec<u8>) -> Checked<Self> {
-        let digest = Digest::of(&bytes);
+        let digest = algorithm(&bytes).of(&bytes);
         Self::of_bytes(bytes, digest)
     }
 
@@ -166,8 +171,14 @@ impl Image {
         if header.block_bits != BLOCK_BITS || header.dir_block_bits != 0 {
             return Err(flaw("blocks that are not 4 KiB", 12));
         }
-        if header.feature_incompat.get() & !INCOMPAT_DEVICE_TABLE != 0 {
-            return Err(flaw("features that Ferry does not know (compression, chunks, long prefixes)", 80));
+        if header.feature_incompat.get() & !(INCOMPAT_DEVICE_TABLE | INCOMPAT_CHUNKS) != 0 {
+            return Err(flaw("features that Ferry does not know (compression, long prefixes)", 80));
+        }
+        if header.volume.starts_with(FLAT_VOLUME_1) {
+            return Err(flaw(
+                "the first version of the layout flat, which is not read any more: build the image again",
+                64,
+            ));
         }
         let composefs: Header = read_at(&bytes, 0)?;
         let is_composefs = composefs.magic.get() == composefs::MAGIC;
@@ -187,7 +198,7 @@ impl Image {
             let at = table + slot * size_of::<DeviceSlot>();
             let device: DeviceSlot = read_at(&self.bytes, at)?;
             let flaw = |what| Flaw { what, offset: at as u64 };
-            let name = Digest::from_hex(&device.tag).ok_or_else(|| flaw("a device that is no pack"))?;
+            let name = pack_name(&device.tag).ok_or_else(|| flaw("a device that is no pack"))?;
             let (blocks, first_block) = (device.blocks.get().into(), device.first_block.get().into());
             let pack = PackRef { name, blocks, ahead: device.flags & SLOT_AHEAD != 0, first_block };
             let after = self.packs.last().map_or(u64::from(self.header.blocks.get()), PackRef::end);
@@ -267,9 +278,6 @@ impl Image {
         let compact: Compact = read_at(&self.bytes, at)?;
         let (layout, is_extended) =
             Layout::of(compact.format.get()).ok_or_else(|| flaw("an inode of an unknown layout"))?;
-        if layout == Layout::Chunks && !self.is_composefs {
-            return Err(flaw("an inode of an unknown layout"));
-        }
         let xattr_bytes = match usize::from(compact.xattr_count.get()) {
             0 => 0,
             count => size_of::<XattrHeader>() + (count - 1) * 4,
@@ -326,7 +334,7 @@ impl Image {
         let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
         let outside = || flaw("data outside of the image");
         if inode.layout == Layout::Chunks {
-            return self.object(inode);
+            return if self.is_composefs { self.object(inode) } else { self.pieces(inode) };
         }
         let first = u64::from(inode.place);
         let blocks = inode.bytes.div_ceil(BLOCK_BYTES as u64);
@@ -376,6 +384,19 @@ impl Image {
             }
         }
         Ok(Data::Object { path, digest })
+    }
+
+    /// The pieces of a file, whose index follows the inode. They are looked at when they are wanted.
+    fn pieces(&self, inode: &Inode) -> Checked<Data<'_>> {
+        let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
+        if inode.kind() != FileType::RegularFile || inode.place != CHUNK_FORMAT {
+            return Err(flaw("chunks that are not of 64 KiB"));
+        }
+        let bytes = usize::try_from(piece::count(inode.bytes)).ok().and_then(|count| count.checked_mul(ENTRY_BYTES));
+        let end = bytes.and_then(|bytes| inode.xattrs.1.checked_add(bytes));
+        let index = end.and_then(|end| self.bytes.get(inode.xattrs.1..end));
+        let index = index.ok_or_else(|| flaw("chunks outside of the image"))?;
+        Ok(Data::Pieces(Pieces { packs: &self.packs, index, at: inode.xattrs.1 as u64 }))
     }
 
     /// The target of a symbolic link.
@@ -549,6 +570,12 @@ impl PackRef {
     pub(crate) fn end(&self) -> u64 {
         self.first_block + self.blocks
     }
+}
+
+/// What the digest of an image is made by: BLAKE3 for the layout flat, fs-verity for all others.
+fn algorithm(bytes: &[u8]) -> Algorithm {
+    let is_flat = read_at(bytes, SUPER_OFFSET).is_ok_and(|header: Super| header.volume.starts_with(FLAT_VOLUME));
+    if is_flat { Algorithm::Blake3 } else { Algorithm::Verity }
 }
 
 /// A structure at a place that may be anywhere.

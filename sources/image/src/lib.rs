@@ -1,7 +1,7 @@
 //! Verified file system images: a tree's metadata as EROFS, which the kernel mounts, and the bytes of its files in packs, which
 //! images share.
 //!
-//! One digest (fs-verity's, 32 bytes) names an image and proves all of it: the image names its packs by the digests of their
+//! One digest (BLAKE3's, 32 bytes) names an image and proves all of it: the image names its packs by the digests of their
 //! indexes, and an index has the digest of each object in its pack.
 //!
 //! ```no_run
@@ -19,6 +19,7 @@ mod build;
 mod check;
 mod composefs;
 mod diff;
+mod digest;
 mod disk;
 mod dump;
 pub mod erofs;
@@ -29,13 +30,16 @@ mod fsverity;
 mod garbage;
 mod grow;
 mod image;
+mod lanes;
 mod limit;
 mod objects;
 mod oci;
 mod pack;
 mod parallel;
 mod part;
+mod piece;
 mod receive;
+mod runs;
 mod scan;
 mod sink;
 mod source;
@@ -51,6 +55,7 @@ pub use check::{Report, check};
 pub use composefs::COMPOSEFS_VERSION_MAX;
 pub use composefs::objects::objects_folder;
 pub use diff::{Change, Digests, Kind as ChangeKind, diff};
+pub use digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex, hex};
 pub use disk::Disk;
 pub use dump::{DumpError, write as dump};
 pub use error::{Error, Flaw, Result};
@@ -58,9 +63,9 @@ pub use fetch::{Fetch, Missing};
 pub use garbage::{Collected, Needed, Objects as CollectedObjects, Sole};
 pub use image::{Checked, Data, Entries, Entry, IMAGE_BYTES_MAX, Image, Inode, Nid, PackRef, Xattr};
 pub use objects::{Bad, Objects};
+pub use runs::{Pieces, Run, Runs};
 pub use scan::INLINE_BYTES_MAX;
 pub use source::Source;
 pub use store::{Index, Object, Store};
 pub use trace::Trace;
 pub use usage::{Place, Share, Total, Usage, places};
-pub use verity::{Digest, Hasher};

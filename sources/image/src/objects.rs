@@ -12,14 +12,16 @@ use std::thread;
 use ferry_vfs::{Backing, Extent};
 
 use crate::composefs::objects::Files;
+use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
-use crate::error::{Doing, Error, Result};
+use crate::error::{Doing, Error, Flaw, Result};
 use crate::fetch::{Common, Missing};
 use crate::image::{Data, Image};
-use crate::pack::{Pack, Soon};
+use crate::pack::{Pack, Proof};
+use crate::parallel;
 use crate::part;
+use crate::runs::Run;
 use crate::store::{Object, Store};
-use crate::verity::Digest;
 
 /// How many requests to prove something ahead may wait: more come too late to be of use.
 const SOON_MAX: usize = 16;
@@ -31,7 +33,7 @@ pub struct Objects {
     /// composefs's objects.
     files: Option<Files>,
     /// Proves what is wanted soon, once something was read in order.
-    soon: OnceLock<Option<SyncSender<(usize, Soon)>>>,
+    soon: OnceLock<Option<SyncSender<(usize, usize)>>>,
 }
 
 /// Why an object's bytes cannot be had.
@@ -55,6 +57,9 @@ pub enum Bad {
         /// The object.
         digest: Digest,
     },
+    /// The image is damaged where it tells of them.
+    #[error("the image is damaged: {0}")]
+    Image(#[from] Flaw),
     /// The image does not tell where they are.
     #[error("the image does not say which object has its bytes")]
     NoPath,
@@ -177,7 +182,7 @@ impl Objects {
                 return Err(Error::Pack { store: folder.into(), pack: pack.name, reason });
             }
             let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
-            Ok(Arc::new(Pack::new(file, fd, index, pack.ahead, store.tree_path(pack.name))))
+            Ok(Arc::new(Pack::new(file, fd, index, pack.ahead)))
         };
         let packs = image.packs().iter().enumerate().map(open).collect::<Result<_>>()?;
         let objects = Self { packs, files: None, soon: OnceLock::new() };
@@ -207,41 +212,25 @@ impl Objects {
         }
     }
 
-    /// Which object of a pack begins at a block and is so long.
-    fn at(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<usize, Bad> {
-        let pack = &self.packs[pack];
-        let name = pack.index.pack;
-        let missing = Bad::NoObject { pack: name, block, bytes };
-        let Ok(at) = pack.index.objects.binary_search_by_key(&block, |object| object.block) else {
+    /// The objects that make up so many bytes from a block of a pack on: whole ones, without anything else.
+    fn whole(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<Range<usize>, Bad> {
+        let index = &self.packs[pack].index;
+        let missing = Bad::NoObject { pack: index.pack, block, bytes };
+        let from = index.objects.partition_point(|object| object.block < block);
+        let end = block.checked_mul(BLOCK_BYTES as u64).and_then(|begin| begin.checked_add(bytes));
+        let Some(end) = end.filter(|_| index.objects.get(from).is_some_and(|object| object.block == block)) else {
             return Err(missing);
         };
-        let object = &pack.index.objects[at];
-        if object.bytes == bytes { Ok(at) } else { Err(missing) }
+        let to = index.objects.partition_point(|object| object.block * (BLOCK_BYTES as u64) < end).max(from);
+        let is_whole = |last: &Object| last.block * BLOCK_BYTES as u64 + last.bytes == end;
+        if to > from && is_whole(&index.objects[to - 1]) { Ok(from..to) } else { Err(missing) }
     }
 
-    /// The descriptor that an object's bytes are in, and its offset there, once a part of them is proved, or all.
-    ///
-    /// # Errors
-    /// There is no such object, or its bytes are not the ones it was made of.
-    fn find(
-        &self,
-        number: usize,
-        block: u64,
-        bytes: u64,
-        part: Option<(u64, u64)>,
-    ) -> std::result::Result<(&Arc<Backing>, u64), Bad> {
-        let at = self.at(number, block, bytes)?;
+    /// Proves what objects have of a range of a pack.
+    fn prove_span(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
         let pack = &self.packs[number];
-        pack.lasting()?;
-        match part {
-            Some((offset, length)) => self.prove_part(number, at, offset, length)?,
-            None => pack.prove(at)?,
-        }
-        Ok((&pack.backing, block * BLOCK_BYTES as u64))
-    }
-
-    fn prove_part(&self, number: usize, at: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
-        if let Some(soon) = self.packs[number].prove_part(at, offset, bytes)?
+        let objects = touched(&pack.index.objects, offset, offset.saturating_add(bytes));
+        if let Some(soon) = pack.prove_all(objects)?
             && let Some(prover) = self.soon.get_or_init(|| prover(&self.packs))
         {
             // Where too many wait, whoever wants it proves it.
@@ -250,26 +239,17 @@ impl Objects {
         Ok(())
     }
 
-    /// Whether objects may be dropped again, so that their bytes have no place that lasts and are only read.
-    pub(crate) fn are_passing(&self) -> bool {
-        self.packs.iter().any(|pack| pack.lasting().is_err())
-    }
-
-    /// Reads bytes of an object, once they are proved. Afterwards others may be dropped.
-    pub(crate) fn read(
-        &self,
-        (number, block, bytes): (usize, u64, u64),
-        offset: u64,
-        out: &mut [u8],
-    ) -> std::result::Result<(), Bad> {
-        let at = self.at(number, block, bytes)?;
+    /// Reads bytes of a pack, once they are proved. Afterwards others may be dropped.
+    fn read_span(&self, number: usize, offset: u64, out: &mut [u8]) -> std::result::Result<(), Bad> {
         let pack = &self.packs[number];
+        let objects = touched(&pack.index.objects, offset, offset.saturating_add(out.len() as u64));
+        let Some(first) = pack.index.objects.get(objects.start) else { return Ok(()) };
+        let digest = first.digest;
         let limit = pack.absent.as_ref().and_then(|absent| absent.common.limit.as_ref());
-        let held = limit.map(|limit| limit.hold((number, at)));
-        let outcome = self.prove_part(number, at, offset, out.len() as u64).and_then(|()| {
-            let unreadable =
-                |source| Bad::Unreadable { pack: pack.index.pack, digest: pack.index.objects[at].digest, source };
-            pack.file.read_exact_at(out, block * BLOCK_BYTES as u64 + offset).map_err(unreadable)
+        let held: Option<Vec<_>> = limit.map(|limit| objects.map(|at| limit.hold((number, at))).collect());
+        let outcome = self.prove_span(number, offset, out.len() as u64).and_then(|()| {
+            let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest, source };
+            pack.file.read_exact_at(out, offset).map_err(unreadable)
         });
         drop(held);
         self.shrink();
@@ -292,7 +272,7 @@ impl Objects {
     /// # Errors
     /// The first that is damaged.
     pub fn prove_all(&self) -> std::result::Result<(), Bad> {
-        self.packs.iter().try_for_each(|pack| (0..pack.index.objects.len()).try_for_each(|at| pack.prove(at)))
+        self.packs.iter().try_for_each(|pack| parallel::each(pack.len(), |at| pack.prove(at)))
     }
 
     /// The packs that may have holes: their places among the image's, and the files with what is here of them.
@@ -332,48 +312,87 @@ impl Objects {
     pub(crate) fn range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
         let pack = &self.packs[number];
         pack.lasting()?;
-        let end = offset.saturating_add(bytes);
-        for at in touched(&pack.index.objects, offset, end) {
-            let object = &pack.index.objects[at];
-            let start = object.block * BLOCK_BYTES as u64;
-            // What follows the last byte in its block is proved with it.
-            let begin = offset.saturating_sub(start).min(object.bytes.saturating_sub(1));
-            let until = end.saturating_sub(start).min(object.bytes);
-            self.prove_part(number, at, begin, until.saturating_sub(begin))?;
-        }
+        self.prove_span(number, offset, bytes)?;
         Ok(&pack.backing)
     }
 
-    /// Where the bytes of a file are, once they are proved; `None` if they are in the image itself.
+    /// Proves all bytes of a file. Of those in the image itself nothing is left to prove.
+    ///
+    /// # Errors
+    /// They are no objects, or not the ones that the file was made of, or the image is damaged.
+    pub fn prove_file(&self, data: Data<'_>, bytes: u64) -> std::result::Result<(), Bad> {
+        if let Data::Object { path, digest } = data {
+            return self.object(path, digest, bytes).map(drop);
+        }
+        for run in data.runs(bytes, 0..bytes) {
+            let Run { pack, at, bytes } = run?;
+            self.whole(pack, at / BLOCK_BYTES as u64, bytes)?;
+            self.prove_span(pack, at, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Where a part of a file's bytes is, once it is proved; `None` if it is in the image itself, or not in one place that lasts.
     ///
     /// # Errors
     /// There is no such object, or its bytes are not the ones it was made of.
-    pub fn extent(&self, data: Data<'_>, bytes: u64) -> std::result::Result<Option<Extent>, Bad> {
-        self.locate(data, bytes, None)
-    }
-
-    /// As [`Self::extent`], for a part of the file (offset and length, within it): no more has to be proved than that.
-    pub(crate) fn extent_of_part(
+    pub(crate) fn extent(
         &self,
         data: Data<'_>,
         bytes: u64,
-        part: (u64, u64),
+        part: Range<u64>,
     ) -> std::result::Result<Option<Extent>, Bad> {
-        self.locate(data, bytes, Some(part))
+        if let Data::Object { path, digest } = data {
+            return Ok(Some(Extent { file: self.object(path, digest, bytes)?, offset: part.start }));
+        }
+        let mut runs = data.runs(bytes, part);
+        let (Some(first), None) = (runs.next(), runs.next()) else { return Ok(None) };
+        let run = first?;
+        let pack = &self.packs[run.pack];
+        if pack.lasting().is_err() {
+            return Ok(None);
+        }
+        self.check_ends(data, bytes)?;
+        self.prove_span(run.pack, run.at, run.bytes)?;
+        Ok(Some(Extent { file: Arc::clone(&pack.backing), offset: run.at }))
     }
 
-    fn locate(&self, data: Data<'_>, bytes: u64, part: Option<(u64, u64)>) -> std::result::Result<Option<Extent>, Bad> {
-        Ok(Some(match data {
-            Data::Near(..) => return Ok(None),
-            Data::Far { pack, block } => {
-                let (file, offset) = self.find(pack, block, bytes, part)?;
-                Extent { file: Arc::clone(file), offset }
-            }
-            Data::Object { path, digest } => {
-                let files = self.files.as_ref().ok_or(Bad::NoPath)?;
-                Extent { file: files.find(path, digest, bytes)?, offset: 0 }
-            }
-        }))
+    /// Reads a part of a file's bytes, once they are proved, which are not in the image itself.
+    ///
+    /// # Errors
+    /// There is no such object, or its bytes are not the ones it was made of.
+    pub(crate) fn read(
+        &self,
+        data: Data<'_>,
+        bytes: u64,
+        offset: u64,
+        mut out: &mut [u8],
+    ) -> std::result::Result<(), Bad> {
+        self.check_ends(data, bytes)?;
+        for run in data.runs(bytes, offset..offset + out.len() as u64) {
+            let run = run?;
+            let (now, later) = out.split_at_mut(usize::try_from(run.bytes).unwrap_or(usize::MAX).min(out.len()));
+            self.read_span(run.pack, run.at, now)?;
+            out = later;
+        }
+        Ok(())
+    }
+
+    /// That the image names whole objects, as far as that is told by one look.
+    fn check_ends(&self, data: Data<'_>, bytes: u64) -> Proof {
+        match data {
+            Data::Far { pack, block } => self.whole(pack, block, bytes).map(drop),
+            _ => Ok(()),
+        }
+    }
+
+    fn object(
+        &self,
+        path: Option<&[u8]>,
+        digest: Option<Digest>,
+        bytes: u64,
+    ) -> std::result::Result<Arc<Backing>, Bad> {
+        self.files.as_ref().ok_or(Bad::NoPath)?.find(path, digest, bytes)
     }
 }
 
@@ -385,11 +404,11 @@ fn touched(objects: &[Object], offset: u64, end: u64) -> Range<usize> {
 }
 
 /// Begins a thread that proves what is wanted soon, as long as somebody may ask it to.
-fn prover(packs: &[Arc<Pack>]) -> Option<SyncSender<(usize, Soon)>> {
+fn prover(packs: &[Arc<Pack>]) -> Option<SyncSender<(usize, usize)>> {
     // One processor has nothing to do it with.
     thread::available_parallelism().ok().filter(|count| count.get() > 1)?;
     let packs: Vec<Weak<Pack>> = packs.iter().map(Arc::downgrade).collect();
-    let (sender, receiver) = sync_channel::<(usize, Soon)>(SOON_MAX);
+    let (sender, receiver) = sync_channel::<(usize, usize)>(SOON_MAX);
     let prove = move || {
         for (number, soon) in receiver {
             if let Some(pack) = packs.get(number).and_then(Weak::upgrade) {

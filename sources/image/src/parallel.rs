@@ -1,14 +1,16 @@
-//! Digests of large parts of files, by several threads, with the disk kept busy.
+//! Digests of fs-verity of large files, by several threads, with the disk kept busy.
 
 use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use rustix::fs::Advice;
 
-use crate::verity::{CHUNK_BYTES, ChunkHash, Digest, Hasher, hash_chunk};
+use crate::digest::Digest;
+use crate::verity::{CHUNK_BYTES, ChunkHash, Hasher, hash_chunk};
 
 /// Parts below this size are not worth a thread, in bytes.
 const PARALLEL_BYTES_MIN: u64 = 8 * CHUNK_BYTES as u64;
@@ -17,11 +19,11 @@ const THREADS_MAX: usize = 4;
 /// How many chunks of each thread are asked for before they are needed.
 const AHEAD: u64 = 4;
 
-/// The digest of a part of a file, and the hashes of its chunks.
+/// The digest of a part of a file.
 ///
 /// # Errors
 /// It cannot be read, or ends before.
-pub(crate) fn digest(file: &File, offset: u64, bytes: u64) -> io::Result<(Digest, Vec<ChunkHash>)> {
+pub(crate) fn digest(file: &File, offset: u64, bytes: u64) -> io::Result<Digest> {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     let mut hasher = Hasher::default();
     let mut done = 0;
@@ -45,7 +47,32 @@ pub(crate) fn digest(file: &File, offset: u64, bytes: u64) -> io::Result<(Digest
         hasher.update(&piece[..count]);
         done += count as u64;
     }
-    Ok(hasher.finish_with_chunks())
+    Ok(hasher.finish())
+}
+
+/// Does something for each number below `count`, by several threads in turn, until one fails.
+///
+/// # Errors
+/// One of those that failed.
+pub(crate) fn each<E: Send>(count: usize, work: impl Fn(usize) -> Result<(), E> + Sync) -> Result<(), E> {
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+    let next = AtomicUsize::new(0);
+    let lane = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            if at >= count {
+                return Ok(());
+            }
+            if let Err(error) = work(at) {
+                next.store(count, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let lanes: Vec<_> = (0..threads).map(|_| scope.spawn(lane)).collect();
+        lanes.into_iter().try_for_each(|lane| lane.join().expect("a lane does not panic"))
+    })
 }
 
 /// Hashes every n-th chunk.
@@ -80,8 +107,8 @@ mod tests {
         file.write_all(&data).expect("it can be written");
         let least = usize::try_from(PARALLEL_BYTES_MIN).expect("it fits");
         for bytes in [0, 1, CHUNK_BYTES, least - 1, least, least + 1, 19 * CHUNK_BYTES, 20 * CHUNK_BYTES] {
-            let (found, _) = digest(&file, 77, bytes as u64).expect("it can be read");
-            assert_eq!(found, Digest::of(&data[77..77 + bytes]), "{bytes} bytes");
+            let found = digest(&file, 77, bytes as u64).expect("it can be read");
+            assert_eq!(found, crate::digest::Algorithm::Verity.of(&data[77..77 + bytes]), "{bytes} bytes");
         }
         for bytes in [CHUNK_BYTES, 30 * CHUNK_BYTES] {
             let error = digest(&file, 20 * CHUNK_BYTES as u64, bytes as u64).expect_err("the file ends before");

@@ -16,8 +16,7 @@ use crate::fetch::{Absent, Common};
 use crate::image::PackRef;
 use crate::limit::Limit;
 use crate::pack::Pack;
-use crate::store::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX, TREE_SUFFIX};
-use crate::verity::CHUNK_BYTES;
+use crate::store::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX};
 
 /// The largest index that is fetched: six million objects. Memory is to be bounded.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
@@ -29,7 +28,7 @@ pub(crate) fn open(common: &Arc<Common>, number: usize, wanted: &PackRef) -> Res
     let pack = wanted.name;
     let folder = store::packs_folder(&common.store);
     let index = index(common, wanted)?;
-    let path = folder.join(format!("{pack}{PART_SUFFIX}"));
+    let path = folder.join(format!("{}{PART_SUFFIX}", pack.hex()));
     let flawed = |reason: &str| Error::Pack { store: common.store.clone(), pack, reason: reason.into() };
     if index.blocks != wanted.blocks {
         return Err(flawed(&format!("its index tells of {} blocks, the image of {}", index.blocks, wanted.blocks)));
@@ -43,8 +42,7 @@ pub(crate) fn open(common: &Arc<Common>, number: usize, wanted: &PackRef) -> Res
         adopt(&file, &index, number, limit).doing("look at", &path)?;
     }
     let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
-    let tree = folder.join(format!("{pack}{TREE_SUFFIX}"));
-    Ok(Pack::new(file, fd, index, wanted.ahead, tree).with_holes(Absent::new(common, number)))
+    Ok(Pack::new(file, fd, index, wanted.ahead).with_holes(Absent::new(common, number)))
 }
 
 /// Counts what is here already of a pack that is bounded.
@@ -71,7 +69,7 @@ fn adopt(file: &File, index: &Index, number: usize, limit: &Limit) -> io::Result
 /// The index of a pack, from the store or fetched, proved.
 fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
     let pack = wanted.name;
-    let path = store::packs_folder(&common.store).join(format!("{pack}{PART_SUFFIX}{INDEX_SUFFIX}"));
+    let path = store::packs_folder(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
     if let Ok(bytes) = fs::read(&path)
         && let Ok(index) = Index::of(&common.store, pack, &bytes)
     {
@@ -109,41 +107,21 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<File>> {
     Ok(None)
 }
 
-/// The hashes of the chunks of all larger objects, in their order. What was not noted when an object came is read again.
-fn tree(pack: &Pack) -> io::Result<Vec<u8>> {
-    let mut tree = Vec::new();
-    for (at, object) in pack.index.objects.iter().enumerate().filter(|(_, object)| object.bytes > CHUNK_BYTES as u64) {
-        let noted = pack.absent.as_ref().and_then(|absent| absent.chunks(at));
-        let hashes = match noted {
-            Some(hashes) => hashes,
-            None => pack.sound_chunks(object)?.ok_or(io::ErrorKind::InvalidData)?,
-        };
-        tree.extend(hashes.into_flattened());
-    }
-    Ok(tree)
-}
-
 /// As a build ends: durable first, the index last. Another process may have done it before us.
 pub(crate) fn complete(pack: &Pack, store: &Path) -> Result<()> {
     let folder = store::packs_folder(store);
-    let name = folder.join(pack.index.pack.to_string());
-    let part = folder.join(format!("{}{PART_SUFFIX}", pack.index.pack));
+    let name = folder.join(pack.index.pack.hex());
+    let part = folder.join(format!("{}{PART_SUFFIX}", pack.index.pack.hex()));
     pack.file.sync_all().doing("sync", &part)?;
     pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
     match fs::rename(&part, &name) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && name.exists() => {}
         outcome => outcome.doing("make", &name)?,
     }
-    let tree = tree(pack).doing("read", &name)?;
-    if !tree.is_empty() {
-        let mut new = New::begin(&folder)?;
-        new.file.write_all(&tree).doing("write to", &*new.path)?;
-        new.keep(&folder.join(format!("{}{TREE_SUFFIX}", pack.index.pack)))?;
-    }
     let mut index = New::begin(&folder)?;
     index.file.write_all(&pack.index.to_bytes()).doing("write to", &*index.path)?;
-    index.keep(&folder.join(format!("{}{INDEX_SUFFIX}", pack.index.pack)))?;
-    let rest = folder.join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.index.pack));
+    index.keep(&folder.join(format!("{}{INDEX_SUFFIX}", pack.index.pack.hex())))?;
+    let rest = folder.join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.index.pack.hex()));
     match fs::remove_file(&rest) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).doing("remove", &rest),
         _ => Ok(()),

@@ -15,7 +15,6 @@ use crate::composefs::fits;
 use crate::erofs::XATTR_PREFIXES;
 use crate::error::{Doing, Error, Result};
 use crate::tree::{Content, Node, NodeId, Tree};
-use crate::verity::Digest;
 
 /// Files up to this size are kept with their inodes, where whoever looks at the inode has them already. More would make
 /// walks of the metadata slower; composefs keeps as many.
@@ -26,8 +25,8 @@ const XATTR_BYTES_MAX: usize = 65536;
 /// Walks a directory, without crossing into other file systems' mounts being any different from directories. For composefs
 /// each name is an inode of its own, and attributes of all kinds are taken: so does mkcomposefs.
 ///
-/// Larger files are still to be read: each has a length, and a digest of zeros, and is told to `found`, in the order of the walk.
-pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeId, PathBuf)) -> Result<Tree> {
+/// Larger files are still to be read: each is told to `found`, with its length, in the order of the walk.
+pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeId, u64, PathBuf)) -> Result<Tree> {
     let metadata = fs::metadata(root).doing("look at", root)?;
     if !metadata.is_dir() {
         return Err(Error::CannotHold { path: root.into(), reason: "is no directory".into() });
@@ -45,7 +44,7 @@ pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeI
 
 struct Walk<'a> {
     tree: Tree,
-    found: &'a mut dyn FnMut(NodeId, PathBuf),
+    found: &'a mut dyn FnMut(NodeId, u64, PathBuf),
     /// Inodes with several names that have been met.
     known: HashMap<(u64, u64), NodeId>,
     for_composefs: bool,
@@ -105,8 +104,8 @@ impl Walk<'_> {
             let reason = "its extended attributes have more than 32 KiB, which composefs does not hold".into();
             return Err(Error::CannotHold { path: path.into(), reason });
         }
-        if matches!(content, Content::Object { .. }) {
-            (self.found)(id, path.into());
+        if let Content::Unread { bytes } = content {
+            (self.found)(id, bytes, path.into());
         }
         nodes.push(Node {
             // The type and the permissions are 16 bits.
@@ -137,7 +136,7 @@ fn content(path: &Path, metadata: &Metadata) -> Result<Content> {
             }
             Content::Inline(bytes)
         }
-        FileType::RegularFile => Content::Object { bytes: metadata.size(), digest: Digest([0; 32]) },
+        FileType::RegularFile => Content::Unread { bytes: metadata.size() },
         _ => Content::None,
     })
 }

@@ -1,9 +1,8 @@
 //! Where the bytes of files go while an image is built: into packs, or into an object store.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
-use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,23 +10,19 @@ use std::sync::Arc;
 use crate::build::Layout;
 use crate::composefs;
 use crate::composefs::objects::NewObjects;
+use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::flat::{self, Pack};
+use crate::piece::{self, Batch, PIECE_BYTES};
 use crate::store::{NewPack, Places, Store};
 use crate::trace::Trace;
 use crate::tree::{Content, Tree};
-use crate::verity::{ChunkHash, Digest, Hasher};
 
-/// The pieces that larger files are read in.
-const PIECE_BYTES: usize = 1 << 20;
-
-/// A file that was read.
+/// A file that was read for the layout composefs.
 pub(crate) struct Hashed {
     pub bytes: u64,
     pub digest: Digest,
-    /// The hashes of its chunks, if it has several.
-    pub chunks: Vec<ChunkHash>,
     /// Its bytes, if they are not too many.
     pub kept: Option<Vec<u8>>,
 }
@@ -51,16 +46,17 @@ impl Sink {
         let kind = match layout {
             Layout::Flat => {
                 let (places, pack) = (store.places()?, store.begin()?);
-                Kind::Packs(Box::new(Sorted { places, pack, found: BTreeMap::new(), new_bytes: 0 }))
+                let (found, pieces, batch) = (HashMap::new(), Vec::new(), Batch::new());
+                Kind::Packs(Box::new(Sorted { places, pack, found, pieces, batch, new_bytes: 0 }))
             }
             Layout::Composefs { .. } => Kind::Objects(NewObjects::begin(store.folder())?),
         };
         Ok(Self { kind, store: Arc::clone(store), layout, data_bytes: 0 })
     }
 
-    /// The folder that files can be made in, to be added later.
+    /// The folder that objects can be made in, to be added later.
     pub(crate) fn folder(&self) -> PathBuf {
-        self.store.folder().join(if self.layout == Layout::Flat { "packs" } else { "objects" })
+        self.store.folder().join("objects")
     }
 
     /// Whether the image is to be a composefs image.
@@ -68,23 +64,49 @@ impl Sink {
         self.layout != Layout::Flat
     }
 
-    /// Adds a file; answers what its inode then holds.
-    pub(crate) fn add(&mut self, path: &Path, hashed: &Hashed) -> Result<Content> {
+    /// Adds a file to an object store; answers what its inode then holds.
+    pub(crate) fn add_object(&mut self, path: &Path, hashed: &Hashed) -> Result<Content> {
+        let Kind::Objects(objects) = &mut self.kind else { return Err(misplaced()) };
         self.data_bytes += hashed.bytes;
-        match (&mut self.kind, &hashed.kept) {
-            (Kind::Packs(sorted), _) => sorted.add(path, hashed)?,
-            (Kind::Objects(objects), Some(bytes)) => objects.add(hashed.digest, bytes)?,
-            (Kind::Objects(objects), None) => objects.add_file(hashed.digest, hashed.bytes, path)?,
+        match &hashed.kept {
+            Some(bytes) => objects.add(hashed.digest, bytes)?,
+            None => objects.add_file(hashed.digest, hashed.bytes, path)?,
         }
         Ok(Content::Object { bytes: hashed.bytes, digest: hashed.digest })
     }
 
-    /// Bytes that were not in the store before.
-    pub(crate) fn new_bytes(&self) -> u64 {
-        match &self.kind {
-            Kind::Packs(sorted) => sorted.new_bytes,
-            Kind::Objects(objects) => objects.new_bytes,
+    /// Adds pieces to packs; answers which number among all pieces the first one has.
+    pub(crate) fn add_batch(&mut self, batch: &Batch) -> Result<usize> {
+        let Kind::Packs(sorted) = &mut self.kind else { return Err(misplaced()) };
+        sorted.add(batch)
+    }
+
+    /// Adds a file of so many bytes to packs; `fill` reads them, in order. Answers what its inode then holds.
+    pub(crate) fn add_file(&mut self, bytes: u64, mut fill: impl FnMut(&mut [u8]) -> Result<()>) -> Result<Content> {
+        let Kind::Packs(sorted) = &mut self.kind else { return Err(misplaced()) };
+        self.data_bytes += bytes;
+        let first = sorted.pieces.len() + sorted.batch.len();
+        let mut left = bytes;
+        while left > 0 {
+            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            if !sorted.batch.has_room(count) {
+                sorted.flush()?;
+            }
+            sorted.batch.add(count, &mut fill)?;
+            left -= count as u64;
         }
+        Ok(Content::Packed { bytes, first })
+    }
+
+    /// Bytes that were not in the store before.
+    pub(crate) fn new_bytes(&mut self) -> Result<u64> {
+        Ok(match &mut self.kind {
+            Kind::Packs(sorted) => {
+                sorted.flush()?;
+                sorted.new_bytes
+            }
+            Kind::Objects(objects) => objects.new_bytes,
+        })
     }
 
     /// Makes all durable; answers the image, and the packs that it needs.
@@ -101,8 +123,9 @@ impl Sink {
                 Ok((bytes, Vec::new()))
             }
             Kind::Packs(sorted) => {
-                let mut places = sorted.finish()?;
-                let ahead = order.map(|order| gather(&self.store, &mut places, &tree, order)).transpose()?.flatten();
+                let (mut places, pieces) = sorted.finish()?;
+                let gather = |order| gather(&self.store, &mut places, (&tree, &pieces), order);
+                let ahead = order.map(gather).transpose()?.flatten();
                 let names: BTreeSet<Digest> = places.values().map(|(pack, _)| *pack).collect();
                 let used = names
                     .into_iter()
@@ -112,39 +135,54 @@ impl Sink {
                         self.store.index(name).map(|index| Pack { name, blocks: index.blocks, ahead })
                     })
                     .collect::<Result<Vec<_>>>()?;
-                let bytes = flat::write(&tree, &used, &places)?;
+                let bytes = flat::write(&tree, &used, &pieces, &places)?;
                 Ok((bytes, used.iter().map(|pack| pack.name).collect()))
             }
         }
     }
 }
 
+/// A mistake of ours: what is of one layout was to go to the other's place.
+fn misplaced() -> Error {
+    Error::Input { path: "files".into(), at: "a build".into(), reason: "their bytes are of another layout".into() }
+}
+
 /// Copies the objects that a workload needs first into a pack of their own, in its order, and has the image take them from there.
 /// The same objects in the same order are the same pack, so images that begin alike share it.
-fn gather(store: &Arc<Store>, places: &mut Places, tree: &Tree, order: &Trace) -> Result<Option<Digest>> {
+fn gather(
+    store: &Arc<Store>,
+    places: &mut Places,
+    (tree, pieces): (&Tree, &[Digest]),
+    order: &Trace,
+) -> Result<Option<Digest>> {
     let mut pack = store.begin()?;
     let mut gathered = HashMap::new();
     let mut files: HashMap<Digest, File> = HashMap::new();
+    let mut batch = Batch::new();
     for id in order.nodes(tree) {
-        let Content::Object { bytes, digest } = &tree.nodes[id].content else { continue };
-        let Some((from, block)) = places.get(digest).copied().filter(|_| !gathered.contains_key(digest)) else {
-            continue;
-        };
-        let path = store.pack_path(from);
-        let file = match files.entry(from) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(new) => new.insert(File::open(&path).doing("open", &path)?),
-        };
-        let first = pack.blocks();
-        // Somebody may have changed what is in the store.
-        let (found, chunks) = copy_object(file, block, *bytes, &mut pack).doing("read", &path)??;
-        if found != *digest {
-            let reason = format!("the object {digest} in it is damaged");
-            return Err(Error::Pack { store: store.folder().into(), pack: from, reason });
+        let Content::Packed { bytes, first } = tree.nodes[id].content else { continue };
+        let pieces = &pieces[first..][..usize::try_from(piece::count(bytes)).unwrap_or(usize::MAX)];
+        for (number, wanted) in pieces.iter().enumerate() {
+            let Some((from, block)) = places.get(wanted).copied() else { continue };
+            let path = store.pack_path(from);
+            let file = match files.entry(from) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(File::open(&path).doing("open", &path)?),
+            };
+            let left = bytes - number as u64 * PIECE_BYTES as u64;
+            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            if !batch.has_room(count) {
+                append(&mut pack, &mut batch, &mut gathered)?;
+            }
+            let found = batch.add(count, |bytes| file.read_exact_at(bytes, block * BLOCK_BYTES as u64));
+            // Somebody may have changed what is in the store.
+            if found.doing("read", &path)? != *wanted {
+                let reason = format!("the object {wanted} in it is damaged");
+                return Err(Error::Pack { store: store.folder().into(), pack: from, reason });
+            }
         }
-        pack.end(*bytes, *digest, &chunks)?;
-        gathered.insert(*digest, first);
     }
+    append(&mut pack, &mut batch, &mut gathered)?;
     let name = pack.finish()?;
     if let Some(name) = name {
         places.extend(gathered.into_iter().map(|(digest, block)| (digest, (name, block))));
@@ -152,24 +190,17 @@ fn gather(store: &Arc<Store>, places: &mut Places, tree: &Tree, order: &Trace) -
     Ok(name)
 }
 
-/// What was copied: its digest, and the hashes of its chunks.
-type Copied = (Digest, Vec<ChunkHash>);
-
-/// Copies an object to a pack. The outer error is of reading.
-fn copy_object(file: &File, block: u64, bytes: u64, pack: &mut NewPack) -> io::Result<Result<Copied>> {
-    let mut hasher = Hasher::default();
-    let mut piece = vec![0; PIECE_BYTES.min(usize::try_from(bytes).unwrap_or(PIECE_BYTES))];
-    let mut done = 0;
-    while done < bytes {
-        let count = usize::try_from(bytes - done).unwrap_or(PIECE_BYTES).min(piece.len());
-        file.read_exact_at(&mut piece[..count], block * BLOCK_BYTES as u64 + done)?;
-        hasher.update(&piece[..count]);
-        if let Err(error) = pack.write(&piece[..count]) {
-            return Ok(Err(error));
+/// Appends those pieces of a batch to a pack that are not in it yet, and notes where they are.
+fn append(pack: &mut NewPack, batch: &mut Batch, gathered: &mut HashMap<Digest, u64>) -> Result<()> {
+    pack.add(batch, |digest, _, block| match gathered.entry(digest) {
+        Entry::Occupied(_) => false,
+        Entry::Vacant(new) => {
+            new.insert(block);
+            true
         }
-        done += count as u64;
-    }
-    Ok(Ok(hasher.finish_with_chunks()))
+    })?;
+    batch.clear();
+    Ok(())
 }
 
 /// Where an object of this image is.
@@ -185,30 +216,43 @@ enum Found {
 struct Sorted {
     places: Places,
     pack: NewPack,
-    found: BTreeMap<Digest, Found>,
+    found: HashMap<Digest, Found>,
+    /// The pieces of all files, each file's in order.
+    pieces: Vec<Digest>,
+    /// What has come and is still to be added.
+    batch: Batch,
     new_bytes: u64,
 }
 
 impl Sorted {
-    fn add(&mut self, path: &Path, hashed: &Hashed) -> Result<()> {
-        if self.found.contains_key(&hashed.digest) {
-            return Ok(());
-        }
-        if let Some(place) = self.places.get(&hashed.digest) {
-            self.found.insert(hashed.digest, Found::Known(*place));
-            return Ok(());
-        }
-        self.found.insert(hashed.digest, Found::New(self.pack.blocks()));
-        self.new_bytes += hashed.bytes;
-        match &hashed.kept {
-            Some(bytes) => self.pack.write(bytes)?,
-            None => self.copy(path, hashed)?,
-        }
-        self.pack.end(hashed.bytes, hashed.digest, &hashed.chunks)
+    fn add(&mut self, batch: &Batch) -> Result<usize> {
+        let first = self.pieces.len();
+        self.pieces.extend(batch.pieces().map(|(.., digest)| digest));
+        self.pack.add(batch, |digest, bytes, block| {
+            let Entry::Vacant(new) = self.found.entry(digest) else { return false };
+            if let Some(place) = self.places.get(&digest) {
+                new.insert(Found::Known(*place));
+                return false;
+            }
+            new.insert(Found::New(block));
+            self.new_bytes += bytes as u64;
+            true
+        })?;
+        Ok(first)
     }
 
-    /// Completes the new pack; answers where each object is.
-    fn finish(self) -> Result<Places> {
+    /// Adds what is in the batch.
+    fn flush(&mut self) -> Result<()> {
+        let mut batch = std::mem::replace(&mut self.batch, Batch::empty());
+        self.add(&batch)?;
+        batch.clear();
+        self.batch = batch;
+        Ok(())
+    }
+
+    /// Completes the new pack; answers where each object is, and the pieces of all files.
+    fn finish(mut self) -> Result<(Places, Vec<Digest>)> {
+        self.flush()?;
         let new = self.pack.finish()?;
         let place = |(digest, at)| match (at, new) {
             (Found::Known(place), _) => Some((digest, place)),
@@ -216,23 +260,6 @@ impl Sorted {
             // A pack that something was put into is not empty.
             (Found::New(_), None) => None,
         };
-        Ok(self.found.into_iter().filter_map(place).collect())
-    }
-
-    /// Copies a file that was hashed, and hashes what is copied, for it may have changed in between.
-    fn copy(&mut self, path: &Path, hashed: &Hashed) -> Result<()> {
-        let mut file = File::open(path).doing("open", path)?.take(hashed.bytes);
-        let mut hasher = Hasher::default();
-        let mut piece = Vec::with_capacity(PIECE_BYTES);
-        loop {
-            piece.clear();
-            file.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut piece).doing("read", path)?;
-            if piece.is_empty() {
-                break;
-            }
-            hasher.update(&piece);
-            self.pack.write(&piece)?;
-        }
-        if hasher.finish() == hashed.digest { Ok(()) } else { Err(Error::Changed(path.into())) }
+        Ok((self.found.into_iter().filter_map(place).collect(), self.pieces))
     }
 }

@@ -4,16 +4,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Extent, Features, FileSystem, FileType,
-    Handle, Ino, IoRange, Name, OFlags, Output, Result, Seek, Statfs, openable,
+    Attr, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem, FileType, Handle,
+    Ino, IoRange, Name, OFlags, Output, Result, Seek, Statfs, openable,
 };
 
+use crate::digest::Digest;
 use crate::erofs::{XATTR_ACL, XATTR_LABEL};
 use crate::error;
 use crate::fetch::Missing;
 use crate::image::{Checked, Data, Image, Inode, Nid};
 use crate::objects::{Bad, Objects, read_exact};
-use crate::verity::Digest;
 
 /// An image that is offered.
 #[derive(Debug)]
@@ -61,11 +61,6 @@ impl Source {
         &self.objects
     }
 
-    /// What proves this part of a regular file's bytes is looked at before they are handed out; `None` if they are in the image.
-    fn extent(&self, inode: &Inode, data: Data<'_>, part: (u64, u64)) -> Result<Option<Extent>> {
-        self.objects.extent_of_part(data, inode.bytes, part).map_err(refused)
-    }
-
     /// Reads bytes of a file.
     ///
     /// # Errors
@@ -78,22 +73,21 @@ impl Source {
         if bytes.is_empty() {
             return Ok(0);
         }
-        let data = flawed(self.image.data(&inode))?;
-        if let (Data::Far { pack, block }, true) = (data, self.objects.are_passing()) {
-            self.objects.read((pack, block, inode.bytes), offset, bytes).map_err(refused)?;
-            return Ok(count);
-        }
-        match (self.extent(&inode, data, (offset, bytes.len() as u64))?, data) {
-            (None, Data::Near(whole, rest)) => {
+        match flawed(self.image.data(&inode))? {
+            Data::Near(whole, rest) => {
                 // Both halves together are as long as the file.
                 let all = whole.iter().chain(rest).skip(usize::try_from(offset).unwrap_or(usize::MAX));
                 bytes.iter_mut().zip(all).for_each(|(to, from)| *to = *from);
             }
-            (Some(extent), _) => read_exact(&extent.file, extent.offset + offset, bytes).map_err(|error| {
-                tracing::error!("cannot read what is in the store: {error}");
-                Errno::IO
-            })?,
-            (None, _) => return Err(Errno::IO),
+            data @ Data::Object { .. } => {
+                let part = offset..offset + bytes.len() as u64;
+                let extent = self.objects.extent(data, inode.bytes, part).map_err(refused)?.ok_or(Errno::IO)?;
+                read_exact(&extent.file, extent.offset, bytes).map_err(|error| {
+                    tracing::error!("cannot read what is in the store: {error}");
+                    Errno::IO
+                })?;
+            }
+            data => self.objects.read(data, inode.bytes, offset, bytes).map_err(refused)?,
         }
         Ok(count)
     }
@@ -198,11 +192,10 @@ impl FileSystem for Source {
         let inode = self.inode(at.ino)?;
         let len = u64::from(at.len);
         let data = flawed(self.image.data(&inode))?;
-        if !self.objects.are_passing()
-            && at.offset.checked_add(len).is_some_and(|end| end <= inode.bytes)
-            && let Some(Extent { file, offset }) = self.extent(&inode, data, (at.offset, len))?
+        if let Some(end) = at.offset.checked_add(len).filter(|end| *end <= inode.bytes)
+            && let Some(extent) = self.objects.extent(data, inode.bytes, at.offset..end).map_err(refused)?
         {
-            return Ok(Moved::Extent(Extent { file, offset: offset + at.offset }));
+            return Ok(Moved::Extent(extent));
         }
         // What follows in the pack is another file's.
         let left = inode.bytes.saturating_sub(at.offset).min(len);

@@ -3,31 +3,31 @@
 //! ```text
 //! STORE/lock               held shared by builds, alone by what removes packs
 //! STORE/packs/NAME         objects, each from a block's beginning on, in the order of the index
-//! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its digest (32 bytes)
-//! STORE/packs/NAME.tree    for each object of more than 512 KiB the hashes (32 bytes) of all its pieces of 512 KiB
+//! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its BLAKE3 digest (32 bytes)
 //! ```
 //!
-//! NAME is the digest of the index. So whoever knows the name can prove the index by it, and each object by the index. The tree has
-//! hashes of the second level of the tree that a digest is made of: with them, pieces of an object can be proved one by one. It may be
-//! missing, and is proved by the digests.
+//! NAME is the BLAKE3 digest of the index. So whoever knows the name can prove the index by it, and each object by the index. Objects
+//! are files, and pieces of 64 KiB of larger files ([`crate::piece`]).
 //!
 //! Packs that are being fetched have names that end otherwise: [`crate::fetch`].
 
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{Read, Write};
 use std::num::NonZeroU64;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use rustix::fs::{Advice, FlockOperation};
+use rustix::fs::{Advice, FlockOperation, OFlags};
 use tempfile::TempPath;
 
 use crate::composefs::sweep;
+use crate::digest::{Algorithm, Digest};
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
-use crate::verity::{ChunkHash, Digest};
+use crate::piece::{self, Batch, PIECE_BYTES};
 
 /// The size of one entry of an index, in bytes.
 pub(crate) const RECORD_BYTES: usize = 40;
@@ -42,8 +42,6 @@ const AHEAD_STEP_BYTES: usize = 128 << 10;
 pub(crate) const INDEX_SUFFIX: &str = ".index";
 /// What ends the name of a pack that is not all here.
 pub(crate) const PART_SUFFIX: &str = ".part";
-/// What ends the name of the hashes of a pack's chunks.
-pub(crate) const TREE_SUFFIX: &str = ".tree";
 
 /// What begins the name of a file that is not complete.
 pub(crate) const NEW_PREFIX: &str = ".new-";
@@ -85,7 +83,7 @@ pub struct Index {
     pub blocks: u64,
 }
 
-/// A file's bytes in a pack.
+/// Bytes in a pack: a file's, or a piece's of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Object {
     /// The first block in the pack.
@@ -100,7 +98,7 @@ impl Index {
     /// What the bytes of a pack's index in a store say, once they are proved by the pack's name.
     pub(crate) fn of(store: &Path, pack: Digest, bytes: &[u8]) -> Result<Self> {
         let flawed = |reason: &str| Error::Pack { store: store.into(), pack, reason: reason.into() };
-        if Digest::of(bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
+        if pack.algorithm().of(bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
             return Err(flawed("its index is damaged"));
         }
         let mut objects = Vec::with_capacity(bytes.len() / RECORD_BYTES);
@@ -108,7 +106,12 @@ impl Index {
         for record in bytes.chunks_exact(RECORD_BYTES) {
             let (length, digest) = record.split_at(8);
             let bytes = length.try_into().map_or(0, u64::from_le_bytes);
-            let digest = Digest(digest.try_into().unwrap_or_default());
+            let digest = Digest::new(Algorithm::Blake3, digest.try_into().unwrap_or_default());
+            if bytes > PIECE_BYTES as u64 {
+                return Err(flawed(
+                    "its index tells of larger pieces than there are: another version of ferry has made it",
+                ));
+            }
             objects.push(Object { block, bytes, digest });
             block = block
                 .checked_add(bytes.div_ceil(BLOCK_BYTES as u64))
@@ -119,7 +122,7 @@ impl Index {
 
     /// The bytes that say the same.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let record = |object: &Object| [&object.bytes.to_le_bytes()[..], &object.digest.0].concat();
+        let record = |object: &Object| [&object.bytes.to_le_bytes()[..], object.digest.bytes()].concat();
         self.objects.iter().flat_map(record).collect()
     }
 }
@@ -128,6 +131,11 @@ impl Object {
     /// How many blocks it takes.
     pub(crate) fn blocks(&self) -> u64 {
         self.bytes.div_ceil(BLOCK_BYTES as u64)
+    }
+
+    /// How many bytes these have.
+    pub(crate) fn padded(&self) -> u64 {
+        self.blocks() * BLOCK_BYTES as u64
     }
 }
 
@@ -167,7 +175,7 @@ impl Store {
 
     /// Where a pack's bytes are.
     pub fn pack_path(&self, pack: Digest) -> PathBuf {
-        packs_folder(&self.folder).join(pack.to_string())
+        packs_folder(&self.folder).join(pack.hex())
     }
 
     /// Whether a pack is all here.
@@ -176,12 +184,7 @@ impl Store {
     }
 
     fn index_path(&self, pack: Digest) -> PathBuf {
-        packs_folder(&self.folder).join(format!("{pack}{INDEX_SUFFIX}"))
-    }
-
-    /// Where the hashes of chunks of a pack's larger objects are.
-    pub(crate) fn tree_path(&self, pack: Digest) -> PathBuf {
-        packs_folder(&self.folder).join(format!("{pack}{TREE_SUFFIX}"))
+        packs_folder(&self.folder).join(format!("{}{INDEX_SUFFIX}", pack.hex()))
     }
 
     /// Reads a pack's index, and proves it by the pack's name.
@@ -209,7 +212,7 @@ impl Store {
         };
         for entry in entries {
             let name = entry.doing("list", &folder)?.file_name();
-            if let Some(pack) = name.as_encoded_bytes().strip_suffix(b".index").and_then(Digest::from_hex) {
+            if let Some(pack) = name.as_encoded_bytes().strip_suffix(b".index").and_then(pack_name) {
                 found.push(pack);
             }
         }
@@ -267,56 +270,72 @@ impl Store {
     pub(crate) fn begin(self: &Arc<Self>) -> Result<NewPack> {
         let folder = packs_folder(&self.folder);
         let New { file, path } = New::begin(&folder)?;
-        let file = BufWriter::with_capacity(1 << 20, file);
-        Ok(NewPack { store: Arc::clone(self), file, path, index: Vec::new(), tree: Vec::new(), blocks: 0 })
+        let is_direct = set_direct(&file, true);
+        Ok(NewPack { store: Arc::clone(self), file, path, index: Vec::new(), blocks: 0, is_direct })
     }
 }
 
-/// The hashes of chunks of a pack's larger objects, as they are there; nothing if they are not, or not as many as is said.
-pub(crate) fn read_tree(path: &Path, count: usize) -> Option<Vec<ChunkHash>> {
-    let mut bytes = Vec::new();
-    let limit = u64::try_from(count.checked_mul(size_of::<ChunkHash>())?).ok()?;
-    File::open(path).ok()?.take(limit + 1).read_to_end(&mut bytes).ok()?;
-    let (hashes, rest) = bytes.as_chunks();
-    (hashes.len() == count && rest.is_empty()).then(|| hashes.to_vec())
+/// The pack that a file's name is of.
+pub(crate) fn pack_name(hex: &[u8]) -> Option<Digest> {
+    Digest::from_hex(Algorithm::Blake3, hex)
+}
+
+/// Has a file written past the kernel's cache, or not; answers whether that is so.
+fn set_direct(file: &File, is_direct: bool) -> bool {
+    let flags = if is_direct { OFlags::DIRECT } else { OFlags::empty() };
+    rustix::fs::fcntl_setfl(file, flags).is_ok() && is_direct
 }
 
 /// A pack that is being made. It is nowhere to be seen until it is finished.
+///
+/// It is written past the kernel's cache where the file system can do that: copying it there and having it written out at the end takes
+/// longer than all else.
 pub(crate) struct NewPack {
     store: Arc<Store>,
-    file: BufWriter<File>,
+    file: File,
     path: TempPath,
     index: Vec<u8>,
-    tree: Vec<u8>,
     blocks: u64,
+    is_direct: bool,
 }
 
 impl NewPack {
-    /// How many blocks it has so far, which is where the next object goes.
-    pub(crate) fn blocks(&self) -> u64 {
-        self.blocks
-    }
-
-    /// Appends bytes of an object; blocks of zeros become holes.
-    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let path = &*self.path;
-        if bytes.len() >= BLOCK_BYTES && bytes.iter().all(|byte| *byte == 0) {
-            let count = i64::try_from(bytes.len()).unwrap_or(i64::MAX);
-            return self.file.seek(SeekFrom::Current(count)).map(drop).doing("write to", path);
+    /// Appends those pieces of a batch that `wants` takes, which is told where they go. What is all zeros becomes a hole.
+    pub(crate) fn add(&mut self, batch: &Batch, mut wants: impl FnMut(Digest, usize, u64) -> bool) -> Result<()> {
+        // Neighbours are written together.
+        let mut run = Run { at: self.blocks, from: 0, to: 0 };
+        let bytes = batch.as_bytes();
+        let mut from = 0;
+        for (piece, length, digest) in batch.pieces() {
+            let to = from + piece.len();
+            if wants(digest, length, self.blocks) {
+                if piece::is_zero(piece) {
+                    self.write(&bytes[run.from..run.to], run.at)?;
+                    run = Run { at: self.blocks + (piece.len() / BLOCK_BYTES) as u64, from: to, to };
+                } else if run.to == from {
+                    run.to = to;
+                } else {
+                    self.write(&bytes[run.from..run.to], run.at)?;
+                    run = Run { at: self.blocks, from, to };
+                }
+                self.index.extend_from_slice(&(length as u64).to_le_bytes());
+                self.index.extend_from_slice(digest.bytes());
+                self.blocks += (piece.len() / BLOCK_BYTES) as u64;
+            }
+            from = to;
         }
-        self.file.write_all(bytes).doing("write to", path)
+        self.write(&bytes[run.from..run.to], run.at)
     }
 
-    /// Ends an object that was written, with the hashes of its chunks if there are several.
-    pub(crate) fn end(&mut self, bytes: u64, digest: Digest, chunks: &[ChunkHash]) -> Result<()> {
-        chunks.iter().for_each(|hash| self.tree.extend_from_slice(hash));
-        self.index.extend_from_slice(&bytes.to_le_bytes());
-        self.index.extend_from_slice(&digest.0);
-        self.blocks += bytes.div_ceil(BLOCK_BYTES as u64);
-        let past = usize::try_from(bytes % BLOCK_BYTES as u64).unwrap_or_default();
-        match past {
-            0 => Ok(()),
-            past => self.file.write_all(&[0; BLOCK_BYTES][past..]).doing("write to", &*self.path),
+    fn write(&mut self, bytes: &[u8], block: u64) -> Result<()> {
+        let at = block * BLOCK_BYTES as u64;
+        match self.file.write_all_at(bytes, at) {
+            // File systems may take the flag and then not like what comes.
+            Err(error) if self.is_direct && error.kind() == std::io::ErrorKind::InvalidInput => {
+                self.is_direct = set_direct(&self.file, false);
+                self.file.write_all_at(bytes, at).doing("write to", &*self.path)
+            }
+            outcome => outcome.doing("write to", &*self.path),
         }
     }
 
@@ -325,21 +344,22 @@ impl NewPack {
         if self.blocks == 0 {
             return Ok(None);
         }
-        let pack = Digest::of(&self.index);
-        let (store, path) = (self.store, self.path);
-        let file = self.file.into_inner().map_err(std::io::IntoInnerError::into_error).doing("write to", &*path)?;
+        let pack = Algorithm::Blake3.of(&self.index);
+        let (store, path, file) = (self.store, self.path, self.file);
         file.set_len(self.blocks * BLOCK_BYTES as u64).doing("write to", &*path)?;
         New { file, path }.keep(&store.pack_path(pack))?;
-        if !self.tree.is_empty() {
-            let mut tree = New::begin(&packs_folder(&store.folder))?;
-            tree.file.write_all(&self.tree).doing("write to", &*tree.path)?;
-            tree.keep(&store.tree_path(pack))?;
-        }
         let mut index = New::begin(&packs_folder(&store.folder))?;
         index.file.write_all(&self.index).doing("write to", &*index.path)?;
         index.keep(&store.index_path(pack))?;
         Ok(Some(pack))
     }
+}
+
+/// Neighbouring pieces of a batch, and the block that they go to.
+struct Run {
+    at: u64,
+    from: usize,
+    to: usize,
 }
 
 /// A file that is not there until it is complete. If that never happens, it goes.

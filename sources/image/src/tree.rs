@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use ferry_vfs::{FileType, NameBuf, Timespec};
 
-use crate::verity::Digest;
+use crate::digest::Digest;
 
 /// An inode, by its place in [`Tree::nodes`].
 pub type NodeId = usize;
@@ -56,7 +56,19 @@ pub enum Content {
     Directory(Vec<(NameBuf, NodeId)>),
     /// The target of a symbolic link, or the bytes of a file that is kept with its inode.
     Inline(Vec<u8>),
-    /// The bytes of a file that is kept in a pack.
+    /// The bytes of a file that are still to be read.
+    Unread {
+        /// Length in bytes, never 0.
+        bytes: u64,
+    },
+    /// The bytes of a file that are kept in packs.
+    Packed {
+        /// Length in bytes, never 0.
+        bytes: u64,
+        /// The first of its pieces among those of all files ([`crate::sink::Sink`]).
+        first: usize,
+    },
+    /// The bytes of a file that are kept in an object store.
     Object {
         /// Length in bytes, never 0.
         bytes: u64,

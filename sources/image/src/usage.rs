@@ -6,11 +6,16 @@ use ferry_vfs::FileType;
 
 use crate::composefs::sweep::{self, Stored};
 use crate::diff::NAME_BYTES_MIN;
+use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Error, Flaw, Result};
 use crate::image::{Checked, Data, Image};
+use crate::piece;
+use crate::runs::{ENTRY_BYTES, Run};
 use crate::store::Store;
-use crate::verity::Digest;
+
+/// The most pieces of files in one run that are told apart, 256 GiB: memory is to be bounded. Beyond that a file is one object.
+const PIECES_MAX: u64 = 1 << 22;
 
 /// Where an object is.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -21,7 +26,7 @@ pub enum Place {
     Object(Vec<u8>),
 }
 
-/// The objects of an image, each once, with their lengths in bytes.
+/// The objects of an image, each once, with their lengths in bytes. Of a larger file each piece is one.
 ///
 /// # Errors
 /// The image is damaged.
@@ -29,6 +34,7 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
     let (mut found, mut seen) = (BTreeMap::new(), HashSet::from([image.root()]));
     let mut left = vec![image.root()];
     let mut names_left = image.bytes() / NAME_BYTES_MIN;
+    let (mut entries_left, mut pieces_left) = (image.bytes() / ENTRY_BYTES as u64, PIECES_MAX);
     while let Some(nid) = left.pop() {
         let inode = image.inode(nid)?;
         match inode.kind() {
@@ -43,8 +49,19 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
                 }
             }
             FileType::RegularFile => match image.data(&inode)? {
-                Data::Far { pack, block } => {
+                // What an image claims is bounded by what it has room for, or by memory.
+                Data::Far { pack, block } if piece::count(inode.bytes) > pieces_left => {
                     found.insert(Place::Packed(image.packs()[pack].name, block), inode.bytes);
+                }
+                data @ (Data::Far { .. } | Data::Pieces(_)) => {
+                    let count = piece::count(inode.bytes);
+                    let left = if matches!(data, Data::Far { .. }) { &mut pieces_left } else { &mut entries_left };
+                    let crowded = Flaw { what: "more pieces than there is room for", offset: 0 };
+                    *left = left.checked_sub(count).ok_or(crowded)?;
+                    for piece in data.pieces(inode.bytes) {
+                        let Run { pack, at, bytes } = piece?;
+                        found.insert(Place::Packed(image.packs()[pack].name, at / BLOCK_BYTES as u64), bytes);
+                    }
                 }
                 Data::Object { path: Some(path), .. } => {
                     found.insert(Place::Object(path.to_vec()), inode.bytes);

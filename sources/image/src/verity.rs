@@ -3,73 +3,30 @@
 //! Source: Documentation/filesystems/fsverity.rst of Linux ("Merkle tree", "fs-verity descriptor"). composefs names its objects
 //! in the same way, so one digest serves both.
 
-use std::fmt;
 use std::io::{self, Read};
 
 use sha2::{Digest as _, Sha256};
 
+use crate::digest::{Algorithm, DIGEST_BYTES as HASH_BYTES, Digest};
+
 /// The blocks that are hashed, in bytes.
 const BLOCK_BYTES: usize = 4096;
-/// The size of one hash, in bytes.
-const HASH_BYTES: usize = 32;
 /// `FS_VERITY_HASH_ALG_SHA256`.
 const SHA256: u8 = 1;
 
-/// What names and proves the bytes of a file, or of an image.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Digest(pub [u8; HASH_BYTES]);
-
-impl Digest {
-    /// Reads 64 hexadecimal digits.
-    pub fn from_hex(text: &[u8]) -> Option<Self> {
-        let mut bytes = [0; HASH_BYTES];
-        if text.len() != 2 * HASH_BYTES {
-            return None;
-        }
-        for (byte, pair) in bytes.iter_mut().zip(text.chunks(2)) {
-            let digit = |at: u8| char::from(at).to_digit(16).filter(|_| !at.is_ascii_uppercase());
-            let (high, low) = (digit(pair[0])?, digit(pair[1])?);
-            *byte = u8::try_from(high << 4 | low).ok()?;
-        }
-        Some(Self(bytes))
-    }
-
-    /// The digest of these bytes.
-    pub fn of(bytes: &[u8]) -> Self {
-        let mut hasher = Hasher::default();
-        hasher.update(bytes);
-        hasher.finish()
-    }
-
-    /// The digest of a file of so many bytes, of which there are several chunks, by the hashes of all of them.
-    pub(crate) fn of_chunks(bytes: u64, chunks: &[ChunkHash]) -> Self {
-        let mut level: Vec<u8> = chunks.concat();
-        while level.len() > HASH_BYTES {
-            let above = level.chunks(BLOCK_BYTES).map(|block| {
-                let mut hash = Sha256::new();
-                hash.update(block);
-                hash.update(&[0; BLOCK_BYTES][block.len()..]);
-                hash.finalize()
-            });
-            level = above.flatten().collect();
-        }
-        descriptor_digest(bytes, &level.try_into().unwrap_or_default())
-    }
-
-    /// The digest of everything that a reader has, and its length.
-    ///
-    /// # Errors
-    /// What the reader says.
-    pub fn of_reader(mut reader: impl Read) -> io::Result<(Self, u64)> {
-        let mut hasher = Hasher::default();
-        let mut buffer = vec![0; 64 * BLOCK_BYTES];
-        loop {
-            match reader.read(&mut buffer) {
-                Ok(0) => return Ok((hasher.finish(), hasher.bytes)),
-                Ok(count) => hasher.update(&buffer[..count]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
+/// The digest of everything that a reader has, and its length.
+///
+/// # Errors
+/// What the reader says.
+pub(crate) fn of_reader(mut reader: impl Read) -> io::Result<(Digest, u64)> {
+    let mut hasher = Hasher::default();
+    let mut buffer = vec![0; 64 * BLOCK_BYTES];
+    loop {
+        match reader.read(&mut buffer) {
+            Ok(0) => return Ok((hasher.finish(), hasher.bytes)),
+            Ok(count) => hasher.update(&buffer[..count]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
 }
@@ -80,52 +37,11 @@ pub(crate) const CHUNK_BYTES: usize = BLOCK_BYTES / HASH_BYTES * BLOCK_BYTES;
 /// A hash of the second level.
 pub(crate) type ChunkHash = [u8; HASH_BYTES];
 
-/// The hash of the second level for a chunk; only a file's last one is not whole.
+/// The hash of the second level for a whole chunk.
 pub(crate) fn hash_chunk(chunk: &[u8]) -> ChunkHash {
-    let mut hasher = ChunkHasher::default();
-    hasher.update(chunk);
-    hasher.finish()
-}
-
-/// Hashes a chunk as its blocks come.
-#[derive(Default)]
-pub(crate) struct ChunkHasher {
-    hashes: Sha256,
-    count: usize,
-}
-
-impl ChunkHasher {
-    /// Adds whole blocks; only a file's last one is not whole.
-    pub(crate) fn update(&mut self, bytes: &[u8]) {
-        let blocks = bytes.chunks_exact(BLOCK_BYTES);
-        let rest = blocks.remainder();
-        self.count += blocks.len();
-        blocks.for_each(|block| self.hashes.update(Sha256::digest(block)));
-        if !rest.is_empty() {
-            let mut block = [0; BLOCK_BYTES];
-            block[..rest.len()].copy_from_slice(rest);
-            self.hashes.update(Sha256::digest(block));
-            self.count += 1;
-        }
-    }
-
-    /// The hash of what was added.
-    pub(crate) fn finish(mut self) -> ChunkHash {
-        self.hashes.update(&[0; BLOCK_BYTES][(self.count * HASH_BYTES).min(BLOCK_BYTES)..]);
-        self.hashes.finalize().into()
-    }
-}
-
-impl fmt::Display for Digest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-impl fmt::Debug for Digest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
+    let mut hashes = Sha256::new();
+    chunk.chunks(BLOCK_BYTES).for_each(|block| hashes.update(Sha256::digest(block)));
+    hashes.finalize().into()
 }
 
 /// Hashes bytes as they come.
@@ -135,8 +51,6 @@ pub struct Hasher {
     block: Vec<u8>,
     /// For each level of the tree the hashes that do not fill a block yet, and how many there were in all.
     levels: Vec<(Vec<u8>, u64)>,
-    /// All hashes of the second level.
-    chunks: Vec<ChunkHash>,
     bytes: u64,
 }
 
@@ -176,9 +90,6 @@ impl Hasher {
 
     /// Adds a hash to a level; a block that is full goes up.
     fn add(&mut self, level: usize, hash: &[u8]) {
-        if level == 1 {
-            self.chunks.extend(ChunkHash::try_from(hash).ok());
-        }
         if self.levels.len() == level {
             self.levels.push((Vec::with_capacity(BLOCK_BYTES), 0));
         }
@@ -218,13 +129,6 @@ impl Hasher {
         }
         descriptor_digest(self.bytes, &root)
     }
-
-    /// The digest of what was added, and the hashes of its chunks: none if it is no longer than one.
-    pub(crate) fn finish_with_chunks(&mut self) -> (Digest, Vec<ChunkHash>) {
-        let digest = self.finish();
-        let chunks = std::mem::take(&mut self.chunks);
-        (digest, if self.bytes > CHUNK_BYTES as u64 { chunks } else { Vec::new() })
-    }
 }
 
 /// The hash of `struct fsverity_descriptor`.
@@ -234,7 +138,7 @@ fn descriptor_digest(bytes: u64, root: &[u8; HASH_BYTES]) -> Digest {
     descriptor[..3].copy_from_slice(&[1, SHA256, 12]);
     descriptor[8..16].copy_from_slice(&bytes.to_le_bytes());
     descriptor[16..16 + HASH_BYTES].copy_from_slice(root);
-    Digest(Sha256::digest(descriptor).into())
+    Digest::new(Algorithm::Verity, Sha256::digest(descriptor).into())
 }
 
 #[cfg(test)]
@@ -264,8 +168,8 @@ mod tests {
     /// As `fsverity digest` prints it for an empty file.
     #[test]
     fn the_digest_of_nothing_is_known() {
-        let digest = "3d248ca542a24fc62d1c43b916eae5016878e2533c88238480b26128a1f1af95";
-        assert_eq!(Digest::of(&[]).to_string(), digest);
+        let digest = "sha256:3d248ca542a24fc62d1c43b916eae5016878e2533c88238480b26128a1f1af95";
+        assert_eq!(Algorithm::Verity.of(&[]).to_string(), digest);
     }
 
     #[test]
@@ -273,20 +177,11 @@ mod tests {
         for bytes in [0, 1, 4095, 4096, 4097, 8192, 128 * 4096 - 1, 128 * 4096, 128 * 4096 + 1, 129 * 4096, 300 * 4096]
         {
             let data: Vec<u8> = (0..bytes).map(|at: usize| ((at * 31) >> 4).to_le_bytes()[0]).collect();
-            assert_eq!(Digest::of(&data), by_the_book(&data), "{bytes} bytes");
+            assert_eq!(Algorithm::Verity.of(&data), by_the_book(&data), "{bytes} bytes");
         }
         // Three levels: more than 128 * 128 blocks.
         let data = vec![7; (128 * 128 + 1) * 4096];
-        assert_eq!(Digest::of(&data), by_the_book(&data));
-    }
-
-    #[test]
-    fn hexadecimal_digits_are_read_back() {
-        let digest = Digest::of(b"x");
-        assert_eq!(Digest::from_hex(digest.to_string().as_bytes()), Some(digest));
-        for bad in [&b""[..], b"00", &[b'g'; 64], &[b'A'; 64], &[b'0'; 63], &[b'0'; 65], "ä".repeat(32).as_bytes()] {
-            assert_eq!(Digest::from_hex(bad), None);
-        }
+        assert_eq!(Algorithm::Verity.of(&data), by_the_book(&data));
     }
 
     /// The bytes that remain after whole chunks are never none.
@@ -298,14 +193,7 @@ mod tests {
             let mut hasher = Hasher::default();
             whole.chunks(CHUNK_BYTES).for_each(|chunk| hasher.add_chunk(&hash_chunk(chunk)));
             hasher.update(rest);
-            let (digest, chunks) = hasher.finish_with_chunks();
-            assert_eq!(digest, Digest::of(&data), "{bytes} bytes");
-            if bytes > CHUNK_BYTES {
-                let hashes: Vec<ChunkHash> = data.chunks(CHUNK_BYTES).map(hash_chunk).collect();
-                assert_eq!((&hashes, Digest::of_chunks(bytes as u64, &hashes)), (&chunks, digest), "{bytes} bytes");
-            } else {
-                assert_eq!(chunks, Vec::<ChunkHash>::new());
-            }
+            assert_eq!(hasher.finish(), Algorithm::Verity.of(&data), "{bytes} bytes");
         }
     }
 

@@ -120,6 +120,10 @@ fn use_all(image: &Image) {
         let Ok(inode) = image.inode(nid) else { continue };
         let _ =
             (image.xattrs(&inode), image.data(&inode).map(|data| matches!(data, Data::Far { .. })), image.link(&inode));
+        if let Ok(data) = image.data(&inode) {
+            let runs = data.runs(inode.bytes, 0..inode.bytes).take(1000);
+            assert!(runs.flatten().all(|run| run.bytes > 0 && run.pack < image.packs().len()));
+        }
         let Ok(entries) = image.entries(&inode, 0) else { continue };
         for entry in entries.take(5000).flatten() {
             if let Ok(name) = ferry_vfs::Name::new(entry.name) {
@@ -186,7 +190,7 @@ fn places_outside_of_a_pack_are_no_objects() {
     bench.build("image");
     let image = Image::open(&bench.path("image"), None).expect("it was built");
     let objects = Objects::open(&image, &bench.store()).expect("it is whole");
-    let find = |block, bytes| objects.extent(Data::Far { pack: 0, block }, bytes);
+    let find = |block, bytes| objects.prove_file(Data::Far { pack: 0, block }, bytes);
     find(0, 9000).expect("that is the object");
     for (block, length) in [(0, 8999), (0, 9001), (1, 9000), (1 << 40, 1)] {
         find(block, length).expect_err("that is none");

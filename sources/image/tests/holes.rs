@@ -17,7 +17,7 @@ use ferry_image::fetch::Sink;
 use ferry_image::{BuildOptions, Data, Digest, Fetch, Image, Missing, Needed, Nid, Sole, Source, Store, Trace, build};
 use ferry_vfs::Errno;
 
-const PIECE: u64 = 512 << 10;
+const PIECE: u64 = 64 << 10;
 
 /// The store that the images were built in, as if it were elsewhere.
 #[derive(Debug)]
@@ -29,13 +29,13 @@ struct Elsewhere {
 
 impl Fetch for Elsewhere {
     fn index(&self, pack: Digest, _: u64) -> io::Result<Vec<u8>> {
-        fs::read(self.packs.join(format!("{pack}.index")))
+        fs::read(self.packs.join(format!("{}.index", pack.hex())))
     }
 
     fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
         self.asked.lock().unwrap_or_else(PoisonError::into_inner).push(pack);
         let mut found = vec![0; usize::try_from(range.end - range.start).expect("it fits")];
-        File::open(self.packs.join(pack.to_string()))?.read_exact_at(&mut found, range.start)?;
+        File::open(self.packs.join(pack.hex()))?.read_exact_at(&mut found, range.start)?;
         sink(&found)
     }
 }
@@ -98,10 +98,10 @@ fn two() -> (Bench, Image) {
     (bench, image)
 }
 
-/// Copies a whole pack with its tree, so that it can be written to.
+/// Copies a whole pack, so that it can be written to.
 fn bring(bench: &Bench, pack: Digest) {
-    for end in ["", ".index", ".tree"] {
-        let name = format!("{pack}{end}");
+    for end in ["", ".index"] {
+        let name = format!("{}{end}", pack.hex());
         let to = here(bench).join("packs").join(&name);
         fs::copy(bench.store().join("packs").join(&name), &to).expect("it is there");
         fs::set_permissions(&to, fs::Permissions::from_mode(0o644)).expect("modes can be set");
@@ -113,7 +113,7 @@ fn whole_packs_are_proved_in_pieces_beside_what_is_fetched() {
     let (bench, image) = two();
     let ((whole, start), (absent, _)) = (place(&image, "large"), place(&image, "later"));
     bring(&bench, whole);
-    let pack = here(&bench).join("packs").join(whole.to_string());
+    let pack = here(&bench).join("packs").join(whole.hex());
     let pack = File::options().write(true).open(pack).expect("it can be opened");
     let expected = fs::read(bench.tree().join("large")).expect("files can be read");
     let at = usize::try_from(7 * PIECE + 100).expect("it fits");
@@ -128,7 +128,7 @@ fn whole_packs_are_proved_in_pieces_beside_what_is_fetched() {
         }
         assert_eq!(read(&source, "large", 7 * PIECE, 1000), Err(Errno::IO), "{bound:?}");
         assert_eq!(from.asked(), []);
-        // What may have holes is got as a whole, whichever part of it is read.
+        // What may have holes is got piece by piece, and what is asked for together by one request.
         assert_eq!(read(&source, "later", 600_000, 50).expect("it can be had"), bytes(2, 700_000)[600_000..600_050]);
         let later = read(&source, "later", 0, 800_000).expect("it can be had");
         assert!(later == bytes(2, 700_000), "{bound:?}");
@@ -173,7 +173,7 @@ fn what_is_to_be_read_ahead_is_not_fetched_before_it_is_read() {
 }
 
 #[test]
-fn trees_and_parts_stay_and_go_with_what_they_are_of() {
+fn parts_stay_and_go_with_what_they_are_of() {
     let (bench, image) = two();
     let ((whole, _), (absent, _)) = (place(&image, "large"), place(&image, "later"));
     bring(&bench, whole);
@@ -191,18 +191,20 @@ fn trees_and_parts_stay_and_go_with_what_they_are_of() {
         let sole = Sole::lock(&folder, &|| {}).expect("nobody else is here");
         sole.collect(&needed, Duration::ZERO, false).expect("it can be cleaned")
     };
-    let of = |pack: Digest, ends: &[&str]| -> Vec<String> { ends.iter().map(|end| format!("{pack}{end}")).collect() };
-    let mut all = [of(whole, &["", ".index", ".tree"]), of(absent, &[".part", ".part.index"])].concat();
+    let of = |pack: Digest, ends: &[&str]| -> Vec<String> {
+        ends.iter().map(|end| format!("{}{end}", pack.hex())).collect()
+    };
+    let mut all = [of(whole, &["", ".index"]), of(absent, &[".part", ".part.index"])].concat();
     all.sort_unstable();
     assert_eq!(names(), all);
     assert_eq!(collect(&[whole, absent]).leftovers, 0);
     assert_eq!(names(), all);
     assert_eq!(collect(&[whole]).leftovers, 2);
-    assert_eq!(names(), of(whole, &["", ".index", ".tree"]));
+    assert_eq!(names(), of(whole, &["", ".index"]));
     // Of a pack that is whole, nothing that was left of fetching it is needed.
-    fs::write(folder.join("packs").join(format!("{whole}.part")), "rest").expect("files can be made");
+    fs::write(folder.join("packs").join(format!("{}.part", whole.hex())), "rest").expect("files can be made");
     assert_eq!(collect(&[whole]).leftovers, 1);
-    assert_eq!(names(), of(whole, &["", ".index", ".tree"]));
+    assert_eq!(names(), of(whole, &["", ".index"]));
     let collected = collect(&[]);
     assert_eq!((collected.removed, collected.leftovers), (vec![whole], 0));
     assert_eq!(names(), Vec::<String>::new());

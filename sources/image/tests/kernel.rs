@@ -90,6 +90,47 @@ fn images_share_what_they_have_in_common() {
     }
 }
 
+/// Files whose pieces are in several packs, with the shorter inode and the longer one, with attributes and without.
+#[test]
+fn files_in_pieces_are_mapped_by_the_kernel() {
+    let bench = Bench::new();
+    let large = |number: usize| bytes(number, 700_000 + number * 1000);
+    for number in 0..6 {
+        fs::write(bench.tree().join(number.to_string()), large(number)).expect("files can be made");
+    }
+    bench.build("first");
+    for number in 0..5 {
+        let mut content = large(number);
+        content[(number * 140_000)..][..5].fill(0x77);
+        let path = bench.tree().join(number.to_string());
+        fs::write(&path, content).expect("files can be made");
+        if number % 2 == 0 {
+            std::os::unix::fs::lchown(&path, Some(100_000), Some(70_000)).expect("owners can be set");
+        }
+        if number > 2 {
+            let value = vec![9; number * 5];
+            rustix::fs::lsetxattr(&path, "user.some", &value, rustix::fs::XattrFlags::empty()).expect("it can be set");
+        }
+    }
+    // The pieces of another file, and one's own.
+    fs::write(bench.tree().join("mix"), [large(5), large(0)].concat()).expect("files can be made");
+    let built = bench.build("second");
+    assert!(built.new_bytes < 2_000_000 && built.packs.len() == 2, "{built:?}");
+    let image = Image::open(&bench.path("second"), None).expect("what was built can be opened");
+    assert_eq!(ferry_image::check(&image).findings, Vec::<String>::new());
+    let on = bench.path("mounted");
+    let Some(_mounted) = mount(&bench, "second", &on) else { return };
+    assert!(facts(&bench.tree()) == facts(&on));
+    // Anywhere in it, too.
+    let expected = fs::read(bench.tree().join("3")).expect("files can be read");
+    let file = fs::File::open(on.join("3")).expect("it is there");
+    for at in (1..expected.len()).rev().step_by(60_001) {
+        let mut found = vec![0; (expected.len() - at).min(70_000)];
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut found, at as u64).expect("it can be read");
+        assert!(found == expected[at..at + found.len()], "{at}");
+    }
+}
+
 #[test]
 fn the_source_reads_what_the_tree_has() {
     let bench = Bench::new();

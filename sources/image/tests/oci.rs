@@ -42,7 +42,7 @@ fn chain(error: &dyn std::error::Error) -> String {
 
 fn digest(bytes: &[u8]) -> String {
     let hash: [u8; 32] = Sha256::digest(bytes).into();
-    format!("sha256:{}", ferry_image::Digest(hash))
+    format!("sha256:{}", ferry_image::hex(&hash))
 }
 
 /// How a layer is packed.

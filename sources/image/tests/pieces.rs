@@ -7,10 +7,10 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::PathBuf;
 
 use common::{Bench, bytes};
-use ferry_image::{Data, Image, Nid, Sole, Source};
+use ferry_image::{Data, Flaw, Image, Nid, Sole, Source, Store};
 use ferry_vfs::Errno;
 
-const PIECE: u64 = 512 << 10;
+const PIECE: u64 = 64 << 10;
 /// No multiple of a piece, nor of a block.
 const LARGE: u64 = 9 * PIECE + 5000;
 
@@ -35,7 +35,7 @@ fn find(image: &Image, name: &str) -> Nid {
     image.lookup(&root, name).expect("the image is sound").expect("it is there")
 }
 
-/// The store's file with this end: `tree`, or nothing for the pack itself.
+/// The store's file with this end: `index`, or nothing for the pack itself.
 fn stored(bench: &Bench, end: Option<&str>) -> PathBuf {
     let all =
         fs::read_dir(bench.store().join("packs")).expect("it is there").map(|entry| entry.expect("a name").path());
@@ -72,9 +72,9 @@ fn read(source: &Source, name: &str, offset: u64, length: usize) -> Result<Vec<u
 #[test]
 fn every_part_of_every_file_is_read() {
     let bench = made();
-    // Nine whole pieces and a part of one, one and a byte, two.
-    assert_eq!(fs::metadata(stored(&bench, Some("tree"))).expect("it is there").len(), 32 * (10 + 2 + 2));
-    for length in [4096, 100_000, 700_000, 6_000_000] {
+    // Nine whole pieces and a part of one, one less a byte, one, one and a byte, two, and one small file.
+    assert_eq!(fs::metadata(stored(&bench, Some("index"))).expect("it is there").len(), 40 * (10 + 1 + 1 + 2 + 2 + 1));
+    for length in [4096, 100_000, 200_000, 700_000] {
         for threads in [1, 4] {
             let source = open(&bench);
             std::thread::scope(|scope| {
@@ -112,7 +112,7 @@ fn only_the_damaged_piece_is_not_read() {
         let at = usize::try_from(piece * PIECE).expect("it fits");
         assert!(found == expected[at..(at + 1000).min(expected.len())]);
     }
-    for (offset, length) in [(7 * PIECE, 1), (8 * PIECE - 1, 1), (6 * PIECE, 600_000), (7 * PIECE - 1, 2)] {
+    for (offset, length) in [(7 * PIECE, 1), (8 * PIECE - 1, 1), (6 * PIECE, 140_000), (7 * PIECE - 1, 2)] {
         assert_eq!(read(&source, "file-0", offset, length), Err(Errno::IO), "{offset}");
     }
     assert!(read(&source, "file-3", 0, 10).is_ok());
@@ -120,7 +120,7 @@ fn only_the_damaged_piece_is_not_read() {
     let objects = ferry_image::Objects::open(source.image(), &bench.store()).expect("the packs are there");
     let inode = source.image().inode(find(source.image(), "file-0")).expect("it is there");
     let data = source.image().data(&inode).expect("the image is sound");
-    let error = objects.extent(data, inode.bytes).expect_err("it is damaged");
+    let error = objects.prove_file(data, inode.bytes).expect_err("it is damaged");
     assert!(error.to_string().contains("is damaged"), "{error}");
 }
 
@@ -135,43 +135,108 @@ fn what_follows_the_end_is_proved_with_the_last_piece() {
     assert_eq!(read(&source, "file-0", 9 * PIECE, 1000), Err(Errno::IO));
 }
 
-/// Hashes that are missing or wrong prove nothing, and spoil nothing.
+/// The file `name` of the tree, with other bytes from a place on.
+fn change(bench: &Bench, name: &str, at: u64, count: usize) {
+    let file = File::options().write(true).open(bench.tree().join(name)).expect("it can be opened");
+    file.write_all_at(&vec![0xc5; count], at).expect("it can be written");
+}
+
 #[test]
-fn without_its_tree_an_object_is_proved_as_a_whole() {
-    for change in ["gone", "shorter", "longer", "damaged"] {
-        let bench = made();
-        let tree = stored(&bench, Some("tree"));
-        let file = File::options().write(true).open(&tree).expect("it can be opened");
-        match change {
-            "gone" => fs::remove_file(&tree).expect("it is there"),
-            "shorter" => file.set_len(100).expect("it can be cut off"),
-            "longer" => file.set_len(10_000).expect("it can grow"),
-            _ => damage(&tree, 3),
+fn versions_of_a_file_share_the_pieces_that_are_the_same() {
+    let bench = made();
+    let pieces = |image: &str| {
+        let source = Source::open(&bench.path(image), &bench.store(), None).expect("it was built");
+        let inode = source.image().inode(find(source.image(), "file-0")).expect("it is there");
+        let data = source.image().data(&inode).expect("the image is sound");
+        (matches!(data, Data::Pieces(_)), data.runs(inode.bytes, 0..inode.bytes).count())
+    };
+    assert_eq!(pieces("image"), (false, 1));
+    // Across the end of a piece, and in the last one.
+    change(&bench, "file-0", 3 * PIECE - 5, 10);
+    change(&bench, "file-0", LARGE - 1, 1);
+    let built = bench.build("changed");
+    assert_eq!(built.new_bytes, 2 * PIECE + 5000);
+    // Before, the two pieces, between, the end.
+    assert_eq!(pieces("changed"), (true, 4));
+    assert_eq!(ferry_image::check(&Image::open(&bench.path("changed"), None).expect("it was built")).findings, [""; 0]);
+    for (image, expected) in [("changed", fs::read(bench.tree().join("file-0")).expect("files can be read"))] {
+        for length in [1000, 65_536, 65_537, 300_000, 700_000] {
+            let source = Source::open(&bench.path(image), &bench.store(), None).expect("it was built");
+            for offset in (0..LARGE + 1).step_by(length) {
+                let at = usize::try_from(offset).expect("it fits");
+                let found = read(&source, "file-0", offset, length).expect("it can be read");
+                assert!(found == expected[at.min(expected.len())..(at + length).min(expected.len())], "{offset}");
+            }
         }
-        let source = open(&bench);
-        let expected = fs::read(bench.tree().join("file-0")).expect("files can be read");
-        assert!(read(&source, "file-0", 0, 6_000_000).expect("the bytes are sound") == expected, "{change}");
-        damage(&stored(&bench, None), start(&source, "file-0") + 7 * PIECE + 100);
-        assert_eq!(read(&open(&bench), "file-0", 0, 1000), Err(Errno::IO), "{change}");
-        // The hashes of another object are not touched by it, or are as good as none.
-        assert!(read(&open(&bench), "file-4", 0, 1000).is_ok(), "{change}");
+    }
+    // The same again is nothing new, and with all of it changed back neither.
+    assert_eq!(bench.build("again").new_bytes, 0);
+    assert_eq!(
+        fs::read(bench.path("again")).expect("it is there"),
+        fs::read(bench.path("changed")).expect("it is there")
+    );
+    fs::write(bench.tree().join("file-0"), bytes(0, usize::try_from(LARGE).expect("it fits")))
+        .expect("it can be written");
+    assert_eq!(bench.build("back").new_bytes, 0);
+    assert_eq!(pieces("back"), (false, 1));
+}
+
+#[test]
+fn what_is_shared_by_pieces_is_compared_counted_and_kept() {
+    let bench = made();
+    change(&bench, "file-0", 4 * PIECE, 1);
+    bench.build("changed");
+    let store = Store::open(&bench.store()).expect("it is there");
+    let open = |name: &str| Image::open(&bench.path(name), None).expect("it was built");
+    let (old, new) = (open("image"), open("changed"));
+    let mut digests = ferry_image::Digests::default();
+    digests.add(&new, &store).expect("the packs are there");
+    let mut found = Vec::new();
+    let noted = ferry_image::diff::<Flaw>(&old, &new, &digests, &mut |change| {
+        found.push((change.path, change.what));
+        Ok(())
+    });
+    noted.expect("both are sound");
+    let found: Vec<_> = found.iter().filter(|(_, what)| what.contains(&"content")).collect();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!(found[0].0, b"/file-0");
+    let (before, after) = (ferry_image::places(&old).expect("sound"), ferry_image::places(&new).expect("sound"));
+    let mut usage = ferry_image::Usage::default();
+    usage.add(&before);
+    usage.add(&after);
+    assert_eq!((usage.share(&before).own_bytes, usage.share(&after).own_bytes), (PIECE, PIECE));
+    drop(store);
+    // Both packs are needed by the new one.
+    let mut needed = ferry_image::Needed::default();
+    needed.add(&new).expect("the image is sound");
+    let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+    let collected = sole.collect(&needed, std::time::Duration::ZERO, false).expect("it can be collected");
+    assert_eq!((collected.kept, collected.removed.len(), collected.leftovers), (2, 0, 0));
+}
+
+/// A damaged piece is damaged for all who have it, and for nobody else.
+#[test]
+fn a_damaged_piece_is_missed_in_each_version() {
+    let bench = made();
+    let begin = start(&open(&bench), "file-0");
+    // Before the new pack is there, there is but one.
+    damage(&stored(&bench, None), begin + 2 * PIECE + 77);
+    change(&bench, "file-0", 5 * PIECE, 1);
+    bench.build("changed");
+    for (image, name) in [("image", "file-0"), ("changed", "file-0")] {
+        let source = Source::open(&bench.path(image), &bench.store(), None).expect("it was built");
+        assert_eq!(read(&source, name, 2 * PIECE, 10), Err(Errno::IO), "{image}");
+        assert_eq!(read(&source, name, PIECE, 70_000), Err(Errno::IO), "{image}");
+        assert_eq!(read(&source, name, 3 * PIECE, 200_000).map(|bytes| bytes.len()), Ok(200_000), "{image}");
     }
 }
 
 #[test]
-fn a_tree_goes_with_its_pack() {
+fn an_image_of_the_first_version_is_refused_with_what_to_do() {
     let bench = made();
-    let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
-    let found =
-        sole.collect(&ferry_image::Needed::default(), std::time::Duration::ZERO, false).expect("it can be collected");
-    assert_eq!((found.removed.len(), found.leftovers), (1, 0));
-    assert_eq!(fs::read_dir(bench.store().join("packs")).expect("it is there").count(), 0);
-    drop(sole);
-    bench.build("image");
-    let mut needed = ferry_image::Needed::default();
-    needed.add(open(&bench).image()).expect("the image is sound");
-    let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
-    let found = sole.collect(&needed, std::time::Duration::ZERO, false).expect("it can be collected");
-    assert_eq!((found.removed.len(), found.leftovers, found.kept), (0, 0, 1));
-    assert_eq!(fs::read_dir(bench.store().join("packs")).expect("it is there").count(), 3);
+    let mut image = fs::read(bench.path("image")).expect("it is there");
+    let at = image.windows(11).position(|name| name == b"ferry flat2").expect("the volume has a name");
+    image[at + 10] = 0;
+    let error = Image::from_bytes(image).expect_err("it is of another version");
+    assert!(error.to_string().contains("build the image again"), "{error}");
 }

@@ -49,7 +49,7 @@ fn read_all(bench: &Bench, image: &Path) {
             }
             FileType::RegularFile => {
                 let data = image.data(&inode).expect("the image is sound");
-                objects.extent(data, inode.bytes).expect("the object is sound");
+                objects.prove_file(data, inode.bytes).expect("the object is sound");
             }
             _ => {}
         }

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::Bench;
-use ferry_image::Digest;
+use ferry_image::{Algorithm, Digest};
 
 const IMAGES: u64 = 20;
 const FILES: u64 = 400;
@@ -64,7 +64,7 @@ struct Ideal(HashMap<Digest, u64>);
 impl Ideal {
     fn add(&mut self, bytes: &[u8]) {
         for piece in cut(bytes) {
-            self.0.insert(Digest::of(piece), piece.len() as u64);
+            self.0.insert(Algorithm::Blake3.of(piece), piece.len() as u64);
         }
     }
 
@@ -123,4 +123,35 @@ fn twenty_images_take_little_more_than_what_is_new_in_each() {
     let (stored, ideal, padding) = twenty();
     eprintln!("stored {stored}, ideal {ideal}, padding {padding} bytes");
     assert!(stored * 10 <= ideal * 11, "{stored} bytes, {padding} of them padding, ideally {ideal}");
+}
+
+/// Twenty images, of which each has other bytes in a twentieth of each of its large files than the one before: ranges of so many bytes,
+/// anywhere. Answers bytes in the store, and bytes that the ideal one has.
+fn twenty_changed_within(range_bytes: u64) -> (u64, u64) {
+    const LARGE: u64 = 4 << 20;
+    let bench = Bench::new();
+    let (mut noise, mut ideal) = (Noise(43), Ideal::default());
+    let mut files: Vec<Vec<u8>> = (0..4).map(|_| noise.bytes(usize::try_from(LARGE).expect("it fits"))).collect();
+    for image in 0..IMAGES {
+        for (number, bytes) in files.iter_mut().enumerate() {
+            let changes = if image == 0 { 0 } else { LARGE / 20 / range_bytes };
+            for _ in 0..changes {
+                let at = usize::try_from(noise.next() % (LARGE - range_bytes)).expect("it fits");
+                let fresh = noise.bytes(usize::try_from(range_bytes).expect("it fits"));
+                bytes[at..at + fresh.len()].copy_from_slice(&fresh);
+            }
+            fs::write(bench.tree().join(number.to_string()), &*bytes).expect("files can be written");
+            ideal.add(bytes);
+        }
+        bench.build(&format!("image-{image}"));
+    }
+    (stored(&bench), ideal.bytes())
+}
+
+/// As databases and disk images change: in the middle.
+#[test]
+fn twenty_images_with_large_files_that_change_within_share_their_pieces() {
+    let (stored, ideal) = twenty_changed_within(200 << 10);
+    eprintln!("stored {stored}, ideal {ideal} bytes");
+    assert!(stored * 10 <= ideal * 11, "{stored} bytes, ideally {ideal}");
 }

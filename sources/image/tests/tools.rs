@@ -38,7 +38,7 @@ fn run(tool: &Path, words: &[&str], bench: &Bench, name: &str) -> (bool, String)
     (output.status.success(), String::from_utf8_lossy(&said).into_owned())
 }
 
-/// Trees of every kind: everything that may be in one, nothing, no data, data in two packs.
+/// Trees of every kind: everything that may be in one, nothing, no data, data in two packs, one file's data in two packs.
 fn benches() -> Vec<(&'static str, Bench)> {
     let all = Bench::new();
     fill(&all.tree());
@@ -53,7 +53,15 @@ fn benches() -> Vec<(&'static str, Bench)> {
     packs.build("first");
     fs::write(packs.tree().join("two"), bytes(2, 5000)).expect("files can be made");
     assert_eq!(packs.build("image").packs.len(), 2);
-    vec![("all", all), ("empty", empty), ("tiny", tiny), ("packs", packs)]
+    // Pieces of one file in two packs.
+    let pieces = Bench::new();
+    let mut large = bytes(3, 500_000);
+    fs::write(pieces.tree().join("large"), &large).expect("files can be made");
+    pieces.build("first");
+    large[200_000] ^= 1;
+    fs::write(pieces.tree().join("large"), &large).expect("files can be made");
+    assert_eq!(pieces.build("image").packs.len(), 2);
+    vec![("all", all), ("empty", empty), ("tiny", tiny), ("packs", packs), ("pieces", pieces)]
 }
 
 #[test]

@@ -15,11 +15,12 @@ use rustix::fs::{Mode, OFlags, ResolveFlags};
 use tempfile::TempPath;
 
 use super::prepare::path_of;
+use crate::digest::Digest;
 use crate::error::{Doing, Error, Result};
 use crate::fsverity;
 use crate::objects::Bad;
 use crate::store::New;
-use crate::verity::Digest;
+use crate::verity;
 
 /// How many objects are kept open. More are opened again when they are wanted.
 const OPEN_MAX: usize = 256;
@@ -94,7 +95,7 @@ impl NewObjects {
             copy(&mut source, &mut new.file, bytes).doing("copy", path)?;
         }
         new.file.rewind().doing("read", &*new.path)?;
-        let (found, length) = Digest::of_reader(&new.file).doing("read", &*new.path)?;
+        let (found, length) = verity::of_reader(&new.file).doing("read", &*new.path)?;
         if (found, length) != (digest, bytes) {
             return Err(Error::Changed(path.into()));
         }
@@ -212,7 +213,7 @@ impl Files {
         }
         let identity = (found.dev(), found.ino(), found.ctime(), found.ctime_nsec());
         if state().proved.get(&digest) != Some(&identity) {
-            let (measured, _) = Digest::of_reader(&file).map_err(unreadable)?;
+            let (measured, _) = verity::of_reader(&file).map_err(unreadable)?;
             if measured != digest {
                 return Err(Bad::Changed { path: name(), digest: measured });
             }

@@ -8,8 +8,8 @@ use super::view::{
     METACOPY, OPAQUE, OVERLAY_PREFIX, REDIRECT, USER_OPAQUE, USER_WHITEOUT, USER_WHITEOUTS, WHITEOUT, WHITEOUTS,
     escape, metacopy,
 };
+use crate::digest::Digest;
 use crate::tree::{Content, Node, NodeId, Tree};
-use crate::verity::Digest;
 
 /// The largest sum of attributes that mkcomposefs takes, in bytes, counted as [`fits`] does it.
 const XATTR_BYTES_MAX: usize = 32767;
@@ -77,7 +77,7 @@ pub(super) fn prepare(tree: &mut Tree, version: Option<u32>) -> u32 {
 
 /// The name of an object below the store's folder `objects`.
 pub(crate) fn path_of(digest: Digest) -> Vec<u8> {
-    let mut path = digest.to_string().into_bytes();
+    let mut path = digest.hex().into_bytes();
     path.insert(2, b'/');
     path
 }

@@ -3,7 +3,7 @@
 //! Source: Documentation/filesystems/overlayfs.rst of Linux ("Metadata only copy up", "fs-verity support", "Nesting overlayfs
 //! mounts").
 
-use crate::verity::Digest;
+use crate::digest::{Algorithm, Digest};
 
 /// What overlayfs keeps for itself.
 pub(crate) const OVERLAY_PREFIX: &[u8] = b"trusted.overlay.";
@@ -40,14 +40,16 @@ pub(crate) fn shown(name: Vec<u8>) -> Option<Vec<u8>> {
 
 /// The value of [`METACOPY`].
 pub(crate) fn metacopy(digest: Option<Digest>) -> Vec<u8> {
-    digest.map_or_else(Vec::new, |digest| [&METACOPY_HEAD[..], &digest.0].concat())
+    digest.map_or_else(Vec::new, |digest| [&METACOPY_HEAD[..], digest.bytes()].concat())
 }
 
 /// The digest in a value of [`METACOPY`], which may have none; an error is a value that means nothing.
 pub(crate) fn digest_of(metacopy: &[u8]) -> Result<Option<Digest>, ()> {
     match metacopy.split_first_chunk::<4>() {
         None if metacopy.is_empty() => Ok(None),
-        Some((&METACOPY_HEAD, digest)) => digest.try_into().map(|digest| Some(Digest(digest))).map_err(drop),
+        Some((&METACOPY_HEAD, digest)) => {
+            digest.try_into().map(|digest| Some(Digest::new(Algorithm::Verity, digest))).map_err(drop)
+        }
         _ => Err(()),
     }
 }

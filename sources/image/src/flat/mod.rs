@@ -1,7 +1,7 @@
 //! The layout `flat`: metadata only, in the order in which a walk will want it, with file data in packs.
 //!
 //! Compared with what other tools write: inodes are the short ones wherever they fit; a file's data is one run of blocks in the
-//! address space of all devices, so there is no index of chunks; each directory is followed by the inodes of the files in it, and
+//! address space of all devices, so there is no index of chunks where nothing of it was known before; each directory is followed by the inodes of the files in it, and
 //! directories come depth first, as `ls -lR` asks for them.
 //!
 //! ```text
@@ -15,20 +15,21 @@ pub(crate) mod dir;
 mod place;
 mod xattr;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32, U64};
 
+use crate::digest::Digest;
 use crate::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS,
-    FLAT_VOLUME, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, XATTR_ACL,
-    XATTR_LABEL, xattr_count,
+    FLAT_VOLUME, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET,
+    Super, XATTR_ACL, XATTR_LABEL, xattr_count,
 };
 use crate::error::{Error, Result};
+use crate::piece::{self, CHUNK_FORMAT, PIECE_BLOCKS};
 use crate::store::Places;
-use crate::tree::{Content, Node, Tree};
-use crate::verity::Digest;
+use crate::tree::{Content, Node, NodeId, Tree};
 
 pub(crate) use dir::kind;
 use place::{Place, Placed};
@@ -80,10 +81,11 @@ impl Times {
 ///
 /// # Errors
 /// The tree does not fit into what EROFS can number.
-pub fn write(tree: &Tree, packs: &[Pack], places: &Places) -> Result<Vec<u8>> {
+pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<Vec<u8>> {
+    let packed = Packed::of(tree, pieces, places);
     let times = Times::of(tree);
     let xattrs = Xattrs::of(tree);
-    let Placed { inodes, order, end } = place::all(tree, &times, &xattrs);
+    let Placed { inodes, order, end } = place::all(tree, &times, &xattrs, &packed.scattered);
 
     let xattr_block = end.div_ceil(BLOCK_BYTES);
     let table = (xattr_block * BLOCK_BYTES + xattrs.shared().len()).next_multiple_of(size_of::<DeviceSlot>());
@@ -96,7 +98,7 @@ pub fn write(tree: &Tree, packs: &[Pack], places: &Places) -> Result<Vec<u8>> {
     let mut next = blocks as u64;
     for (slot, pack) in packs.iter().enumerate() {
         let mut tag = [0; 64];
-        tag.copy_from_slice(pack.name.to_string().as_bytes());
+        tag.copy_from_slice(pack.name.hex().as_bytes());
         let (count, first) = (number(pack.blocks)?, number(next)?);
         let flags = if pack.ahead { SLOT_AHEAD } else { 0 };
         let slot_bytes = DeviceSlot { tag, blocks: count, first_block: first, flags, ..DeviceSlot::default() };
@@ -105,7 +107,7 @@ pub fn write(tree: &Tree, packs: &[Pack], places: &Places) -> Result<Vec<u8>> {
         next += pack.blocks;
     }
 
-    let writer = Writer { tree, xattrs: &xattrs, inodes: &inodes, first_blocks: &first_blocks, places };
+    let writer = Writer { tree, xattrs: &xattrs, inodes: &inodes, first_blocks: &first_blocks, packed: &packed };
     for (number, id) in order.iter().enumerate() {
         writer.inode(&mut bytes, *id, u32::try_from(number).unwrap_or(u32::MAX))?;
     }
@@ -116,7 +118,7 @@ pub fn write(tree: &Tree, packs: &[Pack], places: &Places) -> Result<Vec<u8>> {
         volume,
         magic: U32::new(SUPER_MAGIC),
         feature_compat: U32::new(COMPAT_MTIME),
-        feature_incompat: U32::new(if packs.is_empty() { 0 } else { INCOMPAT_DEVICE_TABLE }),
+        feature_incompat: U32::new(incompat(packs, &packed)),
         block_bits: BLOCK_BITS,
         // The root is the first inode of all.
         root_nid: U16::new(u16::try_from(inodes[0].offset / SLOT_BYTES).unwrap_or(u16::MAX)),
@@ -156,13 +158,55 @@ fn put(bytes: &mut [u8], at: usize, what: &[u8]) {
     bytes[at..at + what.len()].copy_from_slice(what);
 }
 
+/// Features that kernels must know.
+fn incompat(packs: &[Pack], packed: &Packed<'_>) -> u32 {
+    let devices = if packs.is_empty() { 0 } else { INCOMPAT_DEVICE_TABLE };
+    devices | if packed.scattered.is_empty() { 0 } else { INCOMPAT_CHUNKS }
+}
+
+/// Where the pieces of files are.
+struct Packed<'a> {
+    pieces: &'a [Digest],
+    places: &'a Places,
+    /// Files whose pieces are not one run of blocks: each piece gets an entry in an index.
+    scattered: HashSet<NodeId>,
+}
+
+impl<'a> Packed<'a> {
+    fn of(tree: &Tree, pieces: &'a [Digest], places: &'a Places) -> Self {
+        let mut packed = Self { pieces, places, scattered: HashSet::new() };
+        for (id, node) in tree.nodes.iter().enumerate() {
+            let Content::Packed { bytes, first } = node.content else { continue };
+            let mut places = packed.places(bytes, first);
+            let mut next = places.next().map(|(pack, block)| (pack, block + PIECE_BLOCKS));
+            let is_run = places.all(|(pack, block)| {
+                let is_next = next == Some((pack, block));
+                next = Some((pack, block + PIECE_BLOCKS));
+                is_next
+            });
+            if !is_run {
+                packed.scattered.insert(id);
+            }
+        }
+        packed
+    }
+
+    /// The pack and the block of each piece of a file.
+    fn places(&self, bytes: u64, first: usize) -> impl Iterator<Item = (Digest, u64)> + 'a {
+        let count = usize::try_from(piece::count(bytes)).unwrap_or(usize::MAX);
+        let places = self.places;
+        // The pieces of all files have their places.
+        self.pieces[first..][..count].iter().filter_map(move |digest| places.get(digest).copied())
+    }
+}
+
 /// Writes inodes that have their places.
 struct Writer<'a> {
     tree: &'a Tree,
     xattrs: &'a Xattrs,
     inodes: &'a [Place],
     first_blocks: &'a BTreeMap<Digest, u64>,
-    places: &'a Places,
+    packed: &'a Packed<'a>,
 }
 
 impl Writer<'_> {
@@ -173,10 +217,20 @@ impl Writer<'_> {
             // A build refuses the latter for this layout.
             Content::None | Content::Elsewhere { .. } => (Layout::Plain, 0, node.rdev),
             Content::Inline(data) => self.near(bytes, place, xattrs.len(), data)?,
-            Content::Object { bytes: length, digest } => {
-                let block =
-                    self.places.get(digest).and_then(|(pack, block)| Some(self.first_blocks.get(pack)? + block));
-                (Layout::Plain, *length, number(block.unwrap_or_default())?.get())
+            // Nothing is left unread, and composefs's objects are of the other layout.
+            Content::Unread { .. } | Content::Object { .. } => (Layout::Plain, 0, 0),
+            Content::Packed { bytes: length, first } => {
+                let mut blocks = self
+                    .packed
+                    .places(*length, *first)
+                    .map(|(pack, block)| number(self.first_blocks.get(&pack).copied().unwrap_or_default() + block));
+                if self.packed.scattered.contains(&id) {
+                    let index = blocks.collect::<Result<Vec<U32>>>()?;
+                    put(bytes, place.tail(xattrs.len()), index.as_bytes());
+                    (Layout::Chunks, *length, CHUNK_FORMAT)
+                } else {
+                    (Layout::Plain, *length, blocks.next().transpose()?.unwrap_or_default().get())
+                }
             }
             Content::Directory(_) => {
                 let data = dir::write(self.tree, id, place.parent, |id| (self.inodes[id].offset / SLOT_BYTES) as u64);

@@ -1,6 +1,10 @@
 //! Where each inode goes.
 
+use std::collections::HashSet;
+
 use crate::erofs::{BLOCK_BYTES, Compact, Extended, SLOT_BYTES, SUPER_OFFSET, Super};
+use crate::piece;
+use crate::runs::ENTRY_BYTES;
 use crate::tree::{Content, NodeId, Tree};
 
 use super::xattr::Xattrs;
@@ -34,20 +38,22 @@ pub(super) struct Placed {
     pub end: usize,
 }
 
-/// Gives each inode its place: a directory, the files in it, then the directories in it.
-pub(super) fn all(tree: &Tree, times: &Times, xattrs: &Xattrs) -> Placed {
+/// Gives each inode its place: a directory, the files in it, then the directories in it. Files that are scattered have the index of
+/// their pieces behind them.
+pub(super) fn all(tree: &Tree, times: &Times, xattrs: &Xattrs, scattered: &HashSet<NodeId>) -> Placed {
+    let place = |id, parent, room: &mut Room| place(tree, (id, parent), times, xattrs, scattered, room);
     let mut room = Room { next: SUPER_OFFSET + size_of::<Super>(), gaps: Vec::new() };
     let mut placed = Placed { inodes: vec![Place::default(); tree.nodes.len()], order: Vec::new(), end: 0 };
     let mut left = vec![(0, 0)];
     while let Some((id, parent)) = left.pop() {
-        placed.inodes[id] = place(tree, id, parent, times, xattrs, &mut room);
+        placed.inodes[id] = place(id, parent, &mut room);
         placed.order.push(id);
         let Content::Directory(names) = &tree.nodes[id].content else { continue };
         for (_, child) in names {
             if matches!(tree.nodes[*child].content, Content::Directory(_)) || placed.inodes[*child].offset > 0 {
                 continue;
             }
-            placed.inodes[*child] = place(tree, *child, id, times, xattrs, &mut room);
+            placed.inodes[*child] = place(*child, id, &mut room);
             placed.order.push(*child);
         }
         let directories = names.iter().filter(|(_, child)| matches!(tree.nodes[*child].content, Content::Directory(_)));
@@ -57,12 +63,19 @@ pub(super) fn all(tree: &Tree, times: &Times, xattrs: &Xattrs) -> Placed {
     placed
 }
 
-fn place(tree: &Tree, id: NodeId, parent: NodeId, times: &Times, xattrs: &Xattrs, room: &mut Room) -> Place {
+fn place(
+    tree: &Tree,
+    (id, parent): (NodeId, NodeId),
+    times: &Times,
+    xattrs: &Xattrs,
+    scattered: &HashSet<NodeId>,
+    room: &mut Room,
+) -> Place {
     let node = &tree.nodes[id];
     let bytes = match &node.content {
         Content::None | Content::Elsewhere { .. } => 0,
         Content::Inline(data) => data.len() as u64,
-        Content::Object { bytes, .. } => *bytes,
+        Content::Packed { bytes, .. } | Content::Object { bytes, .. } | Content::Unread { bytes } => *bytes,
         Content::Directory(_) => dir::size(tree, id) as u64,
     };
     let compact = times.fits_compact(node, bytes);
@@ -78,7 +91,10 @@ fn place(tree: &Tree, id: NodeId, parent: NodeId, times: &Times, xattrs: &Xattrs
             place.blocks = if fits { data / BLOCK_BYTES } else { data.div_ceil(BLOCK_BYTES) };
             if fits { tail } else { 0 }
         }
-        Content::None | Content::Object { .. } | Content::Elsewhere { .. } => 0,
+        Content::Packed { .. } if scattered.contains(&id) => {
+            ENTRY_BYTES * usize::try_from(piece::count(bytes)).unwrap_or(usize::MAX)
+        }
+        _ => 0,
     };
     place.offset = room.take(head + tail);
     if place.blocks > 0 {

@@ -9,6 +9,7 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
+use crate::digest::{bytes_of_hex, hex};
 use crate::error::{Doing, Error, Result};
 
 /// The pieces in which what is left of a blob is read, in bytes.
@@ -23,16 +24,16 @@ impl TryFrom<String> for Name {
     type Error = String;
 
     fn try_from(text: String) -> std::result::Result<Self, String> {
-        let digits = text.strip_prefix("sha256:").and_then(|digits| crate::Digest::from_hex(digits.as_bytes()));
+        let digits = text.strip_prefix("sha256:").and_then(|digits| bytes_of_hex(digits.as_bytes()));
         digits
-            .map(|digest| Self(digest.0))
+            .map(Self)
             .ok_or_else(|| format!("{:?} is no digest that is known here: sha256 and 64 hexadecimal digits", text))
     }
 }
 
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sha256:{}", crate::Digest(self.0))
+        write!(f, "sha256:{}", hex(&self.0))
     }
 }
 
@@ -86,7 +87,7 @@ pub(super) struct Blob {
 impl Blob {
     /// Opens the blob of an image directory that has this name, and must have this many bytes.
     pub(super) fn open(directory: &Path, name: Name, bytes: u64, what: &'static str) -> Result<Self> {
-        let path = directory.join("blobs/sha256").join(crate::Digest(name.0).to_string());
+        let path = directory.join("blobs/sha256").join(hex(&name.0));
         // What is there may be anything: opening it must neither wait nor do anything.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         let file = File::from(openat(CWD, &path, flags, Mode::empty()).doing("open", &path)?);

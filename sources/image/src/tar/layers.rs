@@ -15,7 +15,6 @@ use crate::error::{Error, Result};
 use crate::grow::{Growing, Refusal};
 use crate::sink::Sink;
 use crate::tree::{Content, NodeId, Tree};
-use crate::verity::Digest;
 
 const WHITEOUT: &[u8] = b".wh.";
 const AUFS: &[u8] = b".wh..wh.";
@@ -66,7 +65,7 @@ impl Layers {
         if let Some(at) = names.iter().position(|name| name.as_bytes().starts_with(WHITEOUT)) {
             return self.whiteout(&names, at);
         }
-        let file = Content::Object { bytes: member.bytes, digest: Digest([0; 32]) };
+        let file = Content::Unread { bytes: member.bytes };
         let content = (member.kind == Kind::File).then_some(file);
         let id = place(&mut self.growing, &names, member, content, self.for_composefs)?;
         if let (Kind::File, Some(id), Some(files)) = (member.kind, id, self.files.last_mut()) {

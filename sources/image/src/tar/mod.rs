@@ -175,19 +175,40 @@ fn node(member: &Member, content: Content, for_composefs: bool) -> std::result::
     })
 }
 
-/// Reads a file: small ones stay with their inodes, others go to the sink, large ones by way of the disk.
+/// Reads a file: small ones stay with their inodes, others go to the sink.
 fn contents(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) -> Result<Content> {
+    if member.bytes <= INLINE_BYTES_MAX {
+        let mut kept = Vec::new();
+        while members.piece(member, &mut kept, PIECE_BYTES)? {}
+        return Ok(Content::Inline(kept));
+    }
+    if sink.is_composefs() {
+        return object(members, member, sink);
+    }
+    let mut kept = Vec::new();
+    let content = sink.add_file(member.bytes, |piece| {
+        kept.clear();
+        let mut left = piece.len();
+        while left > 0 && members.piece(member, &mut kept, left as u64)? {
+            left = piece.len() - kept.len();
+        }
+        piece.copy_from_slice(&kept);
+        Ok(())
+    })?;
+    // What fills its last record.
+    members.piece(member, &mut kept, PIECE_BYTES)?;
+    Ok(content)
+}
+
+/// Reads a file for the layout composefs, large ones by way of the disk.
+fn object(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) -> Result<Content> {
     let mut hasher = Hasher::default();
     if member.bytes <= KEPT_BYTES_MAX {
         let mut kept = Vec::new();
         while members.piece(member, &mut kept, PIECE_BYTES)? {}
-        if kept.len() as u64 <= INLINE_BYTES_MAX {
-            return Ok(Content::Inline(kept));
-        }
         hasher.update(&kept);
-        let (digest, chunks) = hasher.finish_with_chunks();
-        let hashed = Hashed { bytes: member.bytes, digest, chunks, kept: Some(kept) };
-        return sink.add(Path::new("the archive"), &hashed);
+        let hashed = Hashed { bytes: member.bytes, digest: hasher.finish(), kept: Some(kept) };
+        return sink.add_object(Path::new("the archive"), &hashed);
     }
     let mut new = New::begin(&sink.folder())?;
     let mut piece = Vec::new();
@@ -202,6 +223,5 @@ fn contents(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) 
         piece.clear();
     }
     new.file.set_len(member.bytes).doing("write to", &*new.path)?;
-    let (digest, chunks) = hasher.finish_with_chunks();
-    sink.add(&new.path, &Hashed { bytes: member.bytes, digest, chunks, kept: None })
+    sink.add_object(&new.path, &Hashed { bytes: member.bytes, digest: hasher.finish(), kept: None })
 }

@@ -1,0 +1,147 @@
+//! Pieces: what the layout flat has digests of, and keeps once.
+//!
+//! A file is cut every 64 KiB. Two versions of a large file share all pieces in which they are the same, a change costs one or two
+//! pieces, and whoever reads a part of a file has no more to prove than the pieces that it lies in.
+
+use std::io;
+
+use crate::digest::{Algorithm, Digest};
+use crate::erofs::{BLOCK_BITS, BLOCK_BYTES};
+
+/// The size of a piece; only a file's last one is smaller.
+pub(crate) const PIECE_BYTES: usize = 1 << PIECE_BITS;
+/// The same as a power of two.
+const PIECE_BITS: u8 = 16;
+/// How many blocks a whole piece takes.
+pub(crate) const PIECE_BLOCKS: u64 = (PIECE_BYTES / BLOCK_BYTES) as u64;
+/// The format of EROFS's chunks of the same size: what a block is to be multiplied by, as a power of two.
+pub(crate) const CHUNK_FORMAT: u32 = (PIECE_BITS - BLOCK_BITS) as u32;
+
+/// How many bytes of pieces are hashed and written together.
+pub(crate) const BATCH_BYTES: usize = 1 << 20;
+
+const _: () = assert!(BATCH_BYTES.is_multiple_of(PIECE_BYTES) && PIECE_BYTES.is_multiple_of(BLOCK_BYTES));
+
+/// How many pieces a file of so many bytes has.
+pub(crate) fn count(bytes: u64) -> u64 {
+    bytes.div_ceil(PIECE_BYTES as u64)
+}
+
+/// The digest of a piece.
+pub(crate) fn digest(bytes: &[u8]) -> Digest {
+    Algorithm::Blake3.of(bytes)
+}
+
+/// Pieces one after the other, each from a block's beginning on, as they are in a pack.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    /// Memory, and where a block begins in it that a disk can be given.
+    memory: Vec<u8>,
+    skew: usize,
+    used: usize,
+    /// Where each begins, and how long it is; how they are named.
+    pieces: Vec<(usize, usize, Digest)>,
+}
+
+impl Batch {
+    pub(crate) fn new() -> Self {
+        let memory = vec![0; BATCH_BYTES + BLOCK_BYTES];
+        let skew = memory.as_ptr().align_offset(BLOCK_BYTES).min(BLOCK_BYTES);
+        Self { memory, skew, used: 0, pieces: Vec::new() }
+    }
+
+    /// One without memory, which stands where another one was taken from.
+    pub(crate) fn empty() -> Self {
+        Self { memory: Vec::new(), skew: 0, used: 0, pieces: Vec::new() }
+    }
+
+    /// Whether a piece of so many bytes finds room.
+    pub(crate) fn has_room(&self, bytes: usize) -> bool {
+        self.used + bytes.next_multiple_of(BLOCK_BYTES) <= BATCH_BYTES
+    }
+
+    /// Adds a piece, which has room and is read by `fill`, into as many bytes as it has; answers its digest.
+    pub(crate) fn add<E>(&mut self, bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Digest, E> {
+        let (at, padded) = (self.used, bytes.next_multiple_of(BLOCK_BYTES));
+        let place = &mut self.memory[self.skew + at..][..padded];
+        let (piece, padding) = place.split_at_mut(bytes);
+        fill(piece)?;
+        padding.fill(0);
+        let digest = digest(piece);
+        self.pieces.push((at, bytes, digest));
+        self.used += padded;
+        Ok(digest)
+    }
+
+    /// The pieces: the bytes with what fills their last block, how many of these count, and their digests.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = (&[u8], usize, Digest)> {
+        let place = |at: usize, bytes: usize| &self.memory[self.skew + at..][..bytes.next_multiple_of(BLOCK_BYTES)];
+        self.pieces.iter().map(move |(at, bytes, digest)| (place(*at, *bytes), *bytes, *digest))
+    }
+
+    /// All of them as they are in a pack.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        &self.memory[self.skew..self.skew + self.used]
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// Begins anew.
+    pub(crate) fn clear(&mut self) {
+        self.used = 0;
+        self.pieces.clear();
+    }
+}
+
+/// Whether all bytes are zeros.
+pub(crate) fn is_zero(bytes: &[u8]) -> bool {
+    bytes.chunks(BLOCK_BYTES).all(|block| block.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+/// Reads a piece from a place in a file, with what fills its last block, and looks whether it is what its digest says.
+pub(crate) fn is_sound(
+    read: impl FnOnce(&mut [u8]) -> io::Result<()>,
+    bytes: u64,
+    digest: Digest,
+    memory: &mut Vec<u8>,
+) -> io::Result<bool> {
+    let bytes = usize::try_from(bytes).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+    memory.resize(bytes.next_multiple_of(BLOCK_BYTES), 0);
+    read(memory)?;
+    let (piece, padding) = memory.split_at(bytes);
+    Ok(self::digest(piece) == digest && is_zero(padding))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_begin_at_blocks_and_end_with_zeros() {
+        let mut batch = Batch::new();
+        for round in 0..2 {
+            for (byte, length) in [(1_u8, 1), (2, 4096), (3, 4097), (4, PIECE_BYTES), (5, 0)] {
+                let fill = |piece: &mut [u8]| -> Result<(), ()> {
+                    piece.fill(byte + round);
+                    Ok(())
+                };
+                batch.add(length, fill).expect("there is room");
+            }
+            let found: Vec<_> =
+                batch.pieces().map(|(bytes, length, digest)| (bytes.to_vec(), length, digest)).collect();
+            assert_eq!(found.iter().map(|(bytes, ..)| bytes.len() / 4096).collect::<Vec<_>>(), [1, 1, 2, 16, 0]);
+            for ((bytes, length, name), byte) in found.iter().zip(1 + round..) {
+                let (piece, rest) = bytes.split_at(*length);
+                assert!(piece.iter().all(|found| *found == byte) && is_zero(rest));
+                assert_eq!(*name, digest(piece));
+            }
+            assert!(batch.pieces().all(|(bytes, ..)| (bytes.as_ptr() as usize).is_multiple_of(BLOCK_BYTES)));
+            assert!(batch.has_room(BATCH_BYTES - 20 * 4096) && !batch.has_room(BATCH_BYTES - 20 * 4096 + 1));
+            batch.clear();
+        }
+        assert_eq!(batch.len(), 0);
+    }
+}
