@@ -43,6 +43,11 @@ pub(crate) fn kind(st: &Statx) -> FileType {
     FileType::from_raw_mode(st.stx_mode.into())
 }
 
+/// Whether something is mounted there.
+pub(crate) fn is_mount_root(st: &Statx) -> bool {
+    st.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
+}
+
 /// Where the host has the inode.
 pub(crate) fn key(st: &Statx) -> Key {
     let dev = (u64::from(st.stx_dev_major) << 32) | u64::from(st.stx_dev_minor);
@@ -250,7 +255,7 @@ impl Dir {
         handle: Option<sys::HostHandle>,
         verified: bool,
     ) -> Found {
-        let mount_root = st.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) || mount.id != dir.found.mount.id;
+        let mount_root = is_mount_root(st) || mount.id != dir.found.mount.id;
         Found { key: key(st), kind: kind(st), btime: btime(st), mount, handle, mount_root, verified }
     }
 
