@@ -326,6 +326,11 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
+    /// Whether what [`Self::identify`] answers for what is in this directory depends on its name.
+    fn follows_names(&self, dir: Ino) -> bool {
+        false
+    }
+
     /// Lets an inode be known by the number that it had in another process, with so many references. A client may have
     /// written the `identity`: it leads to nothing that a lookup would not lead to. `file` is open, and leads to the
     /// inode if the identity does not any more; of it nothing need be believed either.

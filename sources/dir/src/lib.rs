@@ -456,6 +456,10 @@ impl FileSystem for Dir {
         self.identify_(ino, within)
     }
 
+    fn follows_names(&self, dir: Ino) -> bool {
+        self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
+    }
+
     fn adopt(&self, ino: Ino, references: u64, identity: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
         self.adopt_(ino, references, identity, file)
     }
