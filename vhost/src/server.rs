@@ -156,7 +156,7 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
         if !stop.is_set() {
             tracing::debug!("a front end connected");
             stop.channel.begin();
-            converse(device, stream, &stop.channel);
+            converse(device, stream, stop);
             stop.channel.end();
             tracing::debug!("the front end is gone");
         }
@@ -168,13 +168,26 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
 }
 
 /// Speaks with one front end until it goes or says something that cannot be.
-fn converse<D: Device>(device: &Arc<D>, stream: UnixStream, channel: &Channel) {
-    let Ok(ours) = stream.try_clone() else {
+fn converse<D: Device>(device: &Arc<D>, stream: UnixStream, stop: &Stop) {
+    let Ok(watched) = stream.try_clone() else {
         tracing::error!("the front end is let go: there is no descriptor left");
         return;
     };
     let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device))));
-    let mut requests = BackendReqHandler::from_stream(stream, Arc::clone(&connection));
+    listen(device, stream, watched, &connection, &stop.channel);
+    if !stop.is_set() {
+        connection.lock().unwrap_or_else(PoisonError::into_inner).gone();
+    }
+}
+
+fn listen<D: Device>(
+    device: &Arc<D>,
+    stream: UnixStream,
+    ours: UnixStream,
+    connection: &Arc<Mutex<Connection<D>>>,
+    channel: &Channel,
+) {
+    let mut requests = BackendReqHandler::from_stream(stream, Arc::clone(connection));
     loop {
         let acknowledges = || connection.lock().unwrap_or_else(PoisonError::into_inner).acknowledges();
         let takes_channel = device.changes_config() || device.window_bytes().is_some();
