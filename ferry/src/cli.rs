@@ -11,10 +11,12 @@ use crate::recipes;
 use crate::sandbox::Walls;
 pub use share::Share;
 use values::memory_mib;
-pub use values::{Acl, Cache, Carrier, DaxFiles, FileHandles, Passthrough, Watch, Window, made_tag, tag_of};
+pub use values::{
+    Acl, Cache, Carrier, DaxFiles, FileHandles, OnMigrationError, Passthrough, Watch, Window, made_tag, tag_of,
+};
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 19] = [
+const SHARE_ONLY: [&str; 21] = [
     "virtiofs",
     "fd",
     "mount",
@@ -24,6 +26,8 @@ const SHARE_ONLY: [&str; 19] = [
     "socket_group",
     "posix_acl",
     "once",
+    "state",
+    "migration_on_error",
     "no_mmap",
     "no_readdirplus",
     "dax",

@@ -173,18 +173,19 @@ impl Line {
         send(line, DROP, key, None).map_err(LineError::Gone)
     }
 
-    /// Has all files of the client closed.
-    pub(crate) fn clear(line: BorrowedFd<'_>) -> Result<(), LineError> {
-        send(line, CLEAR, 0, None).map_err(LineError::Gone)
+    /// Has all files of the client closed, because there is none any more, or another one.
+    pub(crate) fn clear(line: BorrowedFd<'_>, is_another: bool) -> Result<(), LineError> {
+        send(line, CLEAR, is_another.into(), None).map_err(LineError::Gone)
     }
 }
 
-/// Holds descriptors for servers that connect to a [`listen`]ing socket, one after another, until none has come for a while.
+/// Holds descriptors for servers that connect to a [`listen`]ing socket, one after another, until one ends that has no client,
+/// or none has come for a while.
 ///
 /// # Errors
 /// The socket is lost.
 pub fn keep(listener: &OwnedFd) -> io::Result<()> {
-    let mut held = HashMap::new();
+    let mut held = Held::default();
     let us = rustix::process::geteuid();
     while wait(listener.as_fd(), AFTER_MAX)? {
         let server = match accept_with(listener, SocketFlags::CLOEXEC) {
@@ -195,22 +196,35 @@ pub fn keep(listener: &OwnedFd) -> io::Result<()> {
         if socket_peercred(&server).is_ok_and(|peer| peer.uid == us) {
             // Whatever ends it, the next one is served.
             let _ = serve(server.as_fd(), &mut held);
+            if !held.has_client {
+                break;
+            }
         }
     }
     Ok(())
 }
 
-fn serve(server: BorrowedFd<'_>, held: &mut HashMap<u64, OwnedFd>) -> Result<(), Errno> {
-    for (key, file) in held.iter() {
+/// What a keeper has.
+#[derive(Default)]
+struct Held {
+    files: HashMap<u64, OwnedFd>,
+    has_client: bool,
+}
+
+fn serve(server: BorrowedFd<'_>, held: &mut Held) -> Result<(), Errno> {
+    for (key, file) in &held.files {
         send(server, PUT, *key, Some(file.as_fd()))?;
     }
-    send(server, END, held.len() as u64, None)?;
+    send(server, END, held.files.len() as u64, None)?;
     while let Some((verb, key, file)) = receive(server)? {
         match (verb, file) {
-            (PUT, Some(file)) => drop(held.insert(key, file)),
+            (PUT, Some(file)) => drop(held.files.insert(key, file)),
             // There was no room for it here: what was under this key before is not it.
-            (PUT, None) | (DROP, _) => drop(held.remove(&key)),
-            (CLEAR, _) => held.retain(|key, _| *key < CLEARED_FROM),
+            (PUT, None) | (DROP, _) => drop(held.files.remove(&key)),
+            (CLEAR, _) => {
+                held.files.retain(|key, _| *key < CLEARED_FROM);
+                held.has_client = key == 1;
+            }
             _ => return Err(Errno::BADMSG),
         }
     }

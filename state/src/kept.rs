@@ -256,7 +256,7 @@ impl Kept {
         self.epoch.store(epoch, Ordering::Release);
         self.slots.begin(self.epoch());
         drop(lock(&self.left).take());
-        self.told(Line::clear(self.line.as_fd()));
+        self.told(Line::clear(self.line.as_fd(), init.is_some()));
         if let Some(init) = init {
             let numbers = [u64::from(init.minor), u64::from(init.max_readahead_bytes), init.offered, init.agreed];
             for (word, number) in self.memory[INIT..].iter().zip(numbers) {

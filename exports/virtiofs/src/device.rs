@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_serve::{Mappings, Server, Session, Share, ShareOptions};
 use ferry_state::Saved;
-use ferry_vfs::{Backing, FileSystem};
+use ferry_vfs::{Backing, Bounds, Errno, FileSystem, Ino};
 use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
 
@@ -58,6 +58,9 @@ impl VirtioFs {
         let mut before = None;
         if let Some(kept) = &options.kept {
             options.dax_bytes = None;
+            if share.source().identify(Ino::ROOT, Bounds::Host) == Err(Errno::NOSYS) {
+                return Err(Error::NoIdentities);
+            }
             let session = new_session().with_kept(Arc::clone(kept));
             if session.take_up(&share)? {
                 before = Some(Arc::new(session));
@@ -179,12 +182,14 @@ impl Device for VirtioFs {
         guest.session.end();
     }
 
-    /// Not with a window: what the guest has mapped stays behind.
     fn migrates(&self) -> bool {
-        self.window_bytes().is_none() || !self.has_window.load(Ordering::Relaxed)
+        self.share.source().identify(Ino::ROOT, Bounds::Paths) != Err(Errno::NOSYS)
     }
 
     fn save(&self, guest: &Guest) -> Result<Vec<u8>, String> {
+        if self.has_window.load(Ordering::Relaxed) {
+            return Err("the guest maps files (DAX): leave --dax off for guests that are to be migrated".into());
+        }
         let mut state = Vec::new();
         if let Some((saved, lost)) = guest.session.save() {
             self.bear(lost, "cannot be named to another host (unlinked, or moved by somebody else)")?;

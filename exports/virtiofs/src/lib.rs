@@ -187,6 +187,9 @@ pub enum Error {
     /// What a server before this one has left.
     #[error(transparent)]
     TakeUp(#[from] TakeUpError),
+    /// What is written down would be of no use.
+    #[error("only a directory's files can be found again by the server after this one")]
+    NoIdentities,
     /// Memory for what is in flight.
     #[error("memory for what is in flight cannot be had: {0}")]
     InFlight(std::io::Error),
