@@ -201,11 +201,31 @@ impl Dir {
         file: Option<BorrowedFd<'_>>,
     ) -> Result<()> {
         let identity = Identity::decode(identity)?;
-        if let Some(file) = file {
-            return self.adopt_descriptor(ino, references, self.reopen(file, OFlags::PATH)?, &identity);
+        let Some(file) = file else { return self.adopt_identity(ino, references, &identity) };
+        let st = statx(file, b"")?;
+        if (resolve::key(&st).dev, resolve::key(&st).ino) != (identity.dev, identity.ino) {
+            return Err(Errno::STALE);
         }
+        if st.stx_nlink > 0 {
+            match self.adopt_identity(ino, references, &identity) {
+                // Somebody has renamed it behind our back.
+                Err(Errno::STALE | Errno::NOENT) => {}
+                other => return other,
+            }
+        }
+        // Seen through the mounts of the other process, which are not ours: nothing can be linked from there.
+        let handle = identity.handle.and_then(|(kind, bytes)| HostHandle::from_parts(kind, bytes));
+        let by_handle = match (&handle, self.root.found.mount.handles()) {
+            (Some(handle), Some(mount)) => sys::open_by_handle(mount, handle, resolve::PATH_FLAGS).ok(),
+            _ => None,
+        };
+        let fd = by_handle.map_or_else(|| self.reopen(file, OFlags::PATH), Ok)?;
+        self.adopt_descriptor(ino, references, fd, &identity)
+    }
+
+    fn adopt_identity(&self, ino: Ino, references: u64, identity: &Identity<'_>) -> Result<()> {
         if let Some(path) = identity.path {
-            return self.adopt_descriptor(ino, references, self.walk(path)?, &identity);
+            return self.adopt_descriptor(ino, references, self.walk(path)?, identity);
         }
         let dir = match identity.place {
             // It may be adopted later.
@@ -216,7 +236,7 @@ impl Dir {
             // Only its place tells which mount that is.
             let dir = self.path_fd(dir)?;
             let fd = self.open_path(dir.as_fd(), Name::new(name)?.as_bytes())?;
-            return self.adopt_descriptor(ino, references, fd, &identity);
+            return self.adopt_descriptor(ino, references, fd, identity);
         }
         let mount = match identity.flags & ON_ROOT_MOUNT != 0 {
             true => Arc::clone(&self.root.found.mount),
@@ -252,7 +272,10 @@ impl Dir {
         if kind != FileType::from_raw_mode(identity.mode) || !same {
             return Err(Errno::STALE);
         }
-        let mount = self.mounts.get(resolve::key(&st).mount, kind, fd.as_fd(), self.proc_fds.as_fd());
+        let mount = match identity.flags & ON_ROOT_MOUNT != 0 {
+            true => Arc::clone(&self.root.found.mount),
+            false => self.mounts.get(resolve::key(&st).mount, kind, fd.as_fd(), self.proc_fds.as_fd()),
+        };
         let (found, is_gone) = (Self::found_by(&st, mount, fd.as_fd()), st.stx_nlink == 0);
         let has_handle = found.handle.is_some();
         let inode = self.table.adopt(ino, references, found)?;
@@ -272,7 +295,9 @@ impl Dir {
     fn found_by(st: &Statx, mount: Arc<Mount>, fd: BorrowedFd<'_>) -> Found {
         let handle = mount.handles().and_then(|_| sys::name_to_handle(fd, b"").ok());
         let mount_root = resolve::is_mount_root(st);
-        let (key, kind, btime) = (resolve::key(st), resolve::kind(st), resolve::btime(st));
+        let (kind, btime) = (resolve::kind(st), resolve::btime(st));
+        // The descriptor may have been opened by way of another process's mount.
+        let key = Key { mount: mount.id, ..resolve::key(st) };
         Found { key, kind, btime, mount, handle, mount_root, verified: true }
     }
 
@@ -286,8 +311,13 @@ impl Dir {
         let inode = self.table.get(ino)?;
         let flags = if inode.is_dir() { OFlags::RDONLY } else { self.host_flags(flags)? - OFlags::TRUNC };
         let file = match file {
-            Some(file) if resolve::key(&statx(file.as_fd(), b"")?) == inode.found.key => file,
-            Some(_) => return Err(Errno::STALE),
+            Some(file) => {
+                let Key { dev, ino, .. } = resolve::key(&statx(file.as_fd(), b"")?);
+                if (dev, ino) != (inode.found.key.dev, inode.found.key.ino) {
+                    return Err(Errno::STALE);
+                }
+                file
+            }
             None if inode.is_dir() => {
                 let fd = self.path_fd(&inode)?;
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;

@@ -15,7 +15,7 @@ use crate::table::{Found, Inode, Key, PathFd};
 /// `STATX_MNT_ID_UNIQUE` (Linux 6.8): unlike the plain id, never given to another mount.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 /// How an object is pinned without being opened.
-const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+pub(crate) const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 /// How often a lookup starts again when the host changes the name meanwhile.
 const TRIES_MAX: usize = 8;
 /// Directories that are opened one after the other to find an inode again, at most. No real tree is as deep; host
