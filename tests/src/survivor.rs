@@ -1,7 +1,7 @@
 //! `ferry share --state` in a process of its own, which can be killed and started again under its guest.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver};
@@ -36,6 +36,16 @@ impl Survivor {
         fs::create_dir(&path).unwrap();
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
         let mut survivor = Self { path, socket: folder.path().join("s"), args, started: None, folder };
+        survivor.start();
+        survivor
+    }
+
+    /// Shares a directory of somebody else's.
+    pub fn of(path: &Path, args: &[&str]) -> Self {
+        let folder = folder(Place::Memory);
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        let socket = folder.path().join("s");
+        let mut survivor = Self { path: path.into(), socket, args, started: None, folder };
         survivor.start();
         survivor
     }

@@ -137,12 +137,14 @@ struct Load {
     appended: Vec<u8>,
     next: usize,
     under_way: usize,
+    /// Files get further names. Where they are found again by names, one of several is remembered.
+    links: bool,
 }
 
 type Expected = (Ticket, usize, Opcode);
 
 impl Load {
-    fn new(guest: &mut Driver) -> Self {
+    fn new(guest: &mut Driver, links: bool) -> Self {
         let (log, open) = guest.create(ROOT, "log", O_RDWR | O_APPEND, 0o644).unwrap();
         Self {
             random: Random::new(5),
@@ -152,6 +154,7 @@ impl Load {
             appended: Vec::new(),
             next: 0,
             under_way: 0,
+            links,
         }
     }
 
@@ -199,7 +202,7 @@ impl Load {
                     self.files.remove(&name);
                     (Opcode::Unlink, guest.send(Opcode::Unlink, ROOT, &[name.as_bytes(), nul], &[], 0))
                 }
-                4 if !old.is_empty() => {
+                4 if !old.is_empty() && self.links => {
                     let name = old.swap_remove(self.random.below(old.len()));
                     let new = self.name("l");
                     let linked = self.files[&name].clone();
@@ -269,7 +272,7 @@ impl Load {
 fn survives(place: Place, flags: &[&str], kills: usize) {
     let mut server = Survivor::new(place, flags);
     let mut guest = server.connect();
-    let mut load = Load::new(&mut guest);
+    let mut load = Load::new(&mut guest, place == Place::Memory && flags.is_empty());
     let mut random = Random::new(kills as u64);
     for _ in 0..kills {
         for _ in 0..random.below(4) {
@@ -307,4 +310,117 @@ fn names_change_once_although_the_server_is_killed_50_times() {
     for (place, flags) in WAYS {
         survives(place, flags, 50);
     }
+}
+
+/// A server elsewhere: another process with another socket, and the same tree.
+fn elsewhere(path: &Path, flags: &[&str]) -> (Survivor, std::path::PathBuf) {
+    let mut all = vec!["--tag", "t"];
+    all.extend(flags);
+    let there = Survivor::of(path, &all);
+    let socket = there.socket.clone();
+    (there, socket)
+}
+
+#[test]
+fn a_guest_migrates_with_its_files_and_locks() {
+    for (place, flags) in WAYS {
+        let here = Survivor::new(place, flags);
+        let mut guest = here.connect();
+        let dir = guest.mkdir(ROOT, "dir", 0o755).unwrap().nodeid;
+        let (file, open) = guest.create(dir, "file", O_RDWR, 0o644).unwrap();
+        let (file, open) = (file.nodeid, open.fh);
+        guest.write(file, open, 0, b"before").unwrap();
+        guest.rename(ROOT, "dir", ROOT, "elsewhere", 0).unwrap();
+        guest.setlk(file, open, 9, wrlck(3, 5), 0).unwrap();
+        let listing = guest.opendir(dir).unwrap().fh;
+        let state = guest.save().unwrap();
+        // The server here has been left: its locks go with its guest.
+        let (mut there, socket) = elsewhere(&here.path, flags);
+        drop(here);
+        guest.migrate(&socket, &state).unwrap();
+        for _ in 0..2 {
+            assert_eq!(guest.read(file, open, 0, 100).unwrap(), b"before");
+            assert_eq!(guest.lookup(dir, "file").unwrap().nodeid, file);
+            assert_eq!(guest.readdir(dir, listing, 0, 4096).unwrap().len(), 3);
+            let taken = guest.getlk(file, open, 10, wrlck(0, 9)).unwrap();
+            assert_eq!((taken.kind, taken.start, taken.end), (libc::F_WRLCK.cast_unsigned(), 3, 5));
+            // What came from elsewhere is kept here, too.
+            there.replace(&mut guest);
+        }
+        drop(guest);
+        assert_eq!(there.said(), "");
+    }
+}
+
+#[test]
+fn files_that_are_lost_by_a_migration_are_an_error_of_it_or_of_the_guest() {
+    for (flags, fails) in [(&[][..], true), (&["--migration-on-error", "guest-error"][..], false)] {
+        let here = Survivor::new(Place::Memory, flags);
+        let mut guest = here.connect();
+        fs::write(here.path.join("moved"), b"m").unwrap();
+        fs::write(here.path.join("stays"), b"s").unwrap();
+        let (moved, stays) = (guest.lookup(ROOT, "moved").unwrap().nodeid, guest.lookup(ROOT, "stays").unwrap().nodeid);
+        let state = guest.save().unwrap();
+        fs::remove_file(here.path.join("moved")).unwrap();
+        let (there, socket) = elsewhere(&here.path, flags);
+        drop(here);
+        let outcome = guest.migrate(&socket, &state);
+        assert_eq!(outcome.is_err(), fails, "{outcome:?}");
+        if !fails {
+            assert_eq!(errno(guest.getattr(moved)), libc::ESTALE);
+            assert!(guest.getattr(stays).is_ok());
+        }
+        assert!(there.said().contains("not found here under the same name"), "{}", there.said());
+    }
+}
+
+#[test]
+fn a_state_that_makes_no_sense_is_refused_and_harms_nobody() {
+    let here = Survivor::new(Place::Memory, &[]);
+    let mut guest = here.connect();
+    fs::write(here.path.join("file"), b"f").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap().nodeid;
+    guest.open(file, O_RDWR).unwrap();
+    let (state, stopped) = guest.save().unwrap();
+    let mut random = Random::new(1);
+    for round in 0..60 {
+        let mut changed = state.clone();
+        match round % 3 {
+            0 => changed.truncate(1 + random.below(changed.len() - 1)),
+            1 => changed[random.below(12)] ^= 0x40,
+            _ => {
+                // It may still be a state: of a guest that knows other inodes.
+                let at = random.below(changed.len());
+                changed[at] = random.below(256) as u8;
+            }
+        }
+        let outcome = guest.migrate(&here.socket, &(changed, stopped.clone()));
+        assert!(round % 3 == 2 || outcome.is_err(), "round {round}");
+    }
+    let mut again = here.connect();
+    assert!(again.lookup(ROOT, "file").is_ok());
+}
+
+#[test]
+fn what_cannot_be_kept_is_refused_with_a_reason() {
+    let mut server = Survivor::new(Place::Memory, &[]);
+    let guest = server.connect();
+    let run = |source: &Path, more: &[&str]| {
+        let mut command = ferry_tests::mounts::ferry(["share"]);
+        command.arg(source).args(["--virtiofs", "/dev/shm/ferry-tests-none"]).args(more);
+        let output = command.output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let state = server.state();
+    let state = state.to_str().unwrap();
+    assert!(run(Path::new("mem"), &["--state", state]).contains("is no directory, and ends with its server"));
+    // Another number of queues would find other requests.
+    server.kill();
+    let said = run(&server.path, &["--state", state, "--queues", "1"]);
+    assert!(said.contains("another number of queues"), "{said}");
+    server.start();
+    let mut guest = guest;
+    guest.reattach().unwrap();
+    assert!(guest.getattr(ROOT).is_ok());
 }

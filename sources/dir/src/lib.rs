@@ -97,6 +97,8 @@ use crate::mount::Mounts;
 use crate::table::{Found, Inode, Table};
 use crate::watch::Watch;
 
+#[cfg(fuzzing)]
+pub use crate::identity::fuzz as fuzz_identity;
 pub use crate::watch::{Ours, WatchError};
 
 /// How a directory is shared.
