@@ -397,6 +397,7 @@ fn a_state_that_makes_no_sense_is_refused_and_harms_nobody() {
         let outcome = guest.migrate(&here.socket, &(changed, stopped.clone()));
         assert!(round % 3 == 2 || outcome.is_err(), "round {round}");
     }
+    drop(guest);
     let mut again = here.connect();
     assert!(again.lookup(ROOT, "file").is_ok());
 }
@@ -405,9 +406,10 @@ fn a_state_that_makes_no_sense_is_refused_and_harms_nobody() {
 fn what_cannot_be_kept_is_refused_with_a_reason() {
     let mut server = Survivor::new(Place::Memory, &[]);
     let guest = server.connect();
+    let socket = server.socket.clone();
     let run = |source: &Path, more: &[&str]| {
         let mut command = ferry_tests::mounts::ferry(["share"]);
-        command.arg(source).args(["--virtiofs", "/dev/shm/ferry-tests-none"]).args(more);
+        command.arg(source).arg("--virtiofs").arg(&socket).args(more);
         let output = command.output().unwrap();
         assert!(!output.status.success());
         String::from_utf8(output.stderr).unwrap()

@@ -164,6 +164,7 @@ impl Driver {
     /// As [`Driver::connect`].
     pub fn migrate(&mut self, path: impl AsRef<Path>, (state, stopped): &(Vec<u8>, Vec<u16>)) -> Result<()> {
         self.path = path.as_ref().to_owned();
+        self.link.close();
         self.link = Link::open(&self.path, &self.config, &self.memory, None)?;
         self.link.load(state)?;
         for (index, base) in stopped.iter().enumerate() {

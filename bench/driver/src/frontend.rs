@@ -266,6 +266,11 @@ impl Link {
         u16::try_from(base).map_err(|_| Error::BadReply(format!("GET_VRING_BASE answers {base}")))
     }
 
+    /// Lets the server know that this is the end.
+    pub(crate) fn close(&self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+
     /// Has the server write its state, while all queues are stopped.
     pub(crate) fn save(&self) -> Result<Vec<u8>> {
         let (mut ours, theirs) = std::io::pipe()?;
@@ -315,7 +320,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         // The queues hold handles of the socket too; the server shall see the end now.
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        self.close();
     }
 }
 
