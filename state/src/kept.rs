@@ -249,7 +249,7 @@ impl Kept {
 
     /// Forgets everything; `init` begins with another client. Answers its number.
     pub fn begin(&self, init: Option<Init>) -> u32 {
-        let epoch = self.epoch.load(Ordering::Relaxed) + 1 & u64::from(u32::MAX);
+        let epoch = (self.epoch.load(Ordering::Relaxed) + 1) & u64::from(u32::MAX);
         self.memory[THERE].store(0, Ordering::Release);
         self.memory[EPOCH].store(epoch, Ordering::Release);
         self.memory[HIGH_WATER].store(0, Ordering::Release);

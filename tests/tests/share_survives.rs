@@ -324,7 +324,7 @@ fn elsewhere(path: &Path, flags: &[&str]) -> (Survivor, std::path::PathBuf) {
 #[test]
 fn a_guest_migrates_with_its_files_and_locks() {
     for (place, flags) in WAYS {
-        let here = Survivor::new(place, flags);
+        let mut here = Survivor::new(place, flags);
         let mut guest = here.connect();
         let dir = guest.mkdir(ROOT, "dir", 0o755).unwrap().nodeid;
         let (file, open) = guest.create(dir, "file", O_RDWR, 0o644).unwrap();
@@ -334,9 +334,9 @@ fn a_guest_migrates_with_its_files_and_locks() {
         guest.setlk(file, open, 9, wrlck(3, 5), 0).unwrap();
         let listing = guest.opendir(dir).unwrap().fh;
         let state = guest.save().unwrap();
-        // The server here has been left: its locks go with its guest.
+        // Its locks go with it.
+        here.kill();
         let (mut there, socket) = elsewhere(&here.path, flags);
-        drop(here);
         guest.migrate(&socket, &state).unwrap();
         for _ in 0..2 {
             assert_eq!(guest.read(file, open, 0, 100).unwrap(), b"before");
@@ -355,15 +355,15 @@ fn a_guest_migrates_with_its_files_and_locks() {
 #[test]
 fn files_that_are_lost_by_a_migration_are_an_error_of_it_or_of_the_guest() {
     for (flags, fails) in [(&[][..], true), (&["--migration-on-error", "guest-error"][..], false)] {
-        let here = Survivor::new(Place::Memory, flags);
+        let mut here = Survivor::new(Place::Memory, flags);
         let mut guest = here.connect();
         fs::write(here.path.join("moved"), b"m").unwrap();
         fs::write(here.path.join("stays"), b"s").unwrap();
         let (moved, stays) = (guest.lookup(ROOT, "moved").unwrap().nodeid, guest.lookup(ROOT, "stays").unwrap().nodeid);
         let state = guest.save().unwrap();
         fs::remove_file(here.path.join("moved")).unwrap();
+        here.kill();
         let (there, socket) = elsewhere(&here.path, flags);
-        drop(here);
         let outcome = guest.migrate(&socket, &state);
         assert_eq!(outcome.is_err(), fails, "{outcome:?}");
         if !fails {
