@@ -391,7 +391,7 @@ fn a_state_that_makes_no_sense_is_refused_and_harms_nobody() {
             _ => {
                 // It may still be a state: of a guest that knows other inodes.
                 let at = random.below(changed.len());
-                changed[at] = random.below(256) as u8;
+                changed[at] = u8::try_from(random.below(256)).unwrap();
             }
         }
         let outcome = guest.migrate(&here.socket, &(changed, stopped.clone()));
