@@ -71,6 +71,13 @@ pub(crate) enum Completion {
 }
 
 impl Ring {
+    /// Has the kernel hold a file for as long as it has anything of this ring.
+    pub(crate) fn hold(&mut self, file: &Arc<Backing>) {
+        if self.files.slot(&self.uring, file).is_none() {
+            tracing::debug!("a file is not held by io_uring");
+        }
+    }
+
     /// Makes a ring for the calling thread, which must be the only one to use it.
     pub(crate) fn new(transfers_max: u32) -> io::Result<Self> {
         // Twice the transfers: a cancelled watch and its successor may complete together with all of them.

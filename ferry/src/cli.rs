@@ -11,10 +11,12 @@ use crate::recipes;
 use crate::sandbox::Walls;
 pub use share::Share;
 use values::memory_mib;
-pub use values::{Acl, Cache, Carrier, DaxFiles, FileHandles, Passthrough, Watch, Window, made_tag, tag_of};
+pub use values::{
+    Acl, Cache, Carrier, DaxFiles, FileHandles, OnMigrationError, Passthrough, Watch, Window, made_tag, tag_of,
+};
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 20] = [
+const SHARE_ONLY: [&str; 22] = [
     "virtiofs",
     "fd",
     "mount",
@@ -25,6 +27,8 @@ const SHARE_ONLY: [&str; 20] = [
     "posix_acl",
     "security_label",
     "once",
+    "state",
+    "migration_on_error",
     "no_mmap",
     "no_readdirplus",
     "dax",

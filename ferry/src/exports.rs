@@ -9,7 +9,7 @@ use ferry_fs::Over;
 use ferry_fuse::MountOptions;
 use ferry_vfs::FileSystem;
 
-use crate::cli::{Acl, Cache, Carrier, DaxFiles, Passthrough, Share, Window};
+use crate::cli::{Acl, Cache, Carrier, DaxFiles, OnMigrationError, Passthrough, Share, Window};
 use crate::guardian::{Duty, Guardian};
 use crate::ninep::Listening;
 use crate::socket::Bound;
@@ -134,6 +134,7 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         xattr: !share.no_xattr,
         posix_acl: share.posix_acl.into(),
         security_label: share.security_label.unwrap_or(Acl::Never).into(),
+        on_migration_error: share.migration_on_error.into(),
         ..ferry_virtiofs::Options::default()
     };
     if let Some(Window(bytes)) = share.dax {
@@ -210,6 +211,15 @@ impl From<Acl> for ferry_serve::Acl {
             Acl::Never => Self::Never,
             Acl::Auto => Self::Auto,
             Acl::Always => Self::Always,
+        }
+    }
+}
+
+impl From<OnMigrationError> for ferry_virtiofs::OnMigrationError {
+    fn from(what: OnMigrationError) -> Self {
+        match what {
+            OnMigrationError::Abort => Self::Abort,
+            OnMigrationError::GuestError => Self::GuestError,
         }
     }
 }

@@ -25,6 +25,7 @@ mod share;
 mod size;
 mod socket;
 mod source;
+mod state;
 mod trial;
 mod virtiofsd;
 
@@ -50,6 +51,9 @@ fn main() -> ExitCode {
     let mut args: Vec<OsString> = std::env::args_os().collect();
     if args.first().is_some_and(|program| guardian::is_one(program)) {
         return guardian::run(&args);
+    }
+    if args.first().is_some_and(|program| state::is_keeper(program)) {
+        return state::run(&args);
     }
     if args.first().is_some_and(|program| disk::is_back_end(program)) {
         args.insert(1, "disk".into());

@@ -11,6 +11,7 @@ use ferry_fuse::MountOptions;
 use ferry_isolation::Held;
 use ferry_vfs::FileSystem;
 use ferry_vhost::Socket;
+use ferry_virtiofs::Kept;
 use rustix::process::Signal;
 
 use crate::cli::Share;
@@ -22,7 +23,8 @@ use crate::ninep::Listening;
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::socket::Bound;
-use crate::source::{self, Sources};
+use crate::source::{self, Kind, Sources};
+use crate::state;
 
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
 pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
@@ -54,9 +56,14 @@ fn serve_confined(
     // What is wrong with a directory is said before anything is made.
     drop(shares.iter().map(|share| Sources::default().open(share)).collect::<Result<Vec<_>>>()?);
     let mut sockets = Sockets::make(shares, inherited)?;
+    let kept = state::reach_all(shares)?;
     let mut control = Control::bind();
     let inside = match confinement.enter()? {
-        Entered::Outside(outside) => return outside.wait(&signals),
+        Entered::Outside(outside) => {
+            // What is kept is the other's: files that it closes are to be closed.
+            drop(kept);
+            return outside.wait(&signals);
+        }
         Entered::Inside(inside) => inside,
     };
     if inside.is_split() {
@@ -75,7 +82,7 @@ fn serve_confined(
         .collect::<Result<_>>()?;
     inside.close(shares)?;
     let mut serving = Serving::default();
-    let up = start(shares, &opened, sockets, &MountOptions::default(), &mut serving)?;
+    let up = start(shares, &opened, (sockets, kept), &MountOptions::default(), &mut serving)?;
     let nothing = Disks::open(&[], Vec::new())?;
     serve_until(endings, up, control, (nothing, serving), logging, ready).map(|()| 0)
 }
@@ -99,7 +106,8 @@ pub fn serve(
     let opened: Vec<_> = shares.iter().map(|share| sources.open(share)).collect::<Result<_>>()?;
     shares.iter().zip(&opened).try_for_each(|(share, source)| sources.watch(share, source))?;
     let sockets = Sockets::make(shares, inherited)?;
-    let up = start(shares, &opened, sockets, mount, &mut serving)?;
+    let kept = state::reach_all(shares)?;
+    let up = start(shares, &opened, (sockets, kept), mount, &mut serving)?;
     offered.start()?;
     serve_until(endings, up, Control::bind(), (offered, serving), logging, ready)
 }
@@ -154,6 +162,15 @@ fn refuse_doubles(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             let twice = before.iter().any(|other| other.virtiofs.as_ref() == Some(socket));
             ensure!(!twice, "the socket {} is given twice; each share needs its own", socket.display());
         }
+        if let Some(state) = &share.state {
+            let twice = before.iter().any(|other| other.state.as_ref() == Some(state));
+            ensure!(!twice, "the folder {} is given twice as --state; each share needs its own", state.display());
+            let is_device = share.virtiofs.is_some() || share.fd.is_some();
+            ensure!(is_device, "--state {}: it is for guests; add --virtiofs SOCKET", state.display());
+            let is_dir = matches!(share.kind(), Kind::Dir(_));
+            let source = share.source.display();
+            ensure!(is_dir, "--state {}: {source} is no directory, and ends with its server", state.display());
+        }
         if let Some(mount) = &share.mount {
             let twice = before.iter().any(|other| other.mount.as_ref() == Some(mount));
             ensure!(!twice, "the mount point {} is given twice; each share needs its own", mount.display());
@@ -207,12 +224,13 @@ impl Sockets {
 fn start(
     shares: &[Share],
     opened: &[Arc<dyn FileSystem>],
-    Sockets { bound, ninep }: Sockets,
+    (Sockets { bound, ninep }, kept): (Sockets, Vec<Option<Arc<Kept>>>),
     mount: &MountOptions,
     serving: &mut Serving,
 ) -> Result<Vec<Served>> {
     let mut up = Vec::new();
-    for (((share, opened_source), bound), listening) in shares.iter().zip(opened).zip(bound).zip(ninep) {
+    let sockets = bound.into_iter().zip(ninep).zip(kept);
+    for ((share, opened_source), ((bound, listening), kept)) in shares.iter().zip(opened).zip(sockets) {
         let mut served = Served::new(share, Arc::clone(opened_source));
         let source = source::seen(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
@@ -223,7 +241,7 @@ fn start(
         }
         if let Some(bound) = bound {
             serving
-                .start(bound, Arc::clone(&source), exports::device_options(share))
+                .start(bound, Arc::clone(&source), ferry_virtiofs::Options { kept, ..exports::device_options(share) })
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
         }
         if let Some(mountpoint) = &share.mount {

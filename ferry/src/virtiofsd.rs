@@ -191,16 +191,16 @@ struct Args {
     /// Without effect: `O_NOATIME` is kept wherever it is allowed.
     #[arg(long)]
     preserve_noatime: bool,
-    /// Without effect: there is no migration.
+    /// How files are found after a migration; always by their paths.
     #[arg(long, value_name = "MODE", value_parser = ["find-paths", "file-handles"])]
     migration_mode: Option<String>,
-    /// Without effect: there is no migration.
+    /// What to do about files that are not found after a migration.
     #[arg(long, value_name = "WHAT", value_parser = ["abort", "guest-error"])]
     migration_on_error: Option<String>,
-    /// Without effect: there is no migration.
+    /// Without effect: files are found by their paths.
     #[arg(long)]
     migration_verify_handles: bool,
-    /// Without effect: there is no migration.
+    /// Without effect: paths are always confirmed.
     #[arg(long)]
     migration_confirm_paths: bool,
 }
@@ -345,8 +345,14 @@ impl Args {
             (self.allow_direct_io, "--allow-direct-io"),
         ];
         line.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| flag.into()));
+        if let Some(what) = self.migration_on_error {
+            line.extend(["--migration-on-error".into(), what.into()]);
+        }
         set_limit(self.rlimit_nofile)?;
-        let notes = [(self.migration_mode.is_some(), "a guest that uses this back end cannot be migrated")];
+        let notes = [(
+            self.migration_mode.as_deref() == Some("file-handles"),
+            "files are found by their paths after a migration, not by file handles",
+        )];
         let notes = notes.into_iter().filter(|(on, _)| *on).map(|(_, note)| note.to_owned()).collect();
         Ok(Asked::Share(line, notes))
     }

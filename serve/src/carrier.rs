@@ -35,6 +35,11 @@ pub trait Carrier: ReplyBuffer {
     /// by it.
     fn token(&self) -> u64;
 
+    /// Whether a server before this one has taken the request already, and may have carried it out.
+    fn is_again(&self) -> bool {
+        false
+    }
+
     /// How another thread answers: with the whole encoded reply, header first. It may do so before
     /// [`crate::Server::serve`] has come back with [`Served::Later`] or [`Served::Parked`], and after the client is
     /// gone.

@@ -62,9 +62,11 @@
 
 mod carrier;
 mod data;
+mod kept;
 mod listing;
 mod mappings;
 mod mount;
+mod once;
 mod opening;
 mod operations;
 mod parked;
@@ -78,6 +80,7 @@ mod share;
 pub use carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
 pub use data::Unfinished;
 pub use ferry_engine::Complaints;
+pub use kept::TakeUpError;
 pub use mappings::{Answer, Mapping, Mappings};
 pub use mount::Mount;
 pub use passthrough::Backings;

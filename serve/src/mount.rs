@@ -4,9 +4,11 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ferry_state::{Init, Past, Slot};
 use ferry_vfs::{Attr, Caller, Errno, FileSystem, FileType, Handle, Ino, OFlags, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
+use crate::kept::{HeldLocks, Noted, Record};
 use crate::mappings::Mappings;
 use crate::parked::Waits;
 use crate::passthrough::Passthrough;
@@ -22,12 +24,30 @@ pub(crate) struct Open {
     pub(crate) is_dir: bool,
 }
 
+/// An inode that the client knows.
+#[derive(Default)]
+struct Known {
+    references: u64,
+    /// Where that is written down.
+    slot: Option<Slot>,
+}
+
+/// What is open.
+struct Opening {
+    count: u64,
+    /// All that it was opened with.
+    flags: OFlags,
+    /// Where that is written down.
+    noted: Noted,
+}
+
 #[derive(Default)]
 struct Shard {
-    references: HashMap<Ino, u64>,
-    /// How often each is open, and whether for writing.
-    opens: HashMap<Open, (u64, bool)>,
+    references: HashMap<Ino, Known>,
+    opens: HashMap<Open, Opening>,
 }
+
+mod saving;
 
 /// One client's session: what was agreed on, and what to give back when the client is gone.
 pub struct Mount {
@@ -39,6 +59,12 @@ pub struct Mount {
     pub(crate) passthrough: Option<Passthrough>,
     /// What maps files into the client's memory, if that was agreed on.
     pub(crate) mappings: Option<Arc<dyn Mappings>>,
+    init: Init,
+    /// Where all of this is written down for the server after this one.
+    record: Option<Record>,
+    locks: HeldLocks,
+    /// What the server before this one had begun.
+    past: Mutex<HashMap<u64, Past>>,
 }
 
 impl std::fmt::Debug for Mount {
@@ -53,9 +79,12 @@ impl Mount {
         negotiated: Negotiated,
         passthrough: Option<Passthrough>,
         mappings: Option<Arc<dyn Mappings>>,
+        (init, record): (Init, Option<Record>),
     ) -> Self {
         let shards = std::array::from_fn(|_| Mutex::default());
-        Self { id: SessionId::unique(), negotiated, source, shards, waits: Arc::default(), passthrough, mappings }
+        let (id, waits) = (SessionId::unique(), Arc::default());
+        let (locks, past) = (HeldLocks::default(), Mutex::default());
+        Self { id, negotiated, source, shards, waits, passthrough, mappings, init, record, locks, past }
     }
 
     /// Whether a client that leaves it to us is to use its window for a file.
@@ -90,7 +119,15 @@ impl Mount {
 
     /// The client is told of an inode, and has one reference more.
     pub(crate) fn refer(&self, ino: Ino) {
-        *self.shard(ino.0).references.entry(ino).or_insert(0) += 1;
+        let mut shard = self.shard(ino.0);
+        let known = shard.references.entry(ino).or_default();
+        known.references += 1;
+        let Some(record) = &self.record else { return };
+        match known.slot {
+            Some(slot) => record.references(slot, known.references),
+            None if known.references == 1 => known.slot = record.node(&*self.source, ino),
+            None => {}
+        }
     }
 
     /// Brings a file and what the client has of it in its window together; see [`Mappings::settle`].
@@ -106,10 +143,13 @@ impl Mount {
     /// The client gives references back; never more than it has.
     pub(crate) fn forget(&self, ino: Ino, count: u64) {
         let mut shard = self.shard(ino.0);
-        let Some(held) = shard.references.get_mut(&ino) else { return };
-        let count = count.min(*held);
-        *held -= count;
-        let is_gone = *held == 0;
+        let Some(known) = shard.references.get_mut(&ino) else { return };
+        let count = count.min(known.references);
+        known.references -= count;
+        let is_gone = known.references == 0;
+        if let (Some(record), Some(slot)) = (&self.record, known.slot) {
+            if is_gone { record.remove(slot) } else { record.references(slot, known.references) }
+        }
         if is_gone {
             shard.references.remove(&ino);
         }
@@ -123,30 +163,39 @@ impl Mount {
     /// The client has opened something, with these flags.
     pub(crate) fn opened(&self, open: Open, flags: OFlags) {
         let mut shard = self.shard(open.ino.0);
-        let (count, writes) = shard.opens.entry(open).or_insert((0, false));
-        *count += 1;
-        *writes |= flags.intersects(OFlags::WRONLY | OFlags::RDWR);
+        let opening =
+            shard.opens.entry(open).or_insert(Opening { count: 0, flags: OFlags::empty(), noted: Noted::default() });
+        opening.count += 1;
+        opening.flags |= flags;
+        if let (Some(record), 1) = (&self.record, opening.count) {
+            opening.noted = record.opened(&*self.source, self.id, open, flags);
+        }
     }
 
     /// Whether the client has this open for writing.
     pub(crate) fn writes(&self, open: Open) -> bool {
-        self.shard(open.ino.0).opens.get(&open).is_some_and(|(_, writes)| *writes)
+        self.shard(open.ino.0).opens.get(&open).is_some_and(Opening::writes)
     }
 
     /// Whether the client has a file open for writing, by whichever handle.
     pub(crate) fn writes_to(&self, ino: Ino) -> bool {
-        self.shard(ino.0).opens.iter().any(|(open, (_, writes))| open.ino == ino && *writes)
+        self.shard(ino.0).opens.iter().any(|(open, opening)| open.ino == ino && opening.writes())
     }
 
     /// The client closes a handle, which must be its own.
     pub(crate) fn release(&self, caller: &Caller<'_>, open: Open) -> Result<()> {
         let mut shard = self.shard(open.ino.0);
-        let (count, _) = shard.opens.get_mut(&open).ok_or(Errno::BADF)?;
-        *count -= 1;
-        if *count == 0 {
+        let opening = shard.opens.get_mut(&open).ok_or(Errno::BADF)?;
+        opening.count -= 1;
+        if opening.count == 0 {
+            if let Some(record) = &self.record {
+                record.closed(&opening.noted);
+            }
             shard.opens.remove(&open);
         }
+        let is_last = !shard.opens.keys().any(|other| other.ino == open.ino);
         drop(shard);
+        self.locks.released(self.record.as_ref(), open, is_last);
         self.close(caller, open);
         Ok(())
     }
@@ -164,8 +213,18 @@ impl Mount {
     }
 }
 
+impl Opening {
+    fn writes(&self) -> bool {
+        self.flags.intersects(OFlags::WRONLY | OFlags::RDWR)
+    }
+}
+
 impl Drop for Mount {
     fn drop(&mut self) {
+        if self.record.as_ref().is_some_and(Record::is_current) {
+            // The server ends, and not the client: what it holds is the next server's. Nothing is given up, also no lock.
+            return;
+        }
         let caller = Caller { session: self.id, ..Caller::default() };
         // A source that panics for one of them still gets the others.
         let sure = |give_back: &dyn Fn()| {
@@ -176,11 +235,11 @@ impl Drop for Mount {
         for shard in &self.shards {
             let Shard { references, opens } =
                 std::mem::take(&mut *shard.lock().unwrap_or_else(PoisonError::into_inner));
-            for (open, (count, _)) in opens {
-                (0..count).for_each(|_| sure(&|| self.close(&caller, open)));
+            for (open, opening) in opens {
+                (0..opening.count).for_each(|_| sure(&|| self.close(&caller, open)));
             }
-            for (ino, count) in references {
-                sure(&|| self.source.forget(ino, count));
+            for (ino, known) in references {
+                sure(&|| self.source.forget(ino, known.references));
             }
         }
     }

@@ -33,6 +33,10 @@ impl Server {
             true => Err(Errno::ROFS),
             false => settled_before(cx, operation).and_then(|()| self.dispatch(cx, operation, carrier)),
         };
+        let served = match served {
+            Err(errno) if self.repeats => self.repeated(cx, operation, errno, carrier),
+            served => served,
+        };
         if cx.mount.mappings.is_some() && matches!(operation, Operation::Fallocate { .. }) {
             // What fails here fails again when the file is closed.
             let _ = cx.mount.settle(cx.ino);
@@ -58,7 +62,14 @@ impl Server {
         let (caller, ino) = (&cx.caller, cx.ino);
         match *operation {
             Operation::Read(ref range) => return self.read(cx, range, carrier),
-            Operation::Write { ref range, .. } => return self.write(cx, range, carrier),
+            Operation::Write { ref range, .. } => {
+                let mut range = *range;
+                if carrier.is_again() {
+                    // It may have been appended already: it goes to where the client saw the end.
+                    range.flags -= OFlags::APPEND;
+                }
+                return self.write(cx, &range, carrier);
+            }
             Operation::Lookup { name } => return self.lookup(cx, name, carrier),
             // For file handles of inodes that the client's kernel has forgotten.
             Operation::LookupSelf => return self.entry(cx, source.lookup_self(caller, ino)?, carrier),
@@ -105,6 +116,7 @@ impl Server {
             Operation::Rmdir { name } => source.rmdir(caller, ino, name)?,
             Operation::Rename { name, new_dir, new_name, flags } => {
                 source.rename(caller, (ino, name), (new_dir, new_name), flags)?;
+                cx.mount.renamed(caller, &[(new_dir, new_name), (ino, name)]);
             }
             Operation::Open { flags, clear_privileges } => return self.open(cx, flags, clear_privileges, carrier),
             Operation::Create { name, ref new, flags, clear_privileges } => {
@@ -120,6 +132,7 @@ impl Server {
             Operation::Readdir { ref at, bytes_max } => return self.readdir(cx, at, bytes_max, carrier),
             Operation::Flush { handle, owner } => {
                 self.publish_passed(cx, handle);
+                cx.mount.unlocked_all(ino, owner);
                 source.flush(caller, ino, handle, owner)?;
             }
             Operation::Release(release) => {
@@ -203,6 +216,7 @@ impl Server {
                     // It has nobody to wake.
                     return Err(Errno::IO);
                 };
+                cx.mount.locked(ino, &lock);
                 return Ok(self.granted(cx, lock.kind, carrier));
             }
             Operation::SetLock { lock, wait: true } => return self.wait_for_lock(cx, &lock, carrier),
@@ -307,7 +321,11 @@ impl Server {
         let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.mount.negotiated());
         let (later, watched) = (carrier.later(), self.watched.take());
         let changes = source.changes().cloned();
+        let (mount, asked, on) = (Arc::downgrade(cx.mount), *request, cx.ino);
         let answer = move |outcome: Result<()>| {
+            if let (Ok(()), Some(mount)) = (outcome, mount.upgrade()) {
+                mount.locked(on, &asked);
+            }
             let answer = move || {
                 later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
                 if let Some(watched) = watched {
@@ -338,7 +356,10 @@ impl Server {
                 cx.mount.waits.park(unique, wait);
                 Ok(Served::Parked)
             }
-            Ok(Locked::Done) => Ok(self.granted(cx, lock.kind, carrier)),
+            Ok(Locked::Done) => {
+                cx.mount.locked(ino, request);
+                Ok(self.granted(cx, lock.kind, carrier))
+            }
             Err(errno) => Err(errno),
         }
     }

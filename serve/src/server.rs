@@ -4,6 +4,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use ferry_state::{Init, Journal};
 use ferry_vfs::{Caller, Errno, Ino};
 use ferry_wire::fuse::{
     IN_HEADER_BYTES, InitError, InitFlags, InitOutcome, InitRequest, Negotiated, Operation, REQUEST_HEAD_BYTES_MAX,
@@ -12,6 +13,7 @@ use ferry_wire::fuse::{
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
 use crate::data::{Moving, Unfinished};
+use crate::kept::Record;
 use crate::mount::Mount;
 use crate::passthrough::Passthrough;
 use crate::reply::{self, Written};
@@ -38,6 +40,10 @@ pub struct Server {
     moving: Vec<Option<Moving>>,
     /// The request being served, if its outcome is to be logged.
     pub(crate) watched: Option<Box<Watched>>,
+    /// What became of requests that must not be carried out twice.
+    pub(crate) journal: Option<Journal>,
+    /// A server before this one may have carried out the request being served.
+    pub(crate) repeats: bool,
 }
 
 impl std::fmt::Debug for Server {
@@ -80,7 +86,16 @@ impl Server {
             referred: Vec::new(),
             moving: Vec::new(),
             watched: None,
+            journal: None,
+            repeats: false,
         }
+    }
+
+    /// Writes down, if anything is, which requests begin and end, as worker number `worker`.
+    #[must_use]
+    pub fn with_journal(self, worker: usize) -> Self {
+        let journal = self.session.kept.as_ref().map(|kept| kept.journal(worker));
+        Self { journal, ..self }
     }
 
     /// Serves a request: copies it, once, and serves the copy. A panic of the source passes through: a worker that
@@ -135,7 +150,7 @@ impl Server {
                 let security = if agreed { request.extensions.security } else { SecurityContexts::default() };
                 let Request { unique, ino, uid, gid, pid, operation, .. } = request;
                 let caller = Caller { session: mount.id(), uid, gid, pid, groups };
-                self.serve_operation(&Context { caller, mount, ino, unique, security }, &operation, carrier)
+                self.serve_once(&Context { caller, mount, ino, unique, security }, &operation, carrier)
             }
             (Ok(request), None) => match request.operation.reply_kind() {
                 Some(_) => Served::Reply(reply::write_error(carrier, request.unique, Errno::NOTCONN)),
@@ -180,7 +195,10 @@ impl Server {
                 let backings = backings.filter(|_| negotiated.has(InitFlags::PASSTHROUGH));
                 let passthrough = backings.map(|backings| Passthrough::new(Arc::clone(backings)));
                 let mappings = mappings.filter(|_| negotiated.has(InitFlags::MAP_ALIGNMENT)).cloned();
-                let mount = Mount::new(Arc::clone(&self.share.source), negotiated, passthrough, mappings);
+                let kept = init_of(init, &negotiated);
+                let record = self.session.kept.as_ref().map(|keeping| Record::begin(keeping, kept));
+                let source = Arc::clone(&self.share.source);
+                let mount = Mount::new(source, negotiated, passthrough, mappings, (kept, record));
                 self.session.set_mount(Some(Arc::new(mount)));
                 reply::write(buffer, unique, &negotiated, &Reply::Init(answer)).bytes()
             }
@@ -196,7 +214,7 @@ impl Server {
 
     pub(crate) fn end_session(&mut self) {
         self.mount = None;
-        self.session.set_mount(None);
+        self.session.end();
     }
 
     /// Remembers what to do when the transfer with this token ends.
@@ -243,6 +261,15 @@ impl Server {
     /// gives back what it held only then.
     pub fn batch_end(&mut self) {
         self.mount = None;
+    }
+}
+
+pub(crate) fn init_of(init: &InitRequest, negotiated: &Negotiated) -> Init {
+    Init {
+        minor: init.minor,
+        max_readahead_bytes: init.max_readahead_bytes,
+        offered: init.flags.bits(),
+        agreed: negotiated.flags.bits(),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
+use ferry_state::Kept;
 use ferry_wire::fuse::{InitRequest, Wanted};
 
 use crate::mappings::Mappings;
@@ -18,6 +19,8 @@ pub struct Session {
     pub(crate) adjust: Option<Box<Adjust>>,
     pub(crate) backings: Option<Arc<dyn Backings>>,
     pub(crate) mappings: Option<Arc<dyn Mappings>>,
+    /// Where what the client holds is written down.
+    pub(crate) kept: Option<Arc<Kept>>,
 }
 
 impl std::fmt::Debug for Session {
@@ -47,6 +50,12 @@ impl Session {
         Self { mappings: Some(mappings), ..self }
     }
 
+    /// Writes down what the client holds, for the server after this one.
+    #[must_use]
+    pub fn with_kept(self, kept: Arc<Kept>) -> Self {
+        Self { kept: Some(kept), ..self }
+    }
+
     /// What the client holds, between INIT and DESTROY.
     pub fn mount(&self) -> Option<Arc<Mount>> {
         self.mount.read().unwrap_or_else(PoisonError::into_inner).clone()
@@ -55,6 +64,9 @@ impl Session {
     /// Ends the session, as DESTROY does: for a client that vanished. What it held is given back when no batch of
     /// requests uses it any more.
     pub fn end(&self) {
+        if let Some(kept) = &self.kept {
+            kept.begin(None);
+        }
         self.set_mount(None);
     }
 

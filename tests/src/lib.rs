@@ -12,6 +12,7 @@ pub mod disks;
 pub mod mounts;
 pub mod ninep;
 pub mod suites;
+pub mod survivor;
 
 use std::ffi::OsString;
 use std::io::Read;

@@ -1,5 +1,6 @@
 //! The verbs of the contract.
 
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::{
@@ -318,4 +319,44 @@ pub trait FileSystem: Send + Sync {
     fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
         Err(Errno::NOSYS)
     }
+
+    /// How another process, which shares the same files, finds an inode again: bytes that mean something to its
+    /// [`Self::adopt`] only. They stay good, whatever happens to the inode's name, if that is possible `within` these bounds.
+    fn identify(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Whether what [`Self::identify`] answers for what is in this directory depends on its name.
+    fn follows_names(&self, dir: Ino) -> bool {
+        false
+    }
+
+    /// Lets an inode be known by the number that it had in another process, with so many references. A client may have
+    /// written the `identity`: it leads to nothing that a lookup would not lead to. `file` is open, and leads to the
+    /// inode if the identity does not any more; of it nothing need be believed either.
+    fn adopt(&self, ino: Ino, references: u64, identity: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Opens a file or directory under the number that it had in another process, with the flags that it was opened
+    /// with there, or takes the descriptor that it had there.
+    fn adopt_open(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        flags: OFlags,
+        file: Option<OwnedFd>,
+    ) -> Result<()> {
+        Err(Errno::NOSYS)
+    }
+}
+
+/// Between which processes an inode is to be found again ([`FileSystem::identify`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bounds {
+    /// On this host, while nothing is mounted anew.
+    Host,
+    /// Wherever the same tree is, by names.
+    Paths,
 }

@@ -31,6 +31,10 @@ struct Shard<T> {
     free: Vec<usize>,
 }
 
+/// The most that a shard may be made longer by [`Handles::adopt`]: a million open files in all, more than a process has
+/// descriptors. Whoever says which numbers there were is not always to be trusted.
+const ADOPTED_SLOTS_MAX: usize = 1 << 16;
+
 /// The open files and directories of a source: what it keeps for each, by its [`Handle`]. A handle is only found by the
 /// session and with the inode that it was made for, and a number that was removed finds nothing, also when its place is
 /// used again. (Until then, 2^32 others had that place.)
@@ -74,6 +78,31 @@ impl<T> Handles<T> {
         slot.open = Some(Open { session, ino, value: Arc::new(value) });
         let low = index << SHARD_BITS | shard_index;
         Ok(Handle((u64::from(slot.generation) << 32) | low as u64))
+    }
+
+    /// Adds an open file under the number that it had in another process.
+    ///
+    /// # Errors
+    /// `NFILE` for a number that is too great, `EXIST` for one that is in use.
+    pub fn adopt(&self, session: SessionId, ino: Ino, handle: Handle, value: T) -> Result<()> {
+        let (generation, index, shard) = parts(handle);
+        let mut shard = self.shards[shard].write().unwrap_or_else(PoisonError::into_inner);
+        if index >= ADOPTED_SLOTS_MAX {
+            return Err(Errno::NFILE);
+        }
+        while shard.slots.len() <= index {
+            let new = shard.slots.len();
+            shard.slots.push(Slot { generation: 0, open: None });
+            shard.free.push(new);
+        }
+        let slot = &mut shard.slots[index];
+        if slot.open.is_some() {
+            return Err(Errno::EXIST);
+        }
+        slot.generation = generation;
+        slot.open = Some(Open { session, ino, value: Arc::new(value) });
+        shard.free.retain(|free| *free != index);
+        Ok(())
     }
 
     /// Calls `f` with an open file of this session and inode, with the lock of its shard held shared.
@@ -157,6 +186,27 @@ mod tests {
         assert!(again.iter().all(|handle| !made.contains(handle)));
         for handle in made.iter().chain([&Handle(u64::MAX), &Handle(1 << 31)]) {
             assert!((0..40).all(|n| handles.get(session, Ino(n), *handle).is_err()));
+        }
+    }
+
+    #[test]
+    fn adopted_handles_keep_their_numbers_and_leave_the_others_free() {
+        let session = SessionId::unique();
+        let before = Handles::default();
+        let made: Vec<Handle> = (0..100).map(|n| before.insert(session, Ino(n), n).unwrap()).collect();
+        let after = Handles::default();
+        for (n, handle) in made.iter().enumerate().filter(|(n, _)| n % 3 == 0).rev() {
+            after.adopt(session, Ino(n as u64), *handle, n as u64).unwrap();
+            assert_eq!(after.adopt(session, Ino(n as u64), *handle, 0), Err(Errno::EXIST));
+        }
+        assert_eq!(after.len(), 34);
+        let more: Vec<Handle> = (0..100).map(|n| after.insert(session, Ino(1000), n).unwrap()).collect();
+        assert!(more.iter().all(|new| made.iter().step_by(3).all(|old| old != new)));
+        for (n, handle) in made.iter().enumerate().step_by(3) {
+            assert_eq!(after.remove(session, Ino(n as u64), *handle).as_deref(), Ok(&(n as u64)));
+        }
+        for wild in [Handle(u64::MAX), Handle(u64::from(u32::MAX))] {
+            assert_eq!(after.adopt(session, Ino(1), wild, 0), Err(Errno::NFILE));
         }
     }
 }

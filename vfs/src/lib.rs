@@ -133,7 +133,7 @@ pub use attr::openable;
 pub use backing::{Backing, Extent, Memory, Segment};
 pub use change::{Change, Changes, Listener, Subscription, Told};
 pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};
-pub use fs::{DirOutput, FileSystem, Input, Output};
+pub use fs::{Bounds, DirOutput, FileSystem, Input, Output};
 pub use handles::Handles;
 pub use locks::{Lockable, Locks};
 pub use name::{Name, NameBuf};

@@ -19,9 +19,16 @@ pub struct Chain {
     pub(crate) writable: Vec<Segment>,
     /// Some of it may not be there when it is touched, or not be writable: only the kernel copies, who takes no harm.
     pub(crate) fragile: bool,
+    /// It was in flight when a server before this one ended.
+    pub(crate) again: bool,
 }
 
 impl Chain {
+    /// Whether a server before this one has taken the request already, and may have carried it out.
+    pub fn is_again(&self) -> bool {
+        self.again
+    }
+
     /// How many bytes the driver sent.
     pub fn readable_bytes(&self) -> usize {
         total(&self.readable)
@@ -75,6 +82,7 @@ impl Chain {
         self.readable.clear();
         self.writable.clear();
         self.fragile = false;
+        self.again = false;
     }
 }
 

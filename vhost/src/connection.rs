@@ -14,6 +14,7 @@ use vhost::vhost_user::{Error, Result};
 use crate::Device;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
+use crate::migration::Transfer;
 use crate::ring::{RingAddresses, RingSetup};
 use crate::window::{Told, Window};
 use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Start, Worker};
@@ -77,6 +78,8 @@ pub(crate) struct Connection<D: Device> {
     complaints: Arc<Complaints>,
     /// The shared memory region, if the device has one.
     window: Option<Arc<Window>>,
+    /// The device's state on its way to another host, or from there.
+    transfer: Option<Transfer>,
 }
 
 impl<D: Device> Connection<D> {
@@ -85,17 +88,23 @@ impl<D: Device> Connection<D> {
         let workers = (0..device.worker_count()).map(|_| None).collect();
         let session = Arc::new(device.session());
         let window = device.window_bytes().map(|bytes| Arc::new(Window::new(bytes)));
+        let inflight = device.in_flight().map(|file| Area::open_own(file, device.queue_count()));
+        let inflight = inflight.transpose().unwrap_or_else(|error| {
+            tracing::error!("what is in flight would be lost if this server were killed: {error}");
+            None
+        });
         Self {
             device,
             session,
             memory: Memory::default(),
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
-            inflight: None,
+            inflight,
             queues,
             workers,
             complaints: Arc::default(),
             window,
+            transfer: None,
         }
     }
 
@@ -117,6 +126,7 @@ impl<D: Device> Connection<D> {
         let window = VhostUserProtocolFeatures::SHMEM | VhostUserProtocolFeatures::BACKEND_SEND_FD;
         features.set(window, self.window.is_some());
         features.set(VhostUserProtocolFeatures::BACKEND_REQ, self.device.changes_config() || self.window.is_some());
+        features.set(VhostUserProtocolFeatures::DEVICE_STATE, self.device.migrates());
         features.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.device.tracks_in_flight());
         features
     }
@@ -160,7 +170,8 @@ impl<D: Device> Connection<D> {
             let handler = device.handler(&session, index, Arc::clone(&mine));
             drop(session);
             let habits = Habits { gathers: device.gathers(), registers_memory: device.registers_memory() };
-            match Worker::new(handler, mine, device.worker_options(index), habits, complaints) {
+            let last = device.last();
+            match Worker::new(handler, mine, device.worker_options(index), habits, last.as_ref(), complaints) {
                 Ok(worker) => {
                     let _ = ready.send(Ok(()));
                     if let Err(error) = worker.run() {
@@ -263,6 +274,17 @@ impl<D: Device> Connection<D> {
         if let (Some(area), Some(kept)) = (&self.inflight, self.device.kept(&self.session)) {
             area.keep(kept);
         }
+    }
+
+    /// The front end is gone for good.
+    pub(crate) fn gone(&mut self) {
+        for index in 0..self.queues.len() {
+            self.stop(index);
+        }
+        if let Some(area) = &self.inflight {
+            area.clear();
+        }
+        self.device.gone(&self.session);
     }
 
     fn reset(&mut self) {

@@ -105,6 +105,13 @@ impl Area {
         Ok(Arc::new(Self { map, queues: kept.num_queues, size: kept.queue_size, note_at }))
     }
 
+    /// Maps memory that the device has kept itself.
+    pub(crate) fn open_own(file: File, queues: usize) -> Result<Arc<Self>, LogError> {
+        let bytes = file.metadata().map_or(0, |metadata| metadata.len());
+        let VhostUserInflight { num_queues, queue_size, .. } = own(queues);
+        Self::open(&VhostUserInflight::new(bytes, 0, num_queues, queue_size), file, queues)
+    }
+
     fn note(&self) -> Option<Cells> {
         let start = self.map.as_ptr().wrapping_add(self.note_at?);
         // SAFETY: the mapping holds so many bytes from there on, and `self` keeps it alive for longer than the callers use
@@ -160,6 +167,20 @@ fn area_bytes(asked: &VhostUserInflight, queues_max: usize) -> Result<usize, Log
     }
 }
 
+/// Memory for what is in flight of a device of so many queues, for [`Device::in_flight`](crate::Device::in_flight).
+///
+/// # Errors
+/// There is none left.
+pub fn in_flight_memory(queues: usize) -> std::io::Result<File> {
+    let made = Area::make(&own(queues), queues);
+    made.map(|(_, file)| file).map_err(std::io::Error::other)
+}
+
+/// What a device asks of itself.
+fn own(queues: usize) -> VhostUserInflight {
+    VhostUserInflight::new(0, 0, u16::try_from(queues).unwrap_or(u16::MAX), QUEUE_SIZE_MAX)
+}
+
 /// One queue's part of the memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Region {
@@ -185,6 +206,11 @@ impl Region {
             },
             version => Err(LogError::Version(version)),
         }
+    }
+
+    /// Forgets what is in it: it is that of a ring that is gone.
+    pub(crate) fn forget(&self) {
+        self.cells.store_u16(VERSION_AT, 0, Ordering::Release);
     }
 
     /// The rest is filled in: from now on it counts.

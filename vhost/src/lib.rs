@@ -25,6 +25,7 @@ mod gather;
 mod inflight;
 mod io;
 mod memory;
+mod migration;
 mod ring;
 mod server;
 mod shared;
@@ -35,6 +36,7 @@ mod worker;
 
 pub use chain::Chain;
 pub use ferry_engine::Complaints;
+pub use inflight::in_flight_memory;
 pub use io::Io;
 pub use server::{Ended, Server, ServerError};
 pub use socket::{Socket, SocketError};
@@ -105,6 +107,36 @@ pub trait Device: Send + Sync + 'static {
     fn negotiated(&self, _session: &Self::Session, _features: u64) {}
     /// The driver has reset the device: what it wrote to the configuration space is void.
     fn reset(&self, _session: &Self::Session) {}
+    /// Memory of what is in flight that the device keeps itself ([`in_flight_memory`]), wherever a front end may or may not
+    /// keep some. Chains may be [`Answer::Parked`], and are served again; those that were taken before say so
+    /// ([`Chain::is_again`]).
+    fn in_flight(&self) -> Option<std::fs::File> {
+        None
+    }
+    /// What is to be the last thing to go when this process ends, after all of its transfers.
+    fn last(&self) -> Option<std::sync::Arc<ferry_vfs::Backing>> {
+        None
+    }
+    /// The front end is gone, and this server stays: what the driver held is void.
+    fn gone(&self, _session: &Self::Session) {}
+    /// Whether the device's state can be taken to another host: [`save`](Self::save) and [`load`](Self::load).
+    fn migrates(&self) -> bool {
+        false
+    }
+    /// The device's state, while all queues are stopped.
+    ///
+    /// # Errors
+    /// Why there is none, in a sentence.
+    fn save(&self, _session: &Self::Session) -> Result<Vec<u8>, String> {
+        Err("the device has no state".into())
+    }
+    /// Goes on from a state that was saved elsewhere. The front end hands it over, and may have changed it.
+    ///
+    /// # Errors
+    /// What is wrong with it, in a sentence.
+    fn load(&self, _session: &Self::Session, _state: &[u8]) -> Result<(), String> {
+        Err("the device has no state".into())
+    }
     /// How many workers serve the queues.
     fn worker_count(&self) -> usize;
     /// Which worker serves queue `index`.

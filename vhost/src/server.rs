@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -45,11 +46,16 @@ impl Ended {
     }
 }
 
+/// Do not wait.
+const NOW: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+
 #[derive(Debug)]
 struct Stop {
     event: OwnedFd,
     /// The front end that is connected now.
     stream: Mutex<Option<UnixStream>>,
+    /// The front end had gone before it was time to stop.
+    had_left: AtomicBool,
     /// How to reach the front end unasked.
     channel: Channel,
 }
@@ -61,7 +67,12 @@ impl Server {
     /// [`ServerError`].
     pub fn start<D: Device>(listener: UnixListener, device: D, name: &str) -> Result<Self, ServerError> {
         let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| ServerError(error.into()))?;
-        let stop = Arc::new(Stop { event, stream: Mutex::new(None), channel: Channel::default() });
+        let stop = Arc::new(Stop {
+            event,
+            stream: Mutex::new(None),
+            had_left: AtomicBool::new(false),
+            channel: Channel::default(),
+        });
         let (mine, device) = (Arc::clone(&stop), Arc::new(device));
         let ended = Ended::default();
         let over = ended.clone();
@@ -92,11 +103,18 @@ impl Server {
 
     fn stop_and_join(&mut self) {
         let Some(thread) = self.thread.take() else { return };
+        let stream = self.stop.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let had_left = stream.as_ref().is_some_and(|stream| {
+            let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+            poll(&mut fds, Some(&NOW)).is_ok_and(|ready| ready > 0)
+        });
+        self.stop.had_left.store(had_left, Ordering::Relaxed);
         let _ = rustix::io::write(&self.stop.event, &1u64.to_ne_bytes());
-        if let Some(stream) = self.stop.stream.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        if let Some(stream) = stream.as_ref() {
             // It may have gone by itself.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
+        drop(stream);
         if thread.join().is_err() {
             tracing::error!("the thread of a share panicked");
         }
@@ -138,7 +156,7 @@ impl Stop {
 
     fn is_set(&self) -> bool {
         let mut fds = [PollFd::new(&self.event, PollFlags::IN)];
-        poll(&mut fds, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+        poll(&mut fds, Some(&NOW)).is_ok_and(|ready| ready > 0)
     }
 }
 
@@ -156,7 +174,7 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
         if !stop.is_set() {
             tracing::debug!("a front end connected");
             stop.channel.begin();
-            converse(device, stream, &stop.channel);
+            converse(device, stream, stop);
             stop.channel.end();
             tracing::debug!("the front end is gone");
         }
@@ -168,13 +186,26 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
 }
 
 /// Speaks with one front end until it goes or says something that cannot be.
-fn converse<D: Device>(device: &Arc<D>, stream: UnixStream, channel: &Channel) {
-    let Ok(ours) = stream.try_clone() else {
+fn converse<D: Device>(device: &Arc<D>, stream: UnixStream, stop: &Stop) {
+    let Ok(watched) = stream.try_clone() else {
         tracing::error!("the front end is let go: there is no descriptor left");
         return;
     };
     let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device))));
-    let mut requests = BackendReqHandler::from_stream(stream, Arc::clone(&connection));
+    listen(device, stream, watched, &connection, &stop.channel);
+    if !stop.is_set() || stop.had_left.load(Ordering::Relaxed) {
+        connection.lock().unwrap_or_else(PoisonError::into_inner).gone();
+    }
+}
+
+fn listen<D: Device>(
+    device: &Arc<D>,
+    stream: UnixStream,
+    ours: UnixStream,
+    connection: &Arc<Mutex<Connection<D>>>,
+    channel: &Channel,
+) {
+    let mut requests = BackendReqHandler::from_stream(stream, Arc::clone(connection));
     loop {
         let acknowledges = || connection.lock().unwrap_or_else(PoisonError::into_inner).acknowledges();
         let takes_channel = device.changes_config() || device.window_bytes().is_some();

@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
+use ferry_vfs::Backing;
+
 use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
@@ -153,10 +155,14 @@ impl<H: QueueHandler> Worker<H> {
         port: Arc<Port<H::Message>>,
         options: WorkerOptions,
         habits: Habits,
+        last: Option<&Arc<Backing>>,
         complaints: Arc<Complaints>,
     ) -> Result<Self, TransfersError> {
         let mut transfers = Transfers::new(options.io, u32::from(QUEUE_SIZE_MAX))?;
         transfers.watch(&port.0).map_err(TransfersError::Setup)?;
+        if let Some(last) = last {
+            transfers.hold(last);
+        }
         Ok(Self {
             handler,
             port,
@@ -368,6 +374,10 @@ impl<H: QueueHandler> Worker<H> {
         let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
         let begin = Begin::after(stopped_at, base);
         let owes_signal = log.is_some();
+        if let (Some(log), Some(_), Begin::At(_)) = (&log, stopped_at, begin) {
+            // All that this process took of the ring before is answered, or of a driver that has begun anew.
+            log.forget();
+        }
         if self.habits.registers_memory {
             self.register(&memory);
         }

@@ -149,6 +149,31 @@ impl Driver {
         Ok(())
     }
 
+    /// Stops all queues and has the server write its state; they go on with [`Driver::migrate`].
+    ///
+    /// # Errors
+    /// [`Error::Vhost`](crate::Error::Vhost): among others when the server cannot.
+    pub fn save(&mut self) -> Result<(Vec<u8>, Vec<u16>)> {
+        let stopped = (0..self.queues.len()).map(|index| self.link.stop(index)).collect::<Result<Vec<u16>>>()?;
+        Ok((self.link.save()?, stopped))
+    }
+
+    /// Goes on with the server that listens at `path`, which takes up the state (see [`Driver::save`]) of the one before.
+    ///
+    /// # Errors
+    /// As [`Driver::connect`].
+    pub fn migrate(&mut self, path: impl AsRef<Path>, (state, stopped): &(Vec<u8>, Vec<u16>)) -> Result<()> {
+        self.path = path.as_ref().to_owned();
+        self.link.close();
+        self.link = Link::open(&self.path, &self.config, &self.memory, None)?;
+        self.link.load(state)?;
+        for (index, base) in stopped.iter().enumerate() {
+            self.queues[index].reattach(self.link.socket()?)?;
+            self.start_with(index, self.parameters(index, *base))?;
+        }
+        Ok(())
+    }
+
     /// Does what a guest's reboot does: resets the device and starts all queues with fresh rings. What was in flight is
     /// forgotten.
     ///

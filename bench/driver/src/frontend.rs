@@ -1,14 +1,15 @@
 //! The vhost-user conversation: from the socket to running queues.
 
 use std::fs::File;
-use std::io::ErrorKind;
-use std::os::fd::AsRawFd;
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use vhost::vhost_user::message::{
-    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures as Protocol,
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight,
+    VhostUserProtocolFeatures as Protocol,
 };
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
@@ -146,7 +147,7 @@ impl Link {
         let vrings = config.vrings();
         let offered = tell(dog, "GET_PROTOCOL_FEATURES", || frontend.get_protocol_features())?;
         let mut wanted = Protocol::MQ | Protocol::CONFIG | Protocol::REPLY_ACK | Protocol::CONFIGURE_MEM_SLOTS;
-        wanted |= Protocol::RESET_DEVICE;
+        wanted |= Protocol::RESET_DEVICE | Protocol::DEVICE_STATE;
         wanted.set(Protocol::INFLIGHT_SHMFD, config.inflight);
         let window = Protocol::SHMEM | Protocol::BACKEND_REQ | Protocol::BACKEND_SEND_FD;
         wanted.set(window, config.window);
@@ -265,6 +266,36 @@ impl Link {
         u16::try_from(base).map_err(|_| Error::BadReply(format!("GET_VRING_BASE answers {base}")))
     }
 
+    /// Lets the server know that this is the end.
+    pub(crate) fn close(&self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Has the server write its state, while all queues are stopped.
+    pub(crate) fn save(&self) -> Result<Vec<u8>> {
+        let (mut ours, theirs) = std::io::pipe()?;
+        self.transfer(VhostTransferStateDirection::SAVE, theirs.into())?;
+        let mut state = Vec::new();
+        ours.read_to_end(&mut state)?;
+        tell(&self.watchdog, "CHECK_DEVICE_STATE", || self.frontend.check_device_state())?;
+        Ok(state)
+    }
+
+    /// Has the server go on from a state, before any queue starts.
+    pub(crate) fn load(&self, state: &[u8]) -> Result<()> {
+        let (theirs, mut ours) = std::io::pipe()?;
+        self.transfer(VhostTransferStateDirection::LOAD, theirs.into())?;
+        ours.write_all(state)?;
+        drop(ours);
+        tell(&self.watchdog, "CHECK_DEVICE_STATE", || self.frontend.check_device_state())
+    }
+
+    fn transfer(&self, direction: VhostTransferStateDirection, pipe: OwnedFd) -> Result<()> {
+        let stopped = VhostTransferStatePhase::STOPPED;
+        let sent = || self.frontend.set_device_state_fd(direction, stopped, pipe);
+        tell(&self.watchdog, "SET_DEVICE_STATE_FD", sent).map(drop)
+    }
+
     /// The tag and the number of request queues from the configuration space.
     pub(crate) fn config_space(&mut self) -> Result<(String, u32)> {
         let bytes = self.read_config(0, CONFIG_BYTES)?;
@@ -289,7 +320,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         // The queues hold handles of the socket too; the server shall see the end now.
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        self.close();
     }
 }
 

@@ -1,18 +1,21 @@
 //! The virtio-fs device (VIRTIO 1.3, section 5.11).
 
-use std::sync::Arc;
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_serve::{Mappings, Server, Session, Share, ShareOptions};
-use ferry_vfs::FileSystem;
-use ferry_vhost::{Device, Port, Window, WorkerOptions};
+use ferry_state::Saved;
+use ferry_vfs::{Backing, Bounds, Errno, FileSystem, Ino};
+use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
 
 use crate::dax::Dax;
 use crate::handler::Handler;
-use crate::{Options, Tag};
+use crate::{Error, OnMigrationError, Options, Tag};
 
 /// The queue that carries FORGET and INTERRUPT ahead of everything else; the request queues follow it.
-const HIGH_PRIORITY_QUEUES: usize = 1;
+pub(crate) const HIGH_PRIORITY_QUEUES: usize = 1;
 
 /// A share as a device.
 pub(crate) struct VirtioFs {
@@ -21,6 +24,10 @@ pub(crate) struct VirtioFs {
     /// One for each request queue, but no more than there are CPUs for them to run on: two workers that take turns
     /// on one CPU do worse than one that serves both queues in one pass.
     request_workers: usize,
+    /// The guest of the server before this one, until its front end connects.
+    before: Mutex<Option<Arc<Session>>>,
+    /// A front end has asked for the window.
+    has_window: AtomicBool,
 }
 
 /// One guest.
@@ -30,7 +37,7 @@ pub(crate) struct Guest {
 }
 
 impl VirtioFs {
-    pub(crate) fn new(source: Arc<dyn FileSystem>, options: Options) -> Self {
+    pub(crate) fn new(source: Arc<dyn FileSystem>, mut options: Options) -> Result<Self, Error> {
         let share = ShareOptions {
             name: options.name.clone(),
             read_only: options.read_only,
@@ -48,7 +55,45 @@ impl VirtioFs {
         };
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let share = Arc::new(Share::new(source, &share));
-        Self { share, request_workers: options.queues.min(cpus), options }
+        let request_workers = options.queues.min(cpus);
+        let mut before = None;
+        if let Some(kept) = &options.kept {
+            options.dax_bytes = None;
+            if share.source().identify(Ino::ROOT, Bounds::Host) == Err(Errno::NOSYS) {
+                return Err(Error::NoIdentities);
+            }
+            let session = new_session().with_kept(Arc::clone(kept));
+            if session.take_up(&share)? {
+                before = Some(Arc::new(session));
+            }
+            if kept.in_flight().map_err(Error::InFlight)?.is_none() {
+                let memory = in_flight_memory(HIGH_PRIORITY_QUEUES + options.queues).map_err(Error::InFlight)?;
+                kept.keep_in_flight(&memory)?;
+            }
+        }
+        Ok(Self { share, request_workers, options, before: Mutex::new(before), has_window: AtomicBool::new(false) })
+    }
+}
+
+fn new_session() -> Session {
+    // Host file systems mounted below the shared directory are mounts of their own in the guest.
+    Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS)
+}
+
+impl VirtioFs {
+    fn bear(&self, lost: usize, what: &str) -> Result<(), String> {
+        let name = &self.options.name;
+        match (lost, self.options.on_migration_error) {
+            (0, _) => Ok(()),
+            (_, OnMigrationError::Abort) => Err(format!(
+                "{lost} inodes, open files or locks of the guest {what}; --migration-on-error guest-error makes them errors \
+                 for the guest instead"
+            )),
+            (_, OnMigrationError::GuestError) => {
+                tracing::warn!("{name}: {lost} inodes, open files or locks of the guest {what}, and are errors for it");
+                Ok(())
+            }
+        }
     }
 }
 
@@ -95,6 +140,7 @@ impl Device for VirtioFs {
     }
 
     fn window_opened(&self, guest: &Guest, window: &Arc<Window>) {
+        self.has_window.store(true, Ordering::Relaxed);
         if let Some(dax) = &guest.dax {
             dax.open(window);
         }
@@ -107,8 +153,13 @@ impl Device for VirtioFs {
     }
 
     fn session(&self) -> Guest {
-        // Host file systems mounted below the shared directory are mounts of their own in the guest.
-        let session = Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS);
+        if let Some(session) = self.before.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Guest { session, dax: None };
+        }
+        let session = match &self.options.kept {
+            Some(kept) => new_session().with_kept(Arc::clone(kept)),
+            None => new_session(),
+        };
         let dax = self.window_bytes().map(|_| {
             let Options { name, dax_files, read_only, .. } = &self.options;
             Arc::new(Dax::new(Arc::clone(self.share.source()), name.clone(), *dax_files, *read_only))
@@ -120,7 +171,46 @@ impl Device for VirtioFs {
         Guest { session: Arc::new(session), dax }
     }
 
-    fn handler(&self, guest: &Arc<Guest>, _: usize, port: Arc<Port<Vec<u8>>>) -> Handler {
-        Handler { server: Server::new(Arc::clone(&self.share), Arc::clone(&guest.session)), port }
+    fn in_flight(&self) -> Option<File> {
+        self.options.kept.as_ref()?.in_flight().ok().flatten()
+    }
+
+    fn last(&self) -> Option<Arc<Backing>> {
+        self.options.kept.as_ref().map(|kept| Arc::clone(kept.line()))
+    }
+
+    fn gone(&self, guest: &Guest) {
+        guest.session.end();
+    }
+
+    fn migrates(&self) -> bool {
+        self.share.source().identify(Ino::ROOT, Bounds::Paths) != Err(Errno::NOSYS)
+    }
+
+    fn save(&self, guest: &Guest) -> Result<Vec<u8>, String> {
+        if self.has_window.load(Ordering::Relaxed) {
+            return Err("the guest maps files (DAX): leave --dax off for guests that are to be migrated".into());
+        }
+        let mut state = Vec::new();
+        if let Some((saved, lost)) = guest.session.save() {
+            self.bear(lost, "cannot be named to another host (unlinked, or moved by somebody else)")?;
+            saved.encode(&mut state);
+        }
+        Ok(state)
+    }
+
+    fn load(&self, guest: &Guest, state: &[u8]) -> Result<(), String> {
+        // The guest had not mounted the share.
+        if state.is_empty() {
+            return Ok(());
+        }
+        let saved = Saved::decode(state).map_err(|error| error.to_string())?;
+        let lost = guest.session.load(&self.share, saved).map_err(|error| error.to_string())?;
+        self.bear(lost, "are not found here under the same name").inspect_err(|_| guest.session.end())
+    }
+
+    fn handler(&self, guest: &Arc<Guest>, index: usize, port: Arc<Port<Vec<u8>>>) -> Handler {
+        let server = Server::new(Arc::clone(&self.share), Arc::clone(&guest.session));
+        Handler { server: server.with_journal(index), port }
     }
 }

@@ -57,6 +57,10 @@ impl Carrier for Request<'_, '_> {
         self.io.token()
     }
 
+    fn is_again(&self) -> bool {
+        self.chain.is_again()
+    }
+
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
         let (port, token) = (Arc::clone(self.port), self.io.token());
         move |reply| port.reply(token, reply)

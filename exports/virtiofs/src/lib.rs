@@ -30,7 +30,8 @@ use std::time::Duration;
 
 pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
 pub use ferry_engine::IoMode;
-pub use ferry_serve::{Acl, Cache};
+pub use ferry_serve::{Acl, Cache, TakeUpError};
+pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError};
 use ferry_vfs::{Caller, FileSystem, Ino};
 pub use ferry_vhost::Ended;
 use ferry_vhost::{Server, ServerError};
@@ -79,6 +80,29 @@ pub struct Options {
     pub dax_bytes: Option<u64>,
     /// Which files are mapped by guests that leave it to us.
     pub dax_files: DaxFiles,
+    /// Where what the guest holds is written down for the server after this one, made with [`geometry`]. There is no DAX
+    /// window then: what is mapped could not be taken over.
+    pub kept: Option<Arc<Kept>>,
+    /// What to do about inodes that cannot be taken to another host, or are not found there.
+    pub on_migration_error: OnMigrationError,
+}
+
+/// What to do about inodes that cannot be taken to another host, or are not found there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnMigrationError {
+    /// The migration fails.
+    #[default]
+    Abort,
+    /// They are errors for the guest.
+    GuestError,
+}
+
+/// How much is to be kept for an export with so many request queues ([`Options::kept`]).
+pub fn geometry(queues: usize) -> Geometry {
+    /// A batch of each queue, which the guest may not have seen yet, and as many again, for the server after.
+    const ENTRIES_EACH: usize = 2 * 64;
+    let queues = device::HIGH_PRIORITY_QUEUES + queues.min(QUEUES_MAX);
+    Geometry { workers: queues, entries: ENTRIES_EACH * queues }
 }
 
 /// The longest that [`Options::poll`] is by default: a little more than it takes a guest to get on with the next
@@ -110,6 +134,8 @@ impl Default for Options {
             io: IoMode::Auto,
             dax_bytes: Some(WINDOW_BYTES_DEFAULT),
             dax_files: DaxFiles::default(),
+            kept: None,
+            on_migration_error: OnMigrationError::default(),
         }
     }
 }
@@ -161,6 +187,18 @@ pub enum Error {
     /// The number of queues.
     #[error("{0} request queues; choose 1 to {QUEUES_MAX}")]
     Queues(usize),
+    /// What a server before this one has left.
+    #[error(transparent)]
+    TakeUp(#[from] TakeUpError),
+    /// What is written down would be of no use.
+    #[error("only a directory's files can be found again by the server after this one")]
+    NoIdentities,
+    /// Memory for what is in flight.
+    #[error("memory for what is in flight cannot be had: {0}")]
+    InFlight(std::io::Error),
+    /// What is kept.
+    #[error(transparent)]
+    Kept(#[from] KeptError),
     /// The window.
     #[error("a DAX window of {0} bytes; it is a multiple of 2M, from 2M to {max}M", max = WINDOW_BYTES_MAX >> 20)]
     Window(u64),
@@ -202,7 +240,7 @@ impl Export {
         if let Some(bytes) = options.dax_bytes.filter(|bytes| !dax::is_window(*bytes)) {
             return Err(Error::Window(bytes));
         }
-        let device = device::VirtioFs::new(Arc::clone(&source), options);
+        let device = device::VirtioFs::new(Arc::clone(&source), options)?;
         let server = Server::start(listener, device, "ferry-virtiofs")?;
         Ok(Self { server, source, socket: None })
     }

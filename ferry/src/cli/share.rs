@@ -10,7 +10,7 @@ use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
 use super::values::{
-    Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, Passthrough, Watch, Window, made_tag, tag_of,
+    Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, OnMigrationError, Passthrough, Watch, Window, made_tag, tag_of,
 };
 use crate::image::ImageDigest;
 use crate::image::registry::JOBS_MAX;
@@ -138,6 +138,17 @@ pub struct Share {
     #[arg(long, help_heading = "For virtual machines")]
     #[serde(default)]
     pub once: bool,
+
+    /// Keep in this folder what the guest holds, so that the server can be ended, also killed, and started again with the
+    /// same flags under a running guest whose VMM reconnects. There is no DAX then.
+    #[arg(long, value_name = "DIR", help_heading = "For virtual machines")]
+    pub state: Option<PathBuf>,
+
+    /// When a guest is migrated, and some of its files are not found on the other side by their paths: abort, or let them be
+    /// errors for the guest (guest-error).
+    #[arg(long, value_name = "WHAT", default_value_t, value_enum, help_heading = "For virtual machines")]
+    #[serde(default)]
+    pub migration_on_error: OnMigrationError,
 
     /// Refuse shared mappings of files whose data guests may not keep (caches none and metadata).
     #[arg(long, help_heading = "For virtual machines")]

@@ -37,6 +37,17 @@ pub enum Acl {
     Always,
 }
 
+/// What to do about files that a migration does not find again.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnMigrationError {
+    /// It fails.
+    #[default]
+    Abort,
+    /// They are errors for the guest.
+    GuestError,
+}
+
 /// When to remember files of a directory by file handles, which take no descriptors.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]

@@ -84,10 +84,14 @@ impl Dir {
         file: OwnedFd,
         flags: OFlags,
     ) -> Result<Handle> {
-        let stream = inode.is_dir().then(Mutex::default);
         let ino = inode.ino;
-        let open = Open { inode, file: Arc::new(Backing::new(file)), flags: AtomicU32::new(flags.bits()), stream };
-        self.handles.insert(cx.session, ino, open)
+        self.handles.insert(cx.session, ino, Self::opened(inode, file, flags))
+    }
+
+    /// What is kept of an open inode.
+    pub(crate) fn opened(inode: Arc<Inode>, file: OwnedFd, flags: OFlags) -> Open {
+        let stream = inode.is_dir().then(Mutex::default);
+        Open { inode, file: Arc::new(Backing::new(file)), flags: AtomicU32::new(flags.bits()), stream }
     }
 
     /// Opens a regular file. That it is one was seen on the very inode, so nothing is opened that could block or

@@ -65,6 +65,7 @@
 mod attrs;
 mod cache;
 mod creds;
+mod identity;
 mod io;
 mod ioctl;
 mod locks;
@@ -77,12 +78,12 @@ mod table;
 mod watch;
 mod xattr;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use ferry_vfs::{
-    Attr, Backing, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features,
+    Attr, Backing, Bounds, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features,
     FileSystem, Handle, Handles, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result,
     Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
@@ -96,6 +97,8 @@ use crate::mount::Mounts;
 use crate::table::{Found, Inode, Table};
 use crate::watch::Watch;
 
+#[cfg(fuzzing)]
+pub use crate::identity::fuzz as fuzz_identity;
 pub use crate::watch::{Ours, WatchError};
 
 /// How a directory is shared.
@@ -449,5 +452,28 @@ impl FileSystem for Dir {
 
     fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
         self.copy_file_range_(cx, copy)
+    }
+
+    fn identify(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
+        self.identify_(ino, within)
+    }
+
+    fn follows_names(&self, dir: Ino) -> bool {
+        self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
+    }
+
+    fn adopt(&self, ino: Ino, references: u64, identity: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
+        self.adopt_(ino, references, identity, file)
+    }
+
+    fn adopt_open(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        flags: OFlags,
+        file: Option<OwnedFd>,
+    ) -> Result<()> {
+        self.adopt_open_(cx, (ino, handle), flags, file)
     }
 }

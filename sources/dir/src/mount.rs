@@ -108,6 +108,16 @@ impl Mounts {
         lock(&self.known).get(&id).and_then(Weak::upgrade)
     }
 
+    /// A mount in use of the file system with this device number.
+    pub(crate) fn of_device(&self, dev: u64) -> Option<Arc<Mount>> {
+        let mounts: Vec<_> = lock(&self.known).values().filter_map(Weak::upgrade).collect();
+        let is_it = |mount: &Arc<Mount>| {
+            let st = mount.real().and_then(|real| crate::resolve::statx(real, b"").ok());
+            st.is_some_and(|st| crate::resolve::key(&st).dev == dev)
+        };
+        mounts.into_iter().find(is_it)
+    }
+
     /// Calls `f` for each mount in use.
     pub(crate) fn for_each(&self, mut f: impl FnMut(&Mount) -> Result<()>) -> Result<()> {
         let mounts: Vec<_> = lock(&self.known).values().filter_map(Weak::upgrade).collect();

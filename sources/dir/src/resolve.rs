@@ -15,7 +15,7 @@ use crate::table::{Found, Inode, Key, PathFd};
 /// `STATX_MNT_ID_UNIQUE` (Linux 6.8): unlike the plain id, never given to another mount.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 /// How an object is pinned without being opened.
-const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+pub(crate) const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 /// How often a lookup starts again when the host changes the name meanwhile.
 const TRIES_MAX: usize = 8;
 /// Directories that are opened one after the other to find an inode again, at most. No real tree is as deep; host
@@ -41,6 +41,11 @@ pub(crate) fn btime(st: &Statx) -> Option<Timespec> {
 /// The file type.
 pub(crate) fn kind(st: &Statx) -> FileType {
     FileType::from_raw_mode(st.stx_mode.into())
+}
+
+/// Whether something is mounted there.
+pub(crate) fn is_mount_root(st: &Statx) -> bool {
+    st.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
 }
 
 /// Where the host has the inode.
@@ -250,7 +255,7 @@ impl Dir {
         handle: Option<sys::HostHandle>,
         verified: bool,
     ) -> Found {
-        let mount_root = st.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) || mount.id != dir.found.mount.id;
+        let mount_root = is_mount_root(st) || mount.id != dir.found.mount.id;
         Found { key: key(st), kind: kind(st), btime: btime(st), mount, handle, mount_root, verified }
     }
 

@@ -35,6 +35,11 @@ impl HostHandle {
         }
     }
 
+    /// A handle that was taken apart before. `None`: no handle is as long.
+    pub(crate) fn from_parts(kind: i32, bytes: &[u8]) -> Option<Self> {
+        (bytes.len() <= HANDLE_BYTES_MAX).then(|| Self::new(kind, bytes))
+    }
+
     /// Its type and its bytes.
     pub(crate) fn parts(&self) -> (i32, &[u8]) {
         match self {

@@ -137,6 +137,9 @@ pub(crate) struct Inode {
     state: Mutex<State>,
 }
 
+/// The greatest number that is adopted: it leaves more numbers than anybody will ever use.
+const ADOPTED_MAX: u64 = 1 << 62;
+
 /// Directories lead to other inodes: their descriptors stay longer.
 const CREDIT_DIRECTORY: u8 = 3;
 const CREDIT_OTHER: u8 = 1;
@@ -227,7 +230,8 @@ impl Inode {
 
     /// Remembers where the inode was found last, where that is the way to find it again.
     pub(crate) fn set_place(&self, dir: &Arc<Inode>, name: &[u8]) {
-        if self.found.handle.is_some() {
+        // Where a mount's root is, is also how a server that takes over finds the mount.
+        if self.found.handle.is_some() && !self.found.mount_root {
             return;
         }
         let former = {
@@ -371,6 +375,30 @@ impl Table {
         drop(shard);
         drop(former);
         (inode, true)
+    }
+
+    /// Lets an inode be known by a number that it had in another process, with so many references.
+    pub(crate) fn adopt(&self, ino: Ino, references: u64, found: Found) -> Result<Arc<Inode>> {
+        if ino.0 <= Ino::ROOT.0 || ino.0 > ADOPTED_MAX || references == 0 {
+            return Err(Errno::INVAL);
+        }
+        let key = found.key;
+        let inode = Arc::new(Inode::new(ino, found));
+        inode.refs.store(references, Ordering::Relaxed);
+        let mut shard = lock(&self.by_key[key.shard()]);
+        let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
+        if by_ino.contains_key(&ino.0) {
+            return Err(Errno::EXIST);
+        }
+        by_ino.insert(ino.0, Arc::clone(&inode));
+        if let Some(known) = self.watched.get() {
+            known.add(&inode);
+        }
+        drop(by_ino);
+        shard.entry(key).or_insert_with(|| Arc::clone(&inode));
+        drop(shard);
+        self.next.fetch_max(ino.0 + 1, Ordering::Relaxed);
+        Ok(inode)
     }
 
     /// Gives references back.

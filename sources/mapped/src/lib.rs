@@ -26,12 +26,13 @@ mod acl;
 mod ids;
 mod xattrs;
 
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Backing, Caller, Changes, Copy, Data, DirItem, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features,
-    FileSystem, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek,
-    SetAttr, Statfs, Waiter, XattrFlags,
+    Attr, Backing, Bounds, Caller, Changes, Copy, Data, DirItem, DirOutput, DirRange, Entry, Errno, FallocateFlags,
+    Features, FileSystem, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result,
+    Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 pub use crate::ids::{Ids, Rule, RuleError};
@@ -196,6 +197,29 @@ impl FileSystem for Mapped {
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         self.with(cx, |cx| self.source.backing(cx, ino, handle))
+    }
+
+    fn identify(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
+        self.source.identify(ino, within)
+    }
+
+    fn follows_names(&self, dir: Ino) -> bool {
+        self.source.follows_names(dir)
+    }
+
+    fn adopt(&self, ino: Ino, references: u64, identity: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
+        self.source.adopt(ino, references, identity, file)
+    }
+
+    fn adopt_open(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        flags: OFlags,
+        file: Option<OwnedFd>,
+    ) -> Result<()> {
+        self.with(cx, |cx| self.source.adopt_open(cx, ino, handle, flags, file))
     }
 
     fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {

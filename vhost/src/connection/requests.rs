@@ -14,6 +14,7 @@ use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 use super::Connection;
 use crate::inflight::Area;
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
+use crate::migration::Transfer;
 use crate::ring::RingAddresses;
 use crate::window::{self, Told};
 use crate::worker::{Control, Letter};
@@ -230,15 +231,41 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
 
     fn set_device_state_fd(
         &mut self,
-        _: VhostTransferStateDirection,
-        _: VhostTransferStatePhase,
-        _: File,
+        direction: VhostTransferStateDirection,
+        phase: VhostTransferStatePhase,
+        file: File,
     ) -> Result<Option<File>> {
-        Err(Error::InvalidOperation("migration is not offered"))
+        if !self.device.migrates() {
+            return Err(Error::InvalidOperation("migration is not offered"));
+        }
+        if !matches!(phase, VhostTransferStatePhase::STOPPED) {
+            return Err(Error::InvalidOperation("the state is transferred while the device is stopped"));
+        }
+        if self.queues.iter().any(|queue| queue.running) {
+            return Err(Error::InvalidOperation("queues run: they must be stopped before the state is transferred"));
+        }
+        let begun = match direction {
+            VhostTransferStateDirection::SAVE => {
+                self.device.save(&self.session).map(|state| Transfer::save(state, file))
+            }
+            VhostTransferStateDirection::LOAD => Ok(Transfer::load(file)),
+        };
+        let begun = begun.and_then(|begun| begun.map_err(|error| format!("no thread: {error}")));
+        self.transfer = Some(begun.map_err(|reason| {
+            tracing::error!("the state of the device cannot be transferred: {reason}");
+            Error::ReqHandlerError(std::io::Error::other(reason))
+        })?);
+        Ok(None)
     }
 
     fn check_device_state(&mut self) -> Result<()> {
-        Err(Error::InvalidOperation("migration is not offered"))
+        let transfer = self.transfer.take().ok_or(Error::InvalidOperation("no state was transferred"))?;
+        let loaded =
+            transfer.end().and_then(|state| state.map_or(Ok(()), |state| self.device.load(&self.session, &state)));
+        loaded.map_err(|reason| {
+            tracing::error!("the state of the device was not transferred: {reason}");
+            Error::ReqHandlerError(std::io::Error::other(reason))
+        })
     }
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {

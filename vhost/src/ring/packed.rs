@@ -237,7 +237,9 @@ impl PackedRing {
         if let Some(entry) = self.again.pop_front() {
             let log = self.log.as_ref().expect("entries come from a log");
             log.read(entry, &mut self.taken)?;
-            return Ok(self.take(entry, chain));
+            let popped = self.take(entry, chain);
+            chain.again = true;
+            return Ok(popped);
         }
         if !self.available.is_available(self.flags(self.available.index, Ordering::Acquire)) {
             return Ok(Popped::Empty);

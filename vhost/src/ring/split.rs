@@ -132,7 +132,9 @@ impl SplitRing {
     pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
         chain.clear();
         if let Some(head) = self.again.pop_front() {
-            return Ok(self.take(head, chain));
+            let popped = self.take(head, chain);
+            chain.again = true;
+            return Ok(popped);
         }
         if self.next_available == self.seen_available {
             self.seen_available = self.available.load_u16(INDEX, Ordering::Acquire);

@@ -1,0 +1,97 @@
+//! What guests hold, kept beyond the end of their server: `--state`.
+//!
+//! The keeper is this program under another name. It is started by the first server, holds what that hands to it, and is there for
+//! the next one.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder};
+use std::os::fd::AsFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use ferry_isolation::Capabilities;
+use ferry_virtiofs::{Kept, Line, LineError};
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit};
+
+use crate::cli::Share;
+use crate::exports;
+
+/// The name that the process has in a list of processes, and by which the program knows what it is to be.
+const NAME: &str = "ferry-keeper";
+
+/// The socket of a keeper, in its folder.
+const SOCKET: &str = "keeper";
+
+/// How often a keeper that is just ending is found before another one is started.
+const TRIES_MAX: usize = 10;
+
+/// What is kept for each share.
+pub fn reach_all(shares: &[Share]) -> Result<Vec<Option<Arc<Kept>>>> {
+    shares.iter().map(|share| share.state.as_ref().map(|dir| reach(dir, share)).transpose()).collect()
+}
+
+fn reach(dir: &Path, share: &Share) -> Result<Arc<Kept>> {
+    let what = || format!("--state {}", dir.display());
+    DirBuilder::new().recursive(true).mode(0o700).create(dir).with_context(what)?;
+    let line = line(&dir.join(SOCKET)).with_context(what)?;
+    let geometry = ferry_virtiofs::geometry(exports::device_options(share).queues);
+    Kept::open(line, geometry).map(Arc::new).with_context(what)
+}
+
+fn line(socket: &Path) -> Result<Line> {
+    for _ in 0..TRIES_MAX {
+        match Line::reach(socket) {
+            // It was just about to end.
+            Err(LineError::Connect(Errno::NOENT | Errno::CONNREFUSED) | LineError::Gone(_)) => {}
+            other => return Ok(other?),
+        }
+        let _ = fs::remove_file(socket);
+        match ferry_state::listen(socket) {
+            Ok(listener) => {
+                let mut command = Command::new("/proc/self/exe");
+                command.arg0(NAME).arg(socket).env_clear().current_dir("/");
+                command.stdin(listener).stdout(Stdio::null()).stderr(Stdio::null());
+                command.spawn().context("cannot start the process that keeps it")?;
+            }
+            // Somebody else has just started one.
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
+            Err(error) => return Err(error).with_context(|| format!("cannot make {}", socket.display())),
+        }
+    }
+    bail!("the process that keeps it ends at once")
+}
+
+/// Whether this process was started as a keeper.
+pub fn is_keeper(program: &OsStr) -> bool {
+    program == NAME
+}
+
+/// What a keeper does, on the socket that is its standard input. Its argument is the path of that.
+pub fn run(args: &[OsString]) -> ExitCode {
+    match keep(args.get(1).map(Path::new)) {
+        Ok(()) => ExitCode::SUCCESS,
+        // There is nobody to be told.
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+fn keep(path: Option<&Path>) -> Result<()> {
+    // Who ends a server's group of processes does not mean what it holds.
+    rustix::process::setsid().context("no session can be had")?;
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    Capabilities::NONE.limit(Capabilities::NONE)?;
+    ferry_isolation::no_new_privileges()?;
+    let listener = std::io::stdin().as_fd().try_clone_to_owned().context("no descriptor is left")?;
+    let kept = ferry_state::keep(&listener);
+    if let Some(path) = path {
+        // The next one makes its own.
+        let _ = fs::remove_file(path);
+    }
+    Ok(kept?)
+}

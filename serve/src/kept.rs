@@ -1,0 +1,223 @@
+//! Writing down what a client holds, as it gets and loses it.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferry_state::{Init, Kept, OpenFile, SavedLock, Slot};
+use ferry_vfs::{Bounds, Caller, FileSystem, Ino, LockKind, OFlags, SessionId};
+
+use crate::mount::Open;
+
+/// Why what a client held cannot be taken up.
+#[derive(Debug, thiserror::Error)]
+pub enum TakeUpError {
+    /// Other options.
+    #[error(
+        "the guest and the server before agreed on other things ({before:#x}) than this server would ({now:#x}): start it \
+         with the same options, on the same kind of file system"
+    )]
+    Agreed {
+        /// The flags then.
+        before: u64,
+        /// The flags now.
+        now: u64,
+    },
+    /// It makes no sense.
+    #[error("the guest speaks FUSE 7.{0}, which this server does not")]
+    Minor(u32),
+}
+
+/// The place where one client's session is written down.
+pub(crate) struct Record {
+    kept: Arc<Kept>,
+    epoch: u32,
+}
+
+/// Where an open file is written down.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Noted {
+    pub(crate) slot: Option<Slot>,
+    /// Its descriptor is kept, too.
+    pub(crate) has_file: bool,
+}
+
+impl From<Open> for OpenFile {
+    fn from(Open { ino, handle, is_dir }: Open) -> Self {
+        Self { ino, handle, is_dir, flags: 0 }
+    }
+}
+
+impl Record {
+    /// Begins with a client, in the place of the one before.
+    pub(crate) fn begin(kept: &Arc<Kept>, init: Init) -> Self {
+        Self { epoch: kept.begin(Some(init)), kept: Arc::clone(kept) }
+    }
+
+    /// Goes on with the client that is written down.
+    pub(crate) fn resume(kept: &Arc<Kept>) -> Self {
+        Self { epoch: kept.epoch(), kept: Arc::clone(kept) }
+    }
+
+    /// Whether this client is still the one that is written down.
+    pub(crate) fn is_current(&self) -> bool {
+        self.kept.epoch() == self.epoch
+    }
+
+    pub(crate) fn node(&self, source: &dyn FileSystem, ino: Ino) -> Option<Slot> {
+        // Whatever it does, the reference is counted: this must not fail.
+        let identity = catch_unwind(AssertUnwindSafe(|| source.identify(ino, Bounds::Host))).ok()?.ok()?;
+        self.kept.node(self.epoch, ino, &identity, 1)
+    }
+
+    #[inline]
+    pub(crate) fn references(&self, slot: Slot, count: u64) {
+        self.kept.references(slot, count);
+    }
+
+    pub(crate) fn remove(&self, slot: Slot) {
+        self.kept.remove(slot);
+    }
+
+    pub(crate) fn opened(&self, source: &dyn FileSystem, session: SessionId, open: Open, flags: OFlags) -> Noted {
+        let caller = Caller { session, ..Caller::default() };
+        let ask = AssertUnwindSafe(|| source.backing(&caller, open.ino, open.handle));
+        // A directory is opened anew.
+        let file = if open.is_dir { None } else { catch_unwind(ask).unwrap_or(None) };
+        let saved = OpenFile { flags: flags.bits(), ..open.into() };
+        let slot = self.kept.open_file(self.epoch, saved, file.as_ref().map(|file| file.as_fd()));
+        Noted { slot, has_file: file.is_some() }
+    }
+
+    pub(crate) fn closed(&self, noted: &Noted) {
+        if let Some(slot) = noted.slot {
+            self.kept.close_file(slot, noted.has_file);
+        }
+    }
+}
+
+/// The locks of one inode, each with the place where it is written down.
+type OfInode = Vec<(SavedLock, Option<Slot>)>;
+
+/// The locks that a client has, as it has asked for them: neighbours are not joined.
+#[derive(Default)]
+pub(crate) struct HeldLocks(Mutex<HashMap<Ino, OfInode>>);
+
+impl HeldLocks {
+    fn all(&self) -> MutexGuard<'_, HashMap<Ino, OfInode>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn list(&self) -> Vec<SavedLock> {
+        self.all().values().flatten().map(|(lock, _)| *lock).collect()
+    }
+
+    /// A lock that is written down already.
+    pub(crate) fn adopt(&self, lock: SavedLock, slot: Option<Slot>) {
+        self.all().entry(lock.ino).or_default().push((lock, slot));
+    }
+
+    /// The client has got a lock, or (without a kind) given one up.
+    pub(crate) fn set(&self, record: Option<&Record>, lock: &SavedLock, kind: LockKind) {
+        let mut all = self.all();
+        let held = all.entry(lock.ino).or_default();
+        let same = |other: &SavedLock| match lock.flock {
+            true => other.flock && other.handle == lock.handle,
+            false => !other.flock && other.owner == lock.owner,
+        };
+        let mut new = Vec::new();
+        let mut old = Vec::new();
+        held.retain(|(other, slot)| {
+            let touches = lock.flock || other.start <= lock.end && lock.start <= other.end;
+            if !same(other) || !touches {
+                return true;
+            }
+            old.extend(*slot);
+            if !lock.flock && other.start < lock.start {
+                new.push(SavedLock { end: lock.start - 1, ..*other });
+            }
+            if !lock.flock && other.end > lock.end {
+                new.push(SavedLock { start: lock.end + 1, ..*other });
+            }
+            false
+        });
+        if kind != LockKind::Unlock {
+            new.push(SavedLock { kind, ..*lock });
+        }
+        // First the new ones: what a server in between finds is too much, and put right when the request is repeated.
+        held.extend(new.into_iter().map(|lock| (lock, record.and_then(|to| to.kept.lock(to.epoch, lock)))));
+        let is_empty = held.is_empty();
+        if is_empty {
+            all.remove(&lock.ino);
+        }
+        old.into_iter().for_each(|slot| record.into_iter().for_each(|record| record.remove(slot)));
+    }
+
+    fn drop_those(&self, record: Option<&Record>, ino: Ino, of: impl Fn(&SavedLock) -> bool) {
+        let mut all = self.all();
+        let Some(held) = all.get_mut(&ino) else { return };
+        held.retain(|(lock, slot)| {
+            let goes = of(lock);
+            if let (true, Some(slot), Some(record)) = (goes, slot, record) {
+                record.remove(*slot);
+            }
+            !goes
+        });
+        if held.is_empty() {
+            all.remove(&ino);
+        }
+    }
+
+    /// An owner has closed a descriptor of the inode.
+    pub(crate) fn flushed(&self, record: Option<&Record>, ino: Ino, owner: u64) {
+        self.drop_those(record, ino, |lock| !lock.flock && lock.owner == owner);
+    }
+
+    /// A handle is closed, the last one of its inode or not.
+    pub(crate) fn released(&self, record: Option<&Record>, open: Open, is_last: bool) {
+        if !open.is_dir {
+            self.drop_those(record, open.ino, |lock| is_last || lock.flock && lock.handle == open.handle);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::Handle;
+
+    use super::*;
+
+    fn lock(handle: u64, owner: u64, start: u64, end: u64) -> SavedLock {
+        let (ino, handle, pid, kind) = (Ino(2), Handle(handle), 1, LockKind::Read);
+        SavedLock { ino, handle, owner, pid, kind, flock: false, start, end }
+    }
+
+    fn ranges(locks: &HeldLocks) -> Vec<(u64, u64, u64)> {
+        let mut all: Vec<_> = locks.list().iter().map(|lock| (lock.owner, lock.start, lock.end)).collect();
+        all.sort_unstable();
+        all
+    }
+
+    #[test]
+    fn locks_are_split_replaced_and_dropped_as_a_kernel_does() {
+        let locks = HeldLocks::default();
+        locks.set(None, &lock(1, 1, 0, 99), LockKind::Read);
+        locks.set(None, &lock(1, 2, 50, 60), LockKind::Read);
+        locks.set(None, &lock(1, 1, 10, 19), LockKind::Unlock);
+        assert_eq!(ranges(&locks), [(1, 0, 9), (1, 20, 99), (2, 50, 60)]);
+        locks.set(None, &lock(1, 1, 5, 30), LockKind::Write);
+        assert_eq!(ranges(&locks), [(1, 0, 4), (1, 5, 30), (1, 31, 99), (2, 50, 60)]);
+        locks.flushed(None, Ino(2), 1);
+        assert_eq!(ranges(&locks), [(2, 50, 60)]);
+        let flock = SavedLock { flock: true, ..lock(7, 9, 0, 0) };
+        locks.set(None, &flock, LockKind::Read);
+        locks.set(None, &flock, LockKind::Write);
+        assert_eq!(locks.list().len(), 2);
+        let open = |handle| Open { ino: Ino(2), handle: Handle(handle), is_dir: false };
+        locks.released(None, open(7), false);
+        assert_eq!(ranges(&locks), [(2, 50, 60)]);
+        locks.released(None, open(8), true);
+        assert!(locks.list().is_empty() && locks.all().is_empty());
+    }
+}

@@ -1,0 +1,300 @@
+//! What a client holds, taken over from the server before, or handed to the one after.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ferry_state::{Before, Init, Kept, Node, OpenFile, Past, Saved, SavedLock};
+use ferry_vfs::{Bounds, Caller, Errno, Ino, Lock, LockKind, LockOwner, Name, OFlags, Result};
+use ferry_wire::fuse::{InitFlags, InitOutcome, InitRequest, LockRequest, Negotiated, Wanted, negotiate};
+
+use super::{Known, Mount, Open, Opening};
+use crate::kept::{Noted, Record, TakeUpError};
+use crate::session::Session;
+use crate::share::Share;
+
+/// Agrees again on what was agreed on.
+fn agree(share: &Share, session: &Session, init: &Init) -> std::result::Result<Negotiated, TakeUpError> {
+    let flags = InitFlags::from_bits_retain(init.offered);
+    let request = InitRequest {
+        major: ferry_wire::fuse::abi::MAJOR,
+        minor: init.minor,
+        max_readahead_bytes: init.max_readahead_bytes,
+        flags,
+    };
+    let mut wanted: Wanted = share.policy.wanted();
+    if let Some(adjust) = &session.adjust {
+        adjust(&request, &mut wanted);
+    }
+    wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
+    match negotiate(&request, &wanted) {
+        Ok(InitOutcome::Ready(negotiated, _)) if negotiated.flags.bits() == init.agreed => Ok(negotiated),
+        Ok(InitOutcome::Ready(negotiated, _)) => {
+            Err(TakeUpError::Agreed { before: init.agreed, now: negotiated.flags.bits() })
+        }
+        _ => Err(TakeUpError::Minor(init.minor)),
+    }
+}
+
+impl Session {
+    /// Goes on with what the server before has left, if it has left anything.
+    ///
+    /// # Errors
+    /// [`TakeUpError`].
+    pub fn take_up(&self, share: &Share) -> std::result::Result<bool, TakeUpError> {
+        let Some(kept) = &self.kept else { return Ok(false) };
+        let Some(before) = kept.take_left() else { return Ok(false) };
+        let negotiated = agree(share, self, &before.saved.init)?;
+        let mount = Mount::taken_up(share, negotiated, kept, before);
+        self.set_mount(Some(Arc::new(mount)));
+        Ok(true)
+    }
+
+    /// Goes on with what a server on another host had, in the place of what the client may have held here.
+    ///
+    /// # Errors
+    /// [`TakeUpError`]; or as many inodes as are not there, or are something else.
+    pub fn load(&self, share: &Share, saved: Saved) -> std::result::Result<usize, TakeUpError> {
+        let negotiated = agree(share, self, &saved.init)?;
+        self.end();
+        let record = self.kept.as_ref().map(|kept| Record::begin(kept, saved.init));
+        let source = Arc::clone(&share.source);
+        let mount = Mount::new(source, negotiated, None, None, (saved.init, record));
+        let lost = mount.adopt(saved, HashMap::new(), None);
+        self.set_mount(Some(Arc::new(mount)));
+        Ok(lost)
+    }
+
+    /// All that the client holds, for a server on another host. `None`: there is no client.
+    pub fn save(&self) -> Option<(Saved, usize)> {
+        self.mount().map(|mount| mount.save())
+    }
+}
+
+impl Mount {
+    fn taken_up(share: &Share, negotiated: Negotiated, kept: &Arc<Kept>, before: Before) -> Self {
+        let Before { saved, node_slots, open_slots, lock_slots, files, past } = before;
+        let record = Record::resume(kept);
+        let mut mount = Self::new(Arc::clone(&share.source), negotiated, None, None, (saved.init, Some(record)));
+        mount.past = Mutex::new(past);
+        let slots = Slots { nodes: node_slots, opens: open_slots, locks: lock_slots };
+        let (nodes, opens) = (saved.nodes.len(), saved.opens.len());
+        let lost = mount.adopt(saved, files, Some(slots));
+        let name = &share.name;
+        tracing::info!("{name}: going on with a guest that knows {nodes} inodes and has {opens} files open");
+        if lost > 0 {
+            tracing::warn!("{name}: {lost} of them cannot be found again, and are errors for the guest");
+        }
+        mount
+    }
+
+    /// What the server before has begun with a request.
+    pub(crate) fn past(&self, unique: u64) -> Option<Past> {
+        self.past.lock().unwrap_or_else(PoisonError::into_inner).remove(&unique)
+    }
+
+    /// Takes over inodes, open files and locks. Answers how many could not be.
+    fn adopt(&self, saved: Saved, files: HashMap<OpenFile, OwnedFd>, slots: Option<Slots>) -> usize {
+        let mut slots = slots;
+        let mut lost = self.adopt_nodes(saved.nodes, &files, slots.as_mut());
+        lost += self.adopt_opens(saved.opens, files, slots.as_mut());
+        for (number, lock) in saved.locks.into_iter().enumerate() {
+            let slot = slots.as_ref().and_then(|slots| slots.locks.get(number).copied());
+            match self.adopt_lock(&lock) {
+                Ok(()) if slot.is_some() => self.locks.adopt(lock, slot),
+                Ok(()) => self.locks.set(self.record.as_ref(), &lock, lock.kind),
+                Err(error) => {
+                    tracing::error!(ino = lock.ino.0, %error, "a lock of the guest was lost: somebody else has it now");
+                    lost += 1;
+                    self.unwrite(slot);
+                }
+            }
+        }
+        lost
+    }
+
+    fn unwrite(&self, slot: Option<ferry_state::Slot>) {
+        if let (Some(record), Some(slot)) = (&self.record, slot) {
+            record.remove(slot);
+        }
+    }
+
+    fn adopt_nodes(
+        &self,
+        nodes: Vec<Node>,
+        files: &HashMap<OpenFile, OwnedFd>,
+        mut slots: Option<&mut Slots>,
+    ) -> usize {
+        let open: HashMap<Ino, &OwnedFd> = files.iter().map(|(open, file)| (open.ino, file)).collect();
+        let (mut lost, mut waiting) = (0, nodes);
+        // An inode may be found by way of another one, which comes later.
+        while !waiting.is_empty() {
+            let (before, mut later) = (waiting.len(), Vec::new());
+            for node in waiting {
+                if self.shard(node.ino.0).references.contains_key(&node.ino) {
+                    // The server ended while it wrote its new place down.
+                    continue;
+                }
+                let file = open.get(&node.ino).map(|file| file.as_fd());
+                let slot = slots.as_mut().and_then(|slots| slots.nodes.remove(&node.ino));
+                let adopted = match node.ino {
+                    // It is always there, and known by its number.
+                    Ino::ROOT => Ok(()),
+                    ino => self.source.adopt(ino, node.references, &node.identity, file),
+                };
+                match adopted {
+                    Ok(()) => {
+                        let slot = match (&self.record, slot) {
+                            (Some(record), None) => record.node(&*self.source, node.ino),
+                            (_, slot) => slot,
+                        };
+                        if let (Some(record), Some(slot)) = (&self.record, slot) {
+                            record.references(slot, node.references);
+                        }
+                        let known = Known { references: node.references, slot };
+                        self.shard(node.ino.0).references.insert(node.ino, known);
+                    }
+                    Err(Errno::AGAIN) => {
+                        if let (Some(slots), Some(slot)) = (slots.as_mut(), slot) {
+                            slots.nodes.insert(node.ino, slot);
+                        }
+                        later.push(node);
+                    }
+                    Err(error) => {
+                        tracing::debug!(ino = node.ino.0, %error, "an inode is not found again");
+                        lost += 1;
+                        self.unwrite(slot);
+                    }
+                }
+            }
+            if later.len() == before {
+                return lost + before;
+            }
+            waiting = later;
+        }
+        lost
+    }
+
+    fn adopt_opens(
+        &self,
+        opens: Vec<OpenFile>,
+        mut files: HashMap<OpenFile, OwnedFd>,
+        mut slots: Option<&mut Slots>,
+    ) -> usize {
+        let mut lost = 0;
+        let caller = Caller { session: self.id, ..Caller::default() };
+        for saved in opens {
+            let OpenFile { ino, handle, is_dir, .. } = saved;
+            let (flags, open) = (OFlags::from_bits_retain(saved.flags), Open { ino, handle, is_dir });
+            let file = files.remove(&saved);
+            let has_file = file.is_some();
+            let slot = slots.as_mut().and_then(|slots| slots.opens.remove(&saved));
+            match self.source.adopt_open(&caller, ino, handle, flags, file) {
+                Ok(()) => {
+                    let noted = match (&self.record, slot) {
+                        (Some(record), Some(slot)) if !has_file && !is_dir => {
+                            // The keeper had no room for it.
+                            record.remove(slot);
+                            record.opened(&*self.source, self.id, open, flags)
+                        }
+                        (Some(record), None) => record.opened(&*self.source, self.id, open, flags),
+                        (_, slot) => Noted { slot, has_file },
+                    };
+                    let opening = Opening { count: 1, flags, noted };
+                    self.shard(ino.0).opens.insert(open, opening);
+                }
+                Err(error) => {
+                    tracing::debug!(ino = ino.0, %error, "an open file is not found again");
+                    lost += 1;
+                    if let (Some(record), Some(_)) = (&self.record, slot) {
+                        record.closed(&Noted { slot, has_file });
+                    }
+                }
+            }
+        }
+        lost
+    }
+
+    fn adopt_lock(&self, saved: &SavedLock) -> Result<()> {
+        let SavedLock { ino, handle, owner, pid, kind, flock, start, end } = *saved;
+        let caller = Caller { session: self.id, pid, ..Caller::default() };
+        let owner = LockOwner { session: self.id, id: owner };
+        let lock = Lock { kind, owner, start, end, pid, flock };
+        let first = self.source.set_lock(&caller, ino, handle, &lock, None);
+        if !matches!(first, Err(Errno::BADF)) || flock {
+            return first.map(drop);
+        }
+        // The handle that it was taken through is closed: any other one of the owner's may carry it.
+        let others: Vec<Open> = self.shard(ino.0).opens.keys().filter(|open| open.ino == ino).copied().collect();
+        let tried = others.iter().map(|open| self.source.set_lock(&caller, ino, open.handle, &lock, None));
+        tried.map(|outcome| outcome.map(drop)).find(|outcome| *outcome != Err(Errno::BADF)).unwrap_or(Err(Errno::BADF))
+    }
+
+    /// All that the client holds, and how many inodes cannot be named to another host.
+    fn save(&self) -> (Saved, usize) {
+        let mut saved = Saved { init: self.init, locks: self.locks.list(), ..Saved::default() };
+        let mut lost = 0;
+        for shard in &self.shards {
+            let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            for (open, opening) in &shard.opens {
+                saved.opens.push(OpenFile { flags: opening.flags.bits(), ..OpenFile::from(*open) });
+            }
+            for (ino, known) in shard.references.iter() {
+                let identity = match *ino {
+                    Ino::ROOT => Ok(Vec::new()),
+                    ino => self.source.identify(ino, Bounds::Paths),
+                };
+                match identity {
+                    Ok(identity) => saved.nodes.push(Node { ino: *ino, references: known.references, identity }),
+                    Err(error) => {
+                        tracing::debug!(ino = ino.0, %error, "an inode cannot be named to another host");
+                        lost += 1;
+                    }
+                }
+            }
+        }
+        (saved, lost)
+    }
+
+    /// The client has a lock, or has given one up.
+    pub(crate) fn locked(&self, ino: Ino, request: &LockRequest) {
+        let LockRequest { handle, owner, kind, start, end, pid, flock } = *request;
+        let kind_now = if kind == LockKind::Write { LockKind::Write } else { LockKind::Read };
+        let lock = SavedLock { ino, handle, owner, pid, kind: kind_now, flock, start, end };
+        self.locks.set(self.record.as_ref(), &lock, kind);
+    }
+
+    /// The client's owner has closed a descriptor.
+    pub(crate) fn unlocked_all(&self, ino: Ino, owner: u64) {
+        self.locks.flushed(self.record.as_ref(), ino, owner);
+    }
+
+    /// The client has given something other names: where the source finds it by these, that is written down.
+    pub(crate) fn renamed(&self, caller: &Caller<'_>, names: &[(Ino, Name<'_>)]) {
+        let Some(record) = &self.record else { return };
+        for (dir, name) in names {
+            if !self.source.follows_names(*dir) {
+                continue;
+            }
+            let Ok(entry) = self.source.lookup(caller, *dir, *name) else { continue };
+            let mut shard = self.shard(entry.ino.0);
+            if let Some(known) = shard.references.get_mut(&entry.ino)
+                && let Some(new) = record.node(&*self.source, entry.ino)
+            {
+                record.references(new, known.references);
+                if let Some(old) = known.slot.replace(new) {
+                    record.remove(old);
+                }
+            }
+            drop(shard);
+            self.source.forget(entry.ino, 1);
+        }
+    }
+}
+
+/// Where what was taken over is written down already.
+struct Slots {
+    nodes: HashMap<Ino, ferry_state::Slot>,
+    opens: HashMap<OpenFile, ferry_state::Slot>,
+    locks: Vec<ferry_state::Slot>,
+}

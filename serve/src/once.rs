@@ -1,0 +1,229 @@
+//! Requests that must not be carried out twice, although two servers may meet them.
+//!
+//! The first one notes that it begins, and what it answers. The second one gives that answer, if there is one. If there is
+//! none, the first one ended somewhere between the two: then the request is carried out, and what shows that it had been
+//! already (a name that is there, or is gone) is no error.
+
+use std::sync::Arc;
+
+use ferry_state::Past;
+use ferry_vfs::{Backing, Errno, FallocateFlags, Ino, Name, OFlags, RenameFlags, Result, XattrFlags};
+use ferry_wire::fuse::{Operation, Reply};
+
+use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::reply;
+use crate::server::{Context, Server};
+
+/// The longest answer of these requests: that to CREATE.
+const ANSWER_BYTES_MAX: usize = 160;
+
+/// A carrier whose reply is seen.
+struct Seen<'a, C> {
+    carrier: &'a mut C,
+    answer: [u8; ANSWER_BYTES_MAX],
+}
+
+impl<C: Carrier> ReplyBuffer for Seen<'_, C> {
+    fn room(&self) -> usize {
+        self.carrier.room()
+    }
+
+    fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
+        if let Some(place) = self.answer.get_mut(offset..offset + bytes.len()) {
+            place.copy_from_slice(bytes);
+        }
+        self.carrier.write_at(offset, bytes)
+    }
+}
+
+impl<C: Carrier> Carrier for Seen<'_, C> {
+    fn request_bytes(&self) -> usize {
+        self.carrier.request_bytes()
+    }
+
+    fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+        self.carrier.read_at(offset, bytes)
+    }
+
+    fn token(&self) -> u64 {
+        self.carrier.token()
+    }
+
+    fn is_again(&self) -> bool {
+        self.carrier.is_again()
+    }
+
+    fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
+        self.carrier.later()
+    }
+
+    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
+        self.carrier.read(file, file_offset, reply_offset, bytes);
+    }
+
+    fn write(
+        &mut self,
+        file: Arc<Backing>,
+        file_offset: u64,
+        request: (usize, usize),
+        clear_privileges: bool,
+        waits: bool,
+    ) {
+        self.carrier.write(file, file_offset, request, clear_privileges, waits);
+    }
+
+    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
+        self.carrier.fsync(file, data_only);
+    }
+}
+
+/// Whether the operation, carried out twice, would fail, do something else, or hand out what nobody gives back.
+fn is_for_once(operation: &Operation<'_>) -> bool {
+    match operation {
+        Operation::Symlink { .. }
+        | Operation::Mknod { .. }
+        | Operation::Mkdir { .. }
+        | Operation::Link { .. }
+        | Operation::Unlink { .. }
+        | Operation::Rmdir { .. }
+        | Operation::Rename { .. }
+        | Operation::Open { .. }
+        | Operation::Create { .. }
+        | Operation::Tmpfile { .. }
+        | Operation::Opendir { .. }
+        | Operation::Release(_)
+        | Operation::Releasedir(_)
+        | Operation::Forget { .. }
+        | Operation::BatchForget { .. }
+        | Operation::Removexattr { .. } => true,
+        Operation::Setxattr { flags, .. } => !flags.is_empty(),
+        Operation::Fallocate { .. } => moves(operation),
+        _ => false,
+    }
+}
+
+fn moves(operation: &Operation<'_>) -> bool {
+    let moving = FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE;
+    matches!(operation, Operation::Fallocate { flags, .. } if flags.intersects(moving))
+}
+
+/// Whether nothing tells that the operation was carried out.
+fn leaves_no_trace(operation: &Operation<'_>) -> bool {
+    let exchanges = matches!(operation, Operation::Rename { flags, .. } if flags.contains(RenameFlags::EXCHANGE));
+    exchanges || moves(operation)
+}
+
+impl Server {
+    /// Serves an operation, and does so once if that matters.
+    pub(crate) fn serve_once(
+        &mut self,
+        cx: &Context<'_>,
+        operation: &Operation<'_>,
+        carrier: &mut impl Carrier,
+    ) -> Served {
+        let is_again = carrier.is_again();
+        let Some(journal) = self.journal.as_mut().filter(|_| is_for_once(operation)) else {
+            return self.serve_operation(cx, operation, carrier);
+        };
+        journal.begin(cx.unique);
+        let past = if is_again { cx.mount.past(cx.unique) } else { None };
+        if let Some(Past::Done(answer)) = past {
+            journal.done(&answer);
+            return match answer.is_empty() {
+                true => Served::NoReply,
+                false => Served::Reply(carrier.write_at(0, &answer)),
+            };
+        }
+        let is_begun = past == Some(Past::Begun);
+        if is_begun && operation.reply_kind().is_none() {
+            // References that stay are better than references that go twice.
+            journal.done(&[]);
+            return Served::NoReply;
+        }
+        let mut seen = Seen { carrier, answer: [0; ANSWER_BYTES_MAX] };
+        let served = if is_begun && leaves_no_trace(operation) {
+            self.share.complaints.warn(format_args!(
+                "a request that was under way when the server ended may have been carried out: {:?} of inode {}",
+                operation.opcode(),
+                cx.ino.0
+            ));
+            Served::Reply(reply::write_error(&mut seen, cx.unique, Errno::IO))
+        } else {
+            self.repeats = is_begun;
+            let served = self.serve_operation(cx, operation, &mut seen);
+            self.repeats = false;
+            served
+        };
+        let answer = seen.answer;
+        if let Some(journal) = &mut self.journal {
+            match served {
+                Served::Reply(bytes) => journal.done(answer.get(..bytes).unwrap_or_default()),
+                Served::NoReply => journal.done(&[]),
+                Served::Transfer | Served::Later | Served::Parked => {}
+            }
+        }
+        served
+    }
+
+    /// An operation that may have been carried out already has failed: answers success if that is why.
+    pub(crate) fn repeated(
+        &mut self,
+        cx: &Context<'_>,
+        operation: &Operation<'_>,
+        errno: Errno,
+        carrier: &mut impl Carrier,
+    ) -> Result<Served> {
+        let source = Arc::clone(&self.share.source);
+        let there = |dir: Ino, name: Name<'_>| source.lookup(&cx.caller, dir, name);
+        match (*operation, errno) {
+            (Operation::Mkdir { name, ref new } | Operation::Mknod { name, ref new }, Errno::EXIST) => {
+                let entry = there(cx.ino, name)?;
+                let is_dir = matches!(operation, Operation::Mkdir { .. });
+                let same = match is_dir {
+                    true => entry.attr.kind().is_dir(),
+                    false => entry.attr.kind() == ferry_vfs::FileType::from_raw_mode(new.mode),
+                };
+                self.if_same(same, cx, entry, carrier)
+            }
+            (Operation::Symlink { name, target }, Errno::EXIST) => {
+                let entry = there(cx.ino, name)?;
+                let same = source.readlink(&cx.caller, entry.ino).is_ok_and(|there| there == target);
+                self.if_same(same, cx, entry, carrier)
+            }
+            (Operation::Link { from, name }, Errno::EXIST) => {
+                let entry = there(cx.ino, name)?;
+                self.if_same(entry.ino == from, cx, entry, carrier)
+            }
+            (Operation::Create { name, ref new, flags, clear_privileges }, Errno::EXIST) => {
+                self.create(cx, (name, new), flags - OFlags::EXCL, clear_privileges, carrier)
+            }
+            (Operation::Rename { new_dir, new_name, .. }, Errno::NOENT) => {
+                let entry = there(new_dir, new_name)?;
+                source.forget(entry.ino, 1);
+                cx.mount.renamed(&cx.caller, &[(new_dir, new_name)]);
+                Ok(cx.done(carrier, &Reply::Empty))
+            }
+            (Operation::Unlink { .. } | Operation::Rmdir { .. }, Errno::NOENT)
+            | (Operation::Release(_) | Operation::Releasedir(_), Errno::BADF)
+            | (Operation::Removexattr { .. }, Errno::NODATA) => Ok(cx.done(carrier, &Reply::Empty)),
+            (Operation::Setxattr { flags, .. }, Errno::EXIST) if flags.contains(XattrFlags::CREATE) => {
+                Ok(cx.done(carrier, &Reply::Empty))
+            }
+            _ => Err(errno),
+        }
+    }
+
+    fn if_same(
+        &mut self,
+        same: bool,
+        cx: &Context<'_>,
+        entry: ferry_vfs::Entry,
+        carrier: &mut impl Carrier,
+    ) -> Result<Served> {
+        if same {
+            return self.entry(cx, entry, carrier);
+        }
+        self.share.source.forget(entry.ino, 1);
+        Err(Errno::EXIST)
+    }
+}

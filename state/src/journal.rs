@@ -1,0 +1,118 @@
+//! What became of requests that must not be carried out twice.
+//!
+//! A request that is under way when a server is killed is served again by the next one. For those that would then fail,
+//! or do something else, it is written down that they begin, and what was answered. Each worker has a ring of entries: far
+//! more than it serves before the client sees the answers of the first.
+//!
+//! ```text
+//! entry, 32 words:  state (epoch 32 | 0 | bytes 16 | kind 8) | unique | number in order | bytes, 29 words
+//! ```
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::kept::Kept;
+
+/// Words of an entry.
+pub(crate) const WORDS: usize = 32;
+const STATE: usize = 0;
+const UNIQUE: usize = 1;
+const NUMBER: usize = 2;
+const BYTES: usize = 3;
+/// The longest answer that is kept: that to CREATE has 160 bytes.
+const BYTES_MAX: usize = (WORDS - BYTES) * 8;
+
+const BEGUN: u64 = 1;
+const DONE: u64 = 2;
+
+/// What an earlier server has done about a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Past {
+    /// It has begun with it; whether anything has happened is not known.
+    Begun,
+    /// It has carried it out, with this answer.
+    Done(Vec<u8>),
+}
+
+/// A worker's ring of entries.
+#[derive(Debug)]
+pub struct Journal {
+    kept: Arc<Kept>,
+    worker: usize,
+    /// Counts the entries; tells the order, and the place in the ring.
+    number: u64,
+    epoch: u32,
+}
+
+fn ring(kept: &Kept, worker: usize) -> &[AtomicU64] {
+    let words = kept.geometry().entries * WORDS;
+    kept.journals().get(worker * words..(worker + 1) * words).unwrap_or_default()
+}
+
+impl Journal {
+    pub(crate) fn new(kept: Arc<Kept>, worker: usize) -> Self {
+        let newest = ring(&kept, worker).chunks_exact(WORDS).map(|entry| entry[NUMBER].load(Ordering::Relaxed)).max();
+        Self { number: newest.unwrap_or(0), kept, worker, epoch: 0 }
+    }
+
+    fn entry(&self) -> &[AtomicU64] {
+        let ring = ring(&self.kept, self.worker);
+        let entries = (ring.len() / WORDS).max(1);
+        let at = usize::try_from(self.number % entries as u64).unwrap_or(0) * WORDS;
+        ring.get(at..at + WORDS).unwrap_or_default()
+    }
+
+    /// A request is about to be carried out.
+    pub fn begin(&mut self, unique: u64) {
+        self.number += 1;
+        self.epoch = self.kept.epoch();
+        let entry = self.entry();
+        if entry.is_empty() {
+            return;
+        }
+        entry[STATE].store(0, Ordering::Release);
+        entry[UNIQUE].store(unique, Ordering::Release);
+        entry[NUMBER].store(self.number, Ordering::Release);
+        entry[STATE].store(u64::from(self.epoch) << 32 | BEGUN, Ordering::Release);
+    }
+
+    /// The request that was begun last is done, and this is what the client is going to be told.
+    pub fn done(&mut self, answer: &[u8]) {
+        let entry = self.entry();
+        if entry.is_empty() || answer.len() > BYTES_MAX {
+            return;
+        }
+        for (word, chunk) in entry[BYTES..].iter().zip(answer.chunks(8)) {
+            let mut padded = [0; 8];
+            padded[..chunk.len()].copy_from_slice(chunk);
+            word.store(u64::from_le_bytes(padded), Ordering::Relaxed);
+        }
+        entry[STATE].store(u64::from(self.epoch) << 32 | (answer.len() as u64) << 8 | DONE, Ordering::Release);
+    }
+}
+
+/// All that the journals say of an epoch, by the requests' numbers.
+pub(crate) fn load(memory: &[AtomicU64], epoch: u32) -> HashMap<u64, Past> {
+    let mut all = HashMap::new();
+    for entry in memory.chunks_exact(WORDS) {
+        let state = entry[STATE].load(Ordering::Acquire);
+        let unique = entry[UNIQUE].load(Ordering::Relaxed);
+        let length = (state >> 8 & 0xffff) as usize;
+        if state >> 32 != u64::from(epoch) || length > BYTES_MAX {
+            continue;
+        }
+        match state & 0xff {
+            // One that was answered, and begun again by the server after: the answer counts.
+            BEGUN => drop(all.entry(unique).or_insert(Past::Begun)),
+            DONE => {
+                let mut bytes: Vec<u8> =
+                    entry[BYTES..].iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
+                bytes.truncate(length);
+                all.insert(unique, Past::Done(bytes));
+            }
+            _ => {}
+        }
+    }
+    all
+}

@@ -1,0 +1,333 @@
+//! The shared memory as a whole, and the descriptors beside it.
+//!
+//! ```text
+//! head, 64 words:  magic | epoch | slots used | session there | minor | read-ahead | offered | agreed | workers | entries
+//! journals:        workers x entries x 32 words
+//! slots:           16 words each
+//! ```
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ferry_vfs::{Backing, Ino};
+
+use crate::journal::{self, Journal, Past};
+use crate::keeper::{Line, LineError};
+use crate::memory::{self, Memory};
+use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, Saved, SavedLock};
+use crate::slots::{self, Slot, Slots};
+
+/// The memory's form: another one is another's.
+const MAGIC: u64 = u64::from_le_bytes(*b"FERRYST\x01");
+const HEAD_WORDS: usize = 64;
+const EPOCH: usize = 1;
+const HIGH_WATER: usize = 2;
+const THERE: usize = 3;
+const INIT: usize = 4;
+const WORKERS: usize = 8;
+const ENTRIES: usize = 9;
+/// Inodes, open files and locks in all: 512 MiB of memory if all of them are in use.
+const SLOTS_MAX: usize = 1 << 22;
+
+/// The keys of descriptors.
+const MEMORY: u64 = 0;
+const IN_FLIGHT: u64 = 1;
+/// Those of open files: this, and the number of the slot.
+pub(crate) const FILES: u64 = 16;
+
+/// How much is written down of requests: both numbers are of the server's making, and the same for all servers of a share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Workers that write journals.
+    pub workers: usize,
+    /// Entries of each.
+    pub entries: usize,
+}
+
+impl Geometry {
+    fn journal_words(self) -> usize {
+        self.workers * self.entries * journal::WORDS
+    }
+
+    fn words(self) -> usize {
+        HEAD_WORDS + self.journal_words() + SLOTS_MAX * slots::WORDS
+    }
+}
+
+/// Why nothing can be kept.
+#[derive(Debug, thiserror::Error)]
+pub enum KeptError {
+    /// The keeper.
+    #[error(transparent)]
+    Line(#[from] LineError),
+    /// The memory.
+    #[error("memory for the state cannot be had: {0}")]
+    Memory(std::io::Error),
+    /// Another version's, or other options.
+    #[error(
+        "what was kept is of another version of ferry, or of a server with another number of queues; start it as it was \
+         started before, or end the guest first"
+    )]
+    Other,
+}
+
+/// What a share's client holds. Written by a server, and read by the next one.
+#[derive(Debug)]
+pub struct Kept {
+    memory: Memory,
+    geometry: Geometry,
+    slots: Slots,
+    epoch: AtomicU64,
+    /// The way to the keeper; the last thing of this process to go.
+    line: Arc<Backing>,
+    in_flight: Mutex<Option<File>>,
+    /// What the server before has left.
+    left: Mutex<Option<Left>>,
+    /// A lack of room was said.
+    said: AtomicBool,
+}
+
+/// What the server before has left.
+#[derive(Debug, Default)]
+pub(crate) struct Left {
+    saved: Saved,
+    node_slots: HashMap<Ino, Slot>,
+    open_slots: HashMap<OpenFile, Slot>,
+    lock_slots: Vec<Slot>,
+    files: HashMap<u32, OwnedFd>,
+    past: HashMap<u64, Past>,
+}
+
+/// What [`Kept::take_left`] answers.
+#[derive(Debug)]
+pub struct Before {
+    /// What the client holds.
+    pub saved: Saved,
+    /// Where its inodes are written down.
+    pub node_slots: HashMap<Ino, Slot>,
+    /// Where its open files are written down.
+    pub open_slots: HashMap<OpenFile, Slot>,
+    /// Where its locks are written down.
+    pub lock_slots: Vec<Slot>,
+    /// The descriptors of its open files.
+    pub files: HashMap<OpenFile, OwnedFd>,
+    /// Requests that were begun, and the last ones that were answered.
+    pub past: HashMap<u64, Past>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Kept {
+    /// Takes up what the keeper has, or begins.
+    ///
+    /// # Errors
+    /// [`KeptError`].
+    pub fn open(line: Line, geometry: Geometry) -> Result<Self, KeptError> {
+        let (socket, mut files) = line.take();
+        let line = Arc::new(Backing::new(socket).lasting());
+        let (file, is_new) = match files.remove(&MEMORY) {
+            Some(fd) => (File::from(fd), false),
+            None => (memory::make(geometry.words()).map_err(KeptError::Memory)?, true),
+        };
+        let memory = Memory::map(&file, geometry.words());
+        let memory = memory.map_err(|error| if is_new { KeptError::Memory(error) } else { KeptError::Other })?;
+        let numbers = [(0, MAGIC), (WORKERS, geometry.workers as u64), (ENTRIES, geometry.entries as u64)];
+        if is_new {
+            numbers.iter().for_each(|(at, number)| memory[*at].store(*number, Ordering::Release));
+            memory[EPOCH].store(1, Ordering::Release);
+            Line::put(line.as_fd(), MEMORY, file.as_fd())?;
+        } else if numbers.iter().any(|(at, number)| memory[*at].load(Ordering::Acquire) != *number) {
+            return Err(KeptError::Other);
+        }
+        let in_flight = Mutex::new(files.remove(&IN_FLIGHT).map(File::from));
+        let epoch = memory[EPOCH].load(Ordering::Acquire);
+        let kept = Self {
+            memory,
+            geometry,
+            slots: Slots::default(),
+            epoch: AtomicU64::new(epoch),
+            line,
+            in_flight,
+            left: Mutex::default(),
+            said: AtomicBool::new(false),
+        };
+        let left = kept.load(files)?;
+        *lock(&kept.left) = left;
+        Ok(kept)
+    }
+
+    fn load(&self, mut files: HashMap<u64, OwnedFd>) -> Result<Option<Left>, KeptError> {
+        let high_water = u32::try_from(self.memory[HIGH_WATER].load(Ordering::Acquire)).unwrap_or(u32::MAX);
+        let found = self.slots.load(self.slot_words(), self.epoch(), high_water);
+        let number = |at: usize| self.memory[INIT + at].load(Ordering::Acquire);
+        let short = |at: usize| u32::try_from(number(at)).unwrap_or(0);
+        let init = Init { minor: short(0), max_readahead_bytes: short(1), offered: number(2), agreed: number(3) };
+        let mut left = Left { saved: Saved { init, ..Saved::default() }, ..Left::default() };
+        for one in &found {
+            // What makes no sense was written by a server in its last moment, or by nobody.
+            if left.saved.add(one.kind, one.count, &one.bytes).is_err() {
+                continue;
+            }
+            match one.kind {
+                NODE => left.saved.nodes.last().map(|node| left.node_slots.insert(node.ino, one.slot)),
+                OPEN => {
+                    if let Some(file) = files.remove(&(FILES + u64::from(one.slot.index))) {
+                        left.files.insert(one.slot.index, file);
+                    }
+                    left.saved.opens.last().map(|open| left.open_slots.insert(*open, one.slot))
+                }
+                _ => {
+                    left.lock_slots.push(one.slot);
+                    None
+                }
+            };
+        }
+        // Those of files that were closed in the server's last moment.
+        files.keys().try_for_each(|key| Line::drop_key(self.line.as_fd(), *key))?;
+        left.past = journal::load(self.journals(), self.epoch());
+        let is_there = self.memory[THERE].load(Ordering::Acquire) == 1;
+        Ok(is_there.then_some(left))
+    }
+
+    /// What the server before has left, once. `None`: there was none, or it had no client.
+    pub fn take_left(&self) -> Option<Before> {
+        let Left { saved, node_slots, open_slots, lock_slots, mut files, past } = lock(&self.left).take()?;
+        let files = open_slots.iter().filter_map(|(open, slot)| Some((*open, files.remove(&slot.index)?))).collect();
+        Some(Before { saved, node_slots, open_slots, lock_slots, files, past })
+    }
+
+    pub(crate) fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    pub(crate) fn journals(&self) -> &[AtomicU64] {
+        &self.memory[HEAD_WORDS..HEAD_WORDS + self.geometry.journal_words()]
+    }
+
+    fn slot_words(&self) -> &[AtomicU64] {
+        &self.memory[HEAD_WORDS + self.geometry.journal_words()..]
+    }
+
+    /// Which client it is; another one has another number.
+    #[inline]
+    pub fn epoch(&self) -> u32 {
+        u32::try_from(self.epoch.load(Ordering::Acquire)).unwrap_or(0)
+    }
+
+    /// What must go after all that this process has under way: the keeper waits for it.
+    pub fn line(&self) -> &Arc<Backing> {
+        &self.line
+    }
+
+    /// Memory of requests in flight, if there is some.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn in_flight(&self) -> std::io::Result<Option<File>> {
+        lock(&self.in_flight).as_ref().map(File::try_clone).transpose()
+    }
+
+    /// Keeps memory of requests in flight.
+    ///
+    /// # Errors
+    /// The keeper is gone, or there are no descriptors left.
+    pub fn keep_in_flight(&self, file: &File) -> Result<(), KeptError> {
+        Line::put(self.line.as_fd(), IN_FLIGHT, file.as_fd())?;
+        *lock(&self.in_flight) = Some(file.try_clone().map_err(KeptError::Memory)?);
+        Ok(())
+    }
+
+    /// A worker's journal.
+    pub fn journal(self: &Arc<Self>, worker: usize) -> Journal {
+        Journal::new(Arc::clone(self), worker)
+    }
+
+    /// Forgets everything; `init` begins with another client. Answers its number.
+    pub fn begin(&self, init: Option<Init>) -> u32 {
+        let epoch = (self.epoch.load(Ordering::Relaxed) + 1) & u64::from(u32::MAX);
+        self.memory[THERE].store(0, Ordering::Release);
+        self.memory[EPOCH].store(epoch, Ordering::Release);
+        self.memory[HIGH_WATER].store(0, Ordering::Release);
+        self.epoch.store(epoch, Ordering::Release);
+        self.slots.begin(self.epoch());
+        drop(lock(&self.left).take());
+        self.told(Line::clear(self.line.as_fd(), init.is_some()));
+        if let Some(init) = init {
+            let numbers = [u64::from(init.minor), u64::from(init.max_readahead_bytes), init.offered, init.agreed];
+            for (word, number) in self.memory[INIT..].iter().zip(numbers) {
+                word.store(number, Ordering::Release);
+            }
+            self.memory[THERE].store(1, Ordering::Release);
+        }
+        self.epoch()
+    }
+
+    fn told(&self, outcome: Result<(), LineError>) {
+        if let Err(error) = outcome
+            && !self.said.swap(true, Ordering::Relaxed)
+        {
+            tracing::error!(
+                "should this server be killed, the guest will not find all of its open files again: {error}"
+            );
+        }
+    }
+
+    fn put(&self, epoch: u32, kind: u8, bytes: &[u8], count: u64, file: Option<BorrowedFd<'_>>) -> Option<Slot> {
+        let slot = self.slots.prepare(self.slot_words(), epoch, bytes, count);
+        let Some(slot) = slot else {
+            if epoch == self.epoch() && !self.said.swap(true, Ordering::Relaxed) {
+                tracing::error!(
+                    "should this server be killed, the guest will find no more than {SLOTS_MAX} inodes again"
+                );
+            }
+            return None;
+        };
+        if let Some(file) = file {
+            self.told(Line::put(self.line.as_fd(), FILES + u64::from(slot.index), file));
+        }
+        self.memory[HIGH_WATER].fetch_max(self.slots.high_water().into(), Ordering::Release);
+        Slots::commit(self.slot_words(), slot, kind, bytes.len());
+        Some(slot)
+    }
+
+    /// The client knows an inode.
+    pub fn node(&self, epoch: u32, ino: Ino, identity: &[u8], references: u64) -> Option<Slot> {
+        self.put(epoch, NODE, &Node::to_bytes(ino, identity), references, None)
+    }
+
+    /// The client has another number of references.
+    #[inline]
+    pub fn references(&self, slot: Slot, count: u64) {
+        if slot.epoch == self.epoch() {
+            Slots::count(self.slot_words(), slot, count);
+        }
+    }
+
+    /// The client has opened something.
+    pub fn open_file(&self, epoch: u32, open: OpenFile, file: Option<BorrowedFd<'_>>) -> Option<Slot> {
+        self.put(epoch, OPEN, &open.to_bytes(), 1, file)
+    }
+
+    /// The client has closed something.
+    pub fn close_file(&self, slot: Slot, had_file: bool) {
+        if had_file && slot.epoch == self.epoch() {
+            self.told(Line::drop_key(self.line.as_fd(), FILES + u64::from(slot.index)));
+        }
+        self.remove(slot);
+    }
+
+    /// The client has a lock.
+    pub fn lock(&self, epoch: u32, lock: SavedLock) -> Option<Slot> {
+        self.put(epoch, LOCK, &lock.to_bytes(), 1, None)
+    }
+
+    /// Forgets one thing.
+    pub fn remove(&self, slot: Slot) {
+        self.slots.remove(self.slot_words(), slot);
+    }
+}

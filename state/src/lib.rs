@@ -1,0 +1,32 @@
+//! What a share's client holds (inodes, open files, locks, answers that it may not have seen), where a server's end does not
+//! reach it, so that the next server goes on as if nothing had happened.
+//!
+//! * [`Kept`] is a table in shared memory: a server writes down what it hands out with plain stores, without a system
+//!   call. Open files are descriptors; each is passed to the keeper when it is opened: one `sendmsg`.
+//! * The [`keep`]er is a process that does nothing but hold descriptors: that memory, and the files. It hands them to the
+//!   next server, and to one server at a time: to that only when the one before is gone for good.
+//! * [`Saved`] is the same as plain data, and its form on the wire between two hosts.
+//!
+//! ```
+//! use ferry_state::{Init, Saved};
+//!
+//! let saved = Saved { init: Init { minor: 45, ..Init::default() }, ..Saved::default() };
+//! let mut bytes = Vec::new();
+//! saved.encode(&mut bytes);
+//! assert_eq!(Saved::decode(&bytes)?, saved);
+//! # Ok::<(), ferry_state::DecodeError>(())
+//! ```
+#![deny(unsafe_code)]
+
+mod journal;
+mod keeper;
+mod kept;
+mod memory;
+mod saved;
+mod slots;
+
+pub use journal::{Journal, Past};
+pub use keeper::{Line, LineError, keep, listen};
+pub use kept::{Before, Geometry, Kept, KeptError};
+pub use saved::{DecodeError, Init, Node, OpenFile, Saved, SavedLock};
+pub use slots::Slot;

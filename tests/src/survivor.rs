@@ -1,0 +1,135 @@
+//! `ferry share --state` in a process of its own, which can be killed and started again under its guest.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ferry_driver::{Config, Driver};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+use crate::mounts::{Started, ferry};
+use crate::{Place, folder};
+
+/// Longer than anything takes on a loaded machine.
+const LIMIT: Duration = Duration::from_secs(60);
+/// How often the program is asked for a sign of life.
+const TICK: Duration = Duration::from_millis(1);
+
+/// A shared directory that outlives its servers.
+#[derive(Debug)]
+pub struct Survivor {
+    /// The shared directory.
+    pub path: PathBuf,
+    /// The socket.
+    pub socket: PathBuf,
+    args: Vec<String>,
+    started: Option<Started>,
+    folder: TempDir,
+}
+
+impl Survivor {
+    /// Shares a fresh directory with these further flags.
+    pub fn new(place: Place, args: &[&str]) -> Self {
+        let folder = folder(place);
+        let path = folder.path().join("shared");
+        fs::create_dir(&path).unwrap();
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        let mut survivor = Self { path, socket: folder.path().join("s"), args, started: None, folder };
+        survivor.start();
+        survivor
+    }
+
+    /// Shares a directory of somebody else's.
+    pub fn of(path: &Path, args: &[&str]) -> Self {
+        let folder = folder(Place::Memory);
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        let socket = folder.path().join("s");
+        let mut survivor = Self { path: path.into(), socket, args, started: None, folder };
+        survivor.start();
+        survivor
+    }
+
+    /// The folder of its state.
+    pub fn state(&self) -> PathBuf {
+        self.folder.path().join("state")
+    }
+
+    /// Starts the program, and waits until it listens.
+    pub fn start(&mut self) {
+        let mut command = ferry(["--log", "warn", "share"]);
+        command.arg(&self.path).arg("--virtiofs").arg(&self.socket).arg("--state").arg(self.state());
+        command.args(["--json", "--queues", "2"]).args(&self.args);
+        let mut started = Started::new(&mut command);
+        let end = Instant::now() + LIMIT;
+        while !started.said().0.ends_with('\n') {
+            let ended = started.wait(Duration::ZERO);
+            assert!(ended.is_none() && Instant::now() < end, "{command:?}: {ended:?}: {}", started.said().1);
+            std::thread::sleep(TICK);
+        }
+        self.started = Some(started);
+    }
+
+    /// Kills the program with SIGKILL.
+    pub fn kill(&mut self) {
+        self.started.take().unwrap().kill();
+    }
+
+    /// Ends the program with SIGTERM, and waits for it.
+    pub fn end(&mut self) {
+        let mut started = self.started.take().unwrap();
+        kill_process(started.pid(), Signal::TERM).unwrap();
+        let status = started.wait(LIMIT).expect("it ends");
+        assert!(status.success(), "{status}: {}", started.said().1);
+    }
+
+    /// Kills the program and starts it again; the guest goes on with the next one.
+    pub fn replace(&mut self, driver: &mut Driver) {
+        self.kill();
+        self.start();
+        driver.reattach().unwrap();
+    }
+
+    /// What the program said on standard error.
+    pub fn said(&self) -> String {
+        self.started.as_ref().unwrap().said().1
+    }
+
+    /// A guest that has mounted it.
+    pub fn connect(&self) -> Driver {
+        let config =
+            Config { queues: 2, memory_bytes: 32 << 20, timeout: LIMIT, connect_within: LIMIT, ..Config::default() };
+        let mut driver = Driver::connect(&self.socket, config).unwrap();
+        driver.init().unwrap();
+        driver
+    }
+
+    /// The process that keeps its state.
+    pub fn keeper(&self) -> Option<Pid> {
+        let socket = self.state().join("keeper").into_os_string().into_encoded_bytes();
+        let line = [&b"ferry-keeper\0"[..], &socket, b"\0"].concat();
+        let processes = fs::read_dir("/proc").unwrap().flatten();
+        let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let mut keepers =
+            numbers.filter(|pid| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|found| found == line));
+        keepers.next().and_then(Pid::from_raw)
+    }
+
+    /// Waits until nothing is kept any more.
+    pub fn wait_for_the_keeper(&self) {
+        let end = Instant::now() + LIMIT;
+        while self.keeper().is_some() {
+            assert!(Instant::now() < end, "the keeper stays");
+            std::thread::sleep(TICK);
+        }
+    }
+}
+
+impl Drop for Survivor {
+    fn drop(&mut self) {
+        drop(self.started.take());
+        if let Some(keeper) = self.keeper() {
+            let _ = kill_process(keeper, Signal::KILL);
+        }
+    }
+}

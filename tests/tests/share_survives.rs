@@ -1,0 +1,428 @@
+//! Shares whose server is killed with SIGKILL and started again under a running guest: files, locks and requests under way
+//! are what they were.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ferry_driver::{Driver, Error, ROOT, Ticket};
+use ferry_tests::Place;
+use ferry_tests::disks::model::Random;
+use ferry_tests::survivor::Survivor;
+use ferry_wire::fuse::abi::{CreateIn, FileLock, LK_FLOCK, LinkIn, MkdirIn, Opcode, Rename2In, WriteIn};
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
+use zerocopy::IntoBytes;
+
+const O_RDWR: u32 = 2;
+const O_CREAT_EXCL: u32 = 0o300;
+const O_APPEND: u32 = 0o2000;
+
+/// Where inodes are found again by file handles (tmpfs, as root), and where by their names.
+const WAYS: [(Place, &[&str]); 3] =
+    [(Place::Memory, &[]), (Place::Memory, &["--inode-file-handles", "never"]), (Place::Disk, &[])];
+
+fn lock(kind: i32, start: u64, end: u64) -> FileLock {
+    FileLock { start, end, kind: kind.cast_unsigned(), pid: 77 }
+}
+
+fn wrlck(start: u64, end: u64) -> FileLock {
+    lock(libc::F_WRLCK, start, end)
+}
+
+fn is_flocked(path: &Path) -> bool {
+    let file = File::open(path).unwrap();
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::AGAIN)
+}
+
+fn errno<T: std::fmt::Debug>(outcome: Result<T, Error>) -> i32 {
+    match outcome {
+        Err(Error::Errno(errno)) => errno,
+        other => panic!("no error number: {other:?}"),
+    }
+}
+
+/// What a guest holds, across one end of its server after another.
+fn goes_on(place: Place, flags: &[&str], mut end: impl FnMut(&mut Survivor, &mut Driver)) {
+    let mut server = Survivor::new(place, flags);
+    let mut guest = server.connect();
+    fs::write(server.path.join("gone"), b"still here").unwrap();
+    let dir = guest.mkdir(ROOT, "dir", 0o755).unwrap().nodeid;
+    let (file, open) = guest.create(dir, "file", O_RDWR, 0o644).unwrap();
+    let (file, open) = (file.nodeid, open.fh);
+    guest.write(file, open, 0, b"before").unwrap();
+    let gone = guest.lookup(ROOT, "gone").unwrap().nodeid;
+    let gone_open = guest.open(gone, O_RDWR).unwrap().fh;
+    guest.unlink(ROOT, "gone").unwrap();
+    let (nameless, nameless_open) = guest.tmpfile(ROOT, O_RDWR, 0o600).unwrap();
+    let listing = guest.opendir(dir).unwrap().fh;
+    guest.rename(ROOT, "dir", ROOT, "elsewhere", 0).unwrap();
+    let locked = server.path.join("elsewhere/file");
+    guest.setlk(file, open, 9, wrlck(0, 99), 0).unwrap();
+    guest.setlk(file, open, 9, lock(libc::F_UNLCK, 10, 19), 0).unwrap();
+    guest.setlk(nameless.nodeid, nameless_open.fh, 5, wrlck(0, 9), LK_FLOCK).unwrap();
+    guest.setlk(file, open, 5, wrlck(0, 9), LK_FLOCK).unwrap();
+    let second = guest.open(file, O_RDWR).unwrap().fh;
+    let waits = guest.send_setlkw(file, second, 10, wrlck(30, 40), 0).unwrap();
+    for round in 0..3 {
+        assert!(is_flocked(&locked));
+        end(&mut server, &mut guest);
+        assert!(is_flocked(&locked), "round {round}");
+        // The same numbers, the same files; also those that no name leads to.
+        assert_eq!(guest.read(file, open, 0, 100).unwrap(), b"before");
+        assert_eq!(guest.read(gone, gone_open, 0, 100).unwrap(), b"still here");
+        guest.write(nameless.nodeid, nameless_open.fh, round, b"x").unwrap();
+        assert_eq!(guest.getattr(nameless.nodeid).unwrap().attr.size, round + 1);
+        assert_eq!(guest.lookup(dir, "file").unwrap().nodeid, file);
+        assert_eq!(guest.readdir(dir, listing, 0, 4096).unwrap().len(), 3);
+        assert_eq!(guest.getattr(dir).unwrap().attr.mode & 0o777, 0o755);
+        // Another owner meets the same locks, and the hole in them.
+        let taken = guest.getlk(file, second, 10, wrlck(0, 5)).unwrap();
+        assert_eq!((taken.kind, taken.start, taken.end), (libc::F_WRLCK.cast_unsigned(), 0, 9));
+        guest.setlk(file, second, 10, wrlck(10, 19), 0).unwrap();
+        assert_eq!(errno(guest.setlk(file, second, 10, wrlck(19, 20), 0)), libc::EAGAIN);
+        assert_eq!(errno(guest.setlk(file, second, 6, wrlck(0, 9), LK_FLOCK)), libc::EAGAIN);
+    }
+    // Who waits for a lock still waits for it.
+    guest.setlk(file, open, 9, lock(libc::F_UNLCK, 0, 99), 0).unwrap();
+    guest.receive(waits).unwrap();
+    guest.setlk(file, open, 5, lock(libc::F_UNLCK, 0, 9), LK_FLOCK).unwrap();
+    assert!(!is_flocked(&locked));
+    for (node, open) in [(file, open), (file, second), (gone, gone_open), (nameless.nodeid, nameless_open.fh)] {
+        guest.release(node, open).unwrap();
+        assert_eq!(errno(guest.read(node, open, 0, 1)), libc::EBADF);
+    }
+    guest.releasedir(dir, listing).unwrap();
+    // As many references as the guest has had answered: one, and one of each round.
+    guest.forget(file, 3).unwrap();
+    assert!(guest.getattr(file).is_ok());
+    guest.forget(file, 1).unwrap();
+    assert_eq!(errno(guest.getattr(file)), libc::ESTALE);
+    // A client that goes is not waited for, nor is what it had kept.
+    drop(guest);
+    let again = server.connect();
+    drop(again);
+    assert_eq!(server.said(), "");
+    server.end();
+    server.wait_for_the_keeper();
+}
+
+#[test]
+fn files_and_locks_stay_when_the_server_is_killed() {
+    for (place, flags) in WAYS {
+        goes_on(place, flags, Survivor::replace);
+    }
+}
+
+#[test]
+fn files_and_locks_stay_when_the_server_is_ended() {
+    goes_on(Place::Memory, &[], |server, guest| {
+        server.end();
+        server.start();
+        guest.reattach().unwrap();
+    });
+}
+
+/// A guest that changes names and files without waiting for each answer, and knows what must come out.
+struct Load {
+    random: Random,
+    /// Regular files, with what is in them, in the root.
+    files: BTreeMap<String, (u64, Vec<u8>)>,
+    dirs: BTreeSet<String>,
+    /// The file that is appended to.
+    log: (u64, u64),
+    appended: Vec<u8>,
+    next: usize,
+    under_way: usize,
+    /// Files get further names. Where they are found again by names, one of several is remembered.
+    links: bool,
+}
+
+type Expected = (Ticket, usize, Opcode);
+
+impl Load {
+    fn new(guest: &mut Driver, links: bool) -> Self {
+        let (log, open) = guest.create(ROOT, "log", O_RDWR | O_APPEND, 0o644).unwrap();
+        Self {
+            random: Random::new(5),
+            files: BTreeMap::new(),
+            dirs: BTreeSet::new(),
+            log: (log.nodeid, open.fh),
+            appended: Vec::new(),
+            next: 0,
+            under_way: 0,
+            links,
+        }
+    }
+
+    fn name(&mut self, of: &str) -> String {
+        self.next += 1;
+        format!("{of}{}", self.next)
+    }
+
+    /// Requests none of which depends on another, half of them on each queue.
+    fn send(&mut self, guest: &mut Driver) -> Vec<Expected> {
+        let mut sent = Vec::new();
+        let mut old: Vec<String> = self.files.keys().cloned().collect();
+        for number in 0..24 {
+            guest.select(1 + number % 2);
+            let nul: &[u8] = b"\0";
+            let (opcode, ticket) = match self.random.below(6) {
+                0 => {
+                    let name = self.name("d");
+                    let args = MkdirIn { mode: 0o755, umask: 0 };
+                    let ticket = guest.send(Opcode::Mkdir, ROOT, &[args.as_bytes(), name.as_bytes(), nul], &[], 128);
+                    self.dirs.insert(name);
+                    (Opcode::Mkdir, ticket)
+                }
+                1 if !self.dirs.is_empty() && number % 3 == 0 => {
+                    // One of an earlier batch.
+                    let name = self.dirs.iter().next().unwrap().clone();
+                    if sent.iter().any(|(_, _, opcode)| *opcode == Opcode::Mkdir) {
+                        continue;
+                    }
+                    self.dirs.remove(&name);
+                    (Opcode::Rmdir, guest.send(Opcode::Rmdir, ROOT, &[name.as_bytes(), nul], &[], 0))
+                }
+                2 if !old.is_empty() => {
+                    let name = old.swap_remove(self.random.below(old.len()));
+                    let new = self.name("r");
+                    let args = Rename2In { newdir: ROOT, flags: 0, padding: 0 };
+                    let parts = [args.as_bytes(), name.as_bytes(), nul, new.as_bytes(), nul];
+                    let ticket = guest.send(Opcode::Rename2, ROOT, &parts, &[], 0);
+                    let moved = self.files.remove(&name).unwrap();
+                    self.files.insert(new, moved);
+                    (Opcode::Rename2, ticket)
+                }
+                3 if !old.is_empty() => {
+                    let name = old.swap_remove(self.random.below(old.len()));
+                    self.files.remove(&name);
+                    (Opcode::Unlink, guest.send(Opcode::Unlink, ROOT, &[name.as_bytes(), nul], &[], 0))
+                }
+                4 if !old.is_empty() && self.links => {
+                    let name = old.swap_remove(self.random.below(old.len()));
+                    let new = self.name("l");
+                    let linked = self.files[&name].clone();
+                    let args = LinkIn { oldnodeid: linked.0 };
+                    let ticket = guest.send(Opcode::Link, ROOT, &[args.as_bytes(), new.as_bytes(), nul], &[], 128);
+                    self.files.insert(new, linked);
+                    (Opcode::Link, ticket)
+                }
+                _ => {
+                    let name = self.name("c");
+                    let args = CreateIn { flags: O_RDWR | O_CREAT_EXCL, mode: 0o644, ..CreateIn::ZERO };
+                    let ticket = guest.send(Opcode::Create, ROOT, &[args.as_bytes(), name.as_bytes(), nul], &[], 144);
+                    // Its number comes with the answer.
+                    self.files.insert(name, (0, Vec::new()));
+                    (Opcode::Create, ticket)
+                }
+            };
+            sent.push((ticket.unwrap(), 1 + number % 2, opcode));
+        }
+        sent.push(self.append(guest));
+        sent
+    }
+
+    /// Appends to a file that is open with O_APPEND. One at a time, as Linux does.
+    fn append(&mut self, guest: &mut Driver) -> Expected {
+        let data = format!("{}\n", self.appended.len());
+        let args = WriteIn {
+            fh: self.log.1,
+            offset: self.appended.len() as u64,
+            size: u32::try_from(data.len()).unwrap(),
+            flags: O_RDWR | O_APPEND,
+            ..WriteIn::ZERO
+        };
+        guest.select(1);
+        let ticket = guest.send(Opcode::Write, self.log.0, &[args.as_bytes()], data.as_bytes(), 8).unwrap();
+        self.appended.extend(data.as_bytes());
+        (ticket, 1, Opcode::Write)
+    }
+
+    /// Every request has done what it was to do, as far as the guest can tell.
+    fn receive(&mut self, guest: &mut Driver, sent: Vec<Expected>) {
+        for (ticket, queue, opcode) in sent {
+            guest.select(queue);
+            let body = guest.receive(ticket).unwrap_or_else(|error| panic!("{opcode:?}: {error}"));
+            if opcode == Opcode::Create {
+                assert_eq!(body.len(), 144);
+            }
+        }
+        // The numbers of new files, by which they are linked.
+        for (name, (node, _)) in &mut self.files {
+            if *node == 0 {
+                *node = guest.lookup(ROOT, name).unwrap().nodeid;
+            }
+        }
+    }
+
+    fn check(&self, path: &Path) {
+        let mut there: BTreeSet<String> =
+            fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        assert!(there.remove("log"));
+        let expected: BTreeSet<String> = self.files.keys().cloned().chain(self.dirs.iter().cloned()).collect();
+        assert_eq!(there, expected);
+        assert_eq!(String::from_utf8(fs::read(path.join("log")).unwrap()), String::from_utf8(self.appended.clone()));
+    }
+}
+
+fn survives(place: Place, flags: &[&str], kills: usize) {
+    let mut server = Survivor::new(place, flags);
+    let mut guest = server.connect();
+    let mut load = Load::new(&mut guest, place == Place::Memory && flags.is_empty());
+    let mut random = Random::new(kills as u64);
+    for _ in 0..kills {
+        for _ in 0..random.below(4) {
+            let sent = load.send(&mut guest);
+            load.receive(&mut guest, sent);
+        }
+        let sent = load.send(&mut guest);
+        let (moment, begin) = (Duration::from_micros(random.below(600) as u64), Instant::now());
+        while begin.elapsed() < moment {
+            std::hint::spin_loop();
+        }
+        server.kill();
+        load.under_way += guest.request_queues().iter().map(|queue| queue.in_flight()).sum::<usize>();
+        server.start();
+        guest.reattach().unwrap();
+        load.receive(&mut guest, sent);
+        load.check(&server.path);
+    }
+    println!("{kills} kills, {} requests, {} under way", load.next, load.under_way);
+    assert!(load.under_way > 0);
+    drop(guest);
+    assert_eq!(server.said(), "");
+}
+
+#[test]
+fn names_change_once_although_the_server_is_killed() {
+    for (place, flags) in WAYS {
+        survives(place, flags, 3);
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn names_change_once_although_the_server_is_killed_50_times() {
+    for (place, flags) in WAYS {
+        survives(place, flags, 50);
+    }
+}
+
+/// A server elsewhere: another process with another socket, and the same tree.
+fn elsewhere(path: &Path, flags: &[&str]) -> (Survivor, std::path::PathBuf) {
+    let mut all = vec!["--tag", "t"];
+    all.extend(flags);
+    let there = Survivor::of(path, &all);
+    let socket = there.socket.clone();
+    (there, socket)
+}
+
+#[test]
+fn a_guest_migrates_with_its_files_and_locks() {
+    for (place, flags) in WAYS {
+        let mut here = Survivor::new(place, flags);
+        let mut guest = here.connect();
+        let dir = guest.mkdir(ROOT, "dir", 0o755).unwrap().nodeid;
+        let (file, open) = guest.create(dir, "file", O_RDWR, 0o644).unwrap();
+        let (file, open) = (file.nodeid, open.fh);
+        guest.write(file, open, 0, b"before").unwrap();
+        guest.rename(ROOT, "dir", ROOT, "elsewhere", 0).unwrap();
+        guest.setlk(file, open, 9, wrlck(3, 5), 0).unwrap();
+        let listing = guest.opendir(dir).unwrap().fh;
+        let state = guest.save().unwrap();
+        // Its locks go with it.
+        here.kill();
+        let (mut there, socket) = elsewhere(&here.path, flags);
+        guest.migrate(&socket, &state).unwrap();
+        for _ in 0..2 {
+            assert_eq!(guest.read(file, open, 0, 100).unwrap(), b"before");
+            assert_eq!(guest.lookup(dir, "file").unwrap().nodeid, file);
+            assert_eq!(guest.readdir(dir, listing, 0, 4096).unwrap().len(), 3);
+            let taken = guest.getlk(file, open, 10, wrlck(0, 9)).unwrap();
+            assert_eq!((taken.kind, taken.start, taken.end), (libc::F_WRLCK.cast_unsigned(), 3, 5));
+            // What came from elsewhere is kept here, too.
+            there.replace(&mut guest);
+        }
+        drop(guest);
+        assert_eq!(there.said(), "");
+    }
+}
+
+#[test]
+fn files_that_are_lost_by_a_migration_are_an_error_of_it_or_of_the_guest() {
+    for (flags, fails) in [(&[][..], true), (&["--migration-on-error", "guest-error"][..], false)] {
+        let mut here = Survivor::new(Place::Memory, flags);
+        let mut guest = here.connect();
+        fs::write(here.path.join("moved"), b"m").unwrap();
+        fs::write(here.path.join("stays"), b"s").unwrap();
+        let (moved, stays) = (guest.lookup(ROOT, "moved").unwrap().nodeid, guest.lookup(ROOT, "stays").unwrap().nodeid);
+        let state = guest.save().unwrap();
+        fs::remove_file(here.path.join("moved")).unwrap();
+        here.kill();
+        let (there, socket) = elsewhere(&here.path, flags);
+        let outcome = guest.migrate(&socket, &state);
+        assert_eq!(outcome.is_err(), fails, "{outcome:?}");
+        if !fails {
+            assert_eq!(errno(guest.getattr(moved)), libc::ESTALE);
+            assert!(guest.getattr(stays).is_ok());
+        }
+        assert!(there.said().contains("not found here under the same name"), "{}", there.said());
+    }
+}
+
+#[test]
+fn a_state_that_makes_no_sense_is_refused_and_harms_nobody() {
+    let here = Survivor::new(Place::Memory, &[]);
+    let mut guest = here.connect();
+    fs::write(here.path.join("file"), b"f").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap().nodeid;
+    guest.open(file, O_RDWR).unwrap();
+    let (state, stopped) = guest.save().unwrap();
+    let mut random = Random::new(1);
+    for round in 0..60 {
+        let mut changed = state.clone();
+        match round % 3 {
+            0 => changed.truncate(1 + random.below(changed.len() - 1)),
+            1 => changed[random.below(12)] ^= 0x40,
+            _ => {
+                // It may still be a state: of a guest that knows other inodes.
+                let at = random.below(changed.len());
+                changed[at] = u8::try_from(random.below(256)).unwrap();
+            }
+        }
+        let outcome = guest.migrate(&here.socket, &(changed, stopped.clone()));
+        assert!(round % 3 == 2 || outcome.is_err(), "round {round}");
+    }
+    drop(guest);
+    let mut again = here.connect();
+    assert!(again.lookup(ROOT, "file").is_ok());
+}
+
+#[test]
+fn what_cannot_be_kept_is_refused_with_a_reason() {
+    let mut server = Survivor::new(Place::Memory, &[]);
+    let guest = server.connect();
+    let socket = server.socket.clone();
+    let run = |source: &Path, more: &[&str]| {
+        let mut command = ferry_tests::mounts::ferry(["share"]);
+        command.arg(source).arg("--virtiofs").arg(&socket).args(more);
+        let output = command.output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let state = server.state();
+    let state = state.to_str().unwrap();
+    assert!(run(Path::new("mem"), &["--state", state]).contains("is no directory, and ends with its server"));
+    // Another number of queues would find other requests.
+    server.kill();
+    let said = run(&server.path, &["--state", state, "--queues", "1"]);
+    assert!(said.contains("another number of queues"), "{said}");
+    server.start();
+    let mut guest = guest;
+    guest.reattach().unwrap();
+    assert!(guest.getattr(ROOT).is_ok());
+}
