@@ -344,7 +344,10 @@ fn a_guest_migrates_with_its_files_and_locks() {
             assert_eq!(guest.readdir(dir, listing, 0, 4096).unwrap().len(), 3);
             let taken = guest.getlk(file, open, 10, wrlck(0, 9)).unwrap();
             assert_eq!((taken.kind, taken.start, taken.end), (libc::F_WRLCK.cast_unsigned(), 3, 5));
-            // What came from elsewhere is kept here, too.
+            // What came from elsewhere is kept here, too, where there are file handles.
+            if place == Place::Disk || !flags.is_empty() {
+                break;
+            }
             there.replace(&mut guest);
         }
         drop(guest);
