@@ -274,8 +274,8 @@ impl MountArgs {
     pub fn share_only(&self) -> Option<&'static str> {
         let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
         let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
-        let Share { socket_group, posix_acl, security_label, once, no_mmap, no_readdirplus, dax, dax_files, .. } =
-            &self.share;
+        let Share { socket_group, posix_acl, security_label, once, state, migration_on_error, .. } = &self.share;
+        let Share { no_mmap, no_readdirplus, dax, dax_files, .. } = &self.share;
         let given = [
             virtiofs.is_some(),
             fd.is_some(),
@@ -287,6 +287,8 @@ impl MountArgs {
             *posix_acl != Acl::default(),
             security_label.is_some(),
             *once,
+            state.is_some(),
+            *migration_on_error != OnMigrationError::default(),
             *no_mmap,
             *no_readdirplus,
             dax.is_some(),

@@ -343,6 +343,8 @@ mod tests {
             ("ferry mount mem /m --queues 3", "unexpected argument '--queues'"),
             ("ferry mount mem /m --poll-us 3", "unexpected argument '--poll-us'"),
             ("ferry mount mem /m --virtiofs s", "unexpected argument '--virtiofs'"),
+            ("ferry mount mem /m --state s", "unexpected argument '--state'"),
+            ("ferry mount mem /m --migration-on-error guest-error", "unexpected argument '--migration-on-error'"),
             ("ferry mount mem /m --path fast", "fast"),
             ("ferry mount mem /m --9p unix:s", "unexpected argument '--9p'"),
             ("ferry mount mem /m --9p-remote", "unexpected argument '--9p-remote'"),
