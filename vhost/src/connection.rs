@@ -281,7 +281,8 @@ impl<D: Device> Connection<D> {
         for index in 0..self.queues.len() {
             self.stop(index);
         }
-        if let Some(area) = &self.inflight {
+        // What a front end keeps is its own, and may come back with it.
+        if let Some(area) = self.inflight.as_ref().filter(|_| !self.device.tracks_in_flight()) {
             area.clear();
         }
         self.device.gone(&self.session);
