@@ -99,10 +99,24 @@ enum Table {
 impl Cli {
     fn rows(&self) -> Vec<Row> {
         let wanted = |row: &Row| match &self.rows {
-            Some(regex) => regex.is_match(&row.name) || regex.is_match(&format!("{} {}", row.name, row.config.name())),
+            Some(regex) => regex.is_match(&row.name) || regex.is_match(&row.full_name()),
             None => row.quick || !self.quick,
         };
         rows::all().into_iter().filter(wanted).collect()
+    }
+
+    /// Prints the names of the rows if that was asked for, and says so if there is none: what to end with then.
+    fn listed(&self, table: &str, names: impl Iterator<Item = impl std::fmt::Display>) -> Option<ExitCode> {
+        let mut names = names.peekable();
+        if self.list {
+            names.for_each(|name| println!("{name}"));
+            return Some(ExitCode::SUCCESS);
+        }
+        if names.peek().is_some() {
+            return None;
+        }
+        eprintln!("bench/run: no row matches; bench/run {table} --list shows them");
+        Some(ExitCode::from(2))
     }
 
     /// The servers that can run, ours first, and why others cannot.
@@ -161,13 +175,8 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Result<ExitCode> {
     let rows = cli.rows();
-    if cli.list {
-        rows.iter().for_each(|row| println!("{} {}", row.name, row.config.name()));
-        return Ok(ExitCode::SUCCESS);
-    }
-    if rows.is_empty() {
-        eprintln!("bench/run: no row matches; bench/run virtiofs --list shows them");
-        return Ok(ExitCode::from(2));
+    if let Some(code) = cli.listed("virtiofs", rows.iter().map(Row::full_name)) {
+        return Ok(code);
     }
     let progress = Progress::new(rows.len());
     let (mut peers, mut skipped) = cli.peers();
@@ -183,8 +192,7 @@ fn run(cli: &Cli) -> Result<ExitCode> {
 
     progress.show("making the data");
     let mut runner = runner(cli, &rows, cache, virtiofsd, fio, peers)?;
-    let name = |row: &Row| format!("{} {}", row.name, row.config.name());
-    let lines = progress.measure(&rows, name, &skipped, |row| vec![runner.run(row)])?;
+    let lines = progress.measure(&rows, Row::full_name, &skipped, |row| vec![runner.run(row)])?;
     let summary = Summary::of(&rows, &lines);
     eprint!("{summary}");
     if let Some(folder) = cli.results() {

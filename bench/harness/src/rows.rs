@@ -159,6 +159,11 @@ const QUICK_JOBS: [&str; 10] = [
 ];
 
 impl Row {
+    /// Its name with its configuration.
+    pub fn full_name(&self) -> String {
+        format!("{} {}", self.name, self.config.name())
+    }
+
     /// The unit of its figures.
     pub fn unit(&self) -> &'static str {
         match self.work {

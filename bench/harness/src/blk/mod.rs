@@ -33,13 +33,10 @@ const NO_SPDK: &str = "spdk: no package registry has its vhost server (bench/pee
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
     let steps = steps(cli);
-    if cli.list {
-        steps.iter().for_each(|step| println!("{}{}", step.name(), if step.direct { " direct" } else { "" }));
-        return Ok(ExitCode::SUCCESS);
-    }
-    if steps.is_empty() {
-        eprintln!("bench/run: no row matches; bench/run {TABLE} --list shows them");
-        return Ok(ExitCode::from(2));
+    if let Some(code) = cli
+        .listed(TABLE, steps.iter().map(|step| format!("{}{}", step.name(), if step.direct { " direct" } else { "" })))
+    {
+        return Ok(code);
     }
     let unknown = unknown_peers(&cli.peers);
     let cache = Cache::from_env()?;

@@ -62,13 +62,8 @@ impl Step {
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
     let steps = steps(cli);
-    if cli.list {
-        steps.iter().for_each(|step| println!("{}", step.name()));
-        return Ok(ExitCode::SUCCESS);
-    }
-    if steps.is_empty() {
-        eprintln!("bench/run: no row matches; bench/run {TABLE} --list shows them");
-        return Ok(ExitCode::from(2));
+    if let Some(code) = cli.listed(TABLE, steps.iter().map(Step::name)) {
+        return Ok(code);
     }
     ensure!(
         rustix::process::geteuid().is_root(),

@@ -30,13 +30,8 @@ const FILE_MIB: u64 = 48;
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
     let rows = rows(cli);
-    if cli.list {
-        rows.iter().for_each(|row| println!("{}", row.name));
-        return Ok(ExitCode::SUCCESS);
-    }
-    if rows.is_empty() {
-        eprintln!("bench/run: no row matches; bench/run virtiofs --dax --list shows them");
-        return Ok(ExitCode::from(2));
+    if let Some(code) = cli.listed("virtiofs --dax", rows.iter().map(|row| row.name.clone())) {
+        return Ok(code);
     }
     ensure!(
         rustix::process::geteuid().is_root(),

@@ -27,13 +27,8 @@ pub const TABLE: &str = "images";
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
     let works = works(cli);
-    if cli.list {
-        works.iter().flat_map(|work| work.rows()).for_each(|(_, name)| println!("{name}"));
-        return Ok(ExitCode::SUCCESS);
-    }
-    if works.is_empty() {
-        eprintln!("bench/run: no row matches; bench/run {TABLE} --list shows them");
-        return Ok(ExitCode::from(2));
+    if let Some(code) = cli.listed(TABLE, works.iter().flat_map(|work| work.rows()).map(|(_, name)| name)) {
+        return Ok(code);
     }
     ensure!(rustix::process::geteuid().is_root(), "bench/run {TABLE} mounts images and needs to be root");
     let cache = Cache::from_env()?;

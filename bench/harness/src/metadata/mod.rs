@@ -32,13 +32,8 @@ const QUICK: Effort = Effort { runs: 2, timeout: Duration::from_secs(60), count_
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
     let rows = rows(cli);
-    if cli.list {
-        rows.iter().for_each(|row| println!("{} {}", row.name, row.config.name()));
-        return Ok(ExitCode::SUCCESS);
-    }
-    if rows.is_empty() {
-        eprintln!("bench/run: no row matches; bench/run {TABLE} --list shows them");
-        return Ok(ExitCode::from(2));
+    if let Some(code) = cli.listed(TABLE, rows.iter().map(Row::full_name)) {
+        return Ok(code);
     }
     let progress = Progress::new(rows.len());
     let (mut peers, mut skipped) = cli.peers();
@@ -55,8 +50,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let data = Data::make_large(&cli.work, trees).context("cannot make the trees")?;
     let place = place(cli, cache, virtiofsd, &data)?;
     let mut runner = Runner::new(TABLE, place, data, fio, peers, effort);
-    let name = |row: &Row| format!("{} {}", row.name, row.config.name());
-    let lines = progress.measure(&rows, name, &skipped, |row| vec![runner.run(row)])?;
+    let lines = progress.measure(&rows, Row::full_name, &skipped, |row| vec![runner.run(row)])?;
     let targets = report::targets(&rows, &lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = cli.results() {
@@ -69,7 +63,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
 
 fn rows(cli: &Cli) -> Vec<Row> {
     let wanted = |row: &Row| match &cli.rows {
-        Some(regex) => regex.is_match(&format!("{} {}", row.name, row.config.name())),
+        Some(regex) => regex.is_match(&row.full_name()),
         None => row.quick || !cli.quick,
     };
     rows::large().into_iter().filter(wanted).collect()

@@ -36,13 +36,8 @@ const BUILD_PEERS: &str = "bench/peers/build";
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
     let steps = steps(cli);
-    if cli.list {
-        steps.iter().flat_map(|step| step.rows()).for_each(|(_, name)| println!("{name}"));
-        return Ok(ExitCode::SUCCESS);
-    }
-    if steps.is_empty() {
-        eprintln!("bench/run: no row matches; bench/run zufs --list shows them");
-        return Ok(ExitCode::from(2));
+    if let Some(code) = cli.listed("zufs", steps.iter().flat_map(|step| step.rows()).map(|(_, name)| name)) {
+        return Ok(code);
     }
     ensure!(rustix::process::geteuid().is_root(), "bench/run zufs mounts file systems and needs to be root");
     let unknown = unknown_peers(&cli.peers);
