@@ -100,7 +100,7 @@ impl Record {
 /// The locks of one inode, each with the place where it is written down.
 type OfInode = Vec<(SavedLock, Option<Slot>)>;
 
-/// The locks that a client has, as it has asked for them: neighbours are not joined.
+/// The locks that a client has. Neighbours of a kind are one, so there are no more than the source has.
 #[derive(Default)]
 pub(crate) struct HeldLocks(Mutex<HashMap<Ino, OfInode>>);
 
@@ -126,14 +126,23 @@ impl HeldLocks {
             true => other.flock && other.handle == lock.handle,
             false => !other.flock && other.owner == lock.owner,
         };
+        let mut now = SavedLock { kind, ..*lock };
         let mut new = Vec::new();
         let mut old = Vec::new();
         held.retain(|(other, slot)| {
-            let touches = lock.flock || other.start <= lock.end && lock.start <= other.end;
+            let joins = !lock.flock && other.kind == kind;
+            // One further, to meet a neighbour.
+            let reach = u64::from(joins);
+            let touches = lock.flock
+                || other.start <= lock.end.saturating_add(reach) && lock.start <= other.end.saturating_add(reach);
             if !same(other) || !touches {
                 return true;
             }
             old.extend(*slot);
+            if joins {
+                (now.start, now.end) = (now.start.min(other.start), now.end.max(other.end));
+                return false;
+            }
             if !lock.flock && other.start < lock.start {
                 new.push(SavedLock { end: lock.start - 1, ..*other });
             }
@@ -143,7 +152,7 @@ impl HeldLocks {
             false
         });
         if kind != LockKind::Unlock {
-            new.push(SavedLock { kind, ..*lock });
+            new.push(now);
         }
         // First the new ones: what a server in between finds is too much, and put right when the request is repeated.
         held.extend(new.into_iter().map(|lock| (lock, record.and_then(|to| to.kept.lock(to.epoch, lock)))));
@@ -210,6 +219,12 @@ mod tests {
         assert_eq!(ranges(&locks), [(1, 0, 4), (1, 5, 30), (1, 31, 99), (2, 50, 60)]);
         locks.flushed(None, Ino(2), 1);
         assert_eq!(ranges(&locks), [(2, 50, 60)]);
+        // However many small ones a client asks for, in whatever order, through whatever handle.
+        for start in [0, 2, 1, 4, 3, u64::MAX] {
+            locks.set(None, &lock(start % 3, 3, start, start), LockKind::Read);
+        }
+        assert_eq!(ranges(&locks), [(2, 50, 60), (3, 0, 4), (3, u64::MAX, u64::MAX)]);
+        locks.flushed(None, Ino(2), 3);
         let flock = SavedLock { flock: true, ..lock(7, 9, 0, 0) };
         locks.set(None, &flock, LockKind::Read);
         locks.set(None, &flock, LockKind::Write);
