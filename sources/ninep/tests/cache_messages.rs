@@ -82,7 +82,9 @@ fn several_sequential_readers_of_one_file_have_windows_of_their_own() {
 
 #[test]
 fn a_random_read_asks_for_what_it_needs_only() {
-    let (cache, fake, file) = file(limits(), Manners::default(), 64 * MIB);
+    // How long this server takes is up to the machine.
+    let near = Limits { around_bytes_max: 0, ..limits() };
+    let (cache, fake, file) = file(near, Manners::default(), 64 * MIB);
     let mut out = Vec::new();
     for step in 1..500u64 {
         let at = (step * 7_919_993) % (64 * MIB as u64 - 4096) / 4096 * 4096;
@@ -148,6 +150,55 @@ fn a_far_server_has_many_messages_under_way() {
     }
     file.flush(&told).unwrap();
     assert!(cache.counts().writes_in_flight_max >= 2, "{:?}", cache.counts());
+}
+
+#[test]
+fn a_random_reader_of_a_far_file_soon_finds_it_here() {
+    let far = Manners { delay: Duration::from_millis(10), ..Manners::default() };
+    let (cache, fake, file) = file(limits(), far, 8 * MIB);
+    let mut out = Vec::new();
+    for step in 1..1000u64 {
+        let at = (step * 7_919_993) % (8 * MIB as u64 - 4096) / 4096 * 4096;
+        out.clear();
+        assert_eq!(file.read(at, 4096, &mut out), Ok(4096));
+        assert_eq!((out[0], out[4095]), (pattern(at), pattern(at + 4095)));
+    }
+    let counts = cache.counts();
+    assert!(counts.misses < 300, "{counts:?}");
+    assert!(counts.read_bytes <= 8 * MIB as u64, "nothing is fetched twice: {counts:?}");
+    // What is waited for goes first, by itself.
+    assert!(fake.reads.lock().unwrap()[0].1 == 4096);
+}
+
+#[test]
+fn what_is_around_is_left_alone_when_nobody_wants_it() {
+    let far = Manners { delay: Duration::from_millis(2), ..Manners::default() };
+    let (cache, _fake, file) = file(limits(), far, 256 * MIB);
+    let mut out = Vec::new();
+    // Each in a block of its own, and never twice.
+    for step in 1..200u64 {
+        out.clear();
+        assert_eq!(file.read(step * MIB as u64 + 4096 * (step % 7), 4096, &mut out), Ok(4096));
+    }
+    let counts = cache.counts();
+    assert!(counts.read_bytes <= (16 + 1 + 1) * MIB as u64, "{counts:?}");
+}
+
+#[test]
+fn many_single_pages_are_written_at_a_time() {
+    let far = Manners { delay: Duration::from_millis(20), ..Manners::default() };
+    let (cache, fake, file) = file(limits(), far, 64 * MIB);
+    let told = file.error_cursor();
+    let pages: Vec<u64> = (0..400).map(|step| step * 7 % 401 * 37).collect();
+    for page in &pages {
+        file.write(page * 4096, 4096, &mut vec![*page as u8; 4096].as_slice()).unwrap();
+    }
+    file.flush(&told).unwrap();
+    let counts = cache.counts();
+    assert!((16..=32).contains(&counts.writes_in_flight_max), "{counts:?}");
+    assert_eq!(counts.write_messages, 400);
+    let content = fake.content();
+    assert!(pages.iter().all(|page| content.bytes[*page as usize * 4096..][..4096] == vec![*page as u8; 4096]));
 }
 
 #[test]

@@ -64,7 +64,9 @@ impl Run {
             unstable_bytes_max: 32 << 10,
             message_bytes_max: 1 << 20,
             depth,
+            around_bytes_max: 1 << 20,
             write_buffers,
+            short_writes: 2 * (write_buffers - 1),
             dirty_age,
         };
         let model = bytes(3, 30_000);

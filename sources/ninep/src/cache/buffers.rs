@@ -2,16 +2,34 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use super::limits::Limits;
+
 /// Buffers kept for reads that are not under way; more are freed.
 const READ_BUFFERS_KEPT: usize = 16;
+
+/// What a buffer for a write carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Size {
+    /// A message.
+    Whole,
+    /// A part of one: for single pages and the like, of which many are to be under way.
+    Short,
+}
 
 /// The buffers of a cache.
 #[derive(Debug)]
 pub(super) struct Buffers {
-    /// Free buffers for writes. As many are allocated at first as may be under way, each when it is used first.
-    write: Mutex<Vec<Vec<u8>>>,
-    freed: Condvar,
+    whole: Pool,
+    short: Pool,
     read: Mutex<Vec<Vec<u8>>>,
+}
+
+/// Free buffers for writes. As many are allocated at first as may be under way, each when it is used first.
+#[derive(Debug)]
+struct Pool {
+    free: Mutex<Vec<Vec<u8>>>,
+    freed: Condvar,
+    /// What one holds.
     bytes: usize,
 }
 
@@ -20,30 +38,34 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Buffers {
-    pub fn new(count: usize, bytes: usize) -> Self {
-        let write = (0..count.max(1)).map(|_| Vec::with_capacity(bytes)).collect();
-        Self { write: Mutex::new(write), freed: Condvar::new(), read: Mutex::default(), bytes }
+    pub fn new(limits: &Limits) -> Self {
+        Self {
+            whole: Pool::new(limits.write_buffers.max(1), limits.message_bytes_max),
+            short: Pool::new(limits.short_writes, limits.short_write_bytes()),
+            read: Mutex::default(),
+        }
+    }
+
+    /// Which buffer a write of so many bytes takes.
+    pub fn size(&self, bytes: usize) -> Size {
+        if bytes <= self.short.bytes { Size::Short } else { Size::Whole }
     }
 
     /// An empty buffer for a write; waits for one.
-    pub fn for_write(&self) -> Vec<u8> {
-        let mut free = lock(&self.write);
-        loop {
-            if let Some(mut buffer) = free.pop() {
-                buffer.clear();
-                return buffer;
-            }
-            free = self.freed.wait(free).unwrap_or_else(PoisonError::into_inner);
-        }
+    pub fn for_write(&self, size: Size) -> Vec<u8> {
+        self.pool(size).take()
     }
 
     /// Takes back a buffer of a write, or, where a connection lost it, makes another.
-    pub fn back_from_write(&self, mut buffer: Vec<u8>) {
-        if buffer.capacity() < self.bytes {
-            buffer = Vec::with_capacity(self.bytes);
+    pub fn back_from_write(&self, buffer: Vec<u8>, size: Size) {
+        self.pool(size).give(buffer);
+    }
+
+    fn pool(&self, size: Size) -> &Pool {
+        match size {
+            Size::Whole => &self.whole,
+            Size::Short => &self.short,
         }
-        lock(&self.write).push(buffer);
-        self.freed.notify_one();
     }
 
     /// A buffer of this length for a read.
@@ -56,8 +78,34 @@ impl Buffers {
     /// Takes back a buffer of a read.
     pub fn back_from_read(&self, buffer: Vec<u8>) {
         let mut free = lock(&self.read);
-        if free.len() < READ_BUFFERS_KEPT && buffer.capacity() <= self.bytes {
+        if free.len() < READ_BUFFERS_KEPT && buffer.capacity() <= self.whole.bytes {
             free.push(buffer);
         }
+    }
+}
+
+impl Pool {
+    fn new(count: usize, bytes: usize) -> Self {
+        let free = (0..count).map(|_| Vec::with_capacity(bytes)).collect();
+        Self { free: Mutex::new(free), freed: Condvar::new(), bytes }
+    }
+
+    fn take(&self) -> Vec<u8> {
+        let mut free = lock(&self.free);
+        loop {
+            if let Some(mut buffer) = free.pop() {
+                buffer.clear();
+                return buffer;
+            }
+            free = self.freed.wait(free).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn give(&self, mut buffer: Vec<u8>) {
+        if buffer.capacity() < self.bytes {
+            buffer = Vec::with_capacity(self.bytes);
+        }
+        lock(&self.free).push(buffer);
+        self.freed.notify_one();
     }
 }

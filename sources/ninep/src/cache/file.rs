@@ -180,6 +180,9 @@ impl Ended for CachedFile {
         match flight.kind {
             Kind::Read { remote_size } => {
                 let moved = moved.and_then(|count| buffer.get(..count).ok_or(Errno::IO));
+                if let Ok(bytes) = moved {
+                    self.cache.totals.link.note(bytes.len() as u64, flight.begun.elapsed());
+                }
                 self.read_ended(&mut state, &flight, remote_size, moved);
                 self.cache.totals.read.ended();
                 self.cache.buffers.back_from_read(buffer);
@@ -187,7 +190,7 @@ impl Ended for CachedFile {
             Kind::Write => {
                 self.write_ended(&mut state, &flight, moved);
                 self.cache.totals.write.ended();
-                self.cache.buffers.back_from_write(buffer);
+                self.cache.buffers.back_from_write(buffer, flight.size);
             }
             Kind::Sync => self.sync_ended(&mut state, moved.map(drop)),
         }

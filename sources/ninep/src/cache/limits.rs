@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use super::around::Link;
 use super::pages::PAGE_BYTES;
 
 /// Memory for pages: enough to read ahead of some dozens of readers, and little beside what a host has.
@@ -11,6 +12,11 @@ const BYTES_MAX: usize = 256 << 20;
 
 /// Messages under way per file: 16 of 1 MiB carry 1.6 GB/s over a link of 10 ms.
 const DEPTH: usize = 16;
+
+/// Short writes under way, beside those that fill messages, and the part of a message that one carries: as much memory as two
+/// messages, and 64 MiB/s over a link of 1 ms each way where all are single pages.
+const SHORT_WRITES: usize = 32;
+const SHORT_WRITE_PART: usize = 16;
 
 /// How long data stays in memory before it is written though nothing else asks for it.
 const DIRTY_AGE: Duration = Duration::from_secs(1);
@@ -29,8 +35,12 @@ pub struct Limits {
     pub message_bytes_max: usize,
     /// Reads under way per file. With 1 nothing is read ahead.
     pub depth: usize,
+    /// The most that is fetched around a random read over a long link, in bytes. 0: nothing.
+    pub around_bytes_max: usize,
     /// Writes under way, of all files: the buffers that are allocated once.
     pub write_buffers: usize,
+    /// Writes of up to a sixteenth of a message under way beside these, in buffers of their own.
+    pub short_writes: usize,
     /// How long data waits for more before it is written.
     pub dirty_age: Duration,
 }
@@ -43,6 +53,8 @@ impl Default for Limits {
             unstable_bytes_max: BYTES_MAX / 4,
             message_bytes_max: 1 << 20,
             depth: DEPTH,
+            around_bytes_max: 1 << 20,
+            short_writes: SHORT_WRITES,
             write_buffers: thread::available_parallelism().map_or(1, Into::into),
             dirty_age: DIRTY_AGE,
         }
@@ -53,7 +65,13 @@ impl Limits {
     /// The same memory, with a page per message and one message under way: what a client does that does not coalesce.
     #[must_use]
     pub fn page_at_a_time(self) -> Self {
-        Self { message_bytes_max: PAGE_BYTES, depth: 1, write_buffers: 1, ..self }
+        Self { message_bytes_max: PAGE_BYTES, depth: 1, write_buffers: 1, short_writes: 0, ..self }
+    }
+
+    /// What a short write carries, in bytes; 0: there are none.
+    pub(super) fn short_write_bytes(&self) -> usize {
+        let bytes = self.message_bytes_max / SHORT_WRITE_PART;
+        if self.short_writes > 0 && bytes >= PAGE_BYTES { bytes } else { 0 }
     }
 }
 
@@ -91,6 +109,7 @@ pub(super) struct Totals {
     pub unstable: AtomicUsize,
     pub read: Messages,
     pub write: Messages,
+    pub link: Link,
     pub syncs: AtomicU64,
     pub hits: AtomicU64,
     pub misses: AtomicU64,

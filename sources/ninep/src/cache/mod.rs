@@ -14,6 +14,7 @@
 //! * A write-behind that fails is noted, for everybody who has the file open ([`ErrorCursor`]), and its data is let go, so
 //!   that memory does not fill with what cannot be written: readers then see what the server has.
 
+mod around;
 mod buffers;
 mod errors;
 mod file;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::around::Evidence;
 use super::limits::Totals;
 
 /// The bytes of a page.
@@ -189,6 +190,8 @@ pub(super) struct Chunk {
     used: u64,
     /// Fetched and not read yet: whoever reads a file once does not crowd out what is read again.
     fresh: u64,
+    /// Fetched because others were read nearby, and not read yet.
+    around: u64,
 }
 
 impl Chunk {
@@ -203,6 +206,7 @@ impl Chunk {
             fetching: 0,
             used: 0,
             fresh: 0,
+            around: 0,
         }
     }
 }
@@ -220,6 +224,8 @@ pub(super) struct Pages {
     pub unstable: usize,
     /// The chunk at which the eviction goes on.
     hand: u64,
+    /// What became of pages that were fetched around others.
+    pub around: Evidence,
 }
 
 fn bit(page: u64) -> u64 {
@@ -232,7 +238,15 @@ fn slot(page: u64) -> usize {
 
 impl Pages {
     pub fn new(totals: Arc<Totals>) -> Self {
-        Self { chunks: BTreeMap::new(), totals, count: 0, unwritten: 0, unstable: 0, hand: 0 }
+        Self {
+            chunks: BTreeMap::new(),
+            totals,
+            count: 0,
+            unwritten: 0,
+            unstable: 0,
+            hand: 0,
+            around: Evidence::default(),
+        }
     }
 
     pub fn get(&self, page: u64) -> Option<&Page> {
@@ -247,6 +261,10 @@ impl Pages {
             chunk.used |= bit;
         }
         chunk.fresh &= !bit;
+        if chunk.around & chunk.present & bit != 0 {
+            chunk.around &= !bit;
+            self.around.used += 1;
+        }
         chunk.pages[slot(page)].as_deref()
     }
 
@@ -274,10 +292,21 @@ impl Pages {
         }
     }
 
+    /// Notes that a page that is being fetched was not asked for.
+    pub fn fetch_around(&mut self, page: u64) {
+        if let Some(chunk) = self.chunks.get_mut(&(page / CHUNK)) {
+            chunk.around |= bit(page);
+            self.around.fetched += 1;
+        }
+    }
+
     /// Notes that a page is no longer being fetched, and changes it when `fill` says so. A page that has nothing goes.
     pub fn fetched(&mut self, page: u64, fill: Option<impl FnOnce(&mut Page)>) {
         let Some(chunk) = self.chunks.get_mut(&(page / CHUNK)) else { return };
         chunk.fetching &= !bit(page);
+        if fill.is_none() {
+            chunk.around &= !bit(page);
+        }
         let Some(fill) = fill else {
             if chunk.present & bit(page) == 0 {
                 self.gone(page);
@@ -328,6 +357,7 @@ impl Pages {
             return;
         }
         chunk.present &= !bit;
+        chunk.around &= !bit;
         chunk.pages[slot(page)] = None;
         if chunk.fetching & bit == 0 {
             self.gone(page);

@@ -67,7 +67,7 @@ impl Cache {
     /// That of starting the thread.
     pub fn new(limits: Limits) -> io::Result<Self> {
         let shared = Arc::new(Shared {
-            buffers: Buffers::new(limits.write_buffers, limits.message_bytes_max),
+            buffers: Buffers::new(&limits),
             limits,
             totals: Arc::default(),
             restarts: AtomicU64::new(0),

@@ -6,6 +6,7 @@ use std::sync::{Arc, MutexGuard};
 use ferry_vfs::{Errno, Output, Result};
 
 use super::file::CachedFile;
+use super::limits::Limits;
 use super::pages::{PAGE, PAGE_BYTES, Page, Span};
 use super::state::{Flight, Kind, State};
 
@@ -68,6 +69,8 @@ impl CachedFile {
                 looked_ahead = true;
                 if let Some(ahead) = state.streams.wants(stream, end, reach) {
                     self.extend(&mut state, &mut flights, ahead, stream);
+                } else if state.streams.is_single(stream) && !flights.is_empty() {
+                    self.look_around(&mut state, &mut flights, missing);
                 }
             }
             state = if flights.is_empty() { self.wait(state) } else { self.begin_reads(state, flights) };
@@ -96,6 +99,22 @@ impl CachedFile {
         let (more, reached) = self.plan(state, (from, ahead.1), true);
         flights.extend(more);
         state.streams.reached(stream, reached);
+    }
+
+    /// Plans what is to be fetched of the block around a byte, behind what is waited for.
+    fn look_around(&self, state: &mut State, flights: &mut Vec<Flight>, at: u64) {
+        let Limits { around_bytes_max, bytes_max, .. } = self.cache.limits;
+        let most = self.reach().message_bytes.min(around_bytes_max.min(bytes_max / 16) as u64);
+        let bytes = self.cache.totals.link.around_bytes().min(most) / PAGE * PAGE;
+        if bytes == 0 || !state.pages.around.pays() {
+            return;
+        }
+        let from = at / bytes * bytes;
+        let (around, _) = self.plan(state, (from, from + bytes), true);
+        for page in around.iter().flat_map(Flight::pages) {
+            state.pages.fetch_around(page);
+        }
+        flights.extend(around);
     }
 
     /// Plans the messages that fetch what lacks of a range of bytes, as many as may be under way; answers also how far that

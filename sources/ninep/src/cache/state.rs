@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use ferry_vfs::Errno;
 
+use super::buffers::Size;
 use super::errors::Errors;
 use super::limits::Totals;
 use super::pages::{PAGE, Pages, Span};
@@ -36,6 +37,9 @@ pub(super) struct Flight {
     pub stale: bool,
     /// Of a write: how often the server had been restarted.
     pub restarts: u64,
+    pub begun: Instant,
+    /// Of a write: its buffer.
+    pub size: Size,
 }
 
 impl Flight {
@@ -113,7 +117,8 @@ impl State {
     /// Notes a message that is about to be begun.
     pub fn begin(&mut self, kind: Kind, from: u64, to: u64) -> Flight {
         self.last += 1;
-        let flight = Flight { number: self.last, kind, from, to, stale: false, restarts: 0 };
+        let begun = Instant::now();
+        let flight = Flight { number: self.last, kind, from, to, stale: false, restarts: 0, begun, size: Size::Whole };
         self.flights.push(flight);
         flight
     }

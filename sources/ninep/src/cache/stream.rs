@@ -85,6 +85,11 @@ impl Streams {
         (whole > 0).then(|| (stream.ahead, stream.ahead + whole))
     }
 
+    /// Whether it is not known to be one: a single read, as of who reads at random.
+    pub fn is_single(&self, id: StreamId) -> bool {
+        self.list[id.0].window == 0
+    }
+
     /// It was read ahead up to here.
     pub fn reached(&mut self, id: StreamId, ahead: u64) {
         let stream = &mut self.list[id.0];

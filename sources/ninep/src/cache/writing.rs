@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use ferry_vfs::{Errno, Input, Result};
 
+use super::buffers::Size;
 use super::errors::ErrorCursor;
 use super::file::CachedFile;
 use super::pages::{PAGE, PAGE_BYTES, Span};
@@ -237,17 +238,18 @@ impl CachedFile {
     /// Begins to write the first dirty pages of a range, in ascending order so that this comes to an end though others write;
     /// answers where to go on. Either waits for pages that are being written, or leaves them out.
     fn write_some(self: &Arc<Self>, from: u64, until: u64, waits: bool) -> Option<u64> {
-        if self.lock().pages.next_dirty(from).is_none_or(|page| page >= until) {
-            return None;
-        }
-        let mut buffer = self.cache.buffers.for_write();
-        let mut state = self.lock();
+        let buffers = &self.cache.buffers;
         let mut from = from;
+        let mut state = self.lock();
+        // With a buffer; there is none before it is known how long it is to be.
+        let mut held_buffer: Option<(Vec<u8>, Size)> = None;
         loop {
             let held = state.held && !waits;
             let Some(page) = state.pages.next_dirty(from).filter(|&page| page < until && !held) else {
                 drop(state);
-                self.cache.buffers.back_from_write(buffer);
+                if let Some((buffer, size)) = held_buffer {
+                    buffers.back_from_write(buffer, size);
+                }
                 return None;
             };
             if state.held || state.pages.is_writing(page) {
@@ -259,10 +261,22 @@ impl CachedFile {
                 continue;
             }
             let run = state.run(page, self.message_bytes());
-            let flight = state.gather(page, &run, &mut buffer, self.restarts());
-            drop(state);
-            self.send_write(&flight, buffer);
-            return Some(run.next);
+            let size = buffers.size(run.bytes);
+            match held_buffer.take_if(|(_, held)| *held == size) {
+                Some((buffer, size)) => {
+                    self.send_run(state, page, &run, buffer, size);
+                    return Some(run.next);
+                }
+                None => {
+                    // What is dirty may be other pages when there is a buffer.
+                    drop(state);
+                    if let Some((buffer, size)) = held_buffer.take() {
+                        buffers.back_from_write(buffer, size);
+                    }
+                    held_buffer = Some((buffers.for_write(size), size));
+                    state = self.lock();
+                }
+            }
         }
     }
 
@@ -273,24 +287,32 @@ impl CachedFile {
         let mut from = 0;
         self.lock().added = 0;
         loop {
-            let mut buffer = self.cache.buffers.for_write();
-            let mut state = self.lock();
+            let buffer = self.cache.buffers.for_write(Size::Whole);
+            let state = self.lock();
             let next = if state.held { None } else { state.next_whole_run(from, message, whole) };
             let Some((page, run)) = next else {
                 drop(state);
-                self.cache.buffers.back_from_write(buffer);
+                self.cache.buffers.back_from_write(buffer, Size::Whole);
                 return;
             };
-            let flight = state.gather(page, &run, &mut buffer, self.restarts());
-            drop(state);
-            self.send_write(&flight, buffer);
+            self.send_run(state, page, &run, buffer, Size::Whole);
             from = run.next;
         }
     }
 
-    fn send_write(self: &Arc<Self>, flight: &Flight, buffer: Vec<u8>) {
+    /// Begins to write a run of pages, without the lock.
+    fn send_run(
+        self: &Arc<Self>,
+        mut state: MutexGuard<'_, State>,
+        page: u64,
+        run: &Run,
+        mut buffer: Vec<u8>,
+        size: Size,
+    ) {
+        let flight = state.gather(page, run, &mut buffer, self.restarts(), size);
+        drop(state);
         self.cache.totals.write.begun(buffer.len());
-        self.remote().write(flight.from, buffer, self.done(flight));
+        self.remote().write(flight.from, buffer, self.done(&flight));
     }
 
     /// Notes how a write has ended.
@@ -429,7 +451,7 @@ impl State {
     }
 
     /// Copies a run to the buffer of its message.
-    fn gather(&mut self, first: u64, run: &Run, buffer: &mut Vec<u8>, restarts: u64) -> Flight {
+    fn gather(&mut self, first: u64, run: &Run, buffer: &mut Vec<u8>, restarts: u64, size: Size) -> Flight {
         let from = first * PAGE + self.pages.get(first).map_or(0, |content| content.dirty.from as u64);
         let to = from + run.bytes as u64;
         for page in first..run.end {
@@ -442,7 +464,7 @@ impl State {
         }
         let flight = self.begin(Kind::Write, from, to);
         if let Some(last) = self.flights.last_mut() {
-            last.restarts = restarts;
+            (last.restarts, last.size) = (restarts, size);
         }
         flight
     }
