@@ -63,7 +63,11 @@ impl Shared {
         let link = Link::new(transport, options)?;
         let inodes = Inodes::new(link.current().root_qid);
         let wants_cache = link.options.cache != options::Cache::None;
-        let limits = Limits { message_bytes_max: Self::message_bytes(&link.current()), ..Limits::default() };
+        let mut limits = Limits { message_bytes_max: Self::message_bytes(&link.current()), ..Limits::default() };
+        if link.options.depth <= limits.depth {
+            // Others would wait behind what nobody waits for.
+            limits.around_bytes_max = 0;
+        }
         let cache = wants_cache.then(|| Cache::new(limits)).transpose().map_err(Error::Threads)?;
         Ok(Arc::new(Self {
             link,

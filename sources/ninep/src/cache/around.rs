@@ -4,13 +4,19 @@
 //! messages of its own behind the one that is waited for, as the link carries in one more round trip, and for as long as
 //! enough of that is read later.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::pages::PAGE;
 
-/// The least that is fetched around a read, in bytes, and what is tried before the link's rate is known.
+/// The least that is fetched around a read, in bytes, and the first.
 const LEAST_BYTES: u64 = 64 << 10;
+
+/// The most.
+const MOST_BYTES: u64 = 4 << 20;
+
+/// Once the link turned out to be too slow for the least: so many short reads until it is tried again.
+const REST: u32 = 1000;
 
 /// The longest message, in bytes, whose time is taken for that of a round trip.
 const SHORT_BYTES: u64 = 16 << 10;
@@ -28,51 +34,72 @@ const PAGES_PER_USE: u64 = 64;
 #[derive(Debug, Default)]
 pub(super) struct Link(Mutex<Estimate>);
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct Estimate {
     /// Zero: not known.
     round_trip: Duration,
-    /// In bytes for each second. Zero: not known.
-    rate: u64,
+    /// What to fetch around a read, in bytes; it grows while what was fetched so comes within two round trips.
+    around: u64,
+    /// So many more short reads until it is tried again.
+    rests: u32,
+}
+
+impl Default for Estimate {
+    fn default() -> Self {
+        Self { round_trip: Duration::ZERO, around: LEAST_BYTES, rests: 0 }
+    }
 }
 
 impl Link {
-    /// A read of so many bytes took so long.
+    /// A read of so many bytes, that somebody waited for, took so long.
     pub fn note(&self, bytes: u64, took: Duration) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).note(bytes, took);
+        if bytes <= SHORT_BYTES {
+            self.estimate().note(took);
+        }
+    }
+
+    /// So many bytes that lie around a read took so long.
+    pub fn note_around(&self, bytes: u64, took: Duration) {
+        self.estimate().note_around(bytes, took);
     }
 
     /// How much to fetch around a read, in bytes: a power of two, or nothing.
     pub fn around_bytes(&self) -> u64 {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).around_bytes()
+        self.estimate().around_bytes()
+    }
+
+    fn estimate(&self) -> MutexGuard<'_, Estimate> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Estimate {
-    fn note(&mut self, bytes: u64, took: Duration) {
-        if bytes <= SHORT_BYTES {
-            // What waits behind others takes longer, so a short time says more than a long one.
-            let more = took.saturating_sub(self.round_trip) / 8;
-            let is_shorter = self.round_trip.is_zero() || took < self.round_trip;
-            self.round_trip = if is_shorter { took } else { self.round_trip + more };
-        } else if bytes >= LEAST_BYTES && !self.round_trip.is_zero() {
-            // Of several messages under way each counts the others' time, too: the rate is rather too small.
-            let carried = took.saturating_sub(self.round_trip).max(took / 32).as_nanos().max(1);
-            let rate = u64::try_from(u128::from(bytes) * 1_000_000_000 / carried).unwrap_or(u64::MAX);
-            self.rate = if self.rate == 0 { rate } else { self.rate - self.rate / 4 + rate / 4 };
+    fn note(&mut self, took: Duration) {
+        // What waits behind others takes longer, so a short time says more than a long one.
+        let more = took.saturating_sub(self.round_trip) / 8;
+        let is_shorter = self.round_trip.is_zero() || took < self.round_trip;
+        self.round_trip = if is_shorter { took } else { self.round_trip + more };
+        if self.rests > 0 {
+            self.rests -= 1;
+            if self.rests == 0 {
+                self.around = LEAST_BYTES;
+            }
+        }
+    }
+
+    fn note_around(&mut self, bytes: u64, took: Duration) {
+        if took <= self.round_trip * 2 {
+            self.around = (self.around + bytes).min(MOST_BYTES);
+        } else if took > self.round_trip * 3 {
+            self.around /= 2;
+            if self.around < LEAST_BYTES {
+                (self.around, self.rests) = (0, REST);
+            }
         }
     }
 
     fn around_bytes(&self) -> u64 {
-        if self.round_trip < FAR {
-            return 0;
-        }
-        if self.rate == 0 {
-            return LEAST_BYTES;
-        }
-        let carries = u128::from(self.rate) * self.round_trip.as_nanos() / 1_000_000_000;
-        let carries = u64::try_from(carries).unwrap_or(u64::MAX);
-        if carries < LEAST_BYTES { 0 } else { 1 << carries.ilog2() }
+        if self.round_trip < FAR || self.around == 0 { 0 } else { 1 << self.around.ilog2() }
     }
 }
 
@@ -95,36 +122,57 @@ impl Evidence {
 mod tests {
     use super::*;
 
-    const MIB: u64 = 1 << 20;
+    const MS: Duration = Duration::from_millis(1);
 
-    fn estimate(times: &[(u64, u64)]) -> u64 {
+    fn with_round_trip(took: Duration) -> Estimate {
         let mut estimate = Estimate::default();
-        for &(bytes, micros) in times {
-            estimate.note(bytes, Duration::from_micros(micros));
-        }
-        estimate.around_bytes()
+        estimate.note(took);
+        estimate
     }
 
     #[test]
     fn nothing_is_fetched_around_on_a_short_link_or_before_it_is_known() {
-        assert_eq!(estimate(&[]), 0);
-        assert_eq!(estimate(&[(MIB, 3000)]), 0, "without a round trip");
-        assert_eq!(estimate(&[(4096, 60), (MIB, 400)]), 0);
+        assert_eq!(Estimate::default().around_bytes(), 0);
+        assert_eq!(with_round_trip(MS / 10).around_bytes(), 0);
         // A time that was long for other reasons is forgotten with the next.
-        assert_eq!(estimate(&[(4096, 9000), (4096, 60)]), 0);
+        let mut near = with_round_trip(9 * MS);
+        near.note(MS / 10);
+        assert_eq!(near.around_bytes(), 0);
+    }
+
+    /// What is fetched around reads in the end, where a block takes this long.
+    fn settled(round_trip: Duration, bytes_per_ms: u64) -> u64 {
+        let mut link = with_round_trip(round_trip);
+        for _ in 0..50 {
+            link.note(round_trip);
+            let bytes = link.around_bytes();
+            if bytes > 0 {
+                link.note_around(bytes, round_trip + MS * u32::try_from(bytes / bytes_per_ms).unwrap());
+            }
+        }
+        link.around_bytes()
     }
 
     #[test]
-    fn a_link_carries_one_round_trip_more() {
-        assert_eq!(estimate(&[(4096, 2000)]), LEAST_BYTES, "a first try");
-        // 1 Gbit/s, 2 ms: 250,000 bytes.
-        assert_eq!(estimate(&[(4096, 2000), (125_000, 3000)]), 128 << 10);
-        assert_eq!(estimate(&[(4096, 2000), (MIB, 3000)]), 2 * MIB);
-        // 10 Mbit/s, 20 ms: it would fill the link.
-        assert_eq!(estimate(&[(4096, 20_000), (64 << 10, 72_000)]), 0);
-        // Less time than a round trip for much: no division by nothing.
-        assert!(estimate(&[(4096, 2000), (MIB, 1000)]) >= MIB);
-        assert!(estimate(&[(4096, 2000), (u64::MAX, 0)]) >= MIB);
+    fn a_block_is_what_the_link_carries_in_about_a_round_trip() {
+        assert_eq!(with_round_trip(2 * MS).around_bytes(), LEAST_BYTES, "a first try");
+        // 1 Gbit/s, 10 Gbit/s.
+        assert_eq!(settled(2 * MS, 125_000), 256 << 10);
+        assert_eq!(settled(2 * MS, 1_250_000), 2 << 20);
+        assert_eq!(settled(20 * MS, 125_000), 2 << 20);
+        // 10 Mbit/s: the least would fill the link.
+        assert_eq!(settled(20 * MS, 1_250), 0);
+    }
+
+    #[test]
+    fn a_link_that_was_slow_is_tried_again() {
+        let mut link = with_round_trip(2 * MS);
+        link.note_around(LEAST_BYTES, 50 * MS);
+        for _ in 0..REST {
+            assert_eq!(link.around_bytes(), 0);
+            link.note(2 * MS);
+        }
+        assert_eq!(link.around_bytes(), LEAST_BYTES);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use ferry_vfs::{Errno, Result};
 
+use super::around::Link;
 use super::errors::ErrorCursor;
 use super::limits::Limits;
 use super::pages::{PAGE, PAGE_BYTES};
@@ -181,7 +182,8 @@ impl Ended for CachedFile {
             Kind::Read { remote_size } => {
                 let moved = moved.and_then(|count| buffer.get(..count).ok_or(Errno::IO));
                 if let Ok(bytes) = moved {
-                    self.cache.totals.link.note(bytes.len() as u64, flight.begun.elapsed());
+                    let note = if flight.around { Link::note_around } else { Link::note };
+                    note(&self.cache.totals.link, bytes.len() as u64, flight.begun.elapsed());
                 }
                 self.read_ended(&mut state, &flight, remote_size, moved);
                 self.cache.totals.read.ended();

@@ -111,9 +111,12 @@ impl CachedFile {
         }
         let from = at / bytes * bytes;
         let (around, _) = self.plan(state, (from, from + bytes), true);
-        for page in around.iter().flat_map(Flight::pages) {
-            state.pages.fetch_around(page);
+        for flight in &around {
+            flight.pages().for_each(|page| state.pages.fetch_around(page));
         }
+        // They were begun last.
+        let first = state.flights.len() - around.len();
+        state.flights[first..].iter_mut().for_each(|flight| flight.around = true);
         flights.extend(around);
     }
 

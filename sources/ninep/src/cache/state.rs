@@ -38,6 +38,8 @@ pub(super) struct Flight {
     /// Of a write: how often the server had been restarted.
     pub restarts: u64,
     pub begun: Instant,
+    /// Of a read: it brings what lies around another.
+    pub around: bool,
     /// Of a write: its buffer.
     pub size: Size,
 }
@@ -118,7 +120,17 @@ impl State {
     pub fn begin(&mut self, kind: Kind, from: u64, to: u64) -> Flight {
         self.last += 1;
         let begun = Instant::now();
-        let flight = Flight { number: self.last, kind, from, to, stale: false, restarts: 0, begun, size: Size::Whole };
+        let flight = Flight {
+            number: self.last,
+            kind,
+            from,
+            to,
+            stale: false,
+            restarts: 0,
+            begun,
+            around: false,
+            size: Size::Whole,
+        };
         self.flights.push(flight);
         flight
     }
