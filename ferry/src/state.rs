@@ -5,7 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -83,6 +83,7 @@ pub fn run(args: &[OsString]) -> ExitCode {
 fn keep(path: Option<&Path>) -> Result<()> {
     // Who ends a server's group of processes does not mean what it holds.
     rustix::process::setsid().context("no session can be had")?;
+    close_inherited();
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
     Capabilities::NONE.limit(Capabilities::NONE)?;
@@ -94,4 +95,20 @@ fn keep(path: Option<&Path>) -> Result<()> {
         let _ = fs::remove_file(path);
     }
     Ok(kept?)
+}
+
+/// Closes what the server had inherited itself (a lock, a pipe that somebody reads to its end): it would stay open for as long as
+/// the keeper is there.
+fn close_inherited() {
+    let Ok(entries) = fs::read_dir("/proc/self/fd") else { return };
+    let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<RawFd>().ok());
+    let numbers: Vec<RawFd> = numbers.filter(|number| *number > rustix::stdio::raw_stderr()).collect();
+    for number in numbers {
+        // SAFETY: looking whether it is open harms nobody.
+        let is_open = rustix::io::fcntl_getfd(unsafe { BorrowedFd::borrow_raw(number) }).is_ok();
+        if is_open {
+            // SAFETY: it is open, and nobody owns it: this program has just begun, and has opened nothing that it still has.
+            drop(unsafe { OwnedFd::from_raw_fd(number) });
+        }
+    }
 }
