@@ -12,11 +12,12 @@ use crate::sandbox::Walls;
 pub use share::Share;
 use values::memory_mib;
 pub use values::{
-    Acl, Cache, Carrier, DaxFiles, FileHandles, OnMigrationError, Passthrough, Watch, Window, made_tag, tag_of,
+    Acl, Cache, Carrier, DaxDialect, DaxFiles, FileHandles, MigrationMode, OnMigrationError, Passthrough, Watch,
+    Window, made_tag, tag_of,
 };
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 22] = [
+const SHARE_ONLY: [&str; 25] = [
     "virtiofs",
     "fd",
     "mount",
@@ -29,10 +30,13 @@ const SHARE_ONLY: [&str; 22] = [
     "once",
     "state",
     "migration_on_error",
+    "migration_mode",
+    "migration_verify_handles",
     "no_mmap",
     "no_readdirplus",
     "dax",
     "dax_files",
+    "dax_dialect",
     "9p",
     "9p-remote",
     "9p-users",
@@ -275,7 +279,8 @@ impl MountArgs {
         let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
         let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
         let Share { socket_group, posix_acl, security_label, once, state, migration_on_error, .. } = &self.share;
-        let Share { no_mmap, no_readdirplus, dax, dax_files, .. } = &self.share;
+        let Share { migration_mode, migration_verify_handles, .. } = &self.share;
+        let Share { no_mmap, no_readdirplus, dax, dax_files, dax_dialect, .. } = &self.share;
         let given = [
             virtiofs.is_some(),
             fd.is_some(),
@@ -289,10 +294,13 @@ impl MountArgs {
             *once,
             state.is_some(),
             *migration_on_error != OnMigrationError::default(),
+            *migration_mode != MigrationMode::default(),
+            *migration_verify_handles,
             *no_mmap,
             *no_readdirplus,
             dax.is_some(),
             dax_files.is_some(),
+            dax_dialect.is_some(),
             ninep.is_some(),
             *ninep_remote,
             ninep_users.is_some(),

@@ -7,9 +7,12 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use ferry_fs::Over;
 use ferry_fuse::MountOptions;
-use ferry_vfs::FileSystem;
+use ferry_vfs::{Bounds, FileSystem};
+use ferry_virtiofs::WindowDialect;
 
-use crate::cli::{Acl, Cache, Carrier, DaxFiles, OnMigrationError, Passthrough, Share, Window};
+use crate::cli::{
+    Acl, Cache, Carrier, DaxDialect, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window,
+};
 use crate::guardian::{Duty, Guardian};
 use crate::ninep::Listening;
 use crate::socket::Bound;
@@ -135,11 +138,21 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         posix_acl: share.posix_acl.into(),
         security_label: share.security_label.unwrap_or(Acl::Never).into(),
         on_migration_error: share.migration_on_error.into(),
+        migration: match (share.migration_mode, share.migration_verify_handles) {
+            (MigrationMode::FileHandles, _) => Bounds::Handles,
+            (MigrationMode::FindPaths, true) => Bounds::CheckedPaths,
+            (MigrationMode::FindPaths, false) => Bounds::Paths,
+        },
+        begun: crate::sandbox::begun(),
         ..ferry_virtiofs::Options::default()
     };
     if let Some(Window(bytes)) = share.dax {
         options.dax_bytes = bytes;
     }
+    options.dax_dialect = match share.dax_dialect {
+        None | Some(DaxDialect::Shmem) => WindowDialect::Shmem,
+        Some(DaxDialect::FsMap) => WindowDialect::FsMap,
+    };
     if let Some(DaxFiles(files)) = share.dax_files {
         options.dax_files = files;
     }

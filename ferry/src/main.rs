@@ -63,10 +63,7 @@ fn main() -> ExitCode {
     }
     if args.first().is_some_and(|program| virtiofsd::is_one(program)) {
         args = match virtiofsd::read(args) {
-            Ok(virtiofsd::Asked::Share(line, notes)) => {
-                notes.iter().for_each(|note| eprintln!("virtiofsd: {note}"));
-                line
-            }
+            Ok(virtiofsd::Asked::Share(line)) => line,
             Ok(virtiofsd::Asked::Capabilities) => {
                 println!("{}", virtiofsd::CAPABILITIES);
                 return ExitCode::SUCCESS;

@@ -11,7 +11,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
-use ferry_isolation::{Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Root, Side};
+use ferry_isolation::{Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Role, Root, Side};
 use serde::Deserialize;
 
 use crate::cli::{FileHandles, Share, Watch};
@@ -25,6 +25,9 @@ const NOBODY: u32 = 65_534;
 static KNOWN: OnceLock<u32> = OnceLock::new();
 /// This process is in a namespace of users in which only its own has a number.
 static ALONE: OnceLock<()> = OnceLock::new();
+
+/// The filters of threads that serve requests, and of those that map files; none without seccomp.
+static NARROWER: OnceLock<(Filter, Filter)> = OnceLock::new();
 
 /// The number of the process that users know: the one that they started.
 pub fn pid() -> u32 {
@@ -248,7 +251,7 @@ impl Confinement {
                 ferry_isolation::no_new_privileges()?;
                 if let Some(action) = self.walls.action() {
                     // Where there is no seccomp, the other side says so.
-                    let filtered = Filter::of_keeper(action).and_then(|filter| filter.apply());
+                    let filtered = Filter::of(Role::Outside, action).and_then(|filter| filter.apply());
                     filtered.or_else(|error| self.walls.seccomp.map_or(Ok(()), |_| Err(error)))?;
                 }
                 Ok(Entered::Outside(Waiting(outside)))
@@ -339,7 +342,7 @@ impl Inside {
         let action = walls.action();
         tracing::debug!(namespaces = places.is_some(), landlock = ?fenced, capabilities = %kept, seccomp = ?action, "confined");
         if let Some(action) = action {
-            match Filter::new(action).and_then(|filter| filter.apply()) {
+            match filter(action) {
                 Err(error) if walls.seccomp.is_some() => return Err(error).context("--seccomp"),
                 Err(error) => {
                     tracing::warn!("system calls are not filtered: {error}; --seccomp none says that this is meant")
@@ -348,6 +351,30 @@ impl Inside {
             }
         }
         Ok(())
+    }
+}
+
+/// Has this process, and all threads that it starts, make no other calls than a server does. Some threads will make fewer.
+fn filter(action: Action) -> ferry_isolation::Result<()> {
+    Filter::of(Role::Server, action)?.apply()?;
+    let narrower = (Filter::of(Role::Worker, action)?, Filter::of(Role::Mapper, action)?);
+    // There is one server in a process.
+    let _ = NARROWER.set(narrower);
+    Ok(())
+}
+
+/// What the threads of devices are to call before they begin: each needs less than the process.
+pub fn begun() -> ferry_virtiofs::Begun {
+    ferry_virtiofs::Begun {
+        worker: Some(|| narrow(|(worker, _)| worker)),
+        mapper: Some(|| narrow(|(_, mapper)| mapper)),
+    }
+}
+
+fn narrow(which: fn(&(Filter, Filter)) -> &Filter) {
+    // It still has the filter of the process, if there is one.
+    if let Some(Err(error)) = NARROWER.get().map(|filters| which(filters).apply()) {
+        tracing::warn!("a thread's system calls are not filtered further: {error}");
     }
 }
 

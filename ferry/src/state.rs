@@ -13,7 +13,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use ferry_isolation::Capabilities;
+use ferry_isolation::{Action, Capabilities, Filter, Role};
 use ferry_virtiofs::{Kept, Line, LineError};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
@@ -89,6 +89,8 @@ fn keep(path: Option<&Path>) -> Result<()> {
     Capabilities::NONE.limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("no descriptor is left")?;
+    // Where there is no seccomp, it still has no capabilities, and opens nothing by itself.
+    let _ = Filter::of(Role::Holder, Action::Kill).and_then(|filter| filter.apply());
     let kept = ferry_state::keep(&listener);
     if let Some(path) = path {
         // The next one makes its own.

@@ -27,8 +27,8 @@ pub fn is_one(program: &OsStr) -> bool {
 /// What the command line comes to.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Asked {
-    /// A command line of Ferry's own, and what is to be said about it first.
-    Share(Vec<OsString>, Vec<String>),
+    /// A command line of Ferry's own.
+    Share(Vec<OsString>),
     /// To print what this back end can do.
     Capabilities,
 }
@@ -191,13 +191,13 @@ struct Args {
     /// Without effect: `O_NOATIME` is kept wherever it is allowed.
     #[arg(long)]
     preserve_noatime: bool,
-    /// How files are found after a migration; always by their paths.
+    /// How files are found after a migration. `file-handles` is to be said on both sides.
     #[arg(long, value_name = "MODE", value_parser = ["find-paths", "file-handles"])]
     migration_mode: Option<String>,
     /// What to do about files that are not found after a migration.
     #[arg(long, value_name = "WHAT", value_parser = ["abort", "guest-error"])]
     migration_on_error: Option<String>,
-    /// Without effect: files are found by their paths.
+    /// Have the other side make sure that files are the same.
     #[arg(long)]
     migration_verify_handles: bool,
     /// Without effect: paths are always confirmed.
@@ -343,18 +343,17 @@ impl Args {
             (self.no_readdirplus, "--no-readdirplus"),
             (self.writeback, "--writeback"),
             (self.allow_direct_io, "--allow-direct-io"),
+            (self.migration_verify_handles, "--migration-verify-handles"),
         ];
         line.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| flag.into()));
         if let Some(what) = self.migration_on_error {
             line.extend(["--migration-on-error".into(), what.into()]);
         }
+        if let Some(mode) = self.migration_mode {
+            line.extend(["--migration-mode".into(), mode.into()]);
+        }
         set_limit(self.rlimit_nofile)?;
-        let notes = [(
-            self.migration_mode.as_deref() == Some("file-handles"),
-            "files are found by their paths after a migration, not by file handles",
-        )];
-        let notes = notes.into_iter().filter(|(on, _)| *on).map(|(_, note)| note.to_owned()).collect();
-        Ok(Asked::Share(line, notes))
+        Ok(Asked::Share(line))
     }
 }
 
@@ -413,7 +412,7 @@ mod tests {
     fn line(args: &str) -> Result<String, String> {
         let words = std::iter::once("virtiofsd").chain(args.split_whitespace()).map(OsString::from);
         match read(words) {
-            Ok(Asked::Share(line, _)) => {
+            Ok(Asked::Share(line)) => {
                 // What all of them must be able to be read as.
                 crate::groups::parse(line.clone()).map_err(|error| error.to_string())?;
                 Ok(line.join(OsStr::new(" ")).into_string().expect("text"))
@@ -453,6 +452,8 @@ mod tests {
             ("-o sandbox=none,modcaps=+sys_admin", "--sandbox=none --modcaps=+sys_admin"),
             ("--modcaps=-mknod:+LEASE --seccomp log", "--seccomp=log --modcaps=-mknod:+LEASE"),
             ("--inode-file-handles=fallback", "--inode-file-handles=prefer"),
+            ("--migration-mode=file-handles", "--migration-mode file-handles"),
+            ("--migration-verify-handles", "--migration-verify-handles"),
         ] {
             let line = line(&format!("--shared-dir /d --socket-path /s {args}")).expect(args);
             assert!(line.contains(word), "{args}: {line}");

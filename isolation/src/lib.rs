@@ -7,18 +7,18 @@
 //!    `/proc/self/fd` in it. Outside stays a process that passes signals on and waits ([`Outside`]).
 //! 2. **Capabilities** ([`Capabilities`]): those that carrying files needs, also in the bounding set.
 //! 3. **Landlock** ([`fence`]): files below the shared directories alone, no TCP, no abstract sockets, no signals to others.
-//! 4. **seccomp** ([`Filter`]): the system calls that a server makes, and no others.
+//! 4. **seccomp** ([`Filter`]): the system calls of each [`Role`], and no others.
 //!
 //! All of them are inherited by threads and can be put on by a thread for itself only: so they are for a process that has
 //! one thread yet. Each is usable without the others.
 //!
 //! ```
-//! use ferry_isolation::{Action, Capabilities, Filter};
+//! use ferry_isolation::{Action, Capabilities, Filter, Role};
 //!
 //! let kept = Capabilities::of_server(false).modified("+sys_admin:-mknod")?;
 //! assert!(kept.to_string().contains("SYS_ADMIN") && !kept.to_string().contains("MKNOD"));
 //! // kept.limit(Capabilities::NONE)?;
-//! let filter = Filter::new(Action::Kill)?;
+//! let filter = Filter::of(Role::Server, Action::Kill)?;
 //! // filter.apply()?;
 //! # Ok::<(), ferry_isolation::Error>(())
 //! ```
@@ -35,7 +35,7 @@ pub use landlock::{Fence, Fenced, fence};
 pub use namespaces::{Side, change_root, is_possible, split};
 pub use outside::{End, Held, Outside};
 pub use root::Root;
-pub use syscalls::{Action, Filter};
+pub use syscalls::{Action, Filter, Role};
 
 use rustix::io::Errno;
 

@@ -9,6 +9,14 @@ use seccompiler::{
 
 use crate::{Error, Result};
 
+mod roles;
+
+pub use roles::Role;
+use roles::{
+    NOT_OF_MAPPER, NOT_OF_WORKER, OF_HELPERS, OF_HOLDER, OF_OUTSIDE, OLDER_NOT_OF_THREADS, OLDER_OF_HOLDER,
+    OLDER_OF_OUTSIDE,
+};
+
 /// What becomes of a server that makes a system call that is not its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
@@ -257,43 +265,6 @@ const OLDER: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER: &[libc::c_long] = &[];
 
-/// Those of the process that stays outside: to wait, to pass signals on, and to remove the files of sockets. Not to open any.
-const OF_KEEPER: &[libc::c_long] = &[
-    libc::SYS_wait4,
-    libc::SYS_waitid,
-    libc::SYS_kill,
-    libc::SYS_rt_sigtimedwait,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_rt_sigaction,
-    libc::SYS_rt_sigreturn,
-    libc::SYS_sigaltstack,
-    libc::SYS_tgkill,
-    libc::SYS_getpid,
-    libc::SYS_gettid,
-    libc::SYS_statx,
-    libc::SYS_newfstatat,
-    libc::SYS_unlinkat,
-    libc::SYS_write,
-    libc::SYS_writev,
-    libc::SYS_close,
-    libc::SYS_fcntl,
-    libc::SYS_futex,
-    libc::SYS_brk,
-    libc::SYS_munmap,
-    libc::SYS_mremap,
-    libc::SYS_madvise,
-    libc::SYS_getrandom,
-    libc::SYS_restart_syscall,
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    libc::SYS_clock_gettime,
-];
-
-#[cfg(target_arch = "x86_64")]
-const OLDER_OF_KEEPER: &[libc::c_long] = &[libc::SYS_lstat, libc::SYS_stat, libc::SYS_unlink];
-#[cfg(not(target_arch = "x86_64"))]
-const OLDER_OF_KEEPER: &[libc::c_long] = &[];
-
 /// What prctl(2) may be asked for: names of threads and mappings, and what a thread may do at most.
 const PRCTL: [libc::c_int; 8] = [
     libc::PR_SET_NAME,
@@ -334,26 +305,20 @@ impl std::fmt::Debug for Filter {
 }
 
 impl Filter {
-    /// The filter of a server of files, which is this process.
+    /// The filter of a process, or of a thread of a server, which has that of the server already.
     ///
     /// # Errors
     /// [`Error::Seccomp`]: there is none for this architecture.
-    pub fn new(action: Action) -> Result<Self> {
-        Self::of(rules()?, action)
+    pub fn of(role: Role, action: Action) -> Result<Self> {
+        let mut filter = Self::compiled(rules(role)?, action)?;
+        if matches!(role, Role::Worker | Role::Mapper) {
+            // What the server's does about clone3 holds here, too.
+            filter.programs.remove(0);
+        }
+        Ok(filter)
     }
 
-    /// The filter of the process that stays outside.
-    ///
-    /// # Errors
-    /// [`Error::Seccomp`]: there is none for this architecture.
-    pub fn of_keeper(action: Action) -> Result<Self> {
-        let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-            OF_KEEPER.iter().chain(OLDER_OF_KEEPER).map(|call| (*call, Vec::new())).collect();
-        rules.insert(libc::SYS_mmap, vec![no_code()?]);
-        Self::of(rules, action)
-    }
-
-    fn of(rules: BTreeMap<i64, Vec<SeccompRule>>, action: Action) -> Result<Self> {
+    fn compiled(rules: BTreeMap<i64, Vec<SeccompRule>>, action: Action) -> Result<Self> {
         let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(wrong)?;
         let action = match action {
             Action::Kill => SeccompAction::KillProcess,
@@ -402,7 +367,26 @@ fn no_code() -> Result<SeccompRule> {
     rule(&[(2, SeccompCmpOp::MaskedEq(bits(libc::PROT_EXEC)), 0)])
 }
 
-fn rules() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
+fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
+    let without = |calls: &[libc::c_long]| {
+        let left_out = |call: &i64| calls.contains(call) || OLDER_NOT_OF_THREADS.contains(call);
+        Ok(of_server()?.into_iter().filter(|(call, _)| !left_out(call)).collect())
+    };
+    let only = |calls: &[libc::c_long], older: &[libc::c_long]| {
+        let plain = OF_HELPERS.iter().chain(calls).chain(older).map(|call| (*call, Vec::new()));
+        let memory = [(libc::SYS_mmap, vec![no_code()?]), (libc::SYS_mprotect, vec![no_code()?])];
+        Ok(plain.chain(memory).collect())
+    };
+    match role {
+        Role::Server => of_server(),
+        Role::Worker => without(NOT_OF_WORKER),
+        Role::Mapper => without(NOT_OF_MAPPER),
+        Role::Outside => only(OF_OUTSIDE, OLDER_OF_OUTSIDE),
+        Role::Holder => only(OF_HOLDER, OLDER_OF_HOLDER),
+    }
+}
+
+fn of_server() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
         PLAIN.iter().chain(OLDER).map(|call| (*call, Vec::new())).collect();
     // Refused by the other filter, without an end to the server.
@@ -433,9 +417,12 @@ mod tests {
     #[test]
     fn filters_compile() {
         for action in [Action::Kill, Action::Log, Action::Trap] {
-            let filter = Filter::new(action).expect("this architecture");
-            assert_eq!(filter.programs.len(), 2);
-            Filter::of_keeper(action).expect("this architecture");
+            for (role, programs) in
+                [(Role::Server, 2), (Role::Worker, 1), (Role::Mapper, 1), (Role::Outside, 2), (Role::Holder, 2)]
+            {
+                let filter = Filter::of(role, action).expect("this architecture");
+                assert_eq!(filter.programs.len(), programs, "{role:?}");
+            }
         }
         assert_eq!("log".parse::<Action>().expect("a word"), Action::Log);
         assert!("none".parse::<Action>().is_err());
@@ -443,7 +430,7 @@ mod tests {
 
     #[test]
     fn what_leads_out_is_not_among_them() {
-        let rules = rules().expect("sound rules");
+        let rules = rules(Role::Server).expect("sound rules");
         for call in [
             libc::SYS_execve,
             libc::SYS_execveat,
@@ -487,6 +474,21 @@ mod tests {
         ];
         for call in bounded {
             assert!(rules.get(&call).is_some_and(|rules| !rules.is_empty()), "{call}");
+        }
+    }
+    #[test]
+    fn threads_may_do_less_and_never_more() {
+        let calls = |role| rules(role).expect("sound rules").into_keys().collect::<std::collections::BTreeSet<_>>();
+        let server = calls(Role::Server);
+        for (role, not) in [(Role::Worker, NOT_OF_WORKER), (Role::Mapper, NOT_OF_MAPPER)] {
+            let calls = calls(role);
+            assert!(calls.is_subset(&server), "{role:?}");
+            // A name that the server's list does not have would be a mistake.
+            assert!(not.iter().all(|call| server.contains(call)), "{role:?}");
+            assert!(not.iter().all(|call| !calls.contains(call)), "{role:?}");
+        }
+        for role in [Role::Outside, Role::Holder] {
+            assert!(!calls(role).contains(&libc::SYS_openat), "{role:?}");
         }
     }
 }

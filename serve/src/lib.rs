@@ -62,6 +62,7 @@
 
 mod carrier;
 mod data;
+mod interest;
 mod kept;
 mod listing;
 mod mappings;

@@ -1,9 +1,10 @@
 //! Directory listings.
 
-use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, Ino, Result, checks};
+use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Result, checks};
 use ferry_wire::fuse::{DirWriter, Reply};
 
 use crate::carrier::{HEADER_BYTES, ReplyBuffer, Served};
+use crate::interest::Brings;
 use crate::mount::Mount;
 use crate::reply::Written;
 use crate::server::{Context, Server};
@@ -20,11 +21,27 @@ struct Listing<'a> {
     /// entry, would never see what was left out.
     full: bool,
     flawed: bool,
+    dir: Ino,
+    brings: Brings,
 }
 
 impl DirOutput for Listing<'_> {
     fn fits(&self, name: &[u8]) -> bool {
         !self.full && self.writer.fits(name)
+    }
+
+    fn wants(&mut self, name: &[u8], kind: FileType) -> bool {
+        // Of what the host names no type for, whoever walks a tree needs the inode.
+        let is_file = !matches!(kind, FileType::Directory | FileType::Unknown);
+        match self.brings {
+            Brings::Dirs => !is_file,
+            Brings::AllButOne if is_file => {
+                self.brings = Brings::All;
+                self.mount.interest.left_out(self.dir, name);
+                false
+            }
+            Brings::All | Brings::AllButOne => true,
+        }
     }
 
     fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
@@ -65,7 +82,12 @@ impl Server {
         let writer = DirWriter::new(&mut scratch, bytes_max, at.plus, timeouts, cx.mount.negotiated());
         let (plus, mount) = (at.plus, &**cx.mount);
         let (referred_now, surplus) = (&mut referred, Vec::new());
-        let mut listing = Listing { writer, plus, mount, referred: referred_now, surplus, full: false, flawed: false };
+        let brings = match plus && self.share.policy.tries_listings {
+            true => mount.interest.listing(at.ino, at.offset == 0),
+            false => Brings::All,
+        };
+        let (full, flawed, dir) = (false, false, at.ino);
+        let mut listing = Listing { writer, plus, mount, referred: referred_now, surplus, full, flawed, dir, brings };
         let mut outcome = self.share.source.readdir(&cx.caller, at, &mut listing);
         let Listing { surplus, flawed, .. } = listing;
         surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));

@@ -8,6 +8,7 @@ use ferry_state::{Init, Past, Slot};
 use ferry_vfs::{Attr, Caller, Errno, FileSystem, FileType, Handle, Ino, OFlags, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
+use crate::interest::Interest;
 use crate::kept::{HeldLocks, Noted, Record};
 use crate::mappings::Mappings;
 use crate::parked::Waits;
@@ -59,6 +60,7 @@ pub struct Mount {
     pub(crate) passthrough: Option<Passthrough>,
     /// What maps files into the client's memory, if that was agreed on.
     pub(crate) mappings: Option<Arc<dyn Mappings>>,
+    pub(crate) interest: Interest,
     init: Init,
     /// Where all of this is written down for the server after this one.
     record: Option<Record>,
@@ -83,8 +85,8 @@ impl Mount {
     ) -> Self {
         let shards = std::array::from_fn(|_| Mutex::default());
         let (id, waits) = (SessionId::unique(), Arc::default());
-        let (locks, past) = (HeldLocks::default(), Mutex::default());
-        Self { id, negotiated, source, shards, waits, passthrough, mappings, init, record, locks, past }
+        let (interest, locks, past) = (Interest::default(), HeldLocks::default(), Mutex::default());
+        Self { id, negotiated, source, shards, waits, passthrough, mappings, interest, init, record, locks, past }
     }
 
     /// Whether a client that leaves it to us is to use its window for a file.

@@ -33,7 +33,10 @@ pub(crate) enum Made<'a> {
 impl Server {
     pub(crate) fn lookup(&mut self, cx: &Context<'_>, name: Name<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         match self.share.source.lookup(&cx.caller, cx.ino, name) {
-            Ok(entry) => self.entry(cx, entry, buffer),
+            Ok(entry) => {
+                cx.mount.interest.looked_up(cx.ino, name.as_bytes(), entry.attr.kind());
+                self.entry(cx, entry, buffer)
+            }
             Err(Errno::NOENT) => match self.share.policy.negative_timeout {
                 timeout if timeout.is_zero() => Err(Errno::NOENT),
                 timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),

@@ -47,6 +47,9 @@ pub(crate) struct Policy {
     pub(crate) timeouts: Timeouts,
     /// How long the client may remember that a name does not exist.
     pub(crate) negative_timeout: Duration,
+    /// Whether listings may leave inodes out that the client does not look at: it asks for the name then, unless it
+    /// knows names longer than attributes.
+    pub(crate) tries_listings: bool,
     direct_opens: bool,
     wanted: Wanted,
     /// Without these there is no mount.
@@ -103,7 +106,9 @@ impl Policy {
         let demanded = [(options.posix_acl, InitFlags::POSIX_ACL), (options.security_label, InitFlags::SECURITY_CTX)];
         let demanded = demanded.into_iter().filter(|(when, _)| *when == Acl::Always);
         let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
-        Self { cache: options.cache, timeouts, negative_timeout, direct_opens: options.direct_opens, wanted, required }
+        let tries_listings = timeouts.attr >= timeouts.entry;
+        let (cache, direct_opens) = (options.cache, options.direct_opens);
+        Self { cache, timeouts, negative_timeout, tries_listings, direct_opens, wanted, required }
     }
 
     /// What every export of the share would like; each adds its own.

@@ -11,12 +11,13 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
 use ferry_engine::requests::{Filter, watch};
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, run};
+use ferry_virtiofs::WindowDialect;
 use ferry_wire::fuse::abi::{
     ATTR_DAX, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
 };
@@ -240,7 +241,15 @@ struct Wish {
 
 /// Waits for the next request; `None`: the server has hung up.
 fn next_wish(line: &UnixStream) -> Option<Wish> {
-    let mut message = [0; 52];
+    let (message, file) = next_message::<52>(line)?;
+    let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
+    let code = u32::from_ne_bytes(message[..4].try_into().unwrap());
+    Some(Wish { code, numbers: [12, 20, 28, 36, 44].map(number), file })
+}
+
+/// The next message of this length, and the descriptor that comes along.
+fn next_message<const BYTES: usize>(line: &UnixStream) -> Option<([u8; BYTES], Option<File>)> {
+    let mut message = [0; BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let parts = &mut [IoSliceMut::new(&mut message)];
@@ -250,9 +259,7 @@ fn next_wish(line: &UnixStream) -> Option<Wish> {
         RecvAncillaryMessage::ScmRights(mut files) => files.next().map(File::from),
         _ => None,
     });
-    let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
-    let code = u32::from_ne_bytes(message[..4].try_into().unwrap());
-    (bytes == 52).then(|| Wish { code, numbers: [12, 20, 28, 36, 44].map(number), file })
+    (bytes == BYTES).then_some((message, file))
 }
 
 fn answer(mut line: &UnixStream, code: u32, outcome: u64) {
@@ -262,16 +269,21 @@ fn answer(mut line: &UnixStream, code: u32, outcome: u64) {
 
 /// A guest whose front end is ours, the line to it, and a file of 3 MiB and a bit, opened for writing.
 fn native(share: &Share) -> (Driver, UnixStream, u64) {
-    let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
+    let (driver, line, node, bytes) = speaking(share, false);
+    assert_eq!(bytes, ferry_virtiofs::WINDOW_BYTES_DEFAULT);
+    (driver, line, node)
+}
+
+fn speaking(share: &Share, window_unasked: bool) -> (Driver, UnixStream, u64, u64) {
+    let config = Config { window: true, window_unasked, timeout: Duration::from_secs(60), ..Config::default() };
     let mut driver = Driver::connect(&share.socket, config).unwrap();
     let (bytes, line) = driver.window().unwrap();
-    assert_eq!(bytes, ferry_virtiofs::WINDOW_BYTES_DEFAULT);
     let reply = driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
     assert_eq!(reply.map_alignment, 12);
     let entry = driver.lookup(ROOT, "file").unwrap();
     assert_ne!(entry.attr.flags & ATTR_DAX, 0);
     driver.open(entry.nodeid, 2).unwrap();
-    (driver, line, entry.nodeid)
+    (driver, line, entry.nodeid, bytes)
 }
 
 fn setup(node: u64, offset: u64, window_offset: u64, flags: u64) -> (Opcode, u64, Vec<u8>) {
@@ -387,6 +399,90 @@ fn nobody_waits_for_a_front_end_that_does_not_answer() {
     let (mut driver, line, node) = native(&share);
     send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
     let _unanswered = next_wish(&line).unwrap();
+    drop(driver);
+    share.assert_released();
+}
+
+/// As alioth does: nobody asks for the window, eight mappings fit into a message, and no region is told of.
+#[test]
+fn front_ends_of_the_first_drafts_map_files_too() {
+    let _alone = alone();
+    Asked::begin();
+    let options = Options { queues: 1, name: "draft".into(), ..Options::default() };
+    let share = Share::with(Place::Disk, Options { dax_dialect: WindowDialect::FsMap, ..options });
+    std::fs::write(share.path.join("file"), pattern(3_200_000)).unwrap();
+    let (mut driver, line, node, _) = speaking(&share, true);
+    let next = || {
+        let (message, file) = next_message::<{ 12 + 4 * 8 * 8 }>(&line).unwrap();
+        let number = |at: usize| u64::from_ne_bytes(message[12 + 8 * at..][..8].try_into().unwrap());
+        let others = (0..32).filter(|at| at % 8 != 0);
+        assert!(others.map(number).all(|number| number == 0), "one mapping in a message");
+        (u32::from_ne_bytes(message[..4].try_into().unwrap()), [0, 8, 16, 24].map(number), file)
+    };
+    let begun = Instant::now();
+    let ticket = send(&mut driver, &setup(node, 0, 4 * CHUNK, SETUPMAPPING_READ));
+    let (code, numbers, file) = next();
+    assert_eq!((code, numbers), (6, [0, 4 * CHUNK, CHUNK, 3]));
+    let mut bytes = vec![0; 4096];
+    file.unwrap().read_exact_at(&mut bytes, 4096).unwrap();
+    assert!(bytes == pattern(8192)[4096..]);
+    answer(&line, 6, 0);
+    driver.receive(ticket).unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(1), "a region that never comes is not waited for");
+    let ticket = driver.send(Opcode::Destroy, 0, &[], &[], 0).unwrap();
+    let (code, numbers, file) = next();
+    assert_eq!((code, numbers, file.is_none()), (7, [0, 4 * CHUNK, CHUNK, 3], true));
+    answer(&line, 7, 0);
+    driver.receive(ticket).unwrap();
+    // Who speaks as the document says has no window here.
+    drop(driver);
+    let config = Config { window: true, ..Config::default() };
+    assert!(Driver::connect(&share.socket, config).is_err());
+    share.assert_released();
+}
+
+/// What a guest's front end does with a mapping of which the host took the file away, is its own business; the server goes on.
+#[test]
+fn a_file_that_the_host_truncates_ends_nobody() {
+    let _alone = alone();
+    Asked::begin();
+    let share = share_with_file("truncated");
+    let (mut driver, line, node) = native(&share);
+    let handle = driver.open(node, 2).unwrap().fh;
+    let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ | SETUPMAPPING_WRITE));
+    answer(&line, next_wish(&line).unwrap().code, 0);
+    driver.receive(ticket).unwrap();
+    // The last chunk: whole pages, and a copy of the rest.
+    let ticket = send(&mut driver, &setup(node, CHUNK, CHUNK, SETUPMAPPING_READ | SETUPMAPPING_WRITE));
+    answer(&line, next_wish(&line).unwrap().code, 0);
+    let copy = next_wish(&line).unwrap();
+    answer(&line, copy.code, 0);
+    driver.receive(ticket).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(share.path.join("file")).unwrap();
+    file.set_len(100).unwrap();
+    // Everything that looks at the file sees the new length, and what is behind it is nobody's.
+    assert_eq!(driver.getattr(node).unwrap().attr.size, 100);
+    assert_eq!(driver.read(node, handle, 0, 4096).unwrap(), pattern(4096)[..100]);
+    assert_eq!(driver.read(node, handle, CHUNK, 4096).unwrap(), b"");
+    driver.fsync(node, handle).unwrap();
+    assert_eq!(std::fs::metadata(share.path.join("file")).unwrap().len(), 100, "the copy brings nothing back");
+    // It cannot be mapped behind its end. What was mapped goes as it came.
+    let ticket = send(&mut driver, &setup(node, 0, 4 * CHUNK, SETUPMAPPING_READ));
+    let wish = next_wish(&line).unwrap();
+    assert_eq!(
+        (wish.code, wish.numbers[1..4].to_vec()),
+        (9, vec![0, 4 * CHUNK, CHUNK]),
+        "a copy from the first page on"
+    );
+    answer(&line, wish.code, 0);
+    driver.receive(ticket).unwrap();
+    let ticket = driver.send(Opcode::Destroy, 0, &[], &[], 0).unwrap();
+    let mut gone = 0;
+    while gone < 4 {
+        answer(&line, next_wish(&line).unwrap().code, 0);
+        gone += 1;
+    }
+    driver.receive(ticket).unwrap();
     drop(driver);
     share.assert_released();
 }

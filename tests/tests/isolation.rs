@@ -183,6 +183,39 @@ fn each_wall_holds(user: u32) {
     sleeper.wait().unwrap();
 }
 
+/// Threads, and the processes beside the server, may do less than it.
+#[test]
+fn each_role_is_held_to_its_own() {
+    let escapes = Escapes::of(rustix::process::geteuid().as_raw());
+    let too_much = [
+        ("worker", &["accept", "receive", "fork", "execute"][..]),
+        ("mapper", &["accept", "unlink", "thread", "fork", "execute"]),
+        ("outside", &["accept", "receive", "memory", "thread", "fork", "execute"]),
+        ("holder", &["memory", "thread", "fork", "execute", "signal"]),
+    ];
+    for (role, attempts) in too_much {
+        let walls = if ["worker", "mapper"].contains(&role) { format!("seccomp,{role}") } else { role.to_owned() };
+        let myself = std::process::id().to_string();
+        attempts.iter().for_each(|attempt| escapes.is_stopped(&walls, attempt, &myself, SIGSYS));
+        if ["outside", "holder"].contains(&role) {
+            escapes.is_stopped(&walls, "below", "file", SIGSYS);
+        }
+    }
+    // And can do what they are there for.
+    for (attempt, what) in [("thread", ""), ("below", "file"), ("create", "made"), ("unlink", ""), ("memory", "")] {
+        escapes.works("seccomp,worker", attempt, what);
+    }
+    for (attempt, what) in [("below", "file"), ("memory", ""), ("receive", "")] {
+        escapes.works("seccomp,mapper", attempt, what);
+    }
+    for attempt in ["signal", "unlink"] {
+        escapes.works("outside", attempt, &std::process::id().to_string());
+    }
+    for attempt in ["receive", "unlink"] {
+        escapes.works("holder", attempt, "");
+    }
+}
+
 #[test]
 fn each_wall_holds_for_root() {
     if is_root() {
@@ -348,6 +381,9 @@ fn is_confined(served: &Served) {
     let _stays = served.driver();
     served.all_are("NoNewPrivs", "1");
     served.all_are("Seccomp", "2");
+    // The process's two, and one more for those that serve the guest.
+    let filters = served.status("Seccomp_filters");
+    assert!(["2", "3"].iter().all(|count| filters.iter().any(|found| found == count)), "{filters:?}");
     for namespace in ["mnt", "pid", "net"] {
         assert!(served.has_own(namespace), "{namespace}");
     }

@@ -670,3 +670,39 @@ fn links_come_back_as_they_are() {
         driver.forget(entry.nodeid, 1).unwrap();
     }
 }
+
+/// Listings bring along the inodes that the guest looks at, and leave out those that it does not.
+#[test]
+fn listings_bring_what_is_looked_at() {
+    let share = Share::new(Cache::Auto);
+    for number in 0..40 {
+        let dir = share.path.join(format!("d{number:02}"));
+        fs::create_dir_all(dir.join("below")).unwrap();
+        for name in ["a", "b", "c"] {
+            fs::write(dir.join(name), name).unwrap();
+        }
+    }
+    let mut driver = connect(&share);
+    // The files that come with their inodes, and those that do not; the directory always comes with its own.
+    let mut list = |number: usize, looks: bool| {
+        let dir = driver.lookup(ROOT, format!("d{number:02}")).unwrap().nodeid;
+        let open = driver.opendir(dir).unwrap().fh;
+        let mut listed = driver.readdirplus(dir, open, 0, 4096).unwrap();
+        listed.retain(|listed| ![&b"."[..], b".."].contains(&&*listed.name));
+        driver.releasedir(dir, open).unwrap();
+        let (dirs, files): (Vec<_>, Vec<_>) = listed.into_iter().partition(|listed| listed.name == b"below");
+        assert!(dirs[0].entry.is_some());
+        let (with, without): (Vec<_>, Vec<_>) = files.into_iter().partition(|listed| listed.entry.is_some());
+        for listed in without.iter().filter(|_| looks) {
+            driver.lookup(dir, &listed.name).unwrap();
+        }
+        (with.len(), without.len())
+    };
+    let names: Vec<_> = (0..12).map(|number| list(number, false)).collect();
+    assert_eq!((names[0], names[11]), ((2, 1), (0, 3)), "{names:?}");
+    // The first look at a file changes that, for all directories.
+    assert_eq!(list(12, true), (0, 3));
+    let looks: Vec<_> = (13..40).map(|number| list(number, true)).collect();
+    assert!(looks[..4].iter().all(|found| *found == (2, 1)), "{looks:?}");
+    assert!(looks[6..].iter().filter(|found| **found == (3, 0)).count() >= 18, "{looks:?}");
+}

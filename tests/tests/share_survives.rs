@@ -377,6 +377,53 @@ fn files_that_are_lost_by_a_migration_are_an_error_of_it_or_of_the_guest() {
     }
 }
 
+/// Moves a guest; what the host does while it is nowhere, and what then becomes of a file that it knows.
+fn migrates(here: &[&str], there: &[&str], meanwhile: impl Fn(&Path)) -> (Result<Vec<u8>, String>, String) {
+    let mut before = Survivor::new(Place::Memory, here);
+    let mut guest = before.connect();
+    fs::create_dir(before.path.join("dir")).unwrap();
+    fs::write(before.path.join("dir/file"), b"the same").unwrap();
+    let dir = guest.lookup(ROOT, "dir").unwrap().nodeid;
+    let file = guest.lookup(dir, "file").unwrap().nodeid;
+    let open = guest.open(file, O_RDWR).unwrap().fh;
+    let state = guest.save().unwrap();
+    meanwhile(&before.path);
+    before.kill();
+    let (after, socket) = elsewhere(&before.path, there);
+    let outcome = guest.migrate(&socket, &state).map_err(|error| error.to_string());
+    let outcome = outcome.map(|()| guest.read(file, open, 0, 100).unwrap());
+    drop(guest);
+    let said = after.said();
+    (outcome, said)
+}
+
+#[test]
+fn files_are_found_by_handles_wherever_they_are() {
+    let handles = &["--migration-mode", "file-handles"][..];
+    let moved = |dir: &Path| fs::rename(dir.join("dir"), dir.join("elsewhere")).unwrap();
+    assert_eq!(migrates(handles, handles, moved), (Ok(b"the same".to_vec()), String::new()));
+    // By their paths they are not.
+    let (outcome, said) = migrates(&[], &[], moved);
+    assert!(outcome.is_err() && said.contains("not found here under the same name"), "{said}");
+    // Whoever has not said so trusts nobody with handles.
+    let (outcome, said) = migrates(handles, &[], |_| ());
+    assert!(outcome.is_err() && said.contains("not found here"), "{said}");
+}
+
+#[test]
+fn another_file_under_the_same_name_is_told_apart_where_that_is_asked_for() {
+    let replaced = |dir: &Path| {
+        // The old one stays, so that the new one cannot have its number.
+        fs::rename(dir.join("dir/file"), dir.join("old")).unwrap();
+        fs::write(dir.join("dir/file"), b"another").unwrap();
+    };
+    assert_eq!(migrates(&[], &[], replaced).0, Ok(b"another".to_vec()));
+    let verify = &["--migration-verify-handles"][..];
+    let (outcome, said) = migrates(verify, &[], replaced);
+    assert!(outcome.is_err() && said.contains("not found here"), "{said}");
+    assert_eq!(migrates(verify, verify, |_| ()), (Ok(b"the same".to_vec()), String::new()));
+}
+
 #[test]
 fn a_state_that_makes_no_sense_is_refused_and_harms_nobody() {
     let here = Survivor::new(Place::Memory, &[]);

@@ -4,8 +4,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::{
-    Attr, Backing, Caller, Changes, Copy, Data, DirItem, DirRange, Entry, Errno, FallocateFlags, Features, Handle, Ino,
-    IoRange, Lock, Locked, Name, New, OFlags, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    Attr, Backing, Caller, Changes, Copy, Data, DirItem, DirRange, Entry, Errno, FallocateFlags, Features, FileType,
+    Handle, Ino, IoRange, Lock, Locked, Name, New, OFlags, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter,
+    XattrFlags,
 };
 
 /// Where the bytes of a read go: the export's memory, of which the source sees no slice because a guest may be
@@ -25,6 +26,12 @@ pub trait Input {
 pub trait DirOutput {
     /// Whether an entry of this name still fits. Ask before taking a reference for [`Self::push`].
     fn fits(&self, name: &[u8]) -> bool;
+    /// Whether the entry of a name that fits is wanted, where entries were asked for ([`DirRange::plus`]). To be asked
+    /// once for each name, in their order: whoever finds entries at a price can save it.
+    fn wants(&mut self, name: &[u8], kind: FileType) -> bool {
+        let _ = (name, kind);
+        true
+    }
     /// Appends an entry that fits; `entry` goes along when the client asked for it ([`DirRange::plus`]).
     fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>);
 }
@@ -359,4 +366,8 @@ pub enum Bounds {
     Host,
     /// Wherever the same tree is, by names.
     Paths,
+    /// The same, and only if that is the same file: on hosts that share a file system.
+    CheckedPaths,
+    /// On hosts that share a file system, whatever the file is called by then.
+    Handles,
 }

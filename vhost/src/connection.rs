@@ -16,7 +16,7 @@ use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
 use crate::ring::{RingAddresses, RingSetup};
-use crate::window::{Told, Window};
+use crate::window::{Told, Window, WindowDialect};
 use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Start, Worker};
 use ferry_engine::Complaints;
 
@@ -87,7 +87,7 @@ impl<D: Device> Connection<D> {
         let queues = (0..device.queue_count()).map(|_| Queue::default()).collect();
         let workers = (0..device.worker_count()).map(|_| None).collect();
         let session = Arc::new(device.session());
-        let window = device.window_bytes().map(|bytes| Arc::new(Window::new(bytes)));
+        let window = device.window_bytes().map(|bytes| Arc::new(Window::new(bytes, device.window_dialect())));
         let inflight = device.in_flight().map(|file| Area::open_own(file, device.queue_count()));
         let inflight = inflight.transpose().unwrap_or_else(|error| {
             tracing::error!("what is in flight would be lost if this server were killed: {error}");
@@ -123,8 +123,10 @@ impl<D: Device> Connection<D> {
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::RESET_DEVICE;
         features.set(VhostUserProtocolFeatures::CONFIG, self.device.config().is_some());
-        let window = VhostUserProtocolFeatures::SHMEM | VhostUserProtocolFeatures::BACKEND_SEND_FD;
-        features.set(window, self.window.is_some());
+        let has_window = self.window.is_some();
+        features.set(VhostUserProtocolFeatures::BACKEND_SEND_FD, has_window);
+        let is_asked_for = has_window && self.device.window_dialect() == WindowDialect::Shmem;
+        features.set(VhostUserProtocolFeatures::SHMEM, is_asked_for);
         features.set(VhostUserProtocolFeatures::BACKEND_REQ, self.device.changes_config() || self.window.is_some());
         features.set(VhostUserProtocolFeatures::DEVICE_STATE, self.device.migrates());
         features.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.device.tracks_in_flight());
@@ -142,6 +144,11 @@ impl<D: Device> Connection<D> {
         match socket.try_clone() {
             Ok(socket) => window.attach(socket),
             Err(error) => tracing::error!("the window cannot be served: {error}"),
+        }
+        // Nobody asks for it there.
+        let can_map = VhostUserProtocolFeatures::BACKEND_REQ | VhostUserProtocolFeatures::BACKEND_SEND_FD;
+        if self.device.window_dialect() == WindowDialect::FsMap && self.protocol.contains(can_map) {
+            self.device.window_opened(&self.session, window);
         }
     }
 
@@ -173,6 +180,9 @@ impl<D: Device> Connection<D> {
             let last = device.last();
             match Worker::new(handler, mine, device.worker_options(index), habits, last.as_ref(), complaints) {
                 Ok(worker) => {
+                    if let Some(begun) = device.worker_options(index).begun {
+                        begun();
+                    }
                     let _ = ready.send(Ok(()));
                     if let Err(error) = worker.run() {
                         tracing::error!("{error}");

@@ -13,6 +13,11 @@ use std::time::Duration;
 
 use crate::channel::{self, Broken};
 
+mod dialect;
+
+use dialect::Dialect;
+pub use dialect::WindowDialect;
+
 /// How long the front end may take for an answer. One that is late is not believed any more: what it mapped is not known.
 const REPLY_WITHIN: Duration = Duration::from_secs(30);
 /// How long the first mapping may take to come back as a region of memory. QEMU answers before the guest sees the
@@ -71,6 +76,7 @@ struct State {
 /// The shared memory region of one connection.
 pub struct Window {
     bytes: u64,
+    dialect: &'static dyn Dialect,
     reply_within: Duration,
     told_within: Duration,
     state: Mutex<State>,
@@ -134,16 +140,18 @@ impl Drop for Known {
 }
 
 impl Window {
-    pub(crate) fn new(bytes: u64) -> Self {
-        Self::patient(bytes, REPLY_WITHIN, TOLD_WITHIN)
+    pub(crate) fn new(bytes: u64, dialect: WindowDialect) -> Self {
+        Self::patient(bytes, dialect, REPLY_WITHIN, TOLD_WITHIN)
     }
 
-    fn patient(bytes: u64, reply_within: Duration, told_within: Duration) -> Self {
+    fn patient(bytes: u64, dialect: WindowDialect, reply_within: Duration, told_within: Duration) -> Self {
+        let dialect = dialect.speak();
         Self {
             bytes,
+            dialect,
             reply_within,
             told_within,
-            state: Mutex::default(),
+            state: Mutex::new(State { tells: dialect.tells(), ..State::default() }),
             changed: Condvar::new(),
             turn: Mutex::default(),
         }
@@ -178,7 +186,8 @@ impl Window {
             state.awaited = (state.tells != Some(false)).then_some(told);
             line
         };
-        let outcome = channel::ask(&line, SHMEM_MAP, &message(part), Some(file), self.reply_within);
+        let asked = self.dialect.map(part);
+        let outcome = channel::ask(&line, asked.code, &asked.body, Some(file), self.reply_within);
         let mut state = self.state();
         if let Err(error) = state.check(outcome) {
             state.awaited = None;
@@ -211,7 +220,8 @@ impl Window {
     pub fn unmap(&self, part: Part) -> Result<(), WindowError> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let line = self.state().line()?;
-        let outcome = channel::ask(&line, SHMEM_UNMAP, &message(part), None, self.reply_within);
+        let asked = self.dialect.unmap(part);
+        let outcome = channel::ask(&line, asked.code, &asked.body, None, self.reply_within);
         let mut state = self.state();
         state.check(outcome)?;
         state.mapped.remove(&part.window_offset);
@@ -279,22 +289,6 @@ impl State {
             let _ = line.shutdown(std::net::Shutdown::Both);
         }
     }
-}
-
-/// The requests, and the flag of one (vhost-user, "Back-end message types").
-const SHMEM_MAP: u32 = 9;
-const SHMEM_UNMAP: u32 = 10;
-const WRITABLE: u64 = 1;
-
-/// `VhostUserMMap`: the number of the region and seven bytes of padding, then four numbers of eight bytes.
-fn message(part: Part) -> [u8; 40] {
-    let Part { window_offset, file_offset, bytes, writable } = part;
-    let mut message = [0; 40];
-    let numbers = [0, file_offset, window_offset, bytes, if writable { WRITABLE } else { 0 }];
-    for (place, number) in message.chunks_exact_mut(8).zip(numbers) {
-        place.copy_from_slice(&number.to_ne_bytes());
-    }
-    message
 }
 
 #[cfg(test)]

@@ -37,6 +37,8 @@ pub struct WorkerOptions {
     pub io: IoMode,
     /// The longest that a worker looks for work before it sleeps.
     pub poll: Duration,
+    /// What the thread calls once all that it needs is there, before it takes the first request.
+    pub begun: Option<fn()>,
 }
 
 /// What a device asks of all its workers.

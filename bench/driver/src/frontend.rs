@@ -110,7 +110,7 @@ impl Link {
         tell(&watchdog, "SET_FEATURES", || frontend.set_features(features))?;
         let mut link = Self { frontend, socket, watchdog, features, protocol, inflight, window: None };
         if config.window {
-            link.open_window()?;
+            link.open_window(!config.window_unasked)?;
         }
         link.share(memory)?;
         link.share_inflight(config)?;
@@ -149,7 +149,8 @@ impl Link {
         let mut wanted = Protocol::MQ | Protocol::CONFIG | Protocol::REPLY_ACK | Protocol::CONFIGURE_MEM_SLOTS;
         wanted |= Protocol::RESET_DEVICE | Protocol::DEVICE_STATE;
         wanted.set(Protocol::INFLIGHT_SHMFD, config.inflight);
-        let window = Protocol::SHMEM | Protocol::BACKEND_REQ | Protocol::BACKEND_SEND_FD;
+        let mut window = Protocol::BACKEND_REQ | Protocol::BACKEND_SEND_FD;
+        window.set(Protocol::SHMEM, !config.window_unasked);
         wanted.set(window, config.window);
         let protocol = offered & wanted;
         if config.window && !protocol.contains(window) {
@@ -172,12 +173,18 @@ impl Link {
         Ok(protocol)
     }
 
-    fn open_window(&mut self) -> Result<()> {
+    fn open_window(&mut self, is_asked_for: bool) -> Result<()> {
         let (frontend, dog) = (&mut self.frontend, &self.watchdog);
-        let config = tell(dog, "GET_SHMEM_CONFIG", || frontend.get_shmem_config())?;
+        let bytes = match is_asked_for {
+            true => {
+                let config = tell(dog, "GET_SHMEM_CONFIG", || frontend.get_shmem_config())?;
+                if config.nregions == 0 { 0 } else { config.memory_sizes[0] }
+            }
+            false => 0,
+        };
         let (ours, theirs) = UnixStream::pair()?;
         tell(dog, "SET_BACKEND_REQ_FD", || frontend.set_backend_request_fd(&theirs))?;
-        self.window = Some((if config.nregions == 0 { 0 } else { config.memory_sizes[0] }, ours));
+        self.window = Some((bytes, ours));
         Ok(())
     }
 

@@ -46,14 +46,18 @@ impl Walk {
             let Some(last) = found.last() else { break };
             offset = last.next;
             for listed in found {
-                let Some(entry) = listed.entry.filter(|entry| entry.ino.0 != 0) else { continue };
                 if listed.name == b"." || listed.name == b".." {
                     continue;
                 }
-                if entry.attr.kind() == FileType::Directory {
-                    folders.push(entry.ino.0);
+                let node = match listed.entry.filter(|entry| entry.ino.0 != 0) {
+                    Some(entry) => entry.ino.0,
+                    // A server may leave some out, to see whether they are wanted.
+                    None => self.driver.lookup(folder, &listed.name)?.nodeid,
+                };
+                if listed.kind == FileType::Directory {
+                    folders.push(node);
                 }
-                self.nodes.push(ForgetOne { nodeid: entry.ino.0, nlookup: 1 });
+                self.nodes.push(ForgetOne { nodeid: node, nlookup: 1 });
             }
         }
         self.driver.releasedir(folder, open.fh)

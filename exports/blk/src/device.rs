@@ -120,7 +120,7 @@ impl Device for Blk {
     }
 
     fn worker_options(&self, index: usize) -> WorkerOptions {
-        WorkerOptions { name: format!("blk-{index}"), io: self.options.io, poll: self.options.poll }
+        WorkerOptions { name: format!("blk-{index}"), io: self.options.io, poll: self.options.poll, begun: None }
     }
 
     fn session(&self) {

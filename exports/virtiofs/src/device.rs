@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ferry_serve::{Mappings, Server, Session, Share, ShareOptions};
 use ferry_state::Saved;
 use ferry_vfs::{Backing, Bounds, Errno, FileSystem, Ino};
-use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
+use ferry_vhost::{Device, Port, Window, WindowDialect, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
 
 use crate::dax::Dax;
@@ -132,7 +132,11 @@ impl Device for VirtioFs {
     fn worker_options(&self, index: usize) -> WorkerOptions {
         // Nobody waits for a FORGET.
         let poll = if index < HIGH_PRIORITY_QUEUES { std::time::Duration::ZERO } else { self.options.poll };
-        WorkerOptions { name: format!("virtiofs-{index}"), io: self.options.io, poll }
+        WorkerOptions { name: format!("virtiofs-{index}"), io: self.options.io, poll, begun: self.options.begun.worker }
+    }
+
+    fn window_dialect(&self) -> WindowDialect {
+        self.options.dax_dialect
     }
 
     fn window_bytes(&self) -> Option<u64> {
@@ -160,10 +164,7 @@ impl Device for VirtioFs {
             Some(kept) => new_session().with_kept(Arc::clone(kept)),
             None => new_session(),
         };
-        let dax = self.window_bytes().map(|_| {
-            let Options { name, dax_files, read_only, .. } = &self.options;
-            Arc::new(Dax::new(Arc::clone(self.share.source()), name.clone(), *dax_files, *read_only))
-        });
+        let dax = self.window_bytes().map(|_| Arc::new(Dax::new(Arc::clone(self.share.source()), &self.options)));
         let session = match &dax {
             Some(dax) => session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>),
             None => session,
@@ -192,7 +193,7 @@ impl Device for VirtioFs {
             return Err("the guest maps files (DAX): leave --dax off for guests that are to be migrated".into());
         }
         let mut state = Vec::new();
-        if let Some((saved, lost)) = guest.session.save() {
+        if let Some((saved, lost)) = guest.session.save(self.options.migration) {
             self.bear(lost, "cannot be named to another host (unlinked, or moved by somebody else)")?;
             saved.encode(&mut state);
         }

@@ -32,8 +32,9 @@ pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_M
 pub use ferry_engine::IoMode;
 pub use ferry_serve::{Acl, Cache, TakeUpError};
 pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError};
+pub use ferry_vfs::Bounds;
 use ferry_vfs::{Caller, FileSystem, Ino};
-pub use ferry_vhost::Ended;
+pub use ferry_vhost::{Ended, WindowDialect};
 use ferry_vhost::{Server, ServerError};
 
 /// How an export is to behave.
@@ -78,6 +79,8 @@ pub struct Options {
     /// The length of the DAX window in bytes, a multiple of 2 MiB up to [`WINDOW_BYTES_MAX`], for front ends that ask for one
     /// and sources that can be mapped; `None`: there is none.
     pub dax_bytes: Option<u64>,
+    /// How the front end has files mapped in the window.
+    pub dax_dialect: WindowDialect,
     /// Which files are mapped by guests that leave it to us.
     pub dax_files: DaxFiles,
     /// Where what the guest holds is written down for the server after this one, made with [`geometry`]. There is no DAX
@@ -85,6 +88,19 @@ pub struct Options {
     pub kept: Option<Arc<Kept>>,
     /// What to do about inodes that cannot be taken to another host, or are not found there.
     pub on_migration_error: OnMigrationError,
+    /// How the server on another host finds inodes when a guest is migrated.
+    pub migration: Bounds,
+    /// What threads call before they begin with their work, which is the same until they end.
+    pub begun: Begun,
+}
+
+/// What threads of the device call before they begin.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Begun {
+    /// One that serves a guest's requests, and starts threads for those that take long.
+    pub worker: Option<fn()>,
+    /// One that maps files in a guest's window.
+    pub mapper: Option<fn()>,
 }
 
 /// What to do about inodes that cannot be taken to another host, or are not found there.
@@ -133,9 +149,12 @@ impl Default for Options {
             once: false,
             io: IoMode::Auto,
             dax_bytes: Some(WINDOW_BYTES_DEFAULT),
+            dax_dialect: WindowDialect::default(),
             dax_files: DaxFiles::default(),
             kept: None,
             on_migration_error: OnMigrationError::default(),
+            migration: Bounds::Paths,
+            begun: Begun::default(),
         }
     }
 }

@@ -10,7 +10,8 @@ use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
 use super::values::{
-    Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, OnMigrationError, Passthrough, Watch, Window, made_tag, tag_of,
+    Acl, Cache, Carrier, DaxDialect, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough,
+    Watch, Window, made_tag, tag_of,
 };
 use crate::image::ImageDigest;
 use crate::image::registry::JOBS_MAX;
@@ -150,6 +151,19 @@ pub struct Share {
     #[serde(default)]
     pub migration_on_error: OnMigrationError,
 
+    /// When a guest is migrated, find its files on the other side by their paths, or, where both sides share one file system, by
+    /// file handles, whatever they are called by then. Both sides must say so: whoever sends handles can name any file of
+    /// that file system.
+    #[arg(long, value_name = "HOW", default_value_t, value_enum, help_heading = "For virtual machines")]
+    #[serde(default)]
+    pub migration_mode: MigrationMode,
+
+    /// When a guest is migrated, have the other side make sure by file handles that what is at a path is the same file. Both
+    /// sides must share one file system.
+    #[arg(long, help_heading = "For virtual machines")]
+    #[serde(default)]
+    pub migration_verify_handles: bool,
+
     /// Refuse shared mappings of files whose data guests may not keep (caches none and metadata).
     #[arg(long, help_heading = "For virtual machines")]
     #[serde(default)]
@@ -169,6 +183,11 @@ pub struct Share {
     /// size>N; if it is not given, size>1M.
     #[arg(long, value_name = "WHICH", help_heading = "For virtual machines")]
     pub dax_files: Option<DaxFiles>,
+
+    /// How the VMM has files mapped in the window: shmem (QEMU, crosvm), or fs-map, the way of early virtio-fs that alioth
+    /// still has. There, give --dax the length of its dax_window [default: shmem].
+    #[arg(long, value_enum, value_name = "DIALECT", help_heading = "For virtual machines")]
+    pub dax_dialect: Option<DaxDialect>,
 
     /// Show host file systems that are mounted below the directory as mounts of their own, so that the numbers of inodes
     /// are unique in each.
@@ -521,6 +540,7 @@ impl Share {
             (self.no_readdirplus, "no-readdirplus"),
             (self.dax.is_some(), "dax"),
             (self.dax_files.is_some(), "dax-files"),
+            (self.dax_dialect.is_some(), "dax-dialect"),
         ]);
         match of_devices {
             Some(flag) if self.virtiofs.is_none() && self.fd.is_none() => {

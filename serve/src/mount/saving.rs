@@ -65,9 +65,10 @@ impl Session {
         Ok(lost)
     }
 
-    /// All that the client holds, for a server on another host. `None`: there is no client.
-    pub fn save(&self) -> Option<(Saved, usize)> {
-        self.mount().map(|mount| mount.save())
+    /// All that the client holds, for a server on another host, which finds inodes within these bounds; and how many cannot be
+    /// named to it. `None`: there is no client.
+    pub fn save(&self, within: Bounds) -> Option<(Saved, usize)> {
+        self.mount().map(|mount| mount.save(within))
     }
 }
 
@@ -231,7 +232,7 @@ impl Mount {
     }
 
     /// All that the client holds, and how many inodes cannot be named to another host.
-    fn save(&self) -> (Saved, usize) {
+    fn save(&self, within: Bounds) -> (Saved, usize) {
         let mut saved = Saved { init: self.init, locks: self.locks.list(), ..Saved::default() };
         let mut lost = 0;
         for shard in &self.shards {
@@ -242,7 +243,7 @@ impl Mount {
             for (ino, known) in shard.references.iter() {
                 let identity = match *ino {
                     Ino::ROOT => Ok(Vec::new()),
-                    ino => self.source.identify(ino, Bounds::Paths),
+                    ino => self.source.identify(ino, within),
                 };
                 match identity {
                     Ok(identity) => saved.nodes.push(Node { ino: *ino, references: known.references, identity }),

@@ -7,8 +7,13 @@
 //! ```text
 //! version 1 | flags 1 | mode 4 | device 8 | number 8
 //!   [birth: seconds 8 | nanoseconds 4] [handle: type 4 | length 1 | bytes] [place: directory's number 8 | length 1 | name]
-//! version 1 | flags 1 (only PATH) | mode 4 | length 2 | path
+//! version 1 | flags 1 (PATH, perhaps HANDLE) | mode 4 | length 2 | path [handle]
+//! version 1 | flags 1 (FAR and HANDLE) | mode 4 | handle
 //! ```
+//!
+//! Hosts that share one file system may also find inodes by their handles ([`Bounds::Handles`]), or make sure by them that what is
+//! at a path is the same file ([`Bounds::CheckedPaths`]). A handle says nothing of where its file is: who takes such an
+//! identity from others trusts them with the whole file system, and says so ([`crate::Options::far_handles`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -32,7 +37,8 @@ const HANDLE: u8 = 4;
 const PLACE: u8 = 8;
 const MOUNT_ROOT: u8 = 16;
 const PATH: u8 = 32;
-const ALL: u8 = 63;
+const FAR: u8 = 64;
+const ALL: u8 = 127;
 
 /// What bytes say of an inode.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -68,6 +74,12 @@ impl<'a> Reader<'a> {
     fn u64(&mut self) -> Result<u64> {
         self.array().map(u64::from_le_bytes)
     }
+
+    fn handle(&mut self) -> Result<(i32, &'a [u8])> {
+        let kind = i32::from_le_bytes(self.array()?);
+        let length = self.u8()?;
+        Ok((kind, self.bytes(length.into())?))
+    }
 }
 
 impl<'a> Identity<'a> {
@@ -78,9 +90,15 @@ impl<'a> Identity<'a> {
             return Err(Errno::INVAL);
         }
         let mut identity = Self { flags, mode: u32::from_le_bytes(reader.array()?), ..Self::default() };
+        if flags & PATH != 0 && flags & !(PATH | HANDLE) != 0 || flags & FAR != 0 && flags != FAR | HANDLE {
+            return Err(Errno::INVAL);
+        }
         if flags & PATH != 0 {
             let length = u16::from_le_bytes(reader.array()?);
             identity.path = Some(reader.bytes(length.into())?);
+        }
+        if flags & (PATH | FAR) != 0 {
+            identity.handle = if flags & HANDLE != 0 { Some(reader.handle()?) } else { None };
         } else {
             (identity.dev, identity.ino) = (reader.u64()?, reader.u64()?);
             if flags & BIRTH != 0 {
@@ -88,9 +106,7 @@ impl<'a> Identity<'a> {
                 identity.birth = Some(Timespec { sec, nsec: u32::from_le_bytes(reader.array()?) });
             }
             if flags & HANDLE != 0 {
-                let kind = i32::from_le_bytes(reader.array()?);
-                let length = reader.u8()?;
-                identity.handle = Some((kind, reader.bytes(length.into())?));
+                identity.handle = Some(reader.handle()?);
             }
             if flags & PLACE != 0 {
                 let dir = Ino(reader.u64()?);
@@ -107,10 +123,10 @@ impl<'a> Identity<'a> {
         if let Some(path) = self.path {
             bytes.extend(u16::try_from(path.len()).map_err(|_| Errno::NAMETOOLONG)?.to_le_bytes());
             bytes.extend(path);
-            return Ok(bytes);
+        } else if self.flags & FAR == 0 {
+            bytes.extend(self.dev.to_le_bytes());
+            bytes.extend(self.ino.to_le_bytes());
         }
-        bytes.extend(self.dev.to_le_bytes());
-        bytes.extend(self.ino.to_le_bytes());
         if let Some(Timespec { sec, nsec }) = self.birth {
             bytes.extend(sec.to_le_bytes());
             bytes.extend(nsec.to_le_bytes());
@@ -141,11 +157,10 @@ impl Dir {
     pub(crate) fn identify_(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
         let inode = self.table.get(ino)?;
         let mode = inode.found.kind.as_raw_mode();
-        if within == Bounds::Paths {
-            let path = self.path_of(&inode)?;
-            return Identity { flags: PATH, mode, path: Some(&path), ..Identity::default() }.encode();
-        }
         let found = &inode.found;
+        if within != Bounds::Host {
+            return self.identify_elsewhere(&inode, within);
+        }
         let place = inode.place();
         let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
         let flags = flag(found.mount.id == self.root.found.mount.id, ON_ROOT_MOUNT)
@@ -164,6 +179,22 @@ impl Dir {
             path: None,
         };
         identity.encode()
+    }
+
+    fn identify_elsewhere(&self, inode: &Arc<Inode>, within: Bounds) -> Result<Vec<u8>> {
+        let mode = inode.found.kind.as_raw_mode();
+        // What is mounted below the share another host has as another mount: there, only a path leads to it.
+        let handle = match inode.found.mount.id == self.root.found.mount.id && within != Bounds::Paths {
+            true => sys::name_to_handle(self.path_fd(inode)?.as_fd(), b"").ok(),
+            false => None,
+        };
+        let handle = handle.as_ref().map(HostHandle::parts);
+        if within == Bounds::Handles && handle.is_some() {
+            return Identity { flags: FAR | HANDLE, mode, handle, ..Identity::default() }.encode();
+        }
+        let path = self.path_of(inode)?;
+        let flags = if handle.is_some() { PATH | HANDLE } else { PATH };
+        Identity { flags, mode, handle, path: Some(&path), ..Identity::default() }.encode()
     }
 
     /// Where an inode is below the root, as far as one place can be told: the kernel knows one of a file's names.
@@ -225,7 +256,23 @@ impl Dir {
 
     fn adopt_identity(&self, ino: Ino, references: u64, identity: &Identity<'_>) -> Result<()> {
         if let Some(path) = identity.path {
-            return self.adopt_descriptor(ino, references, self.walk(path)?, identity);
+            let fd = self.walk(path)?;
+            if let Some(expected) = identity.handle {
+                let handle = sys::name_to_handle(fd.as_fd(), b"").map_err(|_| Errno::STALE)?;
+                if handle.parts() != expected {
+                    return Err(Errno::STALE);
+                }
+            }
+            return self.adopt_descriptor(ino, references, fd, identity);
+        }
+        if identity.flags & FAR != 0 {
+            if !self.options.far_handles {
+                return Err(Errno::PERM);
+            }
+            let handle = identity.handle.and_then(|(kind, bytes)| HostHandle::from_parts(kind, bytes));
+            let (handle, mount) = handle.zip(self.root.found.mount.handles()).ok_or(Errno::STALE)?;
+            let fd = self.with_room(|| sys::open_by_handle(mount, &handle, resolve::PATH_FLAGS))?;
+            return self.adopt_descriptor(ino, references, fd, identity);
         }
         let dir = match identity.place {
             // It may be adopted later.
@@ -267,8 +314,9 @@ impl Dir {
     fn adopt_descriptor(&self, ino: Ino, references: u64, fd: OwnedFd, identity: &Identity<'_>) -> Result<()> {
         let st = statx(fd.as_fd(), b"")?;
         let kind = resolve::kind(&st);
-        let is_path = identity.path.is_some();
-        let same = is_path || (resolve::key(&st).dev, resolve::key(&st).ino) == (identity.dev, identity.ino);
+        // Numbers of devices are a host's own.
+        let is_far = identity.flags & (PATH | FAR) != 0;
+        let same = is_far || (resolve::key(&st).dev, resolve::key(&st).ino) == (identity.dev, identity.ino);
         if kind != FileType::from_raw_mode(identity.mode) || !same {
             return Err(Errno::STALE);
         }
@@ -343,6 +391,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn identities_for_other_hosts_come_back() {
+        let handle = Some((-11, &b"handle"[..]));
+        let far = |flags, handle, path| Identity { flags, mode: 0o100_000, handle, path, ..Identity::default() };
+        for identity in [
+            far(PATH, None, Some(&b"a/b"[..])),
+            far(PATH | HANDLE, handle, Some(b"a/b")),
+            far(FAR | HANDLE, handle, None),
+        ] {
+            let bytes = identity.encode().expect("it is short");
+            assert_eq!(Identity::decode(&bytes), Ok(identity));
+            assert!((0..bytes.len()).all(|len| Identity::decode(&bytes[..len]).is_err()));
+        }
+        for flags in [FAR, FAR | HANDLE | PATH, FAR | HANDLE | BIRTH, PATH | PLACE, 128] {
+            let bytes = [&[VERSION, flags][..], &[0; 40]].concat();
+            assert_eq!(Identity::decode(&bytes), Err(Errno::INVAL), "{flags}");
+        }
+    }
+
+    #[test]
     fn identities_come_back() {
         let identity = Identity {
             flags: ON_ROOT_MOUNT | BIRTH | HANDLE | PLACE,
@@ -361,7 +428,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_an_identity_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..80), flags in 0..64u8) {
+        fn any_bytes_are_an_identity_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..80), flags in 0..128u8) {
             let bytes = [&[VERSION, flags][..], &bytes].concat();
             if let Ok(identity) = Identity::decode(&bytes) {
                 prop_assert_eq!(identity.encode(), Ok(bytes.clone()));

@@ -117,6 +117,9 @@ pub struct Options {
     pub file_handles: bool,
     /// At most about so many descriptors are kept for inodes; `None` takes what the process's limit allows.
     pub descriptors_max: Option<usize>,
+    /// Take inodes over from another host by their file handles, where that host names them so: it must have the same file
+    /// system, of which a handle may lead to any file.
+    pub far_handles: bool,
 }
 
 impl Default for Options {
@@ -128,6 +131,7 @@ impl Default for Options {
             writeback: false,
             file_handles: true,
             descriptors_max: None,
+            far_handles: false,
         }
     }
 }

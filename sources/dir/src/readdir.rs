@@ -128,7 +128,8 @@ impl Dir {
             // What is above the share is none of the client's business.
             item.ino = open.inode.found.key.ino;
         }
-        let Some(fd) = fd.filter(|_| !matches!(dirent.name, b"." | b"..")) else {
+        let is_wanted = fd.is_some() && !matches!(dirent.name, b"." | b"..") && out.wants(dirent.name, dirent.kind);
+        let Some(fd) = fd.filter(|_| is_wanted) else {
             out.push(&item, None);
             return true;
         };

@@ -31,8 +31,8 @@ use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Backing, Bounds, Caller, Changes, Copy, Data, DirItem, DirOutput, DirRange, Entry, Errno, FallocateFlags,
-    Features, FileSystem, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result,
-    Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    Features, FileSystem, FileType, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags,
+    Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 pub use crate::ids::{Ids, Rule, RuleError};
@@ -103,6 +103,10 @@ struct Seen<'a> {
 impl DirOutput for Seen<'_> {
     fn fits(&self, name: &[u8]) -> bool {
         self.out.fits(name)
+    }
+
+    fn wants(&mut self, name: &[u8], kind: FileType) -> bool {
+        self.out.wants(name, kind)
     }
 
     fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {

@@ -1,7 +1,7 @@
 //! Puts walls around itself, as a server does, and tries to get out: `ferry-escape WALLS DIR ATTEMPT [WHAT]`.
 //!
-//! Walls are a list of `namespaces`, `capabilities`, `landlock`, `seccomp`, `seccomp-log`, `seccomp-trap`, or `none`; the directory
-//! is what stays inside. Says `worked`, or the number of the error.
+//! Walls are a list of `namespaces`, `capabilities`, `landlock`, `seccomp`, `seccomp-log`, `seccomp-trap`, of a role with less,
+//! `worker`, `mapper`, `outside`, `holder`, or `none`; the directory is what stays inside. Says `worked`, or the number of the error.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -15,7 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-use ferry_isolation::{Action, Capabilities, Fence, Filter, Held, Root, Side};
+use ferry_isolation::{Action, Capabilities, Fence, Filter, Held, Role, Root, Side};
 use rustix::fs::{FileType, Mode, OFlags, makedev, mknodat, openat};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
@@ -45,7 +45,14 @@ fn main() -> ExitCode {
     }
     for (word, action) in [("seccomp", Action::Kill), ("seccomp-log", Action::Log), ("seccomp-trap", Action::Trap)] {
         if walls.contains(&word) {
-            Filter::new(action).unwrap().apply().unwrap();
+            Filter::of(Role::Server, action).unwrap().apply().unwrap();
+        }
+    }
+    for (word, role) in
+        [("worker", Role::Worker), ("mapper", Role::Mapper), ("outside", Role::Outside), ("holder", Role::Holder)]
+    {
+        if walls.contains(&word) {
+            Filter::of(role, Action::Kill).unwrap().apply().unwrap();
         }
     }
     match try_to(attempt, what.first().map_or("", String::as_str), &share) {
@@ -90,6 +97,15 @@ fn try_to(attempt: &str, what: &str, share: &File) -> io::Result<()> {
                 Ok(mprotect(page, BYTES, MprotectFlags::READ | MprotectFlags::EXEC)?)
             }
         }
+        "memory" => Ok(rustix::fs::memfd_create("x", rustix::fs::MemfdFlags::CLOEXEC).map(drop)?),
+        // As far as the file, which is no socket, or as the name, which is not there.
+        "accept" => came_to(rustix::net::accept(share).map(drop), Errno::NOTSOCK),
+        "receive" => {
+            let mut none = rustix::net::RecvAncillaryBuffer::default();
+            let flags = rustix::net::RecvFlags::empty();
+            came_to(rustix::net::recvmsg(share, &mut [], &mut none, flags).map(drop), Errno::NOTSOCK)
+        }
+        "unlink" => came_to(rustix::fs::unlinkat(share, "not there", rustix::fs::AtFlags::empty()), Errno::NOENT),
         // SAFETY: this process has one thread, and the child does nothing but end.
         "fork" => unsafe {
             match libc::fork() {
@@ -108,5 +124,13 @@ fn try_to(attempt: &str, what: &str, share: &File) -> io::Result<()> {
             other => other,
         },
         _ => panic!("no attempt {attempt}"),
+    }
+}
+
+/// The kernel has made the call, as its answer shows.
+fn came_to(answer: rustix::io::Result<()>, expected: Errno) -> io::Result<()> {
+    match answer {
+        Err(errno) if errno == expected => Ok(()),
+        other => Ok(other?),
     }
 }

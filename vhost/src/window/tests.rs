@@ -28,7 +28,7 @@ fn reply(front: &mut UnixStream, code: u32, outcome: u64) {
 /// A window with a line to its front end, which takes so long at most.
 fn window(reply_within: Duration, told_within: Duration) -> (Arc<Window>, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let window = Arc::new(Window::patient(1 << 20, reply_within, told_within));
+    let window = Arc::new(Window::patient(1 << 20, WindowDialect::Shmem, reply_within, told_within));
     window.attach(ours.into());
     (window, theirs)
 }
@@ -107,7 +107,7 @@ fn a_front_end_that_talks_nonsense_is_not_asked_again() {
         assert!(!is_known(file_id(&file).unwrap()));
     };
     // No channel, a wrong code, rubbish, a closed line, and silence.
-    lost(&Window::new(1 << 20));
+    lost(&Window::new(1 << 20, WindowDialect::Shmem));
     let (wrong, line) = window(REPLY_WITHIN, NOT_LONG);
     front(line, |line, code| reply(line, code + 1, 0));
     lost(&wrong);
@@ -120,7 +120,7 @@ fn a_front_end_that_talks_nonsense_is_not_asked_again() {
     let (silent, _line) = window(Duration::from_millis(50), NOT_LONG);
     lost(&silent);
     // What is no socket is no channel.
-    let none = Window::new(1 << 20);
+    let none = Window::new(1 << 20, WindowDialect::Shmem);
     none.attach(memfd(1).into());
     lost(&none);
 }

@@ -87,7 +87,7 @@ impl Device for Toy {
 
     fn worker_options(&self, index: usize) -> WorkerOptions {
         let io = ferry_engine::IoMode::Auto;
-        WorkerOptions { name: format!("toy-{index}"), io, poll: Duration::ZERO }
+        WorkerOptions { name: format!("toy-{index}"), io, poll: Duration::ZERO, begun: None }
     }
 
     fn session(&self) {}

@@ -82,7 +82,7 @@ impl Device for NineP {
     }
 
     fn worker_options(&self, _: usize) -> WorkerOptions {
-        WorkerOptions { name: "9p-device".into(), io: self.options.io, poll: self.options.poll }
+        WorkerOptions { name: "9p-device".into(), io: self.options.io, poll: self.options.poll, begun: None }
     }
 
     fn session(&self) -> Arc<Guest> {

@@ -22,6 +22,7 @@ use ferry_serve::{Answer, Mapping, Mappings};
 use ferry_vfs::{Errno, FileSystem, Ino, SessionId};
 use ferry_vhost::Window;
 
+use crate::Options;
 use mapper::{Mapper, Task};
 use tail::Tails;
 
@@ -80,12 +81,15 @@ pub(crate) struct Dax {
     /// The guest may change nothing, and so is the front end not to.
     read_only: bool,
     tails: Arc<Tails>,
+    begun: Option<fn()>,
     thread: Mutex<Option<(Sender<Task>, JoinHandle<()>)>>,
 }
 
 impl Dax {
-    pub(crate) fn new(source: Arc<dyn FileSystem>, name: String, files: DaxFiles, read_only: bool) -> Self {
-        Self { source, name, files, read_only, tails: Arc::default(), thread: Mutex::default() }
+    pub(crate) fn new(source: Arc<dyn FileSystem>, options: &Options) -> Self {
+        let Options { name, dax_files: files, read_only, begun, .. } = options;
+        let (name, files, read_only, begun) = (name.clone(), *files, *read_only, begun.mapper);
+        Self { source, name, files, read_only, tails: Arc::default(), begun, thread: Mutex::default() }
     }
 
     fn thread(&self) -> MutexGuard<'_, Option<(Sender<Task>, JoinHandle<()>)>> {
@@ -101,7 +105,14 @@ impl Dax {
         let (sender, tasks) = channel();
         let about = (self.name.clone(), self.read_only);
         let mapper = Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), about);
-        match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(move || mapper.run(&tasks)) {
+        let begun = self.begun;
+        let run = move || {
+            if let Some(begun) = begun {
+                begun();
+            }
+            mapper.run(&tasks);
+        };
+        match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(run) {
             Ok(joined) => *thread = Some((sender, joined)),
             Err(error) => tracing::error!("{}: no window: a thread cannot be started: {error}", self.name),
         }
