@@ -31,7 +31,7 @@ const BODY_BYTES_MAX: usize = 4096;
 /// How long the rest of a message that came in part may take, before it is looked for again.
 const REST: Duration = Duration::from_millis(5);
 
-/// What a connection over which messages come is of no use any more for.
+/// Why no more messages come.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LostError {
     /// The front end is gone.
