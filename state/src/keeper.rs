@@ -1,7 +1,8 @@
 //! The process that holds descriptors, and the way to it.
 //!
-//! Messages are packets of 16 bytes, a verb and a key, some with a descriptor. To the keeper: put, drop, clear. From it, to
-//! whoever has connected: a put for each descriptor, and an end. It serves one at a time; the next one's connection waits until
+//! Messages are packets: a verb and a key, 8 bytes each, some with descriptors, some with bytes. To the keeper: put, drop,
+//! clear, and what `connection.rs` says. From it, to whoever has connected: a put for each descriptor, a record for each
+//! message of the front end's, and an end. It serves one at a time; the next one's connection waits until
 //! the one before is closed, and that is when nothing of its process is left: also what the kernel still did for it
 //! (`Kept::line` is registered with every ring).
 
@@ -18,16 +19,27 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, recvmsg, sendmsg, socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, recvmsg,
+    sendmsg, socket_with,
 };
+
+use crate::connection::{self, Commit, FILES_MAX, Records};
 
 const PUT: u64 = 1;
 const DROP: u64 = 2;
 const CLEAR: u64 = 3;
 const END: u64 = 4;
-const MESSAGE_BYTES: usize = 16;
+const RECORD: u64 = 5;
+const COMMIT: u64 = 6;
+const DONE: u64 = 7;
+const HANG_UP: u64 = 8;
+const HEAD_BYTES: usize = 16;
+/// The longest packet: a commit with a message and a reply of the length that vhost-user allows, and what it drops.
+const PACKET_BYTES_MAX: usize = 16 << 10;
 
+/// The key of the connection to the front end.
+pub(crate) const CONNECTION: u64 = 2;
 /// Keys from here on are a client's, and cleared with it.
 const CLEARED_FROM: u64 = crate::kept::FILES;
 /// How long a server that was killed may take to go, with all that the kernel does for it.
@@ -47,6 +59,9 @@ pub enum LineError {
     /// It is gone.
     #[error("the keeper of the state is gone: {0}")]
     Gone(Errno),
+    /// It has no room for what the next server would need.
+    #[error("the keeper of the state has no descriptors left")]
+    Full,
     /// It says what cannot be.
     #[error("the keeper of the state speaks another language; end the process ferry-keeper, and start the guest anew")]
     Nonsense,
@@ -57,35 +72,45 @@ pub enum LineError {
 pub struct Line {
     socket: OwnedFd,
     held: HashMap<u64, OwnedFd>,
+    records: Records,
 }
 
-fn message(verb: u64, key: u64) -> [u8; MESSAGE_BYTES] {
-    let mut bytes = [0; MESSAGE_BYTES];
-    bytes[..8].copy_from_slice(&verb.to_le_bytes());
-    bytes[8..].copy_from_slice(&key.to_le_bytes());
-    bytes
+/// A packet that came.
+pub(crate) struct Packet {
+    verb: u64,
+    pub(crate) key: u64,
+    pub(crate) body: Vec<u8>,
+    pub(crate) files: Vec<OwnedFd>,
+    /// There was no room for some of its descriptors.
+    pub(crate) is_cut: bool,
 }
 
-fn send(socket: BorrowedFd<'_>, verb: u64, key: u64, file: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
-    let bytes = message(verb, key);
-    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
+fn send(
+    socket: BorrowedFd<'_>,
+    (verb, key): (u64, u64),
+    parts: &[&[u8]],
+    files: &[BorrowedFd<'_>],
+) -> Result<(), Errno> {
+    let head = [verb.to_le_bytes(), key.to_le_bytes()].concat();
+    let bytes = [&[&head[..]], parts].concat();
+    let bytes: Vec<_> = bytes.into_iter().map(IoSlice::new).collect();
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    if let Some(file) = &file {
-        control.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(file)));
+    if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
+        return Err(Errno::TOOMANYREFS);
     }
     loop {
-        match sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
+        match sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL) {
             Err(Errno::INTR) => {}
             other => return other.map(drop),
         }
     }
 }
 
-/// The next message; `None` at the end.
-#[allow(clippy::type_complexity, reason = "verb, key, descriptor")]
-fn receive(socket: BorrowedFd<'_>) -> Result<Option<(u64, u64, Option<OwnedFd>)>, Errno> {
-    let mut bytes = [0; MESSAGE_BYTES];
-    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
+/// The next packet; `None` at the end.
+fn receive(socket: BorrowedFd<'_>) -> Result<Option<Packet>, Errno> {
+    let mut bytes = vec![0; PACKET_BYTES_MAX];
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let received = loop {
         match recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC) {
@@ -93,17 +118,23 @@ fn receive(socket: BorrowedFd<'_>) -> Result<Option<(u64, u64, Option<OwnedFd>)>
             other => break other?,
         }
     };
-    let file = control.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut files) => files.next(),
-        _ => None,
-    });
-    match received.bytes {
-        0 => return Ok(None),
-        MESSAGE_BYTES => {}
-        _ => return Err(Errno::BADMSG),
+    let mut files = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(came) = message {
+            files.extend(came);
+        }
     }
+    if received.bytes == 0 {
+        return Ok(None);
+    }
+    if received.bytes < HEAD_BYTES || received.flags.contains(ReturnFlags::TRUNC) {
+        return Err(Errno::BADMSG);
+    }
+    bytes.truncate(received.bytes);
+    let body = bytes.split_off(HEAD_BYTES);
     let number = |at: usize| bytes[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
-    Ok(Some((number(0), number(8), file)))
+    let is_cut = received.flags.contains(ReturnFlags::CTRUNC);
+    Ok(Some(Packet { verb: number(0), key: number(8), body, files, is_cut }))
 }
 
 fn wait(fd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
@@ -145,37 +176,62 @@ impl Line {
             Ok(socket)
         };
         let socket = reach().map_err(LineError::Connect)?;
-        let mut held = HashMap::new();
+        let (mut held, mut records) = (HashMap::new(), Records::new());
         loop {
             if !wait(socket.as_fd(), BEFORE_MAX).map_err(LineError::Gone)? {
                 return Err(LineError::InUse);
             }
-            match receive(socket.as_fd()).map_err(LineError::Gone)? {
-                Some((PUT, key, Some(file))) => drop(held.insert(key, file)),
-                Some((END, count, None)) if count == held.len() as u64 => return Ok(Self { socket, held }),
-                Some(_) => return Err(LineError::Nonsense),
-                None => return Err(LineError::Gone(Errno::CONNRESET)),
+            let Some(packet) = receive(socket.as_fd()).map_err(LineError::Gone)? else {
+                return Err(LineError::Gone(Errno::CONNRESET));
+            };
+            match (packet.verb, packet.key, packet.files.len()) {
+                _ if packet.is_cut => return Err(LineError::Gone(Errno::MFILE)),
+                (PUT, key, 1) => held.extend(packet.files.into_iter().map(|file| (key, file))),
+                (RECORD, key, _) => drop(records.insert(key, (packet.body, packet.files))),
+                (END, count, 0) if count == (held.len() + records.len()) as u64 => {
+                    return Ok(Self { socket, held, records });
+                }
+                _ => return Err(LineError::Nonsense),
             }
         }
     }
 
-    pub(crate) fn take(self) -> (OwnedFd, HashMap<u64, OwnedFd>) {
-        (self.socket, self.held)
+    pub(crate) fn take(self) -> (OwnedFd, HashMap<u64, OwnedFd>, Records) {
+        (self.socket, self.held, self.records)
     }
 
     /// Has a descriptor held.
     pub(crate) fn put(line: BorrowedFd<'_>, key: u64, file: BorrowedFd<'_>) -> Result<(), LineError> {
-        send(line, PUT, key, Some(file)).map_err(LineError::Gone)
+        send(line, (PUT, key), &[], &[file]).map_err(LineError::Gone)
     }
 
     /// Has a descriptor closed.
     pub(crate) fn drop_key(line: BorrowedFd<'_>, key: u64) -> Result<(), LineError> {
-        send(line, DROP, key, None).map_err(LineError::Gone)
+        send(line, (DROP, key), &[], &[]).map_err(LineError::Gone)
     }
 
     /// Has all files of the client closed, because there is none any more, or another one.
     pub(crate) fn clear(line: BorrowedFd<'_>, is_another: bool) -> Result<(), LineError> {
-        send(line, CLEAR, is_another.into(), None).map_err(LineError::Gone)
+        send(line, (CLEAR, is_another.into()), &[], &[]).map_err(LineError::Gone)
+    }
+
+    /// Has the connection and what it was told forgotten.
+    pub(crate) fn hang_up(line: BorrowedFd<'_>) -> Result<(), LineError> {
+        send(line, (HANG_UP, 0), &[], &[]).map_err(LineError::Gone)
+    }
+
+    /// Has a step of the connection made, and waits until it is. One thread at a time.
+    pub(crate) fn commit(line: BorrowedFd<'_>, commit: &Commit<'_>) -> Result<(), LineError> {
+        let (numbers, files) = commit.encode();
+        let parts = [&numbers[..], commit.record_bytes(), commit.reply];
+        let sent = send(line, (COMMIT, 0), &parts, &files);
+        sent.map_err(LineError::Gone)?;
+        match receive(line).map_err(LineError::Gone)? {
+            Some(Packet { verb: DONE, key: 1, .. }) => Ok(()),
+            Some(Packet { verb: DONE, .. }) => Err(LineError::Full),
+            Some(_) => Err(LineError::Nonsense),
+            None => Err(LineError::Gone(Errno::CONNRESET)),
+        }
     }
 }
 
@@ -196,7 +252,7 @@ pub fn keep(listener: &OwnedFd) -> io::Result<()> {
         if socket_peercred(&server).is_ok_and(|peer| peer.uid == us) {
             // Whatever ends it, the next one is served.
             let _ = serve(server.as_fd(), &mut held);
-            if !held.has_client {
+            if !held.has_client && !held.files.contains_key(&CONNECTION) {
                 break;
             }
         }
@@ -208,22 +264,43 @@ pub fn keep(listener: &OwnedFd) -> io::Result<()> {
 #[derive(Default)]
 struct Held {
     files: HashMap<u64, OwnedFd>,
+    records: Records,
     has_client: bool,
 }
 
 fn serve(server: BorrowedFd<'_>, held: &mut Held) -> Result<(), Errno> {
     for (key, file) in &held.files {
-        send(server, PUT, *key, Some(file.as_fd()))?;
+        send(server, (PUT, *key), &[], &[file.as_fd()])?;
     }
-    send(server, END, held.files.len() as u64, None)?;
-    while let Some((verb, key, file)) = receive(server)? {
-        match (verb, file) {
-            (PUT, Some(file)) => drop(held.files.insert(key, file)),
-            // There was no room for it here: what was under this key before is not it.
-            (PUT, None) | (DROP, _) => drop(held.files.remove(&key)),
-            (CLEAR, _) => {
+    for (key, (bytes, files)) in &held.records {
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        send(server, (RECORD, *key), &[bytes], &files)?;
+    }
+    send(server, (END, (held.files.len() + held.records.len()) as u64), &[], &[])?;
+    while let Some(mut packet) = receive(server)? {
+        match packet.verb {
+            // Where there was no room for it here, what was under this key before is not it.
+            PUT => match packet.files.pop() {
+                Some(file) => drop(held.files.insert(packet.key, file)),
+                None => drop(held.files.remove(&packet.key)),
+            },
+            DROP => drop(held.files.remove(&packet.key)),
+            CLEAR => {
                 held.files.retain(|key, _| *key < CLEARED_FROM);
-                held.has_client = key == 1;
+                held.has_client = packet.key == 1;
+            }
+            HANG_UP => {
+                held.files.remove(&CONNECTION);
+                held.records.clear();
+            }
+            COMMIT => {
+                // There may have been no room for the connection, or for what came with this.
+                let socket = held.files.get(&CONNECTION).filter(|_| !packet.is_cut);
+                let is_done = socket.is_some();
+                if let Some(socket) = socket {
+                    connection::carry_out(packet, socket.as_fd(), &mut held.records)?;
+                }
+                send(server, (DONE, is_done.into()), &[], &[])?;
             }
             _ => return Err(Errno::BADMSG),
         }

@@ -14,14 +14,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_vfs::{Backing, Ino};
 
+use crate::connection::{Commit, LeftConnection};
 use crate::journal::{self, Journal, Past};
-use crate::keeper::{Line, LineError};
+use crate::keeper::{CONNECTION, Line, LineError};
 use crate::memory::{self, Memory};
 use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, Saved, SavedLock};
 use crate::slots::{self, Slot, Slots};
 
 /// The memory's form: another one is another's.
-const MAGIC: u64 = u64::from_le_bytes(*b"FERRYST\x01");
+const MAGIC: u64 = u64::from_le_bytes(*b"FERRYST\x02");
 const HEAD_WORDS: usize = 64;
 const EPOCH: usize = 1;
 const HIGH_WATER: usize = 2;
@@ -86,6 +87,7 @@ pub struct Kept {
     in_flight: Mutex<Option<File>>,
     /// What the server before has left.
     left: Mutex<Option<Left>>,
+    left_connection: Mutex<Option<LeftConnection>>,
     /// A lack of room was said.
     said: AtomicBool,
 }
@@ -128,7 +130,7 @@ impl Kept {
     /// # Errors
     /// [`KeptError`].
     pub fn open(line: Line, geometry: Geometry) -> Result<Self, KeptError> {
-        let (socket, mut files) = line.take();
+        let (socket, mut files, records) = line.take();
         let line = Arc::new(Backing::new(socket).lasting());
         let (file, is_new) = match files.remove(&MEMORY) {
             Some(fd) => (File::from(fd), false),
@@ -145,6 +147,7 @@ impl Kept {
             return Err(KeptError::Other);
         }
         let in_flight = Mutex::new(files.remove(&IN_FLIGHT).map(File::from));
+        let left_connection = files.remove(&CONNECTION).map(|socket| LeftConnection { socket, records });
         let epoch = memory[EPOCH].load(Ordering::Acquire);
         let kept = Self {
             memory,
@@ -154,6 +157,7 @@ impl Kept {
             line,
             in_flight,
             left: Mutex::default(),
+            left_connection: Mutex::new(left_connection),
             said: AtomicBool::new(false),
         };
         let left = kept.load(files)?;
@@ -240,6 +244,33 @@ impl Kept {
         Line::put(self.line.as_fd(), IN_FLIGHT, file.as_fd())?;
         *lock(&self.in_flight) = Some(file.try_clone().map_err(KeptError::Memory)?);
         Ok(())
+    }
+
+    /// The connection that the server before has left, once.
+    pub fn take_connection(&self) -> Option<LeftConnection> {
+        lock(&self.left_connection).take()
+    }
+
+    /// Keeps a connection that was just made.
+    ///
+    /// # Errors
+    /// The keeper is gone.
+    pub fn keep_connection(&self, socket: BorrowedFd<'_>) -> Result<(), LineError> {
+        Line::put(self.line.as_fd(), CONNECTION, socket)
+    }
+
+    /// Has a message of the connection taken, recorded and answered. The connection's thread alone may ask for that.
+    ///
+    /// # Errors
+    /// [`LineError::Full`]: nothing was done. [`LineError::Gone`]: nobody knows, but no more will be done.
+    pub fn commit(&self, commit: &Commit<'_>) -> Result<(), LineError> {
+        Line::commit(self.line.as_fd(), commit)
+    }
+
+    /// Forgets the connection: the front end is gone, or nobody listens to it any more.
+    pub fn end_connection(&self) {
+        drop(self.take_connection());
+        self.told(Line::hang_up(self.line.as_fd()));
     }
 
     /// A worker's journal.

@@ -4,7 +4,8 @@
 //! * [`Kept`] is a table in shared memory: a server writes down what it hands out with plain stores, without a system
 //!   call. Open files are descriptors; each is passed to the keeper when it is opened: one `sendmsg`.
 //! * The [`keep`]er is a process that does nothing but hold descriptors: that memory, and the files. It hands them to the
-//!   next server, and to one server at a time: to that only when the one before is gone for good.
+//!   next server, and to one server at a time: to that only when the one before is gone for good. One of the descriptors is the
+//!   connection to the front end ([`Commit`]), so that no end of a server closes that.
 //! * [`Saved`] is the same as plain data, and its form on the wire between two hosts.
 //!
 //! ```
@@ -18,6 +19,7 @@
 //! ```
 #![deny(unsafe_code)]
 
+mod connection;
 mod journal;
 mod keeper;
 mod kept;
@@ -25,6 +27,7 @@ mod memory;
 mod saved;
 mod slots;
 
+pub use connection::{Commit, FILES_MAX, LeftConnection, Records, answer, take};
 pub use journal::{Journal, Past};
 pub use keeper::{Line, LineError, keep, listen};
 pub use kept::{Before, Geometry, Kept, KeptError};

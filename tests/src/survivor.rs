@@ -83,11 +83,18 @@ impl Survivor {
         assert!(status.success(), "{status}: {}", started.said().1);
     }
 
-    /// Kills the program and starts it again; the guest goes on with the next one.
+    /// Kills the program and starts it again; the guest, which hangs up meanwhile, goes on with the next one.
     pub fn replace(&mut self, driver: &mut Driver) {
         self.kill();
+        driver.hang_up();
         self.start();
         driver.reattach().unwrap();
+    }
+
+    /// Kills the program and starts it again; nobody tells the guest.
+    pub fn replace_unnoticed(&mut self) {
+        self.kill();
+        self.start();
     }
 
     /// What the program said on standard error.
@@ -95,11 +102,19 @@ impl Survivor {
         self.started.as_ref().unwrap().said().1
     }
 
+    /// How guests connect.
+    pub fn config(&self) -> Config {
+        Config { queues: 2, memory_bytes: 32 << 20, timeout: LIMIT, connect_within: LIMIT, ..Config::default() }
+    }
+
     /// A guest that has mounted it.
     pub fn connect(&self) -> Driver {
-        let config =
-            Config { queues: 2, memory_bytes: 32 << 20, timeout: LIMIT, connect_within: LIMIT, ..Config::default() };
-        let mut driver = Driver::connect(&self.socket, config).unwrap();
+        self.connect_with(false)
+    }
+
+    /// A guest that has mounted it, with packed rings or split ones.
+    pub fn connect_with(&self, packed: bool) -> Driver {
+        let mut driver = Driver::connect(&self.socket, Config { packed, ..self.config() }).unwrap();
         driver.init().unwrap();
         driver
     }

@@ -6,9 +6,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ferry_driver::{Driver, Error, ROOT, Ticket};
+use ferry_driver::{Config, Driver, Error, ROOT, Ticket};
 use ferry_tests::Place;
 use ferry_tests::disks::model::Random;
 use ferry_tests::survivor::Survivor;
@@ -118,9 +119,21 @@ fn files_and_locks_stay_when_the_server_is_killed() {
 }
 
 #[test]
+fn a_guest_whose_connection_stays_notices_no_end_of_its_server() {
+    for (place, flags) in WAYS {
+        goes_on(place, flags, |server, _| server.replace_unnoticed());
+    }
+    goes_on(Place::Memory, &[], |server, _| {
+        server.end();
+        server.start();
+    });
+}
+
+#[test]
 fn files_and_locks_stay_when_the_server_is_ended() {
     goes_on(Place::Memory, &[], |server, guest| {
         server.end();
+        guest.hang_up();
         server.start();
         guest.reattach().unwrap();
     });
@@ -269,9 +282,18 @@ impl Load {
     }
 }
 
-fn survives(place: Place, flags: &[&str], kills: usize) {
+/// The guest hangs up and connects again, or (`packed`: with packed rings) stays connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Guest {
+    Reconnects,
+    Stays { packed: bool },
+}
+
+const GUESTS: [Guest; 3] = [Guest::Reconnects, Guest::Stays { packed: false }, Guest::Stays { packed: true }];
+
+fn survives(place: Place, flags: &[&str], kills: usize, kind: Guest) {
     let mut server = Survivor::new(place, flags);
-    let mut guest = server.connect();
+    let mut guest = server.connect_with(kind == Guest::Stays { packed: true });
     let mut load = Load::new(&mut guest, place == Place::Memory && flags.is_empty());
     let mut random = Random::new(kills as u64);
     for _ in 0..kills {
@@ -286,12 +308,17 @@ fn survives(place: Place, flags: &[&str], kills: usize) {
         }
         server.kill();
         load.under_way += guest.request_queues().iter().map(|queue| queue.in_flight()).sum::<usize>();
+        if kind == Guest::Reconnects {
+            guest.hang_up();
+        }
         server.start();
-        guest.reattach().unwrap();
+        if kind == Guest::Reconnects {
+            guest.reattach().unwrap();
+        }
         load.receive(&mut guest, sent);
         load.check(&server.path);
     }
-    println!("{kills} kills, {} requests, {} under way", load.next, load.under_way);
+    println!("{kind:?}: {kills} kills, {} requests, {} under way", load.next, load.under_way);
     assert!(load.under_way > 0);
     drop(guest);
     assert_eq!(server.said(), "");
@@ -300,7 +327,7 @@ fn survives(place: Place, flags: &[&str], kills: usize) {
 #[test]
 fn names_change_once_although_the_server_is_killed() {
     for (place, flags) in WAYS {
-        survives(place, flags, 3);
+        GUESTS.into_iter().for_each(|kind| survives(place, flags, 3, kind));
     }
 }
 
@@ -308,8 +335,109 @@ fn names_change_once_although_the_server_is_killed() {
 #[ignore = "long: make test-all"]
 fn names_change_once_although_the_server_is_killed_50_times() {
     for (place, flags) in WAYS {
-        survives(place, flags, 50);
+        GUESTS.into_iter().for_each(|kind| survives(place, flags, 50, kind));
     }
+}
+
+/// The front end speaks with servers of which one after another is killed: each message is answered, once, and does what it says.
+fn converses(kills: u64) {
+    let mut server = Survivor::new(Place::Memory, &["--tag", "t"]);
+    fs::write(server.path.join("file"), b"f").unwrap();
+    let timeout = Duration::from_secs(20);
+    let config = Config { regions: 2, memory_bytes: 8 << 20, timeout, ..server.config() };
+    let mut guest = Driver::connect(&server.socket, config).unwrap();
+    let is_over = AtomicBool::new(false);
+    let mut random = Random::new(kills);
+    // The server ends with the thread that starts it, so that is this one.
+    std::thread::scope(|scope| {
+        let speaker = scope.spawn(|| {
+            let mut rounds = 0;
+            while !is_over.load(Ordering::Relaxed) {
+                speak(&mut guest);
+                rounds += 1;
+            }
+            rounds
+        });
+        for _ in 0..kills {
+            std::thread::sleep(Duration::from_micros(random.below(30_000) as u64));
+            if speaker.is_finished() {
+                println!("the server says: {}", server.said());
+                break;
+            }
+            server.replace_unnoticed();
+        }
+        is_over.store(true, Ordering::Relaxed);
+        println!("{} rounds, {kills} kills", speaker.join().unwrap());
+    });
+    assert!(guest.is_connected());
+    assert_eq!(server.said(), "");
+}
+
+/// All that a front end says while a guest lives, and what shows whether it was done.
+fn speak(guest: &mut Driver) {
+    guest.init().unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap().nodeid;
+    // Rings that stop, and go on.
+    for queue in 0..3 {
+        let base = guest.stop(queue).unwrap();
+        assert_eq!(base, if queue == 1 { 2 } else { 0 }, "of queue {queue}");
+        guest.start_with(queue, guest.parameters(queue, base)).unwrap();
+    }
+    assert_eq!(guest.getattr(file).unwrap().attr.size, 1);
+    // Memory that goes and comes: a second time, either would be refused.
+    for _ in 0..3 {
+        guest.share_region(1, false).unwrap();
+        guest.share_region(1, true).unwrap();
+    }
+    let (tag, queues) = guest.config_space().unwrap();
+    assert_eq!((tag.as_str(), queues), ("t", 2));
+    assert_eq!(guest.getattr(file).unwrap().attr.size, 1);
+    guest.reboot().unwrap();
+}
+
+#[test]
+fn every_message_is_answered_once_although_the_server_is_killed() {
+    converses(20);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn every_message_is_answered_once_although_the_server_is_killed_300_times() {
+    converses(300);
+}
+
+#[test]
+fn what_a_guest_had_goes_with_it_although_its_server_was_killed_before() {
+    let mut server = Survivor::new(Place::Memory, &[]);
+    let mut guest = server.connect();
+    let (file, open) = guest.create(ROOT, "file", O_RDWR, 0o644).unwrap();
+    guest.setlk(file.nodeid, open.fh, 5, wrlck(0, 9), LK_FLOCK).unwrap();
+    server.replace_unnoticed();
+    assert!(is_flocked(&server.path.join("file")));
+    drop(guest);
+    let end = Instant::now() + Duration::from_secs(60);
+    while is_flocked(&server.path.join("file")) {
+        assert!(Instant::now() < end, "the lock stays");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // Nobody is left to be kept for.
+    server.end();
+    server.wait_for_the_keeper();
+}
+
+#[test]
+fn a_share_goes_on_without_its_keeper() {
+    let server = Survivor::new(Place::Memory, &["--tag", "t"]);
+    let mut guest = server.connect();
+    rustix::process::kill_process(server.keeper().unwrap(), rustix::process::Signal::KILL).unwrap();
+    // A message that the keeper cannot answer, and the ones after it.
+    for _ in 0..3 {
+        assert_eq!(guest.config_space().unwrap().0, "t");
+        assert!(guest.getattr(ROOT).is_ok());
+        guest.reboot().unwrap();
+        guest.init().unwrap();
+    }
+    assert!(server.said().contains("should this server end, its guest is lost"), "{}", server.said());
 }
 
 /// A server elsewhere: another process with another socket, and the same tree.
@@ -467,12 +595,12 @@ fn what_cannot_be_kept_is_refused_with_a_reason() {
     let state = server.state();
     let state = state.to_str().unwrap();
     assert!(run(Path::new("mem"), &["--state", state]).contains("is no directory, and ends with its server"));
+    assert!(run(&server.path, &["--state", state, "--dax", "64M"]).contains("cannot be taken over"));
     // Another number of queues would find other requests.
     server.kill();
     let said = run(&server.path, &["--state", state, "--queues", "1"]);
     assert!(said.contains("another number of queues"), "{said}");
     server.start();
     let mut guest = guest;
-    guest.reattach().unwrap();
     assert!(guest.getattr(ROOT).is_ok());
 }

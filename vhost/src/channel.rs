@@ -20,7 +20,7 @@ use rustix::net::{
 use vhost::vhost_user::{Error, Result};
 
 /// A header: request, flags, and the length of what follows, each of four bytes.
-const HEADER_BYTES: usize = 12;
+pub(crate) const HEADER_BYTES: usize = 12;
 const SET_BACKEND_REQ_FD: u32 = 21;
 const CONFIG_CHANGE_MSG: u32 = 2;
 /// Flags: the version, and the bits of a reply and of the wish for one.
@@ -96,7 +96,8 @@ fn header(request: u32, flags: u32, bytes: u32) -> [u8; HEADER_BYTES] {
     message
 }
 
-fn number(message: &[u8; HEADER_BYTES], at: usize) -> u32 {
+/// A number in a header.
+pub(crate) fn number(message: &[u8; HEADER_BYTES], at: usize) -> u32 {
     let mut bytes = [0; 4];
     bytes.copy_from_slice(&message[at..at + 4]);
     u32::from_ne_bytes(bytes)

@@ -15,7 +15,7 @@ use crate::Device;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
-use crate::ring::{RingAddresses, RingSetup};
+use crate::ring::{Begin, RingAddresses, RingSetup};
 use crate::window::{Told, Window, WindowDialect};
 use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Start, Worker};
 use ferry_engine::Complaints;
@@ -80,6 +80,19 @@ pub(crate) struct Connection<D: Device> {
     window: Option<Arc<Window>>,
     /// The device's state on its way to another host, or from there.
     transfer: Option<Transfer>,
+    /// Where it is in being taken over from the server before.
+    taking_over: TakingOver,
+}
+
+/// Where a connection is in being taken over from the server before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TakingOver {
+    /// It is a new one.
+    No,
+    /// What the front end had told the server before is told again; this is `later` memory: of a guest that ran.
+    Now { later: bool },
+    /// That is over.
+    Done,
 }
 
 impl<D: Device> Connection<D> {
@@ -105,7 +118,24 @@ impl<D: Device> Connection<D> {
             complaints: Arc::default(),
             window,
             transfer: None,
+            taking_over: TakingOver::No,
         }
+    }
+
+    /// Says whether what comes was said to the server before.
+    pub(crate) fn taking_over(&mut self, taking_over: TakingOver) {
+        self.taking_over = taking_over;
+    }
+
+    /// Where queues that do not run are to begin.
+    pub(crate) fn resting(&self) -> Vec<(u8, u32)> {
+        let resting = (0..=u8::MAX).zip(&self.queues).filter(|(_, queue)| !queue.running);
+        resting.map(|(index, queue)| (index, queue.base)).collect()
+    }
+
+    /// Whether any queue runs.
+    pub(crate) fn runs(&self) -> bool {
+        self.queues.iter().any(|queue| queue.running)
     }
 
     fn offered(&self) -> u64 {
@@ -232,6 +262,11 @@ impl<D: Device> Connection<D> {
             Ok(Ok(())) => self.queues[index].running = true,
             Ok(Err(reason)) => {
                 tracing::error!("{reason}");
+                if matches!(self.taking_over, TakingOver::Now { .. }) {
+                    // It had lost its memory under the server before.
+                    self.queues[index].adrift = true;
+                    return Ok(());
+                }
                 return Err(Error::InvalidParam);
             }
             Err(_) => return Err(Error::BackendInternalError),
@@ -249,6 +284,18 @@ impl<D: Device> Connection<D> {
         queue.adrift = false;
         if let Ok(base) = base.recv() {
             queue.base = base;
+        }
+    }
+
+    /// A queue that the server before had stopped, and that has not run here, is to begin at `base`: if that is somewhere else, the
+    /// driver has begun anew, and what was in flight is void.
+    fn forget_if_anew(&self, index: u32, base: u32) {
+        let queue = self.queues.get(index as usize).filter(|queue| queue.worker.is_none());
+        if self.taking_over == TakingOver::Done
+            && queue.is_some_and(|queue| matches!(Begin::after(Some(queue.base), base), Begin::At(_)))
+            && let Some(region) = self.inflight.as_ref().and_then(|area| area.region(index as usize))
+        {
+            region.forget();
         }
     }
 

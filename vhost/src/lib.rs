@@ -24,6 +24,7 @@ pub mod fuzzing;
 mod gather;
 mod inflight;
 mod io;
+mod lasting;
 mod memory;
 mod migration;
 mod ring;
@@ -119,6 +120,12 @@ pub trait Device: Send + Sync + 'static {
     }
     /// What is to be the last thing to go when this process ends, after all of its transfers.
     fn last(&self) -> Option<std::sync::Arc<ferry_vfs::Backing>> {
+        None
+    }
+    /// Where connections are kept, so that front ends do not notice when this process ends and another one goes on. What is in
+    /// flight must be the device's own ([`in_flight`](Self::in_flight)), and there can be neither a window nor a configuration that
+    /// is written or changes.
+    fn keeps_connections(&self) -> Option<std::sync::Arc<ferry_state::Kept>> {
         None
     }
     /// The front end is gone, and this server stays: what the driver held is void.

@@ -4,15 +4,17 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use ferry_state::{Kept, LeftConnection, Records};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::Device;
 use crate::channel::{self, Channel};
-use crate::connection::Connection;
+use crate::connection::{Connection, TakingOver};
+use crate::lasting::{self, Lasting, LostError};
 
 /// Why a device cannot be served: a thread or descriptor cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -52,8 +54,8 @@ const NOW: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nse
 #[derive(Debug)]
 struct Stop {
     event: OwnedFd,
-    /// The front end that is connected now.
-    stream: Mutex<Option<UnixStream>>,
+    /// The front end that is connected now, and whether its connection is kept.
+    stream: Mutex<Option<(UnixStream, bool)>>,
     /// The front end had gone before it was time to stop.
     had_left: AtomicBool,
     /// How to reach the front end unasked.
@@ -104,13 +106,10 @@ impl Server {
     fn stop_and_join(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         let stream = self.stop.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let had_left = stream.as_ref().is_some_and(|stream| {
-            let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
-            poll(&mut fds, Some(&NOW)).is_ok_and(|ready| ready > 0)
-        });
+        let had_left = stream.as_ref().is_some_and(|(stream, _)| has_left(stream));
         self.stop.had_left.store(had_left, Ordering::Relaxed);
         let _ = rustix::io::write(&self.stop.event, &1u64.to_ne_bytes());
-        if let Some(stream) = stream.as_ref() {
+        if let Some((stream, false)) = stream.as_ref() {
             // It may have gone by itself.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
@@ -160,21 +159,31 @@ impl Stop {
     }
 }
 
+fn has_left(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&NOW)).is_ok_and(|ready| ready > 0)
+}
+
 fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
+    let mut left = device.keeps_connections().and_then(|kept| take_over(&kept));
     loop {
-        let stream = match stop.accept(listener) {
-            Ok(Some(stream)) => stream,
-            Ok(None) => return,
-            Err(error) => {
-                tracing::error!("the socket is lost: {error}");
-                return;
-            }
+        let conversation = match left.take() {
+            Some(conversation) => conversation,
+            None => match stop.accept(listener) {
+                Ok(Some(stream)) => begin(stream, device.keeps_connections()),
+                Ok(None) => return,
+                Err(error) => {
+                    tracing::error!("the socket is lost: {error}");
+                    return;
+                }
+            },
         };
-        *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = stream.try_clone().ok();
+        let current = conversation.stream.try_clone().ok().map(|stream| (stream, conversation.kept.is_some()));
+        *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = current;
         if !stop.is_set() {
             tracing::debug!("a front end connected");
             stop.channel.begin();
-            converse(device, stream, stop);
+            converse(device, conversation, stop);
             stop.channel.end();
             tracing::debug!("the front end is gone");
         }
@@ -185,48 +194,168 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
     }
 }
 
+/// A front end, and where its connection is kept with what it said to the server before.
+struct Conversation {
+    stream: UnixStream,
+    kept: Option<(Arc<Kept>, Records)>,
+}
+
+/// Takes up the connection that the server before has left, unless the front end has hung up meanwhile: then it may come again.
+fn take_over(kept: &Arc<Kept>) -> Option<Conversation> {
+    let LeftConnection { socket, records } = kept.take_connection()?;
+    let stream = UnixStream::from(socket);
+    if has_left(&stream) {
+        tracing::debug!("the front end hung up while there was no server");
+        kept.end_connection();
+        return None;
+    }
+    Some(Conversation { stream, kept: Some((Arc::clone(kept), records)) })
+}
+
+/// Has a new connection kept.
+fn begin(stream: UnixStream, kept: Option<Arc<Kept>>) -> Conversation {
+    let kept = kept.filter(|kept| match kept.keep_connection(stream.as_fd()) {
+        Ok(()) => true,
+        Err(error) => {
+            tracing::error!("should this server end, its guest is lost unless its VMM connects again: {error}");
+            false
+        }
+    });
+    Conversation { stream, kept: kept.map(|kept| (kept, Records::new())) }
+}
+
 /// Speaks with one front end until it goes or says something that cannot be.
-fn converse<D: Device>(device: &Arc<D>, stream: UnixStream, stop: &Stop) {
-    let Ok(watched) = stream.try_clone() else {
-        tracing::error!("the front end is let go: there is no descriptor left");
-        return;
-    };
+fn converse<D: Device>(device: &Arc<D>, Conversation { stream, kept }: Conversation, stop: &Stop) {
     let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device))));
-    listen(device, stream, watched, &connection, &stop.channel);
+    let outcome = match &kept {
+        Some((kept, records)) => listen_lasting(&**device, (stream, kept, records), &connection, stop),
+        None => listen(&**device, stream, &connection, stop),
+    };
+    if let Err(error) = outcome {
+        tracing::error!("the front end is let go: {error}");
+    }
     if !stop.is_set() || stop.had_left.load(Ordering::Relaxed) {
+        // First: what is forgotten then would be missed by whoever takes the connection over.
+        if let Some((kept, _)) = kept {
+            kept.end_connection();
+        }
         connection.lock().unwrap_or_else(PoisonError::into_inner).gone();
     }
 }
 
-fn listen<D: Device>(
-    device: &Arc<D>,
-    stream: UnixStream,
+/// Why a front end is let go.
+#[derive(Debug, thiserror::Error)]
+enum LetGo {
+    #[error("there is no descriptor left: {0}")]
+    Descriptors(io::Error),
+    #[error(transparent)]
+    Message(Error),
+    #[error(transparent)]
+    Lost(#[from] LostError),
+}
+
+/// What became of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Heard {
+    Done,
+    /// It was refused, and the front end told, if it asked to be; what it does next is up to it.
+    Refused,
+    /// The front end hung up.
+    Over,
+}
+
+/// Reads messages from a socket, and answers them there.
+struct Listener<'a, D: Device> {
+    requests: BackendReqHandler<Mutex<Connection<D>>>,
     ours: UnixStream,
-    connection: &Arc<Mutex<Connection<D>>>,
-    channel: &Channel,
-) {
-    let mut requests = BackendReqHandler::from_stream(stream, Arc::clone(connection));
-    loop {
-        let acknowledges = || connection.lock().unwrap_or_else(PoisonError::into_inner).acknowledges();
+    connection: &'a Arc<Mutex<Connection<D>>>,
+    channel: &'a Channel,
+    takes_channel: bool,
+}
+
+impl<'a, D: Device> Listener<'a, D> {
+    fn new(
+        device: &D,
+        stream: UnixStream,
+        connection: &'a Arc<Mutex<Connection<D>>>,
+        channel: &'a Channel,
+    ) -> Result<Self, LetGo> {
+        let ours = stream.try_clone().map_err(LetGo::Descriptors)?;
+        let requests = BackendReqHandler::from_stream(stream, Arc::clone(connection));
         let takes_channel = device.changes_config() || device.window_bytes().is_some();
-        let outcome = match channel::take(&ours, takes_channel, acknowledges) {
+        Ok(Self { requests, ours, connection, channel, takes_channel })
+    }
+
+    fn connection(&self) -> MutexGuard<'_, Connection<D>> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a message, and acts upon it.
+    fn hear(&mut self) -> Result<Heard, LetGo> {
+        let taken = channel::take(&self.ours, self.takes_channel, || self.connection().acknowledges());
+        let outcome = match taken {
             Ok(Some(socket)) => {
-                connection.lock().unwrap_or_else(PoisonError::into_inner).attach(&socket);
-                channel.set(socket);
-                continue;
+                self.connection().attach(&socket);
+                self.channel.set(socket);
+                Ok(())
             }
-            Ok(None) => requests.handle_request(),
+            Ok(None) => self.requests.handle_request(),
             Err(error) => Err(error),
         };
         match outcome {
-            Ok(()) => {}
-            Err(Error::Disconnected | Error::PartialMessage) => return,
-            // The front end was told, if it asked to be; what it does next is up to it.
-            Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => {}
-            Err(error) => {
-                tracing::error!("the front end is let go: {error}");
-                return;
-            }
+            Ok(()) => Ok(Heard::Done),
+            Err(Error::Disconnected | Error::PartialMessage) => Ok(Heard::Over),
+            Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(Heard::Refused),
+            Err(error) => Err(LetGo::Message(error)),
         }
+    }
+}
+
+fn listen<D: Device>(
+    device: &D,
+    stream: UnixStream,
+    connection: &Arc<Mutex<Connection<D>>>,
+    stop: &Stop,
+) -> Result<(), LetGo> {
+    let mut listener = Listener::new(device, stream, connection, &stop.channel)?;
+    while listener.hear()? != Heard::Over {}
+    Ok(())
+}
+
+/// The same on a connection that no end of this server closes.
+fn listen_lasting<D: Device>(
+    device: &D,
+    (stream, kept, records): (UnixStream, &Arc<Kept>, &Records),
+    connection: &Arc<Mutex<Connection<D>>>,
+    stop: &Stop,
+) -> Result<(), LetGo> {
+    let (near, far) = UnixStream::pair().map_err(LetGo::Descriptors)?;
+    let mut listener = Listener::new(device, far, connection, &stop.channel)?;
+    let mut lasting = Lasting::new(stream, near, Arc::clone(kept), records);
+    for (key, (bytes, files)) in records {
+        listener.connection().taking_over(TakingOver::Now { later: lasting::was_added(*key) });
+        lasting.hand_on(bytes, files)?;
+        if listener.hear()? != Heard::Done {
+            tracing::warn!("the front end's message {key:#x} to the server before cannot be repeated");
+        }
+        lasting.reply()?;
+    }
+    if !records.is_empty() {
+        listener.connection().taking_over(TakingOver::Done);
+        tracing::debug!("a front end was taken over");
+    }
+    loop {
+        let message = match lasting.next(&stop.event) {
+            Ok(message) => message,
+            Err(LostError::HungUp | LostError::Stopped) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        lasting.foretell(&message)?;
+        let runs = listener.connection().runs();
+        let heard = listener.hear();
+        let reply = lasting.reply()?;
+        lasting.rest(listener.connection().resting())?;
+        lasting.commit(&message, &reply, (matches!(heard, Ok(Heard::Done)), runs))?;
+        heard?;
     }
 }

@@ -152,6 +152,11 @@ impl Driver {
         Ok(())
     }
 
+    /// Closes the connection, and leaves memory, rings and what is in flight as they are, for [`Driver::reattach`].
+    pub fn hang_up(&mut self) {
+        self.link.close();
+    }
+
     /// Stops all queues and has the server write its state; they go on with [`Driver::migrate`].
     ///
     /// # Errors

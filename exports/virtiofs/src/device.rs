@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_serve::{Mappings, Server, Session, Share, ShareOptions};
-use ferry_state::Saved;
+use ferry_state::{Kept, Saved};
 use ferry_vfs::{Backing, Bounds, Errno, FileSystem, Ino};
 use ferry_vhost::{Device, Port, Window, WindowDialect, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
@@ -178,6 +178,10 @@ impl Device for VirtioFs {
 
     fn last(&self) -> Option<Arc<Backing>> {
         self.options.kept.as_ref().map(|kept| Arc::clone(kept.line()))
+    }
+
+    fn keeps_connections(&self) -> Option<Arc<Kept>> {
+        self.options.kept.clone()
     }
 
     fn gone(&self, guest: &Guest) {

@@ -11,7 +11,7 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 
-use super::Connection;
+use super::{Connection, TakingOver};
 use crate::inflight::Area;
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
 use crate::migration::Transfer;
@@ -93,6 +93,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         if !self.is_packed() && base > u32::from(u16::MAX) {
             return Err(Error::InvalidParam);
         }
+        self.forget_if_anew(index, base);
         self.restart(index, |queue| queue.base = base)
     }
 
@@ -219,7 +220,10 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             file_offset: region.mmap_offset,
             bytes: region.memory_size,
         });
-        let was_added = self.queues.iter().any(|queue| queue.running);
+        let was_added = match self.taking_over {
+            TakingOver::Now { later } => later,
+            TakingOver::No | TakingOver::Done => self.runs(),
+        };
         self.remap(|memory| memory.with(region, file, was_added))?;
         self.tell(added);
         Ok(None)
@@ -241,7 +245,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         if !matches!(phase, VhostTransferStatePhase::STOPPED) {
             return Err(Error::InvalidOperation("the state is transferred while the device is stopped"));
         }
-        if self.queues.iter().any(|queue| queue.running) {
+        if self.runs() {
             return Err(Error::InvalidOperation("queues run: they must be stopped before the state is transferred"));
         }
         let begun = match direction {

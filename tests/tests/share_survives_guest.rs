@@ -1,0 +1,167 @@
+//! Stock guests whose share's server is killed with SIGKILL and started again: neither they nor their VMMs notice.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ferry_tests::disks::model::Random;
+use ferry_tests::survivor::Survivor;
+use ferry_tests::{Device, Guest, GuestCache, Kind, Options, Place, Ran, Share, TIMEOUT, collect, folder, guest_on};
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
+
+/// Longer than any of these guests lives on a machine that has other things to do.
+const GUEST_MAX: Duration = Duration::from_secs(600);
+
+const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
+
+/// What the guest does until it is told that it is enough: fio, which checks what it reads; with a lock of each kind held, and a file
+/// open that no name leads to. `$1` is fio, `$2` the probe, `$3` is what fio is to do.
+const SCRIPT: &str = r#"
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+exec 8>nameless 7<nameless
+rm nameless
+echo before >&8
+exec 9>flocked
+flock -n 9
+sleep 100000 | $2 --role hold posix locked >held &
+while ! grep -q held held; do sleep 0.1; done
+mkdir work
+echo there >ready
+while [ ! -e enough ]; do
+    $1 --name=v --directory=work --size=8M --rw=randrw --bsrange=4k-64k --verify=crc32c --verify_fatal=1 --do_verify=1 $3 >fio 2>&1 || {
+        cat fio
+        exit 1
+    }
+    rm -f work/*
+    echo round >>rounds
+done
+echo after >&8
+printf 'before\nafter\n' | cmp - /dev/fd/7
+exec 9>&-
+kill %1 2>/dev/null || true
+seq 1 10000 >last
+sha256sum last >sum
+sync
+"#;
+
+/// Where the guest's own numbers of bytes may be kept by it, and where each of them comes to the server.
+const WAYS: [(&str, &str); 2] =
+    [("direct", "--ioengine=libaio --direct=1 --iodepth=16"), ("cached", "--ioengine=psync --fsync=16")];
+
+/// The host's root, for the programs in it.
+fn programs() -> Share {
+    let options = Options { queues: 1, tag: Some("programs".parse().unwrap()), ..Options::default() };
+    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
+    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
+}
+
+fn is_flocked(path: &Path) -> bool {
+    let file = fs::File::open(path).unwrap();
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::AGAIN)
+}
+
+/// Whether a process of the host can have the lock that the guest's has.
+fn is_locked(folder: &Path) -> bool {
+    let output = Command::new(PROBE).args(["--role", "try", "posix", "locked"]).current_dir(folder).output().unwrap();
+    String::from_utf8_lossy(&output.stdout) == "taken\n"
+}
+
+/// A guest whose output is collected.
+struct Collected(JoinHandle<Ran>);
+
+impl Collected {
+    fn new(guest: Guest) -> Self {
+        let begin = Instant::now();
+        let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
+        Self(std::thread::spawn(move || collect(running, GUEST_MAX, begin)))
+    }
+
+    /// Waits until something happens, while the guest runs.
+    #[track_caller]
+    fn runs_until(self, condition: impl Fn() -> bool) -> Self {
+        let end = Instant::now() + TIMEOUT;
+        while !condition() {
+            if self.0.is_finished() {
+                panic!("the guest has ended: {:?}", self.0.join().unwrap());
+            }
+            assert!(Instant::now() < end, "it did not happen within {TIMEOUT:?}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self
+    }
+}
+
+fn lines(path: &Path) -> usize {
+    fs::read_to_string(path).map_or(0, |text| text.lines().count())
+}
+
+/// Kills the server so many times, a while after one another.
+#[track_caller]
+fn survives(in_qemu: bool, (name, fio): (&str, &str), kills: usize, pause: Duration) {
+    let mut server = Survivor::new(Place::Disk, &["--tag", "t"]);
+    let path = server.path.clone();
+    let program = GuestCache::from_env().unwrap().peer("fio").unwrap();
+    let script = ["/bin/bash", "-euc", SCRIPT, "bash", program.to_str().unwrap(), PROBE, fio];
+    fs::write(path.join("locked"), b"").unwrap();
+    let mut guest = guest_on(&server.socket, script);
+    let programs = in_qemu.then(programs);
+    if let Some(programs) = &programs {
+        guest.kind = Kind::Qemu { cpus: 2, root: Some("programs".into()) };
+        guest.devices.insert(0, Device::fs(&programs.socket, "programs"));
+    }
+    guest.boot_timeout = TIMEOUT;
+    let guest = Collected::new(guest).runs_until(|| path.join("ready").exists());
+    let mut random = Random::new(kills as u64);
+    let usual = usize::try_from(pause.as_micros()).unwrap();
+    for _ in 0..kills {
+        std::thread::sleep(pause / 2 + Duration::from_micros(random.below(usual) as u64));
+        server.kill();
+        assert!(is_flocked(&path.join("flocked")), "while there is no server, too");
+        server.start();
+        assert!(is_flocked(&path.join("flocked")) && is_locked(&path));
+    }
+    // What it began under the last server, it brings to an end.
+    let rounds = lines(&path.join("rounds"));
+    let guest = guest.runs_until(|| lines(&path.join("rounds")) > rounds);
+    fs::write(path.join("enough"), b"").unwrap();
+    let ran = guest.0.join().unwrap();
+    println!("QEMU: {in_qemu}, {name}: {kills} kills, {} rounds of fio, {:?}", lines(&path.join("rounds")), ran.took);
+    ran.ok();
+    let check = Command::new("sha256sum").args(["--quiet", "-c", "sum"]).current_dir(&path).status();
+    assert!(check.unwrap().success(), "the host sees other contents than the guest wrote");
+    assert_eq!(server.said(), "");
+    server.end();
+    server.wait_for_the_keeper();
+}
+
+#[test]
+fn killed_under_fio_in_user_mode_linux() {
+    for way in WAYS {
+        survives(false, way, 3, Duration::from_millis(700));
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn killed_50_times_under_fio_in_user_mode_linux() {
+    for way in WAYS {
+        survives(false, way, 50, Duration::from_millis(700));
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn killed_under_direct_fio_in_qemu() {
+    survives(true, WAYS[0], 10, Duration::from_secs(2));
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn killed_under_cached_fio_in_qemu() {
+    survives(true, WAYS[1], 10, Duration::from_secs(2));
+}

@@ -1,0 +1,367 @@
+//! A connection that outlives its server (`ferry-state`, `connection.rs`).
+//!
+//! Messages are looked at in the socket, handed to the same code as on any other connection by a pair of sockets of our
+//! own, and then committed: the keeper takes the message, records what the next server must know of it, and sends the reply. A
+//! server that takes a connection over hands the recorded messages to that code first.
+
+mod ledger;
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferry_state::{Commit, FILES_MAX, Kept, LineError, Records};
+use rustix::cmsg_space;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+use crate::channel::{HEADER_BYTES, number};
+use ledger::Ledger;
+pub(crate) use ledger::was_added;
+
+/// The longest body that vhost-user has.
+const BODY_BYTES_MAX: usize = 4096;
+/// How long the rest of a message that came in part may take, before it is looked for again.
+const REST: Duration = Duration::from_millis(5);
+
+/// Why no more messages come.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LostError {
+    /// The front end is gone.
+    #[error("the front end is gone")]
+    HungUp,
+    /// It is time to stop.
+    #[error("it is time to stop")]
+    Stopped,
+    /// It says what cannot be.
+    #[error("a message of {0} bytes; {BODY_BYTES_MAX} is the most")]
+    Long(usize),
+    /// Its descriptors cannot be taken.
+    #[error("a message has more than {FILES_MAX} descriptors, or there are none left")]
+    Files,
+    /// Something else.
+    #[error("the socket is lost: {0}")]
+    System(#[from] Errno),
+}
+
+/// A message or a reply.
+#[derive(Debug, Default)]
+pub(crate) struct Message {
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) files: Vec<OwnedFd>,
+}
+
+/// A front end whose connection is kept.
+#[derive(Debug)]
+pub(crate) struct Lasting {
+    socket: UnixStream,
+    /// The near end of the pair by which messages are handed on.
+    inner: UnixStream,
+    /// `None` once it is lost: then this server does what the keeper would do, and nothing is kept any more.
+    kept: Option<Arc<Kept>>,
+    ledger: Ledger,
+}
+
+impl Lasting {
+    /// Serves a connection that is kept already; messages are handed on by `inner`.
+    pub(crate) fn new(socket: UnixStream, inner: UnixStream, kept: Arc<Kept>, records: &Records) -> Self {
+        Self { socket, inner, kept: Some(kept), ledger: Ledger::of(records) }
+    }
+
+    /// Waits for a message, hands a copy of it on, and leaves it where it is.
+    pub(crate) fn next(&self, stop: &OwnedFd) -> Result<Message, LostError> {
+        let message = peek(&self.socket, stop)?;
+        self.hand_on(&message.bytes, &message.files)?;
+        Ok(message)
+    }
+
+    /// Hands a message on.
+    pub(crate) fn hand_on(&self, bytes: &[u8], files: &[OwnedFd]) -> Result<(), LostError> {
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&files)) {
+            return Err(LostError::Files);
+        }
+        // Whatever was handed on before was read; so there is room for all of it.
+        sendmsg(&self.inner, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
+
+    /// What was answered to the message that was handed on last.
+    pub(crate) fn reply(&self) -> Result<Message, LostError> {
+        let mut reply = Message { bytes: vec![0; 2 * (HEADER_BYTES + BODY_BYTES_MAX)], files: Vec::new() };
+        let mut have = 0;
+        while have < reply.bytes.len() {
+            match receive(&self.inner, &mut reply.bytes[have..], Some(&mut reply.files), RecvFlags::empty()) {
+                Ok(0) | Err(LostError::System(Errno::AGAIN)) => break,
+                Ok(bytes) => have += bytes,
+                Err(error) => return Err(error),
+            }
+        }
+        reply.bytes.truncate(have);
+        Ok(reply)
+    }
+
+    /// A message is about to be acted upon. One that resets the device voids what is recorded first: to act on it takes
+    /// away what the rings would be started again with, and it can be acted upon twice.
+    pub(crate) fn foretell(&mut self, message: &Message) -> Result<(), LostError> {
+        match ledger::resets(&message.bytes) {
+            true => self.enter(message, &Message::default(), (0, false)),
+            false => Ok(()),
+        }
+    }
+
+    /// Records where queues rest. Those that run are found again by their rings and by what is in flight.
+    pub(crate) fn rest(&mut self, resting: Vec<(u8, u32)>) -> Result<(), LostError> {
+        for (ring, base) in resting {
+            if let Some(entry) = self.ledger.rest(ring, base) {
+                self.step(&entry, &Message::default(), &Message::default(), 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The message was acted upon: takes it, records it if it `counts`, and answers it. `runs`: whether queues ran before.
+    pub(crate) fn commit(
+        &mut self,
+        message: &Message,
+        reply: &Message,
+        (counts, runs): (bool, bool),
+    ) -> Result<(), LostError> {
+        if counts {
+            self.enter(message, reply, (message.bytes.len(), runs))
+        } else {
+            self.step(&ledger::Entry::default(), message, reply, message.bytes.len())
+        }
+    }
+
+    fn enter(&mut self, message: &Message, reply: &Message, (taken, runs): (usize, bool)) -> Result<(), LostError> {
+        let entry = self.ledger.enter(&message.bytes, runs);
+        self.step(&entry, message, reply, taken)
+    }
+
+    fn step(
+        &mut self,
+        entry: &ledger::Entry,
+        message: &Message,
+        reply: &Message,
+        taken_bytes: usize,
+    ) -> Result<(), LostError> {
+        if let Some(kept) = &self.kept {
+            let files = if entry.has_files { &message.files[..] } else { &[] };
+            let outcome = kept.commit(&Commit {
+                taken_bytes,
+                record: entry.record.as_ref().map(|(key, bytes)| (*key, &bytes[..], files)),
+                drops: &entry.drops,
+                reply: &reply.bytes,
+                reply_files: &reply.files,
+            });
+            match outcome {
+                Ok(()) => return Ok(()),
+                Err(error) => self.go_on_alone(&error),
+            }
+        }
+        // What the keeper may have taken in its last moment, it has answered.
+        let left = peek_offset(&self.socket)?.min(taken_bytes);
+        if left > 0 {
+            ferry_state::take(self.socket.as_fd(), left)?;
+            ferry_state::answer(self.socket.as_fd(), &reply.bytes, &reply.files)?;
+        }
+        Ok(())
+    }
+
+    fn go_on_alone(&mut self, error: &LineError) {
+        tracing::error!("should this server end, its guest is lost: {error}");
+        if let Some(kept) = self.kept.take() {
+            kept.end_connection();
+        }
+    }
+}
+
+/// Reads a message as far as its header says, and takes nothing of it.
+fn peek(socket: &UnixStream, stop: &OwnedFd) -> Result<Message, LostError> {
+    let mut header = [0; HEADER_BYTES];
+    fill(socket, &mut header, None, stop)?;
+    let body = usize::try_from(number(&header, 8)).unwrap_or(usize::MAX);
+    if body > BODY_BYTES_MAX {
+        return Err(LostError::Long(body));
+    }
+    let mut message = Message { bytes: vec![0; HEADER_BYTES + body], files: Vec::new() };
+    fill(socket, &mut message.bytes, Some(&mut message.files), stop)?;
+    // With the bytes of a message that has none, the kernel shows the descriptors of the next one that has.
+    if !ledger::has_files(&message.bytes) {
+        message.files.clear();
+    }
+    Ok(message)
+}
+
+/// Fills a buffer with what comes first in the socket. Descriptors come along with every look at their bytes.
+fn fill(
+    socket: &UnixStream,
+    buffer: &mut [u8],
+    mut files: Option<&mut Vec<OwnedFd>>,
+    stop: &OwnedFd,
+) -> Result<(), LostError> {
+    set_peek_offset(socket, 0)?;
+    let mut have = 0;
+    while have < buffer.len() {
+        match receive(socket, &mut buffer[have..], files.as_deref_mut(), RecvFlags::PEEK) {
+            Ok(0) => return Err(LostError::HungUp),
+            Ok(bytes) => have += bytes,
+            Err(LostError::System(Errno::AGAIN)) => wait(socket, stop, have > 0)?,
+            Err(LostError::System(Errno::CONNRESET)) => return Err(LostError::HungUp),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Waits until there is something in the socket; if that is so already (`in_part`), for a moment.
+fn wait(socket: &UnixStream, stop: &OwnedFd, in_part: bool) -> Result<(), LostError> {
+    let mut fds = [PollFd::new(stop, PollFlags::IN), PollFd::new(socket, PollFlags::IN)];
+    let moment = Timespec::try_from(REST).map_err(|_| Errno::INVAL)?;
+    let outcome = match in_part {
+        true => poll(&mut fds[..1], Some(&moment)),
+        false => poll(&mut fds, None),
+    };
+    match outcome {
+        Ok(_) | Err(Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    if fds[0].revents().is_empty() { Ok(()) } else { Err(LostError::Stopped) }
+}
+
+fn receive(
+    socket: &UnixStream,
+    buffer: &mut [u8],
+    files: Option<&mut Vec<OwnedFd>>,
+    flags: RecvFlags,
+) -> Result<usize, LostError> {
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
+    let mut none = [];
+    let mut control = match files {
+        Some(_) => RecvAncillaryBuffer::new(&mut space),
+        None => RecvAncillaryBuffer::new(&mut none),
+    };
+    let flags = flags | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = loop {
+        match recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+            Err(Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    let Some(files) = files else { return Ok(received.bytes) };
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(came) = message {
+            files.extend(came);
+        }
+    }
+    match received.flags.contains(ReturnFlags::CTRUNC) {
+        true => Err(LostError::Files),
+        false => Ok(received.bytes),
+    }
+}
+
+/// Has the next look at a socket begin after so many bytes. Each look goes on where the one before ended, and what is taken
+/// counts backwards (socket(7), `SO_PEEK_OFF`).
+fn set_peek_offset(socket: &UnixStream, bytes: libc::c_int) -> Result<(), Errno> {
+    let length = libc::socklen_t::try_from(size_of::<libc::c_int>()).map_err(|_| Errno::INVAL)?;
+    // SAFETY: the descriptor is open, and the kernel reads an `int` of this length at this place, which lives until then.
+    let outcome = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEEK_OFF,
+            std::ptr::from_ref(&bytes).cast(),
+            length,
+        )
+    };
+    if outcome == 0 { Ok(()) } else { Err(last_error()) }
+}
+
+/// Where the next look at a socket begins: so many bytes that were looked at are still there.
+fn peek_offset(socket: &UnixStream) -> Result<usize, Errno> {
+    let mut bytes: libc::c_int = 0;
+    let mut length = libc::socklen_t::try_from(size_of::<libc::c_int>()).map_err(|_| Errno::INVAL)?;
+    // SAFETY: the descriptor is open, and the kernel writes no more than an `int` of this length there, and its length.
+    let outcome = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEEK_OFF,
+            std::ptr::from_mut(&mut bytes).cast(),
+            &raw mut length,
+        )
+    };
+    if outcome == 0 { Ok(usize::try_from(bytes).unwrap_or(0)) } else { Err(last_error()) }
+}
+
+fn last_error() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    fn send(socket: &UnixStream, request: u32, body: &[u8], files: &[OwnedFd]) {
+        let length = u32::try_from(body.len()).unwrap();
+        let message = [&[request, 1, length].map(u32::to_ne_bytes).concat()[..], body].concat();
+        ferry_state::answer(socket.as_fd(), &message, files).unwrap();
+    }
+
+    #[test]
+    fn messages_are_seen_one_by_one_each_with_its_own_descriptors() {
+        let (front_end, ours) = UnixStream::pair().unwrap();
+        let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let stop = event();
+        // As QEMU sends them: without waiting.
+        send(&front_end, 8, &[0; 8], &[]);
+        send(&front_end, 13, &0x100u64.to_ne_bytes(), &[]);
+        send(&front_end, 5, &[0; 72], &[event(), event()]);
+        send(&front_end, 12, &[0; 8], &[event()]);
+        send(&front_end, 1, &[], &[]);
+        for (request, body, files) in [(8, 8, 0), (13, 8, 0), (5, 72, 2), (12, 8, 1), (1, 0, 0)] {
+            for _ in 0..2 {
+                let message = peek(&ours, &stop).unwrap();
+                let header = message.bytes.first_chunk().unwrap();
+                assert_eq!((number(header, 0), message.bytes.len(), message.files.len()), (request, 12 + body, files));
+                assert_eq!(peek_offset(&ours).unwrap(), 12 + body);
+            }
+            // What was taken counts backwards, also of a part.
+            ferry_state::take(ours.as_fd(), 5).unwrap();
+            assert_eq!(peek_offset(&ours).unwrap(), 7 + body);
+            ferry_state::take(ours.as_fd(), 7 + body).unwrap();
+            assert_eq!(peek_offset(&ours).unwrap(), 0);
+        }
+        // One that comes in parts, and with its end the end of waiting.
+        let header = [8u32, 1, 8].map(u32::to_ne_bytes).concat();
+        ferry_state::answer(front_end.as_fd(), &header, &[]).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| peek(&ours, &stop));
+            std::thread::sleep(4 * REST);
+            ferry_state::answer(front_end.as_fd(), &[7; 8], &[]).unwrap();
+            assert_eq!(waits.join().unwrap().unwrap().bytes[12..], [7; 8]);
+        });
+        ferry_state::take(ours.as_fd(), 20).unwrap();
+        rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
+        assert!(matches!(peek(&ours, &stop), Err(LostError::Stopped)));
+        drop(front_end);
+        assert!(matches!(peek(&ours, &event()), Err(LostError::HungUp)));
+        // Longer than anything that may be said.
+        let (front_end, ours) = UnixStream::pair().unwrap();
+        let header = [8u32, 1, u32::MAX].map(u32::to_ne_bytes).concat();
+        ferry_state::answer(front_end.as_fd(), &header, &[]).unwrap();
+        assert!(matches!(peek(&ours, &event()), Err(LostError::Long(_))));
+    }
+}
