@@ -72,9 +72,10 @@ struct Joined<'a> {
 impl<'a> Joined<'a> {
     fn of(image: &Image, objects: &'a Objects, folder: &'a Path) -> Result<Self> {
         let list = file_objects(image)?;
+        // So each is as long as the image says, too.
+        objects.prove_objects(&list)?;
         let begin = |end: &mut u64, object: &FileObject| {
             let begin = *end;
-            // An image that claims more has no such objects.
             *end = end.saturating_add(object.bytes);
             Some(begin)
         };

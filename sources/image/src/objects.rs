@@ -285,6 +285,17 @@ impl Objects {
         });
     }
 
+    /// Proves some of composefs's objects, by several threads.
+    ///
+    /// # Errors
+    /// One is damaged, or cannot be had.
+    pub fn prove_objects(&self, objects: &[FileObject]) -> std::result::Result<(), Bad> {
+        parallel::each(objects.len(), |at| {
+            let FileObject { digest, bytes } = objects[at];
+            self.object(Some(&path_of(digest)), Some(digest), bytes).map(drop)
+        })
+    }
+
     /// Reads bytes of one of composefs's objects, from a place on, once all of it is proved; none at its end.
     ///
     /// # Errors
@@ -298,7 +309,7 @@ impl Objects {
         rustix::io::pread(&*file, &mut out[..wanted], offset).map_err(unreadable)
     }
 
-    /// Proves every object of every pack. composefs's objects are proved when they are read.
+    /// Proves every object of every pack; of composefs's objects see [`Self::prove_objects`].
     ///
     /// # Errors
     /// The first that is damaged.

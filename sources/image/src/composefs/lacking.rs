@@ -214,13 +214,18 @@ impl Files {
         let FileObject { digest, bytes } = absent.objects[at];
         let path = self.path(digest);
         let Ok(found) = fs::symlink_metadata(&path) else { return false };
-        let is_sound = self.here(&path_of(digest), digest, bytes).is_ok();
-        if is_sound {
-            freshen(&path, &found);
-        } else {
-            tracing::warn!("the object {} is damaged, and fetched again", path.display());
+        match self.here(&path_of(digest), digest, bytes) {
+            Ok(_) => {
+                freshen(&path, &found);
+                // That has changed the time of its last change.
+                self.note(digest, &path);
+            }
+            Err(bad) => {
+                tracing::warn!("{bad}; it is fetched again");
+                return false;
+            }
         }
-        is_sound
+        true
     }
 
     /// Fetches neighbouring objects by one request.
