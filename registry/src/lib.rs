@@ -1,7 +1,7 @@
 //! Images in OCI registries (distribution API, v2) and in S3-compatible stores.
 //!
 //! Both hold the same: blobs, named by their SHA-256, and manifests, named by people. An image is one blob, each of its packs an
-//! index and parts. Ranges of parts are asked for, so that one object can be had alone; ferry-image proves it before anybody sees it.
+//! index and parts. The objects of a composefs image are parts alone: the image says where in them each is. Ranges of parts are asked for, so that one object can be had alone; ferry-image proves it before anybody sees it.
 //! So what the server and everybody on the way says is believed only where it does not matter.
 //!
 //! ```no_run
@@ -25,6 +25,7 @@ mod http;
 mod manifest;
 mod oci;
 mod packs;
+mod parts;
 mod pull;
 mod push;
 mod reference;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 
-use ferry_image::{Digest, bytes_of_hex, hex};
+use ferry_image::{Algorithm, Digest, bytes_of_hex, hex};
 use serde::{Deserialize, Serialize};
 use sha2::Digest as _;
 
@@ -56,10 +56,11 @@ pub(crate) struct Blob {
     pub bytes: u64,
 }
 
-/// A pack, as a manifest tells of it.
+/// A pack, as a manifest tells of it, or the objects of a composefs image, which have its digest for a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PackBlobs {
-    pub index: Blob,
+    /// composefs's objects have none: the image tells of them.
+    pub index: Option<Blob>,
     /// The pack's bytes, in order.
     pub parts: Vec<Blob>,
 }
@@ -164,9 +165,10 @@ impl Manifest {
             }
         }
         let (digest, image) = image.ok_or("no metadata")?;
-        let whole = |(pack, (index, parts)): (Digest, (Option<Blob>, Vec<Blob>))| {
-            let index = index.ok_or_else(|| format!("no index of the pack {pack}"))?;
-            Ok((pack, PackBlobs { index, parts }))
+        let whole = |(pack, (index, parts)): (Digest, (Option<Blob>, Vec<Blob>))| match (pack.algorithm(), index) {
+            (Algorithm::Blake3, None) => Err(format!("no index of the pack {pack}")),
+            (Algorithm::Verity, Some(_)) => Err(format!("an index of composefs's objects {pack}")),
+            (_, index) => Ok((pack, PackBlobs { index, parts })),
         };
         Ok(Self { digest, image, packs: packs.into_iter().map(whole).collect::<Result<_, String>>()? })
     }
@@ -176,7 +178,7 @@ impl Manifest {
         let mut layers = vec![Descriptor::new(METADATA_TYPE, self.image, Some((DIGEST_KEY, self.digest)))];
         for pack in order {
             let Some(PackBlobs { index, parts }) = self.packs.get(pack) else { continue };
-            layers.push(Descriptor::new(INDEX_TYPE, *index, Some((PACK_KEY, *pack))));
+            layers.extend(index.map(|index| Descriptor::new(INDEX_TYPE, index, Some((PACK_KEY, *pack)))));
             layers.extend(parts.iter().map(|part| Descriptor::new(PART_TYPE, *part, Some((PACK_KEY, *pack)))));
         }
         let empty = Blob { sha256: Sha256::of(EMPTY), bytes: EMPTY.len() as u64 };
@@ -205,7 +207,7 @@ mod tests {
 
     fn manifest() -> (Manifest, Digest) {
         let pack = Digest::new(Algorithm::Blake3, [9; 32]);
-        let blobs = PackBlobs { index: blob(2, 80), parts: vec![blob(3, 100), blob(4, 50)] };
+        let blobs = PackBlobs { index: Some(blob(2, 80)), parts: vec![blob(3, 100), blob(4, 50)] };
         (
             Manifest {
                 digest: Digest::new(Algorithm::Blake3, [1; 32]),
@@ -226,6 +228,17 @@ mod tests {
             document["config"]["digest"],
             "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
         );
+    }
+
+    #[test]
+    fn objects_of_composefs_have_no_index() {
+        let (mut manifest, _) = manifest();
+        let name = Digest::new(Algorithm::Verity, [1; 32]);
+        let set = |index| [(name, PackBlobs { index, parts: vec![blob(3, 100)] })].into();
+        (manifest.digest, manifest.packs) = (name, set(None));
+        assert_eq!(Manifest::read(&manifest.write(&[name])).unwrap(), manifest);
+        manifest.packs = set(Some(blob(2, 80)));
+        assert!(Manifest::read(&manifest.write(&[name])).unwrap_err().contains("an index of composefs's objects"));
     }
 
     #[test]

@@ -31,7 +31,8 @@ impl Packs {
 
 impl Fetch for Packs {
     fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
-        self.remote.all(self.pack(pack)?.index, bytes_max).map_err(io::Error::other)
+        let index = self.pack(pack)?.index.ok_or(io::ErrorKind::NotFound)?;
+        self.remote.all(index, bytes_max).map_err(io::Error::other)
     }
 
     fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {

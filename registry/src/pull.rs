@@ -111,9 +111,6 @@ fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<O
             (Image::open(new.path(), Some(digest))?, Some(new))
         }
     };
-    if image.is_composefs() {
-        return Err(wrong("its layout is composefs, which is not pulled".into()));
-    }
     let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
     Ok(Opened { image, new, packs, manifest: name })
 }

@@ -4,17 +4,18 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Cursor, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use ferry_image::{Digest, Image, Objects, Store};
+use ferry_image::{Digest, FileObject, Image, Objects, Store, file_objects};
 use sha2::Digest as _;
 
 use crate::error::{Error, Result};
 use crate::manifest::{Blob, EMPTY, Manifest, PART_BYTES, PackBlobs, Sha256};
-use crate::oci::Content;
+use crate::oci::Content as Body;
+use crate::parts;
 use crate::remote::Remote;
 
 /// What was pushed.
@@ -31,11 +32,72 @@ pub struct Pushed {
 /// One blob to be.
 enum Piece {
     Memory(Vec<u8>),
-    /// A range of a pack: which, from where, how long.
-    Pack(usize, u64, u64),
+    /// A range of what packs hold: which, from where, how long.
+    Part(usize, u64, u64),
 }
 
-/// Pushes an image and those of its packs that the server has not got. Each object is proved before.
+/// What parts are read from.
+trait Content: Sync {
+    /// Reads some bytes from a place on; none at the end.
+    fn read_at(&self, buffer: &mut [u8], at: u64) -> io::Result<usize>;
+    /// Where it is.
+    fn path(&self) -> &Path;
+}
+
+/// A pack.
+struct Pack {
+    path: PathBuf,
+    file: File,
+}
+
+impl Content for Pack {
+    fn read_at(&self, buffer: &mut [u8], at: u64) -> io::Result<usize> {
+        self.file.read_at(buffer, at)
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// composefs's objects, one behind the other.
+struct Joined<'a> {
+    objects: &'a Objects,
+    list: Vec<FileObject>,
+    /// Where each begins.
+    begins: Vec<u64>,
+    folder: &'a Path,
+}
+
+impl<'a> Joined<'a> {
+    fn of(image: &Image, objects: &'a Objects, folder: &'a Path) -> Result<Self> {
+        let list = file_objects(image)?;
+        // So each is as long as the image says, too.
+        objects.prove_objects(&list)?;
+        let begin = |end: &mut u64, object: &FileObject| {
+            let begin = *end;
+            *end = end.saturating_add(object.bytes);
+            Some(begin)
+        };
+        let begins = list.iter().scan(0, begin).collect();
+        Ok(Self { objects, list, begins, folder })
+    }
+}
+
+impl Content for Joined<'_> {
+    fn read_at(&self, buffer: &mut [u8], at: u64) -> io::Result<usize> {
+        // Objects without bytes begin where the next one does, and are before it.
+        let Some(number) = self.begins.partition_point(|begin| *begin <= at).checked_sub(1) else { return Ok(0) };
+        let (object, from) = (&self.list[number], at - self.begins[number]);
+        self.objects.read_object(object, from, buffer).map_err(io::Error::other)
+    }
+
+    fn path(&self) -> &Path {
+        self.folder
+    }
+}
+
+/// Pushes an image and those of its packs, or parts of composefs's objects, that the server has not got. Each object is proved before.
 ///
 /// # Errors
 /// The image or an object is damaged, or the server refuses something or cannot be reached.
@@ -49,38 +111,46 @@ pub fn push(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Pushed> {
     let opened = Image::open(image, digest)?;
-    if opened.is_composefs() {
-        let reason = "its layout is composefs: images of the layout flat are pushed".into();
-        return Err(Error::Manifest { name: image.display().to_string(), reason });
-    }
-    Objects::open(&opened, folder)?.prove_all()?;
+    let objects = Objects::open(&opened, folder)?;
+    objects.prove_all()?;
     let metadata = std::fs::read(image).map_err(|source| io_error("read", image, source))?;
     if opened.digest().algorithm().of(&metadata) != opened.digest() {
         return Err(io_error("read", image, io::Error::other("it changed meanwhile")));
     }
-    let mut files = Vec::new();
+    let mut contents: Vec<Box<dyn Content + '_>> = Vec::new();
     let mut pieces = vec![Piece::Memory(EMPTY.to_vec()), Piece::Memory(metadata)];
-    let names: Vec<Digest> = opened.packs().iter().map(|pack| pack.name).collect();
-    for (number, pack) in names.iter().enumerate() {
-        let path = store.pack_path(*pack);
+    let mut names = Vec::new();
+    // For each pack: whether it has an index, and how many parts.
+    let mut counts = Vec::new();
+    for pack in opened.packs().iter().map(|pack| pack.name) {
+        let path = store.pack_path(pack);
         let file = File::open(&path).map_err(|source| io_error("open", &path, source))?;
         let bytes = file.metadata().map_err(|source| io_error("look at", &path, source))?.len();
-        files.push((path, file));
-        pieces.push(Piece::Memory(store.index(*pack)?.to_bytes()));
+        pieces.push(Piece::Memory(store.index(pack)?.to_bytes()));
         let parts = (0..bytes).step_by(usize::try_from(PART_BYTES).unwrap_or(usize::MAX));
-        pieces.extend(parts.map(|from| Piece::Pack(number, from, PART_BYTES.min(bytes - from))));
+        let before = pieces.len();
+        pieces.extend(parts.map(|from| Piece::Part(contents.len(), from, PART_BYTES.min(bytes - from))));
+        counts.push((true, pieces.len() - before));
+        contents.push(Box::new(Pack { path, file }));
+        names.push(pack);
     }
-    let (blobs, sent_bytes) = upload(remote, &pieces, &files, jobs, progress)?;
-    // What comes after an index, up to the next one, are the parts of its pack.
-    let mut packs: HashMap<Digest, PackBlobs> = HashMap::new();
-    let mut rest = blobs[2..].iter().zip(&pieces[2..]).peekable();
-    for name in &names {
-        let Some((index, _)) = rest.next() else { break };
-        let mut parts = Vec::new();
-        while let Some((part, _)) = rest.next_if(|(_, piece)| matches!(piece, Piece::Pack(..))) {
-            parts.push(*part);
+    if opened.is_composefs() {
+        let joined = Joined::of(&opened, &objects, folder)?;
+        let (parts, mut from) = (parts::cut(&joined.list), 0);
+        counts.push((false, parts.len()));
+        for bytes in parts {
+            pieces.push(Piece::Part(contents.len(), from, bytes));
+            from += bytes;
         }
-        packs.insert(*name, PackBlobs { index: *index, parts });
+        contents.push(Box::new(joined));
+        names.push(opened.digest());
+    }
+    let (blobs, sent_bytes) = upload(remote, &pieces, &contents, jobs, progress)?;
+    let mut rest = blobs[2..].iter().copied();
+    let mut packs: HashMap<Digest, PackBlobs> = HashMap::new();
+    for (name, (has_index, parts)) in names.iter().zip(counts) {
+        let index = if has_index { rest.next() } else { None };
+        packs.insert(*name, PackBlobs { index, parts: rest.by_ref().take(parts).collect() });
     }
     let manifest = Manifest { digest: opened.digest(), image: blobs[1], packs };
     let bytes = manifest.write(&names);
@@ -96,13 +166,13 @@ fn io_error(what: &'static str, path: &Path, source: io::Error) -> Error {
 fn upload(
     remote: &Remote,
     pieces: &[Piece],
-    files: &[(std::path::PathBuf, File)],
+    contents: &[Box<dyn Content + '_>],
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Vec<Blob>, u64)> {
     let length = |piece: &Piece| match piece {
         Piece::Memory(bytes) => bytes.len() as u64,
-        Piece::Pack(_, _, bytes) => *bytes,
+        Piece::Part(_, _, bytes) => *bytes,
     };
     let all = pieces.iter().map(length).sum();
     let blobs: Mutex<Vec<Option<Blob>>> = Mutex::new(vec![None; pieces.len()]);
@@ -112,14 +182,14 @@ fn upload(
         let (blob, is_new) = match piece {
             Piece::Memory(bytes) => {
                 let blob = Blob { sha256: Sha256::of(bytes), bytes: bytes.len() as u64 };
-                (blob, remote.put(blob, &mut Content::of(&mut Cursor::new(bytes), blob.bytes))?)
+                (blob, remote.put(blob, &mut Body::of(&mut Cursor::new(bytes), blob.bytes))?)
             }
-            Piece::Pack(number, from, bytes) => {
-                let (path, file) = &files[*number];
-                let mut part = Part { file, from: *from, bytes: *bytes, at: 0 };
-                let sha256 = sha256_of(&mut part).map_err(|source| io_error("read", path, source))?;
+            Piece::Part(number, from, bytes) => {
+                let content = &*contents[*number];
+                let mut part = Part { content, from: *from, bytes: *bytes, at: 0 };
+                let sha256 = sha256_of(&mut part).map_err(|source| io_error("read", content.path(), source))?;
                 let blob = Blob { sha256, bytes: *bytes };
-                (blob, remote.put(blob, &mut Content::of(&mut part, *bytes))?)
+                (blob, remote.put(blob, &mut Body::of(&mut part, *bytes))?)
             }
         };
         if is_new {
@@ -163,9 +233,9 @@ fn sha256_of(reader: &mut dyn Read) -> io::Result<Sha256> {
     }
 }
 
-/// A range of a file that others read at the same time.
+/// A range of what others read at the same time.
 struct Part<'a> {
-    file: &'a File,
+    content: &'a dyn Content,
     from: u64,
     bytes: u64,
     at: u64,
@@ -175,7 +245,7 @@ impl Read for Part<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = usize::try_from(self.bytes - self.at).unwrap_or(usize::MAX);
         let wanted = buffer.len().min(left);
-        let count = self.file.read_at(&mut buffer[..wanted], self.from + self.at)?;
+        let count = self.content.read_at(&mut buffer[..wanted], self.from + self.at)?;
         if count == 0 && wanted > 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

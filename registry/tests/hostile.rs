@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::{Fake, Place, Reply, Way};
-use ferry_image::Store;
+use ferry_image::{Algorithm, Image, Layout, Objects, Store, file_objects};
 use ferry_registry::PullOptions;
 use serde_json::json;
 
@@ -43,6 +43,79 @@ fn damaged_objects_are_named_and_not_kept() {
     assert!(pulled.fetched_bytes < place.built.data_bytes, "{pulled:?}");
 }
 
+/// The objects of the image that was pulled, read to their ends.
+fn read_objects(place: &Place, store: &str) -> Vec<Vec<u8>> {
+    let image = Image::open(&place.at(&format!("{store}.img")), Some(place.built.digest)).unwrap();
+    let objects = Objects::open(&image, &place.at(store)).unwrap();
+    let read = |object: &ferry_image::FileObject| {
+        let mut bytes = vec![0; usize::try_from(object.bytes).unwrap()];
+        assert_eq!(objects.read_object(object, 0, &mut bytes).unwrap(), bytes.len());
+        assert_eq!(objects.read_object(object, object.bytes, &mut [0]).unwrap(), 0);
+        bytes
+    };
+    file_objects(&image).unwrap().iter().map(read).collect()
+}
+
+#[test]
+fn damaged_objects_of_composefs_are_named_and_not_kept() {
+    let place = Place::laid_out(Layout::Composefs { version: None });
+    // Small objects, and the large one, whose name is 40 files behind.
+    for victim in [700_000, 3_000_000] {
+        place.fake.fault(move |request, mut reply| {
+            if let (true, Some((from, to))) = (request.is_blob(), request.range())
+                && (from..to).contains(&victim)
+                && to > 600_000
+            {
+                reply.body[victim - from] ^= 1;
+            }
+            reply
+        });
+        let store = format!("copy-{victim}");
+        let said = place.refused(&store);
+        let image = place.built.digest.to_string();
+        assert!(said.contains("came damaged, and was not kept") && said.contains(&image), "{said}");
+        let mut kept = 0;
+        for folder in fs::read_dir(place.at(&store).join("objects")).unwrap().map(|entry| entry.unwrap().path()) {
+            assert!(folder.is_dir(), "{} was left", folder.display());
+            for file in fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()) {
+                let name = [&folder, &file].map(|path| path.file_name().unwrap().to_str().unwrap()).concat();
+                assert_eq!(Algorithm::Verity.of(&fs::read(&file).unwrap()).hex(), name);
+                kept += 1;
+            }
+        }
+        assert!(kept > 0, "what came before is kept");
+        let pulled = place.is_well(&store);
+        assert!(pulled.fetched_bytes < place.built.data_bytes, "{pulled:?}");
+        assert_eq!(read_objects(&place, &store).iter().map(Vec::len).sum::<usize>() as u64, place.built.data_bytes);
+    }
+}
+
+#[test]
+fn parts_of_composefs_that_are_missing_or_short_are_missed() {
+    let place = Place::laid_out(Layout::Composefs { version: None });
+    let manifest = Arc::new(std::sync::Mutex::new(json!(null)));
+    place.fake.edit(|found| *manifest.lock().unwrap() = found.clone());
+    let right = manifest.lock().unwrap().clone();
+    let with = |change: &dyn Fn(&mut serde_json::Value)| {
+        place.fake.edit(|found| {
+            *found = right.clone();
+            change(found);
+        });
+        place.refused("copy")
+    };
+    let size = right["layers"][1]["size"].as_u64().unwrap();
+    assert_eq!(right["layers"].as_array().unwrap().len(), 2, "the image and one part: {right}");
+    assert!(with(&|m| m["layers"].as_array_mut().unwrap().truncate(1)).contains("has no such pack"));
+    assert!(with(&|m| m["layers"][1]["size"] = json!(size - 1)).contains("shorter than the pack"));
+    let other = ferry_image::Digest::new(Algorithm::Verity, [7; 32]).to_string();
+    assert!(with(&|m| m["layers"][1]["annotations"]["ferry.pack"] = json!(other)).contains("has no such pack"));
+    place.fake.edit(|found| *found = right.clone());
+    place.is_well("copy");
+    assert_eq!(read_objects(&place, "copy").len(), common::FILES as usize + 1);
+    // Again there is nothing to fetch.
+    assert_eq!(place.pull(&place.fake.remote(), "copy").unwrap().fetched_bytes, 0);
+}
+
 #[test]
 fn damaged_metadata_and_indexes_are_refused() {
     let place = Place::new();
@@ -63,7 +136,7 @@ fn damaged_metadata_and_indexes_are_refused() {
         place.fake.heal();
     }
     // The whole chain is right in itself, but it is another image than the one that was asked for.
-    let other = ferry_image::Digest::new(ferry_image::Algorithm::Blake3, [7; 32]);
+    let other = ferry_image::Digest::new(Algorithm::Blake3, [7; 32]);
     let options = PullOptions { digest: Some(other), ..PullOptions::default() };
     let said = place.pull_with(&place.fake.remote(), "copy", &options).unwrap_err().to_string();
     assert!(said.contains(&format!("the image has the digest {}, not {other}", place.built.digest)), "{said}");

@@ -43,6 +43,12 @@ pub fn find<'a>(lines: &'a [Line], row: &str, config: &str) -> Option<&'a Line> 
     lines.iter().find(|line| line.row == row && line.config == config)
 }
 
+/// The lines of this run and, for what it had no part in, those of earlier ones, in the order of rows and configurations.
+pub fn join(earlier: &[Line], now: &[Line], order: impl Iterator<Item = (String, &'static str)>) -> Vec<Line> {
+    let line = |(row, config): (String, &str)| find(now, &row, config).or_else(|| find(earlier, &row, config)).cloned();
+    order.filter_map(line).collect()
+}
+
 /// A median with the least and the greatest value, ours or a peer's; a dash where there is none.
 pub fn figure(line: &Line, name: &str) -> String {
     let median = if name == FERRY { line.ferry } else { line.peers.get(name).copied() };

@@ -5,10 +5,11 @@ use std::ffi::OsString;
 use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
@@ -28,7 +29,7 @@ const THREADS_MIN: usize = 4;
 #[derive(Debug, clap::Args)]
 pub struct LazyArgs {
     /// Mount at once, and fetch what the store has not got from oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG when it is read, and the
-    /// rest beside that (Linux 6.14 or later; the store on ext4, XFS or btrfs).
+    /// rest beside that (Linux 6.14 or later; the store on ext4, XFS or btrfs). An image of the layout composefs is mounted when all is here.
     #[arg(long, value_name = "REF")]
     pub from: Option<String>,
     /// How many requests at a time fetch the rest; with 0 only what is read is fetched [default: 4].
@@ -82,7 +83,12 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     let digest = args.image.digest();
     let (image, mut objects, background) = registry::objects(&args.image.image, &args.store.store, digest, &origin)?;
     if image.is_composefs() {
-        bail!("images of the layout composefs are mounted when all of them is here");
+        // overlayfs looks for a file of each object, which is there when all of the object is.
+        let jobs = usize::from(origin.jobs().max(1));
+        objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}).map_err(|bad| anyhow!("{bad}"))?;
+        objects.complete()?;
+        attach(args, &image, &|_| None)?;
+        return ready(nulls).map(|()| 0);
     }
     let dir = args.dir.canonicalize().with_context(|| format!("cannot find {}", args.dir.display()))?;
     if objects.incomplete().next().is_none() {

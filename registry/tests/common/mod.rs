@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use ferry_image::{BuildOptions, Built, Digest, Store, build};
+use ferry_image::{BuildOptions, Built, Digest, Layout, Store, build};
 use ferry_registry::{Client, Options, PullOptions, Pulled, Remote, Result, pull, push};
 use sha2::Digest as _;
 
@@ -262,6 +262,10 @@ pub fn content(number: u32) -> Vec<u8> {
 
 impl Place {
     pub fn new() -> Self {
+        Self::laid_out(Layout::Flat)
+    }
+
+    pub fn laid_out(layout: Layout) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let tree = folder.path().join("tree");
         fs::create_dir(&tree).unwrap();
@@ -272,7 +276,8 @@ impl Place {
         fs::write(tree.join("large"), large).unwrap();
         let (image, store) = (folder.path().join("image"), folder.path().join("store"));
         let open = || Store::create(&store).unwrap();
-        let built = build(&tree, &image, open(), &BuildOptions::default(), &|_, _| {}).unwrap();
+        let options = BuildOptions { layout, ..BuildOptions::default() };
+        let built = build(&tree, &image, open(), &options, &|_, _| {}).unwrap();
         let fake = Fake::start();
         push(&fake.remote(), &image, None, &open(), &store, 2, &|_, _| {}).unwrap();
         fake.requests();

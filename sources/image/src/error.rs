@@ -69,6 +69,11 @@ pub enum Error {
         /// Why not.
         source: io::Error,
     },
+    /// A bound on what is kept of an image whose objects are files of their own.
+    #[error(
+        "what is kept of images of the layout composefs is not bounded: their objects are files that others may use, too"
+    )]
+    NoLimit,
     /// A pack that the image needs is not in the store, or damaged.
     #[error("the pack {pack} in {}: {reason}", store.display())]
     Pack {

@@ -8,7 +8,6 @@
 //! What was fetched before is found by its place in the file and proved again, so nothing has to be written down about it: whoever is
 //! killed leaves what the next one uses. When all is there, the files get the names of a pack.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -16,7 +15,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 
 use rustix::fs::SeekFrom;
@@ -25,7 +24,8 @@ use rustix::io::Errno;
 use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::Result;
-use crate::limit::{Hold, Limit};
+use crate::flight::{Claim, Flights, Lacking, Turn};
+use crate::limit::Limit;
 use crate::objects::{Bad, Objects};
 use crate::pack::{Pack, SOUND, UNKNOWN, read_object};
 use crate::part;
@@ -34,7 +34,7 @@ use crate::receive::Receiver;
 use crate::store::{self, Places, Store};
 
 /// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
-const RUN_BYTES_MAX: u64 = 4 << 20;
+pub(crate) const RUN_BYTES_MAX: u64 = 4 << 20;
 
 /// How much is asked for together where a large file is read in order, in bytes: each request costs a way to the server and back.
 const ONWARD_BYTES: u64 = 1 << 20;
@@ -43,6 +43,9 @@ const ONWARD_BYTES: u64 = 1 << 20;
 pub type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
 /// Where the bytes of packs come from that a store has not got. What comes is proved afterwards.
+///
+/// Of composefs's objects those of an image are such a pack, without an index: one behind the other, in the order of
+/// [`crate::file_objects`], and its name is the image's digest.
 pub trait Fetch: fmt::Debug + Send + Sync {
     /// All bytes of a pack's index.
     ///
@@ -108,68 +111,26 @@ pub(crate) struct Absent {
     pub common: Arc<Common>,
     /// Which of the image's packs.
     pub number: usize,
-    flights: Mutex<HashMap<usize, Arc<Flight>>>,
-}
-
-/// Objects that one thread is fetching, and others wait for.
-#[derive(Debug, Default)]
-struct Flight {
-    ended: Mutex<bool>,
-    news: Condvar,
-}
-
-impl Flight {
-    fn lock(&self) -> MutexGuard<'_, bool> {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn tell(&self, ended: bool) {
-        *self.lock() |= ended;
-        self.news.notify_all();
-    }
-
-    /// Waits until the flight has ended, or something is so.
-    fn wait(&self, is_so: impl Fn() -> bool) {
-        let mut ended = self.lock();
-        while !*ended && !is_so() {
-            ended = self.news.wait(ended).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
-
-/// Objects that this thread is to fetch. However that ends, others can go on.
-struct Claim<'a> {
-    absent: &'a Absent,
-    flight: Arc<Flight>,
-    objects: Vec<usize>,
-    /// With a limit, nobody drops what is being looked at or written.
-    _holds: Vec<Hold<'a>>,
-}
-
-impl Drop for Claim<'_> {
-    fn drop(&mut self) {
-        let mut flights = self.absent.flights();
-        self.objects.iter().for_each(|at| drop(flights.remove(at)));
-        drop(flights);
-        self.flight.tell(true);
-    }
+    flights: Flights,
 }
 
 impl Absent {
     pub(crate) fn new(common: &Arc<Common>, number: usize) -> Self {
-        Self { common: Arc::clone(common), number, flights: Mutex::default() }
-    }
-
-    fn flights(&self) -> MutexGuard<'_, HashMap<usize, Arc<Flight>>> {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+        Self { common: Arc::clone(common), number, flights: Flights::default() }
     }
 }
 
-impl Pack {
+impl Lacking for Pack {
     fn is_here(&self, at: usize) -> bool {
         self.states[at].load(Ordering::Acquire) == SOUND
     }
 
+    fn bytes(&self, at: usize) -> u64 {
+        self.index.objects[at].bytes
+    }
+}
+
+impl Pack {
     /// Gets the first of some neighbouring objects, or waits for whoever is at it. What follows it is asked for together with it: the other
     /// ones, and what may be asked for ahead.
     pub(crate) fn obtain(&self, absent: &Absent, objects: Range<usize>) -> std::result::Result<(), Bad> {
@@ -177,28 +138,17 @@ impl Pack {
         if self.is_here(at) {
             return Ok(());
         }
-        let mut waited = false;
-        loop {
-            let mut flights = absent.flights();
-            if self.is_here(at) {
-                return Ok(());
-            }
-            let Some(flight) = flights.get(&at).cloned() else {
-                if waited {
-                    // Whoever was at it has said why in the log; all who waited share its fate instead of asking again, each in turn.
-                    return Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest });
-                }
-                let wanted = self.index.objects[objects].iter().map(|object| object.bytes).sum();
-                let onward = if self.goes_on(absent, at) { ONWARD_BYTES } else { 0 };
-                let bytes = absent.common.missing.ahead_bytes.max(wanted).max(onward);
-                let claim = self.claim(absent, &mut flights, at..self.index.objects.len(), bytes);
-                drop(flights);
+        let wanted = self.index.objects[objects].iter().map(|object| object.bytes).sum();
+        let onward = if self.goes_on(absent, at) { ONWARD_BYTES } else { 0 };
+        let bytes = absent.common.missing.ahead_bytes.max(wanted).max(onward);
+        match absent.flights.turn(self, at..self.index.objects.len(), bytes) {
+            Turn::Here => Ok(()),
+            Turn::Ours(claim) => {
                 let outcome = self.get(absent, &claim);
-                return if self.is_here(at) { Ok(()) } else { outcome.and_then(|()| self.lost(at)) };
-            };
-            drop(flights);
-            flight.wait(|| self.is_here(at));
-            waited = true;
+                if self.is_here(at) { Ok(()) } else { outcome.and_then(|()| self.lost(at)) }
+            }
+            // Whoever was at it has said why in the log.
+            Turn::Failed => self.lost(at),
         }
     }
 
@@ -213,41 +163,21 @@ impl Pack {
         Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest })
     }
 
-    /// Claims the objects of a range that are neither here nor claimed, up to the first that is, and up to so many bytes.
-    fn claim<'a>(
-        &self,
-        absent: &'a Absent,
-        flights: &mut HashMap<usize, Arc<Flight>>,
-        range: Range<usize>,
-        bytes_max: u64,
-    ) -> Claim<'a> {
-        let flight = Arc::new(Flight::default());
-        let mut objects = Vec::new();
-        let mut bytes = 0_u64;
-        for at in range {
-            bytes = bytes.saturating_add(self.index.objects[at].bytes);
-            if !objects.is_empty() && bytes > bytes_max || self.is_here(at) || flights.contains_key(&at) {
-                break;
-            }
-            flights.insert(at, Arc::clone(&flight));
-            objects.push(at);
-        }
-        let hold = |limit: &'a Arc<Limit>| objects.iter().map(|at| limit.hold((absent.number, *at))).collect();
-        let holds = absent.common.limit.as_ref().map(hold).unwrap_or_default();
-        Claim { absent, flight, objects, _holds: holds }
-    }
-
     /// Gets what was claimed: what is in the file already, what other packs have, and what has to be fetched.
     fn get(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+        // With a limit, nobody drops what is being looked at or written.
+        let limit = absent.common.limit.as_ref();
+        let _holds: Option<Vec<_>> =
+            limit.map(|limit| claim.objects.clone().map(|at| limit.hold((absent.number, at))).collect());
         let mut run: Option<Range<usize>> = None;
-        for at in &claim.objects {
-            if self.find_nearby(absent, *at)? {
-                claim.flight.tell(false);
+        for at in claim.objects.clone() {
+            if self.find_nearby(absent, at)? {
+                claim.tell();
                 if let Some(run) = run.take() {
                     self.receive(absent, claim, run)?;
                 }
             } else {
-                run = Some(run.map_or(*at, |run| run.start)..at + 1);
+                run = Some(run.map_or(at, |run| run.start)..at + 1);
             }
         }
         run.map_or(Ok(()), |run| self.receive(absent, claim, run))
@@ -262,7 +192,7 @@ impl Pack {
         let mut kept = |at: usize| {
             absent.common.fetched_bytes.fetch_add(self.index.objects[at].bytes, Ordering::Relaxed);
             self.keep(absent, at);
-            claim.flight.tell(false);
+            claim.tell();
         };
         let mut receiver = Receiver::new(self, run, &mut kept);
         let mut wrong = None;
@@ -354,6 +284,46 @@ impl Pack {
 /// What [`Objects::fetch_all`] tells: bytes that are here, and bytes in all.
 pub type Fetched<'a> = dyn Fn(u64, u64) + Sync + 'a;
 
+/// Objects that are fetched in their order, whatever they are kept in.
+pub(crate) trait Fetching: Lacking + Sync {
+    /// How many there are.
+    fn count(&self) -> usize;
+    /// Gets those of a range that nobody has or is getting; answers whether there was room for them.
+    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, Bad>;
+}
+
+impl Fetching for (&Pack, &Absent) {
+    fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, Bad> {
+        let (pack, absent) = *self;
+        // What does not fit would push out what was read.
+        let room = pack.index.objects[range.clone()].iter().map(|object| object.padded());
+        if absent.common.limit.as_ref().is_some_and(|limit| !limit.has_room(room.sum())) {
+            return Ok(false);
+        }
+        let mut at = range.start;
+        while at < range.end {
+            let claim = absent.flights.claim(pack, at..range.end, RUN_BYTES_MAX);
+            pack.get(absent, &claim)?;
+            at += claim.objects.len().max(1);
+        }
+        Ok(true)
+    }
+}
+
+impl Lacking for (&Pack, &Absent) {
+    fn is_here(&self, at: usize) -> bool {
+        self.0.is_here(at)
+    }
+
+    fn bytes(&self, at: usize) -> u64 {
+        self.0.bytes(at)
+    }
+}
+
 impl Objects {
     /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set: first the pack that is wanted
     /// soon. What fits no more under the limit is left.
@@ -361,56 +331,34 @@ impl Objects {
     /// # Errors
     /// The first thing that could not be had; what was had before stays.
     pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> std::result::Result<(), Bad> {
+        if let Some((files, absent)) = self.absent_files() {
+            fetch_each(&[&(files, absent)], jobs, stop, progress)?;
+            // What others were fetching, too.
+            return if stop.load(Ordering::Relaxed) { Ok(()) } else { files.prove_absent(absent) };
+        }
         let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
         absent.sort_by_key(|(pack, _)| !pack.ahead);
-        let all = absent.iter().flat_map(|(pack, _)| &pack.index.objects).map(|object| object.bytes).sum();
-        let cursor = Mutex::new((0, 0));
-        let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
-        let limit = absent.first().and_then(|(_, absent)| absent.common.limit.as_ref());
-        let work = || {
-            while !stop.load(Ordering::Relaxed) && lock(&failed).is_none() {
-                let Some((number, range)) = next(&absent, &mut lock(&cursor)) else { return };
-                let (pack, absent) = absent[number];
-                // What does not fit would push out what was read.
-                let room = pack.index.objects[range.clone()].iter().map(|object| object.padded());
-                if limit.is_some_and(|limit| !limit.has_room(room.sum())) {
-                    return;
-                }
-                let mut at = range.start;
-                while at < range.end {
-                    let claim = pack.claim(absent, &mut absent.flights(), at..range.end, RUN_BYTES_MAX);
-                    if let Err(bad) = pack.get(absent, &claim) {
-                        lock(&failed).get_or_insert(bad);
-                        return;
-                    }
-                    at += claim.objects.len().max(1);
-                }
-                let bytes = pack.index.objects[range].iter().map(|object| object.bytes).sum();
-                progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, all);
-            }
-        };
-        thread::scope(|scope| {
-            (0..jobs.max(1)).for_each(|_| _ = scope.spawn(work));
-        });
-        if let Some(bad) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(bad);
-        }
+        let parts: Vec<&dyn Fetching> = absent.iter().map(|part| part as &dyn Fetching).collect();
+        fetch_each(&parts, jobs, stop, progress)?;
         self.shrink();
+        let limit = absent.first().and_then(|(_, absent)| absent.common.limit.as_ref());
         if stop.load(Ordering::Relaxed) || limit.is_some() {
             return Ok(());
         }
-        // What others were fetching, too.
-        absent.iter().try_for_each(|(pack, _)| (0..pack.index.objects.len()).try_for_each(|at| pack.prove(at)))
+        absent.iter().try_for_each(|(pack, _)| (0..pack.len()).try_for_each(|at| pack.prove(at)))
     }
 
-    /// Gives the packs that are whole now their places in the store.
+    /// Gives the packs that are whole now their places in the store; composefs's objects have theirs, which are made durable.
     ///
     /// # Errors
     /// They cannot be made durable.
     pub fn complete(&self) -> Result<()> {
+        if let Some((files, _)) = self.absent_files() {
+            return files.complete();
+        }
         for pack in &self.packs {
             let Some(absent) = pack.absent.as_ref().filter(|absent| absent.common.limit.is_none()) else { continue };
-            if (0..pack.index.objects.len()).all(|at| pack.is_here(at)) {
+            if (0..pack.len()).all(|at| pack.is_here(at)) {
                 part::complete(pack, &absent.common.store)?;
             }
         }
@@ -419,9 +367,42 @@ impl Objects {
 
     /// How many bytes of objects were fetched.
     pub fn fetched_bytes(&self) -> u64 {
+        if let Some((_, absent)) = self.absent_files() {
+            return absent.fetched_bytes();
+        }
         let common = self.packs.iter().find_map(|pack| pack.absent.as_ref());
         common.map_or(0, |absent| absent.common.fetched_bytes.load(Ordering::Relaxed))
     }
+}
+
+/// Fetches objects of all parts, in order, so many requests at a time, until one fails or has no room.
+fn fetch_each(
+    parts: &[&dyn Fetching],
+    jobs: usize,
+    stop: &AtomicBool,
+    progress: &Fetched<'_>,
+) -> std::result::Result<(), Bad> {
+    let bytes_of = |number: usize, range: Range<usize>| range.map(|at| parts[number].bytes(at)).sum::<u64>();
+    let all = parts.iter().enumerate().map(|(number, part)| bytes_of(number, 0..part.count())).sum();
+    let cursor = Mutex::new((0, 0));
+    let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
+    let work = || {
+        while !stop.load(Ordering::Relaxed) && lock(&failed).is_none() {
+            let Some((number, range)) = next(parts, &mut lock(&cursor)) else { return };
+            match parts[number].fetch(range.clone()) {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(bad) => {
+                    lock(&failed).get_or_insert(bad);
+                    return;
+                }
+            }
+            let bytes = bytes_of(number, range);
+            progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, all);
+        }
+    };
+    thread::scope(|scope| (0..jobs.max(1)).for_each(|_| _ = scope.spawn(work)));
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -429,17 +410,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The next objects that are worth a request, from a place on.
-fn next(packs: &[(&Pack, &Absent)], cursor: &mut (usize, usize)) -> Option<(usize, Range<usize>)> {
+fn next(parts: &[&dyn Fetching], cursor: &mut (usize, usize)) -> Option<(usize, Range<usize>)> {
     loop {
         let (number, from) = *cursor;
-        let objects = &packs.get(number)?.0.index.objects;
-        if from == objects.len() {
+        let part = parts.get(number)?;
+        if from == part.count() {
             *cursor = (number + 1, 0);
             continue;
         }
         let (mut to, mut bytes) = (from, 0_u64);
-        while to < objects.len() && (to == from || bytes.saturating_add(objects[to].bytes) <= RUN_BYTES_MAX) {
-            bytes = bytes.saturating_add(objects[to].bytes);
+        while to < part.count() && (to == from || bytes.saturating_add(part.bytes(to)) <= RUN_BYTES_MAX) {
+            bytes = bytes.saturating_add(part.bytes(to));
             to += 1;
         }
         *cursor = (number, to);

@@ -1,6 +1,7 @@
 //! The packs of one image, open, each object proved before its bytes are seen.
 
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
@@ -11,7 +12,9 @@ use std::thread;
 
 use ferry_vfs::{Backing, Extent};
 
+use crate::composefs::lacking::{Absent, FileObject};
 use crate::composefs::objects::Files;
+use crate::composefs::path_of;
 use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Flaw, Result};
@@ -69,6 +72,14 @@ pub enum Bad {
         /// The object.
         path: PathBuf,
     },
+    /// An object has another name than the one that others would find it by.
+    #[error("the image has the object {digest} as {}, which is not its name", path.display())]
+    Elsewhere {
+        /// The name.
+        path: PathBuf,
+        /// The object.
+        digest: Digest,
+    },
     /// An object has another length than the file.
     #[error("the object {} is damaged: it has {found} bytes, not {bytes}", path.display())]
     Length {
@@ -96,9 +107,9 @@ pub enum Bad {
         source: std::io::Error,
     },
     /// An object that is not here cannot be fetched.
-    #[error("cannot fetch the object {digest} of the pack {pack}: {source}")]
+    #[error("cannot fetch the object {digest} of {pack}: {source}")]
     Fetch {
-        /// The pack's name.
+        /// The pack's name, or the digest of composefs's image.
         pack: Digest,
         /// The object.
         digest: Digest,
@@ -106,25 +117,25 @@ pub enum Bad {
         source: std::io::Error,
     },
     /// What was fetched is not what the digest says.
-    #[error("the object {digest} of the pack {pack} came damaged, and was not kept")]
+    #[error("the object {digest} of {pack} came damaged, and was not kept")]
     Received {
-        /// The pack's name.
+        /// The pack's name, or the digest of composefs's image.
         pack: Digest,
         /// The object.
         digest: Digest,
     },
     /// An object that somebody else was fetching, without success.
-    #[error("the object {digest} of the pack {pack} could not be fetched just now")]
+    #[error("the object {digest} of {pack} could not be fetched just now")]
     Other {
-        /// The pack's name.
+        /// The pack's name, or the digest of composefs's image.
         pack: Digest,
         /// The object.
         digest: Digest,
     },
     /// What was fetched cannot be kept.
-    #[error("cannot keep what was fetched of the pack {pack}: {source}")]
+    #[error("cannot keep what was fetched of {pack}: {source}")]
     Keep {
-        /// The pack's name.
+        /// The pack's name, or the digest of composefs's image.
         pack: Digest,
         /// Why not.
         source: std::io::Error,
@@ -163,7 +174,8 @@ impl Objects {
     /// One is missing and cannot be had, or is not what the image names.
     pub fn open_with(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         if image.is_composefs() {
-            return Ok(Self { packs: Vec::new(), files: Some(Files::open(folder)?), soon: OnceLock::new() });
+            let files = files(image, folder, missing)?;
+            return Ok(Self { packs: Vec::new(), files: Some(files), soon: OnceLock::new() });
         }
         let store = Store::open(folder)?;
         let common = missing.map(|missing| Common::new(folder, missing));
@@ -188,6 +200,12 @@ impl Objects {
         let objects = Self { packs, files: None, soon: OnceLock::new() };
         objects.shrink();
         Ok(objects)
+    }
+
+    /// composefs's objects, if not all need be here.
+    pub(crate) fn absent_files(&self) -> Option<(&Files, &Absent)> {
+        let files = self.files.as_ref()?;
+        Some((files, files.absent.as_ref()?))
     }
 
     /// Reads and proves the packs that are wanted soon in a thread of its own, until this is dropped. What is not here is left to
@@ -267,7 +285,31 @@ impl Objects {
         });
     }
 
-    /// Proves every object of every pack.
+    /// Proves some of composefs's objects, by several threads.
+    ///
+    /// # Errors
+    /// One is damaged, or cannot be had.
+    pub fn prove_objects(&self, objects: &[FileObject]) -> std::result::Result<(), Bad> {
+        parallel::each(objects.len(), |at| {
+            let FileObject { digest, bytes } = objects[at];
+            self.object(Some(&path_of(digest)), Some(digest), bytes).map(drop)
+        })
+    }
+
+    /// Reads bytes of one of composefs's objects, from a place on, once all of it is proved; none at its end.
+    ///
+    /// # Errors
+    /// It is damaged, or cannot be had.
+    pub fn read_object(&self, object: &FileObject, offset: u64, out: &mut [u8]) -> std::result::Result<usize, Bad> {
+        let path = path_of(object.digest);
+        let file = self.object(Some(&path), Some(object.digest), object.bytes)?;
+        let wanted = usize::try_from(object.bytes.saturating_sub(offset)).unwrap_or(usize::MAX).min(out.len());
+        let unreadable =
+            |error: rustix::io::Errno| Bad::Object { path: object.digest.hex().into(), source: error.into() };
+        rustix::io::pread(&*file, &mut out[..wanted], offset).map_err(unreadable)
+    }
+
+    /// Proves every object of every pack; of composefs's objects see [`Self::prove_objects`].
     ///
     /// # Errors
     /// The first that is damaged.
@@ -394,6 +436,16 @@ impl Objects {
     ) -> std::result::Result<Arc<Backing>, Bad> {
         self.files.as_ref().ok_or(Bad::NoPath)?.find(path, digest, bytes)
     }
+}
+
+/// The object store of a composefs image.
+fn files(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Files> {
+    if missing.as_ref().is_some_and(|missing| missing.cache_bytes.is_some()) {
+        return Err(Error::NoLimit);
+    }
+    let damaged = |bad: Bad| Error::Fetch { what: "the objects of the image".into(), source: io::Error::other(bad) };
+    let absent = missing.map(|missing| Absent::new(image, missing)).transpose().map_err(damaged)?;
+    Files::open(folder, absent)
 }
 
 /// The objects that have something of a range of a pack.

@@ -9,7 +9,7 @@ use crate::diff::NAME_BYTES_MIN;
 use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Error, Flaw, Result};
-use crate::image::{Checked, Data, Image};
+use crate::image::{Checked, Data, Image, Inode};
 use crate::piece;
 use crate::runs::{ENTRY_BYTES, Run};
 use crate::store::Store;
@@ -31,47 +31,59 @@ pub enum Place {
 /// # Errors
 /// The image is damaged.
 pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
-    let (mut found, mut seen) = (BTreeMap::new(), HashSet::from([image.root()]));
-    let mut left = vec![image.root()];
-    let mut names_left = image.bytes() / NAME_BYTES_MIN;
+    let mut found = BTreeMap::new();
     let (mut entries_left, mut pieces_left) = (image.bytes() / ENTRY_BYTES as u64, PIECES_MAX);
-    while let Some(nid) = left.pop() {
-        let inode = image.inode(nid)?;
-        match inode.kind() {
-            FileType::Directory => {
-                for entry in image.entries(&inode, 0)? {
-                    let nid = entry?.nid;
-                    let crowded = Flaw { what: "more names than there is room for", offset: 0 };
-                    names_left = names_left.checked_sub(1).ok_or(crowded)?;
-                    if seen.insert(nid) {
-                        left.push(nid);
-                    }
+    each_file(image, &mut |inode, data| {
+        match data {
+            // What an image claims is bounded by what it has room for, or by memory.
+            Data::Far { pack, block } if piece::count(inode.bytes) > pieces_left => {
+                found.insert(Place::Packed(image.packs()[pack].name, block), inode.bytes);
+            }
+            data @ (Data::Far { .. } | Data::Pieces(_)) => {
+                let count = piece::count(inode.bytes);
+                let left = if matches!(data, Data::Far { .. }) { &mut pieces_left } else { &mut entries_left };
+                let crowded = Flaw { what: "more pieces than there is room for", offset: 0 };
+                *left = left.checked_sub(count).ok_or(crowded)?;
+                for piece in data.pieces(inode.bytes) {
+                    let Run { pack, at, bytes } = piece?;
+                    found.insert(Place::Packed(image.packs()[pack].name, at / BLOCK_BYTES as u64), bytes);
                 }
             }
-            FileType::RegularFile => match image.data(&inode)? {
-                // What an image claims is bounded by what it has room for, or by memory.
-                Data::Far { pack, block } if piece::count(inode.bytes) > pieces_left => {
-                    found.insert(Place::Packed(image.packs()[pack].name, block), inode.bytes);
-                }
-                data @ (Data::Far { .. } | Data::Pieces(_)) => {
-                    let count = piece::count(inode.bytes);
-                    let left = if matches!(data, Data::Far { .. }) { &mut pieces_left } else { &mut entries_left };
-                    let crowded = Flaw { what: "more pieces than there is room for", offset: 0 };
-                    *left = left.checked_sub(count).ok_or(crowded)?;
-                    for piece in data.pieces(inode.bytes) {
-                        let Run { pack, at, bytes } = piece?;
-                        found.insert(Place::Packed(image.packs()[pack].name, at / BLOCK_BYTES as u64), bytes);
-                    }
-                }
-                Data::Object { path: Some(path), .. } => {
-                    found.insert(Place::Object(path.to_vec()), inode.bytes);
-                }
-                Data::Object { path: None, .. } | Data::Near(..) => {}
-            },
-            _ => {}
+            Data::Object { path: Some(path), .. } => {
+                found.insert(Place::Object(path.to_vec()), inode.bytes);
+            }
+            Data::Object { path: None, .. } | Data::Near(..) => {}
         }
-    }
+        Ok(())
+    })?;
     Ok(found)
+}
+
+/// Calls with each regular file of an image once: a directory's files, then those of its directories, depth first.
+pub(crate) fn each_file<'a>(image: &'a Image, call: &mut dyn FnMut(&Inode, Data<'a>) -> Checked<()>) -> Checked<()> {
+    let mut seen = HashSet::from([image.root()]);
+    let mut left = vec![image.root()];
+    let mut names_left = image.bytes() / NAME_BYTES_MIN;
+    while let Some(nid) = left.pop() {
+        let first = left.len();
+        for entry in image.entries(&image.inode(nid)?, 0)? {
+            let nid = entry?.nid;
+            let crowded = Flaw { what: "more names than there is room for", offset: 0 };
+            names_left = names_left.checked_sub(1).ok_or(crowded)?;
+            if !seen.insert(nid) {
+                continue;
+            }
+            let inode = image.inode(nid)?;
+            match inode.kind() {
+                FileType::Directory => left.push(nid),
+                FileType::RegularFile => call(&inode, image.data(&inode)?)?,
+                _ => {}
+            }
+        }
+        // The last one is taken first.
+        left[first..].reverse();
+    }
+    Ok(())
 }
 
 /// What a store holds, and for how many images.

@@ -1,5 +1,7 @@
 //! The images table: trees as images, mounted by the kernel and by us.
 
+mod developer;
+mod guest;
 mod made;
 mod mounts;
 mod report;
@@ -20,6 +22,7 @@ use self::runner::{Effort, Runner};
 use crate::Cli;
 use crate::machine::Machine;
 use crate::progress::Progress;
+use crate::{earlier, parts, session};
 
 /// The table's name.
 pub const TABLE: &str = "images";
@@ -32,6 +35,12 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     }
     ensure!(rustix::process::geteuid().is_root(), "bench/run {TABLE} mounts images and needs to be root");
     let cache = Cache::from_env()?;
+    let folder = cli.results();
+    // Before anything is measured: what cannot be read is told at once.
+    let earlier = match &folder {
+        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
+        _ => Vec::new(),
+    };
     let mut skipped = unknown_peers(&cli.peers);
     let mut found = |name: &str, set: ferry_guest::Result<std::path::PathBuf>| {
         set.map(|set| set.join("bin")).inspect_err(|error| skipped.push(format!("{name}: {error}"))).ok()
@@ -40,11 +49,12 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let erofs = found("erofs-utils", cache.erofs());
     let programs = Programs { ferry: crate::program("ferry")?, composefs, erofs };
     let peers = peer_versions(&cache);
-    let folder = cli.work.join("run");
-    std::fs::create_dir_all(&folder)?;
+    let guests = guests(&cache);
+    let work = cli.work.join("run");
+    std::fs::create_dir_all(&work)?;
     let machine = Machine { command: crate::command(), ..Machine::look(&cli.work, None, None) };
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
-    let mut runner = Runner::new(programs, folder, effort);
+    let mut runner = Runner::new(programs, work, effort, guests);
     let progress = Progress::new(works.len());
     let names = |work: &Work| work.rows().iter().map(|(_, name)| *name).collect::<Vec<_>>().join(", ");
     let wanted = |name: &str| cli.peers.is_empty() || cli.peers.iter().any(|peer| peer == name);
@@ -58,12 +68,35 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     if let Some(error) = failed {
         return Err(error);
     }
+    let verdict = crate::verdict(&lines);
+    let lines = parts::join(&earlier, &lines, order());
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
-        report::write(&folder, &lines, &machine, &peers, effort.files, &targets)?;
+    if let Some(folder) = folder {
+        report::write(&folder, &lines, &machine, &peers, effort, &targets)?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(verdict)
+}
+
+/// Where guests run, or why none does. They are not needed for most rows.
+fn guests(cache: &Cache) -> std::result::Result<guest::Place, String> {
+    cache.uml().map_err(|error| error.to_string())?;
+    let (guest_cpu, server_cpus) = session::divide_cpus().map_err(|error| error.to_string())?;
+    Ok(guest::Place { cache: cache.clone(), virtiofsd: cache.peer("virtiofsd").ok(), guest_cpu, server_cpus })
+}
+
+/// All rows of a step, each with all of our configurations.
+fn order() -> impl Iterator<Item = (String, &'static str)> {
+    let ours = |work: Work| work.systems().iter().filter(|system| system.is_ours()).map(|system| system.name());
+    let rows = move |work: Work| {
+        work.rows().iter().flat_map(move |(_, row)| ours(work).map(|config| ((*row).to_owned(), config)))
+    };
+    rows::ALL.into_iter().flat_map(rows)
+}
+
+fn known_row(name: &str) -> Option<earlier::Row> {
+    let work = rows::ALL.into_iter().find(|work| work.rows().iter().any(|(_, row)| *row == name))?;
+    Some(earlier::Row { unit: work.unit(), better: work.better() })
 }
 
 fn works(cli: &Cli) -> Vec<Work> {
@@ -77,7 +110,11 @@ fn works(cli: &Cli) -> Vec<Work> {
 fn unknown_peers(peers: &[String]) -> Vec<String> {
     let known = |name: &str| {
         name == crate::line::FERRY
-            || systems::WALKED.iter().chain(&systems::STARTED).any(|system| system.name() == name)
+            || systems::WALKED
+                .iter()
+                .chain(&systems::STARTED)
+                .chain(&systems::GUESTS)
+                .any(|system| system.name() == name)
             || systems::BUILDERS.iter().any(|builder| builder.name() == name)
     };
     peers.iter().filter(|name| !known(name)).map(|name| format!("{name}: this table cannot run it")).collect()
@@ -99,6 +136,7 @@ fn peer_versions(cache: &Cache) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::rows::{Walk, Where};
     use super::*;
     use clap::Parser;
 
@@ -107,10 +145,24 @@ mod tests {
     }
 
     #[test]
+    fn what_runs_in_parts_ends_in_the_order_of_the_rows() {
+        let line = |row: &str, config: &str| {
+            crate::line::Line::new(TABLE, row.into(), config, "ms", crate::stats::Better::Lower)
+        };
+        let earlier = [line("guest stat walk warm", "flat virtiofs"), line("stat walk warm", "flat fuse")];
+        let joined = parts::join(&earlier, &[line("ls -lR cold", "flat"), line("no such row", "flat")], order());
+        let rows: Vec<_> = joined.iter().map(|line| &*line.row).collect();
+        assert_eq!(rows, ["ls -lR cold", "stat walk warm", "guest stat walk warm"]);
+        assert_eq!(known_row("sequential read cold").map(|row| row.unit), Some("MiB/s"));
+        assert!(known_row("no such row").is_none());
+    }
+
+    #[test]
     fn rows_can_be_chosen() {
-        assert_eq!(works(&cli(&["--rows", "^stat walk warm$"])), [Work::Stat]);
+        assert_eq!(works(&cli(&["--rows", "^stat walk warm$"])), [Work::Walk(Walk::Stat, Where::Root)]);
         assert_eq!(works(&cli(&["--rows", "size"])), [Work::Size]);
-        assert_eq!(works(&cli(&[])).len(), 7);
+        assert_eq!(works(&cli(&[])).len(), rows::ALL.len());
+        assert_eq!(works(&cli(&["--rows", "^guest"])).len(), 2);
         assert_eq!(unknown_peers(&["composefs".into(), "nfs".into()]), ["nfs: this table cannot run it"]);
     }
 }

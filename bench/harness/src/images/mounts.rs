@@ -90,7 +90,9 @@ impl Tree {
                 read_ahead(ahead, &made.image())?;
                 tree.erofs(&dir, device, &[&made.image(), &made.data()])?;
             }
-            System::Bare => bail!("nothing is mounted there"),
+            System::FerryGuest | System::ComposefsGuest | System::BlobGuest | System::Bare => {
+                bail!("nothing is mounted there")
+            }
         }
         Ok(tree)
     }

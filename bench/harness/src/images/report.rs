@@ -6,6 +6,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::TABLE;
+use super::runner::Effort;
 use super::systems::System;
 use crate::chart;
 use crate::line::{FERRY, Line};
@@ -83,17 +84,17 @@ pub fn write(
     lines: &[Line],
     machine: &Machine,
     peers: &str,
-    files: usize,
+    effort: Effort,
     targets: &[Target],
 ) -> Result<()> {
     let flat: Vec<Line> = lines.iter().filter(|line| line.config == System::Ferry.name()).cloned().collect();
     let svg = chart::svg(&flat, "composefs");
-    parts::save(folder, TABLE, lines, &markdown(lines, machine, peers, files, targets), &svg)
+    parts::save(folder, TABLE, lines, &markdown(lines, machine, peers, effort, targets), &svg)
 }
 
-fn markdown(lines: &[Line], machine: &Machine, peers: &str, files: usize, targets: &[Target]) -> String {
+fn markdown(lines: &[Line], machine: &Machine, peers: &str, effort: Effort, targets: &[Target]) -> String {
     let mut out = String::from("# Images of trees: Ferry beside composefs and mkfs.erofs\n\n");
-    head(&mut out, lines, machine, peers, files);
+    head(&mut out, lines, machine, peers, effort);
     target::chapter(&mut out, targets);
     out.push_str("![How many times better Ferry's flat images are, row by row](images.svg)\n\n");
     walks(&mut out, lines);
@@ -102,16 +103,20 @@ fn markdown(lines: &[Line], machine: &Machine, peers: &str, files: usize, target
     out
 }
 
-fn head(out: &mut String, lines: &[Line], machine: &Machine, peers: &str, files: usize) {
+fn head(out: &mut String, lines: &[Line], machine: &Machine, peers: &str, effort: Effort) {
+    let Effort { files, developer_files, .. } = effort;
     let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
     let Machine { cpu, cpus, kernel, file_system, ferry, command, date, .. } = machine;
+    let parts = if command.contains(" --add") { ", the last of several parts" } else { "" };
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC. {runs} runs of each walk, in turn; medians, with the least and the greatest in \
+        "`{command}`, begun {date} UTC{parts}. {runs} runs of each walk, in turn; medians, with the least and the greatest in \
          brackets. A ratio above 1 means that Ferry is better.\n\n\
          | | |\n| --- | --- |\n\
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, all on {file_system} |\n\
          | tree | {files} files as in a distribution's root (11 KiB on average), 10 for each directory |\n\
+         | rows `developer` and `guest` | about {developer_files} files as in a developer's image: objects of git, packages of Node.js in each other, \
+         Python's with their byte code, a tool chain; 19 KiB on average, a fiftieth of the names hard links, attributes |\n\
          | Ferry | {ferry} |\n| peers | {peers} |\n"
     );
     out.push_str(
@@ -123,25 +128,45 @@ fn head(out: &mut String, lines: &[Line], machine: &Machine, peers: &str, files:
          and ordered by chance, as a program that starts does.\n\
          * `composefs`: mkcomposefs with an object store, mount.composefs; `erofs-overlay`: the same image as EROFS with \
          overlayfs by hand; `erofs-full`: mkfs.erofs; `erofs-blob`: mkfs.erofs -E48bit with a blob device and chunks of 1 MiB. `-loop`: from loop \
-         devices, else from files; `-ahead`: the metadata read before the mount. `bare`: the tree itself.\n\n",
+         devices, else from files; `-ahead`: the metadata read before the mount. `bare`: the tree itself.\n\
+         * Rows `guest`: in a User-mode Linux guest, booted for each run after the caches of this host were emptied. `flat virtiofs` is `ferry share \
+         image:`, `virtiofsd-...` virtiofsd on what is mounted on this host; all with `--cache always` and without attributes. `stat walk` is \
+         find(1)'s there, which prints each length.\n\n",
     );
 }
 
-/// Cold and warm beside what others published.
+/// Cold and warm, tree by tree, beside what others published.
 fn walks(out: &mut String, lines: &[Line]) {
-    out.push_str("## Walks, milliseconds\n\n| system | ls -lR cold | warm | stat walk cold | warm | the mount |\n| --- | --- | --- | --- | --- | --- |\n");
-    let (flat, fuse) = (System::Ferry.name(), System::FerryFuse.name());
-    let peers = find(lines, "ls -lR cold", flat).or(find(lines, "stat walk cold", flat));
-    let mut systems = vec![(flat, FERRY), (fuse, FERRY)];
-    systems.extend(peers.iter().flat_map(|line| line.peers.keys()).map(|peer| (flat, peer.as_str())));
-    for (config, name) in systems {
-        let cells = WALKS.map(|(row, _)| find(lines, row, config).map_or("-".into(), |line| parts::figure(line, name)));
-        let mount = find(lines, "ls -lR cold", config).and_then(|line| line.also.get("mount_ms")?.get(name));
-        let mount = mount.map_or("-".into(), f64::to_string);
-        let _ = writeln!(out, "| {} | {} | {mount} |", if name == FERRY { config } else { name }, cells.join(" | "));
+    let (flat, fuse, guest) = (System::Ferry.name(), System::FerryFuse.name(), System::FerryGuest.name());
+    for (title, before, ours) in [
+        ("Walks", "", [flat, fuse].as_slice()),
+        ("Walks of a developer's tree", "developer ", [flat, fuse].as_slice()),
+        ("Walks of a developer's tree in a guest", "guest ", [guest].as_slice()),
+    ] {
+        let of = |row: &str, config: &str| find(lines, &format!("{before}{row}"), config);
+        let first = ours[0];
+        let peers = of("ls -lR cold", first).or(of("stat walk cold", first));
+        if peers.is_none() && !before.is_empty() {
+            continue;
+        }
+        let _ = writeln!(
+            out,
+            "## {title}, milliseconds\n\n| system | ls -lR cold | warm | stat walk cold | warm | the mount |\n\
+             | --- | --- | --- | --- | --- | --- |"
+        );
+        let mut systems: Vec<_> = ours.iter().map(|config| (*config, FERRY)).collect();
+        systems.extend(peers.iter().flat_map(|line| line.peers.keys()).map(|peer| (first, peer.as_str())));
+        for (config, name) in systems {
+            let cells = WALKS.map(|(row, _)| of(row, config).map_or("-".into(), |line| parts::figure(line, name)));
+            let mount = of("ls -lR cold", config).and_then(|line| line.also.get("mount_ms")?.get(name));
+            let mount = mount.map_or("-".into(), f64::to_string);
+            let _ =
+                writeln!(out, "| {} | {} | {mount} |", if name == FERRY { config } else { name }, cells.join(" | "));
+        }
+        out.push('\n');
     }
     out.push_str(
-        "\nPublished for `ls -lR` by the composefs project (`bench/published/images-ls-lR.csv`), on another machine with a \
+        "Published for `ls -lR` by the composefs project (`bench/published/images-ls-lR.csv`), on another machine with a \
          developer image's tree: they tell which rows matter.\n\n| system | cold | warm |\n| --- | --- | --- |\n",
     );
     for row in published() {
@@ -213,7 +238,7 @@ mod tests {
 
     #[test]
     fn shows_walks_and_disappointments() {
-        let text = markdown(&lines(), &Machine::default(), "composefs 1", 10, &targets(&lines()));
+        let text = markdown(&lines(), &Machine::default(), "composefs 1", Effort::QUICK, &targets(&lines()));
         for part in [
             "| flat | 500 [500, 500] | - | - | - | - |",
             "| erofs-blob | 450 [450, 450] |",

@@ -1,5 +1,7 @@
 //! The rows of the images table.
 
+use super::systems::{GUESTS, READ, STARTED, System, WALKED};
+use super::tree::Kind;
 use crate::stats::Better;
 
 /// What is measured in one go, all systems in turn.
@@ -9,10 +11,8 @@ pub enum Work {
     Build,
     /// How large they are.
     Size,
-    /// `ls -lR`.
-    Ls,
-    /// Our own walk.
-    Stat,
+    /// Walking a tree.
+    Walk(Walk, Where),
     /// Reading a large file.
     Read,
     /// Reading blocks of it in no order.
@@ -21,8 +21,40 @@ pub enum Work {
     Start,
 }
 
+/// How a tree is walked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Walk {
+    /// `ls -lR`.
+    Ls,
+    /// Our own walk; in a guest that of find(1).
+    Stat,
+}
+
+/// Which tree is walked, and where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Where {
+    /// A tree like a distribution's root.
+    Root,
+    /// One like a developer's image.
+    Developer,
+    /// The same in a guest.
+    Guest,
+}
+
 /// All, in the order in which they run.
-pub const ALL: [Work; 7] = [Work::Build, Work::Size, Work::Ls, Work::Stat, Work::Read, Work::Random, Work::Start];
+pub const ALL: [Work; 11] = [
+    Work::Build,
+    Work::Size,
+    Work::Walk(Walk::Ls, Where::Root),
+    Work::Walk(Walk::Stat, Where::Root),
+    Work::Read,
+    Work::Random,
+    Work::Start,
+    Work::Walk(Walk::Ls, Where::Developer),
+    Work::Walk(Walk::Stat, Where::Developer),
+    Work::Walk(Walk::Ls, Where::Guest),
+    Work::Walk(Walk::Stat, Where::Guest),
+];
 
 /// A figure of a run, and the row that it becomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -51,16 +83,28 @@ impl Work {
         match self {
             Self::Build => &[(Figure::Build, "build"), (Figure::BuildSynced, "build and sync")],
             Self::Size => &[(Figure::Metadata, "image size"), (Figure::Whole, "image size with data")],
-            Self::Ls => &[
+            Self::Walk(Walk::Ls, Where::Root) => &[
                 (Figure::Cold, "ls -lR cold"),
                 (Figure::MountedCold, "mount and ls -lR cold"),
                 (Figure::Warm, "ls -lR warm"),
             ],
-            Self::Stat => &[
+            Self::Walk(Walk::Stat, Where::Root) => &[
                 (Figure::Cold, "stat walk cold"),
                 (Figure::MountedCold, "mount and stat walk cold"),
                 (Figure::Warm, "stat walk warm"),
             ],
+            Self::Walk(Walk::Ls, Where::Developer) => {
+                &[(Figure::Cold, "developer ls -lR cold"), (Figure::Warm, "developer ls -lR warm")]
+            }
+            Self::Walk(Walk::Stat, Where::Developer) => {
+                &[(Figure::Cold, "developer stat walk cold"), (Figure::Warm, "developer stat walk warm")]
+            }
+            Self::Walk(Walk::Ls, Where::Guest) => {
+                &[(Figure::Cold, "guest ls -lR cold"), (Figure::Warm, "guest ls -lR warm")]
+            }
+            Self::Walk(Walk::Stat, Where::Guest) => {
+                &[(Figure::Cold, "guest stat walk cold"), (Figure::Warm, "guest stat walk warm")]
+            }
             Self::Read => &[(Figure::Cold, "sequential read cold"), (Figure::Warm, "sequential read warm")],
             Self::Random => &[(Figure::Cold, "first-touch random read"), (Figure::Warm, "random read again")],
             Self::Start => &[
@@ -71,12 +115,32 @@ impl Work {
         }
     }
 
+    /// Whose lines it gives, ours and others'.
+    pub fn systems(self) -> &'static [System] {
+        match self {
+            // What is built is told apart by who does it.
+            Self::Build | Self::Size => &[System::Ferry],
+            Self::Walk(_, Where::Guest) => &GUESTS,
+            Self::Walk(..) => &WALKED,
+            Self::Read | Self::Random => &READ,
+            Self::Start => &STARTED,
+        }
+    }
+
+    /// The tree that it is about.
+    pub fn tree(self) -> Kind {
+        match self {
+            Self::Walk(_, Where::Developer | Where::Guest) => Kind::Developer,
+            _ => Kind::Root,
+        }
+    }
+
     /// The unit of its figures.
     pub fn unit(self) -> &'static str {
         match self {
             Self::Build => "s",
             Self::Size => "MB",
-            Self::Ls | Self::Stat | Self::Start => "ms",
+            Self::Walk(..) | Self::Start => "ms",
             Self::Read => "MiB/s",
             Self::Random => "reads/s",
         }

@@ -8,14 +8,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use super::made::{self, Made, Programs};
 use super::mounts::Tree;
-use super::rows::{Figure, Work};
-use super::systems::{BUILDERS, Builder, READ, STARTED, System, WALKED};
+use super::rows::{Figure, Walk, Where, Work};
+use super::systems::{BUILDERS, Builder, System};
+use super::tree::Kind;
 use super::walk::{self, Found};
-use super::{TABLE, tree};
+use super::{TABLE, guest};
 use crate::data::Noise;
 use crate::line::{FERRY, Line};
 use crate::stats;
@@ -39,6 +40,8 @@ const WALK_LIMIT_S: &str = "120";
 pub struct Effort {
     /// Files in the tree.
     pub files: usize,
+    /// Files in the developer's tree.
+    pub developer_files: usize,
     /// Length of the large file, in MiB.
     pub large_mib: usize,
     /// Runs of each walk and each reading.
@@ -51,11 +54,23 @@ pub struct Effort {
 
 impl Effort {
     /// The full run.
-    pub const FULL: Self =
-        Self { files: 100_000, large_mib: 512, runs: 7, builds: 3, step_limit: Duration::from_secs(240) };
+    pub const FULL: Self = Self {
+        files: 100_000,
+        developer_files: 40_000,
+        large_mib: 512,
+        runs: 7,
+        builds: 3,
+        step_limit: Duration::from_secs(240),
+    };
     /// The quick one.
-    pub const QUICK: Self =
-        Self { files: 10_000, large_mib: 128, runs: 3, builds: 1, step_limit: Duration::from_secs(60) };
+    pub const QUICK: Self = Self {
+        files: 10_000,
+        developer_files: 4000,
+        large_mib: 128,
+        runs: 3,
+        builds: 1,
+        step_limit: Duration::from_secs(60),
+    };
 }
 
 /// The samples of a step, by figure and by the peer's or system's name.
@@ -67,38 +82,55 @@ pub struct Runner {
     programs: Programs,
     folder: PathBuf,
     effort: Effort,
-    made: BTreeMap<Builder, Made>,
+    made: BTreeMap<(Kind, Builder), Made>,
     /// The image with the large file in it.
     large: Option<Made>,
     /// What a program reads when it starts, below the tree.
     started: Vec<PathBuf>,
     /// What every walk has to find.
-    found: Option<Found>,
+    found: BTreeMap<Kind, Found>,
+    /// Where guests run, or why none does.
+    guests: std::result::Result<guest::Place, String>,
     trouble: Trouble<&'static str>,
 }
 
 impl Runner {
     /// A runner with all its data below a folder.
-    pub fn new(programs: Programs, folder: PathBuf, effort: Effort) -> Self {
+    pub fn new(
+        programs: Programs,
+        folder: PathBuf,
+        effort: Effort,
+        guests: std::result::Result<guest::Place, String>,
+    ) -> Self {
         let (made, trouble) = (BTreeMap::new(), Trouble::default());
-        Self { programs, folder, effort, made, large: None, started: Vec::new(), found: None, trouble }
+        Self {
+            programs,
+            folder,
+            effort,
+            made,
+            large: None,
+            started: Vec::new(),
+            found: BTreeMap::new(),
+            guests,
+            trouble,
+        }
     }
 
     /// Runs a step, and makes a line of each of its rows for each of our configurations.
     pub fn run(&mut self, work: Work, wanted: impl Fn(&str) -> bool) -> Result<Vec<Line>> {
-        self.tree()?;
+        self.tree(work.tree())?;
         self.trouble.begin_row();
         let samples = match work {
             Work::Build => self.builds(&wanted),
             Work::Size => self.sizes(&wanted),
-            Work::Ls | Work::Stat => self.mounted(work, &WALKED, &wanted),
+            Work::Walk(..) => self.mounted(work, &wanted),
             Work::Read | Work::Random => {
                 self.large()?;
-                self.mounted(work, &READ, &wanted)
+                self.mounted(work, &wanted)
             }
             Work::Start => {
                 self.trace()?;
-                self.mounted(work, &STARTED, &wanted)
+                self.mounted(work, &wanted)
             }
         };
         self.trouble.end_row(|name| samples.keys().any(|(_, of)| *of == name));
@@ -106,11 +138,12 @@ impl Runner {
     }
 
     /// The tree, which is made when it is first needed.
-    fn tree(&mut self) -> Result<PathBuf> {
-        let root = self.folder.join("tree");
-        if self.found.is_none() {
-            tree::make(&root, self.effort.files)?;
-            self.found = Some(walk::walk(&root)?);
+    fn tree(&mut self, kind: Kind) -> Result<PathBuf> {
+        let root = self.folder.join(kind.name());
+        if !self.found.contains_key(&kind) {
+            let files = if kind == Kind::Root { self.effort.files } else { self.effort.developer_files };
+            kind.make(&root, files)?;
+            self.found.insert(kind, walk::walk(&root)?);
         }
         Ok(root)
     }
@@ -130,7 +163,7 @@ impl Runner {
     /// Chooses the files that a program is to need, in their order.
     fn trace(&mut self) -> Result<()> {
         if self.started.is_empty() {
-            let root = self.tree()?;
+            let root = self.tree(Kind::Root)?;
             let all = walk::files(&root)?;
             let mut noise = Noise(7);
             let count = all.len().div_ceil(FILES_PER_STARTED);
@@ -155,7 +188,7 @@ impl Runner {
                 if !self.trouble.is_able(builder.name()) {
                     continue;
                 }
-                match self.build(builder) {
+                match self.build(Kind::Root, builder) {
                     Ok(times) => {
                         for (figure, time) in [Figure::Build, Figure::BuildSynced].into_iter().zip(times) {
                             samples.entry((figure, builder.name())).or_default().push(time);
@@ -168,26 +201,26 @@ impl Runner {
         samples
     }
 
-    fn build(&mut self, builder: Builder) -> Result<[f64; 2]> {
-        let root = self.tree()?;
-        let folder = self.folder.join(format!("made-{}", builder.name()));
+    fn build(&mut self, kind: Kind, builder: Builder) -> Result<[f64; 2]> {
+        let root = self.tree(kind)?;
+        let folder = self.folder.join(format!("made-{}-{}", kind.name(), builder.name()));
         let (made, times) = made::make(builder, &root, folder, &self.programs)?;
-        self.made.insert(builder, made);
+        self.made.insert((kind, builder), made);
         Ok(times.map(|time| time.as_secs_f64()))
     }
 
     /// What a builder made, which is built when nobody has yet.
-    fn made(&mut self, builder: Builder) -> Result<Made> {
-        if !self.made.contains_key(&builder) {
-            self.build(builder)?;
+    fn made(&mut self, kind: Kind, builder: Builder) -> Result<Made> {
+        if !self.made.contains_key(&(kind, builder)) {
+            self.build(kind, builder)?;
         }
-        self.made.get(&builder).cloned().context("it was just built")
+        self.made.get(&(kind, builder)).cloned().context("it was just built")
     }
 
     fn sizes(&mut self, wanted: &impl Fn(&str) -> bool) -> Samples {
         let mut samples = Samples::new();
         for builder in BUILDERS.into_iter().filter(|builder| is_wanted(*builder, wanted)) {
-            match self.made(builder).and_then(|made| made.bytes()) {
+            match self.made(Kind::Root, builder).and_then(|made| made.bytes()) {
                 Ok((image, whole)) => {
                     // With all data in it, the image's own size says nothing about metadata.
                     if builder != Builder::Full {
@@ -201,7 +234,8 @@ impl Runner {
         samples
     }
 
-    fn mounted(&mut self, work: Work, systems: &[System], wanted: &impl Fn(&str) -> bool) -> Samples {
+    fn mounted(&mut self, work: Work, wanted: &impl Fn(&str) -> bool) -> Samples {
+        let systems = work.systems();
         let mut samples = Samples::new();
         let (started, limit) = (Instant::now(), self.effort.step_limit);
         for _ in (0..self.effort.runs).take_while(|_| started.elapsed() < limit) {
@@ -225,13 +259,20 @@ impl Runner {
         let made = match (system.builder(), work) {
             (None, _) => None,
             (Some(_), Work::Read | Work::Random) => self.large.clone(),
-            (Some(builder), _) => Some(self.made(builder)?),
+            (Some(builder), _) => Some(self.made(work.tree(), builder)?),
         };
-        let bare = self.folder.join(if matches!(work, Work::Read | Work::Random) { "large-tree" } else { "tree" });
+        let is_large = matches!(work, Work::Read | Work::Random);
+        let bare = self.folder.join(if is_large { "large-tree" } else { work.tree().name() });
         made::drop_caches()?;
         // The programs themselves are not to be read from the disk while they are measured.
         look_at_programs(&self.programs, &self.folder);
         let started = Instant::now();
+        if let (Work::Walk(walk, Where::Guest), Some(made)) = (work, &made) {
+            let place = self.guests.as_ref().map_err(|error| anyhow!("{error}"))?;
+            let mut visit = guest::Visit::begin(system, made, &self.folder, &self.programs, place)?;
+            let found = *self.found.get(&work.tree()).context("there is no tree")?;
+            return Ok(vec![(Figure::Cold, visit.walk(walk, found)?), (Figure::Warm, visit.walk(walk, found)?)]);
+        }
         let tree = match &made {
             Some(made) => Tree::mount(system, made, &self.folder, &self.programs)?,
             None => Tree::bare(&bare),
@@ -254,7 +295,7 @@ impl Runner {
     fn work(&self, work: Work, dir: &Path) -> Result<f64> {
         let started = Instant::now();
         match work {
-            Work::Ls => {
+            Work::Walk(Walk::Ls, _) => {
                 // ls is killed if the file system does not answer.
                 let mut command = Command::new("timeout");
                 command.args(["--signal=KILL", WALK_LIMIT_S, "ls", "-lR"]).arg(dir);
@@ -295,7 +336,8 @@ impl Runner {
             _ => {
                 let found = walk::walk(dir)?;
                 let time = milliseconds(started);
-                ensure!(Some(found) == self.found, "{found:?} was found, not {:?}", self.found);
+                let expected = self.found.get(&work.tree());
+                ensure!(Some(&found) == expected, "{found:?} was found, not {expected:?}");
                 Ok(time)
             }
         }
@@ -308,9 +350,7 @@ impl Runner {
                 Work::Build | Work::Size => {
                     vec![("flat", BUILDERS.map(|builder| (builder.name(), builder.name().to_owned())).to_vec())]
                 }
-                Work::Ls | Work::Stat => ours(&WALKED),
-                Work::Read | Work::Random => ours(&READ),
-                Work::Start => ours(&STARTED),
+                _ => ours(work.systems()),
             };
             for (config, names) in configs {
                 let mut line = Line::new(TABLE, (*row).to_owned(), config, work.unit(), work.better());

@@ -37,6 +37,12 @@ pub enum System {
     Full(Device),
     /// Metadata with an index of chunks, and a blob with the data, by mkfs.erofs.
     Blob(Device, Ahead),
+    /// Our virtio-fs device in a guest.
+    FerryGuest,
+    /// virtiofsd in front of mount.composefs, in a guest.
+    ComposefsGuest,
+    /// virtiofsd in front of the EROFS image with a blob, in a guest.
+    BlobGuest,
     /// No image: the tree on the disk's own file system.
     Bare,
 }
@@ -56,6 +62,9 @@ pub const WALKED: [System; 12] = [
     System::Blob(Device::Loop, Ahead::No),
     System::Bare,
 ];
+
+/// Those that are walked in a guest.
+pub const GUESTS: [System; 3] = [System::FerryGuest, System::ComposefsGuest, System::BlobGuest];
 
 /// Those that a large file is read from.
 pub const READ: [System; 3] = [System::FerryFuse, System::Bare, System::Ferry];
@@ -91,7 +100,7 @@ pub const BUILDERS: [Builder; 4] = [Builder::Ferry, Builder::Composefs, Builder:
 impl System {
     /// Whether it is ours.
     pub fn is_ours(self) -> bool {
-        matches!(self, Self::Ferry | Self::FerryOrdered | Self::FerryFuse)
+        matches!(self, Self::Ferry | Self::FerryOrdered | Self::FerryFuse | Self::FerryGuest)
     }
 
     /// Of ours: the configuration's name in the results. Of a peer: its name there.
@@ -110,6 +119,9 @@ impl System {
             Self::Blob(Device::File, Ahead::Yes) => "erofs-blob-ahead",
             Self::Blob(Device::Loop, Ahead::No) => "erofs-blob-loop",
             Self::Blob(Device::Loop, Ahead::Yes) => "erofs-blob-loop-ahead",
+            Self::FerryGuest => "flat virtiofs",
+            Self::ComposefsGuest => "virtiofsd-composefs",
+            Self::BlobGuest => "virtiofsd-erofs-blob",
             Self::Bare => "bare",
         }
     }
@@ -124,14 +136,23 @@ impl System {
         }
     }
 
+    /// In a guest: what virtiofsd serves. Our device needs no mount.
+    pub fn served(self) -> Option<Self> {
+        match self {
+            Self::ComposefsGuest => Some(Self::Composefs(Ahead::No)),
+            Self::BlobGuest => Some(Self::Blob(Device::File, Ahead::No)),
+            _ => None,
+        }
+    }
+
     /// Whose image it mounts; none of the bare tree.
     pub fn builder(self) -> Option<Builder> {
         match self {
-            Self::Ferry | Self::FerryFuse => Some(Builder::Ferry),
+            Self::Ferry | Self::FerryFuse | Self::FerryGuest => Some(Builder::Ferry),
             Self::FerryOrdered => Some(Builder::FerryOrdered),
-            Self::Composefs(_) | Self::Overlay(_) => Some(Builder::Composefs),
+            Self::Composefs(_) | Self::Overlay(_) | Self::ComposefsGuest => Some(Builder::Composefs),
             Self::Full(_) => Some(Builder::Full),
-            Self::Blob(..) => Some(Builder::Blob),
+            Self::Blob(..) | Self::BlobGuest => Some(Builder::Blob),
             Self::Bare => None,
         }
     }

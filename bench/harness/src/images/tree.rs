@@ -27,8 +27,35 @@ const FILES_PER_CAPABILITY: usize = 5000;
 /// A `security.capability` of version 2 with CAP_NET_RAW.
 const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 0, 0x20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
+/// Which tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// Like a distribution's root.
+    Root,
+    /// Like a developer's image.
+    Developer,
+}
+
+impl Kind {
+    /// The name of its folder.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Root => "tree",
+            Self::Developer => "developer",
+        }
+    }
+
+    /// Makes it, with about so many files.
+    pub fn make(self, root: &Path, files: usize) -> Result<()> {
+        match self {
+            Self::Root => make(root, files),
+            Self::Developer => super::developer::make(root, files),
+        }
+    }
+}
+
 /// Makes a tree of so many files, and as many symbolic links as there are directories.
-pub fn make(root: &Path, files: usize) -> Result<()> {
+fn make(root: &Path, files: usize) -> Result<()> {
     let mut noise = Noise(0x9e37_79b9_7f4a_7c15);
     let directories = directories(root, files.div_ceil(FILES_PER_DIRECTORY).max(CROWDED), &mut noise)?;
     let mut last: Option<PathBuf> = None;
@@ -59,7 +86,11 @@ pub fn make(root: &Path, files: usize) -> Result<()> {
         set_time(&link, &mut noise)?;
         set_time(directory, &mut noise)?;
     }
-    // Nothing of it is to be written while something is measured.
+    sync(root)
+}
+
+/// Nothing of a tree is to be written while something is measured.
+pub(super) fn sync(root: &Path) -> Result<()> {
     File::open(root).and_then(|root| Ok(rustix::fs::syncfs(root)?)).with_context(|| named(root))
 }
 
@@ -90,18 +121,18 @@ fn size(noise: &mut Noise) -> usize {
     from + below(noise, to - from)
 }
 
-fn below(noise: &mut Noise, bound: usize) -> usize {
+pub(super) fn below(noise: &mut Noise, bound: usize) -> usize {
     usize::try_from(noise.below(bound as u64)).unwrap_or_default()
 }
 
-fn set_time(path: &Path, noise: &mut Noise) -> Result<()> {
+pub(super) fn set_time(path: &Path, noise: &mut Noise) -> Result<()> {
     let since = i64::try_from(noise.below(TIME_SPAN)).unwrap_or_default();
     let time = Timespec { tv_sec: TIME_MIN + since, tv_nsec: 0 };
     let times = Timestamps { last_access: time, last_modification: time };
     utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).with_context(|| named(path))
 }
 
-fn named(path: &Path) -> String {
+pub(super) fn named(path: &Path) -> String {
     format!("cannot make {}", path.display())
 }
 

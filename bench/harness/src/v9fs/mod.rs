@@ -1,6 +1,5 @@
 //! The v9fs table: files by 9P, our client and server beside the kernel's client and other servers.
 
-mod earlier;
 mod fio;
 mod guest;
 mod host;
@@ -25,7 +24,8 @@ use crate::Cli;
 use crate::line::FERRY;
 use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::session;
+use crate::stats::Better;
+use crate::{earlier, parts, session};
 
 /// The table's name.
 pub const TABLE: &str = "v9fs";
@@ -46,7 +46,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let folder = cli.results();
     // Before anything is measured: what cannot be read is told at once.
     let earlier = match &folder {
-        Some(folder) if cli.add => earlier::read(folder)?,
+        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
         _ => Vec::new(),
     };
     let unknown = unknown_peers(&cli.peers);
@@ -75,7 +75,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         },
     )?;
     let verdict = crate::verdict(&lines);
-    let lines = earlier::join(&earlier, &lines);
+    let lines = parts::join(&earlier, &lines, order());
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = folder {
@@ -92,6 +92,17 @@ fn loopback() -> Result<()> {
     let status = status.context("cannot start ip (package iproute2)")?;
     ensure!(status.success(), "the loopback device cannot be brought up");
     Ok(())
+}
+
+/// Any row is taken; those that are no more are in no order, and so are left out.
+fn known_row(_: &str) -> Option<earlier::Row> {
+    Some(earlier::Row { unit: UNIT, better: Better::Higher })
+}
+
+/// The rows and our configurations in them, in their order.
+fn order() -> impl Iterator<Item = (String, &'static str)> {
+    let ours = |step: Step| step.systems().into_iter().filter(|system| system.is_ours()).map(move |ours| (step, ours));
+    rows::all().into_iter().flat_map(ours).map(|(step, ours)| (step.name(), ours.name()))
 }
 
 fn steps(cli: &Cli) -> Vec<Step> {
@@ -120,6 +131,21 @@ mod tests {
 
     fn cli(words: &[&str]) -> Cli {
         Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))
+    }
+
+    #[test]
+    fn what_runs_again_replaces_what_ran() {
+        let line = |row: &str, config: &str, value: f64| {
+            let mut line = crate::line::Line::new(TABLE, row.into(), config, UNIT, Better::Higher);
+            line.ferry = Some(value);
+            line
+        };
+        let earlier = [line("uml read 4K", "v9fs-loose", 5.0), line("read 4K", "pipelined", 6.0)];
+        let now = [line("qemu read 4K", "v9fs-none", 7.0), line("uml read 4K", "v9fs-loose", 8.0)];
+        let joined: Vec<_> =
+            parts::join(&earlier, &now, order()).into_iter().map(|line| (line.row, line.ferry)).collect();
+        let expected = [("read 4K", 6.0), ("uml read 4K", 8.0), ("qemu read 4K", 7.0)];
+        assert_eq!(joined, expected.map(|(row, value)| (row.to_owned(), Some(value))));
     }
 
     #[test]

@@ -14,11 +14,14 @@
 //! part of an inode may cross a block) was found by comparing images with what they were made of.
 
 mod filter;
+pub(crate) mod lacking;
 pub(crate) mod objects;
 mod place;
 mod prepare;
 pub(crate) mod sweep;
 pub(crate) mod view;
+
+pub(crate) use prepare::path_of;
 
 use std::collections::HashMap;
 

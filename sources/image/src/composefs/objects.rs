@@ -7,14 +7,16 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use ferry_vfs::Backing;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 use tempfile::TempPath;
 
+use super::lacking::{Absent, measure};
 use super::prepare::path_of;
+use super::sweep;
 use crate::digest::Digest;
 use crate::error::{Doing, Error, Result};
 use crate::fsverity;
@@ -26,6 +28,8 @@ use crate::verity;
 const OPEN_MAX: usize = 256;
 /// An object that was used so short a time ago need not be noted again; any time of grace that makes sense is longer.
 const FRESH: Duration = Duration::from_secs(60);
+/// So few objects are made durable one by one; with more of them, all that the file system has not written yet is.
+const FEW: usize = 8;
 /// The pieces that files are copied in, in bytes.
 const PIECE_BYTES: usize = 1 << 20;
 
@@ -47,13 +51,13 @@ pub(crate) struct NewObjects {
 
 impl NewObjects {
     pub(crate) fn begin(store: &Path) -> Result<Self> {
-        let folder = store.join("objects");
-        fs::create_dir_all(&folder).doing("make", &folder)?;
-        Ok(Self { folder, known: HashSet::new(), added: Vec::new(), new_bytes: 0 })
+        Self::within(&store.join("objects"))
     }
 
-    fn path(&self, digest: Digest) -> PathBuf {
-        self.folder.join(std::ffi::OsStr::from_bytes(&path_of(digest)))
+    /// The same, in the folder of objects itself.
+    pub(super) fn within(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder).doing("make", folder)?;
+        Ok(Self { folder: folder.into(), known: HashSet::new(), added: Vec::new(), new_bytes: 0 })
     }
 
     /// Whether this object is still to be added. One that is there with another length is damaged and is replaced; of one that is
@@ -62,7 +66,7 @@ impl NewObjects {
         if !self.known.insert(digest) {
             return false;
         }
-        let path = self.path(digest);
+        let path = object_path(&self.folder, digest);
         match fs::symlink_metadata(&path) {
             Ok(found) if found.is_file() && found.len() == bytes => {
                 freshen(&path, &found);
@@ -104,35 +108,59 @@ impl NewObjects {
     }
 
     fn keep(&mut self, digest: Digest, bytes: u64, new: New) {
-        self.new_bytes += bytes;
-        self.added.push((digest, new.path));
+        self.put(digest, bytes, new.path);
     }
 
-    /// Makes all durable and gives them their names.
+    /// Adds an object that was proved, whatever is there under its name.
+    pub(super) fn put(&mut self, digest: Digest, bytes: u64, path: TempPath) {
+        self.new_bytes += bytes;
+        self.added.push((digest, path));
+    }
+
+    /// Makes all durable and gives them their names, which are durable, too.
     pub(crate) fn finish(self) -> Result<()> {
+        let path = self.folder.clone();
+        let folder = File::open(&path).doing("open", &path)?;
+        self.publish(|_, _| {})?;
+        rustix::fs::syncfs(&folder).doing("sync", &path)
+    }
+
+    /// Makes all durable and gives them their names; `named` is told of each.
+    pub(super) fn publish(self, mut named: impl FnMut(Digest, &Path)) -> Result<()> {
         let folder = File::open(&self.folder).doing("open", &self.folder)?;
+        let few = self.added.len() <= FEW;
         let mut has_verity = true;
         for (_, path) in &self.added {
             let path: &Path = path;
             fs::set_permissions(path, fs::Permissions::from_mode(0o644)).doing("change", path)?;
+            let file = File::open(path).doing("open", path)?;
+            if few {
+                file.sync_data().doing("sync", path)?;
+            }
             if has_verity {
-                let file = File::open(path).doing("open", path)?;
                 has_verity = fsverity::enable(&file).doing("turn fs-verity on for", path)?;
             }
         }
-        rustix::fs::syncfs(&folder).doing("sync", &self.folder)?;
-        let targets: Vec<PathBuf> = self.added.iter().map(|(digest, _)| self.path(*digest)).collect();
-        for ((_, path), target) in self.added.into_iter().zip(targets) {
+        if !few {
+            rustix::fs::syncfs(&folder).doing("sync", &self.folder)?;
+        }
+        for (digest, path) in self.added {
+            let target = object_path(&self.folder, digest);
             let parent = crate::store::folder_of(&target);
             fs::create_dir_all(parent).doing("make", parent)?;
             path.persist(&target).map_err(|error| error.error).doing("make", &target)?;
+            named(digest, &target);
         }
-        rustix::fs::syncfs(&folder).doing("sync", &self.folder)
+        Ok(())
     }
 }
 
+fn object_path(folder: &Path, digest: Digest) -> PathBuf {
+    folder.join(std::ffi::OsStr::from_bytes(&path_of(digest)))
+}
+
 /// Notes that an object is used. Who may not do that uses what others look after.
-fn freshen(path: &Path, found: &fs::Metadata) {
+pub(super) fn freshen(path: &Path, found: &fs::Metadata) {
     let age = found.modified().ok().and_then(|time| time.elapsed().ok());
     if age.is_some_and(|age| age < FRESH) {
         return;
@@ -165,12 +193,18 @@ fn copy(from: &mut File, to: &mut File, bytes: u64) -> io::Result<()> {
 /// What a file was when its bytes were proved: device, inode, seconds and nanoseconds of its last change.
 type Identity = (u64, u64, i64, i64);
 
+fn identity(found: &fs::Metadata) -> Identity {
+    (found.dev(), found.ino(), found.ctime(), found.ctime_nsec())
+}
+
 /// The objects of a store, opened as they are wanted, each proved before its bytes are seen.
 #[derive(Debug)]
 pub(crate) struct Files {
     folder: PathBuf,
     root: OwnedFd,
     state: Mutex<State>,
+    /// How what is not here is had, if that can be.
+    pub absent: Option<Absent>,
 }
 
 #[derive(Debug, Default)]
@@ -180,14 +214,41 @@ struct State {
 }
 
 impl Files {
-    pub(crate) fn open(store: &Path) -> Result<Self> {
-        let folder = objects_folder(store);
+    pub(crate) fn open(store: &Path, absent: Option<Absent>) -> Result<Self> {
+        let folder = match objects_folder(store) {
+            // A store without any, yet.
+            none if none == *store && absent.is_some() && !sweep::is_store(store) => {
+                let folder = store.join("objects");
+                fs::create_dir_all(&folder).doing("make", &folder)?;
+                folder
+            }
+            folder => folder,
+        };
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = rustix::fs::open(&folder, flags, Mode::empty()).doing("use as an object store", &folder)?;
-        Ok(Self { folder, root, state: Mutex::default() })
+        Ok(Self { folder, root, state: Mutex::default(), absent })
     }
 
-    /// The descriptor with a file's bytes, once they are proved.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    pub(super) fn path(&self, digest: Digest) -> PathBuf {
+        object_path(&self.folder, digest)
+    }
+
+    /// Notes that the bytes of an object that has just got its name are proved.
+    pub(super) fn note(&self, digest: Digest, path: &Path) {
+        if let Ok(found) = fs::symlink_metadata(path) {
+            self.state().proved.insert(digest, identity(&found));
+        }
+    }
+
+    /// The descriptor with a file's bytes, once they are proved; what is not here is got, if it can be.
     pub(crate) fn find(
         &self,
         path: Option<&[u8]>,
@@ -195,32 +256,44 @@ impl Files {
         bytes: u64,
     ) -> std::result::Result<Arc<Backing>, Bad> {
         let path = path.ok_or(Bad::NoPath)?;
-        let name = || self.folder.join(std::ffi::OsStr::from_bytes(path));
-        let digest = digest.ok_or_else(|| Bad::NoDigest { path: name() })?;
+        let digest = digest.ok_or_else(|| Bad::NoDigest { path: self.name(path) })?;
+        match (self.here(path, digest, bytes), &self.absent) {
+            (Err(_), Some(absent)) => {
+                self.obtain(absent, digest)?;
+                self.here(path, digest, bytes)
+            }
+            (found, _) => found,
+        }
+    }
+
+    fn name(&self, path: &[u8]) -> PathBuf {
+        self.folder.join(std::ffi::OsStr::from_bytes(path))
+    }
+
+    /// The same, if it is in the store.
+    pub(super) fn here(&self, path: &[u8], digest: Digest, bytes: u64) -> std::result::Result<Arc<Backing>, Bad> {
         let key = (path.to_vec(), digest);
-        let state = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = state().open.get(&key) {
+        if let Some(known) = self.state().open.get(&key) {
             return Ok(Arc::clone(known));
         }
-        let unreadable = |source: io::Error| Bad::Object { path: name(), source };
+        let unreadable = |source: io::Error| Bad::Object { path: self.name(path), source };
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
         let fd = rustix::fs::openat2(&self.root, path, flags, Mode::empty(), resolve);
         let file = File::from(fd.map_err(|error| unreadable(error.into()))?);
         let found = file.metadata().map_err(unreadable)?;
         if !found.is_file() || found.len() != bytes {
-            return Err(Bad::Length { path: name(), found: found.len(), bytes });
+            return Err(Bad::Length { path: self.name(path), found: found.len(), bytes });
         }
-        let identity = (found.dev(), found.ino(), found.ctime(), found.ctime_nsec());
-        if state().proved.get(&digest) != Some(&identity) {
-            let (measured, _) = verity::of_reader(&file).map_err(unreadable)?;
+        if self.state().proved.get(&digest) != Some(&identity(&found)) {
+            let measured = measure(&file, bytes).map_err(unreadable)?;
             if measured != digest {
-                return Err(Bad::Changed { path: name(), digest: measured });
+                return Err(Bad::Changed { path: self.name(path), digest: measured });
             }
         }
         let backing = Arc::new(Backing::new(file.into()));
-        let mut state = state();
-        state.proved.insert(digest, identity);
+        let mut state = self.state();
+        state.proved.insert(digest, identity(&found));
         if state.open.len() >= OPEN_MAX {
             state.open.clear();
         }

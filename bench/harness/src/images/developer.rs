@@ -1,0 +1,162 @@
+//! A tree like that of a developer's image, the same each time: deep folders, many small files, few large ones, hard links, attributes.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use rustix::fs::{XattrFlags, setxattr};
+
+use super::tree::{below, named, set_time, sync};
+use crate::data::Noise;
+
+/// Of a hundred files so many are objects of git, of packages of Node.js, and of Python's; the rest is a tool chain.
+const SHARES: [usize; 3] = [20, 45, 20];
+/// Files for each large one of a tool chain.
+const FILES_PER_PROGRAM: usize = 250;
+/// The largest program, in bytes.
+const PROGRAM_BYTES_MAX: usize = 4 << 20;
+/// Packages of Node.js that lie in each other.
+const NESTED_MAX: usize = 6;
+/// Of so many files one has an attribute, and one another name.
+const FILES_PER_ATTRIBUTE: usize = 200;
+const FILES_PER_LINK: usize = 50;
+
+/// Makes files, and counts them.
+struct Maker {
+    noise: Noise,
+    made: usize,
+    folders: Vec<PathBuf>,
+    last: Option<PathBuf>,
+}
+
+impl Maker {
+    fn folder(&mut self, path: PathBuf) -> Result<PathBuf> {
+        fs::create_dir_all(&path).with_context(|| named(&path))?;
+        self.folders.push(path.clone());
+        Ok(path)
+    }
+
+    /// A file of some length in this range; now and then one more name for the one before.
+    fn file(&mut self, path: &Path, from: usize, to: usize) -> Result<()> {
+        let number = self.made;
+        self.made += 1;
+        match &self.last {
+            Some(last) if number % FILES_PER_LINK == 3 => fs::hard_link(last, path).with_context(|| named(path))?,
+            _ => {
+                let bytes = from + below(&mut self.noise, to - from);
+                fs::write(path, self.noise.bytes(bytes)).with_context(|| named(path))?;
+            }
+        }
+        if number % FILES_PER_ATTRIBUTE == 5 {
+            setxattr(path, "user.mime_type", b"text/x-script", XattrFlags::empty()).with_context(|| named(path))?;
+        }
+        set_time(path, &mut self.noise)?;
+        self.last = Some(path.to_owned());
+        Ok(())
+    }
+
+    /// What a repository keeps of its history: 256 folders of small files, and a large one.
+    fn git(&mut self, root: &Path, files: usize) -> Result<()> {
+        let objects = root.join("home/dev/project/.git/objects");
+        let folders = (0..256).map(|number| self.folder(objects.join(format!("{number:02x}"))));
+        let folders = folders.collect::<Result<Vec<_>>>()?;
+        for _ in 0..files {
+            let folder = &folders[below(&mut self.noise, folders.len())];
+            let name = format!("{:016x}{:016x}{:06x}", self.noise.next(), self.noise.next(), self.made);
+            self.file(&folder.join(name), 40, 3000)?;
+        }
+        let pack = self.folder(objects.join("pack"))?;
+        fs::write(pack.join("pack-1.pack"), self.noise.bytes(16 << 20)).with_context(|| named(&pack))
+    }
+
+    /// Packages that have packages in them, each with a licence that is the same everywhere.
+    fn node(&mut self, root: &Path, files: usize) -> Result<()> {
+        let licence = self.noise.bytes(1071);
+        let top = root.join("home/dev/project/node_modules");
+        let (end, mut place, mut depth) = (self.made + files, top.clone(), 0);
+        while self.made < end {
+            let package = self.folder(place.join(format!("package-{}", self.made)))?;
+            fs::write(package.join("LICENSE"), &licence).with_context(|| named(&package))?;
+            self.made += 1;
+            self.file(&package.join("package.json"), 300, 2500)?;
+            self.file(&package.join("index.js"), 50, 4000)?;
+            let library = self.folder(package.join("dist/lib"))?;
+            for number in 0..2 + below(&mut self.noise, 14) {
+                self.file(&library.join(format!("module-{number}.js")), 100, 9000)?;
+                self.file(&library.join(format!("module-{number}.d.ts")), 60, 1500)?;
+            }
+            depth = if depth < NESTED_MAX && below(&mut self.noise, 3) == 0 { depth + 1 } else { 0 };
+            place = if depth > 0 { package.join("node_modules") } else { top.clone() };
+        }
+        Ok(())
+    }
+
+    fn python(&mut self, root: &Path, files: usize) -> Result<()> {
+        let site = root.join("usr/lib/python3/site-packages");
+        let end = self.made + files;
+        while self.made < end {
+            let package = self.folder(site.join(format!("library_{}/core", self.made)))?;
+            let cache = self.folder(package.join("__pycache__"))?;
+            for number in 0..3 + below(&mut self.noise, 20) {
+                self.file(&package.join(format!("part_{number}.py")), 0, 16 << 10)?;
+                self.file(&cache.join(format!("part_{number}.cpython-313.pyc")), 200, 12 << 10)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn tools(&mut self, root: &Path, files: usize) -> Result<()> {
+        let chain = root.join("opt/toolchain");
+        let programs = self.folder(chain.join("bin"))?;
+        for number in 0..files.div_ceil(FILES_PER_PROGRAM).max(2) {
+            self.file(&programs.join(format!("tool-{number}")), 200 << 10, PROGRAM_BYTES_MAX)?;
+        }
+        let headers = (0..files.div_ceil(100)).map(|number| {
+            let folder = chain.join(format!("include/c++/part-{}/detail-{number}", number % 7));
+            self.folder(folder)
+        });
+        let headers = headers.collect::<Result<Vec<_>>>()?;
+        for number in 0..files {
+            let folder = &headers[below(&mut self.noise, headers.len())];
+            self.file(&folder.join(format!("header_{number}.hpp")), 500, 20 << 10)?;
+        }
+        Ok(())
+    }
+}
+
+/// Makes a tree of about so many files.
+pub fn make(root: &Path, files: usize) -> Result<()> {
+    let noise = Noise(0x2545_f491_4f6c_dd1d);
+    let mut maker = Maker { noise, made: 0, folders: Vec::new(), last: None };
+    let [git, node, python] = SHARES.map(|share| files * share / 100);
+    maker.git(root, git)?;
+    maker.node(root, node)?;
+    maker.python(root, python)?;
+    maker.tools(root, files - git - node - python)?;
+    for folder in std::mem::take(&mut maker.folders).iter().rev() {
+        set_time(folder, &mut maker.noise)?;
+    }
+    sync(root)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::images::walk;
+
+    #[test]
+    fn the_tree_is_the_same_each_time() {
+        let found = [0, 1].map(|_| {
+            let dir = tempfile::tempdir().unwrap();
+            let root = dir.path().join("tree");
+            make(&root, 2000).unwrap();
+            (walk::walk(&root).unwrap(), walk::files(&root).unwrap())
+        });
+        assert_eq!(found[0], found[1]);
+        let (walked, files) = &found[0];
+        assert!((2000..2400).contains(&files.len()), "{}", files.len());
+        assert!(walked.bytes > 20 << 20, "{walked:?}");
+        let depth = files.iter().map(|path| path.components().count()).max().unwrap();
+        assert!(depth > 9, "{depth}");
+    }
+}
