@@ -146,12 +146,15 @@ pub(super) const OF_OUTSIDE: &[libc::c_long] = &[
     libc::SYS_newfstatat,
 ];
 
-/// Besides, of the one that holds descriptors: to be connected to, and to be handed some.
+/// Besides, of the one that holds descriptors: to be connected to, to be handed some, and to take messages of a VMM from its
+/// connection, answer them there, and end it.
 pub(super) const OF_HOLDER: &[libc::c_long] = &[
     libc::SYS_accept4,
     libc::SYS_getsockopt,
+    libc::SYS_recvfrom,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
+    libc::SYS_shutdown,
     libc::SYS_ppoll,
     libc::SYS_geteuid,
 ];
