@@ -426,6 +426,21 @@ fn what_a_guest_had_goes_with_it_although_its_server_was_killed_before() {
 }
 
 #[test]
+fn a_keeper_holds_nothing_that_its_server_inherited() {
+    let folder = ferry_tests::folder(Place::Memory);
+    let path = folder.path().join("inherited");
+    fs::write(&path, "").unwrap();
+    // Not close-on-exec.
+    let _inherited = rustix::fs::open(&path, rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap();
+    let survivor = Survivor::new(Place::Memory, &[]);
+    let _driver = survivor.connect();
+    let keeper = survivor.keeper().unwrap().as_raw_nonzero();
+    let held: Vec<_> = fs::read_dir(format!("/proc/{keeper}/fd")).unwrap().flatten().map(|fd| fd.path()).collect();
+    assert!(held.len() > 4, "{held:?}");
+    assert!(held.iter().all(|fd| fs::read_link(fd).is_ok_and(|file| file != path)));
+}
+
+#[test]
 fn a_share_goes_on_without_its_keeper() {
     let server = Survivor::new(Place::Memory, &["--tag", "t"]);
     let mut guest = server.connect();
