@@ -7,8 +7,6 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::pages::PAGE;
-
 /// The least that is fetched around a read, in bytes, and the first.
 const LEAST_BYTES: u64 = 64 << 10;
 
@@ -24,11 +22,8 @@ const SHORT_BYTES: u64 = 16 << 10;
 /// The least round trip that is worth it: machines side by side have less.
 const FAR: Duration = Duration::from_micros(500);
 
-/// What is fetched around the reads of a file before any of it must have been of use, in pages: 16 MiB.
-const TRIAL_PAGES: u64 = (16 << 20) / PAGE;
-
-/// Then one of so many pages must be: with 2 ms and 1 Gbit/s a page that is of use saves what the link carries of 60 pages.
-const PAGES_PER_USE: u64 = 64;
+/// Blocks that are fetched around the reads of a file before any page of them must have been of use.
+const TRIAL_BLOCKS: u64 = 64;
 
 /// A link, as the times of its messages show it.
 #[derive(Debug, Default)]
@@ -103,18 +98,19 @@ impl Estimate {
     }
 }
 
-/// What became of the pages of a file that were fetched because they lie around others.
+/// What became of the blocks of a file that were fetched because they lie around reads.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Evidence {
-    pub fetched: u64,
-    /// Of these, read since.
+    pub blocks: u64,
+    /// Pages of them that were read since.
     pub used: u64,
 }
 
 impl Evidence {
-    /// Whether to go on with it.
+    /// Whether to go on with it. A block takes the link about a round trip, and a page that is read saves its reader one; but
+    /// the link is idle otherwise, so one page of two blocks will do.
     pub fn pays(self) -> bool {
-        self.fetched < TRIAL_PAGES || self.used.saturating_mul(PAGES_PER_USE) >= self.fetched
+        self.blocks < TRIAL_BLOCKS || self.used.saturating_mul(2) >= self.blocks
     }
 }
 
@@ -177,8 +173,8 @@ mod tests {
     #[test]
     fn what_is_of_no_use_is_given_up() {
         assert!(Evidence::default().pays());
-        assert!(Evidence { fetched: TRIAL_PAGES - 1, used: 0 }.pays());
-        assert!(!Evidence { fetched: TRIAL_PAGES, used: 0 }.pays());
-        assert!(Evidence { fetched: TRIAL_PAGES, used: TRIAL_PAGES / PAGES_PER_USE }.pays());
+        assert!(Evidence { blocks: TRIAL_BLOCKS - 1, used: 0 }.pays());
+        assert!(!Evidence { blocks: TRIAL_BLOCKS, used: 0 }.pays());
+        assert!(Evidence { blocks: TRIAL_BLOCKS, used: TRIAL_BLOCKS / 2 }.pays());
     }
 }

@@ -296,7 +296,6 @@ impl Pages {
     pub fn fetch_around(&mut self, page: u64) {
         if let Some(chunk) = self.chunks.get_mut(&(page / CHUNK)) {
             chunk.around |= bit(page);
-            self.around.fetched += 1;
         }
     }
 

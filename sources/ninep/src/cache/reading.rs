@@ -104,7 +104,7 @@ impl CachedFile {
     /// Plans what is to be fetched of the block around a byte, behind what is waited for.
     fn look_around(&self, state: &mut State, flights: &mut Vec<Flight>, at: u64) {
         let Limits { around_bytes_max, bytes_max, .. } = self.cache.limits;
-        let most = self.reach().message_bytes.min(around_bytes_max.min(bytes_max / 16) as u64);
+        let most = self.reach().message_bytes.min(around_bytes_max.min(bytes_max / 256) as u64);
         let bytes = self.cache.totals.link.around_bytes().min(most) / PAGE * PAGE;
         if bytes == 0 || !state.pages.around.pays() {
             return;
@@ -114,6 +114,7 @@ impl CachedFile {
         for flight in &around {
             flight.pages().for_each(|page| state.pages.fetch_around(page));
         }
+        state.pages.around.blocks += u64::from(!around.is_empty());
         // They were begun last.
         let first = state.flights.len() - around.len();
         state.flights[first..].iter_mut().for_each(|flight| flight.around = true);
