@@ -674,6 +674,7 @@ fn links_come_back_as_they_are() {
 /// Listings bring along the inodes that the guest looks at, and leave out those that it does not.
 #[test]
 fn listings_bring_what_is_looked_at() {
+    let _alone = alone();
     let share = Share::new(Cache::Auto);
     for number in 0..40 {
         let dir = share.path.join(format!("d{number:02}"));
