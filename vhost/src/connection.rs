@@ -12,6 +12,7 @@ use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost::vhost_user::{Error, Result};
 
 use crate::Device;
+use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
@@ -23,6 +24,8 @@ use ferry_engine::Complaints;
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
 const F_INDIRECT_DESC: u64 = 1 << 28;
 const F_EVENT_IDX: u64 = 1 << 29;
+/// The front end may want to know which pages are written to.
+const F_LOG_ALL: u64 = 1 << 26;
 const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 const F_VERSION_1: u64 = 1 << 32;
 const F_RING_PACKED: u64 = 1 << 34;
@@ -78,6 +81,8 @@ pub(crate) struct Connection<D: Device> {
     complaints: Arc<Complaints>,
     /// The shared memory region, if the device has one.
     window: Option<Arc<Window>>,
+    /// Where to note which pages are written to, as long as [`F_LOG_ALL`] is wanted.
+    dirty: Option<Arc<DirtyLog>>,
     /// The device's state on its way to another host, or from there.
     transfer: Option<Transfer>,
     /// Where it is in being taken over from the server before.
@@ -117,6 +122,7 @@ impl<D: Device> Connection<D> {
             workers,
             complaints: Arc::default(),
             window,
+            dirty: None,
             transfer: None,
             taking_over: TakingOver::No,
         }
@@ -140,7 +146,8 @@ impl<D: Device> Connection<D> {
 
     fn offered(&self) -> u64 {
         let transport = F_VERSION_1 | F_INDIRECT_DESC | F_EVENT_IDX | F_RING_PACKED | F_PROTOCOL_FEATURES;
-        self.device.features() | transport
+        let log = if self.device.migrates() { F_LOG_ALL } else { 0 };
+        self.device.features() | transport | log
     }
 
     fn is_packed(&self) -> bool {
@@ -158,7 +165,8 @@ impl<D: Device> Connection<D> {
         let is_asked_for = has_window && self.device.window_dialect() == WindowDialect::Shmem;
         features.set(VhostUserProtocolFeatures::SHMEM, is_asked_for);
         features.set(VhostUserProtocolFeatures::BACKEND_REQ, self.device.changes_config() || self.window.is_some());
-        features.set(VhostUserProtocolFeatures::DEVICE_STATE, self.device.migrates());
+        let for_migration = VhostUserProtocolFeatures::DEVICE_STATE | VhostUserProtocolFeatures::LOG_SHMFD;
+        features.set(for_migration, self.device.migrates());
         features.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.device.tracks_in_flight());
         features
     }
@@ -250,6 +258,7 @@ impl<D: Device> Connection<D> {
             },
             base: queue.base,
             log: self.inflight.as_ref().and_then(|area| area.region(index)),
+            dirty: self.dirty.clone().filter(|_| self.features & F_LOG_ALL != 0),
             kick: clone(kick)?,
             call: queue.call.as_ref().map(clone).transpose()?,
             error: queue.error.as_ref().map(clone).transpose()?,
@@ -306,6 +315,14 @@ impl<D: Device> Connection<D> {
         self.stop(index);
         change(&mut self.queues[index]);
         self.start(index)
+    }
+
+    /// Changes something under all queues' feet.
+    fn restart_all(&mut self, change: impl FnOnce(&mut Self)) -> Result<()> {
+        let running: Vec<usize> = (0..self.queues.len()).filter(|index| self.queues[*index].running).collect();
+        running.iter().for_each(|index| self.stop(*index));
+        change(self);
+        running.into_iter().try_for_each(|index| self.start(index))
     }
 
     /// Changes the memory under all queues' feet. What is under way in the old memory ends first. A queue that loses

@@ -18,6 +18,7 @@
 mod chain;
 mod channel;
 mod connection;
+mod dirty;
 mod fragile;
 #[cfg(fuzzing)]
 pub mod fuzzing;

@@ -176,6 +176,31 @@ impl Memory {
         Some(region.map.as_ptr().wrapping_add(usize::try_from(within).ok().filter(|_| fits)?))
     }
 
+    /// The guest-physical address of one of the front end's own.
+    pub(crate) fn guest_of_user(&self, address: u64) -> Option<u64> {
+        let within = |region: &Region| address.checked_sub(region.user_start).filter(|within| *within < region.bytes);
+        self.regions.iter().find_map(|region| Some(region.guest_start + within(region)?))
+    }
+
+    /// Where a piece of memory here is in the guest's: guest-physical addresses and lengths. It may have been in memory that is
+    /// gone by now.
+    pub(crate) fn guest_parts(&self, piece: Segment, mut part: impl FnMut(u64, u64)) {
+        let (mut address, mut left) = (piece.address.addr(), piece.bytes);
+        while left > 0 {
+            let within = |region: &Region| {
+                let within = address.checked_sub(region.map.as_ptr().addr())?;
+                (within < region.map.size()).then_some(within)
+            };
+            let Some((region, within)) = self.regions.iter().find_map(|region| Some((region, within(region)?))) else {
+                return;
+            };
+            let bytes = left.min(region.map.size() - within);
+            part(region.guest_start + within as u64, bytes as u64);
+            address += bytes;
+            left -= bytes;
+        }
+    }
+
     /// The `bytes` bytes at an address of the front end's own, as numbers, if they lie in one region and are aligned
     /// to `align` (a power of two). They must not be used longer than this.
     pub(crate) fn part(&self, address: u64, bytes: usize, align: u64) -> Option<Cells> {

@@ -13,6 +13,7 @@ use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
+use crate::dirty::{Dirty, DirtyLog};
 use crate::gather::{self, Gather};
 use crate::inflight::Region;
 use crate::io::Io;
@@ -111,6 +112,8 @@ pub(crate) struct Start {
     pub(crate) setup: RingSetup,
     pub(crate) base: u32,
     pub(crate) log: Option<Region>,
+    /// Where to note which pages are written to.
+    pub(crate) dirty: Option<Arc<DirtyLog>>,
     pub(crate) kick: OwnedFd,
     pub(crate) call: Option<OwnedFd>,
     pub(crate) error: Option<OwnedFd>,
@@ -129,6 +132,9 @@ struct Running {
     /// Whoever served the ring before us may have ended between showing its last batch and signalling it.
     owes_signal: bool,
     vain_kicks: u32,
+    /// Where to note which pages are written to, and whether the ring was since that was noted last.
+    dirty: Option<Dirty>,
+    touched: bool,
 }
 
 pub(crate) struct Worker<H: QueueHandler> {
@@ -245,6 +251,7 @@ impl<H: QueueHandler> Worker<H> {
                 Ok(Popped::Chain) => {}
                 Ok(Popped::Empty) => return took,
                 Ok(Popped::Dropped(error)) => {
+                    running.touched = true;
                     self.complaints.warn(format_args!("{}: a request was dropped: {error}", self.name));
                     continue;
                 }
@@ -259,7 +266,7 @@ impl<H: QueueHandler> Worker<H> {
             let mut io = Io { transfers: &mut self.transfers, chain, token };
             let answer = catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io)));
             match answer.unwrap_or_else(|_| Answer::Done(self.handler.failed(&self.chain))) {
-                Answer::Done(written) => running.ring.push(&self.chain, written),
+                Answer::Done(written) => running.push(&self.chain, written),
                 answer => {
                     let spare = self.spare.pop().unwrap_or_default();
                     let chain = std::mem::replace(&mut self.chain, spare);
@@ -281,7 +288,7 @@ impl<H: QueueHandler> Worker<H> {
 
     fn give_back(&mut self, queue: usize, chain: Chain, written: u32) {
         if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
-            running.ring.push(&chain, written);
+            running.push(&chain, written);
             running.out -= 1;
         }
         self.spare.push(chain);
@@ -290,6 +297,7 @@ impl<H: QueueHandler> Worker<H> {
     fn publish(&mut self) {
         for running in &mut self.running {
             let wanted = running.ring.publish();
+            running.note();
             if (wanted || running.owes_signal)
                 && let Some(call) = &running.call
             {
@@ -316,9 +324,9 @@ impl<H: QueueHandler> Worker<H> {
     fn sleep(&mut self) -> Result<(), TransfersError> {
         // All of them, without stopping at the first that has work.
         let wanted = self.running.iter_mut().filter(|running| !running.broken);
-        if wanted.map(|running| running.ring.want_kicks(true)).fold(false, |one, other| one | other) {
+        if wanted.map(|running| running.want_kicks(true)).fold(false, |one, other| one | other) {
             for running in &mut self.running {
-                running.ring.want_kicks(false);
+                running.want_kicks(false);
             }
             return Ok(());
         }
@@ -328,7 +336,7 @@ impl<H: QueueHandler> Worker<H> {
         let in_vain = !self.port.0.is_filled() && !self.transfers.has_done();
         let in_vain = in_vain && !self.running.iter().any(Running::has_work);
         for running in &mut self.running {
-            running.ring.want_kicks(false);
+            running.want_kicks(false);
             if in_vain {
                 running.kicked_in_vain(&self.name);
             }
@@ -372,7 +380,7 @@ impl<H: QueueHandler> Worker<H> {
 
     fn start(&mut self, queue: usize, start: Start) -> Result<(), StartError> {
         self.stop(queue);
-        let Start { memory, setup, base, log, kick, call, error } = start;
+        let Start { memory, setup, base, log, dirty, kick, call, error } = start;
         let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
         let begin = Begin::after(stopped_at, base);
         let owes_signal = log.is_some();
@@ -383,6 +391,7 @@ impl<H: QueueHandler> Worker<H> {
         if self.habits.registers_memory {
             self.register(&memory);
         }
+        let dirty = dirty.map(|log| Dirty::new(log, &memory, &setup));
         let mut ring = Ring::new(Rc::new(memory), &setup, begin, log)?;
         ring.want_kicks(false);
         let watch = self.transfers.watch(&kick).map_err(StartError::Watch)?;
@@ -390,7 +399,8 @@ impl<H: QueueHandler> Worker<H> {
             self.slots.drop_parked(queue);
         }
         let out = self.slots.of_queue(queue);
-        let running = Running { queue, ring, watch, call, error, out, broken: false, owes_signal, vain_kicks: 0 };
+        let (broken, vain_kicks, touched) = (false, 0, true);
+        let running = Running { queue, ring, watch, call, error, out, broken, owes_signal, vain_kicks, dirty, touched };
         self.running.push(running);
         for (token, message) in std::mem::take(&mut self.late) {
             self.deliver(token, message);
@@ -463,6 +473,30 @@ enum StartError {
 }
 
 impl Running {
+    /// Gives a chain back.
+    fn push(&mut self, chain: &Chain, written: u32) {
+        if let Some(dirty) = &self.dirty {
+            dirty.chain(self.ring.memory(), chain);
+        }
+        self.ring.push(chain, written);
+        self.touched = true;
+    }
+
+    fn want_kicks(&mut self, wanted: bool) -> bool {
+        let has_work = self.ring.want_kicks(wanted);
+        self.touched = true;
+        self.note();
+        has_work
+    }
+
+    /// Notes what was written to the ring.
+    fn note(&mut self) {
+        if let Some(dirty) = self.dirty.as_ref().filter(|_| self.touched) {
+            dirty.ring();
+            self.touched = false;
+        }
+    }
+
     fn has_work(&self) -> bool {
         !self.broken && self.ring.has_available()
     }

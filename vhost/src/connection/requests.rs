@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
@@ -11,7 +12,8 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 
-use super::{Connection, TakingOver};
+use super::{Connection, F_LOG_ALL, TakingOver};
+use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
 use crate::migration::Transfer;
@@ -45,9 +47,10 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             tracing::error!("the front end wants features that were not offered: {unknown:#x}");
             return Err(Error::InvalidParam);
         }
+        let changes = (self.features ^ features) & F_LOG_ALL != 0;
         self.features = features;
-        self.device.negotiated(&self.session, features);
-        Ok(())
+        self.device.negotiated(&self.session, features & !F_LOG_ALL);
+        if changes { self.restart_all(|_| ()) } else { Ok(()) }
     }
 
     fn set_mem_table(
@@ -289,7 +292,14 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         Ok(VhostUserShMemConfig::new(1, &[window.bytes()]))
     }
 
-    fn set_log_base(&mut self, _: &VhostUserLog, _: File) -> Result<()> {
-        Err(Error::InvalidOperation("migration is not offered"))
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        if !self.device.migrates() {
+            return Err(Error::InvalidOperation("migration is not offered"));
+        }
+        let log = DirtyLog::open(file, log.mmap_offset, log.mmap_size).map_err(|error| {
+            tracing::error!("{error}");
+            Error::InvalidParam
+        })?;
+        self.restart_all(|connection| connection.dirty = Some(Arc::new(log)))
     }
 }

@@ -1,6 +1,6 @@
 //! Which messages the next server must know of, in which order, and which of them are void by now.
 //!
-//! A record's key is its place in that order: features, memory, rings. All but the memory's are the last message of their
+//! A record's key is its place in that order: features, the log of dirty pages, memory, rings. All but the memory's are the last message of their
 //! kind. The memory's are a table and what was added and removed since; what was added and is gone again leaves nothing. Where a ring
 //! begins is recorded whenever it rests, however it came to that.
 
@@ -51,6 +51,7 @@ const OF_A_RING: [u32; 7] = [
 const OFFER: u64 = 1;
 const FEATURES: u64 = 2;
 const PROTOCOL_FEATURES: u64 = 3;
+const LOG: u64 = 4;
 const MEMORY: u64 = 1 << 32;
 const RINGS: u64 = 1 << 62;
 /// In the key of memory that was added: the guest ran with other memory before.
@@ -189,6 +190,7 @@ impl Ledger {
             request::GET_FEATURES => Entry { record: Some((OFFER, bytes)), ..Entry::default() },
             request::SET_FEATURES => Entry { record: Some((FEATURES, bytes)), ..Entry::default() },
             request::SET_PROTOCOL_FEATURES => Entry { record: Some((PROTOCOL_FEATURES, bytes)), ..Entry::default() },
+            request::SET_LOG_BASE => Entry { record: Some((LOG, bytes)), has_files: true, drops: Vec::new() },
             request::SET_MEM_TABLE => {
                 let drops = std::mem::take(&mut self.memory).into_keys().collect();
                 self.memory.insert(MEMORY, None);
@@ -307,13 +309,16 @@ mod tests {
             (SET_PROTOCOL_FEATURES, &[5]),
             (GET_FEATURES, &[]),
             (15, &[]),
+            (SET_LOG_BASE, &[1, 0]),
             (SET_FEATURES, &[5]),
+            (SET_LOG_BASE, &[1, 3]),
             (SET_VRING_KICK, &[0x101]),
         ]);
         let expected = [
             (GET_FEATURES, None),
             (SET_FEATURES, None),
             (SET_PROTOCOL_FEATURES, None),
+            (SET_LOG_BASE, Some(3)),
             (SET_MEM_TABLE, Some(2)),
             (SET_VRING_ADDR, Some(8)),
             (SET_VRING_ADDR, Some(9)),
