@@ -8,8 +8,8 @@
 //!
 //! Such a thread also gives way to everybody else, and a file system must not starve. So the monitor watches how long
 //! the threads wait for their CPU, has those that wait for long compete as everybody does for a while, and those that
-//! rest, too. Threads inherit the class, and a ring's worker has the kernel start some; so this is for readers alone, and
-//! workers of rings gained nothing by it.
+//! rest, too. Threads inherit the class, and a ring has the kernel start some for transfers that wait: a worker competes
+//! before it leaves one to its ring, and for as long as there are any.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -109,6 +109,15 @@ impl GivingWay {
                 state.competes = (2 * state.competes).min(COMPETES_MAX);
                 self.set(&mut state, false);
             }
+        }
+    }
+
+    /// The calling thread, whose way this is, competes from now on, for a while.
+    pub(crate) fn compete(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.turns.is_some() {
+            state.again = Some(Instant::now() + COMPETES_MIN);
+            self.set(&mut state, false);
         }
     }
 

@@ -78,3 +78,18 @@ fn the_only_reader_follows_a_client_that_waits_and_gives_way_to_it() {
     });
     mounted.stop();
 }
+
+#[test]
+fn workers_of_rings_give_way_until_nothing_goes_on() {
+    if !paths().contains(&Path::Uring) || !may_give_way() {
+        return;
+    }
+    let mounted = mount(Arc::new(Null::default()), Options { cache: Cache::None, ..plain(Path::Uring) });
+    let file = File::options().write(true).open(mounted.path("file")).unwrap();
+    wait_within(UNDISTURBED, "a worker gives way", || {
+        (0..50).for_each(|_| file.write_all_at(&[1; 512], 0).unwrap());
+        threads("fuse-cpu-").into_iter().any(gives_way)
+    });
+    wait_until("all compete", || !threads("fuse-cpu-").into_iter().any(gives_way));
+    mounted.stop();
+}

@@ -80,7 +80,7 @@ impl Moving {
         number & ((1 << INDEX_BITS) - 1)
     }
 
-    fn is_quiet(&self) -> bool {
+    pub(super) fn is_quiet(&self) -> bool {
         self.count.load(Ordering::Relaxed) == 0
     }
 
@@ -251,6 +251,8 @@ impl Worker<'_> {
         };
         // SAFETY: this thread owns the queue; the transfer lies with its entry, or is kept, until it has completed, and so
         // do the file and the memory.
+        // The kernel may start threads for it, which are as this one is.
+        self.way.compete();
         let begun = entry.and_then(|entry| self.push(|| unsafe { queue.ring.transfer(number, &entry) }));
         match begun {
             Ok(()) => _ = queue.moving.count.fetch_add(1, Ordering::Relaxed),

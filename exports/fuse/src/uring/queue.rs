@@ -14,6 +14,7 @@ use super::moving::{Moving, UnderWay};
 use super::ring::Ring;
 use super::worker::{Order, Seat, start_worker};
 use crate::connection::Connection;
+use crate::giving_way::GivingWay;
 use crate::lease::{Lease, NotEnded, Term};
 use crate::monitor::{Post, Serving};
 use crate::watch::{Seen, Watch};
@@ -90,6 +91,8 @@ pub(super) struct Queue {
     pub(super) closed: AtomicBool,
     threads: AtomicUsize,
     pub(super) spares: Mutex<Vec<Arc<Seat>>>,
+    /// All threads, as the scheduler sees them.
+    pub(super) ways: Mutex<Vec<Arc<GivingWay>>>,
     full: Once,
 }
 
@@ -124,6 +127,7 @@ impl Queue {
             closed: AtomicBool::new(false),
             threads: AtomicUsize::new(0),
             spares: Mutex::default(),
+            ways: Mutex::default(),
             full: Once::new(),
         };
         queue.add_block()?;
@@ -268,5 +272,10 @@ impl Post for Queue {
 
     fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
         self.press_transfers(verdict)
+    }
+
+    fn tick(self: Arc<Self>) {
+        let wanted = self.moving.is_quiet();
+        self.ways.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|way| way.look(wanted));
     }
 }

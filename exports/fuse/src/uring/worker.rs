@@ -18,6 +18,7 @@ use super::nudge::{NOTIFY_REPLY, nudge, poke};
 use super::queue::{Mail, Queue};
 use super::ring::{Completed, Door, Full};
 use crate::connection::Present;
+use crate::giving_way::GivingWay;
 use crate::machine::stay_on;
 use crate::stats::Counters;
 use crate::transfer::Transfer;
@@ -100,15 +101,19 @@ pub(super) struct Worker<'a> {
     door: Door<'a>,
     server: Server,
     pub(super) counters: Arc<Counters>,
+    pub(super) way: Arc<GivingWay>,
 }
 
 impl<'a> Worker<'a> {
     fn new(queue: &'a Arc<Queue>) -> Self {
+        let way = Arc::new(GivingWay::here());
+        queue.ways.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&way));
         Self {
             queue,
             door: queue.ring.door(),
             server: queue.connection.server(),
             counters: queue.connection.counters.lend(),
+            way,
         }
     }
 
