@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 
 use ferry_vfs::{Backing, Extent};
@@ -36,7 +36,7 @@ pub struct Objects {
     /// composefs's objects.
     files: Option<Files>,
     /// Proves what is wanted soon, once something was read in order.
-    soon: OnceLock<Option<SyncSender<(usize, usize)>>>,
+    soon: Option<SyncSender<(usize, usize)>>,
 }
 
 /// Why an object's bytes cannot be had.
@@ -175,7 +175,7 @@ impl Objects {
     pub fn open_with(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         if image.is_composefs() {
             let files = files(image, folder, missing)?;
-            return Ok(Self { packs: Vec::new(), files: Some(files), soon: OnceLock::new() });
+            return Ok(Self { packs: Vec::new(), files: Some(files), soon: None });
         }
         let store = Store::open(folder)?;
         let common = missing.map(|missing| Common::new(folder, missing));
@@ -197,7 +197,7 @@ impl Objects {
             Ok(Arc::new(Pack::new(file, fd, index, pack.ahead)))
         };
         let packs = image.packs().iter().enumerate().map(open).collect::<Result<_>>()?;
-        let objects = Self { packs, files: None, soon: OnceLock::new() };
+        let objects = Self { packs, files: None, soon: None };
         objects.shrink();
         Ok(objects)
     }
@@ -208,9 +208,11 @@ impl Objects {
         Some((files, files.absent.as_ref()?))
     }
 
-    /// Reads and proves the packs that are wanted soon in a thread of its own, until this is dropped. What is not here is left to
-    /// [`Self::fetch_all`], which knows how much may be asked for.
-    pub(crate) fn prove_ahead(&self) {
+    /// Begins the threads that prove what nobody waits for yet, until this is dropped: what readers in order want soon, and the packs
+    /// that are wanted soon as a whole. What is not here is left to [`Self::fetch_all`], which knows how much may be asked for.
+    /// Not begun by the first reader: what an export's worker begins stays on its CPU.
+    pub(crate) fn prove_ahead(&mut self) {
+        self.soon = prover(&self.packs);
         let is_wanted = |pack: &&Arc<Pack>| pack.ahead && pack.absent.is_none();
         let packs: Vec<Weak<Pack>> = self.packs.iter().filter(is_wanted).take(1).map(Arc::downgrade).collect();
         if packs.is_empty() {
@@ -249,7 +251,7 @@ impl Objects {
         let pack = &self.packs[number];
         let objects = touched(&pack.index.objects, offset, offset.saturating_add(bytes));
         if let Some(soon) = pack.prove_all(objects)?
-            && let Some(prover) = self.soon.get_or_init(|| prover(&self.packs))
+            && let Some(prover) = &self.soon
         {
             // Where too many wait, whoever wants it proves it.
             let _ = prover.try_send((number, soon));

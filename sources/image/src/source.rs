@@ -42,9 +42,9 @@ impl Source {
         missing: Option<Missing>,
     ) -> error::Result<Self> {
         let image = Image::open(image, digest)?;
-        let objects = Arc::new(Objects::open_with(&image, store, missing)?);
+        let mut objects = Objects::open_with(&image, store, missing)?;
         objects.prove_ahead();
-        Ok(Self { image, objects })
+        Ok(Self { image, objects: Arc::new(objects) })
     }
 
     /// What files' bytes are read from, to fetch what is missing of it beside the readers.
