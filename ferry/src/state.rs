@@ -47,7 +47,9 @@ fn line(socket: &Path) -> Result<Line> {
     for _ in 0..TRIES_MAX {
         match Line::reach(socket) {
             // It was just about to end.
-            Err(LineError::Connect(Errno::NOENT | Errno::CONNREFUSED) | LineError::Gone(_)) => {}
+            Err(
+                LineError::Connect(Errno::NOENT | Errno::CONNREFUSED) | LineError::Gone(Errno::CONNRESET | Errno::PIPE),
+            ) => {}
             other => return Ok(other?),
         }
         let _ = fs::remove_file(socket);

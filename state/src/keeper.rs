@@ -59,6 +59,11 @@ pub enum LineError {
     /// It is gone.
     #[error("the keeper of the state is gone: {0}")]
     Gone(Errno),
+    /// There is no room here for what it has.
+    #[error(
+        "this process may not have as many files open as the keeper of the state holds; raise its limit (ulimit -n)"
+    )]
+    NoRoom,
     /// It has no room for what the next server would need.
     #[error("the keeper of the state has no descriptors left")]
     Full,
@@ -185,7 +190,7 @@ impl Line {
                 return Err(LineError::Gone(Errno::CONNRESET));
             };
             match (packet.verb, packet.key, packet.files.len()) {
-                _ if packet.is_cut => return Err(LineError::Gone(Errno::MFILE)),
+                _ if packet.is_cut => return Err(LineError::NoRoom),
                 (PUT, key, 1) => held.extend(packet.files.into_iter().map(|file| (key, file))),
                 (RECORD, key, _) => drop(records.insert(key, (packet.body, packet.files))),
                 (END, count, 0) if count == (held.len() + records.len()) as u64 => {

@@ -1,0 +1,43 @@
+//! A server that may have fewer files open than the keeper holds. Alone in its process, whose limit it changes.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use ferry_state::{Commit, Geometry, Kept, Line, LineError};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+const RECORDS: u64 = 60;
+
+#[test]
+fn what_does_not_fit_into_one_server_is_there_for_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keeper");
+    let listener = ferry_state::listen(&path).unwrap();
+    let keeper = std::thread::spawn(move || ferry_state::keep(&listener).unwrap());
+    let server = || Kept::open(Line::reach(&path).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
+    let first = server();
+    let (front_end, ours) = UnixStream::pair().unwrap();
+    first.keep_connection(ours.as_fd()).unwrap();
+    let file: [OwnedFd; 1] = [File::open("/dev/null").unwrap().into()];
+    for key in 1..=RECORDS {
+        first.commit(&Commit { record: Some((key, b"with a file", &file)), ..Commit::default() }).unwrap();
+    }
+    drop((first, ours));
+
+    let usual = getrlimit(Resource::Nofile);
+    // Descriptors below the limit, which counts their numbers.
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+    setrlimit(Resource::Nofile, Rlimit { current: Some(open + RECORDS / 4), ..usual.clone() }).unwrap();
+    let refused = Line::reach(&path);
+    setrlimit(Resource::Nofile, usual).unwrap();
+    assert!(matches!(refused, Err(LineError::NoRoom)), "{refused:?}");
+
+    let second = server();
+    assert_eq!(second.take_connection().unwrap().records.len() as u64, RECORDS);
+    second.end_connection();
+    drop((second, front_end));
+    keeper.join().unwrap();
+}
