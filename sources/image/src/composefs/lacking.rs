@@ -71,6 +71,10 @@ fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::resul
     if path != path_of(digest) {
         return Err(Bad::Elsewhere { path: name(), digest });
     }
+    let empty = digest.algorithm().of(&[]);
+    if bytes == 0 && digest != empty {
+        return Err(Bad::Changed { path: name(), digest: empty });
+    }
     Ok(FileObject { digest, bytes })
 }
 
@@ -218,7 +222,7 @@ impl Files {
             Ok(_) => {
                 freshen(&path, &found);
                 // That has changed the time of its last change.
-                self.note(digest, &path);
+                self.note_again(digest, &path, &found);
             }
             Err(bad) => {
                 tracing::warn!("{bad}; it is fetched again");
@@ -246,24 +250,22 @@ impl Files {
             Ok(())
         };
         let current = receiver.current();
-        let came = receiver.finish();
+        let (new, came_to, of_empty) = receiver.finish();
         let outcome = match (wrong, fetched) {
             (Some(bad), _) => Err(bad),
             (None, Err(source)) => Err(Bad::Fetch { pack: absent.image, digest: current, source }),
-            (None, Ok(())) if came.as_ref().is_ok_and(|(_, end)| *end < run.end) => {
+            (None, Ok(())) if of_empty.is_ok() && came_to < run.end => {
                 let source = io::ErrorKind::UnexpectedEof.into();
                 Err(Bad::Fetch { pack: absent.image, digest: current, source })
             }
-            (None, Ok(())) => Ok(()),
+            (None, Ok(())) => of_empty,
         };
         // What came whole is kept, whatever became of the rest.
-        let published = came.and_then(|(new, end)| {
-            let fetched_bytes = new.new_bytes;
-            new.publish(|digest, path| self.note(digest, path)).map(|()| (fetched_bytes, end)).map_err(keep)
-        });
-        let published = published.map(|(bytes, end)| {
-            absent.fetched_bytes.fetch_add(bytes, Ordering::Relaxed);
-            (run.start..end).for_each(|at| absent.here[at].store(true, Ordering::Release));
+        let fetched_bytes = new.new_bytes;
+        let published = new.publish(|digest, path| self.note(digest, path)).map_err(keep);
+        let published = published.map(|()| {
+            absent.fetched_bytes.fetch_add(fetched_bytes, Ordering::Relaxed);
+            (run.start..came_to).for_each(|at| absent.here[at].store(true, Ordering::Release));
             claim.tell();
         });
         outcome.and(published).inspect_err(|bad| tracing::debug!("{bad}"))
@@ -416,11 +418,10 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    /// What came whole, and up to where.
-    fn finish(mut self) -> std::result::Result<(NewObjects, usize), Bad> {
-        // Objects without bytes have nothing that could come.
-        self.take(&[])?;
-        Ok((self.new, self.left.start))
+    /// What came whole, up to where, and what went wrong with the objects without bytes behind it, of which nothing could come.
+    fn finish(mut self) -> (NewObjects, usize, std::result::Result<(), Bad>) {
+        let outcome = self.take(&[]);
+        (self.new, self.left.start, outcome)
     }
 }
 

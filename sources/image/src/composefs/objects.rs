@@ -28,7 +28,8 @@ use crate::verity;
 const OPEN_MAX: usize = 256;
 /// An object that was used so short a time ago need not be noted again; any time of grace that makes sense is longer.
 const FRESH: Duration = Duration::from_secs(60);
-/// So few objects are made durable one by one; with more of them, all that the file system has not written yet is.
+/// So few objects are made durable one by one; with more of them, all that the file system has not written yet is. Readers of an
+/// object that is being fetched wait for that, too.
 const FEW: usize = 8;
 /// The pieces that files are copied in, in bytes.
 const PIECE_BYTES: usize = 1 << 20;
@@ -248,6 +249,18 @@ impl Files {
         }
     }
 
+    /// Notes that we have changed the times of a file whose bytes are proved. What has its name by now may be another one, which
+    /// is not noted.
+    pub(super) fn note_again(&self, digest: Digest, path: &Path, before: &fs::Metadata) {
+        let mut state = self.state();
+        if state.proved.get(&digest) == Some(&identity(before))
+            && let Ok(now) = fs::symlink_metadata(path)
+            && (now.dev(), now.ino()) == (before.dev(), before.ino())
+        {
+            state.proved.insert(digest, identity(&now));
+        }
+    }
+
     /// The descriptor with a file's bytes, once they are proved; what is not here is got, if it can be.
     pub(crate) fn find(
         &self,
@@ -259,8 +272,9 @@ impl Files {
         let digest = digest.ok_or_else(|| Bad::NoDigest { path: self.name(path) })?;
         match (self.here(path, digest, bytes), &self.absent) {
             (Err(_), Some(absent)) => {
-                self.obtain(absent, digest)?;
-                self.here(path, digest, bytes)
+                let outcome = self.obtain(absent, digest);
+                // Who looked just before it came may have been told that it did not.
+                self.here(path, digest, bytes).map_err(|bad| outcome.err().unwrap_or(bad))
             }
             (found, _) => found,
         }
