@@ -31,8 +31,9 @@ struct Maker {
 
 impl Maker {
     fn folder(&mut self, path: PathBuf) -> Result<PathBuf> {
+        let new: Vec<_> = path.ancestors().take_while(|folder| !folder.exists()).map(Path::to_owned).collect();
         fs::create_dir_all(&path).with_context(|| named(&path))?;
-        self.folders.push(path.clone());
+        self.folders.extend(new.into_iter().rev());
         Ok(path)
     }
 
@@ -66,7 +67,9 @@ impl Maker {
             self.file(&folder.join(name), 40, 3000)?;
         }
         let pack = self.folder(objects.join("pack"))?;
-        fs::write(pack.join("pack-1.pack"), self.noise.bytes(16 << 20)).with_context(|| named(&pack))
+        let pack = pack.join("pack-1.pack");
+        fs::write(&pack, self.noise.bytes(16 << 20)).with_context(|| named(&pack))?;
+        set_time(&pack, &mut self.noise)
     }
 
     /// Packages that have packages in them, each with a licence that is the same everywhere.
@@ -76,7 +79,9 @@ impl Maker {
         let (end, mut place, mut depth) = (self.made + files, top.clone(), 0);
         while self.made < end {
             let package = self.folder(place.join(format!("package-{}", self.made)))?;
-            fs::write(package.join("LICENSE"), &licence).with_context(|| named(&package))?;
+            let path = package.join("LICENSE");
+            fs::write(&path, &licence).with_context(|| named(&path))?;
+            set_time(&path, &mut self.noise)?;
             self.made += 1;
             self.file(&package.join("package.json"), 300, 2500)?;
             self.file(&package.join("index.js"), 50, 4000)?;
@@ -141,8 +146,26 @@ pub fn make(root: &Path, files: usize) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
     use crate::images::walk;
+
+    /// What an image would have of a tree: each file and folder with its time, its names, and its bytes.
+    fn all(root: &Path) -> Vec<(PathBuf, i64, i64, u64, Vec<u8>)> {
+        let (mut left, mut found) = (vec![root.to_owned()], Vec::new());
+        while let Some(path) = left.pop() {
+            let inode = fs::symlink_metadata(&path).unwrap();
+            let bytes = if inode.is_file() { fs::read(&path).unwrap() } else { Vec::new() };
+            if inode.is_dir() {
+                left.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+            }
+            let name = path.strip_prefix(root).unwrap().to_owned();
+            found.push((name, inode.mtime(), inode.mtime_nsec(), inode.nlink(), bytes));
+        }
+        found.sort();
+        found
+    }
 
     #[test]
     fn the_tree_is_the_same_each_time() {
@@ -150,10 +173,10 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let root = dir.path().join("tree");
             make(&root, 2000).unwrap();
-            (walk::walk(&root).unwrap(), walk::files(&root).unwrap())
+            (walk::walk(&root).unwrap(), walk::files(&root).unwrap(), all(&root))
         });
-        assert_eq!(found[0], found[1]);
-        let (walked, files) = &found[0];
+        assert!(found[0] == found[1], "a time, a link or a byte is another one");
+        let (walked, files, _) = &found[0];
         assert!((2000..2400).contains(&files.len()), "{}", files.len());
         assert!(walked.bytes > 20 << 20, "{walked:?}");
         let depth = files.iter().map(|path| path.components().count()).max().unwrap();
