@@ -13,6 +13,7 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -39,6 +40,8 @@ const UNDISTURBED: Duration = Duration::from_secs(1);
 pub(crate) struct GivingWay {
     thread: Pid,
     state: Mutex<State>,
+    /// Whether it gives way, for itself.
+    gives_way: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -81,7 +84,7 @@ impl GivingWay {
         let thread = gettid();
         let turns = is_possible().then(|| File::open(format!("/proc/self/task/{thread}/schedstat")).ok()).flatten();
         let state = State { turns, seen: Turns::default(), gives_way: None, again: None, competes: COMPETES_MIN };
-        Self { thread, state: Mutex::new(state) }
+        Self { thread, state: Mutex::new(state), gives_way: AtomicBool::new(false) }
     }
 
     /// The monitor looks. Whether the thread is to give way at all, if it may.
@@ -114,9 +117,13 @@ impl GivingWay {
 
     /// The calling thread, whose way this is, competes from now on, for a while.
     pub(crate) fn compete(&self) {
+        if self.gives_way.load(Ordering::Relaxed) {
+            // Before the lock is taken: the monitor would wait for it as long as this thread does for its CPU.
+            let _ = set_policy(0, libc::SCHED_OTHER);
+        }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.turns.is_some() {
-            state.again = Some(Instant::now() + COMPETES_MIN);
+            state.again = state.again.max(Some(Instant::now() + COMPETES_MIN));
             self.set(&mut state, false);
         }
     }
@@ -132,7 +139,10 @@ impl GivingWay {
         }
         let policy = if gives_way { libc::SCHED_IDLE } else { libc::SCHED_OTHER };
         match set_policy(self.thread.as_raw_nonzero().get(), policy) {
-            Ok(()) => state.gives_way = gives_way.then(Instant::now),
+            Ok(()) => {
+                state.gives_way = gives_way.then(Instant::now);
+                self.gives_way.store(gives_way, Ordering::Relaxed);
+            }
             Err(error) => {
                 tracing::debug!("the scheduling of thread {} stays as it is: {error}", self.thread);
                 state.turns = None;
@@ -206,8 +216,6 @@ fn set_policy(thread: libc::pid_t, policy: libc::c_int) -> std::io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use super::*;
     use crate::machine::stay_on;
 

@@ -249,10 +249,10 @@ impl Worker<'_> {
                 (*number, transfer.entry(block.chunk.second(slot), queue.ring.unprivileged))
             }
         };
-        // SAFETY: this thread owns the queue; the transfer lies with its entry, or is kept, until it has completed, and so
-        // do the file and the memory.
         // The kernel may start threads for it, which are as this one is.
         self.way.compete();
+        // SAFETY: this thread owns the queue; the transfer lies with its entry, or is kept, until it has completed, and so
+        // do the file and the memory.
         let begun = entry.and_then(|entry| self.push(|| unsafe { queue.ring.transfer(number, &entry) }));
         match begun {
             Ok(()) => _ = queue.moving.count.fetch_add(1, Ordering::Relaxed),
