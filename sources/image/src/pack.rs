@@ -19,7 +19,7 @@ use rustix::fs::Advice;
 use crate::erofs::BLOCK_BYTES;
 use crate::fetch::Absent;
 use crate::objects::Bad;
-use crate::piece::{self, PIECE_BYTES};
+use crate::piece;
 use crate::store::{Index, Object};
 
 /// What is known of an object.
@@ -99,9 +99,8 @@ impl Pack {
         if let Some(absent) = &self.absent {
             return objects.clone().try_for_each(|at| self.obtain(absent, at..objects.end)).map(|()| None);
         }
-        // Who goes on where somebody was, or begins a large file, reads in order.
-        let is_large = self.index.objects.get(objects.start).is_some_and(|object| object.bytes == PIECE_BYTES as u64);
-        let is_next = is_large || (objects.start > 0 && !self.is_unknown(objects.start - 1));
+        // Who goes on where somebody was reads in order.
+        let is_next = objects.start > 0 && !self.is_unknown(objects.start - 1);
         for at in objects {
             // Whoever would wait for an object helps with the ones behind it.
             if self.states[at].load(Ordering::Acquire) == BUSY
@@ -187,4 +186,40 @@ impl Pack {
 pub(crate) fn read_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<bool> {
     let read = |bytes: &mut [u8]| file.read_exact_at(bytes, block * BLOCK_BYTES as u64);
     piece::is_sound(read, object.bytes, object.digest, memory)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::piece::{PIECE_BLOCKS, PIECE_BYTES};
+
+    const OBJECTS: u64 = 1000;
+
+    /// A pack of so many pieces, all the same.
+    fn pack() -> Pack {
+        let (mut file, piece) = (tempfile::tempfile().expect("a file"), vec![7; PIECE_BYTES]);
+        (0..OBJECTS).for_each(|_| file.write_all(&piece).expect("room"));
+        let digest = piece::digest(&piece);
+        let object = |at: u64| Object { block: at * PIECE_BLOCKS, bytes: PIECE_BYTES as u64, digest };
+        let index = Index { pack: digest, blocks: OBJECTS * PIECE_BLOCKS, objects: (0..OBJECTS).map(object).collect() };
+        let fd = file.try_clone().expect("a descriptor").into();
+        Pack::new(file, fd, index, false)
+    }
+
+    #[test]
+    fn who_reads_in_order_has_more_proved_and_who_does_not_has_not() {
+        let pack = pack();
+        for at in [300, 900, 20, 640, 0] {
+            assert_eq!(pack.prove_all(at..at + 2).expect("it is sound"), None, "{at}");
+        }
+        assert_eq!(pack.prove_all(302..318).expect("it is sound"), Some(318));
+        pack.prove_soon(318);
+        let known = |range: Range<usize>| range.filter(|at| !pack.is_unknown(*at)).count();
+        assert_eq!((known(300..382), known(382..900)), (82, 2), "what follows, and two of 640");
+        // What is known is enough for a while.
+        assert_eq!(pack.prove_all(318..334).expect("it is sound"), None);
+        assert_eq!(pack.prove_all(350..366).expect("it is sound"), Some(366));
+    }
 }
