@@ -501,6 +501,25 @@ fn a_guest_migrates_with_its_files_and_locks() {
 }
 
 #[test]
+fn a_guest_that_waits_for_a_lock_stays_where_it_is() {
+    let here = Survivor::new(Place::Disk, &[]);
+    let mut guest = here.connect();
+    let (file, open) = guest.create(ROOT, "file", O_RDWR, 0o644).unwrap();
+    let (file, open) = (file.nodeid, open.fh);
+    let second = guest.open(file, O_RDWR).unwrap().fh;
+    guest.setlk(file, open, 9, wrlck(0, 9), 0).unwrap();
+    let waits = guest.send_setlkw(file, second, 10, wrlck(5, 7), 0).unwrap();
+    assert!(guest.getattr(file).is_ok(), "the lock was asked for before");
+    assert!(guest.save().is_err());
+    assert!(here.said().contains("that wait for a lock: 1;"), "{}", here.said());
+    guest.setlk(file, open, 9, lock(libc::F_UNLCK, 0, 9), 0).unwrap();
+    guest.receive(waits).unwrap();
+    let taken = guest.getlk(file, open, 9, wrlck(0, 9)).unwrap();
+    assert_eq!((taken.start, taken.end), (5, 7));
+    guest.save().unwrap();
+}
+
+#[test]
 fn files_that_are_lost_by_a_migration_are_an_error_of_it_or_of_the_guest() {
     for (flags, fails) in [(&[][..], true), (&["--migration-on-error", "guest-error"][..], false)] {
         let mut here = Survivor::new(Place::Memory, flags);

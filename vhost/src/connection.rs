@@ -18,7 +18,7 @@ use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
 use crate::ring::{Begin, RingAddresses, RingSetup};
 use crate::window::{Told, Window, WindowDialect};
-use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Start, Worker};
+use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Start, Stopped, Worker};
 use ferry_engine::Complaints;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
@@ -37,6 +37,8 @@ struct Queue<M> {
     size: u32,
     addresses: RingAddresses,
     base: u32,
+    /// Requests that were waiting when it was stopped.
+    out: usize,
     kick: Option<OwnedFd>,
     call: Option<OwnedFd>,
     error: Option<OwnedFd>,
@@ -57,6 +59,7 @@ impl<M> Default for Queue<M> {
             size: 0,
             addresses: RingAddresses::default(),
             base: 0,
+            out: 0,
             kick: None,
             call: None,
             error: None,
@@ -287,12 +290,12 @@ impl<D: Device> Connection<D> {
     fn stop(&mut self, index: usize) {
         let queue = &mut self.queues[index];
         let Some(port) = queue.worker.as_ref().filter(|_| queue.running) else { return };
-        let (reply, base) = channel();
+        let (reply, stopped) = channel();
         port.0.post(Letter::Control(Control::Stop(index, reply)));
         queue.running = false;
         queue.adrift = false;
-        if let Ok(base) = base.recv() {
-            queue.base = base;
+        if let Ok(Stopped { base, out }) = stopped.recv() {
+            (queue.base, queue.out) = (base, out);
         }
     }
 
@@ -322,7 +325,8 @@ impl<D: Device> Connection<D> {
         let running: Vec<usize> = (0..self.queues.len()).filter(|index| self.queues[*index].running).collect();
         running.iter().for_each(|index| self.stop(*index));
         change(self);
-        running.into_iter().try_for_each(|index| self.start(index))
+        // One that cannot go on is no reason for the others not to.
+        running.into_iter().map(|index| self.start(index)).fold(Ok(()), Result::and)
     }
 
     /// Changes the memory under all queues' feet. What is under way in the old memory ends first. A queue that loses

@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering, fence};
 
 use vm_memory::{FileOffset, MmapRegion};
 
@@ -55,18 +55,21 @@ impl DirtyLog {
     /// front end's memory.
     pub(crate) fn mark(&self, address: u64, bytes: u64) {
         let Some(last) = bytes.checked_sub(1).map(|rest| address.saturating_add(rest)) else { return };
-        for page in address / PAGE_BYTES..=last / PAGE_BYTES {
-            let at = usize::try_from(page / 8).unwrap_or(usize::MAX);
+        let (first, last) = (address / PAGE_BYTES, last / PAGE_BYTES);
+        for byte_of in first / 8..=last / 8 {
+            let at = usize::try_from(byte_of).unwrap_or(usize::MAX);
             if at >= self.0.size() {
                 return;
             }
             // SAFETY: `at` is within the mapping, which lives as long as this; all here and, by the protocol, the front end
             // change its bytes by atomic operations only.
             let byte = unsafe { AtomicU8::from_ptr(self.0.as_ptr().add(at)) };
-            let bit = 1 << (page % 8);
-            // A bit that is set already is left alone: rings are marked again and again.
-            if byte.load(Ordering::Relaxed) & bit == 0 {
-                byte.fetch_or(bit, Ordering::Release);
+            let from = first.saturating_sub(byte_of * 8);
+            let to = (last - byte_of * 8).min(7);
+            let bits = u8::MAX << from & u8::MAX >> (7 - to);
+            // Bits that are set already are left alone: rings are marked again and again.
+            if byte.load(Ordering::Relaxed) & bits != bits {
+                byte.fetch_or(bits, Ordering::Release);
             }
         }
     }
@@ -95,6 +98,12 @@ impl Dirty {
 
     /// A chain's buffers were written to, perhaps more than is told: a transfer may have failed half-way.
     pub(crate) fn chain(&self, memory: &Memory, chain: &Chain) {
+        // What was written is seen by whoever clears a bit that is found set here, and copies its page.
+        fence(Ordering::SeqCst);
+        if chain.writable_bytes() as u64 >= memory.bytes() {
+            // It says the same memory many times over.
+            return memory.each_region(|address, bytes| self.log.mark(address, bytes));
+        }
         for segment in &chain.writable {
             memory.guest_parts(*segment, |address, bytes| self.log.mark(address, bytes));
         }
@@ -102,6 +111,7 @@ impl Dirty {
 
     /// So was the ring.
     pub(crate) fn ring(&self) {
+        fence(Ordering::SeqCst);
         self.ring.iter().for_each(|(address, bytes)| self.log.mark(*address, *bytes));
     }
 }

@@ -182,6 +182,16 @@ impl Memory {
         self.regions.iter().find_map(|region| Some(region.guest_start + within(region)?))
     }
 
+    /// How much there is, in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.regions.iter().map(|region| region.bytes).sum()
+    }
+
+    /// Each region's place in the guest's memory, and its length.
+    pub(crate) fn each_region(&self, mut visit: impl FnMut(u64, u64)) {
+        self.regions.iter().for_each(|region| visit(region.guest_start, region.bytes));
+    }
+
     /// Where a piece of memory here is in the guest's: guest-physical addresses and lengths. It may have been in memory that is
     /// gone by now.
     pub(crate) fn guest_parts(&self, piece: Segment, mut part: impl FnMut(u64, u64)) {

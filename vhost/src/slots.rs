@@ -9,7 +9,7 @@ use crate::memory::Memory;
 struct Busy {
     queue: usize,
     chain: Chain,
-    _memory: Rc<Memory>,
+    memory: Rc<Memory>,
     parked: bool,
 }
 
@@ -48,7 +48,7 @@ impl Slots {
     /// Keeps a chain of a queue under the token last given.
     pub(crate) fn put(&mut self, queue: usize, chain: Chain, memory: &Rc<Memory>, parked: bool) {
         let Some(index) = self.free.pop() else { return };
-        self.slots[index as usize].busy = Some(Busy { queue, chain, _memory: Rc::clone(memory), parked });
+        self.slots[index as usize].busy = Some(Busy { queue, chain, memory: Rc::clone(memory), parked });
         self.busy += 1;
         self.parked += usize::from(parked);
     }
@@ -60,8 +60,8 @@ impl Slots {
         slot.busy.as_ref().map(|busy| busy.queue)
     }
 
-    /// Takes the chain of a token, if it is still there, and tells its queue.
-    pub(crate) fn take(&mut self, token: u64) -> Option<(usize, Chain)> {
+    /// Takes the chain of a token, if it is still there, and tells its queue. The memory that it lies in may be nobody else's by now.
+    pub(crate) fn take(&mut self, token: u64) -> Option<(usize, Chain, Rc<Memory>)> {
         let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
         let slot = self.slots.get_mut(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
         let busy = slot.busy.take()?;
@@ -69,7 +69,7 @@ impl Slots {
         self.free.push(u32::try_from(index).expect("slots are counted in 32 bits"));
         self.busy -= 1;
         self.parked -= usize::from(busy.parked);
-        Some((busy.queue, busy.chain))
+        Some((busy.queue, busy.chain, busy.memory))
     }
 
     /// Forgets the parked chains of a queue: its ring is gone.
@@ -106,7 +106,7 @@ mod tests {
             slots.put(queue, Chain { id: head, ..Chain::default() }, &memory, parked);
             token
         };
-        let head = |taken: Option<(usize, Chain)>| taken.map(|(queue, chain)| (queue, chain.id));
+        let head = |taken: Option<(usize, Chain, Rc<Memory>)>| taken.map(|(queue, chain, _)| (queue, chain.id));
         let first = put(&mut slots, 7, 1, false);
         let second = put(&mut slots, 7, 2, true);
         let other = put(&mut slots, 8, 9, true);

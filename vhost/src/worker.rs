@@ -99,10 +99,19 @@ pub(crate) enum Letter<M> {
 #[derive(Debug)]
 pub(crate) enum Control {
     Start(usize, Start, Sender<Result<(), String>>),
-    /// Ends all that moves and answers the index to go on from.
-    Stop(usize, Sender<u32>),
+    /// Ends all that moves.
+    Stop(usize, Sender<Stopped>),
     Call(usize, Option<OwnedFd>),
     Quit,
+}
+
+/// What is left of a ring that was served.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stopped {
+    /// The index to go on from.
+    pub(crate) base: u32,
+    /// Chains before it that are not answered yet, because they wait for somebody (for a lock).
+    pub(crate) out: usize,
 }
 
 /// A ring to serve.
@@ -266,7 +275,7 @@ impl<H: QueueHandler> Worker<H> {
             let mut io = Io { transfers: &mut self.transfers, chain, token };
             let answer = catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io)));
             match answer.unwrap_or_else(|_| Answer::Done(self.handler.failed(&self.chain))) {
-                Answer::Done(written) => running.push(&self.chain, written),
+                Answer::Done(written) => running.push(&self.chain, None, written),
                 answer => {
                     let spare = self.spare.pop().unwrap_or_default();
                     let chain = std::mem::replace(&mut self.chain, spare);
@@ -280,15 +289,15 @@ impl<H: QueueHandler> Worker<H> {
 
     fn finish_transfers(&mut self) {
         while let Some((token, outcome)) = self.transfers.next_done() {
-            let Some((queue, chain)) = self.slots.take(token) else { continue };
+            let Some((queue, chain, memory)) = self.slots.take(token) else { continue };
             let written = self.handler.transferred(token, &chain, outcome);
-            self.give_back(queue, chain, written);
+            self.give_back(queue, chain, &memory, written);
         }
     }
 
-    fn give_back(&mut self, queue: usize, chain: Chain, written: u32) {
+    fn give_back(&mut self, queue: usize, chain: Chain, memory: &Memory, written: u32) {
         if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
-            running.push(&chain, written);
+            running.push(&chain, Some(memory), written);
             running.out -= 1;
         }
         self.spare.push(chain);
@@ -372,9 +381,9 @@ impl<H: QueueHandler> Worker<H> {
         let Some(queue) = self.slots.queue(token) else { return };
         if !self.running.iter().any(|running| running.queue == queue) {
             self.late.push((token, message));
-        } else if let Some((queue, chain)) = self.slots.take(token) {
+        } else if let Some((queue, chain, memory)) = self.slots.take(token) {
             let written = self.handler.deliver(&chain, message);
-            self.give_back(queue, chain, written);
+            self.give_back(queue, chain, &memory, written);
         }
     }
 
@@ -419,10 +428,13 @@ impl<H: QueueHandler> Worker<H> {
         }
     }
 
-    fn stop(&mut self, queue: usize) -> u32 {
+    fn stop(&mut self, queue: usize) -> Stopped {
         let Some(index) = self.running.iter().position(|running| running.queue == queue) else {
-            return self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
+            let base = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
+            return Stopped { base, out: self.slots.of_queue(queue) };
         };
+        // Whoever goes on where it stops does not know of those that the server before has left.
+        while self.running[index].ring.is_recovering() && self.take_from(index) > 0 {}
         self.drain();
         let running = self.running.swap_remove(index);
         if let Err(error) = self.transfers.unwatch(running.watch) {
@@ -434,7 +446,7 @@ impl<H: QueueHandler> Worker<H> {
         if !running.ring.is_recovering() {
             self.stopped.push((queue, at));
         }
-        at
+        Stopped { base: at, out: self.slots.of_queue(queue) }
     }
 
     /// Answers every chain whose answer comes by itself. Parked ones stay.
@@ -473,10 +485,10 @@ enum StartError {
 }
 
 impl Running {
-    /// Gives a chain back.
-    fn push(&mut self, chain: &Chain, written: u32) {
+    /// Gives a chain back, which lies in this memory, or in the ring's.
+    fn push(&mut self, chain: &Chain, memory: Option<&Memory>, written: u32) {
         if let Some(dirty) = &self.dirty {
-            dirty.chain(self.ring.memory(), chain);
+            dirty.chain(memory.unwrap_or_else(|| self.ring.memory()), chain);
         }
         self.ring.push(chain, written);
         self.touched = true;

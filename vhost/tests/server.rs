@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ferry_driver::{Config, Driver, Error};
-use toy::{QUEUES, Toy, WRITABLE_AT, answers, ask, config, serve};
+use toy::{PARKED, QUEUES, Toy, WRITABLE_AT, answers, ask, config, serve};
 use vhost::VhostBackend;
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures as Protocol};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
@@ -117,6 +117,13 @@ fn memory_comes_and_goes_under_load() {
             assert_eq!(driver.queue(0).wait_for(lost, TIMEOUT).unwrap().used_len, 0);
             driver.share_region(1, true).unwrap();
             converse(&mut driver, 0, 40);
+            // Whoever is waited for still has the memory that the answer goes to.
+            let parked = ask(&mut driver, 0, PARKED + 1).unwrap();
+            let behind = ask(&mut driver, 0, 2).unwrap();
+            assert!(answers(2, &driver.queue(0).wait_for(behind, TIMEOUT).unwrap().reply));
+            driver.share_region(1, false).unwrap();
+            assert!(answers(PARKED + 1, &driver.queue(0).wait_for(parked, TIMEOUT).unwrap().reply));
+            driver.share_region(1, true).unwrap();
         }
         // The memory that the rings are in goes, and comes back.
         driver.share_region(0, false).unwrap();

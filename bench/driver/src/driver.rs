@@ -163,7 +163,13 @@ impl Driver {
     /// [`Error::Vhost`](crate::Error::Vhost): among others when the server cannot.
     pub fn save(&mut self) -> Result<(Vec<u8>, Vec<u16>)> {
         let stopped = (0..self.queues.len()).map(|index| self.link.stop(index)).collect::<Result<Vec<u16>>>()?;
-        Ok((self.link.save()?, stopped))
+        let saved = self.link.save();
+        if saved.is_err() {
+            for (index, base) in stopped.iter().enumerate() {
+                self.start_with(index, self.parameters(index, *base))?;
+            }
+        }
+        Ok((saved?, stopped))
     }
 
     /// Goes on with the server that listens at `path`, which takes up the state (see [`Driver::save`]) of the one before.

@@ -252,9 +252,11 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             return Err(Error::InvalidOperation("queues run: they must be stopped before the state is transferred"));
         }
         let begun = match direction {
-            VhostTransferStateDirection::SAVE => {
-                self.device.save(&self.session).map(|state| Transfer::save(state, file))
-            }
+            VhostTransferStateDirection::SAVE => match self.queues.iter().map(|queue| queue.out).sum::<usize>() {
+                0 => self.device.save(&self.session).map(|state| Transfer::save(state, file)),
+                // Nobody there would answer them.
+                out => Err(format!("requests of the guest that wait for a lock: {out}; migrate it when none does")),
+            },
             VhostTransferStateDirection::LOAD => Ok(Transfer::load(file)),
         };
         let begun = begun.and_then(|begun| begun.map_err(|error| format!("no thread: {error}")));
@@ -300,6 +302,11 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             tracing::error!("{error}");
             Error::InvalidParam
         })?;
-        self.restart_all(|connection| connection.dirty = Some(Arc::new(log)))
+        // Only success is answered: whoever gets no answer has to see that the line is cut.
+        let restarted = self.restart_all(|connection| connection.dirty = Some(Arc::new(log)));
+        restarted.map_err(|error| {
+            tracing::error!("a queue cannot go on with the log for the pages that are written to: {error}");
+            Error::InvalidParam
+        })
     }
 }

@@ -13,6 +13,9 @@ use ferry_vhost::{Answer, Chain, Device, Io, Port, QueueHandler, Server, Socket,
 const MASK: u64 = 0x5555_aaaa_0f0f_3c3c;
 /// How long the odd numbers take.
 const LATER: Duration = Duration::from_micros(300);
+/// From here on numbers are parked, and answered after [`MUCH_LATER`].
+pub const PARKED: u64 = 1 << 63;
+const MUCH_LATER: Duration = Duration::from_millis(30);
 /// The byte of the configuration space that the driver may write.
 pub const WRITABLE_AT: u32 = 4;
 /// Queues, each served by a worker of its own.
@@ -112,11 +115,12 @@ impl QueueHandler for Handler {
             return Answer::Done(self.deliver(chain, number));
         }
         let (port, token) = (Arc::clone(&self.port), io.token());
+        let (answer, delay) = if number < PARKED { (Answer::Later, LATER) } else { (Answer::Parked, MUCH_LATER) };
         std::thread::spawn(move || {
-            std::thread::sleep(LATER);
+            std::thread::sleep(delay);
             port.reply(token, number);
         });
-        Answer::Later
+        answer
     }
 
     fn transferred(&mut self, _: u64, _: &Chain, _: io::Result<usize>) -> u32 {
