@@ -103,10 +103,10 @@ impl Post for Reader {
         Ok(())
     }
 
-    fn tick(self: Arc<Self>) {
+    fn tick(self: Arc<Self>, served: bool) {
         self.readers.tick(&self.watch);
         if let Some(way) = self.way.get() {
-            way.look(self.readers.follow.is_wanted());
+            way.look(self.readers.follow.is_wanted(), served);
         }
     }
 }

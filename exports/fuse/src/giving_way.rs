@@ -87,9 +87,13 @@ impl GivingWay {
         Self { thread, state: Mutex::new(state), gives_way: AtomicBool::new(false) }
     }
 
-    /// The monitor looks. Whether the thread is to give way at all, if it may.
-    pub(crate) fn look(&self, wanted: bool) {
+    /// The monitor looks. Whether the thread is to give way at all, if it may; and whether anything was served: a machine with many
+    /// CPUs has many threads that have nothing to do.
+    pub(crate) fn look(&self, wanted: bool, served: bool) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.gives_way.is_none() && !served {
+            return;
+        }
         let Some(now) = state.turns.as_ref().and_then(read_turns) else { return };
         let before = std::mem::replace(&mut state.seen, now);
         let looked = Instant::now();
@@ -252,16 +256,16 @@ mod tests {
             return;
         }
         let way = GivingWay::here();
-        way.look(true);
+        way.look(true, true);
         let nap = || (0..TURNS_MIN).for_each(|_| std::thread::sleep(Duration::from_micros(10)));
         let until = Instant::now() + Duration::from_secs(10);
         while policy() != libc::SCHED_IDLE {
             assert!(Instant::now() < until, "it has its turns, and gives no way");
             nap();
-            way.look(true);
+            way.look(true, true);
         }
         nap();
-        way.look(false);
+        way.look(false, true);
         assert_eq!(policy(), libc::SCHED_OTHER);
     }
 
@@ -287,7 +291,7 @@ mod tests {
                 let until = Instant::now() + Duration::from_secs(10);
                 while gives_way() != wanted && Instant::now() < until {
                     std::thread::sleep(Duration::from_millis(5));
-                    way.look(true);
+                    way.look(true, true);
                 }
                 gives_way() == wanted
             };
@@ -299,7 +303,7 @@ mod tests {
                 }
             });
             let crowded = watch(false);
-            way.look(true);
+            way.look(true, true);
             let still = !gives_way() && way.state.lock().unwrap().again.is_some();
             over.store(true, Ordering::Relaxed);
             hog.join().unwrap();

@@ -56,8 +56,8 @@ pub(crate) trait Post: Send + Sync {
     }
     /// Called now and then while a handler is blocked: whatever may have been missed meanwhile is to be looked for.
     fn stir(&self) {}
-    /// Called at every look.
-    fn tick(self: Arc<Self>) {}
+    /// Called at every look; whether anything was served since the last one.
+    fn tick(self: Arc<Self>, _served: bool) {}
 }
 
 #[derive(Default)]
@@ -202,7 +202,8 @@ impl Round {
         looks.retain_mut(|look| {
             let Some(post) = look.post.upgrade() else { return false };
             let seen = post.watch().look();
-            if seen != look.seen {
+            let served = seen != look.seen;
+            if served {
                 *look = Look { post: look.post.clone(), seen, since: now, relieved: false };
                 stirs = true;
             } else if seen.is_inside() {
@@ -216,7 +217,7 @@ impl Round {
                 }
             }
             stirs |= post.press(&verdict);
-            post.tick();
+            post.tick(served);
             true
         });
         stirs

@@ -459,7 +459,8 @@ fn touched(objects: &[Object], offset: u64, end: u64) -> Range<usize> {
 
 /// Begins a thread that proves what is wanted soon, as long as somebody may ask it to.
 fn prover(packs: &[Arc<Pack>]) -> Option<SyncSender<(usize, usize)>> {
-    // One processor has nothing to do it with.
+    // composefs has none, and one processor has nothing to do it with.
+    packs.first()?;
     thread::available_parallelism().ok().filter(|count| count.get() > 1)?;
     let packs: Vec<Weak<Pack>> = packs.iter().map(Arc::downgrade).collect();
     let (sender, receiver) = sync_channel::<(usize, usize)>(SOON_MAX);

@@ -274,8 +274,8 @@ impl Post for Queue {
         self.press_transfers(verdict)
     }
 
-    fn tick(self: Arc<Self>) {
+    fn tick(self: Arc<Self>, served: bool) {
         let wanted = self.moving.is_quiet();
-        self.ways.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|way| way.look(wanted));
+        self.ways.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|way| way.look(wanted, served));
     }
 }
