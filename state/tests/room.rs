@@ -30,7 +30,7 @@ fn what_does_not_fit_into_one_server_is_there_for_the_next() {
     let usual = getrlimit(Resource::Nofile);
     // Descriptors below the limit, which counts their numbers.
     let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
-    setrlimit(Resource::Nofile, Rlimit { current: Some(open + RECORDS / 4), ..usual.clone() }).unwrap();
+    setrlimit(Resource::Nofile, Rlimit { current: Some(open + RECORDS / 4), ..usual }).unwrap();
     let refused = Line::reach(&path);
     setrlimit(Resource::Nofile, usual).unwrap();
     assert!(matches!(refused, Err(LineError::NoRoom)), "{refused:?}");
