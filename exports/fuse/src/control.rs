@@ -1,4 +1,5 @@
-//! The kernel's controls of a connection: the file system `fusectl`, usually at `/sys/fs/fuse/connections`.
+//! The kernel's controls of a connection: the file system `fusectl`, usually at `/sys/fs/fuse/connections`, and what
+//! `/sys/class/bdi` has of the mount.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -8,6 +9,16 @@ use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, 
 
 /// Where the controls are, where they are mounted.
 const PLACE: &str = "/sys/fs/fuse/connections";
+
+/// Lets the kernel read up to so much of a mount ahead, and so ask for as much at once, where it would ask for 128 KiB
+/// (`read_ahead_kb`, Documentation/ABI/testing/sysfs-class-bdi in Linux).
+///
+/// # Errors
+/// Those of `open(2)` and `write(2)`: sysfs is not there, or not for us to write.
+pub(crate) fn read_ahead(number: u32, bytes: u32) -> io::Result<()> {
+    let file = File::options().write(true).open(format!("/sys/class/bdi/0:{number}/read_ahead_kb"));
+    file?.write_all((bytes >> 10).to_string().as_bytes())
+}
 
 /// What ends a connection, whoever uses it and whatever its server does. It belongs to this one connection: once that is
 /// over it does nothing, even if a later connection gets the same number.

@@ -10,7 +10,7 @@ use rustix::fs::{AtFlags, StatxFlags};
 use rustix::mount::UnmountFlags;
 
 use crate::connection::{Connection, End};
-use crate::control::Switch;
+use crate::control::{Switch, read_ahead};
 use crate::devfuse::Readers;
 use crate::device::Device;
 use crate::explain::{Explanation, Verdict};
@@ -136,6 +136,12 @@ impl Export {
                 return Err(error);
             }
         };
+        // Linux answers a random read of a megabyte by eight requests of its read-ahead, some of them one after the other.
+        if source.features().waits
+            && let Err(error) = read_ahead(mountpoint.connection(), agreed.max_write_bytes)
+        {
+            tracing::debug!(%error, "the kernel goes on asking for 128 KiB at a time");
+        }
         let mut export = Self {
             switch: Switch::of(mountpoint.connection()).ok(),
             device_number: mountpoint.connection(),
