@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
 /// How many slow calls may run at once. They mostly wait for a disk, so more than there are CPUs.
 const THREADS_MAX: usize = 8;
@@ -10,12 +11,15 @@ const THREADS_MAX: usize = 8;
 /// How long a thread without work stays, so that a burst does not start one for each call.
 const IDLE: Duration = Duration::from_secs(5);
 
+/// How long what is still to be done has when the lane is dropped. A call that is blocked in its source may never end.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 type Job = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
-    threads: usize,
+    threads: Vec<ThreadId>,
     idle: usize,
     closed: bool,
 }
@@ -32,13 +36,14 @@ impl Shared {
     }
 }
 
-/// A few threads, started when needed and gone when idle. Dropping the lane waits for what it still has to do.
+/// A few threads, started when needed and gone when idle. Dropping the lane waits for what it still has to do, but not
+/// for good.
 #[derive(Default)]
 pub struct Lane(Arc<Shared>);
 
 impl std::fmt::Debug for Lane {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lane").field("threads", &self.0.lock().threads).finish()
+        f.debug_struct("Lane").field("threads", &self.0.lock().threads.len()).finish()
     }
 }
 
@@ -47,12 +52,12 @@ impl Lane {
     pub fn run(&self, job: impl FnOnce() + Send + 'static) {
         let mut state = self.0.lock();
         state.jobs.push_back(Box::new(job));
-        if state.idle < state.jobs.len() && state.threads < THREADS_MAX {
+        if state.idle < state.jobs.len() && state.threads.len() < THREADS_MAX {
             let shared = Arc::clone(&self.0);
             let started = std::thread::Builder::new().name("ferry-lane".into()).spawn(move || work(&shared));
             match started {
-                Ok(_) => state.threads += 1,
-                Err(_) if state.threads == 0 => {
+                Ok(thread) => state.threads.push(thread.thread().id()),
+                Err(_) if state.threads.is_empty() => {
                     let job = state.jobs.pop_back();
                     drop(state);
                     if let Some(job) = job {
@@ -68,13 +73,35 @@ impl Lane {
     }
 }
 
-impl Drop for Lane {
-    fn drop(&mut self) {
+impl Lane {
+    /// Waits until everything is done; answers how many calls are not after `patience`.
+    fn close(&self, patience: Duration) -> usize {
+        let until = Instant::now() + patience;
         let mut state = self.0.lock();
         state.closed = true;
         self.0.changed.notify_all();
-        while state.threads > 0 {
-            state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        // A call may have kept what the lane is a part of: its own thread is not waited for.
+        let here = std::thread::current().id();
+        loop {
+            let others = state.threads.iter().filter(|thread| **thread != here).count();
+            let left = until.saturating_duration_since(Instant::now());
+            if others == 0 {
+                return 0;
+            }
+            if left.is_zero() {
+                return others.saturating_sub(state.idle) + state.jobs.len();
+            }
+            state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        let left = self.close(PATIENCE);
+        if left > 0 {
+            // Their threads use nothing but what the calls themselves own.
+            tracing::warn!("{left} calls are still blocked in the source, or wait behind those, and are left behind");
         }
     }
 }
@@ -100,7 +127,8 @@ fn work(shared: &Shared) {
             break;
         }
     }
-    state.threads -= 1;
+    let here = std::thread::current().id();
+    state.threads.retain(|thread| *thread != here);
     drop(state);
     shared.changed.notify_all();
 }
@@ -122,8 +150,47 @@ mod tests {
                 assert_ne!(index, 50, "a panic of one job is nobody else's business");
             });
         }
-        assert!(lane.0.lock().threads <= THREADS_MAX);
+        assert!(lane.0.lock().threads.len() <= THREADS_MAX);
         drop(lane);
         assert_eq!(done.load(Ordering::Relaxed), 100);
+    }
+
+    #[test]
+    fn calls_that_never_end_do_not_keep_it() {
+        let lane = Lane::default();
+        let (keep, blocked) = std::sync::mpsc::channel::<()>();
+        let blocked = Arc::new(Mutex::new(blocked));
+        let (begins, begun) = std::sync::mpsc::channel();
+        for _ in 0..THREADS_MAX + 1 {
+            let (blocked, begins) = (Arc::clone(&blocked), begins.clone());
+            lane.run(move || {
+                let _ = begins.send(());
+                let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            });
+        }
+        (0..THREADS_MAX).for_each(|_| begun.recv().expect("all threads are blocked"));
+        let start = Instant::now();
+        assert_eq!(lane.close(Duration::from_millis(50)), THREADS_MAX + 1);
+        assert!(start.elapsed() < PATIENCE, "took {:?}", start.elapsed());
+        drop(keep);
+        assert_eq!(lane.close(PATIENCE), 0);
+    }
+
+    #[test]
+    fn a_call_may_be_the_last_to_hold_it() {
+        let lane = Arc::new(Lane::default());
+        let held = Arc::clone(&lane);
+        let (begin, begun) = std::sync::mpsc::channel::<()>();
+        let (tell, told) = std::sync::mpsc::channel();
+        lane.run(move || {
+            let _ = begun.recv();
+            let start = Instant::now();
+            drop(held);
+            let _ = tell.send(start.elapsed());
+        });
+        drop(lane);
+        drop(begin);
+        let took = told.recv().expect("it does not wait for itself");
+        assert!(took < PATIENCE, "took {took:?}");
     }
 }

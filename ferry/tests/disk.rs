@@ -115,6 +115,8 @@ fn an_installed_back_end_is_found_and_started() {
             assert_eq!(said["type"], kind);
         }
     }
+    let helper = fs::read_link(format!("{root}/sbin/mount.ferry")).expect("a helper for mount(8)");
+    assert_eq!(helper.to_str(), Some("/usr/bin/ferry"));
     assert!(!install("here").status.success(), "a prefix from somewhere");
 }
 

@@ -102,6 +102,20 @@ fn a_panic_is_its_callers_error_alone() {
 }
 
 #[test]
+fn a_killed_program_mounts_again_on_the_same_place() {
+    let Some(place) = Place::new() else { return };
+    let mut killed = Server::start("hello", "mount", place.path(), &[]);
+    killed.signal(Signal::KILL);
+    assert_eq!(killed.status(), None, "a signal ended it");
+    assert!(place.is_mounted(), "it could not unmount");
+    let mut server = Server::start("hello", "mount", place.path(), &[]);
+    sh(place.path(), GREET);
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    assert!(!place.is_mounted(), "the dead mount is left behind");
+}
+
+#[test]
 fn umount_ends_the_program() {
     let Some(place) = Place::new() else { return };
     let mut server = Server::start("hello", "mount", place.path(), &[]);

@@ -38,6 +38,8 @@ enum Kind {
         ino: Ino,
         offset: u64,
         bytes_max: usize,
+        /// See [`Server::write`].
+        cached: bool,
     },
     /// An fsync, behind a write of so many bytes that the source made itself.
     Durable {
@@ -74,7 +76,15 @@ impl Server {
         }
     }
 
-    pub(crate) fn write(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl Carrier) -> Result<Served> {
+    /// Serves WRITE. Of what comes out of the client's page cache (`cached`) Linux takes any success for the whole
+    /// (`fuse_writepage_end`): so less than the whole is an error then, and what was lost is told by fsync or close.
+    pub(crate) fn write(
+        &mut self,
+        cx: &Context<'_>,
+        range: &IoRange,
+        cached: bool,
+        carrier: &mut impl Carrier,
+    ) -> Result<Served> {
         // The decoder has checked that the message is as long as it says.
         let bytes_max = range.len as usize;
         let mut input = DataInput { carrier: &*carrier, offset: WRITE_HEAD_BYTES, left: bytes_max };
@@ -88,12 +98,13 @@ impl Server {
                 }
                 publish(&self.share, cx.caller.session, range.ino, range.offset, claimed);
                 let _ = cx.mount.settle(range.ino);
+                is_whole(cached, claimed, bytes_max)?;
                 self.written(cx, range, claimed, carrier)
             }
             Data::Extent(extent) => {
                 let waits = range.flags.intersects(WAITING_FLAGS);
                 let (by, ino, offset) = (cx.caller.session, range.ino, range.offset);
-                self.begin(cx, carrier, Kind::Write { by, ino, offset, bytes_max });
+                self.begin(cx, carrier, Kind::Write { by, ino, offset, bytes_max, cached });
                 let message = (WRITE_HEAD_BYTES, bytes_max);
                 carrier.write(extent.file, extent.offset, message, range.clear_privileges, waits);
                 Ok(Served::Transfer)
@@ -179,12 +190,15 @@ impl Moving {
             (Kind::Read { bytes_max }, Ok(bytes)) => {
                 return reply::write_data_head(buffer, unique, bytes.min(bytes_max));
             }
-            (Kind::Write { by, ino, offset, bytes_max }, Ok(bytes)) => {
+            (Kind::Write { by, ino, offset, bytes_max, cached }, Ok(bytes)) => {
                 let bytes = bytes.min(bytes_max);
                 publish(share, by, ino, offset, bytes);
                 if let Some(mount) = window_of {
                     // What fails here fails again when the file is closed.
                     let _ = mount.settle(ino);
+                }
+                if let Err(errno) = is_whole(cached, bytes, bytes_max) {
+                    return reply::write_error(buffer, unique, errno);
                 }
                 Reply::Write { bytes: reply::count(bytes) }
             }
@@ -193,6 +207,12 @@ impl Moving {
         };
         reply::write(buffer, unique, &Negotiated::BEFORE_INIT, &reply).bytes()
     }
+}
+
+/// Whether so many bytes are enough for a write; see [`Server::write`]. Why there are no more was told to nobody; after some of
+/// them it is mostly want of room, and the client's kernel tells that from all else only.
+fn is_whole(cached: bool, bytes: usize, bytes_max: usize) -> Result<()> {
+    if cached && bytes < bytes_max { Err(Errno::NOSPC) } else { Ok(()) }
 }
 
 fn publish(share: &Share, by: SessionId, ino: Ino, offset: u64, bytes: usize) {

@@ -62,13 +62,13 @@ impl Server {
         let (caller, ino) = (&cx.caller, cx.ino);
         match *operation {
             Operation::Read(ref range) => return self.read(cx, range, carrier),
-            Operation::Write { ref range, .. } => {
+            Operation::Write { ref range, cached } => {
                 let mut range = *range;
                 if carrier.is_again() {
                     // It may have been appended already: it goes to where the client saw the end.
                     range.flags -= OFlags::APPEND;
                 }
-                return self.write(cx, &range, carrier);
+                return self.write(cx, &range, cached, carrier);
             }
             Operation::Lookup { name } => return self.lookup(cx, name, carrier),
             // For file handles of inodes that the client's kernel has forgotten.

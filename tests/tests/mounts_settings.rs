@@ -41,7 +41,15 @@ fn falls_back(words: &[&str]) {
             assert!(text.contains(word), "{source}: '{word}' is not in: {text}");
         }
         mounted.finish();
-        let ran = Site::on_host(folder.path()).run(ferry(["mount", "mem"]).arg(&at).args(["--path", "uring"]), SOON);
+        let host = Site::on_host(folder.path());
+        let ran = host.run(ferry(["mount", "mem"]).arg(&at), SOON);
+        let said = ran.err.clone();
+        ran.ok();
+        host.sh(&format!("umount {}", at.display()), SOON).ok();
+        for word in words {
+            assert!(said.contains(word), "'{word}' is not said when it is mounted: {said}");
+        }
+        let ran = host.run(ferry(["mount", "mem"]).arg(&at).args(["--path", "uring"]), SOON);
         assert_ne!(ran.status, 0, "{ran:?}");
         assert_eq!(ran.err.trim_end().lines().count(), 1, "not one sentence: {}", ran.err);
         for word in words {

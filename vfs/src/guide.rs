@@ -56,8 +56,9 @@
 //! has a table for it in [`Handles`](crate::Handles), and one that wants locks of its clients to exclude each other has
 //! them in [`Locks`](crate::Locks).
 //!
-//! `O_APPEND` is for the client's kernel: the offset that arrives is the end of the file as it knows it. Nothing is to
-//! be appended again: data written through a mapping comes with the same flags.
+//! `O_APPEND` is for the client's kernel: the offset that arrives is the end of the file as it knows it, and nothing is to
+//! be appended again. Data that come out of its page cache later (mappings, a write-back cache) come without flags, by any
+//! open handle of the file; of these less than the whole is an error to the client, whatever was answered.
 //!
 //! # What is not written
 //!
@@ -90,7 +91,7 @@
 //! | `posix_fadvise(NOREUSE)`, `madvise(COLD)` | nothing |
 //! | `mmap` and a look at the page | READ of the page and its neighbours |
 //! | `mmap` and a change of the page | READ, and WRITE after `msync`, `munmap` or a while; its handle is of any open file of the inode |
-//! | `O_DIRECT`, `O_SYNC`, `O_DSYNC`, `O_APPEND`, `O_NOATIME` | [`IoRange::flags`](crate::IoRange::flags), with each request, also if set later by `fcntl` |
+//! | `O_DIRECT`, `O_SYNC`, `O_DSYNC`, `O_APPEND`, `O_NOATIME` | [`IoRange::flags`](crate::IoRange::flags), with each request that the program itself makes, also if set later by `fcntl` |
 //! | `fallocate`, with all its flags | [`fallocate`](crate::FileSystem::fallocate) |
 //! | `ioctl` | [`ioctl`](crate::FileSystem::ioctl), where number and argument are plain data whose size the number tells (`_IOR`, `_IOW`): pointers in it mean nothing here |
 //! | `setxattr`, `setfacl` | [`setxattr`](crate::FileSystem::setxattr); ACLs as `system.posix_acl_access` and `_default`, which the client's kernel then enforces if [`Features::posix_acl`](crate::Features::posix_acl) is set |

@@ -176,10 +176,9 @@ impl Pending {
         if !self.merged.is_empty() {
             return Some(Ok(self.done));
         }
-        // A short read may be the end of the file or a failure in the middle: only the next one tells.
-        // A short write is told as it is.
-        let told = self.operation != Operation::Read && !self.was_cut(count);
-        if told || count == 0 || self.done >= self.wanted {
+        // A short read may be the end of the file or a failure in the middle, a short write a full disk or what could be
+        // done without waiting: only the next one tells.
+        if count == 0 || self.done >= self.wanted {
             return Some(Ok(self.done));
         }
         let mut count = count;
@@ -193,12 +192,6 @@ impl Pending {
             self.first += 1;
         }
         None
-    }
-
-    /// Whether a count is all that one call could be given, with more pieces than that to go.
-    fn was_cut(&self, count: usize) -> bool {
-        let left = &self.segments[self.first..];
-        left.len() > SEGMENTS_MAX && left[..SEGMENTS_MAX].iter().map(|segment| segment.bytes).sum::<usize>() == count
     }
 
     fn call(&self, flags: libc::c_int) -> io::Result<usize> {

@@ -9,11 +9,13 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use ferry_serve::{HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::InterruptIn;
 use ferry_wire::fuse::{IN_HEADER_BYTES, Negotiated, Opcode, encode_error, peek};
+use rustix::thread::Pid;
 use zerocopy::FromBytes;
 
 use crate::connection::Connection;
@@ -21,7 +23,7 @@ use crate::device::{Received, receive, send};
 use crate::giving_way::GivingWay;
 use crate::handshake::await_message;
 use crate::lease::{Lease, NotEnded};
-use crate::monitor::{Post, Serving};
+use crate::monitor::{Post, Relief, Serving};
 use crate::stats::Counters;
 use crate::watch::{Seen, Watch};
 use carrier::{DeviceCarrier, Memory};
@@ -38,6 +40,7 @@ struct Reader {
     unique: AtomicU64,
     lease: Lease,
     /// Its thread, once there is one.
+    thread: OnceLock<Pid>,
     way: OnceLock<GivingWay>,
 }
 
@@ -49,6 +52,7 @@ impl Reader {
             watch: Watch::default(),
             unique: AtomicU64::new(0),
             lease: Lease::default(),
+            thread: OnceLock::new(),
             way: OnceLock::new(),
         }
     }
@@ -85,12 +89,14 @@ impl Post for Reader {
     }
 
     fn serving(&self) -> Serving {
-        Serving { unique: self.unique.load(Ordering::Relaxed), place: 0, term: self.lease.term() }
+        let (unique, call) = (self.unique.load(Ordering::Relaxed), self.watch.look());
+        Serving { unique, place: 0, term: self.lease.term(), call }
     }
 
-    fn relieve(self: Arc<Self>, _: Seen) -> bool {
+    fn relieve(self: Arc<Self>, _: Seen) -> Relief {
         self.readers.replace_blocked();
-        true
+        // If it was in vain, the next look at any reader finds that requests wait.
+        Relief::Found
     }
 
     fn runs(&self, serving: &Serving) -> bool {
@@ -98,9 +104,19 @@ impl Post for Reader {
     }
 
     fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
-        self.lease.try_end(serving.term)?;
+        self.readers.lose(self.thread.get().copied(), || self.lease.try_end(serving.term))?;
         answer_error(&self.channel, serving.unique, errno);
+        self.readers.replace_blocked();
         Ok(())
+    }
+
+    fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+        self.readers.later.press(|unique, (), since| {
+            verdict(unique, since).map(|errno| {
+                answer_error(&self.channel, unique, errno);
+                true
+            })
+        })
     }
 
     fn tick(self: Arc<Self>, served: bool) {
@@ -223,7 +239,13 @@ impl<'a> Work<'a> {
             }
             served = Served::Reply(server.transferred(ferry_serve::Carrier::token(&carrier), &mut carrier, outcome));
         }
+        if carrier.is_asked.get() && served != Served::Later {
+            reader.readers.later.end(unique);
+        }
         let ours = reader.lease.end(term);
+        if !ours {
+            reader.readers.come_back(reader.thread.get().copied());
+        }
         match (served, loaded) {
             (Served::Reply(_), Some(loaded)) if ours => ToSend::Loaded(loaded),
             (Served::Reply(bytes), None) if ours => ToSend::Bytes(bytes),

@@ -136,6 +136,11 @@ impl Export {
                 return Err(error);
             }
         };
+        if let Err(reason) = &rings
+            && reason.is_of_this_machine()
+        {
+            tracing::info!("requests go through /dev/fuse, not io_uring: {reason}");
+        }
         // Linux answers a random read of a megabyte by eight requests of its read-ahead, some of them one after the other.
         if source.features().waits
             && let Err(error) = read_ahead(mountpoint.connection(), agreed.max_write_bytes)

@@ -28,6 +28,7 @@ mod export;
 mod giving_way;
 mod handshake;
 mod interrupted;
+mod later;
 mod lease;
 mod machine;
 mod monitor;

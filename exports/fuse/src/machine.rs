@@ -38,6 +38,13 @@ pub(crate) enum NoUring {
     Refused { cpu: usize, reason: String },
 }
 
+impl NoUring {
+    /// Whether it would be had on another machine, or after a change to this one.
+    pub(crate) fn is_of_this_machine(&self) -> bool {
+        !matches!(self, Self::Unwanted | Self::Waits)
+    }
+}
+
 /// Looks at what can be known before the mount: whether a ring is worth trying.
 pub(crate) fn uring_allowed() -> Result<(), NoUring> {
     match fs::read_to_string(ENABLE_URING).as_deref().map(str::trim) {

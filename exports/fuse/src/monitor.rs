@@ -36,6 +36,19 @@ pub(crate) struct Serving {
     /// Where it lies: the index of an entry.
     pub(crate) place: usize,
     pub(crate) term: Term,
+    /// The handler's call.
+    pub(crate) call: Seen,
+}
+
+/// What came of having somebody else go on in the place of a handler that is blocked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Relief {
+    /// Somebody does.
+    Found,
+    /// No thread is to be had for it, or there are enough. To be tried again: one whose request is given up makes room.
+    Nobody,
+    /// The call has just ended.
+    NotNeeded,
 }
 
 /// Where requests are served, one at a time: a CPU's ring, or a thread that reads /dev/fuse.
@@ -43,14 +56,15 @@ pub(crate) trait Post: Send + Sync {
     fn watch(&self) -> &Watch;
     /// The request that is being served; means something only while the watch does not change.
     fn serving(&self) -> Serving;
-    /// Whoever serves here is blocked: have somebody else go on. Answers false if the call has just ended.
-    fn relieve(self: Arc<Self>, seen: Seen) -> bool;
+    /// Whoever serves here is blocked: have somebody else go on.
+    fn relieve(self: Arc<Self>, seen: Seen) -> Relief;
     /// Whether the request is not answered yet.
     fn runs(&self, serving: &Serving) -> bool;
-    /// Answers a request with an error, in place of its handler.
+    /// Answers a request with an error, in place of its handler. If that has not come back, its thread does not count among
+    /// those that there may be, until it does.
     fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded>;
-    /// Asks about each transfer that goes on by itself, given its request's number and since when, and cancels it if
-    /// there is a verdict. Answers whether there are any.
+    /// Asks about each transfer that goes on by itself, and each request that another thread will answer, given its number and
+    /// since when, and ends it if there is a verdict. Answers whether there are any.
     fn press(&self, _verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
         false
     }
@@ -146,9 +160,11 @@ struct Look {
     seen: Seen,
     since: Instant,
     relieved: bool,
+    /// It is among those that are blocked.
+    is_noted: bool,
 }
 
-/// A handler that is blocked, whose post was given to somebody else.
+/// A handler that is blocked.
 struct Blocked {
     post: Arc<dyn Post>,
     serving: Serving,
@@ -190,7 +206,7 @@ impl Round {
         let mut new = std::mem::take(&mut *self.shared.posts.lock().unwrap_or_else(PoisonError::into_inner));
         self.seen.extend(new.drain(..).filter_map(|post| {
             let seen = post.upgrade()?.watch().look();
-            Some(Look { post, seen, since: now, relieved: false })
+            Some(Look { post, seen, since: now, relieved: false, is_noted: false })
         }));
     }
 
@@ -204,15 +220,20 @@ impl Round {
             let seen = post.watch().look();
             let served = seen != look.seen;
             if served {
-                *look = Look { post: look.post.clone(), seen, since: now, relieved: false };
+                *look = Look { post: look.post.clone(), seen, since: now, relieved: false, is_noted: false };
                 stirs = true;
             } else if seen.is_inside() {
                 stirs = true;
                 if !look.relieved && now.duration_since(look.since) >= BLOCKED {
                     let serving = post.serving();
-                    if post.watch().look() == seen && Arc::clone(&post).relieve(seen) {
-                        look.relieved = true;
-                        blocked.push(Blocked { post: Arc::clone(&post), serving, since: look.since });
+                    if post.watch().look() == seen {
+                        let relief = Arc::clone(&post).relieve(seen);
+                        look.relieved = relief == Relief::Found;
+                        // Without anybody to go on, too: its caller wants an answer all the more.
+                        if relief != Relief::NotNeeded && !look.is_noted {
+                            look.is_noted = true;
+                            blocked.push(Blocked { post: Arc::clone(&post), serving, since: look.since });
+                        }
                     }
                 }
             }

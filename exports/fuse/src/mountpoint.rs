@@ -49,7 +49,7 @@ impl Mountpoint {
     /// # Errors
     /// [`MountError`]: a sentence with the path and what to do.
     pub fn mount(path: &Path, options: &MountOptions) -> Result<(OwnedFd, Self), MountError> {
-        let place = check::prepare(path, options.nonempty)?;
+        let place = check::prepare(path, &options.kernel_type(), options.nonempty)?;
         let direct = if options.auto_unmount { Err(Refused::NotPermitted) } else { mount_directly(&place, options) };
         let (device, by) = match direct {
             Ok(device) => (device, By::Ourselves),

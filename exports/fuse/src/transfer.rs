@@ -151,9 +151,9 @@ impl Transfer {
         match outcome {
             Ok(count) => {
                 self.done += count.min(self.bytes - self.done);
-                // A short read may be the end of the file or a failure in the middle: only the next one tells. A short
-                // write is told as it is.
-                (!self.is_read() || count == 0 || self.done >= self.bytes).then_some(Ok(self.done))
+                // A short read may be the end of the file or a failure in the middle, a short write a full disk or what could be
+                // done without waiting: only the next one tells.
+                (count == 0 || self.done >= self.bytes).then_some(Ok(self.done))
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) => None,
@@ -273,7 +273,8 @@ mod tests {
         assert_eq!(read.advance(Ok(0)).unwrap().unwrap(), 4, "the file ended");
         assert!(read.advance(error(libc::EIO)).unwrap().is_err());
         let mut write = transfer(Operation::Write { clear_privileges: false, waits: false }, file(), 10);
-        assert_eq!(write.advance(Ok(4)).unwrap().unwrap(), 4);
+        assert!(write.advance(Ok(4)).is_none() && write.advance(error(libc::EAGAIN)).is_none(), "there is more to do");
+        assert_eq!((write.left(), write.offset()), (6, 4));
         assert_eq!(write.advance(error(libc::ENOSPC)).unwrap().unwrap(), 4);
     }
 }

@@ -40,7 +40,7 @@ impl Rings {
         let mut rings = Self { queues: Vec::new() };
         for cpu in 0..possible_cpus() {
             let made = Queue::new(connection, cpu, depth).map(Arc::new);
-            let made = made.and_then(|queue| queue.add_thread().map(|seat| (queue, seat)));
+            let made = made.and_then(|queue| queue.add_thread(0).map(|seat| (queue, seat)));
             match made {
                 Ok(made) => rings.queues.push(made),
                 Err(error) => {

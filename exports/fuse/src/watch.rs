@@ -60,6 +60,13 @@ impl Watch {
     }
 }
 
+impl Ownership {
+    /// The call that is under way, as the monitor sees it.
+    pub(crate) fn call(&self) -> Seen {
+        Seen(self.0)
+    }
+}
+
 impl Seen {
     /// Whether a call was under way.
     pub(crate) fn is_inside(self) -> bool {
@@ -79,6 +86,7 @@ mod tests {
         watch.enter(&mut first);
         let seen = watch.look();
         assert!(seen.is_inside());
+        assert_eq!(first.call(), seen);
         assert!(watch.leave(&mut first));
         assert!(watch.take(seen).is_none(), "it has ended");
         watch.enter(&mut first);

@@ -5,6 +5,7 @@ mod common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -12,7 +13,9 @@ use std::time::{Duration, Instant};
 use common::sources::{Null, block_until};
 use common::{Mounted, mount, paths, plain, stay_on, wait_until};
 use ferry_fuse::{Cache, Options, Path};
-use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, Handle, Ino, Name, Result};
+use ferry_vfs::{
+    Attr, Caller, Data, Entry, Errno, FileSystem, Handle, Ino, IoRange, Name, OFlags, Output, Result, SetAttr,
+};
 
 fn null(path: Path, options: impl Fn(&mut Options)) -> (Arc<Null>, Mounted) {
     let source = Arc::new(Null::default());
@@ -174,15 +177,155 @@ fn a_handler_that_hangs_is_given_up_and_its_late_answer_goes_nowhere() {
     }
 }
 
+/// Threads that one CPU's ring has at most, but for those that were given up; readers of /dev/fuse are twice as many.
+const RING_THREADS: usize = 32;
+
+#[test]
+fn handlers_that_never_come_back_leave_room_for_others() {
+    // More than there may be threads on either path.
+    const CALLERS: usize = 2 * RING_THREADS + 8;
+    for path in paths() {
+        let (source, mounted) = null(path, |options| options.handler_timeout = Duration::from_millis(500));
+        std::thread::scope(|scope| {
+            let hang = || {
+                stay_on(0);
+                errno(read(&mounted, "hangs"))
+            };
+            let callers: Vec<_> = (0..CALLERS).map(|_| scope.spawn(hang)).collect();
+            for (number, caller) in callers.into_iter().enumerate() {
+                assert_eq!(caller.join().unwrap(), Some(libc::EIO), "caller {number} by {path:?}");
+            }
+            let others = scope.spawn(|| {
+                stay_on(0);
+                (0..20).map(|_| read(&mounted, "file").unwrap()).sum::<usize>()
+            });
+            assert_eq!(others.join().unwrap(), 20 * 512, "{path:?}");
+        });
+        assert_eq!(source.held.load(Ordering::SeqCst), CALLERS as u64, "none has come back");
+        source.let_go.store(true, Ordering::SeqCst);
+        wait_until("the handlers come back", || source.held.load(Ordering::SeqCst) == 0);
+        assert_eq!(read(&mounted, "file").unwrap(), 512);
+        mounted.stop();
+    }
+}
+
+#[test]
+fn the_last_thread_of_a_ring_is_let_go_as_well() {
+    for path in paths().into_iter().filter(|path| *path == Path::Uring) {
+        let (source, mounted) = null(path, |options| options.handler_timeout = Duration::ZERO);
+        let held = || usize::try_from(source.held.load(Ordering::SeqCst)).unwrap();
+        // In a thread of its own, for its children are bound to the CPU that it is bound to.
+        let mut children = std::thread::scope(|scope| {
+            let start = || {
+                stay_on(0);
+                let start = |number| {
+                    let mut cat = std::process::Command::new("cat");
+                    let cat = cat.arg(mounted.path("hangs"));
+                    let child = cat.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+                    wait_until("one more blocks", || held() == number);
+                    child
+                };
+                (1..=RING_THREADS).map(start).collect::<Vec<_>>()
+            };
+            scope.spawn(start).join().unwrap()
+        });
+        // It is seen to be blocked, and nobody is to be had.
+        std::thread::sleep(Duration::from_millis(200));
+        let mut last = children.pop().unwrap();
+        last.kill().unwrap();
+        wait_until("the last one ends", || last.try_wait().unwrap().is_some());
+        assert_eq!(held(), RING_THREADS);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                stay_on(0);
+                assert_eq!(read(&mounted, "file").unwrap(), 512);
+            });
+        });
+        source.let_go.store(true, Ordering::SeqCst);
+        for mut child in children {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        wait_until("the handlers come back", || held() == 0);
+        mounted.stop();
+    }
+}
+
+/// A source whose copies hang.
+#[derive(Default)]
+struct Copier(Null);
+
+impl FileSystem for Copier {
+    fn lookup(&self, caller: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.0.lookup(caller, dir, name)
+    }
+    fn getattr(&self, caller: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+        self.0.getattr(caller, ino, handle)
+    }
+    fn setattr(&self, caller: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+        self.0.setattr(caller, ino, handle, set)
+    }
+    fn open(&self, caller: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        self.0.open(caller, ino, flags)
+    }
+    fn read(&self, caller: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+        self.0.read(caller, at, out)
+    }
+    fn copy_file_range(&self, _: &Caller<'_>, copy: &ferry_vfs::Copy) -> Result<u64> {
+        self.0.held.fetch_add(1, Ordering::SeqCst);
+        block_until(|| self.0.let_go.load(Ordering::SeqCst));
+        self.0.held.fetch_sub(1, Ordering::SeqCst);
+        Ok(copy.len)
+    }
+}
+
+#[test]
+fn copies_that_never_end_are_given_up() {
+    for path in paths() {
+        let copier = |timeout: Duration| {
+            let source = Arc::new(Copier::default());
+            let options = Options { cache: Cache::None, ring_depth: 2, handler_timeout: timeout, ..plain(path) };
+            let mounted = mount(Arc::clone(&source) as _, options);
+            (source, mounted)
+        };
+        let held = |source: &Copier| source.0.held.load(Ordering::SeqCst);
+        let finish = |source: &Copier, mounted: Mounted| {
+            assert_eq!(held(source), 1, "it was given up, and goes on");
+            assert_eq!(read(&mounted, "file").unwrap(), 512);
+            source.0.let_go.store(true, Ordering::SeqCst);
+            wait_until("the copy comes back", || held(source) == 0);
+            assert_eq!(read(&mounted, "file").unwrap(), 512);
+            mounted.stop();
+        };
+
+        let (source, mounted) = copier(Duration::from_millis(300));
+        let from = File::open(mounted.path("file")).unwrap();
+        let to = File::options().write(true).open(mounted.path("short")).unwrap();
+        let start = Instant::now();
+        let copied = rustix::fs::copy_file_range(&from, None, &to, None, 4096);
+        assert_eq!(copied, Err(Errno::IO), "{path:?}");
+        assert!(start.elapsed() < Duration::from_secs(3), "took {:?}", start.elapsed());
+        drop((from, to));
+        finish(&source, mounted);
+
+        let (source, mounted) = copier(Duration::ZERO);
+        let mut cp = std::process::Command::new("cp");
+        // It would look for holes first, in a file that takes no room.
+        let cp = cp.arg("--sparse=never").arg(mounted.path("file")).arg(mounted.path("short"));
+        let mut cp = cp.spawn().unwrap();
+        wait_until("it blocks", || held(&source) == 1);
+        cp.kill().unwrap();
+        wait_until("a caller who is killed is let go", || cp.try_wait().unwrap().is_some());
+        finish(&source, mounted);
+    }
+}
+
 #[test]
 fn a_caller_who_is_killed_is_let_go() {
     for path in paths() {
         let (source, mounted) = null(path, |_| {});
-        let mut child = std::process::Command::new("cat")
-            .arg(mounted.path("hangs"))
-            .stderr(std::process::Stdio::null())
-            .spawn()
-            .unwrap();
+        let mut child =
+            std::process::Command::new("cat").arg(mounted.path("hangs")).stderr(Stdio::null()).spawn().unwrap();
         wait_until("it blocks", || source.held.load(Ordering::SeqCst) == 1);
         let start = Instant::now();
         child.kill().unwrap();

@@ -221,6 +221,30 @@ fn passthrough_leaves_reads_and_writes_to_the_kernel() {
     }
 }
 
+/// Linux takes any success of a write from its page cache for the whole.
+#[test]
+fn what_does_not_fit_is_told_when_it_is_synced() {
+    const ROOM: usize = 900 << 10;
+    for path in paths() {
+        for memfds in [false, true] {
+            let options = ferry_mem::Options { size_bytes: Some(ROOM as u64), memfds, ..ferry_mem::Options::default() };
+            let mounted =
+                mount(Arc::new(ferry_mem::Tree::new(&options).unwrap()), Options { writeback: true, ..plain(path) });
+            let file = File::create(mounted.path("f")).unwrap();
+            // One request, of which most fits.
+            file.write_all_at(&[7; 1 << 20], 0).unwrap();
+            let told = file.sync_all().expect_err("not all of it fits");
+            assert_eq!(told.raw_os_error(), Some(libc::ENOSPC), "{path:?}, memfds {memfds}: {told}");
+            drop(file);
+            let file = File::options().write(true).truncate(true).open(mounted.path("f")).unwrap();
+            file.write_all_at(&[7; ROOM / 2], 0).unwrap();
+            file.sync_all().expect("this fits");
+            drop(file);
+            mounted.stop();
+        }
+    }
+}
+
 /// A process that begins a program closes files while nobody may look at it; whoever serves it must not try.
 #[test]
 fn clients_that_begin_programs_are_served() {

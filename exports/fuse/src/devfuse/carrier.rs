@@ -1,5 +1,6 @@
 //! A request of /dev/fuse, as the server sees it.
 
+use std::cell::Cell;
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, WRITE_HEAD_BYTES, peek};
 
 use super::Reader;
 use crate::device::send;
+use crate::later::may_be_given_up;
 use crate::lease::Term;
 use crate::stats::Counters;
 use crate::transfer::Transfer;
@@ -71,6 +73,11 @@ impl Memory {
         self.request().first_chunk::<IN_HEADER_BYTES>().map_or(0, |header| peek(header).unique)
     }
 
+    /// Whether the request may be given up while another thread is to answer it.
+    fn may_be_given_up(&self) -> bool {
+        self.request().first_chunk::<IN_HEADER_BYTES>().is_some_and(|header| may_be_given_up(peek(header).opcode))
+    }
+
     /// The thread that waits for the request, 0 if it cannot be seen from here; `None` if nobody does: such requests
     /// name no thread either, and each comes in between those of a client that goes on.
     pub(super) fn client(&self) -> Option<u32> {
@@ -110,11 +117,13 @@ pub(super) struct DeviceCarrier<'a> {
     counters: &'a Counters,
     /// What is to be done for the request.
     pub(super) transfer: Option<Transfer>,
+    /// It is looked after until it is answered.
+    pub(super) is_asked: Cell<bool>,
 }
 
 impl<'a> DeviceCarrier<'a> {
     pub(super) fn new(reader: &'a Reader, term: Term, memory: &'a mut Memory, counters: &'a Counters) -> Self {
-        Self { reader, term, memory, counters, transfer: None }
+        Self { reader, term, memory, counters, transfer: None, is_asked: Cell::new(false) }
     }
 
     /// Where the payload of the message, or of the reply, begins.
@@ -165,7 +174,17 @@ impl Carrier for DeviceCarrier<'_> {
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
         let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.unique());
+        let later = Arc::clone(&self.reader.readers.later);
+        if self.memory.may_be_given_up() {
+            // Before it can be answered.
+            later.begin(unique, ());
+            self.is_asked.set(true);
+        }
         move |reply| {
+            if later.end(unique) {
+                tracing::debug!("the reply to request {unique} comes too late: its caller was told an error");
+                return;
+            }
             // If the caller was told something else meanwhile, or is gone, the kernel knows no such request any more.
             if let Err(error) = send(channel.as_fd(), &[IoSlice::new(&reply)]) {
                 tracing::debug!("nobody waits for the reply to request {unique} any more: {error}");

@@ -17,12 +17,16 @@ use super::follow::Follow;
 use super::{Reader, Work};
 use crate::connection::{Connection, Present};
 use crate::giving_way::GivingWay;
+use crate::later::Later;
 use crate::machine::place_of;
 use crate::monitor::Post;
 use crate::watch::Watch;
 
 /// The most threads that read the device of one mount. Past it, requests wait in the kernel.
 const READERS_MAX: usize = 64;
+
+/// As many with those that were given up: their callers wait for nothing any more, but each has a thread and memory.
+const READERS_ALL_MAX: usize = 512;
 
 /// Readers that are awake for each CPU. Clients compete with them for CPUs: with one for each, eight clients of two CPUs
 /// had a sixth less than with four.
@@ -38,7 +42,10 @@ pub(crate) struct Readers {
     /// How many there are to begin with, and at least.
     base: usize,
     cpus: usize,
+    /// Threads, but for those that are lost.
     threads: AtomicUsize,
+    /// Threads whose request was given up and that have not come back.
+    lost: AtomicUsize,
     /// Threads that wait for a request.
     idle: AtomicUsize,
     /// All were busy at once since the monitor looked last.
@@ -47,6 +54,7 @@ pub(crate) struct Readers {
     retire: AtomicBool,
     /// Since when not all were busy.
     calm_since: Mutex<Instant>,
+    /// Those of [`Self::threads`] that have begun. Under its lock threads are lost and come back.
     running: Mutex<Vec<Pid>>,
     full: Once,
     /// The client of some request since the monitor looked last, 0 if it is not known.
@@ -54,6 +62,8 @@ pub(crate) struct Readers {
     /// There were requests of others, too.
     several: AtomicBool,
     pub(super) follow: Follow,
+    /// Requests that other threads will answer. On its own: whoever answers has it for longer than there is a mount.
+    pub(super) later: Arc<Later<()>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -87,6 +97,7 @@ impl Readers {
             base,
             cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             threads: AtomicUsize::new(0),
+            lost: AtomicUsize::new(0),
             idle: AtomicUsize::new(0),
             stretched: AtomicBool::new(false),
             retire: AtomicBool::new(false),
@@ -96,6 +107,7 @@ impl Readers {
             client: AtomicU32::new(0),
             several: AtomicBool::new(false),
             follow: Follow::default(),
+            later: Arc::default(),
         })
     }
 
@@ -110,6 +122,7 @@ impl Readers {
         drop(post);
         let started = std::thread::Builder::new().name("fuse-reader".into()).spawn(move || {
             let id = gettid();
+            let _ = reader.thread.set(id);
             lock(&reader.readers.running).push(id);
             let _ = reader.way.set(GivingWay::here());
             Work::new(&reader).run();
@@ -180,6 +193,24 @@ impl Readers {
         }
     }
 
+    /// The request of a thread is given up, if `end` can end it: the thread does not count until it is back.
+    pub(super) fn lose<E>(&self, thread: Option<Pid>, end: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+        let mut running = lock(&self.running);
+        end()?;
+        running.retain(|running| Some(*running) != thread);
+        self.lost.fetch_add(1, Ordering::Relaxed);
+        self.threads.fetch_sub(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// A thread whose request was given up is back.
+    pub(super) fn come_back(&self, thread: Option<Pid>) {
+        let mut running = lock(&self.running);
+        running.extend(thread);
+        self.threads.fetch_add(1, Ordering::Relaxed);
+        self.lost.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// The monitor looks, once for each reader, who has this watch.
     pub(super) fn tick(self: &Arc<Self>, watch: &Watch) {
         if self.connection.end.is_declared() {
@@ -225,9 +256,13 @@ impl Readers {
 
     fn reinforce(self: &Arc<Self>) {
         self.follow.stop();
-        if self.threads.load(Ordering::Relaxed) >= READERS_MAX {
+        let (threads, lost) = (self.threads.load(Ordering::Relaxed), self.lost.load(Ordering::Relaxed));
+        if threads >= READERS_MAX || threads + lost >= READERS_ALL_MAX {
             self.full.call_once(|| {
-                tracing::warn!("all {READERS_MAX} threads of a mount are busy or blocked in the source: requests wait");
+                tracing::warn!(
+                    "all {threads} threads of a mount are busy or blocked in the source, {lost} others were given up: \
+                     requests wait"
+                );
             });
         } else if let Err(error) = self.add() {
             tracing::warn!("no thread can be had to take the place of those that are busy: {error}");

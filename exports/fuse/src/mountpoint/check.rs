@@ -69,12 +69,12 @@ pub(super) struct Place {
     pub(super) fd: OwnedFd,
 }
 
-/// Looks at a mount point, and takes away what a killed server of ours left on it.
-pub(super) fn prepare(path: &Path, nonempty: bool) -> Result<Place, MountError> {
+/// Looks at a mount point, and takes away what a killed server of this kind left on it.
+pub(super) fn prepare(path: &Path, kind: &str, nonempty: bool) -> Result<Place, MountError> {
     // Follows every link without asking what is mounted at the end.
     let path = &path.canonicalize().map_err(|error| reach_error(path, error))?;
     for _ in 0..DEAD_MAX {
-        if !clear_dead(path)? {
+        if !clear_dead(path, kind)? {
             break;
         }
     }
@@ -86,14 +86,15 @@ pub(super) fn prepare(path: &Path, nonempty: bool) -> Result<Place, MountError> 
     Ok(Place { path: path.clone(), fd })
 }
 
-/// Unmounts a dead mount of ours; answers whether there was one. Live ones, and dead ones of others, are errors.
-fn clear_dead(path: &Path) -> Result<bool, MountError> {
+/// Unmounts a dead mount of ours, or of the program that is about to mount (`kind`); answers whether there was one. Live
+/// ones, and dead ones of others, are errors.
+fn clear_dead(path: &Path, kind: &str) -> Result<bool, MountError> {
     let id = table_id(path).map_err(|error| reach_error(path, error.into()))?;
     let above = path.parent().and_then(|parent| table_id(parent).ok());
     let mounted = if above == Some(id) { None } else { Mounted::find(id) };
     let Some(mounted) = mounted.filter(|mounted| mounted.kind.starts_with("fuse")) else { return Ok(false) };
 
-    let ours = mounted.kind == OUR_KIND;
+    let ours = mounted.kind == OUR_KIND || mounted.kind == kind;
     match ask_until_clear(path) {
         Some(Err(Errno::NOTCONN | Errno::CONNABORTED)) if ours => {
             tracing::info!("the mount on {} was left by a server that has died: unmounting it", path.display());
@@ -103,7 +104,7 @@ fn clear_dead(path: &Path) -> Result<bool, MountError> {
         Some(Err(Errno::NOTCONN | Errno::CONNABORTED)) => {
             Err(MountError::DeadForeign { path: path.into(), kind: mounted.kind })
         }
-        Some(_) if ours => {
+        Some(_) if mounted.kind == OUR_KIND => {
             let source_name = mounted.source.to_string_lossy().into_owned();
             Err(MountError::Mounted { path: path.into(), source_name })
         }
@@ -192,12 +193,12 @@ mod tests {
             ("full/file/x", true, "is not a directory"),
             ("full", false, "is not empty"),
         ] {
-            let error = prepare(&at(name), nonempty).expect_err(name).to_string();
+            let error = prepare(&at(name), OUR_KIND, nonempty).expect_err(name).to_string();
             assert!(error.contains(words) && error.contains(name), "{name}: {error}");
         }
-        prepare(&at("full"), true).expect("it was asked for");
-        prepare(&at("empty"), false).expect("an empty directory");
-        let place = prepare(&at("link"), false).expect("a link to an empty directory");
+        prepare(&at("full"), OUR_KIND, true).expect("it was asked for");
+        prepare(&at("empty"), OUR_KIND, false).expect("an empty directory");
+        let place = prepare(&at("link"), OUR_KIND, false).expect("a link to an empty directory");
         assert_eq!(place.path, at("empty").canonicalize().expect("it exists"));
     }
 }

@@ -68,10 +68,12 @@ impl Carrier for RingCarrier<'_> {
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
         let (queue, index, term) = (Arc::clone(self.queue), self.index, self.term);
+        let unique = self.block.states[self.slot].unique.load(Ordering::Relaxed);
         move |reply| {
             while queue.answer(index, term, &reply) == Err(NotEnded::Held) {
                 std::thread::yield_now();
             }
+            queue.later.end(unique);
             queue.parked.fetch_sub(1, Ordering::Relaxed);
         }
     }

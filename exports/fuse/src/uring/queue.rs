@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::Instant;
 
 use ferry_engine::Mailbox;
@@ -15,17 +15,22 @@ use super::ring::Ring;
 use super::worker::{Order, Seat, start_worker};
 use crate::connection::Connection;
 use crate::giving_way::GivingWay;
+use crate::later::Later;
 use crate::lease::{Lease, NotEnded, Term};
-use crate::monitor::{Post, Serving};
+use crate::monitor::{Post, Relief, Serving};
 use crate::watch::{Seen, Watch};
 
 /// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
 /// CPU goes on: so more are registered when few are left, up to so many times the depth. Past it, requests of that CPU
 /// wait for one of these to end.
-const BLOCKS_MAX: usize = 128;
+const BLOCKS_MAX: usize = 256;
 
 /// Threads of one queue: one that works, the others blocked in handlers or spare.
 const THREADS_MAX: usize = 32;
+
+/// As many with those whose request was given up. Each may keep the entries that it was given, so there are blocks for all.
+const THREADS_ALL_MAX: usize = 240;
+const _: () = assert!(THREADS_ALL_MAX < BLOCKS_MAX);
 
 /// What one entry's request has beside the memory.
 #[derive(Debug, Default)]
@@ -59,6 +64,21 @@ pub(super) enum Mail {
     Look,
 }
 
+/// Handlers that are blocked.
+#[derive(Debug, Default)]
+struct Calls {
+    /// Those whose threads are blocked while others have the queue.
+    away: Vec<Away>,
+    /// The request of the owner's own call was given up: nobody was to be had to take the queue over.
+    given_up: Option<Seen>,
+}
+
+#[derive(Debug)]
+struct Away {
+    call: Seen,
+    is_given_up: bool,
+}
+
 #[derive(Debug)]
 pub(super) struct Queue {
     pub(super) connection: Arc<Connection>,
@@ -80,8 +100,9 @@ pub(super) struct Queue {
     pub(super) moving: Moving,
     /// Requests that are answered later, and those whose handler is blocked.
     pub(super) parked: AtomicIsize,
-    /// Threads that are blocked in handlers while others have the queue.
-    pub(super) away: AtomicUsize,
+    calls: Mutex<Calls>,
+    /// Requests that other threads will answer, and the entries that these lie in.
+    pub(super) later: Later<(usize, Term)>,
     pub(super) watch: Watch,
     /// The entry that is being served.
     pub(super) place: AtomicUsize,
@@ -119,7 +140,8 @@ impl Queue {
             is_poked: AtomicBool::new(false),
             moving: Moving::default(),
             parked: AtomicIsize::new(0),
-            away: AtomicUsize::new(0),
+            calls: Mutex::default(),
+            later: Later::default(),
             watch: Watch::default(),
             place: AtomicUsize::new(0),
             mail: Mailbox::new()?,
@@ -150,7 +172,8 @@ impl Queue {
     /// given: the kernel may have no other way to them.
     pub(super) fn is_short(&self) -> bool {
         let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
-        let kept = self.away.load(Ordering::Relaxed) * self.depth;
+        let parked = parked.saturating_sub(self.later.given_up());
+        let kept = self.calls().away.len() * self.depth;
         parked + kept + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
     }
 
@@ -202,15 +225,26 @@ impl Queue {
         self.closed.load(Ordering::Acquire) || self.connection.end.is_declared()
     }
 
-    /// One more thread for the queue, which waits for an order.
+    fn calls(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A thread that was blocked is back.
+    pub(super) fn come_back(&self, call: Seen) {
+        self.parked.fetch_sub(1, Ordering::Relaxed);
+        self.calls().away.retain(|away| away.call != call);
+    }
+
+    /// One more thread for the queue, which waits for an order, beside so many whose requests were given up.
     ///
     /// # Errors
     /// No thread can be had, or there are enough.
-    pub(super) fn add_thread(self: &Arc<Self>) -> io::Result<Arc<Seat>> {
-        if self.threads.load(Ordering::Relaxed) >= THREADS_MAX {
+    pub(super) fn add_thread(self: &Arc<Self>, lost: usize) -> io::Result<Arc<Seat>> {
+        let threads = self.threads.load(Ordering::Relaxed);
+        if threads >= THREADS_MAX + lost || threads >= THREADS_ALL_MAX {
             self.full.call_once(|| {
                 tracing::warn!(
-                    "{THREADS_MAX} handlers of CPU {} are blocked in the source: its other requests wait",
+                    "{threads} handlers of CPU {} are blocked in the source, {lost} of them given up: its other requests wait",
                     self.cpu
                 );
             });
@@ -233,22 +267,26 @@ impl Post for Queue {
             let state = &block.states[slot];
             (state.unique.load(Ordering::Relaxed), state.lease.term())
         });
-        Serving { unique, place, term }
+        Serving { unique, place, term, call: self.watch.look() }
     }
 
-    fn relieve(self: Arc<Self>, seen: Seen) -> bool {
+    fn relieve(self: Arc<Self>, seen: Seen) -> Relief {
+        // Until the call is among those that are away: its thread may come back at once.
+        let mut calls = self.calls();
+        let is_given_up = calls.given_up == Some(seen);
+        let lost = calls.away.iter().filter(|away| away.is_given_up).count() + usize::from(is_given_up);
         let spare = self.spares.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let Some(seat) = spare.or_else(|| self.add_thread().ok()) else { return false };
+        let Some(seat) = spare.or_else(|| self.add_thread(lost).ok()) else { return Relief::Nobody };
         match self.watch.take(seen) {
             Some(ownership) => {
                 self.parked.fetch_add(1, Ordering::Relaxed);
-                self.away.fetch_add(1, Ordering::Relaxed);
+                calls.away.push(Away { call: seen, is_given_up });
                 seat.give(Order::Own(ownership));
-                true
+                Relief::Found
             }
             None => {
                 self.spares.lock().unwrap_or_else(PoisonError::into_inner).push(seat);
-                false
+                Relief::NotNeeded
             }
         }
     }
@@ -259,19 +297,42 @@ impl Post for Queue {
 
     fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
         let reply = encode_error(serving.unique, errno);
+        // Until the call is marked: its thread may come back at once.
+        let mut calls = self.calls();
         match self.answer(serving.place, serving.term, &reply) {
             // Perhaps by a transfer that its thread does not come back from.
-            Err(NotEnded::Held) => self.rob(serving.place, serving.term, &reply),
-            outcome => outcome,
+            Err(NotEnded::Held) => self.rob(serving.place, serving.term, &reply)?,
+            outcome => outcome?,
         }
+        match calls.away.iter_mut().find(|away| away.call == serving.call) {
+            Some(away) => away.is_given_up = true,
+            None if self.watch.look() == serving.call => calls.given_up = Some(serving.call),
+            // It is back; somebody else was to answer.
+            None => {}
+        }
+        Ok(())
     }
 
     fn stir(&self) {
-        self.mail.post(Mail::Nudge);
+        // Who does not read his mail needs no more of it.
+        if !self.mail.is_filled() {
+            self.mail.post(Mail::Nudge);
+        }
     }
 
     fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
-        self.press_transfers(verdict)
+        let later = self.later.press(|unique, &(index, term), since| {
+            let runs = self.entry(index).is_some_and(|(block, slot)| block.states[slot].lease.runs(term));
+            if !runs {
+                return Some(false);
+            }
+            let errno = verdict(unique, since)?;
+            match self.answer(index, term, &encode_error(unique, errno)) {
+                Err(NotEnded::Held) => None,
+                outcome => Some(outcome.is_ok()),
+            }
+        });
+        self.press_transfers(verdict) | later
     }
 
     fn tick(self: Arc<Self>, served: bool) {

@@ -19,6 +19,7 @@ use super::queue::{Mail, Queue};
 use super::ring::{Completed, Door, Full};
 use crate::connection::Present;
 use crate::giving_way::GivingWay;
+use crate::later::may_be_given_up;
 use crate::machine::stay_on;
 use crate::stats::Counters;
 use crate::transfer::Transfer;
@@ -318,6 +319,7 @@ impl<'a> Worker<'a> {
         }
         queue.place.store(index, Ordering::Relaxed);
         queue.watch.enter(ownership);
+        let call = ownership.call();
         queue.connection.bell.ring();
         counters.requests.add(1);
         let mut carrier = RingCarrier { queue, block, slot, index, term, message, counters, transfer: None };
@@ -328,13 +330,19 @@ impl<'a> Worker<'a> {
         let ours = queue.watch.leave(ownership);
         if !ours {
             // The monitor counted it when it gave the queue to somebody else.
-            queue.parked.fetch_sub(1, Ordering::Relaxed);
-            queue.away.fetch_sub(1, Ordering::Relaxed);
+            queue.come_back(call);
         }
         match outcome {
             Outcome::Waits(waits) => leave_to_ring(self, index, waits, ours),
-            Outcome::Served(Served::Later | Served::Parked) => {
+            Outcome::Served(later @ (Served::Later | Served::Parked)) => {
                 queue.parked.fetch_add(1, Ordering::Relaxed);
+                if later == Served::Later && may_be_given_up(header.opcode) {
+                    queue.later.begin(header.unique, (index, term));
+                    if !state.lease.runs(term) {
+                        // It was answered before that.
+                        queue.later.end(header.unique);
+                    }
+                }
                 if ours {
                     self.add_entries();
                 }
