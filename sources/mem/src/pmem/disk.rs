@@ -267,10 +267,11 @@ impl Disk {
         let dirty = std::mem::take(&mut *file.dirty());
         let ticket = file.read().ticket;
         if data_only && self.log.is_durable(ticket) {
-            if dirty.is_empty() {
-                return Ok(());
+            if !dirty.is_empty() {
+                self.tier1.medium.persist(&dirty.into_sorted()).map_err(|error| self.log.fail(&error))?;
             }
-            return self.tier1.medium.persist(&dirty.into_sorted()).map_err(|error| self.log.fail(&error));
+            // Some of the file's may be on the way with those of all files.
+            return self.log.sync_along();
         }
         self.log.flush_along(dirty);
         self.sync_log()
@@ -286,7 +287,9 @@ impl Disk {
     /// Makes everything durable.
     pub(crate) fn sync_all(&self) -> Result<()> {
         for file in self.files() {
-            self.log.flush_along(std::mem::take(&mut *file.dirty()));
+            let mut dirty = file.dirty();
+            // Under the lock: who syncs the file finds them there, or in the log.
+            self.log.flush_along(std::mem::take(&mut *dirty));
         }
         self.sync_log()
     }

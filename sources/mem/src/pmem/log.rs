@@ -185,6 +185,15 @@ impl Log {
         self.pending().along.add_all(ranges);
     }
 
+    /// Makes all ranges durable that were noted with [`Self::flush_along`], also those that another thread is flushing.
+    pub(crate) fn sync_along(&self) -> Result<()> {
+        // Whoever flushes has it until all is durable.
+        let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let nothing = self.pending().along.is_empty();
+        drop(writer);
+        if nothing { self.check() } else { self.sync(self.last()) }
+    }
+
     /// The ticket of the last record.
     pub(crate) fn last(&self) -> Ticket {
         self.pending().appended
