@@ -283,7 +283,15 @@ impl Connection {
             line::reply(out, 0, tag, &answer);
             before
         });
-        drop(before);
+        self.end_session(before);
+    }
+
+    /// Gives back to the source what a session held. That may take long, so somebody else is to wait for events.
+    fn end_session(&self, session: Option<Arc<Session>>) {
+        if session.is_some() {
+            self.hub.keep_watch();
+        }
+        drop(session);
     }
 
     /// Why the connection is to end, if it is too slow.
@@ -314,9 +322,15 @@ impl Connection {
 
     /// Ends the connection and gives back what it held. Not to be called by a source.
     pub(crate) fn end(&self, reason: Option<&'static str>) {
+        self.end_session(self.close(reason));
+    }
+
+    /// Ends the connection; answers the session that it had, to be dropped where nobody waits for that.
+    #[must_use]
+    pub(crate) fn close(&self, reason: Option<&'static str>) -> Option<Arc<Session>> {
         let mut interest = lock(&self.interest);
         if std::mem::replace(&mut interest.over, true) {
-            return;
+            return None;
         }
         drop(interest);
         let _ = epoll::delete(self.hub.epoll(), &self.stream);
@@ -336,10 +350,10 @@ impl Connection {
             self.hub.let_go(kept.bytes.len());
         }
         drop(inbox);
-        drop(session);
         if let Some(reason) = refused.as_deref().or(reason) {
             self.hub.share.complaints.warn(format_args!("a connection was ended: {reason}"));
         }
+        session
     }
 }
 

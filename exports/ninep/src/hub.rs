@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferry_engine::Lane;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -77,6 +78,8 @@ pub(crate) struct Hub {
     buffered: AtomicUsize,
     /// A listener rests until the next tick, for lack of descriptors.
     resting: AtomicBool,
+    /// Where the clock has sessions end: not on the share's lane, which others wait for.
+    ends: Lane,
 }
 
 impl std::fmt::Debug for Hub {
@@ -108,6 +111,7 @@ impl Hub {
             stopping: AtomicBool::new(false),
             buffered: AtomicUsize::new(0),
             resting: AtomicBool::new(false),
+            ends: Lane::default(),
         });
         hub.watch().map_err(system("sockets"))?;
         for _ in 0..THREADS_MIN {
@@ -304,8 +308,11 @@ impl Hub {
             let now = Instant::now();
             let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
             for connection in connections {
-                if let Some(reason) = connection.overdue(now) {
-                    connection.end(Some(reason));
+                if let Some(reason) = connection.overdue(now)
+                    && let Some(session) = connection.close(Some(reason))
+                {
+                    // What the session held goes back to the source, which may take long.
+                    self.ends.run(move || drop(session));
                 }
             }
             if self.resting.swap(false, Ordering::AcqRel) {

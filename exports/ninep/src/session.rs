@@ -23,6 +23,10 @@ const FIDS_MAX: usize = 1 << 20;
 /// Values of extended attributes that the fids of one session may hold, in bytes: sixty of the longest.
 const VALUES_BYTES_MAX: usize = 4 << 20;
 
+/// Owners of locks that the fids of one session remember, to end their locks with the fid. Those of others end when the
+/// last handle does through which they were taken, which is the same for a program that opens a file once.
+const OWNERS_MAX: usize = 4096;
+
 /// See the module.
 pub(crate) struct Session {
     pub(crate) id: SessionId,
@@ -32,6 +36,8 @@ pub(crate) struct Session {
     fids: Mutex<HashMap<Fid, Arc<File>>>,
     paths: Arc<Paths>,
     owners: RandomState,
+    /// Owners that fids remember.
+    owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
 }
 
@@ -178,6 +184,8 @@ pub(crate) struct Open {
     source: Arc<dyn FileSystem>,
     /// Who took locks through it.
     owners: Mutex<HashSet<u64>>,
+    /// Those of all fids of the session.
+    owner_count: Arc<AtomicUsize>,
     /// How it is read.
     pub(crate) reader: Mutex<Reader>,
 }
@@ -193,9 +201,19 @@ impl Open {
         self.node.kind == FileType::Directory
     }
 
-    /// An owner takes a lock through it, which is to end with it.
+    /// An owner took a lock through it, which is to end with it, or may be granted it later.
     pub(crate) fn locked_by(&self, owner: u64) {
-        lock(&self.owners).insert(owner);
+        let mut owners = lock(&self.owners);
+        if !owners.contains(&owner) && raise(&self.owner_count, 1, OWNERS_MAX) {
+            owners.insert(owner);
+        }
+    }
+
+    /// An owner is about to give up all locks on the file; answers whether it was known to have some.
+    pub(crate) fn unlocked_by(&self, owner: u64) -> bool {
+        let known = lock(&self.owners).remove(&owner);
+        self.owner_count.fetch_sub(known.into(), Ordering::Relaxed);
+        known
     }
 }
 
@@ -203,7 +221,9 @@ impl Drop for Open {
     fn drop(&mut self) {
         let caller = Caller { session: self.session, uid: self.user.uid, gid: self.user.gid, ..Caller::default() };
         let (ino, handle) = (self.node.ino, self.handle);
-        for owner in std::mem::take(&mut *lock(&self.owners)) {
+        let owners = std::mem::take(&mut *lock(&self.owners));
+        self.owner_count.fetch_sub(owners.len(), Ordering::Relaxed);
+        for owner in owners {
             // Nobody is there to be told of an error.
             sure(|| _ = self.source.flush(&caller, ino, handle, owner));
         }
@@ -212,6 +232,15 @@ impl Drop for Open {
             false => self.source.release(&caller, ino, handle),
         });
     }
+}
+
+/// Adds to a count that all fids of a session share, unless that makes it more than `most`; answers whether it did.
+fn raise(count: &AtomicUsize, by: usize, most: usize) -> bool {
+    let fits = count.fetch_add(by, Ordering::Relaxed) + by <= most;
+    if !fits {
+        count.fetch_sub(by, Ordering::Relaxed);
+    }
+    fits
 }
 
 /// A source that panics for one thing that is given back still gets the others.
@@ -259,6 +288,7 @@ impl Session {
             fids: Mutex::default(),
             paths: Arc::default(),
             owners: RandomState::new(),
+            owner_count: Arc::default(),
             values_bytes: Arc::default(),
         }
     }
@@ -378,6 +408,7 @@ impl Session {
             user,
             source: Arc::clone(&self.source),
             owners: Mutex::default(),
+            owner_count: Arc::clone(&self.owner_count),
             reader: Mutex::default(),
         })
     }
@@ -389,12 +420,10 @@ impl Session {
     }
 
     fn count_value(&self, bytes: usize) -> Result<Arc<AtomicUsize>> {
-        let before = self.values_bytes.fetch_add(bytes, Ordering::Relaxed);
-        if before + bytes > VALUES_BYTES_MAX {
-            self.values_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            return Err(Errno::NOMEM);
+        match raise(&self.values_bytes, bytes, VALUES_BYTES_MAX) {
+            true => Ok(Arc::clone(&self.values_bytes)),
+            false => Err(Errno::NOMEM),
         }
-        Ok(Arc::clone(&self.values_bytes))
     }
 
     /// A value to be read.
@@ -446,6 +475,36 @@ mod tests {
             "a look is no change"
         );
         assert_ne!(version(&Attr::default()), 0);
+    }
+
+    /// A source of which nothing is asked.
+    struct Nothing;
+
+    impl FileSystem for Nothing {}
+
+    #[test]
+    fn owners_of_locks_are_remembered_until_they_have_none_and_are_bounded() {
+        let session = Session::new(&Share::new(Arc::new(Nothing), crate::Options::default()), 8192);
+        let count = || session.owner_count.load(Ordering::Relaxed);
+        let root = session.root(&Attr::new(Ino::ROOT, FileType::Directory, 0o755));
+        let user = User { uid: 0, gid: 0, checked: false };
+        let open = || session.opened(&root, Handle(1), OFlags::RDWR, user);
+        let (one, other) = (open(), open());
+        for owner in 0..10_000 {
+            one.locked_by(owner);
+            one.locked_by(owner);
+            assert_eq!(count(), 1);
+            assert!(one.unlocked_by(owner) && !one.unlocked_by(owner));
+        }
+        (0..3000).for_each(|owner| one.locked_by(owner));
+        (0..3000).for_each(|owner| other.locked_by(owner));
+        assert_eq!(count(), OWNERS_MAX);
+        drop(one);
+        assert_eq!(count(), OWNERS_MAX - 3000);
+        other.locked_by(5000);
+        assert!(other.unlocked_by(5000));
+        drop(other);
+        assert_eq!(count(), 0);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{Client, DirServer, MSIZE, ROOT, Server};
@@ -286,6 +286,91 @@ fn slow(together: usize) -> (Arc<Slow>, Server) {
     let source = Arc::new(Slow { gate, reading: AtomicUsize::new(0), panics: AtomicBool::new(false) });
     let server = Server::of(Arc::clone(&source) as Arc<dyn FileSystem>, Options::default());
     (source, server)
+}
+
+/// A source that does not take files back until it is let go.
+#[derive(Default)]
+struct Keeping {
+    let_go: Mutex<bool>,
+    changed: Condvar,
+    releasing: AtomicUsize,
+}
+
+impl Keeping {
+    fn let_go(&self) {
+        *self.let_go.lock().unwrap() = true;
+        self.changed.notify_all();
+    }
+}
+
+impl FileSystem for Keeping {
+    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        let kind = if ino == Ino::ROOT { FileType::Directory } else { FileType::RegularFile };
+        Ok(Attr::new(ino, kind, 0o777))
+    }
+
+    fn lookup(&self, _: &Caller<'_>, _: Ino, _: Name<'_>) -> Result<Entry> {
+        Ok(Entry::new(Ino(2), Attr::new(Ino(2), FileType::RegularFile, 0o666)))
+    }
+
+    fn open(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
+        Ok(Handle(0))
+    }
+
+    fn release(&self, _: &Caller<'_>, _: Ino, _: Handle) {
+        self.releasing.fetch_add(1, Ordering::Relaxed);
+        let let_go = self.let_go.lock().unwrap();
+        // Not for good, so that a test that fails ends.
+        drop(self.changed.wait_timeout_while(let_go, 2 * common::PATIENCE, |let_go| !*let_go).unwrap());
+    }
+}
+
+fn keeping(options: Options) -> (Arc<Keeping>, Server) {
+    let source = Arc::new(Keeping::default());
+    let server = Server::of(Arc::clone(&source) as Arc<dyn FileSystem>, options);
+    (source, server)
+}
+
+fn with_a_file(server: &Server) -> Client<common::Link> {
+    let mut client = server.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    client
+}
+
+/// More sessions than there are threads end at the same time, by either way, and none comes to its end.
+#[test]
+fn sessions_that_end_slowly_stop_nobody_else() {
+    for by_version in [false, true] {
+        let (source, server) = keeping(Options::default());
+        let mut clients: Vec<_> = (0..24).map(|_| with_a_file(&server)).collect();
+        match by_version {
+            true => clients.iter_mut().for_each(|client| assert_eq!(client.hello(8192), 8192)),
+            false => clients.clear(),
+        }
+        let end = Instant::now() + common::PATIENCE;
+        while source.releasing.load(Ordering::Relaxed) < 24 {
+            assert!(Instant::now() < end, "only {} end", source.releasing.load(Ordering::Relaxed));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(server.attached(0).getattr(ROOT).is_ok());
+        source.let_go();
+    }
+}
+
+/// The clock has other clients to look after.
+#[test]
+fn a_session_that_ends_slowly_does_not_stop_the_clock() {
+    let (source, server) = keeping(impatient());
+    let stalls = |mut client: Client<common::Link>| {
+        client.stream.write_all(&[50, 0, 0, 0, kind::TCLUNK]).unwrap();
+        client
+    };
+    let mut first = stalls(with_a_file(&server));
+    assert!(first.is_ended());
+    let mut second = stalls(server.attached(0));
+    assert!(second.is_ended());
+    assert_eq!(source.releasing.load(Ordering::Relaxed), 1);
+    source.let_go();
 }
 
 /// Eight reads that wait for each other end only if all are served at the same time.

@@ -207,6 +207,38 @@ fn waits_take_no_threads() {
     assert_eq!(granted, 300);
 }
 
+/// A client may name as many processes as it likes.
+#[test]
+fn processes_without_locks_take_no_descriptors() {
+    let share = share();
+    let (mut one, mut other) = (client(&share), client(&share));
+    let descriptors = || {
+        let path = share.path.join("f").canonicalize().unwrap();
+        let all = fs::read_dir("/proc/self/fd").unwrap();
+        all.filter(|entry| fs::read_link(entry.as_ref().unwrap().path()).is_ok_and(|to| to == path)).count()
+    };
+    let before = descriptors();
+    for pid in 0..200 {
+        assert_eq!(one.lock(FILE, LockKind::Write, pid, false), Ok(LockStatus::Success));
+        assert_eq!(other.lock(FILE, LockKind::Write, pid, false), Ok(LockStatus::Blocked));
+        assert_eq!(one.lock(FILE, LockKind::Unlock, pid, false), Ok(LockStatus::Success));
+    }
+    assert_eq!(descriptors(), before);
+    // The wait that was given up last may be there until the next is tried.
+    one.lock(FILE, LockKind::Write, 1, false).unwrap();
+    for pid in 0..200 {
+        wait_for(&mut other, 2000, pid);
+        share.settles(|usage| usage.requests == 1);
+        other.send(Tag(2001), &Request::Flush { old: Tag(2000) });
+        while other.receive().0 != Tag(2001) {}
+    }
+    let end = std::time::Instant::now() + common::PATIENCE;
+    while descriptors() > before + 1 {
+        assert!(std::time::Instant::now() < end, "{} descriptors", descriptors());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 #[test]
 fn the_hosts_processes_are_in_the_way_too() {
     let share = share();

@@ -287,6 +287,50 @@ fn flock_belongs_to_the_handle() {
     assert_eq!(receiver.recv_timeout(SOON), Ok(Ok(())));
 }
 
+/// Descriptors of the file that this process has.
+fn descriptors(share: &Share) -> usize {
+    let path = share.path("f").canonicalize().unwrap();
+    let all = std::fs::read_dir("/proc/self/fd").unwrap();
+    all.filter(|entry| std::fs::read_link(entry.as_ref().unwrap().path()).is_ok_and(|to| to == path)).count()
+}
+
+/// However many owners have come and gone by one handle.
+#[test]
+fn an_owner_takes_a_descriptor_only_while_it_has_locks_or_waits() {
+    let f = Fixture::new();
+    let (write, unlock) = (LockKind::Write, LockKind::Unlock);
+    let before = descriptors(&f.share);
+    assert_eq!(f.set(&lock(write, 1, 0, 9)), Ok(Locked::Done));
+    for id in 2..200 {
+        assert_eq!(f.set(&lock(write, id, 10, 19)), Ok(Locked::Done));
+        assert_eq!(f.set(&lock(unlock, id, 0, END)), Ok(Locked::Done));
+        assert_eq!(f.set(&lock(write, id, 0, 9)), Err(Errno::AGAIN));
+    }
+    assert_eq!(descriptors(&f.share), before + 1);
+    assert_eq!(f.set(&lock(unlock, 1, 0, END)), Ok(Locked::Done));
+    assert_eq!(descriptors(&f.share), before);
+    // What the host does not give.
+    let holder = Holder::new(&f.share, true);
+    for id in 1..200 {
+        assert_eq!(f.set(&lock(write, id, 0, 9)), Err(Errno::AGAIN));
+    }
+    assert_eq!(descriptors(&f.share), before);
+    // Who waits keeps it, and has its lock by it.
+    let (parked, receiver) = f.wait(&lock(write, 2, 0, 9));
+    assert_eq!(parked, Ok(Locked::Waiting));
+    assert_eq!(f.set(&lock(write, 2, 20, 29)), Err(Errno::AGAIN));
+    assert_eq!(descriptors(&f.share), before + 1);
+    holder.end();
+    assert_eq!(receiver.recv_timeout(SOON), Ok(Ok(())));
+    let file = std::fs::File::options().read(true).write(true).open(f.share.path("f")).unwrap();
+    let host = || rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive);
+    assert_eq!(host(), Err(Errno::AGAIN));
+    f.flush(2);
+    assert_eq!(host(), Ok(()));
+    drop(file);
+    assert_eq!(descriptors(&f.share), before);
+}
+
 #[test]
 fn nonsense_is_refused() {
     let f = Fixture::new();

@@ -5,7 +5,7 @@ mod ranges;
 mod tests;
 mod waits;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,6 +22,9 @@ const SHARDS: usize = 16;
 const WAITERS_MAX: usize = 65_536;
 /// Ranges that one owner may lock in one file: each takes memory, here and in whoever must agree.
 const RANGES_MAX: usize = 65_536;
+/// Owners that one session may have, counted once for each file: each may take a descriptor of the host's. Databases lock
+/// every file that they have open, and have tens of thousands.
+const OWNERS_MAX: usize = 65_536;
 /// The end of the file, wherever that is.
 const END: u64 = i64::MAX as u64;
 
@@ -83,6 +86,8 @@ struct InodeLocks<T: Lockable> {
     /// flock locks; their owner is the handle.
     flocks: HashMap<Handle, LockKind>,
     waiters: Vec<Parked<T>>,
+    /// Owners that may have nothing any more, and wait for nothing: for [`Self::drop_idle`].
+    lapsed: Vec<LockOwner>,
 }
 
 type Shard<T> = HashMap<Ino, InodeLocks<T>>;
@@ -101,6 +106,8 @@ pub struct Locks<T: Lockable> {
     inodes: AtomicUsize,
     /// Who waits for whom; locked within a shard. Only POSIX locks: flock locks are not checked on Linux either.
     waits: Mutex<Waits>,
+    /// Owners, by session; locked within a shard.
+    owners: Mutex<HashMap<SessionId, usize>>,
     waiting: AtomicUsize,
     next: AtomicU64,
 }
@@ -138,7 +145,7 @@ fn permits(open: &impl Lockable, kind: LockKind) -> bool {
 
 impl<T: Lockable> Default for InodeLocks<T> {
     fn default() -> Self {
-        Self { owners: HashMap::new(), flocks: HashMap::new(), waiters: Vec::new() }
+        Self { owners: HashMap::new(), flocks: HashMap::new(), waiters: Vec::new(), lapsed: Vec::new() }
     }
 }
 
@@ -214,6 +221,7 @@ impl<T: Lockable> InodeLocks<T> {
                     }
                     outcome => {
                         progress = true;
+                        self.lapsed.push(parked.lock.owner);
                         outcomes.push((all.unpark(parked), outcome));
                     }
                 }
@@ -228,11 +236,12 @@ impl<T: Lockable> InodeLocks<T> {
     /// Forgets the requests whose clients wait no more: they were answered already.
     fn drop_interrupted(&mut self, all: &Locks<T>) {
         for parked in self.waiters.extract_if(.., |parked| !parked.waiter.is_waiting()) {
+            self.lapsed.push(parked.lock.owner);
             all.unpark(parked).dismiss();
         }
     }
 
-    /// Ends an owner's locks, and what they hang on unless it still waits for something. Answers whether it had any.
+    /// Ends an owner's locks. Answers whether it had any.
     fn drop_owner(&mut self, owner: LockOwner) -> bool {
         let Some(state) = self.owners.get_mut(&owner) else { return false };
         let had = !state.ranges.is_empty();
@@ -242,10 +251,24 @@ impl<T: Lockable> InodeLocks<T> {
             let _ = T::set_posix(&state.own, &all);
             state.ranges.clear();
         }
-        if !self.waiters.iter().any(|parked| !parked.lock.flock && parked.lock.owner == owner) {
-            self.owners.remove(&owner);
-        }
+        self.lapsed.push(owner);
         had
+    }
+
+    /// Forgets the owners that have nothing any more and wait for nothing, with what their locks hung on.
+    fn drop_idle(&mut self, all: &Locks<T>) {
+        let mut lapsed = std::mem::take(&mut self.lapsed);
+        lapsed.retain(|owner| self.owners.get(owner).is_some_and(|state| state.ranges.is_empty()));
+        if lapsed.is_empty() {
+            return;
+        }
+        let waiting = self.waiters.iter().filter(|parked| !parked.lock.flock).map(|parked| parked.lock.owner);
+        let waiting: HashSet<LockOwner> = waiting.collect();
+        for owner in lapsed {
+            if !waiting.contains(&owner) && self.owners.remove(&owner).is_some() {
+                all.owner_gone(owner.session);
+            }
+        }
     }
 
     fn is_unused(&self) -> bool {
@@ -259,6 +282,7 @@ impl<T: Lockable> Default for Locks<T> {
             shards: std::array::from_fn(|_| Mutex::default()),
             inodes: AtomicUsize::new(0),
             waits: Mutex::default(),
+            owners: Mutex::default(),
             waiting: AtomicUsize::new(0),
             next: AtomicU64::new(0),
         }
@@ -280,6 +304,7 @@ impl<T: Lockable> Locks<T> {
             InodeLocks::default()
         });
         let result = f(locks, &mut outcomes);
+        locks.drop_idle(self);
         if locks.is_unused() {
             shard.remove(&ino);
             self.inodes.fetch_sub(1, Ordering::Release);
@@ -293,6 +318,27 @@ impl<T: Lockable> Locks<T> {
     fn with_known(&self, ino: Ino, f: impl FnOnce(&mut InodeLocks<T>, &mut Outcomes)) {
         if self.inodes.load(Ordering::Acquire) > 0 && self.shard(ino).contains_key(&ino) {
             self.with(ino, f);
+        }
+    }
+
+    /// Counts one owner more of a session.
+    fn owner_comes(&self, session: SessionId) -> Result<()> {
+        let mut owners = lock(&self.owners);
+        let count = owners.entry(session).or_default();
+        if *count >= OWNERS_MAX {
+            return Err(Errno::NOLCK);
+        }
+        *count += 1;
+        Ok(())
+    }
+
+    fn owner_gone(&self, session: SessionId) {
+        let mut owners = lock(&self.owners);
+        if let Some(count) = owners.get_mut(&session) {
+            *count -= 1;
+            if *count == 0 {
+                owners.remove(&session);
+            }
         }
     }
 
@@ -310,7 +356,7 @@ impl<T: Lockable> Locks<T> {
     ///
     /// # Errors
     /// Those of `set_lock`: `BADF` also where the file was not opened for such a lock, `INVAL` for a range that ends
-    /// before it begins; `NOLCK` where there are too many locks or waiters; and what `owner` and `T` answer.
+    /// before it begins; `NOLCK` where there are too many locks, owners or waiters; and what `owner` and `T` answer.
     pub fn set(
         &self,
         handles: &Handles<T>,
@@ -332,10 +378,13 @@ impl<T: Lockable> Locks<T> {
                         Some(_) => {}
                         None if request.kind == LockKind::Unlock => return Ok(Locked::Done),
                         None => {
-                            let state = Owner { own: owner(&open)?, ranges: Ranges::default(), handles: vec![handle] };
+                            self.owner_comes(cx.session)?;
+                            let own = owner(&open).inspect_err(|_| self.owner_gone(cx.session))?;
+                            let state = Owner { own, ranges: Ranges::default(), handles: vec![handle] };
                             locks.owners.insert(request.owner, state);
                         }
                     }
+                    locks.lapsed.push(request.owner);
                 }
                 self.attempt_or_park((locks, outcomes), (&open, handle), request, &mut wait)
             });
@@ -433,8 +482,10 @@ impl<T: Lockable> Locks<T> {
     pub fn drop_handle(&self, ino: Ino, handle: Handle, open: &T) {
         let mut ended = Vec::new();
         self.with_known(ino, |locks, outcomes| {
-            let waiters = locks.waiters.extract_if(.., |parked| parked.handle == handle);
-            ended.extend(waiters.map(|parked| self.unpark(parked)));
+            for parked in locks.waiters.extract_if(.., |parked| parked.handle == handle) {
+                locks.lapsed.push(parked.lock.owner);
+                ended.push(self.unpark(parked));
+            }
             let mut changed = !ended.is_empty();
             if locks.flocks.remove(&handle).is_some() {
                 // Nobody is there to be told of an error.
@@ -467,8 +518,11 @@ impl<T: Lockable> Locks<T> {
             let mut shard = lock(shard);
             let before = shard.len();
             shard.retain(|_, locks| {
-                if locks.waiters.iter().any(|parked| !locks.is_taken(parked.handle, &parked.lock)) {
+                let ends =
+                    |parked: &Parked<T>| !parked.waiter.is_waiting() || !locks.is_taken(parked.handle, &parked.lock);
+                if locks.waiters.iter().any(ends) {
                     locks.settle(self, &mut outcomes);
+                    locks.drop_idle(self);
                 }
                 !locks.is_unused()
             });

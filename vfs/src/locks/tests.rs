@@ -93,6 +93,13 @@ impl Fixture {
         receiver
     }
 
+    /// How many things there are that locks hang on.
+    fn owners(&self) -> usize {
+        let count = self.locks.shard(INO).get(&INO).map_or(0, |locks| locks.owners.len());
+        assert_eq!(lock(&self.locks.owners).get(&self.cx.session).copied().unwrap_or(0), count);
+        count
+    }
+
     fn release(&self, handle: Handle) {
         let open = self.handles.remove(self.cx.session, INO, handle).unwrap();
         self.locks.drop_handle(INO, handle, &open);
@@ -102,6 +109,7 @@ impl Fixture {
     fn assert_nothing_left(&self) {
         assert_eq!(self.locks.inodes.load(Ordering::Relaxed), 0);
         assert_eq!(self.locks.waiting.load(Ordering::Relaxed), 0);
+        assert!(lock(&self.locks.owners).is_empty());
         assert!(self.locks.shards.iter().all(|shard| lock(shard).is_empty()));
     }
 }
@@ -214,5 +222,107 @@ fn a_lock_needs_a_file_that_was_opened_for_it() {
         assert_eq!(get(&flock(read)), Err(Errno::INVAL));
         f.release(handle);
     }
+    f.assert_nothing_left();
+}
+
+#[test]
+fn an_owner_without_locks_is_forgotten() {
+    let f = Fixture::default();
+    let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
+    let (write, unlock) = (LockKind::Write, LockKind::Unlock);
+    for id in 1..100 {
+        assert_eq!(f.set(one, &posix(write, id)), Ok(Locked::Done));
+        assert_eq!(f.owners(), 1);
+        // A part, and then the rest of it.
+        assert_eq!(f.set(one, &Lock { end: 4, ..posix(unlock, id) }), Ok(Locked::Done));
+        assert_eq!(f.owners(), 1);
+        assert_eq!(f.set(one, &Lock { start: 5, ..posix(unlock, id) }), Ok(Locked::Done));
+        assert_eq!(f.owners(), 0);
+    }
+    f.assert_nothing_left();
+    // Refused: by another owner, by the host.
+    assert_eq!(f.set(one, &posix(write, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &posix(write, 2)), Err(Errno::AGAIN));
+    assert_eq!(f.owners(), 1);
+    f.host.holds.store(true, Ordering::Relaxed);
+    assert_eq!(f.set(one, &Lock { start: 20, end: 29, ..posix(write, 2) }), Err(Errno::AGAIN));
+    assert_eq!(f.owners(), 1);
+    f.host.holds.store(false, Ordering::Relaxed);
+    // One that waits is kept, whatever else it asks for, until its wait has ended.
+    let waiting = f.wait(other, &posix(write, 2));
+    assert_eq!(f.set(one, &posix(write, 2)), Err(Errno::AGAIN));
+    assert_eq!(f.set(one, &posix(unlock, 2)), Ok(Locked::Done));
+    f.locks.drop_owner(INO, f.cx.session, 2);
+    assert_eq!(f.owners(), 2);
+    f.release(other);
+    assert_eq!(waiting.try_recv(), Ok(Err(Errno::INTR)));
+    assert_eq!(f.owners(), 1);
+    let waiting = f.wait(one, &posix(write, 2));
+    assert_eq!(f.set(one, &posix(unlock, 1)), Ok(Locked::Done));
+    assert_eq!((waiting.try_recv(), f.owners()), (Ok(Ok(())), 1));
+    f.release(one);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn an_owner_that_gave_its_wait_up_is_forgotten_and_may_wait_again() {
+    let f = Fixture::default();
+    let handle = f.open(OFlags::RDWR, false);
+    assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(Locked::Done));
+    let give_up = |id| {
+        let gone = Arc::new(AtomicBool::new(false));
+        let waiter = Waiter::new(|_| panic!("nobody waits")).until(Arc::clone(&gone));
+        let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
+        let lock = posix(LockKind::Write, id);
+        let parked = f.locks.set(&f.handles, &f.cx, (INO, handle), &lock, Some(waiter), own);
+        assert_eq!(parked, Ok(Locked::Waiting));
+        gone.store(true, Ordering::Release);
+    };
+    give_up(2);
+    assert!(!f.locks.retry());
+    assert_eq!(f.owners(), 1);
+    // The old wait ends only when the new one begins: what both need stays.
+    give_up(2);
+    let waiting = f.wait(handle, &posix(LockKind::Write, 2));
+    assert_eq!(f.set(handle, &posix(LockKind::Unlock, 1)), Ok(Locked::Done));
+    assert_eq!(waiting.try_recv(), Ok(Ok(())));
+    assert_eq!(f.owners(), 1);
+    f.release(handle);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn a_session_has_so_many_owners_and_others_have_theirs() {
+    let f = Fixture::default();
+    let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
+    let open = |session, ino| {
+        let file = File { host: Arc::clone(&f.host), flags: OFlags::RDWR, is_dir: false };
+        (ino, f.handles.insert(session, ino, file).unwrap())
+    };
+    // Across many inodes, so that each has few.
+    let files: Vec<_> = (1..=1024).map(|ino| open(f.cx.session, Ino(ino))).collect();
+    let set = |at, id, kind| {
+        let request = Lock { start: id, end: id, ..posix(kind, id) };
+        f.locks.set(&f.handles, &f.cx, at, &request, None, own)
+    };
+    for index in 0..OWNERS_MAX {
+        assert_eq!(set(files[index % files.len()], index as u64, LockKind::Write), Ok(Locked::Done));
+    }
+    let one_more = OWNERS_MAX as u64;
+    assert_eq!(set(files[0], one_more, LockKind::Write), Err(Errno::NOLCK));
+    let stranger = Caller { session: SessionId::unique(), ..f.cx };
+    let theirs = open(stranger.session, Ino(1));
+    let request = Lock { start: one_more, end: one_more, ..posix(LockKind::Write, 1) };
+    assert_eq!(f.locks.set(&f.handles, &stranger, theirs, &request, None, own), Ok(Locked::Done));
+    assert_eq!(set(files[0], 0, LockKind::Unlock), Ok(Locked::Done));
+    assert_eq!(set(files[1], one_more, LockKind::Write), Ok(Locked::Done));
+    // Those that have locks may have more of them.
+    assert_eq!(set(files[1], 1, LockKind::Read), Ok(Locked::Done));
+    for (ino, handle) in files {
+        let open = f.handles.remove(f.cx.session, ino, handle).unwrap();
+        f.locks.drop_handle(ino, handle, &open);
+    }
+    let open = f.handles.remove(stranger.session, theirs.0, theirs.1).unwrap();
+    f.locks.drop_handle(theirs.0, theirs.1, &open);
     f.assert_nothing_left();
 }

@@ -8,6 +8,9 @@ use ferry_wire::ninep::{Fid, LockRequest, LockStatus, Reply};
 
 use super::Context;
 
+/// The end of the file, wherever that is.
+const END: u64 = i64::MAX as u64;
+
 impl Context<'_> {
     fn wanted(&self, request: &LockRequest<'_>) -> Lock {
         let LockRequest { kind, start, end, pid, .. } = *request;
@@ -19,14 +22,19 @@ impl Context<'_> {
     pub(super) fn lock(&self, fid: Fid, request: &LockRequest<'_>, wait: bool) -> Result<Option<Reply<'static>>> {
         let (file, open) = self.session.open(fid)?;
         let lock = self.wanted(request);
-        if lock.kind != LockKind::Unlock {
-            open.locked_by(lock.owner.id);
-        }
+        // Before the unlock, so that a lock that the owner takes meanwhile is remembered.
+        let all = lock.kind == LockKind::Unlock && lock.start == 0 && lock.end >= END;
+        let known = all && open.unlocked_by(lock.owner.id);
         let gone = Arc::new(AtomicBool::new(false));
         let waits = wait && lock.kind != LockKind::Unlock && self.client.may_park();
         let waiter = waits.then(|| self.waiter(file.node.ino, open.handle, lock, &gone));
         let cx = self.caller(file.user, None);
-        match self.share.source.set_lock(&cx, file.node.ino, open.handle, &lock, waiter) {
+        let outcome = self.share.source.set_lock(&cx, file.node.ino, open.handle, &lock, waiter);
+        let took = outcome.is_ok() && lock.kind != LockKind::Unlock;
+        if took || known && outcome.is_err() {
+            open.locked_by(lock.owner.id);
+        }
+        match outcome {
             Ok(Locked::Done) => Ok(Some(Reply::Lock(LockStatus::Success))),
             Ok(Locked::Waiting) if waits => {
                 self.client.park(self.ticket, &gone);
