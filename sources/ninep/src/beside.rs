@@ -11,7 +11,7 @@ use ferry_vfs::OFlags;
 use ferry_wire::ninep::{Fid, Reply, Request, Step, Steps, WALK_NAMES_MAX};
 
 use crate::inode::{Inode, walked};
-use crate::line::{Answer, Line, Outgoing, lock};
+use crate::line::{Answer, Fail, Line, Outgoing, lock};
 use crate::session::{Held, Session};
 
 /// Of files of which less was moved since they were opened, in bytes, only the first connection knows: opening them on
@@ -132,13 +132,15 @@ impl Opening {
         line.send_later(
             request,
             Box::new(move |answer| {
-                let opened = match answer {
-                    Answer::Message(message) => {
-                        held.line().take(&message, |reply| matches!(reply, Reply::Open { .. }).then_some(())).is_ok()
-                    }
-                    Answer::Lost { .. } => false,
+                let qid = match answer {
+                    Answer::Message(message) => held.line().take(&message, |reply| match reply {
+                        Reply::Open { qid, .. } => Some(qid),
+                        _ => None,
+                    }),
+                    Answer::Lost { .. } => Err(Fail::Lost { harmless: true }),
                 };
-                self.end(if opened { Slot::Open(held) } else { Slot::Refused });
+                let is_it = qid.is_ok_and(|qid| qid.path == self.inode.path);
+                self.end(if is_it { Slot::Open(held) } else { Slot::Refused });
             }),
         );
     }

@@ -187,7 +187,7 @@ impl Inode {
         if found.attr.kind() != self.kind {
             return Err(Errno::STALE);
         }
-        *lock(&self.seen) = Some((found.qid, found.attr));
+        self.saw(found);
         Ok(found.attr)
     }
 }

@@ -4,6 +4,7 @@
 //! nobody's in particular, and after the connection was lost there is one thing to open again.
 
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use ferry_vfs::{
     Caller, Change, Errno, Handle, Ino, Input, IoRange, LockOwner, OFlags, Output, Result, SessionId, SetAttr, openable,
@@ -47,8 +48,7 @@ pub(crate) struct Io {
 #[derive(Debug)]
 pub(crate) struct Opened {
     pub(crate) inode: Arc<Inode>,
-    reads: bool,
-    writes: bool,
+    access: Access,
     /// Who locked something by it.
     pub(crate) owners: Mutex<Vec<LockOwner>>,
     /// Which errors of write-behind it was told of.
@@ -57,7 +57,7 @@ pub(crate) struct Opened {
 
 /// How a file is opened.
 #[derive(Clone, Copy, Debug)]
-struct Access {
+pub(crate) struct Access {
     reads: bool,
     writes: bool,
 }
@@ -71,8 +71,7 @@ impl Access {
 
 impl Opened {
     fn new(inode: &Arc<Inode>, access: Access) -> Self {
-        let Access { reads, writes } = access;
-        Self { inode: Arc::clone(inode), reads, writes, owners: Mutex::default(), errors: None }
+        Self { inode: Arc::clone(inode), access, owners: Mutex::default(), errors: None }
     }
 }
 
@@ -83,10 +82,10 @@ impl Io {
     }
 
     /// Takes an open file out; answers whether it was the last.
-    fn remove(&mut self, opened: &Opened) -> bool {
-        self.readers -= usize::from(opened.reads);
-        self.writers -= usize::from(opened.writes);
-        if self.readers + self.writers == 0 {
+    fn remove(&mut self, access: Access) -> bool {
+        self.readers -= usize::from(access.reads);
+        self.writers -= usize::from(access.writes);
+        if self.is_closed() {
             let unsynced = self.unsynced;
             *self = Self { unsynced, ..Self::default() };
         } else if self.writers == 0 && self.reads.is_some() {
@@ -94,6 +93,11 @@ impl Io {
         } else if self.readers == 0 && self.writes.is_some() {
             self.reads = None;
         }
+        self.is_closed()
+    }
+
+    /// Nobody has the file open.
+    fn is_closed(&self) -> bool {
         self.readers + self.writers == 0
     }
 
@@ -115,8 +119,12 @@ impl Io {
 fn open_fid(shared: &Shared, session: &Arc<Session>, inode: &Inode, flags: OFlags) -> Outcome<Arc<Held>> {
     let path = inode.fid(session, &shared.link.options)?;
     let held = session.clone_of(path.fid())?;
-    session.tell(&Request::Open { fid: held.fid(), flags })?;
-    Ok(held)
+    let qid = session.ask(&Request::Open { fid: held.fid(), flags }, |reply| match reply {
+        Reply::Open { qid, .. } => Some(qid),
+        _ => None,
+    })?;
+    // To diod, whose fids are paths, another file may have been moved there since.
+    if qid.path == inode.path { Ok(held) } else { Err(Fail::Errno(Errno::STALE)) }
 }
 
 /// Opens for writing: for reading as well where the server lets us, for half-written pages.
@@ -223,6 +231,31 @@ impl Inode {
         drop(old);
         Opened::new(self, access)
     }
+
+    /// Whether something was written to it that is neither durable nor kept to be written again.
+    pub(crate) fn is_unsynced(&self) -> bool {
+        let is_past_cache = lock(&self.io).unsynced.is_some();
+        is_past_cache || self.cached().is_some_and(|file| file.is_unkept())
+    }
+
+    /// Ends the fids that were opened although nobody has the file open.
+    fn close_unused(&self) {
+        let mut io = lock(&self.io);
+        let old = if io.is_closed() { (io.reads.take(), io.writes.take()) } else { (None, None) };
+        drop(io);
+        drop(old);
+    }
+
+    /// One of those who had the file open has it no more.
+    pub(crate) fn closed(&self, access: Access) {
+        let is_last = lock(&self.io).remove(access);
+        if is_last {
+            self.leave_beside();
+        }
+        if let Some(file) = self.cached().filter(|_| is_last) {
+            file.let_go();
+        }
+    }
 }
 
 impl Shared {
@@ -239,12 +272,34 @@ impl Shared {
         let now = if cut { flags - OFlags::TRUNC } else { flags };
         let mut opened = self.link.again(|session| inode.open(self, session, now))?;
         let begun = if cut { self.truncate(&inode, 0) } else { self.revalidate(&inode) };
-        if let Err(errno) = begun {
-            lock(&inode.io).remove(&opened);
-            return Err(errno);
-        }
+        begun.inspect_err(|_| inode.closed(opened.access))?;
         opened.errors = inode.cached().map(|file| file.error_cursor());
-        self.files.insert(cx.session, ino, opened)
+        self.keep_open(cx, opened)
+    }
+
+    /// Opens a new file by the fid that it was made by.
+    pub(crate) fn open_made(
+        self: &Arc<Self>,
+        cx: &Caller<'_>,
+        inode: &Arc<Inode>,
+        (held, flags): (Arc<Held>, OFlags),
+        size: u64,
+    ) -> Result<Handle> {
+        // A new file has none. Should it have been there, its server takes them away with the first write.
+        *lock(&inode.no_capabilities) = Some((Instant::now(), Errno::NODATA));
+        let mut opened = inode.made(held, flags);
+        if flags.contains(OFlags::TRUNC) && inode.cached().is_some() {
+            // It was there already, and what is written behind belongs to what was before.
+            self.truncate(inode, 0).inspect_err(|_| inode.closed(opened.access))?;
+        }
+        opened.errors = inode.cache(self, size).map(|file| file.error_cursor());
+        self.keep_open(cx, opened)
+    }
+
+    /// Gives an open file its number. It is closed if it can have none.
+    fn keep_open(&self, cx: &Caller<'_>, opened: Opened) -> Result<Handle> {
+        let (inode, access) = (Arc::clone(&opened.inode), opened.access);
+        self.files.insert(cx.session, inode.ino, opened).inspect_err(|_| inode.closed(access))
     }
 
     /// What is kept of a file is forgotten if the file has changed since it was looked at (close-to-open).
@@ -300,13 +355,7 @@ impl Shared {
         if let Ok(opened) = self.files.remove(cx.session, ino, handle) {
             self.write_back(&opened);
             self.release_locks(&opened, handle);
-            let is_last = lock(&opened.inode.io).remove(&opened);
-            if is_last {
-                opened.inode.leave_beside();
-            }
-            if let Some(file) = opened.inode.cached().filter(|_| is_last) {
-                file.let_go();
-            }
+            opened.inode.closed(opened.access);
         }
     }
 
@@ -518,18 +567,46 @@ impl Shared {
         })
     }
 
-    /// Makes everything durable that is open.
+    /// Makes everything durable that was written, also to files that were closed since.
     pub(crate) fn syncfs(&self) -> Result<()> {
-        if let Some(cache) = &self.cache {
-            cache.sync_all();
-        }
-        let mut outcome = Ok(());
-        for inode in self.inodes.all() {
-            let is_open = { lock(&inode.io).unsynced.is_some() };
-            if is_open {
-                outcome = outcome.and(self.sync(&inode, false));
+        let mut outcome = self.inodes.has_all_unsynced();
+        for inode in self.inodes.all().into_iter().filter(|inode| inode.is_unsynced()) {
+            if outcome.is_err() && self.link.current().is_broken() {
+                // Each would wait for the server.
+                break;
             }
+            outcome = outcome.and(self.sync_written(&inode));
         }
+        self.inodes.drop_synced();
+        let cached = self.cache.as_ref().map_or(Ok(()), |cache| cache.sync_all());
+        outcome.and(cached)
+    }
+
+    /// Makes durable what was written to a file, which is opened for that if nobody has it open.
+    fn sync_written(&self, inode: &Arc<Inode>) -> Result<()> {
+        let ready = self.link.again(|session| match inode.open_fid(self, session) {
+            Err(Fail::Errno(Errno::ACCESS | Errno::PERM)) => inode.writing(self, session),
+            other => other,
+        });
+        let outcome = match ready {
+            Ok(_) => {
+                if let Some(file) = inode.cached().filter(|file| file.is_unkept()) {
+                    file.sync();
+                }
+                let is_past_cache = lock(&inode.io).unsynced.is_some();
+                if is_past_cache { self.sync(inode, false) } else { Ok(()) }
+            }
+            // It was removed after it was closed.
+            Err(Errno::NOENT | Errno::STALE) if lock(&inode.io).is_closed() => {
+                lock(&inode.io).unsynced = None;
+                if let Some(file) = inode.cached() {
+                    file.is_gone();
+                }
+                Ok(())
+            }
+            Err(errno) => Err(errno),
+        };
+        inode.close_unused();
         outcome
     }
 }

@@ -1,7 +1,6 @@
 //! What is known of the server's files, by the numbers that are given out for them.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry as Slot;
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::Instant;
 
@@ -11,6 +10,7 @@ use ferry_wire::ninep::{Reply, Request};
 
 use crate::beside::Beside;
 use crate::cache::CachedFile;
+use crate::client::{WANTED, attributes};
 use crate::file::Io;
 use crate::line::{Fail, Outcome, lock};
 use crate::locks::OwnLocks;
@@ -19,6 +19,9 @@ use crate::session::{Held, Session};
 
 /// How deep in the tree a file is looked for anew: deeper than any path that Linux takes in one call.
 const DEPTH_MAX: usize = 4096;
+
+/// Files that are kept only to be made durable by the next sync of everything: each takes about 1 KiB.
+const UNSYNCED_MAX: usize = 1 << 16;
 
 /// What tells files of a server apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -36,6 +39,31 @@ impl Key {
             return Err(Errno::IO);
         }
         Ok(Self { path: found.qid.path, generation: found.generation, kind: kind.as_raw_mode() })
+    }
+}
+
+/// What tells a file from a later one of the same number: numbers of files that are gone are used again.
+#[derive(Clone, Copy, Debug, Default)]
+struct Born {
+    /// None where the server does not tell.
+    time: Option<Timespec>,
+    /// 0 where the server does not tell.
+    generation: u64,
+    /// The session in which the server was asked last. In one session a fid stays with its file, and the time may change: that
+    /// of overlayfs does when a file is written to first.
+    serial: u64,
+}
+
+impl Born {
+    fn of(found: &Getattr, serial: u64) -> Self {
+        Self { time: found.attr.btime, generation: found.generation, serial }
+    }
+
+    /// Whether that is the same file, as far as the server tells.
+    fn is_of_same_file(&self, other: &Self) -> bool {
+        let is_same_time = self.time.is_none() || other.time.is_none() || self.time == other.time;
+        let is_told = self.generation != 0 && other.generation != 0;
+        self.serial == other.serial || (is_same_time && (!is_told || self.generation == other.generation))
     }
 }
 
@@ -58,6 +86,7 @@ pub(crate) struct Inode {
     /// How it was found last; none for the root.
     place: Mutex<Option<Place>>,
     fid: Mutex<Option<Arc<Held>>>,
+    born: Mutex<Born>,
     pub(crate) io: Mutex<Io>,
     pub(crate) beside: Mutex<Beside>,
     pub(crate) locks: Mutex<OwnLocks>,
@@ -79,6 +108,7 @@ impl Inode {
             kind,
             place,
             fid,
+            born: Mutex::default(),
             io: Mutex::default(),
             beside: Mutex::default(),
             locks: Mutex::default(),
@@ -125,8 +155,44 @@ impl Inode {
             return Ok(Arc::clone(fid));
         }
         let found = self.find(session, options.uid, options)?;
+        self.recognize(session, &found)?;
         *fid = Some(Arc::clone(&found));
         Ok(found)
+    }
+
+    /// Makes sure that what a new connection has in its place is this file.
+    fn recognize(&self, session: &Session, held: &Held) -> Outcome<()> {
+        let born = *lock(&self.born);
+        let is_told = born.time.is_some() || born.generation != 0;
+        if self.ino == Ino::ROOT || born.serial == session.serial || !is_told {
+            return Ok(());
+        }
+        let found = session.ask(&Request::Getattr { fid: held.fid(), mask: WANTED }, attributes)?;
+        if found.qid.path == self.path && self.is_born(&found, session.serial) {
+            return Ok(());
+        }
+        tracing::warn!("the 9P server has another file in the place of one that was open");
+        Err(Fail::Errno(Errno::STALE))
+    }
+
+    /// Whether these attributes, which a session has for a file of this number, are of this file; notes them if so.
+    fn is_born(&self, found: &Getattr, serial: u64) -> bool {
+        let now = Born::of(found, serial);
+        let mut born = lock(&self.born);
+        let is_same = born.is_of_same_file(&now);
+        if is_same {
+            let serial = serial.max(born.serial);
+            *born = Born { time: now.time.or(born.time), serial, ..now };
+        }
+        is_same
+    }
+
+    /// Notes attributes that were asked for by a fid of this file.
+    pub(crate) fn saw(&self, found: &Getattr) {
+        let mut born = lock(&self.born);
+        born.time = found.attr.btime.or(born.time);
+        drop(born);
+        *lock(&self.seen) = Some((found.qid, found.attr));
     }
 
     /// A fid of it that is a user's.
@@ -188,6 +254,20 @@ struct Tables {
     inodes: HashMap<Ino, Known>,
     by_key: HashMap<Key, Ino>,
     next: u64,
+    /// How many nobody refers to, which are there to be made durable.
+    unsynced: usize,
+    /// There were more than that.
+    is_overfull: bool,
+}
+
+impl Tables {
+    fn remove(&mut self, ino: Ino) -> Option<Known> {
+        let known = self.inodes.remove(&ino)?;
+        if self.by_key.get(&known.key) == Some(&ino) {
+            self.by_key.remove(&known.key);
+        }
+        Some(known)
+    }
 }
 
 /// The files that clients hold references to.
@@ -208,7 +288,8 @@ impl Inodes {
             return Ok(Arc::clone(&self.root));
         }
         let tables = self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-        tables.inodes.get(&ino).map(|known| Arc::clone(&known.inode)).ok_or(Errno::STALE)
+        let known = tables.inodes.get(&ino).filter(|known| known.references > 0);
+        known.map(|known| Arc::clone(&known.inode)).ok_or(Errno::STALE)
     }
 
     /// Directories only.
@@ -217,26 +298,27 @@ impl Inodes {
         if inode.is_dir() { Ok(inode) } else { Err(Errno::NOTDIR) }
     }
 
-    /// Counts a reference to what was found in a place.
-    pub(crate) fn refer(&self, key: Key, place: Place, fid: Arc<Held>) -> Arc<Inode> {
+    /// Counts a reference to what was found in a place, in a session.
+    pub(crate) fn refer(&self, found: &Getattr, serial: u64, place: Place, fid: Arc<Held>) -> Result<Arc<Inode>> {
+        let key = Key::of(found)?;
         if key.path == self.root.path && key.kind == FileType::Directory.as_raw_mode() {
-            return Arc::clone(&self.root);
+            return Ok(Arc::clone(&self.root));
         }
         let mut tables = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let Tables { inodes, by_key, next } = &mut *tables;
-        let ino = match by_key.entry(key) {
-            Slot::Occupied(slot) => *slot.get(),
-            Slot::Vacant(slot) => {
-                let ino = Ino(*next);
-                *next += 1;
-                let kind = FileType::from_raw_mode(key.kind);
-                let inode = Inode::new(ino, key.path, kind, Some(place), Some(fid));
-                inodes.insert(ino, Known { inode: Arc::clone(&inode), key, references: 1 });
-                slot.insert(ino);
-                return inode;
-            }
+        let Tables { inodes, by_key, next, unsynced, .. } = &mut *tables;
+        let known = by_key.get(&key).and_then(|ino| inodes.get_mut(ino));
+        let Some(known) = known.filter(|known| known.inode.is_born(found, serial)) else {
+            let ino = Ino(*next);
+            *next += 1;
+            let kind = FileType::from_raw_mode(key.kind);
+            let inode = Inode::new(ino, key.path, kind, Some(place), Some(fid));
+            *lock(&inode.born) = Born::of(found, serial);
+            inodes.insert(ino, Known { inode: Arc::clone(&inode), key, references: 1 });
+            // An earlier file of this number is found by its own number until it is forgotten.
+            by_key.insert(key, ino);
+            return Ok(inode);
         };
-        let known = inodes.get_mut(&ino).expect("both tables have it");
+        *unsynced -= usize::from(known.references == 0);
         known.references += 1;
         let inode = Arc::clone(&known.inode);
         drop(tables);
@@ -244,7 +326,7 @@ impl Inodes {
         // To some servers a fid is a path: the last one leads to the file now.
         let old = lock(&inode.fid).replace(fid);
         drop(old);
-        inode
+        Ok(inode)
     }
 
     /// Has all files looked for anew where they are now.
@@ -255,19 +337,59 @@ impl Inodes {
         }
     }
 
-    /// Gives references back. What this ends is dropped without a lock held.
+    /// Gives references back. What this ends is dropped without a lock held. A file that is to be made durable stays.
     pub(crate) fn forget(&self, ino: Ino, count: u64) {
-        let mut tables = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let Some(known) = tables.inodes.get_mut(&ino) else { return };
+        // Before the tables are locked: whoever opens the file asks the server with the file's lock held.
+        let is_unsynced = self.get(ino).is_ok_and(|inode| inode.is_unsynced());
+        let mut guard = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let tables = &mut *guard;
+        let Some(known) = tables.inodes.get_mut(&ino).filter(|known| known.references > 0) else { return };
         known.references = known.references.saturating_sub(count);
-        if known.references == 0
-            && let Some(known) = tables.inodes.remove(&ino)
-        {
-            if tables.by_key.get(&known.key) == Some(&ino) {
-                tables.by_key.remove(&known.key);
+        if known.references > 0 {
+            return;
+        }
+        if is_unsynced && tables.unsynced < UNSYNCED_MAX {
+            tables.unsynced += 1;
+            let inode = Arc::clone(&known.inode);
+            drop(guard);
+            // The server is not to keep the file for that when it is removed.
+            let fid = lock(&inode.fid).take();
+            drop(fid);
+            return;
+        }
+        tables.is_overfull |= is_unsynced;
+        let known = tables.remove(ino);
+        drop(guard);
+        drop(known);
+    }
+
+    /// Whether all files are known that are to be made durable; what is not is told once.
+    pub(crate) fn has_all_unsynced(&self) -> Result<()> {
+        let mut tables = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if std::mem::take(&mut tables.is_overfull) {
+            tracing::error!(
+                "more than {UNSYNCED_MAX} files were written and forgotten: not all are known to be durable"
+            );
+            return Err(Errno::IO);
+        }
+        Ok(())
+    }
+
+    /// Files that nobody refers to need not stay when they are durable.
+    pub(crate) fn drop_synced(&self) {
+        let is_left = |known: &&Known| known.references == 0;
+        let left: Vec<Arc<Inode>> = {
+            let tables = self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            tables.inodes.values().filter(is_left).map(|known| Arc::clone(&known.inode)).collect()
+        };
+        for inode in left.iter().filter(|inode| !inode.is_unsynced()) {
+            let mut tables = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+            if tables.inodes.get(&inode.ino).as_ref().is_some_and(is_left) {
+                tables.unsynced -= 1;
+                let known = tables.remove(inode.ino);
+                drop(tables);
+                drop(known);
             }
-            drop(tables);
-            drop(known);
         }
     }
 
@@ -277,8 +399,9 @@ impl Inodes {
         tables.inodes.values().map(|known| Arc::clone(&known.inode)).collect()
     }
 
-    /// How many there are beside the root.
+    /// How many are referred to beside the root.
     pub(crate) fn len(&self) -> usize {
-        self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner).inodes.len()
+        let tables = self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        tables.inodes.len() - tables.unsynced
     }
 }

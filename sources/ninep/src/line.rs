@@ -125,6 +125,7 @@ pub(crate) struct Line {
     pub(crate) counts: Arc<Counts>,
     depth: usize,
     timeout: Duration,
+    heard: Heard,
     state: Mutex<State>,
     /// Somebody can send, or the line is broken.
     room: Condvar,
@@ -135,6 +136,38 @@ pub(crate) struct Line {
     fids: Mutex<Fids>,
     /// Those that end with this one.
     bound: Mutex<Vec<Weak<Line>>>,
+}
+
+/// How many time limits an answer may take while others come: a window of long messages for each of many readers, over a
+/// slow link.
+const OTHERS_FIRST: u32 = 20;
+
+/// When the server was heard last.
+#[derive(Debug)]
+struct Heard {
+    begun: Instant,
+    /// Milliseconds from then on.
+    last_ms: AtomicU64,
+}
+
+impl Default for Heard {
+    fn default() -> Self {
+        Self { begun: Instant::now(), last_ms: AtomicU64::new(0) }
+    }
+}
+
+impl Heard {
+    /// Some bytes have come.
+    fn note(&self) {
+        let now_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.last_ms.store(now_ms, Ordering::Relaxed);
+    }
+
+    /// For how long nothing has come since then.
+    fn silence(&self, since: Instant) -> Duration {
+        let last = self.begun + Duration::from_millis(self.last_ms.load(Ordering::Relaxed));
+        last.max(since).elapsed()
+    }
 }
 
 #[derive(Default)]
@@ -174,13 +207,17 @@ impl Ticket {
         (Self { slot, harmless: is_harmless(request_kind) }, wake)
     }
 
-    /// Waits for the reply. When it does not come in time, the connection is given up.
+    /// Waits for the reply. When the server says nothing at all for too long, the connection is given up.
     pub(crate) fn wait(self, line: &Line) -> Outcome<Message> {
-        let slot = lock(&self.slot.0);
+        let begun = Instant::now();
         let waits = |slot: &mut Option<Answer>| slot.is_none();
-        let (mut slot, _) =
-            self.slot.1.wait_timeout_while(slot, line.timeout, waits).unwrap_or_else(PoisonError::into_inner);
-        if slot.is_none() {
+        let mut slot = lock(&self.slot.0);
+        while slot.is_none() {
+            let left = line.patience(begun);
+            if !left.is_zero() {
+                slot = self.slot.1.wait_timeout_while(slot, left, waits).unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
             drop(slot);
             line.is_late();
             // Its end wakes all who wait: at once, or when the write that is under way has failed.
@@ -203,6 +240,7 @@ impl Line {
             counts,
             depth: options.depth,
             timeout: options.timeout,
+            heard: Heard::default(),
             state: Mutex::default(),
             room: Condvar::new(),
             work: Condvar::new(),
@@ -368,10 +406,17 @@ impl Line {
         bound.iter().filter_map(Weak::upgrade).for_each(|line| line.fail(reason));
     }
 
-    /// Ends the connection if the server has not answered some request for too long.
+    /// How long the server may take yet for what it has had since then: it may not be silent for the time limit, nor answer
+    /// everything else for [`OTHERS_FIRST`] times as long. Over a slow link one answer may take longer than the time limit.
+    fn patience(&self, since: Instant) -> Duration {
+        let silent = self.timeout.saturating_sub(self.heard.silence(since));
+        silent.min((self.timeout * OTHERS_FIRST).saturating_sub(since.elapsed()))
+    }
+
+    /// Ends the connection if the server owes an answer for too long.
     pub(crate) fn check(&self) {
         let oldest = lock(&self.state).table.oldest();
-        if oldest.is_some_and(|since| Instant::now().duration_since(since) >= self.timeout) {
+        if oldest.is_some_and(|since| self.patience(since).is_zero()) {
             self.is_late();
         }
     }

@@ -1,14 +1,13 @@
 //! Names: finding, making, renaming and removing.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use ferry_vfs::{Caller, Change, Entry, Errno, FileType, Handle, Ino, Name, NameBuf, New, OFlags, RenameFlags, Result};
-use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Request, Step, Steps};
+use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Reply, Request, Step, Steps};
 
 use crate::client::{Shared, WANTED, attributes};
-use crate::inode::{Inode, Key, Place, walk, walked};
-use crate::line::{Fail, Outcome, Outgoing, lock};
+use crate::inode::{Inode, Place, walk, walked};
+use crate::line::{Fail, Outcome, Outgoing};
 use crate::session::{Held, Session};
 
 /// Permission bits.
@@ -73,7 +72,7 @@ impl Shared {
             };
             let held = Held::new(session, step.fid);
             let place = Place { dir: Arc::clone(dir), name: name.clone() };
-            let inode = self.inodes.refer(Key::of(&found)?, place, held);
+            let inode = self.inodes.refer(&found, session.serial, place, held)?;
             let mut attr = inode.note(&found).inspect_err(|_| self.inodes.forget(inode.ino, 1))?;
             if inode.cached().is_some_and(|file| file.size() != attr.size) {
                 // Which of both is newer can be told only of attributes that were asked for after a mark.
@@ -94,7 +93,11 @@ impl Shared {
         match cx.uid {
             u32::MAX => dir.fid(session, options),
             uid if uid == options.uid => dir.fid(session, options),
-            uid => dir.find(session, uid, options),
+            uid => {
+                // That one is known to be the directory, and of the other one it is enough that it has the same number.
+                dir.fid(session, options)?;
+                dir.find(session, uid, options)
+            }
         }
     }
 
@@ -133,34 +136,35 @@ impl Shared {
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
         let dir = self.inodes.dir(dir)?;
-        let mode = new.mode & !new.umask & PERMISSIONS;
-        let (held, entry) = self.link.again(|session| {
+        let (mode, flags) = (new.mode & !new.umask & PERMISSIONS, flags & CREATE_FLAGS);
+        let (held, made, entry) = self.link.again(|session| {
             let fid = self.callers_dir(session, cx, &dir)?;
             let held = session.clone_of(fid.fid())?;
-            let flags = flags & CREATE_FLAGS;
-            session.tell(&Request::Create { fid: held.fid(), name, flags, mode, gid: cx.gid })?;
+            let request = Request::Create { fid: held.fid(), name, flags, mode, gid: cx.gid };
+            let made = session.ask(&request, |reply| match reply {
+                Reply::Create { qid, .. } => Some(qid),
+                _ => None,
+            })?;
+            self.publish_entry(cx, dir.ino, name);
             // It is made: should the connection be lost now, it is open no more, and whoever asked must be told so.
             let entry = self.find(session, &dir, name).map_err(|fail| match fail {
                 Fail::Lost { .. } => Fail::Lost { harmless: false },
                 other => other,
             })?;
-            Ok((held, entry))
+            Ok((held, made, entry))
         })?;
-        self.publish_entry(cx, dir.ino, name);
-        let inode = self.inodes.get(entry.ino)?;
-        if inode.kind != FileType::RegularFile {
-            self.inodes.forget(entry.ino, 1);
-            return Err(Errno::IO);
-        }
-        // A new file has none. Should it have been there, its server takes them away with the first write.
-        *lock(&inode.no_capabilities) = Some((Instant::now(), Errno::NODATA));
-        let mut opened = inode.made(held, flags);
-        if flags.contains(OFlags::TRUNC) && inode.cached().is_some() {
-            // It was there already, and what is written behind belongs to what was before.
-            self.truncate(&inode, 0)?;
-        }
-        opened.errors = inode.cache(self, entry.attr.size).map(|file| file.error_cursor());
-        let handle = self.files.insert(cx.session, entry.ino, opened)?;
+        let open = || {
+            let inode = self.inodes.get(entry.ino)?;
+            if inode.path != made.path {
+                // Somebody has moved another file there meanwhile. What is written by the fid would go into the new one.
+                return Err(Errno::STALE);
+            }
+            if inode.kind != FileType::RegularFile {
+                return Err(Errno::IO);
+            }
+            self.open_made(cx, &inode, (held, flags), entry.attr.size)
+        };
+        let handle = open().inspect_err(|_| self.inodes.forget(entry.ino, 1))?;
         Ok((entry, handle))
     }
 

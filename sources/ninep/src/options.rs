@@ -45,7 +45,8 @@ pub struct Options {
     /// Connections, 1 to 16. With more than one, data of files of which more than 4 MiB are moved take turns on all; fewer
     /// are made where the server takes no more. They end together. Default: 1.
     pub connections: usize,
-    /// How long the server may take for one request. Then the connection is given up, and made anew. Default: 30 s.
+    /// How long the server may say nothing while it owes an answer. Then the connection is given up, and made anew.
+    /// Default: 30 s.
     pub timeout: Duration,
     /// How long requests wait for a server that has gone before they fail with `EIO`. Default: 60 s.
     pub patience: Duration,

@@ -129,7 +129,7 @@ impl Session {
         self.further.len() + 1
     }
 
-    /// Ends the session if the server has not answered some request for too long.
+    /// Ends the session if the server owes an answer by some connection, and has been silent there for too long.
     pub(crate) fn check(&self) {
         self.line.check();
         self.further.iter().for_each(|root| root.line.check());

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -43,8 +44,15 @@ pub struct Unix(pub PathBuf);
 
 impl Transport for Unix {
     fn connect(&self, timeout: Duration) -> io::Result<Stream> {
-        let stream = UnixStream::connect(&self.0)?;
-        stream.set_write_timeout(Some(timeout))?;
+        let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+        // It is for connect, too, which waits while the server's backlog is full. One that does not wait fails at once then,
+        // and there is nothing to poll for.
+        socket.set_write_timeout(Some(timeout))?;
+        socket.connect(&SockAddr::unix(&self.0)?).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "it takes no connections"),
+            _ => error,
+        })?;
+        let stream = UnixStream::from(OwnedFd::from(socket));
         let (writer, other) = (stream.try_clone()?, stream.try_clone()?);
         let hang_up = Box::new(move || drop(other.shutdown(Shutdown::Both)));
         Ok(Stream { reader: Box::new(stream), writer: Box::new(writer), hang_up })

@@ -393,7 +393,7 @@ fn files_share_a_bounded_memory_and_keep_their_bytes() {
             });
         }
     });
-    cache.sync_all();
+    cache.sync_all().unwrap();
     for (file, fake) in files.iter().zip(&fakes) {
         let mut out = Vec::new();
         file.read(0, BYTES, &mut out).unwrap();

@@ -8,6 +8,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use ferry_vfs::{Errno, Result};
+
 use super::buffers::Buffers;
 use super::file::CachedFile;
 use super::limits::{Counts, Limits, Totals};
@@ -42,6 +44,8 @@ pub(super) struct Shared {
     busy: Mutex<Vec<Arc<CachedFile>>>,
     /// Files with pages, next to be visited by the eviction.
     listed: Mutex<VecDeque<Weak<CachedFile>>>,
+    /// The first error of any file that [`Cache::sync_all`] has not told yet.
+    failed: Mutex<Option<Errno>>,
     poked: AtomicBool,
     work: Mutex<Work>,
     /// There is something to do for the thread.
@@ -74,6 +78,7 @@ impl Cache {
             rewriting: Mutex::default(),
             busy: Mutex::default(),
             listed: Mutex::default(),
+            failed: Mutex::default(),
             poked: AtomicBool::new(false),
             work: Mutex::default(),
             wanted: Condvar::new(),
@@ -99,12 +104,17 @@ impl Cache {
         self.shared.totals.pages.load(Ordering::Relaxed) * PAGE_BYTES
     }
 
-    /// Writes everything of all files, and makes it durable. Errors are noted with the files.
-    pub fn sync_all(&self) {
+    /// Writes everything of all files, and makes it durable, but for what was [let go](CachedFile::let_go): see
+    /// [`CachedFile::sync`].
+    ///
+    /// # Errors
+    /// The first of any file since this was called last, whoever else was told of it.
+    pub fn sync_all(&self) -> Result<()> {
         let files = lock(&self.shared.busy).clone();
         for file in files {
-            file.write_out_and_sync();
+            file.sync();
         }
+        lock(&self.shared.failed).take().map_or(Ok(()), Err)
     }
 
     /// The server was restarted: what was written and not made durable is written again. To be called before anything is sent by
@@ -143,6 +153,11 @@ impl Shared {
     /// Takes a file in that has something to be written.
     pub fn look_after(&self, file: &Arc<CachedFile>) {
         lock(&self.busy).push(file.clone());
+    }
+
+    /// Something of a file could not be written, or made durable.
+    pub fn failed(&self, error: Errno) {
+        lock(&self.failed).get_or_insert(error);
     }
 
     /// Wakes the thread.

@@ -125,15 +125,32 @@ impl CachedFile {
         self.tell(told)
     }
 
+    /// As [`Self::fsync`]. Whoever has the file open is told of errors all the same, and so is who calls
+    /// [`super::Cache::sync_all`] next.
+    pub fn sync(self: &Arc<Self>) {
+        self.write_out_and_sync();
+        self.note_lost(&mut self.lock());
+    }
+
     fn tell(&self, told: &ErrorCursor) -> Result<()> {
         let mut state = self.lock();
+        self.note_lost(&mut state);
+        state.errors.tell(told)
+    }
+
+    /// Notes that the server was restarted since something was written that is not kept.
+    fn note_lost(&self, state: &mut State) {
         let restarts = self.restarts();
         let is_lost = |unkept: Option<u64>| unkept.is_some_and(|then| then != restarts);
         if is_lost(state.unkept) || is_lost(state.unkept_at_sync) {
             (state.unkept, state.unkept_at_sync) = (None, None);
-            state.errors.note(Errno::IO);
+            self.note(state, Errno::IO);
         }
-        state.errors.tell(told)
+    }
+
+    fn note(&self, state: &mut State, error: Errno) {
+        state.errors.note(error);
+        self.cache.failed(error);
     }
 
     pub(super) fn write_out_and_sync(self: &Arc<Self>) {
@@ -180,6 +197,18 @@ impl CachedFile {
         drop(state);
         self.cache.ease();
         self.cache.poke();
+    }
+
+    /// Whether something was written that is neither durable nor kept. Does not wait.
+    pub fn is_unkept(&self) -> bool {
+        let state = self.lock();
+        state.unkept.is_some() || state.unkept_at_sync.is_some()
+    }
+
+    /// The server has the file no more: nothing of it needs to be durable.
+    pub fn is_gone(&self) {
+        let mut state = self.lock();
+        (state.unkept, state.unkept_at_sync) = (None, None);
     }
 
     fn restarts(&self) -> u64 {
@@ -348,7 +377,7 @@ impl CachedFile {
         match moved {
             Ok(_) => state.remote_size = state.remote_size.max(written_to),
             Err(error) => {
-                state.errors.note(error);
+                self.note(state, error);
                 state.size = state.remote_size.max(state.pages.unwritten_end());
             }
         }
@@ -363,7 +392,7 @@ impl CachedFile {
         state.pages.sync_ended();
         state.unkept_at_sync = state.unkept_at_sync.filter(|&then| then != self.restarts());
         if let Err(error) = result {
-            state.errors.note(error);
+            self.note(state, error);
         }
     }
 

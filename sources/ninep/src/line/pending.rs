@@ -154,6 +154,8 @@ impl Table {
             return None;
         };
         pending.sending = false;
+        // Over a slow link that took a while, in which there was nothing to be answered.
+        pending.since = Instant::now();
         if buffer.is_some() {
             pending.buffer = buffer;
         }
@@ -197,10 +199,11 @@ impl Table {
         tags.filter_map(|tag| if is_sent(&self.slots[usize::from(tag)]) { self.remove(tag) } else { None }).collect()
     }
 
-    /// Since when the oldest request that should be answered soon is under way.
+    /// Since when the server has had the oldest request that should be answered soon. One that it does not take ends by the
+    /// time limit of the write.
     pub(super) fn oldest(&self) -> Option<Instant> {
         let used = self.slots.iter().filter_map(|slot| match slot {
-            Slot::Used(pending) | Slot::Filling(pending) if pending.counted => Some(pending.since),
+            Slot::Used(pending) | Slot::Filling(pending) if pending.counted && !pending.sending => Some(pending.since),
             _ => None,
         });
         used.min()

@@ -16,6 +16,7 @@ pub(super) fn start(line: &Arc<Line>, reader: Box<dyn Read + Send>) -> io::Resul
     let (reading, sending) = (Arc::clone(line), Arc::clone(line));
     let name = |what: &str| std::thread::Builder::new().name(format!("9p-{what}"));
     let started = name("reader").spawn(move || {
+        let reader = Listening { line: Arc::clone(&reading), reader };
         let mut reader = BufReader::with_capacity(READ_BYTES, reader);
         loop {
             if let Err(error) = read_reply(&reading, &mut reader) {
@@ -30,6 +31,18 @@ pub(super) fn start(line: &Arc<Line>, reader: Box<dyn Read + Send>) -> io::Resul
     started.map(drop)
 }
 
+/// Notes that the server is heard, also in the midst of a long reply.
+struct Listening {
+    line: Arc<Line>,
+    reader: Box<dyn Read + Send>,
+}
+
+impl Read for Listening {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.reader.read(bytes).inspect(|_| self.line.heard.note())
+    }
+}
+
 fn wrong(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
@@ -42,7 +55,7 @@ fn fill(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<()> {
 }
 
 /// Reads one reply and wakes whoever waits for it.
-fn read_reply(line: &Line, reader: &mut BufReader<Box<dyn Read + Send>>) -> io::Result<()> {
+fn read_reply(line: &Line, reader: &mut BufReader<Listening>) -> io::Result<()> {
     let mut head = [0; HEADER_BYTES];
     fill(reader, &mut head)?;
     let frame = Frame::peek(&head).ok_or_else(|| wrong("a reply without a header"))?;
@@ -83,7 +96,7 @@ fn read_reply(line: &Line, reader: &mut BufReader<Box<dyn Read + Send>>) -> io::
 }
 
 /// Reads data into the buffer of whoever asked.
-fn read_data(line: &Line, reader: &mut BufReader<Box<dyn Read + Send>>, tag: u16, size: usize) -> io::Result<Message> {
+fn read_data(line: &Line, reader: &mut BufReader<Listening>, tag: u16, size: usize) -> io::Result<Message> {
     let mut count = [0; 4];
     fill(reader, &mut count)?;
     let count = usize::try_from(u32::from_le_bytes(count)).unwrap_or(usize::MAX);

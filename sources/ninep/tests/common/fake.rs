@@ -101,7 +101,8 @@ const ROOT: Qid = Qid { kind: QidKind::DIR, version: 1, path: 1 };
 
 /// The attributes of [`FILE`].
 pub fn file_attr() -> Getattr {
-    let attr = Attr::new(Ino(2), FileType::RegularFile, 0o600).with_size(1000);
+    // A new one would have another time of birth each time.
+    let attr = Attr { btime: None, ..Attr::new(Ino(2), FileType::RegularFile, 0o600).with_size(1000) };
     Getattr { qid: FILE, attr, generation: 0 }
 }
 

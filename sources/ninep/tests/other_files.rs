@@ -1,0 +1,202 @@
+//! Another file is where one was: nothing that belongs to the one goes into the other.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use common::fake::{Act, FILE, Fake, file_attr, reply};
+use common::{CX, PATIENCE, name, write};
+use ferry_remote::{Cache, Client, Options};
+use ferry_vfs::*;
+use ferry_wire::ninep::{Fid, Getattr, Qid, Reply, Request};
+
+const OTHER: Qid = Qid { path: 7, ..FILE };
+
+#[track_caller]
+fn becomes_so(what: &str, is_so: impl Fn() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn nothing_is_left(client: &Client) {
+    let usage = client.usage();
+    assert_eq!((usage.inodes, usage.handles), (0, 0));
+}
+
+/// The fids that files were made by, and those that ended.
+type Fids = Arc<Mutex<(Vec<Fid>, Vec<Fid>)>>;
+
+fn all_made_have_ended(fids: &Fids) -> bool {
+    let fids = fids.lock().unwrap();
+    fids.0.iter().all(|fid| fids.1.contains(fid))
+}
+
+/// Between Tlcreate and the look-up somebody moves another file onto the name.
+#[test]
+fn a_new_file_that_was_replaced_at_once_is_not_mixed_with_the_other() {
+    for cache in [Cache::None, Cache::Auto] {
+        let fids = Fids::default();
+        let noted = Arc::clone(&fids);
+        let fake = Fake::new(move |tag, request| match *request {
+            Request::Create { fid, .. } => {
+                noted.lock().unwrap().0.push(fid);
+                Some(reply(tag, &Reply::Create { qid: OTHER, iounit: 0 }))
+            }
+            Request::Clunk { fid } => {
+                noted.lock().unwrap().1.push(fid);
+                None
+            }
+            _ => None,
+        });
+        let client = fake.connect(Options { cache, ..Options::default() }).unwrap();
+        let made = client.create(&CX, Ino::ROOT, name("a"), &common::file(0o600), OFlags::RDWR);
+        assert_eq!(made.unwrap_err(), Errno::STALE, "{cache:?}");
+        nothing_is_left(&client);
+        becomes_so("the new file stays open", || all_made_have_ended(&fids));
+        assert_eq!(fids.lock().unwrap().0.len(), 1);
+    }
+}
+
+/// To some servers a fid is a path, and somebody has moved another file there.
+#[test]
+fn what_was_opened_has_to_be_what_was_found() {
+    let fake = Fake::new(|tag, request| match *request {
+        Request::Open { .. } => Some(reply(tag, &Reply::Open { qid: OTHER, iounit: 0 })),
+        _ => None,
+    });
+    let client = fake.connect(Options::default()).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+    assert_eq!(client.open(&CX, ino, OFlags::RDWR).unwrap_err(), Errno::STALE);
+    client.forget(ino, 1);
+    nothing_is_left(&client);
+}
+
+/// It was there already, is cached, and cannot be truncated.
+#[test]
+fn making_that_fails_late_leaves_nothing_behind() {
+    let fids = Fids::default();
+    let noted = Arc::clone(&fids);
+    let fake = Fake::new(move |tag, request| match *request {
+        Request::Create { fid, .. } => {
+            noted.lock().unwrap().0.push(fid);
+            Some(reply(tag, &Reply::Create { qid: FILE, iounit: 0 }))
+        }
+        Request::Clunk { fid } => {
+            noted.lock().unwrap().1.push(fid);
+            None
+        }
+        Request::Setattr { .. } => Some(reply(tag, &Reply::Error(Errno::NOSPC))),
+        _ => None,
+    });
+    let client = fake.connect(Options { cache: Cache::Auto, ..Options::default() }).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+    let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+    let flags = OFlags::RDWR | OFlags::TRUNC;
+    let made = client.create(&CX, Ino::ROOT, name("a"), &common::file(0o600), flags);
+    assert_eq!(made.unwrap_err(), Errno::NOSPC);
+    assert_eq!(client.usage().handles, 1);
+    client.release(&CX, ino, handle);
+    becomes_so("what was made stays open", || all_made_have_ended(&fids));
+    client.forget(ino, 1);
+    nothing_is_left(&client);
+}
+
+/// A server that is started anew, and whose file of the same number may be another one then.
+struct Restarted {
+    fake: Fake,
+    writes: Arc<AtomicUsize>,
+}
+
+impl Restarted {
+    fn new(before: Getattr, after: Getattr) -> Self {
+        let (is_new, writes) = (AtomicBool::new(false), Arc::<AtomicUsize>::default());
+        let counted = Arc::clone(&writes);
+        let fake = Fake::new(move |tag, request| match *request {
+            // The connection ends by this, the first time.
+            Request::Statfs { .. } if !is_new.swap(true, Ordering::SeqCst) => Some(Act::HangUp),
+            Request::Getattr { fid, .. } if fid != Fid(1) => {
+                let now = if is_new.load(Ordering::SeqCst) { after } else { before };
+                Some(reply(tag, &Reply::Getattr(now)))
+            }
+            Request::Write { .. } => {
+                counted.fetch_add(1, Ordering::SeqCst);
+                None
+            }
+            _ => None,
+        });
+        Self { fake, writes }
+    }
+
+    fn client(&self, cache: Cache) -> Client {
+        self.fake.connect(Options { cache, patience: PATIENCE, ..Options::default() }).unwrap()
+    }
+
+    /// How often was written since then.
+    fn restart(&self, client: &Client) -> impl Fn() -> usize {
+        let before = self.writes.load(Ordering::SeqCst);
+        let _ = client.statfs(&CX, Ino::ROOT).unwrap_err();
+        let writes = Arc::clone(&self.writes);
+        move || writes.load(Ordering::SeqCst) - before
+    }
+}
+
+fn born(sec: i64, generation: u64) -> Getattr {
+    let attr = Attr { btime: (sec != 0).then_some(Timespec { sec, nsec: 5 }), ..file_attr().attr };
+    Getattr { attr, generation, ..file_attr() }
+}
+
+/// What the file was, what is there after the restart, and whether that is the same.
+const RESTARTS: [((i64, u64), (i64, u64), bool); 6] = [
+    ((0, 0), (0, 0), true),
+    ((10, 1), (10, 1), true),
+    ((10, 1), (11, 1), false),
+    ((10, 0), (11, 0), false),
+    ((0, 1), (0, 2), false),
+    // The new server tells nothing.
+    ((10, 1), (0, 0), true),
+];
+
+#[test]
+fn what_a_restart_may_have_lost_is_not_written_into_another_file() {
+    for (before, after, is_same) in RESTARTS {
+        let server = Restarted::new(born(before.0, before.1), born(after.0, after.1));
+        let client = server.client(Cache::Auto);
+        let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+        let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+        write(&client, ino, handle, 0, b"of the first file").unwrap();
+        client.flush(&CX, ino, handle, 0).unwrap();
+        let writes = server.restart(&client);
+        assert_eq!(client.fsync(&CX, ino, handle, false).is_ok(), is_same, "{before:?} {after:?}");
+        assert_eq!(writes() > 0, is_same, "{before:?} {after:?}");
+    }
+}
+
+#[test]
+fn a_look_up_after_a_restart_does_not_take_one_file_for_the_other() {
+    for (before, after, is_same) in RESTARTS.into_iter().take(5) {
+        let server = Restarted::new(born(before.0, before.1), born(after.0, after.1));
+        let client = server.client(Cache::None);
+        let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+        let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+        let writes = server.restart(&client);
+        let now = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+        assert_eq!(now == ino, is_same, "{before:?} {after:?}");
+        let written = write(&client, ino, handle, 0, b"of the first file");
+        assert_eq!(written.is_ok(), is_same, "{before:?} {after:?}: {written:?}");
+        assert_eq!(writes() > 0, is_same, "{before:?} {after:?}");
+        client.release(&CX, ino, handle);
+        let handle = client.open(&CX, now, OFlags::RDWR).unwrap();
+        write(&client, now, handle, 0, b"of the new one").unwrap();
+        client.fsync(&CX, now, handle, false).unwrap();
+        client.release(&CX, now, handle);
+        client.forget(now, 1);
+        client.forget(ino, 1);
+        nothing_is_left(&client);
+    }
+}

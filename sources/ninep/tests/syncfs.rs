@@ -1,0 +1,156 @@
+//! A sync of everything: nothing is said to be durable that is not.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use common::fake::{Fake, reply};
+use common::{CX, Served, name, write};
+use ferry_remote::{Cache, Client, Options};
+use ferry_vfs::*;
+use ferry_wire::ninep::{Reply, Request};
+
+/// A server of which writes and syncs fail when they are to.
+#[derive(Clone, Default)]
+struct Manners {
+    fails_writes: Arc<AtomicBool>,
+    fails_syncs: Arc<AtomicBool>,
+    syncs: Arc<AtomicUsize>,
+}
+
+impl Manners {
+    fn server(&self) -> Fake {
+        let Self { fails_writes, fails_syncs, syncs } = self.clone();
+        Fake::new(move |tag, request| {
+            let errno = match request {
+                Request::Write { .. } if fails_writes.load(Ordering::SeqCst) => Errno::NOSPC,
+                Request::Fsync { .. } => {
+                    syncs.fetch_add(1, Ordering::SeqCst);
+                    fails_syncs.load(Ordering::SeqCst).then_some(Errno::DQUOT)?
+                }
+                _ => return None,
+            };
+            Some(reply(tag, &Reply::Error(errno)))
+        })
+    }
+
+    fn syncs(&self) -> usize {
+        self.syncs.load(Ordering::SeqCst)
+    }
+}
+
+fn connect(fake: &Fake, cache: Cache) -> Client {
+    fake.connect(Options { cache, ..Options::default() }).unwrap()
+}
+
+fn opened(client: &Client) -> (Ino, Handle) {
+    let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+    (ino, client.open(&CX, ino, OFlags::RDWR).unwrap())
+}
+
+/// Writes, and closes.
+fn written(client: &Client) -> Ino {
+    let (ino, handle) = opened(client);
+    write(client, ino, handle, 0, b"data").unwrap();
+    client.flush(&CX, ino, handle, 0).unwrap();
+    client.release(&CX, ino, handle);
+    ino
+}
+
+fn sync(client: &Client) -> Result<()> {
+    client.syncfs(&CX, Ino::ROOT)
+}
+
+#[test]
+fn errors_of_open_files_are_told_once() {
+    let manners = Manners::default();
+    let fake = manners.server();
+    let client = connect(&fake, Cache::Auto);
+    let (ino, handle) = opened(&client);
+    for (fails, outcome) in [(&manners.fails_writes, Errno::NOSPC), (&manners.fails_syncs, Errno::DQUOT)] {
+        fails.store(true, Ordering::SeqCst);
+        write(&client, ino, handle, 0, b"data").unwrap();
+        assert_eq!(sync(&client), Err(outcome));
+        fails.store(false, Ordering::SeqCst);
+        assert_eq!(sync(&client), Ok(()), "it was told");
+        assert!(client.fsync(&CX, ino, handle, false).is_err(), "whoever has the file open is told, too");
+    }
+}
+
+#[test]
+fn an_error_that_the_writer_was_told_of_is_told() {
+    let manners = Manners::default();
+    let fake = manners.server();
+    let client = connect(&fake, Cache::Auto);
+    let (ino, handle) = opened(&client);
+    manners.fails_writes.store(true, Ordering::SeqCst);
+    write(&client, ino, handle, 0, b"data").unwrap();
+    assert_eq!(client.flush(&CX, ino, handle, 0), Err(Errno::NOSPC));
+    client.release(&CX, ino, handle);
+    assert_eq!(sync(&client), Err(Errno::NOSPC));
+    assert_eq!(sync(&client), Ok(()));
+}
+
+#[test]
+fn what_was_closed_is_made_durable() {
+    for (cache, is_forgotten) in [(Cache::Auto, false), (Cache::Auto, true), (Cache::None, false), (Cache::None, true)]
+    {
+        let manners = Manners::default();
+        let fake = manners.server();
+        let client = connect(&fake, cache);
+        let ino = written(&client);
+        if is_forgotten {
+            client.forget(ino, 1);
+        }
+        assert_eq!((client.usage().inodes, manners.syncs()), (usize::from(!is_forgotten), 0));
+        assert_eq!(sync(&client), Ok(()));
+        // Once more where the cache's thread has not yet seen that there is nothing left to be written.
+        assert!(manners.syncs() >= 1, "{cache:?}, forgotten: {is_forgotten}");
+        assert_eq!(sync(&client), Ok(()));
+        assert_eq!(client.usage().inodes, usize::from(!is_forgotten));
+
+        let again = written(&client);
+        assert_eq!(again == ino, !is_forgotten, "what is durable is let go");
+        manners.fails_syncs.store(true, Ordering::SeqCst);
+        assert_eq!(sync(&client), Err(Errno::DQUOT), "{cache:?}, forgotten: {is_forgotten}");
+    }
+}
+
+/// A file that is forgotten before it is durable, and found again, is the same.
+#[test]
+fn what_is_found_again_is_the_file_that_was_written() {
+    let manners = Manners::default();
+    let fake = manners.server();
+    let client = connect(&fake, Cache::Auto);
+    let ino = written(&client);
+    client.forget(ino, 1);
+    assert_eq!(client.getattr(&CX, ino, None).unwrap_err(), Errno::STALE);
+    assert_eq!(client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino, ino);
+    assert_eq!((client.usage().inodes, sync(&client)), (1, Ok(())));
+    assert!(manners.syncs() >= 1);
+    client.forget(ino, 1);
+    assert_eq!(client.usage().inodes, 0);
+}
+
+#[test]
+fn files_are_not_left_open_and_removed_ones_are_no_error() {
+    for cache in [Cache::Auto, Cache::None] {
+        let served = Served::new();
+        let client = served.connect(Options { cache, ..Options::default() });
+        for text in ["stays", "goes"] {
+            let (made, handle) =
+                client.create(&CX, Ino::ROOT, name(text), &common::file(0o600), OFlags::WRONLY).unwrap();
+            write(&client, made.ino, handle, 0, b"data").unwrap();
+            client.flush(&CX, made.ino, handle, 0).unwrap();
+            client.release(&CX, made.ino, handle);
+            client.forget(made.ino, 1);
+        }
+        client.unlink(&CX, Ino::ROOT, name("goes")).unwrap();
+        // The server need not keep them meanwhile.
+        served.settles(|usage| usage.fids <= 1);
+        assert_eq!(sync(&client), Ok(()), "{cache:?}");
+        served.settles(|usage| usage.fids <= 1);
+    }
+}
