@@ -61,7 +61,11 @@ impl Control {
             shares,
             logging,
             clients: AtomicUsize::new(0),
-            state: Mutex::new(State { level: crate::started_level(), requests: None, held: None }),
+            state: Mutex::new(State {
+                own: Logged { level: crate::started_level(), requests: None },
+                followers: Vec::new(),
+                followed: 0,
+            }),
         });
         let accept = move || {
             while !end.load(Ordering::Acquire) {
@@ -99,14 +103,117 @@ struct Server {
     state: Mutex<State>,
 }
 
-/// What is logged.
-#[derive(Clone)]
+/// What is logged, and for whom.
 struct State {
+    /// As it was set for good.
+    own: Logged,
+    /// What those who follow the log wish beside it, the last one last, and their numbers.
+    followers: Vec<(u64, Wish)>,
+    /// How many followers there have been.
+    followed: u64,
+}
+
+/// What is logged.
+#[derive(Clone, Debug, PartialEq)]
+struct Logged {
     level: String,
-    /// Whose requests, for people.
-    requests: Option<(String, Filter)>,
-    /// The file whose requests are logged: its number must stay its own.
-    held: Option<Arc<Held>>,
+    requests: Option<Requests>,
+}
+
+/// Whose requests are logged.
+#[derive(Clone)]
+struct Requests {
+    /// For people.
+    whose: String,
+    filter: Filter,
+    /// The files whose requests are logged: their numbers must stay their own.
+    held: Vec<Arc<Held>>,
+}
+
+impl PartialEq for Requests {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.whose, &self.filter) == (&other.whose, &other.filter)
+    }
+}
+
+impl std::fmt::Debug for Requests {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Requests").field("whose", &self.whose).field("filter", &self.filter).finish_non_exhaustive()
+    }
+}
+
+/// What the words of `ferry log` ask for.
+#[derive(Clone)]
+enum Wish {
+    /// This level, and no requests.
+    Only(String),
+    Level(String),
+    NoRequests,
+    Requests(Requests),
+}
+
+impl Requests {
+    /// These requests and others. A filter has one share: those of several are logged with all others.
+    fn and(mut self, other: &Self) -> Self {
+        let (mine, others) = (&mut self.filter, &other.filter);
+        if mine.share != others.share {
+            *mine = Filter::default();
+        } else if others.inodes.is_empty() || mine.inodes.len() + others.inodes.len() > requests::INODES_MAX {
+            mine.inodes.clear();
+        } else if !mine.inodes.is_empty() {
+            mine.inodes.extend(&others.inodes);
+        }
+        if self.whose != other.whose {
+            self.whose = format!("{}, {}", self.whose, other.whose);
+        }
+        self.held.extend(other.held.iter().cloned());
+        self
+    }
+}
+
+impl State {
+    /// What is logged now: the level of the last follower who wants one, and the requests that any of them wants.
+    fn logged(&self) -> Logged {
+        let mut logged = self.own.clone();
+        for (_, wish) in &self.followers {
+            match wish {
+                Wish::Only(level) => logged = Logged { level: level.clone(), requests: None },
+                Wish::Level(level) => logged.level.clone_from(level),
+                Wish::NoRequests => logged.requests = None,
+                Wish::Requests(_) => {}
+            }
+        }
+        // Last: nobody is to lose what he follows by what another one does not want.
+        for (_, wish) in &self.followers {
+            if let Wish::Requests(wanted) = wish {
+                logged.requests = Some(match logged.requests {
+                    Some(requests) => requests.and(wanted),
+                    None => wanted.clone(),
+                });
+            }
+        }
+        logged
+    }
+}
+
+/// One who follows the log; what he wished goes when this is dropped.
+struct Follower<'a> {
+    server: &'a Server,
+    number: u64,
+}
+
+impl Drop for Follower<'_> {
+    fn drop(&mut self) {
+        let mut state = self.server.lock();
+        let place = state.followers.iter().position(|(number, _)| *number == self.number);
+        let gone = place.map(|place| state.followers.remove(place));
+        if let Err(error) = self.server.apply(&state.logged()) {
+            tracing::warn!("what a follower wanted stays logged: {error:#}");
+        }
+        drop(state);
+        // What it holds goes without the lock: the source may take its time.
+        drop(gone);
+    }
 }
 
 impl Server {
@@ -144,19 +251,20 @@ impl Server {
             Request::Status => answer(client, Ok(self.status())),
             Request::Explain { share } => answer(client, self.share(share).and_then(Served::explain)),
             Request::Log { level, share, file, follow } => {
-                let before = self.lock().clone();
                 let file = file.map(|file| file.0);
                 // From before the change, so that no line after it is missed.
                 let lines = follow.then(|| self.logging.listen());
-                let changed = self.log(&level, share, file.as_deref());
-                let failed = changed.is_err();
-                answer(client, changed.map(|()| self.status()))?;
-                if let Some(lines) = lines.filter(|_| !failed) {
-                    let followed = send(client, &lines);
-                    self.set(before)?;
-                    followed?;
+                let changed = self.wish(&level, share, file.as_deref()).and_then(|wish| self.change(wish, follow));
+                // It goes when it is dropped, however this ends.
+                let (changed, follower) = match changed {
+                    Ok(follower) => (Ok(self.status()), follower),
+                    Err(error) => (Err(error), None),
+                };
+                answer(client, changed)?;
+                match (lines, &follower) {
+                    (Some(lines), Some(_)) => send(client, &lines),
+                    _ => Ok(()),
                 }
-                Ok(())
             }
         }
     }
@@ -170,52 +278,79 @@ impl Server {
     }
 
     fn status(&self) -> Status {
-        let state = self.lock();
+        let Logged { level, requests } = self.lock().logged();
         Status {
             pid: crate::sandbox::pid(),
             shares: self.shares.iter().map(|share| share.shown().clone()).collect(),
-            log: state.level.clone(),
-            requests: state.requests.as_ref().map(|(whose, _)| whose.clone()),
+            log: level,
+            requests: requests.map(|requests| requests.whose),
         }
     }
 
-    /// Does what the words of `ferry log` say.
-    fn log(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<()> {
-        let mut state = self.lock().clone();
-        match level {
-            "default" => state = State { level: crate::started_level(), requests: None, held: None },
-            "off" if file.is_some() => (state.requests, state.held) = (None, None),
-            "off" => state = State { level: "off".into(), requests: None, held: None },
-            "requests" => {
-                let (whose, filter, held) = self.whose(share, file)?;
-                (state.requests, state.held) = (Some((whose, filter)), held);
-            }
+    /// What the words of `ferry log` mean.
+    fn wish(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<Wish> {
+        Ok(match level {
+            "default" => Wish::Only(crate::started_level()),
+            "off" if file.is_some() => Wish::NoRequests,
+            "off" => Wish::Only("off".into()),
+            "requests" => Wish::Requests(self.requests(share, file)?),
             _ if file.is_some() => {
                 bail!(
                     "for a file the level is requests, off or default, and not {level:?}; levels are for whole processes"
                 )
             }
-            level => state.level = level.to_owned(),
-        }
-        self.set(state)
+            level => Wish::Level(level.to_owned()),
+        })
     }
 
     /// Whose requests a share and a file in it mean.
-    fn whose(&self, share: Option<usize>, file: Option<&[u8]>) -> Result<(String, Filter, Option<Arc<Held>>)> {
+    fn requests(&self, share: Option<usize>, file: Option<&[u8]>) -> Result<Requests> {
         let Some(share) = share.map(|index| self.share(index)).transpose()? else {
-            return Ok(("all".into(), Filter::default(), None));
+            return Ok(Requests { whose: "all".into(), filter: Filter::default(), held: Vec::new() });
         };
         let filter = Filter { share: Some(share.name().into()), inodes: Vec::new() };
-        let Some(file) = file else { return Ok((share.shown().source.clone(), filter, None)) };
+        let Some(file) = file else {
+            return Ok(Requests { whose: share.shown().source.clone(), filter, held: Vec::new() });
+        };
         let held = share.find(file)?;
         let whose = format!("{} in {}", String::from_utf8_lossy(file), share.shown().source);
-        Ok((whose, Filter { inodes: vec![held.ino()], ..filter }, Some(Arc::new(held))))
+        Ok(Requests { whose, filter: Filter { inodes: vec![held.ino()], ..filter }, held: vec![Arc::new(held)] })
     }
 
-    fn set(&self, state: State) -> Result<()> {
-        self.logging.set(&state.level, state.requests.is_some())?;
-        requests::watch(state.requests.as_ref().map(|(_, filter)| filter.clone()));
-        *self.lock() = state;
+    /// Does what was wished: for good, or for as long as the follower that is answered.
+    fn change(&self, wish: Wish, follow: bool) -> Result<Option<Follower<'_>>> {
+        let mut state = self.lock();
+        if follow {
+            state.followed += 1;
+            let number = state.followed;
+            state.followers.push((number, wish));
+            let applied = self.apply(&state.logged());
+            drop(state);
+            // If it cannot be done, it goes again.
+            let follower = Follower { server: self, number };
+            return applied.map(|()| Some(follower));
+        }
+        let mut own = state.own.clone();
+        match wish {
+            Wish::Only(level) => own = Logged { level, requests: None },
+            Wish::Level(level) => own.level = level,
+            Wish::NoRequests => own.requests = None,
+            Wish::Requests(requests) => own.requests = Some(requests),
+        }
+        let before = std::mem::replace(&mut state.own, own);
+        // Its level may be out of sight behind a follower's: whether it is one is seen now.
+        let applied = self.logging.set(&state.own.level, false).and_then(|()| self.apply(&state.logged()));
+        let gone = if applied.is_ok() { before } else { std::mem::replace(&mut state.own, before) };
+        drop(state);
+        // Without the lock, as in a follower's end.
+        drop(gone);
+        applied.map(|()| None)
+    }
+
+    /// Called under the lock, so that what is logged is what the last state says.
+    fn apply(&self, logged: &Logged) -> Result<()> {
+        self.logging.set(&logged.level, logged.requests.is_some())?;
+        requests::watch(logged.requests.as_ref().map(|requests| requests.filter.clone()));
         Ok(())
     }
 }
@@ -250,4 +385,56 @@ fn hung_up(client: &UnixStream) -> bool {
     let mut polled = [PollFd::new(client, PollFlags::RDHUP)];
     let found = poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
     found.is_ok_and(|found| found > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferry_vfs::Ino;
+
+    fn requests(whose: &str, share: Option<&str>, inodes: &[u64]) -> Requests {
+        let inodes = inodes.iter().copied().map(Ino).collect();
+        Requests { whose: whose.into(), filter: Filter { share: share.map(Into::into), inodes }, held: Vec::new() }
+    }
+
+    fn level_and_whose(state: &State) -> (String, Option<String>) {
+        let Logged { level, requests } = state.logged();
+        (level, requests.map(|requests| requests.whose))
+    }
+
+    #[test]
+    fn what_is_logged_comes_from_the_followers_that_are_left() {
+        let own = Logged { level: "info".into(), requests: None };
+        let mut state = State { own, followers: Vec::new(), followed: 0 };
+        let shown = |level: &str, whose: Option<&str>| (level.to_owned(), whose.map(str::to_owned));
+        state.followers.push((1, Wish::Requests(requests("a", Some("s"), &[1]))));
+        state.followers.push((2, Wish::Requests(requests("b", Some("s"), &[2]))));
+        assert_eq!(level_and_whose(&state), shown("info", Some("a, b")));
+        assert_eq!(state.logged().requests.unwrap().filter.inodes, [Ino(1), Ino(2)]);
+        state.followers.push((3, Wish::Only("debug".into())));
+        assert_eq!(level_and_whose(&state), shown("debug", Some("a, b")), "it takes nothing from the others");
+        state.followers.remove(0);
+        assert_eq!(level_and_whose(&state), shown("debug", Some("b")), "the first has gone");
+        state.own.level = "warn".into();
+        state.followers.pop();
+        assert_eq!(level_and_whose(&state), shown("warn", Some("b")), "as was set meanwhile");
+        state.followers.clear();
+        assert_eq!(state.logged(), state.own);
+    }
+
+    #[test]
+    fn a_filter_for_two_lets_the_requests_of_both_through() {
+        let many: Vec<u64> = (0..requests::INODES_MAX as u64).collect();
+        for ((share, inodes), (other, others), expected) in [
+            ((Some("s"), &[1][..]), (Some("s"), &[2][..]), (Some("s"), &[1, 2][..])),
+            ((Some("s"), &[1]), (Some("s"), &[]), (Some("s"), &[])),
+            ((Some("s"), &[]), (Some("s"), &[2]), (Some("s"), &[])),
+            ((Some("s"), &[1]), (Some("t"), &[2]), (None, &[])),
+            ((None, &[]), (Some("t"), &[2]), (None, &[])),
+            ((Some("s"), &many), (Some("s"), &[99]), (Some("s"), &[])),
+        ] {
+            let both = requests("a", share, inodes).and(&requests("b", other, others));
+            assert_eq!(both, requests("a, b", expected.0, expected.1));
+        }
+    }
 }

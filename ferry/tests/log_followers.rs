@@ -1,0 +1,68 @@
+//! Several people follow the log of one server: who leaves takes along what he wished, and nothing else.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod common;
+
+use std::process::{Child, Stdio};
+
+use common::place::until;
+use common::{Server, ferry, run};
+use rustix::process::Signal;
+
+fn status_of(target: &std::path::Path, args: &[&str]) -> (String, Option<String>) {
+    let output = run(ferry().arg("log").arg(target).args(args).arg("--json"));
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    (status["log"].as_str().unwrap().to_owned(), status["requests"].as_str().map(str::to_owned))
+}
+
+fn follow(target: &std::path::Path, level: &str) -> Child {
+    let mut ferry = ferry();
+    ferry.arg("log").arg(target).args([level, "--follow"]);
+    ferry.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+}
+
+fn end(mut follower: Child) {
+    follower.kill().unwrap();
+    follower.wait().unwrap();
+}
+
+#[test]
+fn what_is_logged_is_what_the_followers_that_are_left_wish() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, a, b) = (folder.path().join("s"), folder.path().join("a"), folder.path().join("b"));
+    std::fs::write(&a, "a").unwrap();
+    std::fs::write(&b, "b").unwrap();
+    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let status = || status_of(&socket, &[]);
+    let whose = |words: &[&str]| {
+        let requests = status().1.unwrap_or_default();
+        let names = |word: &str| requests.contains(&format!("{word} in "));
+        ["a", "b"].iter().all(|word| names(word) == words.contains(word))
+    };
+    let begin = status();
+    assert_eq!(begin, ("info".into(), None));
+
+    let first = follow(&a, "requests");
+    until("the first one's requests", || whose(&["a"]));
+    let second = follow(&b, "requests");
+    until("those of both", || whose(&["a", "b"]));
+    let third = follow(&socket, "debug");
+    until("the third one's level", || status().0 == "debug");
+    assert!(whose(&["a", "b"]));
+    end(first);
+    until("those of the second alone", || whose(&["b"]));
+    assert_eq!(status().0, "debug");
+    // For good, and only seen when the third has gone.
+    assert_eq!(status_of(&socket, &["warn"]).0, "debug");
+    let refused = run(ferry().arg("log").arg(&socket).arg("loud=quiet=x"));
+    assert_eq!(refused.status.code(), Some(1), "also behind a follower's level");
+    end(third);
+    until("the level that was set", || status().0 == "warn");
+    assert!(whose(&["b"]));
+    end(second);
+    until("no requests", || status().1.is_none());
+    assert_eq!(status_of(&socket, &["default"]), begin);
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
