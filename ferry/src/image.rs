@@ -18,7 +18,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_image::{
     BuildOptions, Built, COMPOSEFS_VERSION_MAX, Digest, DumpError, Image, Inode, Layout, Nid, Objects, Source, Store,
-    Trace,
+    Trace, walk,
 };
 use ferry_vfs::{FileType, Name};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -34,7 +34,7 @@ Examples:
   ferry image mount rootfs.img /mnt --store /var/lib/ferry --upper changes   # can be written to
   ferry mount image:rootfs.img /mnt --store /var/lib/ferry           # without the kernel's EROFS, each byte proved
   ferry image ls -l rootfs.img /etc
-  ferry image cat rootfs.img /etc/os-release --store /var/lib/ferry
+  ferry image cat rootfs.img /usr/lib/os-release --store /var/lib/ferry
   ferry image verify rootfs.img --store /var/lib/ferry               # reads and proves every byte
   ferry image diff old.img rootfs.img --store /var/lib/ferry
   ferry image gc images/ --store /var/lib/ferry                      # keeps what the images in this folder need
@@ -319,30 +319,6 @@ fn find(image: &Image, path: &Path) -> Result<Nid> {
     Ok(nid)
 }
 
-/// Calls with each path below a place, directories before what is in them. Directories are entered once each, so that a
-/// damaged image ends.
-fn walk(image: &Image, from: Nid, path: &[u8], each: &mut dyn FnMut(&[u8], &Inode) -> Result<()>) -> Result<()> {
-    let mut seen = std::collections::HashSet::new();
-    let mut left = vec![(from, path.to_vec())];
-    while let Some((nid, path)) = left.pop() {
-        let inode = image.inode(nid)?;
-        each(&path, &inode)?;
-        if inode.kind() != FileType::Directory || !seen.insert(nid) {
-            continue;
-        }
-        let mut children = Vec::new();
-        for entry in image.entries(&inode, 0)? {
-            let entry = entry?;
-            if !matches!(entry.name, b"." | b"..") {
-                let slash: &[u8] = if path.ends_with(b"/") { b"" } else { b"/" };
-                children.push((entry.nid, [&path, slash, entry.name].concat()));
-            }
-        }
-        left.extend(children.into_iter().rev());
-    }
-    Ok(())
-}
-
 fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
     let from = find(image, path)?;
     let path = Path::new("/").join(path);
@@ -369,7 +345,7 @@ fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
         }
         Ok(())
     };
-    let walked = walk(image, from, path.as_os_str().as_bytes(), &mut line);
+    let walked = walk(image, from, path.as_os_str().as_bytes(), &mut |step, inode| line(&step.path(), inode));
     ended(walked.and_then(|()| Ok(out.flush()?)))
 }
 
@@ -457,21 +433,39 @@ fn info(image: &Image, json: bool) -> Result<()> {
 
 /// Proves the bytes of every file.
 fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
-    let objects = Objects::open(image, store)?;
+    let missing = missing_packs(image, store)?;
+    if !missing.is_empty() {
+        return Ok(missing);
+    }
+    let objects = match Objects::open(image, store) {
+        // One of its packs is damaged.
+        Err(error @ ferry_image::Error::Pack { .. }) => return Ok(vec![error.to_string()]),
+        objects => objects?,
+    };
     let bar = bar("inodes");
     bar.set_length(image.inodes());
     let mut findings = Vec::new();
-    walk(image, image.root(), b"/", &mut |path, inode| {
+    walk(image, image.root(), b"/", &mut |step, inode| -> Result<()> {
         bar.inc(1);
         if inode.kind() == FileType::RegularFile
             && let Err(bad) = objects.prove_file(image.data(inode)?, inode.bytes)
         {
-            findings.push(format!("{}: {bad}", path.escape_ascii()));
+            findings.push(format!("{}: {bad}", step.text()));
         }
         Ok(())
     })?;
     bar.finish_and_clear();
     Ok(findings)
+}
+
+/// A finding for each pack that the store has not got.
+fn missing_packs(image: &Image, store: &Path) -> Result<Vec<String>> {
+    if image.packs().is_empty() {
+        return Ok(Vec::new());
+    }
+    let opened = Store::open(store)?;
+    let missing = image.packs().iter().filter(|pack| !opened.has(pack.name));
+    Ok(missing.map(|pack| format!("the pack {} is not in {}", pack.name, store.display())).collect())
 }
 
 fn say(findings: &[String], json: bool) -> Result<u8> {

@@ -119,6 +119,30 @@ fn damage_is_found_and_named() {
 }
 
 #[test]
+fn packs_that_are_missing_or_cut_are_findings() {
+    let made = Made::new();
+    let verify = || {
+        let output = run(&mut made.with_store("verify"));
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    };
+    let pack = made.pack();
+    fs::set_permissions(&pack, fs::Permissions::from_mode(0o644)).unwrap();
+    fs::File::options().write(true).open(&pack).unwrap().set_len(4096).unwrap();
+    let (status, said) = verify();
+    assert!(status == Some(4) && said.contains("has 4096 bytes"), "{status:?} {said}");
+    fs::remove_file(&pack).unwrap();
+    let name = pack.file_name().unwrap().to_str().unwrap();
+    let (status, said) = verify();
+    assert!(status == Some(4) && said.starts_with("the pack ") && said.contains(name), "{status:?} {said}");
+    let output = run(made.with_store("verify").arg("--json"));
+    let said: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((output.status.code(), &said["clean"]), (Some(4), &false.into()));
+    // Without a store nothing can be said of the image.
+    fs::remove_dir_all(made.place.at("store")).unwrap();
+    refused(1, &mut made.with_store("verify"));
+}
+
+#[test]
 fn an_image_is_a_source_of_mounts() {
     needs_fuse!();
     let made = Made::new();

@@ -4,8 +4,9 @@
 mod common;
 
 use std::fs::{self, File};
+use std::io::Read;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::place::Place;
@@ -186,4 +187,33 @@ fn a_workload_that_fails_and_lists_that_are_none_are_told() {
     let composefs = [&order[..], &["--layout", "composefs"]].concat();
     let said = refused(1, made.image(&["build", &made.at("tree"), "-o", &made.at("new")]).args(composefs));
     assert!(said.contains("--order-from is of --layout flat"), "{said}");
+}
+
+#[test]
+fn signals_are_passed_on_to_the_workload() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can trace");
+        return;
+    }
+    let made = Made::new();
+    let script = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.05; done";
+    let mut line = ferry();
+    line.args(["image", "trace", &made.at("tree"), "-o", &made.at("trace"), "--", "sh", "-c", script]);
+    let mut tracer = line.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut said = [0; 6];
+    tracer.stdout.as_mut().unwrap().read_exact(&mut said).unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_child(&tracer), rustix::process::Signal::TERM).unwrap();
+    let begin = Instant::now();
+    let status = loop {
+        if let Some(status) = tracer.try_wait().unwrap() {
+            break status;
+        }
+        if begin.elapsed() > PATIENCE / 4 {
+            tracer.kill().unwrap();
+            panic!("the signal is ignored");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert_eq!(status.code(), Some(9), "the workload's");
+    assert!(made.0.at("trace").exists());
 }

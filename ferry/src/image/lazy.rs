@@ -23,7 +23,7 @@ use crate::guardian::{Duty, Guardian};
 use crate::mount::{Nulls, in_background};
 use crate::size::Size;
 
-/// How many readers are answered at a time, beside those whose objects are being fetched.
+/// How many readers of what is not here are answered at a time, beside those whose objects are being fetched.
 const THREADS_MIN: usize = 4;
 
 #[derive(Debug, clap::Args)]
@@ -159,9 +159,11 @@ fn begin<T>(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<()>
 fn fetch(background: Background, objects: &Arc<ferry_image::Objects>, sender: &Sender<Over>) -> impl FnOnce() + use<> {
     let (objects, sender) = (Arc::clone(objects), sender.clone());
     move || {
-        background(&objects);
-        // Nobody listens once it is over for another reason.
-        let _ = sender.send(Over::Whole);
+        // Where not all of it came to the disk, holes may come of it: readers are answered on.
+        if background(&objects) {
+            // Nobody listens once it is over for another reason.
+            let _ = sender.send(Over::Whole);
+        }
     }
 }
 
@@ -175,6 +177,35 @@ fn ready(nulls: Option<Nulls>) -> Result<()> {
         None => {
             tracing::info!("mounted");
             Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::sync::mpsc::TryRecvError;
+
+    use ferry_image::{BuildOptions, Image, Objects, Store, build};
+
+    use super::*;
+
+    #[test]
+    fn a_server_whose_packs_do_not_last_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("tree")).expect("folders can be made");
+        let store = Store::create(&at("store")).expect("folders can be made");
+        build(&at("tree"), &at("image"), store, &BuildOptions::default(), &|_, _| {}).expect("it can be built");
+        let image = Image::open(&at("image"), None).expect("it was built");
+        let objects = Arc::new(Objects::open(&image, &at("store")).expect("it was built"));
+        for lasts in [false, true] {
+            let (sender, over) = channel();
+            let other = sender.clone();
+            fetch(Box::new(move |_| lasts), &objects, &sender)();
+            let said = over.try_recv();
+            assert!(matches!((&said, lasts), (Ok(Over::Whole), true) | (Err(TryRecvError::Empty), false)), "{lasts}");
+            drop(other);
         }
     }
 }

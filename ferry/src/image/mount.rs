@@ -3,6 +3,7 @@
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
@@ -53,15 +54,27 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     if args.lazily.from.is_some() {
         return lazy::mount(args, line);
     }
-    let (image, store) = (args.image.open()?, args.store.store.as_path());
+    let (image, file) = Image::open_with_file(&args.image.image, args.image.digest())?;
     // What it needs is there, and packs are of the right length.
-    Objects::open(&image, store)?;
-    attach(args, &image, &|_| None)?;
+    Objects::open(&image, &args.store.store)?;
+    attach_file(args, &image, &file, &|_| None)?;
     Ok(0)
 }
 
 /// Attaches an image, some of whose packs may be elsewhere than in the store; by their places in the image.
 pub(super) fn attach(args: &MountArgs, image: &Image, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<()> {
+    // What has its name may be another one than the one that was read.
+    let (image, file) = Image::open_with_file(&args.image.image, Some(image.digest()))?;
+    attach_file(args, &image, &file, elsewhere)
+}
+
+/// The same of an image that was read from this file.
+fn attach_file(
+    args: &MountArgs,
+    image: &Image,
+    file: &File,
+    elsewhere: &dyn Fn(usize) -> Option<PathBuf>,
+) -> Result<()> {
     let (store, verity) = (args.store.store.as_path(), args.image.digest.is_some());
     let path = &args.image.image;
     let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
@@ -75,7 +88,10 @@ pub(super) fn attach(args: &MountArgs, image: &Image, elsewhere: &dyn Fn(usize) 
     }
     let prepare = |upper: &PathBuf| Upper::prepare(upper, args.work.as_deref(), image.digest());
     let upper = args.upper.as_ref().map(prepare).transpose()?;
-    let mut mounted = erofs(image, &path, &packs(image, store, elsewhere)?, args.by_loop)?;
+    // Another file may have its name by now than the one that was proved. Without a digest people see where the mount is from.
+    let proved = verity.then(|| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())));
+    let source = proved.as_ref().unwrap_or(&path);
+    let mut mounted = erofs(image, (source, &path), &packs(image, store, elsewhere)?, args.by_loop)?;
     if image.is_composefs() || upper.is_some() {
         let objects = objects_folder(store);
         let objects = objects.canonicalize().with_context(|| format!("cannot find {}", objects.display()))?;
@@ -133,8 +149,12 @@ fn has_verity(image: &Image, store: &Path) -> Result<bool> {
 fn context(kind: &str) -> Result<OwnedFd> {
     match fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC) {
         Ok(context) => Ok(context),
-        Err(Errno::NODEV) => bail!("this kernel has no {kind} (modprobe {kind})"),
-        Err(Errno::PERM) => bail!("only root can mount images with the kernel"),
+        Err(Errno::NODEV) => {
+            bail!("this kernel has no {kind} (modprobe {kind}); ferry mount image:IMAGE DIR --store DIR does without")
+        }
+        Err(Errno::PERM) => {
+            bail!("only root can mount images with the kernel; ferry mount image:IMAGE DIR --store DIR needs no root")
+        }
         Err(error) => Err(error).with_context(|| format!("cannot begin a mount of type {kind}")),
     }
 }
@@ -166,19 +186,20 @@ fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBu
     Ok(image.packs().iter().enumerate().map(path).collect())
 }
 
-/// The image itself, mounted nowhere yet: from its file, or from loop devices where the kernel takes nothing else.
-fn erofs(image: &Image, path: &Path, packs: &[PathBuf], by_loop: bool) -> Result<OwnedFd> {
+/// The image itself, mounted nowhere yet: from its file, which is said to be at `path`, or from loop devices where the kernel takes
+/// nothing else.
+fn erofs(image: &Image, (file, path): (&Path, &Path), packs: &[PathBuf], by_loop: bool) -> Result<OwnedFd> {
     let refused = || format!("the kernel does not mount {}", path.display());
     if !by_loop {
         let files: Vec<&Path> = packs.iter().map(PathBuf::as_path).collect();
-        match configure(image, path, &files)? {
+        match configure(image, file, &files)? {
             Ok(context) => return attached_nowhere(&context, path, true),
             Err((_, Errno::NOTBLK)) => {}
             Err((context, error)) => return Err(said(&context, error)).with_context(refused),
         }
     }
     // A mounted device stays; one that is not is free again when this ends.
-    let source = Loop::attach(path)?;
+    let source = Loop::attach(file)?;
     let loops = packs.iter().map(|pack| Loop::attach(pack)).collect::<Result<Vec<_>>>()?;
     let devices: Vec<&Path> = loops.iter().map(Loop::path).collect();
     match configure(image, source.path(), &devices)? {
@@ -331,6 +352,60 @@ impl Drop for Folder {
     fn drop(&mut self) {
         if let Err(error) = unmount(self.0.path(), UnmountFlags::DETACH) {
             tracing::warn!("cannot unmount {}: {error}", self.0.path().display());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use clap::Parser;
+    use ferry_image::{BuildOptions, build};
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: MountArgs,
+    }
+
+    #[test]
+    fn the_file_that_was_proved_is_mounted() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let at = |name: &str| folder.path().join(name).into_os_string();
+        let digest = ["good", "bad"].map(|name| {
+            fs::create_dir(at("tree")).expect("folders can be made");
+            fs::write(Path::new(&at("tree")).join(name), "some").expect("files can be made");
+            let store = Store::create(Path::new(&at("store"))).expect("folders can be made");
+            let (tree, image) = (at("tree"), at(name));
+            let built = build(Path::new(&tree), Path::new(&image), store, &BuildOptions::default(), &|_, _| {});
+            fs::remove_dir_all(at("tree")).expect("folders can be removed");
+            built.expect("it can be built").digest.to_string()
+        });
+        for further in [None, Some("--loop")] {
+            fs::copy(at("good"), at("image")).expect("files can be copied");
+            fs::create_dir_all(at("mnt")).expect("folders can be made");
+            let digest = OsString::from(&digest[0]);
+            let words =
+                ["mount".into(), at("image"), at("mnt"), "--store".into(), at("store"), "--digest".into(), digest];
+            let args = Line::parse_from(words.into_iter().chain(further.map(OsString::from))).args;
+            let opened = Image::open_with_file(&args.image.image, args.image.digest());
+            let (image, file) = opened.expect("it has the digest");
+            fs::copy(at("bad"), at("other")).expect("files can be copied");
+            fs::rename(at("other"), at("image")).expect("files can be renamed");
+            if let Err(error) = attach_file(&args, &image, &file, &|_| None) {
+                let said = format!("{error:#}");
+                assert!(["this kernel", "only root", "loop"].iter().any(|why| said.contains(why)), "{said}");
+                eprintln!("skipped: {said}");
+                continue;
+            }
+            let found: Vec<_> = fs::read_dir(at("mnt"))
+                .map(|names| names.flatten().map(|name| name.file_name()).collect())
+                .unwrap_or_default();
+            unmount(Path::new(&at("mnt")), UnmountFlags::empty()).expect("nobody uses it");
+            assert_eq!(found, ["good"]);
         }
     }
 }

@@ -130,8 +130,8 @@ pub fn objects(
     bail!(WITHOUT)
 }
 
-/// Fetches all that nobody has read yet, however long that takes.
-pub type Background = Box<dyn FnOnce(&ferry_image::Objects) + Send>;
+/// Fetches all that nobody has read yet, however long that takes; answers whether all of it has its lasting place then.
+pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
 pub use with::{objects, open, pull, push};
@@ -254,8 +254,9 @@ mod with {
         Ok((store, missing, Some(background).filter(|_| jobs > 0)))
     }
 
-    /// Ends with the process, or when all is here.
-    fn in_background(objects: &Objects, jobs: usize, remote: &Remote) {
+    /// Ends with the process, or when all is here; answers whether that lasts. What did not come to the disk is not tried again: a
+    /// second fsync(2) would say that all is well.
+    fn in_background(objects: &Objects, jobs: usize, remote: &Remote) -> bool {
         while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}) {
             tracing::warn!("{bad}; tried again in {} s", BACKGROUND_PAUSE.as_secs());
             thread::sleep(BACKGROUND_PAUSE);
@@ -264,8 +265,12 @@ mod with {
             Ok(()) => {
                 let Counts { requests, received_bytes, .. } = remote.counts();
                 tracing::info!(requests, received_bytes, "nothing is left to fetch");
+                true
             }
-            Err(error) => tracing::warn!("{error}: what was fetched stays incomplete"),
+            Err(error) => {
+                tracing::warn!("{:#}: what was fetched stays incomplete", anyhow::Error::from(error));
+                false
+            }
         }
     }
 }

@@ -1,14 +1,14 @@
 //! `ferry image trace`: what a workload opens of a mounted image, and in which order.
 
 use std::ffi::OsString;
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, IsTerminal, Write};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
 use ferry_image::Trace;
@@ -16,6 +16,7 @@ use nix::errno::Errno;
 use nix::sys::fanotify::{EventFFlags, Fanotify, InitFlags, MarkFlags, MaskFlags};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::CWD;
+use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 /// How long a look for events lasts before it is seen whether the workload has ended, in nanoseconds.
@@ -46,22 +47,23 @@ pub fn trace(args: &TraceArgs) -> Result<u8> {
     let new = tempfile::Builder::new().prefix(".new-").tempfile_in(folder);
     let mut new = new.with_context(|| format!("cannot make a file in {}", folder.display()))?;
     let mut watch = Watch::begin(dir)?;
-    let stop = Arc::new(AtomicBool::new(false));
+    // The signal that came last, or 0.
+    let stop = Arc::new(AtomicUsize::new(0));
     for signal in [SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&stop)).context("cannot wait for signals")?;
+        let number = usize::try_from(signal).context("signals have numbers")?;
+        signal_hook::flag::register_usize(signal, Arc::clone(&stop), number).context("cannot wait for signals")?;
     }
     let status = match args.command.split_first() {
         None => {
-            while !stop.load(Ordering::Relaxed) {
+            while stop.load(Ordering::Relaxed) == 0 {
                 watch.look()?;
             }
             0
         }
         Some((program, words)) => {
-            let mut child = Command::new(program).args(words).spawn();
-            let child =
-                child.as_mut().map_err(|error| anyhow::anyhow!("cannot start {}: {error}", program.display()))?;
-            watch.until(child)?
+            let child = Command::new(program).args(words).spawn();
+            let child = child.map_err(|error| anyhow::anyhow!("cannot start {}: {error}", program.display()))?;
+            watch.until(&mut Workload(child), &stop)?
         }
     };
     watch.take()?;
@@ -78,6 +80,28 @@ pub fn trace(args: &TraceArgs) -> Result<u8> {
     }
     eprintln!("ferry: {} files in {}", trace.len(), args.output.display());
     Ok(status)
+}
+
+/// A process that does not stay behind when nobody looks any more.
+struct Workload(Child);
+
+impl Workload {
+    /// Passes a signal on.
+    fn signal(&self, number: i32) {
+        // The terminal sends its own to the workload, too.
+        let is_there = number == SIGINT && std::io::stdin().is_terminal();
+        if let Some(signal) = Signal::from_named_raw(number).filter(|_| !is_there) {
+            // It can only have ended just now.
+            let _ = kill_process(Pid::from_child(&self.0), signal);
+        }
+    }
+}
+
+impl Drop for Workload {
+    fn drop(&mut self) {
+        // Of one that has ended and was waited for, neither does anything.
+        let _ = self.0.kill().and_then(|()| self.0.wait());
+    }
 }
 
 /// A directory that is looked at.
@@ -122,10 +146,14 @@ impl Watch {
         }
     }
 
-    /// Looks until a process has ended; answers its status.
-    fn until(&mut self, child: &mut Child) -> Result<u8> {
+    /// Looks until a process has ended; answers its status. Signals are for it.
+    fn until(&mut self, workload: &mut Workload, stop: &AtomicUsize) -> Result<u8> {
         loop {
-            if let Some(status) = child.try_wait().context("the workload cannot be waited for")? {
+            match stop.swap(0, Ordering::Relaxed) {
+                0 => {}
+                number => workload.signal(i32::try_from(number).unwrap_or(SIGTERM)),
+            }
+            if let Some(status) = workload.0.try_wait().context("the workload cannot be waited for")? {
                 let status = status.code().or_else(|| Some(SIGNAL_STATUS + status.signal()?));
                 return Ok(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(u8::MAX));
             }

@@ -16,7 +16,8 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, SendError, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -48,6 +49,9 @@ const LOOK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 const FIRST: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 /// How long to wait after an event that could not be taken: descriptors or memory are short.
 const PAUSE: Duration = Duration::from_millis(10);
+/// How many readers of what is not here may wait for a thread that fetches. Each has a descriptor, of which a process has 1024 unless
+/// told otherwise. Where more wait, those of what is here wait with them.
+const WAITING_MAX: usize = 256;
 /// Who was refused is refused again for so long: EROFS asks again for each page of what it could not read.
 const REFUSAL: Duration = Duration::from_secs(1);
 
@@ -145,7 +149,6 @@ impl Refused {
 pub struct Watch {
     group: Arc<Fanotify>,
     packs: Arc<[Watched]>,
-    refused: Arc<Mutex<Option<Refused>>>,
     /// Questions of others that came before anybody answered.
     early: Vec<Question>,
 }
@@ -185,7 +188,7 @@ impl Watch {
             let found = file.metadata().context("cannot look at a pack")?;
             watched.push(Watched { key: (found.dev(), found.ino()), number, file });
         }
-        Ok(Self { group: Arc::new(group), packs: watched.into(), refused: Arc::default(), early })
+        Ok(Self { group: Arc::new(group), packs: watched.into(), early })
     }
 
     /// What the kernel is to open a pack by.
@@ -200,28 +203,44 @@ impl Watch {
         Ok((group.into(), self.packs.iter().map(|pack| folder.join(pack.file.as_raw_fd().to_string())).collect()))
     }
 
-    /// Begins to answer, by so many threads at a time, until this process ends; and says to the guardians of servers that have
-    /// died that somebody answers again.
+    /// Begins to answer until this process ends: one thread answers for what is here and never waits for a server, so many others
+    /// fetch. Says to the guardians of servers that have died that somebody answers again.
     pub fn serve(&mut self, objects: &Arc<Objects>, threads: usize) -> Result<()> {
+        let known = Known { packs: Arc::clone(&self.packs), objects: Arc::clone(objects), refused: Arc::default() };
+        let (sender, waiting) = sync_channel(WAITING_MAX);
+        let waiting = Arc::new(Mutex::new(waiting));
         for _ in 0..threads {
-            let (group, packs, objects) = (Arc::clone(&self.group), Arc::clone(&self.packs), Arc::clone(objects));
-            let refused = Arc::clone(&self.refused);
+            let (group, known, waiting) = (Arc::clone(&self.group), known.clone(), Arc::clone(&waiting));
             let work = move || {
-                loop {
-                    match ask(&*group) {
-                        Ok(question) => question.answer(&*group, verdict(&question, &packs, &objects, &refused)),
-                        Err(error) => {
-                            tracing::warn!("a reader was refused, for the kernel's question did not arrive: {error}");
-                            thread::sleep(PAUSE);
+                while let Some(question) = next(&waiting) {
+                    question.answer(&*group, guarded(DENY, || known.verdict(&question)));
+                }
+            };
+            thread::Builder::new().name("image-fetch".into()).spawn(work).context("cannot start a thread")?;
+        }
+        let group = Arc::clone(&self.group);
+        let mut early = std::mem::take(&mut self.early).into_iter();
+        let work = move || {
+            loop {
+                let question = match early.next().map_or_else(|| ask(&*group), Ok) {
+                    Ok(question) => question,
+                    Err(error) => {
+                        tracing::warn!("a reader was refused, for the kernel's question did not arrive: {error}");
+                        thread::sleep(PAUSE);
+                        continue;
+                    }
+                };
+                match guarded(Some(DENY), || known.at_once(&question)) {
+                    Some(verdict) => question.answer(&*group, verdict),
+                    None => {
+                        if let Err(SendError(question)) = sender.send(question) {
+                            question.answer(&*group, DENY);
                         }
                     }
                 }
-            };
-            thread::Builder::new().name("image-watch".into()).spawn(work).context("cannot start a thread")?;
-        }
-        for question in self.early.drain(..) {
-            question.answer(&*self.group, verdict(&question, &self.packs, objects, &self.refused));
-        }
+            }
+        };
+        thread::Builder::new().name("image-watch".into()).spawn(work).context("cannot start a thread")?;
         for pack in self.packs.iter() {
             let lock = whole_lock(libc::F_RDLCK);
             fcntl(&pack.file, FcntlArg::F_OFD_SETLK(&lock)).context("cannot lock a pack")?;
@@ -267,33 +286,66 @@ fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<Question>) -> Result<Fil
     })
 }
 
-/// Gets and proves what is asked for.
-fn verdict(question: &Question, packs: &[Watched], objects: &Objects, refused: &Mutex<Option<Refused>>) -> u32 {
-    let look = || {
-        let key = question.key().map_err(|error| Some(error.to_string()))?;
-        let Some(pack) = packs.iter().find(|pack| pack.key == key) else { return Ok(()) };
-        let range = question.range;
-        let last = || refused.lock().unwrap_or_else(PoisonError::into_inner);
-        if last().as_ref().is_some_and(|last| last.covers(key, range)) {
-            return Err(None);
-        }
-        objects.prove_range(pack.number, range.0, range.1).map_err(|bad| {
-            let range = objects.whole_range(pack.number, range.0, range.1);
-            *last() = Some(Refused { key, range, when: Instant::now() });
-            Some(bad.to_string())
-        })
-    };
-    // Whoever reads must not wait for ever, whatever happens here.
-    match catch_unwind(AssertUnwindSafe(look)) {
-        Ok(Ok(())) => ALLOW,
-        Ok(Err(error)) => {
-            if let Some(error) = error {
-                tracing::error!("{error}; its readers get I/O errors");
-            }
-            DENY
-        }
-        Err(_) => DENY,
+/// The next question that has to be fetched for.
+fn next(waiting: &Mutex<Receiver<Question>>) -> Option<Question> {
+    waiting.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
+}
+
+/// Whoever reads must not wait for ever, whatever happens here.
+fn guarded<T>(denial: T, look: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(look)).unwrap_or(denial)
+}
+
+/// What answers go by.
+#[derive(Clone)]
+struct Known {
+    packs: Arc<[Watched]>,
+    objects: Arc<Objects>,
+    refused: Arc<Mutex<Option<Refused>>>,
+}
+
+impl Known {
+    fn last(&self) -> MutexGuard<'_, Option<Refused>> {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// The answer, if nothing has to be fetched for it.
+    fn at_once(&self, question: &Question) -> Option<u32> {
+        let key = match question.key() {
+            Ok(key) => key,
+            Err(error) => return Some(refuse(&error)),
+        };
+        let Some(pack) = self.packs.iter().find(|pack| pack.key == key) else { return Some(ALLOW) };
+        let range = question.range;
+        if self.last().as_ref().is_some_and(|last| last.covers(key, range)) {
+            return Some(DENY);
+        }
+        self.objects.prove_here(pack.number, range.0, range.1).then_some(ALLOW)
+    }
+
+    /// Gets and proves what is asked for.
+    fn verdict(&self, question: &Question) -> u32 {
+        // Somebody may have got it, or been refused it, since it was asked.
+        if let Some(verdict) = self.at_once(question) {
+            return verdict;
+        }
+        let (key, range) = (question.key(), question.range);
+        let Ok(key) = key else { return DENY };
+        let Some(pack) = self.packs.iter().find(|pack| pack.key == key) else { return ALLOW };
+        match self.objects.prove_range(pack.number, range.0, range.1) {
+            Ok(()) => ALLOW,
+            Err(bad) => {
+                let range = self.objects.whole_range(pack.number, range.0, range.1);
+                *self.last() = Some(Refused { key, range, when: Instant::now() });
+                refuse(&bad)
+            }
+        }
+    }
+}
+
+fn refuse(error: &dyn std::fmt::Display) -> u32 {
+    tracing::error!("{error}; its readers get I/O errors");
+    DENY
 }
 
 fn whole_lock(kind: i32) -> libc::flock {
@@ -399,6 +451,13 @@ pub fn until_unmounted(id: u64) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+    use std::sync::RwLock;
+    use std::sync::mpsc::{RecvTimeoutError, channel};
+
+    use ferry_image::fetch::Sink;
+    use ferry_image::{BuildOptions, Digest, Fetch, Image, Missing, Store, build};
+
     use super::*;
 
     /// The length of `struct fanotify_event_metadata`.
@@ -454,5 +513,79 @@ mod tests {
         assert!(has(131_072, 65_536) && has(135_168, 4096) && has(2 << 20, 1));
         assert!(!has(131_071, 65_536) && !has(131_072, 65_537) && !has(0, u64::MAX) && !has(0, 4096));
         assert!(!held.is_served());
+    }
+
+    /// Another store, which says nothing as long as somebody else holds its lock.
+    #[derive(Debug)]
+    struct Elsewhere {
+        packs: PathBuf,
+        silence: RwLock<()>,
+    }
+
+    impl Fetch for Elsewhere {
+        fn index(&self, pack: Digest, _: u64) -> io::Result<Vec<u8>> {
+            fs::read(self.packs.join(format!("{}.index", pack.hex())))
+        }
+
+        fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+            let _answers = self.silence.read().unwrap_or_else(PoisonError::into_inner);
+            let mut found = vec![0; usize::try_from(range.end - range.start).expect("it is short")];
+            File::open(self.packs.join(pack.hex()))?.read_exact_at(&mut found, range.start)?;
+            sink(&found)
+        }
+    }
+
+    /// Of an image of 16 objects of a block each, what is behind its first blocks.
+    fn partly_here(folder: &Path) -> (Arc<Elsewhere>, Objects, PathBuf) {
+        let at = |name: &str| folder.join(name);
+        fs::create_dir(at("tree")).expect("folders can be made");
+        for number in 0..16_u8 {
+            fs::write(at("tree").join(number.to_string()), [number; 4096]).expect("files can be made");
+        }
+        let store = || Store::create(&at("store")).expect("folders can be made");
+        let built = build(&at("tree"), &at("image"), store(), &BuildOptions::default(), &|_, _| {});
+        let pack = built.expect("it can be built").packs[0];
+        drop(Store::create(&at("here")).expect("folders can be made"));
+        let from = Arc::new(Elsewhere { packs: at("store/packs"), silence: RwLock::default() });
+        let missing = Missing { from: Arc::clone(&from) as Arc<dyn Fetch>, ahead_bytes: 0, cache_bytes: None };
+        let image = Image::open(&at("image"), None).expect("it was built");
+        let objects = Objects::open_with(&image, &at("here"), Some(missing)).expect("it was built");
+        (from, objects, at("here/packs").join(format!("{}.part", pack.hex())))
+    }
+
+    #[test]
+    fn a_silent_server_holds_up_nobody_who_reads_what_is_here() {
+        // A tmpfs cannot be watched, which /tmp may be.
+        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+        let (from, mut objects, part) = partly_here(folder.path());
+        let mut watch = match Watch::begin(&mut objects) {
+            Ok(watch) => watch,
+            Err(error) => return eprintln!("skipped: {error:#}"),
+        };
+        objects.prove_range(0, 4096, 4096).expect("it can be had");
+        watch.serve(&Arc::new(objects), 2).expect("threads can be had");
+        let read = |block: u64| {
+            let (sender, outcome) = channel();
+            let file = File::open(&part).expect("it is there");
+            thread::spawn(move || {
+                let mut bytes = [0; 1];
+                let read = file.read_exact_at(&mut bytes, block * 4096);
+                let _ = sender.send(read.map(|()| bytes[0]));
+            });
+            outcome
+        };
+        let silence = from.silence.write().expect("nobody has panicked");
+        let waiting: Vec<_> = (8..14).map(read).collect();
+        thread::sleep(Duration::from_millis(300));
+        let here = read(1).recv_timeout(Duration::from_secs(20)).expect("it does not wait");
+        let held: Vec<_> = waiting.iter().map(|outcome| outcome.recv_timeout(Duration::ZERO)).collect();
+        // First of all, or the readers would wait for ever.
+        drop(silence);
+        here.expect("it is here");
+        assert!(held.iter().all(|outcome| matches!(outcome, Err(RecvTimeoutError::Timeout))), "{held:?}");
+        for outcome in waiting {
+            let read = outcome.recv_timeout(Duration::from_secs(20)).expect("it is answered");
+            assert_ne!(read.expect("it can be had"), 0);
+        }
     }
 }

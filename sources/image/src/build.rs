@@ -2,17 +2,18 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Write};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread;
 
+use rustix::fs::{CWD, Mode, openat};
+
 use crate::digest::{Algorithm, Digest};
 use crate::error::{Doing, Error, Result};
 use crate::parallel;
-use crate::scan::scan;
+use crate::scan::{FOUND_FLAGS, Seen, scan, unreadable};
 use crate::sink::{Hashed, Sink};
 use crate::store::{New, Store, folder_of};
 use crate::trace::Trace;
@@ -162,7 +163,7 @@ fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &
         // A lane for each thread, which takes every n-th file, so that results come in the order of the files.
         let (files, lanes): (Vec<_>, Vec<_>) = (0..threads)
             .map(|_| {
-                let (files, wanted) = channel::<(NodeId, PathBuf)>();
+                let (files, wanted) = channel::<(NodeId, Seen, PathBuf)>();
                 let (sender, receiver) = sync_channel(AHEAD_FILES_MAX.div_ceil(threads));
                 scope.spawn(move || read_lane(wanted, &sender));
                 (files, receiver)
@@ -170,10 +171,10 @@ fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &
             .unzip();
         let count = &found;
         let scanner = scope.spawn(move || {
-            scan(source, true, &mut |node, _, path| {
+            scan(source, true, &mut |node, seen, path| {
                 let at = count.fetch_add(1, Ordering::Relaxed);
                 // Nobody listens any more once a file could not be read.
-                let _ = files[at % threads].send((node, path));
+                let _ = files[at % threads].send((node, seen, path));
             })
         });
         let mut contents = Vec::new();
@@ -196,9 +197,9 @@ fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &
 type Lane = (NodeId, PathBuf, Result<Hashed>);
 
 /// Reads files for the layout composefs.
-fn read_lane(files: Receiver<(NodeId, PathBuf)>, results: &SyncSender<Lane>) {
-    for (node, path) in files {
-        let hashed = hash(&path);
+fn read_lane(files: Receiver<(NodeId, Seen, PathBuf)>, results: &SyncSender<Lane>) {
+    for (node, seen, path) in files {
+        let hashed = hash(&seen, &path);
         // Nobody listens any more once another file has failed.
         if results.send((node, path, hashed)).is_err() {
             return;
@@ -206,24 +207,21 @@ fn read_lane(files: Receiver<(NodeId, PathBuf)>, results: &SyncSender<Lane>) {
     }
 }
 
-fn hash(path: &Path) -> Result<Hashed> {
-    let file = File::open(path).doing("open", path)?;
-    let bytes = file.metadata().doing("look at", path)?.size();
-    if bytes > KEPT_BYTES_MAX {
-        return match parallel::digest(&file, 0, bytes) {
-            Ok(digest) => Ok(Hashed { bytes, digest, kept: None }),
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(Error::Changed(path.into())),
-            Err(error) => Err(error).doing("read", path),
-        };
-    }
-    let mut kept = Vec::with_capacity(usize::try_from(bytes).unwrap_or_default() + 1);
-    file.take(KEPT_BYTES_MAX + 1).read_to_end(&mut kept).doing("read", path)?;
-    if kept.len() as u64 != bytes {
-        return Err(Error::Changed(path.into()));
-    }
-    let mut hasher = Hasher::default();
-    hasher.update(&kept);
-    Ok(Hashed { bytes, digest: hasher.finish(), kept: Some(kept) })
+fn hash(seen: &Seen, path: &Path) -> Result<Hashed> {
+    let bytes = seen.bytes;
+    let mut file = seen.file(openat(CWD, path, FOUND_FLAGS, Mode::empty()), path)?;
+    let hashed = if bytes > KEPT_BYTES_MAX {
+        let digest = parallel::digest(&file, 0, bytes).map_err(|error| unreadable(error, path))?;
+        Hashed { bytes, digest, kept: None }
+    } else {
+        let mut kept = vec![0; usize::try_from(bytes).unwrap_or_default()];
+        file.read_exact(&mut kept).map_err(|error| unreadable(error, path))?;
+        let mut hasher = Hasher::default();
+        hasher.update(&kept);
+        Hashed { bytes, digest: hasher.finish(), kept: Some(kept) }
+    };
+    seen.check(&file, path)?;
+    Ok(hashed)
 }
 
 fn save(image: &Path, bytes: &[u8]) -> Result<()> {

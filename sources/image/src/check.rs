@@ -1,6 +1,7 @@
 //! `ferry image fsck`: everything an image says, looked at once.
 
 use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
 
 use ferry_vfs::FileType;
 
@@ -9,11 +10,10 @@ use crate::flat::kind;
 use crate::image::{Checked, Data, Entry, Image, Inode, Nid};
 use crate::piece;
 use crate::runs::ENTRY_BYTES;
+use crate::walk::{DEPTH_MAX, Step};
 
 /// How many findings are kept. Who has more knows enough.
 const FINDINGS_MAX: usize = 1000;
-/// The deepest tree that is walked; Linux's paths end at 2048 names (`PATH_MAX`).
-pub(crate) const DEPTH_MAX: usize = 2048;
 
 /// What was found.
 #[derive(Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -31,23 +31,23 @@ pub fn check(image: &Image) -> Report {
     let mut walk = Walk { image, report: Report::default(), directories, entries_left, links };
     let root = image.root();
     walk.directories.insert(root);
-    let mut left = vec![(root, root, String::new(), 0)];
-    while let Some((nid, parent, path, depth)) = left.pop() {
+    let mut left = vec![(root, root, Step::top(b"/"))];
+    while let Some((nid, parent, path)) = left.pop() {
         if walk.report.findings.len() >= FINDINGS_MAX {
             walk.say(&path, "more is not looked at");
             break;
         }
         let directories = walk.directory(nid, parent, &path);
-        if depth == DEPTH_MAX && !directories.is_empty() {
+        if path.depth == DEPTH_MAX && !directories.is_empty() {
             walk.say(&path, "more than 2048 directories, one in the other");
             continue;
         }
-        left.extend(directories.into_iter().rev().map(|(child, path)| (child, nid, path, depth + 1)));
+        left.extend(directories.into_iter().rev().map(|(child, path)| (child, nid, path)));
     }
     walk.count_links();
     let found = walk.report.inodes;
     if found != image.inodes() && walk.report.findings.is_empty() {
-        walk.say("", &format!("{found} inodes, but the superblock says {}", image.inodes()));
+        walk.say(&Step::top(b"/"), &format!("{found} inodes, but the superblock says {}", image.inodes()));
     }
     walk.report
 }
@@ -59,17 +59,16 @@ struct Walk<'a> {
     /// How many entries of indexes of pieces there may still be.
     entries_left: u64,
     /// For each inode that is no directory: how many names it says it has, how many were met, and one of them.
-    links: HashMap<Nid, (u32, u32, String)>,
+    links: HashMap<Nid, (u32, u32, Rc<Step<'a>>)>,
 }
 
-impl Walk<'_> {
-    fn say(&mut self, path: &str, what: &str) {
-        let path = if path.is_empty() { "/" } else { path };
-        self.report.findings.push(format!("{path}: {what}"));
+impl<'a> Walk<'a> {
+    fn say(&mut self, path: &Step<'_>, what: &str) {
+        self.report.findings.push(format!("{}: {what}", path.text()));
     }
 
     /// Looks at a directory and what is in it; answers the directories among that.
-    fn directory(&mut self, nid: Nid, parent: Nid, path: &str) -> Vec<(Nid, String)> {
+    fn directory(&mut self, nid: Nid, parent: Nid, path: &Rc<Step<'a>>) -> Vec<(Nid, Rc<Step<'a>>)> {
         let mut directories = Vec::new();
         self.report.inodes += 1;
         let inode = match self.image.inode(nid) {
@@ -80,7 +79,8 @@ impl Walk<'_> {
             }
         };
         self.attributes(&inode, path);
-        let entries = match self.image.all_entries(&inode, 0) {
+        let image = self.image;
+        let entries = match image.all_entries(&inode, 0) {
             Ok(entries) => entries,
             Err(flaw) => {
                 self.say(path, &flaw.to_string());
@@ -100,7 +100,7 @@ impl Walk<'_> {
             if self.report.findings.len() >= FINDINGS_MAX {
                 break;
             }
-            let name = format!("{path}/{}", entry.name.escape_ascii());
+            let name = path.below(entry.name);
             if last.is_some_and(|last| last >= entry.name) {
                 self.say(&name, "not in the order of names, or twice");
             }
@@ -126,7 +126,7 @@ impl Walk<'_> {
     }
 
     /// Looks at what a name leads to; answers it if it is a directory.
-    fn entry(&mut self, entry: &Entry<'_>, path: String) -> Option<(Nid, String)> {
+    fn entry(&mut self, entry: &Entry<'_>, path: Rc<Step<'a>>) -> Option<(Nid, Rc<Step<'a>>)> {
         if let Some((_, met, _)) = self.links.get_mut(&entry.nid) {
             *met += 1;
             return None;
@@ -173,7 +173,7 @@ impl Walk<'_> {
         data.pieces(inode.bytes).try_for_each(|piece| piece.map(drop))
     }
 
-    fn attributes(&mut self, inode: &Inode, path: &str) {
+    fn attributes(&mut self, inode: &Inode, path: &Step<'_>) {
         match self.image.raw_xattrs(inode) {
             Ok(xattrs) => {
                 let names: HashSet<_> = xattrs.iter().map(|(name, _)| name).collect();
@@ -190,9 +190,11 @@ impl Walk<'_> {
             // Numbers of links are what its dump file said.
             return;
         }
-        let mut wrong: Vec<_> = self.links.values().filter(|(says, met, _)| says != met).cloned().collect();
-        wrong.sort_unstable_by(|a, b| a.2.cmp(&b.2));
-        for (says, met, path) in wrong.into_iter().take(FINDINGS_MAX) {
+        // In the order of inodes: that of paths would take all of their texts.
+        let mut wrong: Vec<_> = self.links.iter().filter(|(_, (says, met, _))| says != met).collect();
+        wrong.sort_unstable_by_key(|(nid, _)| **nid);
+        let wrong: Vec<_> = wrong.into_iter().take(FINDINGS_MAX).map(|(_, links)| links.clone()).collect();
+        for (says, met, path) in wrong {
             self.say(&path, &format!("{says} links, but {met} names"));
         }
     }

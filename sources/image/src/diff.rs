@@ -1,20 +1,16 @@
 //! What is another in one image than in another.
 
 use std::collections::{BTreeMap, HashMap};
-use std::rc::Rc;
 
 use ferry_vfs::FileType;
 
-use crate::check::DEPTH_MAX;
 use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Flaw, Result};
 use crate::image::{Checked, Data, Image, Inode, Nid};
 use crate::runs::Run;
 use crate::store::Store;
-
-/// What a name takes of an image at least, in bytes. A damaged image may name its directories more than once.
-pub(crate) const NAME_BYTES_MIN: u64 = 13;
+use crate::walk::{DEPTH_MAX, NAME_BYTES_MIN, Step};
 
 /// What became of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,27 +52,6 @@ impl Digests {
     }
 }
 
-/// A path, by its last name. Whole paths of all that is left to look at would be too long for memory.
-struct Step {
-    above: Option<Rc<Step>>,
-    name: Vec<u8>,
-    depth: usize,
-}
-
-impl Step {
-    fn path(&self) -> Vec<u8> {
-        let mut names = vec![&self.name];
-        let mut above = &self.above;
-        while let Some(step) = above {
-            names.push(&step.name);
-            above = &step.above;
-        }
-        // The root's name is empty.
-        let path: Vec<u8> = names.iter().rev().skip(1).flat_map(|name| [b"/", name.as_slice()].concat()).collect();
-        if path.is_empty() { b"/".to_vec() } else { path }
-    }
-}
-
 /// Compares two images; calls with each change, in the order of paths. Of a directory that came or went, all that is in it is
 /// told, too.
 ///
@@ -90,8 +65,7 @@ pub fn diff<E: From<Flaw>>(
 ) -> std::result::Result<(), E> {
     let mut met = 0;
     let met_max = (old.bytes() + new.bytes()) / NAME_BYTES_MIN;
-    let root = Rc::new(Step { above: None, name: Vec::new(), depth: 0 });
-    let mut left = vec![(root, Some(old.root()), Some(new.root()))];
+    let mut left = vec![(Step::top(b"/"), Some(old.root()), Some(new.root()))];
     while let Some((step, before, after)) = left.pop() {
         let a = before.map(|nid| old.inode(nid)).transpose()?;
         let b = after.map(|nid| new.inode(nid)).transpose()?;
@@ -103,7 +77,7 @@ pub fn diff<E: From<Flaw>>(
         if let Some((kind, what)) = change {
             each(Change { path: step.path(), kind, what })?;
         }
-        let mut names: BTreeMap<Vec<u8>, (Option<Nid>, Option<Nid>)> = BTreeMap::new();
+        let mut names: BTreeMap<&[u8], (Option<Nid>, Option<Nid>)> = BTreeMap::new();
         children(old, a.as_ref(), &mut |name, nid| names.entry(name).or_default().0 = Some(nid))?;
         children(new, b.as_ref(), &mut |name, nid| names.entry(name).or_default().1 = Some(nid))?;
         met += names.len() as u64;
@@ -112,19 +86,17 @@ pub fn diff<E: From<Flaw>>(
                 Flaw { what: "directories in each other, or more names than there is room for", offset: 0 }.into()
             );
         }
-        left.extend(names.into_iter().rev().map(|(name, (a, b))| {
-            (Rc::new(Step { above: Some(Rc::clone(&step)), name, depth: step.depth + 1 }), a, b)
-        }));
+        left.extend(names.into_iter().rev().map(|(name, (a, b))| (step.below(name), a, b)));
     }
     Ok(())
 }
 
-fn children(image: &Image, dir: Option<&Inode>, each: &mut dyn FnMut(Vec<u8>, Nid)) -> Checked<()> {
+fn children<'a>(image: &'a Image, dir: Option<&Inode>, each: &mut dyn FnMut(&'a [u8], Nid)) -> Checked<()> {
     let Some(dir) = dir.filter(|dir| dir.kind() == FileType::Directory) else { return Ok(()) };
     for entry in image.entries(dir, 0)? {
         let entry = entry?;
         if !matches!(entry.name, b"." | b"..") {
-            each(entry.name.to_vec(), entry.nid);
+            each(entry.name, entry.nid);
         }
     }
     Ok(())

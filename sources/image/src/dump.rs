@@ -5,6 +5,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
+use std::rc::Rc;
 
 use ferry_vfs::{FileType, Name, Timespec};
 
@@ -15,6 +16,7 @@ use crate::error::{Doing, Error, Flaw, Result};
 use crate::grow::{Growing, Refusal, names_of};
 use crate::image::{Checked, Data, Image, Inode, Nid};
 use crate::tree::{Content, Node, Tree};
+use crate::walk::{Step, walk};
 
 /// The longest line, in bytes: a path, 32 KiB of attributes and 5000 bytes of a file, all of them escaped, fit.
 const LINE_BYTES_MAX: u64 = 1 << 20;
@@ -243,31 +245,18 @@ pub enum DumpError {
 /// # Errors
 /// The image is damaged, or the output does not take it.
 pub fn write(image: &Image, out: &mut dyn Write) -> std::result::Result<(), DumpError> {
-    let mut known: HashMap<Nid, Vec<u8>> = HashMap::new();
+    let mut known: HashMap<Nid, Rc<Step<'_>>> = HashMap::new();
     let mut entered = HashSet::new();
-    let mut left = vec![(image.root(), b"/".to_vec())];
-    while let Some((nid, path)) = left.pop() {
-        let inode = image.inode(nid)?;
-        let first = known.get(&nid).map(Vec::as_slice);
-        line(image, &inode, &path, first, out)?;
+    walk(image, image.root(), b"/", &mut |step, inode| {
+        let first = known.get(&inode.nid).map(|step| step.path());
+        line(image, inode, &step.path(), first, out)?;
         if inode.kind() != FileType::Directory {
-            known.entry(nid).or_insert(path);
-            continue;
+            known.entry(inode.nid).or_insert_with(|| Rc::clone(step));
+        } else if !entered.insert(inode.nid) {
+            return Err(Flaw { what: "a directory that has another name already", offset: inode.nid.0 }.into());
         }
-        if !entered.insert(nid) {
-            return Err(Flaw { what: "a directory that has another name already", offset: nid.0 }.into());
-        }
-        let mut below = Vec::new();
-        for entry in image.entries(&inode, 0)? {
-            let entry = entry?;
-            if !matches!(entry.name, b"." | b"..") {
-                let slash: &[u8] = if path.ends_with(b"/") { b"" } else { b"/" };
-                below.push((entry.nid, [&path, slash, entry.name].concat()));
-            }
-        }
-        left.extend(below.into_iter().rev());
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Writes the line of one name; `first` is the first name of an inode that has had one.
@@ -275,7 +264,7 @@ fn line(
     image: &Image,
     inode: &Inode,
     path: &[u8],
-    first: Option<&[u8]>,
+    first: Option<Vec<u8>>,
     out: &mut dyn Write,
 ) -> std::result::Result<(), DumpError> {
     let raw = image.raw_xattrs(inode)?;
@@ -283,7 +272,8 @@ fn line(
     let is_whiteout = inode.kind() == FileType::RegularFile && inode.bytes == 0 && has(&escape(WHITEOUT));
     let mode = if is_whiteout { inode.mode & !TYPE_BITS | 0o020_000 } else { inode.mode };
     let (payload, content, digest) = contents(image, inode)?;
-    let payload = first.map(<[u8]>::to_vec).or(payload);
+    let is_again = first.is_some();
+    let payload = first.or(payload);
     let field = |bytes: Option<Vec<u8>>| {
         bytes.filter(|bytes| !bytes.is_empty()).map_or("-".into(), |bytes| optional_text(&bytes))
     };
@@ -292,7 +282,7 @@ fn line(
         "{} {} {}{mode:o} {} {} {} {} {}.{} {} {} {}",
         text(path, false),
         inode.bytes,
-        if first.is_some() { "@" } else { "" },
+        if is_again { "@" } else { "" },
         inode.nlink,
         inode.uid,
         inode.gid,

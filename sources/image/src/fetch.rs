@@ -31,7 +31,7 @@ use crate::pack::{Pack, SOUND, UNKNOWN, read_object};
 use crate::part;
 use crate::piece::{self, PIECE_BYTES};
 use crate::receive::Receiver;
-use crate::store::{self, Places, Store};
+use crate::store::{self, Object, Places, Store};
 
 /// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
 pub(crate) const RUN_BYTES_MAX: u64 = 4 << 20;
@@ -165,20 +165,31 @@ impl Pack {
 
     /// Gets what was claimed: what is in the file already, what other packs have, and what has to be fetched.
     fn get(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+        self.get_each(absent, claim).inspect_err(|bad| {
+            if bad.is_of_object() {
+                claim.damaged(self);
+            }
+        })
+    }
+
+    fn get_each(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
         // With a limit, nobody drops what is being looked at or written.
         let limit = absent.common.limit.as_ref();
         let _holds: Option<Vec<_>> =
             limit.map(|limit| claim.objects.clone().map(|at| limit.hold((absent.number, at))).collect());
         let mut run: Option<Range<usize>> = None;
         for at in claim.objects.clone() {
-            if self.find_nearby(absent, at)? {
-                claim.tell();
-                if let Some(run) = run.take() {
-                    self.receive(absent, claim, run)?;
-                }
-            } else {
+            let found = self.find_nearby(absent, at);
+            if let Ok(false) = found {
                 run = Some(run.map_or(at, |run| run.start)..at + 1);
+                continue;
             }
+            claim.tell();
+            // In their order: what is not here behind one that is damaged was not tried.
+            if let Some(run) = run.take() {
+                self.receive(absent, claim, run)?;
+            }
+            found?;
         }
         run.map_or(Ok(()), |run| self.receive(absent, claim, run))
     }
@@ -246,18 +257,36 @@ impl Pack {
             self.keep(absent, at);
             return Ok(true);
         }
-        let from = object.block * BLOCK_BYTES as u64;
-        let found = match rustix::fs::seek(&self.file, SeekFrom::Data(from)) {
-            Ok(data) if data >= from + object.bytes => false,
-            Err(Errno::NXIO) => false,
-            // Or a file system that cannot tell.
-            Ok(_) | Err(_) => self.is_sound(object).map_err(unreadable)?,
-        };
-        if found || self.copy(absent, at)? {
+        if self.is_in_file(object).map_err(unreadable)? || self.copy(absent, at)? {
             self.keep(absent, at);
             return Ok(true);
         }
         Ok(false)
+    }
+
+    /// Whether an object was fetched before.
+    fn is_in_file(&self, object: &Object) -> io::Result<bool> {
+        let from = object.block * BLOCK_BYTES as u64;
+        match rustix::fs::seek(&self.file, SeekFrom::Data(from)) {
+            Ok(data) if data >= from + object.bytes => Ok(false),
+            Err(Errno::NXIO) => Ok(false),
+            // Or a file system that cannot tell.
+            Ok(_) | Err(_) => self.is_sound(object),
+        }
+    }
+
+    /// Proves an object that was fetched before; answers whether it is here. Asks nobody and waits for nobody.
+    pub(crate) fn prove_here(&self, at: usize) -> bool {
+        let Some(absent) = &self.absent else { return self.prove(at).is_ok() };
+        if self.is_here(at) {
+            return true;
+        }
+        // What may be dropped again is for those who hold it.
+        let found = absent.common.limit.is_none() && self.is_in_file(&self.index.objects[at]).unwrap_or(false);
+        if found {
+            self.keep(absent, at);
+        }
+        found
     }
 
     /// Copies an object that another pack of the store has; answers whether there is one.
@@ -351,7 +380,7 @@ impl Objects {
     /// Gives the packs that are whole now their places in the store; composefs's objects have theirs, which are made durable.
     ///
     /// # Errors
-    /// They cannot be made durable.
+    /// They cannot be made durable. Then nobody knows what of a pack came to the disk: all of it is proved again when it is read.
     pub fn complete(&self) -> Result<()> {
         if let Some((files, _)) = self.absent_files() {
             return files.complete();
@@ -359,7 +388,8 @@ impl Objects {
         for pack in &self.packs {
             let Some(absent) = pack.absent.as_ref().filter(|absent| absent.common.limit.is_none()) else { continue };
             if (0..pack.len()).all(|at| pack.is_here(at)) {
-                part::complete(pack, &absent.common.store)?;
+                part::complete(pack, &absent.common.store)
+                    .inspect_err(|_| pack.states.iter().for_each(|state| state.store(UNKNOWN, Ordering::Release)))?;
             }
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! Who fetches which objects: one thread gets an object, all others that want it wait and share its fate.
+//! Who fetches which objects: one thread gets an object, all others that want it wait and share its fate. An object that was only
+//! claimed together with one that is damaged has none: who waited for it asks for it.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,8 +12,15 @@ pub(crate) struct Flights(Mutex<HashMap<usize, Arc<Flight>>>);
 /// Objects that one thread is fetching, and others wait for.
 #[derive(Debug, Default)]
 struct Flight {
-    ended: Mutex<bool>,
+    state: Mutex<State>,
     news: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct State {
+    ended: bool,
+    /// From which object on nothing was tried.
+    untried: Option<usize>,
 }
 
 /// Objects that this thread is to fetch. However that ends, others can go on.
@@ -29,7 +37,8 @@ pub(crate) enum Turn<'a> {
     Here,
     /// To fetch these.
     Ours(Claim<'a>),
-    /// Nothing: somebody has just tried without success. All who waited share that instead of asking again, each in turn.
+    /// Nothing: somebody has just tried without success. All who waited share that instead of asking again, each in turn: the server
+    /// may be one that says nothing for minutes.
     Failed,
 }
 
@@ -42,21 +51,22 @@ pub(crate) trait Lacking {
 }
 
 impl Flight {
-    fn lock(&self) -> MutexGuard<'_, bool> {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn tell(&self, ended: bool) {
-        *self.lock() |= ended;
+        self.lock().ended |= ended;
         self.news.notify_all();
     }
 
-    /// Waits until the flight has ended, or something is so.
-    fn wait(&self, is_so: impl Fn() -> bool) {
-        let mut ended = self.lock();
-        while !*ended && !is_so() {
-            ended = self.news.wait(ended).unwrap_or_else(PoisonError::into_inner);
+    /// Waits until the flight has ended, or something is so; answers whether an object was tried.
+    fn wait(&self, at: usize, is_so: impl Fn() -> bool) -> bool {
+        let mut state = self.lock();
+        while !state.ended && !is_so() {
+            state = self.news.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+        state.untried.is_none_or(|untried| at < untried)
     }
 }
 
@@ -64,6 +74,12 @@ impl Claim<'_> {
     /// Says that something more is here.
     pub(crate) fn tell(&self) {
         self.flight.tell(false);
+    }
+
+    /// Says that the first of the objects that is not here is damaged, so that those behind it were not tried.
+    pub(crate) fn damaged(&self, objects: &dyn Lacking) {
+        let damaged = self.objects.clone().find(|at| !objects.is_here(*at));
+        self.flight.lock().untried = damaged.map(|at| at + 1);
     }
 }
 
@@ -85,21 +101,20 @@ impl Flights {
     /// many bytes.
     pub(crate) fn turn(&self, objects: &dyn Lacking, range: Range<usize>, bytes_max: u64) -> Turn<'_> {
         let at = range.start;
-        let mut waited = false;
+        let mut failed = false;
         loop {
             let mut flights = self.lock();
             if objects.is_here(at) {
                 return Turn::Here;
             }
             let Some(flight) = flights.get(&at).cloned() else {
-                if waited {
+                if failed {
                     return Turn::Failed;
                 }
                 return Turn::Ours(self.claim_in(&mut flights, objects, range, bytes_max));
             };
             drop(flights);
-            flight.wait(|| objects.is_here(at));
-            waited = true;
+            failed = flight.wait(at, || objects.is_here(at));
         }
     }
 

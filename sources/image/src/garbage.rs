@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::ffi::OsString;
 use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -135,8 +136,8 @@ impl Sole {
                 objects.young += usize::from(name.is_some());
                 continue;
             }
-            if !dry {
-                fs::remove_file(&path).doing("remove", &path)?;
+            if !dry && !remove(&path)? {
+                continue;
             }
             collected.bytes += metadata.blocks() * 512;
             match name {
@@ -161,7 +162,11 @@ impl Sole {
             let name = entry.doing("list", &folder)?.file_name();
             let Some(kind) = Kind::of(&name) else { continue };
             let path = folder.join(&name);
-            let metadata = fs::symlink_metadata(&path).doing("look at", &path)?;
+            let metadata = match fs::symlink_metadata(&path) {
+                // Somebody else has removed or renamed it: not everybody knows the lock.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                metadata => metadata.doing("look at", &path)?,
+            };
             if let Kind::Index(pack) = kind {
                 indexes.insert(pack);
             }
@@ -178,6 +183,9 @@ impl Sole {
         collected.missing = needed.iter().filter(|pack| !indexes.contains(pack)).copied().collect();
         collected.young =
             young.iter().filter(|pack| indexes.contains(pack) && !needed.contains(pack)).copied().collect();
+        // Of those that servers use, the file alone is locked; its index is needed with it.
+        let used: HashSet<Digest> = old.iter().filter_map(|(kind, path, _)| kind.used_part(path)).collect();
+        old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if used.contains(pack)));
         let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
         old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)));
         // What is left of fetching a pack that is whole goes.
@@ -185,8 +193,8 @@ impl Sole {
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
         for (kind, path, bytes) in old {
-            if !dry {
-                fs::remove_file(&path).doing("remove", &path)?;
+            if !dry && !remove(&path)? {
+                continue;
             }
             collected.bytes += bytes;
             match kind {
@@ -199,6 +207,14 @@ impl Sole {
             File::open(&folder).and_then(|folder| folder.sync_all()).doing("sync", &folder)?;
         }
         Ok(collected)
+    }
+}
+
+/// Removes a file; answers whether it was still there.
+fn remove(path: &Path) -> Result<bool> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        outcome => outcome.doing("remove", path).map(|()| true),
     }
 }
 
@@ -226,6 +242,15 @@ impl Kind {
             None if name.starts_with(NEW_PREFIX.as_bytes()) => Some(Self::New),
             None => pack_name(name).map(Self::Pack),
         }
+    }
+
+    /// The pack whose part this is, if a server uses it. Nobody begins to while nobody else has the store.
+    fn used_part(self, path: &Path) -> Option<Digest> {
+        let Self::Part(pack) = self else { return None };
+        // What cannot be opened is used by nobody that we could see.
+        let file = File::open(path).ok()?;
+        let lock = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
+        (lock == Err(Errno::WOULDBLOCK)).then_some(pack)
     }
 }
 

@@ -23,6 +23,9 @@ use crate::store::pack_name;
 /// The largest image that is opened. Metadata of a hundred million files would fit.
 pub const IMAGE_BYTES_MAX: u64 = 16 << 30;
 
+/// How much tells whether it is an image, before all of it is read.
+const HEAD_BYTES: usize = SUPER_OFFSET + size_of::<Super>();
+
 /// What a look at an image's bytes answers.
 pub type Checked<T> = std::result::Result<T, Flaw>;
 
@@ -136,21 +139,31 @@ impl Image {
     /// # Errors
     /// It cannot be read, is not the one that was asked for, or is no image of Ferry's.
     pub fn open(path: &Path, wanted: Option<Digest>) -> Result<Self> {
+        Self::open_with_file(path, wanted).map(|(image, _)| image)
+    }
+
+    /// The same, and the file that was read: another one may have its name by now.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn open_with_file(path: &Path, wanted: Option<Digest>) -> Result<(Self, File)> {
         let invalid = |reason| Error::Invalid { path: path.into(), reason };
         let file = File::open(path).doing("open", path)?;
+        let length = file.metadata().doing("look at", path)?.len();
         let mut bytes = Vec::new();
-        let length = file.metadata().doing("look at", path)?.len().min(IMAGE_BYTES_MAX) + 1;
+        (&file).take(HEAD_BYTES as u64).read_to_end(&mut bytes).doing("read", path)?;
+        let bytes_max = bytes_max(&bytes).map_err(invalid)?;
+        let check = |length| if length > bytes_max { Err(invalid(longer(bytes_max))) } else { Ok(()) };
+        check(length)?;
         // Without this, what was read is copied each time that the memory grows.
-        let _ = bytes.try_reserve_exact(usize::try_from(length).unwrap_or_default());
-        file.take(IMAGE_BYTES_MAX + 1).read_to_end(&mut bytes).doing("read", path)?;
-        if bytes.len() as u64 > IMAGE_BYTES_MAX {
-            return Err(invalid(Flaw { what: "more than 16 GiB", offset: IMAGE_BYTES_MAX }));
-        }
+        let _ = bytes.try_reserve_exact(usize::try_from(length + 1).unwrap_or_default());
+        (&file).take(bytes_max + 1 - bytes.len() as u64).read_to_end(&mut bytes).doing("read", path)?;
+        check(bytes.len() as u64)?;
         let digest = algorithm(&bytes).of(&bytes);
         if let Some(wanted) = wanted.filter(|wanted| *wanted != digest) {
             return Err(Error::OtherDigest { path: PathBuf::from(path), wanted, found: digest });
         }
-        Self::of_bytes(bytes, digest).map_err(invalid)
+        Ok((Self::of_bytes(bytes, digest).map_err(invalid)?, file))
     }
 
     /// The image that these bytes are.
@@ -163,23 +176,7 @@ impl Image {
     }
 
     fn of_bytes(bytes: Vec<u8>, digest: Digest) -> Checked<Self> {
-        let flaw = |what, at: usize| Flaw { what, offset: (SUPER_OFFSET + at) as u64 };
-        let header: Super = read_at(&bytes, SUPER_OFFSET)?;
-        if header.magic.get() != SUPER_MAGIC {
-            return Err(flaw("no magic number of EROFS", 0));
-        }
-        if header.block_bits != BLOCK_BITS || header.dir_block_bits != 0 {
-            return Err(flaw("blocks that are not 4 KiB", 12));
-        }
-        if header.feature_incompat.get() & !(INCOMPAT_DEVICE_TABLE | INCOMPAT_CHUNKS) != 0 {
-            return Err(flaw("features that Ferry does not know (compression, long prefixes)", 80));
-        }
-        if header.volume.starts_with(FLAT_VOLUME_1) {
-            return Err(flaw(
-                "the first version of the layout flat, which is not read any more: build the image again",
-                64,
-            ));
-        }
+        let header = superblock(&bytes)?;
         let composefs: Header = read_at(&bytes, 0)?;
         let is_composefs = composefs.magic.get() == composefs::MAGIC;
         let mut image = Self { bytes, digest, header, packs: Vec::new(), is_composefs };
@@ -187,7 +184,7 @@ impl Image {
             image.read_devices()?;
         }
         if image.inode(image.root())?.kind() != FileType::Directory {
-            return Err(flaw("a root that is no directory", 14));
+            return Err(Flaw { what: "a root that is no directory", offset: SUPER_OFFSET as u64 + 14 });
         }
         Ok(image)
     }
@@ -576,6 +573,41 @@ impl PackRef {
 fn algorithm(bytes: &[u8]) -> Algorithm {
     let is_flat = read_at(bytes, SUPER_OFFSET).is_ok_and(|header: Super| header.volume.starts_with(FLAT_VOLUME));
     if is_flat { Algorithm::Blake3 } else { Algorithm::Verity }
+}
+
+/// The superblock, if it is one that is read here.
+fn superblock(bytes: &[u8]) -> Checked<Super> {
+    let flaw = |what, at: usize| Flaw { what, offset: (SUPER_OFFSET + at) as u64 };
+    let header: Super = read_at(bytes, SUPER_OFFSET)?;
+    if header.magic.get() != SUPER_MAGIC {
+        return Err(flaw("no magic number of EROFS", 0));
+    }
+    if header.block_bits != BLOCK_BITS || header.dir_block_bits != 0 {
+        return Err(flaw("blocks that are not 4 KiB", 12));
+    }
+    if header.feature_incompat.get() & !(INCOMPAT_DEVICE_TABLE | INCOMPAT_CHUNKS) != 0 {
+        return Err(flaw("features that Ferry does not know (compression, long prefixes)", 80));
+    }
+    if header.volume.starts_with(FLAT_VOLUME_1) {
+        return Err(flaw(
+            "the first version of the layout flat, which is not read any more: build the image again",
+            64,
+        ));
+    }
+    Ok(header)
+}
+
+/// How many bytes an image that begins so has at most, by what it says itself.
+fn bytes_max(head: &[u8]) -> Checked<u64> {
+    let blocks = superblock(head)?.blocks.get();
+    let bytes_max = (u64::from(blocks) * BLOCK_BYTES as u64).min(IMAGE_BYTES_MAX);
+    // What was read already must not be too much.
+    if bytes_max < head.len() as u64 { Err(longer(bytes_max)) } else { Ok(bytes_max) }
+}
+
+fn longer(bytes_max: u64) -> Flaw {
+    let what = if bytes_max == IMAGE_BYTES_MAX { "more than 16 GiB" } else { "more than its superblock tells of" };
+    Flaw { what, offset: bytes_max }
 }
 
 /// A structure at a place that may be anywhere.

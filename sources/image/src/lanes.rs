@@ -1,8 +1,7 @@
 //! Reads the files of a directory for the layout flat: several threads read and hash, one writes, and the pieces come in the order of
 //! the walk all the same.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,9 +11,9 @@ use std::thread;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use crate::build::Progress;
-use crate::error::{Doing, Error, Result};
+use crate::error::{Error, Result};
 use crate::piece::{BATCH_BYTES, Batch, PIECE_BYTES};
-use crate::scan::scan;
+use crate::scan::{FOUND_FLAGS, Seen, scan, unreadable};
 use crate::sink::Sink;
 use crate::tree::{Content, NodeId, Tree};
 
@@ -26,7 +25,7 @@ const GROUP_FILES_MAX: usize = 256;
 /// A file that is to be read.
 struct Wanted {
     node: NodeId,
-    bytes: u64,
+    seen: Seen,
     path: PathBuf,
 }
 
@@ -105,14 +104,15 @@ fn find(source: &Path, lanes: &[Sender<Group>], count: &AtomicUsize) -> Result<T
         let _ = lanes[turn % lanes.len()].send(group);
         turn += 1;
     };
-    let tree = scan(source, false, &mut |node, bytes, path| {
+    let tree = scan(source, false, &mut |node, seen, path| {
+        let bytes = seen.bytes;
         count.fetch_add(1, Ordering::Relaxed);
         if !group.is_empty() && (bytes > room || group.len() == GROUP_FILES_MAX) {
             hand_over(std::mem::take(&mut group));
             room = BATCH_BYTES as u64;
         }
         room = room.saturating_sub(bytes.next_multiple_of(crate::erofs::BLOCK_BYTES as u64));
-        group.push(Wanted { node, bytes, path });
+        group.push(Wanted { node, seen, path });
     })?;
     if !group.is_empty() {
         hand_over(group);
@@ -162,24 +162,22 @@ fn begin(free: &Receiver<Batch>) -> std::result::Result<Part, Unwanted> {
 fn read_group(group: &Group, free: &Receiver<Batch>, parts: &SyncSender<Result<Part>>) -> std::result::Result<(), End> {
     let mut part = begin(free)?;
     let mut folder = Folder::default();
-    for Wanted { node, bytes, path } in group {
-        let mut file = folder.open(path).doing("open", path)?;
-        let mut left = *bytes;
+    for Wanted { node, seen, path } in group {
+        let mut file = seen.file(folder.open(path), path)?;
+        let mut left = seen.bytes;
         while left > 0 {
             let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
             if !part.batch.has_room(count) {
                 parts.send(Ok(part)).map_err(|_| Unwanted)?;
                 part = begin(free)?;
             }
-            if left == *bytes {
-                part.begun.push((*node, *bytes, part.batch.len()));
+            if left == seen.bytes {
+                part.begun.push((*node, seen.bytes, part.batch.len()));
             }
             part.batch.add(count, |piece| file.read_exact(piece)).map_err(|error| unreadable(error, path))?;
             left -= count as u64;
         }
-        if file.read(&mut [0]).doing("read", path)? > 0 {
-            return Err(Error::Changed(path.into()).into());
-        }
+        seen.check(&file, path)?;
     }
     part.is_last = true;
     parts.send(Ok(part)).map_err(|_| Unwanted.into())
@@ -190,21 +188,14 @@ fn read_group(group: &Group, free: &Receiver<Batch>, parts: &SyncSender<Result<P
 struct Folder(Option<(PathBuf, OwnedFd)>);
 
 impl Folder {
-    fn open(&mut self, path: &Path) -> io::Result<File> {
-        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return File::open(path) };
+    fn open(&mut self, path: &Path) -> rustix::io::Result<OwnedFd> {
+        let whole = || openat(CWD, path, FOUND_FLAGS, Mode::empty());
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return whole() };
         if self.0.as_ref().is_none_or(|(known, _)| known != parent) {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
             self.0 = Some((parent.into(), openat(CWD, parent, flags, Mode::empty())?));
         }
-        let Some((_, folder)) = &self.0 else { return File::open(path) };
-        Ok(openat(folder, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?.into())
-    }
-}
-
-/// A file that ends before its end was found to be is another one by now.
-fn unreadable(error: io::Error, path: &Path) -> Error {
-    match error.kind() {
-        io::ErrorKind::UnexpectedEof => Error::Changed(path.into()),
-        _ => Error::Io { what: "read", path: path.into(), source: error },
+        let Some((_, folder)) = &self.0 else { return whole() };
+        openat(folder, name, FOUND_FLAGS, Mode::empty())
     }
 }

@@ -50,6 +50,7 @@ mod trace;
 mod tree;
 mod usage;
 mod verity;
+mod walk;
 
 pub use build::{Built, Layout, Options as BuildOptions, Progress, build};
 pub use check::{Report, check};
@@ -71,3 +72,4 @@ pub use source::Source;
 pub use store::{Index, Object, Store};
 pub use trace::Trace;
 pub use usage::{Place, Share, Total, Usage, places};
+pub use walk::{Step, walk};

@@ -158,6 +158,13 @@ pub enum Bad {
     },
 }
 
+impl Bad {
+    /// Whether it says nothing of other objects: neither the server nor the store is to blame.
+    pub(crate) fn is_of_object(&self) -> bool {
+        matches!(self, Self::Damaged { .. } | Self::Received { .. } | Self::Unreadable { .. })
+    }
+}
+
 impl Objects {
     /// Opens the packs of an image, or its object store. Their indexes are proved, their objects later.
     ///
@@ -339,6 +346,13 @@ impl Objects {
         let Some((first, last)) = touched.first().zip(touched.last()) else { return (offset, bytes) };
         let from = first.block * BLOCK_BYTES as u64;
         (from, (last.block + last.blocks()) * BLOCK_BYTES as u64 - from)
+    }
+
+    /// Proves what objects have of a range of a pack, in bytes, as far as that is here; answers whether all of it is. Asks no server,
+    /// and waits for nobody who does.
+    pub fn prove_here(&self, number: usize, offset: u64, bytes: u64) -> bool {
+        let pack = &self.packs[number];
+        touched(&pack.index.objects, offset, offset.saturating_add(bytes)).all(|at| pack.prove_here(at))
     }
 
     /// Proves what objects have of a range of a pack, in bytes; gets what is not here.

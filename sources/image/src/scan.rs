@@ -2,14 +2,15 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::fs::{self, Metadata};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ferry_vfs::{FileType, Name, NameBuf, Timespec};
-use rustix::fs::{lgetxattr, llistxattr};
-use rustix::io::Errno;
+use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, Statx, StatxFlags, lgetxattr, llistxattr, openat, statx};
+use rustix::io::{Errno, pread, retry_on_intr};
 
 use crate::composefs::fits;
 use crate::erofs::XATTR_PREFIXES;
@@ -22,21 +23,95 @@ pub const INLINE_BYTES_MAX: u64 = 64;
 /// The longest list of names of attributes, and the longest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;
 
+/// How a file is opened that was found: what has taken its place must not lead elsewhere, and opening it must neither wait nor do
+/// anything. Who owns the tree may put anything there at any time.
+pub(crate) const FOUND_FLAGS: OFlags =
+    OFlags::RDONLY.union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW).union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
+
+/// What a file or directory was when it was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Seen {
+    /// Device and inode.
+    place: (u32, u32, u64),
+    kind: u16,
+    pub bytes: u64,
+    mtime: (i64, u32),
+    /// Nobody can set it, so that it tells of what was written within the same length and time, too.
+    ctime: (i64, u32),
+}
+
+impl Seen {
+    fn of(found: &Statx) -> Self {
+        Self {
+            place: (found.stx_dev_major, found.stx_dev_minor, found.stx_ino),
+            kind: kind(found),
+            bytes: found.stx_size,
+            mtime: (found.stx_mtime.tv_sec, found.stx_mtime.tv_nsec),
+            ctime: (found.stx_ctime.tv_sec, found.stx_ctime.tv_nsec),
+        }
+    }
+
+    /// The file that was opened with [`FOUND_FLAGS`], if it is still the one that was found.
+    pub(crate) fn file(&self, opened: rustix::io::Result<OwnedFd>, path: &Path) -> Result<File> {
+        let file = match opened {
+            // A link, or a socket.
+            Err(Errno::LOOP | Errno::NXIO) => return Err(Error::Changed(path.into())),
+            opened => opened.doing("open", path)?,
+        };
+        if Self::of(&look(&file, path)?) == *self { Ok(file.into()) } else { Err(Error::Changed(path.into())) }
+    }
+
+    /// Looks whether a file that was read is what it was when it was found, and ends where it should.
+    pub(crate) fn check(&self, file: &File, path: &Path) -> Result<()> {
+        let more = retry_on_intr(|| pread(file, &mut [0], self.bytes)).doing("read", path)?;
+        let is_same = more == 0 && Self::of(&look(file, path)?) == *self;
+        if is_same { Ok(()) } else { Err(Error::Changed(path.into())) }
+    }
+}
+
+/// The bits of the mode that tell what kind of file it is.
+fn kind(found: &Statx) -> u16 {
+    found.stx_mode & 0o170_000
+}
+
+fn is_dir(found: &Statx) -> bool {
+    FileType::from_raw_mode(found.stx_mode.into()) == FileType::Directory
+}
+
+/// What stands behind a descriptor.
+fn look(file: impl AsFd, path: &Path) -> Result<Statx> {
+    statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS).doing("look at", path)
+}
+
+/// Opens a directory for listing, if it is still the one that was found. What is in it may be another by now.
+fn directory(seen: &Seen, path: &Path) -> Result<Dir> {
+    let changed = || Error::Changed(path.into());
+    let folder = match openat(CWD, path, FOUND_FLAGS | OFlags::DIRECTORY, Mode::empty()) {
+        Err(Errno::LOOP | Errno::NOTDIR) => return Err(changed()),
+        opened => opened.doing("list", path)?,
+    };
+    if Seen::of(&look(&folder, path)?).place == seen.place {
+        Dir::new(folder).doing("list", path)
+    } else {
+        Err(changed())
+    }
+}
+
 /// Walks a directory, without crossing into other file systems' mounts being any different from directories. For composefs
 /// each name is an inode of its own, and attributes of all kinds are taken: so does mkcomposefs.
 ///
-/// Larger files are still to be read: each is told to `found`, with its length, in the order of the walk.
-pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeId, u64, PathBuf)) -> Result<Tree> {
-    let metadata = fs::metadata(root).doing("look at", root)?;
-    if !metadata.is_dir() {
+/// Larger files are still to be read: each is told to `found`, with what it was then, in the order of the walk.
+pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeId, Seen, PathBuf)) -> Result<Tree> {
+    let found_root = statx(CWD, root, AtFlags::empty(), StatxFlags::BASIC_STATS).doing("look at", root)?;
+    if !is_dir(&found_root) {
         return Err(Error::CannotHold { path: root.into(), reason: "is no directory".into() });
     }
     // The root may be named by a symbolic link, whatever is in it may not.
     let root = fs::canonicalize(root).doing("look at", root)?;
     let mut walk = Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs };
-    let mut left = vec![(walk.add(&root, &metadata)?, root)];
-    while let Some((node, path)) = left.pop() {
-        let directories = walk.list(node, &path)?;
+    let mut left = vec![(walk.add(&root, &found_root)?, Seen::of(&found_root), root)];
+    while let Some((node, seen, path)) = left.pop() {
+        let directories = walk.list(node, &seen, &path)?;
         left.extend(directories.into_iter().rev());
     }
     Ok(walk.tree)
@@ -44,28 +119,33 @@ pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeI
 
 struct Walk<'a> {
     tree: Tree,
-    found: &'a mut dyn FnMut(NodeId, u64, PathBuf),
+    found: &'a mut dyn FnMut(NodeId, Seen, PathBuf),
     /// Inodes with several names that have been met.
-    known: HashMap<(u64, u64), NodeId>,
+    known: HashMap<(u32, u32, u64), NodeId>,
     for_composefs: bool,
 }
 
 impl Walk<'_> {
     /// Lists a directory and adds what is in it; answers the directories among them, in order.
-    fn list(&mut self, node: NodeId, path: &Path) -> Result<Vec<(NodeId, PathBuf)>> {
+    fn list(&mut self, node: NodeId, seen: &Seen, path: &Path) -> Result<Vec<(NodeId, Seen, PathBuf)>> {
+        let mut folder = directory(seen, path)?;
         let mut names: Vec<OsString> = Vec::new();
-        for entry in fs::read_dir(path).doing("list", path)? {
-            names.push(entry.doing("list", path)?.file_name());
+        while let Some(entry) = folder.read() {
+            let name = entry.doing("list", path)?.file_name().to_bytes().to_vec();
+            names.extend(Some(OsString::from_vec(name)).filter(|name| name != "." && name != ".."));
         }
         names.sort_unstable_by(|a, b| a.as_bytes().cmp(b.as_bytes()));
+        let folder = folder.fd().doing("list", path)?;
         let mut entries = Vec::with_capacity(names.len());
         let mut directories = Vec::new();
         for name in names {
             let path = path.join(&name);
-            let metadata = fs::symlink_metadata(&path).doing("look at", &path)?;
-            let child = self.add(&path, &metadata)?;
-            if metadata.is_dir() {
-                directories.push((child, path.clone()));
+            // In the directory that was listed: another one may stand at the path by now.
+            let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+            let found = statx(folder, &name, flags, StatxFlags::BASIC_STATS).doing("look at", &path)?;
+            let child = self.add(&path, &found)?;
+            if is_dir(&found) {
+                directories.push((child, Seen::of(&found), path.clone()));
             }
             entries.push((self.name(name, &path)?, child));
         }
@@ -85,11 +165,11 @@ impl Walk<'_> {
     }
 
     /// The node of an inode, which is made at its first name.
-    fn add(&mut self, path: &Path, metadata: &Metadata) -> Result<NodeId> {
+    fn add(&mut self, path: &Path, found: &Statx) -> Result<NodeId> {
         let nodes = &mut self.tree.nodes;
         let id = nodes.len();
-        if metadata.nlink() > 1 && !metadata.is_dir() && !self.for_composefs {
-            match self.known.entry((metadata.dev(), metadata.ino())) {
+        if found.stx_nlink > 1 && !is_dir(found) && !self.for_composefs {
+            match self.known.entry(Seen::of(found).place) {
                 std::collections::hash_map::Entry::Occupied(known) => {
                     let id = *known.get();
                     nodes[id].nlink += 1;
@@ -98,22 +178,21 @@ impl Walk<'_> {
                 std::collections::hash_map::Entry::Vacant(new) => _ = new.insert(id),
             }
         }
-        let content = content(path, metadata)?;
+        let content = content(path, found)?;
         let xattrs = xattrs(path, self.for_composefs)?;
         if self.for_composefs && !fits(&xattrs) {
             let reason = "its extended attributes have more than 32 KiB, which composefs does not hold".into();
             return Err(Error::CannotHold { path: path.into(), reason });
         }
-        if let Content::Unread { bytes } = content {
-            (self.found)(id, bytes, path.into());
+        if let Content::Unread { .. } = content {
+            (self.found)(id, Seen::of(found), path.into());
         }
         nodes.push(Node {
-            // The type and the permissions are 16 bits.
-            mode: u16::try_from(metadata.mode() & 0xffff).unwrap_or_default(),
-            uid: metadata.uid(),
-            gid: metadata.gid(),
-            rdev: rdev(metadata.rdev(), path)?,
-            mtime: Timespec { sec: metadata.mtime(), nsec: u32::try_from(metadata.mtime_nsec()).unwrap_or(0) },
+            mode: found.stx_mode,
+            uid: found.stx_uid,
+            gid: found.stx_gid,
+            rdev: rdev(found.stx_rdev_major, found.stx_rdev_minor, path)?,
+            mtime: Timespec { sec: found.stx_mtime.tv_sec, nsec: found.stx_mtime.tv_nsec },
             nlink: 1,
             xattrs,
             content,
@@ -122,28 +201,38 @@ impl Walk<'_> {
     }
 }
 
-fn content(path: &Path, metadata: &Metadata) -> Result<Content> {
-    Ok(match FileType::from_raw_mode(metadata.mode()) {
+fn content(path: &Path, found: &Statx) -> Result<Content> {
+    Ok(match FileType::from_raw_mode(found.stx_mode.into()) {
         FileType::Directory => Content::Directory(Vec::new()),
         FileType::Symlink => {
             let target = fs::read_link(path).doing("read the link", path)?;
             Content::Inline(target.into_os_string().into_vec())
         }
-        FileType::RegularFile if metadata.size() <= INLINE_BYTES_MAX => {
-            let bytes = fs::read(path).doing("read", path)?;
-            if bytes.len() as u64 != metadata.size() {
-                return Err(Error::Changed(path.into()));
-            }
-            Content::Inline(bytes)
-        }
-        FileType::RegularFile => Content::Unread { bytes: metadata.size() },
+        FileType::RegularFile if found.stx_size <= INLINE_BYTES_MAX => Content::Inline(read(&Seen::of(found), path)?),
+        FileType::RegularFile => Content::Unread { bytes: found.stx_size },
         _ => Content::None,
     })
 }
 
+/// The bytes of a small file.
+fn read(seen: &Seen, path: &Path) -> Result<Vec<u8>> {
+    let mut file = seen.file(openat(CWD, path, FOUND_FLAGS, Mode::empty()), path)?;
+    let mut bytes = vec![0; usize::try_from(seen.bytes).unwrap_or_default()];
+    file.read_exact(&mut bytes).map_err(|error| unreadable(error, path))?;
+    seen.check(&file, path)?;
+    Ok(bytes)
+}
+
+/// A file that ends before its end was found to be is another one by now.
+pub(crate) fn unreadable(error: io::Error, path: &Path) -> Error {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => Error::Changed(path.into()),
+        _ => Error::Io { what: "read", path: path.into(), source: error },
+    }
+}
+
 /// The kernel's form of a device number in 32 bits: the lower 8 bits of the minor number, 12 of the major, the other 12.
-fn rdev(dev: u64, path: &Path) -> Result<u32> {
-    let (major, minor) = (rustix::fs::major(dev), rustix::fs::minor(dev));
+fn rdev(major: u32, minor: u32, path: &Path) -> Result<u32> {
     if major >= 1 << 12 || minor >= 1 << 20 {
         let reason = format!("the device number {major}:{minor} does not fit in 12 and 20 bits");
         return Err(Error::CannotHold { path: path.into(), reason });
@@ -176,4 +265,35 @@ fn xattrs(path: &Path, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
     }
     found.sort_unstable();
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_replaces_a_file_or_a_directory_is_noticed() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let at = |name: &str| folder.path().join(name);
+        let seen = |path: &Path| {
+            let found = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS);
+            Seen::of(&found.expect("it is there"))
+        };
+        let is_changed = |outcome: Result<()>| matches!(outcome, Err(Error::Changed(_)));
+        for name in ["one", "two"] {
+            fs::create_dir(at(name)).expect("folders can be made");
+            fs::write(at(name).join("file"), "some").expect("files can be made");
+        }
+        let (dir, file) = (seen(&at("one")), seen(&at("one/file")));
+        assert_eq!(read(&file, &at("one/file")).expect("it is the same"), b"some");
+        directory(&dir, &at("one")).expect("it is the same");
+        // As if the directory had been replaced by another one, or by a link to it.
+        assert!(is_changed(read(&file, &at("two/file")).map(drop)));
+        assert!(is_changed(directory(&dir, &at("two")).map(drop)));
+        std::os::unix::fs::symlink(at("one"), at("link")).expect("links can be made");
+        assert!(is_changed(directory(&dir, &at("link")).map(drop)));
+        std::os::unix::fs::symlink("file", at("one/link")).expect("links can be made");
+        assert!(is_changed(read(&file, &at("one/link")).map(drop)));
+        assert!(is_changed(directory(&dir, &at("one/file")).map(drop)));
+    }
 }

@@ -179,7 +179,7 @@ impl Store {
     }
 
     /// Whether a pack is all here.
-    pub(crate) fn has(&self, pack: Digest) -> bool {
+    pub fn has(&self, pack: Digest) -> bool {
         self.index_path(pack).exists() && self.pack_path(pack).exists()
     }
 

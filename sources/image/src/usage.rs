@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use ferry_vfs::FileType;
 
 use crate::composefs::sweep::{self, Stored};
-use crate::diff::NAME_BYTES_MIN;
 use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Error, Flaw, Result};
@@ -13,6 +12,7 @@ use crate::image::{Checked, Data, Image, Inode};
 use crate::piece;
 use crate::runs::{ENTRY_BYTES, Run};
 use crate::store::Store;
+use crate::walk::NAME_BYTES_MIN;
 
 /// The most pieces of files in one run that are told apart, 256 GiB: memory is to be bounded. Beyond that a file is one object.
 const PIECES_MAX: u64 = 1 << 22;

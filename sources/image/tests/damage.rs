@@ -223,3 +223,19 @@ fn directories_in_a_circle_are_found() {
         "{findings:?}"
     );
 }
+
+#[test]
+fn an_image_is_looked_at_before_all_of_it_is_read() {
+    let bench = Bench::new();
+    fs::write(bench.tree().join("file"), bytes(1, 5000)).expect("files can be made");
+    let built = bench.build("image");
+    let said = |name: &str| Image::open(&bench.path(name), None).expect_err("it is none").to_string();
+    let other = File::create(bench.path("other")).expect("files can be made");
+    // So much is not even asked of the memory.
+    other.set_len(1 << 40).expect("files can grow");
+    assert!(said("other").contains("no magic number"), "{}", said("other"));
+    fs::copy(bench.path("image"), bench.path("longer")).expect("files can be copied");
+    write_over(&bench.path("longer"), 1 << 40, b"x");
+    assert!(said("longer").contains("more than its superblock tells of"), "{}", said("longer"));
+    Image::open(&bench.path("image"), Some(built.digest)).expect("it is whole");
+}

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -208,4 +209,133 @@ fn parts_stay_and_go_with_what_they_are_of() {
     let collected = collect(&[]);
     assert_eq!((collected.removed, collected.leftovers), (vec![whole], 0));
     assert_eq!(names(), Vec::<String>::new());
+}
+
+#[test]
+fn parts_that_servers_use_stay() {
+    let (bench, image) = two();
+    let packs = [place(&image, "large").0, place(&image, "later").0];
+    let from = Elsewhere::of(&bench);
+    let source = open(&bench, "second", &from, None);
+    let folder = here(&bench);
+    let collect = || {
+        let sole = Sole::lock(&folder, &|| {}).expect("nobody else is here");
+        sole.collect(&Needed::default(), Duration::ZERO, false).expect("it can be cleaned")
+    };
+    assert_eq!(collect().leftovers, 0);
+    assert!(packs.iter().all(|pack| folder.join("packs").join(format!("{}.part.index", pack.hex())).exists()));
+    let objects = source.shared_objects();
+    objects.fetch_all(2, &AtomicBool::new(false), &|_, _| {}).expect("it can be had");
+    objects.complete().expect("nothing was removed under our hands");
+    drop((objects, source));
+    assert_eq!(collect().removed.len(), 2);
+    // Nobody uses these any more.
+    drop(open(&bench, "second", &from, None));
+    assert_eq!(collect().leftovers, 4);
+}
+
+/// A source that has one object damaged, and waits with the first request until it is told to go on.
+#[derive(Debug)]
+struct Damaging {
+    from: Arc<Elsewhere>,
+    at: u64,
+    begun: Mutex<Sender<()>>,
+    go_on: Mutex<Option<Receiver<()>>>,
+}
+
+impl Fetch for Damaging {
+    fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
+        self.from.index(pack, bytes_max)
+    }
+
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+        if let Some(go_on) = self.go_on.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            self.begun.lock().unwrap_or_else(PoisonError::into_inner).send(()).expect("the test waits");
+            go_on.recv().expect("the test goes on");
+        }
+        self.from.read(pack, range.clone(), &mut |bytes| {
+            let mut bytes = bytes.to_vec();
+            if let Some(byte) = self.at.checked_sub(range.start).and_then(|at| bytes.get_mut(usize::try_from(at).ok()?))
+            {
+                *byte ^= 1;
+            }
+            sink(&bytes)
+        })
+    }
+}
+
+#[test]
+fn who_waits_for_what_is_behind_a_damaged_object_gets_it() {
+    let bench = Bench::new();
+    let content: Vec<_> = (0..8).map(|number| bytes(number, 5000)).collect();
+    for (number, content) in content.iter().enumerate() {
+        fs::write(bench.tree().join(number.to_string()), content).expect("files can be made");
+    }
+    bench.build("image");
+    let image = Image::open(&bench.path("image"), None).expect("it was built");
+    let (begun, has_begun) = channel();
+    let (go_on, goes_on) = channel();
+    let (begun, go_on_when) = (Mutex::new(begun), Mutex::new(Some(goes_on)));
+    let at = place(&image, "2").1 + 100;
+    let from = Arc::new(Damaging { from: Elsewhere::of(&bench), at, begun, go_on: go_on_when });
+    let missing = Missing { from, ahead_bytes: 1 << 20, cache_bytes: None };
+    let source = Source::open_with(&bench.path("image"), &here(&bench), None, Some(missing)).expect("it was built");
+    thread::scope(|scope| {
+        let source = &source;
+        let reader = |number: usize| scope.spawn(move || read(source, &number.to_string(), 0, 5000));
+        let first = reader(0);
+        // It has claimed all of them.
+        has_begun.recv().expect("it is asked for");
+        let others: Vec<_> = (1..8).map(reader).collect();
+        thread::sleep(Duration::from_millis(200));
+        go_on.send(()).expect("it waits");
+        assert!(first.join().expect("no panic").expect("it is sound") == content[0]);
+        for (number, other) in (1..8).zip(others) {
+            let found = other.join().expect("no panic");
+            match number {
+                2 => assert_eq!(found.expect_err("it is damaged"), Errno::IO),
+                _ => assert!(found.expect("it is sound") == content[number], "{number}"),
+            }
+        }
+    });
+}
+
+#[test]
+fn what_could_not_be_completed_is_proved_again() {
+    let (bench, image) = two();
+    let from = Elsewhere::of(&bench);
+    let source = open(&bench, "second", &from, None);
+    let objects = source.shared_objects();
+    objects.fetch_all(2, &AtomicBool::new(false), &|_, _| {}).expect("it can be had");
+    let (pack, start) = place(&image, "later");
+    let number = image.packs().iter().position(|other| other.name == pack).expect("it is one of them");
+    assert!(objects.prove_here(number, start, 700_000));
+    // Its name is taken, and what was written does not come to the disk.
+    let name = here(&bench).join("packs").join(pack.hex());
+    fs::create_dir(&name).expect("folders can be made");
+    objects.complete().expect_err("no file gets the name of a folder");
+    let part = File::options().write(true).open(name.with_extension("part")).expect("it is there");
+    part.write_all_at(&[0; 100_000], start).expect("it can be written");
+    assert!(!objects.prove_here(number, start, 700_000));
+    let asked = from.asked().len();
+    assert!(read(&source, "later", 0, 700_000).expect("it can be had again") == bytes(2, 700_000));
+    assert_eq!(from.asked()[asked..].iter().filter(|other| **other == pack).count(), from.asked().len() - asked);
+    assert!(from.asked().len() > asked && objects.prove_here(number, start, 700_000));
+}
+
+#[test]
+fn what_was_fetched_before_is_proved_without_asking() {
+    let (bench, image) = two();
+    let from = Elsewhere::of(&bench);
+    let (pack, start) = place(&image, "later");
+    let number = image.packs().iter().position(|other| other.name == pack).expect("it is one of them");
+    let source = open(&bench, "second", &from, None);
+    assert!(!source.shared_objects().prove_here(number, start, 100));
+    read(&source, "later", 0, 100).expect("it can be had");
+    drop(source);
+    let asked = from.asked().len();
+    let objects = open(&bench, "second", &from, None).shared_objects();
+    assert!(objects.prove_here(number, start, 100));
+    assert!(!objects.prove_here(number, start, 700_000) && !objects.prove_here(number, start + 600_000, 100));
+    assert_eq!(from.asked().len(), asked);
 }

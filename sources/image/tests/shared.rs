@@ -373,3 +373,25 @@ fn an_object_that_a_new_image_uses_is_young_again() {
     let found = collect(&bench, &["none"], HOUR, true).objects;
     assert_eq!((found.removed, found.young), (4, 1));
 }
+
+#[test]
+fn what_others_remove_meanwhile_does_not_end_a_collection() {
+    let bench = three();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for name in [".new-one", ".new-two"] {
+            let (path, is_over) = (bench.store().join("packs").join(name), &is_over);
+            scope.spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    // Collections remove it, too.
+                    let _ = fs::write(&path, "some").and_then(|()| fs::remove_file(&path));
+                }
+            });
+        }
+        let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+        let needed = needed(&bench, &["first", "second", "third"]);
+        let outcome = (0..2000).try_for_each(|_| sole.collect(&needed, Duration::ZERO, false).map(drop));
+        is_over.store(true, Ordering::Relaxed);
+        outcome.expect("nothing is in the way");
+    });
+}

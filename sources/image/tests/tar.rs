@@ -3,6 +3,7 @@
 mod common;
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
@@ -283,4 +284,34 @@ fn what_gnu_tar_takes_is_taken() {
         "/p 1 100644 1 4000000000 0 0 -2.750000000 - x -",
     ];
     assert_eq!(lines, expected);
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    packed.write_all(bytes).expect("memory takes all");
+    packed.finish().expect("memory takes all")
+}
+
+#[test]
+fn the_sum_of_a_packed_archive_is_looked_at() {
+    let bench = Bench::new();
+    let mut archive = plain("a", b'0', b"data");
+    archive.resize(archive.len() + (1 << 20), 0);
+    let (packed, source) = (gzip(&archive), bench.path("archive.tar.gz"));
+    let taken = |bytes: Vec<u8>| {
+        fs::write(&source, bytes).expect("files can be made");
+        built(&bench, &source, COMPOSEFS)
+    };
+    let image = taken(packed.clone()).expect("it is whole");
+    // The sum stands before the length, both at the end.
+    let mut other = packed.clone();
+    let at = other.len() - 8;
+    other[at] ^= 1;
+    let error = taken(other).expect_err("its sum is another");
+    assert!(matches!(&error, ferry_image::Error::Io { what: "read", path, .. } if *path == source), "{error}");
+    taken(packed[..packed.len() - 8].to_vec()).expect_err("it is cut off");
+    taken([&packed[..], &[0; 512], b"x"].concat()).expect_err("something follows");
+    // Several parts, and what fills the last record of a tape.
+    let (one, two) = archive.split_at(300);
+    assert!(taken([gzip(one), gzip(b""), gzip(two), vec![0; 70_000]].concat()).expect("gzip takes it, too") == image);
 }

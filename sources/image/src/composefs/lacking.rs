@@ -192,6 +192,14 @@ impl Files {
 
     /// Gets what was claimed: what is here already, and what has to be fetched; a large object by itself.
     fn get(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+        self.get_each(absent, claim).inspect_err(|bad| {
+            if bad.is_of_object() {
+                claim.damaged(absent);
+            }
+        })
+    }
+
+    fn get_each(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
         let mut run: Option<Range<usize>> = None;
         for at in claim.objects.clone() {
             let is_here = self.find_here(absent, at);

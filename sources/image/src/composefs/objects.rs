@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use ferry_vfs::Backing;
-use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat};
+use rustix::io::Errno;
 use tempfile::TempPath;
 
 use super::lacking::{Absent, measure};
@@ -21,6 +22,7 @@ use crate::digest::Digest;
 use crate::error::{Doing, Error, Result};
 use crate::fsverity;
 use crate::objects::Bad;
+use crate::scan::FOUND_FLAGS;
 use crate::store::New;
 use crate::verity;
 
@@ -94,7 +96,14 @@ impl NewObjects {
         if !self.wants(digest, bytes) {
             return Ok(());
         }
-        let mut source = File::open(path).doing("open", path)?;
+        // What stands there by now may be anything.
+        let mut source = match openat(CWD, path, FOUND_FLAGS, Mode::empty()) {
+            Err(Errno::LOOP | Errno::NXIO) => return Err(Error::Changed(path.into())),
+            opened => File::from(opened.doing("open", path)?),
+        };
+        if !source.metadata().doing("look at", path)?.is_file() {
+            return Err(Error::Changed(path.into()));
+        }
         let mut new = New::begin(&self.folder)?;
         if rustix::fs::ioctl_ficlone(&new.file, &source).is_err() {
             copy(&mut source, &mut new.file, bytes).doing("copy", path)?;
@@ -313,5 +322,29 @@ impl Files {
         }
         state.open.insert(key, Arc::clone(&backing));
         Ok(backing)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{FileType, mknodat};
+
+    use super::*;
+    use crate::digest::Algorithm;
+
+    #[test]
+    fn what_replaces_a_file_that_was_hashed_is_not_followed_nor_waited_for() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("file"), "bytes").expect("files can be made");
+        std::os::unix::fs::symlink("file", at("link")).expect("links can be made");
+        mknodat(rustix::fs::CWD, at("pipe"), FileType::Fifo, Mode::from_raw_mode(0o600), 0).expect("pipes can be made");
+        let mut objects = NewObjects::within(&at("objects")).expect("folders can be made");
+        for name in ["link", "pipe"] {
+            let digest = Algorithm::Verity.of(name.as_bytes());
+            let outcome = objects.add_file(digest, 5, &at(name));
+            assert!(matches!(outcome, Err(Error::Changed(_))), "{name}");
+        }
+        objects.add_file(Algorithm::Verity.of(b"bytes"), 5, &at("file")).expect("it is the same");
     }
 }

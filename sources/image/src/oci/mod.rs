@@ -14,6 +14,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use blob::{Blob, Hashing};
+use flate2::bufread::GzDecoder;
 use manifest::{Layer, Packing};
 
 use crate::build::Progress;
@@ -114,12 +115,54 @@ fn unpack<'a>(input: impl Read + 'a, packing: Packing) -> Result<Box<dyn Read + 
 pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn Read + 'a>> {
     let head = input.fill_buf()?;
     Ok(if head.starts_with(&[0x1f, 0x8b]) {
-        Box::new(flate2::bufread::MultiGzDecoder::new(input))
+        Box::new(Gunzip { part: Some(GzDecoder::new(input)) })
     } else if head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
         Box::new(zstd::Decoder::with_buffer(input)?)
     } else {
         Box::new(input)
     })
+}
+
+/// What gzip has packed, in one part or several. Zeros may follow: tapes have whole records, and gzip(1) takes them, too.
+struct Gunzip<R> {
+    /// There is none once that is over.
+    part: Option<GzDecoder<R>>,
+}
+
+impl<R: BufRead> Read for Gunzip<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        while let Some(part) = &mut self.part {
+            let count = part.read(bytes)?;
+            if count > 0 || bytes.is_empty() {
+                return Ok(count);
+            }
+            let input = part.get_mut();
+            match input.fill_buf()?.first() {
+                Some(0) => {
+                    only_zeros(input)?;
+                    self.part = None;
+                }
+                Some(_) => self.part = self.part.take().map(|part| GzDecoder::new(part.into_inner())),
+                None => self.part = None,
+            }
+        }
+        Ok(0)
+    }
+}
+
+/// Reads to the end, where there must be nothing but zeros.
+fn only_zeros(input: &mut impl BufRead) -> io::Result<()> {
+    loop {
+        let bytes = input.fill_buf()?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        if bytes.iter().any(|byte| *byte != 0) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "something follows what gzip has packed"));
+        }
+        let count = bytes.len();
+        input.consume(count);
+    }
 }
 
 #[cfg(test)]

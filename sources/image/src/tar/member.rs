@@ -91,14 +91,16 @@ impl<R: Read> Members<R> {
         if count == bytes { Ok(()) } else { Err(self.refused(self.offset, "the archive is cut off")) }
     }
 
+    /// The next block. The archive ends only where there is nothing more: what cannot be read may be anything.
     fn block(&mut self) -> Result<Option<Header>> {
         let mut bytes = Vec::with_capacity(HEADER_BYTES);
-        let offset = self.offset;
-        match self.take(HEADER_BYTES as u64, &mut bytes) {
-            Err(_) if bytes.is_empty() && self.offset == offset => return Ok(None),
-            outcome => outcome?,
+        self.input.by_ref().take(HEADER_BYTES as u64).read_to_end(&mut bytes).doing("read", &self.source)?;
+        self.offset += bytes.len() as u64;
+        if bytes.is_empty() {
+            return Ok(None);
         }
-        Ok(bytes.try_into().ok().map(Header))
+        let header = bytes.try_into().map(Header);
+        header.map(Some).map_err(|_| self.refused(self.offset, "the archive is cut off"))
     }
 
     /// The next member. Its file is to be read with [`Self::piece`] to its end.
@@ -212,6 +214,11 @@ impl<R: Read> Members<R> {
         let count = count.doing("read", &self.source)?;
         self.offset += count;
         if count == bytes { Ok(()) } else { Err(self.refused(self.offset, "the archive is cut off")) }
+    }
+
+    /// Reads what follows the last member: the sum of what is packed stands at its end, and is looked at there.
+    pub(super) fn finish(mut self) -> Result<()> {
+        std::io::copy(&mut self.input, &mut std::io::sink()).doing("read", &self.source).map(drop)
     }
 
     /// Appends the next bytes of a member's file, no more than so many; answers whether there were any.
@@ -368,4 +375,34 @@ fn device(major: i64, minor: i64) -> std::result::Result<u32, Refusal> {
     let major = u32::try_from(major).ok().filter(|major| *major < 1 << 12).ok_or_else(wrong)?;
     let minor = u32::try_from(minor).ok().filter(|minor| *minor < 1 << 20).ok_or_else(wrong)?;
     Ok(minor & 0xff | major << 8 | (minor & !0xff) << 12)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    /// What cannot be read.
+    struct Broken;
+
+    impl Read for Broken {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Err(io::Error::other("the disk is broken"))
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_not_the_end() {
+        let archive = || io::Cursor::new([0; HEADER_BYTES]);
+        let next = |input: &mut dyn Read| Members::of(input, Path::new("archive")).next().map(|found| found.is_none());
+        assert!(next(&mut io::empty()).expect("it is over"));
+        assert!(next(&mut archive()).expect("it is over"));
+        assert!(matches!(next(&mut Broken), Err(Error::Io { .. })));
+        assert!(matches!(next(&mut archive().take(100).chain(Broken)), Err(Error::Io { .. })));
+        assert!(matches!(next(&mut archive().take(100)), Err(Error::Input { .. })));
+        let members = |input| Members::of(input, Path::new("archive"));
+        members(Box::new(archive()) as Box<dyn Read>).finish().expect("it can be read");
+        assert!(matches!(members(Box::new(archive().chain(Broken))).finish(), Err(Error::Io { .. })));
+    }
 }

@@ -45,6 +45,7 @@ pub(crate) fn read(input: impl Read, source: &Path, sink: &mut Sink) -> Result<T
         place(&mut growing, &names, &member, content, sink.is_composefs())
             .map_err(|reason| refused(source, &member, reason))?;
     }
+    members.finish()?;
     parents(&mut growing, &[]).and_then(|()| growing.finish()).map_err(|reason| at_end(source, reason))
 }
 
