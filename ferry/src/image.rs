@@ -345,7 +345,7 @@ fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
         }
         Ok(())
     };
-    let walked = walk(image, from, path.as_os_str().as_bytes(), &mut |step, inode| line(&step.path(), inode));
+    let walked = walk(image, from, path.as_os_str().as_bytes(), |step, inode| line(&step.path(), inode));
     ended(walked.and_then(|()| Ok(out.flush()?)))
 }
 
@@ -445,7 +445,7 @@ fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
     let bar = bar("inodes");
     bar.set_length(image.inodes());
     let mut findings = Vec::new();
-    walk(image, image.root(), b"/", &mut |step, inode| -> Result<()> {
+    walk(image, image.root(), b"/", |step, inode| -> Result<()> {
         bar.inc(1);
         if inode.kind() == FileType::RegularFile
             && let Err(bad) = objects.prove_file(image.data(inode)?, inode.bytes)

@@ -247,7 +247,7 @@ pub enum DumpError {
 pub fn write(image: &Image, out: &mut dyn Write) -> std::result::Result<(), DumpError> {
     let mut known: HashMap<Nid, Rc<Step<'_>>> = HashMap::new();
     let mut entered = HashSet::new();
-    walk(image, image.root(), b"/", &mut |step, inode| {
+    walk(image, image.root(), b"/", |step, inode| {
         let first = known.get(&inode.nid).map(|step| step.path());
         line(image, inode, &step.path(), first, out)?;
         if inode.kind() != FileType::Directory {

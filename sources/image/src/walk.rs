@@ -76,7 +76,7 @@ pub fn walk<'a, E: From<Flaw>>(
     image: &'a Image,
     from: Nid,
     top: &'a [u8],
-    each: &mut dyn FnMut(&Rc<Step<'a>>, &Inode) -> Result<(), E>,
+    mut each: impl FnMut(&Rc<Step<'a>>, &Inode) -> Result<(), E>,
 ) -> Result<(), E> {
     let mut entered = HashSet::new();
     let mut names_left = image.bytes() / NAME_BYTES_MIN;
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(check(&image).findings, Vec::<String>::new());
         dump(&image, &mut std::io::sink()).expect("it is sound");
         let mut count = 0;
-        walk(&image, image.root(), b"/", &mut |_, _| -> Result<(), Flaw> {
+        walk(&image, image.root(), b"/", |_, _| -> Result<(), Flaw> {
             count += 1;
             Ok(())
         })
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn trees_that_are_too_deep_are_refused_by_all() {
-        let walked = |image: &Image| walk(image, image.root(), b"/", &mut |_, _| -> Result<(), Flaw> { Ok(()) });
+        let walked = |image: &Image| walk(image, image.root(), b"/", |_, _| -> Result<(), Flaw> { Ok(()) });
         let image = deep(DEPTH_MAX, 1);
         assert_eq!(check(&image).findings, Vec::<String>::new());
         walked(&image).expect("it is as deep as may be");

@@ -151,8 +151,11 @@ fn born(sec: i64, generation: u64) -> Getattr {
     Getattr { attr, generation, ..file_attr() }
 }
 
+/// Seconds, 0 for not told, and generation.
+type Birth = (i64, u64);
+
 /// What the file was, what is there after the restart, and whether that is the same.
-const RESTARTS: [((i64, u64), (i64, u64), bool); 6] = [
+const RESTARTS: [(Birth, Birth, bool); 6] = [
     ((0, 0), (0, 0), true),
     ((10, 1), (10, 1), true),
     ((10, 1), (11, 1), false),

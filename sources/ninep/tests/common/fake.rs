@@ -125,7 +125,7 @@ fn usual(tag: Tag, request: &Request<'_>) -> Act {
         Request::Flush { .. } => Reply::Flush,
         Request::Mkdir { .. } => Reply::Mkdir(ROOT),
         Request::Fsync { .. } => Reply::Fsync,
-        Request::Write { data, .. } => Reply::Write { bytes: data.len() as u32 },
+        Request::Write { data, .. } => Reply::Write { bytes: u32::try_from(data.len()).unwrap() },
         _ => Reply::Error(ferry_vfs::Errno::OPNOTSUPP),
     };
     reply(tag, &answer)
