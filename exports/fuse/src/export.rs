@@ -136,11 +136,7 @@ impl Export {
                 return Err(error);
             }
         };
-        if let Err(reason) = &rings
-            && reason.is_of_this_machine()
-        {
-            tracing::info!("requests go through /dev/fuse, not io_uring: {reason}");
-        }
+        let lack = rings.as_ref().err().filter(|reason| reason.is_of_this_machine()).map(ToString::to_string);
         // Linux answers a random read of a megabyte by eight requests of its read-ahead, some of them one after the other.
         if source.features().waits
             && let Err(error) = read_ahead(mountpoint.connection(), agreed.max_write_bytes)
@@ -180,6 +176,9 @@ impl Export {
             // Nobody reads who would be told by the kernel that it is over.
             export.connection.end.declare();
             return Err(Error::Threads(error));
+        }
+        if let Some(reason) = lack {
+            tracing::info!("requests go through /dev/fuse, not io_uring: {reason}");
         }
         Ok(export)
     }
