@@ -52,7 +52,7 @@
 //! | readdir, per 32 KiB of names | 1 | 1 |
 //! | readdirplus, besides: per new inode / held | 2 / 1 | 3 / 1 |
 //! | getxattr, setxattr, listxattr, removexattr | 1 | 1 |
-//! | POSIX lock: an owner's first / later / unlock / unlock of its last | 2 / 1 / 1 / 2 | 2 / 1 / 1 / 2 |
+//! | POSIX lock: an owner's first / later, unlock | 2 / 1 | 2 / 1 |
 //!
 //! # Threads
 //!

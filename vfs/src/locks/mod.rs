@@ -88,6 +88,9 @@ struct InodeLocks<T: Lockable> {
     waiters: Vec<Parked<T>>,
     /// Owners that may have nothing any more, and wait for nothing: for [`Self::drop_idle`].
     lapsed: Vec<LockOwner>,
+    /// Who unlocked something last. He stays, whatever is left to him, as long as he has the file open: databases lock and
+    /// unlock again and again, and what their locks hang on need not be made each time.
+    spared: Option<LockOwner>,
 }
 
 type Shard<T> = HashMap<Ino, InodeLocks<T>>;
@@ -145,7 +148,7 @@ fn permits(open: &impl Lockable, kind: LockKind) -> bool {
 
 impl<T: Lockable> Default for InodeLocks<T> {
     fn default() -> Self {
-        Self { owners: HashMap::new(), flocks: HashMap::new(), waiters: Vec::new(), lapsed: Vec::new() }
+        Self { owners: HashMap::new(), flocks: HashMap::new(), waiters: Vec::new(), lapsed: Vec::new(), spared: None }
     }
 }
 
@@ -384,7 +387,13 @@ impl<T: Lockable> Locks<T> {
                             locks.owners.insert(request.owner, state);
                         }
                     }
-                    locks.lapsed.push(request.owner);
+                    let lapsed = match request.kind {
+                        LockKind::Unlock => {
+                            locks.spared.replace(request.owner).filter(|before| *before != request.owner)
+                        }
+                        _ => Some(request.owner),
+                    };
+                    locks.lapsed.extend(lapsed);
                 }
                 self.attempt_or_park((locks, outcomes), (&open, handle), request, &mut wait)
             });
