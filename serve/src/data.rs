@@ -182,22 +182,26 @@ impl Moving {
     pub(crate) fn finish(self, share: &Share, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
         let Self { unique, kind, watched, window_of } = self;
         let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
+        let told = match (&kind, outcome) {
+            (Kind::Write { bytes_max, cached, .. }, Ok(bytes)) => is_whole(*cached, bytes, *bytes_max).map(|()| bytes),
+            _ => outcome,
+        };
         if let Some(watched) = watched {
-            watched.end(outcome.into());
+            watched.end(told.into());
         }
         let reply = match (kind, outcome) {
             (_, Err(errno)) => return reply::write_error(buffer, unique, errno),
             (Kind::Read { bytes_max }, Ok(bytes)) => {
                 return reply::write_data_head(buffer, unique, bytes.min(bytes_max));
             }
-            (Kind::Write { by, ino, offset, bytes_max, cached }, Ok(bytes)) => {
+            (Kind::Write { by, ino, offset, bytes_max, .. }, Ok(bytes)) => {
                 let bytes = bytes.min(bytes_max);
                 publish(share, by, ino, offset, bytes);
                 if let Some(mount) = window_of {
                     // What fails here fails again when the file is closed.
                     let _ = mount.settle(ino);
                 }
-                if let Err(errno) = is_whole(cached, bytes, bytes_max) {
+                if let Err(errno) = told {
                     return reply::write_error(buffer, unique, errno);
                 }
                 Reply::Write { bytes: reply::count(bytes) }

@@ -25,6 +25,8 @@ struct One {
     file: Option<Arc<Backing>>,
     /// Reads and writes are left to the server.
     extents: bool,
+    /// No more of a write finds room.
+    room: Option<usize>,
     /// What a lock request gets.
     waits: bool,
     asked: Mutex<Vec<String>>,
@@ -62,7 +64,7 @@ impl FileSystem for One {
         self.note("write");
         Ok(match (&self.file, self.extents) {
             (Some(file), true) => Data::Extent(Extent { file: Arc::clone(file), offset: at.offset }),
-            _ => Data::Bytes(at.len as usize),
+            _ => Data::Bytes(self.room.unwrap_or(usize::MAX).min(at.len as usize)),
         })
     }
     fn read(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
@@ -125,6 +127,23 @@ fn a_write_is_as_durable_as_its_flags_ask_for() {
         let range = IoRange { ino: FILE, handle, offset: 5, len: 3, flags, clear_privileges: false, owner: None };
         let answer = client.ask_and_write(FILE, Operation::Write { range, cached: false }, b"abc");
         assert_eq!((one.noted(), answer), (calls.iter().map(ToString::to_string).collect(), expected), "{flags:?}");
+    }
+}
+
+/// Linux takes any success of a write from its page cache for the whole.
+#[test]
+fn a_part_of_what_comes_from_the_page_cache_is_an_error() {
+    let flags = OFlags::RDWR;
+    let range =
+        IoRange { ino: FILE, handle: Handle(1), offset: 5, len: 3, flags, clear_privileges: false, owner: None };
+    for (room, cached, expected) in [
+        (2, false, Answer::Reply(vec![2, 0, 0, 0, 0, 0, 0, 0])),
+        (2, true, Answer::Error(Errno::NOSPC)),
+        (3, true, Answer::Reply(vec![3, 0, 0, 0, 0, 0, 0, 0])),
+    ] {
+        let one = One { room: Some(room), ..One::default() };
+        let (_, mut client) = client(one, &ShareOptions::default(), Session::default());
+        assert_eq!(client.ask_and_write(FILE, Operation::Write { range, cached }, b"abc"), expected, "{room} {cached}");
     }
 }
 

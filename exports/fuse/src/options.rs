@@ -81,9 +81,9 @@ pub struct Options {
     /// Entries of each CPU's ring: so many requests of one CPU can be served and answered by one call. Each takes
     /// 1 MiB of address space, of which only what is used takes memory. Default: 8.
     pub ring_depth: usize,
-    /// How long a handler, the transfer of a file's data, or a copy from file to file may take before its caller is told EIO;
-    /// zero: as long as it likes. Default: 120 s. Callers that wait for a lock are not meant. What the kernel cannot cancel (a disk that hangs)
-    /// goes on unseen, with a thread and the memory of one request.
+    /// How long a handler, the transfer of a file's data, or a copy from file to file may take before its caller is told
+    /// EIO; zero: as long as it likes. Default: 120 s. Callers that wait for a lock are not meant. What the kernel cannot
+    /// cancel (a disk that hangs) goes on unseen, with a thread and the memory of one request.
     pub handler_timeout: Duration,
     /// Threads that read /dev/fuse at least; 0 (the default): one, which is fastest for a single client (eight for a source
     /// whose calls wait), and as many more as requests keep busy.

@@ -13,9 +13,7 @@ use common::sources::{Null, Relay};
 use common::{Mounted, mount, paths, plain, stay_on, wait_until};
 use ferry_engine::learnt;
 use ferry_fuse::{Cache, Options, Path};
-use ferry_vfs::{
-    Attr, Caller, Data, Entry, Features, FileSystem, Handle, Ino, Input, IoRange, Name, OFlags, Output, Result,
-};
+use ferry_vfs::{Attr, Caller, Data, Entry, FileSystem, Handle, Ino, Input, IoRange, Name, OFlags, Output, Result};
 
 /// A mount whose files lie in another mount, whose READs misbehave as their names say.
 fn relay(path: Path, options: impl Fn(&mut Options)) -> (Arc<Null>, Mounted, Mounted) {
@@ -250,46 +248,21 @@ fn a_handler_that_cannot_be_woken_holds_up_nobody_else() {
     }
 }
 
-/// A source that is far away, and notes what it is asked for at most.
-struct Asked {
-    null: Null,
-    bytes: AtomicUsize,
-}
-
-impl FileSystem for Asked {
-    fn features(&self) -> Features {
-        Features { waits: true, ..Features::default() }
-    }
-    fn lookup(&self, caller: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.null.lookup(caller, dir, name)
-    }
-    fn getattr(&self, caller: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
-        self.null.getattr(caller, ino, handle)
-    }
-    fn open(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
-        Ok(Handle(1))
-    }
-    fn read(&self, caller: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
-        self.bytes.fetch_max(at.len as usize, Ordering::SeqCst);
-        self.null.read(caller, at, out)
-    }
-}
-
 #[test]
 fn a_source_that_waits_is_asked_for_much_at_once_by_a_random_reader() {
     // What Linux reads ahead unless it is told otherwise, and so asks for.
-    const USUAL: usize = 128 << 10;
+    const USUAL: u64 = 128 << 10;
     if !rustix::process::geteuid().is_root() {
         println!("skipped: sysfs is root's");
         return;
     }
     for path in paths() {
-        let source = Arc::new(Asked { null: Null::default(), bytes: AtomicUsize::new(0) });
+        let source = Arc::new(Null { waits: true, ..Null::default() });
         let near = mount(Arc::clone(&source) as _, Options { cache: Cache::Auto, ..plain(path) });
         let mut buffer = vec![1; 1 << 20];
         File::open(near.path("file")).unwrap().read_exact_at(&mut buffer, 300 << 20).unwrap();
         assert!(buffer.iter().all(|byte| *byte == 0));
-        let asked = source.bytes.load(Ordering::SeqCst);
+        let asked = source.longest.load(Ordering::Relaxed);
         assert!(asked > USUAL, "{path:?}: {asked} bytes at most");
         near.stop();
     }

@@ -14,6 +14,10 @@ pub struct Null {
     /// Handlers that wait for [`Null::let_go`].
     pub held: AtomicU64,
     pub let_go: std::sync::atomic::AtomicBool,
+    /// What [`Features::waits`] says.
+    pub waits: bool,
+    /// The longest READ, in bytes.
+    pub longest: AtomicU64,
 }
 
 pub const FILE_BYTES: u64 = 1 << 30;
@@ -53,6 +57,9 @@ pub fn block_until(done: impl Fn() -> bool) {
 }
 
 impl FileSystem for Null {
+    fn features(&self) -> Features {
+        Features { waits: self.waits, ..Features::default() }
+    }
     fn lookup(&self, _: &Caller<'_>, _: Ino, name: Name<'_>) -> Result<Entry> {
         self.called();
         assert_ne!(name.as_bytes(), b"lookup-panics", "as the test wants it");
@@ -90,6 +97,7 @@ impl FileSystem for Null {
     fn read(&self, _: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         static ZEROS: [u8; 1 << 17] = [0; 1 << 17];
         self.called();
+        self.longest.fetch_max(at.len.into(), Ordering::Relaxed);
         match NAMES.get(usize::try_from(at.ino.0).unwrap_or(usize::MAX).wrapping_sub(2)).copied() {
             Some("panics") => panic!("as the test wants it"),
             Some("slow") => std::thread::sleep(Duration::from_millis(300)),
