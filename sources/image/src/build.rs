@@ -12,10 +12,12 @@ use rustix::fs::{CWD, Mode, openat};
 
 use crate::digest::{Algorithm, Digest};
 use crate::error::{Doing, Error, Result};
+use crate::meter::Meter;
 use crate::parallel;
 use crate::scan::{FOUND_FLAGS, Seen, scan, unreadable};
 use crate::sink::{Hashed, Sink};
 use crate::store::{New, Store, folder_of};
+use crate::tar::Whiteouts;
 use crate::trace::Trace;
 use crate::tree::{NodeId, Tree};
 use crate::verity::Hasher;
@@ -50,6 +52,8 @@ pub struct Options {
     /// What a workload needs first: these files are put into a pack of their own, in this order, which is read at once by whoever
     /// mounts the image. Of [`Layout::Flat`] only.
     pub order: Option<Trace>,
+    /// What an archive that is a layer has for what is gone; without this it is refused. Of archives only.
+    pub whiteouts: Option<Whiteouts>,
 }
 
 impl Default for Options {
@@ -59,6 +63,7 @@ impl Default for Options {
             layout: Layout::default(),
             platform: None,
             order: None,
+            whiteouts: None,
         }
     }
 }
@@ -80,7 +85,8 @@ pub struct Built {
     pub packs: Vec<Digest>,
 }
 
-/// What is told while an image is built: files done, and files in all.
+/// What is told while an image is built: how much is done, and of how much. Of a directory these are files, of anything else bytes; of a
+/// pipe nobody knows how many there will be, and both are the same.
 pub type Progress<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
 /// Builds an image of a directory, of a tar archive, packed or not, of an image directory as OCI has it (`oci:DIRECTORY[:TAG]`), or
@@ -92,8 +98,13 @@ pub type Progress<'a> = dyn Fn(usize, usize) + Sync + 'a;
 /// Something cannot be read, changes meanwhile, or is nothing that EROFS can hold; the store or the image cannot be written.
 pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progress: &Progress<'_>) -> Result<Built> {
     let store = Arc::new(store);
-    let mut sink = Sink::begin(&store, options.layout)?;
-    let tree = match Input::of(source)? {
+    let mut sink = Sink::begin(&store, options.layout, options.threads)?;
+    let meter = Meter::new(progress);
+    let tree = match Input::of(source, &meter)? {
+        Input::Directory | Input::Dump(_) | Input::Oci(_) if options.whiteouts.is_some() => {
+            let reason = "what becomes of whiteouts is asked of archives only, which are layers by themselves".into();
+            return Err(Error::Input { path: source.into(), at: "as a whole".into(), reason });
+        }
         Input::Directory => from_directory(source, &mut sink, options, progress)?,
         Input::Dump(file) => match options.layout {
             Layout::Composefs { .. } => dump::read(file, source)?,
@@ -102,10 +113,10 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
                 return Err(Error::Input { path: source.into(), at: "a dump file".into(), reason: reason.into() });
             }
         },
-        Input::Tar(file) => tar::read(file, source, &mut sink)?,
+        Input::Tar(file) => tar::read(file, source, options.whiteouts, &mut sink)?,
         Input::Oci(reference) => {
             let platform = options.platform.clone().unwrap_or_else(oci::platform_here);
-            oci::read(&reference, &platform, &mut sink, progress)?
+            oci::read(&reference, &platform, &mut sink, &meter)?
         }
     };
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes()?);
@@ -117,16 +128,16 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
 }
 
 /// What an image is built of.
-enum Input {
+enum Input<'a> {
     Directory,
-    Dump(Box<dyn Read>),
-    Tar(Box<dyn Read>),
+    Dump(Box<dyn Read + 'a>),
+    Tar(Box<dyn Read + 'a>),
     Oci(oci::Reference),
 }
 
-impl Input {
+impl<'a> Input<'a> {
     /// An archive has the sum of its first header, and a dump file begins with the path of the root.
-    fn of(source: &Path) -> Result<Self> {
+    fn of(source: &Path, meter: &'a Meter<'a>) -> Result<Self> {
         if let Some(reference) = oci::Reference::parse(source) {
             return Ok(Self::Oci(reference));
         }
@@ -135,7 +146,8 @@ impl Input {
             return Ok(Self::Directory);
         }
         let file = File::open(if is_stdin { Path::new("/dev/stdin") } else { source }).doing("open", source)?;
-        let mut file = oci::unpacked(BufReader::with_capacity(1 << 18, file)).doing("read", source)?;
+        meter.expect(file.metadata().doing("look at", source)?.len());
+        let mut file = oci::unpacked(BufReader::with_capacity(1 << 18, meter.over(file))).doing("read", source)?;
         let mut head = Vec::new();
         Read::by_ref(&mut file).take(tar::HEADER_BYTES as u64).read_to_end(&mut head).doing("read", source)?;
         let (is_tar, is_dump) = (tar::is_header(&head), head.first() == Some(&b'/'));

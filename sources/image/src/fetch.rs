@@ -354,6 +354,14 @@ impl Lacking for (&Pack, &Absent) {
 }
 
 impl Objects {
+    /// Whether nothing is missing, as far as names and lengths tell.
+    pub fn seems_whole(&self) -> bool {
+        match self.absent_files() {
+            Some((files, absent)) => files.seems_whole(absent),
+            None => self.incomplete().next().is_none(),
+        }
+    }
+
     /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set: first the pack that is wanted
     /// soon. What fits no more under the limit is left.
     ///

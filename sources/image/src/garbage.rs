@@ -16,7 +16,7 @@ use crate::composefs::sweep::{self, Stored};
 use crate::digest::Digest;
 use crate::error::{Doing, Result};
 use crate::image::{Checked, Image};
-use crate::store::{self, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX, pack_name};
+use crate::store::{self, DAMAGED_SUFFIX, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX, pack_name};
 use crate::usage::{Place, places};
 
 /// A store that nobody builds into, as long as this lives: builds wait.
@@ -187,7 +187,9 @@ impl Sole {
         let used: HashSet<Digest> = old.iter().filter_map(|(kind, path, _)| kind.used_part(path)).collect();
         old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if used.contains(pack)));
         let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
-        old.retain(|(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) if spared(pack)));
+        old.retain(
+            |(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) | Kind::Note(pack) if spared(pack)),
+        );
         // What is left of fetching a pack that is whole goes.
         old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if spared(pack) && !indexes.contains(pack)));
         // Indexes come first in this order.
@@ -199,8 +201,8 @@ impl Sole {
             collected.bytes += bytes;
             match kind {
                 Kind::Index(pack) => collected.removed.push(pack),
-                Kind::Pack(pack) if indexes.contains(&pack) => {}
-                Kind::Pack(_) | Kind::Part(_) | Kind::New => collected.leftovers += 1,
+                Kind::Pack(pack) | Kind::Note(pack) if indexes.contains(&pack) => {}
+                Kind::Pack(_) | Kind::Note(_) | Kind::Part(_) | Kind::New => collected.leftovers += 1,
             }
         }
         if !dry {
@@ -223,6 +225,8 @@ fn remove(path: &Path) -> Result<bool> {
 enum Kind {
     Index(Digest),
     Pack(Digest),
+    /// What is damaged in a pack.
+    Note(Digest),
     /// What was fetched of a pack, or its index.
     Part(Digest),
     /// What a build had begun.
@@ -236,6 +240,9 @@ impl Kind {
         let part = name.strip_suffix(INDEX_SUFFIX.as_bytes()).unwrap_or(name).strip_suffix(PART_SUFFIX.as_bytes());
         if let Some(pack) = part.and_then(pack_name) {
             return Some(Self::Part(pack));
+        }
+        if let Some(pack) = name.strip_suffix(DAMAGED_SUFFIX.as_bytes()).and_then(pack_name) {
+            return Some(Self::Note(pack));
         }
         match name.strip_suffix(b".index") {
             Some(pack) => pack_name(pack).map(Self::Index),

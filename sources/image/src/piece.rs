@@ -5,7 +5,7 @@
 
 use std::io;
 
-use crate::digest::{Algorithm, Digest};
+use crate::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::erofs::{BLOCK_BITS, BLOCK_BYTES};
 
 /// The size of a piece; only a file's last one is smaller.
@@ -21,6 +21,9 @@ pub(crate) const CHUNK_FORMAT: u32 = (PIECE_BITS - BLOCK_BITS) as u32;
 pub(crate) const BATCH_BYTES: usize = 1 << 20;
 
 const _: () = assert!(BATCH_BYTES.is_multiple_of(PIECE_BYTES) && PIECE_BYTES.is_multiple_of(BLOCK_BYTES));
+
+/// What stands for a digest that is still to be made.
+const UNHASHED: Digest = Digest::new(Algorithm::Blake3, [0; DIGEST_BYTES]);
 
 /// How many pieces a file of so many bytes has.
 pub(crate) fn count(bytes: u64) -> u64 {
@@ -50,11 +53,6 @@ impl Batch {
         Self { memory, skew, used: 0, pieces: Vec::new() }
     }
 
-    /// One without memory, which stands where another one was taken from.
-    pub(crate) fn empty() -> Self {
-        Self { memory: Vec::new(), skew: 0, used: 0, pieces: Vec::new() }
-    }
-
     /// Whether a piece of so many bytes finds room.
     pub(crate) fn has_room(&self, bytes: usize) -> bool {
         self.used + bytes.next_multiple_of(BLOCK_BYTES) <= BATCH_BYTES
@@ -62,15 +60,36 @@ impl Batch {
 
     /// Adds a piece, which has room and is read by `fill`, into as many bytes as it has; answers its digest.
     pub(crate) fn add<E>(&mut self, bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Digest, E> {
+        self.add_unhashed(bytes, fill)?;
+        self.hash_from(self.pieces.len() - 1);
+        Ok(self.pieces.last().map_or(UNHASHED, |(.., digest)| *digest))
+    }
+
+    /// The same without its digest: [`Self::hash`] is to be called before anybody asks for it.
+    pub(crate) fn add_unhashed<E>(
+        &mut self,
+        bytes: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let (at, padded) = (self.used, bytes.next_multiple_of(BLOCK_BYTES));
         let place = &mut self.memory[self.skew + at..][..padded];
         let (piece, padding) = place.split_at_mut(bytes);
         fill(piece)?;
         padding.fill(0);
-        let digest = digest(piece);
-        self.pieces.push((at, bytes, digest));
+        self.pieces.push((at, bytes, UNHASHED));
         self.used += padded;
-        Ok(digest)
+        Ok(())
+    }
+
+    /// Makes the digests of all pieces.
+    pub(crate) fn hash(&mut self) {
+        self.hash_from(0);
+    }
+
+    fn hash_from(&mut self, first: usize) {
+        for (at, bytes, digest) in &mut self.pieces[first..] {
+            *digest = self::digest(&self.memory[self.skew + *at..][..*bytes]);
+        }
     }
 
     /// The pieces: the bytes with what fills their last block, how many of these count, and their digests.

@@ -1,15 +1,17 @@
 //! The tree of a directory of this host.
 
 use std::collections::HashMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use ferry_vfs::{FileType, Name, NameBuf, Timespec};
-use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, Statx, StatxFlags, lgetxattr, llistxattr, openat, statx};
+use rustix::fs::{
+    AtFlags, CWD, Dir, Mode, OFlags, Statx, StatxFlags, lgetxattr, llistxattr, openat, readlinkat, statx,
+};
 use rustix::io::{Errno, pread, retry_on_intr};
 
 use crate::composefs::fits;
@@ -97,6 +99,23 @@ fn directory(seen: &Seen, path: &Path) -> Result<Dir> {
     }
 }
 
+/// A name in a directory that is open, whose own path may lead elsewhere by now.
+#[derive(Clone, Copy)]
+struct At<'a> {
+    folder: BorrowedFd<'a>,
+    name: &'a OsStr,
+    /// What people know it by.
+    path: &'a Path,
+}
+
+impl At<'_> {
+    /// The way to it for calls that take no directory: of attributes there are none before Linux 6.13. The root's path is absolute, and stays
+    /// what it is.
+    fn way(&self) -> PathBuf {
+        Path::new("/proc/self/fd").join(self.folder.as_raw_fd().to_string()).join(self.name)
+    }
+}
+
 /// Walks a directory, without crossing into other file systems' mounts being any different from directories. For composefs
 /// each name is an inode of its own, and attributes of all kinds are taken: so does mkcomposefs.
 ///
@@ -109,7 +128,8 @@ pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeI
     // The root may be named by a symbolic link, whatever is in it may not.
     let root = fs::canonicalize(root).doing("look at", root)?;
     let mut walk = Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs };
-    let mut left = vec![(walk.add(&root, &found_root)?, Seen::of(&found_root), root)];
+    let at = At { folder: CWD, name: root.as_os_str(), path: &root };
+    let mut left = vec![(walk.add(at, &found_root)?, Seen::of(&found_root), root)];
     while let Some((node, seen, path)) = left.pop() {
         let directories = walk.list(node, &seen, &path)?;
         left.extend(directories.into_iter().rev());
@@ -143,7 +163,7 @@ impl Walk<'_> {
             // In the directory that was listed: another one may stand at the path by now.
             let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
             let found = statx(folder, &name, flags, StatxFlags::BASIC_STATS).doing("look at", &path)?;
-            let child = self.add(&path, &found)?;
+            let child = self.add(At { folder, name: &name, path: &path }, &found)?;
             if is_dir(&found) {
                 directories.push((child, Seen::of(&found), path.clone()));
             }
@@ -165,7 +185,8 @@ impl Walk<'_> {
     }
 
     /// The node of an inode, which is made at its first name.
-    fn add(&mut self, path: &Path, found: &Statx) -> Result<NodeId> {
+    fn add(&mut self, at: At<'_>, found: &Statx) -> Result<NodeId> {
+        let path = at.path;
         let nodes = &mut self.tree.nodes;
         let id = nodes.len();
         if found.stx_nlink > 1 && !is_dir(found) && !self.for_composefs {
@@ -178,8 +199,8 @@ impl Walk<'_> {
                 std::collections::hash_map::Entry::Vacant(new) => _ = new.insert(id),
             }
         }
-        let content = content(path, found)?;
-        let xattrs = xattrs(path, self.for_composefs)?;
+        let content = content(at, found)?;
+        let xattrs = xattrs(at, self.for_composefs)?;
         if self.for_composefs && !fits(&xattrs) {
             let reason = "its extended attributes have more than 32 KiB, which composefs does not hold".into();
             return Err(Error::CannotHold { path: path.into(), reason });
@@ -201,22 +222,27 @@ impl Walk<'_> {
     }
 }
 
-fn content(path: &Path, found: &Statx) -> Result<Content> {
+fn content(at: At<'_>, found: &Statx) -> Result<Content> {
     Ok(match FileType::from_raw_mode(found.stx_mode.into()) {
         FileType::Directory => Content::Directory(Vec::new()),
         FileType::Symlink => {
-            let target = fs::read_link(path).doing("read the link", path)?;
-            Content::Inline(target.into_os_string().into_vec())
+            let target = match readlinkat(at.folder, at.name, Vec::new()) {
+                // It was a link.
+                Err(Errno::INVAL) => return Err(Error::Changed(at.path.into())),
+                target => target.doing("read the link", at.path)?,
+            };
+            Content::Inline(target.into_bytes())
         }
-        FileType::RegularFile if found.stx_size <= INLINE_BYTES_MAX => Content::Inline(read(&Seen::of(found), path)?),
+        FileType::RegularFile if found.stx_size <= INLINE_BYTES_MAX => Content::Inline(read(&Seen::of(found), at)?),
         FileType::RegularFile => Content::Unread { bytes: found.stx_size },
         _ => Content::None,
     })
 }
 
 /// The bytes of a small file.
-fn read(seen: &Seen, path: &Path) -> Result<Vec<u8>> {
-    let mut file = seen.file(openat(CWD, path, FOUND_FLAGS, Mode::empty()), path)?;
+fn read(seen: &Seen, at: At<'_>) -> Result<Vec<u8>> {
+    let path = at.path;
+    let mut file = seen.file(openat(at.folder, at.name, FOUND_FLAGS, Mode::empty()), path)?;
     let mut bytes = vec![0; usize::try_from(seen.bytes).unwrap_or_default()];
     file.read_exact(&mut bytes).map_err(|error| unreadable(error, path))?;
     seen.check(&file, path)?;
@@ -242,9 +268,10 @@ fn rdev(major: u32, minor: u32, path: &Path) -> Result<u32> {
 
 /// The attributes that EROFS has prefixes for, by name. Others are of the file system below (`system.nfs4_acl`) and mean nothing
 /// elsewhere.
-fn xattrs(path: &Path, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
+fn xattrs(at: At<'_>, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
+    let (way, path) = (at.way(), at.path);
     let mut names = Vec::with_capacity(XATTR_BYTES_MAX);
-    match llistxattr(path, rustix::buffer::spare_capacity(&mut names)) {
+    match llistxattr(&way, rustix::buffer::spare_capacity(&mut names)) {
         Ok(_) => {}
         Err(Errno::NOTSUP) => return Ok(Vec::new()),
         Err(error) => return Err(error).doing("list the attributes of", path),
@@ -256,7 +283,7 @@ fn xattrs(path: &Path, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
             continue;
         }
         let mut value = Vec::with_capacity(XATTR_BYTES_MAX);
-        match lgetxattr(path, name, rustix::buffer::spare_capacity(&mut value)) {
+        match lgetxattr(&way, name, rustix::buffer::spare_capacity(&mut value)) {
             Ok(_) => found.push((name.to_vec(), value.as_slice().to_vec())),
             // It went away meanwhile.
             Err(Errno::NODATA) => {}
@@ -285,6 +312,7 @@ mod tests {
             fs::write(at(name).join("file"), "some").expect("files can be made");
         }
         let (dir, file) = (seen(&at("one")), seen(&at("one/file")));
+        let read = |seen: &Seen, path: &Path| super::read(seen, At { folder: CWD, name: path.as_os_str(), path });
         assert_eq!(read(&file, &at("one/file")).expect("it is the same"), b"some");
         directory(&dir, &at("one")).expect("it is the same");
         // As if the directory had been replaced by another one, or by a link to it.
@@ -295,5 +323,35 @@ mod tests {
         std::os::unix::fs::symlink("file", at("one/link")).expect("links can be made");
         assert!(is_changed(read(&file, &at("one/link")).map(drop)));
         assert!(is_changed(directory(&dir, &at("one/file")).map(drop)));
+    }
+
+    #[test]
+    fn a_directory_that_is_replaced_while_it_is_listed_stays_the_one_that_is_listed() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let one = folder.path().join("one");
+        let make = |what: &str| {
+            fs::create_dir(&one).expect("folders can be made");
+            std::os::unix::fs::symlink(what, one.join("link")).expect("links can be made");
+            fs::write(one.join("file"), what).expect("files can be made");
+            let flags = rustix::fs::XattrFlags::empty();
+            let set = rustix::fs::setxattr(one.join("file"), "user.what", what.as_bytes(), flags);
+            set.expect("the file system has attributes");
+        };
+        make("old");
+        let listed = openat(CWD, &one, FOUND_FLAGS, Mode::empty()).expect("it is there");
+        fs::rename(&one, folder.path().join("gone")).expect("folders can be renamed");
+        make("new");
+        for name in ["link", "file"] {
+            let at = At { folder: listed.as_fd(), name: OsStr::new(name), path: &one.join(name) };
+            let flags = AtFlags::SYMLINK_NOFOLLOW;
+            let found = statx(at.folder, name, flags, StatxFlags::BASIC_STATS).expect("it is there");
+            let Content::Inline(bytes) = content(at, &found).expect("it is the same") else {
+                panic!("{name} is small")
+            };
+            assert_eq!(bytes, b"old", "{name}");
+            let expected = if name == "file" { vec![(b"user.what".to_vec(), b"old".to_vec())] } else { Vec::new() };
+            let found: Vec<_> = xattrs(at, false).expect("they can be read").into_iter().collect();
+            assert_eq!(found, expected, "{name}");
+        }
     }
 }

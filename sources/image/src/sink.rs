@@ -10,10 +10,11 @@ use std::sync::Arc;
 use crate::build::Layout;
 use crate::composefs;
 use crate::composefs::objects::NewObjects;
-use crate::digest::Digest;
+use crate::digest::{Algorithm, Digest};
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::flat::{self, Pack};
+use crate::hashers::Hashers;
 use crate::piece::{self, Batch, PIECE_BYTES};
 use crate::store::{NewPack, Places, Store};
 use crate::trace::Trace;
@@ -38,18 +39,23 @@ pub(crate) struct Sink {
 
 enum Kind {
     Packs(Box<Sorted>),
-    Objects(NewObjects),
+    Objects(Box<Loose>),
 }
 
 impl Sink {
-    pub(crate) fn begin(store: &Arc<Store>, layout: Layout) -> Result<Self> {
+    /// `threads` hash what comes by [`Self::add_file`].
+    pub(crate) fn begin(store: &Arc<Store>, layout: Layout, threads: usize) -> Result<Self> {
         let kind = match layout {
             Layout::Flat => {
                 let (places, pack) = (store.places()?, store.begin()?);
-                let (found, pieces, batch) = (HashMap::new(), Vec::new(), Batch::new());
-                Kind::Packs(Box::new(Sorted { places, pack, found, pieces, batch, new_bytes: 0 }))
+                let coming = Coming { threads, hashers: None, batch: Batch::new(), free: Vec::new(), pieces: 0 };
+                let (found, pieces) = (HashMap::new(), Vec::new());
+                Kind::Packs(Box::new(Sorted { places, pack, found, pieces, coming, new_bytes: 0 }))
             }
-            Layout::Composefs { .. } => Kind::Objects(NewObjects::begin(store.folder())?),
+            Layout::Composefs { .. } => {
+                let objects = NewObjects::begin(store.folder())?;
+                Kind::Objects(Box::new(Loose { objects, threads, hashers: None, given: 0, digests: Vec::new() }))
+            }
         };
         Ok(Self { kind, store: Arc::clone(store), layout, data_bytes: 0 })
     }
@@ -66,18 +72,29 @@ impl Sink {
 
     /// Adds a file to an object store; answers what its inode then holds.
     pub(crate) fn add_object(&mut self, path: &Path, hashed: &Hashed) -> Result<Content> {
-        let Kind::Objects(objects) = &mut self.kind else { return Err(misplaced()) };
+        let Kind::Objects(loose) = &mut self.kind else { return Err(misplaced()) };
         self.data_bytes += hashed.bytes;
         match &hashed.kept {
-            Some(bytes) => objects.add(hashed.digest, bytes)?,
-            None => objects.add_file(hashed.digest, hashed.bytes, path)?,
+            Some(bytes) => loose.objects.add(hashed.digest, bytes)?,
+            None => loose.objects.add_file(hashed.digest, hashed.bytes, path)?,
         }
         Ok(Content::Object { bytes: hashed.bytes, digest: hashed.digest })
+    }
+
+    /// The same of a file that is in memory and not hashed yet; what its inode then holds becomes an object at the end.
+    pub(crate) fn add_bytes(&mut self, bytes: Vec<u8>) -> Result<Content> {
+        let Kind::Objects(loose) = &mut self.kind else { return Err(misplaced()) };
+        let length = bytes.len() as u64;
+        self.data_bytes += length;
+        Ok(Content::Packed { bytes: length, first: loose.take(bytes)? })
     }
 
     /// Adds pieces to packs; answers which number among all pieces the first one has.
     pub(crate) fn add_batch(&mut self, batch: &Batch) -> Result<usize> {
         let Kind::Packs(sorted) = &mut self.kind else { return Err(misplaced()) };
+        sorted.flush()?;
+        sorted.settle(0)?;
+        sorted.coming.pieces += batch.len();
         sorted.add(batch)
     }
 
@@ -85,14 +102,14 @@ impl Sink {
     pub(crate) fn add_file(&mut self, bytes: u64, mut fill: impl FnMut(&mut [u8]) -> Result<()>) -> Result<Content> {
         let Kind::Packs(sorted) = &mut self.kind else { return Err(misplaced()) };
         self.data_bytes += bytes;
-        let first = sorted.pieces.len() + sorted.batch.len();
+        let first = sorted.coming.pieces + sorted.coming.batch.len();
         let mut left = bytes;
         while left > 0 {
             let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
-            if !sorted.batch.has_room(count) {
+            if !sorted.coming.batch.has_room(count) {
                 sorted.flush()?;
             }
-            sorted.batch.add(count, &mut fill)?;
+            sorted.coming.batch.add_unhashed(count, &mut fill)?;
             left -= count as u64;
         }
         Ok(Content::Packed { bytes, first })
@@ -103,20 +120,25 @@ impl Sink {
         Ok(match &mut self.kind {
             Kind::Packs(sorted) => {
                 sorted.flush()?;
+                sorted.settle(0)?;
                 sorted.new_bytes
             }
-            Kind::Objects(objects) => objects.new_bytes,
+            Kind::Objects(loose) => {
+                loose.settle(0)?;
+                loose.objects.new_bytes
+            }
         })
     }
 
     /// Makes all durable; answers the image, and the packs that it needs.
-    pub(crate) fn finish(self, tree: Tree, order: Option<&Trace>) -> Result<(Vec<u8>, Vec<Digest>)> {
+    pub(crate) fn finish(self, mut tree: Tree, order: Option<&Trace>) -> Result<(Vec<u8>, Vec<Digest>)> {
         let version = match self.layout {
             Layout::Flat => None,
             Layout::Composefs { version } => version,
         };
         match self.kind {
-            Kind::Objects(objects) => {
+            Kind::Objects(loose) => {
+                let objects = loose.finish(&mut tree)?;
                 // What cannot be laid out leaves nothing in the store.
                 let bytes = composefs::write(tree, version)?;
                 objects.finish()?;
@@ -124,6 +146,10 @@ impl Sink {
             }
             Kind::Packs(sorted) => {
                 let (mut places, pieces) = sorted.finish()?;
+                // What it has stored may be what another pack lacks.
+                if let Err(error) = self.store.mend_all() {
+                    tracing::warn!("{error}: what is damaged in the store stays so");
+                }
                 let gather = |order| gather(&self.store, &mut places, (&tree, &pieces), order);
                 let ahead = order.map(gather).transpose()?.flatten();
                 let names: BTreeSet<Digest> = places.values().map(|(pack, _)| *pack).collect();
@@ -219,9 +245,20 @@ struct Sorted {
     found: HashMap<Digest, Found>,
     /// The pieces of all files, each file's in order.
     pieces: Vec<Digest>,
-    /// What has come and is still to be added.
-    batch: Batch,
+    coming: Coming,
     new_bytes: u64,
+}
+
+/// What has come of files that one thread reads, and is still to be hashed or added.
+struct Coming {
+    threads: usize,
+    /// Begun when there is something to hash.
+    hashers: Option<Hashers<Batch>>,
+    batch: Batch,
+    /// Memory for the next ones.
+    free: Vec<Batch>,
+    /// How many pieces have come before those in the batch.
+    pieces: usize,
 }
 
 impl Sorted {
@@ -241,18 +278,36 @@ impl Sorted {
         Ok(first)
     }
 
-    /// Adds what is in the batch.
+    /// Has what is in the batch hashed, and adds what is.
     fn flush(&mut self) -> Result<()> {
-        let mut batch = std::mem::replace(&mut self.batch, Batch::empty());
-        self.add(&batch)?;
-        batch.clear();
-        self.batch = batch;
+        let Coming { threads, hashers, batch, free, pieces } = &mut self.coming;
+        if batch.len() == 0 {
+            return Ok(());
+        }
+        let hashers = match hashers {
+            Some(hashers) => hashers,
+            None => hashers.insert(Hashers::begin(*threads, Batch::hash)?),
+        };
+        *pieces += batch.len();
+        hashers.give(std::mem::replace(batch, free.pop().unwrap_or_else(Batch::new)));
+        let room = hashers.room();
+        self.settle(room)
+    }
+
+    /// Adds what was hashed, until only so many batches are out.
+    fn settle(&mut self, left: usize) -> Result<()> {
+        while let Some(mut batch) = taken(&mut self.coming.hashers, left) {
+            self.add(&batch)?;
+            batch.clear();
+            self.coming.free.push(batch);
+        }
         Ok(())
     }
 
     /// Completes the new pack; answers where each object is, and the pieces of all files.
     fn finish(mut self) -> Result<(Places, Vec<Digest>)> {
         self.flush()?;
+        self.settle(0)?;
         let new = self.pack.finish()?;
         let place = |(digest, at)| match (at, new) {
             (Found::Known(place), _) => Some((digest, place)),
@@ -261,5 +316,66 @@ impl Sorted {
             (Found::New(_), None) => None,
         };
         Ok((self.found.into_iter().filter_map(place).collect(), self.pieces))
+    }
+}
+
+/// The first of more than so many that are being hashed.
+fn taken<T: Send + 'static>(hashers: &mut Option<Hashers<T>>, left: usize) -> Option<T> {
+    hashers.as_mut().filter(|hashers| hashers.len() > left)?.take()
+}
+
+/// Objects that are files of their own.
+struct Loose {
+    objects: NewObjects,
+    threads: usize,
+    /// Begun when there is something to hash.
+    hashers: Option<Hashers<Unnamed>>,
+    /// How many were given to them.
+    given: usize,
+    /// The digests of those.
+    digests: Vec<Digest>,
+}
+
+/// A file that is in memory.
+struct Unnamed {
+    bytes: Vec<u8>,
+    digest: Option<Digest>,
+}
+
+impl Loose {
+    /// Has a file hashed; answers which one it is of those.
+    fn take(&mut self, bytes: Vec<u8>) -> Result<usize> {
+        let hash = |file: &mut Unnamed| file.digest = Some(Algorithm::Verity.of(&file.bytes));
+        let hashers = match &mut self.hashers {
+            Some(hashers) => hashers,
+            None => self.hashers.insert(Hashers::begin(self.threads, hash)?),
+        };
+        hashers.give(Unnamed { bytes, digest: None });
+        self.given += 1;
+        let room = hashers.room();
+        self.settle(room)?;
+        Ok(self.given - 1)
+    }
+
+    /// Adds what was hashed, until only so many files are out.
+    fn settle(&mut self, left: usize) -> Result<()> {
+        while let Some(Unnamed { bytes, digest }) = taken(&mut self.hashers, left) {
+            let digest = digest.ok_or_else(misplaced)?;
+            self.objects.add(digest, &bytes)?;
+            self.digests.push(digest);
+        }
+        Ok(())
+    }
+
+    /// Tells the inodes what they hold.
+    fn finish(mut self, tree: &mut Tree) -> Result<NewObjects> {
+        self.settle(0)?;
+        for node in &mut tree.nodes {
+            if let Content::Packed { bytes, first } = node.content {
+                let digest = *self.digests.get(first).ok_or_else(misplaced)?;
+                node.content = Content::Object { bytes, digest };
+            }
+        }
+        Ok(self.objects)
     }
 }

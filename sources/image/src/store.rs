@@ -4,6 +4,7 @@
 //! STORE/lock               held shared by builds, alone by what removes packs
 //! STORE/packs/NAME         objects, each from a block's beginning on, in the order of the index
 //! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its BLAKE3 digest (32 bytes)
+//! STORE/packs/NAME.damaged what is known to be damaged in the pack, see [`crate::mend`]
 //! ```
 //!
 //! NAME is the BLAKE3 digest of the index. So whoever knows the name can prove the index by it, and each object by the index. Objects
@@ -43,6 +44,9 @@ pub(crate) const INDEX_SUFFIX: &str = ".index";
 /// What ends the name of a pack that is not all here.
 pub(crate) const PART_SUFFIX: &str = ".part";
 
+/// What ends the name of the note of what is damaged in a pack.
+pub(crate) const DAMAGED_SUFFIX: &str = ".damaged";
+
 /// What begins the name of a file that is not complete.
 pub(crate) const NEW_PREFIX: &str = ".new-";
 
@@ -54,6 +58,11 @@ pub(crate) fn lock_path(folder: &Path) -> PathBuf {
 /// Where the packs are.
 pub(crate) fn packs_folder(folder: &Path) -> PathBuf {
     folder.join("packs")
+}
+
+/// Where it is noted what is damaged in a pack.
+pub(crate) fn damage_path(folder: &Path, pack: Digest) -> PathBuf {
+    packs_folder(folder).join(format!("{}{DAMAGED_SUFFIX}", pack.hex()))
 }
 
 /// Whether a folder has packs or objects in it.
@@ -220,13 +229,15 @@ impl Store {
         Ok(found)
     }
 
-    /// Where each object of the store is. Of one that is in several packs, the place in the first pack by name.
+    /// Where each object of the store is. Of one that is in several packs, the place in the first pack by name. What is noted as damaged
+    /// is left out.
     pub(crate) fn places(&self) -> Result<Places> {
         let mut places = Places::new();
         for pack in self.packs()? {
             match self.index(pack) {
                 Ok(index) if self.is_whole(&index) => {
-                    for object in &index.objects {
+                    let damaged = self.noted(pack);
+                    for object in index.objects.iter().filter(|object| !damaged.contains(&object.digest)) {
                         places.entry(object.digest).or_insert((pack, object.block));
                     }
                 }
@@ -237,7 +248,8 @@ impl Store {
         Ok(places)
     }
 
-    fn is_whole(&self, index: &Index) -> bool {
+    /// Whether a pack has the length that its index tells of.
+    pub(crate) fn is_whole(&self, index: &Index) -> bool {
         let bytes = index.blocks.saturating_mul(BLOCK_BYTES as u64);
         fs::metadata(self.pack_path(index.pack)).is_ok_and(|metadata| metadata.len() == bytes)
     }

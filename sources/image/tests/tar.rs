@@ -315,3 +315,64 @@ fn the_sum_of_a_packed_archive_is_looked_at() {
     let (one, two) = archive.split_at(300);
     assert!(taken([gzip(one), gzip(b""), gzip(two), vec![0; 70_000]].concat()).expect("gzip takes it, too") == image);
 }
+
+/// A layer of an OCI image, given alone.
+#[test]
+fn whiteouts_of_a_layer_alone_become_what_was_asked_for() {
+    use ferry_image::Whiteouts;
+    let bench = Bench::new();
+    let mut archive = [
+        plain(".wh.gone", b'0', b""),
+        plain("opaque/", b'5', b""),
+        plain("opaque/.wh..wh..opq", b'0', b""),
+        plain("opaque/file", b'0', b"1"),
+        plain(".wh.again", b'0', b""),
+        plain("again", b'0', b"2"),
+        plain("both/", b'5', b""),
+        plain(".wh.both", b'0', b""),
+        plain("nowhere/.wh.x", b'0', b""),
+        plain("unsaid/.wh..wh..opq", b'0', b""),
+        plain(".wh..wh.plnk/12.34", b'0', b"of aufs"),
+    ]
+    .concat();
+    archive.resize(archive.len() + 1024, 0);
+    fs::write(bench.path("layer.tar"), archive).expect("files can be made");
+    let take = |source: &str, whiteouts| {
+        let options = BuildOptions { layout: COMPOSEFS, whiteouts, ..BuildOptions::default() };
+        let store = Store::create(&bench.store()).expect("a store can be made");
+        build(&bench.path(source), &bench.path("image"), store, &options, &|_, _| {}).map(|_| {
+            let image = Image::open(&bench.path("image"), None).expect("it was built");
+            String::from_utf8(common::composefs::dump_of(&image)).expect("our names are text")
+        })
+    };
+    let names = |text: &str| {
+        let name = |line: &str| {
+            let fields: Vec<_> = line.split(' ').collect();
+            let is_opaque = line.contains(" trusted.overlay.opaque=y");
+            let whiteout = fields[2] == "20000" && fields[6] == "0";
+            format!("{}{}{}", fields[0], if is_opaque { " opaque" } else { "" }, if whiteout { " gone" } else { "" })
+        };
+        text.lines().skip(1).map(name).collect::<Vec<_>>()
+    };
+    let error = take("layer.tar", None).expect_err("nobody said what becomes of them").to_string();
+    assert!(error.contains("the member .wh.gone at byte 0: a whiteout") && error.contains("--whiteouts"), "{error}");
+    let dropped = take("layer.tar", Some(Whiteouts::Drop)).expect("they go");
+    assert_eq!(names(&dropped), ["/again", "/both", "/opaque", "/opaque/file"]);
+    let overlay = take("layer.tar", Some(Whiteouts::Overlay)).expect("they become overlayfs's");
+    let expected = [
+        "/again",
+        "/both opaque",
+        "/gone gone",
+        "/nowhere",
+        "/nowhere/x gone",
+        "/opaque opaque",
+        "/opaque/file",
+        "/unsaid opaque",
+    ];
+    assert_eq!(names(&overlay), expected);
+    let kept = take("layer.tar", Some(Whiteouts::Keep)).expect("they are files");
+    assert_eq!((names(&kept).len(), kept.contains("/.wh..wh.plnk/12.34 ")), (14, true), "{kept}");
+    // What is no archive has none.
+    let error = take("tree", Some(Whiteouts::Drop)).expect_err("it is a directory").to_string();
+    assert!(error.contains("of archives only"), "{error}");
+}

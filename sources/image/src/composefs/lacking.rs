@@ -5,17 +5,20 @@
 //! an object has its name when all of it is. What has come of a large one when the process ends is gone on with.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{CWD, FlockOperation, Mode, openat};
+use rustix::io::Errno;
 use tempfile::TempPath;
 
-use super::objects::{Files, NewObjects, freshen};
+use super::objects::{Files, NewObjects, freshen, objects_folder};
 use super::prepare::path_of;
 use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
@@ -24,6 +27,7 @@ use crate::fetch::{Fetching, Missing, RUN_BYTES_MAX};
 use crate::flight::{Claim, Flights, Lacking, Turn};
 use crate::image::{Data, Image};
 use crate::objects::Bad;
+use crate::scan::FOUND_FLAGS;
 use crate::store::{NEW_PREFIX, New};
 use crate::usage::each_file;
 use crate::verity::{self, Hasher};
@@ -64,9 +68,8 @@ pub fn file_objects(image: &Image) -> std::result::Result<Vec<FileObject>, Bad> 
 }
 
 fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::result::Result<FileObject, Bad> {
-    use std::os::unix::ffi::OsStrExt;
     let path = path.ok_or(Bad::NoPath)?;
-    let name = || PathBuf::from(std::ffi::OsStr::from_bytes(path));
+    let name = || PathBuf::from(OsStr::from_bytes(path));
     let digest = digest.ok_or_else(|| Bad::NoDigest { path: name() })?;
     if path != path_of(digest) {
         return Err(Bad::Elsewhere { path: name(), digest });
@@ -76,6 +79,30 @@ fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::resul
         return Err(Bad::Changed { path: name(), digest: empty });
     }
     Ok(FileObject { digest, bytes })
+}
+
+/// Removes those objects of an image that are not what their names say, so that builds and pulls put them there again; answers how many
+/// there were. Their length alone would not do: it is the image's word.
+pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
+    let folder = objects_folder(store);
+    let objects = file_objects(image).map_err(io::Error::other).doing("look for the image's objects in", &folder)?;
+    let removed = AtomicUsize::new(0);
+    parallel::each(objects.len(), |at| {
+        let digest = objects[at].digest;
+        let path = folder.join(OsStr::from_bytes(&path_of(digest)));
+        let file = match openat(CWD, &path, FOUND_FLAGS, Mode::empty()) {
+            Err(Errno::NOENT) => return Ok(()),
+            opened => File::from(opened.doing("open", &path)?),
+        };
+        let bytes = file.metadata().doing("look at", &path)?.len();
+        if measure(&file, bytes).is_ok_and(|found| found == digest) {
+            return Ok(());
+        }
+        fs::remove_file(&path).doing("remove", &path)?;
+        removed.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    })?;
+    Ok(removed.into_inner())
 }
 
 /// The objects of an image, and how those that are not here are had.
@@ -182,6 +209,15 @@ impl Files {
     pub(crate) fn prove_absent(&self, absent: &Absent) -> std::result::Result<(), Bad> {
         let is_there = |at: usize| absent.is_here(at).then_some(()).ok_or(absent.objects[at].digest);
         (0..absent.objects.len()).try_for_each(|at| is_there(at).or_else(|digest| self.obtain(absent, digest)))
+    }
+
+    /// Whether a file is there for each object, of its length. That is not to say that it is sound.
+    pub(crate) fn seems_whole(&self, absent: &Absent) -> bool {
+        let is_there = |object: &FileObject| {
+            fs::symlink_metadata(self.path(object.digest))
+                .is_ok_and(|found| found.is_file() && found.len() == object.bytes)
+        };
+        absent.objects.iter().all(is_there)
     }
 
     /// Makes the names of all objects that came durable.

@@ -17,8 +17,8 @@ use blob::{Blob, Hashing};
 use flate2::bufread::GzDecoder;
 use manifest::{Layer, Packing};
 
-use crate::build::Progress;
 use crate::error::{Error, Result};
+use crate::meter::Meter;
 use crate::sink::Sink;
 use crate::tar::{Layers, fill};
 use crate::tree::Tree;
@@ -65,29 +65,37 @@ pub(crate) fn platform_here() -> String {
 }
 
 /// The tree that an image's layers make; the bytes of its files go where `sink` puts them.
-pub(crate) fn read(reference: &Reference, platform: &str, sink: &mut Sink, progress: &Progress<'_>) -> Result<Tree> {
+pub(crate) fn read(reference: &Reference, platform: &str, sink: &mut Sink, meter: &Meter<'_>) -> Result<Tree> {
     let directory = &reference.directory;
     let found = manifest::layers(directory, reference.tag.as_deref(), platform)?;
+    // Both passes.
+    meter.expect(found.iter().map(|layer| layer.bytes).fold(0, u64::saturating_add).saturating_mul(2));
     let mut layers = Layers::begin(sink.is_composefs());
     for layer in &found {
-        with(directory, layer, |archive, path| layers.add(archive, path))?;
+        with(directory, layer, meter, |archive, path| layers.add(archive, path))?;
     }
     let (mut tree, wanted) = layers.finish(directory)?;
-    for (at, (layer, wanted)) in found.iter().zip(&wanted).enumerate() {
-        if !wanted.is_empty() {
-            with(directory, layer, |archive, path| fill(archive, path, wanted, &mut tree, sink))?;
+    for (layer, wanted) in found.iter().zip(&wanted) {
+        if wanted.is_empty() {
+            meter.add(layer.bytes);
+        } else {
+            with(directory, layer, meter, |archive, path| fill(archive, path, wanted, &mut tree, sink))?;
         }
-        progress(at + 1, found.len());
     }
     Ok(tree)
 }
 
 /// Has the archive of a layer read. That it is damaged is told before what was seen of it then.
-fn with(directory: &Path, layer: &Layer, read: impl FnOnce(&mut dyn Read, &Path) -> Result<()>) -> Result<()> {
+fn with(
+    directory: &Path,
+    layer: &Layer,
+    meter: &Meter<'_>,
+    read: impl FnOnce(&mut dyn Read, &Path) -> Result<()>,
+) -> Result<()> {
     let mut blob = Blob::open(directory, layer.blob, layer.bytes, "a layer")?;
     let path = blob.path.clone();
     let (outcome, plain) = {
-        let mut archive = Hashing::new(unpack(&mut blob, layer.packing)?);
+        let mut archive = Hashing::new(unpack(meter.over(&mut blob), layer.packing)?);
         (read(&mut archive, &path), archive.finish())
     };
     blob.finish()?;

@@ -1,24 +1,18 @@
 //! Archives that are the layers of an image, each with what is another in it than in the ones below.
 //!
-//! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Applying Changesets", "Whiteouts". What begins with `.wh..wh.`
-//! and is not the mark of an opaque directory is of AUFS, which made the first such layers, and means nothing.
+//! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Applying Changesets", "Whiteouts".
 
 use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
 
-use ferry_vfs::Name;
-
+use super::marks::{Mark, mark};
 use super::member::{Kind, Member, Members};
 use super::{at_end, components, contents, parents, place, refused};
 use crate::error::{Error, Result};
 use crate::grow::{Growing, Refusal};
 use crate::sink::Sink;
 use crate::tree::{Content, NodeId, Tree};
-
-const WHITEOUT: &[u8] = b".wh.";
-const AUFS: &[u8] = b".wh..wh.";
-const OPAQUE: &[u8] = b".wh..wh..opq";
 
 /// The most memory that names, links and attributes of an image may take, in bytes: layers are compressed, and little of them
 /// can stand for much.
@@ -62,8 +56,17 @@ impl Layers {
         let bytes = MEMBER_BYTES + member.path.len() + member.link.len() + xattrs;
         self.bytes_left = self.bytes_left.checked_sub(bytes).ok_or("the image has too many names and attributes")?;
         let names = components(&member.path)?;
-        if let Some(at) = names.iter().position(|name| name.as_bytes().starts_with(WHITEOUT)) {
-            return self.whiteout(&names, at);
+        match mark(&names)? {
+            None => {}
+            Some(Mark::Nothing) => return Ok(()),
+            Some(Mark::Opaque(directory)) => {
+                self.growing.make_opaque(directory);
+                return Ok(());
+            }
+            Some(Mark::Gone(names)) => {
+                self.growing.whiteout(&names);
+                return Ok(());
+            }
         }
         let file = Content::Unread { bytes: member.bytes };
         let content = (member.kind == Kind::File).then_some(file);
@@ -71,23 +74,6 @@ impl Layers {
         if let (Kind::File, Some(id), Some(files)) = (member.kind, id, self.files.last_mut()) {
             files.push((member.offset, id));
         }
-        Ok(())
-    }
-
-    /// Does what a name with a mark, at this place in a path, says.
-    fn whiteout(&mut self, names: &[Name<'_>], at: usize) -> std::result::Result<(), Refusal> {
-        let (parents, name) = (&names[..at], names[at].as_bytes());
-        if name.starts_with(AUFS) {
-            if name == OPAQUE && names.len() == at + 1 {
-                self.growing.make_opaque(parents);
-            }
-            return Ok(());
-        }
-        if names.len() > at + 1 {
-            return Err("something is in a whiteout".into());
-        }
-        let hidden = Name::new(&name[WHITEOUT.len()..]).map_err(|error| format!("a whiteout of no name ({error})"))?;
-        self.growing.whiteout(&[parents, &[hidden]].concat());
         Ok(())
     }
 

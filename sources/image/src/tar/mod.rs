@@ -7,6 +7,7 @@
 
 mod header;
 mod layers;
+mod marks;
 mod member;
 
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -27,17 +28,24 @@ use crate::verity::Hasher;
 
 pub(crate) use header::{HEADER_BYTES, is_header};
 pub(crate) use layers::{Layers, fill};
+use marks::Alone;
+pub use marks::Whiteouts;
 use member::{Kind, Member, Members};
 
 /// The pieces that larger files are read in, in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// Reads an archive; the bytes of its files go where `sink` puts them.
-pub(crate) fn read(input: impl Read, source: &Path, sink: &mut Sink) -> Result<Tree> {
+pub(crate) fn read(input: impl Read, source: &Path, whiteouts: Option<Whiteouts>, sink: &mut Sink) -> Result<Tree> {
     let mut members = Members::of(input, source);
     let mut growing = Growing::default();
+    let mut marks = Alone::new(whiteouts);
     while let Some(member) = members.next()? {
         let names = components(&member.path).map_err(|reason| refused(source, &member, reason))?;
+        if marks.takes(&names, member.mtime).map_err(|reason| refused(source, &member, reason))? {
+            members.skip()?;
+            continue;
+        }
         let content = match member.kind {
             Kind::File => Some(contents(&mut members, &member, sink)?),
             _ => None,
@@ -46,7 +54,8 @@ pub(crate) fn read(input: impl Read, source: &Path, sink: &mut Sink) -> Result<T
             .map_err(|reason| refused(source, &member, reason))?;
     }
     members.finish()?;
-    parents(&mut growing, &[]).and_then(|()| growing.finish()).map_err(|reason| at_end(source, reason))
+    let all = parents(&mut growing, &[]).and_then(|()| marks.finish(&mut growing)).and_then(|()| growing.finish());
+    all.map_err(|reason| at_end(source, reason))
 }
 
 fn refused(source: &Path, member: &Member, reason: Refusal) -> Error {
@@ -123,25 +132,21 @@ fn add(growing: &mut Growing, names: &[Name<'_>], node: Node) -> std::result::Re
 
 /// Makes the directories that a path needs and the archive does not have.
 fn parents(growing: &mut Growing, names: &[Name<'_>]) -> std::result::Result<(), Refusal> {
-    let plain = || Node {
-        mode: 0o040_755,
-        uid: 0,
-        gid: 0,
-        rdev: 0,
-        mtime: Timespec::default(),
-        nlink: 2,
-        xattrs: Vec::new(),
-        content: Content::Directory(Vec::new()),
-    };
     if growing.find(&[]).is_none() {
-        growing.root(plain())?;
+        growing.root(directory())?;
     }
     for end in 1..names.len() {
         if growing.find(&names[..end]).is_none() {
-            growing.add(&names[..end], plain())?;
+            growing.add(&names[..end], directory())?;
         }
     }
     Ok(())
+}
+
+/// A directory of which the archive says nothing.
+fn directory() -> Node {
+    let (mtime, xattrs, content) = (Timespec::default(), Vec::new(), Content::Directory(Vec::new()));
+    Node { mode: 0o040_755, uid: 0, gid: 0, rdev: 0, mtime, nlink: 2, xattrs, content }
 }
 
 fn node(member: &Member, content: Content, for_composefs: bool) -> std::result::Result<Node, Refusal> {
@@ -203,14 +208,12 @@ fn contents(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) 
 
 /// Reads a file for the layout composefs, large ones by way of the disk.
 fn object(members: &mut Members<impl Read>, member: &Member, sink: &mut Sink) -> Result<Content> {
-    let mut hasher = Hasher::default();
     if member.bytes <= KEPT_BYTES_MAX {
         let mut kept = Vec::new();
         while members.piece(member, &mut kept, PIECE_BYTES)? {}
-        hasher.update(&kept);
-        let hashed = Hashed { bytes: member.bytes, digest: hasher.finish(), kept: Some(kept) };
-        return sink.add_object(Path::new("the archive"), &hashed);
+        return sink.add_bytes(kept);
     }
+    let mut hasher = Hasher::default();
     let mut new = New::begin(&sink.folder())?;
     let mut piece = Vec::new();
     while members.piece(member, &mut piece, PIECE_BYTES)? {

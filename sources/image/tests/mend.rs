@@ -1,0 +1,214 @@
+//! Stores of which something is damaged, and what replaces it.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use common::{Bench, bytes};
+use ferry_image::fetch::Sink;
+use ferry_image::{
+    BuildOptions, Built, Digest, Fetch, Image, Layout, Mended, Needed, Objects, Sole, Store, build, file_objects, mend,
+    note_damage, walk,
+};
+use ferry_vfs::FileType;
+
+/// A store with an image of three files of 9000 bytes, each an object of three blocks.
+fn three() -> (Bench, Built) {
+    let bench = Bench::new();
+    for number in 0..3 {
+        fs::write(bench.tree().join(format!("{number}")), bytes(number, 9000)).expect("files can be made");
+    }
+    let built = bench.build("image");
+    (bench, built)
+}
+
+fn open(bench: &Bench, name: &str) -> Image {
+    Image::open(&bench.path(name), None).expect("what was built can be opened")
+}
+
+fn pack_path(bench: &Bench, pack: Digest) -> PathBuf {
+    Store::open(&bench.store()).expect("the store is there").pack_path(pack)
+}
+
+fn write_over(path: &Path, offset: u64, bytes: &[u8]) {
+    fs::set_permissions(path, fs::Permissions::from_mode(0o644)).expect("modes can be set");
+    let file = File::options().write(true).open(path).expect("files can be opened");
+    file.write_all_at(bytes, offset).expect("files can be written");
+}
+
+/// The files of an image that cannot be read.
+fn damaged(bench: &Bench, name: &str) -> BTreeSet<String> {
+    let image = open(bench, name);
+    let objects = Objects::open(&image, &bench.store()).expect("the packs are there");
+    let mut found = BTreeSet::new();
+    walk::<ferry_image::Flaw>(&image, image.root(), b"/", |step, inode| {
+        if inode.kind() == FileType::RegularFile && objects.prove_file(image.data(inode)?, inode.bytes).is_err() {
+            found.insert(step.text());
+        }
+        Ok(())
+    })
+    .expect("the image is sound");
+    found
+}
+
+fn note(bench: &Bench, name: &str) -> usize {
+    note_damage(&open(bench, name), &bench.store()).expect("the store can be written to")
+}
+
+fn notes(bench: &Bench) -> usize {
+    let names = fs::read_dir(bench.store().join("packs")).expect("it is there");
+    names
+        .filter(|name| name.as_ref().is_ok_and(|name| name.path().extension().is_some_and(|end| end == "damaged")))
+        .count()
+}
+
+/// Hands over what a folder has, as it is there.
+#[derive(Debug)]
+struct Folder(PathBuf);
+
+impl Fetch for Folder {
+    fn index(&self, pack: Digest, _: u64) -> io::Result<Vec<u8>> {
+        fs::read(self.0.join(format!("{}.index", pack.hex())))
+    }
+
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+        let mut bytes = vec![0; usize::try_from(range.end - range.start).expect("it fits")];
+        File::open(self.0.join(pack.hex()))?.read_exact_at(&mut bytes, range.start)?;
+        bytes.chunks(1000).try_for_each(sink)
+    }
+}
+
+#[test]
+fn a_build_that_has_what_is_damaged_mends_it_once_that_is_noted() {
+    let (bench, built) = three();
+    let path = pack_path(&bench, built.packs[0]);
+    let before = fs::read(&path).expect("files can be read");
+    write_over(&path, 4 * 4096, &[0xaa; 10]);
+    assert_eq!(damaged(&bench, "image"), BTreeSet::from(["/1".to_owned()]));
+    // A build hashes what it reads, and not the store.
+    assert_eq!(bench.build("again").new_bytes, 0);
+    assert_eq!((note(&bench, "image"), notes(&bench)), (1, 1));
+    assert_eq!(damaged(&bench, "image").len(), 1, "a note changes nothing for readers");
+    // One that has not got it, leaves it and does not use it.
+    fs::rename(bench.tree().join("1"), bench.path("1")).expect("files can be renamed");
+    assert_eq!(bench.build("without").new_bytes, 0);
+    assert_eq!((damaged(&bench, "image").len(), damaged(&bench, "without").len(), notes(&bench)), (1, 0, 1));
+    fs::rename(bench.path("1"), bench.tree().join("1")).expect("files can be renamed");
+    let reader = File::open(&path).expect("files can be opened");
+    let mended = bench.build("mended");
+    assert_eq!((mended.new_bytes, notes(&bench)), (9000, 0));
+    for name in ["image", "again", "without", "mended"] {
+        assert_eq!(damaged(&bench, name), BTreeSet::new(), "{name}");
+    }
+    assert_eq!(fs::read(&path).expect("files can be read"), before);
+    // Who has the old one open keeps it.
+    let mut byte = [0];
+    reader.read_exact_at(&mut byte, 4 * 4096).expect("it is as long as before");
+    assert_eq!(byte, [0xaa]);
+    assert_eq!((note(&bench, "image"), notes(&bench)), (0, 0));
+}
+
+#[test]
+fn what_comes_from_elsewhere_is_proved_before_it_replaces_anything() {
+    let (bench, built) = three();
+    let (path, copy) = (pack_path(&bench, built.packs[0]), bench.path("copy"));
+    fs::create_dir(&copy).expect("folders can be made");
+    let copied = copy.join(built.packs[0].hex());
+    fs::copy(&path, &copied).expect("files can be copied");
+    write_over(&path, 0, &[0xaa; 10]);
+    write_over(&path, 7 * 4096, &[0xaa; 10]);
+    let spoiled = fs::read(&path).expect("files can be read");
+    assert_eq!(note(&bench, "image"), 2);
+    let image = open(&bench, "image");
+    let from = Folder(copy);
+    write_over(&copied, 7 * 4096, &[0xbb]);
+    let error = mend(&image, &bench.store(), Some(&from)).expect_err("what comes is damaged, too");
+    assert!(error.to_string().contains("cannot fetch the object blake3:"), "{error}");
+    assert_eq!((fs::read(&path).expect("files can be read"), notes(&bench)), (spoiled, 1));
+    write_over(&copied, 7 * 4096, &bytes(2, 9000)[4096..4097]);
+    assert_eq!(mend(&image, &bench.store(), Some(&from)).expect("it is sound"), Mended { mended: 2, left: 0 });
+    assert_eq!((damaged(&bench, "image").len(), notes(&bench)), (0, 0));
+    assert_eq!(mend(&image, &bench.store(), Some(&from)).expect("there is nothing to do"), Mended::default());
+}
+
+#[test]
+fn of_several_damaged_objects_those_are_mended_that_can_be_had() {
+    let (bench, built) = three();
+    let path = pack_path(&bench, built.packs[0]);
+    // All of it but the first object.
+    File::options().write(true).open(&path).and_then(|file| file.set_len(4 * 4096)).expect("root may");
+    assert_eq!(note(&bench, "image"), 2);
+    (0..2).for_each(|number| fs::remove_file(bench.tree().join(number.to_string())).expect("files can be removed"));
+    // A pack that is cut off is not used at all.
+    assert_eq!(bench.build("third").new_bytes, 9000);
+    assert_eq!(damaged(&bench, "image"), BTreeSet::from(["/1".to_owned()]));
+    assert_eq!(notes(&bench), 1);
+    let left = mend(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
+    assert_eq!(left, Mended { mended: 0, left: 1 });
+    fs::write(bench.tree().join("one"), bytes(1, 9000)).expect("files can be made");
+    bench.build("fourth");
+    assert_eq!((damaged(&bench, "image").len(), notes(&bench)), (0, 0));
+}
+
+#[test]
+fn a_pack_that_is_too_long_is_mended_too() {
+    let (bench, built) = three();
+    let path = pack_path(&bench, built.packs[0]);
+    write_over(&path, 9 * 4096, &[1]);
+    let error = Objects::open(&open(&bench, "image"), &bench.store()).expect_err("it is too long");
+    assert!(error.to_string().contains("not 36864"), "{error}");
+    assert_eq!((note(&bench, "image"), notes(&bench)), (0, 1));
+    mend(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
+    assert_eq!((damaged(&bench, "image").len(), notes(&bench)), (0, 0));
+}
+
+#[test]
+fn notes_go_with_their_packs() {
+    let (bench, built) = three();
+    write_over(&pack_path(&bench, built.packs[0]), 0, &[0xaa]);
+    note(&bench, "image");
+    let collect = |needed: &Needed| {
+        let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+        sole.collect(needed, Duration::ZERO, false).expect("it can be collected")
+    };
+    let mut needed = Needed::default();
+    needed.add(&open(&bench, "image")).expect("the image is sound");
+    collect(&needed);
+    assert_eq!(notes(&bench), 1);
+    let collected = collect(&Needed::default());
+    assert_eq!((collected.removed.len(), collected.leftovers, notes(&bench)), (1, 0, 0));
+}
+
+#[test]
+fn damaged_objects_of_composefs_are_removed_and_made_again() {
+    let bench = Bench::new();
+    for number in 0..3 {
+        fs::write(bench.tree().join(format!("{number}")), bytes(number, 9000)).expect("files can be made");
+    }
+    let build_it = || {
+        let store = Store::create(&bench.store()).expect("a store can be made");
+        let options = BuildOptions { layout: Layout::Composefs { version: None }, ..BuildOptions::default() };
+        build(&bench.tree(), &bench.path("image"), store, &options, &|_, _| {}).expect("it can be built").new_bytes
+    };
+    assert_eq!(build_it(), 27_000);
+    let objects = file_objects(&open(&bench, "image")).expect("the image is sound");
+    let path = |at: usize| {
+        let hex: String = objects[at].digest.hex();
+        bench.store().join("objects").join(&hex[..2]).join(&hex[2..])
+    };
+    write_over(&path(1), 100, &[0xaa]);
+    File::options().write(true).open(path(2)).and_then(|file| file.set_len(9001)).expect("root may");
+    assert_eq!(note(&bench, "image"), 2);
+    assert!(path(0).exists() && !path(1).exists() && !path(2).exists());
+    assert_eq!(build_it(), 18_000);
+    assert_eq!(damaged(&bench, "image"), BTreeSet::new());
+    // That something is not there is no damage.
+    fs::remove_file(path(0)).expect("files can be removed");
+    assert_eq!(note(&bench, "image"), 0);
+}
