@@ -41,6 +41,10 @@ pub trait Memory: Send + Sync + Debug {
     /// The segments must be valid for reads until this returns. Others may change them meanwhile, so no reference to
     /// their bytes may be made.
     unsafe fn write(&self, file: BorrowedFd<'_>, offset: u64, from: &[Segment]) -> Option<Result<usize>>;
+
+    /// Bytes were written through the descriptor by somebody who did not ask [`Self::write`]. Who can should say so: what is
+    /// shown of the file may have to change once more now that the bytes are there.
+    fn written(&self) {}
 }
 
 /// An open descriptor that bytes live in, with room for what an engine learns about transfers through it

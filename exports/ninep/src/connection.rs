@@ -19,6 +19,10 @@ use crate::stream::Stream;
 /// Requests of one connection that are served at the same time. Half of the threads, so that one client whose disk
 /// hangs leaves some to the others.
 const RUNNING_MAX: usize = 32;
+/// What the messages of these may add up to, and their replies: less are served at the same time where messages are long.
+const RUNNING_BYTES_MAX: usize = 32 << 20;
+/// But so many are: one that waits for a disk is not to hold up all others.
+const RUNNING_MIN: usize = 4;
 /// A buffer for messages grows by so much more than it has, so that a client who only says that much will come gets
 /// no memory for it.
 const GROWTH_BYTES: usize = 64 << 10;
@@ -34,15 +38,27 @@ struct Inbox {
 }
 
 /// What is to be watched for.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Interest {
     /// Somebody is taking a message.
     reading: bool,
-    /// Requests being served.
+    /// Requests being served, and how many there may be.
     running: usize,
+    running_max: usize,
     /// The client does not take its replies.
     blocked: bool,
     over: bool,
+}
+
+impl Interest {
+    fn has_room(&self) -> bool {
+        self.running < self.running_max
+    }
+}
+
+/// Requests of one connection that are served at the same time, with messages of at most so many bytes.
+fn running_max(msize: u32) -> usize {
+    (RUNNING_BYTES_MAX / msize.max(MSIZE_MIN) as usize).clamp(RUNNING_MIN, RUNNING_MAX)
 }
 
 /// What a look at the socket brought.
@@ -93,7 +109,13 @@ impl Connection {
             attached: AtomicBool::new(false),
             last_heard_ms: AtomicU64::new(0),
             inbox: Mutex::default(),
-            interest: Mutex::default(),
+            interest: Mutex::new(Interest {
+                reading: false,
+                running: 0,
+                running_max: RUNNING_MAX,
+                blocked: false,
+                over: false,
+            }),
             ends: Mutex::default(),
         }
     }
@@ -120,7 +142,7 @@ impl Connection {
             return;
         }
         let mut flags = EventFlags::ONESHOT;
-        if !interest.reading && !interest.blocked && interest.running < RUNNING_MAX {
+        if !interest.reading && !interest.blocked && interest.has_room() {
             flags |= EventFlags::IN | EventFlags::RDHUP;
             if self.stream.unread() {
                 // The socket cannot tell, so an event is asked for that comes anyway, once replies can be sent.
@@ -139,7 +161,7 @@ impl Connection {
     pub(crate) fn happened(&self, flags: EventFlags) -> bool {
         let lost = flags.intersects(EventFlags::HUP | EventFlags::ERR);
         let mut interest = lock(&self.interest);
-        let may_read = !interest.reading && !interest.blocked && !interest.over && interest.running < RUNNING_MAX;
+        let may_read = !interest.reading && !interest.blocked && !interest.over && interest.has_room();
         let something = flags.intersects(EventFlags::IN | EventFlags::RDHUP) || self.stream.unread();
         let reads = may_read && (lost || something);
         interest.reading |= reads;
@@ -229,8 +251,9 @@ impl Connection {
     /// A request is served no longer: it was answered, or waits for a lock.
     pub(crate) fn served(&self) {
         let mut interest = lock(&self.interest);
+        let was_full = !interest.has_room();
         interest.running -= 1;
-        if interest.running + 1 == RUNNING_MAX {
+        if was_full {
             self.arm(&interest);
         }
     }
@@ -278,6 +301,9 @@ impl Connection {
     /// Begins a session, and ends the one before it.
     pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) {
         let (session, answer) = session::agree_on(&self.hub.share, msize, version);
+        if let Some(session) = &session {
+            lock(&self.interest).running_max = running_max(session.msize);
+        }
         let before = self.with_line(|line, out| {
             let before = line.begin(out, session);
             line::reply(out, 0, tag, &answer);
@@ -379,4 +405,16 @@ impl Client for Connection {
 fn size(message: &[u8]) -> usize {
     let head = message.first_chunk().copied().unwrap_or_default();
     usize::try_from(Frame::bytes(head)).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_messages_are_served_fewer_at_a_time() {
+        for (msize, running) in [(MSIZE_MIN, 32), (1 << 20, 32), (2 << 20, 16), (4 << 20, 8), (16 << 20, 4), (0, 32)] {
+            assert_eq!(running_max(msize), running, "{msize}");
+        }
+    }
 }

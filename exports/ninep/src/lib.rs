@@ -69,7 +69,7 @@ use ferry_vhost::ServerError;
 pub use crate::device::DeviceOptions;
 use crate::hub::Hub;
 pub use crate::hub::Usage;
-pub use crate::options::{Limits, Options};
+pub use crate::options::{Limits, MSIZE, Options};
 use crate::share::Share;
 use crate::stream::Stream;
 #[cfg(feature = "tls")]
@@ -153,7 +153,7 @@ pub enum Error {
     #[error("{0} threads cannot serve; choose 2 or more")]
     Threads(usize),
     /// The message size.
-    #[error("messages of {0} bytes; choose {min} to {max}", min = ferry_wire::ninep::MSIZE_MIN, max = options::MSIZE_MAX)]
+    #[error("messages of {0} bytes; choose {min} to {max}", min = MSIZE.start(), max = MSIZE.end())]
     Msize(u32),
     /// The tag of a device.
     #[error("the tag {0:?} has {len} bytes; a 9P tag has 1 to 255, none of them NUL", len = .0.len())]
@@ -188,7 +188,7 @@ enum Way {
 }
 
 fn check(options: &Options) -> Result<(), Error> {
-    match (ferry_wire::ninep::MSIZE_MIN..=options::MSIZE_MAX).contains(&options.msize_max) {
+    match MSIZE.contains(&options.msize_max.into()) {
         true => Ok(()),
         false => Err(Error::Msize(options.msize_max)),
     }

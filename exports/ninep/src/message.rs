@@ -11,6 +11,9 @@ use crate::ahead::Ahead;
 use crate::carrier::{Carrier, ReplyBuffer};
 use crate::serve::Moving;
 
+/// A long reply grows by so much at a time: who asks for more than there is gets no memory for it.
+const PIECE_BYTES: usize = 1 << 20;
+
 /// A thread's memory for replies.
 #[derive(Debug, Default)]
 pub(crate) struct Buffers {
@@ -64,7 +67,21 @@ impl Carrier for Message<'_> {
     }
 
     fn read(&mut self, extent: Extent, bytes: usize) -> Option<Result<usize>> {
-        Some(read(&extent, self.place(READ_HEAD_BYTES, bytes)))
+        let mut done = 0;
+        while done < bytes {
+            let piece = PIECE_BYTES.min(bytes - done);
+            match read(&extent, done as u64, self.place(READ_HEAD_BYTES + done, piece)) {
+                Ok(count) => {
+                    done += count;
+                    if count < piece {
+                        break;
+                    }
+                }
+                Err(_) if done > 0 => break,
+                Err(errno) => return Some(Err(errno)),
+            }
+        }
+        Some(Ok(done))
     }
 
     fn write(&mut self, extent: Extent, bytes: usize, clear_privileges: bool, _: bool) -> Option<Result<usize>> {
@@ -86,10 +103,10 @@ impl Carrier for Message<'_> {
     }
 }
 
-fn read(extent: &Extent, room: &mut [u8]) -> Result<usize> {
+fn read(extent: &Extent, from: u64, room: &mut [u8]) -> Result<usize> {
     let mut done = 0;
     while done < room.len() {
-        match rustix::io::pread(extent.file.as_fd(), &mut room[done..], extent.offset + done as u64) {
+        match rustix::io::pread(extent.file.as_fd(), &mut room[done..], extent.offset + from + done as u64) {
             Ok(0) => break,
             Ok(count) => done += count,
             Err(Errno::INTR) => {}
@@ -112,6 +129,9 @@ fn write(extent: &Extent, data: &[u8], clear_privileges: bool) -> Result<usize> 
             Err(_) if done > 0 => break,
             Err(errno) => return Err(errno),
         }
+    }
+    if let Some(memory) = extent.file.memory() {
+        memory.written();
     }
     Ok(done)
 }

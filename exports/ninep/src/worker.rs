@@ -16,7 +16,7 @@ use crate::serve::{Context, Done, encode, serve};
 
 /// How long a thread without work stays, so that a burst does not start one for each request.
 const IDLE: Duration = Duration::from_secs(5);
-/// Memory that a thread keeps for the next message: enough for the longest.
+/// Memory that a thread keeps for the next message, and for the next reply: enough for the longest of Linux's.
 const KEPT_BYTES_MAX: usize = 2 << 20;
 
 /// The thread's main function.
@@ -52,6 +52,9 @@ pub(crate) fn work(hub: &Arc<Hub>) {
         }
         if message.len() > KEPT_BYTES_MAX {
             message = Vec::new();
+        }
+        if buffers.long.len() > KEPT_BYTES_MAX {
+            buffers.long = Vec::new();
         }
     }
     hub.thread_ended();

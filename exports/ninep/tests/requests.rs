@@ -38,7 +38,7 @@ fn versions_are_agreed_on_and_begin_anew() {
         assert_eq!(client.attach(ROOT, 0), Err(Errno::PROTO));
     }
     assert_eq!(version(&mut client, 1000, VERSION), Err(Errno::MSGSIZE));
-    assert_eq!(version(&mut client, u32::MAX, VERSION), Ok((MSIZE, VERSION.to_vec())));
+    assert_eq!(version(&mut client, u32::MAX, VERSION), Ok((Options::default().msize_max, VERSION.to_vec())));
     client.attach(ROOT, 0).unwrap();
     client.open_path(Fid(1), "f", OFlags::RDWR).unwrap();
     assert_eq!(share.usage().fids, 2);

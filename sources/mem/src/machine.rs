@@ -1,7 +1,9 @@
-//! The clock and the number of the CPU, by the C library: rustix's forms end the program where the vDSO lacks a call,
+//! The clock, and the number of the CPU, by the C library: rustix's forms end the program where the vDSO lacks a call,
 //! as in User-mode Linux.
 
 use ferry_vfs::Timespec;
+
+const NS_PER_S: i64 = 1_000_000_000;
 
 /// The kernel's coarse clock.
 pub(crate) fn coarse_time() -> Timespec {
@@ -10,6 +12,30 @@ pub(crate) fn coarse_time() -> Timespec {
     let outcome = unsafe { libc::clock_gettime(libc::CLOCK_REALTIME_COARSE, &raw mut now) };
     debug_assert_eq!(outcome, 0, "every Linux has this clock");
     Timespec { sec: now.tv_sec, nsec: u32::try_from(now.tv_nsec).unwrap_or_default() }
+}
+
+/// How far the kernel's coarse clock may lag: a tick at 100 Hz.
+const TICK_NS: i64 = 10_000_000;
+
+/// Whether a time lies further ahead than a change that just happened can: somebody set it, or the clock.
+pub(crate) fn is_ahead(now: i64, time: i64) -> bool {
+    time.saturating_sub(now) >= TICK_NS
+}
+
+/// The time of a change now of what changed last at `last`, in nanoseconds. Where the clock stands still, or stood behind the
+/// finer one that the kernel stamps data files with, it is the next nanosecond. What lies further ahead gives way.
+pub(crate) fn later(now: i64, last: i64) -> i64 {
+    if last < now || is_ahead(now, last) { now } else { last.saturating_add(1) }
+}
+
+/// Nanoseconds since the epoch; the last or first there are for times that have no such number.
+pub(crate) fn nanoseconds(time: Timespec) -> i64 {
+    time.sec.saturating_mul(NS_PER_S).saturating_add(time.nsec.into())
+}
+
+/// The time that is so many nanoseconds after the epoch.
+pub(crate) fn timespec(ns: i64) -> Timespec {
+    Timespec { sec: ns.div_euclid(NS_PER_S), nsec: u32::try_from(ns.rem_euclid(NS_PER_S)).unwrap_or_default() }
 }
 
 /// The CPU that this thread is on, or was a moment ago; 0 where that cannot be told.
@@ -21,6 +47,24 @@ pub(crate) fn cpu() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn changes_follow_each_other() {
+        for (now, last, time) in [
+            (100, 50, 100),
+            (100, 100, 101),
+            (100, 105, 106),
+            (100, 100 + TICK_NS, 100),
+            (100, i64::MAX, 100),
+            (-5, i64::MIN, -5),
+        ] {
+            assert_eq!(later(now, last), time, "{now} after {last}");
+        }
+        for time in [Timespec { sec: -1, nsec: 999_999_999 }, Timespec { sec: 1 << 32, nsec: 1 }] {
+            assert_eq!(timespec(nanoseconds(time)), time);
+        }
+        assert_eq!(nanoseconds(Timespec { sec: i64::MAX, nsec: 0 }), i64::MAX);
+    }
 
     #[test]
     fn the_clock_goes_and_the_cpu_exists() {

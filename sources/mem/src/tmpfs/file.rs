@@ -25,9 +25,9 @@ pub struct File {
 }
 
 impl File {
-    /// A file of which nobody but us can take pages away.
-    pub(super) fn new(ino: Ino, fd: OwnedFd) -> Self {
-        let mapped = Arc::new(Mapped::default());
+    /// A file of which nobody but us can take pages away. Its mtime was shown as this one.
+    pub(super) fn new(ino: Ino, fd: OwnedFd, mtime: Timespec) -> Self {
+        let mapped = Arc::new(Mapped::new(mtime));
         let plain = Backing::with_memory(fd, Arc::clone(&mapped) as Arc<dyn Memory>);
         Self { mapped: Some(mapped), ..Self::unmapped(ino, plain) }
     }
@@ -42,12 +42,11 @@ impl File {
     }
 
     pub(super) fn usage(&self) -> Result<Usage> {
-        if let Some(mapped) = &self.mapped {
-            mapped.looking();
+        let look = || Ok(usage(&rustix::fs::fstat(self.as_fd())?));
+        match &self.mapped {
+            Some(mapped) => mapped.show(look),
+            None => look(),
         }
-        let known = usage(&rustix::fs::fstat(self.as_fd())?);
-        let times = |known| self.mapped.as_ref().map_or(known, |mapped| mapped.times(known));
-        Ok(Usage { times: known.times.map(times), ..known })
     }
 
     pub(super) fn set_times(&self, new: (Timespec, Timespec)) -> Result<()> {

@@ -14,22 +14,23 @@
 //!
 //! # Times
 //!
-//! The kernel does not see such a write, so its time is kept here and the file's mtime is the later of both. After somebody
-//! looked at the times or set them, the next write goes by the descriptor: so the kernel gives it a time that differs from
-//! what was seen, and one that was set in the future gives way. Reads move atime by the rule of `relatime`, as the kernel
-//! does for those that it sees.
+//! The kernel does not see such a write, so its time is kept here and the file's mtime is the later of both. It is later than
+//! each that was shown before the bytes were there (`written`): so who sees the same time twice has seen the same
+//! bytes. After somebody set the times, the next write goes by the descriptor, for one that was set in the future gives way
+//! to the kernel's. Reads move atime by the rule of `relatime`, as the kernel does for those that it sees.
 
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering};
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ferry_vfs::{Errno, Memory, Result, Segment, Timespec};
 
 use super::file::usage;
 use super::mapping::Mapping;
 use super::pages::{PAGE_BYTES, Pages, bits, touched, words};
-use crate::machine::coarse_time;
+use crate::machine::{coarse_time, is_ahead, later, nanoseconds, timespec};
+use crate::store::Usage;
 
 /// Transfers that a file sees before it is mapped: mapping costs as much as some of them, and most files are written
 /// once and closed.
@@ -46,7 +47,7 @@ const DAY_S: i64 = 24 * 60 * 60;
 const SEGMENTS_MAX: usize = 1024;
 
 /// The memory of one open data file.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Mapped {
     map: RwLock<Map>,
     /// How often it was asked for, up to [`USES_BEFORE`].
@@ -57,8 +58,13 @@ pub(super) struct Mapped {
     read_ns: AtomicI64,
     /// A read saw to atime, and nothing happened since that may have made it old.
     was_read: AtomicBool,
-    /// The next write is to go by the descriptor, for the sake of the file's times.
-    stamp: AtomicBool,
+    /// The file's mtime lies ahead, or may: the next write is to go by the descriptor.
+    is_ahead: AtomicBool,
+    /// The mtime that was shown may be that of now: it is to move with the next write.
+    was_shown: AtomicBool,
+    /// The mtime that was shown last, in nanoseconds since the epoch. Its lock is taken to show times, and by the first write
+    /// after that.
+    shown_ns: Mutex<i64>,
 }
 
 /// What the lock guards.
@@ -136,7 +142,7 @@ impl Map {
 /// The bytes that a transfer is about, if it is one for us.
 fn range(offset: u64, segments: &[Segment]) -> Option<(Range<u64>, usize)> {
     let bytes = segments.iter().try_fold(0_usize, |sum, segment| sum.checked_add(segment.bytes))?;
-    let end = offset.checked_add(bytes as u64).filter(|end| *end <= MAPPED_BYTES_MAX)?;
+    let end = offset.checked_add(bytes as u64)?;
     (bytes > 0 && segments.len() <= SEGMENTS_MAX).then_some((offset..end, bytes))
 }
 
@@ -146,12 +152,29 @@ fn place(bytes: &Range<u64>) -> usize {
 }
 
 impl Mapped {
+    /// Of a file whose mtime is known to be this.
+    pub(super) fn new(mtime: Timespec) -> Self {
+        Self {
+            map: RwLock::default(),
+            uses: AtomicU32::new(0),
+            wrote_ns: AtomicI64::new(0),
+            read_ns: AtomicI64::new(0),
+            was_read: AtomicBool::new(false),
+            is_ahead: AtomicBool::new(false),
+            was_shown: AtomicBool::new(true),
+            shown_ns: Mutex::new(nanoseconds(mtime)),
+        }
+    }
+
     fn write_lock(&self) -> RwLockWriteGuard<'_, Map> {
         self.map.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The map, kept as it is, with these bytes mapped.
     fn ready(&self, file: BorrowedFd<'_>, bytes: &Range<u64>) -> Option<RwLockReadGuard<'_, Map>> {
+        if bytes.end > MAPPED_BYTES_MAX {
+            return None;
+        }
         if self.uses.load(Ordering::Relaxed) < USES_BEFORE {
             self.uses.fetch_add(1, Ordering::Relaxed);
             return None;
@@ -191,23 +214,32 @@ impl Mapped {
         self.wrote_ns.store(0, Ordering::Relaxed);
         self.read_ns.store(0, Ordering::Relaxed);
         self.was_read.store(false, Ordering::Relaxed);
-        self.stamp.store(true, Ordering::Relaxed);
+        self.is_ahead.store(true, Ordering::Relaxed);
         set()
     }
 
-    /// Somebody is about to look at the times.
-    pub(super) fn looking(&self) {
-        self.stamp.store(true, Ordering::Relaxed);
+    /// What is to be shown of the file, of which the kernel tells this.
+    pub(super) fn show(&self, look: impl FnOnce() -> Result<Usage>) -> Result<Usage> {
+        let mut shown_ns = self.shown_ns.lock().unwrap_or_else(PoisonError::into_inner);
+        self.was_shown.store(true, Ordering::Relaxed);
+        // Either a write sees that its time is about to be shown, or its bytes and its time are seen here.
+        fence(Ordering::SeqCst);
+        let known = look()?;
+        let times = known.times.map(|times| self.times(times));
+        if let Some((_, mtime)) = times {
+            *shown_ns = nanoseconds(mtime);
+            if is_ahead(nanoseconds(coarse_time()), *shown_ns) {
+                self.is_ahead.store(true, Ordering::Relaxed);
+            }
+        }
+        Ok(Usage { times, ..known })
     }
 
     /// The file's times, of which the kernel knows these.
     pub(super) fn times(&self, (atime, mtime): (Timespec, Timespec)) -> (Timespec, Timespec) {
         let later = |known: Timespec, noted: &AtomicI64| match noted.load(Ordering::Relaxed) {
             0 => known,
-            ns => known.max(Timespec {
-                sec: ns.div_euclid(1_000_000_000),
-                nsec: u32::try_from(ns.rem_euclid(1_000_000_000)).unwrap_or_default(),
-            }),
+            ns => known.max(timespec(ns)),
         };
         (later(atime, &self.read_ns), later(mtime, &self.wrote_ns))
     }
@@ -219,11 +251,19 @@ impl Mapped {
         *map = Map { refused: true, ..Map::default() };
     }
 
+    /// Notes a copy that the kernel did not see.
     fn note_write(&self) {
-        let ns = nanoseconds(coarse_time());
+        let now = nanoseconds(coarse_time());
         // The clock ticks seldom: mostly the line stays shared between CPUs.
-        if self.wrote_ns.load(Ordering::Relaxed) != ns {
-            self.wrote_ns.store(ns, Ordering::Relaxed);
+        if self.wrote_ns.load(Ordering::Relaxed) != now {
+            self.note_time(now);
+        }
+    }
+
+    /// Notes a time of writing, unless a later one is noted that does not lie too far ahead.
+    fn note_time(&self, time: i64) {
+        let moves = |noted: i64| (noted < time || is_ahead(time, noted)).then_some(time);
+        if self.wrote_ns.fetch_update(Ordering::Relaxed, Ordering::Relaxed, moves).is_ok() {
             self.was_read.store(false, Ordering::Relaxed);
         }
     }
@@ -240,10 +280,6 @@ impl Mapped {
     }
 }
 
-fn nanoseconds(time: Timespec) -> i64 {
-    time.sec.saturating_mul(1_000_000_000).saturating_add(time.nsec.into())
-}
-
 impl Memory for Mapped {
     unsafe fn read(&self, file: BorrowedFd<'_>, offset: u64, to: &[Segment]) -> Option<Result<usize>> {
         let (bytes, count) = range(offset, to).filter(|(_, count)| *count <= COPY_BYTES_MAX)?;
@@ -257,29 +293,45 @@ impl Memory for Mapped {
 
     unsafe fn write(&self, file: BorrowedFd<'_>, offset: u64, from: &[Segment]) -> Option<Result<usize>> {
         let (bytes, count) = range(offset, from)?;
-        let map = self.ready(file, &bytes)?;
-        if count <= COPY_BYTES_MAX
-            && !self.stamp.load(Ordering::Relaxed)
+        let map = self.ready(file, &bytes);
+        if let Some(map) = &map
+            && count <= COPY_BYTES_MAX
+            && !self.is_ahead.load(Ordering::Relaxed)
             && let Some(mapping) = map.holds(&bytes).or_else(|| map.learn_once(file, &bytes))
         {
             // SAFETY: the segments are valid by contract; the pages are there, and stay as long as the lock is held.
             unsafe { mapping.copy_in(place(&bytes), from) };
             self.note_write();
+            self.written();
             return Some(Ok(count));
         }
-        // Before the write: who looks at the times in between wants one more.
-        let stamp = self.stamp.swap(false, Ordering::Relaxed);
+        let was_ahead = self.is_ahead.swap(false, Ordering::Relaxed);
         // SAFETY: passed on to the caller.
         let outcome = unsafe { write_through(file, bytes.start, from) };
         match outcome {
             Ok(count) => {
-                map.written(bytes.start..bytes.start + count as u64);
+                if let Some(map) = &map {
+                    map.written(bytes.start..bytes.start + count as u64);
+                }
                 self.was_read.store(false, Ordering::Relaxed);
+                self.written();
             }
-            Err(_) if stamp => self.stamp.store(true, Ordering::Relaxed),
+            Err(_) if was_ahead => self.is_ahead.store(true, Ordering::Relaxed),
             Err(_) => {}
         }
         Some(outcome)
+    }
+
+    /// The kernel stamps a write before its bytes are there, and by the tick where it has no multigrain times (before Linux
+    /// 6.13). So where its time may have been shown already, another one is given now.
+    fn written(&self) {
+        fence(Ordering::SeqCst);
+        if !self.was_shown.load(Ordering::Relaxed) {
+            return;
+        }
+        let shown_ns = self.shown_ns.lock().unwrap_or_else(PoisonError::into_inner);
+        self.note_time(later(nanoseconds(coarse_time()), *shown_ns));
+        self.was_shown.store(false, Ordering::Relaxed);
     }
 }
 
@@ -302,6 +354,44 @@ unsafe fn write_through(file: BorrowedFd<'_>, offset: u64, from: &[Segment]) -> 
                     errno => return Err(errno),
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The kernel of before Linux 6.13, whose clock stands still.
+    #[test]
+    fn who_looks_in_between_sees_another_time() {
+        let known = coarse_time();
+        let mapped = Mapped::new(known);
+        let show = || {
+            let look = || Ok(Usage { times: Some((known, known)), ..Usage::default() });
+            mapped.show(look).expect("nothing fails").times.expect("times").1
+        };
+        let mut last = known;
+        for round in 0..1000 {
+            mapped.written();
+            let now = show();
+            assert!(now > last, "round {round}: {now:?} after {last:?}");
+            assert_eq!(show(), now, "nothing was written");
+            last = now;
+        }
+        // Nobody looks: nothing moves but the clock.
+        (0..10).for_each(|_| mapped.written());
+        assert!(show() > last);
+        assert!(nanoseconds(show()) - nanoseconds(coarse_time()) < 10_000_000);
+        // A time that was set long ago, or lies far ahead, is left by the next write.
+        for set in [Timespec { sec: 5, nsec: 5 }, Timespec { sec: 1 << 33, nsec: 5 }] {
+            mapped.setting_times(|| Ok(())).expect("nothing fails");
+            let look = || Ok(Usage { times: Some((set, set)), ..Usage::default() });
+            assert_eq!(mapped.show(look).map(|usage| usage.times), Ok(Some((set, set))));
+            assert!(mapped.is_ahead.load(Ordering::Relaxed), "the kernel is to see the next write");
+            mapped.written();
+            let noted = mapped.wrote_ns.load(Ordering::Relaxed);
+            assert!((nanoseconds(coarse_time()) - noted).abs() < 1_000_000_000, "{noted}");
         }
     }
 }

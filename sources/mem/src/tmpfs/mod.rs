@@ -126,10 +126,14 @@ impl Store for Tmpfs {
     fn open(&self, ino: Ino, times: (Timespec, Timespec)) -> Result<Arc<File>> {
         match &self.0 {
             Place::Mount(root) => match Self::open_at(root.as_fd(), ino, OFlags::empty()) {
-                Ok(fd) => Ok(Arc::new(File::new(ino, fd))),
+                Ok(fd) => {
+                    let stat = rustix::fs::fstat(&fd)?;
+                    let mtime = file::usage(&stat).times.map_or(times.1, |(_, mtime)| mtime);
+                    Ok(Arc::new(File::new(ino, fd, mtime)))
+                }
                 Err(Errno::NOENT) => {
                     let fd = Self::open_at(root.as_fd(), ino, OFlags::CREATE | OFlags::EXCL)?;
-                    let file = File::new(ino, fd);
+                    let file = File::new(ino, fd, times.1);
                     file.set_times(times)?;
                     Ok(Arc::new(file))
                 }

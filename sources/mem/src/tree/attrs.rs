@@ -8,6 +8,7 @@ use super::acl::{self, Acl};
 use super::node::{Body, Node, State};
 use super::xattr::CAPABILITY;
 use super::{Tree, log};
+use crate::machine::{later, nanoseconds, timespec};
 use crate::store::{Meta, Record, Store, Usage};
 
 pub(crate) const S_IFMT: u32 = 0o170_000;
@@ -25,15 +26,11 @@ pub(crate) fn now() -> Timespec {
     crate::machine::coarse_time()
 }
 
-/// How far the kernel's coarse clock may lag: a tick at 100 Hz.
-const TICK_NS: i128 = 10_000_000;
-
-/// The time of a change of something that changed last at `last`. Where that lies ahead by less than a tick, the kernel
-/// stamped a data file with its finer clock, and ctime must not run backwards for it.
-pub(crate) fn now_after(last: Timespec) -> Timespec {
-    let ns = |time: Timespec| i128::from(time.sec) * 1_000_000_000 + i128::from(time.nsec);
-    let now = now();
-    if (0..TICK_NS).contains(&(ns(last) - ns(now))) { last } else { now }
+/// The time of a change of what changed at these times before: later than each of them, so that no two states of an inode
+/// have the same times, however fast one follows the other. (9P's `qid.version` is made of them.)
+pub(crate) fn now_after(lasts: impl IntoIterator<Item = Timespec>) -> Timespec {
+    let now = nanoseconds(now());
+    timespec(lasts.into_iter().map(|last| later(now, nanoseconds(last))).fold(now, i64::max))
 }
 
 /// The mode after a write or change of owner by somebody who may not keep privileges. A sgid bit without the right to
@@ -147,7 +144,7 @@ impl<S: Store> Tree<S> {
         let node = self.table.get(ino)?;
         let mut state = node.write();
         self.settle(&node, &mut state)?;
-        let now = now_after(state.meta.ctime);
+        let now = now_after([state.meta.ctime]);
         if let Some(size) = set.size {
             self.truncate(&node, &mut state, size)?;
         }
@@ -220,7 +217,7 @@ impl<S: Store> Tree<S> {
         if meta.mode == state.meta.mode && !capable {
             return Ok(false);
         }
-        meta.ctime = now_after(meta.ctime);
+        meta.ctime = now_after([meta.ctime]);
         if capable {
             self.change_xattr(node, state, (CAPABILITY, None), meta)?;
         } else {

@@ -7,7 +7,7 @@ use ferry_vfs::{
     Name, New, OFlags, Output, Result, Seek, openable,
 };
 
-use super::attrs::{S_ISGID, S_ISUID, S_IXGRP, now, now_after};
+use super::attrs::{S_ISGID, S_ISUID, S_IXGRP, now_after};
 use super::node::{Body, Node, State};
 use super::xattr::CAPABILITY;
 use super::{Tree, log};
@@ -120,7 +120,7 @@ impl<S: Store> Tree<S> {
         self.settle(node, state)?;
         self.truncate(node, state, 0)?;
         let set = SetAttr { size: Some(0), mtime: Some(SetTime::Now), ..SetAttr::default() };
-        self.change_meta(node, state, &set, now_after(state.meta.ctime))
+        self.change_meta(node, state, &set, now_after([state.meta.ctime]))
     }
 
     /// Gives an open inode, which is held for it, its handle.
@@ -297,7 +297,7 @@ impl<S: Store> Tree<S> {
         let file = state.file()?.file.as_ref().ok_or(Errno::BADF)?;
         let done = self.store.write(file, write, input)?;
         if !S::KEEPS_TIMES {
-            open.node.note_write(now());
+            open.node.note_write(&state.meta);
         }
         drop(state);
         drop(change);
@@ -357,9 +357,9 @@ impl<S: Store> Tree<S> {
         // The protocol does not say whether the caller may keep privileges; root may.
         self.clear_privileges(node, &mut state, cx.uid != 0)?;
         let done = change(&file)?;
-        node.note_write(now());
+        node.note_write(&state.meta);
         self.settle(node, &mut state)?;
-        let meta = Meta { ctime: now_after(state.meta.ctime), ..state.meta };
+        let meta = Meta { ctime: now_after([state.meta.ctime]), ..state.meta };
         if meta != state.meta {
             log(&self.store, || Record::Attr { ino: node.ino, meta })?;
             state.meta = meta;

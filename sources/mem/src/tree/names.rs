@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use ferry_vfs::{Caller, Change, Entry, Errno, FileType, Ino, Name, New, Result};
 
 use super::acl::{self, Acl};
-use super::attrs::{S_IFMT, S_ISGID, S_IXGRP, now, now_after};
+use super::attrs::{S_IFMT, S_ISGID, S_IXGRP, now_after};
 use super::dir::Dir;
 use super::node::{Body, FileBody, Node, State};
 use super::{Tree, log};
@@ -75,7 +75,7 @@ impl<S: Store> Tree<S> {
         draft: Draft<S>,
     ) -> Result<Arc<Node<S>>> {
         let quota = self.reserve_inode()?;
-        let time = now();
+        let time = now_after([dir.meta.ctime]);
         let kind = FileType::from_raw_mode(draft.mode);
         let mut mode = draft.mode;
         let mut gid = cx.gid;
@@ -228,7 +228,7 @@ impl<S: Store> Tree<S> {
             return Err(Errno::MLINK);
         }
         self.settle(&node, &mut state)?;
-        let time = now_after(state.meta.ctime);
+        let time = now_after([dir_state.meta.ctime, state.meta.ctime]);
         log(&self.store, || Record::Link { ino, at: At { dir, name }, time })?;
         state.nlink += 1;
         state.linkable = false;
@@ -261,7 +261,7 @@ impl<S: Store> Tree<S> {
             return Err(Errno::NOTEMPTY);
         }
         self.settle(&node, &mut state)?;
-        let time = now_after(state.meta.ctime);
+        let time = now_after([dir_state.meta.ctime, state.meta.ctime]);
         log(&self.store, || Record::Unlink { at: At { dir, name }, time })?;
         dir_state.dir_mut()?.remove(name);
         (dir_state.meta.mtime, dir_state.meta.ctime) = (time, time);

@@ -7,8 +7,10 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 
+use super::attrs::now_after;
 use super::dir::Dir;
 use super::xattr::Xattrs;
+use crate::machine::{coarse_time, later, nanoseconds, timespec};
 use crate::store::{Meta, Store};
 
 /// An inode. It lives in the table while it has a name or a hold.
@@ -166,17 +168,17 @@ impl<S: Store> Node<S> {
         self.holds.load(Ordering::Acquire) != 0
     }
 
-    /// Notes a write that is made with the state's lock held shared.
-    pub(crate) fn note_write(&self, now: Timespec) {
-        let ns = now.sec.saturating_mul(1_000_000_000).saturating_add(now.nsec.into());
-        self.wrote_ns.store(ns, Ordering::Relaxed);
+    /// Notes a write that was made with the state's lock held shared: at a time later than each that was shown before.
+    pub(crate) fn note_write(&self, meta: &Meta) {
+        let (now, since) = (nanoseconds(coarse_time()), nanoseconds(now_after([meta.mtime, meta.ctime])));
+        let next = |noted: i64| Some(if noted == 0 { since } else { later(now, noted) });
+        let _ = self.wrote_ns.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
     }
 
     /// The last write that was noted and not forgotten since.
     pub(crate) fn noted_write(&self) -> Option<Timespec> {
         let ns = self.wrote_ns.load(Ordering::Relaxed);
-        let nsec = u32::try_from(ns.rem_euclid(1_000_000_000)).unwrap_or_default();
-        (ns != 0).then_some(Timespec { sec: ns.div_euclid(1_000_000_000), nsec })
+        (ns != 0).then(|| timespec(ns))
     }
 
     /// The state knows the noted write now.

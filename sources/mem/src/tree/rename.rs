@@ -166,8 +166,8 @@ impl<S: Store> Tree<S> {
         for (node, state) in std::iter::once((&step.source, &mut source)).chain(step.target.iter().zip(&mut target)) {
             self.settle(node, state)?;
         }
-        let time =
-            now_after(target.as_ref().map_or(source.meta.ctime, |target| target.meta.ctime.max(source.meta.ctime)));
+        let all = std::iter::once(&dirs.from).chain(&dirs.to).chain([&source]).chain(&target);
+        let time = now_after(all.map(|state| state.meta.ctime));
         let whiteout = self.draft_whiteout(cx, step, time)?;
         log(&self.store, || Record::Rename {
             from: At { dir: step.from.0.ino, name: step.from.1 },

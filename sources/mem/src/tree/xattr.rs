@@ -184,7 +184,7 @@ impl<S: Store> Tree<S> {
             return Err(Errno::NOSPC);
         }
         self.settle(&node, &mut state)?;
-        let mut meta = Meta { ctime: now_after(state.meta.ctime), ..state.meta };
+        let mut meta = Meta { ctime: now_after([state.meta.ctime]), ..state.meta };
         let value = match class {
             Class::Plain => Some(value),
             Class::DefaultAcl => {
@@ -222,7 +222,7 @@ impl<S: Store> Tree<S> {
             return if class == Class::Plain { Err(Errno::NODATA) } else { Ok(()) };
         }
         self.settle(&node, &mut state)?;
-        let meta = Meta { ctime: now_after(state.meta.ctime), ..state.meta };
+        let meta = Meta { ctime: now_after([state.meta.ctime]), ..state.meta };
         self.change_xattr(&node, &mut state, (name, None), meta)?;
         drop(state);
         self.changes.publish(cx.session, || Change::Attr { ino });
