@@ -50,5 +50,5 @@ pub use mailbox::Mailbox;
 pub use memory::move_now;
 pub use privileges::WithoutFsetid;
 pub use registered::Keeper;
-pub use spin::Spin;
+pub use spin::{Spin, count_cpus};
 pub use transfers::{IoMode, Operation, Transfers, TransfersError, learnt};

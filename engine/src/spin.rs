@@ -21,11 +21,17 @@ const REST: u32 = 256;
 /// Workers of this process that are not asleep.
 static AWAKE: AtomicUsize = AtomicUsize::new(0);
 
-/// CPUs of the machine, whichever of them this process may use: the others are where its clients run.
+/// CPUs of the machine, whichever of them this process may use: the others are where its clients run. The C library reads a
+/// file of /sys; where that is not to be had, it says how many this process may use.
 static CPUS: LazyLock<usize> = LazyLock::new(|| {
     // SAFETY: sysconf has no preconditions.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).unwrap_or(1)
 });
+
+/// Looks how many CPUs the machine has. A process that is about to give up its view of /sys calls it before.
+pub fn count_cpus() {
+    LazyLock::force(&CPUS);
+}
 
 /// A worker that polls takes a CPU from whoever makes the work on a machine with only one, and from other workers
 /// where more are awake than there are CPUs.

@@ -221,6 +221,7 @@ impl Confinement {
 
     /// Goes inside, as far as it is possible without having opened the sources.
     pub fn enter(self) -> Result<Entered> {
+        ferry_engine::count_cpus();
         let had = Capabilities::here()?;
         let mut is_fenced = true;
         match self.walls.sandbox {

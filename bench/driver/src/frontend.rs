@@ -15,6 +15,7 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::measure;
 use crate::memory::{Memory, Region};
 use crate::watchdog::Watchdog;
 use crate::{Config, Error, Result};
@@ -317,10 +318,10 @@ impl Link {
         Ok(self.socket.try_clone()?)
     }
 
-    /// The process that listens at the other end.
+    /// The process that serves at the other end.
     pub(crate) fn peer(&self) -> Option<u32> {
         let pid = rustix::net::sockopt::socket_peercred(&self.socket).ok()?.pid;
-        u32::try_from(pid.as_raw_nonzero().get()).ok()
+        u32::try_from(pid.as_raw_nonzero().get()).ok().map(measure::serving)
     }
 }
 

@@ -13,6 +13,15 @@ use serde::Serialize;
 /// How long a counting program may take to attach itself.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The process that serves, of one that was started or listens: one that confines itself is the child of that, in a
+/// namespace of processes of its own.
+pub fn serving(started: u32) -> u32 {
+    let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+    let children = std::fs::read_to_string(format!("/proc/{started}/task/{started}/children")).unwrap_or_default();
+    let mut children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
+    children.find(|child| namespace(*child) != namespace(started)).unwrap_or(started)
+}
+
 /// The figures of one thread up to now.
 #[derive(Debug, Clone, Default)]
 struct Thread {

@@ -21,8 +21,6 @@ const SLACK: Duration = Duration::from_secs(60);
 pub struct Place<'a> {
     /// The server's socket.
     pub socket: &'a Path,
-    /// The server's process.
-    pub pid: u32,
     /// The CPU of the driver; `None`: any.
     pub cpu: Option<usize>,
     /// Whether the server has only one queue; it gets all requests in flight there.
@@ -78,7 +76,7 @@ fn load(native: Native, place: Place<'_>) -> Load {
         threads: None,
         verify: false,
         reattach: None,
-        pid: Some(place.pid),
+        pid: None,
         count_syscalls: None,
     }
 }

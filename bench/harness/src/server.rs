@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ferry_driver::measure;
 
 use crate::rows::Config;
 
@@ -163,14 +164,9 @@ impl Server {
         &self.socket
     }
 
-    /// The process that serves: each wrapper replaces itself by the next, and one that confines itself is its child in a
-    /// namespace of processes of its own.
+    /// The process that serves: each wrapper replaces itself by the next.
     pub fn pid(&self) -> u32 {
-        let started = self.child.id();
-        let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
-        let children = std::fs::read_to_string(format!("/proc/{started}/task/{started}/children")).unwrap_or_default();
-        let mut children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
-        children.find(|child| namespace(*child) != namespace(started)).unwrap_or(started)
+        measure::serving(self.child.id())
     }
 
     /// Whether it still runs.

@@ -196,7 +196,6 @@ impl Runner {
         let mut server = self.place.serve(peer, config, "native", Some(native.queues))?;
         let place = native::Place {
             socket: server.socket(),
-            pid: server.pid(),
             cpu: (native.queues == 1).then_some(self.place.guest_cpu),
             one_queue: peer == Peer::Virtiofsd,
         };

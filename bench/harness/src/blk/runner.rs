@@ -217,7 +217,7 @@ impl Runner {
         if step.client == Client::QemuImg {
             return self.image(step, system, server.socket());
         }
-        let load = Load { seconds: Some(self.effort.native.as_secs_f64()), ..self.load(step, system, server) };
+        let load = Load { seconds: Some(self.effort.native.as_secs_f64()), ..self.load(step, system) };
         let report = native::run(server.socket(), self.driver_cpu(step), load)?;
         Ok(Sample { iops: report.requests_per_second, latency_us: report.latency_us.mean })
     }
@@ -227,7 +227,7 @@ impl Runner {
         (step.queues == 1).then_some(self.cpus.0)
     }
 
-    fn load(&self, step: Step, system: System, server: &Server) -> Load {
+    fn load(&self, step: Step, system: System) -> Load {
         Load {
             on: On::Disk,
             size: Some(USED_MIB << 20),
@@ -246,7 +246,7 @@ impl Runner {
             threads: None,
             verify: false,
             reattach: None,
-            pid: Some(server.pid()),
+            pid: None,
             count_syscalls: None,
         }
     }
@@ -300,7 +300,7 @@ impl Runner {
             let config = step.config(system);
             let Some(line) = lines.iter_mut().find(|line| !system.is_ours() || line.config == config) else { continue };
             for sleep in [false, true] {
-                let load = Load { sleep, ..self.load(step, system, server) };
+                let load = Load { sleep, ..self.load(step, system) };
                 match native::costs(server.socket(), self.driver_cpu(step), &load, self.effort.count_requests) {
                     Ok(counts) => {
                         let to = if sleep { &mut line.counts_asleep } else { &mut line.counts };
