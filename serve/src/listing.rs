@@ -78,7 +78,7 @@ impl Server {
         let mut referred = std::mem::take(&mut self.referred);
         scratch.clear();
         referred.clear();
-        let timeouts = self.share.policy.timeouts;
+        let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
         let writer = DirWriter::new(&mut scratch, bytes_max, at.plus, timeouts, cx.mount.negotiated());
         let (plus, mount) = (at.plus, &**cx.mount);
         let (referred_now, surplus) = (&mut referred, Vec::new());

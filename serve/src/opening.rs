@@ -37,7 +37,7 @@ impl Server {
                 cx.mount.interest.looked_up(cx.ino, name.as_bytes(), entry.attr.kind());
                 self.entry(cx, entry, buffer)
             }
-            Err(Errno::NOENT) => match self.share.policy.negative_timeout {
+            Err(Errno::NOENT) => match self.share.policy.negative_timeout(cx.mount.negotiated()) {
                 timeout if timeout.is_zero() => Err(Errno::NOENT),
                 timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
             },
@@ -51,7 +51,7 @@ impl Server {
         cx.mount.refer(entry.ino);
         // As for attributes.
         let _ = cx.mount.settle(entry.ino);
-        let timeouts = self.share.policy.timeouts;
+        let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
         let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
         if let Written::Instead(_) = written {
             cx.mount.forget(entry.ino, 1);
@@ -176,7 +176,7 @@ impl Server {
         let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
         cx.mount.refer(entry.ino);
         let opened = self.opened(cx, entry.ino, handle, flags);
-        let timeouts = self.share.policy.timeouts;
+        let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
         let dax = cx.mount.dax(&entry.attr);
         let written = cx.tell(buffer, &Reply::Created { entry, timeouts, dax, opened });
         if let Written::Instead(_) = written {

@@ -88,7 +88,7 @@ impl Server {
             }
             Operation::Statx { handle, .. } => {
                 let attr = checks::attr(source.getattr(caller, ino, handle)?)?;
-                return Ok(cx.done(carrier, &Reply::Statx { attr, timeout: self.share.policy.timeouts.attr }));
+                return Ok(cx.done(carrier, &Reply::Statx { attr, timeout: self.share.policy.attr_timeout }));
             }
             Operation::Setattr { handle, ref set, .. } => {
                 return self.attr(cx, source.setattr(caller, ino, handle, set)?, carrier);
@@ -313,7 +313,7 @@ impl Server {
         let attr = checks::attr(attr)?;
         // The client may have learnt that the file has changed; what cannot be read then it is told when it asks for it.
         let _ = cx.mount.settle(cx.ino);
-        Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.timeouts.attr, dax: cx.mount.dax(&attr) }))
+        Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.attr_timeout, dax: cx.mount.dax(&attr) }))
     }
 
     fn wait_for_lock(&mut self, cx: &Context<'_>, request: &LockRequest, carrier: &mut impl Carrier) -> Result<Served> {

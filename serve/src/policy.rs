@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use ferry_vfs::{Features, OFlags};
-use ferry_wire::fuse::{InitFlags, OpenFlags, Timeouts, Wanted};
+use ferry_wire::fuse::{InitFlags, Negotiated, OpenFlags, Timeouts, Wanted};
 
 use crate::ShareOptions;
 
@@ -39,14 +39,28 @@ pub enum Acl {
 const AUTO_TIMEOUT: Duration = Duration::from_secs(1);
 /// `Always` keeps them this long.
 const ALWAYS_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+/// And names no longer than this, where the client is to be told of changes and cannot be told that any name may have changed:
+/// when changes were missed, or are too many, it goes by names that are wrong for so long.
+const UNTOLD_TIMEOUT: Duration = Duration::from_secs(30);
+/// The minor version from which on it can be told that (`NOTIFY_INC_EPOCH`; Linux 6.16).
+const EPOCH_MINOR: u32 = 44;
+
+/// How long a client may keep names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Names {
+    entry: Duration,
+    /// That there is none.
+    negative: Duration,
+}
 
 /// The share's policy, worked out once.
 #[derive(Clone, Debug)]
 pub(crate) struct Policy {
     cache: Cache,
-    pub(crate) timeouts: Timeouts,
-    /// How long the client may remember that a name does not exist.
-    pub(crate) negative_timeout: Duration,
+    pub(crate) attr_timeout: Duration,
+    names: Names,
+    /// Of clients that cannot be told that any name may have changed.
+    names_untold: Names,
     /// Whether listings may leave inodes out that the client does not look at: it asks for the name then, unless it
     /// knows names longer than attributes.
     pub(crate) tries_listings: bool,
@@ -57,17 +71,26 @@ pub(crate) struct Policy {
 }
 
 impl Policy {
-    pub(crate) fn new(options: &ShareOptions, features: Features) -> Self {
+    /// `publishes`: whether the source says what changes.
+    pub(crate) fn new(options: &ShareOptions, features: Features, publishes: bool) -> Self {
         let default = match options.cache {
             Cache::None => Duration::ZERO,
             Cache::Auto => AUTO_TIMEOUT,
             Cache::Metadata | Cache::Always => ALWAYS_TIMEOUT,
         };
-        let timeouts =
-            Timeouts { entry: options.entry_timeout.unwrap_or(default), attr: options.attr_timeout.unwrap_or(default) };
+        let attr_timeout = options.attr_timeout.unwrap_or(default);
+        let entry = options.entry_timeout.unwrap_or(default);
         // Others may make the name at any time, and to see it late is worse than to see old attributes.
-        let by_mode = if default == ALWAYS_TIMEOUT { timeouts.entry } else { Duration::ZERO };
-        let negative_timeout = options.negative_timeout.unwrap_or(by_mode);
+        let by_mode = if default == ALWAYS_TIMEOUT { entry } else { Duration::ZERO };
+        let names = Names { entry, negative: options.negative_timeout.unwrap_or(by_mode) };
+        let bound = |chosen: Option<Duration>, timeout: Duration| match chosen {
+            None if options.told && publishes => timeout.min(UNTOLD_TIMEOUT),
+            _ => timeout,
+        };
+        let names_untold = Names {
+            entry: bound(options.entry_timeout, names.entry),
+            negative: bound(options.negative_timeout, names.negative),
+        };
         let mut flags = InitFlags::ASYNC_READ
             | InitFlags::ATOMIC_O_TRUNC
             | InitFlags::BIG_WRITES
@@ -83,7 +106,7 @@ impl Policy {
         // Entries that expire at once are not worth looking up beforehand. Otherwise every listing brings its inodes
         // along: READDIRPLUS_AUTO would do so for the first 4 KiB of a directory only, and then a walk that looks
         // at every file (find, ls -l, du, git) asks for each of the rest by itself.
-        if options.readdirplus && (!timeouts.entry.is_zero() || !timeouts.attr.is_zero()) {
+        if options.readdirplus && !(entry.is_zero() && attr_timeout.is_zero()) {
             flags |= InitFlags::DO_READDIRPLUS;
         }
         let acl = options.posix_acl != Acl::Never && features.posix_acl && options.xattr;
@@ -106,9 +129,23 @@ impl Policy {
         let demanded = [(options.posix_acl, InitFlags::POSIX_ACL), (options.security_label, InitFlags::SECURITY_CTX)];
         let demanded = demanded.into_iter().filter(|(when, _)| *when == Acl::Always);
         let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
-        let tries_listings = timeouts.attr >= timeouts.entry;
+        let tries_listings = attr_timeout >= entry;
         let (cache, direct_opens) = (options.cache, options.direct_opens);
-        Self { cache, timeouts, negative_timeout, tries_listings, direct_opens, wanted, required }
+        Self { cache, attr_timeout, names, names_untold, tries_listings, direct_opens, wanted, required }
+    }
+
+    fn names(&self, agreed: &Negotiated) -> Names {
+        if agreed.minor < EPOCH_MINOR { self.names_untold } else { self.names }
+    }
+
+    /// How long a client may keep names and attributes.
+    pub(crate) fn timeouts(&self, agreed: &Negotiated) -> Timeouts {
+        Timeouts { entry: self.names(agreed).entry, attr: self.attr_timeout }
+    }
+
+    /// How long a client may remember that a name does not exist.
+    pub(crate) fn negative_timeout(&self, agreed: &Negotiated) -> Duration {
+        self.names(agreed).negative
     }
 
     /// What every export of the share would like; each adds its own.
@@ -143,25 +180,44 @@ impl Policy {
 mod tests {
     use super::*;
 
+    /// Of entries, attributes and names that do not exist, with a client of this minor version.
+    fn kept(options: &ShareOptions, publishes: bool, minor: u32) -> (Duration, Duration, Duration) {
+        let policy = Policy::new(options, Features::default(), publishes);
+        let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
+        let timeouts = policy.timeouts(&agreed);
+        (timeouts.entry, timeouts.attr, policy.negative_timeout(&agreed))
+    }
+
     #[test]
     fn caches_last_as_the_mode_or_the_option_says() {
         let zero = Duration::ZERO;
-        let told = |options: &ShareOptions| {
-            let policy = Policy::new(options, Features::default());
-            (policy.timeouts.entry, policy.timeouts.attr, policy.negative_timeout)
-        };
         for (cache, expected) in [
             (Cache::None, (zero, zero, zero)),
             (Cache::Auto, (AUTO_TIMEOUT, AUTO_TIMEOUT, zero)),
             (Cache::Metadata, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
             (Cache::Always, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
         ] {
-            let plain = ShareOptions { cache, ..ShareOptions::default() };
-            assert_eq!(told(&plain), expected, "{cache:?}");
-            let [entry, attr, negative] = [7, 8, 9].map(Duration::from_secs);
+            let plain = ShareOptions { cache, told: true, ..ShareOptions::default() };
+            assert_eq!(kept(&plain, true, EPOCH_MINOR), expected, "{cache:?}");
+            let [entry, attr, negative] = [70, 80, 90].map(Duration::from_secs);
             let (entry_timeout, attr_timeout, negative_timeout) = (Some(entry), Some(attr), Some(negative));
             let chosen = ShareOptions { entry_timeout, attr_timeout, negative_timeout, ..plain };
-            assert_eq!(told(&chosen), (entry, attr, negative), "{cache:?}");
+            for minor in [EPOCH_MINOR - 1, EPOCH_MINOR] {
+                assert_eq!(kept(&chosen, true, minor), (entry, attr, negative), "{cache:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn names_last_shorter_where_a_client_cannot_be_told_to_forget_all_of_them() {
+        for (cache, told, publishes, expected) in [
+            (Cache::Always, true, true, (UNTOLD_TIMEOUT, ALWAYS_TIMEOUT, UNTOLD_TIMEOUT)),
+            (Cache::Always, true, false, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
+            (Cache::Always, false, true, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
+            (Cache::Auto, true, true, (AUTO_TIMEOUT, AUTO_TIMEOUT, Duration::ZERO)),
+        ] {
+            let options = ShareOptions { cache, told, ..ShareOptions::default() };
+            assert_eq!(kept(&options, publishes, EPOCH_MINOR - 1), expected, "{cache:?} {told} {publishes}");
         }
     }
 }

@@ -38,6 +38,9 @@ pub struct ShareOptions {
     /// Files opened with `O_DIRECT` leave the client's page cache out altogether. Without, Linux sends an
     /// `O_DIRECT | O_SYNC` write down the cached path and an fsync behind it: 30 instead of 200 thousand a second.
     pub direct_opens: bool,
+    /// Clients are told of what others change, as far as the source says so. Those that cannot be told that any name may
+    /// have changed then keep names for half a minute at most, unless it is chosen how long.
+    pub told: bool,
 }
 
 impl Default for ShareOptions {
@@ -56,6 +59,7 @@ impl Default for ShareOptions {
             posix_acl: Acl::Auto,
             security_label: Acl::Never,
             direct_opens: false,
+            told: false,
         }
     }
 }
@@ -83,7 +87,7 @@ impl Share {
         let features = source.features();
         Self {
             name: options.name.clone(),
-            policy: Policy::new(options, features),
+            policy: Policy::new(options, features, source.changes().is_some()),
             read_only: features.read_only || options.read_only,
             xattr: options.xattr,
             source,

@@ -1,0 +1,400 @@
+//! What the listener, who takes notes, and the tellers, who tell the kernel, share.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferry_vfs::{Change, Ino, Told};
+
+use super::notes::{Job, Notes};
+use super::prunes::Prunes;
+
+/// How long those who wait for the telling wait for a notice that the kernel does not take, because a handler that is
+/// blocked has the directory or the page. Longer than handlers take that are only slow.
+const TOLD_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Tellers that the kernel keeps at most, each because of another inode: so many threads. Past it nobody is told any more,
+/// until one comes back.
+pub(super) const STUCK_MAX: usize = 64;
+
+/// What a teller is doing.
+#[derive(Debug)]
+struct Step {
+    number: u64,
+    job: Job,
+    /// The inode whose lock, or pages, the kernel may make it wait for.
+    waits_for: Option<Ino>,
+}
+
+/// A teller whom the kernel does not let go.
+#[derive(Debug)]
+struct Stuck {
+    number: u64,
+    waits_for: Option<Ino>,
+    since: Instant,
+}
+
+#[derive(Debug, Default)]
+struct Desk {
+    notes: Notes,
+    /// To be dropped once the notes are told.
+    told: Vec<Told>,
+    /// What was noted before, and is being told, one job after the other.
+    round: VecDeque<Job>,
+    /// To be dropped once that is told.
+    round_told: Vec<Told>,
+    current: Option<Step>,
+    number: u64,
+    stuck: Vec<Stuck>,
+    /// Notes of inodes that somebody is stuck at.
+    deferred: Notes,
+    /// To be dropped once nobody is stuck, or it is too late to wait for that.
+    late: Vec<(Instant, Told)>,
+    prunes: Prunes,
+    closed: bool,
+}
+
+impl Desk {
+    /// Nobody has anything to do but those who are stuck.
+    fn is_quiet(&self) -> bool {
+        self.notes.is_empty() && self.told.is_empty()
+    }
+
+    /// Until when those who wait for the telling wait for those who are stuck, if they do.
+    fn wait_for_stuck(&self) -> Option<Instant> {
+        let until = self.stuck.iter().map(|stuck| stuck.since + TOLD_PATIENCE).max()?;
+        (until > Instant::now()).then_some(until)
+    }
+
+    /// Whether something is noted, or being told.
+    fn is_behind(&self) -> bool {
+        let telling = self.current.is_some() || !self.round.is_empty() || !self.round_told.is_empty();
+        !self.closed && (telling || !self.is_quiet() || self.wait_for_stuck().is_some())
+    }
+
+    fn is_stuck_at(&self, ino: Ino) -> bool {
+        self.stuck.iter().any(|stuck| stuck.waits_for == Some(ino))
+    }
+
+    /// The next job of the round that the kernel does not keep anybody for already.
+    fn pop(&mut self) -> Option<(u64, Job)> {
+        while let Some(job) = self.round.pop_front() {
+            let job = match job {
+                Job::Removed(dir, name, ino) if self.is_stuck_at(ino) => Job::Entry(dir, name),
+                job => job,
+            };
+            if job.waits_for().is_some_and(|ino| self.is_stuck_at(ino)) {
+                self.deferred.put(job);
+                continue;
+            }
+            // Of what was removed the lock is asked for first: see `Teller::removed`.
+            let waits_for = if let Job::Removed(_, _, ino) = &job { Some(*ino) } else { job.waits_for() };
+            self.number += 1;
+            self.current = Some(Step { number: self.number, job: job.clone(), waits_for });
+            return Some((self.number, job));
+        }
+        None
+    }
+
+    /// All of a round is told: answers what waited for that, or keeps it for those who are stuck.
+    fn end_round(&mut self) -> Vec<Told> {
+        let told = std::mem::take(&mut self.round_told);
+        match self.wait_for_stuck() {
+            Some(until) => {
+                self.late.extend(told.into_iter().map(|told| (until, told)));
+                Vec::new()
+            }
+            None => told,
+        }
+    }
+
+    /// Takes what was noted; answers whether there is anything to do.
+    fn begin_round(&mut self, prunes: bool) -> bool {
+        if prunes {
+            self.prunes.add(&self.notes);
+        }
+        self.round.extend(std::mem::take(&mut self.notes).into_jobs());
+        // After the telling: of what is pruned, the kernel asks anew.
+        self.round.extend(self.prunes.due(Instant::now()));
+        self.round_told = std::mem::take(&mut self.told);
+        !(self.round.is_empty() && self.round_told.is_empty())
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    desk: Mutex<Desk>,
+    noted: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn note(&self, change: &Change) {
+        self.change(self.lock(), |desk| desk.notes.add(change));
+    }
+
+    pub(super) fn is_behind(&self) -> bool {
+        self.lock().is_behind()
+    }
+
+    pub(super) fn when_told(&self, told: Told) {
+        let desk = self.lock();
+        if desk.is_behind() {
+            self.change(desk, |desk| desk.told.push(told));
+        }
+    }
+
+    fn change(&self, mut desk: MutexGuard<'_, Desk>, change: impl FnOnce(&mut Desk)) {
+        let first = desk.is_quiet();
+        change(&mut desk);
+        drop(desk);
+        if first {
+            self.noted.notify_one();
+        }
+    }
+
+    /// The next job, and its number, for the only teller who is not stuck; whose last one is done. Waits for one. `None` when
+    /// there will be no more. `prunes`: whether the kernel is to give up altogether what changed.
+    pub(super) fn next(&self, prunes: bool) -> Option<(u64, Job)> {
+        let mut desk = self.lock();
+        desk.current = None;
+        loop {
+            if desk.closed {
+                return None;
+            }
+            if let Some(job) = desk.pop() {
+                return Some(job);
+            }
+            let told = desk.end_round();
+            if !told.is_empty() {
+                drop(desk);
+                // Without the lock: whoever waited goes on here.
+                drop(told);
+                desk = self.lock();
+            } else if !desk.begin_round(prunes) {
+                let left = desk.prunes.next.map(|next| next.saturating_duration_since(Instant::now()));
+                desk = match left {
+                    Some(left) => self.noted.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0,
+                    None => self.noted.wait(desk).unwrap_or_else(PoisonError::into_inner),
+                };
+            }
+        }
+    }
+
+    /// What the present job comes down to.
+    pub(super) fn more(&self, jobs: impl Iterator<Item = Job>) {
+        self.lock().round.extend(jobs);
+    }
+
+    /// The first half of the present job is done; the second may have to wait for another inode.
+    pub(super) fn goes_on(&self, waits_for: Ino) {
+        if let Some(step) = &mut self.lock().current {
+            step.waits_for = Some(waits_for);
+        }
+    }
+
+    /// The kernel does not let go of the teller of the present job, which `take` says under the lock: another one goes on.
+    pub(super) fn set_aside<T>(&self, take: impl FnOnce() -> Option<T>) -> Option<T> {
+        let mut desk = self.lock();
+        let taken = take()?;
+        if let Some(Step { number, job, waits_for }) = desk.current.take() {
+            // Names go all the same.
+            if let Job::Removed(dir, name, ino) = job
+                && waits_for == Some(ino)
+            {
+                desk.round.push_front(Job::Entry(dir, name));
+            }
+            tracing::debug!("a handler that is blocked keeps the kernel from forgetting something of {waits_for:?}");
+            desk.stuck.push(Stuck { number, waits_for, since: Instant::now() });
+        }
+        Some(taken)
+    }
+
+    /// Whether there may be no more tellers.
+    pub(super) fn is_full(&self) -> bool {
+        self.lock().stuck.len() >= STUCK_MAX
+    }
+
+    /// A teller who was stuck is back: what was put off for him can be told.
+    pub(super) fn come_back(&self, number: u64) {
+        let mut desk = self.lock();
+        desk.stuck.retain(|stuck| stuck.number != number);
+        let over = if desk.stuck.is_empty() { std::mem::take(&mut desk.late) } else { Vec::new() };
+        self.change(desk, |desk| {
+            let deferred = std::mem::take(&mut desk.deferred);
+            deferred.into_jobs().for_each(|job| desk.notes.put(job));
+        });
+        drop(over);
+    }
+
+    /// Lets those go on who have waited long enough for tellers that are stuck; answers whether there are any left.
+    pub(super) fn let_go(&self) -> bool {
+        let now = Instant::now();
+        let mut desk = self.lock();
+        let (late, over) = std::mem::take(&mut desk.late).into_iter().partition(|(until, _)| *until > now);
+        desk.late = late;
+        let some = !desk.late.is_empty();
+        drop(desk);
+        let over: Vec<(Instant, Told)> = over;
+        drop(over);
+        some
+    }
+
+    pub(super) fn close(&self) {
+        let mut desk = self.lock();
+        let left = std::mem::take(&mut *desk);
+        desk.closed = true;
+        drop(desk);
+        // There is no kernel any more that could know of anything.
+        drop(left);
+        self.noted.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use ferry_vfs::Name;
+
+    use super::*;
+
+    /// Those who wait for the telling.
+    #[derive(Default)]
+    struct Waiting(Arc<AtomicUsize>);
+
+    impl Waiting {
+        fn one(&self, shared: &Shared) {
+            let done = Arc::clone(&self.0);
+            shared.when_told(Told::new(move || {
+                done.fetch_add(1, Ordering::Relaxed);
+            }));
+        }
+
+        fn done(&self) -> usize {
+            self.0.load(Ordering::Relaxed)
+        }
+    }
+
+    fn attributes(shared: &Shared, ino: u64) {
+        shared.note(&Change::Attr { ino: Ino(ino) });
+    }
+
+    fn entry(shared: &Shared, dir: u64, name: &[u8]) {
+        shared.note(&Change::Entry { dir: Ino(dir), name: Name::new(name).unwrap().to_buf() });
+    }
+
+    /// All that is to be told without waiting for anybody.
+    fn all(shared: &Shared) -> Vec<Job> {
+        const LAST: u64 = u64::MAX;
+        // The last of its round.
+        attributes(shared, LAST);
+        let next = || Some(shared.next(false)?.1).filter(|job| *job != Job::Attributes(Ino(LAST)));
+        std::iter::from_fn(next).collect()
+    }
+
+    #[test]
+    fn who_waits_for_the_telling_goes_on_when_it_is_done() {
+        let (shared, waiting) = (Shared::default(), Waiting::default());
+        assert!(!shared.is_behind());
+        attributes(&shared, 2);
+        waiting.one(&shared);
+        assert!(shared.is_behind());
+        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(2)));
+        // Of what is being told now somebody may know no more than of what is noted.
+        assert!(shared.is_behind());
+        attributes(&shared, 3);
+        waiting.one(&shared);
+        assert_eq!(waiting.done(), 0);
+        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(3)));
+        assert_eq!(waiting.done(), 1);
+        attributes(&shared, 4);
+        waiting.one(&shared);
+        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(4)));
+        assert_eq!(waiting.done(), 2);
+        shared.close();
+        assert_eq!(waiting.done(), 3, "nobody is left to be told");
+        waiting.one(&shared);
+        assert_eq!(waiting.done(), 4);
+        assert!(shared.next(false).is_none() && !shared.is_behind());
+    }
+
+    #[test]
+    fn one_who_is_stuck_is_waited_for_but_not_for_long() {
+        let (shared, waiting) = (Shared::default(), Waiting::default());
+        entry(&shared, 7, b"x");
+        attributes(&shared, 2);
+        waiting.one(&shared);
+        let (stuck, job) = shared.next(false).unwrap();
+        assert_eq!(job.waits_for(), Some(Ino(7)));
+        assert_eq!(shared.set_aside(|| None::<()>), None, "it has just come back");
+        assert!(shared.lock().stuck.is_empty());
+        shared.set_aside(|| Some(())).unwrap();
+        // The next one tells whatever is of other inodes.
+        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(2)));
+        entry(&shared, 8, b"y");
+        entry(&shared, 7, b"z");
+        let jobs = all(&shared);
+        assert!(!jobs.is_empty() && jobs.iter().all(|job| job.waits_for() == Some(Ino(8))), "{jobs:?}");
+        assert!(shared.is_behind() && shared.let_go());
+        assert_eq!(waiting.done(), 0);
+        let begin = Instant::now();
+        while shared.let_go() {
+            assert!(begin.elapsed() < TOLD_PATIENCE * 10);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(waiting.done(), 1);
+        // Nobody waits for him any more.
+        attributes(&shared, 3);
+        waiting.one(&shared);
+        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(3)));
+        attributes(&shared, 4);
+        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(4)));
+        assert_eq!(waiting.done(), 2);
+        // What was put off is told when he is back.
+        shared.come_back(stuck);
+        let jobs = all(&shared);
+        assert!(jobs.contains(&Job::Entry(Ino(7), Name::new(b"z").unwrap().to_buf())), "{jobs:?}");
+    }
+
+    #[test]
+    fn what_waits_for_one_who_is_stuck_goes_on_when_he_is_back() {
+        let (shared, waiting) = (Shared::default(), Waiting::default());
+        entry(&shared, 7, b"x");
+        waiting.one(&shared);
+        let (stuck, _) = shared.next(false).unwrap();
+        shared.set_aside(|| Some(())).unwrap();
+        attributes(&shared, 2);
+        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(2)));
+        assert!(shared.let_go(), "it waits");
+        shared.come_back(stuck);
+        assert_eq!((waiting.done(), shared.let_go()), (1, false));
+    }
+
+    #[test]
+    fn what_was_removed_and_is_in_use_loses_its_name_all_the_same() {
+        let shared = Shared::default();
+        let name = Name::new(b"x").unwrap().to_buf();
+        let removed = Change::Removed { dir: Ino(1), name: name.clone(), ino: Ino(9) };
+        for round in 0..2 {
+            shared.note(&removed);
+            if round == 0 {
+                assert_eq!(shared.next(false).unwrap().1, Job::Removed(Ino(1), name.clone(), Ino(9)));
+                shared.set_aside(|| Some(())).unwrap();
+            }
+            assert_eq!(shared.next(false).unwrap().1, Job::Entry(Ino(1), name.clone()), "round {round}");
+            all(&shared);
+        }
+        // And where it is the directory that is in use, nobody can do anything.
+        shared.note(&Change::Removed { dir: Ino(1), name: name.clone(), ino: Ino(10) });
+        let (_, job) = shared.next(false).unwrap();
+        assert_eq!(job, Job::Removed(Ino(1), name.clone(), Ino(10)));
+        shared.goes_on(Ino(1));
+        shared.set_aside(|| Some(())).unwrap();
+        assert!(all(&shared).iter().all(|job| job.waits_for() != Some(Ino(1))));
+    }
+}
