@@ -17,7 +17,7 @@ pub use values::{
 };
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 25] = [
+const SHARE_ONLY: [&str; 30] = [
     "virtiofs",
     "fd",
     "mount",
@@ -40,6 +40,11 @@ const SHARE_ONLY: [&str; 25] = [
     "9p",
     "9p-remote",
     "9p-users",
+    "9p-msize",
+    "9p-connections",
+    "9p-slow",
+    "9p-idle",
+    "9p-no-read-ahead",
     "tls_cert",
     "tls_key",
     "tls_client_ca",
@@ -277,11 +282,12 @@ impl MountArgs {
     /// The first flag that was given and is for `ferry share` only.
     pub fn share_only(&self) -> Option<&'static str> {
         let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
+        let Share { ninep_msize, ninep_connections, ninep_slow, ninep_idle, ninep_no_read_ahead, .. } = &self.share;
         let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
         let Share { socket_group, posix_acl, security_label, once, state, migration_on_error, .. } = &self.share;
         let Share { migration_mode, migration_verify_handles, .. } = &self.share;
         let Share { no_mmap, no_readdirplus, dax, dax_files, dax_dialect, .. } = &self.share;
-        let given = [
+        let given: [bool; SHARE_ONLY.len()] = [
             virtiofs.is_some(),
             fd.is_some(),
             mount.is_some(),
@@ -304,6 +310,11 @@ impl MountArgs {
             ninep.is_some(),
             *ninep_remote,
             ninep_users.is_some(),
+            ninep_msize.is_some(),
+            ninep_connections.is_some(),
+            ninep_slow.is_some(),
+            ninep_idle.is_some(),
+            *ninep_no_read_ahead,
             tls_cert.is_some(),
             tls_key.is_some(),
             tls_client_ca.is_some(),

@@ -127,6 +127,11 @@ mod tests {
             9p = "unix:n.sock"
             9p-remote = true
             9p-users = "only=0,5"
+            9p-msize = "1M"
+            9p-connections = 5
+            9p-slow = 6
+            9p-idle = 7
+            9p-no-read-ahead = true
 
             [[share]]
             dir = "b"
@@ -154,6 +159,12 @@ mod tests {
         assert_eq!(shares[3].source, Path::new("mem"));
         assert_eq!(shares[4].ninep, Some("unix:/etc/ferry/n.sock".parse().unwrap()));
         assert_eq!(shares[4].ninep_users, Some("only=0,5".parse().unwrap()));
+        assert_eq!(shares[4].ninep_msize.map(|size| size.0), Some(1 << 20));
+        assert_eq!(
+            (shares[4].ninep_connections, shares[4].ninep_slow, shares[4].ninep_idle),
+            (Some(5), Some(6), Some(7))
+        );
+        assert!(shares[4].ninep_no_read_ahead);
         assert_eq!(shares[5].tls_cert.as_deref(), Some(Path::new("/etc/ferry/b.pem")));
         assert_eq!(shares[5].tls_key.as_deref(), Some(Path::new("/k/b.key")));
         assert_eq!(shares[5].tls_client_ca.as_deref(), Some(Path::new("/etc/ferry/ca.pem")));
@@ -259,6 +270,7 @@ mod tests {
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nthreads = 0", "threads = 0 is not in"),
             ("[[share]]\ndir = \"a\"\n9p = \"s\"", "no address for 9P"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\n9p-users = \"client\"", "9p-users is for 9P"),
+            ("[[share]]\ndir = \"a\"\n9p = \"unix:s\"\n9p-slow = 0", "9p-slow = 0 is not in 1..=86400"),
             ("[[share]]\ndir = \"a\"\n9p = \"tls:h:1\"", "needs tls-cert and tls-key"),
             ("[[share]]\ndir = \"a\"\n9p = \"tcp:h:1\"\ntls-key = \"k\"", "tls-key is for 9P with TLS"),
             ("[[share]]\ndir = \"a\"", "number 1: it needs virtiofs"),

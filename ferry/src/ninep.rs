@@ -5,6 +5,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
@@ -205,15 +206,9 @@ impl Listening {
         self,
         source: std::sync::Arc<dyn ferry_vfs::FileSystem>,
         share: &Share,
+        name: &str,
     ) -> Result<(ferry_ninep::Export, Option<Bound>)> {
-        let options = ferry_ninep::Options {
-            name: exports::name(share),
-            read_only: share.read_only,
-            xattr: !share.no_xattr,
-            users: share.ninep_users.clone().map_or_else(ferry_ninep::Users::default, |users| users.0),
-            remote: share.ninep_remote,
-            ..ferry_ninep::Options::default()
-        };
+        let options = ferry_ninep::Options { name: name.into(), ..options(share) };
         let started = match self.listener {
             Listener::Clients(listener) => ferry_ninep::Export::start(vec![listener], source, options),
             Listener::Vmm(listener) => {
@@ -232,6 +227,29 @@ impl Listening {
             other => other?,
         };
         Ok((export, self.bound))
+    }
+}
+
+/// How the flags of a share have it served.
+fn options(share: &Share) -> ferry_ninep::Options {
+    let default = ferry_ninep::Options::default();
+    let seconds = |given: Option<u64>| given.map(Duration::from_secs);
+    ferry_ninep::Options {
+        name: exports::name(share),
+        read_only: share.read_only,
+        xattr: !share.no_xattr,
+        users: share.ninep_users.clone().map_or_else(ferry_ninep::Users::default, |users| users.0),
+        remote: share.ninep_remote,
+        msize_max: share.ninep_msize.map_or(default.msize_max, |size| u32::try_from(size.0).unwrap_or(u32::MAX)),
+        read_ahead_bytes_max: if share.ninep_no_read_ahead { 0 } else { default.read_ahead_bytes_max },
+        limits: ferry_ninep::Limits {
+            connections_max: share
+                .ninep_connections
+                .map_or(default.limits.connections_max, |most| usize::try_from(most).unwrap_or(usize::MAX)),
+            slow_timeout: seconds(share.ninep_slow).unwrap_or(default.limits.slow_timeout),
+            idle_timeout: seconds(share.ninep_idle).or(default.limits.idle_timeout),
+            ..default.limits
+        },
     }
 }
 
@@ -312,6 +330,26 @@ mod tests {
             let error = text.parse::<Address>().expect_err(text);
             assert!(error.contains(words), "{error}");
         }
+    }
+
+    #[test]
+    fn flags_become_options() {
+        use clap::FromArgMatches;
+
+        let of = |flags: &str| {
+            let table = <Share as clap::Args>::augment_args(clap::Command::new("share"));
+            let words = format!("share mem --9p unix:s {flags}");
+            let matches = table.try_get_matches_from(words.split_whitespace()).expect(flags);
+            options(&Share::from_arg_matches(&matches).expect(flags))
+        };
+        let default = ferry_ninep::Options::default();
+        let plain = of("");
+        assert_eq!((plain.msize_max, plain.read_ahead_bytes_max), (default.msize_max, default.read_ahead_bytes_max));
+        assert_eq!(format!("{:?}", plain.limits), format!("{:?}", default.limits));
+        let set = of("--9p-msize 16M --9p-connections 7 --9p-slow 8 --9p-idle 9 --9p-no-read-ahead");
+        assert_eq!((set.msize_max, set.read_ahead_bytes_max, set.limits.connections_max), (16 << 20, 0, 7));
+        assert_eq!(set.limits.slow_timeout, Duration::from_secs(8));
+        assert_eq!(set.limits.idle_timeout, Some(Duration::from_secs(9)));
     }
 
     #[test]

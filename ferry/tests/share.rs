@@ -87,6 +87,30 @@ fn serves_9p_clients() {
 }
 
 #[test]
+fn limits_of_9p_clients_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = "share mem --9p unix:n.sock --9p-msize 64K --9p-connections 2 --9p-idle 1 --9p-no-read-ahead \
+                mem --9p unix:slow.sock --9p-slow 1";
+    let _server = Server::start(ferry().current_dir(folder.path()).args(line.split_whitespace()));
+    let connect = |name: &str| {
+        let stream = UnixStream::connect(folder.path().join(name)).unwrap();
+        stream.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
+        stream
+    };
+    let is_ended = |mut stream: UnixStream| assert_eq!(stream.read(&mut [0]).unwrap(), 0, "it is not ended");
+    let mut first = connect("n.sock");
+    first.write_all(b"\x15\0\0\0\x64\xff\xff\0\0\x10\0\x08\09P2000.L").unwrap();
+    let mut answer = [0; 21];
+    first.read_exact(&mut answer).unwrap();
+    assert_eq!(&answer, b"\x15\0\0\0\x65\xff\xff\0\0\x01\0\x08\09P2000.L");
+    let second = connect("n.sock");
+    is_ended(connect("n.sock"));
+    is_ended(first);
+    is_ended(second);
+    is_ended(connect("slow.sock"));
+}
+
+#[test]
 fn tcp_for_other_machines_has_to_be_asked_for() {
     let text = refused(1, ferry().args(["share", "mem", "--9p", "tcp:0.0.0.0:0"]));
     assert!(text.contains("--9p-remote") && text.contains("other machines"), "{text}");

@@ -36,6 +36,10 @@ const DEPTH_MAX: u16 = 256;
 const IN_FLIGHT_MAX: u16 = 4096;
 /// The most connections to a 9P server.
 const CONNECTIONS_MAX: u16 = 16;
+/// The most connections of 9P clients: each takes a descriptor, of which a process has at most a million by default.
+const CLIENTS_MAX: u32 = 1 << 20;
+/// The longest that 9P clients are waited for: a day.
+const CLIENT_SECONDS_MAX: u64 = 86_400;
 
 /// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
 #[derive(Clone, Debug, Deserialize, clap::Args)]
@@ -87,6 +91,9 @@ pub struct Share {
     pub queues: Option<u16>,
 
     /// What the guest's kernel, or this host's, may keep in its caches.
+    ///
+    /// With 9p:SERVER it says, too, what is kept here of the server's files: with none and metadata no data; with auto data until
+    /// a file is opened again and has changed; with always data until there is no room, for trees that nobody else changes.
     #[arg(long, value_name = "MODE", default_value_t, value_enum, hide_possible_values = false)]
     #[serde(default)]
     pub cache: Cache,
@@ -303,7 +310,36 @@ pub struct Share {
     #[serde(rename = "9p-users")]
     pub ninep_users: Option<Users>,
 
-    /// The longest message to agree on with the server [default: 1M].
+    /// The longest message that 9P clients may ask for, from 4K to 16M [default: 4M].
+    #[arg(id = "9p-msize", long = "9p-msize", value_name = "SIZE", help_heading = "For 9P")]
+    #[serde(rename = "9p-msize")]
+    pub ninep_msize: Option<Size>,
+
+    /// How many 9P clients may be connected at the same time [default: 1024].
+    #[arg(id = "9p-connections", long = "9p-connections", value_name = "N", help_heading = "For 9P")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(CLIENTS_MAX)))]
+    #[serde(rename = "9p-connections")]
+    pub ninep_connections: Option<u32>,
+
+    /// How long a 9P client may take to attach, to send the rest of a message, or to take the next bytes of a reply
+    /// [default: 30].
+    #[arg(id = "9p-slow", long = "9p-slow", value_name = "SECONDS", help_heading = "For 9P")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=CLIENT_SECONDS_MAX))]
+    #[serde(rename = "9p-slow")]
+    pub ninep_slow: Option<u64>,
+
+    /// How long a 9P client may ask for nothing before it is disconnected [default: for ever, as mounts that nobody uses do].
+    #[arg(id = "9p-idle", long = "9p-idle", value_name = "SECONDS", help_heading = "For 9P")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=CLIENT_SECONDS_MAX))]
+    #[serde(rename = "9p-idle")]
+    pub ninep_idle: Option<u64>,
+
+    /// Ask the host for nothing ahead of 9P clients that read one piece after the other.
+    #[arg(id = "9p-no-read-ahead", long = "9p-no-read-ahead", help_heading = "For 9P")]
+    #[serde(default, rename = "9p-no-read-ahead")]
+    pub ninep_no_read_ahead: bool,
+
+    /// The longest message to agree on with the server, up to 64M [default: 1M].
     #[arg(long, value_name = "SIZE", help_heading = "For 9p:SERVER")]
     pub msize: Option<Size>,
 
@@ -403,7 +439,7 @@ impl Share {
     pub fn check(&self) -> Result<(), String> {
         /// A value, its key, and its bounds.
         type Bounded = (Option<u64>, &'static str, u64, u64);
-        let bounded: [Bounded; 12] = [
+        let bounded: [Bounded; 15] = [
             (self.jobs.map(Into::into), "jobs", 0, JOBS_MAX.into()),
             (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
             (self.poll_us, "poll-us", 0, POLL_US_MAX),
@@ -416,6 +452,9 @@ impl Share {
             (self.in_flight.map(Into::into), "in-flight", 1, IN_FLIGHT_MAX.into()),
             (self.connections.map(Into::into), "connections", 1, CONNECTIONS_MAX.into()),
             (self.ninep_user.map(Into::into), "9p-user", 0, u64::from(u32::MAX) - 1),
+            (self.ninep_connections.map(Into::into), "9p-connections", 1, CLIENTS_MAX.into()),
+            (self.ninep_slow, "9p-slow", 1, CLIENT_SECONDS_MAX),
+            (self.ninep_idle, "9p-idle", 1, CLIENT_SECONDS_MAX),
         ];
         for (value, key, min, max) in bounded {
             if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
@@ -456,7 +495,6 @@ impl Share {
             (self.tls_key.is_some(), "tls-key"),
             (self.tls_client_ca.is_some(), "tls-client-ca"),
         ];
-        let of_9p = [(self.ninep_remote, "9p-remote"), (self.ninep_users.is_some(), "9p-users")];
         match (&kind, given(&of_memory)) {
             (Kind::Dir(_), Some(flag)) => {
                 return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
@@ -507,8 +545,8 @@ impl Share {
         if let Some(why) = self.wrong_about_server(&kind) {
             return Some(why);
         }
-        if let (None, Some(flag)) = (&self.ninep, given(&of_9p)) {
-            return Some(format!("{flag} is for 9P, and {source} is not shared so: add 9p, or leave it out"));
+        if let Some(why) = self.wrong_about_clients() {
+            return Some(why);
         }
         let has_tls = matches!(self.ninep, Some(Address::Tls(..)));
         if let (false, Some(flag)) = (has_tls, given(&of_tls)) {
@@ -569,6 +607,34 @@ impl Share {
         }
         let ids = |rules: &[Rule], flag| Ids::new(rules).map_err(|error| format!("{flag}: {error}"));
         Ok((ids(&self.translate_uid, "translate-uid")?, ids(&self.translate_gid, "translate-gid")?))
+    }
+
+    /// What does not go together about 9P clients.
+    fn wrong_about_clients(&self) -> Option<String> {
+        let source = self.source.display();
+        let of_sockets = given(&[
+            (self.ninep_connections.is_some(), "9p-connections"),
+            (self.ninep_slow.is_some(), "9p-slow"),
+            (self.ninep_idle.is_some(), "9p-idle"),
+        ]);
+        let of_all = given(&[
+            (self.ninep_remote, "9p-remote"),
+            (self.ninep_users.is_some(), "9p-users"),
+            (self.ninep_msize.is_some(), "9p-msize"),
+            (self.ninep_no_read_ahead, "9p-no-read-ahead"),
+        ]);
+        match (&self.ninep, of_all.or(of_sockets), of_sockets) {
+            (None, Some(flag), _) => {
+                Some(format!("{flag} is for 9P, and {source} is not shared so: add 9p, or leave it out"))
+            }
+            (Some(Address::VhostUser(_)), _, Some(flag)) => {
+                Some(format!("{flag} is for clients that connect, and a device has one guest: leave it out"))
+            }
+            _ => {
+                let Size(bytes) = self.ninep_msize.filter(|size| !ferry_ninep::MSIZE.contains(&size.0))?;
+                Some(format!("9p-msize = {bytes} is not from 4K to 16M"))
+            }
+        }
     }
 
     /// What does not go together about the 9P server that is the source, if it is one.
