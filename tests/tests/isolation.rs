@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ferry_driver::load::{self, Load, On, Op};
 use ferry_driver::{Config, Driver, ROOT};
 use ferry_isolation::Capabilities;
 use ferry_tests::{Place, folder};
@@ -536,6 +537,43 @@ fn what_cannot_be_had_is_said() {
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("--sandbox namespace") && said.contains("namespace of users"), "{said}");
     assert!(!tree.at("s").exists(), "the socket is left behind");
+}
+
+/// A server that may use one CPU still knows, behind its walls, that its clients have others: it looks for the next request for
+/// a moment before it sleeps, so that it need not be called for each.
+#[test]
+fn one_that_is_bound_to_a_cpu_polls() {
+    if std::thread::available_parallelism().map_or(1, usize::from) == 1 {
+        eprintln!("skipped: needs two CPUs");
+        return;
+    }
+    let mut command = Command::new("taskset");
+    command.args(["--cpu-list", "0"]).arg(ferry_tests::mounts::program());
+    let served = Served::start_by(command, Tree::of(0), "--queues 1");
+    let load = Load {
+        on: On::File("new".into()),
+        size: Some(1 << 20),
+        op: Op::Read,
+        queues: 1,
+        queue_size: 128,
+        event_idx: true,
+        indirect: true,
+        packed: false,
+        depth: 1,
+        block: 4096,
+        random: true,
+        seconds: None,
+        requests: Some(2000),
+        sleep: false,
+        threads: None,
+        verify: false,
+        reattach: None,
+        pid: None,
+        count_syscalls: None,
+    };
+    // Whoever else works on this machine may keep it from polling for a while.
+    let kicks = |_| load::run(&served.tree.at("s"), &load).unwrap().kicks_per_request;
+    assert!((0..20).map(kicks).any(|kicks| kicks < 0.5), "it is called for each request");
 }
 
 /// What cannot be confined says so, if it was asked to be.
