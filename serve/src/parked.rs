@@ -128,6 +128,12 @@ impl Waits {
         }
     }
 
+    /// The client goes on elsewhere, or here later, and asks again: nobody is to get a lock for it meanwhile.
+    pub(crate) fn give_up(&self) {
+        let parked: Vec<_> = self.lock().parked.drain().map(|(_, wait)| wait).collect();
+        parked.iter().for_each(|wait| wait.interrupt());
+    }
+
     /// The client wants no answer to a request any more.
     pub(crate) fn interrupt(&self, unique: u64) {
         let mut state = self.lock();

@@ -1,6 +1,8 @@
 //! `ferry share --state` in a process of its own, which can be killed and started again under its guest.
 
 use std::fs;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -24,6 +26,8 @@ pub struct Survivor {
     /// The socket.
     pub socket: PathBuf,
     args: Vec<String>,
+    /// The socket, if each server gets it from us.
+    listener: Option<UnixListener>,
     started: Option<Started>,
     folder: TempDir,
 }
@@ -34,20 +38,29 @@ impl Survivor {
         let folder = folder(place);
         let path = folder.path().join("shared");
         fs::create_dir(&path).unwrap();
+        Self::begin(path, folder, args, None)
+    }
+
+    /// The same on a socket that each server inherits, open and listening.
+    pub fn inheriting(place: Place, args: &[&str]) -> Self {
+        let folder = folder(place);
+        let path = folder.path().join("shared");
+        fs::create_dir(&path).unwrap();
+        let listener = UnixListener::bind(folder.path().join("s")).unwrap();
+        rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).unwrap();
+        Self::begin(path, folder, args, Some(listener))
+    }
+
+    fn begin(path: PathBuf, folder: TempDir, args: &[&str], listener: Option<UnixListener>) -> Self {
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
-        let mut survivor = Self { path, socket: folder.path().join("s"), args, started: None, folder };
+        let mut survivor = Self { path, socket: folder.path().join("s"), args, listener, started: None, folder };
         survivor.start();
         survivor
     }
 
     /// Shares a directory of somebody else's.
     pub fn of(path: &Path, args: &[&str]) -> Self {
-        let folder = folder(Place::Memory);
-        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
-        let socket = folder.path().join("s");
-        let mut survivor = Self { path: path.into(), socket, args, started: None, folder };
-        survivor.start();
-        survivor
+        Self::begin(path.into(), folder(Place::Memory), args, None)
     }
 
     /// The folder of its state.
@@ -58,7 +71,11 @@ impl Survivor {
     /// Starts the program, and waits until it listens.
     pub fn start(&mut self) {
         let mut command = ferry(["--log", "warn", "share"]);
-        command.arg(&self.path).arg("--virtiofs").arg(&self.socket).arg("--state").arg(self.state());
+        command.arg(&self.path).arg("--state").arg(self.state());
+        match &self.listener {
+            Some(listener) => command.arg("--fd").arg(listener.as_raw_fd().to_string()),
+            None => command.arg("--virtiofs").arg(&self.socket),
+        };
         command.args(["--json", "--queues", "2"]).args(&self.args);
         let mut started = Started::new(&mut command);
         let end = Instant::now() + LIMIT;

@@ -47,8 +47,7 @@ fn errno<T: std::fmt::Debug>(outcome: Result<T, Error>) -> i32 {
 }
 
 /// What a guest holds, across one end of its server after another.
-fn goes_on(place: Place, flags: &[&str], mut end: impl FnMut(&mut Survivor, &mut Driver)) {
-    let mut server = Survivor::new(place, flags);
+fn goes_on(mut server: Survivor, mut end: impl FnMut(&mut Survivor, &mut Driver)) {
     let mut guest = server.connect();
     fs::write(server.path.join("gone"), b"still here").unwrap();
     let dir = guest.mkdir(ROOT, "dir", 0o755).unwrap().nodeid;
@@ -114,16 +113,23 @@ fn goes_on(place: Place, flags: &[&str], mut end: impl FnMut(&mut Survivor, &mut
 #[test]
 fn files_and_locks_stay_when_the_server_is_killed() {
     for (place, flags) in WAYS {
-        goes_on(place, flags, Survivor::replace);
+        goes_on(Survivor::new(place, flags), Survivor::replace);
     }
+}
+
+/// Whoever starts the servers has the socket, and gives it to each.
+#[test]
+fn files_and_locks_stay_on_a_socket_that_is_inherited() {
+    goes_on(Survivor::inheriting(Place::Memory, &[]), Survivor::replace);
+    goes_on(Survivor::inheriting(Place::Memory, &[]), |server, _| server.replace_unnoticed());
 }
 
 #[test]
 fn a_guest_whose_connection_stays_notices_no_end_of_its_server() {
     for (place, flags) in WAYS {
-        goes_on(place, flags, |server, _| server.replace_unnoticed());
+        goes_on(Survivor::new(place, flags), |server, _| server.replace_unnoticed());
     }
-    goes_on(Place::Memory, &[], |server, _| {
+    goes_on(Survivor::new(Place::Memory, &[]), |server, _| {
         server.end();
         server.start();
     });
@@ -131,7 +137,7 @@ fn a_guest_whose_connection_stays_notices_no_end_of_its_server() {
 
 #[test]
 fn files_and_locks_stay_when_the_server_is_ended() {
-    goes_on(Place::Memory, &[], |server, guest| {
+    goes_on(Survivor::new(Place::Memory, &[]), |server, guest| {
         server.end();
         guest.hang_up();
         server.start();
@@ -500,23 +506,148 @@ fn a_guest_migrates_with_its_files_and_locks() {
     }
 }
 
-#[test]
-fn a_guest_that_waits_for_a_lock_stays_where_it_is() {
-    let here = Survivor::new(Place::Disk, &[]);
-    let mut guest = here.connect();
+/// Whether anybody has a part of a file locked.
+fn is_locked(path: &Path) -> bool {
+    let file = File::options().write(true).open(path).unwrap();
+    rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).is_err()
+}
+
+/// A file that the guest has open twice, and of which it has one part locked.
+fn locked(guest: &mut Driver) -> (u64, u64, u64) {
     let (file, open) = guest.create(ROOT, "file", O_RDWR, 0o644).unwrap();
     let (file, open) = (file.nodeid, open.fh);
     let second = guest.open(file, O_RDWR).unwrap().fh;
     guest.setlk(file, open, 9, wrlck(0, 9), 0).unwrap();
+    (file, open, second)
+}
+
+#[test]
+fn a_lock_is_waited_for_on_the_other_host() {
+    for flags in [&[][..], &["--inode-file-handles", "never"]] {
+        let mut here = Survivor::new(Place::Memory, flags);
+        let mut guest = here.connect();
+        let (file, open, second) = locked(&mut guest);
+        // Two wait for the guest itself, one, in the other queue, for a process of the host.
+        let on_host = File::options().write(true).open(here.path.join("file")).unwrap();
+        rustix::fs::flock(&on_host, FlockOperation::LockExclusive).unwrap();
+        guest.setlk(file, open, 9, wrlck(20, 29), 0).unwrap();
+        let own = [(10, 5), (11, 25)]
+            .map(|(owner, at)| guest.send_setlkw(file, second, owner, wrlck(at, at + 2), 0).unwrap());
+        assert!(guest.getattr(file).is_ok(), "the locks were asked for before");
+        guest.select(2);
+        let other = guest.send_setlkw(file, second, 6, wrlck(0, 9), LK_FLOCK).unwrap();
+        assert!(guest.getattr(file).is_ok(), "the lock was asked for before");
+        guest.select(1);
+        let state = guest.save().unwrap();
+        let (mut there, socket) = elsewhere(&here.path, flags);
+        guest.migrate(&socket, &state).unwrap();
+        here.kill();
+        let taken = guest.getlk(file, second, 10, wrlck(0, 9)).unwrap();
+        assert_eq!((taken.start, taken.end), (0, 9), "nobody has got anything");
+        if flags.is_empty() {
+            // What came from elsewhere outlives its server here.
+            there.replace(&mut guest);
+        }
+        guest.setlk(file, open, 9, lock(libc::F_UNLCK, 0, 99), 0).unwrap();
+        own.into_iter().for_each(|ticket| _ = guest.receive(ticket).unwrap());
+        for (start, end) in [(5, 7), (25, 27)] {
+            let taken = guest.getlk(file, open, 9, wrlck(start, end)).unwrap();
+            assert_eq!((taken.start, taken.end), (start, end));
+        }
+        rustix::fs::flock(&on_host, FlockOperation::Unlock).unwrap();
+        guest.select(2);
+        guest.receive(other).unwrap();
+        assert!(is_flocked(&here.path.join("file")));
+        // Requests that come now are taken where they are.
+        (0..300).for_each(|_| _ = guest.getattr(file).unwrap());
+        drop(guest);
+        assert_eq!(there.said(), "");
+    }
+}
+
+/// The other host cannot be reached after all: the guest goes on where it was.
+#[test]
+fn a_lock_is_waited_for_here_if_the_guest_stays() {
+    let here = Survivor::new(Place::Memory, &[]);
+    let mut guest = here.connect();
+    let (file, open, second) = locked(&mut guest);
+    let waits = guest.send_setlkw(file, second, 10, wrlck(5, 7), 0).unwrap();
+    assert!(guest.getattr(file).is_ok(), "the lock was asked for before");
+    for _ in 0..3 {
+        let (_, stopped) = guest.save().unwrap();
+        assert!(!is_locked(&here.path.join("file")), "the other host can have all of its locks");
+        for (index, base) in stopped.into_iter().enumerate() {
+            guest.start(index, base).unwrap();
+        }
+        let taken = guest.getlk(file, second, 10, wrlck(0, 9)).unwrap();
+        assert_eq!((taken.start, taken.end), (0, 9));
+    }
+    guest.setlk(file, open, 9, lock(libc::F_UNLCK, 0, 9), 0).unwrap();
+    guest.receive(waits).unwrap();
+}
+
+/// In packed rings others may have written over what waits.
+#[test]
+fn a_guest_with_packed_rings_that_waits_for_a_lock_stays_where_it_is() {
+    let here = Survivor::new(Place::Memory, &[]);
+    let mut guest = here.connect_with(true);
+    let (file, open, second) = locked(&mut guest);
     let waits = guest.send_setlkw(file, second, 10, wrlck(5, 7), 0).unwrap();
     assert!(guest.getattr(file).is_ok(), "the lock was asked for before");
     assert!(guest.save().is_err());
-    assert!(here.said().contains("that wait for a lock: 1;"), "{}", here.said());
+    assert!(here.said().contains("that wait for a lock, in packed rings: 1;"), "{}", here.said());
     guest.setlk(file, open, 9, lock(libc::F_UNLCK, 0, 9), 0).unwrap();
     guest.receive(waits).unwrap();
-    let taken = guest.getlk(file, open, 9, wrlck(0, 9)).unwrap();
-    assert_eq!((taken.start, taken.end), (5, 7));
-    guest.save().unwrap();
+}
+
+/// VMMs of one host: the server there takes the locks while the one here has its guest still.
+#[test]
+fn a_guest_with_locks_migrates_to_another_server_of_this_host() {
+    for (place, flags) in WAYS {
+        let here = Survivor::new(place, flags);
+        let mut guest = here.connect();
+        let (file, open) = guest.create(ROOT, "file", O_RDWR, 0o644).unwrap();
+        let (file, open) = (file.nodeid, open.fh);
+        guest.setlk(file, open, 9, wrlck(3, 5), 0).unwrap();
+        guest.setlk(file, open, 9, wrlck(0, 0), LK_FLOCK).unwrap();
+        let path = here.path.join("file");
+        let is_locked = || {
+            let taken = is_locked_for_the_host(&path, 3, 5);
+            assert_eq!(is_flocked(&path), taken);
+            taken
+        };
+        assert!(is_locked());
+        let state = guest.save().unwrap();
+        assert!(!is_locked());
+        // It stays after all.
+        guest.stay(&state.1).unwrap();
+        assert!(is_locked());
+        let state = guest.save().unwrap();
+        let (there, socket) = elsewhere(&here.path, flags);
+        guest.migrate(&socket, &state).unwrap();
+        assert!(is_locked());
+        let taken = guest.getlk(file, open, 10, wrlck(0, 9)).unwrap();
+        assert_eq!((taken.start, taken.end), (3, 5));
+        drop(guest);
+        assert_eq!((here.said(), there.said()), (String::new(), String::new()));
+    }
+}
+
+/// Whether a process of the host would have to wait for a lock.
+fn is_locked_for_the_host(path: &Path, start: i64, end: i64) -> bool {
+    let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+    let (kind, whence) = (libc::F_WRLCK, libc::SEEK_SET);
+    let mut lock = libc::flock {
+        l_type: i16::try_from(kind).unwrap(),
+        l_whence: i16::try_from(whence).unwrap(),
+        l_start: start,
+        l_len: end - start + 1,
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open, and the lock is one that the kernel may write to.
+    let asked = unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&file), libc::F_OFD_GETLK, &raw mut lock) };
+    assert_eq!(asked, 0, "{}", std::io::Error::last_os_error());
+    lock.l_type != i16::try_from(libc::F_UNLCK).unwrap()
 }
 
 #[test]

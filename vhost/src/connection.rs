@@ -38,7 +38,9 @@ struct Queue<M> {
     addresses: RingAddresses,
     base: u32,
     /// Requests that were waiting when it was stopped.
-    out: usize,
+    out: Vec<u16>,
+    /// Those that were waiting when the state was saved, here or on the host that the guest comes from, until it starts.
+    again: Vec<u16>,
     kick: Option<OwnedFd>,
     call: Option<OwnedFd>,
     error: Option<OwnedFd>,
@@ -59,7 +61,8 @@ impl<M> Default for Queue<M> {
             size: 0,
             addresses: RingAddresses::default(),
             base: 0,
-            out: 0,
+            out: Vec::new(),
+            again: Vec::new(),
             kick: None,
             call: None,
             error: None,
@@ -261,17 +264,22 @@ impl<D: Device> Connection<D> {
             },
             base: queue.base,
             log: self.inflight.as_ref().and_then(|area| area.region(index)),
+            again: queue.again.clone(),
             dirty: self.dirty.clone().filter(|_| self.features & F_LOG_ALL != 0),
             kick: clone(kick)?,
             call: queue.call.as_ref().map(clone).transpose()?,
             error: queue.error.as_ref().map(clone).transpose()?,
         };
         let port = self.worker(self.device.worker_of(index))?;
+        self.device.resumed(&self.session);
         let (reply, outcome) = channel();
         port.0.post(Letter::Control(Control::Start(index, start, reply)));
         self.queues[index].worker = Some(port);
         match outcome.recv() {
-            Ok(Ok(())) => self.queues[index].running = true,
+            Ok(Ok(())) => {
+                self.queues[index].running = true;
+                self.queues[index].again.clear();
+            }
             Ok(Err(reason)) => {
                 tracing::error!("{reason}");
                 if matches!(self.taking_over, TakingOver::Now { .. }) {

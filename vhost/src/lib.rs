@@ -33,6 +33,7 @@ mod server;
 mod shared;
 mod slots;
 mod socket;
+mod waiting;
 mod window;
 mod worker;
 
@@ -142,6 +143,8 @@ pub trait Device: Send + Sync + 'static {
     fn save(&self, _session: &Self::Session) -> Result<Vec<u8>, String> {
         Err("the device has no state".into())
     }
+    /// A queue is about to start: after a [`save`](Self::save), the driver stays here after all.
+    fn resumed(&self, _session: &Self::Session) {}
     /// Goes on from a state that was saved elsewhere. The front end hands it over, and may have changed it.
     ///
     /// # Errors

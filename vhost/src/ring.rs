@@ -140,6 +140,15 @@ impl Ring {
         })
     }
 
+    /// Has chains taken once more that were taken before, maybe on another host: all that lie between where the driver's memory says that chains
+    /// are used and where the ring begins. Answers whether that is so; a ring that has begun anew has none.
+    pub(crate) fn take_again(&mut self, heads: Vec<u16>) -> bool {
+        match self {
+            Self::Split(ring) => ring.take_again(heads),
+            Self::Packed(_) => false,
+        }
+    }
+
     pub(crate) fn memory(&self) -> &Rc<Memory> {
         either!(self, ring => ring.memory())
     }

@@ -82,9 +82,10 @@ impl Slots {
         }
     }
 
-    /// Chains of a queue that are being served.
-    pub(crate) fn of_queue(&self, queue: usize) -> usize {
-        self.slots.iter().filter(|slot| slot.busy.as_ref().is_some_and(|busy| busy.queue == queue)).count()
+    /// The numbers of a queue's chains that are being served.
+    pub(crate) fn of_queue(&self, queue: usize) -> impl Iterator<Item = u16> {
+        let busy = self.slots.iter().filter_map(|slot| slot.busy.as_ref());
+        busy.filter(move |busy| busy.queue == queue).map(|busy| busy.chain.id)
     }
 
     /// Chains that will be answered without anybody else's doing.

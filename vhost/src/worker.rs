@@ -106,12 +106,12 @@ pub(crate) enum Control {
 }
 
 /// What is left of a ring that was served.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Stopped {
     /// The index to go on from.
     pub(crate) base: u32,
     /// Chains before it that are not answered yet, because they wait for somebody (for a lock).
-    pub(crate) out: usize,
+    pub(crate) out: Vec<u16>,
 }
 
 /// A ring to serve.
@@ -121,6 +121,8 @@ pub(crate) struct Start {
     pub(crate) setup: RingSetup,
     pub(crate) base: u32,
     pub(crate) log: Option<Region>,
+    /// Chains that were taken before the state was saved, here or on another host, and that nobody has answered.
+    pub(crate) again: Vec<u16>,
     /// Where to note which pages are written to.
     pub(crate) dirty: Option<Arc<DirtyLog>>,
     pub(crate) kick: OwnedFd,
@@ -389,7 +391,7 @@ impl<H: QueueHandler> Worker<H> {
 
     fn start(&mut self, queue: usize, start: Start) -> Result<(), StartError> {
         self.stop(queue);
-        let Start { memory, setup, base, log, dirty, kick, call, error } = start;
+        let Start { memory, setup, base, log, again, dirty, kick, call, error } = start;
         let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
         let begin = Begin::after(stopped_at, base);
         let owes_signal = log.is_some();
@@ -402,12 +404,19 @@ impl<H: QueueHandler> Worker<H> {
         }
         let dirty = dirty.map(|log| Dirty::new(log, &memory, &setup));
         let mut ring = Ring::new(Rc::new(memory), &setup, begin, log)?;
+        if !again.is_empty() {
+            // They were given up when the state was saved.
+            self.slots.drop_parked(queue);
+            if !ring.take_again(again) {
+                tracing::warn!("queue {queue} has begun anew: what waited before its guest was to move is forgotten");
+            }
+        }
         ring.want_kicks(false);
         let watch = self.transfers.watch(&kick).map_err(StartError::Watch)?;
         if matches!(begin, Begin::At(_)) {
             self.slots.drop_parked(queue);
         }
-        let out = self.slots.of_queue(queue);
+        let out = self.slots.of_queue(queue).count();
         let (broken, vain_kicks, touched) = (false, 0, true);
         let running = Running { queue, ring, watch, call, error, out, broken, owes_signal, vain_kicks, dirty, touched };
         self.running.push(running);
@@ -431,7 +440,7 @@ impl<H: QueueHandler> Worker<H> {
     fn stop(&mut self, queue: usize) -> Stopped {
         let Some(index) = self.running.iter().position(|running| running.queue == queue) else {
             let base = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
-            return Stopped { base, out: self.slots.of_queue(queue) };
+            return Stopped { base, out: self.slots.of_queue(queue).collect() };
         };
         // Whoever goes on where it stops does not know of those that the server before has left.
         while self.running[index].ring.is_recovering() && self.take_from(index) > 0 {}
@@ -446,7 +455,7 @@ impl<H: QueueHandler> Worker<H> {
         if !running.ring.is_recovering() {
             self.stopped.push((queue, at));
         }
-        Stopped { base: at, out: self.slots.of_queue(queue) }
+        Stopped { base: at, out: self.slots.of_queue(queue).collect() }
     }
 
     /// Answers every chain whose answer comes by itself. Parked ones stay.

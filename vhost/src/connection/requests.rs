@@ -12,7 +12,7 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 
-use super::{Connection, F_LOG_ALL, TakingOver};
+use super::{Connection, F_LOG_ALL, Queue, TakingOver};
 use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
@@ -20,7 +20,7 @@ use crate::migration::Transfer;
 use crate::ring::RingAddresses;
 use crate::window::{self, Told, WindowDialect};
 use crate::worker::{Control, Letter};
-use crate::{Device, QUEUE_SIZE_MAX};
+use crate::{Device, QUEUE_SIZE_MAX, waiting};
 
 impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     fn set_owner(&mut self) -> Result<()> {
@@ -252,11 +252,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             return Err(Error::InvalidOperation("queues run: they must be stopped before the state is transferred"));
         }
         let begun = match direction {
-            VhostTransferStateDirection::SAVE => match self.queues.iter().map(|queue| queue.out).sum::<usize>() {
-                0 => self.device.save(&self.session).map(|state| Transfer::save(state, file)),
-                // Nobody there would answer them.
-                out => Err(format!("requests of the guest that wait for a lock: {out}; migrate it when none does")),
-            },
+            VhostTransferStateDirection::SAVE => self.save().map(|state| Transfer::save(state, file)),
             VhostTransferStateDirection::LOAD => Ok(Transfer::load(file)),
         };
         let begun = begun.and_then(|begun| begun.map_err(|error| format!("no thread: {error}")));
@@ -269,8 +265,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
 
     fn check_device_state(&mut self) -> Result<()> {
         let transfer = self.transfer.take().ok_or(Error::InvalidOperation("no state was transferred"))?;
-        let loaded =
-            transfer.end().and_then(|state| state.map_or(Ok(()), |state| self.device.load(&self.session, &state)));
+        let loaded = transfer.end().and_then(|state| state.map_or(Ok(()), |state| self.load(&state)));
         loaded.map_err(|reason| {
             tracing::error!("the state of the device was not transferred: {reason}");
             Error::ReqHandlerError(std::io::Error::other(reason))
@@ -308,5 +303,32 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             tracing::error!("a queue cannot go on with the log for the pages that are written to: {error}");
             Error::InvalidParam
         })
+    }
+}
+
+impl<D: Device> Connection<D> {
+    /// The state of the device, and what waits in its queues. Wherever these start, that is taken once more.
+    fn save(&mut self) -> std::result::Result<Vec<u8>, String> {
+        let waits = |queue: &Queue<_>| if queue.again.is_empty() { queue.out.clone() } else { queue.again.clone() };
+        let queues = (0..=u16::MAX).zip(&self.queues);
+        let waiting: Vec<_> =
+            queues.flat_map(|(index, queue)| waits(queue).into_iter().map(move |head| (index, head))).collect();
+        if self.is_packed() && !waiting.is_empty() {
+            // Their descriptors may be written over by others that are used.
+            let count = waiting.len();
+            return Err(format!(
+                "requests of the guest that wait for a lock, in packed rings: {count}; migrate it when none does"
+            ));
+        }
+        let state = waiting::before(self.device.save(&self.session)?, &waiting);
+        self.queues.iter_mut().for_each(|queue| queue.again = waits(queue));
+        Ok(state)
+    }
+
+    fn load(&mut self, state: &[u8]) -> std::result::Result<(), String> {
+        let (waiting, state) = waiting::split(state, self.queues.len())?;
+        self.device.load(&self.session, state)?;
+        self.queues.iter_mut().zip(waiting).for_each(|(queue, again)| queue.again = again);
+        Ok(())
     }
 }

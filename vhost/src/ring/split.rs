@@ -95,6 +95,18 @@ impl SplitRing {
         Ok(ring)
     }
 
+    pub(super) fn take_again(&mut self, heads: Vec<u16>) -> bool {
+        let taken = self.next_available.wrapping_sub(self.next_used);
+        if usize::from(taken) != heads.len() || heads.iter().any(|head| *head >= self.size) || self.is_recovering() {
+            return false;
+        }
+        if let Some(log) = &mut self.log {
+            heads.iter().for_each(|head| log.take(*head));
+        }
+        self.again = heads.into();
+        true
+    }
+
     pub(super) fn memory(&self) -> &Rc<Memory> {
         &self.memory
     }
