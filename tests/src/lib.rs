@@ -13,6 +13,7 @@ pub mod mounts;
 pub mod ninep;
 pub mod suites;
 pub mod survivor;
+pub mod window;
 
 use std::ffi::OsString;
 use std::io::Read;

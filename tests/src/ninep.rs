@@ -17,20 +17,91 @@ use tempfile::TempDir;
 
 use crate::{Guest, GuestCache, Input, MOUNTPOINT, Output, Place, Ran, SETTLE, TIMEOUT, folder, run};
 
-/// Joins the guest to the host, loads what Debian has as modules, mounts and runs what follows.
+/// Joins the guest to the host, loads what Debian has as modules, mounts and runs what follows: by TCP, or, if there is a
+/// program that forwards, by a unix socket of the guest's.
 const SETUP: &str = r#"
-modules=$1 guest=$2 host=$3 port=$4 options=$5 mountpoint=$6
-shift 6
+modules=$1 guest=$2 host=$3 port=$4 options=$5 mountpoint=$6 forwards=$7
+shift 7
 for module in fs/netfs/netfs net/9p/9pnet net/9p/9pnet_fd fs/9p/9p; do
     /run/ferry/busybox insmod $modules/kernel/$module.ko
 done
 /run/ferry/busybox ip addr add $guest/30 dev vec0
 /run/ferry/busybox ip link set vec0 up
 mkdir -p $mountpoint
-mount -i -t 9p -o trans=tcp,port=$port,version=9p2000.L,$options $host $mountpoint
+if [ -n "$forwards" ]; then
+    socket=/tmp/9p.sock
+    $forwards --role forward $socket $host:$port </dev/null >/dev/null 2>&1 &
+    until [ -S $socket ]; do sleep 0.1; done
+    mount -i -t 9p -o trans=unix,version=9p2000.L,$options $socket $mountpoint
+else
+    mount -i -t 9p -o trans=tcp,port=$port,version=9p2000.L,$options $host $mountpoint
+fi
 cd $mountpoint
 exec "$@"
 "#;
+
+/// A server that guests reach.
+#[derive(Debug)]
+pub struct NinePServer {
+    port: u16,
+    export: Option<Export>,
+    tap: Tap,
+}
+
+impl NinePServer {
+    /// Serves a source; `None`, with a line that says so, where no guest can reach it.
+    pub fn new(source: Arc<dyn FileSystem>, options: Options) -> Option<Self> {
+        let tap = match Tap::new() {
+            Ok(tap) => tap,
+            Err(error) => {
+                eprintln!("skipped: a guest reaches a 9P server by a tap device: {error}");
+                return None;
+            }
+        };
+        let listener = TcpListener::bind((tap.host(), 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let export = Export::start(vec![listener.into()], source, Options { remote: true, ..options }).unwrap();
+        Some(Self { port, export: Some(export), tap })
+    }
+
+    /// A User-mode Linux guest with the share as its working directory, mounted with these options; its output is
+    /// collected. One guest at a time.
+    pub fn guest<S: Into<OsString>>(&self, options: &str, command: impl IntoIterator<Item = S>) -> Guest {
+        self.guest_by(None, options, command)
+    }
+
+    /// The same, whose kernel connects to a unix socket if there is a program that `forwards`. A guest shares none with its host:
+    /// so this ferry-probe makes one in the guest, and carries what comes there to the server.
+    pub fn guest_by<S: Into<OsString>>(
+        &self,
+        forwards: Option<&str>,
+        options: &str,
+        command: impl IntoIterator<Item = S>,
+    ) -> Guest {
+        let cache = GuestCache::from_env().unwrap();
+        let modules = cache.uml().unwrap().modules.canonicalize().unwrap();
+        let port = self.port.to_string();
+        let mut words: Vec<OsString> = ["sh", "-euc", SETUP, "sh"].map(OsString::from).into();
+        words.push(modules.into());
+        let (guest, host) = (self.tap.guest(), self.tap.host());
+        words.extend([&*guest, &*host, &*port, options, MOUNTPOINT, forwards.unwrap_or_default()].map(OsString::from));
+        words.extend(command.into_iter().map(Into::into));
+        let mut guest = Guest::new(cache, words);
+        guest.kernel_args = vec![self.tap.kernel_arg()];
+        guest.stdin = Input::Null;
+        guest.stdout = Output::Piped;
+        guest.stderr = Output::Piped;
+        guest
+    }
+}
+
+impl Drop for NinePServer {
+    fn drop(&mut self) {
+        if let Some(export) = self.export.take() {
+            export.stop();
+        }
+    }
+}
 
 /// A directory and the server that shares it.
 #[derive(Debug)]
@@ -39,9 +110,7 @@ pub struct NinePShare {
     pub dir: Arc<Dir>,
     /// The shared directory.
     pub path: PathBuf,
-    port: u16,
-    export: Option<Export>,
-    tap: Tap,
+    server: NinePServer,
     _folder: TempDir,
 }
 
@@ -54,41 +123,27 @@ impl NinePShare {
     /// The same, offered in this way.
     pub fn with(place: Place, options: Options) -> Option<Self> {
         crate::log();
-        let tap = match Tap::new() {
-            Ok(tap) => tap,
-            Err(error) => {
-                eprintln!("skipped: a guest reaches a 9P server by a tap device: {error}");
-                return None;
-            }
-        };
         let folder = folder(place);
         let path = folder.path().join("shared");
         std::fs::create_dir(&path).unwrap();
         let dir = Arc::new(Dir::open(&path, ferry_dir::Options::default()).unwrap());
-        let listener = TcpListener::bind((tap.host(), 0)).unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let options = Options { remote: true, ..options };
-        let source = Arc::clone(&dir) as Arc<dyn FileSystem>;
-        let export = Export::start(vec![listener.into()], source, options).unwrap();
-        Some(Self { dir, path, port, export: Some(export), tap, _folder: folder })
+        let server = NinePServer::new(Arc::clone(&dir) as Arc<dyn FileSystem>, options)?;
+        Some(Self { dir, path, server, _folder: folder })
     }
 
-    /// A User-mode Linux guest with the share as its working directory, mounted with these options; its output is
-    /// collected. One guest at a time.
+    /// A guest on the share ([`NinePServer::guest`]).
     pub fn guest<S: Into<OsString>>(&self, options: &str, command: impl IntoIterator<Item = S>) -> Guest {
-        let cache = GuestCache::from_env().unwrap();
-        let modules = cache.uml().unwrap().modules.canonicalize().unwrap();
-        let port = self.port.to_string();
-        let mut words: Vec<OsString> = ["sh", "-euc", SETUP, "sh"].map(OsString::from).into();
-        words.push(modules.into());
-        words.extend([&*self.tap.guest(), &*self.tap.host(), &*port, options, MOUNTPOINT].map(OsString::from));
-        words.extend(command.into_iter().map(Into::into));
-        let mut guest = Guest::new(cache, words);
-        guest.kernel_args = vec![self.tap.kernel_arg()];
-        guest.stdin = Input::Null;
-        guest.stdout = Output::Piped;
-        guest.stderr = Output::Piped;
-        guest
+        self.server.guest(options, command)
+    }
+
+    /// The same by a unix socket ([`NinePServer::guest_by`]).
+    pub fn guest_by<S: Into<OsString>>(
+        &self,
+        forwards: Option<&str>,
+        options: &str,
+        command: impl IntoIterator<Item = S>,
+    ) -> Guest {
+        self.server.guest_by(forwards, options, command)
     }
 
     /// Runs a shell script in a guest on the share.
@@ -98,7 +153,7 @@ impl NinePShare {
 
     /// How many bytes the host was asked to read ahead of guests.
     pub fn read_ahead_bytes(&self) -> u64 {
-        self.export.as_ref().map_or(0, Export::read_ahead_bytes)
+        self.server.export.as_ref().map_or(0, Export::read_ahead_bytes)
     }
 
     /// Waits until no guest holds anything any more.
@@ -107,7 +162,7 @@ impl NinePShare {
     /// When something is still held after [`SETTLE`].
     pub fn assert_released(&self) {
         // A guest that is gone does not say so: its connection has to be taken from it.
-        let connected = self.export.as_ref().map_or(0, |export| export.usage().connections);
+        let connected = self.server.export.as_ref().map_or(0, |export| export.usage().connections);
         let end = Instant::now() + SETTLE;
         loop {
             let usage = self.dir.usage();
@@ -116,14 +171,6 @@ impl NinePShare {
             }
             assert!(Instant::now() < end, "still held, by {connected} connections: {usage:?}");
             std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for NinePShare {
-    fn drop(&mut self) {
-        if let Some(export) = self.export.take() {
-            export.stop();
         }
     }
 }

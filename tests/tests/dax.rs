@@ -3,9 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{IoSliceMut, Write};
-use std::mem::MaybeUninit;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -16,12 +14,12 @@ use std::time::{Duration, Instant};
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
 use ferry_engine::requests::{Filter, watch};
 use ferry_tests::guest::DeviceKind;
+use ferry_tests::window::{answer, next_message, next_wish};
 use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, run};
 use ferry_virtiofs::WindowDialect;
 use ferry_wire::fuse::abi::{
     ATTR_DAX, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
 };
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use zerocopy::IntoBytes;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
@@ -231,41 +229,6 @@ fn only_large_files_are_mapped_where_the_guest_leaves_it_to_us() {
 }
 
 const CHUNK: u64 = 2 << 20;
-
-/// A request of the server's: its code, the five numbers behind it, and the descriptor that came along.
-struct Wish {
-    code: u32,
-    numbers: [u64; 5],
-    file: Option<File>,
-}
-
-/// Waits for the next request; `None`: the server has hung up.
-fn next_wish(line: &UnixStream) -> Option<Wish> {
-    let (message, file) = next_message::<52>(line)?;
-    let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
-    let code = u32::from_ne_bytes(message[..4].try_into().unwrap());
-    Some(Wish { code, numbers: [12, 20, 28, 36, 44].map(number), file })
-}
-
-/// The next message of this length, and the descriptor that comes along.
-fn next_message<const BYTES: usize>(line: &UnixStream) -> Option<([u8; BYTES], Option<File>)> {
-    let mut message = [0; BYTES];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let parts = &mut [IoSliceMut::new(&mut message)];
-    let bytes =
-        recvmsg(line, parts, &mut control, RecvFlags::WAITALL | RecvFlags::CMSG_CLOEXEC).map_or(0, |got| got.bytes);
-    let file = control.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut files) => files.next().map(File::from),
-        _ => None,
-    });
-    (bytes == BYTES).then_some((message, file))
-}
-
-fn answer(mut line: &UnixStream, code: u32, outcome: u64) {
-    let header = [code, 1 | 4, 8].map(u32::to_ne_bytes).concat();
-    line.write_all(&[header, outcome.to_ne_bytes().to_vec()].concat()).unwrap();
-}
 
 /// A guest whose front end is ours, the line to it, and a file of 3 MiB and a bit, opened for writing.
 fn native(share: &Share) -> (Driver, UnixStream, u64) {

@@ -128,3 +128,13 @@ pub struct Extent {
     /// Offset in the descriptor; `len` of the request follows on.
     pub offset: u64,
 }
+
+/// A piece of a file that never changes ([`crate::FileSystem::map_pieces`]).
+#[derive(Clone, Debug)]
+pub enum Piece {
+    /// In a descriptor that is open for reading only, so many bytes, from a page on. If the file ends within the last page, zeros
+    /// follow there.
+    Extent(Extent, u64),
+    /// What is in no such place.
+    Bytes(Vec<u8>),
+}

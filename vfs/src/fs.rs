@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::{
     Attr, Backing, Caller, Changes, Copy, Data, DirItem, DirRange, Entry, Errno, FallocateFlags, Features, FileType,
-    Handle, Ino, IoRange, Lock, Locked, Name, New, OFlags, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter,
+    Handle, Ino, IoRange, Lock, Locked, Name, New, OFlags, Piece, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter,
     XattrFlags,
 };
 
@@ -177,6 +177,13 @@ pub trait FileSystem: Send + Sync {
     /// asks by inode. It stays valid when the file is unlinked. What the client does through the mapping nobody sees;
     /// its size it changes by other calls. Needs [`Features::mappable`].
     fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        Err(Errno::NOSYS)
+    }
+
+    /// Where the bytes of a part of a regular file are, to be mapped into a client's memory that reads them only, for sources whose
+    /// files are no descriptors as a whole and never change: piece by piece, in order, up to the end of the part or the file. `offset`
+    /// and `len` are whole pages of 4 KiB; each piece but the last is, too. It is asked before [`Self::map`].
+    fn map_pieces(&self, cx: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
         Err(Errno::NOSYS)
     }
 

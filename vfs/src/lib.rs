@@ -130,7 +130,7 @@ mod names;
 mod types;
 
 pub use attr::openable;
-pub use backing::{Backing, Extent, Memory, Segment};
+pub use backing::{Backing, Extent, Memory, Piece, Segment};
 pub use change::{Change, Changes, Listener, Subscription, Told};
 pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};
 pub use fs::{Bounds, DirOutput, FileSystem, Input, Output};

@@ -162,6 +162,12 @@ impl Window {
         self.bytes
     }
 
+    /// Whether the front end maps files that are open for reading only. QEMU does not, and neither does it map them so that the guest
+    /// cannot write; it is known by telling of what it maps, so not before the first mapping.
+    pub fn maps_read_only(&self) -> bool {
+        self.state().tells == Some(false)
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,16 +1,18 @@
 //! The packs of one image, open, each object proved before its bytes are seen.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
 use std::thread;
 
-use ferry_vfs::{Backing, Extent};
+use ferry_vfs::{Backing, Extent, Piece};
 
 use crate::composefs::lacking::{Absent, FileObject};
 use crate::composefs::objects::Files;
@@ -400,8 +402,8 @@ impl Objects {
         bytes: u64,
         part: Range<u64>,
     ) -> std::result::Result<Option<Extent>, Bad> {
-        if let Data::Object { path, digest } = data {
-            return Ok(Some(Extent { file: self.object(path, digest, bytes)?, offset: part.start }));
+        if let Data::Object { .. } = data {
+            return Ok(Some(Extent { file: self.file(data, bytes)?, offset: part.start }));
         }
         let mut runs = data.runs(bytes, part);
         let (Some(first), None) = (runs.next(), runs.next()) else { return Ok(None) };
@@ -413,6 +415,40 @@ impl Objects {
         self.check_ends(data, bytes)?;
         self.prove_span(run.pack, run.at, run.bytes)?;
         Ok(Some(Extent { file: Arc::clone(&pack.backing), offset: run.at }))
+    }
+
+    /// The places of a part of a file that begins with a page, once they are proved; what has none that lasts is read. Of a file in the
+    /// image itself there are none.
+    ///
+    /// # Errors
+    /// There is no such object, or its bytes are not the ones it was made of.
+    pub(crate) fn places(&self, data: Data<'_>, bytes: u64, part: Range<u64>) -> std::result::Result<Vec<Piece>, Bad> {
+        self.check_ends(data, bytes)?;
+        let page = BLOCK_BYTES as u64;
+        if let Data::Object { path, .. } = data {
+            let file = self.file(data, bytes)?;
+            let (whole, rest) = (part.end / page * page, part.end % page);
+            let mut last = vec![0; usize::try_from(rest).unwrap_or_default()];
+            // Of what is behind its end nothing is known.
+            let unreadable = |source| Bad::Object { path: OsStr::from_bytes(path.unwrap_or_default()).into(), source };
+            read_exact(&file, whole, &mut last).map_err(unreadable)?;
+            let extent = Piece::Extent(Extent { file, offset: part.start }, whole - part.start);
+            let pieces = [(whole > part.start).then_some(extent), (rest > 0).then_some(Piece::Bytes(last))];
+            return Ok(pieces.into_iter().flatten().collect());
+        }
+        let place = |run: crate::image::Checked<Run>| {
+            let run = run?;
+            let pack = &self.packs[run.pack];
+            if pack.lasting().is_err() {
+                let mut read = vec![0; usize::try_from(run.bytes).unwrap_or_default()];
+                return self.read_span(run.pack, run.at, &mut read).map(|()| Piece::Bytes(read));
+            }
+            // Who proves an object looks for zeros behind it, up to the end of its last block.
+            self.prove_span(run.pack, run.at, run.bytes)?;
+            let extent = Extent { file: Arc::clone(&pack.backing), offset: run.at };
+            Ok(Piece::Extent(extent, run.bytes.next_multiple_of(page)))
+        };
+        data.runs(bytes, part).map(place).collect()
     }
 
     /// Reads a part of a file's bytes, once they are proved, which are not in the image itself.
@@ -444,6 +480,24 @@ impl Objects {
         }
     }
 
+    /// The descriptor that is a file as a whole, if there is one whose bytes are proved, or cost little to prove.
+    pub(crate) fn whole_file(&self, data: Data<'_>, bytes: u64) -> Option<Arc<Backing>> {
+        let Data::Object { path: Some(path), digest: Some(digest) } = data else { return None };
+        self.files.as_ref()?.ready(path, digest, bytes)
+    }
+
+    /// The same, whatever it costs.
+    fn file(&self, data: Data<'_>, bytes: u64) -> std::result::Result<Arc<Backing>, Bad> {
+        match data {
+            Data::Object { path, digest } => match self.whole_file(data, bytes) {
+                Some(file) => Ok(file),
+                None => self.object(path, digest, bytes),
+            },
+            _ => Err(Bad::NoPath),
+        }
+    }
+
+    /// A file whose bytes we have proved ourselves.
     fn object(
         &self,
         path: Option<&[u8]>,

@@ -2,7 +2,6 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -33,7 +32,7 @@ pub(crate) fn open(common: &Arc<Common>, number: usize, wanted: &PackRef) -> Res
     if index.blocks != wanted.blocks {
         return Err(flawed(&format!("its index tells of {} blocks, the image of {}", index.blocks, wanted.blocks)));
     }
-    let file = lock_part(&path, common.limit.is_some())?.ok_or_else(|| {
+    let (file, reader) = lock_part(&path, common.limit.is_some())?.ok_or_else(|| {
         flawed("another ferry uses what is here of it, with or without a limit (--cache-size): wait for its end")
     })?;
     // Holes: what the index claims takes no room.
@@ -41,8 +40,7 @@ pub(crate) fn open(common: &Arc<Common>, number: usize, wanted: &PackRef) -> Res
     if let Some(limit) = &common.limit {
         adopt(&file, &index, number, limit).doing("look at", &path)?;
     }
-    let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
-    Ok(Pack::new(file, fd, index, wanted.ahead).with_holes(Absent::new(common, number)))
+    Ok(Pack::new(file, reader.into(), index, wanted.ahead).with_holes(Absent::new(common, number)))
 }
 
 /// Counts what is here already of a pack that is bounded.
@@ -86,9 +84,9 @@ fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
     Ok(index)
 }
 
-/// Opens the part of a pack that is here: alone if it has a limit, for then objects go away under others' hands. `None` if another
-/// process has it so, or we would want it so.
-fn lock_part(path: &Path, alone: bool) -> Result<Option<File>> {
+/// Opens the part of a pack that is here, and once more for those who only read it: alone if it has a limit, for then objects go away
+/// under others' hands. `None` if another process has it so, or we would want it so.
+fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
     for _ in 0..OPEN_TRIES_MAX {
         let file =
             File::options().read(true).write(true).create(true).truncate(false).open(path).doing("open", path)?;
@@ -100,8 +98,10 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<File>> {
         // It may have become a whole pack in between, or have been removed.
         let same = |found: fs::Metadata, ours: fs::Metadata| (found.dev(), found.ino()) == (ours.dev(), ours.ino());
         let ours = file.metadata().doing("look at", path)?;
-        if fs::metadata(path).is_ok_and(|found| same(found, ours)) {
-            return Ok(Some(file));
+        if let Ok(reader) = File::open(path)
+            && reader.metadata().is_ok_and(|found| same(found, ours))
+        {
+            return Ok(Some((file, reader)));
         }
     }
     Ok(None)

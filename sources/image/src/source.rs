@@ -4,12 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem, FileType, Handle,
-    Ino, IoRange, Name, OFlags, Output, Result, Seek, Statfs, openable,
+    Attr, Backing, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem, FileType,
+    Handle, Ino, IoRange, Name, OFlags, Output, Piece, Result, Seek, Statfs, openable,
 };
 
 use crate::digest::Digest;
-use crate::erofs::{XATTR_ACL, XATTR_LABEL};
+use crate::erofs::{BLOCK_BYTES, XATTR_ACL, XATTR_LABEL};
 use crate::error;
 use crate::fetch::Missing;
 use crate::image::{Checked, Data, Image, Inode, Nid};
@@ -147,8 +147,16 @@ fn type_of(kind: u8) -> FileType {
 
 impl FileSystem for Source {
     fn features(&self) -> Features {
-        let posix_acl = self.image.may_have_acls();
-        Features { read_only: true, by_number: true, constant: true, posix_acl, ..Features::default() }
+        Features {
+            read_only: true,
+            posix_acl: self.image.may_have_acls(),
+            // What is in packs has no file of its own.
+            backing: self.image.is_composefs(),
+            mappable: true,
+            by_number: true,
+            constant: true,
+            ..Features::default()
+        }
     }
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
@@ -202,6 +210,30 @@ impl FileSystem for Source {
         let mut bytes = vec![0; usize::try_from(left).unwrap_or_default()];
         let count = self.read_at(inode.nid, at.offset, &mut bytes)?;
         Ok(Moved::Bytes(out.put(&bytes[..count])))
+    }
+
+    fn backing(&self, _: &Caller<'_>, ino: Ino, _: Handle) -> Option<Arc<Backing>> {
+        let inode = self.inode(ino).ok()?;
+        self.objects.whole_file(self.image.data(&inode).ok()?, inode.bytes)
+    }
+
+    fn map_pieces(&self, _: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
+        let inode = self.inode(ino)?;
+        openable(inode.kind())?;
+        if !offset.is_multiple_of(BLOCK_BYTES as u64) {
+            return Err(Errno::INVAL);
+        }
+        let end = offset.saturating_add(len).min(inode.bytes);
+        if offset >= end {
+            return Ok(Vec::new());
+        }
+        let data = flawed(self.image.data(&inode))?;
+        if let Data::Near(..) = data {
+            let mut bytes = vec![0; usize::try_from(end - offset).map_err(|_| Errno::OVERFLOW)?];
+            self.read_at(inode.nid, offset, &mut bytes)?;
+            return Ok(vec![Piece::Bytes(bytes)]);
+        }
+        self.objects.places(data, inode.bytes, offset..end).map_err(refused)
     }
 
     fn flush(&self, _: &Caller<'_>, _: Ino, _: Handle, _: u64) -> Result<()> {

@@ -31,8 +31,8 @@ use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Backing, Bounds, Caller, Changes, Copy, Data, DirItem, DirOutput, DirRange, Entry, Errno, FallocateFlags,
-    Features, FileSystem, FileType, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags,
-    Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    Features, FileSystem, FileType, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, Piece,
+    RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 pub use crate::ids::{Ids, Rule, RuleError};
@@ -228,6 +228,10 @@ impl FileSystem for Mapped {
 
     fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         self.with(cx, |cx| self.source.map(cx, ino, writes))
+    }
+
+    fn map_pieces(&self, cx: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
+        self.with(cx, |cx| self.source.map_pieces(cx, ino, offset, len))
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {

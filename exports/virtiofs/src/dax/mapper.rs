@@ -1,21 +1,19 @@
 //! The thread that fills a window and empties it.
 
 use std::collections::HashMap;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
 use ferry_serve::{Answer, Complaints, Mapping};
-use ferry_vfs::{Backing, Caller, Change, Errno, FileSystem, Ino, Result, SessionId};
+use ferry_vfs::{Backing, Caller, Change, Errno, FileSystem, Ino, Piece, Result, SessionId};
 use ferry_vhost::{Part, Window, WindowError};
 use rustix::fs::{FallocateFlags, fallocate, fstat};
 
 use super::table::{Placed, Plan, Table};
 use super::tail::{Tail, Tails};
-
-/// What QEMU maps at least.
-const PAGE_BYTES: u64 = 4096;
+use super::{PAGE_BYTES, pieces};
 
 /// What is to be done.
 pub(super) enum Task {
@@ -53,6 +51,8 @@ pub(super) struct Mapper {
     files: HashMap<Ino, Open>,
     tails: Arc<Tails>,
     read_only: bool,
+    /// The front end has refused what is open for reading only.
+    needs_writable: bool,
     complaints: Complaints,
 }
 
@@ -64,7 +64,7 @@ impl Mapper {
         (name, read_only): (String, bool),
     ) -> Self {
         let (table, files, complaints) = (Table::new(window.bytes()), HashMap::new(), Complaints::default());
-        Self { window, source, name, table, files, tails, read_only, complaints }
+        Self { window, source, name, table, files, tails, read_only, needs_writable: false, complaints }
     }
 
     /// Does what comes, until nothing can come any more.
@@ -103,56 +103,95 @@ impl Mapper {
             }
             Plan::Make(gone) => gone,
         };
+        let Mapping { ino, offset: file_offset, len: bytes, window_offset, .. } = *asked;
+        let part = Part { window_offset, file_offset, bytes, writable: false };
+        let caller = Caller { session: asked.by, ..Caller::default() };
+        match self.source.map_pieces(&caller, ino, file_offset, bytes) {
+            Err(Errno::NOSYS) => self.map_file(asked, part, &gone),
+            _ if asked.write => Err(Errno::ROFS),
+            pieces => {
+                let pieces = pieces?;
+                self.take_away(asked.by, &gone)?;
+                let mapped = self.place_pieces(window_offset, &pieces)?;
+                self.table.insert(Placed { ino, part, mapped, written: false });
+                Ok(())
+            }
+        }
+    }
+
+    /// Maps a part of a file of the host.
+    fn map_file(&mut self, asked: &Mapping, part: Part, gone: &[Placed]) -> Result<()> {
         let (file, for_writing) = self.open(asked)?;
         if asked.write {
             self.allocate(asked)?;
         }
-        self.take_away(asked.by, &gone)?;
-        let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: written, .. } = *asked;
-        let writable = for_writing && asked.may_write;
-        let part = Part { window_offset, file_offset, bytes, writable };
-        let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0);
-        let whole_pages = size.saturating_sub(file_offset).min(bytes) / PAGE_BYTES * PAGE_BYTES;
-        let file_bytes = if for_writing { whole_pages } else { 0 };
-        let placed = Placed { ino, part, file_bytes, written };
-        self.place(&placed, &file)?;
-        self.table.insert(placed);
+        self.take_away(asked.by, gone)?;
+        let (ino, written) = (asked.ino, asked.write);
+        let part = Part { writable: for_writing && asked.may_write, ..part };
+        let mapped = self.place_file(ino, part, &file, for_writing)?;
+        self.table.insert(Placed { ino, part, mapped, written });
         // Taking others of its mappings away may have let go of it.
         self.files.entry(ino).or_insert(Open { file, for_writing });
         Ok(())
     }
 
     /// Has the front end map the file, and what is behind its last whole page from a copy.
-    fn place(&self, placed: &Placed, file: &Arc<Backing>) -> Result<()> {
-        let (from_file, from_copy) = placed.parts();
-        if let Some(part) = from_file {
-            self.window.map(file.as_fd(), part).map_err(|error| self.failed("mapped", part, &error))?;
+    fn place_file(&self, ino: Ino, part: Part, file: &Arc<Backing>, for_writing: bool) -> Result<Arc<[Part]>> {
+        let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0);
+        let whole_pages = size.saturating_sub(part.file_offset).min(part.bytes) / PAGE_BYTES * PAGE_BYTES;
+        let file_bytes = if for_writing { whole_pages } else { 0 };
+        let from_file = Part { bytes: file_bytes, ..part };
+        let (window_offset, bytes) = (part.window_offset + file_bytes, part.bytes - file_bytes);
+        let from_copy = Part { window_offset, file_offset: 0, bytes, ..part };
+        let tail = match bytes {
+            0 => None,
+            _ => Some(Tail::new(Arc::clone(file), part.writable, part.file_offset + file_bytes, bytes)?),
+        };
+        let copy = tail.as_ref().map(Tail::copy);
+        let wishes = [(from_file, Some(file.as_fd())), (from_copy, copy.as_ref().map(AsFd::as_fd))];
+        let wishes = wishes.into_iter().filter(|(part, _)| part.bytes > 0);
+        let mapped = self.place(wishes.filter_map(|(part, file)| Some((part, file?))));
+        let mapped = mapped.map_err(|(part, error)| self.failed("mapped", part, &error))?;
+        if let Some(tail) = tail {
+            self.tails.insert(ino, part.window_offset, tail);
         }
-        let Some(part) = from_copy else { return Ok(()) };
-        let start = placed.part.file_offset + placed.file_bytes;
-        let outcome = Tail::new(Arc::clone(file), part.writable, start, part.bytes).and_then(|tail| {
-            let mapped = self.window.map(tail.copy().as_fd(), part);
-            mapped.map_err(|error| self.failed("mapped", part, &error)).map(|()| tail)
-        });
-        match (outcome, from_file) {
-            (Ok(tail), _) => {
-                self.tails.insert(placed.ino, placed.part.window_offset, tail);
-                Ok(())
+        Ok(mapped)
+    }
+
+    /// Has the front end map pieces of a file, or copies of them if it must.
+    fn place_pieces(&mut self, window_offset: u64, pieces: &[Piece]) -> Result<Arc<[Part]>> {
+        let in_place = self.window.maps_read_only() && !self.needs_writable;
+        let wishes = pieces::wishes(window_offset, pieces, in_place)?;
+        match self.place(wishes.iter().map(|wish| (wish.part, wish.file()))) {
+            Err((_, WindowError::Refused)) if in_place => {
+                self.needs_writable = true;
+                self.place_pieces(window_offset, pieces)
             }
-            (Err(errno), Some(part)) => {
+            mapped => mapped.map_err(|(part, error)| self.failed("mapped", part, &error)),
+        }
+    }
+
+    /// Has the front end map parts of files: all, or none.
+    fn place<'a>(
+        &self,
+        wishes: impl Iterator<Item = (Part, BorrowedFd<'a>)>,
+    ) -> std::result::Result<Arc<[Part]>, (Part, WindowError)> {
+        let mut mapped = Vec::new();
+        for (part, file) in wishes {
+            if let Err(error) = self.window.map(file, part) {
                 // If this fails, too, the front end is gone.
-                let _ = self.window.unmap(part);
-                Err(errno)
+                mapped.into_iter().for_each(|part| _ = self.window.unmap(part));
+                return Err((part, error));
             }
-            (Err(errno), None) => Err(errno),
+            mapped.push(part);
         }
+        Ok(mapped.into())
     }
 
     /// Has the front end undo what [`Self::place`] had it do.
     fn displace(&self, placed: &Placed) -> std::result::Result<(), WindowError> {
-        let (from_file, from_copy) = placed.parts();
-        for part in [from_file, from_copy].into_iter().flatten() {
-            match self.window.unmap(part) {
+        for part in &*placed.mapped {
+            match self.window.unmap(*part) {
                 // One that the front end does not know is not there.
                 Ok(()) | Err(WindowError::Refused) => {}
                 Err(error) => return Err(error),

@@ -4,13 +4,15 @@
 //! its own asks (see [`ferry_vhost::Window`]); the requests wait, parked, and hold up nothing. What is where, and what
 //! is to be done about it, is in [`table`]; the thread, which does it, in [`mapper`].
 //!
-//! The last page of a file cannot be mapped by QEMU unless it is a whole one: that part is a copy, kept in step ([`tail`]).
+//! The last page of a file cannot be mapped by QEMU unless it is a whole one: that part is a copy, kept in step ([`tail`]). Files that
+//! never change may lie in pieces ([`pieces`]).
 //!
 //! A mapping stays as it is for as long as the guest may use it. So neighbouring mappings are not made one afterwards, and none
 //! is split: QEMU takes only whole mappings away and none that overlap, and in between the guest would read rubbish and lose
 //! what it writes. The number of mappings is bounded by the window's size instead ([`WINDOW_BYTES_MAX`]).
 
 mod mapper;
+mod pieces;
 mod table;
 mod tail;
 
@@ -25,6 +27,9 @@ use ferry_vhost::Window;
 use crate::Options;
 use mapper::{Mapper, Task};
 use tail::Tails;
+
+/// The unit of mappings, as INIT says it to the guest, and what QEMU maps at least.
+const PAGE_BYTES: u64 = 4096;
 
 /// What Linux maps at a time.
 const CHUNK_BYTES: u64 = 2 << 20;

@@ -1,21 +1,21 @@
 //! What is where in a window.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use ferry_serve::Mapping;
 use ferry_vfs::{Errno, Ino, Result};
 use ferry_vhost::Part;
 
-/// The unit of mappings, as INIT says it to the guest.
-const ALIGN: u64 = 4096;
+use super::PAGE_BYTES;
 
 /// A mapping that is in place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Placed {
     pub(super) ino: Ino,
     pub(super) part: Part,
-    /// So many bytes of it are the file itself; the rest is a copy (see [`super::tail`]).
-    pub(super) file_bytes: u64,
+    /// What the front end was asked to map, one by one: files, and copies (see [`super::tail`] and [`super::pieces`]).
+    pub(super) mapped: Arc<[Part]>,
     /// The guest has said that it writes there.
     pub(super) written: bool,
 }
@@ -48,7 +48,7 @@ impl Table {
     /// `INVAL`: it is not within the window, not aligned, or would leave a part of another mapping.
     pub(super) fn plan(&self, asked: &Mapping) -> Result<Plan> {
         let Mapping { ino, offset, len, window_offset, write, .. } = *asked;
-        let aligned = [offset, len, window_offset].into_iter().all(|number| number.is_multiple_of(ALIGN));
+        let aligned = [offset, len, window_offset].into_iter().all(|number| number.is_multiple_of(PAGE_BYTES));
         let end = window_offset.checked_add(len).filter(|end| *end <= self.window_bytes);
         let (true, Some(end), true) = (aligned, end, len > 0) else { return Err(Errno::INVAL) };
         let there = self.placed.get(&window_offset).filter(|placed| {
@@ -67,7 +67,7 @@ impl Table {
     /// `INVAL`: one of them reaches beyond it.
     pub(super) fn within(&self, start: u64, end: u64) -> Result<Vec<Placed>> {
         let before = self.placed.range(..start).next_back().filter(|(_, placed)| placed.end() > start);
-        let inside: Vec<_> = self.placed.range(start..end.max(start)).map(|(_, placed)| *placed).collect();
+        let inside: Vec<_> = self.placed.range(start..end.max(start)).map(|(_, placed)| placed.clone()).collect();
         match before.is_some() || inside.last().is_some_and(|last| last.end() > end) {
             true => Err(Errno::INVAL),
             false => Ok(inside),
@@ -76,12 +76,12 @@ impl Table {
 
     /// The mappings of a file.
     pub(super) fn of(&self, ino: Ino) -> Vec<Placed> {
-        self.placed.values().filter(|placed| placed.ino == ino).copied().collect()
+        self.placed.values().filter(|placed| placed.ino == ino).cloned().collect()
     }
 
     /// All mappings.
     pub(super) fn all(&self) -> Vec<Placed> {
-        self.placed.values().copied().collect()
+        self.placed.values().cloned().collect()
     }
 
     pub(super) fn insert(&mut self, placed: Placed) {
@@ -104,15 +104,6 @@ impl Placed {
     fn end(&self) -> u64 {
         self.part.window_offset + self.part.bytes
     }
-
-    /// What is mapped from the file and what from its copy, where there is such a part.
-    pub(super) fn parts(&self) -> (Option<Part>, Option<Part>) {
-        let Part { window_offset, file_offset, bytes, writable } = self.part;
-        let (file, rest) = (self.file_bytes, bytes - self.file_bytes);
-        let copy = Part { window_offset: window_offset + file, file_offset: 0, bytes: rest, writable };
-        let file = Part { window_offset, file_offset, bytes: file, writable };
-        (Some(file).filter(|part| part.bytes > 0), Some(copy).filter(|part| part.bytes > 0))
-    }
 }
 
 #[cfg(test)]
@@ -131,7 +122,8 @@ mod tests {
 
     fn placed(asked: &Mapping) -> Placed {
         let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: writable, .. } = *asked;
-        Placed { ino, part: Part { window_offset, file_offset, bytes, writable }, file_bytes: bytes, written: false }
+        let part = Part { window_offset, file_offset, bytes, writable };
+        Placed { ino, part, mapped: Arc::from([part]), written: false }
     }
 
     fn table(asked: &[Mapping]) -> Table {
@@ -147,10 +139,10 @@ mod tests {
         assert_eq!(table.plan(&good), Ok(Plan::Make(Vec::new())));
         assert_eq!(table.plan(&Mapping { window_offset: WINDOW - CHUNK, ..good }), Ok(Plan::Make(Vec::new())));
         for bad in [
-            Mapping { window_offset: WINDOW - CHUNK + ALIGN, ..good },
+            Mapping { window_offset: WINDOW - CHUNK + PAGE_BYTES, ..good },
             Mapping { window_offset: WINDOW, ..good },
-            Mapping { window_offset: u64::MAX - ALIGN + 1, ..good },
-            Mapping { len: WINDOW + ALIGN, ..good },
+            Mapping { window_offset: u64::MAX - PAGE_BYTES + 1, ..good },
+            Mapping { len: WINDOW + PAGE_BYTES, ..good },
             Mapping { len: 0, ..good },
             Mapping { len: 1, ..good },
             Mapping { offset: 1, ..good },
@@ -186,9 +178,9 @@ mod tests {
             (CHUNK, 2 * CHUNK, Ok(1)),
             (0, CHUNK, Ok(0)),
             (2 * CHUNK, WINDOW, Ok(0)),
-            (CHUNK + ALIGN, WINDOW, Err(Errno::INVAL)),
-            (CHUNK + ALIGN, CHUNK + 2 * ALIGN, Err(Errno::INVAL)),
-            (0, CHUNK + ALIGN, Err(Errno::INVAL)),
+            (CHUNK + PAGE_BYTES, WINDOW, Err(Errno::INVAL)),
+            (CHUNK + PAGE_BYTES, CHUNK + 2 * PAGE_BYTES, Err(Errno::INVAL)),
+            (0, CHUNK + PAGE_BYTES, Err(Errno::INVAL)),
             (5, 3, Ok(0)),
         ] {
             assert_eq!(table.within(start, end).map(|found| found.len()), found, "{start:#x}..{end:#x}");

@@ -71,7 +71,7 @@ impl Tail {
 }
 
 /// Reads so many bytes; what is not there is 0.
-fn read(file: BorrowedFd<'_>, offset: u64, bytes: usize) -> Result<Vec<u8>> {
+pub(super) fn read(file: BorrowedFd<'_>, offset: u64, bytes: usize) -> Result<Vec<u8>> {
     let mut out = vec![0; bytes];
     let mut done = 0;
     while done < bytes {
@@ -85,7 +85,8 @@ fn read(file: BorrowedFd<'_>, offset: u64, bytes: usize) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-fn write(file: BorrowedFd<'_>, mut offset: u64, mut bytes: &[u8]) -> Result<()> {
+/// Writes all bytes.
+pub(super) fn write(file: BorrowedFd<'_>, mut offset: u64, mut bytes: &[u8]) -> Result<()> {
     while !bytes.is_empty() {
         match pwrite(file, bytes, offset) {
             Ok(0) => return Err(Errno::IO),

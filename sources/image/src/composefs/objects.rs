@@ -26,6 +26,9 @@ use crate::scan::FOUND_FLAGS;
 use crate::store::New;
 use crate::verity;
 
+/// An object of so few bytes is proved when it is opened, which then takes a fraction of a millisecond longer: most that are opened are
+/// read.
+const SMALL_BYTES: u64 = 128 << 10;
 /// How many objects are kept open. More are opened again when they are wanted.
 const OPEN_MAX: usize = 256;
 /// An object that was used so short a time ago need not be noted again; any time of grace that makes sense is longer.
@@ -295,10 +298,40 @@ impl Files {
 
     /// The same, if it is in the store.
     pub(super) fn here(&self, path: &[u8], digest: Digest, bytes: u64) -> std::result::Result<Arc<Backing>, Bad> {
-        let key = (path.to_vec(), digest);
-        if let Some(known) = self.state().open.get(&key) {
-            return Ok(Arc::clone(known));
+        if let Some(known) = self.known(path, digest) {
+            return Ok(known);
         }
+        let (file, found) = self.open_object(path, bytes)?;
+        if !self.was_proved(&found, digest) {
+            let unreadable = |source| Bad::Object { path: self.name(path), source };
+            let measured = measure(&file, bytes).map_err(unreadable)?;
+            if measured != digest {
+                return Err(Bad::Changed { path: self.name(path), digest: measured });
+            }
+        }
+        Ok(self.keep(path, digest, file, &found))
+    }
+
+    /// The same if that costs next to nothing: the object is small, was proved before, or has fs-verity, with which the kernel proves
+    /// what is read whenever it is. Nothing is said of one that is damaged, for nobody may have a use for its bytes.
+    pub(crate) fn ready(&self, path: &[u8], digest: Digest, bytes: u64) -> Option<Arc<Backing>> {
+        if bytes <= SMALL_BYTES {
+            return self.here(path, digest, bytes).ok();
+        }
+        if let Some(known) = self.known(path, digest) {
+            return Some(known);
+        }
+        let (file, found) = self.open_object(path, bytes).ok()?;
+        let proved = self.was_proved(&found, digest) || fsverity::measure(&file) == Some(digest);
+        proved.then(|| self.keep(path, digest, file, &found))
+    }
+
+    fn known(&self, path: &[u8], digest: Digest) -> Option<Arc<Backing>> {
+        self.state().open.get(&(path.to_vec(), digest)).cloned()
+    }
+
+    /// Opens an object of this length, and tells what file it is.
+    fn open_object(&self, path: &[u8], bytes: u64) -> std::result::Result<(File, fs::Metadata), Bad> {
         let unreadable = |source: io::Error| Bad::Object { path: self.name(path), source };
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
@@ -308,20 +341,24 @@ impl Files {
         if !found.is_file() || found.len() != bytes {
             return Err(Bad::Length { path: self.name(path), found: found.len(), bytes });
         }
-        if self.state().proved.get(&digest) != Some(&identity(&found)) {
-            let measured = measure(&file, bytes).map_err(unreadable)?;
-            if measured != digest {
-                return Err(Bad::Changed { path: self.name(path), digest: measured });
-            }
-        }
+        Ok((file, found))
+    }
+
+    /// Whether a file's bytes were proved, and it has not changed since.
+    fn was_proved(&self, found: &fs::Metadata, digest: Digest) -> bool {
+        self.state().proved.get(&digest) == Some(&identity(found))
+    }
+
+    /// Keeps an object open whose bytes are proved.
+    fn keep(&self, path: &[u8], digest: Digest, file: File, found: &fs::Metadata) -> Arc<Backing> {
         let backing = Arc::new(Backing::new(file.into()));
         let mut state = self.state();
-        state.proved.insert(digest, identity(&found));
+        state.proved.insert(digest, identity(found));
         if state.open.len() >= OPEN_MAX {
             state.open.clear();
         }
-        state.open.insert(key, Arc::clone(&backing));
-        Ok(backing)
+        state.open.insert((path.to_vec(), digest), Arc::clone(&backing));
+        backing
     }
 }
 

@@ -1,0 +1,134 @@
+//! Files that never change, whose bytes are in pieces ([`ferry_vfs::FileSystem::map_pieces`]).
+//!
+//! A front end that takes descriptors that are open for reading only maps the pieces themselves, so that all guests and the host have
+//! the bytes in memory once. One that does not gets a copy: a descriptor that is open for writing could be used for that.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use ferry_vfs::{Backing, Errno, Extent, Piece, Result};
+use ferry_vhost::Part;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use super::PAGE_BYTES;
+use super::tail::{read, write};
+
+/// Where the bytes of a part are.
+enum Source {
+    File(Arc<Backing>),
+    Copy(OwnedFd),
+}
+
+/// What is to be mapped.
+pub(super) struct Wish {
+    pub(super) part: Part,
+    source: Source,
+}
+
+impl Wish {
+    pub(super) fn file(&self) -> BorrowedFd<'_> {
+        match &self.source {
+            Source::File(file) => file.as_fd(),
+            Source::Copy(copy) => copy.as_fd(),
+        }
+    }
+}
+
+/// What the front end is to map from a place in the window on: the pieces themselves if `in_place`, else a copy of all.
+pub(super) fn wishes(mut window_offset: u64, pieces: &[Piece], in_place: bool) -> Result<Vec<Wish>> {
+    let mut wishes = Vec::new();
+    for together in pieces.chunk_by(|one, next| is_copied(one, in_place) && is_copied(next, in_place)) {
+        let wish = match together {
+            [Piece::Extent(Extent { file, offset: file_offset }, bytes)] if in_place => {
+                let part = Part { window_offset, file_offset: *file_offset, bytes: *bytes, writable: false };
+                Wish { part, source: Source::File(Arc::clone(file)) }
+            }
+            copied => copy(window_offset, copied)?,
+        };
+        window_offset += wish.part.bytes;
+        wishes.push(wish);
+    }
+    Ok(wishes)
+}
+
+fn is_copied(piece: &Piece, in_place: bool) -> bool {
+    !in_place || matches!(piece, Piece::Bytes(_))
+}
+
+/// Whole pages with the bytes of these pieces.
+fn copy(window_offset: u64, pieces: &[Piece]) -> Result<Wish> {
+    let memory = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
+    let mut end = 0;
+    for piece in pieces {
+        let bytes = match piece {
+            Piece::Extent(extent, bytes) => {
+                &read(extent.file.as_fd(), extent.offset, usize::try_from(*bytes).map_err(|_| Errno::OVERFLOW)?)?
+            }
+            Piece::Bytes(bytes) => bytes,
+        };
+        write(memory.as_fd(), end, bytes)?;
+        end += bytes.len() as u64;
+    }
+    let bytes = end.next_multiple_of(PAGE_BYTES);
+    ftruncate(&memory, bytes)?;
+    Ok(Wish { part: Part { window_offset, file_offset: 0, bytes, writable: false }, source: Source::Copy(memory) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    fn file(text: &[u8]) -> Arc<Backing> {
+        let file = File::from(memfd_create("file", MemfdFlags::CLOEXEC).unwrap());
+        file.write_all_at(text, 0).unwrap();
+        Arc::new(Backing::new(file.into()))
+    }
+
+    /// Two pieces of files, bytes in two lumps between them, and the end in bytes.
+    fn pieces() -> (Vec<Piece>, Vec<u8>) {
+        let text: Vec<u8> = (0..4 * PAGE).map(|at| (at / 7).to_le_bytes()[0]).collect();
+        let file = file(&text);
+        let extent =
+            |page: usize| Piece::Extent(Extent { file: Arc::clone(&file), offset: (page * PAGE) as u64 }, PAGE as u64);
+        let pieces = vec![
+            extent(3),
+            Piece::Bytes(vec![1; PAGE]),
+            Piece::Bytes(vec![2; PAGE]),
+            extent(1),
+            Piece::Bytes(b"end".to_vec()),
+        ];
+        let mut all = text[3 * PAGE..].to_vec();
+        all.extend([vec![1; PAGE], vec![2; PAGE], text[PAGE..2 * PAGE].to_vec(), b"end".to_vec()].concat());
+        all.resize(5 * PAGE, 0);
+        (pieces, all)
+    }
+
+    /// What a guest would see from a place in the window on.
+    fn seen(wishes: &[Wish], from: u64) -> Vec<u8> {
+        let mut seen = Vec::new();
+        for Wish { part, .. } in wishes {
+            assert_eq!(part.window_offset, from + seen.len() as u64, "no gap");
+            let wish = wishes.iter().find(|wish| wish.part == *part).unwrap();
+            seen.extend(read(wish.file(), part.file_offset, usize::try_from(part.bytes).unwrap()).unwrap());
+        }
+        seen
+    }
+
+    #[test]
+    fn pieces_are_where_they_are_or_copied() {
+        let (pieces, all) = pieces();
+        for (in_place, count) in [(true, 4), (false, 1)] {
+            let wishes = wishes(1 << 21, &pieces, in_place).unwrap();
+            assert_eq!(wishes.len(), count);
+            assert!(seen(&wishes, 1 << 21) == all, "in place: {in_place}");
+            assert!(wishes.iter().all(|wish| !wish.part.writable));
+        }
+        assert_eq!(wishes(0, &pieces, true).unwrap()[0].part.file_offset, 3 * PAGE as u64);
+        assert!(wishes(0, &[], true).unwrap().is_empty() && wishes(0, &[], false).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,48 @@
+//! The front end's side of a DAX window: what the server asks for, and what it is answered.
+
+use std::fs::File;
+use std::io::{IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::unix::net::UnixStream;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+/// A request of the server's: its code, the five numbers behind it, and the descriptor that came along.
+#[derive(Debug)]
+pub struct Wish {
+    /// Its code.
+    pub code: u32,
+    /// Number of the region, offset in the file, offset in the window, length, flags.
+    pub numbers: [u64; 5],
+    /// What is to be mapped.
+    pub file: Option<File>,
+}
+
+/// Waits for the next request; `None`: the server has hung up.
+pub fn next_wish(line: &UnixStream) -> Option<Wish> {
+    let (message, file) = next_message::<52>(line)?;
+    let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
+    let code = u32::from_ne_bytes(message[..4].try_into().unwrap());
+    Some(Wish { code, numbers: [12, 20, 28, 36, 44].map(number), file })
+}
+
+/// The next message of this length, and the descriptor that comes along.
+pub fn next_message<const BYTES: usize>(line: &UnixStream) -> Option<([u8; BYTES], Option<File>)> {
+    let mut message = [0; BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let parts = &mut [IoSliceMut::new(&mut message)];
+    let bytes =
+        recvmsg(line, parts, &mut control, RecvFlags::WAITALL | RecvFlags::CMSG_CLOEXEC).map_or(0, |got| got.bytes);
+    let file = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut files) => files.next().map(File::from),
+        _ => None,
+    });
+    (bytes == BYTES).then_some((message, file))
+}
+
+/// Answers a request; 0 for success.
+pub fn answer(mut line: &UnixStream, code: u32, outcome: u64) {
+    let header = [code, 1 | 4, 8].map(u32::to_ne_bytes).concat();
+    line.write_all(&[header, outcome.to_ne_bytes().to_vec()].concat()).unwrap();
+}
