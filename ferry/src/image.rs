@@ -4,6 +4,7 @@ mod lazy;
 mod loops;
 mod mount;
 pub mod registry;
+mod repair;
 mod store;
 mod trace;
 mod upper;
@@ -18,12 +19,12 @@ use std::str::FromStr;
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_image::{
     BuildOptions, Built, COMPOSEFS_VERSION_MAX, Digest, DumpError, Image, Inode, Layout, Nid, Objects, Source, Store,
-    Trace, walk,
+    Trace, Whiteouts, walk,
 };
 use ferry_vfs::{FileType, Name};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Deserializer};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Copy-paste lines for the help.
 pub const EXAMPLES: &str = "\
@@ -36,6 +37,7 @@ Examples:
   ferry image ls -l rootfs.img /etc
   ferry image cat rootfs.img /usr/lib/os-release --store /var/lib/ferry
   ferry image verify rootfs.img --store /var/lib/ferry               # reads and proves every byte
+  ferry image verify rootfs.img --store /var/lib/ferry --repair      # and has what is damaged replaced
   ferry image diff old.img rootfs.img --store /var/lib/ferry
   ferry image gc images/ --store /var/lib/ferry                      # keeps what the images in this folder need
   ferry image build rootfs -o rootfs.cfs --store /var/lib/ferry --layout composefs   # what mkcomposefs writes
@@ -79,6 +81,11 @@ pub enum Command {
         /// Which image of an OCI index to take [default: Linux's for this machine].
         #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
         platform: Option<String>,
+        /// What becomes of the whiteouts of an archive that is a layer by itself: they are dropped, for there is nothing that they hide;
+        /// made overlayfs's, so that a mount of the image can lie on others; or kept as the files that the archive has [default: such an
+        /// archive is refused].
+        #[arg(long, value_enum, value_name = "drop|overlay|keep", hide_possible_values = true)]
+        whiteouts: Option<WhiteoutsName>,
         /// How many threads read and hash [default: as many as CPUs].
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
         threads: Option<u16>,
@@ -98,7 +105,7 @@ pub enum Command {
         /// With modes, owners, sizes and times.
         #[arg(short)]
         long: bool,
-        /// A line of JSON for each name.
+        /// A line of JSON for each name. One that is no UTF-8 has its bytes in path_hex, a link's in target_hex.
         #[arg(long)]
         json: bool,
     },
@@ -141,6 +148,8 @@ pub enum Command {
         image: ImageArg,
         #[command(flatten)]
         store: StoreArg,
+        #[command(flatten)]
+        repair: repair::RepairArgs,
         /// Answer in JSON.
         #[arg(long)]
         json: bool,
@@ -161,6 +170,13 @@ pub enum Command {
 pub enum LayoutName {
     Flat,
     Composefs,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum WhiteoutsName {
+    Drop,
+    Overlay,
+    Keep,
 }
 
 #[derive(Debug, clap::Args)]
@@ -217,7 +233,18 @@ impl<'de> Deserialize<'de> for ImageDigest {
 /// Does what was asked for; answers the status.
 pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
     match command {
-        Command::Build { source, output, store, layout, composefs_version, order_from, platform, threads, json } => {
+        Command::Build {
+            source,
+            output,
+            store,
+            layout,
+            composefs_version,
+            order_from,
+            platform,
+            whiteouts,
+            threads,
+            json,
+        } => {
             let layout = match (layout, composefs_version) {
                 (LayoutName::Composefs, version) => Layout::Composefs { version: *version },
                 (LayoutName::Flat, None) => Layout::Flat,
@@ -229,6 +256,11 @@ pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
             let order = order_from.as_deref().map(Trace::read).transpose()?;
             let mut options = BuildOptions { layout, order, platform: platform.clone(), ..BuildOptions::default() };
             options.threads = threads.map_or(options.threads, usize::from);
+            options.whiteouts = whiteouts.map(|whiteouts| match whiteouts {
+                WhiteoutsName::Drop => Whiteouts::Drop,
+                WhiteoutsName::Overlay => Whiteouts::Overlay,
+                WhiteoutsName::Keep => Whiteouts::Keep,
+            });
             build(source, output, &store.store, &options, *json)?;
         }
         Command::Dump { image } => dump(&image.open()?, &image.image)?,
@@ -240,11 +272,15 @@ pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
             let report = ferry_image::check(&image.open()?);
             return say(&report.findings, *json);
         }
-        Command::Verify { image, store, json } => {
-            let image = image.open()?;
-            let mut findings = ferry_image::check(&image).findings;
+        Command::Verify { image, store, repair, json } => {
+            let opened = image.open()?;
+            let mut findings = ferry_image::check(&opened).findings;
             if findings.is_empty() {
-                findings = verify(&image, &store.store)?;
+                findings = verify(&opened, &store.store)?;
+                if !findings.is_empty() && repair.repair {
+                    repair.run(image, &opened, &store.store)?;
+                    findings = verify(&opened, &store.store)?;
+                }
             }
             return say(&findings, *json);
         }
@@ -271,7 +307,7 @@ fn dump(image: &Image, path: &Path) -> Result<()> {
 }
 
 fn build(source: &Path, output: &Path, store: &Path, options: &BuildOptions, json: bool) -> Result<()> {
-    let bar = bar("files");
+    let bar = bar(if source.is_dir() { "files" } else { "bytes" });
     let progress = |done: usize, all: usize| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
@@ -330,10 +366,13 @@ fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
         };
         let name = path.escape_ascii();
         if json {
-            let line = json!({"path": String::from_utf8_lossy(path), "mode": format!("{:o}", inode.mode),
+            let mut line = json!({"mode": format!("{:o}", inode.mode),
                 "nlink": inode.nlink, "uid": inode.uid, "gid": inode.gid, "size": inode.bytes, "rdev": inode.rdev(),
-                "mtime": {"sec": inode.mtime.sec, "nsec": inode.mtime.nsec},
-                "target": target.map(|target| String::from_utf8_lossy(&target).into_owned())});
+                "mtime": {"sec": inode.mtime.sec, "nsec": inode.mtime.nsec}, "target": null});
+            set_name(&mut line, "path", path);
+            if let Some(target) = target {
+                set_name(&mut line, "target", &target);
+            }
             writeln!(out, "{line}")?;
         } else if long {
             let arrow = target.map(|target| format!(" -> {}", target.escape_ascii())).unwrap_or_default();
@@ -347,6 +386,15 @@ fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
     };
     let walked = walk(image, from, path.as_os_str().as_bytes(), |step, inode| line(&step.path(), inode));
     ended(walked.and_then(|()| Ok(out.flush()?)))
+}
+
+/// Says a name in JSON: as text, and where that is not all of it (it is no UTF-8) as hexadecimal digits of its bytes, too.
+fn set_name(answer: &mut Value, key: &str, name: &[u8]) {
+    answer[key] = String::from_utf8_lossy(name).into();
+    if std::str::from_utf8(name).is_err() {
+        let digits: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
+        answer[format!("{key}_hex")] = digits.into();
+    }
 }
 
 /// A reader that has seen enough is no error.

@@ -99,6 +99,57 @@ fn a_store_is_looked_at_compared_and_cleaned() {
     assert!(output.status.code() == Some(4) && said.contains(" is not in "), "{said}");
 }
 
+/// Names are bytes: what JSON cannot say as text it says in digits, too.
+#[test]
+fn names_that_are_no_text_survive_json() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::new();
+    let named = |bytes: &[u8]| place.at("tree").join(std::ffi::OsStr::from_bytes(bytes));
+    std::os::unix::fs::symlink(std::ffi::OsStr::from_bytes(b"to \xfe"), named(b"a link")).unwrap();
+    text(&mut place.build("old"));
+    fs::write(named(b"\xff"), "").unwrap();
+    text(&mut place.build("new"));
+    let lines = |command: &mut Command| -> Vec<Value> {
+        let output = String::from_utf8(run(command).stdout).unwrap();
+        output.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let listed = lines(ferry().args(["image", "ls", "--json"]).arg(place.at("images/new")));
+    let link = listed.iter().find(|line| line["path"] == "/a link").unwrap();
+    assert_eq!((link["target_hex"].as_str(), &link["path_hex"]), (Some("746f20fe"), &Value::Null), "{link}");
+    let other = listed.iter().find(|line| line["path"] == "/\u{fffd}").unwrap();
+    assert_eq!((other["path_hex"].as_str(), other["target"].as_str()), (Some("2fff"), None), "{other}");
+    let differs = lines(place.command("diff").args([place.at("images/old"), place.at("images/new")]).arg("--json"));
+    let added = differs.iter().find(|line| line["change"] == "added").unwrap();
+    assert_eq!(added["path_hex"].as_str(), Some("2fff"), "{added}");
+}
+
+#[test]
+fn a_build_mends_what_verify_has_noted() {
+    use std::os::unix::fs::FileExt;
+    let place = Place::new();
+    place.write("one", 1, 50_000);
+    place.write("two", 2, 5000);
+    text(&mut place.build("image"));
+    let image = place.at("images/image");
+    let packs = fs::read_dir(place.at("store/packs")).unwrap().map(|entry| entry.unwrap().path());
+    let pack = packs.into_iter().find(|path| path.extension().is_none()).unwrap();
+    fs::set_permissions(&pack, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
+    fs::File::options().write(true).open(&pack).unwrap().write_all_at(b"x", 1).unwrap();
+    let verify = |words: &[&str]| {
+        let output = run(place.command("verify").arg(&image).args(words));
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (status, said, _) = verify(&[]);
+    assert!(status == Some(4) && said.starts_with("/one: the object blake3:"), "{said}");
+    let (status, said, told) = verify(&["--repair"]);
+    assert!(status == Some(4) && said.starts_with("/one: ") && told.contains("1 objects were damaged; 0"), "{told}");
+    assert!(told.contains("when a build or pull has them"), "{told}");
+    text(&mut place.build("again"));
+    place.is_sound(&image);
+    let refused = run(place.command("verify").arg(&image).args(["--from", "oci:registry.invalid/a"]));
+    assert_eq!(refused.status.code(), Some(2), "nobody asked for a repair");
+}
+
 #[test]
 fn nothing_is_removed_for_words_that_are_no_images() {
     let place = Place::new();

@@ -455,6 +455,12 @@ fn mounts_before_it_is_here(kind: Kind, layout: &'static str) {
     assert_eq!(fs::read(mounted.mnt.join("sub/08")).unwrap(), content(8, 11_000));
     mounted.unmount(pid);
 
+    // Who could not be given all of it is told so at once.
+    target.proxy.cut();
+    let said = refused(1, &mut mount(&[]));
+    assert!(said.contains(&target.proxy.address.to_string()), "{said}");
+    target.proxy.revive(target.server.lock().unwrap().address);
+
     // The next mount goes on with what is here, and gets the rest by itself.
     let pid = mounted.mounted_by(&mut mount(&[]));
     until("all of it", || place.is_all_here("lazy"));
@@ -462,6 +468,11 @@ fn mounts_before_it_is_here(kind: Kind, layout: &'static str) {
     assert_eq!(fs::read(mounted.mnt.join("large")).unwrap(), content(1000, 9_000_001));
     mounted.unmount(pid);
     place.is_same("lazy");
+
+    // What is all here needs no server.
+    let pid = mounted.mounted_by(&mut mount(&[]));
+    assert_eq!(fs::read(mounted.mnt.join("sub/79")).unwrap(), content(79, 82_000));
+    mounted.unmount(pid);
 }
 
 #[test]
@@ -609,11 +620,8 @@ fn the_kernel_mounts_an_image_before_it_is_here() {
     assert_eq!(three.read("sub/20").unwrap(), content(20, 23_000));
     place.is_same("lazy");
     assert_eq!(one.read("sub/30").unwrap(), content(30, 33_000), "the first mount has all of it, too");
-    // What is whole is mounted, and nobody has to stay.
+    // What is whole is mounted, and nobody has to stay; the registry need not be there.
     let four = mount("four");
-    let status = four.command(&["--foreground"]).status().unwrap();
-    assert!(!status.success(), "without the registry nobody knows the image");
-    target.proxy.revive(target.server.lock().unwrap().address);
     text(&mut four.command(&["--foreground"]));
     assert_eq!((four.read("sub/31").unwrap(), four.guardians()), (content(31, 34_000), 0));
 }
@@ -652,4 +660,64 @@ fn the_kernel_mounts_a_composefs_image_of_a_registry() {
     assert_eq!(read, [content(7, 10_000), content(1000, 9_000_001)]);
     assert_eq!(text(place.command("verify", "lazy").arg(place.at("lazy.img")).args(["--digest", &digest])), "clean\n");
     assert!(place.is_all_here("lazy"), "{:?}", place.files("lazy"));
+    // What is all here needs no server.
+    target.proxy.cut();
+    text(&mut mount());
+    let read = fs::read(dir.join("sub/08"));
+    rustix::mount::unmount(&dir, rustix::mount::UnmountFlags::DETACH).unwrap();
+    assert_eq!(read.unwrap(), content(8, 11_000));
+}
+
+/// A flipped bit in a pack: said, and put right by what the registry has.
+#[test]
+fn flipped_objects_of_packs_are_replaced() {
+    let place = Place::new();
+    let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
+    place.build();
+    json(&mut place.push(&target));
+    json(&mut place.pull(&target, "copy"));
+    let pack = || {
+        let files = place.files("copy");
+        place.at("copy").join(files.iter().find(|file| !file.contains('.')).unwrap())
+    };
+    let flip = |at: u64| {
+        let file = File::options().read(true).write(true).open(pack()).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    };
+    let verify = |words: &[&str]| {
+        let mut line = place.command("verify", "copy");
+        let output = run(target.set(&mut line).arg(place.at("copy.img")).args(words));
+        let said = String::from_utf8(output.stdout).unwrap() + std::str::from_utf8(&output.stderr).unwrap();
+        (output.status.code(), said)
+    };
+    flip(1000);
+    flip(5 << 20);
+    let (status, said) = verify(&[]);
+    assert!(status == Some(4) && said.contains("is damaged"), "{said}");
+    // Without a word of repairing, nothing is, and a pull does not look at what it has.
+    assert_eq!(number(&json(&mut place.pull(&target, "copy")), "requests"), 1);
+    assert_eq!(verify(&[]).0, Some(4));
+    let (status, said) = verify(&["--repair"]);
+    assert!(status == Some(4) && said.contains("2 objects were damaged; 0 of them"), "{said}");
+    let pulled = json(&mut place.pull(&target, "copy"));
+    assert!(number(&pulled, "received_bytes") < 1 << 18, "{pulled}");
+    place.is_same("copy");
+    // At once, if it is said where from; packs that are of no use at all, too.
+    flip(1000);
+    let (status, said) = verify(&["--repair", "--from", &target.reference]);
+    assert!(status == Some(0) && said.contains("1 objects were damaged; 1 of them"), "{said}");
+    place.is_same("copy");
+    fs::write(pack().with_extension("index"), "no index").unwrap();
+    let (status, said) = verify(&["--repair", "--from", &target.reference]);
+    assert!(status == Some(0) && said.contains("clean"), "{said}");
+    place.is_same("copy");
+    // So does a mount.
+    flip(1000);
+    verify(&["--repair"]);
+    let mut line = place.command("pull", "copy");
+    let lazily = target.set(&mut line).arg(&target.reference).arg("-o").arg(place.at("copy.img"));
+    text(lazily.arg("--metadata-only"));
+    place.is_same("copy");
 }

@@ -3,41 +3,71 @@
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_image::{Digest, Fetch, fetch::Sink};
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::manifest::PackBlobs;
 use crate::remote::Remote;
 
-/// The packs of one image, on a server.
+/// What a manifest says of packs.
+type Known = Arc<HashMap<Digest, PackBlobs>>;
+
+/// The packs of one image, on a server. What the server has is asked when something is wanted of it, unless that is known.
 #[derive(Debug)]
 pub struct Packs {
     remote: Arc<Remote>,
-    packs: HashMap<Digest, PackBlobs>,
+    packs: Mutex<Option<Known>>,
 }
 
 impl Packs {
+    /// Of a manifest that was read.
     pub(crate) fn new(remote: Arc<Remote>, packs: HashMap<Digest, PackBlobs>) -> Self {
-        Self { remote, packs }
+        Self { remote, packs: Mutex::new(Some(Arc::new(packs))) }
     }
 
-    fn pack(&self, pack: Digest) -> io::Result<&PackBlobs> {
+    /// Of a manifest that is still to be read.
+    pub(crate) fn later(remote: Arc<Remote>) -> Self {
+        Self { remote, packs: Mutex::new(None) }
+    }
+
+    /// Asks the server now what it has: whoever will want something of it is told early that it does not answer.
+    ///
+    /// # Errors
+    /// It cannot be reached, or what it says is not what it should be.
+    pub fn ask(&self) -> Result<()> {
+        self.known().map(drop)
+    }
+
+    fn known(&self) -> Result<Known> {
+        let mut packs = self.packs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = &*packs {
+            return Ok(Arc::clone(known));
+        }
+        let known = Arc::new(self.remote.manifest()?.0.packs);
+        *packs = Some(Arc::clone(&known));
+        Ok(known)
+    }
+
+    /// Does something with what the server has of a pack.
+    fn with<T>(&self, pack: Digest, work: impl FnOnce(&PackBlobs) -> io::Result<T>) -> io::Result<T> {
+        let known = self.known().map_err(io::Error::other)?;
         let why = || format!("{} has no such pack", self.remote.reference());
-        self.packs.get(&pack).ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, why()))
+        work(known.get(&pack).ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, why()))?)
     }
 }
 
 impl Fetch for Packs {
     fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
-        let index = self.pack(pack)?.index.ok_or(io::ErrorKind::NotFound)?;
+        let index = self.with(pack, |blobs| blobs.index.ok_or_else(|| io::ErrorKind::NotFound.into()))?;
         self.remote.all(index, bytes_max).map_err(io::Error::other)
     }
 
     fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
-        let pieces = self.pack(pack)?.pieces(&range);
-        let pieces = pieces.ok_or_else(|| io::Error::other("its parts on the server are shorter than the pack"))?;
+        let pieces = self.with(pack, |blobs| {
+            blobs.pieces(&range).ok_or_else(|| io::Error::other("its parts on the server are shorter than the pack"))
+        })?;
         for (part, range) in pieces {
             self.remote.read(part, &range, sink).map_err(|error| match error {
                 Error::Sink(error) => error,

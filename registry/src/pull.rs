@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use ferry_image::{Digest, Image, Missing, Objects};
+use ferry_image::{Digest, Image, Missing, Objects, mend};
 use sha2::Digest as _;
 
 use crate::error::{Error, Result};
@@ -44,8 +44,8 @@ pub struct Pulled {
     pub fetched_bytes: u64,
 }
 
-/// Pulls an image. What is in the store is not fetched, and what a pull that failed or was killed has left is used. The image gets its
-/// name when all is there. Whoever calls holds the store open, so that nothing of it is removed meanwhile.
+/// Pulls an image. What is in the store is not fetched, unless it is noted there as damaged, and what a pull that failed or was killed has
+/// left is used. The image gets its name when all is there. Whoever calls holds the store open, so that nothing of it is removed meanwhile.
 ///
 /// # Errors
 /// The server cannot be reached, or what comes is not what it should be; what was had so far is kept.
@@ -58,6 +58,9 @@ pub fn pull(
 ) -> Result<Pulled> {
     let Opened { image, new, packs, manifest } = open(remote, output, options.digest)?;
     let digest = image.digest();
+    if !options.metadata_only {
+        mend(&image, store, Some(&*packs))?;
+    }
     let objects = Objects::open_with(&image, store, Some(Missing { from: packs, ahead_bytes: 0, cache_bytes: None }))?;
     if !options.metadata_only {
         objects.fetch_all(options.jobs, &AtomicBool::new(false), progress)?;
@@ -70,13 +73,13 @@ pub fn pull(
 }
 
 /// Gets the metadata of an image, unless an image is at `output` already, and answers what fetches the rest of it. What is there
-/// stays: a name on a server may mean another image by now.
+/// stays: a name on a server may mean another image by now; nothing is asked then, for nothing may be missing ([`Packs::ask`]).
 ///
 /// # Errors
 /// The server cannot be reached, or what comes is not what it should be.
 pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, digest: Option<Digest>) -> Result<Arc<Packs>> {
     if output.exists() {
-        return Ok(Arc::new(Packs::new(Arc::clone(remote), remote.manifest()?.0.packs)));
+        return Ok(Arc::new(Packs::later(Arc::clone(remote))));
     }
     let Opened { new, packs, .. } = open(remote, output, digest)?;
     if let Some(new) = new {

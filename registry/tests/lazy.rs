@@ -232,3 +232,84 @@ fn readers_of_a_bounded_cache_never_see_holes() {
     source.shared_objects().fetch_all(2, &AtomicBool::new(false), &|_, _| {}).unwrap();
     readers.into_iter().for_each(|reader| reader.join().unwrap());
 }
+
+/// What a pull has brought, the server of which is gone.
+fn pulled() -> (Place, Arc<ferry_registry::Remote>) {
+    let place = Place::new();
+    place.pull(&place.fake.remote(), "lazy").unwrap();
+    // Whatever is asked, nothing sensible is answered.
+    place.fake.fault(|_, _| Reply::of(403, "no"));
+    place.fake.requests();
+    let remote = place.fake.remote();
+    (place, remote)
+}
+
+#[test]
+fn an_image_that_is_all_here_needs_no_server() {
+    let (place, remote) = pulled();
+    let from = pull_metadata(&remote, &place.at("lazy.img"), Some(place.built.digest)).unwrap();
+    let missing = Missing { from: from.clone(), ahead_bytes: 0, cache_bytes: None };
+    let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
+    assert!(source.shared_objects().seems_whole());
+    assert_eq!(read(&source, "07").unwrap(), content(7));
+    source.shared_objects().fetch_all(2, &AtomicBool::new(false), &|_, _| {}).unwrap();
+    assert_eq!(place.fake.requests().len(), 0);
+    let error = from.ask().unwrap_err().to_string();
+    assert!(error.contains("403"), "{error}");
+}
+
+#[test]
+fn what_is_noted_as_damaged_is_fetched_and_proved() {
+    use std::os::unix::fs::FileExt;
+    let (place, remote) = pulled();
+    let image = ferry_image::Image::open(&place.at("lazy.img"), None).unwrap();
+    let (pack, whole) = place.pack();
+    let path = place.at("lazy/packs").join(pack.hex());
+    let flip = |at: usize| {
+        let file = fs::File::options().write(true).open(&path).unwrap();
+        file.write_all_at(&[whole[at] ^ 1], at as u64).unwrap();
+    };
+    flip(100);
+    flip(3 << 20);
+    assert_eq!(ferry_image::note_damage(&image, &place.at("lazy")).unwrap(), 2);
+    // A server that is no help changes nothing, and does not keep anybody from the rest.
+    let error = place.pull(&remote, "lazy").unwrap_err().to_string();
+    assert!(error.contains("403"), "{error}");
+    let from = pull_metadata(&remote, &place.at("lazy.img"), None).unwrap();
+    let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
+    let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
+    assert_eq!(read(&source, "00").unwrap_err(), Errno::IO);
+    assert_eq!(read(&source, "07").unwrap(), content(7));
+    drop(source);
+    // Nor one that has something else.
+    let part = place.part();
+    place.fake.fault(move |request, mut reply| {
+        if request.path.ends_with(&part) {
+            reply.body[0] ^= 1;
+        }
+        reply
+    });
+    let error = place.pull(&place.fake.remote(), "lazy").unwrap_err();
+    let said = format!("{error}: {:?}", std::error::Error::source(&error).map(ToString::to_string));
+    assert!(said.contains("it came damaged"), "{said}");
+    place.fake.heal();
+    place.fake.requests();
+    place.pull(&place.fake.remote(), "lazy").unwrap();
+    let bytes: usize = asked(&place).iter().map(|(from, to)| to - from).sum();
+    assert_eq!(bytes, content(0).len() + (64 << 10), "no more than what is damaged");
+    assert_eq!(fs::read(&path).unwrap(), whole);
+    place.is_whole("lazy");
+}
+
+#[test]
+fn a_pack_that_is_of_no_use_is_fetched_again() {
+    let place = Place::new();
+    place.pull(&place.fake.remote(), "lazy").unwrap();
+    let path = place.at("lazy/packs").join(place.pack().0.hex());
+    fs::write(path.with_extension("index"), "no index").unwrap();
+    place.pull(&place.fake.remote(), "lazy").unwrap();
+    place.is_whole("lazy");
+    fs::File::options().write(true).open(&path).unwrap().set_len(4096).unwrap();
+    place.pull(&place.fake.remote(), "lazy").unwrap();
+    place.is_whole("lazy");
+}

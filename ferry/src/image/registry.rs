@@ -130,11 +130,16 @@ pub fn objects(
     bail!(WITHOUT)
 }
 
+#[cfg(not(feature = "registry"))]
+pub fn restore(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<ferry_image::Mended> {
+    bail!(WITHOUT)
+}
+
 /// Fetches all that nobody has read yet, however long that takes; answers whether all of it has its lasting place then.
 pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
-pub use with::{objects, open, pull, push};
+pub use with::{objects, open, pull, push, restore};
 
 #[cfg(feature = "registry")]
 mod with {
@@ -144,8 +149,8 @@ mod with {
     use std::time::Duration;
 
     use anyhow::Context;
-    use ferry_image::{Image, Missing, Objects, Store};
-    use ferry_registry::{Client, Counts, Options, PullOptions, Pulled, Pushed, Remote};
+    use ferry_image::{Image, Mended, Missing, Objects, Store, mend};
+    use ferry_registry::{Client, Counts, Options, Packs, PullOptions, Pulled, Pushed, Remote};
     use serde_json::json;
 
     use super::super::{bar, print};
@@ -213,8 +218,9 @@ mod with {
 
     /// Opens an image whose bytes come from a server, and fetches what nobody has read yet beside the readers.
     pub fn open(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Source> {
-        let (store, missing, background) = prepare(path, store, digest, from)?;
+        let Prepared { store, packs, missing, background } = prepare(path, store, digest, from)?;
         let source = Source::open_with(path, &store, digest, Some(missing))?;
+        reach(&source.shared_objects(), &packs)?;
         if let Some(background) = background {
             let objects = source.shared_objects();
             let fetch = thread::Builder::new().name("ferry-fetch".into()).spawn(move || background(&objects));
@@ -230,28 +236,54 @@ mod with {
         digest: Option<Digest>,
         from: &Origin,
     ) -> Result<(Image, Objects, Option<Background>)> {
-        let (store, missing, background) = prepare(path, store, digest, from)?;
+        let Prepared { store, packs, missing, background } = prepare(path, store, digest, from)?;
         let image = Image::open(path, digest)?;
         let objects = Objects::open_with(&image, &store, Some(missing))?;
+        reach(&objects, &packs)?;
         Ok((image, objects, background))
     }
 
-    /// Gets the metadata; answers where the store is, what fetches the rest when it is read, and beside that.
-    fn prepare(
-        path: &Path,
-        store: &Path,
-        digest: Option<Digest>,
-        from: &Origin,
-    ) -> Result<(PathBuf, Missing, Option<Background>)> {
+    /// Fetches what is noted as damaged in the store, and what is missing there.
+    pub fn restore(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Mended> {
+        let Prepared { store, packs, missing, .. } = prepare(path, store, digest, from)?;
+        let image = Image::open(path, digest)?;
+        let mended = mend(&image, &store, Some(&*packs))?;
+        let objects = Objects::open_with(&image, &store, Some(missing))?;
+        let bar = bar("bytes");
+        objects.fetch_all(from.jobs().max(1).into(), &AtomicBool::new(false), &progress(&bar))?;
+        objects.complete()?;
+        bar.finish_and_clear();
+        Ok(mended)
+    }
+
+    /// Where something is missing, tells now that the server cannot be asked for it, and not who reads it; an image that is all here
+    /// needs no server.
+    fn reach(objects: &Objects, packs: &Packs) -> Result<()> {
+        if objects.seems_whole() { Ok(()) } else { Ok(packs.ask()?) }
+    }
+
+    /// An image whose metadata is here.
+    struct Prepared {
+        store: PathBuf,
+        packs: Arc<Packs>,
+        /// What fetches the rest when it is read.
+        missing: Missing,
+        /// And beside that.
+        background: Option<Background>,
+    }
+
+    /// Gets the metadata.
+    fn prepare(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Prepared> {
         let remote = remote(&from.reference, from.plain_http)?;
         drop(Store::create(store)?);
         // Servers in the background leave the folder that they were started in.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
         let packs = ferry_registry::pull_metadata(&remote, path, digest)?;
-        let missing = Missing { from: packs, ahead_bytes: from.ahead_bytes, cache_bytes: from.cache_bytes };
+        let (ahead_bytes, cache_bytes) = (from.ahead_bytes, from.cache_bytes);
+        let missing = Missing { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
         let jobs = usize::from(from.jobs);
         let background: Background = Box::new(move |objects| in_background(objects, jobs, &remote));
-        Ok((store, missing, Some(background).filter(|_| jobs > 0)))
+        Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
     }
 
     /// Ends with the process, or when all is here; answers whether that lasts. What did not come to the disk is not tried again: a

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use ferry_image::{ChangeKind, Collected, CollectedObjects, Digests, Image, Needed, Share, Sole, Store, Usage, places};
 use serde_json::json;
 
-use super::{StoreArg, ended, print};
+use super::{StoreArg, ended, print, set_name};
 
 /// Two images are not the same.
 const OTHER_STATUS: u8 = 4;
@@ -58,7 +58,7 @@ pub struct DiffArgs {
     new: PathBuf,
     #[command(flatten)]
     store: StoreArg,
-    /// A line of JSON for each change.
+    /// A line of JSON for each change. A path that is no UTF-8 has its bytes in path_hex.
     #[arg(long)]
     json: bool,
 }
@@ -194,8 +194,9 @@ pub fn diff(args: &DiffArgs) -> Result<u8> {
             ChangeKind::Changed => ('M', "changed"),
         };
         if args.json {
-            let path = String::from_utf8_lossy(&change.path);
-            writeln!(out, "{}", json!({"path": path, "change": word, "what": change.what}))?;
+            let mut line = json!({"change": word, "what": change.what});
+            set_name(&mut line, "path", &change.path);
+            writeln!(out, "{line}")?;
         } else {
             let what = if change.what.is_empty() { String::new() } else { format!(" ({})", change.what.join(", ")) };
             writeln!(out, "{letter} {}{what}", change.path.escape_ascii())?;

@@ -22,6 +22,7 @@ use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Flaw, Result};
 use crate::fetch::{Common, Missing};
 use crate::image::{Data, Image};
+use crate::mend::mend;
 use crate::pack::{Pack, Proof};
 use crate::parallel;
 use crate::part;
@@ -176,8 +177,8 @@ impl Objects {
         Self::open_with(image, folder, None)
     }
 
-    /// The same; with `missing`, packs that are not here need not be: their indexes are fetched now, their objects when they are
-    /// wanted.
+    /// The same; with `missing`, packs that are not here, or of no use, need not be: their indexes are fetched now, their objects when they
+    /// are wanted. What is noted as damaged is fetched now.
     ///
     /// # Errors
     /// One is missing and cannot be had, or is not what the image names.
@@ -187,9 +188,13 @@ impl Objects {
             return Ok(Self { packs: Vec::new(), files: Some(files), soon: None });
         }
         let store = Store::open(folder)?;
+        // Others can be read all the same.
+        if let Some(Err(error)) = missing.as_ref().map(|missing| mend(image, folder, Some(&*missing.from))) {
+            tracing::warn!("{error}: what is damaged in the store stays so");
+        }
         let common = missing.map(|missing| Common::new(folder, missing));
         let open = |(number, pack): (usize, &crate::image::PackRef)| {
-            if let Some(common) = common.as_ref().filter(|_| !store.has(pack.name)) {
+            if let Some(common) = common.as_ref().filter(|_| !store.has_whole(pack.name)) {
                 return part::open(common, number, pack).map(Arc::new);
             }
             let index = store.index(pack.name)?;

@@ -192,6 +192,11 @@ impl Store {
         self.index_path(pack).exists() && self.pack_path(pack).exists()
     }
 
+    /// Whether a pack is all here, its index is sound, and it is as long as that tells.
+    pub(crate) fn has_whole(&self, pack: Digest) -> bool {
+        self.index(pack).is_ok_and(|index| self.is_whole(&index))
+    }
+
     fn index_path(&self, pack: Digest) -> PathBuf {
         packs_folder(&self.folder).join(format!("{}{INDEX_SUFFIX}", pack.hex()))
     }

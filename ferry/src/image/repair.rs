@@ -1,0 +1,53 @@
+//! `ferry image verify --repair`: what is damaged in a store is replaced.
+
+use std::path::Path;
+
+use anyhow::Result;
+use ferry_image::{Image, Mended, mend, note_damage};
+
+use super::ImageArg;
+use super::registry::{self, Origin};
+
+#[derive(Debug, clap::Args)]
+pub struct RepairArgs {
+    /// Replace what is damaged: by what other packs of the store have, by what --from has, and the rest when an image is built that has it,
+    /// or pulled. Objects of the layout composefs that are damaged are removed until then.
+    #[arg(long)]
+    pub repair: bool,
+    /// Fetch what is damaged or missing from oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG.
+    #[arg(long, value_name = "REF", requires = "repair")]
+    from: Option<String>,
+    /// Ask other machines than this one without encryption, too.
+    #[arg(long, requires = "from")]
+    plain_http: bool,
+}
+
+impl RepairArgs {
+    /// Notes what is damaged, and replaces what can be had.
+    pub fn run(&self, arg: &ImageArg, image: &Image, store: &Path) -> Result<()> {
+        let found = note_damage(image, store)?;
+        let mended = match &self.from {
+            Some(from) => {
+                let origin = Origin::new(from.clone(), None, None, None, self.plain_http);
+                registry::restore(&arg.image, store, arg.digest(), &origin)?
+            }
+            None => mend(image, store, None)?,
+        };
+        let Mended { mended, left } = mended;
+        match (self.from.is_some(), image.is_composefs()) {
+            (false, true) if found > 0 => {
+                eprintln!(
+                    "ferry: {found} damaged objects were removed: a build or pull that has them stores them again"
+                );
+            }
+            (_, true) => eprintln!("ferry: {found} damaged objects were replaced"),
+            (_, false) => {
+                eprintln!("ferry: {found} objects were damaged; {mended} of them have their right bytes again");
+                if left > 0 {
+                    eprintln!("ferry: {left} are replaced when a build or pull has them");
+                }
+            }
+        }
+        Ok(())
+    }
+}
