@@ -11,7 +11,7 @@ use ferry_vfs::OFlags;
 use ferry_wire::ninep::{Fid, Reply, Request, Step, Steps, WALK_NAMES_MAX};
 
 use crate::inode::{Inode, walked};
-use crate::line::{Answer, Fail, Line, Outgoing, lock};
+use crate::line::{Answer, Fail, Line, Outgoing, Wake, lock};
 use crate::session::{Held, Session};
 
 /// Of files of which less was moved since they were opened, in bytes, only the first connection knows: opening them on
@@ -113,7 +113,7 @@ impl Opening {
         let request = Outgoing::new(&Request::Walk { fid: root.fid(), new_fid, steps });
         let steps = names.len();
         let other = Arc::clone(&line);
-        line.send_later(request, Box::new(move |answer| self.walked(&other, new_fid, steps, answer)));
+        line.send_later(request, Wake::call(move |answer| self.walked(&other, new_fid, steps, answer)));
     }
 
     fn walked(self, line: &Arc<Line>, fid: Fid, steps: usize, answer: Answer) {
@@ -131,7 +131,7 @@ impl Opening {
         let request = Outgoing::new(&Request::Open { fid, flags });
         line.send_later(
             request,
-            Box::new(move |answer| {
+            Wake::call(move |answer| {
                 let qid = match answer {
                     Answer::Message(message) => held.line().take(&message, |reply| match reply {
                         Reply::Open { qid, .. } => Some(qid),

@@ -10,7 +10,7 @@ use ferry_wire::ninep::{Reply, Request};
 use crate::cache::{CachedFile, Done, Remote};
 use crate::client::Shared;
 use crate::inode::Inode;
-use crate::line::{Answer, Line, Message, Outcome, Outgoing, lock};
+use crate::line::{Answer, Line, Message, Outcome, Outgoing, Wake, lock};
 use crate::session::Held;
 
 /// A file of the server, as its cache sees it.
@@ -31,6 +31,39 @@ struct Transfer {
     done: Done,
     /// When it is given up; none before it had to wait.
     until: Option<Instant>,
+}
+
+/// A transfer whose request is under way, with its buffer.
+#[derive(Debug)]
+pub(crate) struct Sent {
+    transfer: Transfer,
+    held: Arc<Held>,
+    /// How long the buffer is.
+    bytes: usize,
+}
+
+impl Sent {
+    /// The server has answered, or will not.
+    pub(crate) fn answered(self, answer: Answer) {
+        let Self { mut transfer, held, bytes } = self;
+        match answer {
+            Answer::Message(mut message) => {
+                let moved = moved(held.line(), transfer.what, &message, bytes);
+                drop(held);
+                let moved = moved.map_err(|_| Errno::IO).and_then(|moved| moved);
+                transfer.done.end(message.buffer.take().unwrap_or_default(), moved);
+            }
+            // The connection's threads cannot wait for the next one.
+            Answer::Lost { buffer, .. } => match (transfer.what, buffer) {
+                // What was to be written is gone with the request: zeros must not go in its place.
+                (What::Write, None) => transfer.done.end(Vec::new(), Err(Errno::IO)),
+                (_, buffer) => {
+                    transfer.buffer = buffer.unwrap_or_else(|| vec![0; bytes]);
+                    transfer.slowly();
+                }
+            },
+        }
+    }
 }
 
 /// Transfers that wait for a connection or for their file to be opened. One thread, which is there only then, does that
@@ -113,30 +146,11 @@ impl Transfer {
         }
     }
 
-    fn send(self, held: Arc<Held>) {
-        let Self { shared, inode, what, offset, buffer, done, until } = self;
+    fn send(mut self, held: Arc<Held>) {
+        let buffer = std::mem::take(&mut self.buffer);
         let (bytes, line) = (buffer.len(), Arc::clone(held.line()));
-        let request = request(what, &held, offset, buffer);
-        Arc::clone(&line).send_waking(
-            request,
-            Box::new(move |answer| match answer {
-                Answer::Message(mut message) => {
-                    let moved = moved(&line, what, &message, bytes);
-                    drop(held);
-                    let moved = moved.map_err(|_| Errno::IO).and_then(|moved| moved);
-                    done.end(message.buffer.take().unwrap_or_default(), moved);
-                }
-                // The connection's threads cannot wait for the next one.
-                Answer::Lost { buffer, .. } => match (what, buffer) {
-                    // What was to be written is gone with the request: zeros must not go in its place.
-                    (What::Write, None) => done.end(Vec::new(), Err(Errno::IO)),
-                    (_, buffer) => {
-                        let buffer = buffer.unwrap_or_else(|| vec![0; bytes]);
-                        Self { shared, inode, what, offset, buffer, done, until }.slowly();
-                    }
-                },
-            }),
-        );
+        let request = request(self.what, &held, self.offset, buffer);
+        line.send_waking(request, Wake::Transfer(Sent { transfer: self, held, bytes }));
     }
 
     /// Leaves it to the thread that waits.

@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::Errno;
-use ferry_wire::ninep::{Fid, Reply, Request, Tag, WRITE_HEAD_BYTES, kind};
+use ferry_wire::ninep::{Fid, Reply, Request, Tag, WRITE_HEAD_BYTES, encode_transfer_head, kind};
 
 pub(crate) use pending::{Answer, Message, Wake};
 use pending::{Pending, Table};
@@ -70,38 +70,60 @@ fn is_harmless(request_kind: u8) -> bool {
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     kind: u8,
-    head: Vec<u8>,
+    head: Head,
     /// The buffer to read into, or to write from.
     buffer: Option<Vec<u8>>,
+}
+
+/// What comes before the data. Those of reads and writes take no memory: the cache writes out when it is short.
+#[derive(Debug)]
+enum Head {
+    Transfer([u8; WRITE_HEAD_BYTES]),
+    Other(Vec<u8>),
+}
+
+impl Head {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Transfer(bytes) => bytes,
+            Self::Other(bytes) => bytes,
+        }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Transfer(bytes) => bytes,
+            Self::Other(bytes) => bytes,
+        }
+    }
 }
 
 impl Outgoing {
     pub(crate) fn new(request: &Request<'_>) -> Self {
         let mut head = Vec::with_capacity(64);
         request.encode(Tag(0), &mut head);
-        Self { kind: request.kind(), head, buffer: None }
+        Self { kind: request.kind(), head: Head::Other(head), buffer: None }
     }
 
     /// Reads into a buffer as long as what is asked for.
     pub(crate) fn read(fid: Fid, offset: u64, buffer: Vec<u8>) -> Self {
-        let bytes_max = u32::try_from(buffer.len()).unwrap_or(u32::MAX);
-        Self { buffer: Some(buffer), ..Self::new(&Request::Read { fid, offset, bytes_max }) }
+        Self::transfer(kind::TREAD, fid, offset, buffer)
     }
 
     /// Writes a buffer.
     pub(crate) fn write(fid: Fid, offset: u64, buffer: Vec<u8>) -> Self {
-        let mut new = Self::new(&Request::Write { fid, offset, data: b"" });
-        let count = u32::try_from(buffer.len()).unwrap_or(u32::MAX);
-        let size = u32::try_from(WRITE_HEAD_BYTES).unwrap_or(u32::MAX).saturating_add(count);
-        new.head[..4].copy_from_slice(&size.to_le_bytes());
-        new.head[WRITE_HEAD_BYTES - 4..].copy_from_slice(&count.to_le_bytes());
-        Self { buffer: Some(buffer), ..new }
+        Self::transfer(kind::TWRITE, fid, offset, buffer)
+    }
+
+    fn transfer(kind: u8, fid: Fid, offset: u64, buffer: Vec<u8>) -> Self {
+        let bytes = u32::try_from(buffer.len()).unwrap_or(u32::MAX);
+        Self { kind, head: Head::Transfer(encode_transfer_head(kind, fid, offset, bytes)), buffer: Some(buffer) }
     }
 
     fn set_tag(&mut self, tag: u16) {
         // Tversion has a tag of its own (version(5)).
         let tag = if self.kind == kind::TVERSION { Tag::NONE.0 } else { tag };
-        self.head[5..7].copy_from_slice(&tag.to_le_bytes());
+        self.head.bytes_mut()[5..7].copy_from_slice(&tag.to_le_bytes());
     }
 
     fn data(&self) -> &[u8] {
@@ -200,7 +222,7 @@ impl Ticket {
     fn new(request_kind: u8) -> (Self, Wake) {
         let slot: Arc<(Mutex<Option<Answer>>, Condvar)> = Arc::default();
         let other = Arc::clone(&slot);
-        let wake = Box::new(move |answer| {
+        let wake = Wake::call(move |answer| {
             *lock(&other.0) = Some(answer);
             other.1.notify_one();
         });
@@ -241,7 +263,7 @@ impl Line {
             depth: options.depth,
             timeout: options.timeout,
             heard: Heard::default(),
-            state: Mutex::default(),
+            state: Mutex::new(State { table: Table::new(options.depth), ..State::default() }),
             room: Condvar::new(),
             work: Condvar::new(),
             writer: Mutex::new(stream.writer),
@@ -285,7 +307,7 @@ impl Line {
         }
         if state.broken.is_some() {
             drop(state);
-            return wake(Answer::Lost { sent: false, buffer: request.buffer.take() });
+            return wake.wake(Answer::Lost { sent: false, buffer: request.buffer.take() });
         }
         let tag = self.register(&mut state, &mut request, wake, true);
         drop(state);
@@ -297,7 +319,7 @@ impl Line {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
             drop(state);
-            return wake(Answer::Lost { sent: false, buffer: request.buffer });
+            return wake.wake(Answer::Lost { sent: false, buffer: request.buffer });
         }
         state.queue.push_back((request, wake));
         drop(state);
@@ -309,7 +331,7 @@ impl Line {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
             drop(state);
-            wake(Answer::Lost { sent: false, buffer: None });
+            wake.wake(Answer::Lost { sent: false, buffer: None });
             return Ok(Tag::NONE);
         }
         if state.table.parked() >= PARKED_MAX {
@@ -327,7 +349,7 @@ impl Line {
         let line = Arc::clone(self);
         self.send_later(
             Outgoing::new(&Request::Flush { old: tag }),
-            Box::new(move |answer| {
+            Wake::call(move |answer| {
                 if let Answer::Message(_) = answer {
                     line.flushed(tag);
                 }
@@ -339,7 +361,7 @@ impl Line {
     fn flushed(&self, tag: Tag) {
         let pending = lock(&self.state).table.remove(tag.0);
         if let Some(pending) = pending {
-            (pending.wake)(Answer::Message(Message::flushed()));
+            pending.wake.wake(Answer::Message(Message::flushed()));
         }
     }
 
@@ -357,7 +379,7 @@ impl Line {
         let outcome = {
             let mut writer = lock(&self.writer);
             writer
-                .write_all(&request.head)
+                .write_all(request.head.bytes())
                 .and_then(|()| writer.write_all(request.data()))
                 .and_then(|()| writer.flush())
         };
@@ -367,7 +389,7 @@ impl Line {
         if let Some((wake, answer)) = answered {
             self.room.notify_one();
             self.work.notify_one();
-            wake(answer);
+            wake.wake(answer);
         }
         if let Err(error) = outcome {
             self.fail(&format!("a request cannot be sent: {error}"));
@@ -397,10 +419,10 @@ impl Line {
         self.room.notify_all();
         self.work.notify_all();
         for pending in pending {
-            (pending.wake)(Answer::Lost { sent: true, buffer: pending.buffer });
+            pending.wake.wake(Answer::Lost { sent: true, buffer: pending.buffer });
         }
         for (request, wake) in queue {
-            wake(Answer::Lost { sent: false, buffer: request.buffer });
+            wake.wake(Answer::Lost { sent: false, buffer: request.buffer });
         }
         let bound = std::mem::take(&mut *lock(&self.bound));
         bound.iter().filter_map(Weak::upgrade).for_each(|line| line.fail(reason));
@@ -467,7 +489,7 @@ impl Line {
     /// Ends a fid some time.
     pub(crate) fn clunk_later(self: &Arc<Self>, fid: Fid) {
         let line = Arc::clone(self);
-        let free = Box::new(move |answer| {
+        let free = Wake::call(move |answer| {
             // Whatever it answers, the server has forgotten the fid (clunk(5)).
             if let Answer::Message(_) = answer {
                 line.free_fid(fid);

@@ -13,7 +13,7 @@ use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
 use crate::client::Shared;
 use crate::file::Opened;
 use crate::inode::Inode;
-use crate::line::{Answer, Fail, Line, Outcome, Outgoing, lock};
+use crate::line::{Answer, Fail, Line, Outcome, Outgoing, Wake, lock};
 use crate::options::Cache;
 use crate::session::Session;
 
@@ -250,7 +250,7 @@ impl Shared {
         let request = self.lock_request(inode, &wait.lock, &client);
         let request = Outgoing::new(&Request::Lock { fid: fid.fid(), lock: request, wait: true, reclaim: false });
         let (shared, other, line) = (Arc::downgrade(self), Arc::clone(wait), Arc::clone(&session.line));
-        let wake = Box::new(move |answer| {
+        let wake = Wake::call(move |answer| {
             if let Some(shared) = Weak::upgrade(&shared) {
                 shared.wait_answered(&other, &line, answer);
             }

@@ -302,3 +302,31 @@ fn capabilities_that_are_not_there_are_asked_for_once() {
     client.removexattr(&CX, made.ino, NAME).unwrap();
     assert_eq!(client.getxattr(&CX, made.ino, NAME).unwrap_err(), Errno::NODATA);
 }
+
+/// With our server, whose longest is 4 MiB: it answers the lesser of both, and that is used.
+#[test]
+fn messages_are_as_long_as_both_sides_want() {
+    const BYTES: u32 = 7 << 20;
+    let data: Vec<u8> = (0..BYTES).map(|at| at.wrapping_mul(2_654_435_761).to_le_bytes()[3]).collect();
+    for (msize, messages) in [(1 << 20, 8), (4 << 20, 2), (64 << 20, 2)] {
+        let served = Served::new();
+        let client = served.connect(Options { msize, ..plain() });
+        let (made, handle) = client.create(&CX, Ino::ROOT, name("f"), &common::file(0o600), flags("rw")).unwrap();
+        let before = client.usage().messages;
+        assert_eq!(write(&client, made.ino, handle, 0, &data), Ok(data.len()));
+        assert_eq!(client.usage().messages - before, messages, "written with {msize}");
+        assert!(read(&client, made.ino, handle, 0, BYTES).unwrap() == data, "{msize}");
+        assert_eq!(client.usage().messages - before, 2 * messages, "and read");
+        // By the cache, too.
+        let other = served.connect(Options { msize, cache: ferry_remote::Cache::Auto, ..plain() });
+        let found = other.lookup(&CX, Ino::ROOT, name("f")).unwrap();
+        let handle = other.open(&CX, found.ino, flags("rw")).unwrap();
+        assert!(read(&other, found.ino, handle, 0, BYTES).unwrap() == data, "{msize}");
+        assert_eq!(write(&other, found.ino, handle, 0, &data[1..]), Ok(data.len() - 1));
+        other.fsync(&CX, found.ino, handle, false).unwrap();
+        let again = served.connect(plain());
+        let found = again.lookup(&CX, Ino::ROOT, name("f")).unwrap();
+        let handle = again.open(&CX, found.ino, flags("r")).unwrap();
+        assert!(read(&again, found.ino, handle, 0, BYTES - 1).unwrap() == data[1..], "{msize}");
+    }
+}

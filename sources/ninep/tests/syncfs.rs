@@ -79,6 +79,24 @@ fn errors_of_open_files_are_told_once() {
     }
 }
 
+/// Also where the cache's thread has not yet seen that there is nothing left to be done.
+#[test]
+fn what_is_durable_is_not_synced_again() {
+    for cache in [Cache::Auto, Cache::None] {
+        let manners = Manners::default();
+        let fake = manners.server();
+        let client = connect(&fake, cache);
+        let (ino, handle) = opened(&client);
+        for round in 1..20 {
+            write(&client, ino, handle, 0, b"data").unwrap();
+            for _ in 0..3 {
+                assert_eq!(sync(&client), Ok(()));
+                assert_eq!(manners.syncs(), round, "{cache:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn an_error_that_the_writer_was_told_of_is_told() {
     let manners = Manners::default();
@@ -106,9 +124,9 @@ fn what_was_closed_is_made_durable() {
         }
         assert_eq!((client.usage().inodes, manners.syncs()), (usize::from(!is_forgotten), 0));
         assert_eq!(sync(&client), Ok(()));
-        // Once more where the cache's thread has not yet seen that there is nothing left to be written.
-        assert!(manners.syncs() >= 1, "{cache:?}, forgotten: {is_forgotten}");
+        assert_eq!(manners.syncs(), 1, "{cache:?}, forgotten: {is_forgotten}");
         assert_eq!(sync(&client), Ok(()));
+        assert_eq!(manners.syncs(), 1, "{cache:?}, forgotten: {is_forgotten}: nothing was written since");
         assert_eq!(client.usage().inodes, usize::from(!is_forgotten));
 
         let again = written(&client);

@@ -43,7 +43,7 @@ pub use numbers::{
     kind, valid,
 };
 pub use reply::{Getattr, LockStatus, Qids, Reply, encode_data_head};
-pub use request::{LockRequest, Request, Step, Steps, User, WriteHead};
+pub use request::{LockRequest, Request, Step, Steps, User, WriteHead, encode_transfer_head};
 pub use version::{Agreed, VERSION, VERSION_UNKNOWN, agree};
 
 #[cfg(test)]

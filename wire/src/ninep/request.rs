@@ -108,6 +108,27 @@ pub struct WriteHead {
     pub bytes: u32,
 }
 
+/// A [`Request::Read`], or a [`Request::Write`] without its data, for so many bytes and without a tag: for clients that take no
+/// memory for it.
+///
+/// # Panics
+/// If `kind` is that of no such request.
+pub fn encode_transfer_head(kind: u8, fid: Fid, offset: u64, bytes: u32) -> [u8; super::WRITE_HEAD_BYTES] {
+    let mut head = [0; super::WRITE_HEAD_BYTES];
+    let size = match kind {
+        super::kind::TREAD => 23,
+        // No message is as long as to wrap around: the caller has the data in memory, behind this head.
+        super::kind::TWRITE => bytes.saturating_add(23),
+        _ => panic!("{kind} is neither Tread nor Twrite"),
+    };
+    head[..4].copy_from_slice(&size.to_le_bytes());
+    head[4] = kind;
+    head[7..11].copy_from_slice(&fid.0.to_le_bytes());
+    head[11..19].copy_from_slice(&offset.to_le_bytes());
+    head[19..].copy_from_slice(&bytes.to_le_bytes());
+    head
+}
+
 /// A request. Flags have the values of this host; the decoder translates them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the fields that several have in common are said here")]

@@ -111,9 +111,11 @@ impl Cache {
     /// The first of any file since this was called last, whoever else was told of it.
     pub fn sync_all(&self) -> Result<()> {
         let files = lock(&self.shared.busy).clone();
-        for file in files {
+        for file in files.iter().filter(|file| !file.is_durable()) {
             file.sync();
         }
+        // Their last references may send messages: not under a lock.
+        drop(files);
         lock(&self.shared.failed).take().map_or(Ok(()), Err)
     }
 
@@ -247,6 +249,8 @@ impl Shared {
     /// The thread: writes what is due, until the cache is dropped.
     fn write_behind(&self) {
         let mut is_dirty = false;
+        // Kept from round to round, so that writing out does not need memory.
+        let mut files = Vec::new();
         loop {
             let mut work = lock(&self.work);
             while !work.wanted && !work.stopped {
@@ -266,15 +270,15 @@ impl Shared {
             work.wanted = false;
             drop(work);
             self.poked.store(false, Ordering::SeqCst);
-            is_dirty = self.write_what_is_due();
+            is_dirty = self.write_what_is_due(&mut files);
         }
     }
 
-    /// Begins to write what is due; answers whether anything is left that will be.
-    fn write_what_is_due(&self) -> bool {
-        let files = lock(&self.busy).clone();
+    /// Begins to write what is due; answers whether anything is left that will be. `files` is empty, before and after.
+    fn write_what_is_due(&self, files: &mut Vec<Arc<CachedFile>>) -> bool {
+        files.extend(lock(&self.busy).iter().cloned());
         let now = Instant::now();
-        for file in &files {
+        for file in &*files {
             let (is_old, is_filled) = {
                 let state = file.lock();
                 let is_old = state.dirty_since.is_some_and(|since| now.duration_since(since) >= self.limits.dirty_age);
@@ -290,8 +294,6 @@ impl Shared {
                 file.sync_in_background();
             }
         }
-        drop(files);
-        let mut done = Vec::new();
         let mut is_dirty = false;
         lock(&self.busy).retain(|file| {
             let mut state = file.lock();
@@ -300,13 +302,13 @@ impl Shared {
             if !state.busy {
                 state.dirty_since = None;
                 drop(state);
-                done.push(file.clone());
+                files.push(Arc::clone(file));
                 return false;
             }
             true
         });
         // Files are dropped without the lock: the last reference may send messages.
-        drop(done);
+        files.clear();
         is_dirty
     }
 }

@@ -205,6 +205,13 @@ impl CachedFile {
         state.unkept.is_some() || state.unkept_at_sync.is_some()
     }
 
+    /// Whether everything that was written is durable. Does not wait.
+    pub(super) fn is_durable(&self) -> bool {
+        let state = self.lock();
+        let waits = state.pages.unwritten > 0 || state.pages.unstable > 0;
+        !waits && state.unkept.is_none() && state.unkept_at_sync.is_none()
+    }
+
     /// The server has the file no more: nothing of it needs to be durable.
     pub fn is_gone(&self) {
         let mut state = self.lock();

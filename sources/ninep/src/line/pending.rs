@@ -3,12 +3,33 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use crate::data::Sent;
+
 /// A tag rests until so many others were used after it, so that a second answer to one request is not taken
 /// for the answer to the next.
 const RESTING: usize = 64;
 
-/// What is called with the answer to a request.
-pub(crate) type Wake = Box<dyn FnOnce(Answer) + Send>;
+/// Who is told the answer to a request.
+pub(crate) enum Wake {
+    /// A transfer of the cache, which takes no memory for it.
+    Transfer(Sent),
+    /// Anybody else.
+    Call(Box<dyn FnOnce(Answer) + Send>),
+}
+
+impl Wake {
+    pub(crate) fn call(call: impl FnOnce(Answer) + Send + 'static) -> Self {
+        Self::Call(Box::new(call))
+    }
+
+    /// Tells the answer.
+    pub(crate) fn wake(self, answer: Answer) {
+        match self {
+            Self::Transfer(sent) => sent.answered(answer),
+            Self::Call(call) => call(answer),
+        }
+    }
+}
 
 /// What became of a request.
 #[derive(Debug)]
@@ -24,11 +45,59 @@ pub(crate) enum Answer {
     },
 }
 
+/// The longest reply that takes no memory: all that say no more than that something was done.
+const SHORT_BYTES: usize = 32;
+
+/// The bytes of a reply.
+pub(crate) enum Bytes {
+    Short([u8; SHORT_BYTES], usize),
+    Long(Vec<u8>),
+}
+
+impl Bytes {
+    /// So many, all zero.
+    pub(super) fn zeros(bytes: usize) -> Self {
+        if bytes <= SHORT_BYTES { Self::Short([0; SHORT_BYTES], bytes) } else { Self::Long(vec![0; bytes]) }
+    }
+}
+
+impl Default for Bytes {
+    fn default() -> Self {
+        Self::zeros(0)
+    }
+}
+
+impl std::ops::Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Short(bytes, count) => &bytes[..*count],
+            Self::Long(bytes) => bytes,
+        }
+    }
+}
+
+impl std::ops::DerefMut for Bytes {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Short(bytes, count) => &mut bytes[..*count],
+            Self::Long(bytes) => bytes,
+        }
+    }
+}
+
+impl std::fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(&**self).finish()
+    }
+}
+
 /// A reply.
 #[derive(Debug, Default)]
 pub(crate) struct Message {
     /// The whole message; empty if it is data for the buffer, or if the request was flushed.
-    pub(crate) bytes: Vec<u8>,
+    pub(crate) bytes: Bytes,
     /// The request's buffer.
     pub(crate) buffer: Option<Vec<u8>>,
     /// How many bytes were read into the buffer.
@@ -85,6 +154,12 @@ pub(super) struct Table {
 }
 
 impl Table {
+    /// With room for so many requests under way: what they are kept in does not grow when memory is short.
+    pub(super) fn new(depth: usize) -> Self {
+        let tags = depth + RESTING + 1;
+        Self { slots: Vec::with_capacity(tags), free: VecDeque::with_capacity(tags), ..Self::default() }
+    }
+
     /// Those that count against the depth.
     pub(super) fn in_flight(&self) -> usize {
         self.in_flight

@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError};
 
 use ferry_wire::ninep::{Frame, HEADER_BYTES, READ_HEAD_BYTES, Tag, kind};
 
-use super::pending::Message;
+use super::pending::{Bytes, Message};
 use super::{Line, lock};
 
 /// Short replies are read many at a time; longer data go straight to where they belong.
@@ -80,7 +80,7 @@ fn read_reply(line: &Line, reader: &mut BufReader<Listening>) -> io::Result<()> 
     let message = match frame.kind == kind::TREAD + 1 {
         true => read_data(line, reader, tag, size)?,
         false => {
-            let mut bytes = vec![0; size];
+            let mut bytes = Bytes::zeros(size);
             bytes[..HEADER_BYTES].copy_from_slice(&head);
             fill(reader, &mut bytes[HEADER_BYTES..])?;
             Message { bytes, ..Message::default() }
@@ -90,7 +90,7 @@ fn read_reply(line: &Line, reader: &mut BufReader<Listening>) -> io::Result<()> 
     if let Some((wake, answer)) = answered {
         line.room.notify_one();
         line.work.notify_one();
-        wake(answer);
+        wake.wake(answer);
     }
     Ok(())
 }

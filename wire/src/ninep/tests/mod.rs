@@ -154,6 +154,17 @@ fn messages_lie_as_linux_has_them() {
 }
 
 #[test]
+fn a_head_is_that_of_the_whole_request() {
+    let (fid, offset) = (Fid(0x0102_0304), 0x0506_0708_090a_0b0c);
+    for (kind, request) in [
+        (kind::TREAD, Request::Read { fid, offset, bytes_max: 4 }),
+        (kind::TWRITE, Request::Write { fid, offset, data: b"data" }),
+    ] {
+        assert_eq!(encode_transfer_head(kind, fid, offset, 4), encoded(&request, Tag(0))[..WRITE_HEAD_BYTES]);
+    }
+}
+
+#[test]
 fn a_head_is_that_of_the_whole_reply() {
     for (kind, reply) in [(kind::TREAD, Reply::Read(b"data")), (kind::TREADDIR, Reply::Readdir(b"data"))] {
         let mut whole = Vec::new();
