@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
@@ -12,6 +14,8 @@ use std::time::{Duration, Instant};
 
 use ferry_dir::Dir;
 use ferry_ninep::{DeviceOptions, Export, Options};
+use ferry_tests::suites::fsx::{self, MAPPED, PLAIN};
+use ferry_tests::suites::pjdfstest::{self, Results};
 use ferry_tests::{
     Cache, Device, Guest, Kind, MOUNTPOINT, Mount, Place, Running, SETTLE, Share, collect, folder, guest_on, run,
 };
@@ -21,6 +25,8 @@ use tempfile::TempDir;
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(600);
+/// The same, with a suite of hundreds of cases.
+const SUITE_TIMEOUT: Duration = Duration::from_secs(1800);
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// A fresh directory as a 9P device, and the host's root for the programs in it.
@@ -50,7 +56,11 @@ impl NineP {
     }
 
     fn guest(&self, options: &str, script: &str) -> Guest {
-        let mut guest = guest_on(&self.programs.socket, ["sh", "-euxc", script]);
+        self.guest_with(options, ["sh", "-euxc", script])
+    }
+
+    fn guest_with<S: Into<OsString>>(&self, options: &str, command: impl IntoIterator<Item = S>) -> Guest {
+        let mut guest = guest_on(&self.programs.socket, command);
         guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
         guest.devices.push(Device::ninep(&self.socket, "work"));
         guest.mounts = vec![Mount {
@@ -202,4 +212,71 @@ fn a_guest_is_killed_and_another_one_comes() {
     let ran = run(share.guest("msize=512000,cache=loose", &script), TIMEOUT);
     assert!(ran.ok().contains("ready"));
     share.assert_released();
+}
+
+/// The ways in which Linux's client caches, with the longest messages that it has here.
+const MODES: [&str; 4] = [
+    "msize=512000,cache=none,posixacl",
+    "msize=512000,cache=readahead",
+    "msize=512000,cache=mmap",
+    "msize=512000,cache=loose,posixacl",
+];
+
+/// Cases of `pjdfstest` that fail, and why.
+const FAILING_CASES: &[&str] = &["utimensat::subsecond"];
+
+#[test]
+#[ignore = "long: make test-all"]
+fn pjdfstest_in_two_modes() {
+    for mode in [MODES[0], MODES[3]] {
+        let share = NineP::new();
+        let config = folder(Place::Disk);
+        let path = config.path().join("pjdfstest.toml");
+        let command = pjdfstest::command(&path, Path::new(MOUNTPOINT), Path::new("/dev/shm"), false);
+        let ran = run(share.guest_with(mode, command), SUITE_TIMEOUT);
+        let results = Results::parse(&ran.out, &ran.err, false);
+        let (passed, skipped) = (results.passed.len(), results.skipped.len());
+        println!("QEMU, pjdfstest, {mode}: {passed} passed, {skipped} skipped, in {:?}", ran.took);
+        let known: BTreeSet<_> = FAILING_CASES.iter().map(|name| (*name).to_owned()).collect();
+        assert_eq!(results.failed, known, "other cases fail than are known to");
+        share.assert_released();
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn fsx_in_every_mode() {
+    for (seed, mode) in (1..).zip(MODES) {
+        let share = NineP::new();
+        let files = folder(Place::Disk);
+        let maps = !(mode.contains("none") || mode.contains("readahead"));
+        let file = Path::new(MOUNTPOINT).join("file");
+        let weights = if maps { MAPPED } else { PLAIN };
+        let command = fsx::command(&files.path().join("fsx.toml"), &file, weights, 5000, seed);
+        let ran = run(share.guest_with(mode, command), SUITE_TIMEOUT);
+        println!("QEMU, fsx, {mode}: {:?}", ran.took);
+        ran.ok();
+        share.assert_released();
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn dbench_in_every_mode() {
+    let set = ferry_tests::GuestCache::from_env().unwrap().path().join("dbench");
+    if !set.exists() {
+        eprintln!("skipped: no dbench: guest/fetch dbench brings it");
+        return;
+    }
+    for mode in MODES {
+        let share = NineP::new();
+        let (program, load) = (set.join("bin/dbench"), set.join("root/usr/share/dbench/client.txt"));
+        let script = format!("exec {} -c {} -t 20 -D . 4", program.display(), load.display());
+        let ran = run(share.guest(mode, &script), SUITE_TIMEOUT);
+        let out = ran.ok();
+        let last = out.lines().last().unwrap_or_default();
+        println!("QEMU, {mode}: {last}");
+        assert!(last.starts_with("Throughput") && !out.contains("ERROR"), "{mode}: {out}");
+        share.assert_released();
+    }
 }

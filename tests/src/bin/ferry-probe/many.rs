@@ -4,8 +4,10 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 
@@ -112,6 +114,7 @@ pub fn role(args: &[String]) -> ExitCode {
             let error = std::process::Command::new(program).args(words).exec();
             panic!("cannot start {program}: {error}");
         }
+        ["forward", path, address] => forward(path, address),
         ["range-free", path, start, len] => {
             let (start, len) = (start.parse().unwrap(), len.parse().unwrap());
             let free = fcntl_lock(&open(path), libc::F_SETLK, libc::F_WRLCK, start, len).is_ok();
@@ -149,6 +152,28 @@ pub fn role(args: &[String]) -> ExitCode {
         }
     }
     ExitCode::SUCCESS
+}
+
+/// Listens on a unix socket, and carries what comes there to an address and back, until it is killed.
+fn forward(path: &str, address: &str) {
+    let carry = |mut from: Box<dyn Read + Send>, mut to: Box<dyn Write + Send>, end: Box<dyn Fn() + Send>| {
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut from, &mut to);
+            end();
+        });
+    };
+    for client in UnixListener::bind(path).unwrap().incoming() {
+        let client = client.unwrap();
+        let server = TcpStream::connect(address).unwrap();
+        server.set_nodelay(true).unwrap();
+        let (own, other) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+        carry(
+            Box::new(client.try_clone().unwrap()),
+            Box::new(server.try_clone().unwrap()),
+            Box::new(move || drop(other.shutdown(Shutdown::Write))),
+        );
+        carry(Box::new(server), Box::new(client), Box::new(move || drop(own.shutdown(Shutdown::Write))));
+    }
 }
 
 fn open(path: &str) -> File {
