@@ -13,7 +13,7 @@ use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::apart::Apart;
-use crate::cli::{Acl, Cache, FileHandles, MigrationMode, Share, Watch};
+use crate::cli::{Acl, Cache, FileHandles, Share, Watch};
 use crate::image::registry::{self, Origin};
 use crate::remote::{self, Server};
 
@@ -139,7 +139,6 @@ impl Sources {
                 writeback: share.writeback,
                 submounts: share.announce_submounts,
                 file_handles: share.inode_file_handles != FileHandles::Never,
-                far_handles: share.migration_mode == MigrationMode::FileHandles,
                 ..ferry_dir::Options::default()
             },
             remote: remote::Flags::of(share),

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_state::{Init, Past, Slot};
@@ -14,6 +15,9 @@ use crate::mappings::Mappings;
 use crate::parked::Waits;
 use crate::passthrough::Passthrough;
 
+/// Files and directories that one client may have open at one time: sources without descriptors of the host's have no bound of
+/// their own. As many as a 9P client may have fids.
+const OPENS_MAX: usize = 1 << 20;
 /// Shards, so that workers rarely meet; a power of two.
 const SHARDS: usize = 64;
 
@@ -46,6 +50,34 @@ struct Opening {
 struct Shard {
     references: HashMap<Ino, Known>,
     opens: HashMap<Open, Opening>,
+    /// How many of these there are of an inode.
+    open_inodes: HashMap<Ino, usize>,
+}
+
+impl Shard {
+    /// Adds what is open, if it is new.
+    fn opening(&mut self, open: Open) -> &mut Opening {
+        let open_inodes = &mut self.open_inodes;
+        self.opens.entry(open).or_insert_with(|| {
+            *open_inodes.entry(open.ino).or_default() += 1;
+            Opening { count: 0, flags: OFlags::empty(), noted: Noted::default() }
+        })
+    }
+
+    /// What is open goes; answers whether it was the last of its inode.
+    fn remove(&mut self, open: Open) -> bool {
+        let mut left = 0;
+        if self.opens.remove(&open).is_some()
+            && let Some(count) = self.open_inodes.get_mut(&open.ino)
+        {
+            *count -= 1;
+            left = *count;
+        }
+        if left == 0 {
+            self.open_inodes.remove(&open.ino);
+        }
+        left == 0
+    }
 }
 
 mod saving;
@@ -56,6 +88,7 @@ pub struct Mount {
     negotiated: Negotiated,
     source: Arc<dyn FileSystem>,
     shards: [Mutex<Shard>; SHARDS],
+    open_count: AtomicUsize,
     pub(crate) waits: Arc<Waits>,
     pub(crate) passthrough: Option<Passthrough>,
     /// What maps files into the client's memory, if that was agreed on.
@@ -65,6 +98,8 @@ pub struct Mount {
     /// Where all of this is written down for the server after this one.
     record: Option<Record>,
     locks: HeldLocks,
+    /// They were given up, for a server elsewhere to take them.
+    lent: AtomicBool,
     /// What the server before this one had begun.
     past: Mutex<HashMap<u64, Past>>,
 }
@@ -86,7 +121,23 @@ impl Mount {
         let shards = std::array::from_fn(|_| Mutex::default());
         let (id, waits) = (SessionId::unique(), Arc::default());
         let (interest, locks, past) = (Interest::default(), HeldLocks::default(), Mutex::default());
-        Self { id, negotiated, source, shards, waits, passthrough, mappings, interest, init, record, locks, past }
+        let (open_count, lent) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Self {
+            id,
+            negotiated,
+            source,
+            shards,
+            open_count,
+            waits,
+            passthrough,
+            mappings,
+            interest,
+            init,
+            record,
+            locks,
+            lent,
+            past,
+        }
     }
 
     /// Whether a client that leaves it to us is to use its window for a file.
@@ -162,11 +213,16 @@ impl Mount {
         self.source.forget(ino, count);
     }
 
+    /// Whether the client may open another file or directory. (Some more, if several do at once.)
+    pub(crate) fn may_open(&self) -> Result<()> {
+        if self.open_count.load(Ordering::Relaxed) < OPENS_MAX { Ok(()) } else { Err(Errno::NFILE) }
+    }
+
     /// The client has opened something, with these flags.
     pub(crate) fn opened(&self, open: Open, flags: OFlags) {
+        self.open_count.fetch_add(1, Ordering::Relaxed);
         let mut shard = self.shard(open.ino.0);
-        let opening =
-            shard.opens.entry(open).or_insert(Opening { count: 0, flags: OFlags::empty(), noted: Noted::default() });
+        let opening = shard.opening(open);
         opening.count += 1;
         opening.flags |= flags;
         if let (Some(record), 1) = (&self.record, opening.count) {
@@ -189,14 +245,14 @@ impl Mount {
         let mut shard = self.shard(open.ino.0);
         let opening = shard.opens.get_mut(&open).ok_or(Errno::BADF)?;
         opening.count -= 1;
-        if opening.count == 0 {
+        let is_last = opening.count == 0 && {
             if let Some(record) = &self.record {
                 record.closed(&opening.noted);
             }
-            shard.opens.remove(&open);
-        }
-        let is_last = !shard.opens.keys().any(|other| other.ino == open.ino);
+            shard.remove(open)
+        };
         drop(shard);
+        self.open_count.fetch_sub(1, Ordering::Relaxed);
         self.locks.released(self.record.as_ref(), open, is_last);
         self.close(caller, open);
         Ok(())
@@ -235,7 +291,7 @@ impl Drop for Mount {
             }
         };
         for shard in &self.shards {
-            let Shard { references, opens } =
+            let Shard { references, opens, .. } =
                 std::mem::take(&mut *shard.lock().unwrap_or_else(PoisonError::into_inner));
             for (open, opening) in opens {
                 (0..opening.count).for_each(|_| sure(&|| self.close(&caller, open)));

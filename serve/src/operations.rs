@@ -31,7 +31,9 @@ impl Server {
         self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), operation);
         let served = match self.share.read_only && changes_something(operation) {
             true => Err(Errno::ROFS),
-            false => settled_before(cx, operation).and_then(|()| self.dispatch(cx, operation, carrier)),
+            false => is_allowed(cx, operation)
+                .and_then(|()| settled_before(cx, operation))
+                .and_then(|()| self.dispatch(cx, operation, carrier)),
         };
         let served = match served {
             Err(errno) if self.repeats => self.repeated(cx, operation, errno, carrier),
@@ -411,6 +413,16 @@ fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     }
     match operation {
         Operation::CopyFileRange(copy) | Operation::CopyFileRange64(copy) => {
+/// Whether the client may have more open, where it asks for that.
+fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
+    match operation {
+        Operation::Open { .. } | Operation::Create { .. } | Operation::Tmpfile { .. } | Operation::Opendir { .. } => {
+            cx.mount.may_open()
+        }
+        _ => Ok(()),
+    }
+}
+
             cx.mount.settle(copy.from.0)?;
             cx.mount.settle(copy.to.0)
         }

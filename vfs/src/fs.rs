@@ -345,10 +345,17 @@ pub trait FileSystem: Send + Sync {
         false
     }
 
-    /// Lets an inode be known by the number that it had in another process, with so many references. A client may have
-    /// written the `identity`: it leads to nothing that a lookup would not lead to. `file` is open, and leads to the
-    /// inode if the identity does not any more; of it nothing need be believed either.
-    fn adopt(&self, ino: Ino, references: u64, identity: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
+    /// Lets an inode be known by the number that it had in another process, with so many references. The `identity` was
+    /// made `within` these bounds. Only within [`Bounds::Host`] it comes from where no client can write; from elsewhere it
+    /// may be anybody's, and leads to nothing that a lookup would not lead to, but within [`Bounds::Handles`], where its writer
+    /// is trusted with handles. `file` is open, and leads to the inode if the identity does not any more.
+    fn adopt(
+        &self,
+        ino: Ino,
+        references: u64,
+        (identity, within): (&[u8], Bounds),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()> {
         Err(Errno::NOSYS)
     }
 

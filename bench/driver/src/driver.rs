@@ -165,22 +165,34 @@ impl Driver {
         let stopped = (0..self.queues.len()).map(|index| self.link.stop(index)).collect::<Result<Vec<u16>>>()?;
         let saved = self.link.save();
         if saved.is_err() {
-            for (index, base) in stopped.iter().enumerate() {
-                self.start_with(index, self.parameters(index, *base))?;
-            }
+            self.stay(&stopped)?;
         }
         Ok((saved?, stopped))
     }
 
-    /// Goes on with the server that listens at `path`, which takes up the state (see [`Driver::save`]) of the one before.
+    /// Goes on with the server that it is connected to, after [`Driver::save`]: the queues were stopped at these places.
+    ///
+    /// # Errors
+    /// As [`Driver::connect`].
+    pub fn stay(&mut self, stopped: &[u16]) -> Result<()> {
+        stopped.iter().enumerate().try_for_each(|(index, base)| self.start_with(index, self.parameters(index, *base)))
+    }
+
+    /// Goes on with the server that listens at `path`, which takes up the state (see [`Driver::save`]) of the one before. Another
+    /// server than the one before is connected to before that is left, as VMMs on one host do.
     ///
     /// # Errors
     /// As [`Driver::connect`].
     pub fn migrate(&mut self, path: impl AsRef<Path>, (state, stopped): &(Vec<u8>, Vec<u16>)) -> Result<()> {
+        if self.path == path.as_ref() {
+            self.link.close();
+        }
         self.path = path.as_ref().to_owned();
-        self.link.close();
-        self.link = Link::open(&self.path, &self.config, &self.memory, None)?;
-        self.link.load(state)?;
+        let after = Link::open(&self.path, &self.config, &self.memory, None)?;
+        let before = std::mem::replace(&mut self.link, after);
+        let loaded = self.link.load(state);
+        before.close();
+        loaded?;
         for (index, base) in stopped.iter().enumerate() {
             self.queues[index].reattach(self.link.socket()?)?;
             self.start_with(index, self.parameters(index, *base))?;

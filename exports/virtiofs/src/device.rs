@@ -201,8 +201,13 @@ impl Device for VirtioFs {
         if let Some((saved, lost)) = guest.session.save(self.options.migration) {
             self.bear(lost, "cannot be named to another host (unlinked, or moved by somebody else)")?;
             saved.encode(&mut state);
+            guest.session.lend_locks();
         }
         Ok(state)
+    }
+
+    fn resumed(&self, guest: &Guest) {
+        guest.session.reclaim_locks();
     }
 
     fn load(&self, guest: &Guest, state: &[u8]) -> Result<(), String> {
@@ -211,7 +216,7 @@ impl Device for VirtioFs {
             return Ok(());
         }
         let saved = Saved::decode(state).map_err(|error| error.to_string())?;
-        let lost = guest.session.load(&self.share, saved).map_err(|error| error.to_string())?;
+        let lost = guest.session.load(&self.share, saved, self.options.migration).map_err(|error| error.to_string())?;
         self.bear(lost, "are not found here under the same name").inspect_err(|_| guest.session.end())
     }
 

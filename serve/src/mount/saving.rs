@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_state::{Before, Init, Kept, Node, OpenFile, Past, Saved, SavedLock};
@@ -12,6 +13,10 @@ use super::{Known, Mount, Open, Opening};
 use crate::kept::{Noted, Record, TakeUpError};
 use crate::session::Session;
 use crate::share::Share;
+
+/// References to one inode that are taken over at most: so many that a client has come by honestly in no year, and so few that
+/// they are counted on for ever.
+const REFERENCES_MAX: u64 = 1 << 48;
 
 /// Agrees again on what was agreed on.
 fn agree(share: &Share, session: &Session, init: &Init) -> std::result::Result<Negotiated, TakeUpError> {
@@ -50,17 +55,20 @@ impl Session {
         Ok(true)
     }
 
-    /// Goes on with what a server on another host had, in the place of what the client may have held here.
+    /// Goes on with what a server on another host had, in the place of what the client may have held here. Inodes are found
+    /// within these bounds; anybody may have written the state.
     ///
     /// # Errors
     /// [`TakeUpError`]; or as many inodes as are not there, or are something else.
-    pub fn load(&self, share: &Share, saved: Saved) -> std::result::Result<usize, TakeUpError> {
+    pub fn load(&self, share: &Share, saved: Saved, within: Bounds) -> std::result::Result<usize, TakeUpError> {
         let negotiated = agree(share, self, &saved.init)?;
+        // Nobody elsewhere is a process of this host.
+        let within = if within == Bounds::Host { Bounds::Paths } else { within };
         self.end();
         let record = self.kept.as_ref().map(|kept| Record::begin(kept, saved.init));
         let source = Arc::clone(&share.source);
         let mount = Mount::new(source, negotiated, None, None, (saved.init, record));
-        let lost = mount.adopt(saved, HashMap::new(), None);
+        let lost = mount.adopt((saved, within), HashMap::new(), None);
         self.set_mount(Some(Arc::new(mount)));
         Ok(lost)
     }
@@ -69,6 +77,21 @@ impl Session {
     /// named to it. `None`: there is no client.
     pub fn save(&self, within: Bounds) -> Option<(Saved, usize)> {
         self.mount().map(|mount| mount.save(within))
+    }
+
+    /// The client is about to go on elsewhere, with what was saved: its locks are given up, for a server on this host would not
+    /// get them otherwise.
+    pub fn lend_locks(&self) {
+        if let Some(mount) = self.mount() {
+            mount.lend_locks();
+        }
+    }
+
+    /// The client goes on here: it gets the locks back that were given up for a server elsewhere.
+    pub fn reclaim_locks(&self) {
+        if let Some(mount) = self.mount() {
+            mount.reclaim_locks();
+        }
     }
 }
 
@@ -80,7 +103,7 @@ impl Mount {
         mount.past = Mutex::new(past);
         let slots = Slots { nodes: node_slots, opens: open_slots, locks: lock_slots };
         let (nodes, opens) = (saved.nodes.len(), saved.opens.len());
-        let lost = mount.adopt(saved, files, Some(slots));
+        let lost = mount.adopt((saved, Bounds::Host), files, Some(slots));
         let name = &share.name;
         tracing::info!("{name}: going on with a guest that knows {nodes} inodes and has {opens} files open");
         if lost > 0 {
@@ -95,13 +118,18 @@ impl Mount {
     }
 
     /// Takes over inodes, open files and locks. Answers how many could not be.
-    fn adopt(&self, saved: Saved, files: HashMap<OpenFile, OwnedFd>, slots: Option<Slots>) -> usize {
+    fn adopt(
+        &self,
+        (saved, within): (Saved, Bounds),
+        files: HashMap<OpenFile, OwnedFd>,
+        slots: Option<Slots>,
+    ) -> usize {
         let mut slots = slots;
-        let mut lost = self.adopt_nodes(saved.nodes, &files, slots.as_mut());
+        let mut lost = self.adopt_nodes((saved.nodes, within), &files, slots.as_mut());
         lost += self.adopt_opens(saved.opens, files, slots.as_mut());
         for (number, lock) in saved.locks.into_iter().enumerate() {
             let slot = slots.as_ref().and_then(|slots| slots.locks.get(number).copied());
-            match self.adopt_lock(&lock) {
+            match self.set_lock(&lock, lock.kind) {
                 Ok(()) if slot.is_some() => self.locks.adopt(lock, slot),
                 Ok(()) => self.locks.set(self.record.as_ref(), &lock, lock.kind),
                 Err(error) => {
@@ -122,7 +150,7 @@ impl Mount {
 
     fn adopt_nodes(
         &self,
-        nodes: Vec<Node>,
+        (nodes, within): (Vec<Node>, Bounds),
         files: &HashMap<OpenFile, OwnedFd>,
         mut slots: Option<&mut Slots>,
     ) -> usize {
@@ -141,7 +169,8 @@ impl Mount {
                 let adopted = match node.ino {
                     // It is always there, and known by its number.
                     Ino::ROOT => Ok(()),
-                    ino => self.source.adopt(ino, node.references, &node.identity, file),
+                    _ if node.references > REFERENCES_MAX => Err(Errno::INVAL),
+                    ino => self.source.adopt(ino, node.references, (&node.identity, within), file),
                 };
                 match adopted {
                     Ok(()) => {
@@ -190,7 +219,8 @@ impl Mount {
             let file = files.remove(&saved);
             let has_file = file.is_some();
             let slot = slots.as_mut().and_then(|slots| slots.opens.remove(&saved));
-            match self.source.adopt_open(&caller, ino, handle, flags, file) {
+            let room = self.may_open();
+            match room.and_then(|()| self.source.adopt_open(&caller, ino, handle, flags, file)) {
                 Ok(()) => {
                     let noted = match (&self.record, slot) {
                         (Some(record), Some(slot)) if !has_file && !is_dir => {
@@ -201,8 +231,8 @@ impl Mount {
                         (Some(record), None) => record.opened(&*self.source, self.id, open, flags),
                         (_, slot) => Noted { slot, has_file },
                     };
-                    let opening = Opening { count: 1, flags, noted };
-                    self.shard(ino.0).opens.insert(open, opening);
+                    self.open_count.fetch_add(1, Ordering::Relaxed);
+                    *self.shard(ino.0).opening(open) = Opening { count: 1, flags, noted };
                 }
                 Err(error) => {
                     tracing::debug!(ino = ino.0, %error, "an open file is not found again");
@@ -216,8 +246,9 @@ impl Mount {
         lost
     }
 
-    fn adopt_lock(&self, saved: &SavedLock) -> Result<()> {
-        let SavedLock { ino, handle, owner, pid, kind, flock, start, end } = *saved;
+    /// Takes a lock, or gives it up.
+    fn set_lock(&self, saved: &SavedLock, kind: LockKind) -> Result<()> {
+        let SavedLock { ino, handle, owner, pid, flock, start, end, .. } = *saved;
         let caller = Caller { session: self.id, pid, ..Caller::default() };
         let owner = LockOwner { session: self.id, id: owner };
         let lock = Lock { kind, owner, start, end, pid, flock };
@@ -229,6 +260,31 @@ impl Mount {
         let others: Vec<Open> = self.shard(ino.0).opens.keys().filter(|open| open.ino == ino).copied().collect();
         let tried = others.iter().map(|open| self.source.set_lock(&caller, ino, open.handle, &lock, None));
         tried.map(|outcome| outcome.map(drop)).find(|outcome| *outcome != Err(Errno::BADF)).unwrap_or(Err(Errno::BADF))
+    }
+
+    /// Gives the client's locks up, so that a server elsewhere can take them, which may be on this host. They stay noted. Whoever
+    /// waits for one asks again.
+    fn lend_locks(&self) {
+        self.lent.store(true, Ordering::Relaxed);
+        self.waits.give_up();
+        for lock in self.locks.list() {
+            if let Err(error) = self.set_lock(&lock, LockKind::Unlock) {
+                tracing::debug!(ino = lock.ino.0, %error, "a lock of the guest is not given up for another server");
+            }
+        }
+    }
+
+    /// The client stays here after all.
+    fn reclaim_locks(&self) {
+        if !self.lent.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        for lock in self.locks.list() {
+            if let Err(error) = self.set_lock(&lock, lock.kind) {
+                tracing::error!(ino = lock.ino.0, %error, "a lock of the guest was lost: somebody else has it now");
+                self.locks.set(self.record.as_ref(), &lock, LockKind::Unlock);
+            }
+        }
     }
 
     /// All that the client holds, and how many inodes cannot be named to another host.

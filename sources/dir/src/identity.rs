@@ -12,8 +12,9 @@
 //! ```
 //!
 //! Hosts that share one file system may also find inodes by their handles ([`Bounds::Handles`]), or make sure by them that what is
-//! at a path is the same file ([`Bounds::CheckedPaths`]). A handle says nothing of where its file is: who takes such an
-//! identity from others trusts them with the whole file system, and says so ([`crate::Options::far_handles`]).
+//! at a path is the same file ([`Bounds::CheckedPaths`]). A handle says nothing of where its file is: who takes one from others
+//! trusts them with the whole file system. So the first form is for processes of this host, whose identities no client can write,
+//! and from elsewhere the last one is taken only by who says so ([`Bounds::Handles`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -115,6 +116,15 @@ impl<'a> Identity<'a> {
             }
         }
         if reader.0.is_empty() { Ok(identity) } else { Err(Errno::INVAL) }
+    }
+
+    /// Whether whoever is within these bounds may say so where an inode is.
+    fn is_for(&self, within: Bounds) -> bool {
+        match within {
+            Bounds::Host => self.flags & (PATH | FAR) == 0,
+            Bounds::Paths | Bounds::CheckedPaths => self.flags & PATH != 0,
+            Bounds::Handles => self.flags & (PATH | FAR) != 0,
+        }
     }
 
     fn encode(&self) -> Result<Vec<u8>> {
@@ -228,10 +238,13 @@ impl Dir {
         &self,
         ino: Ino,
         references: u64,
-        identity: &[u8],
+        (identity, within): (&[u8], Bounds),
         file: Option<BorrowedFd<'_>>,
     ) -> Result<()> {
         let identity = Identity::decode(identity)?;
+        if !identity.is_for(within) {
+            return Err(Errno::PERM);
+        }
         let Some(file) = file else { return self.adopt_identity(ino, references, &identity) };
         let st = statx(file, b"")?;
         if (resolve::key(&st).dev, resolve::key(&st).ino) != (identity.dev, identity.ino) {
@@ -266,9 +279,6 @@ impl Dir {
             return self.adopt_descriptor(ino, references, fd, identity);
         }
         if identity.flags & FAR != 0 {
-            if !self.options.far_handles {
-                return Err(Errno::PERM);
-            }
             let handle = identity.handle.and_then(|(kind, bytes)| HostHandle::from_parts(kind, bytes));
             let (handle, mount) = handle.zip(self.root.found.mount.handles()).ok_or(Errno::STALE)?;
             let fd = self.with_room(|| sys::open_by_handle(mount, &handle, resolve::PATH_FLAGS))?;

@@ -117,9 +117,6 @@ pub struct Options {
     pub file_handles: bool,
     /// At most about so many descriptors are kept for inodes; `None` takes what the process's limit allows.
     pub descriptors_max: Option<usize>,
-    /// Take inodes over from another host by their file handles, where that host names them so: it must have the same file
-    /// system, of which a handle may lead to any file.
-    pub far_handles: bool,
 }
 
 impl Default for Options {
@@ -131,7 +128,6 @@ impl Default for Options {
             writeback: false,
             file_handles: true,
             descriptors_max: None,
-            far_handles: false,
         }
     }
 }
@@ -466,7 +462,13 @@ impl FileSystem for Dir {
         self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
     }
 
-    fn adopt(&self, ino: Ino, references: u64, identity: &[u8], file: Option<BorrowedFd<'_>>) -> Result<()> {
+    fn adopt(
+        &self,
+        ino: Ino,
+        references: u64,
+        identity: (&[u8], Bounds),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()> {
         self.adopt_(ino, references, identity, file)
     }
 
