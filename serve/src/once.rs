@@ -7,7 +7,9 @@
 use std::sync::Arc;
 
 use ferry_state::Past;
-use ferry_vfs::{Backing, Errno, FallocateFlags, Ino, Name, OFlags, RenameFlags, Result, XattrFlags};
+use ferry_vfs::{
+    Attr, Backing, Entry, Errno, FallocateFlags, FileType, Ino, Name, OFlags, RenameFlags, Result, SetAttr, XattrFlags,
+};
 use ferry_wire::fuse::{Operation, Reply};
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
@@ -16,6 +18,10 @@ use crate::server::{Context, Server};
 
 /// The longest answer of these requests: that to CREATE.
 const ANSWER_BYTES_MAX: usize = 160;
+
+/// The bits of a mode that are no type.
+const PERMISSIONS: u32 = 0o7777;
+const OWNER_READS_AND_WRITES: u32 = 0o600;
 
 /// A carrier whose reply is seen.
 struct Seen<'a, C> {
@@ -107,10 +113,15 @@ fn moves(operation: &Operation<'_>) -> bool {
     matches!(operation, Operation::Fallocate { flags, .. } if flags.intersects(moving))
 }
 
-/// Whether nothing tells that the operation was carried out.
-fn leaves_no_trace(operation: &Operation<'_>) -> bool {
-    let exchanges = matches!(operation, Operation::Rename { flags, .. } if flags.contains(RenameFlags::EXCHANGE));
-    exchanges || moves(operation)
+/// What tells of an operation that was begun whether it was carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Trace {
+    /// The error that it meets the second time, if it was.
+    Error,
+    /// It was: carried out again, it would do something else.
+    Done,
+    /// Nothing.
+    None,
 }
 
 impl Server {
@@ -141,13 +152,16 @@ impl Server {
             return Served::NoReply;
         }
         let mut seen = Seen { carrier, answer: [0; ANSWER_BYTES_MAX] };
-        let served = if is_begun && leaves_no_trace(operation) {
+        let trace = if is_begun { self.trace(cx, operation) } else { Trace::Error };
+        let served = if trace == Trace::None {
             self.share.complaints.warn(format_args!(
                 "a request that was under way when the server ended may have been carried out: {:?} of inode {}",
                 operation.opcode(),
                 cx.ino.0
             ));
             Served::Reply(reply::write_error(&mut seen, cx.unique, Errno::IO))
+        } else if trace == Trace::Done {
+            cx.done(&mut seen, &Reply::Empty)
         } else {
             self.repeats = is_begun;
             let served = self.serve_operation(cx, operation, &mut seen);
@@ -163,6 +177,29 @@ impl Server {
             }
         }
         served
+    }
+
+    fn trace(&self, cx: &Context<'_>, operation: &Operation<'_>) -> Trace {
+        let source = &self.share.source;
+        let there = |dir: Ino, name: Name<'_>| {
+            let entry = source.lookup(&cx.caller, dir, name)?;
+            source.forget(entry.ino, 1);
+            Ok::<Attr, Errno>(entry.attr)
+        };
+        match *operation {
+            Operation::Rename { flags, .. } if flags.contains(RenameFlags::EXCHANGE) => Trace::None,
+            // Otherwise the whiteout that it has left there would take the place of the file.
+            Operation::Rename { name, new_dir, new_name, flags } if flags.contains(RenameFlags::WHITEOUT) => {
+                let whiteout = |attr: Attr| attr.kind() == FileType::CharacterDevice && attr.rdev == 0;
+                match (there(cx.ino, name).is_ok_and(whiteout), there(new_dir, new_name)) {
+                    (true, Ok(_)) => Trace::Done,
+                    (true, Err(_)) => Trace::None,
+                    (false, _) => Trace::Error,
+                }
+            }
+            _ if moves(operation) => Trace::None,
+            _ => Trace::Error,
+        }
     }
 
     /// An operation that may have been carried out already has failed: answers success if that is why.
@@ -181,7 +218,7 @@ impl Server {
                 let is_dir = matches!(operation, Operation::Mkdir { .. });
                 let same = match is_dir {
                     true => entry.attr.kind().is_dir(),
-                    false => entry.attr.kind() == ferry_vfs::FileType::from_raw_mode(new.mode),
+                    false => entry.attr.kind() == FileType::from_raw_mode(new.mode),
                 };
                 self.if_same(same, cx, entry, carrier)
             }
@@ -195,7 +232,10 @@ impl Server {
                 self.if_same(entry.ino == from, cx, entry, carrier)
             }
             (Operation::Create { name, ref new, flags, clear_privileges }, Errno::EXIST) => {
-                self.create(cx, (name, new), flags - OFlags::EXCL, clear_privileges, carrier)
+                match self.create(cx, (name, new), flags - OFlags::EXCL, clear_privileges, carrier) {
+                    Err(Errno::ACCESS) => self.open_made(cx, name, flags, carrier),
+                    other => other,
+                }
             }
             (Operation::Rename { new_dir, new_name, .. }, Errno::NOENT) => {
                 let entry = there(new_dir, new_name)?;
@@ -213,14 +253,42 @@ impl Server {
         }
     }
 
-    fn if_same(
+    /// Opens a file that was made with a mode that keeps its own owner, a server without privileges, from opening it again.
+    fn open_made(
         &mut self,
-        same: bool,
         cx: &Context<'_>,
-        entry: ferry_vfs::Entry,
+        name: Name<'_>,
+        flags: OFlags,
         carrier: &mut impl Carrier,
     ) -> Result<Served> {
+        let source = Arc::clone(&self.share.source);
+        let entry = source.lookup(&cx.caller, cx.ino, name)?;
+        let open = || {
+            // Nobody was told of it, and so nobody has written to it.
+            if entry.attr.kind() != FileType::RegularFile || entry.attr.size > 0 {
+                return Err(Errno::ACCESS);
+            }
+            let mode = entry.attr.mode & PERMISSIONS;
+            let set = |mode| {
+                let set = SetAttr { mode: Some(mode), ..SetAttr::default() };
+                source.setattr(&cx.caller, entry.ino, None, &set)
+            };
+            set(mode | OWNER_READS_AND_WRITES)?;
+            let opened = source.open(&cx.caller, entry.ino, flags - OFlags::EXCL);
+            let (back, handle) = (set(mode), opened?);
+            let release = |_: &Errno| source.release(&cx.caller, entry.ino, handle);
+            Ok((Entry { attr: back.inspect_err(release)?, ..entry }, handle))
+        };
+        let (entry, handle) = open().inspect_err(|_| source.forget(entry.ino, 1))?;
+        let labelled = self.labelled(cx, entry, None);
+        let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
+        self.created(cx, (entry, handle), flags, carrier)
+    }
+
+    fn if_same(&mut self, same: bool, cx: &Context<'_>, entry: Entry, carrier: &mut impl Carrier) -> Result<Served> {
         if same {
+            // The server before may have ended before it was labelled.
+            let entry = self.labelled(cx, entry, None)?;
             return self.entry(cx, entry, carrier);
         }
         self.share.source.forget(entry.ino, 1);

@@ -7,7 +7,9 @@ use std::sync::{Arc, mpsc};
 
 use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer, Served, Server, Session, Share, ShareOptions};
 use ferry_vfs::{Backing, Errno, FileSystem, Ino};
-use ferry_wire::fuse::{Extensions, InitFlags, InitRequest, Negotiated, Operation, Reply, ReplyKind, Request};
+use ferry_wire::fuse::{
+    Extensions, InitFlags, InitRequest, Negotiated, Operation, Reply, ReplyKind, Request, SecurityContexts,
+};
 
 /// A transfer that was begun.
 pub enum Transfer {
@@ -21,6 +23,8 @@ pub struct Message {
     pub reply: Vec<u8>,
     /// The export has given up on it.
     pub revoked: bool,
+    /// A server before has taken it already.
+    pub again: bool,
     pub transfer: Option<Transfer>,
     pub late: mpsc::Sender<Vec<u8>>,
 }
@@ -55,6 +59,10 @@ impl Carrier for Message {
 
     fn token(&self) -> u64 {
         7
+    }
+
+    fn is_again(&self) -> bool {
+        self.again
     }
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
@@ -111,6 +119,9 @@ pub struct Client {
     sender: mpsc::Sender<Vec<u8>>,
     pub room: usize,
     pub revoked: bool,
+    pub again: bool,
+    /// What every request has with it.
+    pub contexts: Vec<u8>,
     unique: u64,
 }
 
@@ -129,8 +140,7 @@ impl Client {
         let (sender, late) = mpsc::channel();
         let session = Arc::new(session);
         let server = Server::new(Arc::new(Share::new(source, options)), Arc::clone(&session));
-        let negotiated = Negotiated::BEFORE_INIT;
-        let mut client = Self { server, session, negotiated, late, sender, room: 1 << 17, revoked: false, unique: 0 };
+        let mut client = Self::of(server, session, Negotiated::BEFORE_INIT, (sender, late));
         let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags };
         match client.ask(Ino::ROOT, Operation::Init(offer)) {
             Answer::Reply(_) => {}
@@ -138,6 +148,26 @@ impl Client {
         }
         client.negotiated = *client.session.mount().expect("INIT was answered").negotiated();
         Ok(client)
+    }
+
+    fn of(
+        server: Server,
+        session: Arc<Session>,
+        negotiated: Negotiated,
+        (sender, late): (mpsc::Sender<Vec<u8>>, mpsc::Receiver<Vec<u8>>),
+    ) -> Self {
+        let (contexts, room) = (Vec::new(), 1 << 17);
+        Self { server, session, negotiated, late, sender, room, revoked: false, again: false, contexts, unique: 0 }
+    }
+
+    /// The same client, once its server is gone: what it asked last it asks again, the server that has taken it up.
+    pub fn outlives(self) -> impl FnOnce(Server, Arc<Session>) -> Self {
+        let Self { negotiated, contexts, unique, .. } = self;
+        move |server, session| {
+            let mut client = Self::of(server, session, negotiated, mpsc::channel());
+            (client.again, client.contexts, client.unique) = (true, contexts, unique - 2);
+            client
+        }
     }
 
     /// The number of the next request.
@@ -152,8 +182,10 @@ impl Client {
     /// For WRITE: its data follow.
     pub fn ask_and_write(&mut self, ino: Ino, operation: Operation<'_>, data: &[u8]) -> Answer {
         self.unique += 2;
-        let request =
-            Request { unique: self.unique, ino, uid: 0, gid: 0, pid: 1, extensions: Extensions::default(), operation };
+        let count = u32::from(!self.contexts.is_empty());
+        let security = SecurityContexts::parse(&self.contexts, count).expect("contexts");
+        let extensions = Extensions { security, ..Extensions::default() };
+        let request = Request { unique: self.unique, ino, uid: 0, gid: 0, pid: 1, extensions, operation };
         let mut bytes = Vec::new();
         request.encode(&self.negotiated, &mut bytes);
         bytes.extend_from_slice(data);
@@ -161,6 +193,7 @@ impl Client {
             request: bytes,
             reply: vec![0; self.room],
             revoked: self.revoked,
+            again: self.again,
             transfer: None,
             late: self.sender.clone(),
         };

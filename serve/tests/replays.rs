@@ -1,0 +1,204 @@
+//! Requests that a server has carried out, or half of them, before it was killed: the next one is asked again.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use common::{Answer, Client};
+use ferry_serve::{Acl, Server, Session, Share, ShareOptions};
+use ferry_state::{Geometry, Kept, Line};
+use ferry_vfs::*;
+use ferry_wire::fuse::{Operation, SecurityContexts};
+
+const REGULAR: u32 = 0o100_000;
+const LABEL: (&[u8], &[u8]) = (b"security.label", b"of a kind");
+
+/// What has a name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Object {
+    ino: u64,
+    mode: u32,
+    label: Vec<u8>,
+}
+
+/// A directory of a server without privileges, which can be killed.
+#[derive(Debug, Default)]
+struct Tree {
+    names: Mutex<BTreeMap<Vec<u8>, Object>>,
+    next: AtomicU64,
+    /// The server ends right after the next change of a name.
+    dies: AtomicBool,
+}
+
+impl Tree {
+    fn add(&self, name: &[u8], mode: u32) -> Entry {
+        let ino = 2 + self.next.fetch_add(1, Ordering::Relaxed);
+        let object = Object { ino, mode, label: Vec::new() };
+        self.names.lock().unwrap().insert(name.to_vec(), object.clone());
+        object.entry()
+    }
+
+    fn get(&self, name: &[u8]) -> Option<Object> {
+        self.names.lock().unwrap().get(name).cloned()
+    }
+
+    fn with<R>(&self, ino: Ino, f: impl FnOnce(&mut Object) -> R) -> Result<R> {
+        let mut names = self.names.lock().unwrap();
+        names.values_mut().find(|object| object.ino == ino.0).map(f).ok_or(Errno::STALE)
+    }
+
+    fn changed(&self) {
+        assert!(!self.dies.swap(false, Ordering::Relaxed), "the server is killed here");
+    }
+}
+
+impl Object {
+    fn entry(&self) -> Entry {
+        let attr = Attr { ino: self.ino, mode: self.mode, nlink: 1, ..Attr::default() };
+        Entry { ino: Ino(self.ino), generation: 0, attr }
+    }
+}
+
+impl FileSystem for Tree {
+    fn lookup(&self, _: &Caller<'_>, _: Ino, name: Name<'_>) -> Result<Entry> {
+        self.get(name.as_bytes()).map(|object| object.entry()).ok_or(Errno::NOENT)
+    }
+    fn forget(&self, _: Ino, _: u64) {}
+    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        self.with(ino, |object| object.entry().attr)
+    }
+    fn setattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+        self.with(ino, |object| {
+            object.mode = set.mode.map_or(object.mode, |mode| REGULAR | mode);
+            object.entry().attr
+        })
+    }
+    fn mkdir(&self, _: &Caller<'_>, _: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+        if self.get(name.as_bytes()).is_some() {
+            return Err(Errno::EXIST);
+        }
+        let entry = self.add(name.as_bytes(), 0o040_000 | new.mode);
+        self.changed();
+        Ok(entry)
+    }
+    fn rename(&self, _: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
+        let moved = self.names.lock().unwrap().remove(from.1.as_bytes()).ok_or(Errno::NOENT)?;
+        self.names.lock().unwrap().insert(to.1.as_bytes().to_vec(), moved);
+        if flags.contains(RenameFlags::WHITEOUT) {
+            self.add(from.1.as_bytes(), 0o020_000);
+        }
+        self.changed();
+        Ok(())
+    }
+    fn create(&self, cx: &Caller<'_>, _: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+        match self.get(name.as_bytes()) {
+            Some(_) if flags.contains(OFlags::EXCL) => Err(Errno::EXIST),
+            Some(object) => Ok((object.entry(), self.open(cx, Ino(object.ino), flags)?)),
+            None => {
+                let entry = self.add(name.as_bytes(), REGULAR | new.mode);
+                self.changed();
+                Ok((entry, Handle(entry.ino.0)))
+            }
+        }
+    }
+    fn open(&self, _: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
+        let writable = self.with(ino, |object| object.mode & 0o200 != 0)?;
+        if writable { Ok(Handle(ino.0)) } else { Err(Errno::ACCESS) }
+    }
+    fn setxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8], value: &[u8], _: XattrFlags, _: bool) -> Result<()> {
+        assert_eq!(name, LABEL.0);
+        self.with(ino, |object| object.label = value.to_vec())
+    }
+    fn identify(&self, ino: Ino, _: Bounds) -> Result<Vec<u8>> {
+        Ok(ino.0.to_le_bytes().to_vec())
+    }
+    fn adopt(&self, _: Ino, _: u64, _: (&[u8], Bounds), _: Option<BorrowedFd<'_>>) -> Result<()> {
+        Ok(())
+    }
+    fn adopt_open(&self, _: &Caller<'_>, _: Ino, _: Handle, _: OFlags, _: Option<std::os::fd::OwnedFd>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What the server answers that is asked again after the one before was killed in the midst of it.
+fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, meanwhile: impl Fn()) -> Answer {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keeper");
+    let listener = ferry_state::listen(&path).unwrap();
+    let keeper = std::thread::spawn(move || ferry_state::keep(&listener).unwrap());
+    let kept = || Kept::open(Line::reach(&path).unwrap(), Geometry { workers: 1, entries: 8 }).map(Arc::new).unwrap();
+    let options = ShareOptions { security_label: Acl::Auto, ..ShareOptions::default() };
+    let source = || Arc::clone(tree) as Arc<dyn FileSystem>;
+
+    let mut first = Client::new(source(), &options, Session::default().with_kept(kept()));
+    first.server = first.server.with_journal(0);
+    first.contexts = contexts.to_vec();
+    tree.dies.store(true, Ordering::Relaxed);
+    assert_eq!(first.ask(Ino::ROOT, operation), Answer::Error(Errno::IO), "it was not killed");
+    meanwhile();
+    let client = first.outlives();
+
+    let kept = kept();
+    let share = Arc::new(Share::new(source(), &options));
+    let session = Arc::new(Session::default().with_kept(Arc::clone(&kept)));
+    assert!(session.take_up(&share).unwrap());
+    let server = Server::new(share, Arc::clone(&session)).with_journal(0);
+    let mut second = client(server, Arc::clone(&session));
+    let answer = second.ask(Ino::ROOT, operation);
+    session.end();
+    drop((second, session, kept));
+    keeper.join().unwrap();
+    answer
+}
+
+fn name(bytes: &[u8]) -> Name<'_> {
+    Name::new(bytes).unwrap()
+}
+
+#[test]
+fn a_whiteout_does_not_take_the_place_of_the_file_that_left_it() {
+    let operation = |flags| Operation::Rename { name: name(b"a"), new_dir: Ino::ROOT, new_name: name(b"b"), flags };
+    let tree = Arc::new(Tree::default());
+    let file = tree.add(b"a", REGULAR).ino;
+    let answer = asked_again(&tree, &[], operation(RenameFlags::WHITEOUT), || ());
+    assert_eq!(answer, Answer::Reply(Vec::new()));
+    assert_eq!((tree.get(b"a").unwrap().mode, tree.get(b"b").unwrap().ino), (0o020_000, file.0));
+    // Somebody has taken it away meanwhile: who knows what has happened.
+    let tree = Arc::new(Tree::default());
+    tree.add(b"a", REGULAR);
+    let away = || drop(tree.names.lock().unwrap().remove(b"b".as_slice()));
+    assert_eq!(asked_again(&tree, &[], operation(RenameFlags::WHITEOUT), away), Answer::Error(Errno::IO));
+    assert!(tree.get(b"b").is_none());
+    // Without a whiteout the missing name tells.
+    let tree = Arc::new(Tree::default());
+    tree.add(b"a", REGULAR);
+    assert_eq!(asked_again(&tree, &[], operation(RenameFlags::empty()), || ()), Answer::Reply(Vec::new()));
+    assert_eq!(tree.names.lock().unwrap().len(), 1);
+}
+
+#[test]
+fn what_was_made_gets_the_label_that_it_had_not_yet() {
+    let mut contexts = Vec::new();
+    SecurityContexts::append(&mut contexts, LABEL.0, LABEL.1);
+    let tree = Arc::new(Tree::default());
+    let operation = Operation::Mkdir { name: name(b"dir"), new: New { mode: 0o755, umask: 0, rdev: 0 } };
+    let answer = asked_again(&tree, &contexts, operation, || assert!(tree.get(b"dir").unwrap().label.is_empty()));
+    assert!(matches!(answer, Answer::Reply(_)), "{answer:?}");
+    assert_eq!(tree.get(b"dir").unwrap().label, LABEL.1);
+}
+
+#[test]
+fn what_was_made_for_nobody_to_write_is_open_for_writing() {
+    let flags = OFlags::RDWR | OFlags::EXCL;
+    let new = New { mode: 0o444, umask: 0, rdev: 0 };
+    let operation = Operation::Create { name: name(b"object"), new, flags, clear_privileges: false };
+    let tree = Arc::new(Tree::default());
+    let answer = asked_again(&tree, &[], operation, || ());
+    assert!(matches!(answer, Answer::Reply(_)), "{answer:?}");
+    assert_eq!(tree.get(b"object").unwrap().mode, REGULAR | 0o444);
+}
