@@ -1,76 +1,46 @@
-//! The control socket of a running share or mount: `ferry log` and `ferry mount --explain` talk to it.
-//!
-//! Each server listens on a socket named after its process id, in a folder that only its user can enter. A client
-//! sends one line of JSON and gets one line back; after a request to follow the log, lines of text.
+//! Talking to servers that run ([`ferry_control`]), and what they are told of the shares of this one.
 
 mod client;
-mod place;
-mod served;
-mod server;
 
-use serde::{Deserialize, Serialize};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Result;
+use ferry_control::{Explained, Owner, Served, Shown};
+use ferry_vfs::FileSystem;
+
+use crate::cli::Share;
+use crate::{exports, sandbox, share};
 
 pub use client::{Target, is_in_mount};
-pub use served::{Served, Shown};
-pub use server::Control;
 
-/// A request; one line.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "do", rename_all = "kebab-case", deny_unknown_fields)]
-pub enum Request {
-    /// What is served, and what is logged: answers [`Status`].
-    Status,
-    /// By which paths the requests of a mount travel: answers [`Explained`].
-    Explain {
-        /// Which share of [`Status::shares`].
-        share: usize,
-    },
-    /// Changes what is logged: answers [`Status`].
-    Log {
-        /// A level, a list, or one of the words of [`crate::logcmd`].
-        level: String,
-        /// Which share of [`Status::shares`]; all of them if there is none.
-        share: Option<usize>,
-        /// The file in it, from its root.
-        file: Option<FileName>,
-        /// Send the log's lines, and log as before when the client hangs up.
-        follow: bool,
-    },
+/// Whose server this is.
+pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };
+
+/// A share before it is mounted; `name` is what the log calls it.
+pub fn served(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> Served {
+    let is_device = share.virtiofs.is_some() || share.fd.is_some();
+    let has_tag = is_device || matches!(share.ninep, Some(crate::ninep::Address::VhostUser(_)));
+    let shown = Shown {
+        source: match share.kind() {
+            crate::source::Kind::Dir(path) => share::shown(&path),
+            _ => share.source.to_string_lossy().into_owned(),
+        },
+        tag: has_tag.then(|| share.tag_or_default().as_str().to_owned()),
+        virtiofs: share.virtiofs.as_deref().map(share::shown),
+        fd: share.fd,
+        ninep: None,
+        mount: None,
+        read_only: share.read_only,
+        queues: is_device.then(|| exports::device_options(share).queues),
+    };
+    Served::new(shown, name.into(), source)
 }
 
-/// A path, byte by byte: JSON has only text.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct FileName(pub Vec<u8>);
-
-/// The answer to any request.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Answer<T> {
-    /// It was done.
-    Ok(T),
-    /// Why not, in a sentence.
-    Error(String),
-}
-
-/// What a server serves and logs.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Status {
-    /// Its process.
-    pub pid: u32,
-    /// What it serves.
-    pub shares: Vec<Shown>,
-    /// The level of its log.
-    pub log: String,
-    /// Whose requests are logged, if any are.
-    pub requests: Option<String>,
-}
-
-/// How the requests of a mount travel.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Explained {
-    /// For people.
-    pub text: String,
-    /// For programs.
-    pub json: serde_json::Value,
+/// A share is mounted.
+pub fn mounted(served: &mut Served, path: &Path, export: &ferry_fuse::Export) -> Result<()> {
+    let explanation = export.explain();
+    let explained = Explained { text: explanation.to_string(), json: serde_json::to_value(explanation)? };
+    served.mounted(path.to_string_lossy().into_owned(), explained);
+    Ok(())
 }

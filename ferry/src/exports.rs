@@ -46,8 +46,14 @@ impl Serving {
     }
 
     /// Offers a source to 9P clients.
-    pub fn serve_9p(&mut self, listening: Listening, source: Arc<dyn FileSystem>, share: &Share) -> Result<()> {
-        self.ninep.push(listening.serve(source, share)?);
+    pub fn serve_9p(
+        &mut self,
+        listening: Listening,
+        source: Arc<dyn FileSystem>,
+        share: &Share,
+        name: &str,
+    ) -> Result<()> {
+        self.ninep.push(listening.serve(source, share, name)?);
         self.is_open = true;
         Ok(())
     }
@@ -115,9 +121,23 @@ impl Drop for Serving {
     }
 }
 
-/// What the log calls a share.
+/// What the table of mounts and the log call a share.
 pub fn name(share: &Share) -> String {
     share.fsname.clone().unwrap_or_else(|| share.source.to_string_lossy().into_owned())
+}
+
+/// What the log calls shares: those that would have the same name are told apart by where they are.
+pub fn names(shares: &[Share]) -> Vec<String> {
+    let plain: Vec<String> = shares.iter().map(name).collect();
+    let place = |share: &Share| {
+        let path = share.mount.as_ref().or(share.virtiofs.as_ref()).map(|path| path.display().to_string());
+        path.or_else(|| share.ninep.as_ref().map(ToString::to_string)).or_else(|| share.fd.map(|fd| format!("fd {fd}")))
+    };
+    let name = |(share, name): (&Share, &String)| match place(share) {
+        Some(place) if plain.iter().filter(|other| *other == name).count() > 1 => format!("{name} on {place}"),
+        _ => name.clone(),
+    };
+    shares.iter().zip(&plain).map(name).collect()
 }
 
 /// The options of the virtio-fs device that a share is.
@@ -165,8 +185,9 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
     options
 }
 
-/// The options of the mount that a share is. `shared`: its source goes through other exports, too.
-pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_fuse::Options {
+/// The options of the mount that a share is, which the log calls `log_name`. `shared`: its source goes through other exports,
+/// too.
+pub fn mount_options(share: &Share, log_name: &str, mount: MountOptions, shared: bool) -> ferry_fuse::Options {
     let mut options = ferry_fuse::Options {
         path: match share.path.unwrap_or(Carrier::Auto) {
             Carrier::Auto => ferry_fuse::Path::Auto,
@@ -187,6 +208,7 @@ pub fn mount_options(share: &Share, mount: MountOptions, shared: bool) -> ferry_
         allow_other: share.allow_other,
         read_only: share.read_only,
         fsname: name(share),
+        name: Some(log_name.into()),
         stacked_source: lies_on_overlayfs(share),
         shared,
         mount: MountOptions { nonempty: share.nonempty, ..mount },

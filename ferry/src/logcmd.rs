@@ -4,9 +4,10 @@ use std::io::{BufRead, Write};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use ferry_control::{Request, Status};
 
 use crate::cli::LogArgs;
-use crate::control::{Request, Status, Target};
+use crate::control::Target;
 
 /// Shows or changes it.
 pub fn run(args: &LogArgs) -> Result<()> {

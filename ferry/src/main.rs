@@ -14,7 +14,6 @@ mod guardian;
 mod helper;
 mod image;
 mod logcmd;
-mod logging;
 mod mount;
 mod mount_options;
 mod ninep;
@@ -31,21 +30,13 @@ mod virtiofsd;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
-use std::sync::OnceLock;
 
 use anyhow::Result;
+use ferry_control::{Logging, Syslog};
 
 use crate::cli::Command;
 use crate::groups::Invocation;
 use crate::helper::Asked;
-
-/// What to log until told otherwise.
-static LEVEL: OnceLock<String> = OnceLock::new();
-
-/// The level that the log was started at.
-pub fn started_level() -> String {
-    LEVEL.get().cloned().unwrap_or_else(|| "info".into())
-}
 
 fn main() -> ExitCode {
     let mut args: Vec<OsString> = std::env::args_os().collect();
@@ -120,8 +111,9 @@ fn advice(text: &str) -> &'static str {
 fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Result<u8> {
     let quiet = matches!(&cli.command, Command::Try(args) if !args.verbose);
     let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
-    let level = LEVEL.get_or_init(|| cli.log.unwrap_or_else(|| if quiet { "warn" } else { "info" }.into()));
-    let logging = logging::start(level, plain, cli.syslog)?;
+    let level = cli.log.unwrap_or_else(|| if quiet { "warn" } else { "info" }.into());
+    let syslog = if cli.syslog { Some(Syslog::connect("ferry", sandbox::pid)?) } else { None };
+    let logging = Logging::start(&level, plain, syslog)?;
     match cli.command {
         Command::Share(args) => {
             let file = match &args.config {

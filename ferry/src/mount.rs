@@ -3,18 +3,19 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use ferry_control::{Explained, Logging, Request, Served};
 
 use crate::cli::{MountArgs, Share};
-use crate::control::{Explained, Request, Served, Target, is_in_mount};
+use crate::control::{self, Target, is_in_mount};
 use crate::exports::{self, Serving};
-use crate::logging::Logging;
-use crate::source::{self, Sources};
+use crate::source::{self, Kind, Sources};
 use crate::{mount_options, share};
 
 /// A log may name files; it is its owner's.
@@ -157,19 +158,53 @@ fn running(path: &Path) -> Option<Result<Explained>> {
 /// Mounts, asks and unmounts: only the kernel's answer to a mount tells.
 fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<Explained> {
     let mountpoint: PathBuf = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.into());
-    let share = Share { mount: Some(mountpoint.clone()), ..args.share.clone() };
+    let mut share = Share { mount: Some(mountpoint.clone()), ..args.share.clone() };
+    // Until it has been mounted.
+    let _nameless = without_names(&mut share)?;
     let mut sources = Sources::beside(vec![mountpoint.clone()]);
     let source = sources.open(&share)?;
-    let options = exports::mount_options(&share, mount_options::of_mount(&args.options), false);
+    let name = exports::name(&share);
+    let options = exports::mount_options(&share, &name, mount_options::of_mount(&args.options), false);
     let mut serving = Serving::default();
     let seen = source::seen(&share, std::sync::Arc::clone(&source))?;
     let export = serving.mount(&mountpoint, seen, options)?;
-    let mut served = Served::new(&share, source);
-    served.mounted(mountpoint, export);
-    let explained = served.explain();
-    drop(served);
+    let mut served = control::served(&share, &name, source);
+    let told = control::mounted(&mut served, &mountpoint, &export);
+    let explained = told.and_then(|()| Ok(served.explain()?));
+    drop((served, export));
     serving.stop();
     explained
+}
+
+/// Puts files without names in the places of those that opening the source would make: nothing is to stay behind.
+fn without_names(share: &mut Share) -> Result<Vec<File>> {
+    let Kind::Pmem(image) = share.kind() else { return Ok(Vec::new()) };
+    let mut files = Vec::new();
+    if let Some((file, path)) = nameless(&image)? {
+        share.source = Kind::Pmem(path).word_in(Path::new("/"));
+        files.push(file);
+    }
+    if let Some((file, path)) = share.tier2.as_deref().map(nameless).transpose()?.flatten() {
+        share.tier2 = Some(path);
+        files.push(file);
+    }
+    Ok(files)
+}
+
+/// If there is no such file, or nothing in it: one without a name in the same folder, and a path that leads to it.
+fn nameless(path: &Path) -> Result<Option<(File, PathBuf)>> {
+    let is_new = match path.metadata() {
+        Ok(found) => found.is_file() && found.len() == 0,
+        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+    };
+    if !is_new {
+        return Ok(None);
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let file = tempfile::tempfile_in(folder);
+    let file = file.with_context(|| format!("cannot make a file like {} for a trial", path.display()))?;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
+    Ok(Some((file, path)))
 }
 
 /// Whether this program was started as a helper of mount(8).

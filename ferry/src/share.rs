@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
+use ferry_control::{Control, Logging, Served, Shown};
 use ferry_fs::Endings;
 use ferry_fuse::MountOptions;
 use ferry_isolation::Held;
@@ -15,10 +16,9 @@ use ferry_virtiofs::Kept;
 use rustix::process::Signal;
 
 use crate::cli::{Share, Window};
-use crate::control::{self, Control, Served};
+use crate::control::{self, OWNER};
 use crate::disk::{self, Disks};
 use crate::exports::{self, Serving};
-use crate::logging::Logging;
 use crate::ninep::Listening;
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Entered, Walls};
@@ -35,7 +35,15 @@ const VHOST_USER: &str = "vhost-user:";
 /// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve. Answers the status to end with.
 pub fn run(shares: &[Share], disks: &[disk::Args], walls: &Walls, json: bool, logging: &Logging) -> Result<u8> {
     refuse_doubles(shares, disks)?;
-    let ready = |up: &[Served], disks: &Disks<'_>| announce(up, disks, json);
+    let once = shares.iter().any(|share| share.once);
+    let ready = |up: &[Served], disks: &Disks<'_>| {
+        announce(up, disks, json)?;
+        if once {
+            // virtiofsd's words, for which Kata waits.
+            tracing::info!("Waiting for vhost-user socket connection...");
+        }
+        Ok(())
+    };
     match Confinement::of(walls, shares, disks)? {
         Some(confinement) => serve_confined(shares, confinement, logging, ready),
         None => serve(shares, disks, &MountOptions::default(), logging, ready).map(|()| 0),
@@ -127,7 +135,7 @@ fn serve_until(
     ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
 ) -> Result<()> {
     let up: Arc<[Served]> = up.into();
-    let control = Control::start(control, Arc::clone(&up), logging.clone());
+    let control = Control::start(control, Arc::clone(&up), logging.clone(), OWNER);
     ready(&up, &offered)?;
     // The next virtual machine may come for a disk, too.
     if offered.is_empty() {
@@ -235,27 +243,28 @@ fn start(
     serving: &mut Serving,
 ) -> Result<Vec<Served>> {
     let mut up = Vec::new();
-    let sockets = bound.into_iter().zip(ninep).zip(kept);
-    for ((share, opened_source), ((bound, listening), kept)) in shares.iter().zip(opened).zip(sockets) {
-        let mut served = Served::new(share, Arc::clone(opened_source));
+    let sockets = bound.into_iter().zip(ninep).zip(kept).zip(exports::names(shares));
+    for ((share, opened_source), (((bound, listening), kept), name)) in shares.iter().zip(opened).zip(sockets) {
+        let mut served = control::served(share, &name, Arc::clone(opened_source));
         let source = source::seen(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(listening.address());
             serving
-                .serve_9p(listening, Arc::clone(&source), share)
+                .serve_9p(listening, Arc::clone(&source), share, &name)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
         }
         if let Some(bound) = bound {
+            let options = ferry_virtiofs::Options { kept, name: name.clone(), ..exports::device_options(share) };
             serving
-                .start(bound, Arc::clone(&source), ferry_virtiofs::Options { kept, ..exports::device_options(share) })
+                .start(bound, Arc::clone(&source), options)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
         }
         if let Some(mountpoint) = &share.mount {
-            let options = exports::mount_options(share, mount.clone(), is_shared(shares, opened, opened_source));
+            let options = exports::mount_options(share, &name, mount.clone(), is_shared(shares, opened, opened_source));
             // Before it is covered, and in the words of the table of mounts.
             let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
             let export = serving.mount(&mountpoint, source, options)?;
-            served.mounted(mountpoint, export);
+            control::mounted(&mut served, &mountpoint, &export)?;
         }
         up.push(served);
     }
@@ -282,7 +291,7 @@ fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
         }
         return writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output");
     }
-    for control::Shown { source, tag, virtiofs, fd, mount, queues, ninep, .. } in shares {
+    for Shown { source, tag, virtiofs, fd, mount, queues, ninep, .. } in shares {
         if let Some(mount) = mount {
             tracing::info!(source, mount, "mounted");
         }

@@ -324,6 +324,60 @@ fn requests_are_logged_on_demand() {
 }
 
 #[test]
+fn two_mounts_of_one_source_are_told_apart() {
+    needs_fuse!();
+    let (place, other) = (Place::new(), Place::new());
+    let log = fs::File::create(place.at("log")).unwrap();
+    let file = place.at("ferry.toml");
+    let share = |mount: &Path| format!("[[share]]\nsource = \"source\"\nmount = {mount:?}\ncache = \"none\"\n");
+    fs::write(&file, share(&place.mnt) + &share(&other.mnt)).unwrap();
+    let mut server = Server::start(ferry().arg("share").arg("--config").arg(&file).stderr(log));
+    let logged = |mount: &Path| {
+        let text = fs::read_to_string(place.at("log")).unwrap();
+        let share = format!("source on {}\"", mount.display());
+        text.lines().filter(|line| line.contains("Lookup") && line.contains(&share)).count()
+    };
+    // One after the other, each with the other's requests beside it.
+    for (wanted, unwanted) in [(&place.mnt, &other.mnt), (&other.mnt, &place.mnt)] {
+        log_of(wanted, &["requests"]);
+        let before = [logged(wanted), logged(unwanted)];
+        for mount in [unwanted, wanted] {
+            assert_eq!(fs::read_to_string(mount.join("file")).unwrap(), "from the source");
+        }
+        until("a logged request", || logged(wanted) > before[0]);
+        assert_eq!(logged(unwanted), before[1], "of {}", unwanted.display());
+    }
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn to_explain_a_mount_makes_no_image() {
+    needs_fuse!();
+    let place = Place::new();
+    let (image, tier) = (place.at("image"), place.at("tier"));
+    let explain = |image: &Path, more: &[&str]| {
+        let mut source = std::ffi::OsString::from("pmem:");
+        source.push(image);
+        let mut command = ferry();
+        let output =
+            run(command.arg("mount").arg(source).arg(&place.mnt).args(["--explain", "--size", "64M"]).args(more));
+        let (out, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        assert!(out.contains("Requests go through"), "{out}");
+        assert!(place.is_free());
+    };
+    explain(&image, &[]);
+    explain(&image, &["--tier2", tier.to_str().unwrap(), "--tier2-size", "64M"]);
+    assert!(!image.exists() && !tier.exists(), "nothing is left behind");
+    fs::write(&image, "").unwrap();
+    explain(&image, &[]);
+    assert_eq!(fs::metadata(&image).unwrap().len(), 0, "it was not ours to make a file system of");
+    let left: Vec<_> = fs::read_dir(place.folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 3, "{left:?}");
+}
+
+#[test]
 fn the_log_is_followed_for_one_file() {
     needs_fuse!();
     let place = Place::new();

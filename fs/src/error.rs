@@ -22,8 +22,8 @@ pub enum Error {
     #[error(transparent)]
     Path(#[from] ferry_fuse::PathError),
     /// The level of the log.
-    #[error("cannot log at {0:?}; use error, warn, info, debug or trace, or a list like info,ferry_serve=debug")]
-    Log(String),
+    #[error(transparent)]
+    Log(ferry_control::Error),
     /// Signals.
     #[error("cannot catch signals: {0}")]
     Signals(io::Error),

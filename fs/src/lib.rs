@@ -16,12 +16,25 @@
 //! # One file with a greeting
 //!
 //! ```no_run
-#![doc = include_str!("../../examples/hello.rs")]
+#![doc = include_str!("../examples/hello.rs")]
 //! ```
 //!
 //! That is `examples/hello.rs`, whole. `examples/toyfs.rs` is a complete small file system that can be written to.
 //! The [contract](ferry_vfs) has the rules: inodes and their references, handles, threads, what may wait, what a panic
 //! does, and what of `posix_fadvise` and mappings reaches an author.
+//!
+//! # Seeing what it does
+//!
+//! `--log debug` is for the beginning. A program that runs has its log changed by `ferry log`, as have `ferry mount` and
+//! `ferry share`: on the whole, for the requests of one mount, or for those of one file.
+//!
+//! ```sh
+//! ferry log /mnt/hello                             # what is served, and what is logged
+//! ferry log /mnt/hello/hello requests --follow     # the requests of one file, until Ctrl-C
+//! ferry log /mnt/hello debug                       # on the program's standard error, until `default`
+//! ```
+//!
+//! That needs the program's log to be the one of [`run`] or [`Command::run`]. An author who has started a log already keeps it.
 //!
 //! # Options of one's own
 //!

@@ -1,11 +1,11 @@
 //! Doing what the command line says.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
+use ferry_control::{Control, Explained, Logging, Owner, Served, Shown};
 use ferry_vfs::FileSystem;
-use tracing_subscriber::EnvFilter;
 
 use crate::command::{Command, MountArgs, VirtiofsArgs};
 use crate::endings::Endings;
@@ -13,12 +13,12 @@ use crate::{Error, fuse, virtiofs};
 
 /// Shows the file system until a signal comes or it is unmounted.
 pub(crate) fn until_told(command: &Command, fs: Arc<dyn FileSystem>) -> Result<(), Error> {
-    start_log(&command.place().log)?;
+    let logging = start_log(&command.place().log)?;
     // Before anything is there that would have to be cleaned up.
     let mut endings = Endings::catch(&Endings::ALL).map_err(Error::Signals)?;
     match command {
-        Command::Mount(args) => mount(args, fs, &mut endings),
-        Command::Virtiofs(args) => offer(args, fs, &mut endings),
+        Command::Mount(args) => mount(args, fs, &mut endings, logging),
+        Command::Virtiofs(args) => offer(args, fs, &mut endings, logging),
     }
 }
 
@@ -29,18 +29,37 @@ pub(crate) fn program() -> String {
     if name.is_empty() { "ferry-fs".into() } else { name.into_owned() }
 }
 
-fn mount(args: &MountArgs, fs: Arc<dyn FileSystem>, endings: &mut Endings) -> Result<(), Error> {
+/// Lets `ferry log` show and change what is logged, where the log is ours.
+fn control(logging: Option<Logging>, served: Served) -> Option<Control> {
+    Control::start(Control::bind(), vec![served].into(), logging?, Owner::default())
+}
+
+fn mount(
+    args: &MountArgs,
+    fs: Arc<dyn FileSystem>,
+    endings: &mut Endings,
+    logging: Option<Logging>,
+) -> Result<(), Error> {
     let name = program();
+    let source = args.place.tag.clone().unwrap_or_else(|| name.clone());
     let options = fuse::Options {
         path: args.path.parse()?,
         cache: args.place.cache.into(),
         allow_other: args.allow_other,
         read_only: args.place.read_only,
-        fsname: args.place.tag.clone().unwrap_or_else(|| name.clone()),
+        fsname: source.clone(),
         subtype: name,
         ..fuse::Options::default()
     };
-    let export = Arc::new(fuse::Export::mount(&args.dir, fs, options)?);
+    // Before it is covered, and in the words of the table of mounts.
+    let dir = args.dir.canonicalize().unwrap_or_else(|_| args.dir.clone());
+    let export = Arc::new(fuse::Export::mount(&dir, Arc::clone(&fs), options)?);
+    let shown = Shown { source: source.clone(), read_only: args.place.read_only, ..Shown::default() };
+    let mut served = Served::new(shown, source, fs);
+    let text = export.explain().to_string();
+    let json = serde_json::to_value(export.explain()).unwrap_or_default();
+    served.mounted(dir.to_string_lossy().into_owned(), Explained { text, json });
+    let control = control(logging, served);
     let (watched, over) = (Arc::clone(&export), endings.over());
     let watch = move || {
         watched.wait();
@@ -53,11 +72,17 @@ fn mount(args: &MountArgs, fs: Arc<dyn FileSystem>, endings: &mut Endings) -> Re
         say(&format!("\n{}", export.explain()));
     }
     endings.wait();
+    drop(control);
     export.stop();
     Ok(())
 }
 
-fn offer(args: &VirtiofsArgs, fs: Arc<dyn FileSystem>, endings: &mut Endings) -> Result<(), Error> {
+fn offer(
+    args: &VirtiofsArgs,
+    fs: Arc<dyn FileSystem>,
+    endings: &mut Endings,
+    logging: Option<Logging>,
+) -> Result<(), Error> {
     let tag = args.place.tag.as_deref().map(str::parse).transpose()?;
     let options = virtiofs::Options {
         tag,
@@ -67,9 +92,21 @@ fn offer(args: &VirtiofsArgs, fs: Arc<dyn FileSystem>, endings: &mut Endings) ->
         ..virtiofs::Options::default()
     };
     let socket = ferry_vhost::Socket::bind(&args.socket)?;
-    let export = virtiofs::Export::from_listener(socket.listener()?, fs, options)?;
+    let (queues, name) = (options.queues, options.name.clone());
+    let export = virtiofs::Export::from_listener(socket.listener()?, Arc::clone(&fs), options)?;
+    let path = std::path::absolute(&args.socket).unwrap_or_else(|_| args.socket.clone());
+    let shown = Shown {
+        source: name.clone(),
+        tag: args.place.tag.clone(),
+        virtiofs: Some(path.to_string_lossy().into_owned()),
+        read_only: args.place.read_only,
+        queues: Some(queues),
+        ..Shown::default()
+    };
+    let control = control(logging, Served::new(shown, name, fs));
     say(&format!("waiting for virtual machines on {}; end with Ctrl-C", args.socket.display()));
     endings.wait();
+    drop(control);
     export.stop();
     Ok(())
 }
@@ -80,11 +117,14 @@ fn say(text: &str) {
     let _ = writeln!(out, "{}: {text}", program()).and_then(|()| out.flush());
 }
 
-fn start_log(level: &str) -> Result<(), Error> {
-    let filter = EnvFilter::builder().parse(level).map_err(|_| Error::Log(level.into()))?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    let log = log.with_ansi(std::io::stderr().is_terminal()).with_target(false).without_time();
-    // An author who has started a log already keeps it.
-    let _ = log.try_init();
-    Ok(())
+/// An author who has started a log already keeps it: then there is none of ours.
+fn start_log(level: &str) -> Result<Option<Logging>, Error> {
+    match Logging::start(level, false, None) {
+        Ok(logging) => Ok(Some(logging)),
+        Err(ferry_control::Error::Start(_)) => {
+            tracing::debug!("ferry log cannot be used: the program has a log of its own");
+            Ok(None)
+        }
+        Err(error) => Err(Error::Log(error)),
+    }
 }

@@ -3,9 +3,12 @@
 
 mod common;
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::suites::{Fsx, Pjdfstest};
 use common::{GREET, MISTAKE, Mistaken, Server, WORK, example};
@@ -113,6 +116,45 @@ fn a_killed_program_mounts_again_on_the_same_place() {
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
     assert!(!place.is_mounted(), "the dead mount is left behind");
+}
+
+/// Sends a line to a server's control socket; answers its own, and the connection for what follows.
+fn ask(server: &Server, request: &str) -> (String, BufReader<UnixStream>) {
+    let pid = u32::try_from(server.pid().as_raw_nonzero().get()).unwrap();
+    let (_, socket) = ferry_control::sockets().into_iter().find(|(of, _)| *of == pid).expect("it has a socket");
+    let mut stream = UnixStream::connect(socket).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    writeln!(stream, "{request}").unwrap();
+    let mut lines = BufReader::new(stream);
+    let mut line = String::new();
+    lines.read_line(&mut line).unwrap();
+    (line, lines)
+}
+
+/// What `ferry log` does.
+#[test]
+fn its_log_is_shown_and_changed_while_it_runs() {
+    let Some(place) = Place::new() else { return };
+    let mut server = Server::start("hello", "mount", place.path(), &["--cache", "none", "--tag", "greeting"]);
+    let (status, _) = ask(&server, r#"{"do":"status"}"#);
+    let mount = format!("\"mount\":\"{}\"", place.path().display());
+    for word in ["\"ok\"", "\"source\":\"greeting\"", &mount, "\"log\":\"warn\"", "\"requests\":null"] {
+        assert!(status.contains(word), "{word} in {status}");
+    }
+    let (explained, _) = ask(&server, r#"{"do":"explain","share":0}"#);
+    assert!(explained.contains("passthrough"), "{explained}");
+    // Of one file: its name is a list of bytes.
+    let follow = r#"{"do":"log","level":"requests","share":0,"file":[104,101,108,108,111],"follow":true}"#;
+    let (status, mut lines) = ask(&server, follow);
+    assert!(status.contains("\"requests\":\"hello in greeting\""), "{status}");
+    sh(place.path(), "stat . && cat hello");
+    let mut line = String::new();
+    lines.read_line(&mut line).unwrap();
+    // The root is not asked about.
+    assert!(line.contains("share=\"greeting\" ino=2"), "{line}");
+    drop(lines);
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
 }
 
 #[test]

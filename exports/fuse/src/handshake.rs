@@ -128,7 +128,7 @@ fn passthrough_allowed(options: &Options, features: Features) -> Result<(), Stri
 /// What a share needs to know of the options.
 pub(crate) fn share_options(options: &Options) -> ShareOptions {
     ShareOptions {
-        name: options.fsname.clone(),
+        name: options.name.clone().unwrap_or_else(|| options.fsname.clone()),
         cache: options.cache,
         entry_timeout: options.entry_timeout,
         attr_timeout: options.attr_timeout,

@@ -67,6 +67,8 @@ pub struct Options {
     pub default_permissions: bool,
     /// What the table of mounts shows as the source. Default: `ferry`.
     pub fsname: String,
+    /// What the log calls it; `None` (the default): as the table of mounts does.
+    pub name: Option<String>,
     /// The type in the table of mounts, after `fuse.`. Default: `ferry`.
     pub subtype: String,
     /// The source has other exports too. With [`Cache::Always`], a file whose first open is for writing is then not
@@ -120,6 +122,7 @@ impl Default for Options {
             read_only: false,
             default_permissions: true,
             fsname: "ferry".into(),
+            name: None,
             subtype: "ferry".into(),
             shared: false,
             stacked_source: false,

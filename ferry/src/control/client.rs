@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use ferry_fuse::Mountpoint;
 use serde::de::DeserializeOwned;
 
-use super::{Answer, FileName, Request, Status, place};
+use ferry_control::{Answer, FileName, Request, Shown, Status, sockets};
 
 /// A server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -71,7 +71,7 @@ impl Client {
 
 /// The servers that run and answer, with what they serve.
 fn running() -> Vec<(Client, Status)> {
-    let clients = place::sockets().into_iter().map(|(pid, socket)| Client { socket, pid });
+    let clients = sockets().into_iter().map(|(pid, socket)| Client { socket, pid });
     std::thread::scope(|scope| {
         // All at once: one that is stopped keeps us waiting, and several must not do so in turn.
         let asking: Vec<_> =
@@ -153,7 +153,7 @@ impl Target {
     fn innermost(
         path: &Path,
         running: &[(Client, Status)],
-        folder: impl Fn(&super::Shown) -> Option<PathBuf>,
+        folder: impl Fn(&Shown) -> Option<PathBuf>,
     ) -> Option<(usize, usize, Option<FileName>)> {
         // A mount in the mount or source of another ferry is none of the other's, even if its own server has died.
         let mount = mount_of(path);
@@ -178,7 +178,7 @@ fn mount_of(path: &Path) -> Option<u64> {
 }
 
 /// Every share with its server's and its own index.
-fn each_share(running: &[(Client, Status)]) -> impl Iterator<Item = (usize, usize, &super::Shown)> {
+fn each_share(running: &[(Client, Status)]) -> impl Iterator<Item = (usize, usize, &Shown)> {
     running.iter().enumerate().flat_map(|(client, (_, status))| {
         status.shares.iter().enumerate().map(move |(share, shown)| (client, share, shown))
     })
@@ -187,7 +187,6 @@ fn each_share(running: &[(Client, Status)]) -> impl Iterator<Item = (usize, usiz
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::Shown;
 
     fn server(pid: u32, mounts: &[&str]) -> (Client, Status) {
         let share = |mount: &&str| Shown {

@@ -1,4 +1,4 @@
-//! What the program says on standard error or to the system's log, and to those who listen with `ferry log --follow`.
+//! What a server says on standard error or to the system's log, and to those who listen with `ferry log --follow`.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use anyhow::{Context, Result, bail};
 use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, reload};
+
+use crate::Error;
 
 /// Where the log of requests comes from, in the words of a filter.
 const REQUESTS: &str = "ferry_engine::requests=info";
@@ -29,42 +30,50 @@ const DAEMON: u8 = 3 << 3;
 /// The switch of the log.
 #[derive(Clone)]
 pub struct Logging {
-    reload: Arc<dyn Fn(EnvFilter) -> Result<()> + Send + Sync>,
+    reload: Arc<dyn Fn(EnvFilter) -> Result<(), Error> + Send + Sync>,
     listeners: Listeners,
+    started: Arc<str>,
 }
 
 impl std::fmt::Debug for Logging {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Logging")
+        f.debug_struct("Logging").field("started", &self.started).finish_non_exhaustive()
     }
 }
 
-/// Starts logging at a level, or by a list of `crate=level`, on standard error or to the system's log. There are no times: who
-/// keeps logs (journald, syslog) adds them.
-pub fn start(level: &str, plain: bool, syslog: bool) -> Result<Logging> {
-    let listeners = Listeners::default();
-    let (filter, handle) = reload::Layer::new(filter(level, false)?);
-    // Connected before there are walls, behind which there is no such path.
-    let syslog = if syslog { Some(Syslog::connect(Path::new(SYSLOG))?) } else { None };
-    let plain = plain || syslog.is_some();
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(Writer { listeners: listeners.clone(), syslog })
-        .with_ansi(!plain && io::stderr().is_terminal())
-        .with_target(false)
-        .without_time();
-    tracing_subscriber::registry().with(filter).with(lines).try_init().context("cannot start logging")?;
-    let reload = Arc::new(move |filter| handle.reload(filter).context("cannot change what is logged"));
-    Ok(Logging { reload, listeners })
-}
-
 impl Logging {
+    /// Starts logging at a level, or by a list of `crate=level`, on standard error or to the system's log. There are no times: who
+    /// keeps logs (journald, syslog) adds them.
+    ///
+    /// # Errors
+    /// [`Error::Level`]; [`Error::Start`]: the program has a log already.
+    pub fn start(level: &str, plain: bool, syslog: Option<Syslog>) -> Result<Self, Error> {
+        let listeners = Listeners::default();
+        let (filter, handle) = reload::Layer::new(filter(level, false)?);
+        let plain = plain || syslog.is_some();
+        let lines = tracing_subscriber::fmt::layer()
+            .with_writer(Writer { listeners: listeners.clone(), syslog })
+            .with_ansi(!plain && io::stderr().is_terminal())
+            .with_target(false)
+            .without_time();
+        tracing_subscriber::registry().with(filter).with(lines).try_init().map_err(Error::Start)?;
+        let reload = Arc::new(move |filter| handle.reload(filter).map_err(Error::Reload));
+        Ok(Self { reload, listeners, started: level.into() })
+    }
+
+    /// The level that it was started at.
+    #[must_use]
+    pub fn started(&self) -> &str {
+        &self.started
+    }
+
     /// Logs at another level from now on, with the log of requests or without.
-    pub fn set(&self, level: &str, requests: bool) -> Result<()> {
+    pub(crate) fn set(&self, level: &str, requests: bool) -> Result<(), Error> {
         (self.reload)(filter(level, requests)?)
     }
 
     /// Every line from now on, until the receiver is dropped.
-    pub fn listen(&self) -> Receiver<Vec<u8>> {
+    pub(crate) fn listen(&self) -> Receiver<Vec<u8>> {
         let (sender, receiver) = sync_channel(BACKLOG_LINES);
         self.listeners.add(sender);
         receiver
@@ -72,13 +81,11 @@ impl Logging {
 }
 
 /// Reads a level or a list.
-fn filter(level: &str, requests: bool) -> Result<EnvFilter> {
+fn filter(level: &str, requests: bool) -> Result<EnvFilter, Error> {
     let list = if requests { format!("{level},{REQUESTS}") } else { level.to_owned() };
     match EnvFilter::builder().parse(list) {
         Ok(filter) if !level.trim().is_empty() => Ok(filter),
-        _ => bail!(
-            "cannot log at {level:?}; use error, warn, info, debug or trace, or a list like info,ferry_virtiofs=debug"
-        ),
+        _ => Err(Error::Level(level.into())),
     }
 }
 
@@ -114,28 +121,45 @@ impl Listeners {
 }
 
 /// The system's log.
-#[derive(Debug)]
-struct Syslog(File);
+pub struct Syslog {
+    socket: File,
+    /// The name and number to log by.
+    name: String,
+    pid: fn() -> u32,
+}
+
+impl std::fmt::Debug for Syslog {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Syslog").field("name", &self.name).finish_non_exhaustive()
+    }
+}
 
 impl Syslog {
-    fn connect(path: &Path) -> Result<Self> {
+    /// Connects to it; `name` is the program's, `pid` the number of its process. To be done before there are walls, behind which
+    /// there is no such path.
+    ///
+    /// # Errors
+    /// [`Error::Syslog`]: there is none.
+    pub fn connect(name: &str, pid: fn() -> u32) -> Result<Self, Error> {
+        Self::connect_to(Path::new(SYSLOG), name, pid)
+    }
+
+    fn connect_to(path: &Path, name: &str, pid: fn() -> u32) -> Result<Self, Error> {
         let connect = || {
             let socket = UnixDatagram::unbound()?;
             socket.connect(path)?;
             // No request waits for a log that is slow.
             socket.set_nonblocking(true)?;
-            Ok::<_, io::Error>(Self(File::from(OwnedFd::from(socket))))
+            Ok(Self { socket: File::from(OwnedFd::from(socket)), name: name.into(), pid })
         };
-        connect().with_context(|| {
-            format!("--syslog: no log of the system at {}: start one, or leave --syslog out", path.display())
-        })
+        connect().map_err(|reason| Error::Syslog { path: path.into(), reason })
     }
 
     /// Sends a line as RFC 3164 has it: facility and severity, the program's name and number.
     fn send(&self, severity: u8, line: &[u8]) -> io::Result<()> {
-        let mut message = format!("<{}>ferry[{}]: ", DAEMON | severity, crate::sandbox::pid()).into_bytes();
+        let mut message = format!("<{}>{}[{}]: ", DAEMON | severity, self.name, (self.pid)()).into_bytes();
         message.extend_from_slice(line.trim_ascii());
-        (&self.0).write_all(&message)
+        (&self.socket).write_all(&message)
     }
 }
 
@@ -206,10 +230,13 @@ mod tests {
     fn the_systems_log_gets_lines_with_their_severity() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
-        let missing = Syslog::connect(&path).unwrap_err().to_string();
+        let missing = Syslog::connect_to(&path, "ferry", std::process::id).unwrap_err().to_string();
         assert!(missing.contains("--syslog: no log of the system at /"), "{missing}");
         let log = UnixDatagram::bind(&path).unwrap();
-        let writer = Writer { listeners: Listeners::default(), syslog: Some(Syslog::connect(&path).unwrap()) };
+        let writer = Writer {
+            listeners: Listeners::default(),
+            syslog: Some(Syslog::connect_to(&path, "ferry", std::process::id).unwrap()),
+        };
         let mut line = Line { to: &writer, severity: severity(Level::WARN) };
         line.write_all(b" WARN something is wrong\n").unwrap();
         let mut bytes = [0; 200];

@@ -1,16 +1,11 @@
 //! What is served: as the server holds it, and as it is shown.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
 use serde::{Deserialize, Serialize};
 
-use super::Explained;
-use crate::cli::Share;
-use crate::exports;
-use crate::share;
+use crate::{Error, Explained};
 
 /// One share that is up.
 pub struct Served {
@@ -18,7 +13,7 @@ pub struct Served {
     /// What [`ferry_engine::requests::Filter`] calls it.
     name: String,
     source: Arc<dyn FileSystem>,
-    mount: Option<Arc<ferry_fuse::Export>>,
+    explained: Option<Explained>,
 }
 
 impl std::fmt::Debug for Served {
@@ -28,7 +23,7 @@ impl std::fmt::Debug for Served {
 }
 
 /// One share, as `--json` and `ferry log` show it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Shown {
     /// The source.
     pub source: String,
@@ -55,24 +50,10 @@ pub struct Shown {
 }
 
 impl Served {
-    /// A share before it is mounted.
-    pub fn new(share: &Share, source: Arc<dyn FileSystem>) -> Self {
-        let is_device = share.virtiofs.is_some() || share.fd.is_some();
-        let has_tag = is_device || matches!(share.ninep, Some(crate::ninep::Address::VhostUser(_)));
-        let shown = Shown {
-            source: match share.kind() {
-                crate::source::Kind::Dir(path) => share::shown(&path),
-                _ => share.source.to_string_lossy().into_owned(),
-            },
-            tag: has_tag.then(|| share.tag_or_default().as_str().to_owned()),
-            virtiofs: share.virtiofs.as_deref().map(share::shown),
-            fd: share.fd,
-            ninep: None,
-            mount: None,
-            read_only: share.read_only,
-            queues: is_device.then(|| exports::device_options(share).queues),
-        };
-        Self { shown, name: exports::name(share), source, mount: None }
+    /// A share; `name` is what its exports have as theirs.
+    #[must_use]
+    pub fn new(shown: Shown, name: String, source: Arc<dyn FileSystem>) -> Self {
+        Self { shown, name, source, explained: None }
     }
 
     /// It can be reached by 9P clients.
@@ -80,31 +61,37 @@ impl Served {
         self.shown.ninep = Some(address.to_owned());
     }
 
-    /// It is mounted.
-    pub fn mounted(&mut self, path: PathBuf, export: Arc<ferry_fuse::Export>) {
-        self.shown.mount = Some(path.to_string_lossy().into_owned());
-        self.mount = Some(export);
+    /// It is mounted, and by which paths its requests travel.
+    pub fn mounted(&mut self, path: String, explained: Explained) {
+        self.shown.mount = Some(path);
+        self.explained = Some(explained);
     }
 
     /// What others are shown of it.
+    #[must_use]
     pub fn shown(&self) -> &Shown {
         &self.shown
     }
 
     /// What the log of requests calls it.
+    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// By which paths its requests travel, if it is mounted.
-    pub fn explain(&self) -> Result<Explained> {
-        let Some(mount) = &self.mount else { bail!("{} is not mounted, only shared", self.shown.source) };
-        let explanation = mount.explain();
-        Ok(Explained { text: explanation.to_string(), json: serde_json::to_value(explanation)? })
+    ///
+    /// # Errors
+    /// [`Error::NotMounted`].
+    pub fn explain(&self) -> Result<Explained, Error> {
+        self.explained.clone().ok_or_else(|| Error::NotMounted(self.shown.source.clone()))
     }
 
     /// The inode of a file, from the root of the source.
-    pub fn find(&self, path: &[u8]) -> Result<Held> {
+    ///
+    /// # Errors
+    /// [`Error::NoFile`].
+    pub fn find(&self, path: &[u8]) -> Result<Held, Error> {
         let cx = Caller::default();
         let mut held = Held { source: Arc::clone(&self.source), ino: Ino::ROOT };
         for part in path.split(|&byte| byte == b'/').filter(|part| !part.is_empty()) {
@@ -112,8 +99,9 @@ impl Served {
             match entry {
                 // What was held before is given back here.
                 Ok(entry) => held = Held { source: Arc::clone(&self.source), ino: entry.ino },
-                Err(error) => {
-                    bail!("cannot find {} in {}: {error}", String::from_utf8_lossy(path), self.shown.source)
+                Err(reason) => {
+                    let path = String::from_utf8_lossy(path).into_owned();
+                    return Err(Error::NoFile { path, share: self.shown.source.clone(), reason });
                 }
             }
         }
@@ -127,8 +115,15 @@ pub struct Held {
     ino: Ino,
 }
 
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Held").field(&self.ino).finish()
+    }
+}
+
 impl Held {
     /// The inode.
+    #[must_use]
     pub fn ino(&self) -> Ino {
         self.ino
     }

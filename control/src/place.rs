@@ -6,7 +6,7 @@ use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use crate::Error;
 
 /// The folder of root's servers.
 const OF_ROOT: &str = "/run/ferry";
@@ -16,7 +16,7 @@ const OF_USERS: &str = "/run/user";
 const MODE: u32 = 0o700;
 
 /// The folder of this user's servers, which is made if it is not there.
-pub fn own() -> Result<PathBuf> {
+pub(crate) fn own() -> Result<PathBuf, Error> {
     let uid = rustix::process::geteuid().as_raw();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| Path::new(folder).is_absolute());
     let folder = match runtime {
@@ -29,23 +29,21 @@ pub fn own() -> Result<PathBuf> {
         std::io::ErrorKind::AlreadyExists => Ok(()),
         _ => Err(error),
     }) {
-        return Err(error).with_context(|| format!("cannot make the folder {}", folder.display()));
+        return Err(Error::Folder { folder, reason: error });
     }
     check(&folder, uid)?;
     Ok(folder)
 }
 
 /// In `/tmp` anybody could have made it first.
-fn check(folder: &Path, uid: u32) -> Result<()> {
-    let shown = folder.display();
-    let found = fs::symlink_metadata(folder).with_context(|| format!("cannot look at {shown}"))?;
+fn check(folder: &Path, uid: u32) -> Result<(), Error> {
+    let found = fs::symlink_metadata(folder).map_err(|reason| Error::Folder { folder: folder.into(), reason })?;
     let private = found.is_dir() && found.uid() == uid && found.mode() & 0o077 == 0;
-    ensure!(private, "{shown} is not a folder of yours that nobody else can enter; remove it");
-    Ok(())
+    if private { Ok(()) } else { Err(Error::NotPrivate(folder.into())) }
 }
 
 /// Removes the sockets that servers left when they were killed.
-pub fn remove_dead(folder: &Path) {
+pub(crate) fn remove_dead(folder: &Path) {
     for path in entries(folder) {
         let is_socket = fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
         let pid = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse().ok());
@@ -63,6 +61,7 @@ pub fn remove_dead(folder: &Path) {
 }
 
 /// Every socket that this user may talk to, with the process id it is named after. Root sees those of all users.
+#[must_use]
 pub fn sockets() -> Vec<(u32, PathBuf)> {
     let mut folders: Vec<PathBuf> = own().into_iter().collect();
     if rustix::process::geteuid().is_root() {

@@ -7,14 +7,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
 use ferry_engine::requests::{self, Filter};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::served::Held;
-use super::{Answer, Request, Served, Status, place};
-use crate::logging::Logging;
+use crate::{Answer, Error, Held, Logging, Request, Served, Status, place};
 
 /// A path of 4096 bytes as a list of numbers, and what goes with it.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;
@@ -36,36 +33,53 @@ pub struct Control {
     ended: Arc<AtomicBool>,
 }
 
+/// Whose server it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Owner {
+    /// The number of its process, as those have it who talk to it.
+    pub pid: fn() -> u32,
+    /// Whether a user may.
+    pub is_ours: fn(u32) -> bool,
+}
+
+/// This process; root and its own user may.
+impl Default for Owner {
+    fn default() -> Self {
+        let is_ours = |peer| peer == 0 || peer == rustix::process::geteuid().as_raw();
+        Self { pid: std::process::id, is_ours }
+    }
+}
+
 impl Control {
     /// Makes the socket. What is served is worth more than its control: without a socket, this says so and does without.
+    #[must_use]
     pub fn bind() -> Option<Socket> {
         let bind = || {
             let folder = place::own()?;
             place::remove_dead(&folder);
             Ok(Socket::bind(&folder.join(std::process::id().to_string()))?)
         };
-        bind().map_err(not_found).ok()
+        bind().map_err(|error| not_found(&error)).ok()
     }
 
     /// Listens, if there is a socket.
-    pub fn start(socket: Option<Socket>, shares: Arc<[Served]>, logging: Logging) -> Option<Self> {
-        Self::listen(socket?, shares, logging).map_err(not_found).ok()
+    #[must_use]
+    pub fn start(socket: Option<Socket>, shares: Arc<[Served]>, logging: Logging, owner: Owner) -> Option<Self> {
+        Self::listen(socket?, shares, logging, owner).map_err(|error| not_found(&error)).ok()
     }
 
-    fn listen(socket: Socket, shares: Arc<[Served]>, logging: Logging) -> Result<Self> {
+    fn listen(socket: Socket, shares: Arc<[Served]>, logging: Logging, owner: Owner) -> Result<Self, Error> {
         let listener = socket.listener()?;
         let accepting = socket.listener()?;
         let ended = Arc::new(AtomicBool::new(false));
         let end = Arc::clone(&ended);
+        let own = Logged { level: logging.started().to_owned(), requests: None };
         let server = Arc::new(Server {
             shares,
             logging,
+            owner,
             clients: AtomicUsize::new(0),
-            state: Mutex::new(State {
-                own: Logged { level: crate::started_level(), requests: None },
-                followers: Vec::new(),
-                followed: 0,
-            }),
+            state: Mutex::new(State { own, followers: Vec::new(), followed: 0 }),
         });
         let accept = move || {
             while !end.load(Ordering::Acquire) {
@@ -81,9 +95,8 @@ impl Control {
     }
 }
 
-#[allow(clippy::needless_pass_by_value, reason = "what map_err wants")]
-fn not_found(error: anyhow::Error) {
-    tracing::warn!("ferry log will not find this process: {error:#}");
+fn not_found(error: &Error) {
+    tracing::warn!("ferry log will not find this process: {error}");
 }
 
 impl Drop for Control {
@@ -99,6 +112,7 @@ impl Drop for Control {
 struct Server {
     shares: Arc<[Served]>,
     logging: Logging,
+    owner: Owner,
     clients: AtomicUsize,
     state: Mutex<State>,
 }
@@ -208,7 +222,7 @@ impl Drop for Follower<'_> {
         let place = state.followers.iter().position(|(number, _)| *number == self.number);
         let gone = place.map(|place| state.followers.remove(place));
         if let Err(error) = self.server.apply(&state.logged()) {
-            tracing::warn!("what a follower wanted stays logged: {error:#}");
+            tracing::warn!("what a follower wanted stays logged: {error}");
         }
         drop(state);
         // What it holds goes without the lock: the source may take its time.
@@ -225,7 +239,7 @@ impl Server {
         let serving = Arc::clone(server);
         let serve = move || {
             if let Err(error) = serving.serve(&client) {
-                tracing::debug!("a client of the control socket: {error:#}");
+                tracing::debug!("a client of the control socket: {error}");
             }
             serving.clients.fetch_sub(1, Ordering::AcqRel);
         };
@@ -235,17 +249,20 @@ impl Server {
         }
     }
 
-    fn serve(&self, client: &UnixStream) -> Result<()> {
+    fn serve(&self, client: &UnixStream) -> Result<(), Error> {
         // Its process may have no number here, which the other library does not allow for.
-        let peer = nix::sys::socket::getsockopt(client, nix::sys::socket::sockopt::PeerCredentials)?.uid();
-        ensure!(crate::sandbox::is_ours(peer), "user {peer} may not");
+        let peer = nix::sys::socket::getsockopt(client, nix::sys::socket::sockopt::PeerCredentials);
+        let peer = peer.map_err(io::Error::from)?.uid();
+        if !(self.owner.is_ours)(peer) {
+            return Err(Error::NotOurs(peer));
+        }
         client.set_read_timeout(Some(PATIENCE))?;
         client.set_write_timeout(Some(PATIENCE))?;
         let mut line = String::new();
-        BufReader::new(client.take(REQUEST_BYTES_MAX)).read_line(&mut line).context("no request came")?;
+        BufReader::new(client.take(REQUEST_BYTES_MAX)).read_line(&mut line)?;
         let request = match serde_json::from_str(&line) {
             Ok(request) => request,
-            Err(error) => return answer::<Status>(client, Err(anyhow::anyhow!("this is no request: {error}"))),
+            Err(error) => return answer::<Status>(client, Err(Error::NoRequest(error))),
         };
         match request {
             Request::Status => answer(client, Ok(self.status())),
@@ -273,14 +290,14 @@ impl Server {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn share(&self, index: usize) -> Result<&Served> {
-        self.shares.get(index).with_context(|| format!("there is no share number {index}"))
+    fn share(&self, index: usize) -> Result<&Served, Error> {
+        self.shares.get(index).ok_or(Error::NoShare(index))
     }
 
     fn status(&self) -> Status {
         let Logged { level, requests } = self.lock().logged();
         Status {
-            pid: crate::sandbox::pid(),
+            pid: (self.owner.pid)(),
             shares: self.shares.iter().map(|share| share.shown().clone()).collect(),
             log: level,
             requests: requests.map(|requests| requests.whose),
@@ -288,23 +305,19 @@ impl Server {
     }
 
     /// What the words of `ferry log` mean.
-    fn wish(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<Wish> {
+    fn wish(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<Wish, Error> {
         Ok(match level {
-            "default" => Wish::Only(crate::started_level()),
+            "default" => Wish::Only(self.logging.started().to_owned()),
             "off" if file.is_some() => Wish::NoRequests,
             "off" => Wish::Only("off".into()),
             "requests" => Wish::Requests(self.requests(share, file)?),
-            _ if file.is_some() => {
-                bail!(
-                    "for a file the level is requests, off or default, and not {level:?}; levels are for whole processes"
-                )
-            }
+            _ if file.is_some() => return Err(Error::LevelOfFile(level.into())),
             level => Wish::Level(level.to_owned()),
         })
     }
 
     /// Whose requests a share and a file in it mean.
-    fn requests(&self, share: Option<usize>, file: Option<&[u8]>) -> Result<Requests> {
+    fn requests(&self, share: Option<usize>, file: Option<&[u8]>) -> Result<Requests, Error> {
         let Some(share) = share.map(|index| self.share(index)).transpose()? else {
             return Ok(Requests { whose: "all".into(), filter: Filter::default(), held: Vec::new() });
         };
@@ -318,7 +331,7 @@ impl Server {
     }
 
     /// Does what was wished: for good, or for as long as the follower that is answered.
-    fn change(&self, wish: Wish, follow: bool) -> Result<Option<Follower<'_>>> {
+    fn change(&self, wish: Wish, follow: bool) -> Result<Option<Follower<'_>>, Error> {
         let mut state = self.lock();
         if follow {
             state.followed += 1;
@@ -348,7 +361,7 @@ impl Server {
     }
 
     /// Called under the lock, so that what is logged is what the last state says.
-    fn apply(&self, logged: &Logged) -> Result<()> {
+    fn apply(&self, logged: &Logged) -> Result<(), Error> {
         self.logging.set(&logged.level, logged.requests.is_some())?;
         requests::watch(logged.requests.as_ref().map(|requests| requests.filter.clone()));
         Ok(())
@@ -356,23 +369,24 @@ impl Server {
 }
 
 /// Sends one line.
-fn answer<T: serde::Serialize>(mut client: &UnixStream, result: Result<T>) -> Result<()> {
+fn answer<T: serde::Serialize>(mut client: &UnixStream, result: Result<T, Error>) -> Result<(), Error> {
     let answer = match result {
         Ok(value) => Answer::Ok(value),
-        Err(error) => Answer::Error(format!("{error:#}")),
+        Err(error) => Answer::Error(error.to_string()),
     };
-    let mut line = serde_json::to_vec(&answer)?;
+    let mut line = serde_json::to_vec(&answer).map_err(io::Error::from)?;
     line.push(b'\n');
-    client.write_all(&line).context("the client did not take its answer")
+    Ok(client.write_all(&line)?)
 }
 
 /// Sends the log until the client hangs up.
-fn send(mut client: &UnixStream, lines: &Receiver<Vec<u8>>) -> Result<()> {
+fn send(mut client: &UnixStream, lines: &Receiver<Vec<u8>>) -> Result<(), Error> {
     loop {
         match lines.recv_timeout(GLANCE) {
             Ok(line) => match client.write_all(&line) {
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
-                result => result.context("a follower is too slow")?,
+                // One that is too slow goes.
+                result => result?,
             },
             Err(RecvTimeoutError::Timeout) if hung_up(client) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => {}
