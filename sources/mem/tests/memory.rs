@@ -283,3 +283,79 @@ fn mapped_or_not(share: &Share, name: &str) -> Open {
     (0..TRANSFERS).for_each(|_| assert_eq!(share.write(open, 0, &[1; PAGE]), Ok(PAGE)));
     open
 }
+
+/// Huge pages that files have, of all tmpfs of this machine.
+fn huge_bytes() -> u64 {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let line = info.lines().find_map(|line| line.strip_prefix("ShmemHugePages:")).unwrap_or("0 kB");
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+/// In huge pages, which the kernel splits, takes away beyond the end and cannot have where room is short, everything is as in
+/// small ones: by memory and by the descriptor, and nobody is killed.
+#[test]
+fn huge_pages_are_as_small_ones() {
+    const FILE: usize = (12 << 20) + 5000;
+    let options = Options { size_bytes: Some(32 << 20), huge: true, ..Options::default() };
+    let fs = match ferry_mem::Mem::new(&options) {
+        Ok(fs) => fs,
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            return;
+        }
+    };
+    let share = Share::over(fs);
+    let before = huge_bytes();
+    let open = share.create(Ino::ROOT, "f", 0o644);
+    let mut model = vec![0_u8; FILE];
+    truncate(&share, open, FILE);
+    for (number, piece) in model.chunks_mut(64 << 10).enumerate() {
+        piece.fill(number as u8);
+        assert_eq!(share.write(open, (number * (64 << 10)) as u64, piece), Ok(piece.len()));
+    }
+    match huge_bytes().saturating_sub(before) {
+        0 => eprintln!("this machine has no huge page to spare now"),
+        bytes => println!("{} MiB in huge pages", bytes >> 20),
+    }
+    let mut number = 7_u64;
+    let mut next = |below: usize| {
+        number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (number >> 33) as usize % below
+    };
+    for round in 0..3000_usize {
+        let (at, bytes) = (next(FILE - (200 << 10)), 1 + next(200 << 10));
+        match next(40) {
+            0 => {
+                let page = at / PAGE;
+                fallocate(&share, open, page, 40, PUNCH).unwrap();
+                model[page * PAGE..(page + 40) * PAGE].fill(0);
+            }
+            1 => {
+                truncate(&share, open, at);
+                truncate(&share, open, FILE);
+                model[at..].fill(0);
+            }
+            2..20 => {
+                let extent = Extent { offset: at as u64, ..extent(&share, open, 0) };
+                assert_eq!(write_to(&extent, &vec![round as u8; bytes], round % 2 == 0), Ok(bytes));
+                model[at..at + bytes].fill(round as u8);
+            }
+            _ => {
+                let extent = Extent { offset: at as u64, ..extent(&share, open, 0) };
+                let mut back = vec![1; bytes];
+                assert_eq!(read_from(&extent, &mut back, round % 2 == 0), Ok(bytes));
+                assert!(back == model[at..at + bytes], "round {round}, {bytes} bytes at {at}");
+            }
+        }
+    }
+    assert_eq!(share.write(open, 0, &[2; PAGE]), Ok(PAGE));
+    // Until it is full, where huge pages do not fit any more.
+    let other = share.create(Ino::ROOT, "other", 0o644);
+    truncate(&share, other, 64 << 20);
+    let filled = (0..).take_while(|page| share.write(other, page * PAGE as u64, &[2; PAGE]).is_ok()).count();
+    assert!(filled * PAGE > 16 << 20, "{filled} pages fit");
+    assert_eq!(share.write(open, 0, &[3; PAGE]), Ok(PAGE), "what is there can be overwritten");
+    assert_eq!(share.read(open, PAGE as u64, FILE).unwrap(), model[PAGE..]);
+    share.release(open);
+    share.release(other);
+}

@@ -1,0 +1,93 @@
+//! The DAX window on the source `mem`: a guest maps the very pages that the server copies from and to.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
+use ferry_mem::Mem;
+use ferry_tests::window::{Wish, answer, next_wish};
+use ferry_tests::{Export, Options, Place, folder};
+use ferry_vfs::FileSystem;
+use ferry_wire::fuse::abi::{
+    ATTR_DAX, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
+};
+use zerocopy::IntoBytes;
+
+const CHUNK: u64 = 2 << 20;
+const PAGE: usize = 4096;
+/// More than a file sees before the server maps it.
+const WRITES: u64 = 20;
+const BOTH: u64 = SETUPMAPPING_READ | SETUPMAPPING_WRITE;
+
+fn setup(driver: &mut Driver, node: u64, offset: u64, flags: u64) -> Ticket {
+    let args = SetupmappingIn { fh: u64::MAX, foffset: offset, len: CHUNK, flags, moffset: offset };
+    driver.send(Opcode::Setupmapping, node, &[args.as_bytes()], &[], 0).unwrap()
+}
+
+/// Maps a chunk; answers what the front end was asked for.
+fn map(driver: &mut Driver, line: &UnixStream, node: u64, offset: u64) -> Wish {
+    let ticket = setup(driver, node, offset, BOTH);
+    let wish = next_wish(line).unwrap();
+    answer(line, wish.code, 0);
+    driver.receive(ticket).unwrap();
+    wish
+}
+
+#[test]
+fn what_is_mapped_and_what_is_copied_are_the_same_pages() {
+    let mem = Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
+    if !mem.features().backing {
+        eprintln!("skipped: this user may not mount a tmpfs");
+        return;
+    }
+    let folder = folder(Place::Disk);
+    let socket = folder.path().join("s");
+    let options = Options { queues: 1, tag: Some("m".parse().unwrap()), ..Options::default() };
+    let export = Export::listen(&socket, Arc::new(mem), options).unwrap();
+    let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
+    let mut driver = Driver::connect(&socket, config).unwrap();
+    let (_, line) = driver.window().unwrap();
+    driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
+    let (entry, opened) = driver.create(ROOT, "f", 2, 0o600).unwrap();
+    let (node, handle) = (entry.nodeid, opened.fh);
+    for at in 0..2 * CHUNK / (64 << 10) {
+        assert_eq!(driver.write(node, handle, at * (64 << 10), &[1; 64 << 10]).unwrap(), 64 << 10);
+    }
+    assert_ne!(driver.lookup(ROOT, "f").unwrap().attr.flags & ATTR_DAX, 0);
+
+    let wish = map(&mut driver, &line, node, CHUNK);
+    assert_eq!(wish.numbers, [0, CHUNK, CHUNK, CHUNK, 1], "the file itself, also for writing");
+    let mapped = wish.file.unwrap();
+    let mut page = [0; PAGE];
+    for round in 0..WRITES {
+        let number = u8::try_from(round).unwrap();
+        // What the server copies into memory is in the mapping, and what is stored there is what it copies out.
+        assert_eq!(driver.write(node, handle, CHUNK + 5 * 4096, &[number; PAGE]).unwrap(), 4096);
+        mapped.read_exact_at(&mut page, CHUNK + 5 * 4096).unwrap();
+        assert_eq!(page, [number; PAGE]);
+        mapped.write_all_at(&[number + 100; PAGE], CHUNK + 6 * 4096).unwrap();
+        assert_eq!(driver.read(node, handle, CHUNK + 6 * 4096, 4096).unwrap(), [number + 100; PAGE]);
+    }
+    // The file is cut under the mapping: the server, which has it mapped, too, goes on.
+    driver.truncate(node, 100).unwrap();
+    assert_eq!(driver.getattr(node).unwrap().attr.size, 100);
+    assert_eq!(driver.read(node, handle, CHUNK + 5 * 4096, 4096).unwrap(), b"");
+    assert_eq!(mapped.metadata().unwrap().len(), 100);
+    for round in 0..WRITES {
+        assert_eq!(driver.write(node, handle, CHUNK + round * 4096, &[9; PAGE]).unwrap(), 4096);
+    }
+    assert_eq!(driver.read(node, handle, CHUNK + 4096, 4096).unwrap(), [9; PAGE]);
+    assert_eq!(driver.read(node, handle, 4096, 4096).unwrap(), [0; PAGE], "a hole");
+    // All goes back at the end.
+    let ticket = driver.send(Opcode::Destroy, 0, &[], &[], 0).unwrap();
+    let wish = next_wish(&line).unwrap();
+    assert_eq!((wish.code, wish.numbers), (10, [0, CHUNK, CHUNK, CHUNK, 1]));
+    answer(&line, wish.code, 0);
+    driver.receive(ticket).unwrap();
+    drop(driver);
+    export.stop();
+}
