@@ -2,6 +2,9 @@
 
 CARGO ?= cargo
 
+# What the authors of file systems need: the crates that can be published.
+PUBLISHED := vfs wire engine state serve vhost control fuse virtiofs fs
+
 .DEFAULT_GOAL := help
 .PHONY: help setup build install demo test test-all bench lint audit fuzz
 
@@ -11,7 +14,7 @@ help:
 	@echo 'make test-all  the tests with the long ones (pjdfstest, fsx, fault injection; may take an hour)'
 	@echo 'make bench     the benchmarks, against the other servers'
 	@echo 'make install   the program, and its descriptor for libvirt (PREFIX, DESTDIR)'
-	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny'
+	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny, and whether what can be published can be packed'
 	@echo 'make audit     known vulnerabilities of the dependencies (fetches the list)'
 	@echo 'make fuzz      each fuzz target for a minute (FUZZ_SECONDS=N for longer)'
 	@echo 'make setup     only what the others do first: Debian packages and the guest'
@@ -43,6 +46,7 @@ lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked
+	$(CARGO) package --quiet --offline --locked --allow-dirty $(PUBLISHED:%=-p ferry-%)
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check bans licenses sources; \
 	else echo 'lint: cargo-deny is not installed: licences were not checked' >&2; fi
 

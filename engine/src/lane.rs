@@ -8,6 +8,13 @@ use std::time::{Duration, Instant};
 /// How many slow calls may run at once. They mostly wait for a disk, so more than there are CPUs.
 const THREADS_MAX: usize = 8;
 
+/// A call that takes longer does not count among those that may run at once: it may never end, and others are not to wait for
+/// that. Longer than a disk that works takes for most of them.
+const OVERDUE: Duration = if cfg!(test) { Duration::from_millis(200) } else { Duration::from_secs(10) };
+
+/// The most threads, with those of calls that are overdue. Past it, calls wait.
+const THREADS_ALL_MAX: usize = 64;
+
 /// How long a thread without work stays, so that a burst does not start one for each call.
 const IDLE: Duration = Duration::from_secs(5);
 
@@ -16,12 +23,47 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 type Job = Box<dyn FnOnce() + Send>;
 
+/// A thread of the lane.
+struct Worker {
+    id: ThreadId,
+    /// When the call began that it makes.
+    busy: Option<Instant>,
+}
+
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
-    threads: Vec<ThreadId>,
+    threads: Vec<Worker>,
     idle: usize,
     closed: bool,
+}
+
+impl State {
+    /// When the calls that count will be overdue.
+    fn overdue(&self) -> impl Iterator<Item = Instant> {
+        let now = Instant::now();
+        self.threads.iter().filter_map(|thread| Some(thread.busy? + OVERDUE)).filter(move |overdue| *overdue > now)
+    }
+
+    /// Whether one more call may begin.
+    fn has_room(&self) -> bool {
+        self.overdue().count() < THREADS_MAX
+    }
+
+    /// Whether one more thread is of use. One more than may work waits for calls to be overdue.
+    fn wants_thread(&self) -> bool {
+        let now = Instant::now();
+        let lost = self.threads.iter().filter(|thread| thread.busy.is_some_and(|busy| busy + OVERDUE <= now)).count();
+        let threads = self.threads.len();
+        self.idle < self.jobs.len() && threads - lost <= THREADS_MAX && threads < THREADS_ALL_MAX
+    }
+
+    fn note(&mut self, busy: Option<Instant>) {
+        let here = std::thread::current().id();
+        if let Some(thread) = self.threads.iter_mut().find(|thread| thread.id == here) {
+            thread.busy = busy;
+        }
+    }
 }
 
 #[derive(Default)]
@@ -52,11 +94,11 @@ impl Lane {
     pub fn run(&self, job: impl FnOnce() + Send + 'static) {
         let mut state = self.0.lock();
         state.jobs.push_back(Box::new(job));
-        if state.idle < state.jobs.len() && state.threads.len() < THREADS_MAX {
+        if state.wants_thread() {
             let shared = Arc::clone(&self.0);
             let started = std::thread::Builder::new().name("ferry-lane".into()).spawn(move || work(&shared));
             match started {
-                Ok(thread) => state.threads.push(thread.thread().id()),
+                Ok(thread) => state.threads.push(Worker { id: thread.thread().id(), busy: None }),
                 Err(_) if state.threads.is_empty() => {
                     let job = state.jobs.pop_back();
                     drop(state);
@@ -83,7 +125,7 @@ impl Lane {
         // A call may have kept what the lane is a part of: its own thread is not waited for.
         let here = std::thread::current().id();
         loop {
-            let others = state.threads.iter().filter(|thread| **thread != here).count();
+            let others = state.threads.iter().filter(|thread| thread.id != here).count();
             let left = until.saturating_duration_since(Instant::now());
             if others == 0 {
                 return 0;
@@ -109,26 +151,31 @@ impl Drop for Lane {
 fn work(shared: &Shared) {
     let mut state = shared.lock();
     loop {
-        if let Some(job) = state.jobs.pop_front() {
+        let has_room = state.has_room();
+        if has_room && let Some(job) = state.jobs.pop_front() {
+            state.note(Some(Instant::now()));
             drop(state);
             // A job that panics must not take the thread's place in the count with it.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
             state = shared.lock();
+            state.note(None);
             continue;
         }
-        if state.closed {
+        if state.closed && state.jobs.is_empty() {
             break;
         }
+        let until = state.overdue().min().filter(|_| !has_room);
+        let patience = until.map_or(IDLE, |until| until.saturating_duration_since(Instant::now()));
         state.idle += 1;
-        let (woken, waited) = shared.changed.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+        let (woken, waited) = shared.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
         state = woken;
         state.idle -= 1;
-        if waited.timed_out() && state.jobs.is_empty() {
+        if waited.timed_out() && has_room && state.jobs.is_empty() {
             break;
         }
     }
     let here = std::thread::current().id();
-    state.threads.retain(|thread| *thread != here);
+    state.threads.retain(|thread| thread.id != here);
     drop(state);
     shared.changed.notify_all();
 }
@@ -150,7 +197,8 @@ mod tests {
                 assert_ne!(index, 50, "a panic of one job is nobody else's business");
             });
         }
-        assert!(lane.0.lock().threads.len() <= THREADS_MAX);
+        // And one that would go on if all the others did not.
+        assert!(lane.0.lock().threads.len() <= THREADS_MAX + 1);
         drop(lane);
         assert_eq!(done.load(Ordering::Relaxed), 100);
     }
@@ -172,6 +220,32 @@ mod tests {
         let start = Instant::now();
         assert_eq!(lane.close(Duration::from_millis(50)), THREADS_MAX + 1);
         assert!(start.elapsed() < PATIENCE, "took {:?}", start.elapsed());
+        drop(keep);
+        assert_eq!(lane.close(PATIENCE), 0);
+    }
+
+    #[test]
+    fn calls_that_never_end_stop_no_others() {
+        let lane = Lane::default();
+        let (keep, blocked) = std::sync::mpsc::channel::<()>();
+        let blocked = Arc::new(Mutex::new(blocked));
+        let (tell, told) = std::sync::mpsc::channel();
+        for round in 0..3 {
+            for _ in 0..THREADS_MAX {
+                let blocked = Arc::clone(&blocked);
+                lane.run(move || {
+                    let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                });
+            }
+            let tell = tell.clone();
+            lane.run(move || {
+                let _ = tell.send(round);
+            });
+            let begin = Instant::now();
+            assert_eq!(told.recv_timeout(PATIENCE), Ok(round));
+            assert!(round == 0 || begin.elapsed() >= OVERDUE / 2, "they count for a while");
+        }
+        assert!(lane.0.lock().threads.len() <= 3 * THREADS_MAX + 2);
         drop(keep);
         assert_eq!(lane.close(PATIENCE), 0);
     }

@@ -1,5 +1,6 @@
 //! A mounted source.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -251,7 +252,9 @@ impl Export {
         drop(take(&self.monitor));
         self.connection.session.end();
         if !self.source.features().read_only {
-            match self.source.syncfs(&Caller::default(), Ino::ROOT) {
+            // There is no caller who could be told EIO.
+            let sync = || self.source.syncfs(&Caller::default(), Ino::ROOT);
+            match catch_unwind(AssertUnwindSafe(sync)).unwrap_or(Err(Errno::IO)) {
                 Ok(()) | Err(Errno::NOSYS) => {}
                 Err(error) => tracing::error!("what was written may not be on disk: {error}"),
             }

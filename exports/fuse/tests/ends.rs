@@ -13,6 +13,38 @@ use std::time::{Duration, Instant};
 use common::sources::Null;
 use common::{abort, is_mounted, mount, paths, plain, threads_named};
 use ferry_fuse::{Cache, Export, Options};
+use ferry_vfs::{Attr, Caller, Entry, FileSystem, Handle, Ino, Name, Result};
+
+/// A source that panics when all is over.
+#[derive(Default)]
+struct Sore(Null);
+
+impl FileSystem for Sore {
+    fn lookup(&self, caller: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        self.0.lookup(caller, dir, name)
+    }
+    fn getattr(&self, caller: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+        self.0.getattr(caller, ino, handle)
+    }
+    fn syncfs(&self, _: &Caller<'_>, _: Ino) -> Result<()> {
+        self.0.held.fetch_add(1, Ordering::Relaxed);
+        panic!("as the test wants it");
+    }
+    fn forget(&self, _: Ino, _: u64) {
+        panic!("as the test wants it");
+    }
+}
+
+#[test]
+fn a_source_that_panics_at_the_end_ends_the_mount_alone() {
+    for path in paths() {
+        let source = Arc::new(Sore::default());
+        let mounted = mount(Arc::clone(&source) as _, Options { cache: Cache::None, ..plain(path) });
+        assert!(mounted.path("file").exists());
+        mounted.stop();
+        assert_eq!(source.0.held.load(Ordering::Relaxed), 1, "it was asked once");
+    }
+}
 
 /// How somebody else ends a mount.
 fn umount(at: &std::path::Path, lazily: bool) -> bool {
