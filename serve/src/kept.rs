@@ -1,12 +1,12 @@
 //! Writing down what a client holds, as it gets and loses it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_state::{Init, Kept, OpenFile, SavedLock, Slot};
-use ferry_vfs::{Bounds, Caller, FileSystem, Ino, LockKind, OFlags, SessionId};
+use ferry_vfs::{Bounds, Caller, FileSystem, Handle, Ino, LockKind, OFlags, SessionId};
 
 use crate::mount::Open;
 
@@ -97,10 +97,72 @@ impl Record {
     }
 }
 
-/// The locks of one inode, each with the place where it is written down.
-type OfInode = Vec<(SavedLock, Option<Slot>)>;
+/// A lock, with the place where it is written down.
+type Written = (SavedLock, Option<Slot>);
 
-/// The locks that a client has. Neighbours of a kind are one, so there are no more than the source has.
+/// The locks of one inode.
+#[derive(Default)]
+struct OfInode {
+    /// By the handle that has it.
+    flocks: HashMap<Handle, Written>,
+    /// By owner, and by their first byte. They do not overlap, and neighbours of a kind are one.
+    ranges: HashMap<u64, BTreeMap<u64, Written>>,
+}
+
+impl OfInode {
+    fn is_empty(&self) -> bool {
+        self.flocks.is_empty() && self.ranges.is_empty()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Written> {
+        self.flocks.values().chain(self.ranges.values().flat_map(BTreeMap::values))
+    }
+
+    fn insert(&mut self, lock: SavedLock, slot: Option<Slot>) {
+        match lock.flock {
+            true => self.flocks.insert(lock.handle, (lock, slot)),
+            false => self.ranges.entry(lock.owner).or_default().insert(lock.start, (lock, slot)),
+        };
+    }
+
+    /// Takes out what a change of a lock touches. Answers that, and what is there instead.
+    fn change(&mut self, lock: &SavedLock, kind: LockKind) -> (Vec<Written>, Vec<SavedLock>) {
+        let mut now = SavedLock { kind, ..*lock };
+        let (mut old, mut new) = (Vec::new(), Vec::new());
+        if lock.flock {
+            old.extend(self.flocks.remove(&lock.handle));
+        } else if let Some(ranges) = self.ranges.get_mut(&lock.owner) {
+            // Neighbours are met, too.
+            let up_to = ranges.range(..=lock.end.saturating_add(1)).rev();
+            let near = up_to.take_while(|(_, (other, _))| lock.start <= other.end.saturating_add(1));
+            let touched =
+                near.filter(|(_, (other, _))| other.kind == kind || other.start <= lock.end && lock.start <= other.end);
+            let touched: Vec<u64> = touched.map(|(start, _)| *start).collect();
+            for (other, slot) in touched.into_iter().filter_map(|start| ranges.remove(&start)) {
+                old.push((other, slot));
+                if other.kind == kind {
+                    (now.start, now.end) = (now.start.min(other.start), now.end.max(other.end));
+                    continue;
+                }
+                if other.start < lock.start {
+                    new.push(SavedLock { end: lock.start - 1, ..other });
+                }
+                if other.end > lock.end {
+                    new.push(SavedLock { start: lock.end + 1, ..other });
+                }
+            }
+            if ranges.is_empty() {
+                self.ranges.remove(&lock.owner);
+            }
+        }
+        if kind != LockKind::Unlock {
+            new.push(now);
+        }
+        (old, new)
+    }
+}
+
+/// The locks that a client has. There are no more than the source has.
 #[derive(Default)]
 pub(crate) struct HeldLocks(Mutex<HashMap<Ino, OfInode>>);
 
@@ -110,69 +172,33 @@ impl HeldLocks {
     }
 
     pub(crate) fn list(&self) -> Vec<SavedLock> {
-        self.all().values().flatten().map(|(lock, _)| *lock).collect()
+        self.all().values().flat_map(OfInode::all).map(|(lock, _)| *lock).collect()
     }
 
     /// A lock that is written down already.
     pub(crate) fn adopt(&self, lock: SavedLock, slot: Option<Slot>) {
-        self.all().entry(lock.ino).or_default().push((lock, slot));
+        self.all().entry(lock.ino).or_default().insert(lock, slot);
     }
 
     /// The client has got a lock, or (without a kind) given one up.
     pub(crate) fn set(&self, record: Option<&Record>, lock: &SavedLock, kind: LockKind) {
         let mut all = self.all();
         let held = all.entry(lock.ino).or_default();
-        let same = |other: &SavedLock| match lock.flock {
-            true => other.flock && other.handle == lock.handle,
-            false => !other.flock && other.owner == lock.owner,
-        };
-        let mut now = SavedLock { kind, ..*lock };
-        let mut new = Vec::new();
-        let mut old = Vec::new();
-        held.retain(|(other, slot)| {
-            let joins = !lock.flock && other.kind == kind;
-            // One further, to meet a neighbour.
-            let reach = u64::from(joins);
-            let touches = lock.flock
-                || other.start <= lock.end.saturating_add(reach) && lock.start <= other.end.saturating_add(reach);
-            if !same(other) || !touches {
-                return true;
-            }
-            old.extend(*slot);
-            if joins {
-                (now.start, now.end) = (now.start.min(other.start), now.end.max(other.end));
-                return false;
-            }
-            if !lock.flock && other.start < lock.start {
-                new.push(SavedLock { end: lock.start - 1, ..*other });
-            }
-            if !lock.flock && other.end > lock.end {
-                new.push(SavedLock { start: lock.end + 1, ..*other });
-            }
-            false
-        });
-        if kind != LockKind::Unlock {
-            new.push(now);
-        }
+        let (old, new) = held.change(lock, kind);
         // First the new ones: what a server in between finds is too much, and put right when the request is repeated.
-        held.extend(new.into_iter().map(|lock| (lock, record.and_then(|to| to.kept.lock(to.epoch, lock)))));
-        let is_empty = held.is_empty();
-        if is_empty {
+        for lock in new {
+            held.insert(lock, record.and_then(|to| to.kept.lock(to.epoch, lock)));
+        }
+        if held.is_empty() {
             all.remove(&lock.ino);
         }
-        old.into_iter().for_each(|slot| record.into_iter().for_each(|record| record.remove(slot)));
+        erase(record, old);
     }
 
-    fn drop_those(&self, record: Option<&Record>, ino: Ino, of: impl Fn(&SavedLock) -> bool) {
+    fn drop_those(&self, record: Option<&Record>, ino: Ino, take: impl FnOnce(&mut OfInode) -> Vec<Written>) {
         let mut all = self.all();
         let Some(held) = all.get_mut(&ino) else { return };
-        held.retain(|(lock, slot)| {
-            let goes = of(lock);
-            if let (true, Some(slot), Some(record)) = (goes, slot, record) {
-                record.remove(*slot);
-            }
-            !goes
-        });
+        erase(record, take(held));
         if held.is_empty() {
             all.remove(&ino);
         }
@@ -180,21 +206,31 @@ impl HeldLocks {
 
     /// An owner has closed a descriptor of the inode.
     pub(crate) fn flushed(&self, record: Option<&Record>, ino: Ino, owner: u64) {
-        self.drop_those(record, ino, |lock| !lock.flock && lock.owner == owner);
+        self.drop_those(record, ino, |held| {
+            held.ranges.remove(&owner).into_iter().flat_map(BTreeMap::into_values).collect()
+        });
     }
 
     /// A handle is closed, the last one of its inode or not.
     pub(crate) fn released(&self, record: Option<&Record>, open: Open, is_last: bool) {
-        if !open.is_dir {
-            self.drop_those(record, open.ino, |lock| is_last || lock.flock && lock.handle == open.handle);
+        if open.is_dir {
+            return;
         }
+        self.drop_those(record, open.ino, |held| match is_last {
+            true => std::mem::take(held).all().copied().collect(),
+            false => held.flocks.remove(&open.handle).into_iter().collect(),
+        });
     }
+}
+
+/// What is written down of locks that are no more.
+fn erase(record: Option<&Record>, locks: Vec<Written>) {
+    let Some(record) = record else { return };
+    locks.into_iter().filter_map(|(_, slot)| slot).for_each(|slot| record.remove(slot));
 }
 
 #[cfg(test)]
 mod tests {
-    use ferry_vfs::Handle;
-
     use super::*;
 
     fn lock(handle: u64, owner: u64, start: u64, end: u64) -> SavedLock {

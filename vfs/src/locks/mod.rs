@@ -25,6 +25,8 @@ const RANGES_MAX: usize = 65_536;
 /// Owners that one session may have, counted once for each file: each may take a descriptor of the host's. Databases lock
 /// every file that they have open, and have tens of thousands.
 const OWNERS_MAX: usize = 65_536;
+/// Ranges that one session may have locked in all.
+const SESSION_RANGES_MAX: usize = 1 << 20;
 /// The end of the file, wherever that is.
 const END: u64 = i64::MAX as u64;
 
@@ -109,10 +111,18 @@ pub struct Locks<T: Lockable> {
     inodes: AtomicUsize,
     /// Who waits for whom; locked within a shard. Only POSIX locks: flock locks are not checked on Linux either.
     waits: Mutex<Waits>,
-    /// Owners, by session; locked within a shard.
-    owners: Mutex<HashMap<SessionId, usize>>,
+    /// What the sessions have that have any owners; locked within a shard.
+    sessions: Mutex<HashMap<SessionId, Counts>>,
     waiting: AtomicUsize,
     next: AtomicU64,
+}
+
+/// How much one session has.
+#[derive(Debug, Default)]
+struct Counts {
+    owners: usize,
+    /// Locked ranges of all these.
+    ranges: usize,
 }
 
 /// Locks, also after a panic elsewhere: no critical section here leaves its data half changed.
@@ -173,7 +183,7 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     /// Takes, changes or gives up a lock if nothing is in the way.
-    fn attempt(&mut self, open: &T, handle: Handle, lock: &Lock) -> Result<()> {
+    fn attempt(&mut self, all: &Locks<T>, open: &T, handle: Handle, lock: &Lock) -> Result<()> {
         let taken = self.is_taken(handle, lock);
         if lock.flock {
             return self.attempt_flock(open, handle, lock.kind, taken);
@@ -183,11 +193,13 @@ impl<T: Lockable> InodeLocks<T> {
         }
         let owner = self.owners.get_mut(&lock.owner).ok_or(Errno::NOLCK)?;
         // Unlocking the middle of a range makes two of it, so the bound may be passed by as many.
-        if owner.ranges.len() >= RANGES_MAX && lock.kind != LockKind::Unlock {
+        let before = owner.ranges.len();
+        if lock.kind != LockKind::Unlock && (before >= RANGES_MAX || all.is_full(lock.owner.session)) {
             return Err(Errno::NOLCK);
         }
         T::set_posix(&owner.own, lock)?;
         owner.ranges.set(Range { start: lock.start, end: lock.end, kind: lock.kind, pid: lock.pid });
+        all.ranges_changed(lock.owner.session, before, owner.ranges.len());
         Ok(())
     }
 
@@ -217,7 +229,7 @@ impl<T: Lockable> InodeLocks<T> {
         while std::mem::take(&mut progress) {
             for parked in std::mem::take(&mut self.waiters) {
                 let flocks = self.flocks.len();
-                match self.attempt(&parked.open, parked.handle, &parked.lock) {
+                match self.attempt(all, &parked.open, parked.handle, &parked.lock) {
                     Err(Errno::AGAIN) => {
                         progress |= self.flocks.len() < flocks;
                         self.waiters.push(parked);
@@ -245,13 +257,14 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     /// Ends an owner's locks. Answers whether it had any.
-    fn drop_owner(&mut self, owner: LockOwner) -> bool {
+    fn drop_owner(&mut self, all: &Locks<T>, owner: LockOwner) -> bool {
         let Some(state) = self.owners.get_mut(&owner) else { return false };
         let had = !state.ranges.is_empty();
         if had {
-            let all = Lock { kind: LockKind::Unlock, owner, start: 0, end: END, pid: 0, flock: false };
+            let unlock = Lock { kind: LockKind::Unlock, owner, start: 0, end: END, pid: 0, flock: false };
             // Nobody is there to be told of an error.
-            let _ = T::set_posix(&state.own, &all);
+            let _ = T::set_posix(&state.own, &unlock);
+            all.ranges_changed(owner.session, state.ranges.len(), 0);
             state.ranges.clear();
         }
         self.lapsed.push(owner);
@@ -285,7 +298,7 @@ impl<T: Lockable> Default for Locks<T> {
             shards: std::array::from_fn(|_| Mutex::default()),
             inodes: AtomicUsize::new(0),
             waits: Mutex::default(),
-            owners: Mutex::default(),
+            sessions: Mutex::default(),
             waiting: AtomicUsize::new(0),
             next: AtomicU64::new(0),
         }
@@ -326,21 +339,35 @@ impl<T: Lockable> Locks<T> {
 
     /// Counts one owner more of a session.
     fn owner_comes(&self, session: SessionId) -> Result<()> {
-        let mut owners = lock(&self.owners);
-        let count = owners.entry(session).or_default();
-        if *count >= OWNERS_MAX {
+        let mut sessions = lock(&self.sessions);
+        let counts = sessions.entry(session).or_default();
+        if counts.owners >= OWNERS_MAX {
             return Err(Errno::NOLCK);
         }
-        *count += 1;
+        counts.owners += 1;
         Ok(())
     }
 
+    /// Whether a session has locked as many ranges as it may.
+    fn is_full(&self, session: SessionId) -> bool {
+        lock(&self.sessions).get(&session).is_some_and(|counts| counts.ranges >= SESSION_RANGES_MAX)
+    }
+
+    /// An owner of a session has locked so many ranges now, instead of so many.
+    fn ranges_changed(&self, session: SessionId, before: usize, now: usize) {
+        if before != now
+            && let Some(counts) = lock(&self.sessions).get_mut(&session)
+        {
+            counts.ranges = counts.ranges + now - before;
+        }
+    }
+
     fn owner_gone(&self, session: SessionId) {
-        let mut owners = lock(&self.owners);
-        if let Some(count) = owners.get_mut(&session) {
-            *count -= 1;
-            if *count == 0 {
-                owners.remove(&session);
+        let mut sessions = lock(&self.sessions);
+        if let Some(counts) = sessions.get_mut(&session) {
+            counts.owners -= 1;
+            if counts.owners == 0 {
+                sessions.remove(&session);
             }
         }
     }
@@ -418,7 +445,7 @@ impl<T: Lockable> Locks<T> {
         wait: &mut Option<Waiter>,
     ) -> Result<Locked> {
         let flocks = locks.flocks.len();
-        let outcome = locks.attempt(open, handle, &request);
+        let outcome = locks.attempt(self, open, handle, &request);
         // Unlocked or downgraded, perhaps, or now in the way of those that wait; or what it had is lost.
         if outcome.is_ok() || locks.flocks.len() < flocks {
             locks.settle(self, outcomes);
@@ -480,7 +507,7 @@ impl<T: Lockable> Locks<T> {
     /// An owner closed a descriptor of the file: it has no POSIX locks on it any more.
     pub fn drop_owner(&self, ino: Ino, session: SessionId, id: u64) {
         self.with_known(ino, |locks, outcomes| {
-            if locks.drop_owner(LockOwner { session, id }) {
+            if locks.drop_owner(self, LockOwner { session, id }) {
                 locks.settle(self, outcomes);
             }
         });
@@ -509,7 +536,7 @@ impl<T: Lockable> Locks<T> {
                 }
             }
             for owner in orphans {
-                changed |= locks.drop_owner(owner);
+                changed |= locks.drop_owner(self, owner);
             }
             if changed {
                 locks.settle(self, outcomes);

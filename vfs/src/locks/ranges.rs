@@ -25,8 +25,12 @@ pub(super) struct Ranges(Vec<Range>);
 impl Ranges {
     /// Locks a range anew, or unlocks it, whatever it was before.
     pub(super) fn set(&mut self, new: Range) {
-        let mut next = Vec::with_capacity(self.0.len() + 2);
-        for old in &self.0 {
+        // Those that overlap it, or touch it.
+        let from = self.0.partition_point(|old| old.end.saturating_add(1) < new.start);
+        let count = self.0[from..].partition_point(|old| old.start <= new.end.saturating_add(1));
+        let near = &self.0[from..from + count];
+        let mut next = Vec::with_capacity(near.len() + 2);
+        for old in near {
             if old.start < new.start {
                 next.push(Range { end: old.end.min(new.start - 1), ..*old });
             }
@@ -34,7 +38,7 @@ impl Ranges {
         if new.kind != LockKind::Unlock {
             next.push(new);
         }
-        for old in &self.0 {
+        for old in near {
             if old.end > new.end {
                 next.push(Range { start: old.start.max(new.end + 1), ..*old });
             }
@@ -47,13 +51,13 @@ impl Ranges {
             }
             joins
         });
-        self.0 = next;
+        self.0.splice(from..from + count, next);
     }
 
     /// The first range that another owner's request would have to wait for.
     pub(super) fn conflict(&self, start: u64, end: u64, kind: LockKind) -> Option<&Range> {
-        let overlaps = |range: &Range| range.start <= end && start <= range.end;
-        self.0.iter().find(|range| overlaps(range) && exclude(range.kind, kind))
+        let from = self.0.partition_point(|range| range.end < start);
+        self.0[from..].iter().take_while(|range| range.start <= end).find(|range| exclude(range.kind, kind))
     }
 
     pub(super) fn is_empty(&self) -> bool {

@@ -95,9 +95,14 @@ impl Fixture {
 
     /// How many things there are that locks hang on.
     fn owners(&self) -> usize {
-        let count = self.locks.shard(INO).get(&INO).map_or(0, |locks| locks.owners.len());
-        assert_eq!(lock(&self.locks.owners).get(&self.cx.session).copied().unwrap_or(0), count);
-        count
+        let counts =
+            self.locks.shard(INO).get(&INO).map_or((0, 0), |locks| {
+                (locks.owners.len(), locks.owners.values().map(|owner| owner.ranges.len()).sum())
+            });
+        let sessions = lock(&self.locks.sessions);
+        let counted = sessions.get(&self.cx.session).map_or((0, 0), |counts| (counts.owners, counts.ranges));
+        assert_eq!(counted, counts);
+        counts.0
     }
 
     fn release(&self, handle: Handle) {
@@ -109,7 +114,7 @@ impl Fixture {
     fn assert_nothing_left(&self) {
         assert_eq!(self.locks.inodes.load(Ordering::Relaxed), 0);
         assert_eq!(self.locks.waiting.load(Ordering::Relaxed), 0);
-        assert!(lock(&self.locks.owners).is_empty());
+        assert!(lock(&self.locks.sessions).is_empty());
         assert!(self.locks.shards.iter().all(|shard| lock(shard).is_empty()));
     }
 }
@@ -329,5 +334,26 @@ fn a_session_has_so_many_owners_and_others_have_theirs() {
     }
     let open = f.handles.remove(stranger.session, theirs.0, theirs.1).unwrap();
     f.locks.drop_handle(theirs.0, theirs.1, &open);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn a_session_has_no_more_ranges_than_it_may_in_all() {
+    let f = Fixture::default();
+    let file = f.open(OFlags::RDWR, false);
+    let owners = (SESSION_RANGES_MAX / RANGES_MAX) as u64;
+    let one = |id, start| Lock { start, end: start, ..posix(LockKind::Read, id) };
+    for id in 1..=owners {
+        for number in 0..RANGES_MAX as u64 {
+            assert_eq!(f.set(file, &one(id, 2 * number)), Ok(Locked::Done), "{id} {number}");
+        }
+    }
+    assert_eq!(f.set(file, &one(owners + 1, 0)), Err(Errno::NOLCK));
+    assert_eq!(f.set(file, &Lock { kind: LockKind::Unlock, ..one(1, 100) }), Ok(Locked::Done));
+    assert_eq!(f.set(file, &one(owners + 1, 0)), Ok(Locked::Done));
+    assert_eq!(f.set(file, &one(owners + 1, 2)), Err(Errno::NOLCK));
+    f.locks.drop_owner(INO, f.cx.session, 2);
+    assert_eq!(f.set(file, &one(owners + 1, 2)), Ok(Locked::Done));
+    f.release(file);
     f.assert_nothing_left();
 }
