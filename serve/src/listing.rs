@@ -9,6 +9,9 @@ use crate::mount::Mount;
 use crate::reply::Written;
 use crate::server::{Context, Server};
 
+/// The longest answer to one request, far beyond what a kernel asks for (its `max_pages`): it is put together in our memory.
+const LISTING_BYTES_MAX: usize = 1 << 20;
+
 /// A listing that notes the references it hands out.
 struct Listing<'a> {
     writer: DirWriter<'a>,
@@ -73,7 +76,7 @@ impl Server {
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let room = buffer.room().checked_sub(HEADER_BYTES).ok_or(Errno::IO)?;
-        let bytes_max = room.min(bytes_max as usize);
+        let bytes_max = room.min(bytes_max as usize).min(LISTING_BYTES_MAX);
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut referred = std::mem::take(&mut self.referred);
         scratch.clear();

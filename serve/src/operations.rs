@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, Statfs, checks};
 use ferry_wire::fuse::abi::RemovemappingOne;
-use ferry_wire::fuse::{LockRequest, Operation, Records, Reply};
+use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
 use crate::mappings::{Answer, Mapping};
@@ -18,6 +18,8 @@ use ferry_engine::requests::{Outcome, Watched};
 
 /// The most that COPY_FILE_RANGE copies at a time: its reply counts in 32 bits.
 const COPY_BYTES_MAX: u64 = 0xffff_f000;
+/// POSIX ACLs: a client that knows nothing of them would not go by them, nor keep them and the mode in step.
+const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
 /// The block size of file systems that name none.
 const BLOCK_BYTES: u32 = 4096;
 
@@ -196,6 +198,11 @@ impl Server {
                 if !self.share.xattr =>
             {
                 return Err(Errno::NOSYS);
+            }
+            Operation::Setxattr { name, .. } | Operation::Getxattr { name, .. } | Operation::Removexattr { name }
+                if ACLS.contains(&name) && !cx.mount.negotiated().has(InitFlags::POSIX_ACL) =>
+            {
+                return Err(Errno::OPNOTSUPP);
             }
             Operation::Setxattr { name, value, flags, clear_sgid } => {
                 source.setxattr(caller, ino, name, value, flags, clear_sgid)?;
@@ -406,13 +413,6 @@ impl Server {
     }
 }
 
-/// Sees to it that the file is what the client thinks it is, before it asks for what depends on that.
-fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
-    if cx.mount.mappings.is_none() {
-        return Ok(());
-    }
-    match operation {
-        Operation::CopyFileRange(copy) | Operation::CopyFileRange64(copy) => {
 /// Whether the client may have more open, where it asks for that.
 fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     match operation {
@@ -423,6 +423,13 @@ fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     }
 }
 
+/// Sees to it that the file is what the client thinks it is, before it asks for what depends on that.
+fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
+    if cx.mount.mappings.is_none() {
+        return Ok(());
+    }
+    match operation {
+        Operation::CopyFileRange(copy) | Operation::CopyFileRange64(copy) => {
             cx.mount.settle(copy.from.0)?;
             cx.mount.settle(copy.to.0)
         }
