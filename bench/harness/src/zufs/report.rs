@@ -171,14 +171,17 @@ fn head(out: &mut String, machine: &Machine, libfuse: &str, lines: &[Line]) {
     );
 }
 
-/// Thousands, and the latency beside them.
+/// Requests of 4 KiB in a MiB.
+const REQUESTS_PER_MIB: f64 = 256.0;
+
+/// Thousands, the bandwidth, and the latency beside them.
 fn cell(iops: f64, latency: Option<f64>) -> String {
     let latency = latency.map_or(String::new(), |latency| format!(" / {}", stats::round(latency)));
-    format!("{}{latency}", stats::round(iops / 1000.0))
+    format!("{} / {}{latency}", stats::round(iops / 1000.0), stats::round(iops / REQUESTS_PER_MIB))
 }
 
 fn published_table(out: &mut String, title: &str, lines: &[Line], systems: Vec<System>, beside: &[&str]) {
-    let _ = writeln!(out, "## {title}: 4 KiB writes, thousand IOPS / mean microseconds\n");
+    let _ = writeln!(out, "## {title}: 4 KiB writes, thousand IOPS / MiB/s / mean microseconds\n");
     let mut names: Vec<String> = systems.iter().map(|system| system.full_name()).collect();
     names.extend(beside.iter().map(|name| format!("published: {name}")));
     let _ = writeln!(out, "| threads | {} |\n|{}", names.join(" | "), " --- |".repeat(names.len() + 1));
@@ -312,7 +315,7 @@ mod tests {
         lines[1].skip("tmpfs: no");
         let text = markdown(&lines, &Machine::default(), "libfuse 3", &targets(&lines));
         for part in [
-            "| 1 | 200 / 5 | 50 / 20 | - | - | 250 / 4 | 33.61 / 26.53 |",
+            "| 1 | 200 / 781.3 / 5 | 50 / 195.3 / 20 | - | - | 250 / 976.6 / 4 | 33.61 / 131.3 / 26.53 |",
             "| threads 1 | ferry null uring | 1 | 2 | 3 | - | 1 |",
             "* threads 1 (null uring): 0.80 of libfuse-uring",
             "* skipped: tmpfs: no (in threads 1 (mem uring))",
