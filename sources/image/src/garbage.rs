@@ -136,6 +136,10 @@ impl Sole {
                 objects.young += usize::from(name.is_some());
                 continue;
             }
+            // A server goes on with what has come of a large object, whatever its age.
+            if name.is_none() && is_locked(&path) {
+                continue;
+            }
             if !dry && !remove(&path)? {
                 continue;
             }
@@ -254,11 +258,14 @@ impl Kind {
     /// The pack whose part this is, if a server uses it. Nobody begins to while nobody else has the store.
     fn used_part(self, path: &Path) -> Option<Digest> {
         let Self::Part(pack) = self else { return None };
-        // What cannot be opened is used by nobody that we could see.
-        let file = File::open(path).ok()?;
-        let lock = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
-        (lock == Err(Errno::WOULDBLOCK)).then_some(pack)
+        is_locked(path).then_some(pack)
     }
+}
+
+/// Whether somebody has a lock on a file. What cannot be opened is used by nobody that we could see.
+fn is_locked(path: &Path) -> bool {
+    let Ok(file) = File::open(path) else { return false };
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
 }
 
 fn is_within(time: SystemTime, grace: Duration) -> bool {

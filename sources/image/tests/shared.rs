@@ -374,6 +374,21 @@ fn an_object_that_a_new_image_uses_is_young_again() {
     assert_eq!((found.removed, found.young), (4, 1));
 }
 
+/// A server that fetches a large object has a lock on what has come, and not on the store.
+#[test]
+fn what_somebody_is_fetching_stays_whatever_its_age() {
+    let bench = of_objects();
+    let path = bench.store().join("objects").join(format!(".new-{}", "0".repeat(64)));
+    fs::write(&path, "what has come").expect("files can be made");
+    let file = fs::File::open(&path).expect("files can be opened");
+    rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).expect("nobody has it");
+    assert_eq!(collect(&bench, &["one", "two"], Duration::ZERO, false).leftovers, 0);
+    assert!(path.exists());
+    drop(file);
+    assert_eq!(collect(&bench, &["one", "two"], Duration::ZERO, false).leftovers, 1);
+    assert!(!path.exists());
+}
+
 #[test]
 fn what_others_remove_meanwhile_does_not_end_a_collection() {
     let bench = three();
