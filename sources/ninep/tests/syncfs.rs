@@ -170,5 +170,25 @@ fn files_are_not_left_open_and_removed_ones_are_no_error() {
         served.settles(|usage| usage.fids <= 1);
         assert_eq!(sync(&client), Ok(()), "{cache:?}");
         served.settles(|usage| usage.fids <= 1);
+        let before = client.usage().messages;
+        assert_eq!((sync(&client), client.usage().messages), (Ok(()), before), "{cache:?}: nothing is left to be done");
+    }
+}
+
+/// One that somebody refers to has its fid, and none that is open.
+#[test]
+fn files_that_are_known_are_not_left_open() {
+    for cache in [Cache::Auto, Cache::None] {
+        let served = Served::new();
+        let client = served.connect(Options { cache, ..Options::default() });
+        let (made, handle) = client.create(&CX, Ino::ROOT, name("f"), &common::file(0o600), OFlags::WRONLY).unwrap();
+        write(&client, made.ino, handle, 0, b"data").unwrap();
+        client.flush(&CX, made.ino, handle, 0).unwrap();
+        client.release(&CX, made.ino, handle);
+        served.settles(|usage| usage.fids <= 2);
+        let before = client.usage().messages;
+        assert_eq!(sync(&client), Ok(()), "{cache:?}");
+        assert!(client.usage().messages > before, "{cache:?}: it was opened");
+        served.settles(|usage| usage.fids <= 2);
     }
 }
