@@ -234,10 +234,12 @@ fn seconds(count: Option<u64>) -> Option<Duration> {
 fn lies_on_overlayfs(share: &Share) -> bool {
     /// `OVERLAYFS_SUPER_MAGIC` of Linux.
     const MAGIC: i64 = 0x794c_7630;
-    match share.kind() {
-        Kind::Dir(path) => rustix::fs::statfs(&path).is_ok_and(|found| found.f_type == MAGIC),
-        Kind::Mem | Kind::Pmem(_) | Kind::Image(_) | Kind::Ninep(_) => false,
-    }
+    let files = match share.kind() {
+        Kind::Dir(path) => Some(path),
+        Kind::Image(_) => share.store.clone(),
+        Kind::Mem | Kind::Pmem(_) | Kind::Ninep(_) => None,
+    };
+    files.is_some_and(|path| rustix::fs::statfs(&path).is_ok_and(|found| found.f_type == MAGIC))
 }
 
 impl From<Acl> for ferry_serve::Acl {

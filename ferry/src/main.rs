@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     }
     if args.first().is_some_and(|program| virtiofsd::is_one(program)) {
         args = match virtiofsd::read(args) {
-            Ok(virtiofsd::Asked::Share(line)) => line,
+            Ok(virtiofsd::Asked::Share(line)) => without_syslog(line),
             Ok(virtiofsd::Asked::Capabilities) => {
                 println!("{}", virtiofsd::CAPABILITIES);
                 return ExitCode::SUCCESS;
@@ -64,6 +64,17 @@ fn main() -> ExitCode {
     }
     let invocation = groups::parse(args).unwrap_or_else(|error| error.exit());
     ExitCode::from(run_or_say(invocation))
+}
+
+/// Where the system has no log, virtiofsd logs on standard error, whatever it was told.
+fn without_syslog(mut line: Vec<OsString>) -> Vec<OsString> {
+    if let Some(at) = line.iter().position(|word| word == "--syslog")
+        && let Err(error) = Syslog::connect("ferry", sandbox::pid)
+    {
+        eprintln!("virtiofsd: {error}");
+        line.remove(at);
+    }
+    line
 }
 
 /// Does what mount(8) asks for, with its statuses.

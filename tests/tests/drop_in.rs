@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -55,6 +56,29 @@ impl Served {
         let served = Self { child, folder };
         served.wait_for("the socket", |served| served.socket().exists());
         served
+    }
+
+    /// The same by a command line of somebody else's, in which `{socket}` and `{tree}` stand for ours. Where it has `3<&0`, standard
+    /// input is the socket, listening.
+    fn start_as(program: &Path, line: &str) -> Self {
+        let folder = folder(Place::Disk);
+        let (tree, socket) = (folder.path().join("tree"), folder.path().join("s"));
+        fs::create_dir(&tree).unwrap();
+        fs::write(tree.join("there"), "before").unwrap();
+        let line = line.replace("{tree}", tree.to_str().unwrap()).replace("{socket}", socket.to_str().unwrap());
+        let said = fs::File::create(folder.path().join("said")).unwrap();
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("exec \"$0\" {line}")]).arg(program);
+        let stdin = match line.contains("3<&0") {
+            true => std::os::fd::OwnedFd::from(UnixListener::bind(&socket).unwrap()).into(),
+            false => Stdio::null(),
+        };
+        command.current_dir(folder.path()).stdin(stdin).stderr(said).env_remove("FERRY_LOG");
+        Self { child: command.spawn().unwrap(), folder }
+    }
+
+    fn said(&self) -> String {
+        fs::read_to_string(self.folder.path().join("said")).unwrap()
     }
 
     fn socket(&self) -> PathBuf {
@@ -168,7 +192,7 @@ fn modes_and_flags_of_virtiofsd_are_taken() {
         "--sandbox=namespace --seccomp=kill --modcaps=-mknod:+lease --cache=never",
         "--inode-file-handles=mandatory --modcaps=+dac_read_search --log-level=error --rlimit-nofile 2000",
         "--sandbox none --preserve-noatime --killpriv-v2 --security-label=never",
-        "--sandbox chroot --seccomp trap --inode-file-handles=never",
+        "--sandbox chroot --seccomp trap --inode-file-handles=never -o loglevel=err",
         "-f -o source=tree,cache=always,no_xattr,sandbox=chroot -o writeback,no_readdirplus",
     ] {
         let script = "cat there && echo new >made && cat made && rm there && mkdir d && mv made d && ls -R && df . >/dev/null && echo end";
@@ -177,6 +201,130 @@ fn modes_and_flags_of_virtiofsd_are_taken() {
     }
     let (said, left) = same("--readonly", "cat there; touch made 2>/dev/null || echo refused");
     assert_eq!((said.as_str(), left.len()), ("beforerefused\n", 1));
+}
+
+/// Their command lines, word for word: Kata's runtime in Go (`virtiofsd.go`: a socket as descriptor 3, and the extra arguments of its
+/// configuration), Kata's in Rust (`share_virtio_fs_standalone.rs`), and cloud-hypervisor's manual (`docs/fs.md`).
+#[test]
+fn kata_and_cloud_hypervisor_start_it_as_they_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = &programs(folder.path())[0];
+    for (line, waits_for) in [
+        (
+            "--syslog --cache=auto --shared-dir={tree} --fd=3 --inode-file-handles=prefer --thread-pool-size=1 \
+             --announce-submounts 3<&0 0</dev/null",
+            "",
+        ),
+        (
+            "--socket-path {socket} --shared-dir {tree} --cache auto --sandbox none --seccomp none --inode-file-handles \
+             never --thread-pool-size=1 --announce-submounts --xattr",
+            "Waiting for vhost-user socket connection",
+        ),
+        (
+            "--log-level debug --socket-path={socket} --shared-dir={tree} --cache=never --thread-pool-size=4",
+            "Waiting for vhost-user socket connection",
+        ),
+    ] {
+        let served = Served::start_as(program, line);
+        // Kata's runtime in Rust takes it for started only then.
+        served.wait_for(waits_for, |served| served.said().contains(waits_for));
+        let mut driver = Driver::connect(served.socket(), Config::default()).unwrap();
+        driver.init().unwrap();
+        let node = driver.lookup(ferry_driver::ROOT, "there").unwrap().nodeid;
+        let handle = driver.open(node, 0).unwrap().fh;
+        assert_eq!(driver.read(node, handle, 0, 100).unwrap(), b"before", "{line}");
+        drop(driver);
+        let said = served.said();
+        assert_eq!(served.end(), Some(0), "{line}: {said}");
+    }
+}
+
+#[test]
+fn it_says_of_itself_what_virtiofsd_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut said = programs(folder.path()).into_iter().map(|program| {
+        let output = Command::new(program).arg("--print-capabilities").output().unwrap();
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
+    });
+    let ours = said.next().unwrap();
+    let features: Vec<_> = ours["features"].as_array().unwrap().iter().filter_map(|feature| feature.as_str()).collect();
+    // libvirt does not migrate a guest without the first.
+    let expected =
+        ["migrate-precopy", "posix-acl-negotiation-mode", "security-label-negotiation-mode", "separate-options"];
+    assert_eq!((ours["type"].as_str(), &features[..]), (Some("fs"), &expected[..]));
+    assert!(said.all(|theirs| theirs == ours));
+}
+
+/// What a process may have open: now, and at most.
+fn limits(pid: u32) -> Vec<String> {
+    let all = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let line = all.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+    line.split_whitespace().take(2).map(str::to_owned).collect()
+}
+
+#[test]
+fn its_process_is_as_virtiofsds() {
+    let folder = tempfile::tempdir().unwrap();
+    let most: u64 = limits(std::process::id())[1].parse().unwrap();
+    for program in programs(folder.path()) {
+        for (flags, expected) in [
+            ("--rlimit-nofile 2000", Some(2000)),
+            ("--rlimit-nofile=2000 --inode-file-handles=never", Some(2000)),
+            // More than this process may have, unless it may raise the limit.
+            ("", (most < 1_000_000).then_some(most)),
+        ] {
+            let served = Served::start(&program, &format!("--sandbox none {flags}"));
+            let pid = served.child.id();
+            served.wait_for("the limit of open files", |_| {
+                let found = limits(pid);
+                found[0] == found[1] && expected.is_none_or(|most| found[0] == most.to_string() || flags.is_empty())
+            });
+            let file = served.folder.path().join("s.pid");
+            assert_eq!(fs::read_to_string(&file).unwrap().trim(), pid.to_string(), "{}", program.display());
+            assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o600);
+        }
+    }
+}
+
+/// Extended attributes as a guest sees them, among them ACLs that are not agreed on: what a program that sets, gets, lists and
+/// removes them is told, and what the host has then.
+#[test]
+fn attributes_are_taken_and_refused_as_virtiofsd_does() {
+    const PYTHON: &str = "/usr/bin/python3";
+    const SCRIPT: &str = r#"
+import os, errno
+acl = bytes.fromhex("02000000 01000600 ffffffff 02000600 05000000 04000400 ffffffff 10000600 ffffffff 20000400 ffffffff")
+def told(what, name, call):
+    try: print(what, name, call())
+    except OSError as error: print(what, name, errno.errorcode[error.errno])
+for name, value in [("user.one", b"1"), ("user.virtiofs.two", b"2"), ("trusted.three", b"3"), ("security.four", b"4"),
+        ("system.posix_acl_access", acl), ("system.posix_acl_default", acl)]:
+    told("set", name, lambda: os.setxattr("there", name, value))
+    told("get", name, lambda: os.getxattr("there", name))
+told("list", "all", lambda: sorted(os.listxattr("there")))
+told("mode", "all", lambda: oct(os.stat("there").st_mode))
+for name in ["user.one", "trusted.three", "system.posix_acl_access"]:
+    told("remove", name, lambda: os.removexattr("there", name))
+told("list", "all", lambda: sorted(os.listxattr("there")))
+"#;
+    if !Path::new(PYTHON).exists() || !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs {PYTHON}, and root");
+        return;
+    }
+    let script = format!("{PYTHON} -c '{SCRIPT}'");
+    for args in [
+        "--xattr",
+        "--posix-acl",
+        "--xattrmap :map::user.virtiofs.:",
+        "--xattr --xattrmap /prefix/all/trusted./user.virtiofs./:ok:all:::",
+        "--xattr --xattrmap :unsupported:client:security.::bad:all:trusted.::ok:all:::",
+    ] {
+        let (said, _) = same(&format!("--modcaps=+sys_admin {args}"), &script);
+        assert!(said.lines().count() == 18, "{args}: {said}");
+        if args == "--xattr" {
+            assert!(said.contains("set system.posix_acl_access ENOTSUP"), "{said}");
+        }
+    }
 }
 
 /// A server without privileges: its user is root inside.
