@@ -12,8 +12,21 @@ const WINDOW: Duration = Duration::from_secs(10);
 pub struct Complaints(Mutex<Option<(Instant, u32)>>);
 
 impl Complaints {
-    /// Logs a warning, unless too many came lately.
+    /// Logs a warning, unless too many complaints came lately.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
+        if self.may_complain() {
+            tracing::warn!("{message}");
+        }
+    }
+
+    /// Logs an error, unless too many complaints came lately.
+    pub fn error(&self, message: std::fmt::Arguments<'_>) {
+        if self.may_complain() {
+            tracing::error!("{message}");
+        }
+    }
+
+    fn may_complain(&self) -> bool {
         let now = Instant::now();
         let mut state = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let (start, count) = match *state {
@@ -25,9 +38,6 @@ impl Complaints {
             _ => (now, 1),
         };
         *state = Some((start, count));
-        drop(state);
-        if count <= LINES_PER_WINDOW {
-            tracing::warn!("{message}");
-        }
+        count <= LINES_PER_WINDOW
     }
 }

@@ -1,15 +1,16 @@
 //! Messages to a worker from other threads.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 /// A queue of messages and the descriptor that wakes its reader.
 #[derive(Debug)]
 pub struct Mailbox<T> {
-    items: Mutex<Vec<T>>,
+    /// `None` once nobody reads it any more.
+    items: Mutex<Option<Vec<T>>>,
     filled: AtomicBool,
     wake: OwnedFd,
 }
@@ -21,12 +22,19 @@ impl<T> Mailbox<T> {
     /// Those of `eventfd(2)`: the process is out of descriptors or memory.
     pub fn new() -> rustix::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { items: Mutex::new(Vec::new()), filled: AtomicBool::new(false), wake })
+        Ok(Self { items: Mutex::new(Some(Vec::new())), filled: AtomicBool::new(false), wake })
     }
 
-    /// Leaves a message and wakes the reader.
+    fn items(&self) -> MutexGuard<'_, Option<Vec<T>>> {
+        self.items.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Leaves a message and wakes the reader. Where nobody reads any more, the message is dropped.
     pub fn post(&self, item: T) {
-        self.items.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(item);
+        match &mut *self.items() {
+            Some(items) => items.push(item),
+            None => return,
+        }
         self.filled.store(true, Ordering::Release);
         // It can only fail when the counter is full, and then the reader is awake already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -40,12 +48,37 @@ impl<T> Mailbox<T> {
     /// Takes all messages, oldest first.
     pub fn take(&self) -> Vec<T> {
         self.filled.store(false, Ordering::Release);
-        std::mem::take(&mut *self.items.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+        self.items().as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Nobody reads it any more: drops what lies in it, and whatever is posted from now on.
+    pub fn close(&self) {
+        // Messages may post others as they are dropped: not while the lock is held.
+        let left = self.items().take();
+        drop(left);
     }
 }
 
 impl<T> AsFd for Mailbox<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn whoever_waits_for_an_answer_learns_that_nobody_reads_any_more() {
+        let mailbox = Mailbox::new().unwrap();
+        let ((before, first), (after, second)) = (channel::<()>(), channel::<()>());
+        mailbox.post(before);
+        mailbox.close();
+        mailbox.post(after);
+        assert!(first.recv().is_err() && second.recv().is_err());
+        assert!(mailbox.take().is_empty());
     }
 }

@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use ferry_vfs::{Backing, Segment};
 use io_uring::squeue::{Entry, Flags};
@@ -23,6 +24,9 @@ const SEVERAL_US: u32 = 50;
 
 /// After so long such a sleep ends whatever happens: the kernel's shortest time works only beside a longest.
 const SLEEP_MAX: types::Timespec = types::Timespec::new().sec(10);
+
+/// How long to wait before the kernel is asked again for what it has no memory for now.
+pub(crate) const PAUSE: Duration = Duration::from_millis(1);
 
 /// Marks completions of watched descriptors; the low bits say which one.
 const WATCH: u64 = 1 << 63;
@@ -57,7 +61,7 @@ pub(crate) struct Ring {
 }
 
 struct Watch {
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     id: u64,
     armed: bool,
 }
@@ -187,9 +191,19 @@ impl Ring {
         }
     }
 
-    /// Sleeps until there are `wanted` completions; after [`SEVERAL_US`], until there is at least one.
+    /// Sleeps until there are `wanted` completions; after [`SEVERAL_US`], until there is at least one. What the kernel has no
+    /// memory for now, and what waits for completions to be taken, is for the next time: then it comes back early.
     pub(crate) fn wait(&mut self, wanted: usize) -> io::Result<()> {
-        self.arm()?;
+        match self.arm().and_then(|()| self.wait_once(wanted)) {
+            Err(error) if is_passing(&error) => {
+                std::thread::sleep(PAUSE);
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    fn wait_once(&mut self, wanted: usize) -> io::Result<()> {
         let outcome = match u32::try_from(wanted) {
             Ok(wanted @ 2..) if self.uring.params().is_feature_min_timeout() => self.wait_for(wanted),
             _ => self.uring.submit_and_wait(1),
@@ -244,7 +258,7 @@ impl Ring {
     }
 
     /// From now on, a write to this descriptor (an eventfd) ends a sleep.
-    pub(crate) fn watch(&mut self, fd: OwnedFd) -> u64 {
+    pub(crate) fn watch(&mut self, fd: Arc<OwnedFd>) -> u64 {
         self.watches_made += 1;
         let id = WATCH | u64::from(self.watches_made);
         self.watches.push(Watch { fd, id, armed: false });
@@ -265,17 +279,17 @@ impl Ring {
 
     fn arm(&mut self) -> io::Result<()> {
         for index in 0..self.watches.len() {
-            let watch = &mut self.watches[index];
+            let watch = &self.watches[index];
             if watch.armed {
                 continue;
             }
             // A multishot poll tells of every write once, so the eventfd's counter need never be read.
             let events = u32::from(libc::POLLIN.unsigned_abs());
             let poll = opcode::PollAdd::new(types::Fd(watch.fd.as_raw_fd()), events).multi(true);
-            watch.armed = true;
             let entry = poll.build().user_data(watch.id);
             // SAFETY: the entry points to nothing; the kernel holds the file itself once it is submitted.
             unsafe { self.push(&entry) }?;
+            self.watches[index].armed = true;
         }
         Ok(())
     }
@@ -288,6 +302,11 @@ impl Drop for Ring {
         self.files.close(&self.uring);
         self.buffers.clear(&self.uring);
     }
+}
+
+/// Whether a call that failed so may succeed later.
+fn is_passing(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
 }
 
 /// An operation as the ring takes it. `buffer`: all segments lie in this piece of registered memory.

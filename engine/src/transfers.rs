@@ -9,12 +9,13 @@ use std::sync::{Arc, Once};
 
 use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 
 use self::pending::{Begun, Pending};
 use crate::at_once::{AtOnce, CALLS_MAX};
 use crate::privileges::WithoutFsetid;
 use crate::registered::Keeper;
-use crate::ring::{Completion, Ring};
+use crate::ring::{Completion, PAUSE, Ring};
 
 /// What [`Backing::learn`] remembers of a file.
 pub mod learnt {
@@ -99,7 +100,7 @@ pub struct Transfers {
     may_at_once: bool,
     in_flight: usize,
     done: VecDeque<(u64, io::Result<usize>)>,
-    watched: Vec<(u64, OwnedFd)>,
+    watched: Vec<(u64, Arc<OwnedFd>)>,
 }
 
 impl std::fmt::Debug for Transfers {
@@ -301,15 +302,19 @@ impl Transfers {
     /// # Errors
     /// Out of descriptors.
     pub fn watch(&mut self, fd: impl AsFd) -> io::Result<u64> {
-        let fd = fd.as_fd().try_clone_to_owned()?;
-        Ok(match &mut self.ring {
+        Ok(self.watch_shared(Arc::new(fd.as_fd().try_clone_to_owned()?)))
+    }
+
+    /// The same with a descriptor that need not be copied.
+    pub fn watch_shared(&mut self, fd: Arc<OwnedFd>) -> u64 {
+        match &mut self.ring {
             Some(ring) => ring.watch(fd),
             None => {
                 let id = self.watched.last().map_or(1, |(id, _)| id + 1);
                 self.watched.push((id, fd));
                 id
             }
-        })
+        }
     }
 
     /// Keeps a [lasting](Backing::is_lasting) descriptor open until all that was begun here has ended, also if this process
@@ -501,10 +506,11 @@ impl Drop for Transfers {
     }
 }
 
-fn sleep_in_poll(watched: &[(u64, OwnedFd)]) -> io::Result<()> {
+fn sleep_in_poll(watched: &[(u64, Arc<OwnedFd>)]) -> io::Result<()> {
     let mut fds: Vec<PollFd<'_>> = watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
     match poll(&mut fds, None) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Ok(_) | Err(Errno::INTR) => {}
+        Err(Errno::AGAIN | Errno::NOMEM) => std::thread::sleep(PAUSE),
         Err(error) => return Err(error.into()),
     }
     for (fd, (_, watched)) in fds.iter().zip(watched) {

@@ -493,3 +493,43 @@ fn what_only_copies_is_made_many_at_once() {
         }
     }
 }
+
+/// Has `io_uring_enter` fail whenever it is to wait, in this thread.
+fn forbid_waiting(errno: libc::c_int) {
+    let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    let equal = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+    let end = libc::BPF_RET | libc::BPF_K;
+    let step = |code: u32, jt, jf, k| libc::sock_filter { code: u16::try_from(code).unwrap(), jt, jf, k };
+    let wanted = std::mem::offset_of!(libc::seccomp_data, args) + 2 * size_of::<u64>();
+    let low_half = if cfg!(target_endian = "little") { wanted } else { wanted + 4 };
+    let mut steps = [
+        step(load, 0, 0, 0),
+        step(equal, 0, 3, u32::try_from(libc::SYS_io_uring_enter).unwrap()),
+        step(load, 0, 0, u32::try_from(low_half).unwrap()),
+        step(equal, 1, 0, 0),
+        step(end, 0, 0, libc::SECCOMP_RET_ERRNO | u32::try_from(errno).unwrap()),
+        step(end, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: 6, filter: steps.as_mut_ptr() };
+    // SAFETY: no memory is involved.
+    assert_eq!(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, 0);
+    // SAFETY: the program and its steps are read during the call.
+    let outcome = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
+    assert_eq!(outcome, 0, "{}", io::Error::last_os_error());
+}
+
+#[test]
+fn what_the_kernel_has_no_memory_for_now_is_asked_for_again() {
+    for errno in [libc::EAGAIN, libc::EBUSY, libc::ENOMEM, libc::EBADF] {
+        let asked = move || {
+            let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
+            let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+            transfers.watch(&event).unwrap();
+            forbid_waiting(errno);
+            (0..3).map(|_| transfers.sleep().is_ok()).collect::<Vec<_>>()
+        };
+        // A thread of its own, for a filter stays.
+        let slept = std::thread::spawn(asked).join().unwrap();
+        assert_eq!(slept, [errno != libc::EBADF; 3], "errno {errno}");
+    }
+}
