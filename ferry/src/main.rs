@@ -54,7 +54,13 @@ fn main() -> ExitCode {
     }
     if args.first().is_some_and(|program| virtiofsd::is_one(program)) {
         args = match virtiofsd::read(args) {
-            Ok(virtiofsd::Asked::Share(line)) => without_syslog(line),
+            Ok(virtiofsd::Asked::Share(preparations, line)) => {
+                if let Err(error) = preparations.make() {
+                    eprintln!("virtiofsd: {error}");
+                    return ExitCode::FAILURE;
+                }
+                without_syslog(line)
+            }
             Ok(virtiofsd::Asked::Capabilities) => {
                 println!("{}", virtiofsd::CAPABILITIES);
                 return ExitCode::SUCCESS;

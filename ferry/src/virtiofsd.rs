@@ -2,10 +2,13 @@
 //! libvirt passes, and does what `ferry share` does with its own for them.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use rustix::process::{Resource, Rlimit};
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Resource, Rlimit, getegid, geteuid, getrlimit, setrlimit};
 
 use crate::sandbox::{Modcaps, Sandbox, Seccomp};
 
@@ -18,6 +21,10 @@ const INSTALLED: &str = "ferry-virtiofsd";
 const OVERFLOW: u64 = 65_534;
 /// One more than the highest number of a user or group.
 const IDS: u64 = u32::MAX as u64;
+/// Open files that are asked for without a word, if the host has so many for a process.
+const NOFILE_USUAL: u64 = 1_000_000;
+/// Where the host says how many a process may have at most.
+const NR_OPEN: &str = "/proc/sys/fs/nr_open";
 
 /// Whether the program was started under that name.
 pub fn is_one(program: &OsStr) -> bool {
@@ -27,21 +34,31 @@ pub fn is_one(program: &OsStr) -> bool {
 /// What the command line comes to.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Asked {
-    /// A command line of Ferry's own.
-    Share(Vec<OsString>),
+    /// To share, after some preparations, by a command line of Ferry's own.
+    Share(Preparations, Vec<OsString>),
     /// To print what this back end can do.
     Capabilities,
 }
 
-/// What a back end of the kind "fs" says of itself (QEMU, docs/interop/vhost-user.json). Not "migrate-precopy": a guest that
-/// uses it cannot be migrated.
+/// What a back end of the kind "fs" says of itself (QEMU, docs/interop/vhost-user.json): what virtiofsd 1.14 says.
 pub const CAPABILITIES: &str = r#"{
   "type": "fs",
   "features": [
+    "migrate-precopy",
     "posix-acl-negotiation-mode",
+    "security-label-negotiation-mode",
     "separate-options"
   ]
 }"#;
+
+/// What this process does before it shares.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Preparations {
+    /// The limit of open files.
+    nofile: Option<u64>,
+    /// A file for the number of this process.
+    pid_file: Option<PathBuf>,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum When {
@@ -155,7 +172,7 @@ struct Args {
     /// Log to the system's log (/dev/log) instead of standard error.
     #[arg(long)]
     syslog: bool,
-    /// The limit of open files; 0 leaves it.
+    /// The limit of open files; 0 leaves it [default: min(1000000, /proc/sys/fs/nr_open), or what may be had].
     #[arg(long, value_name = "N")]
     rlimit_nofile: Option<u64>,
     /// Options in the older form.
@@ -176,7 +193,8 @@ struct Args {
     /// Labels of security modules, given to files when they are made; implies --xattr.
     #[arg(long, value_enum, default_value = "never", default_missing_value = "auto", num_args = 0..=1, require_equals = true)]
     security_label: When,
-    /// Users of the guest and their numbers here: `:GUEST:HOST:COUNT:`; all others are nobody.
+    /// Users of the guest and their numbers here: `:GUEST:HOST:COUNT:`; all others are nobody. With --sandbox=namespace only; for
+    /// users other than root, their own number is all that there is.
     #[arg(long, value_name = "MAP")]
     uid_map: Vec<String>,
     /// The same for groups.
@@ -232,8 +250,8 @@ impl Args {
             ("source", _) => self.shared_dir = Some(needed()?.into()),
             ("cache", _) => self.cache = one_of(name, &needed()?)?,
             ("sandbox", _) => self.sandbox = Some(one_of(name, &needed()?)?),
-            ("log_level", Some("err")) => self.log_level = Level::Error,
-            ("log_level", _) => self.log_level = one_of(name, &needed()?)?,
+            ("loglevel" | "log_level", Some("err")) => self.log_level = Level::Error,
+            ("loglevel" | "log_level", _) => self.log_level = one_of(name, &needed()?)?,
             ("modcaps", _) => self.modcaps = Some(needed()?.parse()?),
             ("xattrmap", _) => self.xattrmap = Some(needed()?),
             ("announce_submounts", None) => self.no_announce_submounts = false,
@@ -286,8 +304,14 @@ impl Args {
             word.push(value);
             line.push(word);
         };
+        let mut preparations = Preparations { nofile: self.rlimit_nofile, pid_file: None };
         match (self.socket_path, self.fd) {
-            (Some(socket), _) => give("--virtiofs", socket.into()),
+            (Some(socket), _) => {
+                let mut pid_file = OsString::from(&socket);
+                pid_file.push(".pid");
+                preparations.pid_file = Some(pid_file.into());
+                give("--virtiofs", socket.into());
+            }
             (None, Some(fd)) => give("--fd", fd.to_string().into()),
             (None, None) => return Err("--socket-path or --fd is missing: where to listen".into()),
         }
@@ -329,11 +353,22 @@ impl Args {
         ] {
             value.into_iter().for_each(|value| give(flag, value.into()));
         }
-        for (flag, rules, maps) in [
-            ("--translate-uid", self.translate_uid, self.uid_map),
-            ("--translate-gid", self.translate_gid, self.gid_map),
+        let has_maps = !(self.uid_map.is_empty() && self.gid_map.is_empty());
+        if has_maps && self.sandbox.is_some_and(|kind| kind != Sandbox::Namespace) {
+            return Err("--uid-map and --gid-map are maps of a namespace, and --sandbox leaves it out: take --translate-uid and \
+                        --translate-gid"
+                .into());
+        }
+        let only = |id: u32| (!geteuid().is_root()).then_some(id);
+        for (flag, rules, map, maps, only) in [
+            ("--translate-uid", self.translate_uid, "--uid-map", self.uid_map, only(geteuid().as_raw())),
+            ("--translate-gid", self.translate_gid, "--gid-map", self.gid_map, only(getegid().as_raw())),
         ] {
-            rules.into_iter().chain(namespace_rules(&maps)?).for_each(|rule| give(flag, rule.into()));
+            let maps = maps.iter().map(|map| Map::parse(map)).collect::<Result<Vec<Map>, String>>()?;
+            if let Some(only) = only {
+                maps.iter().try_for_each(|one| one.is_for(only).map_err(|why| format!("{map} {why}")))?;
+            }
+            rules.into_iter().chain(namespace_rules(&maps)).for_each(|rule| give(flag, rule.into()));
         }
         let flags = [
             (self.readonly, "--read-only"),
@@ -352,28 +387,65 @@ impl Args {
         if let Some(mode) = self.migration_mode {
             line.extend(["--migration-mode".into(), mode.into()]);
         }
-        set_limit(self.rlimit_nofile)?;
-        Ok(Asked::Share(line))
+        Ok(Asked::Share(preparations, line))
     }
 }
 
-/// The limit of open files that is asked for; without a word a source takes what it may.
-fn set_limit(limit: Option<u64>) -> Result<(), String> {
-    let Some(limit) = limit.filter(|limit| *limit != 0) else { return Ok(()) };
-    let now = rustix::process::getrlimit(Resource::Nofile);
-    let wanted = Rlimit { current: Some(limit), maximum: Some(now.maximum.map_or(limit, |most| most.max(limit))) };
-    rustix::process::setrlimit(Resource::Nofile, wanted).map_err(|error| {
-        format!("--rlimit-nofile {limit}: {error}; the most that this user may have is {:?}", now.maximum)
-    })
+impl Preparations {
+    /// Carries them out. A limit that may not be raised so far is raised as far as it may.
+    ///
+    /// # Errors
+    /// What cannot be had, in a sentence.
+    pub fn make(&self) -> Result<(), String> {
+        match self.nofile {
+            Some(0) => {}
+            Some(limit) => {
+                if let Err(error) = set_limit(limit) {
+                    let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
+                    eprintln!(
+                        "virtiofsd: --rlimit-nofile {limit}: {error}; it is {most}, the most that this user may have"
+                    );
+                }
+            }
+            None => {
+                let host = std::fs::read_to_string(NR_OPEN).ok().and_then(|number| number.trim().parse().ok());
+                let limit = NOFILE_USUAL.min(host.unwrap_or(NOFILE_USUAL));
+                if getrlimit(Resource::Nofile).maximum.is_some_and(|most| most < limit) {
+                    // What may be had is no less than before.
+                    let _ = set_limit(limit);
+                }
+            }
+        }
+        self.pid_file.as_ref().map_or(Ok(()), |path| {
+            write_pid(path).map_err(|error| format!("{} cannot be written: {error}", path.display()))
+        })
+    }
 }
 
-/// The maps of a user namespace as rules for numbers: those of no map are nobody's.
-fn namespace_rules(maps: &[String]) -> Result<Vec<String>, String> {
-    if maps.is_empty() {
-        return Ok(Vec::new());
-    }
-    let (mut rules, mut inside, mut outside) = (Vec::new(), Vec::new(), Vec::new());
-    for map in maps {
+/// Sets the limit, and what it can be raised to: a source raises it as far as it may.
+fn set_limit(limit: u64) -> rustix::io::Result<()> {
+    setrlimit(Resource::Nofile, Rlimit { current: Some(limit), maximum: Some(limit) })
+}
+
+/// Writes this process's number down, for its user alone, and not through a link.
+fn write_pid(path: &Path) -> std::io::Result<()> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mode = Mode::RUSR | Mode::WUSR;
+    let mut file = File::from(rustix::fs::open(path, flags, mode)?);
+    rustix::fs::fchmod(&file, mode)?;
+    writeln!(file, "{}", std::process::id())
+}
+
+/// A map of a user namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Map {
+    guest: u64,
+    host: u64,
+    count: u64,
+}
+
+impl Map {
+    fn parse(map: &str) -> Result<Self, String> {
         let wrong = || format!("{map:?} is no map: :GUEST:HOST:COUNT:, as in :0:100000:65536:");
         let separator = map.chars().next().ok_or_else(wrong)?;
         let body = map.strip_prefix(separator).and_then(|map| map.strip_suffix(separator)).ok_or_else(wrong)?;
@@ -384,13 +456,34 @@ fn namespace_rules(maps: &[String]) -> Result<Vec<String>, String> {
             .collect::<Result<_, _>>()
             .map_err(|_| wrong())?;
         let [guest, host, count] = numbers[..] else { return Err(wrong()) };
-        rules.push(format!("map:{guest}:{host}:{count}"));
-        inside.push((guest, count));
-        outside.push((host, count));
+        Ok(Self { guest, host, count })
     }
+
+    /// Whether a server that can make files of this number only can go by it.
+    fn is_for(self, id: u32) -> Result<(), String> {
+        let Self { guest, host, count } = self;
+        if host == u64::from(id) && count == 1 {
+            return Ok(());
+        }
+        Err(format!(
+            ":{guest}:{host}:{count}:: a server without privileges can make files of its own number only, {id}: start it as root, \
+             or with that number alone, as in :0:{id}:1:"
+        ))
+    }
+}
+
+/// The maps of a user namespace as rules for numbers: those of no map are nobody's.
+fn namespace_rules(maps: &[Map]) -> Vec<String> {
+    if maps.is_empty() {
+        return Vec::new();
+    }
+    let mut rules: Vec<String> =
+        maps.iter().map(|Map { guest, host, count }| format!("map:{guest}:{host}:{count}")).collect();
+    let inside = maps.iter().map(|map| (map.guest, map.count)).collect();
+    let outside = maps.iter().map(|map| (map.host, map.count)).collect();
     rules.extend(gaps(inside).map(|(base, count)| format!("forbid-guest:{base}:{count}")));
     rules.extend(gaps(outside).map(|(base, count)| format!("squash-host:{base}:{OVERFLOW}:{count}")));
-    Ok(rules)
+    rules
 }
 
 /// The ranges of numbers that are in none of these.
@@ -412,7 +505,7 @@ mod tests {
     fn line(args: &str) -> Result<String, String> {
         let words = std::iter::once("virtiofsd").chain(args.split_whitespace()).map(OsString::from);
         match read(words) {
-            Ok(Asked::Share(line)) => {
+            Ok(Asked::Share(_, line)) => {
                 // What all of them must be able to be read as.
                 crate::groups::parse(line.clone()).map_err(|error| error.to_string())?;
                 Ok(line.join(OsStr::new(" ")).into_string().expect("text"))
@@ -443,6 +536,8 @@ mod tests {
             ("-o security_label", "--security-label=auto"),
             ("--security-label=always", "--security-label=always"),
             ("-o log_level=err", "--log error"),
+            ("-o loglevel=err", "--log error"),
+            ("-o loglevel=debug", "--log debug"),
             ("-d", "--log debug"),
             ("--syslog", "--log info --syslog share /d"),
             ("--xattrmap :map::user.v.:", "--xattrmap=:map::user.v.:"),
@@ -474,6 +569,8 @@ mod tests {
             ("--shared-dir /d --socket-path /s --sandbox=jail", "jail"),
             ("--shared-dir /d --socket-path /s --uid-map 0:1:2", "is no map"),
             ("--shared-dir /d --socket-path /s --uid-map :0:x:2:", "is no map"),
+            ("--shared-dir /d --socket-path /s --uid-map :0:1:2: --sandbox none", "--translate-uid"),
+            ("--shared-dir /d --socket-path /s --gid-map :0:1:2: --sandbox=chroot", "maps of a namespace"),
         ] {
             let error = line(args).expect_err(args);
             assert!(error.contains(words), "{args}: {error}");
@@ -482,7 +579,8 @@ mod tests {
 
     #[test]
     fn maps_of_a_namespace_leave_all_others_out() {
-        let rules = namespace_rules(&[":0:100000:65536:".into(), "/70000/5/1/".into()]).expect("maps");
+        let maps = [":0:100000:65536:", "/70000/5/1/"].map(|map| Map::parse(map).expect(map));
+        let rules = namespace_rules(&maps);
         let expected = [
             "map:0:100000:65536",
             "map:70000:5:1",
@@ -495,6 +593,17 @@ mod tests {
         assert_eq!(rules, expected);
         let rules: Vec<ferry_mapped::Rule> = rules.iter().map(|rule| rule.parse().expect(rule)).collect();
         ferry_mapped::Ids::new(&rules).expect("no two of one number");
+    }
+
+    #[test]
+    fn a_map_that_takes_privileges_is_refused_without_them() {
+        let map = |map| Map::parse(map).expect(map).is_for(1000);
+        assert_eq!(map(":0:1000:1:"), Ok(()));
+        assert_eq!(map(":5:1000:1:"), Ok(()));
+        for refused in [":0:1000:2:", ":1:100000:65536:", ":0:0:1:"] {
+            let said = map(refused).expect_err(refused);
+            assert!(said.starts_with(refused) && said.ends_with("as in :0:1000:1:"), "{said}");
+        }
     }
 
     #[test]

@@ -317,7 +317,7 @@ told("list", "all", lambda: sorted(os.listxattr("there")))
         "--posix-acl",
         "--xattrmap :map::user.virtiofs.:",
         "--xattr --xattrmap /prefix/all/trusted./user.virtiofs./:ok:all:::",
-        "--xattr --xattrmap :unsupported:client:security.::bad:all:trusted.::ok:all:::",
+        "--xattr --xattrmap :unsupported:client:security.:::bad:all:trusted.:::ok:all:::",
     ] {
         let (said, _) = same(&format!("--modcaps=+sys_admin {args}"), &script);
         assert!(said.lines().count() == 18, "{args}: {said}");
