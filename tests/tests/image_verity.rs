@@ -56,6 +56,36 @@ replace "$(find store/objects -type f -size +120k)"
 "$ferry" image mount image /run/mnt --store store
 compare
 umount /run/mnt
+# Under a mount of ours the kernel proves what it reads, too: nobody hashes an object before, and nobody is asked for its bytes.
+digest=$("$ferry" image build tree -o image2 --store store2 --layout composefs)
+cp tree/other /run/other
+ours() { "$ferry" mount image:image2 /run/mnt --store store2 --digest $digest --passthrough on; }
+# What our processes have read, in bytes.
+read_by_us() {
+    all=0
+    for process in /proc/[0-9]*; do
+        if [ "$(readlink $process/exe)" = "$ferry" ]; then all=$((all + $(sed -n 's/rchar: //p' $process/io))); fi
+    done
+    echo $all
+}
+ours
+before=$(read_by_us)
+[ $before -gt 0 ]
+cmp /run/other /run/mnt/other
+[ $(read_by_us) -lt $((before + $(stat -c %s /run/other) / 2)) ]
+umount /run/mnt
+# What the disk has changed is an error, and never read.
+rm tree/other
+sync
+for at in $(grep -abo 25000 /run/disk | cut -d: -f1); do
+    printf X | dd of=/run/disk bs=1 seek=$at conv=notrunc 2>/dev/null
+done
+echo 3 >/proc/sys/vm/drop_caches
+ours
+if cat /run/mnt/other >/run/got; then exit 1; fi
+cmp -n $(stat -c %s /run/got) /run/got /run/other
+cmp tree/large /run/mnt/large
+umount /run/mnt
 echo proved
 "#;
 
