@@ -340,6 +340,12 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
+    /// What [`Self::identify`] would answer for inodes that it does not find any more, because they are where nobody has seen
+    /// them: looks for them in the whole tree, and answers those that are there.
+    fn search(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+        Vec::new()
+    }
+
     /// Whether what [`Self::identify`] answers for what is in this directory depends on its name.
     fn follows_names(&self, dir: Ino) -> bool {
         false

@@ -290,7 +290,7 @@ impl Mount {
     /// All that the client holds, and how many inodes cannot be named to another host.
     fn save(&self, within: Bounds) -> (Saved, usize) {
         let mut saved = Saved { init: self.init, locks: self.locks.list(), ..Saved::default() };
-        let mut lost = 0;
+        let mut missing: HashMap<Ino, u64> = HashMap::new();
         for shard in &self.shards {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             for (open, opening) in &shard.opens {
@@ -305,12 +305,22 @@ impl Mount {
                     Ok(identity) => saved.nodes.push(Node { ino: *ino, references: known.references, identity }),
                     Err(error) => {
                         tracing::debug!(ino = ino.0, %error, "an inode cannot be named to another host");
-                        lost += 1;
+                        missing.insert(*ino, known.references);
                     }
                 }
             }
         }
-        (saved, lost)
+        if !missing.is_empty() {
+            let inos: Vec<Ino> = missing.keys().copied().collect();
+            tracing::info!(
+                "{} inodes of the guest are not where they were; they are looked for in all of the share",
+                inos.len()
+            );
+            for (ino, identity) in self.source.search(&inos, within) {
+                saved.nodes.extend(missing.remove(&ino).map(|references| Node { ino, references, identity }));
+            }
+        }
+        (saved, missing.len())
     }
 
     /// The client has a lock, or has given one up.

@@ -11,6 +11,7 @@ use rustix::path::DecInt;
 
 use crate::Dir;
 use crate::creds::Creds;
+use crate::io::Open;
 use crate::resolve::statx;
 use crate::table::Inode;
 
@@ -41,8 +42,21 @@ impl Dir {
                 (&path.0, path.1.as_fd())
             }
         };
+        let outcome = self.set_attributes(inode, (open.as_deref(), fd), set);
+        // Also where one step failed: those before it are done.
+        match set.size {
+            Some(size) => {
+                self.changes.publish(cx.session, || Change::Data { ino: inode.ino, offset: size, len: u64::MAX });
+            }
+            None => self.attr_changed(cx.session, inode),
+        }
+        outcome?;
+        Ok(self.attr(inode, &statx(fd, b"")?))
+    }
+
+    fn set_attributes(&self, inode: &Inode, (open, fd): (Option<&Open>, BorrowedFd<'_>), set: &SetAttr) -> Result<()> {
         if let Some(size) = set.size {
-            let file = open.as_ref().filter(|open| open.flags() & OFlags::ACCMODE != OFlags::RDONLY);
+            let file = open.filter(|open| open.flags() & OFlags::ACCMODE != OFlags::RDONLY);
             self.truncate(inode, file.map(|open| open.file.as_fd()), fd, size, set.clear_privileges)?;
         }
         if set.uid.is_some() || set.gid.is_some() {
@@ -61,14 +75,7 @@ impl Dir {
             let times = Timestamps { last_access: time(set.atime)?, last_modification: time(set.mtime)? };
             rustix::fs::utimensat(fd, "", &times, AtFlags::EMPTY_PATH)?;
         }
-        let st = statx(fd, b"")?;
-        match set.size {
-            Some(size) => {
-                self.changes.publish(cx.session, || Change::Data { ino: inode.ino, offset: size, len: u64::MAX });
-            }
-            None => self.attr_changed(cx.session, inode),
-        }
-        Ok(self.attr(inode, &st))
+        Ok(())
     }
 
     /// Sets the size, through a descriptor that is open for writing or a new one.

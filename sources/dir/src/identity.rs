@@ -193,18 +193,34 @@ impl Dir {
 
     fn identify_elsewhere(&self, inode: &Arc<Inode>, within: Bounds) -> Result<Vec<u8>> {
         let mode = inode.found.kind.as_raw_mode();
-        // What is mounted below the share another host has as another mount: there, only a path leads to it.
-        let handle = match inode.found.mount.id == self.root.found.mount.id && within != Bounds::Paths {
-            true => sys::name_to_handle(self.path_fd(inode)?.as_fd(), b"").ok(),
-            false => None,
-        };
-        let handle = handle.as_ref().map(HostHandle::parts);
-        if within == Bounds::Handles && handle.is_some() {
+        if within == Bounds::Handles
+            && let Some(handle) = self.far_handle(inode, self.path_fd(inode)?.as_fd())
+        {
+            let handle = Some(handle.parts());
             return Identity { flags: FAR | HANDLE, mode, handle, ..Identity::default() }.encode();
         }
-        let path = self.path_of(inode)?;
+        self.identify_at(inode, &self.path_of(inode)?, within)
+    }
+
+    /// The identity of an inode that is at this path.
+    pub(crate) fn identify_at(&self, inode: &Arc<Inode>, path: &[u8], within: Bounds) -> Result<Vec<u8>> {
+        let mode = inode.found.kind.as_raw_mode();
+        let handle = match within {
+            Bounds::Paths => None,
+            _ => self.far_handle(inode, self.walk(path)?.as_fd()),
+        };
+        let handle = handle.as_ref().map(HostHandle::parts);
         let flags = if handle.is_some() { PATH | HANDLE } else { PATH };
-        Identity { flags, mode, handle, path: Some(&path), ..Identity::default() }.encode()
+        Identity { flags, mode, handle, path: Some(path), ..Identity::default() }.encode()
+    }
+
+    /// A handle by which other hosts know what a descriptor is of. What is mounted below the share they have as another mount:
+    /// there, only a path leads to it.
+    fn far_handle(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Option<HostHandle> {
+        if inode.found.mount.id != self.root.found.mount.id {
+            return None;
+        }
+        sys::name_to_handle(fd, b"").ok()
     }
 
     /// Where an inode is below the root, as far as one place can be told: the kernel knows one of a file's names.

@@ -73,6 +73,7 @@ mod mount;
 mod names;
 mod readdir;
 mod resolve;
+mod search;
 mod sys;
 mod table;
 mod watch;
@@ -456,6 +457,10 @@ impl FileSystem for Dir {
 
     fn identify(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
         self.identify_(ino, within)
+    }
+
+    fn search(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+        self.search_(inos, within)
     }
 
     fn follows_names(&self, dir: Ino) -> bool {

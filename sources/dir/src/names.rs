@@ -100,8 +100,9 @@ impl Dir {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         make(fd.as_fd())?;
-        let (inode, st) = self.find(&dir, fd.as_fd(), name.as_bytes())?;
+        let found = self.find(&dir, fd.as_fd(), name.as_bytes());
         self.entry_changed(by, &dir, name);
+        let (inode, st) = found?;
         Ok(self.entry(&inode, &st))
     }
 

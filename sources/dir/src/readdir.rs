@@ -1,6 +1,6 @@
 //! Directory listings.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Errno, FileType, Result};
@@ -62,6 +62,30 @@ impl<'a> Dirent<'a> {
             name: &name[..end],
             bytes,
         })
+    }
+}
+
+/// The names in a directory, from where its descriptor is on.
+#[derive(Debug, Default)]
+pub(crate) struct Names {
+    buffer: Vec<u8>,
+    at: usize,
+    len: usize,
+}
+
+impl Names {
+    /// The next one, with its number and type.
+    pub(crate) fn next(&mut self, dir: BorrowedFd<'_>) -> Result<Option<(u64, FileType, &[u8])>> {
+        if self.at == self.len {
+            self.buffer.resize(BUFFER_BYTES, 0);
+            (self.at, self.len) = (0, sys::getdents(dir, &mut self.buffer)?);
+            if self.len == 0 {
+                return Ok(None);
+            }
+        }
+        let Dirent { ino, kind, name, bytes, .. } = Dirent::parse(&self.buffer[self.at..self.len])?;
+        self.at += bytes;
+        Ok(Some((ino, kind, name)))
     }
 }
 

@@ -175,7 +175,7 @@ impl Dir {
     }
 
     /// Whether a descriptor is of this inode.
-    fn check(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<Statx> {
+    pub(crate) fn check(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<Statx> {
         let st = statx(fd, b"")?;
         let same = key(&st) == inode.found.key
             && kind(&st) == inode.found.kind

@@ -116,14 +116,13 @@ impl Dir {
             |dir, path| sys::setxattrat(dir, path, &name, value, flags.bits()),
             |path| rustix::fs::setxattr(path, name.as_c_str(), value, flags),
         )?;
-        if clear_sgid {
+        let clear = || {
             let mode = u32::from(statx(fd.as_fd(), b"")?.stx_mode);
-            if mode & S_ISGID != 0 {
-                self.chmod(&inode, fd.as_fd(), mode & !S_ISGID)?;
-            }
-        }
+            if mode & S_ISGID == 0 { Ok(()) } else { self.chmod(&inode, fd.as_fd(), mode & !S_ISGID) }
+        };
+        let cleared = if clear_sgid { clear() } else { Ok(()) };
         self.attr_changed(by, &inode);
-        Ok(())
+        cleared
     }
 
     pub(crate) fn removexattr_(&self, by: SessionId, ino: Ino, name: &[u8]) -> Result<()> {

@@ -598,6 +598,15 @@ fn changes_are_published() {
     assert_eq!(take(), [Change::Attr { ino }]);
     dir.setattr(cx, ino, None, &SetAttr { size: Some(3), ..SetAttr::default() }).unwrap();
     assert_eq!(take(), [Change::Data { ino, offset: 3, len: u64::MAX }]);
+    if is_root() {
+        // A link has no mode; its owner is another by then.
+        let link = dir.symlink(cx, Ino::ROOT, name("link"), b"f").unwrap().ino;
+        assert_eq!(take(), [entry_change("link")]);
+        let half = SetAttr { uid: Some(1), mode: Some(0o600), ..SetAttr::default() };
+        assert_eq!(dir.setattr(cx, link, None, &half), Err(Errno::OPNOTSUPP));
+        assert_eq!(fs::symlink_metadata(share.path("link")).unwrap().uid(), 1);
+        assert_eq!(take(), [Change::Attr { ino: link }]);
+    }
     dir.link(cx, ino, Ino::ROOT, name("g")).unwrap();
     assert_eq!(take(), [entry_change("g"), Change::Attr { ino }]);
     dir.rename(cx, (Ino::ROOT, name("g")), (Ino::ROOT, name("h")), RenameFlags::empty()).unwrap();

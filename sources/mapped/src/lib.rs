@@ -207,6 +207,10 @@ impl FileSystem for Mapped {
         self.source.identify(ino, within)
     }
 
+    fn search(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+        self.source.search(inos, within)
+    }
+
     fn follows_names(&self, dir: Ino) -> bool {
         self.source.follows_names(dir)
     }

@@ -1,0 +1,106 @@
+//! Inodes of which nobody remembers where they are: looked for in the whole tree.
+
+use std::collections::{HashMap, HashSet};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use ferry_vfs::{Bounds, FileType, Ino, OFlags, Result};
+use rustix::fs::Mode;
+
+use crate::Dir;
+use crate::readdir::Names;
+use crate::resolve::{self, statx};
+use crate::sys;
+use crate::table::{Inode, Key};
+
+/// The longest path that is looked at: Linux takes no longer ones, and an identity has room for no longer one.
+const PATH_BYTES_MAX: usize = 4096;
+
+/// A directory that was not looked through yet: the one that it is in, its name, and its path from the root on.
+struct Ahead {
+    parent: Arc<OwnedFd>,
+    name: Vec<u8>,
+    path: Vec<u8>,
+}
+
+/// What is looked for, and what was found.
+struct Search<'a> {
+    dir: &'a Dir,
+    within: Bounds,
+    wanted: HashMap<Key, Arc<Inode>>,
+    /// The host's numbers of these: of most files nothing else is asked.
+    numbers: HashSet<u64>,
+    found: Vec<(Ino, Vec<u8>)>,
+}
+
+impl Dir {
+    pub(crate) fn search_(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+        // What has no name any more is nowhere.
+        let is_somewhere = |inode: &Arc<Inode>| {
+            let seen = self.path_fd(inode).and_then(|fd| statx(fd.as_fd(), b""));
+            seen.map_or(true, |st| st.stx_nlink > 0)
+        };
+        let inodes = inos.iter().filter_map(|ino| self.table.peek(*ino)).filter(is_somewhere);
+        let wanted: HashMap<Key, Arc<Inode>> = inodes.map(|inode| (inode.found.key, inode)).collect();
+        let numbers = wanted.keys().map(|key| key.ino).collect();
+        let mut search = Search { dir: self, within, wanted, numbers, found: Vec::new() };
+        let root = self.path_fd(&self.root).and_then(|root| self.reopen(root.as_fd(), OFlags::PATH));
+        let Ok(root) = root else { return Vec::new() };
+        let mut ahead = vec![Ahead { parent: Arc::new(root), name: b".".to_vec(), path: Vec::new() }];
+        // The last one first: so few directories are open at a time.
+        while let Some(next) = ahead.pop().filter(|_| !search.wanted.is_empty()) {
+            if let Err(error) = search.look_through(&next, &mut ahead) {
+                tracing::debug!(path = %next.path.escape_ascii(), %error, "a directory is not looked through");
+            }
+        }
+        search.found
+    }
+}
+
+impl Search<'_> {
+    fn look_through(&mut self, at: &Ahead, ahead: &mut Vec<Ahead>) -> Result<()> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let open = || rustix::fs::openat(&at.parent, at.name.as_slice(), flags, Mode::empty());
+        let fd = Arc::new(self.dir.with_room(open)?);
+        let mut names = Names::default();
+        while let Some((number, kind, name)) = names.next(fd.as_fd())? {
+            let path = if at.path.is_empty() { name.to_vec() } else { [&at.path[..], b"/", name].concat() };
+            if matches!(name, b"." | b"..") || path.len() > PATH_BYTES_MAX {
+                continue;
+            }
+            // What is mounted on a directory has another number.
+            let mut is_dir = kind == FileType::Directory;
+            if is_dir || kind == FileType::Unknown || self.numbers.contains(&number) {
+                let Ok(st) = statx(fd.as_fd(), name) else { continue };
+                is_dir = resolve::kind(&st) == FileType::Directory;
+                if let Some(inode) = self.wanted.get(&resolve::key(&st)).cloned() {
+                    self.meet(&inode, fd.as_fd(), name, &path);
+                }
+            }
+            if is_dir {
+                ahead.push(Ahead { parent: Arc::clone(&fd), name: name.to_vec(), path });
+            }
+        }
+        Ok(())
+    }
+
+    /// Something with the number of an inode that is looked for.
+    fn meet(&mut self, inode: &Arc<Inode>, dir: BorrowedFd<'_>, name: &[u8], path: &[u8]) {
+        if self.is(inode, dir, name).unwrap_or(false)
+            && let Ok(identity) = self.dir.identify_at(inode, path, self.within)
+        {
+            self.found.push((inode.ino, identity));
+            self.wanted.remove(&inode.found.key);
+        }
+    }
+
+    fn is(&self, inode: &Inode, dir: BorrowedFd<'_>, name: &[u8]) -> Result<bool> {
+        let fd = self.dir.open_path(dir, name)?;
+        self.dir.check(inode, fd.as_fd())?;
+        // The number may have been given to another file since.
+        Ok(match &inode.found.handle {
+            Some(handle) => sys::name_to_handle(fd.as_fd(), b"")?.parts() == handle.parts(),
+            None => true,
+        })
+    }
+}
