@@ -347,6 +347,10 @@ fn two_mounts_of_one_source_are_told_apart() {
         until("a logged request", || logged(wanted) > before[0]);
         assert_eq!(logged(unwanted), before[1], "of {}", unwanted.display());
     }
+    let said = refused(1, ferry().arg("log").arg(place.source.join("file")).arg("requests"));
+    for word in ["is shared several times", place.mnt.to_str().unwrap(), other.mnt.to_str().unwrap()] {
+        assert!(said.contains(word), "{said}");
+    }
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
 }

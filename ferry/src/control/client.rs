@@ -112,8 +112,14 @@ impl Target {
             let client = running.into_iter().nth(client).expect("it was found there").0;
             return Ok(Self { client, share: Some(share), file: None });
         }
-        let found = Self::of_mount(&path, &running).or_else(|| Self::of_source(&path, &running));
-        let Some((client, share, file)) = found else {
+        let mut found = Self::of_mount(&path, &running);
+        if found.is_empty() {
+            found = Self::of_source(&path, &running);
+            if found.len() > 1 {
+                bail!("{shown} is shared several times: name {}", places(&running, &found).join(", or "));
+            }
+        }
+        let Some((client, share, file)) = found.pop() else {
             if is_in_mount(&path) {
                 bail!(
                     "the ferry that serves {shown} does not answer; if it has died, mount again, or end the mount with umount"
@@ -138,33 +144,46 @@ impl Target {
     }
 
     /// The innermost mount that a path is in.
-    fn of_mount(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize, Option<FileName>)> {
+    fn of_mount(path: &Path, running: &[(Client, Status)]) -> Vec<Found> {
         Self::innermost(path, running, |shown| shown.mount.as_deref().map(PathBuf::from))
     }
 
-    /// The innermost shared directory that a path is in: for files of shares that are mounted elsewhere.
-    fn of_source(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize, Option<FileName>)> {
+    /// The innermost shared directory that a path is in, for files of shares that are mounted elsewhere; each of its shares.
+    fn of_source(path: &Path, running: &[(Client, Status)]) -> Vec<Found> {
         // The word of a source that is no directory is no absolute path.
         Self::innermost(path, running, |shown| {
             Path::new(&shown.source).canonicalize().ok().filter(|_| shown.source.starts_with('/'))
         })
     }
 
-    fn innermost(
-        path: &Path,
-        running: &[(Client, Status)],
-        folder: impl Fn(&Shown) -> Option<PathBuf>,
-    ) -> Option<(usize, usize, Option<FileName>)> {
+    fn innermost(path: &Path, running: &[(Client, Status)], folder: impl Fn(&Shown) -> Option<PathBuf>) -> Vec<Found> {
         // A mount in the mount or source of another ferry is none of the other's, even if its own server has died.
         let mount = mount_of(path);
-        let within = each_share(running).filter_map(|(client, share, shown)| {
-            let folder = folder(shown).filter(|folder| mount.is_none() || mount_of(folder) == mount)?;
-            let rest = path.strip_prefix(&folder).ok()?.as_os_str().as_bytes();
-            let file = (!rest.is_empty()).then(|| FileName(rest.to_vec()));
-            Some((folder.as_os_str().len(), (client, share, file)))
-        });
-        within.max_by_key(|(length, _)| *length).map(|(_, found)| found)
+        let within: Vec<_> = each_share(running)
+            .filter_map(|(client, share, shown)| {
+                let folder = folder(shown).filter(|folder| mount.is_none() || mount_of(folder) == mount)?;
+                let rest = path.strip_prefix(&folder).ok()?.as_os_str().as_bytes();
+                let file = (!rest.is_empty()).then(|| FileName(rest.to_vec()));
+                Some((folder.as_os_str().len(), (client, share, file)))
+            })
+            .collect();
+        let innermost = within.iter().map(|(length, _)| *length).max();
+        within.into_iter().filter(|(length, _)| Some(*length) == innermost).map(|(_, found)| found).collect()
     }
+}
+
+/// A server, its share, and the file in it.
+type Found = (usize, usize, Option<FileName>);
+
+/// How each of these can be named.
+fn places(running: &[(Client, Status)], found: &[Found]) -> Vec<String> {
+    let place = |(client, share, _): &Found| {
+        let status = &running[*client].1;
+        let shown = &status.shares[*share];
+        let place = shown.mount.as_ref().or(shown.virtiofs.as_ref()).or(shown.ninep.as_ref());
+        place.map_or_else(|| status.pid.to_string(), Clone::clone)
+    };
+    found.iter().map(place).collect()
 }
 
 /// Whether a path is in a mount that a ferry has made, whatever has become of that ferry.
@@ -216,7 +235,7 @@ mod tests {
             ("/srv/a/b", Some((0, 1, file("b")))),
             ("/", None),
         ] {
-            assert_eq!(Target::of_mount(Path::new(path), &running), expected, "{path}");
+            assert_eq!(Target::of_mount(Path::new(path), &running), Vec::from_iter(expected), "{path}");
         }
     }
 }
