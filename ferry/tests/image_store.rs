@@ -124,6 +124,27 @@ fn names_that_are_no_text_survive_json() {
 }
 
 #[test]
+fn a_layer_alone_is_built_when_it_is_said_what_becomes_of_its_whiteouts() {
+    let place = Place::new();
+    place.write(".wh.gone", 1, 0);
+    place.write("file", 1, 5000);
+    text(Command::new("tar").args(["-cf", "layer.tar", "-C", "tree", "."]).current_dir(place.0.path()));
+    let build = |words: &[&str]| {
+        let mut line = place.command("build");
+        line.arg(place.at("layer.tar")).arg("-o").arg(place.at("images/layer")).args(words);
+        line
+    };
+    let said = refused(1, &mut build(&[]));
+    assert!(said.contains("./.wh.gone at byte") && said.contains("--whiteouts drop, overlay or keep"), "{said}");
+    for (how, names) in [("drop", "/\n/file\n"), ("overlay", "/\n/file\n/gone\n"), ("keep", "/\n/.wh.gone\n/file\n")] {
+        text(&mut build(&["--whiteouts", how]));
+        assert_eq!(text(ferry().args(["image", "ls"]).arg(place.at("images/layer"))), names, "{how}");
+    }
+    let said = refused(1, place.build("image").args(["--whiteouts", "drop"]));
+    assert!(said.contains("of archives only"), "{said}");
+}
+
+#[test]
 fn a_build_mends_what_verify_has_noted() {
     use std::os::unix::fs::FileExt;
     let place = Place::new();

@@ -376,3 +376,25 @@ fn whiteouts_of_a_layer_alone_become_what_was_asked_for() {
     let error = take("tree", Some(Whiteouts::Drop)).expect_err("it is a directory").to_string();
     assert!(error.contains("of archives only"), "{error}");
 }
+
+#[test]
+fn progress_is_told_in_bytes_of_the_archive() {
+    let bench = Bench::new();
+    for number in 0..4 {
+        fs::write(bench.tree().join(number.to_string()), bytes(number, 2 << 20)).expect("files can be made");
+    }
+    archive(&bench, &[]);
+    let plain = fs::read(bench.path("archive.tar")).expect("files can be read");
+    fs::write(bench.path("archive.tar.gz"), gzip(&plain)).expect("files can be made");
+    for name in ["archive.tar", "archive.tar.gz"] {
+        let length = usize::try_from(fs::metadata(bench.path(name)).expect("it is there").len()).expect("it fits");
+        let told = std::sync::Mutex::new(Vec::new());
+        let tell = |done, all| told.lock().expect("nobody has panicked").push((done, all));
+        let store = Store::create(&bench.store()).expect("a store can be made");
+        build(&bench.path(name), &bench.path("image"), store, &BuildOptions::default(), &tell)
+            .expect("it can be built");
+        let told = told.into_inner().expect("nobody has panicked");
+        assert!(told.is_sorted() && told.iter().all(|(_, all)| *all == length), "{name}: {told:?}");
+        assert_eq!(told.last(), Some(&(length, length)), "{name}");
+    }
+}
