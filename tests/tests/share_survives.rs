@@ -705,6 +705,27 @@ fn files_are_found_by_handles_wherever_they_are() {
     assert!(outcome.is_err() && said.contains("not found here"), "{said}");
 }
 
+/// The name by which the guest found a file is gone, and nobody has told the server of another one.
+#[test]
+fn files_that_have_other_names_by_then_are_looked_for() {
+    for (place, flags) in WAYS {
+        let mut here = Survivor::new(place, flags);
+        let mut guest = here.connect();
+        fs::create_dir_all(here.path.join("deep/down")).unwrap();
+        fs::write(here.path.join("name"), b"the same").unwrap();
+        let file = guest.lookup(ROOT, "name").unwrap().nodeid;
+        let open = guest.open(file, O_RDWR).unwrap().fh;
+        fs::hard_link(here.path.join("name"), here.path.join("deep/down/other")).unwrap();
+        fs::remove_file(here.path.join("name")).unwrap();
+        let state = guest.save().unwrap();
+        here.kill();
+        let (there, socket) = elsewhere(&here.path, flags);
+        guest.migrate(&socket, &state).unwrap();
+        assert_eq!(guest.read(file, open, 0, 100).unwrap(), b"the same");
+        assert_eq!(there.said(), "");
+    }
+}
+
 #[test]
 fn another_file_under_the_same_name_is_told_apart_where_that_is_asked_for() {
     let replaced = |dir: &Path| {
