@@ -16,9 +16,9 @@ use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
-use crate::ring::{Begin, RingAddresses, RingSetup};
+use crate::ring::{Begin, RingAddresses, RingError, RingSetup};
 use crate::window::{Told, Window, WindowDialect};
-use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Start, Stopped, Worker};
+use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Reading, Start, Stopped, Worker};
 use ferry_engine::Complaints;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
@@ -37,13 +37,15 @@ struct Queue<M> {
     size: u32,
     addresses: RingAddresses,
     base: u32,
+    /// It stopped there, and nobody has said otherwise since.
+    resumes: bool,
     /// Requests that were waiting when it was stopped.
     out: Vec<u16>,
     /// Those that were waiting when the state was saved, here or on the host that the guest comes from, until it starts.
     again: Vec<u16>,
-    kick: Option<OwnedFd>,
-    call: Option<OwnedFd>,
-    error: Option<OwnedFd>,
+    kick: Option<Arc<OwnedFd>>,
+    call: Option<Arc<OwnedFd>>,
+    error: Option<Arc<OwnedFd>>,
     enabled: bool,
     running: bool,
     /// It ran until its own memory was taken away, and goes on when that is back.
@@ -61,6 +63,7 @@ impl<M> Default for Queue<M> {
             size: 0,
             addresses: RingAddresses::default(),
             base: 0,
+            resumes: false,
             out: Vec::new(),
             again: Vec::new(),
             kick: None,
@@ -137,6 +140,11 @@ impl<D: Device> Connection<D> {
     /// Says whether what comes was said to the server before.
     pub(crate) fn taking_over(&mut self, taking_over: TakingOver) {
         self.taking_over = taking_over;
+    }
+
+    /// Says that a message is refused.
+    pub(crate) fn refuses(&self, error: &Error) {
+        self.complaints.warn(format_args!("a message of the front end is refused: {error}"));
     }
 
     /// Where queues that do not run are to begin.
@@ -218,6 +226,7 @@ impl<D: Device> Connection<D> {
         let (ready, started) = channel();
         let mine = Arc::clone(&port);
         let thread = std::thread::Builder::new().name(device.worker_options(index).name).spawn(move || {
+            let _reading = Reading(Arc::clone(&mine));
             let handler = device.handler(&session, index, Arc::clone(&mine));
             drop(session);
             let habits = Habits { gathers: device.gathers(), registers_memory: device.registers_memory() };
@@ -252,7 +261,6 @@ impl<D: Device> Connection<D> {
         let queue = &self.queues[index];
         let ready = (queue.enabled || !needs_enable) && queue.addresses != RingAddresses::default();
         let Some(kick) = queue.kick.as_ref().filter(|_| ready && !queue.running) else { return Ok(()) };
-        let clone = |fd: &OwnedFd| fd.try_clone().map_err(Error::ReqHandlerError);
         let start = Start {
             memory: self.memory.clone(),
             setup: RingSetup {
@@ -263,12 +271,13 @@ impl<D: Device> Connection<D> {
                 indirect: self.features & F_INDIRECT_DESC != 0,
             },
             base: queue.base,
+            resumes: queue.resumes,
             log: self.inflight.as_ref().and_then(|area| area.region(index)),
             again: queue.again.clone(),
             dirty: self.dirty.clone().filter(|_| self.features & F_LOG_ALL != 0),
-            kick: clone(kick)?,
-            call: queue.call.as_ref().map(clone).transpose()?,
-            error: queue.error.as_ref().map(clone).transpose()?,
+            kick: Arc::clone(kick),
+            call: queue.call.clone(),
+            error: queue.error.clone(),
         };
         let port = self.worker(self.device.worker_of(index))?;
         self.device.resumed(&self.session);
@@ -281,15 +290,18 @@ impl<D: Device> Connection<D> {
                 self.queues[index].again.clear();
             }
             Ok(Err(reason)) => {
-                tracing::error!("{reason}");
-                if matches!(self.taking_over, TakingOver::Now { .. }) {
-                    // It had lost its memory under the server before.
-                    self.queues[index].adrift = true;
-                    return Ok(());
+                self.complaints.error(format_args!("queue {index}: {reason}"));
+                // One that is taken over had lost its memory under the server before.
+                let is_taken_over = matches!(self.taking_over, TakingOver::Now { .. });
+                self.queues[index].adrift = is_taken_over || matches!(reason, RingError::Address { .. });
+                if !is_taken_over {
+                    return Err(Error::InvalidParam);
                 }
-                return Err(Error::InvalidParam);
             }
-            Err(_) => return Err(Error::BackendInternalError),
+            Err(_) => {
+                tracing::error!("queue {index}: its worker has ended");
+                return Err(Error::BackendInternalError);
+            }
         }
         Ok(())
     }
@@ -302,8 +314,9 @@ impl<D: Device> Connection<D> {
         port.0.post(Letter::Control(Control::Stop(index, reply)));
         queue.running = false;
         queue.adrift = false;
-        if let Ok(Stopped { base, out }) = stopped.recv() {
-            (queue.base, queue.out) = (base, out);
+        match stopped.recv() {
+            Ok(Stopped { base, out }) => (queue.base, queue.out, queue.resumes) = (base, out, true),
+            Err(_) => tracing::error!("queue {index}: its worker has ended; requests may be lost"),
         }
     }
 
@@ -349,10 +362,16 @@ impl<D: Device> Connection<D> {
         go_on.iter().for_each(|index| self.stop(*index));
         self.memory = memory;
         self.tell(None);
+        let mut outcome = Ok(());
         for index in go_on {
-            self.queues[index].adrift = self.start(index).is_err();
+            self.queues[index].adrift = false;
+            let started = self.start(index);
+            if !self.queues[index].adrift {
+                outcome = outcome.and(started);
+            }
         }
-        Ok(())
+        // The others go on.
+        outcome.map_err(|error| Error::ReqHandlerError(std::io::Error::other(error)))
     }
 
     /// Notes for our successor what the driver has set.

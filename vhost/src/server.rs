@@ -305,7 +305,10 @@ impl<'a, D: Device> Listener<'a, D> {
         match outcome {
             Ok(()) => Ok(Heard::Done),
             Err(Error::Disconnected | Error::PartialMessage) => Ok(Heard::Over),
-            Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(Heard::Refused),
+            Err(error @ (Error::ReqHandlerError(_) | Error::InvalidOperation(_))) => {
+                self.connection().refuses(&error);
+                Ok(Heard::Refused)
+            }
             Err(error) => Err(LetGo::Message(error)),
         }
     }

@@ -72,7 +72,7 @@ pub trait QueueHandler {
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
     /// A reply came for the chain. Answers how many bytes were written.
     fn deliver(&mut self, chain: &Chain, message: Self::Message) -> u32;
-    /// [`Self::serve`] panicked: answers as well as can be.
+    /// [`Self::serve`], [`Self::transferred`] or [`Self::deliver`] panicked: answers as well as can be.
     fn failed(&mut self, chain: &Chain) -> u32;
     /// A batch was taken and will be flushed now, or the worker is about to sleep.
     fn batch_end(&mut self) {}
@@ -89,6 +89,15 @@ impl<M> Port<M> {
     }
 }
 
+/// The reading end of a port: whoever waits for an answer learns of its end.
+pub(crate) struct Reading<M>(pub(crate) Arc<Port<M>>);
+
+impl<M> Drop for Reading<M> {
+    fn drop(&mut self) {
+        self.0.0.close();
+    }
+}
+
 #[derive(Debug)]
 pub(crate) enum Letter<M> {
     Reply(u64, M),
@@ -98,10 +107,13 @@ pub(crate) enum Letter<M> {
 /// What the connection asks of a worker.
 #[derive(Debug)]
 pub(crate) enum Control {
-    Start(usize, Start, Sender<Result<(), String>>),
+    Start(usize, Start, Sender<Result<(), RingError>>),
     /// Ends all that moves.
     Stop(usize, Sender<Stopped>),
-    Call(usize, Option<OwnedFd>),
+    /// From now on, the driver is signalled here.
+    Call(usize, Option<Arc<OwnedFd>>),
+    /// From now on, the front end is told of errors here.
+    Error(usize, Option<Arc<OwnedFd>>),
     Quit,
 }
 
@@ -120,14 +132,16 @@ pub(crate) struct Start {
     pub(crate) memory: Memory,
     pub(crate) setup: RingSetup,
     pub(crate) base: u32,
+    /// It goes on where it stopped last, whatever number that is.
+    pub(crate) resumes: bool,
     pub(crate) log: Option<Region>,
     /// Chains that were taken before the state was saved, here or on another host, and that nobody has answered.
     pub(crate) again: Vec<u16>,
     /// Where to note which pages are written to.
     pub(crate) dirty: Option<Arc<DirtyLog>>,
-    pub(crate) kick: OwnedFd,
-    pub(crate) call: Option<OwnedFd>,
-    pub(crate) error: Option<OwnedFd>,
+    pub(crate) kick: Arc<OwnedFd>,
+    pub(crate) call: Option<Arc<OwnedFd>>,
+    pub(crate) error: Option<Arc<OwnedFd>>,
 }
 
 /// A queue being served.
@@ -135,12 +149,13 @@ struct Running {
     queue: usize,
     ring: Ring,
     watch: u64,
-    call: Option<OwnedFd>,
-    error: Option<OwnedFd>,
+    call: Option<Arc<OwnedFd>>,
+    error: Option<Arc<OwnedFd>>,
     /// Chains taken and not given back.
     out: usize,
     broken: bool,
-    /// Whoever served the ring before us may have ended between showing its last batch and signalling it.
+    /// Whoever served the ring before us may have ended between showing its last batch and signalling it; or that went to
+    /// the descriptor that was in the place of this one.
     owes_signal: bool,
     vain_kicks: u32,
     /// Where to note which pages are written to, and whether the ring was since that was noted last.
@@ -209,7 +224,8 @@ impl<H: QueueHandler> Worker<H> {
             }
             self.gather();
             let took = self.take_batch();
-            self.handler.batch_end();
+            let handler = &mut self.handler;
+            let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
             self.transfers.flush();
             self.finish_transfers();
             self.publish();
@@ -254,9 +270,10 @@ impl<H: QueueHandler> Worker<H> {
         }
         for took in 0..BATCH_MAX {
             // A driver cannot have more chains out than its ring has entries, unless it lies.
-            let popped = match running.out >= usize::from(QUEUE_SIZE_MAX) {
-                false => running.ring.pop(&mut self.chain),
-                true => Err(RingError::TooManyChains),
+            let popped = match (running.out >= usize::from(QUEUE_SIZE_MAX), running.ring.has_available()) {
+                (false, _) => running.ring.pop(&mut self.chain),
+                (true, false) => Ok(Popped::Empty),
+                (true, true) => Err(RingError::TooManyChains),
             };
             match popped {
                 Ok(Popped::Chain) => {}
@@ -267,7 +284,7 @@ impl<H: QueueHandler> Worker<H> {
                     continue;
                 }
                 Err(error) => {
-                    running.break_down(&self.name, &error);
+                    running.break_down(&self.name, &error, &self.complaints);
                     return took;
                 }
             }
@@ -292,9 +309,15 @@ impl<H: QueueHandler> Worker<H> {
     fn finish_transfers(&mut self) {
         while let Some((token, outcome)) = self.transfers.next_done() {
             let Some((queue, chain, memory)) = self.slots.take(token) else { continue };
-            let written = self.handler.transferred(token, &chain, outcome);
+            let written = self.finish(&chain, |handler| handler.transferred(token, &chain, outcome));
             self.give_back(queue, chain, &memory, written);
         }
+    }
+
+    /// Has a reply finished, or failed if that panics.
+    fn finish(&mut self, chain: &Chain, finish: impl FnOnce(&mut H) -> u32) -> u32 {
+        let handler = &mut self.handler;
+        catch_unwind(AssertUnwindSafe(|| finish(handler))).unwrap_or_else(|_| self.handler.failed(chain))
     }
 
     fn give_back(&mut self, queue: usize, chain: Chain, memory: &Memory, written: u32) {
@@ -349,7 +372,7 @@ impl<H: QueueHandler> Worker<H> {
         for running in &mut self.running {
             running.want_kicks(false);
             if in_vain {
-                running.kicked_in_vain(&self.name);
+                running.kicked_in_vain(&self.name, &self.complaints);
             }
         }
         Ok(())
@@ -363,8 +386,7 @@ impl<H: QueueHandler> Worker<H> {
             match letter {
                 Letter::Reply(token, message) => self.deliver(token, message),
                 Letter::Control(Control::Start(queue, start, reply)) => {
-                    let outcome = self.start(queue, start).map_err(|error| format!("queue {queue}: {error}"));
-                    let _ = reply.send(outcome);
+                    let _ = reply.send(self.start(queue, start));
                 }
                 Letter::Control(Control::Stop(queue, reply)) => {
                     let _ = reply.send(self.stop(queue));
@@ -372,6 +394,12 @@ impl<H: QueueHandler> Worker<H> {
                 Letter::Control(Control::Call(queue, call)) => {
                     if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
                         running.call = call;
+                        running.owes_signal = true;
+                    }
+                }
+                Letter::Control(Control::Error(queue, error)) => {
+                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+                        running.error = error;
                     }
                 }
                 Letter::Control(Control::Quit) => self.quit = true,
@@ -384,16 +412,19 @@ impl<H: QueueHandler> Worker<H> {
         if !self.running.iter().any(|running| running.queue == queue) {
             self.late.push((token, message));
         } else if let Some((queue, chain, memory)) = self.slots.take(token) {
-            let written = self.handler.deliver(&chain, message);
+            let written = self.finish(&chain, |handler| handler.deliver(&chain, message));
             self.give_back(queue, chain, &memory, written);
         }
     }
 
-    fn start(&mut self, queue: usize, start: Start) -> Result<(), StartError> {
+    fn start(&mut self, queue: usize, start: Start) -> Result<(), RingError> {
         self.stop(queue);
-        let Start { memory, setup, base, log, again, dirty, kick, call, error } = start;
+        let Start { memory, setup, base, resumes, log, again, dirty, kick, call, error } = start;
         let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
-        let begin = Begin::after(stopped_at, base);
+        let begin = match resumes && stopped_at == Some(base) {
+            true => Begin::Resume(base),
+            false => Begin::after(stopped_at, base),
+        };
         let owes_signal = log.is_some();
         if let (Some(log), Some(_), Begin::At(_)) = (&log, stopped_at, begin) {
             // All that this process took of the ring before is answered, or of a driver that has begun anew.
@@ -412,7 +443,7 @@ impl<H: QueueHandler> Worker<H> {
             }
         }
         ring.want_kicks(false);
-        let watch = self.transfers.watch(&kick).map_err(StartError::Watch)?;
+        let watch = self.transfers.watch_shared(kick);
         if matches!(begin, Begin::At(_)) {
             self.slots.drop_parked(queue);
         }
@@ -485,14 +516,6 @@ impl<H: QueueHandler> Worker<H> {
     }
 }
 
-#[derive(Debug, thiserror::Error)]
-enum StartError {
-    #[error(transparent)]
-    Ring(#[from] RingError),
-    #[error("the kick descriptor cannot be watched: {0}")]
-    Watch(std::io::Error),
-}
-
 impl Running {
     /// Gives a chain back, which lies in this memory, or in the ring's.
     fn push(&mut self, chain: &Chain, memory: Option<&Memory>, written: u32) {
@@ -522,21 +545,21 @@ impl Running {
         !self.broken && self.ring.has_available()
     }
 
-    fn break_down(&mut self, name: &str, error: &RingError) {
-        tracing::error!("{name}: stopped until the guest sets the queue up again: {error}");
+    fn break_down(&mut self, name: &str, error: &RingError, complaints: &Complaints) {
+        complaints.error(format_args!("{name}: stopped until the guest sets the queue up again: {error}"));
         self.broken = true;
         if let Some(fd) = &self.error {
             let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
         }
     }
 
-    fn kicked_in_vain(&mut self, name: &str) {
+    fn kicked_in_vain(&mut self, name: &str, complaints: &Complaints) {
         self.vain_kicks += 1;
         if self.vain_kicks == VAIN_KICKS {
-            tracing::warn!(
+            complaints.warn(format_args!(
                 "{name}: the guest kicks but its queue looks empty; if it hangs, its memory is not shared with us \
                  (QEMU: memory-backend-memfd,share=on; cloud-hypervisor: --memory shared=on)"
-            );
+            ));
         }
     }
 }

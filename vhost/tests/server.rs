@@ -11,10 +11,10 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, Error};
-use toy::{PARKED, QUEUES, Toy, WRITABLE_AT, answers, ask, config, serve};
+use toy::{FATAL, GATED, HELD, PANICS, PARKED, QUEUES, Toy, WRITABLE_AT, answers, ask, config, serve};
 use vhost::VhostBackend;
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures as Protocol};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
@@ -133,6 +133,126 @@ fn memory_comes_and_goes_under_load() {
         assert!(answers(5, &driver.queue(0).wait_for(waiting, TIMEOUT).unwrap().reply));
         converse(&mut driver, 3, 40);
     }
+}
+
+/// Waits until something is so.
+#[track_caller]
+fn until(mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + TIMEOUT;
+    while !is_so() {
+        assert!(Instant::now() < end, "it does not come to that");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_queue_may_have_as_many_requests_out_as_it_has_entries() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let toy = Toy::default();
+    let (_socket, _server) = serve(&path, toy.clone());
+    for packed in [false, true] {
+        let config = Config { packed, queue_size: 1024, indirect: true, ..config() };
+        let mut driver = Driver::connect(&path, config).unwrap();
+        let tickets: Vec<_> = (0..1024).map(|number| ask(&mut driver, 0, HELD + number).unwrap()).collect();
+        until(|| toy.held() == 1024);
+        // For the worker to look again, and see that nothing is left.
+        driver.queue(0).kick();
+        std::thread::sleep(Duration::from_millis(20));
+        toy.release();
+        for (number, ticket) in (HELD..).zip(tickets) {
+            assert!(answers(number, &driver.queue(0).wait_for(ticket, TIMEOUT).unwrap().reply), "{number}");
+        }
+        converse(&mut driver, 0, 10);
+    }
+}
+
+#[test]
+fn what_was_signalled_by_the_descriptor_before_is_signalled_by_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let toy = Toy::default();
+    let (_socket, _server) = serve(&path, toy.clone());
+    for packed in [false, true] {
+        let mut driver = Driver::connect(&path, Config { packed, ..config() }).unwrap();
+        let before = toy.at_gate.load(Ordering::SeqCst);
+        let gate = toy.gate.lock().unwrap();
+        let ticket = ask(&mut driver, 0, GATED).unwrap();
+        until(|| toy.at_gate.load(Ordering::SeqCst) > before);
+        // The worker is about to answer, and reads what it is told after that.
+        driver.renew_signals(0).unwrap();
+        let calls = driver.queue(0).counters().calls;
+        drop(gate);
+        until(|| driver.queue(0).counters().calls > calls);
+        assert!(answers(GATED, &driver.queue(0).wait_for(ticket, TIMEOUT).unwrap().reply));
+    }
+}
+
+#[test]
+fn errors_are_told_by_the_descriptor_that_was_named_last() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (_socket, _server) = serve(&path, Toy::default());
+    let mut driver = Driver::connect(&path, config()).unwrap();
+    converse(&mut driver, 0, 10);
+    driver.renew_signals(0).unwrap();
+    let queue = driver.queue(0);
+    // More than the ring has.
+    (0..65).for_each(|_| queue.ring_mut().push(0));
+    queue.publish();
+    queue.kick();
+    until(|| queue.take_error());
+}
+
+#[test]
+fn a_ring_whose_index_begins_again_keeps_what_waits() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let toy = Toy::default();
+    let (_socket, _server) = serve(&path, toy.clone());
+    let config = Config { regions: 2, queue_size: 1024, ..config() };
+    let mut driver = Driver::connect(&path, config).unwrap();
+    for _ in 0..1 << 16 >> 9 {
+        let tickets: Vec<_> = (0..512 - 1).map(|number| ask(&mut driver, 0, 2 * number).unwrap()).collect();
+        for ticket in tickets {
+            driver.queue(0).wait_for(ticket, TIMEOUT).unwrap();
+        }
+    }
+    for _ in 0..(1 << 16 >> 9) - 1 {
+        let ticket = ask(&mut driver, 0, 2).unwrap();
+        driver.queue(0).wait_for(ticket, TIMEOUT).unwrap();
+    }
+    // This is number 65,536: the index of the next is that of a fresh ring.
+    let waits = ask(&mut driver, 0, PARKED + HELD).unwrap();
+    until(|| toy.held() == 1);
+    for share in [false, true] {
+        driver.share_region(1, share).unwrap();
+        driver.enable(0, share).unwrap();
+    }
+    toy.release();
+    assert!(answers(PARKED + HELD, &driver.queue(0).wait_for(waits, TIMEOUT).unwrap().reply));
+    converse(&mut driver, 0, 10);
+}
+
+#[test]
+fn a_handler_that_panics_fails_one_request_and_a_worker_that_ends_holds_up_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (_socket, server) = serve(&path, Toy::default());
+    let mut driver = Driver::connect(&path, config()).unwrap();
+    let panics = ask(&mut driver, 0, PANICS + 1).unwrap();
+    assert_eq!(driver.queue(0).wait_for(panics, TIMEOUT).unwrap().used_len, 0);
+    converse(&mut driver, 0, 10);
+    let fatal = ask(&mut driver, 0, PANICS + FATAL + 1).unwrap();
+    assert!(matches!(driver.queue(0).wait_for(fatal, Duration::from_millis(50)), Err(Error::TimedOut(_))));
+    driver.stop(0).unwrap();
+    converse(&mut driver, 1, 10);
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        server.stop();
+        tell.send(()).unwrap();
+    });
+    told.recv_timeout(TIMEOUT).unwrap();
 }
 
 #[test]

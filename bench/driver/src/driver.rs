@@ -1,5 +1,6 @@
 //! A connection to a server: see [`Driver`].
 
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -222,6 +223,32 @@ impl Driver {
     /// [`Error::Vhost`](crate::Error::Vhost).
     pub fn share_region(&mut self, index: usize, share: bool) -> Result<()> {
         self.link.change_region(&self.memory.regions()[index], share)
+    }
+
+    /// Adds a part of a file to the memory that the server knows, for descriptors to lie in; no driver looks at it.
+    ///
+    /// # Errors
+    /// [`Error::Vhost`](crate::Error::Vhost).
+    pub fn share_file(&mut self, guest: u64, bytes: u64, file: BorrowedFd<'_>) -> Result<()> {
+        self.link.add_file(guest, bytes, file)
+    }
+
+    /// Has the server signal a queue by another descriptor, and tell of errors by another.
+    ///
+    /// # Errors
+    /// [`Error::Vhost`](crate::Error::Vhost).
+    pub fn renew_signals(&mut self, index: usize) -> Result<()> {
+        let queue = &mut self.queues[index];
+        queue.renew_signals()?;
+        self.link.signals(index, &queue.call, queue.err())
+    }
+
+    /// Enables or disables a queue.
+    ///
+    /// # Errors
+    /// [`Error::Vhost`](crate::Error::Vhost).
+    pub fn enable(&mut self, index: usize, on: bool) -> Result<()> {
+        self.link.enable(index, on)
     }
 
     /// The length of the device's shared memory region (0: it has none), and the socket on which the server asks for

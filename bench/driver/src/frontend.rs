@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -222,6 +222,30 @@ impl Link {
             true => tell(&self.watchdog, "ADD_MEM_REG", || frontend.add_mem_region(&info)).map(drop),
             false => tell(&self.watchdog, "REM_MEM_REG", || frontend.remove_mem_region(&info)),
         }
+    }
+
+    /// Adds a part of a file to the memory that the server knows.
+    pub(crate) fn add_file(&mut self, guest: u64, bytes: u64, file: BorrowedFd<'_>) -> Result<()> {
+        let info = VhostUserMemoryRegionInfo {
+            guest_phys_addr: guest,
+            memory_size: bytes,
+            // No address of ours is as high.
+            userspace_addr: guest | 1 << 62,
+            mmap_offset: 0,
+            mmap_handle: file.as_raw_fd(),
+        };
+        tell(&self.watchdog, "ADD_MEM_REG", || self.frontend.add_mem_region(&info)).map(drop)
+    }
+
+    /// Has a ring's driver signalled, and told of errors, by these.
+    pub(crate) fn signals(&mut self, index: usize, call: &EventFd, err: &EventFd) -> Result<()> {
+        tell(&self.watchdog, "SET_VRING_CALL", || self.frontend.set_vring_call(index, call))?;
+        tell(&self.watchdog, "SET_VRING_ERR", || self.frontend.set_vring_err(index, err))
+    }
+
+    /// Enables or disables a ring.
+    pub(crate) fn enable(&mut self, index: usize, on: bool) -> Result<()> {
+        tell(&self.watchdog, "SET_VRING_ENABLE", || self.frontend.set_vring_enable(index, on))
     }
 
     /// Resets the device: its queues stop.

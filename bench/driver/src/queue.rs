@@ -119,6 +119,16 @@ impl Queue {
         Ok(())
     }
 
+    /// Makes new descriptors for the server's signals.
+    pub(crate) fn renew_signals(&mut self) -> Result<()> {
+        let call = EventFd::new(EFD_NONBLOCK)?;
+        self.epoll.ctl(ControlOperation::Add, call.as_raw_fd(), EpollEvent::new(EventSet::IN, 0))?;
+        self.epoll.ctl(ControlOperation::Delete, self.call.as_raw_fd(), EpollEvent::default())?;
+        self.call = call;
+        self.err = EventFd::new(EFD_NONBLOCK)?;
+        Ok(())
+    }
+
     /// Its index.
     pub fn index(&self) -> usize {
         self.index

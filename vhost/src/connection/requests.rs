@@ -22,6 +22,11 @@ use crate::window::{self, Told, WindowDialect};
 use crate::worker::{Control, Letter};
 use crate::{Device, QUEUE_SIZE_MAX, waiting};
 
+/// A descriptor that a worker has, too.
+fn shared(fd: File) -> Arc<OwnedFd> {
+    Arc::new(fd.into())
+}
+
 impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     fn set_owner(&mut self) -> Result<()> {
         Ok(())
@@ -97,7 +102,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             return Err(Error::InvalidParam);
         }
         self.forget_if_anew(index, base);
-        self.restart(index, |queue| queue.base = base)
+        self.restart(index, |queue| (queue.base, queue.resumes) = (base, false))
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
@@ -113,21 +118,24 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         if fd.is_none() {
             tracing::error!("the front end has no kick descriptor for queue {index}: rings without are not served");
         }
-        self.restart(u32::from(index), |queue| queue.kick = fd.map(OwnedFd::from))
+        self.restart(u32::from(index), |queue| queue.kick = fd.map(shared))
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let queue = self.queue(u32::from(index))?;
-        queue.call = fd.map(OwnedFd::from);
+        queue.call = fd.map(shared);
         if let Some(port) = &queue.worker {
-            let call = queue.call.as_ref().map(OwnedFd::try_clone).transpose().map_err(Error::ReqHandlerError)?;
-            port.0.post(Letter::Control(Control::Call(usize::from(index), call)));
+            port.0.post(Letter::Control(Control::Call(usize::from(index), queue.call.clone())));
         }
         Ok(())
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.queue(u32::from(index))?.error = fd.map(OwnedFd::from);
+        let queue = self.queue(u32::from(index))?;
+        queue.error = fd.map(shared);
+        if let Some(port) = &queue.worker {
+            port.0.post(Letter::Control(Control::Error(usize::from(index), queue.error.clone())));
+        }
         Ok(())
     }
 
@@ -198,14 +206,13 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             tracing::error!("{error}");
             Error::InvalidParam
         })?;
-        let running: Vec<usize> = (0..self.queues.len()).filter(|index| self.queues[*index].running).collect();
-        running.iter().for_each(|index| self.stop(*index));
-        if let Some(kept) = area.kept() {
-            self.device.restore(&self.session, kept);
-        }
-        self.inflight = Some(area);
-        self.keep();
-        running.into_iter().try_for_each(|index| self.start(index))
+        self.restart_all(|connection| {
+            if let Some(kept) = area.kept() {
+                connection.device.restore(&connection.session, kept);
+            }
+            connection.inflight = Some(area);
+            connection.keep();
+        })
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {

@@ -45,8 +45,9 @@ pub(crate) struct PackedLog {
 pub(crate) struct Found {
     /// Where the next used descriptor goes.
     pub(crate) used: Place,
-    /// The chains in flight in the order in which they were taken.
-    pub(crate) entries: Vec<u16>,
+    /// The chains in flight in the order in which they were taken, each with its length: the memory may say something else
+    /// the next time.
+    pub(crate) entries: Vec<(u16, u16)>,
     /// Their descriptors.
     pub(crate) descriptors: u16,
 }
@@ -117,12 +118,13 @@ impl PackedLog {
     }
 
     fn find(&mut self, size: u16, free: u16) -> Result<Found, LogError> {
-        let mut found: Vec<(u64, u16)> = Vec::new();
+        let mut found: Vec<(u64, u16, u16)> = Vec::new();
         let mut descriptors: u32 = 0;
         for entry in 0..self.region.entries {
             if self.region.cells.load_u8(entry_at(entry) + IN_FLIGHT, Ordering::Relaxed) == 1 {
-                found.push((self.region.cells.load_u64(entry_at(entry) + COUNTER, Ordering::Relaxed), entry));
-                descriptors += u32::from(self.load(entry_at(entry) + COUNT));
+                let count = self.load(entry_at(entry) + COUNT);
+                found.push((self.region.cells.load_u64(entry_at(entry) + COUNTER, Ordering::Relaxed), entry, count));
+                descriptors += u32::from(count);
             }
         }
         if descriptors + u32::from(free) != u32::from(self.region.entries) {
@@ -131,8 +133,9 @@ impl PackedLog {
         let descriptors = u16::try_from(descriptors).ok().filter(|descriptors| *descriptors <= size);
         let descriptors = descriptors.ok_or(LogError::Nonsense("more is in flight than the queue holds"))?;
         found.sort_unstable();
-        self.counter = found.last().map_or(0, |(counter, _)| counter.wrapping_add(1));
-        Ok(Found { used: self.used, entries: found.into_iter().map(|(_, entry)| entry).collect(), descriptors })
+        self.counter = found.last().map_or(0, |(counter, ..)| counter.wrapping_add(1));
+        let entries = found.into_iter().map(|(_, entry, count)| (entry, count)).collect();
+        Ok(Found { used: self.used, entries, descriptors })
     }
 
     /// The device has taken a chain. Answers the entry that stands for it.
@@ -169,11 +172,11 @@ impl PackedLog {
         self.region.cells.store_u64(at + ADDRESS, descriptor.address, IN_ORDER);
     }
 
-    /// Reads a chain that is in flight.
-    pub(crate) fn read(&self, head: u16, out: &mut Vec<Descriptor>) -> Result<(), LogError> {
+    /// Reads a chain of `count` descriptors that is in flight.
+    pub(crate) fn read(&self, (head, count): (u16, u16), out: &mut Vec<Descriptor>) -> Result<(), LogError> {
         out.clear();
         let mut entry = head;
-        for _ in 0..self.load(entry_at(head) + COUNT) {
+        for _ in 0..count {
             if entry >= self.region.entries {
                 return Err(LogError::Nonsense("a chain leads nowhere"));
             }

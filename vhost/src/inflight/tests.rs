@@ -106,6 +106,21 @@ fn memory_of_another_ring_or_version_is_not_taken_for_this_ones() {
     assert!(matches!(open(0), Err(LogError::Size { kept: 4, .. })));
 }
 
+#[test]
+fn the_length_of_a_chain_is_what_it_was_when_it_was_found() {
+    let region = area(1, 4).region(0).unwrap();
+    let open = || PackedLog::open(region.clone(), 4, Place::FRESH, |_| Some(true)).unwrap();
+    let descriptor = crate::ring::Descriptor::default();
+    open().0.take(&[descriptor, descriptor]).unwrap();
+    let (log, Some(found)) = open() else { panic!("it is not new") };
+    // A longer one, and one that never ends.
+    region.cells.store_u16(32 + 6, u16::MAX, Ordering::Relaxed);
+    region.cells.store_u16(64 + 2, 0, Ordering::Relaxed);
+    let mut out = Vec::new();
+    log.read(found.entries[0], &mut out).unwrap();
+    assert_eq!((found.descriptors, out.len()), (2, 2));
+}
+
 proptest! {
     /// Whatever the front end writes into it: no panic, an end, and nothing outside.
     #[test]
@@ -134,8 +149,8 @@ proptest! {
             let mut out = Vec::new();
             for entry in found.map(|found| found.entries).unwrap_or_default() {
                 if log.read(entry, &mut out).is_ok() {
-                    log.give_back([entry].into_iter(), Place::FRESH);
-                    log.published([entry].into_iter(), Place::FRESH);
+                    log.give_back([entry.0].into_iter(), Place::FRESH);
+                    log.published([entry.0].into_iter(), Place::FRESH);
                 }
             }
             while log.take(&[crate::ring::Descriptor::default()]).is_ok_and(|entry| entry != 7) {}

@@ -112,8 +112,8 @@ pub(crate) struct PackedRing {
     batch: Vec<Done>,
     /// What is in flight, for whoever comes after us.
     log: Option<PackedLog>,
-    /// Chains that were in flight when the server before us ended, by their entry in the log.
-    again: VecDeque<u16>,
+    /// Chains that were in flight when the server before us ended, by their entry in the log, and their length.
+    again: VecDeque<(u16, u16)>,
 }
 
 impl PackedRing {
@@ -237,7 +237,7 @@ impl PackedRing {
         if let Some(entry) = self.again.pop_front() {
             let log = self.log.as_ref().expect("entries come from a log");
             log.read(entry, &mut self.taken)?;
-            let popped = self.take(entry, chain);
+            let popped = self.take(entry.0, chain);
             chain.again = true;
             return Ok(popped);
         }

@@ -2,8 +2,8 @@
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ferry_driver::{Config, Driver, Ticket};
@@ -16,22 +16,54 @@ const LATER: Duration = Duration::from_micros(300);
 /// From here on numbers are parked, and answered after [`MUCH_LATER`].
 pub const PARKED: u64 = 1 << 63;
 const MUCH_LATER: Duration = Duration::from_millis(30);
+/// Added to a number: it is answered when [`Toy::release`] says so.
+pub const HELD: u64 = 1 << 62;
+/// Added to a number: the worker waits for [`Toy::gate`] before anything else.
+pub const GATED: u64 = 1 << 61;
+/// Added to a number: whoever is to answer it panics.
+pub const PANICS: u64 = 1 << 60;
+/// Added to such a number: and once more, which ends the worker.
+pub const FATAL: u64 = 1 << 59;
 /// The byte of the configuration space that the driver may write.
 pub const WRITABLE_AT: u32 = 4;
 /// Queues, each served by a worker of its own.
 pub const QUEUES: usize = 4;
 
-#[derive(Default)]
+/// Whom to tell which token's number.
+pub type Held = Arc<Mutex<Vec<(Arc<Port<u64>>, u64, u64)>>>;
+
+#[derive(Clone, Default)]
 pub struct Toy {
     /// Every request is noted here when it is carried out.
     pub journal: Option<PathBuf>,
     pub written: Arc<AtomicU8>,
     pub features: Arc<AtomicU64>,
+    /// Whoever has it holds up [`GATED`] numbers.
+    pub gate: Arc<Mutex<()>>,
+    /// How many numbers have come to it.
+    pub at_gate: Arc<AtomicUsize>,
+    pub held: Held,
+}
+
+impl Toy {
+    /// How many numbers are held.
+    pub fn held(&self) -> usize {
+        self.held.lock().unwrap().len()
+    }
+
+    /// Answers all that are held.
+    pub fn release(&self) {
+        for (port, token, number) in self.held.lock().unwrap().drain(..) {
+            port.reply(token, number);
+        }
+    }
 }
 
 pub struct Handler {
     journal: Option<std::fs::File>,
     port: Arc<Port<u64>>,
+    toy: Toy,
+    is_broken: bool,
 }
 
 impl Device for Toy {
@@ -97,7 +129,7 @@ impl Device for Toy {
 
     fn handler(&self, _: &Arc<()>, _: usize, port: Arc<Port<u64>>) -> Handler {
         let open = |path: &PathBuf| std::fs::File::options().append(true).create(true).open(path).unwrap();
-        Handler { journal: self.journal.as_ref().map(open), port }
+        Handler { journal: self.journal.as_ref().map(open), port, toy: self.clone(), is_broken: false }
     }
 }
 
@@ -110,6 +142,14 @@ impl QueueHandler for Handler {
         let number = u64::from_le_bytes(bytes);
         if let Some(journal) = &mut self.journal {
             journal.write_all(&bytes).unwrap();
+        }
+        if number & GATED != 0 {
+            self.toy.at_gate.fetch_add(1, Ordering::SeqCst);
+            drop(self.toy.gate.lock());
+        }
+        if number & HELD != 0 {
+            self.toy.held.lock().unwrap().push((Arc::clone(&self.port), io.token(), number));
+            return if number < PARKED { Answer::Later } else { Answer::Parked };
         }
         if number.is_multiple_of(2) {
             return Answer::Done(self.deliver(chain, number));
@@ -128,10 +168,13 @@ impl QueueHandler for Handler {
     }
 
     fn deliver(&mut self, chain: &Chain, number: u64) -> u32 {
+        self.is_broken = number & FATAL != 0;
+        assert!(number & PANICS == 0, "as it was asked to");
         u32::try_from(chain.write_at(0, &(number ^ MASK).to_le_bytes())).unwrap()
     }
 
     fn failed(&mut self, _: &Chain) -> u32 {
+        assert!(!self.is_broken, "as it was asked to");
         0
     }
 }
