@@ -17,10 +17,11 @@ use std::time::Duration;
 use common::{Bench, Facts, facts, fill};
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT};
 use ferry_image::{BuildOptions, Layout, Source, Store, build};
+use ferry_tests::guest::DeviceKind;
 use ferry_tests::mounts::program;
 use ferry_tests::ninep::NinePServer;
 use ferry_tests::window::{Wish, answer, next_wish};
-use ferry_tests::{Device, Export, Mount, Options, TIMEOUT, alone, run};
+use ferry_tests::{Device, Export, Kind, Mount, Options, Share, TIMEOUT, alone, guest_on, run};
 use ferry_vfs::FileSystem;
 use ferry_wire::fuse::abi::{
     Attr, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
@@ -132,7 +133,7 @@ impl Shared {
     fn new(source: Arc<dyn FileSystem>, tag: &str) -> Self {
         let folder = ferry_tests::folder(ferry_tests::Place::Disk);
         let socket = folder.path().join("s");
-        let options = Options { tag: Some(tag.parse().unwrap()), ..Options::default() };
+        let options = Options { queues: 1, tag: Some(tag.parse().unwrap()), ..Options::default() };
         let export = Export::listen(&socket, source, options).unwrap();
         Self { socket, export: Some(export), _folder: folder }
     }
@@ -417,6 +418,53 @@ fn pieces_of_packs_are_not_passed_through() {
     assert!(!export.explain().passthrough.used);
     assert!(fs::read(at.join(LARGE)).unwrap() == fs::read(made.bench.tree().join(LARGE)).unwrap());
     export.stop();
+}
+
+/// What a stock guest has in its windows are copies.
+const WINDOWS: &str = r#"
+ferry=$1 large=$2
+for layout in flat composefs; do
+    grep " /mnt/$layout virtiofs .*dax=always" /proc/mounts >/dev/null
+    echo $layout $("$ferry" image build /mnt/$layout -o /run/image-$layout --store /run/store-$layout --layout $layout)
+done
+if cat /mnt/bad/$large >/run/got 2>/run/said; then exit 1; fi
+grep -q 'Input/output error' /run/said
+cmp -n $(stat -c %s /run/got) /run/got /mnt/flat/$large
+cmp /mnt/bad/twin /mnt/flat/twin
+cd /
+umount /mnt/flat /mnt/composefs /mnt/bad
+"#;
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_guest_of_qemu_sees_the_whole_tree_in_its_windows() {
+    let _alone = alone();
+    let said = Said::begin();
+    let options = Options { queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
+    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
+    let programs = Share::of(Path::new("/"), ferry_tests::folder(ferry_tests::Place::Disk), dir, options);
+    let made = LAYOUTS.map(|(name, layout)| (name, Made::new(layout)));
+    let bad = Made::new(Layout::Flat);
+    bad.damage(LARGE);
+    let shared = [(made[0].0, &made[0].1), (made[1].0, &made[1].1), ("bad", &bad)]
+        .map(|(tag, made)| (tag, Shared::new(made.source(), tag)));
+    let words = ["sh", "-euxc", WINDOWS, "sh", program().to_str().unwrap(), LARGE];
+    let mut guest = guest_on(&programs.socket, words);
+    guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
+    guest.mounts.clear();
+    for (tag, shared) in &shared {
+        let kind = DeviceKind::Fs { tag: (*tag).into(), queues: 1, dax: true };
+        guest.devices.push(Device { socket: shared.socket.clone(), kind });
+        let options = "dax=always".into();
+        guest.mounts.push(Mount { options, ..Mount::virtiofs(*tag, format!("/mnt/{tag}")) });
+    }
+    guest.cwd = "/".into();
+    guest.boot_timeout = Duration::from_secs(240);
+    guest.memory_mib = 1024;
+    let out = run(guest, Duration::from_secs(500)).ok();
+    let expected = made.iter().map(|(name, made)| format!("{name} {}\n", made.digest)).collect::<String>();
+    assert_eq!(out, expected);
+    said.assert("is damaged");
 }
 
 const CHUNK: u64 = 2 << 20;
