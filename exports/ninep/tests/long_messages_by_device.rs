@@ -40,7 +40,7 @@ fn errno(reply: &[u8]) -> Option<ferry_vfs::Errno> {
 fn a_message_may_take_most_of_the_queue() {
     let share = DirServer::new(Options { msize_max: LONGEST, ..Options::default() });
     let config = Config { memory_bytes: 128 << 20, ..config() };
-    let mut driver = Driver::connect(&share.device(), config).unwrap();
+    let mut driver = Driver::connect(share.device(), config).unwrap();
     let short = [11, 200];
     let reply = ask(&mut driver, &Request::Version { msize: u32::MAX, version: VERSION }, &short);
     assert!(matches!(Reply::decode(&reply), Ok((_, Reply::Version { msize: LONGEST, .. }))), "{reply:?}");
