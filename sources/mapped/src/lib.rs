@@ -289,7 +289,9 @@ impl FileSystem for Mapped {
     }
 
     fn getxattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
-        let here = self.xattrs.meant(name)?;
+        // No file has an attribute that none may have.
+        let hidden = |error| if error == Errno::PERM { Errno::NODATA } else { error };
+        let here = self.xattrs.meant(name).map_err(hidden)?;
         let mut value = self.with(cx, |cx| self.source.getxattr(cx, ino, &here))?;
         if acl::is_one(name) {
             acl::each_id(&mut value, |uid| Some(self.uids.seen(uid)), |gid| Some(self.gids.seen(gid)))?;
