@@ -467,13 +467,7 @@ impl FileSystem for Dir {
         self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
     }
 
-    fn adopt(
-        &self,
-        ino: Ino,
-        references: u64,
-        identity: (&[u8], Bounds),
-        file: Option<BorrowedFd<'_>>,
-    ) -> Result<()> {
+    fn adopt(&self, ino: Ino, references: u64, identity: (&[u8], Bounds), file: Option<BorrowedFd<'_>>) -> Result<()> {
         self.adopt_(ino, references, identity, file)
     }
 

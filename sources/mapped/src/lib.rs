@@ -215,13 +215,7 @@ impl FileSystem for Mapped {
         self.source.follows_names(dir)
     }
 
-    fn adopt(
-        &self,
-        ino: Ino,
-        references: u64,
-        identity: (&[u8], Bounds),
-        file: Option<BorrowedFd<'_>>,
-    ) -> Result<()> {
+    fn adopt(&self, ino: Ino, references: u64, identity: (&[u8], Bounds), file: Option<BorrowedFd<'_>>) -> Result<()> {
         self.source.adopt(ino, references, identity, file)
     }
 
