@@ -306,6 +306,10 @@ fn a_pack_that_is_of_no_use_is_fetched_again() {
     let place = Place::new();
     place.pull(&place.fake.remote(), "lazy").unwrap();
     let path = place.at("lazy/packs").join(place.pack().0.hex());
+    // That it was known to be damaged is no hindrance.
+    let image = ferry_image::Image::open(&place.at("lazy.img"), None).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&fs::File::options().write(true).open(&path).unwrap(), b"xyz", 0).unwrap();
+    assert_eq!(ferry_image::note_damage(&image, &place.at("lazy")).unwrap(), 1);
     fs::write(path.with_extension("index"), "no index").unwrap();
     place.pull(&place.fake.remote(), "lazy").unwrap();
     place.is_whole("lazy");

@@ -41,6 +41,11 @@ impl RepairArgs {
                 );
             }
             (_, true) => eprintln!("ferry: {found} damaged objects were replaced"),
+            (false, false) if found + mended == 0 => {
+                eprintln!(
+                    "ferry: packs that are missing, cut off or without a sound index are fetched by --from, or by a pull"
+                );
+            }
             (_, false) => {
                 eprintln!("ferry: {found} objects were damaged; {mended} of them have their right bytes again");
                 if left > 0 {

@@ -137,7 +137,9 @@ impl Store {
     fn mend_pack(&self, pack: Digest, places: &Places, from: Option<&dyn Fetch>) -> Result<Mended> {
         // Of two who mend a pack the later one would undo what the first one did.
         let Some(_lock) = lock_note(&store::damage_path(self.folder(), pack))? else { return Ok(Mended::default()) };
-        let (index, path) = (self.index(pack)?, self.pack_path(pack));
+        // One that is not all here, or whose index is damaged, is fetched as a whole.
+        let Some(index) = self.index(pack).ok().filter(|_| self.has(pack)) else { return Ok(Mended::default()) };
+        let path = self.pack_path(pack);
         let old = File::open(&path).doing("open", &path)?;
         let noted = self.noted(pack);
         let is_bad = |at: &usize| {
@@ -147,7 +149,9 @@ impl Store {
         let bad: Vec<usize> = (0..index.objects.len()).filter(is_bad).collect();
         let can_be_had = |at: &usize| from.is_some() || places.contains_key(&index.objects[*at].digest);
         if self.is_whole(&index) && !bad.iter().any(can_be_had) {
-            self.note(&index, &bad)?;
+            if bad.is_empty() {
+                self.note(&index, &bad)?;
+            }
             return Ok(Mended { mended: 0, left: bad.len() });
         }
         let new = New::begin(store::folder_of(&path))?;
