@@ -10,11 +10,18 @@ use ferry_wire::blk::{
 };
 
 use crate::slow::{self, Job};
-use crate::state::State;
+use crate::state::{Room, State};
 
 /// The most that is filled for a request that failed. Linux makes no larger ones, and whoever does is not to keep us busy
 /// for nothing.
 const FILLED_BYTES_MAX: usize = 4 << 20;
+
+/// What is carried out at once of a request that there is no room for.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// The most that a request may move on a disk that makes the guest wait: it may have to be carried out here, and holds up others
+/// and the end of the device until then. Linux makes requests of some MiB unless it is told to make larger ones.
+const SLOW_BYTES_MAX: usize = 1 << 30;
 
 static ZEROS: [u8; 4096] = [0; 4096];
 
@@ -23,12 +30,14 @@ pub(crate) struct Reply {
     pub(crate) status: Status,
     /// What the driver is to read.
     pub(crate) data: Vec<u8>,
+    /// The room that the data takes, given back with it.
+    pub(crate) room: Option<Room>,
 }
 
 impl Reply {
     pub(crate) fn failed(error: Errno) -> Self {
         let status = if error == Errno::NOTSUP { Status::Unsupported } else { Status::IoError };
-        Self { status, data: Vec::new() }
+        Self { status, data: Vec::new(), room: None }
     }
 }
 
@@ -87,7 +96,13 @@ impl Handler {
     fn read(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
         let at = BlockRange { offset, bytes: bytes as u64, alignment: alignment(chain.writable(0, bytes)) };
         if self.state.features.slow {
-            return self.slowly(io, Job::Read(at));
+            return match self.state.budget.take(bytes) {
+                Some(room) => self.slowly(io, Job::Read(at), Some(room)),
+                None => self.in_pieces(chain, (offset, bytes), bytes, |at, from| {
+                    let data = Job::Read(at).carry_out(&*self.state.disk)?;
+                    if chain.write_at(from, &data) == data.len() { Ok(()) } else { Err(Errno::FAULT) }
+                }),
+            };
         }
         match self.state.disk.read(&at, &mut Into { chain, filled: 0, room: bytes }) {
             Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, bytes)),
@@ -104,9 +119,20 @@ impl Handler {
         let at = BlockRange { offset, bytes: bytes as u64, alignment: alignment(chain.readable(HEADER_BYTES, bytes)) };
         let durable = !self.state.is_writeback();
         if self.state.features.slow {
-            let mut copy = vec![0; bytes];
-            chain.read_at(HEADER_BYTES, &mut copy);
-            return self.slowly(io, Job::Write { at, durable, bytes: copy });
+            let copy = |from: usize, bytes: usize| {
+                let mut copy = vec![0; bytes];
+                if chain.read_at(HEADER_BYTES + from, &mut copy) == bytes { Ok(copy) } else { Err(Errno::FAULT) }
+            };
+            return match self.state.budget.take(bytes) {
+                Some(room) => match copy(0, bytes) {
+                    Ok(bytes) => self.slowly(io, Job::Write { at, durable, bytes }, Some(room)),
+                    Err(error) => self.fail(chain, error),
+                },
+                None => self.in_pieces(chain, (offset, bytes), 0, |at, from| {
+                    let bytes = copy(from, PIECE_BYTES.min(bytes - from))?;
+                    Job::Write { at, durable, bytes }.carry_out(&*self.state.disk).map(drop)
+                }),
+            };
         }
         match self.state.disk.write(&at, durable, &mut From { chain, taken: 0 }) {
             Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, 0)),
@@ -121,7 +147,7 @@ impl Handler {
 
     fn flush(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         if self.state.features.slow {
-            return self.slowly(io, Job::Flush);
+            return self.slowly(io, Job::Flush, None);
         }
         match self.state.disk.flush() {
             Ok(None) => Answer::Done(end(chain, Status::Ok, 0)),
@@ -151,15 +177,41 @@ impl Handler {
             _ => Range::decode_write_zeroes,
         };
         match decode(bytes, limits) {
-            Ok(ranges) => self.slowly(io, Job::of_ranges(request, ranges, !self.state.is_writeback())),
+            Ok(ranges) => self.slowly(io, Job::of_ranges(request, ranges, !self.state.is_writeback()), None),
             Err(refusal) => self.refuse(chain, refusal),
         }
     }
 
-    fn slowly(&self, io: &Io<'_>, job: Job) -> Answer {
+    fn slowly(&self, io: &Io<'_>, job: Job, room: Option<Room>) -> Answer {
         let (port, token) = (Arc::clone(&self.port), io.token());
-        slow::run(&self.state, job, move |reply| port.reply(token, reply));
+        slow::run(&self.state, job, room, move |reply| port.reply(token, reply));
         Answer::Later
+    }
+
+    /// Carries out here, piece by piece, what there is no room for elsewhere: that holds up what comes after it, and takes no
+    /// more memory, however much the guest asks for. `piece` is told which, and how far it is from the first byte; all of them
+    /// fill so much of the chain.
+    fn in_pieces(
+        &self,
+        chain: &Chain,
+        (offset, bytes): (u64, usize),
+        filled_bytes: usize,
+        piece: impl Fn(BlockRange, usize) -> Result<(), Errno>,
+    ) -> Answer {
+        if bytes > SLOW_BYTES_MAX {
+            self.state.complaints.warn(format_args!(
+                "a request of {bytes} bytes; on a disk that makes the guest wait, {SLOW_BYTES_MAX} are the most"
+            ));
+            return Answer::Done(end(chain, Status::IoError, 0));
+        }
+        let mut pieces = (0..bytes).step_by(PIECE_BYTES).map(|from| {
+            let bytes = PIECE_BYTES.min(bytes - from) as u64;
+            piece(BlockRange { offset: offset + from as u64, bytes, alignment: 1 }, from)
+        });
+        match pieces.try_for_each(|outcome| outcome) {
+            Ok(()) => Answer::Done(end(chain, Status::Ok, filled_bytes)),
+            Err(error) => self.fail(chain, error),
+        }
     }
 
     fn note(&mut self, token: u64, wanted: Wanted) {
@@ -203,7 +255,11 @@ fn end(chain: &Chain, status: Status, data_bytes: usize) -> u32 {
     }
     let mut at = data_bytes;
     while at < room {
-        at += chain.write_at(at, &ZEROS[..ZEROS.len().min(room - at)]);
+        match chain.write_at(at, &ZEROS[..ZEROS.len().min(room - at)]) {
+            // Its memory is not there any more. What was written is, and the driver does not look for a status.
+            0 => return u32::try_from(at).unwrap_or(u32::MAX),
+            count => at += count,
+        }
     }
     u32::try_from(room + 1).unwrap_or(u32::MAX)
 }
@@ -246,7 +302,10 @@ impl QueueHandler for Handler {
     }
 
     fn deliver(&mut self, chain: &Chain, reply: Reply) -> u32 {
-        chain.write_at(0, &reply.data);
+        if chain.write_at(0, &reply.data) < reply.data.len() {
+            self.state.complaints.warn(format_args!("a read has no memory to go to: it was there when it began"));
+            return end(chain, Status::IoError, 0);
+        }
         end(chain, reply.status, reply.data.len())
     }
 

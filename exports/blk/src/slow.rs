@@ -7,7 +7,7 @@ use ferry_vfs::{Backing, BlockRange, Data, Disk, Errno, Extent};
 use ferry_wire::blk::{Range, Request, Status};
 
 use crate::handler::Reply;
-use crate::state::State;
+use crate::state::{Room, State};
 
 /// A request with all that it needs, apart from the guest's memory.
 pub(crate) enum Job {
@@ -18,14 +18,14 @@ pub(crate) enum Job {
     WriteZeroes { ranges: Vec<Range>, durable: bool },
 }
 
-/// Carries a job out on the lane, and hands the reply to `tell`.
-pub(crate) fn run(state: &Arc<State>, job: Job, tell: impl FnOnce(Reply) + Send + 'static) {
+/// Carries a job out on the lane, and hands the reply to `tell`. What it copies has this room.
+pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<Room>, tell: impl FnOnce(Reply) + Send + 'static) {
     // Not the whole state: dropping the lane waits for its threads, which they must not do themselves.
     let (disk, complaints) = (Arc::clone(&state.disk), Arc::clone(&state.complaints));
     state.lane.run(move || {
         let outcome = catch_unwind(AssertUnwindSafe(|| job.carry_out(&*disk)));
         let reply = match outcome.unwrap_or(Err(Errno::IO)) {
-            Ok(data) => Reply { status: Status::Ok, data },
+            Ok(data) => Reply { status: Status::Ok, data, room },
             Err(error) => {
                 complaints.warn(format_args!("a request failed: {error}"));
                 Reply::failed(error)
@@ -37,7 +37,7 @@ pub(crate) fn run(state: &Arc<State>, job: Job, tell: impl FnOnce(Reply) + Send 
 
 impl Job {
     /// Answers what the driver is to read.
-    fn carry_out(self, disk: &dyn Disk) -> Result<Vec<u8>, Errno> {
+    pub(crate) fn carry_out(self, disk: &dyn Disk) -> Result<Vec<u8>, Errno> {
         match self {
             Self::Read(at) => {
                 let mut bytes = Vec::new();

@@ -1,11 +1,38 @@
 //! What all workers of a device share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use ferry_engine::{Complaints, Lane};
 use ferry_vfs::{Disk, DiskFeatures, Geometry};
 use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
+
+/// How much is copied at once for calls that may wait: enough to have two hundred of the requests that Linux makes under way, and no more,
+/// however many queues the guest fills with large ones.
+const COPIED_BYTES_MAX: usize = 256 << 20;
+
+/// Counts what is copied.
+#[derive(Debug, Default)]
+pub(crate) struct Budget(Arc<AtomicUsize>);
+
+/// A part of it, given back when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Room(Arc<AtomicUsize>, usize);
+
+impl Budget {
+    /// Takes room for so many bytes, if there is some.
+    pub(crate) fn take(&self, bytes: usize) -> Option<Room> {
+        let more = |taken: usize| taken.checked_add(bytes).filter(|taken| *taken <= COPIED_BYTES_MAX);
+        let taken = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        taken.is_ok().then(|| Room(Arc::clone(&self.0), bytes))
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.0.fetch_sub(self.1, Ordering::Relaxed);
+    }
+}
 
 /// A disk, and what the one guest that has it made of it. A second front end waits until the first is gone.
 pub(crate) struct State {
@@ -14,6 +41,8 @@ pub(crate) struct State {
     /// Where calls are made that may wait.
     pub(crate) lane: Lane,
     pub(crate) complaints: Arc<Complaints>,
+    /// For what is copied between the guest and calls that may wait.
+    pub(crate) budget: Budget,
     /// The cache is offered at all.
     may_cache: bool,
     /// The size as last seen: asking the disk may mean waiting for a lock.
@@ -32,6 +61,7 @@ impl State {
             features,
             lane: Lane::default(),
             complaints: Arc::default(),
+            budget: Budget::default(),
             may_cache,
             bytes: bytes.into(),
             wants_cache: true.into(),

@@ -9,7 +9,7 @@ use ferry_wire::blk::{Config, DeviceFeatures, Range, Status};
 use crate::Options;
 use crate::device::Blk;
 use crate::slow::{self, Job};
-use crate::state::State;
+use crate::state::{Budget, State};
 
 const BYTES: usize = 64 << 10;
 
@@ -74,7 +74,7 @@ impl Disk for Mem {
 
 fn run(state: &Arc<State>, job: Job) -> (Status, Vec<u8>) {
     let (tell, told) = mpsc::channel();
-    slow::run(state, job, move |reply| tell.send((reply.status, reply.data)).unwrap());
+    slow::run(state, job, None, move |reply| tell.send((reply.status, reply.data)).unwrap());
     told.recv().unwrap()
 }
 
@@ -157,4 +157,15 @@ fn a_size_that_changes_is_noticed_once() {
     assert!(state.look_again());
     assert!(!state.look_again());
     assert_eq!(state.limits(512).bytes, 4096);
+}
+
+#[test]
+fn room_for_copies_is_given_back() {
+    let budget = Budget::default();
+    let (first, second) = (budget.take(200 << 20), budget.take(56 << 20));
+    assert!(first.is_some() && second.is_some());
+    assert!(budget.take(1).is_none() && budget.take(usize::MAX).is_none());
+    drop(second);
+    assert!(budget.take((56 << 20) + 1).is_none());
+    assert!(budget.take(56 << 20).is_some() && budget.take(56 << 20).is_some(), "each is dropped at once");
 }

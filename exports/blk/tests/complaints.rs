@@ -1,0 +1,49 @@
+//! What a guest can have logged.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::io;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use common::{Offered, Room, connect, options};
+use ferry_disk::Cache;
+use ferry_driver::Config;
+
+static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+
+struct Log;
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        LOG.lock().unwrap().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn kicks_in_vain_fill_no_disk() {
+    tracing_subscriber::fmt().with_ansi(false).with_writer(|| Log).init();
+    let disk = Offered::new(8, Cache::Writeback, options(Duration::ZERO));
+    let mut driver = connect(&disk, Config { queue_size: 64, ..Config::default() });
+    let queue = driver.queue(0);
+    let room = Room::new(queue);
+    for _ in 0..60 {
+        for _ in 0..12 {
+            queue.kick();
+            // For the worker to have gone to sleep again.
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        room.read(0);
+        common::burst(queue, [room.head]);
+    }
+    let log = String::from_utf8(LOG.lock().unwrap().clone()).unwrap();
+    let lines = log.lines().filter(|line| line.contains("its queue looks empty")).count();
+    assert!((1..=10).contains(&lines), "{lines} lines");
+}
