@@ -72,6 +72,8 @@ pub(crate) struct Area {
     size: u16,
     /// Where the note is, if there is room for one.
     note_at: Option<usize>,
+    /// The device keeps it, not the front end: whoever comes next may be another guest.
+    is_own: bool,
 }
 
 impl Area {
@@ -102,14 +104,16 @@ impl Area {
         let note_at = (bytes >= (wanted + NOTE_BYTES) as u64).then_some(wanted);
         let mapped = wanted + note_at.map_or(0, |_| NOTE_BYTES);
         let map = MmapRegion::from_file(FileOffset::new(file, offset), mapped).map_err(LogError::Map)?;
-        Ok(Arc::new(Self { map, queues: kept.num_queues, size: kept.queue_size, note_at }))
+        Ok(Arc::new(Self { map, queues: kept.num_queues, size: kept.queue_size, note_at, is_own: false }))
     }
 
     /// Maps memory that the device has kept itself.
     pub(crate) fn open_own(file: File, queues: usize) -> Result<Arc<Self>, LogError> {
         let bytes = file.metadata().map_or(0, |metadata| metadata.len());
         let VhostUserInflight { num_queues, queue_size, .. } = own(queues);
-        Self::open(&VhostUserInflight::new(bytes, 0, num_queues, queue_size), file, queues)
+        let mut area = Self::open(&VhostUserInflight::new(bytes, 0, num_queues, queue_size), file, queues)?;
+        Arc::get_mut(&mut area).expect("it was made just now").is_own = true;
+        Ok(area)
     }
 
     fn note(&self) -> Option<Cells> {
@@ -140,7 +144,7 @@ impl Area {
         // SAFETY: the mapping holds `queues` regions of this many bytes; the region keeps it alive, and all others
         // who have the file mapped know it as shared memory.
         let cells = unsafe { Cells::new(start, bytes) };
-        Some(Region { cells, entries: self.size, _area: Arc::clone(self) })
+        Some(Region { cells, entries: self.size, area: Arc::clone(self) })
     }
 
     /// Forgets what was in flight: the device was reset, and its rings are gone.
@@ -186,10 +190,10 @@ fn own(queues: usize) -> VhostUserInflight {
 pub(crate) struct Region {
     cells: Cells,
     entries: u16,
-    _area: Arc<Area>,
+    area: Arc<Area>,
 }
 
-// SAFETY: the memory stays mapped, wherever it is used from, for as long as `_area` lives; all accesses are atomic.
+// SAFETY: the memory stays mapped, wherever it is used from, for as long as `area` lives; all accesses are atomic.
 unsafe impl Send for Region {}
 
 impl Region {
@@ -206,6 +210,11 @@ impl Region {
             },
             version => Err(LogError::Version(version)),
         }
+    }
+
+    /// Whether it may be that of another guest, whose ring is gone.
+    pub(crate) fn may_be_anothers(&self) -> bool {
+        self.area.is_own
     }
 
     /// Forgets what is in it: it is that of a ring that is gone.

@@ -200,11 +200,20 @@ impl Window {
             state.mapped.remove(&part.window_offset);
             return Err(error);
         }
-        self.wait_until_told(state)
+        let is_told = self.wait_until_told(state)?;
+        if !is_told {
+            tracing::error!(
+                "the front end says that it has mapped a part of a file, and does not tell of it as it should"
+            );
+            // Whatever it has done: nobody is to count on it.
+            self.undo(part)?;
+            return Err(WindowError::Lost);
+        }
+        Ok(())
     }
 
-    /// Waits until the mapping has come back as a region of memory, where front ends tell.
-    fn wait_until_told(&self, state: MutexGuard<'_, State>) -> Result<(), WindowError> {
+    /// Waits until the mapping has come back as a region of memory, where front ends tell. Answers whether it has.
+    fn wait_until_told(&self, state: MutexGuard<'_, State>) -> Result<bool, WindowError> {
         let within = if state.tells.is_some() { self.reply_within } else { self.told_within };
         let waits = |state: &mut State| state.awaited.is_some() && !state.ended;
         let waited = self.changed.wait_timeout_while(state, within, waits);
@@ -212,11 +221,14 @@ impl Window {
         if state.ended {
             return Err(WindowError::Lost);
         }
-        if timeout.timed_out() && state.awaited.take().is_some() && state.tells.is_none() {
+        if !timeout.timed_out() || state.awaited.take().is_none() {
+            return Ok(true);
+        }
+        if state.tells.is_none() {
             tracing::debug!("the front end does not tell of what it maps");
             state.tells = Some(false);
         }
-        Ok(())
+        Ok(state.tells == Some(false))
     }
 
     /// Has the front end undo a mapping, which must be the very part that was mapped. The rest is as for [`Self::map`].
@@ -225,6 +237,11 @@ impl Window {
     /// [`WindowError`].
     pub fn unmap(&self, part: Part) -> Result<(), WindowError> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.undo(part)
+    }
+
+    /// The same for whoever has the turn.
+    fn undo(&self, part: Part) -> Result<(), WindowError> {
         let line = self.state().line()?;
         let asked = self.dialect.unmap(part);
         let outcome = channel::ask(&line, asked.code, &asked.body, None, self.reply_within);

@@ -9,6 +9,11 @@ pub(crate) fn area(queues: u16, size: u16) -> Arc<Area> {
     Area::open(&kept, file, usize::from(queues)).unwrap()
 }
 
+/// The same of a device that keeps it itself, with queues of 1024.
+pub(crate) fn own_area() -> Arc<Area> {
+    Area::open_own(in_flight_memory(1).unwrap(), 1).unwrap()
+}
+
 #[test]
 fn memory_is_as_large_as_it_must_be_and_not_trusted() {
     let (kept, file) = Area::make(&VhostUserInflight::new(0, 0, 3, 128), 4).unwrap();

@@ -2,7 +2,7 @@
 
 use super::model::{Guest, pop, serve};
 use super::*;
-use crate::inflight::tests::area;
+use crate::inflight::tests::{area, own_area};
 use crate::shared::crash;
 
 /// What the device did, as far as it got.
@@ -176,5 +176,37 @@ fn a_clean_stop_leaves_nothing_in_flight() {
         ring.publish();
         guest.poll();
         assert_eq!(guest.in_flight(), 0);
+    }
+}
+
+#[test]
+fn what_was_in_flight_of_another_guest_is_not_this_ones() {
+    for packed in [false, true] {
+        for (is_own, first) in [(true, 0), (true, 3), (true, 6), (false, 0)] {
+            let log = if is_own { own_area() } else { area(1, 8) }.region(0).unwrap();
+            let mut guest = Guest::new(8, packed, true);
+            let mut device = Device::default();
+            let begin = Begin::At(guest.base());
+            live(&mut guest, &mut device, log.clone(), begin);
+            // Its server is killed, and so is it, with some in flight.
+            let mut ring = guest.ring(Begin::At(guest.base()), Some(log.clone())).unwrap();
+            guest.submit(2, false).unwrap();
+            pop(&mut ring).unwrap();
+            drop(ring);
+            if is_own {
+                guest = Guest::new(8, packed, true);
+            }
+            for _ in 0..first {
+                guest.submit(2, true);
+            }
+            let begin = if is_own { Guest::new(8, packed, true).base() } else { guest.base() };
+            let mut ring = guest.ring(Begin::At(begin), Some(log)).unwrap();
+            let mut device = Device::default();
+            guest.submit(2, true);
+            device.take(&mut ring, usize::MAX);
+            device.give_back(&mut ring, 0);
+            guest.poll();
+            assert_eq!(guest.in_flight(), 0, "packed: {packed}, own: {is_own}, {first} requests at first");
+        }
     }
 }

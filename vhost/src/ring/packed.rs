@@ -182,7 +182,14 @@ impl PackedRing {
             let at = DESCRIPTOR_BYTES as usize * usize::from(place.index) + FLAGS;
             (place.index < size).then(|| place.is_available(descriptors.load_u16(at, Ordering::Acquire)))
         };
-        let (log, found) = PackedLog::open(region, self.size, self.used, still_available)?;
+        let may_be_anothers = region.may_be_anothers() && matches!(begin, Begin::At(_)) && self.is_fresh();
+        let (mut log, mut found) = PackedLog::open(region.clone(), self.size, self.used, still_available)?;
+        // Where nothing was used, what is in flight is found in the ring, too.
+        if may_be_anothers && found.as_ref().is_some_and(|found| found.used != Place::FRESH) {
+            tracing::debug!("what is known of requests in flight is of a ring that is gone");
+            region.forget();
+            (log, found) = PackedLog::open(region, self.size, self.used, still_available)?;
+        }
         self.log = Some(log);
         if let (Some(found), Begin::At(_)) = (found, begin) {
             // All that was taken is either used or in flight.
@@ -193,6 +200,18 @@ impl PackedRing {
             self.again = found.entries.into();
         }
         Ok(())
+    }
+
+    /// Whether nobody has ever used a descriptor of it: from its beginning on, some are available in the first lap, and the others
+    /// are as the driver's zeros have left them.
+    fn is_fresh(&self) -> bool {
+        let blank = |index| {
+            let (address, rest) = copy_out(self.descriptors.start(), index);
+            address == 0 && rest == [0; 8]
+        };
+        let first_lap = |index: &u16| self.flags(*index, Ordering::Acquire) & (AVAILABLE | USED) == AVAILABLE;
+        let mut rest = (0..self.size).skip_while(first_lap).peekable();
+        (self.available, self.used) == (Place::FRESH, Place::FRESH) && rest.peek().is_some() && rest.all(blank)
     }
 
     pub(super) fn memory(&self) -> &Rc<Memory> {

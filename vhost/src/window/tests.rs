@@ -84,6 +84,30 @@ fn a_mapping_is_there_when_its_region_is() {
 }
 
 #[test]
+fn a_mapping_that_is_not_told_of_is_undone() {
+    let patience = Duration::from_millis(500);
+    let (window, line) = window(patience, patience);
+    let file = memfd(1 << 20);
+    let told = Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    let mine = Arc::clone(&window);
+    let (asked, codes) = std::sync::mpsc::channel();
+    front(line, move |line, code| {
+        reply(line, code, 0);
+        // Once.
+        if mine.state().tells.is_none() {
+            mine.told(2, Some(told));
+        }
+        asked.send(code).unwrap();
+    });
+    let next = Part { window_offset: 0, ..PART };
+    window.map(file.as_fd(), PART).unwrap();
+    assert!(matches!(window.map(file.as_fd(), next), Err(WindowError::Lost)));
+    assert_eq!(window.state().mapped.len(), 1);
+    let codes: Vec<_> = codes.iter().take(3).collect();
+    assert!(codes[0] == codes[1] && codes[1] != codes[2], "it is unmapped: {codes:?}");
+}
+
+#[test]
 fn a_refusal_is_for_one_mapping_only() {
     let (window, line) = window(REPLY_WITHIN, NOT_LONG);
     let mut count = 0;
