@@ -47,6 +47,9 @@ const BEFORE_MAX: Duration = Duration::from_secs(60);
 /// How long descriptors are held for a server that does not come.
 const AFTER_MAX: Duration = Duration::from_secs(10 * 60);
 
+/// How long to wait for descriptors or memory, before the next try.
+const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
 /// Why the keeper cannot be spoken with.
 #[derive(Debug, thiserror::Error)]
 pub enum LineError {
@@ -252,6 +255,11 @@ pub fn keep(listener: &OwnedFd) -> io::Result<()> {
         let server = match accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(server) => server,
             Err(Errno::INTR | Errno::CONNABORTED) => continue,
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                // That passes, and whoever waits there still does then.
+                let _ = poll(&mut [], Some(&PAUSE));
+                continue;
+            }
             Err(error) => return Err(error.into()),
         };
         if socket_peercred(&server).is_ok_and(|peer| peer.uid == us) {
