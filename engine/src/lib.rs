@@ -34,6 +34,7 @@
 mod at_once;
 mod complaints;
 mod lane;
+mod last_sync;
 mod mailbox;
 mod memory;
 mod privileges;
@@ -46,6 +47,7 @@ mod transfers;
 pub use complaints::Complaints;
 pub use ferry_vfs::Segment;
 pub use lane::Lane;
+pub use last_sync::sync_at_the_end;
 pub use mailbox::Mailbox;
 pub use memory::move_now;
 pub use privileges::WithoutFsetid;

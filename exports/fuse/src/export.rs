@@ -1,12 +1,11 @@
 //! A mounted source.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferry_serve::Share;
-use ferry_vfs::{Caller, Errno, FileSystem, Ino};
+use ferry_vfs::{Errno, FileSystem};
 use rustix::fs::{AtFlags, StatxFlags};
 use rustix::mount::UnmountFlags;
 
@@ -251,14 +250,7 @@ impl Export {
         }
         drop(take(&self.monitor));
         self.connection.session.end();
-        if !self.source.features().read_only {
-            // There is no caller who could be told EIO.
-            let sync = || self.source.syncfs(&Caller::default(), Ino::ROOT);
-            match catch_unwind(AssertUnwindSafe(sync)).unwrap_or(Err(Errno::IO)) {
-                Ok(()) | Err(Errno::NOSYS) => {}
-                Err(error) => tracing::error!("what was written may not be on disk: {error}"),
-            }
-        }
+        ferry_engine::sync_at_the_end(&*self.source);
     }
 
     /// Unmounts. Who uses files of the mount has a moment to finish, and is cut off then.

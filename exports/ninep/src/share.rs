@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use ferry_engine::{Complaints, Lane};
-use ferry_vfs::{Caller, Errno, FileSystem, Ino};
+use ferry_vfs::FileSystem;
 
 use crate::Options;
 
@@ -40,12 +40,8 @@ impl Share {
 
     /// Makes everything durable: nobody is served any more.
     pub(crate) fn sync(&self) {
-        if self.read_only {
-            return;
-        }
-        match self.source.syncfs(&Caller::default(), Ino::ROOT) {
-            Ok(()) | Err(Errno::NOSYS) => {}
-            Err(error) => tracing::error!("what 9P clients wrote may not be on disk: {error}"),
+        if !self.read_only {
+            ferry_engine::sync_at_the_end(&*self.source);
         }
     }
 }

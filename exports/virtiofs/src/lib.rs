@@ -33,7 +33,7 @@ pub use ferry_engine::IoMode;
 pub use ferry_serve::{Acl, Cache, TakeUpError};
 pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError};
 pub use ferry_vfs::Bounds;
-use ferry_vfs::{Caller, FileSystem, Ino};
+use ferry_vfs::FileSystem;
 pub use ferry_vhost::{Ended, WindowDialect};
 use ferry_vhost::{Server, ServerError};
 
@@ -273,12 +273,7 @@ impl Export {
     pub fn stop(self) {
         let Self { server, source, socket } = self;
         server.stop();
-        if !source.features().read_only {
-            match source.syncfs(&Caller::default(), Ino::ROOT) {
-                Ok(()) | Err(ferry_vfs::Errno::NOSYS) => {}
-                Err(error) => tracing::error!("what the guest wrote may not be on disk: {error}"),
-            }
-        }
+        ferry_engine::sync_at_the_end(&*source);
         if let Some(socket) = socket
             && let Err(error) = std::fs::remove_file(&socket)
         {
