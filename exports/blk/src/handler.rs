@@ -302,11 +302,15 @@ impl QueueHandler for Handler {
     }
 
     fn deliver(&mut self, chain: &Chain, reply: Reply) -> u32 {
-        if chain.write_at(0, &reply.data) < reply.data.len() {
+        let Reply { status, data, room } = reply;
+        let is_there = chain.write_at(0, &data) == data.len();
+        let bytes = data.len();
+        drop((data, room));
+        if !is_there {
             self.state.complaints.warn(format_args!("a read has no memory to go to: it was there when it began"));
             return end(chain, Status::IoError, 0);
         }
-        end(chain, reply.status, reply.data.len())
+        end(chain, status, bytes)
     }
 
     fn failed(&mut self, chain: &Chain) -> u32 {
