@@ -58,7 +58,8 @@ pub fn note_damage(image: &Image, folder: &Path) -> Result<usize> {
 /// Replaces what is noted as damaged in the packs of an image by what other packs have, or `from` hands over.
 ///
 /// # Errors
-/// The store cannot be read or written to, or `from` has not got it, or nothing sound; the packs are as they were then.
+/// The store cannot be read or written to, or `from` has not got it, or nothing sound. A pack of which that is so is as it was; the
+/// others are mended.
 pub fn mend(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Mended> {
     let mut all = Mended::default();
     // Most stores need not be looked at any further.
@@ -69,11 +70,25 @@ pub fn mend(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Me
     }
     let store = Store::open(folder)?;
     let places = store.places()?;
-    for pack in noted {
+    each_of(noted, |pack| {
         let Mended { mended, left } = store.mend_pack(pack, &places, from)?;
         all = Mended { mended: all.mended + mended, left: all.left + left };
-    }
+        Ok(())
+    })?;
     Ok(all)
+}
+
+/// Does something with each pack, also when it fails with one; answers the first failure, and logs others.
+fn each_of(packs: Vec<Digest>, mut work: impl FnMut(Digest) -> Result<()>) -> Result<()> {
+    let mut outcome = Ok(());
+    for error in packs.into_iter().filter_map(|pack| work(pack).err()) {
+        if outcome.is_ok() {
+            outcome = Err(error);
+        } else {
+            tracing::warn!("{error}: what is damaged in the store stays so");
+        }
+    }
+    outcome
 }
 
 impl Store {
@@ -129,7 +144,7 @@ impl Store {
             return Ok(());
         }
         let places = self.places()?;
-        noted.into_iter().try_for_each(|pack| self.mend_pack(pack, &places, None).map(drop))
+        each_of(noted, |pack| self.mend_pack(pack, &places, None).map(drop))
     }
 
     /// Puts a copy in the place of a pack, with the right bytes of what is damaged in it as far as they can be had. `places` tells
@@ -160,16 +175,22 @@ impl Store {
             let mut memory = Vec::new();
             let read = read_object(&old, object.block, object, &mut memory);
             if !matches!(read, Ok(true)) {
+                let is_cut_off = |error: &io::Error| error.kind() == io::ErrorKind::UnexpectedEof;
                 match self.replacement(pack, object, places, from)? {
                     Some(found) => {
                         mended += 1;
                         memory = found;
                     }
                     // Nobody is to find less there than before.
-                    None => left.push(at),
-                }
-                if left.last() == Some(&at) && read.is_err() {
-                    continue;
+                    None => match read {
+                        Err(error) if is_cut_off(&error) => {
+                            left.push(at);
+                            continue;
+                        }
+                        // It may be sound, and be read another time.
+                        Err(error) => return Err(error).doing("read", &path),
+                        Ok(_) => left.push(at),
+                    },
                 }
             }
             if !piece::is_zero(&memory) {

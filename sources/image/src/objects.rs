@@ -194,10 +194,13 @@ impl Objects {
         }
         let common = missing.map(|missing| Common::new(folder, missing));
         let open = |(number, pack): (usize, &crate::image::PackRef)| {
-            if let Some(common) = common.as_ref().filter(|_| !store.has_whole(pack.name)) {
-                return part::open(common, number, pack).map(Arc::new);
-            }
-            let index = store.index(pack.name)?;
+            let index = match &common {
+                Some(common) => match store.index_of_whole(pack.name) {
+                    Some(index) => index,
+                    None => return part::open(common, number, pack).map(Arc::new),
+                },
+                None => store.index(pack.name)?,
+            };
             let path = store.pack_path(pack.name);
             let file = File::open(&path).doing("open", &path)?;
             let length = file.metadata().doing("look at", &path)?.len();

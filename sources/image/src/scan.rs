@@ -99,6 +99,9 @@ fn directory(seen: &Seen, path: &Path) -> Result<Dir> {
     }
 }
 
+/// Where the descriptors of this process are names.
+const DESCRIPTORS: &str = "/proc/self/fd";
+
 /// A name in a directory that is open, whose own path may lead elsewhere by now.
 #[derive(Clone, Copy)]
 struct At<'a> {
@@ -112,7 +115,7 @@ impl At<'_> {
     /// The way to it for calls that take no directory: of attributes there are none before Linux 6.13. The root's path is absolute, and stays
     /// what it is.
     fn way(&self) -> PathBuf {
-        Path::new("/proc/self/fd").join(self.folder.as_raw_fd().to_string()).join(self.name)
+        Path::new(DESCRIPTORS).join(self.folder.as_raw_fd().to_string()).join(self.name)
     }
 }
 
@@ -274,6 +277,9 @@ fn xattrs(at: At<'_>, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
     match llistxattr(&way, rustix::buffer::spare_capacity(&mut names)) {
         Ok(_) => {}
         Err(Errno::NOTSUP) => return Ok(Vec::new()),
+        Err(error @ (Errno::NOENT | Errno::NOTDIR)) if !Path::new(DESCRIPTORS).exists() => {
+            return Err(error).doing("list, without /proc/self/fd (mount /proc), the attributes of", path);
+        }
         Err(error) => return Err(error).doing("list the attributes of", path),
     }
     let mut found = Vec::new();
@@ -297,6 +303,29 @@ fn xattrs(at: At<'_>, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn that_there_is_no_proc_is_told() {
+        const TREE: &str = "FERRY_TEST_TREE_WITHOUT_PROC";
+        if let Some(tree) = std::env::var_os(TREE) {
+            assert!(!Path::new(DESCRIPTORS).exists());
+            let error = scan(Path::new(&tree), false, &mut |_, _, _| {}).expect_err("attributes cannot be read");
+            assert!(error.to_string().contains("mount /proc"), "{error}");
+            return;
+        }
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root may hide /proc");
+            return;
+        }
+        let folder = tempfile::tempdir().expect("folders can be made");
+        fs::write(folder.path().join("file"), "some").expect("files can be made");
+        let mut alone = std::process::Command::new("unshare");
+        alone.args(["--mount", "sh", "-c", "mount -t tmpfs none /proc && exec \"$@\"", "sh"]);
+        alone.arg(std::env::current_exe().expect("it is there"));
+        alone.args(["--exact", "scan::tests::that_there_is_no_proc_is_told", "--nocapture"]).env(TREE, folder.path());
+        let told = alone.output().expect("unshare is there");
+        assert!(told.status.success(), "{}", String::from_utf8_lossy(&[told.stdout, told.stderr].concat()));
+    }
 
     #[test]
     fn what_replaces_a_file_or_a_directory_is_noticed() {

@@ -192,9 +192,9 @@ impl Store {
         self.index_path(pack).exists() && self.pack_path(pack).exists()
     }
 
-    /// Whether a pack is all here, its index is sound, and it is as long as that tells.
-    pub(crate) fn has_whole(&self, pack: Digest) -> bool {
-        self.index(pack).is_ok_and(|index| self.is_whole(&index))
+    /// The index of a pack that is all here, if it is sound, and the pack is as long as it tells.
+    pub(crate) fn index_of_whole(&self, pack: Digest) -> Option<Index> {
+        self.index(pack).ok().filter(|index| self.is_whole(index))
     }
 
     fn index_path(&self, pack: Digest) -> PathBuf {

@@ -157,6 +157,41 @@ fn of_several_damaged_objects_those_are_mended_that_can_be_had() {
 }
 
 #[test]
+fn what_cannot_be_read_now_is_no_damage_and_holds_up_nothing_else() {
+    let (bench, built) = three();
+    fs::write(bench.tree().join("3"), bytes(3, 9000)).expect("files can be made");
+    let second = bench.build("second").packs;
+    let new =
+        second.into_iter().find(|pack| *pack != built.packs[0]).expect("what was not there before is in another pack");
+    let packs = [built.packs[0], new].map(|pack| pack_path(&bench, pack));
+    let (all, copy) = (packs.each_ref().map(|path| fs::read(path).expect("files can be read")), bench.path("copy"));
+    fs::create_dir(&copy).expect("folders can be made");
+    for unreadable in [0, 1] {
+        let path = |at: usize| &packs[at];
+        (0..2).for_each(|at| write_over(path(at), 0, &[0xaa; 10]));
+        assert_eq!((note(&bench, "second"), notes(&bench)), (2, 2));
+        for (path, bytes) in packs.iter().zip(&all) {
+            fs::write(copy.join(path.file_name().expect("a name")), bytes).expect("files can be made");
+        }
+        // Every read of it is an error of the device.
+        fs::remove_file(path(unreadable)).expect("files can be removed");
+        std::os::unix::fs::symlink("/proc/self/mem", path(unreadable)).expect("links can be made");
+        let error = mend(&open(&bench, "second"), &bench.store(), None).expect_err("it cannot be read");
+        assert!(error.to_string().starts_with("cannot read "), "{error}");
+        assert!(fs::symlink_metadata(path(unreadable)).expect("it is there").is_symlink(), "nothing took its place");
+        // The server has not got that one, but the other.
+        fs::remove_file(copy.join(path(unreadable).file_name().expect("a name"))).expect("files can be removed");
+        mend(&open(&bench, "second"), &bench.store(), Some(&Folder(copy.clone()))).expect_err("it cannot be had");
+        assert!(fs::symlink_metadata(path(unreadable)).expect("it is there").is_symlink(), "nothing took its place");
+        assert!(fs::read(path(1 - unreadable)).expect("files can be read") == all[1 - unreadable]);
+        assert_eq!(notes(&bench), 1);
+        fs::remove_file(path(unreadable)).expect("links can be removed");
+        fs::write(path(unreadable), &all[unreadable]).expect("files can be made");
+        assert_eq!((note(&bench, "second"), notes(&bench)), (0, 0));
+    }
+}
+
+#[test]
 fn a_pack_that_is_too_long_is_mended_too() {
     let (bench, built) = three();
     let path = pack_path(&bench, built.packs[0]);
@@ -211,4 +246,10 @@ fn damaged_objects_of_composefs_are_removed_and_made_again() {
     // That something is not there is no damage.
     fs::remove_file(path(0)).expect("files can be removed");
     assert_eq!(note(&bench, "image"), 0);
+    // What cannot be read stays; the others are looked at all the same.
+    fs::create_dir(path(0)).expect("folders can be made");
+    write_over(&path(2), 100, &[0xaa]);
+    let error = note_damage(&open(&bench, "image"), &bench.store()).expect_err("it cannot be read");
+    assert!(error.to_string().starts_with("cannot read "), "{error}");
+    assert!(path(0).exists() && path(1).exists() && !path(2).exists());
 }

@@ -12,9 +12,10 @@ use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use rustix::fs::{CWD, FlockOperation, Mode, openat};
+use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, StatxAttributes, StatxFlags, openat, statx};
 use rustix::io::Errno;
 use tempfile::TempPath;
 
@@ -82,11 +83,12 @@ fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::resul
 }
 
 /// Removes those objects of an image that are not what their names say, so that builds and pulls put them there again; answers how many
-/// there were. Their length alone would not do: it is the image's word.
+/// there were. Their length alone would not do: it is the image's word. One that cannot be read may be sound and stays, and is an error
+/// once the others have been looked at.
 pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
     let folder = objects_folder(store);
     let objects = file_objects(image).map_err(io::Error::other).doing("look for the image's objects in", &folder)?;
-    let removed = AtomicUsize::new(0);
+    let (removed, unread) = (AtomicUsize::new(0), OnceLock::new());
     parallel::each(objects.len(), |at| {
         let digest = objects[at].digest;
         let path = folder.join(OsStr::from_bytes(&path_of(digest)));
@@ -95,14 +97,28 @@ pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
             opened => File::from(opened.doing("open", &path)?),
         };
         let bytes = file.metadata().doing("look at", &path)?.len();
-        if measure(&file, bytes).is_ok_and(|found| found == digest) {
-            return Ok(());
+        match measure(&file, bytes) {
+            Ok(found) if found == digest => return Ok(()),
+            Err(error) if !is_damage(&file, &error) => {
+                // The first one is answered.
+                let _ = unread.set(Err(error).doing("read", &path));
+                return Ok(());
+            }
+            Ok(_) | Err(_) => {}
         }
         fs::remove_file(&path).doing("remove", &path)?;
         removed.fetch_add(1, Ordering::Relaxed);
         Ok(())
     })?;
+    unread.into_inner().unwrap_or(Ok(()))?;
     Ok(removed.into_inner())
+}
+
+/// Whether that an object cannot be read tells that it is damaged: so the kernel says it of a file with fs-verity.
+fn is_damage(file: &File, error: &io::Error) -> bool {
+    let found = || statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
+    Errno::from_io_error(error) == Some(Errno::IO)
+        && found().is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::VERITY))
 }
 
 /// The objects of an image, and how those that are not here are had.
