@@ -34,7 +34,6 @@ struct Worker {
 struct State {
     jobs: VecDeque<Job>,
     threads: Vec<Worker>,
-    idle: usize,
     closed: bool,
 }
 
@@ -52,10 +51,14 @@ impl State {
 
     /// Whether one more thread is of use. One more than may work waits for calls to be overdue.
     fn wants_thread(&self) -> bool {
+        let threads = self.threads.len();
+        let free = self.threads.iter().filter(|thread| thread.busy.is_none()).count();
+        if free >= self.jobs.len() || threads >= THREADS_ALL_MAX {
+            return false;
+        }
         let now = Instant::now();
         let lost = self.threads.iter().filter(|thread| thread.busy.is_some_and(|busy| busy + OVERDUE <= now)).count();
-        let threads = self.threads.len();
-        self.idle < self.jobs.len() && threads - lost <= THREADS_MAX && threads < THREADS_ALL_MAX
+        threads - lost <= THREADS_MAX
     }
 
     fn note(&mut self, busy: Option<Instant>) {
@@ -76,6 +79,18 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Starts one more thread if it is of use, and can be had.
+    fn reinforce(self: &Arc<Self>, state: &mut State) {
+        if !state.wants_thread() {
+            return;
+        }
+        let shared = Arc::clone(self);
+        match std::thread::Builder::new().name("ferry-lane".into()).spawn(move || work(&shared)) {
+            Ok(thread) => state.threads.push(Worker { id: thread.thread().id(), busy: None }),
+            Err(error) => tracing::debug!("no thread can be had for slow calls: {error}"),
+        }
+    }
 }
 
 /// A few threads, started when needed and gone when idle. Dropping the lane waits for what it still has to do, but not
@@ -94,21 +109,14 @@ impl Lane {
     pub fn run(&self, job: impl FnOnce() + Send + 'static) {
         let mut state = self.0.lock();
         state.jobs.push_back(Box::new(job));
-        if state.wants_thread() {
-            let shared = Arc::clone(&self.0);
-            let started = std::thread::Builder::new().name("ferry-lane".into()).spawn(move || work(&shared));
-            match started {
-                Ok(thread) => state.threads.push(Worker { id: thread.thread().id(), busy: None }),
-                Err(_) if state.threads.is_empty() => {
-                    let job = state.jobs.pop_back();
-                    drop(state);
-                    if let Some(job) = job {
-                        job();
-                    }
-                    return;
-                }
-                Err(_) => {}
+        self.0.reinforce(&mut state);
+        if state.threads.is_empty() {
+            let job = state.jobs.pop_back();
+            drop(state);
+            if let Some(job) = job {
+                job();
             }
+            return;
         }
         drop(state);
         self.0.changed.notify_one();
@@ -125,13 +133,13 @@ impl Lane {
         // A call may have kept what the lane is a part of: its own thread is not waited for.
         let here = std::thread::current().id();
         loop {
-            let others = state.threads.iter().filter(|thread| thread.id != here).count();
+            let others = || state.threads.iter().filter(|thread| thread.id != here);
             let left = until.saturating_duration_since(Instant::now());
-            if others == 0 {
+            if others().next().is_none() {
                 return 0;
             }
             if left.is_zero() {
-                return others.saturating_sub(state.idle) + state.jobs.len();
+                return others().filter(|thread| thread.busy.is_some()).count() + state.jobs.len();
             }
             state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -148,12 +156,14 @@ impl Drop for Lane {
     }
 }
 
-fn work(shared: &Shared) {
+fn work(shared: &Arc<Shared>) {
     let mut state = shared.lock();
     loop {
         let has_room = state.has_room();
         if has_room && let Some(job) = state.jobs.pop_front() {
             state.note(Some(Instant::now()));
+            // This one may never come back, and nobody may ever post another call: who is left is to see to the rest.
+            shared.reinforce(&mut state);
             drop(state);
             // A job that panics must not take the thread's place in the count with it.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
@@ -166,10 +176,8 @@ fn work(shared: &Shared) {
         }
         let until = state.overdue().min().filter(|_| !has_room);
         let patience = until.map_or(IDLE, |until| until.saturating_duration_since(Instant::now()));
-        state.idle += 1;
         let (woken, waited) = shared.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
         state = woken;
-        state.idle -= 1;
         if waited.timed_out() && has_room && state.jobs.is_empty() {
             break;
         }
@@ -231,6 +239,7 @@ mod tests {
         let blocked = Arc::new(Mutex::new(blocked));
         let (tell, told) = std::sync::mpsc::channel();
         for round in 0..3 {
+            let begin = Instant::now();
             for _ in 0..THREADS_MAX {
                 let blocked = Arc::clone(&blocked);
                 lane.run(move || {
@@ -241,11 +250,31 @@ mod tests {
             lane.run(move || {
                 let _ = tell.send(round);
             });
-            let begin = Instant::now();
             assert_eq!(told.recv_timeout(PATIENCE), Ok(round));
-            assert!(round == 0 || begin.elapsed() >= OVERDUE / 2, "they count for a while");
+            assert!(begin.elapsed() >= OVERDUE, "they count for a while");
         }
-        assert!(lane.0.lock().threads.len() <= 3 * THREADS_MAX + 2);
+        assert!(lane.0.lock().threads.len() <= 3 * (THREADS_MAX + 1));
+        drop(keep);
+        assert_eq!(lane.close(PATIENCE), 0);
+    }
+
+    #[test]
+    fn calls_that_never_end_stop_none_that_were_posted_with_them() {
+        let lane = Lane::default();
+        let (keep, blocked) = std::sync::mpsc::channel::<()>();
+        let blocked = Arc::new(Mutex::new(blocked));
+        let (tell, told) = std::sync::mpsc::channel();
+        for _ in 0..2 * THREADS_MAX + 1 {
+            let blocked = Arc::clone(&blocked);
+            lane.run(move || {
+                let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            });
+        }
+        lane.run(move || {
+            let _ = tell.send(());
+        });
+        assert_eq!(told.recv_timeout(PATIENCE), Ok(()), "{lane:?}");
+        assert!(lane.0.lock().threads.len() <= 2 * THREADS_MAX + 2, "{lane:?}");
         drop(keep);
         assert_eq!(lane.close(PATIENCE), 0);
     }
