@@ -374,14 +374,15 @@ pub struct Features {
     /// [`crate::FileSystem::backing`] answers for regular files: a mount on this host may pass reads, writes and
     /// mappings through to those descriptors (FUSE passthrough).
     pub backing: bool,
-    /// [`crate::FileSystem::map`] or [`crate::FileSystem::map_pieces`] answers for regular files: they can be mapped into a client's memory.
+    /// [`crate::FileSystem::map`] or [`crate::FileSystem::map_pieces`] answers for regular files: they can be mapped into
+    /// a client's memory.
     pub mappable: bool,
     /// Its calls wait, for a network say, without keeping a CPU busy: whoever serves it has many under way at once.
     pub waits: bool,
-    /// [`crate::FileSystem::lookup_self`] finds every inode there is, and no number is ever given to another one: what is
-    /// shared can be passed on by an NFS server.
+    /// [`crate::FileSystem::lookup_self`] finds every inode there is, and no number is ever given to another one: what
+    /// is shared can be passed on by an NFS server.
     pub by_number: bool,
-    /// Nothing in it ever changes, and [`crate::FileSystem::readdir`] does not look at its handle: clients that keep listings need
-    /// not ask before they use one.
+    /// Nothing in it ever changes, and [`crate::FileSystem::readdir`] does not look at its handle: clients that keep
+    /// listings need not ask before they use one.
     pub constant: bool,
 }
