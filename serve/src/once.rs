@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use ferry_state::Past;
 use ferry_vfs::{
-    Attr, Backing, Entry, Errno, FallocateFlags, FileType, Ino, Name, OFlags, RenameFlags, Result, SetAttr, XattrFlags,
+    Attr, Backing, Entry, Errno, FallocateFlags, FileType, Ino, Name, New, OFlags, RenameFlags, Result, SetAttr,
+    XattrFlags,
 };
 use ferry_wire::fuse::{Operation, Reply};
 
@@ -232,6 +233,7 @@ impl Server {
                 self.if_same(entry.ino == from, cx, entry, carrier)
             }
             (Operation::Create { name, ref new, flags, clear_privileges }, Errno::EXIST) => {
+                self.shut(cx, name, new)?;
                 match self.create(cx, (name, new), flags - OFlags::EXCL, clear_privileges, carrier) {
                     Err(Errno::ACCESS) => self.open_made(cx, name, flags, carrier),
                     other => other,
@@ -251,6 +253,23 @@ impl Server {
             }
             _ => Err(errno),
         }
+    }
+
+    /// Takes its owner's rights, which it was not made with, from a file: a server has ended in the midst of [`Self::open_made`].
+    fn shut(&self, cx: &Context<'_>, name: Name<'_>, new: &New) -> Result<()> {
+        let source = &self.share.source;
+        // Whatever this meets, opening it meets it, too.
+        let Ok(entry) = source.lookup(&cx.caller, cx.ino, name) else { return Ok(()) };
+        let Attr { mode, size, .. } = entry.attr;
+        let extra = mode & OWNER_READS_AND_WRITES & !new.mode;
+        let is_ours = entry.attr.kind() == FileType::RegularFile && size == 0;
+        let set = SetAttr { mode: Some(mode & PERMISSIONS & !extra), ..SetAttr::default() };
+        let outcome = match is_ours && extra != 0 {
+            true => source.setattr(&cx.caller, entry.ino, None, &set).map(drop),
+            false => Ok(()),
+        };
+        source.forget(entry.ino, 1);
+        outcome
     }
 
     /// Opens a file that was made with a mode that keeps its own owner, a server without privileges, from opening it again.

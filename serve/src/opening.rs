@@ -152,13 +152,16 @@ impl Server {
             }
             Err(errno) => {
                 let unmade = match made {
-                    Some(Made::Dir(name)) => source.rmdir(&cx.caller, cx.ino, name),
-                    Some(Made::Other(name)) => source.unlink(&cx.caller, cx.ino, name),
-                    None => Ok(()),
+                    Some(Made::Dir(name)) => Some(source.rmdir(&cx.caller, cx.ino, name)),
+                    Some(Made::Other(name)) => Some(source.unlink(&cx.caller, cx.ino, name)),
+                    None => None,
                 };
-                self.share
-                    .complaints
-                    .warn(format_args!("a new file cannot be labelled: {errno}; it is removed: {unmade:?}"));
+                let outcome = match unmade {
+                    Some(Ok(())) => "; it is removed".into(),
+                    Some(Err(errno)) => format!("; nor can it be removed: {errno}"),
+                    None => String::new(),
+                };
+                self.share.complaints.warn(format_args!("a new file cannot be labelled: {errno}{outcome}"));
                 source.forget(entry.ino, 1);
                 Err(errno)
             }

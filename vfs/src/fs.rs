@@ -341,7 +341,8 @@ pub trait FileSystem: Send + Sync {
     }
 
     /// What [`Self::identify`] would answer for inodes that it does not find any more, because they are where nobody has seen
-    /// them: looks for them in the whole tree, and answers those that are there.
+    /// them: looks for them in the whole tree, and answers those that are there. The client stands still meanwhile, so a source gives
+    /// up after a while.
     fn search(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
         Vec::new()
     }

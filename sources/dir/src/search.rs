@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::{Bounds, FileType, Ino, OFlags, Result};
 use rustix::fs::Mode;
@@ -15,6 +16,9 @@ use crate::table::{Inode, Key};
 
 /// The longest path that is looked at: Linux takes no longer ones, and an identity has room for no longer one.
 const PATH_BYTES_MAX: usize = 4096;
+
+/// How long it is looked for inodes at most: their guest stands still meanwhile, and so does whoever moves it.
+const SEARCH_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// A directory that was not looked through yet: the one that it is in, its name, and its path from the root on.
 struct Ahead {
@@ -31,10 +35,16 @@ struct Search<'a> {
     /// The host's numbers of these: of most files nothing else is asked.
     numbers: HashSet<u64>,
     found: Vec<(Ino, Vec<u8>)>,
+    /// When it ends, whatever was found.
+    until: Instant,
 }
 
 impl Dir {
     pub(crate) fn search_(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+        self.search_until(inos, within, Instant::now() + SEARCH_TIME_MAX)
+    }
+
+    fn search_until(&self, inos: &[Ino], within: Bounds, until: Instant) -> Vec<(Ino, Vec<u8>)> {
         // What has no name any more is nowhere.
         let is_somewhere = |inode: &Arc<Inode>| {
             let seen = self.path_fd(inode).and_then(|fd| statx(fd.as_fd(), b""));
@@ -43,12 +53,19 @@ impl Dir {
         let inodes = inos.iter().filter_map(|ino| self.table.peek(*ino)).filter(is_somewhere);
         let wanted: HashMap<Key, Arc<Inode>> = inodes.map(|inode| (inode.found.key, inode)).collect();
         let numbers = wanted.keys().map(|key| key.ino).collect();
-        let mut search = Search { dir: self, within, wanted, numbers, found: Vec::new() };
+        let mut search = Search { dir: self, within, wanted, numbers, found: Vec::new(), until };
         let root = self.path_fd(&self.root).and_then(|root| self.reopen(root.as_fd(), OFlags::PATH));
         let Ok(root) = root else { return Vec::new() };
         let mut ahead = vec![Ahead { parent: Arc::new(root), name: b".".to_vec(), path: Vec::new() }];
         // The last one first: so few directories are open at a time.
         while let Some(next) = ahead.pop().filter(|_| !search.wanted.is_empty()) {
+            if search.is_over() {
+                let (count, limit_s) = (search.wanted.len(), SEARCH_TIME_MAX.as_secs());
+                tracing::warn!(
+                    "{count} inodes are not found within {limit_s} s, and are lost: not all of the share was looked at"
+                );
+                break;
+            }
             if let Err(error) = search.look_through(&next, &mut ahead) {
                 tracing::debug!(path = %next.path.escape_ascii(), %error, "a directory is not looked through");
             }
@@ -58,12 +75,21 @@ impl Dir {
 }
 
 impl Search<'_> {
+    fn is_over(&self) -> bool {
+        Instant::now() >= self.until
+    }
+
     fn look_through(&mut self, at: &Ahead, ahead: &mut Vec<Ahead>) -> Result<()> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let open = || rustix::fs::openat(&at.parent, at.name.as_slice(), flags, Mode::empty());
         let fd = Arc::new(self.dir.with_room(open)?);
         let mut names = Names::default();
         while let Some((number, kind, name)) = names.next(fd.as_fd())? {
+            if self.is_over() {
+                // Another turn of the loop above is to tell of it.
+                ahead.push(Ahead { parent: Arc::clone(&fd), name: b".".to_vec(), path: at.path.clone() });
+                break;
+            }
             let path = if at.path.is_empty() { name.to_vec() } else { [&at.path[..], b"/", name].concat() };
             if matches!(name, b"." | b"..") || path.len() > PATH_BYTES_MAX {
                 continue;
@@ -102,5 +128,24 @@ impl Search<'_> {
             Some(handle) => sys::name_to_handle(fd.as_fd(), b"")?.parts() == handle.parts(),
             None => true,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::{Caller, FileSystem, Name};
+
+    use super::*;
+    use crate::Options;
+
+    #[test]
+    fn a_search_ends_in_time() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        std::fs::write(folder.path().join("file"), "").expect("files can be made");
+        let dir = Dir::open(folder.path(), Options::default()).expect("it can be shared");
+        let name = Name::new(b"file").expect("a name");
+        let ino = dir.lookup(&Caller::default(), Ino::ROOT, name).expect("it is there").ino;
+        assert_eq!(dir.search_until(&[ino], Bounds::Paths, Instant::now() + SEARCH_TIME_MAX).len(), 1);
+        assert!(dir.search_until(&[ino], Bounds::Paths, Instant::now()).is_empty());
     }
 }
