@@ -30,7 +30,7 @@ use crate::stats::Counters;
 use crate::watch::{Ownership, Seen, Watch};
 use desk::Shared;
 use message::Message;
-use notes::{Job, WHOLE};
+use notes::Job;
 
 /// Hears of the changes of a source.
 #[derive(Debug)]
@@ -161,9 +161,9 @@ impl Teller {
         match job {
             Job::All => {
                 tracing::debug!("more changes than can be told one by one: the kernel is to forget everything");
-                say(Message::Epoch)?;
-                self.shared.more(self.known().into_iter().chain([Ino::ROOT]).map(|ino| Job::Data(ino, WHOLE)));
+                self.shared.more(notes::of_all(self.known()));
             }
+            Job::Names => say(Message::Epoch)?,
             Job::Removed(dir, name, ino) => return self.removed(dir, name.as_name(), ino, owner, counters),
             Job::Entry(dir, name) => say(Message::Entry(dir, name.as_name()))?,
             Job::Unsure(dir, name) => say(Message::Expired(dir, name.as_name()))?,

@@ -15,7 +15,7 @@ const TOLD_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Tellers that the kernel keeps at most, each because of another inode: so many threads. Past it nobody is told any more,
 /// until one comes back.
-pub(super) const STUCK_MAX: usize = 64;
+const STUCK_MAX: usize = 64;
 
 /// What a teller is doing.
 #[derive(Debug)]
@@ -258,10 +258,15 @@ impl Shared {
 mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc::{RecvTimeoutError, channel};
 
     use ferry_vfs::Name;
 
+    use super::super::notes::of_all;
     use super::*;
+
+    /// A job that is there is given out in far less.
+    const PATIENCE: Duration = Duration::from_secs(10);
 
     /// Those who wait for the telling.
     #[derive(Default)]
@@ -288,12 +293,27 @@ mod tests {
         shared.note(&Change::Entry { dir: Ino(dir), name: Name::new(name).unwrap().to_buf() });
     }
 
+    /// The next job, which must be there.
+    fn next(shared: &Shared) -> (u64, Job) {
+        let (done, is_done) = channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                if is_done.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                    shared.close();
+                }
+            });
+            let next = shared.next(false);
+            drop(done);
+            next.expect("there is a job")
+        })
+    }
+
     /// All that is to be told without waiting for anybody.
     fn all(shared: &Shared) -> Vec<Job> {
         const LAST: u64 = u64::MAX;
         // The last of its round.
         attributes(shared, LAST);
-        let next = || Some(shared.next(false)?.1).filter(|job| *job != Job::Attributes(Ino(LAST)));
+        let next = || Some(next(shared).1).filter(|job| *job != Job::Attributes(Ino(LAST)));
         std::iter::from_fn(next).collect()
     }
 
@@ -304,17 +324,17 @@ mod tests {
         attributes(&shared, 2);
         waiting.one(&shared);
         assert!(shared.is_behind());
-        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(2)));
+        assert_eq!(next(&shared).1, Job::Attributes(Ino(2)));
         // Of what is being told now somebody may know no more than of what is noted.
         assert!(shared.is_behind());
         attributes(&shared, 3);
         waiting.one(&shared);
         assert_eq!(waiting.done(), 0);
-        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(3)));
+        assert_eq!(next(&shared).1, Job::Attributes(Ino(3)));
         assert_eq!(waiting.done(), 1);
         attributes(&shared, 4);
         waiting.one(&shared);
-        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(4)));
+        assert_eq!(next(&shared).1, Job::Attributes(Ino(4)));
         assert_eq!(waiting.done(), 2);
         shared.close();
         assert_eq!(waiting.done(), 3, "nobody is left to be told");
@@ -329,13 +349,13 @@ mod tests {
         entry(&shared, 7, b"x");
         attributes(&shared, 2);
         waiting.one(&shared);
-        let (stuck, job) = shared.next(false).unwrap();
+        let (stuck, job) = next(&shared);
         assert_eq!(job.waits_for(), Some(Ino(7)));
         assert_eq!(shared.set_aside(|| None::<()>), None, "it has just come back");
         assert!(shared.lock().stuck.is_empty());
         shared.set_aside(|| Some(())).unwrap();
         // The next one tells whatever is of other inodes.
-        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(2)));
+        assert_eq!(next(&shared).1, Job::Attributes(Ino(2)));
         entry(&shared, 8, b"y");
         entry(&shared, 7, b"z");
         let jobs = all(&shared);
@@ -351,9 +371,9 @@ mod tests {
         // Nobody waits for him any more.
         attributes(&shared, 3);
         waiting.one(&shared);
-        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(3)));
+        assert_eq!(next(&shared).1, Job::Attributes(Ino(3)));
         attributes(&shared, 4);
-        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(4)));
+        assert_eq!(next(&shared).1, Job::Attributes(Ino(4)));
         assert_eq!(waiting.done(), 2);
         // What was put off is told when he is back.
         shared.come_back(stuck);
@@ -366,10 +386,10 @@ mod tests {
         let (shared, waiting) = (Shared::default(), Waiting::default());
         entry(&shared, 7, b"x");
         waiting.one(&shared);
-        let (stuck, _) = shared.next(false).unwrap();
+        let (stuck, _) = next(&shared);
         shared.set_aside(|| Some(())).unwrap();
         attributes(&shared, 2);
-        assert_eq!(shared.next(false).unwrap().1, Job::Attributes(Ino(2)));
+        assert_eq!(next(&shared).1, Job::Attributes(Ino(2)));
         assert!(shared.let_go(), "it waits");
         shared.come_back(stuck);
         assert_eq!((waiting.done(), shared.let_go()), (1, false));
@@ -383,18 +403,34 @@ mod tests {
         for round in 0..2 {
             shared.note(&removed);
             if round == 0 {
-                assert_eq!(shared.next(false).unwrap().1, Job::Removed(Ino(1), name.clone(), Ino(9)));
+                assert_eq!(next(&shared).1, Job::Removed(Ino(1), name.clone(), Ino(9)));
                 shared.set_aside(|| Some(())).unwrap();
             }
-            assert_eq!(shared.next(false).unwrap().1, Job::Entry(Ino(1), name.clone()), "round {round}");
+            assert_eq!(next(&shared).1, Job::Entry(Ino(1), name.clone()), "round {round}");
             all(&shared);
         }
         // And where it is the directory that is in use, nobody can do anything.
         shared.note(&Change::Removed { dir: Ino(1), name: name.clone(), ino: Ino(10) });
-        let (_, job) = shared.next(false).unwrap();
+        let (_, job) = next(&shared);
         assert_eq!(job, Job::Removed(Ino(1), name.clone(), Ino(10)));
         shared.goes_on(Ino(1));
         shared.set_aside(|| Some(())).unwrap();
         assert!(all(&shared).iter().all(|job| job.waits_for() != Some(Ino(1))));
+    }
+
+    #[test]
+    fn who_is_stuck_while_all_is_told_takes_nothing_else_along() {
+        let shared = Shared::default();
+        shared.note(&Change::All);
+        assert_eq!(next(&shared).1, Job::All);
+        shared.more(of_all(vec![Ino(2), Ino(3)]));
+        let mut jobs = Vec::new();
+        for _ in 0..2 {
+            jobs.push(next(&shared).1);
+            shared.set_aside(|| Some(())).unwrap();
+        }
+        jobs.extend(all(&shared));
+        let data = |ino| Job::Data(ino, (0, u64::MAX));
+        assert_eq!(jobs, [Job::Names, data(Ino(2)), data(Ino(3)), data(Ino::ROOT)]);
     }
 }

@@ -11,7 +11,7 @@ pub(super) const NOTES_MAX: usize = 1 << 16;
 pub(super) type Span = (u64, u64);
 
 /// All of a file.
-pub(super) const WHOLE: Span = (0, u64::MAX);
+const WHOLE: Span = (0, u64::MAX);
 
 /// What the kernel is to be told. Equal changes fall together; the order does not matter, for all are about what it
 /// is to forget.
@@ -29,8 +29,10 @@ pub(super) struct Notes {
 /// One thing to tell the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Job {
-    /// Anything may have changed.
+    /// Anything may have changed. Told as [`of_all`] has it.
     All,
+    /// Any name may mean something else.
+    Names,
     /// A name that meant an inode was removed.
     Removed(Ino, NameBuf, Ino),
     /// A name means something else.
@@ -56,9 +58,16 @@ impl Job {
             | Self::Unsure(ino, _)
             | Self::Data(ino, _)
             | Self::Prune(ino) => Some(ino),
-            Self::Attributes(_) | Self::All | Self::PruneAll => None,
+            Self::Attributes(_) | Self::All | Self::Names | Self::PruneAll => None,
         }
     }
+}
+
+/// What it comes down to that anything may have changed, for a kernel that knows these inodes. Each is a job of its own: whoever
+/// is kept by one takes no other along.
+pub(super) fn of_all(known: Vec<Ino>) -> impl Iterator<Item = Job> {
+    let data = known.into_iter().chain([Ino::ROOT]).map(|ino| Job::Data(ino, WHOLE));
+    std::iter::once(Job::Names).chain(data)
 }
 
 impl Notes {
@@ -114,7 +123,7 @@ impl Notes {
             Job::Unsure(dir, name) => {
                 self.unsure.insert((dir, name));
             }
-            Job::All => self.overflow = true,
+            Job::All | Job::Names => self.overflow = true,
             Job::Prune(_) | Job::PruneAll => {}
         }
         if self.overflow || self.len() > NOTES_MAX {

@@ -9,7 +9,7 @@ use ferry_vfs::Ino;
 use super::notes::{Job, NOTES_MAX, Notes};
 
 /// When the kernel is told once more to give up what it has written itself: it may have been using the inode for a moment.
-pub(super) const PRUNE_AGAIN: Duration = Duration::from_secs(1);
+const PRUNE_AGAIN: Duration = Duration::from_secs(1);
 
 /// What is to be pruned: at once, and again one to two seconds later.
 #[derive(Debug, Default)]
