@@ -114,8 +114,8 @@ pub enum Command {
 
     /// Show or change what a running share or mount logs.
     ///
-    /// The target is a process id, a mount point, the socket of a share, or a file in a mount or a shared
-    /// directory, which means the requests about this file alone.
+    /// The target is a process id, a mount point, the socket of a share or its address for 9P (unix:/run/s, tcp:HOST:PORT),
+    /// or a file in a mount or a shared directory, which means the requests about this file alone.
     #[command(after_long_help = recipes::LOG)]
     Log(LogArgs),
 
@@ -205,7 +205,8 @@ pub struct MountArgs {
 
 #[derive(Debug, clap::Args)]
 pub struct LogArgs {
-    /// A process id, a mount point, the socket of a share, or a file in a mount or a shared directory.
+    /// A process id, a mount point, the socket of a share or its address for 9P, or a file in a mount or a shared
+    /// directory.
     #[arg(value_name = "TARGET")]
     pub target: PathBuf,
 

@@ -432,6 +432,31 @@ fn shares_are_found_by_their_socket() {
     assert!(text.contains("not in a mount or a shared directory of a running ferry"), "{text}");
 }
 
+/// What is proposed where a target means several shares is understood as a target.
+#[test]
+fn shares_are_found_by_the_names_that_are_proposed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().canonicalize().unwrap();
+    let file = path.join("ferry.toml");
+    let share = |address: &str| format!("[[share]]\nsource = {path:?}\n9p = {address:?}\n");
+    let socket = format!("unix:{}", path.join("s").display());
+    fs::write(&file, share(&socket) + &share("tcp:127.0.0.1:0")).unwrap();
+    let mut server = Server::start(ferry().arg("share").arg("--config").arg(&file));
+    let said = refused(1, ferry().arg("log").arg(&path).arg("requests"));
+    let (_, names) = said.trim_end().split_once("is shared several times: name ").unwrap();
+    let names: Vec<_> = names.split(", or ").collect();
+    assert!(names.len() == 2 && names[0] == socket && names[1].starts_with("tcp:127.0.0.1:"), "{said}");
+    for name in &names {
+        let requests = log_of(name, &["requests"])["requests"].clone();
+        assert!(requests.as_str().is_some_and(|requests| !requests.is_empty()), "{name}: {requests}");
+        assert_eq!(log_of(name, &["default"])["log"], "info");
+    }
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    let said = refused(1, ferry().arg("log").arg(names[1]));
+    assert!(said.contains("cannot find tcp:127.0.0.1:"), "{said}");
+}
+
 #[test]
 fn bad_targets_are_refused_in_sentences() {
     let folder = tempfile::tempdir().unwrap();

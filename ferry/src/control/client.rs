@@ -82,7 +82,8 @@ fn running() -> Vec<(Client, Status)> {
 }
 
 impl Target {
-    /// Finds what a process id, a mount point, a socket, or a file in a mount or a shared directory means.
+    /// Finds what a process id, a mount point, a socket, an address for 9P, or a file in a mount or a shared directory
+    /// means.
     pub fn find(target: &Path) -> Result<Self> {
         let begin = Instant::now();
         loop {
@@ -103,6 +104,10 @@ impl Target {
             let found = running.into_iter().find(|(client, _)| client.pid == pid);
             let (client, _) = found.with_context(|| format!("no ferry share or mount of yours is process {pid}"))?;
             return Ok(Self { client, share: None, file: None });
+        }
+        if let Some((client, share)) = target.to_str().and_then(|text| Self::of_address(text, &running)) {
+            let client = running.into_iter().nth(client).expect("it was found there").0;
+            return Ok(Self { client, share: Some(share), file: None });
         }
         let path = target.canonicalize().with_context(|| format!("cannot find {shown}"))?;
         if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket())
@@ -129,6 +134,12 @@ impl Target {
         };
         let client = running.into_iter().nth(client).expect("it was found there").0;
         Ok(Self { client, share: Some(share), file })
+    }
+
+    /// The share with this address for 9P, as `ferry log` shows it. No two of one network have the same.
+    fn of_address(address: &str, running: &[(Client, Status)]) -> Option<(usize, usize)> {
+        let found = each_share(running).find(|(_, _, shown)| shown.ninep.as_deref() == Some(address));
+        found.map(|(client, share, _)| (client, share))
     }
 
     fn of_socket(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize)> {
