@@ -31,7 +31,9 @@ pub(crate) fn program() -> String {
 
 /// Lets `ferry log` show and change what is logged, where the log is ours.
 fn control(logging: Option<Logging>, served: Served) -> Option<Control> {
-    Control::start(Control::bind(), vec![served].into(), logging?, Owner::default())
+    // Where there is nothing to show, no socket is made either.
+    let logging = logging?;
+    Control::start(Control::bind(), vec![served].into(), logging, Owner::default())
 }
 
 fn mount(
