@@ -571,9 +571,16 @@ fn one_that_is_bound_to_a_cpu_polls() {
         pid: None,
         count_syscalls: None,
     };
-    // Whoever else works on this machine may keep it from polling for a while.
-    let kicks = |_| load::run(&served.tree.at("s"), &load).unwrap().kicks_per_request;
-    assert!((0..20).map(kicks).any(|kicks| kicks < 0.5), "it is called for each request");
+    // Whoever else works on this machine, the other tests among them, may keep it from polling for a while.
+    let end = Instant::now() + SOON;
+    loop {
+        let kicks = load::run(&served.tree.at("s"), &load).unwrap().kicks_per_request;
+        if kicks < 0.5 {
+            break;
+        }
+        assert!(Instant::now() < end, "it is called for each request: {kicks} calls for one");
+        std::thread::sleep(TICK);
+    }
 }
 
 /// What cannot be confined says so, if it was asked to be.
