@@ -11,6 +11,7 @@ use std::io::Write;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -473,6 +474,8 @@ const CHUNK: u64 = 2 << 20;
 struct Front {
     driver: Driver,
     mapped: Arc<Mutex<BTreeMap<u64, Wish>>>,
+    /// Nothing is mapped at the moment.
+    refuses_all: Arc<AtomicBool>,
 }
 
 impl Front {
@@ -484,10 +487,13 @@ impl Front {
         driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT, MINOR_MAX).unwrap();
         let mapped = Arc::default();
         let theirs: Arc<Mutex<BTreeMap<u64, Wish>>> = Arc::clone(&mapped);
+        let refuses_all = Arc::new(AtomicBool::new(false));
+        let busy = Arc::clone(&refuses_all);
         std::thread::spawn(move || {
             while let Some(wish) = next_wish(&line) {
                 let (code, at) = (wish.code, wish.numbers[2]);
-                let refuses = wish.file.as_ref().is_some_and(|file| is_read_only(file) && !takes_read_only);
+                let takes = |file: &fs::File| !busy.load(Ordering::Relaxed) && (takes_read_only || !is_read_only(file));
+                let refuses = wish.file.as_ref().is_some_and(|file| !takes(file));
                 match (code, refuses) {
                     (9, false) => assert!(theirs.lock().unwrap().insert(at, wish).is_none(), "mapped twice"),
                     (9, true) => {}
@@ -496,7 +502,7 @@ impl Front {
                 answer(&line, code, refuses.into());
             }
         });
-        Self { driver, mapped }
+        Self { driver, mapped, refuses_all }
     }
 
     /// Has a part of a file mapped, as Linux does; answers what was mapped for it.
@@ -585,6 +591,26 @@ fn a_window_has_the_stores_own_pages() {
             assert!(front.mapped.lock().unwrap().is_empty(), "each was taken away as it was mapped");
         }
     }
+}
+
+#[test]
+fn a_refusal_of_everything_does_not_end_the_sharing_of_pages() {
+    let _alone = alone();
+    let said = Said::begin();
+    let made = Made::new(Layout::Flat);
+    let shared = Shared::new(made.source(), "t");
+    let mut front = Front::new(&shared.socket, true);
+    front.map("file-70000", 0, 0).unwrap();
+    front.refuses_all.store(true, Ordering::Relaxed);
+    assert_eq!(front.map(LARGE, 0, CHUNK).unwrap_err().errno(), Some(libc::EIO));
+    front.refuses_all.store(false, Ordering::Relaxed);
+    let (bytes, in_place) = shown(&front.map(LARGE, 0, CHUNK).unwrap());
+    assert!(bytes == expected(&made, LARGE, 0) && in_place == [true]);
+    // One that refuses these files alone is told of.
+    let shared = Shared::new(made.source(), "t");
+    let mut front = Front::new(&shared.socket, false);
+    (0..2).for_each(|at| drop(front.map(LARGE, at * CHUNK, at * CHUNK).unwrap()));
+    said.assert("open for reading only; from now on it gets copies");
 }
 
 #[test]

@@ -51,7 +51,7 @@ pub(super) struct Mapper {
     files: HashMap<Ino, Open>,
     tails: Arc<Tails>,
     read_only: bool,
-    /// The front end has refused what is open for reading only.
+    /// The front end has refused what is open for reading only, and taken a copy of it.
     needs_writable: bool,
     complaints: Complaints,
 }
@@ -160,15 +160,24 @@ impl Mapper {
 
     /// Has the front end map pieces of a file, or copies of them if it must.
     fn place_pieces(&mut self, window_offset: u64, pieces: &[Piece]) -> Result<Arc<[Part]>> {
+        let place = |in_place: bool| {
+            let wishes = pieces::wishes(window_offset, pieces, in_place)?;
+            Ok::<_, Errno>(self.place(wishes.iter().map(|wish| (wish.part, wish.file()))))
+        };
         let in_place = self.window.maps_read_only() && !self.needs_writable;
-        let wishes = pieces::wishes(window_offset, pieces, in_place)?;
-        match self.place(wishes.iter().map(|wish| (wish.part, wish.file()))) {
-            Err((_, WindowError::Refused)) if in_place => {
+        let mut mapped = place(in_place)?;
+        if in_place && matches!(mapped, Err((_, WindowError::Refused))) {
+            mapped = place(false)?;
+            // What is refused in any form says nothing of others.
+            if mapped.is_ok() {
                 self.needs_writable = true;
-                self.place_pieces(window_offset, pieces)
+                self.complaints.warn(format_args!(
+                    "{}: the front end refuses files that are open for reading only; from now on it gets copies, which take memory",
+                    self.name
+                ));
             }
-            mapped => mapped.map_err(|(part, error)| self.failed("mapped", part, &error)),
         }
+        mapped.map_err(|(part, error)| self.failed("mapped", part, &error))
     }
 
     /// Has the front end map parts of files: all, or none.

@@ -9,7 +9,9 @@
 //!
 //! A mapping stays as it is for as long as the guest may use it. So neighbouring mappings are not made one afterwards, and none
 //! is split: QEMU takes only whole mappings away and none that overlap, and in between the guest would read rubbish and lose
-//! what it writes. The number of mappings is bounded by the window's size instead ([`WINDOW_BYTES_MAX`]).
+//! what it writes. The number of mappings is bounded by the window's size instead ([`WINDOW_BYTES_MAX`]): with QEMU one or two for each
+//! 2 MiB that Linux asks for at a time. A front end that maps pieces in place has one for each piece, at worst one for each page of the
+//! window; where it bears no more it refuses, and gets copies.
 
 mod mapper;
 mod pieces;

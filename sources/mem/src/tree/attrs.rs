@@ -29,8 +29,12 @@ pub(crate) fn now() -> Timespec {
 /// The time of a change of what changed at these times before: later than each of them, so that no two states of an inode
 /// have the same times, however fast one follows the other. (9P's `qid.version` is made of them.)
 pub(crate) fn now_after(lasts: impl IntoIterator<Item = Timespec>) -> Timespec {
-    let now = nanoseconds(now());
-    timespec(lasts.into_iter().map(|last| later(now, nanoseconds(last))).fold(now, i64::max))
+    timespec(after(nanoseconds(now()), lasts))
+}
+
+/// The same at the time `now`, in nanoseconds.
+pub(crate) fn after(now: i64, lasts: impl IntoIterator<Item = Timespec>) -> i64 {
+    lasts.into_iter().map(|last| later(now, nanoseconds(last))).fold(now, i64::max)
 }
 
 /// The mode after a write or change of owner by somebody who may not keep privileges. A sgid bit without the right to

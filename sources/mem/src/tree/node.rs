@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 
-use super::attrs::now_after;
+use super::attrs::after;
 use super::dir::Dir;
 use super::xattr::Xattrs;
 use crate::machine::{coarse_time, later, nanoseconds, timespec};
@@ -170,8 +170,9 @@ impl<S: Store> Node<S> {
 
     /// Notes a write that was made with the state's lock held shared: at a time later than each that was shown before.
     pub(crate) fn note_write(&self, meta: &Meta) {
-        let (now, since) = (nanoseconds(coarse_time()), nanoseconds(now_after([meta.mtime, meta.ctime])));
-        let next = |noted: i64| Some(if noted == 0 { since } else { later(now, noted) });
+        let now = nanoseconds(coarse_time());
+        // It always moves: what is noted may have been shown.
+        let next = |noted: i64| Some(if noted == 0 { after(now, [meta.mtime, meta.ctime]) } else { later(now, noted) });
         let _ = self.wrote_ns.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
     }
 
