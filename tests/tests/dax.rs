@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
@@ -326,6 +326,31 @@ fn mappings_are_asked_for_and_given_back() {
     }
     driver.receive(ticket).unwrap();
     drop(driver);
+    share.assert_released();
+}
+
+/// What a guest stores into a hole takes room when the host writes it out, which nobody could tell the guest of.
+#[test]
+fn holes_are_filled_before_the_guest_writes() {
+    let _alone = alone();
+    Asked::begin();
+    let share = share_with_file("native-holes");
+    let file = std::fs::File::create(share.path.join("file")).unwrap();
+    file.set_len(2 * CHUNK).unwrap();
+    // What is reserved behind the end fills no hole.
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::KEEP_SIZE, 4 * CHUNK, 4 * CHUNK).unwrap();
+    let bytes = || file.metadata().unwrap().blocks() * 512;
+    let before = bytes();
+    let (mut driver, line, node) = native(&share);
+    for (flags, filled) in [(SETUPMAPPING_READ, 0), (SETUPMAPPING_READ | SETUPMAPPING_WRITE, CHUNK)] {
+        let ticket = send(&mut driver, &setup(node, CHUNK, 0, flags));
+        if flags == SETUPMAPPING_READ {
+            answer(&line, next_wish(&line).unwrap().code, 0);
+        }
+        driver.receive(ticket).unwrap();
+        assert!((bytes() - before).abs_diff(filled) < 1 << 16, "{} of {filled}", bytes() - before);
+    }
+    drop((driver, line));
     share.assert_released();
 }
 

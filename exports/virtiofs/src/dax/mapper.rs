@@ -241,13 +241,18 @@ impl Mapper {
     /// no room, and would end the virtual machine.
     fn allocate(&self, asked: &Mapping) -> Result<()> {
         let Some(open) = self.files.get(&asked.ino) else { return Ok(()) };
-        let stat = fstat(open.file.as_fd())?;
-        let (size, blocks) = (u64::try_from(stat.st_size).unwrap_or(0), u64::try_from(stat.st_blocks).unwrap_or(0));
+        let size = u64::try_from(fstat(open.file.as_fd())?.st_size).unwrap_or(0);
         let bytes = asked.len.min(size.saturating_sub(asked.offset));
-        if bytes == 0 || blocks.saturating_mul(512) >= size {
+        if bytes == 0 {
             return Ok(());
         }
-        match fallocate(open.file.as_fd(), FallocateFlags::KEEP_SIZE, asked.offset, bytes) {
+        let fill = |flags| fallocate(open.file.as_fd(), flags | FallocateFlags::KEEP_SIZE, asked.offset, bytes);
+        // What other files share with it takes room of its own, too, once it is written to.
+        match fill(FallocateFlags::UNSHARE_RANGE) {
+            Err(Errno::OPNOTSUPP | Errno::INVAL) => {}
+            outcome => return outcome,
+        }
+        match fill(FallocateFlags::empty()) {
             // Where nothing can be reserved, nothing is.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
             Err(errno) => Err(errno),
