@@ -269,11 +269,13 @@ impl<H: QueueHandler> Worker<H> {
             return 0;
         }
         for took in 0..BATCH_MAX {
-            // A driver cannot have more chains out than its ring has entries, unless it lies.
-            let popped = match (running.out >= usize::from(QUEUE_SIZE_MAX), running.ring.has_available()) {
-                (false, _) => running.ring.pop(&mut self.chain),
-                (true, false) => Ok(Popped::Empty),
-                (true, true) => Err(RingError::TooManyChains),
+            let popped = if running.out < usize::from(QUEUE_SIZE_MAX) {
+                running.ring.pop(&mut self.chain)
+            } else if running.ring.has_available() {
+                // A driver cannot have more chains out than its ring has entries, unless it lies.
+                Err(RingError::TooManyChains)
+            } else {
+                Ok(Popped::Empty)
             };
             match popped {
                 Ok(Popped::Chain) => {}
