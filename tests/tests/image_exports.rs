@@ -294,7 +294,7 @@ ferry=$1 layout=$2 large=$3
 for way in virtiofs share; do
     echo $way $("$ferry" image build /mnt/$way -o /mnt/work/image-$way --store /mnt/work/store-$way --layout $layout)
 done
-! cat /mnt/bad/$large >/mnt/work/got 2>/mnt/work/said
+if cat /mnt/bad/$large >/mnt/work/got 2>/mnt/work/said; then exit 1; fi
 grep -q 'Input/output error' /mnt/work/said
 cmp -n $(stat -c %s /mnt/work/got) /mnt/work/got /mnt/virtiofs/$large
 cmp /mnt/bad/twin /mnt/virtiofs/twin

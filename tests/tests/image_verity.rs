@@ -47,12 +47,12 @@ umount /run/mnt
 replace() { cp "$1" copy; mv copy "$1"; }
 replace "$(find store/objects -type f -size -120k)"
 "$ferry" image mount image /run/mnt --store store --digest $digest
-! cat /run/mnt/large >/dev/null
+if cat /run/mnt/large >/dev/null; then exit 1; fi
 cmp tree/other /run/mnt/other
 umount /run/mnt
 # Without it in the object that is looked at, a mount that would fail later is refused at once.
 replace "$(find store/objects -type f -size +120k)"
-! "$ferry" image mount image /run/mnt --store store --digest $digest
+if "$ferry" image mount image /run/mnt --store store --digest $digest; then exit 1; fi
 "$ferry" image mount image /run/mnt --store store
 compare
 umount /run/mnt

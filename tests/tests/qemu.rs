@@ -10,7 +10,7 @@ use ferry_tests::{Cache, Device, Kind, Mount, Options, Place, Share, guest_on, r
 const SCRIPT: &str = r#"
 cd /mnt/share
 grep -q ' /mnt/share virtiofs ' /proc/mounts
-! grep 'share virtiofs.*dax' /proc/mounts
+if grep 'share virtiofs.*dax' /proc/mounts; then exit 1; fi
 nproc | grep -x 2
 for number in 1 2 3 4 5 6 7 8; do dd if=/dev/urandom of=file$number bs=64k count=64 2>/dev/null & done
 wait
