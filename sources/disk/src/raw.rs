@@ -19,6 +19,9 @@ const SECTOR_BYTES: u64 = 512;
 /// The unit in which nearly all file systems allocate, and that nearly all disks write without reading.
 const BLOCK_BYTES: u32 = 4096;
 
+/// As much of a write is copied at once where the client's memory is not aligned for `O_DIRECT`.
+const COPIED_BYTES: usize = 256 << 10;
+
 /// Zeros written at once where a file system cannot make them by itself.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
@@ -37,8 +40,8 @@ struct Direct {
 
 /// A raw disk.
 pub(crate) struct RawDisk {
-    /// Through the page cache. Transfers that are not aligned for `O_DIRECT` go here, too: the kernel keeps both ways
-    /// in agreement, as long as direct transfers are of whole blocks, which is what the alignment says.
+    /// Through the page cache. Transfers that are not aligned for `O_DIRECT` go here, too. The kernel keeps both ways in
+    /// agreement but for one case, which is [`Direct::needs_copy`]'s.
     cached: Pair,
     direct: Option<Direct>,
     file: File,
@@ -102,11 +105,8 @@ impl RawDisk {
 
     /// The descriptor for a transfer.
     fn pick(&self, at: &BlockRange, durable: bool) -> Data {
-        let fits = |direct: &&Direct| {
-            let offset_fits = at.offset.is_multiple_of(direct.alignment as u64);
-            offset_fits && at.alignment.is_multiple_of(direct.alignment)
-        };
-        let pair = self.direct.as_ref().filter(fits).map_or(&self.cached, |direct| &direct.pair);
+        let direct = self.direct.as_ref().filter(|direct| direct.fits_place(at) && direct.fits_memory(at));
+        let pair = direct.map_or(&self.cached, |direct| &direct.pair);
         let file = Arc::clone(if durable { &pair.durable } else { &pair.plain });
         Data::Extent(Extent { file, offset: at.offset })
     }
@@ -145,9 +145,12 @@ impl Disk for RawDisk {
         Ok(self.pick(at, false))
     }
 
-    fn write(&self, at: &BlockRange, durable: bool, _: &mut dyn Input) -> Result<Data> {
+    fn write(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<Data> {
         self.writable()?;
-        Ok(self.pick(at, durable))
+        match &self.direct {
+            Some(direct) if direct.needs_copy(at) => direct.write_copy(at, durable, input).map(Data::Bytes),
+            _ => Ok(self.pick(at, durable)),
+        }
     }
 
     fn flush(&self) -> Result<Option<Arc<Backing>>> {
@@ -231,6 +234,42 @@ impl Direct {
         let pair = Pair::open(file, access | OFlags::DIRECT, Backing::waiting).ok()?;
         let alignment = sys::direct_alignment(&*pair.plain)?;
         Some(Self { pair, alignment })
+    }
+
+    fn fits_place(&self, at: &BlockRange) -> bool {
+        [at.offset, at.bytes].iter().all(|number| number.is_multiple_of(self.alignment as u64))
+    }
+
+    fn fits_memory(&self, at: &BlockRange) -> bool {
+        at.alignment.is_multiple_of(self.alignment)
+    }
+
+    /// Whether a write must not go through the page cache, only because the client's memory is not aligned. Where direct
+    /// writes may be of less than a block, a write to another part of that block through the page cache would first read
+    /// the whole, and write it back later: over what was written directly meanwhile. (Who asks for whole blocks never shares one.)
+    fn needs_copy(&self, at: &BlockRange) -> bool {
+        self.alignment < BLOCK_BYTES as usize && self.fits_place(at) && !self.fits_memory(at)
+    }
+
+    /// Writes directly by way of memory that is aligned; waits for the disk.
+    fn write_copy(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<usize> {
+        let file = if durable { &self.pair.durable } else { &self.pair.plain };
+        let bytes = usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?;
+        let mut memory = vec![0; bytes.min(COPIED_BYTES) + self.alignment];
+        let skew = memory.as_ptr().align_offset(self.alignment).min(self.alignment);
+        let mut done = 0;
+        while done < bytes {
+            let piece = &mut memory[skew..][..COPIED_BYTES.min(bytes - done)];
+            if input.take(piece) < piece.len() {
+                return Err(Errno::FAULT);
+            }
+            let written = rustix::io::retry_on_intr(|| rustix::io::pwrite(file, piece, at.offset + done as u64))?;
+            if written < piece.len() {
+                return Err(Errno::IO);
+            }
+            done += written;
+        }
+        Ok(done)
     }
 }
 

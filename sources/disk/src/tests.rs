@@ -1,5 +1,5 @@
 use std::fs::{self, File};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
 
 use ferry_vfs::{BlockRange, Data, Errno};
@@ -100,8 +100,6 @@ fn aligned_transfers_bypass_the_page_cache() {
     use ferry_vfs::OFlags;
     let is_direct = |flags: OFlags| flags.contains(OFlags::DIRECT);
     assert!(is_direct(flags(4096, 4096, 4096, false)));
-    assert!(!is_direct(flags(4096, 4096, 1, false)), "memory that is not aligned");
-    assert!(!is_direct(flags(4096, 4096, 256, false)), "memory that is not aligned enough");
     assert!(flags(4096, 4096, 4096, true).contains(OFlags::DSYNC | OFlags::DIRECT));
     assert!(!flags(4096, 4096, 4096, false).contains(OFlags::DSYNC));
     drop(disk);
@@ -111,6 +109,52 @@ fn aligned_transfers_bypass_the_page_cache() {
         Ok(Data::Extent(extent)) => assert!(!extent.file.waits()),
         other => panic!("{other:?}"),
     }
+}
+
+/// Whoever reads a block into the page cache to change a part of it would write the rest back over what was written directly
+/// meanwhile.
+#[test]
+fn memory_that_is_not_aligned_is_written_directly_too() {
+    let folder = folder();
+    let path = raw(&folder);
+    let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(&path).expect("the file");
+    if sys::direct_alignment(&direct).expect("O_DIRECT can be used") >= 4096 {
+        println!("skipped: this disk takes whole blocks only");
+        return;
+    }
+    let disk = open(&path, &Options::default()).expect("a disk");
+    let pages = || {
+        let output =
+            std::process::Command::new("fincore").args(["--noheadings", "--output", "PAGES"]).arg(&path).output();
+        String::from_utf8(output.expect("fincore, of util-linux").stdout).expect("a number").trim().to_owned()
+    };
+    let file = File::open(&path).expect("the file");
+    file.sync_all().expect("what raw() wrote is on the disk");
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).expect("advice");
+    assert_eq!(pages(), "0");
+    // Longer than what is copied at once, and of a length that it is no multiple of.
+    let mut bytes: Vec<u8> = (0..600 << 10).map(|at: u32| at.to_le_bytes()[at as usize % 3]).collect();
+    for (offset, alignment, durable) in [(512, 1, false), (512, 256, true)] {
+        bytes.iter_mut().for_each(|byte| *byte ^= 0x55);
+        let at = BlockRange { offset, bytes: bytes.len() as u64 - offset, alignment };
+        let written = disk.write(&at, durable, &mut &bytes[offset as usize..]).expect("a write");
+        assert_eq!(written.bytes(), Some(bytes.len() - offset as usize));
+        assert_eq!(pages(), "0", "nothing went through the page cache");
+        let found = fs::read(&path).expect("the file");
+        assert!(found[..512] == [7; 512] && found[512..bytes.len()] == bytes[512..]);
+        assert!(found[bytes.len()..].iter().all(|byte| *byte == 7));
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).expect("advice");
+    }
+    let short = BlockRange { offset: 0, bytes: 1024, alignment: 1 };
+    assert_eq!(
+        disk.write(&short, false, &mut &bytes[..1000]).err(),
+        Some(Errno::FAULT),
+        "a client that lost its memory"
+    );
+    let read = disk.read(&short, &mut Vec::new()).expect("a place");
+    let Data::Extent(extent) = read else { panic!("{read:?}") };
+    let flags = rustix::fs::fcntl_getfl(&*extent.file).expect("its flags");
+    assert!(!flags.contains(ferry_vfs::OFlags::DIRECT), "reads may go through the page cache");
 }
 
 #[test]
