@@ -107,6 +107,13 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
+    /// Whether making a file as short as `size` would wait, because other clients have what is behind that in their memory (see
+    /// [`crate::Windows`]). Exports whose threads may not wait ask, and have another thread make it. Only sources that are
+    /// [`Features::mappable`] need it.
+    fn shortening_waits(&self, cx: &Caller<'_>, ino: Ino, size: u64) -> bool {
+        false
+    }
+
     /// The target of a symbolic link.
     fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)
@@ -175,7 +182,8 @@ pub trait FileSystem: Send + Sync {
     /// A descriptor of a regular file, as a whole, to be mapped into a client's memory (the DAX window of virtio-fs): the
     /// same bytes at the same offsets, open for reading, and for writing too if `writes`. There need be no handle: Linux
     /// asks by inode. It stays valid when the file is unlinked. What the client does through the mapping nobody sees;
-    /// its size it changes by other calls. Needs [`Features::mappable`].
+    /// its size it changes by other calls: whoever makes such a file shorter says so before ([`crate::Windows::shortening`]). Needs
+    /// [`Features::mappable`].
     fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         Err(Errno::NOSYS)
     }

@@ -128,6 +128,7 @@ mod memory;
 mod name;
 mod names;
 mod types;
+mod windows;
 
 pub use attr::openable;
 pub use backing::{Backing, Extent, Memory, Piece, Segment};
@@ -145,6 +146,7 @@ pub use types::{
     Attr, Caller, Copy, Data, DirItem, DirRange, Entry, Features, Handle, Ino, IoRange, Lock, LockKind, LockOwner,
     Locked, New, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
 };
+pub use windows::{Claim, Done, FileId, Member, Shortening, Window, Windows};
 
 /// What every method of the contract answers.
 pub type Result<T> = std::result::Result<T, Errno>;

@@ -1,0 +1,295 @@
+//! Files of this host that clients have in their memory, and whoever is about to make one of them shorter.
+//!
+//! A process that touches a mapped page behind a file's end is sent SIGBUS, which few virtual machine monitors live through. So
+//! a source says before it makes a file shorter ([`Windows::shortening`]), every [`Window`] with pages behind the new end
+//! takes them away, and only then does the source go on. Until it is done nobody maps what is about to go ([`Claim::limit`]).
+//!
+//! There is one table for the whole process ([`Windows::of_process`]), and files are known by what they are on the host:
+//! two sources may have the same one.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::SessionId;
+
+/// How long all windows together may take. A virtual machine monitor that is alive takes milliseconds; one that was stopped
+/// is not to hold up other clients, and then has itself to blame.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+
+/// The page of all hosts that have windows: the end of a file within one leaves the whole page there.
+const PAGE_BYTES: u64 = 4096;
+
+/// Which file of the host: device and inode number (`st_dev` and `st_ino` of `stat(2)`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileId {
+    /// `st_dev`.
+    pub dev: u64,
+    /// `st_ino`.
+    pub ino: u64,
+}
+
+/// Where a client has files mapped. No method may wait.
+pub trait Window: Send + Sync {
+    /// Has what is mapped of the file from the page after `end` on taken away, and drops `done` when it is.
+    fn shorten(&self, file: FileId, end: u64, done: Done);
+
+    /// It took too long, and the file is made shorter all the same. Nothing is asked of it until [`Member::is_back`].
+    fn late(&self);
+}
+
+/// To be dropped when what was asked is done.
+#[derive(Debug)]
+pub struct Done {
+    _waits: SyncSender<()>,
+}
+
+/// A window, as the table knows it.
+pub struct Member {
+    window: Box<dyn Window>,
+    late: AtomicBool,
+}
+
+impl std::fmt::Debug for Member {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Member").field("late", &self.late).finish_non_exhaustive()
+    }
+}
+
+impl Member {
+    /// To be asked by the window when it begins with [`Window::shorten`]: whether it was late, and has missed others since.
+    /// Then it is to compare all that it has mapped with [`Windows::limit`] and the files' lengths.
+    pub fn is_back(&self) -> bool {
+        self.late.swap(false, Ordering::SeqCst)
+    }
+}
+
+/// What a window has of a file.
+#[derive(Debug)]
+struct Part {
+    number: u64,
+    member: Arc<Member>,
+    by: SessionId,
+    end: u64,
+}
+
+impl Part {
+    /// Whether it is in the way of somebody who makes the file shorter.
+    fn is_behind(&self, by: SessionId, end: u64) -> bool {
+        let first_gone = end.checked_next_multiple_of(PAGE_BYTES).unwrap_or(u64::MAX);
+        self.by != by && self.end > first_gone
+    }
+}
+
+#[derive(Debug, Default)]
+struct File {
+    parts: Vec<Part>,
+    /// Where it is about to end.
+    ends: Vec<u64>,
+}
+
+impl File {
+    fn limit(&self) -> u64 {
+        self.ends.iter().copied().min().unwrap_or(u64::MAX)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    files: HashMap<FileId, File>,
+    parts_ever: u64,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Somebody has joined.
+    has_windows: AtomicBool,
+    table: Mutex<Table>,
+}
+
+impl Shared {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes what is known of a file, and forgets it if that is nothing.
+    fn with<T>(&self, file: FileId, change: impl FnOnce(&mut File) -> T) -> T {
+        let mut table = self.table();
+        let known = table.files.entry(file).or_default();
+        let outcome = change(known);
+        if known.parts.is_empty() && known.ends.is_empty() {
+            table.files.remove(&file);
+        }
+        outcome
+    }
+}
+
+/// Who has which files in windows.
+#[derive(Clone, Debug, Default)]
+pub struct Windows(Arc<Shared>);
+
+impl Windows {
+    /// The one that all sources and exports of this process share.
+    pub fn of_process() -> &'static Self {
+        static ONE: LazyLock<Windows> = LazyLock::new(Windows::default);
+        &ONE
+    }
+
+    /// A window that may claim parts of files.
+    pub fn join(&self, window: impl Window + 'static) -> Arc<Member> {
+        self.0.has_windows.store(true, Ordering::SeqCst);
+        Arc::new(Member { window: Box::new(window), late: AtomicBool::new(false) })
+    }
+
+    /// A window is about to map a part of a file that reaches to `end`, for this session. It may map only what is before
+    /// [`Claim::limit`] and within the length that the file has *after* this.
+    pub fn claim(&self, member: &Arc<Member>, by: SessionId, file: FileId, end: u64) -> Claim {
+        let number = {
+            let mut table = self.0.table();
+            table.parts_ever += 1;
+            table.parts_ever
+        };
+        let part = Part { number, member: Arc::clone(member), by, end };
+        let limit = self.0.with(file, |known| {
+            known.parts.push(part);
+            known.limit()
+        });
+        Claim { shared: Arc::clone(&self.0), file, by, number, end, limit }
+    }
+
+    /// Where a file is about to end; `u64::MAX` if nobody is making it shorter.
+    pub fn limit(&self, file: FileId) -> u64 {
+        self.0.table().files.get(&file).map_or(u64::MAX, File::limit)
+    }
+
+    /// Whether [`Self::shortening`] would ask other clients' windows, and so wait. `file` is called only if there are any.
+    pub fn would_wait(&self, by: SessionId, file: impl FnOnce() -> Option<FileId>, end: u64) -> bool {
+        if !self.0.has_windows.load(Ordering::SeqCst) {
+            return false;
+        }
+        let Some(file) = file() else { return false };
+        let table = self.0.table();
+        let Some(known) = table.files.get(&file) else { return false };
+        known.parts.iter().any(|part| part.is_behind(by, end) && !part.member.late.load(Ordering::SeqCst))
+    }
+
+    /// To be called before a file is made as short as `end` on behalf of this session, with no lock in hand that
+    /// [`crate::FileSystem::map`] takes; what comes back is to be dropped afterwards. Waits until windows of other sessions
+    /// have nothing behind the end any more, 10 s at most: a window that takes longer is not waited for again before it is
+    /// back. Costs one load in processes without windows, where `file` is not called.
+    pub fn shortening(&self, by: SessionId, file: impl FnOnce() -> Option<FileId>, end: u64) -> Shortening {
+        self.shortening_within(by, file, end, ANSWER_WITHIN)
+    }
+
+    fn shortening_within(
+        &self,
+        by: SessionId,
+        file: impl FnOnce() -> Option<FileId>,
+        end: u64,
+        within: Duration,
+    ) -> Shortening {
+        // A guest sees its window long after whoever found none here is done.
+        if !self.0.has_windows.load(Ordering::SeqCst) {
+            return Shortening(None);
+        }
+        let Some(file) = file() else { return Shortening(None) };
+        let mut asked: Vec<Arc<Member>> = Vec::new();
+        self.0.with(file, |known| {
+            known.ends.push(end);
+            for part in known.parts.iter().filter(|part| part.is_behind(by, end)) {
+                if !asked.iter().any(|member| Arc::ptr_eq(member, &part.member)) {
+                    asked.push(Arc::clone(&part.member));
+                }
+            }
+        });
+        let until = Instant::now() + within;
+        // One that is late looks at the limit when it is back, and that is set.
+        asked.retain(|member| !member.late.load(Ordering::SeqCst));
+        let waits: Vec<_> = asked
+            .into_iter()
+            .map(|member| {
+                let (sender, done) = sync_channel(0);
+                member.window.shorten(file, end, Done { _waits: sender });
+                (member, done)
+            })
+            .collect();
+        for (member, done) in waits {
+            let left = until.saturating_duration_since(Instant::now());
+            if done.recv_timeout(left) == Err(RecvTimeoutError::Timeout) && !member.late.swap(true, Ordering::SeqCst) {
+                member.window.late();
+            }
+        }
+        Shortening(Some((Arc::clone(&self.0), file, end)))
+    }
+}
+
+/// A part of a file that a window has mapped; until it is dropped.
+#[derive(Debug)]
+pub struct Claim {
+    shared: Arc<Shared>,
+    file: FileId,
+    by: SessionId,
+    number: u64,
+    end: u64,
+    limit: u64,
+}
+
+impl Claim {
+    /// The file.
+    pub fn file(&self) -> FileId {
+        self.file
+    }
+
+    /// The session that it was mapped for.
+    pub fn by(&self) -> SessionId {
+        self.by
+    }
+
+    /// Where the part ends in the file.
+    pub fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Where the file was about to end when the part was claimed.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Not so much was mapped.
+    #[must_use]
+    pub fn up_to(mut self, end: u64) -> Self {
+        self.end = end;
+        let number = self.number;
+        self.shared.with(self.file, |known| {
+            known.parts.iter_mut().filter(|part| part.number == number).for_each(|part| part.end = end);
+        });
+        self
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.shared.with(self.file, |known| known.parts.retain(|part| part.number != self.number));
+    }
+}
+
+/// A file is being made shorter; until this is dropped nobody maps what goes.
+#[derive(Debug)]
+#[must_use]
+pub struct Shortening(Option<(Arc<Shared>, FileId, u64)>);
+
+impl Drop for Shortening {
+    fn drop(&mut self) {
+        let Some((shared, file, end)) = &self.0 else { return };
+        shared.with(*file, |known| {
+            if let Some(at) = known.ends.iter().position(|known| known == end) {
+                known.ends.swap_remove(at);
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;
