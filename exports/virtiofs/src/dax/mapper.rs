@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
 use ferry_serve::{Answer, Complaints, Mapping};
-use ferry_vfs::{Backing, Caller, Change, Errno, FileSystem, Ino, Piece, Result, SessionId};
+use ferry_vfs::{
+    Backing, Caller, Change, Claim, Done, Errno, FileId, FileSystem, Ino, Member, Piece, Result, SessionId, Windows,
+};
 use ferry_vhost::{Part, Window, WindowError};
 use rustix::fs::{FallocateFlags, fallocate, fstat};
 
@@ -20,6 +22,8 @@ pub(super) enum Task {
     Map(Mapping, Answer),
     Unmap(SessionId, Vec<(u64, u64)>, Answer),
     Forget(SessionId, Ino),
+    /// A file is about to end there.
+    Shorten(FileId, u64, Done),
     Clear(Answer),
 }
 
@@ -28,14 +32,14 @@ impl Task {
     pub(super) fn refuse(self, errno: Errno) {
         match self {
             Self::Map(_, answer) | Self::Unmap(_, _, answer) | Self::Clear(answer) => answer(Err(errno)),
-            Self::Forget(..) => {}
+            Self::Forget(..) | Self::Shorten(..) => {}
         }
     }
 }
 
 /// A file that is in the window.
-struct Open {
-    file: Arc<Backing>,
+pub(super) struct Open {
+    pub(super) file: Arc<Backing>,
     for_writing: bool,
 }
 
@@ -46,10 +50,14 @@ pub(super) struct Mapper {
     window: Arc<Window>,
     source: Arc<dyn FileSystem>,
     name: String,
-    table: Table,
+    pub(super) table: Table,
     /// Files for as long as something of them is mapped.
-    files: HashMap<Ino, Open>,
-    tails: Arc<Tails>,
+    pub(super) files: HashMap<Ino, Open>,
+    pub(super) tails: Arc<Tails>,
+    pub(super) windows: Windows,
+    pub(super) member: Arc<Member>,
+    /// What is mapped of files of the host themselves, by the place of its chunk in the window.
+    pub(super) claims: HashMap<u64, Claim>,
     read_only: bool,
     /// The front end has refused what is open for reading only, and taken a copy of it.
     needs_writable: bool,
@@ -61,10 +69,23 @@ impl Mapper {
         window: Arc<Window>,
         source: Arc<dyn FileSystem>,
         tails: Arc<Tails>,
+        (windows, member): (Windows, Arc<Member>),
         (name, read_only): (String, bool),
     ) -> Self {
-        let (table, files, complaints) = (Table::new(window.bytes()), HashMap::new(), Complaints::default());
-        Self { window, source, name, table, files, tails, read_only, needs_writable: false, complaints }
+        Self {
+            table: Table::new(window.bytes()),
+            files: HashMap::new(),
+            claims: HashMap::new(),
+            needs_writable: false,
+            complaints: Complaints::default(),
+            window,
+            source,
+            name,
+            tails,
+            windows,
+            member,
+            read_only,
+        }
     }
 
     /// Does what comes, until nothing can come any more.
@@ -81,10 +102,15 @@ impl Mapper {
                     // It has been logged, and nobody waits.
                     let _ = self.take_away(by, &self.table.of(ino));
                 }
+                Task::Shorten(file, end, done) => {
+                    self.shorten(file, end);
+                    drop(done);
+                }
                 Task::Clear(answer) => {
                     // What cannot be taken away is not there, or the front end is gone.
                     let _ = self.take_away(SessionId::default(), &self.table.all());
                     self.table = Table::new(self.window.bytes());
+                    self.claims.clear();
                     self.files.clear();
                     answer(Ok(()));
                 }
@@ -128,16 +154,27 @@ impl Mapper {
         self.take_away(asked.by, gone)?;
         let (ino, written) = (asked.ino, asked.write);
         let part = Part { writable: for_writing && asked.may_write, ..part };
-        let mapped = self.place_file(ino, part, &file, for_writing)?;
+        let mapped = self.place_file((asked.by, ino), part, &file, for_writing)?;
         self.table.insert(Placed { ino, part, mapped, written });
         // Taking others of its mappings away may have let go of it.
         self.files.entry(ino).or_insert(Open { file, for_writing });
         Ok(())
     }
 
-    /// Has the front end map the file, and what is behind its last whole page from a copy.
-    fn place_file(&self, ino: Ino, part: Part, file: &Arc<Backing>, for_writing: bool) -> Result<Arc<[Part]>> {
-        let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0);
+    /// Has the front end map the file, and what is behind its last whole page from a copy. A file that somebody is making shorter
+    /// ends where it is about to.
+    pub(super) fn place_file(
+        &mut self,
+        (by, ino): (SessionId, Ino),
+        part: Part,
+        file: &Arc<Backing>,
+        for_writing: bool,
+    ) -> Result<Arc<[Part]>> {
+        let stat = fstat(file.as_fd())?;
+        let id = FileId { dev: stat.st_dev, ino: stat.st_ino };
+        let claim = self.windows.claim(&self.member, by, id, part.file_offset.saturating_add(part.bytes));
+        // Only now: who makes it shorter from here on asks us to take it away again.
+        let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0).min(claim.limit());
         let whole_pages = size.saturating_sub(part.file_offset).min(part.bytes) / PAGE_BYTES * PAGE_BYTES;
         let file_bytes = if for_writing { whole_pages } else { 0 };
         let from_file = Part { bytes: file_bytes, ..part };
@@ -145,13 +182,16 @@ impl Mapper {
         let from_copy = Part { window_offset, file_offset: 0, bytes, ..part };
         let tail = match bytes {
             0 => None,
-            _ => Some(Tail::new(Arc::clone(file), part.writable, part.file_offset + file_bytes, bytes)?),
+            _ => Some(Tail::new(Arc::clone(file), part.writable, (part.file_offset + file_bytes, bytes), size)?),
         };
         let copy = tail.as_ref().map(Tail::copy);
         let wishes = [(from_file, Some(file.as_fd())), (from_copy, copy.as_ref().map(AsFd::as_fd))];
         let wishes = wishes.into_iter().filter(|(part, _)| part.bytes > 0);
         let mapped = self.place(wishes.filter_map(|(part, file)| Some((part, file?))));
         let mapped = mapped.map_err(|(part, error)| self.failed("mapped", part, &error))?;
+        if file_bytes > 0 {
+            self.claims.insert(part.window_offset, claim.up_to(part.file_offset + file_bytes));
+        }
         if let Some(tail) = tail {
             self.tails.insert(ino, part.window_offset, tail);
         }
@@ -198,7 +238,7 @@ impl Mapper {
     }
 
     /// Has the front end undo what [`Self::place`] had it do.
-    fn displace(&self, placed: &Placed) -> std::result::Result<(), WindowError> {
+    pub(super) fn displace(&self, placed: &Placed) -> std::result::Result<(), WindowError> {
         for part in &*placed.mapped {
             match self.window.unmap(*part) {
                 // One that the front end does not know is not there.
@@ -207,6 +247,11 @@ impl Mapper {
             }
         }
         Ok(())
+    }
+
+    /// A file that is in the window, and whether it is open for writing.
+    pub(super) fn opened(&self, ino: Ino) -> Option<(Arc<Backing>, bool)> {
+        self.files.get(&ino).map(|open| (Arc::clone(&open.file), open.for_writing))
     }
 
     /// The file of a mapping, open as it has to be, or better; and whether for writing, too.
@@ -274,15 +319,13 @@ impl Mapper {
             let displaced = self.displace(placed);
             // After that the guest stores nothing there any more; and if the front end is gone, the same is true.
             if let Err(error) = self.tails.remove(placed.ino, placed.part.window_offset) {
-                self.complaints.warn(format_args!(
-                    "{}: the end of inode {} cannot be written, and what the guest stored there is lost: {error}",
-                    self.name, placed.ino.0
-                ));
+                self.tail_lost(placed.ino, error);
                 outcome = Err(error);
             }
             match displaced {
                 Ok(()) => {
                     self.table.remove(placed);
+                    self.claims.remove(&placed.part.window_offset);
                     self.close_unused(placed.ino);
                     self.publish(by, placed);
                 }
@@ -300,13 +343,20 @@ impl Mapper {
         }
     }
 
-    fn close_unused(&mut self, ino: Ino) {
+    pub(super) fn close_unused(&mut self, ino: Ino) {
         if self.table.of(ino).is_empty() {
             self.files.remove(&ino);
         }
     }
 
-    fn failed(&self, what: &str, part: Part, error: &WindowError) -> Errno {
+    pub(super) fn tail_lost(&self, ino: Ino, error: Errno) {
+        self.complaints.warn(format_args!(
+            "{}: the end of inode {} cannot be written, and what the guest stored there is lost: {error}",
+            self.name, ino.0
+        ));
+    }
+
+    pub(super) fn failed(&self, what: &str, part: Part, error: &WindowError) -> Errno {
         self.complaints.warn(format_args!("{}: in the window, {part:x?} cannot be {what}: {error}", self.name));
         match error {
             WindowError::TooMany(_) => Errno::NOMEM,

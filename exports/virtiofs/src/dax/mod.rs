@@ -15,19 +15,21 @@
 
 mod mapper;
 mod pieces;
+mod shorten;
 mod table;
 mod tail;
 
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use ferry_serve::{Answer, Mapping, Mappings};
-use ferry_vfs::{Errno, FileSystem, Ino, SessionId};
+use ferry_vfs::{Errno, FileSystem, Ino, SessionId, Windows};
 use ferry_vhost::Window;
 
 use crate::Options;
 use mapper::{Mapper, Task};
+use shorten::Line;
 use tail::Tails;
 
 /// The unit of mappings, as INIT says it to the guest, and what QEMU maps at least.
@@ -89,7 +91,7 @@ pub(crate) struct Dax {
     read_only: bool,
     tails: Arc<Tails>,
     begun: Option<fn()>,
-    thread: Mutex<Option<(Sender<Task>, JoinHandle<()>)>>,
+    thread: Mutex<Option<(Line, JoinHandle<()>)>>,
 }
 
 impl Dax {
@@ -99,7 +101,7 @@ impl Dax {
         Self { source, name, files, read_only, tails: Arc::default(), begun, thread: Mutex::default() }
     }
 
-    fn thread(&self) -> MutexGuard<'_, Option<(Sender<Task>, JoinHandle<()>)>> {
+    fn thread(&self) -> MutexGuard<'_, Option<(Line, JoinHandle<()>)>> {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -110,8 +112,10 @@ impl Dax {
             return;
         }
         let (sender, tasks) = channel();
+        let line = Line::new(sender, self.name.clone());
         let about = (self.name.clone(), self.read_only);
-        let mapper = Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), about);
+        let members = (Windows::of_process().clone(), Windows::of_process().join(line.clone()));
+        let mapper = Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), members, about);
         let begun = self.begun;
         let run = move || {
             if let Some(begun) = begun {
@@ -120,14 +124,14 @@ impl Dax {
             mapper.run(&tasks);
         };
         match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(run) {
-            Ok(joined) => *thread = Some((sender, joined)),
+            Ok(joined) => *thread = Some((line, joined)),
             Err(error) => tracing::error!("{}: no window: a thread cannot be started: {error}", self.name),
         }
     }
 
     fn post(&self, task: Task) {
         let unsent = match &*self.thread() {
-            Some((sender, _)) => sender.send(task).err().map(|unsent| unsent.0),
+            Some((line, _)) => line.send(task),
             None => Some(task),
         };
         if let Some(task) = unsent {
@@ -172,8 +176,8 @@ impl Mappings for Dax {
 impl Drop for Dax {
     fn drop(&mut self) {
         // The connection is over, so the thread waits for nobody.
-        if let Some((sender, thread)) = self.thread().take() {
-            drop(sender);
+        if let Some((line, thread)) = self.thread().take() {
+            line.hang_up();
             if thread.join().is_err() {
                 tracing::error!("{}: the thread of the window panicked", self.name);
             }

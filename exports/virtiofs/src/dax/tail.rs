@@ -31,12 +31,12 @@ pub(super) struct Tail {
 }
 
 impl Tail {
-    /// Copies what the file has from `start` on, with room up to `bytes`.
-    pub(super) fn new(file: Arc<Backing>, writable: bool, start: u64, bytes: u64) -> Result<Self> {
+    /// Copies what the file has from `start` on, with room up to `bytes`; but nothing behind `end`, where the file is about to end.
+    pub(super) fn new(file: Arc<Backing>, writable: bool, (start, bytes): (u64, u64), end: u64) -> Result<Self> {
         let copy = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
         ftruncate(&copy, bytes)?;
         let mut tail = Self { file, writable, start, bytes, copy: Arc::new(copy), base: Vec::new() };
-        tail.settle()?;
+        tail.settle_up_to(end)?;
         Ok(tail)
     }
 
@@ -48,7 +48,11 @@ impl Tail {
     /// Brings what the guest has stored into the file, and what the file has got otherwise into the copy. Where both have
     /// changed, the guest's is kept.
     fn settle(&mut self) -> Result<()> {
-        let size = u64::try_from(fstat(self.file.as_fd())?.st_size).unwrap_or(0);
+        self.settle_up_to(u64::MAX)
+    }
+
+    fn settle_up_to(&mut self, end: u64) -> Result<()> {
+        let size = u64::try_from(fstat(self.file.as_fd())?.st_size).unwrap_or(0).min(end);
         let in_file = usize::try_from(size.saturating_sub(self.start).min(self.bytes)).map_err(|_| Errno::OVERFLOW)?;
         let length = in_file.max(self.base.len());
         let mut host = read(self.file.as_fd(), self.start, in_file)?;
@@ -191,7 +195,7 @@ mod tests {
         let file = File::from(memfd_create("file", MemfdFlags::CLOEXEC).unwrap());
         file.write_all_at(text, 4096).unwrap();
         let backing = Arc::new(Backing::new(file.try_clone().unwrap().into()));
-        let tail = Tail::new(backing, writable, 4096, ROOM).unwrap();
+        let tail = Tail::new(backing, writable, (4096, ROOM), u64::MAX).unwrap();
         let copy = File::from(tail.copy().try_clone().unwrap());
         let tails = Tails::default();
         tails.insert(INO, 0, tail);

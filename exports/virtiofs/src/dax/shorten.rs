@@ -1,0 +1,101 @@
+//! Files that somebody else makes shorter: what is behind the new end leaves the window before the file does.
+//!
+//! The touch of a page behind a file's end is a SIGBUS in the virtual machine monitor. A guest does not learn of its own accord that
+//! another client cuts a file, and believes the range mapped; so something has to be there, and that is a copy of what is
+//! left, as at the end of any file ([`super::tail`]): zeros behind the end, and room for the file to grow again. (Nothing at all would be
+//! worse: the guest's kernel would be answered for a device that is not there, and instructions that KVM cannot emulate end with an error.)
+//!
+//! For a moment neither is there, since QEMU takes no mapping over another. It matters only to the part of 2 MiB with the new
+//! end in it.
+
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ferry_vfs::{Done, FileId, Window};
+use rustix::fs::fstat;
+
+use super::PAGE_BYTES;
+use super::mapper::{Mapper, Task};
+use super::table::Placed;
+
+/// The way to the thread that maps, for as long as there is one.
+#[derive(Clone)]
+pub(super) struct Line {
+    sender: Arc<Mutex<Option<Sender<Task>>>>,
+    name: String,
+}
+
+impl Line {
+    pub(super) fn new(sender: Sender<Task>, name: String) -> Self {
+        Self { sender: Arc::new(Mutex::new(Some(sender))), name }
+    }
+
+    /// Gives the thread something to do; answers it if there is no thread.
+    pub(super) fn send(&self, task: Task) -> Option<Task> {
+        match &*self.sender.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(sender) => sender.send(task).err().map(|unsent| unsent.0),
+            None => Some(task),
+        }
+    }
+
+    /// Nothing comes any more.
+    pub(super) fn hang_up(&self) {
+        self.sender.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+impl Window for Line {
+    fn shorten(&self, file: FileId, end: u64, done: Done) {
+        // With the thread goes the front end, and with that all mappings.
+        drop(self.send(Task::Shorten(file, end, done)));
+    }
+
+    fn late(&self) {
+        tracing::warn!(
+            "{}: the front end does not give up what is behind the new end of a file; it is cut all the same, and a touch there ends the virtual machine",
+            self.name
+        );
+    }
+}
+
+impl Mapper {
+    /// Takes away what is mapped of a file behind `end`.
+    pub(super) fn shorten(&mut self, file: FileId, end: u64) {
+        let all = self.member.is_back();
+        for placed in self.table.all() {
+            let Some(claim) = self.claims.get(&placed.part.window_offset) else { continue };
+            let end = if claim.file() == file { end } else { u64::MAX };
+            if !all && end == u64::MAX {
+                continue;
+            }
+            let Some(open) = self.files.get(&placed.ino) else { continue };
+            let size = fstat(&*open.file).map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
+            let end = end.min(size).min(self.windows.limit(claim.file()));
+            if claim.end() > end.next_multiple_of(PAGE_BYTES) {
+                self.cut(&placed);
+            }
+        }
+    }
+
+    /// Maps once more what is mapped: so much of it as may be, and a copy of the rest.
+    fn cut(&mut self, placed: &Placed) {
+        let at = placed.part.window_offset;
+        if let Err(error) = self.displace(placed) {
+            self.failed("taken away", placed.part, &error);
+            return;
+        }
+        if let Err(error) = self.tails.remove(placed.ino, at) {
+            self.tail_lost(placed.ino, error);
+        }
+        let by = self.claims.remove(&at).map(|claim| claim.by()).unwrap_or_default();
+        let Some((file, for_writing)) = self.opened(placed.ino) else { return };
+        match self.place_file((by, placed.ino), placed.part, &file, for_writing) {
+            Ok(mapped) => self.table.insert(Placed { mapped, ..placed.clone() }),
+            // The guest's next request for it finds nothing there, and has it mapped.
+            Err(_) => {
+                self.table.remove(placed);
+                self.close_unused(placed.ino);
+            }
+        }
+    }
+}
