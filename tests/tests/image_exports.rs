@@ -78,7 +78,8 @@ struct Made {
 
 impl Made {
     fn new(layout: Layout) -> Self {
-        let bench = Bench::new();
+        // In memory, where it takes no time to make a store durable.
+        let bench = Bench::of(ferry_tests::folder(ferry_tests::Place::Memory));
         fill(&bench.tree());
         let options = BuildOptions { layout, ..BuildOptions::default() };
         let store = Store::create(&bench.store()).unwrap();

@@ -234,8 +234,8 @@ const FAILING_LOOSE: &[&str] = &[
 
 #[test]
 #[ignore = "long: make test-all"]
-fn pjdfstest_in_two_modes() {
-    for mode in [MODES[0], MODES[3]] {
+fn pjdfstest_in_every_mode() {
+    for mode in MODES {
         let share = NineP::new();
         let config = folder(Place::Disk);
         let path = config.path().join("pjdfstest.toml");
