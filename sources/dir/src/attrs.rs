@@ -4,7 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Caller, Change, Errno, FileType, Handle, Ino, Lockable, OFlags, Result, SetAttr, SetTime, Statfs,
+    Attr, Caller, Change, Errno, FileType, Handle, Ino, Lockable, OFlags, Result, SessionId, SetAttr, SetTime,
+    Shortening, Statfs, Windows,
 };
 use rustix::fs::{Access, AtFlags, Gid, Mode, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid};
 use rustix::path::DecInt;
@@ -42,7 +43,7 @@ impl Dir {
                 (&path.0, path.1.as_fd())
             }
         };
-        let outcome = self.set_attributes(inode, (open.as_deref(), fd), set);
+        let outcome = self.set_attributes(cx.session, inode, (open.as_deref(), fd), set);
         // Also where one step failed: those before it are done.
         match set.size {
             Some(size) => {
@@ -54,10 +55,16 @@ impl Dir {
         Ok(self.attr(inode, &statx(fd, b"")?))
     }
 
-    fn set_attributes(&self, inode: &Inode, (open, fd): (Option<&Open>, BorrowedFd<'_>), set: &SetAttr) -> Result<()> {
+    fn set_attributes(
+        &self,
+        by: SessionId,
+        inode: &Inode,
+        (open, fd): (Option<&Open>, BorrowedFd<'_>),
+        set: &SetAttr,
+    ) -> Result<()> {
         if let Some(size) = set.size {
             let file = open.filter(|open| open.flags() & OFlags::ACCMODE != OFlags::RDONLY);
-            self.truncate(inode, file.map(|open| open.file.as_fd()), fd, size, set.clear_privileges)?;
+            self.truncate((by, inode), file.map(|open| open.file.as_fd()), fd, size, set.clear_privileges)?;
         }
         if set.uid.is_some() || set.gid.is_some() {
             if set.uid == Some(u32::MAX) || set.gid == Some(u32::MAX) {
@@ -78,10 +85,20 @@ impl Dir {
         Ok(())
     }
 
+    /// To be held while the file is made as short as that; see [`Windows::shortening`].
+    pub(crate) fn shortening(by: SessionId, inode: &Inode, size: u64) -> Shortening {
+        Windows::of_process().shortening(by, || Some(inode.found.key.file_id()), size)
+    }
+
+    pub(crate) fn shortening_waits_(&self, by: SessionId, ino: Ino, size: u64) -> bool {
+        let file = || Some(self.table.get(ino).ok()?.found.key.file_id());
+        Windows::of_process().would_wait(by, file, size)
+    }
+
     /// Sets the size, through a descriptor that is open for writing or a new one.
     fn truncate(
         &self,
-        inode: &Inode,
+        (by, inode): (SessionId, &Inode),
         file: Option<BorrowedFd<'_>>,
         path: BorrowedFd<'_>,
         size: u64,
@@ -103,6 +120,7 @@ impl Dir {
                 reopened.as_fd()
             }
         };
+        let _shortening = Self::shortening(by, inode, size);
         // File capabilities the kernel always removes.
         let _guard = if clear_privileges { Some(Creds::without_fsetid()?) } else { None };
         rustix::fs::ftruncate(file, size)

@@ -63,6 +63,11 @@ impl Dir {
         openable(inode.found.kind)?;
         let host = self.host_flags(flags)?;
         let truncates = host.contains(OFlags::TRUNC);
+        if truncates && self.shortening_waits_(cx.session, ino, 0) {
+            // Who may not cut the file is not to have it taken from anybody's memory.
+            self.open_data(&inode, OFlags::WRONLY)?;
+        }
+        let shortening = truncates.then(|| Self::shortening(cx.session, &inode, 0));
         let file = match self.open_data(&inode, host) {
             Err(Errno::PERM) if host.contains(OFlags::NOATIME) => self.open_data(&inode, host - OFlags::NOATIME),
             Err(Errno::ACCESS) if self.options.writeback && flags & OFlags::ACCMODE == OFlags::WRONLY => {
@@ -70,6 +75,7 @@ impl Dir {
             }
             other => other,
         }?;
+        drop(shortening);
         if truncates {
             self.changes.publish(cx.session, || Change::Data { ino, offset: 0, len: u64::MAX });
         }
@@ -206,6 +212,13 @@ impl Dir {
     ) -> Result<()> {
         self.writable()?;
         let open = self.handles.get(cx.session, ino, handle)?;
+        let _shortening = match flags.contains(FallocateFlags::COLLAPSE_RANGE) {
+            true => {
+                let size = u64::try_from(rustix::fs::fstat(open.file.as_fd())?.st_size).unwrap_or(0);
+                Some(Self::shortening(cx.session, &open.inode, size.saturating_sub(len)))
+            }
+            false => None,
+        };
         let _guard = Self::as_plain_writer(cx)?;
         rustix::fs::fallocate(open.file.as_fd(), flags, offset, len)?;
         // Collapsing and inserting move all that follows.

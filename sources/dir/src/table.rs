@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
-use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
+use ferry_vfs::{Errno, FileId, FileType, Ino, Result, Timespec};
 
 use crate::mount::Mount;
 use crate::sys::HostHandle;
@@ -62,6 +62,13 @@ pub(crate) struct Key {
 }
 
 impl Key {
+    /// As `stat` has it, for what other parts of the process know of the file.
+    pub(crate) fn file_id(&self) -> FileId {
+        #[allow(clippy::cast_possible_truncation, reason = "two numbers of 32 bits were put together")]
+        let dev = rustix::fs::makedev((self.dev >> 32) as u32, self.dev as u32);
+        FileId { dev, ino: self.ino }
+    }
+
     #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
     fn shard(&self) -> usize {
         let mut mix = Mix::default();

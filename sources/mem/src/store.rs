@@ -24,7 +24,7 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use ferry_vfs::{Backing, Data, FallocateFlags, Ino, Input, Name, Output, Result, Seek, Timespec};
+use ferry_vfs::{Backing, Data, FallocateFlags, FileId, Ino, Input, Name, Output, Result, Seek, Timespec};
 
 use crate::tree::Tree;
 
@@ -226,6 +226,11 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
 
     /// The descriptor that the file is, as a whole.
     fn backing(&self, _file: &Self::File) -> Option<Arc<Backing>> {
+        None
+    }
+
+    /// Which file of the host an inode's data are, for stores that have [`Self::backing`]; `None` if it has none.
+    fn file_id(&self, _ino: Ino) -> Option<FileId> {
         None
     }
 

@@ -19,7 +19,7 @@ mod pages;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{Backing, Data, Errno, Extent, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
+use ferry_vfs::{Backing, Data, Errno, Extent, FallocateFlags, FileId, Ino, Input, Output, Result, Seek, Timespec};
 use rustix::fs::{AtFlags, Mode, OFlags, SeekFrom};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};
 use rustix::path::DecInt;
@@ -167,6 +167,12 @@ impl Store for Tmpfs {
 
     fn backing(&self, file: &Arc<File>) -> Option<Arc<Backing>> {
         self.is_mount().then(|| Arc::clone(&file.plain))
+    }
+
+    fn file_id(&self, ino: Ino) -> Option<FileId> {
+        let Place::Mount(root) = &self.0 else { return None };
+        let stat = rustix::fs::statat(root, DecInt::new(ino.0), AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        Some(FileId { dev: stat.st_dev, ino: stat.st_ino })
     }
 
     fn read(&self, file: &Arc<File>, offset: u64, _: u32, _: &mut dyn Output) -> Result<Data> {

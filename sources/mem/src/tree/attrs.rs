@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use ferry_vfs::{Attr, Caller, Change, Entry, Errno, Ino, Result, SetAttr, SetTime, Timespec};
+use ferry_vfs::{
+    Attr, Caller, Change, Entry, Errno, Ino, Result, SessionId, SetAttr, SetTime, Shortening, Timespec, Windows,
+};
 
 use super::acl::{self, Acl};
 use super::node::{Body, Node, State};
@@ -144,6 +146,8 @@ impl<S: Store> Tree<S> {
     }
 
     pub(crate) fn setattr_(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
+        // Before anything is locked: who has the file mapped may be about to map more of it.
+        let _shortening = set.size.map(|size| self.shortening(cx.session, ino, size));
         let _change = self.begin()?;
         let node = self.table.get(ino)?;
         let mut state = node.write();
@@ -160,6 +164,11 @@ impl<S: Store> Tree<S> {
             None => self.changes.publish(cx.session, || Change::Attr { ino }),
         }
         Ok(attr)
+    }
+
+    /// To be held while a file is made as short as that; see [`Windows::shortening`].
+    pub(crate) fn shortening(&self, by: SessionId, ino: Ino, size: u64) -> Shortening {
+        Windows::of_process().shortening(by, || self.store.file_id(ino), size)
     }
 
     pub(crate) fn change_meta(&self, node: &Node<S>, state: &mut State<S>, set: &SetAttr, now: Timespec) -> Result<()> {

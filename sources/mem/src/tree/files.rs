@@ -91,6 +91,8 @@ impl<S: Store> Tree<S> {
         if self.limits.read_only && (truncates || writes(flags)) {
             return Err(Errno::ROFS);
         }
+        // Before anything is locked, as for SETATTR.
+        let shortening = truncates.then(|| self.shortening(cx.session, node.ino, 0));
         let change = if truncates { Some(self.begin()?) } else { None };
         let mut state = node.write();
         if state.ended {
@@ -104,6 +106,7 @@ impl<S: Store> Tree<S> {
         let opened = if has_data { self.data(node, &mut state).map(drop) } else { Ok(()) };
         drop(state);
         drop(change);
+        drop(shortening);
         node.hold();
         if let Err(error) = opened {
             self.close(node);
