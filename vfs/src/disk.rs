@@ -119,6 +119,11 @@ pub trait Disk: Send + Sync {
         Err(Errno::ROFS)
     }
 
+    /// Whether [`write`](Self::write) would wait until the bytes are written: exports then call it where nothing else waits for it.
+    fn write_waits(&self, at: &BlockRange) -> bool {
+        self.features().slow
+    }
+
     /// Makes what was written durable. A descriptor is left to the export: it calls `fdatasync`. `None`: it is durable
     /// already.
     fn flush(&self) -> Result<Option<Arc<Backing>>> {

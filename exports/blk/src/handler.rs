@@ -118,7 +118,7 @@ impl Handler {
     fn write(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
         let at = BlockRange { offset, bytes: bytes as u64, alignment: alignment(chain.readable(HEADER_BYTES, bytes)) };
         let durable = !self.state.is_writeback();
-        if self.state.features.slow {
+        if self.state.disk.write_waits(&at) {
             let copy = |from: usize, bytes: usize| {
                 let mut copy = vec![0; bytes];
                 if chain.read_at(HEADER_BYTES + from, &mut copy) == bytes { Ok(copy) } else { Err(Errno::FAULT) }

@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ferry_vfs::{Backing, BlockRange, Data, Disk, DiskFeatures, Errno, Geometry, Input, OFlags, Output, Result};
@@ -33,6 +34,8 @@ pub(crate) struct Qcow2Disk {
     image: RwLock<Image>,
     features: DiskFeatures,
     serial: String,
+    /// Something was asked for that changes the image.
+    changed: AtomicBool,
 }
 
 impl Qcow2Disk {
@@ -50,11 +53,17 @@ impl Qcow2Disk {
             return Err(Error::Empty(path.into()));
         }
         let features = DiskFeatures { read_only: options.read_only, discard: !options.read_only, slow: true };
-        Ok(Self { image: RwLock::new(image), features, serial: options.serial_of(path) })
+        let serial = options.serial_of(path);
+        Ok(Self { image: RwLock::new(image), features, serial, changed: AtomicBool::new(false) })
     }
 
     fn shared(&self) -> RwLockReadGuard<'_, Image> {
         self.image.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// To be called before anything is changed.
+    fn change(&self) {
+        self.changed.store(true, Ordering::Relaxed);
     }
 
     fn alone(&self) -> RwLockWriteGuard<'_, Image> {
@@ -107,6 +116,7 @@ impl Disk for Qcow2Disk {
     fn write(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<Data> {
         let mut bytes = vec![0; usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?];
         let count = input.take(&mut bytes);
+        self.change();
         self.shared().write(&bytes[..count], at.offset).map_err(errno)?;
         self.settle(durable)?;
         Ok(Data::Bytes(count))
@@ -120,11 +130,13 @@ impl Disk for Qcow2Disk {
     }
 
     fn discard(&self, offset: u64, bytes: u64) -> Result<()> {
+        self.change();
         self.alone().discard_to_any(offset, bytes).map_err(errno)?;
         self.settle(false)
     }
 
     fn write_zeroes(&self, offset: u64, bytes: u64, may_unmap: bool, durable: bool) -> Result<()> {
+        self.change();
         // Alone: `imago` looks whether the rest of a cluster is zeros, and then makes all of it zeros; what others
         // write there in between would be lost.
         match may_unmap {
@@ -138,6 +150,10 @@ impl Disk for Qcow2Disk {
 
 impl Drop for Qcow2Disk {
     fn drop(&mut self) {
+        // A process that has forked may drop an image that only the other one serves: it must not touch it.
+        if !*self.changed.get_mut() {
+            return;
+        }
         if let Err(error) = Disk::flush(self) {
             tracing::error!("{}: what was written last may be lost: {error}", self.serial);
         }

@@ -145,6 +145,10 @@ impl Disk for RawDisk {
         Ok(self.pick(at, false))
     }
 
+    fn write_waits(&self, at: &BlockRange) -> bool {
+        self.direct.as_ref().is_some_and(|direct| direct.needs_copy(at))
+    }
+
     fn write(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<Data> {
         self.writable()?;
         match &self.direct {

@@ -137,6 +137,7 @@ fn memory_that_is_not_aligned_is_written_directly_too() {
     for (offset, alignment, durable) in [(512, 1, false), (512, 256, true)] {
         bytes.iter_mut().for_each(|byte| *byte ^= 0x55);
         let at = BlockRange { offset, bytes: bytes.len() as u64 - offset, alignment };
+        assert!(disk.write_waits(&at) && !disk.write_waits(&BlockRange { alignment: 4096, ..at }));
         let written = disk.write(&at, durable, &mut &bytes[offset as usize..]).expect("a write");
         assert_eq!(written.bytes(), Some(bytes.len() - offset as usize));
         assert_eq!(pages(), "0", "nothing went through the page cache");
