@@ -11,11 +11,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ferry_fs::Endings;
+use ferry_isolation::Held;
 use serde::{Deserialize, Deserializer};
 
 pub use disks::{Disks, inherit, refuse_doubles};
 
 use crate::image::ImageDigest;
+use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::share::ENDINGS;
 use crate::size::Size;
 
@@ -154,6 +156,10 @@ pub struct Args {
     #[arg(long)]
     #[serde(skip)]
     pub json: bool,
+
+    #[command(flatten)]
+    #[serde(skip)]
+    pub walls: Walls,
 }
 
 /// What lies between writes and the device.
@@ -189,28 +195,45 @@ pub fn is_back_end(program: &OsStr) -> bool {
     Path::new(program).file_name().is_some_and(|name| name == BACK_END)
 }
 
-/// Serves disks until SIGTERM or SIGINT.
-pub fn run(disks: &[Args]) -> Result<()> {
+/// Serves disks until SIGTERM or SIGINT, from within walls. In the end there may be two processes of it, as with shares; answers
+/// the status to end with.
+pub fn run(disks: &[Args]) -> Result<u8> {
     if disks.iter().any(|disk| disk.print_capabilities) {
-        return say(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] }));
+        return say(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
     }
     refuse_doubles(disks)?;
+    // None gets lost until they are caught, on whichever side.
+    let signals = Held::hold()?;
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited = inherit(disks)?;
-    let mut endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
+    let walls = disks.first().map(|disk| disk.walls.clone()).unwrap_or_default();
+    let confinement = Confinement::of(&walls, &[], disks)?.context("disks can be confined")?;
     let mut opened = Disks::open(disks, inherited)?;
     if opened.is_empty() {
-        return Ok(());
+        return Ok(0);
     }
+    let inside = match confinement.enter()? {
+        Entered::Outside(outside) => {
+            opened.leave();
+            return outside.wait(&signals);
+        }
+        Entered::Inside(inside) => inside,
+    };
+    if inside.is_split() {
+        opened.take_over()?;
+    }
+    let mut endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
+    signals.release()?;
+    inside.close(&[])?;
     opened.start()?;
     match disks.iter().any(|disk| disk.json) {
-        true => say(&serde_json::json!({ "pid": std::process::id(), "disks": opened.described() }))?,
+        true => say(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() }))?,
         false => opened.announce()?,
     }
     let signal = endings.wait();
     tracing::info!(signal, "ending: serving what is under way");
     opened.stop();
-    Ok(())
+    Ok(0)
 }
 
 impl Args {
@@ -264,20 +287,23 @@ impl Args {
         }
     }
 
-    fn open(&self) -> Result<Arc<dyn ferry_vfs::Disk>> {
+    /// Opens it. Nothing of it needs a path, or has a thread, afterwards; what is done beside its readers has to be begun.
+    fn open(&self) -> Result<(Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>)> {
         self.check_image().map_err(anyhow::Error::msg)?;
-        let (Some(image), Some(store)) = (self.image(), &self.store) else {
-            return Ok(ferry_disk::open(self.path()?, &self.disk_options())?);
+        let (Some(path), Some(store)) = (self.image(), &self.store) else {
+            return Ok((ferry_disk::open(self.path()?, &self.disk_options())?, None));
         };
-        let source = ferry_image::Source::open(image, store, self.digest.map(|digest| digest.0))?;
-        if source.image().is_composefs() {
+        let image = ferry_image::Image::open(path, self.digest.map(|digest| digest.0))?;
+        if image.is_composefs() {
             bail!(
                 "{}: an image of the layout composefs is no disk, for the bytes of its files are not in it: build one of \
                  the layout flat, or offer it as a file system",
-                image.display()
+                path.display()
             );
         }
-        Ok(Arc::new(ferry_image::Disk::new(source, self.serial.clone())))
+        let source = ferry_image::Source::at_rest(image, store)?;
+        let disk = Arc::new(ferry_image::Disk::new(source, self.serial.clone()));
+        Ok((Arc::clone(&disk) as Arc<dyn ferry_vfs::Disk>, Some(disk)))
     }
 
     /// What is wrong with a disk from a file: there, the table of flags has checked no value.
@@ -323,6 +349,7 @@ impl Args {
                 Way::Sync => ferry_blk::IoMode::Sync,
             },
             pin_memory: self.pin_memory,
+            begun: Some(sandbox::disk_begun),
             ..ferry_blk::Options::default()
         };
         if let Some(queues) = self.queues {

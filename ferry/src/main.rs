@@ -144,7 +144,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();
-            disk::run(&disks).map(|()| 0)
+            disk::run(&disks)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Image(command) => image::run(&command, &line),

@@ -1,7 +1,9 @@
-//! How a process that shares directories confines itself: which walls, in which order, and what is said where one is missing.
+//! How a process that shares directories or offers disks confines itself: which walls, in which order, and what is said where one is
+//! missing.
 //!
 //! Sockets are made before; a process then stays outside, removes their files in the end, and is the one that everybody knows.
-//! Sources are opened inside, and no thread is started before the last wall stands.
+//! Disks are opened before, too, and need nothing by its name afterwards: inside there are their descriptors, and none of a
+//! directory. Other sources are opened inside. No thread is started before the last wall stands.
 
 use std::fmt;
 use std::fs::File;
@@ -12,10 +14,12 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
 use ferry_isolation::{Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Role, Root, Side};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Deserialize;
 
 use crate::cli::{FileHandles, Share, Watch};
 use crate::disk;
+use crate::share;
 use crate::source::Kind;
 
 /// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
@@ -26,8 +30,15 @@ static KNOWN: OnceLock<u32> = OnceLock::new();
 /// This process is in a namespace of users in which only its own has a number.
 static ALONE: OnceLock<()> = OnceLock::new();
 
-/// The filters of threads that serve requests, and of those that map files; none without seccomp.
-static NARROWER: OnceLock<(Filter, Filter)> = OnceLock::new();
+/// The filters of threads that do one thing; none without seccomp.
+static NARROWER: OnceLock<Narrower> = OnceLock::new();
+
+/// One for the threads of each of these roles.
+struct Narrower {
+    worker: Filter,
+    disk: Filter,
+    mapper: Filter,
+}
 
 /// The number of the process that users know: the one that they started.
 pub fn pid() -> u32 {
@@ -41,7 +52,7 @@ pub fn is_ours(peer: u32) -> bool {
     peer == 0 || peer == rustix::process::geteuid().as_raw() || unnamed
 }
 
-/// Where a process of shares may look.
+/// Where a process of shares and disks may look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sandbox {
@@ -150,6 +161,10 @@ pub struct Confinement {
     root_of: Vec<Option<usize>>,
     /// Files may be opened by handles, where that is possible.
     wants_handles: bool,
+    /// What carrying the files of these sources takes of root.
+    needed: Capabilities,
+    /// Memory of guests is going to be pinned.
+    pins_memory: bool,
 }
 
 /// Which side of the walls this process is on.
@@ -171,10 +186,7 @@ pub struct Inside {
 }
 
 /// Why the process that serves these cannot be confined, if it cannot.
-fn unfit(shares: &[Share], disks: &[disk::Args]) -> Option<String> {
-    if !disks.is_empty() {
-        return Some("it offers disks, whose files are opened anew when they change".into());
-    }
+fn unfit(shares: &[Share]) -> Option<String> {
     shares.iter().find_map(|share| {
         let source = share.source.display();
         match share.kind() {
@@ -192,7 +204,7 @@ fn unfit(shares: &[Share], disks: &[disk::Args]) -> Option<String> {
 impl Confinement {
     /// The walls for these shares, or none where they do not fit.
     pub fn of(walls: &Walls, shares: &[Share], disks: &[disk::Args]) -> Result<Option<Self>> {
-        if let Some(why) = unfit(shares, disks) {
+        if let Some(why) = unfit(shares) {
             if let Some(flag) = walls.asked_for() {
                 bail!("{flag}: this process cannot be confined: {why}; leave {flag} out, or serve it apart");
             }
@@ -216,13 +228,20 @@ impl Confinement {
             bail!("--sandbox chroot: there must be one shared directory, which becomes the root directory");
         }
         let wants_handles = shares.iter().any(wants_handles);
-        Ok(Some(Self { walls: walls.clone(), roots, root_of, wants_handles }))
+        // What is done to a disk, its open descriptors allow.
+        let needed = if shares.is_empty() { Capabilities::NONE } else { Capabilities::of_server(wants_handles) };
+        let pins_memory = disks.iter().any(|disk| disk.pin_memory);
+        Ok(Some(Self { walls: walls.clone(), roots, root_of, wants_handles, needed, pins_memory }))
     }
 
     /// Goes inside, as far as it is possible without having opened the sources.
-    pub fn enter(self) -> Result<Entered> {
+    pub fn enter(mut self) -> Result<Entered> {
         ferry_engine::count_cpus();
+        share::remember_here();
         let had = Capabilities::here()?;
+        if self.pins_memory && !may_lock_memory() {
+            self.needed = self.needed.and_lock_memory();
+        }
         let mut is_fenced = true;
         match self.walls.sandbox {
             Some(Sandbox::None) => is_fenced = false,
@@ -270,7 +289,7 @@ impl Confinement {
     /// Drops capabilities, but for those that opening sources takes. A user in a namespace of its own has none: what they
     /// would be worth there, nobody expects who has none outside.
     fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<Inside> {
-        let kept = if as_user { Capabilities::NONE } else { Capabilities::of_server(self.wants_handles) };
+        let kept = if as_user { Capabilities::NONE } else { self.needed };
         let kept = self.walls.modcaps.as_ref().map_or(Ok(kept), |list| kept.modified(&list.0))?;
         kept.limit(if as_user { Capabilities::NONE } else { Capabilities::PLACES })?;
         Ok(Inside { confinement: self, places, kept, is_fenced })
@@ -358,7 +377,11 @@ impl Inside {
 /// Has this process, and all threads that it starts, make no other calls than a server does. Some threads will make fewer.
 fn filter(action: Action) -> ferry_isolation::Result<()> {
     Filter::of(Role::Server, action)?.apply()?;
-    let narrower = (Filter::of(Role::Worker, action)?, Filter::of(Role::Mapper, action)?);
+    let narrower = Narrower {
+        worker: Filter::of(Role::Worker, action)?,
+        disk: Filter::of(Role::Disk, action)?,
+        mapper: Filter::of(Role::Mapper, action)?,
+    };
     // There is one server in a process.
     let _ = NARROWER.set(narrower);
     Ok(())
@@ -367,16 +390,33 @@ fn filter(action: Action) -> ferry_isolation::Result<()> {
 /// What the threads of devices are to call before they begin: each needs less than the process.
 pub fn begun() -> ferry_virtiofs::Begun {
     ferry_virtiofs::Begun {
-        worker: Some(|| narrow(|(worker, _)| worker)),
-        mapper: Some(|| narrow(|(_, mapper)| mapper)),
+        worker: Some(|| narrow(|filters| &filters.worker)),
+        mapper: Some(|| narrow(|filters| &filters.mapper)),
     }
 }
 
-fn narrow(which: fn(&(Filter, Filter)) -> &Filter) {
+/// The same for the workers of disks.
+pub fn disk_begun() {
+    narrow(|filters| &filters.disk);
+}
+
+fn narrow(which: fn(&Narrower) -> &Filter) {
     // It still has the filter of the process, if there is one.
     if let Some(Err(error)) = NARROWER.get().map(|filters| which(filters).apply()) {
         tracing::warn!("a thread's system calls are not filtered further: {error}");
     }
+}
+
+/// Has the limit of locked memory not stand in the way of who pins a guest's, as it does not stand in root's, who will not be root
+/// any more. Answers whether that was possible.
+fn may_lock_memory() -> bool {
+    let limit = getrlimit(Resource::Memlock);
+    let is_root = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None }).is_ok();
+    if !is_root {
+        // As far as everybody may.
+        let _ = setrlimit(Resource::Memlock, Rlimit { current: limit.maximum, ..limit });
+    }
+    is_root
 }
 
 /// Whether a share may open files by handles.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{Control, Logging, Served, Shown};
@@ -45,15 +45,16 @@ pub fn run(shares: &[Share], disks: &[disk::Args], walls: &Walls, json: bool, lo
         Ok(())
     };
     match Confinement::of(walls, shares, disks)? {
-        Some(confinement) => serve_confined(shares, confinement, logging, ready),
+        Some(confinement) => serve_confined(shares, disks, confinement, logging, ready),
         None => serve(shares, disks, &MountOptions::default(), logging, ready).map(|()| 0),
     }
 }
 
-/// Serves shares from within walls. In the end there may be two processes of it, which both answer: one outside of the walls, which
+/// Serves shares and disks from within walls. In the end there may be two processes of it, which both answer: one outside of the walls, which
 /// waits, with the status of the other.
 fn serve_confined(
     shares: &[Share],
+    disks: &[disk::Args],
     confinement: Confinement,
     logging: &Logging,
     ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
@@ -61,8 +62,10 @@ fn serve_confined(
     // None gets lost until they are caught, on whichever side.
     let signals = Held::hold()?;
     let inherited = inherit(shares)?;
+    let inherited_disks = disk::inherit(disks)?;
     // What is wrong with a directory is said before anything is made.
     drop(shares.iter().map(|share| Sources::default().open(share)).collect::<Result<Vec<_>>>()?);
+    let mut offered = Disks::open(disks, inherited_disks)?;
     let mut sockets = Sockets::make(shares, inherited)?;
     let kept = state::reach_all(shares)?;
     let mut control = Control::bind();
@@ -70,12 +73,14 @@ fn serve_confined(
         Entered::Outside(outside) => {
             // What is kept is the other's: files that it closes are to be closed.
             drop(kept);
+            offered.leave();
             return outside.wait(&signals);
         }
         Entered::Inside(inside) => inside,
     };
     if inside.is_split() {
         sockets.take_over()?;
+        offered.take_over()?;
         if let Some(control) = &mut control {
             control.leave_file();
         }
@@ -91,8 +96,8 @@ fn serve_confined(
     inside.close(shares)?;
     let mut serving = Serving::default();
     let up = start(shares, &opened, (sockets, kept), &MountOptions::default(), &mut serving)?;
-    let nothing = Disks::open(&[], Vec::new())?;
-    serve_until(endings, up, control, (nothing, serving), logging, ready).map(|()| 0)
+    offered.start()?;
+    serve_until(endings, up, control, (offered, serving), logging, ready).map(|()| 0)
 }
 
 /// Serves shares and disks; calls `ready` once all are up.
@@ -316,7 +321,16 @@ fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
     disks.announce()
 }
 
+/// Where this process was started.
+static HERE: LazyLock<PathBuf> = LazyLock::new(|| std::env::current_dir().unwrap_or_default());
+
+/// Notes where this process was started, before it goes where nobody else is.
+pub fn remember_here() {
+    LazyLock::force(&HERE);
+}
+
 /// A path as whoever reads it needs it, wherever that is.
 pub fn shown(path: &Path) -> String {
-    std::path::absolute(path).unwrap_or_else(|_| PathBuf::from(path)).to_string_lossy().into_owned()
+    let path = HERE.join(path);
+    std::path::absolute(&path).unwrap_or(path).to_string_lossy().into_owned()
 }

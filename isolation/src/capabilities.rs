@@ -37,6 +37,18 @@ impl Capabilities {
         Self(CapabilitySet::DAC_OVERRIDE)
     }
 
+    /// What it takes to read files whosever they are, as root can.
+    #[must_use]
+    pub const fn of_reader() -> Self {
+        Self(CapabilitySet::DAC_OVERRIDE)
+    }
+
+    /// These, and the one to have more memory locked than the limit says.
+    #[must_use]
+    pub const fn and_lock_memory(self) -> Self {
+        Self(self.0.union(CapabilitySet::IPC_LOCK))
+    }
+
     /// What this thread has.
     ///
     /// # Errors

@@ -13,8 +13,8 @@ mod roles;
 
 pub use roles::Role;
 use roles::{
-    NOT_OF_MAPPER, NOT_OF_WORKER, OF_HELPERS, OF_HOLDER, OF_OUTSIDE, OLDER_NOT_OF_THREADS, OLDER_OF_HOLDER,
-    OLDER_OF_OUTSIDE,
+    NOT_OF_DISK, NOT_OF_MAPPER, NOT_OF_WORKER, OF_HELPERS, OF_HOLDER, OF_OUTSIDE, OLDER_NOT_OF_THREADS,
+    OLDER_OF_HOLDER, OLDER_OF_OUTSIDE,
 };
 
 /// What becomes of a server that makes a system call that is not its own.
@@ -311,7 +311,7 @@ impl Filter {
     /// [`Error::Seccomp`]: there is none for this architecture.
     pub fn of(role: Role, action: Action) -> Result<Self> {
         let mut filter = Self::compiled(rules(role)?, action)?;
-        if matches!(role, Role::Worker | Role::Mapper) {
+        if matches!(role, Role::Worker | Role::Disk | Role::Mapper) {
             // What the server's does about clone3 holds here, too.
             filter.programs.remove(0);
         }
@@ -368,8 +368,9 @@ fn no_code() -> Result<SeccompRule> {
 }
 
 fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
-    let without = |calls: &[libc::c_long]| {
-        let left_out = |call: &i64| calls.contains(call) || OLDER_NOT_OF_THREADS.contains(call);
+    let without = |calls: &[&[libc::c_long]]| {
+        let left_out =
+            |call: &i64| calls.iter().any(|calls| calls.contains(call)) || OLDER_NOT_OF_THREADS.contains(call);
         Ok(of_server()?.into_iter().filter(|(call, _)| !left_out(call)).collect())
     };
     let only = |calls: &[libc::c_long], older: &[libc::c_long]| {
@@ -379,8 +380,9 @@ fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     };
     match role {
         Role::Server => of_server(),
-        Role::Worker => without(NOT_OF_WORKER),
-        Role::Mapper => without(NOT_OF_MAPPER),
+        Role::Worker => without(&[NOT_OF_WORKER]),
+        Role::Disk => without(&[NOT_OF_WORKER, NOT_OF_DISK]),
+        Role::Mapper => without(&[NOT_OF_MAPPER]),
         Role::Outside => only(OF_OUTSIDE, OLDER_OF_OUTSIDE),
         Role::Holder => only(OF_HOLDER, OLDER_OF_HOLDER),
     }
@@ -417,9 +419,9 @@ mod tests {
     #[test]
     fn filters_compile() {
         for action in [Action::Kill, Action::Log, Action::Trap] {
-            for (role, programs) in
-                [(Role::Server, 2), (Role::Worker, 1), (Role::Mapper, 1), (Role::Outside, 2), (Role::Holder, 2)]
-            {
+            let one = [Role::Worker, Role::Disk, Role::Mapper].map(|role| (role, 1));
+            let two = [Role::Server, Role::Outside, Role::Holder].map(|role| (role, 2));
+            for (role, programs) in one.into_iter().chain(two) {
                 let filter = Filter::of(role, action).expect("this architecture");
                 assert_eq!(filter.programs.len(), programs, "{role:?}");
             }
@@ -480,7 +482,13 @@ mod tests {
     fn threads_may_do_less_and_never_more() {
         let calls = |role| rules(role).expect("sound rules").into_keys().collect::<std::collections::BTreeSet<_>>();
         let server = calls(Role::Server);
-        for (role, not) in [(Role::Worker, NOT_OF_WORKER), (Role::Mapper, NOT_OF_MAPPER)] {
+        let threads = [
+            (Role::Worker, NOT_OF_WORKER),
+            (Role::Disk, NOT_OF_WORKER),
+            (Role::Disk, NOT_OF_DISK),
+            (Role::Mapper, NOT_OF_MAPPER),
+        ];
+        for (role, not) in threads {
             let calls = calls(role);
             assert!(calls.is_subset(&server), "{role:?}");
             // A name that the server's list does not have would be a mistake.

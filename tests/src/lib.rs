@@ -9,6 +9,7 @@
 
 pub mod confined;
 pub mod disks;
+pub mod inside;
 pub mod mounts;
 pub mod ninep;
 pub mod suites;

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use ferry_driver::load::{self, Load, On, Op};
 use ferry_driver::{Config, Driver, ROOT};
 use ferry_isolation::Capabilities;
+use ferry_tests::inside::Inside;
 use ferry_tests::{Place, folder};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -190,12 +191,14 @@ fn each_role_is_held_to_its_own() {
     let escapes = Escapes::of(rustix::process::geteuid().as_raw());
     let too_much = [
         ("worker", &["accept", "receive", "fork", "execute"][..]),
+        ("disk", &["accept", "receive", "unlink", "memory", "fork", "execute"]),
         ("mapper", &["accept", "unlink", "thread", "fork", "execute"]),
         ("outside", &["accept", "receive", "memory", "thread", "fork", "execute"]),
         ("holder", &["memory", "thread", "fork", "execute", "signal"]),
     ];
     for (role, attempts) in too_much {
-        let walls = if ["worker", "mapper"].contains(&role) { format!("seccomp,{role}") } else { role.to_owned() };
+        let walls =
+            if ["worker", "disk", "mapper"].contains(&role) { format!("seccomp,{role}") } else { role.to_owned() };
         let myself = std::process::id().to_string();
         attempts.iter().for_each(|attempt| escapes.is_stopped(&walls, attempt, &myself, SIGSYS));
         if ["outside", "holder"].contains(&role) {
@@ -205,6 +208,9 @@ fn each_role_is_held_to_its_own() {
     // And can do what they are there for.
     for (attempt, what) in [("thread", ""), ("below", "file"), ("create", "made"), ("unlink", ""), ("memory", "")] {
         escapes.works("seccomp,worker", attempt, what);
+    }
+    for (attempt, what) in [("thread", ""), ("below", "file")] {
+        escapes.works("seccomp,disk", attempt, what);
     }
     for (attempt, what) in [("below", "file"), ("memory", ""), ("receive", "")] {
         escapes.works("seccomp,mapper", attempt, what);
@@ -235,8 +241,8 @@ fn each_wall_holds_for_others() {
 struct Served {
     child: Child,
     tree: Tree,
-    /// The process inside.
-    inside: Option<Pid>,
+    /// The process that serves.
+    inside: Inside,
 }
 
 impl Served {
@@ -253,7 +259,7 @@ impl Served {
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let served = Self { inside: child_of(child.id()), child, tree };
+        let served = Self { inside: Inside::of(Pid::from_child(&child)), child, tree };
         let said: serde_json::Value =
             serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line:?}: {}", served.said()));
         assert_eq!(said["pid"], served.child.id(), "the process that was started is the one to be told of");
@@ -300,41 +306,7 @@ impl Served {
                 false => driver.rmdir(ROOT, name).unwrap(),
             }
         }
-        assert_eq!(driver.peer(), Some(self.server().as_raw_nonzero().get().unsigned_abs()));
-    }
-
-    /// The process that serves.
-    fn server(&self) -> Pid {
-        self.inside.unwrap_or_else(|| Pid::from_child(&self.child))
-    }
-
-    fn of_server(&self, file: &str) -> PathBuf {
-        Path::new("/proc").join(self.server().as_raw_nonzero().to_string()).join(file)
-    }
-
-    /// A field of each thread's status.
-    fn status(&self, field: &str) -> Vec<String> {
-        let threads = fs::read_dir(self.of_server("task")).unwrap();
-        threads
-            // One that ends meanwhile has none any more.
-            .filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok())
-            .map(|text| {
-                let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
-                line.unwrap_or_else(|| panic!("no {field} in {text}")).to_owned()
-            })
-            .collect()
-    }
-
-    #[track_caller]
-    fn all_are(&self, field: &str, expected: &str) {
-        let found = self.status(field);
-        assert!(!found.is_empty() && found.iter().all(|value| value == expected), "{field}: {found:?}, not {expected}");
-    }
-
-    /// Whether the server's namespace is another than ours.
-    fn has_own(&self, namespace: &str) -> bool {
-        let of = |path: PathBuf| fs::read_link(path.join("ns").join(namespace)).unwrap();
-        of(self.of_server("")) != of("/proc/self".into())
+        assert_eq!(driver.peer(), Some(self.inside.pid().as_raw_nonzero().get().unsigned_abs()));
     }
 
     #[track_caller]
@@ -348,11 +320,6 @@ impl Served {
             std::thread::sleep(TICK);
         }
     }
-
-    fn is_gone(&self) -> bool {
-        // One that has ended and was not waited for is there, without files.
-        fs::read_dir(self.of_server("fd")).map_or(true, |fds| fds.count() == 0)
-    }
 }
 
 impl Drop for Served {
@@ -362,43 +329,25 @@ impl Drop for Served {
     }
 }
 
-/// The only child of a process.
-fn child_of(pid: u32) -> Option<Pid> {
-    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-    children.split_whitespace().next().and_then(|child| Pid::from_raw(child.parse().unwrap()))
-}
-
-/// The names in a directory.
-fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
 /// What is the same for root and others.
 fn is_confined(served: &Served) {
     served.is_used();
     let _stays = served.driver();
-    served.all_are("NoNewPrivs", "1");
-    served.all_are("Seccomp", "2");
+    served.inside.all_are("NoNewPrivs", "1");
+    served.inside.all_are("Seccomp", "2");
     // The process's two, and one more for those that serve the guest.
-    let filters = served.status("Seccomp_filters");
+    let filters = served.inside.status("Seccomp_filters");
     assert!(["2", "3"].iter().all(|count| filters.iter().any(|found| found == count)), "{filters:?}");
     for namespace in ["mnt", "pid", "net"] {
-        assert!(served.has_own(namespace), "{namespace}");
+        assert!(served.inside.has_own(namespace), "{namespace}");
     }
-    let root = served.of_server("root");
-    assert_eq!(names(&root), ["proc", "share"]);
-    assert_eq!(names(&root.join("share")), ["0"]);
-    assert_eq!(names(&root.join("proc/self")), ["fd", "uid_map"]);
-    assert_eq!(fs::read_to_string(root.join("share/0/file")).unwrap(), "inside");
-    assert_eq!(fs::read_link(served.of_server("cwd")).unwrap(), Path::new("/"));
+    assert_eq!(served.inside.sees(""), ["proc", "share"]);
+    assert_eq!(served.inside.sees("share"), ["0"]);
+    assert_eq!(served.inside.sees("proc/self"), ["fd", "uid_map"]);
+    assert_eq!(fs::read_to_string(served.inside.file("root/share/0/file")).unwrap(), "inside");
+    assert_eq!(fs::read_link(served.inside.file("cwd")).unwrap(), Path::new("/"));
     // Of the host nothing is left but the shared directory, the folder that holds it, and its own descriptors.
-    let mounts = fs::read_to_string(served.of_server("mountinfo")).unwrap();
-    let mut places: Vec<&str> = mounts.lines().map(|line| line.split(' ').nth(4).unwrap()).collect();
-    places.sort_unstable();
-    assert_eq!(places, ["/", "/proc/self/fd", "/proc/self/uid_map", "/share/0"], "{mounts}");
+    assert_eq!(served.inside.mounts(), ["/", "/proc/self/fd", "/proc/self/uid_map", "/share/0"]);
     assert_eq!(served.said(), "", "nothing is missing");
 }
 
@@ -409,15 +358,9 @@ fn a_server_of_roots_is_confined() {
     }
     let mut served = Served::start(0, "");
     is_confined(&served);
-    assert!(!served.has_own("user"));
+    assert!(!served.inside.has_own("user"));
     let ours = Capabilities::here().unwrap().bits();
-    let kept = format!("{:016x}", Capabilities::of_server(true).bits() & ours);
-    for set in ["CapEff", "CapPrm", "CapBnd"] {
-        served.all_are(set, &kept);
-    }
-    for set in ["CapInh", "CapAmb"] {
-        served.all_are(set, &format!("{:016x}", 0));
-    }
+    served.inside.has_capabilities(Capabilities::of_server(true).bits() & ours);
     // A device of the guest's is made, and belongs to whom it says.
     let mut driver = served.driver();
     driver.mknod(ROOT, "null", libc::S_IFCHR | 0o600, 0x103).unwrap();
@@ -434,11 +377,9 @@ fn a_server_of_somebody_elses_is_confined() {
     }
     let mut served = Served::start(USER, "--map-user auto");
     is_confined(&served);
-    assert!(served.has_own("user"));
-    for set in ["CapEff", "CapPrm", "CapBnd", "CapInh", "CapAmb"] {
-        served.all_are(set, &format!("{:016x}", 0));
-    }
-    let map = fs::read_to_string(served.of_server("uid_map")).unwrap();
+    assert!(served.inside.has_own("user"));
+    served.inside.has_capabilities(0);
+    let map = fs::read_to_string(served.inside.file("uid_map")).unwrap();
     assert_eq!(map.split_whitespace().collect::<Vec<_>>(), [USER.to_string(), USER.to_string(), "1".into()]);
     // Its user reaches its log.
     let mut asks = as_user(USER, &served.tree.at("ferry-copy"));
@@ -462,22 +403,22 @@ fn capabilities_and_filters_are_as_the_flags_say() {
     };
     let served = Served::start(0, "--modcaps +sys_admin:-mknod --seccomp none --inode-file-handles never");
     served.is_used();
-    served.all_are("CapEff", &bits("+sys_admin:-mknod", false));
-    served.all_are("CapBnd", &bits("+sys_admin:-mknod", false));
-    served.all_are("Seccomp", "0");
+    served.inside.all_are("CapEff", &bits("+sys_admin:-mknod", false));
+    served.inside.all_are("CapBnd", &bits("+sys_admin:-mknod", false));
+    served.inside.all_are("Seccomp", "0");
     // Landlock's fence is around files, too, where none is opened by handle; the rest of the server's life is as before.
     let served = Served::start(0, "--inode-file-handles never --sandbox namespace --seccomp kill");
     served.is_used();
-    served.all_are("CapEff", &bits("-sys_admin", false));
+    served.inside.all_are("CapEff", &bits("-sys_admin", false));
 
     for (sandbox, root) in [("chroot", None), ("none", Some("/"))] {
         let served = Served::start(0, &format!("--sandbox {sandbox}"));
         served.is_used();
-        served.all_are("CapEff", &bits("-sys_admin", true));
-        served.all_are("Seccomp", "2");
-        assert!(served.inside.is_none() && !served.has_own("mnt"));
+        served.inside.all_are("CapEff", &bits("-sys_admin", true));
+        served.inside.all_are("Seccomp", "2");
+        assert!(served.inside.pid() == Pid::from_child(&served.child) && !served.inside.has_own("mnt"));
         let expected = root.map_or_else(|| served.tree.at("shared"), PathBuf::from);
-        assert_eq!(fs::read_link(served.of_server("root")).unwrap(), expected);
+        assert_eq!(fs::read_link(served.inside.file("root")).unwrap(), expected);
     }
 }
 
@@ -486,20 +427,20 @@ fn the_two_processes_end_together() {
     let user = rustix::process::geteuid().as_raw();
     // The one outside is killed.
     let mut served = Served::start(user, "");
-    if served.inside.is_none() {
+    if served.inside.pid() == Pid::from_child(&served.child) {
         eprintln!("skipped: no namespaces here: {}", served.said());
         return;
     }
     kill_process(Pid::from_child(&served.child), Signal::KILL).unwrap();
     served.end();
     let end = Instant::now() + SOON;
-    while !served.is_gone() {
+    while !served.inside.is_gone() {
         assert!(Instant::now() < end, "the server outlives the process that was started");
         std::thread::sleep(TICK);
     }
     // The one inside is.
     let mut served = Served::start(user, "");
-    kill_process(served.inside.unwrap(), Signal::KILL).unwrap();
+    kill_process(served.inside.pid(), Signal::KILL).unwrap();
     assert_eq!(served.end(), Some(128 + 9));
     assert!(served.said().contains("ended by signal 9"), "{}", served.said());
     assert!(!served.tree.at("s").exists(), "the socket is left behind");
@@ -525,9 +466,9 @@ fn what_cannot_be_had_is_said() {
     let said = served.said();
     assert!(said.contains("no namespaces of its own") && said.contains("namespace of users"), "{said}");
     served.is_used();
-    served.all_are("Seccomp", "2");
-    served.all_are("CapEff", &format!("{:016x}", 0));
-    assert!(!served.has_own("mnt"));
+    served.inside.all_are("Seccomp", "2");
+    served.inside.all_are("CapEff", &format!("{:016x}", 0));
+    assert!(!served.inside.has_own("mnt"));
 
     let tree = Tree::of(0);
     let mut insists = command(&tree);

@@ -120,7 +120,8 @@ impl Device for Blk {
     }
 
     fn worker_options(&self, index: usize) -> WorkerOptions {
-        WorkerOptions { name: format!("blk-{index}"), io: self.options.io, poll: self.options.poll, begun: None }
+        let Options { io, poll, begun, .. } = self.options;
+        WorkerOptions { name: format!("blk-{index}"), io, poll, begun }
     }
 
     fn session(&self) {

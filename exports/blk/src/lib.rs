@@ -62,6 +62,8 @@ pub struct Options {
     /// allocated then, and **pinned**: not for guests that give memory back (a balloon, free page reporting,
     /// virtio-mem), for what they get again would not be what is written to.
     pub pin_memory: bool,
+    /// What each worker calls before its first request, as [`ferry_vhost::WorkerOptions::begun`].
+    pub begun: Option<fn()>,
 }
 
 impl Default for Options {
@@ -72,6 +74,7 @@ impl Default for Options {
             writeback: true,
             io: IoMode::Auto,
             pin_memory: false,
+            begun: None,
         }
     }
 }

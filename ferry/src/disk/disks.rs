@@ -37,20 +37,25 @@ pub fn inherit(disks: &[Args]) -> Result<Vec<Option<Bound>>> {
 #[derive(Default)]
 pub struct Disks<'a> {
     opened: Vec<Opened<'a>>,
+    /// The sockets that they are offered on, in their order.
+    sockets: Vec<Bound>,
     exports: Vec<Export>,
 }
 
-/// A disk and the socket that it is offered on.
+/// A disk.
 struct Opened<'a> {
     args: &'a Args,
-    bound: Bound,
+    /// How it is to be offered, found while this process sees all of its machine.
+    options: ferry_blk::Options,
     disk: Arc<dyn ferry_vfs::Disk>,
+    /// The same, if it is an image.
+    image: Option<Arc<ferry_image::Disk>>,
 }
 
 impl<'a> Disks<'a> {
     /// Opens every disk and every socket: what is wrong shows at once. Disks without a socket are only made larger.
     pub fn open(disks: &'a [Args], inherited: Vec<Option<Bound>>) -> Result<Self> {
-        let mut opened = Vec::new();
+        let mut all = Self::default();
         for (args, inherited) in disks.iter().zip(inherited) {
             let bound = match (inherited, &args.vhost_user) {
                 (Some(bound), _) => bound,
@@ -60,9 +65,22 @@ impl<'a> Disks<'a> {
                     continue;
                 }
             };
-            opened.push(Opened { args, bound, disk: args.open()? });
+            all.sockets.push(bound);
+            let (disk, image) = args.open()?;
+            all.opened.push(Opened { args, options: args.device_options(), disk, image });
         }
-        Ok(Self { opened, exports: Vec::new() })
+        Ok(all)
+    }
+
+    /// Leaves the disks to a process that has been made of this one, which offers them: files that it closes are to be closed.
+    /// This one goes on being who removes the files of sockets.
+    pub fn leave(&mut self) {
+        self.opened.clear();
+    }
+
+    /// Offers them in the place of the process that opened them.
+    pub fn take_over(&mut self) -> Result<()> {
+        self.sockets.iter_mut().try_for_each(Bound::take_over)
     }
 
     /// Whether there is nothing to offer.
@@ -72,9 +90,11 @@ impl<'a> Disks<'a> {
 
     /// Begins to serve.
     pub fn start(&mut self) -> Result<()> {
-        for one in &self.opened {
-            let listener = one.bound.listener()?;
-            self.exports.push(Export::start(listener, Arc::clone(&one.disk), one.args.device_options())?);
+        for (one, socket) in self.opened.iter().zip(&self.sockets) {
+            if let Some(image) = &one.image {
+                image.begin();
+            }
+            self.exports.push(Export::start(socket.listener()?, Arc::clone(&one.disk), one.options.clone())?);
         }
         Ok(())
     }

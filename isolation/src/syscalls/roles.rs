@@ -8,6 +8,9 @@ pub enum Role {
     /// A thread of it that serves requests of a guest, and those that it starts for calls that take long. It is the one that
     /// reads what a guest says; it has no business with whoever started it, the VMM, and whoever asks for the log.
     Worker,
+    /// A thread of it that serves requests of a guest to a disk, and those that it starts: a worker that has no business with
+    /// what files are called, whose they are, and who else there is.
+    Disk,
     /// The thread of it that has files mapped in a guest's window: it speaks with the VMM, opens files, and writes to them. It makes
     /// and removes no names, acts for no other user, and starts no threads.
     Mapper,
@@ -41,6 +44,48 @@ pub(super) const NOT_OF_WORKER: &[libc::c_long] = &[
     libc::SYS_sched_setaffinity,
     libc::SYS_rt_sigtimedwait,
     libc::SYS_seccomp,
+];
+
+/// Of a worker's, those that one of a disk does without: its files are open, and all that it does to them is to move, free and
+/// flush bytes. It may ask for files that are not there, as libraries do now and then to learn of the machine.
+pub(super) const NOT_OF_DISK: &[libc::c_long] = &[
+    libc::SYS_splice,
+    libc::SYS_tee,
+    libc::SYS_vmsplice,
+    libc::SYS_sendfile,
+    libc::SYS_copy_file_range,
+    libc::SYS_syncfs,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_fchdir,
+    libc::SYS_umask,
+    libc::SYS_mkdirat,
+    libc::SYS_mknodat,
+    libc::SYS_symlinkat,
+    libc::SYS_linkat,
+    libc::SYS_unlinkat,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    libc::SYS_fchown,
+    libc::SYS_fchownat,
+    libc::SYS_utimensat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    libc::SYS_fsetxattr,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    libc::SYS_fremovexattr,
+    super::SYS_SETXATTRAT,
+    super::SYS_REMOVEXATTRAT,
+    libc::SYS_setfsuid,
+    libc::SYS_setfsgid,
+    libc::SYS_setgroups,
+    libc::SYS_capset,
+    libc::SYS_unshare,
+    libc::SYS_memfd_create,
 ];
 
 /// Of a server's, those that the thread of a window does without.
@@ -91,7 +136,7 @@ pub(super) const NOT_OF_MAPPER: &[libc::c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// The older names of the same, and of what neither of the two does by them.
+/// The older names of the same, and of what none of these threads does by them.
 #[cfg(target_arch = "x86_64")]
 pub(super) const OLDER_NOT_OF_THREADS: &[libc::c_long] = &[
     libc::SYS_open,

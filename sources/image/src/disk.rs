@@ -35,6 +35,11 @@ impl Disk {
         Self { source, serial }
     }
 
+    /// As [`Source::begin`], for a source that was at rest.
+    pub fn begin(&self) {
+        self.source.begin();
+    }
+
     fn image(&self) -> &Image {
         self.source.image()
     }

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread;
 
 use ferry_vfs::{Backing, Extent, Piece};
@@ -39,7 +39,7 @@ pub struct Objects {
     /// composefs's objects.
     files: Option<Files>,
     /// Proves what is wanted soon, once something was read in order.
-    soon: Option<SyncSender<(usize, usize)>>,
+    soon: OnceLock<SyncSender<(usize, usize)>>,
 }
 
 /// Why an object's bytes cannot be had.
@@ -184,8 +184,8 @@ impl Objects {
     /// One is missing and cannot be had, or is not what the image names.
     pub fn open_with(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         if image.is_composefs() {
-            let files = files(image, folder, missing)?;
-            return Ok(Self { packs: Vec::new(), files: Some(files), soon: None });
+            let files = files(image, (folder, folder), missing)?;
+            return Ok(Self { packs: Vec::new(), files: Some(files), soon: OnceLock::new() });
         }
         let store = Store::open(folder)?;
         // Others can be read all the same.
@@ -214,9 +214,17 @@ impl Objects {
             Ok(Arc::new(Pack::new(file, fd, index, pack.ahead)))
         };
         let packs = image.packs().iter().enumerate().map(open).collect::<Result<_>>()?;
-        let objects = Self { packs, files: None, soon: None };
+        let objects = Self { packs, files: None, soon: OnceLock::new() };
         objects.shrink();
         Ok(objects)
+    }
+
+    /// The object store of a composefs image, which is seen at another place from here.
+    ///
+    /// # Errors
+    /// It cannot be opened.
+    pub(crate) fn seen_at(image: &Image, folder: &Path, seen: &Path) -> Result<Self> {
+        Ok(Self { packs: Vec::new(), files: Some(files(image, (folder, seen), None)?), soon: OnceLock::new() })
     }
 
     /// composefs's objects, if not all need be here.
@@ -228,8 +236,10 @@ impl Objects {
     /// Begins the threads that prove what nobody waits for yet, until this is dropped: what readers in order want soon, and the packs
     /// that are wanted soon as a whole. What is not here is left to [`Self::fetch_all`], which knows how much may be asked for.
     /// Not begun by the first reader: what an export's worker begins stays on its CPU.
-    pub(crate) fn prove_ahead(&mut self) {
-        self.soon = prover(&self.packs);
+    pub(crate) fn prove_ahead(&self) {
+        if let Some(soon) = prover(&self.packs) {
+            let _ = self.soon.set(soon);
+        }
         let is_wanted = |pack: &&Arc<Pack>| pack.ahead && pack.absent.is_none();
         let packs: Vec<Weak<Pack>> = self.packs.iter().filter(is_wanted).take(1).map(Arc::downgrade).collect();
         if packs.is_empty() {
@@ -268,7 +278,7 @@ impl Objects {
         let pack = &self.packs[number];
         let objects = touched(&pack.index.objects, offset, offset.saturating_add(bytes));
         if let Some(soon) = pack.prove_all(objects)?
-            && let Some(prover) = &self.soon
+            && let Some(prover) = self.soon.get()
         {
             // Where too many wait, whoever wants it proves it.
             let _ = prover.try_send((number, soon));
@@ -516,14 +526,14 @@ impl Objects {
     }
 }
 
-/// The object store of a composefs image.
-fn files(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Files> {
+/// The object store of a composefs image, and where it is seen.
+fn files(image: &Image, (folder, seen): (&Path, &Path), missing: Option<Missing>) -> Result<Files> {
     if missing.as_ref().is_some_and(|missing| missing.cache_bytes.is_some()) {
         return Err(Error::NoLimit);
     }
     let damaged = |bad: Bad| Error::Fetch { what: "the objects of the image".into(), source: io::Error::other(bad) };
     let absent = missing.map(|missing| Absent::new(image, missing)).transpose().map_err(damaged)?;
-    Files::open(folder, absent)
+    Files::open(folder, seen, absent)
 }
 
 /// The objects that have something of a range of a pack.

@@ -42,9 +42,34 @@ impl Source {
         missing: Option<Missing>,
     ) -> error::Result<Self> {
         let image = Image::open(image, digest)?;
-        let mut objects = Objects::open_with(&image, store, missing)?;
-        objects.prove_ahead();
+        let objects = Objects::open_with(&image, store, missing)?;
+        let source = Self { image, objects: Arc::new(objects) };
+        source.begin();
+        Ok(source)
+    }
+
+    /// The same at rest, for a process that is still to become another one: no thread is begun before [`Self::begin`]. Of the layout
+    /// flat, all that is read later is open then; of composefs's, a directory is.
+    ///
+    /// # Errors
+    /// Something of it is missing or damaged.
+    pub fn at_rest(image: Image, store: &Path) -> error::Result<Self> {
+        let objects = Objects::open(&image, store)?;
         Ok(Self { image, objects: Arc::new(objects) })
+    }
+
+    /// The same for an image of composefs's, whose store is seen at another place from here.
+    ///
+    /// # Errors
+    /// The store cannot be opened.
+    pub fn at_rest_seen(image: Image, store: &Path, seen: &Path) -> error::Result<Self> {
+        let objects = Objects::seen_at(&image, store, seen)?;
+        Ok(Self { image, objects: Arc::new(objects) })
+    }
+
+    /// Begins what is done beside the readers, once.
+    pub fn begin(&self) {
+        self.objects.prove_ahead();
     }
 
     /// What files' bytes are read from, to fetch what is missing of it beside the readers.

@@ -1,7 +1,7 @@
 //! Puts walls around itself, as a server does, and tries to get out: `ferry-escape WALLS DIR ATTEMPT [WHAT]`.
 //!
 //! Walls are a list of `namespaces`, `capabilities`, `landlock`, `seccomp`, `seccomp-log`, `seccomp-trap`, of a role with less,
-//! `worker`, `mapper`, `outside`, `holder`, or `none`; the directory is what stays inside. Says `worked`, or the number of the error.
+//! `worker`, `disk`, `mapper`, `outside`, `holder`, or `none`; the directory is what stays inside. Says `worked`, or the number of the error.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -48,9 +48,14 @@ fn main() -> ExitCode {
             Filter::of(Role::Server, action).unwrap().apply().unwrap();
         }
     }
-    for (word, role) in
-        [("worker", Role::Worker), ("mapper", Role::Mapper), ("outside", Role::Outside), ("holder", Role::Holder)]
-    {
+    let roles = [
+        ("worker", Role::Worker),
+        ("disk", Role::Disk),
+        ("mapper", Role::Mapper),
+        ("outside", Role::Outside),
+        ("holder", Role::Holder),
+    ];
+    for (word, role) in roles {
         if walls.contains(&word) {
             Filter::of(role, Action::Kill).unwrap().apply().unwrap();
         }

@@ -227,11 +227,12 @@ struct State {
 }
 
 impl Files {
-    pub(crate) fn open(store: &Path, absent: Option<Absent>) -> Result<Self> {
-        let folder = match objects_folder(store) {
+    /// The objects of a store, which is seen at a place from here: mostly its own.
+    pub(crate) fn open(store: &Path, seen: &Path, absent: Option<Absent>) -> Result<Self> {
+        let folder = match objects_folder(seen) {
             // A store without any, yet.
-            none if none == *store && absent.is_some() && !sweep::is_store(store) => {
-                let folder = store.join("objects");
+            none if none == *seen && absent.is_some() && !sweep::is_store(seen) => {
+                let folder = seen.join("objects");
                 fs::create_dir_all(&folder).doing("make", &folder)?;
                 folder
             }
@@ -239,6 +240,8 @@ impl Files {
         };
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = rustix::fs::open(&folder, flags, Mode::empty()).doing("use as an object store", &folder)?;
+        // What is said of it is said to who knows its own.
+        let folder = folder.strip_prefix(seen).map_or(folder.clone(), |below| store.join(below));
         Ok(Self { folder, root, state: Mutex::default(), absent })
     }
 

@@ -1,0 +1,121 @@
+//! A process that has put walls around itself, as it looks from outside.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::process::Pid;
+
+/// A server of the program's: the process inside, if there are two.
+#[derive(Clone, Copy, Debug)]
+pub struct Inside(Pid);
+
+impl Inside {
+    /// Of the process that was started.
+    pub fn of(started: Pid) -> Self {
+        Self(child_of(started).unwrap_or(started))
+    }
+
+    /// Its number, as everybody outside knows it.
+    pub fn pid(self) -> Pid {
+        self.0
+    }
+
+    /// A file of its folder in /proc.
+    pub fn file(self, name: &str) -> PathBuf {
+        Path::new("/proc").join(self.0.as_raw_nonzero().to_string()).join(name)
+    }
+
+    /// A field of each thread's status.
+    pub fn status(self, field: &str) -> Vec<String> {
+        let threads = fs::read_dir(self.file("task")).unwrap();
+        threads
+            // One that ends meanwhile has none any more.
+            .filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok())
+            .map(|text| {
+                let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
+                line.unwrap_or_else(|| panic!("no {field} in {text}")).to_owned()
+            })
+            .collect()
+    }
+
+    /// That a field is the same for all threads.
+    #[track_caller]
+    pub fn all_are(self, field: &str, expected: &str) {
+        let found = self.status(field);
+        assert!(!found.is_empty() && found.iter().all(|value| value == expected), "{field}: {found:?}, not {expected}");
+    }
+
+    /// That no capability of a set is there for any thread but these.
+    #[track_caller]
+    pub fn has_capabilities(self, bits: u64) {
+        for set in ["CapEff", "CapPrm", "CapBnd"] {
+            self.all_are(set, &format!("{bits:016x}"));
+        }
+        for set in ["CapInh", "CapAmb"] {
+            self.all_are(set, &format!("{:016x}", 0));
+        }
+    }
+
+    /// Whether its namespace is another than ours.
+    pub fn has_own(self, namespace: &str) -> bool {
+        let of = |path: PathBuf| fs::read_link(path.join("ns").join(namespace)).unwrap();
+        of(self.file("")) != of("/proc/self".into())
+    }
+
+    /// The names in its root directory below a folder of that.
+    pub fn sees(self, dir: &str) -> Vec<String> {
+        names(&self.file("root").join(dir))
+    }
+
+    /// Where something is mounted for it.
+    pub fn mounts(self) -> Vec<String> {
+        let mounts = fs::read_to_string(self.file("mountinfo")).unwrap();
+        let mut places: Vec<String> = mounts.lines().map(|line| line.split(' ').nth(4).unwrap().into()).collect();
+        places.sort_unstable();
+        places
+    }
+
+    /// What its descriptors of directories are called: each would be a way out.
+    pub fn open_directories(self) -> Vec<PathBuf> {
+        let descriptors = fs::read_dir(self.file("fd")).unwrap();
+        descriptors
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            // Those that somebody closes meanwhile are gone.
+            .filter(|path| fs::metadata(path).is_ok_and(|found| found.is_dir()))
+            .map(|path| fs::read_link(path).unwrap_or_default())
+            .collect()
+    }
+
+    /// What its descriptors of files are called.
+    pub fn open_files(self) -> Vec<PathBuf> {
+        let descriptors = fs::read_dir(self.file("fd")).unwrap();
+        let mut files: Vec<PathBuf> = descriptors
+            .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
+            .filter(|path| path.is_absolute() && !path.starts_with("/dev/null"))
+            .collect();
+        files.sort_unstable();
+        files.dedup();
+        files
+    }
+
+    /// Whether it has ended.
+    pub fn is_gone(self) -> bool {
+        // One that has ended and was not waited for is there, without files.
+        fs::read_dir(self.file("fd")).map_or(true, |fds| fds.count() == 0)
+    }
+}
+
+/// The only child of a process.
+pub fn child_of(pid: Pid) -> Option<Pid> {
+    let pid = pid.as_raw_nonzero();
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    children.split_whitespace().next().and_then(|child| Pid::from_raw(child.parse().unwrap()))
+}
+
+/// The names in a directory.
+pub fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
