@@ -36,7 +36,7 @@ pub trait Window: Send + Sync {
     /// Has what is mapped of the file from the page after `end` on taken away, and drops `done` when it is.
     fn shorten(&self, file: FileId, end: u64, done: Done);
 
-    /// It took too long, and the file is made shorter all the same. Nothing is asked of it until [`Member::is_back`].
+    /// It took too long, and the file is made shorter all the same. It is asked once more, and then not until [`Member::is_back`].
     fn late(&self);
 }
 
@@ -219,6 +219,8 @@ impl Windows {
             let left = until.saturating_duration_since(Instant::now());
             if done.recv_timeout(left) == Err(RecvTimeoutError::Timeout) && !member.late.swap(true, Ordering::SeqCst) {
                 member.window.late();
+                // So that it learns that it was late, also if it is done by now; nobody waits for this.
+                member.window.shorten(file, end, Done { _waits: sync_channel(0).0 });
             }
         }
         Shortening(Some((Arc::clone(&self.0), file, end)))
