@@ -74,8 +74,8 @@ pub enum Command {
     /// Share directories with virtual machines and 9P clients until SIGTERM or SIGINT.
     ///
     /// Each source is followed by its own flags; several in one call are served by one process. A source is a
-    /// directory, or mem (a memory file system), or pmem:PATH (one that persists in a file or DAX device).
-    /// A source given several times is one source that several guests and mounts use together.
+    /// directory, or mem (a memory file system), pmem:PATH (one that persists in a file or DAX device), image:PATH (a
+    /// verified image of a tree), or 9p: and the address of a 9P server. A source given several times is one source that several guests and mounts use together.
     /// SIGTERM and SIGINT let the requests under way end, sync, and exit with status 0; a second signal exits at
     /// once.
     #[command(after_long_help = recipes::SHARE)]
@@ -86,8 +86,8 @@ pub enum Command {
 
     /// Mount a source on this host.
     ///
-    /// A source is a directory, or mem (a memory file system), or pmem:PATH (one that persists in a file or DAX
-    /// device); a directory of the name mem is ./mem. Returns when the mount is there; the server goes on in the
+    /// A source is a directory, or mem (a memory file system), pmem:PATH (one that persists in a file or DAX device),
+    /// image:PATH (a verified image of a tree), or 9p: and the address of a 9P server; a directory of the name mem is ./mem. Returns when the mount is there; the server goes on in the
     /// background until the mount is unmounted, or SIGTERM or SIGINT comes, which unmount it. Users mount through
     /// fusermount3.
     #[command(after_long_help = recipes::MOUNT)]

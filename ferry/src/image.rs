@@ -8,6 +8,7 @@ mod repair;
 mod store;
 mod trace;
 mod upper;
+mod verity;
 pub mod watch;
 
 use std::ffi::OsString;
@@ -29,29 +30,39 @@ use serde_json::{Value, json};
 /// Copy-paste lines for the help.
 pub const EXAMPLES: &str = "\
 Examples:
-  ferry image build rootfs -o rootfs.img --store /var/lib/ferry      # prints the digest that proves the tree
+  ferry image build rootfs -o rootfs.img --store /var/lib/ferry    # prints the digest that proves it
   ferry image mount rootfs.img /mnt --store /var/lib/ferry --digest DIGEST
   umount /mnt
-  ferry image mount rootfs.img /mnt --store /var/lib/ferry --upper changes   # can be written to
-  ferry mount image:rootfs.img /mnt --store /var/lib/ferry           # without the kernel's EROFS, each byte proved
+
+  ferry image mount rootfs.img /mnt --store /var/lib/ferry --upper changes    # can be written to
+  ferry mount image:rootfs.img /mnt --store /var/lib/ferry    # Ferry's own mount proves each byte
+
+  ferry image build rootfs -o rootfs.img --store /var/lib/ferry --verity     # the kernel proves each read of a mount with --digest
   ferry image ls -l rootfs.img /etc
   ferry image cat rootfs.img /usr/lib/os-release --store /var/lib/ferry
-  ferry image verify rootfs.img --store /var/lib/ferry               # reads and proves every byte
-  ferry image verify rootfs.img --store /var/lib/ferry --repair      # and has what is damaged replaced
   ferry image diff old.img rootfs.img --store /var/lib/ferry
-  ferry image gc images/ --store /var/lib/ferry                      # keeps what the images in this folder need
-  ferry image build rootfs -o rootfs.cfs --store /var/lib/ferry --layout composefs   # what mkcomposefs writes
-  ferry image dump rootfs.cfs > rootfs.dump
-  ferry image trace /mnt -o start.trace -- chroot /mnt /usr/bin/service --check    # then build --order-from start.trace
-  ferry image build oci:bundle:latest -o bundle.img --store /var/lib/ferry   # an OCI image directory
-  ferry image push rootfs.img oci:registry.example/os/base:12 --store /var/lib/ferry
-  ferry image pull oci:registry.example/os/base:12 --store /var/lib/ferry -o rootfs.img --digest DIGEST
-  ferry image mount rootfs.img /mnt --store /var/lib/ferry --from oci:registry.example/os/base:12   # before it is all here
-  ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from oci:registry.example/os/base:12   # the same for kernels before 6.14
-  AWS_ENDPOINT_URL=http://localhost:9000 ferry image push rootfs.img s3:bucket/os/base:12 --store /var/lib/ferry
+  ferry image verify rootfs.img --store /var/lib/ferry             # reads and proves every byte
+  ferry image verify rootfs.img --store /var/lib/ferry --repair    # and replaces what is damaged
+  ferry image gc images/ --store /var/lib/ferry    # keeps what the images in this folder need
 
-An image holds the tree's metadata; the bytes of its files are in the store, where images share what they have in common.
-A stock kernel mounts it (EROFS, Linux 6.12 or later).";
+  ferry image trace /mnt -o start.trace -- chroot /mnt /usr/bin/service --check
+  ferry image build rootfs -o rootfs.img --store /var/lib/ferry --order-from start.trace
+
+What others make and take:
+  ferry image build oci:bundle:latest -o bundle.img --store /var/lib/ferry    # an OCI image directory
+  ferry image build rootfs -o rootfs.cfs --store /var/lib/ferry --layout composefs    # mkcomposefs's
+  ferry image dump rootfs.cfs > rootfs.dump
+
+Registries, and stores of the S3 kind (AWS_ENDPOINT_URL and the like say which):
+  ferry image push rootfs.img oci:registry.example/os/base:12 --store /var/lib/ferry
+  ferry image push rootfs.img s3:bucket/os/base:12 --store /var/lib/ferry
+  FROM=oci:registry.example/os/base:12
+  ferry image pull $FROM --store /var/lib/ferry -o rootfs.img --digest DIGEST
+  ferry image mount rootfs.img /mnt --store /var/lib/ferry --from $FROM    # before it is all here
+  ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from $FROM    # for kernels before 6.14
+
+An image holds the tree's metadata; the bytes of its files are in the store, where images share
+what they have in common. A stock kernel mounts it (EROFS, Linux 6.12 or later).";
 
 /// A positive answer of `fsck` or `verify`, and a negative one.
 const CLEAN_STATUS: u8 = 0;
@@ -86,6 +97,11 @@ pub enum Command {
         /// archive is refused].
         #[arg(long, value_enum, value_name = "drop|overlay|keep", hide_possible_values = true)]
         whiteouts: Option<WhiteoutsName>,
+        /// Have the kernel prove the bytes of files, too, when the image is mounted with --digest from a file system with fs-verity (of the
+        /// layout flat: composefs has that always). The image names the fs-verity digests of its packs then, on every file system; it uses
+        /// no packs without, and takes longer to build.
+        #[arg(long)]
+        verity: bool,
         /// How many threads read and hash [default: as many as CPUs].
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
         threads: Option<u16>,
@@ -130,6 +146,9 @@ pub enum Command {
     Info {
         #[command(flatten)]
         image: ImageArg,
+        /// Show, too, which of the packs in this store the kernel proves by fs-verity when it reads them.
+        #[arg(long, value_name = "DIR")]
+        store: Option<PathBuf>,
         /// Answer in JSON.
         #[arg(long)]
         json: bool,
@@ -242,6 +261,7 @@ pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
             order_from,
             platform,
             whiteouts,
+            verity,
             threads,
             json,
         } => {
@@ -256,6 +276,8 @@ pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
             let order = order_from.as_deref().map(Trace::read).transpose()?;
             let mut options = BuildOptions { layout, order, platform: platform.clone(), ..BuildOptions::default() };
             options.threads = threads.map_or(options.threads, usize::from);
+            // composefs's objects have it wherever they can.
+            options.verity = *verity && layout == Layout::Flat;
             options.whiteouts = whiteouts.map(|whiteouts| match whiteouts {
                 WhiteoutsName::Drop => Whiteouts::Drop,
                 WhiteoutsName::Overlay => Whiteouts::Overlay,
@@ -267,7 +289,7 @@ pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
         Command::Mount(args) => return mount::mount(args, line),
         Command::Ls { image, path, long, json } => list(&image.open()?, path, *long, *json)?,
         Command::Cat { image, path, store } => cat(image, path, &store.store)?,
-        Command::Info { image, json } => info(&image.open()?, *json)?,
+        Command::Info { image, store, json } => info(&image.open()?, store.as_deref(), *json)?,
         Command::Fsck { image, json } => {
             let report = ferry_image::check(&image.open()?);
             return say(&report.findings, *json);
@@ -280,6 +302,9 @@ pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
                 if !findings.is_empty() && repair.repair {
                     repair.run(image, &opened, &store.store)?;
                     findings = verify(&opened, &store.store)?;
+                }
+                if findings.is_empty() && repair.repair {
+                    repair::seal(image, &opened, &store.store)?;
                 }
             }
             return say(&findings, *json);
@@ -312,6 +337,11 @@ fn build(source: &Path, output: &Path, store: &Path, options: &BuildOptions, jso
         bar.set_length(all as u64);
         bar.set_position(done as u64);
     };
+    // Before there is a store that nobody wants.
+    let is_word = source == Path::new("-") || source.as_os_str().as_bytes().starts_with(b"oci:");
+    if !is_word && !source.try_exists().unwrap_or(true) {
+        bail!("there is no {}: an image is built of a directory, an archive, a dump file, or oci:DIR", source.display());
+    }
     let built = ferry_image::build(source, output, Store::create(store)?, options, &progress)?;
     bar.finish_and_clear();
     let Built { digest, image_bytes, inodes, data_bytes, new_bytes, packs } = built;
@@ -457,24 +487,30 @@ fn cat(arg: &ImageArg, path: &Path, store: &Path) -> Result<()> {
     }
 }
 
-fn info(image: &Image, json: bool) -> Result<()> {
+fn info(image: &Image, store: Option<&Path>, json: bool) -> Result<()> {
     let (digest, bytes, inodes) = (image.digest(), image.bytes(), image.inodes());
     let layout = if image.is_composefs() { "composefs" } else { "flat" };
+    let proofs = store.map(|store| verity::look(image, store)).transpose()?;
+    let proof = |number: usize| proofs.as_ref().and_then(|proofs| proofs.get(number));
     if json {
-        let packs: Vec<_> = image
-            .packs()
-            .iter()
-            .map(|pack| json!({"name": pack.name.hex(), "bytes": pack.blocks * 4096, "ahead": pack.ahead}))
-            .collect();
+        let pack = |(number, pack): (usize, &ferry_image::PackRef)| {
+            let mut answer = json!({"name": pack.name.hex(), "bytes": pack.blocks * 4096, "ahead": pack.ahead});
+            if let Some(proof) = proof(number) {
+                answer["verity"] = verity::word(*proof).into();
+            }
+            answer
+        };
+        let packs: Vec<_> = image.packs().iter().enumerate().map(pack).collect();
         return print(&format!(
             "{}\n",
             json!({"digest": digest.to_string(), "layout": layout, "bytes": bytes, "inodes": inodes, "packs": packs})
         ));
     }
     let mut text = format!("digest  {digest}\nlayout  {layout}\nbytes   {bytes}\ninodes  {inodes}\n");
-    for pack in image.packs() {
+    for (number, pack) in image.packs().iter().enumerate() {
         let ahead = if pack.ahead { ", read ahead by mounts" } else { "" };
-        text += &format!("pack    {} {} bytes{ahead}\n", pack.name, pack.blocks * 4096);
+        let verity = proof(number).map(|proof| format!(", fs-verity: {}", verity::word(*proof))).unwrap_or_default();
+        text += &format!("pack    {} {} bytes{ahead}{verity}\n", pack.name, pack.blocks * 4096);
     }
     print(&text)
 }
@@ -503,6 +539,10 @@ fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
         Ok(())
     })?;
     bar.finish_and_clear();
+    if findings.is_empty() {
+        // What nobody uses in a pack counts here as well: the kernel proves packs as wholes.
+        findings.extend(objects.prove_packs().err().map(|bad| bad.to_string()));
+    }
     Ok(findings)
 }
 

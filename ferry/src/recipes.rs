@@ -10,6 +10,8 @@ Examples:
   ferry disk disk.raw --vhost-user /run/disk.sock
                                            a disk for a virtual machine
   ferry mount mem /mnt -o size=1G          a memory file system on this host
+  ferry image build rootfs -o rootfs.img --store store
+                                           a verified image of a tree, for ferry image mount
   ferry log /mnt requests --follow         watch every request of it
 
 ferry share --help has the lines to copy for QEMU, libvirt, cloud-hypervisor and

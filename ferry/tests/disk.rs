@@ -179,7 +179,7 @@ fn disks_stand_beside_shares_in_a_file() {
     assert_eq!(server.status(), Some(0));
     for (text, words) in [
         (both.replace("\"d\"", "\"s\""), "is given for a share and a disk"),
-        (both.replace("\"raw\"", "\"missing\""), "cannot open"),
+        (both.replace("\"raw\"", "\"missing\""), "there is no"),
         (both.replace("\"raw\"", "\"image:x\""), "image:PATH needs store"),
         (format!("{both}[[disk]]\nfile = \"raw\"\nvhost-user = \"e\"\n"), "is in use by another process"),
     ] {

@@ -97,6 +97,10 @@ fn images_are_listed_shown_and_checked() {
     assert_eq!((info["digest"].as_str(), info["inodes"].as_u64()), (Some(made.digest.as_str()), Some(6)));
     assert_eq!(text(&mut made.image("fsck")), "clean\n");
     assert_eq!(text(&mut made.with_store("verify")), "clean\n");
+    let (none, other) = (made.place.at("none"), made.place.at("other"));
+    let said = refused(1, ferry().args(["image", "build"]).arg(&none).arg("-o").arg(&other).arg("--store").arg(&other));
+    assert!(said.contains(&format!("there is no {}: an image is built of", none.display())), "{said}");
+    assert!(!other.exists(), "a store that nobody wants");
     let said = refused(1, made.with_store("cat").arg("dir/none"));
     assert!(said.contains("dir/none is not in the image"), "{said}");
     let said = refused(1, made.image("ls").args(["--digest", &"0".repeat(64)]));

@@ -97,6 +97,11 @@ fn an_image_is_checked_and_repaired() {
     assert!(said.contains("in use") && said.lines().count() == 1, "{said}");
     place.unmount(pid);
 
+    let short = place.at("short");
+    fs::write(&short, "no image").unwrap();
+    let (status, _, said) = fsck(&short, &[]);
+    assert!(status == Some(8) && said.contains("8 bytes are too few"), "{said}");
+
     for word in [image(&place), format!("pmem:{}", image(&place).display()).into()] {
         let (status, out, said) = fsck(&word, &[]);
         assert_eq!((status, &*said), (Some(0), ""), "{out}");

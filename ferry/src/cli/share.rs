@@ -46,7 +46,7 @@ const CLIENT_SECONDS_MAX: u64 = 86_400;
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Share {
-    /// A directory, or mem, or pmem:PATH, or 9p: with unix:PATH, tcp:HOST:PORT[/TREE], tls: or vsock:.
+    /// A directory, mem, pmem:PATH, image:PATH, or 9p: with unix:PATH, tcp:HOST:PORT[/TREE], tls: or vsock:.
     #[arg(index = 1, value_name = "SOURCE", required = false)]
     #[serde(alias = "dir")]
     pub source: PathBuf,

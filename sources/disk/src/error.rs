@@ -6,6 +6,9 @@ use std::path::PathBuf;
 /// Why a disk cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// There is nothing of that name.
+    #[error("there is no {path}; make a disk with ferry disk {path} --resize 20G", path = .0.display())]
+    Missing(PathBuf),
     /// It cannot be opened at all.
     #[error("cannot open {path}: {reason}", path = .path.display())]
     Open {

@@ -36,7 +36,10 @@ pub(crate) fn is_remote(file: impl AsFd) -> bool {
 /// Opens a file or block device; a device that is written must not be in use on this host.
 pub(crate) fn open(path: &Path, writes: bool) -> Result<File, Error> {
     let failed = |error: Errno| Error::Open { path: path.into(), reason: error.into() };
-    let found = rustix::fs::stat(path).map_err(failed)?;
+    let found = match rustix::fs::stat(path) {
+        Err(Errno::NOENT) => return Err(Error::Missing(path.into())),
+        found => found.map_err(failed)?,
+    };
     // Looked at before it is opened: opening a FIFO would wait, and opening some devices does things.
     let flags = match FileType::from_raw_mode(found.st_mode) {
         FileType::RegularFile => OFlags::empty(),

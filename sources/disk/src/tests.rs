@@ -58,7 +58,7 @@ fn mistakes_are_named() {
         (folder.path().to_path_buf(), "neither a file nor a block device"),
         (fifo, "neither a file nor a block device"),
         (empty, "is empty"),
-        (folder.path().join("missing"), "cannot open"),
+        (folder.path().join("missing"), "--resize 20G"),
     ] {
         let text = sentence(&path, &Options::default());
         assert!(text.contains(words) && text.contains(&*path.to_string_lossy()), "{text}");

@@ -66,17 +66,43 @@ pub struct Media {
     pub tier2: Option<Arc<dyn Medium>>,
 }
 
+/// Files and devices of an image that are open and locked, and that nobody has looked at yet.
+#[derive(Debug)]
+pub struct Opened {
+    path: PathBuf,
+    media: Media,
+}
+
 /// Opens the image in a file or device. An empty one is given `size_bytes` and made an image.
 ///
 /// # Errors
 /// [`OpenError`]; nothing is changed then, except that a damaged copy of the superblock may have been renewed.
 pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
+    open_files(path, options)?.load(options)
+}
+
+/// Opens the files and devices of an image, for a process that will not be able to afterwards. Another process that it becomes may
+/// load the image in its place, if this one only drops what it has here.
+///
+/// # Errors
+/// [`OpenError`]: they cannot be opened, or somebody else has them.
+pub fn open_files(path: &Path, options: &Options) -> Result<Opened, OpenError> {
     let image = open_image(path, options)?;
     let tier2 = match &options.tier2 {
         Some(tier2) => Some(open_tier2(tier2, options)?),
         None => None,
     };
-    assemble(path, &Media { image, tier2 }, options, &mut Err)
+    Ok(Opened { path: path.into(), media: Media { image, tier2 } })
+}
+
+impl Opened {
+    /// Opens the image that is in them, with the same options.
+    ///
+    /// # Errors
+    /// As for [`open`].
+    pub fn load(self, options: &Options) -> Result<PMem, OpenError> {
+        assemble(&self.path, &self.media, options, &mut Err)
+    }
 }
 
 /// Opens the image on a medium; one that begins with zeros is made an image.
@@ -249,6 +275,7 @@ fn superblock(path: &Path, image: &dyn Medium) -> Result<Option<Superblock>, Ope
         [Err(reason @ (FormatError::Magic | FormatError::Version(_))), Err(FormatError::Magic)]
         | [_, Err(reason @ FormatError::Version(_))]
         | [Err(reason @ FormatError::Version(_)), _] => Err(OpenError::Foreign { path: path(), reason }),
+        _ if image.bytes() < IMAGE_BYTES_MIN => Err(OpenError::TooSmall { path: path(), bytes: image.bytes() }),
         [Err(first), Err(second)] => Err(OpenError::Superblocks { path: path(), first, second }),
         _ => unreachable!("a good copy would have been the best"),
     }
