@@ -2,13 +2,14 @@
 //! missing.
 //!
 //! Sockets are made before; a process then stays outside, removes their files in the end, and is the one that everybody knows.
-//! Disks are opened before, too, and need nothing by its name afterwards: inside there are their descriptors, and none of a
-//! directory. Other sources are opened inside. No thread is started before the last wall stands.
+//! Disks, flat images and persistent memory are opened before, too, and need nothing by its name afterwards: inside there are their
+//! descriptors, and none of a directory. Directories, and the stores of composefs's images, are opened inside, where they have
+//! places. No thread is started before the last wall stands.
 
 use std::fmt;
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::OnceLock;
 
@@ -157,7 +158,7 @@ pub struct Confinement {
     walls: Walls,
     /// What stays visible, each once.
     roots: Vec<Root>,
-    /// Which of them is whose; none for sources that are no directories.
+    /// Which of them is whose; none for sources that need none.
     root_of: Vec<Option<usize>>,
     /// Files may be opened by handles, where that is possible.
     wants_handles: bool,
@@ -195,43 +196,58 @@ fn unfit(shares: &[Share]) -> Option<String> {
             }
             // Only mounts can be told, so nobody else is watched for unless that is asked for.
             Kind::Dir(_) if share.watch == Watch::Always => Some(format!("{source} is watched for changes")),
-            Kind::Dir(_) | Kind::Mem => None,
-            _ => Some(format!("{source} opens files and connections while it is served")),
+            Kind::Image(_) if share.from.is_some() => {
+                Some(format!("{source} asks its server for what its store lacks (--from)"))
+            }
+            Kind::Ninep(_) => Some(format!("{source} is a server that is connected to anew when its connection ends")),
+            Kind::Dir(_) | Kind::Mem | Kind::Image(_) | Kind::Pmem(_) => None,
         }
     })
 }
 
+/// Whether the process that serves these is to be confined.
+///
+/// # Errors
+/// It cannot be, and somebody has insisted.
+pub fn fits(walls: &Walls, shares: &[Share]) -> Result<bool> {
+    let Some(why) = unfit(shares) else { return Ok(true) };
+    if let Some(flag) = walls.asked_for() {
+        bail!("{flag}: this process cannot be confined: {why}; leave {flag} out, or serve it apart");
+    }
+    tracing::debug!("not confined: {why}");
+    Ok(false)
+}
+
 impl Confinement {
-    /// The walls for these shares, or none where they do not fit.
-    pub fn of(walls: &Walls, shares: &[Share], disks: &[disk::Args]) -> Result<Option<Self>> {
-        if let Some(why) = unfit(shares) {
-            if let Some(flag) = walls.asked_for() {
-                bail!("{flag}: this process cannot be confined: {why}; leave {flag} out, or serve it apart");
-            }
-            tracing::debug!("not confined: {why}");
-            return Ok(None);
-        }
-        let (mut roots, mut root_of): (Vec<Root>, _) = (Vec::new(), Vec::new());
-        for share in shares {
-            let Kind::Dir(path) = share.kind() else {
-                root_of.push(None);
-                continue;
-            };
-            let root = Root { path: path.canonicalize().unwrap_or(path), read_only: share.read_only };
-            let at = roots.iter().position(|other| *other == root).unwrap_or_else(|| {
+    /// The walls for these shares, with what has to stay visible for each, and for these disks.
+    pub fn of(
+        walls: &Walls,
+        shares: &[Share],
+        visible: impl IntoIterator<Item = Option<Root>>,
+        disks: &[disk::Args],
+    ) -> Result<Self> {
+        let mut roots: Vec<Root> = Vec::new();
+        let mut number_of = |root: Root| {
+            roots.iter().position(|other| *other == root).unwrap_or_else(|| {
                 roots.push(root);
                 roots.len() - 1
-            });
-            root_of.push(Some(at));
-        }
+            })
+        };
+        let root_of: Vec<_> = visible.into_iter().map(|root| root.map(&mut number_of)).collect();
         if walls.sandbox == Some(Sandbox::Chroot) && (roots.len() != 1 || root_of.contains(&None)) {
             bail!("--sandbox chroot: there must be one shared directory, which becomes the root directory");
         }
         let wants_handles = shares.iter().any(wants_handles);
-        // What is done to a disk, its open descriptors allow.
-        let needed = if shares.is_empty() { Capabilities::NONE } else { Capabilities::of_server(wants_handles) };
+        let is_tree = |share: &Share| matches!(share.kind(), Kind::Dir(_) | Kind::Mem);
+        let needed = match (shares.iter().any(is_tree), roots.is_empty()) {
+            (true, _) => Capabilities::of_server(wants_handles),
+            // Objects of images, whosever they are.
+            (false, false) => Capabilities::of_reader(),
+            // All that is done with a disk, an image or a file of persistent memory, its open descriptors allow.
+            (false, true) => Capabilities::NONE,
+        };
         let pins_memory = disks.iter().any(|disk| disk.pin_memory);
-        Ok(Some(Self { walls: walls.clone(), roots, root_of, wants_handles, needed, pins_memory }))
+        Ok(Self { walls: walls.clone(), roots, root_of, wants_handles, needed, pins_memory })
     }
 
     /// Goes inside, as far as it is possible without having opened the sources.
@@ -313,13 +329,10 @@ impl Inside {
         self.places.is_some()
     }
 
-    /// A share, with its source where it is seen from here.
-    pub fn seen(&self, number: usize, share: &Share) -> Share {
-        let mut share = share.clone();
-        if let (Some(places), Some(Some(at))) = (&self.places, self.confinement.root_of.get(number)) {
-            share.source.clone_from(&places[*at]);
-        }
-        share
+    /// Where what a share needs is seen from here, if it was another place.
+    pub fn place(&self, number: usize) -> Option<&Path> {
+        let at = self.confinement.root_of.get(number).copied().flatten()?;
+        self.places.as_ref()?.get(at).map(PathBuf::as_path)
     }
 
     /// Closes the last walls, once sources are open.

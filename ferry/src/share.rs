@@ -23,7 +23,7 @@ use crate::ninep::Listening;
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::socket::Bound;
-use crate::source::{self, Kind, Sources};
+use crate::source::{self, Kind, Prepared, Sources};
 use crate::state;
 
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
@@ -44,9 +44,9 @@ pub fn run(shares: &[Share], disks: &[disk::Args], walls: &Walls, json: bool, lo
         }
         Ok(())
     };
-    match Confinement::of(walls, shares, disks)? {
-        Some(confinement) => serve_confined(shares, disks, confinement, logging, ready),
-        None => serve(shares, disks, &MountOptions::default(), logging, ready).map(|()| 0),
+    match sandbox::fits(walls, shares)? {
+        true => serve_confined(shares, disks, walls, logging, ready),
+        false => serve(shares, disks, &MountOptions::default(), logging, ready).map(|()| 0),
     }
 }
 
@@ -55,7 +55,7 @@ pub fn run(shares: &[Share], disks: &[disk::Args], walls: &Walls, json: bool, lo
 fn serve_confined(
     shares: &[Share],
     disks: &[disk::Args],
-    confinement: Confinement,
+    walls: &Walls,
     logging: &Logging,
     ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
 ) -> Result<u8> {
@@ -63,8 +63,9 @@ fn serve_confined(
     let signals = Held::hold()?;
     let inherited = inherit(shares)?;
     let inherited_disks = disk::inherit(disks)?;
-    // What is wrong with a directory is said before anything is made.
-    drop(shares.iter().map(|share| Sources::default().open(share)).collect::<Result<Vec<_>>>()?);
+    // What is wrong with a source is said before anything is made.
+    let mut sources = source::prepare(shares)?;
+    let confinement = Confinement::of(walls, shares, sources.iter().map(Prepared::root), disks)?;
     let mut offered = Disks::open(disks, inherited_disks)?;
     let mut sockets = Sockets::make(shares, inherited)?;
     let kept = state::reach_all(shares)?;
@@ -72,7 +73,7 @@ fn serve_confined(
     let inside = match confinement.enter()? {
         Entered::Outside(outside) => {
             // What is kept is the other's: files that it closes are to be closed.
-            drop(kept);
+            drop((kept, sources));
             offered.leave();
             return outside.wait(&signals);
         }
@@ -87,13 +88,9 @@ fn serve_confined(
     }
     let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
     signals.release()?;
-    let mut sources = Sources::default();
-    let opened: Vec<_> = shares
-        .iter()
-        .enumerate()
-        .map(|(number, share)| sources.open(&inside.seen(number, share)))
-        .collect::<Result<_>>()?;
+    sources.iter_mut().enumerate().try_for_each(|(number, source)| source.arrive(inside.place(number)))?;
     inside.close(shares)?;
+    let opened = source::begin(sources)?;
     let mut serving = Serving::default();
     let up = start(shares, &opened, (sockets, kept), &MountOptions::default(), &mut serving)?;
     offered.start()?;

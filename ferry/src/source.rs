@@ -1,5 +1,7 @@
 //! What can be shared: which source a word on the command line means, and opening each one once.
 
+mod prepared;
+
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -16,6 +18,8 @@ use crate::apart::Apart;
 use crate::cli::{Acl, Cache, FileHandles, Share, Watch};
 use crate::image::registry::{self, Origin};
 use crate::remote::{self, Server};
+
+pub use prepared::{Prepared, begin, prepare};
 
 /// What begins the name of a persistent memory file system.
 const PMEM: &[u8] = b"pmem:";
@@ -53,6 +57,16 @@ impl Kind {
             Some(path) => Self::Pmem(OsStr::from_bytes(path).into()),
             None if bytes == b"mem" => Self::Mem,
             None => Self::Dir(word.into()),
+        }
+    }
+
+    /// The source of a share, by the one name that its path has.
+    fn seen(share: &Share) -> Self {
+        match share.kind() {
+            Self::Dir(path) => Self::Dir(path.canonicalize().unwrap_or(path)),
+            Self::Pmem(path) => Self::Pmem(path.canonicalize().unwrap_or(path)),
+            Self::Image(path) => Self::Image(path.canonicalize().unwrap_or(path)),
+            other @ (Self::Mem | Self::Ninep(_)) => other,
         }
     }
 
@@ -132,31 +146,7 @@ impl Sources {
 
     /// The source of a share, which is opened at its first one.
     pub fn open(&mut self, share: &Share) -> Result<Arc<dyn FileSystem>> {
-        let options = Options {
-            dir: ferry_dir::Options {
-                read_only: share.read_only,
-                direct_io: share.allow_direct_io,
-                writeback: share.writeback,
-                submounts: share.announce_submounts,
-                file_handles: share.inode_file_handles != FileHandles::Never,
-                ..ferry_dir::Options::default()
-            },
-            remote: remote::Flags::of(share),
-            size_bytes: share.size.map(|size| size.0),
-            huge: share.huge,
-            tier2: share.tier2.clone(),
-            tier2_bytes: share.tier2_size.map(|size| size.0),
-            store: share.store.clone(),
-            digest: share.digest.map(|digest| digest.0),
-            from: Origin::of(share),
-            needs_handles: share.inode_file_handles == FileHandles::Mandatory,
-        };
-        let kind = match share.kind() {
-            Kind::Dir(path) => Kind::Dir(path.canonicalize().unwrap_or(path)),
-            Kind::Pmem(path) => Kind::Pmem(path.canonicalize().unwrap_or(path)),
-            Kind::Image(path) => Kind::Image(path.canonicalize().unwrap_or(path)),
-            other @ (Kind::Mem | Kind::Ninep(_)) => other,
-        };
+        let (kind, options) = (Kind::seen(share), Options::of(share));
         let same = |opened: &&Opened| opened.kind == kind && opened.options == options;
         if let Some(opened) = self.opened.iter().find(same) {
             return Ok(Arc::clone(&opened.source));
@@ -216,6 +206,44 @@ impl Sources {
 }
 
 impl Options {
+    fn of(share: &Share) -> Self {
+        Self {
+            dir: ferry_dir::Options {
+                read_only: share.read_only,
+                direct_io: share.allow_direct_io,
+                writeback: share.writeback,
+                submounts: share.announce_submounts,
+                file_handles: share.inode_file_handles != FileHandles::Never,
+                ..ferry_dir::Options::default()
+            },
+            remote: remote::Flags::of(share),
+            size_bytes: share.size.map(|size| size.0),
+            huge: share.huge,
+            tier2: share.tier2.clone(),
+            tier2_bytes: share.tier2_size.map(|size| size.0),
+            store: share.store.clone(),
+            digest: share.digest.map(|digest| digest.0),
+            from: Origin::of(share),
+            needs_handles: share.inode_file_handles == FileHandles::Mandatory,
+        }
+    }
+
+    /// The store of an image.
+    fn image_store(&self) -> Result<&Path> {
+        self.store.as_deref().context("image:PATH needs --store DIR, the folder with its files' bytes")
+    }
+
+    fn pmem(&self) -> pmem::Options {
+        pmem::Options {
+            size_bytes: self.size_bytes,
+            tier2: self.tier2.clone(),
+            tier2_bytes: self.tier2_bytes,
+            read_only: self.dir.read_only,
+            huge: self.huge,
+            ..pmem::Options::default()
+        }
+    }
+
     fn open_dir(&self, path: &Path) -> Result<Arc<Dir>> {
         let dir = Dir::open(path, self.dir.clone())?;
         if self.needs_handles && !dir.has_file_handles() {
@@ -238,24 +266,12 @@ impl Options {
                 ..ferry_mem::Options::default()
             })?))?,
             Kind::Pmem(path) => {
-                let options = pmem::Options {
-                    size_bytes: self.size_bytes,
-                    tier2: self.tier2.clone(),
-                    tier2_bytes: self.tier2_bytes,
-                    read_only: self.dir.read_only,
-                    huge: self.huge,
-                    ..pmem::Options::default()
-                };
-                let is_new = match path.metadata() {
-                    Ok(found) => found.is_file() && found.len() == 0,
-                    Err(_) => true,
-                };
-                let source = Arc::new(pmem::open(path, &options)?);
+                let is_new = is_new(path);
+                let source = Arc::new(pmem::open(path, &self.pmem())?);
                 if is_new { ours(source)? } else { source }
             }
             Kind::Image(path) => {
-                let store =
-                    self.store.as_deref().context("image:PATH needs --store DIR, the folder with its files' bytes")?;
+                let store = self.image_store()?;
                 match &self.from {
                     Some(from) => Arc::new(registry::open(path, store, self.digest, from)?),
                     None => Arc::new(ferry_image::Source::open(path, store, self.digest)?),
@@ -264,6 +280,11 @@ impl Options {
             Kind::Ninep(address) => self.remote.connect(&Server::of(address).map_err(anyhow::Error::msg)?)?,
         })
     }
+}
+
+/// Whether a file is about to become a file system.
+fn is_new(path: &Path) -> bool {
+    path.metadata().map_or(true, |found| found.is_file() && found.len() == 0)
 }
 
 /// Gives the root of a new tree to this process's user, as mounting a tmpfs does: others than root could make nothing in

@@ -1,0 +1,123 @@
+//! Sources of a server that is going to be behind walls: what of them is opened before, what by its place inside, and what once the
+//! last wall stands.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use ferry_image::{Image, Objects, Source, objects_folder};
+use ferry_isolation::Root;
+use ferry_mem::pmem;
+use ferry_vfs::FileSystem;
+
+use super::{Kind, Options, Sources, is_new, ours};
+use crate::cli::Share;
+
+/// The source of a share on its way behind walls. Until it is begun it has no thread, and until it has arrived no descriptor of a
+/// directory: one of the host's would be a way out.
+pub struct Prepared {
+    kind: Kind,
+    options: Options,
+    stage: Stage,
+}
+
+enum Stage {
+    /// All of it is opened inside.
+    Outside,
+    /// An image of composefs's, which looks for its objects as they are wanted.
+    Image(Image),
+    /// An image, of which nothing is opened any more.
+    Source(Source),
+    /// A persistent memory file system, of which nothing is opened any more, and whether it is made just now.
+    Pmem(pmem::Opened, bool),
+    /// It is open, and needs nothing else.
+    Open(Arc<dyn FileSystem>),
+    /// The one of an earlier share.
+    Same(usize),
+}
+
+/// Opens what of the sources of shares is opened outside of walls. What is wrong with a source shows here.
+pub fn prepare(shares: &[Share]) -> Result<Vec<Prepared>> {
+    let mut all: Vec<Prepared> = Vec::new();
+    for share in shares {
+        let (kind, options) = (Kind::seen(share), Options::of(share));
+        let same = all.iter().position(|other| other.kind == kind && other.options == options);
+        let stage = match (&kind, same) {
+            (_, Some(at)) => Stage::Same(at),
+            (Kind::Image(path), _) => {
+                let store = options.image_store()?;
+                let image = Image::open(path, options.digest)?;
+                if image.is_composefs() {
+                    drop(Objects::open(&image, store)?);
+                    Stage::Image(image)
+                } else {
+                    Stage::Source(Source::at_rest(image, store)?)
+                }
+            }
+            (Kind::Pmem(path), _) => {
+                let is_new = is_new(path);
+                Stage::Pmem(pmem::open_files(path, &options.pmem())?, is_new)
+            }
+            (Kind::Dir(_) | Kind::Mem | Kind::Ninep(_), _) => {
+                drop(Sources::default().open(share)?);
+                Stage::Outside
+            }
+        };
+        all.push(Prepared { kind, options, stage });
+    }
+    Ok(all)
+}
+
+impl Prepared {
+    /// What has to stay visible for it.
+    pub fn root(&self) -> Option<Root> {
+        match (&self.kind, &self.stage) {
+            (Kind::Dir(path), _) => Some(Root { path: path.clone(), read_only: self.options.dir.read_only }),
+            (_, Stage::Image(_)) => {
+                let path = objects_folder(self.options.store.as_deref()?);
+                Some(Root { path: path.canonicalize().unwrap_or(path), read_only: true })
+            }
+            _ => None,
+        }
+    }
+
+    /// Opens, inside, what has a place there; without one it is where it always was.
+    pub fn arrive(&mut self, place: Option<&Path>) -> Result<()> {
+        let stage = std::mem::replace(&mut self.stage, Stage::Outside);
+        self.stage = match stage {
+            Stage::Outside => {
+                let seen = place.map(|place| Kind::Dir(place.into()));
+                Stage::Open(self.options.open(seen.as_ref().unwrap_or(&self.kind))?)
+            }
+            Stage::Image(image) => {
+                let folder = objects_folder(self.options.image_store()?);
+                let source = Source::at_rest_seen(image, &folder, place.unwrap_or(&folder))?;
+                Stage::Source(source)
+            }
+            other => other,
+        };
+        Ok(())
+    }
+}
+
+/// Begins what has arrived, with the threads that it has.
+pub fn begin(prepared: Vec<Prepared>) -> Result<Vec<Arc<dyn FileSystem>>> {
+    let mut begun: Vec<Arc<dyn FileSystem>> = Vec::new();
+    for Prepared { kind, options, stage } in prepared {
+        let source = match stage {
+            Stage::Open(source) => source,
+            Stage::Source(source) => {
+                source.begin();
+                Arc::new(source)
+            }
+            Stage::Pmem(opened, is_new) => {
+                let source = Arc::new(opened.load(&options.pmem())?);
+                if is_new { ours(source)? } else { source }
+            }
+            Stage::Same(at) => Arc::clone(begun.get(at).context("an earlier share has no source")?),
+            Stage::Outside | Stage::Image(_) => options.open(&kind)?,
+        };
+        begun.push(source);
+    }
+    Ok(begun)
+}
