@@ -340,7 +340,10 @@ fn build(source: &Path, output: &Path, store: &Path, options: &BuildOptions, jso
     // Before there is a store that nobody wants.
     let is_word = source == Path::new("-") || source.as_os_str().as_bytes().starts_with(b"oci:");
     if !is_word && !source.try_exists().unwrap_or(true) {
-        bail!("there is no {}: an image is built of a directory, an archive, a dump file, or oci:DIR", source.display());
+        bail!(
+            "there is no {}: an image is built of a directory, an archive, a dump file, or oci:DIR",
+            source.display()
+        );
     }
     let built = ferry_image::build(source, output, Store::create(store)?, options, &progress)?;
     bar.finish_and_clear();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use ferry_image::{Digest, Image, Missing, Objects, mend};
+use ferry_image::{Digest, Image, Missing, Objects, mend, seal, seal_image};
 use sha2::Digest as _;
 
 use crate::error::{Error, Result};
@@ -45,7 +45,8 @@ pub struct Pulled {
 }
 
 /// Pulls an image. What is in the store is not fetched, unless it is noted there as damaged, and what a pull that failed or was killed has
-/// left is used. The image gets its name when all is there. Whoever calls holds the store open, so that nothing of it is removed meanwhile.
+/// left is used. The image gets its name when all is there. Packs that are made for fs-verity have it on then, and so has the image, where
+/// the file system has it. Whoever calls holds the store open, so that nothing of it is removed meanwhile.
 ///
 /// # Errors
 /// The server cannot be reached, or what comes is not what it should be; what was had so far is kept.
@@ -66,10 +67,17 @@ pub fn pull(
         objects.fetch_all(options.jobs, &AtomicBool::new(false), progress)?;
         objects.complete()?;
     }
+    let fetched_bytes = objects.fetched_bytes();
+    // fs-verity is turned on for what nobody has open for writing.
+    drop(objects);
+    let is_sealed = !options.metadata_only && seal(&image, store)?.on > 0;
     if let Some(new) = new {
         keep(new, output)?;
     }
-    Ok(Pulled { digest, manifest, fetched_bytes: objects.fetched_bytes() })
+    if is_sealed {
+        seal_image(output)?;
+    }
+    Ok(Pulled { digest, manifest, fetched_bytes })
 }
 
 /// Gets the metadata of an image, unless an image is at `output` already, and answers what fetches the rest of it. What is there

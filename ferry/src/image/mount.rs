@@ -21,6 +21,7 @@ use rustix::mount::{
 use super::lazy::{self, LazyArgs};
 use super::loops::Loop;
 use super::upper::Upper;
+use super::verity::{self, Packs, Wanted};
 use super::{ImageArg, StoreArg};
 
 #[derive(Debug, clap::Args)]
@@ -38,6 +39,11 @@ pub struct MountArgs {
     /// overlayfs's own folder, on the file system of the upper one [default: the upper one's name and .work].
     #[arg(long, value_name = "DIR", requires = "upper")]
     work: Option<PathBuf>,
+    /// With --digest, whether to refuse a mount where the kernel cannot prove what it reads by fs-verity: only where the file system has that, and
+    /// a pack that was built with --verity has not; or always. Objects of the layout composefs always need it.
+    #[arg(long, value_enum, value_name = "auto|require", default_value_t = Wanted::Auto, requires_if("require", "digest"))]
+    #[arg(hide_possible_values = true)]
+    verity: Wanted,
     /// Mount from loop devices, as is done of itself on kernels before Linux 6.12.
     #[arg(long = "loop", conflicts_with = "from")]
     by_loop: bool,
@@ -75,10 +81,10 @@ fn attach_file(
     file: &File,
     elsewhere: &dyn Fn(usize) -> Option<PathBuf>,
 ) -> Result<()> {
-    let (store, verity) = (args.store.store.as_path(), args.image.digest.is_some());
+    let (store, is_proved) = (args.store.store.as_path(), args.image.digest.is_some());
     let path = &args.image.image;
     let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
-    if verity && image.is_composefs() && !has_verity(image, store)? {
+    if is_proved && image.is_composefs() && !has_verity(image, store)? {
         bail!(
             "the objects in {} have no fs-verity, so the kernel cannot prove the bytes of files: mount without --digest \
              after ferry image verify --digest, or use ferry mount image:{} --digest, which proves them itself",
@@ -89,9 +95,16 @@ fn attach_file(
     let prepare = |upper: &PathBuf| Upper::prepare(upper, args.work.as_deref(), image.digest());
     let upper = args.upper.as_ref().map(prepare).transpose()?;
     // Another file may have its name by now than the one that was proved. Without a digest people see where the mount is from.
-    let proved = verity.then(|| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())));
+    let proved = is_proved.then(|| by_descriptor(file));
     let source = proved.as_ref().unwrap_or(&path);
-    let mut mounted = erofs(image, (source, &path), &packs(image, store, elsewhere)?, args.by_loop)?;
+    // Open until the kernel has them.
+    let packs = if is_proved && !image.is_composefs() {
+        verity::check((image, file, &path), store, elsewhere, args.verity)?
+    } else {
+        Packs { paths: packs(image, store, elsewhere)?, files: Vec::new() }
+    };
+    let mut mounted = erofs(image, (source, &path), &packs.paths, args.by_loop)?;
+    drop(packs.files);
     if image.is_composefs() || upper.is_some() {
         let objects = objects_folder(store);
         let objects = objects.canonicalize().with_context(|| format!("cannot find {}", objects.display()))?;
@@ -100,7 +113,7 @@ fn attach_file(
             lower: &mounted,
             objects: image.is_composefs().then_some(&objects),
             upper: upper.as_ref(),
-            verity: verity && image.is_composefs(),
+            verity: is_proved && image.is_composefs(),
         };
         mounted = layers.mount(args.by_loop)?;
     }
@@ -144,6 +157,11 @@ fn has_verity(image: &Image, store: &Path) -> Result<bool> {
         }
     }
     Ok(true)
+}
+
+/// Where the kernel finds a file that is open, whatever has its name.
+pub(super) fn by_descriptor(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 fn context(kind: &str) -> Result<OwnedFd> {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use ferry_image::{Image, Mended, mend, note_damage};
+use ferry_image::{Image, Mended, Sealed, mend, note_damage, seal_image};
 
 use super::ImageArg;
 use super::registry::{self, Origin};
@@ -11,7 +11,8 @@ use super::registry::{self, Origin};
 #[derive(Debug, clap::Args)]
 pub struct RepairArgs {
     /// Replace what is damaged: by what other packs of the store have, by what --from has, and the rest when an image is built that has it,
-    /// or pulled. Objects of the layout composefs that are damaged are removed until then.
+    /// or pulled. Objects of the layout composefs that are damaged are removed until then. Packs that were built with --verity, and their
+    /// image, get fs-verity where the file system has it.
     #[arg(long)]
     pub repair: bool,
     /// Fetch what is damaged or missing from oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG.
@@ -55,4 +56,16 @@ impl RepairArgs {
         }
         Ok(())
     }
+}
+
+/// Turns fs-verity on for packs that were built for it, and for the image.
+pub fn seal(arg: &ImageArg, image: &Image, store: &Path) -> Result<()> {
+    let Sealed { on, left, .. } = ferry_image::seal(image, store)?;
+    if on > 0 && seal_image(&arg.image)? {
+        eprintln!("ferry: the kernel proves what is read of the image and of {on} packs");
+    }
+    if left > 0 {
+        eprintln!("ferry: {left} packs are in use, or not ours, and have no fs-verity yet");
+    }
+    Ok(())
 }

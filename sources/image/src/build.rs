@@ -54,6 +54,9 @@ pub struct Options {
     pub order: Option<Trace>,
     /// What an archive that is a layer has for what is gone; without this it is refused. Of archives only.
     pub whiteouts: Option<Whiteouts>,
+    /// Name the fs-verity digests of packs, and turn fs-verity on for what is written where the file system has it, so that the kernel can
+    /// prove what it reads of them. Packs without such digests are not used then. Of [`Layout::Flat`] only: composefs's objects have it always.
+    pub verity: bool,
 }
 
 impl Default for Options {
@@ -64,6 +67,7 @@ impl Default for Options {
             platform: None,
             order: None,
             whiteouts: None,
+            verity: false,
         }
     }
 }
@@ -98,7 +102,7 @@ pub type Progress<'a> = dyn Fn(usize, usize) + Sync + 'a;
 /// Something cannot be read, changes meanwhile, or is nothing that EROFS can hold; the store or the image cannot be written.
 pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progress: &Progress<'_>) -> Result<Built> {
     let store = Arc::new(store);
-    let mut sink = Sink::begin(&store, options.layout, options.threads)?;
+    let mut sink = Sink::begin(&store, options.layout, options.threads, options.verity)?;
     let meter = Meter::new(progress);
     let tree = match Input::of(source, &meter)? {
         Input::Directory | Input::Dump(_) | Input::Oci(_) if options.whiteouts.is_some() => {
@@ -123,7 +127,7 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
     let (bytes, packs) = sink.finish(tree, options.order.as_ref())?;
     let algorithm = if options.layout == Layout::Flat { Algorithm::Blake3 } else { Algorithm::Verity };
     let digest = algorithm.of(&bytes);
-    save(image, &bytes)?;
+    save(image, &bytes, options.verity)?;
     Ok(Built { digest, image_bytes: bytes.len() as u64, inodes, data_bytes, new_bytes, packs })
 }
 
@@ -236,8 +240,8 @@ fn hash(seen: &Seen, path: &Path) -> Result<Hashed> {
     Ok(hashed)
 }
 
-fn save(image: &Path, bytes: &[u8]) -> Result<()> {
+fn save(image: &Path, bytes: &[u8], has_verity: bool) -> Result<()> {
     let mut new = New::begin(folder_of(image))?;
     new.file.write_all(bytes).doing("write to", &*new.path)?;
-    new.keep(image)
+    new.keep_sealed(image, has_verity.then(|| Algorithm::Verity.of(bytes)))
 }

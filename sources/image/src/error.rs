@@ -61,6 +61,16 @@ pub enum Error {
         /// What it has.
         found: Digest,
     },
+    /// What was written is not what was to be written.
+    #[error("what was written for {} has the fs-verity digest {found}, not {wanted}: disk or memory are faulty, or the index names another one's", path.display())]
+    Unlike {
+        /// Which file it was to be.
+        path: PathBuf,
+        /// What it should have.
+        wanted: Digest,
+        /// What it has.
+        found: Digest,
+    },
     /// Something that is not in the store cannot be fetched.
     #[error("cannot fetch {what}")]
     Fetch {

@@ -57,7 +57,7 @@ pub(crate) fn read(source: &Path, sink: &mut Sink, threads: usize, progress: &Pr
                 let (groups, wanted) = channel::<Group>();
                 let (sender, parts) = sync_channel(AHEAD_BATCHES);
                 let (empty, free) = channel();
-                (0..AHEAD_BATCHES).for_each(|_| _ = empty.send(Batch::new()));
+                (0..AHEAD_BATCHES).for_each(|_| _ = empty.send(sink.new_batch()));
                 scope.spawn(move || read_groups(&wanted, &free, &sender));
                 (groups, Lane { parts, empty })
             })

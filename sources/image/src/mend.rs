@@ -198,7 +198,8 @@ impl Store {
             }
         }
         new.file.set_len(index.blocks * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
-        new.keep(&path)?;
+        // What is still damaged has another digest.
+        new.keep_sealed(&path, index.verity.filter(|_| left.is_empty()))?;
         self.note(&index, &left)?;
         tracing::info!("mended {mended} objects of the pack {pack} in {}", self.folder().display());
         Ok(Mended { mended, left: left.len() })

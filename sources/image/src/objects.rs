@@ -75,6 +75,16 @@ pub enum Bad {
         /// The object.
         path: PathBuf,
     },
+    /// A pack is not what its index says.
+    #[error("the pack {pack} has the fs-verity digest {found}, but its index names {wanted}: one of both is wrong")]
+    Sum {
+        /// The pack's name.
+        pack: Digest,
+        /// What the index names.
+        wanted: Digest,
+        /// What it has.
+        found: Digest,
+    },
     /// An object has another name than the one that others would find it by.
     #[error("the image has the object {digest} as {}, which is not its name", path.display())]
     Elsewhere {
@@ -286,6 +296,12 @@ impl Objects {
         Ok(())
     }
 
+    /// The same for who reads: what the kernel proves is not proved before. Who maps it has it read by us, so that damage is an error
+    /// there, and not a fault.
+    fn prove_read(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
+        if self.packs[number].is_sealed { Ok(()) } else { self.prove_span(number, offset, bytes) }
+    }
+
     /// Reads bytes of a pack, once they are proved. Afterwards others may be dropped.
     fn read_span(&self, number: usize, offset: u64, out: &mut [u8]) -> std::result::Result<(), Bad> {
         let pack = &self.packs[number];
@@ -294,7 +310,7 @@ impl Objects {
         let digest = first.digest;
         let limit = pack.absent.as_ref().and_then(|absent| absent.common.limit.as_ref());
         let held: Option<Vec<_>> = limit.map(|limit| objects.map(|at| limit.hold((number, at))).collect());
-        let outcome = self.prove_span(number, offset, out.len() as u64).and_then(|()| {
+        let outcome = self.prove_read(number, offset, out.len() as u64).and_then(|()| {
             let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest, source };
             pack.file.read_exact_at(out, offset).map_err(unreadable)
         });
@@ -380,7 +396,8 @@ impl Objects {
     /// # Errors
     /// One of them is damaged, or cannot be had.
     pub fn prove_range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
-        self.range(number, offset, bytes).map(|_| ())
+        self.packs[number].lasting()?;
+        self.prove_span(number, offset, bytes)
     }
 
     /// The descriptor that a range of a pack is in, once what objects have of it is proved.
@@ -390,7 +407,7 @@ impl Objects {
     pub(crate) fn range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
         let pack = &self.packs[number];
         pack.lasting()?;
-        self.prove_span(number, offset, bytes)?;
+        self.prove_read(number, offset, bytes)?;
         Ok(&pack.backing)
     }
 
@@ -431,7 +448,7 @@ impl Objects {
             return Ok(None);
         }
         self.check_ends(data, bytes)?;
-        self.prove_span(run.pack, run.at, run.bytes)?;
+        self.prove_read(run.pack, run.at, run.bytes)?;
         Ok(Some(Extent { file: Arc::clone(&pack.backing), offset: run.at }))
     }
 

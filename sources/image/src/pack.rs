@@ -1,4 +1,4 @@
-//! An open pack: nobody sees bytes of it before they are proved.
+//! An open pack: nobody sees bytes of it before they are proved, by us, or, where the pack has fs-verity, by the kernel when it reads them.
 //!
 //! Objects are no longer than a piece (64 KiB), and are proved one by one, as they are read. What a pack has that may have holes is got
 //! before it is seen ([`crate::fetch`]).
@@ -18,6 +18,7 @@ use rustix::fs::Advice;
 
 use crate::erofs::BLOCK_BYTES;
 use crate::fetch::Absent;
+use crate::fsverity;
 use crate::objects::Bad;
 use crate::piece;
 use crate::store::{Index, Object};
@@ -53,6 +54,8 @@ pub(crate) struct Pack {
     pub index: Index,
     /// Whether all of it is wanted soon, in its order.
     pub ahead: bool,
+    /// Whether the kernel proves each block that is read, by the digest that the index names: readers then get that, or EIO.
+    pub is_sealed: bool,
     /// For each object what is known of it. Nobody is ever busy with one of a pack that may have holes: that is told apart there.
     pub states: Vec<AtomicU8>,
     /// How what is not here is got, if the pack may have holes.
@@ -65,12 +68,13 @@ impl Pack {
     pub(crate) fn new(file: File, fd: OwnedFd, index: Index, ahead: bool) -> Self {
         let states = index.objects.iter().map(|_| AtomicU8::new(UNKNOWN)).collect();
         let waiting = (Mutex::new(()), Condvar::new());
-        Self { file, backing: Arc::new(Backing::new(fd)), index, ahead, states, absent: None, waiting }
+        let is_sealed = index.verity.is_some_and(|wanted| fsverity::measure(&file) == Some(wanted));
+        Self { file, backing: Arc::new(Backing::new(fd)), index, ahead, is_sealed, states, absent: None, waiting }
     }
 
     /// The same pack where it may have holes.
     pub(crate) fn with_holes(self, absent: Absent) -> Self {
-        Self { absent: Some(absent), ..self }
+        Self { absent: Some(absent), is_sealed: false, ..self }
     }
 
     /// That its objects are not dropped again.
@@ -203,7 +207,12 @@ mod tests {
         (0..OBJECTS).for_each(|_| file.write_all(&piece).expect("room"));
         let digest = piece::digest(&piece);
         let object = |at: u64| Object { block: at * PIECE_BLOCKS, bytes: PIECE_BYTES as u64, digest };
-        let index = Index { pack: digest, blocks: OBJECTS * PIECE_BLOCKS, objects: (0..OBJECTS).map(object).collect() };
+        let index = Index {
+            pack: digest,
+            blocks: OBJECTS * PIECE_BLOCKS,
+            objects: (0..OBJECTS).map(object).collect(),
+            verity: None,
+        };
         let fd = file.try_clone().expect("a descriptor").into();
         Pack::new(file, fd, index, false)
     }

@@ -73,8 +73,9 @@ fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
     {
         return Ok(index);
     }
-    // Each object has a block at least.
-    let bytes_max = wanted.blocks.saturating_mul(store::RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
+    // Each object has a block at least, and the pack as a whole has an entry.
+    let entries_max = wanted.blocks.saturating_add(1);
+    let bytes_max = entries_max.saturating_mul(store::RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
     let fetched = common.missing.from.index(pack, bytes_max);
     let bytes = fetched.map_err(|source| Error::Fetch { what: format!("the index of the pack {pack}"), source })?;
     let index = Index::of(&common.store, pack, &bytes)?;

@@ -7,6 +7,8 @@ use std::io;
 
 use crate::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::erofs::{BLOCK_BITS, BLOCK_BYTES};
+use crate::store::Leaves;
+use crate::verity::{BlockHash, hash_block};
 
 /// The size of a piece; only a file's last one is smaller.
 pub(crate) const PIECE_BYTES: usize = 1 << PIECE_BITS;
@@ -38,19 +40,48 @@ pub(crate) fn digest(bytes: &[u8]) -> Digest {
 /// Pieces one after the other, each from a block's beginning on, as they are in a pack.
 #[derive(Debug)]
 pub(crate) struct Batch {
+    /// Which pieces are hashed for fs-verity, too.
+    wanted: Leaves,
+    /// Those hashes, of each block of pieces that have them, in their order.
+    leaves: Vec<BlockHash>,
     /// Memory, and where a block begins in it that a disk can be given.
     memory: Vec<u8>,
     skew: usize,
     used: usize,
-    /// Where each begins, and how long it is; how they are named.
-    pieces: Vec<(usize, usize, Digest)>,
+    pieces: Vec<Place>,
+}
+
+/// A piece in a batch.
+#[derive(Debug)]
+struct Place {
+    /// Where it begins, in bytes.
+    at: usize,
+    /// How long it is.
+    bytes: usize,
+    /// How it is named.
+    digest: Digest,
+    /// Which of the hashes is that of its first block, if it has any.
+    leaf: Option<usize>,
+}
+
+/// A piece as it is put into a pack.
+#[derive(Debug)]
+pub(crate) struct Piece<'a> {
+    /// Its bytes, and what fills the last block.
+    pub padded: &'a [u8],
+    /// How many of them count.
+    pub bytes: usize,
+    pub digest: Digest,
+    /// The hash of each block for fs-verity, if it was wanted.
+    pub leaves: Option<&'a [BlockHash]>,
 }
 
 impl Batch {
-    pub(crate) fn new() -> Self {
+    /// Without any. Pieces are hashed for fs-verity, too, where that is wanted.
+    pub(crate) fn new(wanted: Leaves) -> Self {
         let memory = vec![0; BATCH_BYTES + BLOCK_BYTES];
         let skew = memory.as_ptr().align_offset(BLOCK_BYTES).min(BLOCK_BYTES);
-        Self { memory, skew, used: 0, pieces: Vec::new() }
+        Self { wanted, leaves: Vec::new(), memory, skew, used: 0, pieces: Vec::new() }
     }
 
     /// Whether a piece of so many bytes finds room.
@@ -62,7 +93,7 @@ impl Batch {
     pub(crate) fn add<E>(&mut self, bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Digest, E> {
         self.add_unhashed(bytes, fill)?;
         self.hash_from(self.pieces.len() - 1);
-        Ok(self.pieces.last().map_or(UNHASHED, |(.., digest)| *digest))
+        Ok(self.pieces.last().map_or(UNHASHED, |piece| piece.digest))
     }
 
     /// The same without its digest: [`Self::hash`] is to be called before anybody asks for it.
@@ -76,7 +107,7 @@ impl Batch {
         let (piece, padding) = place.split_at_mut(bytes);
         fill(piece)?;
         padding.fill(0);
-        self.pieces.push((at, bytes, UNHASHED));
+        self.pieces.push(Place { at, bytes, digest: UNHASHED, leaf: None });
         self.used += padded;
         Ok(())
     }
@@ -87,15 +118,23 @@ impl Batch {
     }
 
     fn hash_from(&mut self, first: usize) {
-        for (at, bytes, digest) in &mut self.pieces[first..] {
-            *digest = self::digest(&self.memory[self.skew + *at..][..*bytes]);
+        for piece in &mut self.pieces[first..] {
+            let padded = &self.memory[self.skew + piece.at..][..piece.bytes.next_multiple_of(BLOCK_BYTES)];
+            piece.digest = self::digest(&padded[..piece.bytes]);
+            if self.wanted.are_wanted(&piece.digest) {
+                piece.leaf = Some(self.leaves.len());
+                self.leaves.extend(padded.chunks(BLOCK_BYTES).map(hash_block));
+            }
         }
     }
 
-    /// The pieces: the bytes with what fills their last block, how many of these count, and their digests.
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = (&[u8], usize, Digest)> {
-        let place = |at: usize, bytes: usize| &self.memory[self.skew + at..][..bytes.next_multiple_of(BLOCK_BYTES)];
-        self.pieces.iter().map(move |(at, bytes, digest)| (place(*at, *bytes), *bytes, *digest))
+    /// The pieces.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
+        self.pieces.iter().map(move |place| {
+            let padded = &self.memory[self.skew + place.at..][..place.bytes.next_multiple_of(BLOCK_BYTES)];
+            let leaves = place.leaf.and_then(|leaf| self.leaves.get(leaf..leaf + padded.len() / BLOCK_BYTES));
+            Piece { padded, bytes: place.bytes, digest: place.digest, leaves }
+        })
     }
 
     /// All of them as they are in a pack.
@@ -111,6 +150,7 @@ impl Batch {
     /// Begins anew.
     pub(crate) fn clear(&mut self) {
         self.used = 0;
+        self.leaves.clear();
         self.pieces.clear();
     }
 }
@@ -136,11 +176,15 @@ pub(crate) fn is_sound(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::store::Places;
 
     #[test]
     fn pieces_begin_at_blocks_and_end_with_zeros() {
-        let mut batch = Batch::new();
+        let known = digest(&[3; 4097]);
+        let mut batch = Batch::new(Leaves::OfNew(Arc::new(Places::from([(known, (known, 0))]))));
         for round in 0..2 {
             for (byte, length) in [(1_u8, 1), (2, 4096), (3, 4097), (4, PIECE_BYTES), (5, 0)] {
                 let fill = |piece: &mut [u8]| -> Result<(), ()> {
@@ -150,14 +194,18 @@ mod tests {
                 batch.add(length, fill).expect("there is room");
             }
             let found: Vec<_> =
-                batch.pieces().map(|(bytes, length, digest)| (bytes.to_vec(), length, digest)).collect();
+                batch.pieces().map(|piece| (piece.padded.to_vec(), piece.bytes, piece.digest)).collect();
             assert_eq!(found.iter().map(|(bytes, ..)| bytes.len() / 4096).collect::<Vec<_>>(), [1, 1, 2, 16, 0]);
             for ((bytes, length, name), byte) in found.iter().zip(1 + round..) {
                 let (piece, rest) = bytes.split_at(*length);
                 assert!(piece.iter().all(|found| *found == byte) && is_zero(rest));
                 assert_eq!(*name, digest(piece));
             }
-            assert!(batch.pieces().all(|(bytes, ..)| (bytes.as_ptr() as usize).is_multiple_of(BLOCK_BYTES)));
+            assert!(batch.pieces().all(|piece| (piece.padded.as_ptr() as usize).is_multiple_of(BLOCK_BYTES)));
+            for Piece { padded, digest, leaves, .. } in batch.pieces() {
+                let hashes: Vec<_> = padded.chunks(BLOCK_BYTES).map(hash_block).collect();
+                assert_eq!(leaves, (digest != known).then_some(&*hashes), "hashes of what is to be stored");
+            }
             assert!(batch.has_room(BATCH_BYTES - 20 * 4096) && !batch.has_room(BATCH_BYTES - 20 * 4096 + 1));
             batch.clear();
         }

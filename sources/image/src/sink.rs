@@ -16,7 +16,7 @@ use crate::error::{Doing, Error, Result};
 use crate::flat::{self, Pack};
 use crate::hashers::Hashers;
 use crate::piece::{self, Batch, PIECE_BYTES};
-use crate::store::{NewPack, Places, Store};
+use crate::store::{Leaves, NewPack, Places, Store};
 use crate::trace::Trace;
 use crate::tree::{Content, Tree};
 
@@ -43,12 +43,14 @@ enum Kind {
 }
 
 impl Sink {
-    /// `threads` hash what comes by [`Self::add_file`].
-    pub(crate) fn begin(store: &Arc<Store>, layout: Layout, threads: usize) -> Result<Self> {
+    /// `threads` hash what comes by [`Self::add_file`]; with `has_verity` all packs of the image are for fs-verity.
+    pub(crate) fn begin(store: &Arc<Store>, layout: Layout, threads: usize, has_verity: bool) -> Result<Self> {
         let kind = match layout {
             Layout::Flat => {
-                let (places, pack) = (store.places()?, store.begin()?);
-                let coming = Coming { threads, hashers: None, batch: Batch::new(), free: Vec::new(), pieces: 0 };
+                let places = Arc::new(store.places_in(|index| index.verity.is_some() || !has_verity)?);
+                let leaves = if has_verity { Leaves::OfNew(Arc::clone(&places)) } else { Leaves::No };
+                let (batch, pack) = (Batch::new(leaves.clone()), store.begin(has_verity)?);
+                let coming = Coming { threads, hashers: None, leaves, batch, free: Vec::new(), pieces: 0 };
                 let (found, pieces) = (HashMap::new(), Vec::new());
                 Kind::Packs(Box::new(Sorted { places, pack, found, pieces, coming, new_bytes: 0 }))
             }
@@ -87,6 +89,14 @@ impl Sink {
         let length = bytes.len() as u64;
         self.data_bytes += length;
         Ok(Content::Packed { bytes: length, first: loose.take(bytes)? })
+    }
+
+    /// Memory for pieces that [`Self::add_batch`] takes.
+    pub(crate) fn new_batch(&self) -> Batch {
+        Batch::new(match &self.kind {
+            Kind::Packs(sorted) => sorted.coming.leaves.clone(),
+            Kind::Objects(_) => Leaves::No,
+        })
     }
 
     /// Adds pieces to packs; answers which number among all pieces the first one has.
@@ -145,13 +155,15 @@ impl Sink {
                 Ok((bytes, Vec::new()))
             }
             Kind::Packs(sorted) => {
+                let has_verity = matches!(sorted.coming.leaves, Leaves::OfNew(_));
                 let (mut places, pieces) = sorted.finish()?;
                 // What it has stored may be what another pack lacks.
                 if let Err(error) = self.store.mend_all() {
                     tracing::warn!("{error}: what is damaged in the store stays so");
                 }
-                let gather = |order| gather(&self.store, &mut places, (&tree, &pieces), order);
-                let ahead = order.map(gather).transpose()?.flatten();
+                let pack = order.map(|_| self.store.begin(has_verity)).transpose()?;
+                let gather = |(order, pack)| gather(&self.store, pack, &mut places, (&tree, &pieces), order);
+                let ahead = order.zip(pack).map(gather).transpose()?.flatten();
                 let names: BTreeSet<Digest> = places.values().map(|(pack, _)| *pack).collect();
                 let used = names
                     .into_iter()
@@ -177,14 +189,14 @@ fn misplaced() -> Error {
 /// The same objects in the same order are the same pack, so images that begin alike share it.
 fn gather(
     store: &Arc<Store>,
+    mut pack: NewPack,
     places: &mut Places,
     (tree, pieces): (&Tree, &[Digest]),
     order: &Trace,
 ) -> Result<Option<Digest>> {
-    let mut pack = store.begin()?;
     let mut gathered = HashMap::new();
     let mut files: HashMap<Digest, File> = HashMap::new();
-    let mut batch = Batch::new();
+    let mut batch = Batch::new(Leaves::No);
     for id in order.nodes(tree) {
         let Content::Packed { bytes, first } = tree.nodes[id].content else { continue };
         let pieces = &pieces[first..][..usize::try_from(piece::count(bytes)).unwrap_or(usize::MAX)];
@@ -240,7 +252,7 @@ enum Found {
 
 /// Tells known objects from new ones.
 struct Sorted {
-    places: Places,
+    places: Arc<Places>,
     pack: NewPack,
     found: HashMap<Digest, Found>,
     /// The pieces of all files, each file's in order.
@@ -254,6 +266,8 @@ struct Coming {
     threads: usize,
     /// Begun when there is something to hash.
     hashers: Option<Hashers<Batch>>,
+    /// What batches hash for fs-verity.
+    leaves: Leaves,
     batch: Batch,
     /// Memory for the next ones.
     free: Vec<Batch>,
@@ -264,7 +278,7 @@ struct Coming {
 impl Sorted {
     fn add(&mut self, batch: &Batch) -> Result<usize> {
         let first = self.pieces.len();
-        self.pieces.extend(batch.pieces().map(|(.., digest)| digest));
+        self.pieces.extend(batch.pieces().map(|piece| piece.digest));
         self.pack.add(batch, |digest, bytes, block| {
             let Entry::Vacant(new) = self.found.entry(digest) else { return false };
             if let Some(place) = self.places.get(&digest) {
@@ -280,7 +294,7 @@ impl Sorted {
 
     /// Has what is in the batch hashed, and adds what is.
     fn flush(&mut self) -> Result<()> {
-        let Coming { threads, hashers, batch, free, pieces } = &mut self.coming;
+        let Coming { threads, hashers, leaves, batch, free, pieces } = &mut self.coming;
         if batch.len() == 0 {
             return Ok(());
         }
@@ -289,7 +303,8 @@ impl Sorted {
             None => hashers.insert(Hashers::begin(*threads, Batch::hash)?),
         };
         *pieces += batch.len();
-        hashers.give(std::mem::replace(batch, free.pop().unwrap_or_else(Batch::new)));
+        let next = free.pop().unwrap_or_else(|| Batch::new(leaves.clone()));
+        hashers.give(std::mem::replace(batch, next));
         let room = hashers.room();
         self.settle(room)
     }

@@ -3,12 +3,16 @@
 //! ```text
 //! STORE/lock               held shared by builds, alone by what removes packs
 //! STORE/packs/NAME         objects, each from a block's beginning on, in the order of the index
-//! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its BLAKE3 digest (32 bytes)
+//! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its BLAKE3 digest (32 bytes);
+//!                          then, in packs for fs-verity, 64 ones and the pack's fs-verity digest (SHA-256, blocks of 4 KiB; 32 bytes)
 //! STORE/packs/NAME.damaged what is known to be damaged in the pack, see [`crate::mend`]
 //! ```
 //!
 //! NAME is the BLAKE3 digest of the index. So whoever knows the name can prove the index by it, and each object by the index. Objects
 //! are files, and pieces of 64 KiB of larger files ([`crate::piece`]).
+//!
+//! A build is told whether it makes packs for fs-verity. Their digest is known whatever the file system can do, so their names do not
+//! depend on that; where the file system has fs-verity, it is on for them ([`crate::seal()`]).
 //!
 //! Packs that are being fetched have names that end otherwise: [`crate::fetch`].
 
@@ -28,10 +32,14 @@ use crate::composefs::sweep;
 use crate::digest::{Algorithm, Digest};
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
-use crate::piece::{self, Batch, PIECE_BYTES};
+use crate::fsverity::{self, Verity};
+use crate::piece::{self, Batch, PIECE_BYTES, Piece};
+use crate::verity::{Hasher, hash_block};
 
 /// The size of one entry of an index, in bytes.
 pub(crate) const RECORD_BYTES: usize = 40;
+/// What stands for a length in the last entry, which is not an object but the digest of the whole pack. No object is so long.
+const WHOLE_PACK: u64 = u64::MAX;
 /// The largest index that is read: more objects than an image can have blocks make no sense, and memory is to be bounded.
 const INDEX_BYTES_MAX: u64 = 1 << 32;
 
@@ -90,6 +98,8 @@ pub struct Index {
     pub objects: Vec<Object>,
     /// How many blocks the pack has.
     pub blocks: u64,
+    /// The digest of all of the pack, as fs-verity makes it; packs of before have none.
+    pub verity: Option<Digest>,
 }
 
 /// Bytes in a pack: a file's, or a piece's of one.
@@ -111,11 +121,19 @@ impl Index {
             return Err(flawed("its index is damaged"));
         }
         let mut objects = Vec::with_capacity(bytes.len() / RECORD_BYTES);
-        let mut block = 0_u64;
+        let (mut block, mut verity) = (0_u64, None);
         for record in bytes.chunks_exact(RECORD_BYTES) {
             let (length, digest) = record.split_at(8);
             let bytes = length.try_into().map_or(0, u64::from_le_bytes);
-            let digest = Digest::new(Algorithm::Blake3, digest.try_into().unwrap_or_default());
+            let digest = digest.try_into().unwrap_or_default();
+            if verity.is_some() {
+                return Err(flawed("its index goes on behind its end"));
+            }
+            if bytes == WHOLE_PACK {
+                verity = Some(Digest::new(Algorithm::Verity, digest));
+                continue;
+            }
+            let digest = Digest::new(Algorithm::Blake3, digest);
             if bytes > PIECE_BYTES as u64 {
                 return Err(flawed(
                     "its index tells of larger pieces than there are: another version of ferry has made it",
@@ -126,14 +144,22 @@ impl Index {
                 .checked_add(bytes.div_ceil(BLOCK_BYTES as u64))
                 .ok_or_else(|| flawed("the lengths in its index are too large"))?;
         }
-        Ok(Self { pack, objects, blocks: block })
+        Ok(Self { pack, objects, blocks: block, verity })
     }
 
     /// The bytes that say the same.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let record = |object: &Object| [&object.bytes.to_le_bytes()[..], object.digest.bytes()].concat();
-        self.objects.iter().flat_map(record).collect()
+        let objects = self.objects.iter().map(|object| record(object.bytes, object.digest));
+        objects.chain(self.verity.map(|digest| record(WHOLE_PACK, digest))).flatten().collect()
     }
+}
+
+/// An entry of an index.
+fn record(bytes: u64, digest: Digest) -> [u8; RECORD_BYTES] {
+    let mut record = [0; RECORD_BYTES];
+    record[..8].copy_from_slice(&bytes.to_le_bytes());
+    record[8..].copy_from_slice(digest.bytes());
+    record
 }
 
 impl Object {
@@ -150,6 +176,24 @@ impl Object {
 
 /// Which pack and which block an object is at.
 pub(crate) type Places = HashMap<Digest, (Digest, u64)>;
+
+/// Which pieces are hashed for fs-verity, too, when they are read: that takes longer than hashing them by BLAKE3.
+#[derive(Clone, Debug)]
+pub(crate) enum Leaves {
+    /// None.
+    No,
+    /// Those that are not in these packs already.
+    OfNew(Arc<Places>),
+}
+
+impl Leaves {
+    pub(crate) fn are_wanted(&self, digest: &Digest) -> bool {
+        match self {
+            Self::No => false,
+            Self::OfNew(places) => !places.contains_key(digest),
+        }
+    }
+}
 
 impl Store {
     /// Opens a store, or makes one where there is none.
@@ -237,9 +281,15 @@ impl Store {
     /// Where each object of the store is. Of one that is in several packs, the place in the first pack by name. What is noted as damaged
     /// is left out.
     pub(crate) fn places(&self) -> Result<Places> {
+        self.places_in(|_| true)
+    }
+
+    /// The same in those packs that are wanted.
+    pub(crate) fn places_in(&self, is_wanted: impl Fn(&Index) -> bool) -> Result<Places> {
         let mut places = Places::new();
         for pack in self.packs()? {
             match self.index(pack) {
+                Ok(index) if !is_wanted(&index) => {}
                 Ok(index) if self.is_whole(&index) => {
                     let damaged = self.noted(pack);
                     for object in index.objects.iter().filter(|object| !damaged.contains(&object.digest)) {
@@ -283,12 +333,13 @@ impl Store {
         }
     }
 
-    /// Begins a new pack.
-    pub(crate) fn begin(self: &Arc<Self>) -> Result<NewPack> {
+    /// Begins a new pack, in whose index its fs-verity digest is to be, or not.
+    pub(crate) fn begin(self: &Arc<Self>, has_verity: bool) -> Result<NewPack> {
         let folder = packs_folder(&self.folder);
         let New { file, path } = New::begin(&folder)?;
         let is_direct = set_direct(&file, true);
-        Ok(NewPack { store: Arc::clone(self), file, path, index: Vec::new(), blocks: 0, is_direct })
+        let (store, index, verity) = (Arc::clone(self), Vec::new(), has_verity.then(Hasher::default));
+        Ok(NewPack { store, file, path, index, blocks: 0, verity, is_direct })
     }
 }
 
@@ -313,6 +364,8 @@ pub(crate) struct NewPack {
     path: TempPath,
     index: Vec<u8>,
     blocks: u64,
+    /// Makes the digest of all blocks, if that is to be in the index.
+    verity: Option<Hasher>,
     is_direct: bool,
 }
 
@@ -323,21 +376,28 @@ impl NewPack {
         let mut run = Run { at: self.blocks, from: 0, to: 0 };
         let bytes = batch.as_bytes();
         let mut from = 0;
-        for (piece, length, digest) in batch.pieces() {
-            let to = from + piece.len();
+        for Piece { padded, bytes: length, digest, leaves } in batch.pieces() {
+            let to = from + padded.len();
             if wants(digest, length, self.blocks) {
-                if piece::is_zero(piece) {
+                let blocks = (padded.len() / BLOCK_BYTES) as u64;
+                if piece::is_zero(padded) {
                     self.write(&bytes[run.from..run.to], run.at)?;
-                    run = Run { at: self.blocks + (piece.len() / BLOCK_BYTES) as u64, from: to, to };
+                    run = Run { at: self.blocks + blocks, from: to, to };
                 } else if run.to == from {
                     run.to = to;
                 } else {
                     self.write(&bytes[run.from..run.to], run.at)?;
                     run = Run { at: self.blocks, from, to };
                 }
-                self.index.extend_from_slice(&(length as u64).to_le_bytes());
-                self.index.extend_from_slice(digest.bytes());
-                self.blocks += (piece.len() / BLOCK_BYTES) as u64;
+                match (&mut self.verity, leaves) {
+                    (None, _) => {}
+                    (Some(verity), Some(leaves)) => leaves.iter().for_each(|leaf| verity.add_block(leaf)),
+                    (Some(verity), None) => {
+                        padded.chunks(BLOCK_BYTES).for_each(|block| verity.add_block(&hash_block(block)));
+                    }
+                }
+                self.index.extend_from_slice(&record(length as u64, digest));
+                self.blocks += blocks;
             }
             from = to;
         }
@@ -357,14 +417,16 @@ impl NewPack {
     }
 
     /// Makes it durable and gives it its name; `None` if it holds nothing. The index comes last: with it, all of the pack is there.
-    pub(crate) fn finish(self) -> Result<Option<Digest>> {
+    pub(crate) fn finish(mut self) -> Result<Option<Digest>> {
         if self.blocks == 0 {
             return Ok(None);
         }
+        let verity = self.verity.as_mut().map(Hasher::finish);
+        self.index.extend(verity.iter().flat_map(|digest| record(WHOLE_PACK, *digest)));
         let pack = Algorithm::Blake3.of(&self.index);
         let (store, path, file) = (self.store, self.path, self.file);
         file.set_len(self.blocks * BLOCK_BYTES as u64).doing("write to", &*path)?;
-        New { file, path }.keep(&store.pack_path(pack))?;
+        New { file, path }.keep_sealed(&store.pack_path(pack), verity)?;
         let mut index = New::begin(&packs_folder(&store.folder))?;
         index.file.write_all(&self.index).doing("write to", &*index.path)?;
         index.keep(&store.index_path(pack))?;
@@ -398,7 +460,31 @@ impl New {
         use std::os::unix::fs::PermissionsExt;
         self.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &*self.path)?;
         self.file.sync_all().doing("sync", &*self.path)?;
-        self.path.persist(name).map_err(|error| error.error).doing("make", name)?;
+        Self::name(self.path, name)
+    }
+
+    /// The same; with its fs-verity digest, fs-verity is on for the file where the file system has it: nobody can change it any more then,
+    /// and the kernel proves what is read of it.
+    pub(crate) fn keep_sealed(self, name: &Path, verity: Option<Digest>) -> Result<()> {
+        use std::os::unix::fs::PermissionsExt;
+        let Some(verity) = verity else { return self.keep(name) };
+        let Self { file, path } = self;
+        file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &*path)?;
+        // Nobody may have it open for writing when fs-verity is turned on.
+        drop(file);
+        let file = File::open(&path).doing("open", &*path)?;
+        if let Verity::On(found) = fsverity::turn_on(&file).doing("turn fs-verity on for", &*path)?
+            && found != verity
+        {
+            return Err(Error::Unlike { path: name.into(), wanted: verity, found });
+        }
+        file.sync_all().doing("sync", &*path)?;
+        Self::name(path, name)
+    }
+
+    /// Gives a file that is durable its name.
+    fn name(path: TempPath, name: &Path) -> Result<()> {
+        path.persist(name).map_err(|error| error.error).doing("make", name)?;
         let folder = folder_of(name);
         File::open(folder).and_then(|folder| folder.sync_all()).doing("sync", folder)
     }

@@ -1,0 +1,152 @@
+//! fs-verity for packs: with it the kernel itself proves each block that is read of a pack, to whoever reads it.
+//!
+//! A pack that is made for it has its digest in its index, which the pack's name proves, which the image's digest proves. Builds and pulls turn
+//! it on where the file system has it; so does [`seal`] for a store that was copied, or whose packs came piece by piece.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use crate::digest::Digest;
+use crate::error::{Doing, Error, Result};
+use crate::fsverity::{self, Verity, verity_of};
+use crate::image::{Image, PackRef};
+use crate::objects::{Bad, Objects};
+use crate::parallel;
+use crate::store::Store;
+
+/// How many packs of an image the kernel proves, and why it does not prove the others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sealed {
+    /// fs-verity is on, with the digest that the image names.
+    pub on: usize,
+    /// They were not made for it: nothing names their digest.
+    pub unnamed: usize,
+    /// The file system has no fs-verity.
+    pub unavailable: usize,
+    /// They are not all here, are open for writing, or belong to somebody else.
+    pub left: usize,
+}
+
+/// Turns fs-verity on for those packs of an image that are made for it and are all here, where the file system has it. The kernel reads
+/// all of a pack for that, once.
+///
+/// # Errors
+/// A pack has another digest than its index names, or fs-verity cannot be turned on for it.
+pub fn seal(image: &Image, folder: &Path) -> Result<Sealed> {
+    let mut sealed = Sealed::default();
+    if image.packs().is_empty() {
+        return Ok(sealed);
+    }
+    let store = Store::open(folder)?;
+    for pack in image.packs() {
+        let Some(index) = store.index_of_whole(pack.name) else {
+            sealed.left += 1;
+            continue;
+        };
+        let Some(wanted) = index.verity else {
+            sealed.unnamed += 1;
+            continue;
+        };
+        let path = store.pack_path(pack.name);
+        let file = File::open(&path).doing("open", &path)?;
+        match fsverity::turn_on(&file) {
+            Ok(Verity::On(found)) if found == wanted => sealed.on += 1,
+            Ok(Verity::On(found)) => return Err(other(folder, pack, wanted, found)),
+            Ok(Verity::Off | Verity::Unavailable) => sealed.unavailable += 1,
+            Err(error) if is_left(&error) => {
+                tracing::warn!("cannot turn fs-verity on for {}: {error}", path.display());
+                sealed.left += 1;
+            }
+            Err(error) => return Err(error).doing("turn fs-verity on for", &path),
+        }
+    }
+    Ok(sealed)
+}
+
+/// Turns fs-verity on for an image's own file, where the file system has it and the file is ours; answers whether it is on.
+///
+/// # Errors
+/// The system fails.
+pub fn seal_image(path: &Path) -> Result<bool> {
+    let file = File::open(path).doing("open", path)?;
+    match fsverity::turn_on(&file) {
+        Ok(found) => Ok(matches!(found, Verity::On(_))),
+        Err(error) if is_left(&error) => {
+            tracing::warn!("cannot turn fs-verity on for {}: {error}", path.display());
+            Ok(false)
+        }
+        Err(error) => Err(error).doing("turn fs-verity on for", path),
+    }
+}
+
+/// Whether the kernel proves each block that is read of a pack, by the digest that the image names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PackProof {
+    /// It does.
+    Kernel,
+    /// fs-verity is not on for the pack, though the file system has it.
+    Off,
+    /// The file system has no fs-verity.
+    Unavailable,
+    /// The pack was not made for it: its index names no digest.
+    Unnamed,
+}
+
+impl Store {
+    /// Looks whether the kernel proves what is read of a pack that is open.
+    ///
+    /// # Errors
+    /// The pack has another digest than the image names, or its index is damaged.
+    pub fn pack_proof(&self, pack: &PackRef, file: &File) -> Result<PackProof> {
+        let Some(wanted) = self.index(pack.name)?.verity else { return Ok(PackProof::Unnamed) };
+        match verity_of(file) {
+            Verity::On(found) if found == wanted => Ok(PackProof::Kernel),
+            Verity::On(found) => Err(other(self.folder(), pack, wanted, found)),
+            Verity::Off => Ok(PackProof::Off),
+            Verity::Unavailable => Ok(PackProof::Unavailable),
+        }
+    }
+}
+
+/// Whether fs-verity cannot be turned on now, or by us, and nothing else is wrong.
+fn is_left(error: &io::Error) -> bool {
+    use io::ErrorKind::{ExecutableFileBusy, PermissionDenied, ReadOnlyFilesystem};
+    matches!(error.kind(), ExecutableFileBusy | PermissionDenied | ReadOnlyFilesystem)
+}
+
+fn other(folder: &Path, pack: &PackRef, wanted: Digest, found: Digest) -> Error {
+    let reason = format!("the kernel proves it by the fs-verity digest {found}, but its index names {wanted}");
+    Error::Pack { store: folder.into(), pack: pack.name, reason }
+}
+
+impl Image {
+    /// The digest that fs-verity has for the image's own file.
+    pub fn verity_digest(&self) -> Digest {
+        if self.is_composefs() { self.digest() } else { crate::Algorithm::Verity.of(self.as_bytes()) }
+    }
+}
+
+impl Objects {
+    /// Reads all packs that have a digest for fs-verity, and looks whether it is theirs. What the kernel proves by it is not read.
+    ///
+    /// # Errors
+    /// One has another digest, or cannot be read.
+    pub fn prove_packs(&self) -> std::result::Result<(), Bad> {
+        for pack in &self.packs {
+            let Some(wanted) = pack.index.verity.filter(|_| !pack.is_sealed && pack.absent.is_none()) else { continue };
+            let bytes = pack.index.blocks * crate::erofs::BLOCK_BYTES as u64;
+            let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest: wanted, source };
+            let found = parallel::digest(&pack.file, 0, bytes).map_err(unreadable)?;
+            if found != wanted {
+                return Err(Bad::Sum { pack: pack.index.pack, wanted, found });
+            }
+        }
+        Ok(())
+    }
+
+    /// How many packs there are of which the kernel proves what is read.
+    pub fn sealed(&self) -> usize {
+        self.packs.iter().filter(|pack| pack.is_sealed).count()
+    }
+}
