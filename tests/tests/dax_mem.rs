@@ -37,6 +37,59 @@ fn map(driver: &mut Driver, line: &UnixStream, node: u64, offset: u64) -> Wish {
     wish
 }
 
+/// Another guest cuts a file: what is behind its new end is unmapped before it is short.
+#[test]
+fn what_another_guest_cuts_is_unmapped_before() {
+    const O_TRUNC: u32 = libc::O_TRUNC.cast_unsigned();
+    let mem = Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
+    if !mem.features().backing {
+        eprintln!("skipped: this user may not mount a tmpfs");
+        return;
+    }
+    let (folder, mem) = (folder(Place::Disk), Arc::new(mem));
+    let export = |name: &str| {
+        let socket = folder.path().join(name);
+        let options = Options { queues: 1, tag: Some("m".parse().unwrap()), ..Options::default() };
+        (Export::listen(&socket, Arc::clone(&mem) as Arc<dyn FileSystem>, options).unwrap(), socket)
+    };
+    let (one, two) = (export("one"), export("two"));
+    let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
+    let mut driver = Driver::connect(&one.1, config).unwrap();
+    let (_, line) = driver.window().unwrap();
+    driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
+    let (entry, _) = driver.create(ROOT, "f", 2, 0o600).unwrap();
+    let node = entry.nodeid;
+    let mut other = Driver::connect(&two.1, Config::default()).unwrap();
+    other.init().unwrap();
+    let theirs = other.lookup(ROOT, "f").unwrap().nodeid;
+    for by_open in [false, true] {
+        driver.truncate(node, 2 * CHUNK).unwrap();
+        let mapped = map(&mut driver, &line, node, CHUNK).file.unwrap();
+        std::thread::scope(|scope| {
+            let cut = scope.spawn(|| match by_open {
+                true => other.open(theirs, 2 | O_TRUNC).map(drop),
+                false => other.truncate(theirs, 0).map(drop),
+            });
+            let wish = next_wish(&line).unwrap();
+            assert_eq!((wish.code, wish.numbers), (10, [0, CHUNK, CHUNK, CHUNK, 1]));
+            assert_eq!(mapped.metadata().unwrap().len(), 2 * CHUNK, "it is short already");
+            answer(&line, wish.code, 0);
+            let wish = next_wish(&line).unwrap();
+            assert_eq!((wish.code, wish.numbers), (9, [0, 0, CHUNK, CHUNK, 1]), "zeros");
+            answer(&line, wish.code, 0);
+            cut.join().unwrap().unwrap();
+        });
+        assert_eq!(mapped.metadata().unwrap().len(), 0);
+        let args = [1u32.to_le_bytes().as_slice(), &CHUNK.to_le_bytes(), &CHUNK.to_le_bytes()].concat();
+        let ticket = driver.send(Opcode::Removemapping, node, &[&args], &[], 0).unwrap();
+        answer(&line, next_wish(&line).unwrap().code, 0);
+        driver.receive(ticket).unwrap();
+    }
+    drop((driver, other));
+    one.0.stop();
+    two.0.stop();
+}
+
 #[test]
 fn what_is_mapped_and_what_is_copied_are_the_same_pages() {
     let mem = Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();

@@ -3,6 +3,8 @@
 //! * `sum FILE`: the sum of its bytes, read through a mapping.
 //! * `store FILE OFFSET TEXT`: stores the text through a shared mapping, and makes it durable.
 //! * `append FROM TO`: appends FROM to TO; the buffer of the write is a mapping of FROM.
+//! * `keep FILE READY GO`: maps FILE, touches all of it, makes READY, waits for GO, then reads each page and stores into it; says how
+//!   many had something in them before.
 //! * `fill FROM TO`: reads FROM into a shared mapping of TO, which is as long at least.
 
 #![allow(clippy::unwrap_used, reason = "an action that cannot go on has failed")]
@@ -75,6 +77,23 @@ fn main() {
             // SAFETY: the mapping is there until the process ends, and this is the only reference to it.
             let target = unsafe { std::slice::from_raw_parts_mut(mapped.start, bytes) };
             from.read_exact_at(target, 0).unwrap();
+        }
+        ["keep", file, ready, go] => {
+            let mapped = Mapped::new(&open(file, true), true);
+            let pages = || (0..mapped.bytes).step_by(4096);
+            // SAFETY: it lies within the mapping, and is one byte, of which there is no reference; others may change it.
+            let byte = |at: usize| unsafe { mapped.at(at).read_volatile() };
+            assert!(pages().all(|at| byte(at) != 0), "all of it has something in it");
+            File::create(ready).unwrap();
+            while std::fs::metadata(go).is_err() {
+                std::thread::sleep(std::time::Duration::from_millis(50));
+            }
+            let full = pages().filter(|at| byte(*at) != 0).count();
+            for at in pages() {
+                // SAFETY: as for reading.
+                unsafe { mapped.at(at).write_volatile(7) };
+            }
+            println!("{full} pages had something in them");
         }
         _ => panic!("ferry-window: unknown words: {words:?}"),
     }

@@ -1,0 +1,356 @@
+//! Files in a guest's window that another client makes shorter: nobody touches a page behind the end of a file.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
+use ferry_tests::guest::DeviceKind;
+use ferry_tests::window::{Wish, answer, next_wish};
+use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, log, run};
+use ferry_vfs::{Caller, FileSystem, Ino, Name, OFlags, SetAttr};
+use ferry_wire::fuse::abi::{
+    AttrOut, FATTR_SIZE, InitFlags, MINOR_MAX, Opcode, RemovemappingIn, RemovemappingOne, SETUPMAPPING_READ,
+    SETUPMAPPING_WRITE, SetattrIn, SetupmappingIn,
+};
+use zerocopy::{FromZeros, IntoBytes};
+
+const CHUNK: u64 = 2 << 20;
+const FILE_BYTES: u64 = 3 * CHUNK;
+const PAGE: u64 = 4096;
+const BOTH: u64 = SETUPMAPPING_READ | SETUPMAPPING_WRITE;
+/// What a window that does not answer may cost whoever makes a file shorter.
+const HELD_UP: Duration = Duration::from_secs(10);
+const MAP: u32 = 9;
+const UNMAP: u32 = 10;
+const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
+const TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Bytes that are nowhere zero, and on each page others.
+fn pattern(bytes: u64) -> Vec<u8> {
+    (0..bytes).map(|at| u8::try_from((at / PAGE + at % 251) % 255 + 1).unwrap()).collect()
+}
+
+fn share(name: &str) -> Share {
+    let share = Share::with(Place::Disk, Options { queues: 1, name: name.into(), ..Options::default() });
+    std::fs::write(share.path.join("file"), pattern(FILE_BYTES)).unwrap();
+    share
+}
+
+/// A guest whose front end is ours.
+struct Victim {
+    driver: Driver,
+    line: UnixStream,
+    node: u64,
+}
+
+impl Victim {
+    fn new(socket: &Path) -> Self {
+        let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
+        let mut driver = Driver::connect(socket, config).unwrap();
+        let (_, line) = driver.window().unwrap();
+        driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT, MINOR_MAX).unwrap();
+        let node = driver.lookup(ROOT, "file").unwrap().nodeid;
+        driver.open(node, 2).unwrap();
+        Self { driver, line, node }
+    }
+
+    fn setup(&mut self, chunk: u64) -> Ticket {
+        let (foffset, moffset) = (chunk * CHUNK, chunk * CHUNK);
+        let args = SetupmappingIn { fh: u64::MAX, foffset, len: CHUNK, flags: BOTH, moffset };
+        self.driver.send(Opcode::Setupmapping, self.node, &[args.as_bytes()], &[], 0).unwrap()
+    }
+
+    /// Has all of the file mapped.
+    fn map(&mut self) {
+        for chunk in 0..FILE_BYTES / CHUNK {
+            let ticket = self.setup(chunk);
+            let wish = self.next();
+            assert_eq!((wish.code, wish.numbers), (MAP, [0, chunk * CHUNK, chunk * CHUNK, CHUNK, 1]));
+            self.driver.receive(ticket).unwrap();
+        }
+    }
+
+    /// Gives all of it back, which the front end has in so many parts.
+    fn unmap(&mut self, parts: u64) {
+        let count = RemovemappingIn { count: 1 };
+        let one = RemovemappingOne { moffset: 0, len: FILE_BYTES };
+        let args = [count.as_bytes(), one.as_bytes()];
+        let ticket = self.driver.send(Opcode::Removemapping, self.node, &args, &[], 0).unwrap();
+        (0..parts).for_each(|_| assert_eq!(self.next().code, UNMAP));
+        self.driver.receive(ticket).unwrap();
+    }
+
+    /// The next request of the server's, granted.
+    fn next(&self) -> Wish {
+        let wish = next_wish(&self.line).unwrap();
+        answer(&self.line, wish.code, 0);
+        wish
+    }
+
+    /// What is asked of the front end while the file is made as short as `end`, which is not a page's. It must be as long as it was
+    /// until the last page behind that is unmapped.
+    fn shortened(&self, end: u64, path: &Path) {
+        for chunk in end / CHUNK..FILE_BYTES / CHUNK {
+            let at = chunk * CHUNK;
+            let wish = next_wish(&self.line).unwrap();
+            assert_eq!((wish.code, wish.numbers), (UNMAP, [0, at, at, CHUNK, 1]));
+            // So that somebody who did not wait would be seen.
+            std::thread::sleep(Duration::from_millis(100));
+            assert_eq!(std::fs::metadata(path).unwrap().len(), FILE_BYTES, "it is short already");
+            answer(&self.line, wish.code, 0);
+            let whole = end.saturating_sub(at) / PAGE * PAGE;
+            if whole > 0 {
+                let wish = self.next();
+                assert_eq!((wish.code, wish.numbers), (MAP, [0, at, at, whole, 1]), "what is left of the file itself");
+            }
+            let wish = self.next();
+            assert_eq!((wish.code, wish.numbers), (MAP, [0, 0, at + whole, CHUNK - whole, 1]), "a copy of the rest");
+            is_cut(&wish.file.unwrap(), at + whole, CHUNK - whole, end);
+        }
+    }
+}
+
+/// Whether a copy has what the file has up to its new end, and zeros from there on.
+fn is_cut(copy: &File, start: u64, bytes: u64, end: u64) {
+    let mut has = vec![1; usize::try_from(bytes).unwrap()];
+    copy.read_exact_at(&mut has, 0).unwrap();
+    let mut expected = pattern(end).split_off(usize::try_from(start.min(end)).unwrap());
+    expected.resize(has.len(), 0);
+    assert!(has == expected, "{bytes} bytes from {start} on");
+}
+
+/// A guest without a window.
+fn other(socket: &Path) -> (Driver, u64) {
+    let mut driver = Driver::connect(socket, Config::default()).unwrap();
+    driver.init().unwrap();
+    let node = driver.lookup(ROOT, "file").unwrap().nodeid;
+    (driver, node)
+}
+
+/// The same file by 9P; what carries it does not matter, so it is a client of ours.
+fn by_9p(share: &Share) -> (ferry_ninep::Export, ferry_remote::Client, Ino) {
+    let socket = share.socket.with_extension("9p");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let source = Arc::clone(&share.dir) as Arc<dyn FileSystem>;
+    let export = ferry_ninep::Export::start(vec![listener.into()], source, ferry_ninep::Options::default()).unwrap();
+    let client =
+        ferry_remote::Client::connect(Arc::new(ferry_remote::Unix(socket)), ferry_remote::Options::default()).unwrap();
+    let ino = client.lookup(&Caller::default(), Ino::ROOT, Name::new(b"file").unwrap()).unwrap().ino;
+    (export, client, ino)
+}
+
+/// The file is mapped anew, made as short as `end` in this way, and given back.
+fn is_seen_to(what: &str, victim: &mut Victim, (file, end): (&Path, u64), cut: impl FnOnce() + Send) {
+    println!("{what}");
+    // By the host, where nothing is mapped now.
+    std::fs::write(file, pattern(FILE_BYTES)).unwrap();
+    victim.map();
+    std::thread::scope(|scope| {
+        let cut = scope.spawn(cut);
+        victim.shortened(end, file);
+        cut.join().unwrap();
+    });
+    assert_eq!(std::fs::metadata(file).unwrap().len(), end, "{what}");
+    // The guest sees the file as it is, and what it has mapped is there still.
+    assert_eq!(victim.driver.getattr(victim.node).unwrap().attr.size, end);
+    let ticket = victim.setup(FILE_BYTES / CHUNK - 1);
+    victim.driver.receive(ticket).unwrap();
+    victim.unmap(FILE_BYTES / CHUNK + u64::from(end % CHUNK != 0));
+}
+
+#[test]
+fn nothing_behind_the_new_end_is_mapped_when_a_file_is_made_shorter() {
+    const PART: u64 = CHUNK + 5000;
+    const O_TRUNC: u32 = libc::O_TRUNC.cast_unsigned();
+    const COLLAPSE: u32 = libc::FALLOC_FL_COLLAPSE_RANGE.cast_unsigned();
+    let _alone = alone();
+    let share = share("shortened");
+    let file = share.path.join("file");
+    let (socket, _beside) = share.beside(Cache::None, 1);
+    let mut victim = Victim::new(&share.socket);
+    let (part, none) = ((&*file, PART), (&*file, 0));
+    let (mut near, node) = other(&socket);
+    is_seen_to("SETATTR", &mut victim, part, || assert_eq!(near.truncate(node, PART).unwrap().attr.size, PART));
+    is_seen_to("OPEN", &mut victim, none, || assert!(near.open(node, 2 | O_TRUNC).is_ok()));
+    is_seen_to("CREATE", &mut victim, none, || assert!(near.create(ROOT, "file", 2 | O_TRUNC, 0o600).is_ok()));
+    let handle = near.open(node, 2).unwrap().fh;
+    is_seen_to("FALLOCATE", &mut victim, (&file, FILE_BYTES - CHUNK), || {
+        near.fallocate(node, handle, COLLAPSE, CHUNK, CHUNK).unwrap();
+    });
+    // Its own source: all that it has in common with the other is the host's file.
+    let (socket, _far) = share.again(Cache::None);
+    let (mut far, node) = other(&socket);
+    is_seen_to("another source", &mut victim, part, || assert_eq!(far.truncate(node, PART).unwrap().attr.size, PART));
+    let (ninep, client, ino) = by_9p(&share);
+    let cx = Caller::default();
+    let set = SetAttr { size: Some(PART), ..SetAttr::default() };
+    is_seen_to("Tsetattr", &mut victim, part, || assert!(client.setattr(&cx, ino, None, &set).is_ok()));
+    is_seen_to("Tlopen", &mut victim, none, || {
+        let handle = client.open(&cx, ino, OFlags::RDWR | OFlags::TRUNC).unwrap();
+        client.release(&cx, ino, handle);
+    });
+    // Any other export, as the mount on this host, asks the source.
+    let dir = &share.dir;
+    let ino = dir.lookup(&cx, Ino::ROOT, Name::new(b"file").unwrap()).unwrap().ino;
+    is_seen_to("open", &mut victim, none, || {
+        dir.release(&cx, ino, dir.open(&cx, ino, OFlags::WRONLY | OFlags::TRUNC).unwrap());
+    });
+    dir.forget(ino, 1);
+    drop(client);
+    ninep.stop();
+    drop((victim, near));
+    share_is_released(&share, far);
+}
+
+/// The guest's own virtual machine monitor is its own matter: its kernel keeps away from what it cuts.
+#[test]
+fn who_makes_a_file_shorter_keeps_what_is_mapped() {
+    let _alone = alone();
+    let share = share("own");
+    let mut victim = Victim::new(&share.socket);
+    victim.map();
+    assert_eq!(victim.driver.truncate(victim.node, 100).unwrap().attr.size, 100);
+    // Longer, as long, and shorter within a page: nobody is asked for anything.
+    let (socket, _beside) = share.beside(Cache::None, 1);
+    let (mut other, node) = other(&socket);
+    std::fs::write(share.path.join("file"), pattern(FILE_BYTES)).unwrap();
+    let begun = Instant::now();
+    for size in [FILE_BYTES, FILE_BYTES + 1, FILE_BYTES - 1, FILE_BYTES - PAGE + 1] {
+        assert_eq!(other.truncate(node, size).unwrap().attr.size, size);
+    }
+    assert!(begun.elapsed() < HELD_UP / 2, "{:?}", begun.elapsed());
+    drop(victim);
+    share_is_released(&share, other);
+}
+
+fn share_is_released(share: &Share, driver: Driver) {
+    drop(driver);
+    share.assert_released();
+}
+
+#[test]
+fn a_front_end_that_does_not_answer_holds_others_up_for_a_bounded_time() {
+    let _alone = alone();
+    let share = share("silent");
+    let file = share.path.join("file");
+    let mut silent = Victim::new(&share.socket);
+    silent.map();
+    let (socket, _beside) = share.beside(Cache::None, 1);
+    let (mut other, node) = other(&socket);
+    let (third, _export) = share.beside(Cache::None, 2);
+    let begun = Instant::now();
+    let args = SetattrIn { valid: FATTR_SIZE, size: 5000, ..SetattrIn::new_zeroed() };
+    let ticket = other.send(Opcode::Setattr, node, &[args.as_bytes()], &[], size_of::<AttrOut>()).unwrap();
+    let unanswered = next_wish(&silent.line).unwrap();
+    assert_eq!((unanswered.code, unanswered.numbers), (UNMAP, [0, 0, 0, CHUNK, 1]));
+    // Neither the worker nor the queue waits, and both guests go on.
+    assert_eq!(other.getattr(node).unwrap().attr.size, FILE_BYTES);
+    let base = other.stop(1).unwrap();
+    other.start(1, base).unwrap();
+    silent.driver.getattr(silent.node).unwrap();
+    // Who maps it now gets nothing of what is about to go.
+    let mut late = Victim::new(&third);
+    let mapping = late.setup(0);
+    let wish = late.next();
+    assert_eq!((wish.code, wish.numbers), (MAP, [0, 0, 0, PAGE, 1]));
+    let wish = late.next();
+    assert_eq!((wish.code, wish.numbers), (MAP, [0, 0, PAGE, CHUNK - PAGE, 1]));
+    is_cut(&wish.file.unwrap(), PAGE, CHUNK - PAGE, 5000);
+    late.driver.receive(mapping).unwrap();
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), FILE_BYTES);
+    other.receive(ticket).unwrap();
+    let took = begun.elapsed();
+    assert!((HELD_UP..2 * HELD_UP).contains(&took), "{took:?}");
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), 5000);
+    // The next one does not wait.
+    let begun = Instant::now();
+    other.truncate(node, 4096).unwrap();
+    assert!(begun.elapsed() < HELD_UP / 2, "{:?}", begun.elapsed());
+    // Back again, it is asked for all that it has missed.
+    answer(&silent.line, unanswered.code, 0);
+    let mut unmapped = 1;
+    let mut mapped = 0;
+    while unmapped < 3 || mapped < 4 {
+        match silent.next().code {
+            UNMAP => unmapped += 1,
+            _ => mapped += 1,
+        }
+    }
+    drop((silent, late));
+    share_is_released(&share, other);
+}
+
+/// Maps a file, and goes on when it was cut. What its own kernel knows of that by then decides whether the program sees zeros, or is ended by
+/// its own SIGBUS (128 + 7); everything else is not to be.
+const CUT: &str = r#"
+window=$1
+grep ' /mnt/share virtiofs .*dax=always' /proc/mounts
+for round in part whole; do
+    code=0
+    $window keep $round $round.ready $round.go >/tmp/said || code=$?
+    case $code in
+    0) cat /tmp/said ;;
+    135) echo 'a signal of its own' ;;
+    *) exit $code ;;
+    esac
+done
+# It lives, and sees the files as they are.
+[ "$(wc -c <part) $(wc -c <whole)" = '3000000 0' ]
+cmp other same
+"#;
+
+#[test]
+fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
+    let _alone = alone();
+    log();
+    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
+    let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
+    let programs = Share::of(Path::new("/"), folder(Place::Disk), dir, options);
+    let options = Options { cache: Cache::None, queues: 1, tag: Some("d".parse().unwrap()), ..Options::default() };
+    let share = Share::with(Place::Disk, options);
+    for name in ["part", "whole", "other", "same"] {
+        std::fs::write(share.path.join(name), pattern(8 << 20)).unwrap();
+    }
+    let words = ["sh", "-euxc", CUT, "sh", env!("CARGO_BIN_EXE_ferry-window")];
+    let mut guest: Guest = guest_on(&programs.socket, words);
+    guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
+    let window = DeviceKind::Fs { tag: "d".into(), queues: 1, dax: true };
+    guest.devices.push(Device { socket: share.socket.clone(), kind: window });
+    guest.mounts = vec![Mount::virtiofs("d", "/mnt/share")];
+    guest.mounts[0].options = "dax=always".into();
+    guest.cwd = "/mnt/share".into();
+    guest.boot_timeout = BOOT_TIMEOUT;
+    let (socket, beside) = share.beside(Cache::None, 1);
+    let folder = share.path.clone();
+    let cuts = std::thread::spawn(move || {
+        for (name, size) in [("part", 3_000_000), ("whole", 0)] {
+            let end = Instant::now() + TIMEOUT;
+            while std::fs::metadata(folder.join(format!("{name}.ready"))).is_err() {
+                assert!(Instant::now() < end, "the guest does not map {name}");
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            let mut driver = Driver::connect(&socket, Config::default()).unwrap();
+            driver.init().unwrap();
+            let node = driver.lookup(ROOT, name).unwrap().nodeid;
+            let begun = Instant::now();
+            driver.truncate(node, size).unwrap();
+            println!("{name}: cut in {:?}", begun.elapsed());
+            File::create(folder.join(format!("{name}.go"))).unwrap();
+        }
+    });
+    let ran = run(guest, TIMEOUT);
+    cuts.join().unwrap();
+    println!("{}", ran.ok());
+    // What the program has stored before the new end is there.
+    let mut expected = pattern(3_000_000);
+    expected.iter_mut().step_by(4096).for_each(|byte| *byte = 7);
+    assert!(std::fs::read(share.path.join("part")).unwrap() == expected);
+    drop(beside);
+    share.assert_released();
+}
