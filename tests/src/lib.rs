@@ -14,6 +14,7 @@ pub mod mounts;
 pub mod ninep;
 pub mod suites;
 pub mod survivor;
+pub mod walled;
 pub mod window;
 
 use std::ffi::OsString;

@@ -530,7 +530,7 @@ fn what_does_not_fit_is_refused() {
     let folder = folder(Place::Disk);
     for (line, words) in [
         ("share mem --mount m --sandbox namespace", "is mounted on this host"),
-        ("share 9p:unix:none --virtiofs s --seccomp kill", "opens files and connections"),
+        ("share 9p:unix:none --virtiofs s --seccomp kill", "connected to anew"),
         ("share mem --virtiofs s --sandbox chroot", "one shared directory"),
         ("share . --virtiofs s --modcaps everything", "no list of capabilities"),
     ] {

@@ -4,9 +4,8 @@
 
 use std::fs;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
@@ -14,11 +13,8 @@ use ferry_driver::{Config, Driver};
 use ferry_isolation::Capabilities;
 use ferry_tests::disks::model::SECTOR_BYTES;
 use ferry_tests::disks::{FEATURES, Load, tool};
-use ferry_tests::inside::Inside;
-use ferry_tests::mounts::{Started, program};
-use ferry_tests::{Place, folder};
+use ferry_tests::walled::{Home, Served};
 use rustix::process::{Pid, Signal, kill_process};
-use tempfile::TempDir;
 
 /// Somebody who is not root.
 const USER: u32 = 1234;
@@ -37,179 +33,53 @@ fn is_root() -> bool {
     is_root
 }
 
-/// A folder of a user's with a raw disk in it, and the program where everybody may start it.
-struct Home {
-    folder: TempDir,
-    user: u32,
+/// A raw disk in a user's home.
+fn home_of(user: u32) -> Home {
+    let home = Home::of(user);
+    home.make("disk", |file| ferry_disk::grow(file, BYTES, &ferry_disk::Options::default()).unwrap());
+    home
 }
 
-impl Home {
-    fn of(user: u32) -> Self {
-        let place = Self { folder: folder(Place::Disk), user };
-        ferry_tests::copy_program(program(), &place.at("ferry-copy"));
-        fs::set_permissions(place.at("ferry-copy"), fs::Permissions::from_mode(0o755)).unwrap();
-        place.make("disk", |file| ferry_disk::grow(file, BYTES, &ferry_disk::Options::default()).unwrap());
-        chown(place.folder.path(), Some(user), Some(user)).unwrap();
-        place
-    }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    /// Makes something that belongs to the user.
-    fn make(&self, name: &str, make: impl FnOnce(&Path)) -> PathBuf {
-        let path = self.at(name);
-        make(&path);
-        chown(&path, Some(self.user), Some(self.user)).unwrap();
-        path
-    }
-
-    /// The program, started by the user here, with what stands before it.
-    fn command(&self, before: &[&str], line: &str) -> Command {
-        let mut words: Vec<String> = before.iter().map(|word| (*word).to_owned()).collect();
-        if self.user != rustix::process::geteuid().as_raw() {
-            let user = self.user.to_string();
-            words.extend(["setpriv", "--reuid", &user, "--regid", &user, "--clear-groups"].map(str::to_owned));
-        }
-        words.push(self.at("ferry-copy").to_str().unwrap().into());
-        words.extend(line.split_whitespace().map(str::to_owned));
-        let mut command = Command::new(&words[0]);
-        command.args(&words[1..]).current_dir(self.folder.path()).env("XDG_RUNTIME_DIR", self.folder.path());
-        command.env_remove("FERRY_LOG");
-        command
-    }
-
-    fn serve(self, line: &str) -> Served {
-        let command = self.command(&[], line);
-        self.serve_by(command)
-    }
-
-    fn serve_by(self, mut command: Command) -> Served {
-        let started = Started::new(&mut command);
-        let mut served = Served { inside: Inside::of(started.pid()), started, place: self };
-        served.comes_up();
-        served.inside = Inside::of(served.started.pid());
-        served
-    }
-
-    fn qemu_img(&self, line: &str) {
-        let output =
-            Command::new(tool("qemu-img")).args(line.split(' ')).current_dir(self.folder.path()).output().unwrap();
-        assert!(output.status.success(), "{line}: {output:?}");
-    }
+fn qemu_img(home: &Home, line: &str) {
+    let output = Command::new(tool("qemu-img")).args(line.split(' ')).current_dir(home.path()).output().unwrap();
+    assert!(output.status.success(), "{line}: {output:?}");
 }
 
-/// The program that offers disks.
-struct Served {
-    started: Started,
-    inside: Inside,
-    place: Home,
+fn connect(served: &Served, socket: &str) -> Driver {
+    let config = Config {
+        first_queues: 0,
+        queues: 2,
+        queue_size: 128,
+        inflight: true,
+        memory_bytes: 32 << 20,
+        device_features: FEATURES,
+        timeout: SOON,
+        connect_within: SOON,
+        ..Config::default()
+    };
+    Driver::connect(served.home.at(socket), config).unwrap()
 }
 
-impl Served {
-    #[track_caller]
-    fn comes_up(&mut self) {
-        let end = Instant::now() + SOON;
-        while !self.started.said().0.ends_with('\n') {
-            let ended = self.started.wait(Duration::ZERO);
-            assert!(ended.is_none() && Instant::now() < end, "{ended:?}: {}", self.started.said().1);
-            std::thread::sleep(TICK);
-        }
-        let line: serde_json::Value = serde_json::from_str(&self.started.said().0).unwrap();
-        assert_eq!(line["pid"], self.started.pid().as_raw_nonzero().get(), "the process that was started is told of");
-    }
-
-    /// On standard error.
-    fn said(&self) -> String {
-        self.started.said().1
-    }
-
-    fn driver(&self, socket: &str) -> Driver {
-        let config = Config {
-            first_queues: 0,
-            queues: 2,
-            queue_size: 128,
-            inflight: true,
-            memory_bytes: 32 << 20,
-            device_features: FEATURES,
-            timeout: SOON,
-            connect_within: SOON,
-            ..Config::default()
-        };
-        Driver::connect(self.place.at(socket), config).unwrap()
-    }
-
-    /// All that a guest does to a disk, each answer looked at; with a log of what is in flight.
-    fn is_used(&self, socket: &str) -> Driver {
-        let mut driver = self.driver(socket);
-        let mut load = Load::new(&mut driver, SECTORS, 7, true);
-        load.run(&mut driver, 4000, Duration::ZERO, SOON);
-        load.drain(&mut driver, SOON);
-        load.read_all(&mut driver, SOON);
-        driver
-    }
-
-    fn qemu_io(&self, socket: &str, commands: &[&str]) -> String {
-        let image = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", self.place.at(socket).display());
-        let mut program = Command::new(tool("qemu-io"));
-        // Of an image nothing can be written.
-        let access = if commands.iter().all(|command| command.starts_with("read")) { &["-r"][..] } else { &[] };
-        program.args(access).args(["--image-opts", &image]).args(commands.iter().flat_map(|command| ["-c", command]));
-        let output = program.output().unwrap();
-        let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success() && !said.contains("failed"), "{said}");
-        said
-    }
-
-    #[track_caller]
-    fn says(&self, words: &str) {
-        let end = Instant::now() + SOON;
-        while !self.said().contains(words) {
-            assert!(Instant::now() < end, "it does not say {words:?}: {}", self.said());
-            std::thread::sleep(TICK);
-        }
-    }
-
-    #[track_caller]
-    fn ends_by(&mut self, signal: Signal) -> i32 {
-        kill_process(self.started.pid(), signal).unwrap();
-        self.ends()
-    }
-
-    #[track_caller]
-    fn ends(&mut self) -> i32 {
-        let status = self.started.wait(SOON).unwrap_or_else(|| panic!("it does not end: {}", self.said()));
-        status.code().unwrap_or_else(|| panic!("{status}: {}", self.said()))
-    }
+/// All that a guest does to a disk, each answer looked at; with a log of what is in flight.
+fn is_used(served: &Served, socket: &str) -> Driver {
+    let mut driver = connect(served, socket);
+    let mut load = Load::new(&mut driver, SECTORS, 7, true);
+    load.run(&mut driver, 4000, Duration::ZERO, SOON);
+    load.drain(&mut driver, SOON);
+    load.read_all(&mut driver, SOON);
+    driver
 }
 
-/// What is the same for root and others, whatever the disks are: these files are open, and nothing else can be reached.
-#[track_caller]
-fn is_confined(served: &Served, files: &[&str], capabilities: u64) {
-    let inside = served.inside;
-    inside.all_are("NoNewPrivs", "1");
-    inside.all_are("Seccomp", "2");
-    inside.has_capabilities(capabilities);
-    for namespace in ["mnt", "pid", "net"] {
-        assert!(inside.has_own(namespace), "{namespace}");
-    }
-    assert_eq!(inside.sees(""), ["proc", "share"]);
-    assert!(inside.sees("share").is_empty());
-    assert_eq!(inside.mounts(), ["/", "/proc/self/fd", "/proc/self/uid_map"]);
-    assert_eq!(fs::read_link(inside.file("cwd")).unwrap(), Path::new("/"));
-    assert_eq!(inside.open_directories(), Vec::<PathBuf>::new());
-    let mut expected: Vec<PathBuf> = files.iter().map(|name| served.place.at(name)).collect();
-    expected.sort_unstable();
-    let folder = served.place.folder.path();
-    let found: Vec<_> = inside.open_files().into_iter().filter(|path| path.starts_with(folder)).collect();
-    assert_eq!(found, expected);
-    // Of the process that stays outside, none of them is.
-    let outside = served.started.pid().as_raw_nonzero();
-    for entry in fs::read_dir(format!("/proc/{outside}/fd")).unwrap() {
-        let open = fs::read_link(entry.unwrap().path()).unwrap();
-        assert!(!expected.contains(&open), "{}", open.display());
-    }
+fn qemu_io(served: &Served, socket: &str, commands: &[&str]) -> String {
+    let image = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", served.home.at(socket).display());
+    let mut program = Command::new(tool("qemu-io"));
+    // Of an image nothing can be written.
+    let access = if commands.iter().all(|command| command.starts_with("read")) { &["-r"][..] } else { &[] };
+    program.args(access).args(["--image-opts", &image]).args(commands.iter().flat_map(|command| ["-c", command]));
+    let output = program.output().unwrap();
+    let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && !said.contains("failed"), "{said}");
+    said
 }
 
 /// The process's filters, and one more for each worker, and for what that starts for calls that take long.
@@ -226,41 +96,41 @@ fn workers_are_held_to_less(served: &Served) {
 const FLAGS: &str = "--json --queues 2 --log debug";
 
 fn disks_of(user: u32) -> Served {
-    let place = Home::of(user);
-    fs::create_dir(place.at("base")).unwrap();
-    place.make("base/below", |file| {
+    let home = home_of(user);
+    fs::create_dir(home.at("base")).unwrap();
+    home.make("base/below", |file| {
         fs::write(file, vec![5; usize::try_from(BYTES).unwrap()]).unwrap();
     });
-    place.make("image", |_| {
-        place.qemu_img("create -q -f qcow2 -b base/below -F raw image");
+    home.make("image", |_| {
+        qemu_img(&home, "create -q -f qcow2 -b base/below -F raw image");
     });
     let image = "image --format qcow2 --backing-dir base --vhost-user i --queues 2";
-    place.serve(&format!("disk disk --vhost-user s {FLAGS} {image}"))
+    home.serve(&format!("disk disk --vhost-user s {FLAGS} {image}"))
 }
 
 fn disks_are_confined(user: u32) {
     let mut served = disks_of(user);
     served.says("confined namespaces=true landlock=Some(Wholly) capabilities=none seccomp=Some(Kill)");
-    let line: serde_json::Value = serde_json::from_str(&served.started.said().0).unwrap();
+    let line = &served.line;
     // Named from where it was started, not from where it is.
-    assert_eq!(line["disks"][0]["file"], served.place.at("disk").to_str().unwrap());
-    assert_eq!(line["disks"][1]["vhost_user"], served.place.at("i").to_str().unwrap());
-    let one = served.is_used("s");
+    assert_eq!(line["disks"][0]["file"], served.home.at("disk").to_str().unwrap());
+    assert_eq!(line["disks"][1]["vhost_user"], served.home.at("i").to_str().unwrap());
+    let one = is_used(&served, "s");
     workers_are_held_to_less(&served);
-    is_confined(&served, &["base/below", "disk", "image"], 0);
+    served.is_confined(0, &["base/below", "disk", "image"], 0);
     drop(one);
-    served.qemu_io("i", &["read -P 5 0 1M", "write -P 6 1M 1M", "discard 2M 512k", "write -z -u 3M 100k", "flush"]);
-    served.qemu_io("i", &["read -P 6 1M 1M", "read -P 0 3M 100k", "read -P 5 3200k 64k"]);
+    qemu_io(&served, "i", &["read -P 5 0 1M", "write -P 6 1M 1M", "discard 2M 512k", "write -z -u 3M 100k", "flush"]);
+    qemu_io(&served, "i", &["read -P 6 1M 1M", "read -P 0 3M 100k", "read -P 5 3200k 64k"]);
     assert_eq!(served.inside.has_own("user"), user != 0);
     // Grown while it is offered.
-    fs::File::options().write(true).open(served.place.at("disk")).unwrap().set_len(BYTES + (1 << 20)).unwrap();
+    fs::File::options().write(true).open(served.home.at("disk")).unwrap().set_len(BYTES + (1 << 20)).unwrap();
     served.says("the disk has another size");
-    served.qemu_io("s", &["write -P 9 4M 1M", "read -P 9 4M 1M", "flush"]);
+    qemu_io(&served, "s", &["write -P 9 4M 1M", "read -P 9 4M 1M", "flush"]);
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
     for socket in ["s", "i"] {
-        assert!(!served.place.at(socket).exists(), "the socket {socket} is left behind");
+        assert!(!served.home.at(socket).exists(), "the socket {socket} is left behind");
     }
-    served.place.qemu_img("check -q -f qcow2 image");
+    qemu_img(&served.home, "check -q -f qcow2 image");
 }
 
 #[test]
@@ -280,16 +150,16 @@ fn disks_of_somebody_elses_are_confined() {
 /// Started as management programs start it: by another name, on a descriptor that it inherits.
 #[test]
 fn a_back_end_is_confined() {
-    let place = Home::of(rustix::process::geteuid().as_raw());
-    let listener = UnixListener::bind(place.at("s")).unwrap();
+    let home = home_of(rustix::process::geteuid().as_raw());
+    let listener = UnixListener::bind(home.at("s")).unwrap();
     rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).unwrap();
-    std::os::unix::fs::symlink("ferry-copy", place.at("ferry-disk")).unwrap();
-    let mut command = Command::new(place.at("ferry-disk"));
+    std::os::unix::fs::symlink("ferry-copy", home.at("ferry-disk")).unwrap();
+    let mut command = Command::new(home.at("ferry-disk"));
     command.args(["--blk-file", "disk", "--queues", "2", "--json", "--fd", &listener.as_raw_fd().to_string()]);
-    command.args(["--sandbox", "namespace", "--seccomp", "kill"]).current_dir(place.folder.path());
-    let mut served = place.serve_by(command);
-    let driver = served.is_used("s");
-    is_confined(&served, &["disk"], 0);
+    command.args(["--sandbox", "namespace", "--seccomp", "kill"]).current_dir(home.path());
+    let mut served = home.serve_by(command);
+    let driver = is_used(&served, "s");
+    served.is_confined(0, &["disk"], 0);
     drop(driver);
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
@@ -300,50 +170,47 @@ fn disks_beside_shares_are_confined() {
     if !is_root() {
         return;
     }
-    let place = Home::of(0);
-    fs::create_dir(place.at("dir")).unwrap();
+    let home = home_of(0);
+    fs::create_dir(home.at("dir")).unwrap();
     let file =
         "[[share]]\nsource = \"dir\"\nvirtiofs = \"v\"\n[[disk]]\nfile = \"disk\"\nvhost-user = \"s\"\nqueues = 2\n";
-    fs::write(place.at("f.toml"), file).unwrap();
-    let mut served = place.serve("share --config f.toml --json");
-    let driver = served.is_used("s");
+    fs::write(home.at("f.toml"), file).unwrap();
+    let mut served = home.serve("share --config f.toml --json");
+    let driver = is_used(&served, "s");
     workers_are_held_to_less(&served);
     served.inside.all_are("Seccomp", "2");
     let ours = Capabilities::here().unwrap().bits();
     served.inside.has_capabilities(Capabilities::of_server(true).bits() & ours);
     assert_eq!(served.inside.mounts(), ["/", "/proc/self/fd", "/proc/self/uid_map", "/share/0"]);
     drop(driver);
-    let mut guest = Driver::connect(served.place.at("v"), Config { queues: 2, ..Config::default() }).unwrap();
+    let mut guest = Driver::connect(served.home.at("v"), Config { queues: 2, ..Config::default() }).unwrap();
     guest.init().unwrap();
     guest.mkdir(ferry_driver::ROOT, "made", 0o755).unwrap();
-    assert!(served.place.at("dir/made").is_dir());
+    assert!(served.home.at("dir/made").is_dir());
     drop(guest);
-    let asked = served.place.command(&[], &format!("log {}", served.started.pid())).output().unwrap();
+    let asked = served.home.command(&[], &format!("log {}", served.started.pid())).output().unwrap();
     assert!(asked.status.success(), "{asked:?}");
     assert_eq!(served.ends_by(Signal::INT), 0, "{}", served.said());
-    assert!(["s", "v"].iter().all(|socket| !served.place.at(socket).exists()));
+    assert!(["s", "v"].iter().all(|socket| !served.home.at(socket).exists()));
 }
 
 /// A flat image: its packs are open, and its store cannot be reached.
 #[test]
 fn images_as_disks_are_confined() {
-    let place = Home::of(rustix::process::geteuid().as_raw());
-    fs::create_dir(place.at("tree")).unwrap();
-    fs::write(place.at("tree/file"), "file".repeat(100_000)).unwrap();
-    let built = place.command(&[], "image build tree -o image --store store").output().unwrap();
-    assert!(built.status.success(), "{built:?}");
-    let mut served = place.serve("disk image:image --store store --vhost-user s --json --queues 2");
-    let bytes: u64 = serde_json::from_str::<serde_json::Value>(&served.started.said().0).unwrap()["disks"][0]["bytes"]
-        .as_u64()
-        .unwrap();
-    served.qemu_io("s", &[&format!("read 0 {bytes}")]);
-    let packs = fs::read_dir(served.place.at("store/packs")).unwrap();
+    let home = home_of(rustix::process::geteuid().as_raw());
+    fs::create_dir(home.at("tree")).unwrap();
+    fs::write(home.at("tree/file"), "file".repeat(100_000)).unwrap();
+    home.run("image build tree -o image --store store");
+    let mut served = home.serve("disk image:image --store store --vhost-user s --json --queues 2");
+    let bytes = served.line["disks"][0]["bytes"].as_u64().unwrap();
+    qemu_io(&served, "s", &[&format!("read 0 {bytes}")]);
+    let packs = fs::read_dir(served.home.at("store/packs")).unwrap();
     let packs: Vec<String> = packs
         .map(|entry| format!("store/packs/{}", entry.unwrap().file_name().into_string().unwrap()))
         .filter(|name| !name.contains('.'))
         .collect();
     assert!(!packs.is_empty());
-    is_confined(&served, &packs.iter().map(String::as_str).collect::<Vec<_>>(), 0);
+    served.is_confined(0, &packs.iter().map(String::as_str).collect::<Vec<_>>(), 0);
     // What is proved before it is read is proved by threads that were begun behind the walls.
     let names: Vec<_> = served.inside.status("Name");
     if std::thread::available_parallelism().map_or(1, usize::from) > 1 {
@@ -358,16 +225,16 @@ fn block_devices_work_behind_walls() {
     if !is_root() {
         return;
     }
-    let place = Home::of(0);
-    let made = Command::new("losetup").args(["--find", "--show"]).arg(place.at("disk")).output().unwrap();
+    let home = home_of(0);
+    let made = Command::new("losetup").args(["--find", "--show"]).arg(home.at("disk")).output().unwrap();
     if !made.status.success() {
         eprintln!("skipped: no loop devices here");
         return;
     }
     let device = String::from_utf8(made.stdout).unwrap().trim().to_owned();
-    let mut served = place.serve(&format!("disk {device} --vhost-user s --json --queues 2"));
-    drop(served.is_used("s"));
-    served.qemu_io("s", &["write -P 7 0 4M", "discard 0 2M", "write -z -u 2M 64k", "read -P 0 2M 64k", "flush"]);
+    let mut served = home.serve(&format!("disk {device} --vhost-user s --json --queues 2"));
+    drop(is_used(&served, "s"));
+    qemu_io(&served, "s", &["write -P 7 0 4M", "discard 0 2M", "write -z -u 2M 64k", "read -P 0 2M 64k", "flush"]);
     let said = served.said();
     assert_eq!(served.ends_by(Signal::TERM), 0, "{said}");
     let detached = Command::new("losetup").arg("--detach").arg(&device).status().unwrap();
@@ -389,11 +256,11 @@ fn memory_is_pinned_behind_walls() {
     // The limit is lifted while that can be done; or else what does without a limit is kept.
     let (lifts, pins) = (has("+sys_resource") != 0, has("+ipc_lock"));
     for (before, kept) in [(LESS.to_vec(), if lifts { 0 } else { pins }), ([LESS, WITHOUT].concat(), pins)] {
-        let place = Home::of(0);
-        let command = place.command(&before, &format!("disk disk --vhost-user s --pin-memory {FLAGS}"));
-        let mut served = place.serve_by(command);
-        let driver = served.is_used("s");
-        is_confined(&served, &["disk"], kept);
+        let home = home_of(0);
+        let command = home.command(&before, &format!("disk disk --vhost-user s --pin-memory {FLAGS}"));
+        let mut served = home.serve_by(command);
+        let driver = is_used(&served, "s");
+        served.is_confined(0, &["disk"], kept);
         if lifts || pins != 0 {
             assert!(!served.said().contains("cannot be registered"), "{}", served.said());
         }
@@ -405,8 +272,8 @@ fn memory_is_pinned_behind_walls() {
 /// A disk has one server: while the process inside lives, and no longer than it.
 #[test]
 fn the_lock_is_the_servers() {
-    let mut served = Home::of(rustix::process::geteuid().as_raw()).serve(&format!("disk disk --vhost-user s {FLAGS}"));
-    let file = served.place.at("disk");
+    let mut served = home_of(rustix::process::geteuid().as_raw()).serve(&format!("disk disk --vhost-user s {FLAGS}"));
+    let file = served.home.at("disk");
     let taken = ferry_disk::open(&file, &ferry_disk::Options::default()).err().expect("it is in use").to_string();
     assert!(taken.contains("in use"), "{taken}");
     assert_ne!(served.inside.pid(), served.started.pid(), "{}", served.said());
@@ -420,12 +287,12 @@ fn the_lock_is_the_servers() {
     }
     drop(ferry_disk::open(&file, &ferry_disk::Options::default()).unwrap());
     // The one inside is.
-    let place = served.place;
-    let mut served = place.serve(&format!("disk disk --vhost-user s {FLAGS}"));
+    let home = served.home;
+    let mut served = home.serve(&format!("disk disk --vhost-user s {FLAGS}"));
     kill_process(served.inside.pid(), Signal::KILL).unwrap();
     assert_eq!(served.ends(), 128 + 9);
     assert!(served.said().contains("ended by signal 9"), "{}", served.said());
-    assert!(!served.place.at("s").exists(), "the socket is left behind");
+    assert!(!served.home.at("s").exists(), "the socket is left behind");
     drop(ferry_disk::open(&file, &ferry_disk::Options::default()).unwrap());
 }
 
@@ -436,8 +303,8 @@ fn walls_are_as_the_flags_say() {
     }
     let ours = Capabilities::here().unwrap().bits();
     let line = format!("disk disk --vhost-user s {FLAGS} --sandbox none --seccomp none --modcaps +sys_admin");
-    let served = Home::of(0).serve(&line);
-    drop(served.is_used("s"));
+    let served = home_of(0).serve(&line);
+    drop(is_used(&served, "s"));
     served.inside.all_are("Seccomp", "0");
     served.inside.has_capabilities(Capabilities::NONE.modified("+sys_admin").unwrap().bits() & ours);
     assert!(served.inside.pid() == served.started.pid() && !served.inside.has_own("mnt"));
@@ -455,29 +322,29 @@ fn what_cannot_be_had_is_said() {
     const SCRIPT: &str =
         "echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all \"$@\"";
     let before = ["unshare", "--user", "--map-root-user", "sh", "-c", SCRIPT, "sh"];
-    let place = Home::of(0);
-    let command = place.command(&before, "disk disk --vhost-user s --json --queues 2");
-    let served = place.serve_by(command);
+    let home = home_of(0);
+    let command = home.command(&before, "disk disk --vhost-user s --json --queues 2");
+    let served = home.serve_by(command);
     let said = served.said();
     assert!(said.contains("no namespaces of its own") && said.contains("namespace of users"), "{said}");
-    drop(served.is_used("s"));
+    drop(is_used(&served, "s"));
     served.inside.all_are("Seccomp", "2");
     served.inside.has_capabilities(0);
     assert!(!served.inside.has_own("mnt"));
 
-    let refused = |output: Output, words: &[&str], place: &Home| {
+    let refused = |output: Output, words: &[&str], home: &Home| {
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(words.iter().all(|words| said.contains(words)), "{said}");
-        assert!(!place.at("s").exists(), "the socket is left behind");
+        assert!(!home.at("s").exists(), "the socket is left behind");
     };
-    let place = Home::of(0);
-    let output = place.command(&before, "disk disk --vhost-user s --sandbox namespace").output().unwrap();
-    refused(output, &["--sandbox namespace", "namespace of users"], &place);
-    let output = place.command(&[], "disk disk --vhost-user s --sandbox chroot").output().unwrap();
-    refused(output, &["one shared directory"], &place);
+    let home = home_of(0);
+    let output = home.command(&before, "disk disk --vhost-user s --sandbox namespace").output().unwrap();
+    refused(output, &["--sandbox namespace", "namespace of users"], &home);
+    let output = home.command(&[], "disk disk --vhost-user s --sandbox chroot").output().unwrap();
+    refused(output, &["one shared directory"], &home);
     // Without a socket nothing is served, and nobody is confined.
-    let output = place.command(&[], "disk disk --resize 8M --sandbox namespace").output().unwrap();
+    let output = home.command(&[], "disk disk --resize 8M --sandbox namespace").output().unwrap();
     assert!(output.status.success(), "{output:?}");
-    assert_eq!(fs::metadata(place.at("disk")).unwrap().len(), 8 << 20);
+    assert_eq!(fs::metadata(home.at("disk")).unwrap().len(), 8 << 20);
 }
