@@ -37,7 +37,7 @@ Examples:
   ferry image mount rootfs.img /mnt --store /var/lib/ferry --upper changes    # can be written to
   ferry mount image:rootfs.img /mnt --store /var/lib/ferry    # Ferry's own mount proves each byte
 
-  ferry image build rootfs -o rootfs.img --store /var/lib/ferry --verity     # the kernel proves each read of a mount with --digest
+  ferry image build rootfs -o rootfs.img --store /var/lib/ferry --verity    # mounts prove each read
   ferry image ls -l rootfs.img /etc
   ferry image cat rootfs.img /usr/lib/os-release --store /var/lib/ferry
   ferry image diff old.img rootfs.img --store /var/lib/ferry

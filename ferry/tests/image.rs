@@ -184,3 +184,43 @@ fn the_kernel_mounts_an_image() {
     rustix::mount::unmount(mnt, rustix::mount::UnmountFlags::empty()).unwrap();
     assert!(outcome.unwrap() == large());
 }
+
+/// Where the file system has no fs-verity, as that of most test machines: what is believed is said, or the mount refused.
+#[test]
+fn what_the_kernel_cannot_prove_is_said_or_refused() {
+    let made = Made::new();
+    let verify = |image: &str| {
+        text(ferry().args(["image", "verify"]).arg(made.place.at(image)).arg("--store").arg(made.place.at("store")))
+    };
+    let (tree, store) = (made.place.at("tree"), made.place.at("store"));
+    let build = ["image", "build", "--verity", "-o"];
+    let digest = text(ferry().args(build).arg(made.place.at("sealed")).arg(tree).arg("--store").arg(&store));
+    assert_eq!((verify("image"), verify("sealed")), ("clean\n".into(), "clean\n".into()));
+    let word = |image: &str| -> String {
+        let info = text(ferry().args(["image", "info", "--json", "--store"]).arg(&store).arg(made.place.at(image)));
+        let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+        info["packs"][0]["verity"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(word("image"), "none");
+    let shown = text(ferry().args(["image", "info", "--store"]).arg(&store).arg(made.place.at("image")));
+    assert!(shown.contains(" bytes, fs-verity: none\n"), "{shown}");
+    let mount = |image: &str, digest: &str| {
+        let mut line = ferry();
+        line.args(["image", "mount"]).arg(made.place.at(image)).arg(&made.place.mnt).arg("--store").arg(&store);
+        line.args(["--digest", digest.trim_end(), "--verity", "require"]);
+        refused(&mut line)
+    };
+    let said = mount("image", &made.digest);
+    assert!(said.contains("was built without --verity") && said.contains("--verity require"), "{said}");
+    match word("sealed").as_str() {
+        "unavailable" => {
+            let said = mount("sealed", &digest);
+            assert!(said.contains("has no fs-verity") && said.contains("--verity require"), "{said}");
+        }
+        word => assert_eq!(word, "on"),
+    }
+    let mut line = ferry();
+    line.args(["image", "mount", "image", "mnt", "--store", "store", "--verity", "require"]);
+    let said = refused(&mut line);
+    assert!(said.contains("--digest"), "{said}");
+}

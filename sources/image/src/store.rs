@@ -494,3 +494,52 @@ impl New {
 pub(crate) fn folder_of(name: &Path) -> &Path {
     name.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Entries of objects, and one of a whole pack, in any order; and some bytes that may be too many.
+    fn entries() -> impl Strategy<Value = Vec<u8>> {
+        let length = prop_oneof![0..=PIECE_BYTES as u64, Just(WHOLE_PACK), Just(PIECE_BYTES as u64 + 1), any::<u64>()];
+        let entry =
+            (length, any::<[u8; 32]>()).prop_map(|(length, digest)| [&length.to_le_bytes()[..], &digest].concat());
+        let likely = (0..=PIECE_BYTES as u64, any::<[u8; 32]>());
+        let likely = likely.prop_map(|(length, digest)| [&length.to_le_bytes()[..], &digest].concat());
+        let entries = prop::collection::vec(prop_oneof![9 => likely, 1 => entry], 0..20);
+        (entries, prop_oneof![9 => Just(0), 1 => 0_usize..40]).prop_map(|(entries, more)| {
+            let mut bytes = entries.concat();
+            bytes.extend(std::iter::repeat_n(0, more));
+            bytes
+        })
+    }
+
+    fn index_of(bytes: &[u8]) -> Result<Index> {
+        Index::of(Path::new("store"), Algorithm::Blake3.of(bytes), bytes)
+    }
+
+    proptest! {
+        #[test]
+        fn indexes_are_read_as_they_are_written_or_refused(bytes in entries()) {
+            if let Ok(index) = index_of(&bytes) {
+                prop_assert_eq!(index.to_bytes(), &bytes[..]);
+                prop_assert_eq!(index.objects.len() + usize::from(index.verity.is_some()), bytes.len() / RECORD_BYTES);
+                prop_assert_eq!(index.blocks, index.objects.iter().map(Object::blocks).sum::<u64>());
+            }
+        }
+    }
+
+    #[test]
+    fn the_digest_of_the_whole_pack_is_the_last_entry_and_the_only_one() {
+        let (object, whole) = (record(5000, piece::digest(b"x")), record(WHOLE_PACK, Algorithm::Verity.of(b"x")));
+        let index = index_of(&[object, whole].concat()).expect("it is right");
+        assert_eq!((index.blocks, index.verity), (2, Some(Algorithm::Verity.of(b"x"))));
+        assert_eq!(index_of(&object).expect("it is right").verity, None);
+        for wrong in [[whole, object], [whole, whole]] {
+            let error = index_of(&wrong.concat()).expect_err("something follows the end").to_string();
+            assert!(error.contains("goes on behind its end"), "{error}");
+        }
+    }
+}
