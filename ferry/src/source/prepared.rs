@@ -1,7 +1,7 @@
 //! Sources of a server that is going to be behind walls: what of them is opened before, what by its place inside, and what once the
 //! last wall stands.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -24,8 +24,8 @@ pub struct Prepared {
 enum Stage {
     /// All of it is opened inside.
     Outside,
-    /// An image of composefs's, which looks for its objects as they are wanted.
-    Image(Image),
+    /// An image of composefs's, which looks for its objects in this folder as they are wanted.
+    Image(Image, PathBuf),
     /// An image, of which nothing is opened any more.
     Source(Source),
     /// A persistent memory file system, of which nothing is opened any more, and whether it is made just now.
@@ -49,7 +49,7 @@ pub fn prepare(shares: &[Share]) -> Result<Vec<Prepared>> {
                 let image = Image::open(path, options.digest)?;
                 if image.is_composefs() {
                     drop(Objects::open(&image, store)?);
-                    Stage::Image(image)
+                    Stage::Image(image, objects_folder(store))
                 } else {
                     Stage::Source(Source::at_rest(image, store)?)
                 }
@@ -73,9 +73,9 @@ impl Prepared {
     pub fn root(&self) -> Option<Root> {
         match (&self.kind, &self.stage) {
             (Kind::Dir(path), _) => Some(Root { path: path.clone(), read_only: self.options.dir.read_only }),
-            (_, Stage::Image(_)) => {
-                let path = objects_folder(self.options.store.as_deref()?);
-                Some(Root { path: path.canonicalize().unwrap_or(path), read_only: true })
+            (_, Stage::Image(_, folder)) => {
+                let path = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+                Some(Root { path, read_only: true })
             }
             _ => None,
         }
@@ -89,10 +89,8 @@ impl Prepared {
                 let seen = place.map(|place| Kind::Dir(place.into()));
                 Stage::Open(self.options.open(seen.as_ref().unwrap_or(&self.kind))?)
             }
-            Stage::Image(image) => {
-                let folder = objects_folder(self.options.image_store()?);
-                let source = Source::at_rest_seen(image, &folder, place.unwrap_or(&folder))?;
-                Stage::Source(source)
+            Stage::Image(image, folder) => {
+                Stage::Source(Source::at_rest_seen(image, &folder, place.unwrap_or(&folder))?)
             }
             other => other,
         };
@@ -115,7 +113,7 @@ pub fn begin(prepared: Vec<Prepared>) -> Result<Vec<Arc<dyn FileSystem>>> {
                 if is_new { ours(source)? } else { source }
             }
             Stage::Same(at) => Arc::clone(begun.get(at).context("an earlier share has no source")?),
-            Stage::Outside | Stage::Image(_) => options.open(&kind)?,
+            Stage::Outside | Stage::Image(..) => options.open(&kind)?,
         };
         begun.push(source);
     }
