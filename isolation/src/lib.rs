@@ -1,4 +1,4 @@
-//! The walls that a server of files puts around itself, so that whoever takes it over by a mistake in it finds nothing else.
+//! The walls that a server of files or disks puts around itself, so that whoever takes it over by a mistake in it finds nothing else.
 //!
 //! From outside in:
 //!
