@@ -56,6 +56,8 @@ fn what_another_guest_cuts_is_unmapped_before() {
     let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
     let mut driver = Driver::connect(&one.1, config).unwrap();
     let (_, line) = driver.window().unwrap();
+    // A request that never comes is an error.
+    line.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
     let (entry, _) = driver.create(ROOT, "f", 2, 0o600).unwrap();
     let node = entry.nodeid;

@@ -54,6 +54,8 @@ impl Victim {
         let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
         let mut driver = Driver::connect(socket, config).unwrap();
         let (_, line) = driver.window().unwrap();
+        // A request that never comes is an error.
+        line.set_read_timeout(Some(TIMEOUT / 10)).unwrap();
         driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT, MINOR_MAX).unwrap();
         let node = driver.lookup(ROOT, "file").unwrap().nodeid;
         driver.open(node, 2).unwrap();
@@ -224,8 +226,16 @@ fn who_makes_a_file_shorter_keeps_what_is_mapped() {
     for size in [FILE_BYTES, FILE_BYTES + 1, FILE_BYTES - 1, FILE_BYTES - PAGE + 1] {
         assert_eq!(other.truncate(node, size).unwrap().attr.size, size);
     }
+    // Who may not do it asks in vain.
+    let options = Options { read_only: true, queues: 1, ..Options::default() };
+    let (socket, _read_only) = share.beside_with(options, 2);
+    let mut reader = Driver::connect(&socket, Config::default()).unwrap();
+    reader.init().unwrap();
+    let node = reader.lookup(ROOT, "file").unwrap().nodeid;
+    assert_eq!(reader.truncate(node, 0).unwrap_err().errno(), Some(libc::EROFS));
+    assert_eq!(reader.open(node, libc::O_TRUNC.cast_unsigned()).unwrap_err().errno(), Some(libc::EROFS));
     assert!(begun.elapsed() < HELD_UP / 2, "{:?}", begun.elapsed());
-    drop(victim);
+    drop((victim, reader));
     share_is_released(&share, other);
 }
 

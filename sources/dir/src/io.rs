@@ -63,10 +63,6 @@ impl Dir {
         openable(inode.found.kind)?;
         let host = self.host_flags(flags)?;
         let truncates = host.contains(OFlags::TRUNC);
-        if truncates && self.shortening_waits_(cx.session, ino, 0) {
-            // Who may not cut the file is not to have it taken from anybody's memory.
-            self.open_data(&inode, OFlags::WRONLY)?;
-        }
         let shortening = truncates.then(|| Self::shortening(cx.session, &inode, 0));
         let file = match self.open_data(&inode, host) {
             Err(Errno::PERM) if host.contains(OFlags::NOATIME) => self.open_data(&inode, host - OFlags::NOATIME),
