@@ -36,7 +36,8 @@ pub fn check_source(source: &Path, layout: Layout, whiteouts: Option<Whiteouts>)
     let image = folder.join("image");
     let _ = std::fs::remove_file(&image);
     let store = Store::create(&folder.join("store")).expect("stores can be made");
-    let options = BuildOptions { threads: 1, layout, whiteouts, platform: Some("linux/amd64".into()), order: None };
+    let platform = Some("linux/amd64".into());
+    let options = BuildOptions { threads: 1, layout, whiteouts, platform, ..BuildOptions::default() };
     match ferry_image::build(source, &image, store, &options, &|_, _| {}) {
         Err(_) => assert!(!image.exists()),
         Ok(built) => {
