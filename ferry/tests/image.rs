@@ -208,7 +208,7 @@ fn what_the_kernel_cannot_prove_is_said_or_refused() {
         let mut line = ferry();
         line.args(["image", "mount"]).arg(made.place.at(image)).arg(&made.place.mnt).arg("--store").arg(&store);
         line.args(["--digest", digest.trim_end(), "--verity", "require"]);
-        refused(&mut line)
+        refused(1, &mut line)
     };
     let said = mount("image", &made.digest);
     assert!(said.contains("was built without --verity") && said.contains("--verity require"), "{said}");
@@ -221,6 +221,6 @@ fn what_the_kernel_cannot_prove_is_said_or_refused() {
     }
     let mut line = ferry();
     line.args(["image", "mount", "image", "mnt", "--store", "store", "--verity", "require"]);
-    let said = refused(&mut line);
+    let said = refused(2, &mut line);
     assert!(said.contains("--digest"), "{said}");
 }
