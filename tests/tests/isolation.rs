@@ -167,6 +167,9 @@ fn each_wall_holds(user: u32) {
     escapes.is_stopped(walls, "signal", &sleeping, &errno(libc::EPERM));
     escapes.works(walls, "below", "file");
     escapes.works(walls, "create", "made");
+    // What was opened before, to be read: its name leads to it still, and Landlock lets nobody open it to be written.
+    escapes.works("namespaces", "again", &secret);
+    escapes.is_stopped("namespaces,landlock", "again", &secret, &errno(libc::EACCES));
 
     for attempt in ["execute", "fork", "trace", "code", "users", "type"] {
         escapes.is_stopped("seccomp", attempt, "", SIGSYS);

@@ -26,6 +26,8 @@ fn main() -> ExitCode {
     let [_, walls, dir, attempt, what @ ..] = &args[..] else { panic!("ferry-escape WALLS DIR ATTEMPT [WHAT]") };
     let walls: Vec<&str> = walls.split(',').collect();
     let mut dir = PathBuf::from(dir);
+    // As a server has the files of its disks.
+    let before = (attempt == "again").then(|| File::open(&what[0]).unwrap());
     if walls.contains(&"namespaces") {
         let held = Held::hold().unwrap();
         ferry_isolation::is_possible(&[]).unwrap();
@@ -60,7 +62,8 @@ fn main() -> ExitCode {
             Filter::of(role, Action::Kill).unwrap().apply().unwrap();
         }
     }
-    match try_to(attempt, what.first().map_or("", String::as_str), &share) {
+    let what = before.as_ref().map(|file| format!("/proc/self/fd/{}", file.as_raw_fd())).or(what.first().cloned());
+    match try_to(attempt, &what.unwrap_or_default(), &share) {
         Ok(()) => println!("worked"),
         Err(error) => println!("errno {}", error.raw_os_error().unwrap()),
     }
@@ -72,6 +75,7 @@ fn try_to(attempt: &str, what: &str, share: &File) -> io::Result<()> {
     let below = |name: &str, flags| openat(share, name, flags | OFlags::CLOEXEC, Mode::RUSR | Mode::WUSR).map(drop);
     match attempt {
         "open" => File::open(what).map(drop),
+        "again" => File::options().write(true).open(what).map(drop),
         "below" => Ok(below(what, OFlags::RDONLY)?),
         "create" => Ok(below(what, OFlags::WRONLY | OFlags::CREATE)?),
         "connect" => TcpStream::connect(what).map(drop),
