@@ -1,4 +1,5 @@
-//! Images of the layout composefs where the kernel itself proves the bytes of files: ext4 with fs-verity in a QEMU guest.
+//! Images where the kernel itself proves the bytes of files: ext4 with fs-verity in a QEMU guest. Objects of the layout composefs, and packs of
+//! the layout flat.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -89,17 +90,149 @@ umount /run/mnt
 echo proved
 "#;
 
+/// The same for packs.
+const FLAT: &str = r#"
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+cp "$1" /run/program
+ferry=/run/program mkfs=$2
+mkdir -p /run/fs /run/mnt
+truncate -s 200M /run/disk
+"$mkfs" -q -b 4096 -O verity /run/disk
+mount -o loop /run/disk /run/fs
+cd /run/fs
+mkdir tree
+seq 20000 >tree/large
+seq 30000 60000 >tree/other
+echo small but not tiny >tree/small
+mkdir /run/tree
+cp tree/* /run/tree
+digest=$("$ferry" image build tree -o image --store store --verity)
+# What is built does not depend on the file system.
+[ "$digest" = "$("$ferry" image build tree -o /run/image --store /run/store --verity)" ]
+cmp image /run/image
+diff -r store/packs /run/store/packs
+pack=$(find store/packs -type f ! -name '*.index')
+# fs-verity is on: nobody can write any more.
+for file in image $pack; do if (echo x >>$file) 2>/dev/null; then exit 1; fi; done
+"$ferry" image verify image --store store
+"$ferry" image info image --store store | grep 'fs-verity: on$'
+compare() { for name in large other small; do cmp /run/tree/$name /run/mnt/$name; done; }
+proved() { "$ferry" image mount $image /run/mnt --store store --digest $digest "$@"; }
+refused() { if proved "$@" 2>said; then exit 1; fi; cat said; }
+image=image
+for way in '' --loop '--upper upper'; do
+    proved --verity require $way 2>said
+    [ -z "$(grep '^ferry: ' said)" ]
+    compare
+    umount /run/mnt
+done
+# On a file system without it the same image is mounted, and it is said what is believed; or it is refused.
+"$ferry" image mount /run/image /run/mnt --store /run/store --digest $digest 2>said
+[ $(wc -l <said) = 1 ]
+grep 'the file system of /run/store has no fs-verity: .* believed' said
+compare
+umount /run/mnt
+if "$ferry" image mount /run/image /run/mnt --store /run/store --digest $digest --verity require 2>said; then exit 1; fi
+grep 'the file system of /run/store has no fs-verity, so .*--verity require' said
+# An image whose own file has none.
+image=/run/image
+proved 2>said
+grep '/run/image has no fs-verity: the kernel proves the bytes of files' said
+umount /run/mnt
+refused --verity require
+grep '/run/image has no fs-verity, so' said
+image=image
+# The same bytes without fs-verity prove nothing: refused, until it is on again.
+cp $pack copy
+mv -f copy $pack
+refused
+grep 'has no fs-verity, though its file system has: ferry image verify .*--repair' said
+"$ferry" image info image --store store | grep 'fs-verity: off$'
+"$ferry" image mount image /run/mnt --store store
+compare
+umount /run/mnt
+"$ferry" image verify image --store store --repair
+proved --verity require
+compare
+umount /run/mnt
+# Other bytes with a fs-verity of their own.
+mv $pack kept
+cp kept $pack
+printf X | dd of=$pack bs=1 seek=9000 conv=notrunc 2>/dev/null
+chmod 444 $pack
+mkdir other-tree
+cp $pack other-tree/file
+# Turned on by a build of the layout composefs, which names its objects by the same digest.
+"$ferry" image build other-tree -o other-image --store other-store --layout composefs
+mv -f $(find other-store/objects -type f -size $(($(stat -c %s kept) / 512))b) $pack
+refused
+grep 'the kernel proves it by the fs-verity digest .* but its index names' said
+if "$ferry" mount image:image /run/mnt --store store --digest $digest && cat /run/mnt/large >/dev/null; then exit 1; fi
+umount /run/mnt || true
+mv -f kept $pack
+proved --verity require
+compare
+umount /run/mnt
+# Under a mount of ours the kernel proves what it reads, too: nobody hashes a pack before. What it has read in between counts as ours.
+"$ferry" mount image:image /run/mnt --store store --digest $digest
+compare
+umount /run/mnt
+# A bit that the disk has changed below a mount is an error, never read, and other files are as they were.
+proved --verity require
+sync
+for at in $(grep -abo 45000 /run/disk | cut -d: -f1); do
+    printf X | dd of=/run/disk bs=1 seek=$at conv=notrunc 2>/dev/null
+done
+echo 3 >/proc/sys/vm/drop_caches
+if cat /run/mnt/other >/run/got; then exit 1; fi
+cmp -n $(stat -c %s /run/got) /run/got /run/tree/other
+cmp /run/tree/large /run/mnt/large
+umount /run/mnt
+"$ferry" mount image:image /run/mnt --store store --digest $digest
+if cat /run/mnt/other >/run/got; then exit 1; fi
+cmp /run/tree/large /run/mnt/large
+umount /run/mnt
+"$ferry" image verify image --store store >said || true
+grep damaged said || grep 'cannot read the object' said
+# Mended from what another pack has: fs-verity is on again.
+if "$ferry" image verify image --store store --repair; then exit 1; fi
+"$ferry" image build /run/tree -o plain --store store
+proved --verity require
+compare
+umount /run/mnt
+echo kernel $(uname -r)
+echo proved
+"#;
+
+#[test]
+#[ignore = "long: make test-all"]
+fn the_kernel_proves_what_it_reads_of_packs() {
+    let (program, mkfs) = (program(), tool("mkfs.ext4"));
+    in_a_guest(&["sh", "-euxc", FLAT, "sh", program.to_str().unwrap(), mkfs.to_str().unwrap()]);
+}
+
 #[test]
 #[ignore = "long: make test-all"]
 fn the_kernel_proves_what_it_reads() {
+    let theirs = GuestCache::from_env().unwrap().composefs().unwrap().join("bin/mount.composefs");
+    let (program, mkfs) = (program(), tool("mkfs.ext4"));
+    in_a_guest(&[
+        "sh",
+        "-euxc",
+        SCRIPT,
+        "sh",
+        program.to_str().unwrap(),
+        mkfs.to_str().unwrap(),
+        theirs.to_str().unwrap(),
+    ]);
+}
+
+/// Runs a script, which says at its end that all was proved.
+fn in_a_guest(words: &[&str]) {
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
     let programs = Share::of(Path::new("/"), folder(Place::Disk), dir, options);
-    let theirs = GuestCache::from_env().unwrap().composefs().unwrap().join("bin/mount.composefs");
-    let (program, mkfs) = (program(), tool("mkfs.ext4"));
-    let words =
-        ["sh", "-euxc", SCRIPT, "sh", program.to_str().unwrap(), mkfs.to_str().unwrap(), theirs.to_str().unwrap()];
-    let mut guest = guest_on(&programs.socket, words);
+    let mut guest = guest_on(&programs.socket, words.iter().copied());
     guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
     guest.mounts.clear();
     guest.cwd = "/".into();
