@@ -144,7 +144,8 @@ impl Server {
         let labelled = self.labelled(cx, entry, made);
         let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
         if waits {
-            let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
+            let entry =
+                self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
             cx.mount.refer(entry.ino);
             let opened = self.opened(cx, entry.ino, handle, flags);
             return Ok(self.create_aside(cx, (entry, opened, set), buffer));

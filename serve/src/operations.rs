@@ -4,7 +4,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, FallocateFlags, Lock, LockKind, Locked, Name, OFlags, Result, Statfs, checks};
+use ferry_vfs::{
+    Attr, Caller, Copy as CopyRange, Errno, FallocateFlags, Lock, LockKind, Locked, Name, OFlags, Result, Statfs,
+    checks,
+};
 use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
 
