@@ -195,6 +195,9 @@ pub fn is_back_end(program: &OsStr) -> bool {
     Path::new(program).file_name().is_some_and(|name| name == BACK_END)
 }
 
+/// A disk, and the same once more if it is an image.
+type Open = (Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>);
+
 /// Serves disks until SIGTERM or SIGINT, from within walls. In the end there may be two processes of it, as with shares; answers
 /// the status to end with.
 pub fn run(disks: &[Args]) -> Result<u8> {
@@ -288,7 +291,7 @@ impl Args {
     }
 
     /// Opens it. Nothing of it needs a path, or has a thread, afterwards; what is done beside its readers has to be begun.
-    fn open(&self) -> Result<(Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>)> {
+    fn open(&self) -> Result<Open> {
         self.check_image().map_err(anyhow::Error::msg)?;
         let (Some(path), Some(store)) = (self.image(), &self.store) else {
             return Ok((ferry_disk::open(self.path()?, &self.disk_options())?, None));
