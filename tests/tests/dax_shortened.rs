@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
+use ferry_tests::confined::Confined;
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::mounts::missing;
 use ferry_tests::window::{Wish, answer, next_wish};
@@ -223,6 +224,27 @@ fn nothing_behind_the_new_end_is_mapped_when_a_file_is_made_shorter() {
     ninep.stop();
     drop((victim, near));
     share_is_released(&share, far);
+}
+
+/// The program behind its walls, each thread with what it needs and no more: a call that it must not make would end it.
+#[test]
+fn a_server_that_confines_itself_sees_to_it_too() {
+    const PART: u64 = CHUNK + 5000;
+    let _alone = alone();
+    let folder = folder(Place::Disk);
+    let socket = folder.path().join("9p");
+    let address = format!("unix:{}", socket.display());
+    let mut server = Confined::start(&["--dax", "256M", "--queues", "1", "--9p", &address]);
+    let file = server.path.join("file");
+    std::fs::write(&file, pattern(FILE_BYTES)).unwrap();
+    let mut victim = Victim::new(&server.socket);
+    let remote = ferry_remote::Unix(socket);
+    let client = ferry_remote::Client::connect(Arc::new(remote), ferry_remote::Options::default()).unwrap();
+    let cx = Caller::default();
+    let ino = client.lookup(&cx, Ino::ROOT, Name::new(b"file").unwrap()).unwrap().ino;
+    let set = SetAttr { size: Some(PART), ..SetAttr::default() };
+    is_seen_to("confined", &mut victim, (&file, PART), || assert!(client.setattr(&cx, ino, None, &set).is_ok()));
+    assert!(server.is_alive(), "{}", server.said());
 }
 
 /// The guest's own virtual machine monitor is its own matter: its kernel keeps away from what it cuts.
