@@ -14,7 +14,7 @@ use ferry_isolation::Capabilities;
 use ferry_tests::disks::model::SECTOR_BYTES;
 use ferry_tests::disks::{FEATURES, Load, tool};
 use ferry_tests::walled::{Home, Served};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 
 /// Somebody who is not root.
 const USER: u32 = 1234;
