@@ -43,6 +43,11 @@ pub enum Error {
     /// The image is larger than its format can say.
     #[error("the image would have more than {0} blocks of 4 KiB, which EROFS cannot number: split the tree")]
     TooLarge(u32),
+    /// The image would name more packs than its format can.
+    #[error(
+        "the bytes of the tree's files are in {0} packs, more than an image can name: build it into a store of its own"
+    )]
+    TooManyPacks(usize),
     /// It is no image of Ferry's, or a damaged one.
     #[error("{} is no valid image: {reason}", path.display())]
     Invalid {

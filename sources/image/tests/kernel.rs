@@ -67,6 +67,31 @@ fn a_mounted_image_is_the_tree() {
     }
 }
 
+/// The superblock says where the device table is in 16 bits.
+#[test]
+fn metadata_may_be_longer_than_the_device_table_can_be_far() {
+    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
+    fs::write(bench.tree().join("data"), bytes(0, 20_000)).expect("files can be made");
+    for directory in 0..64 {
+        let directory = bench.tree().join(directory.to_string());
+        fs::create_dir(&directory).expect("directories can be made");
+        for number in 0..512 {
+            fs::write(directory.join(format!("{number:0250}")), []).expect("files can be made");
+        }
+    }
+    let before = facts(&bench.tree());
+    let built = bench.build("image");
+    assert!(built.image_bytes > 9 << 20, "{built:?}");
+    let image = Image::open(&bench.path("image"), None).expect("what was built can be opened");
+    assert_eq!(ferry_image::check(&image).findings, Vec::<String>::new());
+    let on = bench.path("mounted");
+    let Some(_mounted) = mount(&bench, "image", &on) else {
+        eprintln!("this kernel mounts no images that are files");
+        return;
+    };
+    assert!(facts(&on) == before);
+}
+
 #[test]
 fn images_share_what_they_have_in_common() {
     let bench = Bench::new();

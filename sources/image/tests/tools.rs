@@ -88,9 +88,9 @@ fn fsck_erofs_finds_what_is_damaged() {
     let bench = Bench::new();
     fs::write(bench.tree().join("file"), bytes(1, 9000)).expect("files can be made");
     bench.build("image");
-    // The root's own entry, which follows the superblock and its inode, gets an impossible place of its name.
+    // The root's own entry, which follows the superblock, the place of the one pack, and its inode, gets an impossible place of its name.
     let mut image = fs::read(bench.path("image")).expect("images can be read");
-    let root = 1024 + 128 + 32;
+    let root = 1024 + 128 + 128 + 32;
     image[root + 8..root + 10].fill(0xff);
     fs::remove_file(bench.path("image")).expect("images can be removed");
     fs::write(bench.path("image"), image).expect("images can be written");

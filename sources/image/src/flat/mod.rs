@@ -5,11 +5,12 @@
 //! directories come depth first, as `ls -lR` asks for them.
 //!
 //! ```text
-//! block 0    1024 bytes of zeros, superblock, root directory, its files' inodes, ...
+//! block 0    1024 bytes of zeros, superblock, device table (the packs), root directory, its files' inodes, ...
 //! ...        directories and inodes
 //! aligned    attributes that several inodes share
-//! aligned    device table: the packs
 //! ```
+//!
+//! The device table is in front because its place is a number of 16 bits: it cannot be behind 8 MiB of metadata.
 
 pub(crate) mod dir;
 mod place;
@@ -34,6 +35,11 @@ use crate::tree::{Content, Node, NodeId, Tree};
 pub(crate) use dir::kind;
 use place::{Place, Placed};
 use xattr::Xattrs;
+
+/// Where the device table is, in bytes and in units of its entries.
+const TABLE_OFFSET: usize = SUPER_OFFSET + size_of::<Super>();
+const TABLE_SLOT: u16 = 9;
+const _: () = assert!(TABLE_SLOT as usize * size_of::<DeviceSlot>() == TABLE_OFFSET);
 
 /// A pack that the image needs.
 #[derive(Clone, Copy, Debug)]
@@ -85,12 +91,11 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
     let packed = Packed::of(tree, pieces, places);
     let times = Times::of(tree);
     let xattrs = Xattrs::of(tree);
-    let Placed { inodes, order, end } = place::all(tree, &times, &xattrs, &packed.scattered);
+    let root = TABLE_OFFSET + packs.len() * size_of::<DeviceSlot>();
+    let Placed { inodes, order, end } = place::all(tree, root, &times, &xattrs, &packed.scattered);
 
     let xattr_block = end.div_ceil(BLOCK_BYTES);
-    let table = (xattr_block * BLOCK_BYTES + xattrs.shared().len()).next_multiple_of(size_of::<DeviceSlot>());
-    let blocks =
-        (table + std::mem::size_of_val(packs).max(packs.len() * size_of::<DeviceSlot>())).div_ceil(BLOCK_BYTES);
+    let blocks = (xattr_block * BLOCK_BYTES + xattrs.shared().len()).div_ceil(BLOCK_BYTES);
     let mut bytes = vec![0; blocks * BLOCK_BYTES];
     bytes[xattr_block * BLOCK_BYTES..][..xattrs.shared().len()].copy_from_slice(xattrs.shared());
 
@@ -102,7 +107,7 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
         let (count, first) = (number(pack.blocks)?, number(next)?);
         let flags = if pack.ahead { SLOT_AHEAD } else { 0 };
         let slot_bytes = DeviceSlot { tag, blocks: count, first_block: first, flags, ..DeviceSlot::default() };
-        put(&mut bytes, table + slot * size_of::<DeviceSlot>(), slot_bytes.as_bytes());
+        put(&mut bytes, TABLE_OFFSET + slot * size_of::<DeviceSlot>(), slot_bytes.as_bytes());
         first_blocks.insert(pack.name, next);
         next += pack.blocks;
     }
@@ -121,14 +126,14 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
         feature_incompat: U32::new(incompat(packs, &packed)),
         block_bits: BLOCK_BITS,
         // The root is the first inode of all.
-        root_nid: U16::new(u16::try_from(inodes[0].offset / SLOT_BYTES).unwrap_or(u16::MAX)),
+        root_nid: U16::new(u16::try_from(inodes[0].offset / SLOT_BYTES).map_err(|_| Error::TooManyPacks(packs.len()))?),
         inodes: U64::new(tree.nodes.len() as u64),
         epoch: U64::new(times.epoch.unsigned_abs()),
         fixed_nsec: U32::new(times.nsec),
         blocks: number(blocks as u64)?,
         xattr_block: number(xattr_block as u64)?,
-        extra_devices: U16::new(u16::try_from(packs.len()).map_err(|_| Error::TooLarge(u16::MAX.into()))?),
-        device_table: U16::new(u16::try_from(table / size_of::<DeviceSlot>()).map_err(|_| Error::TooLarge(u32::MAX))?),
+        extra_devices: U16::new(u16::try_from(packs.len()).map_err(|_| Error::TooManyPacks(packs.len()))?),
+        device_table: U16::new(TABLE_SLOT),
         ..Super::default()
     };
     put(&mut bytes, SUPER_OFFSET, header.as_bytes());

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use crate::erofs::{BLOCK_BYTES, Compact, Extended, SLOT_BYTES, SUPER_OFFSET, Super};
+use crate::erofs::{BLOCK_BYTES, Compact, Extended, SLOT_BYTES};
 use crate::piece;
 use crate::runs::ENTRY_BYTES;
 use crate::tree::{Content, NodeId, Tree};
@@ -40,9 +40,10 @@ pub(super) struct Placed {
 
 /// Gives each inode its place: a directory, the files in it, then the directories in it. Files that are scattered have the index of
 /// their pieces behind them.
-pub(super) fn all(tree: &Tree, times: &Times, xattrs: &Xattrs, scattered: &HashSet<NodeId>) -> Placed {
+/// The root's is the first from `first` on.
+pub(super) fn all(tree: &Tree, first: usize, times: &Times, xattrs: &Xattrs, scattered: &HashSet<NodeId>) -> Placed {
     let place = |id, parent, room: &mut Room| place(tree, (id, parent), times, xattrs, scattered, room);
-    let mut room = Room { next: SUPER_OFFSET + size_of::<Super>(), gaps: Vec::new() };
+    let mut room = Room { next: first, gaps: Vec::new() };
     let mut placed = Placed { inodes: vec![Place::default(); tree.nodes.len()], order: Vec::new(), end: 0 };
     let mut left = vec![(0, 0)];
     while let Some((id, parent)) = left.pop() {
