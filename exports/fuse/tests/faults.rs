@@ -111,7 +111,8 @@ impl FileSystem for Doors {
 #[test]
 fn look_ups_that_block_stall_neither_their_cpu_nor_the_mount() {
     const HANGING: u64 = 12;
-    for path in paths() {
+    // Those that come later take entries that were added for those that wait.
+    for (path, pace) in paths().into_iter().flat_map(|path| [0, 3, 7, 11].map(|pace| (path, pace))) {
         let source = Arc::new(Doors::default());
         let mounted = mount(Arc::clone(&source) as _, Options { cache: Cache::None, ring_depth: 2, ..plain(path) });
         std::thread::scope(|scope| {
@@ -119,6 +120,7 @@ fn look_ups_that_block_stall_neither_their_cpu_nor_the_mount() {
                 let name = mounted.path(&format!("x{number}"));
                 scope.spawn(move || {
                     stay_on(0);
+                    std::thread::sleep(Duration::from_millis(number * pace % 40));
                     assert!(!name.exists());
                 });
             }

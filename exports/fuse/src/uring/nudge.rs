@@ -41,10 +41,11 @@ pub(super) fn nudge(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<()
 
 /// For mounts of which the kernel knows no regular file: asks for the attributes of the root, as anybody might, so many
 /// times and from the queue's CPU. Another thread does, for the request comes to the one that calls.
+///
+/// That thread may find no free entry either, and then waits behind the others. So whoever registers entries pokes whether or not somebody
+/// still does: new callers may have taken the entries of the last time.
 pub(super) fn poke(queue: &Arc<Queue>, times: usize) {
-    if queue.is_poked.swap(true, Ordering::AcqRel) {
-        return;
-    }
+    queue.pokers.fetch_add(1, Ordering::AcqRel);
     let present = Present::new(&queue.connection);
     let started = std::thread::Builder::new().name("fuse-poke".into()).spawn({
         let queue = Arc::clone(queue);
@@ -53,13 +54,13 @@ pub(super) fn poke(queue: &Arc<Queue>, times: usize) {
             for _ in 0..times {
                 look_at(&queue.connection.mountpoint);
             }
-            queue.is_poked.store(false, Ordering::Release);
+            queue.pokers.fetch_sub(1, Ordering::AcqRel);
             drop(queue);
             drop(present);
         }
     });
     if let Err(error) = started {
-        queue.is_poked.store(false, Ordering::Release);
+        queue.pokers.fetch_sub(1, Ordering::AcqRel);
         tracing::debug!("requests of CPU {} may wait until another one ends: {error}", queue.cpu);
     }
 }

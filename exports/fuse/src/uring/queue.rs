@@ -94,8 +94,8 @@ pub(super) struct Queue {
     pub(super) kept: AtomicU64,
     /// How often the kernel was nudged.
     pub(super) nudges: AtomicU64,
-    /// A thread pokes the kernel, which was to be nudged and could not.
-    pub(super) is_poked: AtomicBool,
+    /// Threads that poke the kernel, which was to be nudged and could not.
+    pub(super) pokers: AtomicUsize,
     /// Transfers that the ring is making.
     pub(super) moving: Moving,
     /// Requests that are answered later, and those whose handler is blocked.
@@ -137,7 +137,7 @@ impl Queue {
             registered: AtomicUsize::new(0),
             kept: AtomicU64::new(0),
             nudges: AtomicU64::new(0),
-            is_poked: AtomicBool::new(false),
+            pokers: AtomicUsize::new(0),
             moving: Moving::default(),
             parked: AtomicIsize::new(0),
             calls: Mutex::default(),

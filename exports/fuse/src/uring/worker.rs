@@ -233,7 +233,11 @@ impl<'a> Worker<'a> {
                 Mail::Commit(index) => self.commit(index),
                 Mail::Begin(index) => self.begin_transfer(index),
                 Mail::Cancel(index) => self.cancel_transfer(index),
-                Mail::Nudge => self.nudge_or_poke(1),
+                Mail::Nudge => {
+                    if self.nudge(1) == 0 && self.queue.pokers.load(Ordering::Acquire) == 0 {
+                        poke(self.queue, 1);
+                    }
+                }
                 Mail::Look => {}
             }
         }
@@ -380,7 +384,10 @@ impl<'a> Worker<'a> {
         let more = queue.add_block().and_then(|indices| {
             self.register(indices.clone())?;
             self.submit()?;
-            self.nudge_or_poke(indices.len());
+            let (times, nudged) = (indices.len(), self.nudge(indices.len()));
+            if nudged < times {
+                poke(self.queue, times - nudged);
+            }
             Ok(())
         });
         if let Err(error) = more {
@@ -388,15 +395,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Has the kernel look so many times for requests that wait for an entry.
-    fn nudge_or_poke(&self, times: usize) {
-        let nudged = self.nudge(times);
-        if nudged < times {
-            poke(self.queue, times - nudged);
-        }
-    }
-
-    /// Answers how many nudges there could be.
+    /// Has the kernel look so many times for requests that wait for an entry; answers how often that was possible.
     fn nudge(&self, times: usize) -> usize {
         let Self { queue, .. } = self;
         let file = queue.kept.load(Ordering::Relaxed);
