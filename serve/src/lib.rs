@@ -77,7 +77,6 @@ mod reply;
 mod server;
 mod session;
 mod share;
-mod shortening;
 
 pub use carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
 pub use data::Unfinished;

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use ferry_vfs::{Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SetAttr, XattrFlags, checks};
 use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
-use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::carrier::{ReplyBuffer, Served};
 use crate::mount::Open;
 use crate::passthrough::Passed;
 use crate::reply::Written;
@@ -74,17 +74,12 @@ impl Server {
         cx: &Context<'_>,
         flags: OFlags,
         clear_privileges: bool,
-        buffer: &mut impl Carrier,
+        buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let source = &self.share.source;
-        let waits = flags.contains(OFlags::TRUNC) && source.shortening_waits(&cx.caller, cx.ino, 0);
-        let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC) || waits;
+        let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC);
         let open_flags = if truncate_apart { flags - OFlags::TRUNC } else { flags };
         let handle = source.open(&cx.caller, cx.ino, open_flags)?;
-        if waits {
-            let opened = self.opened(cx, cx.ino, handle, flags);
-            return Ok(self.open_aside(cx, (opened, SetAttr { clear_privileges, ..TRUNCATE }), buffer));
-        }
         if truncate_apart && let Err(errno) = source.setattr(&cx.caller, cx.ino, Some(handle), &TRUNCATE) {
             source.release(&cx.caller, cx.ino, handle);
             return Err(errno);
@@ -118,19 +113,14 @@ impl Server {
         (name, new): (Name<'_>, &New),
         flags: OFlags,
         clear_privileges: bool,
-        buffer: &mut impl Carrier,
+        buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let source = &self.share.source;
-        let truncates = flags.contains(OFlags::TRUNC) && !flags.contains(OFlags::EXCL);
-        // What is in others' memory is known of the inode only.
-        let truncate_apart = truncates && (clear_privileges || source.features().mappable);
+        let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC) && !flags.contains(OFlags::EXCL);
         let open_flags = if truncate_apart { flags - OFlags::TRUNC } else { flags };
         let (mut entry, handle) = source.create(&cx.caller, cx.ino, name, new, open_flags)?;
-        let set = SetAttr { clear_privileges, ..TRUNCATE };
-        let cuts = truncate_apart && entry.attr.size > 0;
-        let waits = cuts && source.shortening_waits(&cx.caller, entry.ino, 0);
-        if cuts && !waits {
-            match source.setattr(&cx.caller, entry.ino, Some(handle), &set) {
+        if truncate_apart && entry.attr.size > 0 {
+            match source.setattr(&cx.caller, entry.ino, Some(handle), &TRUNCATE) {
                 Ok(attr) => entry.attr = attr,
                 Err(errno) => {
                     source.release(&cx.caller, entry.ino, handle);
@@ -143,13 +133,6 @@ impl Server {
         let made = flags.contains(OFlags::EXCL).then_some(Made::Other(name));
         let labelled = self.labelled(cx, entry, made);
         let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
-        if waits {
-            let entry =
-                self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
-            cx.mount.refer(entry.ino);
-            let opened = self.opened(cx, entry.ino, handle, flags);
-            return Ok(self.create_aside(cx, (entry, opened, set), buffer));
-        }
         self.created(cx, (entry, handle), flags, buffer)
     }
 

@@ -4,10 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_vfs::{
-    Attr, Caller, Copy as CopyRange, Errno, FallocateFlags, Lock, LockKind, Locked, Name, OFlags, Result, Statfs,
-    checks,
-};
+use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, Statfs, checks};
 use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
 
@@ -98,9 +95,6 @@ impl Server {
                 return Ok(cx.done(carrier, &Reply::Statx { attr, timeout: self.share.policy.attr_timeout }));
             }
             Operation::Setattr { handle, ref set, .. } => {
-                if set.size.is_some_and(|size| source.shortening_waits(caller, ino, size)) {
-                    return Ok(self.setattr_aside(cx, (handle, *set), carrier));
-                }
                 return self.attr(cx, source.setattr(caller, ino, handle, set)?, carrier);
             }
             Operation::Readlink => {
@@ -241,9 +235,6 @@ impl Server {
                 return Ok(cx.done(carrier, &Reply::Ioctl { result: 0, data: &data }));
             }
             Operation::Fallocate { handle, offset, len, flags } => {
-                if flags.contains(FallocateFlags::COLLAPSE_RANGE) && source.shortening_waits(caller, ino, 0) {
-                    return Ok(self.collapse_aside(cx, (handle, offset, len, flags), carrier));
-                }
                 source.fallocate(caller, ino, handle, offset, len, flags)?;
             }
             Operation::Lseek { handle, offset, seek } => {
@@ -402,7 +393,7 @@ impl Server {
     }
 
     /// Has a call that may take long made by another thread.
-    pub(crate) fn aside(
+    fn aside(
         &mut self,
         cx: &Context<'_>,
         carrier: &mut impl Carrier,

@@ -107,13 +107,6 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Whether making a file as short as `size` would wait, because other clients have what is behind that in their memory (see
-    /// [`crate::Windows`]). Exports whose threads may not wait ask, and have another thread make it. Only sources that are
-    /// [`Features::mappable`] need it.
-    fn shortening_waits(&self, cx: &Caller<'_>, ino: Ino, size: u64) -> bool {
-        false
-    }
-
     /// The target of a symbolic link.
     fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)

@@ -164,17 +164,6 @@ impl Windows {
         self.0.table().files.get(&file).map_or(u64::MAX, File::limit)
     }
 
-    /// Whether [`Self::shortening`] would ask other clients' windows, and so wait. `file` is called only if there are any.
-    pub fn would_wait(&self, by: SessionId, file: impl FnOnce() -> Option<FileId>, end: u64) -> bool {
-        if !self.0.has_windows.load(Ordering::SeqCst) {
-            return false;
-        }
-        let Some(file) = file() else { return false };
-        let table = self.0.table();
-        let Some(known) = table.files.get(&file) else { return false };
-        known.parts.iter().any(|part| part.is_behind(by, end) && !part.member.late.load(Ordering::SeqCst))
-    }
-
     /// To be called before a file is made as short as `end` on behalf of this session, with no lock in hand that
     /// [`crate::FileSystem::map`] takes; what comes back is to be dropped afterwards. Waits until windows of other sessions
     /// have nothing behind the end any more, 10 s at most: a window that takes longer is not waited for again before it is

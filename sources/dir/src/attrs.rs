@@ -90,11 +90,6 @@ impl Dir {
         Windows::of_process().shortening(by, || Some(inode.found.key.file_id()), size)
     }
 
-    pub(crate) fn shortening_waits_(&self, by: SessionId, ino: Ino, size: u64) -> bool {
-        let file = || Some(self.table.get(ino).ok()?.found.key.file_id());
-        Windows::of_process().would_wait(by, file, size)
-    }
-
     /// Sets the size, through a descriptor that is open for writing or a new one.
     fn truncate(
         &self,

@@ -290,10 +290,6 @@ impl FileSystem for Dir {
         self.setattr_(cx, ino, handle, set)
     }
 
-    fn shortening_waits(&self, cx: &Caller<'_>, ino: Ino, size: u64) -> bool {
-        self.shortening_waits_(cx.session, ino, size)
-    }
-
     fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         self.readlink_(ino)
     }

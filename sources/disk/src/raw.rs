@@ -25,6 +25,16 @@ const COPIED_BYTES: usize = 256 << 10;
 /// Zeros written at once where a file system cannot make them by itself.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
+/// As many zeros as are wanted.
+struct Zeros;
+
+impl Input for Zeros {
+    fn take(&mut self, bytes: &mut [u8]) -> usize {
+        bytes.fill(0);
+        bytes.len()
+    }
+}
+
 /// The descriptors that bytes are moved through: one for writes that end when they are cached, one for those that end
 /// when they are durable.
 struct Pair {
@@ -185,7 +195,13 @@ impl Disk for RawDisk {
             }
         }
         match outcome {
-            Err(Errno::NOTSUP | Errno::NOSYS | Errno::INVAL) => write_zeros(&self.file, offset, bytes)?,
+            Err(Errno::NOTSUP | Errno::NOSYS | Errno::INVAL) => {
+                let at = BlockRange { offset, bytes, alignment: 1 };
+                match &self.direct {
+                    Some(direct) if direct.needs_copy(&at) => _ = direct.write_copy(&at, durable, &mut Zeros)?,
+                    _ => write_zeros(&self.file, offset, bytes)?,
+                }
+            }
             outcome => outcome?,
         }
         if durable { rustix::fs::fdatasync(&self.file) } else { Ok(()) }

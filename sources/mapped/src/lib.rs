@@ -153,10 +153,6 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.setattr(cx, ino, handle, &set)).map(|attr| self.seen(attr))
     }
 
-    fn shortening_waits(&self, cx: &Caller<'_>, ino: Ino, size: u64) -> bool {
-        self.with(cx, |cx| self.source.shortening_waits(cx, ino, size))
-    }
-
     fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         self.with(cx, |cx| self.source.readlink(cx, ino))
     }

@@ -43,7 +43,6 @@ fn windows_are_asked_for_what_lies_behind_the_end_and_is_of_others() {
         (*WRITER, OTHER, 0, false),
         (*GUEST, FILE, 0, false),
     ] {
-        assert_eq!(windows.would_wait(by, || Some(file), end), asked, "{by:?} {file:?} {end:#x}");
         drop(windows.shortening(by, || Some(file), end));
         // One window, once, however many parts it has.
         assert_eq!(notes.taken(), Vec::from_iter(asked.then_some((file, end))), "{by:?} {file:?} {end:#x}");
@@ -83,7 +82,7 @@ fn a_window_that_does_nothing_is_waited_for_once() {
     };
     assert!(!notes.1.load(Ordering::SeqCst));
     assert!(shorten() && notes.1.load(Ordering::SeqCst));
-    assert!(!windows.would_wait(*WRITER, || Some(FILE), 0) && !shorten());
+    assert!(!shorten());
     assert_eq!(notes.taken().len(), 2, "it is asked once more, and then not");
     assert!(member.is_back() && !member.is_back());
     assert!(shorten(), "and is again from then on");

@@ -6,7 +6,6 @@ mod names;
 mod open;
 mod permission;
 mod rename;
-mod shortening;
 mod tree;
 mod watch;
 mod xattr;
@@ -97,9 +96,6 @@ pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl 
 fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier) -> Result<Done> {
     if cx.share.read_only && changes_something(request) {
         return Err(Errno::ROFS);
-    }
-    if cx.shortened_aside(request) {
-        return Ok(Done::Parked);
     }
     let reply = match *request {
         Request::Read { fid, offset, bytes_max } => return cx.read(carrier, fid, offset, bytes_max),

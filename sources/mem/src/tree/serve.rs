@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ferry_vfs::{
     Attr, Backing, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, FallocateFlags, Features, FileSystem,
     Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs,
-    Waiter, Windows, XattrFlags,
+    Waiter, XattrFlags,
 };
 
 use super::Tree;
@@ -55,10 +55,6 @@ impl<S: Store> FileSystem for Tree<S> {
 
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, _: Option<Handle>, set: &SetAttr) -> Result<Attr> {
         self.setattr_(cx, ino, set)
-    }
-
-    fn shortening_waits(&self, cx: &Caller<'_>, ino: Ino, size: u64) -> bool {
-        Windows::of_process().would_wait(cx.session, || self.store.file_id(ino), size)
     }
 
     fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
