@@ -8,9 +8,12 @@ static GUEST: LazyLock<SessionId> = LazyLock::new(SessionId::unique);
 static WRITER: LazyLock<SessionId> = LazyLock::new(SessionId::unique);
 const SHORT: Duration = Duration::from_millis(50);
 
+/// What a window was asked, with what it is to drop.
+type Asked = (FileId, u64, Option<Done>);
+
 /// Keeps what it was asked, and what it is to drop.
 #[derive(Clone, Default)]
-struct Notes(Arc<Mutex<Vec<(FileId, u64, Option<Done>)>>>, Arc<AtomicBool>, bool);
+struct Notes(Arc<Mutex<Vec<Asked>>>, Arc<AtomicBool>, bool);
 
 impl Window for Notes {
     fn shorten(&self, file: FileId, end: u64, done: Done) {
