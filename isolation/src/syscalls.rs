@@ -13,8 +13,8 @@ mod roles;
 
 pub use roles::Role;
 use roles::{
-    NOT_OF_DISK, NOT_OF_MAPPER, NOT_OF_WORKER, OF_HELPERS, OF_HOLDER, OF_OUTSIDE, OLDER_NOT_OF_THREADS,
-    OLDER_OF_HOLDER, OLDER_OF_OUTSIDE,
+    NAMES_AND_USERS, NOT_OF_DISK, NOT_OF_MAPPER, NOT_OF_WORKER, OF_HELPERS, OF_HOLDER, OF_OUTSIDE,
+    OLDER_NOT_OF_THREADS, OLDER_OF_HOLDER, OLDER_OF_OUTSIDE,
 };
 
 /// What becomes of a server that makes a system call that is not its own.
@@ -381,8 +381,8 @@ fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     match role {
         Role::Server => of_server(),
         Role::Worker => without(&[NOT_OF_WORKER]),
-        Role::Disk => without(&[NOT_OF_WORKER, NOT_OF_DISK]),
-        Role::Mapper => without(&[NOT_OF_MAPPER]),
+        Role::Disk => without(&[NOT_OF_WORKER, NAMES_AND_USERS, NOT_OF_DISK]),
+        Role::Mapper => without(&[NAMES_AND_USERS, NOT_OF_MAPPER]),
         Role::Outside => only(OF_OUTSIDE, OLDER_OF_OUTSIDE),
         Role::Holder => only(OF_HOLDER, OLDER_OF_HOLDER),
     }
@@ -485,7 +485,9 @@ mod tests {
         let threads = [
             (Role::Worker, NOT_OF_WORKER),
             (Role::Disk, NOT_OF_WORKER),
+            (Role::Disk, NAMES_AND_USERS),
             (Role::Disk, NOT_OF_DISK),
+            (Role::Mapper, NAMES_AND_USERS),
             (Role::Mapper, NOT_OF_MAPPER),
         ];
         for (role, not) in threads {

@@ -46,17 +46,9 @@ pub(super) const NOT_OF_WORKER: &[libc::c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// Of a worker's, those that one of a disk does without: its files are open, and all that it does to them is to move, free and
-/// flush bytes. It may ask for files that are not there, as libraries do now and then to learn of the machine.
-pub(super) const NOT_OF_DISK: &[libc::c_long] = &[
-    libc::SYS_splice,
-    libc::SYS_tee,
-    libc::SYS_vmsplice,
-    libc::SYS_sendfile,
-    libc::SYS_copy_file_range,
-    libc::SYS_syncfs,
-    libc::SYS_open_by_handle_at,
-    libc::SYS_name_to_handle_at,
+/// Of a server's, those that are about what files are called and whose they are, and that act for others: threads that only move the bytes of
+/// open files do without them.
+pub(super) const NAMES_AND_USERS: &[libc::c_long] = &[
     libc::SYS_fchdir,
     libc::SYS_umask,
     libc::SYS_mkdirat,
@@ -71,7 +63,6 @@ pub(super) const NOT_OF_DISK: &[libc::c_long] = &[
     libc::SYS_fchmodat2,
     libc::SYS_fchown,
     libc::SYS_fchownat,
-    libc::SYS_utimensat,
     libc::SYS_setxattr,
     libc::SYS_lsetxattr,
     libc::SYS_fsetxattr,
@@ -83,12 +74,26 @@ pub(super) const NOT_OF_DISK: &[libc::c_long] = &[
     libc::SYS_setfsuid,
     libc::SYS_setfsgid,
     libc::SYS_setgroups,
-    libc::SYS_capset,
     libc::SYS_unshare,
+];
+
+/// Of a worker's, those that one of a disk does without besides: its files are open, and all that it does to them is to move, free and
+/// flush bytes. It may ask for files that are not there, as libraries do now and then to learn of the machine.
+pub(super) const NOT_OF_DISK: &[libc::c_long] = &[
+    libc::SYS_splice,
+    libc::SYS_tee,
+    libc::SYS_vmsplice,
+    libc::SYS_sendfile,
+    libc::SYS_copy_file_range,
+    libc::SYS_syncfs,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_utimensat,
+    libc::SYS_capset,
     libc::SYS_memfd_create,
 ];
 
-/// Of a server's, those that the thread of a window does without.
+/// Of a server's, those that the thread of a window does without besides.
 pub(super) const NOT_OF_MAPPER: &[libc::c_long] = &[
     libc::SYS_accept,
     libc::SYS_accept4,
@@ -103,32 +108,6 @@ pub(super) const NOT_OF_MAPPER: &[libc::c_long] = &[
     libc::SYS_io_submit,
     libc::SYS_truncate,
     libc::SYS_chdir,
-    libc::SYS_fchdir,
-    libc::SYS_umask,
-    libc::SYS_mkdirat,
-    libc::SYS_mknodat,
-    libc::SYS_symlinkat,
-    libc::SYS_linkat,
-    libc::SYS_unlinkat,
-    libc::SYS_renameat,
-    libc::SYS_renameat2,
-    libc::SYS_fchmod,
-    libc::SYS_fchmodat,
-    libc::SYS_fchmodat2,
-    libc::SYS_fchown,
-    libc::SYS_fchownat,
-    libc::SYS_setxattr,
-    libc::SYS_lsetxattr,
-    libc::SYS_fsetxattr,
-    libc::SYS_removexattr,
-    libc::SYS_lremovexattr,
-    libc::SYS_fremovexattr,
-    super::SYS_SETXATTRAT,
-    super::SYS_REMOVEXATTRAT,
-    libc::SYS_setfsuid,
-    libc::SYS_setfsgid,
-    libc::SYS_setgroups,
-    libc::SYS_unshare,
     libc::SYS_clone,
     libc::SYS_sched_setaffinity,
     libc::SYS_sched_setscheduler,
