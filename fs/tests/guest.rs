@@ -38,9 +38,7 @@ fn toyfs_works() {
 
 #[test]
 fn toyfs_passes_pjdfstest() {
-    let suite = Pjdfstest::new();
-    let ran = in_guest("toyfs", &[], &suite.script(MOUNTPOINT), TIMEOUT);
-    suite.check(&ran.out);
+    Pjdfstest::new().check(MOUNTPOINT, |script| in_guest("toyfs", &[], script, TIMEOUT).out);
 }
 
 #[test]

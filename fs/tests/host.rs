@@ -86,7 +86,7 @@ fn toyfs_passes_other_peoples_suites() {
     let (pjdfstest, fsx) = (Pjdfstest::new(), Fsx::new());
     for (seed, path) in [(1, "auto"), (2, "devfuse")] {
         let mut server = Server::start("toyfs", "mount", place.path(), &["--path", path, "--allow-other"]);
-        pjdfstest.check(&sh("/".as_ref(), &pjdfstest.script(place.path().to_str().unwrap())));
+        pjdfstest.check(place.path().to_str().unwrap(), |script| sh("/".as_ref(), script));
         sh(place.path(), &fsx.script(seed));
         server.signal(Signal::TERM);
         assert_eq!(server.status(), Some(0), "{path}");

@@ -92,8 +92,13 @@ impl Results {
         let total = results.passed.len() + results.skipped.len() + results.failed.len();
         let least = if remount { REMOUNTING_MIN } else { CASES_MIN };
         assert!(total >= least, "the suite did not come to its end:\n{out}\n{err}");
-        if !results.failed.is_empty() {
-            println!("{out}");
+        // What a case that failed has to say stands below its name, behind a tab.
+        let mut said_of_failed = false;
+        for line in out.lines() {
+            said_of_failed = line.ends_with("FAILED") || (said_of_failed && line.starts_with('\t'));
+            if said_of_failed {
+                println!("{line}");
+            }
         }
         results
     }
