@@ -72,12 +72,11 @@ impl Step {
         let kernel = |server: Server| Cache::ALL.map(|cache| System::Kernel(server, cache));
         let mut systems = match self.place {
             Place::Host => Way::ALL.map(System::Client).to_vec(),
-            Place::Uml => [&[System::Client(Way::Pipelined)][..], &kernel(Server::Ferry)].concat(),
+            Place::Uml => {
+                [&[System::Client(Way::Pipelined)][..], &kernel(Server::Ferry), &kernel(Server::Diod)].concat()
+            }
             Place::Qemu => [kernel(Server::Ferry), kernel(Server::Qemu)].concat(),
         };
-        if self.place == Place::Uml && self.delay_ms == 0 {
-            systems.extend(kernel(Server::Diod));
-        }
         if self.place != Place::Host && self.delay_ms == 0 {
             systems.push(System::VirtioBlk);
         }
