@@ -247,7 +247,8 @@ pub struct Share {
     #[serde(default)]
     pub huge: bool,
 
-    /// Move what pmem has not used for long to this file or block device, and back when it is used.
+    /// When pmem's first tier is more than 80 % full, move files that were not used for a while to this file or block
+    /// device; what is read there comes back while the first is less than 60 % full, what is written at once.
     #[arg(long, value_name = "FILE", help_heading = "For mem and pmem:PATH")]
     pub tier2: Option<PathBuf>,
 

@@ -86,7 +86,7 @@ pub fn all() -> Vec<Step> {
         steps(Work::Read, &[1, 4, 8], &[1]),
         steps(Work::Names, &[1, 4], &[1, 4]),
         steps(Work::Cached, &[1], &[1]),
-        // Two CPUs, and slow ones.
+        // Two CPUs, and slow ones: more threads only queue (said in zufs-notes.md).
         steps(Work::Guest, &[1, 2, 4], &[1]),
     ]
     .concat()
