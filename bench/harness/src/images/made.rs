@@ -95,7 +95,7 @@ fn command(builder: Builder, tree: &Path, made: &Made, programs: &Programs) -> R
     order.push(trace_of(tree));
     let tree = tree.into();
     Ok(match builder {
-        Builder::Ferry | Builder::FerryOrdered => vec![
+        Builder::Ferry | Builder::FerryOrdered | Builder::FerryVerity => vec![
             programs.ferry.clone().into(),
             "image".into(),
             "build".into(),
@@ -106,7 +106,11 @@ fn command(builder: Builder, tree: &Path, made: &Made, programs: &Programs) -> R
             data,
         ]
         .into_iter()
-        .chain((builder == Builder::FerryOrdered).then_some(order))
+        .chain(match builder {
+            Builder::FerryOrdered => Some(order),
+            Builder::FerryVerity => Some("--verity".into()),
+            _ => None,
+        })
         .collect(),
         Builder::Composefs => {
             let mut store = OsString::from("--digest-store=");

@@ -125,7 +125,7 @@ fn head(out: &mut String, lines: &[Line], machine: &Machine, peers: &str, effort
          name; `ls -lR` is GNU's, into /dev/null.\n\
          * `flat` is `ferry image mount`, which reads and proves the metadata before the mount; `flat fuse` is `ferry mount \
          image:` with `--cache always`; `flat ordered` as `flat`, built by a list of what `start` reads. `start` reads one file of a hundred, chosen \
-         and ordered by chance, as a program that starts does.\n\
+         and ordered by chance, as a program that starts does. `ferry-verity`: `ferry image build --verity`.\n\
          * `composefs`: mkcomposefs with an object store, mount.composefs; `erofs-overlay`: the same image as EROFS with \
          overlayfs by hand; `erofs-full`: mkfs.erofs; `erofs-blob`: mkfs.erofs -E48bit with a blob device and chunks of 1 MiB. `-loop`: from loop \
          devices, else from files; `-ahead`: the metadata read before the mount. `bare`: the tree itself.\n\

@@ -86,6 +86,8 @@ pub enum Builder {
     Ferry,
     /// The same with `--order-from`.
     FerryOrdered,
+    /// The same with `--verity`.
+    FerryVerity,
     /// mkcomposefs with an object store.
     Composefs,
     /// mkfs.erofs, one image with all.
@@ -95,7 +97,8 @@ pub enum Builder {
 }
 
 /// All of them, in turn.
-pub const BUILDERS: [Builder; 4] = [Builder::Ferry, Builder::Composefs, Builder::Blob, Builder::Full];
+pub const BUILDERS: [Builder; 5] =
+    [Builder::Ferry, Builder::FerryVerity, Builder::Composefs, Builder::Blob, Builder::Full];
 
 impl System {
     /// Whether it is ours.
@@ -164,6 +167,7 @@ impl Builder {
         match self {
             Self::Ferry => FERRY,
             Self::FerryOrdered => "ferry-ordered",
+            Self::FerryVerity => "ferry-verity",
             Self::Composefs => "composefs",
             Self::Full => "erofs-full",
             Self::Blob => "erofs-blob",

@@ -90,6 +90,7 @@ fn join(client: &TcpStream, server: SocketAddr, delay: Duration, counter: Counte
 /// Carries one direction, by two threads.
 fn carry(mut from: TcpStream, mut to: TcpStream, delay: Duration, side: Side, counter: Counter) {
     let under_way = Arc::new(UnderWay::default());
+    let counted = counter.clone();
     let count = move |frames: &mut Frames, bytes: &[u8]| {
         if let Some((tally, connection)) = &counter {
             let mut tally = lock(tally);
@@ -113,6 +114,9 @@ fn carry(mut from: TcpStream, mut to: TcpStream, delay: Duration, side: Side, co
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => break,
             }
+        }
+        if let (Side::Client, Some((tally, connection))) = (side, &counted) {
+            lock(tally).end(*connection);
         }
         reading.end();
     });

@@ -1,13 +1,17 @@
 //! Counts the messages of 9P connections.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 /// The types of messages that carry a file's bytes, requests (9P2000, read(5)); each reply has the next number.
 const TREAD: u8 = 116;
+const RREAD: u8 = TREAD + 1;
 const TWRITE: u8 = 118;
 /// Size, type and tag.
 const HEADER_BYTES: usize = 7;
+/// What stands before the bytes of a file: the header and a count; the header, fid, offset and count.
+const RREAD_HEADER_BYTES: usize = 11;
+const TWRITE_HEADER_BYTES: usize = 23;
 
 /// Who sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,6 +27,18 @@ pub enum Side {
 pub struct Frame {
     kind: u8,
     tag: u16,
+    size: usize,
+}
+
+impl Frame {
+    /// The bytes of a file in it.
+    fn data_bytes(self) -> usize {
+        match self.kind {
+            RREAD => self.size.saturating_sub(RREAD_HEADER_BYTES),
+            TWRITE => self.size.saturating_sub(TWRITE_HEADER_BYTES),
+            _ => 0,
+        }
+    }
 }
 
 /// Finds where messages begin in a stream.
@@ -50,7 +66,7 @@ impl Frames {
                 let size = usize::try_from(u32::from_le_bytes([a, b, c, d])).unwrap_or(usize::MAX);
                 self.rest = size.saturating_sub(HEADER_BYTES);
                 self.header.clear();
-                tell(Frame { kind, tag: u16::from_le_bytes([e, f]) });
+                tell(Frame { kind, tag: u16::from_le_bytes([e, f]), size });
             }
         }
     }
@@ -63,6 +79,8 @@ pub struct Messages {
     pub requests: u64,
     /// Those that carry a file's bytes: Tread and Twrite.
     pub data_requests: u64,
+    /// The bytes in those, or in their replies.
+    pub data_bytes: u64,
     /// The most that were under way at once.
     pub in_flight_most: usize,
     /// How many were on average, while any was.
@@ -73,7 +91,7 @@ pub struct Messages {
 #[derive(Debug, Default)]
 pub struct Tally {
     messages: Messages,
-    open: HashMap<(u64, u16), u8>,
+    open: HashSet<(u64, u16)>,
     since: Option<Instant>,
     busy: Duration,
     /// The sum of times and of how many requests were under way then, in seconds.
@@ -83,6 +101,26 @@ pub struct Tally {
 impl Tally {
     /// A message of a connection.
     pub fn note(&mut self, side: Side, connection: u64, frame: Frame) {
+        self.pass_time();
+        self.messages.data_bytes += frame.data_bytes() as u64;
+        let key = (connection, frame.tag);
+        if side == Side::Server {
+            self.open.remove(&key);
+            return;
+        }
+        self.open.insert(key);
+        self.messages.requests += 1;
+        self.messages.data_requests += u64::from(matches!(frame.kind, TREAD | TWRITE));
+        self.messages.in_flight_most = self.messages.in_flight_most.max(self.open.len());
+    }
+
+    /// A connection has ended: what was under way on it is answered no more.
+    pub fn end(&mut self, connection: u64) {
+        self.pass_time();
+        self.open.retain(|(of, _)| *of != connection);
+    }
+
+    fn pass_time(&mut self) {
         let now = Instant::now();
         if let Some(since) = self.since.filter(|_| !self.open.is_empty()) {
             let time = now - since;
@@ -92,15 +130,6 @@ impl Tally {
             self.weight += time.as_secs_f64() * open;
         }
         self.since = Some(now);
-        let key = (connection, frame.tag);
-        if side == Side::Server {
-            self.open.remove(&key);
-            return;
-        }
-        self.open.insert(key, frame.kind);
-        self.messages.requests += 1;
-        self.messages.data_requests += u64::from(matches!(frame.kind, TREAD | TWRITE));
-        self.messages.in_flight_most = self.messages.in_flight_most.max(self.open.len());
     }
 
     /// What was counted since the last time.
@@ -130,7 +159,7 @@ mod tests {
     #[test]
     fn counts_what_is_under_way() {
         let mut tally = Tally::default();
-        let frame = |kind, tag| Frame { kind, tag };
+        let frame = |kind, tag| Frame { kind, tag, size: 1000 };
         tally.note(Side::Client, 0, frame(TREAD, 1));
         tally.note(Side::Client, 1, frame(TWRITE, 1));
         tally.note(Side::Client, 0, frame(120, 2));
@@ -140,7 +169,18 @@ mod tests {
         tally.note(Side::Server, 0, frame(121, 2));
         let counted = tally.take();
         assert_eq!((counted.requests, counted.data_requests, counted.in_flight_most), (3, 2, 3));
+        assert_eq!(counted.data_bytes, (1000 - 23) + (1000 - 11));
         assert!((1.5..=3.0).contains(&counted.in_flight_mean), "{counted:?}");
         assert_eq!(tally.take(), Messages::default());
+    }
+
+    #[test]
+    fn what_a_connection_leaves_unanswered_is_not_under_way_on_the_next() {
+        let mut tally = Tally::default();
+        let frame = |tag| Frame { kind: TREAD, tag, size: 23 };
+        tally.note(Side::Client, 0, frame(1));
+        tally.end(0);
+        tally.note(Side::Client, 1, frame(1));
+        assert_eq!(tally.take().in_flight_most, 1);
     }
 }

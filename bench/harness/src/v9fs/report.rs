@@ -208,7 +208,8 @@ fn messages(out: &mut String, lines: &[Line]) {
     }
     out.push_str(
         "## What noise does not touch\n\nMessages, in runs of their own over a link of 1 ms: requests of any kind for each \
-         MiB, bytes of the file in each that carries some, and how many requests were under way.\n\n\
+         MiB that fio asked for, bytes of the file in each that carries some, and how many requests were under way. What a client reads ahead of \
+         the end of a run is in the messages, and not in the MiB.\n\n\
          | row | config | messages per MiB | bytes per message | under way, mean | most |\n\
          | --- | --- | --- | --- | --- | --- |\n",
     );

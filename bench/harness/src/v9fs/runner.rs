@@ -218,7 +218,7 @@ fn sent(sample: Sample, messages: Messages) -> Sent {
     let data = messages.data_requests as f64;
     Sent {
         messages_per_mib: stats::round(messages.requests as f64 / sample.mib),
-        bytes_per_message: (data > 0.0).then(|| stats::round(sample.mib * f64::from(1 << 20) / data)),
+        bytes_per_message: (data > 0.0).then(|| stats::round(messages.data_bytes as f64 / data)),
         in_flight_mean: stats::round(messages.in_flight_mean),
         in_flight_most: messages.in_flight_most,
     }
@@ -268,7 +268,8 @@ mod tests {
             (System::Client(Way::Pipelined), vec![80.0]),
         ]
         .into();
-        let messages = Messages { requests: 70, data_requests: 64, in_flight_most: 3, in_flight_mean: 1.5 };
+        let messages =
+            Messages { requests: 70, data_requests: 64, data_bytes: 64 << 20, in_flight_most: 3, in_flight_mean: 1.5 };
         let counted = sent(Sample { rate: 1.0, mib: 64.0 }, messages);
         let counted = [(ours, Ok(counted)), (theirs, Err(anyhow!("no")))].into();
         let line = line(step, ours, Some("7.2"), &samples, &counted);
