@@ -125,6 +125,12 @@ impl Source {
         self.image.inode(self.nid(ino)).map_err(|_| Errno::STALE)
     }
 
+    fn directory(&self, ino: Ino) -> Result<Inode> {
+        let inode = self.inode(ino)?;
+        // Who asks another file for names is wrong, not the image.
+        if inode.kind() == FileType::Directory { Ok(inode) } else { Err(Errno::NOTDIR) }
+    }
+
     fn ino(&self, nid: Nid) -> Ino {
         if nid == self.image.root() { Ino::ROOT } else { Ino(nid.0) }
     }
@@ -185,15 +191,12 @@ impl FileSystem for Source {
     }
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        let dir = self.inode(dir)?;
-        if dir.kind() != FileType::Directory {
-            return Err(Errno::NOTDIR);
-        }
+        let dir = self.directory(dir)?;
         self.entry(flawed(self.image.lookup(&dir, name))?.ok_or(Errno::NOENT)?)
     }
 
     fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
-        self.entry(flawed(self.image.parent(&self.inode(dir)?))?)
+        self.entry(flawed(self.image.parent(&self.directory(dir)?))?)
     }
 
     fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
@@ -266,14 +269,11 @@ impl FileSystem for Source {
     }
 
     fn opendir(&self, _: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
-        match self.inode(ino)?.kind() {
-            FileType::Directory => Ok(Handle(ino.0)),
-            _ => Err(Errno::NOTDIR),
-        }
+        self.directory(ino).map(|_| Handle(ino.0))
     }
 
     fn readdir(&self, _: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
-        let dir = self.inode(at.ino)?;
+        let dir = self.directory(at.ino)?;
         for found in flawed(self.image.entries(&dir, at.offset))? {
             let found = flawed(found)?;
             if !out.fits(found.name) {

@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "not every test needs all of it")]
 
 pub mod composefs;
+pub mod damaged;
+pub mod readers;
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
