@@ -291,6 +291,12 @@ fn huge_bytes() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
+/// How much the kernel would like to move of an open file at a time: of one that it may hold in huge pages, one of them, whether it
+/// had one to spare or not (`shmem_getattr`).
+fn unit(share: &Share, open: Open) -> u64 {
+    rustix::fs::fstat(&*extent(share, open, 0).file).unwrap().st_blksize.try_into().unwrap()
+}
+
 /// In huge pages, which the kernel splits, takes away beyond the end and cannot have where room is short, everything is as in
 /// small ones: by memory and by the descriptor, and nobody is killed.
 #[test]
@@ -313,6 +319,13 @@ fn huge_pages_are_as_small_ones() {
         piece.fill(number as u8);
         assert_eq!(share.write(open, (number * (64 << 10)) as u64, piece), Ok(piece.len()));
     }
+    let huge_page = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").unwrap();
+    assert_eq!(unit(&share, open), huge_page.trim().parse::<u64>().unwrap(), "it may not be in huge pages");
+    let small = Share::new(Options { huge: false, ..options });
+    let beside = small.create(Ino::ROOT, "f", 0o644);
+    assert_eq!(small.write(beside, 0, &model), Ok(FILE));
+    assert_eq!(unit(&small, beside), PAGE as u64, "nobody has asked for huge pages");
+    small.release(beside);
     match huge_bytes().saturating_sub(before) {
         0 => eprintln!("this machine has no huge page to spare now"),
         bytes => println!("{} MiB in huge pages", bytes >> 20),

@@ -6,12 +6,16 @@ mod pmem_common;
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use ferry_mem::pmem::{OpenError, Options, PMem, Severity, fsck, open};
 use ferry_vfs::{Data, Errno, FallocateFlags, FileSystem, Ino, New, OFlags, Seek, SetAttr};
 use pmem_common::{Random, at, close, cx, get, get_all, name, put, walk};
 
 const IMAGE_BYTES: u64 = 8 << 20;
+/// What the image does by itself every 20 ms it has done by then, also on a busy machine.
+const SOON: Duration = Duration::from_secs(20);
+const TICK: Duration = Duration::from_millis(20);
 
 fn sized() -> Options {
     Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() }
@@ -340,4 +344,120 @@ fn a_second_tier_takes_what_the_first_has_no_room_for() {
     drop(fs);
     std::fs::write(&tier2, vec![0; 33 << 20]).unwrap();
     assert!(sentence(&path, &options).contains("no second tier"));
+}
+
+/// What a power cut at this moment would leave: nobody has synced, and nobody has closed the image.
+fn after_a_cut(path: &Path) -> pmem_common::World {
+    let copy = path.with_extension("copy");
+    std::fs::copy(path, &copy).unwrap();
+    walk(&open(&copy, &Options { read_only: true, ..Options::default() }).unwrap())
+}
+
+/// Waits for what happens by itself.
+#[track_caller]
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + SOON;
+    while !done() {
+        assert!(Instant::now() < end, "not in {SOON:?}: {what}");
+        std::thread::sleep(TICK);
+    }
+}
+
+#[test]
+fn what_nobody_syncs_is_committed_now_and_then() {
+    let (_dir, path) = image();
+    let make = |fs: &PMem| {
+        let (ino, handle) = put(fs, Ino::ROOT, b"file", 5000, &[1; 100_000]).unwrap();
+        close(fs, ino, handle);
+        fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &New { mode: 0o700, ..New::default() }).unwrap();
+        walk(fs)
+    };
+    // Nobody is told to: so it is not the making itself that commits.
+    let fs = open(&path, &Options { commit: Some(Duration::ZERO), ..sized() }).unwrap();
+    assert_eq!(make(&fs).len(), 2);
+    std::thread::sleep(10 * TICK);
+    assert!(after_a_cut(&path).is_empty(), "it is there without a commit");
+    drop(fs);
+    std::fs::remove_file(&path).unwrap();
+    let fs = open(&path, &Options { commit: Some(TICK), ..sized() }).unwrap();
+    let made = make(&fs);
+    wait_until("a commit", || after_a_cut(&path) == made);
+    drop(fs);
+}
+
+/// The inode number of the host's file that an open file's first bytes are in.
+fn place_of(fs: &PMem, ino: Ino, handle: ferry_vfs::Handle) -> u64 {
+    match fs.read(&cx(), &at(ino, handle, 0, 64 << 10), &mut Vec::new()).unwrap() {
+        Data::Extent(extent) => rustix::fs::fstat(&*extent.file).unwrap().st_ino,
+        Data::Bytes(_) => panic!("a long contiguous read is an extent"),
+    }
+}
+
+#[test]
+fn data_move_between_the_tiers_by_themselves() {
+    const BLOCK: usize = 4096;
+    const FILE_BLOCKS: u64 = 256;
+    let (dir, path) = image();
+    let tier2 = dir.path().join("tier2");
+    let bytes = 64 << 20;
+    let options = Options {
+        size_bytes: Some(bytes),
+        tier2: Some(tier2.clone()),
+        tier2_bytes: Some(bytes),
+        commit: Some(TICK),
+        ..Options::default()
+    };
+    let fs = open(&path, &options).unwrap();
+    let first = fs.statfs(&cx(), Ino::ROOT).unwrap().blocks - (bytes / BLOCK as u64 - 1);
+    let percent = |blocks: u64| blocks * 100 / first;
+    // Each file is full of its own number, which is not zero: so what is in the second tier's file is seen from outside.
+    let file = |number: u64| (format!("{number}"), vec![number as u8; FILE_BLOCKS as usize * BLOCK]);
+    let moved = || {
+        let mut blocks = std::collections::BTreeMap::new();
+        for block in std::fs::read(&tier2).unwrap().chunks(BLOCK).skip(1).filter(|block| block[0] != 0) {
+            *blocks.entry(u64::from(block[0])).or_insert(0) += 1;
+        }
+        blocks
+    };
+    let moved_blocks = || moved().values().sum::<u64>();
+    let fill = |from: u64, up_to: u64| -> u64 {
+        (from..).take_while(|number| percent(number * FILE_BLOCKS) < up_to).fold(from, |_, number| {
+            let (name, bytes) = file(number);
+            let (ino, handle) = put(&fs, Ino::ROOT, name.as_bytes(), 0, &bytes).unwrap();
+            close(&fs, ino, handle);
+            number + 1
+        })
+    };
+    // There is room: all stays where it is.
+    let some = fill(1, 70);
+    std::thread::sleep(10 * TICK);
+    assert_eq!(moved_blocks(), 0, "with {} %", percent((some - 1) * FILE_BLOCKS));
+    // Nearly full: as much goes as makes it less than that, and not all.
+    let end = fill(some, 90);
+    let used = || percent((end - 1) * FILE_BLOCKS - moved_blocks());
+    wait_until("cold data go", || used() <= 80);
+    std::thread::sleep(10 * TICK);
+    assert!(used() > 60, "{} % are left", used());
+    // What is used again stays there while it is as full as that, and comes back when there is room.
+    let went = moved();
+    let (&number, _) = went.iter().find(|(_, blocks)| **blocks == FILE_BLOCKS).expect("whole files go");
+    let entry = fs.lookup(&cx(), Ino::ROOT, name(file(number).0.as_bytes())).unwrap();
+    let handle = fs.open(&cx(), entry.ino, OFlags::RDONLY).unwrap();
+    let [image, cold] = [&path, &tier2].map(|path| std::os::unix::fs::MetadataExt::ino(&path.metadata().unwrap()));
+    assert_eq!(place_of(&fs, entry.ino, handle), cold);
+    std::thread::sleep(10 * TICK);
+    assert_eq!(place_of(&fs, entry.ino, handle), cold, "it came back with {} %", used());
+    let stayed: Vec<u64> = (1..end).filter(|number| !went.contains_key(number)).collect();
+    let gone = &stayed[..stayed.len() / 2];
+    for number in gone {
+        fs.unlink(&cx(), Ino::ROOT, name(file(*number).0.as_bytes())).unwrap();
+    }
+    wait_until("used data come back", || place_of(&fs, entry.ino, handle) == image);
+    close(&fs, entry.ino, handle);
+    for number in (1..end).filter(|number| !gone.contains(number)) {
+        let (name, bytes) = file(number);
+        assert!(get_all(&fs, Ino::ROOT, name.as_bytes()) == bytes, "file {number}");
+    }
+    drop(fs);
+    assert!(fsck(&path, Some(&tier2), false).unwrap().is_clean());
 }
