@@ -150,7 +150,7 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         entry_timeout: seconds(share.entry_timeout),
         attr_timeout: seconds(share.attr_timeout),
         negative_timeout: seconds(share.negative_timeout),
-        writeback: share.writeback,
+        writeback: kernel_collects(share),
         mmap: !share.no_mmap,
         readdirplus: !share.no_readdirplus,
         once: share.once,
@@ -203,7 +203,7 @@ pub fn mount_options(share: &Share, log_name: &str, mount: MountOptions, shared:
         entry_timeout: seconds(share.entry_timeout),
         attr_timeout: seconds(share.attr_timeout),
         negative_timeout: seconds(share.negative_timeout),
-        writeback: share.writeback,
+        writeback: kernel_collects(share),
         xattr: !share.no_xattr,
         allow_other: share.allow_other,
         read_only: share.read_only,
@@ -224,6 +224,13 @@ pub fn mount_options(share: &Share, log_name: &str, mount: MountOptions, shared:
         options.ring_depth = usize::from(depth);
     }
     options
+}
+
+/// Whether the kernel collects writes. With that cache Linux goes by its own length of a file for as long as it knows it; but whoever
+/// opens a server's file is to see where others have ended it (`--cache auto`), so there they are collected by the source alone.
+fn kernel_collects(share: &Share) -> bool {
+    let is_looked_at_anew = matches!(share.kind(), Kind::Ninep(_)) && share.cache != Cache::Always;
+    share.writeback && !is_looked_at_anew
 }
 
 fn seconds(count: Option<u64>) -> Option<Duration> {
@@ -268,6 +275,28 @@ impl From<Cache> for ferry_serve::Cache {
             Cache::Auto => Self::Auto,
             Cache::Metadata => Self::Metadata,
             Cache::Always => Self::Always,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::groups::tests::shares;
+
+    #[test]
+    fn the_kernel_collects_where_its_own_length_will_do() {
+        for (share, collects) in [
+            ("/a --writeback", true),
+            ("/a", false),
+            ("mem --writeback --cache none", true),
+            ("9p:unix:s --writeback", false),
+            ("9p:unix:s --writeback --cache always", true),
+            ("9p:unix:s --cache always", false),
+        ] {
+            let share = &shares(&format!("ferry share {share} --virtiofs v --mount m")).expect(share)[0];
+            assert_eq!(device_options(share).writeback, collects, "{share:?}");
+            assert_eq!(mount_options(share, "", MountOptions::default(), false).writeback, collects, "{share:?}");
         }
     }
 }

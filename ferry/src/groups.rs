@@ -234,11 +234,12 @@ fn token(table: &clap::Command, command: Option<&clap::Command>, arg: &OsStr) ->
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use std::path::Path;
 
-    fn shares(line: &str) -> Result<Vec<Share>, clap::Error> {
+    /// The shares that a command line means.
+    pub fn shares(line: &str) -> Result<Vec<Share>, clap::Error> {
         let Invocation { cli, more, .. } = parse(line.split_whitespace().map(OsString::from))?;
         Ok(std::iter::once(share_of(cli)?).chain(more).collect())
     }
@@ -373,6 +374,8 @@ mod tests {
             ("ferry mount mem /m --9p-msize 1M", "unexpected argument '--9p-msize'"),
             ("ferry mount /a /m --size 1G", "size is for the sources mem"),
             ("ferry mount mem /m --writeback --passthrough on", "exclude each other"),
+            ("ferry mount 9p:unix:s /m --writeback --cache none", "with cache none none of 9p:unix:s are kept"),
+            ("ferry share 9p:unix:s --virtiofs v --writeback --cache metadata", "choose cache auto or always"),
             ("ferry mount mem /m -o size=1G,fast", "unknown mount option \"fast\""),
             ("ferry mount mem /m -o size=lots", "lots"),
             ("ferry mount mem /m /n", "/n"),

@@ -101,8 +101,8 @@ fn posix(cell: &Cell) {
 
 on_cells!(posix: quick [dir_uring, mem_uring, mem_passthrough, pmem_devfuse, ninep_devfuse]
     long [dir_devfuse, dir_passthrough, mem_devfuse, pmem_uring, pmem_passthrough, mem_uring_none, dir_uring_always,
-    ninep_devfuse_none, ninep_devfuse_always, dir_devfuse_none, dir_devfuse_metadata,
-    dir_devfuse_always,
+    ninep_devfuse_none, ninep_devfuse_always, ninep_devfuse_auto_writeback, ninep_devfuse_always_writeback,
+    dir_devfuse_none, dir_devfuse_metadata, dir_devfuse_always,
     dir_devfuse_none_writeback, dir_devfuse_auto_writeback, dir_devfuse_metadata_writeback, dir_devfuse_always_writeback]);
 
 fn probe(cell: &Cell) {
@@ -143,8 +143,8 @@ fn fsx(cell: &Cell) {
 
 on_cells!(fsx: quick [dir_uring, dir_devfuse, dir_passthrough, mem_uring, mem_devfuse, mem_passthrough, pmem_uring,
     pmem_devfuse, pmem_passthrough, mem_passthrough_none, mem_uring_always, ninep_devfuse, ninep_devfuse_none,
-    ninep_devfuse_always] long [dir_devfuse_none, dir_devfuse_metadata,
-    dir_devfuse_always,
+    ninep_devfuse_always, ninep_devfuse_always_writeback] long [ninep_devfuse_auto_writeback,
+    dir_devfuse_none, dir_devfuse_metadata, dir_devfuse_always,
     dir_devfuse_none_writeback, dir_devfuse_auto_writeback, dir_devfuse_metadata_writeback, dir_devfuse_always_writeback]);
 
 fn fsx_long(cell: &Cell) {
@@ -155,7 +155,7 @@ fn fsx_long(cell: &Cell) {
 
 on_cells!(fsx_long: quick [] long [dir_uring, dir_devfuse, dir_passthrough, mem_uring, mem_devfuse, mem_passthrough,
     pmem_uring, pmem_devfuse, dir_passthrough_none, mem_uring_always, dir_uring_none, ninep_devfuse,
-    ninep_devfuse_none, ninep_devfuse_always, diod_devfuse, p9ufs_devfuse]);
+    ninep_devfuse_none, ninep_devfuse_always, ninep_devfuse_always_writeback, diod_devfuse, p9ufs_devfuse]);
 
 fn fio_of(cell: &Cell, size_mib: u32, loops: u32) {
     mounted(cell, LIMIT * 3, |mounted| {

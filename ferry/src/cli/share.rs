@@ -112,6 +112,9 @@ pub struct Share {
     pub negative_timeout: Option<u64>,
 
     /// Let writes be collected in the page cache and sent later.
+    ///
+    /// With 9p:SERVER and --cache auto they are collected here only, as they always are: Linux would go by its own length of a
+    /// file, and not see where others have ended it.
     #[arg(long)]
     #[serde(default)]
     pub writeback: bool,
@@ -665,6 +668,13 @@ impl Share {
             }
             _ if self.client_cert.is_some() != self.client_key.is_some() => {
                 Some("client-cert and client-key are a pair; give both or none".into())
+            }
+            _ if self.writeback && matches!(self.cache, Cache::None | Cache::Metadata) => {
+                let cache = if self.cache == Cache::None { "none" } else { "metadata" };
+                Some(format!(
+                    "writeback collects data, and with cache {cache} none of {source} are kept: choose cache auto or \
+                     always, or leave it out"
+                ))
             }
             _ => None,
         }
