@@ -134,6 +134,21 @@ fn trees_by_unix_sockets_are_the_same_on_both_sides() {
     }
 }
 
+/// Other versions of the protocol are not spoken: the mount fails at once and says so, and the server serves the next one.
+#[test]
+fn other_versions_are_refused() {
+    let Some(share) = NinePShare::new(Place::Disk) else { return };
+    for version in ["9p2000", "9p2000.u"] {
+        // The last one counts.
+        let ran = share.sh(&format!("{},version={version}", MODES[0]), "echo mounted; cat /proc/mounts");
+        assert!(ran.status != 0 && !ran.out.contains("mounted"), "{version}: {ran:?}");
+        assert!(ran.err.contains("Remote I/O error"), "{version}: {ran:?}");
+    }
+    share.sh(MODES[0], "grep 'version=9p2000.L\\|trans=tcp' /proc/mounts; echo text >file").ok();
+    assert_eq!(fs::read(share.path.join("file")).unwrap(), b"text\n");
+    share.assert_released();
+}
+
 /// Linux's client cannot: there is no message for it in 9P2000.L, or it does not use the one there is.
 const NO_FALLOCATE: &str = "the client has no fallocate, and this check makes use of it among other calls";
 const NO_SHARED_MAP: &str = "without write-back in its cache, the client refuses shared mappings that can be written";
