@@ -40,6 +40,24 @@ cd $mountpoint
 exec "$@"
 "#;
 
+/// What is done with a tree `host` of 206 names that is mounted: it is copied to `guest`, changed there, and the sums of all files
+/// are left in `sums`. It says 2.
+pub const TREE: &str = r#"
+    test "$(ls host | wc -l)" = 206
+    cp -a host guest
+    diff -r --no-dereference host guest
+    test "$(stat -c %h guest/odd)" = 2
+    mkfifo guest/fifo
+    mv guest/small guest/moved
+    rm guest/n1*
+    chmod 6711 guest/moved
+    truncate -s 12345 guest/large
+    exec 7<guest/n2; rm guest/n2; cat <&7
+    df . | tail -1 | grep -q /mnt/share
+    find . -type f | xargs md5sum | sort -k 2 >/tmp/sums
+    cp /tmp/sums sums
+"#;
+
 /// A server that guests reach.
 #[derive(Debug)]
 pub struct NinePServer {

@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ferry_ninep::Options;
-use ferry_tests::ninep::NinePShare;
+use ferry_tests::ninep::{NinePShare, TREE};
 use ferry_tests::suites::fsx::{self, MAPPED, PLAIN};
 use ferry_tests::suites::pjdfstest::{self, Results};
 use ferry_tests::{MOUNTPOINT, Place, Ran, TIMEOUT, collect, folder, run};
@@ -69,22 +69,6 @@ fn cold_files_are_read_ahead_of_the_kernels_client() {
         println!("{mode}, up to {read_ahead} bytes ahead: {rates:?} MiB/s");
     }
 }
-
-const TREE: &str = r#"
-    test "$(ls host | wc -l)" = 206
-    cp -a host guest
-    diff -r --no-dereference host guest
-    test "$(stat -c %h guest/odd)" = 2
-    mkfifo guest/fifo
-    mv guest/small guest/moved
-    rm guest/n1*
-    chmod 6711 guest/moved
-    truncate -s 12345 guest/large
-    exec 7<guest/n2; rm guest/n2; cat <&7
-    df . | tail -1 | grep -q /mnt/share
-    find . -type f | xargs md5sum | sort -k 2 >/tmp/sums
-    cp /tmp/sums sums
-"#;
 
 /// A tree goes in and out, and is the same on both sides. `None` if it could not be tried.
 fn tree_in(mode: &str, sh: impl FnOnce(&NinePShare, &str) -> Ran) -> Option<()> {

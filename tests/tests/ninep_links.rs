@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use ferry_tests::mounts::program;
+use ferry_tests::ninep::TREE;
 use ferry_tests::{Guest, GuestCache, Input, Output, Ran, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
@@ -63,6 +64,44 @@ grep -q '77 is no CID of this machine' /tmp/why
 #[test]
 fn vsock_carries_a_mount() {
     guest(BY_VSOCK, 0).ok();
+}
+
+/// Linux's client at our own unix socket, in every cache mode: a tree goes in and out, and is the same on both sides.
+const BY_UNIX: &str = r#"
+serve $ferry share /dev/shm/shared --9p unix:/tmp/9p.sock
+test "$(stat -c %a /tmp/9p.sock)" = 600
+mkdir -p /mnt/share
+cd /dev/shm/shared
+mkdir host
+printf small >host/small
+: >host/empty
+head -c 100001 /dev/urandom >host/odd
+head -c 5000000 /dev/urandom >host/large
+ln -s '../over there' host/link
+ln host/odd host/odd2
+for number in $(seq 0 199); do printf $number >host/n$number; done
+for options in msize=1048576,cache=none,posixacl msize=65536,cache=readahead msize=131072,cache=mmap \
+    msize=1048576,cache=loose,posixacl; do
+    mount -i -t 9p -o trans=unix,version=9p2000.L,$options /tmp/9p.sock /mnt/share
+    grep -q '^/tmp/9p.sock /mnt/share 9p .*trans=unix' /proc/mounts
+    cd /mnt/share
+    said=$(tree)
+    test "$said" = 2
+    cd /dev/shm/shared
+    umount /mnt/share
+    find . -type f ! -name sums | xargs md5sum | sort -k 2 | cmp - sums
+    test "$(stat -c '%s %a' guest/moved)" = '5 6711'
+    test "$(stat -c %s guest/large)" = 12345
+    rm -r guest sums
+done
+kill $server
+wait $server
+test ! -e /tmp/9p.sock
+"#;
+
+#[test]
+fn unix_sockets_carry_mounts() {
+    guest(&format!("tree() (\n{TREE}\n)\n{BY_UNIX}"), 0).ok();
 }
 
 /// Two namespaces, and between them 20 ms and one packet of twenty lost, each way. Four programs write, move, read back and
