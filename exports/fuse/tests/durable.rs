@@ -16,8 +16,8 @@ use common::sources::Null;
 use common::{mount, paths, plain};
 use ferry_fuse::{Cache, Options, Path};
 use ferry_vfs::{
-    Attr, Backing, Caller, Data, Entry, Extent, Features, FileSystem, Handle, Ino, Input, IoRange, Name, OFlags,
-    Result, SetAttr,
+    Attr, Backing, Caller, Data, Entry, Extent, Features, FileSystem, FileType, Handle, Ino, Input, IoRange, Name, New,
+    OFlags, Output, Result, SetAttr,
 };
 
 /// Notes calls of fsync.
@@ -54,6 +54,63 @@ impl FileSystem for Ledger {
     fn fsync(&self, _: &Caller<'_>, _: Ino, _: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
         let count = if data_only { &self.data } else { &self.all };
         count.fetch_add(1, Ordering::SeqCst);
+        Ok(None)
+    }
+}
+
+/// A disk with a cache: one file, of which only what was there at a call of fsync survives.
+struct Disk {
+    null: Null,
+    bytes: Mutex<Vec<u8>>,
+    durable: Mutex<Vec<u8>>,
+    syncs: AtomicUsize,
+}
+
+const DISK_BYTES: usize = 8 << 20;
+
+impl Disk {
+    fn new() -> Arc<Self> {
+        let blank = || Mutex::new(vec![0; DISK_BYTES]);
+        Arc::new(Self { null: Null::default(), bytes: blank(), durable: blank(), syncs: AtomicUsize::new(0) })
+    }
+
+    fn sized(attr: Attr) -> Attr {
+        if FileType::from_raw_mode(attr.mode) == FileType::RegularFile {
+            attr.with_size(DISK_BYTES as u64)
+        } else {
+            attr
+        }
+    }
+
+    /// What a power cut leaves, as a file.
+    fn after_a_cut(&self, at: &std::path::Path) {
+        std::fs::write(at, &*self.durable.lock().unwrap()).unwrap();
+    }
+}
+
+impl FileSystem for Disk {
+    fn lookup(&self, caller: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
+        let entry = self.null.lookup(caller, dir, name)?;
+        Ok(Entry { attr: Self::sized(entry.attr), ..entry })
+    }
+    fn getattr(&self, caller: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+        self.null.getattr(caller, ino, handle).map(Self::sized)
+    }
+    fn setattr(&self, caller: &Caller<'_>, ino: Ino, handle: Option<Handle>, _: &SetAttr) -> Result<Attr> {
+        self.getattr(caller, ino, handle)
+    }
+    fn open(&self, caller: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        self.null.open(caller, ino, flags)
+    }
+    fn read(&self, _: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+        Ok(at.read_from(&self.bytes.lock().unwrap(), out))
+    }
+    fn write(&self, _: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+        at.write_to(&mut self.bytes.lock().unwrap(), input, DISK_BYTES as u64)
+    }
+    fn fsync(&self, _: &Caller<'_>, _: Ino, _: Handle, _: bool) -> Result<Option<Arc<Backing>>> {
+        self.durable.lock().unwrap().clone_from(&self.bytes.lock().unwrap());
+        self.syncs.fetch_add(1, Ordering::SeqCst);
         Ok(None)
     }
 }
@@ -166,4 +223,66 @@ fn extents_and_what_is_passed_through_are_durable() {
             there.stop();
         }
     }
+}
+
+/// The other direction: a `pmem` image on a file has that file's disk write.
+#[test]
+fn an_image_of_pmem_is_durable_where_it_is() {
+    use ferry_mem::pmem;
+    /// Where bytes are written, in blocks of their own.
+    const PLACES: [u64; 2] = [0, 64 << 10];
+    let commit = Some(std::time::Duration::ZERO);
+    for path in paths() {
+        let disk = Disk::new();
+        let mounted = mount(Arc::clone(&disk) as _, plain(path));
+        let image = pmem::open(&mounted.path("file"), &pmem::Options { commit, ..Default::default() }).unwrap();
+        let (cx, name) = (Caller::default(), Name::new(b"safe").unwrap());
+        let new = New { mode: 0o644, ..New::default() };
+        let (entry, handle) = image.create(&cx, Ino::ROOT, name, &new, OFlags::RDWR).unwrap();
+        let tmp = tempfile::tempdir().unwrap();
+        let left = tmp.path().join("left");
+        let found = || {
+            disk.after_a_cut(&left);
+            let left = pmem::open(&left, &pmem::Options { read_only: true, ..Default::default() }).ok()?;
+            let entry = left.lookup(&cx, Ino::ROOT, name).ok()?;
+            let handle = left.open(&cx, entry.ino, OFlags::RDONLY).unwrap();
+            let bytes = PLACES.map(|place| {
+                let mut bytes = Vec::new();
+                // Less than what is answered as an extent.
+                let read = left.read(&cx, &range(entry.ino, handle, place, 10), &mut bytes).unwrap();
+                assert_eq!(read.bytes(), Some(bytes.len()));
+                bytes
+            });
+            left.release(&cx, entry.ino, handle);
+            left.forget(entry.ino, 1);
+            Some(bytes)
+        };
+        assert_eq!(found(), None, "{path:?}: there before fsync");
+        // Made (the end first: a file that grows has its old end made durable); one range and two that are written in place; all.
+        let rounds: [(u8, &[usize], _); 4] =
+            [(1, &[1, 0], Some(false)), (2, &[0], Some(true)), (3, &[0, 1], Some(true)), (4, &[1], None)];
+        let mut written = [vec![0; 10], vec![0; 10]];
+        for (round, places, data_only) in rounds {
+            let syncs = disk.syncs.load(Ordering::SeqCst);
+            for &place in places {
+                written[place] = vec![round; 10];
+                let range = range(entry.ino, handle, PLACES[place], 10);
+                assert_eq!(image.write(&cx, &range, &mut &written[place][..]).unwrap().bytes(), Some(10));
+            }
+            assert_eq!(disk.syncs.load(Ordering::SeqCst), syncs, "{path:?}, round {round}: nobody asked for that");
+            match data_only {
+                Some(data_only) => drop(image.fsync(&cx, entry.ino, handle, data_only).unwrap()),
+                None => image.syncfs(&cx, Ino::ROOT).unwrap(),
+            }
+            assert_eq!(found().as_ref(), Some(&written), "{path:?}, round {round}: what was synced is not there");
+        }
+        image.release(&cx, entry.ino, handle);
+        image.forget(entry.ino, 1);
+        drop(image);
+        mounted.stop();
+    }
+}
+
+fn range(ino: Ino, handle: Handle, offset: u64, len: u32) -> IoRange {
+    IoRange { ino, handle, offset, len, flags: OFlags::RDWR, clear_privileges: false, owner: None }
 }
