@@ -88,6 +88,18 @@ pub enum Error {
     },
     /// An image or a store cannot be used.
     #[error(transparent)]
+    /// A container image as podman and docker have them.
+    #[error(
+        "{name} is a container image, which holds archives: fetch it by \"skopeo copy {options}docker://{place} oci:DIR\", and make an image of Ferry's of it by \"ferry image build oci:DIR -o IMAGE --store STORE\""
+    )]
+    Container {
+        /// Which one.
+        name: String,
+        /// What skopeo wants to be told first.
+        options: &'static str,
+        /// What skopeo calls it.
+        place: String,
+    },
     Image(#[from] ferry_image::Error),
     /// An object cannot be had.
     #[error("{0}")]

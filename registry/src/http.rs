@@ -5,8 +5,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read};
 use std::net::IpAddr;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -40,11 +40,13 @@ pub struct Options {
     pub plain_http: bool,
     /// How long a server may say nothing.
     pub patience: Duration,
+    /// How many requests may be under way at a time, whoever they are for; who comes then waits. At least 1.
+    pub requests_max: usize,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { plain_http: false, patience: Duration::from_secs(30) }
+        Self { plain_http: false, patience: Duration::from_secs(30), requests_max: IDLE_MAX }
     }
 }
 
@@ -64,9 +66,38 @@ pub struct Counts {
 pub struct Client {
     agent: Agent,
     options: Options,
+    under_way: UnderWay,
     requests: AtomicU64,
     received_bytes: AtomicU64,
     sent_bytes: AtomicU64,
+}
+
+/// How many are at work with a server, each with one request after the other.
+#[derive(Debug, Default)]
+struct UnderWay {
+    count: Mutex<usize>,
+    less: Condvar,
+}
+
+/// The place of one of them, until this is dropped.
+#[derive(Debug)]
+struct Slot<'a>(&'a UnderWay);
+
+impl UnderWay {
+    /// Waits until there is room. Who has a place never waits for another one, so there will be.
+    fn enter(&self, max: usize) -> Slot<'_> {
+        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let full = |count: &mut usize| *count >= max.max(1);
+        *self.less.wait_while(count, full).unwrap_or_else(PoisonError::into_inner) += 1;
+        Slot(self)
+    }
+}
+
+impl Drop for Slot<'_> {
+    fn drop(&mut self) {
+        *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.less.notify_one();
+    }
 }
 
 /// The answer to a request.
@@ -156,6 +187,7 @@ impl Client {
         Self {
             agent,
             options,
+            under_way: UnderWay::default(),
             requests: AtomicU64::new(0),
             received_bytes: AtomicU64::new(0),
             sent_bytes: AtomicU64::new(0),
@@ -236,11 +268,15 @@ impl Client {
         outcome
     }
 
-    /// Tries until it succeeds, or fails for good, or too often.
+    /// Tries until it succeeds, or fails for good, or too often. All requests are made in here, and no attempt within another: so
+    /// there are never more of them at a time than there may be. Who pauses keeps nobody waiting.
     pub(crate) fn persist<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         let mut tries = 1;
         loop {
-            match attempt() {
+            let slot = self.under_way.enter(self.options.requests_max);
+            let outcome = attempt();
+            drop(slot);
+            match outcome {
                 Err(error) if error.may_pass() && tries < TRIES_MAX => {
                     tracing::debug!("{error}: asked again");
                     thread::sleep(pause(tries, error.after()));

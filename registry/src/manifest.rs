@@ -18,6 +18,13 @@ pub(crate) const MANIFEST_BYTES_MAX: u64 = 4 << 20;
 
 /// What OCI calls a manifest.
 pub(crate) const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
+/// What has a container image in it, or one for each of several machines; the first two are OCI's, the others Docker's.
+const CONTAINER_TYPES: [&str; 4] = [
+    MANIFEST_TYPE,
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+];
 const ARTIFACT_TYPE: &str = "application/vnd.ferry.image.v2";
 const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
 /// The blob that the specification has for images without a configuration.
@@ -133,6 +140,34 @@ pub(crate) fn cut(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(200).collect()
 }
 
+/// Whether a manifest is one of a container image, or an index of some, as podman and docker have them.
+pub(crate) fn is_container(bytes: &[u8]) -> bool {
+    #[derive(Default, Deserialize)]
+    #[serde(rename_all = "camelCase", default)]
+    struct Kind {
+        media_type: Option<String>,
+        artifact_type: Option<String>,
+        manifests: Option<serde::de::IgnoredAny>,
+        config: Option<Config>,
+    }
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Config {
+        media_type: String,
+    }
+    let kind: Kind = serde_json::from_slice(bytes).unwrap_or_default();
+    let is_image = kind.config.is_some_and(|config| config.media_type.contains(".image."));
+    // OCI's need not say what they are.
+    let is_known = kind.media_type.is_none_or(|found| CONTAINER_TYPES.contains(&found.as_str()));
+    is_known && kind.artifact_type.is_none() && (is_image || kind.manifests.is_some())
+}
+
+/// What of all that a registry may have under a name is wanted: what is ours, and what [`is_container`] knows to be another's. A
+/// registry would say of the latter, if it were not asked for, that there is nothing.
+pub(crate) fn accepted() -> String {
+    CONTAINER_TYPES.join(", ")
+}
+
 impl Manifest {
     /// What the bytes of a manifest say.
     ///
@@ -228,6 +263,31 @@ mod tests {
             document["config"]["digest"],
             "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
         );
+    }
+
+    #[test]
+    fn container_images_are_known() {
+        let (manifest, pack) = manifest();
+        assert!(!is_container(&manifest.write(&[pack])));
+        let config = |kind: &str| json!({"schemaVersion": 2, "config": {"mediaType": kind}, "layers": []});
+        let docker = "application/vnd.docker.distribution.manifest.v2+json";
+        let mut typed = config("application/vnd.docker.container.image.v1+json");
+        typed["mediaType"] = json!(docker);
+        let mut chart = config("application/vnd.cncf.helm.config.v1+json");
+        chart["mediaType"] = json!(MANIFEST_TYPE);
+        for (document, expected) in [
+            (config("application/vnd.oci.image.config.v1+json"), true),
+            (typed, true),
+            (json!({"schemaVersion": 2, "manifests": []}), true),
+            (chart, false),
+            (json!({"mediaType": "x", "manifests": []}), false),
+            (json!({"artifactType": "x", "manifests": []}), false),
+            (json!({"manifests": null}), false),
+            (json!([]), false),
+        ] {
+            assert_eq!(is_container(document.to_string().as_bytes()), expected, "{document}");
+        }
+        assert!(!is_container(b"\xff"));
     }
 
     #[test]

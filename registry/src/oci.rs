@@ -15,7 +15,7 @@ use url::Url;
 use crate::credentials;
 use crate::error::{Error, Result};
 use crate::http::{Answer, Client, Request, follow, shown};
-use crate::manifest::{Blob, MANIFEST_BYTES_MAX, MANIFEST_TYPE, cut};
+use crate::manifest::{Blob, MANIFEST_BYTES_MAX, MANIFEST_TYPE, accepted, cut};
 use crate::reference::Version;
 
 /// The longest answer of a server of tokens, in bytes.
@@ -51,6 +51,11 @@ impl Oci {
             },
         };
         Ok(Self { base, name: name.into(), basic: credentials::basic(host)?, authorization: Mutex::default() })
+    }
+
+    /// Whether the registry is asked without encryption.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.base.scheme() == "http"
     }
 
     fn url(&self, rest: &str) -> Url {
@@ -144,7 +149,7 @@ impl Oci {
 
     pub(crate) fn manifest(&self, client: &Client, version: &Version) -> Result<Option<Vec<u8>>> {
         let url = self.url(&format!("manifests/{version}"));
-        let mut make = || Ok(RequestParts::new(Method::GET, url.clone()).with(header::ACCEPT, MANIFEST_TYPE));
+        let mut make = || Ok(RequestParts::new(Method::GET, url.clone()).with(header::ACCEPT, accepted()));
         let answer = self.send(client, &mut make, &mut None)?;
         match answer.status() {
             200 => answer.all(MANIFEST_BYTES_MAX).map(Some),

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::http::{Answer, Client, Counts};
-use crate::manifest::{Blob, Manifest, Sha256};
+use crate::manifest::{Blob, Manifest, Sha256, is_container};
 use crate::oci::{Content, Oci};
 use crate::reference::{Place, Reference, Version};
 use crate::s3::S3;
@@ -65,7 +65,20 @@ impl Remote {
         {
             return Err(wrong(format!("it has the digest sha256:{found}")));
         }
+        if let Server::Oci(oci) = &self.server
+            && is_container(&bytes)
+        {
+            return Err(self.container(oci));
+        }
         Ok((Manifest::read(&bytes).map_err(wrong)?, found))
+    }
+
+    /// What to do with a container image.
+    fn container(&self, registry: &Oci) -> Error {
+        let name = self.reference.to_string();
+        let options = if registry.is_plain() { "--src-tls-verify=false " } else { "" };
+        let place = name.split_once("://").map_or_else(|| name.trim_start_matches("oci:"), |(_, place)| place).into();
+        Error::Container { name, options, place }
     }
 
     pub(crate) fn put_manifest(&self, bytes: &[u8]) -> Result<()> {

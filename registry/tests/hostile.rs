@@ -192,6 +192,29 @@ fn sizes_that_are_lies_are_found_out() {
     assert!(with(0, json!(0)).contains("came damaged"));
     let right = manifest.lock().unwrap().clone();
     place.fake.edit(|found| *found = right);
+#[test]
+fn who_pulls_a_container_image_is_told_what_to_do() {
+    let place = Place::new();
+    let says_what_to_do = |said: &str| {
+        let name = format!("{}/a/b:1", place.fake.address);
+        let line = format!("skopeo copy --src-tls-verify=false docker://{name} oci:DIR\"");
+        assert!(said.contains(&line) && said.contains("ferry image build oci:DIR -o IMAGE --store STORE"), "{said}");
+    };
+    place.fake.edit(|manifest| {
+        *manifest = json!({"schemaVersion": 2, "layers": [],
+            "config": {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": "sha256:0", "size": 2}});
+    });
+    says_what_to_do(&place.refused("copy"));
+    // An index, of which registries say nothing to whoever does not ask for one.
+    const INDEX: &str = "application/vnd.oci.image.index.v1+json";
+    place.fake.edit(|manifest| *manifest = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []}));
+    place.fake.fault(|request, reply| {
+        let accepted = request.headers.get("accept").cloned().unwrap_or_default();
+        if request.is_manifest() && !accepted.contains(INDEX) { Reply::of(404, "none") } else { reply }
+    });
+    says_what_to_do(&place.refused("copy"));
+}
+
     place.is_well("copy");
 }
 

@@ -233,6 +233,38 @@ fn readers_of_a_bounded_cache_never_see_holes() {
     readers.into_iter().for_each(|reader| reader.join().unwrap());
 }
 
+#[test]
+fn readers_and_the_rest_together_ask_no_more_than_they_may() {
+    let place = Place::new();
+    let image = place.at("lazy.img");
+    for requests_max in [3, 1] {
+        let from = pull_metadata(&place.fake.remote_of(requests_max), &image, Some(place.built.digest)).unwrap();
+        let store = format!("lazy{requests_max}");
+        drop(Store::create(&place.at(&store)).unwrap());
+        let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
+        let source = Arc::new(Source::open_with(&image, &place.at(&store), None, Some(missing)).unwrap());
+        // Long enough for all that want something to be there at the same time.
+        place.fake.fault(|request, reply| {
+            if request.is_blob() {
+                thread::sleep(Duration::from_millis(10));
+            }
+            reply
+        });
+        place.fake.most();
+        let readers: Vec<_> = (0..FILES)
+            .map(|number| {
+                let source = Arc::clone(&source);
+                thread::spawn(move || assert_eq!(read(&source, &file(number)).unwrap(), content(number)))
+            })
+            .collect();
+        thread::sleep(Duration::from_millis(20));
+        // What nobody has asked for yet; readers of what it fetches would wait for it.
+        source.shared_objects().fetch_all(8, &AtomicBool::new(false), &|_, _| {}).unwrap();
+        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        assert_eq!(place.fake.most(), requests_max);
+    }
+}
+
 /// What a pull has brought, the server of which is gone.
 fn pulled() -> (Place, Arc<ferry_registry::Remote>) {
     let place = Place::new();

@@ -15,6 +15,9 @@ use crate::size::Size;
 const JOBS: u16 = 4;
 /// More connections to one server are rude.
 pub const JOBS_MAX: u16 = 256;
+/// How many requests of readers may be under way beside those.
+#[cfg(feature = "registry")]
+const READERS: usize = 16;
 /// What is asked for together with an object that is read, unless told otherwise, in bytes.
 const AHEAD_BYTES: u64 = 256 << 10;
 
@@ -159,8 +162,10 @@ mod with {
     /// How long the server is left alone when fetching beside the readers has failed.
     const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);
 
-    fn remote(reference: &str, plain_http: bool) -> Result<Arc<Remote>> {
-        let client = Client::new(Options { plain_http, ..Options::default() });
+    fn remote(reference: &str, plain_http: bool, jobs: u16) -> Result<Arc<Remote>> {
+        // The rest never has all places: a reader waits for other readers only.
+        let requests_max = usize::from(jobs) + READERS;
+        let client = Client::new(Options { plain_http, requests_max, ..Options::default() });
         Ok(Arc::new(Remote::open(&reference.parse()?, client)?))
     }
 
@@ -172,7 +177,7 @@ mod with {
     }
 
     pub fn push(args: &PushArgs) -> Result<()> {
-        let remote = remote(&args.remote.reference, args.remote.plain_http)?;
+        let remote = remote(&args.remote.reference, args.remote.plain_http, args.remote.jobs)?;
         let folder = &args.store.store;
         let (store, bar) = (Store::open(folder)?, bar("bytes"));
         let (image, digest, jobs) = (&args.image.image, args.image.digest(), usize::from(args.remote.jobs));
@@ -190,7 +195,7 @@ mod with {
     }
 
     pub fn pull(args: &PullArgs) -> Result<()> {
-        let remote = remote(&args.remote.reference, args.remote.plain_http)?;
+        let remote = remote(&args.remote.reference, args.remote.plain_http, args.remote.jobs)?;
         // Held until the end, so that nothing is removed meanwhile.
         let store = Store::create(&args.store.store)?;
         let options = PullOptions {
@@ -274,7 +279,7 @@ mod with {
 
     /// Gets the metadata.
     fn prepare(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Prepared> {
-        let remote = remote(&from.reference, from.plain_http)?;
+        let remote = remote(&from.reference, from.plain_http, from.jobs)?;
         drop(Store::create(store)?);
         // Servers in the background leave the folder that they were started in.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;

@@ -6,7 +6,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -86,6 +87,9 @@ struct Shared {
     manifests: Mutex<HashMap<String, Vec<u8>>>,
     requests: Mutex<Vec<Request>>,
     fault: Mutex<Option<Arc<Fault>>>,
+    /// Requests that are being answered, and the most that were at a time.
+    now: AtomicUsize,
+    most: AtomicUsize,
 }
 
 impl Fake {
@@ -136,6 +140,17 @@ impl Fake {
         let reference = format!("oci:{}/a/b{at}{version}", self.address).parse().unwrap();
         Arc::new(Remote::open(&reference, Client::new(Options { patience, ..Options::default() })).unwrap())
     }
+
+    /// Who makes no more than so many requests at a time.
+    pub fn remote_of(&self, requests_max: usize) -> Arc<Remote> {
+        let reference = format!("oci:{}/a/b:1", self.address).parse().unwrap();
+        Arc::new(Remote::open(&reference, Client::new(Options { requests_max, ..Options::default() })).unwrap())
+    }
+
+    /// The most requests that were being answered at a time since this was last asked.
+    pub fn most(&self) -> usize {
+        self.shared.most.swap(0, Ordering::SeqCst)
+    }
 }
 
 impl Shared {
@@ -161,12 +176,16 @@ impl Shared {
             let mut body = vec![0; length];
             reader.read_exact(&mut body)?;
             let request = Request { method, path: path.into(), query: query.into(), headers, body };
+            let now = self.now.fetch_add(1, Ordering::SeqCst) + 1;
+            self.most.fetch_max(now, Ordering::SeqCst);
             let mut reply = self.answer(&request);
             let fault = self.fault.lock().unwrap().clone();
             if let Some(fault) = fault {
                 reply = fault(&request, reply);
             }
             self.requests.lock().unwrap().push(request.clone());
+            // Before the answer: whoever has it may ask again.
+            self.now.fetch_sub(1, Ordering::SeqCst);
             say(&mut stream, &request, &reply)?;
         }
     }
