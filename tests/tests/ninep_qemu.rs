@@ -112,7 +112,8 @@ fn a_tree_is_the_same_on_both_sides() {
     let script = r#"
         mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=loose work /mnt/share && exit 1
         grep ' /mnt/share 9p .*trans=virtio' /proc/mounts
-        for options in msize=512000,cache=none msize=512000,cache=loose msize=8192,cache=mmap; do
+        for options in msize=512000,cache=none msize=512000,cache=loose msize=8192,cache=mmap \
+            msize=131072,cache=readahead; do
             cd /
             umount /mnt/share
             mount -t 9p -o trans=virtio,version=9p2000.L,$options work /mnt/share
