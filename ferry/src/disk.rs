@@ -210,7 +210,7 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited = inherit(disks)?;
     let walls = disks.first().map(|disk| disk.walls.clone()).unwrap_or_default();
-    let confinement = Confinement::of(&walls, &[], [], disks)?;
+    let confinement = Confinement::of(&walls, &[], &[], disks)?;
     let mut opened = Disks::open(disks, inherited)?;
     if opened.is_empty() {
         return Ok(0);

@@ -1,16 +1,20 @@
 //! The source `9p:`: addresses of servers, and the flags for them.
 
 use std::ffi::{OsStr, OsString};
+use std::io;
+use std::net::{IpAddr, ToSocketAddrs};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::{Result, bail};
-use ferry_remote::{Client, Tcp, Transport, Unix, Vsock};
+use anyhow::{Context, Result, bail};
+use ferry_remote::{Client, Connector, Stream, Tcp, Transport, Unix, Vsock};
 use ferry_vfs::FileSystem;
 
 use crate::cli::{Cache, Share};
 use crate::ninep::{ANY_CID, Address};
+use crate::sandbox::Reach;
 
 /// How servers are named.
 const FORMS: &str = "unix:PATH, tcp:HOST:PORT[/TREE], tls:HOST:PORT[/TREE] or vsock:CID:PORT[/TREE]";
@@ -114,8 +118,36 @@ impl Flags {
 
     /// Connects to a server.
     pub fn connect(&self, server: &Server) -> Result<Arc<dyn FileSystem>> {
+        Ok(Arc::new(Client::connect(server.transport(self)?, self.options(server))?))
+    }
+
+    /// Reads what it takes to reach a server from behind walls, and sees whether it has an address; it is not connected to.
+    pub fn prepare(&self, server: Server) -> Result<Distant> {
+        let (transport, options) = (server.transport(self)?, self.options(&server));
+        let mut reach = Reach::default();
+        let mut socket = None;
+        let unreachable = |reason| ferry_remote::Error::Unreachable { address: transport.address(), reason };
+        match server.place {
+            Address::Unix(path) => {
+                let path = path.canonicalize().map_err(unreachable)?;
+                let (folder, name) = path.parent().zip(path.file_name()).context("a socket has a name")?;
+                socket = Some((folder.to_owned(), name.to_owned()));
+                reach.by_path = true;
+            }
+            Address::Tcp(host, port) | Address::Tls(host, port) => {
+                reach.by_name = host.parse::<IpAddr>().is_err();
+                reach.port = Some(port);
+                // The C library has what it loads for that loaded afterwards.
+                (host.as_str(), port).to_socket_addrs().map_err(unreachable)?;
+            }
+            Address::Vsock(..) | Address::VhostUser(_) => {}
+        }
+        Ok(Distant { transport, options, reach, socket })
+    }
+
+    fn options(&self, server: &Server) -> ferry_remote::Options {
         let default = ferry_remote::Options::default();
-        let options = ferry_remote::Options {
+        ferry_remote::Options {
             tree: server.tree.clone(),
             uid: self.user.unwrap_or(default.uid),
             msize: self.msize.unwrap_or(default.msize),
@@ -130,8 +162,62 @@ impl Flags {
             },
             read_only: self.read_only,
             ..default
+        }
+    }
+}
+
+/// A server on its way to who uses it from behind walls.
+pub struct Distant {
+    transport: Arc<dyn Transport>,
+    options: ferry_remote::Options,
+    reach: Reach,
+    /// The folder and the name of its socket.
+    socket: Option<(PathBuf, OsString)>,
+}
+
+impl Distant {
+    /// The folder in which its socket has to be seen.
+    pub fn folder(&self) -> Option<&Path> {
+        self.socket.as_ref().map(|(folder, _)| folder.as_path())
+    }
+
+    /// What it takes to reach it.
+    pub fn reach(&self) -> Reach {
+        self.reach.clone()
+    }
+
+    /// The same, its folder seen in another place, if there is one.
+    pub fn seen_at(self, place: Option<&Path>) -> Self {
+        let transport: Arc<dyn Transport> = match &self.socket {
+            Some((folder, name)) => {
+                let socket = Unix(place.unwrap_or(folder).join(name));
+                Arc::new(Moved { socket, address: self.transport.address() })
+            }
+            None => self.transport,
         };
-        Ok(Arc::new(Client::connect(server.transport(self)?, options)?))
+        Self { transport, ..self }
+    }
+
+    /// Connects to it by this thread.
+    pub fn connect(self, connector: Connector) -> Result<Arc<dyn FileSystem>> {
+        Ok(Arc::new(Client::connect_by(connector, self.transport, self.options)?))
+    }
+}
+
+/// A unix socket that has another place here than where its user knows it.
+#[derive(Debug)]
+struct Moved {
+    socket: Unix,
+    address: String,
+}
+
+impl Transport for Moved {
+    fn connect(&self, timeout: Duration) -> io::Result<Stream> {
+        self.socket.connect(timeout)
+    }
+
+    fn address(&self) -> String {
+        self.address.clone()
     }
 }
 

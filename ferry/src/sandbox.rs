@@ -4,7 +4,9 @@
 //! Sockets are made before; a process then stays outside, removes their files in the end, and is the one that everybody knows.
 //! Disks, flat images and persistent memory are opened before, too, and need nothing by its name afterwards: inside there are their
 //! descriptors, and none of a directory. Directories, and the stores of composefs's images, are opened inside, where they have
-//! places. No thread is started before the last wall stands.
+//! places. No thread is started before the last wall stands, but for those that connect to servers, which have their own first.
+
+mod connecting;
 
 use std::fmt;
 use std::fs::File;
@@ -14,14 +16,16 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
-use ferry_isolation::{Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Role, Root, Side};
+pub use connecting::Reach;
+use ferry_isolation::{Access, Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Role, Root, Side, View};
+use ferry_remote::Connector;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Deserialize;
 
 use crate::cli::{FileHandles, Share, Watch};
 use crate::disk;
 use crate::share;
-use crate::source::Kind;
+use crate::source::{Kind, Prepared};
 
 /// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
 const NOBODY: u32 = 65_534;
@@ -58,7 +62,8 @@ pub fn is_ours(peer: u32) -> bool {
 #[serde(rename_all = "kebab-case")]
 pub enum Sandbox {
     /// Namespaces of mounts, processes and networks (for users other than root, of users, too), with a root directory in which there
-    /// is nothing but what is shared; Landlock.
+    /// is nothing but what is shared; Landlock. For 9p:SERVER, the thread that connects stays in this host's network, and the folder of a
+    /// unix socket, or the files by which names of hosts are looked up, as they are at the start, are there to be read.
     Namespace,
     /// The shared directory, of which there must be one, is the root directory; Landlock. Only for root.
     Chroot,
@@ -156,10 +161,12 @@ impl Walls {
 #[derive(Debug)]
 pub struct Confinement {
     walls: Walls,
-    /// What stays visible, each once.
-    roots: Vec<Root>,
+    /// What stays visible, each once, and whether a source connects to a server.
+    view: View,
     /// Which of them is whose; none for sources that need none.
     root_of: Vec<Option<usize>>,
+    /// How sources reach their servers; none for those that have none.
+    reaches: Vec<Option<Reach>>,
     /// Files may be opened by handles, where that is possible.
     wants_handles: bool,
     /// What carrying the files of these sources takes of root.
@@ -184,6 +191,8 @@ pub struct Inside {
     places: Option<Vec<PathBuf>>,
     kept: Capabilities,
     is_fenced: bool,
+    /// The threads that connect, of the sources that need one.
+    connectors: Vec<Option<Connector>>,
 }
 
 /// Why the process that serves these cannot be confined, if it cannot.
@@ -199,8 +208,7 @@ fn unfit(shares: &[Share]) -> Option<String> {
             Kind::Image(_) if share.from.is_some() => {
                 Some(format!("{source} asks its server for what its store lacks (--from)"))
             }
-            Kind::Ninep(_) => Some(format!("{source} is a server that is connected to anew when its connection ends")),
-            Kind::Dir(_) | Kind::Mem | Kind::Image(_) | Kind::Pmem(_) => None,
+            Kind::Dir(_) | Kind::Mem | Kind::Image(_) | Kind::Pmem(_) | Kind::Ninep(_) => None,
         }
     })
 }
@@ -219,13 +227,8 @@ pub fn fits(walls: &Walls, shares: &[Share]) -> Result<bool> {
 }
 
 impl Confinement {
-    /// The walls for these shares, with what has to stay visible for each, and for these disks.
-    pub fn of(
-        walls: &Walls,
-        shares: &[Share],
-        visible: impl IntoIterator<Item = Option<Root>>,
-        disks: &[disk::Args],
-    ) -> Result<Self> {
+    /// The walls for these shares, with the source of each, and for these disks.
+    pub fn of(walls: &Walls, shares: &[Share], sources: &[Prepared], disks: &[disk::Args]) -> Result<Self> {
         let mut roots: Vec<Root> = Vec::new();
         let mut number_of = |root: Root| {
             roots.iter().position(|other| *other == root).unwrap_or_else(|| {
@@ -233,21 +236,28 @@ impl Confinement {
                 roots.len() - 1
             })
         };
-        let root_of: Vec<_> = visible.into_iter().map(|root| root.map(&mut number_of)).collect();
-        if walls.sandbox == Some(Sandbox::Chroot) && (roots.len() != 1 || root_of.contains(&None)) {
+        let root_of: Vec<_> = sources.iter().map(|source| source.root().map(&mut number_of)).collect();
+        let is_used = |root: &Root| root.access != Access::Sockets;
+        let is_one = roots.len() == 1 && roots.iter().all(is_used) && !root_of.contains(&None);
+        if walls.sandbox == Some(Sandbox::Chroot) && !is_one {
             bail!("--sandbox chroot: there must be one shared directory, which becomes the root directory");
         }
         let wants_handles = shares.iter().any(wants_handles);
         let is_tree = |share: &Share| matches!(share.kind(), Kind::Dir(_) | Kind::Mem);
-        let needed = match (shares.iter().any(is_tree), roots.is_empty()) {
+        let needed = match (shares.iter().any(is_tree), !roots.iter().any(is_used)) {
             (true, _) => Capabilities::of_server(wants_handles),
             // Objects of images, whosever they are.
             (false, false) => Capabilities::of_reader(),
-            // All that is done with a disk, an image or a file of persistent memory, its open descriptors allow.
+            // All that is done with a disk, an image, a file of persistent memory or a connection, its open descriptors allow.
             (false, true) => Capabilities::NONE,
         };
         let pins_memory = disks.iter().any(|disk| disk.pin_memory);
-        Ok(Self { walls: walls.clone(), roots, root_of, wants_handles, needed, pins_memory })
+        let reaches: Vec<_> = sources.iter().map(Prepared::reach).collect();
+        let mut files: Vec<_> = reaches.iter().flatten().flat_map(Reach::files).collect();
+        files.sort_unstable();
+        files.dedup();
+        let view = View { roots, files, network: reaches.iter().any(Option::is_some) };
+        Ok(Self { walls: walls.clone(), view, root_of, reaches, wants_handles, needed, pins_memory })
     }
 
     /// Goes inside, as far as it is possible without having opened the sources.
@@ -265,7 +275,7 @@ impl Confinement {
                 bail!("--sandbox chroot: only root may change the root directory; use --sandbox namespace")
             }
             Some(Sandbox::Chroot) => {}
-            asked => match ferry_isolation::is_possible(&self.roots) {
+            asked => match ferry_isolation::is_possible(&self.view) {
                 Ok(()) => return self.split(had),
                 Err(error) if asked.is_some() => return Err(error).context("--sandbox namespace"),
                 Err(error) => tracing::warn!(
@@ -280,7 +290,7 @@ impl Confinement {
     fn split(self, had: Capabilities) -> Result<Entered> {
         // Before the number changes.
         let _ = KNOWN.set(std::process::id());
-        match ferry_isolation::split(&self.roots).context("--sandbox namespace")? {
+        match ferry_isolation::split(&self.view).context("--sandbox namespace")? {
             Side::Outside(outside) => {
                 // All that is left to do is to wait, and to remove the files of sockets, in whosever folder they are.
                 Capabilities::of_keeper().limit(Capabilities::NONE)?;
@@ -305,10 +315,20 @@ impl Confinement {
     /// Drops capabilities, but for those that opening sources takes. A user in a namespace of its own has none: what they
     /// would be worth there, nobody expects who has none outside.
     fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<Inside> {
-        let kept = if as_user { Capabilities::NONE } else { self.needed };
-        let kept = self.walls.modcaps.as_ref().map_or(Ok(kept), |list| kept.modified(&list.0))?;
+        let kept = self.kept(self.needed, as_user)?;
+        let connectors = self.connectors(is_fenced, as_user)?;
+        if self.view.network && places.is_some() {
+            // All threads that are begun from now on are where nobody else is.
+            ferry_isolation::leave_network().context("--sandbox namespace")?;
+        }
         kept.limit(if as_user { Capabilities::NONE } else { Capabilities::PLACES })?;
-        Ok(Inside { confinement: self, places, kept, is_fenced })
+        Ok(Inside { confinement: self, places, kept, is_fenced, connectors })
+    }
+
+    /// The capabilities that stay of those that are needed.
+    fn kept(&self, needed: Capabilities, as_user: bool) -> ferry_isolation::Result<Capabilities> {
+        let kept = if as_user { Capabilities::NONE } else { needed };
+        self.walls.modcaps.as_ref().map_or(Ok(kept), |list| kept.modified(&list.0))
     }
 }
 
@@ -335,9 +355,15 @@ impl Inside {
         self.places.as_ref()?.get(at).map(PathBuf::as_path)
     }
 
+    /// The thread that connects to the server of a share's source, if it needs one.
+    pub fn connector(&mut self, number: usize) -> Option<Connector> {
+        self.connectors.get_mut(number).and_then(Option::take)
+    }
+
     /// Closes the last walls, once sources are open.
     pub fn close(self, shares: &[Share]) -> Result<()> {
-        let Self { confinement: Confinement { walls, roots, wants_handles, .. }, places, kept, is_fenced } = self;
+        let Self { confinement: Confinement { walls, view, wants_handles, .. }, places, kept, is_fenced, .. } = self;
+        let roots = view.roots;
         if walls.sandbox == Some(Sandbox::Chroot) {
             ferry_isolation::change_root(&roots[0].path).context("--sandbox chroot")?;
         }
@@ -347,10 +373,12 @@ impl Inside {
             // Root's memory file systems are mounts of their own.
             let by_mounts = had.can_mount() && shares.iter().any(|share| share.kind() == Kind::Mem);
             let is_root = walls.sandbox == Some(Sandbox::Chroot);
-            let paths = roots.iter().enumerate().map(|(at, root)| match &places {
-                Some(places) => (places[at].clone(), root.read_only),
-                None if is_root => ("/".into(), root.read_only),
-                None => (root.path.clone(), root.read_only),
+            // Who connects to sockets opens no files.
+            let used = roots.iter().enumerate().filter(|(_, root)| root.access != Access::Sockets);
+            let paths = used.map(|(at, root)| match (&places, root.access == Access::ReadOnly) {
+                (Some(places), read_only) => (places[at].clone(), read_only),
+                (None, read_only) if is_root => ("/".into(), read_only),
+                (None, read_only) => (root.path.clone(), read_only),
             });
             let open = |(path, read_only): (PathBuf, bool)| {
                 let dir = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
@@ -359,7 +387,7 @@ impl Inside {
             let dirs = paths.map(open).collect::<Result<Vec<_>>>()?;
             let dirs: Vec<_> = dirs.iter().map(|(dir, read_only)| (dir.as_fd(), *read_only)).collect();
             let fence = if by_handles || by_mounts { Fence::AllFiles } else { Fence::Below(&dirs) };
-            Some(ferry_isolation::fence(fence)?)
+            Some(ferry_isolation::fence(fence, &[])?)
         } else {
             None
         };

@@ -23,7 +23,7 @@ use crate::ninep::Listening;
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::socket::Bound;
-use crate::source::{self, Kind, Prepared, Sources};
+use crate::source::{self, Kind, Sources};
 use crate::state;
 
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
@@ -65,12 +65,12 @@ fn serve_confined(
     let inherited_disks = disk::inherit(disks)?;
     // What is wrong with a source is said before anything is made.
     let mut sources = source::prepare(shares)?;
-    let confinement = Confinement::of(walls, shares, sources.iter().map(Prepared::root), disks)?;
+    let confinement = Confinement::of(walls, shares, &sources, disks)?;
     let mut offered = Disks::open(disks, inherited_disks)?;
     let mut sockets = Sockets::make(shares, inherited)?;
     let kept = state::reach_all(shares)?;
     let mut control = Control::bind();
-    let inside = match confinement.enter()? {
+    let mut inside = match confinement.enter()? {
         Entered::Outside(outside) => {
             // What is kept is the other's: files that it closes are to be closed.
             drop((kept, sources));
@@ -88,7 +88,10 @@ fn serve_confined(
     }
     let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
     signals.release()?;
-    sources.iter_mut().enumerate().try_for_each(|(number, source)| source.arrive(inside.place(number)))?;
+    for (number, source) in sources.iter_mut().enumerate() {
+        let connector = inside.connector(number);
+        source.arrive(inside.place(number), connector)?;
+    }
     inside.close(shares)?;
     let opened = source::begin(sources)?;
     let mut serving = Serving::default();

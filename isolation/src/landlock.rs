@@ -3,9 +3,10 @@
 use std::os::fd::BorrowedFd;
 
 use ::landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr,
+    ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, NetPort, PathBeneath, Ruleset, RulesetAttr,
     RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
+use rustix::fs::FileType;
 
 use crate::{Error, Result};
 
@@ -15,7 +16,8 @@ const KNOWN: ABI = ABI::V6;
 /// What stays inside the fence.
 #[derive(Clone, Copy, Debug)]
 pub enum Fence<'a> {
-    /// Only what is below these directories; `true`: only for reading. Nothing is executed, no device is given commands.
+    /// Only these files and what is below these directories; `true`: only for reading. Nothing is executed, no device is given
+    /// commands.
     Below(&'a [(BorrowedFd<'a>, bool)]),
     /// All files: for servers that open files by handles. The kernel cannot tell in which directory such a file is, and so
     /// would refuse it.
@@ -33,13 +35,13 @@ pub enum Fenced {
     Not,
 }
 
-/// Keeps this thread, and all that it starts, from everything else: files, if some are named, TCP ports and connections, abstract
-/// sockets and signals to processes outside. It also gives up new privileges. Descriptors that are open are not concerned.
+/// Keeps this thread, and all that it starts, from everything else: files, if some are named, TCP ports and connections (but to
+/// these ports, of whatever host), abstract sockets and signals to processes outside. It also gives up new privileges. Descriptors that are open are not concerned.
 ///
 /// # Errors
 /// [`Error::Landlock`]: the kernel refused, which it does not do where it has Landlock or none.
-pub fn fence(fence: Fence<'_>) -> Result<Fenced> {
-    let made = make(fence).map_err(|error| Error::Landlock(error.to_string()))?;
+pub fn fence(fence: Fence<'_>, ports: &[u16]) -> Result<Fenced> {
+    let made = make(fence, ports).map_err(|error| Error::Landlock(error.to_string()))?;
     Ok(match made {
         RulesetStatus::FullyEnforced => Fenced::Wholly,
         RulesetStatus::PartiallyEnforced => Fenced::Partly,
@@ -47,16 +49,27 @@ pub fn fence(fence: Fence<'_>) -> Result<Fenced> {
     })
 }
 
-fn make(fence: Fence<'_>) -> std::result::Result<RulesetStatus, RulesetError> {
+fn make(fence: Fence<'_>, ports: &[u16]) -> std::result::Result<RulesetStatus, RulesetError> {
     let mut rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessNet::from_all(KNOWN))?
         .scope(Scope::from_all(KNOWN))?;
-    let Fence::Below(dirs) = fence else { return Ok(rules.create()?.restrict_self()?.ruleset) };
-    rules = rules.handle_access(AccessFs::from_all(KNOWN))?;
+    let beneath = match fence {
+        Fence::Below(beneath) => {
+            rules = rules.handle_access(AccessFs::from_all(KNOWN))?;
+            beneath
+        }
+        Fence::AllFiles => &[],
+    };
     let mut rules = rules.create()?;
-    for (dir, read_only) in dirs {
-        rules = rules.add_rule(PathBeneath::new(dir, allowed(*read_only)))?;
+    for (place, read_only) in beneath {
+        // Of files the kernel takes no rule about what is done in directories.
+        let is_file = rustix::fs::fstat(place).is_ok_and(|found| !FileType::from_raw_mode(found.st_mode).is_dir());
+        let access = if is_file { AccessFs::from_file(KNOWN) } else { AccessFs::from_all(KNOWN) };
+        rules = rules.add_rule(PathBeneath::new(place, allowed(*read_only) & access))?;
+    }
+    for port in ports {
+        rules = rules.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;
     }
     Ok(rules.restrict_self()?.ruleset)
 }

@@ -4,9 +4,11 @@
 //!
 //! 1. **Namespaces** ([`split`]): of mounts, processes and networks, and of users where that is the price. The server is
 //!    process 1 of its own, and its root is an empty, read-only folder with the shared directories and its own
-//!    `/proc/self/fd` in it. Outside stays a process that passes signals on and waits ([`Outside`]).
+//!    `/proc/self/fd` in it. Outside stays a process that passes signals on and waits ([`Outside`]). Threads that connect to
+//!    servers stay in the host's network; all others leave it ([`leave_network`]).
 //! 2. **Capabilities** ([`Capabilities`]): those that carrying files needs, also in the bounding set.
-//! 3. **Landlock** ([`fence`]): files below the shared directories alone, no TCP, no abstract sockets, no signals to others.
+//! 3. **Landlock** ([`fence`]): files below the shared directories alone, no TCP but to some ports, no abstract sockets, no
+//!    signals to others.
 //! 4. **seccomp** ([`Filter`]): the system calls of each [`Role`], and no others.
 //!
 //! All of them are inherited by threads and can be put on by a thread for itself only: so they are for a process that has
@@ -32,9 +34,9 @@ mod syscalls;
 
 pub use capabilities::Capabilities;
 pub use landlock::{Fence, Fenced, fence};
-pub use namespaces::{Side, change_root, is_possible, split};
+pub use namespaces::{Side, change_root, is_possible, leave_network, split};
 pub use outside::{End, Held, Outside};
-pub use root::Root;
+pub use root::{Access, Root, View};
 pub use syscalls::{Action, Filter, Role};
 
 use rustix::io::Errno;

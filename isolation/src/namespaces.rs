@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal};
 use rustix::thread::UnshareFlags;
 
 use crate::outside::{End, Held, Outside};
-use crate::root::{Root, step};
+use crate::root::{View, step};
 use crate::{Capabilities, Error, Result, root};
 
 /// Which of the two processes this is.
@@ -22,7 +22,7 @@ pub enum Side {
     Inside(Vec<PathBuf>),
 }
 
-/// Splits this process. The child is in namespaces of mounts, processes and networks; without `CAP_SYS_ADMIN` in one of users,
+/// Splits this process. The child is in namespaces of mounts, processes and networks (but for a view with the host's network); without `CAP_SYS_ADMIN` in one of users,
 /// too, in which this user has its own number and everybody else is nobody.
 ///
 /// Only sockets that are bound before are any of the host's; open descriptors stay open in both.
@@ -30,7 +30,7 @@ pub enum Side {
 /// # Errors
 /// The step that failed. On this side the process may then have lost the right to make children: a process that wants to go
 /// on without namespaces asks [`is_possible`] first.
-pub fn split(roots: &[Root]) -> Result<Side> {
+pub fn split(view: &View) -> Result<Side> {
     let threads = fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
     if threads != 1 {
         return Err(Error::Threads(threads));
@@ -63,19 +63,29 @@ pub fn split(roots: &[Root]) -> Result<Side> {
             if poll(&mut polled, Some(&now)).is_ok_and(|found| found > 0) {
                 return Err(Error::Told("the process outside has gone".into()));
             }
-            step(unshare(UnshareFlags::NEWNS | UnshareFlags::NEWNET), || {
-                "no namespaces of mounts and networks can be had".into()
-            })?;
-            root::enter(roots).map(Side::Inside)
+            step(unshare(UnshareFlags::NEWNS), || "no namespace of mounts can be had".into())?;
+            if !view.network {
+                leave_network()?;
+            }
+            root::enter(view).map(Side::Inside)
         }
     }
 }
 
-/// Whether [`split`] would work here, tried by a child that ends at once.
+/// Has this thread, and those that it begins from now on, be in a network of their own in which there is nobody. Threads that it has
+/// begun before stay where they are.
+///
+/// # Errors
+/// [`Error::Namespaces`]: this thread may not make namespaces (any more).
+pub fn leave_network() -> Result<()> {
+    step(unshare(UnshareFlags::NEWNET), || "no namespace of networks can be had".into())
+}
+
+/// Whether [`split`], and leaving the network, would work here, tried by a child that ends at once.
 ///
 /// # Errors
 /// Why not: the step that failed.
-pub fn is_possible(roots: &[Root]) -> Result<()> {
+pub fn is_possible(view: &View) -> Result<()> {
     let (reader, writer) = step(pipe_with(PipeFlags::CLOEXEC), || "no pipe can be had".into())?;
     if let Some(child) = fork()? {
         drop(writer);
@@ -89,9 +99,9 @@ pub fn is_possible(roots: &[Root]) -> Result<()> {
             _ => Err(Error::Told("a process that tried namespaces did not end well".into())),
         };
     }
-    let tried = Held::hold().and_then(|held| Ok((split(roots)?, held)));
+    let tried = Held::hold().and_then(|held| Ok((split(view)?, held)));
     let outcome = match tried {
-        Ok((Side::Inside(_), _)) => Ok(()),
+        Ok((Side::Inside(_), _)) => leave_network(),
         Ok((Side::Outside(outside), held)) => match outside.wait(&held) {
             Ok(End::Status(status)) => exit(status),
             Ok(end) => Err(Error::Told(format!("a process that tried namespaces ended by {end}"))),
@@ -150,7 +160,7 @@ mod tests {
     #[test]
     fn processes_with_threads_are_not_split() {
         // The test harness has one thread for each test and one that waits.
-        let error = split(&[]).expect_err("threads").to_string();
+        let error = split(&View::default()).expect_err("threads").to_string();
         assert!(error.contains("threads already"), "{error}");
     }
 }

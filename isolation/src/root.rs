@@ -18,13 +18,36 @@ const FDS: &str = "proc/self/fd";
 /// Which numbers of users there are.
 const MAP: &str = "proc/self/uid_map";
 
+/// What a directory stays visible for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Its files are used.
+    ReadWrite,
+    /// Its files are read; nobody may change anything below it.
+    ReadOnly,
+    /// Sockets in it are connected to; nobody may change or execute anything below it.
+    Sockets,
+}
+
 /// A directory that stays visible.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Root {
     /// Its path, outside.
     pub path: PathBuf,
-    /// Nobody may change anything below it.
-    pub read_only: bool,
+    /// What for.
+    pub access: Access,
+}
+
+/// What of the host is there for a server in namespaces of its own.
+#[derive(Clone, Debug, Default)]
+pub struct View {
+    /// Directories, each of which has another place inside.
+    pub roots: Vec<Root>,
+    /// Files that keep their places, by absolute paths: as they are now, to be read. One that is replaced by another file of the same
+    /// name stays what it was.
+    pub files: Vec<PathBuf>,
+    /// The host's network is kept for now, for threads that connect to servers; the others leave it ([`leave_network`](crate::leave_network)).
+    pub network: bool,
 }
 
 /// A step of the way, with the kernel's word on it.
@@ -34,11 +57,12 @@ pub(crate) fn step<T>(outcome: rustix::io::Result<T>, words: impl FnOnce() -> St
 
 /// Makes the new root and goes there. Needs a namespace of mounts of this process's own. Answers where the directories are
 /// now, in their order.
-pub(crate) fn enter(roots: &[Root]) -> Result<Vec<PathBuf>> {
+pub(crate) fn enter(View { roots, files, .. }: &View) -> Result<Vec<PathBuf>> {
     // Mounts of the host go on to come in, none of ours goes out.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
     step(rustix::mount::mount_change("/", slave), || "the host's mounts cannot be kept apart".into())?;
     let cloned = roots.iter().map(|root| clone(&root.path, true)).collect::<Result<Vec<_>>>()?;
+    let copies = files.iter().map(|path| clone(path, false)).collect::<Result<Vec<_>>>()?;
     let (fds, map) = (clone(Path::new("/proc/self/fd"), false)?, clone(Path::new("/proc/self/uid_map"), false)?);
     let new = empty()?;
     // /proc is always there; it is only a place to be attached at, and gone with all the rest below.
@@ -50,11 +74,12 @@ pub(crate) fn enter(roots: &[Root]) -> Result<Vec<PathBuf>> {
         let name = format!("{SHARES}/{number}");
         folder(new.as_fd(), &name)?;
         attach(tree.as_fd(), new.as_fd(), &name)?;
-        let mut flags = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV;
-        if root.read_only {
-            flags |= libc::MOUNT_ATTR_RDONLY;
-        }
-        let made = set_flags(tree.as_fd(), flags, true);
+        let flags = match root.access {
+            Access::ReadWrite => 0,
+            Access::ReadOnly => libc::MOUNT_ATTR_RDONLY,
+            Access::Sockets => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOEXEC,
+        };
+        let made = set_flags(tree.as_fd(), flags | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV, true);
         step(made, || format!("the mounts below {} cannot be made nosuid and nodev", root.path.display()))?;
         inside.push(Path::new("/").join(name));
     }
@@ -62,9 +87,24 @@ pub(crate) fn enter(roots: &[Root]) -> Result<Vec<PathBuf>> {
         folder(new.as_fd(), name)?;
     }
     attach(fds.as_fd(), new.as_fd(), FDS)?;
-    let made = rustix::fs::openat(&new, MAP, OFlags::CREATE | OFlags::WRONLY | OFlags::CLOEXEC, Mode::RUSR);
-    drop(step(made, || format!("{MAP} cannot be made"))?);
+    file(new.as_fd(), MAP)?;
     attach(map.as_fd(), new.as_fd(), MAP)?;
+    for (path, copy) in files.iter().zip(&copies) {
+        let name = path.strip_prefix("/").unwrap_or(path);
+        let above: Vec<&Path> = name.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty()).collect();
+        for above in above.into_iter().rev() {
+            match rustix::fs::mkdirat(&new, above, Mode::from_raw_mode(0o755)) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(errno) => step(Err(errno), || format!("/{} cannot be made", above.display()))?,
+            }
+        }
+        let name = name.to_string_lossy();
+        file(new.as_fd(), &name)?;
+        attach(copy.as_fd(), new.as_fd(), &name)?;
+        let flags = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
+        let made = set_flags(copy.as_fd(), flags | libc::MOUNT_ATTR_RDONLY, false);
+        step(made, || format!("{} cannot be made read-only", path.display()))?;
+    }
     step(set_flags(new.as_fd(), libc::MOUNT_ATTR_RDONLY, false), || "the new root cannot be made read-only".into())?;
     step(rustix::process::fchdir(&new), || "the new root cannot be entered".into())?;
     // The old root comes to lie on the new one, and goes: pivot_root(2), "pivot_root(".", ".")".
@@ -91,7 +131,7 @@ fn attach(tree: BorrowedFd<'_>, root: BorrowedFd<'_>, name: &str) -> Result<()> 
 fn empty() -> Result<OwnedFd> {
     let make = || {
         let fs = rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
-        // Folders and one file without contents, and not much more: it is read-only in the end.
+        // Folders and files without contents, and not much more: it is read-only in the end.
         for (key, value) in [("mode", "0755"), ("size", "64k"), ("nr_inodes", "1k")] {
             rustix::mount::fsconfig_set_string(&fs, key, value)?;
         }
@@ -105,6 +145,12 @@ fn empty() -> Result<OwnedFd> {
 
 fn folder(root: BorrowedFd<'_>, name: &str) -> Result<()> {
     step(rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755)), || format!("/{name} cannot be made"))
+}
+
+/// A file without contents, to mount another one on.
+fn file(root: BorrowedFd<'_>, name: &str) -> Result<()> {
+    let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::CLOEXEC;
+    step(rustix::fs::openat(root, name, flags, Mode::RUSR).map(drop), || format!("/{name} cannot be made"))
 }
 
 /// mount_setattr(2), which the library does not have.

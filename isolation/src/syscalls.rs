@@ -13,8 +13,8 @@ mod roles;
 
 pub use roles::Role;
 use roles::{
-    NAMES_AND_USERS, NOT_OF_DISK, NOT_OF_MAPPER, NOT_OF_WORKER, OF_HELPERS, OF_HOLDER, OF_OUTSIDE,
-    OLDER_NOT_OF_THREADS, OLDER_OF_HOLDER, OLDER_OF_OUTSIDE,
+    NAMES_AND_USERS, NOT_OF_CONNECTOR, NOT_OF_DISK, NOT_OF_MAPPER, NOT_OF_WORKER, OF_CONNECTOR, OF_HELPERS, OF_HOLDER,
+    OF_OUTSIDE, OLDER_NOT_OF_THREADS, OLDER_OF_HOLDER, OLDER_OF_OUTSIDE,
 };
 
 /// What becomes of a server that makes a system call that is not its own.
@@ -310,15 +310,6 @@ impl Filter {
     /// # Errors
     /// [`Error::Seccomp`]: there is none for this architecture.
     pub fn of(role: Role, action: Action) -> Result<Self> {
-        let mut filter = Self::compiled(rules(role)?, action)?;
-        if matches!(role, Role::Worker | Role::Disk | Role::Mapper) {
-            // What the server's does about clone3 holds here, too.
-            filter.programs.remove(0);
-        }
-        Ok(filter)
-    }
-
-    fn compiled(rules: BTreeMap<i64, Vec<SeccompRule>>, action: Action) -> Result<Self> {
         let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(wrong)?;
         let action = match action {
             Action::Kill => SeccompAction::KillProcess,
@@ -328,12 +319,20 @@ impl Filter {
         let compiled = |rules, mismatch, matched| -> Result<BpfProgram> {
             SeccompFilter::new(rules, mismatch, matched, arch).and_then(TryInto::try_into).map_err(wrong)
         };
-        // clone3's flags are in memory, where no filter can look. Who is told that there is no such call takes clone.
-        let no_clone3: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
-        #[allow(clippy::cast_sign_loss, reason = "numbers of errors are positive")]
-        let unknown = SeccompAction::Errno(libc::ENOSYS as u32);
-        let programs =
-            vec![compiled(no_clone3, SeccompAction::Allow, unknown)?, compiled(rules, action, SeccompAction::Allow)?];
+        let answered = |rules, errno: i32| {
+            let answer = SeccompAction::Errno(errno.cast_unsigned());
+            compiled(rules, SeccompAction::Allow, answer)
+        };
+        let mut programs = Vec::new();
+        if !matches!(role, Role::Worker | Role::Disk | Role::Mapper) {
+            // clone3's flags are in memory, where no filter can look. Who is told that there is no such call takes clone. Threads of a
+            // server have that from it.
+            programs.push(answered(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?);
+        }
+        if role == Role::Connector {
+            programs.push(answered(refused_of_connector()?, libc::EACCES)?);
+        }
+        programs.push(compiled(rules(role)?, action, SeccompAction::Allow)?);
         Ok(Self { programs })
     }
 
@@ -383,9 +382,35 @@ fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
         Role::Worker => without(&[NOT_OF_WORKER]),
         Role::Disk => without(&[NOT_OF_WORKER, NAMES_AND_USERS, NOT_OF_DISK]),
         Role::Mapper => without(&[NAMES_AND_USERS, NOT_OF_MAPPER]),
+        Role::Connector => {
+            let mut rules: BTreeMap<_, _> = without(&[NAMES_AND_USERS, NOT_OF_CONNECTOR])?;
+            // Of these, [`refused_of_connector`] has what is not allowed.
+            let some = [libc::SYS_mmap, libc::SYS_mprotect];
+            rules.extend(OF_CONNECTOR.iter().chain(&some).map(|call| (*call, Vec::new())));
+            Ok(rules)
+        }
         Role::Outside => only(OF_OUTSIDE, OLDER_OF_OUTSIDE),
         Role::Holder => only(OF_HOLDER, OLDER_OF_HOLDER),
     }
+}
+
+/// What libraries ask for where names are looked up, and can do without: they are told no, and go on. Sockets of kinds that
+/// speak with no server, a kernel's above all, and memory that becomes code, as libraries that are loaded have it.
+fn refused_of_connector() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
+    let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK];
+    let others: Vec<_> = families.iter().map(|family| (0, SeccompCmpOp::Ne, bits(*family))).collect();
+    // SOCK_STREAM is 1, SOCK_DGRAM 2, and what stands above these four bits are flags.
+    let kinds =
+        [(0x4, 0x4), (0x8, 0x8), (0xf, 0x3), (0xf, 0)].map(|(mask, kind)| (1, SeccompCmpOp::MaskedEq(mask), kind));
+    let mut sockets = vec![rule(&others)?];
+    for kind in kinds {
+        sockets.push(rule(&[kind])?);
+    }
+    // Landlock knows TCP, and not those that take its place (MPTCP).
+    sockets.push(rule(&[(2, SeccompCmpOp::Ne, 0)])?);
+    let code = SeccompCmpOp::MaskedEq(bits(libc::PROT_EXEC));
+    let code = || rule(&[(2, code.clone(), bits(libc::PROT_EXEC))]).map(|rule| vec![rule]);
+    Ok(BTreeMap::from([(libc::SYS_socket, sockets), (libc::SYS_mmap, code()?), (libc::SYS_mprotect, code()?)]))
 }
 
 fn of_server() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
@@ -421,7 +446,7 @@ mod tests {
         for action in [Action::Kill, Action::Log, Action::Trap] {
             let one = [Role::Worker, Role::Disk, Role::Mapper].map(|role| (role, 1));
             let two = [Role::Server, Role::Outside, Role::Holder].map(|role| (role, 2));
-            for (role, programs) in one.into_iter().chain(two) {
+            for (role, programs) in one.into_iter().chain(two).chain([(Role::Connector, 3)]) {
                 let filter = Filter::of(role, action).expect("this architecture");
                 assert_eq!(filter.programs.len(), programs, "{role:?}");
             }
@@ -497,6 +522,11 @@ mod tests {
             assert!(not.iter().all(|call| server.contains(call)), "{role:?}");
             assert!(not.iter().all(|call| !calls.contains(call)), "{role:?}");
         }
+        let (connector, more) = (calls(Role::Connector), OF_CONNECTOR.iter().copied().collect());
+        assert!(connector.difference(&server).all(|call| OF_CONNECTOR.contains(call)));
+        assert!(connector.is_superset(&more));
+        let not = NAMES_AND_USERS.iter().chain(NOT_OF_CONNECTOR);
+        assert!(not.clone().all(|call| server.contains(call)) && not.clone().all(|call| !connector.contains(call)));
         for role in [Role::Outside, Role::Holder] {
             assert!(!calls(role).contains(&libc::SYS_openat), "{role:?}");
         }

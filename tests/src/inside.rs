@@ -25,17 +25,22 @@ impl Inside {
         Path::new("/proc").join(self.0.as_raw_nonzero().to_string()).join(name)
     }
 
+    /// Its threads, as they are now.
+    pub fn threads(self) -> Vec<Thread> {
+        let threads = fs::read_dir(self.file("task")).unwrap();
+        let thread = |dir: PathBuf| {
+            // One that ends meanwhile has none of these any more.
+            let (status, network) = (fs::read_to_string(dir.join("status")), fs::read_link(dir.join("ns/net")));
+            let (status, network) = (status.ok()?, network.ok()?);
+            let has_own_network = network != fs::read_link("/proc/self/ns/net").unwrap();
+            Some(Thread { status, has_own_network })
+        };
+        threads.filter_map(|entry| thread(entry.ok()?.path())).collect()
+    }
+
     /// A field of each thread's status.
     pub fn status(self, field: &str) -> Vec<String> {
-        let threads = fs::read_dir(self.file("task")).unwrap();
-        threads
-            // One that ends meanwhile has none any more.
-            .filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok())
-            .map(|text| {
-                let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
-                line.unwrap_or_else(|| panic!("no {field} in {text}")).to_owned()
-            })
-            .collect()
+        self.threads().iter().map(|thread| thread.status(field).to_owned()).collect()
     }
 
     /// That a field is the same for all threads.
@@ -48,12 +53,7 @@ impl Inside {
     /// That no capability of a set is there for any thread but these.
     #[track_caller]
     pub fn has_capabilities(self, bits: u64) {
-        for set in ["CapEff", "CapPrm", "CapBnd"] {
-            self.all_are(set, &format!("{bits:016x}"));
-        }
-        for set in ["CapInh", "CapAmb"] {
-            self.all_are(set, &format!("{:016x}", 0));
-        }
+        self.threads().iter().for_each(|thread| thread.has_capabilities(bits));
     }
 
     /// Whether its namespace is another than ours.
@@ -102,6 +102,36 @@ impl Inside {
     pub fn is_gone(self) -> bool {
         // One that has ended and was not waited for is there, without files.
         fs::read_dir(self.file("fd")).map_or(true, |fds| fds.count() == 0)
+    }
+}
+
+/// A thread of a server.
+#[derive(Clone, Debug)]
+pub struct Thread {
+    status: String,
+    /// Whether its namespace of networks is another than ours.
+    pub has_own_network: bool,
+}
+
+impl Thread {
+    /// A field of its status.
+    #[track_caller]
+    pub fn status(&self, field: &str) -> &str {
+        let line = self.status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
+        line.unwrap_or_else(|| panic!("no {field} in {}", self.status))
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        self.status("Name")
+    }
+
+    /// That it has these capabilities, and can have no others.
+    #[track_caller]
+    pub fn has_capabilities(&self, bits: u64) {
+        for (set, bits) in [("CapEff", bits), ("CapPrm", bits), ("CapBnd", bits), ("CapInh", 0), ("CapAmb", 0)] {
+            assert_eq!(self.status(set), format!("{bits:016x}"), "{set} of {}", self.name());
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use ferry_driver::{Config, Driver};
 use rustix::process::{Signal, kill_process};
 use tempfile::TempDir;
 
@@ -13,9 +14,34 @@ use crate::inside::Inside;
 use crate::mounts::{Started, program};
 use crate::{Place, folder};
 
+/// Somebody who is not root.
+pub const USER: u32 = 1234;
 /// More than any process here takes to begin or end, also on a busy machine.
-const SOON: Duration = Duration::from_secs(60);
-const TICK: Duration = Duration::from_millis(10);
+pub const SOON: Duration = Duration::from_secs(60);
+/// How long to wait before looking again.
+pub const TICK: Duration = Duration::from_millis(10);
+/// Threads that connect to servers, and those that they start.
+const CONNECTORS: [&str; 5] = ["9p-keeper", "9p-reader", "9p-sender", "9p-again", "9p-lock"];
+
+/// Whether this is root: becoming somebody else, and setting up root's own walls, takes that.
+pub fn is_root() -> bool {
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root {
+        eprintln!("skipped: needs root");
+    }
+    is_root
+}
+
+/// A command of some user's.
+pub fn as_user(user: u32, program: &Path) -> Command {
+    if user == rustix::process::geteuid().as_raw() {
+        return Command::new(program);
+    }
+    let user = user.to_string();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program);
+    command
+}
 
 /// A folder of a user's, with the program where everybody may start it.
 #[derive(Debug)]
@@ -28,10 +54,22 @@ impl Home {
     /// A new one.
     pub fn of(user: u32) -> Self {
         let home = Self { folder: folder(Place::Disk), user };
-        crate::copy_program(program(), &home.at("ferry-copy"));
-        fs::set_permissions(home.at("ferry-copy"), fs::Permissions::from_mode(0o755)).unwrap();
+        home.program(program(), "ferry-copy");
         chown(home.folder.path(), Some(user), Some(user)).unwrap();
         home
+    }
+
+    /// Whose it is.
+    pub fn user(&self) -> u32 {
+        self.user
+    }
+
+    /// Copies a program to where the user may start it.
+    pub fn program(&self, program: &Path, name: &str) -> PathBuf {
+        let copy = self.at(name);
+        crate::copy_program(program, &copy);
+        fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).unwrap();
+        copy
     }
 
     /// Its path.
@@ -54,16 +92,17 @@ impl Home {
 
     /// The program, started by the user here, with what stands before it.
     pub fn command(&self, before: &[&str], line: &str) -> Command {
-        let mut words: Vec<String> = before.iter().map(|word| (*word).to_owned()).collect();
-        if self.user != rustix::process::geteuid().as_raw() {
-            let user = self.user.to_string();
-            words.extend(["setpriv", "--reuid", &user, "--regid", &user, "--clear-groups"].map(str::to_owned));
-        }
-        words.push(self.at("ferry-copy").to_str().unwrap().into());
-        words.extend(line.split_whitespace().map(str::to_owned));
-        let mut command = Command::new(&words[0]);
-        command.args(&words[1..]).current_dir(self.folder.path()).env("XDG_RUNTIME_DIR", self.folder.path());
-        command.env_remove("FERRY_LOG");
+        let program = as_user(self.user, &self.at("ferry-copy"));
+        let mut command = match before {
+            [] => program,
+            [first, rest @ ..] => {
+                let mut command = Command::new(first);
+                command.args(rest).arg(program.get_program()).args(program.get_args());
+                command
+            }
+        };
+        command.args(line.split_whitespace()).current_dir(self.folder.path());
+        command.env("XDG_RUNTIME_DIR", self.folder.path()).env_remove("FERRY_LOG");
         command
     }
 
@@ -107,7 +146,35 @@ pub struct Served {
     pub home: Home,
 }
 
+/// What is to be seen and done from behind walls.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Expected<'a> {
+    /// How many directories have places.
+    pub shares: usize,
+    /// The files of the server's home that are open.
+    pub files: &'a [&'a str],
+    /// The capabilities of its threads.
+    pub capabilities: u64,
+    /// The same of those that connect to servers, and whether there are any: these are in our network.
+    pub connector: Option<u64>,
+    /// Files of the host's that can be read, in the order of the alphabet.
+    pub names: &'a [&'a str],
+}
+
 impl Served {
+    /// A guest at its socket `s`, of virtio-fs.
+    pub fn guest(&self) -> Driver {
+        self.guest_at("s")
+    }
+
+    /// The same at another socket.
+    pub fn guest_at(&self, socket: &str) -> Driver {
+        let config = Config { queues: 2, timeout: SOON, ..Config::default() };
+        let mut driver = Driver::connect(self.home.at(socket), config).unwrap();
+        driver.init().unwrap();
+        driver
+    }
+
     /// On standard error.
     pub fn said(&self) -> String {
         self.started.said().1
@@ -140,23 +207,45 @@ impl Served {
     /// That all of its walls stand: these directories can be seen, these files of its home are open, and nothing else can be reached.
     #[track_caller]
     pub fn is_confined(&self, shares: usize, files: &[&str], capabilities: u64) {
-        let inside = self.inside;
+        self.is_behind_walls(&Expected { shares, files, capabilities, ..Expected::default() });
+    }
+
+    /// The same, also of a server that connects to others.
+    #[track_caller]
+    pub fn is_behind_walls(&self, Expected { shares, files, capabilities, connector, names }: &Expected<'_>) {
+        let (shares, inside) = (*shares, self.inside);
         inside.all_are("NoNewPrivs", "1");
         inside.all_are("Seccomp", "2");
-        inside.has_capabilities(capabilities);
-        for namespace in ["mnt", "pid", "net"] {
+        for namespace in ["mnt", "pid"] {
             assert!(inside.has_own(namespace), "{namespace}");
         }
-        assert_eq!(inside.sees(""), ["proc", "share"]);
+        let threads = inside.threads();
+        let (connect, others): (Vec<_>, Vec<_>) =
+            threads.iter().partition(|thread| connector.is_some() && CONNECTORS.contains(&thread.name()));
+        for thread in others {
+            assert!(thread.has_own_network, "{}", thread.name());
+            thread.has_capabilities(*capabilities);
+        }
+        for thread in &connect {
+            assert!(!thread.has_own_network, "{}", thread.name());
+            thread.has_capabilities(connector.unwrap_or_default());
+            assert_eq!(thread.status("Seccomp_filters"), "3", "{}", thread.name());
+        }
+        assert!(connector.is_none() || connect.len() >= 3, "{threads:?}");
+        let etc = (!names.is_empty()).then_some("etc");
+        assert_eq!(inside.sees(""), etc.into_iter().chain(["proc", "share"]).collect::<Vec<_>>());
         let places: Vec<String> = (0..shares).map(|number| number.to_string()).collect();
         assert_eq!(inside.sees("share"), places);
-        let mounts = ["/", "/proc/self/fd", "/proc/self/uid_map"].map(str::to_owned);
-        let mounts: Vec<String> = mounts.into_iter().chain(places.iter().map(|at| format!("/share/{at}"))).collect();
+        let names = names.iter().map(|name| (*name).to_owned());
+        let mounts = ["/proc/self/fd", "/proc/self/uid_map"].map(str::to_owned);
+        let mounts = std::iter::once("/".to_owned()).chain(names).chain(mounts);
+        let mounts: Vec<String> = mounts.chain(places.iter().map(|at| format!("/share/{at}"))).collect();
         assert_eq!(inside.mounts(), mounts);
         assert_eq!(fs::read_link(inside.file("cwd")).unwrap(), Path::new("/"));
         // In another namespace of mounts they have the names that they have there.
         let dirs = inside.open_directories();
-        assert!(dirs.iter().all(|dir| dir.starts_with("/share/") && shares > 0), "{dirs:?}");
+        let is_inside = |dir: &PathBuf| shares > 0 && (dir.starts_with("/share/") || dir == Path::new("/proc/self/fd"));
+        assert!(dirs.iter().all(is_inside), "{dirs:?}");
         let mut expected: Vec<PathBuf> = files.iter().map(|name| self.home.at(name)).collect();
         expected.sort_unstable();
         let found: Vec<_> = inside.open_files().into_iter().filter(|path| path.starts_with(self.home.path())).collect();

@@ -3,92 +3,47 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::os::unix::fs::symlink;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Instant;
 
+use ferry_driver::ROOT;
 use ferry_driver::load::{self, Load, On, Op};
-use ferry_driver::{Config, Driver, ROOT};
 use ferry_isolation::Capabilities;
-use ferry_tests::inside::Inside;
+use ferry_tests::walled::{Home, SOON, Served, TICK, USER, as_user, is_root};
 use ferry_tests::{Place, folder};
-use rustix::process::{Pid, Signal, kill_process};
-use tempfile::TempDir;
+use rustix::process::{Signal, kill_process};
 
-/// Somebody who is not root.
-const USER: u32 = 1234;
-/// More than any process here takes to begin or end, also on a busy machine.
-const SOON: Duration = Duration::from_secs(60);
-const TICK: Duration = Duration::from_millis(10);
 const O_RDWR_CREAT: u32 = 0o102;
 
-/// Becoming somebody else, and setting up root's own walls, takes root.
-fn is_root() -> bool {
-    let is_root = rustix::process::geteuid().is_root();
-    if !is_root {
-        eprintln!("skipped: needs root");
-    }
-    is_root
-}
-
 /// A directory to share, and one beside it that nobody inside may reach; both belong to a user.
-struct Tree(TempDir);
-
-impl Tree {
-    fn of(user: u32) -> Self {
-        let folder = folder(Place::Disk);
-        for dir in ["shared", "outside"] {
-            fs::create_dir(folder.path().join(dir)).unwrap();
-        }
-        fs::write(folder.path().join("outside/secret"), "outside").unwrap();
-        fs::write(folder.path().join("shared/file"), "inside").unwrap();
-        symlink(folder.path().join("outside/secret"), folder.path().join("shared/link")).unwrap();
-        for path in ["", "shared", "outside", "outside/secret", "shared/file"] {
-            chown(folder.path().join(path), Some(user), Some(user)).unwrap();
-        }
-        Self(folder)
+fn tree_of(user: u32) -> Home {
+    let home = Home::of(user);
+    for dir in ["shared", "outside"] {
+        home.make(dir, |path| fs::create_dir(path).unwrap());
     }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
+    for (file, text) in [("outside/secret", "outside"), ("shared/file", "inside")] {
+        home.make(file, |path| fs::write(path, text).unwrap());
     }
-
-    /// A program where everybody may start it.
-    fn program(&self, program: &Path, name: &str) -> PathBuf {
-        let copy = self.at(name);
-        ferry_tests::copy_program(program, &copy);
-        fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).unwrap();
-        copy
-    }
-}
-
-/// A command of somebody else's.
-fn as_user(user: u32, program: &Path) -> Command {
-    if user == rustix::process::geteuid().as_raw() {
-        return Command::new(program);
-    }
-    let user = user.to_string();
-    let mut command = Command::new("setpriv");
-    command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program);
-    command
+    symlink(home.at("outside/secret"), home.at("shared/link")).unwrap();
+    home
 }
 
 /// What becomes of attempts to get out.
 struct Escapes {
-    tree: Tree,
+    tree: Home,
     program: PathBuf,
     user: u32,
 }
 
 impl Escapes {
     fn of(user: u32) -> Self {
-        let tree = Tree::of(user);
+        let tree = tree_of(user);
         let program = tree.program(Path::new(env!("CARGO_BIN_EXE_ferry-escape")), "escape");
         Self { tree, program, user }
     }
@@ -167,6 +122,12 @@ fn each_wall_holds(user: u32) {
     escapes.is_stopped(walls, "signal", &sleeping, &errno(libc::EPERM));
     escapes.works(walls, "below", "file");
     escapes.works(walls, "create", "made");
+    // With a port that may be connected to, all others stay closed.
+    let (other, port) = (TcpListener::bind("127.0.0.1:0").unwrap(), server.local_addr().unwrap().port());
+    let with_port = format!("landlock:{port}");
+    escapes.works(&with_port, "connect", &address);
+    escapes.is_stopped(&with_port, "connect", &other.local_addr().unwrap().to_string(), &errno(libc::EACCES));
+    escapes.is_stopped(&with_port, "open", &secret, &errno(libc::EACCES));
     // What was opened before, to be read: its name leads to it still, and Landlock lets nobody open it to be written.
     escapes.works("namespaces", "again", &secret);
     escapes.is_stopped("namespaces,landlock", "again", &secret, &errno(libc::EACCES));
@@ -196,6 +157,7 @@ fn each_role_is_held_to_its_own() {
         ("worker", &["accept", "receive", "fork", "execute"][..]),
         ("disk", &["accept", "receive", "unlink", "memory", "fork", "execute"]),
         ("mapper", &["accept", "unlink", "thread", "fork", "execute"]),
+        ("connector", &["accept", "receive", "listen", "unlink", "memory", "fork", "execute"]),
         ("outside", &["accept", "receive", "memory", "thread", "fork", "execute"]),
         ("holder", &["memory", "thread", "fork", "execute", "signal"]),
     ];
@@ -217,6 +179,21 @@ fn each_role_is_held_to_its_own() {
     }
     for (attempt, what) in [("below", "file"), ("memory", ""), ("receive", "")] {
         escapes.works("seccomp,mapper", attempt, what);
+    }
+    // It connects, and is told no, without an end, where libraries try what they can do without.
+    let (server, path) = (TcpListener::bind("127.0.0.1:0").unwrap(), escapes.tree.at("socket"));
+    let (address, _listens) = (server.local_addr().unwrap().to_string(), UnixListener::bind(&path).unwrap());
+    let path = path.to_str().unwrap();
+    for (attempt, what) in [("connect", &*address), ("path", path), ("thread", ""), ("below", "file")] {
+        escapes.works("connector", attempt, what);
+    }
+    for attempt in ["netlink", "protocol", "code"] {
+        escapes.is_stopped("connector", attempt, "", &errno(libc::EACCES));
+    }
+    // All others of a server's do not.
+    for role in ["seccomp", "seccomp,worker"] {
+        escapes.is_stopped(role, "connect", &address, SIGSYS);
+        escapes.is_stopped(role, "path", path, SIGSYS);
     }
     for attempt in ["signal", "unlink"] {
         escapes.works("outside", attempt, &std::process::id().to_string());
@@ -241,116 +218,57 @@ fn each_wall_holds_for_others() {
 }
 
 /// The program, sharing a tree.
-struct Served {
-    child: Child,
-    tree: Tree,
-    /// The process that serves.
-    inside: Inside,
+fn serve(user: u32, flags: &str) -> Served {
+    tree_of(user).serve(&line(flags))
 }
 
-impl Served {
-    fn start(user: u32, flags: &str) -> Self {
-        let tree = Tree::of(user);
-        let program = tree.program(ferry_tests::mounts::program(), "ferry-copy");
-        Self::start_by(as_user(user, &program), tree, flags)
-    }
-
-    fn start_by(mut command: Command, tree: Tree, flags: &str) -> Self {
-        command.arg("share").arg(tree.at("shared")).arg("--virtiofs").arg(tree.at("s")).arg("--json");
-        command.args(flags.split_whitespace()).env("XDG_RUNTIME_DIR", tree.at("")).env_remove("FERRY_LOG");
-        let stderr = fs::File::create(tree.at("stderr")).unwrap();
-        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let served = Self { inside: Inside::of(Pid::from_child(&child)), child, tree };
-        let said: serde_json::Value =
-            serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line:?}: {}", served.said()));
-        assert_eq!(said["pid"], served.child.id(), "the process that was started is the one to be told of");
-        served
-    }
-
-    /// On standard error.
-    fn said(&self) -> String {
-        fs::read_to_string(self.tree.at("stderr")).unwrap()
-    }
-
-    fn driver(&self) -> Driver {
-        let mut driver = Driver::connect(self.tree.at("s"), Config { queues: 2, ..Config::default() }).unwrap();
-        driver.init().unwrap();
-        driver
-    }
-
-    /// What does most of what a guest does.
-    fn is_used(&self) {
-        let mut driver = self.driver();
-        let (file, open) = driver.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();
-        assert_eq!(driver.write(file.nodeid, open.fh, 0, b"written").unwrap(), 7);
-        assert_eq!(driver.read(file.nodeid, open.fh, 0, 64).unwrap(), b"written");
-        driver.fsync(file.nodeid, open.fh).unwrap();
-        driver.setxattr(file.nodeid, "user.name", b"value", 0).unwrap();
-        assert_eq!(driver.getxattr(file.nodeid, "user.name").unwrap(), b"value");
-        driver.release(file.nodeid, open.fh).unwrap();
-        let dir = driver.mkdir(ROOT, "dir", 0o755).unwrap();
-        driver.rename(ROOT, "new", dir.nodeid, "moved", 0).unwrap();
-        driver.symlink(dir.nodeid, "link", "/etc/passwd").unwrap();
-        driver.mknod(dir.nodeid, "fifo", libc::S_IFIFO | 0o600, 0).unwrap();
-        driver.tmpfile(ROOT, 0o2, 0o600).unwrap();
-        driver.truncate(file.nodeid, 3).unwrap();
-        let found = driver.lookup(dir.nodeid, "moved").unwrap();
-        let open = driver.open(found.nodeid, 0).unwrap();
-        assert_eq!(driver.read(found.nodeid, open.fh, 0, 64).unwrap(), b"wri");
-        let listing = driver.opendir(ROOT).unwrap();
-        assert!(driver.readdirplus(ROOT, listing.fh, 0, 4096).unwrap().len() >= 5);
-        driver.syncfs().unwrap();
-        driver.statfs(ROOT).unwrap();
-        for (name, is_file) in [("moved", true), ("link", true), ("fifo", true), ("dir", false)] {
-            match is_file {
-                true => driver.unlink(dir.nodeid, name).unwrap(),
-                false => driver.rmdir(ROOT, name).unwrap(),
-            }
-        }
-        assert_eq!(driver.peer(), Some(self.inside.pid().as_raw_nonzero().get().unsigned_abs()));
-    }
-
-    #[track_caller]
-    fn end(&mut self) -> Option<i32> {
-        let end = Instant::now() + SOON;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code();
-            }
-            assert!(Instant::now() < end, "it does not end: {}", self.said());
-            std::thread::sleep(TICK);
-        }
-    }
+fn line(flags: &str) -> String {
+    format!("share shared --virtiofs s --json {flags}")
 }
 
-impl Drop for Served {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+/// Does most of what a guest does.
+fn is_used(served: &Served) {
+    let mut driver = served.guest();
+    let (file, open) = driver.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();
+    assert_eq!(driver.write(file.nodeid, open.fh, 0, b"written").unwrap(), 7);
+    assert_eq!(driver.read(file.nodeid, open.fh, 0, 64).unwrap(), b"written");
+    driver.fsync(file.nodeid, open.fh).unwrap();
+    driver.setxattr(file.nodeid, "user.name", b"value", 0).unwrap();
+    assert_eq!(driver.getxattr(file.nodeid, "user.name").unwrap(), b"value");
+    driver.release(file.nodeid, open.fh).unwrap();
+    let dir = driver.mkdir(ROOT, "dir", 0o755).unwrap();
+    driver.rename(ROOT, "new", dir.nodeid, "moved", 0).unwrap();
+    driver.symlink(dir.nodeid, "link", "/etc/passwd").unwrap();
+    driver.mknod(dir.nodeid, "fifo", libc::S_IFIFO | 0o600, 0).unwrap();
+    driver.tmpfile(ROOT, 0o2, 0o600).unwrap();
+    driver.truncate(file.nodeid, 3).unwrap();
+    let found = driver.lookup(dir.nodeid, "moved").unwrap();
+    let open = driver.open(found.nodeid, 0).unwrap();
+    assert_eq!(driver.read(found.nodeid, open.fh, 0, 64).unwrap(), b"wri");
+    let listing = driver.opendir(ROOT).unwrap();
+    assert!(driver.readdirplus(ROOT, listing.fh, 0, 4096).unwrap().len() >= 5);
+    driver.syncfs().unwrap();
+    driver.statfs(ROOT).unwrap();
+    for (name, is_file) in [("moved", true), ("link", true), ("fifo", true), ("dir", false)] {
+        match is_file {
+            true => driver.unlink(dir.nodeid, name).unwrap(),
+            false => driver.rmdir(ROOT, name).unwrap(),
+        }
     }
+    assert_eq!(driver.peer(), Some(served.inside.pid().as_raw_nonzero().get().unsigned_abs()));
 }
 
 /// What is the same for root and others.
-fn is_confined(served: &Served) {
-    served.is_used();
-    let _stays = served.driver();
-    served.inside.all_are("NoNewPrivs", "1");
-    served.inside.all_are("Seccomp", "2");
+fn is_confined(served: &Served, capabilities: u64) {
+    is_used(served);
+    let _stays = served.guest();
     // The process's two, and one more for those that serve the guest.
     let filters = served.inside.status("Seccomp_filters");
     assert!(["2", "3"].iter().all(|count| filters.iter().any(|found| found == count)), "{filters:?}");
-    for namespace in ["mnt", "pid", "net"] {
-        assert!(served.inside.has_own(namespace), "{namespace}");
-    }
-    assert_eq!(served.inside.sees(""), ["proc", "share"]);
-    assert_eq!(served.inside.sees("share"), ["0"]);
+    // Of the host nothing is left but the shared directory, the folder that holds it, and its own descriptors.
+    served.is_confined(1, &[], capabilities);
     assert_eq!(served.inside.sees("proc/self"), ["fd", "uid_map"]);
     assert_eq!(fs::read_to_string(served.inside.file("root/share/0/file")).unwrap(), "inside");
-    assert_eq!(fs::read_link(served.inside.file("cwd")).unwrap(), Path::new("/"));
-    // Of the host nothing is left but the shared directory, the folder that holds it, and its own descriptors.
-    assert_eq!(served.inside.mounts(), ["/", "/proc/self/fd", "/proc/self/uid_map", "/share/0"]);
     assert_eq!(served.said(), "", "nothing is missing");
 }
 
@@ -359,18 +277,15 @@ fn a_server_of_roots_is_confined() {
     if !is_root() {
         return;
     }
-    let mut served = Served::start(0, "");
-    is_confined(&served);
+    let mut served = serve(0, "");
+    is_confined(&served, Capabilities::of_server(true).bits() & Capabilities::here().unwrap().bits());
     assert!(!served.inside.has_own("user"));
-    let ours = Capabilities::here().unwrap().bits();
-    served.inside.has_capabilities(Capabilities::of_server(true).bits() & ours);
     // A device of the guest's is made, and belongs to whom it says.
-    let mut driver = served.driver();
+    let mut driver = served.guest();
     driver.mknod(ROOT, "null", libc::S_IFCHR | 0o600, 0x103).unwrap();
     drop(driver);
-    kill_process(Pid::from_child(&served.child), Signal::TERM).unwrap();
-    assert_eq!(served.end(), Some(0), "{}", served.said());
-    assert!(!served.tree.at("s").exists(), "the socket is left behind");
+    assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
+    assert!(!served.home.at("s").exists(), "the socket is left behind");
 }
 
 #[test]
@@ -378,20 +293,16 @@ fn a_server_of_somebody_elses_is_confined() {
     if !is_root() {
         return;
     }
-    let mut served = Served::start(USER, "--map-user auto");
-    is_confined(&served);
+    let mut served = serve(USER, "--map-user auto");
+    is_confined(&served, 0);
     assert!(served.inside.has_own("user"));
-    served.inside.has_capabilities(0);
     let map = fs::read_to_string(served.inside.file("uid_map")).unwrap();
     assert_eq!(map.split_whitespace().collect::<Vec<_>>(), [USER.to_string(), USER.to_string(), "1".into()]);
     // Its user reaches its log.
-    let mut asks = as_user(USER, &served.tree.at("ferry-copy"));
-    let asked = asks.arg("log").arg(served.child.id().to_string()).env("XDG_RUNTIME_DIR", served.tree.at("")).output();
-    let asked = asked.unwrap();
+    let asked = served.home.command(&[], &format!("log {}", served.started.pid())).output().unwrap();
     assert!(asked.status.success(), "{asked:?}");
-    kill_process(Pid::from_child(&served.child), Signal::INT).unwrap();
-    assert_eq!(served.end(), Some(0), "{}", served.said());
-    assert!(!served.tree.at("s").exists(), "the socket is left behind");
+    assert_eq!(served.ends_by(Signal::INT), 0, "{}", served.said());
+    assert!(!served.home.at("s").exists(), "the socket is left behind");
 }
 
 #[test]
@@ -404,23 +315,23 @@ fn capabilities_and_filters_are_as_the_flags_say() {
         let kept = Capabilities::of_server(handles).modified(list).unwrap().bits();
         format!("{:016x}", kept & ours)
     };
-    let served = Served::start(0, "--modcaps +sys_admin:-mknod --seccomp none --inode-file-handles never");
-    served.is_used();
+    let served = serve(0, "--modcaps +sys_admin:-mknod --seccomp none --inode-file-handles never");
+    is_used(&served);
     served.inside.all_are("CapEff", &bits("+sys_admin:-mknod", false));
     served.inside.all_are("CapBnd", &bits("+sys_admin:-mknod", false));
     served.inside.all_are("Seccomp", "0");
     // Landlock's fence is around files, too, where none is opened by handle; the rest of the server's life is as before.
-    let served = Served::start(0, "--inode-file-handles never --sandbox namespace --seccomp kill");
-    served.is_used();
+    let served = serve(0, "--inode-file-handles never --sandbox namespace --seccomp kill");
+    is_used(&served);
     served.inside.all_are("CapEff", &bits("-sys_admin", false));
 
     for (sandbox, root) in [("chroot", None), ("none", Some("/"))] {
-        let served = Served::start(0, &format!("--sandbox {sandbox}"));
-        served.is_used();
+        let served = serve(0, &format!("--sandbox {sandbox}"));
+        is_used(&served);
         served.inside.all_are("CapEff", &bits("-sys_admin", true));
         served.inside.all_are("Seccomp", "2");
-        assert!(served.inside.pid() == Pid::from_child(&served.child) && !served.inside.has_own("mnt"));
-        let expected = root.map_or_else(|| served.tree.at("shared"), PathBuf::from);
+        assert!(served.inside.pid() == served.started.pid() && !served.inside.has_own("mnt"));
+        let expected = root.map_or_else(|| served.home.at("shared"), PathBuf::from);
         assert_eq!(fs::read_link(served.inside.file("root")).unwrap(), expected);
     }
 }
@@ -429,24 +340,24 @@ fn capabilities_and_filters_are_as_the_flags_say() {
 fn the_two_processes_end_together() {
     let user = rustix::process::geteuid().as_raw();
     // The one outside is killed.
-    let mut served = Served::start(user, "");
-    if served.inside.pid() == Pid::from_child(&served.child) {
+    let mut served = serve(user, "");
+    if served.inside.pid() == served.started.pid() {
         eprintln!("skipped: no namespaces here: {}", served.said());
         return;
     }
-    kill_process(Pid::from_child(&served.child), Signal::KILL).unwrap();
-    served.end();
+    kill_process(served.started.pid(), Signal::KILL).unwrap();
+    served.started.wait(SOON).unwrap();
     let end = Instant::now() + SOON;
     while !served.inside.is_gone() {
         assert!(Instant::now() < end, "the server outlives the process that was started");
         std::thread::sleep(TICK);
     }
     // The one inside is.
-    let mut served = Served::start(user, "");
+    let mut served = serve(user, "");
     kill_process(served.inside.pid(), Signal::KILL).unwrap();
-    assert_eq!(served.end(), Some(128 + 9));
+    assert_eq!(served.ends(), 128 + 9);
     assert!(served.said().contains("ended by signal 9"), "{}", served.said());
-    assert!(!served.tree.at("s").exists(), "the socket is left behind");
+    assert!(!served.home.at("s").exists(), "the socket is left behind");
 }
 
 /// Where no namespace of users can be had, the program says what is missing, and goes on only if nobody has insisted.
@@ -458,25 +369,19 @@ fn what_cannot_be_had_is_said() {
     // Of this namespace no other may be made.
     const SCRIPT: &str =
         "echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all \"$@\"";
-    let command = |tree: &Tree| {
-        let program = tree.program(ferry_tests::mounts::program(), "ferry-copy");
-        let mut command = Command::new("unshare");
-        command.args(["--user", "--map-root-user", "sh", "-c", SCRIPT, "sh"]).arg(program);
-        command
-    };
-    let tree = Tree::of(0);
-    let served = Served::start_by(command(&tree), tree, "");
+    let before = ["unshare", "--user", "--map-root-user", "sh", "-c", SCRIPT, "sh"];
+    let tree = tree_of(0);
+    let command = tree.command(&before, &line(""));
+    let served = tree.serve_by(command);
     let said = served.said();
     assert!(said.contains("no namespaces of its own") && said.contains("namespace of users"), "{said}");
-    served.is_used();
+    is_used(&served);
     served.inside.all_are("Seccomp", "2");
     served.inside.all_are("CapEff", &format!("{:016x}", 0));
     assert!(!served.inside.has_own("mnt"));
 
-    let tree = Tree::of(0);
-    let mut insists = command(&tree);
-    insists.arg("share").arg(tree.at("shared")).arg("--virtiofs").arg(tree.at("s")).args(["--sandbox", "namespace"]);
-    let output = insists.stdin(Stdio::null()).env_remove("FERRY_LOG").output().unwrap();
+    let tree = tree_of(0);
+    let output = tree.command(&before, &line("--sandbox namespace")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("--sandbox namespace") && said.contains("namespace of users"), "{said}");
@@ -491,9 +396,9 @@ fn one_that_is_bound_to_a_cpu_polls() {
         eprintln!("skipped: needs two CPUs");
         return;
     }
-    let mut command = Command::new("taskset");
-    command.args(["--cpu-list", "0"]).arg(ferry_tests::mounts::program());
-    let served = Served::start_by(command, Tree::of(0), "--queues 1");
+    let tree = tree_of(rustix::process::geteuid().as_raw());
+    let command = tree.command(&["taskset", "--cpu-list", "0"], &line("--queues 1"));
+    let served = tree.serve_by(command);
     let load = Load {
         on: On::File("new".into()),
         size: Some(1 << 20),
@@ -518,7 +423,7 @@ fn one_that_is_bound_to_a_cpu_polls() {
     // Whoever else works on this machine, the other tests among them, may keep it from polling for a while.
     let end = Instant::now() + SOON;
     loop {
-        let kicks = load::run(&served.tree.at("s"), &load).unwrap().kicks_per_request;
+        let kicks = load::run(&served.home.at("s"), &load).unwrap().kicks_per_request;
         if kicks < 0.5 {
             break;
         }
@@ -533,8 +438,9 @@ fn what_does_not_fit_is_refused() {
     let folder = folder(Place::Disk);
     for (line, words) in [
         ("share mem --mount m --sandbox namespace", "is mounted on this host"),
-        ("share 9p:unix:none --virtiofs s --seccomp kill", "connected to anew"),
         ("share mem --virtiofs s --sandbox chroot", "one shared directory"),
+        ("share 9p:tcp:127.0.0.1:1 --virtiofs s --sandbox chroot", "one shared directory"),
+        ("share 9p:unix:none --virtiofs s --seccomp kill", "cannot reach the 9P server at unix:none: No such file"),
         ("share . --virtiofs s --modcaps everything", "no list of capabilities"),
     ] {
         let mut command = Command::new(ferry_tests::mounts::program());

@@ -13,25 +13,11 @@ use ferry_driver::{Config, Driver};
 use ferry_isolation::Capabilities;
 use ferry_tests::disks::model::SECTOR_BYTES;
 use ferry_tests::disks::{FEATURES, Load, tool};
-use ferry_tests::walled::{Home, Served};
+use ferry_tests::walled::{Home, SOON, Served, TICK, USER, is_root};
 use rustix::process::{Signal, kill_process};
 
-/// Somebody who is not root.
-const USER: u32 = 1234;
-/// More than any process here takes to begin or end, also on a busy machine.
-const SOON: Duration = Duration::from_secs(60);
-const TICK: Duration = Duration::from_millis(10);
 const SECTORS: usize = 8192;
 const BYTES: u64 = (SECTORS * SECTOR_BYTES) as u64;
-
-/// Becoming somebody else takes root.
-fn is_root() -> bool {
-    let is_root = rustix::process::geteuid().is_root();
-    if !is_root {
-        eprintln!("skipped: needs root");
-    }
-    is_root
-}
 
 /// A raw disk in a user's home.
 fn home_of(user: u32) -> Home {
@@ -183,8 +169,7 @@ fn disks_beside_shares_are_confined() {
     served.inside.has_capabilities(Capabilities::of_server(true).bits() & ours);
     assert_eq!(served.inside.mounts(), ["/", "/proc/self/fd", "/proc/self/uid_map", "/share/0"]);
     drop(driver);
-    let mut guest = Driver::connect(served.home.at("v"), Config { queues: 2, ..Config::default() }).unwrap();
-    guest.init().unwrap();
+    let mut guest = served.guest_at("v");
     guest.mkdir(ferry_driver::ROOT, "made", 0o755).unwrap();
     assert!(served.home.at("dir/made").is_dir());
     drop(guest);

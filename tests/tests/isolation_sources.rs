@@ -4,25 +4,13 @@
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
-use std::time::Duration;
 
-use ferry_driver::{Config, Driver, ROOT};
+use ferry_driver::{Driver, ROOT};
 use ferry_isolation::Capabilities;
-use ferry_tests::walled::{Home, Served};
+use ferry_tests::walled::{Home, Served, USER, is_root};
 use rustix::process::Signal;
 
-/// Somebody who is not root.
-const USER: u32 = 1234;
 const O_RDWR_CREAT: u32 = 0o102;
-
-/// Becoming somebody else takes root.
-fn is_root() -> bool {
-    let is_root = rustix::process::geteuid().is_root();
-    if !is_root {
-        eprintln!("skipped: needs root");
-    }
-    is_root
-}
 
 /// A home with an image of a tree, of this layout.
 fn image_of(user: u32, layout: &str) -> Home {
@@ -35,16 +23,9 @@ fn image_of(user: u32, layout: &str) -> Home {
     home
 }
 
-fn connect(served: &Served) -> Driver {
-    let config = Config { queues: 2, timeout: Duration::from_secs(60), ..Config::default() };
-    let mut driver = Driver::connect(served.home.at("s"), config).unwrap();
-    driver.init().unwrap();
-    driver
-}
-
 /// Reads a file of the image by virtio-fs, and by 9P.
 fn is_read(served: &Served, name: &str) -> Driver {
-    let mut driver = connect(served);
+    let mut driver = served.guest();
     let found = driver.lookup(ROOT, name).unwrap();
     let open = driver.open(found.nodeid, 0).unwrap();
     let expected = name.repeat(200_000).into_bytes();
@@ -137,7 +118,7 @@ fn images_of_composefs_are_confined() {
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 
     let mut served = served.home.serve("share image:image --store store --virtiofs s --json");
-    let mut driver = connect(&served);
+    let mut driver = served.guest();
     let bad = ["one", "two"].into_iter().any(|name| {
         let found = driver.lookup(ROOT, name).unwrap();
         let open = driver.open(found.nodeid, 0).unwrap();
@@ -154,7 +135,7 @@ fn persistent_memory_is_confined(user: u32) {
     const LINE: &str = "share pmem:p --size 8M --tier2 cold --tier2-size 8M --virtiofs s --json --log debug";
     let mut served = Home::of(user).serve(LINE);
     served.says("confined namespaces=true landlock=Some(Wholly) capabilities=none seccomp=Some(Kill)");
-    let mut guest = connect(&served);
+    let mut guest = served.guest();
     let (file, open) = guest.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();
     let data = vec![7; 1 << 20];
     for piece in 0..10 {
@@ -168,7 +149,7 @@ fn persistent_memory_is_confined(user: u32) {
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 
     let mut served = served.home.serve(LINE);
-    let mut guest = connect(&served);
+    let mut guest = served.guest();
     let found = guest.lookup(ROOT, "new").unwrap();
     let open = guest.open(found.nodeid, 0).unwrap();
     assert_eq!(guest.read(found.nodeid, open.fh, 9 << 20, 64 << 10).unwrap(), data[..64 << 10]);

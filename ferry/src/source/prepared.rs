@@ -6,14 +6,17 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use ferry_image::{Image, Objects, Source, objects_folder};
-use ferry_isolation::Root;
+use ferry_isolation::{Access, Root};
 use ferry_mem::pmem;
+use ferry_remote::Connector;
 use ferry_vfs::FileSystem;
 
 use super::{Kind, Options, Sources, is_new, ours};
 use crate::cli::Share;
+use crate::remote::{Distant, Server};
+use crate::sandbox::Reach;
 
-/// The source of a share on its way behind walls. Until it is begun it has no thread, and until it has arrived no descriptor of a
+/// The source of a share on its way behind walls. Until it is begun it has no thread, but for one that waits to connect to its server, and until it has arrived no descriptor of a
 /// directory: one of the host's would be a way out.
 pub struct Prepared {
     kind: Kind,
@@ -30,6 +33,10 @@ enum Stage {
     Source(Source),
     /// A persistent memory file system, of which nothing is opened any more, and whether it is made just now.
     Pmem(pmem::Opened, bool),
+    /// A server, which has not been connected to yet.
+    Server(Distant),
+    /// The same, and the thread that is going to do that.
+    Reaching(Distant, Connector),
     /// It is open, and needs nothing else.
     Open(Arc<dyn FileSystem>),
     /// The one of an earlier share.
@@ -58,7 +65,11 @@ pub fn prepare(shares: &[Share]) -> Result<Vec<Prepared>> {
                 let is_new = is_new(path);
                 Stage::Pmem(pmem::open_files(path, &options.pmem())?, is_new)
             }
-            (Kind::Dir(_) | Kind::Mem | Kind::Ninep(_), _) => {
+            (Kind::Ninep(address), _) => {
+                let server = Server::of(address).map_err(anyhow::Error::msg)?;
+                Stage::Server(options.remote.prepare(server)?)
+            }
+            (Kind::Dir(_) | Kind::Mem, _) => {
                 drop(Sources::default().open(share)?);
                 Stage::Outside
             }
@@ -72,17 +83,28 @@ impl Prepared {
     /// What has to stay visible for it.
     pub fn root(&self) -> Option<Root> {
         match (&self.kind, &self.stage) {
-            (Kind::Dir(path), _) => Some(Root { path: path.clone(), read_only: self.options.dir.read_only }),
+            (Kind::Dir(path), _) => {
+                let access = if self.options.dir.read_only { Access::ReadOnly } else { Access::ReadWrite };
+                Some(Root { path: path.clone(), access })
+            }
+            (_, Stage::Server(server)) => {
+                server.folder().map(|folder| Root { path: folder.into(), access: Access::Sockets })
+            }
             (_, Stage::Image(_, folder)) => {
                 let path = folder.canonicalize().unwrap_or_else(|_| folder.clone());
-                Some(Root { path, read_only: true })
+                Some(Root { path, access: Access::ReadOnly })
             }
             _ => None,
         }
     }
 
-    /// Opens, inside, what has a place there; without one it is where it always was.
-    pub fn arrive(&mut self, place: Option<&Path>) -> Result<()> {
+    /// How it reaches its server, if it has one.
+    pub fn reach(&self) -> Option<Reach> {
+        if let Stage::Server(server) = &self.stage { Some(server.reach()) } else { None }
+    }
+
+    /// Opens, inside, what has a place there; without one it is where it always was. `connector` is for those that reach for a server.
+    pub fn arrive(&mut self, place: Option<&Path>, connector: Option<Connector>) -> Result<()> {
         let stage = std::mem::replace(&mut self.stage, Stage::Outside);
         self.stage = match stage {
             Stage::Outside => {
@@ -91,6 +113,10 @@ impl Prepared {
             }
             Stage::Image(image, folder) => {
                 Stage::Source(Source::at_rest_seen(image, &folder, place.unwrap_or(&folder))?)
+            }
+            Stage::Server(server) => {
+                let connector = connector.context("no thread was begun to connect to the server")?;
+                Stage::Reaching(server.seen_at(place), connector)
             }
             other => other,
         };
@@ -104,6 +130,7 @@ pub fn begin(prepared: Vec<Prepared>) -> Result<Vec<Arc<dyn FileSystem>>> {
     for Prepared { kind, options, stage } in prepared {
         let source = match stage {
             Stage::Open(source) => source,
+            Stage::Reaching(server, connector) => server.connect(connector)?,
             Stage::Source(source) => {
                 source.begin();
                 Arc::new(source)
@@ -113,7 +140,7 @@ pub fn begin(prepared: Vec<Prepared>) -> Result<Vec<Arc<dyn FileSystem>>> {
                 if is_new { ours(source)? } else { source }
             }
             Stage::Same(at) => Arc::clone(begun.get(at).context("an earlier share has no source")?),
-            Stage::Outside | Stage::Image(..) => options.open(&kind)?,
+            Stage::Outside | Stage::Image(..) | Stage::Server(_) => options.open(&kind)?,
         };
         begun.push(source);
     }

@@ -14,6 +14,9 @@ pub enum Role {
     /// The thread of it that has files mapped in a guest's window: it speaks with the VMM, opens files, and writes to them. It makes
     /// and removes no names, acts for no other user, and starts no threads.
     Mapper,
+    /// The thread of a source that connects to its server, again whenever the connection is lost, and those that it starts: they read
+    /// what the server says, and look up its name. No thread of a server's process has it from there: it begins before.
+    Connector,
     /// The process that stays outside, to wait, to pass signals on, and to remove the files of sockets.
     Outside,
     /// The process that holds descriptors for one server after another, and opens nothing.
@@ -21,14 +24,13 @@ pub enum Role {
 }
 
 /// Of a server's, those that a worker does without: to take connections and what comes over them (descriptors, above all), and to
-/// change what holds for the whole process. It does send: descriptors with `--state`, and what it logs; and makes files in memory, for `mem`
-/// without privileges.
+/// change what holds for the whole process. It does send: descriptors with `--state`, requests to a 9P server, whose connection it ends if that
+/// fails, and what it logs; and makes files in memory, for `mem` without privileges.
 pub(super) const NOT_OF_WORKER: &[libc::c_long] = &[
     libc::SYS_accept,
     libc::SYS_accept4,
     libc::SYS_recvmsg,
     libc::SYS_recvfrom,
-    libc::SYS_shutdown,
     libc::SYS_getsockname,
     libc::SYS_getpeername,
     libc::SYS_getsockopt,
@@ -80,6 +82,7 @@ pub(super) const NAMES_AND_USERS: &[libc::c_long] = &[
 /// Of a worker's, those that one of a disk does without besides: its files are open, and all that it does to them is to move, free and
 /// flush bytes. It may ask for files that are not there, as libraries do now and then to learn of the machine.
 pub(super) const NOT_OF_DISK: &[libc::c_long] = &[
+    libc::SYS_shutdown,
     libc::SYS_splice,
     libc::SYS_tee,
     libc::SYS_vmsplice,
@@ -113,6 +116,56 @@ pub(super) const NOT_OF_MAPPER: &[libc::c_long] = &[
     libc::SYS_sched_setscheduler,
     libc::SYS_rt_sigtimedwait,
     libc::SYS_seccomp,
+];
+
+/// Of a server's, those that a thread which connects to a 9P server does without besides. It opens a few files, to look up names, and wakes
+/// others; no descriptors come over its sockets, it waits for nobody who connects, and starts no transfer.
+pub(super) const NOT_OF_CONNECTOR: &[libc::c_long] = &[
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_recvmsg,
+    libc::SYS_socketpair,
+    libc::SYS_splice,
+    libc::SYS_tee,
+    libc::SYS_vmsplice,
+    libc::SYS_sendfile,
+    libc::SYS_copy_file_range,
+    libc::SYS_sync_file_range,
+    libc::SYS_syncfs,
+    libc::SYS_fallocate,
+    libc::SYS_ftruncate,
+    libc::SYS_truncate,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_io_setup,
+    libc::SYS_io_submit,
+    libc::SYS_timerfd_create,
+    libc::SYS_pipe2,
+    libc::SYS_chdir,
+    libc::SYS_utimensat,
+    libc::SYS_capset,
+    libc::SYS_memfd_create,
+    libc::SYS_mlock,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_sched_setscheduler,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_seccomp,
+];
+
+/// What it does that nobody else may. Which sockets, [`refused_of_connector`](super::refused_of_connector) says.
+pub(super) const OF_CONNECTOR: &[libc::c_long] = &[
+    libc::SYS_socket,
+    libc::SYS_connect,
+    // Questions to a name server.
+    libc::SYS_sendmmsg,
+    // Some C libraries open `/etc/hosts` by it.
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_open,
 ];
 
 /// The older names of the same, and of what none of these threads does by them.

@@ -1,7 +1,6 @@
 //! What all parts of a client share.
 
 use std::sync::{Arc, Mutex, Weak};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ferry_vfs::{Attr, Changes, Errno, Handles, Ino, Result, SetAttr};
@@ -15,9 +14,8 @@ use crate::line::{Fail, Line, Outcome, lock};
 use crate::link::Link;
 use crate::listing::OpenDir;
 use crate::locks::Parked;
-use crate::options::{self, Error, Options};
+use crate::options::{self, Error};
 use crate::session::{Held, Session};
-use crate::transport::Transport;
 
 /// How often the keeper looks whether some request is overdue.
 const TICK: Duration = Duration::from_secs(1);
@@ -59,8 +57,7 @@ pub(crate) fn attributes(reply: Reply<'_>) -> Option<Getattr> {
 pub(crate) const WANTED: u64 = valid::BASIC | valid::BTIME | valid::GENERATION;
 
 impl Shared {
-    pub(crate) fn new(transport: Arc<dyn Transport>, options: Options) -> std::result::Result<Arc<Self>, Error> {
-        let link = Link::new(transport, options)?;
+    pub(crate) fn new(link: Link) -> std::result::Result<Arc<Self>, Error> {
         let inodes = Inodes::new(link.current().root_qid);
         let wants_cache = link.options.cache != options::Cache::None;
         let mut limits = Limits { message_bytes_max: Self::message_bytes(&link.current()), ..Limits::default() };
@@ -68,7 +65,8 @@ impl Shared {
             // Others would wait behind what nobody waits for.
             limits.around_bytes_max = 0;
         }
-        let cache = wants_cache.then(|| Cache::new(limits)).transpose().map_err(Error::Threads)?;
+        let cache = wants_cache.then(|| Cache::new(limits)).transpose();
+        let cache = cache.inspect_err(|_| link.end()).map_err(Error::Threads)?;
         Ok(Arc::new(Self {
             link,
             inodes,
@@ -79,12 +77,6 @@ impl Shared {
             cache,
             waiting: Mutex::default(),
         }))
-    }
-
-    /// Starts the thread that looks after the connection.
-    pub(crate) fn keep(self: &Arc<Self>) -> std::io::Result<JoinHandle<()>> {
-        let shared = Arc::downgrade(self);
-        std::thread::Builder::new().name("9p-keeper".into()).spawn(move || keep(&shared))
     }
 
     /// The attributes of a file.
@@ -194,7 +186,7 @@ impl Inode {
 
 /// What the keeper does: see to it that requests end, that a lost connection is made anew, and that locks which nobody waits
 /// for any more are given up.
-fn keep(shared: &Weak<Shared>) {
+pub(crate) fn keep(shared: &Weak<Shared>) {
     loop {
         let Some(shared) = shared.upgrade() else { return };
         let tick = if shared.parked.is_empty() { TICK } else { TICK_PARKED };

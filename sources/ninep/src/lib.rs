@@ -37,6 +37,7 @@
 mod beside;
 pub mod cache;
 mod client;
+mod connector;
 mod data;
 mod file;
 mod fs;
@@ -53,11 +54,13 @@ mod tls;
 mod transport;
 mod xattr;
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
 use client::Shared;
+pub use connector::Connector;
+use link::Link;
 pub use options::{Cache, Error, Options};
 #[cfg(feature = "tls")]
 pub use tls::{Tls, TlsError};
@@ -98,6 +101,14 @@ impl Client {
     /// # Errors
     /// [`Error`]: it cannot be reached, is no server of 9P2000.L, or does not let this user attach.
     pub fn connect(transport: Arc<dyn Transport>, options: Options) -> Result<Self, Error> {
+        Self::connect_by(Connector::begin(|| ()).map_err(Error::Threads)?, transport, options)
+    }
+
+    /// The same by a thread that is there already: it makes all connections, this one and those that take its place.
+    ///
+    /// # Errors
+    /// Those of [`Self::connect`].
+    pub fn connect_by(connector: Connector, transport: Arc<dyn Transport>, options: Options) -> Result<Self, Error> {
         let bad = |what, value: u64, min: u64, max: u64| Err(Error::Option { what, value, min, max });
         if !MSIZE.contains(&options.msize) {
             return bad("msize", options.msize.into(), (*MSIZE.start()).into(), (*MSIZE.end()).into());
@@ -109,9 +120,23 @@ impl Client {
             let (min, max) = (*CONNECTIONS.start() as u64, *CONNECTIONS.end() as u64);
             return bad("connections", options.connections as u64, min, max);
         }
-        let shared = Shared::new(transport, options)?;
-        let keeper = shared.keep().inspect_err(|_| shared.link.end()).map_err(Error::Threads)?;
-        Ok(Self { shared, keeper: Some(keeper) })
+        let ((made, link), (known, shared)) = (mpsc::channel(), mpsc::channel());
+        let work = move || {
+            let outcome = Link::new(transport, options);
+            // Whoever has no use for it drops the other end.
+            if made.send(outcome).is_ok()
+                && let Ok(shared) = shared.recv()
+            {
+                client::keep(&shared);
+            }
+        };
+        let keeper = connector.start(Box::new(work)).map_err(Error::Threads)?;
+        let link = link.recv().map_err(|_| Error::Threads(connector::has_ended()))??;
+        let shared = Shared::new(link)?;
+        let client = Self { shared, keeper: Some(keeper) };
+        // It waits for this.
+        drop(known.send(Arc::downgrade(&client.shared)));
+        Ok(client)
     }
 
     /// What it has done so far, and what it holds.

@@ -1,7 +1,7 @@
 //! Puts walls around itself, as a server does, and tries to get out: `ferry-escape WALLS DIR ATTEMPT [WHAT]`.
 //!
-//! Walls are a list of `namespaces`, `capabilities`, `landlock`, `seccomp`, `seccomp-log`, `seccomp-trap`, of a role with less,
-//! `worker`, `disk`, `mapper`, `outside`, `holder`, or `none`; the directory is what stays inside. Says `worked`, or the number of the error.
+//! Walls are a list of `namespaces`, `capabilities`, `landlock`, `landlock:PORT`, `seccomp`, `seccomp-log`, `seccomp-trap`, of a role with less,
+//! `worker`, `disk`, `mapper`, `connector`, `outside`, `holder`, or `none`; the directory is what stays inside. Says `worked`, or the number of the error.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -15,7 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-use ferry_isolation::{Action, Capabilities, Fence, Filter, Held, Role, Root, Side};
+use ferry_isolation::{Access, Action, Capabilities, Fence, Filter, Held, Role, Root, Side, View};
 use rustix::fs::{FileType, Mode, OFlags, makedev, mknodat, openat};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
@@ -30,8 +30,9 @@ fn main() -> ExitCode {
     let before = (attempt == "again").then(|| File::open(&what[0]).unwrap());
     if walls.contains(&"namespaces") {
         let held = Held::hold().unwrap();
-        ferry_isolation::is_possible(&[]).unwrap();
-        match ferry_isolation::split(&[Root { path: dir, read_only: false }]).unwrap() {
+        ferry_isolation::is_possible(&View::default()).unwrap();
+        let view = View { roots: vec![Root { path: dir, access: Access::ReadWrite }], ..View::default() };
+        match ferry_isolation::split(&view).unwrap() {
             Side::Outside(outside) => return outside.wait(&held).unwrap().status().into(),
             Side::Inside(places) => dir = places[0].clone(),
         }
@@ -41,8 +42,10 @@ fn main() -> ExitCode {
     if walls.contains(&"capabilities") {
         Capabilities::of_server(false).limit(Capabilities::NONE).unwrap();
     }
-    if walls.contains(&"landlock") {
-        let fenced = ferry_isolation::fence(Fence::Below(&[(share.as_fd(), false)])).unwrap();
+    if let Some(landlock) = walls.iter().find_map(|wall| wall.strip_prefix("landlock")) {
+        // The only port that can be connected to.
+        let ports: Vec<u16> = landlock.strip_prefix(':').map(|port| port.parse().unwrap()).into_iter().collect();
+        let fenced = ferry_isolation::fence(Fence::Below(&[(share.as_fd(), false)]), &ports).unwrap();
         assert_ne!(fenced, ferry_isolation::Fenced::Not);
     }
     for (word, action) in [("seccomp", Action::Kill), ("seccomp-log", Action::Log), ("seccomp-trap", Action::Trap)] {
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
         ("worker", Role::Worker),
         ("disk", Role::Disk),
         ("mapper", Role::Mapper),
+        ("connector", Role::Connector),
         ("outside", Role::Outside),
         ("holder", Role::Holder),
     ];
@@ -79,6 +83,17 @@ fn try_to(attempt: &str, what: &str, share: &File) -> io::Result<()> {
         "below" => Ok(below(what, OFlags::RDONLY)?),
         "create" => Ok(below(what, OFlags::WRONLY | OFlags::CREATE)?),
         "connect" => TcpStream::connect(what).map(drop),
+        "path" => UnixStream::connect(what).map(drop),
+        "netlink" => {
+            use rustix::net::{AddressFamily, SocketType, socket};
+            Ok(socket(AddressFamily::NETLINK, SocketType::RAW, None).map(drop)?)
+        }
+        "protocol" => {
+            use rustix::net::{AddressFamily, SocketType, ipproto, socket};
+            // Another protocol than the one that belongs to the kind, as far as the filter can tell.
+            Ok(socket(AddressFamily::INET, SocketType::STREAM, Some(ipproto::TCP)).map(drop)?)
+        }
+        "listen" => std::net::TcpListener::bind("127.0.0.1:0").map(drop),
         "abstract" => UnixStream::connect_addr(&SocketAddr::from_abstract_name(what)?).map(drop),
         "signal" => {
             let pid = what.parse().ok().and_then(Pid::from_raw).unwrap();

@@ -1,0 +1,307 @@
+//! The walls around a server that shares a 9P server's tree again: they stand, and the server behind is reached through them, also after
+//! it was away.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+#[path = "../../exports/ninep/tests/common/certificates.rs"]
+mod certificates;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::os::unix::fs::chown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use certificates::Certificates;
+use ferry_driver::ROOT;
+use ferry_isolation::Capabilities;
+use ferry_tests::walled::{Expected, Home, SOON, Served, TICK, USER, is_root};
+use rustix::process::Signal;
+
+const O_RDWR_CREAT: u32 = 0o102;
+/// The words with which a server that has only connections says what stands around it.
+const ALL: &str = "confined namespaces=true landlock=Some(Wholly) capabilities=none seccomp=Some(Kill)";
+
+/// A 9P server of a tree, in a home of its user's.
+fn server(user: u32, address: &str) -> Served {
+    let home = Home::of(user);
+    home.make("tree", |tree| fs::create_dir(tree).unwrap());
+    home.serve(&format!("share tree --9p {address} --json"))
+}
+
+/// The same once more, after it was killed.
+fn again(mut server: Served, address: &str) -> Served {
+    server.started.kill();
+    server.home.serve(&format!("share tree --9p {address} --json"))
+}
+
+/// A port that nobody has, and that nobody gets who asks for any.
+fn port() -> u16 {
+    let found = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    // Below those that are given to who asks for any (net.ipv4.ip_local_port_range).
+    10_000 + found % 20_000
+}
+
+/// What a process of ours has of this.
+fn ours(capabilities: Capabilities) -> u64 {
+    capabilities.bits() & Capabilities::here().unwrap().bits()
+}
+
+/// Writes and reads by a guest, on both sides of a server that goes away meanwhile and comes back by `again`; each time the walls are
+/// looked at.
+fn goes_on(client: &Served, expected: &Expected<'_>, server: Served, again: impl FnOnce(Served) -> Served) -> Served {
+    let mut guest = client.guest();
+    let (file, open) = guest.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();
+    assert_eq!(guest.write(file.nodeid, open.fh, 0, b"before").unwrap(), 6);
+    guest.fsync(file.nodeid, open.fh).unwrap();
+    assert_eq!(guest.read(file.nodeid, open.fh, 0, 64).unwrap(), b"before");
+    assert_eq!(fs::read(server.home.at("tree/new")).unwrap(), b"before");
+    client.is_behind_walls(expected);
+
+    let server = again(server);
+    assert_eq!(guest.write(file.nodeid, open.fh, 6, b" and after").unwrap(), 10);
+    guest.fsync(file.nodeid, open.fh).unwrap();
+    assert_eq!(fs::read(server.home.at("tree/new")).unwrap(), b"before and after");
+    let dir = guest.mkdir(ROOT, "dir", 0o755).unwrap();
+    guest.rename(ROOT, "new", dir.nodeid, "moved", 0).unwrap();
+    assert!(server.home.at("tree/dir/moved").is_file());
+    client.says("is back");
+    // The threads of the new connection stand behind the same ones.
+    client.is_behind_walls(expected);
+    server
+}
+
+#[track_caller]
+fn ends(mut served: Served) {
+    assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
+    assert!(!served.home.at("s").exists(), "the socket is left behind");
+}
+
+/// By a unix socket: its folder can be seen, and nothing in it opened.
+fn unix_sockets_are_reached(user: u32) {
+    let behind = server(user, "unix:n");
+    let socket = behind.home.at("n");
+    if user == 0 {
+        // Somebody else's, to which root may connect as it may without walls.
+        chown(&socket, Some(USER), Some(USER)).unwrap();
+    }
+    let line = format!("share 9p:unix:{} --virtiofs s --json --log debug", socket.display());
+    let client = Home::of(user).serve(&line);
+    client.says(ALL);
+    client.says("a thread that connects is confined landlock=true");
+    let connector = if user == 0 { ours(Capabilities::of_reader()) } else { 0 };
+    let expected = Expected { shares: 1, connector: Some(connector), ..Expected::default() };
+    let behind = goes_on(&client, &expected, behind, |server| again(server, "unix:n"));
+    let mounts = fs::read_to_string(client.inside.file("mountinfo")).unwrap();
+    let share = mounts.lines().find(|line| line.contains(" /share/0 ")).unwrap();
+    assert!(share.contains(" /share/0 ro,nosuid,nodev,noexec"), "{share}");
+    assert_eq!(client.inside.has_own("user"), user != 0);
+    ends(client);
+    drop(behind);
+}
+
+#[test]
+fn unix_sockets_are_reached_for_root() {
+    if is_root() {
+        unix_sockets_are_reached(0);
+    }
+}
+
+#[test]
+fn unix_sockets_are_reached_for_others() {
+    if is_root() {
+        unix_sockets_are_reached(USER);
+    }
+}
+
+/// By a number: nothing of the host can be seen.
+fn ports_are_reached(user: u32) {
+    let port = port();
+    let address = format!("tcp:127.0.0.1:{port}");
+    let behind = server(user, &address);
+    let client = Home::of(user).serve(&format!("share 9p:{address} --virtiofs s --json --log debug"));
+    client.says(ALL);
+    let expected = Expected { connector: Some(0), ..Expected::default() };
+    let behind = goes_on(&client, &expected, behind, |server| again(server, &address));
+    ends(client);
+    drop(behind);
+}
+
+#[test]
+fn ports_are_reached_for_root() {
+    if is_root() {
+        ports_are_reached(0);
+    }
+}
+
+#[test]
+fn ports_are_reached_for_others() {
+    if is_root() {
+        ports_are_reached(USER);
+    }
+}
+
+/// By a name, which is looked up again inside each time; with TLS, whose files are gone by then.
+#[test]
+fn names_are_looked_up_behind_walls() {
+    if !is_root() {
+        return;
+    }
+    let certificates = Certificates::new();
+    certificates.authority("ca").signed("server", "ca", 2);
+    let port = port();
+    let flags = |ip: &str| {
+        let [chain, key] = ["server.pem", "server.key"].map(|file| certificates.path(file).display().to_string());
+        format!("tls:{ip}:{port} --tls-cert {chain} --tls-key {key}")
+    };
+    let behind = server(0, &flags("127.0.0.1"));
+    // A table of hosts of its own.
+    const SCRIPT: &str = "mount --bind hosts /etc/hosts && exec \"$@\"";
+    let home = Home::of(0);
+    fs::write(home.at("hosts"), "127.0.0.1 localhost\n").unwrap();
+    fs::copy(certificates.path("ca.pem"), home.at("ca.pem")).unwrap();
+    let line = format!("share 9p:tls:localhost:{port} --server-ca ca.pem --virtiofs s --json --log debug");
+    let command = home.command(&["unshare", "--mount", "sh", "-c", SCRIPT, "sh"], &line);
+    let client = home.serve_by(command);
+    client.says(ALL);
+    fs::remove_file(client.home.at("ca.pem")).unwrap();
+    let names = ["/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf"];
+    let names: Vec<&str> = names.into_iter().filter(|name| Path::new(name).exists()).collect();
+    let expected = Expected { connector: Some(0), names: &names, ..Expected::default() };
+    let behind = goes_on(&client, &expected, behind, |server| {
+        // The same file, with other words.
+        fs::write(client.home.at("hosts"), "127.0.0.2 localhost\n").unwrap();
+        again(server, &flags("127.0.0.2"))
+    });
+    ends(client);
+    drop(behind);
+}
+
+/// Beside a directory: its threads are in no network, and each kind has the capabilities that it needs.
+#[test]
+fn a_directory_beside_it_has_its_own_walls() {
+    if !is_root() {
+        return;
+    }
+    let behind = server(0, "unix:n");
+    let home = Home::of(0);
+    fs::create_dir(home.at("dir")).unwrap();
+    let line = format!("share dir --virtiofs d 9p:unix:{} --virtiofs s --json", behind.home.at("n").display());
+    let client = home.serve(&line);
+    let mut guest = client.guest_at("d");
+    guest.mkdir(ROOT, "made", 0o755).unwrap();
+    assert!(client.home.at("dir/made").is_dir());
+    let expected = Expected {
+        shares: 2,
+        capabilities: ours(Capabilities::of_server(true)),
+        connector: Some(ours(Capabilities::of_reader())),
+        ..Expected::default()
+    };
+    let behind = goes_on(&client, &expected, behind, |server| again(server, "unix:n"));
+    ends(client);
+    drop(behind);
+}
+
+/// A server that answers nonsense loses its connection by whoever has read that, which is a guest's thread; the next one is made, and the
+/// share goes on.
+#[test]
+fn connections_are_ended_behind_walls() {
+    let behind = server(rustix::process::geteuid().as_raw(), "unix:n");
+    let lies = Arc::new(AtomicBool::new(false));
+    forward(UnixListener::bind(behind.home.at("between")).unwrap(), behind.home.at("n").as_path(), &lies);
+    let between = behind.home.at("between");
+    let line = format!("share 9p:unix:{} --virtiofs s --json --cache none", between.display());
+    let client = Home::of(rustix::process::geteuid().as_raw()).serve(&line);
+    let mut guest = client.guest();
+    guest.getattr(ROOT).unwrap();
+    lies.store(true, Ordering::Relaxed);
+    assert!(guest.getattr(ROOT).is_err());
+    assert!(!lies.load(Ordering::Relaxed), "nobody was lied to");
+    guest.mkdir(ROOT, "dir", 0o755).unwrap();
+    client.says("is back");
+    assert!(behind.home.at("tree/dir").is_dir());
+    drop(guest);
+    ends(client);
+}
+
+/// Carries what comes for a server to it, and its answers back. When it `lies`, once, the attributes that are asked for are left out of an
+/// answer.
+fn forward(listener: UnixListener, server: &Path, lies: &Arc<AtomicBool>) {
+    let (server, lies) = (server.to_owned(), Arc::clone(lies));
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (client, server) = (client.unwrap(), UnixStream::connect(&server).unwrap());
+            let (mut from_client, mut to_server) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut from_client, &mut to_server);
+                let _ = to_server.shutdown(std::net::Shutdown::Both);
+            });
+            let lies = Arc::clone(&lies);
+            std::thread::spawn(move || answer(server, client, &lies));
+        }
+    });
+}
+
+fn answer(mut server: UnixStream, mut client: UnixStream, lies: &AtomicBool) {
+    /// Rgetattr, of 9P2000.L.
+    const GETATTR: u8 = 25;
+    loop {
+        // Length, type, tag.
+        let mut head = [0; 7];
+        if server.read_exact(&mut head).is_err() {
+            return;
+        }
+        let bytes = u32::from_le_bytes(head[..4].try_into().unwrap());
+        let mut rest = vec![0; usize::try_from(bytes).unwrap() - head.len()];
+        server.read_exact(&mut rest).unwrap();
+        if head[4] == GETATTR && lies.swap(false, Ordering::Relaxed) {
+            head[..4].copy_from_slice(&7_u32.to_le_bytes());
+            rest.clear();
+        }
+        if client.write_all(&[&head[..], &rest].concat()).is_err() {
+            return;
+        }
+    }
+}
+
+/// What is said when the server is not there, and that nothing is left behind: the process inside has found out.
+#[test]
+fn a_server_that_is_not_there_is_said() {
+    let home = Home::of(rustix::process::geteuid().as_raw());
+    let port = port();
+    let line = format!("share 9p:tcp:127.0.0.1:{port} --virtiofs s --json");
+    let begun = Instant::now();
+    let output = home.command(&[], &line).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    let words = format!("cannot reach the 9P server at tcp:127.0.0.1:{port}");
+    assert!(output.status.code() == Some(1) && said.contains(&words), "{said}");
+    assert!(!home.at("s").exists() && begun.elapsed() < SOON);
+}
+
+/// Without namespaces the other walls stand, and the server is reached all the same.
+#[test]
+fn walls_are_as_the_flags_say() {
+    if !is_root() {
+        return;
+    }
+    let behind = server(0, "unix:n");
+    let line = format!("share 9p:unix:{} --virtiofs s --json --sandbox none", behind.home.at("n").display());
+    let client = Home::of(0).serve(&line);
+    let mut guest = client.guest();
+    assert!(client.inside.pid() == client.started.pid() && !client.inside.has_own("mnt"));
+    client.inside.all_are("Seccomp", "2");
+    client.inside.all_are("NoNewPrivs", "1");
+    let behind = again(behind, "unix:n");
+    // It may take a moment until it is missed.
+    let end = Instant::now() + SOON;
+    while guest.mkdir(ROOT, "dir", 0o755).is_err() {
+        assert!(Instant::now() < end, "{}", client.said());
+        std::thread::sleep(TICK);
+    }
+    assert!(behind.home.at("tree/dir").is_dir());
+    ends(client);
+}
