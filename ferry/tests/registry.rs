@@ -11,192 +11,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
+use common::images::{Kind, LAYOUTS, Place, Target, content, json, number, text};
 use common::place::{Place as Mounted, until};
-use common::servers::{BUCKET, Program, Proxy, S3_KEY, S3_SECRET, USER, registry, s3};
+use common::servers::{S3_SECRET, USER, registry};
 use common::{ferry, needs_fuse, refused, run};
-use serde_json::Value;
-
-/// A tree, stores and images of one layout. All of it goes at the end.
-struct Place {
-    folder: tempfile::TempDir,
-    layout: &'static str,
-}
-
-const LAYOUTS: [&str; 2] = ["flat", "composefs"];
-
-fn content(seed: u32, bytes: usize) -> Vec<u8> {
-    (seed * 1_000_003..).flat_map(|n: u32| n.wrapping_mul(2_654_435_761).to_le_bytes()).take(bytes).collect()
-}
-
-impl Place {
-    /// A tree of 80 small files, one of 9 MB, and one with a hole.
-    fn new() -> Self {
-        Self::laid_out("flat")
-    }
-
-    fn laid_out(layout: &'static str) -> Self {
-        Self::of(tempfile::tempdir().unwrap(), layout)
-    }
-
-    fn below(folder: &str) -> Self {
-        Self::of(tempfile::tempdir_in(folder).unwrap(), "flat")
-    }
-
-    fn of(folder: tempfile::TempDir, layout: &'static str) -> Self {
-        let place = Self { folder, layout };
-        fs::create_dir_all(place.at("tree/sub")).unwrap();
-        for number in 0..80 {
-            place.write(&format!("sub/{number:02}"), number, 3000 + 1000 * number as usize);
-        }
-        place.write("large", 1000, 9_000_001);
-        let file = File::create(place.at("tree/holed")).unwrap();
-        file.write_all_at(b"end", 2 << 20).unwrap();
-        place
-    }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn write(&self, name: &str, seed: u32, bytes: usize) {
-        fs::write(self.at("tree").join(name), content(seed, bytes)).unwrap();
-    }
-
-    /// Builds `image` in `store`; answers its digest.
-    fn build(&self) -> String {
-        self.build_in("image", "store")
-    }
-
-    fn build_in(&self, image: &str, store: &str) -> String {
-        let mut line = ferry();
-        line.args(["image", "build", "--layout", self.layout]).arg(self.at("tree")).arg("-o").arg(self.at(image));
-        text(line.arg("--store").arg(self.at(store))).trim_end().to_owned()
-    }
-
-    /// What a store has: files of packs and of objects, below it.
-    fn files(&self, store: &str) -> Vec<String> {
-        let list = Command::new("find").args(["packs", "objects", "-type", "f"]).current_dir(self.at(store)).output();
-        let mut files: Vec<_> = String::from_utf8(list.unwrap().stdout).unwrap().lines().map(str::to_owned).collect();
-        files.sort();
-        files
-    }
-
-    /// Whether a store has all of the image, and nothing that is not complete.
-    fn is_all_here(&self, store: &str) -> bool {
-        let files = self.files(store);
-        let is_unfinished = |name: &String| name.contains(".part") || name.contains("/.");
-        let all = if self.layout == "flat" { 2 } else { self.files("store").len() };
-        files.len() >= all && !files.iter().any(is_unfinished)
-    }
-
-    /// A command of `ferry image` on a store.
-    fn command(&self, command: &str, store: &str) -> Command {
-        let mut line = ferry();
-        line.args(["image", command, "--store"]).arg(self.at(store)).env_remove("REGISTRY_AUTH_FILE");
-        // What podman and docker know here is none of a test's business.
-        line.env("HOME", self.folder.path()).env_remove("DOCKER_CONFIG").env_remove("XDG_RUNTIME_DIR");
-        line
-    }
-
-    fn push(&self, to: &Target) -> Command {
-        let mut line = self.command("push", "store");
-        to.set(&mut line).arg(self.at("image")).arg(&to.reference).arg("--json");
-        line
-    }
-
-    fn pull(&self, from: &Target, store: &str) -> Command {
-        let mut line = self.command("pull", store);
-        from.set(&mut line).arg(&from.reference).arg("-o").arg(self.at(&format!("{store}.img"))).arg("--json");
-        line
-    }
-
-    /// The image that was pulled is the one that was built, with all its bytes.
-    fn is_same(&self, store: &str) {
-        let image = self.at(&format!("{store}.img"));
-        assert_eq!(fs::read(&image).unwrap(), fs::read(self.at("image")).unwrap());
-        assert_eq!(text(self.command("verify", store).arg(&image)), "clean\n");
-        assert!(self.is_all_here(store), "{:?}", self.files(store));
-    }
-
-    /// What the files of a store take on the disk, in bytes.
-    fn stored_bytes(&self, store: &str) -> u64 {
-        use std::os::unix::fs::MetadataExt;
-        let files = self.files(store).into_iter();
-        files.map(|file| fs::metadata(self.at(store).join(file)).unwrap().blocks() * 512).sum()
-    }
-}
-
-fn text(command: &mut Command) -> String {
-    let output = run(command);
-    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
-fn json(command: &mut Command) -> Value {
-    serde_json::from_str(&text(command)).unwrap()
-}
-
-fn number(value: &Value, key: &str) -> u64 {
-    value[key].as_u64().unwrap_or_else(|| panic!("{key} in {value}"))
-}
-
-/// Where images go, by a proxy.
-struct Target {
-    reference: String,
-    environment: Vec<(&'static str, String)>,
-    server: Arc<Mutex<Program>>,
-    proxy: Proxy,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
-    Oci,
-    S3,
-}
-
-impl Target {
-    fn start(kind: Kind, folder: &Path) -> Option<Self> {
-        let server = Self::server(kind, folder)?;
-        let proxy = Proxy::to(server.address);
-        let address = proxy.address;
-        let (reference, environment) = match kind {
-            Kind::Oci => (format!("oci:{address}/os/base:12"), Vec::new()),
-            Kind::S3 => (
-                format!("s3:{BUCKET}/os/base:12"),
-                vec![
-                    ("AWS_ENDPOINT_URL", format!("http://{address}")),
-                    ("AWS_ACCESS_KEY_ID", S3_KEY.into()),
-                    ("AWS_SECRET_ACCESS_KEY", S3_SECRET.into()),
-                ],
-            ),
-        };
-        Some(Self { reference, environment, server: Arc::new(Mutex::new(server)), proxy })
-    }
-
-    fn server(kind: Kind, folder: &Path) -> Option<Program> {
-        match kind {
-            Kind::Oci => registry(folder, false),
-            Kind::S3 => s3(folder),
-        }
-    }
-
-    fn set<'a>(&self, command: &'a mut Command) -> &'a mut Command {
-        command.envs(self.environment.iter().map(|(key, value)| (key, value)))
-    }
-
-    /// Has the server be killed after so many more bytes.
-    fn die_after(&self, bytes: u64) {
-        let server = Arc::clone(&self.server);
-        self.proxy.die_after(bytes, move || server.lock().unwrap().kill());
-    }
-
-    fn restart(&self, kind: Kind, folder: &Path) {
-        assert!(self.proxy.is_dead());
-        let server = Self::server(kind, folder).unwrap();
-        self.proxy.revive(server.address);
-        *self.server.lock().unwrap() = server;
-    }
-}
 
 fn there_and_back(kind: Kind, layout: &'static str) {
     let place = Place::laid_out(layout);
@@ -485,6 +303,46 @@ fn an_image_is_mounted_from_a_registry_before_it_is_here() {
 fn an_image_is_mounted_from_an_s3_store_before_it_is_here() {
     needs_fuse!();
     LAYOUTS.into_iter().for_each(|layout| mounts_before_it_is_here(Kind::S3, layout));
+}
+
+#[test]
+fn what_is_kept_is_bounded() {
+    needs_fuse!();
+    let place = Place::new();
+    let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
+    let digest = place.build();
+    json(&mut place.push(&target));
+    let mounted = Mounted::new();
+    let mount = |store: &str, words: &[&str]| {
+        let mut line = ferry();
+        target.set(&mut line).env("HOME", place.folder.path());
+        line.arg("mount").arg(format!("image:{}", place.at("lazy.img").display())).arg(&mounted.mnt).arg("--store");
+        line.arg(place.at(store)).args(["--from", &target.reference, "--digest", &digest]).args(words);
+        mounted.mounted_by(&mut line)
+    };
+    let read_all = || {
+        for number in 0..80 {
+            let read = fs::read(mounted.mnt.join(format!("sub/{number:02}"))).unwrap();
+            assert_eq!(read, content(number, 3000 + 1000 * number as usize));
+        }
+    };
+    // All small files together are 3.4 MB, and of the large one this much does not fit either.
+    const BOUND: u64 = 1 << 20;
+    // What the file system may take for itself: the index of the pack, and its map of where its pieces are.
+    const SLACK: u64 = 128 << 10;
+    let pid = mount("bounded", &["--cache-size", "1M", "--jobs", "0", "--fetch-ahead", "1"]);
+    read_all();
+    assert_eq!(fs::read(mounted.mnt.join("large")).unwrap(), content(1000, 9_000_001));
+    let kept = place.stored_bytes("bounded");
+    assert!((BOUND / 2..=BOUND + SLACK).contains(&kept), "{kept}");
+    mounted.unmount(pid);
+    let pid = mount("free", &["--jobs", "0", "--fetch-ahead", "1"]);
+    read_all();
+    assert!(place.stored_bytes("free") > 3 << 20);
+    mounted.unmount(pid);
+    // In the words of a configuration file, and where it means nothing.
+    let said = run(ferry().args(["mount", "image:x.img", "/nowhere", "--store", "s", "--cache-size", "1M"]));
+    assert!(String::from_utf8_lossy(&said.stderr).contains("add from"), "{said:?}");
 }
 
 /// The kernel's mount of an image that is not all here.

@@ -4,6 +4,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ferry_image::told;
+
 /// Why an image could not be pushed or pulled.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -86,8 +88,6 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
-    /// An image or a store cannot be used.
-    #[error(transparent)]
     /// A container image as podman and docker have them.
     #[error(
         "{name} is a container image, which holds archives: fetch it by \"skopeo copy {options}docker://{place} oci:DIR\", and make an image of Ferry's of it by \"ferry image build oci:DIR -o IMAGE --store STORE\""
@@ -100,6 +100,8 @@ pub enum Error {
         /// What skopeo calls it.
         place: String,
     },
+    /// An image or a store cannot be used.
+    #[error(transparent)]
     Image(#[from] ferry_image::Error),
     /// An object cannot be had.
     #[error("{0}")]
@@ -114,6 +116,9 @@ pub enum Error {
         /// Why not.
         source: io::Error,
     },
+    /// Two things went wrong that do not depend on each other.
+    #[error("{}; {}", told(.0), told(.1))]
+    Both(Box<Error>, Box<Error>),
     /// Who takes the bytes wants no more.
     #[error("{0}")]
     Sink(io::Error),

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use ferry_image::{Digest, Image, Missing, Objects, mend, seal, seal_image};
+use ferry_image::{Digest, Image, Missing, Objects, mend, seal, seal_image, told};
 use sha2::Digest as _;
 
 use crate::error::{Error, Result};
@@ -45,11 +45,13 @@ pub struct Pulled {
 }
 
 /// Pulls an image. What is in the store is not fetched, unless it is noted there as damaged, and what a pull that failed or was killed has
-/// left is used. The image gets its name when all is there. Packs that are made for fs-verity have it on then, and so has the image, where
-/// the file system has it. Whoever calls holds the store open, so that nothing of it is removed meanwhile.
+/// left is used. The image gets its name when all is there. Packs that are made for fs-verity are hashed where the file system has it, and
+/// mended if they are damaged; then they have it on, and so has the image. Whoever calls holds the store open, so that nothing of it is
+/// removed meanwhile.
 ///
 /// # Errors
-/// The server cannot be reached, or what comes is not what it should be; what was had so far is kept.
+/// The server cannot be reached, or what comes is not what it should be; what was had so far is kept. What is damaged and cannot be
+/// mended keeps nothing else from coming.
 pub fn pull(
     remote: &Arc<Remote>,
     output: &Path,
@@ -59,18 +61,19 @@ pub fn pull(
 ) -> Result<Pulled> {
     let Opened { image, new, packs, manifest } = open(remote, output, options.digest)?;
     let digest = image.digest();
-    if !options.metadata_only {
-        mend(&image, store, Some(&*packs))?;
-    }
-    let objects = Objects::open_with(&image, store, Some(Missing { from: packs, ahead_bytes: 0, cache_bytes: None }))?;
-    if !options.metadata_only {
-        objects.fetch_all(options.jobs, &AtomicBool::new(false), progress)?;
-        objects.complete()?;
-    }
-    let fetched_bytes = objects.fetched_bytes();
-    // fs-verity is turned on for what nobody has open for writing.
-    drop(objects);
-    let is_sealed = !options.metadata_only && seal(&image, store)?.on > 0;
+    let mended = mend(&image, store, Some(&*packs)).map_err(Error::from);
+    let fetched = fetch(&image, store, &packs, options, progress);
+    let fetched_bytes = match (mended, fetched) {
+        (Ok(_), fetched) => fetched?,
+        // It is mended by a pull that gets what the files hold.
+        (Err(error), Ok(bytes)) if options.metadata_only => {
+            tracing::warn!("{}: what is damaged in the store stays so", told(&error));
+            bytes
+        }
+        (Err(error), Ok(_)) => return Err(error),
+        (Err(one), Err(two)) => return Err(Error::Both(Box::new(one), Box::new(two))),
+    };
+    let is_sealed = !options.metadata_only && seal(&image, store, Some(&*packs))?.on > 0;
     if let Some(new) = new {
         keep(new, output)?;
     }
@@ -78,6 +81,23 @@ pub fn pull(
         seal_image(output)?;
     }
     Ok(Pulled { digest, manifest, fetched_bytes })
+}
+
+/// Gets what is missing in the store; answers how many bytes of files came. Afterwards nobody has it open for writing.
+fn fetch(
+    image: &Image,
+    store: &Path,
+    packs: &Arc<Packs>,
+    options: &PullOptions,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<u64> {
+    let missing = Missing { from: Arc::<Packs>::clone(packs), ahead_bytes: 0, cache_bytes: None };
+    let objects = Objects::open_mended(image, store, Some(missing))?;
+    if !options.metadata_only {
+        objects.fetch_all(options.jobs, &AtomicBool::new(false), progress)?;
+        objects.complete()?;
+    }
+    Ok(objects.fetched_bytes())
 }
 
 /// Gets the metadata of an image, unless an image is at `output` already, and answers what fetches the rest of it. What is there

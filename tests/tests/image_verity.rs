@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,19 +15,36 @@ use ferry_tests::{Cache, GuestCache, Kind, Options, Place, Share, collect, folde
 const TIMEOUT: Duration = Duration::from_secs(600);
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 
-/// Builds where fs-verity is, changes an object, mounts what overlayfs proves.
-const SCRIPT: &str = r#"
-export PATH=/usr/sbin:/usr/bin:/sbin:/bin
-ferry=$1 mkfs=$2 theirs=$3
+/// What every script begins with: a file system with fs-verity, a tree in it, and a copy of that elsewhere. What ferry is started by does not
+/// change while it runs.
+const SET_UP: &str = r#"
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/run/fs
+cp "$1" /run/program
+ferry=/run/program mkfs=$2 theirs=$3 registry=$3
 mkdir -p /run/fs /run/mnt
-truncate -s 100M /run/disk
+truncate -s 200M /run/disk
 "$mkfs" -q -b 4096 -O verity /run/disk
 mount -o loop /run/disk /run/fs
 cd /run/fs
+echo kernel $(uname -r)
 mkdir tree
 seq 20000 >tree/large
-seq 30000 >tree/other
-echo small >tree/small
+seq 30000 60000 >tree/other
+echo small but not tiny >tree/small
+cp -r tree /run/tree
+compare() { for name in large other small; do cmp /run/tree/$name /run/mnt/$name; done; }
+# Changes bytes below the file system: those that something is found by.
+spoil() {
+    sync
+    for at in $(grep -abo "$1" /run/disk | cut -d: -f1); do
+        printf X | dd of=/run/disk bs=1 seek=$at conv=notrunc 2>/dev/null
+    done
+    echo 3 >/proc/sys/vm/drop_caches
+}
+"#;
+
+/// Builds where fs-verity is, changes an object, mounts what overlayfs proves.
+const OBJECTS: &str = r#"
 digest=$("$ferry" image build tree -o image --store store --layout composefs)
 for object in store/objects/??/*; do
     # fs-verity is on: nobody can write any more.
@@ -35,8 +53,6 @@ done
 "$ferry" image verify image --store store
 again=$("$ferry" image build tree -o again --store store --layout composefs)
 [ "$digest" = "$again" ]
-echo kernel $(uname -r)
-compare() { for name in large other small; do cmp tree/$name /run/mnt/$name; done; }
 "$ferry" image mount image /run/mnt --store store --digest $digest
 grep ' /run/mnt overlay .*verity=require' /proc/mounts
 compare
@@ -49,7 +65,7 @@ replace() { cp "$1" copy; mv copy "$1"; }
 replace "$(find store/objects -type f -size -120k)"
 "$ferry" image mount image /run/mnt --store store --digest $digest
 if cat /run/mnt/large >/dev/null; then exit 1; fi
-cmp tree/other /run/mnt/other
+cmp /run/tree/other /run/mnt/other
 umount /run/mnt
 # Without it in the object that is looked at, a mount that would fail later is refused at once.
 replace "$(find store/objects -type f -size +120k)"
@@ -59,7 +75,6 @@ compare
 umount /run/mnt
 # Under a mount of ours the kernel proves what it reads, too: nobody hashes an object before, and nobody is asked for its bytes.
 digest=$("$ferry" image build tree -o image2 --store store2 --layout composefs)
-cp tree/other /run/other
 ours() { "$ferry" mount image:image2 /run/mnt --store store2 --digest $digest --passthrough on; }
 # What our processes have read, in bytes.
 read_by_us() {
@@ -72,40 +87,21 @@ read_by_us() {
 ours
 before=$(read_by_us)
 [ $before -gt 0 ]
-cmp /run/other /run/mnt/other
-[ $(read_by_us) -lt $((before + $(stat -c %s /run/other) / 2)) ]
+cmp /run/tree/other /run/mnt/other
+[ $(read_by_us) -lt $((before + $(stat -c %s /run/tree/other) / 2)) ]
 umount /run/mnt
 # What the disk has changed is an error, and never read.
-rm tree/other
-sync
-for at in $(grep -abo 25000 /run/disk | cut -d: -f1); do
-    printf X | dd of=/run/disk bs=1 seek=$at conv=notrunc 2>/dev/null
-done
-echo 3 >/proc/sys/vm/drop_caches
+spoil 45000
 ours
 if cat /run/mnt/other >/run/got; then exit 1; fi
-cmp -n $(stat -c %s /run/got) /run/got /run/other
-cmp tree/large /run/mnt/large
+cmp -n $(stat -c %s /run/got) /run/got /run/tree/other
+cmp /run/tree/large /run/mnt/large
 umount /run/mnt
 echo proved
 "#;
 
 /// The same for packs.
-const FLAT: &str = r#"
-export PATH=/usr/sbin:/usr/bin:/sbin:/bin
-cp "$1" /run/program
-ferry=/run/program mkfs=$2
-mkdir -p /run/fs /run/mnt
-truncate -s 200M /run/disk
-"$mkfs" -q -b 4096 -O verity /run/disk
-mount -o loop /run/disk /run/fs
-cd /run/fs
-mkdir tree
-seq 20000 >tree/large
-seq 30000 60000 >tree/other
-echo small but not tiny >tree/small
-mkdir /run/tree
-cp tree/* /run/tree
+const PACKS: &str = r#"
 digest=$("$ferry" image build tree -o image --store store --verity)
 # What is built does not depend on the file system.
 [ "$digest" = "$("$ferry" image build tree -o /run/image --store /run/store --verity)" ]
@@ -116,7 +112,6 @@ pack=$(find store/packs -type f ! -name '*.index')
 for file in image $pack; do if (echo x >>$file) 2>/dev/null; then exit 1; fi; done
 "$ferry" image verify image --store store
 "$ferry" image info image --store store | grep 'fs-verity: on$'
-compare() { for name in large other small; do cmp /run/tree/$name /run/mnt/$name; done; }
 proved() { "$ferry" image mount $image /run/mnt --store store --digest $digest "$@"; }
 refused() { if proved "$@" 2>said; then exit 1; fi; cat said; }
 image=image
@@ -179,11 +174,7 @@ compare
 umount /run/mnt
 # A bit that the disk has changed below a mount is an error, never read, and other files are as they were.
 proved --verity require
-sync
-for at in $(grep -abo 45000 /run/disk | cut -d: -f1); do
-    printf X | dd of=/run/disk bs=1 seek=$at conv=notrunc 2>/dev/null
-done
-echo 3 >/proc/sys/vm/drop_caches
+spoil 45000
 if cat /run/mnt/other >/run/got; then exit 1; fi
 cmp -n $(stat -c %s /run/got) /run/got /run/tree/other
 cmp /run/tree/large /run/mnt/large
@@ -200,39 +191,135 @@ if "$ferry" image verify image --store store --repair; then exit 1; fi
 proved --verity require
 compare
 umount /run/mnt
-echo kernel $(uname -r)
+echo proved
+"#;
+
+/// To a registry and back, past stores and a registry that have something else.
+const PULLED: &str = r#"
+mkdir server
+cat >server/config.yml <<EOF
+version: 0.1
+storage: {filesystem: {rootdirectory: /run/fs/server/data}}
+http: {addr: "127.0.0.1:5000", secret: x}
+EOF
+"$registry" serve server/config.yml >server/log 2>&1 &
+server=$!
+there=oci:127.0.0.1:5000/os/base:1
+digest=$("$ferry" image build tree -o image --store store --verity)
+for try in $(seq 100); do
+    if "$ferry" image push image $there --store store; then break; fi
+    sleep 1
+done
+name=$(basename $(find store/packs -type f ! -name '*.index'))
+bytes=$(stat -c %s store/packs/$name)
+pull() { "$ferry" image pull $there -o $1.img --store $1 --digest $digest; }
+flip() { printf X | dd of=$1 bs=1 seek=$2 conv=notrunc 2>/dev/null; }
+# The image and its pack are what was built, the kernel proves both, and all files are read.
+is_right() {
+    cmp image $1.img
+    diff -r store/packs $1/packs
+    "$ferry" image verify $1.img --store $1
+    for file in $1.img $1/packs/$name; do if (echo x >>$file) 2>/dev/null; then exit 1; fi; done
+    "$ferry" image mount $1.img /run/mnt --store $1 --digest $digest --verity require
+    compare
+    umount /run/mnt
+}
+pull copy
+is_right copy
+# A registry with something else behind an object, and in one.
+blob=$(find server/data -type f -size ${bytes}c)
+flip $blob $((bytes - 1))
+pull lied
+is_right lied
+cp $blob sound
+flip $blob 9000
+if pull wrong 2>said; then exit 1; fi
+grep 'came damaged, and was not kept' said
+[ ! -e wrong.img ]
+cp sound $blob
+pull wrong
+is_right wrong
+# A store with something else: a pull hashes what it has before it is too late, and mends it.
+spoiled() {
+    rm -f copy.img
+    cp store/packs/$name spoiled
+    flip spoiled $1
+    chmod 444 spoiled
+    mv -f spoiled copy/packs/$name
+}
+for at in $((bytes - 1)) 9000; do
+    spoiled $at
+    pull copy
+    is_right copy
+done
+# Without the registry what nobody has is said, and fs-verity stays off: then the file is as it was.
+spoiled 9000
+cp sound kept
+flip $blob 9000
+if pull copy 2>said; then exit 1; fi
+grep "of the pack blake3:$name: it came damaged" said
+[ ! -e copy.img ]
+(echo x >>copy/packs/$name) 2>/dev/null
+truncate -s $bytes copy/packs/$name
+cp kept $blob
+pull copy
+is_right copy
+# It is too late where others have turned it on: for other bytes, or with a salt for these.
+turn_on() {
+    perl -e '$salt = $ARGV[1]; $enable = pack("L4 P L2 Q x88", 1, 1, 4096, length $salt, $salt, 0, 0, 0);
+        open F, "<", $ARGV[0] and ioctl F, 0x40806685, $enable or die $!' $1 "$2"
+}
+spoiled $((bytes - 1))
+turn_on copy/packs/$name ''
+pull copy
+is_right copy
+rm copy.img
+cp store/packs/$name salted
+turn_on salted salt
+mv -f salted copy/packs/$name
+pull copy
+is_right copy
+# What is only behind objects needs nobody.
+spoiled $((bytes - 1))
+cp image copy.img
+kill $server
+"$ferry" image verify copy.img --store copy --repair
+is_right copy
 echo proved
 "#;
 
 #[test]
 #[ignore = "long: make test-all"]
 fn the_kernel_proves_what_it_reads_of_packs() {
-    let (program, mkfs) = (program(), tool("mkfs.ext4"));
-    in_a_guest(&["sh", "-euxc", FLAT, "sh", program.to_str().unwrap(), mkfs.to_str().unwrap()]);
+    in_a_guest(PACKS, Path::new(""));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn the_kernel_proves_what_it_reads() {
-    let theirs = GuestCache::from_env().unwrap().composefs().unwrap().join("bin/mount.composefs");
-    let (program, mkfs) = (program(), tool("mkfs.ext4"));
-    in_a_guest(&[
-        "sh",
-        "-euxc",
-        SCRIPT,
-        "sh",
-        program.to_str().unwrap(),
-        mkfs.to_str().unwrap(),
-        theirs.to_str().unwrap(),
-    ]);
+    in_a_guest(OBJECTS, &GuestCache::from_env().unwrap().composefs().unwrap().join("bin/mount.composefs"));
 }
 
-/// Runs a script, which says at its end that all was proved.
-fn in_a_guest(words: &[&str]) {
+#[test]
+#[ignore = "long: make test-all"]
+fn the_kernel_proves_what_was_pulled() {
+    let registry = GuestCache::from_env().unwrap().path().join("registry/bin/docker-registry");
+    if !registry.exists() {
+        eprintln!("skipped: no docker-registry: guest/fetch registry brings it");
+        return;
+    }
+    in_a_guest(PULLED, &registry);
+}
+
+/// Runs a script, which says at its end that all was proved, with somebody else's program.
+fn in_a_guest(script: &str, theirs: &Path) {
+    let (script, program, mkfs) = (format!("{SET_UP}{script}"), program(), tool("mkfs.ext4"));
+    let sh = ["sh", "-euxc", &script, "sh"].map(OsStr::new);
+    let words = sh.into_iter().chain([program.as_os_str(), mkfs.as_os_str(), theirs.as_os_str()]);
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
     let programs = Share::of(Path::new("/"), folder(Place::Disk), dir, options);
-    let mut guest = guest_on(&programs.socket, words.iter().copied());
+    let mut guest = guest_on(&programs.socket, words);
     guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
     guest.mounts.clear();
     guest.cwd = "/".into();

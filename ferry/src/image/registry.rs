@@ -151,8 +151,8 @@ mod with {
     use std::thread;
     use std::time::Duration;
 
-    use anyhow::Context;
-    use ferry_image::{Image, Mended, Missing, Objects, Store, mend};
+    use anyhow::{Context, bail};
+    use ferry_image::{Image, Mended, Missing, Objects, Store, mend, told};
     use ferry_registry::{Client, Counts, Options, Packs, PullOptions, Pulled, Pushed, Remote};
     use serde_json::json;
 
@@ -248,17 +248,23 @@ mod with {
         Ok((image, objects, background))
     }
 
-    /// Fetches what is noted as damaged in the store, and what is missing there.
+    /// Fetches what is noted as damaged in the store, and what is missing there: of both all that can be had.
     pub fn restore(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Mended> {
         let Prepared { store, packs, missing, .. } = prepare(path, store, digest, from)?;
         let image = Image::open(path, digest)?;
-        let mended = mend(&image, &store, Some(&*packs))?;
-        let objects = Objects::open_with(&image, &store, Some(missing))?;
+        let mended = mend(&image, &store, Some(&*packs));
         let bar = bar("bytes");
-        objects.fetch_all(from.jobs().max(1).into(), &AtomicBool::new(false), &progress(&bar))?;
-        objects.complete()?;
+        let fetch = || -> Result<()> {
+            let objects = Objects::open_mended(&image, &store, Some(missing))?;
+            objects.fetch_all(from.jobs().max(1).into(), &AtomicBool::new(false), &progress(&bar))?;
+            Ok(objects.complete()?)
+        };
+        let fetched = fetch();
         bar.finish_and_clear();
-        Ok(mended)
+        match (mended, fetched) {
+            (Err(one), Err(two)) => bail!("{}; {two:#}", told(&one)),
+            (mended, fetched) => fetched.and(Ok(mended?)),
+        }
     }
 
     /// Where something is missing, tells now that the server cannot be asked for it, and not who reads it; an image that is all here

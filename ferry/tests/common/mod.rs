@@ -1,6 +1,7 @@
 //! Starting the program and seeing what becomes of it.
 #![allow(dead_code, missing_docs, reason = "each test file uses a part")]
 
+pub mod images;
 pub mod place;
 pub mod servers;
 

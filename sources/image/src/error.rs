@@ -99,6 +99,31 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// Several things went wrong, each for a reason of its own.
+    #[error("{}", all_told(.0))]
+    Several(Vec<Error>),
+}
+
+impl Error {
+    /// All that went wrong with things that do not depend on each other, if anything did.
+    pub(crate) fn of_all(mut failures: Vec<Self>) -> Option<Self> {
+        if failures.len() > 1 { Some(Self::Several(failures)) } else { failures.pop() }
+    }
+}
+
+/// An error and what it comes from, in one line.
+pub fn told(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+fn all_told(errors: &[Error]) -> String {
+    errors.iter().map(|error| told(error)).collect::<Vec<_>>().join("; ")
 }
 
 /// What is wrong with the bytes of an image.

@@ -299,12 +299,11 @@ impl Pack {
         if !matches!(proved, Ok(true)) {
             return Ok(false);
         }
-        let bytes = usize::try_from(object.bytes).unwrap_or(usize::MAX).min(memory.len());
-        let copied = self.put(at, &memory[..bytes]);
+        let copied = self.put(at, &memory);
         copied.map(|()| true).map_err(|source| Bad::Keep { pack: self.index.pack, source })
     }
 
-    /// Puts bytes that were proved into their place.
+    /// Puts bytes that were proved into their place, with the zeros that fill their last block: something else may be there already.
     pub(crate) fn put(&self, at: usize, bytes: &[u8]) -> io::Result<()> {
         self.file.write_all_at(bytes, self.index.objects[at].block * BLOCK_BYTES as u64)
     }

@@ -65,7 +65,7 @@ pub use diff::{Change, Digests, Kind as ChangeKind, diff};
 pub use digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex, hex};
 pub use disk::Disk;
 pub use dump::{DumpError, write as dump};
-pub use error::{Error, Flaw, Result};
+pub use error::{Error, Flaw, Result, told};
 pub use fetch::{Fetch, Missing};
 pub use fsverity::{Verity, verity_of};
 pub use garbage::{Collected, Needed, Objects as CollectedObjects, Sole};

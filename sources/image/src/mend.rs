@@ -7,6 +7,11 @@
 //! Whoever has looked at every byte notes there what is damaged. Builds do not take that from the pack, so what they have of it is
 //! stored again; and when it can be had, from another pack or from a server, a copy of the pack that has it takes the pack's place.
 //! Who has the old one open keeps that.
+//!
+//! Objects, and zeros up to the ends of their last blocks, are all that is in a pack, and its index tells how long it is. So a pack
+//! whose objects are sound has the fs-verity digest that its index names, unless the index is wrong; and where only the zeros are something
+//! else, nobody has to be asked. A pack of which the kernel has another fs-verity digest cannot be written to any more, and fs-verity cannot
+//! be turned off: of it, too, a copy takes the place.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -22,10 +27,12 @@ use crate::digest::{Algorithm, Digest};
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::fetch::Fetch;
+use crate::fsverity;
 use crate::image::Image;
-use crate::pack::read_object;
+use crate::pack::{look_at_object, read_object};
+use crate::parallel;
+use crate::piece::{self, Found};
 use crate::store::{self, DAMAGED_SUFFIX, Index, New, Object, Places, Store};
-use crate::{parallel, piece};
 
 /// What became of damaged objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,37 +65,25 @@ pub fn note_damage(image: &Image, folder: &Path) -> Result<usize> {
 /// Replaces what is noted as damaged in the packs of an image by what other packs have, or `from` hands over.
 ///
 /// # Errors
-/// The store cannot be read or written to, or `from` has not got it, or nothing sound. A pack of which that is so is as it was; the
-/// others are mended.
+/// The store cannot be read or written to, or `from` has not got it, or nothing sound: all that is mended which can be, and all packs are
+/// named of which something cannot be had.
 pub fn mend(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Mended> {
-    let mut all = Mended::default();
     // Most stores need not be looked at any further.
     let is_noted = |pack: &&crate::image::PackRef| store::damage_path(folder, pack.name).exists();
     let noted: Vec<Digest> = image.packs().iter().filter(is_noted).map(|pack| pack.name).collect();
     if noted.is_empty() {
-        return Ok(all);
+        return Ok(Mended::default());
     }
-    let store = Store::open(folder)?;
-    let places = store.places()?;
-    each_of(noted, |pack| {
-        let Mended { mended, left } = store.mend_pack(pack, &places, from)?;
-        all = Mended { mended: all.mended + mended, left: all.left + left };
-        Ok(())
-    })?;
-    Ok(all)
+    Store::open(folder)?.mend_each(noted, from)
 }
 
-/// Does something with each pack, also when it fails with one; answers the first failure, and logs others.
-fn each_of(packs: Vec<Digest>, mut work: impl FnMut(Digest) -> Result<()>) -> Result<()> {
-    let mut outcome = Ok(());
-    for error in packs.into_iter().filter_map(|pack| work(pack).err()) {
-        if outcome.is_ok() {
-            outcome = Err(error);
-        } else {
-            tracing::warn!("{error}: what is damaged in the store stays so");
-        }
-    }
-    outcome
+/// Where the right bytes of objects of one pack come from.
+struct Sources<'a> {
+    places: &'a Places,
+    /// `None` once it had no answer: the next one would be waited for as long.
+    from: Option<&'a dyn Fetch>,
+    /// The first object that could not be fetched, and why not.
+    failed: Option<(Digest, io::Error)>,
 }
 
 impl Store {
@@ -99,12 +94,12 @@ impl Store {
     }
 
     /// Looks at all bytes of a pack, and notes what is damaged; answers how many objects are.
-    fn look_for_damage(&self, index: &Index) -> Result<usize> {
+    pub(crate) fn look_for_damage(&self, index: &Index) -> Result<usize> {
         let path = self.pack_path(index.pack);
         let file = File::open(&path).doing("open", &path)?;
         let damaged = Mutex::new(Vec::new());
         let look = |at: usize| -> std::result::Result<(), ()> {
-            if !is_sound(&file, &index.objects[at]) {
+            if look(&file, &index.objects[at]) != Some(Found::Sound) {
                 damaged.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(at);
             }
             Ok(())
@@ -116,10 +111,11 @@ impl Store {
         Ok(damaged.len())
     }
 
-    /// Notes which objects of a pack are damaged. A pack of a wrong length has a note without any.
+    /// Notes which objects of a pack are damaged. A pack of a wrong length, or with a wrong fs-verity digest, has a note without any.
     fn note(&self, index: &Index, damaged: &[usize]) -> Result<()> {
         let path = store::damage_path(self.folder(), index.pack);
-        if damaged.is_empty() && self.is_whole(index) {
+        let is_of_use = || File::open(self.pack_path(index.pack)).is_ok_and(|file| !has_other_digest(&file, index));
+        if damaged.is_empty() && self.is_whole(index) && is_of_use() {
             return match fs::remove_file(&path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).doing("remove", &path),
                 _ => Ok(()),
@@ -140,11 +136,20 @@ impl Store {
             let pack = name.as_encoded_bytes().strip_suffix(DAMAGED_SUFFIX.as_bytes());
             noted.extend(pack.and_then(store::pack_name));
         }
-        if noted.is_empty() {
-            return Ok(());
-        }
+        if noted.is_empty() { Ok(()) } else { self.mend_each(noted, None).map(drop) }
+    }
+
+    /// Mends packs that have a note, also when that fails with one.
+    pub(crate) fn mend_each(&self, packs: Vec<Digest>, from: Option<&dyn Fetch>) -> Result<Mended> {
         let places = self.places()?;
-        each_of(noted, |pack| self.mend_pack(pack, &places, None).map(drop))
+        let (mut all, mut failures) = (Mended::default(), Vec::new());
+        for pack in packs {
+            match self.mend_pack(pack, &places, from) {
+                Ok(Mended { mended, left }) => all = Mended { mended: all.mended + mended, left: all.left + left },
+                Err(error) => failures.push(error),
+            }
+        }
+        Error::of_all(failures).map_or(Ok(all), Err)
     }
 
     /// Puts a copy in the place of a pack, with the right bytes of what is damaged in it as far as they can be had. `places` tells
@@ -157,91 +162,141 @@ impl Store {
         let path = self.pack_path(pack);
         let old = File::open(&path).doing("open", &path)?;
         let noted = self.noted(pack);
-        let is_bad = |at: &usize| {
-            let object = &index.objects[*at];
-            noted.contains(&object.digest) && !is_sound(&old, object)
+        let noted = index.objects.iter().filter(|object| noted.contains(&object.digest));
+        let bad: Vec<(&Object, Option<Found>)> = noted
+            .map(|object| (object, look(&old, object)))
+            .filter(|(_, found)| *found != Some(Found::Sound))
+            .collect();
+        let can_be_had = |(object, found): &(&Object, Option<Found>)| {
+            *found == Some(Found::Padding) || from.is_some() || places.contains_key(&object.digest)
         };
-        let bad: Vec<usize> = (0..index.objects.len()).filter(is_bad).collect();
-        let can_be_had = |at: &usize| from.is_some() || places.contains_key(&index.objects[*at].digest);
-        if self.is_whole(&index) && !bad.iter().any(can_be_had) {
+        let has_wrong_form = !self.is_whole(&index) || has_other_digest(&old, &index);
+        if !has_wrong_form && !bad.iter().any(can_be_had) {
             if bad.is_empty() {
-                self.note(&index, &bad)?;
+                self.note(&index, &[])?;
             }
             return Ok(Mended { mended: 0, left: bad.len() });
         }
         let new = New::begin(store::folder_of(&path))?;
-        let (mut mended, mut left) = (0, Vec::new());
-        for (at, object) in index.objects.iter().enumerate() {
-            let mut memory = Vec::new();
-            let read = read_object(&old, object.block, object, &mut memory);
-            if !matches!(read, Ok(true)) {
-                let is_cut_off = |error: &io::Error| error.kind() == io::ErrorKind::UnexpectedEof;
-                match self.replacement(pack, object, places, from)? {
-                    Some(found) => {
-                        mended += 1;
-                        memory = found;
-                    }
-                    // Nobody is to find less there than before.
-                    None => match read {
-                        Err(error) if is_cut_off(&error) => {
-                            left.push(at);
-                            continue;
-                        }
-                        // It may be sound, and be read another time.
-                        Err(error) => return Err(error).doing("read", &path),
-                        Ok(_) => left.push(at),
-                    },
-                }
+        let mut sources = Sources { places, from, failed: None };
+        let (mended, left) = match self.copy_mended((&old, &path), &new, &index, &mut sources) {
+            Ok(copied) => copied,
+            Err(error) => {
+                return Err(match sources.error(pack, 1) {
+                    Some(before) => Error::Several(vec![before, error]),
+                    None => error,
+                });
             }
-            if !piece::is_zero(&memory) {
-                new.file.write_all_at(&memory, object.block * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
-            }
+        };
+        let failed = sources.error(pack, left.len());
+        if mended == 0 && !has_wrong_form {
+            return failed.map_or(Ok(Mended { mended, left: left.len() }), Err);
         }
         new.file.set_len(index.blocks * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
         // What is still damaged has another digest.
         new.keep_sealed(&path, index.verity.filter(|_| left.is_empty()))?;
         self.note(&index, &left)?;
         tracing::info!("mended {mended} objects of the pack {pack} in {}", self.folder().display());
-        Ok(Mended { mended, left: left.len() })
+        failed.map_or(Ok(Mended { mended, left: left.len() }), Err)
     }
 
-    /// The bytes of an object, from another pack or from elsewhere, proved.
-    fn replacement(
+    /// Copies a pack's objects, with the right bytes of those that are damaged; answers how many were put right, and which could not be.
+    fn copy_mended(
         &self,
-        pack: Digest,
-        object: &Object,
-        places: &Places,
-        from: Option<&dyn Fetch>,
-    ) -> Result<Option<Vec<u8>>> {
-        if let Some((other, block)) = places.get(&object.digest) {
+        (old, path): (&File, &Path),
+        new: &New,
+        index: &Index,
+        sources: &mut Sources<'_>,
+    ) -> Result<(usize, Vec<usize>)> {
+        let (mut mended, mut left) = (0, Vec::new());
+        for (at, object) in index.objects.iter().enumerate() {
             let mut memory = Vec::new();
-            let found = File::open(self.pack_path(*other));
-            if matches!(found.and_then(|file| read_object(&file, *block, object, &mut memory)), Ok(true)) {
-                return Ok(Some(memory));
+            let found = look_at_object(old, object.block, object, &mut memory);
+            match found {
+                Ok(Found::Sound) => {}
+                Ok(Found::Padding) => {
+                    let bytes = usize::try_from(object.bytes).unwrap_or(usize::MAX).min(memory.len());
+                    memory[bytes..].fill(0);
+                    mended += 1;
+                }
+                Ok(Found::Damaged) | Err(_) => match (sources.get(self, index.pack, object), found) {
+                    (Some(right), _) => {
+                        mended += 1;
+                        memory = right;
+                    }
+                    // Nobody is to find less there than before.
+                    (None, Ok(_)) => left.push(at),
+                    (None, Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                        left.push(at);
+                        continue;
+                    }
+                    // It may be sound, and be read another time.
+                    (None, Err(error)) => return Err(error).doing("read", path),
+                },
+            }
+            if !piece::is_zero(&memory) {
+                new.file.write_all_at(&memory, object.block * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
             }
         }
-        let Some(from) = from else { return Ok(None) };
-        let begin = object.block * BLOCK_BYTES as u64;
-        let mut came = Vec::new();
-        let outcome = from.read(pack, begin..begin + object.bytes, &mut |bytes| {
-            if came.len() as u64 + bytes.len() as u64 > object.bytes {
-                return Err(io::Error::other("more than was asked for"));
-            }
-            came.extend_from_slice(bytes);
-            Ok(())
-        });
-        let failed = |source| Error::Fetch { what: format!("the object {} of the pack {pack}", object.digest), source };
-        outcome.map_err(failed)?;
-        if came.len() as u64 != object.bytes || Algorithm::Blake3.of(&came) != object.digest {
-            return Err(failed(io::Error::other("it came damaged")));
-        }
-        Ok(Some(came))
+        Ok((mended, left))
     }
 }
 
-/// Whether an object can be read, and is what its digest says.
-fn is_sound(file: &File, object: &Object) -> bool {
-    matches!(read_object(file, object.block, object, &mut Vec::new()), Ok(true))
+impl Sources<'_> {
+    /// The bytes of an object, from another pack or from elsewhere, proved.
+    fn get(&mut self, store: &Store, pack: Digest, object: &Object) -> Option<Vec<u8>> {
+        if let Some((other, block)) = self.places.get(&object.digest) {
+            let mut memory = Vec::new();
+            let found = File::open(store.pack_path(*other));
+            if matches!(found.and_then(|file| read_object(&file, *block, object, &mut memory)), Ok(true)) {
+                return Some(memory);
+            }
+        }
+        match fetch(self.from?, pack, object) {
+            Ok(came) if Algorithm::Blake3.of(&came) == object.digest => return Some(came),
+            Ok(_) => self.fail(object, io::Error::other("it came damaged")),
+            Err(error) => {
+                self.from = None;
+                self.fail(object, error);
+            }
+        }
+        None
+    }
+
+    fn fail(&mut self, object: &Object, error: io::Error) {
+        self.failed.get_or_insert((object.digest, error));
+    }
+
+    /// That something could not be fetched; `left` objects have not got their right bytes.
+    fn error(self, pack: Digest, left: usize) -> Option<Error> {
+        let (object, source) = self.failed?;
+        let others = if left > 1 { format!(" and {} others of it", left - 1) } else { String::new() };
+        Some(Error::Fetch { what: format!("the object {object} of the pack {pack}{others}"), source })
+    }
+}
+
+/// Fetches as many bytes as an object has.
+fn fetch(from: &dyn Fetch, pack: Digest, object: &Object) -> io::Result<Vec<u8>> {
+    let begin = object.block * BLOCK_BYTES as u64;
+    let mut came = Vec::new();
+    from.read(pack, begin..begin + object.bytes, &mut |bytes| {
+        if came.len() as u64 + bytes.len() as u64 > object.bytes {
+            return Err(io::Error::other("more than was asked for"));
+        }
+        came.extend_from_slice(bytes);
+        Ok(())
+    })?;
+    Ok(came)
+}
+
+/// Whether the kernel proves what is read of a pack by another fs-verity digest than its index names.
+fn has_other_digest(file: &File, index: &Index) -> bool {
+    index.verity.zip(fsverity::measure(file)).is_some_and(|(wanted, found)| wanted != found)
+}
+
+/// What there is of an object, if it can be read.
+fn look(file: &File, object: &Object) -> Option<Found> {
+    look_at_object(file, object.block, object, &mut Vec::new()).ok()
 }
 
 /// Waits for whoever else mends a pack; `None` if nothing is left to mend. The lock ends with the file.

@@ -19,7 +19,7 @@ use crate::composefs::objects::Files;
 use crate::composefs::path_of;
 use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
-use crate::error::{Doing, Error, Flaw, Result};
+use crate::error::{Doing, Error, Flaw, Result, told};
 use crate::fetch::{Common, Missing};
 use crate::image::{Data, Image};
 use crate::mend::mend;
@@ -188,20 +188,28 @@ impl Objects {
     }
 
     /// The same; with `missing`, packs that are not here, or of no use, need not be: their indexes are fetched now, their objects when they
-    /// are wanted. What is noted as damaged is fetched now.
+    /// are wanted. What is noted as damaged is fetched now; what of that cannot be had stays damaged.
     ///
     /// # Errors
     /// One is missing and cannot be had, or is not what the image names.
     pub fn open_with(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
+        // Others can be read all the same.
+        if let Some(Err(error)) = missing.as_ref().map(|missing| mend(image, folder, Some(&*missing.from))) {
+            tracing::warn!("{}: what is damaged in the store stays so", told(&error));
+        }
+        Self::open_mended(image, folder, missing)
+    }
+
+    /// The same for who has just mended the store ([`mend`]).
+    ///
+    /// # Errors
+    /// One is missing and cannot be had, or is not what the image names.
+    pub fn open_mended(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         if image.is_composefs() {
             let files = files(image, (folder, folder), missing)?;
             return Ok(Self { packs: Vec::new(), files: Some(files), soon: OnceLock::new() });
         }
         let store = Store::open(folder)?;
-        // Others can be read all the same.
-        if let Some(Err(error)) = missing.as_ref().map(|missing| mend(image, folder, Some(&*missing.from))) {
-            tracing::warn!("{error}: what is damaged in the store stays so");
-        }
         let common = missing.map(|missing| Common::new(folder, missing));
         let open = |(number, pack): (usize, &crate::image::PackRef)| {
             let index = match &common {

@@ -20,7 +20,7 @@ use crate::erofs::BLOCK_BYTES;
 use crate::fetch::Absent;
 use crate::fsverity;
 use crate::objects::Bad;
-use crate::piece;
+use crate::piece::{self, Found};
 use crate::store::{Index, Object};
 
 /// What is known of an object.
@@ -186,10 +186,15 @@ impl Pack {
     }
 }
 
-/// Reads an object from a block of a file on, with what fills its last block; answers whether it is what its digest says.
+/// Reads an object from a block of a file on, with what fills its last block; answers whether both are as they should be.
 pub(crate) fn read_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<bool> {
+    look_at_object(file, block, object, memory).map(|found| found == Found::Sound)
+}
+
+/// The same; answers what there is.
+pub(crate) fn look_at_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<Found> {
     let read = |bytes: &mut [u8]| file.read_exact_at(bytes, block * BLOCK_BYTES as u64);
-    piece::is_sound(read, object.bytes, object.digest, memory)
+    piece::look(read, object.bytes, object.digest, memory)
 }
 
 #[cfg(test)]

@@ -160,18 +160,33 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     bytes.chunks(BLOCK_BYTES).all(|block| block.iter().fold(0, |all, byte| all | byte) == 0)
 }
 
+/// What is found where a piece should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// The piece, and zeros up to its last block's end.
+    Sound,
+    /// The piece, but something else behind it in its last block.
+    Padding,
+    /// Something else.
+    Damaged,
+}
+
 /// Reads a piece from a place in a file, with what fills its last block, and looks whether it is what its digest says.
-pub(crate) fn is_sound(
+pub(crate) fn look(
     read: impl FnOnce(&mut [u8]) -> io::Result<()>,
     bytes: u64,
     digest: Digest,
     memory: &mut Vec<u8>,
-) -> io::Result<bool> {
+) -> io::Result<Found> {
     let bytes = usize::try_from(bytes).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
     memory.resize(bytes.next_multiple_of(BLOCK_BYTES), 0);
     read(memory)?;
     let (piece, padding) = memory.split_at(bytes);
-    Ok(self::digest(piece) == digest && is_zero(padding))
+    Ok(match (self::digest(piece) == digest, is_zero(padding)) {
+        (true, true) => Found::Sound,
+        (true, false) => Found::Padding,
+        (false, _) => Found::Damaged,
+    })
 }
 
 #[cfg(test)]

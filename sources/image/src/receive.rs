@@ -6,6 +6,7 @@ use crate::digest::Digest;
 use crate::objects::Bad;
 use crate::pack::Pack;
 use crate::piece;
+use crate::store::Object;
 
 /// Takes the bytes of a run of objects.
 pub(crate) struct Receiver<'a> {
@@ -40,7 +41,7 @@ impl<'a> Receiver<'a> {
     pub(crate) fn take(&mut self, mut bytes: &[u8]) -> Result<(), Bad> {
         while !bytes.is_empty() && !self.left.is_empty() {
             let object = self.pack.index.objects[self.left.start];
-            // What follows an object up to its block's end is not kept: it is zeros, as the file's holes are.
+            // What follows an object up to its block's end is not kept: zeros are written there.
             let padded = object.padded();
             let end = if self.got < object.bytes { object.bytes } else { padded };
             let count = usize::try_from(end - self.got).unwrap_or(usize::MAX).min(bytes.len());
@@ -51,7 +52,7 @@ impl<'a> Receiver<'a> {
             }
             self.got += count as u64;
             if self.got == object.bytes {
-                self.end(object.digest)?;
+                self.end(&object)?;
             }
             // The last object's block need not come to its end.
             if self.got == padded || (self.got >= object.bytes && self.left.len() == 1) {
@@ -63,12 +64,14 @@ impl<'a> Receiver<'a> {
     }
 
     /// All bytes of an object are there.
-    fn end(&mut self, digest: Digest) -> Result<(), Bad> {
-        let pack = self.pack.index.pack;
+    fn end(&mut self, object: &Object) -> Result<(), Bad> {
+        let (pack, digest) = (self.pack.index.pack, object.digest);
         if piece::digest(&self.memory) != digest {
             return Err(Bad::Received { pack, digest });
         }
         let at = self.left.start;
+        // No longer than a piece, as all objects of an index are.
+        self.memory.resize(usize::try_from(object.padded()).unwrap_or(piece::PIECE_BYTES), 0);
         self.pack.put(at, &self.memory).map_err(|source| Bad::Keep { pack, source })?;
         self.memory.clear();
         (self.kept)(at);

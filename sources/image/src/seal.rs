@@ -2,18 +2,23 @@
 //!
 //! A pack that is made for it has its digest in its index, which the pack's name proves, which the image's digest proves. Builds and pulls turn
 //! it on where the file system has it; so does [`seal`] for a store that was copied, or whose packs came piece by piece.
+//!
+//! fs-verity cannot be turned off again, and what has it cannot be written to. So a pack is hashed before, and what is damaged in it is
+//! mended first.
 
 use std::fs::File;
 use std::io;
 use std::path::Path;
 
 use crate::digest::Digest;
+use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
+use crate::fetch::Fetch;
 use crate::fsverity::{self, Verity, verity_of};
 use crate::image::{Image, PackRef};
 use crate::objects::{Bad, Objects};
 use crate::parallel;
-use crate::store::Store;
+use crate::store::{Index, Store};
 
 /// How many packs of an image the kernel proves, and why it does not prove the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,40 +33,45 @@ pub struct Sealed {
     pub left: usize,
 }
 
-/// Turns fs-verity on for those packs of an image that are made for it and are all here, where the file system has it. The kernel reads
-/// all of a pack for that, once.
+/// Turns fs-verity on for those packs of an image that are made for it and are all here, where the file system has it. All of a pack is read
+/// for that, twice: by us, and by the kernel. One that is damaged is mended before, by what other packs have, or `from` hands over.
 ///
 /// # Errors
-/// A pack has another digest than its index names, or fs-verity cannot be turned on for it.
-pub fn seal(image: &Image, folder: &Path) -> Result<Sealed> {
+/// A pack has another digest than its index names and cannot be mended, or fs-verity cannot be turned on for it. It is on for the others,
+/// and all are named for which it is not.
+pub fn seal(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Sealed> {
     let mut sealed = Sealed::default();
     if image.packs().is_empty() {
         return Ok(sealed);
     }
     let store = Store::open(folder)?;
+    let mut failures = Vec::new();
     for pack in image.packs() {
-        let Some(index) = store.index_of_whole(pack.name) else {
-            sealed.left += 1;
-            continue;
-        };
-        let Some(wanted) = index.verity else {
-            sealed.unnamed += 1;
-            continue;
-        };
-        let path = store.pack_path(pack.name);
-        let file = File::open(&path).doing("open", &path)?;
-        match fsverity::turn_on(&file) {
-            Ok(Verity::On(found)) if found == wanted => sealed.on += 1,
-            Ok(Verity::On(found)) => return Err(other(folder, pack, wanted, found)),
-            Ok(Verity::Off | Verity::Unavailable) => sealed.unavailable += 1,
-            Err(error) if is_left(&error) => {
-                tracing::warn!("cannot turn fs-verity on for {}: {error}", path.display());
-                sealed.left += 1;
-            }
-            Err(error) => return Err(error).doing("turn fs-verity on for", &path),
+        match store.seal_pack(pack.name, from) {
+            Ok(Outcome::On) => sealed.on += 1,
+            Ok(Outcome::Unnamed) => sealed.unnamed += 1,
+            Ok(Outcome::Unavailable) => sealed.unavailable += 1,
+            Ok(Outcome::Left) => sealed.left += 1,
+            Err(error) => failures.push(error),
         }
     }
-    Ok(sealed)
+    Error::of_all(failures).map_or(Ok(sealed), Err)
+}
+
+/// What became of a pack: see [`Sealed`].
+enum Outcome {
+    On,
+    Unnamed,
+    Unavailable,
+    Left,
+}
+
+/// What became of turning it on.
+enum Tried {
+    /// Nothing is wrong.
+    Done(Outcome),
+    /// The pack has this digest, and not the one that its index names.
+    Other(Digest),
 }
 
 /// Turns fs-verity on for an image's own file, where the file system has it and the file is ours; answers whether it is on.
@@ -94,6 +104,55 @@ pub enum PackProof {
 }
 
 impl Store {
+    /// Turns fs-verity on for a pack, which is mended if it is damaged.
+    fn seal_pack(&self, pack: Digest, from: Option<&dyn Fetch>) -> Result<Outcome> {
+        let Some(index) = self.index_of_whole(pack) else { return Ok(Outcome::Left) };
+        let Some(wanted) = index.verity else { return Ok(Outcome::Unnamed) };
+        let found = match self.turn_on_proved(&index, wanted)? {
+            Tried::Done(outcome) => return Ok(outcome),
+            Tried::Other(found) => found,
+        };
+        let (damaged, folder) = (self.look_for_damage(&index)?, self.folder().display());
+        tracing::warn!("the pack {pack} in {folder} has the fs-verity digest {found}: {damaged} objects are damaged");
+        let left = self.mend_each(vec![pack], from)?.left;
+        match self.turn_on_proved(&index, wanted)? {
+            Tried::Done(outcome) => Ok(outcome),
+            Tried::Other(found) => {
+                let why = match left {
+                    0 => "the index is wrong".into(),
+                    left => format!("{left} of its objects are damaged, and verify --repair --from fetches them"),
+                };
+                let reason = format!("it has the fs-verity digest {found}, but its index names {wanted}: {why}");
+                Err(Error::Pack { store: self.folder().into(), pack, reason })
+            }
+        }
+    }
+
+    /// Turns fs-verity on for a pack that has the digest which its index names, and for no other.
+    fn turn_on_proved(&self, index: &Index, wanted: Digest) -> Result<Tried> {
+        let path = self.pack_path(index.pack);
+        let file = File::open(&path).doing("open", &path)?;
+        let mut verity = verity_of(&file);
+        if verity == Verity::Off {
+            let found = parallel::digest(&file, 0, index.blocks * BLOCK_BYTES as u64).doing("read", &path)?;
+            if found != wanted {
+                return Ok(Tried::Other(found));
+            }
+            verity = match fsverity::turn_on(&file) {
+                Err(error) if is_left(&error) => {
+                    tracing::warn!("cannot turn fs-verity on for {}: {error}", path.display());
+                    return Ok(Tried::Done(Outcome::Left));
+                }
+                turned => turned.doing("turn fs-verity on for", &path)?,
+            };
+        }
+        Ok(match verity {
+            Verity::On(found) if found != wanted => Tried::Other(found),
+            Verity::On(_) => Tried::Done(Outcome::On),
+            Verity::Off | Verity::Unavailable => Tried::Done(Outcome::Unavailable),
+        })
+    }
+
     /// Looks whether the kernel proves what is read of a pack that is open.
     ///
     /// # Errors
@@ -102,7 +161,12 @@ impl Store {
         let Some(wanted) = self.index(pack.name)?.verity else { return Ok(PackProof::Unnamed) };
         match verity_of(file) {
             Verity::On(found) if found == wanted => Ok(PackProof::Kernel),
-            Verity::On(found) => Err(other(self.folder(), pack, wanted, found)),
+            Verity::On(found) => {
+                let reason = format!(
+                    "the kernel proves it by the fs-verity digest {found}, but its index names {wanted}: verify --repair replaces it"
+                );
+                Err(Error::Pack { store: self.folder().into(), pack: pack.name, reason })
+            }
             Verity::Off => Ok(PackProof::Off),
             Verity::Unavailable => Ok(PackProof::Unavailable),
         }
@@ -113,11 +177,6 @@ impl Store {
 fn is_left(error: &io::Error) -> bool {
     use io::ErrorKind::{ExecutableFileBusy, PermissionDenied, ReadOnlyFilesystem};
     matches!(error.kind(), ExecutableFileBusy | PermissionDenied | ReadOnlyFilesystem)
-}
-
-fn other(folder: &Path, pack: &PackRef, wanted: Digest, found: Digest) -> Error {
-    let reason = format!("the kernel proves it by the fs-verity digest {found}, but its index names {wanted}");
-    Error::Pack { store: folder.into(), pack: pack.name, reason }
 }
 
 impl Image {
@@ -135,7 +194,7 @@ impl Objects {
     pub fn prove_packs(&self) -> std::result::Result<(), Bad> {
         for pack in &self.packs {
             let Some(wanted) = pack.index.verity.filter(|_| !pack.is_sealed && pack.absent.is_none()) else { continue };
-            let bytes = pack.index.blocks * crate::erofs::BLOCK_BYTES as u64;
+            let bytes = pack.index.blocks * BLOCK_BYTES as u64;
             let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest: wanted, source };
             let found = parallel::digest(&pack.file, 0, bytes).map_err(unreadable)?;
             if found != wanted {

@@ -12,7 +12,7 @@ use crate::composefs;
 use crate::composefs::objects::NewObjects;
 use crate::digest::{Algorithm, Digest};
 use crate::erofs::BLOCK_BYTES;
-use crate::error::{Doing, Error, Result};
+use crate::error::{Doing, Error, Result, told};
 use crate::flat::{self, Pack};
 use crate::hashers::Hashers;
 use crate::piece::{self, Batch, PIECE_BYTES};
@@ -159,7 +159,7 @@ impl Sink {
                 let (mut places, pieces) = sorted.finish()?;
                 // What it has stored may be what another pack lacks.
                 if let Err(error) = self.store.mend_all() {
-                    tracing::warn!("{error}: what is damaged in the store stays so");
+                    tracing::warn!("{}: what is damaged in the store stays so", told(&error));
                 }
                 let pack = order.map(|_| self.store.begin(has_verity)).transpose()?;
                 let gather = |(order, pack)| gather(&self.store, pack, &mut places, (&tree, &pieces), order);

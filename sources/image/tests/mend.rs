@@ -121,20 +121,61 @@ fn what_comes_from_elsewhere_is_proved_before_it_replaces_anything() {
     fs::create_dir(&copy).expect("folders can be made");
     let copied = copy.join(built.packs[0].hex());
     fs::copy(&path, &copied).expect("files can be copied");
+    let mut half = fs::read(&path).expect("files can be read");
+    half[7 * 4096..][..10].fill(0xaa);
     write_over(&path, 0, &[0xaa; 10]);
     write_over(&path, 7 * 4096, &[0xaa; 10]);
-    let spoiled = fs::read(&path).expect("files can be read");
     assert_eq!(note(&bench, "image"), 2);
     let image = open(&bench, "image");
     let from = Folder(copy);
     write_over(&copied, 7 * 4096, &[0xbb]);
-    let error = mend(&image, &bench.store(), Some(&from)).expect_err("what comes is damaged, too");
+    let error = mend(&image, &bench.store(), Some(&from)).expect_err("one comes damaged, too");
     assert!(error.to_string().contains("cannot fetch the object blake3:"), "{error}");
-    assert_eq!((fs::read(&path).expect("files can be read"), notes(&bench)), (spoiled, 1));
+    // The other one is mended.
+    assert!(fs::read(&path).expect("files can be read") == half);
+    assert_eq!((damaged(&bench, "image"), notes(&bench)), (BTreeSet::from(["/2".to_owned()]), 1));
     write_over(&copied, 7 * 4096, &bytes(2, 9000)[4096..4097]);
-    assert_eq!(mend(&image, &bench.store(), Some(&from)).expect("it is sound"), Mended { mended: 2, left: 0 });
+    assert_eq!(mend(&image, &bench.store(), Some(&from)).expect("it is sound"), Mended { mended: 1, left: 0 });
     assert_eq!((damaged(&bench, "image").len(), notes(&bench)), (0, 0));
     assert_eq!(mend(&image, &bench.store(), Some(&from)).expect("there is nothing to do"), Mended::default());
+}
+
+/// Zeros do, and everybody has those.
+#[test]
+fn what_fills_the_last_block_of_an_object_is_mended_by_nobodys_help() {
+    let (bench, built) = three();
+    let path = pack_path(&bench, built.packs[0]);
+    let before = fs::read(&path).expect("files can be read");
+    // Behind the first object and the last one.
+    for at in [9000, 9 * 4096 - 1] {
+        write_over(&path, at, &[1]);
+    }
+    assert_eq!(note(&bench, "image"), 2);
+    let mended = mend(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
+    assert_eq!((mended, notes(&bench)), (Mended { mended: 2, left: 0 }, 0));
+    assert!(fs::read(&path).expect("files can be read") == before);
+    // Beside an object that nobody has.
+    write_over(&path, 12_287, &[1]);
+    write_over(&path, 4 * 4096, &[!before[4 * 4096]]);
+    assert_eq!(note(&bench, "image"), 2);
+    let mended = mend(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
+    assert_eq!((mended, notes(&bench)), (Mended { mended: 1, left: 1 }, 1));
+    assert_eq!(damaged(&bench, "image"), BTreeSet::from(["/1".to_owned()]));
+}
+
+#[test]
+fn all_packs_are_named_of_which_something_cannot_be_had() {
+    let (bench, _) = three();
+    fs::write(bench.tree().join("3"), bytes(3, 9000)).expect("files can be made");
+    let packs = bench.build("second").packs;
+    assert_eq!(packs.len(), 2);
+    packs.iter().for_each(|pack| write_over(&pack_path(&bench, *pack), 0, &[0xaa; 10]));
+    assert_eq!(note(&bench, "second"), 2);
+    let from = Folder(bench.path("nothing"));
+    let error = mend(&open(&bench, "second"), &bench.store(), Some(&from)).expect_err("nobody has it").to_string();
+    for pack in packs {
+        assert!(error.contains(&format!("of the pack {pack}: No such file")), "{error}");
+    }
 }
 
 #[test]

@@ -74,7 +74,7 @@ fn packs_that_name_no_digest_are_not_used_by_builds_for_verity() {
     let image = Image::open(&bench.path("plain"), None).expect("it was built");
     Objects::open(&image, &bench.store()).expect("all is there").prove_packs().expect("there is nothing to prove");
     assert_eq!(
-        seal(&image, &bench.store()).expect("there is nothing to do"),
+        seal(&image, &bench.store(), None).expect("there is nothing to do"),
         Sealed { unnamed: 1, ..Sealed::default() }
     );
 }
@@ -127,7 +127,7 @@ fn what_is_sealed_can_be_used_mended_and_sealed_again() {
     assert_eq!(Objects::open(&image, &bench.store()).expect("all is there").sealed(), usize::from(has_verity));
     let (on, unavailable) = (usize::from(has_verity), usize::from(!has_verity));
     let sealed = Sealed { on, unavailable, ..Sealed::default() };
-    assert_eq!(seal(&image, &bench.store()).expect("nothing fails"), sealed);
+    assert_eq!(seal(&image, &bench.store(), None).expect("nothing fails"), sealed);
     assert_eq!(seal_image(&bench.path("image")).expect("nothing fails"), has_verity);
     assert_eq!(image.verity_digest(), Algorithm::Verity.of(&fs::read(bench.path("image")).expect("it is there")));
     // A copy that is damaged, and what has the right bytes for it.
@@ -146,5 +146,5 @@ fn what_is_sealed_can_be_used_mended_and_sealed_again() {
     // Of a pack that is not all here nothing is done.
     fs::remove_file(&path).expect("files can be removed");
     fs::File::create(&path).and_then(|file| file.write_all_at(b"x", 0)).expect("files can be written");
-    assert_eq!(seal(&image, &bench.store()).expect("nothing fails"), Sealed { left: 1, ..Sealed::default() });
+    assert_eq!(seal(&image, &bench.store(), None).expect("nothing fails"), Sealed { left: 1, ..Sealed::default() });
 }
