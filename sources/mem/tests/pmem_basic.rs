@@ -466,3 +466,38 @@ fn data_move_between_the_tiers_by_themselves() {
     drop(fs);
     assert!(fsck(&path, Some(&tier2), false).unwrap().is_clean());
 }
+
+/// Where an open file's first bytes lie in the image.
+fn offset_of(fs: &PMem, ino: Ino, handle: ferry_vfs::Handle) -> u64 {
+    match fs.read(&cx(), &at(ino, handle, 0, 64 << 10), &mut Vec::new()).unwrap() {
+        Data::Extent(extent) => extent.offset,
+        Data::Bytes(_) => panic!("a long contiguous read is an extent"),
+    }
+}
+
+#[test]
+fn writers_on_different_cpus_write_to_different_parts() {
+    let cpus = std::thread::available_parallelism().unwrap().get();
+    let may_run_on = rustix::thread::sched_getaffinity(None).unwrap();
+    if cpus < 2 || !(0..cpus).all(|cpu| may_run_on.is_set(cpu)) {
+        return println!("skipped: needs two CPUs");
+    }
+    let (_dir, path) = image();
+    let fs = open(&path, &Options { size_bytes: Some(cpus as u64 * (32 << 20)), ..Options::default() }).unwrap();
+    let part = fs.statfs(&cx(), Ino::ROOT).unwrap().blocks * 4096 / cpus as u64;
+    let place_of = |cpu: usize, file: &str| {
+        let write = || {
+            let mut here = rustix::thread::CpuSet::new();
+            here.set(cpu);
+            rustix::thread::sched_setaffinity(None, &here).unwrap();
+            let (ino, handle) = put(&fs, Ino::ROOT, file.as_bytes(), 0, &[1; 128 << 10]).unwrap();
+            let offset = offset_of(&fs, ino, handle);
+            close(&fs, ino, handle);
+            offset
+        };
+        std::thread::scope(|scope| scope.spawn(write).join().unwrap())
+    };
+    let [first, second, third] = [(0, "a"), (1, "b"), (0, "c")].map(|(cpu, file)| place_of(cpu, file));
+    assert!(second.abs_diff(first) >= part * 9 / 10, "both are in one part: {first}, {second}, parts of {part}");
+    assert!(third.abs_diff(first) < part / 10, "not in one part: {first}, {third}, parts of {part}");
+}

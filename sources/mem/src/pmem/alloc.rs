@@ -217,6 +217,25 @@ mod tests {
     }
 
     #[test]
+    fn writers_on_other_cpus_do_not_meet() {
+        const CPUS: usize = 4;
+        let allocator = Allocator::new(1000, 20_000, CPUS);
+        let shard_of = |run: &Run| (run.block - 1000) / 5_000;
+        // In turn, so that a common place to go on at would show.
+        for _ in 0..50 {
+            for cpu in 0..CPUS {
+                let runs = allocator.take(20, None, cpu).unwrap();
+                assert!(runs.iter().all(|run| shard_of(run) == cpu as u64), "{cpu}: {runs:?}");
+            }
+        }
+        // Past the number of shards they are shared; and what one has not, another gives.
+        assert_eq!(shard_of(&allocator.take(1, None, CPUS + 2).unwrap()[0]), 2);
+        let rest = allocator.take(4_500, None, 3).unwrap();
+        assert!(rest.iter().any(|run| shard_of(run) == 3) && rest.iter().any(|run| shard_of(run) != 3), "{rest:?}");
+        assert_eq!(Allocator::new(0, 20_000, 64).shards.len(), 4, "shards are not smaller than is useful");
+    }
+
+    #[test]
     fn goes_on_at_the_goal() {
         let allocator = Allocator::new(0, 100, 1);
         assert_eq!(allocator.take(2, None, 0), Some(vec![Run { block: 0, count: 2 }]));
