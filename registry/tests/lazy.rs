@@ -333,6 +333,56 @@ fn what_is_noted_as_damaged_is_fetched_and_proved() {
     place.is_whole("lazy");
 }
 
+/// One pack cannot be mended, and another one is missing.
+#[test]
+fn what_cannot_be_mended_keeps_nothing_else_from_coming() {
+    let mut place = Place::new();
+    place.pull(&place.fake.remote(), "lazy").unwrap();
+    let (old, whole) = place.pack();
+    let image = ferry_image::Image::open(&place.at("lazy.img"), None).unwrap();
+    let path = place.at("lazy/packs").join(old.hex());
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    let (first, second) = (100, 3 << 20);
+    for at in [first, second] {
+        std::os::unix::fs::FileExt::write_all_at(&file, &[whole[at] ^ 1], at as u64).unwrap();
+    }
+    assert_eq!(ferry_image::note_damage(&image, &place.at("lazy")).unwrap(), 2);
+    fs::write(place.at("tree/new"), content(99)).unwrap();
+    let part = place.part();
+    place.build_and_push();
+    let new = *place.built.packs.iter().find(|pack| **pack != old).unwrap();
+    fs::remove_file(place.at("lazy.img")).unwrap();
+    place.fake.fault(move |request, mut reply| {
+        if let (true, Some((from, to))) = (request.path.ends_with(&part), request.range())
+            && (from..to).contains(&second)
+        {
+            reply.body[second - from] ^= 1;
+        }
+        reply
+    });
+    let said = place.refused("lazy");
+    assert!(said.contains(&format!("of the pack {old}: it came damaged")), "{said}");
+    let store = ferry_image::Store::open(&place.at("lazy")).unwrap();
+    assert!(store.has(new), "the other pack has come");
+    let now = fs::read(&path).unwrap();
+    assert_eq!((now[first], now[second]), (whole[first], whole[second] ^ 1), "what could be mended is");
+    // With something that cannot be had either, both are said.
+    for end in ["", ".index"] {
+        fs::remove_file(place.at("lazy/packs").join(format!("{}{end}", new.hex()))).unwrap();
+    }
+    let (index, part) = (place.blob(&format!("{}.index", new.hex())), place.blob(&old.hex()));
+    place.fake.fault(move |request, mut reply| {
+        if request.path.ends_with(&index) || request.path.ends_with(&part) {
+            reply = Reply::of(403, "no");
+        }
+        reply
+    });
+    let said = place.refused("lazy");
+    assert!(said.contains(&old.to_string()) && said.contains(&format!("the index of the pack {new}")), "{said}");
+    place.is_well("lazy");
+    assert_eq!(fs::read(&path).unwrap(), whole);
+}
+
 #[test]
 fn a_pack_that_is_of_no_use_is_fetched_again() {
     let place = Place::new();

@@ -269,6 +269,17 @@ pub struct Place {
     folder: tempfile::TempDir,
     pub fake: Fake,
     pub built: Built,
+    layout: Layout,
+}
+
+fn build_and_push(folder: &Path, layout: Layout, fake: &Fake) -> Built {
+    let (image, store) = (folder.join("image"), folder.join("store"));
+    let open = || Store::create(&store).unwrap();
+    let options = BuildOptions { layout, ..BuildOptions::default() };
+    let built = build(&folder.join("tree"), &image, open(), &options, &|_, _| {}).unwrap();
+    push(&fake.remote(), &image, None, &open(), &store, 2, &|_, _| {}).unwrap();
+    fake.requests();
+    built
 }
 
 /// Files of the tree, by number.
@@ -293,14 +304,14 @@ impl Place {
         }
         let large: Vec<u8> = (0..1_500_000_u32).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
         fs::write(tree.join("large"), large).unwrap();
-        let (image, store) = (folder.path().join("image"), folder.path().join("store"));
-        let open = || Store::create(&store).unwrap();
-        let options = BuildOptions { layout, ..BuildOptions::default() };
-        let built = build(&tree, &image, open(), &options, &|_, _| {}).unwrap();
         let fake = Fake::start();
-        push(&fake.remote(), &image, None, &open(), &store, 2, &|_, _| {}).unwrap();
-        fake.requests();
-        Self { folder, fake, built }
+        let built = build_and_push(folder.path(), layout, &fake);
+        Self { folder, fake, built, layout }
+    }
+
+    /// Builds the tree once more in the same store, and pushes it to the same place.
+    pub fn build_and_push(&mut self) {
+        self.built = build_and_push(self.folder.path(), self.layout, &self.fake);
     }
 
     pub fn at(&self, name: &str) -> PathBuf {
@@ -351,8 +362,13 @@ impl Place {
 
     /// The name of the blob that is the pack.
     pub fn part(&self) -> String {
+        self.blob(&self.pack().0.hex())
+    }
+
+    /// The name of the blob that is a file of the store's packs.
+    pub fn blob(&self, file: &str) -> String {
         let mut name = String::new();
-        for byte in sha2::Sha256::digest(self.pack().1) {
+        for byte in sha2::Sha256::digest(fs::read(self.at("store/packs").join(file)).unwrap()) {
             write!(name, "{byte:02x}").unwrap();
         }
         name
