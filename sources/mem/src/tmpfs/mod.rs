@@ -3,7 +3,9 @@
 //!
 //! * With `CAP_SYS_ADMIN`: a **private tmpfs**, mounted nowhere, of which only this process has the root. Files are named by
 //!   inode number and open only while their inode is. The kernel keeps the size limit, also for what is written through
-//!   descriptors that were handed out, and places each page by the CPU that writes it. Files that are used more than a few
+//!   descriptors that were handed out, and places each page on the NUMA node of the CPU that writes it first: the client's
+//!   own where files are passed through, and by io_uring, whose workers are bound to their clients' CPUs; a reader of /dev/fuse
+//!   may be elsewhere. (That is the kernel's doing, and was not tried on a machine with two nodes.) Files that are used more than a few
 //!   times while they are open are mapped too, so that most reads and writes need no system call ([`mapped`]).
 //! * Without: **memfds**, one for each file that is not empty, open as long as the file exists. The limit is kept by us,
 //!   which is only possible where every write is asked for, so nothing is handed out for passthrough.
