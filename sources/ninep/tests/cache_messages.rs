@@ -207,6 +207,32 @@ fn many_single_pages_are_written_at_a_time() {
     assert!(pages.iter().all(|page| content.bytes[*page as usize * 4096..][..4096] == vec![*page as u8; 4096]));
 }
 
+/// Unless something else is asked for, as many writes are under way as there are CPUs, and with more to write no more.
+#[test]
+fn there_is_a_write_buffer_for_each_cpu() {
+    let cpus = std::thread::available_parallelism().unwrap().get();
+    let mut counts = vec![cpus];
+    // The same on fewer.
+    let all = rustix::thread::sched_getaffinity(None).unwrap();
+    let first = (0..rustix::thread::CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu)).unwrap();
+    let mut one = rustix::thread::CpuSet::new();
+    one.set(first);
+    rustix::thread::sched_setaffinity(None, &one).unwrap();
+    let on_one = Limits::default();
+    rustix::thread::sched_setaffinity(None, &all).unwrap();
+    counts.push(1);
+    for (limits, expected) in [Limits::default(), on_one].into_iter().zip(counts) {
+        let far = Manners { delay: Duration::from_millis(200), ..Manners::default() };
+        let (cache, _fake, file) = file(Limits { dirty_age: Duration::from_secs(3600), ..limits }, far, 0);
+        let told = file.error_cursor();
+        for at in 0..2 * expected.min(16) + 1 {
+            file.write((at * MIB) as u64, MIB, &mut vec![1; MIB].as_slice()).unwrap();
+        }
+        file.flush(&told).unwrap();
+        assert_eq!(cache.counts().writes_in_flight_max, expected.min(33) as u64, "{cpus} CPUs");
+    }
+}
+
 #[test]
 fn page_at_a_time_falls_out_of_the_parameters() {
     let (cache, _fake, file) = file(limits().page_at_a_time(), Manners::default(), MIB);
