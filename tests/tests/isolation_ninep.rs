@@ -8,12 +8,12 @@ mod certificates;
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, UdpSocket};
 use std::os::unix::fs::chown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use certificates::Certificates;
@@ -169,8 +169,7 @@ fn names_are_looked_up_behind_walls() {
     let client = home.serve_by(command);
     client.says(ALL);
     fs::remove_file(client.home.at("ca.pem")).unwrap();
-    let names = ["/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf"];
-    let names: Vec<&str> = names.into_iter().filter(|name| Path::new(name).exists()).collect();
+    let names = files_of_names();
     let expected = Expected { connector: Some(0), names: &names, ..Expected::default() };
     let behind = goes_on(&client, &expected, behind, |server| {
         // The same file, with other words.
@@ -179,6 +178,66 @@ fn names_are_looked_up_behind_walls() {
     });
     ends(client);
     drop(behind);
+}
+
+/// By a name that a name server knows, with two addresses. Which of them is better the C library asks the kernel by a socket of its own kind,
+/// is told no, and goes on.
+#[test]
+fn name_servers_are_asked_behind_walls() {
+    if !is_root() {
+        return;
+    }
+    /// Nobody else's on a machine that has one.
+    const NAME_SERVER: &str = "127.0.0.77";
+    let socket = UdpSocket::bind((NAME_SERVER, 53)).unwrap();
+    let questions = Arc::new(AtomicUsize::new(0));
+    let counts = Arc::clone(&questions);
+    std::thread::spawn(move || name_server(&socket, &[[127, 0, 0, 1], [127, 0, 0, 2]], &counts));
+    let port = port();
+    let behind = server(0, &format!("tcp:127.0.0.1:{port}"));
+    const SCRIPT: &str = "mount --bind hosts /etc/hosts && mount --bind resolv.conf /etc/resolv.conf && exec \"$@\"";
+    let home = Home::of(0);
+    fs::write(home.at("hosts"), "").unwrap();
+    fs::write(home.at("resolv.conf"), format!("nameserver {NAME_SERVER}\n")).unwrap();
+    let line = format!("share 9p:tcp:files.test:{port} --virtiofs s --json --log debug");
+    let command = home.command(&["unshare", "--mount", "sh", "-c", SCRIPT, "sh"], &line);
+    let client = home.serve_by(command);
+    let asked = questions.load(Ordering::Relaxed);
+    let names = files_of_names();
+    let expected = Expected { connector: Some(0), names: &names, ..Expected::default() };
+    let behind = goes_on(&client, &expected, behind, |server| again(server, &format!("tcp:127.0.0.2:{port}")));
+    assert!(questions.load(Ordering::Relaxed) > asked, "it was not asked again");
+    ends(client);
+    drop(behind);
+}
+
+/// Those of the files by which names are looked up that there are here.
+fn files_of_names() -> Vec<&'static str> {
+    let names = ["/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf"];
+    names.into_iter().filter(|name| Path::new(name).exists()).collect()
+}
+
+/// Answers every question for an IPv4 address with these (RFC 1035, section 4.1).
+fn name_server(socket: &UdpSocket, addresses: &[[u8; 4]], questions: &AtomicUsize) {
+    const HEADER_BYTES: usize = 12;
+    let mut question = [0; 512];
+    while let Ok((bytes, from)) = socket.recv_from(&mut question) {
+        questions.fetch_add(1, Ordering::Relaxed);
+        // The name's labels, an empty one, type and class.
+        let name_bytes = question[HEADER_BYTES..bytes].iter().position(|byte| *byte == 0).unwrap() + 1;
+        let asked = &question[HEADER_BYTES..HEADER_BYTES + name_bytes + 4];
+        let wants_a = asked[name_bytes..name_bytes + 2] == [0, 1];
+        let answers = if wants_a { addresses } else { &[] };
+        let count = u8::try_from(answers.len()).unwrap();
+        // A recursive answer without an error: one question, so many answers.
+        let mut answer = [&question[..2], &[0x81, 0x80, 0, 1, 0, count, 0, 0, 0, 0], asked].concat();
+        for address in answers {
+            // The name is the question's; type A, class IN, for no time, four bytes.
+            answer.extend([0xc0, 0x0c, 0, 1, 0, 1, 0, 0, 0, 0, 0, 4]);
+            answer.extend(address);
+        }
+        let _ = socket.send_to(&answer, from);
+    }
 }
 
 /// Beside a directory: its threads are in no network, and each kind has the capabilities that it needs.
