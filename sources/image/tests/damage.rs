@@ -240,3 +240,42 @@ fn an_image_is_looked_at_before_all_of_it_is_read() {
     assert!(said("longer").contains("more than its superblock tells of"), "{}", said("longer"));
     Image::open(&bench.path("image"), Some(built.digest)).expect("it is whole");
 }
+
+/// Who has few bytes must not have us take gigabytes for them.
+#[test]
+fn an_image_that_is_mostly_holes_takes_no_memory() {
+    const LENGTH: u64 = 8 << 30;
+    let bench = Bench::new();
+    fs::write(bench.tree().join("file"), "no pack").expect("files can be made");
+    let built = bench.build("image");
+    let image = bench.path("image");
+    // As many blocks as the superblock can be made to tell of.
+    write_over(&image, 1024 + 36, &u32::MAX.to_le_bytes());
+    let grow = |length: u64| {
+        File::options().write(true).open(&image).and_then(|file| file.set_len(length)).expect("files can grow");
+    };
+    grow(LENGTH);
+    let begin = peak();
+    let said = Image::open(&image, None).expect_err("it is mostly holes").to_string();
+    assert!(said.contains("a hole with most of what should be there: copy or fetch the image again"), "{said}");
+    assert!(peak() - begin < 1 << 20, "{} KiB", peak() - begin);
+    // Data at the end, and here and there, do not help; enough of them do.
+    write_over(&image, LENGTH - 1, b"x");
+    write_over(&image, LENGTH / 2, &[1; 1 << 20]);
+    Image::open(&image, None).expect_err("it is mostly holes");
+    grow(32 << 20);
+    Image::open(&image, None).expect_err("it is mostly holes");
+    write_over(&image, 1 << 20, &vec![1; 5 << 20]);
+    assert_eq!(Image::open(&image, None).expect("it may have holes").bytes(), 32 << 20);
+    // A short one may be nothing else.
+    grow(built.image_bytes);
+    grow(1 << 20);
+    Image::open(&image, None).expect("so much memory is there");
+}
+
+/// The most memory that this process has had, in KiB.
+fn peak() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").expect("it can be read");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("it is told");
+    line.trim().trim_end_matches("kB").trim().parse().expect("a number")
+}
