@@ -1,16 +1,21 @@
 //! `ferry image fsck`: everything an image says, looked at once.
 
+mod overlap;
+
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
 use ferry_vfs::FileType;
 
+use crate::erofs::BLOCK_BYTES;
 use crate::error::Flaw;
 use crate::flat::kind;
 use crate::image::{Checked, Data, Entry, Image, Inode, Nid};
 use crate::piece;
-use crate::runs::ENTRY_BYTES;
+use crate::runs::{ENTRY_BYTES, Run};
 use crate::walk::{DEPTH_MAX, Step};
+
+use overlap::{Claims, Overlap};
 
 /// How many findings are kept. Who has more knows enough.
 const FINDINGS_MAX: usize = 1000;
@@ -28,7 +33,9 @@ pub struct Report {
 pub fn check(image: &Image) -> Report {
     let entries_left = image.bytes() / ENTRY_BYTES as u64;
     let (directories, links) = (HashSet::new(), HashMap::new());
-    let mut walk = Walk { image, report: Report::default(), directories, entries_left, links };
+    let (claims, shared) = (Claims::default(), HashSet::new());
+    let mut walk = Walk { image, report: Report::default(), directories, entries_left, links, claims, shared };
+    walk.claim_head();
     let root = image.root();
     walk.directories.insert(root);
     let mut left = vec![(root, root, Step::top(b"/"))];
@@ -45,6 +52,7 @@ pub fn check(image: &Image) -> Report {
         left.extend(directories.into_iter().rev().map(|(child, path)| (child, nid, path)));
     }
     walk.count_links();
+    walk.compare_claims();
     let found = walk.report.inodes;
     if found != image.inodes() && walk.report.findings.is_empty() {
         walk.say(&Step::top(b"/"), &format!("{found} inodes, but the superblock says {}", image.inodes()));
@@ -60,6 +68,10 @@ struct Walk<'a> {
     entries_left: u64,
     /// For each inode that is no directory: how many names it says it has, how many were met, and one of them.
     links: HashMap<Nid, (u32, u32, Rc<Step<'a>>)>,
+    /// Who has what of the image and of packs.
+    claims: Claims<'a>,
+    /// Attributes that are claimed already, by where they begin.
+    shared: HashSet<usize>,
 }
 
 impl<'a> Walk<'a> {
@@ -79,6 +91,7 @@ impl<'a> Walk<'a> {
             }
         };
         self.attributes(&inode, path);
+        self.claim(&inode, path);
         let image = self.image;
         let entries = match image.all_entries(&inode, 0) {
             Ok(entries) => entries,
@@ -150,6 +163,7 @@ impl<'a> Walk<'a> {
         }
         self.report.inodes += 1;
         self.attributes(&inode, &path);
+        self.claim(&inode, &path);
         let sound = match inode.kind() {
             FileType::Symlink => self.image.link(&inode).map(drop),
             FileType::RegularFile => self.data(&inode),
@@ -165,12 +179,49 @@ impl<'a> Walk<'a> {
     /// Looks at where a file's bytes are. Indexes of pieces do not overlap, so that all of them together are no longer than the image.
     fn data(&mut self, inode: &Inode) -> Checked<()> {
         let data = self.image.data(inode)?;
-        if !matches!(data, Data::Pieces(_)) {
-            return Ok(());
+        match data {
+            Data::Near(..) | Data::Object { .. } => {}
+            Data::Far { pack, block } => {
+                let run = Run { pack, at: block * BLOCK_BYTES as u64, bytes: inode.bytes };
+                self.claims.far(self.image.packs(), &run);
+            }
+            Data::Pieces(_) => {
+                let crowded = Flaw { what: "more pieces than there is room for", offset: inode.nid.0 };
+                self.entries_left = self.entries_left.checked_sub(piece::count(inode.bytes)).ok_or(crowded)?;
+                for run in data.runs(inode.bytes, 0..inode.bytes) {
+                    self.claims.far(self.image.packs(), &run?);
+                }
+            }
         }
-        let crowded = Flaw { what: "more pieces than there is room for", offset: inode.nid.0 };
-        self.entries_left = self.entries_left.checked_sub(piece::count(inode.bytes)).ok_or(crowded)?;
-        data.pieces(inode.bytes).try_for_each(|piece| piece.map(drop))
+        Ok(())
+    }
+
+    fn claim_head(&mut self) {
+        self.claims.owner(&Step::top(b"the superblock and the table of packs"));
+        self.image.head().into_iter().for_each(|bytes| self.claims.near(bytes, false));
+    }
+
+    /// Notes what an inode has of the image.
+    fn claim(&mut self, inode: &Inode, path: &Rc<Step<'a>>) {
+        self.claims.owner(path);
+        // What is outside of the image is told elsewhere.
+        if let Ok((itself, blocks)) = self.image.own_bytes(inode) {
+            self.claims.near(itself, false);
+            self.claims.near(blocks, inode.kind() == FileType::RegularFile);
+        }
+        let (shared, _) = self.image.shared_xattrs(inode).unwrap_or_default();
+        for (_, bytes) in shared {
+            if self.shared.insert(bytes.start) {
+                self.claims.near(bytes, false);
+            }
+        }
+    }
+
+    fn compare_claims(&mut self) {
+        let left = FINDINGS_MAX.saturating_sub(self.report.findings.len());
+        for Overlap { of, with, place } in std::mem::take(&mut self.claims).overlaps(self.image, left) {
+            self.say(&of, &format!("overlaps {} at {place}", with.text()));
+        }
     }
 
     fn attributes(&mut self, inode: &Inode, path: &Step<'_>) {

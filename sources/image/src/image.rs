@@ -1,10 +1,12 @@
 //! An image that is open for reading. Whatever it says is checked where it is used: images come from anywhere.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read, Seek};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use ferry_vfs::{FileType, Name, Timespec};
+use rustix::fs::{SeekFrom, seek};
 use zerocopy::FromBytes;
 
 use crate::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
@@ -22,6 +24,11 @@ use crate::store::pack_name;
 
 /// The largest image that is opened. Metadata of a hundred million files would fit.
 pub const IMAGE_BYTES_MAX: u64 = 16 << 30;
+
+/// Files up to this size may be nothing but holes: so much memory is there.
+const SPARSE_BYTES_MAX: u64 = 1 << 20;
+/// How much longer than its data a larger file may be. Ours have no holes; those of copies can only be where blocks of zeros are.
+const HOLES_PER_DATA: u64 = 8;
 
 /// How much tells whether it is an image, before all of it is read.
 const HEAD_BYTES: usize = SUPER_OFFSET + size_of::<Super>();
@@ -155,6 +162,9 @@ impl Image {
         let bytes_max = bytes_max(&bytes).map_err(invalid)?;
         let check = |length| if length > bytes_max { Err(invalid(longer(bytes_max))) } else { Ok(()) };
         check(length)?;
+        if let Some(flaw) = mostly_holes(&file, length).doing("look at", path)? {
+            return Err(invalid(flaw));
+        }
         // Without this, what was read is copied each time that the memory grows.
         let _ = bytes.try_reserve_exact(usize::try_from(length + 1).unwrap_or_default());
         (&file).take(bytes_max + 1 - bytes.len() as u64).read_to_end(&mut bytes).doing("read", path)?;
@@ -217,6 +227,12 @@ impl Image {
         self.bytes.len() as u64
     }
 
+    /// The superblock and what is before it, and the device table.
+    pub(crate) fn head(&self) -> [Range<usize>; 2] {
+        let table = usize::from(self.header.device_table.get()) * size_of::<DeviceSlot>();
+        [0..HEAD_BYTES, table..table + self.packs.len() * size_of::<DeviceSlot>()]
+    }
+
     /// All of it.
     pub(crate) fn as_bytes(&self) -> &[u8] {
         &self.bytes
@@ -262,15 +278,20 @@ impl Image {
         Nid(self.header.root_nid.get().into())
     }
 
+    /// Where an inode begins, in bytes.
+    fn offset(&self, nid: Nid) -> Checked<usize> {
+        let meta = u64::from(self.header.meta_block.get()) * BLOCK_BYTES as u64;
+        let at = nid.0.checked_mul(SLOT_BYTES as u64).and_then(|at| at.checked_add(meta));
+        let outside = || Flaw { what: "an inode number outside of the image", offset: nid.0 };
+        at.and_then(|at| usize::try_from(at).ok()).ok_or_else(outside)
+    }
+
     /// An inode.
     ///
     /// # Errors
     /// There is none there.
     pub fn inode(&self, nid: Nid) -> Checked<Inode> {
-        let outside = Flaw { what: "an inode number outside of the image", offset: nid.0 };
-        let meta = u64::from(self.header.meta_block.get()) * BLOCK_BYTES as u64;
-        let at = nid.0.checked_mul(SLOT_BYTES as u64).and_then(|at| at.checked_add(meta)).ok_or(outside.clone())?;
-        let at = usize::try_from(at).map_err(|_| outside)?;
+        let at = self.offset(nid)?;
         let flaw = |what| Flaw { what, offset: at as u64 };
         let compact: Compact = read_at(&self.bytes, at)?;
         let (layout, is_extended) =
@@ -360,15 +381,42 @@ impl Image {
         Ok(Data::Near(whole, rest))
     }
 
-    /// Where composefs has the bytes of a file: all its chunks are holes, and attributes tell.
-    fn object(&self, inode: &Inode) -> Checked<Data<'_>> {
-        let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
+    /// What an inode has of the image: itself, with its attributes and what follows them, and whole blocks with its data.
+    ///
+    /// # Errors
+    /// They would be outside of the image.
+    pub(crate) fn own_bytes(&self, inode: &Inode) -> Checked<(Range<usize>, Range<usize>)> {
+        let begin = self.offset(inode.nid)?;
+        let mut blocks = 0..0;
+        let tail = match inode.kind() {
+            FileType::RegularFile | FileType::Directory | FileType::Symlink => match self.data(inode)? {
+                Data::Near(whole, rest) => {
+                    let from = if whole.is_empty() { 0 } else { inode.place as usize * BLOCK_BYTES };
+                    blocks = from..from + whole.len();
+                    rest.len()
+                }
+                Data::Pieces(pieces) => pieces.index.len(),
+                Data::Object { .. } => self.holes(inode)?.len(),
+                Data::Far { .. } => 0,
+            },
+            _ => 0,
+        };
+        Ok((begin..inode.xattrs.1 + tail, blocks))
+    }
+
+    /// The index of the chunks of a file of composefs's.
+    fn holes(&self, inode: &Inode) -> Checked<&[u8]> {
+        let outside = || Flaw { what: "chunks outside of the image", offset: inode.xattrs.0 as u64 };
         let chunk = (BLOCK_BYTES as u64) << (inode.place & 31);
         let index = usize::try_from(inode.bytes.div_ceil(chunk)).ok().and_then(|count| count.checked_mul(4));
         let end = index.and_then(|index| inode.xattrs.1.checked_add(index));
-        let index = end
-            .and_then(|end| self.bytes.get(inode.xattrs.1..end))
-            .ok_or_else(|| flaw("chunks outside of the image"))?;
+        end.and_then(|end| self.bytes.get(inode.xattrs.1..end)).ok_or_else(outside)
+    }
+
+    /// Where composefs has the bytes of a file: all its chunks are holes, and attributes tell.
+    fn object(&self, inode: &Inode) -> Checked<Data<'_>> {
+        let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
+        let index = self.holes(inode)?;
         if inode.kind() != FileType::RegularFile || inode.place > 31 || index.iter().any(|byte| *byte != 0xff) {
             return Err(flaw("chunks that are no holes"));
         }
@@ -513,27 +561,35 @@ impl Image {
 
     /// The extended attributes as they are in the image, shared ones last.
     pub(crate) fn raw_xattrs(&self, inode: &Inode) -> Checked<Vec<Xattr<'_>>> {
+        let (shared, mut at) = self.shared_xattrs(inode)?;
+        let mut found = Vec::new();
+        while at < inode.xattrs.1 {
+            let (xattr, next) = self.xattr(at, inode.xattrs.1)?;
+            found.push(xattr);
+            at = next;
+        }
+        found.extend(shared.into_iter().map(|(xattr, _)| xattr));
+        Ok(found)
+    }
+
+    /// Those of an inode's attributes that others may have, too, each with its place, and where the inode's own begin.
+    pub(crate) fn shared_xattrs(&self, inode: &Inode) -> Checked<(Vec<(Xattr<'_>, Range<usize>)>, usize)> {
         let (from, to) = inode.xattrs;
+        let mut found = Vec::new();
         if from == to {
-            return Ok(Vec::new());
+            return Ok((found, to));
         }
         let header: XattrHeader = read_at(&self.bytes[..to], from)?;
-        let mut found = Vec::new();
-        let mut common = Vec::new();
         let mut at = from + size_of::<XattrHeader>();
         let shared = self.header.xattr_block.get() as usize * BLOCK_BYTES;
         for _ in 0..header.shared_count {
             let id: zerocopy::little_endian::U32 = read_at(&self.bytes[..to], at)?;
             at += size_of_val(&id);
-            common.push(self.xattr(shared + id.get() as usize * 4, self.bytes.len())?.0);
+            let place = shared + id.get() as usize * 4;
+            let (xattr, next) = self.xattr(place, self.bytes.len())?;
+            found.push((xattr, place..next));
         }
-        while at < to {
-            let (xattr, next) = self.xattr(at, to)?;
-            found.push(xattr);
-            at = next;
-        }
-        found.append(&mut common);
-        Ok(found)
+        Ok((found, at))
     }
 
     /// The attribute at a place, and where the next one is.
@@ -603,6 +659,25 @@ fn bytes_max(head: &[u8]) -> Checked<u64> {
     let bytes_max = (u64::from(blocks) * BLOCK_BYTES as u64).min(IMAGE_BYTES_MAX);
     // What was read already must not be too much.
     if bytes_max < head.len() as u64 { Err(longer(bytes_max)) } else { Ok(bytes_max) }
+}
+
+/// Whether a file takes so much less of the disk than it is long that no image can be in it: whoever has few bytes could otherwise have
+/// us take gigabytes of memory. Where holes cannot be told, nothing is one.
+fn mostly_holes(mut file: &File, length: u64) -> io::Result<Option<Flaw>> {
+    if length <= SPARSE_BYTES_MAX {
+        return Ok(None);
+    }
+    let (mut at, mut data) = (0, 0);
+    while at < length && data < length / HOLES_PER_DATA {
+        let Ok(from) = seek(file, SeekFrom::Data(at)) else { break };
+        let to = seek(file, SeekFrom::Hole(from))?;
+        data += to.saturating_sub(from);
+        // A file system that tells nonsense is not asked for ever.
+        at = to.max(at + 1);
+    }
+    file.seek(io::SeekFrom::Start(HEAD_BYTES as u64))?;
+    let what = "a hole with most of what should be there: copy or fetch the image again";
+    Ok((data < length / HOLES_PER_DATA).then_some(Flaw { what, offset: at }))
 }
 
 fn longer(bytes_max: u64) -> Flaw {

@@ -11,8 +11,9 @@ use rustix::fs::{XattrFlags, lsetxattr};
 
 use super::{Bench, bytes, set_time};
 
-/// Where the superblock says how many inodes there are, and in which block inodes begin.
+/// Where the superblock says how many inodes there are, and in which blocks attributes and inodes begin.
 pub const SUPER_INODES: usize = SUPER_OFFSET + 16;
+pub const SUPER_XATTR_BLOCK: usize = SUPER_OFFSET + 44;
 const SUPER_META_BLOCK: usize = SUPER_OFFSET + 40;
 /// Where the device table of our images is, how long a slot of it is, and where in one the first block's number is.
 pub const DEVICES: usize = SUPER_OFFSET + 128;
@@ -64,6 +65,10 @@ pub fn bench() -> Bench {
             content[100_000] = round;
             fs::write(tree.join(name), &content[..]).expect("files can be made");
         }
+        // Some of its pieces, and something else; and all of another.
+        let shares = [&mixed[0][..131_072], &bytes(52, 5000)].concat();
+        fs::write(tree.join("shares"), shares).expect("files can be made");
+        fs::copy(tree.join("far"), tree.join("twin")).expect("files can be made");
         fs::write(tree.join("older"), "x").expect("files can be made");
         lchown(tree.join("older"), Some(100_000), None).expect("owners can be set");
         settle(&tree);
