@@ -3,48 +3,12 @@
 mod common;
 
 use std::fs;
-use std::os::fd::AsFd;
-use std::path::Path;
 
+use common::kernel::mount;
 use common::{Bench, bytes, facts, fill};
-use ferry_image::{Image, Source, Store};
+use ferry_image::{Image, Source};
 use ferry_vfs::{Caller, FileSystem, SessionId};
 use rustix::io::Errno;
-use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
-
-/// A mounted image. It is unmounted at the end.
-struct Mounted<'a>(&'a Path);
-
-impl Drop for Mounted<'_> {
-    fn drop(&mut self) {
-        let _ = rustix::mount::unmount(self.0, UnmountFlags::DETACH);
-    }
-}
-
-/// Mounts an image; `None` if this kernel cannot mount images that are files (before Linux 6.12).
-fn mount<'a>(bench: &Bench, name: &str, on: &'a Path) -> Option<Mounted<'a>> {
-    let image = Image::open(&bench.path(name), None).expect("what was built can be opened");
-    let store = Store::open(&bench.store()).expect("the store is there");
-    let context = match rustix::mount::fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC) {
-        Err(Errno::NODEV) => return None,
-        context => context.expect("root may mount"),
-    };
-    let fs = context.as_fd();
-    rustix::mount::fsconfig_set_string(fs, "source", bench.path(name)).expect("a source is taken");
-    for pack in image.packs() {
-        rustix::mount::fsconfig_set_string(fs, "device", store.pack_path(pack.name)).expect("a device is taken");
-    }
-    match rustix::mount::fsconfig_create(fs) {
-        Err(Errno::NOTBLK) => return None,
-        outcome => outcome.expect("the kernel takes the image"),
-    }
-    let mount = rustix::mount::fsmount(fs, FsMountFlags::empty(), MountAttrFlags::MOUNT_ATTR_RDONLY);
-    fs::create_dir_all(on).expect("a folder can be made");
-    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-    rustix::mount::move_mount(mount.expect("it is mounted").as_fd(), "", rustix::fs::CWD, on, flags)
-        .expect("it is mounted");
-    Some(Mounted(on))
-}
 
 #[test]
 fn a_mounted_image_is_the_tree() {

@@ -4,17 +4,56 @@ mod common;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use common::{Bench, bytes};
 use ferry_image::{BuildOptions, Built, Data, Image, PackRef, Source, Store, Trace, build};
+use serde_json::json;
+use sha2::{Digest as _, Sha256};
 
 fn with_order(bench: &Bench, image: &str, paths: &[&str]) -> ferry_image::Result<Built> {
+    with_order_of(bench, &bench.tree(), image, paths)
+}
+
+/// The same of another source than the tree itself.
+fn with_order_of(bench: &Bench, source: &Path, image: &str, paths: &[&str]) -> ferry_image::Result<Built> {
     let mut order = Trace::default();
     paths.iter().for_each(|path| {
         order.add(path.as_bytes());
     });
     let options = BuildOptions { threads: 2, order: Some(order), ..BuildOptions::default() };
-    build(&bench.tree(), &bench.path(image), Store::create(&bench.store())?, &options, &|_, _| {})
+    build(source, &bench.path(image), Store::create(&bench.store())?, &options, &|_, _| {})
+}
+
+/// The tree as an archive.
+fn archive(bench: &Bench) -> PathBuf {
+    let path = bench.path("tree.tar");
+    let made = Command::new("tar").arg("-cf").arg(&path).arg("-C").arg(bench.tree()).arg(".").status();
+    assert!(made.expect("there is tar").success());
+    path
+}
+
+/// An archive as the only layer of an image directory.
+fn image_directory(bench: &Bench, archive: &Path) -> PathBuf {
+    let blobs = bench.path("oci/blobs/sha256");
+    fs::create_dir_all(&blobs).expect("folders can be made");
+    let blob = |bytes: &[u8], kind: &str| {
+        let hash: [u8; 32] = Sha256::digest(bytes).into();
+        let name = ferry_image::hex(&hash);
+        fs::write(blobs.join(&name), bytes).expect("files can be made");
+        let kind = format!("application/vnd.oci.image.{kind}");
+        json!({"mediaType": kind, "digest": format!("sha256:{name}"), "size": bytes.len()})
+    };
+    let layer = blob(&fs::read(archive).expect("it was made"), "layer.v1.tar");
+    let rootfs = json!({"type": "layers", "diff_ids": [layer["digest"]]});
+    let config = json!({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs});
+    let config = blob(config.to_string().as_bytes(), "config.v1+json");
+    let manifest = json!({"schemaVersion": 2, "config": config, "layers": [layer]});
+    let index = json!({"schemaVersion": 2, "manifests": [blob(manifest.to_string().as_bytes(), "manifest.v1+json")]});
+    fs::write(bench.path("oci/index.json"), index.to_string()).expect("files can be made");
+    fs::write(bench.path("oci/oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("files can be made");
+    format!("oci:{}", bench.path("oci").display()).into()
 }
 
 /// Twenty files of a few blocks, one that is kept with its inode, and a link.
@@ -96,6 +135,27 @@ fn what_is_wanted_first_is_in_a_pack_of_its_own_in_its_order() {
     let nothing = with_order(&bench, "nothing", &["/none"]).expect("it can be built");
     assert_eq!(ahead(&Image::open(&bench.path("nothing"), None).expect("it was built")), None);
     assert_eq!(nothing.data_bytes, built.data_bytes);
+}
+
+#[test]
+fn files_of_archives_and_layers_are_put_first_as_well() {
+    let bench = Bench::new();
+    tree(&bench);
+    let archive = archive(&bench);
+    let layered = image_directory(&bench, &archive);
+    let paths = ["/3", "/dir/4", "/none", "/19"];
+    with_order(&bench, "directory", &paths).expect("it can be built");
+    let expected = Image::open(&bench.path("directory"), None).expect("it was built");
+    for (name, source) in [("archive", archive), ("layers", layered)] {
+        with_order_of(&bench, &source, name, &paths).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let image = Image::open(&bench.path(name), None).expect("it was built");
+        let blocks = [("3", 0), ("dir/4", 2), ("19", 4)];
+        assert!(blocks.iter().all(|(path, block)| place(&image, path) == (true, *block)), "{name}");
+        assert!(!place(&image, "5").0, "{name}");
+        // The same objects in the same order are the same pack.
+        assert_eq!(ahead(&image).map(|pack| pack.name), ahead(&expected).map(|pack| pack.name), "{name}");
+        reads_back(&bench, name);
+    }
 }
 
 /// The same bytes twice are wanted once, and a fresh store gets both packs.

@@ -316,3 +316,32 @@ impl Place {
         self.offset + self.inode_bytes() + xattr_bytes
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::Timespec;
+
+    use super::*;
+    use crate::digest::Algorithm;
+    use crate::image::Image;
+
+    /// The root's number has 16 bits, and the table of packs is before it.
+    #[test]
+    fn more_packs_than_an_image_can_name_are_refused() {
+        let mtime = Timespec { sec: 1, nsec: 0 };
+        let content = Content::Directory(Vec::new());
+        let root = Node { mode: 0o040_755, uid: 0, gid: 0, rdev: 0, mtime, nlink: 2, xattrs: Vec::new(), content };
+        let tree = Tree { nodes: vec![root], ..Tree::default() };
+        let image = |count: usize| {
+            let pack =
+                |number: usize| Pack { name: Algorithm::Blake3.of(&number.to_le_bytes()), blocks: 1, ahead: false };
+            write(&tree, &(0..count).map(pack).collect::<Vec<_>>(), &[], &Places::default())
+        };
+        let most = (usize::from(u16::MAX) * SLOT_BYTES - TABLE_OFFSET) / size_of::<DeviceSlot>();
+        let bytes = image(most).expect("so many can be named");
+        let found = Image::from_bytes(bytes).expect("it is sound");
+        assert_eq!((found.packs().len(), crate::check(&found).findings), (most, Vec::new()));
+        let error = image(most + 1).expect_err("one too many");
+        assert!(matches!(error, Error::TooManyPacks(count) if count == most + 1), "{error}");
+    }
+}

@@ -3,6 +3,7 @@
 
 pub mod composefs;
 pub mod damaged;
+pub mod kernel;
 pub mod readers;
 
 use std::fs::{self, File};
