@@ -63,6 +63,30 @@ fn whatever_is_no_request_is_an_error() {
     assert_eq!(Reply::decode(&answer).unwrap().1, Reply::Error(Errno::INVAL), "that tag is for Tversion alone");
 }
 
+/// One name more than a walk may have, all of them there: an error, no fid, and the connection is still good.
+#[test]
+fn a_walk_of_seventeen_names_is_refused() {
+    let share = DirServer::new(Options::default());
+    fs::create_dir_all(share.path.join(["d"; 17].join("/"))).unwrap();
+    let mut client = share.attached(0);
+    let mut walk = |names: u16| {
+        let steps = b"\x01\0d".repeat(names.into());
+        let body = [&ROOT.0.to_le_bytes()[..], &1_u32.to_le_bytes(), &names.to_le_bytes(), &steps].concat();
+        let bytes = u32::try_from(7 + body.len()).unwrap();
+        client.stream.write_all(&[&bytes.to_le_bytes()[..], &[kind::TWALK, 9, 0], &body].concat()).unwrap();
+        let (_, answer) = client.receive();
+        match Reply::decode(&answer).unwrap() {
+            (Tag(9), Reply::Walk(qids)) => Ok(qids.as_slice().len()),
+            (Tag(9), Reply::Error(errno)) => Err(errno),
+            other => panic!("{names} names: {other:?}"),
+        }
+    };
+    assert_eq!(walk(17), Err(Errno::INVAL));
+    // It would be in use.
+    assert_eq!(walk(16), Ok(16));
+    assert!(client.getattr(Fid(1)).is_ok());
+}
+
 /// Mixed up, cut and random messages: the server goes on, and holds nothing afterwards.
 #[test]
 fn random_bytes_do_no_harm() {
