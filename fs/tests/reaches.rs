@@ -1,9 +1,10 @@
-//! What of a program's calls reaches the author of a file system that is mounted on this host: the table on the
-//! contract's front page, row by row.
+//! What of a program's calls reaches the author of a file system that is mounted on this host: the table "Hints and mappings" of
+//! the author's guide, row by row.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -107,7 +108,7 @@ impl FileSystem for Recorder {
         let mut bytes = vec![0; at.len as usize];
         let count = input.take(&mut bytes);
         bytes.truncate(count);
-        let answer = at.write_to(&mut self.bytes.lock().unwrap(), &mut bytes.as_slice(), FILE_BYTES as u64);
+        let answer = at.write_to(&mut self.bytes.lock().unwrap(), &mut bytes.as_slice(), 2 * FILE_BYTES as u64);
         self.call(Call::Write { offset: at.offset, bytes, flags: at.flags });
         answer
     }
@@ -165,50 +166,125 @@ fn read(file: &File, offset: u64, len: u64) {
     assert!(bytes.iter().all(|byte| *byte == 7));
 }
 
+/// A mapping of the whole file.
+struct Mapping(*mut std::ffi::c_void);
+
+impl Mapping {
+    fn new(file: &File) -> Self {
+        let (len, flags) = (FILE_BYTES, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: mmap without MAP_FIXED takes address space that nobody uses; the file is open, and nobody cuts it
+        // while the mapping is there.
+        Self(unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, flags, MapFlags::SHARED, file, 0) }.unwrap())
+    }
+
+    fn advise(&self, len: usize, advice: rustix::mm::Advice) {
+        // SAFETY: the range is within the mapping; advice changes no bytes of a file's pages.
+        unsafe { rustix::mm::madvise(self.0, len, advice) }.unwrap();
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: base and length are the mapping's, and nothing points into it any more.
+        unsafe { rustix::mm::munmap(self.0, FILE_BYTES) }.unwrap();
+    }
+}
+
+/// How a program says that it will need the beginning of a file.
+type Ask = fn(&File);
+
 #[test]
 fn willneed_arrives_as_reads_and_dontneed_makes_them_come_again() {
-    on_mounts(|recorder, file, _| {
-        advise(&file, 0, WINDOW_BYTES, Advice::WillNeed);
-        recorder.wait("READ before the program reads", |call| matches!(call, Call::Read { offset: 0, .. }));
-        read(&file, 0, WINDOW_BYTES);
-        // What the program reads now is there, and for what follows the kernel may have begun to look.
-        let again = |call: &Call| matches!(call, Call::Read { offset, .. } if *offset == 0);
-        assert_eq!(recorder.take().iter().filter(|call| again(call)).count(), 1);
-        read(&file, 0, PAGE_BYTES);
-        assert!(!recorder.take().iter().any(again), "read twice although nobody said DONTNEED");
-        advise(&file, 0, FILE_BYTES as u64, Advice::DontNeed);
-        read(&file, 0, PAGE_BYTES);
-        recorder.wait("READ after DONTNEED", again);
-    });
+    let asks: [(&str, Ask); 3] = [
+        ("posix_fadvise", |file| advise(file, 0, WINDOW_BYTES, Advice::WillNeed)),
+        // SAFETY: only the descriptor and numbers.
+        ("readahead", |file| assert_eq!(unsafe { libc::readahead(file.as_raw_fd(), 0, WINDOW_BYTES as usize) }, 0)),
+        ("madvise", |file| Mapping::new(file).advise(WINDOW_BYTES as usize, rustix::mm::Advice::WillNeed)),
+    ];
+    for (how, ask) in asks {
+        on_mounts(|recorder, file, _| {
+            ask(&file);
+            recorder.wait(&format!("READ after {how}"), |call| matches!(call, Call::Read { offset: 0, .. }));
+            read(&file, 0, WINDOW_BYTES);
+            // What the program reads now is there, and for what follows the kernel may have begun to look.
+            let again = |call: &Call| matches!(call, Call::Read { offset, .. } if *offset == 0);
+            assert_eq!(recorder.take().iter().filter(|call| again(call)).count(), 1, "{how}");
+            read(&file, 0, PAGE_BYTES);
+            assert!(!recorder.take().iter().any(again), "read twice although nobody said DONTNEED");
+            advise(&file, 0, FILE_BYTES as u64, Advice::DontNeed);
+            read(&file, 0, PAGE_BYTES);
+            recorder.wait("READ after DONTNEED", again);
+        });
+    }
 }
 
 #[test]
 fn random_reads_are_as_long_as_the_programs() {
     on_mounts(|recorder, file, _| {
-        advise(&file, 0, 0, Advice::Random);
-        read(&file, 8 * PAGE_BYTES, PAGE_BYTES);
         let lens = |calls: Vec<Call>| -> Vec<u64> {
             calls.iter().filter_map(|call| if let Call::Read { len, .. } = call { Some(*len) } else { None }).collect()
         };
-        assert_eq!(lens(recorder.take()), [PAGE_BYTES]);
-        advise(&file, 0, FILE_BYTES as u64, Advice::DontNeed);
-        advise(&file, 0, 0, Advice::Sequential);
-        read(&file, 0, PAGE_BYTES);
-        assert!(lens(recorder.take()).iter().sum::<u64>() > PAGE_BYTES, "nothing was read ahead");
+        for other in [Advice::Sequential, Advice::Normal] {
+            advise(&file, 0, 0, Advice::Random);
+            read(&file, 8 * PAGE_BYTES, PAGE_BYTES);
+            assert_eq!(lens(recorder.take()), [PAGE_BYTES]);
+            advise(&file, 0, FILE_BYTES as u64, Advice::DontNeed);
+            advise(&file, 0, 0, other);
+            read(&file, 0, PAGE_BYTES);
+            assert!(lens(recorder.take()).iter().sum::<u64>() > PAGE_BYTES, "{other:?}: nothing was read ahead");
+            // What is still being read ahead is waited for, and dropped.
+            read(&file, 0, FILE_BYTES as u64);
+            advise(&file, 0, FILE_BYTES as u64, Advice::DontNeed);
+            recorder.take();
+        }
+    });
+}
+
+#[test]
+fn noreuse_and_cold_are_for_the_kernel_alone() {
+    on_mounts(|recorder, file, _| {
+        read(&file, 0, FILE_BYTES as u64);
+        recorder.take();
+        let mapping = Mapping::new(&file);
+        advise(&file, 0, FILE_BYTES as u64, Advice::NoReuse);
+        mapping.advise(FILE_BYTES, rustix::mm::Advice::LinuxCold);
+        read(&file, 0, FILE_BYTES as u64);
+        assert_eq!(recorder.take(), [], "nothing is to reach the author");
     });
 }
 
 #[test]
 fn flags_of_the_open_file_come_with_each_request() {
     on_mounts(|recorder, _, name| {
-        let flags = (OFlags::DIRECT | OFlags::SYNC).bits().cast_signed();
-        let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(name).unwrap();
         let page = Page([7; 4096]);
-        file.write_all_at(&page.0, 0).unwrap();
-        recorder.wait(
-            "WRITE with its flags",
-            |call| matches!(call, Call::Write { flags, .. } if flags.contains(OFlags::DIRECT | OFlags::SYNC)),
-        );
+        // Whether the next WRITE, and the next READ that the cache cannot answer, have these flags of all that are tried.
+        let tried = OFlags::DIRECT | OFlags::SYNC | OFlags::APPEND | OFlags::NOATIME;
+        let check = |file: &File, flags: OFlags| {
+            recorder.take();
+            file.write_all_at(&page.0, 0).unwrap();
+            advise(file, 0, FILE_BYTES as u64, Advice::DontNeed);
+            let mut back = Page([0; 4096]);
+            file.read_exact_at(&mut back.0, 0).unwrap();
+            let calls = recorder.take();
+            let of = |call: &Call| match call {
+                Call::Read { offset: 0, flags, .. } => Some((false, *flags & tried)),
+                Call::Write { flags, .. } => Some((true, *flags & tried)),
+                _ => None,
+            };
+            assert_eq!(calls.iter().filter_map(of).collect::<Vec<_>>(), [(true, flags), (false, flags)], "{flags:?}");
+        };
+        let open = |flags: OFlags| {
+            OpenOptions::new().read(true).write(true).custom_flags(flags.bits().cast_signed()).open(name).unwrap()
+        };
+        for flags in [OFlags::empty(), OFlags::DIRECT | OFlags::SYNC, OFlags::DSYNC, OFlags::APPEND, OFlags::NOATIME] {
+            check(&open(flags), flags);
+        }
+        // Set and taken back later; of these the kernel lets a program change its mind.
+        let file = open(OFlags::empty());
+        for flags in [OFlags::APPEND, OFlags::NOATIME, OFlags::DIRECT, OFlags::empty()] {
+            rustix::fs::fcntl_setfl(&file, flags).unwrap();
+            check(&file, flags);
+        }
     });
 }
 
@@ -219,11 +295,8 @@ struct Page([u8; 4096]);
 #[test]
 fn mappings_reach_read_and_write() {
     on_mounts(|recorder, file, _| {
-        let (len, flags) = (FILE_BYTES, ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: mmap without MAP_FIXED takes address space that nobody uses; the file is open, and nobody cuts it
-        // while the mapping is there.
-        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, flags, MapFlags::SHARED, &file, 0) }.unwrap();
-        let place = base.cast::<u8>().wrapping_add(MAPPED_AT);
+        let mapping = Mapping::new(&file);
+        let place = mapping.0.cast::<u8>().wrapping_add(MAPPED_AT);
         // SAFETY: half of the file is within the mapping, which is readable and writable and this thread's alone.
         assert_eq!(unsafe { place.read_volatile() }, 7);
         recorder.wait("READ of a mapped page", |call| {
@@ -231,24 +304,29 @@ fn mappings_reach_read_and_write() {
         });
         // SAFETY: as above.
         unsafe { place.write_volatile(9) };
-        // SAFETY: base and len are the mapping's.
-        unsafe { rustix::mm::msync(base, len, MsyncFlags::SYNC) }.unwrap();
+        // SAFETY: base and length are the mapping's.
+        unsafe { rustix::mm::msync(mapping.0, FILE_BYTES, MsyncFlags::SYNC) }.unwrap();
         recorder.wait(
             "WRITE of a mapped page",
             |call| matches!(call, Call::Write { offset, bytes, .. } if *offset == MAPPED_AT as u64 && bytes[0] == 9),
         );
-        // SAFETY: base and len are the mapping's, and nothing points into it any more.
-        unsafe { rustix::mm::munmap(base, len) }.unwrap();
     });
 }
 
 #[test]
 fn fallocate_ioctl_attributes_and_acls_arrive() {
     on_mounts(|recorder, file, name| {
-        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&file, hole, 4096, 8192).unwrap();
-        let expected = Call::Fallocate { offset: 4096, len: 8192, flags: hole };
-        recorder.wait("FALLOCATE", |call| *call == expected);
+        let keep = FallocateFlags::KEEP_SIZE;
+        let zero = FallocateFlags::ZERO_RANGE;
+        for flags in [FallocateFlags::empty(), keep, zero, zero | keep, FallocateFlags::PUNCH_HOLE | keep] {
+            rustix::fs::fallocate(&file, flags, 4096, 8192).unwrap();
+            assert_eq!(recorder.take(), [Call::Fallocate { offset: 4096, len: 8192, flags }]);
+        }
+        // FUSE has no others.
+        for flags in [FallocateFlags::COLLAPSE_RANGE, FallocateFlags::INSERT_RANGE, FallocateFlags::UNSHARE_RANGE] {
+            assert_eq!(rustix::fs::fallocate(&file, flags, 4096, 8192), Err(Errno::OPNOTSUPP), "{flags:?}");
+            assert_eq!(recorder.take(), []);
+        }
 
         let mut argument = 5u64;
         // SAFETY: the command's number says that it reads and writes eight bytes, which `argument` has.

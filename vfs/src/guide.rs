@@ -74,6 +74,7 @@
 //! | `copy_file_range` | the kernel reads and writes |
 //! | locks without [`Features`](crate::Features) | the kernel keeps them, for its own programs |
 //! | `rename` | `EINVAL` with flags, `ENOSYS` without |
+//! | `link` | `EPERM`, as where a file system has no hard links |
 //! | `ioctl` | `ENOTTY` |
 //! | anything else | `ENOSYS`, "function not implemented". A file system that cannot be written to had better set [`Features::read_only`](crate::Features::read_only): then it is `EROFS` |
 //!
@@ -92,13 +93,25 @@
 //! | `mmap` and a look at the page | READ of the page and its neighbours |
 //! | `mmap` and a change of the page | READ, and WRITE after `msync`, `munmap` or a while; its handle is of any open file of the inode |
 //! | `O_DIRECT`, `O_SYNC`, `O_DSYNC`, `O_APPEND`, `O_NOATIME` | [`IoRange::flags`](crate::IoRange::flags), with each request that the program itself makes, also if set later by `fcntl` |
-//! | `fallocate`, with all its flags | [`fallocate`](crate::FileSystem::fallocate) |
+//! | `fallocate`, also with `KEEP_SIZE`, `PUNCH_HOLE` and `ZERO_RANGE` | [`fallocate`](crate::FileSystem::fallocate); with other flags Linux answers `EOPNOTSUPP` itself |
 //! | `ioctl` | [`ioctl`](crate::FileSystem::ioctl), where number and argument are plain data whose size the number tells (`_IOR`, `_IOW`): pointers in it mean nothing here |
 //! | `setxattr`, `setfacl` | [`setxattr`](crate::FileSystem::setxattr); ACLs as `system.posix_acl_access` and `_default`, which the client's kernel then enforces if [`Features::posix_acl`](crate::Features::posix_acl) is set |
 //!
 //! With `cache none` reads bypass the page cache, and the hints with it. Files that are passed through
 //! ([`backing`](crate::FileSystem::backing)) have all of this done to the file below, without the author.
 //!
-//! Two requests of FUSE are left out. POLL is for character devices: files are always ready, which is what Linux says
-//! where nobody answers. BMAP is for file systems on a block device below the same kernel; where bytes live is said by
-//! extents and [`backing`](crate::FileSystem::backing).
+//! # What is not there
+//!
+//! For those who know libfuse, or the protocol:
+//!
+//! * No reply objects, and so no answer later than the handler's end. Only locks wait without a thread
+//!   ([`Waiter`](crate::Waiter)); whatever else takes long keeps its thread (see above), or is answered as an extent or a
+//!   descriptor, for which the export waits.
+//! * No bytes put into the kernel's cache, or taken out of it, unasked (`notify_store`, `notify_retrieve`):
+//!   [`Changes`](crate::Changes) make it forget, and it asks.
+//! * No numbers for the kernel's queues (`max_background`, `congestion_threshold`, `max_read`, `max_write`): the exports
+//!   choose them.
+//! * No POLL, which is for character devices (CUSE is not there either): files are always ready, which is what Linux says
+//!   where nobody answers.
+//! * No BMAP, which is for file systems on a block device below the same kernel: where bytes live is said by extents and
+//!   [`backing`](crate::FileSystem::backing).
