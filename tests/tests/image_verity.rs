@@ -210,8 +210,8 @@ for try in $(seq 100); do
     if "$ferry" image push image $there --store store; then break; fi
     sleep 1
 done
-name=$(basename $(find store/packs -type f ! -name '*.index'))
-bytes=$(stat -c %s store/packs/$name)
+pack=$(basename $(find store/packs -type f ! -name '*.index'))
+bytes=$(stat -c %s store/packs/$pack)
 pull() { "$ferry" image pull $there -o $1.img --store $1 --digest $digest; }
 flip() { printf X | dd of=$1 bs=1 seek=$2 conv=notrunc 2>/dev/null; }
 # The image and its pack are what was built, the kernel proves both, and all files are read.
@@ -219,7 +219,7 @@ is_right() {
     cmp image $1.img
     diff -r store/packs $1/packs
     "$ferry" image verify $1.img --store $1
-    for file in $1.img $1/packs/$name; do if (echo x >>$file) 2>/dev/null; then exit 1; fi; done
+    for file in $1.img $1/packs/$pack; do if (echo x >>$file) 2>/dev/null; then exit 1; fi; done
     "$ferry" image mount $1.img /run/mnt --store $1 --digest $digest --verity require
     compare
     umount /run/mnt
@@ -242,10 +242,10 @@ is_right wrong
 # A store with something else: a pull hashes what it has before it is too late, and mends it.
 spoiled() {
     rm -f copy.img
-    cp store/packs/$name spoiled
+    cp store/packs/$pack spoiled
     flip spoiled $1
     chmod 444 spoiled
-    mv -f spoiled copy/packs/$name
+    mv -f spoiled copy/packs/$pack
 }
 for at in $((bytes - 1)) 9000; do
     spoiled $at
@@ -257,10 +257,10 @@ spoiled 9000
 cp sound kept
 flip $blob 9000
 if pull copy 2>said; then exit 1; fi
-grep "of the pack blake3:$name: it came damaged" said
+grep "of the pack blake3:$pack: it came damaged" said
 [ ! -e copy.img ]
-(echo x >>copy/packs/$name) 2>/dev/null
-truncate -s $bytes copy/packs/$name
+(echo x >>copy/packs/$pack) 2>/dev/null
+truncate -s $bytes copy/packs/$pack
 cp kept $blob
 pull copy
 is_right copy
@@ -270,13 +270,13 @@ turn_on() {
         open F, "<", $ARGV[0] and ioctl F, 0x40806685, $enable or die $!' $1 "$2"
 }
 spoiled $((bytes - 1))
-turn_on copy/packs/$name ''
+turn_on copy/packs/$pack ''
 pull copy
 is_right copy
 rm copy.img
-cp store/packs/$name salted
+cp store/packs/$pack salted
 turn_on salted salt
-mv -f salted copy/packs/$name
+mv -f salted copy/packs/$pack
 pull copy
 is_right copy
 # What is only behind objects needs nobody.
