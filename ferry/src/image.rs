@@ -1,5 +1,7 @@
 //! `ferry image`: builds, mounts, checks and shows images.
 
+mod build;
+mod instead;
 mod lazy;
 mod loops;
 mod mount;
@@ -18,10 +20,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_image::{
-    BuildOptions, Built, COMPOSEFS_VERSION_MAX, Digest, DumpError, Image, Inode, Layout, Nid, Objects, Source, Store,
-    Trace, Whiteouts, walk,
-};
+use ferry_image::{Digest, DumpError, Image, Inode, Nid, Objects, Source, Store, walk};
 use ferry_vfs::{FileType, Name};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Deserializer};
@@ -61,6 +60,8 @@ Registries, and stores of the S3 kind (AWS_ENDPOINT_URL and the like say which):
   ferry image mount rootfs.img /mnt --store /var/lib/ferry --from $FROM    # before it is all here
   ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from $FROM    # for kernels before 6.14
 
+HTTPS trusts whom the host trusts; SSL_CERT_FILE names a file of other authorities, in PEM.
+
 An image holds the tree's metadata; the bytes of its files are in the store, where images share
 what they have in common. A stock kernel mounts it (EROFS, Linux 6.12 or later).";
 
@@ -71,45 +72,8 @@ const DAMAGED_STATUS: u8 = 4;
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// Build an image of a directory, a tar archive, an OCI image directory, or a composefs dump file.
-    Build {
-        /// The directory, archive (plain, gzip or zstd), dump file, oci:DIR or oci:DIR:TAG; - is standard input.
-        #[arg(value_name = "SOURCE")]
-        source: PathBuf,
-        /// The image to make. One that is there is replaced when the new one is complete.
-        #[arg(short, long, value_name = "IMAGE")]
-        output: PathBuf,
-        #[command(flatten)]
-        store: StoreArg,
-        /// How the image is laid out: flat is mounted alone and opens fastest, composefs is what mkcomposefs writes.
-        #[arg(long, value_enum, default_value_t = LayoutName::Flat)]
-        layout: LayoutName,
-        /// The version of composefs's layout [default: 1 if there are whiteouts, else 0; as mkcomposefs has it].
-        #[arg(long, value_name = "0|1", value_parser = clap::value_parser!(u32).range(..=i64::from(COMPOSEFS_VERSION_MAX)))]
-        composefs_version: Option<u32>,
-        /// Put the files that ferry image trace has recorded first, in their order, where mounts read them ahead.
-        #[arg(long, value_name = "TRACE")]
-        order_from: Option<PathBuf>,
-        /// Which image of an OCI index to take [default: Linux's for this machine].
-        #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
-        platform: Option<String>,
-        /// What becomes of the whiteouts of an archive that is a layer by itself: they are dropped, for there is nothing that they hide;
-        /// made overlayfs's, so that a mount of the image can lie on others; or kept as the files that the archive has [default: such an
-        /// archive is refused].
-        #[arg(long, value_enum, value_name = "drop|overlay|keep", hide_possible_values = true)]
-        whiteouts: Option<WhiteoutsName>,
-        /// Have the kernel prove the bytes of files, too, when the image is mounted with --digest from a file system with fs-verity (of the
-        /// layout flat: composefs has that always). The image names the fs-verity digests of its packs then, on every file system; it uses
-        /// no packs without, and takes longer to build.
-        #[arg(long)]
-        verity: bool,
-        /// How many threads read and hash [default: as many as CPUs].
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
-        threads: Option<u16>,
-        /// Answer in JSON.
-        #[arg(long)]
-        json: bool,
-    },
-    /// Mount an image with the kernel's own EROFS; umount(8) ends it.
+    Build(build::BuildArgs),
+    /// Mount an image with the kernel's own EROFS, or by Ferry's own mount where it has none or you may not; umount(8) ends it.
     Mount(mount::MountArgs),
     /// List what is in an image.
     Ls {
@@ -118,7 +82,7 @@ pub enum Command {
         /// Where to begin [default: the whole tree].
         #[arg(value_name = "PATH", default_value = "/")]
         path: PathBuf,
-        /// With modes, owners, sizes and times.
+        /// With modes, owners, sizes (numbers of devices) and times (UTC).
         #[arg(short)]
         long: bool,
         /// A line of JSON for each name. One that is no UTF-8 has its bytes in path_hex, a link's in target_hex.
@@ -185,19 +149,6 @@ pub enum Command {
     Diff(store::DiffArgs),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum LayoutName {
-    Flat,
-    Composefs,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum WhiteoutsName {
-    Drop,
-    Overlay,
-    Keep,
-}
-
 #[derive(Debug, clap::Args)]
 pub struct StoreArg {
     /// The folder with the bytes of the files.
@@ -252,39 +203,7 @@ impl<'de> Deserialize<'de> for ImageDigest {
 /// Does what was asked for; answers the status.
 pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
     match command {
-        Command::Build {
-            source,
-            output,
-            store,
-            layout,
-            composefs_version,
-            order_from,
-            platform,
-            whiteouts,
-            verity,
-            threads,
-            json,
-        } => {
-            let layout = match (layout, composefs_version) {
-                (LayoutName::Composefs, version) => Layout::Composefs { version: *version },
-                (LayoutName::Flat, None) => Layout::Flat,
-                (LayoutName::Flat, Some(_)) => bail!("--composefs-version is of --layout composefs"),
-            };
-            if layout != Layout::Flat && order_from.is_some() {
-                bail!("--order-from is of --layout flat: composefs has a file for each object");
-            }
-            let order = order_from.as_deref().map(Trace::read).transpose()?;
-            let mut options = BuildOptions { layout, order, platform: platform.clone(), ..BuildOptions::default() };
-            options.threads = threads.map_or(options.threads, usize::from);
-            // composefs's objects have it wherever they can.
-            options.verity = *verity && layout == Layout::Flat;
-            options.whiteouts = whiteouts.map(|whiteouts| match whiteouts {
-                WhiteoutsName::Drop => Whiteouts::Drop,
-                WhiteoutsName::Overlay => Whiteouts::Overlay,
-                WhiteoutsName::Keep => Whiteouts::Keep,
-            });
-            build(source, output, &store.store, &options, *json)?;
-        }
+        Command::Build(args) => build::build(args)?,
         Command::Dump { image } => dump(&image.open()?, &image.image)?,
         Command::Mount(args) => return mount::mount(args, line),
         Command::Ls { image, path, long, json } => list(&image.open()?, path, *long, *json)?,
@@ -329,35 +248,6 @@ fn dump(image: &Image, path: &Path) -> Result<()> {
         error => error.into(),
     });
     ended(written.and_then(|()| Ok(out.flush()?)))
-}
-
-fn build(source: &Path, output: &Path, store: &Path, options: &BuildOptions, json: bool) -> Result<()> {
-    let bar = bar(if source.is_dir() { "files" } else { "bytes" });
-    let progress = |done: usize, all: usize| {
-        bar.set_length(all as u64);
-        bar.set_position(done as u64);
-    };
-    // Before there is a store that nobody wants.
-    let is_word = source == Path::new("-") || source.as_os_str().as_bytes().starts_with(b"oci:");
-    if !is_word && !source.try_exists().unwrap_or(true) {
-        bail!(
-            "there is no {}: an image is built of a directory, an archive, a dump file, or oci:DIR",
-            source.display()
-        );
-    }
-    let built = ferry_image::build(source, output, Store::create(store)?, options, &progress)?;
-    bar.finish_and_clear();
-    let Built { digest, image_bytes, inodes, data_bytes, new_bytes, packs } = built;
-    if json {
-        let packs: Vec<String> = packs.iter().map(Digest::hex).collect();
-        let answer = json!({"digest": digest.to_string(), "image_bytes": image_bytes, "inodes": inodes,
-            "data_bytes": data_bytes, "new_bytes": new_bytes, "packs": packs});
-        return print(&format!("{answer}\n"));
-    }
-    eprintln!(
-        "ferry: {inodes} inodes in {image_bytes} bytes; {data_bytes} bytes of files, {new_bytes} of them new in the store"
-    );
-    print(&format!("{digest}\n"))
 }
 
 fn bar(what: &str) -> ProgressBar {
@@ -409,9 +299,9 @@ fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
             writeln!(out, "{line}")?;
         } else if long {
             let arrow = target.map(|target| format!(" -> {}", target.escape_ascii())).unwrap_or_default();
-            let (mode, time) = (permissions(inode), inode.mtime.sec);
-            let (links, uid, gid, size) = (inode.nlink, inode.uid, inode.gid, inode.bytes);
-            writeln!(out, "{mode} {links:>3} {uid:>5} {gid:>5} {size:>10} {time:>10} {name}{arrow}")?;
+            let (mode, time) = (permissions(inode), date(inode.mtime.sec));
+            let (links, uid, gid, size) = (inode.nlink, inode.uid, inode.gid, size(inode));
+            writeln!(out, "{mode} {links:>3} {uid:>5} {gid:>5} {size:>10} {time} {name}{arrow}")?;
         } else {
             writeln!(out, "{name}")?;
         }
@@ -439,6 +329,33 @@ fn ended(outcome: Result<()>) -> Result<()> {
         },
         Ok(()) => Ok(()),
     }
+}
+
+/// How long it is; of a device its numbers, major and minor.
+fn size(inode: &Inode) -> String {
+    match inode.kind() {
+        FileType::CharacterDevice | FileType::BlockDevice => {
+            let device = inode.rdev();
+            // The kernel's form of 32 bits: the lower 8 bits of the minor number, 12 of the major, the other 12.
+            format!("{}, {}", device >> 8 & 0xfff, device & 0xff | device >> 12 & 0xf_ff00)
+        }
+        _ => inode.bytes.to_string(),
+    }
+}
+
+/// Seconds since 1970 as date and time, UTC, to the minute, as tar(1) shows them. Any number is some day of the Gregorian calendar.
+fn date(seconds: i64) -> String {
+    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    // Years begin in March here, so that the day that some have comes last; 400 of them have 146,097 days. Source: Howard Hinnant,
+    // "chrono-Compatible Low-Level Date Algorithms".
+    let days = days + 719_468;
+    let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let (day, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
+    let year = era * 400 + year + i64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02} {:02}:{:02}", second / 3600, second / 60 % 60)
 }
 
 /// As `ls -l` shows them.
@@ -574,4 +491,28 @@ fn say(findings: &[String], json: bool) -> Result<u8> {
 fn print(text: &str) -> Result<()> {
     ended(std::io::stdout().lock().write_all(text.as_bytes()).map_err(Into::into))
         .context("cannot write to standard output")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::date;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00"),
+            (-1, "1969-12-31 23:59"),
+            (951_782_400, "2000-02-29 00:00"),
+            (951_868_800, "2000-03-01 00:00"),
+            (4_107_542_399, "2100-02-28 23:59"),
+            (4_107_542_400, "2100-03-01 00:00"),
+            (-62_135_596_800, "0001-01-01 00:00"),
+            (253_402_300_799, "9999-12-31 23:59"),
+        ] {
+            assert_eq!(date(seconds), expected);
+        }
+        // What a hostile image may say is some date.
+        date(i64::MAX);
+        date(i64::MIN);
+    }
 }

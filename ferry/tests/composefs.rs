@@ -139,6 +139,70 @@ fn images_of_both_are_listed_shown_and_checked() {
     }
 }
 
+/// What is missing is told as composefs-info missing-objects tells it.
+#[test]
+fn what_is_missing_in_the_store_is_told() {
+    let made = Made::theirs();
+    let missing = || {
+        let said = text(made.with_store("gc").arg("--dry-run"));
+        let lines = said.lines().filter_map(|line| line.strip_prefix("missing: the object "));
+        lines.map(|line| line.split(',').next().unwrap().to_owned() + "\n").collect::<String>()
+    };
+    assert_eq!(missing(), "");
+    fs::remove_file(made.object()).unwrap();
+    let objects = format!("--basedir={}", made.place.at("store/objects").display());
+    let theirs = run(tool("composefs-info").arg(objects).arg("missing-objects").arg(made.place.at("image")));
+    assert_eq!(missing(), String::from_utf8(theirs.stdout).unwrap());
+    assert_eq!(missing().lines().count(), 1);
+}
+
+/// mkcomposefs has options of its own for times and attributes.
+#[test]
+fn what_is_left_out_is_as_mkcomposefs_leaves_it_out() {
+    let place = Made::tree();
+    let mut line = tool("mkcomposefs");
+    line.args(["--use-epoch", "--skip-xattrs"]).arg(place.at("tree"));
+    text(line.arg(place.at("theirs")));
+    let mut line = ferry();
+    line.args(["image", "build", "--layout", "composefs", "--mtime", "0", "--skip-xattrs"]).arg(place.at("tree"));
+    text(line.arg("-o").arg(place.at("ours")).arg("--store").arg(place.at("store")));
+    assert!(fs::read(place.at("ours")).unwrap() == fs::read(place.at("theirs")).unwrap());
+}
+
+#[test]
+fn what_is_another_in_a_newer_image_is_told() {
+    for made in [Made::ours(), Made::theirs()] {
+        let tree = made.place.at("tree");
+        let kept_time = |name: &str, change: &dyn Fn(&Path)| {
+            let path = tree.join(name);
+            let times = fs::metadata(&path).unwrap().modified().unwrap();
+            change(&path);
+            fs::File::options().append(true).open(&path).unwrap().set_modified(times).unwrap();
+        };
+        // Of the same length: an object by another name. A small one, which lies in the image.
+        kept_time("dir/below/other", &|path| fs::write(path, [8; 5000]).unwrap());
+        kept_time("dir/below/small", &|path| fs::write(path, "SMALL").unwrap());
+        fs::set_permissions(tree.join("dir/large"), fs::Permissions::from_mode(0o640)).unwrap();
+        fs::rename(tree.join("dir/twin"), tree.join("dir/xtwin")).unwrap();
+        let mut line = ferry();
+        line.args(["image", "build", "--layout", "composefs"]).arg(&tree).arg("-o").arg(made.place.at("newer"));
+        text(line.arg("--store").arg(made.place.at("store")));
+        let diff = |old: &str, new: &str, words: &[&str]| {
+            let mut line = ferry();
+            line.args(["image", "diff"]).arg(made.place.at(old)).arg(made.place.at(new)).args(words);
+            let output = run(line.arg("--store").arg(made.place.at("store")));
+            (output.status.code(), String::from_utf8(output.stdout).unwrap())
+        };
+        let expected = "M /dir (time)\nM /dir/below/other (content)\nM /dir/below/small (content)\nM /dir/large (mode)\n\
+                        D /dir/twin\nA /dir/xtwin\n";
+        assert_eq!(diff("image", "newer", &[]), (Some(4), expected.into()));
+        let (_, back) = diff("newer", "image", &["--json"]);
+        let first: serde_json::Value = serde_json::from_str(back.lines().next().unwrap()).unwrap();
+        assert_eq!((&first["path"], &first["what"][0], back.lines().count()), (&"/dir".into(), &"time".into(), 6));
+        assert_eq!(diff("newer", "newer", &[]), (Some(0), String::new()));
+    }
+}
+
 #[test]
 fn a_dump_file_and_an_archive_are_sources_too() {
     let made = Made::ours();

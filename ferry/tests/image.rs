@@ -5,7 +5,7 @@ mod common;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::place::Place;
@@ -108,6 +108,101 @@ fn images_are_listed_shown_and_checked() {
 }
 
 #[test]
+fn what_goes_into_an_image_is_chosen() {
+    let made = Made::new();
+    let tree = made.place.at("tree");
+    fs::create_dir_all(tree.join("cache/kept")).unwrap();
+    fs::write(tree.join("cache/gone"), large()).unwrap();
+    fs::write(tree.join("dir/a.o"), [1; 9000]).unwrap();
+    std::os::unix::fs::chown(tree.join("dir"), Some(1000), Some(1001)).unwrap();
+    let flags = rustix::fs::XattrFlags::empty();
+    let is_marked = rustix::fs::lsetxattr(tree.join("dir"), "user.mark", b"x", flags).is_ok();
+    let build = |image: &str, layout: &str, words: &[&str]| {
+        let mut line = ferry();
+        line.args(["image", "build", "--json", "--layout", layout]).arg(&tree).arg("-o").arg(made.place.at(image));
+        line.arg("--store").arg(made.place.at(&format!("{layout}.store"))).args(words);
+        serde_json::from_str::<serde_json::Value>(&text(&mut line)).unwrap()
+    };
+    let list = |image: &str| {
+        let lines = text(ferry().args(["image", "ls", "--json"]).arg(made.place.at(image)));
+        lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()).collect::<Vec<_>>()
+    };
+    let choice = ["--exclude", "*.o", "--exclude", "/cache/g*", "--owner", "0:7", "--mtime", "86400", "--skip-xattrs"];
+    for layout in ["flat", "composefs"] {
+        let chosen = build("chosen", layout, &choice);
+        let lines = list("chosen");
+        let paths: Vec<_> = lines.iter().map(|line| line["path"].as_str().unwrap()).collect();
+        let expected = ["/", "/cache", "/cache/kept", "/dir", "/dir/below", "/dir/below/small", "/dir/large", "/link"];
+        assert_eq!(paths, expected, "{layout}");
+        for line in &lines {
+            let (uid, gid, time) = (&line["uid"], &line["gid"], &line["mtime"]);
+            assert_eq!((uid, gid, &time["sec"], &time["nsec"]), (&0.into(), &7.into(), &86400.into(), &0.into()));
+        }
+        // What is left out is not in the store either.
+        assert!(chosen["data_bytes"].as_u64().unwrap() <= 200_005, "{chosen}");
+        // Whatever the tree's own times and owners are, the image is the same.
+        for name in ["dir", "dir/below", "cache/kept"] {
+            std::os::unix::fs::chown(tree.join(name), Some(5), Some(6)).unwrap();
+            let times = fs::FileTimes::new().set_modified(std::time::UNIX_EPOCH);
+            fs::File::open(tree.join(name)).unwrap().set_times(times).unwrap();
+        }
+        assert_eq!(build("again", layout, &choice)["digest"], chosen["digest"]);
+        let whole = build("whole", layout, &[]);
+        assert_eq!(list("whole").len(), 10);
+        if is_marked {
+            let bare = build("bare", layout, &["--skip-xattrs"]);
+            assert_ne!((&bare["digest"], layout), (&whole["digest"], layout));
+            let mut line = ferry();
+            line.args(["image", "diff"]).arg(made.place.at("whole")).arg(made.place.at("bare")).arg("--store");
+            let output = run(line.arg(made.place.at(&format!("{layout}.store"))));
+            assert_eq!(String::from_utf8_lossy(&output.stdout), "M /dir (attributes)\n", "{layout}");
+        }
+    }
+    let refused_words = |words: &[&str]| {
+        let output = run(ferry().args(["image", "build", "tree", "-o", "x", "--store", "y"]).args(words));
+        assert_eq!(output.status.code(), Some(2));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(refused_words(&["--owner", "root"]).contains("UID:GID"));
+    assert!(refused_words(&["--exclude", "a/../b"]).contains("is no pattern"));
+    let archive = made.place.at("tree.tar");
+    assert!(Command::new("tar").arg("-cf").arg(&archive).arg("-C").arg(&tree).arg("dir").status().unwrap().success());
+    let mut line = ferry();
+    line.args(["image", "build", "--exclude", "*.o"]).arg(&archive).arg("-o").arg(made.place.at("x"));
+    let said = refused(1, line.arg("--store").arg(made.place.at("flat.store")));
+    assert!(said.contains("only of directories"), "{said}");
+}
+
+#[test]
+fn long_lists_have_dates_and_device_numbers() {
+    let made = Made::new();
+    let tree = made.place.at("tree");
+    let is_root = rustix::process::geteuid().is_root();
+    if is_root {
+        let mode = rustix::fs::Mode::from(0o660);
+        let device = rustix::fs::makedev(8, 300);
+        let at = rustix::fs::CWD;
+        rustix::fs::mknodat(at, tree.join("disk"), rustix::fs::FileType::BlockDevice, mode, device).unwrap();
+    }
+    for (name, seconds) in [("dir/large", 951_827_696_i64), ("dir/below/small", -1)] {
+        let time = rustix::fs::Timespec { tv_sec: seconds, tv_nsec: 0 };
+        let times = rustix::fs::Timestamps { last_access: time, last_modification: time };
+        let flags = rustix::fs::AtFlags::empty();
+        rustix::fs::utimensat(rustix::fs::CWD, tree.join(name), &times, flags).unwrap();
+    }
+    let mut line = ferry();
+    line.args(["image", "build"]).arg(&tree).arg("-o").arg(made.place.at("image"));
+    text(line.arg("--store").arg(made.place.at("store")));
+    let long = text(made.image("ls").arg("-l"));
+    let line = |name: &str| long.lines().find(|line| line.ends_with(name)).unwrap_or_else(|| panic!("{name}: {long}"));
+    assert!(line("/dir/large").ends_with(" 200000 2000-02-29 12:34 /dir/large"), "{long}");
+    assert!(line("/dir/below/small").ends_with(" 5 1969-12-31 23:59 /dir/below/small"), "{long}");
+    if is_root {
+        assert!(line("/disk").starts_with("b") && line("/disk").contains(" 8, 300 "), "{long}");
+    }
+}
+
+#[test]
 fn damage_is_found_and_named() {
     let made = Made::new();
     made.damage();
@@ -120,6 +215,40 @@ fn damage_is_found_and_named() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("is damaged; its readers get EIO\nferry: dir/large cannot be read"), "{said}");
     assert_eq!(text(made.with_store("cat").arg("/dir/below/small")), "small");
+}
+
+#[test]
+fn damaged_metadata_is_found_and_named() {
+    let made = Made::new();
+    let image = made.place.at("image");
+    let good = fs::read(&image).unwrap();
+    let name = good.windows(5).position(|bytes| bytes == b"below").unwrap();
+    let fsck = |words: &[&str]| {
+        let output = run(made.image("fsck").args(words));
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    };
+    let mut bad = good.clone();
+    bad[name + 2] = b'/';
+    fs::write(&image, &bad).unwrap();
+    let (status, said) = fsck(&[]);
+    assert!(status == Some(4) && said.starts_with("/dir: ") && said.lines().count() >= 1, "{status:?} {said}");
+    let (status, json) = fsck(&["--json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let findings: Vec<_> = json["findings"].as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect();
+    assert_eq!((status, json["clean"].as_bool(), findings), (Some(4), Some(false), said.lines().collect()));
+    // verify says the same, and has nothing to say of bytes then; whoever knows the digest reads nothing of it.
+    let output = run(&mut made.with_store("verify"));
+    assert_eq!((output.status.code(), String::from_utf8(output.stdout).unwrap()), (Some(4), said));
+    let told = refused(1, made.image("fsck").args(["--digest", &made.digest]));
+    assert!(told.contains(&made.digest), "{told}");
+    // What is no image at all is an error instead.
+    fs::write(&image, &good[..1000]).unwrap();
+    let told = refused(1, &mut made.image("fsck"));
+    assert!(told.contains("image"), "{told}");
+    fs::write(&image, &good).unwrap();
+    assert_eq!(fsck(&[]), (Some(0), "clean\n".into()));
+    assert_eq!(fsck(&["--json"]).1, "{\"clean\":true,\"findings\":[]}\n");
 }
 
 #[test]
@@ -175,14 +304,51 @@ fn the_kernel_mounts_an_image() {
     let mnt = &made.place.mnt;
     let output = run(made.with_store("mount").arg(mnt).args(["--digest", &made.digest]));
     let said = String::from_utf8_lossy(&output.stderr);
-    if said.contains("this kernel") || said.contains("only root") {
-        eprintln!("{said}");
-        return;
-    }
     assert!(output.status.success(), "{said}");
+    if said.contains("mounted by Ferry's own export") {
+        eprintln!("{said}");
+    }
     let outcome = fs::read(mnt.join("link"));
     rustix::mount::unmount(mnt, rustix::mount::UnmountFlags::empty()).unwrap();
     assert!(outcome.unwrap() == large());
+}
+
+/// What a user does, in a mount namespace of its own, where everybody may open the device: in containers that is not so.
+const AS_USER: &str = r#"
+mkdir dev && mount -t tmpfs none dev && mknod dev/fuse c 10 229 && chmod 666 dev/fuse && mount --bind dev/fuse /dev/fuse
+trap 'umount -l mnt 2>/dev/null || true' EXIT
+nobody() { setpriv --reuid nobody --regid nogroup --clear-groups --inh-caps=-all "$@"; }
+nobody "$PWD/ferry" image mount "$PWD/image" "$PWD/mnt" --store "$PWD/store" --digest "$1"
+grep " $PWD/mnt " /proc/self/mountinfo | grep -q ' - fuse.ferry '
+nobody cat mnt/dir/below/small
+nobody fusermount3 -u "$PWD/mnt"
+! nobody "$PWD/ferry" image mount "$PWD/image" "$PWD/mnt" --store "$PWD/store" --upper "$PWD/changes""#;
+
+#[test]
+fn users_have_an_image_mounted_by_our_own_export() {
+    needs_fuse!();
+    if !["fusermount3", "setpriv"].iter().all(|name| Path::new("/usr/bin").join(name).exists()) {
+        eprintln!("skipped: needs fusermount3 and setpriv");
+        return;
+    }
+    let made = Made::new();
+    fs::set_permissions(made.place.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    std::os::unix::fs::chown(&made.place.mnt, Some(65534), Some(65534)).unwrap();
+    assert!(
+        Command::new("cp").arg(env!("CARGO_BIN_EXE_ferry")).arg(made.place.at("ferry")).status().unwrap().success()
+    );
+    let mut command = Command::new("timeout");
+    command.args(["-k", "2", "60", "unshare", "--mount", "--propagation", "private", "sh", "-ec", AS_USER, "sh"]);
+    command.arg(&made.digest).env_remove("FERRY_LOG").env_remove("XDG_RUNTIME_DIR").stdin(std::process::Stdio::null());
+    let output = run(command.current_dir(made.place.folder.path()));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && output.stdout == b"small", "{said}");
+    let line = format!(
+        "ferry: only root can mount images with the kernel; mounted by Ferry's own export instead: ferry mount image:{}",
+        made.place.at("image").display()
+    );
+    assert!(said.contains(&line), "{said}");
+    assert!(said.contains("without --upper Ferry's own mount does: ferry mount image:"), "{said}");
 }
 
 /// Where the file system has no fs-verity, as that of most test machines: what is believed is said, or the mount refused.

@@ -51,6 +51,25 @@ pub struct LazyArgs {
 }
 
 impl LazyArgs {
+    /// Whether this is the process in the background, for which another one waits.
+    pub(super) fn is_detached(&self) -> bool {
+        self.detached
+    }
+
+    /// Says the same to `ferry mount`, which goes to the background by itself.
+    pub(super) fn add_to(&self, words: &mut Vec<OsString>) {
+        let Some(from) = &self.from else { return };
+        words.extend(["--from".into(), from.into()]);
+        if let Some(jobs) = self.jobs {
+            words.extend(["--jobs".into(), jobs.to_string().into()]);
+        }
+        if let Some(Size(bytes)) = self.fetch_ahead {
+            words.extend(["--fetch-ahead".into(), bytes.to_string().into()]);
+        }
+        let flags = [(self.plain_http, "--plain-http"), (self.foreground, "--foreground")];
+        words.extend(flags.into_iter().filter(|(is_given, _)| *is_given).map(|(_, flag)| flag.into()));
+    }
+
     fn origin(&self) -> Option<Origin> {
         let ahead = self.fetch_ahead.map(|Size(bytes)| bytes);
         Some(Origin::new(self.from.clone()?, self.jobs, None, ahead, self.plain_http))

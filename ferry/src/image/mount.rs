@@ -18,6 +18,7 @@ use rustix::mount::{
     fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
 };
 
+use super::instead::{self, Unusable};
 use super::lazy::{self, LazyArgs};
 use super::loops::Loop;
 use super::upper::Upper;
@@ -51,12 +52,36 @@ pub struct MountArgs {
     pub(super) lazily: LazyArgs,
 }
 
+impl MountArgs {
+    /// What was asked for that only a mount by the kernel has.
+    pub(super) fn only_by_kernel(&self) -> Option<&'static str> {
+        let asked = [
+            (self.upper.is_some(), "--upper"),
+            (self.by_loop, "--loop"),
+            (self.verity == Wanted::Require, "--verity require"),
+        ];
+        asked.into_iter().find(|(is_asked, _)| *is_asked).map(|(_, flag)| flag)
+    }
+}
+
 /// Mounts an image; with a digest only if it has that one, and only if the kernel proves the bytes of a composefs image's files.
 /// One umount(8) ends all of it: what is below overlayfs is mounted nowhere.
 pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     if !args.dir.is_dir() {
         bail!("{} is no directory: make it first", args.dir.display());
     }
+    match by_kernel(args, line) {
+        Err(error) => match error.downcast_ref() {
+            Some(why) => instead::mount(args, line, why),
+            None => Err(error),
+        },
+        done => done,
+    }
+}
+
+fn by_kernel(args: &MountArgs, line: &[OsString]) -> Result<u8> {
+    // Before anything else is done: without it nothing can be.
+    drop(context("erofs")?);
     if args.lazily.from.is_some() {
         return lazy::mount(args, line);
     }
@@ -167,12 +192,9 @@ pub(super) fn by_descriptor(file: &File) -> PathBuf {
 fn context(kind: &str) -> Result<OwnedFd> {
     match fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC) {
         Ok(context) => Ok(context),
-        Err(Errno::NODEV) => {
-            bail!("this kernel has no {kind} (modprobe {kind}); ferry mount image:IMAGE DIR --store DIR does without")
-        }
-        Err(Errno::PERM) => {
-            bail!("only root can mount images with the kernel; ferry mount image:IMAGE DIR --store DIR needs no root")
-        }
+        Err(Errno::NODEV) => Err(Unusable(format!("this kernel has no {kind} (modprobe {kind})")).into()),
+        Err(Errno::NOSYS) => Err(Unusable("this kernel is older than Linux 5.2".into()).into()),
+        Err(Errno::PERM) => Err(Unusable("only root can mount images with the kernel".into()).into()),
         Err(error) => Err(error).with_context(|| format!("cannot begin a mount of type {kind}")),
     }
 }

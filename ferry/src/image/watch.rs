@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use ferry_fuse::Mounted;
 use ferry_image::Objects;
 use nix::fcntl::{FcntlArg, fcntl};
@@ -30,6 +30,8 @@ use nix::sys::fanotify::{EventFFlags, Fanotify, InitFlags, MarkFlags, MaskFlags}
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{CWD, FlockOperation, SeekFrom, flock, seek};
 use rustix::io::Errno;
+
+use super::instead::Unusable;
 
 /// `FAN_PRE_ACCESS` of include/uapi/linux/fanotify.h.
 const FAN_PRE_ACCESS: u64 = 0x0010_0000;
@@ -162,7 +164,9 @@ impl Watch {
         let flags = InitFlags::FAN_CLASS_PRE_CONTENT | InitFlags::FAN_CLOEXEC | InitFlags::FAN_UNLIMITED_QUEUE;
         let files = EventFFlags::O_RDWR | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
         let group = match Fanotify::init(flags, files) {
-            Err(nix::errno::Errno::EPERM) => bail!("only root can have the kernel wait for what is not here; {ELSE}"),
+            Err(nix::errno::Errno::EPERM) => {
+                return Err(Unusable("only root can have the kernel wait for what is not here".into()).into());
+            }
             group => group.with_context(|| format!("this kernel cannot wait for what is not here; {ELSE}"))?,
         };
         let packs: Vec<(usize, PathBuf)> = objects.incomplete().map(|(number, file)| (number, by_fd(file))).collect();
@@ -176,10 +180,14 @@ impl Watch {
             );
             match mark {
                 Err(nix::errno::Errno::EINVAL) => {
-                    bail!("this kernel cannot wait for what is not here (Linux 6.14 or later can); {ELSE}")
+                    return Err(Unusable(
+                        "this kernel cannot wait for what is not here (Linux 6.14 or later can)".into(),
+                    )
+                    .into());
                 }
                 Err(nix::errno::Errno::EOPNOTSUPP) => {
-                    bail!("the store's file system cannot wait for what is not here (ext4, XFS and btrfs can); {ELSE}")
+                    let why = "the store's file system cannot wait for what is not here (ext4, XFS and btrfs can)";
+                    return Err(Unusable(why.into()).into());
                 }
                 mark => mark.with_context(|| format!("cannot watch a pack; {ELSE}"))?,
             }
@@ -273,7 +281,7 @@ fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<Question>) -> Result<Fil
             if !is_there {
                 // Nobody waits for us, or the reader would be one.
                 drop(reader.join());
-                bail!("this kernel does not ask before a file is read; {ELSE}");
+                return Err(Unusable("this kernel does not ask before a file is read".into()).into());
             }
             let question = ask(group).context("the kernel's question cannot be read")?;
             if question.pid != ours {

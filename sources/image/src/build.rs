@@ -10,6 +10,7 @@ use std::thread;
 
 use rustix::fs::{CWD, Mode, openat};
 
+use crate::choice::Choice;
 use crate::digest::{Algorithm, Digest};
 use crate::error::{Doing, Error, Result};
 use crate::meter::Meter;
@@ -57,6 +58,8 @@ pub struct Options {
     /// Name the fs-verity digests of packs, and turn fs-verity on for what is written where the file system has it, so that the kernel can
     /// prove what it reads of them. Packs without such digests are not used then. Of [`Layout::Flat`] only: composefs's objects have it always.
     pub verity: bool,
+    /// What is left out, and what is the same for everything.
+    pub choice: Choice,
 }
 
 impl Default for Options {
@@ -68,6 +71,7 @@ impl Default for Options {
             order: None,
             whiteouts: None,
             verity: false,
+            choice: Choice::default(),
         }
     }
 }
@@ -104,7 +108,11 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
     let store = Arc::new(store);
     let mut sink = Sink::begin(&store, options.layout, options.threads, options.verity)?;
     let meter = Meter::new(progress);
-    let tree = match Input::of(source, &meter)? {
+    let mut tree = match Input::of(source, &meter)? {
+        Input::Tar(_) | Input::Dump(_) | Input::Oci(_) if !options.choice.exclude.is_empty() => {
+            let reason = "only of directories something can be left out (tar has an --exclude of its own)".into();
+            return Err(Error::Input { path: source.into(), at: "as a whole".into(), reason });
+        }
         Input::Directory | Input::Dump(_) | Input::Oci(_) if options.whiteouts.is_some() => {
             let reason = "what becomes of whiteouts is asked of archives only, which are layers by themselves".into();
             return Err(Error::Input { path: source.into(), at: "as a whole".into(), reason });
@@ -123,6 +131,7 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
             oci::read(&reference, &platform, &mut sink, &meter)?
         }
     };
+    options.choice.apply(&mut tree);
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes()?);
     let (bytes, packs) = sink.finish(tree, options.order.as_ref())?;
     let algorithm = if options.layout == Layout::Flat { Algorithm::Blake3 } else { Algorithm::Verity };
@@ -172,7 +181,7 @@ impl<'a> Input<'a> {
 fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &Progress<'_>) -> Result<Tree> {
     let threads = options.threads.max(1);
     if !sink.is_composefs() {
-        return lanes::read(source, sink, threads, progress);
+        return lanes::read(source, sink, threads, &options.choice, progress);
     }
     let found = AtomicUsize::new(0);
     thread::scope(|scope| {
@@ -187,7 +196,7 @@ fn from_directory(source: &Path, sink: &mut Sink, options: &Options, progress: &
             .unzip();
         let count = &found;
         let scanner = scope.spawn(move || {
-            scan(source, true, &mut |node, seen, path| {
+            scan(source, true, &options.choice, &mut |node, seen, path| {
                 let at = count.fetch_add(1, Ordering::Relaxed);
                 // Nobody listens any more once a file could not be read.
                 let _ = files[at % threads].send((node, seen, path));

@@ -11,6 +11,7 @@ use std::thread;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use crate::build::Progress;
+use crate::choice::Choice;
 use crate::error::{Error, Result};
 use crate::piece::{BATCH_BYTES, Batch, PIECE_BYTES};
 use crate::scan::{FOUND_FLAGS, Seen, scan, unreadable};
@@ -49,7 +50,13 @@ struct Lane {
 }
 
 /// The tree of a directory, whose files' bytes go into packs. Files are read while others are still being found.
-pub(crate) fn read(source: &Path, sink: &mut Sink, threads: usize, progress: &Progress<'_>) -> Result<Tree> {
+pub(crate) fn read(
+    source: &Path,
+    sink: &mut Sink,
+    threads: usize,
+    choice: &Choice,
+    progress: &Progress<'_>,
+) -> Result<Tree> {
     let found = AtomicUsize::new(0);
     thread::scope(|scope| {
         let (groups, lanes): (Vec<_>, Vec<_>) = (0..threads)
@@ -63,7 +70,7 @@ pub(crate) fn read(source: &Path, sink: &mut Sink, threads: usize, progress: &Pr
             })
             .unzip();
         let count = &found;
-        let scanner = scope.spawn(move || find(source, &groups, count));
+        let scanner = scope.spawn(move || find(source, choice, &groups, count));
         let mut done = 0;
         let mut contents = Vec::new();
         'groups: for at in 0_usize.. {
@@ -97,14 +104,14 @@ pub(crate) fn read(source: &Path, sink: &mut Sink, threads: usize, progress: &Pr
 }
 
 /// Walks the tree, and hands over groups of files.
-fn find(source: &Path, lanes: &[Sender<Group>], count: &AtomicUsize) -> Result<Tree> {
+fn find(source: &Path, choice: &Choice, lanes: &[Sender<Group>], count: &AtomicUsize) -> Result<Tree> {
     let (mut group, mut room, mut turn) = (Group::new(), BATCH_BYTES as u64, 0_usize);
     let mut hand_over = |group: Group| {
         // Nobody listens any more once a file could not be read.
         let _ = lanes[turn % lanes.len()].send(group);
         turn += 1;
     };
-    let tree = scan(source, false, &mut |node, seen, path| {
+    let tree = scan(source, false, choice, &mut |node, seen, path| {
         let bytes = seen.bytes;
         count.fetch_add(1, Ordering::Relaxed);
         if !group.is_empty() && (bytes > room || group.len() == GROUP_FILES_MAX) {

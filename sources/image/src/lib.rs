@@ -17,6 +17,7 @@
 
 mod build;
 mod check;
+mod choice;
 mod composefs;
 mod diff;
 mod digest;
@@ -58,6 +59,7 @@ mod walk;
 
 pub use build::{Built, Layout, Options as BuildOptions, Progress, build};
 pub use check::{Report, check};
+pub use choice::{Choice, Pattern};
 pub use composefs::COMPOSEFS_VERSION_MAX;
 pub use composefs::lacking::{FileObject, file_objects};
 pub use composefs::objects::objects_folder;

@@ -14,6 +14,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, pread, retry_on_intr};
 
+use crate::choice::Choice;
 use crate::composefs::fits;
 use crate::erofs::XATTR_PREFIXES;
 use crate::error::{Doing, Error, Result};
@@ -122,15 +123,21 @@ impl At<'_> {
 /// Walks a directory, without crossing into other file systems' mounts being any different from directories. For composefs
 /// each name is an inode of its own, and attributes of all kinds are taken: so does mkcomposefs.
 ///
-/// Larger files are still to be read: each is told to `found`, with what it was then, in the order of the walk.
-pub(crate) fn scan(root: &Path, for_composefs: bool, found: &mut dyn FnMut(NodeId, Seen, PathBuf)) -> Result<Tree> {
+/// What is left out is not looked at. Larger files are still to be read: each is told to `found`, with what it was then, in the order of the walk.
+pub(crate) fn scan(
+    root: &Path,
+    for_composefs: bool,
+    choice: &Choice,
+    found: &mut dyn FnMut(NodeId, Seen, PathBuf),
+) -> Result<Tree> {
     let found_root = statx(CWD, root, AtFlags::empty(), StatxFlags::BASIC_STATS).doing("look at", root)?;
     if !is_dir(&found_root) {
         return Err(Error::CannotHold { path: root.into(), reason: "is no directory".into() });
     }
     // The root may be named by a symbolic link, whatever is in it may not.
     let root = fs::canonicalize(root).doing("look at", root)?;
-    let mut walk = Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs };
+    let mut walk =
+        Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs, choice, root: root.clone() };
     let at = At { folder: CWD, name: root.as_os_str(), path: &root };
     let mut left = vec![(walk.add(at, &found_root)?, Seen::of(&found_root), root)];
     while let Some((node, seen, path)) = left.pop() {
@@ -146,6 +153,9 @@ struct Walk<'a> {
     /// Inodes with several names that have been met.
     known: HashMap<(u32, u32, u64), NodeId>,
     for_composefs: bool,
+    choice: &'a Choice,
+    /// Where paths in the tree begin.
+    root: PathBuf,
 }
 
 impl Walk<'_> {
@@ -163,6 +173,10 @@ impl Walk<'_> {
         let mut directories = Vec::new();
         for name in names {
             let path = path.join(&name);
+            let below = path.strip_prefix(&self.root).unwrap_or(&path);
+            if !self.choice.exclude.is_empty() && self.choice.excludes(below.as_os_str().as_bytes()) {
+                continue;
+            }
             // In the directory that was listed: another one may stand at the path by now.
             let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
             let found = statx(folder, &name, flags, StatxFlags::BASIC_STATS).doing("look at", &path)?;
@@ -203,7 +217,7 @@ impl Walk<'_> {
             }
         }
         let content = content(at, found)?;
-        let xattrs = xattrs(at, self.for_composefs)?;
+        let xattrs = if self.choice.skip_xattrs { Vec::new() } else { xattrs(at, self.for_composefs)? };
         if self.for_composefs && !fits(&xattrs) {
             let reason = "its extended attributes have more than 32 KiB, which composefs does not hold".into();
             return Err(Error::CannotHold { path: path.into(), reason });
@@ -309,7 +323,8 @@ mod tests {
         const TREE: &str = "FERRY_TEST_TREE_WITHOUT_PROC";
         if let Some(tree) = std::env::var_os(TREE) {
             assert!(!Path::new(DESCRIPTORS).exists());
-            let error = scan(Path::new(&tree), false, &mut |_, _, _| {}).expect_err("attributes cannot be read");
+            let error = scan(Path::new(&tree), false, &Choice::default(), &mut |_, _, _| {})
+                .expect_err("attributes cannot be read");
             assert!(error.to_string().contains("mount /proc"), "{error}");
             return;
         }
