@@ -40,7 +40,7 @@ pub enum Error {
         reason: &'static str,
     },
     /// A server cannot be reached, or is gone in the middle.
-    #[error("{url}: {why}")]
+    #[error("{url}: {why}{}", advice(.why))]
     Transport {
         /// What was asked for.
         url: String,
@@ -140,6 +140,8 @@ impl Error {
         match self {
             Self::Short { .. } => true,
             Self::Status { status, .. } => matches!(status, 408 | 425 | 429 | 500 | 502 | 503 | 504),
+            // Who shows a certificate that is no good shows it again.
+            Self::Transport { why, .. } if tls_error(why).is_some() => false,
             Self::Transport { why, .. } => matches!(
                 **why,
                 U::Io(_) | U::Timeout(_) | U::HostNotFound | U::ConnectionFailed | U::Protocol(_) | U::BodyStalled
@@ -154,6 +156,25 @@ impl Error {
             Self::Status { after, .. } => *after,
             _ => None,
         }
+    }
+}
+
+/// What is wrong with the encryption, if that is it.
+fn tls_error(why: &ureq::Error) -> Option<&rustls::Error> {
+    match why {
+        ureq::Error::Rustls(error) => Some(error),
+        ureq::Error::Io(error) => error.get_ref()?.downcast_ref(),
+        _ => None,
+    }
+}
+
+/// What helps against a certificate that nobody here vouches for.
+fn advice(why: &ureq::Error) -> &'static str {
+    match tls_error(why) {
+        Some(rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)) => {
+            "; nobody whom this host trusts has signed its certificate: SSL_CERT_FILE names a file in PEM with other authorities to trust"
+        }
+        _ => "",
     }
 }
 

@@ -49,7 +49,7 @@ impl Program {
         let address = loop {
             let line = lines.next().unwrap_or_else(|| panic!("{command:?} does not listen: {before}")).unwrap();
             if let Some((_, rest)) = line.split_once("listening on ") {
-                break rest.trim_end().split([' ', '"']).next().unwrap().parse().unwrap();
+                break rest.trim_end().split([' ', ',', '"']).next().unwrap().parse().unwrap();
             }
             before += &line;
         };
@@ -79,6 +79,15 @@ impl Drop for Program {
 
 /// Debian's docker-registry with its data in a folder; with `user` it lets nobody else in.
 pub fn registry(folder: &Path, user: bool) -> Option<Program> {
+    registry_at(folder, "127.0.0.1", user, None)
+}
+
+/// One that listens at an address, by TLS with a certificate and its key, `NAME.pem` and `NAME.key`.
+pub fn registry_by_tls(folder: &Path, address: &str, certificate: &Path) -> Option<Program> {
+    registry_at(folder, address, false, Some(certificate))
+}
+
+fn registry_at(folder: &Path, address: &str, user: bool, certificate: Option<&Path>) -> Option<Program> {
     let program = cache().join("registry/bin/docker-registry");
     if !program.exists() {
         eprintln!("skipped: no docker-registry: guest/fetch registry brings it");
@@ -86,9 +95,13 @@ pub fn registry(folder: &Path, user: bool) -> Option<Program> {
     }
     fs::create_dir_all(folder).unwrap();
     let mut config = format!(
-        "version: 0.1\nlog: {{level: info}}\nstorage: {{filesystem: {{rootdirectory: {}}}}}\nhttp: {{addr: \"127.0.0.1:0\", secret: x}}\n",
+        "version: 0.1\nlog: {{level: info}}\nstorage: {{filesystem: {{rootdirectory: {}}}}}\nhttp:\n  addr: \"{address}:0\"\n  secret: x\n",
         folder.join("data").display()
     );
+    if let Some(certificate) = certificate {
+        let (certificate, key) = (certificate.display(), certificate.with_extension("key"));
+        config += &format!("  tls: {{certificate: {certificate}, key: {}}}\n", key.display());
+    }
     if user {
         fs::write(folder.join("users"), HTPASSWD).unwrap();
         config += &format!("auth: {{htpasswd: {{realm: r, path: {}}}}}\n", folder.join("users").display());
