@@ -39,6 +39,9 @@ pub type Checked<T> = std::result::Result<T, Flaw>;
 /// An extended attribute: its full name, and its value.
 pub type Xattr<'a> = (Vec<u8>, &'a [u8]);
 
+/// One with its place in the image.
+type Placed<'a> = (Xattr<'a>, Range<usize>);
+
 /// Number of an inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Nid(pub u64);
@@ -573,7 +576,7 @@ impl Image {
     }
 
     /// Those of an inode's attributes that others may have, too, each with its place, and where the inode's own begin.
-    pub(crate) fn shared_xattrs(&self, inode: &Inode) -> Checked<(Vec<(Xattr<'_>, Range<usize>)>, usize)> {
+    pub(crate) fn shared_xattrs(&self, inode: &Inode) -> Checked<(Vec<Placed<'_>>, usize)> {
         let (from, to) = inode.xattrs;
         let mut found = Vec::new();
         if from == to {
