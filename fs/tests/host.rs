@@ -8,14 +8,18 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::suites::{Fsx, Pjdfstest};
 use common::{GREET, MISTAKE, Mistaken, Server, WORK, example};
 use ferry_fs::fuse;
+use ferry_tests::mounts::{ferry, program};
 use rustix::mount::UnmountFlags;
 use rustix::process::Signal;
 use tempfile::TempDir;
+
+/// What is waited for comes in less, unless it never comes.
+const SOON: Duration = Duration::from_secs(20);
 
 /// A folder to mount on, which is free again when the test ends, however it ends.
 struct Place(TempDir);
@@ -118,6 +122,61 @@ fn a_killed_program_mounts_again_on_the_same_place() {
     assert!(!place.is_mounted(), "the dead mount is left behind");
 }
 
+/// Makes, moves, reads and removes files of its own until that is an error.
+const LOAD: &str = r#"
+i=0
+while :; do
+    i=$((i + 1))
+    mkdir d$0.$i
+    echo text >d$0.$i/file
+    mv d$0.$i/file f$0.$i
+    test "$(cat f$0.$i)" = text
+    ln f$0.$i l$0.$i
+    ls >/dev/null
+    rm f$0.$i l$0.$i
+    rmdir d$0.$i
+done
+"#;
+
+/// Programs of authors have no guardian: the kernel alone sees to it.
+#[test]
+fn whoever_uses_a_program_that_is_killed_is_told() {
+    const CLIENTS: u32 = 4;
+    let Some(place) = Place::new() else { return };
+    for path in ["auto", "devfuse"].repeat(4) {
+        let mut killed = Server::start("toyfs", "mount", place.path(), &["--path", path, "--cache", "always"]);
+        let start = |number: u32| {
+            let mut command = Command::new("sh");
+            command.args(["-ec", LOAD, &number.to_string()]).current_dir(place.path()).stdin(Stdio::null());
+            command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+        };
+        let mut clients: Vec<_> = (0..CLIENTS).map(start).collect();
+        std::thread::sleep(Duration::from_millis(200));
+        for client in &mut clients {
+            assert_eq!(client.try_wait().unwrap(), None, "{path}: it works as long as there is a server");
+        }
+        killed.signal(Signal::KILL);
+        let end = Instant::now() + SOON;
+        for client in &mut clients {
+            while client.try_wait().unwrap().is_none() {
+                assert!(Instant::now() < end, "{path}: a client still waits for the dead program");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        assert_eq!(killed.status(), None, "a signal ended it");
+        let told = || std::fs::metadata(place.path()).err().and_then(|error| error.raw_os_error());
+        while told() != Some(libc::ENOTCONN) {
+            assert!(Instant::now() < end, "{path}: {:?} instead of ENOTCONN", told());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut server = Server::start("toyfs", "mount", place.path(), &["--path", path]);
+        sh(place.path(), WORK);
+        server.signal(Signal::TERM);
+        assert_eq!(server.status(), Some(0), "{path}");
+        assert!(!place.is_mounted(), "{path}: the dead mount is left behind");
+    }
+}
+
 /// Sends a line to a server's control socket; answers its own, and the connection for what follows.
 fn ask(server: &Server, request: &str) -> (String, BufReader<UnixStream>) {
     let pid = u32::try_from(server.pid().as_raw_nonzero().get()).unwrap();
@@ -131,7 +190,51 @@ fn ask(server: &Server, request: &str) -> (String, BufReader<UnixStream>) {
     (line, lines)
 }
 
-/// What `ferry log` does.
+/// What `ferry log` says of the level, and of the requests that are logged.
+fn ferry_log(args: &[&str]) -> String {
+    let output = ferry(["log"]).args(args).output().unwrap();
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn ferry_log_shows_and_changes_its_log() {
+    let Some(place) = Place::new() else { return };
+    let mut server = Server::start("hello", "mount", place.path(), &["--cache", "none", "--tag", "greeting"]);
+    let here = place.path().to_str().unwrap();
+    let says = |level: &str, requests: &str| {
+        let pid = server.pid().as_raw_nonzero();
+        format!("process {pid}: level {level}, requests logged: {requests}\n  greeting mounted on {here}\n")
+    };
+    assert_eq!(ferry_log(&[here]), says("warn", "none"));
+    assert_eq!(ferry_log(&[here, "debug"]), says("debug", "none"));
+    assert_eq!(ferry_log(&[here, "default"]), says("warn", "none"));
+    // Of one file, by its path, until it is told to end.
+    let file = place.path().join("hello");
+    let mut command = Command::new("timeout");
+    command.arg("30").arg(program()).arg("log").arg(&file).args(["requests", "--follow"]).stdin(Stdio::null());
+    let mut follower = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let comes = |expected: &str| {
+        let end = Instant::now() + SOON;
+        while ferry_log(&[here]) != expected {
+            assert!(Instant::now() < end, "{} instead of {expected}", ferry_log(&[here]));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    comes(&says("warn", "hello in greeting"));
+    sh(place.path(), "stat . && cat hello");
+    let mut line = String::new();
+    BufReader::new(follower.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    // The root is not asked about.
+    assert!(line.contains("share=\"greeting\" ino=2"), "{line:?}");
+    rustix::process::kill_process(rustix::process::Pid::from_child(&follower), Signal::TERM).unwrap();
+    follower.wait().unwrap();
+    comes(&says("warn", "none"));
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+/// What `ferry log` sends, line by line.
 #[test]
 fn its_log_is_shown_and_changed_while_it_runs() {
     let Some(place) = Place::new() else { return };
