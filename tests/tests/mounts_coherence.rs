@@ -129,21 +129,28 @@ fn storms_for_long() {
 const FILES: u32 = 200;
 /// Looks at each.
 const LOOKS: u32 = 200;
-/// How much longer than on a local file system a look may take: there is no more to do, but the machine is busy.
-const RATIO_MAX: f64 = 3.0;
+/// How much longer than on a local file system a look may take: there is no more to do but to look at two time limits, some 1.1.
+const RATIO_MAX: f64 = 1.5;
+/// The machine may be busy, and busier with one than with the other.
+const TRIES: usize = 5;
 
-/// The least time that one round of looking at all files takes.
-fn look(folder: &Path) -> Duration {
-    let paths: Vec<_> = (0..FILES).map(|number| folder.join(format!("file{number}"))).collect();
-    let mut least = Duration::MAX;
+/// How long a look at a file takes in each of these folders: medians of rounds over all files, in turn.
+fn look(folders: [&Path; 2]) -> [Duration; 2] {
+    let paths = folders.map(|at| (0..FILES).map(|number| at.join(format!("file{number}"))).collect::<Vec<_>>());
+    let mut took = [Vec::new(), Vec::new()];
     for _ in 0..LOOKS {
-        let begin = Instant::now();
-        for path in &paths {
-            assert_eq!(fs::metadata(path).unwrap().len(), 4);
+        for (paths, took) in paths.iter().zip(&mut took) {
+            let begin = Instant::now();
+            for path in paths {
+                assert_eq!(fs::metadata(path).unwrap().len(), 4);
+            }
+            took.push(begin.elapsed());
         }
-        least = least.min(begin.elapsed());
     }
-    least / FILES
+    took.map(|mut took| {
+        took.sort();
+        took[took.len() / 2] / FILES
+    })
 }
 
 /// What was looked at once costs no request, for the server does not even run; and no time to speak of.
@@ -155,14 +162,19 @@ fn cached_stat(cell: &Cell) {
             fs::write(folder.join(format!("file{number}")), "text").unwrap();
         }
     }
-    look(&mounted.site.path);
+    let folders = [mounted.site.path.as_path(), local.path()];
+    look(folders);
     let pid = mounted.server().pid();
     kill_process(pid, Signal::STOP).unwrap();
-    let (here, there) = (look(&mounted.site.path), look(local.path()));
+    let mut ratios = Vec::new();
+    while !ratios.last().is_some_and(|ratio| *ratio < RATIO_MAX) && ratios.len() < TRIES {
+        let [here, there] = look(folders);
+        ratios.push(here.as_secs_f64() / there.as_secs_f64());
+        println!("{cell}: a cached stat takes {here:?}, on tmpfs {there:?}");
+    }
     kill_process(pid, Signal::CONT).unwrap();
-    let ratio = here.as_secs_f64() / there.as_secs_f64();
-    println!("{cell}: a cached stat takes {here:?}, on tmpfs {there:?}: {ratio:.2} times as long");
-    assert!(ratio < RATIO_MAX, "{cell}: a cached stat takes {ratio} times as long as on tmpfs");
+    let least = ratios.iter().copied().fold(f64::MAX, f64::min);
+    assert!(least < RATIO_MAX, "{cell}: a cached stat takes {ratios:.2?} times as long as on tmpfs");
     mounted.finish();
 }
 
