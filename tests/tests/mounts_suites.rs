@@ -53,6 +53,45 @@ const FAILING: &[(&[Source], &str, &str)] = &[
     (NINEP, "acl-clears-sgid", NO_ACL),
 ];
 
+/// Cases of `pjdfstest` that fail on mounts of diod, and why: its fids are paths on its host.
+const FAILING_ON_DIOD: &[(&[&str], &str)] = &[
+    (
+        &[
+            "chmod::enametoolong_path",
+            "chown::enametoolong_path",
+            "chown::lchown::enametoolong_path",
+            "link::enametoolong_path",
+            "mkdir::enametoolong_path",
+            "mkfifo::enametoolong_path",
+            "mknod::enametoolong_path",
+            "mknod::privileged::enametoolong_path",
+            "open::enametoolong_path",
+            "rename::enametoolong_path",
+            "rmdir::enametoolong_path",
+            "symlink::enametoolong_path",
+            "truncate::enametoolong_path",
+            "unlink::enametoolong_path",
+        ],
+        "the longest path that there may be is too long behind the path of the shared folder",
+    ),
+    (
+        &[
+            "link::remove_link::block",
+            "link::remove_link::char",
+            "link::remove_link::fifo",
+            "link::remove_link::regular",
+            "link::remove_link::socket",
+            "unlink::open_file_not_freed",
+        ],
+        "a file whose name was removed is ENOENT, though it has another one or is open",
+    ),
+];
+
+fn known_cases(source: Source) -> BTreeSet<String> {
+    let of_diod = FAILING_ON_DIOD.iter().filter(|_| source == Source::NineP(Maker::Diod));
+    of_diod.flat_map(|(names, _)| *names).map(|name| (*name).to_owned()).collect()
+}
+
 /// As mount(8), which would ask the helper for `fuse.ferry` to remount, and that is mount.fuse, which mounts anew.
 const MOUNT_WITHOUT_HELPERS: &str = "#!/bin/sh\nexec /bin/mount -i \"$@\"\n";
 
@@ -93,7 +132,7 @@ fn posix(cell: &Cell) {
         let (mut main, remounting) = (run(false), run(true));
         main.run_racing_again(|name| run_cases(false, Some(name)).status == 0);
         assert_eq!(main.skipped_for_good(), names(pjdfstest::SKIPPED), "{cell}: skipped");
-        assert_eq!(main.failed, BTreeSet::new(), "{cell}: failed");
+        assert_eq!(main.failed, known_cases(cell.source), "{cell}: other cases fail than are known to");
         assert!(remounting.skipped.is_empty() && remounting.failed.is_empty(), "{cell}: {remounting:?}");
         println!("{cell}: {} passed", main.passed.len() + remounting.passed.len());
     });
@@ -101,7 +140,7 @@ fn posix(cell: &Cell) {
 
 on_cells!(posix: quick [dir_uring, mem_uring, mem_passthrough, pmem_devfuse, ninep_devfuse]
     long [dir_devfuse, dir_passthrough, mem_devfuse, pmem_uring, pmem_passthrough, mem_uring_none, dir_uring_always,
-    ninep_devfuse_none, ninep_devfuse_always, ninep_devfuse_auto_writeback, ninep_devfuse_always_writeback,
+    ninep_devfuse_none, ninep_devfuse_always, ninep_devfuse_auto_writeback, ninep_devfuse_always_writeback, diod_devfuse,
     dir_devfuse_none, dir_devfuse_metadata, dir_devfuse_always,
     dir_devfuse_none_writeback, dir_devfuse_auto_writeback, dir_devfuse_metadata_writeback, dir_devfuse_always_writeback]);
 
