@@ -206,9 +206,9 @@ pub struct MountArgs {
 #[derive(Debug, clap::Args)]
 pub struct LogArgs {
     /// A process id, a mount point, the socket of a share or its address for 9P, or a file in a mount or a shared
-    /// directory.
+    /// directory. Without one: list all shares and mounts of yours that run.
     #[arg(value_name = "TARGET")]
-    pub target: PathBuf,
+    pub target: Option<PathBuf>,
 
     /// error, warn, info, debug, trace, a list like info,ferry_fuse=debug; requests: every request with its outcome;
     /// off: nothing; default: as it was started. Without a level: show what is on.
@@ -219,7 +219,7 @@ pub struct LogArgs {
     #[arg(long, short, requires = "level")]
     pub follow: bool,
 
-    /// Answer in JSON.
+    /// Answer in JSON: an object, or, without a target, an array of them.
     #[arg(long)]
     pub json: bool,
 }

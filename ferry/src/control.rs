@@ -12,7 +12,7 @@ use ferry_vfs::FileSystem;
 use crate::cli::Share;
 use crate::{exports, sandbox, share};
 
-pub use client::{Target, is_in_mount};
+pub use client::{Target, is_in_mount, statuses};
 
 /// Whose server this is.
 pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };

@@ -8,7 +8,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use ferry_fuse::MountOptions;
 
 /// Words of mount(8) that say what is so anyway, or that are for mount(8), systemd and the like alone.
-const IGNORED: [&str; 29] = [
+const IGNORED: [&str; 31] = [
     "defaults",
     "rw",
     "suid",
@@ -38,6 +38,28 @@ const IGNORED: [&str; 29] = [
     "comment",
     "norelatime",
     "_rnetdev",
+    // Every mount of ours has the kernel check permissions.
+    "default_permissions",
+    // Leave for whoever keeps times in memory; the kernel keeps none of a mount's.
+    "lazytime",
+];
+
+/// Words that other file systems have, and what there is in their place.
+const ELSEWHERE: [(&str, &str); 14] = [
+    ("allow_root", "allow_other lets other users in, root among them"),
+    ("kernel_cache", "cache=always keeps data until they change, as far as Ferry is told of changes"),
+    ("auto_cache", "cache=auto, which is the default, does that"),
+    ("direct_io", "cache=none keeps nothing of files' data"),
+    ("writeback_cache", "writeback does that"),
+    ("max_read", "READs are as long as the kernel's, 1 MiB at most; leave it out"),
+    ("max_write", "WRITEs are as long as the kernel's, 1 MiB at most; leave it out"),
+    ("max_background", "the number is fixed; leave it out"),
+    ("uid", "map_user=UID:GID shows root's files as somebody's, translate_uid other numbers"),
+    ("gid", "map_user=UID:GID shows root's files as somebody's, translate_gid other numbers"),
+    ("umask", "modes are what the source says; leave it out"),
+    ("context", "labels are files' own (security.selinux); leave it out"),
+    ("noforget", "inodes are kept as long as the kernel knows them; leave it out"),
+    ("remount", "unmount it, and mount it anew"),
 ];
 
 /// What a later word takes back.
@@ -132,6 +154,9 @@ impl Flags<'_> {
                 Some(value) => Err(format!("the mount option {name:?} takes no value, and has {value:?}")),
             };
         }
+        if let Some((_, instead)) = ELSEWHERE.iter().find(|(word, _)| *word == name) {
+            return Err(format!("mounts of ferry do not know the option {name:?}: {instead}"));
+        }
         let Some(flag) = self.mount.get_arguments().find(|arg| arg.get_long() == Some(&own) && !arg.is_hide_set())
         else {
             return Err(format!("unknown mount option {name:?}; ferry mount --help has those there are"));
@@ -197,6 +222,7 @@ mod tests {
             ("mem /m -o nosuid,suid,nodev", "-o nodev mem /m"),
             ("mem /m -o size=1G,size=2G", "--size=2G mem /m"),
             ("mem /m -o defaults,_netdev,nofail,x-systemd.automount,user=joe,,noauto", "mem /m"),
+            ("mem /m -o default_permissions,lazytime,ro", "--read-only mem /m"),
             (r"mem /m -o fsname=a\,b\\c=d", r"--fsname=a,b\c=d mem /m"),
             ("-o ro -- -o /m", "--read-only -- -o /m"),
         ] {
@@ -211,12 +237,33 @@ mod tests {
             ("mem /m -o fast", "unknown mount option \"fast\""),
             ("mem /m -o virtiofs=s", "unknown mount option \"virtiofs\""),
             ("mem /m -o detached", "unknown mount option \"detached\""),
+            ("mem /m -o allow_root", "\"allow_root\": allow_other"),
+            ("mem /m -o kernel_cache", "cache=always"),
+            ("mem /m -o max_read=4096", "1 MiB at most"),
+            ("mem /m -o uid=1000", "map_user=UID:GID"),
+            ("mem /m -o umask=022", "leave it out"),
+            ("mem /m -o context=system_u:object_r:x:s0", "security.selinux"),
+            ("mem /m -o remount,ro", "mount it anew"),
             ("mem /m -o size", "\"size\" needs a value"),
             ("mem /m -o ro=1", "\"ro\" takes no value"),
             ("mem /m -o nosuid=1", "\"nosuid\" takes no value"),
         ] {
             let error = expanded(line).expect_err(line);
             assert!(error.contains(words), "{line}: {error}");
+        }
+    }
+
+    /// Whoever follows the advice is understood.
+    #[test]
+    fn what_is_named_instead_is_there() {
+        for line in ["allow_other", "cache=always", "cache=auto", "cache=none", "writeback", "map_user=1:1"] {
+            expanded(&format!("mem /m -o {line}")).expect(line);
+        }
+        for word in ["translate_uid", "translate_gid"] {
+            expanded(&format!("mem /m -o {word}=map:0:1000:1")).expect(word);
+        }
+        for (word, _) in ELSEWHERE {
+            assert!(expanded(&format!("mem /m -o {word}")).is_err() && !IGNORED.contains(&word), "{word}");
         }
     }
 

@@ -112,6 +112,7 @@ and at each boot:
 /// Shown by `ferry log --help`.
 pub const LOG: &str = "\
 Examples:
+  ferry log                                all shares and mounts of yours that run
   ferry log /mnt                           what is served there, and what is logged
   ferry log /mnt requests --follow         every request with its outcome and time, until Ctrl-C
   ferry log /mnt/some/file requests -f     those about one file, in a mount or in a shared directory

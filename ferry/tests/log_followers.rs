@@ -66,3 +66,35 @@ fn what_is_logged_is_what_the_followers_that_are_left_wish() {
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
 }
+
+#[test]
+fn without_a_target_all_that_run_are_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let start = |name: &str| {
+        let socket = folder.path().join(name);
+        (Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket)), socket)
+    };
+    let (mut first, socket) = start("first");
+    let (second, other) = start("second");
+    let listed = |args: &[&str]| {
+        let output = run(ferry().arg("log").args(args));
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let text = listed(&[]);
+    for (server, socket) in [(&first, &socket), (&second, &other)] {
+        let head = format!("process {}: level info, requests logged: none\n", server.pid().as_raw_nonzero());
+        let share = format!("  {} for virtual machines on {}\n", folder.path().display(), socket.display());
+        assert!(text.contains(&(head + &share)), "{text}");
+    }
+    let pids = || {
+        let all: serde_json::Value = serde_json::from_str(&listed(&["--json"])).unwrap();
+        all.as_array().unwrap().iter().map(|status| status["pid"].as_i64().unwrap()).collect::<Vec<_>>()
+    };
+    let [gone, stays] = [&first, &second].map(|server| i64::from(server.pid().as_raw_nonzero().get()));
+    assert!(pids().contains(&gone) && pids().contains(&stays), "{:?}", pids());
+    assert!(pids().is_sorted());
+    first.signal(Signal::TERM);
+    assert_eq!(first.status(), Some(0));
+    assert!(!pids().contains(&gone) && pids().contains(&stays), "{:?}", pids());
+}

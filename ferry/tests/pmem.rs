@@ -4,7 +4,7 @@
 mod common;
 
 use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -84,6 +84,49 @@ fn the_size_is_kept_and_flags_reach_the_source() {
     let pid = place.mounted_by(&mut mount(&place, &["--tier2", cold]));
     assert!(fs::read(place.mnt.join("large")).unwrap() == data, "what was written is not what is found");
     place.unmount(pid);
+}
+
+/// Told by what the kernel would like to move of a file at a time: of one in huge pages, one of them.
+#[test]
+fn mem_is_in_huge_pages_if_it_is_to_be() {
+    const FILE_BYTES: usize = 3 << 20;
+    needs_fuse!();
+    let Ok(huge_page) = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") else {
+        return eprintln!("skipped: this kernel has no huge pages");
+    };
+    let place = Place::new();
+    for (flag, expected) in [(None, 4096), (Some("--huge"), huge_page.trim().parse::<u64>().unwrap())] {
+        let pid = place.mounted_by(ferry().args(["mount", "mem"]).arg(&place.mnt).args(["--size", "64M"]).args(flag));
+        let file = File::create(place.mnt.join("file")).unwrap();
+        file.write_all_at(&vec![1; FILE_BYTES], 0).unwrap();
+        // The data file, which nothing but the server has.
+        let of_server = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())).unwrap();
+        let files = of_server.flatten().filter_map(|fd| fs::metadata(fd.path()).ok());
+        let units: Vec<u64> = files.filter(|file| file.len() == FILE_BYTES as u64).map(|file| file.blksize()).collect();
+        assert!(!units.is_empty() && units.iter().all(|unit| *unit == expected), "{flag:?}: {units:?}");
+        drop(file);
+        place.unmount(pid);
+    }
+}
+
+#[test]
+fn huge_pages_that_change_nothing_are_told() {
+    needs_fuse!();
+    let place = Place::new();
+    let said = |args: &[&str]| {
+        let output = run(mount(&place, args).arg("--json"));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let pid = line["pid"].as_i64().unwrap().try_into().unwrap();
+        place.unmount(rustix::process::Pid::from_raw(pid).unwrap());
+        said
+    };
+    let plain = said(&["--size", "16M"]);
+    assert!(!plain.contains("huge"), "{plain}");
+    let huge = said(&["--huge"]);
+    let lines: Vec<_> = huge.lines().filter(|line| line.contains("huge")).collect();
+    assert!(lines.len() == 1 && lines[0].contains(image(&place).to_str().unwrap()), "{huge}");
 }
 
 #[test]

@@ -81,6 +81,13 @@ fn running() -> Vec<(Client, Status)> {
     })
 }
 
+/// What the servers that run say of themselves, in the order of their process ids.
+pub fn statuses() -> Vec<Status> {
+    let mut all: Vec<_> = running().into_iter().map(|(_, status)| status).collect();
+    all.sort_by_key(|status| status.pid);
+    all
+}
+
 impl Target {
     /// Finds what a process id, a mount point, a socket, an address for 9P, or a file in a mount or a shared directory
     /// means.

@@ -51,7 +51,8 @@ pub struct Options {
     pub tier2_bytes: Option<u64>,
     /// Change nothing.
     pub read_only: bool,
-    /// Map an image on persistent memory with huge pages where they are to be had.
+    /// Map an image on persistent memory with huge pages where they are to be had. Others are read and written by system calls,
+    /// where it changes nothing: that is said once, in the log.
     pub huge: bool,
     /// Commit changes every so often; `None` for [`COMMIT_INTERVAL`], zero for only when asked.
     pub commit: Option<Duration>,
@@ -166,7 +167,15 @@ pub(super) fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Mediu
             tracing::debug!(path = %path.display(), dax = true, "image opened");
             Ok(Arc::new(mapped))
         }
-        None => Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?)),
+        None => {
+            if options.huge {
+                tracing::warn!(
+                    "huge pages are for persistent memory (DAX), and {} is none: it is used without them",
+                    path.display()
+                );
+            }
+            Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?))
+        }
     }
 }
 
