@@ -20,6 +20,7 @@ const FILE: Ino = Ino(2);
 const FILE_BYTES: usize = 1 << 20;
 /// What the kernel reads ahead at a time, unless told otherwise.
 const WINDOW_BYTES: u64 = 128 << 10;
+const WINDOW_LEN: usize = 128 << 10;
 const PAGE_BYTES: u64 = 4096;
 /// Where a mapping is looked at and written to.
 const MAPPED_AT: usize = FILE_BYTES / 2;
@@ -198,8 +199,8 @@ fn willneed_arrives_as_reads_and_dontneed_makes_them_come_again() {
     let asks: [(&str, Ask); 3] = [
         ("posix_fadvise", |file| advise(file, 0, WINDOW_BYTES, Advice::WillNeed)),
         // SAFETY: only the descriptor and numbers.
-        ("readahead", |file| assert_eq!(unsafe { libc::readahead(file.as_raw_fd(), 0, WINDOW_BYTES as usize) }, 0)),
-        ("madvise", |file| Mapping::new(file).advise(WINDOW_BYTES as usize, rustix::mm::Advice::WillNeed)),
+        ("readahead", |file| assert_eq!(unsafe { libc::readahead(file.as_raw_fd(), 0, WINDOW_LEN) }, 0)),
+        ("madvise", |file| Mapping::new(file).advise(WINDOW_LEN, rustix::mm::Advice::WillNeed)),
     ];
     for (how, ask) in asks {
         on_mounts(|recorder, file, _| {

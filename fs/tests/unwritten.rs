@@ -18,12 +18,14 @@ use rustix::fs::{FlockOperation, Mode, RenameFlags, SeekFrom};
 const BYTES_MAX: u64 = 1 << 20;
 const TEXT: &[u8] = b"text\0\0\0\0\0\0 and more";
 
+/// By inode, from 2 on: names and bytes.
+type Files = BTreeMap<u64, (Vec<u8>, Vec<u8>)>;
+
 /// A file system with the methods that files need, and no other.
 #[derive(Default)]
 struct Bare {
     read_only: bool,
-    /// By inode, from 2 on: names and bytes.
-    files: Mutex<BTreeMap<u64, (Vec<u8>, Vec<u8>)>>,
+    files: Mutex<Files>,
     /// Calls of `mknod`, and of `read` and `write` with any handle but 0.
     made: Mutex<usize>,
     reads: Mutex<usize>,
