@@ -125,11 +125,11 @@ impl Pattern {
 
     /// Marks a token as the next one, and those that follow what may be nothing.
     fn reach(&self, next: &mut [bool], at: usize) {
-        for at in at..=self.tokens.len() {
+        let mut at = at;
+        next[at] = true;
+        while matches!(self.tokens.get(at), Some(Token::Some | Token::All)) {
+            at += 1;
             next[at] = true;
-            if !matches!(self.tokens.get(at), Some(Token::Some | Token::All)) {
-                return;
-            }
         }
     }
 }
