@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
-use crate::line::{Line, Sent};
+use crate::line::{Line, Requests, Sent};
 use crate::stats::Better;
 
 /// What was found beside figures, in the tables that are run in parts.
@@ -40,6 +40,8 @@ struct Kept {
     also: BTreeMap<String, BTreeMap<String, f64>>,
     #[serde(default)]
     messages: BTreeMap<String, Sent>,
+    #[serde(default)]
+    requests: BTreeMap<String, Requests>,
     note: Option<String>,
     skipped: Option<String>,
     error: Option<String>,
@@ -68,7 +70,8 @@ fn parse(text: &str, table: &'static str, row: &impl Fn(&str) -> Option<Row>) ->
     let mut line = Line::new(table, kept.row, &kept.config, unit, better);
     (line.ferry, line.peers, line.ratio, line.n, line.spread) =
         (kept.ferry, kept.peers, kept.ratio, kept.n, kept.spread);
-    (line.messages, line.note, line.skipped, line.error) = (kept.messages, kept.note, kept.skipped, kept.error);
+    (line.messages, line.requests) = (kept.messages, kept.requests);
+    (line.note, line.skipped, line.error) = (kept.note, kept.skipped, kept.error);
     line.also = ALSO.into_iter().filter_map(|name| Some((name, kept.also.remove(name)?))).collect();
     ensure!(kept.also.is_empty(), "this line has more beside its figures than is known");
     Ok(line)
@@ -91,6 +94,7 @@ mod tests {
         let sent = Sent { messages_per_mib: 1.1, bytes_per_message: None, in_flight_mean: 1.5, in_flight_most: 2 };
         line.messages.insert(FERRY.into(), sent);
         line.also.insert("mount_ms", [("diod".to_owned(), 4.5)].into());
+        line.requests.insert(FERRY.into(), Requests { per_file: 0.5, by_name: [("lookup".to_owned(), 3)].into() });
         line.skip("diod: no");
         line.note = Some("in a guest".into());
         line

@@ -104,7 +104,7 @@ pub struct Sent {
 }
 
 /// Requests of a guest in a run of its own.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Requests {
     /// For each file, those that nobody waits for (FORGET, BATCH_FORGET) left out.
     pub per_file: f64,

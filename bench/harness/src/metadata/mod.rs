@@ -14,7 +14,7 @@ use crate::progress::Progress;
 use crate::rows::{self, Row};
 use crate::server::Peer;
 use crate::virtiofs::{Effort, Runner};
-use crate::{Cli, place};
+use crate::{Cli, earlier, parts, place};
 
 /// The table's name.
 const TABLE: &str = "metadata";
@@ -35,6 +35,12 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     if let Some(code) = cli.listed(TABLE, rows.iter().map(Row::full_name)) {
         return Ok(code);
     }
+    let folder = cli.results();
+    // Before anything is measured: what cannot be read is told at once.
+    let earlier = match &folder {
+        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
+        _ => Vec::new(),
+    };
     let progress = Progress::new(rows.len());
     let (mut peers, mut skipped) = cli.peers();
     let cache = Cache::from_env()?;
@@ -51,14 +57,22 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let place = place(cli, cache, virtiofsd, &data)?;
     let mut runner = Runner::new(TABLE, place, data, fio, peers, effort);
     let lines = progress.measure(&rows, Row::full_name, &skipped, |row| vec![runner.run(row)])?;
-    let targets = report::targets(&rows, &lines);
+    let verdict = crate::verdict(&lines);
+    let order = rows::large().into_iter().map(|row| (row.name, row.config.name()));
+    let lines = parts::join(&earlier, &lines, order);
+    let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
+    if let Some(folder) = folder {
         let guest_kernel = runner.guest_kernel.clone().unwrap_or_else(|| "none ran".into());
         let machine = Machine { guest_kernel, command: crate::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets, trees)?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(verdict)
+}
+
+fn known_row(name: &str) -> Option<earlier::Row> {
+    let row = rows::large().into_iter().find(|row| row.name == name)?;
+    Some(earlier::Row { unit: row.unit(), better: row.better() })
 }
 
 fn rows(cli: &Cli) -> Vec<Row> {

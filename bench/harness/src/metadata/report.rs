@@ -9,7 +9,6 @@ use super::TABLE;
 use crate::data::LargeTrees;
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
-use crate::rows::Row;
 use crate::target::{self, Target};
 use crate::{chart, parts, stats};
 
@@ -21,11 +20,10 @@ const RATIO: f64 = 1.5;
 const SHOWN_PART: u64 = 1000;
 
 /// What was to be reached, of the rows that ran.
-pub fn targets(rows: &[Row], lines: &[Line]) -> Vec<Target> {
-    let ratios = rows.iter().zip(lines).filter_map(|(row, line)| Some((row, *line.ratio.get(PEER)?)));
-    let ratios: Vec<(&Row, f64)> = ratios.collect();
-    let each = ratios.iter().map(|(row, ratio)| {
-        Target::at_least(format!("{} ({}): ferry : {PEER}", row.name, row.config.name()), *ratio, RATIO)
+pub fn targets(lines: &[Line]) -> Vec<Target> {
+    let ratios: Vec<(&Line, f64)> = lines.iter().filter_map(|line| Some((line, *line.ratio.get(PEER)?))).collect();
+    let each = ratios.iter().map(|(line, ratio)| {
+        Target::at_least(format!("{} ({}): ferry : {PEER}", line.row, line.config), *ratio, RATIO)
     });
     let mut targets: Vec<Target> = each.collect();
     let mean = stats::geometric_mean(ratios.iter().map(|(_, ratio)| *ratio));
@@ -43,9 +41,10 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeT
     let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
     let Machine { cpu, cpus, kernel, file_system, guest_kernel, virtiofsd, ferry, command, date, .. } = machine;
     let LargeTrees { repo_dirs, packages } = trees;
+    let parts = if command.contains(" --add") { ", the last of several parts" } else { "" };
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC. {runs} runs of each server, in turn; medians, with the least and the greatest \
+        "`{command}`, begun {date} UTC{parts}. {runs} runs of each server, in turn; medians, with the least and the greatest \
          in brackets.\n\n| | |\n| --- | --- |\n\
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
          | guest | User-mode Linux {guest_kernel}, one CPU of its own; the servers have the others |\n\
@@ -99,11 +98,10 @@ fn requests(out: &mut String, lines: &[Line]) {
 mod tests {
     use super::*;
     use crate::line::Requests;
-    use crate::rows;
+    use crate::rows::{self, Row};
 
     #[test]
     fn shows_times_and_requests() {
-        let rows = rows::large();
         let fill = |row: &Row| {
             let mut line = Line::empty(TABLE, row);
             line.fill(&[(FERRY.to_owned(), vec![50.0]), (PEER.to_owned(), vec![100.0])].into());
@@ -111,8 +109,8 @@ mod tests {
             line.requests.insert(FERRY.into(), Requests { per_file: 3.0, by_name });
             line
         };
-        let lines: Vec<Line> = rows.iter().map(fill).collect();
-        let targets = targets(&rows, &lines);
+        let lines: Vec<Line> = rows::large().iter().map(fill).collect();
+        let targets = targets(&lines);
         assert_eq!(targets.len(), 11);
         let text = markdown(&lines, &Machine::default(), &targets, LargeTrees::FULL);
         for part in [
