@@ -366,6 +366,7 @@ pub mod tests {
             ("ferry share mem --9p unix:s --9p-users root", "says no users"),
             ("ferry share mem --virtiofs s --9p-remote", "9p-remote is for 9P"),
             ("ferry share mem --virtiofs s --9p-idle 5", "9p-idle is for 9P"),
+            ("ferry share mem --9p tcp:[::1]:0 --socket-group kvm", "for unix sockets, and mem has none"),
             ("ferry share mem --9p unix:s --9p-idle 0", "0"),
             ("ferry share mem --9p unix:s --9p-connections 0", "0"),
             ("ferry share mem --9p unix:s --9p-msize 4095", "9p-msize = 4095 is not from 4K to 16M"),

@@ -161,15 +161,16 @@ pub struct Listening {
 impl Listening {
     /// Makes the socket of a share that has one.
     pub fn of(share: &Share) -> Result<Option<Self>> {
+        let group = share.socket_group.as_deref();
         let listening = match &share.ninep {
             None => return Ok(None),
             Some(Address::Unix(path)) => {
-                let bound = Bound::bind(path)?;
+                let bound = Bound::bind_for(path, group)?;
                 let address = format!("unix:{}", crate::share::shown(path));
                 Self { listener: Listener::Clients(bound.listener()?.into()), bound: Some(bound), address }
             }
             Some(Address::VhostUser(path)) => {
-                let bound = Bound::bind(path)?;
+                let bound = Bound::bind_for(path, group)?;
                 let address = format!("vhost-user:{}", crate::share::shown(path));
                 Self { listener: Listener::Vmm(bound.listener()?), bound: Some(bound), address }
             }

@@ -59,8 +59,8 @@ pub struct Share {
     #[arg(long, value_name = "N", conflicts_with = "virtiofs")]
     pub fd: Option<u16>,
 
-    /// Let this group connect to the socket, too.
-    #[arg(long, value_name = "GROUP", requires = "virtiofs")]
+    /// Let this group connect to the unix sockets, too (of virtiofs, 9p unix: and 9p vhost-user:).
+    #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
 
     /// Mount the source on this directory of the host.
@@ -426,6 +426,11 @@ impl Share {
         self.virtiofs.is_some() || self.fd.is_some() || self.mount.is_some() || self.ninep.is_some()
     }
 
+    /// Whether a file is made to which others of this machine may connect.
+    fn makes_unix_socket(&self) -> bool {
+        self.virtiofs.is_some() || matches!(self.ninep, Some(Address::Unix(_) | Address::VhostUser(_)))
+    }
+
     /// The tag that was given, or one made of the source's own name.
     pub fn tag_or_default(&self) -> Tag {
         self.tag.clone().unwrap_or_else(|| match self.kind() {
@@ -595,9 +600,10 @@ impl Share {
             _ if self.security_label.is_some_and(|when| when != Acl::Never) && self.no_xattr => {
                 Some("security-label needs extended attributes; leave no-xattr out".into())
             }
-            _ if self.socket_group.is_some() && self.virtiofs.is_none() => {
-                Some("socket-group is for the socket of virtiofs, and there is none".into())
-            }
+            _ if self.socket_group.is_some() && !self.makes_unix_socket() => Some(format!(
+                "socket-group is for unix sockets, and {source} has none: add virtiofs, 9p unix:PATH or 9p \
+                 vhost-user:SOCKET, or leave it out"
+            )),
             _ if self.map_user.is_some() && !(self.translate_uid.is_empty() && self.translate_gid.is_empty()) => {
                 Some("map-user and translate-uid or translate-gid exclude each other".into())
             }
