@@ -19,7 +19,8 @@ use crate::sandbox::Reach;
 /// How servers are named.
 const FORMS: &str = "unix:PATH, tcp:HOST:PORT[/TREE], tls:HOST:PORT[/TREE] or vsock:CID:PORT[/TREE]";
 
-/// A 9P server and one of its trees: `unix:PATH`, or `tcp:HOST:PORT`, `tls:HOST:PORT` or `vsock:CID:PORT` with `/TREE`.
+/// A 9P server and one of its trees: `unix:PATH`, or `tcp:HOST:PORT`, `tls:HOST:PORT` or `vsock:CID:PORT` with `/TREE`. (What follows `unix:`
+/// is a path to its end: `--9p-tree` names a tree there.)
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
     place: Address,
@@ -45,6 +46,11 @@ impl Server {
             }
         };
         Ok(Self { place, tree: tree.to_vec() })
+    }
+
+    /// Whether the address names one of its trees.
+    pub fn has_tree(&self) -> bool {
+        !self.tree.is_empty()
     }
 
     /// Whether TLS is spoken there.
@@ -102,6 +108,9 @@ pub struct Flags {
     in_flight: Option<u16>,
     connections: Option<u16>,
     user: Option<u32>,
+    tree: Option<PathBuf>,
+    patience: Option<Duration>,
+    cache_bytes: Option<usize>,
     server_ca: Option<PathBuf>,
     client_cert: Option<PathBuf>,
     client_key: Option<PathBuf>,
@@ -112,8 +121,23 @@ impl Flags {
     pub fn of(share: &Share) -> Self {
         let msize = share.msize.map(|size| u32::try_from(size.0).unwrap_or(u32::MAX));
         let Share { read_only, cache, in_flight, connections, ninep_user: user, .. } = *share;
-        let Share { server_ca, client_cert, client_key, .. } = share.clone();
-        Self { read_only, cache, msize, in_flight, connections, user, server_ca, client_cert, client_key }
+        let patience = share.patience.map(Duration::from_secs);
+        let cache_bytes = share.cache_size.map(|size| usize::try_from(size.0).unwrap_or(usize::MAX));
+        let Share { ninep_tree: tree, server_ca, client_cert, client_key, .. } = share.clone();
+        Self {
+            read_only,
+            cache,
+            msize,
+            in_flight,
+            connections,
+            user,
+            tree,
+            patience,
+            cache_bytes,
+            server_ca,
+            client_cert,
+            client_key,
+        }
     }
 
     /// Connects to a server.
@@ -148,7 +172,7 @@ impl Flags {
     fn options(&self, server: &Server) -> ferry_remote::Options {
         let default = ferry_remote::Options::default();
         ferry_remote::Options {
-            tree: server.tree.clone(),
+            tree: self.tree.as_ref().map_or_else(|| server.tree.clone(), |tree| tree.as_os_str().as_bytes().to_vec()),
             uid: self.user.unwrap_or(default.uid),
             msize: self.msize.unwrap_or(default.msize),
             depth: self.in_flight.map_or(default.depth, usize::from),
@@ -160,6 +184,8 @@ impl Flags {
                 Cache::Auto => ferry_remote::Cache::Auto,
                 Cache::Always => ferry_remote::Cache::Always,
             },
+            cache_bytes: self.cache_bytes.unwrap_or(default.cache_bytes),
+            patience: self.patience.unwrap_or(default.patience),
             read_only: self.read_only,
             ..default
         }

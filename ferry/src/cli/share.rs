@@ -40,6 +40,10 @@ const CONNECTIONS_MAX: u16 = 16;
 const CLIENTS_MAX: u32 = 1 << 20;
 /// The longest that 9P clients are waited for: a day.
 const CLIENT_SECONDS_MAX: u64 = 86_400;
+/// The longest that a 9P server is waited for: a week, for servers that are moved.
+const PATIENCE_MAX: u64 = 7 * 86_400;
+/// The least memory for data of a 9P server: with less, what is read ahead pushes itself out.
+const SERVER_CACHE_BYTES_MIN: u64 = 16 << 20;
 
 /// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
 #[derive(Clone, Debug, Deserialize, clap::Args)]
@@ -278,7 +282,8 @@ pub struct Share {
     #[arg(value_parser = clap::value_parser!(u16).range(..=i64::from(JOBS_MAX)))]
     pub jobs: Option<u16>,
 
-    /// Keep at most so much of what is fetched, and drop what was not used for longest; the packs then stay incomplete.
+    /// Keep at most so much of what is fetched, and drop what was not used for longest; the packs then stay incomplete. For
+    /// 9p:SERVER: keep so much of files' data in memory, from 16M on [default: all; 256M for 9p:SERVER].
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub cache_size: Option<Size>,
 
@@ -363,6 +368,17 @@ pub struct Share {
     #[arg(value_parser = clap::value_parser!(u32).range(..i64::from(u32::MAX)))]
     #[serde(rename = "9p-user")]
     pub ninep_user: Option<u32>,
+
+    /// For how many seconds requests wait for a server that has gone, before they fail with EIO. Mounts give requests up after their
+    /// --handler-timeout, too [default: 60].
+    #[arg(long, value_name = "SECONDS", help_heading = "For 9p:SERVER")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=PATIENCE_MAX))]
+    pub patience: Option<u64>,
+
+    /// The server's tree to use, for addresses that cannot name one (unix:PATH) [default: that of the address, or the server's only one].
+    #[arg(id = "9p-tree", long = "9p-tree", value_name = "TREE", help_heading = "For 9p:SERVER")]
+    #[serde(rename = "9p-tree")]
+    pub ninep_tree: Option<PathBuf>,
 
     /// Who must have signed the certificate of a tls server, in PEM.
     #[arg(long, value_name = "FILE", help_heading = "For 9p:SERVER")]
@@ -449,7 +465,7 @@ impl Share {
     pub fn check(&self) -> Result<(), String> {
         /// A value, its key, and its bounds.
         type Bounded = (Option<u64>, &'static str, u64, u64);
-        let bounded: [Bounded; 15] = [
+        let bounded: [Bounded; 16] = [
             (self.jobs.map(Into::into), "jobs", 0, JOBS_MAX.into()),
             (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
             (self.poll_us, "poll-us", 0, POLL_US_MAX),
@@ -462,6 +478,7 @@ impl Share {
             (self.in_flight.map(Into::into), "in-flight", 1, IN_FLIGHT_MAX.into()),
             (self.connections.map(Into::into), "connections", 1, CONNECTIONS_MAX.into()),
             (self.ninep_user.map(Into::into), "9p-user", 0, u64::from(u32::MAX) - 1),
+            (self.patience, "patience", 1, PATIENCE_MAX),
             (self.ninep_connections.map(Into::into), "9p-connections", 1, CLIENTS_MAX.into()),
             (self.ninep_slow, "9p-slow", 1, CLIENT_SECONDS_MAX),
             (self.ninep_idle, "9p-idle", 1, CLIENT_SECONDS_MAX),
@@ -538,7 +555,7 @@ impl Share {
             [(self.store.is_some(), "store"), (self.digest.is_some(), "digest"), (self.from.is_some(), "from")];
         let of_registries = [
             (self.jobs.is_some(), "jobs"),
-            (self.cache_size.is_some(), "cache-size"),
+            (self.cache_size.is_some() && !matches!(kind, Kind::Ninep(_)), "cache-size"),
             (self.fetch_ahead.is_some(), "fetch-ahead"),
             (self.plain_http, "plain-http"),
         ];
@@ -661,12 +678,18 @@ impl Share {
             (self.in_flight.is_some(), "in-flight"),
             (self.connections.is_some(), "connections"),
             (self.ninep_user.is_some(), "9p-user"),
+            (self.ninep_tree.is_some(), "9p-tree"),
+            (self.patience.is_some(), "patience"),
         ]);
+        let of_data = given(&[(self.writeback, "writeback"), (self.cache_size.is_some(), "cache-size")]);
         let Kind::Ninep(address) = kind else {
             return of_all.or(of_tls).map(|flag| format!("{flag} is for 9p:SERVER, and {source} is none"));
         };
         match (Server::of(address), of_tls) {
             (Err(why), _) => Some(why),
+            (Ok(server), _) if server.has_tree() && self.ninep_tree.is_some() => {
+                Some(format!("9p-tree and the address {source} both name a tree: give one of the two"))
+            }
             (Ok(server), Some(flag)) if !server.is_tls() => {
                 Some(format!("{flag} is for servers with TLS; write 9p:tls:HOST:PORT, or leave it out"))
             }
@@ -676,15 +699,21 @@ impl Share {
             _ if self.client_cert.is_some() != self.client_key.is_some() => {
                 Some("client-cert and client-key are a pair; give both or none".into())
             }
-            _ if self.writeback && matches!(self.cache, Cache::None | Cache::Metadata) => {
-                let cache = if self.cache == Cache::None { "none" } else { "metadata" };
-                Some(format!(
-                    "writeback collects data, and with cache {cache} none of {source} are kept: choose cache auto or \
-                     always, or leave it out"
-                ))
-            }
-            _ => None,
+            _ => self.wrong_about_data(&source, of_data),
         }
+    }
+
+    /// What does not go together about the data of a 9P server that are kept.
+    fn wrong_about_data(&self, source: &impl Display, of_data: Option<&str>) -> Option<String> {
+        if let (Some(flag), Cache::None | Cache::Metadata) = (of_data, self.cache) {
+            let cache = if self.cache == Cache::None { "none" } else { "metadata" };
+            return Some(format!(
+                "{flag} is about data that are kept, and with cache {cache} none of {source} are kept: choose cache auto \
+                 or always, or leave it out"
+            ));
+        }
+        let Size(bytes) = self.cache_size.filter(|size| size.0 < SERVER_CACHE_BYTES_MIN)?;
+        Some(format!("cache-size = {bytes} is too little for {source}: give 16M or more"))
     }
 }
 

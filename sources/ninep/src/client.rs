@@ -60,7 +60,8 @@ impl Shared {
     pub(crate) fn new(link: Link) -> std::result::Result<Arc<Self>, Error> {
         let inodes = Inodes::new(link.current().root_qid);
         let wants_cache = link.options.cache != options::Cache::None;
-        let mut limits = Limits { message_bytes_max: Self::message_bytes(&link.current()), ..Limits::default() };
+        let message_bytes_max = Self::message_bytes(&link.current());
+        let mut limits = Limits { message_bytes_max, ..Limits::of(link.options.cache_bytes) };
         if link.options.depth <= limits.depth {
             // Others would wait behind what nobody waits for.
             limits.around_bytes_max = 0;

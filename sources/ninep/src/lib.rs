@@ -73,6 +73,9 @@ const DEPTH: std::ops::RangeInclusive<usize> = 1..=4096;
 /// As many as Linux's NFS client makes at most.
 const CONNECTIONS: std::ops::RangeInclusive<usize> = 1..=16;
 
+/// Room for the reads that one file has under way, at least.
+const CACHE_BYTES: std::ops::RangeInclusive<usize> = 16 << 20..=usize::MAX >> 1;
+
 /// What a client has done, and holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -119,6 +122,10 @@ impl Client {
         if !CONNECTIONS.contains(&options.connections) {
             let (min, max) = (*CONNECTIONS.start() as u64, *CONNECTIONS.end() as u64);
             return bad("connections", options.connections as u64, min, max);
+        }
+        if !CACHE_BYTES.contains(&options.cache_bytes) {
+            let (min, max) = (*CACHE_BYTES.start() as u64, *CACHE_BYTES.end() as u64);
+            return bad("cache_bytes", options.cache_bytes as u64, min, max);
         }
         let ((made, link), (known, shared)) = (mpsc::channel(), mpsc::channel());
         let work = move || {

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use ferry_vfs::Errno;
 
+use crate::cache::Limits;
+
 /// The longest message that is offered: what Linux's own client sends over sockets at most.
 const MSIZE: u32 = 1 << 20;
 /// Requests under way at a time: at 1 MiB each they fill a link of 10 Gbit/s with 50 ms of delay.
@@ -52,6 +54,9 @@ pub struct Options {
     pub patience: Duration,
     /// What is kept. Default: [`Cache::Auto`].
     pub cache: Cache,
+    /// Memory for what is kept of files' data, in bytes, from 16 MiB on. A quarter of it may wait to be written, and another
+    /// quarter be written and not durable yet. Default: 256 MiB.
+    pub cache_bytes: usize,
     /// Nothing is to be changed. Default: no.
     pub read_only: bool,
 }
@@ -68,6 +73,7 @@ impl Default for Options {
             timeout: TIMEOUT,
             patience: PATIENCE,
             cache: Cache::Auto,
+            cache_bytes: Limits::default().bytes_max,
             read_only: false,
         }
     }

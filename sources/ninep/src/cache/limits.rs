@@ -47,10 +47,18 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
+        Self::of(BYTES_MAX)
+    }
+}
+
+impl Limits {
+    /// Those of a cache of so many bytes: a quarter of them may wait to be written, another be written and not durable yet.
+    #[must_use]
+    pub fn of(bytes_max: usize) -> Self {
         Self {
-            bytes_max: BYTES_MAX,
-            dirty_bytes_max: BYTES_MAX / 4,
-            unstable_bytes_max: BYTES_MAX / 4,
+            bytes_max,
+            dirty_bytes_max: bytes_max / 4,
+            unstable_bytes_max: bytes_max / 4,
             message_bytes_max: 1 << 20,
             depth: DEPTH,
             around_bytes_max: 1 << 20,
@@ -59,9 +67,7 @@ impl Default for Limits {
             dirty_age: DIRTY_AGE,
         }
     }
-}
 
-impl Limits {
     /// The same memory, with a page per message and one message under way: what a client does that does not coalesce.
     #[must_use]
     pub fn page_at_a_time(self) -> Self {
