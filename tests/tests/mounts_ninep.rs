@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 use ferry_tests::mounts::{Cell, Maker, MountOptions, Mounted, NinePServer};
 use ferry_tests::{Place, folder};
 use rustix::fs::{FlockOperation, fcntl_lock};
-use rustix::process::{Signal, kill_process};
 use tempfile::TempDir;
 
 /// Names, and attributes of what nobody opens, are kept for a second with `--cache auto`.
@@ -153,9 +152,9 @@ fn what_is_kept_always_needs_no_server() {
         assert_eq!(fs::metadata(at.join("file")).unwrap().len(), text.len() as u64);
     };
     look();
-    kill_process(server.pid(), Signal::STOP).unwrap();
+    server.hold_up();
     look();
-    kill_process(server.pid(), Signal::CONT).unwrap();
+    server.go_on();
     drop(file);
     mounted.finish();
 }

@@ -11,6 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Started, program};
 use crate::GuestCache;
+use crate::inside::child_of;
 
 /// How long a server may take until it listens.
 const START: Duration = Duration::from_secs(30);
@@ -83,7 +84,31 @@ impl NinePServer {
         self.wait_until(|server| server.pid() != killed && server.listens());
     }
 
-    /// The process of ours.
+    /// Holds it up, as `kill -STOP` does. Ours only.
+    ///
+    /// # Panics
+    /// When it does not run.
+    pub fn hold_up(&self) {
+        self.processes().for_each(|pid| kill_process(pid, Signal::STOP).unwrap());
+    }
+
+    /// Lets it go on. Ours only.
+    ///
+    /// # Panics
+    /// When it does not run.
+    pub fn go_on(&self) {
+        self.processes().for_each(|pid| kill_process(pid, Signal::CONT).unwrap());
+    }
+
+    /// The one that was started, and the one that serves behind walls.
+    fn processes(&self) -> impl Iterator<Item = Pid> {
+        let started = self.pid();
+        // It may have ended.
+        let is_there = Path::new("/proc").join(started.as_raw_nonzero().to_string()).exists();
+        std::iter::once(started).chain(is_there.then(|| child_of(started)).flatten())
+    }
+
+    /// The process of ours that was started.
     ///
     /// # Panics
     /// When it is somebody else's.
@@ -148,7 +173,9 @@ impl Drop for NinePServer {
     fn drop(&mut self) {
         if self.maker == Maker::Ferry && self.pid_file().exists() {
             // A test that has failed may have stopped it, and then it does not hear that it is to end.
-            let _ = kill_process(self.pid(), Signal::CONT);
+            for pid in self.processes() {
+                let _ = kill_process(pid, Signal::CONT);
+            }
         }
     }
 }

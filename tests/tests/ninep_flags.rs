@@ -1,0 +1,242 @@
+//! What the flags of the source `9p:` come to, as a server meets it that answers what it takes to begin, and nothing else.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use ferry_remote::{Cache, Client, Options, Unix};
+use ferry_tests::mounts::{Maker, NinePServer, Started, ferry, missing};
+use ferry_tests::{Place, folder};
+use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, FileType, Ino, IoRange, Name, OFlags};
+use ferry_wire::ninep::{Fid, Frame, Getattr, Qid, QidKind, Reply, Request, VERSION};
+use tempfile::TempDir;
+
+/// Longer than anything here takes that does not hang.
+const SOON: Duration = Duration::from_secs(30);
+/// Long enough for requests that should not come.
+const MOMENT: Duration = Duration::from_millis(500);
+const ROOT: Qid = Qid { kind: QidKind::DIR, version: 1, path: 1 };
+
+/// What the server was told.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Heard {
+    msize: u32,
+    /// User and tree of each connection.
+    attached: Vec<(Option<u32>, String)>,
+    /// Requests that it has not answered, and will not.
+    held: usize,
+}
+
+/// The server, and the program that shares its tree again, at the socket `again`.
+struct Shared {
+    folder: TempDir,
+    heard: Arc<Mutex<Heard>>,
+    streams: Arc<Mutex<Vec<UnixStream>>>,
+    program: Started,
+}
+
+impl Shared {
+    fn with(flags: &str) -> Self {
+        let folder = folder(Place::Disk);
+        let listener = UnixListener::bind(folder.path().join("s")).unwrap();
+        let heard = Arc::<Mutex<Heard>>::default();
+        let kept = Arc::clone(&heard);
+        let streams = Arc::<Mutex<Vec<UnixStream>>>::default();
+        let open = Arc::clone(&streams);
+        // They end with the test.
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (stream, heard) = (stream.unwrap(), Arc::clone(&kept));
+                open.lock().unwrap().push(stream.try_clone().unwrap());
+                std::thread::spawn(move || serve(stream, &heard));
+            }
+        });
+        let program = again(folder.path(), flags);
+        let shared = Self { folder, heard, streams, program };
+        shared.wait_until("it serves", |shared| shared.program.said().0.ends_with('\n'));
+        shared
+    }
+
+    /// The server goes, and nobody comes in its place.
+    fn leave(&self) {
+        fs::remove_file(self.folder.path().join("s")).unwrap();
+        for stream in self.streams.lock().unwrap().iter() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn heard(&self) -> Heard {
+        self.heard.lock().unwrap().clone()
+    }
+
+    #[track_caller]
+    fn wait_until(&self, what: &str, is_so: impl Fn(&Self) -> bool) {
+        let end = Instant::now() + SOON;
+        while !is_so(self) {
+            assert!(Instant::now() < end, "not that {what}: {:?}, {:?}", self.heard(), self.program.said());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// The program, which shares the tree of the server at the socket `s` again.
+fn again(folder: &Path, flags: &str) -> Started {
+    let mut command = ferry(["share", "9p:unix:s", "--9p", "unix:again", "--json"]);
+    Started::new(command.args(flags.split_whitespace()).current_dir(folder))
+}
+
+/// A client of the program that keeps nothing.
+fn client(folder: &Path) -> Client {
+    let options = Options { cache: Cache::None, patience: Duration::ZERO, ..Options::default() };
+    Client::connect(Arc::new(Unix(folder.join("again"))), options).unwrap()
+}
+
+fn lookup(client: &Client, name: &str) -> Result<Entry, Errno> {
+    client.lookup(&Caller::default(), Ino::ROOT, Name::new(name.as_bytes()).unwrap())
+}
+
+fn serve(mut stream: UnixStream, heard: &Mutex<Heard>) {
+    let mut root = Fid::NONE;
+    loop {
+        let mut message = vec![0; 4];
+        if stream.read_exact(&mut message).is_err() {
+            return;
+        }
+        message.resize(Frame::bytes(*message.first_chunk().unwrap()) as usize, 0);
+        if stream.read_exact(&mut message[4..]).is_err() {
+            return;
+        }
+        let (tag, request) = Request::decode(&message).unwrap();
+        let reply = match request {
+            Request::Version { msize, .. } => {
+                heard.lock().unwrap().msize = msize;
+                Reply::Version { msize, version: VERSION }
+            }
+            Request::Attach { fid, user, tree, .. } => {
+                root = fid;
+                heard.lock().unwrap().attached.push((user.uid, String::from_utf8(tree.into()).unwrap()));
+                Reply::Attach(ROOT)
+            }
+            Request::Getattr { fid, .. } if fid == root => {
+                let attr = Attr::new(Ino(1), FileType::Directory, 0o755);
+                Reply::Getattr(Getattr { qid: ROOT, attr, generation: 0 })
+            }
+            Request::Clunk { .. } => Reply::Clunk,
+            Request::Flush { .. } => Reply::Flush,
+            _ => {
+                heard.lock().unwrap().held += 1;
+                continue;
+            }
+        };
+        let mut bytes = Vec::new();
+        reply.encode(tag, &mut bytes);
+        if stream.write_all(&bytes).is_err() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn the_server_is_told_who_comes_and_how() {
+    let own = rustix::process::geteuid().as_raw();
+    for (flags, msize, attached) in [
+        ("", 1 << 20, vec![(own, "")]),
+        ("--msize 64K --9p-user 1234", 64 << 10, vec![(1234, "")]),
+        ("--connections 3", 1 << 20, vec![(own, ""); 3]),
+        ("--9p-tree /export/a", 1 << 20, vec![(own, "/export/a")]),
+    ] {
+        let shared = Shared::with(flags);
+        let attached: Vec<_> = attached.into_iter().map(|(uid, tree)| (Some(uid), tree.to_owned())).collect();
+        assert_eq!((shared.heard().msize, shared.heard().attached), (msize, attached), "{flags}");
+    }
+}
+
+/// Of many look-ups at once only so many requests are under way.
+#[test]
+fn as_many_requests_are_under_way_as_was_said() {
+    const CALLERS: usize = 12;
+    for in_flight in [1, 3, 7] {
+        let mut shared = Shared::with(&format!("--in-flight {in_flight}"));
+        let client = client(shared.folder.path());
+        std::thread::scope(|scope| {
+            for number in 0..CALLERS {
+                let client = &client;
+                scope.spawn(move || assert!(lookup(client, &format!("f{number}")).is_err(), "nobody answered"));
+            }
+            shared.wait_until("requests come", |shared| shared.heard().held >= in_flight);
+            std::thread::sleep(MOMENT);
+            let held = shared.heard().held;
+            shared.program.kill();
+            assert_eq!(held, in_flight);
+        });
+    }
+}
+
+/// The default is longer than this waits.
+#[test]
+fn a_server_that_has_gone_is_waited_for_as_long_as_was_said() {
+    let shared = Shared::with("--patience 2");
+    let client = client(shared.folder.path());
+    shared.leave();
+    let begin = Instant::now();
+    assert_eq!(lookup(&client, "f").unwrap_err(), Errno::IO);
+    let took = begin.elapsed();
+    assert!((Duration::from_secs(1)..SOON).contains(&took), "{took:?}");
+}
+
+/// A file that fits into the memory that there is by default is read again without the server; of one that does not, some has to be
+/// asked for again.
+#[test]
+fn as_much_of_files_is_kept_as_was_said() {
+    const MIB: u64 = 1 << 20;
+    const FILE_BYTES: u64 = 48 * MIB;
+    if let Some(why) = missing() {
+        println!("skipped: {why}");
+        return;
+    }
+    for (flags, is_kept) in [("--cache always", true), ("--cache always --cache-size 16M", false)] {
+        let folder = folder(Place::Disk);
+        let server = NinePServer::start(Maker::Ferry, folder.path()).unwrap();
+        fs::write(server.shared().join("f"), vec![1; usize::try_from(FILE_BYTES).unwrap()]).unwrap();
+        let program = again(folder.path(), flags);
+        let end = Instant::now() + SOON;
+        while !program.said().0.ends_with('\n') {
+            assert!(Instant::now() < end, "it does not serve: {:?}", program.said());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let client = client(folder.path());
+        let ino = lookup(&client, "f").unwrap().ino;
+        let handle = client.open(&Caller::default(), ino, OFlags::RDONLY).unwrap();
+        let read = |offset| {
+            let (len, flags) = (1 << 20, OFlags::RDONLY);
+            let at = IoRange { ino, handle, offset, len, flags, clear_privileges: false, owner: None };
+            let mut out = Vec::new();
+            let _data = client.read(&Caller::default(), &at, &mut out).unwrap();
+            assert!(out == vec![1; 1 << 20], "at {offset}");
+        };
+        let read_all = || (0..FILE_BYTES / MIB).for_each(|number| read(number * MIB));
+        read_all();
+        server.hold_up();
+        let answered = std::thread::scope(|scope| {
+            let (told, answer) = mpsc::channel();
+            scope.spawn(move || {
+                read_all();
+                told.send(()).unwrap();
+            });
+            let answered = answer.recv_timeout(if is_kept { SOON } else { MOMENT }).is_ok();
+            server.go_on();
+            // Else it comes now.
+            assert!(answered || answer.recv_timeout(SOON).is_ok(), "{flags:?}");
+            answered
+        });
+        assert_eq!(answered, is_kept, "{flags:?}");
+        drop(client);
+        drop(program);
+    }
+}
