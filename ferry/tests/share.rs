@@ -38,19 +38,21 @@ fn a_group_may_connect_too() {
         eprintln!("skipped: needs root, to give files away");
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
-    let share = || {
-        let mut command = ferry();
-        command.arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket);
-        command
-    };
-    let server = Server::start(share().args(["--socket-group", &GROUP.to_string()]));
-    let found = fs::metadata(&socket).unwrap();
-    assert_eq!((found.uid(), found.gid(), found.permissions().mode() & 0o777), (0, GROUP, 0o660));
-    drop(server);
-    let text = refused(1, share().args(["--socket-group", "no-such-group"]));
-    assert!(text.contains("no group \"no-such-group\""), "{text}");
+    for sockets in [&["--virtiofs", "s"][..], &["--9p", "unix:s"], &["--9p", "vhost-user:s"]] {
+        let folder = tempfile::tempdir().unwrap();
+        let share = || {
+            let mut command = ferry();
+            command.args(["share", "mem"]).args(sockets).current_dir(folder.path());
+            command
+        };
+        let server = Server::start(share().args(["--socket-group", &GROUP.to_string()]));
+        let found = fs::metadata(folder.path().join("s")).unwrap();
+        let found = (found.uid(), found.gid(), found.permissions().mode() & 0o777);
+        assert_eq!(found, (0, GROUP, 0o660), "{sockets:?}");
+        drop(server);
+        let text = refused(1, share().args(["--socket-group", "no-such-group"]));
+        assert!(text.contains("no group \"no-such-group\""), "{text}");
+    }
 }
 
 /// Tversion and its answer, as Linux sends and expects them (intro(5)).
