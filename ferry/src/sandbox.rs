@@ -178,7 +178,7 @@ pub struct Confinement {
 /// Which side of the walls this process is on.
 pub enum Entered {
     Outside(Waiting),
-    Inside(Inside),
+    Inside(Box<Inside>),
 }
 
 /// This process waits for the one inside.
@@ -284,7 +284,7 @@ impl Confinement {
                 ),
             },
         }
-        self.inside(None, is_fenced, false).map(Entered::Inside)
+        self.inside(None, is_fenced, false)
     }
 
     fn split(self, had: Capabilities) -> Result<Entered> {
@@ -307,14 +307,14 @@ impl Confinement {
                 if as_user {
                     let _ = ALONE.set(());
                 }
-                self.inside(Some(places), true, as_user).map(Entered::Inside)
+                self.inside(Some(places), true, as_user)
             }
         }
     }
 
     /// Drops capabilities, but for those that opening sources takes. A user in a namespace of its own has none: what they
     /// would be worth there, nobody expects who has none outside.
-    fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<Inside> {
+    fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<Entered> {
         let kept = self.kept(self.needed, as_user)?;
         let connectors = self.connectors(is_fenced, as_user)?;
         if self.view.network && places.is_some() {
@@ -322,7 +322,7 @@ impl Confinement {
             ferry_isolation::leave_network().context("--sandbox namespace")?;
         }
         kept.limit(if as_user { Capabilities::NONE } else { Capabilities::PLACES })?;
-        Ok(Inside { confinement: self, places, kept, is_fenced, connectors })
+        Ok(Entered::Inside(Box::new(Inside { confinement: self, places, kept, is_fenced, connectors })))
     }
 
     /// The capabilities that stay of those that are needed.

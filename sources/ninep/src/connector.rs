@@ -57,7 +57,9 @@ mod tests {
         let count = Arc::new(AtomicU32::new(0));
         let adds = |number| {
             let count = Arc::clone(&count);
-            move || drop(count.fetch_add(number, Ordering::Relaxed))
+            move || {
+                count.fetch_add(number, Ordering::Relaxed);
+            }
         };
         let busy = Connector::begin(adds(1)).unwrap();
         busy.start(Box::new(adds(10))).unwrap().join().unwrap();
