@@ -230,6 +230,11 @@ impl Image {
         self.bytes.len() as u64
     }
 
+    /// The same, as its superblock says.
+    pub(crate) fn bytes_said(&self) -> u64 {
+        u64::from(self.header.blocks.get()) * BLOCK_BYTES as u64
+    }
+
     /// The superblock and what is before it, and the device table.
     pub(crate) fn head(&self) -> [Range<usize>; 2] {
         let table = usize::from(self.header.device_table.get()) * size_of::<DeviceSlot>();

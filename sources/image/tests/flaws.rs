@@ -115,7 +115,8 @@ const FLAWS: [(&str, Damage); 36] = [
 ];
 
 /// What only `fsck` looks for.
-const FINDINGS: [(&str, Damage); 25] = [
+const FINDINGS: [(&str, Damage); 26] = [
+    ("/: the image ends after", |image| image.bytes.truncate(image.bytes.len() - 1)),
     ("/a/file: not in the order of names, or twice", |image| image.put(image.line("a", "b").1, b"z")),
     ("/pair/x1: not in the order of names, or twice", |image| image.put(image.line("pair", "x2").1, b"x1")),
     ("/attributes: an attribute twice", |image| image.put(image.find("attributes", b"two2"), b"one")),
