@@ -16,14 +16,8 @@ const COMPOSEFS: Layout = Layout::Composefs { version: None };
 
 /// Builds, and looks at what was built; answers whether it was.
 fn is_taken(bench: &Bench, source: &Path, layout: Layout, whiteouts: Option<Whiteouts>) -> bool {
-    let options = BuildOptions {
-        threads: 2,
-        layout,
-        whiteouts,
-        platform: Some("linux/amd64".into()),
-        order: None,
-        verity: false,
-    };
+    let platform = Some("linux/amd64".into());
+    let options = BuildOptions { threads: 2, layout, whiteouts, platform, ..BuildOptions::default() };
     let store = Store::create(&bench.store()).expect("stores can be made");
     let image = bench.path("image");
     let _ = fs::remove_file(&image);
