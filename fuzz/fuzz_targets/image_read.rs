@@ -1,8 +1,16 @@
-//! Images from anywhere: every look at them ends with an answer or a flaw, and what fsck calls clean can be used in full.
+//! Images from anywhere: every look at them ends with an answer or a flaw, what fsck calls clean can be used in full, and their readers
+//! get EIO for the rest.
 #![no_main]
 
-use ferry_image::{ChangeKind, Data, Digests, Flaw, Image, Place, check, diff, places};
-use ferry_vfs::{FileType, Name};
+use std::collections::HashSet;
+use std::fs;
+use std::sync::OnceLock;
+
+use ferry_image::{ChangeKind, Data, Digests, Flaw, Image, Place, Source, Store, check, diff, places};
+use ferry_vfs::{
+    Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, IoRange, Name, OFlags,
+    SessionId,
+};
 use libfuzzer_sys::fuzz_target;
 
 /// Inodes that are looked at. A damaged image may lead to the same ones for ever.
@@ -25,7 +33,62 @@ fuzz_target!(|bytes: &[u8]| {
         panic!("an image is not itself: {:?} {:?}", change.kind == ChangeKind::Changed, change.what)
     });
     assert!(!is_clean || same.is_ok(), "clean, but {same:?}");
+    ask(image, is_clean);
 });
+
+/// A store with nothing in it.
+fn store() -> &'static tempfile::TempDir {
+    static STORE: OnceLock<tempfile::TempDir> = OnceLock::new();
+    STORE.get_or_init(|| {
+        let folder = tempfile::tempdir().expect("a folder can be made");
+        fs::create_dir(folder.path().join("objects")).expect("a folder can be made");
+        Store::create(folder.path()).expect("a store can be made");
+        folder
+    })
+}
+
+/// The names of a directory.
+struct Names(Vec<Vec<u8>>);
+
+impl DirOutput for Names {
+    fn fits(&self, _: &[u8]) -> bool {
+        self.0.len() < LOOKS_MAX
+    }
+
+    fn push(&mut self, item: &DirItem<'_>, _: Option<&Entry>) {
+        self.0.push(item.name.to_vec());
+    }
+}
+
+/// Asks a source for everything, by the requests that clients have. Of an image that names packs there is none: they are not here.
+fn ask(image: Image, is_clean: bool) {
+    let Ok(source) = Source::at_rest(image, store().path()) else { return };
+    let caller = Caller { session: SessionId::unique(), uid: 0, gid: 0, pid: 1, groups: &[] };
+    let (mut seen, mut left) = (HashSet::new(), vec![Ino::ROOT]);
+    while let Some(ino) = left.pop().filter(|_| seen.len() < LOOKS_MAX) {
+        if !seen.insert(ino) {
+            continue;
+        }
+        let mut names = Names(Vec::new());
+        let listed =
+            source.readdir(&caller, &DirRange { ino, handle: Handle(ino.0), offset: 0, plus: true }, &mut names);
+        assert!(!is_clean || matches!(listed, Ok(()) | Err(Errno::NOTDIR)), "clean, but {listed:?}");
+        for name in names.0.iter().filter(|name| !matches!(&***name, b"." | b"..")) {
+            let found = source.lookup(&caller, ino, Name::new(name).expect("nothing else is handed out"));
+            assert!(!is_clean || found.is_ok(), "clean, but {found:?}");
+            left.extend(found.map(|entry| entry.ino));
+        }
+        let _ = (source.lookup_parent(&caller, ino), source.getattr(&caller, ino, None), source.readlink(&caller, ino));
+        let _ = (source.getxattr(&caller, ino, b"user.one"), source.listxattr(&caller, ino));
+        let Ok(handle) = source.open(&caller, ino, OFlags::empty()) else { continue };
+        for offset in [0, 4095, u64::MAX] {
+            let (flags, len) = (OFlags::empty(), 70_000);
+            let at = IoRange { ino, handle, offset, len, flags, clear_privileges: false, owner: None };
+            let _ = (source.read(&caller, &at, &mut Vec::new()), source.map_pieces(&caller, ino, 0, offset));
+        }
+        let _ = source.backing(&caller, ino, handle);
+    }
+}
 
 /// Looks at everything that can be looked at, past flaws; answers the first.
 fn look(image: &Image, is_clean: bool) -> Result<(), Flaw> {
@@ -42,7 +105,8 @@ fn look(image: &Image, is_clean: bool) -> Result<(), Flaw> {
                         let entry = entry?;
                         // Where a listing goes on is where it would have come to.
                         let next = image.entries(&inode, entry.next)?.next().transpose();
-                        if let Ok(name) = Name::new(entry.name) {
+                        if !matches!(entry.name, b"." | b"..") {
+                            let name = Name::new(entry.name).expect("nothing else is handed out");
                             let found = image.lookup(&inode, name)?;
                             assert!(!is_clean || found == Some(entry.nid));
                             left.push(entry.nid);
