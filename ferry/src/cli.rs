@@ -68,6 +68,14 @@ pub struct Cli {
     pub command: Command,
 }
 
+impl Cli {
+    /// The flags that all commands have, as they were given or set, for another one.
+    pub fn common(&self) -> Vec<OsString> {
+        let log = self.log.iter().flat_map(|level| ["--log".into(), level.into()]);
+        log.chain(self.syslog.then(|| "--syslog".into())).collect()
+    }
+}
+
 #[derive(Debug, clap::Subcommand)]
 #[allow(clippy::large_enum_variant, reason = "there is one in a process")]
 pub enum Command {

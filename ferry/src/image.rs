@@ -201,11 +201,11 @@ impl<'de> Deserialize<'de> for ImageDigest {
 }
 
 /// Does what was asked for; answers the status.
-pub fn run(command: &Command, line: &[OsString]) -> Result<u8> {
+pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<u8> {
     match command {
         Command::Build(args) => build::build(args)?,
         Command::Dump { image } => dump(&image.open()?, &image.image)?,
-        Command::Mount(args) => return mount::mount(args, line),
+        Command::Mount(args) => return mount::mount(args, line, common),
         Command::Ls { image, path, long, json } => list(&image.open()?, path, *long, *json)?,
         Command::Cat { image, path, store } => cat(image, path, &store.store)?,
         Command::Info { image, store, json } => info(&image.open()?, store.as_deref(), *json)?,

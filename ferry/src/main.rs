@@ -128,6 +128,7 @@ fn advice(text: &str) -> &'static str {
 fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Result<u8> {
     let quiet = matches!(&cli.command, Command::Try(args) if !args.verbose);
     let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
+    let common = cli.common();
     let level = cli.log.unwrap_or_else(|| if quiet { "warn" } else { "info" }.into());
     let syslog = if cli.syslog { Some(Syslog::connect("ferry", sandbox::pid)?) } else { None };
     let logging = Logging::start(&level, plain, syslog)?;
@@ -147,7 +148,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
             disk::run(&disks)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
-        Command::Image(command) => image::run(&command, &line),
+        Command::Image(command) => image::run(&command, &line, &common),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => trial::run(args),

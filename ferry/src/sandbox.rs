@@ -317,9 +317,17 @@ impl Confinement {
     fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<Entered> {
         let kept = self.kept(self.needed, as_user)?;
         let connectors = self.connectors(is_fenced, as_user)?;
-        if self.view.network && places.is_some() {
-            // All threads that are begun from now on are where nobody else is.
-            ferry_isolation::leave_network().context("--sandbox namespace")?;
+        if let Some(places) = &places {
+            // All threads that are begun from now on are where nobody else is, and see no sockets.
+            if self.view.network {
+                ferry_isolation::leave_network().context("--sandbox namespace")?;
+            }
+            let roots = self.view.roots.iter().zip(places);
+            let sockets: Vec<&Path> =
+                roots.filter(|(root, _)| root.access == Access::Sockets).map(|(_, place)| place.as_path()).collect();
+            if !sockets.is_empty() {
+                ferry_isolation::leave_places(&sockets).context("--sandbox namespace")?;
+            }
         }
         kept.limit(if as_user { Capabilities::NONE } else { Capabilities::PLACES })?;
         Ok(Entered::Inside(Box::new(Inside { confinement: self, places, kept, is_fenced, connectors })))

@@ -34,7 +34,7 @@ mod syscalls;
 
 pub use capabilities::Capabilities;
 pub use landlock::{Fence, Fenced, fence};
-pub use namespaces::{Side, change_root, is_possible, leave_network, split};
+pub use namespaces::{Side, change_root, is_possible, leave_network, leave_places, split};
 pub use outside::{End, Held, Outside};
 pub use root::{Access, Root, View};
 pub use syscalls::{Action, Filter, Role};

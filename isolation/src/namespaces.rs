@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::mount::UnmountFlags;
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, Signal};
 use rustix::thread::UnshareFlags;
@@ -79,6 +80,17 @@ pub fn split(view: &View) -> Result<Side> {
 /// [`Error::Namespaces`]: this thread may not make namespaces (any more).
 pub fn leave_network() -> Result<()> {
     step(unshare(UnshareFlags::NEWNET), || "no namespace of networks can be had".into())
+}
+
+/// Has this thread, and those that it begins from now on, do without directories of [`split`]'s, in a namespace of mounts of their own.
+/// Threads that it has begun before see them on.
+///
+/// # Errors
+/// [`Error::Namespaces`]: this thread may not make namespaces (any more), or there is nothing mounted at one of the places.
+pub fn leave_places(places: &[&Path]) -> Result<()> {
+    step(unshare(UnshareFlags::NEWNS), || "no second namespace of mounts can be had".into())?;
+    let leave = |place: &&Path| rustix::mount::unmount(*place, UnmountFlags::DETACH);
+    places.iter().try_for_each(|place| step(leave(place), || format!("{} cannot be left", place.display())))
 }
 
 /// Whether [`split`], and leaving the network, would work here, tried by a child that ends at once.

@@ -408,9 +408,18 @@ fn refused_of_connector() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     }
     // Landlock knows TCP, and not those that take its place (MPTCP).
     sockets.push(rule(&[(2, SeccompCmpOp::Ne, 0)])?);
-    let code = SeccompCmpOp::MaskedEq(bits(libc::PROT_EXEC));
-    let code = || rule(&[(2, code.clone(), bits(libc::PROT_EXEC))]).map(|rule| vec![rule]);
-    Ok(BTreeMap::from([(libc::SYS_socket, sockets), (libc::SYS_mmap, code()?), (libc::SYS_mprotect, code()?)]))
+    let with =
+        |argument, flag| rule(&[(argument, SeccompCmpOp::MaskedEq(bits(flag)), bits(flag))]).map(|rule| vec![rule]);
+    // Sending can connect as well (TCP Fast Open), which Landlock does not see.
+    let fast_open = libc::MSG_FASTOPEN;
+    Ok(BTreeMap::from([
+        (libc::SYS_socket, sockets),
+        (libc::SYS_mmap, with(2, libc::PROT_EXEC)?),
+        (libc::SYS_mprotect, with(2, libc::PROT_EXEC)?),
+        (libc::SYS_sendto, with(3, fast_open)?),
+        (libc::SYS_sendmsg, with(2, fast_open)?),
+        (libc::SYS_sendmmsg, with(3, fast_open)?),
+    ]))
 }
 
 fn of_server() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {

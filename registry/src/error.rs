@@ -141,7 +141,7 @@ impl Error {
             Self::Short { .. } => true,
             Self::Status { status, .. } => matches!(status, 408 | 425 | 429 | 500 | 502 | 503 | 504),
             // Who shows a certificate that is no good shows it again.
-            Self::Transport { why, .. } if tls_error(why).is_some() => false,
+            Self::Transport { why, .. } if matches!(tls_error(why), Some(rustls::Error::InvalidCertificate(_))) => false,
             Self::Transport { why, .. } => matches!(
                 **why,
                 U::Io(_) | U::Timeout(_) | U::HostNotFound | U::ConnectionFailed | U::Protocol(_) | U::BodyStalled

@@ -33,7 +33,8 @@ impl Inside {
             let (status, network) = (fs::read_to_string(dir.join("status")), fs::read_link(dir.join("ns/net")));
             let (status, network) = (status.ok()?, network.ok()?);
             let has_own_network = network != fs::read_link("/proc/self/ns/net").unwrap();
-            Some(Thread { status, has_own_network })
+            let mounts = fs::read_to_string(dir.join("mountinfo")).ok()?;
+            Some(Thread { status, has_own_network, mounts })
         };
         threads.filter_map(|entry| thread(entry.ok()?.path())).collect()
     }
@@ -111,6 +112,7 @@ pub struct Thread {
     status: String,
     /// Whether its namespace of networks is another than ours.
     pub has_own_network: bool,
+    mounts: String,
 }
 
 impl Thread {
@@ -124,6 +126,12 @@ impl Thread {
     /// Its name.
     pub fn name(&self) -> &str {
         self.status("Name")
+    }
+
+    /// With which flags something is mounted for it at a place, if there is anything.
+    pub fn mounted(&self, place: &str) -> Option<&str> {
+        let mut lines = self.mounts.lines().map(|line| line.split(' ').skip(4));
+        lines.find_map(|mut fields| fields.next().filter(|at| *at == place).and_then(|_| fields.next()))
     }
 
     /// That it has these capabilities, and can have no others.

@@ -10,7 +10,7 @@ use ferry_driver::{Config, Driver};
 use rustix::process::{Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::inside::Inside;
+use crate::inside::{Inside, Thread};
 use crate::mounts::{Started, program};
 use crate::{Place, folder};
 
@@ -20,8 +20,10 @@ pub const USER: u32 = 1234;
 pub const SOON: Duration = Duration::from_secs(60);
 /// How long to wait before looking again.
 pub const TICK: Duration = Duration::from_millis(10);
-/// Threads that connect to servers, and those that they start.
-const CONNECTORS: [&str; 5] = ["9p-keeper", "9p-reader", "9p-sender", "9p-again", "9p-lock"];
+/// Threads that connect to servers, and those that they alone start.
+const CONNECTORS: [&str; 4] = ["9p-keeper", "9p-reader", "9p-sender", "9p-lock"];
+/// One that whoever first lost something with a connection starts: one of those, or one that serves a guest.
+const ANYBODYS: &str = "9p-again";
 
 /// Whether this is root: becoming somebody else, and setting up root's own walls, takes that.
 pub fn is_root() -> bool {
@@ -157,6 +159,8 @@ pub struct Expected<'a> {
     pub capabilities: u64,
     /// The same of those that connect to servers, and whether there are any: these are in our network.
     pub connector: Option<u64>,
+    /// Which of the places is a socket's folder, which they alone see.
+    pub socket: Option<usize>,
     /// Files of the host's that can be read, in the order of the alphabet.
     pub names: &'a [&'a str],
 }
@@ -212,7 +216,7 @@ impl Served {
 
     /// The same, also of a server that connects to others.
     #[track_caller]
-    pub fn is_behind_walls(&self, Expected { shares, files, capabilities, connector, names }: &Expected<'_>) {
+    pub fn is_behind_walls(&self, Expected { shares, files, capabilities, connector, socket, names }: &Expected<'_>) {
         let (shares, inside) = (*shares, self.inside);
         inside.all_are("NoNewPrivs", "1");
         inside.all_are("Seccomp", "2");
@@ -220,14 +224,27 @@ impl Served {
             assert!(inside.has_own(namespace), "{namespace}");
         }
         let threads = inside.threads();
+        let known = threads.iter().filter(|thread| thread.name() != ANYBODYS);
         let (connect, others): (Vec<_>, Vec<_>) =
-            threads.iter().partition(|thread| connector.is_some() && CONNECTORS.contains(&thread.name()));
+            known.partition(|thread| connector.is_some() && CONNECTORS.contains(&thread.name()));
+        let with_socket = socket.map(|number| format!("/share/{number}"));
+        let socket_flags =
+            |thread: &Thread| with_socket.as_ref().and_then(|place| thread.mounted(place)).map(str::to_owned);
         for thread in others {
             assert!(thread.has_own_network, "{}", thread.name());
+            assert_eq!(socket_flags(thread), None, "{}", thread.name());
             thread.has_capabilities(*capabilities);
         }
         for thread in &connect {
             assert!(!thread.has_own_network, "{}", thread.name());
+            let flags = socket_flags(thread);
+            let is_as_expected = |flags: &String| flags.starts_with("ro,nosuid,nodev,noexec");
+            assert_eq!(
+                flags.as_ref().is_some_and(is_as_expected),
+                with_socket.is_some(),
+                "{}: {flags:?}",
+                thread.name()
+            );
             thread.has_capabilities(connector.unwrap_or_default());
             assert_eq!(thread.status("Seccomp_filters"), "3", "{}", thread.name());
         }
@@ -239,7 +256,8 @@ impl Served {
         let names = names.iter().map(|name| (*name).to_owned());
         let mounts = ["/proc/self/fd", "/proc/self/uid_map"].map(str::to_owned);
         let mounts = std::iter::once("/".to_owned()).chain(names).chain(mounts);
-        let mounts: Vec<String> = mounts.chain(places.iter().map(|at| format!("/share/{at}"))).collect();
+        let shared = places.iter().map(|at| format!("/share/{at}")).filter(|place| Some(place) != with_socket.as_ref());
+        let mounts: Vec<String> = mounts.chain(shared).collect();
         assert_eq!(inside.mounts(), mounts);
         assert_eq!(fs::read_link(inside.file("cwd")).unwrap(), Path::new("/"));
         // In another namespace of mounts they have the names that they have there.

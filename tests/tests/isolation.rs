@@ -187,8 +187,9 @@ fn each_role_is_held_to_its_own() {
     for (attempt, what) in [("connect", &*address), ("path", path), ("thread", ""), ("below", "file")] {
         escapes.works("connector", attempt, what);
     }
-    for attempt in ["netlink", "protocol", "code"] {
-        escapes.is_stopped("connector", attempt, "", &errno(libc::EACCES));
+    escapes.works("none", "fast open", &address);
+    for attempt in ["netlink", "protocol", "code", "fast open"] {
+        escapes.is_stopped("connector", attempt, &address, &errno(libc::EACCES));
     }
     // All others of a server's do not.
     for role in ["seccomp", "seccomp,worker"] {

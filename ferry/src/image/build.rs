@@ -89,7 +89,7 @@ pub struct BuildArgs {
     #[arg(long)]
     json: bool,
     /// Leave out what has such a name (*.o), or such a path from the top of the tree (/var/cache/*), with all that is in it; may be given
-    /// several times. * and ? are no /, ** is anything. Of directories only.
+    /// several times. * and ? do not match /, ** matches anything: **/x is x in any directory but the topmost, for that is x alone. Of directories only.
     #[arg(long, value_name = "PATTERN")]
     exclude: Vec<Excluded>,
     /// Have everything belong to this user and group, both numbers; 0:0 is root.

@@ -23,15 +23,14 @@ impl fmt::Display for Unusable {
 impl std::error::Error for Unusable {}
 
 /// Becomes the program that mounts the image by our own export, unless something was asked for that only the kernel's mount has.
-pub fn mount(args: &MountArgs, line: &[OsString], why: &Unusable) -> Result<u8> {
-    // What is for all commands comes before this one.
-    let common = line.iter().skip(1).take_while(|word| *word != "image").cloned();
-    let words: Vec<OsString> = common.chain(words(args)).collect();
+/// `common` are the flags that all commands have.
+pub fn mount(args: &MountArgs, common: &[OsString], why: &Unusable) -> Result<u8> {
+    let words = [common, &words(args)].concat();
     let shown = shown(&words);
     if let Some(flag) = args.only_by_kernel() {
         bail!("{why}; without {flag} Ferry's own mount does: {shown}");
     }
-    eprintln!("ferry: {why}; mounted by Ferry's own export instead: {shown}");
+    eprintln!("ferry: {why}; to be mounted by Ferry's own export instead: {shown}");
     let mut command = Command::new("/proc/self/exe");
     command.arg0("ferry").args(&words);
     if args.lazily.is_detached() {

@@ -66,13 +66,13 @@ impl MountArgs {
 
 /// Mounts an image; with a digest only if it has that one, and only if the kernel proves the bytes of a composefs image's files.
 /// One umount(8) ends all of it: what is below overlayfs is mounted nowhere.
-pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
+pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString]) -> Result<u8> {
     if !args.dir.is_dir() {
         bail!("{} is no directory: make it first", args.dir.display());
     }
     match by_kernel(args, line) {
         Err(error) => match error.downcast_ref() {
-            Some(why) => instead::mount(args, line, why),
+            Some(why) => instead::mount(args, common, why),
             None => Err(error),
         },
         done => done,

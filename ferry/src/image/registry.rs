@@ -15,7 +15,7 @@ use crate::size::Size;
 const JOBS: u16 = 4;
 /// More connections to one server are rude.
 pub const JOBS_MAX: u16 = 256;
-/// How many requests of readers may be under way beside those.
+/// How many requests more than those may be under way, all together, for readers wait for them.
 #[cfg(feature = "registry")]
 const READERS: usize = 16;
 /// What is asked for together with an object that is read, unless told otherwise, in bytes.

@@ -167,6 +167,9 @@ impl Watch {
             Err(nix::errno::Errno::EPERM) => {
                 return Err(Unusable("only root can have the kernel wait for what is not here".into()).into());
             }
+            Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOSYS) => {
+                return Err(Unusable("this kernel cannot wait for what is not here".into()).into());
+            }
             group => group.with_context(|| format!("this kernel cannot wait for what is not here; {ELSE}"))?,
         };
         let packs: Vec<(usize, PathBuf)> = objects.incomplete().map(|(number, file)| (number, by_fd(file))).collect();

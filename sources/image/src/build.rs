@@ -131,7 +131,7 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
             oci::read(&reference, &platform, &mut sink, &meter)?
         }
     };
-    options.choice.apply(&mut tree);
+    options.choice.apply(&mut tree, options.whiteouts);
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes()?);
     let (bytes, packs) = sink.finish(tree, options.order.as_ref())?;
     let algorithm = if options.layout == Layout::Flat { Algorithm::Blake3 } else { Algorithm::Verity };

@@ -54,7 +54,7 @@ pub fn check(image: &Image) -> Report {
     walk.count_links();
     walk.compare_claims();
     let found = walk.report.inodes;
-    // Of what nothing is in, too: other readers, and the kernel, go by whole blocks.
+    // Also where only blocks without anything in them are missing: other readers, and the kernel, go by whole blocks.
     if image.bytes() < image.bytes_said() {
         let (is, said) = (image.bytes(), image.bytes_said());
         walk.say(&Step::top(b"/"), &format!("the image ends after {is} bytes, but the superblock says {said}"));

@@ -2,6 +2,7 @@
 
 use ferry_vfs::Timespec;
 
+use crate::tar::Whiteouts;
 use crate::tree::Tree;
 
 /// The longest pattern, in bytes: no path is longer.
@@ -27,7 +28,7 @@ impl Choice {
     }
 
     /// Makes everything what it is to be.
-    pub(crate) fn apply(&self, tree: &mut Tree) {
+    pub(crate) fn apply(&self, tree: &mut Tree, whiteouts: Option<Whiteouts>) {
         for node in &mut tree.nodes {
             if let Some((uid, gid)) = self.owner {
                 (node.uid, node.gid) = (uid, gid);
@@ -36,7 +37,9 @@ impl Choice {
                 node.mtime = Timespec { sec, nsec: 0 };
             }
             if self.skip_xattrs {
-                node.xattrs.clear();
+                // What was asked for, and is nobody's attribute.
+                let is_mark = |name: &[u8]| whiteouts == Some(Whiteouts::Overlay) && name == OPAQUE;
+                node.xattrs.retain(|(name, _)| is_mark(name));
             }
         }
     }
@@ -70,8 +73,10 @@ impl Pattern {
         if text.len() > PATTERN_BYTES_MAX {
             return Err("it is longer than any path");
         }
-        let is_path = text.strip_suffix(b"/").unwrap_or(text).contains(&b'/');
-        let text = text.strip_suffix(b"/").unwrap_or(text);
+        if text.ends_with(b"/") {
+            return Err("it has a / at its end: files are meant, too, so leave it out");
+        }
+        let is_path = text.contains(&b'/');
         let text = text.strip_prefix(b"/").unwrap_or(text);
         if text.split(|byte| *byte == b'/').any(|part| matches!(part, b"" | b"." | b"..")) {
             return Err("a part of it is empty, . or ..: paths begin at the top of the tree");
@@ -151,13 +156,13 @@ mod tests {
             ("tmp", "var/tmp", true),
             ("/tmp", "var/tmp", false),
             ("/tmp", "tmp", true),
-            ("tmp/", "var/tmp", true),
             ("var/tmp", "var/tmp", true),
             ("var/tmp", "srv/var/tmp", false),
             ("var/*", "var/tmp", true),
             ("var/*", "var/tmp/x", false),
             ("var/**", "var/tmp/x", true),
             ("**/x", "var/tmp/x", true),
+            ("**/x", "x", false),
             ("var/?", "var/", false),
             (r"\*", "*", true),
             (r"\*", "a", false),
@@ -167,7 +172,7 @@ mod tests {
             let read = Pattern::new(pattern.as_bytes()).expect(pattern);
             assert_eq!(read.matches(path.as_bytes()), expected, "{pattern} {path}");
         }
-        for odd in ["", "/", "a//b", "../a", "a/.", "[ab]", "a\\"] {
+        for odd in ["", "/", "core/", "/var/tmp/", "a//b", "../a", "a/.", "[ab]", "a\\"] {
             assert!(Pattern::new(odd.as_bytes()).is_err(), "{odd}");
         }
     }

@@ -669,7 +669,7 @@ fn bytes_max(head: &[u8]) -> Checked<u64> {
     if bytes_max < head.len() as u64 { Err(longer(bytes_max)) } else { Ok(bytes_max) }
 }
 
-/// Whether a file takes so much less of the disk than it is long that no image can be in it: whoever has few bytes could otherwise have
+/// Whether a file takes so much less of the disk than it is long that no image of ours can be in it: whoever has few bytes could otherwise have
 /// us take gigabytes of memory. Where holes cannot be told, nothing is one.
 fn mostly_holes(mut file: &File, length: u64) -> io::Result<Option<Flaw>> {
     if length <= SPARSE_BYTES_MAX {
@@ -677,14 +677,18 @@ fn mostly_holes(mut file: &File, length: u64) -> io::Result<Option<Flaw>> {
     }
     let (mut at, mut data) = (0, 0);
     while at < length && data < length / HOLES_PER_DATA {
-        let Ok(from) = seek(file, SeekFrom::Data(at)) else { break };
+        let from = match seek(file, SeekFrom::Data(at)) {
+            Ok(from) => from,
+            Err(Errno::NXIO) => break,
+            Err(_) => return Ok(None),
+        };
         let to = seek(file, SeekFrom::Hole(from))?;
         data += to.saturating_sub(from);
         // A file system that tells nonsense is not asked for ever.
         at = to.max(at + 1);
     }
     file.seek(io::SeekFrom::Start(HEAD_BYTES as u64))?;
-    let what = "a hole with most of what should be there: copy or fetch the image again";
+    let what = "a hole with most of what should be there: copy it with cp --sparse=never, or fetch the image again";
     Ok((data < length / HOLES_PER_DATA).then_some(Flaw { what, offset: at }))
 }
 

@@ -80,7 +80,7 @@ pub fn mend(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Me
 /// Where the right bytes of objects of one pack come from.
 struct Sources<'a> {
     places: &'a Places,
-    /// `None` once it had no answer: the next one would be waited for as long.
+    /// `None` once it had no answer: the next one would be waited for as long. Who refuses one object may have others.
     from: Option<&'a dyn Fetch>,
     /// The first object that could not be fetched, and why not.
     failed: Option<(Digest, io::Error)>,
@@ -192,10 +192,15 @@ impl Store {
         if mended == 0 && !has_wrong_form {
             return failed.map_or(Ok(Mended { mended, left: left.len() }), Err);
         }
-        new.file.set_len(index.blocks * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
-        // What is still damaged has another digest.
-        new.keep_sealed(&path, index.verity.filter(|_| left.is_empty()))?;
-        self.note(&index, &left)?;
+        let keep = || -> Result<()> {
+            new.file.set_len(index.blocks * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
+            // What is still damaged has another digest.
+            new.keep_sealed(&path, index.verity.filter(|_| left.is_empty()))?;
+            self.note(&index, &left)
+        };
+        if let Err(error) = keep() {
+            return Error::of_all(failed.into_iter().chain([error]).collect()).map_or(Ok(Mended::default()), Err);
+        }
         tracing::info!("mended {mended} objects of the pack {pack} in {}", self.folder().display());
         failed.map_or(Ok(Mended { mended, left: left.len() }), Err)
     }
@@ -256,7 +261,9 @@ impl Sources<'_> {
             Ok(came) if Algorithm::Blake3.of(&came) == object.digest => return Some(came),
             Ok(_) => self.fail(object, io::Error::other("it came damaged")),
             Err(error) => {
-                self.from = None;
+                if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) {
+                    self.from = None;
+                }
                 self.fail(object, error);
             }
         }

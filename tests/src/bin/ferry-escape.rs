@@ -83,6 +83,12 @@ fn try_to(attempt: &str, what: &str, share: &File) -> io::Result<()> {
         "below" => Ok(below(what, OFlags::RDONLY)?),
         "create" => Ok(below(what, OFlags::WRONLY | OFlags::CREATE)?),
         "connect" => TcpStream::connect(what).map(drop),
+        "fast open" => {
+            use rustix::net::{AddressFamily, SendFlags, SocketType, sendto, socket};
+            let socket = socket(AddressFamily::INET, SocketType::STREAM, None)?;
+            let flags = SendFlags::from_bits_retain(libc::MSG_FASTOPEN.cast_unsigned());
+            Ok(sendto(socket, b"x", flags, &what.parse::<std::net::SocketAddr>().unwrap()).map(drop)?)
+        }
         "path" => UnixStream::connect(what).map(drop),
         "netlink" => {
             use rustix::net::{AddressFamily, SocketType, socket};
