@@ -214,12 +214,12 @@ impl Distant {
 
     /// The same, its folder seen in another place, if there is one.
     pub fn seen_at(self, place: Option<&Path>) -> Self {
-        let transport: Arc<dyn Transport> = match &self.socket {
-            Some((folder, name)) => {
-                let socket = Unix(place.unwrap_or(folder).join(name));
-                Arc::new(Moved { socket, address: self.transport.address() })
+        let transport: Arc<dyn Transport> = match (&self.socket, place) {
+            (Some((_, name)), Some(place)) => {
+                Arc::new(Moved { socket: Unix(place.join(name)), address: self.transport.address() })
             }
-            None => self.transport,
+            // By the path that its user gave: a short one need not be short when all of it is written out.
+            _ => self.transport,
         };
         Self { transport, ..self }
     }

@@ -62,8 +62,8 @@ pub fn is_ours(peer: u32) -> bool {
 #[serde(rename_all = "kebab-case")]
 pub enum Sandbox {
     /// Namespaces of mounts, processes and networks (for users other than root, of users, too), with a root directory in which there
-    /// is nothing but what is shared; Landlock. For 9p:SERVER, the thread that connects stays in this host's network, and the folder of a
-    /// unix socket, or the files by which names of hosts are looked up, as they are at the start, are there to be read.
+    /// is nothing but what is shared; Landlock. For 9p:SERVER, the thread that connects stays in this host's network, and has the
+    /// folder of a unix socket, which must not be made anew, or the files by which names of hosts are looked up, as they are at the start.
     Namespace,
     /// The shared directory, of which there must be one, is the root directory; Landlock. Only for root.
     Chroot,

@@ -82,7 +82,7 @@ fn a_walk_of_seventeen_names_is_refused() {
         }
     };
     assert_eq!(walk(17), Err(Errno::INVAL));
-    // It would be in use.
+    // Had the first walk made fid 1, it would be in use now.
     assert_eq!(walk(16), Ok(16));
     assert!(client.getattr(Fid(1)).is_ok());
 }

@@ -249,8 +249,8 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", help_heading = "For mem and pmem:PATH")]
     pub size: Option<Size>,
 
-    /// Hold the data of mem in huge pages, and map pmem with them where it is on persistent memory (DAX): of another file or
-    /// device, where it changes nothing, a line says so.
+    /// Hold the data of mem in huge pages, and map pmem with them where it is on persistent memory (DAX). On any other file or
+    /// device it changes nothing, which a line says.
     #[arg(long, help_heading = "For mem and pmem:PATH")]
     #[serde(default)]
     pub huge: bool,

@@ -64,18 +64,20 @@ impl Confinement {
 /// Closes the walls of this thread, and of those that it starts. What cannot be had here the process as a whole cannot have either, and
 /// says so.
 fn close(walls: &Walls, reach: &Reach, is_fenced: bool, kept: Capabilities) -> Result<()> {
-    if is_fenced {
+    let fenced = if is_fenced {
         let files = reach.files().into_iter().filter_map(|path| File::open(path).ok()).collect::<Vec<_>>();
         let files: Vec<_> = files.iter().map(|file| (file.as_fd(), true)).collect();
         let ports: Vec<u16> = reach.port.into_iter().chain(reach.by_name.then_some(DOMAIN_PORT)).collect();
-        ferry_isolation::fence(Fence::Below(&files), &ports)?;
-    }
+        Some(ferry_isolation::fence(Fence::Below(&files), &ports)?)
+    } else {
+        None
+    };
     kept.limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;
     if let Some(action) = walls.action() {
         let filtered = Filter::of(Role::Connector, action).and_then(|filter| filter.apply());
         filtered.or_else(|error| walls.seccomp.map_or(Ok(()), |_| Err(error))).context("--seccomp")?;
     }
-    tracing::debug!(landlock = is_fenced, capabilities = %kept, "a thread that connects is confined");
+    tracing::debug!(landlock = ?fenced, capabilities = %kept, "a thread that connects is confined");
     Ok(())
 }
