@@ -141,7 +141,9 @@ impl Error {
             Self::Short { .. } => true,
             Self::Status { status, .. } => matches!(status, 408 | 425 | 429 | 500 | 502 | 503 | 504),
             // Who shows a certificate that is no good shows it again.
-            Self::Transport { why, .. } if matches!(tls_error(why), Some(rustls::Error::InvalidCertificate(_))) => false,
+            Self::Transport { why, .. } if matches!(tls_error(why), Some(rustls::Error::InvalidCertificate(_))) => {
+                false
+            }
             Self::Transport { why, .. } => matches!(
                 **why,
                 U::Io(_) | U::Timeout(_) | U::HostNotFound | U::ConnectionFailed | U::Protocol(_) | U::BodyStalled
@@ -180,4 +182,19 @@ fn advice(why: &ureq::Error) -> &'static str {
 
 fn said(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(": {text}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handshake_that_breaks_off_may_pass_and_a_certificate_that_is_no_good_may_not() {
+        let may_pass = |why: rustls::Error| {
+            let why = Box::new(io::Error::new(io::ErrorKind::InvalidData, why).into());
+            Error::Transport { url: "https://registry.invalid".into(), why }.may_pass()
+        };
+        assert!(may_pass(rustls::Error::AlertReceived(rustls::AlertDescription::InternalError)));
+        assert!(!may_pass(rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)));
+    }
 }

@@ -11,6 +11,15 @@ use crate::error::{Error, Result};
 use crate::manifest::PackBlobs;
 use crate::remote::Remote;
 
+/// Whether it is only what was asked for that cannot be had, or anything else.
+fn kind(error: &Error) -> io::ErrorKind {
+    match error {
+        Error::Status { status: 404, .. } => io::ErrorKind::NotFound,
+        Error::Status { status: 401 | 403, .. } => io::ErrorKind::PermissionDenied,
+        _ => io::ErrorKind::Other,
+    }
+}
+
 /// What a manifest says of packs.
 type Known = Arc<HashMap<Digest, PackBlobs>>;
 
@@ -71,7 +80,7 @@ impl Fetch for Packs {
         for (part, range) in pieces {
             self.remote.read(part, &range, sink).map_err(|error| match error {
                 Error::Sink(error) => error,
-                error => io::Error::other(error),
+                error => io::Error::new(kind(&error), error),
             })?;
         }
         Ok(())

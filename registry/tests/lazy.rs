@@ -331,6 +331,23 @@ fn what_is_noted_as_damaged_is_fetched_and_proved() {
     assert_eq!(bytes, content(0).len() + (64 << 10), "no more than what is damaged");
     assert_eq!(fs::read(&path).unwrap(), whole);
     place.is_whole("lazy");
+    // Nor does one object that a server refuses keep anybody from the others.
+    for status in [401, 403, 404] {
+        flip(100);
+        flip(3 << 20);
+        assert_eq!(ferry_image::note_damage(&image, &place.at("lazy")).unwrap(), 2);
+        let part = place.part();
+        place.fake.fault(move |request, reply| {
+            let is_first = request.range().is_some_and(|(from, to)| (from..to).contains(&100));
+            if request.path.ends_with(&part) && is_first { Reply::of(status, "no") } else { reply }
+        });
+        place.pull(&place.fake.remote(), "lazy").unwrap_err();
+        let now = fs::read(&path).unwrap();
+        assert_eq!((now[100], now[3 << 20]), (whole[100] ^ 1, whole[3 << 20]), "{status}");
+        place.fake.heal();
+        place.pull(&place.fake.remote(), "lazy").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), whole);
+    }
 }
 
 /// One pack cannot be mended, and another one is missing.

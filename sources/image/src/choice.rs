@@ -2,6 +2,7 @@
 
 use ferry_vfs::Timespec;
 
+use crate::composefs::view::OPAQUE;
 use crate::tar::Whiteouts;
 use crate::tree::Tree;
 

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use ferry_vfs::{FileType, Name, Timespec};
 use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
 use zerocopy::FromBytes;
 
 use crate::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
@@ -796,5 +797,19 @@ impl<'a> Entries<'a> {
                 Some(Err(flaw))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn where_holes_cannot_be_told_nothing_is_one() {
+        let (one, _other) = UnixStream::pair().expect("sockets can be made");
+        assert_eq!(mostly_holes(&OwnedFd::from(one).into(), 1 << 30).expect("it is not asked"), None);
     }
 }
