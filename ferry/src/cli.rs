@@ -3,6 +3,7 @@
 mod share;
 mod values;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::CommandFactory;

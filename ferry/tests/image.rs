@@ -327,7 +327,7 @@ const AS_USER: &str = r#"
 mkdir dev && mount -t tmpfs none dev && mknod dev/fuse c 10 229 && chmod 666 dev/fuse && mount --bind dev/fuse /dev/fuse
 trap 'umount -l mnt 2>/dev/null || true' EXIT
 nobody() { setpriv --reuid nobody --regid nogroup --clear-groups --inh-caps=-all "$@"; }
-nobody "$PWD/ferry" image mount "$PWD/image" "$PWD/mnt" --store "$PWD/store" --digest "$1"
+nobody "$PWD/ferry" image --log debug mount "$PWD/image" "$PWD/mnt" --store "$PWD/store" --digest "$1"
 grep " $PWD/mnt " /proc/self/mountinfo | grep -q ' - fuse.ferry '
 nobody cat mnt/dir/below/small
 nobody fusermount3 -u "$PWD/mnt"
@@ -353,7 +353,8 @@ fn users_have_an_image_mounted_by_our_own_export() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && output.stdout == b"small", "{said}");
     let line = format!(
-        "ferry: only root can mount images with the kernel; to be mounted by Ferry's own export instead: ferry mount image:{}",
+        "ferry: only root can mount images with the kernel; to be mounted by Ferry's own export instead: ferry --log debug mount \
+         image:{}",
         made.place.at("image").display()
     );
     assert!(said.contains(&line), "{said}");
