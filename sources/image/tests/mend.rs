@@ -140,6 +140,39 @@ fn what_comes_from_elsewhere_is_proved_before_it_replaces_anything() {
     assert_eq!(mend(&image, &bench.store(), Some(&from)).expect("there is nothing to do"), Mended::default());
 }
 
+/// Refuses the first object, and puts a folder where the pack was.
+#[derive(Debug)]
+struct Meddler(Folder, PathBuf);
+
+impl Fetch for Meddler {
+    fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
+        self.0.index(pack, bytes_max)
+    }
+
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+        if range.start > 0 {
+            return self.0.read(pack, range, sink);
+        }
+        fs::remove_file(&self.1).and_then(|()| fs::create_dir(&self.1))?;
+        Err(io::Error::new(io::ErrorKind::NotFound, "nobody has it"))
+    }
+}
+
+#[test]
+fn what_could_not_be_fetched_is_said_beside_what_could_not_be_written() {
+    let (bench, built) = three();
+    let (path, copy) = (pack_path(&bench, built.packs[0]), bench.path("copy"));
+    fs::create_dir(&copy).expect("folders can be made");
+    fs::copy(&path, copy.join(built.packs[0].hex())).expect("files can be copied");
+    write_over(&path, 0, &[0xaa; 10]);
+    write_over(&path, 7 * 4096, &[0xaa; 10]);
+    assert_eq!(note(&bench, "image"), 2);
+    let from = Meddler(Folder(copy), path.clone());
+    let error = mend(&open(&bench, "image"), &bench.store(), Some(&from)).expect_err("a folder is in the way");
+    let error = error.to_string();
+    assert!(error.contains("nobody has it") && error.contains("directory"), "{error}");
+}
+
 /// Zeros do, and everybody has those.
 #[test]
 fn what_fills_the_last_block_of_an_object_is_mended_by_nobodys_help() {
