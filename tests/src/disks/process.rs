@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
+use crate::inside::Inside;
 use crate::mounts::{Started, ferry};
 use crate::{Place, folder};
 
@@ -48,9 +49,16 @@ impl Process {
         Self { file, socket, args, started, _folder: folder }
     }
 
-    /// Kills the program with SIGKILL. When this returns, it is gone.
+    /// Kills the program with SIGKILL. When this returns, it is gone, and so is its process behind the walls, which ends with it but a
+    /// moment later: until then that has the lock of the file.
     pub fn kill(&mut self) {
+        let inside = Inside::of(self.started.pid());
         self.started.kill();
+        let end = Instant::now() + START;
+        while !inside.is_gone() {
+            assert!(Instant::now() < end, "the process behind the walls does not end");
+            std::thread::sleep(TICK);
+        }
     }
 
     /// Starts the program again, after it was killed.
