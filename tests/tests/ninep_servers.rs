@@ -166,7 +166,8 @@ impl Way {
         std::thread::spawn(move || {
             for client in listener.incoming() {
                 let client = client.unwrap();
-                let server = TcpStream::connect(&server).unwrap();
+                // One that has ended is told apart by who cuts.
+                let Ok(server) = TcpStream::connect(&server) else { continue };
                 let (sent, received) = (Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
                 carry(client.try_clone().unwrap(), server.try_clone().unwrap(), Arc::clone(&sent));
                 carry(server, client.try_clone().unwrap(), received);
@@ -211,21 +212,28 @@ fn carry(mut from: TcpStream, mut to: TcpStream, count: Arc<AtomicU64>) {
 }
 
 /// Three connections to diod. Each in turn is cut while a file is written: all are made anew, and the file is right.
-// diod itself is gone now and then after that (seen once in some ten runs), and then nothing can go on.
+/// diod itself has ended after it once in some ten runs; then another one is tried.
 #[test]
-#[ignore = "long: make test-all"]
 fn one_of_three_connections_to_diod_is_cut() {
+    const TRIES: usize = 3;
+    assert!((0..TRIES).any(|_| is_written_over_cuts()), "diod ended each time");
+}
+
+/// Whether diod was there to the end.
+fn is_written_over_cuts() -> bool {
     const CONNECTIONS: usize = 3;
     const FILE_BYTES: u64 = 48 << 20;
     let folder = folder(Place::Disk);
-    let Some(server) = NinePServer::start(Maker::Diod, folder.path()) else { return };
+    let Some(server) = NinePServer::start(Maker::Diod, folder.path()) else { return true };
     let (host, tree) = server.address().trim_start_matches("tcp:").split_once('/').unwrap();
     let way = Way::to(host);
     let cell: Cell = "diod_devfuse".parse().unwrap();
-    let options =
-        MountOptions { args: vec!["--connections".into(), CONNECTIONS.to_string()], ..MountOptions::default() };
+    let options = MountOptions {
+        args: vec!["--connections".into(), CONNECTIONS.to_string(), "--patience".into(), "10".into()],
+        ..MountOptions::default()
+    };
     let address = format!("tcp:{}/{tree}", way.address);
-    let Some(mounted) = Mounted::of_address(&address, &cell, &options) else { return };
+    let Some(mounted) = Mounted::of_address(&address, &cell, &options) else { return true };
     way.wait_for(CONNECTIONS);
     let wanted = folder.path().join("wanted");
     let mut noise = vec![0; usize::try_from(FILE_BYTES).unwrap()];
@@ -234,7 +242,7 @@ fn one_of_three_connections_to_diod_is_cut() {
     for round in 0..CONNECTIONS {
         let before = way.sent();
         let first = before.len() - CONNECTIONS;
-        std::thread::scope(|scope| {
+        let ran = std::thread::scope(|scope| {
             scope.spawn(|| {
                 let end = Instant::now() + LIMIT;
                 while way.sent().iter().sum::<u64>() < before.iter().sum::<u64>() + FILE_BYTES / 4 {
@@ -244,8 +252,13 @@ fn one_of_three_connections_to_diod_is_cut() {
                 way.cut(first + round);
             });
             let script = format!("dd if={} of=file bs=256k conv=fsync status=none", wanted.display());
-            mounted.site.sh(&script, LIMIT).ok();
+            mounted.site.sh(&script, LIMIT)
         });
+        if TcpStream::connect(host).is_err() {
+            eprintln!("diod has ended");
+            return false;
+        }
+        ran.ok();
         let there = fs::read(server.shared().join("file")).unwrap();
         assert!(there == noise, "round {round}: the server has something else");
         mounted.site.sh(&format!("cmp {} file", wanted.display()), LIMIT).ok();
@@ -260,4 +273,5 @@ fn one_of_three_connections_to_diod_is_cut() {
         mounted.site.sh(&format!("dd if={} of=file bs=256k conv=fsync status=none", wanted.display()), LIMIT).ok();
     }
     mounted.finish();
+    true
 }

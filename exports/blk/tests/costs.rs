@@ -142,8 +142,6 @@ fn scattered_writes_are_made_many_at_once() {
 #[test]
 fn a_driver_that_answers_one_by_one_is_served_in_batches() {
     const REQUESTS: usize = 40_000;
-    // One for ten is the aim, and what the benchmark finds (0.03 to 0.08). On a machine that is busy all the time it was 0.102.
-    const CALLS_MAX: f64 = 0.125;
     let _alone = alone();
     let disk = apart(|| Offered::new(BLOCKS, Cache::Writeback, options(POLL)));
     let mut driver = connect(&disk, Config { queue_size: 128, ..Config::default() });
@@ -156,7 +154,7 @@ fn a_driver_that_answers_one_by_one_is_served_in_batches() {
         let each = calls as f64 / REQUESTS as f64;
         eprintln!("depth {DEPTH} one by one: {each:.4} calls");
         least = least.min(each);
-        if least <= CALLS_MAX {
+        if least <= 0.1 {
             return;
         }
     }
