@@ -95,7 +95,7 @@ fn command(builder: Builder, tree: &Path, made: &Made, programs: &Programs) -> R
     order.push(trace_of(tree));
     let tree = tree.into();
     Ok(match builder {
-        Builder::Ferry | Builder::FerryOrdered | Builder::FerryVerity => vec![
+        Builder::Ferry | Builder::FerryOrdered | Builder::FerryVerity | Builder::FerryComposefs => vec![
             programs.ferry.clone().into(),
             "image".into(),
             "build".into(),
@@ -109,6 +109,7 @@ fn command(builder: Builder, tree: &Path, made: &Made, programs: &Programs) -> R
         .chain(match builder {
             Builder::FerryOrdered => Some(order),
             Builder::FerryVerity => Some("--verity".into()),
+            Builder::FerryComposefs => Some("--layout=composefs".into()),
             _ => None,
         })
         .collect(),

@@ -50,12 +50,12 @@ impl Tree {
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let mut tree = Self { dir: dir.clone(), server: None, mounts: Vec::new() };
         match system {
-            System::Ferry | System::FerryOrdered => {
+            System::Ferry | System::FerryOrdered | System::FerryComposefs => {
                 let mut command = Command::new(&programs.ferry);
                 command.args(["image", "mount"]).arg(made.image()).arg(&dir).arg("--store").arg(made.data());
                 tree.run(command, folder)?;
             }
-            System::FerryFuse => {
+            System::FerryFuse | System::FerryComposefsFuse => {
                 let mut source = OsString::from("image:");
                 source.push(made.image());
                 let ferry: OsString = programs.ferry.clone().into();

@@ -125,7 +125,9 @@ fn head(out: &mut String, lines: &[Line], machine: &Machine, peers: &str, effort
          name; `ls -lR` is GNU's, into /dev/null.\n\
          * `flat` is `ferry image mount`, which reads and proves the metadata before the mount; `flat fuse` is `ferry mount \
          image:` with `--cache always`; `flat ordered` as `flat`, built by a list of what `start` reads. `start` reads one file of a hundred, chosen \
-         and ordered by chance, as a program that starts does. `ferry-verity`: `ferry image build --verity`.\n\
+         and ordered by chance, as a program that starts does. `ferry-verity`: `ferry image build --verity`; `ferry-composefs`: \
+         `--layout composefs`, whose images are mkcomposefs's byte for byte; `composefs layout` is `ferry image mount` of one, `composefs layout fuse` \
+         `ferry mount image:`.\n\
          * `composefs`: mkcomposefs with an object store, mount.composefs; `erofs-overlay`: the same image as EROFS with \
          overlayfs by hand; `erofs-full`: mkfs.erofs; `erofs-blob`: mkfs.erofs -E48bit with a blob device and chunks of 1 MiB. `-loop`: from loop \
          devices, else from files; `-ahead`: the metadata read before the mount. `bare`: the tree itself.\n\
@@ -138,9 +140,10 @@ fn head(out: &mut String, lines: &[Line], machine: &Machine, peers: &str, effort
 /// Cold and warm, tree by tree, beside what others published.
 fn walks(out: &mut String, lines: &[Line]) {
     let (flat, fuse, guest) = (System::Ferry.name(), System::FerryFuse.name(), System::FerryGuest.name());
+    let ours = [flat, fuse, System::FerryComposefs.name(), System::FerryComposefsFuse.name()];
     for (title, before, ours) in [
-        ("Walks", "", [flat, fuse].as_slice()),
-        ("Walks of a developer's tree", "developer ", [flat, fuse].as_slice()),
+        ("Walks", "", ours.as_slice()),
+        ("Walks of a developer's tree", "developer ", ours.as_slice()),
         ("Walks of a developer's tree in a guest", "guest ", [guest].as_slice()),
     ] {
         let of = |row: &str, config: &str| find(lines, &format!("{before}{row}"), config);

@@ -29,6 +29,10 @@ pub enum System {
     FerryOrdered,
     /// `ferry mount image:`: our FUSE export.
     FerryFuse,
+    /// `ferry image mount` of an image in composefs's layout: EROFS and overlayfs.
+    FerryComposefs,
+    /// The same image by our FUSE export.
+    FerryComposefsFuse,
     /// mount.composefs: EROFS and overlayfs.
     Composefs(Ahead),
     /// The composefs image and overlayfs by hand, to choose what the image is mounted from.
@@ -48,11 +52,13 @@ pub enum System {
 }
 
 /// Those that are walked, in the order in which they take turns.
-pub const WALKED: [System; 12] = [
+pub const WALKED: [System; 14] = [
     System::Ferry,
     System::Composefs(Ahead::No),
     System::Blob(Device::File, Ahead::No),
     System::FerryFuse,
+    System::FerryComposefs,
+    System::FerryComposefsFuse,
     System::Overlay(Device::File),
     System::Full(Device::File),
     System::Composefs(Ahead::Yes),
@@ -88,6 +94,8 @@ pub enum Builder {
     FerryOrdered,
     /// The same with `--verity`.
     FerryVerity,
+    /// The same with `--layout composefs`.
+    FerryComposefs,
     /// mkcomposefs with an object store.
     Composefs,
     /// mkfs.erofs, one image with all.
@@ -97,13 +105,17 @@ pub enum Builder {
 }
 
 /// All of them, in turn.
-pub const BUILDERS: [Builder; 5] =
-    [Builder::Ferry, Builder::FerryVerity, Builder::Composefs, Builder::Blob, Builder::Full];
+pub const BUILDERS: [Builder; 6] =
+    [Builder::Ferry, Builder::FerryVerity, Builder::FerryComposefs, Builder::Composefs, Builder::Blob, Builder::Full];
 
 impl System {
     /// Whether it is ours.
     pub fn is_ours(self) -> bool {
-        matches!(self, Self::Ferry | Self::FerryOrdered | Self::FerryFuse | Self::FerryGuest)
+        match self {
+            Self::Ferry | Self::FerryOrdered | Self::FerryFuse | Self::FerryGuest => true,
+            Self::FerryComposefs | Self::FerryComposefsFuse => true,
+            _ => false,
+        }
     }
 
     /// Of ours: the configuration's name in the results. Of a peer: its name there.
@@ -112,6 +124,8 @@ impl System {
             Self::Ferry => "flat",
             Self::FerryOrdered => "flat ordered",
             Self::FerryFuse => "flat fuse",
+            Self::FerryComposefs => "composefs layout",
+            Self::FerryComposefsFuse => "composefs layout fuse",
             Self::Composefs(Ahead::No) => "composefs",
             Self::Composefs(Ahead::Yes) => "composefs-ahead",
             Self::Overlay(Device::File) => "erofs-overlay",
@@ -130,10 +144,13 @@ impl System {
     }
 
     /// What a line of ours calls `peer`: our FUSE export and the image that was built by a trace are compared with our image in the
-    /// kernel, too.
+    /// kernel, too. Ours in composefs's layout is the same image as composefs's, and compared with that alone.
     pub fn calls(self, peer: Self) -> Option<String> {
         match (self, peer) {
             (Self::FerryFuse | Self::FerryOrdered, Self::Ferry) => Some(format!("{FERRY}-{}", peer.name())),
+            (Self::FerryComposefs | Self::FerryComposefsFuse, peer) => {
+                (peer == Self::Bare || peer.builder() == Some(Builder::Composefs)).then(|| peer.name().into())
+            }
             (ours, peer) if ours.is_ours() && !peer.is_ours() => Some(peer.name().into()),
             _ => None,
         }
@@ -153,6 +170,7 @@ impl System {
         match self {
             Self::Ferry | Self::FerryFuse | Self::FerryGuest => Some(Builder::Ferry),
             Self::FerryOrdered => Some(Builder::FerryOrdered),
+            Self::FerryComposefs | Self::FerryComposefsFuse => Some(Builder::FerryComposefs),
             Self::Composefs(_) | Self::Overlay(_) | Self::ComposefsGuest => Some(Builder::Composefs),
             Self::Full(_) => Some(Builder::Full),
             Self::Blob(..) | Self::BlobGuest => Some(Builder::Blob),
@@ -168,6 +186,7 @@ impl Builder {
             Self::Ferry => FERRY,
             Self::FerryOrdered => "ferry-ordered",
             Self::FerryVerity => "ferry-verity",
+            Self::FerryComposefs => "ferry-composefs",
             Self::Composefs => "composefs",
             Self::Full => "erofs-full",
             Self::Blob => "erofs-blob",
@@ -182,9 +201,13 @@ mod tests {
     #[test]
     fn ours_are_compared_with_all_others() {
         let peers = |ours: System| WALKED.iter().filter_map(|&peer| ours.calls(peer)).collect::<Vec<_>>();
-        assert_eq!(peers(System::Ferry).len(), WALKED.len() - 2);
+        assert_eq!(peers(System::Ferry).len(), WALKED.len() - 4);
         assert_eq!(peers(System::FerryFuse)[0], "ferry-flat");
-        assert_eq!(peers(System::FerryFuse).len(), WALKED.len() - 1);
+        assert_eq!(peers(System::FerryFuse).len(), WALKED.len() - 3);
+        assert_eq!(
+            peers(System::FerryComposefs),
+            ["composefs", "erofs-overlay", "composefs-ahead", "erofs-overlay-loop", "bare"]
+        );
         let mut names = WALKED.map(System::name);
         names.sort_unstable();
         assert!(names.windows(2).all(|pair| pair[0] != pair[1]));
