@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use common::{Fake, Place, Reply, Way};
+use common::{Disk, Fake, Place, Reply, Way};
 use ferry_image::{Algorithm, Image, Layout, Objects, Store, file_objects};
 use ferry_registry::PullOptions;
 use serde_json::json;
@@ -482,4 +482,19 @@ fn tokens_that_are_none_and_realms_elsewhere_are_refused() {
     });
     assert!(place.refused("copy").contains("answers 401"));
     assert_eq!(place.fake.requests().len(), 3);
+}
+
+/// A pull that finds no room says so, leaves no image, and goes on with what it has when there is some.
+#[test]
+fn a_full_disk_is_told_of_and_gone_on_with() {
+    for layout in [Layout::Flat, Layout::Composefs { version: None }] {
+        let place = Place::laid_out(layout);
+        let disk = Disk::at(place.at("full"), "4m");
+        let said = place.refused("full");
+        assert!(said.contains("No space left on device") && said.contains("/full/"), "{said}");
+        place.fake.requests();
+        disk.grow("64m");
+        let pulled = place.is_well("full");
+        assert!(pulled.fetched_bytes < place.built.data_bytes, "what came before is not fetched again: {pulled:?}");
+    }
 }

@@ -10,8 +10,8 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use common::{FILES, Place, Reply, content};
-use ferry_image::{BuildOptions, Missing, Source, Store, Trace};
+use common::{Disk, FILES, Place, Reply, content};
+use ferry_image::{BuildOptions, Layout, Missing, Source, Store, Trace};
 use ferry_registry::pull_metadata;
 use ferry_vfs::{Errno, Name};
 
@@ -138,6 +138,29 @@ fn failures_are_io_errors_and_end() {
     place.fake.heal();
     assert_eq!(read(&source, "01").unwrap(), content(1));
     assert_eq!(read(&source, "02").unwrap(), content(2));
+}
+
+/// Readers of what is here see it still; those of what does not fit get an error, and what they wanted as soon as there is room.
+#[test]
+fn a_full_disk_fails_what_needs_room_and_nothing_else() {
+    for layout in [Layout::Flat, Layout::Composefs { version: None }] {
+        let place = Place::laid_out(layout);
+        let disk = Disk::at(place.at("lazy"), "1m");
+        let source = open(&place, "lazy", 0, None).unwrap();
+        assert_eq!(read(&source, "07").unwrap(), content(7));
+        let error = read(&source, "large").unwrap_err();
+        assert!(matches!(error, Errno::NOSPC | Errno::IO), "{error}");
+        assert_eq!(read(&source, "07").unwrap(), content(7));
+        disk.grow("64m");
+        assert_eq!(read(&source, "large").unwrap().len(), 6_000_000);
+        for number in 0..FILES {
+            assert_eq!(read(&source, &file(number)).unwrap(), content(number));
+        }
+        source.shared_objects().fetch_all(2, &AtomicBool::new(false), &|_, _| {}).unwrap();
+        source.shared_objects().complete().unwrap();
+        place.is_whole("lazy");
+        drop(source);
+    }
 }
 
 #[test]

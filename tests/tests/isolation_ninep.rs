@@ -14,12 +14,13 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use certificates::Certificates;
 use ferry_driver::ROOT;
 use ferry_isolation::Capabilities;
 use ferry_tests::walled::{Expected, Home, SOON, Served, TICK, USER, is_root};
+use ferry_wire::fuse::abi::FileLock;
 use rustix::process::Signal;
 
 const O_RDWR_CREAT: u32 = 0o102;
@@ -273,6 +274,27 @@ fn a_directory_beside_it_has_its_own_walls() {
     let behind = goes_on(&client, &expected, behind, |server| again(server, "unix:n"));
     ends(client);
     drop(behind);
+}
+
+/// Who waits for a lock is told by a thread that the connection's reader starts.
+#[test]
+fn locks_are_waited_for_behind_walls() {
+    let behind = server(rustix::process::geteuid().as_raw(), "unix:n");
+    let line = format!("share 9p:unix:{} --virtiofs s --json", behind.home.at("n").display());
+    let client = Home::of(rustix::process::geteuid().as_raw()).serve(&line);
+    let mut guest = client.guest();
+    let (file, open) = guest.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();
+    let lock = |kind: i32| FileLock { start: 0, end: u64::MAX >> 1, kind: kind.cast_unsigned(), pid: 77 };
+    guest.setlk(file.nodeid, open.fh, 1, lock(libc::F_WRLCK), 0).unwrap();
+    let waits = guest.send_setlkw(file.nodeid, open.fh, 2, lock(libc::F_WRLCK), 0).unwrap();
+    assert!(guest.queue(1).wait_for(waits, Duration::from_millis(100)).is_err(), "it has the lock");
+    // By the other queue, for an answer to the first one is still to come.
+    guest.select(2);
+    guest.setlk(file.nodeid, open.fh, 1, lock(libc::F_UNLCK), 0).unwrap();
+    let reply = guest.queue(1).wait_for(waits, SOON).unwrap().reply;
+    assert_eq!(reply[4..8], [0; 4], "the lock was not granted: {reply:?}");
+    drop(guest);
+    ends(client);
 }
 
 /// A server that answers nonsense loses its connection by whoever has read that, which is a guest's thread; the next one is made, and the

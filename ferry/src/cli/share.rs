@@ -1,5 +1,7 @@
 //! The flags of one share: a source, and the exports that it goes through.
 
+mod contradictions;
+
 use std::fmt::Display;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -16,7 +18,6 @@ use super::values::{
 use crate::image::ImageDigest;
 use crate::image::registry::JOBS_MAX;
 use crate::ninep::{Address, Users};
-use crate::remote::Server;
 use crate::size::Size;
 use crate::source::Kind;
 
@@ -42,8 +43,6 @@ const CLIENTS_MAX: u32 = 1 << 20;
 const CLIENT_SECONDS_MAX: u64 = 86_400;
 /// The longest that a 9P server is waited for: a week, for servers that are moved.
 const PATIENCE_MAX: u64 = 7 * 86_400;
-/// The least memory for data of a 9P server: with less, what is read ahead pushes itself out.
-const SERVER_CACHE_BYTES_MIN: u64 = 16 << 20;
 
 /// One source and the exports that it goes through: a group of flags, or a `[[share]]` table.
 #[derive(Clone, Debug, Deserialize, clap::Args)]
@@ -442,11 +441,6 @@ impl Share {
         self.virtiofs.is_some() || self.fd.is_some() || self.mount.is_some() || self.ninep.is_some()
     }
 
-    /// Whether a file is made to which others of this machine may connect.
-    fn makes_unix_socket(&self) -> bool {
-        self.virtiofs.is_some() || matches!(self.ninep, Some(Address::Unix(_) | Address::VhostUser(_)))
-    }
-
     /// The tag that was given, or one made of the source's own name.
     pub fn tag_or_default(&self) -> Tag {
         self.tag.clone().unwrap_or_else(|| match self.kind() {
@@ -497,137 +491,6 @@ impl Share {
         }
     }
 
-    /// Flags that do not go together, or not with this source or these exports.
-    pub fn contradiction(&self) -> Option<String> {
-        let source = self.source.display();
-        let kind = self.kind();
-        let of_memory = [
-            (self.size.is_some(), "size"),
-            (self.huge, "huge"),
-            (self.tier2.is_some(), "tier2"),
-            (self.tier2_size.is_some(), "tier2-size"),
-        ];
-        let of_mounts = [
-            (self.path.is_some(), "path"),
-            (self.passthrough.is_some(), "passthrough"),
-            (self.allow_other, "allow-other"),
-            (self.nonempty, "nonempty"),
-            (self.fsname.is_some(), "fsname"),
-            (self.handler_timeout.is_some(), "handler-timeout"),
-            (self.threads.is_some(), "threads"),
-            (self.depth.is_some(), "depth"),
-        ];
-        let of_tls = [
-            (self.tls_cert.is_some(), "tls-cert"),
-            (self.tls_key.is_some(), "tls-key"),
-            (self.tls_client_ca.is_some(), "tls-client-ca"),
-        ];
-        match (&kind, given(&of_memory)) {
-            (Kind::Dir(_), Some(flag)) => {
-                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
-            }
-            (Kind::Image(_), Some(flag)) => {
-                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is an image"));
-            }
-            (Kind::Ninep(_), Some(flag)) => {
-                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is on a server"));
-            }
-            _ => {}
-        }
-        let of_dirs = [
-            (self.announce_submounts, "announce-submounts"),
-            (self.inode_file_handles != FileHandles::default(), "inode-file-handles"),
-            (self.watch != Watch::default(), "watch"),
-        ];
-        if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
-            return Some(format!("{flag} is for directories, and {source} is none"));
-        }
-        if self.watch == Watch::Always && self.mount.is_none() {
-            return Some(format!("watch always is for mounts, for nobody else can be told: {source} has no mount"));
-        }
-        if self.watch == Watch::Always && self.inode_file_handles == FileHandles::Never {
-            return Some("watch always needs inode-file-handles, by which changes are told".into());
-        }
-        if let Some(why) = self.wrong_about_guests() {
-            return Some(why);
-        }
-        let of_images =
-            [(self.store.is_some(), "store"), (self.digest.is_some(), "digest"), (self.from.is_some(), "from")];
-        let of_registries = [
-            (self.jobs.is_some(), "jobs"),
-            (self.cache_size.is_some() && !matches!(kind, Kind::Ninep(_)), "cache-size"),
-            (self.fetch_ahead.is_some(), "fetch-ahead"),
-            (self.plain_http, "plain-http"),
-        ];
-        if let (None, Some(flag)) = (&self.from, given(&of_registries)) {
-            return Some(format!("{flag} is about what is fetched: add from, or leave it out"));
-        }
-        match (&kind, given(&of_images)) {
-            (Kind::Image(_), _) if self.store.is_none() => {
-                return Some(format!("{source} needs store, the folder with the bytes of its files"));
-            }
-            (Kind::Image(_), _) | (_, None) => {}
-            (_, Some(flag)) => return Some(format!("{flag} is for image:PATH, and {source} is none")),
-        }
-        if let Some(why) = self.wrong_about_server(&kind) {
-            return Some(why);
-        }
-        if let Some(why) = self.wrong_about_clients() {
-            return Some(why);
-        }
-        let has_tls = matches!(self.ninep, Some(Address::Tls(..)));
-        if let (false, Some(flag)) = (has_tls, given(&of_tls)) {
-            return Some(format!("{flag} is for 9P with TLS, and {source} is not shared so: add 9p tls:HOST:PORT"));
-        }
-        if has_tls && (self.tls_cert.is_none() || self.tls_key.is_none()) {
-            return Some(format!("{source} is shared with TLS, which needs tls-cert and tls-key, both files in PEM"));
-        }
-        match kind {
-            Kind::Mem if self.tier2.is_some() => Some("tier2 is for pmem:PATH; mem has one tier".into()),
-            _ if self.tier2_size.is_some() && self.tier2.is_none() => Some("tier2-size needs tier2".into()),
-            _ if self.writeback && self.passthrough == Some(Passthrough::On) => {
-                Some("writeback and passthrough exclude each other; leave one out".into())
-            }
-            _ if self.mount.is_none() => given(&of_mounts)
-                .map(|flag| format!("{flag} is for mounts, and {source} is not mounted: add mount, or leave it out")),
-            _ => None,
-        }
-    }
-
-    /// What does not go together about virtual machines, and about numbers.
-    fn wrong_about_guests(&self) -> Option<String> {
-        let source = self.source.display();
-        let of_devices = given(&[
-            (self.posix_acl != Acl::default(), "posix-acl"),
-            (self.security_label.is_some(), "security-label"),
-            (self.once, "once"),
-            (self.no_mmap, "no-mmap"),
-            (self.no_readdirplus, "no-readdirplus"),
-            (self.dax.is_some(), "dax"),
-            (self.dax_files.is_some(), "dax-files"),
-            (self.dax_dialect.is_some(), "dax-dialect"),
-        ]);
-        match of_devices {
-            Some(flag) if self.virtiofs.is_none() && self.fd.is_none() => {
-                Some(format!("{flag} is for virtual machines, and {source} is not shared with one: add virtiofs"))
-            }
-            _ if self.posix_acl == Acl::Always && self.no_xattr => {
-                Some("posix-acl always needs extended attributes; leave no-xattr out".into())
-            }
-            _ if self.security_label.is_some_and(|when| when != Acl::Never) && self.no_xattr => {
-                Some("security-label needs extended attributes; leave no-xattr out".into())
-            }
-            _ if self.socket_group.is_some() && !self.makes_unix_socket() => Some(format!(
-                "socket-group is for unix sockets, and {source} has none: add virtiofs, 9p unix:PATH or 9p \
-                 vhost-user:SOCKET, or leave it out"
-            )),
-            _ if self.map_user.is_some() && !(self.translate_uid.is_empty() && self.translate_gid.is_empty()) => {
-                Some("map-user and translate-uid or translate-gid exclude each other".into())
-            }
-            _ => self.ids().err(),
-        }
-    }
-
     /// The numbers of users and of groups on both sides.
     pub fn ids(&self) -> Result<(Ids, Ids), String> {
         if let Some(MapUser { uid, gid }) = self.map_user {
@@ -636,90 +499,6 @@ impl Share {
         let ids = |rules: &[Rule], flag| Ids::new(rules).map_err(|error| format!("{flag}: {error}"));
         Ok((ids(&self.translate_uid, "translate-uid")?, ids(&self.translate_gid, "translate-gid")?))
     }
-
-    /// What does not go together about 9P clients.
-    fn wrong_about_clients(&self) -> Option<String> {
-        let source = self.source.display();
-        let of_sockets = given(&[
-            (self.ninep_connections.is_some(), "9p-connections"),
-            (self.ninep_slow.is_some(), "9p-slow"),
-            (self.ninep_idle.is_some(), "9p-idle"),
-        ]);
-        let of_all = given(&[
-            (self.ninep_remote, "9p-remote"),
-            (self.ninep_users.is_some(), "9p-users"),
-            (self.ninep_msize.is_some(), "9p-msize"),
-            (self.ninep_no_read_ahead, "9p-no-read-ahead"),
-        ]);
-        match (&self.ninep, of_all.or(of_sockets), of_sockets) {
-            (None, Some(flag), _) => {
-                Some(format!("{flag} is for 9P, and {source} is not shared so: add 9p, or leave it out"))
-            }
-            (Some(Address::VhostUser(_)), _, Some(flag)) => {
-                Some(format!("{flag} is for clients that connect, and a device has one guest: leave it out"))
-            }
-            _ => {
-                let Size(bytes) = self.ninep_msize.filter(|size| !ferry_ninep::MSIZE.contains(&size.0))?;
-                Some(format!("9p-msize = {bytes} is not from 4K to 16M"))
-            }
-        }
-    }
-
-    /// What does not go together about the 9P server that is the source, if it is one.
-    fn wrong_about_server(&self, kind: &Kind) -> Option<String> {
-        let source = self.source.display();
-        let of_tls = given(&[
-            (self.server_ca.is_some(), "server-ca"),
-            (self.client_cert.is_some(), "client-cert"),
-            (self.client_key.is_some(), "client-key"),
-        ]);
-        let of_all = given(&[
-            (self.msize.is_some(), "msize"),
-            (self.in_flight.is_some(), "in-flight"),
-            (self.connections.is_some(), "connections"),
-            (self.ninep_user.is_some(), "9p-user"),
-            (self.ninep_tree.is_some(), "9p-tree"),
-            (self.patience.is_some(), "patience"),
-        ]);
-        let of_data = given(&[(self.writeback, "writeback"), (self.cache_size.is_some(), "cache-size")]);
-        let Kind::Ninep(address) = kind else {
-            return of_all.or(of_tls).map(|flag| format!("{flag} is for 9p:SERVER, and {source} is none"));
-        };
-        match (Server::of(address), of_tls) {
-            (Err(why), _) => Some(why),
-            (Ok(server), _) if server.has_tree() && self.ninep_tree.is_some() => {
-                Some(format!("9p-tree and the address {source} both name a tree: give one of the two"))
-            }
-            (Ok(server), Some(flag)) if !server.is_tls() => {
-                Some(format!("{flag} is for servers with TLS; write 9p:tls:HOST:PORT, or leave it out"))
-            }
-            (Ok(server), _) if server.is_tls() && self.server_ca.is_none() => {
-                Some(format!("{source} needs server-ca, the file of those who sign servers' certificates, in PEM"))
-            }
-            _ if self.client_cert.is_some() != self.client_key.is_some() => {
-                Some("client-cert and client-key are a pair; give both or none".into())
-            }
-            _ => self.wrong_about_data(&source, of_data),
-        }
-    }
-
-    /// What does not go together about the data of a 9P server that are kept.
-    fn wrong_about_data(&self, source: &impl Display, of_data: Option<&str>) -> Option<String> {
-        if let (Some(flag), Cache::None | Cache::Metadata) = (of_data, self.cache) {
-            let cache = if self.cache == Cache::None { "none" } else { "metadata" };
-            return Some(format!(
-                "{flag} is about data that are kept, and with cache {cache} none of {source} are kept: choose cache auto \
-                 or always, or leave it out"
-            ));
-        }
-        let Size(bytes) = self.cache_size.filter(|size| size.0 < SERVER_CACHE_BYTES_MIN)?;
-        Some(format!("cache-size = {bytes} is too little for {source}: give 16M or more"))
-    }
-}
-
-/// The first of some flags that was given.
-fn given(flags: &[(bool, &'static str)]) -> Option<&'static str> {
-    flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag)
 }
 
 fn parsed<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(input: D) -> Result<Option<T>, D::Error> {

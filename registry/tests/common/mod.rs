@@ -7,6 +7,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -372,5 +373,33 @@ impl Place {
             write!(name, "{byte:02x}").unwrap();
         }
         name
+    }
+}
+
+/// A file system of a few bytes below a folder. It goes at the end.
+pub struct Disk(PathBuf);
+
+impl Disk {
+    pub fn at(path: PathBuf, size: &str) -> Self {
+        fs::create_dir(&path).unwrap();
+        let disk = Self(path);
+        disk.mount(&format!("size={size}"));
+        disk
+    }
+
+    /// Gives it room.
+    pub fn grow(&self, size: &str) {
+        self.mount(&format!("remount,size={size}"));
+    }
+
+    fn mount(&self, options: &str) {
+        let status = Command::new("mount").args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(&self.0).status().unwrap();
+        assert!(status.success(), "root may");
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
     }
 }

@@ -37,6 +37,20 @@ pub const FLAT_NO_XATTRS: u8 = 0x1;
 pub const FLAT_NO_ACLS: u8 = 0x2;
 /// No inode has a label of SELinux.
 pub const FLAT_NO_LABELS: u8 = 0x4;
+/// All of these.
+pub const FLAT_NO_KIND: u8 = FLAT_NO_XATTRS | FLAT_NO_ACLS | FLAT_NO_LABELS;
+
+/// Which of `FLAT_NO_*` are not so where an inode has this attribute.
+pub fn denied_by(xattr: &[u8]) -> u8 {
+    let mut denied = FLAT_NO_XATTRS;
+    if xattr.starts_with(XATTR_ACL) {
+        denied |= FLAT_NO_ACLS;
+    }
+    if xattr == XATTR_LABEL {
+        denied |= FLAT_NO_LABELS;
+    }
+    denied
+}
 
 /// The superblock.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

@@ -1,11 +1,13 @@
 //! An image that is open for reading. Whatever it says is checked where it is used: images come from anywhere.
 
 mod directory;
+mod kinds;
 mod open;
 
 pub use directory::{Entries, Entry};
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use ferry_vfs::{FileType, Timespec};
 use zerocopy::FromBytes;
@@ -49,6 +51,8 @@ pub struct Image {
     header: Super,
     packs: Vec<PackRef>,
     is_composefs: bool,
+    /// Which kinds of attributes no inode has (`FLAT_NO_*`), since somebody wanted to know.
+    absent: OnceLock<u8>,
 }
 
 /// A pack that an image names.
@@ -157,22 +161,27 @@ impl Image {
 
     /// Whether an inode may have extended attributes.
     pub fn may_have_xattrs(&self) -> bool {
-        !self.says(FLAT_NO_XATTRS)
+        !self.lacks(FLAT_NO_XATTRS)
     }
 
     /// Whether any inode may have an ACL; if not, mounts are faster when the kernel is told.
     pub fn may_have_acls(&self) -> bool {
-        !self.says(FLAT_NO_XATTRS) && !self.says(FLAT_NO_ACLS)
+        !self.lacks(FLAT_NO_XATTRS | FLAT_NO_ACLS)
     }
 
     /// Whether any inode may have a label of SELinux.
     pub fn may_have_labels(&self) -> bool {
-        !self.says(FLAT_NO_XATTRS) && !self.says(FLAT_NO_LABELS)
+        !self.lacks(FLAT_NO_XATTRS | FLAT_NO_LABELS)
     }
 
-    fn says(&self, flag: u8) -> bool {
+    /// Whether there is nothing of one of these kinds. Images of the layout flat say so; the names of others are looked at, once.
+    fn lacks(&self, kinds: u8) -> bool {
         let volume = &self.header.volume;
-        volume.starts_with(FLAT_VOLUME) && volume[15] & flag != 0
+        let absent = self.absent.get_or_init(|| match volume.starts_with(FLAT_VOLUME) {
+            true => volume[15],
+            false => kinds::absent(self),
+        });
+        absent & kinds != 0
     }
 
     /// How many inodes it says that there are.

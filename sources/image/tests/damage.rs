@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::{Bench, bytes, fill};
-use ferry_image::{Data, Error, Image, Objects, Source, Store, check};
+use ferry_image::{Algorithm, BuildOptions, Data, Error, Image, Layout, Objects, Source, Store, check};
 use ferry_vfs::{Errno, FileType};
 use proptest::prelude::*;
 
@@ -90,6 +90,41 @@ fn a_full_disk_leaves_no_image_and_no_pack() {
     assert_eq!(source.raw_os_error(), Some(Errno::NOSPC.raw_os_error()));
     assert_eq!(left, 0);
     assert!(!bench.path("image").exists());
+}
+
+#[test]
+fn a_full_disk_leaves_no_image_and_no_half_object() {
+    let bench = Bench::new();
+    for number in 0..6 {
+        fs::write(bench.tree().join(format!("{number}")), bytes(number, 300_000)).expect("files can be made");
+    }
+    fs::create_dir(bench.store()).expect("folders can be made");
+    let none = rustix::mount::MountFlags::empty();
+    rustix::mount::mount("none", bench.store(), "tmpfs", none, c"size=1m").expect("root may");
+    let build = || {
+        let options = BuildOptions { layout: Layout::Composefs { version: None }, ..BuildOptions::default() };
+        let store = Store::create(&bench.store())?;
+        ferry_image::build(&bench.tree(), &bench.path("image"), store, &options, &|_, _| {})
+    };
+    let outcome = build();
+    let there = bench.path("image").exists();
+    // Each file below objects/xx is whole: its name is what its bytes are.
+    let mut objects = Vec::new();
+    for folder in fs::read_dir(bench.store().join("objects")).expect("it is there").flatten() {
+        for file in fs::read_dir(folder.path()).expect("it is a folder").flatten() {
+            let name = format!("{}{}", folder.file_name().display(), file.file_name().display());
+            objects.push((name, Algorithm::Verity.of(&fs::read(file.path()).expect("files can be read")).hex()));
+        }
+    }
+    rustix::mount::mount_remount(bench.store(), none, c"size=8m").expect("it is mounted");
+    let again = build();
+    rustix::mount::unmount(bench.store(), rustix::mount::UnmountFlags::DETACH).expect("it is mounted");
+    let error = outcome.expect_err("there is no room");
+    let Error::Io { source, .. } = &error else { panic!("{error}") };
+    assert_eq!(source.raw_os_error(), Some(Errno::NOSPC.raw_os_error()));
+    assert!(!there);
+    assert!(objects.iter().all(|(name, digest)| name == digest), "{objects:?}");
+    again.expect("there is room now");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::fs;
 
 use common::kernel::mount;
 use common::{Bench, bytes, facts, fill};
-use ferry_image::{Image, Source};
+use ferry_image::{BuildOptions, Image, Layout, Source, Store, build};
 use ferry_vfs::{Caller, FileSystem, SessionId};
 use rustix::io::Errno;
 
@@ -157,9 +157,18 @@ fn an_image_tells_whether_it_has_attributes_and_acls() {
     let file = bench.tree().join("file");
     fs::write(&file, "x").expect("files can be made");
     let tells = |name: &str| {
+        let of = |name: &str| {
+            let image = Image::open(&bench.path(name), None).expect("what was built can be opened");
+            (image.may_have_xattrs(), image.may_have_acls(), image.may_have_labels())
+        };
         bench.build(name);
-        let image = Image::open(&bench.path(name), None).expect("what was built can be opened");
-        (image.may_have_xattrs(), image.may_have_acls(), image.may_have_labels())
+        // The other layout has no place for it: all names are looked at.
+        let composefs = format!("{name}.cfs");
+        let options = BuildOptions { layout: Layout::Composefs { version: None }, ..BuildOptions::default() };
+        let store = Store::create(&bench.path("objects")).expect("a store can be made");
+        build(&bench.tree(), &bench.path(&composefs), store, &options, &|_, _| {}).expect("the tree can be built");
+        assert_eq!(of(&composefs), of(name));
+        of(name)
     };
     let set = |name: &str, value: &[u8]| {
         rustix::fs::setxattr(&file, name, value, rustix::fs::XattrFlags::empty()).expect("attributes can be set");

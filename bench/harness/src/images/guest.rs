@@ -67,7 +67,8 @@ impl Visit {
                 (Server::spawn(Peer::Ferry.name(), &socket, &place.server_cpus, words)?, None)
             }
         };
-        let log = folder.join("guest.log");
+        // Beside the server's, which is guest.log.
+        let log = folder.join("console.log");
         let agent = Agent::boot(&place.cache, server.socket(), place.guest_cpu, &log);
         let mut visit = Self { agent: agent.context("no guest")?, server, _tree: tree };
         visit.run(READ_PROGRAMS)?;

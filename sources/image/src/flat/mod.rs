@@ -23,9 +23,8 @@ use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::digest::Digest;
 use crate::erofs::{
-    BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS,
-    FLAT_VOLUME, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET,
-    Super, XATTR_ACL, XATTR_LABEL, xattr_count,
+    BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS,
+    INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, denied_by, xattr_count,
 };
 use crate::error::{Error, Result};
 use crate::piece::{self, CHUNK_FORMAT, PIECE_BLOCKS};
@@ -142,17 +141,8 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
 
 /// Which attributes no inode has.
 fn absent(tree: &Tree) -> u8 {
-    let mut absent = FLAT_NO_XATTRS | FLAT_NO_ACLS | FLAT_NO_LABELS;
-    for (name, _) in tree.nodes.iter().flat_map(|node| &node.xattrs) {
-        absent &= !FLAT_NO_XATTRS;
-        if name.starts_with(XATTR_ACL) {
-            absent &= !FLAT_NO_ACLS;
-        }
-        if name == XATTR_LABEL {
-            absent &= !FLAT_NO_LABELS;
-        }
-    }
-    absent
+    let xattrs = tree.nodes.iter().flat_map(|node| &node.xattrs);
+    xattrs.fold(FLAT_NO_KIND, |absent, (name, _)| absent & !denied_by(name))
 }
 
 fn number(blocks: u64) -> Result<U32> {

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use ferry_vfs::FileType;
 use rustix::fs::{SeekFrom, seek};
@@ -72,7 +73,7 @@ impl Image {
         let header = superblock(&bytes)?;
         let composefs: Header = read_at(&bytes, 0)?;
         let is_composefs = composefs.magic.get() == composefs::MAGIC;
-        let mut image = Self { bytes, digest, header, packs: Vec::new(), is_composefs };
+        let mut image = Self { bytes, digest, header, packs: Vec::new(), is_composefs, absent: OnceLock::new() };
         if header.feature_incompat.get() & INCOMPAT_DEVICE_TABLE != 0 {
             image.read_devices()?;
         }
