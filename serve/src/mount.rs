@@ -188,6 +188,12 @@ impl Mount {
         self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.settle(ino))
     }
 
+    /// To be called before the client is told of a file's attributes: it may learn that the file has changed, and then its window is to show
+    /// that. What cannot be read it is told when it asks for it.
+    pub(crate) fn tells_attr_of(&self, ino: Ino) {
+        let _ = self.settle(ino);
+    }
+
     /// Whether the client knows of an inode.
     pub(crate) fn knows(&self, ino: Ino) -> bool {
         ino == Ino::ROOT || self.shard(ino.0).references.contains_key(&ino)

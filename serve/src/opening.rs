@@ -49,8 +49,7 @@ impl Server {
     pub(crate) fn entry(&self, cx: &Context<'_>, entry: Entry, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let entry = self.checked(entry)?;
         cx.mount.refer(entry.ino);
-        // As for attributes.
-        let _ = cx.mount.settle(entry.ino);
+        cx.mount.tells_attr_of(entry.ino);
         let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
         let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
         if let Written::Instead(_) = written {
@@ -179,6 +178,8 @@ impl Server {
         let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
         cx.mount.refer(entry.ino);
         let opened = self.opened(cx, entry.ino, handle, flags);
+        // Somebody else may have made it, and long ago.
+        cx.mount.tells_attr_of(entry.ino);
         let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
         let dax = cx.mount.dax(&entry.attr);
         let written = cx.tell(buffer, &Reply::Created { entry, timeouts, dax, opened });

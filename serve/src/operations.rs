@@ -86,12 +86,14 @@ impl Server {
                 // Linux names a handle only where it reads, writes or seeks; users' questions come without (fuse_getattr).
                 if let Some(attr) = handle.and_then(|handle| source.glance(caller, ino, handle)) {
                     let (attr, timeout) = (checks::attr(attr)?, Duration::ZERO);
+                    cx.mount.tells_attr_of(ino);
                     return Ok(cx.done(carrier, &Reply::Attr { attr, timeout, dax: cx.mount.dax(&attr) }));
                 }
                 return self.attr(cx, source.getattr(caller, ino, handle)?, carrier);
             }
             Operation::Statx { handle, .. } => {
                 let attr = checks::attr(source.getattr(caller, ino, handle)?)?;
+                cx.mount.tells_attr_of(ino);
                 return Ok(cx.done(carrier, &Reply::Statx { attr, timeout: self.share.policy.attr_timeout }));
             }
             Operation::Setattr { handle, ref set, .. } => {
@@ -320,8 +322,7 @@ impl Server {
 
     fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let attr = checks::attr(attr)?;
-        // The client may have learnt that the file has changed; what cannot be read then it is told when it asks for it.
-        let _ = cx.mount.settle(cx.ino);
+        cx.mount.tells_attr_of(cx.ino);
         Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.attr_timeout, dax: cx.mount.dax(&attr) }))
     }
 
@@ -433,7 +434,9 @@ fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
             cx.mount.settle(copy.from.0)?;
             cx.mount.settle(copy.to.0)
         }
+        // Of a WRITE across the file's end, Linux has let the guest store what lies before that in its window until now.
         Operation::Read(_)
+        | Operation::Write { .. }
         | Operation::Setattr { .. }
         | Operation::Open { .. }
         | Operation::Flush { .. }

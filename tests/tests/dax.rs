@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
@@ -229,6 +230,8 @@ fn only_large_files_are_mapped_where_the_guest_leaves_it_to_us() {
 }
 
 const CHUNK: u64 = 2 << 20;
+/// `statx(2)`: the length is asked for.
+const STATX_SIZE: u32 = 0x200;
 
 /// A guest whose front end is ours, the line to it, and a file of 3 MiB and a bit, opened for writing.
 fn native(share: &Share) -> (Driver, UnixStream, u64) {
@@ -262,6 +265,16 @@ fn share_with_file(name: &str) -> Share {
     let share = Share::with(Place::Disk, Options { queues: 1, name: name.into(), ..Options::default() });
     std::fs::write(share.path.join("file"), pattern(3_200_000)).unwrap();
     share
+}
+
+/// Maps the last chunk of that file for writing; answers the copy of its end, and where that begins in the file.
+fn map_end(driver: &mut Driver, line: &UnixStream, node: u64) -> (File, u64) {
+    let ticket = send(driver, &setup(node, CHUNK, 0, SETUPMAPPING_READ | SETUPMAPPING_WRITE));
+    answer(line, next_wish(line).unwrap().code, 0);
+    let wish = next_wish(line).unwrap();
+    answer(line, wish.code, 0);
+    driver.receive(ticket).unwrap();
+    (wish.file.unwrap(), CHUNK + wish.numbers[2])
 }
 
 #[test]
@@ -329,13 +342,57 @@ fn mappings_are_asked_for_and_given_back() {
     share.assert_released();
 }
 
+/// A write across the end of a file Linux sends as a whole, also what lies before the end. It has stored bytes there, maybe, of which nobody was
+/// told; and programs that map the last page may have stored some behind the end, which are to be lost.
+#[test]
+fn a_write_across_the_end_comes_after_what_was_stored_there() {
+    let _alone = alone();
+    Asked::begin();
+    let share = share_with_file("across");
+    let (mut driver, line, node) = native(&share);
+    let (copy, start) = map_end(&mut driver, &line, node);
+    let handle = driver.open(node, 2).unwrap().fh;
+    let mut expected = pattern(3_200_000);
+    let end = expected.len() as u64;
+    copy.write_all_at(b"AAAA", end - 4 - start).unwrap();
+    assert_eq!(driver.write(node, handle, end - 4, b"BBBBBBBB").unwrap(), 8);
+    expected.truncate(expected.len() - 4);
+    expected.extend(b"BBBBBBBB");
+    let is = |driver: &mut Driver, expected: &[u8]| {
+        let mut has = vec![0; expected.len() - usize::try_from(start).unwrap()];
+        copy.read_exact_at(&mut has, 0).unwrap();
+        assert!(has == expected[expected.len() - has.len()..], "the copy ends with {:?}", &has[has.len() - 24..]);
+        driver.fsync(node, handle).unwrap();
+        let has = std::fs::read(share.path.join("file")).unwrap();
+        assert!(has == expected, "{} bytes, the file ends with {:?}", has.len(), &has[has.len() - 24..]);
+    };
+    is(&mut driver, &expected);
+    // Behind the end: what is appended there counts, and zeros where the file is made longer.
+    copy.write_all_at(b"XXXX", end + 4 - start).unwrap();
+    assert_eq!(driver.write(node, handle, end + 4, b"YY").unwrap(), 2);
+    expected.extend(b"YY");
+    is(&mut driver, &expected);
+    driver.truncate(node, end + 16).unwrap();
+    expected.resize(expected.len() + 10, 0);
+    is(&mut driver, &expected);
+    // The guest stores where somebody else has made the file longer, once it was told.
+    let host = File::options().write(true).open(share.path.join("file")).unwrap();
+    host.write_all_at(b"by the host", end + 16).unwrap();
+    driver.statx(node, STATX_SIZE).unwrap();
+    copy.write_all_at(b"BY", end + 16 - start).unwrap();
+    expected.extend(b"BY the host");
+    is(&mut driver, &expected);
+    drop((driver, line));
+    share.assert_released();
+}
+
 /// What a guest stores into a hole takes room when the host writes it out, which nobody could tell the guest of.
 #[test]
 fn holes_are_filled_before_the_guest_writes() {
     let _alone = alone();
     Asked::begin();
     let share = share_with_file("native-holes");
-    let file = std::fs::File::create(share.path.join("file")).unwrap();
+    let file = File::create(share.path.join("file")).unwrap();
     file.set_len(2 * CHUNK).unwrap();
     // What is reserved behind the end fills no hole.
     rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::KEEP_SIZE, 4 * CHUNK, 4 * CHUNK).unwrap();

@@ -26,7 +26,8 @@ pub(super) struct Tail {
     start: u64,
     bytes: u64,
     copy: Arc<OwnedFd>,
-    /// What both sides had when they were last brought together.
+    /// What both sides had when they were last brought together, up to where the file ended then. What is behind that is the file's: the
+    /// sides are brought together before the guest is told of a longer file, so what it stored there was behind the end.
     base: Vec<u8>,
 }
 
@@ -46,7 +47,7 @@ impl Tail {
     }
 
     /// Brings what the guest has stored into the file, and what the file has got otherwise into the copy. Where both have
-    /// changed, the guest's is kept.
+    /// changed, the guest's is kept, but for what was behind the file's end.
     fn settle(&mut self) -> Result<()> {
         self.settle_up_to(u64::MAX)
     }
@@ -54,13 +55,12 @@ impl Tail {
     fn settle_up_to(&mut self, end: u64) -> Result<()> {
         let size = u64::try_from(fstat(self.file.as_fd())?.st_size).unwrap_or(0).min(end);
         let in_file = usize::try_from(size.saturating_sub(self.start).min(self.bytes)).map_err(|_| Errno::OVERFLOW)?;
-        let length = in_file.max(self.base.len());
+        let (length, common) = (in_file.max(self.base.len()), in_file.min(self.base.len()));
         let mut host = read(self.file.as_fd(), self.start, in_file)?;
         host.resize(length, 0);
         let guest = read(self.copy.as_fd(), 0, length)?;
-        self.base.resize(length, 0);
         if self.writable {
-            for (start, end) in differences(&guest[..in_file], &self.base[..in_file]) {
+            for (start, end) in differences(&guest[..common], &self.base[..common]) {
                 write(self.file.as_fd(), self.start + start as u64, &guest[start..end])?;
                 host[start..end].copy_from_slice(&guest[start..end]);
             }
@@ -239,6 +239,25 @@ mod tests {
         sides.check(b"12c", b"12c");
         sides.file.set_len(4096 + 6).unwrap();
         sides.check(b"12c\0\0\0", b"12c\0\0\0");
+    }
+
+    #[test]
+    fn what_is_behind_the_end_is_the_files() {
+        let sides = sides(true, b"abc");
+        // Stored behind the end, where somebody appends then.
+        sides.copy.write_all_at(b"XXXX", 3).unwrap();
+        sides.check(b"abc", b"abcXXXX");
+        sides.file.write_all_at(b"de", 4096 + 3).unwrap();
+        sides.check(b"abcde", b"abcdeXX");
+        // The same where the file has a hole then, and from there on the guest may store.
+        sides.file.set_len(4096 + 7).unwrap();
+        sides.check(b"abcde\0\0", b"abcde\0\0");
+        sides.copy.write_all_at(b"g", 6).unwrap();
+        sides.check(b"abcde\0g", b"abcde\0g");
+        // Longer and changed within the old end, at once.
+        sides.copy.write_all_at(b"EFGH", 4).unwrap();
+        sides.file.write_all_at(b"hij", 4096 + 7).unwrap();
+        sides.check(b"abcdEFGhij", b"abcdEFGhij");
     }
 
     #[test]
