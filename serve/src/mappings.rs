@@ -31,6 +31,12 @@ pub trait Mappings: Send + Sync {
     /// Those of writing to the file.
     fn settle(&self, ino: Ino) -> Result<()>;
 
+    /// Brings what the client has stored in its window into the files, of all files.
+    ///
+    /// # Errors
+    /// Those of writing to a file; the others are seen to all the same.
+    fn store_all(&self) -> Result<()>;
+
     /// The client's session has ended: so do all mappings.
     fn clear(&self, answer: Answer);
 }

@@ -188,6 +188,11 @@ impl Mount {
         self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.settle(ino))
     }
 
+    /// See [`Mappings::store_all`].
+    pub(crate) fn store_all(&self) -> Result<()> {
+        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.store_all())
+    }
+
     /// To be called before the client is told of a file's attributes: it may learn that the file has changed, and then its window is to show
     /// that. What cannot be read it is told when it asks for it.
     pub(crate) fn tells_attr_of(&self, ino: Ino) {

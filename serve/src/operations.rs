@@ -173,7 +173,13 @@ impl Server {
         let (caller, ino) = (&cx.caller, cx.ino);
         match *operation {
             Operation::Syncfs => {
-                return Ok(self.aside(cx, carrier, move |caller| source.syncfs(caller, ino).map(|()| Reply::Empty)));
+                let mount = Arc::clone(cx.mount);
+                return Ok(self.aside(cx, carrier, move |caller| {
+                    // What cannot be stored keeps nothing else from being made durable.
+                    let stored = mount.store_all();
+                    source.syncfs(caller, ino)?;
+                    stored.map(|()| Reply::Empty)
+                }));
             }
             Operation::CopyFileRange(copy) => {
                 let copy = CopyRange { len: copy.len.min(COPY_BYTES_MAX), ..copy };

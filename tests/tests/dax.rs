@@ -386,6 +386,32 @@ fn a_write_across_the_end_comes_after_what_was_stored_there() {
     share.assert_released();
 }
 
+/// In whole pages a store is in the file itself. So it is to be in the last one when the guest syncs, and when its virtual machine ends.
+#[test]
+fn the_end_of_a_file_is_not_left_behind() {
+    let _alone = alone();
+    Asked::begin();
+    let share = share_with_file("behind");
+    let (mut driver, line, node) = native(&share);
+    let (copy, start) = map_end(&mut driver, &line, node);
+    let has = |stored: &[u8]| {
+        let file = std::fs::read(share.path.join("file")).unwrap();
+        &file[usize::try_from(start).unwrap()..][..stored.len()] == stored
+    };
+    copy.write_all_at(b"before sync", 0).unwrap();
+    driver.syncfs().unwrap();
+    assert!(has(b"before sync"));
+    copy.write_all_at(b"at the end", 0).unwrap();
+    assert!(!has(b"at the end"), "nobody was told of it");
+    drop((driver, line));
+    share.assert_released();
+    let until = Instant::now() + Duration::from_secs(10);
+    while !has(b"at the end") {
+        assert!(Instant::now() < until, "what was stored is lost");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// What a guest stores into a hole takes room when the host writes it out, which nobody could tell the guest of.
 #[test]
 fn holes_are_filled_before_the_guest_writes() {

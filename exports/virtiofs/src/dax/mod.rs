@@ -165,6 +165,10 @@ impl Mappings for Dax {
         self.tails.settle(ino)
     }
 
+    fn store_all(&self) -> ferry_vfs::Result<()> {
+        self.tails.settle_all().first().map_or(Ok(()), |(_, error)| Err(*error))
+    }
+
     fn clear(&self, answer: Answer) {
         match self.is_open() {
             true => self.post(Task::Clear(answer)),

@@ -135,6 +135,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+fn settle(tails: &OfFile) -> Result<()> {
+    let outcomes: Vec<_> = lock(tails).values_mut().map(Tail::settle).collect();
+    outcomes.into_iter().collect()
+}
+
 impl Tails {
     /// Brings the copies of a file's parts and the file together.
     ///
@@ -145,8 +150,13 @@ impl Tails {
             return Ok(());
         }
         let Some(tails) = lock(&self.files).get(&ino).cloned() else { return Ok(()) };
-        let outcomes: Vec<_> = lock(&tails).values_mut().map(Tail::settle).collect();
-        outcomes.into_iter().collect()
+        settle(&tails)
+    }
+
+    /// The same for all files. Answers those with which it did not succeed, and why.
+    pub(super) fn settle_all(&self) -> Vec<(Ino, Errno)> {
+        let files: Vec<_> = lock(&self.files).iter().map(|(ino, tails)| (*ino, Arc::clone(tails))).collect();
+        files.into_iter().filter_map(|(ino, tails)| Some((ino, settle(&tails).err()?))).collect()
     }
 
     /// Notes the tail of the chunk at this place.
@@ -265,6 +275,18 @@ mod tests {
         let sides = sides(false, b"abc");
         sides.copy.write_all_at(b"X", 1).unwrap();
         sides.check(b"abc", b"abc");
+    }
+
+    #[test]
+    fn what_was_stored_in_any_file_is_brought_there() {
+        let (sides, other) = (sides(true, b"abc"), sides(true, b"def"));
+        let tail = lock(&other.tails.files).get(&INO).and_then(|tails| lock(tails).remove(&0)).unwrap();
+        sides.tails.insert(Ino(8), 1 << 21, tail);
+        sides.copy.write_all_at(b"A", 0).unwrap();
+        other.copy.write_all_at(b"D", 0).unwrap();
+        assert!(sides.tails.settle_all().is_empty());
+        assert_eq!(read(sides.file.as_fd(), 4096, 3).unwrap(), b"Abc");
+        assert_eq!(read(other.file.as_fd(), 4096, 3).unwrap(), b"Def");
     }
 
     #[test]
