@@ -359,6 +359,9 @@ impl<D: Device> Connection<D> {
         })?;
         let goes_on = |queue: &Queue<_>| queue.running || queue.adrift;
         let go_on: Vec<usize> = (0..self.queues.len()).filter(|index| goes_on(&self.queues[*index])).collect();
+        if let Some(window) = &self.window {
+            window.is_telling();
+        }
         go_on.iter().for_each(|index| self.stop(*index));
         self.memory = memory;
         self.tell(None);

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::channel::{self, Broken};
 
@@ -67,6 +67,11 @@ struct State {
     awaited: Option<Told>,
     /// Whether mappings come back; not known before the first.
     tells: Option<bool>,
+    /// The front end has told of a change of its memory, and waits until what the queues have under way has ended. It
+    /// tells of nothing else meanwhile.
+    waits: bool,
+    /// When that was over the last time.
+    heard: Option<Instant>,
     /// Regions of memory that the front end has told of.
     regions: usize,
     /// What is mapped, by window offset.
@@ -213,15 +218,22 @@ impl Window {
     }
 
     /// Waits until the mapping has come back as a region of memory, where front ends tell. Answers whether it has.
-    fn wait_until_told(&self, state: MutexGuard<'_, State>) -> Result<bool, WindowError> {
+    fn wait_until_told(&self, mut state: MutexGuard<'_, State>) -> Result<bool, WindowError> {
         let within = if state.tells.is_some() { self.reply_within } else { self.told_within };
-        let waits = |state: &mut State| state.awaited.is_some() && !state.ended;
-        let waited = self.changed.wait_timeout_while(state, within, waits);
-        let (mut state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        let begun = Instant::now();
+        while state.awaited.is_some() && !state.ended {
+            let since = state.heard.map_or(begun, |heard| heard.max(begun));
+            // What we make the front end wait for does not count.
+            let left = if state.waits { within } else { within.saturating_sub(since.elapsed()) };
+            if left.is_zero() {
+                break;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
         if state.ended {
             return Err(WindowError::Lost);
         }
-        if !timeout.timed_out() || state.awaited.take().is_none() {
+        if state.awaited.take().is_none() {
             return Ok(true);
         }
         if state.tells.is_none() {
@@ -265,15 +277,28 @@ impl Window {
         }
     }
 
+    /// The front end tells of a change of its memory. Until [`Self::told`] it is made to wait.
+    pub(crate) fn is_telling(&self) {
+        self.state().waits = true;
+    }
+
     /// The front end has told of its regions of memory, `added` being the new one.
     pub(crate) fn told(&self, regions: usize, added: Option<Told>) {
         let mut state = self.state();
         state.regions = regions;
+        state.waits = false;
+        state.heard = Some(Instant::now());
         if added.is_some() && state.awaited == added {
             state.awaited = None;
             state.tells = Some(true);
-            self.changed.notify_all();
         }
+        // It had to wait for something for so long that it was taken for one that does not tell.
+        let is_late = |told: Told| state.mapped.values().any(|known| known.0 == told.file);
+        if state.tells == Some(false) && self.dialect.tells().is_none() && added.is_some_and(is_late) {
+            tracing::debug!("the front end tells of what it maps, if late");
+            state.tells = Some(true);
+        }
+        self.changed.notify_all();
     }
 
     /// The connection is over: nobody waits any longer.

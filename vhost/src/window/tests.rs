@@ -1,6 +1,7 @@
 //! A window and a front end that answers, or does not.
 
 use std::io::{Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::*;
@@ -81,6 +82,68 @@ fn a_mapping_is_there_when_its_region_is() {
     });
     window.map(file.as_fd(), PART).unwrap();
     assert_eq!(window.state().tells, Some(true));
+}
+
+#[test]
+fn a_front_end_that_tells_late_is_waited_for_from_then_on() {
+    let (window, line) = window(REPLY_WITHIN, NOT_LONG);
+    let file = memfd(1 << 20);
+    let told = Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    let (mine, is_late) = (Arc::clone(&window), Arc::new(AtomicBool::new(true)));
+    let (was_late, told_twice) = (Arc::clone(&is_late), Arc::new(AtomicBool::new(false)));
+    let done = Arc::clone(&told_twice);
+    front(line, move |line, code| {
+        reply(line, code, 0);
+        if !was_late.load(Ordering::SeqCst) {
+            std::thread::sleep(4 * NOT_LONG);
+            done.store(true, Ordering::SeqCst);
+            mine.told(3, Some(told));
+        }
+    });
+    window.map(file.as_fd(), PART).unwrap();
+    assert_eq!(window.state().tells, Some(false));
+    // Memory that has nothing to do with it, and then the region, at last.
+    window.told(1, Some(Told { file: file_id(memfd(1)).unwrap(), ..told }));
+    assert_eq!(window.state().tells, Some(false));
+    window.told(2, Some(told));
+    assert_eq!(window.state().tells, Some(true));
+    is_late.store(false, Ordering::SeqCst);
+    window.map(file.as_fd(), Part { window_offset: 0, ..PART }).unwrap();
+    assert!(told_twice.load(Ordering::SeqCst), "the guest does not see it yet");
+}
+
+#[test]
+fn what_the_front_end_waits_for_does_not_make_it_late() {
+    let (window, line) = window(REPLY_WITHIN, NOT_LONG);
+    let file = memfd(1 << 20);
+    let told = Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    let mine = Arc::clone(&window);
+    front(line, move |line, code| {
+        // As a message about memory, with a queue in which somebody makes a file durable.
+        mine.is_telling();
+        reply(line, code, 0);
+        std::thread::sleep(4 * NOT_LONG);
+        mine.told(2, None);
+        mine.told(2, Some(told));
+    });
+    window.map(file.as_fd(), PART).unwrap();
+    assert_eq!(window.state().tells, Some(true));
+}
+
+#[test]
+fn who_maps_before_it_answers_need_not_tell() {
+    let (ours, mut line) = UnixStream::pair().unwrap();
+    let window = Window::patient(1 << 20, WindowDialect::FsMap, REPLY_WITHIN, NOT_LONG);
+    window.attach(ours.into());
+    std::thread::spawn(move || {
+        let mut message = [0; 12 + 256];
+        line.read_exact(&mut message).unwrap();
+        reply(&mut line, u32::from_ne_bytes(message[..4].try_into().unwrap()), 0);
+    });
+    let file = memfd(1 << 20);
+    window.map(file.as_fd(), PART).unwrap();
+    window.told(2, Some(Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes }));
+    assert_eq!(window.state().tells, Some(false));
 }
 
 #[test]
