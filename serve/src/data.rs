@@ -1,6 +1,7 @@
 //! READ, WRITE and FSYNC: where the bytes go.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, SessionId};
@@ -97,7 +98,8 @@ impl Server {
                     return Err(self.lied(cx.ino, "write", claimed, most));
                 }
                 publish(&self.share, cx.caller.session, range.ino, range.offset, claimed);
-                let _ = cx.mount.settle(range.ino);
+                // What fails here fails again when the file is closed.
+                let _ = cx.mount.settle(range.ino, part(range.offset, claimed));
                 is_whole(cached, claimed, bytes_max)?;
                 self.written(cx, range, claimed, carrier)
             }
@@ -199,7 +201,7 @@ impl Moving {
                 publish(share, by, ino, offset, bytes);
                 if let Some(mount) = window_of {
                     // What fails here fails again when the file is closed.
-                    let _ = mount.settle(ino);
+                    let _ = mount.settle(ino, part(offset, bytes));
                 }
                 if let Err(errno) = told {
                     return reply::write_error(buffer, unique, errno);
@@ -217,6 +219,11 @@ impl Moving {
 /// them it is mostly want of room, and the client's kernel tells that from all else only.
 fn is_whole(cached: bool, bytes: usize, bytes_max: usize) -> Result<()> {
     if cached && bytes < bytes_max { Err(Errno::NOSPC) } else { Ok(()) }
+}
+
+/// So many bytes of a file, by their offsets.
+fn part(offset: u64, bytes: usize) -> Range<u64> {
+    offset..offset.saturating_add(bytes as u64)
 }
 
 fn publish(share: &Share, by: SessionId, ino: Ino, offset: u64, bytes: usize) {

@@ -98,9 +98,7 @@ impl Server {
             self.share.complaints.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
             outcome = Err(Errno::IO);
         }
-        if cx.mount.mappings.is_some() {
-            referred.iter().for_each(|ino| cx.mount.tells_attr_of(*ino));
-        }
+        referred.iter().for_each(|ino| cx.mount.tells_attr_of(*ino));
         let told = outcome.map(|()| cx.tell(buffer, &Reply::Bytes(&scratch)));
         if !matches!(told, Ok(Written::Whole(_))) {
             referred.iter().for_each(|ino| cx.mount.forget(*ino, 1));

@@ -1,6 +1,11 @@
 //! Files in a client's memory (DAX).
 
+use std::ops::Range;
+
 use ferry_vfs::{Ino, Result, SessionId};
+
+/// All of a file, as a part of it.
+pub(crate) const WHOLE: Range<u64> = 0..u64::MAX;
 
 /// Answers a request.
 pub type Answer = Box<dyn FnOnce(Result<()>) + Send>;
@@ -25,13 +30,25 @@ pub trait Mappings: Send + Sync {
     fn forget(&self, by: SessionId, ino: Ino);
 
     /// Brings what the client has stored in its window into the file, and what the file has got otherwise into the window,
-    /// where that does not happen by itself.
+    /// where that does not happen by itself: in this part of the file (offsets), and where it has become longer or shorter.
     ///
     /// # Errors
-    /// Those of writing to the file.
-    fn settle(&self, ino: Ino) -> Result<()>;
+    /// Those of reading the file, and of writing to it.
+    fn settle(&self, ino: Ino, part: Range<u64>) -> Result<()>;
 
-    /// Brings what the client has stored in its window into the files, of all files.
+    /// The same for all of a file of which the client is about to be told the attributes, unless they are those of the last time.
+    ///
+    /// # Errors
+    /// As for [`Self::settle`].
+    fn settle_if_changed(&self, ino: Ino) -> Result<()>;
+
+    /// As [`Self::settle`], for somebody who is going to use the file itself: what has not been stored to in the window need not be looked at.
+    ///
+    /// # Errors
+    /// As for [`Self::settle`].
+    fn store(&self, ino: Ino, part: Range<u64>) -> Result<()>;
+
+    /// The same for all of all files.
     ///
     /// # Errors
     /// Those of writing to a file; the others are seen to all the same.

@@ -1,6 +1,7 @@
 //! What one client holds, from its INIT to its end.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -183,9 +184,14 @@ impl Mount {
         }
     }
 
-    /// Brings a file and what the client has of it in its window together; see [`Mappings::settle`].
-    pub(crate) fn settle(&self, ino: Ino) -> Result<()> {
-        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.settle(ino))
+    /// Brings a part of a file and what the client has of it in its window together; see [`Mappings::settle`].
+    pub(crate) fn settle(&self, ino: Ino, part: Range<u64>) -> Result<()> {
+        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.settle(ino, part))
+    }
+
+    /// See [`Mappings::store`].
+    pub(crate) fn store(&self, ino: Ino, part: Range<u64>) -> Result<()> {
+        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.store(ino, part))
     }
 
     /// See [`Mappings::store_all`].
@@ -196,7 +202,9 @@ impl Mount {
     /// To be called before the client is told of a file's attributes: it may learn that the file has changed, and then its window is to show
     /// that. What cannot be read it is told when it asks for it.
     pub(crate) fn tells_attr_of(&self, ino: Ino) {
-        let _ = self.settle(ino);
+        if let Some(mappings) = &self.mappings {
+            let _ = mappings.settle_if_changed(ino);
+        }
     }
 
     /// Whether the client knows of an inode.

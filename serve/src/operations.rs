@@ -9,7 +9,7 @@ use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
-use crate::mappings::{Answer, Mapping};
+use crate::mappings::{Answer, Mapping, WHOLE};
 use crate::mount::Open;
 use crate::opening::Made;
 use crate::reply;
@@ -43,7 +43,7 @@ impl Server {
         };
         if cx.mount.mappings.is_some() && matches!(operation, Operation::Fallocate { .. }) {
             // What fails here fails again when the file is closed.
-            let _ = cx.mount.settle(cx.ino);
+            let _ = cx.mount.settle(cx.ino, WHOLE);
         }
         let outcome = match served {
             Ok(Served::Reply(bytes)) => Outcome::Bytes(bytes),
@@ -186,7 +186,7 @@ impl Server {
                 let mount = Arc::clone(cx.mount);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
-                    mount.settle(copy.to.0)?;
+                    mount.settle(copy.to.0, WHOLE)?;
                     Ok(Reply::Write { bytes: u32::try_from(bytes).unwrap_or(u32::MAX) })
                 }));
             }
@@ -194,7 +194,7 @@ impl Server {
                 let mount = Arc::clone(cx.mount);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
-                    mount.settle(copy.to.0)?;
+                    mount.settle(copy.to.0, WHOLE)?;
                     Ok(Reply::CopyFileRange64 { bytes })
                 }));
             }
@@ -430,28 +430,30 @@ fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     }
 }
 
-/// Sees to it that the file is what the client thinks it is, before it asks for what depends on that.
+/// Sees to it that the file is what the client thinks it is, before it asks for what depends on that; and the client's window, before it opens
+/// the file.
 fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     if cx.mount.mappings.is_none() {
         return Ok(());
     }
     match operation {
         Operation::CopyFileRange(copy) | Operation::CopyFileRange64(copy) => {
-            cx.mount.settle(copy.from.0)?;
-            cx.mount.settle(copy.to.0)
+            cx.mount.store(copy.from.0, WHOLE)?;
+            cx.mount.store(copy.to.0, WHOLE)
         }
+        Operation::Open { .. } => cx.mount.settle(cx.ino, WHOLE),
         // Of a WRITE across the file's end, Linux has let the guest store what lies before that in its window until now.
-        Operation::Read(_)
-        | Operation::Write { .. }
-        | Operation::Setattr { .. }
-        | Operation::Open { .. }
+        Operation::Read(range) | Operation::Write { range, .. } => {
+            cx.mount.store(cx.ino, range.offset..range.offset.saturating_add(range.len.into()))
+        }
+        Operation::Setattr { .. }
         | Operation::Flush { .. }
         | Operation::Fsync { .. }
         | Operation::Fallocate { .. }
-        | Operation::Lseek { .. } => cx.mount.settle(cx.ino),
+        | Operation::Lseek { .. } => cx.mount.store(cx.ino, WHOLE),
         Operation::Release(_) => {
             // It cannot fail; the FLUSH before it has told.
-            let _ = cx.mount.settle(cx.ino);
+            let _ = cx.mount.store(cx.ino, WHOLE);
             Ok(())
         }
         _ => Ok(()),

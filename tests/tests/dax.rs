@@ -241,6 +241,13 @@ fn native(share: &Share) -> (Driver, UnixStream, u64) {
 }
 
 fn speaking(share: &Share, window_unasked: bool) -> (Driver, UnixStream, u64, u64) {
+    let (mut driver, line, node, bytes) = mounted(share, window_unasked);
+    driver.open(node, 2).unwrap();
+    (driver, line, node, bytes)
+}
+
+/// The same before the file is opened.
+fn mounted(share: &Share, window_unasked: bool) -> (Driver, UnixStream, u64, u64) {
     let config = Config { window: true, window_unasked, timeout: Duration::from_secs(60), ..Config::default() };
     let mut driver = Driver::connect(&share.socket, config).unwrap();
     let (bytes, line) = driver.window().unwrap();
@@ -248,7 +255,6 @@ fn speaking(share: &Share, window_unasked: bool) -> (Driver, UnixStream, u64, u6
     assert_eq!(reply.map_alignment, 12);
     let entry = driver.lookup(ROOT, "file").unwrap();
     assert_ne!(entry.attr.flags & ATTR_DAX, 0);
-    driver.open(entry.nodeid, 2).unwrap();
     (driver, line, entry.nodeid, bytes)
 }
 
@@ -410,6 +416,58 @@ fn the_end_of_a_file_is_not_left_behind() {
         assert!(Instant::now() < until, "what was stored is lost");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// What this process has read so far, by whichever system call.
+fn bytes_read() -> u64 {
+    let said = std::fs::read_to_string("/proc/self/io").unwrap();
+    said.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
+}
+
+/// A copy is compared with its file by reading both, as far as that may tell a difference.
+#[test]
+fn a_copy_is_not_read_for_every_request() {
+    const REQUESTS: u64 = 50;
+    let _alone = alone();
+    Asked::begin();
+    let options = Options { read_only: true, queues: 1, name: "copied".into(), ..Options::default() };
+    let share = Share::with(Place::Disk, options);
+    let path = share.path.join("file");
+    std::fs::write(&path, pattern(2 << 20)).unwrap();
+    let (mut driver, line, node, _) = mounted(&share, false);
+    let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
+    let wish = next_wish(&line).unwrap();
+    assert_eq!(wish.numbers, [0, 0, 0, CHUNK, 0]);
+    answer(&line, wish.code, 0);
+    driver.receive(ticket).unwrap();
+    let copy = wish.file.unwrap();
+    let has = |at: u64, expected: &[u8]| {
+        let mut has = vec![0; expected.len()];
+        copy.read_exact_at(&mut has, at).unwrap();
+        has == expected
+    };
+    driver.getattr(node).unwrap();
+    let before = bytes_read();
+    (0..REQUESTS).for_each(|_| assert_eq!(driver.getattr(node).unwrap().attr.size, CHUNK));
+    let read = bytes_read() - before;
+    assert!(read < REQUESTS * CHUNK / 10, "{read} bytes for {REQUESTS} questions for attributes");
+    // What the host changes shows with the attributes of that, and in any case when the file is opened.
+    let host = File::options().write(true).open(&path).unwrap();
+    host.write_all_at(b"changed", 5000).unwrap();
+    driver.getattr(node).unwrap();
+    assert!(has(5000, b"changed"));
+    host.write_all_at(b"again", 6000).unwrap();
+    let handle = driver.open(node, 0).unwrap().fh;
+    assert!(has(6000, b"again"));
+    let before = bytes_read();
+    for _ in 0..REQUESTS {
+        driver.read(node, handle, 0, 4096).unwrap();
+        driver.flush(node, handle, 0).unwrap();
+    }
+    let read = bytes_read() - before;
+    assert!(read < REQUESTS * CHUNK / 10, "{read} bytes for {REQUESTS} READs and FLUSHes");
+    drop((driver, line));
+    share.assert_released();
 }
 
 /// What a guest stores into a hole takes room when the host writes it out, which nobody could tell the guest of.

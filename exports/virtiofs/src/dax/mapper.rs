@@ -117,7 +117,7 @@ impl Mapper {
             }
         }
         // The front end is gone. What the guest has stored in the files themselves is there, and so is the rest.
-        for (ino, error) in self.tails.settle_all() {
+        for (ino, error) in self.tails.store_all() {
             self.tail_lost(ino, error);
         }
     }

@@ -19,6 +19,7 @@ mod shorten;
 mod table;
 mod tail;
 
+use std::ops::Range;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -161,12 +162,20 @@ impl Mappings for Dax {
         self.post(Task::Forget(by, ino));
     }
 
-    fn settle(&self, ino: Ino) -> ferry_vfs::Result<()> {
-        self.tails.settle(ino)
+    fn settle(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
+        self.tails.settle(ino, &part)
+    }
+
+    fn settle_if_changed(&self, ino: Ino) -> ferry_vfs::Result<()> {
+        self.tails.settle_if_changed(ino)
+    }
+
+    fn store(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
+        self.tails.store(ino, &part)
     }
 
     fn store_all(&self) -> ferry_vfs::Result<()> {
-        self.tails.settle_all().first().map_or(Ok(()), |(_, error)| Err(*error))
+        self.tails.store_all().first().map_or(Ok(()), |(_, error)| Err(*error))
     }
 
     fn clear(&self, answer: Answer) {

@@ -5,11 +5,16 @@
 //! copy: memory that holds the rest of the file, and has room for it to grow. Copy and file are brought together
 //! whenever the guest asks for something that could tell the difference: close-to-open, as with a page cache. Files that
 //! cannot be opened for writing are copied as a whole, 2 MiB at a time.
+//!
+//! To compare them, both have to be read. So that is done for no more than was asked for: around a WRITE in its range, and before
+//! a guest is told of attributes only if they are not those of the last time.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
 
 use ferry_vfs::{Backing, Errno, Ino, Result};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
@@ -17,6 +22,11 @@ use rustix::io::{pread, pwrite};
 
 /// The step in which the sides are compared.
 const BLOCK_BYTES: usize = 4096;
+/// All of a file.
+const WHOLE: Range<u64> = 0..u64::MAX;
+/// A change that is so young may not be the last one of its time: clocks of file systems tick (every 10 ms at most), and Linux stamps a write
+/// before its bytes are there.
+const YOUNG: Duration = Duration::from_millis(250);
 
 /// A part of a file, as a copy.
 pub(super) struct Tail {
@@ -37,7 +47,8 @@ impl Tail {
         let copy = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
         ftruncate(&copy, bytes)?;
         let mut tail = Self { file, writable, start, bytes, copy: Arc::new(copy), base: Vec::new() };
-        tail.settle_up_to(end)?;
+        let size = Look::at(&tail.file)?.bytes.min(end);
+        tail.settle(size, &WHOLE)?;
         Ok(tail)
     }
 
@@ -46,31 +57,80 @@ impl Tail {
         Arc::clone(&self.copy)
     }
 
-    /// Brings what the guest has stored into the file, and what the file has got otherwise into the copy. Where both have
-    /// changed, the guest's is kept, but for what was behind the file's end.
-    fn settle(&mut self) -> Result<()> {
-        self.settle_up_to(u64::MAX)
+    /// Brings what the guest has stored into the file, which is `size` bytes long, and what the file has got otherwise into the copy: in
+    /// this part of the file, and wherever it has become longer or shorter. Where both have changed, the guest's is kept, but for
+    /// what was behind the file's end.
+    fn settle(&mut self, size: u64, part: &Range<u64>) -> Result<()> {
+        let in_file = self.index(size)?;
+        let end = self.index(part.end)?.min(in_file).min(self.base.len());
+        let merged = self.merge(self.index(part.start)?..end);
+        merged.and(self.follow(in_file))
     }
 
-    fn settle_up_to(&mut self, end: u64) -> Result<()> {
-        let size = u64::try_from(fstat(self.file.as_fd())?.st_size).unwrap_or(0).min(end);
-        let in_file = usize::try_from(size.saturating_sub(self.start).min(self.bytes)).map_err(|_| Errno::OVERFLOW)?;
-        let (length, common) = (in_file.max(self.base.len()), in_file.min(self.base.len()));
-        let mut host = read(self.file.as_fd(), self.start, in_file)?;
-        host.resize(length, 0);
-        let guest = read(self.copy.as_fd(), 0, length)?;
+    /// Where a byte of the file is in the copy, or would be if the copy began there or did not end.
+    fn index(&self, offset: u64) -> Result<usize> {
+        usize::try_from(offset.saturating_sub(self.start).min(self.bytes)).map_err(|_| Errno::OVERFLOW)
+    }
+
+    /// A part that was in the file the last time, and is.
+    fn merge(&mut self, part: Range<usize>) -> Result<()> {
+        if part.is_empty() {
+            return Ok(());
+        }
+        let (in_file, in_copy) = (self.start + part.start as u64, part.start as u64);
+        let mut host = read(self.file.as_fd(), in_file, part.len())?;
+        let guest = read(self.copy.as_fd(), in_copy, part.len())?;
         if self.writable {
-            for (start, end) in differences(&guest[..common], &self.base[..common]) {
-                write(self.file.as_fd(), self.start + start as u64, &guest[start..end])?;
+            for (start, end) in differences(&guest, &self.base[part.clone()]) {
+                write(self.file.as_fd(), in_file + start as u64, &guest[start..end])?;
                 host[start..end].copy_from_slice(&guest[start..end]);
             }
         }
         for (start, end) in differences(&host, &guest) {
-            write(self.copy.as_fd(), start as u64, &host[start..end])?;
+            write(self.copy.as_fd(), in_copy + start as u64, &host[start..end])?;
         }
-        host.truncate(in_file);
-        self.base = host;
+        self.base[part].copy_from_slice(&host);
         Ok(())
+    }
+
+    /// What the file has got, or lost, at its end.
+    fn follow(&mut self, in_file: usize) -> Result<()> {
+        let (start, end) = (in_file.min(self.base.len()), in_file.max(self.base.len()));
+        if start == end {
+            return Ok(());
+        }
+        let mut host = read(self.file.as_fd(), self.start + start as u64, in_file - start)?;
+        host.resize(end - start, 0);
+        let guest = read(self.copy.as_fd(), start as u64, end - start)?;
+        for (from, to) in differences(&host, &guest) {
+            write(self.copy.as_fd(), (start + from) as u64, &host[from..to])?;
+        }
+        self.base.truncate(start);
+        self.base.extend_from_slice(&host[..in_file - start]);
+        Ok(())
+    }
+}
+
+/// How long a file is, and when it was last changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Look {
+    bytes: u64,
+    /// Seconds and nanoseconds of 1970.
+    changed: (i64, u64),
+}
+
+impl Look {
+    fn at(file: &Backing) -> Result<Self> {
+        let stat = fstat(file.as_fd())?;
+        Ok(Self { bytes: u64::try_from(stat.st_size).unwrap_or(0), changed: (stat.st_ctime, stat.st_ctime_nsec) })
+    }
+
+    /// Whether every change from now on will show in it.
+    fn is_old(&self) -> bool {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let (seconds, nanoseconds) = self.changed;
+        let changed = u64::try_from(seconds).map(|s| Duration::from_secs(s) + Duration::from_nanos(nanoseconds));
+        changed.is_ok_and(|changed| now > changed + YOUNG)
     }
 }
 
@@ -120,49 +180,96 @@ fn differences(one: &[u8], other: &[u8]) -> Vec<(usize, usize)> {
     runs
 }
 
-/// The tails of one file, by their chunk's place in the window.
-type OfFile = Arc<Mutex<HashMap<u64, Tail>>>;
+/// The tails of one file.
+#[derive(Default)]
+struct OfFile {
+    /// By their chunk's place in the window.
+    tails: HashMap<u64, Tail>,
+    /// How the file was when all of them were last brought together with it, wholly.
+    seen: Option<Look>,
+}
+
+impl OfFile {
+    fn look(&self) -> Result<Option<Look>> {
+        self.tails.values().next().map(|tail| Look::at(&tail.file)).transpose()
+    }
+
+    /// See [`Tail::settle`]: all of them, or those that the guest may store to.
+    fn settle(&mut self, part: &Range<u64>, all: bool) -> Result<()> {
+        let Some(look) = self.look()? else { return Ok(()) };
+        let is_settled = *part == WHOLE && all && look.is_old();
+        let tails = self.tails.values_mut().filter(|tail| all || tail.writable);
+        let outcome = tails.map(|tail| tail.settle(look.bytes, part)).fold(Ok(()), Result::and);
+        if is_settled && outcome.is_ok() {
+            self.seen = Some(look);
+        }
+        outcome
+    }
+
+    fn has_changed(&self) -> bool {
+        self.seen.is_none() || self.look() != Ok(self.seen)
+    }
+}
 
 /// All tails in a window.
 #[derive(Default)]
 pub(super) struct Tails {
     /// How many there are: all that is looked at while there are none.
     count: AtomicUsize,
-    files: Mutex<HashMap<Ino, OfFile>>,
+    files: Mutex<HashMap<Ino, Arc<Mutex<OfFile>>>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn settle(tails: &OfFile) -> Result<()> {
-    let outcomes: Vec<_> = lock(tails).values_mut().map(Tail::settle).collect();
-    outcomes.into_iter().collect()
-}
-
 impl Tails {
-    /// Brings the copies of a file's parts and the file together.
+    fn of(&self, ino: Ino) -> Option<Arc<Mutex<OfFile>>> {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        lock(&self.files).get(&ino).cloned()
+    }
+
+    /// Brings the copies of a part of a file and the file together.
     ///
     /// # Errors
     /// Those of reading and writing; the other parts are seen to all the same.
-    pub(super) fn settle(&self, ino: Ino) -> Result<()> {
-        if self.count.load(Ordering::Acquire) == 0 {
-            return Ok(());
-        }
-        let Some(tails) = lock(&self.files).get(&ino).cloned() else { return Ok(()) };
-        settle(&tails)
+    pub(super) fn settle(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
+        self.of(ino).map_or(Ok(()), |file| lock(&file).settle(part, true))
     }
 
-    /// The same for all files. Answers those with which it did not succeed, and why.
-    pub(super) fn settle_all(&self) -> Vec<(Ino, Errno)> {
-        let files: Vec<_> = lock(&self.files).iter().map(|(ino, tails)| (*ino, Arc::clone(tails))).collect();
-        files.into_iter().filter_map(|(ino, tails)| Some((ino, settle(&tails).err()?))).collect()
+    /// The same for copies that the guest may store to.
+    ///
+    /// # Errors
+    /// As for [`Self::settle`].
+    pub(super) fn store(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
+        self.of(ino).map_or(Ok(()), |file| lock(&file).settle(part, false))
+    }
+
+    /// The same for all of a file that is not as it was when that was last done. What the guest has stored since stays where it is then,
+    /// and so does what somebody else has in a mapping of its own: no time of change tells of every store.
+    ///
+    /// # Errors
+    /// As for [`Self::settle`].
+    pub(super) fn settle_if_changed(&self, ino: Ino) -> Result<()> {
+        let Some(file) = self.of(ino) else { return Ok(()) };
+        let mut file = lock(&file);
+        if file.has_changed() { file.settle(&WHOLE, true) } else { Ok(()) }
+    }
+
+    /// As [`Self::store`] for all files. Answers those with which it did not succeed, and why.
+    pub(super) fn store_all(&self) -> Vec<(Ino, Errno)> {
+        let files: Vec<_> = lock(&self.files).iter().map(|(ino, file)| (*ino, Arc::clone(file))).collect();
+        files.into_iter().filter_map(|(ino, file)| Some((ino, lock(&file).settle(&WHOLE, false).err()?))).collect()
     }
 
     /// Notes the tail of the chunk at this place.
     pub(super) fn insert(&self, ino: Ino, window_offset: u64, tail: Tail) {
         let mut files = lock(&self.files);
-        lock(files.entry(ino).or_default()).insert(window_offset, tail);
+        let mut file = lock(files.entry(ino).or_default());
+        file.tails.insert(window_offset, tail);
+        file.seen = None;
         self.count.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -172,15 +279,18 @@ impl Tails {
     /// As for [`Self::settle`]: what the guest has stored may be lost.
     pub(super) fn remove(&self, ino: Ino, window_offset: u64) -> Result<()> {
         let mut files = lock(&self.files);
-        let Some(tails) = files.get(&ino).cloned() else { return Ok(()) };
-        let mut tails = lock(&tails);
-        let Some(mut tail) = tails.remove(&window_offset) else { return Ok(()) };
+        let Some(file) = files.get(&ino).cloned() else { return Ok(()) };
+        let mut file = lock(&file);
+        let Some(mut tail) = file.tails.remove(&window_offset) else { return Ok(()) };
         self.count.fetch_sub(1, Ordering::AcqRel);
-        if tails.is_empty() {
+        if file.tails.is_empty() {
             files.remove(&ino);
         }
         drop(files);
-        tail.settle()
+        match tail.writable {
+            true => tail.settle(Look::at(&tail.file)?.bytes, &WHOLE),
+            false => Ok(()),
+        }
     }
 }
 
@@ -214,8 +324,8 @@ mod tests {
 
     impl Sides {
         fn check(&self, file: &[u8], copy: &[u8]) {
-            self.tails.settle(Ino(8)).unwrap();
-            self.tails.settle(INO).unwrap();
+            self.tails.settle(Ino(8), &WHOLE).unwrap();
+            self.tails.settle(INO, &WHOLE).unwrap();
             assert_eq!(self.file.metadata().unwrap().len(), 4096 + file.len() as u64);
             assert!(read(self.file.as_fd(), 4096, file.len()).unwrap() == file, "the file");
             let mut expected = copy.to_vec();
@@ -278,13 +388,71 @@ mod tests {
     }
 
     #[test]
+    fn no_more_is_compared_than_was_asked_for() {
+        let sides = sides(true, b"abcdefgh");
+        let stored = || read(sides.file.as_fd(), 4096, 9).unwrap();
+        sides.copy.write_all_at(b"ABCDEFGH", 0).unwrap();
+        // Before this part, and behind all; but where it has become longer.
+        sides.file.write_all_at(b"i", 4096 + 8).unwrap();
+        sides.tails.settle(INO, &(0..4096)).unwrap();
+        sides.tails.settle(INO, &(8192..8193)).unwrap();
+        assert_eq!(stored(), b"abcdefghi");
+        assert_eq!(read(sides.copy.as_fd(), 0, 9).unwrap(), b"ABCDEFGHi");
+        sides.tails.store(INO, &(4098..4100)).unwrap();
+        assert_eq!(stored(), b"abCDefghi");
+        sides.tails.settle(INO, &(4000..4097)).unwrap();
+        assert_eq!(stored(), b"AbCDefghi");
+        // Where the guest stores nothing, nothing is taken from.
+        let reader = super::tests::sides(false, b"abc");
+        reader.file.write_all_at(b"X", 4096).unwrap();
+        reader.tails.store(INO, &WHOLE).unwrap();
+        assert!(reader.tails.store_all().is_empty());
+        assert_eq!(read(reader.copy.as_fd(), 0, 3).unwrap(), b"abc");
+        reader.check(b"Xbc", b"Xbc");
+    }
+
+    #[test]
+    fn a_file_that_is_as_it_was_is_not_compared() {
+        let sides = sides(true, b"abc");
+        let stored = || read(sides.file.as_fd(), 4096, 3).unwrap();
+        std::thread::sleep(YOUNG + YOUNG / 5);
+        sides.tails.settle_if_changed(INO).unwrap();
+        sides.copy.write_all_at(b"2", 1).unwrap();
+        sides.tails.settle_if_changed(INO).unwrap();
+        assert_eq!(stored(), b"abc", "it was compared for nothing");
+        // It changes, and another part of it comes.
+        sides.file.write_all_at(b"C", 4096 + 2).unwrap();
+        sides.tails.settle_if_changed(INO).unwrap();
+        assert_eq!((stored(), read(sides.copy.as_fd(), 0, 3).unwrap()), (b"a2C".to_vec(), b"a2C".to_vec()));
+        std::thread::sleep(YOUNG + YOUNG / 5);
+        sides.tails.settle_if_changed(INO).unwrap();
+        sides.copy.write_all_at(b"3", 2).unwrap();
+        let backing = Arc::new(Backing::new(sides.file.try_clone().unwrap().into()));
+        sides.tails.insert(INO, ROOM, Tail::new(backing, true, (4096 + ROOM, ROOM), u64::MAX).unwrap());
+        sides.tails.settle_if_changed(INO).unwrap();
+        assert_eq!(stored(), b"a23");
+    }
+
+    #[test]
+    fn so_soon_after_a_change_the_next_one_may_have_the_same_time() {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+        let at = |since_1970: Duration| {
+            let changed = (i64::try_from(since_1970.as_secs()).unwrap(), since_1970.subsec_nanos().into());
+            Look { bytes: 0, changed }.is_old()
+        };
+        assert!(at(now - 2 * YOUNG) && at(Duration::ZERO));
+        assert!(!at(now + Duration::from_secs(100)));
+        assert!(!Look { bytes: 0, changed: (-1, 0) }.is_old());
+    }
+
+    #[test]
     fn what_was_stored_in_any_file_is_brought_there() {
         let (sides, other) = (sides(true, b"abc"), sides(true, b"def"));
-        let tail = lock(&other.tails.files).get(&INO).and_then(|tails| lock(tails).remove(&0)).unwrap();
+        let tail = lock(&other.tails.files).get(&INO).and_then(|file| lock(file).tails.remove(&0)).unwrap();
         sides.tails.insert(Ino(8), 1 << 21, tail);
         sides.copy.write_all_at(b"A", 0).unwrap();
         other.copy.write_all_at(b"D", 0).unwrap();
-        assert!(sides.tails.settle_all().is_empty());
+        assert!(sides.tails.store_all().is_empty());
         assert_eq!(read(sides.file.as_fd(), 4096, 3).unwrap(), b"Abc");
         assert_eq!(read(other.file.as_fd(), 4096, 3).unwrap(), b"Def");
     }
