@@ -2,9 +2,10 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::sync::LazyLock;
 
 use ferry_engine::{Keeper, Segment};
-use rustix::fs::OFlags;
+use rustix::fs::{MemfdFlags, OFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 use vm_memory::{FileOffset, MmapRegion};
 
@@ -47,17 +48,13 @@ struct Region {
 enum Nature {
     /// The guest's memory.
     Memory,
-    /// A file that was added later, and that lies on a disk: memory (a DIMM was plugged in), or a file in somebody else's
-    /// window, which can be cut short. The kernel copies from and to it; whatever a ring needs is taken for memory.
+    /// A file that was added later, and that somebody can cut short: memory (a DIMM was plugged in), or a file in the window of
+    /// another process. The kernel copies from and to it; whatever a ring needs is taken for memory.
     Added,
     /// A file in a window. It may be read-only, and somebody may cut it short: touching what is not there any more is
     /// fatal to whoever touches it, unless it is the kernel. No ring may lie in it.
     Window,
 }
-
-/// File systems in memory, by their numbers (statfs(2)).
-const TMPFS_MAGIC: u32 = 0x0102_1994;
-const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
 
 impl Nature {
     fn of(file: &File, id: Option<FileId>, was_added: bool) -> Self {
@@ -66,12 +63,20 @@ impl Nature {
         if is_readable_only || id.is_some_and(window::is_known) {
             return Self::Window;
         }
-        // The numbers have 32 bits; the type of the field has another length on each machine.
-        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers of 32 bits")]
-        let in_memory =
-            || rustix::fs::fstatfs(file).is_ok_and(|fs| [TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&(fs.f_type as u32)));
-        if was_added && !in_memory() { Self::Added } else { Self::Memory }
+        if was_added && !stays(file) { Self::Added } else { Self::Memory }
     }
+}
+
+/// Whether nobody but the front end can cut a file short: it is sealed (QEMU's), or a memfd, which is in no directory that anybody could share. The
+/// file systems in memory do not tell: their files are shared as others are, and may have lost their names.
+fn stays(file: &File) -> bool {
+    /// The device of all memfds.
+    static MEMFDS: LazyLock<Option<u64>> = LazyLock::new(|| {
+        let one = memfd_create("ferry-device", MemfdFlags::CLOEXEC).ok()?;
+        Some(fstat(one).ok()?.st_dev)
+    });
+    let is_sealed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+    is_sealed || MEMFDS.is_some_and(|device| fstat(file).is_ok_and(|stat| stat.st_dev == device))
 }
 
 /// A set of regions that does not change; a new set replaces it.
@@ -301,5 +306,35 @@ pub(crate) mod tests {
         assert!(matches!(memory.with(&region(0x10000, 0x2000), memfd(0x1000), false), Err(MemoryError::Short { .. })));
         assert!(memory.without(0x2000, 0x2000).unwrap().translate_user(0x1000_2000, 1, 1).is_none());
         assert!(memory.without(0x2000, 0x1000).is_err());
+    }
+
+    #[test]
+    fn what_can_be_cut_short_is_fragile_once_the_guest_runs() {
+        let named = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        named.as_file().set_len(0x1000).unwrap();
+        let sealed = File::from(
+            rustix::fs::memfd_create("ferry-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap(),
+        );
+        sealed.set_len(0x1000).unwrap();
+        rustix::fs::fcntl_add_seals(&sealed, SealFlags::SHRINK).unwrap();
+        for (what, file, fragile) in [
+            ("on tmpfs", named.reopen().unwrap(), true),
+            ("on tmpfs, without a name", tempfile::tempfile_in("/dev/shm").unwrap(), true),
+            ("on a disk", tempfile::tempfile_in("/var/tmp").unwrap(), true),
+            ("a memfd", memfd(0x1000), false),
+            ("sealed", sealed, false),
+        ] {
+            for was_added in [false, true] {
+                let file = file.try_clone().unwrap();
+                if file.metadata().unwrap().len() < 0x1000 {
+                    file.set_len(0x1000).unwrap();
+                }
+                let memory = Memory::default().with(&region(0x1000, 0x1000), file, was_added).unwrap();
+                let found = memory.translate(0x1000, 0x1000, &mut Vec::new());
+                assert_eq!(found, Some(fragile && was_added), "{what}, added: {was_added}");
+                // A ring may lie in any of it, for it may be the guest's memory.
+                assert!(memory.translate_whole(0x1000, 0x1000).is_some());
+            }
+        }
     }
 }
