@@ -9,6 +9,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,7 @@ use ferry_engine::requests::{Filter, watch};
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::window::{answer, next_message, next_wish};
 use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, run};
+use ferry_vfs::FileSystem;
 use ferry_virtiofs::WindowDialect;
 use ferry_wire::fuse::abi::{
     ATTR_DAX, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
@@ -466,6 +468,35 @@ fn a_copy_is_not_read_for_every_request() {
     }
     let read = bytes_read() - before;
     assert!(read < REQUESTS * CHUNK / 10, "{read} bytes for {REQUESTS} READs and FLUSHes");
+    drop((driver, line));
+    share.assert_released();
+}
+
+/// Of what a guest may have stored, others are told when it gives a mapping back.
+#[test]
+fn who_panics_when_told_of_a_change_ends_no_window() {
+    let _alone = alone();
+    Asked::begin();
+    let share = share_with_file("panics");
+    let (mut driver, line, node) = native(&share);
+    // A request that never comes is an error.
+    line.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let told = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&told);
+    let _listens = share.dir.changes().unwrap().subscribe(move |_, _| {
+        count.fetch_add(1, Ordering::SeqCst);
+        panic!("as somebody's code may");
+    });
+    for round in 1..=2 {
+        let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ | SETUPMAPPING_WRITE));
+        answer(&line, next_wish(&line).unwrap().code, 0);
+        driver.receive(ticket).unwrap();
+        let args = [1u32.to_le_bytes().as_slice(), &0u64.to_le_bytes(), &CHUNK.to_le_bytes()].concat();
+        let ticket = driver.send(Opcode::Removemapping, node, &[&args], &[], 0).unwrap();
+        answer(&line, next_wish(&line).unwrap().code, 0);
+        driver.receive(ticket).unwrap();
+        assert_eq!(told.load(Ordering::SeqCst), round);
+    }
     drop((driver, line));
     share.assert_released();
 }

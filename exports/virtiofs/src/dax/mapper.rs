@@ -46,6 +46,11 @@ pub(super) struct Open {
 /// Whoever may execute it.
 const ANY_EXECUTE: u32 = 0o111;
 
+/// Does what may panic: a source, or whoever hears of its changes. The thread, for which others wait, goes on.
+fn sure(act: impl FnOnce() -> Result<()>) -> Result<()> {
+    catch_unwind(AssertUnwindSafe(act)).unwrap_or(Err(Errno::IO))
+}
+
 pub(super) struct Mapper {
     window: Arc<Window>,
     source: Arc<dyn FileSystem>,
@@ -91,34 +96,41 @@ impl Mapper {
     /// Does what comes, until nothing can come any more.
     pub(super) fn run(mut self, tasks: &Receiver<Task>) {
         while let Ok(task) = tasks.recv() {
-            match task {
-                Task::Map(mapping, answer) => {
-                    let outcome = catch_unwind(AssertUnwindSafe(|| self.map(&mapping)));
-                    self.close_unused(mapping.ino);
-                    answer(outcome.unwrap_or(Err(Errno::IO)));
-                }
-                Task::Unmap(by, ranges, answer) => answer(self.unmap(by, &ranges)),
-                Task::Forget(by, ino) => {
-                    // It has been logged, and nobody waits.
-                    let _ = self.take_away(by, &self.table.of(ino));
-                }
-                Task::Shorten(file, end, done) => {
-                    self.shorten(file, end);
-                    drop(done);
-                }
-                Task::Clear(answer) => {
-                    // What cannot be taken away is not there, or the front end is gone.
-                    let _ = self.take_away(SessionId::default(), &self.table.all());
-                    self.table = Table::new(self.window.bytes());
-                    self.claims.clear();
-                    self.files.clear();
-                    answer(Ok(()));
-                }
-            }
+            self.carry_out(task);
         }
         // The front end is gone. What the guest has stored in the files themselves is there, and so is the rest.
         for (ino, error) in self.tails.store_all() {
             self.tail_lost(ino, error);
+        }
+    }
+
+    fn carry_out(&mut self, task: Task) {
+        match task {
+            Task::Map(mapping, answer) => {
+                let outcome = sure(|| self.map(&mapping));
+                self.close_unused(mapping.ino);
+                answer(outcome);
+            }
+            Task::Unmap(by, ranges, answer) => answer(sure(|| self.unmap(by, &ranges))),
+            Task::Forget(by, ino) => {
+                // It has been logged, and nobody waits.
+                let _ = sure(|| self.take_away(by, &self.table.of(ino)));
+            }
+            Task::Shorten(file, end, done) => {
+                let _ = sure(|| {
+                    self.shorten(file, end);
+                    Ok(())
+                });
+                drop(done);
+            }
+            Task::Clear(answer) => {
+                // What cannot be taken away is not there, or the front end is gone.
+                let _ = sure(|| self.take_away(SessionId::default(), &self.table.all()));
+                self.table = Table::new(self.window.bytes());
+                self.claims.clear();
+                self.files.clear();
+                answer(Ok(()));
+            }
         }
     }
 
@@ -331,7 +343,10 @@ impl Mapper {
                     self.table.remove(placed);
                     self.claims.remove(&placed.part.window_offset);
                     self.close_unused(placed.ino);
-                    self.publish(by, placed);
+                    let _ = sure(|| {
+                        self.publish(by, placed);
+                        Ok(())
+                    });
                 }
                 Err(error) => outcome = Err(self.failed("taken away", placed.part, &error)),
             }
