@@ -19,6 +19,7 @@ mod shorten;
 mod table;
 mod tail;
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -91,6 +92,8 @@ pub(crate) struct Dax {
     /// The guest may change nothing, and so is the front end not to.
     read_only: bool,
     tails: Arc<Tails>,
+    /// Files that were asked for, and not forgotten since. In hand while the thread is told of either, so that it hears of them in this order.
+    asked: Mutex<HashSet<Ino>>,
     begun: Option<fn()>,
     thread: Mutex<Option<(Line, JoinHandle<()>)>>,
 }
@@ -99,7 +102,12 @@ impl Dax {
     pub(crate) fn new(source: Arc<dyn FileSystem>, options: &Options) -> Self {
         let Options { name, dax_files: files, read_only, begun, .. } = options;
         let (name, files, read_only, begun) = (name.clone(), *files, *read_only, begun.mapper);
-        Self { source, name, files, read_only, tails: Arc::default(), begun, thread: Mutex::default() }
+        let (tails, asked, thread) = Default::default();
+        Self { source, name, files, read_only, tails, asked, begun, thread }
+    }
+
+    fn asked(&self) -> MutexGuard<'_, HashSet<Ino>> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn thread(&self) -> MutexGuard<'_, Option<(Line, JoinHandle<()>)>> {
@@ -151,6 +159,8 @@ impl Mappings for Dax {
     }
 
     fn map(&self, mapping: Mapping, answer: Answer) {
+        let mut asked = self.asked();
+        asked.insert(mapping.ino);
         self.post(Task::Map(mapping, answer));
     }
 
@@ -159,7 +169,11 @@ impl Mappings for Dax {
     }
 
     fn forget(&self, by: SessionId, ino: Ino) {
-        self.post(Task::Forget(by, ino));
+        // Most inodes that clients forget are not in the window; a front end may take long for those that are.
+        let mut asked = self.asked();
+        if asked.remove(&ino) {
+            self.post(Task::Forget(by, ino));
+        }
     }
 
     fn settle(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
@@ -179,6 +193,8 @@ impl Mappings for Dax {
     }
 
     fn clear(&self, answer: Answer) {
+        let mut asked = self.asked();
+        asked.clear();
         match self.is_open() {
             true => self.post(Task::Clear(answer)),
             false => answer(Ok(())),
@@ -195,5 +211,38 @@ impl Drop for Dax {
                 tracing::error!("{}: the thread of the window panicked", self.name);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Nothing;
+
+    impl FileSystem for Nothing {}
+
+    #[test]
+    fn what_was_never_mapped_is_forgotten_without_the_thread() {
+        let dax = Dax::new(Arc::new(Nothing), &Options::default());
+        let (sender, tasks) = channel();
+        *dax.thread() = Some((Line::new(sender, String::new()), std::thread::spawn(|| ())));
+        let by = SessionId::unique();
+        let posted = || tasks.try_iter().map(|task| matches!(task, Task::Forget(..))).collect::<Vec<_>>();
+        dax.forget(by, Ino(7));
+        assert!(posted().is_empty());
+        let (ino, write, may_write) = (Ino(7), false, false);
+        let mapping = Mapping { by, ino, offset: 0, len: PAGE_BYTES, window_offset: 0, write, may_write };
+        dax.map(mapping, Box::new(|_| ()));
+        dax.forget(by, Ino(8));
+        assert_eq!(posted(), [false], "the mapping");
+        dax.forget(by, Ino(7));
+        dax.forget(by, Ino(7));
+        assert_eq!(posted(), [true]);
+        // With the session all of its mappings end.
+        dax.map(mapping, Box::new(|_| ()));
+        dax.clear(Box::new(|_| ()));
+        dax.forget(by, Ino(7));
+        assert_eq!(posted(), [false, false]);
     }
 }
