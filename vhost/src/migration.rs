@@ -4,10 +4,10 @@
 //! the transfer, and CHECK_DEVICE_STATE waits for it.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsFd;
-use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::thread::{Builder, JoinHandle, sleep};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -17,15 +17,30 @@ const STATE_BYTES_MAX: u64 = 1 << 30;
 /// How long the other end may do nothing: this server could not even end as long as somebody waits for it.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
+/// How long a transfer may take to notice that its other end is closed, on a busy machine.
+const END_MAX: Duration = Duration::from_secs(1);
+
+/// How often it is looked at meanwhile.
+const GLANCE: Duration = Duration::from_millis(2);
+
 /// A pipe whose other end must not keep us waiting for ever.
-struct Watched(File);
+struct Watched {
+    pipe: File,
+    /// Ends when nobody wants the outcome any more.
+    wanted: PipeReader,
+}
 
 impl Watched {
     fn wait(&self, flags: PollFlags) -> io::Result<()> {
         let longest = Timespec::try_from(SILENCE_MAX).map_err(io::Error::other)?;
         loop {
-            match poll(&mut [PollFd::from_borrowed_fd(self.0.as_fd(), flags)], Some(&longest)) {
+            let pipe = PollFd::from_borrowed_fd(self.pipe.as_fd(), flags);
+            // That it has ended is told without being asked for.
+            let wanted = PollFd::from_borrowed_fd(self.wanted.as_fd(), PollFlags::empty());
+            let mut polled = [pipe, wanted];
+            match poll(&mut polled, Some(&longest)) {
                 Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(_) if !polled[1].revents().is_empty() => return Err(io::Error::other("nobody wants it any more")),
                 Err(rustix::io::Errno::INTR) => {}
                 outcome => return Ok(outcome.map(drop)?),
             }
@@ -36,7 +51,7 @@ impl Watched {
 impl Read for Watched {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         self.wait(PollFlags::IN)?;
-        self.0.read(bytes)
+        self.pipe.read(bytes)
     }
 }
 
@@ -44,7 +59,7 @@ impl Write for Watched {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.wait(PollFlags::OUT)?;
         // As much as fits into a pipe that is not full: more would wait for the other end.
-        self.0.write(&bytes[..bytes.len().min(PIPE_BUF)])
+        self.pipe.write(&bytes[..bytes.len().min(PIPE_BUF)])
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -55,22 +70,25 @@ impl Write for Watched {
 /// What a pipe takes at once if it takes anything.
 const PIPE_BUF: usize = 4096;
 
-/// A transfer under way: of bytes that come, or (with none to answer) that go.
+/// A transfer under way: of bytes that come, or (with none to answer) that go. It is given up when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Transfer(JoinHandle<io::Result<Option<Vec<u8>>>>);
+pub(crate) struct Transfer {
+    thread: JoinHandle<io::Result<Option<Vec<u8>>>>,
+    /// Open as long as somebody wants the outcome: how the thread knows.
+    _wanted: PipeWriter,
+}
 
 impl Transfer {
     /// Writes the state.
     pub(crate) fn save(state: Vec<u8>, to: File) -> io::Result<Self> {
-        let mut to = Watched(to);
-        begin(move || to.write_all(&state).map(|()| None))
+        begin(to, move |mut to| to.write_all(&state).map(|()| None))
     }
 
     /// Reads a state until it ends.
     pub(crate) fn load(from: File) -> io::Result<Self> {
-        begin(move || {
+        begin(from, |from| {
             let mut state = Vec::new();
-            Watched(from).take(STATE_BYTES_MAX + 1).read_to_end(&mut state)?;
+            from.take(STATE_BYTES_MAX + 1).read_to_end(&mut state)?;
             match state.len() as u64 > STATE_BYTES_MAX {
                 true => Err(io::Error::other(format!("it has more than {STATE_BYTES_MAX} bytes"))),
                 false => Ok(Some(state)),
@@ -78,13 +96,32 @@ impl Transfer {
         })
     }
 
+    /// Whether it is still under way. One whose other end has been closed, which is how a front end gives it up, is not:
+    /// it is waited for.
+    pub(crate) fn is_under_way(&self) -> bool {
+        let end = Instant::now() + END_MAX;
+        while !self.thread.is_finished() {
+            if Instant::now() > end {
+                return true;
+            }
+            sleep(GLANCE);
+        }
+        false
+    }
+
     /// Waits for the end. Answers the state that came, if one was to come.
     pub(crate) fn end(self) -> Result<Option<Vec<u8>>, String> {
-        let outcome = self.0.join().map_err(|_| "the thread that transferred it panicked".to_owned())?;
+        let outcome = self.thread.join().map_err(|_| "the thread that transferred it panicked".to_owned())?;
         outcome.map_err(|error| error.to_string())
     }
 }
 
-fn begin(run: impl FnOnce() -> io::Result<Option<Vec<u8>>> + Send + 'static) -> io::Result<Transfer> {
-    Builder::new().name("migration".into()).spawn(run).map(Transfer)
+fn begin(
+    pipe: File,
+    run: impl FnOnce(Watched) -> io::Result<Option<Vec<u8>>> + Send + 'static,
+) -> io::Result<Transfer> {
+    let (reader, writer) = io::pipe()?;
+    let pipe = Watched { pipe, wanted: reader };
+    let thread = Builder::new().name("migration".into()).spawn(move || run(pipe))?;
+    Ok(Transfer { thread, _wanted: writer })
 }

@@ -1,6 +1,6 @@
 //! A connection to a server: see [`Driver`].
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -169,6 +169,14 @@ impl Driver {
             self.stay(&stopped)?;
         }
         Ok((saved?, stopped))
+    }
+
+    /// Has the server begin to read a state from a pipe, and does not wait for its end: no queue may run.
+    ///
+    /// # Errors
+    /// [`Error::Vhost`](crate::Error::Vhost): the server refuses.
+    pub fn begin_load(&self, pipe: OwnedFd) -> Result<()> {
+        self.link.begin_load(pipe)
     }
 
     /// Goes on with the server that it is connected to, after [`Driver::save`]: the queues were stopped at these places.

@@ -316,10 +316,15 @@ impl Link {
     /// Has the server go on from a state, before any queue starts.
     pub(crate) fn load(&self, state: &[u8]) -> Result<()> {
         let (theirs, mut ours) = std::io::pipe()?;
-        self.transfer(VhostTransferStateDirection::LOAD, theirs.into())?;
+        self.begin_load(theirs.into())?;
         ours.write_all(state)?;
         drop(ours);
         tell(&self.watchdog, "CHECK_DEVICE_STATE", || self.frontend.check_device_state())
+    }
+
+    /// Has the server begin to read a state.
+    pub(crate) fn begin_load(&self, pipe: OwnedFd) -> Result<()> {
+        self.transfer(VhostTransferStateDirection::LOAD, pipe)
     }
 
     fn transfer(&self, direction: VhostTransferStateDirection, pipe: OwnedFd) -> Result<()> {

@@ -26,14 +26,20 @@ pub(crate) struct VirtioFs {
     request_workers: usize,
     /// The guest of the server before this one, until its front end connects.
     before: Mutex<Option<Arc<Session>>>,
-    /// A front end has asked for the window.
-    has_window: AtomicBool,
 }
 
 /// One guest.
 pub(crate) struct Guest {
     session: Arc<Session>,
     dax: Option<Arc<Dax>>,
+    /// Its front end has asked for the window.
+    has_window: AtomicBool,
+}
+
+impl Guest {
+    fn new(session: Arc<Session>, dax: Option<Arc<Dax>>) -> Self {
+        Self { session, dax, has_window: AtomicBool::new(false) }
+    }
 }
 
 impl VirtioFs {
@@ -72,7 +78,7 @@ impl VirtioFs {
                 kept.keep_in_flight(&memory)?;
             }
         }
-        Ok(Self { share, request_workers, options, before: Mutex::new(before), has_window: AtomicBool::new(false) })
+        Ok(Self { share, request_workers, options, before: Mutex::new(before) })
     }
 }
 
@@ -145,7 +151,7 @@ impl Device for VirtioFs {
     }
 
     fn window_opened(&self, guest: &Guest, window: &Arc<Window>) {
-        self.has_window.store(true, Ordering::Relaxed);
+        guest.has_window.store(true, Ordering::Relaxed);
         if let Some(dax) = &guest.dax {
             dax.open(window);
         }
@@ -159,7 +165,7 @@ impl Device for VirtioFs {
 
     fn session(&self) -> Guest {
         if let Some(session) = self.before.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            return Guest { session, dax: None };
+            return Guest::new(session, None);
         }
         let session = match &self.options.kept {
             Some(kept) => new_session().with_kept(Arc::clone(kept)),
@@ -170,7 +176,7 @@ impl Device for VirtioFs {
             Some(dax) => session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>),
             None => session,
         };
-        Guest { session: Arc::new(session), dax }
+        Guest::new(Arc::new(session), dax)
     }
 
     fn in_flight(&self) -> Option<File> {
@@ -194,7 +200,7 @@ impl Device for VirtioFs {
     }
 
     fn save(&self, guest: &Guest) -> Result<Vec<u8>, String> {
-        if self.has_window.load(Ordering::Relaxed) {
+        if guest.has_window.load(Ordering::Relaxed) {
             return Err("the guest maps files (DAX): leave --dax off for guests that are to be migrated".into());
         }
         let mut state = Vec::new();

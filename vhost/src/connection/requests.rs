@@ -258,6 +258,12 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         if self.runs() {
             return Err(Error::InvalidOperation("queues run: they must be stopped before the state is transferred"));
         }
+        // Each has a thread, and may have a state in memory.
+        if self.transfer.as_ref().is_some_and(Transfer::is_under_way) {
+            let refused = Error::InvalidOperation("the state is being transferred already, and its pipe is still open");
+            self.refuses(&refused);
+            return Err(refused);
+        }
         let begun = match direction {
             VhostTransferStateDirection::SAVE => self.save().map(|state| Transfer::save(state, file)),
             VhostTransferStateDirection::LOAD => Ok(Transfer::load(file)),
