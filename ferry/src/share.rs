@@ -25,6 +25,7 @@ use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::socket::Bound;
 use crate::source::{self, Kind, Sources};
 use crate::state;
+use crate::virtiofsd;
 
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
 pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
@@ -82,6 +83,7 @@ fn serve_confined(
     if inside.is_split() {
         sockets.take_over()?;
         offered.take_over()?;
+        virtiofsd::leave_pid_file();
         if let Some(control) = &mut control {
             control.leave_file();
         }

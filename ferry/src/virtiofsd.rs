@@ -3,14 +3,16 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use clap::Parser;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::process::{Resource, Rlimit, getegid, geteuid, getrlimit, setrlimit};
 
 use crate::sandbox::{Modcaps, Sandbox, Seccomp};
+use crate::socket;
 
 /// The name of the program that this stands in for.
 const NAME: &str = "virtiofsd";
@@ -25,6 +27,9 @@ const IDS: u64 = u32::MAX as u64;
 const NOFILE_USUAL: u64 = 1_000_000;
 /// Where the host says how many a process may have at most.
 const NR_OPEN: &str = "/proc/sys/fs/nr_open";
+
+/// The file with this process's number, which is locked as long as it is open: until this process ends.
+static PID_FILE: Mutex<Option<File>> = Mutex::new(None);
 
 /// Whether the program was started under that name.
 pub fn is_one(program: &OsStr) -> bool {
@@ -97,7 +102,7 @@ enum Level {
 
 /// Shares a directory with a virtual machine by virtio-fs: Ferry, in the place of virtiofsd.
 #[derive(Debug, Parser)]
-#[command(name = NAME, version, after_help = "What these options lack is in: ferry share --help")]
+#[command(name = NAME, version, args_override_self = true, after_help = "What these options lack is in: ferry share --help")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of virtiofsd")]
 struct Args {
     /// The directory.
@@ -416,10 +421,28 @@ impl Preparations {
                 }
             }
         }
-        self.pid_file.as_ref().map_or(Ok(()), |path| {
-            write_pid(path).map_err(|error| format!("{} cannot be written: {error}", path.display()))
-        })
+        let Some(path) = &self.pid_file else { return Ok(()) };
+        let is_locked = |error: &std::io::Error| error.kind() == ErrorKind::WouldBlock;
+        let file = socket::again(|| write_pid(path), is_locked).map_err(|error| {
+            if is_locked(&error) {
+                let owner = std::fs::read_to_string(path).unwrap_or_default();
+                return format!(
+                    "{} is locked by a server that runs, process {}: end that one, or choose another --socket-path",
+                    path.display(),
+                    owner.trim()
+                );
+            }
+            format!("{} cannot be written: {error}", path.display())
+        })?;
+        *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
+        Ok(())
     }
+}
+
+/// Lets go of the file with the number of the process that was started, in another one: it is still locked by that one, and a
+/// server behind walls has no file outside of them.
+pub fn leave_pid_file() {
+    *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = None;
 }
 
 /// Sets the limit, and what it can be raised to: a source raises it as far as it may.
@@ -427,13 +450,27 @@ fn set_limit(limit: u64) -> rustix::io::Result<()> {
     setrlimit(Resource::Nofile, Rlimit { current: Some(limit), maximum: Some(limit) })
 }
 
-/// Writes this process's number down, for its user alone, and not through a link.
-fn write_pid(path: &Path) -> std::io::Result<()> {
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+/// Writes this process's number down, for its user alone, and not through a link. The file is locked until it is closed, as virtiofsd
+/// has it, so that none that is started later takes it.
+///
+/// # Errors
+/// [`ErrorKind::WouldBlock`]: somebody else has locked it, and it is as it was. The system's.
+fn write_pid(path: &Path) -> std::io::Result<File> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mode = Mode::RUSR | Mode::WUSR;
-    let mut file = File::from(rustix::fs::open(path, flags, mode)?);
+    let mut file = loop {
+        let file = File::from(rustix::fs::open(path, flags, mode)?);
+        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        let (locked, named) = (rustix::fs::fstat(&file)?, rustix::fs::lstat(path));
+        // Between the two somebody may have removed or replaced it.
+        if named.is_ok_and(|named| (named.st_dev, named.st_ino) == (locked.st_dev, locked.st_ino)) {
+            break file;
+        }
+    };
+    file.set_len(0)?;
     rustix::fs::fchmod(&file, mode)?;
-    writeln!(file, "{}", std::process::id())
+    writeln!(file, "{}", std::process::id())?;
+    Ok(file)
 }
 
 /// A map of a user namespace.
@@ -549,11 +586,39 @@ mod tests {
             ("--inode-file-handles=fallback", "--inode-file-handles=prefer"),
             ("--migration-mode=file-handles", "--migration-mode file-handles"),
             ("--migration-verify-handles", "--migration-verify-handles"),
+            ("--migration-on-error=guest-error", "--migration-on-error guest-error"),
+            ("--socket-group kvm", "--socket-group=kvm"),
+            ("--readonly", "--read-only"),
+            ("--no-readdirplus", "--no-readdirplus"),
+            ("-o no_readdirplus", "--no-readdirplus"),
+            ("--writeback", "--writeback"),
+            ("-o writeback", "--writeback"),
+            ("--allow-direct-io", "--allow-direct-io"),
+            ("-o allow_direct_io", "--allow-direct-io"),
+            ("--no-announce-submounts --announce-submounts", "--announce-submounts"),
+            ("--inode-file-handles=never", "--inode-file-handles=never"),
+            ("--inode-file-handles=mandatory", "--inode-file-handles=mandatory"),
+            // Of what is said twice the last holds; lists are added to.
+            ("--cache=never --cache always", "--cache=always --"),
+            ("--xattr --xattr --readonly --readonly", "--read-only"),
+            ("--socket-path /t --shared-dir /e --socket-path /s --shared-dir /d", "share /d --once --virtiofs=/s "),
+            ("--tag one --tag two", "--tag=two"),
+            ("--posix-acl=always --posix-acl", "--posix-acl=auto"),
+            ("--sandbox none --sandbox chroot --seccomp none --seccomp=trap", "--sandbox=chroot --seccomp=trap"),
+            ("-d -d -f -f --log-level error --log-level info", "--log debug"),
+            ("--xattrmap :ok:all::: --xattrmap :map::user.v.:", "--xattrmap=:map::user.v.:"),
+            ("--modcaps -mknod --modcaps +lease", "--modcaps=+lease"),
+            (
+                "--translate-uid map:0:1000:1 --translate-uid map:5:5:1",
+                "--translate-uid=map:0:1000:1 --translate-uid=map:5:5:1",
+            ),
         ] {
             let line = line(&format!("--shared-dir /d --socket-path /s {args}")).expect(args);
             assert!(line.contains(word), "{args}: {line}");
         }
         assert!(!line("--shared-dir /d --fd 5 --xattr --cache=never --allow-mmap").expect("fd").contains("--no-"));
+        let without = line("--shared-dir /d --fd 5 --announce-submounts --no-announce-submounts").expect("submounts");
+        assert!(!without.contains("--announce-submounts"), "{without}");
         assert_eq!(line("--print-capabilities").as_deref(), Ok("capabilities"));
     }
 

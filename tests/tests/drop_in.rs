@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, INIT_FLAGS};
+use ferry_tests::inside::Inside;
 use ferry_tests::{GuestCache, Place, collect, folder, guest_on};
 use ferry_vfs::{Ino, Name, New, OFlags};
 use ferry_wire::fuse::abi::MINOR_MAX;
@@ -282,6 +283,47 @@ fn its_process_is_as_virtiofsds() {
             let file = served.folder.path().join("s.pid");
             assert_eq!(fs::read_to_string(&file).unwrap().trim(), pid.to_string(), "{}", program.display());
             assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o600);
+        }
+    }
+}
+
+/// A second one for the same socket leaves the first one's number alone, and one after that has the file.
+#[test]
+fn the_number_of_a_server_that_runs_stays_in_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    for (at, program) in programs(folder.path()).iter().enumerate() {
+        let mut served = Served::start(program, "");
+        let (socket, tree, file) = (served.socket(), served.tree(), served.folder.path().join("s.pid"));
+        let number = || fs::read_to_string(&file).unwrap().trim().to_owned();
+        let again = || {
+            let mut command = Command::new(program);
+            command.args(["--tag", "t", "--socket-path"]).arg(&socket).arg("--shared-dir").arg(&tree);
+            command.stdin(Stdio::null()).env_remove("FERRY_LOG");
+            command
+        };
+        let first = served.child.id().to_string();
+        assert_eq!(number(), first, "{}", program.display());
+        let output = again().output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{}: {said}", program.display());
+        assert_eq!(number(), first, "{}", program.display());
+        if at == 0 {
+            assert!(said.contains(&format!("s.pid is locked by a server that runs, process {first}")), "{said}");
+            // That one goes on, and behind its walls it has no file of the host's.
+            let mut driver = Driver::connect(&socket, Config { timeout: SOON, ..Config::default() }).unwrap();
+            driver.init().unwrap();
+            let started = rustix::process::Pid::from_child(&served.child);
+            let inside = Inside::of(started);
+            assert!(inside.pid() == started || !inside.open_files().contains(&file), "{:?}", inside.open_files());
+        }
+        served.child.kill().unwrap();
+        served.child.wait().unwrap();
+        served.child = again().spawn().unwrap();
+        let (next, end) = (served.child.id().to_string(), Instant::now() + SOON);
+        while number() != next {
+            let ended = served.child.try_wait().unwrap();
+            assert!(ended.is_none() && Instant::now() < end, "{}: {ended:?}", program.display());
+            std::thread::sleep(TICK);
         }
     }
 }
