@@ -376,7 +376,7 @@ impl Inside {
             ferry_isolation::change_root(&roots[0].path).context("--sandbox chroot")?;
         }
         let had = Capabilities::here()?;
-        let fenced = if is_fenced {
+        let (fenced, rules) = if is_fenced {
             let by_handles = had.can_open_handles() && wants_handles;
             // Root's memory file systems are mounts of their own.
             let by_mounts = had.can_mount() && shares.iter().any(|share| share.kind() == Kind::Mem);
@@ -394,10 +394,13 @@ impl Inside {
             };
             let dirs = paths.map(open).collect::<Result<Vec<_>>>()?;
             let dirs: Vec<_> = dirs.iter().map(|(dir, read_only)| (dir.as_fd(), *read_only)).collect();
-            let fence = if by_handles || by_mounts { Fence::AllFiles } else { Fence::Below(&dirs) };
-            Some(ferry_isolation::fence(fence, &[])?)
+            let (fence, rules) = match by_handles || by_mounts {
+                true => (Fence::AllFiles, "all but files".to_owned()),
+                false => (Fence::Below(&dirs), format!("files below {} directories", dirs.len())),
+            };
+            (Some(ferry_isolation::fence(fence, &[])?), rules)
         } else {
-            None
+            (None, "none".to_owned())
         };
         match fenced {
             Some(Fenced::Not) => tracing::warn!(
@@ -409,7 +412,8 @@ impl Inside {
         kept.limit(Capabilities::NONE)?;
         ferry_isolation::no_new_privileges()?;
         let action = walls.action();
-        tracing::debug!(namespaces = places.is_some(), landlock = ?fenced, capabilities = %kept, seccomp = ?action, "confined");
+        let namespaces = places.is_some();
+        tracing::debug!(namespaces, landlock = ?fenced, capabilities = %kept, seccomp = ?action, %rules, "confined");
         if let Some(action) = action {
             match filter(action) {
                 Err(error) if walls.seccomp.is_some() => return Err(error).context("--seccomp"),

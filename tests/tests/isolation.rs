@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use ferry_driver::ROOT;
 use ferry_driver::load::{self, Load, On, Op};
+use ferry_driver::{Error, ROOT};
 use ferry_isolation::Capabilities;
 use ferry_tests::walled::{Home, SOON, Served, TICK, USER, as_user, is_root};
 use ferry_tests::{Place, folder};
@@ -321,7 +321,6 @@ fn capabilities_and_filters_are_as_the_flags_say() {
     served.inside.all_are("CapEff", &bits("+sys_admin:-mknod", false));
     served.inside.all_are("CapBnd", &bits("+sys_admin:-mknod", false));
     served.inside.all_are("Seccomp", "0");
-    // Landlock's fence is around files, too, where none is opened by handle; the rest of the server's life is as before.
     let served = serve(0, "--inode-file-handles never --sandbox namespace --seccomp kill");
     is_used(&served);
     served.inside.all_are("CapEff", &bits("-sys_admin", false));
@@ -361,16 +360,74 @@ fn the_two_processes_end_together() {
     assert!(!served.home.at("s").exists(), "the socket is left behind");
 }
 
+/// What stands before a command that can make no namespaces: a namespace of users of which no other may be made.
+const WITHOUT_NAMESPACES: [&str; 7] = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "sh",
+    "-c",
+    "echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all \"$@\"",
+    "sh",
+];
+
+/// Landlock stands around a directory: with rules about files where none is opened by its handle, and without them where some are.
+#[test]
+fn landlock_stands_around_a_directory() {
+    if !is_root() {
+        return;
+    }
+    let (files, other) = ("files below 1 directories", "all but files");
+    let by_handles = if Capabilities::here().unwrap().can_open_handles() { other } else { files };
+    for (user, flags, landlock, rules) in [
+        (0, "", "Some(Wholly)", by_handles),
+        (0, "--inode-file-handles never", "Some(Wholly)", files),
+        (0, "--sandbox chroot --inode-file-handles never", "Some(Wholly)", files),
+        (0, "--sandbox none", "None", "none"),
+        (USER, "", "Some(Wholly)", files),
+    ] {
+        let served = serve(user, &format!("{flags} --log debug"));
+        served.says(&format!(" landlock={landlock} "));
+        served.says(&format!(" rules={rules}\n"));
+    }
+}
+
+/// A directory that the guest knows is moved out of the share. The server's descriptor leads there still, and where Landlock is the only
+/// wall, it is Landlock that has it open no file there.
+#[test]
+fn files_that_are_moved_out_are_not_opened() {
+    if !is_root() {
+        return;
+    }
+    for (sandbox, expected) in [("none", None), ("", Some(libc::EACCES))] {
+        let tree = tree_of(0);
+        tree.make("shared/dir", |path| fs::create_dir(path).unwrap());
+        tree.make("shared/dir/file", |path| fs::write(path, "moved").unwrap());
+        let flag = if sandbox.is_empty() { String::new() } else { format!("--sandbox {sandbox}") };
+        let command = tree.command(&WITHOUT_NAMESPACES, &line(&format!("--inode-file-handles never {flag}")));
+        let served = tree.serve_by(command);
+        let mut driver = served.guest();
+        let dir = driver.lookup(ROOT, "dir").unwrap().nodeid;
+        let file = driver.lookup(dir, "file").unwrap().nodeid;
+        let open = driver.open(file, 0).unwrap();
+        driver.release(file, open.fh).unwrap();
+        fs::rename(served.home.at("shared/dir"), served.home.at("outside/dir")).unwrap();
+        let outcome = driver.open(file, 0).map(drop);
+        assert_eq!(outcome.as_ref().err().and_then(Error::errno), expected, "{sandbox}: {outcome:?}");
+        assert_eq!(outcome.is_ok(), expected.is_none(), "{sandbox}: {outcome:?}");
+        // What is below the directory is opened on.
+        let inside = driver.lookup(ROOT, "file").unwrap().nodeid;
+        driver.open(inside, 0).unwrap();
+    }
+}
+
 /// Where no namespace of users can be had, the program says what is missing, and goes on only if nobody has insisted.
 #[test]
 fn what_cannot_be_had_is_said() {
     if !is_root() {
         return;
     }
-    // Of this namespace no other may be made.
-    const SCRIPT: &str =
-        "echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all \"$@\"";
-    let before = ["unshare", "--user", "--map-root-user", "sh", "-c", SCRIPT, "sh"];
+    let before = WITHOUT_NAMESPACES;
     let tree = tree_of(0);
     let command = tree.command(&before, &line(""));
     let served = tree.serve_by(command);
