@@ -6,17 +6,17 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::{Duration, Instant};
 
 use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, alone, collect, guest_on};
 
-/// What guests' scripts begin with: `step N` announces, `after N` waits for that and for caches to run out.
+/// What guests' scripts begin with: `step N` announces, `reached N` waits for that, `after N` also until caches have run out.
 const STEPS: &str = r#"
     trap '[ $? = 0 ] || : >failed' EXIT
     step() { : >step.$1; }
     reached() { tries=0; while [ ! -e step.$1 ]; do tries=$((tries + 1)); [ $tries -lt 1500 -a ! -e failed ]; sleep 0.1; done; }
-    after() { reached $1; sleep 1.2; }
+    after() { reached $1; sleep $kept; }
     is() { [ "$(cat $1)" = "$2" ] && [ $(stat -c %s $1) = ${#2} ] || { echo "$1: $(stat -c %s $1) bytes: $(cat $1), not $2"; exit 1; }; }
 "#;
 
@@ -34,14 +34,22 @@ fn step(share: &Share, step: u32) {
     fs::write(share.path.join(format!("step.{step}")), "").unwrap();
 }
 
+/// The same with what that takes in a cache mode.
+fn steps(cache: Cache) -> String {
+    // Where nothing is kept there is nothing to wait for: what one has done the other sees at once.
+    let kept = if cache == Cache::None { "0" } else { "1.2" };
+    format!("kept={kept}\n{STEPS}")
+}
+
 /// Runs two guests, and what the host does beside them; answers what they said.
 fn two(share: &Share, options: Options, scripts: [&str; 2], on_host: impl FnOnce()) -> [String; 2] {
+    let steps = steps(options.cache);
     let (second, export) = share.beside_with(options, 2);
     let start = Instant::now();
     let mut sockets = [&share.socket, &second].into_iter();
     let guests = scripts.map(|script| {
         let socket = sockets.next().expect("two sockets");
-        guest_on(socket, ["sh", "-euc", &format!("{STEPS}\n{script}")]).spawn().unwrap()
+        guest_on(socket, ["sh", "-euc", &format!("{steps}\n{script}")]).spawn().unwrap()
     });
     let beside = std::panic::catch_unwind(std::panic::AssertUnwindSafe(on_host));
     if beside.is_err() {
@@ -96,6 +104,35 @@ fn close_to_open(cache: Cache) {
 fn what_is_closed_is_seen_when_it_is_opened() {
     let _alone = alone();
     close_to_open(Cache::Auto);
+}
+
+/// Bytes that neither length nor time of change tell of: only that each open asks for them anew shows them.
+#[test]
+fn what_is_opened_is_read_anew() {
+    let _alone = alone();
+    let share = Share::new(Cache::Auto);
+    let file = share.path.join("file");
+    fs::write(&file, "round 0").unwrap();
+    let script = format!(
+        "{}
+        exec 3<file; [ \"$(cat <&3)\" = 'round 0' ]
+        for round in 1 2 3; do
+            step ${{round}}0; reached ${{round}}1; cat file; echo
+        done",
+        steps(Cache::Auto)
+    );
+    let guest = guest_on(&share.socket, ["sh", "-euc", &script]).spawn().unwrap();
+    let start = Instant::now();
+    for round in 1..=3 {
+        reached(&share, round * 10);
+        let changed = fs::metadata(&file).unwrap().modified().unwrap();
+        let written = fs::File::options().write(true).open(&file).unwrap();
+        written.write_all_at(format!("round {round}").as_bytes(), 0).unwrap();
+        written.set_modified(changed).unwrap();
+        drop(written);
+        step(&share, round * 10 + 1);
+    }
+    assert_eq!(collect(guest, TIMEOUT, start).ok(), "round 1\nround 2\nround 3\n");
 }
 
 /// Who writes back believes its own length of a file, and is therefore to be the only one that writes to it.
@@ -182,6 +219,12 @@ print(private[0:3].decode())
     }
 }
 
+/// How often that is tried: a busy machine may hold up guest or host for any time, but not each time.
+const ROUNDS: u32 = 4;
+
+/// What a machine may add to a bound in the best of all rounds, seconds.
+const SLACK: f64 = 0.5;
+
 /// How late a guest sees what the host changes: never later than its timeout, for it cannot be told. Measured in the guest
 /// between a file that is always asked for and one that it knows.
 #[test]
@@ -193,25 +236,37 @@ fn what_a_guest_keeps_is_given_up_in_time() {
             Place::Disk,
             Options { entry_timeout: timeout, attr_timeout: timeout, ..options(Cache::Auto, false) },
         );
-        fs::write(share.path.join("file"), "1").unwrap();
+        (1..=ROUNDS).for_each(|round| fs::write(share.path.join(format!("file{round}")), "1").unwrap());
         // The size is asked for all the time; what is kept is given up when its time is over, asked for or not.
         let script = format!(
-            "{STEPS}
+            "{}
             now() {{ cut -d ' ' -f 1 /proc/uptime; }}
-            [ $(stat -c %s file) = 1 ]; step 1
-            reached 2; begin=$(now)
-            while [ $(stat -c %s file) = 1 ]; do :; done
-            echo $begin $(now)"
+            for round in $(seq {ROUNDS}); do
+                [ $(stat -c %s file$round) = 1 ]; step ${{round}}0
+                reached ${{round}}1; begin=$(now); looks=1
+                while [ $(stat -c %s file$round) = 1 ]; do looks=$((looks + 1)); done
+                echo $begin $(now) $looks
+            done",
+            steps(Cache::Auto)
         );
         let guest = guest_on(&share.socket, ["sh", "-euc", &script]).spawn().unwrap();
         let start = Instant::now();
-        reached(&share, 1);
-        fs::write(share.path.join("file"), "two").unwrap();
-        step(&share, 2);
+        for round in 1..=ROUNDS {
+            reached(&share, round * 10);
+            fs::write(share.path.join(format!("file{round}")), "two").unwrap();
+            step(&share, round * 10 + 1);
+        }
         let said = collect(guest, TIMEOUT, start).ok();
-        let times: Vec<f64> = said.split_whitespace().map(|time| time.parse().unwrap()).collect();
-        let late = times[1] - times[0];
-        println!("a guest with a timeout of {bound} s sees a change {late:.2} s after it knows that there was one");
-        assert!(late < f64::from(bound) + 20.0, "{late} s");
+        let rounds: Vec<Vec<f64>> =
+            said.lines().map(|line| line.split(' ').map(|number| number.parse().unwrap()).collect()).collect();
+        assert_eq!(rounds.len(), ROUNDS as usize, "{said}");
+        let late = rounds.iter().map(|round| round[1] - round[0]).fold(f64::INFINITY, f64::min);
+        println!(
+            "a guest with a timeout of {bound} s sees a change {late:.2} s after it knows that there was one, or later"
+        );
+        assert!(late <= f64::from(bound) + SLACK, "{late} s: {said}");
+        if bound == 0 {
+            assert!(rounds.iter().all(|round| round[2] == 1.0), "it is seen at the first look: {said}");
+        }
     }
 }
