@@ -55,6 +55,32 @@ fn a_group_may_connect_too() {
     }
 }
 
+#[test]
+fn file_handles_that_are_insisted_on_and_may_not_be_opened_are_refused() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs root, to do without a capability");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for (when, is_refused) in [("mandatory", true), ("prefer", false)] {
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set", "-dac_read_search", "--inh-caps", "-dac_read_search"]);
+        command.arg(ferry().get_program()).args(["share", ".", "--virtiofs", "s", "--inode-file-handles", when]);
+        command.current_dir(folder.path()).env_remove("FERRY_LOG").stdin(std::process::Stdio::null());
+        if is_refused {
+            let text = refused(1, &mut command);
+            assert!(text.contains("--inode-file-handles mandatory: "), "{text}");
+            assert!(
+                text.contains("has no file handles, or this user may not open them (CAP_DAC_READ_SEARCH)"),
+                "{text}"
+            );
+            assert!(!folder.path().join("s").exists(), "the socket is left behind");
+        } else {
+            Server::start(&mut command);
+        }
+    }
+}
+
 /// Tversion and its answer, as Linux sends and expects them (intro(5)).
 fn speaks_9p(stream: &mut (impl Read + Write)) {
     stream.write_all(b"\x15\0\0\0\x64\xff\xff\0\0\x10\0\x08\09P2000.L").expect("it listens");

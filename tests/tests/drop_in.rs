@@ -42,12 +42,16 @@ struct Served {
 
 impl Served {
     fn start(program: &Path, args: &str) -> Self {
+        Self::start_by(Command::new(program), args)
+    }
+
+    /// The same with something before the program. It begins in the folder that holds the tree.
+    fn start_by(mut command: Command, args: &str) -> Self {
         let folder = folder(Place::Disk);
         let tree = folder.path().join("tree");
         fs::create_dir(&tree).unwrap();
         fs::set_permissions(&tree, fs::Permissions::from_mode(0o777)).unwrap();
         fs::write(tree.join("there"), "before").unwrap();
-        let mut command = Command::new(program);
         command.args(["--tag", "t", "--socket-path"]).arg(folder.path().join("s")).args(args.split_whitespace());
         if !args.contains("source=") {
             command.arg("--shared-dir").arg(&tree);
@@ -202,6 +206,27 @@ fn modes_and_flags_of_virtiofsd_are_taken() {
     }
     let (said, left) = same("--readonly", "cat there; touch made 2>/dev/null || echo refused");
     assert_eq!((said.as_str(), left.len()), ("beforerefused\n", 1));
+}
+
+/// A file system that is mounted below the directory is one of its own in the guest, unless that is not wanted.
+#[test]
+fn mounts_below_are_shown_as_such_or_as_directories() {
+    const MOUNTED: &str = "mkdir tree/sub; mount -t tmpfs tmpfs tree/sub; echo file >tree/sub/file; exec \"$@\"";
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs root, to mount");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for program in programs(folder.path()) {
+        for (args, file_systems) in [("", 2), ("--no-announce-submounts", 1)] {
+            let mut command = Command::new("unshare");
+            command.args(["--mount", "--propagation", "private", "sh", "-euc", MOUNTED, "sh"]).arg(&program);
+            let served = Served::start_by(command, args);
+            let said = served.sh("cat sub/file; stat -c %d . there sub/. sub/file | uniq | wc -l");
+            assert_eq!(said, format!("file\n{file_systems}\n"), "{} {args}", program.display());
+            assert_eq!(served.end(), Some(0));
+        }
+    }
 }
 
 /// Their command lines, word for word: Kata's runtime in Go (`virtiofsd.go`: a socket as descriptor 3, and the extra arguments of its

@@ -64,13 +64,17 @@ impl Dir {
         let host = self.host_flags(flags)?;
         let truncates = host.contains(OFlags::TRUNC);
         let shortening = truncates.then(|| Self::shortening(cx.session, &inode, 0));
-        let file = match self.open_data(&inode, host) {
-            Err(Errno::PERM) if host.contains(OFlags::NOATIME) => self.open_data(&inode, host - OFlags::NOATIME),
-            Err(Errno::ACCESS) if self.options.writeback && flags & OFlags::ACCMODE == OFlags::WRONLY => {
-                self.open_data(&inode, (host - OFlags::ACCMODE) | OFlags::WRONLY)
+        let (file, host) = match self.open_data(&inode, host) {
+            Err(Errno::PERM) if host.contains(OFlags::NOATIME) => {
+                let host = host - OFlags::NOATIME;
+                (self.open_data(&inode, host)?, host)
             }
-            other => other,
-        }?;
+            Err(Errno::ACCESS) if self.options.writeback && flags & OFlags::ACCMODE == OFlags::WRONLY => {
+                let host = (host - OFlags::ACCMODE) | OFlags::WRONLY;
+                (self.open_data(&inode, host)?, host)
+            }
+            other => (other?, host),
+        };
         drop(shortening);
         if truncates {
             self.changes.publish(cx.session, || Change::Data { ino, offset: 0, len: u64::MAX });
