@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, INIT_FLAGS};
+use ferry_isolation::Capabilities;
 use ferry_tests::inside::Inside;
 use ferry_tests::{GuestCache, Place, collect, folder, guest_on};
 use ferry_vfs::{Ino, Name, New, OFlags};
@@ -308,6 +309,27 @@ fn its_process_is_as_virtiofsds() {
             let file = served.folder.path().join("s.pid");
             assert_eq!(fs::read_to_string(&file).unwrap().trim(), pid.to_string(), "{}", program.display());
             assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o600);
+        }
+    }
+}
+
+/// What a server of root's keeps of root, by default and where no file is opened by its handle.
+#[test]
+fn it_keeps_the_capabilities_that_virtiofsd_keeps() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs root");
+        return;
+    }
+    let ours = Capabilities::here().unwrap().bits();
+    let folder = tempfile::tempdir().unwrap();
+    for program in programs(folder.path()) {
+        for (args, handles) in [("", true), ("--inode-file-handles=never", false)] {
+            let expected = format!("{:016x}", Capabilities::of_server(handles).bits() & ours);
+            let served = Served::start(&program, args);
+            served.wait_for(&format!("{expected} of {} {args}", program.display()), |served| {
+                let inside = Inside::of(rustix::process::Pid::from_child(&served.child));
+                inside.status("CapEff").iter().all(|found| *found == expected)
+            });
         }
     }
 }
