@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use ferry_driver::{Config, Driver, INIT_FLAGS};
 use ferry_isolation::Capabilities;
 use ferry_tests::inside::Inside;
+use ferry_tests::mounts::Started;
 use ferry_tests::{GuestCache, Place, collect, folder, guest_on};
 use ferry_vfs::{Ino, Name, New, OFlags};
 use ferry_wire::fuse::abi::MINOR_MAX;
@@ -351,9 +352,10 @@ fn the_number_of_a_server_that_runs_stays_in_its_file() {
         };
         let first = served.child.id().to_string();
         assert_eq!(number(), first, "{}", program.display());
-        let output = again().output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success(), "{}: {said}", program.display());
+        let mut second = Started::new(&mut again());
+        let ended = second.wait(SOON).expect("the second one ends");
+        let said = second.said().1;
+        assert!(!ended.success(), "{}: {said}", program.display());
         assert_eq!(number(), first, "{}", program.display());
         if at == 0 {
             assert!(said.contains(&format!("s.pid is locked by a server that runs, process {first}")), "{said}");
