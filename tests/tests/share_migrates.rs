@@ -24,6 +24,16 @@ fn transfers() -> usize {
     names.filter(|name| name.trim_end() == "migration").count()
 }
 
+/// Waits until so many are under way. A thread takes its name when it begins.
+#[track_caller]
+fn are_under_way(count: usize) {
+    let end = Instant::now() + SETTLE;
+    while transfers() != count {
+        assert!(Instant::now() < end, "{} transfers are under way, not {count}", transfers());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Has a server begin to read a state, of which nothing comes.
 fn begin(driver: &Driver) -> Result<PipeWriter, Error> {
     let (theirs, ours) = pipe().unwrap();
@@ -39,19 +49,15 @@ fn one_state_is_transferred_at_a_time() {
     let first = begin(&driver).unwrap();
     for _ in 0..2 {
         assert!(begin(&driver).is_err(), "the first one is still under way");
-        assert_eq!(transfers(), 1);
+        are_under_way(1);
     }
     // QEMU closes its end of one that it gives up, and asks for nothing; the next one may follow at once.
     drop(first);
     let second = begin(&driver).unwrap();
-    assert_eq!(transfers(), 1);
+    are_under_way(1);
     // Nobody can ask for its outcome any more.
     drop(driver);
-    let end = Instant::now() + SETTLE;
-    while transfers() > 0 {
-        assert!(Instant::now() < end, "it goes on although its front end has gone");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    are_under_way(0);
     drop(second);
 }
 
