@@ -111,11 +111,8 @@ pub const BUILDERS: [Builder; 6] =
 impl System {
     /// Whether it is ours.
     pub fn is_ours(self) -> bool {
-        match self {
-            Self::Ferry | Self::FerryOrdered | Self::FerryFuse | Self::FerryGuest => true,
-            Self::FerryComposefs | Self::FerryComposefsFuse => true,
-            _ => false,
-        }
+        let flat = matches!(self, Self::Ferry | Self::FerryOrdered | Self::FerryFuse | Self::FerryGuest);
+        flat || matches!(self, Self::FerryComposefs | Self::FerryComposefsFuse)
     }
 
     /// Of ours: the configuration's name in the results. Of a peer: its name there.
