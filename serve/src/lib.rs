@@ -64,6 +64,7 @@ mod carrier;
 mod data;
 mod interest;
 mod kept;
+mod lengths;
 mod listing;
 mod mappings;
 mod mount;

@@ -58,7 +58,7 @@ impl DirOutput for Listing<'_> {
         }
         if !self.full && !self.flawed {
             if let Some(entry) = &sound {
-                self.mount.refer(entry.ino);
+                self.mount.refer(entry);
                 self.referred.push(entry.ino);
                 self.writer.set_dax(self.mount.dax(&entry.attr));
             }

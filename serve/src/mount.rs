@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_state::{Init, Past, Slot};
-use ferry_vfs::{Attr, Caller, Errno, FileSystem, FileType, Handle, Ino, OFlags, Result, SessionId};
+use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
 use crate::interest::Interest;
 use crate::kept::{HeldLocks, Noted, Record};
+use crate::lengths::{Refusals, Told};
 use crate::mappings::Mappings;
 use crate::parked::Waits;
 use crate::passthrough::Passthrough;
@@ -36,6 +37,8 @@ struct Known {
     references: u64,
     /// Where that is written down.
     slot: Option<Slot>,
+    /// What the client goes by, as far as it knows it from us.
+    length: Option<Told>,
 }
 
 /// What is open.
@@ -95,6 +98,7 @@ pub struct Mount {
     /// What maps files into the client's memory, if that was agreed on.
     pub(crate) mappings: Option<Arc<dyn Mappings>>,
     pub(crate) interest: Interest,
+    pub(crate) refusals: Refusals,
     init: Init,
     /// Where all of this is written down for the server after this one.
     record: Option<Record>,
@@ -122,7 +126,7 @@ impl Mount {
         let shards = std::array::from_fn(|_| Mutex::default());
         let (id, waits) = (SessionId::unique(), Arc::default());
         let (interest, locks, past) = (Interest::default(), HeldLocks::default(), Mutex::default());
-        let (open_count, lent) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let (open_count, lent, refusals) = (AtomicUsize::new(0), AtomicBool::new(false), Refusals::default());
         Self {
             id,
             negotiated,
@@ -133,6 +137,7 @@ impl Mount {
             passthrough,
             mappings,
             interest,
+            refusals,
             init,
             record,
             locks,
@@ -172,16 +177,30 @@ impl Mount {
     }
 
     /// The client is told of an inode, and has one reference more.
-    pub(crate) fn refer(&self, ino: Ino) {
+    pub(crate) fn refer(&self, entry: &Entry) {
+        let ino = entry.ino;
         let mut shard = self.shard(ino.0);
         let known = shard.references.entry(ino).or_default();
         known.references += 1;
+        known.length = Told::of(&entry.attr);
         let Some(record) = &self.record else { return };
         match known.slot {
             Some(slot) => record.references(slot, known.references),
             None if known.references == 1 => known.slot = record.node(&*self.source, ino),
             None => {}
         }
+    }
+
+    /// The client is told a file's length, or (`None`) changes it itself.
+    pub(crate) fn tells_length(&self, ino: Ino, length: Option<Told>) {
+        if let Some(known) = self.shard(ino.0).references.get_mut(&ino) {
+            known.length = length;
+        }
+    }
+
+    /// The length of a file that the client was told last, if it has not changed it since.
+    pub(crate) fn length_told(&self, ino: Ino) -> Option<Told> {
+        self.shard(ino.0).references.get(&ino).and_then(|known| known.length)
     }
 
     /// Brings a part of a file and what the client has of it in its window together; see [`Mappings::settle`].

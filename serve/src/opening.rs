@@ -48,7 +48,7 @@ impl Server {
     /// Tells the client of an inode. A reference that it does not get to know of is given back.
     pub(crate) fn entry(&self, cx: &Context<'_>, entry: Entry, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let entry = self.checked(entry)?;
-        cx.mount.refer(entry.ino);
+        cx.mount.refer(&entry);
         cx.mount.tells_attr_of(entry.ino);
         let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
         let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
@@ -82,6 +82,12 @@ impl Server {
         if truncate_apart && let Err(errno) = source.setattr(&cx.caller, cx.ino, Some(handle), &TRUNCATE) {
             source.release(&cx.caller, cx.ino, handle);
             return Err(errno);
+        }
+        if flags.contains(OFlags::TRUNC) {
+            cx.mount.tells_length(cx.ino, None);
+        } else if self.is_to_ask(cx, handle) {
+            source.release(&cx.caller, cx.ino, handle);
+            return Err(Errno::STALE);
         }
         let opened = self.opened(cx, cx.ino, handle, flags);
         let written = cx.tell(buffer, &Reply::Open(opened));
@@ -176,7 +182,7 @@ impl Server {
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
-        cx.mount.refer(entry.ino);
+        cx.mount.refer(&entry);
         let opened = self.opened(cx, entry.ino, handle, flags);
         // Somebody else may have made it, and long ago.
         cx.mount.tells_attr_of(entry.ino);

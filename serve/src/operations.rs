@@ -9,6 +9,7 @@ use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
 
 use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::lengths::{Told, lengthened};
 use crate::mappings::{Answer, Mapping, WHOLE};
 use crate::mount::Open;
 use crate::opening::Made;
@@ -31,6 +32,9 @@ impl Server {
         carrier: &mut impl Carrier,
     ) -> Served {
         self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), operation);
+        if let Some(file) = lengthened(cx.ino, operation).filter(|_| self.follows_lengths(cx)) {
+            cx.mount.tells_length(file, None);
+        }
         let served = match self.share.read_only && changes_something(operation) {
             true => Err(Errno::ROFS),
             false => is_allowed(cx, operation)
@@ -93,7 +97,7 @@ impl Server {
             }
             Operation::Statx { handle, .. } => {
                 let attr = checks::attr(source.getattr(caller, ino, handle)?)?;
-                cx.mount.tells_attr_of(ino);
+                self.tells_attr(cx, &attr);
                 return Ok(cx.done(carrier, &Reply::Statx { attr, timeout: self.share.policy.attr_timeout }));
             }
             Operation::Setattr { handle, ref set, .. } => {
@@ -328,8 +332,16 @@ impl Server {
 
     fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let attr = checks::attr(attr)?;
-        cx.mount.tells_attr_of(cx.ino);
+        self.tells_attr(cx, &attr);
         Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.attr_timeout, dax: cx.mount.dax(&attr) }))
+    }
+
+    /// The client is about to be told of the attributes of the inode that it asks for.
+    fn tells_attr(&self, cx: &Context<'_>, attr: &Attr) {
+        cx.mount.tells_attr_of(cx.ino);
+        if self.follows_lengths(cx) {
+            cx.mount.tells_length(cx.ino, Told::of(attr));
+        }
     }
 
     fn wait_for_lock(&mut self, cx: &Context<'_>, request: &LockRequest, carrier: &mut impl Carrier) -> Result<Served> {

@@ -12,8 +12,8 @@ use crate::ShareOptions;
 pub enum Cache {
     /// Nothing: every look-up, attribute and read is asked for.
     None,
-    /// Names and attributes for a second, and with them a file's length, also after an open; data until the file is opened
-    /// again or seen to have changed (close-to-open).
+    /// Names and attributes for a second; data, and with them where the file ends, until the file is opened again or seen to
+    /// have changed (close-to-open).
     #[default]
     Auto,
     /// Names and attributes as for [`Self::Always`], data not at all.
@@ -65,6 +65,8 @@ pub(crate) struct Policy {
     /// knows names longer than attributes.
     pub(crate) tries_listings: bool,
     direct_opens: bool,
+    /// Whether an open shows where a file ends now, although the client keeps attributes for a while.
+    pub(crate) close_to_open: bool,
     wanted: Wanted,
     /// Without these there is no mount.
     pub(crate) required: InitFlags,
@@ -131,7 +133,10 @@ impl Policy {
         let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
         let tries_listings = attr_timeout >= entry;
         let (cache, direct_opens) = (options.cache, options.direct_opens);
-        Self { cache, attr_timeout, names, names_untold, tries_listings, direct_opens, wanted, required }
+        // A source that waits for somebody else would be asked by each open.
+        let asks = !features.waits && !features.constant;
+        let close_to_open = cache == Cache::Auto && !attr_timeout.is_zero() && asks;
+        Self { cache, attr_timeout, names, names_untold, tries_listings, direct_opens, close_to_open, wanted, required }
     }
 
     fn names(&self, agreed: &Negotiated) -> Names {

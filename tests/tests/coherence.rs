@@ -64,6 +64,28 @@ fn two_processes_with_passthrough() {
     process_changes(["dir_passthrough_always", "dir_devfuse_always"]);
 }
 
+/// Whoever opens a file finds where it ends now, however long the mount's kernel may keep attributes.
+fn opened_now(cell: &Cell) {
+    let shared = folder(Place::Disk);
+    let kept = ["--attr-timeout", "1000", "--entry-timeout", "1000", "--watch", "never"];
+    let Some(mounted) = Mounted::of_dir(shared.path(), cell, &options(&kept)) else { return };
+    fs::create_dir_all(shared.path().join("a/b")).unwrap();
+    let [here, there] = [shared.path(), &mounted.site.path].map(|path| path.join("a/b/file"));
+    let mut expected = String::from("begin");
+    fs::write(&here, &expected).unwrap();
+    for round in 0..5 {
+        assert_eq!(fs::read_to_string(&there).unwrap(), expected);
+        File::options().append(true).open(&here).unwrap().write_all(b" and on").unwrap();
+        assert_eq!(fs::metadata(&there).unwrap().len(), expected.len() as u64, "round {round}: it is kept");
+        expected += " and on";
+        assert_eq!(fs::read_to_string(&there).unwrap(), expected, "round {round}");
+        assert_eq!(fs::metadata(&there).unwrap().len(), expected.len() as u64, "round {round}");
+    }
+    mounted.finish();
+}
+
+on_cells!(opened_now: quick [dir_devfuse_auto, dir_uring_auto] long []);
+
 /// How late something is seen, and after how many looks.
 #[track_caller]
 fn lag(what: &str, bound: Duration, change: impl FnOnce(), seen: impl Fn() -> bool) -> (Duration, u32) {

@@ -1,22 +1,22 @@
 //! What two guests and the host see of each other's files, one step after the other.
 //!
-//! A step is announced by a file of its own, and so is a failure, for which nobody then waits. Guests cannot be told of changes: with `cache=auto` names and attributes, and
-//! with them a file's length, may be a second old, so that whoever wants to be sure waits longer than that before it opens.
+//! A step is announced by a file of its own, and so is a failure, for which nobody then waits. Guests cannot be told of changes: with `cache=auto` names and attributes
+//! may be a second old; whoever opens a file sees what is in it now.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::fs;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::time::{Duration, Instant};
 
 use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, alone, collect, guest_on};
 
-/// What guests' scripts begin with: `step N` announces, `reached N` waits for that, `after N` also until caches have run out.
+/// What guests' scripts begin with: `step N` announces, `reached N` waits for that.
 const STEPS: &str = r#"
     trap '[ $? = 0 ] || : >failed' EXIT
     step() { : >step.$1; }
     reached() { tries=0; while [ ! -e step.$1 ]; do tries=$((tries + 1)); [ $tries -lt 1500 -a ! -e failed ]; sleep 0.1; done; }
-    after() { reached $1; sleep $kept; }
     is() { [ "$(cat $1)" = "$2" ] && [ $(stat -c %s $1) = ${#2} ] || { echo "$1: $(stat -c %s $1) bytes: $(cat $1), not $2"; exit 1; }; }
 "#;
 
@@ -34,22 +34,14 @@ fn step(share: &Share, step: u32) {
     fs::write(share.path.join(format!("step.{step}")), "").unwrap();
 }
 
-/// The same with what that takes in a cache mode.
-fn steps(cache: Cache) -> String {
-    // Where nothing is kept there is nothing to wait for: what one has done the other sees at once.
-    let kept = if cache == Cache::None { "0" } else { "1.2" };
-    format!("kept={kept}\n{STEPS}")
-}
-
 /// Runs two guests, and what the host does beside them; answers what they said.
 fn two(share: &Share, options: Options, scripts: [&str; 2], on_host: impl FnOnce()) -> [String; 2] {
-    let steps = steps(options.cache);
     let (second, export) = share.beside_with(options, 2);
     let start = Instant::now();
     let mut sockets = [&share.socket, &second].into_iter();
     let guests = scripts.map(|script| {
         let socket = sockets.next().expect("two sockets");
-        guest_on(socket, ["sh", "-euc", &format!("{steps}\n{script}")]).spawn().unwrap()
+        guest_on(socket, ["sh", "-euc", &format!("{STEPS}\n{script}")]).spawn().unwrap()
     });
     let beside = std::panic::catch_unwind(std::panic::AssertUnwindSafe(on_host));
     if beside.is_err() {
@@ -72,17 +64,17 @@ fn close_to_open(cache: Cache) {
     let share = Share::with(Place::Disk, options(cache, false));
     let one = "
         printf one >file; is file one; step 1
-        after 3; is file 'three, by the host'
+        reached 3; is file 'three, by the host'
         reached 8; printf ', and four' >>file; stat -c %y file; step 4
         reached 5; exec 3>>file; printf ', and five' >&3; sync file; stat -c %y file; step 6
         reached 7; exec 3>&-
     ";
     let two_ = "
-        after 1; is file one
+        reached 1; is file one
         printf 'two, longer' >file; stat -c %y file; step 2
-        after 3; is file 'three, by the host'; step 8
-        after 4; is file 'three, by the host, and four'; stat -c %y file; step 5
-        after 6; is file 'three, by the host, and four, and five'; stat -c %y file; step 7
+        reached 3; is file 'three, by the host'; step 8
+        reached 4; is file 'three, by the host, and four'; stat -c %y file; step 5
+        reached 6; is file 'three, by the host, and four, and five'; stat -c %y file; step 7
     ";
     let read = || fs::read_to_string(share.path.join("file")).unwrap();
     let said = two(&share, options(cache, false), [one, two_], || {
@@ -114,12 +106,11 @@ fn what_is_opened_is_read_anew() {
     let file = share.path.join("file");
     fs::write(&file, "round 0").unwrap();
     let script = format!(
-        "{}
+        "{STEPS}
         exec 3<file; [ \"$(cat <&3)\" = 'round 0' ]
         for round in 1 2 3; do
             step ${{round}}0; reached ${{round}}1; cat file; echo
-        done",
-        steps(Cache::Auto)
+        done"
     );
     let guest = guest_on(&share.socket, ["sh", "-euc", &script]).spawn().unwrap();
     let start = Instant::now();
@@ -135,6 +126,42 @@ fn what_is_opened_is_read_anew() {
     assert_eq!(collect(guest, TIMEOUT, start).ok(), "round 1\nround 2\nround 3\n");
 }
 
+/// However long a guest may keep attributes: who opens a file finds where it ends now, by whichever way it is opened.
+#[test]
+fn what_is_opened_ends_where_it_ends_now() {
+    let _alone = alone();
+    let kept = Some(Duration::from_secs(1000));
+    let options = Options { entry_timeout: kept, attr_timeout: kept, ..options(Cache::Auto, false) };
+    let share = Share::with(Place::Disk, options);
+    fs::create_dir_all(share.path.join("a/b")).unwrap();
+    let file = share.path.join("a/b/file");
+    fs::write(&file, "#!/bin/sh\n").unwrap();
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
+    let script = format!(
+        "{STEPS}
+        exec 3<a/b/file; a/b/file; ls -l a/b a >/dev/null
+        reached_by() {{ stat -c %s a/b/file; step $1; reached $2; stat -c %s a/b/file; }}
+        reached_by 10 11; a/b/file
+        reached_by 20 21; tail -c 7 a/b/file
+        reached_by 30 31; printf '#end' >>a/b/file; tail -c 11 a/b/file; echo
+        reached_by 40 41; cat </proc/self/fd/3 >/dev/null; tail -c 7 a/b/file"
+    );
+    let guest = guest_on(&share.socket, ["sh", "-euc", &script]).spawn().unwrap();
+    let start = Instant::now();
+    for round in 1..=4 {
+        reached(&share, round * 10);
+        let mut written = fs::File::options().append(true).open(&file).unwrap();
+        write!(written, "{}echo {round}\n", if round == 4 { "\n" } else { "" }).unwrap();
+        drop(written);
+        step(&share, round * 10 + 1);
+    }
+    // A `stat` alone goes by what is known, and the open after it does not.
+    let said = collect(guest, TIMEOUT, start).ok();
+    let expected = "10\n10\n1\n17\n17\necho 2\n24\n24\necho 3\n#end\n35\n35\necho 4\n";
+    assert_eq!(said, expected);
+    share.assert_released();
+}
+
 /// Who writes back believes its own length of a file, and is therefore to be the only one that writes to it.
 #[test]
 fn what_is_written_back_is_seen_when_it_is_closed_or_synced() {
@@ -146,9 +173,9 @@ fn what_is_written_back_is_seen_when_it_is_closed_or_synced() {
         reached 4; printf ', three' >&3; exec 3>&-; stat -c %y file; step 5
     ";
     let other = "
-        after 1; is file one; stat -c %y file; step 2
-        after 3; is file 'one, two'; stat -c %y file; step 4
-        after 5; is file 'one, two, three'; stat -c %y file
+        reached 1; is file one; stat -c %y file; step 2
+        reached 3; is file 'one, two'; stat -c %y file; step 4
+        reached 5; is file 'one, two, three'; stat -c %y file
     ";
     let read = || fs::read_to_string(share.path.join("file")).unwrap();
     let [one, other] = two(&share, options(Cache::Auto, false), [one, other], || {
@@ -239,15 +266,14 @@ fn what_a_guest_keeps_is_given_up_in_time() {
         (1..=ROUNDS).for_each(|round| fs::write(share.path.join(format!("file{round}")), "1").unwrap());
         // The size is asked for all the time; what is kept is given up when its time is over, asked for or not.
         let script = format!(
-            "{}
+            "{STEPS}
             now() {{ cut -d ' ' -f 1 /proc/uptime; }}
             for round in $(seq {ROUNDS}); do
                 [ $(stat -c %s file$round) = 1 ]; step ${{round}}0
                 reached ${{round}}1; begin=$(now); looks=1
                 while [ $(stat -c %s file$round) = 1 ]; do looks=$((looks + 1)); done
                 echo $begin $(now) $looks
-            done",
-            steps(Cache::Auto)
+            done"
         );
         let guest = guest_on(&share.socket, ["sh", "-euc", &script]).spawn().unwrap();
         let start = Instant::now();

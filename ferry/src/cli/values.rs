@@ -14,7 +14,7 @@ use crate::size::Size;
 pub enum Cache {
     /// Nothing: every read and every look-up asks the host.
     None,
-    /// Names and attributes for a second, data while a file is open.
+    /// Names and attributes for a second; an open sees all that was written before.
     #[default]
     Auto,
     /// Names and attributes as with always, data as with none.

@@ -181,7 +181,7 @@ impl Mount {
                         if let (Some(record), Some(slot)) = (&self.record, slot) {
                             record.references(slot, node.references);
                         }
-                        let known = Known { references: node.references, slot };
+                        let known = Known { references: node.references, slot, length: None };
                         self.shard(node.ino.0).references.insert(node.ino, known);
                     }
                     Err(Errno::AGAIN) => {
