@@ -1,11 +1,45 @@
-//! The front end's side of a DAX window: what the server asks for, and what it is answered.
+//! DAX windows: guests that have one, and a front end's side of it, that is what the server asks for and what it is answered.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
 
+use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use crate::{Cache, MOUNTPOINT, Options, Place, Share, folder, guest_on};
+
+/// An emulated guest takes its time, on a machine that has other things to do.
+const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
+
+/// The host's root, for the programs in it.
+pub fn programs() -> Share {
+    let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
+    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
+    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
+}
+
+/// A stock QEMU guest with the host's programs and a window on a share, whose tag is `d`, mounted with these options; what it runs.
+pub fn guest<S: Into<OsString>>(
+    programs: &Share,
+    share: &Share,
+    options: &str,
+    command: impl IntoIterator<Item = S>,
+) -> Guest {
+    let mut guest = guest_on(&programs.socket, command);
+    guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
+    let kind = DeviceKind::Fs { tag: "d".into(), queues: 1, dax: true };
+    guest.devices.push(Device { socket: share.socket.clone(), kind });
+    guest.mounts = vec![Mount::virtiofs("d", MOUNTPOINT)];
+    guest.mounts[0].options = options.into();
+    guest.cwd = MOUNTPOINT.into();
+    guest.boot_timeout = BOOT_TIMEOUT;
+    guest
+}
 
 /// A request of the server's: its code, the five numbers behind it, and the descriptor that came along.
 #[derive(Debug)]

@@ -7,7 +7,6 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -15,9 +14,8 @@ use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
 use ferry_engine::requests::{Filter, watch};
-use ferry_tests::guest::DeviceKind;
-use ferry_tests::window::{answer, next_message, next_wish};
-use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, run};
+use ferry_tests::window::{self, answer, next_message, next_wish, programs};
+use ferry_tests::{Cache, Guest, Options, Place, Share, alone, run};
 use ferry_vfs::FileSystem;
 use ferry_virtiofs::WindowDialect;
 use ferry_wire::fuse::abi::{
@@ -25,7 +23,6 @@ use ferry_wire::fuse::abi::{
 };
 use zerocopy::IntoBytes;
 
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const TIMEOUT: Duration = Duration::from_secs(500);
 const FILE_BYTES: usize = 64 << 20;
 const SHARE: &str = "dax";
@@ -83,26 +80,9 @@ impl Asked {
     }
 }
 
-/// The host's root, for the programs in it.
-fn programs() -> Share {
-    let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
-    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
-}
-
 /// A guest with the host's programs, and a window on a share.
 fn guest(programs: &Share, share: &Share, options: &str, script: &str) -> Guest {
-    let words = ["sh", "-euxc", script, "sh", env!("CARGO_BIN_EXE_ferry-window")];
-    let mut guest = guest_on(&programs.socket, words);
-    guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
-    guest
-        .devices
-        .push(Device { socket: share.socket.clone(), kind: DeviceKind::Fs { tag: "d".into(), queues: 1, dax: true } });
-    guest.mounts = vec![Mount::virtiofs("d", "/mnt/share")];
-    guest.mounts[0].options = options.into();
-    guest.cwd = "/mnt/share".into();
-    guest.boot_timeout = BOOT_TIMEOUT;
-    guest
+    window::guest(programs, share, options, ["sh", "-euxc", script, "sh", env!("CARGO_BIN_EXE_ferry-window")])
 }
 
 /// Bytes that no other place of the file has.

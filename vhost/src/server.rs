@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use ferry_engine::Complaints;
 use ferry_state::{Kept, LeftConnection, Records};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
@@ -129,6 +130,7 @@ impl Drop for Server {
 impl Stop {
     /// Waits for a front end. `None`: time to stop.
     fn accept(&self, listener: &UnixListener) -> io::Result<Option<UnixStream>> {
+        let complaints = Complaints::default();
         loop {
             let mut fds =
                 [PollFd::new(&self.event, PollFlags::IN), PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
@@ -146,7 +148,7 @@ impl Stop {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
                     // Most likely out of descriptors: that passes.
-                    tracing::error!("cannot accept a front end: {error}");
+                    complaints.error(format_args!("cannot accept a front end: {error}"));
                     std::thread::sleep(std::time::Duration::from_millis(100));
                 }
             }

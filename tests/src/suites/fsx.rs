@@ -3,6 +3,9 @@
 use std::ffi::OsString;
 use std::path::Path;
 
+/// How long the file becomes at most.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
 /// Everything at once.
 pub const MIXED: &str = "
 [opsize]
@@ -51,7 +54,19 @@ truncate = 3
 /// The command for some operations on `file`; `config` is the file that its configuration is written to, and what
 /// differs in the end goes below /tmp.
 pub fn command(config: &Path, file: &Path, weights: &str, operations: u32, seed: u32) -> Vec<OsString> {
-    std::fs::write(config, format!("flen = 1048576\n{weights}")).unwrap();
+    command_up_to(FILE_BYTES_MAX, config, file, weights, operations, seed)
+}
+
+/// The same for a file that becomes no longer than this.
+pub fn command_up_to(
+    file_bytes_max: u64,
+    config: &Path,
+    file: &Path,
+    weights: &str,
+    operations: u32,
+    seed: u32,
+) -> Vec<OsString> {
+    std::fs::write(config, format!("flen = {file_bytes_max}\n{weights}")).unwrap();
     let program = super::tool("fsx", "0.3.2");
     let mut command: Vec<OsString> = vec![program.into(), "-q".into(), "-f".into(), config.into()];
     command.extend(["-P", "/tmp", "-N"].map(OsString::from));
