@@ -1,6 +1,6 @@
 //! What one client holds, from its INIT to its end.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -53,6 +53,8 @@ struct Opening {
 #[derive(Default)]
 struct Shard {
     references: HashMap<Ino, Known>,
+    /// Of these, what the client uses its window for, where that was left to us: it decides when it gets to know a file.
+    in_window: HashSet<Ino>,
     opens: HashMap<Open, Opening>,
     /// How many of these there are of an inode.
     open_inodes: HashMap<Ino, usize>,
@@ -154,6 +156,15 @@ impl Mount {
         attr.kind() == FileType::RegularFile && mappings.takes(attr.size)
     }
 
+    /// Whether the client reads and writes a file in its window.
+    pub(crate) fn is_in_window(&self, ino: Ino) -> bool {
+        match self.mappings.is_some() {
+            true if self.negotiated.has(InitFlags::HAS_INODE_DAX) => self.shard(ino.0).in_window.contains(&ino),
+            // It uses it for all files then (`dax=always`).
+            has_window => has_window,
+        }
+    }
+
     /// Who makes the changes that come through this session.
     pub fn id(&self) -> SessionId {
         self.id
@@ -183,6 +194,10 @@ impl Mount {
         let known = shard.references.entry(ino).or_default();
         known.references += 1;
         known.length = Told::of(&entry.attr);
+        if known.references == 1 && self.dax(&entry.attr) {
+            shard.in_window.insert(ino);
+        }
+        let Some(known) = shard.references.get_mut(&ino) else { return };
         let Some(record) = &self.record else { return };
         match known.slot {
             Some(slot) => record.references(slot, known.references),
@@ -243,6 +258,7 @@ impl Mount {
         }
         if is_gone {
             shard.references.remove(&ino);
+            shard.in_window.remove(&ino);
         }
         drop(shard);
         if let Some(mappings) = self.mappings.as_ref().filter(|_| is_gone) {

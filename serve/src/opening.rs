@@ -199,7 +199,7 @@ impl Server {
     /// Notes that the client opened a file, and decides how it is to be read and written.
     fn opened(&self, cx: &Context<'_>, ino: Ino, handle: Handle, flags: OFlags) -> Opened {
         cx.mount.opened(Open { ino, handle, is_dir: false }, flags);
-        let plain = Opened::new(handle, self.share.policy.file_flags(flags));
+        let plain = Opened::new(handle, self.share.policy.file_flags(flags, cx.mount.is_in_window(ino)));
         let Some(passthrough) = &cx.mount.passthrough else { return plain };
         let backing = || {
             // This must not fail: the open was counted already.

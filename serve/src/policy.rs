@@ -158,18 +158,20 @@ impl Policy {
         self.wanted
     }
 
-    /// How the client may treat a file that it opened with these flags.
-    pub(crate) fn file_flags(&self, flags: OFlags) -> OpenFlags {
+    /// How the client may treat a file that it opened with these flags; whether it reads and writes it in its window.
+    pub(crate) fn file_flags(&self, flags: OFlags, in_window: bool) -> OpenFlags {
         // With DIRECT_IO and without, opens of one inode may be mixed in Linux: `fuse_file_io_open` counts the ones
         // without only, and excludes nothing but passthrough.
-        if self.direct_opens && flags.contains(OFlags::DIRECT) {
-            return OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
-        }
-        match self.cache {
+        let direct = self.direct_opens && flags.contains(OFlags::DIRECT);
+        let open_flags = match self.cache {
+            _ if direct => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::None | Cache::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Auto => OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES,
-        }
+        };
+        // In the window there is no page cache to leave out. But with DIRECT_IO, Linux wants to throw out what is stored there where a
+        // WRITE that makes the file longer begins, and cannot (`invalidate_inode_pages2_range` in `fuse_direct_io`): EBUSY.
+        if in_window { open_flags - OpenFlags::DIRECT_IO } else { open_flags }
     }
 
     /// How the client may treat a directory that it opened.
