@@ -4,14 +4,15 @@
 //! was there before, and not know that there is more. So the first OPEN of a file whose length is not what the client was told
 //! is answered with ESTALE. Linux then looks up each name of the path again, whatever it knows (`do_filp_open` with
 //! `LOOKUP_REVAL`), learns the length, and opens the file: no program sees the error, and where nothing has changed there is
-//! no message more. Programs that open by file handle (`open_by_handle_at`), and NFS servers, do see it, once.
+//! no message more. Programs that open by file handle (`open_by_handle_at`), and NFS servers, do see it, once. Opens that
+//! no path leads to are never refused: for an ioctl of a file's flags (`FS_IOC_GETFLAGS`) Linux opens it by itself.
 
 use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Attr, FileType, Handle, Ino};
+use ferry_vfs::{Attr, FileType, Handle, Ino, OFlags};
 use ferry_wire::fuse::{InitFlags, Operation};
 
 use crate::server::{Context, Server};
@@ -74,9 +75,10 @@ impl Server {
         self.share.policy.close_to_open && !cx.mount.negotiated().has(InitFlags::WRITEBACK_CACHE)
     }
 
-    /// Whether the client is to ask for the length of a file that was just opened for it.
-    pub(crate) fn is_to_ask(&self, cx: &Context<'_>, handle: Handle) -> bool {
-        if !self.follows_lengths(cx) {
+    /// Whether the client is to ask for the length of a file that was just opened for it, with these flags.
+    pub(crate) fn is_to_ask(&self, cx: &Context<'_>, flags: OFlags, handle: Handle) -> bool {
+        // `fuse_priv_ioctl_prepare` opens with no flag at all; what programs of 64 bits open has `O_LARGEFILE`.
+        if flags.is_empty() || !self.follows_lengths(cx) {
             return false;
         }
         let Some(told) = cx.mount.length_told(cx.ino) else { return false };

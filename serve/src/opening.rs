@@ -85,7 +85,7 @@ impl Server {
         }
         if flags.contains(OFlags::TRUNC) {
             cx.mount.tells_length(cx.ino, None);
-        } else if self.is_to_ask(cx, handle) {
+        } else if self.is_to_ask(cx, flags, handle) {
             source.release(&cx.caller, cx.ino, handle);
             return Err(Errno::STALE);
         }
@@ -220,12 +220,18 @@ impl Server {
         }
     }
 
-    /// The client is done with a file that its kernel may have written by itself: only now can others be told.
+    /// The client is done with a file that its kernel may have written by itself: only now can others be told, and how long
+    /// it is then the client knows better.
     pub(crate) fn publish_passed(&self, cx: &Context<'_>, handle: Handle) {
         let Some(passthrough) = &cx.mount.passthrough else { return };
-        let Some(changes) = self.share.source.changes() else { return };
         let ino = cx.ino;
-        if cx.mount.writes(Open { ino, handle, is_dir: false }) && passthrough.is_used(ino) {
+        if !cx.mount.writes(Open { ino, handle, is_dir: false }) || !passthrough.is_used(ino) {
+            return;
+        }
+        if self.follows_lengths(cx) {
+            cx.mount.tells_length(ino, None);
+        }
+        if let Some(changes) = self.share.source.changes() {
             changes.publish(cx.caller.session, || Change::Data { ino, offset: 0, len: u64::MAX });
         }
     }
