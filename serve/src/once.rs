@@ -2,14 +2,15 @@
 //!
 //! The first one notes that it begins, and what it answers. The second one gives that answer, if there is one. If there is
 //! none, the first one ended somewhere between the two: then the request is carried out, and what shows that it had been
-//! already (a name that is there, or is gone) is no error.
+//! already (a name that is there, or is gone) is no error. Of a request that takes a name away it is noted which inode had that
+//! name: if another one has it, the request was carried out, or somebody else was first.
 
 use std::sync::Arc;
 
 use ferry_state::Past;
 use ferry_vfs::{
     Attr, Backing, Entry, Errno, FallocateFlags, FileType, Ino, Name, New, OFlags, RenameFlags, Result, SetAttr,
-    XattrFlags,
+    Timespec, XattrFlags,
 };
 use ferry_wire::fuse::{Operation, Reply};
 
@@ -114,6 +115,14 @@ fn moves(operation: &Operation<'_>) -> bool {
     matches!(operation, Operation::Fallocate { flags, .. } if flags.intersects(moving))
 }
 
+/// The name that an operation takes away from its inode, if it is not gone already.
+fn taken<'a>(operation: &Operation<'a>) -> Option<Name<'a>> {
+    match *operation {
+        Operation::Unlink { name } | Operation::Rmdir { name } | Operation::Rename { name, .. } => Some(name),
+        _ => None,
+    }
+}
+
 /// What tells of an operation that was begun whether it was carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trace {
@@ -134,11 +143,22 @@ impl Server {
         carrier: &mut impl Carrier,
     ) -> Served {
         let is_again = carrier.is_again();
-        let Some(journal) = self.journal.as_mut().filter(|_| is_for_once(operation)) else {
+        if self.journal.is_none() || !is_for_once(operation) {
             return self.serve_operation(cx, operation, carrier);
-        };
-        journal.begin(cx.unique);
+        }
         let past = if is_again { cx.mount.past(cx.unique) } else { None };
+        let (is_begun, note) = match &past {
+            // Of three servers, too, only the first one knows what there was before.
+            Some(Past::Begun(note)) => (true, note.clone()),
+            _ => {
+                let named = taken(operation).and_then(|name| self.named(cx, name));
+                // What the client knows has the same number in the next server.
+                let known = named.filter(|(ino, _)| cx.mount.knows(*ino));
+                (false, known.map(|(_, note)| note).unwrap_or_default())
+            }
+        };
+        let Some(journal) = &mut self.journal else { return self.serve_operation(cx, operation, carrier) };
+        journal.begin(cx.unique, &note);
         if let Some(Past::Done(answer)) = past {
             journal.done(&answer);
             return match answer.is_empty() {
@@ -146,14 +166,13 @@ impl Server {
                 false => Served::Reply(carrier.write_at(0, &answer)),
             };
         }
-        let is_begun = past == Some(Past::Begun);
         if is_begun && operation.reply_kind().is_none() {
             // References that stay are better than references that go twice.
             journal.done(&[]);
             return Served::NoReply;
         }
         let mut seen = Seen { carrier, answer: [0; ANSWER_BYTES_MAX] };
-        let trace = if is_begun { self.trace(cx, operation) } else { Trace::Error };
+        let trace = if is_begun { self.trace(cx, operation, &note) } else { Trace::Error };
         let served = if trace == Trace::None {
             self.share.complaints.warn(format_args!(
                 "a request that was under way when the server ended may have been carried out: {:?} of inode {}",
@@ -162,6 +181,9 @@ impl Server {
             ));
             Served::Reply(reply::write_error(&mut seen, cx.unique, Errno::IO))
         } else if trace == Trace::Done {
+            if let Operation::Rename { name, new_dir, new_name, .. } = *operation {
+                cx.mount.renamed(&cx.caller, &[(new_dir, new_name), (cx.ino, name)]);
+            }
             cx.done(&mut seen, &Reply::Empty)
         } else {
             self.repeats = is_begun;
@@ -180,26 +202,26 @@ impl Server {
         served
     }
 
-    fn trace(&self, cx: &Context<'_>, operation: &Operation<'_>) -> Trace {
+    /// The inode that has a name now, and what tells it from others that have the name, or its number, later.
+    fn named(&self, cx: &Context<'_>, name: Name<'_>) -> Option<(Ino, Vec<u8>)> {
         let source = &self.share.source;
-        let there = |dir: Ino, name: Name<'_>| {
-            let entry = source.lookup(&cx.caller, dir, name)?;
-            source.forget(entry.ino, 1);
-            Ok::<Attr, Errno>(entry.attr)
-        };
+        // Whatever this meets, the operation meets it, too.
+        let entry = source.lookup(&cx.caller, cx.ino, name).ok()?;
+        source.forget(entry.ino, 1);
+        let Timespec { sec, nsec } = entry.attr.btime.unwrap_or_default();
+        Some((entry.ino, [entry.ino.0.to_le_bytes(), sec.to_le_bytes(), u64::from(nsec).to_le_bytes()].concat()))
+    }
+
+    fn trace(&self, cx: &Context<'_>, operation: &Operation<'_>, note: &[u8]) -> Trace {
+        let leaves_something = RenameFlags::EXCHANGE | RenameFlags::WHITEOUT;
         match *operation {
-            Operation::Rename { flags, .. } if flags.contains(RenameFlags::EXCHANGE) => Trace::None,
-            // Otherwise the whiteout that it has left there would take the place of the file.
-            Operation::Rename { name, new_dir, new_name, flags } if flags.contains(RenameFlags::WHITEOUT) => {
-                let whiteout = |attr: Attr| attr.kind() == FileType::CharacterDevice && attr.rdev == 0;
-                match (there(cx.ino, name).is_ok_and(whiteout), there(new_dir, new_name)) {
-                    (true, Ok(_)) => Trace::Done,
-                    (true, Err(_)) => Trace::None,
-                    (false, _) => Trace::Error,
-                }
-            }
             _ if moves(operation) => Trace::None,
-            _ => Trace::Error,
+            Operation::Rename { flags, .. } if note.is_empty() && flags.intersects(leaves_something) => Trace::None,
+            // If nothing has the name any more, that shows in the error.
+            _ => match taken(operation).filter(|_| !note.is_empty()).and_then(|name| self.named(cx, name)) {
+                Some((_, now)) if now != note => Trace::Done,
+                _ => Trace::Error,
+            },
         }
     }
 

@@ -86,9 +86,20 @@ impl FileSystem for Tree {
         self.changed();
         Ok(entry)
     }
+    fn unlink(&self, _: &Caller<'_>, _: Ino, name: Name<'_>) -> Result<()> {
+        self.names.lock().unwrap().remove(name.as_bytes()).ok_or(Errno::NOENT)?;
+        self.changed();
+        Ok(())
+    }
+    fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.unlink(cx, dir, name)
+    }
     fn rename(&self, _: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
         let moved = self.names.lock().unwrap().remove(from.1.as_bytes()).ok_or(Errno::NOENT)?;
-        self.names.lock().unwrap().insert(to.1.as_bytes().to_vec(), moved);
+        let other = self.names.lock().unwrap().insert(to.1.as_bytes().to_vec(), moved);
+        if flags.contains(RenameFlags::EXCHANGE) {
+            self.names.lock().unwrap().insert(from.1.as_bytes().to_vec(), other.ok_or(Errno::NOENT)?);
+        }
         if flags.contains(RenameFlags::WHITEOUT) {
             self.add(from.1.as_bytes(), 0o020_000);
         }
@@ -137,6 +148,10 @@ fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, mean
 
     let mut first = Client::new(source(), &options, Session::default().with_kept(kept()));
     first.server = first.server.with_journal(0);
+    let names: Vec<Vec<u8>> = tree.names.lock().unwrap().keys().cloned().collect();
+    for known in &names {
+        assert!(matches!(first.ask(Ino::ROOT, Operation::Lookup { name: name(known) }), Answer::Reply(_)));
+    }
     first.contexts = contexts.to_vec();
     tree.dies.store(true, Ordering::Relaxed);
     assert_eq!(first.ask(Ino::ROOT, operation), Answer::Error(Errno::IO), "it was not killed");
@@ -168,17 +183,55 @@ fn a_whiteout_does_not_take_the_place_of_the_file_that_left_it() {
     let answer = asked_again(&tree, &[], operation(RenameFlags::WHITEOUT), || ());
     assert_eq!(answer, Answer::Reply(Vec::new()));
     assert_eq!((tree.get(b"a").unwrap().mode, tree.get(b"b").unwrap().ino), (0o020_000, file.0));
-    // Somebody has taken it away meanwhile: who knows what has happened.
+    // Somebody has taken it away meanwhile.
     let tree = Arc::new(Tree::default());
     tree.add(b"a", REGULAR);
     let away = || drop(tree.names.lock().unwrap().remove(b"b".as_slice()));
-    assert_eq!(asked_again(&tree, &[], operation(RenameFlags::WHITEOUT), away), Answer::Error(Errno::IO));
+    assert_eq!(asked_again(&tree, &[], operation(RenameFlags::WHITEOUT), away), Answer::Reply(Vec::new()));
     assert!(tree.get(b"b").is_none());
+    // And two names are not exchanged twice.
+    let tree = Arc::new(Tree::default());
+    let (a, b) = (tree.add(b"a", REGULAR).ino, tree.add(b"b", REGULAR).ino);
+    assert_eq!(asked_again(&tree, &[], operation(RenameFlags::EXCHANGE), || ()), Answer::Reply(Vec::new()));
+    assert_eq!([tree.get(b"a").unwrap().ino, tree.get(b"b").unwrap().ino], [b.0, a.0]);
     // Without a whiteout the missing name tells.
     let tree = Arc::new(Tree::default());
     tree.add(b"a", REGULAR);
     assert_eq!(asked_again(&tree, &[], operation(RenameFlags::empty()), || ()), Answer::Reply(Vec::new()));
     assert_eq!(tree.names.lock().unwrap().len(), 1);
+}
+
+#[test]
+fn a_name_that_somebody_has_given_to_another_file_meanwhile_is_not_taken_from_it() {
+    let rename = |flags| Operation::Rename { name: name(b"a"), new_dir: Ino::ROOT, new_name: name(b"b"), flags };
+    let once = [
+        Operation::Unlink { name: name(b"a") },
+        Operation::Rmdir { name: name(b"a") },
+        rename(RenameFlags::empty()),
+        rename(RenameFlags::NOREPLACE),
+    ];
+    for operation in once {
+        let tree = Arc::new(Tree::default());
+        let old = tree.add(b"a", REGULAR).ino;
+        let new = Mutex::new(Ino(0));
+        let meanwhile = || *new.lock().unwrap() = tree.add(b"a", REGULAR).ino;
+        assert_eq!(asked_again(&tree, &[], operation, meanwhile), Answer::Reply(Vec::new()), "{operation:?}");
+        assert_eq!(tree.get(b"a").unwrap().ino, new.lock().unwrap().0, "{operation:?}");
+        let moved = tree.get(b"b").map(|object| object.ino);
+        assert_eq!(moved, matches!(operation, Operation::Rename { .. }).then_some(old.0));
+    }
+}
+
+/// It was noted that it begins, and no more: it may have been done, or not.
+#[test]
+fn a_name_that_is_still_there_is_taken_away() {
+    let tree = Arc::new(Tree::default());
+    tree.add(b"a", REGULAR);
+    let file = tree.get(b"a").unwrap();
+    let back = || drop(tree.names.lock().unwrap().insert(b"a".to_vec(), file.clone()));
+    let unlink = Operation::Unlink { name: name(b"a") };
+    assert_eq!(asked_again(&tree, &[], unlink, back), Answer::Reply(Vec::new()));
+    assert_eq!(tree.get(b"a"), None);
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! What became of requests that must not be carried out twice.
 //!
 //! A request that is under way when a server is killed is served again by the next one. For those that would then fail,
-//! or do something else, it is written down that they begin, and what was answered. Each worker has a ring of entries: far
-//! more than it serves before the client sees the answers of the first.
+//! or do something else, it is written down that they begin, with a note by which the next server knows what they are about,
+//! and what was answered. Each worker has a ring of entries: far more than it serves before the client sees the answers of the
+//! first.
 //!
 //! ```text
 //! entry, 32 words:  state (epoch 32 | 0 | bytes 16 | kind 8) | unique | number in order | bytes, 29 words
@@ -29,8 +30,8 @@ const DONE: u64 = 2;
 /// What an earlier server has done about a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Past {
-    /// It has begun with it; whether anything has happened is not known.
-    Begun,
+    /// It has begun with it, and left this note; whether anything has happened is not known.
+    Begun(Vec<u8>),
     /// It has carried it out, with this answer.
     Done(Vec<u8>),
 }
@@ -63,8 +64,8 @@ impl Journal {
         ring.get(at..at + WORDS).unwrap_or_default()
     }
 
-    /// A request is about to be carried out.
-    pub fn begin(&mut self, unique: u64) {
+    /// A request is about to be carried out. Of the note, no more is kept than of answers.
+    pub fn begin(&mut self, unique: u64, note: &[u8]) {
         self.number += 1;
         self.epoch = self.kept.epoch();
         let entry = self.entry();
@@ -74,21 +75,25 @@ impl Journal {
         entry[STATE].store(0, Ordering::Release);
         entry[UNIQUE].store(unique, Ordering::Release);
         entry[NUMBER].store(self.number, Ordering::Release);
-        entry[STATE].store(u64::from(self.epoch) << 32 | BEGUN, Ordering::Release);
+        self.write(note, BEGUN);
     }
 
     /// The request that was begun last is done, and this is what the client is going to be told.
     pub fn done(&mut self, answer: &[u8]) {
+        self.write(answer, DONE);
+    }
+
+    fn write(&self, bytes: &[u8], kind: u64) {
         let entry = self.entry();
-        if entry.is_empty() || answer.len() > BYTES_MAX {
+        if entry.is_empty() || bytes.len() > BYTES_MAX {
             return;
         }
-        for (word, chunk) in entry[BYTES..].iter().zip(answer.chunks(8)) {
+        for (word, chunk) in entry[BYTES..].iter().zip(bytes.chunks(8)) {
             let mut padded = [0; 8];
             padded[..chunk.len()].copy_from_slice(chunk);
             word.store(u64::from_le_bytes(padded), Ordering::Relaxed);
         }
-        entry[STATE].store(u64::from(self.epoch) << 32 | (answer.len() as u64) << 8 | DONE, Ordering::Release);
+        entry[STATE].store(u64::from(self.epoch) << 32 | (bytes.len() as u64) << 8 | kind, Ordering::Release);
     }
 }
 
@@ -102,15 +107,16 @@ pub(crate) fn load(memory: &[AtomicU64], epoch: u32) -> HashMap<u64, Past> {
         if state >> 32 != u64::from(epoch) || length > BYTES_MAX {
             continue;
         }
+        let bytes = || {
+            let words = entry[BYTES..].iter().take(length.div_ceil(8));
+            let mut bytes: Vec<u8> = words.flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
+            bytes.truncate(length);
+            bytes
+        };
         match state & 0xff {
             // One that was answered, and begun again by the server after: the answer counts.
-            BEGUN => drop(all.entry(unique).or_insert(Past::Begun)),
-            DONE => {
-                let mut bytes: Vec<u8> =
-                    entry[BYTES..].iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
-                bytes.truncate(length);
-                all.insert(unique, Past::Done(bytes));
-            }
+            BEGUN => drop(all.entry(unique).or_insert_with(|| Past::Begun(bytes()))),
+            DONE => drop(all.insert(unique, Past::Done(bytes()))),
             _ => {}
         }
     }
