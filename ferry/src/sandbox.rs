@@ -275,7 +275,7 @@ impl Confinement {
                 bail!("--sandbox chroot: only root may change the root directory; use --sandbox namespace")
             }
             Some(Sandbox::Chroot) => {}
-            asked => match ferry_isolation::is_possible(&self.view) {
+            asked => match self.namespaces_are_possible(had) {
                 Ok(()) => return self.split(had),
                 Err(error) if asked.is_some() => return Err(error).context("--sandbox namespace"),
                 Err(error) => tracing::warn!(
@@ -285,6 +285,18 @@ impl Confinement {
             },
         }
         self.inside(None, is_fenced, false)
+    }
+
+    /// Whether the server can have namespaces, and do there what it can do here.
+    fn namespaces_are_possible(&self, had: Capabilities) -> Result<()> {
+        let lost = self.needed.and(had);
+        if !had.can_mount() && lost != Capabilities::NONE {
+            bail!(
+                "without CAP_SYS_ADMIN there are only namespaces with one user, in which it could not act for others any more \
+                 ({lost}): add CAP_SYS_ADMIN, or drop those and share files of one user"
+            );
+        }
+        Ok(ferry_isolation::is_possible(&self.view)?)
     }
 
     fn split(self, had: Capabilities) -> Result<Entered> {

@@ -86,6 +86,12 @@ impl Capabilities {
         self.0.contains(CapabilitySet::SYS_ADMIN)
     }
 
+    /// Those that are in both.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
     /// Whether there is what it takes to change the root directory.
     #[must_use]
     pub const fn can_change_root(self) -> bool {

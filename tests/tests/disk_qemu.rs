@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ferry_tests::disks::{Process, tool};
+use ferry_tests::disks::{Process, fio_of_the_cache, tool};
 use ferry_tests::{Cache, Guest, Kind, Options, Place, Ran, Share, collect, folder, guest_on};
 
 const MIB: u64 = 1 << 20;
@@ -61,8 +61,10 @@ fn run_under_kills(guest: Guest, server: &mut Process, pause: Duration) -> (Ran,
 
 /// A file system is made, written and verified, trimmed and checked.
 fn script(mkfs: &str, fsck: &str, kind: &str, fio: &str) -> String {
+    let defined = fio_of_the_cache();
     format!(
         "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n\
+         {defined}\
          test \"$(cat /sys/block/vda/queue/logical_block_size)\" = 512\n\
          cat /sys/block/vda/mq/*/nr_tags || true\n\
          {mkfs} /dev/vda\n\

@@ -5,7 +5,7 @@
 use std::fs;
 use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use ferry_driver::load::{self, Load, On, Op};
-use ferry_driver::{Error, ROOT};
+use ferry_driver::{Caller, Error, ROOT};
 use ferry_isolation::Capabilities;
 use ferry_tests::walled::{Home, SOON, Served, TICK, USER, as_user, is_root};
 use ferry_tests::{Place, folder};
@@ -444,6 +444,35 @@ fn what_cannot_be_had_is_said() {
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("--sandbox namespace") && said.contains("namespace of users"), "{said}");
     assert!(!tree.at("s").exists(), "the socket is left behind");
+}
+
+/// Root of a container has no CAP_SYS_ADMIN. In a namespace of users it would be one user, and files of others nobody's.
+#[test]
+fn root_without_sys_admin_acts_for_others_on() {
+    if !is_root() {
+        return;
+    }
+    let before = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", "--"];
+    let tree = tree_of(0);
+    fs::set_permissions(tree.at("shared"), fs::Permissions::from_mode(0o777)).unwrap();
+    let command = tree.command(&before, &line(""));
+    let served = tree.serve_by(command);
+    let said = served.said();
+    assert!(said.contains("no namespaces of its own") && said.contains("without CAP_SYS_ADMIN"), "{said}");
+    is_used(&served);
+    assert!(!served.inside.has_own("user"));
+    served.inside.all_are("Seccomp", "2");
+    let mut driver = served.guest();
+    driver.set_caller(Caller { uid: USER, gid: USER, pid: 1 });
+    driver.create(ROOT, "theirs", O_RDWR_CREAT, 0o100_600).unwrap();
+    let owner = fs::metadata(served.home.at("shared/theirs")).unwrap();
+    assert_eq!((owner.uid(), owner.gid()), (USER, USER));
+
+    let tree = tree_of(0);
+    let output = tree.command(&before, &line("--sandbox namespace")).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("--sandbox namespace") && said.contains("SETUID"), "{said}");
 }
 
 /// A server that may use one CPU still knows, behind its walls, that its clients have others: it looks for the next request for
