@@ -151,7 +151,7 @@ fn what_is_opened_ends_where_it_ends_now() {
     for round in 1..=4 {
         reached(&share, round * 10);
         let mut written = fs::File::options().append(true).open(&file).unwrap();
-        write!(written, "{}echo {round}\n", if round == 4 { "\n" } else { "" }).unwrap();
+        writeln!(written, "{}echo {round}", if round == 4 { "\n" } else { "" }).unwrap();
         drop(written);
         step(&share, round * 10 + 1);
     }
