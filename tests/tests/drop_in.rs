@@ -369,10 +369,16 @@ fn the_number_of_a_server_that_runs_stays_in_its_file() {
         served.child.kill().unwrap();
         served.child.wait().unwrap();
         served.child = again().spawn().unwrap();
-        let (next, end) = (served.child.id().to_string(), Instant::now() + SOON);
+        let (mut next, end) = (served.child.id().to_string(), Instant::now() + SOON);
         while number() != next {
             let ended = served.child.try_wait().unwrap();
-            assert!(ended.is_none() && Instant::now() < end, "{}: {ended:?}", program.display());
+            assert!(Instant::now() < end, "{}: {ended:?}", program.display());
+            if ended.is_some() {
+                // The part of virtiofsd's that is behind its walls has the lock, too, and dies a moment after it was killed.
+                assert_ne!(at, 0, "{}: {ended:?}", program.display());
+                served.child = again().spawn().unwrap();
+                next = served.child.id().to_string();
+            }
             std::thread::sleep(TICK);
         }
     }
