@@ -17,8 +17,8 @@ use ferry_tests::window::{Wish, answer, next_wish};
 use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, log, run};
 use ferry_vfs::{Caller, FileSystem, Ino, Name, OFlags, SetAttr};
 use ferry_wire::fuse::abi::{
-    AttrOut, FATTR_SIZE, InitFlags, MINOR_MAX, Opcode, RemovemappingIn, RemovemappingOne, SETUPMAPPING_READ,
-    SETUPMAPPING_WRITE, SetattrIn, SetupmappingIn,
+    AttrOut, CopyFileRangeIn, FATTR_SIZE, InitFlags, MINOR_MAX, Opcode, RemovemappingIn, RemovemappingOne,
+    SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetattrIn, SetupmappingIn,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -274,6 +274,50 @@ fn who_makes_a_file_shorter_keeps_what_is_mapped() {
     assert!(begun.elapsed() < HELD_UP / 2, "{:?}", begun.elapsed());
     drop((victim, reader));
     share_is_released(&share, other);
+}
+
+/// Whatever finds no room is a SIGBUS in the virtual machine monitor: the blocks of what a guest may store to stay the file's own.
+#[test]
+fn holes_and_copies_leave_blocks_under_windows() {
+    const PUNCH: u32 = libc::FALLOC_FL_PUNCH_HOLE.cast_unsigned() | libc::FALLOC_FL_KEEP_SIZE.cast_unsigned();
+    let _alone = alone();
+    let share = share("punched");
+    let (socket, _beside) = share.beside(Cache::None, 1);
+    let path = share.path.join("file");
+    let blocks = || {
+        let file = File::open(&path).unwrap();
+        std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512
+    };
+    File::open(&path).unwrap().sync_all().unwrap();
+    let all = blocks();
+    assert!(all >= FILE_BYTES);
+    let mut victim = Victim::new(&share.socket);
+    victim.map();
+    let (mut driver, node) = other(&socket);
+    let fh = driver.open(node, 2).unwrap().fh;
+    // The front end is asked for nothing, and every byte is 0.
+    driver.fallocate(node, fh, PUNCH, PAGE, FILE_BYTES - 2 * PAGE).unwrap();
+    let mut expected = pattern(FILE_BYTES);
+    expected[usize::try_from(PAGE).unwrap()..usize::try_from(FILE_BYTES - PAGE).unwrap()].fill(0);
+    assert!(std::fs::read(&path).unwrap() == expected);
+    assert!(blocks() >= FILE_BYTES, "{} bytes are left", blocks());
+    // A hole that is copied there is filled.
+    let hole = File::create(share.path.join("hole")).unwrap();
+    hole.set_len(FILE_BYTES).unwrap();
+    let (from, out) = (driver.lookup(ROOT, "hole").unwrap().nodeid, driver.open(node, 2).unwrap().fh);
+    let fh_in = driver.open(from, 0).unwrap().fh;
+    let args =
+        CopyFileRangeIn { fh_in, off_in: 0, nodeid_out: node, fh_out: out, off_out: 0, len: FILE_BYTES, flags: 0 };
+    let ticket = driver.send(Opcode::CopyFileRange, from, &[args.as_bytes()], &[], 8).unwrap();
+    driver.receive(ticket).unwrap();
+    assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 0));
+    assert!(blocks() >= FILE_BYTES, "{} bytes are left", blocks());
+    // What is not mapped any more can be given back.
+    victim.unmap(FILE_BYTES / CHUNK);
+    driver.fallocate(node, fh, PUNCH, 0, FILE_BYTES).unwrap();
+    assert!(blocks() < CHUNK, "{} bytes are left", blocks());
+    drop(driver);
+    share_is_released(&share, victim.driver);
 }
 
 fn share_is_released(share: &Share, driver: Driver) {

@@ -4,16 +4,24 @@
 //! a source says before it makes a file shorter ([`Windows::shortening`]), every [`Window`] with pages behind the new end
 //! takes them away, and only then does the source go on. Until it is done nobody maps what is about to go ([`Claim::limit`]).
 //!
+//! A store into a hole, or into blocks that other files share, finds no room on a full disk, and is a SIGBUS, too. So whoever
+//! punches holes leaves out what windows may store to ([`Windows::punch`]), and what is copied there gets blocks of its own
+//! ([`Windows::copied`]).
+//!
 //! There is one table for the whole process ([`Windows::of_process`]), and files are known by what they are on the host:
 //! two sources may have the same one.
 
 use std::collections::HashMap;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::SessionId;
+use rustix::fs::{FallocateFlags, fallocate};
+
+use crate::{Errno, Result, SessionId};
 
 /// How long all windows together may take. A virtual machine monitor that is alive takes milliseconds; one that was stopped
 /// is not to hold up other clients, and then has itself to blame.
@@ -72,7 +80,11 @@ struct Part {
     number: u64,
     member: Arc<Member>,
     by: SessionId,
+    /// Where it is in the file.
+    start: u64,
     end: u64,
+    /// The window may store to it, which needs blocks that are the file's own.
+    stores: bool,
 }
 
 impl Part {
@@ -143,15 +155,16 @@ impl Windows {
         Arc::new(Member { window: Box::new(window), late: AtomicBool::new(false) })
     }
 
-    /// A window is about to map a part of a file that reaches to `end`, for this session. It may map only what is before
-    /// [`Claim::limit`] and within the length that the file has *after* this.
-    pub fn claim(&self, member: &Arc<Member>, by: SessionId, file: FileId, end: u64) -> Claim {
+    /// A window is about to map this part of a file, for this session. It may map only what is before [`Claim::limit`] and within
+    /// the length that the file has *after* this.
+    pub fn claim(&self, member: &Arc<Member>, by: SessionId, file: FileId, part: Range<u64>) -> Claim {
         let number = {
             let mut table = self.0.table();
             table.parts_ever += 1;
             table.parts_ever
         };
-        let part = Part { number, member: Arc::clone(member), by, end };
+        let Range { start, end } = part;
+        let part = Part { number, member: Arc::clone(member), by, start, end, stores: false };
         let limit = self.0.with(file, |known| {
             known.parts.push(part);
             known.limit()
@@ -162,6 +175,86 @@ impl Windows {
     /// Where a file is about to end; `u64::MAX` if nobody is making it shorter.
     pub fn limit(&self, file: FileId) -> u64 {
         self.0.table().files.get(&file).map_or(u64::MAX, File::limit)
+    }
+
+    /// What windows may store to of this part of a file, in order. Costs one load in processes without windows, where `file` is not
+    /// called.
+    fn stored(&self, file: impl FnOnce() -> Option<FileId>, part: &Range<u64>) -> Vec<Range<u64>> {
+        if !self.0.has_windows.load(Ordering::SeqCst) {
+            return Vec::new();
+        }
+        let Some(file) = file() else { return Vec::new() };
+        let table = self.0.table();
+        let parts = table.files.get(&file).map_or(&[][..], |known| &known.parts);
+        let mut stored: Vec<_> = parts
+            .iter()
+            .filter(|known| known.stores)
+            .map(|known| known.start.max(part.start)..known.end.min(part.end))
+            .filter(|both| !both.is_empty())
+            .collect();
+        stored.sort_unstable_by_key(|both| (both.start, both.end));
+        stored
+    }
+
+    /// Punches a hole into a file, but where windows may store: there the bytes become 0, and the blocks stay. `change` is
+    /// `fallocate(2)` of the file; `ZERO_RANGE` is asked for only there, and plain allocation where it is not supported, or where a
+    /// window has come meanwhile.
+    ///
+    /// # Errors
+    /// Those of `change`.
+    pub fn punch(
+        &self,
+        file: impl Fn() -> Option<FileId>,
+        part: Range<u64>,
+        change: impl Fn(FallocateFlags, Range<u64>) -> Result<()>,
+    ) -> Result<()> {
+        let keep = FallocateFlags::KEEP_SIZE;
+        let punch = |hole: Range<u64>| match hole.is_empty() {
+            true => Ok(()),
+            false => change(FallocateFlags::PUNCH_HOLE | keep, hole),
+        };
+        let mut from = part.start;
+        for kept in self.stored(&file, &part) {
+            let kept = kept.start.max(from)..kept.end;
+            if kept.is_empty() {
+                continue;
+            }
+            punch(from..kept.start)?;
+            from = kept.end;
+            match change(FallocateFlags::ZERO_RANGE | keep, kept.clone()) {
+                Err(Errno::OPNOTSUPP) => punch(kept)?,
+                zeroed => zeroed?,
+            }
+        }
+        punch(from..part.end)?;
+        self.stored(&file, &part).into_iter().try_for_each(|kept| change(keep, kept))
+    }
+
+    /// To be called when this part of a file was copied from another: what windows may store to gets blocks of its own, should it have
+    /// become a hole or share them.
+    ///
+    /// # Errors
+    /// `ENOSPC` and others of `fallocate(2)`.
+    pub fn copied(&self, file: impl FnOnce() -> Option<FileId>, to: BorrowedFd<'_>, part: &Range<u64>) -> Result<()> {
+        self.stored(file, part).into_iter().try_for_each(|stored| Self::allocate(to, stored))
+    }
+
+    /// Has a part of a file that lies before its end filled with blocks of its own: neither holes nor what other files share with it
+    /// (reflinks). Where nothing can be reserved, nothing is.
+    ///
+    /// # Errors
+    /// Those of `fallocate(2)`.
+    pub fn allocate(file: impl AsFd, part: Range<u64>) -> Result<()> {
+        let bytes = part.end.saturating_sub(part.start);
+        let fill = |flags| fallocate(file.as_fd(), flags | FallocateFlags::KEEP_SIZE, part.start, bytes);
+        match fill(FallocateFlags::UNSHARE_RANGE) {
+            Err(Errno::OPNOTSUPP | Errno::INVAL) => {}
+            outcome => return outcome,
+        }
+        match fill(FallocateFlags::empty()) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(errno) => Err(errno),
+        }
     }
 
     /// To be called before a file is made as short as `end` on behalf of this session, with no lock in hand that
@@ -246,6 +339,14 @@ impl Claim {
     /// Where the file was about to end when the part was claimed.
     pub fn limit(&self) -> u64 {
         self.limit
+    }
+
+    /// The window is going to store there. Only after this are holes to be filled ([`Windows::allocate`]): from then on none are made.
+    pub fn stores(&mut self) {
+        let number = self.number;
+        self.shared.with(self.file, |known| {
+            known.parts.iter_mut().filter(|part| part.number == number).for_each(|part| part.stores = true);
+        });
     }
 
     /// Not so much was mapped.

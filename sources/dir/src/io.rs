@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{
     Backing, Caller, Change, Copy, Data, Errno, Extent, FallocateFlags, Handle, Ino, IoRange, Lockable, OFlags, Result,
-    Seek, openable,
+    Seek, Windows, openable,
 };
 use rustix::fs::{Mode, SeekFrom};
 use rustix::path::DecInt;
@@ -220,7 +220,17 @@ impl Dir {
             false => None,
         };
         let _guard = Self::as_plain_writer(cx)?;
-        rustix::fs::fallocate(open.file.as_fd(), flags, offset, len)?;
+        let change = |flags, offset, len| rustix::fs::fallocate(open.file.as_fd(), flags, offset, len);
+        match offset.checked_add(len) {
+            Some(end) if len > 0 && flags == FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE => {
+                Windows::of_process().punch(
+                    || Some(open.inode.found.key.file_id()),
+                    offset..end,
+                    |flags, part| change(flags, part.start, part.end - part.start),
+                )?
+            }
+            _ => change(flags, offset, len)?,
+        }
         // Collapsing and inserting move all that follows.
         let moves = flags.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE);
         let len = if moves { u64::MAX } else { len };
@@ -257,6 +267,8 @@ impl Dir {
         let count = count as u64;
         if count > 0 {
             self.changes.publish(cx.session, || Change::Data { ino: copy.to.0, offset: copy.to.2, len: count });
+            let part = copy.to.2..copy.to.2.saturating_add(count);
+            Windows::of_process().copied(|| Some(to.inode.found.key.file_id()), to_file, &part)?;
         }
         Ok(count)
     }

@@ -36,7 +36,7 @@ fn windows_are_asked_for_what_lies_behind_the_end_and_is_of_others() {
     let (windows, notes) = (Windows::default(), Notes::default());
     drop(windows.shortening(*WRITER, || unreachable!("nobody has a window"), 0));
     let member = windows.join(notes.clone());
-    let claims = [0x20_0000, 0x40_0000].map(|end| windows.claim(&member, *GUEST, FILE, end));
+    let claims = [0x20_0000, 0x40_0000].map(|end| windows.claim(&member, *GUEST, FILE, 0..end));
     for (by, file, end, asked) in [
         (*WRITER, FILE, 0, true),
         (*WRITER, FILE, 0x3f_f000, true),
@@ -60,10 +60,58 @@ fn windows_are_asked_for_what_lies_behind_the_end_and_is_of_others() {
 }
 
 #[test]
+fn what_windows_may_store_to_is_not_punched() {
+    const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
+    const ZERO: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE);
+    const FILL: FallocateFlags = FallocateFlags::KEEP_SIZE;
+    let (windows, notes) = (Windows::default(), Notes::default());
+    let punch = |windows: &Windows, lacks: FallocateFlags| {
+        let done = Mutex::new(Vec::new());
+        let change = |flags: FallocateFlags, part| {
+            if flags == lacks {
+                return Err(Errno::OPNOTSUPP);
+            }
+            done.lock().unwrap().push((flags, part));
+            Ok(())
+        };
+        windows.punch(|| Some(FILE), 5..90, change).unwrap();
+        done.into_inner().unwrap()
+    };
+    assert_eq!(punch(&windows, ZERO), [(PUNCH, 5..90)]);
+    let member = windows.join(notes);
+    let mut claims = [0..10, 20..40, 30..50, 35..38, 50..60, 85..100, 200..300].map(|part| {
+        let mut claim = windows.claim(&member, *GUEST, FILE, part);
+        claim.stores();
+        claim
+    });
+    // These are only read, and of another file.
+    let _reads = windows.claim(&member, *GUEST, FILE, 60..70);
+    windows.claim(&member, *GUEST, OTHER, 0..100).stores();
+    let zeroed = [5..10, 20..40, 40..50, 50..60, 85..90];
+    let filled = [5..10, 20..40, 30..50, 35..38, 50..60, 85..90].map(|part| (FILL, part));
+    let holes = [10..20, 60..85];
+    let mut expected: Vec<_> = zeroed.clone().map(|part| (ZERO, part)).into();
+    expected.extend(holes.clone().map(|part| (PUNCH, part)));
+    expected.sort_by_key(|(_, part)| part.start);
+    assert_eq!(punch(&windows, FallocateFlags::empty()), [&expected[..], &filled].concat());
+    // Where ranges cannot be zeroed they become holes, which are filled.
+    expected.iter_mut().for_each(|(flags, _)| *flags = PUNCH);
+    assert_eq!(punch(&windows, ZERO), [&expected[..], &filled].concat());
+    // No room is an error, and so is all else.
+    let refused =
+        windows.punch(|| Some(FILE), 5..90, |flags, _| if flags == FILL { Err(Errno::NOSPC) } else { Ok(()) });
+    assert_eq!(refused, Err(Errno::NOSPC));
+    // What is given back is punched again.
+    claims.iter_mut().for_each(|claim| claim.stores());
+    drop(claims);
+    assert_eq!(punch(&windows, ZERO), [(PUNCH, 5..90)]);
+}
+
+#[test]
 fn nobody_maps_what_is_about_to_go() {
     let (windows, notes) = (Windows::default(), Notes::default());
     let member = windows.join(notes.clone());
-    let claim = || windows.claim(&member, *GUEST, FILE, 0x20_0000);
+    let claim = || windows.claim(&member, *GUEST, FILE, 0..0x20_0000);
     let (long, short) = (windows.shortening(*WRITER, || Some(FILE), 9), windows.shortening(*WRITER, || Some(FILE), 5));
     assert_eq!((claim().limit(), windows.limit(FILE), windows.limit(OTHER)), (5, 5, u64::MAX));
     drop(short);
@@ -77,7 +125,7 @@ fn nobody_maps_what_is_about_to_go() {
 fn a_window_that_does_nothing_is_waited_for_once() {
     let (windows, notes) = (Windows::default(), Notes(Arc::default(), Arc::default(), true));
     let member = windows.join(notes.clone());
-    let _claim = windows.claim(&member, *GUEST, FILE, 0x20_0000);
+    let _claim = windows.claim(&member, *GUEST, FILE, 0..0x20_0000);
     let shorten = || {
         let begun = Instant::now();
         drop(windows.shortening_within(*WRITER, || Some(FILE), 0, SHORT));

@@ -11,7 +11,7 @@ use ferry_vfs::{
     Backing, Caller, Change, Claim, Done, Errno, FileId, FileSystem, Ino, Member, Piece, Result, SessionId, Windows,
 };
 use ferry_vhost::{Part, Window, WindowError};
-use rustix::fs::{FallocateFlags, fallocate, fstat};
+use rustix::fs::fstat;
 
 use super::table::{Placed, Plan, Table};
 use super::tail::{Tail, Tails};
@@ -138,6 +138,7 @@ impl Mapper {
         let gone = match self.table.plan(asked)? {
             Plan::There(at) => {
                 if asked.write {
+                    self.claims.get_mut(&at).into_iter().for_each(Claim::stores);
                     self.allocate(asked)?;
                     self.table.written(at);
                 }
@@ -164,32 +165,39 @@ impl Mapper {
     /// Maps a part of a file of the host.
     fn map_file(&mut self, asked: &Mapping, part: Part, gone: &[Placed]) -> Result<()> {
         let (file, for_writing) = self.open(asked)?;
+        let mut claim = self.claim(asked.by, &file, part)?;
         if asked.write {
+            claim.stores();
             self.allocate(asked)?;
         }
         self.take_away(asked.by, gone)?;
         let (ino, written) = (asked.ino, asked.write);
         let part = Part { writable: for_writing && asked.may_write, ..part };
-        let mapped = self.place_file((asked.by, ino), part, &file, for_writing)?;
+        let mapped = self.place_file(ino, part, (&file, for_writing), claim)?;
         self.table.insert(Placed { ino, part, mapped, written });
         // Taking others of its mappings away may have let go of it.
         self.files.entry(ino).or_insert(Open { file, for_writing });
         Ok(())
     }
 
+    /// Tells whoever changes the file that a part of it is about to be in the window.
+    pub(super) fn claim(&self, by: SessionId, file: &Backing, part: Part) -> Result<Claim> {
+        let stat = fstat(file.as_fd())?;
+        let id = FileId { dev: stat.st_dev, ino: stat.st_ino };
+        let end = part.file_offset.saturating_add(part.bytes);
+        Ok(self.windows.claim(&self.member, by, id, part.file_offset..end))
+    }
+
     /// Has the front end map the file, and what is behind its last whole page from a copy. A file that somebody is making shorter
     /// ends where it is about to.
     pub(super) fn place_file(
         &mut self,
-        (by, ino): (SessionId, Ino),
+        ino: Ino,
         part: Part,
-        file: &Arc<Backing>,
-        for_writing: bool,
+        (file, for_writing): (&Arc<Backing>, bool),
+        claim: Claim,
     ) -> Result<Arc<[Part]>> {
-        let stat = fstat(file.as_fd())?;
-        let id = FileId { dev: stat.st_dev, ino: stat.st_ino };
-        let claim = self.windows.claim(&self.member, by, id, part.file_offset.saturating_add(part.bytes));
-        // Only now: who makes it shorter from here on asks us to take it away again.
+        // Only now that it is claimed: who makes it shorter from here on asks us to take it away again.
         let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0).min(claim.limit());
         let whole_pages = size.saturating_sub(part.file_offset).min(part.bytes) / PAGE_BYTES * PAGE_BYTES;
         let file_bytes = if for_writing { whole_pages } else { 0 };
@@ -307,17 +315,7 @@ impl Mapper {
         if bytes == 0 {
             return Ok(());
         }
-        let fill = |flags| fallocate(open.file.as_fd(), flags | FallocateFlags::KEEP_SIZE, asked.offset, bytes);
-        // What other files share with it takes room of its own, too, once it is written to.
-        match fill(FallocateFlags::UNSHARE_RANGE) {
-            Err(Errno::OPNOTSUPP | Errno::INVAL) => {}
-            outcome => return outcome,
-        }
-        match fill(FallocateFlags::empty()) {
-            // Where nothing can be reserved, nothing is.
-            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
-            Err(errno) => Err(errno),
-        }
+        Windows::allocate(open.file.as_fd(), asked.offset..asked.offset + bytes)
     }
 
     fn unmap(&mut self, by: SessionId, ranges: &[(u64, u64)]) -> Result<()> {

@@ -89,7 +89,13 @@ impl Mapper {
         }
         let by = self.claims.remove(&at).map(|claim| claim.by()).unwrap_or_default();
         let Some((file, for_writing)) = self.opened(placed.ino) else { return };
-        match self.place_file((by, placed.ino), placed.part, &file, for_writing) {
+        let placing = self.claim(by, &file, placed.part).and_then(|mut claim| {
+            if placed.written {
+                claim.stores();
+            }
+            self.place_file(placed.ino, placed.part, (&file, for_writing), claim)
+        });
+        match placing {
             Ok(mapped) => self.table.insert(Placed { mapped, ..placed.clone() }),
             // The guest's next request for it finds nothing there, and has it mapped.
             Err(_) => {

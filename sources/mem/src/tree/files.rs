@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ferry_vfs::{
     Backing, Caller, Change, Copy, Data, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Input, IoRange, Lockable,
-    Name, New, OFlags, Output, Result, Seek, openable,
+    Name, New, OFlags, Output, Result, Seek, Windows, openable,
 };
 
 use super::attrs::{S_ISGID, S_ISUID, S_IXGRP, now_after};
@@ -383,7 +383,16 @@ impl<S: Store> Tree<S> {
         if offset.checked_add(len).is_none_or(|end| end > FILE_BYTES_MAX) {
             return Err(Errno::FBIG);
         }
-        self.change_data(cx, at, |file| self.store.fallocate(file, offset, len, flags))?;
+        self.change_data(cx, at, |file| {
+            if flags != FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE {
+                return self.store.fallocate(file, offset, len, flags);
+            }
+            Windows::of_process().punch(
+                || self.store.file_id(at.0),
+                offset..offset + len,
+                |flags, part| self.store.fallocate(file, part.start, part.end - part.start, flags),
+            )
+        })?;
         // Collapsing and inserting move all that follows.
         let moves = flags.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE);
         let len = if moves { u64::MAX } else { len };
