@@ -320,6 +320,35 @@ fn holes_and_copies_leave_blocks_under_windows() {
     share_is_released(&share, victim.driver);
 }
 
+/// The front end of a guest with two shares tells both of what it maps, and waits for both: also for the one whose request waits for it.
+#[test]
+fn a_guest_cuts_in_one_share_what_it_has_mapped_by_another() {
+    let _alone = alone();
+    let share = share("two");
+    let mut victim = Victim::new(&share.socket);
+    victim.map();
+    let (socket, _beside) = share.beside(Cache::None, 1);
+    let mut other = Driver::connect(&socket, Config { regions: 2, ..Config::default() }).unwrap();
+    other.init().unwrap();
+    let node = other.lookup(ROOT, "file").unwrap().nodeid;
+    let begun = Instant::now();
+    let args = SetattrIn { valid: FATTR_SIZE, size: 0, ..SetattrIn::new_zeroed() };
+    let ticket = other.send(Opcode::Setattr, node, &[args.as_bytes()], &[], size_of::<AttrOut>()).unwrap();
+    for _ in 0..FILE_BYTES / CHUNK {
+        for (code, is_there) in [(UNMAP, false), (MAP, true)] {
+            let wish = next_wish(&victim.line).unwrap();
+            assert_eq!(wish.code, code);
+            other.share_region(1, is_there).unwrap();
+            answer(&victim.line, code, 0);
+        }
+    }
+    other.receive(ticket).unwrap();
+    assert!(begun.elapsed() < HELD_UP / 2, "{:?}", begun.elapsed());
+    assert_eq!(std::fs::metadata(share.path.join("file")).unwrap().len(), 0);
+    drop(victim);
+    share_is_released(&share, other);
+}
+
 fn share_is_released(share: &Share, driver: Driver) {
     drop(driver);
     share.assert_released();

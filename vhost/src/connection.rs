@@ -350,20 +350,34 @@ impl<D: Device> Connection<D> {
         running.into_iter().map(|index| self.start(index)).fold(Ok(()), Result::and)
     }
 
-    /// Changes the memory under all queues' feet. What is under way in the old memory ends first. A queue that loses
-    /// the memory of its own ring goes on when it is back.
+    /// Changes the memory under all queues' feet. A queue whose ring stays where it is goes on: it looks for its next chain in the new
+    /// memory, and keeps the old one for as long as something is under way there. So whoever has a request that waits for the front
+    /// end (a file that it has in another device's window) does not keep it from telling us. All else stops meanwhile; a queue that
+    /// loses the memory of its own ring goes on when it is back.
     fn remap(&mut self, change: impl FnOnce(&Memory) -> std::result::Result<Memory, MemoryError>) -> Result<()> {
         let memory = change(&self.memory).map_err(|error| {
             tracing::error!("{error}");
             Error::ReqHandlerError(std::io::Error::other(error))
         })?;
-        let goes_on = |queue: &Queue<_>| queue.running || queue.adrift;
+        let stays = |queue: &Queue<_>| {
+            let RingAddresses { descriptors, available, used } = queue.addresses;
+            queue.running
+                && !self.device.registers_memory()
+                && [descriptors, available, used].into_iter().all(|address| memory.has_still(&self.memory, address))
+        };
+        let goes_on = |queue: &Queue<_>| (queue.running || queue.adrift) && !stays(queue);
         let go_on: Vec<usize> = (0..self.queues.len()).filter(|index| goes_on(&self.queues[*index])).collect();
         if let Some(window) = &self.window {
             window.is_telling();
         }
         go_on.iter().for_each(|index| self.stop(*index));
         self.memory = memory;
+        // What still runs stays. It reads this before any chain that the driver makes available once the front end has its answer.
+        for (index, queue) in self.queues.iter().enumerate().filter(|(_, queue)| queue.running) {
+            if let Some(port) = &queue.worker {
+                port.0.post(Letter::Control(Control::Memory(index, self.memory.clone())));
+            }
+        }
         self.tell(None);
         let mut outcome = Ok(());
         for index in go_on {

@@ -132,6 +132,15 @@ impl Memory {
         Ok(Self { regions })
     }
 
+    /// Whether the region that has this address of the front end's own is the same mapping here as in other memory.
+    pub(crate) fn has_still(&self, before: &Self, address: u64) -> bool {
+        let of = |memory: &'_ Self| {
+            let within = |region: &Region| address.checked_sub(region.user_start).is_some_and(|at| at < region.bytes);
+            memory.regions.iter().find(|region| within(region)).map(std::sync::Arc::as_ptr)
+        };
+        of(self).is_some_and(|region| of(before) == Some(region))
+    }
+
     /// How many regions there are.
     pub(crate) fn regions(&self) -> usize {
         self.regions.len()

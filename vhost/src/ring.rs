@@ -153,6 +153,11 @@ impl Ring {
         either!(self, ring => ring.memory())
     }
 
+    /// Looks for chains in other memory from now on, in which the ring itself lies where it did ([`Memory::has_still`]).
+    pub(crate) fn set_memory(&mut self, memory: Rc<Memory>) {
+        either!(self, ring => ring.set_memory(memory));
+    }
+
     /// Where to go on, as `GET_VRING_BASE` answers it.
     pub(crate) fn position(&self) -> u32 {
         either!(self, ring => ring.position())

@@ -110,6 +110,8 @@ pub(crate) enum Control {
     Start(usize, Start, Sender<Result<(), RingError>>),
     /// Ends all that moves.
     Stop(usize, Sender<Stopped>),
+    /// From now on, its chains lie here. The ring itself stays where it is.
+    Memory(usize, Memory),
     /// From now on, the driver is signalled here.
     Call(usize, Option<Arc<OwnedFd>>),
     /// From now on, the front end is told of errors here.
@@ -269,13 +271,15 @@ impl<H: QueueHandler> Worker<H> {
             return 0;
         }
         for took in 0..BATCH_MAX {
-            let popped = if running.out < usize::from(QUEUE_SIZE_MAX) {
-                running.ring.pop(&mut self.chain)
-            } else if running.ring.has_available() {
+            // In this order: a chain may lie in memory of which a letter tells that came before it. Those that the server before
+            // has left do not.
+            if !running.ring.has_available() || self.port.0.is_filled() && !running.ring.is_recovering() {
+                return took;
+            }
+            let popped = match running.out < usize::from(QUEUE_SIZE_MAX) {
+                true => running.ring.pop(&mut self.chain),
                 // A driver cannot have more chains out than its ring has entries, unless it lies.
-                Err(RingError::TooManyChains)
-            } else {
-                Ok(Popped::Empty)
+                false => Err(RingError::TooManyChains),
             };
             match popped {
                 Ok(Popped::Chain) => {}
@@ -392,6 +396,11 @@ impl<H: QueueHandler> Worker<H> {
                 }
                 Letter::Control(Control::Stop(queue, reply)) => {
                     let _ = reply.send(self.stop(queue));
+                }
+                Letter::Control(Control::Memory(queue, memory)) => {
+                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+                        running.ring.set_memory(Rc::new(memory));
+                    }
                 }
                 Letter::Control(Control::Call(queue, call)) => {
                     if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {

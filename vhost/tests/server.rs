@@ -6,6 +6,8 @@ mod toy;
 
 use std::collections::HashMap;
 use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -13,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use ferry_driver::memory::Buffer;
 use ferry_driver::{Config, Driver, Error};
 use toy::{FATAL, GATED, HELD, PANICS, PARKED, QUEUES, Toy, WRITABLE_AT, answers, ask, config, serve};
 use vhost::VhostBackend;
@@ -88,6 +91,47 @@ fn a_ring_goes_on_where_it_stopped_and_begins_anew_after_a_reboot() {
     }
 }
 
+/// The rings lie in the first region. Fills it, so that buffers come from the second.
+fn fill_first(driver: &Driver) -> Vec<Buffer> {
+    let end = driver.memory().regions()[1].guest();
+    let is_first = |buffer: &Buffer| buffer.guest() < end;
+    std::iter::from_fn(|| driver.memory().alloc(4096, 4096).filter(is_first)).collect()
+}
+
+#[test]
+fn memory_is_exchanged_while_a_request_is_served() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let toy = Toy::default();
+    let (_socket, _server) = serve(&path, toy.clone());
+    for packed in [false, true] {
+        let config = Config { packed, regions: 2, memory_bytes: 4 << 20, indirect: false, ..config() };
+        let mut driver = Driver::connect(&path, config).unwrap();
+        let _filling = fill_first(&driver);
+        let region = Arc::clone(&driver.memory().regions()[1]);
+        let other = tempfile::tempfile().unwrap();
+        other.write_all_at(&6u64.to_le_bytes().repeat(region.len() / 8), 0).unwrap();
+        let before = toy.at_gate.load(Ordering::SeqCst);
+        let gate = toy.gate.lock().unwrap();
+        let served = ask(&mut driver, 0, GATED).unwrap();
+        until(|| toy.at_gate.load(Ordering::SeqCst) > before);
+        // The front end is answered, though the worker is not done.
+        driver.share_region(1, false).unwrap();
+        driver.share_file(region.guest(), region.len() as u64, other.as_fd()).unwrap();
+        // What is made available from now on lies in the other file, which has another number there.
+        let behind = ask(&mut driver, 0, 8).unwrap();
+        drop(gate);
+        assert!(answers(GATED, &driver.queue(0).wait_for(served, TIMEOUT).unwrap().reply), "where it was taken from");
+        assert_eq!(driver.queue(0).wait_for(behind, TIMEOUT).unwrap().used_len, 8);
+        let mut has = vec![0; region.len()];
+        other.read_exact_at(&mut has, 0).unwrap();
+        assert_eq!(has.chunks(8).filter(|number| answers(6, number)).count(), 1);
+        driver.share_region(1, false).unwrap();
+        driver.share_region(1, true).unwrap();
+        converse(&mut driver, 0, 40);
+    }
+}
+
 #[test]
 fn memory_comes_and_goes_under_load() {
     let folder = tempfile::tempdir().unwrap();
@@ -96,15 +140,7 @@ fn memory_comes_and_goes_under_load() {
     for packed in [false, true] {
         let config = Config { packed, regions: 2, memory_bytes: 4 << 20, ..config() };
         let mut driver = Driver::connect(&path, config).unwrap();
-        // The rings lie in the first region. Fill it, so that buffers come from the second.
-        let mut filling = Vec::new();
-        let end = driver.memory().regions()[1].guest();
-        while let Some(buffer) = driver.memory().alloc(4096, 4096) {
-            if buffer.guest() >= end {
-                break;
-            }
-            filling.push(buffer);
-        }
+        let _filling = fill_first(&driver);
         for _ in 0..20 {
             let tickets: Vec<_> = (0..32).map(|number| ask(&mut driver, 0, number).unwrap()).collect();
             driver.share_region(1, false).unwrap();

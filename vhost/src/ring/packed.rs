@@ -218,6 +218,10 @@ impl PackedRing {
         &self.memory
     }
 
+    pub(super) fn set_memory(&mut self, memory: Rc<Memory>) {
+        self.memory = memory;
+    }
+
     pub(super) fn position(&self) -> u32 {
         u32::from(self.used.to_bits()) << 16 | u32::from(self.available.to_bits())
     }

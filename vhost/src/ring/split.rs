@@ -111,6 +111,10 @@ impl SplitRing {
         &self.memory
     }
 
+    pub(super) fn set_memory(&mut self, memory: Rc<Memory>) {
+        self.memory = memory;
+    }
+
     pub(super) fn position(&self) -> u32 {
         u32::from(self.next_available)
     }
