@@ -12,7 +12,7 @@ use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
 /// The number of checks: fewer lines mean that the program ended early.
-const CHECKS: usize = 65;
+const CHECKS: usize = 66;
 
 /// Checks that fail in a guest on a share, whether only with write-back, and why.
 const FAILING: &[(&str, bool, &str)] = &[

@@ -4,10 +4,14 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, FallocateFlags, Mode, XattrFlags, copy_file_range, fallocate, mkdirat};
+use rustix::fs::{
+    AtFlags, CWD, FallocateFlags, FileType, Mode, OFlags, XattrFlags, chmodat, chownat, copy_file_range, fallocate,
+    mkdirat, mknodat, openat, statat, symlinkat,
+};
+use rustix::process::Uid;
 
 use crate::Check;
-use crate::sys::{NOBODY, as_nobody, become_user, errno, mode};
+use crate::sys::{NOBODY, as_nobody, become_user, errno, idmapped, mode, statx};
 
 pub const CHECKS: &[Check] = &[
     ("suid-cleared-by-others", suid_cleared_by_others),
@@ -16,6 +20,7 @@ pub const CHECKS: &[Check] = &[
     ("capabilities-cleared", capabilities_cleared),
     ("sgid-directory", sgid_directory),
     ("owner-and-groups", owner_and_groups),
+    ("idmapped-mount", idmapped_mount),
     ("sticky", sticky),
     ("denied", denied),
     ("xattr", xattr),
@@ -113,6 +118,51 @@ fn suid_cleared_by_chown(dir: &Path) {
     chown(&own, Some(NOBODY), Some(12_345)).unwrap();
     as_nobody(|| fs::set_permissions(&own, fs::Permissions::from_mode(0o2755)).unwrap());
     assert_eq!(mode(&own), 0o755);
+}
+
+/// Who owns a file on the file system is another user through the mount, and the other way round for what is made there.
+fn idmapped_mount(dir: &Path) {
+    const FOLLOW_NOT: AtFlags = AtFlags::SYMLINK_NOFOLLOW;
+    /// The same user on the file system, and through the mount; and one whom the mount does not know.
+    const STORED: u32 = 1000;
+    const SHOWN: u32 = 2000;
+    const UNKNOWN: u32 = 3000;
+    let tree = idmapped(dir, &[(0, 0), (STORED, SHOWN)]);
+    let stored = |name: &str| statx(&dir.join(name)).stx_uid;
+    let shown = |name: &str| statat(&tree, name, FOLLOW_NOT).unwrap().st_uid;
+    let open = |name: &str, flags| openat(&tree, name, flags | OFlags::CLOEXEC, Mode::from(0o600));
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).unwrap();
+    for (name, owner) in [("theirs", STORED), ("nobodys", UNKNOWN)] {
+        fs::write(dir.join(name), "before").unwrap();
+        fs::set_permissions(dir.join(name), fs::Permissions::from_mode(0o600)).unwrap();
+        chown(dir.join(name), Some(owner), Some(owner)).unwrap();
+    }
+    assert_eq!((shown("theirs"), shown("nobodys")), (SHOWN, NOBODY));
+    become_user(SHOWN, SHOWN, &[], || {
+        let file = File::from(open("theirs", OFlags::RDWR).unwrap());
+        file.write_all_at(b"after!", 0).unwrap();
+        open("file", OFlags::CREATE | OFlags::WRONLY).unwrap();
+        mkdirat(&tree, "folder", Mode::from(0o700)).unwrap();
+        symlinkat("file", &tree, "link").unwrap();
+        mknodat(&tree, "fifo", FileType::Fifo, Mode::from(0o600), 0).unwrap();
+        assert_eq!(errno(open("nobodys", OFlags::RDONLY)), libc::EACCES);
+        chmodat(&tree, "file", Mode::from(0o640), AtFlags::empty()).unwrap();
+    });
+    assert_eq!(fs::read(dir.join("theirs")).unwrap(), b"after!");
+    for name in ["theirs", "file", "folder", "link", "fifo"] {
+        assert_eq!((stored(name), shown(name)), (STORED, SHOWN), "{name}");
+    }
+    // Who has the number of the file system is somebody else here.
+    become_user(STORED, STORED, &[], || {
+        assert_eq!(errno(open("theirs", OFlags::RDONLY)), libc::EACCES);
+        assert_eq!(errno(open("theirs-too", OFlags::CREATE | OFlags::WRONLY)), libc::EOVERFLOW);
+    });
+    let own = |owner| chownat(&tree, "file", Some(Uid::from_raw(owner)), None, FOLLOW_NOT);
+    own(0).unwrap();
+    assert_eq!((stored("file"), shown("file")), (0, 0));
+    own(SHOWN).unwrap();
+    assert_eq!((stored("file"), shown("file")), (STORED, SHOWN));
+    assert_eq!(errno(own(UNKNOWN)), libc::EOVERFLOW);
 }
 
 /// `security.capability`, version 2, with CAP_NET_RAW.

@@ -4,11 +4,15 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::panic::resume_unwind;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use rustix::fs::{AtFlags, CWD, Statx, StatxFlags};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
+use rustix::mount::{OpenTreeFlags, open_tree};
 use rustix::process::{Gid, Uid};
+use rustix::thread::UnshareFlags;
 
 /// The user that checks use as "somebody else".
 pub const NOBODY: u32 = 65534;
@@ -141,6 +145,37 @@ impl Drop for Mapping {
         // SAFETY: the mapping is this value's own, and nobody uses it any more.
         let _ = unsafe { rustix::mm::munmap(self.at.cast(), self.len) };
     }
+}
+
+/// A folder mounted once more, nowhere, with other users: pairs of their number on the file system and of that which is seen.
+pub fn idmapped(folder: &Path, users: &[(u32, u32)]) -> OwnedFd {
+    // Only a process with one thread gets a namespace; `cat` ends with its standard input.
+    let mut command = Command::new("cat");
+    command.stdin(Stdio::piped()).stdout(Stdio::null());
+    // SAFETY: a system call and nothing else.
+    unsafe { command.pre_exec(|| Ok(rustix::thread::unshare_unsafe(UnshareFlags::NEWUSER)?)) };
+    let mut child = command.spawn().unwrap();
+    let process = Path::new("/proc").join(child.id().to_string());
+    let map: String = users.iter().map(|(stored, shown)| format!("{stored} {shown} 1\n")).collect();
+    std::fs::write(process.join("uid_map"), &map).unwrap();
+    std::fs::write(process.join("gid_map"), &map).unwrap();
+    let namespace = File::open(process.join("ns/user")).unwrap();
+    drop(child.stdin.take());
+    child.wait().unwrap();
+    let tree = open_tree(CWD, folder, OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC).unwrap();
+    let attr = libc::mount_attr {
+        attr_set: libc::MOUNT_ATTR_IDMAP,
+        attr_clr: 0,
+        propagation: 0,
+        userns_fd: u64::try_from(namespace.as_raw_fd()).unwrap(),
+    };
+    let (flags, bytes) = (libc::AT_EMPTY_PATH, size_of_val(&attr));
+    // SAFETY: the path ends with a NUL, and the attributes are as long as is said; both outlive the call.
+    let outcome = unsafe {
+        libc::syscall(libc::SYS_mount_setattr, tree.as_raw_fd(), c"".as_ptr(), flags, &raw const attr, bytes)
+    };
+    assert_eq!(outcome, 0, "no idmapped mount: {}", io::Error::last_os_error());
+    tree
 }
 
 /// truncate(2): by the path, without a descriptor.
