@@ -15,7 +15,7 @@ use ferry_vhost::Socket;
 use ferry_virtiofs::Kept;
 use rustix::process::Signal;
 
-use crate::cli::{Share, Window};
+use crate::cli::Share;
 use crate::control::{self, OWNER};
 use crate::disk::{self, Disks};
 use crate::exports::{self, Serving};
@@ -182,12 +182,6 @@ fn refuse_doubles(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             ensure!(!twice, "the folder {} is given twice as --state; each share needs its own", state.display());
             let is_device = share.virtiofs.is_some() || share.fd.is_some();
             ensure!(is_device, "--state {}: it is for guests; add --virtiofs SOCKET", state.display());
-            let has_window = matches!(share.dax, Some(Window(Some(_))));
-            ensure!(
-                !has_window,
-                "--state {}: what a guest maps (--dax) cannot be taken over; leave one out",
-                state.display()
-            );
             let is_dir = matches!(share.kind(), Kind::Dir(_));
             let source = share.source.display();
             ensure!(is_dir, "--state {}: {source} is no directory, and ends with its server", state.display());

@@ -65,10 +65,10 @@ impl Record {
         self.kept.epoch() == self.epoch
     }
 
-    pub(crate) fn node(&self, source: &dyn FileSystem, ino: Ino) -> Option<Slot> {
+    pub(crate) fn node(&self, source: &dyn FileSystem, ino: Ino, in_window: bool) -> Option<Slot> {
         // Whatever it does, the reference is counted: this must not fail.
         let identity = catch_unwind(AssertUnwindSafe(|| source.identify(ino, Bounds::Host))).ok()?.ok()?;
-        self.kept.node(self.epoch, ino, &identity, 1)
+        self.kept.node(self.epoch, ino, &identity, in_window)
     }
 
     #[inline]

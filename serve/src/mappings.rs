@@ -2,7 +2,12 @@
 
 use std::ops::Range;
 
+use ferry_state::Mapped;
 use ferry_vfs::{Ino, Result, SessionId};
+use ferry_wire::fuse::InitFlags;
+
+/// What INIT says for a client that has a window.
+pub(crate) const MAPPING_FLAGS: InitFlags = InitFlags::MAP_ALIGNMENT.union(InitFlags::HAS_INODE_DAX);
 
 /// All of a file, as a part of it.
 pub(crate) const WHOLE: Range<u64> = 0..u64::MAX;
@@ -53,6 +58,9 @@ pub trait Mappings: Send + Sync {
     /// # Errors
     /// Those of writing to a file; the others are seen to all the same.
     fn store_all(&self) -> Result<()>;
+
+    /// What the server before this one had mapped for the client, which goes on in this session. To be called before anything else.
+    fn adopt(&self, by: SessionId, mapped: Vec<Mapped>);
 
     /// The client's session has ended: so do all mappings.
     fn clear(&self, answer: Answer);

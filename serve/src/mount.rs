@@ -197,11 +197,12 @@ impl Mount {
         if known.references == 1 && self.dax(&entry.attr) {
             shard.in_window.insert(ino);
         }
+        let in_window = shard.in_window.contains(&ino);
         let Some(known) = shard.references.get_mut(&ino) else { return };
         let Some(record) = &self.record else { return };
         match known.slot {
             Some(slot) => record.references(slot, known.references),
-            None if known.references == 1 => known.slot = record.node(&*self.source, ino),
+            None if known.references == 1 => known.slot = record.node(&*self.source, ino, in_window),
             None => {}
         }
     }

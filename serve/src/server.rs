@@ -14,6 +14,7 @@ use ferry_wire::fuse::{
 use crate::carrier::{Carrier, ReplyBuffer, Served};
 use crate::data::{Moving, Unfinished};
 use crate::kept::Record;
+use crate::mappings::MAPPING_FLAGS;
 use crate::mount::Mount;
 use crate::passthrough::Passthrough;
 use crate::reply::{self, Written};
@@ -180,7 +181,7 @@ impl Server {
         let mappings = self.session.mappings.as_ref().filter(|_| self.share.source.features().mappable);
         let mappings = mappings.filter(|mappings| mappings.is_open());
         if mappings.is_some() {
-            wanted.flags |= InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX;
+            wanted.flags |= MAPPING_FLAGS;
         }
         let missing = self.share.policy.required - (wanted.flags & init.flags);
         if missing != InitFlags::empty() {

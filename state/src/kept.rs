@@ -6,7 +6,7 @@
 //! slots:           16 words each
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,7 +22,7 @@ use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, Saved, SavedLock};
 use crate::slots::{self, Slot, Slots};
 
 /// The memory's form: another one is another's.
-const MAGIC: u64 = u64::from_le_bytes(*b"FERRYST\x02");
+const MAGIC: u64 = u64::from_le_bytes(*b"FERRYST\x03");
 const HEAD_WORDS: usize = 64;
 const EPOCH: usize = 1;
 const HIGH_WATER: usize = 2;
@@ -32,6 +32,10 @@ const WORKERS: usize = 8;
 const ENTRIES: usize = 9;
 /// Inodes, open files and locks in all: 512 MiB of memory if all of them are in use.
 const SLOTS_MAX: usize = 1 << 22;
+
+/// Kinds of records beside those of [`crate::saved`]: an inode that the client uses its window for, and something that is mapped there.
+const NODE_IN_WINDOW: u8 = 4;
+const MAPPED: u8 = 5;
 
 /// The keys of descriptors.
 const MEMORY: u64 = 0;
@@ -100,7 +104,22 @@ pub(crate) struct Left {
     open_slots: HashMap<OpenFile, Slot>,
     lock_slots: Vec<Slot>,
     files: HashMap<u32, OwnedFd>,
+    in_window: HashSet<Ino>,
+    mapped: Vec<Mapped>,
     past: HashMap<u64, Past>,
+}
+
+/// What belongs to a client's window, as the server before has written it down.
+#[derive(Debug)]
+pub struct Mapped {
+    /// Where it is written down.
+    pub slot: Slot,
+    /// The number that was noted last.
+    pub state: u64,
+    /// What it is.
+    pub bytes: Vec<u8>,
+    /// Its descriptor, if it has one.
+    pub file: Option<OwnedFd>,
 }
 
 /// What [`Kept::take_left`] answers.
@@ -116,6 +135,10 @@ pub struct Before {
     pub lock_slots: Vec<Slot>,
     /// The descriptors of its open files.
     pub files: HashMap<OpenFile, OwnedFd>,
+    /// The inodes that it uses its window for.
+    pub in_window: HashSet<Ino>,
+    /// What is in its window.
+    pub mapped: Vec<Mapped>,
     /// Requests that were begun, and the last ones that were answered.
     pub past: HashMap<u64, Past>,
 }
@@ -172,13 +195,27 @@ impl Kept {
         let short = |at: usize| u32::try_from(number(at)).unwrap_or(0);
         let init = Init { minor: short(0), max_readahead_bytes: short(1), offered: number(2), agreed: number(3) };
         let mut left = Left { saved: Saved { init, ..Saved::default() }, ..Left::default() };
-        for one in &found {
+        for mut one in found {
+            if one.kind == MAPPED {
+                let file = files.remove(&(FILES + u64::from(one.slot.index)));
+                left.mapped.push(Mapped { slot: one.slot, state: one.count, bytes: one.bytes, file });
+                continue;
+            }
+            let is_in_window = one.kind == NODE_IN_WINDOW;
+            if is_in_window {
+                one.kind = NODE;
+            }
             // What makes no sense was written by a server in its last moment, or by nobody.
             if left.saved.add(one.kind, one.count, &one.bytes).is_err() {
                 continue;
             }
             match one.kind {
-                NODE => left.saved.nodes.last().map(|node| left.node_slots.insert(node.ino, one.slot)),
+                NODE => left.saved.nodes.last().map(|node| {
+                    if is_in_window {
+                        left.in_window.insert(node.ino);
+                    }
+                    left.node_slots.insert(node.ino, one.slot)
+                }),
                 OPEN => {
                     if let Some(file) = files.remove(&(FILES + u64::from(one.slot.index))) {
                         left.files.insert(one.slot.index, file);
@@ -200,9 +237,10 @@ impl Kept {
 
     /// What the server before has left, once. `None`: there was none, or it had no client.
     pub fn take_left(&self) -> Option<Before> {
-        let Left { saved, node_slots, open_slots, lock_slots, mut files, past } = lock(&self.left).take()?;
+        let Left { saved, node_slots, open_slots, lock_slots, mut files, in_window, mapped, past } =
+            lock(&self.left).take()?;
         let files = open_slots.iter().filter_map(|(open, slot)| Some((*open, files.remove(&slot.index)?))).collect();
-        Some(Before { saved, node_slots, open_slots, lock_slots, files, past })
+        Some(Before { saved, node_slots, open_slots, lock_slots, files, in_window, mapped, past })
     }
 
     pub(crate) fn geometry(&self) -> Geometry {
@@ -326,9 +364,20 @@ impl Kept {
         Some(slot)
     }
 
-    /// The client knows an inode.
-    pub fn node(&self, epoch: u32, ino: Ino, identity: &[u8], references: u64) -> Option<Slot> {
-        self.put(epoch, NODE, &Node::to_bytes(ino, identity), references, None)
+    /// The client knows an inode, and uses its window for it or not.
+    pub fn node(&self, epoch: u32, ino: Ino, identity: &[u8], in_window: bool) -> Option<Slot> {
+        let kind = if in_window { NODE_IN_WINDOW } else { NODE };
+        self.put(epoch, kind, &Node::to_bytes(ino, identity), 1, None)
+    }
+
+    /// Something is in the client's window: what it is, a number that [`Self::mapping`] changes, and a descriptor.
+    pub fn mapped(&self, bytes: &[u8], state: u64, file: Option<BorrowedFd<'_>>) -> Option<Slot> {
+        self.put(self.epoch(), MAPPED, bytes, state, file)
+    }
+
+    /// The number of what is in the client's window is another one.
+    pub fn mapping(&self, slot: Slot, state: u64) {
+        self.references(slot, state);
     }
 
     /// The client has another number of references.
@@ -344,7 +393,7 @@ impl Kept {
         self.put(epoch, OPEN, &open.to_bytes(), 1, file)
     }
 
-    /// The client has closed something.
+    /// The client has closed something, or has it in its window no more.
     pub fn close_file(&self, slot: Slot, had_file: bool) {
         if had_file && slot.epoch == self.epoch() {
             self.told(Line::drop_key(self.line.as_fd(), FILES + u64::from(slot.index)));

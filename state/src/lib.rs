@@ -30,6 +30,6 @@ mod slots;
 pub use connection::{Commit, FILES_MAX, LeftConnection, Records, answer, take};
 pub use journal::{Journal, Past};
 pub use keeper::{Line, LineError, keep, listen};
-pub use kept::{Before, Geometry, Kept, KeptError};
+pub use kept::{Before, Geometry, Kept, KeptError, Mapped};
 pub use saved::{DecodeError, Init, Node, OpenFile, Saved, SavedLock};
 pub use slots::Slot;

@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferry_tests::disks::model::Random;
+use ferry_tests::guest::DeviceKind;
 use ferry_tests::survivor::Survivor;
 use ferry_tests::{Device, Guest, GuestCache, Kind, Options, Place, Ran, Share, TIMEOUT, collect, folder, guest_on};
 use rustix::fs::FlockOperation;
@@ -52,6 +53,18 @@ sync
 /// Where the guest's own numbers of bytes may be kept by it, and where each of them comes to the server.
 const WAYS: [(&str, &str); 2] =
     [("direct", "--ioengine=libaio --direct=1 --iodepth=16"), ("cached", "--ioengine=psync --fsync=16")];
+
+/// All of it is mapped, and its end is a copy.
+const MAPPED: (&str, &str) = ("mapped", "--ioengine=mmap --size=8204k");
+
+/// Where the guest runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Vmm {
+    UserModeLinux,
+    Qemu,
+    /// QEMU, with a window.
+    QemuDax,
+}
 
 /// The host's root, for the programs in it.
 fn programs() -> Share {
@@ -102,14 +115,18 @@ fn lines(path: &Path) -> usize {
 
 /// Kills the server so many times, a while after one another.
 #[track_caller]
-fn survives(in_qemu: bool, (name, fio): (&str, &str), kills: usize, pause: Duration) {
+fn survives(vmm: Vmm, (name, fio): (&str, &str), kills: usize, pause: Duration) {
     let mut server = Survivor::new(Place::Disk, &["--tag", "t"]);
     let path = server.path.clone();
     let program = GuestCache::from_env().unwrap().peer("fio").unwrap();
     let script = ["/bin/bash", "-euc", SCRIPT, "bash", program.to_str().unwrap(), PROBE, fio];
     fs::write(path.join("locked"), b"").unwrap();
     let mut guest = guest_on(&server.socket, script);
-    let programs = in_qemu.then(programs);
+    if vmm == Vmm::QemuDax {
+        guest.devices[0].kind = DeviceKind::Fs { tag: "t".into(), queues: 2, dax: true };
+        guest.mounts[0].options = "dax=always".into();
+    }
+    let programs = (vmm != Vmm::UserModeLinux).then(programs);
     if let Some(programs) = &programs {
         guest.kind = Kind::Qemu { cpus: 2, root: Some("programs".into()) };
         guest.devices.insert(0, Device::fs(&programs.socket, "programs"));
@@ -130,7 +147,7 @@ fn survives(in_qemu: bool, (name, fio): (&str, &str), kills: usize, pause: Durat
     let guest = guest.runs_until(|| lines(&path.join("rounds")) > rounds);
     fs::write(path.join("enough"), b"").unwrap();
     let ran = guest.0.join().unwrap();
-    println!("QEMU: {in_qemu}, {name}: {kills} kills, {} rounds of fio, {:?}", lines(&path.join("rounds")), ran.took);
+    println!("{vmm:?}, {name}: {kills} kills, {} rounds of fio, {:?}", lines(&path.join("rounds")), ran.took);
     ran.ok();
     let check = Command::new("sha256sum").args(["--quiet", "-c", "sum"]).current_dir(&path).status();
     assert!(check.unwrap().success(), "the host sees other contents than the guest wrote");
@@ -142,7 +159,7 @@ fn survives(in_qemu: bool, (name, fio): (&str, &str), kills: usize, pause: Durat
 #[test]
 fn killed_under_fio_in_user_mode_linux() {
     for way in WAYS {
-        survives(false, way, 3, Duration::from_millis(700));
+        survives(Vmm::UserModeLinux, way, 3, Duration::from_millis(700));
     }
 }
 
@@ -150,18 +167,30 @@ fn killed_under_fio_in_user_mode_linux() {
 #[ignore = "long: make test-all"]
 fn killed_50_times_under_fio_in_user_mode_linux() {
     for way in WAYS {
-        survives(false, way, 50, Duration::from_millis(700));
+        survives(Vmm::UserModeLinux, way, 50, Duration::from_millis(700));
     }
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn killed_under_direct_fio_in_qemu() {
-    survives(true, WAYS[0], 10, Duration::from_secs(2));
+    survives(Vmm::Qemu, WAYS[0], 10, Duration::from_secs(2));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn killed_under_cached_fio_in_qemu() {
-    survives(true, WAYS[1], 10, Duration::from_secs(2));
+    survives(Vmm::Qemu, WAYS[1], 10, Duration::from_secs(2));
+}
+
+/// What is in its window it reads and writes while there is no server, too.
+#[test]
+fn killed_under_a_window_in_qemu() {
+    survives(Vmm::QemuDax, MAPPED, 3, Duration::from_secs(2));
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn killed_20_times_under_a_window_in_qemu() {
+    survives(Vmm::QemuDax, MAPPED, 20, Duration::from_secs(2));
 }

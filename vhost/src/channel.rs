@@ -118,13 +118,14 @@ pub(crate) enum Broken {
     Silence(Duration),
 }
 
-/// Asks the front end something, and waits for its answer: 0 is yes. The socket must not block.
+/// Asks the front end something, and waits for its answer: 0 is yes. The socket must not block. `may_be_stale`: the answer to another
+/// request may come first, of a server before this one, which nobody waits for any more.
 pub(crate) fn ask(
     line: &UnixStream,
-    request: u32,
-    body: &[u8],
+    (request, body): (u32, &[u8]),
     file: Option<BorrowedFd<'_>>,
     within: Duration,
+    may_be_stale: bool,
 ) -> std::result::Result<u64, Broken> {
     let end = Instant::now() + within;
     let length = u32::try_from(body.len()).expect("our own requests are short");
@@ -139,6 +140,23 @@ pub(crate) fn ask(
     if sent < message.len() {
         return Err(Broken::Send(Errno::AGAIN));
     }
+    let (head, outcome) = receive_answer(line, end, within)?;
+    match head == (request, VERSION | REPLY, 8) {
+        true => Ok(outcome),
+        false if !may_be_stale => Err(Broken::Nonsense),
+        false => match receive_answer(line, end, within)? {
+            (head, outcome) if head == (request, VERSION | REPLY, 8) => Ok(outcome),
+            _ => Err(Broken::Nonsense),
+        },
+    }
+}
+
+/// An answer: the three numbers of its header, but for flags that say nothing in one; and what it is.
+fn receive_answer(
+    line: &UnixStream,
+    end: Instant,
+    within: Duration,
+) -> std::result::Result<((u32, u32, u32), u64), Broken> {
     let mut answer = [0; HEADER_BYTES + 8];
     let mut have = 0;
     while have < answer.len() {
@@ -159,12 +177,8 @@ pub(crate) fn ask(
     }
     let (head, outcome) = answer.split_at(HEADER_BYTES);
     let head: &[u8; HEADER_BYTES] = head.try_into().expect("it was split there");
-    let expected = (request, VERSION | REPLY, 8);
-    // The other flags say nothing in an answer.
-    if (number(head, 0), number(head, 4) & (VERSION_MASK | REPLY), number(head, 8)) != expected {
-        return Err(Broken::Nonsense);
-    }
-    Ok(u64::from_ne_bytes(outcome.try_into().expect("it was split there")))
+    let head = (number(head, 0), number(head, 4) & (VERSION_MASK | REPLY), number(head, 8));
+    Ok((head, u64::from_ne_bytes(outcome.try_into().expect("it was split there"))))
 }
 
 /// Waits for the next request, and takes it if it is the one that brings the socket and that is `wanted`. All others

@@ -193,6 +193,9 @@ impl<D: Device> Connection<D> {
     /// The front end can be asked for mappings, and told of changes, here.
     pub(crate) fn attach(&self, socket: &OwnedFd) {
         let Some(window) = &self.window else { return };
+        if matches!(self.taking_over, TakingOver::Now { .. }) {
+            window.take_over();
+        }
         match socket.try_clone() {
             Ok(socket) => window.attach(socket),
             Err(error) => tracing::error!("the window cannot be served: {error}"),

@@ -11,12 +11,14 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
 use crate::channel::{self, Broken};
 
 mod dialect;
 
-use dialect::Dialect;
 pub use dialect::WindowDialect;
+use dialect::{Dialect, Message};
 
 /// How long the front end may take for an answer. One that is late is not believed any more: what it mapped is not known.
 const REPLY_WITHIN: Duration = Duration::from_secs(30);
@@ -26,6 +28,8 @@ const TOLD_WITHIN: Duration = Duration::from_secs(2);
 /// QEMU ends itself when a back end is to know of more than 512 regions, those of all windows of a machine and of its
 /// memory included.
 const REGIONS_MAX: usize = 500;
+/// The least that front ends map.
+const PAGE_BYTES: u64 = 4096;
 
 /// A part of a file, and where it is to be in the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +80,10 @@ struct State {
     regions: usize,
     /// What is mapped, by window offset.
     mapped: HashMap<u64, Known>,
+    /// It was another server's before.
+    taken_over: bool,
+    /// That may have asked something whose answer it has not read.
+    may_be_stale: bool,
 }
 
 /// The shared memory region of one connection.
@@ -144,6 +152,12 @@ impl Drop for Known {
     }
 }
 
+fn empty_page() -> rustix::io::Result<OwnedFd> {
+    let memory = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
+    ftruncate(&memory, PAGE_BYTES)?;
+    Ok(memory)
+}
+
 impl Window {
     pub(crate) fn new(bytes: u64, dialect: WindowDialect) -> Self {
         Self::patient(bytes, dialect, REPLY_WITHIN, TOLD_WITHIN)
@@ -197,8 +211,7 @@ impl Window {
             state.awaited = (state.tells != Some(false)).then_some(told);
             line
         };
-        let asked = self.dialect.map(part);
-        let outcome = channel::ask(&line, asked.code, &asked.body, Some(file), self.reply_within);
+        let outcome = self.ask(&line, &self.dialect.map(part), Some(file));
         let mut state = self.state();
         if let Err(error) = state.check(outcome) {
             state.awaited = None;
@@ -255,11 +268,54 @@ impl Window {
     /// The same for whoever has the turn.
     fn undo(&self, part: Part) -> Result<(), WindowError> {
         let line = self.state().line()?;
-        let asked = self.dialect.unmap(part);
-        let outcome = channel::ask(&line, asked.code, &asked.body, None, self.reply_within);
+        let outcome = self.ask(&line, &self.dialect.unmap(part), None);
         let mut state = self.state();
         state.check(outcome)?;
         state.mapped.remove(&part.window_offset);
+        Ok(())
+    }
+
+    fn ask(&self, line: &UnixStream, asked: &Message, file: Option<BorrowedFd<'_>>) -> Result<u64, Broken> {
+        let may_be_stale = self.state().may_be_stale;
+        channel::ask(line, (asked.code, &asked.body), file, self.reply_within, may_be_stale)
+    }
+
+    /// The front end has mapped what the server before this one has asked it for.
+    pub(crate) fn take_over(&self) {
+        let mut state = self.state();
+        (state.taken_over, state.may_be_stale) = (true, true);
+    }
+
+    /// Whether the front end has mapped what a server before this one has asked it for.
+    pub fn is_taken_over(&self) -> bool {
+        self.state().taken_over
+    }
+
+    /// The server before had a part of this file mapped at this place of the window.
+    ///
+    /// # Errors
+    /// Those of `fstat(2)`.
+    pub fn adopt(&self, window_offset: u64, file: BorrowedFd<'_>) -> std::io::Result<()> {
+        let known = Known::new(file_id(file)?);
+        self.state().mapped.insert(window_offset, known);
+        Ok(())
+    }
+
+    /// To be called once by whoever takes a window over. If the server before may have ended while it waited for an answer, after that mapping was
+    /// undone: it was at this place, where nothing is now. A page is mapped there and taken away again, so that the next answer is that to the next
+    /// question: the two kinds take turns, and an answer of the other kind than expected is passed over until then.
+    ///
+    /// # Errors
+    /// [`WindowError`].
+    pub fn catch_up(&self, window_offset: Option<u64>) -> Result<(), WindowError> {
+        if let Some(window_offset) = window_offset {
+            // QEMU maps only what it could write to.
+            let memory = empty_page().map_err(|error| WindowError::File(error.into()))?;
+            let part = Part { window_offset, file_offset: 0, bytes: PAGE_BYTES, writable: false };
+            self.map(memory.as_fd(), part)?;
+            self.unmap(part)?;
+        }
+        self.state().may_be_stale = false;
         Ok(())
     }
 

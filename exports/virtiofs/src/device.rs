@@ -25,7 +25,7 @@ pub(crate) struct VirtioFs {
     /// on one CPU do worse than one that serves both queues in one pass.
     request_workers: usize,
     /// The guest of the server before this one, until its front end connects.
-    before: Mutex<Option<Arc<Session>>>,
+    before: Mutex<Option<Guest>>,
 }
 
 /// One guest.
@@ -43,7 +43,7 @@ impl Guest {
 }
 
 impl VirtioFs {
-    pub(crate) fn new(source: Arc<dyn FileSystem>, mut options: Options) -> Result<Self, Error> {
+    pub(crate) fn new(source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
         let share = ShareOptions {
             name: options.name.clone(),
             read_only: options.read_only,
@@ -65,13 +65,12 @@ impl VirtioFs {
         let request_workers = options.queues.min(cpus);
         let mut before = None;
         if let Some(kept) = &options.kept {
-            options.dax_bytes = None;
             if share.source().identify(Ino::ROOT, Bounds::Host) == Err(Errno::NOSYS) {
                 return Err(Error::NoIdentities);
             }
-            let session = new_session().with_kept(Arc::clone(kept));
+            let (session, dax) = new_session(share.source(), &options);
             if session.take_up(&share)? {
-                before = Some(Arc::new(session));
+                before = Some(Guest::new(Arc::new(session), dax));
             }
             if kept.in_flight().map_err(Error::InFlight)?.is_none() {
                 let memory = in_flight_memory(HIGH_PRIORITY_QUEUES + options.queues).map_err(Error::InFlight)?;
@@ -82,9 +81,18 @@ impl VirtioFs {
     }
 }
 
-fn new_session() -> Session {
+fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (Session, Option<Arc<Dax>>) {
     // Host file systems mounted below the shared directory are mounts of their own in the guest.
-    Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS)
+    let mut session = Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS);
+    if let Some(kept) = &options.kept {
+        session = session.with_kept(Arc::clone(kept));
+    }
+    let has_window = options.dax_bytes.is_some() && source.features().mappable;
+    let dax = has_window.then(|| Arc::new(Dax::new(Arc::clone(source), options)));
+    if let Some(dax) = &dax {
+        session = session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>);
+    }
+    (session, dax)
 }
 
 impl VirtioFs {
@@ -164,19 +172,11 @@ impl Device for VirtioFs {
     }
 
     fn session(&self) -> Guest {
-        if let Some(session) = self.before.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            return Guest::new(session, None);
-        }
-        let session = match &self.options.kept {
-            Some(kept) => new_session().with_kept(Arc::clone(kept)),
-            None => new_session(),
-        };
-        let dax = self.window_bytes().map(|_| Arc::new(Dax::new(Arc::clone(self.share.source()), &self.options)));
-        let session = match &dax {
-            Some(dax) => session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>),
-            None => session,
-        };
-        Guest::new(Arc::new(session), dax)
+        let before = self.before.lock().unwrap_or_else(PoisonError::into_inner).take();
+        before.unwrap_or_else(|| {
+            let (session, dax) = new_session(self.share.source(), &self.options);
+            Guest::new(Arc::new(session), dax)
+        })
     }
 
     fn in_flight(&self) -> Option<File> {
@@ -214,6 +214,9 @@ impl Device for VirtioFs {
 
     fn resumed(&self, guest: &Guest) {
         guest.session.reclaim_locks();
+        if let Some(dax) = &guest.dax {
+            dax.resume();
+        }
     }
 
     fn load(&self, guest: &Guest, state: &[u8]) -> Result<(), String> {

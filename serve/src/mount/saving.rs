@@ -11,6 +11,7 @@ use ferry_wire::fuse::{InitFlags, InitOutcome, InitRequest, LockRequest, Negotia
 
 use super::{Known, Mount, Open, Opening};
 use crate::kept::{Noted, Record, TakeUpError};
+use crate::mappings::{MAPPING_FLAGS, Mappings};
 use crate::session::Session;
 use crate::share::Share;
 
@@ -19,7 +20,12 @@ use crate::share::Share;
 const REFERENCES_MAX: u64 = 1 << 48;
 
 /// Agrees again on what was agreed on.
-fn agree(share: &Share, session: &Session, init: &Init) -> std::result::Result<Negotiated, TakeUpError> {
+fn agree(
+    share: &Share,
+    session: &Session,
+    mappings: Option<&Arc<dyn Mappings>>,
+    init: &Init,
+) -> std::result::Result<Negotiated, TakeUpError> {
     let flags = InitFlags::from_bits_retain(init.offered);
     let request = InitRequest {
         major: ferry_wire::fuse::abi::MAJOR,
@@ -32,6 +38,9 @@ fn agree(share: &Share, session: &Session, init: &Init) -> std::result::Result<N
         adjust(&request, &mut wanted);
     }
     wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
+    if mappings.is_some() {
+        wanted.flags |= MAPPING_FLAGS;
+    }
     match negotiate(&request, &wanted) {
         Ok(InitOutcome::Ready(negotiated, _)) if negotiated.flags.bits() == init.agreed => Ok(negotiated),
         Ok(InitOutcome::Ready(negotiated, _)) => {
@@ -48,9 +57,17 @@ impl Session {
     /// [`TakeUpError`].
     pub fn take_up(&self, share: &Share) -> std::result::Result<bool, TakeUpError> {
         let Some(kept) = &self.kept else { return Ok(false) };
-        let Some(before) = kept.take_left() else { return Ok(false) };
-        let negotiated = agree(share, self, &before.saved.init)?;
-        let mount = Mount::taken_up(share, negotiated, kept, before);
+        let Some(mut before) = kept.take_left() else { return Ok(false) };
+        let init = &before.saved.init;
+        // The client had a window then.
+        let had_window = InitFlags::from_bits_retain(init.agreed).contains(InitFlags::MAP_ALIGNMENT);
+        let mappings = self.mappings.as_ref().filter(|_| had_window && share.source.features().mappable);
+        let negotiated = agree(share, self, mappings, init)?;
+        let mapped = std::mem::take(&mut before.mapped);
+        let mount = Mount::taken_up(share, negotiated, (kept, mappings.cloned()), before);
+        if let Some(mappings) = mappings {
+            mappings.adopt(mount.id(), mapped);
+        }
         self.set_mount(Some(Arc::new(mount)));
         Ok(true)
     }
@@ -61,7 +78,7 @@ impl Session {
     /// # Errors
     /// [`TakeUpError`]; or as many inodes as are not there, or are something else.
     pub fn load(&self, share: &Share, saved: Saved, within: Bounds) -> std::result::Result<usize, TakeUpError> {
-        let negotiated = agree(share, self, &saved.init)?;
+        let negotiated = agree(share, self, None, &saved.init)?;
         // Nobody elsewhere is a process of this host.
         let within = if within == Bounds::Host { Bounds::Paths } else { within };
         self.end();
@@ -96,10 +113,18 @@ impl Session {
 }
 
 impl Mount {
-    fn taken_up(share: &Share, negotiated: Negotiated, kept: &Arc<Kept>, before: Before) -> Self {
-        let Before { saved, node_slots, open_slots, lock_slots, files, past } = before;
+    fn taken_up(
+        share: &Share,
+        negotiated: Negotiated,
+        (kept, mappings): (&Arc<Kept>, Option<Arc<dyn Mappings>>),
+        before: Before,
+    ) -> Self {
+        let Before { saved, node_slots, open_slots, lock_slots, files, in_window, past, .. } = before;
         let record = Record::resume(kept);
-        let mut mount = Self::new(Arc::clone(&share.source), negotiated, None, None, (saved.init, Some(record)));
+        let mut mount = Self::new(Arc::clone(&share.source), negotiated, None, mappings, (saved.init, Some(record)));
+        for ino in in_window {
+            mount.shard(ino.0).in_window.insert(ino);
+        }
         mount.past = Mutex::new(past);
         let slots = Slots { nodes: node_slots, opens: open_slots, locks: lock_slots };
         let (nodes, opens) = (saved.nodes.len(), saved.opens.len());
@@ -175,7 +200,10 @@ impl Mount {
                 match adopted {
                     Ok(()) => {
                         let slot = match (&self.record, slot) {
-                            (Some(record), None) => record.node(&*self.source, node.ino),
+                            (Some(record), None) => {
+                                let in_window = self.shard(node.ino.0).in_window.contains(&node.ino);
+                                record.node(&*self.source, node.ino, in_window)
+                            }
                             (_, slot) => slot,
                         };
                         if let (Some(record), Some(slot)) = (&self.record, slot) {
@@ -345,8 +373,9 @@ impl Mount {
             }
             let Ok(entry) = self.source.lookup(caller, *dir, *name) else { continue };
             let mut shard = self.shard(entry.ino.0);
+            let in_window = shard.in_window.contains(&entry.ino);
             if let Some(known) = shard.references.get_mut(&entry.ino)
-                && let Some(new) = record.node(&*self.source, entry.ino)
+                && let Some(new) = record.node(&*self.source, entry.ino, in_window)
             {
                 record.references(new, known.references);
                 if let Some(old) = known.slot.replace(new) {

@@ -1,6 +1,6 @@
 //! Which messages the next server must know of, in which order, and which of them are void by now.
 //!
-//! A record's key is its place in that order: features, the log of dirty pages, memory, rings. All but the memory's are the last message of their
+//! A record's key is its place in that order: features, the log of dirty pages, the window, memory, rings. All but the memory's are the last message of their
 //! kind. The memory's are a table and what was added and removed since; what was added and is gone again leaves nothing. Where a ring
 //! begins is recorded whenever it rests, however it came to that.
 
@@ -34,6 +34,7 @@ mod request {
     pub(super) const ADD_MEM_REG: u32 = 37;
     pub(super) const REM_MEM_REG: u32 = 38;
     pub(super) const SET_DEVICE_STATE_FD: u32 = 42;
+    pub(super) const GET_SHMEM_CONFIG: u32 = 44;
 }
 
 /// What a ring is told, in the order in which it is: it starts with the last of these.
@@ -52,6 +53,8 @@ const OFFER: u64 = 1;
 const FEATURES: u64 = 2;
 const PROTOCOL_FEATURES: u64 = 3;
 const LOG: u64 = 4;
+const CHANNEL: u64 = 5;
+const WINDOW: u64 = 6;
 const MEMORY: u64 = 1 << 32;
 const RINGS: u64 = 1 << 62;
 /// In the key of memory that was added: the guest ran with other memory before.
@@ -191,6 +194,8 @@ impl Ledger {
             request::SET_FEATURES => Entry { record: Some((FEATURES, bytes)), ..Entry::default() },
             request::SET_PROTOCOL_FEATURES => Entry { record: Some((PROTOCOL_FEATURES, bytes)), ..Entry::default() },
             request::SET_LOG_BASE => Entry { record: Some((LOG, bytes)), has_files: true, drops: Vec::new() },
+            request::SET_BACKEND_REQ_FD => Entry { record: Some((CHANNEL, bytes)), has_files: true, drops: Vec::new() },
+            request::GET_SHMEM_CONFIG => Entry { record: Some((WINDOW, bytes)), ..Entry::default() },
             request::SET_MEM_TABLE => {
                 let drops = std::mem::take(&mut self.memory).into_keys().collect();
                 self.memory.insert(MEMORY, None);
@@ -326,6 +331,22 @@ mod tests {
             (SET_VRING_ENABLE, None),
         ];
         assert_eq!(of, expected);
+    }
+
+    /// Who takes over knows what is mapped before it hears of regions that are.
+    #[test]
+    fn the_window_comes_before_the_memory() {
+        use request::*;
+        let steps: &[(u32, &[u64])] = &[
+            (SET_MEM_TABLE, &[1, 2]),
+            (GET_SHMEM_CONFIG, &[]),
+            (SET_BACKEND_REQ_FD, &[]),
+            (SET_PROTOCOL_FEATURES, &[5]),
+            (RESET_DEVICE, &[]),
+        ];
+        let requests: Vec<u32> = after(steps).iter().map(|(request, _)| *request).collect();
+        assert_eq!(requests, [SET_PROTOCOL_FEATURES, SET_BACKEND_REQ_FD, GET_SHMEM_CONFIG, SET_MEM_TABLE]);
+        assert!(Ledger::default().enter(&message(SET_BACKEND_REQ_FD, &[]), true).has_files);
     }
 
     #[test]

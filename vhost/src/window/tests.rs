@@ -235,3 +235,43 @@ fn qemu_is_not_driven_past_its_limit() {
     window.told(REGIONS_MAX - 1, None);
     window.map(memfd(1 << 20).as_fd(), PART).unwrap();
 }
+
+/// A server that was killed while it waited for an answer leaves that to the next one.
+#[test]
+fn answers_to_the_server_before_are_passed_over() {
+    const MAP: u32 = 9;
+    const UNMAP: u32 = 10;
+    for stale in [None, Some(MAP), Some(UNMAP)] {
+        let (window, mut line) = window(REPLY_WITHIN, NOT_LONG);
+        window.take_over();
+        if let Some(code) = stale {
+            reply(&mut line, code, 1);
+        }
+        front(line, |line, code| reply(line, code, 0));
+        assert!(matches!(window.unmap(PART), Ok(()) | Err(WindowError::Refused)));
+        window.catch_up(Some(PART.window_offset)).unwrap();
+        let file = memfd(1 << 20);
+        window.map(file.as_fd(), PART).unwrap();
+        window.unmap(PART).unwrap();
+    }
+    // Nobody but who takes over passes anything over, and then not two answers.
+    for (taken_over, stale) in [(false, 1), (true, 2)] {
+        let (window, mut line) = window(REPLY_WITHIN, NOT_LONG);
+        if taken_over {
+            window.take_over();
+        }
+        (0..stale).for_each(|_| reply(&mut line, MAP, 0));
+        front(line, |line, code| reply(line, code, 0));
+        assert!(matches!(window.unmap(PART), Err(WindowError::Lost)), "{stale}");
+    }
+}
+
+#[test]
+fn what_the_server_before_had_mapped_is_known() {
+    let (window, _line) = window(REPLY_WITHIN, NOT_LONG);
+    let file = memfd(1 << 20);
+    window.adopt(PART.window_offset, file.as_fd()).unwrap();
+    assert!(is_known(file_id(&file).unwrap()));
+    window.end();
+    assert!(!is_known(file_id(&file).unwrap()));
+}

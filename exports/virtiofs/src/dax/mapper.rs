@@ -13,6 +13,8 @@ use ferry_vfs::{
 use ferry_vhost::{Part, Window, WindowError};
 use rustix::fs::fstat;
 
+use super::adopted::{Adopted, Unfinished};
+use super::noted::{Note, Notes, Progress};
 use super::table::{Placed, Plan, Table};
 use super::tail::{Tail, Tails};
 use super::{PAGE_BYTES, pieces};
@@ -25,6 +27,8 @@ pub(super) enum Task {
     /// A file is about to end there.
     Shorten(FileId, u64, Done),
     Clear(Answer),
+    /// A queue is about to start: what the server before had is gone on with now, if there was one.
+    Resume,
 }
 
 impl Task {
@@ -32,7 +36,7 @@ impl Task {
     pub(super) fn refuse(self, errno: Errno) {
         match self {
             Self::Map(_, answer) | Self::Unmap(_, _, answer) | Self::Clear(answer) => answer(Err(errno)),
-            Self::Forget(..) | Self::Shorten(..) => {}
+            Self::Forget(..) | Self::Shorten(..) | Self::Resume => {}
         }
     }
 }
@@ -40,7 +44,9 @@ impl Task {
 /// A file that is in the window.
 pub(super) struct Open {
     pub(super) file: Arc<Backing>,
-    for_writing: bool,
+    pub(super) for_writing: bool,
+    /// Where it is written down.
+    pub(super) note: Option<Note>,
 }
 
 /// Whoever may execute it.
@@ -52,9 +58,12 @@ fn sure(act: impl FnOnce() -> Result<()>) -> Result<()> {
 }
 
 pub(super) struct Mapper {
-    window: Arc<Window>,
+    pub(super) window: Arc<Window>,
     source: Arc<dyn FileSystem>,
-    name: String,
+    pub(super) name: String,
+    pub(super) notes: Notes,
+    /// What is to be put right before the first request.
+    unfinished: Option<Unfinished>,
     pub(super) table: Table,
     /// Files for as long as something of them is mapped.
     pub(super) files: HashMap<Ino, Open>,
@@ -75,12 +84,14 @@ impl Mapper {
         source: Arc<dyn FileSystem>,
         tails: Arc<Tails>,
         (windows, member): (Windows, Arc<Member>),
-        (name, read_only): (String, bool),
+        (name, read_only, notes): (String, bool, Notes),
     ) -> Self {
         Self {
             table: Table::new(window.bytes()),
             files: HashMap::new(),
             claims: HashMap::new(),
+            notes,
+            unfinished: None,
             needs_writable: false,
             complaints: Complaints::default(),
             window,
@@ -93,8 +104,11 @@ impl Mapper {
         }
     }
 
-    /// Does what comes, until nothing can come any more.
-    pub(super) fn run(mut self, tasks: &Receiver<Task>) {
+    /// Goes on with what the server before had, and does what comes, until nothing can come any more.
+    pub(super) fn run(mut self, mut adopted: Adopted, tasks: &Receiver<Task>) {
+        self.unfinished = Some(adopted.take_unfinished());
+        adopted.placed.into_iter().for_each(|placed| self.table.insert(placed));
+        (self.files, self.claims) = (adopted.files, adopted.claims);
         while let Ok(task) = tasks.recv() {
             self.carry_out(task);
         }
@@ -123,6 +137,16 @@ impl Mapper {
                 });
                 drop(done);
             }
+            Task::Resume => {
+                if let Some(unfinished) = self.unfinished.take() {
+                    let _ = sure(|| {
+                        self.put_right(&unfinished);
+                        Ok(())
+                    });
+                    let open: Vec<_> = self.files.keys().copied().collect();
+                    open.into_iter().for_each(|ino| self.close_unused(ino));
+                }
+            }
             Task::Clear(answer) => {
                 // What cannot be taken away is not there, or the front end is gone.
                 let _ = sure(|| self.take_away(SessionId::default(), &self.table.all()));
@@ -140,7 +164,9 @@ impl Mapper {
                 if asked.write {
                     self.claims.get_mut(&at).into_iter().for_each(Claim::stores);
                     self.allocate(asked)?;
-                    self.table.written(at);
+                    if let Some(placed) = self.table.written(at) {
+                        self.notes.progress(placed, Progress::There);
+                    }
                 }
                 return Ok(());
             }
@@ -156,7 +182,7 @@ impl Mapper {
                 let pieces = pieces?;
                 self.take_away(asked.by, &gone)?;
                 let mapped = self.place_pieces(window_offset, &pieces)?;
-                self.table.insert(Placed { ino, part, mapped, written: false });
+                self.put(Placed { ino, part, mapped, written: false, note: None });
                 Ok(())
             }
         }
@@ -173,11 +199,27 @@ impl Mapper {
         self.take_away(asked.by, gone)?;
         let (ino, written) = (asked.ino, asked.write);
         let part = Part { writable: for_writing && asked.may_write, ..part };
-        let mapped = self.place_file(ino, part, (&file, for_writing), claim)?;
-        self.table.insert(Placed { ino, part, mapped, written });
+        let (mapped, note) = self.place_file(ino, part, (&file, for_writing), claim)?;
+        self.put(Placed { ino, part, mapped, written, note });
         // Taking others of its mappings away may have let go of it.
-        self.files.entry(ino).or_insert(Open { file, for_writing });
+        if !self.files.contains_key(&ino) {
+            self.keep_open(ino, file, for_writing);
+        }
         Ok(())
+    }
+
+    /// A mapping is in place.
+    pub(super) fn put(&mut self, placed: Placed) {
+        self.notes.progress(&placed, Progress::There);
+        self.table.insert(placed);
+    }
+
+    /// A file is open for its mappings.
+    fn keep_open(&mut self, ino: Ino, file: Arc<Backing>, for_writing: bool) {
+        let note = self.notes.open(ino, file.as_fd(), for_writing);
+        if let Some(before) = self.files.insert(ino, Open { file, for_writing, note }) {
+            self.notes.gone(before.note);
+        }
     }
 
     /// Tells whoever changes the file that a part of it is about to be in the window.
@@ -189,14 +231,14 @@ impl Mapper {
     }
 
     /// Has the front end map the file, and what is behind its last whole page from a copy. A file that somebody is making shorter
-    /// ends where it is about to.
+    /// ends where it is about to. Answers what was mapped, and where that is written down.
     pub(super) fn place_file(
         &mut self,
         ino: Ino,
         part: Part,
         (file, for_writing): (&Arc<Backing>, bool),
         claim: Claim,
-    ) -> Result<Arc<[Part]>> {
+    ) -> Result<(Arc<[Part]>, Option<Note>)> {
         // Only now that it is claimed: who makes it shorter from here on asks us to take it away again.
         let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0).min(claim.limit());
         let whole_pages = size.saturating_sub(part.file_offset).min(part.bytes) / PAGE_BYTES * PAGE_BYTES;
@@ -210,16 +252,21 @@ impl Mapper {
         };
         let copy = tail.as_ref().map(Tail::copy);
         let wishes = [(from_file, Some(file.as_fd())), (from_copy, copy.as_ref().map(AsFd::as_fd))];
+        let wishes: Vec<_> = wishes.into_iter().filter_map(|(part, file)| Some((part, file?))).collect();
         let wishes = wishes.into_iter().filter(|(part, _)| part.bytes > 0);
-        let mapped = self.place(wishes.filter_map(|(part, file)| Some((part, file?))));
-        let mapped = mapped.map_err(|(part, error)| self.failed("mapped", part, &error))?;
+        let parts: Vec<_> = wishes.clone().map(|(part, _)| part).collect();
+        let note = self.notes.placing(ino, part, &parts, copy.as_ref().map(AsFd::as_fd));
+        let mapped = self.place(wishes).map_err(|(part, error)| {
+            self.notes.gone(note);
+            self.failed("mapped", part, &error)
+        })?;
         if file_bytes > 0 {
             self.claims.insert(part.window_offset, claim.up_to(part.file_offset + file_bytes));
         }
         if let Some(tail) = tail {
             self.tails.insert(ino, part.window_offset, tail);
         }
-        Ok(mapped)
+        Ok((mapped, note))
     }
 
     /// Has the front end map pieces of a file, or copies of them if it must.
@@ -291,7 +338,7 @@ impl Mapper {
             },
             false => self.open_for_reading(&caller, asked.ino)?,
         };
-        self.files.insert(asked.ino, Open { file: Arc::clone(&file), for_writing });
+        self.keep_open(asked.ino, Arc::clone(&file), for_writing);
         Ok((file, for_writing))
     }
 
@@ -330,6 +377,7 @@ impl Mapper {
     fn take_away(&mut self, by: SessionId, gone: &[Placed]) -> Result<()> {
         let mut outcome = Ok(());
         for placed in gone {
+            self.notes.progress(placed, Progress::Unsure);
             let displaced = self.displace(placed);
             // After that the guest stores nothing there any more; and if the front end is gone, the same is true.
             if let Err(error) = self.tails.remove(placed.ino, placed.part.window_offset) {
@@ -341,6 +389,7 @@ impl Mapper {
                     self.table.remove(placed);
                     self.claims.remove(&placed.part.window_offset);
                     self.close_unused(placed.ino);
+                    self.notes.gone(placed.note);
                     let _ = sure(|| {
                         self.publish(by, placed);
                         Ok(())
@@ -353,7 +402,7 @@ impl Mapper {
     }
 
     /// What the guest has stored there others learn of only now.
-    fn publish(&self, by: SessionId, placed: &Placed) {
+    pub(super) fn publish(&self, by: SessionId, placed: &Placed) {
         if let Some(changes) = self.source.changes().filter(|_| placed.written) {
             let Placed { ino, part: Part { file_offset: offset, bytes: len, .. }, .. } = *placed;
             changes.publish(by, || Change::Data { ino, offset, len });
@@ -361,8 +410,10 @@ impl Mapper {
     }
 
     pub(super) fn close_unused(&mut self, ino: Ino) {
-        if self.table.of(ino).is_empty() {
-            self.files.remove(&ino);
+        if self.table.of(ino).is_empty()
+            && let Some(open) = self.files.remove(&ino)
+        {
+            self.notes.gone(open.note);
         }
     }
 

@@ -13,7 +13,9 @@
 //! 2 MiB that Linux asks for at a time. A front end that maps pieces in place has one for each piece, at worst one for each page of the
 //! window; where it bears no more it refuses, and gets copies.
 
+mod adopted;
 mod mapper;
+mod noted;
 mod pieces;
 mod shorten;
 mod table;
@@ -21,16 +23,19 @@ mod tail;
 
 use std::collections::HashSet;
 use std::ops::Range;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use ferry_serve::{Answer, Mapping, Mappings};
-use ferry_vfs::{Errno, FileSystem, Ino, SessionId, Windows};
+use ferry_state::Mapped;
+use ferry_vfs::{Errno, FileSystem, Ino, Member, SessionId, Windows};
 use ferry_vhost::Window;
 
 use crate::Options;
+use adopted::{Adopted, Adopting};
 use mapper::{Mapper, Task};
+use noted::Notes;
 use shorten::Line;
 use tail::Tails;
 
@@ -96,14 +101,32 @@ pub(crate) struct Dax {
     asked: Mutex<HashSet<Ino>>,
     begun: Option<fn()>,
     thread: Mutex<Option<(Line, JoinHandle<()>)>>,
+    notes: Notes,
+    /// What the server before had, until the front end has a place for it.
+    adopted: Mutex<Option<(Beginning, Adopted)>>,
+}
+
+/// What there is before the thread is.
+struct Beginning {
+    line: Line,
+    tasks: Receiver<Task>,
+    member: Arc<Member>,
 }
 
 impl Dax {
     pub(crate) fn new(source: Arc<dyn FileSystem>, options: &Options) -> Self {
         let Options { name, dax_files: files, read_only, begun, .. } = options;
         let (name, files, read_only, begun) = (name.clone(), *files, *read_only, begun.mapper);
-        let (tails, asked, thread) = Default::default();
-        Self { source, name, files, read_only, tails, asked, begun, thread }
+        let notes = Notes(options.kept.clone());
+        let (tails, asked, thread, adopted) = Default::default();
+        Self { source, name, files, read_only, tails, asked, begun, thread, notes, adopted }
+    }
+
+    fn begin(&self) -> Beginning {
+        let (sender, tasks) = channel();
+        let line = Line::new(sender, self.name.clone());
+        let member = Windows::of_process().join(line.clone());
+        Beginning { line, tasks, member }
     }
 
     fn asked(&self) -> MutexGuard<'_, HashSet<Ino>> {
@@ -120,21 +143,30 @@ impl Dax {
         if thread.is_some() {
             return;
         }
-        let (sender, tasks) = channel();
-        let line = Line::new(sender, self.name.clone());
-        let about = (self.name.clone(), self.read_only);
-        let members = (Windows::of_process().clone(), Windows::of_process().join(line.clone()));
+        let adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let (beginning, mut adopted) = adopted.unwrap_or_else(|| (self.begin(), Adopted::default()));
+        adopted.open(window, &self.tails);
+        let Beginning { line, tasks, member } = beginning;
+        let about = (self.name.clone(), self.read_only, self.notes.clone());
+        let members = (Windows::of_process().clone(), member);
         let mapper = Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), members, about);
         let begun = self.begun;
         let run = move || {
             if let Some(begun) = begun {
                 begun();
             }
-            mapper.run(&tasks);
+            mapper.run(adopted, &tasks);
         };
         match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(run) {
             Ok(joined) => *thread = Some((line, joined)),
             Err(error) => tracing::error!("{}: no window: a thread cannot be started: {error}", self.name),
+        }
+    }
+
+    /// A queue is about to start.
+    pub(crate) fn resume(&self) {
+        if let Some((line, _)) = &*self.thread() {
+            line.send(Task::Resume);
         }
     }
 
@@ -192,12 +224,35 @@ impl Mappings for Dax {
         self.tails.store_all().first().map_or(Ok(()), |(_, error)| Err(*error))
     }
 
+    fn adopt(&self, by: SessionId, mapped: Vec<Mapped>) {
+        let beginning = self.begin();
+        let adopting = Adopting {
+            source: &self.source,
+            tails: &self.tails,
+            notes: &self.notes,
+            windows: Windows::of_process(),
+            member: &beginning.member,
+            by,
+            name: &self.name,
+        };
+        let adopted = adopting.adopt(mapped);
+        self.asked().extend(adopted.inodes());
+        *self.adopted.lock().unwrap_or_else(PoisonError::into_inner) = Some((beginning, adopted));
+    }
+
     fn clear(&self, answer: Answer) {
         let mut asked = self.asked();
         asked.clear();
         match self.is_open() {
             true => self.post(Task::Clear(answer)),
-            false => answer(Ok(())),
+            false => {
+                // The front end that comes after a server may have no window.
+                let adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner).take();
+                for placed in adopted.into_iter().flat_map(|(_, adopted)| adopted.placed) {
+                    let _ = self.tails.remove(placed.ino, placed.part.window_offset);
+                }
+                answer(Ok(()));
+            }
         }
     }
 }

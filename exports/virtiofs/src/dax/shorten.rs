@@ -16,6 +16,7 @@ use rustix::fs::fstat;
 
 use super::PAGE_BYTES;
 use super::mapper::{Mapper, Task};
+use super::noted::Progress;
 use super::table::Placed;
 
 /// The way to the thread that maps, for as long as there is one.
@@ -61,13 +62,21 @@ impl Window for Line {
 impl Mapper {
     /// Takes away what is mapped of a file behind `end`.
     pub(super) fn shorten(&mut self, file: FileId, end: u64) {
-        let all = self.member.is_back();
+        if self.member.is_back() {
+            self.cut_short(None);
+        }
+        self.cut_short(Some((file, end)));
+    }
+
+    /// The same for a file that is about to end there, or for all that have become shorter meanwhile.
+    pub(super) fn cut_short(&mut self, about_to_end: Option<(FileId, u64)>) {
         for placed in self.table.all() {
             let Some(claim) = self.claims.get(&placed.part.window_offset) else { continue };
-            let end = if claim.file() == file { end } else { u64::MAX };
-            if !all && end == u64::MAX {
-                continue;
-            }
+            let end = match about_to_end {
+                Some((file, end)) if claim.file() == file => end,
+                Some(_) => continue,
+                None => u64::MAX,
+            };
             let Some(open) = self.files.get(&placed.ino) else { continue };
             let size = fstat(&*open.file).map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
             let end = end.min(size).min(self.windows.limit(claim.file()));
@@ -78,8 +87,9 @@ impl Mapper {
     }
 
     /// Maps once more what is mapped: so much of it as may be, and a copy of the rest.
-    fn cut(&mut self, placed: &Placed) {
+    pub(super) fn cut(&mut self, placed: &Placed) {
         let at = placed.part.window_offset;
+        self.notes.progress(placed, Progress::Moving);
         if let Err(error) = self.displace(placed) {
             self.failed("taken away", placed.part, &error);
             return;
@@ -96,12 +106,13 @@ impl Mapper {
             self.place_file(placed.ino, placed.part, (&file, for_writing), claim)
         });
         match placing {
-            Ok(mapped) => self.table.insert(Placed { mapped, ..placed.clone() }),
+            Ok((mapped, note)) => self.put(Placed { mapped, note, ..placed.clone() }),
             // The guest's next request for it finds nothing there, and has it mapped.
             Err(_) => {
                 self.table.remove(placed);
                 self.close_unused(placed.ino);
             }
         }
+        self.notes.gone(placed.note);
     }
 }

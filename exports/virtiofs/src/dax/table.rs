@@ -8,6 +8,7 @@ use ferry_vfs::{Errno, Ino, Result};
 use ferry_vhost::Part;
 
 use super::PAGE_BYTES;
+use super::noted::Note;
 
 /// A mapping that is in place.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,6 +19,8 @@ pub(super) struct Placed {
     pub(super) mapped: Arc<[Part]>,
     /// The guest has said that it writes there.
     pub(super) written: bool,
+    /// Where it is written down.
+    pub(super) note: Option<Note>,
 }
 
 /// What a request to map asks for.
@@ -92,11 +95,11 @@ impl Table {
         self.placed.remove(&placed.part.window_offset);
     }
 
-    /// Notes that the guest writes to a mapping.
-    pub(super) fn written(&mut self, window_offset: u64) {
-        if let Some(placed) = self.placed.get_mut(&window_offset) {
-            placed.written = true;
-        }
+    /// Notes that the guest writes to a mapping, and answers it.
+    pub(super) fn written(&mut self, window_offset: u64) -> Option<&Placed> {
+        let placed = self.placed.get_mut(&window_offset)?;
+        placed.written = true;
+        Some(placed)
     }
 }
 
@@ -123,7 +126,7 @@ mod tests {
     fn placed(asked: &Mapping) -> Placed {
         let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: writable, .. } = *asked;
         let part = Part { window_offset, file_offset, bytes, writable };
-        Placed { ino, part, mapped: Arc::from([part]), written: false }
+        Placed { ino, part, mapped: Arc::from([part]), written: false, note: None }
     }
 
     fn table(asked: &[Mapping]) -> Table {

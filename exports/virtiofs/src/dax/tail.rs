@@ -35,21 +35,41 @@ pub(super) struct Tail {
     /// Its first byte in the file, and its length: room included.
     start: u64,
     bytes: u64,
+    /// The copy. Behind that, where no mapping reaches, so that the server after this one finds it: what both sides had when they were last
+    /// brought together, up to where the file ended then, and how much that is. What is behind the end is the file's: the sides
+    /// are brought together before the guest is told of a longer file, so what it stored there was behind the end.
     copy: Arc<OwnedFd>,
-    /// What both sides had when they were last brought together, up to where the file ended then. What is behind that is the file's: the
-    /// sides are brought together before the guest is told of a longer file, so what it stored there was behind the end.
-    base: Vec<u8>,
+    base_bytes: usize,
 }
+
+/// The number of bytes that both sides had.
+const COUNT_BYTES: u64 = 8;
 
 impl Tail {
     /// Copies what the file has from `start` on, with room up to `bytes`; but nothing behind `end`, where the file is about to end.
     pub(super) fn new(file: Arc<Backing>, writable: bool, (start, bytes): (u64, u64), end: u64) -> Result<Self> {
         let copy = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
-        ftruncate(&copy, bytes)?;
-        let mut tail = Self { file, writable, start, bytes, copy: Arc::new(copy), base: Vec::new() };
+        ftruncate(&copy, 2 * bytes + COUNT_BYTES)?;
+        let mut tail = Self { file, writable, start, bytes, copy: Arc::new(copy), base_bytes: 0 };
         let size = Look::at(&tail.file)?.bytes.min(end);
         tail.settle(size, &WHOLE)?;
         Ok(tail)
+    }
+
+    /// Goes on with the copy of a server before this one.
+    pub(super) fn adopt(file: Arc<Backing>, writable: bool, (start, bytes): (u64, u64), copy: OwnedFd) -> Result<Self> {
+        let count = read(copy.as_fd(), 2 * bytes, 8)?;
+        let base_bytes = count.first_chunk().map_or(0, |count| u64::from_le_bytes(*count)).min(bytes);
+        let base_bytes = usize::try_from(base_bytes).map_err(|_| Errno::OVERFLOW)?;
+        Ok(Self { file, writable, start, bytes, copy: Arc::new(copy), base_bytes })
+    }
+
+    /// The guest does not use it any more.
+    pub(super) fn end(mut self) -> Result<()> {
+        match self.writable {
+            true => self.settle(Look::at(&self.file)?.bytes, &WHOLE),
+            false => Ok(()),
+        }
     }
 
     /// The memory.
@@ -62,7 +82,7 @@ impl Tail {
     /// what was behind the file's end.
     fn settle(&mut self, size: u64, part: &Range<u64>) -> Result<()> {
         let in_file = self.index(size)?;
-        let end = self.index(part.end)?.min(in_file).min(self.base.len());
+        let end = self.index(part.end)?.min(in_file).min(self.base_bytes);
         let merged = self.merge(self.index(part.start)?..end);
         merged.and(self.follow(in_file))
     }
@@ -80,8 +100,9 @@ impl Tail {
         let (in_file, in_copy) = (self.start + part.start as u64, part.start as u64);
         let mut host = read(self.file.as_fd(), in_file, part.len())?;
         let guest = read(self.copy.as_fd(), in_copy, part.len())?;
+        let base = read(self.copy.as_fd(), self.bytes + in_copy, part.len())?;
         if self.writable {
-            for (start, end) in differences(&guest, &self.base[part.clone()]) {
+            for (start, end) in differences(&guest, &base) {
                 write(self.file.as_fd(), in_file + start as u64, &guest[start..end])?;
                 host[start..end].copy_from_slice(&guest[start..end]);
             }
@@ -89,13 +110,15 @@ impl Tail {
         for (start, end) in differences(&host, &guest) {
             write(self.copy.as_fd(), in_copy + start as u64, &host[start..end])?;
         }
-        self.base[part].copy_from_slice(&host);
+        for (start, end) in differences(&host, &base) {
+            write(self.copy.as_fd(), self.bytes + in_copy + start as u64, &host[start..end])?;
+        }
         Ok(())
     }
 
     /// What the file has got, or lost, at its end.
     fn follow(&mut self, in_file: usize) -> Result<()> {
-        let (start, end) = (in_file.min(self.base.len()), in_file.max(self.base.len()));
+        let (start, end) = (in_file.min(self.base_bytes), in_file.max(self.base_bytes));
         if start == end {
             return Ok(());
         }
@@ -105,9 +128,9 @@ impl Tail {
         for (from, to) in differences(&host, &guest) {
             write(self.copy.as_fd(), (start + from) as u64, &host[from..to])?;
         }
-        self.base.truncate(start);
-        self.base.extend_from_slice(&host[..in_file - start]);
-        Ok(())
+        write(self.copy.as_fd(), self.bytes + start as u64, &host[..in_file - start])?;
+        self.base_bytes = in_file;
+        write(self.copy.as_fd(), 2 * self.bytes, &(in_file as u64).to_le_bytes())
     }
 }
 
@@ -281,16 +304,19 @@ impl Tails {
         let mut files = lock(&self.files);
         let Some(file) = files.get(&ino).cloned() else { return Ok(()) };
         let mut file = lock(&file);
-        let Some(mut tail) = file.tails.remove(&window_offset) else { return Ok(()) };
+        let Some(tail) = file.tails.remove(&window_offset) else { return Ok(()) };
         self.count.fetch_sub(1, Ordering::AcqRel);
         if file.tails.is_empty() {
             files.remove(&ino);
         }
         drop(files);
-        match tail.writable {
-            true => tail.settle(Look::at(&tail.file)?.bytes, &WHOLE),
-            false => Ok(()),
-        }
+        tail.end()
+    }
+
+    /// The memory of the tail of the chunk at this place.
+    pub(super) fn copy(&self, ino: Ino, window_offset: u64) -> Option<Arc<OwnedFd>> {
+        let file = self.of(ino)?;
+        lock(&file).tails.get(&window_offset).map(Tail::copy)
     }
 }
 
@@ -455,6 +481,27 @@ mod tests {
         assert!(sides.tails.store_all().is_empty());
         assert_eq!(read(sides.file.as_fd(), 4096, 3).unwrap(), b"Abc");
         assert_eq!(read(other.file.as_fd(), 4096, 3).unwrap(), b"Def");
+    }
+
+    /// The server may have been killed; the copy knows what both sides had.
+    #[test]
+    fn the_next_server_goes_on_with_a_copy() {
+        let before = sides(true, b"abcdefgh");
+        before.check(b"abcdefgh", b"abcdefgh");
+        let copy = before.copy.try_clone().unwrap();
+        std::mem::forget(before.tails);
+        // Either side goes on meanwhile.
+        copy.write_all_at(b"G", 6).unwrap();
+        before.file.write_all_at(b"B", 4096 + 1).unwrap();
+        before.file.write_all_at(b"ij", 4096 + 8).unwrap();
+        let backing = Arc::new(Backing::new(before.file.try_clone().unwrap().into()));
+        let tail = Tail::adopt(backing, true, (4096, ROOM), copy.try_clone().unwrap().into()).unwrap();
+        let tails = Tails::default();
+        tails.insert(INO, 0, tail);
+        let after = Sides { file: before.file, copy, tails };
+        after.check(b"aBcdefGhij", b"aBcdefGhij");
+        after.file.set_len(4096 + 4).unwrap();
+        after.check(b"aBcd", b"aBcd");
     }
 
     #[test]

@@ -3,8 +3,8 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::panic::resume_unwind;
 use std::os::unix::process::CommandExt;
+use std::panic::resume_unwind;
 use std::path::Path;
 use std::process::{Command, Stdio};
 

@@ -1,0 +1,173 @@
+//! What is in a window, written down for the server after this one (`--state`).
+//!
+//! A mapping is noted before the front end is asked for it, with its copy, and until nothing of it is left: so whatever the front end may
+//! have mapped is known, wherever this server ends.
+//!
+//! ```text
+//! mapping: 1 | inode 8 | window offset 8 | file offset 8 | length 8 | writable 1 | each part of it: file offset 8 | length 8
+//! file:    2 | inode 8 | open for writing 1
+//! ```
+//!
+//! A mapping's number says how far it is, a file has none. Descriptors: the copy of a mapping, and the file. Sources whose files are in pieces
+//! have nothing to find inodes by, and so no server after this one: of those nothing is noted.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use ferry_state::{Kept, Mapped, Slot};
+use ferry_vfs::Ino;
+use ferry_vhost::Part;
+
+use super::table::Placed;
+
+const MAPPING: u8 = 1;
+const FILE: u8 = 2;
+/// Added to a mapping's number: the guest stores there.
+const WRITTEN: u64 = 1 << 8;
+
+/// How far a mapping is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// It is about to come, or to go; a request that asks for that is made again.
+    Unsure,
+    /// It is there.
+    There,
+    /// It is being made once more, with another end ([`super::shorten`]).
+    Moving,
+}
+
+/// Where something is noted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Note {
+    slot: Slot,
+    has_file: bool,
+}
+
+/// What the server before has noted.
+pub(super) enum Left {
+    Mapping { placed: Placed, progress: Progress, copy: Option<OwnedFd> },
+    File { ino: Ino, file: OwnedFd, for_writing: bool, note: Note },
+}
+
+/// Where to write things down, if anywhere.
+#[derive(Clone)]
+pub(super) struct Notes(pub(super) Option<Arc<Kept>>);
+
+impl Notes {
+    /// A mapping is about to be made of these parts, the last of which is this copy.
+    pub(super) fn placing(&self, ino: Ino, part: Part, parts: &[Part], copy: Option<BorrowedFd<'_>>) -> Option<Note> {
+        let slot = self.0.as_ref()?.mapped(&mapping(ino, part, parts), Progress::Unsure as u64, copy)?;
+        Some(Note { slot, has_file: copy.is_some() })
+    }
+
+    /// How far a mapping is now.
+    pub(super) fn progress(&self, placed: &Placed, progress: Progress) {
+        if let (Some(kept), Some(note)) = (&self.0, placed.note) {
+            kept.mapping(note.slot, progress as u64 | if placed.written { WRITTEN } else { 0 });
+        }
+    }
+
+    /// A file is open for its mappings.
+    pub(super) fn open(&self, ino: Ino, file: BorrowedFd<'_>, for_writing: bool) -> Option<Note> {
+        let bytes = [&[FILE][..], &ino.0.to_le_bytes(), &[for_writing.into()]].concat();
+        let slot = self.0.as_ref()?.mapped(&bytes, 0, Some(file))?;
+        Some(Note { slot, has_file: true })
+    }
+
+    /// Nothing of it is left.
+    pub(super) fn gone(&self, note: Option<Note>) {
+        if let (Some(kept), Some(note)) = (&self.0, note) {
+            kept.close_file(note.slot, note.has_file);
+        }
+    }
+}
+
+fn mapping(ino: Ino, part: Part, parts: &[Part]) -> Vec<u8> {
+    let numbers = [ino.0, part.window_offset, part.file_offset, part.bytes].map(u64::to_le_bytes).concat();
+    let parts = parts.iter().flat_map(|part| [part.file_offset, part.bytes]).flat_map(u64::to_le_bytes);
+    [MAPPING].into_iter().chain(numbers).chain([part.writable.into()]).chain(parts).collect()
+}
+
+impl Left {
+    /// What makes no sense was never there.
+    pub(super) fn of(Mapped { slot, state, bytes, file }: Mapped) -> Option<Self> {
+        let note = Note { slot, has_file: file.is_some() };
+        match bytes.split_first()? {
+            (&FILE, rest) => {
+                let (ino, for_writing) = rest.split_first_chunk::<8>()?;
+                let (ino, for_writing) = (Ino(u64::from_le_bytes(*ino)), for_writing == [1]);
+                Some(Self::File { ino, file: file?, for_writing, note })
+            }
+            (&MAPPING, rest) => {
+                let (ino, part, mapped) = parse(rest)?;
+                let progress = match state & !WRITTEN {
+                    there if there == Progress::There as u64 => Progress::There,
+                    moving if moving == Progress::Moving as u64 => Progress::Moving,
+                    _ => Progress::Unsure,
+                };
+                let (mapped, written) = (mapped.into(), state & WRITTEN != 0);
+                let placed = Placed { ino, part, mapped, written, note: Some(note) };
+                Some(Self::Mapping { placed, progress, copy: file })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// What [`mapping`] made, but for its first byte.
+fn parse(bytes: &[u8]) -> Option<(Ino, Part, Vec<Part>)> {
+    let (numbers, rest) = bytes.split_at_checked(32)?;
+    let (writable, parts) = rest.split_first()?;
+    let writable = *writable == 1;
+    let [ino, window_offset, file_offset, bytes] = words(numbers)[..] else { return None };
+    let (mut at, mut mapped) = (window_offset, Vec::new());
+    for part in words(parts).chunks_exact(2) {
+        mapped.push(Part { window_offset: at, file_offset: part[0], bytes: part[1], writable });
+        at = at.checked_add(part[1])?;
+    }
+    let part = Part { window_offset, file_offset, bytes, writable };
+    let fits = window_offset.checked_add(bytes) == Some(at) && file_offset.checked_add(bytes).is_some();
+    fits.then_some((Ino(ino), part, mapped))
+}
+
+fn words(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_down_is_read() {
+        const CHUNK: u64 = 2 << 20;
+        for writable in [false, true] {
+            let part = Part { window_offset: CHUNK, file_offset: 3 * CHUNK, bytes: CHUNK, writable };
+            let file = Part { bytes: 8192, ..part };
+            let copy = Part { window_offset: CHUNK + 8192, file_offset: 0, bytes: CHUNK - 8192, writable };
+            for parts in [vec![part], vec![file, copy], vec![Part { file_offset: 0, ..part }]] {
+                let bytes = mapping(Ino(7), part, &parts);
+                assert_eq!(parse(&bytes[1..]), Some((Ino(7), part, parts)));
+                // A server that ends while it writes never says that it has written.
+                (1..bytes.len()).for_each(|end| assert_eq!(parse(&bytes[1..end]), None, "{end} bytes"));
+            }
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_not_there() {
+        let good = Part { window_offset: 4096, file_offset: 8192, bytes: 4096, writable: true };
+        let read = |part: Part, parts: &[Part]| parse(&mapping(Ino(7), part, parts)[1..]);
+        assert!(read(good, &[good]).is_some());
+        assert_eq!(read(good, &[]), None);
+        assert_eq!(read(good, &[Part { bytes: 4095, ..good }]), None);
+        assert_eq!(read(good, &[good, good]), None);
+        for part in [
+            Part { window_offset: u64::MAX - 4094, ..good },
+            Part { file_offset: u64::MAX - 4094, ..good },
+            Part { bytes: u64::MAX, ..good },
+        ] {
+            assert_eq!(read(part, &[Part { bytes: part.bytes, ..good }]), None, "{part:?}");
+        }
+    }
+}
