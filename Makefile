@@ -33,11 +33,11 @@ demo: setup build
 
 test:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
-	$(CARGO) test --workspace --locked
+	@scripts/test
 
 test-all:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
-	$(CARGO) test --workspace --locked --profile test-all -- --include-ignored
+	@scripts/test --profile test-all -- --include-ignored
 
 bench: setup
 	bench/run virtiofs

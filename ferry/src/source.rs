@@ -172,20 +172,32 @@ impl Sources {
     pub fn watch(&self, share: &Share, source: &Arc<dyn FileSystem>) -> Result<()> {
         // With a write-back cache, Linux believes its own length of a file for as long as it is not told otherwise.
         let keeps_long = matches!(share.cache, Cache::Always | Cache::Metadata) || share.writeback;
+        let keeps = share.mount.is_some() && share.cache != Cache::None;
         let keeps_long = share.mount.is_some() && keeps_long;
-        if share.watch == Watch::Never || (share.watch == Watch::Auto && !keeps_long) {
-            return Ok(());
-        }
         let Some(at) = self.opened.iter().position(|opened| Arc::ptr_eq(&opened.source, source)) else { return Ok(()) };
         let (Some(dir), Kind::Dir(path)) = (&self.opened[at].dir, &self.opened[at].kind) else { return Ok(()) };
         let overlaps = |(number, other): (usize, &Opened)| match &other.kind {
             Kind::Dir(other) => number != at && (other.starts_with(path) || path.starts_with(other)),
             _ => false,
         };
-        let ours = if self.opened.iter().enumerate().any(overlaps) { Ours::Tell } else { Ours::Skip };
-        match dir.watch(ours) {
+        let overlaps = self.opened.iter().enumerate().any(overlaps);
+        let is_wanted = match share.watch {
+            Watch::Always => true,
+            // What this process changes itself is seen at once.
+            Watch::Auto => keeps_long || keeps && overlaps,
+            Watch::Never => false,
+        };
+        if !is_wanted {
+            return Ok(());
+        }
+        match dir.watch(if overlaps { Ours::Tell } else { Ours::Skip }) {
             Ok(()) => {
                 tracing::info!(source = %share.source.display(), "watching for what others change on the host");
+                Ok(())
+            }
+            // Then it is seen a second later.
+            Err(error) if share.watch == Watch::Auto && !keeps_long => {
+                tracing::debug!(source = %share.source.display(), %error, "not watching");
                 Ok(())
             }
             Err(error) if share.watch == Watch::Auto => {

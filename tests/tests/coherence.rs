@@ -243,11 +243,13 @@ fn staleness_in_two_processes_written_back() {
 /// Two sources of one directory in one process, because their flags differ: our own changes are told, too.
 #[test]
 fn staleness_in_one_process_with_two_sources() {
-    let cells = [&cell("always", false), &cell("always", false)];
-    let Some(pair) = Pair::with_each(cells, LIMIT, [&["--read-only"], &[]]) else { return };
-    let [a, b] = pair.paths();
-    measure("one process, two sources, cache=always", b, a, Seen::Within(Duration::ZERO));
-    pair.finish();
+    for cache in ["auto", "always"] {
+        let cells = [&cell(cache, false), &cell(cache, false)];
+        let Some(pair) = Pair::with_each(cells, LIMIT, [&["--read-only"], &[]]) else { return };
+        let [a, b] = pair.paths();
+        measure(&format!("one process, two sources, cache={cache}"), b, a, Seen::Within(Duration::ZERO));
+        pair.finish();
+    }
 }
 
 /// More changes than the kernel keeps, while the server is stopped: everything is looked at anew.
