@@ -154,7 +154,7 @@ pub struct Share {
     pub once: bool,
 
     /// Keep in this folder what the guest holds, and the connection to its VMM, so that the server can be ended, also killed, and
-    /// started again with the same flags under a running guest: neither notices. There is no DAX then.
+    /// started again with the same flags under a running guest: neither notices.
     #[arg(long, value_name = "DIR", help_heading = "For virtual machines")]
     pub state: Option<PathBuf>,
 
