@@ -75,7 +75,11 @@ struct Windowed {
 
 impl Windowed {
     fn new(packed: bool) -> Self {
-        let server = Survivor::new(Place::Disk, &["--dax", "64M"]);
+        Self::with(&["--dax", "64M"], packed)
+    }
+
+    fn with(flags: &[&str], packed: bool) -> Self {
+        let server = Survivor::new(Place::Disk, flags);
         let path = server.path.join("file");
         fs::write(&path, pattern()).unwrap();
         let config = Config { window: true, packed, timeout: TIMEOUT, ..server.config() };
@@ -259,6 +263,50 @@ fn killed_while_the_front_end_maps_or_unmaps() {
     }
 }
 
+/// Files that the guest has in its window are opened without DIRECT_IO, whatever the cache: which ones these are it was told by the server before.
+#[test]
+fn the_next_server_knows_which_files_are_in_the_window() {
+    const DIRECT_IO: u32 = 1;
+    let mut windowed = Windowed::with(&["--dax", "64M", "--cache", "none"], false);
+    fs::write(windowed.server.path.join("small"), "small").unwrap();
+    let small = windowed.guest.lookup(ROOT, "small").unwrap().nodeid;
+    for _ in 0..2 {
+        for (node, is_direct) in [(windowed.node, false), (small, true)] {
+            let open = windowed.guest.open(node, O_RDWR).unwrap();
+            assert_eq!(open.open_flags & DIRECT_IO != 0, is_direct);
+            windowed.guest.release(node, open.fh).unwrap();
+        }
+        windowed.server.replace_unnoticed();
+    }
+    windowed.end();
+}
+
+/// Servers that are killed while they put right what others have left leave a row of unread answers.
+#[test]
+fn killed_again_while_it_goes_on() {
+    let (mut windowed, mut mapped) = (Windowed::new(false), Mapped::new());
+    windowed.map_all(&mut mapped);
+    let ticket = windowed.remove(2);
+    for answered in [0, 1, 2, 3, 4, 0, 4] {
+        // As many questions as it gets answered, and one that it does not.
+        for _ in 0..answered {
+            windowed.next(&mut mapped);
+        }
+        let wish = next_wish(&windowed.line).unwrap();
+        windowed.server.kill();
+        let code = wish.code;
+        answer(&windowed.line, code, carry_out(&mut mapped, wish));
+        windowed.server.start();
+    }
+    let front_end = FrontEnd::start(&windowed.line, mapped);
+    windowed.guest.receive(ticket).unwrap();
+    let again = windowed.setup(2);
+    windowed.guest.receive(again).unwrap();
+    mapped = front_end.stop();
+    assert!(expected_of(&put_back(&mapped)) == pattern());
+    windowed.end();
+}
+
 /// A front end that hangs up and comes again has nothing mapped: it is asked for all of it once more.
 #[test]
 fn a_front_end_that_comes_again_maps_all_of_it_again() {
@@ -388,7 +436,7 @@ fn load_all(mapped: &Mapped, start: u64, bytes: usize) -> Vec<u8> {
 
 #[test]
 fn killed_at_any_moment() {
-    survives(20);
+    survives(8);
 }
 
 #[test]

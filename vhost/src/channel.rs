@@ -28,6 +28,8 @@ const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
+/// Answers that are passed over: each server that was killed has left one or two.
+const STALE_MAX: u32 = 64;
 /// The request has no payload; some front ends send a number.
 const PAYLOAD_BYTES_MAX: usize = 8;
 
@@ -118,8 +120,8 @@ pub(crate) enum Broken {
     Silence(Duration),
 }
 
-/// Asks the front end something, and waits for its answer: 0 is yes. The socket must not block. `may_be_stale`: the answer to another
-/// request may come first, of a server before this one, which nobody waits for any more.
+/// Asks the front end something, and waits for its answer: 0 is yes. The socket must not block. `may_be_stale`: answers to another kind of
+/// request may come first, to servers before this one, which nobody waits for any more.
 pub(crate) fn ask(
     line: &UnixStream,
     (request, body): (u32, &[u8]),
@@ -140,15 +142,13 @@ pub(crate) fn ask(
     if sent < message.len() {
         return Err(Broken::Send(Errno::AGAIN));
     }
-    let (head, outcome) = receive_answer(line, end, within)?;
-    match head == (request, VERSION | REPLY, 8) {
-        true => Ok(outcome),
-        false if !may_be_stale => Err(Broken::Nonsense),
-        false => match receive_answer(line, end, within)? {
-            (head, outcome) if head == (request, VERSION | REPLY, 8) => Ok(outcome),
-            _ => Err(Broken::Nonsense),
-        },
+    for _ in 0..=if may_be_stale { STALE_MAX } else { 0 } {
+        let (head, outcome) = receive_answer(line, end, within)?;
+        if head == (request, VERSION | REPLY, 8) {
+            return Ok(outcome);
+        }
     }
+    Err(Broken::Nonsense)
 }
 
 /// An answer: the three numbers of its header, but for flags that say nothing in one; and what it is.

@@ -312,6 +312,11 @@ impl Window {
             // QEMU maps only what it could write to.
             let memory = empty_page().map_err(|error| WindowError::File(error.into()))?;
             let part = Part { window_offset, file_offset: 0, bytes: PAGE_BYTES, writable: false };
+            // A server that was killed just here has left its own.
+            match self.unmap(part) {
+                Ok(()) | Err(WindowError::Refused) => {}
+                Err(error) => return Err(error),
+            }
             self.map(memory.as_fd(), part)?;
             self.unmap(part)?;
         }
