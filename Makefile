@@ -33,11 +33,11 @@ demo: setup build
 
 test:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
-	@scripts/test
+	$(CARGO) test --workspace --locked --no-fail-fast
 
 test-all:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
-	@scripts/test --profile test-all -- --include-ignored
+	$(CARGO) test --workspace --locked --no-fail-fast --profile test-all -- --include-ignored
 
 bench: setup
 	bench/run virtiofs

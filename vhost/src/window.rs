@@ -28,6 +28,8 @@ const TOLD_WITHIN: Duration = Duration::from_secs(2);
 /// QEMU ends itself when a back end is to know of more than 512 regions, those of all windows of a machine and of its
 /// memory included.
 const REGIONS_MAX: usize = 500;
+/// More answers than servers that were killed one after another, each before it had caught up, have left unread.
+const CATCH_UP: u32 = 16;
 /// The least that front ends map.
 const PAGE_BYTES: u64 = 4096;
 
@@ -302,8 +304,8 @@ impl Window {
     }
 
     /// To be called once by whoever takes a window over. If the server before may have ended while it waited for an answer, after that mapping was
-    /// undone: it was at this place, where nothing is now. A page is mapped there and taken away again, so that the next answer is that to the next
-    /// question: the two kinds take turns, and an answer of the other kind than expected is passed over until then.
+    /// undone: it was at this place, where nothing is now. Answers of the other kind than expected are passed over here: so after enough questions of
+    /// one kind, whatever they come to, the first answer to one of the other kind is its own. A page is mapped for that, and taken away again.
     ///
     /// # Errors
     /// [`WindowError`].
@@ -312,10 +314,13 @@ impl Window {
             // QEMU maps only what it could write to.
             let memory = empty_page().map_err(|error| WindowError::File(error.into()))?;
             let part = Part { window_offset, file_offset: 0, bytes: PAGE_BYTES, writable: false };
-            // A server that was killed just here has left its own.
-            match self.unmap(part) {
-                Ok(()) | Err(WindowError::Refused) => {}
-                Err(error) => return Err(error),
+            // More than there can be answers to others of this kind: so all that is left unread then are answers to these. And a server
+            // that was killed just here has left a page of its own.
+            for _ in 0..CATCH_UP {
+                match self.unmap(part) {
+                    Ok(()) | Err(WindowError::Refused) => {}
+                    Err(error) => return Err(error),
+                }
             }
             self.map(memory.as_fd(), part)?;
             self.unmap(part)?;

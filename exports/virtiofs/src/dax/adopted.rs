@@ -58,12 +58,15 @@ impl Adopting<'_> {
                 Some(Left::File { ino, file, for_writing, note }) => {
                     let open = Open { file: Arc::new(Backing::new(file)), for_writing, note: Some(note) };
                     // One that was opened better is there beside the one before, if the server ended just then.
-                    if let Some(other) = adopted.files.insert(ino, open)
-                        && other.for_writing
-                        && let Some(worse) = adopted.files.insert(ino, other)
-                    {
-                        self.notes.gone(worse.note);
-                    }
+                    let kept = match adopted.files.remove(&ino) {
+                        Some(other) => {
+                            let (better, worse) = if other.for_writing { (other, open) } else { (open, other) };
+                            self.notes.gone(worse.note);
+                            better
+                        }
+                        None => open,
+                    };
+                    adopted.files.insert(ino, kept);
                 }
                 Some(Left::Mapping { placed, progress, copy }) => mappings.push((placed, progress, copy)),
                 None => tracing::debug!("{}: what was noted of the window at {note:?} makes no sense", self.name),
@@ -178,6 +181,17 @@ impl Adopted {
 }
 
 impl Mapper {
+    /// All mappings end before any of them was gone on with: what is not among them is to go, too.
+    pub(super) fn give_up(&self, Unfinished { unsure, .. }: &Unfinished) {
+        for placed in unsure {
+            if self.window.is_taken_over() {
+                // If this fails the front end is gone.
+                let _ = self.displace(placed);
+            }
+            self.notes.gone(placed.note);
+        }
+    }
+
     /// Makes of what was adopted what it should be, before anything else is done.
     pub(super) fn put_right(&mut self, Unfinished { moving, unsure }: &Unfinished) {
         if self.window.is_taken_over() {

@@ -148,6 +148,9 @@ impl Mapper {
                 }
             }
             Task::Clear(answer) => {
+                if let Some(unfinished) = self.unfinished.take() {
+                    self.give_up(&unfinished);
+                }
                 // What cannot be taken away is not there, or the front end is gone.
                 let _ = sure(|| self.take_away(SessionId::default(), &self.table.all()));
                 self.table = Table::new(self.window.bytes());
