@@ -103,6 +103,11 @@ impl Spin {
         outcome
     }
 
+    /// Leaves the CPU to others for so long.
+    pub fn sleep_for(&self, time: Duration) {
+        asleep(|| std::thread::sleep(time));
+    }
+
     fn learn(&mut self, slept: Duration) {
         if slept > self.max {
             self.now /= 2;

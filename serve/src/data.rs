@@ -15,9 +15,7 @@ use crate::share::Share;
 use ferry_engine::requests::Watched;
 
 /// Writes with one of these are durable when they are answered.
-const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
-/// Writes with one of these wait for the disk.
-const WAITING_FLAGS: OFlags = DURABLE_FLAGS.union(OFlags::DIRECT);
+pub(crate) const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 
 /// A transfer under way.
 #[derive(Debug)]
@@ -104,7 +102,7 @@ impl Server {
                 self.written(cx, range, claimed, carrier)
             }
             Data::Extent(extent) => {
-                let waits = range.flags.intersects(WAITING_FLAGS);
+                let waits = range.flags.intersects(self.share.waiting_flags);
                 let (by, ino, offset) = (cx.caller.session, range.ino, range.offset);
                 self.begin(cx, carrier, Kind::Write { by, ino, offset, bytes_max, cached });
                 let message = (WRITE_HEAD_BYTES, bytes_max);

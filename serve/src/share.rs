@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferry_engine::{Complaints, Lane};
-use ferry_vfs::FileSystem;
+use ferry_vfs::{FileSystem, OFlags};
 
+use crate::data::DURABLE_FLAGS;
 use crate::policy::{Acl, Cache, Policy};
 
 /// How a share is to behave.
@@ -71,6 +72,8 @@ pub struct Share {
     pub(crate) policy: Policy,
     pub(crate) read_only: bool,
     pub(crate) xattr: bool,
+    /// Writes with one of these wait for a device.
+    pub(crate) waiting_flags: OFlags,
     pub(crate) complaints: Complaints,
     pub(crate) lane: Lane,
 }
@@ -90,6 +93,7 @@ impl Share {
             policy: Policy::new(options, features, source.changes().is_some()),
             read_only: features.read_only || options.read_only,
             xattr: options.xattr,
+            waiting_flags: if features.direct { DURABLE_FLAGS | OFlags::DIRECT } else { DURABLE_FLAGS },
             source,
             complaints: Complaints::default(),
             lane: Lane::default(),

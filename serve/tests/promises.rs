@@ -27,6 +27,8 @@ struct One {
     extents: bool,
     /// No more of a write finds room.
     room: Option<usize>,
+    /// Files are opened past the page cache where clients ask for that.
+    direct: bool,
     /// What a lock request gets.
     waits: bool,
     asked: Mutex<Vec<String>>,
@@ -47,7 +49,7 @@ impl One {
 
 impl FileSystem for One {
     fn features(&self) -> Features {
-        Features { backing: self.file.is_some(), ..Features::default() }
+        Features { backing: self.file.is_some(), direct: self.direct, ..Features::default() }
     }
     fn changes(&self) -> Option<&Changes> {
         Some(&self.changes)
@@ -127,6 +129,24 @@ fn a_write_is_as_durable_as_its_flags_ask_for() {
         let range = IoRange { ino: FILE, handle, offset: 5, len: 3, flags, clear_privileges: false, owner: None };
         let answer = client.ask_and_write(FILE, Operation::Write { range, cached: false }, b"abc");
         assert_eq!((one.noted(), answer), (calls.iter().map(ToString::to_string).collect(), expected), "{flags:?}");
+    }
+}
+
+/// A client's `O_DIRECT` goes no further than the client unless the source passes it on: then a write is a copy.
+#[test]
+fn a_write_waits_for_a_device_only_where_it_leads_there() {
+    for (direct, flags, waits) in [
+        (false, OFlags::WRONLY | OFlags::DIRECT, false),
+        (true, OFlags::WRONLY | OFlags::DIRECT, true),
+        (true, OFlags::WRONLY, false),
+        (false, OFlags::WRONLY | DSYNC, true),
+    ] {
+        let one = One { file: file(), extents: true, direct, ..One::default() };
+        let (_, mut client) = client(one, &ShareOptions::default(), Session::default());
+        let handle = Handle(4);
+        let range = IoRange { ino: FILE, handle, offset: 5, len: 3, flags, clear_privileges: false, owner: None };
+        let answer = client.ask_and_write(FILE, Operation::Write { range, cached: false }, b"abc");
+        assert_eq!((answer, client.waits), (Answer::Reply(vec![3, 0, 0, 0, 0, 0, 0, 0]), waits), "{direct} {flags:?}");
     }
 }
 

@@ -379,6 +379,8 @@ pub struct Features {
     pub mappable: bool,
     /// Its calls wait, for a network say, without keeping a CPU busy: whoever serves it has many under way at once.
     pub waits: bool,
+    /// Of files that are opened with `O_DIRECT`, extents lead past the page cache: writes to them wait for a device.
+    pub direct: bool,
     /// [`crate::FileSystem::lookup_self`] finds every inode there is, and no number is ever given to another one: what
     /// is shared can be passed on by an NFS server.
     pub by_number: bool,

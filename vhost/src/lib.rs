@@ -28,6 +28,7 @@ mod io;
 mod lasting;
 mod memory;
 mod migration;
+mod pace;
 mod ring;
 mod server;
 mod shared;

@@ -18,6 +18,7 @@ use crate::gather::{self, Gather};
 use crate::inflight::Region;
 use crate::io::Io;
 use crate::memory::Memory;
+use crate::pace::Pace;
 use crate::ring::{Begin, Popped, Ring, RingError, RingSetup};
 use crate::slots::Slots;
 use ferry_engine::Complaints;
@@ -171,6 +172,7 @@ pub(crate) struct Worker<H: QueueHandler> {
     transfers: Transfers,
     spin: Spin,
     gather: Gather,
+    pace: Pace,
     habits: Habits,
     running: Vec<Running>,
     /// Where queues stopped; starting there again means that their chains are still out.
@@ -205,6 +207,7 @@ impl<H: QueueHandler> Worker<H> {
             transfers,
             spin: Spin::new(options.poll),
             gather: Gather::new(options.poll.min(gather::BOUND_MAX)),
+            pace: Pace::new(),
             habits,
             running: Vec::new(),
             stopped: Vec::new(),
@@ -220,6 +223,8 @@ impl<H: QueueHandler> Worker<H> {
 
     /// Serves until told to quit.
     pub(crate) fn run(mut self) -> Result<(), TransfersError> {
+        // Rests are to end when they should. Without that they are 50 us longer.
+        let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         while !self.quit {
             if self.port.0.is_filled() {
                 self.read_letters();
@@ -231,7 +236,10 @@ impl<H: QueueHandler> Worker<H> {
             self.transfers.flush();
             self.finish_transfers();
             self.publish();
-            if took == 0 && !self.quit && !self.poll() {
+            let is_done = self.slots.moving() == 0 && !self.quit && !self.port.0.is_filled();
+            if is_done && let Some(rest) = self.pace.rest_after(took) {
+                self.spin.sleep_for(rest);
+            } else if took == 0 && !self.quit && !self.poll() {
                 self.sleep()?;
             }
         }

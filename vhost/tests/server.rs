@@ -91,6 +91,46 @@ fn a_ring_goes_on_where_it_stopped_and_begins_anew_after_a_reboot() {
     }
 }
 
+/// Asks `count` even numbers, which are answered at once, with `depth` of them under way, and takes a while over each answer, as
+/// an emulated guest does. Answers how many kicks that took.
+fn converse_slowly(driver: &mut Driver, depth: u64, count: u64) -> u64 {
+    const WHILE: Duration = Duration::from_micros(60);
+    let before = driver.queue(0).counters().kicks;
+    for number in 0..count + depth {
+        if number >= depth {
+            driver.queue(0).wait(TIMEOUT).unwrap();
+            let start = Instant::now();
+            while start.elapsed() < WHILE {
+                std::hint::spin_loop();
+            }
+        }
+        if number < count {
+            ask(driver, 0, 2 * number).unwrap();
+        }
+    }
+    driver.queue(0).counters().kicks - before
+}
+
+#[test]
+fn a_slow_driver_with_much_under_way_need_not_kick_for_each_request() {
+    const COUNT: u64 = 4000;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (_socket, _server) = serve(&path, Toy::default());
+    // Other work on this machine may keep either side from its CPU.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    for packed in [false, true] {
+        let mut driver = Driver::connect(&path, Config { packed, queue_size: 128, ..config() }).unwrap();
+        loop {
+            let kicks = converse_slowly(&mut driver, 16, COUNT);
+            if kicks < COUNT / 3 {
+                break;
+            }
+            assert!(Instant::now() < deadline, "packed {packed}: {kicks} kicks for {COUNT} requests");
+        }
+    }
+}
+
 /// The rings lie in the first region. Fills it, so that buffers come from the second.
 fn fill_first(driver: &Driver) -> Vec<Buffer> {
     let end = driver.memory().regions()[1].guest();

@@ -26,6 +26,8 @@ pub struct Message {
     /// A server before has taken it already.
     pub again: bool,
     pub transfer: Option<Transfer>,
+    /// A write was begun that waits for a device.
+    pub waits: bool,
     pub late: mpsc::Sender<Vec<u8>>,
 }
 
@@ -74,7 +76,8 @@ impl Carrier for Message {
         self.transfer = Some(Transfer::Read(file, file_offset, reply_offset, bytes));
     }
 
-    fn write(&mut self, file: Arc<Backing>, file_offset: u64, request: (usize, usize), _: bool, _: bool) {
+    fn write(&mut self, file: Arc<Backing>, file_offset: u64, request: (usize, usize), _: bool, waits: bool) {
+        self.waits = waits;
         self.transfer = Some(Transfer::Write(file, file_offset, request));
     }
 
@@ -120,6 +123,8 @@ pub struct Client {
     pub room: usize,
     pub revoked: bool,
     pub again: bool,
+    /// The last request began a write that waits for a device.
+    pub waits: bool,
     /// What every request has with it.
     pub contexts: Vec<u8>,
     unique: u64,
@@ -157,7 +162,19 @@ impl Client {
         (sender, late): (mpsc::Sender<Vec<u8>>, mpsc::Receiver<Vec<u8>>),
     ) -> Self {
         let (contexts, room) = (Vec::new(), 1 << 17);
-        Self { server, session, negotiated, late, sender, room, revoked: false, again: false, contexts, unique: 0 }
+        Self {
+            server,
+            session,
+            negotiated,
+            late,
+            sender,
+            room,
+            revoked: false,
+            again: false,
+            waits: false,
+            contexts,
+            unique: 0,
+        }
     }
 
     /// The same client, once its server is gone: what it asked last it asks again, the server that has taken it up.
@@ -195,6 +212,7 @@ impl Client {
             revoked: self.revoked,
             again: self.again,
             transfer: None,
+            waits: false,
             late: self.sender.clone(),
         };
         let written = match self.server.serve_caught(&mut message) {
@@ -207,6 +225,7 @@ impl Client {
             }
         };
         self.server.batch_end();
+        self.waits = message.waits;
         if written == 0 { Answer::Nothing } else { answer(self.unique, &message.reply[..written]) }
     }
 }

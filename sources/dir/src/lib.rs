@@ -230,6 +230,7 @@ impl Dir {
                 mappable: true,
                 // Our numbers go with the client's references.
                 waits: false,
+                direct: options.direct_io,
                 by_number: false,
                 constant: false,
             },

@@ -21,6 +21,7 @@ impl<S: Store> FileSystem for Tree<S> {
             backing: self.store.has_backing(),
             mappable: self.store.has_backing(),
             waits: false,
+            direct: false,
             // What persists may give the number of an inode that is gone to another one after a restart.
             by_number: !S::JOURNALED,
             constant: false,
