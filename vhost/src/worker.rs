@@ -237,7 +237,11 @@ impl<H: QueueHandler> Worker<H> {
             self.finish_transfers();
             self.publish();
             let is_done = self.slots.moving() == 0 && !self.quit && !self.port.0.is_filled();
-            if is_done && let Some(rest) = self.pace.rest_after(took) {
+            // Who gathers takes turns with the driver already.
+            if is_done
+                && !self.habits.gathers
+                && let Some(rest) = self.pace.rest_after(took)
+            {
                 self.spin.sleep_for(rest);
             } else if took == 0 && !self.quit && !self.poll() {
                 self.sleep()?;

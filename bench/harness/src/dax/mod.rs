@@ -17,9 +17,9 @@ use self::systems::System;
 use crate::data::write_noise;
 use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::rows::{self, Row};
+use crate::rows::{self, Config, Row};
 use crate::server::Programs;
-use crate::{Cli, fio, session};
+use crate::{Cli, earlier, fio, parts, session};
 
 /// The table's name.
 const TABLE: &str = "virtiofs-dax";
@@ -37,6 +37,12 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         rustix::process::geteuid().is_root(),
         "bench/run virtiofs --dax mounts a file system for its data, and needs to be root"
     );
+    let folder = cli.results();
+    // Before anything is measured: what cannot be read is told at once.
+    let earlier = match &folder {
+        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
+        _ => Vec::new(),
+    };
     let unknown = unknown_peers(&cli.peers);
     let cache = Cache::from_env()?;
     // Before anything is measured.
@@ -53,14 +59,25 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let systems = System::ALL.into_iter().filter(|system| system.is_wanted(&cli.peers)).collect();
     let mut runner = Runner::new(cache, programs, fio, files, format!("{first},{others}"), systems, effort);
     let lines = progress.measure(&rows, |row| row.name.clone(), &unknown, |row| runner.run(row))?;
-    let targets = report::targets(&rows, &lines);
+    let verdict = crate::verdict(&lines);
+    let all = rows::jobs();
+    let configs = [Config::None, Config::Auto, Config::NoneDax].map(Config::name);
+    let order = all.iter().flat_map(|row| configs.map(|config| (row.name.clone(), config)));
+    let lines = parts::join(&earlier, &lines, order);
+    let ran: Vec<Row> = all.into_iter().filter(|row| lines.iter().any(|line| line.row == row.name)).collect();
+    let targets = report::targets(&ran, &lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
+    if let Some(folder) = folder {
         let guest_kernel = runner.kernel.clone().unwrap_or_else(|| "none ran".into());
         let machine = Machine { guest_kernel, command: crate::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets)?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(verdict)
+}
+
+fn known_row(name: &str) -> Option<earlier::Row> {
+    let row = rows::jobs().into_iter().find(|row| row.name == name)?;
+    Some(earlier::Row { unit: row.unit(), better: row.better() })
 }
 
 fn rows(cli: &Cli) -> Vec<Row> {

@@ -92,9 +92,10 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
 fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
     let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
     let Machine { cpu, cpus, kernel, guest_kernel, virtiofsd, fio, ferry, command, date, .. } = machine;
+    let parts = if command.contains(" --add") { ", the last of several parts" } else { "" };
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC. {runs} runs of each system, in turn; medians, with the least and the greatest in \
+        "`{command}`, begun {date} UTC{parts}. {runs} runs of each system, in turn; medians, with the least and the greatest in \
          brackets.\n\n| | |\n| --- | --- |\n\
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on tmpfs |\n\
          | guest | QEMU, emulated unless KVM boots, stock Linux {guest_kernel}, two CPUs; everybody shares the machine's CPUs |\n\
