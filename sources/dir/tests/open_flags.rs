@@ -42,6 +42,7 @@ fn direct_opens_are_the_hosts_where_that_is_allowed() {
     for direct_io in [false, true] {
         for options in both_modes() {
             let share = Share::new(Options { direct_io, ..options });
+            assert_eq!(share.dir.features().direct, direct_io);
             fs::write(share.path("f"), [1; 8192]).unwrap();
             let path = seen(&share, "f");
             if let Err(error) = File::options().read(true).custom_flags(libc::O_DIRECT).open(&path) {
