@@ -32,6 +32,8 @@ const UNMAP: u32 = 10;
 const FILE_BYTES: u64 = 2 * CHUNK + 3 * PAGE + 1000;
 const CHUNKS: u64 = 3;
 const REFUSED: u64 = 1;
+/// One of high priority, and two for requests.
+const QUEUES: usize = 3;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn pattern() -> Vec<u8> {
@@ -86,9 +88,7 @@ impl Windowed {
         let mut guest = Driver::connect(&server.socket, config).unwrap();
         let (_, line) = guest.window().unwrap();
         line.set_read_timeout(Some(TIMEOUT)).unwrap();
-        guest.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
-        let node = guest.lookup(ROOT, "file").unwrap().nodeid;
-        let open = guest.open(node, O_RDWR).unwrap().fh;
+        let (node, open) = begin(&mut guest);
         Self { server, guest, line, path, node, open }
     }
 
@@ -129,6 +129,13 @@ impl Windowed {
         self.server.end();
         self.server.wait_for_the_keeper();
     }
+}
+
+/// Has the guest mount it, and open the file.
+fn begin(guest: &mut Driver) -> (u64, u64) {
+    guest.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
+    let node = guest.lookup(ROOT, "file").unwrap().nodeid;
+    (node, guest.open(node, O_RDWR).unwrap().fh)
 }
 
 fn remove_one(chunk: u64) -> RemovemappingOne {
@@ -259,6 +266,56 @@ fn killed_while_the_front_end_maps_or_unmaps() {
         assert_eq!(windowed.next(&mut mapped), (UNMAP, 0));
         windowed.guest.receive(ticket).unwrap();
         windowed.guest.fsync(windowed.node, windowed.open).unwrap();
+        windowed.end();
+    }
+}
+
+/// A guest that is reset before the next server has gone on with anything has nothing in its window: neither what was mapped nor what
+/// the server before was about to map or had begun to take away.
+#[test]
+fn a_reset_ends_what_the_server_before_was_about_to_do() {
+    let ways = [Answered::Before, Answered::Meanwhile, Answered::After];
+    for (question, answered) in [MAP, UNMAP].into_iter().flat_map(|question| ways.map(|answered| (question, answered)))
+    {
+        let (mut windowed, mut mapped) = (Windowed::new(false), Mapped::new());
+        windowed.map_all(&mut mapped);
+        if question == MAP {
+            let ticket = windowed.remove(1);
+            assert_eq!(windowed.next(&mut mapped), (UNMAP, CHUNK));
+            windowed.guest.receive(ticket).unwrap();
+        }
+        store(&mapped, FILE_BYTES - 6, b"stored");
+        let _never_received = if question == MAP { windowed.setup(1) } else { windowed.remove(1) };
+        let wish = next_wish(&windowed.line).unwrap();
+        assert_eq!((wish.code, wish.numbers[2]), (question, CHUNK));
+        let outcome = carry_out(&mut mapped, wish);
+        for queue in 0..QUEUES {
+            windowed.guest.stop(queue).unwrap();
+        }
+        if answered == Answered::Before {
+            answer(&windowed.line, question, outcome);
+        }
+        windowed.server.kill();
+        if answered == Answered::Meanwhile {
+            answer(&windowed.line, question, outcome);
+        }
+        windowed.server.start();
+        if answered == Answered::After {
+            answer(&windowed.line, question, outcome);
+        }
+        let front_end = FrontEnd::start(&windowed.line, mapped);
+        windowed.guest.reboot().unwrap();
+        (windowed.node, windowed.open) = begin(&mut windowed.guest);
+        let ticket = windowed.setup(0);
+        windowed.guest.receive(ticket).unwrap();
+        mapped = front_end.stop();
+        let left: Vec<u64> = mapped.keys().copied().collect();
+        assert_eq!(left, [0], "{question} {answered:?}: what the guest of before had");
+        assert!(fs::read(&windowed.path).unwrap().ends_with(b"stored"));
+        // Questions and answers are in step.
+        let ticket = windowed.remove(0);
+        assert_eq!(windowed.next(&mut mapped), (UNMAP, 0));
+        windowed.guest.receive(ticket).unwrap();
         windowed.end();
     }
 }

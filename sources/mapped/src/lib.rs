@@ -23,9 +23,11 @@
 #![forbid(unsafe_code)]
 
 mod acl;
+mod capability;
 mod ids;
 mod xattrs;
 
+use std::borrow::Cow;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -290,6 +292,9 @@ impl FileSystem for Mapped {
         if acl::is_one(name) {
             acl::each_id(&mut value, |uid| Some(self.uids.seen(uid)), |gid| Some(self.gids.seen(gid)))?;
         }
+        if name == capability::NAME {
+            value = capability::of_root(&value, |uid| Some(self.uids.seen(uid)))?.into_owned();
+        }
         Ok(value)
     }
 
@@ -308,11 +313,13 @@ impl FileSystem for Mapped {
         clear_sgid: bool,
     ) -> Result<()> {
         let here = self.xattrs.meant(name)?;
-        if !acl::is_one(name) || (self.uids.is_same() && self.gids.is_same()) {
-            return self.with(cx, |cx| self.source.setxattr(cx, ino, &here, value, flags, clear_sgid));
+        let mut value = Cow::Borrowed(value);
+        if acl::is_one(name) && !(self.uids.is_same() && self.gids.is_same()) {
+            acl::each_id(value.to_mut(), |uid| self.uids.meant(uid), |gid| self.gids.meant(gid))?;
         }
-        let mut value = value.to_vec();
-        acl::each_id(&mut value, |uid| self.uids.meant(uid), |gid| self.gids.meant(gid))?;
+        if name == capability::NAME {
+            value = Cow::Owned(capability::of_root(&value, |uid| self.uids.meant(uid))?.into_owned());
+        }
         self.with(cx, |cx| self.source.setxattr(cx, ino, &here, &value, flags, clear_sgid))
     }
 

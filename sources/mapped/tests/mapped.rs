@@ -135,6 +135,26 @@ fn attributes_have_other_names() {
 }
 
 #[test]
+fn capabilities_are_good_for_the_other_root() {
+    let (mem, mapped) = both("");
+    let new = New { mode: 0o755, ..New::default() };
+    let (entry, _) = mapped.create(&Caller::default(), Ino::ROOT, name("f"), &new, OFlags::RDWR).unwrap();
+    let name = b"security.capability";
+    let set = |value: &[u8]| mapped.setxattr(&Caller::default(), entry.ino, name, value, XattrFlags::empty(), false);
+    let get = |source: &dyn FileSystem| source.getxattr(&Caller::default(), entry.ino, name).unwrap();
+    let value = |revision: u32, root: &[u8]| [&(revision << 24 | 1).to_le_bytes(), &[3; 16][..], root].concat();
+    // The client's root, which is not written, and 7 in a container of the client's.
+    for (seen, here) in [
+        (value(2, &[]), value(3, &1000_u32.to_le_bytes())),
+        (value(3, &7_u32.to_le_bytes()), value(3, &1007_u32.to_le_bytes())),
+    ] {
+        set(&seen).unwrap();
+        assert_eq!((get(&mapped), get(&*mem)), (seen, here));
+    }
+    assert_eq!(set(&value(3, &500_u32.to_le_bytes())), Err(Errno::PERM));
+}
+
+#[test]
 fn renamed_acls_are_none() {
     let (mem, mapped) = both(":map::user.virtiofs.:");
     assert_eq!((mem.features().posix_acl, mapped.features().posix_acl), (both("").1.features().posix_acl, false));

@@ -21,8 +21,9 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(180);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 /// Twice what the files of a multi job take, and what the guest's kernel wants for the pages of a window.
 const GUEST_MIB: u32 = 1024;
-/// The guest's CPUs, and the queues that are offered to each of them.
 const GUEST_CPUS: u16 = 2;
+/// The request queues of each device: virtiofsd has no more, and QEMU gives no more unless it is told to.
+const QUEUES: u16 = 1;
 /// Where systems are mounted.
 const MOUNTS: &str = "/run/bench";
 /// The tag of the guest's own root.
@@ -44,8 +45,14 @@ impl DaxGuest {
     /// Starts the servers, boots the guest, and mounts everything.
     pub fn boot(cache: &Cache, programs: &Programs, files: &Files, cpus: &str, systems: &[System]) -> Result<Self> {
         let serve = |peer, dir: &Path, name: &str, config| {
-            let queues = (peer == Peer::Ferry).then_some(usize::from(GUEST_CPUS));
-            let sharing = Sharing { dir, socket: files.folder.join(name), config, queues, cpus, logs: false };
+            let sharing = Sharing {
+                dir,
+                socket: files.folder.join(name),
+                config,
+                queues: Some(QUEUES.into()),
+                cpus,
+                logs: false,
+            };
             Server::start(peer, programs, &sharing)
         };
         let root =
@@ -56,7 +63,7 @@ impl DaxGuest {
         guest.boot_timeout = BOOT_TIMEOUT;
         guest.devices = vec![Device::fs(root.socket(), ROOT_TAG)];
         let (mut servers, mut unable) = (Vec::new(), BTreeMap::new());
-        for &system in systems {
+        for system in by_interrupts(systems) {
             let Some((peer, config)) = system.server() else {
                 let (tag, share) = (system.tag(), comma_doubled(&files.share));
                 let words = format!(
@@ -67,8 +74,7 @@ impl DaxGuest {
             };
             match serve(peer, &files.share, &system.name(), config) {
                 Ok(server) => {
-                    let queues = if peer == Peer::Ferry { GUEST_CPUS } else { 1 };
-                    let kind = DeviceKind::Fs { tag: system.tag(), queues, dax: config == Config::NoneDax };
+                    let kind = DeviceKind::Fs { tag: system.tag(), queues: QUEUES, dax: config == Config::NoneDax };
                     guest.devices.push(Device { socket: server.socket().to_owned(), kind });
                     servers.push((system, server));
                 }
@@ -126,6 +132,18 @@ impl DaxGuest {
         };
         self.servers.iter_mut().filter_map(named).collect::<Vec<_>>().join("; ")
     }
+}
+
+/// The order of the devices. The guest's kernel gives the interrupts of one device to one CPU and those of the next to another, and
+/// whether that is the CPU of the caller makes up to 2.5 times: so virtiofsd and `none` are two apart.
+fn by_interrupts(systems: &[System]) -> Vec<System> {
+    let mut ordered = systems.to_vec();
+    ordered.sort_by_key(|system| match system {
+        System::Qemu9p | System::Virtiofsd => 0,
+        System::Ferry(Config::Auto) => 1,
+        System::Ferry(_) => 2,
+    });
+    ordered
 }
 
 fn dir(system: System) -> String {

@@ -104,8 +104,8 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
     );
     let _ = writeln!(
         out,
-        "* Ferry is `--cache none`, `--cache auto`, and `--cache none` mounted with `dax` (a window of 256 MiB), each with two queues; \
-         virtiofsd has one. All are mounted in one guest, from one directory; one works at a time.\n\
+        "* Ferry is `--cache none`, `--cache auto`, and `--cache none` mounted with `dax` (a window of 256 MiB), each with one queue, as virtiofsd \
+         and what QEMU gives a device that is not told otherwise. All are mounted in one guest, from one directory; one works at a time.\n\
          * Each run begins with empty caches in the guest and goes over each {FILE_MIB} MiB file at most once, so that what is \
          measured is not the guest's page cache; `multi` is four jobs with a file each. 4 KiB blocks; libaio with `direct=1` \
          and 16 in flight; of what is written, all is with the server when a run ends. The files with DAX stay open, so that \
