@@ -122,6 +122,22 @@ impl Windowed {
         }
     }
 
+    /// Kills the server over a question, and starts it again. Its answer comes when it is said to.
+    fn replace_over(&mut self, question: u32, outcome: u64, answered: Answered) {
+        if answered == Answered::Before {
+            // It may be killed before it reads this, or after.
+            answer(&self.line, question, outcome);
+        }
+        self.server.kill();
+        if answered == Answered::Meanwhile {
+            answer(&self.line, question, outcome);
+        }
+        self.server.start();
+        if answered == Answered::After {
+            answer(&self.line, question, outcome);
+        }
+    }
+
     /// Nothing is left of what was kept.
     fn end(mut self) {
         drop((self.guest, self.line));
@@ -238,18 +254,7 @@ fn killed_while_the_front_end_maps_or_unmaps() {
             assert_eq!((wish.code, wish.numbers[2]), (question, chunk * CHUNK));
             let outcome = carry_out(&mut mapped, wish);
             assert_eq!(outcome, 0);
-            if answered == Answered::Before {
-                // It may be killed before it reads this, or after.
-                answer(&windowed.line, question, outcome);
-            }
-            windowed.server.kill();
-            if answered == Answered::Meanwhile {
-                answer(&windowed.line, question, outcome);
-            }
-            windowed.server.start();
-            if answered == Answered::After {
-                answer(&windowed.line, question, outcome);
-            }
+            windowed.replace_over(question, outcome, answered);
             // Whatever it asks, until the guest has its answer; then the mappings are what the guest believes.
             let front_end = FrontEnd::start(&windowed.line, mapped);
             windowed.guest.receive(ticket).unwrap();
@@ -292,17 +297,7 @@ fn a_reset_ends_what_the_server_before_was_about_to_do() {
         for queue in 0..QUEUES {
             windowed.guest.stop(queue).unwrap();
         }
-        if answered == Answered::Before {
-            answer(&windowed.line, question, outcome);
-        }
-        windowed.server.kill();
-        if answered == Answered::Meanwhile {
-            answer(&windowed.line, question, outcome);
-        }
-        windowed.server.start();
-        if answered == Answered::After {
-            answer(&windowed.line, question, outcome);
-        }
+        windowed.replace_over(question, outcome, answered);
         let front_end = FrontEnd::start(&windowed.line, mapped);
         windowed.guest.reboot().unwrap();
         (windowed.node, windowed.open) = begin(&mut windowed.guest);
