@@ -149,3 +149,18 @@ fn by_interrupts(systems: &[System]) -> Vec<System> {
 fn dir(system: System) -> String {
     format!("{MOUNTS}/{}", system.name())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn virtiofsd_and_none_have_interrupts_on_one_cpu() {
+        let systems = System::ALL;
+        let devices: Vec<System> =
+            by_interrupts(&systems).into_iter().filter(|system| system.server().is_some()).collect();
+        let at = |wanted: System| devices.iter().position(|system| *system == wanted).expect("it has a device");
+        let (virtiofsd, none) = (at(System::Virtiofsd), at(System::Ferry(Config::None)));
+        assert_eq!((none - virtiofsd) % usize::from(GUEST_CPUS), 0, "{devices:?}");
+    }
+}
