@@ -119,6 +119,7 @@ pub fn serve(
     let mut serving = Serving::default();
     let mut offered = Disks::open(disks, inherited_disks)?;
     let opened: Vec<_> = shares.iter().map(|share| sources.open(share)).collect::<Result<_>>()?;
+    sources.begin();
     shares.iter().zip(&opened).try_for_each(|(share, source)| sources.watch(share, source))?;
     let sockets = Sockets::make(shares, inherited)?;
     let kept = state::reach_all(shares)?;

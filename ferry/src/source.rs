@@ -167,6 +167,11 @@ impl Sources {
         Ok(source)
     }
 
+    /// Begins what was opened, with the threads that it has.
+    pub fn begin(&self) {
+        self.opened.iter().filter_map(|opened| opened.dir.as_ref()).for_each(|dir| dir.begin());
+    }
+
     /// Has the source of a share watched for what others change, if the share wants that. When all are open: changes of
     /// this process's own have to be told where two sources change the same files.
     pub fn watch(&self, share: &Share, source: &Arc<dyn FileSystem>) -> Result<()> {

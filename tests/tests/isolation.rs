@@ -536,3 +536,32 @@ fn what_does_not_fit_is_refused() {
         assert!(!output.status.success() && said.contains(words), "{line}: {said}");
     }
 }
+
+/// A descriptor of a file keeps its bytes on the host, whoever deletes it. A guest that is never told of that keeps the file in mind for as long as
+/// it has memory; so the server lets go of it by itself.
+#[test]
+fn what_the_host_deletes_takes_no_room() {
+    if !is_root() {
+        return;
+    }
+    for walls in ["", "--sandbox none --seccomp none"] {
+        let tree = tree_of(0);
+        let mut served = tree.serve(&format!("--log warn share shared --virtiofs s --json {walls}"));
+        let mut guest = served.guest();
+        let node = guest.lookup(ROOT, "file").unwrap().nodeid;
+        guest.getattr(node).unwrap();
+        let knows =
+            |served: &Served| served.inside.open_files().iter().any(|path| path.to_string_lossy().contains("/file"));
+        assert!(knows(&served), "{walls}: {:?}", served.inside.open_files());
+        fs::remove_file(served.home.at("shared/file")).unwrap();
+        let end = Instant::now() + SOON;
+        while knows(&served) {
+            assert!(Instant::now() < end, "{walls}: {:?}", served.inside.open_files());
+            std::thread::sleep(TICK);
+        }
+        assert!(matches!(guest.getattr(node), Err(Error::Errno(libc::ESTALE))));
+        drop(guest);
+        assert_eq!(served.ends_by(Signal::TERM), 0);
+        assert_eq!(served.said(), "");
+    }
+}

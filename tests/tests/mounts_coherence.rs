@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use ferry_tests::mounts::{Cell, Mounted, Pair, Site, each_change};
+use ferry_tests::mounts::{Cell, MountOptions, Mounted, Pair, Site, each_change};
 use ferry_tests::{Place, folder, on_cells};
 use rustix::process::{Signal, kill_process};
 
@@ -200,3 +200,27 @@ fn past_the_server(cell: &Cell) {
 }
 
 on_cells!(past_the_server: quick [mem_passthrough, dir_passthrough] long [mem_passthrough_none, dir_passthrough_always]);
+
+/// Where nobody tells the mount what others delete, it keeps that in mind; its bytes are given back nevertheless.
+#[test]
+fn what_others_delete_takes_no_room() {
+    let cell: Cell = "dir_devfuse_always".parse().unwrap();
+    let options = MountOptions { args: vec!["--watch".into(), "never".into()], ..MountOptions::default() };
+    let Some(mounted) = Mounted::with(&cell, &options) else { return };
+    let file = mounted.below.join("file");
+    fs::write(&file, "content").unwrap();
+    mounted.site.sh("chmod 600 file", LIMIT).ok();
+    let folder = format!("/proc/{}/fd", mounted.server().pid().as_raw_nonzero());
+    let is_open = || {
+        let open = fs::read_dir(&folder).unwrap().flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
+        open.into_iter().any(|path| path.to_string_lossy().contains(file.to_str().unwrap()))
+    };
+    assert!(is_open());
+    fs::remove_file(&file).unwrap();
+    let begun = Instant::now();
+    while is_open() {
+        assert!(begun.elapsed() < LIMIT, "it stays open");
+        std::thread::sleep(LATE / 10);
+    }
+    mounted.finish();
+}

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use ferry_dir::Dir;
 use ferry_image::{Image, Objects, Source, objects_folder};
 use ferry_isolation::{Access, Root};
 use ferry_mem::pmem;
@@ -37,6 +38,8 @@ enum Stage {
     Server(Distant),
     /// The same, and the thread that is going to do that.
     Reaching(Distant, Connector),
+    /// A directory, open.
+    Dir(Arc<Dir>),
     /// It is open, and needs nothing else.
     Open(Arc<dyn FileSystem>),
     /// The one of an earlier share.
@@ -107,10 +110,10 @@ impl Prepared {
     pub fn arrive(&mut self, place: Option<&Path>, connector: Option<Connector>) -> Result<()> {
         let stage = std::mem::replace(&mut self.stage, Stage::Outside);
         self.stage = match stage {
-            Stage::Outside => {
-                let seen = place.map(|place| Kind::Dir(place.into()));
-                Stage::Open(self.options.open(seen.as_ref().unwrap_or(&self.kind))?)
-            }
+            Stage::Outside => match &self.kind {
+                Kind::Dir(path) => Stage::Dir(self.options.open_dir(place.unwrap_or(path))?),
+                other => Stage::Open(self.options.open(other)?),
+            },
             Stage::Image(image, folder) => {
                 Stage::Source(Source::at_rest_seen(image, &folder, place.unwrap_or(&folder))?)
             }
@@ -129,6 +132,10 @@ pub fn begin(prepared: Vec<Prepared>) -> Result<Vec<Arc<dyn FileSystem>>> {
     let mut begun: Vec<Arc<dyn FileSystem>> = Vec::new();
     for Prepared { kind, options, stage } in prepared {
         let source = match stage {
+            Stage::Dir(dir) => {
+                dir.begin();
+                dir
+            }
             Stage::Open(source) => source,
             Stage::Reaching(server, connector) => server.connect(connector)?,
             Stage::Source(source) => {

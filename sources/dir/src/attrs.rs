@@ -26,8 +26,8 @@ impl Dir {
             let open = self.handles.get(cx.session, ino, handle)?;
             return Ok(self.attr(&open.inode, &statx(open.file.as_fd(), b"")?));
         }
-        let (inode, fd) = self.path(ino)?;
-        Ok(self.attr(&inode, &statx(fd.as_fd(), b"")?))
+        let (inode, st) = self.stat(ino)?;
+        Ok(self.attr(&inode, &st))
     }
 
     /// Size, owner, mode, times: in the order in which none undoes another.

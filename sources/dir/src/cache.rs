@@ -1,9 +1,12 @@
 //! How many `O_PATH` descriptors are kept, and which go first.
 
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use ferry_vfs::{Errno, Ino, Result};
 use rustix::process::Resource;
@@ -28,6 +31,18 @@ const BATCH: usize = 64;
 const TRIES_MAX: usize = 4;
 /// Entries of the clock beyond the descriptors in use that are tolerated before it is swept.
 const SLACK: usize = 1024;
+/// How often those are looked for that nothing has used since: a file's goes with the second turn after its last use at the latest, a directory's with the fifth.
+const TURN: Duration = Duration::from_secs(5);
+
+/// The inodes that hold a descriptor, by number, so that nothing is kept alive by it; some are gone already.
+#[derive(Debug, Default)]
+struct Clock {
+    inos: VecDeque<Ino>,
+    /// It was empty when somebody came to wait for it.
+    is_awaited: bool,
+    /// Nobody is to wait for it any more.
+    is_over: bool,
+}
 
 /// The clock of kept descriptors.
 #[derive(Debug)]
@@ -39,8 +54,9 @@ pub(crate) struct Cache {
     /// The last file for a client had to go beyond that.
     tight: AtomicBool,
     open: Arc<AtomicUsize>,
-    /// The inodes that hold a descriptor, by number, so that nothing is kept alive by it; some are gone already.
-    clock: Mutex<VecDeque<Ino>>,
+    clock: Mutex<Clock>,
+    /// There is something in the clock, or it is over.
+    wound: Condvar,
 }
 
 impl Cache {
@@ -56,6 +72,7 @@ impl Cache {
             tight: AtomicBool::new(false),
             open: Arc::default(),
             clock: Mutex::default(),
+            wound: Condvar::new(),
         }
     }
 
@@ -78,32 +95,65 @@ impl Cache {
     pub(crate) fn keep(&self, table: &Table, inode: &Inode, fd: Arc<PathFd>) -> Arc<PathFd> {
         let (fd, new) = inode.hold(fd);
         if new && inode.ino != Ino::ROOT {
-            let mut clock = lock(&self.clock);
-            clock.push_back(inode.ino);
-            if clock.len() > 2 * self.open() + SLACK {
-                clock.retain(|ino| table.peek(*ino).is_some_and(|inode| inode.is_held()));
+            let clock = &mut *lock(&self.clock);
+            if std::mem::take(&mut clock.is_awaited) {
+                self.wound.notify_one();
+            }
+            let inos = &mut clock.inos;
+            inos.push_back(inode.ino);
+            if inos.len() > 2 * self.open() + SLACK {
+                inos.retain(|ino| table.peek(*ino).is_some_and(|inode| inode.is_held()));
             }
         }
         if self.open() > self.budget {
-            self.evict(table, self.open() - self.budget, STEPS_MAX);
+            self.evict(table, self.open() - self.budget, STEPS_MAX, Inode::evict);
         }
         fd
     }
 
+    /// Moves the clock's hand on, turn after turn, until [`Self::end`], and sleeps while nothing is held.
+    pub(crate) fn tend(&self, table: &Table) {
+        loop {
+            let mut clock = lock(&self.clock);
+            clock.is_awaited = clock.inos.is_empty();
+            let clock = self.wound.wait_while(clock, |clock| clock.inos.is_empty() && !clock.is_over);
+            let clock = clock.unwrap_or_else(PoisonError::into_inner);
+            let clock = self.wound.wait_timeout_while(clock, TURN, |clock| !clock.is_over);
+            let (clock, _) = clock.unwrap_or_else(PoisonError::into_inner);
+            if clock.is_over {
+                return;
+            }
+            let mut left = clock.inos.len();
+            drop(clock);
+            while left > 0 {
+                // Others wait for the lock meanwhile.
+                let steps = left.min(STEPS_MAX);
+                self.evict(table, steps, steps, Inode::evict_if_has_handle);
+                left -= steps;
+            }
+        }
+    }
+
+    /// Ends [`Self::tend`].
+    pub(crate) fn end(&self) {
+        lock(&self.clock).is_over = true;
+        self.wound.notify_all();
+    }
+
     /// Moves the clock's hand at most `steps` inodes on, to give up `count` descriptors.
-    fn evict(&self, table: &Table, count: usize, steps: usize) {
+    fn evict(&self, table: &Table, count: usize, steps: usize, give_up: fn(&Inode) -> Option<Arc<PathFd>>) {
         let mut victims = Vec::new();
         {
-            let mut clock = lock(&self.clock);
+            let inos = &mut lock(&self.clock).inos;
             for _ in 0..steps {
                 if victims.len() == count {
                     break;
                 }
-                let Some(ino) = clock.pop_front() else { break };
+                let Some(ino) = inos.pop_front() else { break };
                 let Some(inode) = table.peek(ino).filter(|inode| inode.is_held()) else { continue };
-                match inode.evict() {
+                match give_up(&inode) {
                     Some(fd) => victims.push((fd, inode)),
-                    None => clock.push_back(ino),
+                    None => inos.push_back(ino),
                 }
             }
         }
@@ -119,7 +169,7 @@ impl Cache {
         mut open: impl FnMut() -> Result<OwnedFd>,
     ) -> Result<OwnedFd> {
         if self.tight.load(Ordering::Relaxed) {
-            self.evict(table, BATCH, STEPS_MAX);
+            self.evict(table, BATCH, STEPS_MAX, Inode::evict);
             // A duplicate shows which number is next, before anything is made that would have to be unmade.
             let number = self.with_room(table, || rustix::io::fcntl_dupfd_cloexec(open_root(table)?, 0))?.as_raw_fd();
             if number > self.number_max + IN_FLIGHT {
@@ -142,11 +192,35 @@ impl Cache {
                 Err(Errno::MFILE | Errno::NFILE) if tries < TRIES_MAX && self.open() > 1 => {
                     tries += 1;
                     // Descriptors in use have credit: several rounds may be needed.
-                    let steps = lock(&self.clock).len() * 4;
-                    self.evict(table, BATCH << tries, steps);
+                    let steps = lock(&self.clock).inos.len() * 4;
+                    self.evict(table, BATCH << tries, steps, Inode::evict);
                 }
                 other => return other,
             }
+        }
+    }
+}
+
+/// Whoever gives up what is not used any more, until dropped.
+#[derive(Debug)]
+pub(crate) struct Tender {
+    cache: Arc<Cache>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Tender {
+    pub(crate) fn start(cache: &Arc<Cache>, table: &Arc<Table>) -> io::Result<Self> {
+        let (tended, table) = (Arc::clone(cache), Arc::clone(table));
+        let thread = std::thread::Builder::new().name("dir-idle".into()).spawn(move || tended.tend(&table))?;
+        Ok(Self { cache: Arc::clone(cache), thread: Some(thread) })
+    }
+}
+
+impl Drop for Tender {
+    fn drop(&mut self) {
+        self.cache.end();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
         }
     }
 }

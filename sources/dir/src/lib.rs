@@ -21,7 +21,8 @@
 //! followed, so nothing outside the share is ever reached, whatever the host or a client renames meanwhile.
 //!
 //! * On file systems with **file handles** (and with the privilege to use them: `CAP_DAC_READ_SEARCH`) an inode is
-//!   remembered by its handle; a descriptor is opened when something needs one, and kept within a budget.
+//!   remembered by its handle; a descriptor is opened when something needs one, and kept within a budget for as long as it is used
+//!   ([`Dir::begin`]).
 //! * Elsewhere an inode is remembered by an `O_PATH` descriptor, and past the budget by its directory and name; what
 //!   is found there again must be the same inode, or the answer is `ESTALE`.
 //!
@@ -39,7 +40,7 @@
 //! | operation | handles | path |
 //! | --- | --- | --- |
 //! | lookup: new inode / known / held / no such name | 2 / 2 / 1 / 1 | 3 / 1 / 1 / 1 |
-//! | getattr: first / later, or by handle | 3 / 1 | 1 / 1 |
+//! | getattr: first / later, or by handle | 2 / 1 | 1 / 1 |
 //! | open: first / later | 3 / 1 | 1 / 1 |
 //! | read, write, fsync (answered as extents), flush | 0 | 0 |
 //! | release; forget of a held inode | 1 | 1 |
@@ -90,7 +91,7 @@ use ferry_vfs::{
 };
 use rustix::fs::{AtFlags, Mode};
 
-use crate::cache::Cache;
+use crate::cache::{Cache, Tender};
 use crate::creds::Creds;
 use crate::io::Open;
 use crate::locks::HostLocks;
@@ -173,8 +174,8 @@ pub struct Dir {
     options: Options,
     features: Features,
     root: Arc<Inode>,
-    table: Table,
-    cache: Cache,
+    table: Arc<Table>,
+    cache: Arc<Cache>,
     mounts: Mounts,
     handles: Handles<Open>,
     locks: HostLocks,
@@ -183,6 +184,7 @@ pub struct Dir {
     /// /proc/self/fd.
     proc_fds: OwnedFd,
     watch: OnceLock<Watch>,
+    tender: OnceLock<Tender>,
 }
 
 impl Dir {
@@ -236,8 +238,8 @@ impl Dir {
             },
             options,
             root,
-            table,
-            cache,
+            table: Arc::new(table),
+            cache: Arc::new(cache),
             mounts,
             handles: Handles::default(),
             locks: HostLocks::default(),
@@ -245,10 +247,26 @@ impl Dir {
             creds: Creds::detect(),
             proc_fds,
             watch: OnceLock::new(),
+            tender: OnceLock::new(),
         };
         let acl = dir.getxattr_(Ino::ROOT, b"system.posix_acl_access");
         dir.features.posix_acl = !matches!(acl, Err(Errno::OPNOTSUPP | Errno::NOSYS));
         Ok(dir)
+    }
+
+    /// Starts the thread that gives descriptors up which nothing has used for a while (a file's after 10 seconds at the latest, a directory's
+    /// after 25), so that what others delete on the host takes no room there any more. Only where inodes are remembered by file handles: to
+    /// others a descriptor is the only sure way. A second call does nothing.
+    pub fn begin(&self) {
+        if self.tender.get().is_some() || !self.has_file_handles() {
+            return;
+        }
+        match Tender::start(&self.cache, &self.table) {
+            Ok(tender) => drop(self.tender.set(tender)),
+            Err(error) => tracing::warn!(
+                "files that are deleted on the host take room there until clients forget them: no thread can be started: {error}"
+            ),
+        }
     }
 
     /// How much is held at the moment, to be watched and tested.

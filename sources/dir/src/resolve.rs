@@ -123,19 +123,31 @@ impl Dir {
 
     /// An `O_PATH` descriptor of an inode: the one it holds, or a new one that it holds from now on.
     pub(crate) fn path_fd(&self, inode: &Arc<Inode>) -> Result<Arc<PathFd>> {
-        if let Some(fd) = inode.fd() {
-            self.verify(inode, fd.as_fd())?;
-            return Ok(fd);
-        }
-        let fd = match (&inode.found.handle, inode.found.mount.handles()) {
-            (Some(handle), Some(mount)) => {
-                let fd = self.with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
-                self.verify(inode, fd.as_fd())?;
-                self.cache.wrap(fd)
-            }
-            _ => return self.path_fd_by_place(inode),
+        Ok(self.reach(inode)?.0)
+    }
+
+    /// What the host says of an inode now.
+    pub(crate) fn stat(&self, ino: Ino) -> Result<(Arc<Inode>, Statx)> {
+        let inode = self.table.get(ino)?;
+        let st = match self.reach(&inode)? {
+            (_, Some(st)) => st,
+            (fd, None) => statx(fd.as_fd(), b"")?,
         };
-        Ok(self.cache.keep(&self.table, inode, fd))
+        Ok((inode, st))
+    }
+
+    /// A descriptor, as [`Self::path_fd`], and what the host said of the inode, if it had to be asked.
+    fn reach(&self, inode: &Arc<Inode>) -> Result<(Arc<PathFd>, Option<Statx>)> {
+        if let Some(fd) = inode.fd() {
+            let seen = self.verify(inode, fd.as_fd())?;
+            return Ok((fd, seen));
+        }
+        let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles()) else {
+            return Ok((self.path_fd_by_place(inode)?, None));
+        };
+        let fd = self.with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
+        let seen = self.verify(inode, fd.as_fd())?;
+        Ok((self.cache.keep(&self.table, inode, self.cache.wrap(fd)), seen))
     }
 
     /// Finds an inode without a file handle again, by walking down from the nearest directory that is held.
@@ -165,13 +177,14 @@ impl Dir {
     }
 
     /// Makes sure, once, that a descriptor that was opened by the inode's handle is of the inode with its key: the
-    /// handle was read by name, after the attributes, and the name may have changed in between.
-    fn verify(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<()> {
-        if !inode.is_verified() {
-            self.check(inode, fd)?;
-            inode.set_verified();
+    /// handle was read by name, after the attributes, and the name may have changed in between. Answers what was seen, if it was looked at.
+    fn verify(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<Option<Statx>> {
+        if inode.is_verified() {
+            return Ok(None);
         }
-        Ok(())
+        let seen = self.check(inode, fd)?;
+        inode.set_verified();
+        Ok(Some(seen))
     }
 
     /// Whether a descriptor is of this inode.

@@ -46,10 +46,7 @@ impl Dir {
 
     fn search_until(&self, inos: &[Ino], within: Bounds, until: Instant) -> Vec<(Ino, Vec<u8>)> {
         // What has no name any more is nowhere.
-        let is_somewhere = |inode: &Arc<Inode>| {
-            let seen = self.path_fd(inode).and_then(|fd| statx(fd.as_fd(), b""));
-            seen.map_or(true, |st| st.stx_nlink > 0)
-        };
+        let is_somewhere = |inode: &Arc<Inode>| self.stat(inode.ino).map_or(true, |(_, st)| st.stx_nlink > 0);
         let inodes = inos.iter().filter_map(|ino| self.table.peek(*ino)).filter(is_somewhere);
         let wanted: HashMap<Key, Arc<Inode>> = inodes.map(|inode| (inode.found.key, inode)).collect();
         let numbers = wanted.keys().map(|key| key.ino).collect();

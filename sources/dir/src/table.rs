@@ -231,6 +231,11 @@ impl Inode {
         state.fd.take()
     }
 
+    /// The same where a file handle leads to the inode whatever becomes of its name.
+    pub(crate) fn evict_if_has_handle(&self) -> Option<Arc<PathFd>> {
+        self.found.handle.as_ref().and_then(|_| self.evict())
+    }
+
     pub(crate) fn place(&self) -> Option<Place> {
         lock(&self.state).place.as_deref().cloned()
     }

@@ -17,7 +17,7 @@ const EXPECTED: &[(&str, usize, usize)] = &[
     ("lookup, known inode", 2, 1),
     ("lookup, held inode", 1, 1),
     ("lookup, no such name", 1, 1),
-    ("getattr, first", 3, 1),
+    ("getattr, first", 2, 1),
     ("getattr", 1, 1),
     ("getattr by handle", 1, 1),
     ("open, first", 3, 1),
