@@ -40,7 +40,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
          | Ferry | {ferry} |\n| virtiofsd | {virtiofsd}, `--sandbox none --seccomp none` |\n\n\
          * `memory`: the native driver walks over {} empty files in {folders} directories on a tmpfs by READDIRPLUS, keeps \
-         all inodes, and gives them back by BATCH_FORGET. Both servers remember files by file handles, and share memory with \
+         all inodes for half a minute, and gives them back by BATCH_FORGET. Both servers remember files by file handles, and share memory with \
          the driver, which counts, too.\n\
          * `walls`: the native driver's loads, on `--sandbox none --seccomp none` as the peer.\n\
          * `watching`: {changed} files are made, written, given a mode, renamed, and removed; a mount with `--watch always` \
