@@ -165,6 +165,9 @@ struct Args {
     /// Open files with `O_DIRECT` where the guest does.
     #[arg(long)]
     allow_direct_io: bool,
+    /// Locks are the guest's own (`-o no_posix_lock`).
+    #[arg(skip)]
+    local_locks: bool,
     /// Print what this back end can do, in JSON.
     #[arg(long)]
     print_capabilities: bool,
@@ -274,12 +277,12 @@ impl Args {
             ("allow_direct_io", None) => self.allow_direct_io = true,
             ("no_allow_direct_io", None) => self.allow_direct_io = false,
             ("debug", None) => self.debug = true,
-            // What is so anyway: locks are those of the host, and the rest was never in virtiofsd 1.
+            ("posix_lock", None) => self.local_locks = false,
+            ("no_posix_lock", None) => self.local_locks = true,
+            // What is so anyway, or was never in virtiofsd 1.
             (
                 "flock"
                 | "no_flock"
-                | "posix_lock"
-                | "no_posix_lock"
                 | "killpriv_v2"
                 | "no_killpriv_v2"
                 | "norace"
@@ -383,6 +386,7 @@ impl Args {
             (self.no_readdirplus, "--no-readdirplus"),
             (self.writeback, "--writeback"),
             (self.allow_direct_io, "--allow-direct-io"),
+            (self.local_locks, "--local-locks"),
             (self.migration_verify_handles, "--migration-verify-handles"),
         ];
         line.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| flag.into()));
@@ -559,7 +563,7 @@ mod tests {
         for args in [
             "--shared-dir /d --socket-path /s",
             "--shared-dir=/d --socket=/s -f --xattr -o no_xattr",
-            "-o source=/d,cache=auto,flock,no_posix_lock --socket-path=/s",
+            "-o source=/d,cache=auto,flock,no_posix_lock,posix_lock --socket-path=/s",
         ] {
             assert_eq!(line(args).as_deref(), Ok(plain), "{args}");
         }
@@ -594,6 +598,7 @@ mod tests {
             ("--writeback", "--writeback"),
             ("-o writeback", "--writeback"),
             ("--allow-direct-io", "--allow-direct-io"),
+            ("-o posix_lock,no_posix_lock", "--local-locks"),
             ("-o allow_direct_io", "--allow-direct-io"),
             ("--no-announce-submounts --announce-submounts", "--announce-submounts"),
             ("--inode-file-handles=never", "--inode-file-handles=never"),

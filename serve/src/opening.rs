@@ -207,14 +207,15 @@ impl Server {
             catch_unwind(ask).unwrap_or(None)
         };
         let writes = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
+        let closes = self.share.policy.close_flags(flags);
         match passthrough.opened((ino, writes), &self.share.complaints, backing) {
-            // No other flag: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server reads and writes.
+            // No flag of the page cache's: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server reads and writes.
             Some(Passed { backing_id, mappings_only: false }) => {
-                Opened { handle, flags: OpenFlags::PASSTHROUGH, backing_id }
+                Opened { handle, flags: OpenFlags::PASSTHROUGH | closes, backing_id }
             }
             Some(Passed { backing_id, mappings_only: true }) => {
                 let direct = OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
-                Opened { handle, flags: OpenFlags::PASSTHROUGH | direct, backing_id }
+                Opened { handle, flags: OpenFlags::PASSTHROUGH | direct | closes, backing_id }
             }
             None => plain,
         }

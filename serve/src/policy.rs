@@ -65,6 +65,8 @@ pub(crate) struct Policy {
     /// knows names longer than attributes.
     pub(crate) tries_listings: bool,
     direct_opens: bool,
+    /// Closing a file that was opened for reading only tells the source nothing: neither locks nor data are given back by it.
+    closes_alone: bool,
     /// Whether an open shows where a file ends now, although the client keeps attributes for a while.
     pub(crate) close_to_open: bool,
     wanted: Wanted,
@@ -113,8 +115,8 @@ impl Policy {
         }
         let acl = options.posix_acl != Acl::Never && features.posix_acl && options.xattr;
         let optional = [
-            (features.posix_locks, InitFlags::POSIX_LOCKS),
-            (features.flock, InitFlags::FLOCK_LOCKS),
+            (features.posix_locks && !options.local_locks, InitFlags::POSIX_LOCKS),
+            (features.flock && !options.local_locks, InitFlags::FLOCK_LOCKS),
             (features.by_number, InitFlags::EXPORT_SUPPORT),
             (acl, InitFlags::POSIX_ACL),
             (options.security_label != Acl::Never && options.xattr, InitFlags::SECURITY_CTX),
@@ -136,7 +138,19 @@ impl Policy {
         // A source that waits for somebody else would be asked by each open.
         let asks = !features.waits && !features.constant;
         let close_to_open = cache == Cache::Auto && !attr_timeout.is_zero() && asks;
-        Self { cache, attr_timeout, names, names_untold, tries_listings, direct_opens, close_to_open, wanted, required }
+        let closes_alone = features.constant || options.local_locks;
+        Self {
+            cache,
+            attr_timeout,
+            names,
+            names_untold,
+            tries_listings,
+            direct_opens,
+            closes_alone,
+            close_to_open,
+            wanted,
+            required,
+        }
     }
 
     fn names(&self, agreed: &Negotiated) -> Names {
@@ -171,7 +185,15 @@ impl Policy {
         };
         // In the window there is no page cache to leave out. But with DIRECT_IO, Linux wants to throw out what is stored there where a
         // WRITE that makes the file longer begins, and cannot (`invalidate_inode_pages2_range` in `fuse_direct_io`): EBUSY.
-        if in_window { open_flags - OpenFlags::DIRECT_IO } else { open_flags }
+        let open_flags = if in_window { open_flags - OpenFlags::DIRECT_IO } else { open_flags };
+        open_flags | self.close_flags(flags)
+    }
+
+    /// Whether the client says when it closes such a file. One that could be written is always told of: what was stored in it through a mapping
+    /// goes out only then, where it is to be seen by whoever opens the file next.
+    pub(crate) fn close_flags(&self, flags: OFlags) -> OpenFlags {
+        let is_read_only = flags & OFlags::ACCMODE == OFlags::RDONLY;
+        if self.closes_alone && is_read_only { OpenFlags::NOFLUSH } else { OpenFlags::empty() }
     }
 
     /// How the client may treat a directory that it opened.

@@ -29,6 +29,8 @@ struct One {
     room: Option<usize>,
     /// Files are opened past the page cache where clients ask for that.
     direct: bool,
+    /// Nothing ever changes.
+    constant: bool,
     /// What a lock request gets.
     waits: bool,
     asked: Mutex<Vec<String>>,
@@ -49,7 +51,8 @@ impl One {
 
 impl FileSystem for One {
     fn features(&self) -> Features {
-        Features { backing: self.file.is_some(), direct: self.direct, ..Features::default() }
+        let (backing, direct, constant) = (self.file.is_some(), self.direct, self.constant);
+        Features { backing, direct, constant, posix_locks: true, flock: true, ..Features::default() }
     }
     fn changes(&self) -> Option<&Changes> {
         Some(&self.changes)
@@ -325,6 +328,31 @@ fn where_others_are_told_of_each_write_the_server_makes_them() {
     close(&mut client, writer.0);
     close(&mut client, reader.0);
     assert_eq!(open(&mut client, OFlags::RDONLY).1, OpenFlags::PASSTHROUGH, "the last close has freed the choice");
+}
+
+/// FLUSH gives locks back, and has what was stored through a mapping written.
+#[test]
+fn a_close_is_told_of_where_that_tells_something() {
+    for (constant, local_locks) in [(false, false), (false, true), (true, false), (true, true)] {
+        let options = ShareOptions { local_locks, ..ShareOptions::default() };
+        let kernel = Arc::new(Kernel::default());
+        let passes = Session::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH).with_backings(kernel);
+        for (session, file) in [(Session::default(), None), (passes, file())] {
+            let passed = if file.is_some() { OpenFlags::PASSTHROUGH } else { OpenFlags::empty() };
+            let (_, mut client) = client(One { file, constant, ..One::default() }, &options, session);
+            for flag in [InitFlags::POSIX_LOCKS, InitFlags::FLOCK_LOCKS] {
+                assert_eq!(client.negotiated.has(flag), !local_locks, "{constant} {local_locks}");
+            }
+            for (flags, is_told) in
+                [(OFlags::RDONLY, !(constant || local_locks)), (OFlags::RDWR, true), (OFlags::WRONLY, true)]
+            {
+                let opened = open(&mut client, flags);
+                assert_eq!(!opened.1.contains(OpenFlags::NOFLUSH), is_told, "{constant} {local_locks} {flags:?}");
+                assert!(opened.1.contains(passed));
+                close(&mut client, opened.0);
+            }
+        }
+    }
 }
 
 #[test]

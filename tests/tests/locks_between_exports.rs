@@ -16,6 +16,7 @@ use ferry_tests::{Place, folder};
 use ferry_vfs::{
     Caller, Errno, FileSystem, Handle, Ino, Lock, LockKind, LockOwner, Locked, Name, OFlags, SessionId, Waiter,
 };
+use ferry_wire::fuse::OpenFlags;
 use ferry_wire::fuse::abi::FileLock;
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::{Signal, kill_process};
@@ -121,12 +122,12 @@ struct Served {
 }
 
 impl Served {
-    fn of(source: &str, folder: &Path) -> Self {
+    fn of(source: &str, flags: &[&str], folder: &Path) -> Self {
         let mountpoint = folder.join("mnt");
         fs::create_dir(&mountpoint).unwrap();
         let words = ["--size", "16M", "--mount", "mnt", "--9p", "unix:n", "--virtiofs", "v", "--json"];
         let mut command = ferry(["share", source]);
-        let server = Arc::new(Mutex::new(Started::new(command.args(words).current_dir(folder))));
+        let server = Arc::new(Mutex::new(Started::new(command.args(words).args(flags).current_dir(folder))));
         let emergency = Emergency::new(&mountpoint, Some(Arc::clone(&server)));
         let watchdog = Watchdog::new(emergency.clone(), LIMIT);
         let served = Self { emergency, watchdog, server };
@@ -140,6 +141,17 @@ impl Served {
 
     fn said(&self) -> (String, String) {
         self.server.lock().unwrap().said()
+    }
+
+    /// Ends it, and looks that nothing is left.
+    fn end(&mut self, folder: &Path) {
+        let pid = self.server.lock().unwrap().pid();
+        kill_process(pid, Signal::TERM).unwrap();
+        let status = self.server.lock().unwrap().wait(SOON);
+        assert!(status.is_some_and(|status| status.success()), "{status:?}: {:?}", self.said());
+        assert!(!self.watchdog.dismiss(), "it took too long");
+        fs::remove_file(folder.join("p")).ok();
+        assert_nothing_left(&folder.join("mnt"));
     }
 }
 
@@ -205,7 +217,7 @@ fn locks_are_shared(source: &str) {
         return;
     }
     let folder = folder(Place::Disk);
-    let mut served = Served::of(source, folder.path());
+    let mut served = Served::of(source, &[], folder.path());
     let mut parties = Parties::of(folder.path());
     exclude(&mut parties);
     wait_for_each_other(&mut parties);
@@ -219,13 +231,36 @@ fn locks_are_shared(source: &str) {
         std::thread::sleep(Duration::from_millis(5));
     }
     drop(mounted);
-    let pid = served.server.lock().unwrap().pid();
-    kill_process(pid, Signal::TERM).unwrap();
-    let status = served.server.lock().unwrap().wait(SOON);
-    assert!(status.is_some_and(|status| status.success()), "{status:?}: {:?}", served.said());
-    assert!(!served.watchdog.dismiss(), "it took too long");
-    fs::remove_file(folder.path().join("p")).ok();
-    assert_nothing_left(&folder.path().join("mnt"));
+    served.end(folder.path());
+}
+
+/// The kernel keeps the mount's locks, and would the guest's; so it has not to be told of each close.
+#[test]
+fn local_locks_are_met_by_nobody_else() {
+    const O_RDONLY: u32 = 0;
+    if let Some(why) = missing() {
+        println!("skipped: {why}");
+        return;
+    }
+    for (flags, are_local) in [(&[][..], false), (&["--local-locks"][..], true)] {
+        let folder = folder(Place::Disk);
+        let mut served = Served::of("mem", flags, folder.path());
+        let mut parties = Parties::of(folder.path());
+        assert!(parties.set(Who::Mount, LockKind::Write));
+        assert_eq!(parties.set(Who::NineP, LockKind::Write), are_local);
+        // Of the other kind, which this process can be in its own way with.
+        let again = File::open(folder.path().join("mnt/file")).unwrap();
+        parties.mounted.try_lock().unwrap();
+        assert!(again.try_lock_shared().is_err(), "the mount's own meet each other");
+        drop(again);
+        let node = parties.node.0;
+        for (mode, is_told) in [(O_RDONLY, !are_local), (O_RDWR, true)] {
+            let open = parties.guest.open(node, mode).unwrap();
+            assert_eq!(open.open_flags & OpenFlags::NOFLUSH.bits() == 0, is_told, "{flags:?} {mode}");
+        }
+        drop(parties);
+        served.end(folder.path());
+    }
 }
 
 #[test]

@@ -11,9 +11,9 @@ pub enum Config {
     None,
     /// Names and attributes for a second, data while a file is open; extended attributes and ACLs work.
     Auto,
-    /// The same without extended attributes and ACLs.
+    /// The same without extended attributes and ACLs, and without locks that others meet: what virtiofsd offers by default.
     AutoNoXattr,
-    /// Everything until it is told otherwise, without extended attributes and ACLs.
+    /// The same, everything until it is told otherwise.
     AlwaysNoXattr,
     /// Nothing, but for what lies in a DAX window, which the peer has not.
     NoneDax,
@@ -36,8 +36,8 @@ impl Config {
         match self {
             Self::None => "--cache none",
             Self::Auto => "--cache auto",
-            Self::AutoNoXattr => "--cache auto --no-xattr",
-            Self::AlwaysNoXattr => "--cache always --no-xattr",
+            Self::AutoNoXattr => "--cache auto --no-xattr --local-locks",
+            Self::AlwaysNoXattr => "--cache always --no-xattr --local-locks",
             Self::NoneDax => "--cache none",
         }
     }

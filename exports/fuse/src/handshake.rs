@@ -136,6 +136,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         writeback: options.writeback,
         xattr: options.xattr,
         direct_opens: options.direct_opens,
+        local_locks: options.local_locks,
         told: true,
         ..ShareOptions::default()
     }

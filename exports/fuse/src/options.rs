@@ -59,6 +59,8 @@ pub struct Options {
     pub xattr: bool,
     /// Files opened with `O_DIRECT` leave the page cache out altogether. Default: yes.
     pub direct_opens: bool,
+    /// Locks are the mount's own: others do not meet them, and closing a file that was opened for reading takes no request. Default: no.
+    pub local_locks: bool,
     /// Users other than the one who mounts may enter. Default: no.
     pub allow_other: bool,
     /// Nothing can be changed through this mount. Default: no.
@@ -117,6 +119,7 @@ impl Default for Options {
             negative_timeout: None,
             writeback: false,
             xattr: true,
+            local_locks: false,
             direct_opens: true,
             allow_other: false,
             read_only: false,

@@ -58,6 +58,7 @@ impl VirtioFs {
             posix_acl: options.posix_acl,
             security_label: options.security_label,
             direct_opens: false,
+            local_locks: options.local_locks,
             told: false,
         };
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

@@ -72,6 +72,8 @@ pub struct Options {
     pub posix_acl: Acl,
     /// Whether what guests make gets the labels of their security modules at once, by the request that makes it.
     pub security_label: Acl,
+    /// Locks are the guest's own: others do not meet them, and closing a file that was opened for reading takes no request.
+    pub local_locks: bool,
     /// The first virtual machine is the only one: [`Export::ended`] tells when it has gone.
     pub once: bool,
     /// How data is moved.
@@ -146,6 +148,7 @@ impl Default for Options {
             xattr: true,
             posix_acl: Acl::Auto,
             security_label: Acl::Never,
+            local_locks: false,
             once: false,
             io: IoMode::Auto,
             dax_bytes: Some(WINDOW_BYTES_DEFAULT),

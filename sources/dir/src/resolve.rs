@@ -302,15 +302,13 @@ impl Dir {
         let last = st.stx_nlink <= 1 || inode.is_dir();
         let newly = last && !inode.is_pinned();
         if newly {
-            let held = inode.is_held()
-                || match inode.found.handle {
-                    Some(_) => self.hold_by_handle(&inode).is_ok(),
-                    None => self.hold_named(&inode, dir_fd, name).is_ok(),
-                };
-            if !held {
+            let hold = || match inode.found.handle {
+                Some(_) => self.hold_by_handle(&inode),
+                None => self.hold_named(&inode, dir_fd, name),
+            };
+            if !inode.pin_held() && !(hold().is_ok() && inode.pin_held()) {
                 tracing::debug!(ino = inode.ino.0, "an unlinked inode could not be pinned");
             }
-            inode.set_pinned(held);
         }
         Some(Pinned { inode, newly })
     }

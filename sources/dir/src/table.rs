@@ -189,6 +189,16 @@ impl Inode {
         self.pinned.store(pinned, Ordering::Release);
     }
 
+    /// Pins it if it holds a descriptor: nobody gives that up meanwhile.
+    pub(crate) fn pin_held(&self) -> bool {
+        let state = lock(&self.state);
+        let held = state.fd.is_some();
+        if held {
+            self.set_pinned(true);
+        }
+        held
+    }
+
     /// The descriptor, if one is held.
     pub(crate) fn fd(&self) -> Option<Arc<PathFd>> {
         let fd = lock(&self.state).fd.clone();
@@ -214,6 +224,7 @@ impl Inode {
 
     /// Gives the descriptor up, unless it was used lately or is the only way to the inode.
     pub(crate) fn evict(&self) -> Option<Arc<PathFd>> {
+        let mut state = lock(&self.state);
         if self.is_pinned() {
             return None;
         }
@@ -222,7 +233,6 @@ impl Inode {
             self.credit.store(credit - 1, Ordering::Relaxed);
             return None;
         }
-        let mut state = lock(&self.state);
         // Without a handle or a place there is no other way to the inode.
         if self.found.handle.is_none() && state.place.is_none() {
             return None;

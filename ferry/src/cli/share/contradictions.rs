@@ -104,6 +104,11 @@ impl Share {
             _ if self.writeback && self.passthrough == Some(Passthrough::On) => {
                 Some("writeback and passthrough exclude each other; leave one out".into())
             }
+            _ if self.local_locks && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
+                Some(format!(
+                    "local-locks is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose for themselves"
+                ))
+            }
             _ if self.mount.is_none() => given(&of_mounts)
                 .map(|flag| format!("{flag} is for mounts, and {source} is not mounted: add mount, or leave it out")),
             _ => None,
