@@ -165,9 +165,12 @@ struct Args {
     /// Open files with `O_DIRECT` where the guest does.
     #[arg(long)]
     allow_direct_io: bool,
-    /// Locks are the guest's own (`-o no_posix_lock`).
+    /// POSIX locks need not be met by others (`-o no_posix_lock`).
     #[arg(skip)]
-    local_locks: bool,
+    no_posix_lock: bool,
+    /// But those of flock(2) must (`-o flock`).
+    #[arg(skip)]
+    flock: bool,
     /// Print what this back end can do, in JSON.
     #[arg(long)]
     print_capabilities: bool,
@@ -277,19 +280,12 @@ impl Args {
             ("allow_direct_io", None) => self.allow_direct_io = true,
             ("no_allow_direct_io", None) => self.allow_direct_io = false,
             ("debug", None) => self.debug = true,
-            ("posix_lock", None) => self.local_locks = false,
-            ("no_posix_lock", None) => self.local_locks = true,
+            ("posix_lock", None) => self.no_posix_lock = false,
+            ("no_posix_lock", None) => self.no_posix_lock = true,
+            ("flock", None) => self.flock = true,
+            ("no_flock", None) => self.flock = false,
             // What is so anyway, or was never in virtiofsd 1.
-            (
-                "flock"
-                | "no_flock"
-                | "killpriv_v2"
-                | "no_killpriv_v2"
-                | "norace"
-                | "allow_root"
-                | "default_permissions",
-                None,
-            )
+            ("killpriv_v2" | "no_killpriv_v2" | "norace" | "allow_root" | "default_permissions", None)
             | ("timeout", Some(_)) => {}
             _ => return Err(format!("-o {option}: there is no such option")),
         }
@@ -386,7 +382,7 @@ impl Args {
             (self.no_readdirplus, "--no-readdirplus"),
             (self.writeback, "--writeback"),
             (self.allow_direct_io, "--allow-direct-io"),
-            (self.local_locks, "--local-locks"),
+            (self.no_posix_lock && !self.flock, "--local-locks"),
             (self.migration_verify_handles, "--migration-verify-handles"),
         ];
         line.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| flag.into()));
@@ -563,7 +559,8 @@ mod tests {
         for args in [
             "--shared-dir /d --socket-path /s",
             "--shared-dir=/d --socket=/s -f --xattr -o no_xattr",
-            "-o source=/d,cache=auto,flock,no_posix_lock,posix_lock --socket-path=/s",
+            "-o source=/d,cache=auto,flock,no_posix_lock --socket-path=/s",
+            "-o source=/d,cache=auto,no_posix_lock,posix_lock,no_flock --socket-path=/s",
         ] {
             assert_eq!(line(args).as_deref(), Ok(plain), "{args}");
         }
@@ -598,7 +595,7 @@ mod tests {
             ("--writeback", "--writeback"),
             ("-o writeback", "--writeback"),
             ("--allow-direct-io", "--allow-direct-io"),
-            ("-o posix_lock,no_posix_lock", "--local-locks"),
+            ("-o posix_lock,no_posix_lock,flock,no_flock", "--local-locks"),
             ("-o allow_direct_io", "--allow-direct-io"),
             ("--no-announce-submounts --announce-submounts", "--announce-submounts"),
             ("--inode-file-handles=never", "--inode-file-handles=never"),

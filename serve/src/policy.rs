@@ -138,7 +138,7 @@ impl Policy {
         // A source that waits for somebody else would be asked by each open.
         let asks = !features.waits && !features.constant;
         let close_to_open = cache == Cache::Auto && !attr_timeout.is_zero() && asks;
-        let closes_alone = features.constant || options.local_locks;
+        let closes_alone = options.local_locks || features.constant && !features.posix_locks;
         Self {
             cache,
             attr_timeout,
@@ -189,8 +189,8 @@ impl Policy {
         open_flags | self.close_flags(flags)
     }
 
-    /// Whether the client says when it closes such a file. One that could be written is always told of: what was stored in it through a mapping
-    /// goes out only then, where it is to be seen by whoever opens the file next.
+    /// Whether the client says when it closes such a file. It does of one that could be written: what was stored in it by the client's kernel, or
+    /// in a window, is told of then, and so is what became of that.
     pub(crate) fn close_flags(&self, flags: OFlags) -> OpenFlags {
         let is_read_only = flags & OFlags::ACCMODE == OFlags::RDONLY;
         if self.closes_alone && is_read_only { OpenFlags::NOFLUSH } else { OpenFlags::empty() }

@@ -39,8 +39,8 @@ pub struct ShareOptions {
     /// Files opened with `O_DIRECT` leave the client's page cache out altogether. Without, Linux sends an
     /// `O_DIRECT | O_SYNC` write down the cached path and an fsync behind it: 30 instead of 200 thousand a second.
     pub direct_opens: bool,
-    /// Locks are each client's own, which its kernel keeps: others do not meet them. Then no FLUSH is needed to give them back, and none
-    /// comes for files that were opened for reading only.
+    /// Locks are each client's own, which its kernel keeps: others do not meet them. Then no FLUSH is needed to give them back, and Linux
+    /// (from 5.16 on, and not with [`Self::writeback`]) sends none for files that were opened for reading only.
     pub local_locks: bool,
     /// Clients are told of what others change, as far as the source says so. Those that cannot be told that any name may
     /// have changed then keep names for half a minute at most, unless it is chosen how long.

@@ -52,7 +52,7 @@ impl One {
 impl FileSystem for One {
     fn features(&self) -> Features {
         let (backing, direct, constant) = (self.file.is_some(), self.direct, self.constant);
-        Features { backing, direct, constant, posix_locks: true, flock: true, ..Features::default() }
+        Features { backing, direct, constant, posix_locks: !constant, flock: !constant, ..Features::default() }
     }
     fn changes(&self) -> Option<&Changes> {
         Some(&self.changes)
@@ -341,7 +341,7 @@ fn a_close_is_told_of_where_that_tells_something() {
             let passed = if file.is_some() { OpenFlags::PASSTHROUGH } else { OpenFlags::empty() };
             let (_, mut client) = client(One { file, constant, ..One::default() }, &options, session);
             for flag in [InitFlags::POSIX_LOCKS, InitFlags::FLOCK_LOCKS] {
-                assert_eq!(client.negotiated.has(flag), !local_locks, "{constant} {local_locks}");
+                assert_eq!(client.negotiated.has(flag), !(constant || local_locks), "{constant} {local_locks}");
             }
             for (flags, is_told) in
                 [(OFlags::RDONLY, !(constant || local_locks)), (OFlags::RDWR, true), (OFlags::WRONLY, true)]

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, Pair, Site, each_change};
 use ferry_tests::{Place, folder, on_cells};
+use ferry_vfs::{Caller, FileSystem, Ino, Name};
 use rustix::process::{Signal, kill_process};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
@@ -222,5 +223,26 @@ fn what_others_delete_takes_no_room() {
         assert!(begun.elapsed() < LIMIT, "it stays open");
         std::thread::sleep(LATE / 10);
     }
+    mounted.finish();
+}
+
+/// Whoever shares a mount again cannot count on its file handles: Linux finds by them what it still has, and no more.
+#[test]
+fn what_is_shared_again_stays_open() {
+    /// Longer than what was used but once stays open elsewhere.
+    const SEVERAL_TURNS: Duration = Duration::from_secs(11);
+    let cell: Cell = "mem_devfuse".parse().unwrap();
+    let Some(mounted) = Mounted::new(&cell) else { return };
+    fs::write(mounted.site.path.join("file"), "content").unwrap();
+    let shared = ferry_dir::Dir::open(&mounted.site.path, ferry_dir::Options::default()).unwrap();
+    shared.begin();
+    let (cx, name) = (Caller::default(), Name::new(b"file").unwrap());
+    let file = shared.lookup(&cx, Ino::ROOT, name).unwrap().ino;
+    shared.getattr(&cx, file, None).unwrap();
+    let descriptors = shared.usage().descriptors;
+    std::thread::sleep(SEVERAL_TURNS);
+    assert_eq!(shared.usage().descriptors, descriptors);
+    assert_eq!(shared.getattr(&cx, file, None).unwrap().size, 7);
+    drop(shared);
     mounted.finish();
 }

@@ -121,7 +121,7 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
     let _ = writeln!(
         out,
         "* Configuration `none` is `--cache none` of Ferry and `--cache never --allow-mmap` of virtiofsd, `auto` is \
-         `--cache auto` of both with extended attributes and ACLs, `auto-no-xattr` without them, and Ferry with `--local-locks`, as virtiofsd is. Two guests, one on each server, share one directory; only one works at a time.\n\
+         `--cache auto` of both with extended attributes and ACLs, `auto-no-xattr` without them, and `auto-local-locks` besides without locks that others meet, which virtiofsd never has. Two guests, one on each server, share one directory; only one works at a time.\n\
          * fio: {} MiB files that the host has in its page cache, 4 KiB blocks, no fsync; libaio with `direct=1` and 16 \
          in flight; `multi` is four jobs in one guest. psync and mmap without `direct`.\n\
          * The published figures (`bench/published/virtiofs-fio.csv`, MiB/s) are the virtio-fs developers' own, years ago, \

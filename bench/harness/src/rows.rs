@@ -11,9 +11,11 @@ pub enum Config {
     None,
     /// Names and attributes for a second, data while a file is open; extended attributes and ACLs work.
     Auto,
-    /// The same without extended attributes and ACLs, and without locks that others meet: what virtiofsd offers by default.
+    /// The same without extended attributes and ACLs.
     AutoNoXattr,
-    /// The same, everything until it is told otherwise.
+    /// That, and locks that nobody else meets: no more than virtiofsd offers.
+    AutoLocalLocks,
+    /// Everything until it is told otherwise, without extended attributes and ACLs.
     AlwaysNoXattr,
     /// Nothing, but for what lies in a DAX window, which the peer has not.
     NoneDax,
@@ -26,6 +28,7 @@ impl Config {
             Self::None => "none",
             Self::Auto => "auto",
             Self::AutoNoXattr => "auto-no-xattr",
+            Self::AutoLocalLocks => "auto-local-locks",
             Self::AlwaysNoXattr => "always-no-xattr",
             Self::NoneDax => "none-dax",
         }
@@ -36,8 +39,9 @@ impl Config {
         match self {
             Self::None => "--cache none",
             Self::Auto => "--cache auto",
-            Self::AutoNoXattr => "--cache auto --no-xattr --local-locks",
-            Self::AlwaysNoXattr => "--cache always --no-xattr --local-locks",
+            Self::AutoNoXattr => "--cache auto --no-xattr",
+            Self::AutoLocalLocks => "--cache auto --no-xattr --local-locks",
+            Self::AlwaysNoXattr => "--cache always --no-xattr",
             Self::NoneDax => "--cache none",
         }
     }
@@ -48,7 +52,7 @@ impl Config {
         match self {
             Self::None | Self::NoneDax => "--cache never --allow-mmap",
             Self::Auto => "--cache auto --xattr --posix-acl",
-            Self::AutoNoXattr => "--cache auto",
+            Self::AutoNoXattr | Self::AutoLocalLocks => "--cache auto",
             Self::AlwaysNoXattr => "--cache always",
         }
     }
@@ -211,6 +215,7 @@ pub fn all() -> Vec<Row> {
     for config in [Config::Auto, Config::AutoNoXattr] {
         rows.extend(TASKS.map(|(name, task)| meta(name, config, task)));
     }
+    rows.push(meta("open-read-close", Config::AutoLocalLocks, Task::OpenReadClose));
     for queues in [1, 4] {
         for depth in [1, 16, 64] {
             rows.push(native("native-read-4k", Op::Read, queues, depth));

@@ -59,7 +59,7 @@ pub struct Options {
     pub xattr: bool,
     /// Files opened with `O_DIRECT` leave the page cache out altogether. Default: yes.
     pub direct_opens: bool,
-    /// Locks are the mount's own: others do not meet them, and closing a file that was opened for reading takes no request. Default: no.
+    /// Locks are the mount's own: others do not meet them, and who closes a file that was opened for reading waits for no answer. Default: no.
     pub local_locks: bool,
     /// Users other than the one who mounts may enter. Default: no.
     pub allow_other: bool,

@@ -72,7 +72,7 @@ pub struct Options {
     pub posix_acl: Acl,
     /// Whether what guests make gets the labels of their security modules at once, by the request that makes it.
     pub security_label: Acl,
-    /// Locks are the guest's own: others do not meet them, and closing a file that was opened for reading takes no request.
+    /// Locks are the guest's own: others do not meet them, and who closes a file that was opened for reading waits for no answer.
     pub local_locks: bool,
     /// The first virtual machine is the only one: [`Export::ended`] tells when it has gone.
     pub once: bool,

@@ -31,14 +31,15 @@ const BATCH: usize = 64;
 const TRIES_MAX: usize = 4;
 /// Entries of the clock beyond the descriptors in use that are tolerated before it is swept.
 const SLACK: usize = 1024;
-/// How often those are looked for that nothing has used since: a file's goes with the second turn after its last use at the latest, a directory's with the fifth.
+/// How often those are looked for that nothing has used since. One that was used but once goes with the next turn, another file's with the second, a
+/// directory's with the fourth.
 const TURN: Duration = Duration::from_secs(5);
 
 /// The inodes that hold a descriptor, by number, so that nothing is kept alive by it; some are gone already.
 #[derive(Debug, Default)]
 struct Clock {
     inos: VecDeque<Ino>,
-    /// It was empty when somebody came to wait for it.
+    /// It was empty when it was looked at, and somebody waits for it not to be.
     is_awaited: bool,
     /// Nobody is to wait for it any more.
     is_over: bool,
@@ -114,9 +115,12 @@ impl Cache {
     /// Moves the clock's hand on, turn after turn, until [`Self::end`], and sleeps while nothing is held.
     pub(crate) fn tend(&self, table: &Table) {
         loop {
-            let mut clock = lock(&self.clock);
-            clock.is_awaited = clock.inos.is_empty();
-            let clock = self.wound.wait_while(clock, |clock| clock.inos.is_empty() && !clock.is_over);
+            let clock = lock(&self.clock);
+            // Each time, for what woke us may have been given up by others already.
+            let clock = self.wound.wait_while(clock, |clock| {
+                clock.is_awaited = clock.inos.is_empty() && !clock.is_over;
+                clock.is_awaited
+            });
             let clock = clock.unwrap_or_else(PoisonError::into_inner);
             let clock = self.wound.wait_timeout_while(clock, TURN, |clock| !clock.is_over);
             let (clock, _) = clock.unwrap_or_else(PoisonError::into_inner);
@@ -128,7 +132,7 @@ impl Cache {
             while left > 0 {
                 // Others wait for the lock meanwhile.
                 let steps = left.min(STEPS_MAX);
-                self.evict(table, steps, steps, Inode::evict_if_has_handle);
+                self.evict(table, steps, steps, Inode::evict_idle);
                 left -= steps;
             }
         }

@@ -184,7 +184,7 @@ pub struct Dir {
     /// /proc/self/fd.
     proc_fds: OwnedFd,
     watch: OnceLock<Watch>,
-    tender: OnceLock<Tender>,
+    tender: OnceLock<Option<Tender>>,
 }
 
 impl Dir {
@@ -255,18 +255,21 @@ impl Dir {
     }
 
     /// Starts the thread that gives descriptors up which nothing has used for a while (a file's after 10 seconds at the latest, a directory's
-    /// after 25), so that what others delete on the host takes no room there any more. Only where inodes are remembered by file handles: to
-    /// others a descriptor is the only sure way. A second call does nothing.
+    /// after 20), so that what others delete on the host takes no room there any more, unless a client has it open. Only where the directory itself has
+    /// file handles, and of inodes that surely are found by theirs: to others a descriptor is the only way. A second call does nothing.
     pub fn begin(&self) {
-        if self.tender.get().is_some() || !self.has_file_handles() {
+        if !self.has_file_handles() {
             return;
         }
-        match Tender::start(&self.cache, &self.table) {
-            Ok(tender) => drop(self.tender.set(tender)),
-            Err(error) => tracing::warn!(
-                "files that are deleted on the host take room there until clients forget them: no thread can be started: {error}"
-            ),
-        }
+        self.tender.get_or_init(|| {
+            let started = Tender::start(&self.cache, &self.table);
+            let complain = |error: &std::io::Error| {
+                tracing::warn!(
+                    "files that are deleted on the host take room there until clients forget them: no thread can be started: {error}"
+                );
+            };
+            started.inspect_err(complain).ok()
+        });
     }
 
     /// How much is held at the moment, to be watched and tested.

@@ -20,6 +20,8 @@ pub(crate) struct Mount {
     real: Option<OwnedFd>,
     /// File handles work: they can be made, and opened again.
     handles: bool,
+    /// They lead to inodes that the kernel has given up meanwhile, too.
+    pub(crate) lasting: bool,
     /// Closing a file may tell an error of an earlier write.
     pub(crate) flushes: bool,
 }
@@ -28,6 +30,10 @@ pub(crate) struct Mount {
 /// f2fs, EROFS, squashfs, bcachefs, ZFS.
 const NO_FLUSH: [u32; 9] =
     [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0xe0f5_e1e2, 0x7371_7368, 0xca45_1a4e, 0x2fc1_2fc1];
+
+/// File systems that find an inode by its handle only as long as the kernel keeps it (`f_type`): FUSE, unless its server says otherwise, and
+/// FAT, unless it is mounted with `nfs=nostale_ro`.
+const FORGETFUL: [u32; 2] = [0x6573_5546, 0x4d44];
 
 impl Mount {
     /// Looks at the mount that `path_fd`, an `O_PATH` descriptor of an inode of this kind, is on.
@@ -45,9 +51,11 @@ impl Mount {
                     .is_ok()
             });
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "magic numbers have 32 bits")]
-        let flushes = rustix::fs::fstatfs(path_fd).map_or(true, |statfs| !NO_FLUSH.contains(&(statfs.f_type as u32)));
-        tracing::debug!(id, handles, flushes, "mount");
-        Self { id, real, handles, flushes }
+        let kind = rustix::fs::fstatfs(path_fd).map(|statfs| statfs.f_type as u32);
+        let flushes = kind.map_or(true, |kind| !NO_FLUSH.contains(&kind));
+        let lasting = kind.is_ok_and(|kind| !FORGETFUL.contains(&kind));
+        tracing::debug!(id, handles, lasting, flushes, "mount");
+        Self { id, real, handles, lasting, flushes }
     }
 
     /// The descriptor to open file handles on, where the mount has them.

@@ -11,7 +11,7 @@ use rustix::path::DecInt;
 
 use crate::Dir;
 use crate::creds::mode_under_umask;
-use crate::resolve::{At, key, kind, statx};
+use crate::resolve::{At, has_name, key, kind, statx};
 use crate::table::{Inode, PathFd};
 
 /// How often a create starts again when the host makes and removes the name meanwhile.
@@ -143,7 +143,9 @@ impl Dir {
             let from = DecInt::from_fd(fd.as_fd());
             rustix::fs::linkat(&self.proc_fds, from, dir_fd, name.as_bytes(), AtFlags::SYMLINK_FOLLOW)
         })?;
-        inode.set_pinned(false);
+        if inode.is_pinned() && has_name(fd.as_fd()) {
+            inode.set_pinned(false);
+        }
         self.attr_changed(cx.session, &inode);
         Ok(entry)
     }

@@ -38,6 +38,11 @@ pub(crate) fn btime(st: &Statx) -> Option<Timespec> {
     (st.stx_mask & StatxFlags::BTIME.bits() != 0).then(|| time(st.stx_btime))
 }
 
+/// Whether an inode still has a name.
+pub(crate) fn has_name(fd: BorrowedFd<'_>) -> bool {
+    statx(fd, b"").is_ok_and(|st| st.stx_nlink > 0)
+}
+
 /// The file type.
 pub(crate) fn kind(st: &Statx) -> FileType {
     FileType::from_raw_mode(st.stx_mode.into())
@@ -306,7 +311,8 @@ impl Dir {
                 Some(_) => self.hold_by_handle(&inode),
                 None => self.hold_named(&inode, dir_fd, name),
             };
-            if !inode.pin_held() && !(hold().is_ok() && inode.pin_held()) {
+            if !inode.pin() && hold().is_err() {
+                inode.set_pinned(false);
                 tracing::debug!(ino = inode.ino.0, "an unlinked inode could not be pinned");
             }
         }
@@ -338,9 +344,9 @@ pub(crate) struct Pinned {
 }
 
 impl Pinned {
-    /// The name stayed after all.
+    /// The name stayed after all, unless somebody else has removed it.
     pub(crate) fn undo(&self) {
-        if self.newly {
+        if self.newly && self.inode.fd().is_none_or(|fd| has_name(fd.as_fd())) {
             self.inode.set_pinned(false);
         }
     }

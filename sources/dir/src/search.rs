@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Bounds, FileType, Ino, OFlags, Result};
+use ferry_vfs::{Bounds, Errno, FileType, Ino, OFlags, Result};
 use rustix::fs::Mode;
 
 use crate::Dir;
@@ -46,7 +46,10 @@ impl Dir {
 
     fn search_until(&self, inos: &[Ino], within: Bounds, until: Instant) -> Vec<(Ino, Vec<u8>)> {
         // What has no name any more is nowhere.
-        let is_somewhere = |inode: &Arc<Inode>| self.stat(inode.ino).map_or(true, |(_, st)| st.stx_nlink > 0);
+        let is_somewhere = |inode: &Arc<Inode>| match self.stat(inode.ino) {
+            Ok((_, st)) => st.stx_nlink > 0,
+            Err(error) => !(error == Errno::STALE && inode.has_lasting_handle()),
+        };
         let inodes = inos.iter().filter_map(|ino| self.table.peek(*ino)).filter(is_somewhere);
         let wanted: HashMap<Key, Arc<Inode>> = inodes.map(|inode| (inode.found.key, inode)).collect();
         let numbers = wanted.keys().map(|key| key.ino).collect();

@@ -189,14 +189,11 @@ impl Inode {
         self.pinned.store(pinned, Ordering::Release);
     }
 
-    /// Pins it if it holds a descriptor: nobody gives that up meanwhile.
-    pub(crate) fn pin_held(&self) -> bool {
+    /// Pins it, so that nobody gives up the descriptor that it holds, or is given next; answers whether it holds one.
+    pub(crate) fn pin(&self) -> bool {
         let state = lock(&self.state);
-        let held = state.fd.is_some();
-        if held {
-            self.set_pinned(true);
-        }
-        held
+        self.set_pinned(true);
+        state.fd.is_some()
     }
 
     /// The descriptor, if one is held.
@@ -241,9 +238,14 @@ impl Inode {
         state.fd.take()
     }
 
-    /// The same where a file handle leads to the inode whatever becomes of its name.
-    pub(crate) fn evict_if_has_handle(&self) -> Option<Arc<PathFd>> {
-        self.found.handle.as_ref().and_then(|_| self.evict())
+    /// Whether a file handle leads to the inode, whatever becomes of its name, for as long as it has one.
+    pub(crate) fn has_lasting_handle(&self) -> bool {
+        self.found.handle.is_some() && self.found.mount.lasting
+    }
+
+    /// As [`Self::evict`], if the descriptor can surely be had again.
+    pub(crate) fn evict_idle(&self) -> Option<Arc<PathFd>> {
+        if self.has_lasting_handle() { self.evict() } else { None }
     }
 
     pub(crate) fn place(&self) -> Option<Place> {

@@ -48,7 +48,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeT
          in brackets.\n\n| | |\n| --- | --- |\n\
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
          | guest | User-mode Linux {guest_kernel}, one CPU of its own; the servers have the others |\n\
-         | Ferry | {ferry}, `--no-xattr --local-locks` |\n| virtiofsd | {virtiofsd}, `--sandbox none --seccomp none` |\n\n\
+         | Ferry | {ferry}, `--no-xattr` |\n| virtiofsd | {virtiofsd}, `--sandbox none --seccomp none` |\n\n\
          * `find` and `git status` are on a repository of {} files in {repo_dirs} directories, after the guest has \
          forgotten all it knew; `find` only names them, `find-stat` shows sizes, modes and times, too. `unpack` (tar) and \
          `delete` (rm) are on a tree like a node_modules: {packages} packages of 50 files in 5 directories.\n\
