@@ -95,6 +95,7 @@ mod tests {
             queues = 2
             cache = "none"
             writeback = true
+            local-locks = true
             poll-us = 50
             allow-direct-io = true
 
@@ -151,6 +152,7 @@ mod tests {
         assert_eq!(shares.len(), 7);
         assert_eq!(shares[0].source, Path::new("/srv/a"));
         assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("/etc/ferry/a.sock")));
+        assert!(shares[0].writeback && shares[0].local_locks);
         assert_eq!(shares[1].source, Path::new("/etc/ferry/b"));
         assert_eq!(shares[1].fd, Some(3));
         assert_eq!(shares[2].source, Path::new("pmem:/etc/ferry/p"));

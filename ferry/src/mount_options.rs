@@ -45,12 +45,13 @@ const IGNORED: [&str; 31] = [
 ];
 
 /// Words that other file systems have, and what there is in their place.
-const ELSEWHERE: [(&str, &str); 14] = [
+const ELSEWHERE: [(&str, &str); 15] = [
     ("allow_root", "allow_other lets other users in, root among them"),
     ("kernel_cache", "cache=always keeps data until they change, as far as Ferry is told of changes"),
     ("auto_cache", "cache=auto, which is the default, does that"),
     ("direct_io", "cache=none keeps nothing of files' data"),
     ("writeback_cache", "writeback does that"),
+    ("no_remote_lock", "local_locks does that"),
     ("max_read", "READs are as long as the kernel's, 1 MiB at most; leave it out"),
     ("max_write", "WRITEs are as long as the kernel's, 1 MiB at most; leave it out"),
     ("max_background", "the number is fixed; leave it out"),
@@ -256,7 +257,9 @@ mod tests {
     /// Whoever follows the advice is understood.
     #[test]
     fn what_is_named_instead_is_there() {
-        for line in ["allow_other", "cache=always", "cache=auto", "cache=none", "writeback", "map_user=1:1"] {
+        for line in
+            ["allow_other", "cache=always", "cache=auto", "cache=none", "writeback", "local_locks", "map_user=1:1"]
+        {
             expanded(&format!("mem /m -o {line}")).expect(line);
         }
         for word in ["translate_uid", "translate_gid"] {

@@ -17,8 +17,8 @@ use ferry_vfs::*;
 /// Longer than a directory's descriptor stays, on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(90);
 const TICK: Duration = Duration::from_millis(50);
-/// Long enough for a descriptor that was used but once to go.
-const SEVERAL_TURNS: Duration = Duration::from_secs(16);
+/// Long enough for the descriptor of any file that is not used to go.
+const SEVERAL_TURNS: Duration = Duration::from_secs(11);
 
 /// What of a share this process has open, by its names.
 fn open_in(share: &Share) -> Vec<PathBuf> {
