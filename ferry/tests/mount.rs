@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use common::place::{Place, runs, until};
 use common::{Server, ferry, needs_fuse, refused, run, wait};
-use rustix::mount::UnmountFlags;
 use rustix::process::{Pid, Signal, kill_process};
 
 #[test]
@@ -175,7 +174,7 @@ fn one_source_through_two_exports() {
     fs::write(place.mnt.join("file"), "in memory").unwrap();
     assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "in memory");
     // The socket outlives the mount.
-    rustix::mount::unmount(&place.mnt, UnmountFlags::empty()).unwrap();
+    place.unmount_alone();
     assert!(socket.exists());
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
@@ -191,7 +190,7 @@ fn a_file_says_what_to_mount() {
     let mut server = Server::start(ferry().arg("share").arg("--config").arg(&file));
     assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
     assert_eq!(fs::write(place.mnt.join("file"), "x").unwrap_err().raw_os_error(), Some(30));
-    rustix::mount::unmount(&place.mnt, UnmountFlags::empty()).unwrap();
+    place.unmount_alone();
     assert_eq!(server.status(), Some(0), "the only mount is gone");
 }
 

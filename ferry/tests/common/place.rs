@@ -69,12 +69,17 @@ impl Place {
 
     /// Unmounts, and waits for the server's end.
     pub fn unmount(&self, pid: Pid) {
+        self.unmount_alone();
+        until("its end after umount", || !runs(pid));
+    }
+
+    /// Where no server is waited for.
+    pub fn unmount_alone(&self) {
         // A program that another test is just starting has copies of this process's open files until its exec.
         until("umount", || match rustix::mount::unmount(&self.mnt, UnmountFlags::empty()) {
             Err(rustix::io::Errno::BUSY) => false,
             outcome => outcome.map(|()| true).unwrap(),
         });
-        until("its end after umount", || !runs(pid));
     }
 
     pub fn is_free(&self) -> bool {
