@@ -330,7 +330,7 @@ fn where_others_are_told_of_each_write_the_server_makes_them() {
     assert_eq!(open(&mut client, OFlags::RDONLY).1, OpenFlags::PASSTHROUGH, "the last close has freed the choice");
 }
 
-/// FLUSH gives locks back, and has what was stored through a mapping written.
+/// FLUSH gives locks back, and tells what became of what was stored through a mapping.
 #[test]
 fn a_close_is_told_of_where_that_tells_something() {
     for (constant, local_locks) in [(false, false), (false, true), (true, false), (true, true)] {

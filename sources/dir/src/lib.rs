@@ -256,9 +256,9 @@ impl Dir {
 
     /// Starts the thread that gives descriptors up which nothing has used for a while (a file's after 10 seconds at the latest, a directory's
     /// after 20), so that what others delete on the host takes no room there any more, unless a client has it open. Only where the directory itself has
-    /// file handles, and of inodes that surely are found by theirs: to others a descriptor is the only way. A second call does nothing.
+    /// file handles that last, and of inodes that surely are found by theirs: to others a descriptor is the only way. A second call does nothing.
     pub fn begin(&self) {
-        if !self.has_file_handles() {
+        if !(self.has_file_handles() && self.root.found.mount.lasting) {
             return;
         }
         self.tender.get_or_init(|| {

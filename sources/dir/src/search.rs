@@ -44,13 +44,16 @@ impl Dir {
         self.search_until(inos, within, Instant::now() + SEARCH_TIME_MAX)
     }
 
-    fn search_until(&self, inos: &[Ino], within: Bounds, until: Instant) -> Vec<(Ino, Vec<u8>)> {
-        // What has no name any more is nowhere.
-        let is_somewhere = |inode: &Arc<Inode>| match self.stat(inode.ino) {
+    /// Whether an inode may have a name: what surely has none is not looked for in the whole tree.
+    fn is_somewhere(&self, inode: &Inode) -> bool {
+        match self.stat(inode.ino) {
             Ok((_, st)) => st.stx_nlink > 0,
             Err(error) => !(error == Errno::STALE && inode.has_lasting_handle()),
-        };
-        let inodes = inos.iter().filter_map(|ino| self.table.peek(*ino)).filter(is_somewhere);
+        }
+    }
+
+    fn search_until(&self, inos: &[Ino], within: Bounds, until: Instant) -> Vec<(Ino, Vec<u8>)> {
+        let inodes = inos.iter().filter_map(|ino| self.table.peek(*ino)).filter(|inode| self.is_somewhere(inode));
         let wanted: HashMap<Key, Arc<Inode>> = inodes.map(|inode| (inode.found.key, inode)).collect();
         let numbers = wanted.keys().map(|key| key.ino).collect();
         let mut search = Search { dir: self, within, wanted, numbers, found: Vec::new(), until };
@@ -147,5 +150,28 @@ mod tests {
         let ino = dir.lookup(&Caller::default(), Ino::ROOT, name).expect("it is there").ino;
         assert_eq!(dir.search_until(&[ino], Bounds::Paths, Instant::now() + SEARCH_TIME_MAX).len(), 1);
         assert!(dir.search_until(&[ino], Bounds::Paths, Instant::now()).is_empty());
+    }
+
+    /// Whether a descriptor of it is held, or was given up.
+    #[test]
+    fn what_the_host_has_deleted_is_nowhere() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let dir = Dir::open(folder.path(), Options::default()).expect("it can be shared");
+        let [held, given_up, there] = ["held", "given-up", "there"].map(|name| {
+            std::fs::write(folder.path().join(name), "").expect("files can be made");
+            let name = Name::new(name.as_bytes()).expect("a name");
+            let ino = dir.lookup(&Caller::default(), Ino::ROOT, name).expect("it is there").ino;
+            dir.getattr(&Caller::default(), ino, None).expect("it is there");
+            dir.table.get(ino).expect("it is known")
+        });
+        for name in ["held", "given-up"] {
+            std::fs::remove_file(folder.path().join(name)).expect("it is there");
+        }
+        assert!(held.is_held() && !dir.is_somewhere(&held));
+        assert!(dir.is_somewhere(&there));
+        if given_up.has_lasting_handle() {
+            assert!(given_up.evict_idle().is_some() && there.evict().is_none(), "the latter was just used");
+            assert!(!dir.is_somewhere(&given_up));
+        }
     }
 }
