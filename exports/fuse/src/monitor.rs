@@ -9,6 +9,7 @@ use ferry_vfs::Errno;
 
 use crate::interrupted::Interrupted;
 use crate::lease::{NotEnded, Term};
+use crate::machine::{barrier, register_barrier};
 use crate::watch::{Seen, Watch};
 
 /// How often workers are looked at. A look is a load for each.
@@ -20,11 +21,11 @@ const BLOCKED: Duration = Duration::from_millis(20);
 /// How often posts with blocked handlers are stirred.
 const STIR: Duration = Duration::from_millis(100);
 
-/// So long without any request, and the monitor sleeps until the next comes.
+/// After this long without a request the monitor sleeps until the next one.
 const QUIET: Duration = Duration::from_millis(500);
 
-/// How long it then sleeps at most, should it miss one.
-const DEEP_SLEEP: Duration = Duration::from_secs(1);
+/// The longest sleep where `membarrier(2)` is missing, because the monitor may then miss the first request.
+const SLEEP_MAX: Duration = Duration::from_secs(1);
 
 /// How long a handler may go on after its caller was interrupted.
 const INTERRUPTED: Duration = Duration::from_secs(1);
@@ -77,7 +78,8 @@ pub(crate) trait Post: Send + Sync {
 #[derive(Default)]
 struct Shared {
     posts: Mutex<Vec<Weak<dyn Post>>>,
-    deep: AtomicBool,
+    /// The monitor sleeps, or is about to, until somebody clears this and wakes it.
+    sleeps: AtomicBool,
     stop: AtomicBool,
     thread: Mutex<Option<Thread>>,
 }
@@ -96,12 +98,12 @@ impl Bell {
     /// Has one more post looked after, until it is dropped.
     pub(crate) fn add(&self, post: Weak<dyn Post>) {
         self.0.posts.lock().unwrap_or_else(PoisonError::into_inner).push(post);
+        self.ring();
     }
 
-    /// A request is being served; costs one load unless the monitor sleeps.
+    /// A request is being served, which the post's watch shows already; costs one load unless the monitor sleeps.
     pub(crate) fn ring(&self) {
-        if self.0.deep.load(Ordering::Relaxed) {
-            self.0.deep.store(false, Ordering::Relaxed);
+        if self.0.sleeps.load(Ordering::Relaxed) && self.0.sleeps.swap(false, Ordering::Relaxed) {
             self.wake();
         }
     }
@@ -183,22 +185,42 @@ struct Round {
 
 impl Round {
     fn run(&mut self) {
+        let has_barrier = register_barrier();
         let mut quiet_since = Instant::now();
         while !self.shared.stop.load(Ordering::Acquire) {
             let now = Instant::now();
-            self.meet(now);
-            if self.look(now) | self.press(now) {
+            if self.is_busy(now) {
                 quiet_since = now;
             }
             if now.duration_since(quiet_since) < QUIET {
                 std::thread::park_timeout(TICK);
-            } else {
-                self.shared.deep.store(true, Ordering::Relaxed);
-                std::thread::park_timeout(DEEP_SLEEP);
-                self.shared.deep.store(false, Ordering::Relaxed);
+            } else if self.sleep(has_barrier) {
                 quiet_since = Instant::now();
             }
         }
+    }
+
+    /// Looks at everything once; returns whether anything goes on.
+    fn is_busy(&mut self, now: Instant) -> bool {
+        self.meet(now);
+        self.look(now) | self.press(now)
+    }
+
+    /// Sleeps until a request comes, or for [`SLEEP_MAX`] without a barrier; returns whether anything goes on.
+    ///
+    /// A worker stores to its watch and then loads `sleeps`; here it is the other way round. Only the monitor pays for the
+    /// order of the two: after its barrier either the worker sees `sleeps` and rings, or the monitor sees the request.
+    fn sleep(&mut self, has_barrier: bool) -> bool {
+        self.shared.sleeps.store(true, Ordering::Relaxed);
+        let is_certain = has_barrier && barrier();
+        if !self.is_busy(Instant::now()) && !self.shared.stop.load(Ordering::Acquire) {
+            if is_certain {
+                std::thread::park();
+            } else {
+                std::thread::park_timeout(SLEEP_MAX);
+            }
+        }
+        !self.shared.sleeps.swap(false, Ordering::Relaxed)
     }
 
     /// Takes in posts that are new.

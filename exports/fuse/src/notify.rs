@@ -196,8 +196,8 @@ impl Teller {
 
     /// Sends one message; `None` if another teller has taken over meanwhile.
     fn send(&self, message: &Message<'_>, owner: &mut Ownership) -> Option<Result<(), Errno>> {
-        self.connection.bell.ring();
         self.watch.enter(owner);
+        self.connection.bell.ring();
         let outcome = message.with_bytes(|bytes| send(self.connection.device.as_fd(), &[IoSlice::new(bytes)]));
         self.watch.leave(owner).then_some(outcome)
     }
