@@ -10,7 +10,7 @@ PUBLISHED := vfs wire engine state serve vhost control fuse virtiofs fs
 
 help:
 	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
-	@echo 'make test      the tests'
+	@echo 'make test      the tests; says at its end which were skipped (with CI=true they fail)'
 	@echo 'make test-all  the tests with the long ones (pjdfstest, fsx, fault injection; may take an hour)'
 	@echo 'make bench     the benchmarks, against the other servers'
 	@echo 'make install   the program, and its descriptor for libvirt (PREFIX, DESTDIR)'
@@ -33,11 +33,11 @@ demo: setup build
 
 test:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
-	$(CARGO) test --workspace --locked --no-fail-fast
+	@CARGO='$(CARGO)' scripts/test
 
 test-all:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
-	$(CARGO) test --workspace --locked --no-fail-fast --profile test-all -- --include-ignored
+	@CARGO='$(CARGO)' scripts/test --profile test-all -- --include-ignored
 
 bench: setup
 	bench/run virtiofs

@@ -282,7 +282,7 @@ fn the_kernel_mounts_both() {
         let output = run(made.with_store("mount").arg(mnt));
         let said = String::from_utf8_lossy(&output.stderr);
         if said.contains("this kernel") || said.contains("only root") {
-            eprintln!("{said}");
+            ferry_skip::skip!("{said}");
             return;
         }
         assert!(output.status.success(), "{said}");

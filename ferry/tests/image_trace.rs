@@ -71,7 +71,7 @@ impl Made {
         let output = run(&mut self.image(&["mount", &self.at("image"), &self.at("mnt")]));
         let said = String::from_utf8_lossy(&output.stderr);
         if ["this kernel", "only root"].iter().any(|reason| said.contains(reason)) {
-            eprintln!("skipped: {said}");
+            ferry_skip::skip!("{said}");
             return None;
         }
         assert!(output.status.success(), "{said}");
@@ -162,7 +162,7 @@ fn mounts_by_fuse_are_traced_and_read_ahead() {
 #[test]
 fn a_workload_that_fails_and_lists_that_are_none_are_told() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root can trace");
+        ferry_skip::skip!("only root can trace");
         return;
     }
     let made = Made::new();
@@ -192,7 +192,7 @@ fn a_workload_that_fails_and_lists_that_are_none_are_told() {
 #[test]
 fn signals_are_passed_on_to_the_workload() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root can trace");
+        ferry_skip::skip!("only root can trace");
         return;
     }
     let made = Made::new();

@@ -71,7 +71,7 @@ impl Made {
         let output = run(self.command("image", options).current_dir(self.place.folder.path()));
         let said = String::from_utf8_lossy(&output.stderr);
         if ["this kernel", "only root", "loop-control"].iter().any(|reason| said.contains(reason)) {
-            eprintln!("skipped: {said}");
+            ferry_skip::skip!("{said}");
             return None;
         }
         assert!(output.status.success(), "{said}");

@@ -92,7 +92,7 @@ fn mem_is_in_huge_pages_if_it_is_to_be() {
     const FILE_BYTES: usize = 3 << 20;
     needs_fuse!();
     let Ok(huge_page) = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") else {
-        return eprintln!("skipped: this kernel has no huge pages");
+        return ferry_skip::skip!("this kernel has no huge pages");
     };
     let place = Place::new();
     for (flag, expected) in [(None, 4096), (Some("--huge"), huge_page.trim().parse::<u64>().unwrap())] {

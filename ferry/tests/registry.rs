@@ -372,7 +372,7 @@ impl KernelMount<'_> {
             if text.contains("mounted by Ferry's own export") {
                 child.kill().unwrap();
                 child.wait().unwrap();
-                eprintln!("skipped: {text}");
+                ferry_skip::skip!("{text}");
                 return None;
             }
             if text.contains("mounted") {
@@ -416,7 +416,7 @@ impl Drop for KernelMount<'_> {
 fn what_the_kernel_cannot_wait_for_our_own_mount_does() {
     needs_fuse!();
     if !Path::new("/dev/shm").is_dir() {
-        eprintln!("skipped: no tmpfs at /dev/shm");
+        ferry_skip::skip!("no tmpfs at /dev/shm");
         return;
     }
     let place = Place::below("/dev/shm");
@@ -438,7 +438,7 @@ fn what_the_kernel_cannot_wait_for_our_own_mount_does() {
 #[test]
 fn the_kernel_mounts_an_image_before_it_is_here() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root mounts images with the kernel");
+        ferry_skip::skip!("only root mounts images with the kernel");
         return;
     }
     // A tmpfs cannot be watched, which /tmp may be.
@@ -515,7 +515,7 @@ fn the_kernel_mounts_an_image_before_it_is_here() {
 #[test]
 fn the_kernel_mounts_a_composefs_image_of_a_registry() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root mounts images with the kernel");
+        ferry_skip::skip!("only root mounts images with the kernel");
         return;
     }
     let place = Place::of(tempfile::tempdir_in("/var/tmp").unwrap(), "composefs");
@@ -536,7 +536,7 @@ fn the_kernel_mounts_a_composefs_image_of_a_registry() {
     let mounted = run(&mut mount());
     let said = String::from_utf8_lossy(&mounted.stderr).into_owned();
     if said.contains("this kernel has no") {
-        eprintln!("skipped: {said}");
+        ferry_skip::skip!("{said}");
         return;
     }
     assert!(mounted.status.success(), "{said}");

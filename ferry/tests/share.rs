@@ -35,7 +35,7 @@ fn a_group_may_connect_too() {
     use std::os::unix::fs::MetadataExt;
     const GROUP: u32 = 4321;
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, to give files away");
+        ferry_skip::skip!("needs root, to give files away");
         return;
     }
     for sockets in [&["--virtiofs", "s"][..], &["--9p", "unix:s"], &["--9p", "vhost-user:s"]] {
@@ -58,7 +58,7 @@ fn a_group_may_connect_too() {
 #[test]
 fn file_handles_that_are_insisted_on_and_may_not_be_opened_are_refused() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, to do without a capability");
+        ferry_skip::skip!("needs root, to do without a capability");
         return;
     }
     let folder = tempfile::tempdir().unwrap();

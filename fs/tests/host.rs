@@ -29,7 +29,7 @@ impl Place {
     fn new() -> Option<Self> {
         let can = rustix::process::geteuid().is_root() && std::fs::File::open("/dev/fuse").is_ok();
         if !can {
-            eprintln!("skipped: needs root and /dev/fuse");
+            ferry_skip::skip!("needs root and /dev/fuse");
         }
         can.then(|| Self(tempfile::tempdir().unwrap()))
     }

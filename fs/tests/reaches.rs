@@ -143,7 +143,7 @@ impl FileSystem for Recorder {
 /// Runs a test on a mount of a recorder, on both ways that requests can travel.
 fn on_mounts(test: impl Fn(&Recorder, File, &std::path::Path)) {
     if !rustix::process::geteuid().is_root() || File::open("/dev/fuse").is_err() {
-        eprintln!("skipped: needs root and /dev/fuse");
+        ferry_skip::skip!("needs root and /dev/fuse");
         return;
     }
     for path in [fuse::Path::Auto, fuse::Path::Devfuse] {

@@ -105,7 +105,7 @@ impl FileSystem for Bare {
 /// Runs a test on a mount with a file `file` of [`TEXT`], on both ways that requests can travel.
 fn on_mounts(read_only: bool, test: impl Fn(&Bare, &Path)) {
     if !rustix::process::geteuid().is_root() || File::open("/dev/fuse").is_err() {
-        eprintln!("skipped: needs root and /dev/fuse");
+        ferry_skip::skip!("needs root and /dev/fuse");
         return;
     }
     for path in [fuse::Path::Auto, fuse::Path::Devfuse] {

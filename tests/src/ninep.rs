@@ -72,7 +72,7 @@ impl NinePServer {
         let tap = match Tap::new() {
             Ok(tap) => tap,
             Err(error) => {
-                eprintln!("skipped: a guest reaches a 9P server by a tap device: {error}");
+                ferry_skip::skip!("a guest reaches a 9P server by a tap device: {error}");
                 return None;
             }
         };

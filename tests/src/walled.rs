@@ -29,7 +29,7 @@ const ANYBODYS: &str = "9p-again";
 pub fn is_root() -> bool {
     let is_root = rustix::process::geteuid().is_root();
     if !is_root {
-        eprintln!("skipped: needs root");
+        ferry_skip::skip!("needs root");
     }
     is_root
 }

@@ -208,7 +208,7 @@ fn can_prune() -> bool {
     let mut numbers = release.split(['.', '-']).map(|part| part.parse::<u32>().unwrap_or(0));
     let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     if version < (6, 18) {
-        println!("skipped: Linux {release} has no FUSE_NOTIFY_PRUNE");
+        ferry_skip::skip!("Linux {release} has no FUSE_NOTIFY_PRUNE");
     }
     version >= (6, 18)
 }
@@ -258,7 +258,7 @@ fn too_many_changes_are_made_up_for() {
     let limit = fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").unwrap_or_default();
     let limit: u32 = limit.trim().parse().unwrap_or(u32::MAX);
     if limit > 200_000 {
-        println!("skipped: the kernel keeps {limit} events");
+        ferry_skip::skip!("the kernel keeps {limit} events");
         return;
     }
     let Some(mounted) = Mounted::with(&cell("always", false), &options(&[])) else { return };
@@ -306,7 +306,7 @@ fn what_the_host_stores_through_a_mapping_is_seen_when_it_is_closed() {
 #[test]
 fn who_may_not_watch_is_told() {
     if let Some(why) = missing() {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return;
     }
     let shared = folder(Place::Disk);

@@ -43,7 +43,7 @@ fn what_another_guest_cuts_is_unmapped_before() {
     const O_TRUNC: u32 = libc::O_TRUNC.cast_unsigned();
     let mem = Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
     if !mem.features().backing {
-        eprintln!("skipped: this user may not mount a tmpfs");
+        ferry_skip::skip!("this user may not mount a tmpfs");
         return;
     }
     let (folder, mem) = (folder(Place::Disk), Arc::new(mem));
@@ -96,7 +96,7 @@ fn what_another_guest_cuts_is_unmapped_before() {
 fn what_is_mapped_and_what_is_copied_are_the_same_pages() {
     let mem = Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
     if !mem.features().backing {
-        eprintln!("skipped: this user may not mount a tmpfs");
+        ferry_skip::skip!("this user may not mount a tmpfs");
         return;
     }
     let folder = folder(Place::Disk);

@@ -53,7 +53,7 @@ fn outcome(driver: &mut Driver, ticket: Ticket) -> (Vec<u8>, u8) {
 /// A file that fails in the places that `ferry-bad-disk` names.
 fn on_bad_mount(test: impl FnOnce(PathBuf)) {
     if let Some(why) = missing() {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return;
     }
     let place = folder(Place::Disk);
@@ -215,7 +215,7 @@ fn requests_that_are_no_whole_blocks_are_refused() {
     let file = place.path().join("image");
     fs::write(&file, vec![6; 1 << 20]).unwrap();
     let Some(device) = Loop::new(&file, 4096) else {
-        println!("skipped: no loop devices here");
+        ferry_skip::skip!("no loop devices here");
         return;
     };
     for cache in [Cache::None, Cache::Writeback] {
@@ -257,7 +257,7 @@ fn requests_that_are_no_whole_blocks_are_refused() {
 fn what_a_killed_server_left_in_the_kernel_is_waited_for() {
     on_bad_mount(|file| {
         let Some(device) = Loop::new(&file, 512) else {
-            println!("skipped: no loop devices here");
+            ferry_skip::skip!("no loop devices here");
             return;
         };
         let mut server = Process::of(device.0.clone(), folder(Place::Disk), &["--queues", "1"]);
@@ -321,7 +321,7 @@ impl Drop for Small {
 #[test]
 fn a_full_file_system_fails_what_needs_room_and_nothing_else() {
     let Some(small) = Small::new() else {
-        println!("skipped: no loop devices here");
+        ferry_skip::skip!("no loop devices here");
         return;
     };
     for cache in [Cache::None, Cache::Writethrough] {

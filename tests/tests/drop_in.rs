@@ -215,7 +215,7 @@ fn modes_and_flags_of_virtiofsd_are_taken() {
 fn mounts_below_are_shown_as_such_or_as_directories() {
     const MOUNTED: &str = "mkdir tree/sub; mount -t tmpfs tmpfs tree/sub; echo file >tree/sub/file; exec \"$@\"";
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, to mount");
+        ferry_skip::skip!("needs root, to mount");
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -318,7 +318,7 @@ fn its_process_is_as_virtiofsds() {
 #[test]
 fn it_keeps_the_capabilities_that_virtiofsd_keeps() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root");
+        ferry_skip::skip!("needs root");
         return;
     }
     let ours = Capabilities::here().unwrap().bits();
@@ -406,7 +406,7 @@ for name in ["user.one", "trusted.three", "system.posix_acl_access"]:
 told("list", "all", lambda: sorted(os.listxattr("there")))
 "#;
     if !Path::new(PYTHON).exists() || !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs {PYTHON}, and root");
+        ferry_skip::skip!("needs {PYTHON}, and root");
         return;
     }
     let script = format!("{PYTHON} -c '{SCRIPT}'");
@@ -430,7 +430,7 @@ told("list", "all", lambda: sorted(os.listxattr("there")))
 fn my_user_outside_is_root_inside() {
     const USER: u32 = 1234;
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, to become somebody else");
+        ferry_skip::skip!("needs root, to become somebody else");
         return;
     }
     let folder = folder(Place::Disk);

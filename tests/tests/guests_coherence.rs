@@ -220,7 +220,7 @@ fn shared_mappings_without_a_cache_can_be_had_and_refused() {
     let _alone = alone();
     let python = "/usr/bin/python3";
     if !std::path::Path::new(python).exists() {
-        println!("skipped: no {python} here");
+        ferry_skip::skip!("no {python} here");
         return;
     }
     let script = format!(

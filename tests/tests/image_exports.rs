@@ -324,7 +324,7 @@ fn a_guest_sees_the_whole_tree_by_virtio_fs_and_by_9p() {
 /// A mount on this host; `None`, with a line that says so, where there are none.
 fn mounted(source: Arc<dyn FileSystem>, at: &Path, options: ferry_fuse::Options) -> Option<ferry_fuse::Export> {
     if let Some(why) = ferry_tests::mounts::missing() {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return None;
     }
     fs::create_dir(at).unwrap();
@@ -378,7 +378,7 @@ fn objects_are_passed_through() {
     let Some(export) = mounted(made.source(), &at, options()) else { return };
     let verdict = export.explain().passthrough.clone();
     if verdict.reason.as_ref().is_some_and(|reason| reason.contains("this kernel has no FUSE passthrough")) {
-        println!("skipped: {verdict:?}");
+        ferry_skip::skip!("{verdict:?}");
         export.stop();
         return;
     }

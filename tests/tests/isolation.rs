@@ -342,7 +342,7 @@ fn the_two_processes_end_together() {
     // The one outside is killed.
     let mut served = serve(user, "");
     if served.inside.pid() == served.started.pid() {
-        eprintln!("skipped: no namespaces here: {}", served.said());
+        ferry_skip::skip!("no namespaces here: {}", served.said());
         return;
     }
     kill_process(served.started.pid(), Signal::KILL).unwrap();
@@ -480,7 +480,7 @@ fn root_without_sys_admin_acts_for_others_on() {
 #[test]
 fn one_that_is_bound_to_a_cpu_polls() {
     if std::thread::available_parallelism().map_or(1, usize::from) == 1 {
-        eprintln!("skipped: needs two CPUs");
+        ferry_skip::skip!("needs two CPUs");
         return;
     }
     let tree = tree_of(rustix::process::geteuid().as_raw());

@@ -124,7 +124,7 @@ fn read(path: &Path) -> String {
 fn libvirt_starts_it_as_virtiofsd() {
     // SAFETY: a plain system call.
     if unsafe { libc::geteuid() } != 0 {
-        println!("skipped: needs root, for namespaces with mounts");
+        ferry_skip::skip!("needs root, for namespaces with mounts");
         return;
     }
     let cache = GuestCache::from_env().unwrap();

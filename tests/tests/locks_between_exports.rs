@@ -213,7 +213,7 @@ fn wait_for_each_other(parties: &mut Parties) {
 
 fn locks_are_shared(source: &str) {
     if let Some(why) = missing() {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return;
     }
     let folder = folder(Place::Disk);
@@ -239,7 +239,7 @@ fn locks_are_shared(source: &str) {
 fn local_locks_are_met_by_nobody_else() {
     const O_RDONLY: u32 = 0;
     if let Some(why) = missing() {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return;
     }
     for (flags, are_local) in [(&[][..], false), (&["--local-locks"][..], true)] {

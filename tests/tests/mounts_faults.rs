@@ -32,7 +32,7 @@ fn sentence(ran: &Ran) -> &str {
 /// A folder on a disk and, in it, one to mount on; `None` where nobody can mount.
 fn mountpoint() -> Option<(TempDir, PathBuf)> {
     if let Some(why) = missing() {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return None;
     }
     let folder = folder(Place::Disk);

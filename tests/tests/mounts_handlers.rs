@@ -27,7 +27,7 @@ const CALLERS: usize = 24;
 fn faulty(road: Road, given_up: Duration, test: impl FnOnce(&Mounted)) {
     let uring = with_uring();
     if let Some(why) = missing().or(uring.as_ref().err().copied().filter(|_| road == Road::Uring)) {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return;
     }
     let folder = folder(Place::Disk);

@@ -63,7 +63,7 @@ fn falls_back(words: &[&str]) {
 fn the_module_parameter_is_off() {
     let _alone = alone();
     if let Some(why) = missing() {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return;
     }
     match Setting::change(ENABLE_URING, "N") {
@@ -76,12 +76,12 @@ fn the_module_parameter_is_off() {
 fn io_uring_is_forbidden() {
     let _alone = alone();
     if let Some(why) = missing() {
-        println!("skipped: {why}");
+        ferry_skip::skip!("{why}");
         return;
     }
     let _on = Setting::change(ENABLE_URING, "Y");
     let Some(_forbidden) = Setting::change(IO_URING_DISABLED, "2") else {
-        println!("skipped: this kernel has no kernel.io_uring_disabled (Linux 6.6 has)");
+        ferry_skip::skip!("this kernel has no kernel.io_uring_disabled (Linux 6.6 has)");
         return;
     };
     falls_back(&["io_uring", "kernel.io_uring_disabled"]);

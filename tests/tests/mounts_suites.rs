@@ -280,7 +280,7 @@ on_cells!(build_long: quick [] long [dir_uring, dir_devfuse, dir_passthrough, me
 
 fn sqlite(cell: &Cell) {
     if !has_sqlite() {
-        println!("skipped: /usr/bin/python3 has no sqlite3 here");
+        ferry_skip::skip!("/usr/bin/python3 has no sqlite3 here");
         return;
     }
     mounted(cell, LIMIT, |mounted| {

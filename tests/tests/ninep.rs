@@ -256,7 +256,7 @@ fn dbench_in_every_mode() {
     let cache = ferry_tests::GuestCache::from_env().unwrap();
     let set = cache.path().join("dbench");
     if !set.exists() {
-        eprintln!("skipped: no dbench: guest/fetch dbench brings it");
+        ferry_skip::skip!("no dbench: guest/fetch dbench brings it");
         return;
     }
     for mode in MODES.into_iter().chain([FSCACHE]) {

@@ -274,7 +274,7 @@ fn fsx_in_every_mode() {
 fn dbench_in_every_mode() {
     let set = ferry_tests::GuestCache::from_env().unwrap().path().join("dbench");
     if !set.exists() {
-        eprintln!("skipped: no dbench: guest/fetch dbench brings it");
+        ferry_skip::skip!("no dbench: guest/fetch dbench brings it");
         return;
     }
     for mode in MODES {

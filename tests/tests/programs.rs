@@ -128,7 +128,7 @@ fn fio_verifies_for_long() {
 #[test]
 fn sqlite() {
     if !has_sqlite() {
-        println!("skipped: /usr/bin/python3 has no sqlite3 here");
+        ferry_skip::skip!("/usr/bin/python3 has no sqlite3 here");
         return;
     }
     for cache in [Cache::None, Cache::Auto, Cache::Always] {

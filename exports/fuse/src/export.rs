@@ -340,7 +340,7 @@ mod tests {
     fn rings_that_the_kernel_refuses_are_done_without() {
         let allowed = crate::machine::uring_allowed().is_ok();
         if !allowed || !std::path::Path::new("/dev/fuse").exists() {
-            println!("skipped: needs FUSE-over-io_uring");
+            ferry_skip::skip!("needs FUSE-over-io_uring");
             return;
         }
         let tmp = tempfile::tempdir().unwrap();

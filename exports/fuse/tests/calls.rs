@@ -31,11 +31,11 @@ fn can_trace() -> bool {
     match probe {
         Ok(output) if output.status.success() => true,
         Ok(output) => {
-            println!("skipped: strace cannot trace: {}", String::from_utf8_lossy(&output.stderr));
+            ferry_skip::skip!("strace cannot trace: {}", String::from_utf8_lossy(&output.stderr));
             false
         }
         Err(error) => {
-            println!("skipped: no strace: {error}");
+            ferry_skip::skip!("no strace: {error}");
             false
         }
     }

@@ -47,7 +47,7 @@ fn without_the_parameter_there_is_a_line_that_sets_it() {
         return;
     }
     let tmp = tempfile::tempdir().unwrap();
-    let Some(forbidden) = Forbidden::now() else { return println!("skipped: needs root") };
+    let Some(forbidden) = Forbidden::now() else { return ferry_skip::skip!("needs root") };
     let error = Export::mount(tmp.path(), Arc::new(Null::default()), plain(Path::Uring));
     let export = Export::mount(tmp.path(), Arc::new(Null::default()), plain(Path::Auto));
     drop(forbidden);
@@ -116,7 +116,7 @@ fn a_user_mounts_and_is_served_on_both_paths() {
     let _machine = machine();
     let helper = Command::new("fusermount3").arg("--version").output().is_ok();
     if !paths().contains(&Path::Uring) || !helper || !rustix::process::geteuid().is_root() {
-        return println!("skipped: needs root, fusermount3 and FUSE-over-io_uring");
+        return ferry_skip::skip!("needs root, fusermount3 and FUSE-over-io_uring");
     }
     let folder = tempfile::tempdir().unwrap();
     let all = |path: &std::path::Path| std::fs::set_permissions(path, PermissionsExt::from_mode(0o755)).unwrap();

@@ -43,7 +43,7 @@ impl Drop for Place {
 fn can_mount() -> bool {
     let can = rustix::process::geteuid().is_root() && File::open("/dev/fuse").is_ok();
     if !can {
-        eprintln!("skipped: needs root and /dev/fuse");
+        ferry_skip::skip!("needs root and /dev/fuse");
     }
     can
 }
@@ -263,7 +263,7 @@ fn said_as_user(path: &Path, runs: &[&[&str]]) -> Vec<String> {
 fn has_helper() -> bool {
     let has = can_mount() && Command::new("fusermount3").arg("--version").output().is_ok();
     if !has {
-        eprintln!("skipped: needs fusermount3");
+        ferry_skip::skip!("needs fusermount3");
     }
     has
 }

@@ -28,7 +28,7 @@ fn seen(at: &Mounted) -> Vec<u8> {
 #[test]
 fn what_is_written_to_a_file_that_others_read_is_told_at_once() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: passthrough needs root");
+        ferry_skip::skip!("passthrough needs root");
         return;
     }
     for path in paths() {
@@ -37,7 +37,7 @@ fn what_is_written_to_a_file_that_others_read_is_told_at_once() {
         let source = Arc::new(ferry_dir::Dir::open(tmp.path(), ferry_dir::Options::default()).unwrap());
         let [one, two] = pair(path, &source);
         if !one.export().explain().passthrough.used {
-            println!("skipped by {path:?}: {:?}", one.export().explain().passthrough);
+            ferry_skip::skip!("{path:?}: {:?}", one.export().explain().passthrough);
             continue;
         }
         assert_eq!(seen(&two), vec![b'a'; BYTES]);

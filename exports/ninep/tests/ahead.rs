@@ -39,7 +39,7 @@ fn cold(options: Options) -> (DirServer, bool) {
     rustix::fs::fadvise(&file, 0, None, Advice::DontNeed).unwrap();
     let is_cold = resident(&path).is_some_and(|bytes| bytes < MIB);
     if !is_cold {
-        eprintln!("what is in memory cannot be told here: only what was asked for is");
+        ferry_skip::skip!("what is in memory cannot be told here: only what was asked for is");
     }
     (share, is_cold)
 }

@@ -285,7 +285,7 @@ fn attributes_are_set() {
 #[test]
 fn privileges_go_when_somebody_writes() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     let share = DirServer::new(Options::default());
     let file = share.path.join("f");
@@ -344,7 +344,7 @@ fn extended_attributes_are_fids_of_their_own() {
     };
     let (any, create, replace) = (XattrFlags::empty(), XattrFlags::CREATE, XattrFlags::REPLACE);
     match set(&mut client, 5, &[b"va", b"lue"], create) {
-        Err(Errno::OPNOTSUPP) => return eprintln!("skipped: no extended attributes here"),
+        Err(Errno::OPNOTSUPP) => return ferry_skip::skip!("no extended attributes here"),
         outcome => outcome.unwrap(),
     }
     assert_eq!(get(&mut client, b"user.a"), Ok(b"value".to_vec()));
@@ -432,7 +432,7 @@ fn a_read_only_share_is_one() {
 #[test]
 fn users_own_what_they_make_or_are_refused() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     let share = DirServer::new(Options { users: Users::Only(vec![0, 1000]), ..Options::default() });
     fs::set_permissions(&share.path, fs::Permissions::from_mode(0o777)).unwrap();
@@ -452,7 +452,7 @@ fn users_own_what_they_make_or_are_refused() {
 #[test]
 fn a_squashed_client_is_checked() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     let share = DirServer::new(Options { users: Users::Squash { uid: 1000, gid: 100 }, ..Options::default() });
     let at = |name: &str| share.path.join(name);

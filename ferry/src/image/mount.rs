@@ -439,7 +439,7 @@ mod tests {
             if let Err(error) = attach_file(&args, &image, &file, &|_| None) {
                 let said = format!("{error:#}");
                 assert!(["this kernel", "only root", "loop"].iter().any(|why| said.contains(why)), "{said}");
-                eprintln!("skipped: {said}");
+                ferry_skip::skip!("{said}");
                 continue;
             }
             let found: Vec<_> = fs::read_dir(at("mnt"))

@@ -571,7 +571,7 @@ mod tests {
         let (from, mut objects, part) = partly_here(folder.path());
         let mut watch = match Watch::begin(&mut objects) {
             Ok(watch) => watch,
-            Err(error) => return eprintln!("skipped: {error:#}"),
+            Err(error) => return ferry_skip::skip!("{error:#}"),
         };
         objects.prove_range(0, 4096, 4096).expect("it can be had");
         watch.serve(&Arc::new(objects), 2).expect("threads can be had");

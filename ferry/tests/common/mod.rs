@@ -89,7 +89,7 @@ pub fn wait(child: &mut Child) -> Option<i32> {
 macro_rules! needs_fuse {
     () => {
         if !rustix::process::geteuid().is_root() || std::fs::File::open("/dev/fuse").is_err() {
-            eprintln!("skipped: needs root and /dev/fuse");
+            ferry_skip::skip!("needs root and /dev/fuse");
             return;
         }
     };

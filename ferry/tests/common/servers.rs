@@ -90,7 +90,7 @@ pub fn registry_by_tls(folder: &Path, address: &str, certificate: &Path) -> Opti
 fn registry_at(folder: &Path, address: &str, user: bool, certificate: Option<&Path>) -> Option<Program> {
     let program = cache().join("registry/bin/docker-registry");
     if !program.exists() {
-        eprintln!("skipped: no docker-registry: guest/fetch registry brings it");
+        ferry_skip::skip!("no docker-registry: guest/fetch registry brings it");
         return None;
     }
     fs::create_dir_all(folder).unwrap();
@@ -128,11 +128,11 @@ pub fn s3(folder: &Path) -> Option<Program> {
         match npm {
             Ok(output) if output.status.success() => drop(File::create(home.join("complete")).unwrap()),
             Ok(output) => {
-                eprintln!("skipped: s3rver cannot be installed: {}", String::from_utf8_lossy(&output.stderr));
+                ferry_skip::skip!("s3rver cannot be installed: {}", String::from_utf8_lossy(&output.stderr));
                 return None;
             }
             Err(_) => {
-                eprintln!("skipped: no npm here: apt-get install npm");
+                ferry_skip::skip!("no npm here: apt-get install npm");
                 return None;
             }
         }

@@ -22,7 +22,7 @@ fn owner(share: &Share, path: &str) -> (u32, u32, u32) {
 #[test]
 fn what_is_made_belongs_to_the_caller() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     for options in both_modes() {
         let share = Share::new(options);
@@ -59,7 +59,7 @@ fn what_is_made_belongs_to_the_caller() {
 #[test]
 fn setgid_directories_know_their_members() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     let share = Share::new(Options::default());
     let dir = &share.dir;
@@ -119,7 +119,7 @@ fn privileged_file(share: &Share, file: &str) -> Ino {
 #[test]
 fn privileges_of_files_go_as_they_do_locally() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     for options in both_modes() {
         let share = Share::new(options);
@@ -182,7 +182,7 @@ fn privileges_of_files_go_as_they_do_locally() {
 #[test]
 fn access_is_the_callers() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     let share = Share::new(Options::default());
     fs::write(share.path("f"), "").unwrap();

@@ -22,7 +22,7 @@ fn watched(ours: Ours) -> Option<(Share, Heard)> {
         Ok(()) => {}
         Err(why @ (WatchError::Permission | WatchError::NoHandles | WatchError::Unsupported)) => {
             assert!(!is_root() || !share.dir.has_file_handles(), "{why}");
-            println!("skipped: {why}");
+            ferry_skip::skip!("{why}");
             return None;
         }
         Err(error) => panic!("{error:?}"),
@@ -152,7 +152,7 @@ fn too_many_changes_are_one() {
     let limit = fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").unwrap_or_default();
     let limit = limit.trim().parse().unwrap_or(usize::MAX);
     if limit > MANY {
-        println!("skipped: the kernel keeps {limit} events");
+        ferry_skip::skip!("the kernel keeps {limit} events");
         return;
     }
     let Some((share, heard)) = watched(Ours::Tell) else { return };

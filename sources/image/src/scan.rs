@@ -329,7 +329,7 @@ mod tests {
             return;
         }
         if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root may hide /proc");
+            ferry_skip::skip!("only root may hide /proc");
             return;
         }
         let folder = tempfile::tempdir().expect("folders can be made");

@@ -151,7 +151,7 @@ fn twenty_images_take_little_more_than_what_is_new_in_each() {
     assert_eq!(image.packs().len() as u64, IMAGES);
     let on = bench.path("mounted");
     let Some(_mounted) = mount(&bench, &name, &on) else {
-        eprintln!("this kernel mounts no images that are files");
+        ferry_skip::skip!("this kernel mounts no images that are files");
         return;
     };
     let (before, after) = (facts(&bench.tree()), facts(&on));

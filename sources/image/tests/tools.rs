@@ -15,7 +15,7 @@ fn tools() -> Option<PathBuf> {
     match ferry_guest::Cache::from_env().and_then(|cache| cache.erofs()) {
         Ok(set) => Some(set.join("bin")),
         Err(error) => {
-            eprintln!("skipped: no erofs-utils: {error}");
+            ferry_skip::skip!("no erofs-utils: {error}");
             None
         }
     }

@@ -89,7 +89,7 @@ fn resident_bytes() -> u64 {
 fn descriptors_are_for_open_files_only() {
     let share = both().remove(0);
     if !share.fs.features().backing {
-        eprintln!("skipped: without a private tmpfs each file has a descriptor");
+        ferry_skip::skip!("without a private tmpfs each file has a descriptor");
         return;
     }
     let before = descriptors();

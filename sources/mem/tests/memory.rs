@@ -26,7 +26,7 @@ type Open = (Ino, Handle);
 fn share(pages: u64) -> Option<Share> {
     let share = Share::new(Options { size_bytes: Some(pages * PAGE as u64), ..Options::default() });
     if !share.fs.features().backing {
-        eprintln!("skipped: this user may not mount a tmpfs");
+        ferry_skip::skip!("this user may not mount a tmpfs");
         return None;
     }
     Some(share)
@@ -306,7 +306,7 @@ fn huge_pages_are_as_small_ones() {
     let fs = match ferry_mem::Mem::new(&options) {
         Ok(fs) => fs,
         Err(error) => {
-            eprintln!("skipped: {error}");
+            ferry_skip::skip!("{error}");
             return;
         }
     };

@@ -480,7 +480,7 @@ fn writers_on_different_cpus_write_to_different_parts() {
     let cpus = std::thread::available_parallelism().unwrap().get();
     let may_run_on = rustix::thread::sched_getaffinity(None).unwrap();
     if cpus < 2 || !(0..cpus).all(|cpu| may_run_on.is_set(cpu)) {
-        return println!("skipped: needs two CPUs");
+        return ferry_skip::skip!("needs two CPUs");
     }
     let (_dir, path) = image();
     let fs = open(&path, &Options { size_bytes: Some(cpus as u64 * (32 << 20)), ..Options::default() }).unwrap();

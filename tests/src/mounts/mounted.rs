@@ -112,7 +112,7 @@ impl Mounted {
         if let Err(why) = uring
             && (cell.road == Road::Uring || super::missing().is_some())
         {
-            println!("skipped: {cell}: {why}");
+            ferry_skip::skip!("{cell}: {why}");
             return None;
         }
         let folder = folder(options.place);

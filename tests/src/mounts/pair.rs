@@ -52,7 +52,7 @@ impl Pair {
         if let Err(why) = uring
             && (super::missing().is_some() || cells.iter().any(|cell| cell.road == Road::Uring))
         {
-            println!("skipped: {} and {}: {why}", cells[0], cells[1]);
+            ferry_skip::skip!("{} and {}: {why}", cells[0], cells[1]);
             return None;
         }
         let folders = [folder(Place::Disk), folder(Place::Disk)];

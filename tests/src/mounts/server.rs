@@ -199,7 +199,7 @@ pub fn diod(program: &str) -> Option<Command> {
     let libraries = root.join("usr/lib/x86_64-linux-gnu");
     let path = root.join("usr/sbin").join(program);
     if !path.exists() {
-        eprintln!("skipped: no {program}: guest/fetch diod brings it");
+        ferry_skip::skip!("no {program}: guest/fetch diod brings it");
         return None;
     }
     let mut command = Command::new(libraries.join("ld-linux-x86-64.so.2"));
@@ -213,14 +213,14 @@ pub fn go_program(name: &str, package: &str) -> Option<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("clients/go");
     let built = cache().path().join(name);
     if Command::new("go").arg("version").stdout(Stdio::null()).status().is_err() {
-        eprintln!("skipped: no Go here: apt-get install golang-go");
+        ferry_skip::skip!("no Go here: apt-get install golang-go");
         return None;
     }
     // Go knows by itself whether there is something to do.
     let output =
         Command::new("go").args(["build", "-o"]).arg(&built).arg(package).current_dir(source).output().unwrap();
     if !output.status.success() {
-        eprintln!("skipped: {package} cannot be built: {}", String::from_utf8_lossy(&output.stderr));
+        ferry_skip::skip!("{package} cannot be built: {}", String::from_utf8_lossy(&output.stderr));
         return None;
     }
     Some(built)

@@ -21,13 +21,13 @@ const SOON: Duration = Duration::from_secs(5);
 /// Both paths to the kernel, or those that there are here.
 pub fn paths() -> Vec<Path> {
     if !std::path::Path::new("/dev/fuse").exists() {
-        println!("skipped: there is no /dev/fuse");
+        ferry_skip::skip!("there is no /dev/fuse");
         return Vec::new();
     }
     let mut paths = vec![Path::Devfuse];
     match std::fs::read_to_string("/sys/module/fuse/parameters/enable_uring").as_deref().map(str::trim) {
         Ok("Y") => paths.push(Path::Uring),
-        _ => println!("skipped on io_uring: echo Y > /sys/module/fuse/parameters/enable_uring"),
+        _ => ferry_skip::skip!("FUSE over io_uring is off: echo Y > /sys/module/fuse/parameters/enable_uring"),
     }
     paths
 }
