@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
+use url::Url;
 
 use crate::error::{Error, Result};
 
@@ -20,11 +21,12 @@ struct Entry {
     auth: Option<String>,
 }
 
-/// `USER:PASSWORD` in base64 for a host: of `REGISTRY_AUTH_FILE`, of podman's file, or of docker's.
+/// `USER:PASSWORD` in base64 for a registry: of `REGISTRY_AUTH_FILE`, of podman's file, or of docker's. An entry with a scheme is for no
+/// other one.
 ///
 /// # Errors
 /// The file that is named is not there, or one that is there makes no sense.
-pub(crate) fn basic(host: &str) -> Result<Option<String>> {
+pub(crate) fn basic(base: &Url, host: &str) -> Result<Option<String>> {
     let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let files = match var("REGISTRY_AUTH_FILE") {
         Some(file) => vec![(file, true)],
@@ -45,9 +47,10 @@ pub(crate) fn basic(host: &str) -> Result<Option<String>> {
         // What serde says could quote a password.
         let config: Config = serde_json::from_slice(&text)
             .map_err(|error| wrong(format!("no JSON as podman writes it, line {}", error.line())))?;
-        let hosts =
-            [host.to_owned(), format!("https://{host}"), format!("https://{host}/v1/"), format!("https://{host}/v2/")];
-        let auth = hosts.iter().find_map(|host| config.auths.get(host)).and_then(|entry| entry.auth.clone());
+        let scheme = base.scheme();
+        let paths = ["", "/v1/", "/v2/"].map(|path| format!("{scheme}://{host}{path}"));
+        let hosts = [host.to_owned()].into_iter().chain(paths);
+        let auth = hosts.filter_map(|host| config.auths.get(&host)).next().and_then(|entry| entry.auth.clone());
         if let Some(auth) = auth.filter(|auth| !auth.is_empty()) {
             let plain = STANDARD.decode(&auth).ok().and_then(|bytes| String::from_utf8(bytes).ok());
             if !plain.is_some_and(|plain| plain.contains(':')) {

@@ -39,6 +39,16 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
+    /// A registry names a server of tokens that cannot be trusted with credentials.
+    #[error(
+        "{registry} names {realm} as its server of tokens; credentials go there only if both are asked by https, or it is the registry itself"
+    )]
+    Realm {
+        /// Who names it.
+        registry: String,
+        /// Which one.
+        realm: String,
+    },
     /// A server cannot be reached, or is gone in the middle.
     #[error("{url}: {why}{}", advice(.why))]
     Transport {

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read};
-use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -12,9 +11,11 @@ use std::time::Duration;
 
 use ureq::http::{HeaderMap, Method, Response, header};
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
+use ureq::unversioned::transport::DefaultConnector;
 use ureq::{Agent, Body, SendBody};
-use url::{Host, Url};
+use url::Url;
 
+use crate::elsewhere::{Elsewhere, ThisMachine, is_loopback};
 use crate::error::{Error, Result};
 use crate::manifest::cut;
 
@@ -30,6 +31,8 @@ const REDIRECTS_MAX: u32 = 5;
 const SPEED_MIN: u64 = 64 << 10;
 /// How many connections wait for their next use.
 const IDLE_MAX: usize = 32;
+/// Why a server cannot send us to 127.0.0.1 and its like.
+const THIS_MACHINE: &str = "that is this machine";
 /// How much of what a server says with an error is read, in bytes.
 const TEXT_BYTES_MAX: u64 = 4096;
 
@@ -64,7 +67,10 @@ pub struct Counts {
 /// What asks servers; one for any number of threads.
 #[derive(Debug)]
 pub struct Client {
+    /// For the server that the user named, and for others where that one is on this machine.
     agent: Agent,
+    /// For all others: has no connection to this machine.
+    elsewhere: Agent,
     options: Options,
     under_way: UnderWay,
     requests: AtomicU64,
@@ -112,7 +118,11 @@ pub(crate) struct Answer<'a> {
 pub(crate) struct Request<'a> {
     pub method: Method,
     pub url: Url,
+    /// The server that the user named: the request is made on its behalf, whoever is asked.
+    pub named: Url,
     pub headers: Vec<(header::HeaderName, String)>,
+    /// What we are known by at the origin of `url`. No other origin gets it.
+    pub authorization: Option<String>,
     /// What is sent, and how much.
     pub body: Option<(&'a mut dyn Read, u64)>,
     /// How many bytes the answer may take the time for.
@@ -121,7 +131,7 @@ pub(crate) struct Request<'a> {
 
 impl Request<'_> {
     pub(crate) fn new(method: Method, url: Url) -> Self {
-        Self { method, url, headers: Vec::new(), body: None, bytes: 0 }
+        Self { method, named: url.clone(), url, headers: Vec::new(), authorization: None, body: None, bytes: 0 }
     }
 
     pub(crate) fn with(mut self, name: header::HeaderName, value: impl Into<String>) -> Self {
@@ -139,23 +149,15 @@ pub(crate) fn shown(url: &Url) -> String {
     url.into()
 }
 
-pub(crate) fn is_loopback(url: &Url) -> bool {
-    match url.host() {
-        Some(Host::Domain(name)) => name == "localhost",
-        Some(Host::Ipv4(address)) => IpAddr::from(address).is_loopback(),
-        Some(Host::Ipv6(address)) => IpAddr::from(address).is_loopback(),
-        None => false,
-    }
-}
-
-/// Whether a server may send us on there.
+/// Whether a server may send us on there, as far as the address itself tells. What it resolves to is checked by [`Elsewhere`].
 pub(crate) fn follow(from: &Url, to: &Url) -> Result<()> {
     let refused = |reason| Err(Error::Redirect { from: shown(from), to: shown(to), reason });
     if from.scheme() == "https" && to.scheme() != "https" {
         return refused("that would be without encryption");
     }
+    // A proxy would resolve the name itself.
     if is_loopback(to) && !is_loopback(from) {
-        return refused("that is this machine");
+        return refused(THIS_MACHINE);
     }
     Ok(())
 }
@@ -172,7 +174,7 @@ impl Client {
             .root_certs(RootCerts::new_with_certs(&trusted))
             .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .build();
-        let agent = Agent::config_builder()
+        let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
             .max_redirects_will_error(false)
@@ -182,10 +184,10 @@ impl Client {
             .max_idle_connections(IDLE_MAX)
             .max_idle_connections_per_host(IDLE_MAX)
             .user_agent(concat!("ferry/", env!("CARGO_PKG_VERSION")))
-            .build()
-            .new_agent();
+            .build();
         Self {
-            agent,
+            agent: config.new_agent(),
+            elsewhere: Agent::with_parts(config, DefaultConnector::default(), Elsewhere::default()),
             options,
             under_way: UnderWay::default(),
             requests: AtomicU64::new(0),
@@ -233,8 +235,8 @@ impl Client {
             })?;
             follow(&request.url, &to)?;
             if to.origin() != request.url.origin() {
-                // What we are known by here is nobody else's business.
-                request.headers.retain(|(name, _)| *name != header::AUTHORIZATION);
+                // For good: who is sent back here is not the one who was let in.
+                request.authorization = None;
             }
             request.url = to;
         }
@@ -244,23 +246,33 @@ impl Client {
     fn once(&self, request: &mut Request<'_>) -> Result<Response<Body>> {
         self.requests.fetch_add(1, Ordering::Relaxed);
         let url = shown(&request.url);
-        let failed = |why: ureq::Error| Error::Transport { url: url.clone(), why: Box::new(why) };
+        let failed = |why: ureq::Error| match why {
+            ureq::Error::Other(why) if why.is::<ThisMachine>() => {
+                Error::Redirect { from: shown(&request.named), to: url.clone(), reason: THIS_MACHINE }
+            }
+            why => Error::Transport { url: url.clone(), why: Box::new(why) },
+        };
+        let is_elsewhere = request.url.origin() != request.named.origin() && !is_loopback(&request.named);
+        let agent = if is_elsewhere { &self.elsewhere } else { &self.agent };
         let sent = request.body.as_ref().map_or(0, |(_, bytes)| *bytes);
         let time = self.options.patience + Duration::from_secs((request.bytes + sent) / SPEED_MIN);
         let mut builder = ureq::http::Request::builder().method(request.method.clone()).uri(request.url.as_str());
         for (name, value) in &request.headers {
             builder = builder.header(name, value);
         }
+        if let Some(value) = &request.authorization {
+            builder = builder.header(header::AUTHORIZATION, value);
+        }
         let wrong = |error| failed(ureq::Error::Http(error));
         let outcome = match &mut request.body {
             Some((reader, bytes)) => {
                 let made = builder.header(header::CONTENT_LENGTH, *bytes).body(SendBody::from_reader(*reader));
-                let made = self.agent.configure_request(made.map_err(wrong)?).timeout_global(Some(time)).build();
-                self.agent.run(made)
+                let made = agent.configure_request(made.map_err(wrong)?).timeout_global(Some(time)).build();
+                agent.run(made)
             }
             None => {
-                let made = self.agent.configure_request(builder.body(()).map_err(wrong)?).timeout_global(Some(time));
-                self.agent.run(made.build())
+                let made = agent.configure_request(builder.body(()).map_err(wrong)?).timeout_global(Some(time));
+                agent.run(made.build())
             }
         };
         let outcome = outcome.map_err(failed);

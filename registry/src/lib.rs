@@ -20,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod credentials;
+mod elsewhere;
 mod error;
 mod http;
 mod manifest;

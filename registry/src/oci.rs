@@ -13,6 +13,7 @@ use ureq::http::{Method, header};
 use url::Url;
 
 use crate::credentials;
+use crate::elsewhere::is_loopback;
 use crate::error::{Error, Result};
 use crate::http::{Answer, Client, Request, follow, shown};
 use crate::manifest::{Blob, MANIFEST_BYTES_MAX, MANIFEST_TYPE, accepted, cut};
@@ -46,11 +47,12 @@ impl Oci {
             Some(scheme) => parse(scheme)?,
             None if plain => parse("http")?,
             None => match parse("http")? {
-                here if crate::http::is_loopback(&here) => here,
+                here if is_loopback(&here) => here,
                 _ => parse("https")?,
             },
         };
-        Ok(Self { base, name: name.into(), basic: credentials::basic(host)?, authorization: Mutex::default() })
+        let basic = credentials::basic(&base, host)?;
+        Ok(Self { base, name: name.into(), basic, authorization: Mutex::default() })
     }
 
     /// Whether the registry is asked without encryption.
@@ -81,7 +83,8 @@ impl Oci {
     ) -> Result<Answer<'a>> {
         let known = self.authorization().clone();
         let answer = self.attempt(client, make()?, known.as_deref(), body)?;
-        if answer.status() != 401 {
+        // Only the registry itself is told who asks; where it has sent us, or has us upload to, is somebody else's.
+        if answer.status() != 401 || answer.url.origin() != self.base.origin() {
             return Ok(answer);
         }
         let challenge = answer.header(header::WWW_AUTHENTICATE).unwrap_or_default().to_owned();
@@ -101,18 +104,32 @@ impl Oci {
         known: Option<&str>,
         body: &mut Option<Content<'_>>,
     ) -> Result<Answer<'a>> {
-        let mut request = Request::new(parts.method, parts.url);
+        let mut request = self.request(parts.method, parts.url);
         request.headers = parts.headers;
         request.bytes = parts.bytes;
         // A registry may have uploads go elsewhere.
-        if let Some(known) = known.filter(|_| request.url.origin() == self.base.origin()) {
-            request = request.with(header::AUTHORIZATION, known);
-        }
+        request.authorization = known.filter(|_| request.url.origin() == self.base.origin()).map(str::to_owned);
         if let Some(content) = body {
             let bytes = content.bytes;
             request.body = Some((&mut *content.reader, bytes));
         }
         client.send(request)
+    }
+
+    /// A request on the registry's behalf.
+    fn request<'a>(&self, method: Method, url: Url) -> Request<'a> {
+        Request { named: self.base.clone(), ..Request::new(method, url) }
+    }
+
+    /// What the server of tokens that the registry names is told of us: whoever could have changed that name on the way gets nothing.
+    fn basic_for(&self, realm: &Url) -> Result<Option<String>> {
+        let is_named_safely = self.base.scheme() == "https" && realm.scheme() == "https";
+        match &self.basic {
+            Some(_) if !is_named_safely && realm.origin() != self.base.origin() => {
+                Err(Error::Realm { registry: shown(&self.base), realm: shown(realm) })
+            }
+            basic => Ok(basic.as_ref().map(|basic| format!("Basic {basic}"))),
+        }
     }
 
     /// What a challenge wants to hear.
@@ -132,10 +149,8 @@ impl Oci {
                 realm.query_pairs_mut().append_pair(key, value);
             }
         }
-        let mut request = Request::new(Method::GET, realm);
-        if let Some(basic) = &self.basic {
-            request = request.with(header::AUTHORIZATION, format!("Basic {basic}"));
-        }
+        let authorization = self.basic_for(&realm)?;
+        let request = Request { authorization, ..self.request(Method::GET, realm) };
         let answer = client.send(request)?;
         if answer.status() != 200 {
             return Err(answer.refused());

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -95,15 +95,26 @@ struct Shared {
 
 impl Fake {
     pub fn start() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Self::start_at("127.0.0.1:0", None)
+    }
+
+    /// At an address, and by TLS if there is a configuration for it.
+    pub fn start_at(address: &str, tls: Option<Arc<rustls::ServerConfig>>) -> Self {
+        let listener = TcpListener::bind(address).unwrap();
         let address = listener.local_addr().unwrap();
         let shared = Arc::new(Shared::default());
         let server = Arc::clone(&shared);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                let server = Arc::clone(&server);
+                let (server, tls) = (Arc::clone(&server), tls.clone());
                 // Who hangs up in the middle is not a fault of the test.
-                thread::spawn(move || drop(server.serve(stream)));
+                thread::spawn(move || match tls {
+                    Some(tls) => {
+                        let connection = rustls::ServerConnection::new(tls).unwrap();
+                        drop(server.serve(rustls::StreamOwned::new(connection, stream)));
+                    }
+                    None => drop(server.serve(stream)),
+                });
             }
         });
         Self { address, shared }
@@ -155,9 +166,9 @@ impl Fake {
 }
 
 impl Shared {
-    fn serve(&self, stream: TcpStream) -> std::io::Result<()> {
-        let mut reader = BufReader::new(stream.try_clone()?);
-        let mut stream = stream;
+    fn serve(&self, stream: impl Read + Write) -> std::io::Result<()> {
+        // A client asks one question at a time, so nothing is in the buffer when it is answered.
+        let mut reader = BufReader::new(stream);
         loop {
             let mut line = String::new();
             if reader.read_line(&mut line)? == 0 {
@@ -187,7 +198,7 @@ impl Shared {
             self.requests.lock().unwrap().push(request.clone());
             // Before the answer: whoever has it may ask again.
             self.now.fetch_sub(1, Ordering::SeqCst);
-            say(&mut stream, &request, &reply)?;
+            say(reader.get_mut(), &request, &reply)?;
         }
     }
 
@@ -230,7 +241,7 @@ impl Shared {
     }
 }
 
-fn say(stream: &mut TcpStream, request: &Request, reply: &Reply) -> std::io::Result<()> {
+fn say(stream: &mut (impl Read + Write), request: &Request, reply: &Reply) -> std::io::Result<()> {
     let mut head = format!("HTTP/1.1 {} x\r\n", reply.status);
     for (name, value) in &reply.headers {
         write!(head, "{name}: {value}\r\n").unwrap();
@@ -260,7 +271,8 @@ fn say(stream: &mut TcpStream, request: &Request, reply: &Reply) -> std::io::Res
                 stream.write_all(&reply.body[..bytes.min(reply.body.len())])?;
                 return Err(std::io::ErrorKind::ConnectionAborted.into());
             }
-            stream.write_all(&reply.body)
+            stream.write_all(&reply.body)?;
+            stream.flush()
         }
     }
 }
