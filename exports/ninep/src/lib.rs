@@ -63,7 +63,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_vfs::FileSystem;
+use ferry_vfs::{Errno, FileSystem};
 use ferry_vhost::ServerError;
 
 pub use crate::device::DeviceOptions;
@@ -74,7 +74,7 @@ use crate::share::Share;
 use crate::stream::Stream;
 #[cfg(feature = "tls")]
 pub use crate::tls::{Tls, TlsError};
-pub use crate::users::Users;
+pub use crate::users::{Identity, Users};
 
 /// Where clients come from.
 #[derive(Debug)]
@@ -158,6 +158,22 @@ pub enum Error {
     /// The tag of a device.
     #[error("the tag {0:?} has {len} bytes; a 9P tag has 1 to 255, none of them NUL", len = .0.len())]
     Tag(String),
+    /// Users whose permissions are to be checked, by a source that checks none.
+    #[error("this source checks no permissions, so its clients cannot be held to those of user {0}")]
+    Unchecked(u32),
+    /// Users whose permissions are to be checked, by a server that cannot act as them.
+    #[error(
+        "this server cannot act as user {uid} with group {gid} ({reason}): it takes root, or CAP_SETUID and CAP_SETGID; a server of \
+         that very user needs neither, but must have no further groups and no capabilities"
+    )]
+    Users {
+        /// The user.
+        uid: u32,
+        /// Its group.
+        gid: u32,
+        /// What the source answers.
+        reason: Errno,
+    },
     /// The device's server.
     #[error(transparent)]
     Device(#[from] ServerError),
@@ -187,11 +203,14 @@ enum Way {
     Device(device::Served),
 }
 
-fn check(options: &Options) -> Result<(), Error> {
-    match MSIZE.contains(&options.msize_max.into()) {
-        true => Ok(()),
-        false => Err(Error::Msize(options.msize_max)),
+/// What clients share, if the options make sense and can be kept.
+fn share(source: Arc<dyn FileSystem>, options: Options) -> Result<Arc<Share>, Error> {
+    if !MSIZE.contains(&options.msize_max.into()) {
+        return Err(Error::Msize(options.msize_max));
     }
+    let share = Share::new(source, options);
+    share.can_check_users()?;
+    Ok(Arc::new(share))
 }
 
 impl Export {
@@ -203,7 +222,6 @@ impl Export {
         if options.limits.threads_max < 2 {
             return Err(Error::Threads(options.limits.threads_max));
         }
-        check(&options)?;
         for listener in &listeners {
             if let Some(address) = listener.lets_all_in()
                 && !address.ip().is_loopback()
@@ -212,7 +230,7 @@ impl Export {
                 return Err(Error::Remote(address));
             }
         }
-        let share = Arc::new(Share::new(source, options));
+        let share = share(source, options)?;
         let hub = Hub::start(listeners, Arc::clone(&share))?;
         Ok(Self { share, way: Some(Way::Sockets(hub)) })
     }
@@ -229,8 +247,7 @@ impl Export {
         device: DeviceOptions,
         options: Options,
     ) -> Result<Self, Error> {
-        check(&options)?;
-        let share = Arc::new(Share::new(source, options));
+        let share = share(source, options)?;
         let served = device::Served::start(listener, &share, device)?;
         Ok(Self { share, way: Some(Way::Device(served)) })
     }

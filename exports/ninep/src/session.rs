@@ -201,6 +201,16 @@ impl Open {
         self.node.kind == FileType::Directory
     }
 
+    /// Whether it was opened for reading: the source need not know, whose own descriptor may serve for more.
+    pub(crate) fn can_read(&self) -> bool {
+        matches!(self.flags & OFlags::ACCMODE, OFlags::RDONLY | OFlags::RDWR)
+    }
+
+    /// Whether it was opened for writing.
+    pub(crate) fn can_write(&self) -> bool {
+        matches!(self.flags & OFlags::ACCMODE, OFlags::WRONLY | OFlags::RDWR)
+    }
+
     /// An owner took a lock through it, which is to end with it, or may be granted it later.
     pub(crate) fn locked_by(&self, owner: u64) {
         let mut owners = lock(&self.owners);

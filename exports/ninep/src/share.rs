@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use ferry_engine::{Complaints, Lane};
-use ferry_vfs::FileSystem;
+use ferry_vfs::{Caller, Errno, FileSystem, Ino};
 
-use crate::Options;
+use crate::{Error, Options};
 
 /// See the module.
 pub(crate) struct Share {
@@ -36,6 +36,19 @@ impl Share {
             lane: Lane::default(),
             read_ahead_bytes: AtomicU64::new(0),
         }
+    }
+
+    /// Whether permissions of users can be checked where they are to be: the source is asked once for each.
+    pub(crate) fn can_check_users(&self) -> Result<(), Error> {
+        self.options.users.bound().try_for_each(|user| {
+            let groups = self.options.users.groups(user);
+            let caller = Caller { uid: user.uid, gid: user.gid, groups, ..Caller::default() };
+            match self.source.access(&caller, Ino::ROOT, 0) {
+                Ok(()) => Ok(()),
+                Err(Errno::NOSYS) => Err(Error::Unchecked(user.uid)),
+                Err(reason) => Err(Error::Users { uid: user.uid, gid: user.gid, reason }),
+            }
+        })
     }
 
     /// Makes everything durable: nobody is served any more.

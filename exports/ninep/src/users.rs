@@ -13,8 +13,8 @@ pub enum Users {
     /// may do anything with the source, a virtual machine for instance.
     #[default]
     Client,
-    /// The same, but only these may attach.
-    Only(Vec<u32>),
+    /// Only these may attach, and the server checks what each may do: root anything, others what a process of theirs may.
+    Only(Vec<Identity>),
     /// Everybody is this user, and the server checks what that one may do.
     Squash {
         /// User id.
@@ -24,17 +24,33 @@ pub enum Users {
     },
 }
 
+/// A user of this host, with its groups.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// User id.
+    pub uid: u32,
+    /// The group of what the user makes where a client names none of the user's groups.
+    pub gid: u32,
+    /// Supplementary groups.
+    pub groups: Vec<u32>,
+}
+
 /// As whom a fid acts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct User {
     pub(crate) uid: u32,
     /// The group, where a request names none.
     pub(crate) gid: u32,
-    /// The server is to check permissions: the client's kernel took it for somebody else.
+    /// The server is to check permissions: the client's kernel took it for somebody else, or is not believed.
     pub(crate) checked: bool,
 }
 
 impl User {
+    /// Whether the server has permissions to check: root may do anything.
+    pub(crate) fn is_bound(self) -> bool {
+        self.checked && self.uid != 0
+    }
+
     /// What it writes to loses suid and sgid.
     pub(crate) fn clears_privileges(self) -> bool {
         self.uid != 0
@@ -48,9 +64,34 @@ impl Users {
         let uid = asked.uid.unwrap_or_else(|| named(asked.name));
         match self {
             Self::Squash { uid, gid } => Ok(User { uid: *uid, gid: *gid, checked: true }),
-            Self::Only(allowed) if !allowed.contains(&uid) => Err(Errno::PERM),
-            Self::Client | Self::Only(_) => Ok(User { uid, gid: if uid == 0 { 0 } else { NOBODY }, checked: false }),
+            Self::Only(allowed) => {
+                let found = allowed.iter().find(|identity| identity.uid == uid).ok_or(Errno::PERM)?;
+                Ok(User { uid, gid: found.gid, checked: uid != 0 })
+            }
+            Self::Client => Ok(User { uid, gid: if uid == 0 { 0 } else { NOBODY }, checked: false }),
         }
+    }
+
+    /// The supplementary groups of a user.
+    pub(crate) fn groups(&self, user: User) -> &[u32] {
+        match self {
+            Self::Only(allowed) => {
+                let found = allowed.iter().find(|identity| identity.uid == user.uid);
+                found.map_or(&[], |identity| &identity.groups)
+            }
+            Self::Client | Self::Squash { .. } => &[],
+        }
+    }
+
+    /// Those whose permissions the server checks.
+    pub(crate) fn bound(&self) -> impl Iterator<Item = User> {
+        let (only, squash) = match self {
+            Self::Client => (&[][..], None),
+            Self::Only(allowed) => (&allowed[..], None),
+            Self::Squash { uid, gid } => (&[][..], Some((*uid, *gid))),
+        };
+        let only = only.iter().map(|identity| (identity.uid, identity.gid));
+        only.chain(squash).map(|(uid, gid)| User { uid, gid, checked: true }).filter(|user| user.is_bound())
     }
 }
 
@@ -70,7 +111,8 @@ mod tests {
     #[test]
     fn users_are_taken_mapped_or_refused() {
         let squash = Users::Squash { uid: 7, gid: 8 };
-        let only = Users::Only(vec![5, NOBODY]);
+        let identity = |uid, gid| Identity { uid, gid, groups: vec![gid + 1] };
+        let only = Users::Only(vec![identity(5, 50), identity(0, 0), identity(NOBODY, NOBODY)]);
         let plain = |uid, gid| Ok(User { uid, gid, checked: false });
         let squashed = Ok(User { uid: 7, gid: 8, checked: true });
         for (users, name, uid, outcome) in [
@@ -81,14 +123,23 @@ mod tests {
             (&Users::Client, "nobody", None, plain(NOBODY, NOBODY)),
             (&Users::Client, "4294967295", None, plain(NOBODY, NOBODY)),
             (&Users::Client, "-1", None, plain(NOBODY, NOBODY)),
-            (&only, "", Some(5), plain(5, NOBODY)),
-            (&only, "", Some(0), Err(Errno::PERM)),
-            (&only, "root", None, Err(Errno::PERM)),
+            (&only, "", Some(5), Ok(User { uid: 5, gid: 50, checked: true })),
+            (&only, "nobody", None, Ok(User { uid: NOBODY, gid: NOBODY, checked: true })),
+            (&only, "", Some(0), plain(0, 0)),
+            (&only, "root", None, plain(0, 0)),
+            (&only, "", Some(6), Err(Errno::PERM)),
+            (&only, "6", None, Err(Errno::PERM)),
             (&squash, "root", Some(0), squashed),
             (&squash, "nobody", None, squashed),
         ] {
             let asked = ninep::User { name: name.as_bytes(), uid };
             assert_eq!(users.resolve(&asked), outcome, "{users:?}, {name:?}, {uid:?}");
         }
+        let bound =
+            |users: &Users| users.bound().map(|user| (user.uid, users.groups(user).to_vec())).collect::<Vec<_>>();
+        assert_eq!(bound(&Users::Client), []);
+        assert_eq!(bound(&Users::Squash { uid: 0, gid: 5 }), []);
+        assert_eq!(bound(&squash), [(7, vec![])]);
+        assert_eq!(bound(&only), [(5, vec![51]), (NOBODY, vec![NOBODY + 1])]);
     }
 }

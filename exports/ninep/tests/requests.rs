@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::sync::Arc;
 
 use common::{Client, DirServer, MSIZE, ROOT, Server, name};
-use ferry_ninep::{Options, Users};
+use ferry_ninep::{Identity, Options, Users};
 use ferry_vfs::{Errno, FileSystem, FileType, OFlags, SetAttr, SetTime, Timespec, XattrFlags};
 use ferry_wire::ninep::*;
 
@@ -434,7 +434,9 @@ fn users_own_what_they_make_or_are_refused() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
-    let share = DirServer::new(Options { users: Users::Only(vec![0, 1000]), ..Options::default() });
+    let user = Identity { uid: 1000, gid: 100, groups: vec![1234] };
+    let users = Users::Only(vec![Identity::default(), user]);
+    let share = DirServer::new(Options { users, ..Options::default() });
     fs::set_permissions(&share.path, fs::Permissions::from_mode(0o777)).unwrap();
     let mut client = share.attached(1000);
     let create = Request::Mkdir { dir: ROOT, name: name("d"), mode: 0o700, gid: 1234 };

@@ -20,6 +20,12 @@ const NOT_AS_CALLER: CapabilitySet = CapabilitySet::FSETID
     .union(CapabilitySet::CHOWN)
     .union(CapabilitySet::LINUX_IMMUTABLE);
 
+/// Capabilities that let their holder do what permissions forbid.
+const OVERRIDES: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::DAC_READ_SEARCH);
+
+/// Linux's number for a group that the user namespace cannot name (`/proc/sys/kernel/overflowgid`).
+const UNNAMED: u32 = 65_534;
+
 /// What this process may do, found out once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Creds {
@@ -27,6 +33,8 @@ pub(crate) struct Creds {
     gid: u32,
     /// May take on other users' ids.
     pub(crate) switches: bool,
+    /// May do what permissions forbid.
+    overrides: bool,
     /// The user namespace may lack some ids, so that `setfsuid` may silently fail.
     partial_map: bool,
 }
@@ -58,27 +66,58 @@ impl Creds {
             uid: rustix::process::geteuid().as_raw(),
             gid: rustix::process::getegid().as_raw(),
             switches: caps.contains(CapabilitySet::SETUID | CapabilitySet::SETGID),
+            overrides: caps.intersects(OVERRIDES),
             partial_map: !full,
         }
     }
 
     /// Takes on the caller's ids until the guard goes, to make something that the client's kernel has allowed.
-    /// Without the privilege for it, stays what it is.
+    ///
+    /// Without the privilege for it, what a plain user's server makes is that user's. Root's server makes nothing for
+    /// others then: their set-user-id programs would be root's.
     pub(crate) fn enter(&self, cx: &Caller<'_>) -> Result<AsCaller> {
+        if !self.switches {
+            return if self.uid == 0 && cx.uid != 0 { Err(Errno::PERM) } else { Ok(self.as_server()) };
+        }
+        if cx.uid == self.uid && cx.gid == self.gid && cx.groups.is_empty() {
+            return Ok(self.as_server());
+        }
         self.enter_without(cx, NOT_AS_CALLER)
     }
 
     /// Takes on the caller's ids until the guard goes, and has no right that the caller has not.
+    ///
+    /// # Errors
+    /// `PERM`: without the privilege for it, the server has rights that the caller has not.
     pub(crate) fn enter_plain(&self, cx: &Caller<'_>) -> Result<AsCaller> {
-        let overrides = CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH;
-        self.enter_without(cx, NOT_AS_CALLER | overrides)
+        if !self.switches {
+            return if self.has_no_more_than(cx)? { Ok(self.as_server()) } else { Err(Errno::PERM) };
+        }
+        if cx.uid == 0 && self.uid == 0 {
+            return Ok(self.as_server());
+        }
+        self.enter_without(cx, NOT_AS_CALLER | OVERRIDES)
+    }
+
+    /// The thread stays what it is.
+    fn as_server(&self) -> AsCaller {
+        AsCaller { base: *self, uid: false, gid: false, groups: false, only_here: PhantomData }
+    }
+
+    /// Whether this process, as it is, may do nothing to files that the caller may not.
+    fn has_no_more_than(&self, cx: &Caller<'_>) -> Result<bool> {
+        if cx.uid != self.uid || cx.gid != self.gid || (self.overrides && cx.uid != 0) {
+            return Ok(false);
+        }
+        let groups = rustix::process::getgroups()?;
+        // In a user namespace groups have no number here; the owner of the server has compared them before it was entered.
+        let is_unnamed = |gid: u32| self.partial_map && gid == UNNAMED && !cx.groups.is_empty();
+        let may_have = |gid: u32| gid == cx.gid || cx.groups.contains(&gid) || is_unnamed(gid);
+        Ok(groups.iter().all(|gid| may_have(gid.as_raw())))
     }
 
     fn enter_without(&self, cx: &Caller<'_>, without: CapabilitySet) -> Result<AsCaller> {
-        let mut guard = AsCaller { base: *self, uid: false, gid: false, groups: false, only_here: PhantomData };
-        if !self.switches || (cx.uid == self.uid && cx.gid == self.gid && cx.groups.is_empty()) {
-            return Ok(guard);
-        }
+        let mut guard = self.as_server();
         if cx.uid == u32::MAX || cx.gid == u32::MAX {
             return Err(Errno::INVAL);
         }
@@ -95,7 +134,8 @@ impl Creds {
                     return Err(Errno::OVERFLOW);
                 }
             }
-            if cx.uid != self.uid {
+            // A server that is no root has the caller's capabilities taken away even where the ids are the same.
+            if cx.uid != self.uid || self.uid != 0 {
                 let caps = thread.caps()?;
                 guard.uid = true;
                 sys::setfsuid(cx.uid);

@@ -102,7 +102,7 @@ fn new_files_belong_to_whoever_makes_them() {
     write(&client, made.ino, handle, 0, b"x").unwrap();
     client.release(&joe, made.ino, handle);
     // One whom the server does not let in.
-    let served = Served::with(ferry_ninep::Users::Only(vec![0]));
+    let served = Served::with(ferry_ninep::Users::Only(vec![ferry_ninep::Identity::default()]));
     let client = served.connect(Options { uid: 0, ..plain() });
     assert_eq!(client.mkdir(&joe, Ino::ROOT, name("d"), &common::dir(0o777)).unwrap_err(), Errno::ACCESS);
 }

@@ -164,6 +164,9 @@ impl Context<'_> {
         if open.is_dir() {
             return Err(Errno::ISDIR);
         }
+        if !open.can_read() {
+            return Err(Errno::BADF);
+        }
         let range = Self::range(file, open, offset, bytes_max);
         let mut out = DataOutput { carrier, done: 0, bytes_max };
         match self.share.source.read(&self.caller(file.user, None), &range, &mut out)? {
@@ -206,7 +209,7 @@ impl Context<'_> {
     pub(super) fn write(&self, carrier: &mut impl Carrier, fid: Fid, offset: u64, bytes: usize) -> Result<Done> {
         let file = self.session.get(fid)?;
         match &file.state {
-            State::Open(open) if open.is_dir() => Err(Errno::ISDIR),
+            State::Open(open) if !open.can_write() => Err(Errno::BADF),
             State::Open(open) => self.write_open(carrier, &file, open, (offset, bytes)),
             State::NewValue(value) => {
                 let bytes = write_value(value, offset, carrier, bytes)?;

@@ -55,10 +55,11 @@ impl Context<'_> {
         if bytes > self.session.msize as usize { Err(Errno::MSGSIZE) } else { Ok(Done::Short) }
     }
 
-    /// On whose behalf the source is asked; a new file gets the group that the client names.
-    fn caller(&self, user: User, gid: Option<u32>) -> Caller<'static> {
-        let gid = gid.filter(|gid| !user.checked && *gid != u32::MAX).unwrap_or(user.gid);
-        Caller { session: self.session.id, uid: user.uid, gid, pid: 0, groups: &[] }
+    /// On whose behalf the source is asked; a new file gets the group that the client names, if the user has it.
+    fn caller(&self, user: User, gid: Option<u32>) -> Caller<'_> {
+        let has = |gid: u32| !user.checked || self.is_in_group(user, gid);
+        let gid = gid.filter(|gid| *gid != u32::MAX && has(*gid)).unwrap_or(user.gid);
+        Caller { session: self.session.id, uid: user.uid, gid, pid: 0, groups: self.share.options.users.groups(user) }
     }
 
     /// A fid that is a directory, open or not, in which something is to be changed.
@@ -189,9 +190,9 @@ impl Context<'_> {
         if matches!(file.state, State::Value(_) | State::NewValue(_)) {
             return Err(Errno::BADF);
         }
-        self.may_set(&file, set)?;
+        let set = self.may_set(&file, set)?;
         let clear_privileges = set.size.is_some() && file.user.clears_privileges();
-        let set = SetAttr { clear_privileges, ..*set };
+        let set = SetAttr { clear_privileges, ..set };
         // The time of the change alone follows from whatever changed.
         if set != SetAttr::default() {
             let handle = match &file.state {

@@ -6,6 +6,7 @@ use ferry_vfs::{Entry, FileType, Name, New, Result};
 use ferry_wire::ninep::{Fid, Qid, Reply};
 
 use super::Context;
+use super::permission::SEARCH;
 use crate::session::{File, State};
 
 impl Context<'_> {
@@ -29,7 +30,7 @@ impl Context<'_> {
 
     pub(super) fn mknod(&self, dir: Fid, name: Name<'_>, (mode, rdev): (u32, u32), gid: u32) -> Result<Reply<'static>> {
         let dir = self.dir_to_add(dir)?;
-        self.may_mknod(dir.user, mode)?;
+        self.may_mknod(dir.user, (mode, rdev))?;
         let new = New { mode, umask: 0, rdev };
         let entry = self.share.source.mknod(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
         self.made(entry).map(Reply::Mknod)
@@ -43,11 +44,13 @@ impl Context<'_> {
     }
 
     pub(super) fn link(&self, dir: Fid, fid: Fid, name: Name<'_>) -> Result<Reply<'static>> {
-        let dir = self.dir_to_add(dir)?;
-        let file = self.session.get(fid)?;
+        let (dir, file) = (self.dir(dir)?, self.session.get(fid)?);
         if matches!(file.state, State::Value(_) | State::NewValue(_)) {
             return Err(ferry_vfs::Errno::BADF);
         }
+        self.may(dir.user, &dir.node, SEARCH)?;
+        self.may_link(dir.user, &file)?;
+        self.may_add(&dir)?;
         let entry = self.share.source.link(&self.caller(dir.user, None), file.node.ino, dir.node.ino, name)?;
         self.made(entry).map(|_| Reply::Link)
     }

@@ -8,7 +8,7 @@ use ferry_vfs::{
 };
 use ferry_wire::ninep::{DirWriter, Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
 
-use super::permission::READ;
+use super::permission::SEARCH;
 use super::{Context, Done};
 use crate::carrier::ReplyBuffer;
 use crate::session::{File, Node, Place, State};
@@ -39,7 +39,7 @@ impl Context<'_> {
                 if flags.intersects(OFlags::WRONLY | OFlags::RDWR | OFlags::TRUNC) {
                     return Err(Errno::ISDIR);
                 }
-                self.may(user, node, READ)?;
+                self.may_open(user, node, flags)?;
                 self.share.source.opendir(&self.caller(user, None), node.ino, OFlags::RDONLY)?
             }
             _ => {
@@ -115,6 +115,7 @@ impl Context<'_> {
     ) -> Result<(Arc<Node>, Attr, Handle)> {
         let (source, user) = (&self.share.source, dir.user);
         if !flags.contains(OFlags::EXCL) {
+            self.may(user, &dir.node, SEARCH)?;
             // What is there already is only opened, with the right to that.
             match source.lookup(&self.caller(user, None), dir.node.ino, name) {
                 Ok(entry) => {
@@ -122,7 +123,7 @@ impl Context<'_> {
                     if node.kind == FileType::Directory {
                         return Err(Errno::ISDIR);
                     }
-                    self.may(user, &dir.node, super::permission::SEARCH)?;
+                    self.may_open_by_creating(dir, &attr)?;
                     self.may_open(user, &node, flags)?;
                     let handle = self.open_file(&node, user, flags)?;
                     return Ok((node, attr, handle));

@@ -1,26 +1,37 @@
 //! What a user may do, where the server is to check it: the user of a squashed client is somebody else to the client's
-//! kernel. The rules are those of Linux's `fs/namei.c` and `fs/attr.c` for a user without any capability.
+//! kernel. The rules are those of Linux's `fs/namei.c`, `fs/attr.c` and `fs/xattr.c` for a user without any capability, with
+//! hard links and files in sticky directories protected as all distributions have them (`fs.protected_hardlinks`,
+//! `fs.protected_regular`).
 
-use ferry_vfs::{Errno, FileType, Name, OFlags, Result, SetAttr, SetTime};
+use ferry_vfs::{Attr, Errno, FileType, Name, OFlags, Result, SetAttr, SetTime};
 
 use super::Context;
-use crate::session::{File, Node};
+use crate::session::{File, Node, State};
 use crate::users::User;
 
 pub(super) const READ: u32 = 4;
 pub(super) const WRITE: u32 = 2;
 pub(super) const SEARCH: u32 = 1;
 
+/// What begins the names of attributes that only root may see.
+const TRUSTED: &[u8] = b"trusted.";
+
+const S_ISUID: u32 = 0o4000;
+const S_ISGID: u32 = 0o2000;
 const S_ISVTX: u32 = 0o1000;
+const S_IXGRP: u32 = 0o010;
+const S_IWOTH: u32 = 0o002;
+const PERMISSIONS: u32 = 0o7777;
 
 impl Context<'_> {
-    fn is_bound(user: User) -> bool {
-        user.checked && user.uid != 0
+    /// Whether the user is a member of a group.
+    pub(super) fn is_in_group(&self, user: User, gid: u32) -> bool {
+        gid == user.gid || self.share.options.users.groups(user).contains(&gid)
     }
 
     /// Whether the fid's user may do this to an inode.
     pub(super) fn may(&self, user: User, node: &Node, mask: u32) -> Result<()> {
-        if !Self::is_bound(user) {
+        if !user.is_bound() {
             return Ok(());
         }
         self.share.source.access(&self.caller(user, None), node.ino, mask)
@@ -34,7 +45,7 @@ impl Context<'_> {
     /// Whether the fid's user may remove a name from a directory, or replace it.
     pub(super) fn may_remove(&self, dir: &File, name: Name<'_>) -> Result<()> {
         self.may_add(dir)?;
-        if !Self::is_bound(dir.user) {
+        if !dir.user.is_bound() {
             return Ok(());
         }
         let cx = self.caller(dir.user, None);
@@ -49,56 +60,143 @@ impl Context<'_> {
 
     /// Whether the fid's user may open its file with these flags.
     pub(super) fn may_open(&self, user: User, node: &Node, flags: OFlags) -> Result<()> {
+        if !user.is_bound() {
+            return Ok(());
+        }
         let access = match flags & OFlags::ACCMODE {
+            OFlags::RDONLY => READ,
             OFlags::WRONLY => WRITE,
-            OFlags::RDWR => READ | WRITE,
-            _ => READ,
+            _ => READ | WRITE,
         };
         let truncation = if flags.contains(OFlags::TRUNC) { WRITE } else { 0 };
-        self.may(user, node, access | truncation)
+        self.may(user, node, access | truncation)?;
+        if flags.contains(OFlags::NOATIME)
+            && self.share.source.getattr(&self.caller(user, None), node.ino, None)?.uid != user.uid
+        {
+            return Err(Errno::PERM);
+        }
+        Ok(())
     }
 
-    /// Whether the fid's user may change these attributes.
-    pub(super) fn may_set(&self, file: &File, set: &SetAttr) -> Result<()> {
-        if !Self::is_bound(file.user) {
+    /// Whether the fid's user may open a file that is there by creating it. In a sticky directory that everybody may write to, a
+    /// file of another user than the directory's is taken for a trap (`may_create_in_sticky` with `protected_regular`).
+    pub(super) fn may_open_by_creating(&self, dir: &File, attr: &Attr) -> Result<()> {
+        if !dir.user.is_bound() || attr.uid == dir.user.uid {
+            return Ok(());
+        }
+        let folder = self.share.source.getattr(&self.caller(dir.user, None), dir.node.ino, None)?;
+        let is_trap = folder.mode & S_ISVTX != 0 && folder.mode & S_IWOTH != 0 && attr.uid != folder.uid;
+        if is_trap { Err(Errno::ACCESS) } else { Ok(()) }
+    }
+
+    /// Whether a user may give a file one more name: its own one, or one that can be read and written and gives nobody privileges
+    /// (`may_linkat` with `protected_hardlinks`).
+    pub(super) fn may_link(&self, user: User, file: &File) -> Result<()> {
+        if !user.is_bound() {
             return Ok(());
         }
         let attr = self.attr(file)?;
-        let owns = attr.uid == file.user.uid;
+        let is_program = attr.mode & S_ISUID != 0 || attr.mode & (S_ISGID | S_IXGRP) == S_ISGID | S_IXGRP;
+        let is_safe = || attr.kind() == FileType::RegularFile && !is_program;
+        match attr.uid == user.uid || (is_safe() && self.may(user, &file.node, READ | WRITE).is_ok()) {
+            true => Ok(()),
+            false => Err(Errno::PERM),
+        }
+    }
+
+    /// Whether the fid's user may change these attributes; answers what is to be changed (`setattr_prepare`, `may_setattr`).
+    pub(super) fn may_set(&self, file: &File, set: &SetAttr) -> Result<SetAttr> {
+        let user = file.user;
+        if !user.is_bound() {
+            return Ok(*set);
+        }
+        let attr = self.attr(file)?;
+        let owns = attr.uid == user.uid;
         let same_owner = set.uid.is_none_or(|uid| uid == attr.uid);
-        let same_group = set.gid.is_none_or(|gid| gid == attr.gid || gid == file.user.gid);
-        if (set.uid.is_some() || set.gid.is_some()) && !(owns && same_owner && same_group) {
+        let same_group = set.gid.is_none_or(|gid| gid == attr.gid || self.is_in_group(user, gid));
+        let changes_owner = set.uid.is_some() || set.gid.is_some();
+        if changes_owner && !(owns && same_owner && same_group) {
             return Err(Errno::PERM);
         }
         if set.mode.is_some() && !owns {
             return Err(Errno::PERM);
         }
-        let at = |time| matches!(time, Some(SetTime::At(_)));
-        if !owns && (at(set.atime) || at(set.mtime)) {
-            return Err(Errno::PERM);
+        if !owns && (set.atime.is_some() || set.mtime.is_some()) {
+            match (set.atime, set.mtime) {
+                (Some(SetTime::Now), Some(SetTime::Now)) => self.may(user, &file.node, WRITE)?,
+                // The time of the change that the new size is.
+                (None, Some(SetTime::Now)) if set.size.is_some() => {}
+                _ => return Err(Errno::PERM),
+            }
         }
-        let touches = !owns && (set.atime.is_some() || set.mtime.is_some());
-        if set.size.is_some() || touches { self.may(file.user, &file.node, WRITE) } else { Ok(()) }
+        let is_open_to_write = matches!(&file.state, State::Open(open) if open.can_write());
+        if set.size.is_some() && !is_open_to_write {
+            self.may(user, &file.node, WRITE)?;
+        }
+        let mut set = *set;
+        if let Some(mode) = &mut set.mode {
+            if !self.is_in_group(user, set.gid.unwrap_or(attr.gid)) {
+                *mode &= !S_ISGID;
+            }
+        } else if changes_owner
+            && attr.kind() != FileType::Directory
+            && attr.mode & S_ISGID != 0
+            && !self.is_in_group(user, attr.gid)
+        {
+            // The host's kernel, for which we are root, would keep the bit of a file that its group may not execute.
+            set.mode = Some(attr.mode & PERMISSIONS & !(S_ISUID | S_ISGID));
+        }
+        Ok(set)
     }
 
-    /// Whether the fid's user may look at (or else change) an extended attribute.
+    /// Whether the fid's user may look at (or else change) an extended attribute (`xattr_permission`).
     pub(super) fn may_xattr(&self, file: &File, name: &[u8], changes: bool) -> Result<()> {
-        if !Self::is_bound(file.user) {
+        let user = file.user;
+        if !user.is_bound() {
             return Ok(());
         }
         if name.starts_with(b"user.") {
-            return self.may(file.user, &file.node, if changes { WRITE } else { READ });
+            let kind = file.node.kind;
+            if !matches!(kind, FileType::RegularFile | FileType::Directory) {
+                return Err(if changes { Errno::PERM } else { Errno::NODATA });
+            }
+            if changes && kind == FileType::Directory {
+                let attr = self.attr(file)?;
+                if attr.mode & S_ISVTX != 0 && attr.uid != user.uid {
+                    return Err(Errno::PERM);
+                }
+            }
+            return self.may(user, &file.node, if changes { WRITE } else { READ });
         }
         if !changes {
-            return if name.starts_with(b"trusted.") { Err(Errno::NODATA) } else { Ok(()) };
+            return if name.starts_with(TRUSTED) { Err(Errno::NODATA) } else { Ok(()) };
         }
-        let owns = self.attr(file)?.uid == file.user.uid;
+        let owns = self.attr(file)?.uid == user.uid;
         if owns && name.starts_with(b"system.posix_acl_") { Ok(()) } else { Err(Errno::PERM) }
     }
 
-    /// Whether the fid's user may make a node of this type.
-    pub(super) fn may_mknod(&self, user: User, mode: u32) -> Result<()> {
-        let device = matches!(FileType::from_raw_mode(mode), FileType::BlockDevice | FileType::CharacterDevice);
-        if device && Self::is_bound(user) { Err(Errno::PERM) } else { Ok(()) }
+    /// Takes out of a list of names, each ended by NUL, those that the fid's user is not shown.
+    pub(super) fn shown_xattrs(user: User, list: Vec<u8>) -> Vec<u8> {
+        if !user.is_bound() {
+            return list;
+        }
+        list.split_inclusive(|byte| *byte == 0).filter(|name| !name.starts_with(TRUSTED)).flatten().copied().collect()
+    }
+
+    /// Whether an attribute that the fid's user sets takes sgid from the file: an ACL does that of whoever is no member of its
+    /// group (`posix_acl_update_mode`).
+    pub(super) fn clears_sgid(&self, file: &File, name: &[u8]) -> Result<bool> {
+        let is_acl = file.user.is_bound() && name == b"system.posix_acl_access";
+        Ok(is_acl && !self.is_in_group(file.user, self.attr(file)?.gid))
+    }
+
+    /// Whether the fid's user may make a node of this type. A whiteout is no device.
+    pub(super) fn may_mknod(&self, user: User, (mode, rdev): (u32, u32)) -> Result<()> {
+        let is_device = match FileType::from_raw_mode(mode) {
+            FileType::BlockDevice => true,
+            FileType::CharacterDevice => rdev != 0,
+            _ => false,
+        };
+        if is_device && user.is_bound() { Err(Errno::PERM) } else { Ok(()) }
     }
 }

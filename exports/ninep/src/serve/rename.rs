@@ -24,7 +24,7 @@ impl Context<'_> {
             other => other?,
         }
         let cx = self.caller(dir.user, None);
-        if dir.user.checked && dir.node.ino != new_dir.node.ino {
+        if dir.user.is_bound() && dir.node.ino != new_dir.node.ino {
             // A directory's own `..` changes.
             let (node, _) = self.session.node(self.share.source.lookup(&cx, dir.node.ino, name)?)?;
             if node.kind == FileType::Directory {

@@ -22,7 +22,7 @@ impl Context<'_> {
         self.session.is_free(new_fid)?;
         let (source, cx) = (&self.share.source, self.caller(file.user, None));
         let value = if name.is_empty() {
-            source.listxattr(&cx, file.node.ino)
+            source.listxattr(&cx, file.node.ino).map(|list| Self::shown_xattrs(file.user, list))
         } else {
             self.may_xattr(&file, name, false)?;
             source.getxattr(&cx, file.node.ino, name)
@@ -51,13 +51,15 @@ impl Context<'_> {
         if value.len() != new.bytes {
             return Err(Errno::INVAL);
         }
+        // The user may have lost the right to it since the fid was made.
+        self.may_xattr(file, &new.name, true)?;
         let (source, cx) = (&self.share.source, self.caller(file.user, None));
         // So Linux's client asks for a removal; an empty value comes without the flag.
         if value.is_empty() && new.flags.contains(XattrFlags::REPLACE) {
             return source.removexattr(&cx, file.node.ino, &new.name).map_err(unsupported);
         }
-        // The client's kernel clears sgid by itself, where an ACL demands it; a user that is checked here may not keep it.
-        let clear_sgid = file.user.checked && file.user.uid != 0;
+        // The client's kernel clears sgid by itself, where an ACL demands it; for a user that is checked here we do.
+        let clear_sgid = self.clears_sgid(file, &new.name)?;
         source.setxattr(&cx, file.node.ino, &new.name, &value, new.flags, clear_sgid).map_err(unsupported)
     }
 }
