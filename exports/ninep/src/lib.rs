@@ -41,6 +41,7 @@ mod ahead;
 mod carrier;
 mod connection;
 mod device;
+mod ends;
 mod hub;
 mod line;
 mod message;

@@ -4,7 +4,7 @@ use std::collections::hash_map::{Entry as Slot, RandomState};
 use std::collections::{HashMap, HashSet};
 use std::hash::BuildHasher;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{
@@ -14,6 +14,7 @@ use ferry_vfs::{
 use ferry_wire::ninep::{Agreed, Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, agree};
 
 use crate::ahead::Reader;
+use crate::ends::Ends;
 use crate::hub::lock;
 use crate::share::Share;
 use crate::users::User;
@@ -39,6 +40,7 @@ pub(crate) struct Session {
     /// Owners that fids remember.
     owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
+    pub(crate) ends: Arc<Ends>,
 }
 
 impl std::fmt::Debug for Session {
@@ -178,7 +180,10 @@ impl Paths {
 pub(crate) struct Open {
     pub(crate) node: Arc<Node>,
     pub(crate) handle: Handle,
-    pub(crate) flags: OFlags,
+    flags: OFlags,
+    /// With `O_APPEND`: whether the last write was appended.
+    appends: AtomicBool,
+    ends: Arc<Ends>,
     session: SessionId,
     user: User,
     source: Arc<dyn FileSystem>,
@@ -211,6 +216,19 @@ impl Open {
         matches!(self.flags & OFlags::ACCMODE, OFlags::WRONLY | OFlags::RDWR)
     }
 
+    /// The flags that it has now: those that it was opened with, without `O_APPEND` while the client writes elsewhere.
+    pub(crate) fn flags(&self) -> OFlags {
+        if self.appends.load(Ordering::Relaxed) { self.flags } else { self.flags - OFlags::APPEND }
+    }
+
+    /// The client writes here.
+    pub(crate) fn writes(&self, offset: u64, bytes: usize) {
+        let is_end = self.ends.writes(self.node.ino, offset, bytes);
+        if self.flags.contains(OFlags::APPEND) && self.appends.load(Ordering::Relaxed) != is_end {
+            self.appends.store(is_end, Ordering::Relaxed);
+        }
+    }
+
     /// An owner took a lock through it, which is to end with it, or may be granted it later.
     pub(crate) fn locked_by(&self, owner: u64) {
         let mut owners = lock(&self.owners);
@@ -231,6 +249,9 @@ impl Drop for Open {
     fn drop(&mut self) {
         let caller = Caller { session: self.session, uid: self.user.uid, gid: self.user.gid, ..Caller::default() };
         let (ino, handle) = (self.node.ino, self.handle);
+        if self.flags.contains(OFlags::APPEND) {
+            self.ends.closed(ino);
+        }
         let owners = std::mem::take(&mut *lock(&self.owners));
         self.owner_count.fetch_sub(owners.len(), Ordering::Relaxed);
         for owner in owners {
@@ -300,6 +321,7 @@ impl Session {
             owners: RandomState::new(),
             owner_count: Arc::default(),
             values_bytes: Arc::default(),
+            ends: Arc::default(),
         }
     }
 
@@ -410,10 +432,15 @@ impl Session {
 
     /// Notes that a handle was opened.
     pub(crate) fn opened(&self, node: &Arc<Node>, handle: Handle, flags: OFlags, user: User) -> Arc<Open> {
+        if flags.contains(OFlags::APPEND) {
+            self.ends.opened(node.ino);
+        }
         Arc::new(Open {
             node: Arc::clone(node),
             handle,
             flags,
+            appends: AtomicBool::new(flags.contains(OFlags::APPEND)),
+            ends: Arc::clone(&self.ends),
             session: self.id,
             user,
             source: Arc::clone(&self.source),

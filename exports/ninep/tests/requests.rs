@@ -518,7 +518,39 @@ fn memory_is_a_source_too_and_clients_see_each_other() {
     assert_eq!(other.read(Fid(1), 0, MSIZE).unwrap(), data);
     assert_eq!(other.read(Fid(1), 199_990, MSIZE).unwrap(), data[199_990..]);
     let before = other.getattr(Fid(1)).unwrap().qid.version;
-    one.write(Fid(1), 5, b"appended all the same").unwrap();
+    one.write(Fid(1), 200_000, b"appended").unwrap();
     assert_eq!(other.read(Fid(1), 200_000, 8).unwrap(), b"appended");
     assert_ne!(other.getattr(Fid(1)).unwrap().qid.version, before);
+}
+
+/// A client says once, when it opens a file, that it appends. When `fcntl` takes that from its file it writes anywhere.
+#[test]
+fn what_is_appended_goes_to_the_end_and_other_writes_go_where_they_say() {
+    let mem = ferry_mem::Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = ferry_dir::Dir::open(tmp.path(), ferry_dir::Options::default()).unwrap();
+    for source in [Arc::new(mem) as Arc<dyn FileSystem>, Arc::new(dir)] {
+        let server = Server::of(source, Options::default());
+        let (mut one, mut other) = (server.attached(0), server.attached(0));
+        let flags = OFlags::RDWR | OFlags::APPEND;
+        one.create(Fid(1), "log", flags, 0o600).unwrap();
+        one.write(Fid(1), 0, b"one,").unwrap();
+        other.open_path(Fid(1), "log", flags).unwrap();
+        other.write(Fid(1), 4, b"two,").unwrap();
+        // Each believes the file to end where it wrote last.
+        one.write(Fid(1), 4, b"three,").unwrap();
+        other.write(Fid(1), 8, b"four").unwrap();
+        assert_eq!(one.read(Fid(1), 0, 100).unwrap(), b"one,two,three,four");
+        // The flag is gone: at the beginning, and behind the end, from where it is an end again.
+        one.write(Fid(1), 0, b"ONE").unwrap();
+        assert_eq!(one.getattr(Fid(1)).unwrap().attr.size, 18);
+        one.write(Fid(1), 20, b"hole").unwrap();
+        assert_eq!(other.read(Fid(1), 0, 100).unwrap(), b"ONE,two,three,four\0\0hole");
+        assert_eq!(other.getattr(Fid(1)).unwrap().attr.size, 24);
+        one.write(Fid(1), 24, b"+").unwrap();
+        other.write(Fid(1), 24, b"-").unwrap();
+        assert_eq!(other.read(Fid(1), 20, 100).unwrap(), b"hole+-");
+        other.write(Fid(1), 1, b"n").unwrap();
+        assert_eq!(other.read(Fid(1), 0, 4).unwrap(), b"OnE,");
+    }
 }

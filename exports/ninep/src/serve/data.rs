@@ -148,7 +148,7 @@ impl Context<'_> {
             handle: open.handle,
             offset,
             len: u32::try_from(bytes).unwrap_or(u32::MAX),
-            flags: open.flags,
+            flags: open.flags(),
             clear_privileges: false,
             owner: None,
         }
@@ -226,6 +226,7 @@ impl Context<'_> {
         open: &Arc<Open>,
         (offset, bytes_max): (u64, usize),
     ) -> Result<Done> {
+        open.writes(offset, bytes_max);
         let clear_privileges = file.user.clears_privileges();
         let range = IoRange { clear_privileges, ..Self::range(file, open, offset, bytes_max) };
         let cx = self.caller(file.user, None);

@@ -105,6 +105,7 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier
         Request::Getattr { fid, .. } => {
             let file = cx.session.get(fid)?;
             let attr = cx.attr(&file)?;
+            cx.session.ends.told(file.node.ino, attr.size);
             let blksize = if attr.blksize == 0 { BLOCK_BYTES } else { attr.blksize };
             let (qid, generation) = (file.node.qid(&attr), file.node.generation);
             Reply::Getattr(Getattr { qid, attr: Attr { blksize, ..attr }, generation })
@@ -200,6 +201,9 @@ impl Context<'_> {
                 _ => None,
             };
             self.share.source.setattr(&self.caller(file.user, None), file.node.ino, handle, &set)?;
+            if let Some(size) = set.size {
+                self.session.ends.told(file.node.ino, size);
+            }
         }
         Ok(Reply::Setattr)
     }

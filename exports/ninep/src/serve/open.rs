@@ -50,6 +50,7 @@ impl Context<'_> {
         let open = self.session.opened(node, handle, flags - NOT_PASSED - OFlags::TRUNC, user);
         let opened = File { state: State::Open(open), ..File::clone(&file) };
         let attr = self.attr(&opened)?;
+        self.session.ends.found(node.ino, attr.size);
         let qid = node.qid(&attr);
         self.session.replace(fid, &file, opened)?;
         Ok(Reply::Open { qid, iounit: 0 })
@@ -98,6 +99,8 @@ impl Context<'_> {
             other => other?,
         };
         let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
+        let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
+        self.session.ends.found(node.ino, size);
         let qid = node.qid(&attr);
         let place = Some(Place::new(&dir.node, name));
         let file = File { node, place, user, root: dir.root, state: State::Open(open) };
