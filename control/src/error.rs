@@ -10,9 +10,17 @@ use ferry_vhost::SocketError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// No level.
-    #[error("cannot log at {0:?}; use error, warn, info, debug or trace, or a list like info,ferry_virtiofs=debug")]
-    Level(String),
+    /// No level, or a list with a word that is none.
+    #[error(
+        "cannot log at {level:?}{}; use off, error, warn, info, debug or trace, or a list like info,ferry_virtiofs=debug",
+        nearest.map(|nearest| format!(": did you mean {nearest}?")).unwrap_or_default()
+    )]
+    Level {
+        /// What was asked for.
+        level: String,
+        /// The level that looks most like it, if one does.
+        nearest: Option<&'static str>,
+    },
     /// Another part of the program logs by itself.
     #[error("cannot start logging: {0}")]
     Start(#[source] tracing_subscriber::util::TryInitError),

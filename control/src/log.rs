@@ -5,10 +5,12 @@ use std::io::{self, IsTerminal, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
+use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tracing::level_filters::LevelFilter;
 use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
@@ -21,6 +23,9 @@ use crate::Error;
 const REQUESTS: &str = "ferry_engine::requests=info";
 /// Lines that a listener may be behind; then it misses some, and nobody waits.
 const BACKLOG_LINES: usize = 1024;
+
+/// How much like a level a word must be to be taken for a misspelling of it, from 0 to 1.
+const LIKENESS_MIN: f64 = 0.7;
 
 /// Where the system's log listens.
 const SYSLOG: &str = "/dev/log";
@@ -82,11 +87,23 @@ impl Logging {
 
 /// Reads a level or a list.
 fn filter(level: &str, requests: bool) -> Result<EnvFilter, Error> {
-    let list = if requests { format!("{level},{REQUESTS}") } else { level.to_owned() };
-    match EnvFilter::builder().parse(list) {
-        Ok(filter) if !level.trim().is_empty() => Ok(filter),
-        _ => Err(Error::Level(level.into())),
+    let refused = |word: &str| Error::Level { level: level.into(), nearest: nearest(word) };
+    // The filter takes a bare word that is no level for a target, and logs nothing else.
+    for part in level.split(',') {
+        let word = part.rsplit_once('=').map_or(part, |(_, word)| word).trim();
+        if LevelFilter::from_str(word).is_err() || word.is_empty() {
+            return Err(refused(word));
+        }
     }
+    let list = if requests { format!("{level},{REQUESTS}") } else { level.to_owned() };
+    EnvFilter::builder().parse(list).map_err(|_| refused(""))
+}
+
+/// The level that a word may be a misspelling of.
+fn nearest(word: &str) -> Option<&'static str> {
+    let levels = ["off", "error", "warn", "info", "debug", "trace"].into_iter();
+    let likeness = levels.map(|level| (strsim::jaro(&word.to_lowercase(), level), level));
+    likeness.filter(|(likeness, _)| *likeness > LIKENESS_MIN).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, level)| level)
 }
 
 /// Those who want to see every line.
@@ -221,8 +238,14 @@ mod tests {
         for level in ["off", "error", "warn", "info", "debug", "trace", "info,ferry_fuse=debug"] {
             assert!(filter(level, false).is_ok() && filter(level, true).is_ok(), "{level}");
         }
-        for wrong in ["", " ", "info,=", "a=b=c", "ferry=loud"] {
-            assert!(filter(wrong, false).is_err(), "{wrong:?}");
+        let refused = |wrong: &str| filter(wrong, false).expect_err(wrong).to_string();
+        for wrong in ["", " ", "info,=", "a=b=c", "ferry=loud", "ferry_fuse", "info,ferry_fuse"] {
+            assert!(!refused(wrong).contains("did you mean"), "{wrong:?}: {}", refused(wrong));
+        }
+        for (wrong, level) in
+            [("debgu", "debug"), ("info,ferry_fuse=tarce", "trace"), ("warning", "warn"), ("INFOS", "info")]
+        {
+            assert!(refused(wrong).contains(&format!("did you mean {level}?")), "{wrong:?}: {}", refused(wrong));
         }
     }
 
