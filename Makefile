@@ -6,14 +6,15 @@ CARGO ?= cargo
 PUBLISHED := vfs wire engine state serve vhost control fuse virtiofs fs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build install demo test test-all bench lint audit fuzz
+.PHONY: help setup build install uninstall demo test test-all bench lint audit fuzz
 
 help:
 	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
 	@echo 'make test      the tests; says at its end which were skipped (with CI=true they fail)'
 	@echo 'make test-all  the tests with the long ones (pjdfstest, fsx, fault injection; may take an hour)'
 	@echo 'make bench     the benchmarks, against the other servers'
-	@echo 'make install   the program, and its descriptor for libvirt (PREFIX, DESTDIR)'
+	@echo 'make install   the program, its man pages, completions and descriptors for libvirt (PREFIX, DESTDIR)'
+	@echo 'make uninstall removes them (with the same PREFIX and DESTDIR)'
 	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny, and whether what can be published can be packed'
 	@echo 'make audit     known vulnerabilities of the dependencies (fetches the list)'
 	@echo 'make fuzz      each fuzz target for a minute (FUZZ_SECONDS=N for longer)'
@@ -27,6 +28,9 @@ build:
 
 install: build
 	@scripts/install
+
+uninstall:
+	@scripts/install --remove
 
 demo: setup build
 	@scripts/demo

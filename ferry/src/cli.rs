@@ -144,9 +144,13 @@ pub enum Command {
 
     /// Print the manual page of ferry, or of one of its commands, in roff.
     Man {
-        /// The command whose page to print.
+        /// The command whose page to print, for example: image build
         #[arg(value_name = "COMMAND")]
-        command: Option<String>,
+        command: Vec<String>,
+
+        /// Write the pages of ferry and of all its commands to this folder.
+        #[arg(long, value_name = "FOLDER", conflicts_with = "command")]
+        all: Option<PathBuf>,
     },
 
     /// Print shell completions.

@@ -1,32 +1,64 @@
-//! The man page and the completions, made of the table of flags.
+//! The man pages and the completions, made of the table of flags.
 
+use std::fs;
 use std::io::Write;
+use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use clap::Command;
 use clap::builder::Resettable;
 
 use crate::cli;
 
-/// Prints the page of the program, or of one of its commands.
-pub fn man(command: Option<&str>) -> Result<()> {
+/// Prints the page of the program, or of the command with these names (`image build`).
+pub fn man(command: &[String]) -> Result<()> {
+    let table = built();
+    let mut found = &table;
+    for name in command {
+        found = found.find_subcommand(name).with_context(|| {
+            let names = commands(found).map(Command::get_name).collect::<Vec<_>>().join(", ");
+            let of = found.get_display_name().unwrap_or("ferry").replace('-', " ");
+            if names.is_empty() {
+                format!("{of} has no commands, so there is no page {name:?}")
+            } else {
+                format!("{of} has no command {name:?}; its commands are {names}")
+            }
+        })?;
+    }
+    print(&page(found)?)
+}
+
+/// Writes the pages of the program and of all its commands to a folder, as `man` looks for them.
+pub fn man_pages(folder: &Path) -> Result<()> {
+    let table = built();
+    let mut waiting = vec![&table];
+    while let Some(command) = waiting.pop() {
+        let file = folder.join(command.get_display_name().unwrap_or("ferry")).with_extension("1");
+        fs::write(&file, page(command)?).with_context(|| format!("cannot write {}", file.display()))?;
+        waiting.extend(commands(command));
+    }
+    Ok(())
+}
+
+/// The table of flags, in which each command knows its whole name.
+fn built() -> Command {
     let mut table = cli::table();
     table.build();
-    let table = match command {
-        None => table,
-        Some(name) => match table.find_subcommand(name) {
-            Some(found) => found.clone().display_name(format!("ferry-{name}")),
-            None => bail!(
-                "there is no command {name:?}; the commands are share, mount, disk, log, fsck, try, man and completions"
-            ),
-        },
-    };
-    let examples = table.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+    table
+}
+
+/// The commands of a command that have pages: `help` has none.
+fn commands(of: &Command) -> impl Iterator<Item = &Command> {
+    of.get_subcommands().filter(|command| command.get_name() != "help" && !command.is_hide_set())
+}
+
+fn page(command: &Command) -> Result<Vec<u8>> {
+    let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+    let command = command.clone().after_long_help(Resettable::Reset).disable_help_subcommand(true);
     let mut page = Vec::new();
-    clap_mangen::Man::new(table.after_long_help(Resettable::Reset))
-        .render(&mut page)
-        .context("cannot make the page")?;
+    clap_mangen::Man::new(command).render(&mut page).context("cannot make the page")?;
     page.extend(verbatim("EXAMPLES", &examples).into_bytes());
-    print(&page)
+    Ok(page)
 }
 
 /// A section of a man page whose lines stay as they are: commands to copy must not be filled.

@@ -152,7 +152,8 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => trial::run(args),
-        Command::Man { command } => documents::man(command.as_deref()).map(|()| 0),
+        Command::Man { all: Some(folder), .. } => documents::man_pages(&folder).map(|()| 0),
+        Command::Man { command, .. } => documents::man(&command).map(|()| 0),
         Command::Completions { shell } => documents::completions(shell).map(|()| 0),
     }
 }

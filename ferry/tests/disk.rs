@@ -92,20 +92,26 @@ fn management_programs_find_what_they_expect() {
 fn an_installed_back_end_is_found_and_started() {
     let folder = tempfile::tempdir().expect("a folder");
     let root = folder.path().to_str().expect("a plain path");
-    let install = |prefix: &str| {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install");
-        let mut command = Command::new(script);
+    let script = |prefix: &str| {
+        let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install"));
         command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("DESTDIR", root).env("PREFIX", prefix);
-        run(&mut command)
+        command
     };
-    for (prefix, descriptors) in [("/usr", "/usr/share/qemu/vhost-user"), ("/opt/ferry", "/etc/qemu/vhost-user")] {
+    let files = || {
+        let output = run(Command::new("find").arg(root).args(["!", "-type", "d", "-printf", "%P\n"]));
+        String::from_utf8(output.stdout).expect("plain names").lines().map(str::to_owned).collect::<Vec<_>>()
+    };
+    for prefix in ["/usr", "/opt/ferry"] {
         // Over itself, too.
         for _ in 0..2 {
-            let output = install(prefix);
+            let output = run(&mut script(prefix));
             assert!(output.status.success(), "{output:?}");
+            let advice = String::from_utf8_lossy(&output.stderr).contains("ln -s /opt/ferry/sbin/mount.ferry /sbin/");
+            assert_eq!(advice, prefix == "/opt/ferry");
         }
+        assert!(files().iter().all(|file| file.starts_with(&prefix[1..])), "{:?}", files());
         for (name, kind) in [("50-ferry-disk.json", "block"), ("60-ferry-virtiofsd.json", "fs")] {
-            let text = fs::read(format!("{root}{descriptors}/{name}")).expect("a descriptor");
+            let text = fs::read(format!("{root}{prefix}/share/qemu/vhost-user/{name}")).expect("a descriptor");
             let said: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
             assert_eq!(said["type"], kind);
             let binary = said["binary"].as_str().expect("a path");
@@ -114,10 +120,28 @@ fn an_installed_back_end_is_found_and_started() {
             let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
             assert_eq!(said["type"], kind);
         }
+        let help = run(Command::new(format!("{root}{prefix}/sbin/mount.ferry")).arg("--help"));
+        assert!(!help.stdout.is_empty() || !help.stderr.is_empty(), "a helper for mount(8)");
+        for document in ["man/man1/ferry-image-build.1", "bash-completion/completions/ferry"] {
+            assert!(fs::metadata(format!("{root}{prefix}/share/{document}")).expect(document).len() > 0);
+        }
+        assert!(run(script(prefix).arg("--remove")).status.success());
+        assert_eq!(files(), Vec::<String>::new(), "what is left");
     }
-    let helper = fs::read_link(format!("{root}/sbin/mount.ferry")).expect("a helper for mount(8)");
-    assert_eq!(helper.to_str(), Some("/usr/bin/ferry"));
-    assert!(!install("here").status.success(), "a prefix from somewhere");
+    assert!(!run(&mut script("here")).status.success(), "a prefix from somewhere");
+}
+
+/// A user who may not write there is told so, and nothing is left.
+#[test]
+fn an_installation_that_cannot_be_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    fs::write(folder.path().join("share"), "in the way").expect("a file");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install");
+    let mut command = Command::new(script);
+    command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("DESTDIR", "").env("PREFIX", folder.path());
+    let told = refused(1, &mut command);
+    assert!(told.contains("set PREFIX"), "{told}");
+    assert!(!folder.path().join("bin/ferry").exists());
 }
 
 /// Started as management programs do it: with a socket that they listen on.

@@ -436,5 +436,26 @@ fn documents_come_from_the_same_table() {
         let script = String::from_utf8(run(ferry().args(["completions", shell])).stdout).unwrap();
         assert!(script.contains("read-only"), "{shell}");
     }
-    refused(1, ferry().args(["man", "sail"]));
+    let unknown = refused(1, ferry().args(["man", "sail"]));
+    assert!(unknown.contains("has no command \"sail\"; its commands are share, "), "{unknown}");
+    refused(1, ferry().args(["man", "image", "sail"]));
+    refused(1, ferry().args(["man", "share", "sail"]));
+}
+
+#[test]
+fn each_page_that_a_page_refers_to_exists() {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(run(ferry().args(["man", "--all"]).arg(folder.path())).status.success());
+    let build = run(ferry().args(["man", "image", "build"])).stdout;
+    assert_eq!(build, fs::read(folder.path().join("ferry-image-build.1")).unwrap());
+    let mut references = 0;
+    for file in fs::read_dir(folder.path()).unwrap() {
+        let page = fs::read_to_string(file.unwrap().path()).unwrap().replace('\\', "");
+        for (before, _) in page.match_indices("(1)").map(|(at, _)| page.split_at(at)) {
+            let name = before.rsplit([' ', '\n']).next().unwrap();
+            assert!(folder.path().join(format!("{name}.1")).exists(), "{name}");
+            references += 1;
+        }
+    }
+    assert!(references > 10, "{references}");
 }
