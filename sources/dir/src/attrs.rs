@@ -71,7 +71,9 @@ impl Dir {
                 return Err(Errno::INVAL);
             }
             let (uid, gid) = (set.uid.map(Uid::from_raw), set.gid.map(Gid::from_raw));
-            rustix::fs::chownat(fd, "", uid, gid, AtFlags::EMPTY_PATH)?;
+            // The client's kernel knows the user or group; where this one's user namespace does not, nobody may give it a file.
+            let unknown = |errno| if errno == Errno::INVAL { Errno::PERM } else { errno };
+            rustix::fs::chownat(fd, "", uid, gid, AtFlags::EMPTY_PATH).map_err(unknown)?;
         } else if set.clear_privileges && set.size.is_none() && set.mode.is_none() {
             self.clear_privileges(inode, fd)?;
         }

@@ -1,25 +1,41 @@
 //! The file flags and extended flags of inodes: the only ioctls that reach the host.
+//!
+//! | ioctl | who may |
+//! | --- | --- |
+//! | `FS_IOC_GETFLAGS`, `FS_IOC_FSGETXATTR` | everybody who has the file open |
+//! | `FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR` | the file's owner and user 0, also by a descriptor that only reads |
+//! | the same, if they change immutable, append-only or ext4's data journal | user 0 |
+//!
+//! These are Linux's rules (`vfs_fileattr_set`), which the client's kernel applies, too: but not before Linux 5.13, and
+//! not for the numbers of 32-bit programs (`FS_IOC32_*`) that a 64-bit program uses. So those numbers are unknown here, and the rules are applied here
+//! again. A caller whose user is unknown (`u32::MAX`) owns nothing.
 
 use std::os::fd::AsFd;
 
 use ferry_vfs::{Caller, Errno, Handle, Ino, Result};
 
 use crate::Dir;
+use crate::io::Open;
+use crate::resolve::statx;
 use crate::sys::{self, FileIoctl, IOCTL_BYTES_MAX};
 
-/// The commands, as a 64-bit and as a 32-bit caller writes them. The kernel takes an `int` for both, though the
-/// number of the 64-bit command says `long`.
-const COMMANDS: [(u32, FileIoctl); 6] = [
+/// The commands, as a 64-bit kernel numbers them. The kernel takes an `int` for the flags, though the numbers say `long`.
+const COMMANDS: [(u32, FileIoctl); 4] = [
     (0x8008_6601, FileIoctl::GetFlags),
-    (0x8004_6601, FileIoctl::GetFlags),
     (0x4008_6602, FileIoctl::SetFlags),
-    (0x4004_6602, FileIoctl::SetFlags),
     (0x801c_581f, FileIoctl::GetXflags),
     (0x401c_5820, FileIoctl::SetXflags),
 ];
 
 /// `struct fsxattr`.
 const FSXATTR_BYTES: usize = 28;
+
+/// `FS_IMMUTABLE_FL`, `FS_APPEND_FL` (`CAP_LINUX_IMMUTABLE`), `FS_JOURNAL_DATA_FL` (`CAP_SYS_RESOURCE`).
+const ROOT_FLAGS: u32 = 0x10 | 0x20 | 0x4000;
+/// `FS_XFLAG_IMMUTABLE`, `FS_XFLAG_APPEND`.
+const ROOT_XFLAGS: u32 = 0x8 | 0x10;
+
+type Argument = [u64; IOCTL_BYTES_MAX / 8];
 
 impl Dir {
     pub(crate) fn ioctl_(
@@ -32,28 +48,27 @@ impl Dir {
     ) -> Result<Vec<u8>> {
         let (_, known) = COMMANDS.iter().find(|(number, _)| *number == command).ok_or(Errno::NOTTY)?;
         let open = self.handles.get(cx.session, ino, handle)?;
-        let mut argument = [0u64; IOCTL_BYTES_MAX / 8];
+        let fits = |bytes| match known {
+            FileIoctl::GetFlags | FileIoctl::SetFlags => matches!(bytes, 4 | 8),
+            FileIoctl::GetXflags | FileIoctl::SetXflags => bytes == FSXATTR_BYTES,
+        };
+        let mut argument = Argument::default();
         match known {
             FileIoctl::SetFlags | FileIoctl::SetXflags => {
                 self.writable()?;
-                let fits = match known {
-                    FileIoctl::SetFlags => matches!(input.len(), 4 | 8),
-                    _ => input.len() == FSXATTR_BYTES,
-                };
-                if !fits {
+                if !fits(input.len()) {
                     return Err(Errno::INVAL);
                 }
                 fill(&mut argument, input);
+                may_set(cx, &open, *known, &argument)?;
+                // The host's kernel applies the same rules, at the moment of the change.
+                let _guard = self.creds.enter(cx)?;
                 sys::file_ioctl(open.file.as_fd(), *known, &mut argument)?;
                 self.attr_changed(cx.session, &open.inode);
                 Ok(Vec::new())
             }
             FileIoctl::GetFlags | FileIoctl::GetXflags => {
-                let fits = match known {
-                    FileIoctl::GetFlags => matches!(out_bytes_max, 4 | 8),
-                    _ => out_bytes_max == FSXATTR_BYTES,
-                };
-                if !fits {
+                if !fits(out_bytes_max) {
                     return Err(Errno::INVAL);
                 }
                 sys::file_ioctl(open.file.as_fd(), *known, &mut argument)?;
@@ -64,7 +79,30 @@ impl Dir {
     }
 }
 
-fn fill(argument: &mut [u64], input: &[u8]) {
+/// Whether the caller may set these flags: see the module.
+fn may_set(cx: &Caller<'_>, open: &Open, command: FileIoctl, argument: &Argument) -> Result<()> {
+    if cx.uid == 0 {
+        return Ok(());
+    }
+    if statx(open.file.as_fd(), b"")?.stx_uid != cx.uid {
+        return Err(Errno::PERM);
+    }
+    let (read, root_only) = match command {
+        FileIoctl::SetXflags => (FileIoctl::GetXflags, ROOT_XFLAGS),
+        _ => (FileIoctl::GetFlags, ROOT_FLAGS),
+    };
+    let mut now = Argument::default();
+    sys::file_ioctl(open.file.as_fd(), read, &mut now)?;
+    if (flags(&now) ^ flags(argument)) & root_only == 0 { Ok(()) } else { Err(Errno::PERM) }
+}
+
+/// The flags are the first 32 bits of either argument.
+fn flags(argument: &Argument) -> u32 {
+    let [b0, b1, b2, b3, ..] = argument[0].to_ne_bytes();
+    u32::from_ne_bytes([b0, b1, b2, b3])
+}
+
+fn fill(argument: &mut Argument, input: &[u8]) {
     for (word, chunk) in argument.iter_mut().zip(input.chunks(8)) {
         let mut bytes = [0; 8];
         bytes[..chunk.len()].copy_from_slice(chunk);

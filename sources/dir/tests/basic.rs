@@ -525,7 +525,7 @@ fn only_the_file_flag_ioctls_reach_the_host() {
         Err(error) => return ferry_skip::skip!("this file system has no flags: {error}"),
     };
     assert_eq!(flags.len(), 4);
-    assert_eq!(ioctl(0x8004_6601, &[], 8).unwrap().len(), 8);
+    assert_eq!(ioctl(0x8008_6601, &[], 8).unwrap().len(), 8);
     let no_dump = (u32::from_ne_bytes(flags.try_into().unwrap()) | 0x40).to_ne_bytes();
     ioctl(0x4008_6602, &no_dump, 0).unwrap();
     assert_eq!(ioctl(0x8008_6601, &[], 4).unwrap(), no_dump);
@@ -542,8 +542,8 @@ fn only_the_file_flag_ioctls_reach_the_host() {
     ] {
         assert_eq!(ioctl(command, &vec![0; input], out).unwrap_err(), Errno::INVAL, "{command:x}");
     }
-    // FIONREAD, FS_IOC_FIEMAP, FICLONE, BLKRRPART, FS_IOC_ENABLE_VERITY, 0.
-    for command in [0x541b, 0xc020_660b, 0x4004_9409, 0x125f, 0x4080_6685, 0] {
+    // FS_IOC32_GETFLAGS, FS_IOC32_SETFLAGS, FIONREAD, FS_IOC_FIEMAP, FICLONE, BLKRRPART, FS_IOC_ENABLE_VERITY, 0.
+    for command in [0x8004_6601, 0x4004_6602, 0x541b, 0xc020_660b, 0x4004_9409, 0x125f, 0x4080_6685, 0] {
         assert_eq!(ioctl(command, &[0; 128], 128).unwrap_err(), Errno::NOTTY);
     }
 }

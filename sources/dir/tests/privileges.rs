@@ -200,3 +200,113 @@ fn access_is_the_callers() {
     assert_eq!(access(0, 0, &[], 6), Ok(()));
     assert_eq!(access(0, 0, &[], 8), Err(Errno::INVAL));
 }
+
+const GETFLAGS: u32 = 0x8008_6601;
+const SETFLAGS: u32 = 0x4008_6602;
+const GETXFLAGS: u32 = 0x801c_581f;
+const SETXFLAGS: u32 = 0x401c_5820;
+
+/// The flags of an inode by either ioctl, and how they are set.
+struct Flags<'a> {
+    share: &'a Share,
+    at: (Ino, Handle),
+}
+
+impl Flags<'_> {
+    fn get(&self, cx: &Caller<'_>, command: u32) -> Result<Vec<u8>> {
+        let bytes = if command == GETFLAGS { 4 } else { 28 };
+        self.share.dir.ioctl(cx, self.at.0, self.at.1, command, &[], bytes)
+    }
+
+    /// Sets one flag, or removes it.
+    fn change(&self, cx: &Caller<'_>, (get, set): (u32, u32), flag: u32, on: bool) -> Result<()> {
+        let mut value = self.get(cx, get).unwrap();
+        let old = u32::from_ne_bytes(value[..4].try_into().unwrap());
+        let new = if on { old | flag } else { old & !flag };
+        value[..4].copy_from_slice(&new.to_ne_bytes());
+        self.share.dir.ioctl(cx, self.at.0, self.at.1, set, &value, 0).map(drop)
+    }
+}
+
+/// Linux's rules, applied here again: a client's kernel before 5.13 applies none.
+#[test]
+fn flags_of_files_are_set_by_their_owner_and_by_root() {
+    if !is_root() {
+        return;
+    }
+    let share = Share::new(Options::default());
+    fs::write(share.path("f"), "").unwrap();
+    chown(share.path("f"), Some(1000), Some(1000)).unwrap();
+    let (root, owner) = (share.cx, caller(&share, 1000, 1000, &[]));
+    let (stranger, unknown) = (caller(&share, 1001, 1001, &[1000]), caller(&share, u32::MAX, u32::MAX, &[]));
+    // A descriptor that only reads will do.
+    let (ino, handle) = share.open("f", OFlags::RDONLY).unwrap();
+    let flags = Flags { share: &share, at: (ino, handle) };
+    if flags.get(&root, GETFLAGS).is_err() {
+        println!("skipped: this file system has no flags of files");
+        return;
+    }
+    for (commands, no_dump, root_only) in
+        [((GETFLAGS, SETFLAGS), 0x40, [0x10, 0x20]), ((GETXFLAGS, SETXFLAGS), 0x80, [0x8, 0x10])]
+    {
+        for (who, cx) in [("root", &root), ("owner", &owner), ("stranger", &stranger), ("unknown", &unknown)] {
+            assert!(flags.get(cx, commands.0).is_ok(), "{who} cannot look");
+            let may = if matches!(who, "root" | "owner") { Ok(()) } else { Err(Errno::PERM) };
+            for on in [true, false] {
+                assert_eq!(flags.change(cx, commands, no_dump, on), may, "{who}, {on}");
+            }
+            for flag in root_only {
+                let may = if who == "root" { Ok(()) } else { Err(Errno::PERM) };
+                let set = flags.change(cx, commands, flag, true);
+                flags.change(&root, commands, flag, true).unwrap();
+                let removed = flags.change(cx, commands, flag, false);
+                // Whatever came out: nobody else could remove the file.
+                flags.change(&root, commands, flag, false).unwrap();
+                assert_eq!((set, removed), (may, may), "{who}, {flag:x}");
+            }
+            if who != "root" && commands.0 == GETFLAGS {
+                // FS_JOURNAL_DATA_FL; whether root may depends on the file system's journal.
+                assert_eq!(flags.change(cx, commands, 0x4000, true), Err(Errno::PERM), "{who}");
+            }
+        }
+    }
+    share.dir.release(&root, ino, handle);
+}
+
+/// A user namespace lacks most users; the client has them.
+#[test]
+fn nobody_is_made_owner_whom_the_user_namespace_lacks() {
+    if !is_root() {
+        return;
+    }
+    let run = std::process::Command::new("unshare")
+        .args(["--user", "--map-root-user"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "with_one_user", "--ignored", "--nocapture"])
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&run.stdout) + String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+#[ignore = "needs a user namespace of its own"]
+fn with_one_user() {
+    if !is_alone() {
+        return;
+    }
+    for options in both_modes() {
+        let share = Share::new(options);
+        fs::write(share.path("f"), "").unwrap();
+        let ino = share.ino("f");
+        let set = |set| share.dir.setattr(&share.cx, ino, None, &set).map(drop);
+        let own = |uid, gid| SetAttr { uid, gid, ..SetAttr::default() };
+        assert_eq!(set(own(Some(0), Some(0))), Ok(()));
+        for (uid, gid) in [(Some(1000), None), (None, Some(1000)), (Some(1000), Some(0)), (Some(0), Some(1000))] {
+            assert_eq!(set(own(uid, gid)), Err(Errno::PERM), "{uid:?} {gid:?}");
+        }
+        // What nobody has is no owner anywhere.
+        assert_eq!(set(own(Some(u32::MAX), None)), Err(Errno::INVAL));
+    }
+}
