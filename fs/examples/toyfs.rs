@@ -311,7 +311,7 @@ impl FileSystem for Toy {
             state.resize(ino, len)?;
         }
         let inode = state.inode_mut(ino)?;
-        set.apply(&mut inode.attr);
+        set.apply(cx, &mut inode.attr);
         let attr = inode.attr;
         drop(state);
         let change = match set.size {
@@ -422,13 +422,13 @@ impl FileSystem for Toy {
         Ok(at.read_from(self.state().bytes(at.ino)?, out))
     }
 
-    fn write(&self, _: &Caller, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+    fn write(&self, cx: &Caller, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
         let mut state = self.state();
         let len = state.bytes(at.ino)?.len() as u64;
         state.resize(at.ino, at.end()?.max(len))?;
         let inode = state.inode_mut(at.ino)?;
         if at.clear_privileges {
-            inode.attr.clear_privileges();
+            inode.attr.clear_privileges(cx);
         }
         inode.modified();
         match &mut inode.body {

@@ -14,6 +14,16 @@ const S_ISGID: u32 = 0o2000;
 const S_IXGRP: u32 = 0o010;
 const PERMISSIONS: u32 = 0o7777;
 
+/// The mode that a regular file keeps after a change of its bytes or its size by `cx`, a caller without `CAP_FSETID`, or after a
+/// change of its owner by anybody (Linux's `setattr_should_drop_suidgid`). `gid` is the file's group before the change.
+///
+/// Suid goes. Sgid goes if the group may execute the file, or if the caller is not in the group: without group execution it is no
+/// privilege but a mark for mandatory locks.
+pub fn without_privileges(mode: u32, gid: u32, cx: &Caller<'_>) -> u32 {
+    let keeps_sgid = mode & S_IXGRP == 0 && cx.in_group_or_root(gid);
+    mode & !(S_ISUID | if keeps_sgid { 0 } else { S_ISGID })
+}
+
 /// Whether [`open`](crate::FileSystem::open) is for such an inode, which it is for regular files.
 ///
 /// # Errors
@@ -100,13 +110,15 @@ impl Attr {
         self.blocks = bytes.div_ceil(BLOCK_BYTES);
     }
 
-    /// Clears suid, and sgid of a group-executable file: what a write by an unprivileged user does
-    /// ([`crate::IoRange::clear_privileges`]).
-    pub fn clear_privileges(&mut self) {
-        self.mode &= !S_ISUID;
-        if self.mode & S_IXGRP != 0 {
-            self.mode &= !S_ISGID;
-        }
+    /// Clears suid and sgid as a write by an unprivileged caller does ([`without_privileges`],
+    /// [`crate::IoRange::clear_privileges`]).
+    pub fn clear_privileges(&mut self, cx: &Caller<'_>) {
+        self.mode = without_privileges(self.mode, self.gid, cx);
+    }
+
+    /// Whether this is a regular file with suid or sgid.
+    pub fn is_set_id(&self) -> bool {
+        self.kind() == FileType::RegularFile && self.mode & (S_ISUID | S_ISGID) != 0
     }
 }
 
@@ -118,10 +130,10 @@ impl Entry {
 }
 
 impl SetAttr {
-    /// Changes `attr` as Linux's own file systems do: a change of owner clears suid and sgid, a change of size sets
+    /// Changes `attr` for `cx` as Linux's own file systems do: a change of owner clears suid and sgid, a change of size sets
     /// the time of the data, and every change sets ctime. The bytes of the file, its ACL and its capabilities are left
     /// to the source.
-    pub fn apply(&self, attr: &mut Attr) {
+    pub fn apply(&self, cx: &Caller<'_>, attr: &mut Attr) {
         let now = Timespec::now();
         let at = |time: SetTime| match time {
             SetTime::Now => now,
@@ -129,7 +141,7 @@ impl SetAttr {
         };
         let chown = (self.uid.is_some() || self.gid.is_some()) && attr.kind() != FileType::Directory;
         if self.clear_privileges || chown {
-            attr.clear_privileges();
+            attr.clear_privileges(cx);
         }
         if let Some(mode) = self.mode {
             attr.mode = (attr.mode & !PERMISSIONS) | (mode & PERMISSIONS);
@@ -185,17 +197,29 @@ mod tests {
     #[test]
     fn privileges_go_as_on_linux() {
         let none = SetAttr::default();
-        for (kind, before, set, after) in [
-            (FileType::RegularFile, 0o6755, SetAttr { uid: Some(1), ..none }, 0o755),
-            (FileType::RegularFile, 0o6744, SetAttr { gid: Some(1), ..none }, 0o2744),
-            (FileType::RegularFile, 0o6755, SetAttr { size: Some(1), ..none }, 0o6755),
-            (FileType::RegularFile, 0o6755, SetAttr { size: Some(1), clear_privileges: true, ..none }, 0o755),
-            (FileType::RegularFile, 0o755, SetAttr { mode: Some(0o4711), ..none }, 0o4711),
-            (FileType::Directory, 0o2755, SetAttr { uid: Some(1), ..none }, 0o2755),
+        let cleared = SetAttr { size: Some(1), clear_privileges: true, ..none };
+        let root = Caller::default();
+        let (member, stranger) = (Caller { uid: 5, gid: 6, ..root }, Caller { uid: 5, gid: 7, ..root });
+        let also = Caller { groups: &[6], ..stranger };
+        let unknown = Caller { uid: Caller::UNKNOWN, gid: Caller::UNKNOWN, ..root };
+        for (kind, before, cx, set, after) in [
+            (FileType::RegularFile, 0o6755, root, SetAttr { uid: Some(1), ..none }, 0o755),
+            (FileType::RegularFile, 0o6744, root, SetAttr { gid: Some(1), ..none }, 0o2744),
+            (FileType::RegularFile, 0o6744, member, SetAttr { gid: Some(1), ..none }, 0o2744),
+            (FileType::RegularFile, 0o6744, stranger, SetAttr { gid: Some(1), ..none }, 0o744),
+            (FileType::RegularFile, 0o6755, stranger, SetAttr { size: Some(1), ..none }, 0o6755),
+            (FileType::RegularFile, 0o6755, member, cleared, 0o755),
+            (FileType::RegularFile, 0o6745, member, cleared, 0o2745),
+            (FileType::RegularFile, 0o6745, also, cleared, 0o2745),
+            (FileType::RegularFile, 0o6745, stranger, cleared, 0o745),
+            (FileType::RegularFile, 0o6745, unknown, cleared, 0o2745),
+            (FileType::RegularFile, 0o6755, unknown, cleared, 0o755),
+            (FileType::RegularFile, 0o755, root, SetAttr { mode: Some(0o4711), ..none }, 0o4711),
+            (FileType::Directory, 0o2755, root, SetAttr { uid: Some(1), ..none }, 0o2755),
         ] {
-            let mut attr = Attr::new(Ino(2), kind, before);
-            set.apply(&mut attr);
-            assert_eq!(attr.mode, kind.as_raw_mode() | after, "{before:o}, {set:?}");
+            let mut attr = Attr { gid: 6, ..Attr::new(Ino(2), kind, before) };
+            set.apply(&cx, &mut attr);
+            assert_eq!(attr.mode, kind.as_raw_mode() | after, "{before:o}, {cx:?}, {set:?}");
         }
     }
 
@@ -203,10 +227,11 @@ mod tests {
     fn a_change_of_size_sets_the_blocks_and_the_times() {
         let old = Timespec { sec: 1, nsec: 0 };
         let mut attr = Attr { mtime: old, ctime: old, atime: old, ..Attr::new(Ino(2), FileType::RegularFile, 0o644) };
-        SetAttr { size: Some(513), ..SetAttr::default() }.apply(&mut attr);
+        SetAttr { size: Some(513), ..SetAttr::default() }.apply(&Caller::default(), &mut attr);
         assert_eq!((attr.size, attr.blocks, attr.atime), (513, 2, old));
         assert!(attr.mtime > old && attr.ctime > old);
-        SetAttr { mtime: Some(SetTime::At(old)), ctime: Some(old), ..SetAttr::default() }.apply(&mut attr);
+        let times = SetAttr { mtime: Some(SetTime::At(old)), ctime: Some(old), ..SetAttr::default() };
+        times.apply(&Caller::default(), &mut attr);
         assert_eq!((attr.mtime, attr.ctime), (old, old));
     }
 }

@@ -130,7 +130,7 @@ mod names;
 mod types;
 mod windows;
 
-pub use attr::openable;
+pub use attr::{openable, without_privileges};
 pub use backing::{Backing, Extent, Memory, Piece, Segment};
 pub use change::{Change, Changes, Listener, Subscription, Told};
 pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};

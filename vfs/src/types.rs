@@ -47,6 +47,23 @@ pub struct Caller<'a> {
     pub groups: &'a [u32],
 }
 
+impl Caller<'_> {
+    /// The [`uid`](Self::uid) and [`gid`](Self::gid) of a caller that the client does not name. Linux names none where idmapped
+    /// mounts are allowed (`ALLOW_IDMAP`), unless something is made.
+    pub const UNKNOWN: u32 = u32::MAX;
+
+    /// Whether the caller may see what is for the administrator alone, like the names of `trusted.` attributes. An unknown caller
+    /// may: its own kernel checks it.
+    pub fn is_root_or_unknown(&self) -> bool {
+        self.uid == 0 || self.uid == Self::UNKNOWN
+    }
+
+    /// Whether the caller is root or in this group (Linux's `in_group_or_capable`). An unknown caller counts as one of them.
+    pub fn in_group_or_root(&self, gid: u32) -> bool {
+        self.is_root_or_unknown() || self.gid == gid || self.groups.contains(&gid)
+    }
+}
+
 /// A point in time, in seconds and nanoseconds since the epoch. `nsec` is below 10^9.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Timespec {
@@ -145,8 +162,8 @@ pub struct SetAttr {
     pub mtime: Option<SetTime>,
     /// Last change of the inode; sources whose host sets it by itself ignore it.
     pub ctime: Option<Timespec>,
-    /// Clear suid, and sgid of a group-executable file, as a write or chown by an unprivileged user does
-    /// (`FATTR_KILL_SUIDGID`). File capabilities are cleared by every change of size or owner.
+    /// Clear suid and sgid as a write or chown by an unprivileged user does ([`crate::without_privileges`];
+    /// `FATTR_KILL_SUIDGID`). File capabilities are cleared by every change of size or owner.
     pub clear_privileges: bool,
 }
 

@@ -5,20 +5,24 @@ use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Caller, Change, Errno, FileType, Handle, Ino, Lockable, OFlags, Result, SessionId, SetAttr, SetTime,
-    Shortening, Statfs, Windows,
+    Shortening, Statfs, Windows, without_privileges,
 };
-use rustix::fs::{Access, AtFlags, Gid, Mode, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid};
+use rustix::fs::{Access, AtFlags, Gid, Mode, Statx, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid};
 use rustix::path::DecInt;
 
 use crate::Dir;
-use crate::creds::Creds;
+use crate::creds::{Creds, WithoutFsetid};
 use crate::io::Open;
 use crate::resolve::statx;
 use crate::table::Inode;
 
-const S_ISUID: u32 = 0o4000;
 const S_ISGID: u32 = 0o2000;
 const S_IXGRP: u32 = 0o010;
+
+/// Whether a mode has sgid without group execution: a mark for mandatory locks, and no privilege.
+pub(crate) fn is_sgid_mark(mode: u32) -> bool {
+    mode & (S_ISGID | S_IXGRP) == S_ISGID
+}
 
 impl Dir {
     pub(crate) fn getattr_(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
@@ -43,7 +47,7 @@ impl Dir {
                 (&path.0, path.1.as_fd())
             }
         };
-        let outcome = self.set_attributes(cx.session, inode, (open.as_deref(), fd), set);
+        let outcome = self.set_attributes(cx, inode, (open.as_deref(), fd), set);
         // Also where one step failed: those before it are done.
         match set.size {
             Some(size) => {
@@ -57,25 +61,29 @@ impl Dir {
 
     fn set_attributes(
         &self,
-        by: SessionId,
+        cx: &Caller<'_>,
         inode: &Inode,
         (open, fd): (Option<&Open>, BorrowedFd<'_>),
         set: &SetAttr,
     ) -> Result<()> {
         if let Some(size) = set.size {
             let file = open.filter(|open| open.flags() & OFlags::ACCMODE != OFlags::RDONLY);
-            self.truncate((by, inode), file.map(|open| open.file.as_fd()), fd, size, set.clear_privileges)?;
+            self.truncate((cx, inode), file.map(|open| open.file.as_fd()), fd, size, set.clear_privileges)?;
         }
         if set.uid.is_some() || set.gid.is_some() {
             if set.uid == Some(u32::MAX) || set.gid == Some(u32::MAX) {
                 return Err(Errno::INVAL);
+            }
+            // The host lets this server keep what is only a mark, whose group it may be in; suid goes in any case.
+            if !cx.is_root_or_unknown() {
+                self.keeps_sgid_mark(cx, inode, fd)?;
             }
             let (uid, gid) = (set.uid.map(Uid::from_raw), set.gid.map(Gid::from_raw));
             // The client's kernel knows the user or group; where this one's user namespace does not, nobody may give it a file.
             let unknown = |errno| if errno == Errno::INVAL { Errno::PERM } else { errno };
             rustix::fs::chownat(fd, "", uid, gid, AtFlags::EMPTY_PATH).map_err(unknown)?;
         } else if set.clear_privileges && set.size.is_none() && set.mode.is_none() {
-            self.clear_privileges(inode, fd)?;
+            self.clear_privileges(cx, inode, fd)?;
         }
         if let Some(mode) = set.mode {
             self.chmod(inode, fd, mode)?;
@@ -95,7 +103,7 @@ impl Dir {
     /// Sets the size, through a descriptor that is open for writing or a new one.
     fn truncate(
         &self,
-        (by, inode): (SessionId, &Inode),
+        (cx, inode): (&Caller<'_>, &Inode),
         file: Option<BorrowedFd<'_>>,
         path: BorrowedFd<'_>,
         size: u64,
@@ -117,9 +125,9 @@ impl Dir {
                 reopened.as_fd()
             }
         };
-        let _shortening = Self::shortening(by, inode, size);
+        let _shortening = Self::shortening(cx.session, inode, size);
         // File capabilities the kernel always removes.
-        let _guard = if clear_privileges { Some(Creds::without_fsetid()?) } else { None };
+        let _guard = if clear_privileges { self.lose_privileges(cx, inode, file)? } else { None };
         rustix::fs::ftruncate(file, size)
     }
 
@@ -132,17 +140,43 @@ impl Dir {
         rustix::fs::chmodat(&self.proc_fds, DecInt::from_fd(fd), mode, AtFlags::empty())
     }
 
-    /// Clears suid, and sgid of a group-executable file, where they are set.
-    fn clear_privileges(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<()> {
+    /// Clears suid and sgid where they are set, as far as the caller may not keep them.
+    fn clear_privileges(&self, cx: &Caller<'_>, inode: &Inode, fd: BorrowedFd<'_>) -> Result<()> {
         if inode.found.kind != FileType::RegularFile {
             return Ok(());
         }
-        let mode = u32::from(statx(fd, b"")?.stx_mode);
-        let mut cleared = mode & !S_ISUID;
-        if mode & S_IXGRP != 0 {
-            cleared &= !S_ISGID;
+        self.clear_privileges_of(cx, inode, (fd, &statx(fd, b"")?))
+    }
+
+    fn clear_privileges_of(&self, cx: &Caller<'_>, inode: &Inode, (fd, st): (BorrowedFd<'_>, &Statx)) -> Result<()> {
+        let mode = st.stx_mode.into();
+        let kept = without_privileges(mode, st.stx_gid, cx);
+        if kept == mode { Ok(()) } else { self.chmod(inode, fd, kept) }
+    }
+
+    /// To be called before a file is changed for a caller who may not keep suid and sgid, and held until it is changed.
+    ///
+    /// The host's kernel clears both in the change itself, for a thread without `CAP_FSETID`. But of sgid without group execution it
+    /// asks whether this thread is in the group; so that is decided here, for the caller. If it stays, the thread keeps the
+    /// capability.
+    pub(crate) fn lose_privileges(
+        &self,
+        cx: &Caller<'_>,
+        inode: &Inode,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Option<WithoutFsetid>> {
+        if self.keeps_sgid_mark(cx, inode, fd)? { Ok(None) } else { Creds::without_fsetid().map(Some) }
+    }
+
+    /// If a file has sgid without group execution: clears that for a caller outside of the group, and for others only suid.
+    /// Answers whether it stays.
+    fn keeps_sgid_mark(&self, cx: &Caller<'_>, inode: &Inode, fd: BorrowedFd<'_>) -> Result<bool> {
+        let st = statx(fd, b"")?;
+        if inode.found.kind != FileType::RegularFile || !is_sgid_mark(st.stx_mode.into()) {
+            return Ok(false);
         }
-        if cleared == mode { Ok(()) } else { self.chmod(inode, fd, cleared) }
+        self.clear_privileges_of(cx, inode, (fd, &st))?;
+        Ok(cx.in_group_or_root(st.stx_gid))
     }
 
     pub(crate) fn readlink_(&self, ino: Ino) -> Result<Vec<u8>> {

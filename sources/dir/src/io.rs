@@ -1,24 +1,27 @@
 //! Open files and their data.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{
-    Backing, Caller, Change, Copy, Data, Errno, Extent, FallocateFlags, Handle, Ino, IoRange, Lockable, OFlags, Result,
-    Seek, Windows, openable,
+    Backing, Caller, Change, Copy, Data, Errno, Extent, FallocateFlags, Handle, Ino, Input, IoRange, Lockable, OFlags,
+    Result, Seek, Windows, openable,
 };
 use rustix::fs::{Mode, SeekFrom};
 use rustix::path::DecInt;
 
 use crate::Dir;
-use crate::creds::{Creds, WithoutFsetid};
+use crate::creds::WithoutFsetid;
 use crate::readdir::Stream;
 use crate::sys;
 use crate::table::Inode;
 
 /// The most that one copy moves: a worker is held up meanwhile, and clients go on where it stopped.
 const COPY_BYTES_MAX: u64 = 64 << 20;
+/// What this crate writes itself goes in pieces of this size, in memory that `O_DIRECT` takes.
+const PIECE_BYTES: usize = 128 << 10;
+const PIECE_ALIGN: usize = 4096;
 /// The open flags that mean something to the host, beside the access mode.
 const HOST_FLAGS: OFlags =
     OFlags::APPEND.union(OFlags::TRUNC).union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::NOATIME);
@@ -147,6 +150,22 @@ impl Dir {
         })
     }
 
+    /// As [`Self::extent`], for a write. Whoever moves the bytes of an extent has the host's kernel clear suid and sgid as for a
+    /// user who is in none of the file's groups; where that is not so, they are written here.
+    pub(crate) fn write_(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+        self.writable()?;
+        if at.clear_privileges {
+            let open = self.handles.get(cx.session, at.ino, at.handle)?;
+            let file = open.file.as_fd();
+            if open.inode.has_sgid_mark() && self.lose_privileges(cx, &open.inode, file)?.is_none() {
+                self.follow_flags(&open, at.flags)?;
+                self.attr_changed(cx.session, &open.inode);
+                return write_all(file, at, input).map(Data::Bytes);
+            }
+        }
+        self.extent(cx, at)
+    }
+
     /// The client may have changed its file's flags (`fcntl`): the descriptor follows.
     fn follow_flags(&self, open: &Open, flags: OFlags) -> Result<()> {
         let mut mask = OFlags::empty();
@@ -196,11 +215,10 @@ impl Dir {
         inode.found.mount.real().map_or(Ok(()), rustix::fs::syncfs)
     }
 
-    /// For changes of which the protocol does not say whether the caller has `CAP_FSETID`: lets the kernel clear suid
-    /// and sgid unless root is sure to ask. A Linux client that allows idmapped mounts names the caller only where
-    /// something is created, so there even root's fallocate clears them.
-    fn as_plain_writer(cx: &Caller<'_>) -> Result<Option<WithoutFsetid>> {
-        if cx.uid == 0 { Ok(None) } else { Creds::without_fsetid().map(Some) }
+    /// To be held during a change of which the protocol does not say whether the caller may keep suid and sgid. A Linux client
+    /// that allows idmapped mounts does not name the caller, so there even root's fallocate clears them.
+    fn as_writer(&self, cx: &Caller<'_>, open: &Open) -> Result<Option<WithoutFsetid>> {
+        if cx.uid == 0 { Ok(None) } else { self.lose_privileges(cx, &open.inode, open.file.as_fd()) }
     }
 
     pub(crate) fn fallocate_(
@@ -219,7 +237,7 @@ impl Dir {
             }
             false => None,
         };
-        let _guard = Self::as_plain_writer(cx)?;
+        let _guard = self.as_writer(cx, &open)?;
         let change = |flags, offset, len| rustix::fs::fallocate(open.file.as_fd(), flags, offset, len);
         match offset.checked_add(len) {
             Some(end) if len > 0 && flags == FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE => {
@@ -260,7 +278,7 @@ impl Dir {
         let to = self.handles.get(cx.session, copy.to.0, copy.to.1)?;
         let (mut from_offset, mut to_offset) = (copy.from.2, copy.to.2);
         let len = usize::try_from(copy.len.min(COPY_BYTES_MAX)).map_err(|_| Errno::INVAL)?;
-        let guard = Self::as_plain_writer(cx)?;
+        let guard = self.as_writer(cx, &to)?;
         let (from_file, to_file) = (from.file.as_fd(), to.file.as_fd());
         let count = rustix::fs::copy_file_range(from_file, Some(&mut from_offset), to_file, Some(&mut to_offset), len)?;
         drop(guard);
@@ -272,4 +290,30 @@ impl Dir {
         }
         Ok(count)
     }
+}
+
+/// Writes what `input` has to where it belongs; answers how many bytes that were.
+fn write_all(file: BorrowedFd<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
+    let mut room = vec![0; PIECE_BYTES + PIECE_ALIGN];
+    let begin = room.as_ptr().align_offset(PIECE_ALIGN).min(PIECE_ALIGN);
+    let (mut done, len) = (0, at.len as usize);
+    while done < len {
+        let piece = &mut room[begin..][..PIECE_BYTES.min(len - done)];
+        let taken = input.take(piece);
+        let mut written = 0;
+        while written < taken {
+            match rustix::io::pwrite(file, &piece[written..taken], at.offset + (done + written) as u64) {
+                Ok(count) if count > 0 => written += count,
+                Err(Errno::INTR) => {}
+                Err(errno) if done + written == 0 => return Err(errno),
+                // What was written is told; what was not will be tried again, and tell the error.
+                Ok(_) | Err(_) => return Ok(done + written),
+            }
+        }
+        done += taken;
+        if taken == 0 {
+            break;
+        }
+    }
+    Ok(done)
 }

@@ -368,9 +368,8 @@ impl FileSystem for Dir {
         self.extent(cx, at)
     }
 
-    fn write(&self, cx: &Caller<'_>, at: &IoRange, _: &mut dyn Input) -> Result<Data> {
-        self.writable()?;
-        self.extent(cx, at)
+    fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+        self.write_(cx, at, input)
     }
 
     fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
@@ -413,8 +412,8 @@ impl FileSystem for Dir {
         self.getxattr_(ino, name)
     }
 
-    fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.listxattr_(ino)
+    fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.listxattr_(cx, ino)
     }
 
     fn setxattr(

@@ -8,6 +8,7 @@ use rustix::fs::{AtFlags, Mode, Statx, StatxAttributes, StatxFlags, StatxTimesta
 use rustix::path::DecInt;
 
 use crate::Dir;
+use crate::attrs::is_sgid_mark;
 use crate::mount::Mount;
 use crate::sys;
 use crate::table::{Found, Inode, Key, PathFd};
@@ -75,6 +76,7 @@ impl Dir {
     /// The attributes in `st`, which is of `inode`.
     pub(crate) fn attr(&self, inode: &Inode, st: &Statx) -> Attr {
         let (major, minor) = (st.stx_rdev_major, st.stx_rdev_minor);
+        inode.set_sgid_mark(is_sgid_mark(st.stx_mode.into()));
         Attr {
             ino: st.stx_ino,
             size: st.stx_size,

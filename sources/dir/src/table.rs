@@ -141,6 +141,8 @@ pub(crate) struct Inode {
     pinned: AtomicBool,
     /// Rounds of the eviction clock that this inode's descriptor survives without use.
     credit: AtomicU8,
+    /// When it was looked at last, it had sgid without group execution; see [`crate::Dir::lose_privileges`].
+    sgid_mark: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -161,12 +163,23 @@ impl Inode {
             held: AtomicBool::new(false),
             pinned: AtomicBool::new(false),
             credit: AtomicU8::new(0),
+            sgid_mark: AtomicBool::new(false),
             state: Mutex::default(),
         }
     }
 
     pub(crate) fn is_dir(&self) -> bool {
         self.found.kind == FileType::Directory
+    }
+
+    pub(crate) fn has_sgid_mark(&self) -> bool {
+        self.sgid_mark.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_sgid_mark(&self, is_marked: bool) {
+        if self.has_sgid_mark() != is_marked {
+            self.sgid_mark.store(is_marked, Ordering::Relaxed);
+        }
     }
 
     pub(crate) fn is_verified(&self) -> bool {

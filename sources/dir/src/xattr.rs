@@ -9,7 +9,7 @@ use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::{Errno, Ino, Result, SessionId, XattrFlags};
+use ferry_vfs::{Caller, Errno, Ino, Result, SessionId, XattrFlags};
 use rustix::path::DecInt;
 
 use crate::Dir;
@@ -85,16 +85,22 @@ impl Dir {
         })
     }
 
-    pub(crate) fn listxattr_(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn listxattr_(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let (_, fd) = self.path(ino)?;
-        grow(|buffer| {
+        let names = grow(|buffer| {
             let buffer = std::cell::RefCell::new(buffer);
             self.by_magic(
                 fd.as_fd(),
                 |dir, path| sys::listxattrat(dir, path, &mut buffer.borrow_mut()),
                 |path| rustix::fs::listxattr(path, &mut **buffer.borrow_mut()),
             )
-        })
+        })?;
+        if cx.is_root_or_unknown() {
+            return Ok(names);
+        }
+        // The host shows them to this server, and on a local file system to nobody but the administrator.
+        let shown = names.split_inclusive(|byte| *byte == 0).filter(|name| !name.starts_with(b"trusted."));
+        Ok(shown.flatten().copied().collect())
     }
 
     pub(crate) fn setxattr_(

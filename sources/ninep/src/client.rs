@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use ferry_vfs::{Attr, Changes, Errno, Handles, Ino, Result, SetAttr};
+use ferry_vfs::{Attr, Caller, Changes, Errno, Handles, Ino, Result, SetAttr, without_privileges};
 use ferry_wire::ninep::{Getattr, Reply, Request, valid};
 
 use crate::cache::{Cache, Limits};
@@ -22,9 +22,6 @@ const TICK: Duration = Duration::from_secs(1);
 /// How often it looks whether somebody who waits for a lock has given up.
 const TICK_PARKED: Duration = Duration::from_millis(50);
 
-const S_ISUID: u32 = 0o4000;
-const S_ISGID: u32 = 0o2000;
-const S_IXGRP: u32 = 0o010;
 const PERMISSIONS: u32 = 0o7777;
 
 /// The most data that messages are agreed to carry fits in memory.
@@ -133,11 +130,11 @@ impl Shared {
     }
 
     /// Changes attributes; answers the new ones.
-    pub(crate) fn setattr(&self, ino: Ino, set: &SetAttr) -> Result<Attr> {
+    pub(crate) fn setattr(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
         let inode = self.inodes.get(ino)?;
         let mut set = *set;
         if set.clear_privileges && set.mode.is_none() && !inode.is_dir() {
-            set.mode = without_privileges(self.getattr_of(&inode)?.mode);
+            set.mode = unprivileged(cx, &self.getattr_of(&inode)?);
         }
         if let Some(file) = inode.cached()
             && (set.atime.is_some() || set.mtime.is_some())
@@ -159,19 +156,18 @@ impl Shared {
     }
 
     /// Clears suid and sgid if the file had them when it was looked at last.
-    pub(crate) fn clear_privileges(&self, inode: &Inode) -> Result<()> {
-        let known = lock(&inode.seen).map(|(_, attr)| attr.mode);
-        let Some(mode) = known.and_then(without_privileges) else { return Ok(()) };
+    pub(crate) fn clear_privileges(&self, cx: &Caller<'_>, inode: &Inode) -> Result<()> {
+        let known = lock(&inode.seen).map(|(_, attr)| attr);
+        let Some(mode) = known.and_then(|attr| unprivileged(cx, &attr)) else { return Ok(()) };
         let set = SetAttr { mode: Some(mode), ..SetAttr::default() };
-        self.setattr(inode.ino, &set).map(drop)
+        self.setattr(cx, inode.ino, &set).map(drop)
     }
 }
 
-/// The permission bits after a write by somebody without the right to keep suid and sgid; none if they stay as they are.
-fn without_privileges(mode: u32) -> Option<u32> {
-    let group = if mode & S_IXGRP != 0 { S_ISGID } else { 0 };
-    let left = mode & !(S_ISUID | group);
-    (left != mode).then_some(left & PERMISSIONS)
+/// The permission bits after a write by a caller without the right to keep suid and sgid; none if they stay as they are.
+fn unprivileged(cx: &Caller<'_>, attr: &Attr) -> Option<u32> {
+    let left = without_privileges(attr.mode, attr.gid, cx);
+    (left != attr.mode).then_some(left & PERMISSIONS)
 }
 
 impl Inode {

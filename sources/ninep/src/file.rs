@@ -456,7 +456,7 @@ impl Shared {
         at.end()?;
         let inode = &opened.inode;
         if at.clear_privileges {
-            self.clear_privileges(inode)?;
+            self.clear_privileges(cx, inode)?;
         }
         if let Some(file) = self.cached(&opened, at) {
             return file.write(at.offset, at.len as usize, input);

@@ -42,7 +42,7 @@ impl FileSystem for Client {
     }
 
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, _: Option<Handle>, set: &SetAttr) -> Result<Attr> {
-        let attr = self.shared.setattr(ino, set)?;
+        let attr = self.shared.setattr(cx, ino, set)?;
         self.shared.changes.publish(cx.session, || match set.size {
             Some(offset) => Change::Data { ino, offset, len: u64::MAX },
             None => Change::Attr { ino },

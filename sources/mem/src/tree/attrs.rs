@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Caller, Change, Entry, Errno, Ino, Result, SessionId, SetAttr, SetTime, Shortening, Timespec, Windows,
+    without_privileges,
 };
 
 use super::acl::{self, Acl};
@@ -37,13 +38,6 @@ pub(crate) fn now_after(lasts: impl IntoIterator<Item = Timespec>) -> Timespec {
 /// The same at the time `now`, in nanoseconds.
 pub(crate) fn after(now: i64, lasts: impl IntoIterator<Item = Timespec>) -> i64 {
     lasts.into_iter().map(|last| later(now, nanoseconds(last))).fold(now, i64::max)
-}
-
-/// The mode after a write or change of owner by somebody who may not keep privileges. A sgid bit without the right to
-/// execute is no privilege but a mark for mandatory locks.
-fn without_privileges(mode: u32) -> u32 {
-    let sgid = if mode & S_IXGRP == 0 { 0 } else { S_ISGID };
-    mode & !(S_ISUID | sgid)
 }
 
 /// Lays what the store knows over what the tree knows. Where data moved unseen, so did ctime.
@@ -156,7 +150,7 @@ impl<S: Store> Tree<S> {
         if let Some(size) = set.size {
             self.truncate(&node, &mut state, size)?;
         }
-        self.change_meta(&node, &mut state, set, now)?;
+        self.change_meta(cx, (&node, &mut state), set, now)?;
         let attr = self.attr(&node, &state)?;
         drop(state);
         match set.size {
@@ -171,14 +165,20 @@ impl<S: Store> Tree<S> {
         Windows::of_process().shortening(by, || self.store.file_id(ino), size)
     }
 
-    pub(crate) fn change_meta(&self, node: &Node<S>, state: &mut State<S>, set: &SetAttr, now: Timespec) -> Result<()> {
+    pub(crate) fn change_meta(
+        &self,
+        cx: &Caller<'_>,
+        (node, state): (&Node<S>, &mut State<S>),
+        set: &SetAttr,
+        now: Timespec,
+    ) -> Result<()> {
         let mut meta = state.meta;
         let file = !node.is_dir();
         let owner = set.uid.is_some() || set.gid.is_some();
         meta.uid = set.uid.unwrap_or(meta.uid);
         meta.gid = set.gid.unwrap_or(meta.gid);
         if file && (owner || set.clear_privileges) {
-            meta.mode = without_privileges(meta.mode);
+            meta.mode = without_privileges(meta.mode, state.meta.gid, cx);
         }
         if let Some(mode) = set.mode {
             meta.mode = (meta.mode & S_IFMT) | (mode & !S_IFMT);
@@ -219,12 +219,17 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    /// Clears suid, sgid and file capabilities before a write by somebody who may not keep them; answers whether there
-    /// was anything to clear. Capabilities go with every write.
-    pub(crate) fn clear_privileges(&self, node: &Node<S>, state: &mut State<S>, ids_too: bool) -> Result<bool> {
+    /// Clears file capabilities before a write, and the suid and sgid that this caller may not keep (`None`: all stay); answers
+    /// whether there was anything to clear.
+    pub(crate) fn clear_privileges(
+        &self,
+        node: &Node<S>,
+        state: &mut State<S>,
+        cx: Option<&Caller<'_>>,
+    ) -> Result<bool> {
         let mut meta = state.meta;
-        if ids_too {
-            meta.mode = without_privileges(meta.mode);
+        if let Some(cx) = cx {
+            meta.mode = without_privileges(meta.mode, meta.gid, cx);
         }
         let capable = state.xattr(CAPABILITY).is_some();
         if meta.mode == state.meta.mode && !capable {
@@ -276,23 +281,5 @@ impl<S: Store> Tree<S> {
             mode & want == want
         };
         if granted { Ok(()) } else { Err(Errno::ACCESS) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn privileges_go_by_the_rules_of_linux() {
-        for (before, after) in [
-            (0o104_755, 0o100_755),
-            (0o102_755, 0o100_755),
-            (0o102_745, 0o102_745),
-            (0o106_711, 0o100_711),
-            (0o101_777, 0o101_777),
-        ] {
-            assert_eq!(without_privileges(before), after, "{before:o}");
-        }
     }
 }

@@ -99,7 +99,7 @@ impl<S: Store> Tree<S> {
             return Err(Errno::STALE);
         }
         if truncates {
-            self.truncate_at_open(node, &mut state)?;
+            self.truncate_at_open(cx, node, &mut state)?;
         }
         let has_data = state.file()?.has_data || state.file()?.unknown;
         state.file_mut()?.opens += 1;
@@ -118,12 +118,13 @@ impl<S: Store> Tree<S> {
         self.add_handle(cx, node, flags - OFlags::TRUNC)
     }
 
-    fn truncate_at_open(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
+    fn truncate_at_open(&self, cx: &Caller<'_>, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         use ferry_vfs::{SetAttr, SetTime};
         self.settle(node, state)?;
         self.truncate(node, state, 0)?;
         let set = SetAttr { size: Some(0), mtime: Some(SetTime::Now), ..SetAttr::default() };
-        self.change_meta(node, state, &set, now_after([state.meta.ctime]))
+        let now = now_after([state.meta.ctime]);
+        self.change_meta(cx, (node, state), &set, now)
     }
 
     /// Gives an open inode, which is held for it, its handle.
@@ -317,7 +318,7 @@ impl<S: Store> Tree<S> {
         let mut state = node.write();
         self.data(node, &mut state)?;
         self.settle(node, &mut state)?;
-        let cleared = self.clear_privileges(node, &mut state, clear)?;
+        let cleared = self.clear_privileges(node, &mut state, clear.then_some(cx))?;
         drop(state);
         if cleared {
             self.changes.publish(cx.session, || Change::Attr { ino: node.ino });
@@ -358,7 +359,7 @@ impl<S: Store> Tree<S> {
         let file = self.data(node, &mut state)?;
         self.settle(node, &mut state)?;
         // The protocol does not say whether the caller may keep privileges; root may.
-        self.clear_privileges(node, &mut state, cx.uid != 0)?;
+        self.clear_privileges(node, &mut state, (cx.uid != 0).then_some(cx))?;
         let done = change(&file)?;
         node.note_write(&state.meta);
         self.settle(node, &mut state)?;

@@ -147,7 +147,7 @@ impl<S: Store> Tree<S> {
         let mut list = Vec::new();
         for (name, _) in state.xattrs.iter().flat_map(|xattrs| xattrs.iter()) {
             // As on a local file system, these show themselves only to those who may read them.
-            if cx.uid == 0 || !name.starts_with(b"trusted.") {
+            if cx.is_root_or_unknown() || !name.starts_with(b"trusted.") {
                 list.extend_from_slice(name);
                 list.push(0);
             }
