@@ -1,11 +1,14 @@
 //! Directory listings.
 
+use std::sync::Arc;
+
 use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Result, checks};
 use ferry_wire::fuse::{DirWriter, Reply};
 
 use crate::carrier::{HEADER_BYTES, ReplyBuffer, Served};
 use crate::interest::Brings;
 use crate::mount::Mount;
+use crate::policy::Policy;
 use crate::reply::Written;
 use crate::server::{Context, Server};
 
@@ -17,6 +20,7 @@ struct Listing<'a> {
     writer: DirWriter<'a>,
     plus: bool,
     mount: &'a Mount,
+    policy: &'a Policy,
     referred: &'a mut Vec<Ino>,
     /// References that the client does not get.
     surplus: Vec<Ino>,
@@ -61,6 +65,7 @@ impl DirOutput for Listing<'_> {
                 self.mount.refer(entry);
                 self.referred.push(entry.ino);
                 self.writer.set_dax(self.mount.dax(&entry.attr));
+                self.writer.set_timeouts(self.policy.timeouts_of(self.mount, entry.ino, &entry.attr));
             }
             self.writer.push(item, sound.as_ref());
         }
@@ -83,14 +88,16 @@ impl Server {
         referred.clear();
         let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
         let writer = DirWriter::new(&mut scratch, bytes_max, at.plus, timeouts, cx.mount.negotiated());
-        let (plus, mount) = (at.plus, &**cx.mount);
+        let share = Arc::clone(&self.share);
+        let (plus, mount, policy) = (at.plus, &**cx.mount, &share.policy);
         let (referred_now, surplus) = (&mut referred, Vec::new());
         let brings = match plus && self.share.policy.tries_listings {
             true => mount.interest.listing(at.ino, at.offset == 0),
             false => Brings::All,
         };
         let (full, flawed, dir) = (false, false, at.ino);
-        let mut listing = Listing { writer, plus, mount, referred: referred_now, surplus, full, flawed, dir, brings };
+        let mut listing =
+            Listing { writer, plus, mount, policy, referred: referred_now, surplus, full, flawed, dir, brings };
         let mut outcome = self.share.source.readdir(&cx.caller, at, &mut listing);
         let Listing { surplus, flawed, .. } = listing;
         surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));

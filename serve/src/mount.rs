@@ -262,6 +262,9 @@ impl Mount {
             shard.in_window.remove(&ino);
         }
         drop(shard);
+        if let Some(passthrough) = self.passthrough.as_ref().filter(|_| is_gone) {
+            passthrough.forgotten(ino);
+        }
         if let Some(mappings) = self.mappings.as_ref().filter(|_| is_gone) {
             mappings.forget(self.id, ino);
         }

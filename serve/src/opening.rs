@@ -2,12 +2,13 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ferry_vfs::{Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SetAttr, XattrFlags, checks};
+use ferry_vfs::{
+    Attr, Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SessionId, SetAttr, XattrFlags, checks,
+};
 use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
 use crate::carrier::{ReplyBuffer, Served};
 use crate::mount::Open;
-use crate::passthrough::Passed;
 use crate::reply::Written;
 use crate::server::{Context, Server};
 
@@ -50,7 +51,7 @@ impl Server {
         let entry = self.checked(entry)?;
         cx.mount.refer(&entry);
         cx.mount.tells_attr_of(entry.ino);
-        let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
+        let timeouts = self.share.policy.timeouts_of(cx.mount, entry.ino, &entry.attr);
         let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
         if let Written::Instead(_) = written {
             cx.mount.forget(entry.ino, 1);
@@ -89,7 +90,7 @@ impl Server {
             source.release(&cx.caller, cx.ino, handle);
             return Err(Errno::STALE);
         }
-        let opened = self.opened(cx, cx.ino, handle, flags);
+        let opened = self.opened(cx, (cx.ino, handle), flags, None);
         let written = cx.tell(buffer, &Reply::Open(opened));
         if let Written::Instead(_) = written {
             cx.mount.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: false })?;
@@ -183,10 +184,10 @@ impl Server {
     ) -> Result<Served> {
         let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
         cx.mount.refer(&entry);
-        let opened = self.opened(cx, entry.ino, handle, flags);
+        let opened = self.opened(cx, (entry.ino, handle), flags, Some(&entry.attr));
         // Somebody else may have made it, and long ago.
         cx.mount.tells_attr_of(entry.ino);
-        let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
+        let timeouts = self.share.policy.timeouts_of(cx.mount, entry.ino, &entry.attr);
         let dax = cx.mount.dax(&entry.attr);
         let written = cx.tell(buffer, &Reply::Created { entry, timeouts, dax, opened });
         if let Written::Instead(_) = written {
@@ -196,29 +197,43 @@ impl Server {
         Ok(Served::Reply(written.bytes()))
     }
 
-    /// Notes that the client opened a file, and decides how it is to be read and written.
-    fn opened(&self, cx: &Context<'_>, ino: Ino, handle: Handle, flags: OFlags) -> Opened {
+    /// Notes that the client opened a file, and decides how it is to be read and written. `attr` are its attributes, if they
+    /// are known.
+    fn opened(&self, cx: &Context<'_>, (ino, handle): (Ino, Handle), flags: OFlags, attr: Option<&Attr>) -> Opened {
         cx.mount.opened(Open { ino, handle, is_dir: false }, flags);
         let plain = Opened::new(handle, self.share.policy.file_flags(flags, cx.mount.is_in_window(ino)));
         let Some(passthrough) = &cx.mount.passthrough else { return plain };
+        let source = &self.share.source;
+        // This must not fail: the open was counted already.
         let backing = || {
-            // This must not fail: the open was counted already.
-            let ask = AssertUnwindSafe(|| self.share.source.backing(&cx.caller, ino, handle));
+            let ask = AssertUnwindSafe(|| source.backing(&cx.caller, ino, handle));
             catch_unwind(ask).unwrap_or(None)
         };
-        let writes = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
+        let is_set_id = || match attr {
+            Some(attr) => attr.is_set_id(),
+            None => {
+                let ask = AssertUnwindSafe(|| source.getattr(&cx.caller, ino, Some(handle)));
+                // Of what nobody knows the server does the writes.
+                !matches!(catch_unwind(ask), Ok(Ok(attr)) if !attr.is_set_id())
+            }
+        };
         let closes = self.share.policy.close_flags(flags);
-        match passthrough.opened((ino, writes), &self.share.complaints, backing) {
-            // No flag of the page cache's: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server reads and writes.
-            Some(Passed { backing_id, mappings_only: false }) => {
-                Opened { handle, flags: OpenFlags::PASSTHROUGH | closes, backing_id }
-            }
-            Some(Passed { backing_id, mappings_only: true }) => {
-                let direct = OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
-                Opened { handle, flags: OpenFlags::PASSTHROUGH | direct | closes, backing_id }
-            }
-            None => plain,
+        let Some(passed) = passthrough.opened((ino, flags), &self.share.complaints, is_set_id, backing) else {
+            return plain;
+        };
+        if passed.is_first_mapping
+            && let Some(changes) = source.changes()
+        {
+            // What the client keeps of the attributes is from before. As the change of no session it is told at once, also to
+            // the client that opens the file.
+            changes.publish(SessionId::default(), || Change::Attr { ino });
         }
+        // No flag of the page cache's: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server reads and writes.
+        let by_server = match passed.mappings_only {
+            true => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
+            false => OpenFlags::empty(),
+        };
+        Opened { handle, flags: OpenFlags::PASSTHROUGH | by_server | closes, backing_id: passed.backing_id }
     }
 
     /// The client is done with a file that its kernel may have written by itself: only now can others be told, and how long

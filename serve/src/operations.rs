@@ -4,7 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_vfs::{Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, Statfs, checks};
+use ferry_vfs::{
+    Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, SetAttr, Statfs, checks,
+};
 use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
 
@@ -98,10 +100,12 @@ impl Server {
             Operation::Statx { handle, .. } => {
                 let attr = checks::attr(source.getattr(caller, ino, handle)?)?;
                 self.tells_attr(cx, &attr);
-                return Ok(cx.done(carrier, &Reply::Statx { attr, timeout: self.share.policy.attr_timeout }));
+                let timeout = self.share.policy.timeouts_of(cx.mount, ino, &attr).attr;
+                return Ok(cx.done(carrier, &Reply::Statx { attr, timeout }));
             }
             Operation::Setattr { handle, ref set, .. } => {
-                return self.attr(cx, source.setattr(caller, ino, handle, set)?, carrier);
+                let set = SetAttr { clear_privileges: set.clear_privileges || clears_only(cx, set), ..*set };
+                return self.attr(cx, source.setattr(caller, ino, handle, &set)?, carrier);
             }
             Operation::Readlink => {
                 let target = source.readlink(caller, ino)?;
@@ -333,7 +337,8 @@ impl Server {
     fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let attr = checks::attr(attr)?;
         self.tells_attr(cx, &attr);
-        Ok(cx.done(buffer, &Reply::Attr { attr, timeout: self.share.policy.attr_timeout, dax: cx.mount.dax(&attr) }))
+        let timeout = self.share.policy.timeouts_of(cx.mount, cx.ino, &attr).attr;
+        Ok(cx.done(buffer, &Reply::Attr { attr, timeout, dax: cx.mount.dax(&attr) }))
     }
 
     /// The client is about to be told of the attributes of the inode that it asks for.
@@ -430,6 +435,13 @@ impl Server {
         });
         Served::Later
     }
+}
+
+/// Whether a SETATTR is there to clear suid and sgid alone. Linux then sends one that sets nothing (`fuse_setattr`, which takes
+/// `ATTR_KILL_SUID` and `ATTR_KILL_SGID` away): before somebody who may not keep them writes, also to a backing file or in the
+/// window, where no other request tells of it, and for a chown that changes no owner.
+fn clears_only(cx: &Context<'_>, set: &SetAttr) -> bool {
+    cx.mount.negotiated().has(InitFlags::HANDLE_KILLPRIV_V2) && SetAttr { ctime: None, ..*set } == SetAttr::default()
 }
 
 /// Whether the client may have more open, where it asks for that.

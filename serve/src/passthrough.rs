@@ -4,16 +4,27 @@
 //! the same backing file, or none does; otherwise `open` fails with EIO. So the first open of an inode decides, and
 //! its decision holds until the last is closed. The kernel counts a file as closed before it sends RELEASE, so what
 //! is counted here is never less than what the kernel counts.
+//!
+//! An open that must not write to the backing file by itself, though the inode passes through, has its reads and writes come to
+//! the server (`FOPEN_DIRECT_IO` beside `FOPEN_PASSTHROUGH`); only its mappings are the backing file's:
+//! * with `O_APPEND`: the kernel opens the backing file with it, and `fcntl` takes it from the client's file alone;
+//! * of a file with suid or sgid, for writing: who may keep these bits is known per request, and not to the backing file;
+//! * for writing, where others are to be told of what is written ([`Backings::takes_writers`]).
+//!
+//! What is stored through a mapping of the backing file changes its times, and no request tells the client's kernel of that. So
+//! it keeps no attributes of a file that it may have mapped to write (one opened for reading and writing), and only for
+//! [`MAPPED_TIMEOUT`] when the file is closed: a mapping outlives the descriptor that it was made of.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use ferry_engine::Complaints;
-use ferry_vfs::{Backing, Errno, Ino};
+use ferry_vfs::{Backing, Errno, Ino, OFlags};
 
 /// Registers backing files with the client's kernel (`FUSE_DEV_IOC_BACKING_OPEN` and `..._CLOSE`).
 ///
@@ -34,8 +45,8 @@ pub trait Backings: Send + Sync {
     /// once, of the kernel's own only when the file is closed.
     ///
     /// The first open of an inode decides for all that overlap with it. A file that is being read when somebody opens
-    /// it for writing must stay passed through; that open then reads and writes by the server (`FOPEN_DIRECT_IO`
-    /// beside `FOPEN_PASSTHROUGH`), to the same file. Only what it stores through a shared mapping does not.
+    /// it for writing must stay passed through; that open then reads and writes by the server, to the same file. Only what it
+    /// stores through a shared mapping does not.
     fn takes_writers(&self) -> bool {
         true
     }
@@ -44,11 +55,24 @@ pub trait Backings: Send + Sync {
 /// Shards, so that opens of different inodes rarely wait for each other; a power of two.
 const SHARDS: usize = 16;
 
+/// How long the client may keep attributes of a file that it has had mapped and closed: stores through a mapping that is still
+/// there are seen that late.
+const MAPPED_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// An inode that is open.
 struct InUse {
     /// The registration that all opens use; `None`: the server reads and writes.
     backing_id: Option<i32>,
     opens: u64,
+    /// One of them can map the backing file to write.
+    is_mapped: bool,
+}
+
+#[derive(Default)]
+struct Shard {
+    open: HashMap<Ino, InUse>,
+    /// What was closed and may still be mapped, as long as the client knows it.
+    mapped: HashSet<Ino>,
 }
 
 /// How an open of an inode passes through.
@@ -58,12 +82,14 @@ pub(crate) struct Passed {
     pub(crate) backing_id: i32,
     /// Reads and writes come to the server.
     pub(crate) mappings_only: bool,
+    /// From now on the client may change the file without a request.
+    pub(crate) is_first_mapping: bool,
 }
 
 /// How each inode that a client has open is read and written.
 pub(crate) struct Passthrough {
     backings: Arc<dyn Backings>,
-    shards: [Mutex<HashMap<Ino, InUse>>; SHARDS],
+    shards: [Mutex<Shard>; SHARDS],
     /// The kernel refuses it for good.
     refused: AtomicBool,
     complained: AtomicBool,
@@ -75,32 +101,39 @@ impl Passthrough {
         Self { backings, shards, refused: AtomicBool::new(false), complained: AtomicBool::new(false) }
     }
 
-    fn shard(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, InUse>> {
+    fn shard(&self, ino: Ino) -> MutexGuard<'_, Shard> {
         let index = usize::try_from(ino.0 % SHARDS as u64).unwrap_or(0);
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An inode is opened once more: answers how it is passed through, if it is. `file` is asked for if this is the
-    /// first open, which may be for writing.
+    /// An inode is opened once more, with these flags: answers how it is passed through, if it is. `file` is asked for if this
+    /// is the first open and may pass; `is_set_id` if it is one for writing.
     pub(crate) fn opened(
         &self,
-        (ino, writes): (Ino, bool),
+        (ino, flags): (Ino, OFlags),
         complaints: &Complaints,
+        is_set_id: impl FnOnce() -> bool,
         file: impl FnOnce() -> Option<Arc<Backing>>,
     ) -> Option<Passed> {
+        let writes = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
+        // The server writes such a file, whatever the open's flags.
+        let is_kept = writes && (!self.backings.takes_writers() || is_set_id());
         // Two first opens must not decide differently, so the lock is held while one of them registers.
         let mut shard = self.shard(ino);
-        let in_use = match shard.entry(ino) {
+        let in_use = match shard.open.entry(ino) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
-                let may_pass = !writes || self.backings.takes_writers();
-                let backing_id = if may_pass { self.register(complaints, file) } else { None };
-                entry.insert(InUse { backing_id, opens: 0 })
+                let backing_id = if is_kept { None } else { self.register(complaints, file) };
+                entry.insert(InUse { backing_id, opens: 0, is_mapped: false })
             }
         };
         in_use.opens += 1;
-        let mappings_only = writes && !self.backings.takes_writers();
-        in_use.backing_id.map(|backing_id| Passed { backing_id, mappings_only })
+        let backing_id = in_use.backing_id?;
+        let maps = flags & OFlags::ACCMODE == OFlags::RDWR;
+        let is_first_mapping = maps && !in_use.is_mapped;
+        in_use.is_mapped |= maps;
+        let mappings_only = is_kept || writes && flags.contains(OFlags::APPEND);
+        Some(Passed { backing_id, mappings_only, is_first_mapping })
     }
 
     fn register(&self, complaints: &Complaints, file: impl FnOnce() -> Option<Arc<Backing>>) -> Option<i32> {
@@ -125,22 +158,40 @@ impl Passthrough {
 
     /// Whether the client's kernel reads and writes this inode by itself now.
     pub(crate) fn is_used(&self, ino: Ino) -> bool {
-        self.shard(ino).get(&ino).is_some_and(|in_use| in_use.backing_id.is_some())
+        self.shard(ino).open.get(&ino).is_some_and(|in_use| in_use.backing_id.is_some())
+    }
+
+    /// How long the client may keep attributes of this inode at most.
+    pub(crate) fn attr_timeout_max(&self, ino: Ino) -> Duration {
+        let shard = self.shard(ino);
+        match shard.open.get(&ino) {
+            Some(in_use) if in_use.is_mapped => Duration::ZERO,
+            _ if shard.mapped.contains(&ino) => MAPPED_TIMEOUT,
+            _ => Duration::MAX,
+        }
     }
 
     /// One open of an inode has ended.
     pub(crate) fn closed(&self, ino: Ino) {
         let mut shard = self.shard(ino);
-        let Some(in_use) = shard.get_mut(&ino) else { return };
+        let Some(in_use) = shard.open.get_mut(&ino) else { return };
         in_use.opens -= 1;
         if in_use.opens > 0 {
             return;
         }
-        let id = in_use.backing_id;
-        shard.remove(&ino);
+        let (id, is_mapped) = (in_use.backing_id, in_use.is_mapped);
+        shard.open.remove(&ino);
+        if is_mapped {
+            shard.mapped.insert(ino);
+        }
         drop(shard);
         if let Some(id) = id {
             self.backings.unregister(id);
         }
+    }
+
+    /// The client does not know an inode any more.
+    pub(crate) fn forgotten(&self, ino: Ino) {
+        self.shard(ino).mapped.remove(&ino);
     }
 }

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use ferry_vfs::{Features, OFlags};
+use ferry_vfs::{Attr, Features, Ino, OFlags};
 use ferry_wire::fuse::{InitFlags, Negotiated, OpenFlags, Timeouts, Wanted};
 
 use crate::ShareOptions;
+use crate::mount::Mount;
 
 /// How much a client may trust what it has seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -105,8 +106,7 @@ impl Policy {
             | InitFlags::ABORT_ERROR
             | InitFlags::HANDLE_KILLPRIV_V2
             | InitFlags::SETXATTR_EXT
-            | InitFlags::CREATE_SUPP_GROUP
-            | InitFlags::ALLOW_IDMAP;
+            | InitFlags::CREATE_SUPP_GROUP;
         // Entries that expire at once are not worth looking up beforehand. Otherwise every listing brings its inodes
         // along: READDIRPLUS_AUTO would do so for the first 4 KiB of a directory only, and then a walk that looks
         // at every file (find, ls -l, du, git) asks for each of the rest by itself.
@@ -122,6 +122,7 @@ impl Policy {
             (options.security_label != Acl::Never && options.xattr, InitFlags::SECURITY_CTX),
             (options.mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),
             (options.writeback, InitFlags::WRITEBACK_CACHE),
+            (options.allow_idmap, InitFlags::ALLOW_IDMAP),
             (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
             (default == ALWAYS_TIMEOUT, InitFlags::CACHE_SYMLINKS),
             (features.constant && options.cache == Cache::Always, InitFlags::NO_OPENDIR_SUPPORT),
@@ -157,9 +158,25 @@ impl Policy {
         if agreed.minor < EPOCH_MINOR { self.names_untold } else { self.names }
     }
 
-    /// How long a client may keep names and attributes.
+    /// How long a client may keep names and attributes at most.
     pub(crate) fn timeouts(&self, agreed: &Negotiated) -> Timeouts {
         Timeouts { entry: self.names(agreed).entry, attr: self.attr_timeout }
+    }
+
+    /// How long a client may keep what it is told of this inode.
+    pub(crate) fn timeouts_of(&self, mount: &Mount, ino: Ino, attr: &Attr) -> Timeouts {
+        let timeouts = self.timeouts(mount.negotiated());
+        Timeouts { attr: timeouts.attr.min(Self::attr_timeout_max(mount, ino, attr)), ..timeouts }
+    }
+
+    /// With `HANDLE_KILLPRIV_V2` a client's kernel does not change the mode that it keeps when a write clears suid and sgid, and
+    /// would go on to execute the file as its owner. So it keeps no attributes of such files, and asks before it executes them.
+    fn attr_timeout_max(mount: &Mount, ino: Ino, attr: &Attr) -> Duration {
+        match &mount.passthrough {
+            _ if attr.is_set_id() => Duration::ZERO,
+            Some(passthrough) => passthrough.attr_timeout_max(ino),
+            None => Duration::MAX,
+        }
     }
 
     /// How long a client may remember that a name does not exist.

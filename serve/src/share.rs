@@ -36,6 +36,9 @@ pub struct ShareOptions {
     pub posix_acl: Acl,
     /// Whether what clients make gets the labels of their security modules at once, if [`Self::xattr`] are there.
     pub security_label: Acl,
+    /// Clients may make idmapped mounts of it (Linux 6.12, `ALLOW_IDMAP`). Linux then names the caller only where something is
+    /// made: root and others are [`ferry_vfs::Caller::UNKNOWN`] otherwise.
+    pub allow_idmap: bool,
     /// Files opened with `O_DIRECT` leave the client's page cache out altogether. Without, Linux sends an
     /// `O_DIRECT | O_SYNC` write down the cached path and an fsync behind it: 30 instead of 200 thousand a second.
     pub direct_opens: bool,
@@ -62,6 +65,7 @@ impl Default for ShareOptions {
             xattr: true,
             posix_acl: Acl::Auto,
             security_label: Acl::Never,
+            allow_idmap: false,
             direct_opens: false,
             local_locks: false,
             told: false,

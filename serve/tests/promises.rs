@@ -62,6 +62,9 @@ impl FileSystem for One {
         *next += 1;
         Ok(Handle(*next))
     }
+    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        Ok(Attr::new(ino, FileType::RegularFile, 0o644))
+    }
     fn backing(&self, _: &Caller<'_>, _: Ino, _: Handle) -> Option<Arc<Backing>> {
         self.file.clone()
     }
@@ -289,8 +292,9 @@ fn all_opens_of_an_inode_share_one_backing_file() {
     // What the client's kernel wrote by itself is told when the writer is done, and only then.
     let seen = Arc::new(Mutex::new(0));
     let count = Arc::clone(&seen);
-    let _subscription = one.changes.subscribe(move |change, _| {
+    let _subscription = one.changes.subscribe(move |change, by| {
         assert_eq!(*change, Change::Data { ino: FILE, offset: 0, len: u64::MAX });
+        assert_ne!(by, SessionId::default());
         *count.lock().unwrap() += 1;
     });
     client.ask(FILE, Operation::Flush { handle: first.0, owner: 1 });

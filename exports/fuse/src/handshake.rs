@@ -137,6 +137,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         xattr: options.xattr,
         direct_opens: options.direct_opens,
         local_locks: options.local_locks,
+        allow_idmap: options.allow_idmap,
         told: true,
         ..ShareOptions::default()
     }

@@ -57,6 +57,7 @@ impl VirtioFs {
             xattr: options.xattr,
             posix_acl: options.posix_acl,
             security_label: options.security_label,
+            allow_idmap: options.allow_idmap,
             direct_opens: false,
             local_locks: options.local_locks,
             told: false,

@@ -74,6 +74,8 @@ pub struct Options {
     pub security_label: Acl,
     /// Locks are the guest's own: others do not meet them, and who closes a file that was opened for reading waits for no answer.
     pub local_locks: bool,
+    /// The guest may make idmapped mounts (Linux 6.12); see [`ferry_serve::ShareOptions::allow_idmap`].
+    pub allow_idmap: bool,
     /// The first virtual machine is the only one: [`Export::ended`] tells when it has gone.
     pub once: bool,
     /// How data is moved.
@@ -149,6 +151,7 @@ impl Default for Options {
             posix_acl: Acl::Auto,
             security_label: Acl::Never,
             local_locks: false,
+            allow_idmap: false,
             once: false,
             io: IoMode::Auto,
             dax_bytes: Some(WINDOW_BYTES_DEFAULT),

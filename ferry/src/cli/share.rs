@@ -129,6 +129,14 @@ pub struct Share {
     #[serde(default)]
     pub local_locks: bool,
 
+    /// Let idmapped mounts be made of it: mount --bind -o X-mount.idmap, containers with user namespaces (Linux 6.12).
+    ///
+    /// Linux then does not say who asks, unless something is made. So fallocate and copy_file_range by root clear the set-user-id and
+    /// set-group-id bits of a file, and names of trusted attributes are shown to all users.
+    #[arg(long)]
+    #[serde(default)]
+    pub allow_idmap: bool,
+
     /// Poll up to this many microseconds for the next request before sleeping; 0 never polls
     /// [default: adapts].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]

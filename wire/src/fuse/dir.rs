@@ -64,6 +64,11 @@ impl<'b> DirWriter<'b> {
         self.dax = dax;
     }
 
+    /// How long the entries from here on hold.
+    pub fn set_timeouts(&mut self, timeouts: Timeouts) {
+        self.timeouts = timeouts;
+    }
+
     /// The size of an entry of this name.
     fn entry_bytes(&self, name: &[u8]) -> usize {
         let entry = if self.plus { size_of::<EntryOut>() } else { 0 };

@@ -109,6 +109,9 @@ impl Share {
                     "local-locks is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose for themselves"
                 ))
             }
+            _ if self.allow_idmap && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
+                Some(format!("allow-idmap is for virtual machines and mounts, and {source} is shared with neither"))
+            }
             _ if self.mount.is_none() => given(&of_mounts)
                 .map(|flag| format!("{flag} is for mounts, and {source} is not mounted: add mount, or leave it out")),
             _ => None,
