@@ -61,8 +61,8 @@ impl DirOutput for Listing<'_> {
             self.surplus.extend(entry.map(|entry| entry.ino).filter(|ino| *ino != Ino(0)));
         }
         if !self.full && !self.flawed {
+            let sound = sound.map(|entry| self.mount.refer(entry));
             if let Some(entry) = &sound {
-                self.mount.refer(entry);
                 self.referred.push(entry.ino);
                 self.writer.set_dax(self.mount.dax(&entry.attr));
                 self.writer.set_timeouts(self.policy.timeouts_of(self.mount, entry.ino, &entry.attr));

@@ -1,13 +1,14 @@
 //! What one client holds, from its INIT to its end.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_state::{Init, Past, Slot};
-use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags, Result, SessionId};
+use ferry_vfs::{Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
 use crate::interest::Interest;
@@ -95,6 +96,8 @@ pub struct Mount {
     source: Arc<dyn FileSystem>,
     shards: [Mutex<Shard>; SHARDS],
     open_count: AtomicUsize,
+    /// What generations are made with, where the client's kernel is to vouch for the numbers that it was told of.
+    generations: Option<RandomState>,
     pub(crate) waits: Arc<Waits>,
     pub(crate) passthrough: Option<Passthrough>,
     /// What maps files into the client's memory, if that was agreed on.
@@ -125,6 +128,8 @@ impl Mount {
         mappings: Option<Arc<dyn Mappings>>,
         (init, record): (Init, Option<Record>),
     ) -> Self {
+        let finds = negotiated.has(InitFlags::EXPORT_SUPPORT) && source.features().by_number == ByNumber::Host;
+        let generations = finds.then(RandomState::new);
         let shards = std::array::from_fn(|_| Mutex::default());
         let (id, waits) = (SessionId::unique(), Arc::default());
         let (interest, locks, past) = (Interest::default(), HeldLocks::default(), Mutex::default());
@@ -135,6 +140,7 @@ impl Mount {
             source,
             shards,
             open_count,
+            generations,
             waits,
             passthrough,
             mappings,
@@ -187,8 +193,17 @@ impl Mount {
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The client is told of an inode, and has one reference more.
-    pub(crate) fn refer(&self, entry: &Entry) {
+    /// The client is told of an inode, and has one reference more; answers what it is told.
+    pub(crate) fn refer(&self, entry: Entry) -> Entry {
+        self.note(&entry);
+        match &self.generations {
+            // Clients know the root from the beginning, with generation 0.
+            Some(key) if entry.ino != Ino::ROOT => Entry { generation: key.hash_one(entry.ino) >> 32, ..entry },
+            _ => entry,
+        }
+    }
+
+    fn note(&self, entry: &Entry) {
         let ino = entry.ino;
         let mut shard = self.shard(ino.0);
         let known = shard.references.entry(ino).or_default();

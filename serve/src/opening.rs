@@ -48,8 +48,7 @@ impl Server {
 
     /// Tells the client of an inode. A reference that it does not get to know of is given back.
     pub(crate) fn entry(&self, cx: &Context<'_>, entry: Entry, buffer: &mut impl ReplyBuffer) -> Result<Served> {
-        let entry = self.checked(entry)?;
-        cx.mount.refer(&entry);
+        let entry = cx.mount.refer(self.checked(entry)?);
         cx.mount.tells_attr_of(entry.ino);
         let timeouts = self.share.policy.timeouts_of(cx.mount, entry.ino, &entry.attr);
         let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
@@ -183,7 +182,7 @@ impl Server {
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
-        cx.mount.refer(&entry);
+        let entry = cx.mount.refer(entry);
         let opened = self.opened(cx, (entry.ino, handle), flags, Some(&entry.attr));
         // Somebody else may have made it, and long ago.
         cx.mount.tells_attr_of(entry.ino);

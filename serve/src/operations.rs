@@ -82,6 +82,7 @@ impl Server {
             }
             Operation::Lookup { name } => return self.lookup(cx, name, carrier),
             // For file handles of inodes that the client's kernel has forgotten.
+            Operation::LookupSelf if !cx.mount.negotiated().has(InitFlags::EXPORT_SUPPORT) => return Err(Errno::STALE),
             Operation::LookupSelf => return self.entry(cx, source.lookup_self(caller, ino)?, carrier),
             Operation::LookupParent => return self.entry(cx, source.lookup_parent(caller, ino)?, carrier),
             Operation::Forget { count } => cx.mount.forget(ino, count),

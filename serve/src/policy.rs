@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ferry_vfs::{Attr, Features, Ino, OFlags};
+use ferry_vfs::{Attr, ByNumber, Features, Ino, OFlags};
 use ferry_wire::fuse::{InitFlags, Negotiated, OpenFlags, Timeouts, Wanted};
 
 use crate::ShareOptions;
@@ -117,7 +117,9 @@ impl Policy {
         let optional = [
             (features.posix_locks && !options.local_locks, InitFlags::POSIX_LOCKS),
             (features.flock && !options.local_locks, InitFlags::FLOCK_LOCKS),
-            (features.by_number, InitFlags::EXPORT_SUPPORT),
+            (features.by_number == ByNumber::Any, InitFlags::EXPORT_SUPPORT),
+            // Handles that lead nowhere once the client has forgotten the inode are worse than none.
+            (features.by_number != ByNumber::Any, InitFlags::NO_EXPORT_SUPPORT),
             (acl, InitFlags::POSIX_ACL),
             (options.security_label != Acl::Never && options.xattr, InitFlags::SECURITY_CTX),
             (options.mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),

@@ -417,8 +417,8 @@ fn direct_opens_leave_the_cache_out_where_the_export_wants_it() {
     }
 }
 
-/// A source that knows its one inode by number, or does not.
-struct Numbered(bool);
+/// A source that knows its one inode by number.
+struct Numbered(ByNumber);
 
 impl FileSystem for Numbered {
     fn features(&self) -> Features {
@@ -432,12 +432,34 @@ impl FileSystem for Numbered {
 
 #[test]
 fn forgotten_inodes_are_found_by_their_numbers() {
-    for by_number in [true, false] {
-        let mut client = Client::new(Arc::new(Numbered(by_number)), &ShareOptions::default(), Session::default());
-        assert_eq!(client.negotiated.has(InitFlags::EXPORT_SUPPORT), by_number);
-        let Answer::Reply(bytes) = client.ask(Ino(7), Operation::LookupSelf) else { panic!("it is there") };
-        assert_eq!(bytes[..8], 7_u64.to_le_bytes(), "the inode itself");
+    let on_host = || {
+        Session::new(|_, wanted| wanted.flags = wanted.flags - InitFlags::NO_EXPORT_SUPPORT | InitFlags::EXPORT_SUPPORT)
+    };
+    for (by_number, session, finds) in [
+        (ByNumber::Any, Session::default(), true),
+        (ByNumber::Host, on_host(), true),
+        (ByNumber::Host, Session::default(), false),
+        (ByNumber::No, Session::default(), false),
+    ] {
+        let mut client = Client::new(Arc::new(Numbered(by_number)), &ShareOptions::default(), session);
+        assert_eq!(client.negotiated.has(InitFlags::EXPORT_SUPPORT), finds);
+        assert_eq!(client.negotiated.has(InitFlags::NO_EXPORT_SUPPORT), !finds);
         assert_eq!(client.ask(Ino(8), Operation::LookupSelf), Answer::Error(Errno::STALE));
+        if !finds {
+            // Whatever the client says that it was told.
+            assert_eq!(client.ask(Ino(7), Operation::LookupSelf), Answer::Error(Errno::STALE));
+            continue;
+        }
+        let mut answer = || match client.ask(Ino(7), Operation::LookupSelf) {
+            Answer::Reply(bytes) => bytes,
+            other => panic!("{other:?}"),
+        };
+        let bytes = answer();
+        assert_eq!(bytes[..8], 7_u64.to_le_bytes(), "the inode itself");
+        // The kernel of a mount tells by the generation whether somebody has made the number up.
+        assert_eq!(bytes[8..16] != [0; 8], by_number == ByNumber::Host);
+        assert_eq!(bytes[12..16], [0; 4], "the kernel has 32 bits for it");
+        assert_eq!(bytes[8..16], answer()[8..16]);
         // What was told is a reference of the client's.
         let mount = client.session.mount().expect("INIT was answered");
         assert_eq!(mount.inodes(), [Ino(7)]);

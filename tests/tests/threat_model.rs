@@ -76,8 +76,7 @@ fn every_promise_names_tests_that_exist() {
             wrong.push(format!("{}: names no test", promise.id));
         }
         for (file, test) in &promise.tests {
-            let source =
-                sources.entry(file).or_insert_with(|| fs::read_to_string(root.join(file)).unwrap_or_default());
+            let source = sources.entry(file).or_insert_with(|| fs::read_to_string(root.join(file)).unwrap_or_default());
             if !tests_of(source).contains(test.as_str()) {
                 wrong.push(format!("{}: `{file}` has no test `{test}`", promise.id));
             }

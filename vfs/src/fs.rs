@@ -81,8 +81,8 @@ pub trait FileSystem: Send + Sync {
     }
 
     /// Finds an inode of which the client has kept the number only (the name `.`, which is no [`Name`]): it gave its
-    /// references back, and then somebody came with a file handle (`open_by_handle_at(2)`, an NFS server). Asked for with
-    /// [`Features::by_number`].
+    /// references back, and then somebody came with a file handle (`open_by_handle_at(2)`, an NFS server). Only called for clients
+    /// that [`Features::by_number`] allows it.
     fn lookup_self(&self, cx: &Caller<'_>, ino: Ino) -> Result<Entry> {
         Err(Errno::STALE)
     }

@@ -143,8 +143,8 @@ pub use rustix::fs::{FallocateFlags, FileType, OFlags, RenameFlags, XattrFlags};
 /// A typed error number, as Linux names them.
 pub use rustix::io::Errno;
 pub use types::{
-    Attr, Caller, Copy, Data, DirItem, DirRange, Entry, Features, Handle, Ino, IoRange, Lock, LockKind, LockOwner,
-    Locked, New, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
+    Attr, ByNumber, Caller, Copy, Data, DirItem, DirRange, Entry, Features, Handle, Ino, IoRange, Lock, LockKind,
+    LockOwner, Locked, New, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
 };
 pub use windows::{Claim, Done, FileId, Member, Shortening, Window, Windows};
 

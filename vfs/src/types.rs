@@ -377,6 +377,20 @@ pub struct Statfs {
     pub frsize: u32,
 }
 
+/// Who finds an inode by its number when the client has given its references back ([`crate::FileSystem::lookup_self`]): what is shared
+/// can be passed on by an NFS server then. Other clients are told that there are no file handles.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ByNumber {
+    /// Nobody: numbers go with the references.
+    #[default]
+    No,
+    /// Mounts on this host, as long as they are there: a number may be another inode's for the next client, or a number that nobody was
+    /// told of may lead to what is not shared. The mount's kernel names only what it was told of, and is told a generation with it.
+    Host,
+    /// Every client: all inodes there are are found, and no number is ever given to another one.
+    Any,
+}
+
 /// What a source has beyond the plain calls; exports offer their clients no more than this.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
@@ -398,9 +412,8 @@ pub struct Features {
     pub waits: bool,
     /// Of files that are opened with `O_DIRECT`, extents lead past the page cache: writes to them wait for a device.
     pub direct: bool,
-    /// [`crate::FileSystem::lookup_self`] finds every inode there is, and no number is ever given to another one: what
-    /// is shared can be passed on by an NFS server.
-    pub by_number: bool,
+    /// Who finds inodes by their numbers alone.
+    pub by_number: ByNumber,
     /// Nothing in it ever changes, and [`crate::FileSystem::readdir`] does not look at its handle: clients that keep
     /// listings need not ask before they use one.
     pub constant: bool,

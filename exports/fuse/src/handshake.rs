@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ferry_serve::{Session, ShareOptions};
-use ferry_vfs::Features;
+use ferry_vfs::{ByNumber, Features};
 use ferry_wire::fuse::{InitFlags, InitRequest, Negotiated, Operation, Request, Wanted, decode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::CapabilitySet;
@@ -40,6 +40,7 @@ pub(crate) struct Wishes {
     passthrough: Result<(), String>,
     /// Whether files that are opened for writing pass through.
     pass_writers: bool,
+    by_number: ByNumber,
     stack_depth: u32,
     max_write_bytes: u32,
 }
@@ -65,6 +66,7 @@ impl Wishes {
             passthrough,
             // Others, who are to trust what they have seen, are told of each write only if it goes through us.
             pass_writers: !(options.shared && options.cache == Cache::Always),
+            by_number: features.by_number,
             stack_depth: if options.stacked_source { STACK_DEPTH_STACKED } else { STACK_DEPTH },
             max_write_bytes: options.max_write_bytes,
         })
@@ -79,6 +81,9 @@ impl Wishes {
     }
 
     fn adjust(&self, wanted: &mut Wanted) {
+        if self.by_number == ByNumber::Host {
+            wanted.flags = wanted.flags - InitFlags::NO_EXPORT_SUPPORT | InitFlags::EXPORT_SUPPORT;
+        }
         if self.uring().is_ok() {
             wanted.flags |= InitFlags::OVER_IO_URING;
         }

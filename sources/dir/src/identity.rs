@@ -366,7 +366,7 @@ impl Dir {
         Ok(())
     }
 
-    fn found_by(st: &Statx, mount: Arc<Mount>, fd: BorrowedFd<'_>) -> Found {
+    pub(crate) fn found_by(st: &Statx, mount: Arc<Mount>, fd: BorrowedFd<'_>) -> Found {
         let handle = mount.handles().and_then(|_| sys::name_to_handle(fd, b"").ok());
         let mount_root = resolve::is_mount_root(st);
         let (kind, btime) = (resolve::kind(st), resolve::btime(st));

@@ -11,7 +11,8 @@ use rustix::path::DecInt;
 
 use crate::Dir;
 use crate::creds::mode_under_umask;
-use crate::resolve::{At, has_name, key, kind, statx};
+use crate::resolve::{self, At, has_name, key, kind, statx};
+use crate::sys;
 use crate::table::{Inode, PathFd};
 
 /// How often a create starts again when the host makes and removes the name meanwhile.
@@ -39,6 +40,40 @@ impl Dir {
         let (dir, fd) = self.path(dir)?;
         let (inode, st) = self.find(&dir, fd.as_fd(), name.as_bytes())?;
         Ok(self.entry(&inode, &st))
+    }
+
+    /// The inode with a number, which the client need not have a reference to; for file handles of clients that are trusted to
+    /// name what they were told of ([`ferry_vfs::ByNumber::Host`]).
+    pub(crate) fn lookup_self_(&self, ino: Ino) -> Result<Entry> {
+        let (inode, fd) = match self.table.find_numbered(ino) {
+            Some(inode) => (inode, None),
+            None => {
+                let (inode, fd) = self.find_forgotten(ino)?;
+                (inode, Some(fd))
+            }
+        };
+        let st = match &fd {
+            Some(fd) => statx(fd.as_fd(), b""),
+            None => self.stat(ino).map(|(_, st)| st),
+        };
+        match st {
+            Ok(st) if inode.ino == ino && st.stx_nlink > 0 => Ok(self.entry(&inode, &st)),
+            _ => {
+                self.table.forget(inode.ino, 1);
+                Err(Errno::STALE)
+            }
+        }
+    }
+
+    /// The inode whose handle a number was made of, with a new reference.
+    fn find_forgotten(&self, ino: Ino) -> Result<(Arc<Inode>, Arc<PathFd>)> {
+        let mount = &self.root.found.mount;
+        let (handle, real) = self.table.handle_of(ino).zip(mount.handles()).ok_or(Errno::STALE)?;
+        let fd = self.with_room(|| sys::open_by_handle(real, &handle, resolve::PATH_FLAGS))?;
+        let st = statx(fd.as_fd(), b"")?;
+        let (inode, _) = self.table.insert(Self::found_by(&st, Arc::clone(mount), fd.as_fd()));
+        let fd = self.cache.keep(&self.table, &inode, self.cache.wrap(fd));
+        Ok((inode, fd))
     }
 
     /// The parent of a directory, as long as that is within the share: all its ancestors up to the share's root

@@ -96,7 +96,7 @@ impl Dir {
     }
 
     pub(crate) fn entry(&self, inode: &Inode, st: &Statx) -> Entry {
-        // Numbers are never used twice, so there is only one generation.
+        // No number is given to two inodes, so there is only one generation.
         Entry { ino: inode.ino, generation: 0, attr: self.attr(inode, st) }
     }
 

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use ferry_vfs::{Errno, FileId, FileType, Ino, Result, Timespec};
 
 use crate::mount::Mount;
+use crate::number::{self, HandleNumbers};
 use crate::sys::HostHandle;
 use crate::watch::Known;
 
@@ -146,7 +147,7 @@ pub(crate) struct Inode {
     state: Mutex<State>,
 }
 
-/// The greatest number that is adopted: it leaves more numbers than anybody will ever use.
+/// The greatest number that is adopted and not made of a handle: it leaves more numbers than anybody will ever use.
 const ADOPTED_MAX: u64 = 1 << 62;
 
 /// Directories lead to other inodes: their descriptors stay longer.
@@ -320,18 +321,22 @@ fn give_room_back<K: Eq + Hash, V>(map: &mut HashMap<K, V, BuildMix>) {
 pub(crate) struct Table {
     by_ino: Box<[ByIno]>,
     by_key: Box<[ByKey]>,
+    /// The next number of an inode that has none by its handle.
     next: AtomicU64,
+    /// What numbers inodes of the root's own mount, where those can be found by them.
+    numbers: Option<HandleNumbers>,
     /// The same inodes by their handles, while the host's changes are watched.
     watched: OnceLock<Arc<Known>>,
 }
 
 impl Table {
     /// A table that holds the root.
-    pub(crate) fn new(root: Found) -> (Self, Arc<Inode>) {
+    pub(crate) fn new(root: Found, numbers: Option<HandleNumbers>) -> (Self, Arc<Inode>) {
         let table = Self {
             by_ino: (0..SHARDS).map(|_| ByIno::default()).collect(),
             by_key: (0..SHARDS).map(|_| ByKey::default()).collect(),
             next: AtomicU64::new(Ino::ROOT.0),
+            numbers,
             watched: OnceLock::new(),
         };
         let (root, _) = table.insert(root);
@@ -371,6 +376,18 @@ impl Table {
         lock(&self.by_key[key.shard()]).get(key).cloned()
     }
 
+    /// The inode with this number of ours, with a new reference, if it has any.
+    pub(crate) fn find_numbered(&self, ino: Ino) -> Option<Arc<Inode>> {
+        let inode = self.peek(ino)?;
+        let _shard = lock(&self.by_key[inode.found.key.shard()]);
+        // The last one is given back under the shard's lock.
+        if inode.refs.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        inode.refs.fetch_add(1, Ordering::Relaxed);
+        Some(Arc::clone(&inode))
+    }
+
     /// The inode at this place of the host, with a new reference, if a descriptor proves that it is still that one.
     pub(crate) fn find_held(&self, key: &Key) -> Option<Arc<Inode>> {
         let shard = lock(&self.by_key[key.shard()]);
@@ -400,13 +417,7 @@ impl Table {
             return (Arc::clone(inode), false);
         }
         let key = found.key;
-        let inode = Arc::new(Inode::new(Ino(self.next.fetch_add(1, Ordering::Relaxed)), found));
-        let mut by_ino = self.shard(inode.ino).write().unwrap_or_else(PoisonError::into_inner);
-        by_ino.insert(inode.ino.0, Arc::clone(&inode));
-        if let Some(known) = self.watched.get() {
-            known.add(&inode);
-        }
-        drop(by_ino);
+        let inode = self.enter(found);
         // An older inode that had this number on the host stays known by our number until it is forgotten.
         let former = shard.insert(key, Arc::clone(&inode));
         drop(shard);
@@ -414,9 +425,36 @@ impl Table {
         (inode, true)
     }
 
+    /// Gives a new inode its number, and enters it by that.
+    fn enter(&self, found: Found) -> Arc<Inode> {
+        let by_handle = self.numbers.as_ref().filter(|numbers| numbers.is_of(&found.mount)).zip(found.handle.as_ref());
+        let by_handle = by_handle.and_then(|(numbers, handle)| numbers.number(handle));
+        let counted = || Ino(self.next.fetch_add(1, Ordering::Relaxed));
+        let mut ino = by_handle.unwrap_or_else(counted);
+        let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
+        // An inode that had its attributes and handle read of two files may have it, or one that was adopted.
+        while by_ino.contains_key(&ino.0) {
+            drop(by_ino);
+            ino = counted();
+            by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
+        }
+        let inode = Arc::new(Inode::new(ino, found));
+        by_ino.insert(ino.0, Arc::clone(&inode));
+        if let Some(known) = self.watched.get() {
+            known.add(&inode);
+        }
+        inode
+    }
+
+    /// The handle of an inode that is not known any more; `None` if its number was not made of one.
+    pub(crate) fn handle_of(&self, ino: Ino) -> Option<HostHandle> {
+        self.numbers.as_ref()?.handle(ino)
+    }
+
     /// Lets an inode be known by a number that it had in another process, with so many references.
     pub(crate) fn adopt(&self, ino: Ino, references: u64, found: Found) -> Result<Arc<Inode>> {
-        if ino.0 <= Ino::ROOT.0 || ino.0 > ADOPTED_MAX || references == 0 {
+        let is_counted = !number::is_of_handle(ino);
+        if ino.0 <= Ino::ROOT.0 || is_counted && ino.0 > ADOPTED_MAX || references == 0 {
             return Err(Errno::INVAL);
         }
         let key = found.key;
@@ -434,7 +472,9 @@ impl Table {
         drop(by_ino);
         shard.entry(key).or_insert_with(|| Arc::clone(&inode));
         drop(shard);
-        self.next.fetch_max(ino.0 + 1, Ordering::Relaxed);
+        if is_counted {
+            self.next.fetch_max(ino.0 + 1, Ordering::Relaxed);
+        }
         Ok(inode)
     }
 
@@ -456,14 +496,15 @@ impl Table {
             former = shard.remove(&inode.found.key);
             give_room_back(&mut shard);
         }
-        drop(shard);
+        // Under the shard's lock as well: the same inode may come back, by the same number.
         let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
         let removed = by_ino.remove(&ino.0);
         give_room_back(&mut by_ino);
-        drop(by_ino);
         if let Some(known) = self.watched.get() {
             known.remove(&inode);
         }
+        drop(by_ino);
+        drop(shard);
         // Both go, and with them perhaps a descriptor, with no lock held.
         drop((former, removed));
     }

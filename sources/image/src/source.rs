@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Backing, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem, FileType,
-    Handle, Ino, IoRange, Name, OFlags, Output, Piece, Result, Seek, Statfs, openable,
+    Attr, Backing, ByNumber, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem,
+    FileType, Handle, Ino, IoRange, Name, OFlags, Output, Piece, Result, Seek, Statfs, openable,
 };
 
 use crate::digest::Digest;
@@ -184,7 +184,7 @@ impl FileSystem for Source {
             // What is in packs has no file of its own.
             backing: self.image.is_composefs(),
             mappable: true,
-            by_number: true,
+            by_number: ByNumber::Any,
             constant: true,
             ..Features::default()
         }

@@ -20,10 +20,7 @@ pub struct Bench {
 
 impl Bench {
     pub fn new() -> Self {
-        Self::of(tempfile::tempdir().expect("a folder can be made"))
-    }
-
-    pub fn of(folder: tempfile::TempDir) -> Self {
+        let folder = tempfile::tempdir().expect("a folder can be made");
         fs::create_dir(folder.path().join("tree")).expect("a folder can be made");
         Self { folder }
     }

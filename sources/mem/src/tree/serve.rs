@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Backing, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, FallocateFlags, Features, FileSystem,
-    Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs,
-    Waiter, XattrFlags,
+    Attr, Backing, ByNumber, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, FallocateFlags, Features,
+    FileSystem, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek,
+    SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 use super::Tree;
@@ -23,7 +23,7 @@ impl<S: Store> FileSystem for Tree<S> {
             waits: false,
             direct: false,
             // What persists may give the number of an inode that is gone to another one after a restart.
-            by_number: !S::JOURNALED,
+            by_number: if S::JOURNALED { ByNumber::Host } else { ByNumber::Any },
             constant: false,
         }
     }
