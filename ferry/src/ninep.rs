@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use socket2::{Domain, SockAddr, Socket, Type};
 
-use crate::cli::Share;
+use crate::cli::{Acl, Share};
 use crate::exports;
 use crate::socket::{Bound, again};
 
@@ -239,6 +239,7 @@ fn options(share: &Share) -> ferry_ninep::Options {
         name: exports::name(share),
         read_only: share.read_only,
         xattr: !share.no_xattr,
+        posix_acl: share.posix_acl == Acl::Always,
         users: share.ninep_users.clone().map_or_else(ferry_ninep::Users::default, |users| users.0),
         remote: share.ninep_remote,
         msize_max: share.ninep_msize.map_or(default.msize_max, |size| u32::try_from(size.0).unwrap_or(u32::MAX)),

@@ -403,11 +403,7 @@ impl FileSystem for Toy {
     }
 
     fn create(&self, cx: &Caller, dir: Ino, name: Name, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
-        let entry = match self.add(cx, dir, name, new, Body::File(Vec::new())) {
-            // Another client was faster, which is fine unless this one insists on being the first.
-            Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => self.lookup(cx, dir, name)?,
-            made => made?,
-        };
+        let entry = self.add(cx, dir, name, new, Body::File(Vec::new()))?;
         Ok((entry, self.open(cx, entry.ino, flags)?))
     }
 

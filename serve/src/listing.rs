@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Result, checks};
-use ferry_wire::fuse::{DirWriter, Reply};
+use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Name, Result, checks};
+use ferry_wire::fuse::{DirWriter, InitFlags, Reply};
 
 use crate::carrier::{HEADER_BYTES, ReplyBuffer, Served};
 use crate::interest::Brings;
@@ -22,6 +22,10 @@ struct Listing<'a> {
     mount: &'a Mount,
     policy: &'a Policy,
     referred: &'a mut Vec<Ino>,
+    /// The client goes by modes alone.
+    by_modes: bool,
+    /// Where the entries are that it gets, and the modes that they have so far.
+    modes: Vec<(usize, Ino, u32)>,
     /// References that the client does not get.
     surplus: Vec<Ino>,
     /// The source pushed what did not fit. Nothing is taken after that, or the client, which goes on from the last
@@ -64,6 +68,12 @@ impl DirOutput for Listing<'_> {
             let sound = sound.map(|entry| self.mount.refer(entry));
             if let Some(entry) = &sound {
                 self.referred.push(entry.ino);
+                if let Ok(name) = Name::new(item.name) {
+                    self.mount.removals.told((self.dir, name), Some(entry.ino));
+                }
+                if self.by_modes {
+                    self.modes.push((self.writer.position(), entry.ino, entry.attr.mode));
+                }
                 self.writer.set_dax(self.mount.dax(&entry.attr));
                 self.writer.set_timeouts(self.policy.timeouts_of(self.mount, entry.ino, &entry.attr));
             }
@@ -95,11 +105,28 @@ impl Server {
             true => mount.interest.listing(at.ino, at.offset == 0),
             false => Brings::All,
         };
-        let (full, flawed, dir) = (false, false, at.ino);
-        let mut listing =
-            Listing { writer, plus, mount, policy, referred: referred_now, surplus, full, flawed, dir, brings };
+        let by_modes = !cx.mount.negotiated().has(InitFlags::POSIX_ACL);
+        let mut listing = Listing {
+            writer,
+            plus,
+            mount,
+            policy,
+            referred: referred_now,
+            by_modes,
+            modes: Vec::new(),
+            surplus,
+            full: false,
+            flawed: false,
+            dir: at.ino,
+            brings,
+        };
         let mut outcome = self.share.source.readdir(&cx.caller, at, &mut listing);
-        let Listing { surplus, flawed, .. } = listing;
+        let Listing { modes, surplus, flawed, .. } = listing;
+        // Not while the source lists, which may hold locks meanwhile.
+        for (at, ino, mode) in modes {
+            let shown = self.share.source.mode_without_acl(&cx.caller, ino, mode);
+            DirWriter::set_mode(&mut scratch, at, shown);
+        }
         surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));
         if flawed && outcome.is_ok() {
             self.share.complaints.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_state::{Init, Past, Slot};
-use ferry_vfs::{Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags, Result, SessionId};
+use ferry_vfs::{
+    Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags, Removals, Result, SessionId,
+};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
 use crate::interest::Interest;
@@ -104,6 +106,7 @@ pub struct Mount {
     pub(crate) mappings: Option<Arc<dyn Mappings>>,
     pub(crate) interest: Interest,
     pub(crate) refusals: Refusals,
+    pub(crate) removals: Removals,
     init: Init,
     /// Where all of this is written down for the server after this one.
     record: Option<Record>,
@@ -146,6 +149,7 @@ impl Mount {
             mappings,
             interest,
             refusals,
+            removals: Removals::default(),
             init,
             record,
             locks,

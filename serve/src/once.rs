@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use ferry_state::Past;
 use ferry_vfs::{
-    Attr, Backing, Entry, Errno, FallocateFlags, FileType, Ino, Name, New, OFlags, RenameFlags, Result, SetAttr,
-    Timespec, XattrFlags,
+    Attr, Backing, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Name, New, OFlags, RenameFlags, Result,
+    SetAttr, Timespec, XattrFlags,
 };
 use ferry_wire::fuse::{Operation, Reply};
 
@@ -243,23 +243,19 @@ impl Server {
                     true => entry.attr.kind().is_dir(),
                     false => entry.attr.kind() == FileType::from_raw_mode(new.mode),
                 };
-                self.if_same(same, cx, entry, carrier)
+                self.if_same(same, cx, (name, entry), carrier)
             }
             (Operation::Symlink { name, target }, Errno::EXIST) => {
                 let entry = there(cx.ino, name)?;
                 let same = source.readlink(&cx.caller, entry.ino).is_ok_and(|there| there == target);
-                self.if_same(same, cx, entry, carrier)
+                self.if_same(same, cx, (name, entry), carrier)
             }
             (Operation::Link { from, name }, Errno::EXIST) => {
                 let entry = there(cx.ino, name)?;
-                self.if_same(entry.ino == from, cx, entry, carrier)
+                self.if_same(entry.ino == from, cx, (name, entry), carrier)
             }
-            (Operation::Create { name, ref new, flags, clear_privileges }, Errno::EXIST) => {
-                self.shut(cx, name, new)?;
-                match self.create(cx, (name, new), flags - OFlags::EXCL, clear_privileges, carrier) {
-                    Err(Errno::ACCESS) => self.open_made(cx, name, flags, carrier),
-                    other => other,
-                }
+            (Operation::Create { name, ref new, flags, .. }, Errno::EXIST | Errno::STALE) => {
+                self.create_again(cx, (name, new), flags, errno, carrier)
             }
             (Operation::Rename { new_dir, new_name, .. }, Errno::NOENT) => {
                 let entry = there(new_dir, new_name)?;
@@ -277,62 +273,72 @@ impl Server {
         }
     }
 
-    /// Takes its owner's rights, which it was not made with, from a file: a server has ended in the midst of [`Self::open_made`].
-    fn shut(&self, cx: &Context<'_>, name: Name<'_>, new: &New) -> Result<()> {
-        let source = &self.share.source;
-        // Whatever this meets, opening it meets it, too.
-        let Ok(entry) = source.lookup(&cx.caller, cx.ino, name) else { return Ok(()) };
-        let Attr { mode, size, .. } = entry.attr;
-        let extra = mode & OWNER_READS_AND_WRITES & !new.mode;
-        let is_ours = entry.attr.kind() == FileType::RegularFile && size == 0;
-        let set = SetAttr { mode: Some(mode & PERMISSIONS & !extra), ..SetAttr::default() };
-        let outcome = match is_ours && extra != 0 {
-            true => source.setattr(&cx.caller, entry.ino, None, &set).map(drop),
-            false => Ok(()),
-        };
-        source.forget(entry.ino, 1);
-        outcome
-    }
-
-    /// Opens a file that was made with a mode that keeps its own owner, a server without privileges, from opening it again.
-    fn open_made(
+    /// Opens a file that a server before this one has made for the same request. What may be anybody else's is left to the client,
+    /// which gets the error that there was.
+    fn create_again(
         &mut self,
         cx: &Context<'_>,
-        name: Name<'_>,
+        (name, new): (Name<'_>, &New),
         flags: OFlags,
+        errno: Errno,
         carrier: &mut impl Carrier,
     ) -> Result<Served> {
         let source = Arc::clone(&self.share.source);
         let entry = source.lookup(&cx.caller, cx.ino, name)?;
-        let open = || {
-            // Nobody was told of it, and so nobody has written to it.
-            if entry.attr.kind() != FileType::RegularFile || entry.attr.size > 0 {
-                return Err(Errno::ACCESS);
-            }
-            let mode = entry.attr.mode & PERMISSIONS;
-            let set = |mode| {
-                let set = SetAttr { mode: Some(mode), ..SetAttr::default() };
-                source.setattr(&cx.caller, entry.ino, None, &set)
-            };
-            set(mode | OWNER_READS_AND_WRITES)?;
-            let opened = source.open(&cx.caller, entry.ino, flags - OFlags::EXCL);
-            let (back, handle) = (set(mode), opened?);
-            let release = |_: &Errno| source.release(&cx.caller, entry.ino, handle);
-            Ok((Entry { attr: back.inspect_err(release)?, ..entry }, handle))
+        let opened = match may_be_made_by(cx, &entry.attr) {
+            true => self.open_made(cx, &entry, new, flags - OFlags::EXCL - OFlags::TRUNC),
+            false => Err(errno),
         };
-        let (entry, handle) = open().inspect_err(|_| source.forget(entry.ino, 1))?;
-        let labelled = self.labelled(cx, entry, None);
+        let (attr, handle) = opened.inspect_err(|_| source.forget(entry.ino, 1))?;
+        let labelled = self.labelled(cx, Entry { attr, ..entry }, None);
         let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
-        self.created(cx, (entry, handle), flags, carrier)
+        self.created(cx, Some(name), (entry, handle), flags, carrier)
     }
 
-    fn if_same(&mut self, same: bool, cx: &Context<'_>, entry: Entry, carrier: &mut impl Carrier) -> Result<Served> {
+    /// Opens it also where its mode keeps its own owner, a server without privileges, from opening it again.
+    fn open_made(&self, cx: &Context<'_>, entry: &Entry, new: &New, flags: OFlags) -> Result<(Attr, Handle)> {
+        let source = &self.share.source;
+        let set = |mode| {
+            let set = SetAttr { mode: Some(mode), ..SetAttr::default() };
+            source.setattr(&cx.caller, entry.ino, None, &set)
+        };
+        // Rights that it was not made with: a server has ended in the midst of what follows.
+        let extra = entry.attr.mode & OWNER_READS_AND_WRITES & !new.mode;
+        let mode = entry.attr.mode & PERMISSIONS & !extra;
+        let attr = if extra == 0 { entry.attr } else { set(mode)? };
+        match source.open(&cx.caller, entry.ino, flags) {
+            Err(Errno::ACCESS) => {
+                set(mode | OWNER_READS_AND_WRITES)?;
+                let opened = source.open(&cx.caller, entry.ino, flags);
+                let (back, handle) = (set(mode), opened?);
+                let attr = back.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
+                Ok((attr, handle))
+            }
+            opened => Ok((attr, opened?)),
+        }
+    }
+
+    fn if_same(
+        &mut self,
+        same: bool,
+        cx: &Context<'_>,
+        (name, entry): (Name<'_>, Entry),
+        carrier: &mut impl Carrier,
+    ) -> Result<Served> {
         if same {
             // The server before may have ended before it was labelled.
             let entry = self.labelled(cx, entry, None)?;
-            return self.entry(cx, entry, carrier);
+            return self.entry(cx, Some(name), entry, carrier);
         }
         self.share.source.forget(entry.ino, 1);
         Err(Errno::EXIST)
     }
+}
+
+/// Whether a file can be one that was just made for this caller: nobody was told of it, so nobody has written to it, and it is the
+/// caller's, or that of a server that makes all files as its own user.
+fn may_be_made_by(cx: &Context<'_>, attr: &Attr) -> bool {
+    let server = rustix::process::geteuid();
+    let is_theirs = cx.caller.uid == 0 || attr.uid == cx.caller.uid || !server.is_root() && attr.uid == server.as_raw();
+    is_theirs && attr.kind() == FileType::RegularFile && attr.size == 0
 }

@@ -36,19 +36,29 @@ impl Server {
         match self.share.source.lookup(&cx.caller, cx.ino, name) {
             Ok(entry) => {
                 cx.mount.interest.looked_up(cx.ino, name.as_bytes(), entry.attr.kind());
-                self.entry(cx, entry, buffer)
+                self.entry(cx, Some(name), entry, buffer)
             }
-            Err(Errno::NOENT) => match self.share.policy.negative_timeout(cx.mount.negotiated()) {
-                timeout if timeout.is_zero() => Err(Errno::NOENT),
-                timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
-            },
+            Err(Errno::NOENT) => {
+                cx.mount.removals.told((cx.ino, name), None);
+                match self.share.policy.negative_timeout(cx.mount.negotiated()) {
+                    timeout if timeout.is_zero() => Err(Errno::NOENT),
+                    timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
+                }
+            }
             Err(errno) => Err(errno),
         }
     }
 
-    /// Tells the client of an inode. A reference that it does not get to know of is given back.
-    pub(crate) fn entry(&self, cx: &Context<'_>, entry: Entry, buffer: &mut impl ReplyBuffer) -> Result<Served> {
-        let entry = cx.mount.refer(self.checked(entry)?);
+    /// Tells the client of an inode, by its name in the request's directory, if it has one. A reference that it does not get to know of is given
+    /// back.
+    pub(crate) fn entry(
+        &self,
+        cx: &Context<'_>,
+        name: Option<Name<'_>>,
+        entry: Entry,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let entry = cx.mount.refer(self.told(cx, name, self.checked(entry)?));
         cx.mount.tells_attr_of(entry.ino);
         let timeouts = self.share.policy.timeouts_of(cx.mount, entry.ino, &entry.attr);
         let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
@@ -56,6 +66,22 @@ impl Server {
             cx.mount.forget(entry.ino, 1);
         }
         Ok(Served::Reply(written.bytes()))
+    }
+
+    /// An entry as this client is to see it, by this name.
+    fn told(&self, cx: &Context<'_>, name: Option<Name<'_>>, entry: Entry) -> Entry {
+        if let Some(name) = name {
+            cx.mount.removals.told((cx.ino, name), Some(entry.ino));
+        }
+        Entry { attr: self.shown(cx, entry.ino, entry.attr), ..entry }
+    }
+
+    /// The attributes as this client is to see them: one that does not check ACLs goes by the mode alone.
+    pub(crate) fn shown(&self, cx: &Context<'_>, ino: Ino, attr: Attr) -> Attr {
+        if cx.mount.negotiated().has(InitFlags::POSIX_ACL) {
+            return attr;
+        }
+        Attr { mode: self.share.source.mode_without_acl(&cx.caller, ino, attr.mode), ..attr }
     }
 
     /// An entry that can be told; what cannot is given back.
@@ -117,28 +143,20 @@ impl Server {
         cx: &Context<'_>,
         (name, new): (Name<'_>, &New),
         flags: OFlags,
-        clear_privileges: bool,
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let source = &self.share.source;
-        let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC) && !flags.contains(OFlags::EXCL);
-        let open_flags = if truncate_apart { flags - OFlags::TRUNC } else { flags };
-        let (mut entry, handle) = source.create(&cx.caller, cx.ino, name, new, open_flags)?;
-        if truncate_apart && entry.attr.size > 0 {
-            match source.setattr(&cx.caller, entry.ino, Some(handle), &TRUNCATE) {
-                Ok(attr) => entry.attr = attr,
-                Err(errno) => {
-                    source.release(&cx.caller, entry.ino, handle);
-                    source.forget(entry.ino, 1);
-                    return Err(errno);
-                }
-            }
-        }
-        // One that was there before, between the client's look-up and now, is not ours to remove.
-        let made = flags.contains(OFlags::EXCL).then_some(Made::Other(name));
-        let labelled = self.labelled(cx, entry, made);
+        // What somebody else has made since the client looked is not opened: whether the caller may, nobody has checked. After STALE
+        // Linux looks the name up again, and opens what it finds as it opens any file.
+        let exclusive = (flags | OFlags::EXCL) - OFlags::TRUNC;
+        let made = source.create(&cx.caller, cx.ino, name, new, exclusive);
+        let (entry, handle) = made.map_err(|errno| match errno {
+            Errno::EXIST if !flags.contains(OFlags::EXCL) => Errno::STALE,
+            errno => errno,
+        })?;
+        let labelled = self.labelled(cx, entry, Some(Made::Other(name)));
         let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
-        self.created(cx, (entry, handle), flags, buffer)
+        self.created(cx, Some(name), (entry, handle), flags, buffer)
     }
 
     /// Gives what was just made the labels that came with the request. Where that fails nothing is left of it: a file without
@@ -177,14 +195,14 @@ impl Server {
     pub(crate) fn created(
         &self,
         cx: &Context<'_>,
+        name: Option<Name<'_>>,
         (entry, handle): (Entry, Handle),
         flags: OFlags,
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
-        let entry = cx.mount.refer(entry);
+        let entry = cx.mount.refer(self.told(cx, name, entry));
         let opened = self.opened(cx, (entry.ino, handle), flags, Some(&entry.attr));
-        // Somebody else may have made it, and long ago.
         cx.mount.tells_attr_of(entry.ino);
         let timeouts = self.share.policy.timeouts_of(cx.mount, entry.ino, &entry.attr);
         let dax = cx.mount.dax(&entry.attr);

@@ -83,8 +83,8 @@ impl Server {
             Operation::Lookup { name } => return self.lookup(cx, name, carrier),
             // For file handles of inodes that the client's kernel has forgotten.
             Operation::LookupSelf if !cx.mount.negotiated().has(InitFlags::EXPORT_SUPPORT) => return Err(Errno::STALE),
-            Operation::LookupSelf => return self.entry(cx, source.lookup_self(caller, ino)?, carrier),
-            Operation::LookupParent => return self.entry(cx, source.lookup_parent(caller, ino)?, carrier),
+            Operation::LookupSelf => return self.entry(cx, None, source.lookup_self(caller, ino)?, carrier),
+            Operation::LookupParent => return self.entry(cx, None, source.lookup_parent(caller, ino)?, carrier),
             Operation::Forget { count } => cx.mount.forget(ino, count),
             Operation::BatchForget { forgets } => {
                 forgets.iter().for_each(|one| cx.mount.forget(ferry_vfs::Ino(one.nodeid), one.nlookup));
@@ -92,14 +92,14 @@ impl Server {
             Operation::Getattr { handle } => {
                 // Linux names a handle only where it reads, writes or seeks; users' questions come without (fuse_getattr).
                 if let Some(attr) = handle.and_then(|handle| source.glance(caller, ino, handle)) {
-                    let (attr, timeout) = (checks::attr(attr)?, Duration::ZERO);
+                    let (attr, timeout) = (self.shown(cx, ino, checks::attr(attr)?), Duration::ZERO);
                     cx.mount.tells_attr_of(ino);
                     return Ok(cx.done(carrier, &Reply::Attr { attr, timeout, dax: cx.mount.dax(&attr) }));
                 }
                 return self.attr(cx, source.getattr(caller, ino, handle)?, carrier);
             }
             Operation::Statx { handle, .. } => {
-                let attr = checks::attr(source.getattr(caller, ino, handle)?)?;
+                let attr = self.shown(cx, ino, checks::attr(source.getattr(caller, ino, handle)?)?);
                 self.tells_attr(cx, &attr);
                 let timeout = self.share.policy.timeouts_of(cx.mount, ino, &attr).attr;
                 return Ok(cx.done(carrier, &Reply::Statx { attr, timeout }));
@@ -114,34 +114,44 @@ impl Server {
             }
             Operation::Symlink { name, target } => {
                 let entry = self.labelled(cx, source.symlink(caller, ino, name, target)?, Some(Made::Other(name)))?;
-                return self.entry(cx, entry, carrier);
+                return self.entry(cx, Some(name), entry, carrier);
             }
             Operation::Mknod { name, ref new } => {
                 let entry = self.labelled(cx, source.mknod(caller, ino, name, new)?, Some(Made::Other(name)))?;
-                return self.entry(cx, entry, carrier);
+                return self.entry(cx, Some(name), entry, carrier);
             }
             Operation::Mkdir { name, ref new } => {
                 let entry = self.labelled(cx, source.mkdir(caller, ino, name, new)?, Some(Made::Dir(name)))?;
-                return self.entry(cx, entry, carrier);
+                return self.entry(cx, Some(name), entry, carrier);
             }
             Operation::Link { from, name } => {
-                return self.entry(cx, source.link(caller, from, ino, name)?, carrier);
+                return self.entry(cx, Some(name), source.link(caller, from, ino, name)?, carrier);
             }
-            Operation::Unlink { name } => source.unlink(caller, ino, name)?,
-            Operation::Rmdir { name } => source.rmdir(caller, ino, name)?,
+            Operation::Unlink { name } => {
+                cx.mount.removals.may_remove(&*source, caller, (ino, name))?;
+                source.unlink(caller, ino, name)?;
+                cx.mount.removals.told((ino, name), None);
+            }
+            Operation::Rmdir { name } => {
+                cx.mount.removals.may_remove(&*source, caller, (ino, name))?;
+                source.rmdir(caller, ino, name)?;
+                cx.mount.removals.told((ino, name), None);
+            }
             Operation::Rename { name, new_dir, new_name, flags } => {
-                source.rename(caller, (ino, name), (new_dir, new_name), flags)?;
+                let names = ((ino, name), (new_dir, new_name));
+                cx.mount.removals.may_rename(&*source, caller, names, flags)?;
+                source.rename(caller, names.0, names.1, flags)?;
+                cx.mount.removals.told(names.0, None);
+                cx.mount.removals.told(names.1, None);
                 cx.mount.renamed(caller, &[(new_dir, new_name), (ino, name)]);
             }
             Operation::Open { flags, clear_privileges } => return self.open(cx, flags, clear_privileges, carrier),
-            Operation::Create { name, ref new, flags, clear_privileges } => {
-                return self.create(cx, (name, new), flags, clear_privileges, carrier);
-            }
+            Operation::Create { name, ref new, flags, .. } => return self.create(cx, (name, new), flags, carrier),
             Operation::Tmpfile { ref new, flags } => {
                 let (entry, handle) = source.tmpfile(caller, ino, new, flags)?;
                 let labelled = self.labelled(cx, entry, None);
                 let entry = labelled.inspect_err(|_| source.release(caller, entry.ino, handle))?;
-                return self.created(cx, (entry, handle), flags, carrier);
+                return self.created(cx, None, (entry, handle), flags, carrier);
             }
             Operation::Opendir { flags } => return self.opendir(cx, flags, carrier),
             Operation::Readdir { ref at, bytes_max } => return self.readdir(cx, at, bytes_max, carrier),
@@ -336,7 +346,7 @@ impl Server {
     }
 
     fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<Served> {
-        let attr = checks::attr(attr)?;
+        let attr = self.shown(cx, cx.ino, checks::attr(attr)?);
         self.tells_attr(cx, &attr);
         let timeout = self.share.policy.timeouts_of(cx.mount, cx.ino, &attr).attr;
         Ok(cx.done(buffer, &Reply::Attr { attr, timeout, dax: cx.mount.dax(&attr) }))

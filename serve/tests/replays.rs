@@ -23,6 +23,7 @@ const LABEL: (&[u8], &[u8]) = (b"security.label", b"of a kind");
 struct Object {
     ino: u64,
     mode: u32,
+    uid: u32,
     label: Vec<u8>,
 }
 
@@ -31,6 +32,8 @@ struct Object {
 struct Tree {
     names: Mutex<BTreeMap<Vec<u8>, Object>>,
     next: AtomicU64,
+    /// Who asks.
+    caller: u32,
     /// The server ends right after the next change of a name.
     dies: AtomicBool,
 }
@@ -38,7 +41,7 @@ struct Tree {
 impl Tree {
     fn add(&self, name: &[u8], mode: u32) -> Entry {
         let ino = 2 + self.next.fetch_add(1, Ordering::Relaxed);
-        let object = Object { ino, mode, label: Vec::new() };
+        let object = Object { ino, mode, uid: 0, label: Vec::new() };
         self.names.lock().unwrap().insert(name.to_vec(), object.clone());
         object.entry()
     }
@@ -59,7 +62,7 @@ impl Tree {
 
 impl Object {
     fn entry(&self) -> Entry {
-        let attr = Attr { ino: self.ino, mode: self.mode, nlink: 1, ..Attr::default() };
+        let attr = Attr { ino: self.ino, mode: self.mode, uid: self.uid, nlink: 1, ..Attr::default() };
         Entry { ino: Ino(self.ino), generation: 0, attr }
     }
 }
@@ -107,15 +110,14 @@ impl FileSystem for Tree {
         Ok(())
     }
     fn create(&self, cx: &Caller<'_>, _: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
-        match self.get(name.as_bytes()) {
-            Some(_) if flags.contains(OFlags::EXCL) => Err(Errno::EXIST),
-            Some(object) => Ok((object.entry(), self.open(cx, Ino(object.ino), flags)?)),
-            None => {
-                let entry = self.add(name.as_bytes(), REGULAR | new.mode);
-                self.changed();
-                Ok((entry, Handle(entry.ino.0)))
-            }
+        assert!(flags.contains(OFlags::EXCL));
+        if self.get(name.as_bytes()).is_some() {
+            return Err(Errno::EXIST);
         }
+        let entry = self.add(name.as_bytes(), REGULAR | new.mode);
+        self.with(entry.ino, |object| object.uid = cx.uid)?;
+        self.changed();
+        Ok((entry, Handle(entry.ino.0)))
     }
     fn open(&self, _: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
         let writable = self.with(ino, |object| object.mode & 0o200 != 0)?;
@@ -152,7 +154,7 @@ fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, mean
     for known in &names {
         assert!(matches!(first.ask(Ino::ROOT, Operation::Lookup { name: name(known) }), Answer::Reply(_)));
     }
-    first.contexts = contexts.to_vec();
+    (first.contexts, first.uid) = (contexts.to_vec(), tree.caller);
     tree.dies.store(true, Ordering::Relaxed);
     assert_eq!(first.ask(Ino::ROOT, operation), Answer::Error(Errno::IO), "it was not killed");
     meanwhile();
@@ -257,5 +259,35 @@ fn what_was_made_for_nobody_to_write_is_open_for_writing() {
         let answer = asked_again(&tree, &[], operation, between);
         assert!(matches!(answer, Answer::Reply(_)), "{answer:?}");
         assert_eq!(tree.get(b"object").unwrap().mode, REGULAR | 0o444);
+    }
+}
+
+fn create(flags: OFlags) -> Operation<'static> {
+    let new = New { mode: 0o644, umask: 0, rdev: 0 };
+    Operation::Create { name: name(b"object"), new, flags: OFlags::RDWR | flags, clear_privileges: false }
+}
+
+#[test]
+fn what_may_be_anothers_is_not_opened_for_who_asks_to_make_it_again() {
+    for (flags, error) in [(OFlags::EXCL, Errno::EXIST), (OFlags::empty(), Errno::STALE)] {
+        let tree = || Arc::new(Tree { caller: 7, ..Tree::default() });
+        let answer = asked_again(&tree(), &[], create(flags), || ());
+        assert!(matches!(answer, Answer::Reply(_)), "{flags:?}: {answer:?}");
+        let tree = tree();
+        let answer = asked_again(&tree, &[], create(flags), || {
+            tree.add(b"object", REGULAR | 0o600);
+        });
+        assert_eq!(answer, Answer::Error(error), "{flags:?}");
+    }
+}
+
+#[test]
+fn what_is_there_already_is_looked_up_again() {
+    let tree = Arc::new(Tree::default());
+    tree.add(b"object", REGULAR | 0o600);
+    let mut client = Client::new(tree, &ShareOptions::default(), Session::default());
+    for (flags, error) in [(OFlags::EXCL, Errno::EXIST), (OFlags::empty(), Errno::STALE), (OFlags::TRUNC, Errno::STALE)]
+    {
+        assert_eq!(client.ask(Ino::ROOT, create(flags)), Answer::Error(error), "{flags:?}");
     }
 }

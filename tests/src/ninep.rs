@@ -135,7 +135,8 @@ pub struct NinePShare {
 impl NinePShare {
     /// Shares a fresh directory; `None`, with a line that says so, where no guest can reach it.
     pub fn new(place: Place) -> Option<Self> {
-        Self::with(place, Options::default())
+        // Guests are mounted with `posixacl` where ACLs matter.
+        Self::with(place, Options { posix_acl: true, ..Options::default() })
     }
 
     /// The same, offered in this way.

@@ -154,7 +154,8 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Makes a file, unless it is there and `flags` has no `O_EXCL`, and opens it.
+    /// Makes a file and opens it; `flags` always has `O_EXCL`. `EXIST` where the name is there: what has it the caller may not be
+    /// allowed to open, which its own kernel decides once it has looked again.
     fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
         Err(Errno::NOSYS)
     }
@@ -275,6 +276,12 @@ pub trait FileSystem: Send + Sync {
     /// Removes an extended attribute.
     fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
         Err(Errno::NOSYS)
+    }
+
+    /// The mode to show, of an inode that has this mode, to clients that do not check ACLs by themselves: one that gives nobody more than
+    /// the ACL does. (Linux shows an ACL's mask as the permissions of the group.)
+    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, mode: u32) -> u32 {
+        if self.features().posix_acl { crate::mode_without_acl(self, cx, ino, mode) } else { mode }
     }
 
     /// Checks the caller's permission (`R_OK`, `W_OK`, `X_OK` bits); clients with `default_permissions` never ask.

@@ -68,7 +68,12 @@
 //!     fn create(&self, cx: &Caller, dir: Ino, name: Name<'_>, _: &New, _: OFlags) -> Result<(Entry, Handle)> {
 //!         let next = self.next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
 //!         let file = File { ino: Ino(next + 2), bytes: vec![0; FILE_BYTES] };
-//!         self.files.lock().unwrap().entry(name.to_buf()).or_insert(file);
+//!         let mut files = self.files.lock().unwrap();
+//!         if files.contains_key(name.as_bytes()) {
+//!             return Err(Errno::EXIST);
+//!         }
+//!         files.insert(name.to_buf(), file);
+//!         drop(files);
 //!         Ok((self.lookup(cx, dir, name)?, Handle(0)))
 //!     }
 //!
@@ -115,6 +120,7 @@
 //! ```
 #![deny(unsafe_code)]
 
+mod acl;
 mod attr;
 mod backing;
 mod change;
@@ -127,9 +133,11 @@ mod locks;
 mod memory;
 mod name;
 mod names;
+mod removal;
 mod types;
 mod windows;
 
+pub use acl::mode_without_acl;
 pub use attr::{openable, without_privileges};
 pub use backing::{Backing, Extent, Memory, Piece, Segment};
 pub use change::{Change, Changes, Listener, Subscription, Told};
@@ -139,6 +147,7 @@ pub use handles::Handles;
 pub use locks::{Lockable, Locks};
 pub use name::{Name, NameBuf};
 pub use names::Names;
+pub use removal::Removals;
 pub use rustix::fs::{FallocateFlags, FileType, OFlags, RenameFlags, XattrFlags};
 /// A typed error number, as Linux names them.
 pub use rustix::io::Errno;

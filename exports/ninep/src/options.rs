@@ -48,6 +48,9 @@ pub struct Options {
     pub read_only: bool,
     /// Extended attributes and ACLs.
     pub xattr: bool,
+    /// Clients check ACLs by themselves (Linux's, mounted with `posixacl`), and are shown modes as they are. Others are shown
+    /// modes that give nobody more than an ACL does; the protocol does not tell which a client is.
+    pub posix_acl: bool,
     /// As whom clients act.
     pub users: Users,
     /// TCP sockets may be reached from other machines.
@@ -67,6 +70,7 @@ impl Default for Options {
             name: String::new(),
             read_only: false,
             xattr: true,
+            posix_acl: false,
             users: Users::default(),
             remote: false,
             msize_max: MSIZE_DEFAULT,

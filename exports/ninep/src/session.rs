@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{
-    Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Result, SessionId,
+    Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Removals, Result, SessionId,
     XattrFlags, checks,
 };
 use ferry_wire::ninep::{Agreed, Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, agree};
@@ -41,6 +41,8 @@ pub(crate) struct Session {
     owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
     pub(crate) ends: Arc<Ends>,
+    /// Names that its users are to look at again before they remove them.
+    pub(crate) removals: Removals,
 }
 
 impl std::fmt::Debug for Session {
@@ -322,6 +324,7 @@ impl Session {
             owner_count: Arc::default(),
             values_bytes: Arc::default(),
             ends: Arc::default(),
+            removals: Removals::default(),
         }
     }
 

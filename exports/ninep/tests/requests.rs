@@ -95,6 +95,7 @@ fn files_are_made_written_read_and_found() {
     share.assert_released();
 }
 
+/// By the rights of root, who may open everything, or of a user that is checked here.
 #[test]
 fn creating_opens_what_is_there_unless_it_must_not() {
     let share = DirServer::new(Options::default());
@@ -116,6 +117,115 @@ fn creating_opens_what_is_there_unless_it_must_not() {
     let again = Request::Create { fid: Fid(1), name: name("x"), flags: OFlags::RDWR, mode: 0o600, gid: 0 };
     assert_eq!(client.ok(&again), Err(Errno::BADF));
     assert_eq!(client.open(Fid(1), OFlags::RDONLY), Err(Errno::BADF));
+}
+
+/// The client's kernel has found nothing by that name, and so has checked nothing.
+#[test]
+fn what_another_has_made_since_is_not_opened_for_a_user_who_is_not_checked() {
+    let share = DirServer::new(Options::default());
+    fs::write(share.path.join("secret"), "text").unwrap();
+    fs::set_permissions(share.path.join("secret"), fs::Permissions::from_mode(0o600)).unwrap();
+    let mut client = share.attached(1000);
+    for flags in [OFlags::RDWR, OFlags::WRONLY | OFlags::TRUNC, OFlags::RDONLY] {
+        assert_eq!(client.create(Fid(1), "secret", flags, 0o600), Err(Errno::STALE), "{flags:?}");
+        // The fid is still the directory.
+        client.ok(&Request::Clunk { fid: Fid(1) }).unwrap();
+        assert_eq!(client.create(Fid(1), "secret", flags | OFlags::EXCL, 0o600), Err(Errno::EXIST), "{flags:?}");
+        client.ok(&Request::Clunk { fid: Fid(1) }).unwrap();
+    }
+    assert_eq!(fs::read(share.path.join("secret")).unwrap(), b"text");
+}
+
+/// Linux's client judges what it found by a name, and sends the name.
+#[test]
+fn nobody_removes_from_a_sticky_directory_what_is_anothers_by_now() {
+    if !is_root() {
+        return;
+    }
+    let share = DirServer::new(Options::default());
+    let at = |name: &str| share.path.join("tmp").join(name);
+    fs::create_dir(share.path.join("tmp")).unwrap();
+    fs::set_permissions(share.path.join("tmp"), fs::Permissions::from_mode(0o1777)).unwrap();
+    let put = |name: &str, uid| {
+        fs::write(at("draft"), "text").unwrap();
+        std::os::unix::fs::chown(at("draft"), Some(uid), Some(uid)).unwrap();
+        fs::rename(at("draft"), at(name)).unwrap();
+    };
+    let mut client = share.attached(1000);
+    client.walk(ROOT, Fid(1), "tmp").unwrap();
+    let mut fid = 10;
+    let mut look = |client: &mut Client<_>, name| {
+        fid += 1;
+        client.walk(Fid(1), Fid(fid), name).unwrap();
+        Fid(fid)
+    };
+    let unlink = |name| Request::Unlinkat { dir: Fid(1), name, is_dir: false };
+    let rename = |name, new_name| Request::Renameat { dir: Fid(1), name, new_dir: Fid(1), new_name };
+    put("mine", 1000);
+    put("own", 1000);
+    look(&mut client, "mine");
+    put("mine", 0);
+    for request in [unlink(name("mine")), rename(name("mine"), name("x")), rename(name("own"), name("mine"))] {
+        assert_eq!(client.ok(&request), Err(Errno::STALE), "{request:?}");
+        assert!(at("mine").exists() && at("own").exists(), "{request:?}");
+    }
+    // By a fid it is what the fid is.
+    let fid = look(&mut client, "own");
+    put("own", 0);
+    assert_eq!(client.ok(&Request::Remove { fid }), Err(Errno::NOENT));
+    // One that has looked again, and lets its user (who has a capability in the client) do it all the same.
+    for (wanted, request) in [("mine", unlink(name("mine"))), ("own", rename(name("own"), name("x")))] {
+        assert_eq!(client.ok(&request), Err(Errno::STALE), "{request:?}");
+        look(&mut client, wanted);
+        assert_eq!(client.ok(&request), Ok(()), "{request:?}");
+    }
+    // What belongs to the user, or lies in its directory, it removes at once; and root everything.
+    put("mine", 1000);
+    client.ok(&unlink(name("mine"))).unwrap();
+    put("roots", 0);
+    client.attach(Fid(5), 0).unwrap();
+    client.walk(Fid(5), Fid(6), "tmp").unwrap();
+    client.ok(&Request::Unlinkat { dir: Fid(6), name: name("roots"), is_dir: false }).unwrap();
+    std::os::unix::fs::chown(share.path.join("tmp"), Some(1000), None).unwrap();
+    put("roots", 0);
+    client.ok(&unlink(name("roots"))).unwrap();
+}
+
+/// Linux shows the mask of an ACL as the group's permissions, and checks no ACL without `posixacl`.
+#[test]
+fn clients_without_acls_see_modes_that_give_nobody_more_than_the_acl() {
+    // The owner 6, the group 0, the mask 6, others 0; then user 1000 0 and others 4.
+    let entry =
+        |tag: u16, perm: u16, id: u32| [&tag.to_le_bytes()[..], &perm.to_le_bytes(), &id.to_le_bytes()].concat();
+    let acl = |entries: &[Vec<u8>]| [&2_u32.to_le_bytes()[..], &entries.concat()].concat();
+    let none = u32::MAX;
+    let group = acl(&[entry(1, 6, none), entry(4, 0, none), entry(0x10, 6, none), entry(0x20, 0, none)]);
+    let user =
+        acl(&[entry(1, 6, none), entry(2, 0, 1000), entry(4, 4, none), entry(0x10, 4, none), entry(0x20, 4, none)]);
+    for (posix_acl, xattr) in [(false, true), (true, true), (true, false)] {
+        let share = DirServer::new(Options { posix_acl, xattr, ..Options::default() });
+        let mut client = share.attached(0);
+        for (number, (value, mask, safe)) in [(&group, 0o660, 0o600), (&user, 0o644, 0o600)].into_iter().enumerate() {
+            let file = format!("f{number}");
+            fs::write(share.path.join(&file), "text").unwrap();
+            let set = rustix::fs::setxattr(
+                share.path.join(&file),
+                "system.posix_acl_access",
+                value,
+                rustix::fs::XattrFlags::empty(),
+            );
+            if set == Err(Errno::OPNOTSUPP) {
+                println!("skipped: this file system has no ACLs");
+                return;
+            }
+            set.unwrap();
+            assert_eq!(fs::metadata(share.path.join(&file)).unwrap().permissions().mode() & 0o777, mask);
+            let fid = Fid(10 + u32::try_from(number).unwrap());
+            client.walk(ROOT, fid, &file).unwrap();
+            let shown = client.getattr(fid).unwrap().attr.mode & 0o777;
+            assert_eq!(shown, if posix_acl && xattr { mask } else { safe }, "{file}, {posix_acl}, {xattr}");
+        }
+    }
 }
 
 #[test]
@@ -307,8 +417,10 @@ fn privileges_go_when_somebody_writes() {
         client.open_path(Fid(2), "f", OFlags::WRONLY | OFlags::TRUNC).unwrap();
         assert_eq!((mode(), fs::read(&file).unwrap().len()), (kept, 0), "open by {uid}");
         arm();
-        client.create(Fid(3), "f", OFlags::WRONLY | OFlags::TRUNC, 0o600).unwrap();
-        assert_eq!(mode(), kept, "create by {uid}");
+        let created = client.create(Fid(3), "f", OFlags::WRONLY | OFlags::TRUNC, 0o600);
+        // Whether another user than root may open it, nobody has checked.
+        let (outcome, kept) = if uid == 0 { (Ok(()), kept) } else { (Err(Errno::STALE), 0o6777) };
+        assert_eq!((created.map(drop), mode()), (outcome, kept), "create by {uid}");
     }
 }
 

@@ -148,12 +148,13 @@ pub struct Share {
     pub allow_direct_io: bool,
 
     /// Offer no extended attributes and ACLs: spares `ls -l` two requests for each file, and a new file's first
-    /// write one.
+    /// write one. Files with ACLs are shown with modes that give nobody more than the ACL does.
     #[arg(long)]
     #[serde(default)]
     pub no_xattr: bool,
 
-    /// Whether guests check permissions by POSIX ACLs, too.
+    /// Whether guests check permissions by POSIX ACLs, too. To those that do not, files with ACLs are shown with modes that give
+    /// nobody more than the ACL does; so they are to 9P clients, but for `always`: those have to be mounted with posixacl.
     #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For virtual machines")]
     #[serde(default)]
     pub posix_acl: Acl,

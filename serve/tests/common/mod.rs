@@ -127,6 +127,8 @@ pub struct Client {
     pub waits: bool,
     /// What every request has with it.
     pub contexts: Vec<u8>,
+    /// Who asks.
+    pub uid: u32,
     unique: u64,
 }
 
@@ -173,16 +175,17 @@ impl Client {
             again: false,
             waits: false,
             contexts,
+            uid: 0,
             unique: 0,
         }
     }
 
     /// The same client, once its server is gone: what it asked last it asks again, the server that has taken it up.
     pub fn outlives(self) -> impl FnOnce(Server, Arc<Session>) -> Self {
-        let Self { negotiated, contexts, unique, .. } = self;
+        let Self { negotiated, contexts, uid, unique, .. } = self;
         move |server, session| {
             let mut client = Self::of(server, session, negotiated, mpsc::channel());
-            (client.again, client.contexts, client.unique) = (true, contexts, unique - 2);
+            (client.again, client.contexts, client.uid, client.unique) = (true, contexts, uid, unique - 2);
             client
         }
     }
@@ -202,7 +205,7 @@ impl Client {
         let count = u32::from(!self.contexts.is_empty());
         let security = SecurityContexts::parse(&self.contexts, count).expect("contexts");
         let extensions = Extensions { security, ..Extensions::default() };
-        let request = Request { unique: self.unique, ino, uid: 0, gid: 0, pid: 1, extensions, operation };
+        let request = Request { unique: self.unique, ino, uid: self.uid, gid: 0, pid: 1, extensions, operation };
         let mut bytes = Vec::new();
         request.encode(&self.negotiated, &mut bytes);
         bytes.extend_from_slice(data);

@@ -11,12 +11,10 @@ use rustix::path::DecInt;
 
 use crate::Dir;
 use crate::creds::mode_under_umask;
-use crate::resolve::{self, At, has_name, key, kind, statx};
+use crate::resolve::{self, At, has_name, key, statx};
 use crate::sys;
 use crate::table::{Inode, PathFd};
 
-/// How often a create starts again when the host makes and removes the name meanwhile.
-const TRIES_MAX: usize = 8;
 /// How far up a directory may lie: see [`Dir::lookup_parent_`].
 const DEPTH_MAX: usize = 65_536;
 
@@ -255,54 +253,15 @@ impl Dir {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let host = self.host_flags(flags)? - OFlags::TRUNC;
-        // Always exclusive, so that what is opened is surely a new regular file, never what the host put there.
+        // What is there already is never opened: the caller's own kernel decides whether it may be.
         let exclusive = host | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
-        for _ in 0..TRIES_MAX {
-            let made = self.as_caller(cx, new, |mode| {
-                self.with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
-            });
-            match made {
-                Ok(file) => {
-                    let (inode, st) = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd())?;
-                    let made = self.add_open(cx, inode, &st, file, host)?;
-                    self.entry_changed(cx.session, &dir, name);
-                    return Ok(made);
-                }
-                Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => {}
-                Err(error) => return Err(error),
-            }
-            match self.open_existing(cx, &dir, &fd, name, flags) {
-                Err(Errno::NOENT | Errno::STALE) => {}
-                other => return other,
-            }
-        }
-        Err(Errno::STALE)
-    }
-
-    fn open_existing(
-        &self,
-        cx: &Caller<'_>,
-        dir: &Arc<Inode>,
-        fd: &PathFd,
-        name: Name<'_>,
-        flags: OFlags,
-    ) -> Result<(Entry, Handle)> {
-        let (inode, st) = self.find(dir, fd.as_fd(), name.as_bytes())?;
-        let opened =
-            if kind(&st) == FileType::Directory { Err(Errno::ISDIR) } else { self.open_(cx, inode.ino, flags) };
-        match opened {
-            Ok(handle) => {
-                let mut entry = self.entry(&inode, &st);
-                if flags.contains(OFlags::TRUNC) {
-                    entry.attr = self.getattr_(cx, inode.ino, Some(handle)).unwrap_or(entry.attr);
-                }
-                Ok((entry, handle))
-            }
-            Err(error) => {
-                self.table.forget(inode.ino, 1);
-                Err(error)
-            }
-        }
+        let file = self.as_caller(cx, new, |mode| {
+            self.with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
+        })?;
+        let (inode, st) = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd())?;
+        let made = self.add_open(cx, inode, &st, file, host)?;
+        self.entry_changed(cx.session, &dir, name);
+        Ok(made)
     }
 
     /// Adds the handle of a file that was made; gives the reference back if that fails.

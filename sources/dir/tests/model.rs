@@ -193,8 +193,20 @@ impl Through {
                 let mut flags = OFlags::RDWR;
                 flags.set(OFlags::EXCL, *exclusive);
                 flags.set(OFlags::TRUNC, *truncate);
-                let (entry, handle) = self.share.dir.create(&cx, dir, name(at.name), &new(0o644), flags)?;
-                self.take(&entry);
+                let made = self.share.dir.create(&cx, dir, name(at.name), &new(0o644), flags | OFlags::EXCL);
+                let (entry, handle) = match made {
+                    // As the client's kernel does then.
+                    Err(Errno::EXIST) if !exclusive => {
+                        let entry = self.share.dir.lookup(&cx, dir, name(at.name))?;
+                        self.take(&entry);
+                        (entry, self.share.dir.open(&cx, entry.ino, flags)?)
+                    }
+                    made => {
+                        let (entry, handle) = made?;
+                        self.take(&entry);
+                        (entry, handle)
+                    }
+                };
                 self.write(entry.ino, handle, 0, &vec![b'c'; *bytes])
             }
             Step::Mkdir(at) => {

@@ -328,6 +328,11 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.removexattr(cx, ino, &here))
     }
 
+    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, mode: u32) -> u32 {
+        // By the source, which has ACLs under their own names, whatever a client calls them.
+        self.with(cx, |cx| self.source.mode_without_acl(cx, ino, mode))
+    }
+
     fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         self.with(cx, |cx| self.source.access(cx, ino, mask))
     }

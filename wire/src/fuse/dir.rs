@@ -1,9 +1,11 @@
 //! Directory listings (FUSE protocol 7.45, `fuse_dirent` and `fuse_direntplus`).
 
+use std::mem::offset_of;
+
 use ferry_vfs::{DirItem, DirOutput, Entry, FileType};
 use zerocopy::IntoBytes;
 
-use super::abi::{Dirent, EntryOut};
+use super::abi::{Attr, Dirent, EntryOut};
 use super::body::{Body, Flaw, ensure};
 use super::reply::entry_out;
 use super::reply_decode::entry;
@@ -67,6 +69,20 @@ impl<'b> DirWriter<'b> {
     /// How long the entries from here on hold.
     pub fn set_timeouts(&mut self, timeouts: Timeouts) {
         self.timeouts = timeouts;
+    }
+
+    /// Where the next entry will be in the buffer.
+    #[must_use]
+    pub fn position(&self) -> usize {
+        self.out.len()
+    }
+
+    /// Changes the mode of the entry of a READDIRPLUS that is at this position of the buffer; nothing where there is none.
+    pub fn set_mode(listing: &mut [u8], position: usize, mode: u32) {
+        let at = position + offset_of!(EntryOut, attr) + offset_of!(Attr, mode);
+        if let Some(bytes) = listing.get_mut(at..at + size_of_val(&mode)) {
+            bytes.copy_from_slice(&mode.to_ne_bytes());
+        }
     }
 
     /// The size of an entry of this name.

@@ -81,6 +81,18 @@ impl Context<'_> {
     }
 }
 
+impl Context<'_> {
+    /// The attributes as the client is to see them: one that does not check ACLs goes by the mode alone.
+    fn shown(&self, file: &File, attr: Attr) -> Attr {
+        let options = &self.share.options;
+        if options.posix_acl && options.xattr {
+            return attr;
+        }
+        let mode = self.share.source.mode_without_acl(&self.caller(file.user, None), file.node.ino, attr.mode);
+        Attr { mode, ..attr }
+    }
+}
+
 /// Writes a short reply; answers its bytes.
 pub(crate) fn encode(buffer: &mut impl ReplyBuffer, tag: Tag, reply: &Reply<'_>) -> usize {
     let memory = buffer.short();
@@ -106,6 +118,7 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier
             let file = cx.session.get(fid)?;
             let attr = cx.attr(&file)?;
             cx.session.ends.told(file.node.ino, attr.size);
+            let attr = cx.shown(&file, attr);
             let blksize = if attr.blksize == 0 { BLOCK_BYTES } else { attr.blksize };
             let (qid, generation) = (file.node.qid(&attr), file.node.generation);
             Reply::Getattr(Getattr { qid, attr: Attr { blksize, ..attr }, generation })

@@ -63,6 +63,7 @@ impl Context<'_> {
             true => source.rmdir(&cx, dir.node.ino, name)?,
             false => source.unlink(&cx, dir.node.ino, name)?,
         }
+        self.session.removals.told((dir.node.ino, name), None);
         Ok(Reply::Unlinkat)
     }
 }

@@ -91,13 +91,18 @@ impl Context<'_> {
         }
         let user = dir.user;
         let mode = FileType::RegularFile.as_raw_mode() | mode;
-        let (node, attr, handle) = match self.create_or_open(&dir, name, flags, &New { mode, umask: 0, rdev: 0 }, gid) {
+        let new = New { mode, umask: 0, rdev: 0 };
+        let (node, attr, handle) = match self.create_or_open(&dir, name, flags, &new, gid) {
             // Made by somebody else in between.
-            Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => {
-                self.create_or_open(&dir, name, flags, &New { mode, umask: 0, rdev: 0 }, gid)?
+            Err(Errno::EXIST) if opens_what_is_there(user, flags) => {
+                self.create_or_open(&dir, name, flags, &new, gid)?
             }
+            // Whether this user may open that, nobody has checked: Linux's client looks the name up again, and opens what it finds as
+            // it opens any file.
+            Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => return Err(Errno::STALE),
             other => other?,
         };
+        self.session.removals.told((dir.node.ino, name), Some(node.ino));
         let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
         self.session.ends.found(node.ino, size);
@@ -117,7 +122,7 @@ impl Context<'_> {
         gid: u32,
     ) -> Result<(Arc<Node>, Attr, Handle)> {
         let (source, user) = (&self.share.source, dir.user);
-        if !flags.contains(OFlags::EXCL) {
+        if opens_what_is_there(user, flags) {
             self.may(user, &dir.node, SEARCH)?;
             // What is there already is only opened, with the right to that.
             match source.lookup(&self.caller(user, None), dir.node.ino, name) {
@@ -184,6 +189,12 @@ impl Context<'_> {
         data[..READ_HEAD_BYTES].copy_from_slice(&encode_data_head(kind::TREADDIR, self.ticket.tag, bytes));
         Ok(Done::Short)
     }
+}
+
+/// Whether what is there already is opened instead of made: for users whose rights the server checks, and for root, who may open
+/// every file.
+fn opens_what_is_there(user: User, flags: OFlags) -> bool {
+    !flags.contains(OFlags::EXCL) && (user.checked || user.uid == 0)
 }
 
 /// A listing on its way out.

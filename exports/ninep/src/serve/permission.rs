@@ -42,11 +42,13 @@ impl Context<'_> {
         self.may(dir.user, &dir.node, WRITE | SEARCH)
     }
 
-    /// Whether the fid's user may remove a name from a directory, or replace it.
+    /// Whether the fid's user may remove a name from a directory, or replace it. Of users that their own kernel checks, whether
+    /// that can have checked what has the name now: see [`ferry_vfs::Removals`].
     pub(super) fn may_remove(&self, dir: &File, name: Name<'_>) -> Result<()> {
         self.may_add(dir)?;
         if !dir.user.is_bound() {
-            return Ok(());
+            let cx = self.caller(dir.user, None);
+            return self.session.removals.may_remove(&*self.share.source, &cx, (dir.node.ino, name));
         }
         let cx = self.caller(dir.user, None);
         let source = &self.share.source;

@@ -17,8 +17,10 @@ impl Context<'_> {
     }
 
     fn rename_in(&self, dir: &File, name: Name<'_>, new_dir: &File, new_name: Name<'_>) -> Result<()> {
-        self.may_remove(dir, name)?;
-        match self.may_remove(new_dir, new_name) {
+        // Both, for the client looks again at both.
+        let (moves, replaces) = (self.may_remove(dir, name), self.may_remove(new_dir, new_name));
+        moves?;
+        match replaces {
             // There is nothing to be replaced.
             Err(Errno::NOENT) => {}
             other => other?,
@@ -32,7 +34,10 @@ impl Context<'_> {
             }
         }
         let (from, to) = ((dir.node.ino, name), (new_dir.node.ino, new_name));
-        self.share.source.rename(&cx, from, to, RenameFlags::empty())
+        self.share.source.rename(&cx, from, to, RenameFlags::empty())?;
+        self.session.removals.told(from, None);
+        self.session.removals.told(to, None);
+        Ok(())
     }
 
     /// The place of a fid's file, if it is still there: names change without the fid's doing.
@@ -71,6 +76,7 @@ impl Context<'_> {
             FileType::Directory => source.rmdir(&cx, place.dir.ino, name)?,
             _ => source.unlink(&cx, place.dir.ino, name)?,
         }
+        self.session.removals.told((place.dir.ino, name), None);
         Ok(Reply::Remove)
     }
 }

@@ -50,7 +50,9 @@ impl Context<'_> {
             return Err(Errno::NOTDIR);
         }
         self.may(user, dir, SEARCH)?;
-        self.session.node(self.share.source.lookup(&self.caller(user, None), dir.ino, name)?)
+        let (node, attr) = self.session.node(self.share.source.lookup(&self.caller(user, None), dir.ino, name)?)?;
+        self.session.removals.told((dir.ino, name), Some(node.ino));
+        Ok((node, attr))
     }
 
     fn parent(&self, dir: &Arc<Node>, file: &File) -> Result<(Arc<Node>, Attr)> {

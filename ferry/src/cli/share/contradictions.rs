@@ -122,7 +122,7 @@ impl Share {
     fn wrong_about_guests(&self) -> Option<String> {
         let source = self.source.display();
         let of_devices = given(&[
-            (self.posix_acl != Acl::default(), "posix-acl"),
+            (self.posix_acl != Acl::default() && self.ninep.is_none(), "posix-acl"),
             (self.security_label.is_some(), "security-label"),
             (self.once, "once"),
             (self.no_mmap, "no-mmap"),

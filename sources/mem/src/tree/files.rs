@@ -165,27 +165,8 @@ impl<S: Store> Tree<S> {
         new: &New,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
-        loop {
-            if flags.contains(OFlags::EXCL) || !self.has_name(dir, name)? {
-                match self.make_file(cx, (dir, name), new) {
-                    // Somebody else was faster.
-                    Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => {}
-                    Err(error) => return Err(error),
-                    Ok(node) => return self.open_made(cx, &node, flags),
-                }
-            }
-            match self.find(dir, name) {
-                // Gone again.
-                Err(Errno::NOENT) => {}
-                Err(error) => return Err(error),
-                Ok(node) => {
-                    let opened = self.open_node(cx, &node, flags);
-                    let handle = opened.inspect_err(|_| self.unhold(&node, 1))?;
-                    let entry = self.entry(&node).inspect_err(|_| self.release_(cx, node.ino, handle))?;
-                    return Ok((entry, handle));
-                }
-            }
-        }
+        let node = self.make_file(cx, (dir, name), new)?;
+        self.open_made(cx, &node, flags)
     }
 
     /// Opens a file that was just made, and held for the answer.

@@ -36,10 +36,6 @@ impl<S: Store> Tree<S> {
         Ok(Arc::clone(node))
     }
 
-    pub(crate) fn has_name(&self, dir: Ino, name: Name<'_>) -> Result<bool> {
-        Ok(self.table.get(dir)?.read().dir()?.get(name).is_some())
-    }
-
     pub(crate) fn lookup_(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
         self.entry(&self.find(dir, name)?)
     }

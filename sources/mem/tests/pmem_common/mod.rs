@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex};
 
 use ferry_mem::pmem::{Medium, PMem};
 use ferry_vfs::{
-    Caller, Data, DirItem, DirOutput, DirRange, Entry, FileSystem, FileType, Handle, Ino, IoRange, Name, New, OFlags,
+    Caller, Data, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, IoRange, Name, New,
+    OFlags,
 };
 
 /// What happened to a medium.
@@ -109,10 +110,16 @@ pub fn at(ino: Ino, handle: Handle, offset: u64, len: usize) -> IoRange {
     IoRange { ino, handle, offset, len: len as u32, flags: OFlags::RDWR, clear_privileges: false, owner: None }
 }
 
-/// Makes a file and writes it.
+/// Makes a file, or opens what is there, and writes it.
 pub fn put(fs: &PMem, dir: Ino, file: &[u8], offset: u64, mut bytes: &[u8]) -> ferry_vfs::Result<(Ino, Handle)> {
     let new = New { mode: 0o644, ..New::default() };
-    let (entry, handle) = fs.create(&cx(), dir, name(file), &new, OFlags::RDWR)?;
+    let (entry, handle) = match fs.create(&cx(), dir, name(file), &new, OFlags::RDWR | OFlags::EXCL) {
+        Err(Errno::EXIST) => {
+            let entry = fs.lookup(&cx(), dir, name(file))?;
+            (entry, fs.open(&cx(), entry.ino, OFlags::RDWR).inspect_err(|_| fs.forget(entry.ino, 1))?)
+        }
+        made => made?,
+    };
     let len = bytes.len();
     match fs.write(&cx(), &at(entry.ino, handle, offset, len), &mut bytes) {
         Ok(data) => assert_eq!(data.bytes(), Some(len)),

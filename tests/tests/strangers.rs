@@ -1,0 +1,436 @@
+//! What users may do in a mount, or a guest, who are neither root nor the owner: no more than in the directory below.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs::{self, File, Permissions};
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use ferry_driver::{Caller, Config, Driver, INIT_FLAGS, ROOT};
+use ferry_tests::mounts::{Cell, MountOptions, Mounted, Road, Source};
+use ferry_tests::{Cache, Options, Place, Share};
+use ferry_virtiofs::Acl;
+use ferry_wire::fuse::InitFlags;
+use ferry_wire::fuse::abi::{self, IoctlIn};
+use rustix::fs::{CWD, RenameFlags, XattrFlags, renameat_with};
+use rustix::io::Errno;
+use rustix::ioctl::Opcode;
+use rustix::process::{Gid, Uid};
+use zerocopy::IntoBytes;
+
+const USER: u32 = 1000;
+const GROUP: u32 = 3000;
+/// How long a race is run.
+const RACE: Duration = Duration::from_secs(2);
+const ROADS: [Road; 2] = [Road::Auto, Road::Passthrough];
+
+/// Everything that the kernel may keep, it keeps: what others do is not told.
+fn cached(road: Road, args: &[&str]) -> Option<Mounted> {
+    let cell = Cell { source: Source::Dir, road, cache: "auto", writeback: false };
+    let mut keeps = vec!["--entry-timeout", "30", "--attr-timeout", "30", "--watch", "never"];
+    if !args.contains(&"--negative-timeout") {
+        keeps.extend(["--negative-timeout", "30"]);
+    }
+    let args = keeps.iter().chain(args).map(ToString::to_string).collect();
+    let mounted = Mounted::with(&cell, &MountOptions { args, ..MountOptions::default() })?;
+    fs::set_permissions(&mounted.below, Permissions::from_mode(0o777)).unwrap();
+    Some(mounted)
+}
+
+/// Runs `act` as this user, in a thread of its own, which has no capabilities then.
+fn as_user<T: Send>(uid: u32, gid: u32, act: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let run = || {
+            let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+            rustix::thread::set_thread_groups(&[]).unwrap();
+            rustix::thread::set_thread_res_gid(gid, gid, gid).unwrap();
+            rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+            act()
+        };
+        scope.spawn(run).join().unwrap()
+    })
+}
+
+fn kind<T>(result: std::io::Result<T>) -> Result<(), Errno> {
+    result.map(drop).map_err(|error| Errno::from_io_error(&error).unwrap())
+}
+
+/// A file of this user's with this mode, put in the place of whatever has the name, as others would do it.
+fn put(path: &Path, uid: u32, mode: u32) {
+    let draft = path.with_file_name(".draft");
+    fs::write(&draft, "secret").unwrap();
+    chown(&draft, Some(uid), Some(uid)).unwrap();
+    fs::set_permissions(&draft, Permissions::from_mode(mode)).unwrap();
+    fs::rename(&draft, path).unwrap();
+}
+
+fn ioctl_flags<const NUMBER: Opcode>(file: &File, mut flags: u64) -> Result<u64, Errno> {
+    // SAFETY: each of these commands takes an int, or a long at most, of the eight bytes of `flags`.
+    unsafe {
+        let call = rustix::ioctl::Updater::<NUMBER, u64>::new(&mut flags);
+        rustix::ioctl::ioctl(file, call)?;
+    }
+    Ok(flags)
+}
+
+const GETFLAGS: Opcode = 0x8008_6601;
+const SETFLAGS: Opcode = 0x4008_6602;
+const GETFLAGS_32: Opcode = 0x8004_6601;
+const SETFLAGS_32: Opcode = 0x4004_6602;
+const NO_DUMP: u64 = 0x40;
+const IMMUTABLE: u64 = 0x10;
+const APPEND: u64 = 0x20;
+
+#[test]
+fn flags_of_files_are_set_through_a_mount_by_their_owner_and_by_root() {
+    for road in ROADS {
+        let Some(mounted) = cached(road, &[]) else { return };
+        for (name, uid) in [("roots", 0), ("users", USER)] {
+            put(&mounted.below.join(name), uid, 0o644);
+            let (path, below) = (mounted.site.path.join(name), mounted.below.join(name));
+            let now = || ioctl_flags::<GETFLAGS>(&File::open(&below).unwrap(), 0).unwrap() & 0xffff_ffff;
+            let old = now();
+            let try_all = || {
+                // By a descriptor that only reads; the numbers of 32-bit programs pass nobody's check.
+                let file = File::open(&path).unwrap();
+                let long = [NO_DUMP, IMMUTABLE, APPEND].map(|flag| {
+                    let set = ioctl_flags::<SETFLAGS>(&file, old | flag).map(drop);
+                    if set.is_ok() {
+                        ioctl_flags::<SETFLAGS>(&file, old).unwrap();
+                    }
+                    set
+                });
+                let short = ioctl_flags::<SETFLAGS_32>(&file, old | NO_DUMP).map(drop);
+                (long, short, ioctl_flags::<GETFLAGS_32>(&file, 0).map(drop))
+            };
+            let (yes, no, unknown) = (Ok(()), Err(Errno::PERM), Err(Errno::NOTTY));
+            assert_eq!(try_all(), ([yes; 3], unknown, unknown), "{road:?}, {name}, root");
+            let own = if uid == USER { yes } else { no };
+            assert_eq!(as_user(USER, USER, try_all), ([own, no, no], unknown, unknown), "{road:?}, {name}, user");
+            assert_eq!(as_user(USER + 1, USER, try_all), ([no; 3], unknown, unknown), "{road:?}, {name}, stranger");
+            assert_eq!(now(), old, "{road:?}, {name}");
+        }
+        mounted.finish();
+    }
+}
+
+/// What a guest's kernel before Linux 5.13 sends for any of its users.
+#[test]
+fn flags_of_files_are_set_by_a_guest_for_their_owner_and_for_root() {
+    let share = Share::new(Cache::Auto);
+    put(&share.path.join("f"), USER, 0o644);
+    let mut driver = connect(&share, INIT_FLAGS);
+    let node = driver.lookup(ROOT, "f").unwrap().nodeid;
+    let fh = driver.open(node, 0).unwrap().fh;
+    let mut ioctl = |uid, number: Opcode, input: &[u8], out: u32| {
+        let cmd = u32::try_from(number).unwrap();
+        driver.set_caller(Caller { uid, gid: uid, pid: 1 });
+        let args = IoctlIn { fh, cmd, in_size: u32::try_from(input.len()).unwrap(), out_size: out, ..IoctlIn::ZERO };
+        let reply = driver.ask(abi::Opcode::Ioctl, node, &[args.as_bytes(), input], &[], 64);
+        reply.map(drop).map_err(|error| error.errno().unwrap())
+    };
+    let below = File::open(share.path.join("f")).unwrap();
+    let now = || ioctl_flags::<GETFLAGS>(&below, 0).unwrap() & 0xffff_ffff;
+    let old = now();
+    for (uid, may, may_all) in
+        [(0, true, true), (USER, true, false), (USER + 1, false, false), (u32::MAX, false, false)]
+    {
+        let outcome = |may| if may { Ok(()) } else { Err(libc::EPERM) };
+        assert_eq!(ioctl(uid, GETFLAGS, &[], 4), Ok(()), "{uid}");
+        for (flag, may) in [(NO_DUMP, may), (IMMUTABLE, may_all), (APPEND, may_all)] {
+            for flags in [old | flag, old] {
+                let set = ioctl(uid, SETFLAGS, &u32::try_from(flags).unwrap().to_ne_bytes(), 0);
+                // What is not there may be left out.
+                let may = if flags == old && flag != NO_DUMP { may || uid == USER } else { may };
+                assert_eq!(set, outcome(may), "{uid}, {flag:x}");
+            }
+        }
+        for (number, input, out) in [(SETFLAGS_32, &[0; 4][..], 0), (GETFLAGS_32, &[], 4)] {
+            assert_eq!(ioctl(uid, number, input, out), Err(libc::ENOTTY), "{uid}, {number:x}");
+        }
+    }
+    assert_eq!(now(), old);
+}
+
+fn connect(share: &Share, flags: InitFlags) -> Driver {
+    let config = Config { queues: 1, memory_bytes: 16 << 20, ..Config::default() };
+    let mut driver = Driver::connect(&share.socket, config).unwrap();
+    driver.init_with(flags, 36).unwrap();
+    driver
+}
+
+/// Opens a file as `open(O_CREAT)` does that is not to be the first.
+fn open_or_make(path: &Path) -> std::io::Result<File> {
+    File::options().read(true).write(true).create(true).truncate(false).open(path)
+}
+
+#[test]
+fn what_others_have_made_since_the_kernel_looked_is_opened_with_its_own_check() {
+    for road in ROADS {
+        let Some(mounted) = cached(road, &[]) else { return };
+        let at = |name: &str| (mounted.site.path.join(name), mounted.below.join(name));
+        for (name, mode, outcome) in [("secret", 0o600, Err(Errno::ACCESS)), ("shown", 0o666, Ok(()))] {
+            let (path, below) = at(name);
+            let truncate = || File::options().write(true).create(true).truncate(true).open(&path);
+            // The kernel keeps in mind that there is none.
+            assert_eq!(fs::metadata(&path).unwrap_err().kind(), ErrorKind::NotFound);
+            put(&below, 0, mode);
+            assert_eq!(as_user(USER, USER, || kind(open_or_make(&path))), outcome, "{road:?}, {name}");
+            assert_eq!(fs::read(&below).unwrap(), b"secret", "{road:?}, {name}");
+            let (path, below) = at(&format!("{name}-truncated"));
+            let truncate_other = || File::options().write(true).create(true).truncate(true).open(&path);
+            assert_eq!(fs::metadata(&path).unwrap_err().kind(), ErrorKind::NotFound);
+            put(&below, 0, mode);
+            assert_eq!(as_user(USER, USER, || kind(truncate_other())), outcome, "{road:?}, {name}");
+            assert_eq!(fs::metadata(&below).unwrap().len(), if outcome.is_ok() { 0 } else { 6 }, "{road:?}, {name}");
+            assert_eq!(as_user(USER, USER, || kind(truncate())), outcome, "{road:?}, {name}");
+        }
+        mounted.finish();
+    }
+}
+
+/// A file comes, and stays, while others open it with `O_CREAT`.
+#[test]
+fn opening_what_another_makes_at_the_same_time_meets_no_error() {
+    let Some(mounted) = cached(Road::Auto, &["--negative-timeout", "0"]) else { return };
+    /// Ends the other thread, also when the test fails.
+    struct Stop<'a>(&'a AtomicBool);
+    impl Drop for Stop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let (done, round) = (AtomicBool::new(false), AtomicUsize::new(0));
+    // One in ten is root's alone.
+    let is_roots = |path: &Path| path.as_os_str().as_encoded_bytes().ends_with(b"7");
+    let name = |round: usize| format!("f{}", round / 8);
+    let (mut opened, mut refused) = (0, 0);
+    std::thread::scope(|scope| {
+        let _stop = Stop(&done);
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                // In the middle of what the other one does in this round.
+                let path = mounted.below.join(name(round.load(Ordering::Relaxed)));
+                if !path.exists() {
+                    put(&path, 0, if is_roots(&path) { 0o600 } else { 0o666 });
+                }
+            }
+        });
+        let start = Instant::now();
+        while start.elapsed() < RACE {
+            let path = mounted.site.path.join(name(round.load(Ordering::Relaxed)));
+            let (outcome, owner) = as_user(USER, USER, || {
+                let made = open_or_make(&path);
+                let owner = made.as_ref().ok().map(|file| (file.metadata().unwrap().uid(), read(file)));
+                (kind(made), owner)
+            });
+            match outcome {
+                Ok(()) => opened += 1,
+                Err(Errno::ACCESS) => refused += 1,
+                Err(error) => panic!("{error}, after {opened} opens and {refused} refusals"),
+            }
+            let leaks = is_roots(&path) && owner.is_some_and(|(uid, text)| uid == 0 || !text.is_empty());
+            assert!(!leaks, "a file of root's was opened");
+            round.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    println!("{opened} opened, {refused} refused");
+    assert!(opened > 0);
+    mounted.finish();
+}
+
+fn read(file: &File) -> String {
+    let mut text = String::new();
+    let mut file = file;
+    file.read_to_string(&mut text).unwrap();
+    text
+}
+
+/// A directory in which users may not remove each other's files, and one of the user's that the kernel knows.
+fn sticky(mounted: &Mounted, number: usize) -> (PathBuf, PathBuf) {
+    let dir = format!("tmp{number}");
+    let (path, below) = (mounted.site.path.join(&dir), mounted.below.join(&dir));
+    fs::create_dir(&below).unwrap();
+    fs::set_permissions(&below, Permissions::from_mode(0o1777)).unwrap();
+    put(&below.join("mine"), USER, 0o600);
+    put(&below.join("own"), USER, 0o600);
+    for name in ["mine", "own"] {
+        assert_eq!(fs::metadata(path.join(name)).unwrap().uid(), USER);
+    }
+    (path, below)
+}
+
+#[test]
+fn nobody_removes_from_a_sticky_directory_what_is_anothers_by_now() {
+    type Act = fn(&Path) -> std::io::Result<()>;
+    let acts: [(&str, Act); 5] = [
+        ("unlink", |dir| fs::remove_file(dir.join("mine"))),
+        ("rename from", |dir| fs::rename(dir.join("mine"), dir.join("new"))),
+        ("rename over", |dir| fs::rename(dir.join("own"), dir.join("mine"))),
+        ("exchange", |dir| Ok(renameat_with(CWD, dir.join("own"), CWD, dir.join("mine"), RenameFlags::EXCHANGE)?)),
+        ("exchange with", |dir| Ok(renameat_with(CWD, dir.join("mine"), CWD, dir.join("own"), RenameFlags::EXCHANGE)?)),
+    ];
+    for road in ROADS {
+        let Some(mounted) = cached(road, &[]) else { return };
+        for (number, (what, act)) in acts.into_iter().enumerate() {
+            let (path, below) = sticky(&mounted, number);
+            put(&below.join("mine"), 0, 0o600);
+            let roots = fs::metadata(below.join("mine")).unwrap().ino();
+            // As in the directory itself.
+            assert_eq!(as_user(USER, USER, || kind(act(&below))), Err(Errno::PERM), "{what}");
+            assert_eq!(as_user(USER, USER, || kind(act(&path))), Err(Errno::PERM), "{road:?}, {what}");
+            assert_eq!(fs::metadata(below.join("mine")).unwrap().ino(), roots, "{road:?}, {what}");
+            // Root may all the same, and the user with what is its own.
+            assert_eq!(kind(act(&path)), Ok(()), "{road:?}, {what}, root");
+            let (path, below) = sticky(&mounted, 10 + number);
+            put(&below.join("mine"), USER, 0o600);
+            assert_eq!(as_user(USER, USER, || kind(act(&path))), Ok(()), "{road:?}, {what}, its own");
+        }
+        // A directory in the place of a directory.
+        let (path, below) = sticky(&mounted, 20);
+        let replace = |uid| {
+            fs::create_dir(below.join("draft")).unwrap();
+            chown(below.join("draft"), Some(uid), None).unwrap();
+            fs::rename(below.join("draft"), below.join("dir")).unwrap();
+        };
+        replace(USER);
+        fs::metadata(path.join("dir")).unwrap();
+        replace(0);
+        assert_eq!(as_user(USER, USER, || kind(fs::remove_dir(path.join("dir")))), Err(Errno::PERM), "{road:?}");
+        assert!(below.join("dir").exists(), "{road:?}");
+        // A name that the kernel believes to be free.
+        assert_eq!(fs::metadata(path.join("free")).unwrap_err().kind(), ErrorKind::NotFound);
+        put(&below.join("free"), 0, 0o600);
+        let over = || kind(fs::rename(path.join("own"), path.join("free")));
+        assert_eq!(as_user(USER, USER, over), Err(Errno::PERM), "{road:?}");
+        assert_eq!(fs::metadata(below.join("free")).unwrap().uid(), 0, "{road:?}");
+        mounted.finish();
+    }
+}
+
+/// Not root, and may all the same: the server does not know why, and the kernel does.
+#[test]
+fn who_has_the_capability_removes_from_a_sticky_directory_what_is_anothers() {
+    let Some(mounted) = cached(Road::Auto, &[]) else { return };
+    let (path, below) = sticky(&mounted, 0);
+    let with_fowner = |script: &str| {
+        let mut command = Command::new("setpriv");
+        let user = USER + 1;
+        command.args([format!("--reuid={user}"), format!("--regid={user}"), "--clear-groups".into()]);
+        command.args(["--inh-caps=+fowner", "--ambient-caps=+fowner", "sh", "-euc", script]).current_dir(&path);
+        let out = command.output().unwrap();
+        assert!(out.status.success(), "{script}: {out:?}");
+    };
+    with_fowner("rm -f mine; mv own moved");
+    assert!(!below.join("mine").exists() && below.join("moved").exists());
+    put(&below.join("moved"), 0, 0o600);
+    put(&below.join("other"), 0, 0o600);
+    with_fowner("mv -f moved other; rm -f other");
+    assert!(!below.join("moved").exists() && !below.join("other").exists());
+    mounted.finish();
+}
+
+/// An ACL that gives the owning group nothing, though the mask, which Linux shows as the group's permissions, would let it read and write;
+/// and one that takes everything from a user whom others are not.
+fn files_with_acls(dir: &Path) -> bool {
+    const NOBODY: u32 = u32::MAX;
+    let acl = |entries: &[(u16, u16, u32)]| {
+        let mut bytes = 2_u32.to_le_bytes().to_vec();
+        for (tag, perm, id) in entries {
+            bytes.extend([tag.to_le_bytes(), perm.to_le_bytes()].concat());
+            bytes.extend(id.to_le_bytes());
+        }
+        bytes
+    };
+    let (owner, mask) = ((1, 6, NOBODY), (0x10, 6, NOBODY));
+    let group = acl(&[owner, (4, 0, NOBODY), mask, (0x20, 0, NOBODY)]);
+    let user = acl(&[owner, (2, 0, USER), (4, 4, NOBODY), mask, (0x20, 4, NOBODY)]);
+    for (name, value) in [("group", group), ("user", user)] {
+        put(&dir.join(name), 0, 0o600);
+        chown(dir.join(name), None, Some(GROUP)).unwrap();
+        let set = rustix::fs::setxattr(dir.join(name), "system.posix_acl_access", &value, XattrFlags::empty());
+        if set == Err(Errno::OPNOTSUPP) {
+            println!("skipped: {} has no ACLs", dir.display());
+            return false;
+        }
+        set.unwrap();
+        assert_ne!(fs::metadata(dir.join(name)).unwrap().mode() & 0o060, 0, "the mask is not shown");
+    }
+    true
+}
+
+#[test]
+fn mounts_without_acls_let_nobody_do_more_than_the_acl_does() {
+    let options: [&[&str]; 4] = [
+        &[],
+        &["--no-xattr"],
+        &["--xattrmap", ":map::user.virtiofs.:"],
+        &["--xattrmap", ":unsupported:all:system.posix_acl_access:system.posix_acl_access: :ok:all:::"],
+    ];
+    for args in options {
+        for lists_first in [false, true] {
+            let Some(mounted) = cached(Road::Auto, args) else { return };
+            if !files_with_acls(&mounted.below) {
+                return;
+            }
+            if lists_first {
+                // The attributes come with the listing, except for the first file's.
+                assert!(mounted.site.sh("ls -l", Duration::from_secs(60)).status == 0);
+            }
+            for (name, uid, gid) in [("group", USER, GROUP), ("user", USER, GROUP), ("user", USER, USER)] {
+                for dir in [&mounted.below, &mounted.site.path] {
+                    let opened = as_user(uid, gid, || kind(File::open(dir.join(name))));
+                    assert_eq!(opened, Err(Errno::ACCESS), "{args:?}, {lists_first}, {name}, {}", dir.display());
+                }
+            }
+            // Root, and the owner's part of the mode, are as ever.
+            assert_eq!(fs::read(mounted.site.path.join("group")).unwrap(), b"secret");
+            let mode = fs::metadata(mounted.site.path.join("group")).unwrap().mode() & 0o777;
+            assert_eq!(mode, if args.is_empty() { 0o660 } else { 0o600 }, "{args:?}");
+            mounted.finish();
+        }
+    }
+}
+
+#[test]
+fn guests_without_acls_are_shown_modes_that_give_nobody_more_than_the_acl() {
+    let acl = InitFlags::POSIX_ACL;
+    let plain = Options { cache: Cache::Auto, ..Options::default() };
+    for (options, flags, shown) in [
+        (plain.clone(), INIT_FLAGS | acl, [0o660, 0o664]),
+        // The guest's kernel has none; they are not offered; there are no extended attributes at all.
+        (plain.clone(), INIT_FLAGS - acl, [0o600, 0o600]),
+        (Options { posix_acl: Acl::Never, ..plain.clone() }, INIT_FLAGS | acl, [0o600, 0o600]),
+        (Options { xattr: false, ..plain }, INIT_FLAGS | acl, [0o600, 0o600]),
+    ] {
+        let share = Share::with(Place::Disk, options);
+        if !files_with_acls(&share.path) {
+            return;
+        }
+        let mut driver = connect(&share, flags);
+        let names = ["group", "user"];
+        let mode = |mode: u32| mode & 0o777;
+        let fh = driver.opendir(ROOT).unwrap().fh;
+        let listed = driver.readdirplus(ROOT, fh, 0, 4096).unwrap();
+        for (name, shown) in names.into_iter().zip(shown) {
+            let entry = driver.lookup(ROOT, name).unwrap();
+            let attr = driver.getattr(entry.nodeid).unwrap().attr;
+            assert_eq!([entry.attr.mode, attr.mode].map(mode), [shown; 2], "{name}");
+            let listed = listed.iter().find(|listed| listed.name == name.as_bytes()).unwrap();
+            if let Some(entry) = &listed.entry {
+                assert_eq!(mode(entry.attr.mode), shown, "{name}, listed");
+            }
+        }
+        assert!(listed.iter().any(|listed| listed.entry.is_some()), "no entry was listed");
+        // What its owner sets is what is set.
+        let node = driver.lookup(ROOT, "group").unwrap().nodeid;
+        let set = abi::SetattrIn { valid: abi::FATTR_MODE, mode: 0o640, ..abi::SetattrIn::ZERO };
+        let set = driver.setattr(node, &set).unwrap().attr.mode;
+        assert_eq!(mode(set), if shown[0] == 0o660 { 0o640 } else { 0o600 });
+        assert_eq!(mode(fs::metadata(share.path.join("group")).unwrap().mode()), 0o640);
+    }
+}

@@ -1,0 +1,234 @@
+//! The sticky bit, for names that a client's kernel may know of files that they do not lead to any more.
+//!
+//! A client's kernel applies Linux's rule (`may_delete`) to the file that it was last told of by a name, and then sends the
+//! name. What has the name by then may be somebody else's. So exports apply the rule again, to what has the name now.
+//! They know a caller's user id, and not its capabilities, nor always the user (`FUSE_ALLOW_IDMAP`): where the id does
+//! not allow the removal, the client is told to look again (`STALE`), and what it finds then, under that name, it has
+//! judged itself.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::{Caller, Errno, FileSystem, Ino, Name, NameBuf, RenameFlags, Result};
+
+const S_ISVTX: u32 = 0o1000;
+/// Names that one client is to look at again, at one time. With more, the oldest ones are looked at once more.
+const NAMES_MAX: usize = 256;
+/// How long a client has for that, far longer than its kernel takes, which does so at once.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
+
+/// A name that a client was told to look at again.
+#[derive(Debug)]
+struct Recheck {
+    dir: Ino,
+    name: NameBuf,
+    /// What it was told of by that name since.
+    found: Option<Ino>,
+    since: Instant,
+}
+
+/// The names that one client was told to look at again. See the module.
+#[derive(Debug, Default)]
+pub struct Removals {
+    rechecks: Mutex<VecDeque<Recheck>>,
+    /// How many there are.
+    count: AtomicUsize,
+}
+
+impl Removals {
+    /// Whether a caller may remove a name from a directory (unlink, rmdir).
+    ///
+    /// # Errors
+    /// `STALE`: the client is to look the name up again. Those of [`FileSystem::getattr`] and [`FileSystem::lookup`], but for a name that is not there:
+    /// the removal finds that, too.
+    pub fn may_remove(&self, source: &dyn FileSystem, cx: &Caller<'_>, at: (Ino, Name<'_>)) -> Result<()> {
+        let Some(found) = refused(source, cx, at)? else { return Ok(()) };
+        let mut rechecks = self.lock();
+        while rechecks.front().is_some_and(|oldest| oldest.since.elapsed() > LOOK_AGAIN) {
+            rechecks.pop_front();
+        }
+        let known = rechecks.iter().position(|recheck| recheck.is_of(at));
+        let may = known.is_some_and(|index| rechecks[index].found == Some(found));
+        if !may {
+            if let Some(index) = known {
+                rechecks.remove(index);
+            }
+            if rechecks.len() == NAMES_MAX {
+                rechecks.pop_front();
+            }
+            rechecks.push_back(Recheck { dir: at.0, name: at.1.to_buf(), found: None, since: Instant::now() });
+        }
+        self.count.store(rechecks.len(), Ordering::Relaxed);
+        if may { Ok(()) } else { Err(Errno::STALE) }
+    }
+
+    /// Whether a caller may rename: both names are looked at, for the client is told to look again once only.
+    ///
+    /// # Errors
+    /// As for [`Self::may_remove`].
+    pub fn may_rename(
+        &self,
+        source: &dyn FileSystem,
+        cx: &Caller<'_>,
+        (from, to): ((Ino, Name<'_>), (Ino, Name<'_>)),
+        flags: RenameFlags,
+    ) -> Result<()> {
+        let replaced = match flags.contains(RenameFlags::NOREPLACE) {
+            true => Ok(()),
+            false => self.may_remove(source, cx, to),
+        };
+        self.may_remove(source, cx, from).and(replaced)
+    }
+
+    /// The client was told of an inode by a name (`None`: that there is none, or that it moved). To be called before it is.
+    pub fn told(&self, (dir, name): (Ino, Name<'_>), found: Option<Ino>) {
+        if self.count.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        if let Some(recheck) = self.lock().iter_mut().find(|recheck| recheck.is_of((dir, name))) {
+            recheck.found = found;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Recheck>> {
+        self.rechecks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Recheck {
+    fn is_of(&self, (dir, name): (Ino, Name<'_>)) -> bool {
+        self.dir == dir && self.name.as_name().as_bytes() == name.as_bytes()
+    }
+}
+
+/// What has a name that this user may not remove, whatever else it may: Linux's `check_sticky`.
+fn refused(source: &dyn FileSystem, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>)) -> Result<Option<Ino>> {
+    if cx.uid == 0 {
+        return Ok(None);
+    }
+    let folder = source.getattr(cx, dir, None)?;
+    if folder.mode & S_ISVTX == 0 || folder.uid == cx.uid {
+        return Ok(None);
+    }
+    match source.lookup(cx, dir, name) {
+        Ok(entry) => {
+            source.forget(entry.ino, 1);
+            Ok((entry.attr.uid != cx.uid).then_some(entry.ino))
+        }
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(errno),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+    use crate::{Attr, Entry, FileType, Handle};
+
+    const NOBODY: u32 = u32::MAX;
+
+    /// A directory, and what is in it, by owner.
+    struct Folder {
+        mode: u32,
+        uid: u32,
+        files: Mutex<HashMap<&'static [u8], (Ino, u32)>>,
+    }
+
+    impl FileSystem for Folder {
+        fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+            let attr = Attr::new(ino, FileType::Directory, self.mode);
+            Ok(Attr { mode: attr.mode | self.mode, uid: self.uid, ..attr })
+        }
+
+        fn lookup(&self, _: &Caller<'_>, _: Ino, name: Name<'_>) -> Result<Entry> {
+            let (ino, uid) = *self.files.lock().unwrap().get(name.as_bytes()).ok_or(Errno::NOENT)?;
+            Ok(Entry::new(ino, Attr { uid, ..Attr::new(ino, FileType::RegularFile, 0o644) }))
+        }
+    }
+
+    fn folder(mode: u32, uid: u32) -> Folder {
+        let files = HashMap::from([(&b"roots"[..], (Ino(2), 0)), (b"own", (Ino(3), 7))]);
+        Folder { mode, uid, files: Mutex::new(files) }
+    }
+
+    fn at(name: &'static [u8]) -> (Ino, Name<'static>) {
+        (Ino::ROOT, Name::new(name).unwrap())
+    }
+
+    fn user(uid: u32) -> Caller<'static> {
+        Caller { uid, ..Caller::default() }
+    }
+
+    #[test]
+    fn the_sticky_bit_holds_for_what_has_the_name_now() {
+        for (mode, dir_uid, uid, name, outcome) in [
+            (0o777, 0, 7, &b"roots"[..], Ok(())),
+            (0o1777, 0, 0, b"own", Ok(())),
+            (0o1777, 0, 7, b"own", Ok(())),
+            (0o1777, 0, 8, b"own", Err(Errno::STALE)),
+            (0o1777, 0, 7, b"roots", Err(Errno::STALE)),
+            (0o1777, 7, 7, b"roots", Ok(())),
+            (0o1777, 0, 7, b"none", Ok(())),
+            // The protocol does not tell who asks.
+            (0o777, 0, NOBODY, b"roots", Ok(())),
+            (0o1777, 0, NOBODY, b"own", Err(Errno::STALE)),
+        ] {
+            let told = Removals::default().may_remove(&folder(mode, dir_uid), &user(uid), at(name));
+            assert_eq!(told, outcome, "{mode:o} {dir_uid} {uid} {name:?}");
+        }
+    }
+
+    #[test]
+    fn who_has_looked_again_may_remove_what_it_found() {
+        let (source, removals) = (folder(0o1777, 0), Removals::default());
+        let remove = || removals.may_remove(&source, &user(7), at(b"roots"));
+        assert_eq!(remove(), Err(Errno::STALE));
+        // Nobody has looked.
+        assert_eq!(remove(), Err(Errno::STALE));
+        removals.told(at(b"roots"), Some(Ino(2)));
+        assert_eq!(remove(), Ok(()));
+        // Another file has the name.
+        source.files.lock().unwrap().insert(b"roots", (Ino(9), 0));
+        assert_eq!(remove(), Err(Errno::STALE));
+        removals.told(at(b"roots"), Some(Ino(9)));
+        assert_eq!(remove(), Ok(()));
+        // The client was told since that there is nothing, or something else.
+        for since in [None, Some(Ino(2))] {
+            removals.told(at(b"roots"), since);
+            assert_eq!(remove(), Err(Errno::STALE), "{since:?}");
+            removals.told(at(b"roots"), Some(Ino(9)));
+            assert_eq!(remove(), Ok(()));
+        }
+    }
+
+    #[test]
+    fn both_names_of_a_rename_are_looked_at_again_at_once() {
+        let (source, removals) = (folder(0o1777, 0), Removals::default());
+        let rename = |flags| removals.may_rename(&source, &user(8), (at(b"roots"), at(b"own")), flags);
+        assert_eq!(rename(RenameFlags::empty()), Err(Errno::STALE));
+        removals.told(at(b"own"), Some(Ino(3)));
+        assert_eq!(rename(RenameFlags::empty()), Err(Errno::STALE));
+        removals.told(at(b"roots"), Some(Ino(2)));
+        assert_eq!(rename(RenameFlags::empty()), Ok(()));
+        assert_eq!(rename(RenameFlags::EXCHANGE), Ok(()));
+        // What is not replaced is not looked at.
+        let other = Removals::default();
+        let keep = |uid, from| other.may_rename(&source, &user(uid), (at(from), at(b"roots")), RenameFlags::NOREPLACE);
+        assert_eq!(keep(7, b"own"), Ok(()));
+        assert_eq!(keep(8, b"own"), Err(Errno::STALE));
+    }
+
+    #[test]
+    fn names_to_be_looked_at_are_bounded() {
+        let (source, removals) = (folder(0o1777, 0), Removals::default());
+        for dir in 0..NAMES_MAX as u64 + 9 {
+            let (_, name) = at(b"roots");
+            assert_eq!(removals.may_remove(&source, &user(7), (Ino(dir), name)), Err(Errno::STALE));
+        }
+        assert_eq!(removals.lock().len(), NAMES_MAX);
+    }
+}
