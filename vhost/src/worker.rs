@@ -485,7 +485,8 @@ impl<H: QueueHandler> Worker<H> {
         // SAFETY: the keepers are the mappings.
         if let Err(error) = unsafe { self.transfers.register_memory(memory.mapped()) } {
             self.complaints.warn(format_args!(
-                "{}: the guest's memory cannot be registered with io_uring ({error}): each transfer looks it up;                  raise the limit of locked memory (ulimit -l), or let the guest's memory be a memfd or huge pages",
+                "{}: the guest's memory cannot be registered with io_uring ({error}): each transfer looks it up; \
+                 raise the limit of locked memory (ulimit -l), or let the guest's memory be a memfd or huge pages",
                 self.name
             ));
         }

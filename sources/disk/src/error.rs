@@ -1,7 +1,7 @@
 //! Why there is no disk.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Why a disk cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +23,19 @@ pub enum Error {
     /// It has no sector.
     #[error("{path} is empty; make it as large as the disk is to be, for example with --resize 10G", path = .0.display())]
     Empty(PathBuf),
+    /// It has less than one block.
+    #[error(
+        "{path} has {bytes} bytes, and a disk at least {block}; make it as large as the disk is to be, for example with --resize 10G",
+        path = .path.display()
+    )]
+    TooSmall {
+        /// The disk's path.
+        path: PathBuf,
+        /// How many bytes it has.
+        bytes: u64,
+        /// How many bytes a block has.
+        block: u64,
+    },
     /// It may be an image, or a raw disk whose guest made it look like one.
     #[error(
         "{path} begins like a {looks} image; a guest could have written that to a raw disk to read files of this host, \
@@ -64,9 +77,19 @@ pub enum Error {
         /// The file that it names.
         other: String,
         /// Why not, and what to do.
-        why: &'static str,
+        why: String,
     },
-    /// An image is damaged, or has features that are not known.
+    /// An image has features that are not served.
+    #[error("the image {path} {what}; {advice}", path = .path.display())]
+    Unsupported {
+        /// The image's path.
+        path: PathBuf,
+        /// What it has, or is.
+        what: String,
+        /// A command that helps.
+        advice: String,
+    },
+    /// An image is damaged.
     #[error("cannot use the image {path}: {reason}", path = .path.display())]
     Image {
         /// The image's path.
@@ -74,4 +97,14 @@ pub enum Error {
         /// What is wrong with it.
         reason: io::Error,
     },
+}
+
+impl Error {
+    /// The error about a disk that does not have one block.
+    pub(crate) fn too_small(path: &Path, bytes: u64, block: u64) -> Self {
+        match bytes {
+            0 => Self::Empty(path.into()),
+            _ => Self::TooSmall { path: path.into(), bytes, block },
+        }
+    }
 }

@@ -2,7 +2,7 @@
 //!
 //! * **raw**: the bytes of a file or block device are the bytes of the disk. Reads and writes are answered as extents,
 //!   with `O_DIRECT` where the file can ([`Cache::None`]).
-//! * **qcow2** (feature `qcow2`): QEMU's images, through the crate `imago`.
+//! * **qcow2** (feature `qcow2`): QEMU's images. What cannot be served rightly is refused, and stays as it is.
 //!
 //! # Formats are not guessed
 //!
@@ -85,13 +85,18 @@ impl Options {
 /// # Errors
 /// [`Error`]: a sentence with the path, and what to do.
 pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
+    #[cfg(feature = "qcow2")]
+    if options.format == Some(Format::Qcow2) {
+        let file = sys::open(path, false)?;
+        lock::take(&file, path, false)?;
+        qcow2::check(&file, path, !options.read_only)?;
+    }
     let file = sys::open(path, !options.read_only)?;
-    let format = match options.format {
-        Some(format) => format,
-        None => format::of(&file, path)?,
-    };
+    if options.format.is_none() {
+        format::check_is_raw(&file, path)?;
+    }
     lock::take(&file, path, !options.read_only)?;
-    match format {
+    match options.format.unwrap_or(Format::Raw) {
         Format::Raw => Ok(Arc::new(raw::RawDisk::new(file, path, options)?)),
         #[cfg(feature = "qcow2")]
         Format::Qcow2 => Ok(Arc::new(qcow2::Qcow2Disk::new(file, path, options)?)),
@@ -103,20 +108,18 @@ pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
 /// # Errors
 /// [`Error`]; images can be grown only while nobody has them open.
 pub fn grow(path: &Path, bytes: u64, options: &Options) -> Result<(), Error> {
-    if options.format.is_none_or(|format| format == Format::Raw) {
-        sys::create_missing(path)?;
-    }
-    let file = sys::open(path, true)?;
-    let format = match options.format {
-        Some(format) => format,
-        None => format::of(&file, path)?,
-    };
-    match format {
-        Format::Raw => raw::grow(&file, path, bytes),
+    match options.format {
         #[cfg(feature = "qcow2")]
-        Format::Qcow2 => {
-            drop(file);
+        Some(Format::Qcow2) => {
             open(path, &Options { grow_to: Some(bytes), read_only: false, ..options.clone() }).map(drop)
+        }
+        format => {
+            sys::create_missing(path)?;
+            let file = sys::open(path, true)?;
+            if format.is_none() {
+                format::check_is_raw(&file, path)?;
+            }
+            raw::grow(&file, path, bytes)
         }
     }
 }

@@ -84,7 +84,7 @@ impl RawDisk {
         let raw_bytes = sys::bytes(&file).map_err(failed)?;
         let bytes = raw_bytes - raw_bytes % u64::from(blocks.logical);
         if bytes == 0 {
-            return Err(Error::Empty(path.into()));
+            return Err(Error::too_small(path, raw_bytes, blocks.logical.into()));
         }
         if bytes != raw_bytes {
             tracing::warn!(

@@ -52,12 +52,15 @@ fn mistakes_are_named() {
     let folder = folder();
     let empty = folder.path().join("empty");
     File::create(&empty).expect("a file");
+    let short = folder.path().join("short");
+    fs::write(&short, [1; 511]).expect("a file");
     let fifo = folder.path().join("fifo");
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).expect("a FIFO");
     for (path, words) in [
         (folder.path().to_path_buf(), "neither a file nor a block device"),
         (fifo, "neither a file nor a block device"),
         (empty, "is empty"),
+        (short, "has 511 bytes, and a disk at least 512"),
         (folder.path().join("missing"), "--resize 20G"),
     ] {
         let text = sentence(&path, &Options::default());
@@ -208,20 +211,42 @@ fn a_file_may_grow_and_shrink_meanwhile() {
 }
 
 #[cfg(feature = "qcow2")]
-mod images {
-    use imago::format::builder::FormatCreateBuilder;
-    use imago::qcow2::Qcow2;
-    use imago::{Storage, StorageCreateOptions};
-
+pub(crate) mod images {
     use super::*;
 
-    fn create(path: &Path, bytes: u64, backing: Option<(&str, &str)>) {
-        let file = imago::file::File::create_open(StorageCreateOptions::new().filename(path)).expect("a file");
-        let mut image = Qcow2::<imago::file::File>::create_builder(file).size(bytes);
-        if let Some((name, format)) = backing {
-            image = image.backing(name.into(), format.into());
+    /// An image as `qemu-img create` makes it: header, refcount table and block, L1 table, a cluster for each.
+    pub(crate) fn create(path: &Path, bytes: u64, backing: Option<(&str, &str)>) {
+        const CLUSTER: u64 = 64 << 10;
+        let file = File::create_new(path).expect("a file");
+        let l1_entries = u32::try_from(bytes.div_ceil(CLUSTER * 8192)).expect("a small disk");
+        let (name, format) = backing.unwrap_or_default();
+        let mut extensions = Vec::new();
+        if backing.is_some() {
+            extensions.extend([&0xe279_2aca_u32.to_be_bytes()[..], &[0, 0, 0, format.len().to_le_bytes()[0]]].concat());
+            extensions.extend(format.as_bytes());
+            extensions.resize(extensions.len().next_multiple_of(8), 0);
         }
-        image.create().expect("an image");
+        extensions.extend([0; 8]);
+        let name_offset = if backing.is_some() { 104 + extensions.len() as u64 } else { 0 };
+        let mut header = b"QFI\xfb\0\0\0\x03".to_vec();
+        header.extend(name_offset.to_be_bytes());
+        header.extend(u32::try_from(name.len()).expect("a short name").to_be_bytes());
+        header.extend(16_u32.to_be_bytes());
+        header.extend(bytes.to_be_bytes());
+        header.extend([0; 4]);
+        header.extend(l1_entries.to_be_bytes());
+        header.extend((3 * CLUSTER).to_be_bytes());
+        header.extend(CLUSTER.to_be_bytes());
+        header.extend(1_u32.to_be_bytes());
+        header.extend([0; 36]);
+        header.extend(4_u32.to_be_bytes());
+        header.extend(104_u32.to_be_bytes());
+        header.extend(&extensions);
+        header.extend(name.as_bytes());
+        file.write_all_at(&header, 0).expect("a header");
+        file.write_all_at(&(2 * CLUSTER).to_be_bytes(), CLUSTER).expect("a refcount table");
+        file.write_all_at(&[0, 1, 0, 1, 0, 1, 0, 1], 2 * CLUSTER).expect("a refcount block");
+        file.set_len(3 * CLUSTER + u64::from(l1_entries) * 8).expect("an L1 table");
     }
 
     fn qcow2() -> Options {
@@ -325,6 +350,7 @@ mod images {
             ("up", "base/../secret", "raw", "outside the directory"),
             ("linked", "base/link", "raw", "outside the directory"),
             ("vmdk", "base/base.raw", "vmdk", "neither raw nor qcow2"),
+            ("unsaid", "base/base.raw", "", "neither raw nor qcow2"),
             ("folder", "base", "raw", "not a regular file"),
             ("json", "json:{\"driver\":\"file\"}", "raw", "cannot open"),
         ] {

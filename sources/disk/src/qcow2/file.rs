@@ -1,0 +1,167 @@
+//! The file of an image.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use ferry_vfs::OFlags;
+
+use crate::{lock, sys};
+
+/// Places and memory of data that bypass the page cache are whole pages: less than one could be in it, with what
+/// others write beside.
+const PAGE_BYTES: usize = 4096;
+
+/// Memory that `O_DIRECT` can use.
+pub(super) struct AlignedBuffer {
+    memory: Vec<u8>,
+    skew: usize,
+    bytes: usize,
+}
+
+impl AlignedBuffer {
+    pub(super) fn new(bytes: usize) -> Self {
+        let memory = vec![0; bytes + PAGE_BYTES];
+        let skew = memory.as_ptr().align_offset(PAGE_BYTES).min(PAGE_BYTES);
+        Self { memory, skew, bytes }
+    }
+
+    pub(super) fn bytes(&mut self) -> &mut [u8] {
+        &mut self.memory[self.skew..][..self.bytes]
+    }
+}
+
+/// A file through the page cache and, if wanted, past it. The tables of an image always go through the page cache, which
+/// is their only cache.
+pub(super) struct ImageFile {
+    cached: File,
+    direct: Option<File>,
+    syncs: Mutex<Syncs>,
+    ended: Condvar,
+}
+
+/// How often the file was synchronised.
+#[derive(Default)]
+struct Syncs {
+    begun: u64,
+    ended: u64,
+    is_running: bool,
+    /// Data are lost, and the kernel says so only once.
+    failed: bool,
+}
+
+impl ImageFile {
+    /// Takes over a file that is open and locked.
+    pub(super) fn new(cached: File, writes: bool, direct: bool) -> Self {
+        let access = OFlags::DIRECT | if writes { OFlags::RDWR } else { OFlags::RDONLY };
+        let opened = if direct { sys::open_again(&cached, access).ok() } else { None };
+        let usable = opened.filter(|fd| sys::direct_alignment(fd).is_some_and(|bytes| bytes <= PAGE_BYTES));
+        if let Some(fd) = usable.as_ref().filter(|_| writes) {
+            lock::hold(fd);
+        }
+        Self { cached, direct: usable.map(File::from), syncs: Mutex::default(), ended: Condvar::new() }
+    }
+
+    pub(super) fn bytes(&self) -> io::Result<u64> {
+        Ok(sys::bytes(&self.cached)?)
+    }
+
+    fn pick(&self, bytes: &[u8], offset: u64) -> &File {
+        let fits = bytes.len().is_multiple_of(PAGE_BYTES)
+            && offset.is_multiple_of(PAGE_BYTES as u64)
+            && bytes.as_ptr().addr().is_multiple_of(PAGE_BYTES);
+        self.direct.as_ref().filter(|_| fits).unwrap_or(&self.cached)
+    }
+
+    /// Reads data; past the end of the file are zeros.
+    pub(super) fn read(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+        let file = self.pick(bytes, offset);
+        let mut done = 0;
+        while done < bytes.len() {
+            match file.read_at(&mut bytes[done..], offset.saturating_add(done as u64)) {
+                Ok(0) => {
+                    bytes[done..].fill(0);
+                    return Ok(());
+                }
+                // A direct read ends within a page only at the end of the file.
+                Ok(count) if !count.is_multiple_of(PAGE_BYTES) && done + count < bytes.len() => {
+                    done += count;
+                    return self.read_cached(&mut bytes[done..], offset + done as u64);
+                }
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn read_cached(&self, mut bytes: &mut [u8], mut offset: u64) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match self.cached.read_at(bytes, offset) {
+                Ok(0) => {
+                    bytes.fill(0);
+                    return Ok(());
+                }
+                Ok(count) => {
+                    bytes = &mut bytes[count..];
+                    offset = offset.saturating_add(count as u64);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn write(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.pick(bytes, offset).write_all_at(bytes, offset)
+    }
+
+    /// Reads a part of a table; the file must have all of it.
+    pub(super) fn read_table(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+        self.cached.read_exact_at(bytes, offset)
+    }
+
+    pub(super) fn write_table(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.cached.write_all_at(bytes, offset)
+    }
+
+    /// Frees the space of a range that is not used any more. A file that cannot do that keeps it.
+    pub(super) fn punch(&self, offset: u64, bytes: u64) {
+        use rustix::fs::FallocateFlags;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let _ = rustix::fs::fallocate(&self.cached, flags, offset, bytes);
+    }
+
+    fn syncs(&self) -> MutexGuard<'_, Syncs> {
+        self.syncs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns when all that was written before is durable. Callers at the same time share one `fdatasync`.
+    pub(super) fn sync(&self) -> io::Result<()> {
+        let mut syncs = self.syncs();
+        let mine = syncs.begun + 1;
+        while syncs.ended < mine && !syncs.failed {
+            if syncs.is_running {
+                syncs = self.ended.wait(syncs).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            syncs.begun += 1;
+            syncs.is_running = true;
+            drop(syncs);
+            let outcome = self.cached.sync_data();
+            syncs = self.syncs();
+            syncs.is_running = false;
+            syncs.ended = syncs.begun;
+            syncs.failed |= outcome.is_err();
+            self.ended.notify_all();
+            outcome?;
+        }
+        match syncs.failed {
+            true => Err(io::Error::other("what was written before could not be made durable")),
+            false => Ok(()),
+        }
+    }
+}
