@@ -13,8 +13,8 @@ use crate::sandbox::Walls;
 pub use share::Share;
 use values::memory_mib;
 pub use values::{
-    Acl, Cache, Carrier, DaxDialect, DaxFiles, FileHandles, MigrationMode, OnMigrationError, Passthrough, Watch,
-    Window, made_tag, tag_of,
+    Acl, Cache, Carrier, DaxDialect, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough,
+    Watch, Window, made_tag, tag_of,
 };
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.

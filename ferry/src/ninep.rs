@@ -8,6 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use ferry_ninep::Identity;
 use serde::Deserialize;
 use socket2::{Domain, SockAddr, Socket, Type};
 
@@ -112,9 +113,14 @@ impl Address {
 }
 
 /// As whom 9P clients act: `client`, `only=UID,...` or `UID:GID`.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
-pub struct Users(pub ferry_ninep::Users);
+pub enum Users {
+    #[default]
+    Client,
+    Only(Vec<u32>),
+    One(u32, u32),
+}
 
 impl FromStr for Users {
     type Err = String;
@@ -124,14 +130,43 @@ impl FromStr for Users {
         // The greatest number stands for "nobody at all".
         let id = |text: &str| text.parse().ok().filter(|id| *id != u32::MAX).ok_or_else(wrong);
         if text == "client" {
-            return Ok(Self(ferry_ninep::Users::Client));
+            return Ok(Self::Client);
         }
         if let Some(list) = text.strip_prefix("only=") {
-            return Ok(Self(ferry_ninep::Users::Only(list.split(',').map(id).collect::<Result<_, _>>()?)));
+            return Ok(Self::Only(list.split(',').map(id).collect::<Result<_, _>>()?));
         }
         let (uid, gid) = text.split_once(':').ok_or_else(wrong)?;
-        Ok(Self(ferry_ninep::Users::Squash { uid: id(uid)?, gid: id(gid)? }))
+        Ok(Self::One(id(uid)?, id(gid)?))
     }
+}
+
+impl Users {
+    /// The same with the groups that users have on this host.
+    fn resolve(&self) -> Result<ferry_ninep::Users> {
+        Ok(match self {
+            Self::Client => ferry_ninep::Users::Client,
+            Self::Only(uids) => ferry_ninep::Users::Only(uids.iter().map(|uid| identity(*uid)).collect::<Result<_>>()?),
+            Self::One(uid, gid) => ferry_ninep::Users::Squash { uid: *uid, gid: *gid },
+        })
+    }
+}
+
+/// A user of this host. This process's own has the groups that the process has.
+fn identity(uid: u32) -> Result<Identity> {
+    if uid == rustix::process::geteuid().as_raw() {
+        let groups = rustix::process::getgroups().context("cannot tell the groups of this process")?;
+        let groups = groups.into_iter().map(|gid| gid.as_raw()).collect();
+        return Ok(Identity { uid, gid: rustix::process::getegid().as_raw(), groups });
+    }
+    let flag = format!("--9p-users only={uid}");
+    let found = nix::unistd::User::from_uid(uid.into()).with_context(|| format!("{flag}: cannot look up the user"))?;
+    let user = found.with_context(|| {
+        format!("{flag}: this host has no user {uid}, so it is not known which groups that one is in; write UID:GID, for one user")
+    })?;
+    let name = std::ffi::CString::new(user.name).with_context(|| format!("{flag}: the user's name has a NUL"))?;
+    let groups = nix::unistd::getgrouplist(&name, user.gid)
+        .with_context(|| format!("{flag}: cannot look up the groups of the user"))?;
+    Ok(Identity { uid, gid: user.gid.as_raw(), groups: groups.into_iter().map(nix::unistd::Gid::as_raw).collect() })
 }
 
 impl TryFrom<String> for Users {
@@ -156,40 +191,43 @@ pub struct Listening {
     bound: Option<Bound>,
     /// What clients are to be told.
     address: String,
+    /// As whom clients act. This host's users are looked up where their tables can be seen.
+    users: ferry_ninep::Users,
 }
 
 impl Listening {
     /// Makes the socket of a share that has one.
     pub fn of(share: &Share) -> Result<Option<Self>> {
         let group = share.socket_group.as_deref();
-        let listening = match &share.ninep {
-            None => return Ok(None),
-            Some(Address::Unix(path)) => {
+        let Some(address) = &share.ninep else { return Ok(None) };
+        let users = share.ninep_users.clone().unwrap_or_default().resolve()?;
+        let (listener, bound, address) = match address {
+            Address::Unix(path) => {
                 let bound = Bound::bind_for(path, group)?;
                 let address = format!("unix:{}", crate::share::shown(path));
-                Self { listener: Listener::Clients(bound.listener()?.into()), bound: Some(bound), address }
+                (Listener::Clients(bound.listener()?.into()), Some(bound), address)
             }
-            Some(Address::VhostUser(path)) => {
+            Address::VhostUser(path) => {
                 let bound = Bound::bind_for(path, group)?;
                 let address = format!("vhost-user:{}", crate::share::shown(path));
-                Self { listener: Listener::Vmm(bound.listener()?), bound: Some(bound), address }
+                (Listener::Vmm(bound.listener()?), Some(bound), address)
             }
-            Some(address @ Address::Tcp(host, port)) => {
+            Address::Tcp(host, port) => {
                 let (listener, bound) = tcp(host, *port).with_context(|| format!("cannot listen on {address}"))?;
-                Self { listener: Listener::Clients(listener.into()), bound: None, address: format!("tcp:{bound}") }
+                (Listener::Clients(listener.into()), None, format!("tcp:{bound}"))
             }
-            Some(address @ Address::Tls(host, port)) => {
+            Address::Tls(host, port) => {
                 // The files first: what is wrong with them is to be told also where the port is in use.
                 let seal = seal(share)?;
                 let (listener, bound) = tcp(host, *port).with_context(|| format!("cannot listen on {address}"))?;
-                Self { listener: Listener::Clients(seal(listener)), bound: None, address: format!("tls:{bound}") }
+                (Listener::Clients(seal(listener)), None, format!("tls:{bound}"))
             }
-            Some(address @ Address::Vsock(cid, port)) => {
+            Address::Vsock(cid, port) => {
                 let listener = vsock(*cid, *port).with_context(|| format!("cannot listen on {address}"))?;
-                Self { listener: Listener::Clients(listener), bound: None, address: address.to_string() }
+                (Listener::Clients(listener), None, address.to_string())
             }
         };
-        Ok(Some(listening))
+        Ok(Some(Self { listener, bound, address, users }))
     }
 
     /// Serves in the place of the process that made it, which goes on being the one that removes its file.
@@ -209,7 +247,7 @@ impl Listening {
         share: &Share,
         name: &str,
     ) -> Result<(ferry_ninep::Export, Option<Bound>)> {
-        let options = ferry_ninep::Options { name: name.into(), ..options(share) };
+        let options = ferry_ninep::Options { name: name.into(), ..options(share, self.users) };
         let started = match self.listener {
             Listener::Clients(listener) => ferry_ninep::Export::start(vec![listener], source, options),
             Listener::Vmm(listener) => {
@@ -225,6 +263,16 @@ impl Listening {
                 "{address} can be reached from other machines, and 9P believes whoever connects; \
                  listen on 127.0.0.1, or add --9p-remote, or use tls: with --tls-client-ca"
             ),
+            Err(error @ ferry_ninep::Error::Unchecked(_)) => {
+                anyhow::bail!(
+                    "--9p-users: {error}; leave the flag out if clients may do anything with {}",
+                    share.source.display()
+                )
+            }
+            Err(error @ ferry_ninep::Error::Users { .. }) => anyhow::bail!(
+                "--9p-users: {error}. Start it as root (without --modcaps=-setuid and -setgid), or as that user: with only=UID \
+                 its groups are let in, too"
+            ),
             other => other?,
         };
         Ok((export, self.bound))
@@ -232,7 +280,7 @@ impl Listening {
 }
 
 /// How the flags of a share have it served.
-fn options(share: &Share) -> ferry_ninep::Options {
+fn options(share: &Share, users: ferry_ninep::Users) -> ferry_ninep::Options {
     let default = ferry_ninep::Options::default();
     let seconds = |given: Option<u64>| given.map(Duration::from_secs);
     ferry_ninep::Options {
@@ -240,7 +288,7 @@ fn options(share: &Share) -> ferry_ninep::Options {
         read_only: share.read_only,
         xattr: !share.no_xattr,
         posix_acl: share.posix_acl == Acl::Always,
-        users: share.ninep_users.clone().map_or_else(ferry_ninep::Users::default, |users| users.0),
+        users,
         remote: share.ninep_remote,
         msize_max: share.ninep_msize.map_or(default.msize_max, |size| u32::try_from(size.0).unwrap_or(u32::MAX)),
         read_ahead_bytes_max: if share.ninep_no_read_ahead { 0 } else { default.read_ahead_bytes_max },
@@ -342,7 +390,7 @@ mod tests {
             let table = <Share as clap::Args>::augment_args(clap::Command::new("share"));
             let words = format!("share mem --9p unix:s {flags}");
             let matches = table.try_get_matches_from(words.split_whitespace()).expect(flags);
-            options(&Share::from_arg_matches(&matches).expect(flags))
+            options(&Share::from_arg_matches(&matches).expect(flags), ferry_ninep::Users::default())
         };
         let default = ferry_ninep::Options::default();
         let plain = of("");
@@ -357,14 +405,27 @@ mod tests {
     #[test]
     fn users_are_read() {
         for (text, users) in [
-            ("client", ferry_ninep::Users::Client),
-            ("only=0,1000", ferry_ninep::Users::Only(vec![0, 1000])),
-            ("1000:100", ferry_ninep::Users::Squash { uid: 1000, gid: 100 }),
+            ("client", Users::Client),
+            ("only=0,1000", Users::Only(vec![0, 1000])),
+            ("1000:100", Users::One(1000, 100)),
         ] {
-            assert_eq!(text.parse(), Ok(Users(users)), "{text}");
+            assert_eq!(text.parse(), Ok(users), "{text}");
         }
         for text in ["", "root", "1000", "only=", "only=a", "1:2:3", "4294967295:0", "-1:0"] {
             assert!(text.parse::<Users>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn users_have_their_groups() {
+        let own = identity(rustix::process::geteuid().as_raw()).expect("this process's own");
+        assert_eq!(own.groups.len(), rustix::process::getgroups().expect("its groups").len());
+        // Every host has these.
+        let daemon = nix::unistd::User::from_name("daemon").expect("a table").expect("in it");
+        let found = identity(daemon.uid.as_raw()).expect("its groups");
+        assert_eq!((found.uid, found.gid), (daemon.uid.as_raw(), daemon.gid.as_raw()));
+        assert!(found.groups.contains(&found.gid), "{found:?}");
+        let error = identity(4_000_000_000).expect_err("nobody").to_string();
+        assert!(error.contains("has no user 4000000000") && error.contains("write UID:GID"), "{error}");
     }
 }

@@ -7,15 +7,16 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use ferry_dir::{Dir, Ours, WatchError};
 use ferry_image::Digest;
+use ferry_isolation::Capabilities;
 use ferry_mapped::{Ids, Mapped, Xattrs};
 use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::apart::Apart;
-use crate::cli::{Acl, Cache, FileHandles, Share, Watch};
+use crate::cli::{Acl, Cache, FileHandles, MapUser, Share, Watch};
 use crate::image::registry::{self, Origin};
 use crate::remote::{self, Server};
 
@@ -129,12 +130,26 @@ struct Options {
 /// A source as the clients of a share see it.
 pub fn seen(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
     let ((uids, gids), xattrs) = (share.ids().map_err(anyhow::Error::msg)?, share.xattrmap.clone().unwrap_or_default());
+    if let (Some(user), Kind::Dir(_)) = (share.map_user, share.kind()) {
+        can_make_files_of(user)?;
+    }
     let is_same = [&uids, &gids].into_iter().all(|ids| *ids == Ids::default()) && xattrs == Xattrs::default();
     let source = if is_same { source } else { Arc::new(Mapped::new(source, uids, gids, xattrs)) };
     if share.posix_acl == Acl::Always && !source.features().posix_acl {
         bail!("--posix-acl always: {} has no POSIX ACLs, or --xattrmap renames them", share.source.display());
     }
     Ok(source)
+}
+
+/// Whether what is made in a directory can belong to this user.
+fn can_make_files_of(MapUser { uid, gid }: MapUser) -> Result<()> {
+    let (own_uid, own_gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    ensure!(
+        (uid, gid) == (own_uid, own_gid) || Capabilities::here()?.can_act_as_others(),
+        "--map-user {uid}:{gid}: what is made would belong to {own_uid}:{own_gid}, as whom this server runs, for it may not act as others \
+         (root, or CAP_SETUID and CAP_SETGID): start it as that user, or write --map-user auto"
+    );
+    Ok(())
 }
 
 impl Sources {

@@ -86,6 +86,12 @@ impl Capabilities {
         self.0.contains(CapabilitySet::SYS_ADMIN)
     }
 
+    /// Whether there is what it takes to make files that belong to other users.
+    #[must_use]
+    pub const fn can_act_as_others(self) -> bool {
+        self.0.contains(CapabilitySet::SETUID.union(CapabilitySet::SETGID))
+    }
+
     /// Those that are in both.
     #[must_use]
     pub fn and(self, other: Self) -> Self {

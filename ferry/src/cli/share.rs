@@ -329,8 +329,10 @@ pub struct Share {
     #[arg(long, value_name = "FILE", help_heading = "For 9P")]
     pub tls_client_ca: Option<PathBuf>,
 
-    /// As whom 9P clients act: client (who they say; their kernel checks permissions), only=UID,UID... (the same, but no
-    /// others), or UID:GID (all are this user, and the server checks permissions) [default: client].
+    /// As whom 9P clients act: client (who they say; their kernel checks permissions), only=UID,UID... (these users of this host
+    /// and no others, and the server checks what each may do), or UID:GID (all are this user, and the server checks) [default: client].
+    ///
+    /// The server has to be root for that, or the one user that is named.
     #[arg(id = "9p-users", long = "9p-users", value_name = "WHO", help_heading = "For 9P")]
     #[serde(rename = "9p-users")]
     pub ninep_users: Option<Users>,

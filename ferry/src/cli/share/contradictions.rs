@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use super::super::values::{Acl, Cache, FileHandles, Passthrough, Watch};
 use super::Share;
-use crate::ninep::Address;
+use crate::ninep::{Address, Users};
 use crate::remote::Server;
 use crate::size::Size;
 use crate::source::Kind;
@@ -173,6 +173,11 @@ impl Share {
             (Some(Address::VhostUser(_)), _, Some(flag)) => {
                 Some(format!("{flag} is for clients that connect, and a device has one guest: leave it out"))
             }
+            _ if matches!(self.ninep_users, Some(Users::Only(_))) && self.gives_other_numbers() => Some(
+                "9p-users only=UID names users of this host, and with map-user, translate-uid or translate-gid clients have others: \
+                 write 9p-users UID:GID, or leave the others out"
+                    .into(),
+            ),
             _ => {
                 let Size(bytes) = self.ninep_msize.filter(|size| !ferry_ninep::MSIZE.contains(&size.0))?;
                 Some(format!("9p-msize = {bytes} is not from 4K to 16M"))
@@ -229,6 +234,11 @@ impl Share {
         }
         let Size(bytes) = self.cache_size.filter(|size| size.0 < SERVER_CACHE_BYTES_MIN)?;
         Some(format!("cache-size = {bytes} is too little for {source}: give 16M or more"))
+    }
+
+    /// Whether users and groups have other numbers on the client's side.
+    fn gives_other_numbers(&self) -> bool {
+        self.map_user.is_some() || !(self.translate_uid.is_empty() && self.translate_gid.is_empty())
     }
 
     /// Whether a file is made to which others of this machine may connect.

@@ -20,7 +20,10 @@ pub struct Bench {
 
 impl Bench {
     pub fn new() -> Self {
-        let folder = tempfile::tempdir().expect("a folder can be made");
+        Self::of(tempfile::tempdir().expect("a folder can be made"))
+    }
+
+    pub fn of(folder: tempfile::TempDir) -> Self {
         fs::create_dir(folder.path().join("tree")).expect("a folder can be made");
         Self { folder }
     }
