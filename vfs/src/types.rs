@@ -245,7 +245,7 @@ pub enum LockKind {
 }
 
 /// Who holds a lock: two requests with equal owners never conflict.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LockOwner {
     /// The client; what one client calls an owner says nothing about another's.
     pub session: SessionId,

@@ -1,12 +1,8 @@
 //! The byte ranges that one owner has locked in one file.
 
-use crate::LockKind;
+use std::collections::BTreeMap;
 
-/// Whether two locks of different owners cannot be held at once.
-pub(super) fn exclude(one: LockKind, other: LockKind) -> bool {
-    use LockKind::{Read, Write};
-    matches!((one, other), (Write, Read | Write) | (Read, Write))
-}
+use crate::LockKind;
 
 /// A locked range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,58 +14,104 @@ pub(super) struct Range {
     pub(super) pid: u32,
 }
 
-/// Ranges that do not overlap, in order.
+/// How a request changes what its owner has.
+#[derive(Debug, Default)]
+pub(super) struct Change {
+    /// Ranges that are no more.
+    pub(super) old: Vec<Range>,
+    /// Ranges in their place.
+    pub(super) new: Vec<Range>,
+    /// First and last bytes of what others may lock now that could not before, perhaps; in order.
+    pub(super) freed: Vec<(u64, u64)>,
+}
+
+/// Ranges that do not overlap, by their first byte.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Ranges(Vec<Range>);
+pub(super) struct Ranges {
+    all: BTreeMap<u64, Range>,
+    /// The last bytes of the write locks among them.
+    writes: BTreeMap<u64, u64>,
+}
 
 impl Ranges {
-    /// Locks a range anew, or unlocks it, whatever it was before.
-    pub(super) fn set(&mut self, new: Range) {
+    /// Locks a range, or unlocks it, whatever it was before.
+    pub(super) fn set(&mut self, request: Range) -> Change {
         // Those that overlap it, or touch it.
-        let from = self.0.partition_point(|old| old.end.saturating_add(1) < new.start);
-        let count = self.0[from..].partition_point(|old| old.start <= new.end.saturating_add(1));
-        let near = &self.0[from..from + count];
-        let mut next = Vec::with_capacity(near.len() + 2);
-        for old in near {
-            if old.start < new.start {
-                next.push(Range { end: old.end.min(new.start - 1), ..*old });
-            }
+        let before = self.all.range(..=request.end.saturating_add(1)).rev();
+        let near = before.take_while(|(_, range)| range.end.saturating_add(1) >= request.start);
+        let mut old: Vec<Range> = near.map(|(_, range)| *range).collect();
+        old.reverse();
+        let mut new = Vec::with_capacity(old.len() + 2);
+        new.extend(old.iter().filter(|range| range.start < request.start).map(|range| {
+            let end = range.end.min(request.start - 1);
+            Range { end, ..*range }
+        }));
+        if request.kind != LockKind::Unlock {
+            new.push(request);
         }
-        if new.kind != LockKind::Unlock {
-            next.push(new);
-        }
-        for old in near {
-            if old.end > new.end {
-                next.push(Range { start: old.start.max(new.end + 1), ..*old });
-            }
-        }
+        new.extend(old.iter().filter(|range| range.end > request.end).map(|range| {
+            let start = range.start.max(request.end + 1);
+            Range { start, ..*range }
+        }));
         // Neighbours of one kind are one lock, as in the kernel.
-        next.dedup_by(|b, a| {
+        new.dedup_by(|b, a| {
             let joins = a.kind == b.kind && a.pid == b.pid && a.end.checked_add(1) == Some(b.start);
             if joins {
                 a.end = b.end;
             }
             joins
         });
-        self.0.splice(from..from + count, next);
+        let inside = old.iter().filter(|range| range.start <= request.end && range.end >= request.start);
+        let weaker = inside.filter(|range| match request.kind {
+            LockKind::Unlock => true,
+            LockKind::Read => range.kind == LockKind::Write,
+            LockKind::Write => false,
+        });
+        let freed = weaker.map(|range| (range.start.max(request.start), range.end.min(request.end))).collect();
+        // Neighbours that stay as they are.
+        let is_known = |range: &Range| self.all.get(&range.start) == Some(range);
+        let (kept, new): (Vec<Range>, Vec<Range>) = new.into_iter().partition(is_known);
+        old.retain(|range| !kept.contains(range));
+        for range in &old {
+            self.all.remove(&range.start);
+            self.writes.remove(&range.start);
+        }
+        for range in &new {
+            self.all.insert(range.start, *range);
+            if range.kind == LockKind::Write {
+                self.writes.insert(range.start, range.end);
+            }
+        }
+        Change { old, new, freed }
     }
 
-    /// The first range that another owner's request would have to wait for.
-    pub(super) fn conflict(&self, start: u64, end: u64, kind: LockKind) -> Option<&Range> {
-        let from = self.0.partition_point(|range| range.end < start);
-        self.0[from..].iter().take_while(|range| range.start <= end).find(|range| exclude(range.kind, kind))
+    /// Unlocks all.
+    pub(super) fn take(&mut self) -> Change {
+        let old: Vec<Range> = std::mem::take(self).all.into_values().collect();
+        let freed = old.iter().map(|range| (range.start, range.end)).collect();
+        Change { old, new: Vec::new(), freed }
+    }
+
+    /// Whether another owner's request would have to wait for one of these.
+    pub(super) fn excludes(&self, start: u64, end: u64, kind: LockKind) -> bool {
+        match kind {
+            LockKind::Write => self.all.range(..=end).next_back().is_some_and(|(_, range)| range.end >= start),
+            LockKind::Read => self.writes.range(..=end).next_back().is_some_and(|(_, last)| *last >= start),
+            LockKind::Unlock => false,
+        }
+    }
+
+    /// The range that begins there.
+    pub(super) fn get(&self, start: u64) -> Option<&Range> {
+        self.all.get(&start)
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.all.is_empty()
     }
 
     pub(super) fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    pub(super) fn clear(&mut self) {
-        self.0.clear();
+        self.all.len()
     }
 }
 
@@ -80,6 +122,10 @@ mod tests {
     use super::*;
 
     const BYTES: u8 = 24;
+
+    fn exclude(one: LockKind, other: LockKind) -> bool {
+        one != LockKind::Unlock && other != LockKind::Unlock && (one == LockKind::Write || other == LockKind::Write)
+    }
 
     fn kinds() -> impl Strategy<Value = LockKind> {
         prop_oneof![Just(LockKind::Read), Just(LockKind::Write), Just(LockKind::Unlock)]
@@ -93,16 +139,25 @@ mod tests {
             let mut bytes = [LockKind::Unlock; 24];
             for (a, b, kind) in steps {
                 let (start, end) = (a.min(b), a.max(b));
-                ranges.set(Range { start: start.into(), end: end.into(), kind, pid: 1 });
+                let (was, before) = (bytes, ranges.clone());
+                let change = ranges.set(Range { start: start.into(), end: end.into(), kind, pid: 1 });
                 bytes[usize::from(start)..=usize::from(end)].fill(kind);
                 for (at, expected) in bytes.iter().enumerate() {
-                    let at = at as u64;
-                    let found = ranges.0.iter().find(|range| range.start <= at && at <= range.end);
+                    let place = at as u64;
+                    let found = ranges.all.values().find(|range| range.start <= place && place <= range.end);
                     prop_assert_eq!(found.map_or(LockKind::Unlock, |range| range.kind), *expected);
-                    prop_assert_eq!(ranges.conflict(at, at, LockKind::Write).is_some(), *expected != LockKind::Unlock);
-                    prop_assert_eq!(ranges.conflict(at, at, LockKind::Read).is_some(), *expected == LockKind::Write);
+                    prop_assert_eq!(ranges.excludes(place, place, LockKind::Write), *expected != LockKind::Unlock);
+                    prop_assert_eq!(ranges.excludes(place, place, LockKind::Read), *expected == LockKind::Write);
+                    let freed = change.freed.iter().any(|(first, last)| *first <= place && place <= *last);
+                    let allows = |kind| [LockKind::Read, LockKind::Write].map(|asked| !exclude(kind, asked));
+                    let more = allows(was[at]).iter().zip(allows(*expected)).any(|(was, is)| !was && is);
+                    prop_assert_eq!(freed, more, "{}", place);
                 }
-                for pair in ranges.0.windows(2) {
+                let mut again: Vec<Range> = before.all.values().filter(|range| !change.old.contains(range)).copied().collect();
+                again.extend(&change.new);
+                again.sort_by_key(|range| range.start);
+                prop_assert_eq!(&again, &ranges.all.values().copied().collect::<Vec<_>>());
+                for pair in again.windows(2) {
                     prop_assert!(pair[0].end < pair[1].start);
                     prop_assert!(pair[0].kind != pair[1].kind || pair[0].end + 1 < pair[1].start);
                 }
@@ -116,8 +171,9 @@ mod tests {
         let mut ranges = Ranges::default();
         ranges.set(Range { start: 0, end, kind: LockKind::Write, pid: 1 });
         ranges.set(Range { start: 10, end, kind: LockKind::Unlock, pid: 1 });
-        assert_eq!(ranges.0, [Range { start: 0, end: 9, kind: LockKind::Write, pid: 1 }]);
+        let left = Range { start: 0, end: 9, kind: LockKind::Write, pid: 1 };
+        assert_eq!(ranges.all.values().collect::<Vec<_>>(), [&left]);
         ranges.set(Range { start: 0, end, kind: LockKind::Unlock, pid: 1 });
-        assert!(ranges.is_empty());
+        assert_eq!(ranges, Ranges::default());
     }
 }

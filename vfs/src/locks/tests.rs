@@ -4,6 +4,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
 
 use super::*;
+use crate::locks::inode::InodeLocks;
 
 /// Somebody else: what is in the way of whom, and what was asked for.
 #[derive(Debug, Default)]
@@ -95,13 +96,9 @@ impl Fixture {
 
     /// How many things there are that locks hang on.
     fn owners(&self) -> usize {
-        let counts =
-            self.locks.shard(INO).get(&INO).map_or((0, 0), |locks| {
-                (locks.owners.len(), locks.owners.values().map(|owner| owner.ranges.len()).sum())
-            });
-        let sessions = lock(&self.locks.sessions);
-        let counted = sessions.get(&self.cx.session).map_or((0, 0), |counts| (counts.owners, counts.ranges));
-        assert_eq!(counted, counts);
+        let counts = self.locks.shard(INO).inodes.get(&INO).map_or((0, 0), InodeLocks::counts);
+        let counted = self.locks.registry().of(self.cx.session);
+        assert_eq!((counted.owners, counted.ranges), counts);
         counts.0
     }
 
@@ -113,9 +110,8 @@ impl Fixture {
     #[track_caller]
     fn assert_nothing_left(&self) {
         assert_eq!(self.locks.inodes.load(Ordering::Relaxed), 0);
-        assert_eq!(self.locks.waiting.load(Ordering::Relaxed), 0);
-        assert!(lock(&self.locks.sessions).is_empty());
-        assert!(self.locks.shards.iter().all(|shard| lock(shard).is_empty()));
+        assert!(self.locks.registry().is_empty());
+        assert!(self.locks.shards.iter().all(|shard| lock(shard).inodes.is_empty() && lock(shard).waiting.is_empty()));
     }
 }
 
@@ -170,19 +166,22 @@ fn somebody_else_is_asked_when_nothing_here_is_in_the_way_and_told_of_every_end(
     f.assert_nothing_left();
 }
 
+/// As on Linux: a failed conversion loses the lock, and that lets the waiter go on.
 #[test]
-fn a_waiter_that_loses_its_flock_lets_others_go_on() {
+fn a_lost_flock_lets_a_waiter_of_another_handle_go_on() {
     let f = Fixture::default();
     let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
     assert_eq!(f.set(one, &flock(LockKind::Read)), Ok(Locked::Done));
     let upgrade = f.wait(other, &flock(LockKind::Write));
-    // By another thread, while the first waits: the next try to upgrade takes it away again.
+    // By another thread, while the first waits.
     assert_eq!(f.set(other, &flock(LockKind::Read)), Ok(Locked::Done));
-    assert_eq!(f.set(one, &flock(LockKind::Write)), Ok(Locked::Done));
     assert!(upgrade.try_recv().is_err());
-    f.release(one);
+    assert_eq!(f.set(one, &flock(LockKind::Write)), Err(Errno::AGAIN));
     assert_eq!(upgrade.try_recv(), Ok(Ok(())));
+    assert_eq!(f.set(one, &flock(LockKind::Read)), Err(Errno::AGAIN));
     f.release(other);
+    assert_eq!(f.set(one, &flock(LockKind::Write)), Ok(Locked::Done));
+    f.release(one);
     f.assert_nothing_left();
 }
 
@@ -312,10 +311,10 @@ fn a_session_has_so_many_owners_and_others_have_theirs() {
         let request = Lock { start: id, end: id, ..posix(kind, id) };
         f.locks.set(&f.handles, &f.cx, at, &request, None, own)
     };
-    for index in 0..OWNERS_MAX {
+    for index in 0..OWNERS.session_max {
         assert_eq!(set(files[index % files.len()], index as u64, LockKind::Write), Ok(Locked::Done));
     }
-    let one_more = OWNERS_MAX as u64;
+    let one_more = OWNERS.session_max as u64;
     assert_eq!(set(files[0], one_more, LockKind::Write), Err(Errno::NOLCK));
     let stranger = Caller { session: SessionId::unique(), ..f.cx };
     let theirs = open(stranger.session, Ino(1));
@@ -341,7 +340,7 @@ fn a_session_has_so_many_owners_and_others_have_theirs() {
 fn a_session_has_no_more_ranges_than_it_may_in_all() {
     let f = Fixture::default();
     let file = f.open(OFlags::RDWR, false);
-    let owners = (SESSION_RANGES_MAX / RANGES_MAX) as u64;
+    let owners = (RANGES.session_max / RANGES_MAX) as u64;
     let one = |id, start| Lock { start, end: start, ..posix(LockKind::Read, id) };
     for id in 1..=owners {
         for number in 0..RANGES_MAX as u64 {
@@ -355,5 +354,52 @@ fn a_session_has_no_more_ranges_than_it_may_in_all() {
     f.locks.drop_owner(INO, f.cx.session, 2);
     assert_eq!(f.set(file, &one(owners + 1, 2)), Ok(Locked::Done));
     f.release(file);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn no_session_leaves_others_without_locks() {
+    let bound = registry::Bound { session_max: 60, all_max: 100 };
+    let mut registry = Registry::default();
+    let mut most = |session: SessionId| {
+        let mut count = 0;
+        while registry.add(session, bound, |counts| &mut counts.ranges).is_ok() {
+            count += 1;
+        }
+        count
+    };
+    let sessions: Vec<SessionId> = (0..5).map(|_| SessionId::unique()).collect();
+    assert_eq!(sessions.iter().map(|session| most(*session)).collect::<Vec<_>>(), [50, 25, 13, 6, 3]);
+}
+
+#[test]
+fn an_owner_waits_with_a_bounded_number_of_requests() {
+    let f = Fixture::default();
+    let handle = f.open(OFlags::RDWR, false);
+    assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(Locked::Done));
+    let waiting: Vec<_> = (0..OWNER_WAITERS_MAX).map(|_| f.wait(handle, &posix(LockKind::Write, 2))).collect();
+    let waiter = Some(Waiter::new(|_| panic!("it was refused")));
+    let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
+    let refused = f.locks.set(&f.handles, &f.cx, (INO, handle), &posix(LockKind::Write, 2), waiter, own);
+    assert_eq!(refused, Err(Errno::NOLCK));
+    f.release(handle);
+    assert!(waiting.iter().all(|waiting| waiting.try_recv() == Ok(Err(Errno::INTR))));
+    f.assert_nothing_left();
+}
+
+/// Those that host processes are in the way of are tried in turn: one for each range and kind.
+#[test]
+fn what_somebody_else_refuses_is_asked_for_once_for_all_that_want_it() {
+    let f = Fixture::default();
+    let handle = f.open(OFlags::RDWR, false);
+    f.host.holds.store(true, Ordering::Relaxed);
+    let waiting: Vec<_> = (1..=100).map(|id| f.wait(handle, &posix(LockKind::Read, id))).collect();
+    f.host.asked();
+    assert!(f.locks.retry());
+    assert_eq!(f.host.asked(), [(LockKind::Read, false)]);
+    f.host.holds.store(false, Ordering::Relaxed);
+    assert!(!f.locks.retry());
+    assert!(waiting.iter().all(|waiting| waiting.try_recv() == Ok(Ok(()))));
+    f.release(handle);
     f.assert_nothing_left();
 }

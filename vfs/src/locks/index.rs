@@ -1,0 +1,189 @@
+//! Who has locked what in one file: the ranges of all owners, to find one that is in the way.
+
+use super::ranges::Range;
+use super::tree::{Item, Link, Tree};
+use crate::{LockKind, LockOwner};
+
+/// A range that somebody has locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    pub(super) owner: LockOwner,
+    pub(super) start: u64,
+    /// Inclusive.
+    pub(super) end: u64,
+    pub(super) is_write: bool,
+}
+
+/// How far ranges reach: the farthest end with its owner, and the farthest end of other owners. Ends are exclusive; 0 is none.
+#[derive(Clone, Copy, Debug)]
+struct Reach {
+    end: u64,
+    owner: LockOwner,
+    others_end: u64,
+}
+
+impl Reach {
+    fn none(owner: LockOwner) -> Self {
+        Self { end: 0, owner, others_end: 0 }
+    }
+
+    fn join(&self, other: &Self) -> Self {
+        let (far, near) = if self.end >= other.end { (self, other) } else { (other, self) };
+        let others_end = if near.owner == far.owner { near.others_end } else { near.end };
+        Self { others_end: far.others_end.max(others_end), ..*far }
+    }
+
+    /// The farthest end of those that are not `except`'s.
+    fn without(&self, except: Option<LockOwner>) -> u64 {
+        if except == Some(self.owner) { self.others_end } else { self.end }
+    }
+}
+
+/// The reach of all locks and of write locks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reaches {
+    all: Reach,
+    writes: Reach,
+}
+
+impl Item for Held {
+    type Key = (u64, LockOwner);
+    type Sum = Reaches;
+
+    fn key(&self) -> Self::Key {
+        (self.start, self.owner)
+    }
+
+    fn sum(&self) -> Reaches {
+        let none = Reach::none(self.owner);
+        let all = Reach { end: self.end.saturating_add(1), ..none };
+        Reaches { all, writes: if self.is_write { all } else { none } }
+    }
+
+    fn join(one: &Reaches, other: &Reaches) -> Reaches {
+        Reaches { all: one.all.join(&other.all), writes: one.writes.join(&other.writes) }
+    }
+}
+
+/// What is looked for: a lock that a request of a kind would have to wait for, that begins at `start_max` or before, and ends
+/// at `end_min` or behind.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Query {
+    pub(super) start_max: u64,
+    pub(super) end_min: u64,
+    pub(super) kind: LockKind,
+    /// Whose locks do not count.
+    pub(super) except: Option<LockOwner>,
+}
+
+impl Query {
+    fn reaches(&self, sum: &Reaches) -> bool {
+        let reach = match self.kind {
+            LockKind::Read => &sum.writes,
+            LockKind::Write => &sum.all,
+            LockKind::Unlock => return false,
+        };
+        reach.without(self.except) > self.end_min
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Index(Tree<Held>);
+
+impl Index {
+    /// An owner has other ranges than before.
+    pub(super) fn replace(&mut self, owner: LockOwner, old: &[Range], new: &[Range]) {
+        for range in old {
+            self.0.remove((range.start, owner));
+        }
+        for &Range { start, end, kind, .. } in new {
+            self.0.insert(Held { owner, start, end, is_write: kind == LockKind::Write });
+        }
+    }
+
+    /// The first lock that is looked for.
+    pub(super) fn find(&self, query: &Query) -> Option<Held> {
+        let mut at = self.0.root();
+        while let Some(node) = self.0.node(at) {
+            if !query.reaches(&node.sum) {
+                return None;
+            }
+            let before = self.0.node(node.left);
+            at = if node.item.start > query.start_max || before.is_some_and(|before| query.reaches(&before.sum)) {
+                node.left
+            } else if query.reaches(&node.item.sum()) {
+                return Some(node.item);
+            } else {
+                node.right
+            };
+        }
+        None
+    }
+
+    /// All locks that are looked for; `None` if there are more than `count_max`.
+    pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<Held>> {
+        let mut found = Vec::new();
+        self.collect(query, self.0.root(), count_max, &mut found).then_some(found)
+    }
+
+    fn collect(&self, query: &Query, at: Link, count_max: usize, found: &mut Vec<Held>) -> bool {
+        let Some(node) = self.0.node(at) else { return true };
+        if !query.reaches(&node.sum) {
+            return true;
+        }
+        if !self.collect(query, node.left, count_max, found) {
+            return false;
+        }
+        if node.item.start > query.start_max {
+            return true;
+        }
+        if query.reaches(&node.item.sum()) {
+            if found.len() == count_max {
+                return false;
+            }
+            found.push(node.item);
+        }
+        self.collect(query, node.right, count_max, found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::SessionId;
+
+    fn owner(id: u64) -> LockOwner {
+        LockOwner { session: SessionId::default(), id }
+    }
+
+    proptest! {
+        /// Against a look at all of them. Ranges may overlap here as no lock table lets them.
+        #[test]
+        fn finds_what_a_list_has(
+            held in prop::collection::btree_map((0..20_u64, 0..4_u64), (0..10_u64, any::<bool>()), 0..40),
+            queries in prop::collection::vec((0..24_u64, 0..24_u64, any::<bool>(), prop::option::of(0..4_u64)), 1..40),
+        ) {
+            let mut index = Index::default();
+            let all: Vec<Held> = held.into_iter().map(|((start, id), (len, is_write))| {
+                Held { owner: owner(id), start, end: start + len, is_write }
+            }).collect();
+            all.iter().for_each(|held| index.0.insert(*held));
+            for (start_max, end_min, writes, except) in queries {
+                let kind = if writes { LockKind::Write } else { LockKind::Read };
+                let except = except.map(owner);
+                let matches = |held: &&Held| {
+                    held.start <= start_max && held.end >= end_min && Some(held.owner) != except && (writes || held.is_write)
+                };
+                let expected: Vec<Held> = all.iter().filter(matches).copied().collect();
+                let query = Query { start_max, end_min, kind, except };
+                prop_assert_eq!(index.find(&query), expected.first().copied());
+                prop_assert_eq!(index.find_all(&query, expected.len()), Some(expected.clone()));
+                if let Some(fewer) = expected.len().checked_sub(1) {
+                    prop_assert_eq!(index.find_all(&query, fewer), None);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! The locks of one file.
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
+
+use super::index::{Held, Index, Query};
+use super::ranges::{Change, Range, Ranges};
+use super::waiting::{Parked, Search, Waiters};
+use super::{END, LINKS, Lockable, Locks, OWNER_WAITERS_MAX, OWNERS, RANGES, RANGES_MAX, WAITERS};
+use crate::{Errno, Handle, Ino, Lock, LockKind, LockOwner, Result, Waiter};
+
+/// Waiters whose fate is known, to be told when no lock is held.
+pub(super) type Outcomes = Vec<(Waiter, Result<()>)>;
+
+/// What an owner has locked in one file.
+#[derive(Debug)]
+struct Owner<O> {
+    own: O,
+    ranges: Ranges,
+    /// The handles through which it locked: when all are gone, so are its locks, even if no flush told so.
+    handles: HashSet<Handle>,
+}
+
+/// The locks of one file, and what waits for them.
+#[derive(Debug)]
+pub(super) struct InodeLocks<T: Lockable> {
+    ino: Ino,
+    owners: HashMap<LockOwner, Owner<T::Owner>>,
+    /// The ranges of all owners.
+    index: Index,
+    /// The owners that locked through a handle.
+    by_handle: HashMap<Handle, HashSet<LockOwner>>,
+    /// flock locks; their owner is the handle.
+    flocks: HashMap<Handle, LockKind>,
+    /// The handle with the write lock among them.
+    flock_writer: Option<Handle>,
+    waiters: Waiters<T>,
+    /// Ranges that were unlocked, for [`Self::settle`].
+    freed: Vec<(u64, u64)>,
+    /// Owners that may have nothing any more, and wait for nothing: for [`Self::drop_idle`].
+    lapsed: Vec<LockOwner>,
+    /// Who unlocked something last. He stays, whatever is left to him, as long as he has the file open: databases lock and
+    /// unlock again and again, and what their locks hang on need not be made each time.
+    spared: Option<LockOwner>,
+}
+
+impl<T: Lockable> InodeLocks<T> {
+    pub(super) fn new(ino: Ino) -> Self {
+        Self {
+            ino,
+            owners: HashMap::new(),
+            index: Index::default(),
+            by_handle: HashMap::new(),
+            flocks: HashMap::new(),
+            flock_writer: None,
+            waiters: Waiters::default(),
+            freed: Vec::new(),
+            lapsed: Vec::new(),
+            spared: None,
+        }
+    }
+
+    pub(super) fn is_unused(&self) -> bool {
+        self.owners.is_empty() && self.flocks.is_empty() && self.waiters.is_empty()
+    }
+
+    /// Owners, and their ranges.
+    #[cfg(test)]
+    pub(super) fn counts(&self) -> (usize, usize) {
+        (self.owners.len(), self.owners.values().map(|owner| owner.ranges.len()).sum())
+    }
+
+    pub(super) fn has_waiters(&self) -> bool {
+        !self.waiters.is_empty()
+    }
+
+    /// What an owner's locks hang on.
+    pub(super) fn owner(&self, owner: LockOwner) -> Option<&T::Owner> {
+        self.owners.get(&owner).map(|state| &state.own)
+    }
+
+    /// The first POSIX lock that is looked for.
+    pub(super) fn find(&self, query: &Query) -> Option<Lock> {
+        let Held { owner, start, end, .. } = self.index.find(query)?;
+        let range = self.owners.get(&owner)?.ranges.get(start)?;
+        Some(Lock { kind: range.kind, owner, start, end, pid: range.pid, flock: false })
+    }
+
+    /// All POSIX locks that are looked for; `None` if there are more than `count_max`.
+    pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<Held>> {
+        self.index.find_all(query, count_max)
+    }
+
+    /// Whether a lock of one owner is in the way of another's request.
+    pub(super) fn excludes(&self, owner: LockOwner, request: &Lock) -> bool {
+        let state = self.owners.get(&owner).filter(|_| owner != request.owner);
+        state.is_some_and(|state| state.ranges.excludes(request.start, request.end, request.kind))
+    }
+
+    /// A request that waits.
+    pub(super) fn waiter(&self, number: u64) -> Option<&Parked<T>> {
+        self.waiters.get(number)
+    }
+
+    /// Finds or makes the owner of a request for a POSIX lock. Returns whether there is anything to do for it.
+    pub(super) fn prepare_owner(
+        &mut self,
+        all: &Locks<T>,
+        handle: Handle,
+        request: &Lock,
+        make: impl FnOnce() -> Result<T::Owner>,
+    ) -> Result<bool> {
+        let (id, session) = (request.owner, request.owner.session);
+        let owner = match self.owners.entry(id) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(_) if request.kind == LockKind::Unlock => return Ok(false),
+            Entry::Vacant(new) => {
+                all.registry().add(session, OWNERS, |counts| &mut counts.owners)?;
+                let own = make().inspect_err(|_| all.registry().change(session, |counts| &mut counts.owners, 1, 0))?;
+                new.insert(Owner { own, ranges: Ranges::default(), handles: HashSet::new() })
+            }
+        };
+        let lapsed = match request.kind {
+            LockKind::Unlock => self.spared.replace(id).filter(|before| *before != id),
+            _ => Some(id),
+        };
+        self.lapsed.extend(lapsed);
+        if request.kind != LockKind::Unlock && !owner.handles.contains(&handle) {
+            all.registry().add(session, LINKS, |counts| &mut counts.links)?;
+            owner.handles.insert(handle);
+            self.by_handle.entry(handle).or_default().insert(id);
+        }
+        Ok(true)
+    }
+
+    /// Takes, changes or gives up a lock if nothing is in the way. [`Self::settle`] is to be called afterwards.
+    pub(super) fn attempt(&mut self, all: &Locks<T>, open: &T, handle: Handle, lock: &Lock) -> Result<()> {
+        match lock.flock {
+            true => self.attempt_flock(open, handle, lock.kind),
+            false => self.attempt_posix(all, lock),
+        }
+    }
+
+    fn attempt_posix(&mut self, all: &Locks<T>, lock: &Lock) -> Result<()> {
+        if self.index.find(&Query::of(lock)).is_some() {
+            return Err(Errno::AGAIN);
+        }
+        let owner = self.owners.get_mut(&lock.owner).ok_or(Errno::NOLCK)?;
+        // Unlocking the middle of a range makes two of it, so the bound may be passed by as many.
+        let is_full = || !all.registry().has_room(lock.owner.session, RANGES, |counts| &mut counts.ranges);
+        if lock.kind != LockKind::Unlock && (owner.ranges.len() >= RANGES_MAX || is_full()) {
+            return Err(Errno::NOLCK);
+        }
+        T::set_posix(&owner.own, lock)?;
+        let change = owner.ranges.set(Range { start: lock.start, end: lock.end, kind: lock.kind, pid: lock.pid });
+        self.changed(all, lock.owner, change);
+        Ok(())
+    }
+
+    fn changed(&mut self, all: &Locks<T>, owner: LockOwner, change: Change) {
+        let Change { old, new, freed } = change;
+        self.index.replace(owner, &old, &new);
+        all.registry().ranges_changed(owner, old.len(), new.len());
+        self.freed.extend(freed);
+    }
+
+    /// As on Linux, one that asks for another kind loses what it had even if it must wait then.
+    fn attempt_flock(&mut self, open: &T, handle: Handle, kind: LockKind) -> Result<()> {
+        if self.flocks.get(&handle).copied().unwrap_or(LockKind::Unlock) == kind {
+            return Ok(());
+        }
+        let had = self.forget_flock(handle);
+        let is_taken = match kind {
+            LockKind::Unlock => false,
+            LockKind::Read => self.flock_writer.is_some(),
+            LockKind::Write => !self.flocks.is_empty(),
+        };
+        if is_taken {
+            if had {
+                open.set_flock(LockKind::Unlock)?;
+            }
+            return Err(Errno::AGAIN);
+        }
+        open.set_flock(kind)?;
+        if kind != LockKind::Unlock {
+            self.flocks.insert(handle, kind);
+        }
+        if kind == LockKind::Write {
+            self.flock_writer = Some(handle);
+        }
+        Ok(())
+    }
+
+    /// A handle has no flock lock any more; returns whether it had one.
+    fn forget_flock(&mut self, handle: Handle) -> bool {
+        self.flock_writer = self.flock_writer.filter(|writer| *writer != handle);
+        self.flocks.remove(&handle).is_some()
+    }
+
+    /// Parks a request, or returns its waiter if too many wait.
+    pub(super) fn park(&mut self, all: &Locks<T>, number: u64, parked: Parked<T>) -> std::result::Result<(), Waiter> {
+        let (session, lock) = (parked.lock.owner.session, parked.lock);
+        let mut registry = all.registry();
+        if self.waiters.count_of(parked.handle, &lock) >= OWNER_WAITERS_MAX
+            || registry.add(session, WAITERS, |counts| &mut counts.waiters).is_err()
+        {
+            return Err(parked.waiter);
+        }
+        let is_foreign = match lock.flock {
+            true => self.flock_writer.is_none() && (lock.kind == LockKind::Read || self.flocks.is_empty()),
+            false => {
+                registry.begin_wait(lock.owner, (self.ino, number));
+                !parked.is_blocked(&self.index)
+            }
+        };
+        self.waiters.insert(number, parked, is_foreign);
+        Ok(())
+    }
+
+    /// A request is parked no more.
+    pub(super) fn unpark(&mut self, all: &Locks<T>, number: u64) -> Option<Waiter> {
+        let parked = self.waiters.remove(number)?;
+        Some(self.unparked(all, number, parked))
+    }
+
+    fn unparked(&mut self, all: &Locks<T>, number: u64, parked: Parked<T>) -> Waiter {
+        let owner = parked.lock.owner;
+        let mut registry = all.registry();
+        registry.change(owner.session, |counts| &mut counts.waiters, 1, 0);
+        if !parked.lock.flock {
+            registry.end_wait(owner, (self.ino, number));
+            self.lapsed.push(owner);
+        }
+        parked.waiter
+    }
+
+    /// Forgets some of the requests whose clients wait no more: they were answered already.
+    pub(super) fn sweep(&mut self, all: &Locks<T>, count_max: usize) {
+        for number in self.waiters.sweep(count_max) {
+            if let Some(waiter) = self.unpark(all, number) {
+                waiter.dismiss();
+            }
+        }
+    }
+
+    /// Tries a request that waits. Returns whether it waits no more; it is in the trees of places until they are tidied.
+    fn attempt_parked(&mut self, all: &Locks<T>, number: u64, outcomes: &mut Outcomes) -> bool {
+        let Some(parked) = self.waiters.get(number) else { return false };
+        let (open, handle, lock) = (parked.open.clone(), parked.handle, parked.lock);
+        let outcome = match parked.waiter.is_waiting() {
+            true => Some(self.attempt(all, &open, handle, &lock)),
+            false => None,
+        };
+        if outcome == Some(Err(Errno::AGAIN)) {
+            self.waiters.set_foreign(number);
+            return false;
+        }
+        let Some(parked) = self.waiters.take(number) else { return false };
+        let waiter = self.unparked(all, number, parked);
+        match outcome {
+            Some(outcome) => outcomes.push((waiter, outcome)),
+            None => waiter.dismiss(),
+        }
+        true
+    }
+
+    /// Grants what waits and can go on since something was unlocked.
+    pub(super) fn settle(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
+        self.settle_flocks(all, outcomes);
+        let mut search = Search::default();
+        loop {
+            search.add(std::mem::take(&mut self.freed), &self.waiters);
+            let Some(number) = search.next(&self.waiters, &self.index) else { break };
+            self.attempt_parked(all, number, outcomes);
+        }
+        self.waiters.tidy();
+    }
+
+    fn settle_flocks(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
+        // What somebody else keeps one reader from getting he keeps all from getting, and writers as well.
+        let mut reads_too = true;
+        while let Some(number) = self.waiters.next_flock(&self.flocks, self.flock_writer, reads_too) {
+            let kind = self.waiters.get(number).map(|parked| parked.lock.kind);
+            if self.attempt_parked(all, number, outcomes) {
+                continue;
+            }
+            if kind == Some(LockKind::Read) || !reads_too {
+                break;
+            }
+            reads_too = false;
+        }
+    }
+
+    /// Tries again what somebody else was in the way of: one request of those that ask for the same.
+    pub(super) fn retry(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
+        let mut refused = HashSet::new();
+        for number in self.waiters.foreign() {
+            let Some(parked) = self.waiters.get(number) else { continue };
+            let Lock { start, end, kind, flock, .. } = parked.lock;
+            let same = (start, end, kind == LockKind::Write, flock);
+            if !refused.contains(&same) && !self.attempt_parked(all, number, outcomes) {
+                refused.insert(same);
+            }
+        }
+        self.waiters.tidy();
+        self.settle(all, outcomes);
+    }
+
+    /// Ends an owner's locks.
+    pub(super) fn drop_owner(&mut self, all: &Locks<T>, owner: LockOwner) {
+        let Some(state) = self.owners.get_mut(&owner) else { return };
+        if !state.ranges.is_empty() {
+            let unlock = Lock { kind: LockKind::Unlock, owner, start: 0, end: END, pid: 0, flock: false };
+            // Nobody is there to be told of an error.
+            let _ = T::set_posix(&state.own, &unlock);
+            let change = state.ranges.take();
+            self.changed(all, owner, change);
+        }
+        self.lapsed.push(owner);
+    }
+
+    /// Ends what came through a handle. Returns the waiters.
+    pub(super) fn drop_handle(&mut self, all: &Locks<T>, handle: Handle, open: &T) -> Vec<Waiter> {
+        let mut ended = Vec::new();
+        for number in self.waiters.of_handle(handle) {
+            ended.extend(self.unpark(all, number));
+        }
+        if self.forget_flock(handle) {
+            // Nobody is there to be told of an error.
+            let _ = open.set_flock(LockKind::Unlock);
+        }
+        for owner in self.by_handle.remove(&handle).into_iter().flatten() {
+            all.registry().change(owner.session, |counts| &mut counts.links, 1, 0);
+            let Some(state) = self.owners.get_mut(&owner) else { continue };
+            state.handles.remove(&handle);
+            if state.handles.is_empty() {
+                self.drop_owner(all, owner);
+            }
+        }
+        ended
+    }
+
+    /// Forgets the owners that have nothing any more and wait for nothing, with what their locks hung on.
+    pub(super) fn drop_idle(&mut self, all: &Locks<T>) {
+        for owner in std::mem::take(&mut self.lapsed) {
+            let is_idle = |state: &Owner<T::Owner>| state.ranges.is_empty() && !self.waiters.has_of(owner);
+            if !self.owners.get(&owner).is_some_and(is_idle) {
+                continue;
+            }
+            let Some(state) = self.owners.remove(&owner) else { continue };
+            let mut registry = all.registry();
+            registry.change(owner.session, |counts| &mut counts.owners, 1, 0);
+            registry.change(owner.session, |counts| &mut counts.links, state.handles.len(), 0);
+            for handle in state.handles {
+                if let Some(owners) = self.by_handle.get_mut(&handle) {
+                    owners.remove(&owner);
+                    if owners.is_empty() {
+                        self.by_handle.remove(&handle);
+                    }
+                }
+            }
+        }
+    }
+}
