@@ -42,6 +42,8 @@ mod tree;
 
 use ferry_vfs::Errno;
 
+use self::tree::space::INODE_BYTES;
+
 pub use tmpfs::Tmpfs;
 pub use tree::{Limits, Replay, ReplayError, Snapshot, Tree, TreeUsage};
 
@@ -54,7 +56,9 @@ pub struct Options {
     /// The most that files' data may take, rounded up to whole pages; `None` for half of the machine's memory, as tmpfs
     /// does.
     pub size_bytes: Option<u64>,
-    /// The most inodes; `None` for one for each two pages of memory, as tmpfs does.
+    /// The most inodes; `None` for one for each two pages of memory, as tmpfs does, but no more than one for each KiB of the size.
+    /// Names after the first, long targets of symbolic links and extended attributes count, too, by 1024 bytes to an inode, as
+    /// in tmpfs: so all of these together take no more than the data may.
     pub inodes_max: Option<u64>,
     /// Use huge pages where a file is large enough for one.
     pub huge: bool,
@@ -122,11 +126,14 @@ impl Tree<Tmpfs> {
         if !(SIZE_BYTES_MIN..=i64::MAX.unsigned_abs()).contains(&size_bytes) {
             return Err(Error::Size(size_bytes));
         }
-        let inodes_max = options.inodes_max.unwrap_or(memory_bytes / 4096 / 2);
+        let by_memory = memory_bytes / 4096 / 2;
+        let inodes_max = options.inodes_max.unwrap_or(by_memory.min(size_bytes / INODE_BYTES).max(INODES_MIN));
         if inodes_max < INODES_MIN {
             return Err(Error::Inodes(inodes_max));
         }
         let store = Tmpfs::new(options, size_bytes)?;
-        Replay::new(store, Limits { inodes_max, read_only: options.read_only }).finish().map_err(Error::Tree)
+        let metadata_bytes_max = inodes_max.saturating_mul(INODE_BYTES);
+        let limits = Limits { inodes_max, metadata_bytes_max, read_only: options.read_only };
+        Replay::new(store, limits).finish().map_err(Error::Tree)
     }
 }

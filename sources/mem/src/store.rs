@@ -26,6 +26,7 @@ use std::sync::Arc;
 
 use ferry_vfs::{Backing, Data, FallocateFlags, FileId, Ino, Input, Name, Output, Result, Seek, Timespec};
 
+use crate::machine::coarse_time;
 use crate::tree::Tree;
 
 /// The attributes of an inode that are the tree's to keep (size and blocks are the store's).
@@ -189,6 +190,13 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
 
     /// Whether [`Usage::times`] always are the store's.
     const KEEPS_TIMES: bool = false;
+
+    /// The clock that changes of the tree are stamped by. Where the kernel stamps data files it is the kernel's, or times of one tree
+    /// would run backwards from one change to the next; elsewhere it is the finest there is, so that a change is never before
+    /// a clock that was read before it, nor before a change of another inode.
+    fn now() -> Timespec {
+        if Self::KEEPS_TIMES { coarse_time() } else { Timespec::now() }
+    }
 
     /// Takes down a change that is about to be made. An error (`NOSPC`, `IO`) refuses it.
     ///

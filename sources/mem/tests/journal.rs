@@ -23,7 +23,7 @@ struct Recorder {
     removed: Mutex<Vec<Ino>>,
 }
 
-const LIMITS: Limits = Limits { inodes_max: 1000, read_only: false };
+const LIMITS: Limits = Limits { inodes_max: 1000, metadata_bytes_max: 1 << 30, read_only: false };
 
 impl Store for Recorder {
     type File = Bytes;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferry_mem::pmem::{OpenError, Options, PMem, Severity, fsck, open};
-use ferry_vfs::{Data, Errno, FallocateFlags, FileSystem, Ino, New, OFlags, Seek, SetAttr};
+use ferry_vfs::{Data, Errno, FallocateFlags, FileSystem, Ino, New, OFlags, Seek, SetAttr, Timespec};
 use pmem_common::{Random, at, close, cx, get, get_all, name, put, walk};
 
 const IMAGE_BYTES: u64 = 8 << 20;
@@ -500,4 +500,31 @@ fn writers_on_different_cpus_write_to_different_parts() {
     let [first, second, third] = [(0, "a"), (1, "b"), (0, "c")].map(|(cpu, file)| place_of(cpu, file));
     assert!(second.abs_diff(first) >= part * 9 / 10, "both are in one part: {first}, {second}, parts of {part}");
     assert!(third.abs_diff(first) < part / 10, "not in one part: {first}, {third}, parts of {part}");
+}
+
+/// As xfstests' generic/423 wants it.
+#[test]
+fn no_time_is_before_one_of_an_earlier_change_or_a_clock_read_before_it() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let new = New { mode: 0o644, ..New::default() };
+    for round in 0..200 {
+        let before = Timespec::now();
+        let file = format!("file{round}");
+        let (entry, handle) = fs.create(&cx(), Ino::ROOT, name(file.as_bytes()), &new, OFlags::RDWR).unwrap();
+        let ino = entry.ino;
+        // Each of them moves the time.
+        for number in 0..20 {
+            write(&fs, ino, handle, number * 1024, &[1; 1024]);
+        }
+        let file = fs.getattr(&cx(), ino, None).unwrap();
+        let link = format!("link{round}");
+        let link = fs.symlink(&cx(), Ino::ROOT, name(link.as_bytes()), b"nowhere").unwrap().attr;
+        let dir = fs.getattr(&cx(), Ino::ROOT, None).unwrap();
+        let (file_btime, link_btime) = (file.btime.unwrap(), link.btime.unwrap());
+        let order = [before, file_btime, file.mtime, link_btime, dir.mtime, Timespec::now()];
+        assert!(order.is_sorted(), "{round}: {order:?}");
+        assert!(file.mtime <= file.ctime && link.mtime == link_btime);
+        close(&fs, ino, handle);
+    }
 }

@@ -216,7 +216,9 @@ pub(super) fn assemble(
     let keeps = !options.read_only && !commit.is_zero();
     let store = PStore::new(disk, keeps.then_some(commit));
     let inodes_max = superblock.layout.log_bytes() / INODE_BYTES_MIN;
-    let mut replay = Replay::new(store, Limits { inodes_max, read_only: options.read_only });
+    // What the log has room for is the bound of all that.
+    let limits = Limits { inodes_max, metadata_bytes_max: u64::MAX, read_only: options.read_only };
+    let mut replay = Replay::new(store, limits);
     let mut regular = HashSet::new();
     log.for_each(on_damage, |on_damage, index, item| {
         let Item::Tree(record) = item else { return Ok(()) };

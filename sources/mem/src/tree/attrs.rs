@@ -23,16 +23,10 @@ pub(crate) const S_IXGRP: u32 = 0o010;
 const BLOCK_BYTES: u32 = 4096;
 const DAY_S: i64 = 24 * 60 * 60;
 
-/// The time that changes are stamped with: the kernel's coarse clock, which is what it stamps data files with too, so
-/// that times of one tree never run backwards from one change to the next, whoever made it.
-pub(crate) fn now() -> Timespec {
-    crate::machine::coarse_time()
-}
-
 /// The time of a change of what changed at these times before: later than each of them, so that no two states of an inode
 /// have the same times, however fast one follows the other. (9P's `qid.version` is made of them.)
-pub(crate) fn now_after(lasts: impl IntoIterator<Item = Timespec>) -> Timespec {
-    timespec(after(nanoseconds(now()), lasts))
+pub(crate) fn now_after<S: Store>(lasts: impl IntoIterator<Item = Timespec>) -> Timespec {
+    timespec(after(nanoseconds(S::now()), lasts))
 }
 
 /// The same at the time `now`, in nanoseconds.
@@ -146,7 +140,7 @@ impl<S: Store> Tree<S> {
         let node = self.table.get(ino)?;
         let mut state = node.write();
         self.settle(&node, &mut state)?;
-        let now = now_after([state.meta.ctime]);
+        let now = now_after::<S>([state.meta.ctime]);
         if let Some(size) = set.size {
             self.truncate(&node, &mut state, size)?;
         }
@@ -235,7 +229,7 @@ impl<S: Store> Tree<S> {
         if meta.mode == state.meta.mode && !capable {
             return Ok(false);
         }
-        meta.ctime = now_after([meta.ctime]);
+        meta.ctime = now_after::<S>([meta.ctime]);
         if capable {
             self.change_xattr(node, state, (CAPABILITY, None), meta)?;
         } else {
@@ -248,7 +242,7 @@ impl<S: Store> Tree<S> {
     /// Moves the access time of something that was just read, as `relatime` does: when it is older than a change, or than
     /// a day.
     pub(crate) fn accessed(&self, node: &Node<S>) {
-        let now = now();
+        let now = S::now();
         let is_old = |meta: &Meta| {
             meta.atime <= meta.mtime || meta.atime <= meta.ctime || now.sec.saturating_sub(meta.atime.sec) >= DAY_S
         };

@@ -123,8 +123,7 @@ impl<S: Store> Tree<S> {
         self.settle(node, state)?;
         self.truncate(node, state, 0)?;
         let set = SetAttr { size: Some(0), mtime: Some(SetTime::Now), ..SetAttr::default() };
-        let now = now_after([state.meta.ctime]);
-        self.change_meta(cx, (node, state), &set, now)
+        self.change_meta(cx, (node, state), &set, now_after::<S>([state.meta.ctime]))
     }
 
     /// Gives an open inode, which is held for it, its handle.
@@ -344,7 +343,7 @@ impl<S: Store> Tree<S> {
         let done = change(&file)?;
         node.note_write(&state.meta);
         self.settle(node, &mut state)?;
-        let meta = Meta { ctime: now_after([state.meta.ctime]), ..state.meta };
+        let meta = Meta { ctime: now_after::<S>([state.meta.ctime]), ..state.meta };
         if meta != state.meta {
             log(&self.store, || Record::Attr { ino: node.ino, meta })?;
             state.meta = meta;

@@ -13,15 +13,17 @@ mod readdir;
 mod rename;
 mod replay;
 mod serve;
+pub(crate) mod space;
 mod xattr;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ferry_vfs::{Changes, Errno, Handles, Ino, Locks, Result, Statfs};
 
 use self::files::Open;
 use self::node::{Body, State, Table};
+use self::space::{Amount, Reservation, Taken};
 use crate::store::{Record, Store};
 
 pub(crate) use self::node::Node;
@@ -35,6 +37,9 @@ const BLOCK_BYTES: u32 = 4096;
 pub struct Limits {
     /// The most inodes, the root among them.
     pub inodes_max: u64,
+    /// The most that inodes, names, targets of symbolic links and extended attributes may take. Each counts as in Linux's
+    /// tmpfs (`tree/space.rs`).
+    pub metadata_bytes_max: u64,
     /// Refuse every change.
     pub read_only: bool,
 }
@@ -53,29 +58,12 @@ pub struct Tree<S: Store> {
     /// Held shared by every change where the store keeps a journal, exclusively by a checkpoint.
     gate: RwLock<()>,
     next_ino: AtomicU64,
-    inodes: AtomicU64,
+    taken: Taken,
 }
 
 /// Writes a record down, where the store does that at all.
 fn log<'a, S: Store>(store: &S, record: impl FnOnce() -> Record<'a>) -> Result<()> {
     if S::JOURNALED { store.log(&record()) } else { Ok(()) }
-}
-
-/// An inode that was counted before it is made; gives the count back unless it is kept.
-struct Quota<'a>(Option<&'a AtomicU64>);
-
-impl Quota<'_> {
-    fn keep(mut self) {
-        self.0 = None;
-    }
-}
-
-impl Drop for Quota<'_> {
-    fn drop(&mut self) {
-        if let Some(inodes) = self.0 {
-            inodes.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
 }
 
 /// How much a tree holds at the moment.
@@ -99,10 +87,11 @@ impl<S: Store> Tree<S> {
             renames: Mutex::new(()),
             gate: RwLock::new(()),
             next_ino: AtomicU64::new(Ino::ROOT.0 + 1),
-            inodes: AtomicU64::new(1),
+            taken: Taken::default(),
         };
         let root = Arc::new(Node::new(Ino::ROOT, Ino::ROOT, root));
-        // The root is never given up.
+        // The root is never given up, and neither is what it takes.
+        tree.taken.add(Amount { inodes: 1, bytes: space::INODE_BYTES });
         root.hold();
         tree.table.insert(root);
         tree
@@ -115,7 +104,7 @@ impl<S: Store> Tree<S> {
 
     /// How much is held at the moment, to be watched and tested.
     pub fn usage(&self) -> TreeUsage {
-        TreeUsage { inodes: self.inodes.load(Ordering::Relaxed), handles: self.handles.len() }
+        TreeUsage { inodes: self.taken.inodes(), handles: self.handles.len() }
     }
 
     /// Keeps checkpoints out until the guard is dropped. Never taken twice by a thread.
@@ -132,10 +121,10 @@ impl<S: Store> Tree<S> {
         Ok(self.gate())
     }
 
-    fn reserve_inode(&self) -> Result<Quota<'_>> {
-        let more = |count: u64| (count < self.limits.inodes_max).then_some(count + 1);
-        self.inodes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).map_err(|_| Errno::NOSPC)?;
-        Ok(Quota(Some(&self.inodes)))
+    /// Takes what something needs that is about to be made; `NOSPC` where there is not as much left.
+    fn reserve(&self, amount: Amount) -> Result<Reservation<'_>> {
+        let max = Amount { inodes: self.limits.inodes_max, bytes: self.limits.metadata_bytes_max };
+        self.taken.reserve(amount, max)
     }
 
     /// Takes holds away, and ends the inode if that was what kept it.
@@ -155,7 +144,7 @@ impl<S: Store> Tree<S> {
             return;
         }
         state.ended = true;
-        let ino = node.ino;
+        let (ino, amount) = (node.ino, Amount { inodes: 1, bytes: state.metadata_bytes() });
         // A read-only tree keeps its orphans for the next start.
         if !self.limits.read_only {
             if let Err(error) = log(&self.store, || Record::Free { ino }) {
@@ -169,20 +158,21 @@ impl<S: Store> Tree<S> {
         }
         drop(state);
         self.table.remove(ino);
-        self.inodes.fetch_sub(1, Ordering::Relaxed);
+        self.taken.remove(amount);
     }
 
     fn statfs_(&self, ino: Ino) -> Result<Statfs> {
         self.table.get(ino)?;
         let space = self.store.space()?;
         let block = u64::from(BLOCK_BYTES);
-        let used = self.inodes.load(Ordering::Relaxed);
+        let by_number = self.limits.inodes_max.saturating_sub(self.taken.inodes());
+        let by_size = self.limits.metadata_bytes_max.saturating_sub(self.taken.bytes()) / space::INODE_BYTES;
         Ok(Statfs {
             blocks: space.total / block,
             bfree: space.free / block,
             bavail: space.free / block,
             files: self.limits.inodes_max,
-            ffree: self.limits.inodes_max.saturating_sub(used),
+            ffree: by_number.min(by_size),
             bsize: BLOCK_BYTES,
             namelen: 255,
             frsize: BLOCK_BYTES,

@@ -9,6 +9,7 @@ use super::acl::{self, Acl};
 use super::attrs::{S_IFMT, S_ISGID, S_IXGRP, now_after};
 use super::dir::Dir;
 use super::node::{Body, FileBody, Node, State};
+use super::space::{Amount, INODE_BYTES, target_bytes, xattr_bytes};
 use super::{Tree, log};
 use crate::store::{At, Meta, Record, Store, Xattr};
 
@@ -70,8 +71,7 @@ impl<S: Store> Tree<S> {
         name: Option<Name<'_>>,
         draft: Draft<S>,
     ) -> Result<Arc<Node<S>>> {
-        let quota = self.reserve_inode()?;
-        let time = now_after([dir.meta.ctime]);
+        let time = now_after::<S>([dir.meta.ctime]);
         let kind = FileType::from_raw_mode(draft.mode);
         let mut mode = draft.mode;
         let mut gid = cx.gid;
@@ -98,11 +98,14 @@ impl<S: Store> Tree<S> {
                 count += 1;
             }
         }
-        let ino = Ino(self.next_ino.fetch_add(1, Ordering::Relaxed));
         let target: &[u8] = if let Body::Symlink(target) = &draft.body { target } else { &[] };
+        let attributes = xattrs[..count].iter().map(|xattr| xattr_bytes(xattr.name, xattr.value));
+        let bytes = INODE_BYTES + target_bytes(target) + attributes.sum::<u64>();
+        let reserved = self.reserve(Amount { inodes: 1, bytes })?;
+        let ino = Ino(self.next_ino.fetch_add(1, Ordering::Relaxed));
         let at = name.map(|name| At { dir: dir_node.ino, name });
         log(&self.store, || Record::Make { ino, meta, target, xattrs: &xattrs[..count], at })?;
-        quota.keep();
+        reserved.keep();
         let nlink = if kind == FileType::Directory { 2 } else { u32::from(name.is_some()) };
         let mut state = State::new(meta, nlink, draft.body);
         for xattr in &xattrs[..count] {
@@ -223,9 +226,13 @@ impl<S: Store> Tree<S> {
         if state.nlink >= LINKS_MAX {
             return Err(Errno::MLINK);
         }
+        // The first name of what had none yet came with it.
+        let bytes = if state.nlink == 0 { 0 } else { INODE_BYTES };
+        let reserved = self.reserve(Amount { inodes: 0, bytes })?;
         self.settle(&node, &mut state)?;
-        let time = now_after([dir_state.meta.ctime, state.meta.ctime]);
+        let time = now_after::<S>([dir_state.meta.ctime, state.meta.ctime]);
         log(&self.store, || Record::Link { ino, at: At { dir, name }, time })?;
+        reserved.keep();
         state.nlink += 1;
         state.linkable = false;
         state.meta.ctime = time;
@@ -257,12 +264,12 @@ impl<S: Store> Tree<S> {
             return Err(Errno::NOTEMPTY);
         }
         self.settle(&node, &mut state)?;
-        let time = now_after([dir_state.meta.ctime, state.meta.ctime]);
+        let time = now_after::<S>([dir_state.meta.ctime, state.meta.ctime]);
         log(&self.store, || Record::Unlink { at: At { dir, name }, time })?;
         dir_state.dir_mut()?.remove(name);
         (dir_state.meta.mtime, dir_state.meta.ctime) = (time, time);
         dir_state.nlink -= u32::from(directory);
-        state.lose_name(time);
+        self.taken.remove(state.lose_name(time));
         let has_names = state.nlink > 0;
         drop(dir_state);
         self.end_if_unused(&node, state);
@@ -276,10 +283,12 @@ impl<S: Store> Tree<S> {
 }
 
 impl<S: Store> State<S> {
-    /// One name less; a directory has only one.
-    pub(crate) fn lose_name(&mut self, time: ferry_vfs::Timespec) {
+    /// One name less; a directory has only one. Returns what the name took: the last one goes with its inode.
+    pub(crate) fn lose_name(&mut self, time: ferry_vfs::Timespec) -> Amount {
+        let before = self.metadata_bytes();
         self.nlink = if matches!(self.body, Body::Dir(_)) { 0 } else { self.nlink.saturating_sub(1) };
         self.meta.ctime = time;
+        Amount { inodes: 0, bytes: before - self.metadata_bytes() }
     }
 }
 

@@ -10,7 +10,7 @@ use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 use super::attrs::after;
 use super::dir::Dir;
 use super::xattr::Xattrs;
-use crate::machine::{coarse_time, later, nanoseconds, timespec};
+use crate::machine::{later, nanoseconds, timespec};
 use crate::store::{Meta, Store};
 
 /// An inode. It lives in the table while it has a name or a hold.
@@ -170,7 +170,7 @@ impl<S: Store> Node<S> {
 
     /// Notes a write that was made with the state's lock held shared: at a time later than each that was shown before.
     pub(crate) fn note_write(&self, meta: &Meta) {
-        let now = nanoseconds(coarse_time());
+        let now = nanoseconds(S::now());
         // It always moves: what is noted may have been shown.
         let next = |noted: i64| Some(if noted == 0 { after(now, [meta.mtime, meta.ctime]) } else { later(now, noted) });
         let _ = self.wrote_ns.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);

@@ -20,7 +20,8 @@ use ferry_vfs::{Caller, Change, Errno, FileType, Ino, Name, RenameFlags, Result,
 use super::attrs::now_after;
 use super::names::LINKS_MAX;
 use super::node::{Body, Node, State};
-use super::{Quota, Tree, log};
+use super::space::{Amount, INODE_BYTES, Reservation};
+use super::{Tree, log};
 use crate::store::{At, Meta, Record, Store};
 
 type Guard<'a, S> = RwLockWriteGuard<'a, State<S>>;
@@ -167,7 +168,7 @@ impl<S: Store> Tree<S> {
             self.settle(node, state)?;
         }
         let all = std::iter::once(&dirs.from).chain(&dirs.to).chain([&source]).chain(&target);
-        let time = now_after(all.map(|state| state.meta.ctime));
+        let time = now_after::<S>(all.map(|state| state.meta.ctime));
         let whiteout = self.draft_whiteout(cx, step, time)?;
         log(&self.store, || Record::Rename {
             from: At { dir: step.from.0.ino, name: step.from.1 },
@@ -181,13 +182,13 @@ impl<S: Store> Tree<S> {
             if exchange {
                 target.meta.ctime = time;
             } else {
-                target.lose_name(time);
+                self.taken.remove(target.lose_name(time));
             }
         }
         drop((source, target));
         move_names(step, dirs, time);
-        if let Some((ino, meta, quota)) = whiteout {
-            quota.keep();
+        if let Some((ino, meta, reserved)) = whiteout {
+            reserved.keep();
             let node = Arc::new(Node::new(ino, step.from.0.ino, State::new(meta, 1, Body::Special)));
             self.table.insert(Arc::clone(&node));
             dirs.from.dir_mut()?.insert(step.from.1, node);
@@ -201,15 +202,15 @@ impl<S: Store> Tree<S> {
         cx: &Caller<'_>,
         step: &Move<'_, S>,
         time: Timespec,
-    ) -> Result<Option<(Ino, Meta, Quota<'_>)>> {
+    ) -> Result<Option<(Ino, Meta, Reservation<'_>)>> {
         if !step.flags.contains(RenameFlags::WHITEOUT) {
             return Ok(None);
         }
-        let quota = self.reserve_inode()?;
+        let reserved = self.reserve(Amount { inodes: 1, bytes: INODE_BYTES })?;
         let mode = FileType::CharacterDevice.as_raw_mode();
         let (uid, gid) = (cx.uid, cx.gid);
         let meta = Meta { mode, uid, gid, rdev: 0, atime: time, mtime: time, ctime: time, btime: time };
-        Ok(Some((Ino(self.next_ino.fetch_add(1, Ordering::Relaxed)), meta, quota)))
+        Ok(Some((Ino(self.next_ino.fetch_add(1, Ordering::Relaxed)), meta, reserved)))
     }
 
     fn publish_rename(

@@ -6,9 +6,10 @@ use std::sync::{Arc, PoisonError};
 
 use ferry_vfs::{Errno, FileType, Ino, Name, Result, Timespec};
 
-use super::attrs::{S_IFMT, now};
+use super::attrs::S_IFMT;
 use super::dir::Dir;
 use super::node::{Body, FileBody, Node, State};
+use super::space::Amount;
 use super::{Limits, Tree, log};
 use crate::store::{At, Meta, Record, Store, Xattr};
 
@@ -68,7 +69,7 @@ pub struct Replay<S: Store> {
 impl<S: Store> Replay<S> {
     /// Begins with an empty root.
     pub fn new(store: S, limits: Limits) -> Self {
-        let time = now();
+        let time = S::now();
         let mode = FileType::Directory.as_raw_mode() | 0o755;
         let meta = Meta { mode, atime: time, mtime: time, ctime: time, btime: time, ..Meta::default() };
         let root = State::new(meta, 2, Body::Dir(Box::<Dir<S>>::default()));
@@ -94,7 +95,7 @@ impl<S: Store> Replay<S> {
             Record::Attr { ino, meta } => self.set_meta(ino, meta),
             Record::Xattr { ino, name, value, meta } => {
                 self.set_meta(ino, meta)?;
-                self.node(ino)?.write().put_xattr(name, value);
+                self.change(&mut self.node(ino)?.write(), |state| state.put_xattr(name, value));
                 Ok(())
             }
             Record::Free { ino } => self.free(ino),
@@ -175,9 +176,17 @@ impl<S: Store> Replay<S> {
         let node = self.node(ino)?;
         let mut state = node.write();
         for xattr in xattrs {
-            state.put_xattr(xattr.name, Some(xattr.value));
+            self.change(&mut state, |state| state.put_xattr(xattr.name, Some(xattr.value)));
         }
         Ok(())
+    }
+
+    /// Changes what an inode takes.
+    fn change(&self, state: &mut State<S>, change: impl FnOnce(&mut State<S>)) {
+        let before = state.metadata_bytes();
+        change(state);
+        self.tree.taken.add(Amount { inodes: 0, bytes: state.metadata_bytes() });
+        self.tree.taken.remove(Amount { inodes: 0, bytes: before });
     }
 
     /// Puts a new inode into the table.
@@ -186,10 +195,12 @@ impl<S: Store> Replay<S> {
         if ino <= Ino::ROOT || ino.0 >= INO_END || tree.table.get(ino).is_ok() {
             return Err(ReplayError::BadNumber(ino.0));
         }
-        tree.reserve_inode().map_err(|_| ReplayError::TooMany(tree.limits.inodes_max))?.keep();
+        let state = State::new(meta, nlink, body);
+        let amount = Amount { inodes: 1, bytes: state.metadata_bytes() };
+        tree.reserve(amount).map_err(|_| ReplayError::TooMany(tree.limits.inodes_max))?.keep();
         let next = tree.next_ino.get_mut();
         *next = (*next).max(ino.0 + 1);
-        let node = Arc::new(Node::new(ino, parent, State::new(meta, nlink, body)));
+        let node = Arc::new(Node::new(ino, parent, state));
         tree.table.insert(Arc::clone(&node));
         Ok(node)
     }
@@ -222,7 +233,8 @@ impl<S: Store> Replay<S> {
             return Err(ReplayError::Impossible(ino.0));
         }
         let mut state = node.write();
-        state.nlink = state.nlink.checked_add(1).ok_or(ReplayError::Impossible(ino.0))?;
+        let nlink = state.nlink.checked_add(1).ok_or(ReplayError::Impossible(ino.0))?;
+        self.change(&mut state, |state| state.nlink = nlink);
         state.meta.ctime = time;
         drop(state);
         Self::add_name(&dir, at.name, &node, time);
@@ -243,7 +255,7 @@ impl<S: Store> Replay<S> {
         if state.dir().is_ok_and(|names| !names.is_empty()) {
             return Err(ReplayError::Impossible(node.ino.0));
         }
-        state.lose_name(time);
+        self.tree.taken.remove(state.lose_name(time));
         Ok(())
     }
 
@@ -297,9 +309,10 @@ impl<S: Store> Replay<S> {
 
     /// Takes an inode back that was added by a record that cannot be replayed.
     fn drop_node(&self, ino: Option<Ino>) {
-        if let Some(ino) = ino {
-            self.tree.table.remove(ino);
-            self.tree.inodes.fetch_sub(1, Ordering::Relaxed);
+        if let Some(node) = ino.and_then(|ino| self.tree.table.get(ino).ok()) {
+            let bytes = node.read().metadata_bytes();
+            self.tree.table.remove(node.ino);
+            self.tree.taken.remove(Amount { inodes: 1, bytes });
         }
     }
 

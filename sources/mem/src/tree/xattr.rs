@@ -5,6 +5,7 @@ use ferry_vfs::{Caller, Change, Errno, FileType, Ino, Result, XattrFlags};
 use super::acl::{self, Acl};
 use super::attrs::{S_ISGID, now_after};
 use super::node::{Node, State};
+use super::space::{Amount, xattr_bytes};
 use super::{Tree, log};
 use crate::store::{Meta, Record, Store};
 
@@ -14,8 +15,7 @@ const NAME_BYTES_MAX: usize = 255;
 const VALUE_BYTES_MAX: usize = 64 << 10;
 /// The longest list of names that a client can ask for (`XATTR_LIST_MAX`).
 const LIST_BYTES_MAX: usize = 64 << 10;
-/// All names and values of an inode. Attributes are no part of the size limit of the file system, so that each inode,
-/// whose number is limited, must have a limit of its own: as much as 16 of the largest values.
+/// All names and values of an inode: as much as 16 of the largest values.
 const INODE_BYTES_MAX: usize = 1 << 20;
 
 pub(crate) const CAPABILITY: &[u8] = b"security.capability";
@@ -129,8 +129,13 @@ impl<S: Store> Tree<S> {
         (name, value): (&[u8], Option<&[u8]>),
         meta: Meta,
     ) -> Result<()> {
+        let bytes = |value: Option<&[u8]>| value.map_or(0, |value| xattr_bytes(name, value));
+        let (before, after) = (bytes(state.xattr(name)), bytes(value));
+        let reserved = self.reserve(Amount { inodes: 0, bytes: after.saturating_sub(before) })?;
         log(&self.store, || Record::Xattr { ino: node.ino, name, value, meta })?;
+        reserved.keep();
         state.put_xattr(name, value);
+        self.taken.remove(Amount { inodes: 0, bytes: before.saturating_sub(after) });
         state.meta = meta;
         Ok(())
     }
@@ -184,7 +189,7 @@ impl<S: Store> Tree<S> {
             return Err(Errno::NOSPC);
         }
         self.settle(&node, &mut state)?;
-        let mut meta = Meta { ctime: now_after([state.meta.ctime]), ..state.meta };
+        let mut meta = Meta { ctime: now_after::<S>([state.meta.ctime]), ..state.meta };
         let value = match class {
             Class::Plain => Some(value),
             Class::DefaultAcl => {
@@ -222,7 +227,7 @@ impl<S: Store> Tree<S> {
             return if class == Class::Plain { Err(Errno::NODATA) } else { Ok(()) };
         }
         self.settle(&node, &mut state)?;
-        let meta = Meta { ctime: now_after([state.meta.ctime]), ..state.meta };
+        let meta = Meta { ctime: now_after::<S>([state.meta.ctime]), ..state.meta };
         self.change_xattr(&node, &mut state, (name, None), meta)?;
         drop(state);
         self.changes.publish(cx.session, || Change::Attr { ino });
