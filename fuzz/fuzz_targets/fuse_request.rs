@@ -28,6 +28,16 @@ fuzz_target!(|bytes: &[u8]| {
         }
     };
     let _ = request.operation.reply_kind();
+    // Nothing that a source could make room for is longer than was agreed on.
+    let (bytes, most) = match request.operation {
+        Operation::Read(range) => (range.len, session.max_read_bytes()),
+        Operation::Write { range, .. } => (range.len, session.max_write_bytes),
+        Operation::Readdir { bytes_max, .. } => (bytes_max, session.max_read_bytes()),
+        Operation::Ioctl { out_bytes_max, .. } => (out_bytes_max, session.max_read_bytes()),
+        Operation::Getxattr { bytes_max, .. } | Operation::Listxattr { bytes_max } => (bytes_max, 1 << 16),
+        _ => (0, 0),
+    };
+    assert!(bytes <= most, "{bytes} bytes, of {most}");
     request.extensions.security.iter().for_each(|(name, _)| assert!(!name.is_empty()));
     let mut again = Vec::new();
     request.encode(&session, &mut again);

@@ -16,6 +16,8 @@ use ferry_wire::fuse::{Operation, Release};
 #[derive(Default)]
 struct Endless {
     opened: AtomicU64,
+    /// The most bytes that it was asked to read or write at once.
+    asked: AtomicU64,
 }
 
 impl FileSystem for Endless {
@@ -35,6 +37,18 @@ impl FileSystem for Endless {
             out.push(&DirItem { ino: 2, next, kind: FileType::RegularFile, name: b"name" }, None);
         }
         Ok(())
+    }
+    fn read(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
+        self.asked.fetch_max(at.len.into(), Ordering::Relaxed);
+        Ok(Data::Bytes(0))
+    }
+    fn write(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Input) -> Result<Data> {
+        self.asked.fetch_max(at.len.into(), Ordering::Relaxed);
+        Ok(Data::Bytes(at.len as usize))
+    }
+    fn ioctl(&self, _: &Caller<'_>, _: Ino, _: Handle, _: u32, _: &[u8], bytes_max: usize) -> Result<Vec<u8>> {
+        self.asked.fetch_max(bytes_max as u64, Ordering::Relaxed);
+        Ok(Vec::new())
     }
     fn getxattr(&self, _: &Caller<'_>, _: Ino, _: &[u8]) -> Result<Vec<u8>> {
         Ok(b"value".to_vec())
@@ -62,6 +76,41 @@ fn a_listing_is_no_longer_than_anybody_needs() {
         };
         // As many entries of 32 bytes as there is room for.
         assert_eq!(listing.len(), expected);
+    }
+}
+
+/// Sources make room for what they are asked for: a chain whose descriptors have the same memory costs its client nothing.
+#[test]
+fn no_source_is_asked_for_more_than_was_agreed_on() {
+    let source = Arc::new(Endless::default());
+    let mut client =
+        Client::new(Arc::clone(&source) as Arc<dyn FileSystem>, &ShareOptions::default(), Session::default());
+    let (read_max, write_max) = (client.negotiated.max_read_bytes(), client.negotiated.max_write_bytes);
+    assert_eq!((read_max, write_max), (16 << 20, 1 << 20));
+    client.room = (read_max as usize + HEADER_BYTES) * 2;
+    let (ino, handle, flags) = (Ino(2), Handle(0), OFlags::RDWR);
+    let range = |len| IoRange { ino, handle, offset: 0, len, flags, clear_privileges: false, owner: None };
+    let asked = || source.asked.swap(0, Ordering::Relaxed);
+    for (len, most, is_allowed) in [(read_max, read_max, true), (read_max + 1, 0, false), (u32::MAX, 0, false)] {
+        let outcome = |answer: Answer| match is_allowed {
+            true => assert!(matches!(answer, Answer::Reply(_)), "{len}: {answer:?}"),
+            false => assert_eq!(answer, Answer::Error(Errno::INVAL), "{len}"),
+        };
+        outcome(client.ask(ino, Operation::Read(range(len))));
+        assert_eq!(asked(), u64::from(most));
+        let (argument, input) = (0, &[][..]);
+        outcome(
+            client.ask(ino, Operation::Ioctl { handle, flags: 0, command: 1, argument, input, out_bytes_max: len }),
+        );
+        assert_eq!(asked(), u64::from(most));
+    }
+    for (len, expected) in [(write_max, Ok(())), (write_max + 1, Err(Errno::INVAL)), (32 << 20, Err(Errno::INVAL))] {
+        let write = Operation::Write { range: range(len), cached: false };
+        match (client.ask_and_write(ino, write, &vec![1; len as usize]), expected) {
+            (Answer::Reply(_), Ok(())) => assert_eq!(asked(), u64::from(len)),
+            (answer, Err(errno)) => assert_eq!((answer, asked()), (Answer::Error(errno), 0), "{len}"),
+            (answer, _) => panic!("{len}: {answer:?}"),
+        }
     }
 }
 

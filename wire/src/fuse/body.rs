@@ -85,6 +85,8 @@ impl<'a> Body<'a> {
 pub(super) const XATTR_NAME_BYTES_MAX: usize = 255;
 /// The longest value of an extended attribute (Linux `XATTR_SIZE_MAX`).
 pub(super) const XATTR_VALUE_BYTES_MAX: usize = 65536;
+/// The most of a value, or of a list of names (Linux `XATTR_LIST_MAX`), that is worth asking for: there is no more.
+pub(super) const XATTR_REPLY_BYTES_MAX: u32 = 65536;
 /// The longest target of a symbolic link (Linux `PATH_MAX` without its NUL).
 pub(super) const SYMLINK_TARGET_BYTES_MAX: usize = 4095;
 

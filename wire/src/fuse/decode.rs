@@ -6,7 +6,7 @@ use ferry_vfs::{
 };
 
 use super::abi::{self, InitFlags, Opcode};
-use super::body::{Body, Flaw, SYMLINK_TARGET_BYTES_MAX, XATTR_VALUE_BYTES_MAX, ensure, name};
+use super::body::{Body, Flaw, SYMLINK_TARGET_BYTES_MAX, XATTR_REPLY_BYTES_MAX, XATTR_VALUE_BYTES_MAX, ensure, name};
 use super::request::header;
 use super::{
     DecodeError, Extensions, InitRequest, LockRequest, Negotiated, Operation, REQUEST_HEAD_BYTES_MAX, Records, Release,
@@ -59,6 +59,7 @@ fn parse<'a>(
         ensure(extension_bytes == 0, "a WRITE with extensions")?;
         let payload_bytes =
             message_bytes.checked_sub(WRITE_HEAD_BYTES).ok_or(Flaw::invalid("a WRITE without arguments"))?;
+        ensure(payload_bytes <= session.max_write_bytes as usize, "a WRITE of more bytes than were agreed on")?;
         let operation = write(Body(rest).take()?, header.nodeid, payload_bytes)?;
         return Ok((Extensions::default(), operation));
     }
@@ -89,7 +90,7 @@ impl<'a> Decoder<'a> {
         let body = self.body;
         match opcode {
             Opcode::Lookup => self.lookup(),
-            Opcode::Read => self.read(),
+            Opcode::Read => self.read(session),
             Opcode::Getattr => {
                 let fixed: abi::GetattrIn = body.only()?;
                 Ok(Operation::Getattr { handle: handle_if(fixed.getattr_flags & abi::GETATTR_FH != 0, fixed.fh) })
@@ -131,13 +132,16 @@ impl<'a> Decoder<'a> {
             Opcode::Releasedir => self.release().map(Operation::Releasedir),
             Opcode::Fsync => self.fsync().map(|(handle, data_only)| Operation::Fsync { handle, data_only }),
             Opcode::Fsyncdir => self.fsync().map(|(handle, data_only)| Operation::Fsyncdir { handle, data_only }),
-            Opcode::Readdir => self.readdir(false),
-            Opcode::Readdirplus => self.readdir(true),
+            Opcode::Readdir => self.readdir(false, session),
+            Opcode::Readdirplus => self.readdir(true, session),
             Opcode::Syncfs => body.only::<abi::SyncfsIn>().map(|_| Operation::Syncfs),
             Opcode::Statfs => body.end().map(|()| Operation::Statfs),
             Opcode::Setxattr => self.setxattr(session),
             Opcode::Getxattr => self.getxattr(),
-            Opcode::Listxattr => Ok(Operation::Listxattr { bytes_max: body.only::<abi::GetxattrIn>()?.size }),
+            Opcode::Listxattr => {
+                let bytes_max = body.only::<abi::GetxattrIn>()?.size.min(XATTR_REPLY_BYTES_MAX);
+                Ok(Operation::Listxattr { bytes_max })
+            }
             Opcode::Removexattr => {
                 let name = self.body.xattr_name()?;
                 self.body.end().map(|()| Operation::Removexattr { name })
@@ -158,7 +162,7 @@ impl<'a> Decoder<'a> {
                 let fixed: abi::BmapIn = body.only()?;
                 Ok(Operation::Bmap { block: fixed.block, block_bytes: fixed.blocksize })
             }
-            Opcode::Ioctl => self.ioctl(),
+            Opcode::Ioctl => self.ioctl(session),
             Opcode::Poll => {
                 let fixed: abi::PollIn = body.only()?;
                 let abi::PollIn { fh, kh: client_handle, flags, events } = fixed;
@@ -190,8 +194,10 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    fn read(&mut self) -> Result<Operation<'a>, Flaw> {
+    /// A READ that is answered with less than it asks for is at the end of its file, so it cannot be made shorter.
+    fn read(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
         let fixed: abi::ReadIn = self.body.only()?;
+        ensure(fixed.size <= session.max_read_bytes(), "a READ of more bytes than were agreed on")?;
         check_range(fixed.offset, u64::from(fixed.size))?;
         Ok(Operation::Read(IoRange {
             ino: self.ino,
@@ -318,10 +324,11 @@ impl<'a> Decoder<'a> {
         Ok((Handle(fixed.fh), fixed.fsync_flags & abi::FSYNC_FDATASYNC != 0))
     }
 
-    fn readdir(&mut self, plus: bool) -> Result<Operation<'a>, Flaw> {
+    fn readdir(&mut self, plus: bool, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
         let fixed: abi::ReadIn = self.body.only()?;
         let at = DirRange { ino: self.ino, handle: Handle(fixed.fh), offset: fixed.offset, plus };
-        Ok(Operation::Readdir { at, bytes_max: fixed.size })
+        // The client asks for what is missing anyway.
+        Ok(Operation::Readdir { at, bytes_max: fixed.size.min(session.max_read_bytes()) })
     }
 
     fn setxattr(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
@@ -347,11 +354,12 @@ impl<'a> Decoder<'a> {
         let fixed: abi::GetxattrIn = self.body.take()?;
         let name = self.body.xattr_name()?;
         self.body.end()?;
-        Ok(Operation::Getxattr { name, bytes_max: fixed.size })
+        Ok(Operation::Getxattr { name, bytes_max: fixed.size.min(XATTR_REPLY_BYTES_MAX) })
     }
 
-    fn ioctl(&mut self) -> Result<Operation<'a>, Flaw> {
+    fn ioctl(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
         let fixed: abi::IoctlIn = self.body.take()?;
+        ensure(fixed.out_size <= session.max_read_bytes(), "an ioctl for more bytes than were agreed on")?;
         let known = abi::IOCTL_COMPAT | abi::IOCTL_32BIT | abi::IOCTL_DIR | abi::IOCTL_COMPAT_X32;
         ensure(fixed.flags & !known == 0, "unknown flags of an ioctl")?;
         let input = self.body.bytes(fixed.in_size as usize)?;

@@ -76,8 +76,19 @@ pub struct Negotiated {
 
 impl Negotiated {
     /// For requests before INIT, of which only INIT itself is to be served.
-    pub const BEFORE_INIT: Self =
-        Self { minor: abi::MINOR_MAX, flags: InitFlags::empty(), max_write_bytes: 0, max_readahead_bytes: 0 };
+    pub const BEFORE_INIT: Self = Self {
+        minor: abi::MINOR_MAX,
+        flags: InitFlags::empty(),
+        max_write_bytes: MAX_WRITE_BYTES_WITHOUT_MAX_PAGES,
+        max_readahead_bytes: 0,
+    };
+
+    /// Most bytes of a READ, a listing, or the output of an ioctl: as many pages as of a WRITE, and the client's may be of
+    /// any size that Linux has; and what kernels read for themselves.
+    pub const fn max_read_bytes(&self) -> u32 {
+        let bytes = self.max_write_bytes.div_ceil(PAGE_BYTES).saturating_mul(PAGE_BYTES_MAX);
+        if bytes > KERNEL_READ_BYTES_MAX { bytes } else { KERNEL_READ_BYTES_MAX }
+    }
 
     /// Whether all of these flags were agreed on.
     pub const fn has(&self, flags: InitFlags) -> bool {
@@ -126,6 +137,11 @@ impl InitError {
 /// A page, as a unit of `max_pages`. The guest's may be larger, and then `max_pages` allows more than is needed,
 /// but `max_write` still limits.
 const PAGE_BYTES: u32 = 4096;
+/// The largest page of those that Linux is commonly built with (arm64, ppc64).
+const PAGE_BYTES_MAX: u32 = 64 << 10;
+/// Linux before 6.13 reads modules and the like, past its page cache, into memory of its own without regard to `max_pages`: as much
+/// as it can allocate in one piece (`KMALLOC_MAX_SIZE`).
+const KERNEL_READ_BYTES_MAX: u32 = 4 << 20;
 /// The most bytes of a request where `max_pages` was not agreed on (Linux `FUSE_DEFAULT_MAX_PAGES_PER_REQ`).
 const MAX_WRITE_BYTES_WITHOUT_MAX_PAGES: u32 = 32 * PAGE_BYTES;
 

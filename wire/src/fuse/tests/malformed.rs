@@ -51,6 +51,45 @@ fn unknown_opcodes_are_not_implemented() {
     }
 }
 
+/// Whatever the client says, nothing that is agreed on is passed on longer.
+#[test]
+fn sizes_beyond_what_was_agreed_on_are_refused_or_cut() {
+    const WRITE_MAX: u32 = 1 << 20;
+    const READ_MAX: u32 = 16 << 20;
+    assert_eq!((FULL.max_write_bytes, FULL.max_read_bytes()), (WRITE_MAX, READ_MAX));
+    for size in [0, 1, WRITE_MAX, WRITE_MAX + 1, READ_MAX, READ_MAX + 1, u32::MAX >> 1, u32::MAX - 80] {
+        let read = abi::ReadIn { size, ..abi::ReadIn::ZERO };
+        let found = |message: &[u8]| match decode(message, message.len(), &FULL).map(|request| request.operation) {
+            Ok(Operation::Read(range)) => Ok(range.len),
+            Ok(
+                Operation::Readdir { bytes_max, .. }
+                | Operation::Getxattr { bytes_max, .. }
+                | Operation::Listxattr { bytes_max },
+            ) => Ok(bytes_max),
+            Ok(Operation::Ioctl { out_bytes_max, .. }) => Ok(out_bytes_max),
+            Ok(other) => panic!("{other:?}"),
+            Err(error) => Err(error.errno),
+        };
+        let up_to = |max| if size <= max { Ok(size) } else { Err(Errno::INVAL) };
+        assert_eq!(found(&message(Opcode::Read, &[read.as_bytes()])), up_to(READ_MAX));
+        let ioctl = abi::IoctlIn { out_size: size, ..abi::IoctlIn::ZERO };
+        assert_eq!(found(&message(Opcode::Ioctl, &[ioctl.as_bytes()])), up_to(READ_MAX));
+        for opcode in [Opcode::Readdir, Opcode::Readdirplus] {
+            assert_eq!(found(&message(opcode, &[read.as_bytes()])), Ok(size.min(READ_MAX)));
+        }
+        let xattr = abi::GetxattrIn { size, ..abi::GetxattrIn::ZERO };
+        assert_eq!(found(&message(Opcode::Getxattr, &[xattr.as_bytes(), b"user.a\0"])), Ok(size.min(65536)));
+        assert_eq!(found(&message(Opcode::Listxattr, &[xattr.as_bytes()])), Ok(size.min(65536)));
+        // Of a WRITE only the head is there.
+        let mut write = message(Opcode::Write, &[abi::WriteIn { size, ..abi::WriteIn::ZERO }.as_bytes()]);
+        let message_bytes = write.len() as u64 + u64::from(size);
+        let Ok(len) = u32::try_from(message_bytes) else { panic!("a header has 32 bits for it") };
+        write[..4].copy_from_slice(&len.to_le_bytes());
+        let outcome = decode(&write, len as usize, &FULL).map(drop).map_err(|error| error.errno);
+        assert_eq!(outcome, up_to(WRITE_MAX).map(drop), "{size}");
+    }
+}
+
 #[test]
 fn numbers_out_of_range_are_refused() {
     let (i64_max, giga) = (u64::MAX >> 1, 1 << 30);

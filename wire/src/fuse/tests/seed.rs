@@ -7,6 +7,10 @@ use proptest::prelude::*;
 use crate::fuse::abi::{self, ForgetOne, InitFlags, InitOut, OpenFlags, RemovemappingOne};
 use crate::fuse::*;
 
+/// The most that requests ask for; those for more are in `malformed`.
+const READ_MAX: u32 = super::FULL.max_read_bytes();
+const XATTR_MAX: u32 = 65536;
+
 #[derive(Clone, Debug)]
 pub(super) struct Seed {
     pub(super) names: [Vec<u8>; 2],
@@ -174,7 +178,7 @@ impl Seed {
             Operation::Opendir { flags: opened },
             Operation::Create { name, new: file, flags, clear_privileges },
             Operation::Tmpfile { new: file, flags },
-            Operation::Read(self.range(self.u32(3))),
+            Operation::Read(self.range(self.u32(3) % (READ_MAX + 1))),
             Operation::Write { range: IoRange { clear_privileges, ..self.range(len) }, cached: self.bit(2) },
             Operation::CopyFileRange(copy),
             Operation::CopyFileRange64(copy),
@@ -188,8 +192,8 @@ impl Seed {
             Operation::Flush { handle, owner: words[1] },
             Operation::Release(release),
             Operation::Fsync { handle, data_only },
-            Operation::Readdir { at: directory(false), bytes_max: self.u32(3) },
-            Operation::Readdir { at: directory(true), bytes_max: self.u32(3) },
+            Operation::Readdir { at: directory(false), bytes_max: self.u32(3) % (READ_MAX + 1) },
+            Operation::Readdir { at: directory(true), bytes_max: self.u32(3) % (READ_MAX + 1) },
             Operation::Releasedir(release),
             Operation::Fsyncdir { handle, data_only },
             Operation::Syncfs,
@@ -200,8 +204,8 @@ impl Seed {
                 flags: XattrFlags::from_bits_retain(self.u32(1) & 3),
                 clear_sgid: self.bit(0),
             },
-            Operation::Getxattr { name: &self.names[0], bytes_max: self.u32(1) },
-            Operation::Listxattr { bytes_max: self.u32(1) },
+            Operation::Getxattr { name: &self.names[0], bytes_max: self.u32(1) % (XATTR_MAX + 1) },
+            Operation::Listxattr { bytes_max: self.u32(1) % (XATTR_MAX + 1) },
             Operation::Removexattr { name: &self.names[0] },
             Operation::Access { mask: self.u32(1) & 7 },
             Operation::GetLock(test),
@@ -214,7 +218,7 @@ impl Seed {
                 command: self.u32(2),
                 argument: words[3],
                 input: &self.bytes,
-                out_bytes_max: self.u32(4),
+                out_bytes_max: self.u32(4) % (READ_MAX + 1),
             },
             Operation::Poll { handle, client_handle: words[1], flags: self.u32(2), events: self.u32(3) },
             Operation::Setupmapping {
