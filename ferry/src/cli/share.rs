@@ -259,8 +259,8 @@ pub struct Share {
     #[serde(default, deserialize_with = "parsed")]
     pub xattrmap: Option<Xattrs>,
 
-    /// The most that mem may hold, or the size of a new pmem file: a number with K, M, G or T
-    /// [default: half of the memory; the size of the file].
+    /// The most data that mem may hold (names, links, attributes and the like may take as much again), or the size of a new
+    /// pmem file: a number with K, M, G or T [default: half of the memory; the size of the file].
     #[arg(long, value_name = "SIZE", help_heading = "For mem and pmem:PATH")]
     pub size: Option<Size>,
 
