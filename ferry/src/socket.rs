@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -26,24 +25,14 @@ pub enum Bound {
 impl Bound {
     /// Listens on a path. A socket file that nobody listens on any more is replaced.
     pub fn bind(path: &Path) -> Result<Self> {
-        let in_use = |error: &SocketError| matches!(error, SocketError::InUse(_));
-        Ok(Self::Made(again(|| Socket::bind(path), in_use)?))
+        Self::bind_for(path, None)
     }
 
     /// The same for a group as well, by its name or number.
     pub fn bind_for(path: &Path, group: Option<&str>) -> Result<Self> {
-        /// For the user and the group: whoever connects acts with this server's rights.
-        const MODE: u32 = 0o660;
         let gid = group.map(number_of).transpose()?;
-        let bound = Self::bind(path)?;
-        if let (Some(name), Some(gid)) = (group, gid) {
-            let give = || {
-                std::os::unix::fs::lchown(path, None, Some(gid))?;
-                fs::set_permissions(path, fs::Permissions::from_mode(MODE))
-            };
-            give().with_context(|| format!("cannot give {} to the group {name}", path.display()))?;
-        }
-        Ok(bound)
+        let in_use = |error: &SocketError| matches!(error, SocketError::InUse(_));
+        Ok(Self::Made(again(|| Socket::bind_for(path, gid), in_use)?))
     }
 
     /// Takes over a socket that whoever started this process is already listening on.

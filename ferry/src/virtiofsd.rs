@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use clap::Parser;
-use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
 use rustix::process::{Resource, Rlimit, getegid, geteuid, getrlimit, setrlimit};
 
 use crate::sandbox::{Modcaps, Sandbox, Seccomp};
@@ -456,10 +456,17 @@ fn set_limit(limit: u64) -> rustix::io::Result<()> {
 /// # Errors
 /// [`ErrorKind::WouldBlock`]: somebody else has locked it, and it is as it was. The system's.
 fn write_pid(path: &Path) -> std::io::Result<File> {
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    // Not blocking: a FIFO there has nobody who reads.
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let mode = Mode::RUSR | Mode::WUSR;
     let mut file = loop {
         let file = File::from(rustix::fs::open(path, flags, mode)?);
+        // What is written to is changed: it must be no other file of ours, by another name, and nobody else's.
+        let found = rustix::fs::fstat(&file)?;
+        let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
+        if !is_file || found.st_nlink > 1 || found.st_uid != rustix::process::geteuid().as_raw() {
+            return Err(std::io::Error::other("it is no regular file of this user's with one name; remove it"));
+        }
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
         let (locked, named) = (rustix::fs::fstat(&file)?, rustix::fs::lstat(path));
         // Between the two somebody may have removed or replaced it.
@@ -671,6 +678,29 @@ mod tests {
             let said = map(refused).expect_err(refused);
             assert!(said.starts_with(refused) && said.ends_with("as in :0:1000:1:"), "{said}");
         }
+    }
+
+    /// The file's place is known beforehand: somebody may have put there what is to be overwritten.
+    #[test]
+    fn a_process_number_is_written_to_a_file_of_its_own_alone() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        std::fs::write(at("precious"), "precious").expect("a file");
+        std::fs::hard_link(at("precious"), at("linked")).expect("a link");
+        symlink(at("precious"), at("symlink")).expect("a link");
+        rustix::fs::mknodat(rustix::fs::CWD, at("fifo"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a FIFO");
+        for name in ["linked", "symlink", "fifo"] {
+            write_pid(&at(name)).expect_err(name);
+        }
+        let found = std::fs::metadata(at("precious")).expect("it is there");
+        assert_eq!(std::fs::read(at("precious")).expect("it is there"), b"precious");
+        assert_ne!(found.permissions().mode() & 0o777, 0o600);
+        let file = write_pid(&at("pid")).expect("a free path");
+        assert_eq!(write_pid(&at("pid")).expect_err("it is locked").kind(), ErrorKind::WouldBlock);
+        drop(file);
+        let _again = write_pid(&at("pid")).expect("it was left");
+        assert_eq!(std::fs::read_to_string(at("pid")).expect("it is there").trim(), std::process::id().to_string());
     }
 
     #[test]

@@ -1,18 +1,33 @@
 //! The unix socket on which a device waits for its virtual machine monitor.
+//!
+//! The socket is made in a folder that only this user may enter, gets its mode and group there, and then its name, by a link. Its folder is
+//! looked up once: whoever may change names in it cannot have mode and group given to another file.
 
-use std::fs;
+use std::ffi::{OsStr, OsString};
+use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{
+    AtFlags, CWD, FileType, Gid, Mode, OFlags, Stat, chmodat, chownat, fstat, linkat, mkdirat, openat, statat, unlinkat,
+};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 /// Whoever may connect acts with the server's rights, so that is its user alone, until the user says otherwise.
-const MODE: u32 = 0o600;
+const MODE: Mode = Mode::from_raw_mode(0o600);
+/// The same for a group as well.
+const MODE_OF_GROUP: Mode = Mode::from_raw_mode(0o660);
 /// One VMM at a time is served; others wait here.
 const BACKLOG: i32 = 16;
+/// The longest path that an address of a unix socket holds, in bytes (unix(7)).
+const PATH_BYTES_MAX: usize = 107;
+/// The longest name that fits behind `/proc/self/fd/`, the number of a descriptor, and a slash.
+const SHOWN_BYTES_MAX: usize = PATH_BYTES_MAX - 25;
+/// How many names are tried for a folder of our own. They are random, so a second one is hardly ever needed.
+const NAMES_MAX: usize = 8;
 
 /// Why there is no socket.
 #[derive(Debug, thiserror::Error)]
@@ -32,6 +47,16 @@ pub enum SocketError {
     /// Somebody else is listening.
     #[error("the socket {path} is in use by a running server; choose another path or stop that server", path = .0.display())]
     InUse(PathBuf),
+    /// The group cannot have it.
+    #[error("cannot give {path} to the group {gid}: {reason}", path = .path.display())]
+    Group {
+        /// The socket's path.
+        path: PathBuf,
+        /// The group's number.
+        gid: u32,
+        /// The system's reason.
+        reason: io::Error,
+    },
     /// Anything else.
     #[error("cannot listen on {path}: {reason}", path = .path.display())]
     System {
@@ -42,37 +67,72 @@ pub enum SocketError {
     },
 }
 
-/// A listening socket that only this user may connect to, and that takes its file along when it goes.
+/// A listening socket that only this user may connect to, or a group as well, and that takes its file along when it goes.
 #[derive(Debug)]
 pub struct Socket {
     listener: UnixListener,
     path: PathBuf,
-    /// Device and inode number: by then somebody else's socket may be in its place.
-    made: (u64, u64),
-    stays: bool,
+    /// Where its file is; none if another process removes that.
+    file: Option<NamedFile>,
+}
+
+/// A file by its name in an open folder.
+#[derive(Debug)]
+struct NamedFile {
+    folder: OwnedFd,
+    name: OsString,
+    /// Device and inode number: by then somebody else's file may be in its place.
+    identity: (u64, u64),
+}
+
+impl NamedFile {
+    fn is_there(&self) -> bool {
+        statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|now| identity(&now) == self.identity)
+    }
 }
 
 impl Socket {
-    /// Listens on a path. A socket file that nobody listens on any more is replaced.
+    /// Listens on a path, for this user alone. A socket file that nobody listens on any more is replaced.
     ///
     /// # Errors
     /// [`SocketError`]: a sentence with the path and what to do.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
-        let address = SocketAddrUnix::new(path).map_err(|_| SocketError::TooLong(path.into()))?;
-        let listener = match listen(&address, path) {
-            Err(Errno::ADDRINUSE) => {
-                remove_stale(path)?;
-                listen(&address, path)
-            }
-            result => result,
-        };
-        let listener = listener.map_err(|errno| match errno {
-            Errno::NOENT => SocketError::NoFolder(path.into()),
+        Self::bind_for(path, None)
+    }
+
+    /// The same for a group as well, by its number.
+    ///
+    /// # Errors
+    /// [`SocketError`]: a sentence with the path and what to do.
+    pub fn bind_for(path: &Path, gid: Option<u32>) -> Result<Self, SocketError> {
+        if path.as_os_str().len() > PATH_BYTES_MAX {
+            return Err(SocketError::TooLong(path.into()));
+        }
+        let failed = |errno| match errno {
+            Errno::NOENT | Errno::NOTDIR => SocketError::NoFolder(path.into()),
             Errno::ACCESS | Errno::PERM => SocketError::Permission(path.into()),
-            errno => system(path, errno.into()),
-        })?;
-        let made = fs::symlink_metadata(path).map_err(|reason| system(path, reason))?;
-        Ok(Self { listener, path: path.into(), made: (made.dev(), made.ino()), stays: false })
+            errno => system(path, errno),
+        };
+        let name = path.file_name().ok_or_else(|| failed(Errno::ISDIR))?;
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = openat(CWD, parent, flags, Mode::empty()).map_err(failed)?;
+        let private = PrivateFolder::make(folder.as_fd(), name).map_err(failed)?;
+        let listener = private.listen().map_err(failed)?;
+        if let Some(gid) = gid {
+            private.give(gid).map_err(|errno| SocketError::Group { path: path.into(), gid, reason: errno.into() })?;
+        }
+        let made = match private.publish(folder.as_fd(), name) {
+            Err(Errno::EXIST) => {
+                remove_stale(folder.as_fd(), name, path)?;
+                private.publish(folder.as_fd(), name)
+            }
+            outcome => outcome,
+        };
+        let identity = made.map_err(failed)?;
+        drop(private);
+        let file = Some(NamedFile { folder, name: name.into(), identity });
+        Ok(Self { listener, path: path.into(), file })
     }
 
     /// Makes this process the one that serves the socket, in the place of the one that made it: that one removes the file,
@@ -82,12 +142,12 @@ impl Socket {
     /// [`SocketError::System`]: listen(2) was refused.
     pub fn take_over(&mut self) -> Result<(), SocketError> {
         self.leave_file();
-        rustix::net::listen(&self.listener, BACKLOG).map_err(|errno| system(&self.path, errno.into()))
+        rustix::net::listen(&self.listener, BACKLOG).map_err(|errno| system(&self.path, errno))
     }
 
-    /// Leaves the file to another process, which has the socket, too.
+    /// Leaves the file to another process, which has the socket, too, and closes the folder.
     pub fn leave_file(&mut self) {
-        self.stays = true;
+        self.file = None;
     }
 
     /// The socket, for a server.
@@ -95,56 +155,119 @@ impl Socket {
     /// # Errors
     /// [`SocketError::System`]: there is no descriptor left.
     pub fn listener(&self) -> Result<UnixListener, SocketError> {
-        self.listener.try_clone().map_err(|reason| system(&self.path, reason))
+        let cloned = self.listener.try_clone();
+        cloned.map_err(|reason| SocketError::System { path: self.path.clone(), reason })
     }
 }
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        if !self.stays && fs::symlink_metadata(&self.path).is_ok_and(|now| (now.dev(), now.ino()) == self.made) {
+        if let Some(file) = self.file.as_ref().filter(|file| file.is_there()) {
             // Left behind it is only stale, and replaced next time.
-            let _ = fs::remove_file(&self.path);
+            let _ = unlinkat(&file.folder, &file.name, AtFlags::empty());
         }
     }
 }
 
-fn system(path: &Path, reason: io::Error) -> SocketError {
-    SocketError::System { path: path.into(), reason }
+fn system(path: &Path, errno: Errno) -> SocketError {
+    SocketError::System { path: path.into(), reason: errno.into() }
 }
 
-fn listen(address: &SocketAddrUnix, path: &Path) -> rustix::io::Result<UnixListener> {
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    rustix::net::bind(&socket, address)?;
-    // Nobody can connect before listen, so nobody comes in under the mode that the umask gave.
-    rustix::fs::chmod(path, rustix::fs::Mode::from_raw_mode(MODE))?;
-    rustix::net::listen(&socket, BACKLOG)?;
-    Ok(socket.into())
+fn identity(stat: &Stat) -> (u64, u64) {
+    (stat.st_dev, stat.st_ino)
+}
+
+/// Where the kernel finds what a descriptor is of.
+fn place(fd: BorrowedFd<'_>) -> PathBuf {
+    Path::new("/proc/self/fd").join(fd.as_raw_fd().to_string())
+}
+
+/// A folder that only this user may enter, beside the place that a socket is to have. It goes with the socket's name in it.
+struct PrivateFolder<'a> {
+    parent: BorrowedFd<'a>,
+    name: String,
+    folder: OwnedFd,
+    /// What the socket is called in it.
+    socket: &'a OsStr,
+}
+
+impl<'a> PrivateFolder<'a> {
+    fn make(parent: BorrowedFd<'a>, socket: &'a OsStr) -> rustix::io::Result<Self> {
+        let make = |number| {
+            let name = format!(".ferry-{:016x}", RandomState::new().hash_one(number));
+            mkdirat(parent, &name, Mode::RWXU).map(|()| name)
+        };
+        let mut made = (0..NAMES_MAX).map(make).skip_while(|made| matches!(made, Err(Errno::EXIST)));
+        let name = made.next().unwrap_or(Err(Errno::EXIST))?;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let folder = openat(parent, &name, flags, Mode::empty())?;
+        // Lists of sockets show the name that a socket was made by, so it is the one that it will have, if there is room.
+        let socket = if socket.len() <= SHOWN_BYTES_MAX { socket } else { OsStr::new("s") };
+        let made = Self { parent, name, folder, socket };
+        // Whoever may change names in the parent can have put another folder there.
+        let found = fstat(&made.folder)?;
+        let is_private = found.st_uid == rustix::process::geteuid().as_raw() && found.st_mode & 0o077 == 0;
+        if is_private { Ok(made) } else { Err(Errno::PERM) }
+    }
+
+    /// Makes the socket, for this user alone.
+    fn listen(&self) -> rustix::io::Result<UnixListener> {
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        rustix::net::bind(&socket, &SocketAddrUnix::new(place(self.folder.as_fd()).join(self.socket))?)?;
+        chmodat(&self.folder, self.socket, MODE, AtFlags::empty())?;
+        rustix::net::listen(&socket, BACKLOG)?;
+        Ok(socket.into())
+    }
+
+    /// Gives it to a group as well.
+    fn give(&self, gid: u32) -> rustix::io::Result<()> {
+        chownat(&self.folder, self.socket, None, Some(Gid::from_raw(gid)), AtFlags::SYMLINK_NOFOLLOW)?;
+        chmodat(&self.folder, self.socket, MODE_OF_GROUP, AtFlags::empty())
+    }
+
+    /// Gives it its name, unless something has that; answers which file it is.
+    fn publish(&self, folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<(u64, u64)> {
+        linkat(&self.folder, self.socket, folder, name, AtFlags::empty())?;
+        Ok(identity(&statat(&self.folder, self.socket, AtFlags::SYMLINK_NOFOLLOW)?))
+    }
+}
+
+impl Drop for PrivateFolder<'_> {
+    fn drop(&mut self) {
+        // An empty folder that is left harms nobody.
+        let _ = unlinkat(&self.folder, self.socket, AtFlags::empty());
+        let _ = unlinkat(self.parent, &self.name, AtFlags::REMOVEDIR);
+    }
 }
 
 /// Removes a socket file that no process listens on; anything else in its place is an error.
-fn remove_stale(path: &Path) -> Result<(), SocketError> {
-    let found = match fs::symlink_metadata(path) {
-        Ok(found) => found,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(system(path, error)),
+fn remove_stale(folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(), SocketError> {
+    let failed = |errno| system(path, errno);
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = match openat(folder, name, flags, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(()),
+        file => file.map_err(failed)?,
     };
-    if !found.file_type().is_socket() {
+    let found = fstat(&file).map_err(failed)?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::Socket {
         return Err(SocketError::NotASocket(path.into()));
     }
-    match UnixStream::connect(path) {
+    match UnixStream::connect(place(file.as_fd())) {
         // A full backlog is a server too.
         Ok(_) => Err(SocketError::InUse(path.into())),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(SocketError::InUse(path.into())),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            fs::remove_file(path).map_err(|reason| system(path, reason))
+            unlinkat(folder, name, AtFlags::empty()).map_err(failed)
         }
-        Err(error) => Err(system(path, error)),
+        Err(reason) => Err(SocketError::System { path: path.into(), reason }),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::fs;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
 
@@ -170,7 +293,8 @@ mod tests {
         let folder = Folder::new("goes");
         let path = folder.0.join("s");
         let socket = Socket::bind(&path).expect("a free path");
-        assert_eq!(fs::metadata(&path).expect("a socket").permissions().mode() & 0o777, MODE);
+        assert_eq!(fs::metadata(&path).expect("a socket").permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::read_dir(&folder.0).expect("a folder").count(), 1, "nothing else is left");
         assert!(matches!(Socket::bind(&path), Err(SocketError::InUse(_))));
         drop(socket);
         assert!(!path.exists());
@@ -202,5 +326,70 @@ mod tests {
             assert!(error.contains(words) && error.contains(&*path.to_string_lossy()), "{error}");
         }
         assert_eq!(fs::read(&file).expect("still there"), b"precious");
+    }
+
+    /// Somebody who may change names in the folder puts another file in the socket's place all the time: its mode and group stay.
+    #[test]
+    fn no_other_files_mode_and_group_are_changed() {
+        let folder = Folder::new("swapped");
+        let (path, precious, aside) = (folder.0.join("s"), folder.0.join("precious"), folder.0.join("aside"));
+        fs::write(&precious, "precious").expect("a file");
+        // A file that is a socket, too: its type says nothing.
+        let other = UnixListener::bind(folder.0.join("other")).expect("a free path");
+        for file in [&precious, &folder.0.join("other")] {
+            fs::set_permissions(file, fs::Permissions::from_mode(0o444)).expect("it is ours");
+        }
+        let of =
+            |path: &Path| fs::metadata(path).map(|found| (found.gid(), found.mode() & 0o7777)).expect("it is there");
+        let before = [of(&precious), of(&folder.0.join("other"))];
+        let gid = if rustix::process::geteuid().is_root() { 4321 } else { rustix::process::getegid().as_raw() };
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let targets = [&precious, &folder.0.join("other")];
+                for number in 0.. {
+                    if over.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    // Whatever is there goes, also a socket that was just made.
+                    if fs::rename(&path, &aside).is_err() {
+                        continue;
+                    }
+                    let target = targets[number % 2];
+                    let _ = match number % 4 {
+                        0 | 1 => std::os::unix::fs::symlink(target, &path),
+                        _ => fs::hard_link(target, &path),
+                    };
+                    std::thread::yield_now();
+                    let _ = fs::remove_file(&path);
+                }
+            });
+            for _ in 0..1000 {
+                // It may find something else in its place.
+                let _ = Socket::bind_for(&path, Some(gid));
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        assert_eq!([of(&precious), of(&folder.0.join("other"))], before);
+        drop(other);
+    }
+
+    #[test]
+    fn a_group_is_given_the_socket_and_not_where_a_link_leads() {
+        let folder = Folder::new("group");
+        let path = folder.0.join("s");
+        let gid = if rustix::process::geteuid().is_root() { 4321 } else { rustix::process::getegid().as_raw() };
+        let socket = Socket::bind_for(&path, Some(gid)).expect("a free path");
+        let found = fs::symlink_metadata(&path).expect("a socket");
+        assert_eq!((found.gid(), found.mode() & 0o777), (gid, 0o660));
+        UnixStream::connect(&path).expect("it listens");
+        drop(socket);
+        std::os::unix::fs::symlink("/dev/null", &path).expect("a link");
+        assert!(matches!(Socket::bind_for(&path, Some(gid)), Err(SocketError::NotASocket(_))));
+        let names = fs::read_dir(&folder.0).expect("a folder").count();
+        assert_eq!(names, 1, "what was made on the way is gone");
+        // The longest name that an address has room for.
+        let long = "x".repeat(PATH_BYTES_MAX - folder.0.as_os_str().len() - 1);
+        Socket::bind(&folder.0.join(long)).expect("a free path");
     }
 }

@@ -23,7 +23,7 @@ mod device;
 mod handler;
 
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError};
 pub use ferry_vfs::Bounds;
 use ferry_vfs::FileSystem;
 pub use ferry_vhost::{Ended, WindowDialect};
-use ferry_vhost::{Server, ServerError};
+use ferry_vhost::{Server, ServerError, Socket, SocketError};
 
 /// How an export is to behave.
 #[derive(Clone, Debug)]
@@ -199,13 +199,8 @@ pub struct TagError(String);
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The socket.
-    #[error("cannot listen on {path}: {reason}", path = .path.display())]
-    Bind {
-        /// Its path.
-        path: PathBuf,
-        /// The system's reason.
-        reason: std::io::Error,
-    },
+    #[error(transparent)]
+    Socket(#[from] SocketError),
     /// The server.
     #[error(transparent)]
     Server(#[from] ServerError),
@@ -233,7 +228,8 @@ pub enum Error {
 pub struct Export {
     server: Server,
     source: Arc<dyn FileSystem>,
-    socket: Option<PathBuf>,
+    /// Its file goes when this is dropped.
+    socket: Option<Socket>,
 }
 
 impl std::fmt::Debug for Export {
@@ -243,15 +239,14 @@ impl std::fmt::Debug for Export {
 }
 
 impl Export {
-    /// Makes the socket and serves it on threads of its own, one front end after another.
+    /// Makes the socket, for this user alone, and serves it on threads of its own, one front end after another.
     ///
     /// # Errors
     /// [`Error`]: the socket cannot be made, or the options make no sense.
     pub fn listen(socket: &Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
-        let listener = UnixListener::bind(socket).map_err(|reason| Error::Bind { path: socket.into(), reason })?;
-        let mut export = Self::from_listener(listener, source, options)?;
-        export.socket = Some(socket.into());
-        Ok(export)
+        let socket = Socket::bind(socket)?;
+        let export = Self::from_listener(socket.listener()?, source, options)?;
+        Ok(Self { socket: Some(socket), ..export })
     }
 
     /// Serves a socket that somebody else made.
@@ -280,10 +275,6 @@ impl Export {
         let Self { server, source, socket } = self;
         server.stop();
         ferry_engine::sync_at_the_end(&*source);
-        if let Some(socket) = socket
-            && let Err(error) = std::fs::remove_file(&socket)
-        {
-            tracing::debug!("{} was not removed: {error}", socket.display());
-        }
+        drop(socket);
     }
 }
