@@ -4,9 +4,8 @@
 //! the next one.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, DirBuilder};
+use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
@@ -14,6 +13,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use ferry_isolation::{Action, Capabilities, Filter, Role};
+use ferry_state::Folder;
 use ferry_virtiofs::{Kept, Line, LineError};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
@@ -23,9 +23,6 @@ use crate::exports;
 
 /// The name that the process has in a list of processes, and by which the program knows what it is to be.
 const NAME: &str = "ferry-keeper";
-
-/// The socket of a keeper, in its folder.
-const SOCKET: &str = "keeper";
 
 /// How often a keeper that is just ending is found before another one is started.
 const TRIES_MAX: usize = 10;
@@ -37,32 +34,32 @@ pub fn reach_all(shares: &[Share]) -> Result<Vec<Option<Arc<Kept>>>> {
 
 fn reach(dir: &Path, share: &Share) -> Result<Arc<Kept>> {
     let what = || format!("--state {}", dir.display());
-    DirBuilder::new().recursive(true).mode(0o700).create(dir).with_context(what)?;
-    let line = line(&dir.join(SOCKET)).with_context(what)?;
+    let folder = Folder::open(dir).with_context(what)?;
+    let line = line(&folder, dir).with_context(what)?;
     let geometry = ferry_virtiofs::geometry(exports::device_options(share).queues);
     Kept::open(line, geometry).map(Arc::new).with_context(what)
 }
 
-fn line(socket: &Path) -> Result<Line> {
+fn line(folder: &Folder, dir: &Path) -> Result<Line> {
     for _ in 0..TRIES_MAX {
-        match Line::reach(socket) {
+        match Line::reach(folder) {
             // It was just about to end.
             Err(
                 LineError::Connect(Errno::NOENT | Errno::CONNREFUSED) | LineError::Gone(Errno::CONNRESET | Errno::PIPE),
             ) => {}
             other => return Ok(other?),
         }
-        let _ = fs::remove_file(socket);
-        match ferry_state::listen(socket) {
+        let _ = folder.clear();
+        match ferry_state::listen(folder) {
             Ok(listener) => {
                 let mut command = Command::new("/proc/self/exe");
-                command.arg0(NAME).arg(socket).env_clear().current_dir("/");
+                command.arg0(NAME).arg(std::path::absolute(dir)?).env_clear().current_dir("/");
                 command.stdin(listener).stdout(Stdio::null()).stderr(Stdio::null());
                 command.spawn().context("cannot start the process that keeps it")?;
             }
             // Somebody else has just started one.
             Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
-            Err(error) => return Err(error).with_context(|| format!("cannot make {}", socket.display())),
+            Err(error) => return Err(error).with_context(|| format!("cannot make a socket in {}", dir.display())),
         }
     }
     bail!("the process that keeps it ends at once")
@@ -73,7 +70,7 @@ pub fn is_keeper(program: &OsStr) -> bool {
     program == NAME
 }
 
-/// What a keeper does, on the socket that is its standard input. Its argument is the path of that.
+/// What a keeper does, on the socket that is its standard input. Its argument is the folder of that.
 pub fn run(args: &[OsString]) -> ExitCode {
     match keep(args.get(1).map(Path::new)) {
         Ok(()) => ExitCode::SUCCESS,
@@ -82,10 +79,11 @@ pub fn run(args: &[OsString]) -> ExitCode {
     }
 }
 
-fn keep(path: Option<&Path>) -> Result<()> {
+fn keep(dir: Option<&Path>) -> Result<()> {
     // Who ends a server's group of processes does not mean what it holds.
     rustix::process::setsid().context("no session can be had")?;
     close_inherited();
+    let folder = dir.map(Folder::open).transpose()?;
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
     Capabilities::NONE.limit(Capabilities::NONE)?;
@@ -94,9 +92,9 @@ fn keep(path: Option<&Path>) -> Result<()> {
     // Where there is no seccomp, it still has no capabilities, and opens nothing by itself.
     let _ = Filter::of(Role::Holder, Action::Kill).and_then(|filter| filter.apply());
     let kept = ferry_state::keep(&listener);
-    if let Some(path) = path {
+    if let Some(folder) = folder {
         // The next one makes its own.
-        let _ = fs::remove_file(path);
+        let _ = folder.clear();
     }
     Ok(kept?)
 }

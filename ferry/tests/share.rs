@@ -55,6 +55,55 @@ fn a_group_may_connect_too() {
     }
 }
 
+/// Whoever could be taken for the keeper of a guest's state would be handed its memory.
+#[test]
+fn state_is_kept_in_a_folder_of_this_users_own_alone() {
+    /// A user that nobody is.
+    const STRANGER: u32 = 64_321;
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let share = |program: &mut Command, socket: &str| {
+        let mut command = std::mem::replace(program, Command::new(""));
+        command.arg("share").arg(at("dir")).arg("--virtiofs").arg(at(socket)).arg("--state").arg(at("state"));
+        command.args(["--sandbox", "none", "--seccomp", "none"]);
+        command
+    };
+    for name in ["dir", "state", "theirs"] {
+        fs::create_dir(at(name)).unwrap();
+    }
+    let mode = |mode: u32| fs::set_permissions(at("state"), fs::Permissions::from_mode(mode)).unwrap();
+    let is_refused = |expected: &str| {
+        let said = refused(1, &mut share(&mut ferry(), "s"));
+        assert!(said.contains("--state ") && said.contains(expected), "{said}");
+        assert!(!at("s").exists(), "the socket is left behind");
+    };
+    mode(0o755);
+    is_refused("others may enter the folder, which has mode 0755; it must be this user's alone: chmod 0700");
+    mode(0o700);
+    fs::rename(at("state"), at("real")).unwrap();
+    std::os::unix::fs::symlink(at("real"), at("state")).unwrap();
+    is_refused("symbolic link");
+    fs::remove_file(at("state")).unwrap();
+    fs::rename(at("real"), at("state")).unwrap();
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs root, to run a server as another user");
+        return;
+    }
+    let owner = |uid: u32| std::os::unix::fs::chown(at("state"), Some(uid), None).unwrap();
+    owner(STRANGER);
+    is_refused("the folder belongs to user 64321, and this server runs as user 0");
+    // The folder was theirs, and so is the keeper in it.
+    std::os::unix::fs::chown(at("theirs"), Some(STRANGER), None).unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new("setpriv");
+    command.args([format!("--reuid={STRANGER}"), format!("--regid={STRANGER}"), "--clear-groups".into()]);
+    command.arg(ferry().get_program()).env_remove("FERRY_LOG").stdin(std::process::Stdio::null());
+    let theirs = Server::start(&mut share(&mut command, "theirs/s"));
+    owner(0);
+    is_refused("what listens there belongs to user 64321, not to user 0");
+    drop(theirs);
+}
+
 #[test]
 fn file_handles_that_are_insisted_on_and_may_not_be_opened_are_refused() {
     if !rustix::process::geteuid().is_root() {

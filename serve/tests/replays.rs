@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
 use ferry_serve::{Acl, Server, Session, Share, ShareOptions};
-use ferry_state::{Geometry, Kept, Line};
+use ferry_state::{Folder, Geometry, Kept, Line};
 use ferry_vfs::*;
 use ferry_wire::fuse::{Operation, SecurityContexts};
 
@@ -141,10 +141,10 @@ impl FileSystem for Tree {
 /// What the server answers that is asked again after the one before was killed in the midst of it.
 fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, meanwhile: impl Fn()) -> Answer {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("keeper");
-    let listener = ferry_state::listen(&path).unwrap();
+    let state = Folder::open(&folder.path().join("state")).unwrap();
+    let listener = ferry_state::listen(&state).unwrap();
     let keeper = std::thread::spawn(move || ferry_state::keep(&listener).unwrap());
-    let kept = || Kept::open(Line::reach(&path).unwrap(), Geometry { workers: 1, entries: 8 }).map(Arc::new).unwrap();
+    let kept = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).map(Arc::new).unwrap();
     let options = ShareOptions { security_label: Acl::Auto, ..ShareOptions::default() };
     let source = || Arc::clone(tree) as Arc<dyn FileSystem>;
 

@@ -10,21 +10,18 @@ use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::time::Duration;
 
 use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, recvmsg,
-    sendmsg, socket_with,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, accept_with, connect, recvmsg, sendmsg, socket_with,
 };
 
 use crate::connection::{self, Commit, FILES_MAX, Records};
+use crate::folder::Folder;
 
 const PUT: u64 = 1;
 const DROP: u64 = 2;
@@ -56,6 +53,14 @@ pub enum LineError {
     /// Nobody is there.
     #[error("the keeper of the state cannot be reached: {0}")]
     Connect(Errno),
+    /// Somebody else listens there.
+    #[error("what listens there belongs to user {peer}, not to user {user}; name another --state")]
+    Stranger {
+        /// Who does.
+        peer: u32,
+        /// Who this is.
+        user: u32,
+    },
     /// The one before is still there.
     #[error("the state is in use by another server; end that first, or name another --state")]
     InUse,
@@ -159,31 +164,40 @@ fn stream() -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
 }
 
-/// Makes the socket on which a keeper is reached, for this user only.
+/// Whether a peer is this user.
+fn is_ours(socket: &OwnedFd) -> Result<(), LineError> {
+    // Its process may have no number here, which rustix does not allow for.
+    let peer = nix::sys::socket::getsockopt(socket, nix::sys::socket::sockopt::PeerCredentials);
+    let peer = peer.map_err(|error| LineError::Gone(Errno::from_raw_os_error(error as i32)))?.uid();
+    let user = rustix::process::geteuid().as_raw();
+    if peer == user { Ok(()) } else { Err(LineError::Stranger { peer, user }) }
+}
+
+/// Makes the socket on which a keeper is reached.
 ///
 /// # Errors
 /// `EADDRINUSE` when there is one.
-pub fn listen(path: &Path) -> io::Result<OwnedFd> {
+pub fn listen(folder: &Folder) -> io::Result<OwnedFd> {
     let socket = stream()?;
-    bind(&socket, &SocketAddrUnix::new(path)?)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    folder.bind(&socket)?;
     // The one that is served, the one that comes after, and one that is there by mistake.
     rustix::net::listen(&socket, 4)?;
     Ok(socket)
 }
 
 impl Line {
-    /// Connects to the keeper that listens at `path`, and takes what it has, as soon as the server before is gone.
+    /// Connects to the keeper of a folder, and takes what it has, as soon as the server before is gone.
     ///
     /// # Errors
     /// [`LineError::Connect`]: there is no keeper; the others.
-    pub fn reach(path: &Path) -> Result<Self, LineError> {
+    pub fn reach(folder: &Folder) -> Result<Self, LineError> {
         let reach = || {
             let socket = stream()?;
-            connect(&socket, &SocketAddrUnix::new(path)?)?;
+            connect(&socket, &folder.address()?)?;
             Ok(socket)
         };
         let socket = reach().map_err(LineError::Connect)?;
+        is_ours(&socket)?;
         let (mut held, mut records) = (HashMap::new(), Records::new());
         loop {
             if !wait(socket.as_fd(), BEFORE_MAX).map_err(LineError::Gone)? {
@@ -250,7 +264,6 @@ impl Line {
 /// The socket is lost.
 pub fn keep(listener: &OwnedFd) -> io::Result<()> {
     let mut held = Held::default();
-    let us = rustix::process::geteuid();
     while wait(listener.as_fd(), AFTER_MAX)? {
         let server = match accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(server) => server,
@@ -262,7 +275,7 @@ pub fn keep(listener: &OwnedFd) -> io::Result<()> {
             }
             Err(error) => return Err(error.into()),
         };
-        if socket_peercred(&server).is_ok_and(|peer| peer.uid == us) {
+        if is_ours(&server).is_ok() {
             // Whatever ends it, the next one is served.
             let _ = serve(server.as_fd(), &mut held);
             if !held.has_client && !held.files.contains_key(&CONNECTION) {

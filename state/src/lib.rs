@@ -20,6 +20,7 @@
 #![deny(unsafe_code)]
 
 mod connection;
+mod folder;
 mod journal;
 mod keeper;
 mod kept;
@@ -28,6 +29,7 @@ mod saved;
 mod slots;
 
 pub use connection::{Commit, FILES_MAX, LeftConnection, Records, answer, take};
+pub use folder::{Folder, FolderError};
 pub use journal::{Journal, Past};
 pub use keeper::{Line, LineError, keep, listen};
 pub use kept::{Before, Geometry, Kept, KeptError, Mapped};

@@ -6,15 +6,14 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use ferry_state::{Commit, Geometry, Init, Kept, Line};
+use ferry_state::{Commit, Folder, Geometry, Init, Kept, Line};
 
 /// A keeper in a thread.
 struct Keeper {
-    path: PathBuf,
+    state: Folder,
     thread: JoinHandle<()>,
     _folder: tempfile::TempDir,
 }
@@ -22,15 +21,15 @@ struct Keeper {
 impl Keeper {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("keeper");
-        let listener = ferry_state::listen(&path).unwrap();
-        Self { path, thread: std::thread::spawn(move || ferry_state::keep(&listener).unwrap()), _folder: folder }
+        let state = Folder::open(&folder.path().join("state")).unwrap();
+        let listener = ferry_state::listen(&state).unwrap();
+        Self { state, thread: std::thread::spawn(move || ferry_state::keep(&listener).unwrap()), _folder: folder }
     }
 
     /// A server that begins.
     fn server(&self) -> Arc<Kept> {
         let geometry = Geometry { workers: 1, entries: 8 };
-        Arc::new(Kept::open(Line::reach(&self.path).unwrap(), geometry).unwrap())
+        Arc::new(Kept::open(Line::reach(&self.state).unwrap(), geometry).unwrap())
     }
 }
 

@@ -7,17 +7,18 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use ferry_state::{Commit, Geometry, Kept, Line};
+use ferry_state::{Commit, Folder, Geometry, Kept, Line};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 #[test]
 fn a_keeper_without_descriptors_waits_until_there_are_some() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("keeper");
-    let listener = ferry_state::listen(&path).unwrap();
+    let path = folder.path().join("state/keeper");
+    let state = Folder::open(&folder.path().join("state")).unwrap();
+    let listener = ferry_state::listen(&state).unwrap();
     let keeper = std::thread::spawn(move || ferry_state::keep(&listener).unwrap());
-    let server = || Kept::open(Line::reach(&path).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
+    let server = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
     let first = server();
     let (client, ours) = UnixStream::pair().unwrap();
     first.keep_connection(ours.as_fd()).unwrap();

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use ferry_state::{Commit, Geometry, Kept, Line, LineError};
+use ferry_state::{Commit, Folder, Geometry, Kept, Line, LineError};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 const RECORDS: u64 = 60;
@@ -14,10 +14,10 @@ const RECORDS: u64 = 60;
 #[test]
 fn what_does_not_fit_into_one_server_is_there_for_the_next() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("keeper");
-    let listener = ferry_state::listen(&path).unwrap();
+    let state = Folder::open(&folder.path().join("state")).unwrap();
+    let listener = ferry_state::listen(&state).unwrap();
     let keeper = std::thread::spawn(move || ferry_state::keep(&listener).unwrap());
-    let server = || Kept::open(Line::reach(&path).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
+    let server = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
     let first = server();
     let (front_end, ours) = UnixStream::pair().unwrap();
     first.keep_connection(ours.as_fd()).unwrap();
@@ -31,7 +31,7 @@ fn what_does_not_fit_into_one_server_is_there_for_the_next() {
     // Descriptors below the limit, which counts their numbers.
     let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
     setrlimit(Resource::Nofile, Rlimit { current: Some(open + RECORDS / 4), ..usual }).unwrap();
-    let refused = Line::reach(&path);
+    let refused = Line::reach(&state);
     setrlimit(Resource::Nofile, usual).unwrap();
     assert!(matches!(refused, Err(LineError::NoRoom)), "{refused:?}");
 

@@ -1,0 +1,102 @@
+//! The folder in which a keeper is reached. Whoever may change names in it could be taken for the keeper, and be handed what the server
+//! has; so it is this user's alone, and is looked up once.
+
+use std::fs::DirBuilder;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, chmodat, fstat, openat, unlinkat};
+use rustix::io::Errno;
+use rustix::net::{SocketAddrUnix, bind};
+
+/// The socket of a keeper, in its folder.
+const SOCKET: &str = "keeper";
+/// Enter: this user alone.
+const MODE: u32 = 0o700;
+/// This user alone, as the folder.
+const SOCKET_MODE: Mode = Mode::from_raw_mode(0o600);
+
+/// Why a folder is not one for a keeper.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FolderError {
+    /// It cannot be made.
+    #[error("the folder cannot be made: {0}")]
+    Make(io::Error),
+    /// It cannot be opened.
+    #[error("the folder cannot be opened: {0}")]
+    Open(Errno),
+    /// It is a link, or no folder.
+    #[error("that is a symbolic link or no folder; name the folder itself")]
+    NotAFolder,
+    /// It belongs to somebody else.
+    #[error(
+        "the folder belongs to user {owner}, and this server runs as user {user}; name a folder of user {user}'s own"
+    )]
+    Owner {
+        /// Whose it is.
+        owner: u32,
+        /// Who this is.
+        user: u32,
+    },
+    /// Others may enter it.
+    #[error("others may enter the folder, which has mode {0:04o}; it must be this user's alone: chmod 0700")]
+    Mode(u32),
+}
+
+/// The folder of a keeper.
+#[derive(Debug)]
+pub struct Folder(OwnedFd);
+
+impl Folder {
+    /// Opens a folder, which is made if it is not there.
+    ///
+    /// # Errors
+    /// [`FolderError`]: somebody else could be in it.
+    pub fn open(path: &Path) -> Result<Self, FolderError> {
+        DirBuilder::new().recursive(true).mode(MODE).create(path).map_err(|error| match error.kind() {
+            io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => FolderError::NotAFolder,
+            _ => FolderError::Make(error),
+        })?;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let folder = openat(CWD, path, flags, Mode::empty()).map_err(|errno| match errno {
+            Errno::LOOP | Errno::NOTDIR => FolderError::NotAFolder,
+            errno => FolderError::Open(errno),
+        })?;
+        let found = fstat(&folder).map_err(FolderError::Open)?;
+        let (owner, user, mode) = (found.st_uid, rustix::process::geteuid().as_raw(), found.st_mode & 0o7777);
+        if owner != user {
+            return Err(FolderError::Owner { owner, user });
+        }
+        if mode & 0o077 != 0 {
+            return Err(FolderError::Mode(mode));
+        }
+        Ok(Self(folder))
+    }
+
+    /// Where the keeper is reached, for a system call of this process.
+    pub(crate) fn address(&self) -> rustix::io::Result<SocketAddrUnix> {
+        let path = PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()));
+        SocketAddrUnix::new(path.join(SOCKET))
+    }
+
+    /// Makes the socket there, for this user alone.
+    pub(crate) fn bind(&self, socket: &OwnedFd) -> rustix::io::Result<()> {
+        bind(socket, &self.address()?)?;
+        // Nobody else can have put another file there.
+        chmodat(&self.0, SOCKET, SOCKET_MODE, AtFlags::empty())
+    }
+
+    /// Removes the socket that a keeper has left.
+    ///
+    /// # Errors
+    /// It cannot be removed. One that is not there is no error.
+    pub fn clear(&self) -> io::Result<()> {
+        match unlinkat(&self.0, SOCKET, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
