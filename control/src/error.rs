@@ -46,6 +46,16 @@ pub enum Error {
     /// The folder of sockets is open to others.
     #[error("{} is not a folder of yours that nobody else can enter; remove it", .0.display())]
     NotPrivate(PathBuf),
+    /// Somebody else listens there.
+    #[error("what listens on {} is not process {pid} of user {owner}", path.display())]
+    Stranger {
+        /// Where.
+        path: PathBuf,
+        /// Which process was expected.
+        pid: u32,
+        /// Whose.
+        owner: u32,
+    },
     /// The socket.
     #[error(transparent)]
     Socket(#[from] SocketError),

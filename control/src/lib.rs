@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod escape;
 mod log;
 mod place;
 mod served;
@@ -27,10 +28,16 @@ mod server;
 use serde::{Deserialize, Serialize};
 
 pub use error::Error;
+pub use escape::{printable, printable_json};
 pub use log::{Logging, Syslog};
-pub use place::sockets;
+pub use place::{Endpoint, sockets};
 pub use served::{Held, Served, Shown};
 pub use server::{Control, Owner};
+
+/// The longest line of a log, in bytes. What outside input makes longer is cut.
+pub const LOG_LINE_BYTES_MAX: usize = 8 << 10;
+/// The longest answer, in bytes: what a thousand shares are shown as.
+pub const ANSWER_BYTES_MAX: usize = 4 << 20;
 
 /// A request; one line.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,5 +1,6 @@
 //! What a server says on standard error or to the system's log, and to those who listen with `ferry log --follow`.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::OwnedFd;
@@ -10,6 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ferry_vfs::Complaints;
+use tracing::callsite::Identifier;
 use tracing::level_filters::LevelFilter;
 use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
@@ -17,7 +20,8 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, reload};
 
-use crate::Error;
+use crate::escape::printable;
+use crate::{Error, LOG_LINE_BYTES_MAX};
 
 /// Where the log of requests comes from, in the words of a filter.
 const REQUESTS: &str = "ferry_engine::requests=info";
@@ -57,7 +61,7 @@ impl Logging {
         let (filter, handle) = reload::Layer::new(filter(level, false)?);
         let plain = plain || syslog.is_some();
         let lines = tracing_subscriber::fmt::layer()
-            .with_writer(Writer { listeners: listeners.clone(), syslog })
+            .with_writer(Writer { listeners: listeners.clone(), syslog, limits: Limits::default() })
             .with_ansi(!plain && io::stderr().is_terminal())
             .with_target(false)
             .without_time();
@@ -194,32 +198,91 @@ fn severity(level: Level) -> u8 {
 struct Writer {
     listeners: Listeners,
     syslog: Option<Syslog>,
+    limits: Limits,
+}
+
+/// How often each warning and error of the program is logged: whatever outside input causes is not logged more often than a few
+/// times, wherever in the program that is. What has a limit of its own, of one guest or one image, is left to that.
+#[derive(Default)]
+struct Limits(Mutex<HashMap<Identifier, Complaints>>);
+
+impl Limits {
+    /// Whether a line may be logged; if so, how many like it were not.
+    fn admit(&self, metadata: &Metadata<'_>) -> Option<u32> {
+        if *metadata.level() > Level::WARN || metadata.target() == Complaints::TARGET {
+            return Some(0);
+        }
+        let mut limits = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        limits.entry(metadata.callsite()).or_default().admit()
+    }
+}
+
+/// A line as it is logged: of one line, of a bounded length, and with no control characters but for the subscriber's own colours. Once
+/// with those, and once without.
+fn cleaned(line: &[u8]) -> (String, String) {
+    let text = String::from_utf8_lossy(line);
+    let mut text = text.strip_suffix('\n').unwrap_or(&text);
+    let is_cut = text.len() > LOG_LINE_BYTES_MAX;
+    if is_cut {
+        text = &text[..text.floor_char_boundary(LOG_LINE_BYTES_MAX)];
+    }
+    let (mut coloured, mut plain) = (String::with_capacity(text.len() + 1), String::with_capacity(text.len() + 1));
+    // The subscriber has escaped those of the message (tracing-subscriber 0.3.20).
+    for (at, part) in text.split("\x1b[").enumerate() {
+        let colour =
+            part.find(|c: char| !c.is_ascii_digit() && c != ';').filter(|end| at > 0 && part[*end..].starts_with('m'));
+        let (colour, rest) = colour.map_or(("", part), |end| part.split_at(end + 1));
+        match (at, colour) {
+            (0, _) => {}
+            (_, "") => [&mut coloured, &mut plain].into_iter().for_each(|text| text.push_str(r"\u{1b}[")),
+            (_, colour) => coloured.extend(["\x1b[", colour]),
+        }
+        let rest = printable(rest);
+        coloured.push_str(&rest);
+        plain.push_str(&rest);
+    }
+    for text in [&mut coloured, &mut plain] {
+        text.push_str(if is_cut { "...\n" } else { "\n" });
+    }
+    (coloured, plain)
 }
 
 impl<'a> MakeWriter<'a> for Writer {
     type Writer = Line<'a>;
 
     fn make_writer(&'a self) -> Line<'a> {
-        Line { to: self, severity: severity(Level::INFO) }
+        Line { to: self, severity: severity(Level::INFO), admitted: Some(0) }
     }
 
     fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> Line<'a> {
-        Line { to: self, severity: severity(*metadata.level()) }
+        Line { to: self, severity: severity(*metadata.level()), admitted: self.limits.admit(metadata) }
     }
 }
 
 struct Line<'a> {
     to: &'a Writer,
     severity: u8,
+    /// Whether it is logged, and how many like it were not.
+    admitted: Option<u32>,
+}
+
+impl Line<'_> {
+    fn say(&self, line: &[u8]) -> io::Result<()> {
+        let (coloured, plain) = cleaned(line);
+        self.to.listeners.tell(plain.as_bytes());
+        // A log that has gone, or is behind: better here than nowhere.
+        let sent = self.to.syslog.as_ref().is_some_and(|syslog| syslog.send(self.severity, plain.as_bytes()).is_ok());
+        if sent { Ok(()) } else { io::stderr().write_all(coloured.as_bytes()) }
+    }
 }
 
 impl Write for Line<'_> {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.to.listeners.tell(line);
-        // A log that has gone, or is behind: better here than nowhere.
-        let sent = self.to.syslog.as_ref().is_some_and(|syslog| syslog.send(self.severity, line).is_ok());
-        if !sent {
-            io::stderr().write_all(line)?;
+        if let Some(missed) = self.admitted {
+            if missed > 0 {
+                self.say(format!(" WARN {missed} more lines like the next one were not logged\n").as_bytes())?;
+            }
+            self.say(line)?;
         }
         Ok(line.len())
     }
@@ -259,8 +322,9 @@ mod tests {
         let writer = Writer {
             listeners: Listeners::default(),
             syslog: Some(Syslog::connect_to(&path, "ferry", std::process::id).unwrap()),
+            limits: Limits::default(),
         };
-        let mut line = Line { to: &writer, severity: severity(Level::WARN) };
+        let mut line = Line { to: &writer, severity: severity(Level::WARN), admitted: Some(0) };
         line.write_all(b" WARN something is wrong\n").unwrap();
         let mut bytes = [0; 200];
         let length = log.recv(&mut bytes).unwrap();
@@ -269,6 +333,42 @@ mod tests {
         drop(log);
         assert!(writer.syslog.as_ref().unwrap().send(3, b"nobody").is_err());
         line.write_all(b"said on standard error\n").unwrap();
+    }
+
+    /// What a log says when two places of a program say the same thing over and over.
+    #[test]
+    fn a_warning_is_logged_a_few_times_from_each_place() {
+        let listeners = Listeners::default();
+        let (sender, receiver) = sync_channel(1000);
+        listeners.add(sender);
+        let writer = Writer { listeners, syslog: None, limits: Limits::default() };
+        let lines =
+            tracing_subscriber::fmt::layer().with_writer(writer).without_time().with_target(false).with_ansi(true);
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), || {
+            let complaints = [Complaints::default(), Complaints::default()];
+            for number in 0..50 {
+                tracing::error!("one place");
+                tracing::warn!("there {number}");
+                tracing::info!("for people {number}");
+                complaints.iter().for_each(|one| one.warn(format_args!("of one")));
+            }
+            tracing::warn!("a\nb\x1b[31m{}", "x".repeat(LOG_LINE_BYTES_MAX));
+        });
+        let lines: Vec<String> = receiver.try_iter().map(|line| String::from_utf8(line).expect("text")).collect();
+        let count = |text: &str| lines.iter().filter(|line| line.contains(text)).count();
+        assert_eq!([count("one place"), count("there"), count("for people"), count("of one")], [10, 10, 50, 20]);
+        for line in &lines {
+            let text = line.strip_suffix('\n').expect("a line");
+            assert!(text.len() <= LOG_LINE_BYTES_MAX + 3 && printable(text) == text, "{text:?}");
+        }
+        assert!(lines.last().expect("some").contains(r"a\nb\x1b[31mxxx"), "{:?}", lines.last());
+    }
+
+    #[test]
+    fn only_colours_are_left_of_what_a_terminal_obeys() {
+        let (coloured, plain) = cleaned(b"\x1b[33m WARN\x1b[0m a\x1b[2Jb\x1b]0;c\x07\r\n\xffd\x1b[1;31\n");
+        assert_eq!(plain, " WARN a\\u{1b}[2Jb\\u{1b}]0;c\\u{7}\\r\\n\u{fffd}d\\u{1b}[1;31\n");
+        assert_eq!(coloured, format!("\x1b[33m WARN\x1b[0m{}", &plain[5..]));
     }
 
     #[test]

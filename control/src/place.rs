@@ -1,10 +1,13 @@
 //! Where control sockets are: a folder per user, which nobody else can enter.
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::Error;
 
@@ -60,9 +63,44 @@ pub(crate) fn remove_dead(folder: &Path) {
     }
 }
 
-/// Every socket that this user may talk to, with the process id it is named after. Root sees those of all users.
+/// The control socket of a server, as far as its place tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    /// The process that it is named after.
+    pub pid: u32,
+    /// The user whose folder it is in.
+    pub owner: u32,
+    /// Where it is.
+    pub path: PathBuf,
+}
+
+impl Endpoint {
+    /// Connects, if the process that listens is the one that the place tells of: what is in another user's folder is that user's to
+    /// choose.
+    ///
+    /// # Errors
+    /// Nobody listens, or somebody else.
+    pub fn connect(&self) -> Result<UnixStream, Error> {
+        let stranger = || Error::Stranger { path: self.path.clone(), pid: self.pid, owner: self.owner };
+        // Looked up once: a link could lead to the socket of any other program.
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::open(&self.path, flags, Mode::empty()).map_err(io::Error::from)?;
+        let found = rustix::fs::fstat(&file).map_err(io::Error::from)?;
+        if FileType::from_raw_mode(found.st_mode) != FileType::Socket || found.st_uid != self.owner {
+            return Err(stranger());
+        }
+        let stream = UnixStream::connect(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        // Its process may have no number here, which rustix does not allow for.
+        let peer = nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials);
+        let peer = peer.map_err(io::Error::from)?;
+        let is_it = peer.uid() == self.owner && u32::try_from(peer.pid()).ok() == Some(self.pid);
+        if is_it { Ok(stream) } else { Err(stranger()) }
+    }
+}
+
+/// Every socket that this user may talk to. Root sees those of all users.
 #[must_use]
-pub fn sockets() -> Vec<(u32, PathBuf)> {
+pub fn sockets() -> Vec<Endpoint> {
     let mut folders: Vec<PathBuf> = own().into_iter().collect();
     if rustix::process::geteuid().is_root() {
         folders.extend(entries(Path::new(OF_USERS)).into_iter().map(|user| user.join("ferry")));
@@ -74,16 +112,21 @@ pub fn sockets() -> Vec<(u32, PathBuf)> {
     }
     folders.sort();
     folders.dedup();
-    let sockets = folders.iter().filter(|folder| is_private(folder)).flat_map(|folder| entries(folder));
-    sockets
-        .filter(|path| fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()))
-        .filter_map(|path| Some((path.file_name()?.to_str()?.parse().ok()?, path)))
+    let owned = folders.iter().filter_map(|folder| Some((private_to(folder)?, folder)));
+    let paths = owned.flat_map(|(owner, folder)| entries(folder).into_iter().map(move |path| (owner, path)));
+    paths
+        .filter(|(_, path)| fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()))
+        .filter_map(|(owner, path)| {
+            let pid = path.file_name()?.to_str()?.parse().ok()?;
+            Some(Endpoint { pid, owner, path })
+        })
         .collect()
 }
 
-/// Whether a folder is its owner's alone, whoever that is.
-fn is_private(folder: &Path) -> bool {
-    fs::symlink_metadata(folder).is_ok_and(|found| check(folder, found.uid()).is_ok())
+/// Whose folder it is, if it is its owner's alone.
+fn private_to(folder: &Path) -> Option<u32> {
+    let owner = fs::symlink_metadata(folder).ok()?.uid();
+    check(folder, owner).ok().map(|()| owner)
 }
 
 fn entries(folder: &Path) -> Vec<PathBuf> {
@@ -95,6 +138,22 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
 mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn only_the_process_that_the_place_tells_of_is_spoken_with() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (pid, owner) = (std::process::id(), rustix::process::geteuid().as_raw());
+        let at = |name: &str| folder.path().join(name);
+        let _listener = std::os::unix::net::UnixListener::bind(at("s")).expect("a free path");
+        std::os::unix::fs::symlink(at("s"), at("link")).expect("a link");
+        fs::write(at("file"), "").expect("a file");
+        let connect = |name: &str, pid, owner| Endpoint { pid, owner, path: at(name) }.connect();
+        connect("s", pid, owner).expect("it is this process");
+        for (name, pid, owner) in [("s", 1, owner), ("s", pid, owner + 1), ("link", pid, owner), ("file", pid, owner)] {
+            let error = connect(name, pid, owner).expect_err(name);
+            assert!(matches!(error, Error::Stranger { .. }), "{name}: {error}");
+        }
+    }
 
     #[test]
     fn folders_that_others_can_enter_are_refused() {

@@ -32,7 +32,6 @@
 //! ```
 
 mod at_once;
-mod complaints;
 mod lane;
 mod last_sync;
 mod mailbox;
@@ -44,7 +43,7 @@ mod ring;
 mod spin;
 mod transfers;
 
-pub use complaints::Complaints;
+pub use ferry_vfs::Complaints;
 pub use ferry_vfs::Segment;
 pub use lane::Lane;
 pub use last_sync::sync_at_the_end;

@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use anyhow::{Context, Result};
+use ferry_control::printable;
 use ferry_mem::pmem;
 
 use crate::cli::FsckArgs;
@@ -21,7 +22,7 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
     let report = match pmem::fsck(&path, args.tier2.as_deref(), args.repair) {
         Ok(report) => report,
         Err(error) => {
-            eprintln!("ferry: {:#}", anyhow::Error::from(error));
+            eprintln!("ferry: {}", printable(&format!("{:#}", anyhow::Error::from(error))));
             return Ok(OPERATIONAL_STATUS);
         }
     };
@@ -29,7 +30,7 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
     let text = if args.json {
         serde_json::to_string(&report)? + "\n"
     } else {
-        let mut text: String = report.findings.iter().map(|finding| finding.what.clone() + "\n").collect();
+        let mut text: String = report.findings.iter().map(|finding| printable(&finding.what) + "\n").collect();
         let state = match (report.is_clean(), report.repaired) {
             (true, _) => "clean",
             (false, true) => "repaired",

@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail};
+use ferry_control::printable;
 use ferry_image::{Digest, DumpError, Image, Inode, Nid, Objects, Source, Store, walk};
 use ferry_vfs::{FileType, Name};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -482,7 +483,7 @@ fn say(findings: &[String], json: bool) -> Result<u8> {
     } else if findings.is_empty() {
         "clean\n".into()
     } else {
-        findings.iter().map(|finding| format!("{finding}\n")).collect()
+        findings.iter().map(|finding| printable(finding) + "\n").collect()
     };
     print(&text)?;
     Ok(if findings.is_empty() { CLEAN_STATUS } else { DAMAGED_STATUS })

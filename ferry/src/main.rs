@@ -32,7 +32,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use ferry_control::{Logging, Syslog};
+use ferry_control::{Logging, Syslog, printable};
 
 use crate::cli::Command;
 use crate::groups::Invocation;
@@ -112,7 +112,8 @@ fn run_or_say(invocation: Invocation) -> u8 {
         Ok(status) => status,
         Err(error) => {
             let text = format!("{error:#}");
-            eprintln!("ferry: {text}{}", advice(&text));
+            // Names, and what other users' servers say, may be in it.
+            eprintln!("ferry: {}{}", printable(&text), advice(&text));
             1
         }
     }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
-use ferry_control::{Explained, Logging, Request, Served};
+use ferry_control::{Explained, Logging, Request, Served, printable, printable_json};
 
 use crate::cli::{MountArgs, Share};
 use crate::control::{self, Target, is_in_mount};
@@ -138,7 +138,11 @@ fn explain(args: MountArgs) -> Result<()> {
         },
         Some(mountpoint) => try_mount(&args, mountpoint)?,
     };
-    let text = if args.json { explained.json.to_string() } else { explained.text };
+    // The server may be another user's program.
+    let text = match args.json {
+        true => printable_json(&explained.json.to_string()),
+        false => explained.text.lines().map(|line| printable(line) + "\n").collect(),
+    };
     let mut out = std::io::stdout().lock();
     writeln!(out, "{}", text.trim_end()).context("cannot write to standard output")
 }

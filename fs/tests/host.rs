@@ -180,8 +180,8 @@ fn whoever_uses_a_program_that_is_killed_is_told() {
 /// Sends a line to a server's control socket; answers its own, and the connection for what follows.
 fn ask(server: &Server, request: &str) -> (String, BufReader<UnixStream>) {
     let pid = u32::try_from(server.pid().as_raw_nonzero().get()).unwrap();
-    let (_, socket) = ferry_control::sockets().into_iter().find(|(of, _)| *of == pid).expect("it has a socket");
-    let mut stream = UnixStream::connect(socket).unwrap();
+    let endpoint = ferry_control::sockets().into_iter().find(|endpoint| endpoint.pid == pid).expect("it has a socket");
+    let mut stream = endpoint.connect().unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     writeln!(stream, "{request}").unwrap();
     let mut lines = BufReader::new(stream);

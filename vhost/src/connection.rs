@@ -110,7 +110,7 @@ pub(crate) enum TakingOver {
 }
 
 impl<D: Device> Connection<D> {
-    pub(crate) fn new(device: Arc<D>) -> Self {
+    pub(crate) fn new(device: Arc<D>, complaints: Arc<Complaints>) -> Self {
         let queues = (0..device.queue_count()).map(|_| Queue::default()).collect();
         let workers = (0..device.worker_count()).map(|_| None).collect();
         let session = Arc::new(device.session());
@@ -129,7 +129,7 @@ impl<D: Device> Connection<D> {
             inflight,
             queues,
             workers,
-            complaints: Arc::default(),
+            complaints,
             window,
             dirty: None,
             transfer: None,

@@ -129,8 +129,7 @@ impl Drop for Server {
 
 impl Stop {
     /// Waits for a front end. `None`: time to stop.
-    fn accept(&self, listener: &UnixListener) -> io::Result<Option<UnixStream>> {
-        let complaints = Complaints::default();
+    fn accept(&self, listener: &UnixListener, complaints: &Complaints) -> io::Result<Option<UnixStream>> {
         loop {
             let mut fds =
                 [PollFd::new(&self.event, PollFlags::IN), PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
@@ -167,11 +166,13 @@ fn has_left(stream: &UnixStream) -> bool {
 }
 
 fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
+    // All front ends have them together: whoever comes again and again is not heard more often.
+    let complaints = Arc::<Complaints>::default();
     let mut left = device.keeps_connections().and_then(|kept| take_over(&kept));
     loop {
         let conversation = match left.take() {
             Some(conversation) => conversation,
-            None => match stop.accept(listener) {
+            None => match stop.accept(listener, &complaints) {
                 Ok(Some(stream)) => begin(stream, device.keeps_connections()),
                 Ok(None) => return,
                 Err(error) => {
@@ -185,7 +186,7 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
         if !stop.is_set() {
             tracing::debug!("a front end connected");
             stop.channel.begin();
-            converse(device, conversation, stop);
+            converse(device, conversation, stop, &complaints);
             stop.channel.end();
             tracing::debug!("the front end is gone");
         }
@@ -227,14 +228,19 @@ fn begin(stream: UnixStream, kept: Option<Arc<Kept>>) -> Conversation {
 }
 
 /// Speaks with one front end until it goes or says something that cannot be.
-fn converse<D: Device>(device: &Arc<D>, Conversation { stream, kept }: Conversation, stop: &Stop) {
-    let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device))));
+fn converse<D: Device>(
+    device: &Arc<D>,
+    Conversation { stream, kept }: Conversation,
+    stop: &Stop,
+    complaints: &Arc<Complaints>,
+) {
+    let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device), Arc::clone(complaints))));
     let outcome = match &kept {
         Some((kept, records)) => listen_lasting(&**device, (stream, kept, records), &connection, stop),
         None => listen(&**device, stream, &connection, stop),
     };
     if let Err(error) = outcome {
-        tracing::error!("the front end is let go: {error}");
+        complaints.error(format_args!("the front end is let go: {error}"));
     }
     if !stop.is_set() || stop.had_left.load(Ordering::Relaxed) {
         // First: what is forgotten then would be missed by whoever takes the connection over.

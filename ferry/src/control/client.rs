@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use ferry_fuse::Mountpoint;
 use serde::de::DeserializeOwned;
 
-use ferry_control::{Answer, FileName, Request, Shown, Status, sockets};
+use ferry_control::{ANSWER_BYTES_MAX, Answer, Endpoint, FileName, Request, Shown, Status, sockets};
 
 /// A server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -23,8 +23,7 @@ const START_GLANCE: Duration = Duration::from_millis(20);
 /// A server that runs.
 #[derive(Debug)]
 pub struct Client {
-    socket: PathBuf,
-    pid: u32,
+    endpoint: Endpoint,
 }
 
 /// What a user named.
@@ -41,23 +40,17 @@ pub struct Target {
 impl Client {
     /// Sends a request; answers the connection, for whatever follows.
     pub fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<(T, BufReader<UnixStream>)> {
-        let shown = self.socket.display();
-        let mut stream = UnixStream::connect(&self.socket).with_context(|| format!("cannot reach {shown}"))?;
-        // The folder of another user may hold anything.
-        let peer = rustix::net::sockopt::socket_peercred(&stream)?;
-        let expected = i32::try_from(self.pid).ok();
-        if Some(peer.pid.as_raw_nonzero().get()) != expected {
-            bail!("{shown} is not process {}", self.pid);
-        }
-        stream.set_read_timeout(Some(PATIENCE))?;
+        let pid = self.endpoint.pid;
+        let end = Instant::now() + PATIENCE;
+        let mut stream = self.endpoint.connect().with_context(|| format!("cannot reach process {pid}"))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         let mut line = serde_json::to_vec(request)?;
         line.push(b'\n');
-        stream.write_all(&line).with_context(|| format!("process {} does not take a request", self.pid))?;
+        stream.write_all(&line).with_context(|| format!("process {pid} does not take a request"))?;
         let mut reader = BufReader::new(stream);
-        let mut line = String::new();
-        reader.read_line(&mut line).with_context(|| format!("process {} does not answer", self.pid))?;
-        match serde_json::from_str(&line).with_context(|| format!("process {} answers {line:?}", self.pid))? {
+        let line = answer(&mut reader, end).with_context(|| format!("process {pid} does not answer"))?;
+        let parsed = serde_json::from_slice(&line);
+        match parsed.with_context(|| format!("process {pid} answers what is no answer, in {} bytes", line.len()))? {
             Answer::Ok(value) => Ok((value, reader)),
             Answer::Error(error) => bail!(error),
         }
@@ -69,9 +62,36 @@ impl Client {
     }
 }
 
+/// The answer of a server, a line, which may be another user's program: it has to be there in time, and is not longer than any real
+/// one.
+fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<Vec<u8>> {
+    let mut line = Vec::new();
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(std::io::ErrorKind::TimedOut.into());
+        }
+        reader.get_ref().set_read_timeout(Some(left))?;
+        let came = reader.fill_buf()?;
+        if came.is_empty() {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        let found = came.iter().position(|&byte| byte == b'\n');
+        let count = found.unwrap_or(came.len());
+        line.extend_from_slice(&came[..count]);
+        reader.consume(found.map_or(count, |at| at + 1));
+        if line.len() > ANSWER_BYTES_MAX {
+            return Err(std::io::Error::other(format!("its answer is longer than {ANSWER_BYTES_MAX} bytes")));
+        }
+        if found.is_some() {
+            return Ok(line);
+        }
+    }
+}
+
 /// The servers that run and answer, with what they serve.
 fn running() -> Vec<(Client, Status)> {
-    let clients = sockets().into_iter().map(|(pid, socket)| Client { socket, pid });
+    let clients = sockets().into_iter().map(|endpoint| Client { endpoint });
     std::thread::scope(|scope| {
         // All at once: one that is stopped keeps us waiting, and several must not do so in turn.
         let asking: Vec<_> =
@@ -108,7 +128,7 @@ impl Target {
         let shown = target.display();
         let running = running();
         if let Some(pid) = target.to_str().and_then(|text| text.parse::<u32>().ok()) {
-            let found = running.into_iter().find(|(client, _)| client.pid == pid);
+            let found = running.into_iter().find(|(client, _)| client.endpoint.pid == pid);
             let (client, _) = found.with_context(|| format!("no ferry share or mount of yours is process {pid}"))?;
             return Ok(Self { client, share: None, file: None });
         }
@@ -223,6 +243,8 @@ fn each_share(running: &[(Client, Status)]) -> impl Iterator<Item = (usize, usiz
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
 
     fn server(pid: u32, mounts: &[&str]) -> (Client, Status) {
@@ -237,7 +259,44 @@ mod tests {
             queues: None,
         };
         let shares = mounts.iter().map(share).collect();
-        (Client { socket: "/s".into(), pid }, Status { pid, shares, log: "info".into(), requests: None })
+        let endpoint = Endpoint { pid, owner: 0, path: "/s".into() };
+        (Client { endpoint }, Status { pid, shares, log: "info".into(), requests: None })
+    }
+
+    /// What a client makes of a server that says this.
+    fn told(says: impl Fn(&mut UnixStream) -> std::io::Result<()> + Send + 'static) -> Result<Status> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        let listener = UnixListener::bind(&path).expect("a free path");
+        std::thread::spawn(move || {
+            let (mut client, _) = listener.accept().expect("a client");
+            let mut request = String::new();
+            BufReader::new(&client).read_line(&mut request).expect("a request");
+            says(&mut client)
+        });
+        let owner = rustix::process::geteuid().as_raw();
+        Client { endpoint: Endpoint { pid: std::process::id(), owner, path } }.status()
+    }
+
+    #[test]
+    fn a_server_that_says_too_much_or_too_slowly_is_left() {
+        let begin = Instant::now();
+        let error = told(|client| (0..).try_for_each(|_| client.write_all(&[b'x'; 65536]))).expect_err("no end");
+        assert!(format!("{error:#}").contains("longer than"), "{error:#}");
+        assert!(begin.elapsed() < PATIENCE);
+        let slowly = |client: &mut UnixStream| {
+            (0..).try_for_each(|_| {
+                std::thread::sleep(Duration::from_millis(100));
+                client.write_all(b" ")
+            })
+        };
+        let begin = Instant::now();
+        told(slowly).expect_err("no end");
+        assert!(begin.elapsed() < PATIENCE * 2, "{:?}", begin.elapsed());
+        let error = told(|client| client.write_all(b"{\"error\": \"no\\u001b[2J\"}\n")).expect_err("an error");
+        assert_eq!(error.to_string(), "no\u{1b}[2J");
+        let error = told(|client| client.write_all(b"\x1b[2J\n")).expect_err("no answer");
+        assert!(!format!("{error:#}").contains('\u{1b}'), "{error:#}");
     }
 
     #[test]

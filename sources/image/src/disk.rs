@@ -66,7 +66,7 @@ impl Disk {
         match self.source.objects().range(pack, offset, bytes) {
             Ok(file) => Ok(Extent { file: file.clone(), offset }),
             Err(bad) => {
-                tracing::error!("{bad}; its readers get I/O errors");
+                self.source.complaints().error(format_args!("{bad}; its readers get I/O errors"));
                 Err(Errno::IO)
             }
         }
@@ -114,7 +114,7 @@ impl Contract for Disk {
                     let file = self.proved(pack, from, count)?.file;
                     let mut block = [0; BLOCK_BYTES];
                     read_exact(&file, from, &mut block[..bytes]).map_err(|error| {
-                        tracing::error!("cannot read a pack: {error}");
+                        self.source.complaints().error(format_args!("cannot read a pack: {error}"));
                         Errno::IO
                     })?;
                     out.put(&block[..bytes])

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Backing, ByNumber, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem,
-    FileType, Handle, Ino, IoRange, Name, OFlags, Output, Piece, Result, Seek, Statfs, openable,
+    Attr, Backing, ByNumber, Caller, Complaints, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features,
+    FileSystem, FileType, Handle, Ino, IoRange, Name, OFlags, Output, Piece, Result, Seek, Statfs, openable,
 };
 
 use crate::digest::Digest;
@@ -20,6 +20,7 @@ use crate::objects::{Bad, Objects, read_exact};
 pub struct Source {
     image: Image,
     objects: Arc<Objects>,
+    complaints: Complaints,
 }
 
 impl Source {
@@ -43,7 +44,7 @@ impl Source {
     ) -> error::Result<Self> {
         let image = Image::open(image, digest)?;
         let objects = Objects::open_with(&image, store, missing)?;
-        let source = Self { image, objects: Arc::new(objects) };
+        let source = Self { image, objects: Arc::new(objects), complaints: Complaints::default() };
         source.begin();
         Ok(source)
     }
@@ -55,7 +56,7 @@ impl Source {
     /// Something of it is missing or damaged.
     pub fn at_rest(image: Image, store: &Path) -> error::Result<Self> {
         let objects = Objects::open(&image, store)?;
-        Ok(Self { image, objects: Arc::new(objects) })
+        Ok(Self { image, objects: Arc::new(objects), complaints: Complaints::default() })
     }
 
     /// The same for an image of composefs's, whose store is seen at another place from here.
@@ -64,7 +65,7 @@ impl Source {
     /// The store cannot be opened.
     pub fn at_rest_seen(image: Image, store: &Path, seen: &Path) -> error::Result<Self> {
         let objects = Objects::seen_at(&image, store, seen)?;
-        Ok(Self { image, objects: Arc::new(objects) })
+        Ok(Self { image, objects: Arc::new(objects), complaints: Complaints::default() })
     }
 
     /// Begins what is done beside the readers, once.
@@ -91,14 +92,14 @@ impl Source {
     /// # Errors
     /// `IO` if the image or the object is damaged.
     pub fn read_at(&self, nid: Nid, offset: u64, bytes: &mut [u8]) -> Result<usize> {
-        let inode = flawed(self.image.inode(nid))?;
+        let inode = self.flawed(self.image.inode(nid))?;
         let left = inode.bytes.saturating_sub(offset);
         let count = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
         let bytes = &mut bytes[..count];
         if bytes.is_empty() {
             return Ok(0);
         }
-        match flawed(self.image.data(&inode))? {
+        match self.flawed(self.image.data(&inode))? {
             Data::Near(whole, rest) => {
                 // Both halves together are as long as the file.
                 let all = whole.iter().chain(rest).skip(usize::try_from(offset).unwrap_or(usize::MAX));
@@ -106,15 +107,35 @@ impl Source {
             }
             data @ Data::Object { .. } => {
                 let part = offset..offset + bytes.len() as u64;
-                let extent = self.objects.extent(data, inode.bytes, part).map_err(refused)?.ok_or(Errno::IO)?;
+                let extent =
+                    self.objects.extent(data, inode.bytes, part).map_err(|bad| self.refused(&bad))?.ok_or(Errno::IO)?;
                 read_exact(&extent.file, extent.offset, bytes).map_err(|error| {
-                    tracing::error!("cannot read what is in the store: {error}");
+                    self.complaints.error(format_args!("cannot read what is in the store: {error}"));
                     Errno::IO
                 })?;
             }
-            data => self.objects.read(data, inode.bytes, offset, bytes).map_err(refused)?,
+            data => self.objects.read(data, inode.bytes, offset, bytes).map_err(|bad| self.refused(&bad))?,
         }
         Ok(count)
+    }
+
+    /// What readers can cause by an image that is damaged is logged here.
+    pub(crate) fn complaints(&self) -> &Complaints {
+        &self.complaints
+    }
+
+    /// Bytes that cannot be had are `IO` to who reads them, and a line in the log.
+    fn refused(&self, bad: &Bad) -> Errno {
+        self.complaints.error(format_args!("{bad}; its readers get EIO"));
+        Errno::IO
+    }
+
+    /// A damaged image is `IO` to its users, and a line in the log.
+    fn flawed<T>(&self, checked: Checked<T>) -> Result<T> {
+        checked.map_err(|flaw| {
+            self.complaints.error(format_args!("the image is damaged: {flaw}"));
+            Errno::IO
+        })
     }
 
     fn nid(&self, ino: Ino) -> Nid {
@@ -136,7 +157,7 @@ impl Source {
     }
 
     fn entry(&self, nid: Nid) -> Result<Entry> {
-        let inode = flawed(self.image.inode(nid))?;
+        let inode = self.flawed(self.image.inode(nid))?;
         Ok(Entry::new(self.ino(nid), self.attr(&inode)))
     }
 
@@ -146,21 +167,6 @@ impl Source {
         (attr.atime, attr.mtime, attr.ctime, attr.btime) = (inode.mtime, inode.mtime, inode.mtime, None);
         attr
     }
-}
-
-/// Bytes that cannot be had are `IO` to who reads them, and a line in the log.
-#[allow(clippy::needless_pass_by_value, reason = "it is given to map_err")]
-fn refused(bad: Bad) -> Errno {
-    tracing::error!("{bad}; its readers get EIO");
-    Errno::IO
-}
-
-/// A damaged image is `IO` to its users, and a line in the log.
-fn flawed<T>(checked: Checked<T>) -> Result<T> {
-    checked.map_err(|flaw| {
-        tracing::error!("the image is damaged: {flaw}");
-        Errno::IO
-    })
 }
 
 fn type_of(kind: u8) -> FileType {
@@ -192,11 +198,11 @@ impl FileSystem for Source {
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let dir = self.directory(dir)?;
-        self.entry(flawed(self.image.lookup(&dir, name))?.ok_or(Errno::NOENT)?)
+        self.entry(self.flawed(self.image.lookup(&dir, name))?.ok_or(Errno::NOENT)?)
     }
 
     fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
-        self.entry(flawed(self.image.parent(&self.directory(dir)?))?)
+        self.entry(self.flawed(self.image.parent(&self.directory(dir)?))?)
     }
 
     fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
@@ -213,7 +219,7 @@ impl FileSystem for Source {
         if inode.kind() != FileType::Symlink {
             return Err(Errno::INVAL);
         }
-        flawed(self.image.link(&inode))
+        self.flawed(self.image.link(&inode))
     }
 
     fn open(&self, _: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
@@ -227,9 +233,10 @@ impl FileSystem for Source {
     fn read(&self, _: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Moved> {
         let inode = self.inode(at.ino)?;
         let len = u64::from(at.len);
-        let data = flawed(self.image.data(&inode))?;
+        let data = self.flawed(self.image.data(&inode))?;
         if let Some(end) = at.offset.checked_add(len).filter(|end| *end <= inode.bytes)
-            && let Some(extent) = self.objects.extent(data, inode.bytes, at.offset..end).map_err(refused)?
+            && let Some(extent) =
+                self.objects.extent(data, inode.bytes, at.offset..end).map_err(|bad| self.refused(&bad))?
         {
             return Ok(Moved::Extent(extent));
         }
@@ -255,13 +262,13 @@ impl FileSystem for Source {
         if offset >= end {
             return Ok(Vec::new());
         }
-        let data = flawed(self.image.data(&inode))?;
+        let data = self.flawed(self.image.data(&inode))?;
         if let Data::Near(..) = data {
             let mut bytes = vec![0; usize::try_from(end - offset).map_err(|_| Errno::OVERFLOW)?];
             self.read_at(inode.nid, offset, &mut bytes)?;
             return Ok(vec![Piece::Bytes(bytes)]);
         }
-        self.objects.places(data, inode.bytes, offset..end).map_err(refused)
+        self.objects.places(data, inode.bytes, offset..end).map_err(|bad| self.refused(&bad))
     }
 
     fn flush(&self, _: &Caller<'_>, _: Ino, _: Handle, _: u64) -> Result<()> {
@@ -274,8 +281,8 @@ impl FileSystem for Source {
 
     fn readdir(&self, _: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
         let dir = self.directory(at.ino)?;
-        for found in flawed(self.image.entries(&dir, at.offset))? {
-            let found = flawed(found)?;
+        for found in self.flawed(self.image.entries(&dir, at.offset))? {
+            let found = self.flawed(found)?;
             if !out.fits(found.name) {
                 break;
             }
@@ -310,7 +317,7 @@ impl FileSystem for Source {
         if no_acl || (name == XATTR_LABEL && !self.image.may_have_labels()) {
             return Err(Errno::OPNOTSUPP);
         }
-        let xattrs = flawed(self.image.xattrs(&self.inode(ino)?))?;
+        let xattrs = self.flawed(self.image.xattrs(&self.inode(ino)?))?;
         xattrs.into_iter().find(|(known, _)| known == name).map(|(_, value)| value.to_vec()).ok_or(Errno::NODATA)
     }
 
@@ -318,7 +325,7 @@ impl FileSystem for Source {
         if !self.image.may_have_xattrs() {
             return Err(Errno::NOSYS);
         }
-        let xattrs = flawed(self.image.xattrs(&self.inode(ino)?))?;
+        let xattrs = self.flawed(self.image.xattrs(&self.inode(ino)?))?;
         Ok(xattrs.into_iter().flat_map(|(name, _)| [name, vec![0]].concat()).collect())
     }
 

@@ -1,0 +1,73 @@
+//! Log lines that outside input can cause, a few at a time.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Lines per [`WINDOW`]; enough to see what is wrong, too few to fill a disk.
+const LINES_PER_WINDOW: u32 = 10;
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// Limits how often somebody hostile makes us log: ten lines in ten seconds. What has its own never keeps the lines of others away: a
+/// guest, a mount, an image.
+#[derive(Debug, Default)]
+pub struct Complaints(Mutex<Option<(Instant, u32)>>);
+
+impl Complaints {
+    /// Where its lines come from, in the words of a filter.
+    pub const TARGET: &'static str = module_path!();
+
+    /// Logs a warning, unless too many complaints came lately.
+    pub fn warn(&self, message: std::fmt::Arguments<'_>) {
+        if self.may_complain() {
+            tracing::warn!("{message}");
+        }
+    }
+
+    /// Logs an error, unless too many complaints came lately.
+    pub fn error(&self, message: std::fmt::Arguments<'_>) {
+        if self.may_complain() {
+            tracing::error!("{message}");
+        }
+    }
+
+    fn may_complain(&self) -> bool {
+        match self.admit() {
+            None => false,
+            Some(0) => true,
+            Some(missed) => {
+                tracing::warn!("{missed} more complaints were not logged");
+                true
+            }
+        }
+    }
+
+    /// Whether one more line may be logged now; if so, how many were not since the last one that was.
+    pub fn admit(&self) -> Option<u32> {
+        let now = Instant::now();
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (start, count, missed) = match *state {
+            Some((start, count)) if now.duration_since(start) < WINDOW => (start, count.saturating_add(1), 0),
+            Some((_, count)) => (now, 1, count.saturating_sub(LINES_PER_WINDOW)),
+            None => (now, 1, 0),
+        };
+        *state = Some((start, count));
+        (count <= LINES_PER_WINDOW).then_some(missed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ten_lines_in_ten_seconds_and_then_how_many_there_were() {
+        let complaints = Complaints::default();
+        let admitted: Vec<_> = (0..100).filter_map(|_| complaints.admit()).collect();
+        assert_eq!(admitted, [0; 10]);
+        // The window is over.
+        let state = complaints.0.lock().unwrap().take();
+        let before = state.and_then(|(start, count)| Some((start.checked_sub(WINDOW)?, count)));
+        *complaints.0.lock().unwrap() = before;
+        assert_eq!((complaints.admit(), complaints.admit()), (Some(90), Some(0)));
+    }
+}
