@@ -188,7 +188,9 @@ pub struct MountArgs {
     #[arg(index = 2, value_name = "MOUNTPOINT", required_unless_present = "explain")]
     pub mountpoint: Option<PathBuf>,
 
-    /// Options as mount(8) has them: flags of this command (size=1G,read_only) and of mounts (ro,nosuid,noatime).
+    /// Options as mount(8) has them: flags of this command (size=1G,read_only) and of mounts (ro,nosuid,noatime). Mounts of 9p: and
+    /// image: have nosuid and nodev, unless suid and dev are given: then set-user-id programs and device nodes of the server or the
+    /// image count on this host.
     #[arg(short = 'o', value_name = "OPTIONS")]
     pub options: Vec<String>,
 

@@ -14,6 +14,7 @@ use crate::cli::{
     Acl, Cache, Carrier, DaxDialect, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window,
 };
 use crate::guardian::{Duty, Guardian};
+use crate::mount_options;
 use crate::ninep::Listening;
 use crate::socket::Bound;
 use crate::source::Kind;
@@ -188,8 +189,8 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
 }
 
 /// The options of the mount that a share is, which the log calls `log_name`. `shared`: its source goes through other exports,
-/// too.
-pub fn mount_options(share: &Share, log_name: &str, mount: MountOptions, shared: bool) -> ferry_fuse::Options {
+/// too; `words` are those of `-o`.
+pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bool) -> ferry_fuse::Options {
     let mut options = ferry_fuse::Options {
         path: match share.path.unwrap_or(Carrier::Auto) {
             Carrier::Auto => ferry_fuse::Path::Auto,
@@ -215,7 +216,7 @@ pub fn mount_options(share: &Share, log_name: &str, mount: MountOptions, shared:
         name: Some(log_name.into()),
         stacked_source: lies_on_overlayfs(share),
         shared,
-        mount: MountOptions { nonempty: share.nonempty, ..mount },
+        mount: MountOptions { nonempty: share.nonempty, ..mount_options::of_mount(words, share.kind().is_foreign()) },
         ..ferry_fuse::Options::default()
     };
     if let Some(seconds) = share.handler_timeout {
@@ -300,7 +301,7 @@ mod tests {
         ] {
             let share = &shares(&format!("ferry share {share} --virtiofs v --mount m")).expect(share)[0];
             assert_eq!(device_options(share).writeback, collects, "{share:?}");
-            assert_eq!(mount_options(share, "", MountOptions::default(), false).writeback, collects, "{share:?}");
+            assert_eq!(mount_options(share, "", &[], false).writeback, collects, "{share:?}");
         }
     }
 }

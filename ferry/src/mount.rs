@@ -15,8 +15,8 @@ use ferry_control::{Explained, Logging, Request, Served, printable, printable_js
 use crate::cli::{MountArgs, Share};
 use crate::control::{self, Target, is_in_mount};
 use crate::exports::{self, Serving};
+use crate::share;
 use crate::source::{self, Kind, Sources};
-use crate::{mount_options, share};
 
 /// A log may name files; it is its owner's.
 const LOG_MODE: u32 = 0o600;
@@ -37,11 +37,11 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
         rustix::process::setsid().context("cannot leave the terminal")?;
     }
     let log = args.log_file.as_deref().map(open_log).transpose()?;
-    let mount = mount_options::of_mount(&args.options);
+    let words = args.options.clone();
     let (json, detached) = (args.json || args.detached, args.detached);
     let share = args.into_share();
     let nulls = detached.then(Nulls::open).transpose()?;
-    share::serve(&[share], &[], &mount, logging, |up, _| {
+    share::serve(&[share], &[], &words, logging, |up, _| {
         announce(up, json)?;
         if let Some(nulls) = nulls {
             nulls.leave(log)
@@ -168,7 +168,7 @@ fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<Explained> {
     let mut sources = Sources::beside(vec![mountpoint.clone()]);
     let source = sources.open(&share)?;
     let name = exports::name(&share);
-    let options = exports::mount_options(&share, &name, mount_options::of_mount(&args.options), false);
+    let options = exports::mount_options(&share, &name, &args.options, false);
     let mut serving = Serving::default();
     let seen = source::seen(&share, std::sync::Arc::clone(&source))?;
     let export = serving.mount(&mountpoint, seen, options)?;

@@ -8,11 +8,9 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use ferry_fuse::MountOptions;
 
 /// Words of mount(8) that say what is so anyway, or that are for mount(8), systemd and the like alone.
-const IGNORED: [&str; 31] = [
+const IGNORED: [&str; 29] = [
     "defaults",
     "rw",
-    "suid",
-    "dev",
     "exec",
     "async",
     "atime",
@@ -64,10 +62,12 @@ const ELSEWHERE: [(&str, &str); 15] = [
 ];
 
 /// What a later word takes back.
-const OPPOSITES: [(&str, &str); 8] = [
+const OPPOSITES: [(&str, &str); 10] = [
     ("rw", "read-only"),
     ("suid", "nosuid"),
+    ("nosuid", "suid"),
     ("dev", "nodev"),
+    ("nodev", "dev"),
     ("exec", "noexec"),
     ("atime", "noatime"),
     ("diratime", "nodiratime"),
@@ -91,13 +91,25 @@ const OF_MOUNTS: [(&str, Field); 9] = [
     ("auto_unmount", |options| &mut options.auto_unmount),
 ];
 
-/// The mount's own options, out of what [`expand`] left in `-o`.
-pub fn of_mount(words: &[String]) -> MountOptions {
+/// What files of other people's making may do on this host only if these words say so.
+const GRANTS: [(&str, Field); 2] = [("suid", |options| &mut options.nosuid), ("dev", |options| &mut options.nodev)];
+
+/// The mount's own options, out of what [`expand`] left in `-o`. `foreign`: somebody else says whose the files are and what they are.
+pub fn of_mount(words: &[String], foreign: bool) -> MountOptions {
     let mut options = MountOptions::default();
-    for (_, field) in OF_MOUNTS.iter().filter(|(name, _)| words.iter().any(|word| word == name)) {
+    let is_given = |name: &str| words.iter().any(|word| word == name);
+    for (_, field) in OF_MOUNTS.iter().filter(|(name, _)| is_given(name)) {
+        *field(&mut options) = true;
+    }
+    for (_, field) in GRANTS.iter().filter(|(name, _)| foreign && !is_given(name)) {
         *field(&mut options) = true;
     }
     options
+}
+
+/// Whether a word is one of mounts of any type.
+fn is_of_mounts(name: &str) -> bool {
+    OF_MOUNTS.iter().chain(&GRANTS).any(|(word, _)| *word == name)
 }
 
 /// Rewrites the arguments of `ferry mount`: every `-o` is taken apart.
@@ -146,7 +158,7 @@ impl Flags<'_> {
         if name.is_empty() || IGNORED.contains(&name) || name.starts_with("x-") || name.starts_with("X-") {
             return Ok(());
         }
-        if OF_MOUNTS.iter().any(|(word, _)| *word == name) {
+        if is_of_mounts(name) {
             return match value {
                 None => {
                     self.words.insert(name.into(), None);
@@ -174,7 +186,7 @@ impl Flags<'_> {
 
     fn into_args(self) -> impl Iterator<Item = OsString> {
         self.words.into_iter().flat_map(|(name, value)| {
-            if OF_MOUNTS.iter().any(|(word, _)| *word == name) {
+            if is_of_mounts(&name) {
                 return vec!["-o".into(), name.into()];
             }
             let mut arg = OsString::from(format!("--{name}"));
@@ -220,7 +232,8 @@ mod tests {
             ("mem /m -oro -o noatime", "-o noatime --read-only mem /m"),
             ("mem /m -o ro,rw", "mem /m"),
             ("mem /m -o rw,ro", "--read-only mem /m"),
-            ("mem /m -o nosuid,suid,nodev", "-o nodev mem /m"),
+            ("mem /m -o nosuid,suid,nodev", "-o nodev -o suid mem /m"),
+            ("mem /m -o suid,dev,nosuid", "-o dev -o nosuid mem /m"),
             ("mem /m -o size=1G,size=2G", "--size=2G mem /m"),
             ("mem /m -o defaults,_netdev,nofail,x-systemd.automount,user=joe,,noauto", "mem /m"),
             ("mem /m -o default_permissions,lazytime,ro", "--read-only mem /m"),
@@ -272,7 +285,18 @@ mod tests {
 
     #[test]
     fn mounts_know_their_words() {
-        let options = of_mount(&["nosuid".into(), "sync".into()]);
-        assert_eq!(options, MountOptions { nosuid: true, sync: true, ..MountOptions::default() });
+        let words = |words: &str| words.split_whitespace().map(String::from).collect::<Vec<_>>();
+        for (given, foreign, nosuid, nodev) in [
+            ("", false, false, false),
+            ("nosuid", false, true, false),
+            ("suid dev", false, false, false),
+            ("", true, true, true),
+            ("suid", true, false, true),
+            ("dev nosuid", true, true, false),
+            ("suid dev", true, false, false),
+        ] {
+            let options = of_mount(&words(&format!("sync {given}")), foreign);
+            assert_eq!(options, MountOptions { nosuid, nodev, sync: true, ..MountOptions::default() }, "{given}");
+        }
     }
 }

@@ -8,7 +8,6 @@ use std::sync::{Arc, LazyLock};
 use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{Control, Logging, Served, Shown};
 use ferry_fs::Endings;
-use ferry_fuse::MountOptions;
 use ferry_isolation::Held;
 use ferry_vfs::FileSystem;
 use ferry_vhost::Socket;
@@ -47,7 +46,7 @@ pub fn run(shares: &[Share], disks: &[disk::Args], walls: &Walls, json: bool, lo
     };
     match sandbox::fits(walls, shares)? {
         true => serve_confined(shares, disks, walls, logging, ready),
-        false => serve(shares, disks, &MountOptions::default(), logging, ready).map(|()| 0),
+        false => serve(shares, disks, &[], logging, ready).map(|()| 0),
     }
 }
 
@@ -100,16 +99,16 @@ fn serve_confined(
     inside.close(shares)?;
     let opened = source::begin(sources)?;
     let mut serving = Serving::default();
-    let up = start(shares, &opened, (sockets, kept), &MountOptions::default(), &mut serving)?;
+    let up = start(shares, &opened, (sockets, kept), &[], &mut serving)?;
     offered.start()?;
     serve_until(endings, up, control, (offered, serving), logging, ready).map(|()| 0)
 }
 
-/// Serves shares and disks; calls `ready` once all are up.
+/// Serves shares and disks; calls `ready` once all are up. `words` are those of `-o`, for mounts.
 pub fn serve(
     shares: &[Share],
     disks: &[disk::Args],
-    mount: &MountOptions,
+    words: &[String],
     logging: &Logging,
     ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
 ) -> Result<()> {
@@ -126,7 +125,7 @@ pub fn serve(
     shares.iter().zip(&opened).try_for_each(|(share, source)| sources.watch(share, source))?;
     let sockets = Sockets::make(shares, inherited)?;
     let kept = state::reach_all(shares)?;
-    let up = start(shares, &opened, (sockets, kept), mount, &mut serving)?;
+    let up = start(shares, &opened, (sockets, kept), words, &mut serving)?;
     offered.start()?;
     serve_until(endings, up, Control::bind(), (offered, serving), logging, ready)
 }
@@ -244,7 +243,7 @@ fn start(
     shares: &[Share],
     opened: &[Arc<dyn FileSystem>],
     (Sockets { bound, ninep }, kept): (Sockets, Vec<Option<Arc<Kept>>>),
-    mount: &MountOptions,
+    words: &[String],
     serving: &mut Serving,
 ) -> Result<Vec<Served>> {
     let mut up = Vec::new();
@@ -265,7 +264,7 @@ fn start(
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
         }
         if let Some(mountpoint) = &share.mount {
-            let options = exports::mount_options(share, &name, mount.clone(), is_shared(shares, opened, opened_source));
+            let options = exports::mount_options(share, &name, words, is_shared(shares, opened, opened_source));
             // Before it is covered, and in the words of the table of mounts.
             let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
             let export = serving.mount(&mountpoint, source, options)?;

@@ -45,6 +45,11 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Whether somebody else says whose the files are and what they are: a server, the author of an image.
+    pub fn is_foreign(&self) -> bool {
+        matches!(self, Self::Image(_) | Self::Ninep(_))
+    }
+
     /// Reads the word: `mem`, `pmem:PATH`, `image:PATH`, `9p:ADDRESS`, or else a directory; `./mem` is a directory, too.
     pub fn of(word: &Path) -> Self {
         let bytes = word.as_os_str().as_bytes();

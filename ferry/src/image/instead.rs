@@ -7,6 +7,8 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
 
 use super::mount::MountArgs;
 
@@ -51,6 +53,11 @@ fn words(args: &MountArgs) -> Vec<OsString> {
         add("--digest", digest.to_string().as_ref());
     }
     add("--cache", "always".as_ref());
+    let options: Vec<_> = args.options.iter().filter_map(ValueEnum::to_possible_value).collect();
+    if !options.is_empty() {
+        let names: Vec<_> = options.iter().map(PossibleValue::get_name).collect();
+        words.extend(["-o".into(), names.join(",").into()]);
+    }
     args.lazily.add_to(&mut words);
     // As mounts by the kernel have it.
     words.push("--nonempty".into());
@@ -87,11 +94,10 @@ mod tests {
     #[test]
     fn the_same_is_asked_of_our_own_mount() {
         let digest = format!("blake3:{}", "0".repeat(64));
-        let line =
-            "mount a.img /mnt --store s --from oci:h/n:1 --jobs 0 --fetch-ahead 1M --plain-http --foreground --digest";
+        let line = "mount a.img /mnt --store s --from oci:h/n:1 --jobs 0 --fetch-ahead 1M --plain-http --foreground -o suid,nodev --digest";
         let args = Line::parse_from(line.split(' ').chain([digest.as_str()])).args;
         let expected = format!(
-            "mount image:a.img /mnt --store s --digest {digest} --cache always --from oci:h/n:1 --jobs 0 --fetch-ahead 1048576 \
+            "mount image:a.img /mnt --store s --digest {digest} --cache always -o suid,nodev --from oci:h/n:1 --jobs 0 --fetch-ahead 1048576 \
              --plain-http --foreground --nonempty"
         );
         let mut found = words(&args);

@@ -45,6 +45,9 @@ pub struct MountArgs {
     #[arg(long, value_enum, value_name = "auto|require", default_value_t = Wanted::Auto, requires_if("require", "digest"))]
     #[arg(hide_possible_values = true)]
     verity: Wanted,
+    /// Let set-user-id programs (suid) and device nodes (dev) of the image count on this host; without that the mount has nosuid and nodev.
+    #[arg(short = 'o', value_enum, value_name = "OPTIONS", value_delimiter = ',')]
+    pub(super) options: Vec<Word>,
     /// Mount from loop devices, as is done of itself on kernels before Linux 6.12.
     #[arg(long = "loop", conflicts_with = "from")]
     by_loop: bool,
@@ -52,7 +55,27 @@ pub struct MountArgs {
     pub(super) lazily: LazyArgs,
 }
 
+/// A word of mount(8), of those that matter here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Word {
+    Suid,
+    Nosuid,
+    Dev,
+    Nodev,
+}
+
 impl MountArgs {
+    /// What files of the image may not do on this host; the last word on each counts.
+    fn attributes(&self) -> MountAttrFlags {
+        let (nosuid, nodev) = (MountAttrFlags::MOUNT_ATTR_NOSUID, MountAttrFlags::MOUNT_ATTR_NODEV);
+        self.options.iter().fold(nosuid | nodev, |attributes, word| match word {
+            Word::Suid => attributes - nosuid,
+            Word::Nosuid => attributes | nosuid,
+            Word::Dev => attributes - nodev,
+            Word::Nodev => attributes | nodev,
+        })
+    }
+
     /// What was asked for that only a mount by the kernel has.
     pub(super) fn only_by_kernel(&self) -> Option<&'static str> {
         let asked = [
@@ -128,7 +151,8 @@ fn attach_file(
     } else {
         Packs { paths: packs(image, store, elsewhere)?, files: Vec::new() }
     };
-    let mut mounted = erofs(image, (source, &path), &packs.paths, args.by_loop)?;
+    let attributes = args.attributes();
+    let mut mounted = erofs(image, (source, &path), &packs.paths, (args.by_loop, attributes))?;
     drop(packs.files);
     if image.is_composefs() || upper.is_some() {
         let objects = objects_folder(store);
@@ -139,6 +163,7 @@ fn attach_file(
             objects: image.is_composefs().then_some(&objects),
             upper: upper.as_ref(),
             verity: is_proved && image.is_composefs(),
+            attributes,
         };
         mounted = layers.mount(args.by_loop)?;
     }
@@ -228,12 +253,18 @@ fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBu
 
 /// The image itself, mounted nowhere yet: from its file, which is said to be at `path`, or from loop devices where the kernel takes
 /// nothing else.
-fn erofs(image: &Image, (file, path): (&Path, &Path), packs: &[PathBuf], by_loop: bool) -> Result<OwnedFd> {
+fn erofs(
+    image: &Image,
+    (file, path): (&Path, &Path),
+    packs: &[PathBuf],
+    (by_loop, attributes): (bool, MountAttrFlags),
+) -> Result<OwnedFd> {
+    let attributes = attributes | MountAttrFlags::MOUNT_ATTR_RDONLY;
     let refused = || format!("the kernel does not mount {}", path.display());
     if !by_loop {
         let files: Vec<&Path> = packs.iter().map(PathBuf::as_path).collect();
         match configure(image, file, &files)? {
-            Ok(context) => return attached_nowhere(&context, path, true),
+            Ok(context) => return attached_nowhere(&context, path, attributes),
             Err((_, Errno::NOTBLK)) => {}
             Err((context, error)) => return Err(said(&context, error)).with_context(refused),
         }
@@ -243,7 +274,7 @@ fn erofs(image: &Image, (file, path): (&Path, &Path), packs: &[PathBuf], by_loop
     let loops = packs.iter().map(|pack| Loop::attach(pack)).collect::<Result<Vec<_>>>()?;
     let devices: Vec<&Path> = loops.iter().map(Loop::path).collect();
     match configure(image, source.path(), &devices)? {
-        Ok(context) => attached_nowhere(&context, path, true),
+        Ok(context) => attached_nowhere(&context, path, attributes),
         Err((context, error)) => Err(said(&context, error)).with_context(refused),
     }
 }
@@ -276,8 +307,7 @@ fn configure(
     })
 }
 
-fn attached_nowhere(context: &OwnedFd, path: &Path, read_only: bool) -> Result<OwnedFd> {
-    let attributes = if read_only { MountAttrFlags::MOUNT_ATTR_RDONLY } else { MountAttrFlags::empty() };
+fn attached_nowhere(context: &OwnedFd, path: &Path, attributes: MountAttrFlags) -> Result<OwnedFd> {
     fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
         .with_context(|| format!("cannot mount {}", path.display()))
 }
@@ -293,6 +323,8 @@ struct Layers<'a> {
     upper: Option<&'a Upper>,
     /// Whether the kernel is to prove the bytes of the objects.
     verity: bool,
+    /// What its files may not do.
+    attributes: MountAttrFlags,
 }
 
 impl Layers<'_> {
@@ -301,7 +333,7 @@ impl Layers<'_> {
     fn mount(&self, by_folder: bool) -> Result<OwnedFd> {
         if !by_folder {
             match self.configure(None)? {
-                Ok(context) => return attached_nowhere(&context, self.image, self.upper.is_none()),
+                Ok(context) => return self.attached_nowhere(&context),
                 Err((_, Errno::INVAL)) => {}
                 Err((context, error)) => return Err(self.refused(said(&context, error))),
             }
@@ -309,9 +341,14 @@ impl Layers<'_> {
         let folder = Folder::mount(self.lower)?;
         let outcome = self.configure(Some(folder.0.path()))?;
         match outcome {
-            Ok(context) => attached_nowhere(&context, self.image, self.upper.is_none()),
+            Ok(context) => self.attached_nowhere(&context),
             Err((context, error)) => Err(self.refused(said(&context, error))),
         }
+    }
+
+    fn attached_nowhere(&self, context: &OwnedFd) -> Result<OwnedFd> {
+        let read_only = if self.upper.is_none() { MountAttrFlags::MOUNT_ATTR_RDONLY } else { MountAttrFlags::empty() };
+        attached_nowhere(context, self.image, self.attributes | read_only)
     }
 
     fn refused(&self, error: anyhow::Error) -> anyhow::Error {
