@@ -3,6 +3,10 @@
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use crate::mount_options::{self, Remount};
+use crate::source::Kind;
 
 /// mount(8): incorrect invocation or permissions.
 pub const USAGE_STATUS: u8 = 1;
@@ -14,6 +18,8 @@ pub const FAILURE_STATUS: u8 = 32;
 pub enum Asked {
     /// The same as a line of `ferry`.
     Mount(Vec<OsString>),
+    /// To change a mount that is there.
+    Remount(PathBuf, Remount),
     /// To do everything but mount (`-f`).
     Nothing,
 }
@@ -23,6 +29,7 @@ pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
     let mut args = args.into_iter();
     let mut line: Vec<OsString> = vec!["ferry".into(), "mount".into()];
     let mut places: Vec<OsString> = Vec::new();
+    let mut options: Vec<OsString> = Vec::new();
     let mut fake = false;
     while let Some(arg) = args.next() {
         let bytes = arg.as_bytes();
@@ -37,7 +44,7 @@ pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
                 false => Ok(rest.to_owned()),
             };
             match flag {
-                b'o' => line.extend(["-o".into(), value()?]),
+                b'o' => options.push(value()?),
                 // The type is in the name that this was started by.
                 b't' => drop(value()?),
                 b'N' => return Err("mounting in another namespace (-N) is not supported; use nsenter".into()),
@@ -59,6 +66,11 @@ pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
     let [source, mountpoint]: [OsString; 2] = places.try_into().map_err(|places: Vec<_>| {
         format!("mount.ferry takes a source and a mount point, and got {} words", places.len())
     })?;
+    let is_foreign = Kind::of(source.as_ref()).is_foreign();
+    if let Some(remount) = mount_options::remount(&crate::cli::table(), &options, is_foreign)? {
+        return Ok(if fake { Asked::Nothing } else { Asked::Remount(mountpoint.into(), remount) });
+    }
+    line.extend(options.into_iter().flat_map(|options| ["-o".into(), options]));
     // Whatever they look like, they are no flags.
     line.extend(["--".into(), source, mountpoint]);
     Ok(if fake { Asked::Nothing } else { Asked::Mount(line) })
@@ -70,6 +82,13 @@ mod tests {
 
     #[test]
     fn lines_of_mount_are_read() {
+        let remount = |at: &str, read_only, unchanged: &[&str]| {
+            let options = ferry_fuse::MountOptions { read_only, ..Default::default() };
+            Asked::Remount(
+                at.into(),
+                Remount { options, unchanged: unchanged.iter().map(|&word| word.into()).collect() },
+            )
+        };
         let mount = |line: &str| Ok(Asked::Mount(line.split(' ').map(OsString::from).collect()));
         for (line, asked) in [
             ("mem /m", mount("ferry mount -- mem /m")),
@@ -77,6 +96,9 @@ mod tests {
             ("mem /m -n -s -v -o rw", mount("ferry mount -o rw -- mem /m")),
             ("-nv mem /m -orw -t fuse.ferry", mount("ferry mount -o rw -- mem /m")),
             ("mem /m -f -o rw", Ok(Asked::Nothing)),
+            ("mem /m -f -o remount,ro", Ok(Asked::Nothing)),
+            ("mem /m -o remount -o ro", Ok(remount("/m", true, &[]))),
+            ("mem /m -o rw,remount,ro,user_id=0,allow_other,cache=none", Ok(remount("/m", true, &["cache=none"]))),
             ("mem", Err("mount.ferry takes a source and a mount point, and got 1 words".into())),
             ("mem /m /n", Err("mount.ferry takes a source and a mount point, and got 3 words".into())),
             ("mem /m -o", Err("-o needs a value".into())),

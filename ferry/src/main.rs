@@ -33,10 +33,12 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use ferry_control::{Logging, Syslog, printable};
+use ferry_fuse::Mountpoint;
 
 use crate::cli::Command;
 use crate::groups::Invocation;
 use crate::helper::Asked;
+use crate::mount_options::Remount;
 
 fn main() -> ExitCode {
     let mut args: Vec<OsString> = std::env::args_os().collect();
@@ -88,6 +90,16 @@ fn as_helper(args: Vec<OsString>) -> ExitCode {
     let line = match helper::read(args.into_iter().skip(1)) {
         Ok(Asked::Mount(line)) => line,
         Ok(Asked::Nothing) => return ExitCode::SUCCESS,
+        Ok(Asked::Remount(mountpoint, Remount { options, unchanged })) => {
+            if let Err(error) = Mountpoint::remount(&mountpoint, &options) {
+                eprintln!("mount.ferry: {error}");
+                return ExitCode::from(helper::FAILURE_STATUS);
+            }
+            if !unchanged.is_empty() {
+                eprintln!("mount.ferry: a remount does not change these: {}", unchanged.join(", "));
+            }
+            return ExitCode::SUCCESS;
+        }
         Err(error) => {
             eprintln!("mount.ferry: {error}");
             return ExitCode::from(helper::USAGE_STATUS);

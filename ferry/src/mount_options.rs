@@ -58,11 +58,11 @@ const ELSEWHERE: [(&str, &str); 15] = [
     ("umask", "modes are what the source says; leave it out"),
     ("context", "labels are files' own (security.selinux); leave it out"),
     ("noforget", "inodes are kept as long as the kernel knows them; leave it out"),
-    ("remount", "unmount it, and mount it anew"),
+    ("remount", "mount -o remount,ro MOUNTPOINT changes a mount that is there"),
 ];
 
 /// What a later word takes back.
-const OPPOSITES: [(&str, &str); 10] = [
+const OPPOSITES: [(&str, &str); 12] = [
     ("rw", "read-only"),
     ("suid", "nosuid"),
     ("nosuid", "suid"),
@@ -72,6 +72,8 @@ const OPPOSITES: [(&str, &str); 10] = [
     ("atime", "noatime"),
     ("diratime", "nodiratime"),
     ("nostrictatime", "strictatime"),
+    ("relatime", "noatime"),
+    ("relatime", "strictatime"),
     ("async", "sync"),
 ];
 
@@ -112,6 +114,45 @@ fn is_of_mounts(name: &str) -> bool {
     OF_MOUNTS.iter().chain(&GRANTS).any(|(word, _)| *word == name)
 }
 
+/// What the kernel has in its table for a mount of FUSE, and mount(8) repeats when it remounts.
+const OF_KERNEL: [&str; 5] = ["user_id", "group_id", "max_read", "blksize", "remount"];
+
+/// What is to become of a mount that is there.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Remount {
+    /// Its flags from now on.
+    pub options: MountOptions,
+    /// Options that a mount keeps until it is unmounted.
+    pub unchanged: Vec<String>,
+}
+
+/// What the values of `-o` say if one of the options is `remount`. mount(8) adds those that the mount has, so the rest of them
+/// may be what is so already. `foreign`: as for [`of_mount`].
+pub fn remount(table: &clap::Command, values: &[OsString], foreign: bool) -> Result<Option<Remount>, String> {
+    let words: Vec<_> = values.iter().flat_map(|value| split(value.as_bytes())).collect();
+    if !words.iter().any(|word| word == b"remount") {
+        return Ok(None);
+    }
+    let mount = table.find_subcommand("mount").expect("the table has it");
+    let mut flags = Flags { mount, words: BTreeMap::new() };
+    for word in words {
+        let (name, value) = name_and_value(&word);
+        if !OF_KERNEL.contains(&&*name) {
+            flags.word(&name, value)?;
+        }
+    }
+    let read_only = flags.words.remove("read-only").is_some();
+    flags.words.remove("allow-other");
+    let (of_mount, others): (Vec<_>, Vec<_>) = flags.words.into_iter().partition(|(name, _)| is_of_mounts(name));
+    let of_mount: Vec<String> = of_mount.into_iter().map(|(name, _)| name).collect();
+    let options = MountOptions { read_only, ..self::of_mount(&of_mount, foreign) };
+    let said = |(name, value): (String, Option<OsString>)| match value {
+        Some(value) => format!("{name}={}", value.display()),
+        None => name,
+    };
+    Ok(Some(Remount { options, unchanged: others.into_iter().map(said).collect() }))
+}
+
 /// Rewrites the arguments of `ferry mount`: every `-o` is taken apart.
 pub fn expand(table: &clap::Command, args: &[OsString]) -> Result<Vec<OsString>, String> {
     let mount = table.find_subcommand("mount").expect("the table has it");
@@ -143,15 +184,14 @@ struct Flags<'a> {
 impl Flags<'_> {
     fn read(&mut self, options: &OsStr) -> Result<(), String> {
         for option in split(options.as_bytes()) {
-            let mut parts = option.splitn(2, |&byte| byte == b'=');
-            let name = String::from_utf8_lossy(parts.next().unwrap_or_default()).into_owned();
-            self.word(&name, parts.next().map(|value| OsString::from_vec(value.to_vec())))?;
+            let (name, value) = name_and_value(&option);
+            self.word(&name, value)?;
         }
         Ok(())
     }
 
     fn word(&mut self, name: &str, value: Option<OsString>) -> Result<(), String> {
-        if let Some((_, flag)) = OPPOSITES.iter().find(|(word, _)| *word == name) {
+        for (_, flag) in OPPOSITES.iter().filter(|(word, _)| *word == name) {
             self.words.remove(*flag);
         }
         let own = if name == "ro" { "read-only".to_owned() } else { name.replace('_', "-") };
@@ -197,6 +237,12 @@ impl Flags<'_> {
             vec![arg]
         })
     }
+}
+
+fn name_and_value(option: &[u8]) -> (String, Option<OsString>) {
+    let mut parts = option.splitn(2, |&byte| byte == b'=');
+    let name = String::from_utf8_lossy(parts.next().unwrap_or_default()).into_owned();
+    (name, parts.next().map(|value| OsString::from_vec(value.to_vec())))
 }
 
 /// Cuts at commas; a backslash before a comma or a backslash makes it part of a value.
@@ -257,7 +303,7 @@ mod tests {
             ("mem /m -o uid=1000", "map_user=UID:GID"),
             ("mem /m -o umask=022", "leave it out"),
             ("mem /m -o context=system_u:object_r:x:s0", "security.selinux"),
-            ("mem /m -o remount,ro", "mount it anew"),
+            ("mem /m -o remount,ro", "mount -o remount,ro MOUNTPOINT"),
             ("mem /m -o size", "\"size\" needs a value"),
             ("mem /m -o ro=1", "\"ro\" takes no value"),
             ("mem /m -o nosuid=1", "\"nosuid\" takes no value"),
@@ -281,6 +327,28 @@ mod tests {
         for (word, _) in ELSEWHERE {
             assert!(expanded(&format!("mem /m -o {word}")).is_err() && !IGNORED.contains(&word), "{word}");
         }
+    }
+
+    #[test]
+    fn what_a_remount_changes_is_told_from_what_stays() {
+        let read = |line: &str| remount(&crate::cli::table(), &[line.into()], false);
+        assert_eq!(read("ro,noatime"), Ok(None));
+        for (line, options, unchanged) in [
+            ("remount,ro", MountOptions { read_only: true, ..MountOptions::default() }, &[][..]),
+            ("ro,remount,rw", MountOptions::default(), &[]),
+            ("noatime,nosuid,remount,relatime", MountOptions { nosuid: true, ..MountOptions::default() }, &[]),
+            ("user_id=0,group_id=0,default_permissions,allow_other,blksize=4096,remount", MountOptions::default(), &[]),
+            ("size=8G,remount,cache=always", MountOptions::default(), &["cache=always", "size=8G"]),
+        ] {
+            let unchanged = unchanged.iter().map(|&word| word.into()).collect();
+            assert_eq!(read(line), Ok(Some(Remount { options, unchanged })), "{line}");
+        }
+        let foreign =
+            |line: &str| remount(&crate::cli::table(), &[line.into()], true).expect("no mistake").expect("one").options;
+        let is_kept = MountOptions { nosuid: true, nodev: true, read_only: true, ..MountOptions::default() };
+        assert_eq!(foreign("remount,ro"), is_kept, "fstab need not say it");
+        assert_eq!(foreign("remount,ro,suid"), MountOptions { nosuid: false, ..is_kept });
+        assert!(read("remount,fast").expect_err("a mistake").contains("unknown mount option"));
     }
 
     #[test]

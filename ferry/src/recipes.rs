@@ -99,8 +99,10 @@ Examples:
 
 For mount(8) and fstab, once:
   ln -s $(command -v ferry) /sbin/mount.ferry
+  ln -s $(command -v ferry) /sbin/mount.fuse.ferry
 then:
   mount -t ferry pmem:/srv/data.pmem /mnt -o size=8G,allow_other
+  mount -o remount,ro /mnt                 rw as well, and nosuid, noatime and the like
 or in /etc/fstab:
   pmem:/srv/data.pmem  /mnt  ferry  size=8G,allow_other,nofail  0  0
 

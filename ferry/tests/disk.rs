@@ -106,7 +106,8 @@ fn an_installed_back_end_is_found_and_started() {
         for _ in 0..2 {
             let output = run(&mut script(prefix));
             assert!(output.status.success(), "{output:?}");
-            let advice = String::from_utf8_lossy(&output.stderr).contains("ln -s /opt/ferry/sbin/mount.ferry /sbin/");
+            let advice = String::from_utf8_lossy(&output.stderr)
+                .contains("ln -s /opt/ferry/sbin/mount.ferry /opt/ferry/sbin/mount.fuse.ferry /sbin/");
             assert_eq!(advice, prefix == "/opt/ferry");
         }
         assert!(files().iter().all(|file| file.starts_with(&prefix[1..])), "{:?}", files());
@@ -120,8 +121,10 @@ fn an_installed_back_end_is_found_and_started() {
             let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
             assert_eq!(said["type"], kind);
         }
-        let help = run(Command::new(format!("{root}{prefix}/sbin/mount.ferry")).arg("--help"));
-        assert!(!help.stdout.is_empty() || !help.stderr.is_empty(), "a helper for mount(8)");
+        for name in ["mount.ferry", "mount.fuse.ferry"] {
+            let helper = fs::canonicalize(format!("{root}{prefix}/sbin/{name}")).expect("a helper for mount(8)");
+            assert_eq!(helper, fs::canonicalize(format!("{root}{prefix}/bin/ferry")).expect("the program"));
+        }
         for document in ["man/man1/ferry-image-build.1", "bash-completion/completions/ferry"] {
             assert!(fs::metadata(format!("{root}{prefix}/share/{document}")).expect(document).len() > 0);
         }

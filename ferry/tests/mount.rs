@@ -259,6 +259,54 @@ fn mount_and_fstab_find_the_helper() {
     assert!(said.contains("unknown mount option \"fast\""), "{said}");
 }
 
+/// With mount(8) and its helper in /sbin, in a mount namespace of its own.
+#[test]
+fn a_mount_is_made_read_only_and_writable_again() {
+    needs_fuse!();
+    let place = Place::new();
+    symlink(env!("CARGO_BIN_EXE_ferry"), place.at("mount.fuse.ferry")).unwrap();
+    let script = r#"set -e
+        mkdir sbin
+        mount -t tmpfs none sbin
+        cp -a /sbin/. sbin/ 2>/dev/null || true
+        cp -a mount.fuse.ferry sbin/
+        mount --bind sbin "$(readlink -f /sbin)"
+        options() { grep " $PWD/mnt " /proc/self/mountinfo | cut -d ' ' -f 6; }
+        mount -t fuse.ferry -o nosuid,noatime,cache=always source mnt
+        options
+        echo before >mnt/new
+        mount -o remount,ro mnt
+        options
+        ! touch mnt/refused 2>/dev/null
+        cat mnt/new
+        mount -o remount,rw,relatime mnt
+        options
+        echo after >mnt/new
+        exec 9>mnt/new
+        ! mount -o remount,ro mnt
+        exec 9>&-
+        mount -o remount,cache=none mnt
+        options
+        umount mnt
+        mount -t fuse.ferry -o ro source mnt
+        ! mount -o remount,rw mnt
+        options
+        ! ./mount.fuse.ferry source source -o remount,rw"#;
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "sh", "-c", script]).current_dir(place.folder.path());
+    let output = run(command.stdin(Stdio::null()));
+    let (out, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{out}{said}");
+    let expected =
+        ["rw,nosuid,noatime", "ro,nosuid,noatime", "before", "rw,nosuid,relatime", "rw,nosuid,relatime", "ro,relatime"];
+    assert_eq!(out.lines().collect::<Vec<_>>(), expected, "{said}");
+    let said: Vec<&str> = said.lines().filter(|line| line.starts_with("mount.ferry: ")).collect();
+    for (line, words) in said.iter().zip(["open for writing", "cache=none", "mounted read-only", "no mount of ferry"]) {
+        assert!(line.contains(words), "{line}");
+    }
+    assert_eq!(said.len(), 4, "{said:?}");
+}
+
 /// The log of a server in the foreground, line by line.
 struct Logged {
     child: Child,

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::mount::UnmountFlags;
+use rustix::mount::{MountFlags, UnmountFlags};
 
 use check::{Identity, Place};
 pub use error::MountError;
@@ -69,6 +69,30 @@ impl Mountpoint {
     #[must_use]
     pub fn of_ferry(path: &Path) -> Option<u64> {
         check::of_ferry(path)
+    }
+
+    /// Changes the flags of a mount that the program `ferry` has made, in place, as `mount -o remount` does. All else of the
+    /// options stays as it was mounted.
+    ///
+    /// # Errors
+    /// [`MountError`]: a sentence with the path and what to do.
+    pub fn remount(path: &Path, options: &MountOptions) -> Result<(), MountError> {
+        let refused = |error| match error {
+            Errno::PERM => MountError::RemountRefused { path: path.into() },
+            Errno::BUSY => MountError::RemountBusy { path: path.into() },
+            error => MountError::Remount { path: path.into(), reason: error.into() },
+        };
+        if !check::is_mount_of_ferry(path) {
+            return Err(MountError::NotOurs { path: path.into() });
+        }
+        let flags = options.remount_flags();
+        rustix::mount::mount_remount(path, flags, c"").map_err(refused)?;
+        // A server that was started read-only refuses that whatever the kernel thinks, and before it looks for the name.
+        if !options.read_only && rustix::fs::removexattr(path, "user.ferry.remount") == Err(Errno::ROFS) {
+            rustix::mount::mount_remount(path, flags | MountFlags::RDONLY, c"").map_err(refused)?;
+            return Err(MountError::ServedReadOnly { path: path.into() });
+        }
+        Ok(())
     }
 
     /// The mount point, absolute.

@@ -48,6 +48,12 @@ pub(super) fn of_ferry(path: &Path) -> Option<u64> {
     Mounted::find(id).is_some_and(|mounted| mounted.kind == OUR_KIND).then_some(id)
 }
 
+/// Whether `ferry` has mounted something at this very path.
+pub(super) fn is_mount_of_ferry(path: &Path) -> bool {
+    let mounted = table_id(path).ok().and_then(Mounted::find);
+    mounted.is_some_and(|mounted| mounted.kind == OUR_KIND && mounted.at == path)
+}
+
 /// The number that the table of mounts has for the mount that a path leads to.
 fn table_id(path: &Path) -> Result<u64, Errno> {
     // Nothing is asked for: others' FUSE mounts refuse to show more, and this much the kernel always fills in.

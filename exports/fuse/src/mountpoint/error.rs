@@ -137,6 +137,47 @@ pub enum MountError {
         /// The system's reason.
         reason: io::Error,
     },
+    /// Nothing of ours to be remounted.
+    #[error("on {path} is no mount of ferry's", path = .path.display())]
+    NotOurs {
+        /// The mount point.
+        path: PathBuf,
+    },
+    /// No right to; fusermount3 remounts nothing.
+    #[error(
+        "only root may remount {path}; others unmount it (fusermount3 -u {path}) and mount it anew",
+        path = .path.display()
+    )]
+    RemountRefused {
+        /// The mount point.
+        path: PathBuf,
+    },
+    /// A file is open for writing.
+    #[error(
+        "{path} cannot be made read-only: files of it are open for writing (fuser -vm {path} shows by whom)",
+        path = .path.display()
+    )]
+    RemountBusy {
+        /// The mount point.
+        path: PathBuf,
+    },
+    /// The kernel would let changes through, and the server refuses them.
+    #[error(
+        "{path} was mounted read-only, so its server changes nothing; unmount it, and mount it anew to write to it",
+        path = .path.display()
+    )]
+    ServedReadOnly {
+        /// The mount point.
+        path: PathBuf,
+    },
+    /// Whatever else the kernel says.
+    #[error("cannot remount {path}: {reason}", path = .path.display())]
+    Remount {
+        /// The mount point.
+        path: PathBuf,
+        /// The system's reason.
+        reason: io::Error,
+    },
     /// Somebody is using it.
     #[error("{path} is in use: end the processes that have files of it open (fuser -vm {path})", path = .path.display())]
     Busy {

@@ -90,6 +90,12 @@ impl MountOptions {
         set.fold(MountFlags::empty(), |all, (_, flag, _)| all | flag)
     }
 
+    /// The flags for `mount(2)` of a mount that is there. Without a word on times of access it would keep those that it has.
+    pub(super) fn remount_flags(&self) -> MountFlags {
+        let relatime = if self.noatime || self.strictatime { MountFlags::empty() } else { MountFlags::RELATIME };
+        self.kernel_flags() | relatime
+    }
+
     /// The type for `mount(2)`.
     pub(super) fn kernel_type(&self) -> String {
         format!("fuse.{}", self.subtype)

@@ -123,7 +123,8 @@ impl<S: Store> Tree<S> {
         self.settle(node, state)?;
         self.truncate(node, state, 0)?;
         let set = SetAttr { size: Some(0), mtime: Some(SetTime::Now), ..SetAttr::default() };
-        self.change_meta(cx, (node, state), &set, now_after::<S>([state.meta.ctime]))
+        let now = now_after::<S>([state.meta.ctime]);
+        self.change_meta(cx, (node, state), &set, now)
     }
 
     /// Gives an open inode, which is held for it, its handle.
