@@ -495,3 +495,16 @@ fn options_that_cannot_be_are_told_in_a_sentence() {
         assert_eq!(error.to_string(), text);
     }
 }
+
+#[test]
+fn what_is_there_is_never_opened_instead_of_made() {
+    for share in both() {
+        let (fs, cx) = (&share.fs, &share.cx);
+        let ino = share.file(Ino::ROOT, "f", b"secret");
+        for flags in [OFlags::RDWR, OFlags::RDWR | OFlags::TRUNC, OFlags::RDONLY | OFlags::EXCL] {
+            let made = fs.create(cx, Ino::ROOT, name("f"), &new(0o644), flags);
+            assert_eq!(made.map(drop), Err(Errno::EXIST), "{flags:?}");
+        }
+        assert_eq!(share.attr(ino).size, 6);
+    }
+}

@@ -114,7 +114,7 @@ pub fn at(ino: Ino, handle: Handle, offset: u64, len: usize) -> IoRange {
 pub fn put(fs: &PMem, dir: Ino, file: &[u8], offset: u64, mut bytes: &[u8]) -> ferry_vfs::Result<(Ino, Handle)> {
     let new = New { mode: 0o644, ..New::default() };
     let (entry, handle) = match fs.create(&cx(), dir, name(file), &new, OFlags::RDWR | OFlags::EXCL) {
-        Err(Errno::EXIST) => {
+        Err(ferry_vfs::Errno::EXIST) => {
             let entry = fs.lookup(&cx(), dir, name(file))?;
             (entry, fs.open(&cx(), entry.ino, OFlags::RDWR).inspect_err(|_| fs.forget(entry.ino, 1))?)
         }
