@@ -24,6 +24,9 @@ const TRUNCATE: SetAttr = SetAttr {
     clear_privileges: true,
 };
 
+/// How often a file is to be made whose name comes and goes: Linux looks again only once, and programs see an error then.
+const CREATE_TRIES: usize = 8;
+
 /// What was made, by its name.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Made<'a> {
@@ -81,7 +84,7 @@ impl Server {
         if cx.mount.negotiated().has(InitFlags::POSIX_ACL) {
             return attr;
         }
-        Attr { mode: self.share.source.mode_without_acl(&cx.caller, ino, attr.mode), ..attr }
+        Attr { mode: self.share.source.mode_without_acl(&cx.caller, ino, &attr), ..attr }
     }
 
     /// An entry that can be told; what cannot is given back.
@@ -149,11 +152,19 @@ impl Server {
         // What somebody else has made since the client looked is not opened: whether the caller may, nobody has checked. After STALE
         // Linux looks the name up again, and opens what it finds as it opens any file.
         let exclusive = (flags | OFlags::EXCL) - OFlags::TRUNC;
-        let made = source.create(&cx.caller, cx.ino, name, new, exclusive);
-        let (entry, handle) = made.map_err(|errno| match errno {
-            Errno::EXIST if !flags.contains(OFlags::EXCL) => Errno::STALE,
-            errno => errno,
-        })?;
+        let create = || source.create(&cx.caller, cx.ino, name, new, exclusive);
+        let mut made = create();
+        if !flags.contains(OFlags::EXCL) {
+            let tries = if source.features().waits { 1 } else { CREATE_TRIES };
+            for _ in 1..tries {
+                if !matches!(made, Err(Errno::EXIST)) {
+                    break;
+                }
+                made = create();
+            }
+            made = made.map_err(|errno| if errno == Errno::EXIST { Errno::STALE } else { errno });
+        }
+        let (entry, handle) = made?;
         let labelled = self.labelled(cx, entry, Some(Made::Other(name)));
         let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
         self.created(cx, Some(name), (entry, handle), flags, buffer)
