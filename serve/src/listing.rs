@@ -24,8 +24,8 @@ struct Listing<'a> {
     referred: &'a mut Vec<Ino>,
     /// The client goes by modes alone.
     by_modes: bool,
-    /// Where the entries are that it gets, and the modes that they have so far.
-    modes: Vec<(usize, Ino, u32)>,
+    /// Where the entries are that it gets, whose modes may have to change.
+    entries: Vec<(usize, Entry)>,
     /// References that the client does not get.
     surplus: Vec<Ino>,
     /// The source pushed what did not fit. Nothing is taken after that, or the client, which goes on from the last
@@ -72,7 +72,7 @@ impl DirOutput for Listing<'_> {
                     self.mount.removals.told((self.dir, name), Some(entry.ino));
                 }
                 if self.by_modes {
-                    self.modes.push((self.writer.position(), entry.ino, entry.attr.mode));
+                    self.entries.push((self.writer.position(), *entry));
                 }
                 self.writer.set_dax(self.mount.dax(&entry.attr));
                 self.writer.set_timeouts(self.policy.timeouts_of(self.mount, entry.ino, &entry.attr));
@@ -113,7 +113,7 @@ impl Server {
             policy,
             referred: referred_now,
             by_modes,
-            modes: Vec::new(),
+            entries: Vec::new(),
             surplus,
             full: false,
             flawed: false,
@@ -121,11 +121,11 @@ impl Server {
             brings,
         };
         let mut outcome = self.share.source.readdir(&cx.caller, at, &mut listing);
-        let Listing { modes, surplus, flawed, .. } = listing;
+        let Listing { entries, surplus, flawed, .. } = listing;
         // Not while the source lists, which may hold locks meanwhile.
-        for (at, ino, mode) in modes {
-            let shown = self.share.source.mode_without_acl(&cx.caller, ino, mode);
-            DirWriter::set_mode(&mut scratch, at, shown);
+        for (at, entry) in entries {
+            let mode = self.share.source.mode_without_acl(&cx.caller, entry.ino, &entry.attr);
+            DirWriter::set_mode(&mut scratch, at, mode);
         }
         surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));
         if flawed && outcome.is_ok() {

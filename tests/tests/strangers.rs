@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use ferry_driver::{Caller, Config, Driver, INIT_FLAGS, ROOT};
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, Road, Source};
-use ferry_tests::{Cache, Options, Place, Share};
+use ferry_tests::ninep::NinePShare;
+use ferry_tests::{Cache, Options, Place, Ran, Share};
 use ferry_virtiofs::Acl;
 use ferry_wire::fuse::InitFlags;
 use ferry_wire::fuse::abi::{self, IoctlIn};
@@ -432,5 +433,94 @@ fn guests_without_acls_are_shown_modes_that_give_nobody_more_than_the_acl() {
         let set = driver.setattr(node, &set).unwrap().attr.mode;
         assert_eq!(mode(set), if shown[0] == 0o660 { 0o640 } else { 0o600 });
         assert_eq!(mode(fs::metadata(share.path.join("group")).unwrap().mode()), 0o640);
+    }
+}
+
+/// How many files a guest makes at the same time as the host.
+const FILES: usize = 300;
+/// How often a guest may look whether it is to go on.
+const SIGNALS: usize = 600;
+
+/// What a guest's user tries, once the host has put files of root's in the place of what the guest knows; and the same files made by
+/// both at once.
+const IN_A_GUEST: &str = "
+    as() { gid=$1; shift; setpriv --reuid 1000 --regid $gid --clear-groups sh -c \"$*\" 2>&1 || true; }
+    as 1000 'cat tmp/mine >/dev/null; cat fresh 2>/dev/null'
+    touch ready
+    n=0; until [ -e go$n ]; do n=$((n+1)); sleep 0.1; done
+    as 1000 'true >>fresh'
+    as 1000 'true >>fresh; cat fresh'
+    as 1000 'rm -f tmp/mine'
+    as 3000 'cat group; true >>group'
+    as 1000 'i=0; while [ $i -lt 300 ]; do true >>race/f$i || echo f$i failed; i=$((i+1)); done'";
+
+/// Plays the host for [`IN_A_GUEST`], and looks at what is left; `None` where there are no ACLs.
+fn beside_a_guest(path: &Path, guest: impl FnOnce(&str) -> Ran) -> Option<String> {
+    for (dir, mode) in [("tmp", 0o1777), ("race", 0o777)] {
+        fs::create_dir(path.join(dir)).unwrap();
+        fs::set_permissions(path.join(dir), Permissions::from_mode(mode)).unwrap();
+    }
+    fs::set_permissions(path, Permissions::from_mode(0o777)).unwrap();
+    put(&path.join("tmp/mine"), USER, 0o600);
+    if !files_with_acls(path) {
+        return None;
+    }
+    let done = AtomicBool::new(false);
+    let ran = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let until = |file: &str| {
+                while !path.join(file).exists() && !done.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            };
+            until("ready");
+            put(&path.join("tmp/mine"), 0, 0o600);
+            put(&path.join("fresh"), 0, 0o600);
+            // A guest that caches everything asks for each name once.
+            (0..SIGNALS).for_each(|number| fs::write(path.join(format!("go{number}")), "").unwrap());
+            for file in 1..FILES {
+                until(&format!("race/f{}", file - 1));
+                let made = path.join(format!("race/f{file}"));
+                if !made.exists() {
+                    put(&made, 0, 0o666);
+                }
+            }
+        });
+        let ran = guest(IN_A_GUEST);
+        done.store(true, Ordering::Relaxed);
+        ran
+    });
+    assert_eq!(ran.status, 0, "{ran:?}");
+    assert!(!ran.out.contains("secret") && !ran.out.contains("failed"), "{}", ran.out);
+    for file in ["tmp/mine", "fresh", "group"] {
+        assert_eq!(fs::read(path.join(file)).unwrap(), b"secret", "{file}");
+        assert_eq!(fs::metadata(path.join(file)).unwrap().uid(), 0, "{file}");
+    }
+    Some(ran.out)
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn users_of_a_guest_do_no_more_than_in_the_directory() {
+    for cache in [Cache::Auto, Cache::Always] {
+        let options = Options { cache, xattr: false, ..Options::default() };
+        let share = Share::with(Place::Disk, options);
+        let Some(said) = beside_a_guest(&share.path, |script| share.sh(script)) else { return };
+        assert!(said.contains("cannot remove 'tmp/mine': Operation not permitted"), "{said}");
+        assert_eq!(said.matches("Permission denied").count(), 5, "{said}");
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn users_of_a_guest_by_9p_do_no_more_than_in_the_directory() {
+    for mode in ["msize=1048576,cache=none", "msize=1048576,cache=loose"] {
+        let Some(share) = NinePShare::with(Place::Disk, ferry_ninep::Options::default()) else { return };
+        let Some(said) = beside_a_guest(&share.path, |script| share.sh(mode, script)) else { return };
+        // With `loose` Linux's client goes on believing that there is no such file, or which one it is.
+        let is_loose = mode.ends_with("loose");
+        let (error, denied) = if is_loose { ("Stale file handle", 2) } else { ("Operation not permitted", 5) };
+        assert!(said.contains(&format!("cannot remove 'tmp/mine': {error}")), "{mode}: {said}");
+        assert_eq!(said.matches("Permission denied").count(), denied, "{mode}: {said}");
     }
 }

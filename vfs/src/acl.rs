@@ -1,6 +1,6 @@
 //! What a mode may show of a POSIX ACL (`linux/posix_acl_xattr.h`) to clients that do not check ACLs.
 
-use crate::{Caller, Errno, FileSystem, FileType, Ino};
+use crate::{Attr, Caller, Errno, FileSystem, FileType, Ino};
 
 /// The extended attribute of an access ACL.
 const ACCESS: &[u8] = b"system.posix_acl_access";
@@ -18,9 +18,10 @@ const OTHER: u16 = 0x20;
 /// Permission bits of group and others: where there are none, an ACL gives nothing either that a mode shows.
 const GROUP_AND_OTHERS: u32 = 0o077;
 
-/// The mode to show of an inode with this mode, of which a source may have an ACL: see [`FileSystem::mode_without_acl`].
-pub fn mode_without_acl<F: FileSystem + ?Sized>(source: &F, cx: &Caller<'_>, ino: Ino, mode: u32) -> u32 {
-    if mode & GROUP_AND_OTHERS == 0 || FileType::from_raw_mode(mode) == FileType::Symlink {
+/// The mode to show of an inode with these attributes, of which a source may have an ACL: see [`FileSystem::mode_without_acl`].
+pub fn mode_without_acl<F: FileSystem + ?Sized>(source: &F, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
+    let mode = attr.mode;
+    if mode & GROUP_AND_OTHERS == 0 || attr.kind() == FileType::Symlink {
         return mode;
     }
     match source.getxattr(cx, ino, ACCESS) {

@@ -278,10 +278,10 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// The mode to show, of an inode that has this mode, to clients that do not check ACLs by themselves: one that gives nobody more than
-    /// the ACL does. (Linux shows an ACL's mask as the permissions of the group.)
-    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, mode: u32) -> u32 {
-        if self.features().posix_acl { crate::mode_without_acl(self, cx, ino, mode) } else { mode }
+    /// The mode to show, of an inode with these attributes, to clients that do not check ACLs by themselves: one that gives nobody more
+    /// than the ACL does. (Linux shows an ACL's mask as the permissions of the group.)
+    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
+        if self.features().posix_acl { crate::mode_without_acl(self, cx, ino, attr) } else { attr.mode }
     }
 
     /// Checks the caller's permission (`R_OK`, `W_OK`, `X_OK` bits); clients with `default_permissions` never ask.
@@ -306,7 +306,8 @@ pub trait FileSystem: Send + Sync {
     }
 
     /// An ioctl whose argument is plain data: `input` goes in, the answer (at most `out_bytes_max`) comes back.
-    /// What is not known to be safe is `NOTTY`.
+    /// What is not known to be safe is `NOTTY`. Whether the caller may, is for the source to say: Linux looks at owner and capabilities
+    /// for `FS_IOC_SETFLAGS` and `FS_IOC_FSSETXATTR` only, since 5.13, and not for the numbers that 32-bit programs use.
     fn ioctl(
         &self,
         cx: &Caller<'_>,

@@ -443,9 +443,8 @@ impl FileSystem for Dir {
         self.removexattr_(cx.session, ino, name)
     }
 
-    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, mode: u32) -> u32 {
-        // Also where the root's own file system has no ACLs: one that is mounted below may have.
-        ferry_vfs::mode_without_acl(self, cx, ino, mode)
+    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
+        self.mode_without_acl_(cx, ino, attr)
     }
 
     fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {

@@ -144,6 +144,8 @@ pub(crate) struct Inode {
     credit: AtomicU8,
     /// When it was looked at last, it had sgid without group execution; see [`crate::Dir::lose_privileges`].
     sgid_mark: AtomicBool,
+    /// Of which change it was found that no ACL takes anything away from the mode: its time, in nanoseconds, or 0.
+    plain: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -153,6 +155,11 @@ const ADOPTED_MAX: u64 = 1 << 62;
 /// Directories lead to other inodes: their descriptors stay longer.
 const CREDIT_DIRECTORY: u8 = 3;
 const CREDIT_OTHER: u8 = 1;
+
+/// A time as one number, which no other of six centuries has.
+fn nanoseconds(time: Timespec) -> u64 {
+    time.sec.cast_unsigned().wrapping_mul(1_000_000_000).wrapping_add(time.nsec.into())
+}
 
 impl Inode {
     fn new(ino: Ino, found: Found) -> Self {
@@ -165,6 +172,7 @@ impl Inode {
             pinned: AtomicBool::new(false),
             credit: AtomicU8::new(0),
             sgid_mark: AtomicBool::new(false),
+            plain: AtomicU64::new(0),
             state: Mutex::default(),
         }
     }
@@ -189,6 +197,17 @@ impl Inode {
 
     pub(crate) fn set_verified(&self) {
         self.verified.store(true, Ordering::Release);
+    }
+
+    /// Whether this is the change of which [`Self::set_plain`] was told.
+    pub(crate) fn is_plain(&self, changed: Timespec) -> bool {
+        let stamp = nanoseconds(changed);
+        stamp != 0 && self.plain.load(Ordering::Relaxed) == stamp
+    }
+
+    /// As it was changed last, no ACL takes anything away from the mode.
+    pub(crate) fn set_plain(&self, changed: Timespec) {
+        self.plain.store(nanoseconds(changed), Ordering::Relaxed);
     }
 
     pub(crate) fn is_held(&self) -> bool {

@@ -9,7 +9,7 @@ use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::{Caller, Errno, Ino, Result, SessionId, XattrFlags};
+use ferry_vfs::{Attr, Caller, Errno, Ino, Result, SessionId, Timespec, XattrFlags};
 use rustix::path::DecInt;
 
 use crate::Dir;
@@ -24,6 +24,9 @@ const BYTES_USUAL: usize = 512;
 /// The longest name (`XATTR_NAME_MAX`).
 const NAME_BYTES_MAX: usize = 255;
 const S_ISGID: u32 = 0o2000;
+/// Two changes may have one time, within a tick of the clock (10 ms) and as far as a file server's clock is from ours. What was changed
+/// longer ago than this, in seconds, gets another time by its next change.
+const SETTLED_S: i64 = 2;
 
 /// The kernel has no `*xattrat`.
 static OLD_KERNEL: AtomicBool = AtomicBool::new(false);
@@ -83,6 +86,21 @@ impl Dir {
                 |path| rustix::fs::getxattr(path, name.as_c_str(), &mut **buffer.borrow_mut()),
             )
         })
+    }
+
+    /// Looks for an ACL also where the root's own file system has none: one that is mounted below may have. Whoever sets an ACL
+    /// changes the time of the last change, so an inode without one is looked at once.
+    pub(crate) fn mode_without_acl_(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
+        let inode = self.table.get(ino).ok();
+        if inode.as_ref().is_some_and(|inode| inode.is_plain(attr.ctime)) {
+            return attr.mode;
+        }
+        let mode = ferry_vfs::mode_without_acl(self, cx, ino, attr);
+        let is_settled = Timespec::now().sec.saturating_sub(attr.ctime.sec) > SETTLED_S;
+        if let Some(inode) = inode.filter(|_| mode == attr.mode && is_settled) {
+            inode.set_plain(attr.ctime);
+        }
+        mode
     }
 
     pub(crate) fn listxattr_(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {

@@ -514,6 +514,45 @@ fn access_control_lists() {
     assert_eq!(dir.getattr(cx, entry.ino, None).unwrap().mode & 0o7777, 0o770);
 }
 
+/// For clients that check no ACLs. What was looked at once is not looked at again, unless it changes.
+#[test]
+fn modes_without_acls_follow_every_change_of_an_acl() {
+    let share = Share::new(Options::default());
+    let Share { dir, cx, .. } = &share;
+    if !dir.features().posix_acl {
+        println!("skipped: this file system has no ACLs");
+        return;
+    }
+    let entry = |tag: u16, perm: u16| [&tag.to_le_bytes()[..], &perm.to_le_bytes(), &u32::MAX.to_le_bytes()].concat();
+    // The owner 6, the group 0, the mask 6, others 0.
+    let acl = [&2_u32.to_le_bytes()[..], &entry(1, 6), &entry(4, 0), &entry(0x10, 6), &entry(0x20, 0)].concat();
+    let shown = |ino| {
+        let attr = dir.getattr(cx, ino, None).unwrap();
+        (attr.mode & 0o777, dir.mode_without_acl(cx, ino, &attr) & 0o777)
+    };
+    let follows = |file: &str| {
+        let ino = share.ino(file);
+        assert_eq!(shown(ino), (0o660, 0o660), "{file}");
+        dir.setxattr(cx, ino, b"system.posix_acl_access", &acl, XattrFlags::empty(), false).unwrap();
+        assert_eq!(shown(ino), (0o660, 0o600), "{file}");
+        dir.removexattr(cx, ino, b"system.posix_acl_access").unwrap();
+        let (mode, without) = shown(ino);
+        assert_eq!(mode, without, "{file}");
+    };
+    let make = |file: &str| {
+        fs::write(share.path(file), "").unwrap();
+        fs::set_permissions(share.path(file), fs::Permissions::from_mode(0o660)).unwrap();
+    };
+    // Within one tick of the clock by which changes get their times.
+    for number in 0..100 {
+        make(&format!("f{number}"));
+        follows(&format!("f{number}"));
+    }
+    make("old");
+    std::thread::sleep(std::time::Duration::from_millis(3100));
+    follows("old");
+}
+
 #[test]
 fn only_the_file_flag_ioctls_reach_the_host() {
     let share = Share::new(Options::default());

@@ -328,9 +328,9 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.removexattr(cx, ino, &here))
     }
 
-    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, mode: u32) -> u32 {
+    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
         // By the source, which has ACLs under their own names, whatever a client calls them.
-        self.with(cx, |cx| self.source.mode_without_acl(cx, ino, mode))
+        self.with(cx, |cx| self.source.mode_without_acl(cx, ino, attr))
     }
 
     fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {

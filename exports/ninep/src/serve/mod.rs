@@ -88,7 +88,7 @@ impl Context<'_> {
         if options.posix_acl && options.xattr {
             return attr;
         }
-        let mode = self.share.source.mode_without_acl(&self.caller(file.user, None), file.node.ino, attr.mode);
+        let mode = self.share.source.mode_without_acl(&self.caller(file.user, None), file.node.ino, &attr);
         Attr { mode, ..attr }
     }
 }
