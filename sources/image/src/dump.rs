@@ -78,11 +78,12 @@ impl Reading {
         if path.ends_with(b"/") && !names.is_empty() {
             return Err("a path that ends with a slash".into());
         }
-        let fixed: Vec<&[u8]> =
-            ["SIZE", "MODE", "NLINK", "UID", "GID", "RDEV", "MTIME", "PAYLOAD", "CONTENT", "DIGEST"]
-                .into_iter()
-                .map(&mut field)
-                .collect::<std::result::Result<_, _>>()?;
+        let mut fixed: Vec<&[u8]> = ["SIZE", "MODE", "NLINK", "UID", "GID", "RDEV", "MTIME"]
+            .into_iter()
+            .map(&mut field)
+            .collect::<std::result::Result<_, _>>()?;
+        // A line may end before these; they are empty then, as for mkcomposefs.
+        fixed.extend(["PAYLOAD", "CONTENT", "DIGEST"].into_iter().map(|what| field(what).unwrap_or_default()));
         if fixed[1].starts_with(b"@") {
             let target = optional(fixed[7])?.ok_or("a hard link without a target")?;
             let target = joined(&names_of(&target)?);

@@ -325,11 +325,14 @@ impl Image {
         Ok((begin..inode.xattrs.1 + tail, blocks))
     }
 
-    /// The index of the chunks of a file of composefs's.
+    /// The index of the chunks of a file of composefs's; nothing if it would cross a block, for mkcomposefs does not put it there then.
     fn holes(&self, inode: &Inode) -> Checked<&[u8]> {
         let outside = || Flaw { what: "chunks outside of the image", offset: inode.xattrs.0 as u64 };
         let chunk = (BLOCK_BYTES as u64) << (inode.place & 31);
         let index = usize::try_from(inode.bytes.div_ceil(chunk)).ok().and_then(|count| count.checked_mul(4));
+        if index.is_some_and(|index| inode.xattrs.1 % BLOCK_BYTES + index > BLOCK_BYTES) {
+            return Ok(&[]);
+        }
         let end = index.and_then(|index| inode.xattrs.1.checked_add(index));
         end.and_then(|end| self.bytes.get(inode.xattrs.1..end)).ok_or_else(outside)
     }
@@ -338,7 +341,9 @@ impl Image {
     fn object(&self, inode: &Inode) -> Checked<Data<'_>> {
         let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
         let index = self.holes(inode)?;
-        if inode.kind() != FileType::RegularFile || inode.place > 31 || index.iter().any(|byte| *byte != 0xff) {
+        // Where the index is elsewhere, a part of its block's number is left.
+        let format = if index.is_empty() { inode.place & 0xffff } else { inode.place };
+        if inode.kind() != FileType::RegularFile || format > 31 || index.iter().any(|byte| *byte != 0xff) {
             return Err(flaw("chunks that are no holes"));
         }
         let (mut path, mut digest) = (None, None);

@@ -183,6 +183,10 @@ impl Writer<'_> {
         let block = self.first_block + place.first_block;
         let (layout, at) = match place.body {
             Body::Chunks { bits, .. } => (Layout::Chunks, bits),
+            // The number of the block, and over its lower half what chunks there are.
+            Body::MovedChunks { bits } => {
+                (Layout::Chunks, u32::try_from(block).unwrap_or(u32::MAX) & 0xffff_0000 | bits)
+            }
             Body::Near { tail: 0, blocks: 0 } => (Layout::Plain, self.tree.nodes[id].rdev),
             // The image's blocks have numbers of 32 bits.
             Body::Near { tail, .. } => {
@@ -197,6 +201,7 @@ impl Writer<'_> {
         let after = after + xattrs.len();
         match place.body {
             Body::Chunks { count, .. } => bytes[after..after + count * size_of::<U32>()].fill(0xff),
+            Body::MovedChunks { .. } => bytes[block * BLOCK_BYTES..][..BLOCK_BYTES].fill(0xff),
             Body::Near { tail, .. } => {
                 let written;
                 let data = match &self.tree.nodes[id].content {
@@ -287,6 +292,7 @@ impl Place {
         match self.body {
             Body::Near { blocks, .. } => blocks,
             Body::Chunks { .. } => 0,
+            Body::MovedChunks { .. } => 1,
         }
     }
 }

@@ -12,9 +12,8 @@ use crate::tree::{Content, NodeId, Tree};
 const TAIL_BYTES_MAX: usize = BLOCK_BYTES / 2;
 /// The largest chunk, as a power of two of blocks (`EROFS_CHUNK_FORMAT_BLKBITS_MASK`).
 const CHUNK_BITS_MAX: u32 = 31;
-/// The most chunks that a file may have: with what aligns the inode, their index fits into a block. (mkcomposefs takes 1024, and
-/// writes the next inodes over the index of the last nine sizes.)
-const CHUNKS_MAX: u64 = 1015;
+/// The most chunks that a file may have, as in mkcomposefs: their index is a block.
+const CHUNKS_MAX: u64 = 1024;
 
 /// Where the bytes of an inode are.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +22,8 @@ pub(super) enum Body {
     Near { blocks: usize, tail: usize },
     /// Nowhere: so many chunks that are holes.
     Chunks { bits: u32, count: usize },
+    /// The same, where the index does not fit behind the inode: mkcomposefs gives it a block that nothing names.
+    MovedChunks { bits: u32 },
 }
 
 /// Where an inode is.
@@ -84,6 +85,7 @@ pub(super) fn all(tree: &Tree, shared: &Shared<'_>) -> Result<Places> {
             + match place.body {
                 Body::Near { tail, .. } => tail,
                 Body::Chunks { count, .. } => 4 * count,
+                Body::MovedChunks { .. } => 0,
             };
         places.of[id] = place;
     }
@@ -145,7 +147,7 @@ fn chunks(bytes: u64) -> Result<Body> {
     let bits = blocks.next_power_of_two().ilog2().min(CHUNK_BITS_MAX);
     let count = blocks.div_ceil(1 << bits);
     if count > CHUNKS_MAX {
-        let reason = format!("a file of {bytes} bytes: composefs holds no more than 7.9 PiB in a file");
+        let reason = format!("a file of {bytes} bytes: composefs holds no more than 8 PiB in a file");
         return Err(Error::CannotHold { path: "the tree".into(), reason });
     }
     Ok(Body::Chunks { bits, count: usize::try_from(count).unwrap_or(usize::MAX) })
@@ -165,9 +167,15 @@ fn settle(end: usize, head: usize, place: &Place, kind: FileType) -> (usize, Bod
         }
         Body::Near { tail, .. } => tail,
         Body::Chunks { count, .. } => 4 * count,
+        Body::MovedChunks { .. } => 0,
     };
-    let crosses = index > 0 && (at + head) / BLOCK_BYTES != (at + head + index - 1) / BLOCK_BYTES;
+    let crosses = |at: usize| index > 0 && (at + head) / BLOCK_BYTES != (at + head + index - 1) / BLOCK_BYTES;
+    if !crosses(at) {
+        return (at, place.body);
+    }
     let shifted = ((at + head).next_multiple_of(BLOCK_BYTES) - head).next_multiple_of(SLOT_BYTES);
-    let at = if crosses { shifted } else { at };
-    (at, place.body)
+    match place.body {
+        Body::Chunks { bits, .. } if crosses(shifted) => (at.next_multiple_of(BLOCK_BYTES), Body::MovedChunks { bits }),
+        body => (shifted, body),
+    }
 }

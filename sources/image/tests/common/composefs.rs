@@ -38,9 +38,13 @@ pub fn dump_of(image: &Image) -> Vec<u8> {
 }
 
 /// Numbers that look random, the same for each seed (splitmix64).
-struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -49,11 +53,11 @@ impl Random {
         mixed ^ mixed >> 31
     }
 
-    fn below(&mut self, end: u64) -> u64 {
+    pub fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }
 
-    fn one<T: Copy>(&mut self, of: &[T]) -> T {
+    pub fn one<T: Copy>(&mut self, of: &[T]) -> T {
         of[usize::try_from(self.below(of.len() as u64)).expect("it is an index")]
     }
 }
@@ -193,6 +197,9 @@ impl Tree {
                     1 << 51,
                     (1 << 52) - 5,
                     1015 << 43,
+                    (1016 << 43) - 4000,
+                    (1 << 53) - 1,
+                    1 << 53,
                 ];
                 let size = self.random.one(&sizes);
                 let number = self.random.one(&[5, seed_of(path)]);
