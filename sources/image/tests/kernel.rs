@@ -195,6 +195,45 @@ fn an_image_tells_whether_it_has_attributes_and_acls() {
     assert_eq!(tells("labels"), (true, true, true));
 }
 
+/// A file without attributes has none, which is no error, whatever other files have.
+#[test]
+fn a_file_without_attributes_has_an_empty_list_as_in_the_kernels_mount() {
+    let bench = Bench::new();
+    fs::create_dir(bench.tree().join("dir")).expect("directories can be made");
+    for name in ["plain", "dir/other"] {
+        fs::write(bench.tree().join(name), "x").expect("files can be made");
+    }
+    std::os::unix::fs::symlink("plain", bench.tree().join("link")).expect("links can be made");
+    let caller = Caller { session: SessionId::unique(), uid: 0, gid: 0, pid: 1, groups: &[] };
+    let compare = |image: &str| {
+        bench.build(image);
+        let source = Source::open(&bench.path(image), &bench.store(), None).expect("what was built can be opened");
+        let list = |path: &str| {
+            let names = path.split('/').filter(|name| !name.is_empty());
+            let ino = names.fold(ferry_vfs::Ino::ROOT, |ino, name| {
+                let name = ferry_vfs::Name::new(name.as_bytes()).expect("a name");
+                source.lookup(&caller, ino, name).expect("it is there").ino
+            });
+            source.listxattr(&caller, ino)
+        };
+        let on = bench.path("mounted");
+        let mounted = mount(&bench, image, &on);
+        ["", "plain", "dir", "dir/other", "link"].map(|path| {
+            let ours = list(path);
+            if mounted.is_some() {
+                let mut names = [0; 100];
+                let theirs = rustix::fs::llistxattr(on.join(path), &mut names[..]);
+                assert_eq!(ours, theirs.map(|count| names[..count].to_vec()), "{image}: {path}");
+            }
+            ours.expect("the list is no error")
+        })
+    };
+    assert!(compare("none").iter().all(Vec::is_empty));
+    rustix::fs::setxattr(bench.tree().join("plain"), "user.one", b"1", rustix::fs::XattrFlags::empty())
+        .expect("attributes can be set");
+    assert_eq!(compare("one"), ["", "user.one\0", "", "", ""].map(|list| list.as_bytes().to_vec()));
+}
+
 /// Programs ask each file for them, unless they are told that there is no such thing anywhere.
 #[test]
 fn a_source_tells_which_attributes_no_file_has() {
