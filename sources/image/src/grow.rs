@@ -8,12 +8,20 @@ use crate::tree::{Content, Node, NodeId, Tree};
 
 /// The deepest tree; Linux's paths end at 2048 names (`PATH_MAX`).
 pub(crate) const DEPTH_MAX: usize = 2048;
+/// The most symbolic links that a path may lead through; containerd and umoci have the same limit.
+const LINKS_MAX: usize = 255;
+/// The most memory that names, links and attributes of a tree may take, in bytes: archives are compressed, and little of them can
+/// stand for much.
+const TREE_BYTES_MAX: usize = 4 << 30;
+/// What an inode takes beside its attributes, in bytes.
+const NODE_BYTES: usize = 192;
+/// What a name takes beside its own bytes.
+const NAME_BYTES: usize = 64;
 
 /// Why a path cannot be added; a sentence's end.
 pub(crate) type Refusal = String;
 
 /// A tree that is being made. Directories keep their names apart until the end.
-#[derive(Default)]
 pub(crate) struct Growing {
     nodes: Vec<Node>,
     names: HashMap<NodeId, Names>,
@@ -22,6 +30,20 @@ pub(crate) struct Growing {
     removed: HashSet<NodeId>,
     /// The layer that is being added.
     layer: usize,
+    bytes_left: usize,
+}
+
+impl Default for Growing {
+    fn default() -> Self {
+        Self {
+            nodes: Vec::new(),
+            names: HashMap::new(),
+            links: HashSet::new(),
+            removed: HashSet::new(),
+            layer: 0,
+            bytes_left: TREE_BYTES_MAX,
+        }
+    }
 }
 
 /// The names in a directory.
@@ -35,23 +57,52 @@ struct Named {
     layer: usize,
 }
 
+/// Where a path leads.
+struct Walked {
+    /// The inodes on the way, from the root on.
+    found: Vec<NodeId>,
+    /// The names below the last of them that are not there.
+    missing: Vec<NameBuf>,
+}
+
+/// Which names [`Growing::remove`] removes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Removed {
+    All,
+    /// Those that only lower layers have.
+    Lower,
+}
+
 /// The names of a path. Slashes may be several; `.` and `..` are refused.
 pub(crate) fn names_of(path: &[u8]) -> Result<Vec<Name<'_>>, Refusal> {
     let mut names = Vec::new();
     for part in path.split(|byte| *byte == b'/').filter(|part| !part.is_empty()) {
-        names.push(Name::new(part).map_err(|error| format!("{} is no name ({error})", part.escape_ascii()))?);
+        names.push(name_of(part)?);
     }
     if names.len() > DEPTH_MAX {
-        return Err(format!("more than {DEPTH_MAX} names in a path"));
+        return Err(too_deep());
     }
     Ok(names)
+}
+
+fn name_of(part: &[u8]) -> Result<Name<'_>, Refusal> {
+    Name::new(part).map_err(|error| format!("{} is no name ({error})", part.escape_ascii()))
+}
+
+fn too_deep() -> Refusal {
+    format!("more than {DEPTH_MAX} names in a path")
 }
 
 impl Growing {
     /// Finds a path, without following symbolic links.
     pub(crate) fn find(&self, names: &[Name<'_>]) -> Option<NodeId> {
         let root = if self.nodes.is_empty() { None } else { Some(0) };
-        names.iter().try_fold(root?, |id, name| Some(self.names.get(&id)?.get(name.as_bytes())?.id))
+        names.iter().try_fold(root?, |id, name| self.child(id, *name))
+    }
+
+    /// Finds a name in a directory.
+    pub(crate) fn child(&self, directory: NodeId, name: Name<'_>) -> Option<NodeId> {
+        Some(self.names.get(&directory)?.get(name.as_bytes())?.id)
     }
 
     /// What was added.
@@ -67,63 +118,146 @@ impl Growing {
         if node.kind() != FileType::Directory {
             return Err("the root is no directory".into());
         }
-        self.push(node);
+        self.push(node).map(drop)
+    }
+
+    fn charge(&mut self, bytes: usize) -> Result<(), Refusal> {
+        let left = self.bytes_left.checked_sub(bytes);
+        self.bytes_left = left.ok_or("there are more than 4 GiB of names and attributes by here")?;
         Ok(())
     }
 
-    fn push(&mut self, node: Node) -> NodeId {
+    fn push(&mut self, node: Node) -> Result<NodeId, Refusal> {
+        let xattrs: usize = node.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let content = if let Content::Inline(bytes) = &node.content { bytes.len() } else { 0 };
+        self.charge(NODE_BYTES + xattrs + content)?;
         let id = self.nodes.len();
         if node.kind() == FileType::Directory {
             self.names.insert(id, BTreeMap::new());
         }
         self.nodes.push(node);
-        id
-    }
-
-    fn directory(&mut self, parents: &[Name<'_>]) -> Result<(NodeId, &mut Names), Refusal> {
-        let id = self.find(parents).ok_or("its directory is not there")?;
-        let names = self.names.get_mut(&id).ok_or("what it is in is no directory")?;
-        Ok((id, names))
-    }
-
-    /// Adds an inode under a name that is free, or that only lower layers have.
-    pub(crate) fn add(&mut self, names: &[Name<'_>], node: Node) -> Result<NodeId, Refusal> {
-        let (directory, name) = self.vacate(names)?;
-        let id = self.push(node);
-        self.names.entry(directory).or_default().insert(name.to_vec(), Named { id, layer: self.layer });
         Ok(id)
     }
 
-    /// Adds a further name of an inode.
-    pub(crate) fn link(&mut self, names: &[Name<'_>], target: NodeId) -> Result<(), Refusal> {
-        if self.nodes[target].kind() == FileType::Directory {
-            return Err("a hard link to a directory".into());
-        }
-        let (directory, name) = self.vacate(names)?;
-        if self.removed.contains(&target) {
-            return Err("a hard link to itself".into());
-        }
-        let buf = Name::new(name).map_err(|error| error.to_string())?.to_buf();
-        self.names.entry(directory).or_default().insert(name.to_vec(), Named { id: target, layer: self.layer });
-        self.links.insert((directory, buf));
+    fn insert(&mut self, directory: NodeId, name: &[u8], id: NodeId) -> Result<(), Refusal> {
+        self.charge(NAME_BYTES + name.len())?;
+        self.names.entry(directory).or_default().insert(name.to_vec(), Named { id, layer: self.layer });
         Ok(())
     }
 
-    /// Makes a name free that only lower layers have; answers the directory that it is in.
-    fn vacate<'a>(&mut self, names: &[Name<'a>]) -> Result<(NodeId, &'a [u8]), Refusal> {
+    /// Adds an inode under a name that is free, without following symbolic links.
+    pub(crate) fn add(&mut self, names: &[Name<'_>], node: Node) -> Result<NodeId, Refusal> {
+        let (directory, name) = self.vacant(names)?;
+        let id = self.push(node)?;
+        self.insert(directory, name.as_bytes(), id)?;
+        Ok(id)
+    }
+
+    /// Adds a further name of an inode, which is free, without following symbolic links.
+    pub(crate) fn link(&mut self, names: &[Name<'_>], target: NodeId) -> Result<(), Refusal> {
+        let (directory, name) = self.vacant(names)?;
+        self.replace_by_link(directory, name, target)
+    }
+
+    fn vacant<'a>(&self, names: &[Name<'a>]) -> Result<(NodeId, Name<'a>), Refusal> {
         let (name, parents) = names.split_last().ok_or("it has no name")?;
-        let (layer, (directory, known)) = (self.layer, self.directory(parents)?);
-        let Some(found) = known.get(name.as_bytes()).map(|named| named.layer) else {
-            return Ok((directory, name.as_bytes()));
-        };
-        if found == layer {
+        let directory = self.find(parents).ok_or("its directory is not there")?;
+        let known = self.names.get(&directory).ok_or("what it is in is no directory")?;
+        if known.contains_key(name.as_bytes()) {
             return Err("it is there already".into());
         }
-        if self.remove_lower(directory, name.as_bytes()) {
-            Ok((directory, name.as_bytes()))
-        } else {
-            Err("it is there already, as a directory with files of the same layer".into())
+        Ok((directory, *name))
+    }
+
+    /// Adds an inode under a name of a directory, instead of whatever has that name, and all below it.
+    pub(crate) fn replace(&mut self, directory: NodeId, name: Name<'_>, node: Node) -> Result<NodeId, Refusal> {
+        self.remove(directory, name.as_bytes(), Removed::All);
+        let id = self.push(node)?;
+        self.insert(directory, name.as_bytes(), id)?;
+        Ok(id)
+    }
+
+    /// Adds a further name of an inode, instead of whatever has that name, and all below it.
+    pub(crate) fn replace_by_link(&mut self, directory: NodeId, name: Name<'_>, target: NodeId) -> Result<(), Refusal> {
+        if self.nodes[target].kind() == FileType::Directory {
+            return Err("a hard link to a directory".into());
         }
+        self.remove(directory, name.as_bytes(), Removed::All);
+        if self.removed.contains(&target) {
+            return Err("a hard link to itself".into());
+        }
+        self.insert(directory, name.as_bytes(), target)?;
+        self.links.insert((directory, name.to_buf()));
+        Ok(())
+    }
+
+    /// Walks a path, and follows symbolic links on it: absolute ones begin at the root, and `..` leads no higher than that. So
+    /// containerd (`fs.RootPath`) and umoci (`SecureJoin`) do it; what is not there is taken for a directory.
+    fn walk(&self, path: &[Name<'_>]) -> Result<Walked, Refusal> {
+        let mut walked = Walked { found: vec![0], missing: Vec::new() };
+        // The next one is the last.
+        let mut left: Vec<&[u8]> = path.iter().rev().map(|name| name.as_bytes()).collect();
+        let mut links = 0;
+        while let Some(part) = left.pop() {
+            match part {
+                b"" | b"." => continue,
+                b".." if walked.missing.pop().is_some() => continue,
+                b".." => {
+                    walked.found.truncate((walked.found.len() - 1).max(1));
+                    continue;
+                }
+                _ => {}
+            }
+            let name = name_of(part)?;
+            let here = walked.found[walked.found.len() - 1];
+            let Some(id) = self.child(here, name).filter(|_| walked.missing.is_empty()) else {
+                walked.missing.push(name.to_buf());
+                continue;
+            };
+            match &self.nodes[id] {
+                Node { content: Content::Inline(target), .. } if self.nodes[id].kind() == FileType::Symlink => {
+                    links += 1;
+                    if links > LINKS_MAX {
+                        return Err(format!("its path leads through more than {LINKS_MAX} symbolic links"));
+                    }
+                    if target.starts_with(b"/") {
+                        walked.found.truncate(1);
+                    }
+                    left.extend(target.rsplit(|byte| *byte == b'/'));
+                }
+                _ => walked.found.push(id),
+            }
+        }
+        // The root has no name, and a name follows.
+        if walked.found.len() + walked.missing.len() > DEPTH_MAX {
+            return Err(too_deep());
+        }
+        Ok(walked)
+    }
+
+    /// Finds the directory that a path leads to, if it is there and is one. Symbolic links are followed within the tree.
+    pub(crate) fn directory(&self, path: &[Name<'_>]) -> Result<Option<NodeId>, Refusal> {
+        if self.nodes.is_empty() {
+            return Ok(None);
+        }
+        let Walked { found, missing } = self.walk(path)?;
+        Ok(found.last().copied().filter(|id| missing.is_empty() && self.names.contains_key(id)))
+    }
+
+    /// Finds the directory that a path leads to, and makes those that are not there. Symbolic links are followed within the tree.
+    pub(crate) fn enter(&mut self, path: &[Name<'_>], new: impl Fn() -> Node) -> Result<NodeId, Refusal> {
+        if self.nodes.is_empty() {
+            self.root(new())?;
+        }
+        let Walked { found, missing } = self.walk(path)?;
+        let mut directory = found.last().copied().unwrap_or_default();
+        if !self.names.contains_key(&directory) {
+            return Err("what it is in is no directory".into());
+        }
+        for name in missing {
+            directory = self.replace(directory, name.as_name(), new())?;
+        }
+        Ok(directory)
     }
 
     /// Goes on with the next layer, which may replace what the ones before it have.
@@ -132,36 +266,35 @@ impl Growing {
     }
 
     /// Notes that the layer has a directory that was there before.
-    pub(crate) fn touch(&mut self, names: &[Name<'_>]) {
+    pub(crate) fn touch(&mut self, directory: NodeId, name: Name<'_>) {
         let layer = self.layer;
-        if let Some((name, parents)) = names.split_last()
-            && let Ok((_, known)) = self.directory(parents)
-            && let Some(named) = known.get_mut(name.as_bytes())
-        {
+        if let Some(named) = self.names.get_mut(&directory).and_then(|known| known.get_mut(name.as_bytes())) {
             named.layer = layer;
         }
     }
 
     /// Removes a name with all below it, as far as lower layers have it. What is not there is nothing to remove.
-    pub(crate) fn whiteout(&mut self, names: &[Name<'_>]) {
+    pub(crate) fn whiteout(&mut self, names: &[Name<'_>]) -> Result<(), Refusal> {
         if let Some((name, parents)) = names.split_last()
-            && let Some(directory) = self.find(parents)
+            && let Some(directory) = self.directory(parents)?
         {
-            self.remove_lower(directory, name.as_bytes());
+            self.remove(directory, name.as_bytes(), Removed::Lower);
         }
+        Ok(())
     }
 
     /// Removes everything in a directory that lower layers have.
-    pub(crate) fn make_opaque(&mut self, names: &[Name<'_>]) {
-        let Some(directory) = self.find(names) else { return };
-        let Some(known) = self.names.get(&directory) else { return };
+    pub(crate) fn make_opaque(&mut self, names: &[Name<'_>]) -> Result<(), Refusal> {
+        let Some(directory) = self.directory(names)? else { return Ok(()) };
+        let Some(known) = self.names.get(&directory) else { return Ok(()) };
         for name in known.keys().cloned().collect::<Vec<_>>() {
-            self.remove_lower(directory, &name);
+            self.remove(directory, &name, Removed::Lower);
         }
+        Ok(())
     }
 
-    /// Removes what lower layers have of a name and below it; answers whether the name is gone.
-    fn remove_lower(&mut self, directory: NodeId, name: &[u8]) -> bool {
+    /// Removes a name and what is below it, or what of that only lower layers have.
+    fn remove(&mut self, directory: NodeId, name: &[u8], which: Removed) {
         let named = |growing: &Self, (directory, name): &(NodeId, Vec<u8>)| {
             growing.names.get(directory).and_then(|known| known.get(name)).copied()
         };
@@ -178,7 +311,7 @@ impl Growing {
         for place in found.into_iter().rev() {
             let Some(Named { id, layer }) = named(self, &place) else { continue };
             let is_empty = self.names.get(&id).is_none_or(BTreeMap::is_empty);
-            if layer == self.layer || !is_empty {
+            if (which == Removed::Lower && layer == self.layer) || !is_empty {
                 continue;
             }
             let (directory, name) = place;
@@ -195,11 +328,10 @@ impl Growing {
                 self.removed.insert(id);
             }
         }
-        self.names.get(&directory).is_none_or(|known| !known.contains_key(name))
     }
 
-    /// The tree, without what was removed, and for each inode that was added its place there.
-    pub(crate) fn finish_layers(self) -> Result<(Tree, Vec<Option<NodeId>>), Refusal> {
+    /// The tree, without what was removed or replaced, and for each inode that was added its place there.
+    pub(crate) fn finish_compact(self) -> Result<(Tree, Vec<Option<NodeId>>), Refusal> {
         let mut tree = self.finish()?;
         let mut places = vec![None; tree.nodes.len()];
         let mut order = vec![0];

@@ -1,7 +1,7 @@
 //! Where the bytes of files go while an image is built: into packs, or into an object store.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -164,6 +164,7 @@ impl Sink {
                 let pack = order.map(|_| self.store.begin(has_verity)).transpose()?;
                 let gather = |(order, pack)| gather(&self.store, pack, &mut places, (&tree, &pieces), order);
                 let ahead = order.zip(pack).map(gather).transpose()?.flatten();
+                keep_used(&tree, &pieces, &mut places);
                 let names: BTreeSet<Digest> = places.values().map(|(pack, _)| *pack).collect();
                 let used = names
                     .into_iter()
@@ -178,6 +179,23 @@ impl Sink {
             }
         }
     }
+}
+
+/// Forgets the places of pieces that no file has: those of members that later ones of an archive have replaced.
+fn keep_used(tree: &Tree, pieces: &[Digest], places: &mut Places) {
+    let files = || {
+        tree.nodes.iter().filter_map(|node| match node.content {
+            Content::Packed { bytes, first } => {
+                Some((first, usize::try_from(piece::count(bytes)).unwrap_or(usize::MAX)))
+            }
+            _ => None,
+        })
+    };
+    if files().map(|(_, count)| count).sum::<usize>() == pieces.len() {
+        return;
+    }
+    let used: HashSet<&Digest> = files().flat_map(|(first, count)| &pieces[first..][..count]).collect();
+    places.retain(|digest, _| used.contains(digest));
 }
 
 /// A mistake of ours: what is of one layout was to go to the other's place.

@@ -6,18 +6,15 @@ mod common;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
+use common::bundle::{Bundle, DIR, FILE, Item, LINK, Packing, SYMLINK, TIME, archive, digest, gzip};
 use common::{Bench, bytes, set_time};
 use ferry_image::{BuildOptions, Built, Image, Layout, Source, Store, build};
-use serde_json::{Value, json};
-use sha2::{Digest as _, Sha256};
+use serde_json::json;
 
 const COMPOSEFS: Layout = Layout::Composefs { version: None };
-/// The time of everything here: archives and directories are to give the same image.
-const TIME: i64 = 1_600_000_000;
 
 fn try_build(bench: &Bench, source: &str, layout: Layout, platform: Option<&str>) -> ferry_image::Result<Built> {
     let platform = platform.map(Into::into);
@@ -39,124 +36,6 @@ fn chain(error: &dyn std::error::Error) -> String {
     }
     text
 }
-
-fn digest(bytes: &[u8]) -> String {
-    let hash: [u8; 32] = Sha256::digest(bytes).into();
-    format!("sha256:{}", ferry_image::hex(&hash))
-}
-
-/// How a layer is packed.
-#[derive(Clone, Copy)]
-enum Packing {
-    Plain,
-    Gzip,
-    Zstd,
-}
-
-/// An image directory that is being laid out.
-struct Bundle {
-    folder: PathBuf,
-    layers: Vec<Value>,
-    plain: Vec<String>,
-}
-
-impl Bundle {
-    fn new(bench: &Bench, name: &str) -> Self {
-        let folder = bench.path(name);
-        fs::create_dir_all(folder.join("blobs/sha256")).expect("folders can be made");
-        fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("files can be made");
-        Self { folder, layers: Vec::new(), plain: Vec::new() }
-    }
-
-    fn blob(&self, bytes: &[u8], kind: &str) -> Value {
-        let name = digest(bytes);
-        fs::write(self.blob_path(&name), bytes).expect("files can be made");
-        json!({"mediaType": kind, "digest": name, "size": bytes.len()})
-    }
-
-    fn blob_path(&self, name: &str) -> PathBuf {
-        self.folder.join("blobs").join(name.replace(':', "/"))
-    }
-
-    fn layer(&mut self, archive: &[u8], packing: Packing) {
-        let (kind, bytes) = match packing {
-            Packing::Plain => ("application/vnd.oci.image.layer.v1.tar", archive.to_vec()),
-            // In two members each: programs that pack in parallel make many.
-            Packing::Gzip => ("application/vnd.oci.image.layer.v1.tar+gzip", {
-                let (begin, end) = archive.split_at(archive.len() / 2);
-                [gzip(begin), gzip(end)].concat()
-            }),
-            Packing::Zstd => ("application/vnd.oci.image.layer.v1.tar+zstd", {
-                let (begin, end) = archive.split_at(archive.len() / 2);
-                [begin, end].map(|part| zstd::encode_all(part, 3).expect("it can be packed")).concat()
-            }),
-        };
-        self.layers.push(self.blob(&bytes, kind));
-        self.plain.push(digest(archive));
-    }
-
-    /// The manifest, as a descriptor.
-    fn manifest(&self) -> Value {
-        let config = json!({"architecture": "amd64", "os": "linux", "config": {},
-            "rootfs": {"type": "layers", "diff_ids": self.plain}});
-        let config = self.blob(config.to_string().as_bytes(), "application/vnd.oci.image.config.v1+json");
-        let kind = "application/vnd.oci.image.manifest.v1+json";
-        let manifest = json!({"schemaVersion": 2, "mediaType": kind, "config": config, "layers": self.layers});
-        self.blob(manifest.to_string().as_bytes(), kind)
-    }
-
-    fn index(&self, manifests: &[Value]) {
-        let index = json!({"schemaVersion": 2, "manifests": manifests}).to_string();
-        fs::write(self.folder.join("index.json"), index).expect("files can be made");
-    }
-
-    /// The index, with one image of this tag.
-    fn finish(&self, tag: &str) {
-        let mut manifest = self.manifest();
-        manifest["annotations"] = json!({"org.opencontainers.image.ref.name": tag});
-        self.index(&[manifest]);
-    }
-
-    fn source(&self, tag: &str) -> String {
-        format!("oci:{}:{tag}", self.folder.display())
-    }
-}
-
-fn gzip(bytes: &[u8]) -> Vec<u8> {
-    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-    packed.write_all(bytes).and_then(|()| packed.finish()).expect("it can be packed")
-}
-
-/// A member of an archive: name, kind, target of a link, data.
-fn member(name: &str, kind: u8, target: &str, data: &[u8]) -> Vec<u8> {
-    let mut header = [0; 512];
-    header[..name.len()].copy_from_slice(name.as_bytes());
-    header[100..108].copy_from_slice(if kind == b'5' { b"0000755\0" } else { b"0000644\0" });
-    header[108..124].copy_from_slice(b"0000000\x000000000\0");
-    header[124..136].copy_from_slice(format!("{:011o}\0", data.len()).as_bytes());
-    header[136..148].copy_from_slice(format!("{TIME:011o}\0").as_bytes());
-    header[156] = kind;
-    header[157..157 + target.len()].copy_from_slice(target.as_bytes());
-    header[257..265].copy_from_slice(b"ustar\x0000");
-    header[148..156].fill(b' ');
-    let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
-    header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
-    let padding = vec![0; data.len().next_multiple_of(512) - data.len()];
-    [&header[..], data, &padding].concat()
-}
-
-/// Name, kind, target, data.
-type Item<'a> = (&'a str, u8, &'a str, &'a [u8]);
-
-fn archive(members: &[Item<'_>]) -> Vec<u8> {
-    let members = members.iter().flat_map(|(name, kind, target, data)| member(name, *kind, target, data));
-    members.chain([0; 1024]).collect()
-}
-
-const FILE: u8 = b'0';
-const LINK: u8 = b'1';
-const SYMLINK: u8 = b'2';
-const DIR: u8 = b'5';
 
 /// Three layers with everything that the specification says of changes, with what umoci 0.6 does in its own way or without.
 fn layered(bench: &Bench, all: bool) -> Bundle {
@@ -398,6 +277,51 @@ fn an_image_is_chosen_by_tag_and_platform() {
     assert!(untagged.contains("several images for linux/arm64: name one by its tag"), "{untagged}");
 }
 
+/// Where nobody asks for a variant, the image without one is taken.
+#[test]
+fn an_image_without_a_variant_goes_before_those_with_one() {
+    let bench = Bench::new();
+    let mut bundle = Bundle::new(&bench, "bundle");
+    let mut manifest = |platform: &str| {
+        (bundle.layers, bundle.plain) = (Vec::new(), Vec::new());
+        bundle.layer(&archive(&[(&platform.replace('/', "-"), FILE, "", b"x")]), Packing::Gzip);
+        let mut manifest = bundle.manifest();
+        let parts: Vec<_> = platform.split('/').collect();
+        manifest["platform"] = json!({"os": "linux", "architecture": parts[0]});
+        if let Some(variant) = parts.get(1) {
+            manifest["platform"]["variant"] = json!(variant);
+        }
+        manifest
+    };
+    let all = ["amd64/v3", "amd64", "amd64/v2", "arm64/v8", "arm64/v9", "arm/v6", "arm/v7", "riscv64/v1"];
+    let manifests = all.map(&mut manifest);
+    bundle.index(&manifests);
+    let source = format!("oci:{}", bundle.folder.display());
+    for (wanted, found) in [
+        ("linux/amd64", "amd64"),
+        ("linux/amd64/v1", "amd64"),
+        ("linux/amd64/v3", "amd64-v3"),
+        ("linux/arm64", "arm64-v8"),
+        ("linux/arm64/v8", "arm64-v8"),
+        ("linux/arm64/v9", "arm64-v9"),
+        ("linux/arm/v6", "arm-v6"),
+        ("linux/riscv64", "riscv64-v1"),
+    ] {
+        try_build(&bench, &source, Layout::Flat, Some(wanted)).unwrap_or_else(|error| panic!("{wanted}: {error}"));
+        let image = Image::open(&bench.path("image"), None).expect("it was built");
+        let root = image.inode(image.root()).expect("it is there");
+        let name = ferry_vfs::Name::new(found.as_bytes()).expect("a name");
+        assert!(image.lookup(&root, name).expect("it is whole").is_some(), "{wanted}");
+    }
+    for (wanted, said) in [
+        ("linux/arm", "it has images for the variants v6, v7 of linux/arm: name one of them"),
+        ("linux/amd64/v4", "it has no image for linux/amd64/v4"),
+    ] {
+        let error = chain(&try_build(&bench, &source, Layout::Flat, Some(wanted)).expect_err("there is none"));
+        assert!(error.contains(said), "{error}");
+    }
+}
+
 /// What is done to a bundle, and what is said of it then.
 type Case = (&'static str, fn(&mut Bundle));
 
@@ -420,8 +344,8 @@ fn hostile_directories_are_refused() {
         ("a whiteout of no name", &[(".wh.", FILE, "", b"")]),
         ("a whiteout of no name", &[("dir/.wh...", FILE, "", b"")]),
         ("something is in a whiteout", &[(".wh.dir/file", FILE, "", b"x")]),
-        ("it is there already", &[("new", FILE, "", b"1"), ("new", FILE, "", b"2")]),
-        ("what it is in is no directory", &[("symlink/file", FILE, "", b"through a link")]),
+        ("what it is in is no directory", &[("file/inner", FILE, "", b"x")]),
+        ("more than 255 symbolic links", &[("loop", SYMLINK, "./loop", b""), ("loop/x", FILE, "", b"x")]),
     ];
     for (reason, members) in members {
         refused(reason, with(members));

@@ -140,6 +140,11 @@ fn pax(records: &str) -> Vec<u8> {
     plain("pax", b'x', records.as_bytes())
 }
 
+/// A file below more directories than Linux's paths can have.
+fn deep(top: &str) -> Vec<u8> {
+    [plain("long", b'L', format!("{top}{}/file", "/d".repeat(2046)).as_bytes()), plain("cut", b'0', b"")].concat()
+}
+
 /// Builds of members; answers what was said.
 fn said(bench: &Bench, members: &[Vec<u8>]) -> Option<String> {
     let mut archive = members.concat();
@@ -160,9 +165,13 @@ fn hostile_archives_are_refused() {
         ("a hard link: its name has .. in it", vec![linked("a", b'1', "../../etc/passwd")]),
         ("which is not in the archive before it", vec![linked("a", b'1', "/etc/passwd")]),
         ("a hard link to a directory", vec![plain("d/", b'5', b""), linked("a", b'1', "d")]),
-        ("it is there already", vec![plain("a", b'0', b"1"), plain("a", b'0', b"2")]),
-        ("what it is in is no directory", vec![linked("a", b'2', "/etc"), plain("a/b", b'0', b"")]),
-        ("what it is in is no directory", vec![linked("a", b'2', "/etc"), plain("a/b/c", b'0', b"")]),
+        ("what it is in is no directory", vec![plain("a", b'0', b"1"), plain("a/b", b'0', b"")]),
+        ("what it is in is no directory", vec![linked("a", b'2', "b"), plain("b", b'0', b""), plain("a/b", b'0', b"")]),
+        ("more than 255 symbolic links", vec![linked("a", b'2', "b"), linked("b", b'2', "a"), plain("a/c", b'0', b"")]),
+        ("more than 2048 names", vec![linked("a", b'2', "b/a/"), plain("b/a/", b'5', b""), deep("a")]),
+        ("a hard link to itself", vec![plain("a", b'0', b"1"), linked("a", b'1', "a")]),
+        ("a hard link to itself", vec![plain("d/a", b'0', b"1"), linked("l", b'2', "d"), linked("d/a", b'1', "l/a")]),
+        ("the root is no directory", vec![plain("d/", b'5', b""), plain("./.", b'0', b"")]),
         ("without a target", vec![linked("a", b'2', "")]),
         ("is no file and has data", vec![plain("d", b'5', b"data"), plain("hidden", b'0', b"")]),
         (
@@ -178,9 +187,11 @@ fn hostile_archives_are_refused() {
         ("no number", vec![pax("11 size=-x\n"), plain("a", b'0', b"")]),
         ("below zero", vec![pax("11 size=-1\n"), plain("a", b'0', b"")]),
         ("two headers say the same", vec![pax(""), pax(""), plain("a", b'0', b"")]),
-        ("PAX header for all members", vec![plain("g", b'g', b"9 path=a\n"), plain("b", b'0', b"")]),
-        ("sparse file in a form of PAX", vec![pax("22 GNU.sparse.major=1\n"), plain("b", b'0', b"")]),
-        ("the kind 'V'", vec![plain("a", b'V', b"")]),
+        ("all members the same path", vec![plain("g", b'g', b"9 path=a\n"), plain("b", b'0', b"")]),
+        ("all members the same size", vec![plain("g", b'g', b"9 size=1\n"), plain("b", b'0', b"")]),
+        ("in the form 1.?", vec![pax("22 GNU.sparse.major=1\n"), plain("b", b'0', b"")]),
+        ("in the form 2.0", vec![pax("22 GNU.sparse.major=2\n22 GNU.sparse.minor=0\n"), plain("b", b'0', b"")]),
+        ("the kind 'Q'", vec![plain("a", b'Q', b"")]),
         ("header of more than 1 MiB", vec![sized("a", "77777777777\0", b'x')]),
         ("header of more than 1 MiB", vec![sized("a", "77777777777\0", b'L')]),
         ("cut off", vec![sized("a", "77777777777\0", b'0')]),
@@ -230,6 +241,43 @@ fn hostile_sparse_files_are_refused() {
         assert!(found.contains(expected), "{found}\nbut expected: {expected}");
     }
     assert_eq!(said(&bench, &[sparse(&[(100, 600)], 4096, &[1; 600])]), None);
+    // The forms of PAX.
+    let records = |records: &[&str]| {
+        let record = |text: &&str| {
+            (text.len()..).find_map(|length| {
+                let whole = format!("{length} GNU.sparse.{text}\n");
+                (whole.len() == length).then_some(whole)
+            })
+        };
+        pax(&records.iter().filter_map(record).collect::<String>())
+    };
+    let before = ["major=1", "minor=0", "realsize=4096", "name=a"];
+    let in_header = |map: &str| records(&["size=4096", map]);
+    let mut mapped = b"1\n0\n600\n".to_vec();
+    mapped.resize(512, 0);
+    mapped.extend([1; 600]);
+    for (expected, header, data) in [
+        ("without a length", records(&["map=0,600"]), &[1; 600][..]),
+        ("without a length", records(&["size=-1", "map=0,600"]), &[1; 600]),
+        ("overlap", in_header("map=0,300,200,300"), &[1; 600]),
+        ("end behind it", in_header("map=4000,600"), &[1; 600]),
+        ("not as long as its data", in_header("map=0,500"), &[1; 600]),
+        ("something else than numbers", in_header("map=0,+600"), &[1; 600]),
+        ("not as many pieces as it says", in_header("map=0"), &[1; 600]),
+        ("not as many pieces as it says", records(&["size=4096", "numblocks=2", "map=0,600"]), &[1; 600]),
+        ("do not take turns", records(&["size=4096", "numbytes=0"]), &[1; 600]),
+        ("more than 64 GiB", records(&["size=68719476737", "map=0,600"]), &[1; 600]),
+        ("whose map is cut off", records(&before), b"1\n"),
+        ("whose map is cut off", records(&before), ["300\n", &"0\n".repeat(254)].concat().as_bytes()),
+        ("something else than numbers", records(&before), &[b'1'; 512]),
+        ("something else than numbers", records(&before), &[0; 512]),
+        ("more than a million pieces", records(&before), [&b"1048577\n"[..], &[b'0'; 504]].concat().as_slice()),
+        ("not as long as its data", records(&before), &mapped[..1000]),
+    ] {
+        let found = said(&bench, &[header, plain("a", b'0', data)]).unwrap_or_else(|| panic!("taken, but: {expected}"));
+        assert!(found.contains(expected), "{found}\nbut expected: {expected}");
+    }
+    assert_eq!(said(&bench, &[records(&before), plain("x", b'0', &mapped)]), None);
 }
 
 /// PAX headers and plain ones may tell different sizes; who takes the wrong one sees members that nobody put there.

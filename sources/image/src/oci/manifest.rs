@@ -18,15 +18,15 @@ const LAYERS_MAX: usize = 500;
 /// How deep indexes may name indexes.
 const DEPTH_MAX: usize = 4;
 
-const TAG: &str = "org.opencontainers.image.ref.name";
+/// What the kinds of layers begin with. Those that are not to be distributed are as others, where they are in the directory.
+const LAYER_TYPES: [&str; 4] = [
+    "application/vnd.oci.image.layer.v1.",
+    "application/vnd.oci.image.layer.nondistributable.v1.",
+    "application/vnd.docker.image.rootfs.diff.",
+    "application/vnd.docker.image.rootfs.foreign.diff.",
+];
 
-/// How the bytes of a layer are packed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Packing {
-    Plain,
-    Gzip,
-    Zstd,
-}
+const TAG: &str = "org.opencontainers.image.ref.name";
 
 /// What is said of a blob where it is named.
 #[derive(Clone, Debug, Deserialize)]
@@ -86,7 +86,6 @@ struct Rootfs {
 pub(super) struct Layer {
     pub blob: Name,
     pub bytes: u64,
-    pub packing: Packing,
     /// The digest of the archive itself.
     pub plain: Name,
 }
@@ -149,22 +148,30 @@ impl Descriptor {
         let (os, architecture, variant) = (parts.next(), parts.next(), parts.next());
         Some(platform.os.as_str()) == os
             && Some(platform.architecture.as_str()) == architecture
-            && (variant.is_none() || platform.variant.as_deref() == variant)
+            && variant.is_none_or(|variant| platform.variant() == usual(&platform.architecture, variant))
     }
 
-    fn packing(&self) -> Option<Packing> {
-        let kind = self
-            .media_type
-            .strip_prefix("application/vnd.oci.image.layer.v1.")
-            .or_else(|| self.media_type.strip_prefix("application/vnd.oci.image.layer.nondistributable.v1."))
-            .or_else(|| self.media_type.strip_prefix("application/vnd.docker.image.rootfs.diff."))?;
-        match kind {
-            "tar" => Some(Packing::Plain),
-            "tar+gzip" | "tar.gzip" => Some(Packing::Gzip),
-            "tar+zstd" | "tar.zstd" => Some(Packing::Zstd),
-            _ => None,
-        }
+    fn has_variant(&self) -> bool {
+        self.platform.as_ref().is_some_and(|platform| platform.variant().is_some())
     }
+
+    /// Whether this is a layer of a kind that is known here. How it is packed shows at its beginning.
+    fn is_layer(&self) -> bool {
+        let kind = LAYER_TYPES.iter().find_map(|prefix| self.media_type.strip_prefix(prefix));
+        matches!(kind, Some("tar" | "tar+gzip" | "tar.gzip" | "tar+zstd" | "tar.zstd"))
+    }
+}
+
+impl Platform {
+    fn variant(&self) -> Option<&str> {
+        usual(&self.architecture, self.variant.as_deref()?)
+    }
+}
+
+/// A variant; nothing if it is the one that is meant where an architecture has none.
+fn usual<'a>(architecture: &str, variant: &'a str) -> Option<&'a str> {
+    let is_usual = matches!((architecture, variant), (_, "") | ("amd64", "v1") | ("arm64", "v8" | "8"));
+    Some(variant).filter(|_| !is_usual)
 }
 
 /// The layers of an image, the lowest first: the one with this tag, or the only one, for this platform (`os/architecture`, with
@@ -215,10 +222,20 @@ fn pick(mut all: Vec<Descriptor>, tag: Option<&str>, platform: &str) -> std::res
     all.retain(|found| found.is_index() || found.is_manifest());
     if all.len() > 1 {
         all.retain(|found| found.is_for(platform));
+        // Where nobody asks for a variant, the image without one runs everywhere.
+        if all.iter().any(|found| !found.has_variant()) {
+            let wants_one = platform.split('/').nth(2).is_some();
+            all.retain(|found| wants_one || !found.has_variant());
+        }
     }
     match all.len() {
         0 => Err(format!("it has no image for {platform}")),
         1 => Ok(all.remove(0)),
+        _ if all.iter().all(Descriptor::has_variant) => {
+            let variants: Vec<&str> =
+                all.iter().filter_map(|found| found.platform.as_ref().and_then(Platform::variant)).collect();
+            Err(format!("it has images for the variants {} of {platform}: name one of them", variants.join(", ")))
+        }
         _ => Err(format!("it has several images for {platform}: name one by its tag ({})", tags(&all))),
     }
 }
@@ -237,10 +254,10 @@ fn of_manifest(directory: &Path, found: &Descriptor) -> Result<Vec<Layer>> {
         return Err(refused(format!("it has more than {LAYERS_MAX} layers")));
     }
     let layer = |(layer, plain): (Descriptor, Name)| {
-        let packing = layer
-            .packing()
-            .ok_or_else(|| refused(format!("a layer of the kind {:?}, which is not known here", layer.media_type)))?;
-        Ok(Layer { blob: layer.digest, bytes: layer.size, packing, plain })
+        if !layer.is_layer() {
+            return Err(refused(format!("a layer of the kind {:?}, which is not known here", layer.media_type)));
+        }
+        Ok(Layer { blob: layer.digest, bytes: layer.size, plain })
     };
     manifest.layers.into_iter().zip(plain).map(layer).collect()
 }

@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 
 use blob::{Blob, Hashing};
 use flate2::bufread::GzDecoder;
-use manifest::{Layer, Packing};
+use manifest::Layer;
 
-use crate::error::{Error, Result};
+use crate::error::{Doing, Error, Result};
 use crate::meter::Meter;
 use crate::sink::Sink;
 use crate::tar::{Layers, fill};
@@ -95,7 +95,8 @@ fn with(
     let mut blob = Blob::open(directory, layer.blob, layer.bytes, "a layer")?;
     let path = blob.path.clone();
     let (outcome, plain) = {
-        let mut archive = Hashing::new(unpack(meter.over(&mut blob), layer.packing)?);
+        let input = io::BufReader::with_capacity(BUFFER_BYTES, meter.over(&mut blob));
+        let mut archive = Hashing::new(unpacked(input).doing("unpack", &path)?);
         (read(&mut archive, &path), archive.finish())
     };
     blob.finish()?;
@@ -109,26 +110,21 @@ fn with(
     Err(Error::Input { path, at: "a layer".into(), reason })
 }
 
-fn unpack<'a>(input: impl Read + 'a, packing: Packing) -> Result<Box<dyn Read + 'a>> {
-    let input = io::BufReader::with_capacity(BUFFER_BYTES, input);
-    let fresh = |source| Error::Io { what: "begin to unpack", path: "a layer".into(), source };
-    Ok(match packing {
-        Packing::Plain => Box::new(input),
-        Packing::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(input)),
-        Packing::Zstd => Box::new(zstd::Decoder::with_buffer(input).map_err(fresh)?),
-    })
-}
-
 /// What an archive that is packed begins with is unpacked; any other input is left as it is.
 pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn Read + 'a>> {
     let head = input.fill_buf()?;
     Ok(if head.starts_with(&[0x1f, 0x8b]) {
         Box::new(Gunzip { part: Some(GzDecoder::new(input)) })
-    } else if head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
+    } else if head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) || is_skippable(head) {
         Box::new(zstd::Decoder::with_buffer(input)?)
     } else {
         Box::new(input)
     })
+}
+
+/// Whether a frame of zstd's begins here that holds something beside the archive (`0x184d2a50` to `5f`, RFC 8878, 3.1.2).
+fn is_skippable(head: &[u8]) -> bool {
+    matches!(head, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..])
 }
 
 /// What gzip has packed, in one part or several. Zeros may follow: tapes have whole records, and gzip(1) takes them, too.

@@ -8,17 +8,12 @@ use std::path::Path;
 
 use super::marks::{Mark, mark};
 use super::member::{Kind, Member, Members};
-use super::{at_end, components, contents, parents, place, refused};
+use super::pax::Globals;
+use super::{at_end, components, contents, directory, place, refused};
 use crate::error::{Error, Result};
 use crate::grow::{Growing, Refusal};
 use crate::sink::Sink;
 use crate::tree::{Content, NodeId, Tree};
-
-/// The most memory that names, links and attributes of an image may take, in bytes: layers are compressed, and little of them
-/// can stand for much.
-const TREE_BYTES_MAX: usize = 4 << 30;
-/// What a member takes beside them, in bytes.
-const MEMBER_BYTES: usize = 256;
 
 /// Files whose bytes an image needs, by the places of their headers in the archive, in bytes.
 pub(crate) type Wanted = HashMap<u64, NodeId>;
@@ -29,17 +24,16 @@ pub(crate) struct Layers {
     /// For each layer its files.
     files: Vec<Vec<(u64, NodeId)>>,
     for_composefs: bool,
-    bytes_left: usize,
 }
 
 impl Layers {
     pub(crate) fn begin(for_composefs: bool) -> Self {
-        Self { growing: Growing::default(), files: Vec::new(), for_composefs, bytes_left: TREE_BYTES_MAX }
+        Self { growing: Growing::default(), files: Vec::new(), for_composefs }
     }
 
     /// Applies the next layer.
     pub(crate) fn add(&mut self, input: impl Read, source: &Path) -> Result<()> {
-        let mut members = Members::of(input, source);
+        let mut members = Members::of(input, source, Globals::Ignore);
         if !self.files.is_empty() {
             self.growing.next_layer();
         }
@@ -52,21 +46,12 @@ impl Layers {
     }
 
     fn member(&mut self, member: &Member) -> std::result::Result<(), Refusal> {
-        let xattrs: usize = member.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum();
-        let bytes = MEMBER_BYTES + member.path.len() + member.link.len() + xattrs;
-        self.bytes_left = self.bytes_left.checked_sub(bytes).ok_or("the image has too many names and attributes")?;
         let names = components(&member.path)?;
         match mark(&names)? {
             None => {}
             Some(Mark::Nothing) => return Ok(()),
-            Some(Mark::Opaque(directory)) => {
-                self.growing.make_opaque(directory);
-                return Ok(());
-            }
-            Some(Mark::Gone(names)) => {
-                self.growing.whiteout(&names);
-                return Ok(());
-            }
+            Some(Mark::Opaque(directory)) => return self.growing.make_opaque(directory),
+            Some(Mark::Gone(names)) => return self.growing.whiteout(&names),
         }
         let file = Content::Unread { bytes: member.bytes };
         let content = (member.kind == Kind::File).then_some(file);
@@ -79,7 +64,7 @@ impl Layers {
 
     /// The tree, whose files have no bytes yet, and for each layer those of its files that are left.
     pub(crate) fn finish(mut self, source: &Path) -> Result<(Tree, Vec<Wanted>)> {
-        let grown = parents(&mut self.growing, &[]).and_then(|()| self.growing.finish_layers());
+        let grown = self.growing.enter(&[], directory).and_then(|_| self.growing.finish_compact());
         let (tree, places) = grown.map_err(|reason| at_end(source, reason))?;
         let left = |(offset, id): (u64, NodeId)| Some((offset, places[id]?));
         let wanted = self.files.into_iter().map(|files| files.into_iter().filter_map(left).collect());
@@ -89,7 +74,7 @@ impl Layers {
 
 /// Takes the bytes of those files of a layer that are left in the end.
 pub(crate) fn fill(input: impl Read, source: &Path, wanted: &Wanted, tree: &mut Tree, sink: &mut Sink) -> Result<()> {
-    let mut members = Members::of(input, source);
+    let mut members = Members::of(input, source, Globals::Ignore);
     let mut found = 0;
     while let Some(member) = members.next()? {
         match wanted.get(&member.offset) {

@@ -5,7 +5,7 @@
 
 use ferry_vfs::{FileType, Name, NameBuf, Timespec};
 
-use super::{directory, parents};
+use super::directory;
 use crate::composefs::set_xattr;
 use crate::grow::{Growing, Refusal};
 use crate::tree::{Content, Node};
@@ -87,17 +87,21 @@ impl Alone {
     pub(super) fn finish(self, growing: &mut Growing) -> Result<(), Refusal> {
         for (names, is_opaque, mtime) in self.left {
             let names: Vec<_> = names.iter().map(NameBuf::as_name).collect();
-            parents(growing, &names)?;
-            let found = match growing.find(&names) {
-                None if !is_opaque => {
-                    growing.add(&names, device(mtime))?;
-                    continue;
+            if is_opaque {
+                // What the layer has put in the directory's place hides what is below by itself.
+                if let Ok(found) = growing.enter(&names, directory) {
+                    set_xattr(&mut growing.node(found).xattrs, b"trusted.overlay.opaque", b"y");
                 }
-                None => growing.add(&names, directory())?,
-                Some(found) => found,
-            };
-            if growing.node(found).kind() == FileType::Directory {
-                set_xattr(&mut growing.node(found).xattrs, b"trusted.overlay.opaque", b"y");
+                continue;
+            }
+            let Some((name, parents)) = names.split_last() else { continue };
+            let parent = growing.enter(parents, directory)?;
+            match growing.child(parent, *name) {
+                None => drop(growing.replace(parent, *name, device(mtime))?),
+                Some(found) if growing.node(found).kind() == FileType::Directory => {
+                    set_xattr(&mut growing.node(found).xattrs, b"trusted.overlay.opaque", b"y");
+                }
+                Some(_) => {}
             }
         }
         Ok(())

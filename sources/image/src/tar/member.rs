@@ -1,24 +1,18 @@
 //! The members of an archive, with what PAX and GNU headers say of them.
 
-use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use ferry_vfs::Timespec;
 
-use super::header::{
-    GID, HEADER_BYTES, Header, LINK, MAJOR, MINOR, MODE, MTIME, SIZE, SPARSE, SPARSE_BYTES, SPARSE_MORE, SPARSE_NEXT,
-    SPARSE_NEXT_MORE, UID,
-};
+use super::header::{GID, HEADER_BYTES, Header, LINK, MAJOR, MINOR, MODE, MTIME, SIZE, UID};
+use super::pax::{Globals, Pax};
+use super::sparse::{Pieces, Sparse};
 use crate::error::{Doing, Error, Result};
 use crate::grow::Refusal;
 
 /// The longest PAX header, and the longest name: more than paths and attributes can have, and it is kept in memory.
 const EXTRA_BYTES_MAX: u64 = 1 << 20;
-/// The most pieces of a sparse file, which are kept in memory.
-const PIECES_MAX: usize = 1 << 20;
-/// The largest sparse file: its zeros are hashed, and a few bytes of an archive can ask for exabytes of them.
-const SPARSE_BYTES_MAX: u64 = 64 << 30;
 
 /// What a member is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,9 +45,6 @@ pub(super) struct Member {
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-/// What a PAX header says.
-type Pax = BTreeMap<Vec<u8>, Vec<u8>>;
-
 /// What comes before a member and is about it.
 #[derive(Default)]
 struct Extra {
@@ -67,8 +58,11 @@ pub(super) struct Members<R> {
     input: R,
     source: PathBuf,
     offset: u64,
-    /// Pieces of the current file that hold data and are still to come, in reverse: offset in the file, length.
-    pieces: Vec<(u64, u64)>,
+    globals: Globals,
+    /// What is said of all members that follow.
+    of_all: Pax,
+    /// Pieces of the current file that hold data and are still to come, in reverse.
+    pieces: Pieces,
     /// How much of the current file has been read.
     at: u64,
     /// The zeros that fill its last block.
@@ -76,11 +70,12 @@ pub(super) struct Members<R> {
 }
 
 impl<R: Read> Members<R> {
-    pub(super) fn of(input: R, source: &Path) -> Self {
-        Self { input, source: source.into(), offset: 0, pieces: Vec::new(), at: 0, padding: 0 }
+    pub(super) fn of(input: R, source: &Path, globals: Globals) -> Self {
+        let (source, of_all) = (source.into(), Pax::default());
+        Self { input, source, offset: 0, globals, of_all, pieces: Vec::new(), at: 0, padding: 0 }
     }
 
-    fn refused(&self, offset: u64, reason: impl Into<String>) -> Error {
+    pub(super) fn refused(&self, offset: u64, reason: impl Into<String>) -> Error {
         Error::Input { path: self.source.clone(), at: format!("at byte {offset}"), reason: reason.into() }
     }
 
@@ -92,7 +87,7 @@ impl<R: Read> Members<R> {
     }
 
     /// The next block. The archive ends only where there is nothing more: what cannot be read may be anything.
-    fn block(&mut self) -> Result<Option<Header>> {
+    pub(super) fn block(&mut self) -> Result<Option<Header>> {
         let mut bytes = Vec::with_capacity(HEADER_BYTES);
         self.input.by_ref().take(HEADER_BYTES as u64).read_to_end(&mut bytes).doing("read", &self.source)?;
         self.offset += bytes.len() as u64;
@@ -124,10 +119,15 @@ impl<R: Read> Members<R> {
                 b'L' => extra.name = Some(self.long(&header, offset)?),
                 b'K' => extra.link = Some(self.long(&header, offset)?),
                 b'g' => {
-                    // What is said of all members would be easy to get wrong; git archive says nothing but a comment.
-                    if self.pax(&header, offset)?.keys().any(|key| key != b"comment") {
-                        return Err(self.refused(offset, "a PAX header for all members"));
+                    let global = self.pax(&header, offset)?;
+                    if self.globals == Globals::Apply {
+                        self.of_all.add_global(global).map_err(|reason| self.refused(offset, reason))?;
                     }
+                }
+                // The name of a volume: no file, and what stands before it says something of no other.
+                b'V' => {
+                    self.extra(&header, offset)?;
+                    extra = Extra::default();
                 }
                 _ => return self.member(&header, offset, extra).map(Some),
             }
@@ -153,57 +153,34 @@ impl<R: Read> Members<R> {
 
     fn pax(&mut self, header: &Header, offset: u64) -> Result<Pax> {
         let data = self.extra(header, offset)?;
-        records(&data).ok_or_else(|| self.refused(offset, "a PAX header whose records have wrong lengths"))
+        Pax::parse(&data).map_err(|reason| self.refused(offset, reason))
     }
 
     fn member(&mut self, header: &Header, offset: u64, extra: Extra) -> Result<Member> {
-        let pax = extra.pax.unwrap_or_default();
-        let known = |key: &[u8]| pax.get(key).filter(|value| !value.is_empty());
-        let path = known(b"path").cloned().or(extra.name).unwrap_or_else(|| header.name());
-        let link = known(b"linkpath").cloned().or(extra.link).unwrap_or_else(|| header.text(LINK).to_vec());
+        let refused = |members: &Self, reason: Refusal| members.refused(offset, reason);
+        let pax = extra.pax.unwrap_or_default().over(&self.of_all);
+        let sparse = Sparse::of(&pax).map_err(|reason| refused(self, reason))?;
+        let name = sparse.as_ref().and_then(|sparse| sparse.name.clone());
+        let known = |key: &[u8]| pax.get(key).map(<[u8]>::to_vec);
+        let path = name.or_else(|| known(b"path")).or(extra.name).unwrap_or_else(|| header.name());
+        let link = known(b"linkpath").or(extra.link).unwrap_or_else(|| header.text(LINK).to_vec());
         let described = describe(header, &pax, path, link, offset);
-        let (mut member, stored) = described.map_err(|reason| self.refused(offset, reason))?;
-        self.pieces = vec![(0, stored)];
-        if header.kind() == b'S' {
-            self.sparse(header, &mut member, stored)?;
-        }
-        self.at = 0;
-        self.padding = stored.next_multiple_of(HEADER_BYTES as u64) - stored;
-        Ok(member)
-    }
-
-    /// Reads the map of a sparse file of GNU's kind.
-    fn sparse(&mut self, header: &Header, member: &mut Member, stored: u64) -> Result<()> {
-        let wrong = |members: &Self, reason: &str| members.refused(member.offset, format!("a sparse file {reason}"));
-        let mut pieces = Vec::new();
-        let mut more = header.0[SPARSE_MORE] != 0;
-        listed(header, SPARSE, &mut pieces).map_err(|reason| self.refused(member.offset, reason))?;
-        while more {
-            let block = self.block()?.ok_or_else(|| wrong(self, "that is cut off"))?;
-            more = block.0[SPARSE_NEXT_MORE] != 0;
-            listed(&block, SPARSE_NEXT, &mut pieces).map_err(|reason| self.refused(member.offset, reason))?;
-            if pieces.len() > PIECES_MAX {
-                return Err(wrong(self, "of more than a million pieces"));
+        let (mut member, stored) = described.map_err(|reason| refused(self, reason))?;
+        let is_old = header.kind() == b'S';
+        let (mut pieces, left) = match sparse {
+            Some(_) if is_old || member.kind != Kind::File => {
+                return Err(refused(self, "a sparse file of two kinds, or something else that is sparse".into()));
             }
-        }
-        let bytes = header.number(SPARSE_BYTES, "length").ok().and_then(|bytes| u64::try_from(bytes).ok());
-        member.bytes = bytes.ok_or_else(|| wrong(self, "without a length"))?;
-        if member.bytes > SPARSE_BYTES_MAX {
-            return Err(wrong(self, "of more than 64 GiB"));
-        }
-        let mut end = 0;
-        let mut sum: u64 = 0;
-        for (at, length) in &pieces {
-            let until = at.checked_add(*length).filter(|until| *at >= end && *until <= member.bytes);
-            end = until.ok_or_else(|| wrong(self, "whose pieces overlap or end behind it"))?;
-            sum += length;
-        }
-        if sum != stored {
-            return Err(wrong(self, "whose pieces are not as long as its data"));
-        }
+            Some(sparse) => self.pax_sparse(sparse, &mut member, stored)?,
+            None if is_old => (self.old_sparse(header, &mut member, stored)?, stored),
+            None => (vec![(0, stored)], stored),
+        };
         pieces.reverse();
         self.pieces = pieces;
-        Ok(())
+        self.at = 0;
+        // A map before the data fills whole blocks.
+        self.padding = left.next_multiple_of(HEADER_BYTES as u64) - left;
+        Ok(member)
     }
 
     /// Passes over what is left of the member's file.
@@ -252,42 +229,6 @@ impl<R: Read> Members<R> {
     }
 }
 
-/// Adds the pieces of a sparse file that a block lists; the list ends with an empty one.
-fn listed(
-    block: &Header,
-    (from, count): (usize, usize),
-    pieces: &mut Vec<(u64, u64)>,
-) -> std::result::Result<(), Refusal> {
-    for at in (0..count).map(|index| from + index * 24) {
-        if block.0[at] == 0 {
-            break;
-        }
-        let number = |at| {
-            block
-                .number((at, 12), "piece")
-                .and_then(|number| u64::try_from(number).map_err(|_| "a piece before its beginning".into()))
-        };
-        pieces.push((number(at)?, number(at + 12)?));
-    }
-    Ok(())
-}
-
-/// The records of a PAX header; `None` if one is not as long as it says.
-fn records(mut data: &[u8]) -> Option<Pax> {
-    let mut pax = Pax::new();
-    while !data.is_empty() {
-        let blank = data.iter().take(20).position(|byte| *byte == b' ')?;
-        let digits =
-            std::str::from_utf8(&data[..blank]).ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()))?;
-        let length: usize = digits.parse().ok()?;
-        let record = data.get(blank + 1..length)?.strip_suffix(b"\n")?;
-        let equals = record.iter().position(|byte| *byte == b'=')?;
-        pax.insert(record[..equals].to_vec(), record[equals + 1..].to_vec());
-        data = &data[length..];
-    }
-    Some(pax)
-}
-
 /// What headers say of a member, and how many bytes of it are in the archive.
 fn describe(
     header: &Header,
@@ -296,9 +237,6 @@ fn describe(
     link: Vec<u8>,
     offset: u64,
 ) -> std::result::Result<(Member, u64), Refusal> {
-    if pax.keys().any(|key| key.starts_with(b"GNU.sparse.")) {
-        return Err("a sparse file in a form of PAX that is not known here: use --format=gnu, or no --sparse".into());
-    }
     let (kind, bits) = match header.kind() {
         b'0' | 0 | b'7' if path.ends_with(b"/") => (Kind::Directory, 0o040_000),
         b'0' | 0 | b'7' | b'S' => (Kind::File, 0o100_000),
@@ -310,10 +248,8 @@ fn describe(
         b'6' => (Kind::Special, 0o010_000),
         kind => return Err(format!("a member of the kind '{}', which is not known here", kind.escape_ascii())),
     };
-    let number = |key: &str, place, what: &str| match pax.get(key.as_bytes()).filter(|value| !value.is_empty()) {
-        Some(value) => decimal(value).ok_or_else(|| format!("its {what} is no number")),
-        None => header.number(place, what),
-    };
+    let number =
+        |key: &str, place, what: &str| pax.number(key.as_bytes()).unwrap_or_else(|| header.number(place, what));
     let id =
         |key, place, what| u32::try_from(number(key, place, what)?).map_err(|_| format!("its {what} is too large"));
     let stored = u64::try_from(number("size", SIZE, "size")?).map_err(|_| "its size is below zero")?;
@@ -321,12 +257,11 @@ fn describe(
         return Err("it is no file and has data: programs do not agree on where they end".into());
     }
     let permissions = u16::try_from(header.number(MODE, "mode")? & 0o7777).unwrap_or_default();
-    let mtime = match pax.get(&b"mtime"[..]).filter(|value| !value.is_empty()) {
+    let mtime = match pax.get(b"mtime") {
         Some(value) => time(value).ok_or("its time is none")?,
         None => Timespec { sec: header.number(MTIME, "time")?, nsec: 0 },
     };
-    let xattrs =
-        pax.iter().filter_map(|(key, value)| Some((key.strip_prefix(b"SCHILY.xattr.")?.to_vec(), value.clone())));
+    let xattrs = pax.xattrs().map(|(name, value)| (name.to_vec(), value.to_vec()));
     let rdev = if matches!(header.kind(), b'3' | b'4') {
         device(header.number(MAJOR, "device")?, header.number(MINOR, "device")?)?
     } else {
@@ -346,10 +281,6 @@ fn describe(
         xattrs: xattrs.collect(),
     };
     Ok((member, stored))
-}
-
-fn decimal(text: &[u8]) -> Option<i64> {
-    std::str::from_utf8(text).ok()?.parse().ok()
 }
 
 /// Seconds with a fraction, as PAX writes times.
@@ -395,13 +326,15 @@ mod tests {
     #[test]
     fn what_cannot_be_read_is_not_the_end() {
         let archive = || io::Cursor::new([0; HEADER_BYTES]);
-        let next = |input: &mut dyn Read| Members::of(input, Path::new("archive")).next().map(|found| found.is_none());
+        let next = |input: &mut dyn Read| {
+            Members::of(input, Path::new("archive"), Globals::Apply).next().map(|found| found.is_none())
+        };
         assert!(next(&mut io::empty()).expect("it is over"));
         assert!(next(&mut archive()).expect("it is over"));
         assert!(matches!(next(&mut Broken), Err(Error::Io { .. })));
         assert!(matches!(next(&mut archive().take(100).chain(Broken)), Err(Error::Io { .. })));
         assert!(matches!(next(&mut archive().take(100)), Err(Error::Input { .. })));
-        let members = |input| Members::of(input, Path::new("archive"));
+        let members = |input| Members::of(input, Path::new("archive"), Globals::Apply);
         members(Box::new(archive()) as Box<dyn Read>).finish().expect("it can be read");
         assert!(matches!(members(Box::new(archive().chain(Broken))).finish(), Err(Error::Io { .. })));
     }

@@ -1,7 +1,8 @@
 //! Trees from tar archives: the old format, ustar, PAX and GNU.
 //!
 //! What readers of tar do not agree on is refused rather than guessed: who hides a member from one of them must not find another
-//! one here. Absolute names lose their first slash, as GNU tar has it; `..` is refused.
+//! one here. Absolute names lose their first slash, as GNU tar has it; `..` is refused. Of members with the same name the last one is
+//! taken, and symbolic links above a member's name are followed within the tree.
 //!
 //! Source: POSIX.1-2024, pax ("ustar Interchange Format", "pax Header Block"), and GNU tar's manual ("Basic Tar Format").
 
@@ -9,6 +10,8 @@ mod header;
 mod layers;
 mod marks;
 mod member;
+mod pax;
+mod sparse;
 
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
@@ -19,7 +22,7 @@ use crate::build::KEPT_BYTES_MAX;
 use crate::composefs::{fits, set_xattr};
 use crate::erofs::split_xattr;
 use crate::error::{Doing, Error, Result};
-use crate::grow::{Growing, Refusal, names_of};
+use crate::grow::{DEPTH_MAX, Growing, Refusal, names_of};
 use crate::scan::INLINE_BYTES_MAX;
 use crate::sink::{Hashed, Sink};
 use crate::store::New;
@@ -31,13 +34,14 @@ pub(crate) use layers::{Layers, fill};
 use marks::Alone;
 pub use marks::Whiteouts;
 use member::{Kind, Member, Members};
+use pax::Globals;
 
 /// The pieces that larger files are read in, in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// Reads an archive; the bytes of its files go where `sink` puts them.
 pub(crate) fn read(input: impl Read, source: &Path, whiteouts: Option<Whiteouts>, sink: &mut Sink) -> Result<Tree> {
-    let mut members = Members::of(input, source);
+    let mut members = Members::of(input, source, Globals::Apply);
     let mut growing = Growing::default();
     let mut marks = Alone::new(whiteouts);
     while let Some(member) = members.next()? {
@@ -54,8 +58,9 @@ pub(crate) fn read(input: impl Read, source: &Path, whiteouts: Option<Whiteouts>
             .map_err(|reason| refused(source, &member, reason))?;
     }
     members.finish()?;
-    let all = parents(&mut growing, &[]).and_then(|()| marks.finish(&mut growing)).and_then(|()| growing.finish());
-    all.map_err(|reason| at_end(source, reason))
+    let all = growing.enter(&[], directory).and_then(|_| marks.finish(&mut growing));
+    let tree = all.and_then(|()| growing.finish_compact()).map_err(|reason| at_end(source, reason))?;
+    Ok(tree.0)
 }
 
 fn refused(source: &Path, member: &Member, reason: Refusal) -> Error {
@@ -97,7 +102,7 @@ fn components(path: &[u8]) -> std::result::Result<Vec<Name<'_>>, Refusal> {
         }
         names.append(&mut names_of(part)?);
     }
-    if names.len() > crate::grow::DEPTH_MAX {
+    if names.len() > DEPTH_MAX {
         return Err("its path has too many names".into());
     }
     Ok(names)
@@ -105,42 +110,41 @@ fn components(path: &[u8]) -> std::result::Result<Vec<Name<'_>>, Refusal> {
 
 fn link(growing: &mut Growing, names: &[Name<'_>], member: &Member) -> std::result::Result<(), Refusal> {
     let target = components(&member.link).map_err(|reason| format!("a hard link: {reason}"))?;
-    let id = growing.find(&target).ok_or_else(|| {
+    let (target_name, target_parents) = target.split_last().ok_or("a hard link to a directory")?;
+    let target_parent = growing.directory(target_parents)?;
+    let id = target_parent.and_then(|parent| growing.child(parent, *target_name)).ok_or_else(|| {
         format!("a hard link to {}, which is not in the archive before it", member.link.escape_ascii())
     })?;
-    parents(growing, names)?;
-    growing.link(names, id)?;
+    let (name, parents) = names.split_last().ok_or("a hard link in the root's place")?;
+    let parent = growing.enter(parents, directory)?;
+    if (Some(parent), name) == (target_parent, target_name) {
+        return Err("a hard link to itself".into());
+    }
+    growing.replace_by_link(parent, *name, id)?;
     growing.node(id).nlink += 1;
     Ok(())
 }
 
-/// Adds an inode. A directory that is there already gets the later member's modes, owners, times and attributes.
+/// Adds an inode instead of what has its name, as GNU tar, containerd and umoci do it; a symbolic link of that name is not followed.
+/// A directory that is there already gets the later member's modes, owners, times and attributes.
 fn add(growing: &mut Growing, names: &[Name<'_>], node: Node) -> std::result::Result<Option<NodeId>, Refusal> {
-    if names.is_empty() && growing.find(&[]).is_none() {
-        return growing.root(node).map(|()| Some(0));
-    }
-    parents(growing, names)?;
-    if let (FileType::Directory, Some(known)) = (node.kind(), growing.find(names))
+    let Some((name, parents)) = names.split_last() else {
+        match growing.find(&[]) {
+            Some(root) if node.kind() == FileType::Directory => *growing.node(root) = node,
+            Some(_) => return Err("the root is no directory".into()),
+            None => growing.root(node)?,
+        }
+        return Ok(None);
+    };
+    let parent = growing.enter(parents, directory)?;
+    if let (FileType::Directory, Some(known)) = (node.kind(), growing.child(parent, *name))
         && growing.node(known).kind() == FileType::Directory
     {
         *growing.node(known) = node;
-        growing.touch(names);
-        return Ok(Some(known));
+        growing.touch(parent, *name);
+        return Ok(None);
     }
-    growing.add(names, node).map(Some)
-}
-
-/// Makes the directories that a path needs and the archive does not have.
-fn parents(growing: &mut Growing, names: &[Name<'_>]) -> std::result::Result<(), Refusal> {
-    if growing.find(&[]).is_none() {
-        growing.root(directory())?;
-    }
-    for end in 1..names.len() {
-        if growing.find(&names[..end]).is_none() {
-            growing.add(&names[..end], directory())?;
-        }
-    }
-    Ok(())
+    growing.replace(parent, *name, node).map(Some)
 }
 
 /// A directory of which the archive says nothing.
@@ -169,8 +173,10 @@ fn node(member: &Member, content: Content, for_composefs: bool) -> std::result::
     {
         return Err("a symbolic link without a target, or with one that cannot be".into());
     }
+    // Links have all permissions on Linux, whatever the archive says.
+    let mode = if member.kind == Kind::Symlink { member.mode | 0o777 } else { member.mode };
     Ok(Node {
-        mode: member.mode,
+        mode,
         uid: member.uid,
         gid: member.gid,
         rdev: member.rdev,

@@ -1,16 +1,19 @@
 //! Trees to make images of.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
+pub mod bundle;
 pub mod composefs;
 pub mod damaged;
 pub mod kernel;
+pub mod random;
 pub mod readers;
 
 use std::fs::{self, File};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use ferry_image::{BuildOptions, Built, Store, build};
+use ferry_image::{BuildOptions, Built, Flaw, Source, Store, build, walk};
 use rustix::fs::{CWD, FileType, Mode, Timespec, Timestamps, XattrFlags, lsetxattr, mknodat, utimensat};
 
 /// A folder with a tree, a store and images. It goes at the end.
@@ -178,6 +181,40 @@ pub fn facts(tree: &Path) -> std::collections::BTreeMap<PathBuf, Facts> {
             },
         );
     }
+    all
+}
+
+/// The same of an image.
+pub fn facts_of_image(source: &Source) -> std::collections::BTreeMap<PathBuf, Facts> {
+    let image = source.image();
+    let mut all = std::collections::BTreeMap::new();
+    let walked = walk::<Flaw>(image, image.root(), b"/", |step, inode| {
+        let path = PathBuf::from(std::ffi::OsStr::from_bytes(&step.path()[1..]));
+        let kind = inode.kind();
+        let own = |value: u64| if kind == ferry_vfs::FileType::Directory { 0 } else { value };
+        let bytes = (kind == ferry_vfs::FileType::RegularFile).then(|| {
+            let mut bytes = vec![0; usize::try_from(inode.bytes).expect("files of tests fit")];
+            assert_eq!(source.read_at(inode.nid, 0, &mut bytes), Ok(bytes.len()));
+            bytes
+        });
+        let target = if kind == ferry_vfs::FileType::Symlink { Some(image.link(inode)?) } else { None };
+        let mut xattrs: Vec<_> = image.xattrs(inode)?.into_iter().map(|(name, value)| (name, value.to_vec())).collect();
+        xattrs.sort_unstable();
+        let facts = Facts {
+            mode: inode.mode,
+            owner: (inode.uid, inode.gid),
+            nlink: own(inode.nlink.into()),
+            size: own(inode.bytes),
+            rdev: own(inode.rdev().into()),
+            mtime: (inode.mtime.sec, inode.mtime.nsec.into()),
+            target: target.map(|target| PathBuf::from(std::ffi::OsString::from_vec(target))),
+            bytes,
+            xattrs,
+        };
+        all.insert(path, facts);
+        Ok(())
+    });
+    walked.expect("the image is whole");
     all
 }
 
