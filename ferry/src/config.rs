@@ -96,6 +96,7 @@ mod tests {
             cache = "none"
             writeback = true
             local-locks = true
+            allow-idmap = true
             poll-us = 50
             allow-direct-io = true
 
@@ -152,7 +153,7 @@ mod tests {
         assert_eq!(shares.len(), 7);
         assert_eq!(shares[0].source, Path::new("/srv/a"));
         assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("/etc/ferry/a.sock")));
-        assert!(shares[0].writeback && shares[0].local_locks);
+        assert!(shares[0].writeback && shares[0].local_locks && shares[0].allow_idmap);
         assert_eq!(shares[1].source, Path::new("/etc/ferry/b"));
         assert_eq!(shares[1].fd, Some(3));
         assert_eq!(shares[2].source, Path::new("pmem:/etc/ferry/p"));

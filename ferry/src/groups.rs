@@ -363,6 +363,7 @@ pub mod tests {
             ("ferry mount mem /m --9p-remote", "unexpected argument '--9p-remote'"),
             ("ferry share mem --9p s", "no address for 9P"),
             ("ferry share mem --9p unix:s --local-locks", "local-locks is for virtual machines and mounts"),
+            ("ferry share mem --9p unix:s --allow-idmap", "allow-idmap is for virtual machines and mounts"),
             ("ferry share mem --9p tcp:localhost", "has no port"),
             ("ferry share mem --9p unix:s --9p-users root", "says no users"),
             ("ferry share mem --virtiofs s --9p-remote", "9p-remote is for 9P"),

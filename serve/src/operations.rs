@@ -23,6 +23,8 @@ use ferry_engine::requests::{Outcome, Watched};
 const COPY_BYTES_MAX: u64 = 0xffff_f000;
 /// POSIX ACLs: a client that knows nothing of them would not go by them, nor keep them and the mode in step.
 const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
+/// Linux's `nobody` and `nogroup`.
+const NOBODY: u32 = 65534;
 /// The block size of file systems that name none.
 const BLOCK_BYTES: u32 = 4096;
 
@@ -105,7 +107,13 @@ impl Server {
                 return Ok(cx.done(carrier, &Reply::Statx { attr, timeout }));
             }
             Operation::Setattr { handle, ref set, .. } => {
-                let set = SetAttr { clear_privileges: set.clear_privileges || clears_only(cx, set), ..*set };
+                if !clears_only(cx, set) {
+                    return self.attr(cx, source.setattr(caller, ino, handle, set)?, carrier);
+                }
+                let set = SetAttr { clear_privileges: true, ..*set };
+                // The kernel has found that one who is not named may not keep them: as nobody's who is in no group.
+                let nobody = Caller { uid: NOBODY, gid: NOBODY, ..*caller };
+                let caller = if caller.uid == Caller::UNKNOWN { &nobody } else { caller };
                 return self.attr(cx, source.setattr(caller, ino, handle, &set)?, carrier);
             }
             Operation::Readlink => {
@@ -238,7 +246,7 @@ impl Server {
                 return xattr_reply(cx, &source.getxattr(caller, ino, name)?, bytes_max, carrier);
             }
             Operation::Listxattr { bytes_max } => {
-                return xattr_reply(cx, &source.listxattr(caller, ino)?, bytes_max, carrier);
+                return xattr_reply(cx, &caller.xattrs_shown(source.listxattr(caller, ino)?), bytes_max, carrier);
             }
             Operation::Removexattr { name } => source.removexattr(caller, ino, name)?,
             Operation::Access { mask } => source.access(caller, ino, mask)?,

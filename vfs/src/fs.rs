@@ -254,7 +254,8 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// The names of all extended attributes, each ended by NUL.
+    /// The names of all extended attributes, each ended by NUL. The export shows the caller those that are for it
+    /// ([`Caller::xattrs_shown`]).
     fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)
     }

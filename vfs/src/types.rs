@@ -52,10 +52,19 @@ impl Caller<'_> {
     /// mounts are allowed (`ALLOW_IDMAP`), unless something is made.
     pub const UNKNOWN: u32 = u32::MAX;
 
-    /// Whether the caller may see what is for the administrator alone, like the names of `trusted.` attributes. An unknown caller
-    /// may: its own kernel checks it.
+    /// Whether the caller may have what is for the administrator alone. An unknown caller may: its own kernel checks it.
     pub fn is_root_or_unknown(&self) -> bool {
         self.uid == 0 || self.uid == Self::UNKNOWN
+    }
+
+    /// Of a list of extended attributes, the names that the caller may see: as on local file systems, those in `trusted.` are for
+    /// the administrator.
+    pub fn xattrs_shown(&self, names: Vec<u8>) -> Vec<u8> {
+        if self.is_root_or_unknown() {
+            return names;
+        }
+        let shown = names.split_inclusive(|byte| *byte == 0).filter(|name| !name.starts_with(b"trusted."));
+        shown.flatten().copied().collect()
     }
 
     /// Whether the caller is root or in this group (Linux's `in_group_or_capable`). An unknown caller counts as one of them.

@@ -142,7 +142,8 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         xattr: options.xattr,
         direct_opens: options.direct_opens,
         local_locks: options.local_locks,
-        allow_idmap: options.allow_idmap,
+        // Without permissions that it checks itself, the kernel refuses a connection that allows them.
+        allow_idmap: options.allow_idmap && options.default_permissions,
         told: true,
         ..ShareOptions::default()
     }

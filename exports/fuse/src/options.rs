@@ -62,7 +62,8 @@ pub struct Options {
     /// Locks are the mount's own: others do not meet them, and who closes a file that was opened for reading waits for no answer. Default: no.
     pub local_locks: bool,
     /// Idmapped mounts can be made of it (Linux 6.12). The kernel then names the caller only where something is made, and the source
-    /// takes who asks for anything else to be unknown: root's fallocate and copies clear suid and sgid. Default: no.
+    /// takes who asks for anything else to be unknown: root's fallocate and copies clear suid and sgid. Needs
+    /// [`Self::default_permissions`]. Default: no.
     pub allow_idmap: bool,
     /// Users other than the one who mounts may enter. Default: no.
     pub allow_other: bool,

@@ -40,6 +40,19 @@ fn serves(at: &std::path::Path) -> bool {
     File::open(at.join("file")).unwrap().read_at(&mut [0; 512], 0).unwrap() == 512
 }
 
+/// Linux refuses every request of a mount that may be idmapped and whose permissions it does not check.
+#[test]
+fn a_mount_whose_permissions_the_kernel_does_not_check_can_be_used() {
+    let _machine = machine();
+    for (path, allow_idmap) in paths().into_iter().flat_map(|path| [(path, false), (path, true)]) {
+        let tmp = tempfile::tempdir().unwrap();
+        let options = Options { default_permissions: false, allow_idmap, ..plain(path) };
+        let export = Export::mount(tmp.path(), Arc::new(Null::default()), options).unwrap();
+        assert!(serves(tmp.path()), "{path:?}, idmapped: {allow_idmap}");
+        export.stop();
+    }
+}
+
 #[test]
 fn without_the_parameter_there_is_a_line_that_sets_it() {
     let _machine = machine();

@@ -423,8 +423,8 @@ impl FileSystem for Dir {
         self.getxattr_(ino, name)
     }
 
-    fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.listxattr_(cx, ino)
+    fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.listxattr_(ino)
     }
 
     fn setxattr(

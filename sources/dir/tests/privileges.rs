@@ -310,3 +310,78 @@ fn with_one_user() {
         assert_eq!(set(own(Some(u32::MAX), None)), Err(Errno::INVAL));
     }
 }
+
+/// Without group execution sgid is only a mark, which members of the group keep; the host would ask who this server is.
+#[test]
+fn sgid_that_is_no_privilege_stays_for_members_of_the_group() {
+    if !is_root() {
+        println!("skipped: needs root");
+        return;
+    }
+    let share = Share::new(Options::default());
+    let dir = &share.dir;
+    type Change = (&'static str, fn(&ferry_dir::Dir, &Caller<'_>, Ino, Handle));
+    let changes: [Change; 6] = [
+        ("write", |dir, cx, ino, handle| {
+            let (flags, owner) = (OFlags::RDWR, None);
+            let at = IoRange { ino, handle, offset: 3, len: 4, flags, clear_privileges: true, owner };
+            match dir.write(cx, &at, &mut &b"text"[..]).unwrap() {
+                // Whoever does it has no CAP_FSETID then, and is in the group 0.
+                Data::Extent(extent) => assert_eq!(extent.offset, 3),
+                Data::Bytes(bytes) => assert_eq!(bytes, 4),
+            }
+        }),
+        ("truncate", |dir, cx, ino, handle| {
+            let set = SetAttr { size: Some(2), clear_privileges: true, ..SetAttr::default() };
+            dir.setattr(cx, ino, Some(handle), &set).unwrap();
+        }),
+        ("fallocate", |dir, cx, ino, handle| {
+            dir.fallocate(cx, ino, handle, 0, 200, FallocateFlags::empty()).unwrap();
+        }),
+        ("copy", |dir, cx, ino, handle| {
+            let copy = Copy { from: (ino, handle, 0), to: (ino, handle, 100), len: 5 };
+            assert_eq!(dir.copy_file_range(cx, &copy), Ok(5));
+        }),
+        ("chown", |dir, cx, ino, handle| {
+            dir.setattr(cx, ino, Some(handle), &SetAttr { gid: Some(7), ..SetAttr::default() }).unwrap();
+        }),
+        ("nothing", |dir, cx, ino, _| {
+            let set = SetAttr { clear_privileges: true, ..SetAttr::default() };
+            dir.setattr(cx, ino, None, &set).unwrap();
+        }),
+    ];
+    for gid in [0, 2000] {
+        for (what, change) in changes {
+            for (cx, stays) in [
+                (caller(&share, 1000, gid, &[]), true),
+                (caller(&share, 1000, 3, &[gid]), true),
+                (caller(&share, 1000, 3, &[]), false),
+                (caller(&share, Caller::UNKNOWN, Caller::UNKNOWN, &[]), true),
+            ] {
+                fs::write(share.path("f"), "content").unwrap();
+                chown(share.path("f"), Some(1000), Some(gid)).unwrap();
+                fs::set_permissions(share.path("f"), fs::Permissions::from_mode(0o6765)).unwrap();
+                let ino = share.ino("f");
+                let handle = dir.open(&cx, ino, OFlags::RDWR).unwrap();
+                change(dir, &cx, ino, handle);
+                assert_eq!(owner(&share, "f").2, if stays { 0o2765 } else { 0o765 }, "{what} by {cx:?} in {gid}");
+                dir.release(&cx, ino, handle);
+            }
+        }
+    }
+    // What is written here goes where it belongs, also behind the end.
+    fs::write(share.path("f"), "content").unwrap();
+    chown(share.path("f"), Some(1000), Some(0)).unwrap();
+    fs::set_permissions(share.path("f"), fs::Permissions::from_mode(0o2666)).unwrap();
+    let (ino, cx) = (share.ino("f"), caller(&share, 1000, 0, &[]));
+    let data: Vec<u8> = (0..300_000_u32).map(|n| n.to_le_bytes()[0]).collect();
+    for (flags, offset, expected) in [(OFlags::RDWR, 5, 5), (OFlags::RDWR | OFlags::APPEND, 5, 300_005)] {
+        let handle = dir.open(&cx, ino, flags).unwrap();
+        let len = u32::try_from(data.len()).unwrap();
+        let at = IoRange { ino, handle, offset, len, flags, clear_privileges: true, owner: None };
+        assert_eq!(dir.write(&cx, &at, &mut &data[..]).unwrap().bytes(), Some(data.len()));
+        assert!(fs::read(share.path("f")).unwrap()[expected..] == data);
+        dir.release(&cx, ino, handle);
+    }
+    assert_eq!(owner(&share, "f").2, 0o2666);
+}

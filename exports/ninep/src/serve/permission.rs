@@ -177,14 +177,6 @@ impl Context<'_> {
         if owns && name.starts_with(b"system.posix_acl_") { Ok(()) } else { Err(Errno::PERM) }
     }
 
-    /// Takes out of a list of names, each ended by NUL, those that the fid's user is not shown.
-    pub(super) fn shown_xattrs(user: User, list: Vec<u8>) -> Vec<u8> {
-        if !user.is_bound() {
-            return list;
-        }
-        list.split_inclusive(|byte| *byte == 0).filter(|name| !name.starts_with(TRUSTED)).flatten().copied().collect()
-    }
-
     /// Whether an attribute that the fid's user sets takes sgid from the file: an ACL does that of whoever is no member of its
     /// group (`posix_acl_update_mode`).
     pub(super) fn clears_sgid(&self, file: &File, name: &[u8]) -> Result<bool> {

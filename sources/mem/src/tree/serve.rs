@@ -158,8 +158,8 @@ impl<S: Store> FileSystem for Tree<S> {
         self.getxattr_(ino, name)
     }
 
-    fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.listxattr_(cx, ino)
+    fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.listxattr_(ino)
     }
 
     fn setxattr(

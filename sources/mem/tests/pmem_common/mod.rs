@@ -9,8 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use ferry_mem::pmem::{Medium, PMem};
 use ferry_vfs::{
-    Caller, Data, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, IoRange, Name, New,
-    OFlags,
+    Caller, Data, DirItem, DirOutput, DirRange, Entry, FileSystem, FileType, Handle, Ino, IoRange, Name, New, OFlags,
 };
 
 /// What happened to a medium.
