@@ -18,7 +18,7 @@ use ferry_tests::{Place, folder, on_cells};
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
 /// The number of the probe's checks: fewer lines mean that the program ended early.
-const CHECKS: usize = 66;
+const CHECKS: usize = 72;
 
 /// Longer than any step of these takes with ten times as many busy processes as CPUs; what hangs is ended by it.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -26,21 +26,18 @@ const LIMIT: Duration = Duration::from_secs(600);
 /// A mounted 9P server.
 const NINEP: &[Source] = &[Source::NineP(Maker::Ferry)];
 const NO_FALLOCATE: &str = "there is no fallocate in the protocol, and this check makes use of it among other calls";
+const NOT_IDMAPPED: &str = "idmapped mounts are not asked for: see `probe_with_idmapped_mounts`";
 const NO_ACL: &str = "ACLs are attributes as others are: 9P does not say how they and new files' modes go together";
 
 /// Checks that fail on mounts: on which sources, which, why.
 const FAILING: &[(&[Source], &str, &str)] = &[
-    (
-        &[Source::Dir, Source::Mem, Source::Pmem],
-        "suid-kept-by-root",
-        "the kernel sends no uid with FALLOCATE (ALLOW_IDMAP), and the source takes that for somebody who is not root; \
-         what is passed through is written without CAP_FSETID, whoever writes",
-    ),
+    (&[Source::Dir, Source::Mem, Source::Pmem], "idmapped-mount", NOT_IDMAPPED),
+    (NINEP, "idmapped-mount", NOT_IDMAPPED),
     (&[Source::Mem, Source::Pmem], "flags-ioctl", "their files have no flags (chattr)"),
     (NINEP, "flags-ioctl", "there is no ioctl in the protocol"),
     (NINEP, "fallocate", NO_FALLOCATE),
-    (NINEP, "suid-cleared-by-others", NO_FALLOCATE),
-    (NINEP, "suid-kept-by-root", NO_FALLOCATE),
+    (NINEP, "set-id-rules-of-ranges", NO_FALLOCATE),
+    (NINEP, "set-id-exec-after-ranges", NO_FALLOCATE),
     (NINEP, "capabilities-cleared", NO_FALLOCATE),
     (NINEP, "rename-flags", "there is no renameat2 in the protocol"),
     (NINEP, "rename-storm", "it exchanges names"),
@@ -159,6 +156,40 @@ fn probe(cell: &Cell) {
 fn probe_with_local_locks() {
     let cell: Cell = "dir_passthrough".parse().unwrap();
     mounted_with(&cell, &["--local-locks"], LIMIT, |mounted| probed(&cell, mounted));
+}
+
+/// Where the kernel names the caller only if something is made.
+#[test]
+fn probe_with_idmapped_mounts() {
+    const CHECKS: [&str; 12] = [
+        "idmapped-mount",
+        "owner-and-groups",
+        "suid-cleared-by-chown",
+        "capabilities-cleared",
+        "xattr-namespaces",
+        "xattr-listed",
+        "set-id-rules",
+        "set-id-rules-of-ranges",
+        "set-id-chown",
+        "set-id-exec",
+        "set-id-exec-after-ranges",
+        "set-id-held",
+    ];
+    for cell in ["dir_passthrough", "mem_devfuse"] {
+        let cell: Cell = cell.parse().unwrap();
+        mounted_with(&cell, &["--allow-idmap"], LIMIT, |mounted| {
+            let ran = mounted.site.run(Command::new(PROBE).arg(&mounted.site.path).args(CHECKS), LIMIT);
+            let failed = ran.out.lines().filter_map(|line| line.split_once(" FAILED"));
+            let failed: BTreeSet<&str> = failed.map(|(name, _)| name).collect();
+            assert_eq!(ran.out.lines().count(), CHECKS.len(), "{cell}: not to its end:\n{}\n{}", ran.out, ran.err);
+            let expected = BTreeSet::from(["set-id-rules", "set-id-rules-of-ranges", "set-id-chown", "xattr-listed"]);
+            assert_eq!(failed, expected, "{cell}:\n{}\n{}", ran.out, ran.err);
+            // Sgid that is no privilege may stay, and root loses what only root may keep; but nobody else keeps anything.
+            for kept in ["stranger: 6", "stranger: 4", "member: 6", "member: 4"] {
+                assert!(!ran.out.contains(kept), "{cell}: {}", ran.out);
+            }
+        });
+    }
 }
 
 fn probed(cell: &Cell, mounted: &Mounted) {

@@ -12,15 +12,11 @@ use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
 /// The number of checks: fewer lines mean that the program ended early.
-const CHECKS: usize = 66;
+const CHECKS: usize = 72;
 
 /// Checks that fail in a guest on a share, whether only with write-back, and why.
 const FAILING: &[(&str, bool, &str)] = &[
-    (
-        "suid-kept-by-root",
-        false,
-        "the guest's kernel sends no uid with FALLOCATE (ALLOW_IDMAP), and the source takes that for somebody who is not root",
-    ),
+    ("idmapped-mount", false, "idmapped mounts are not asked for: see `idmapped`"),
     (
         "flags-ioctl",
         true,
@@ -30,7 +26,7 @@ const FAILING: &[(&str, bool, &str)] = &[
 
 /// Checks that need a capability which a confined server does not keep by itself, as virtiofsd does not: `LINUX_IMMUTABLE` and
 /// `SYS_ADMIN` (attributes `trusted.`).
-const NEEDS_MORE: &[&str] = &["flags-ioctl", "xattr-namespaces"];
+const NEEDS_MORE: &[&str] = &["flags-ioctl", "xattr-namespaces", "xattr-listed"];
 
 fn failures(out: &str) -> BTreeSet<String> {
     let failed = |line: &str| line.split_once(" FAILED").map(|(name, _)| name.to_owned());
@@ -90,6 +86,24 @@ fn confined() {
         let known: BTreeSet<_> = known.chain(missing.iter().copied()).map(str::to_owned).collect();
         assert_eq!(failures(&ran.out), known, "{flags:?}: not what is known to fail:\n{}\n{}", ran.out, ran.err);
     }
+}
+
+/// Linux names the caller only where something is made then.
+#[test]
+fn idmapped() {
+    const CHECKS: &str = "idmapped-mount owner-and-groups suid-cleared-by-chown capabilities-cleared xattr-namespaces xattr-listed \
+                          set-id-rules set-id-rules-of-ranges set-id-chown set-id-exec set-id-exec-after-ranges set-id-held";
+    let expected = ["set-id-rules", "set-id-rules-of-ranges", "set-id-chown", "xattr-listed"].map(str::to_owned);
+    let share = Share::with(Place::Disk, Options { allow_idmap: true, ..options(Cache::Auto) });
+    let script = format!("mkdir -p disk && exec {PROBE} {MOUNTPOINT}/disk {CHECKS}");
+    let ran = run(share.guest(["sh", "-c", &script]), Duration::from_secs(600));
+    assert_eq!(ran.out.lines().count(), CHECKS.split_ascii_whitespace().count(), "{}\n{}", ran.out, ran.err);
+    assert_eq!(failures(&ran.out), BTreeSet::from(expected), "not what is known to fail:\n{}\n{}", ran.out, ran.err);
+    // Sgid that is no privilege may stay, and root loses what only root may keep; but nobody else keeps anything.
+    for kept in ["stranger: 6", "stranger: 4", "member: 6", "member: 4"] {
+        assert!(!ran.out.contains(kept), "{}", ran.out);
+    }
+    share.assert_released();
 }
 
 #[test]

@@ -226,6 +226,16 @@ fn append(dir: &Path) {
     rustix::fs::fcntl_setfl(&file, OFlags::empty()).unwrap();
     file.write_all_at(b"ONE", 0).unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap(), "ONE two three four!");
+    // Also where the file was opened with it.
+    rustix::fs::fcntl_setfl(&two, OFlags::empty()).unwrap();
+    two.write_all_at(b"TWO", 4).unwrap();
+    one.write_all(b"+").unwrap();
+    two.write_all_at(b"?", 18).unwrap();
+    assert_eq!(fs::read_to_string(&path).unwrap(), "ONE TWO three four?+");
+    rustix::fs::fcntl_setfl(&two, OFlags::APPEND).unwrap();
+    two.write_all(b"-").unwrap();
+    one.write_all(b"*").unwrap();
+    assert_eq!(fs::read_to_string(&path).unwrap(), "ONE TWO three four?+-*");
 }
 
 /// Memory that O_DIRECT takes.

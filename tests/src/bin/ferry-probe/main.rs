@@ -11,6 +11,7 @@ mod locks;
 mod many;
 mod names;
 mod privileges;
+mod set_id;
 mod space;
 mod special;
 mod storms;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         many::CHECKS,
         names::CHECKS,
         privileges::CHECKS,
+        set_id::CHECKS,
         space::CHECKS,
         special::CHECKS,
         storms::CHECKS,

@@ -135,6 +135,7 @@ pub fn role(args: &[String]) -> ExitCode {
             map.write(at.parse().unwrap(), text.as_bytes());
             map.sync();
         }
+        ["mapped-times", path] => mapped_times(Path::new(path)),
         ["create", folder, name, count] => {
             for number in 0..count.parse::<u32>().unwrap() {
                 let path = Path::new(folder).join(format!("{name}{number}"));
@@ -200,6 +201,41 @@ fn append(path: &str, name: &str, count: usize) {
         let line = format!("{name} {number} {}\n", name.repeat(number % 50));
         file.write_all(line.as_bytes()).unwrap();
     }
+}
+
+/// Stores through a mapping, of a file that is open and of one that was closed: its times are new.
+fn mapped_times(path: &Path) {
+    use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+    /// Longer than clocks of file systems stand still.
+    const TICK: std::time::Duration = std::time::Duration::from_millis(20);
+    /// So late what is stored in a file that was closed is seen.
+    const LATE: std::time::Duration = std::time::Duration::from_millis(1500);
+    // Programs that want these ask for nothing else, so that a kernel answers with what it keeps.
+    let times = || {
+        let found = statx(CWD, path, AtFlags::empty(), StatxFlags::MTIME | StatxFlags::CTIME).unwrap();
+        [found.stx_mtime, found.stx_ctime].map(|time| (time.tv_sec, time.tv_nsec))
+    };
+    std::fs::write(path, [1; 3 * 4096]).unwrap();
+    let mut before = times();
+    let mut are_new = |when: &str| {
+        let now = times();
+        assert!(before[0] < now[0] && before[1] < now[1], "{when}: {before:?}, {now:?}");
+        before = now;
+    };
+    std::thread::sleep(TICK);
+    let file = open(path.to_str().unwrap());
+    let mut map = Mapping::new(&file, 3 * 4096).unwrap();
+    for page in [0, 1] {
+        map.write(page * 4096, b"stored");
+        map.sync();
+        are_new("in a file that is open");
+        std::thread::sleep(TICK);
+    }
+    drop(file);
+    map.write(2 * 4096, b"stored");
+    map.sync();
+    std::thread::sleep(LATE);
+    are_new("in a file that is closed");
 }
 
 /// What [`append`] by several has left.
