@@ -160,6 +160,7 @@ const FAILING: &[(&str, &[&str], &str)] = &[
     ("mmap-after-truncate", &["none", "readahead"], NO_SHARED_MAP),
     ("mapping-processes", &["none", "readahead"], NO_SHARED_MAP),
     ("mixed-opens", &["none", "readahead"], NO_SHARED_MAP),
+    ("set-id-exec-after-mapping", &["none", "readahead"], NO_SHARED_MAP),
     ("acl", &["mmap", "readahead"], NO_ACL),
     ("acl-default", &["mmap", "readahead"], NO_ACL),
     ("acl-clears-sgid", &["mmap", "readahead"], NO_ACL),

@@ -213,6 +213,7 @@ mod tests {
             (FileType::RegularFile, 0o6745, also, cleared, 0o2745),
             (FileType::RegularFile, 0o6745, stranger, cleared, 0o745),
             (FileType::RegularFile, 0o6745, unknown, cleared, 0o2745),
+            (FileType::RegularFile, 0o6745, Caller { gid: Caller::UNKNOWN, ..stranger }, cleared, 0o2745),
             (FileType::RegularFile, 0o6755, unknown, cleared, 0o755),
             (FileType::RegularFile, 0o755, root, SetAttr { mode: Some(0o4711), ..none }, 0o4711),
             (FileType::Directory, 0o2755, root, SetAttr { uid: Some(1), ..none }, 0o2755),

@@ -67,9 +67,10 @@ impl Caller<'_> {
         shown.flatten().copied().collect()
     }
 
-    /// Whether the caller is root or in this group (Linux's `in_group_or_capable`). An unknown caller counts as one of them.
+    /// Whether the caller is root or in this group (Linux's `in_group_or_capable`). An unknown caller counts as one of them, and so
+    /// does one of unknown groups.
     pub fn in_group_or_root(&self, gid: u32) -> bool {
-        self.is_root_or_unknown() || self.gid == gid || self.groups.contains(&gid)
+        self.is_root_or_unknown() || [gid, Self::UNKNOWN].contains(&self.gid) || self.groups.contains(&gid)
     }
 }
 

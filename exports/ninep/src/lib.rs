@@ -41,7 +41,7 @@ mod ahead;
 mod carrier;
 mod connection;
 mod device;
-mod ends;
+mod end;
 mod hub;
 mod line;
 mod message;

@@ -4,7 +4,7 @@ use std::collections::hash_map::{Entry as Slot, RandomState};
 use std::collections::{HashMap, HashSet};
 use std::hash::BuildHasher;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{
@@ -14,7 +14,7 @@ use ferry_vfs::{
 use ferry_wire::ninep::{Agreed, Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, agree};
 
 use crate::ahead::Reader;
-use crate::ends::Ends;
+use crate::end::End;
 use crate::hub::lock;
 use crate::share::Share;
 use crate::users::User;
@@ -40,7 +40,6 @@ pub(crate) struct Session {
     /// Owners that fids remember.
     owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
-    pub(crate) ends: Arc<Ends>,
     /// Names that its users are to look at again before they remove them.
     pub(crate) removals: Removals,
 }
@@ -183,9 +182,8 @@ pub(crate) struct Open {
     pub(crate) node: Arc<Node>,
     pub(crate) handle: Handle,
     flags: OFlags,
-    /// With `O_APPEND`: whether the last write was appended.
-    appends: AtomicBool,
-    ends: Arc<Ends>,
+    /// What is known of the file's end, with `O_APPEND`.
+    end: End,
     session: SessionId,
     user: User,
     source: Arc<dyn FileSystem>,
@@ -220,14 +218,18 @@ impl Open {
 
     /// The flags that it has now: those that it was opened with, without `O_APPEND` while the client writes elsewhere.
     pub(crate) fn flags(&self) -> OFlags {
-        if self.appends.load(Ordering::Relaxed) { self.flags } else { self.flags - OFlags::APPEND }
+        if self.end.appends() { self.flags } else { self.flags - OFlags::APPEND }
     }
 
-    /// The client writes here.
-    pub(crate) fn writes(&self, offset: u64, bytes: usize) {
-        let is_end = self.ends.writes(self.node.ino, offset, bytes);
-        if self.flags.contains(OFlags::APPEND) && self.appends.load(Ordering::Relaxed) != is_end {
-            self.appends.store(is_end, Ordering::Relaxed);
+    /// The file has this size when it is opened.
+    pub(crate) fn found(&self, size: u64) {
+        self.end.found(size);
+    }
+
+    /// The client writes here. Asks for the file's size now, if that matters.
+    pub(crate) fn writes(&self, offset: u64, bytes: usize, size: impl FnOnce() -> Option<u64>) {
+        if self.flags.contains(OFlags::APPEND) {
+            self.end.writes(offset, bytes, size);
         }
     }
 
@@ -251,9 +253,6 @@ impl Drop for Open {
     fn drop(&mut self) {
         let caller = Caller { session: self.session, uid: self.user.uid, gid: self.user.gid, ..Caller::default() };
         let (ino, handle) = (self.node.ino, self.handle);
-        if self.flags.contains(OFlags::APPEND) {
-            self.ends.closed(ino);
-        }
         let owners = std::mem::take(&mut *lock(&self.owners));
         self.owner_count.fetch_sub(owners.len(), Ordering::Relaxed);
         for owner in owners {
@@ -323,7 +322,6 @@ impl Session {
             owners: RandomState::new(),
             owner_count: Arc::default(),
             values_bytes: Arc::default(),
-            ends: Arc::default(),
             removals: Removals::default(),
         }
     }
@@ -435,15 +433,11 @@ impl Session {
 
     /// Notes that a handle was opened.
     pub(crate) fn opened(&self, node: &Arc<Node>, handle: Handle, flags: OFlags, user: User) -> Arc<Open> {
-        if flags.contains(OFlags::APPEND) {
-            self.ends.opened(node.ino);
-        }
         Arc::new(Open {
             node: Arc::clone(node),
             handle,
             flags,
-            appends: AtomicBool::new(flags.contains(OFlags::APPEND)),
-            ends: Arc::clone(&self.ends),
+            end: End::default(),
             session: self.id,
             user,
             source: Arc::clone(&self.source),

@@ -664,5 +664,16 @@ fn what_is_appended_goes_to_the_end_and_other_writes_go_where_they_say() {
         assert_eq!(other.read(Fid(1), 20, 100).unwrap(), b"hole+-");
         other.write(Fid(1), 1, b"n").unwrap();
         assert_eq!(other.read(Fid(1), 0, 4).unwrap(), b"OnE,");
+        // Two processes of one client, for which it knows the end apart.
+        one.open_path(Fid(2), "log", flags).unwrap();
+        one.write(Fid(2), 26, b"a").unwrap();
+        one.write(Fid(1), 25, b"b").unwrap();
+        one.write(Fid(2), 27, b"c").unwrap();
+        assert_eq!(other.read(Fid(1), 24, 100).unwrap(), b"+-abc");
+        // Made shorter by the client.
+        let set = SetAttr { size: Some(3), ..SetAttr::default() };
+        one.ok(&Request::Setattr { fid: Fid(1), set, ctime: false }).unwrap();
+        one.write(Fid(2), 3, b",end").unwrap();
+        assert_eq!(other.read(Fid(1), 0, 100).unwrap(), b"OnE,end");
     }
 }

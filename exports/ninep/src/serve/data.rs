@@ -226,11 +226,13 @@ impl Context<'_> {
         open: &Arc<Open>,
         (offset, bytes_max): (u64, usize),
     ) -> Result<Done> {
-        open.writes(offset, bytes_max);
+        let cx = self.writer(file.user);
+        let source = &self.share.source;
+        open.writes(offset, bytes_max, || {
+            source.getattr(&cx, file.node.ino, Some(open.handle)).ok().map(|attr| attr.size)
+        });
         let clear_privileges = file.user.clears_privileges();
         let range = IoRange { clear_privileges, ..Self::range(file, open, offset, bytes_max) };
-        let cx = self.caller(file.user, None);
-        let source = &self.share.source;
         let mut input = DataInput { carrier: &*carrier, taken: 0, bytes_max };
         let bytes = match source.write(&cx, &range, &mut input)? {
             Data::Bytes(claimed) => {

@@ -62,6 +62,13 @@ impl Context<'_> {
         Caller { session: self.session.id, uid: user.uid, gid, pid: 0, groups: self.share.options.users.groups(user) }
     }
 
+    /// On whose behalf a file is changed. Of the groups of a user whom the client's kernel checks, 9P says nothing; that kernel
+    /// takes away itself what depends on them.
+    fn writer(&self, user: User) -> Caller<'_> {
+        let gid = if user.checked { user.gid } else { Caller::UNKNOWN };
+        Caller { gid, ..self.caller(user, None) }
+    }
+
     /// A fid that is a directory, open or not, in which something is to be changed.
     fn dir(&self, fid: Fid) -> Result<Arc<File>> {
         let file = self.session.get(fid)?;
@@ -117,7 +124,6 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier
         Request::Getattr { fid, .. } => {
             let file = cx.session.get(fid)?;
             let attr = cx.attr(&file)?;
-            cx.session.ends.told(file.node.ino, attr.size);
             let attr = cx.shown(&file, attr);
             let blksize = if attr.blksize == 0 { BLOCK_BYTES } else { attr.blksize };
             let (qid, generation) = (file.node.qid(&attr), file.node.generation);
@@ -213,10 +219,7 @@ impl Context<'_> {
                 State::Open(open) => Some(open.handle),
                 _ => None,
             };
-            self.share.source.setattr(&self.caller(file.user, None), file.node.ino, handle, &set)?;
-            if let Some(size) = set.size {
-                self.session.ends.told(file.node.ino, size);
-            }
+            self.share.source.setattr(&self.writer(file.user), file.node.ino, handle, &set)?;
         }
         Ok(Reply::Setattr)
     }

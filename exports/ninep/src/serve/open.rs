@@ -48,9 +48,9 @@ impl Context<'_> {
             }
         };
         let open = self.session.opened(node, handle, flags - NOT_PASSED - OFlags::TRUNC, user);
-        let opened = File { state: State::Open(open), ..File::clone(&file) };
+        let opened = File { state: State::Open(Arc::clone(&open)), ..File::clone(&file) };
         let attr = self.attr(&opened)?;
-        self.session.ends.found(node.ino, attr.size);
+        open.found(attr.size);
         let qid = node.qid(&attr);
         self.session.replace(fid, &file, opened)?;
         Ok(Reply::Open { qid, iounit: 0 })
@@ -70,7 +70,7 @@ impl Context<'_> {
         let truncate_apart = user.clears_privileges() && flags.contains(OFlags::TRUNC);
         let plain = flags - NOT_PASSED;
         let handle = source.open(&cx, node.ino, if truncate_apart { plain - OFlags::TRUNC } else { plain })?;
-        if truncate_apart && let Err(errno) = source.setattr(&cx, node.ino, Some(handle), &TRUNCATE) {
+        if truncate_apart && let Err(errno) = source.setattr(&self.writer(user), node.ino, Some(handle), &TRUNCATE) {
             source.release(&cx, node.ino, handle);
             return Err(errno);
         }
@@ -105,7 +105,7 @@ impl Context<'_> {
         self.session.removals.told((dir.node.ino, name), Some(node.ino));
         let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
-        self.session.ends.found(node.ino, size);
+        open.found(size);
         let qid = node.qid(&attr);
         let place = Some(Place::new(&dir.node, name));
         let file = File { node, place, user, root: dir.root, state: State::Open(open) };
