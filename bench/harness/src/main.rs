@@ -14,6 +14,7 @@ mod earlier;
 mod fio;
 mod images;
 mod line;
+mod locks;
 mod machine;
 mod metadata;
 mod mounted;
@@ -95,6 +96,7 @@ enum Table {
     Images,
     Metadata,
     Costs,
+    Locks,
 }
 
 impl Cli {
@@ -166,6 +168,7 @@ fn main() -> ExitCode {
         Table::Images => images::run(&cli),
         Table::Metadata => metadata::run(&cli),
         Table::Costs => costs::run(&cli),
+        Table::Locks => locks::run(&cli),
         Table::Virtiofs if cli.dax => dax::run(&cli),
         Table::Virtiofs => run(&cli),
     };

@@ -1,5 +1,8 @@
 //! Descriptor chains that loop, lead nowhere, mix directions, or nest.
 
+use ferry_wire::fuse::abi::{Opcode, ReadIn, WriteIn};
+use zerocopy::IntoBytes;
+
 use super::subject::{AREA_BYTES, QUEUE_SIZE, at};
 use super::{Answer, Case, Expect, Subject};
 use crate::memory::Buffer;
@@ -131,6 +134,8 @@ fn lengths() -> Vec<Case> {
             subject.send_chain(&mut [request, reply])
         }));
     }
+    cases.push(aliased("chain/aliased-read", Opcode::Read));
+    cases.push(aliased("chain/aliased-write", Opcode::Write));
     cases.push(Case::new("chain/more-than-4g-in-all", Expect::Clean, |subject| {
         prepare(subject);
         let mut chain = vec![subject.readable(0, GETATTR)];
@@ -147,6 +152,30 @@ fn in_bytes(subject: &mut Subject) -> Vec<Descriptor> {
     chain.extend((0..16).map(|at| subject.writable(at, 1)));
     chain.push(subject.writable(16, 104));
     chain
+}
+
+/// A READ or WRITE of as many bytes as fit into many descriptors, all of which have the same memory: far more than was agreed on.
+fn aliased(name: &str, opcode: Opcode) -> Case {
+    const TIMES: usize = 1000;
+    Case::new(name, Expect::ErrorOrDrop, move |subject| {
+        let size = u32::try_from(TIMES * AREA_BYTES).unwrap_or(u32::MAX);
+        let (fh, file) = (subject.fh, subject.file);
+        let is_read = opcode == Opcode::Read;
+        let mut request = match is_read {
+            true => subject.bytes(opcode.as_raw(), file, ReadIn { fh, size, ..ReadIn::ZERO }.as_bytes()),
+            false => subject.bytes(opcode.as_raw(), file, WriteIn { fh, size, ..WriteIn::ZERO }.as_bytes()),
+        };
+        let message_bytes = u32::try_from(request.len()).unwrap_or(u32::MAX) + if is_read { 0 } else { size };
+        request[..4].copy_from_slice(&message_bytes.to_le_bytes());
+        subject.request.write(0, &request);
+        let mut chain = vec![subject.readable(0, request.len())];
+        let data = if is_read { subject.writable(0, AREA_BYTES) } else { subject.readable(0, AREA_BYTES) };
+        chain.resize(1 + TIMES, data);
+        if !is_read {
+            chain.push(subject.writable(0, REPLY));
+        }
+        send_indirect(subject, &mut chain)
+    })
 }
 
 /// Parts for the wrong direction, in the wrong order, or missing.
