@@ -129,4 +129,19 @@ fn a_hundred_thousand_locks_and_ten_thousand_waiters_take_little_time_and_memory
         table.close();
         assert!(!table.locks.retry());
     }
+    // The worst: one lock over records, each of which another owner has locked, too, and somebody waits for. Each of these is looked at.
+    let table = Table::new();
+    let (all, over) = ((0, 10 * WAITERS), LOCKS);
+    for id in 0..WAITERS {
+        let record = (10 * id, 10 * id + 9);
+        assert_eq!(table.set(LockKind::Read, id, record, false), Ok(Locked::Done));
+        assert_eq!(table.set(LockKind::Write, WAITERS + id, record, true), Ok(Locked::Waiting));
+    }
+    each("one lock over records", 0..20, |_| {
+        assert_eq!(table.set(LockKind::Read, over, all, false), Ok(Locked::Done));
+        table.unlock(over);
+    });
+    each("one lock over records", 0..WAITERS, |id| table.unlock(id));
+    assert_eq!(table.woken.load(Ordering::Relaxed), WAITERS);
+    table.close();
 }

@@ -12,6 +12,10 @@ use crate::{Errno, Handle, Ino, Lock, LockKind, LockOwner, Result, Waiter};
 /// Waiters whose fate is known, to be told when no lock is held.
 pub(super) type Outcomes = Vec<(Waiter, Result<()>)>;
 
+/// What somebody else was found to be in the way of: first and last bytes, whether it is for writing, and whether it is a flock
+/// lock. To him all owners are alike.
+type Refused = HashSet<(u64, u64, bool, bool)>;
+
 /// What an owner has locked in one file.
 #[derive(Debug)]
 struct Owner<O> {
@@ -133,18 +137,27 @@ impl<T: Lockable> InodeLocks<T> {
         Ok(true)
     }
 
+    /// Whether one of these locks is in the way of a request.
+    fn is_taken(&self, handle: Handle, lock: &Lock) -> bool {
+        match (lock.flock, lock.kind) {
+            (false, _) => self.index.find(&Query::of(lock)).is_some(),
+            (true, LockKind::Read) => self.flock_writer.is_some_and(|writer| writer != handle),
+            (true, LockKind::Write) => self.flocks.len() > usize::from(self.flocks.contains_key(&handle)),
+            (true, LockKind::Unlock) => false,
+        }
+    }
+
     /// Takes, changes or gives up a lock if nothing is in the way. [`Self::settle`] is to be called afterwards.
     pub(super) fn attempt(&mut self, all: &Locks<T>, open: &T, handle: Handle, lock: &Lock) -> Result<()> {
+        let is_taken = self.is_taken(handle, lock);
         match lock.flock {
-            true => self.attempt_flock(open, handle, lock.kind),
+            true => self.attempt_flock(open, handle, lock.kind, is_taken),
+            false if is_taken => Err(Errno::AGAIN),
             false => self.attempt_posix(all, lock),
         }
     }
 
     fn attempt_posix(&mut self, all: &Locks<T>, lock: &Lock) -> Result<()> {
-        if self.index.find(&Query::of(lock)).is_some() {
-            return Err(Errno::AGAIN);
-        }
         let owner = self.owners.get_mut(&lock.owner).ok_or(Errno::NOLCK)?;
         // Unlocking the middle of a range makes two of it, so the bound may be passed by as many.
         let is_full = || !all.registry().has_room(lock.owner.session, RANGES, |counts| &mut counts.ranges);
@@ -165,16 +178,11 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     /// As on Linux, one that asks for another kind loses what it had even if it must wait then.
-    fn attempt_flock(&mut self, open: &T, handle: Handle, kind: LockKind) -> Result<()> {
+    fn attempt_flock(&mut self, open: &T, handle: Handle, kind: LockKind, is_taken: bool) -> Result<()> {
         if self.flocks.get(&handle).copied().unwrap_or(LockKind::Unlock) == kind {
             return Ok(());
         }
         let had = self.forget_flock(handle);
-        let is_taken = match kind {
-            LockKind::Unlock => false,
-            LockKind::Read => self.flock_writer.is_some(),
-            LockKind::Write => !self.flocks.is_empty(),
-        };
         if is_taken {
             if had {
                 open.set_flock(LockKind::Unlock)?;
@@ -206,13 +214,10 @@ impl<T: Lockable> InodeLocks<T> {
         {
             return Err(parked.waiter);
         }
-        let is_foreign = match lock.flock {
-            true => self.flock_writer.is_none() && (lock.kind == LockKind::Read || self.flocks.is_empty()),
-            false => {
-                registry.begin_wait(lock.owner, (self.ino, number));
-                !parked.is_blocked(&self.index)
-            }
-        };
+        if !lock.flock {
+            registry.begin_wait(lock.owner, (self.ino, number));
+        }
+        let is_foreign = !self.is_taken(parked.handle, &lock);
         self.waiters.insert(number, parked, is_foreign);
         Ok(())
     }
@@ -264,43 +269,53 @@ impl<T: Lockable> InodeLocks<T> {
         true
     }
 
+    /// The same, unless somebody else is known to be in the way.
+    fn attempt_once(&mut self, all: &Locks<T>, number: u64, refused: &mut Refused, outcomes: &mut Outcomes) {
+        let Some(parked) = self.waiters.get(number) else { return };
+        let Lock { start, end, kind, flock, .. } = parked.lock;
+        let same = (start, end, kind == LockKind::Write, flock);
+        if parked.waiter.is_waiting() && self.is_taken(parked.handle, &parked.lock) {
+            return;
+        }
+        if refused.contains(&same) {
+            self.waiters.set_foreign(number);
+        } else if !self.attempt_parked(all, number, outcomes) {
+            refused.insert(same);
+        }
+    }
+
     /// Grants what waits and can go on since something was unlocked.
     pub(super) fn settle(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
         self.settle_flocks(all, outcomes);
-        let mut search = Search::default();
+        let (mut search, mut refused) = (Search::default(), Refused::default());
         loop {
             search.add(std::mem::take(&mut self.freed), &self.waiters);
             let Some(number) = search.next(&self.waiters, &self.index) else { break };
-            self.attempt_parked(all, number, outcomes);
+            self.attempt_once(all, number, &mut refused, outcomes);
         }
         self.waiters.tidy();
     }
 
     fn settle_flocks(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
-        // What somebody else keeps one reader from getting he keeps all from getting, and writers as well.
-        let mut reads_too = true;
-        while let Some(number) = self.waiters.next_flock(&self.flocks, self.flock_writer, reads_too) {
-            let kind = self.waiters.get(number).map(|parked| parked.lock.kind);
+        // Whom somebody else keeps from reading he keeps from writing, and all others as well.
+        let mut writes_too = true;
+        while let Some(number) = self.waiters.next_flock(&self.flocks, self.flock_writer, writes_too) {
+            let is_write = self.waiters.get(number).is_some_and(|parked| parked.lock.kind == LockKind::Write);
             if self.attempt_parked(all, number, outcomes) {
                 continue;
             }
-            if kind == Some(LockKind::Read) || !reads_too {
+            if !is_write {
                 break;
             }
-            reads_too = false;
+            writes_too = false;
         }
     }
 
     /// Tries again what somebody else was in the way of: one request of those that ask for the same.
     pub(super) fn retry(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
-        let mut refused = HashSet::new();
+        let mut refused = Refused::default();
         for number in self.waiters.foreign() {
-            let Some(parked) = self.waiters.get(number) else { continue };
-            let Lock { start, end, kind, flock, .. } = parked.lock;
-            let same = (start, end, kind == LockKind::Write, flock);
-            if !refused.contains(&same) && !self.attempt_parked(all, number, outcomes) {
-                refused.insert(same);
-            }
+            self.attempt_once(all, number, &mut refused, outcomes);
         }
         self.waiters.tidy();
         self.settle(all, outcomes);

@@ -10,13 +10,17 @@ use crate::locks::inode::InodeLocks;
 #[derive(Debug, Default)]
 struct Host {
     holds: AtomicBool,
+    /// Only others' write locks are in the way of what it holds.
+    reads: AtomicBool,
     asked: Mutex<Vec<(LockKind, bool)>>,
 }
 
 impl Host {
     fn ask(&self, kind: LockKind, flock: bool) -> Result<()> {
         lock(&self.asked).push((kind, flock));
-        if kind != LockKind::Unlock && self.holds.load(Ordering::Relaxed) { Err(Errno::AGAIN) } else { Ok(()) }
+        let (holds, reads) = (self.holds.load(Ordering::Relaxed), self.reads.load(Ordering::Relaxed));
+        let refused = kind == LockKind::Write && reads || kind != LockKind::Unlock && holds;
+        if refused { Err(Errno::AGAIN) } else { Ok(()) }
     }
 
     fn asked(&self) -> Vec<(LockKind, bool)> {
@@ -401,5 +405,77 @@ fn what_somebody_else_refuses_is_asked_for_once_for_all_that_want_it() {
     assert!(!f.locks.retry());
     assert!(waiting.iter().all(|waiting| waiting.try_recv() == Ok(Ok(()))));
     f.release(handle);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn a_session_waits_with_a_bounded_number_of_requests_and_others_have_theirs() {
+    let f = Fixture::default();
+    let handle = f.open(OFlags::RDWR, false);
+    assert_eq!(f.set(handle, &posix(LockKind::Write, 0)), Ok(Locked::Done));
+    let mut waiting: Vec<_> =
+        (1..=WAITERS.session_max as u64).map(|id| f.wait(handle, &posix(LockKind::Write, id))).collect();
+    let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
+    let waiter = || Some(Waiter::new(|_| ()));
+    for request in [posix(LockKind::Write, u64::MAX), flock(LockKind::Write)] {
+        let other = f.open(OFlags::RDWR, false);
+        assert_eq!(f.set(other, &flock(LockKind::Write)), Ok(Locked::Done));
+        let refused = f.locks.set(&f.handles, &f.cx, (INO, handle), &request, waiter(), own);
+        assert_eq!(refused, Err(Errno::NOLCK), "{request:?}");
+        f.release(other);
+    }
+    let stranger = Caller { session: SessionId::unique(), ..f.cx };
+    let file = File { host: Arc::clone(&f.host), flags: OFlags::RDWR, is_dir: false };
+    let theirs = f.handles.insert(stranger.session, INO, file).unwrap();
+    let request = posix(LockKind::Write, 1);
+    let parked = f.locks.set(&f.handles, &stranger, (INO, theirs), &request, waiter(), own);
+    assert_eq!(parked, Ok(Locked::Waiting));
+    // Whoever comes first goes on, and makes room for one more.
+    assert_eq!(f.set(handle, &posix(LockKind::Unlock, 0)), Ok(Locked::Done));
+    assert_eq!(waiting.remove(0).try_recv(), Ok(Ok(())));
+    waiting.push(f.wait(handle, &posix(LockKind::Write, u64::MAX)));
+    f.release(handle);
+    assert!(waiting.iter().all(|waiting| waiting.try_recv() == Ok(Err(Errno::INTR))));
+    let open = f.handles.remove(stranger.session, INO, theirs).unwrap();
+    f.locks.drop_handle(INO, theirs, &open);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn a_writer_whom_somebody_else_keeps_waiting_keeps_no_reader_waiting() {
+    let f = Fixture::default();
+    let handles = [(); 4].map(|()| f.open(OFlags::RDWR, false));
+    assert_eq!(f.set(handles[0], &flock(LockKind::Write)), Ok(Locked::Done));
+    let writers = [1, 2].map(|number| f.wait(handles[number], &flock(LockKind::Write)));
+    let reader = f.wait(handles[3], &flock(LockKind::Read));
+    f.host.reads.store(true, Ordering::Relaxed);
+    assert_eq!(f.set(handles[0], &flock(LockKind::Unlock)), Ok(Locked::Done));
+    assert_eq!(reader.try_recv(), Ok(Ok(())));
+    assert!(f.locks.retry() && writers.iter().all(|writer| writer.try_recv().is_err()));
+    f.host.reads.store(false, Ordering::Relaxed);
+    assert!(f.locks.retry(), "the reader is in the way");
+    f.release(handles[3]);
+    assert_eq!(writers[0].try_recv(), Ok(Ok(())));
+    f.release(handles[1]);
+    assert_eq!(writers[1].try_recv(), Ok(Ok(())));
+    f.release(handles[2]);
+    f.release(handles[0]);
+    f.assert_nothing_left();
+}
+
+#[test]
+fn what_this_table_refuses_one_is_tried_for_another_who_has_it() {
+    let f = Fixture::default();
+    let handles = [(); 2].map(|()| f.open(OFlags::RDWR, false));
+    f.host.reads.store(true, Ordering::Relaxed);
+    let first = f.wait(handles[0], &posix(LockKind::Write, 1));
+    let upgrade = f.wait(handles[1], &posix(LockKind::Write, 2));
+    assert_eq!(f.set(handles[1], &posix(LockKind::Read, 2)), Ok(Locked::Done));
+    f.host.reads.store(false, Ordering::Relaxed);
+    assert!(f.locks.retry());
+    assert_eq!((first.try_recv().is_err(), upgrade.try_recv()), (true, Ok(Ok(()))));
+    f.release(handles[1]);
+    assert_eq!(first.try_recv(), Ok(Ok(())));
+    f.release(handles[0]);
     f.assert_nothing_left();
 }

@@ -83,6 +83,8 @@ pub(super) struct Waiters<T> {
     /// Those for flock locks.
     flock_reads: BTreeSet<u64>,
     flock_writes: BTreeSet<u64>,
+    /// The same by the handles that they are for.
+    flocks_by_handle: HashMap<Handle, BTreeSet<u64>>,
     by_handle: HashMap<Handle, BTreeSet<u64>>,
     by_owner: HashMap<LockOwner, BTreeSet<u64>>,
     /// Those that somebody else was in the way of, whom this table does not know.
@@ -101,6 +103,7 @@ impl<T> Default for Waiters<T> {
             writes: Tree::default(),
             flock_reads: BTreeSet::new(),
             flock_writes: BTreeSet::new(),
+            flocks_by_handle: HashMap::new(),
             by_handle: HashMap::new(),
             by_owner: HashMap::new(),
             foreign: BTreeSet::new(),
@@ -130,7 +133,7 @@ impl<T> Waiters<T> {
 
     /// How many requests of an owner wait; for flock locks, of a handle.
     pub(super) fn count_of(&self, handle: Handle, lock: &Lock) -> usize {
-        let own = if lock.flock { self.by_handle.get(&handle) } else { self.by_owner.get(&lock.owner) };
+        let own = if lock.flock { self.flocks_by_handle.get(&handle) } else { self.by_owner.get(&lock.owner) };
         own.map_or(0, BTreeSet::len)
     }
 
@@ -152,6 +155,7 @@ impl<T> Waiters<T> {
         self.by_handle.entry(parked.handle).or_default().insert(number);
         if flock {
             self.flocks(kind).insert(number);
+            self.flocks_by_handle.entry(parked.handle).or_default().insert(number);
         } else {
             self.by_owner.entry(owner).or_default().insert(number);
             self.tree(kind).insert(Place { start, end, number });
@@ -175,6 +179,7 @@ impl<T> Waiters<T> {
         remove_from(&mut self.by_handle, &parked.handle, number);
         if flock {
             self.flocks(kind).remove(&number);
+            remove_from(&mut self.flocks_by_handle, &parked.handle, number);
         } else {
             remove_from(&mut self.by_owner, &owner, number);
             self.stale.push((kind, (start, number)));
@@ -220,23 +225,22 @@ impl<T> Waiters<T> {
         gone
     }
 
-    /// The first request for a flock lock that no other handle is in the way of, but for kinds that are not to be tried.
+    /// The first request for a flock lock that no other handle is in the way of.
     pub(super) fn next_flock(
         &self,
         held: &HashMap<Handle, LockKind>,
         writer: Option<Handle>,
-        reads_too: bool,
+        writes_too: bool,
     ) -> Option<u64> {
         let only = if held.len() == 1 { held.keys().next() } else { None };
         // A handle is not in its own way.
         let own = |kind| {
-            let mut numbers = only.and_then(|handle| self.by_handle.get(handle)).into_iter().flatten();
-            numbers
-                .find(|number| self.all.get(number).is_some_and(|parked| parked.lock.flock && parked.lock.kind == kind))
+            let mut numbers = only.and_then(|handle| self.flocks_by_handle.get(handle)).into_iter().flatten();
+            numbers.find(|number| self.all.get(number).is_some_and(|parked| parked.lock.kind == kind))
         };
         let read = if writer.is_none() { self.flock_reads.first() } else { own(LockKind::Read) };
         let write = if held.is_empty() { self.flock_writes.first() } else { own(LockKind::Write) };
-        read.filter(|_| reads_too).into_iter().chain(write).min().copied()
+        write.filter(|_| writes_too).into_iter().chain(read).min().copied()
     }
 }
 
