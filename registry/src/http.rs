@@ -4,7 +4,7 @@ use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -15,9 +15,9 @@ use ureq::unversioned::transport::DefaultConnector;
 use ureq::{Agent, Body, SendBody};
 use url::Url;
 
-use crate::elsewhere::{Elsewhere, ThisMachine, is_loopback};
 use crate::error::{Error, Result};
 use crate::manifest::cut;
+use crate::resolver::{OriginResolver, RemoteResolver, THIS_MACHINE, ThisMachine, is_loopback, names_this_machine};
 
 /// How often something is tried before it has failed.
 const TRIES_MAX: u32 = 5;
@@ -31,8 +31,6 @@ const REDIRECTS_MAX: u32 = 5;
 const SPEED_MIN: u64 = 64 << 10;
 /// How many connections wait for their next use.
 const IDLE_MAX: usize = 32;
-/// Why a server cannot send us to 127.0.0.1 and its like.
-const THIS_MACHINE: &str = "that is this machine";
 /// How much of what a server says with an error is read, in bytes.
 const TEXT_BYTES_MAX: u64 = 4096;
 
@@ -67,10 +65,14 @@ pub struct Counts {
 /// What asks servers; one for any number of threads.
 #[derive(Debug)]
 pub struct Client {
-    /// For the server that the user named, and for others where that one is on this machine.
-    agent: Agent,
-    /// For all others: has no connection to this machine.
-    elsewhere: Agent,
+    /// For requests to the origin.
+    origin_agent: Agent,
+    /// For requests to other servers: it never connects to this machine.
+    remote_agent: Agent,
+    /// For those where the origin is on this machine.
+    any_agent: Agent,
+    /// The origin may be on another machine.
+    is_remote: Arc<AtomicBool>,
     options: Options,
     under_way: UnderWay,
     requests: AtomicU64,
@@ -118,10 +120,10 @@ pub(crate) struct Answer<'a> {
 pub(crate) struct Request<'a> {
     pub method: Method,
     pub url: Url,
-    /// The server that the user named: the request is made on its behalf, whoever is asked.
-    pub named: Url,
+    /// The server that the user named. `url` may be another one: a redirect, a realm, a place for uploads.
+    pub origin: Url,
     pub headers: Vec<(header::HeaderName, String)>,
-    /// What we are known by at the origin of `url`. No other origin gets it.
+    /// Credentials or a token for the server of `url`. A redirect to another server drops it.
     pub authorization: Option<String>,
     /// What is sent, and how much.
     pub body: Option<(&'a mut dyn Read, u64)>,
@@ -131,7 +133,7 @@ pub(crate) struct Request<'a> {
 
 impl Request<'_> {
     pub(crate) fn new(method: Method, url: Url) -> Self {
-        Self { method, named: url.clone(), url, headers: Vec::new(), authorization: None, body: None, bytes: 0 }
+        Self { method, origin: url.clone(), url, headers: Vec::new(), authorization: None, body: None, bytes: 0 }
     }
 
     pub(crate) fn with(mut self, name: header::HeaderName, value: impl Into<String>) -> Self {
@@ -149,14 +151,15 @@ pub(crate) fn shown(url: &Url) -> String {
     url.into()
 }
 
-/// Whether a server may send us on there, as far as the address itself tells. What it resolves to is checked by [`Elsewhere`].
-pub(crate) fn follow(from: &Url, to: &Url) -> Result<()> {
+/// Whether a redirect is allowed, as far as the URL shows; `is_local`: also to this machine. [`RemoteResolver`] checks what names
+/// resolve to.
+fn follow(from: &Url, to: &Url, is_local: bool) -> Result<()> {
     let refused = |reason| Err(Error::Redirect { from: shown(from), to: shown(to), reason });
     if from.scheme() == "https" && to.scheme() != "https" {
         return refused("that would be without encryption");
     }
-    // A proxy would resolve the name itself.
-    if is_loopback(to) && !is_loopback(from) {
+    // A proxy resolves names itself.
+    if names_this_machine(to) && !is_local {
         return refused(THIS_MACHINE);
     }
     Ok(())
@@ -185,9 +188,12 @@ impl Client {
             .max_idle_connections_per_host(IDLE_MAX)
             .user_agent(concat!("ferry/", env!("CARGO_PKG_VERSION")))
             .build();
+        let (connector, resolver) = (DefaultConnector::default(), OriginResolver::default());
         Self {
-            agent: config.new_agent(),
-            elsewhere: Agent::with_parts(config, DefaultConnector::default(), Elsewhere::default()),
+            is_remote: Arc::clone(&resolver.is_remote),
+            origin_agent: Agent::with_parts(config.clone(), connector, resolver),
+            any_agent: config.new_agent(),
+            remote_agent: Agent::with_parts(config, DefaultConnector::default(), RemoteResolver::default()),
             options,
             under_way: UnderWay::default(),
             requests: AtomicU64::new(0),
@@ -219,6 +225,16 @@ impl Client {
         }
     }
 
+    /// Whether the origin is on this machine. Then it may redirect to this machine.
+    fn is_local(&self, origin: &Url) -> bool {
+        is_loopback(origin) || !self.is_remote.load(Ordering::Acquire)
+    }
+
+    /// Whether the origin may name this URL as the next one to ask.
+    pub(crate) fn follow(&self, origin: &Url, to: &Url) -> Result<()> {
+        follow(origin, to, self.is_local(origin))
+    }
+
     /// Sends a request; answers whatever comes, of any status. Who reads is sent on where the server says; who writes is not.
     pub(crate) fn send(&self, mut request: Request<'_>) -> Result<Answer<'_>> {
         for _ in 0..=REDIRECTS_MAX {
@@ -233,9 +249,9 @@ impl Client {
                 url: shown(&request.url),
                 reason: "the server sends on without saying where to".into(),
             })?;
-            follow(&request.url, &to)?;
+            follow(&request.url, &to, self.is_local(&request.origin))?;
             if to.origin() != request.url.origin() {
-                // For good: who is sent back here is not the one who was let in.
+                // A redirect back does not restore it.
                 request.authorization = None;
             }
             request.url = to;
@@ -248,12 +264,15 @@ impl Client {
         let url = shown(&request.url);
         let failed = |why: ureq::Error| match why {
             ureq::Error::Other(why) if why.is::<ThisMachine>() => {
-                Error::Redirect { from: shown(&request.named), to: url.clone(), reason: THIS_MACHINE }
+                Error::Redirect { from: shown(&request.origin), to: url.clone(), reason: THIS_MACHINE }
             }
             why => Error::Transport { url: url.clone(), why: Box::new(why) },
         };
-        let is_elsewhere = request.url.origin() != request.named.origin() && !is_loopback(&request.named);
-        let agent = if is_elsewhere { &self.elsewhere } else { &self.agent };
+        let agent = match request.url.origin() == request.origin.origin() {
+            true => &self.origin_agent,
+            false if self.is_local(&request.origin) => &self.any_agent,
+            false => &self.remote_agent,
+        };
         let sent = request.body.as_ref().map_or(0, |(_, bytes)| *bytes);
         let time = self.options.patience + Duration::from_secs((request.bytes + sent) / SPEED_MIN);
         let mut builder = ureq::http::Request::builder().method(request.method.clone()).uri(request.url.as_str());
@@ -439,10 +458,17 @@ mod tests {
             ("https://a.example/", "http://a.example/", false),
             ("http://a.example/", "https://a.example/", true),
             ("http://a.example/", "http://127.0.0.1/", false),
+            ("http://a.example/", "http://0.0.0.0/", false),
+            ("http://a.example/", "http://[::ffff:127.0.0.1]/", false),
+            ("http://a.example/", "http://[::]/", false),
+            ("http://a.example/", "http://LocalHost./", false),
+            ("http://a.example/", "http://a.localhost/", false),
+            ("http://a.example/", "http://2130706433/", false),
             ("https://a.example/", "https://[::1]/", false),
             ("http://localhost:1/", "http://127.0.0.1:2/", true),
         ] {
-            assert_eq!(follow(&url(from), &url(to)).is_ok(), allowed, "{from} {to}");
+            let (from, to) = (url(from), url(to));
+            assert_eq!(follow(&from, &to, is_loopback(&from)).is_ok(), allowed, "{from} {to}");
         }
     }
 

@@ -20,7 +20,6 @@
 #![forbid(unsafe_code)]
 
 mod credentials;
-mod elsewhere;
 mod error;
 mod http;
 mod manifest;
@@ -31,6 +30,7 @@ mod pull;
 mod push;
 mod reference;
 mod remote;
+mod resolver;
 mod s3;
 
 pub use error::{Error, Result};

@@ -13,11 +13,11 @@ use ureq::http::{Method, header};
 use url::Url;
 
 use crate::credentials;
-use crate::elsewhere::is_loopback;
 use crate::error::{Error, Result};
-use crate::http::{Answer, Client, Request, follow, shown};
+use crate::http::{Answer, Client, Request, shown};
 use crate::manifest::{Blob, MANIFEST_BYTES_MAX, MANIFEST_TYPE, accepted, cut};
 use crate::reference::Version;
+use crate::resolver::is_loopback;
 
 /// The longest answer of a server of tokens, in bytes.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
@@ -83,7 +83,7 @@ impl Oci {
     ) -> Result<Answer<'a>> {
         let known = self.authorization().clone();
         let answer = self.attempt(client, make()?, known.as_deref(), body)?;
-        // Only the registry itself is told who asks; where it has sent us, or has us upload to, is somebody else's.
+        // Only a challenge of the registry itself is answered, not one of a server that it redirects or uploads to.
         if answer.status() != 401 || answer.url.origin() != self.base.origin() {
             return Ok(answer);
         }
@@ -116,16 +116,16 @@ impl Oci {
         client.send(request)
     }
 
-    /// A request on the registry's behalf.
+    /// A request whose origin is the registry.
     fn request<'a>(&self, method: Method, url: Url) -> Request<'a> {
-        Request { named: self.base.clone(), ..Request::new(method, url) }
+        Request { origin: self.base.clone(), ..Request::new(method, url) }
     }
 
-    /// What the server of tokens that the registry names is told of us: whoever could have changed that name on the way gets nothing.
+    /// The credentials for a realm: none if anybody between here and the registry could have changed its URL.
     fn basic_for(&self, realm: &Url) -> Result<Option<String>> {
-        let is_named_safely = self.base.scheme() == "https" && realm.scheme() == "https";
+        let is_named_by_tls = self.base.scheme() == "https" && realm.scheme() == "https";
         match &self.basic {
-            Some(_) if !is_named_safely && realm.origin() != self.base.origin() => {
+            Some(_) if !is_named_by_tls && realm.origin() != self.base.origin() => {
                 Err(Error::Realm { registry: shown(&self.base), realm: shown(realm) })
             }
             basic => Ok(basic.as_ref().map(|basic| format!("Basic {basic}"))),
@@ -143,7 +143,7 @@ impl Oci {
         }
         let fields = fields(rest);
         let Some(mut realm) = fields.get("realm").and_then(|realm| Url::parse(realm).ok()) else { return Ok(None) };
-        follow(&self.base, &realm)?;
+        client.follow(&self.base, &realm)?;
         for key in ["service", "scope"] {
             if let Some(value) = fields.get(key) {
                 realm.query_pairs_mut().append_pair(key, value);
@@ -205,7 +205,7 @@ impl Oci {
         }
         let to = answer.header(header::LOCATION).and_then(|to| answer.url.join(to).ok());
         let mut to = to.ok_or_else(|| answer.nonsense("the server does not say where to upload to"))?;
-        follow(&self.base, &to)?;
+        client.follow(&self.base, &to)?;
         // Its body has to be read before the connection is used again.
         answer.all(MANIFEST_BYTES_MAX)?;
         to.query_pairs_mut().append_pair("digest", &format!("sha256:{}", blob.sha256));

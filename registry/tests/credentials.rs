@@ -1,5 +1,5 @@
-//! Who learns what we are known by: the registry that the user named, and the server of tokens that it names where nobody could have
-//! changed that name. Nobody else does, wherever anybody sends us.
+//! Credentials and tokens go to the registry that the user named, and to a realm that it names by TLS. Redirects, realms and upload
+//! locations elsewhere get none, and a redirect never leads to this machine from another one.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 #[path = "../../exports/ninep/tests/common/certificates.rs"]
@@ -7,6 +7,9 @@
 mod certificates;
 mod common;
 
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -25,21 +28,31 @@ const REDIRECTS: [u16; 4] = [301, 302, 307, 308];
 /// The file of credentials, which only a process of its own can have in its environment.
 const FILE: &str = "REGISTRY_AUTH_FILE";
 
-/// Runs a test in a process of its own, with a file of credentials and authorities to trust. Answers whether this is that process.
+/// Runs a test in a process of its own, with a file of credentials. Answers whether this is that process.
 fn apart(test: &str, authorities: Option<&Path>) -> bool {
+    let trusted = authorities.map(|file| ("SSL_CERT_FILE", file.as_os_str()));
+    apart_with(test, trusted.as_slice(), None)
+}
+
+/// The same in an environment, and with names of hosts, of its own.
+fn apart_with(test: &str, environment: &[(&str, &OsStr)], hosts: Option<&Path>) -> bool {
     if std::env::var_os("FERRY_TEST_APART").is_some() {
         return true;
     }
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("auth.json"), "{}").unwrap();
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args(["--exact", test, "--nocapture"])
-        .env("FERRY_TEST_APART", "1")
-        .env(FILE, folder.path().join("auth.json"));
-    if let Some(authorities) = authorities {
-        command.env("SSL_CERT_FILE", authorities).env_remove("SSL_CERT_DIR");
-    }
+    let program = std::env::current_exe().unwrap();
+    let mut command = match hosts {
+        Some(hosts) => {
+            let mut command = Command::new("unshare");
+            command.args(["-m", "sh", "-c", "mount --bind \"$1\" /etc/hosts && shift && exec \"$@\"", "-"]);
+            command.arg(hosts).arg(program);
+            command
+        }
+        None => Command::new(program),
+    };
+    command.args(["--exact", test, "--nocapture"]).env("FERRY_TEST_APART", "1");
+    command.env(FILE, folder.path().join("auth.json")).env_remove("SSL_CERT_DIR").envs(environment.iter().copied());
     let output = command.output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
@@ -58,8 +71,7 @@ fn remote(place: &str) -> Arc<Remote> {
     Arc::new(Remote::open(&format!("oci:{place}/a/b:1").parse().unwrap(), Client::new(options)).unwrap())
 }
 
-/// A registry that lets in who has the credentials, and whoever it is that it sends us to: it wants to know who we are, in every way that
-/// there is, names a server of tokens of its own, and takes anything.
+/// A registry with an image, and a hostile server: it answers every request with a challenge, and has a realm of its own.
 fn two() -> (Place, Fake) {
     let place = Place::new();
     know(&[place.fake.address.to_string()]);
@@ -77,7 +89,7 @@ fn authorization(request: &Request) -> Option<&str> {
     request.headers.get("authorization").map(String::as_str)
 }
 
-/// Nobody was told anything, and nobody was asked for a token.
+/// Asserts that a server was asked, but got no credentials, and that its realm was not asked.
 fn knows_nothing(fake: &Fake, what: &str) {
     let requests = fake.requests();
     assert!(!requests.is_empty(), "{what}: it was not asked at all");
@@ -86,7 +98,7 @@ fn knows_nothing(fake: &Fake, what: &str) {
     }
 }
 
-/// `reply` to whom the registry knows, and a challenge to others.
+/// `reply` to a request with the credentials, a challenge to others.
 fn to_known(request: &Request, reply: Reply) -> Reply {
     match authorization(request) {
         Some(BASIC) => reply,
@@ -95,8 +107,8 @@ fn to_known(request: &Request, reply: Reply) -> Reply {
 }
 
 #[test]
-fn who_is_sent_on_tells_nobody_there_who_it_is() {
-    if !apart("who_is_sent_on_tells_nobody_there_who_it_is", None) {
+fn redirects_do_not_leak_credentials() {
+    if !apart("redirects_do_not_leak_credentials", None) {
         return;
     }
     for status in REDIRECTS {
@@ -127,8 +139,8 @@ fn who_is_sent_on_tells_nobody_there_who_it_is() {
 }
 
 #[test]
-fn who_is_sent_on_and_back_is_not_let_in_by_that() {
-    if !apart("who_is_sent_on_and_back_is_not_let_in_by_that", None) {
+fn a_redirect_back_does_not_restore_credentials() {
+    if !apart("a_redirect_back_does_not_restore_credentials", None) {
         return;
     }
     for status in REDIRECTS {
@@ -151,10 +163,10 @@ fn push_to(place: &Place, remote: &Remote) -> Result<ferry_registry::Pushed> {
     push(remote, &place.at("image"), None, &store, &place.at("store"), 1, &|_, _| {})
 }
 
-/// Uploads go where the registry says, with what is uploaded and nothing else; who is asked to send it once more elsewhere does not.
+/// An upload goes where the registry says, without credentials; a redirect of an upload is not followed.
 #[test]
-fn who_takes_uploads_does_not_learn_who_sends_them() {
-    if !apart("who_takes_uploads_does_not_learn_who_sends_them", None) {
+fn upload_locations_elsewhere_get_no_credentials() {
+    if !apart("upload_locations_elsewhere_get_no_credentials", None) {
         return;
     }
     for way in ["bearer", "basic", "x"] {
@@ -194,8 +206,8 @@ fn who_takes_uploads_does_not_learn_who_sends_them() {
 }
 
 #[test]
-fn servers_of_tokens_that_anybody_could_have_named_get_no_credentials() {
-    if !apart("servers_of_tokens_that_anybody_could_have_named_get_no_credentials", None) {
+fn realms_named_without_tls_get_no_credentials() {
+    if !apart("realms_named_without_tls_get_no_credentials", None) {
         return;
     }
     let (place, tokens) = two();
@@ -244,8 +256,8 @@ fn by_tls(folder: &Path) -> Arc<rustls::ServerConfig> {
 }
 
 #[test]
-fn a_server_of_tokens_that_is_named_by_tls_gets_credentials_by_tls() {
-    let name = "a_server_of_tokens_that_is_named_by_tls_gets_credentials_by_tls";
+fn a_realm_named_by_tls_gets_credentials_by_tls() {
+    let name = "a_realm_named_by_tls_gets_credentials_by_tls";
     let made = Certificates::new();
     made.authority("ours").signed("server", "ours", 3);
     if !apart(name, Some(&made.path("ours.pem"))) {
@@ -303,8 +315,8 @@ fn a_server_of_tokens_that_is_named_by_tls_gets_credentials_by_tls() {
 
 /// An entry that has a scheme is for no other one.
 #[test]
-fn credentials_for_https_are_not_told_without_encryption() {
-    if !apart("credentials_for_https_are_not_told_without_encryption", None) {
+fn credentials_for_https_are_not_sent_by_http() {
+    if !apart("credentials_for_https_are_not_sent_by_http", None) {
         return;
     }
     let place = Place::new();
@@ -316,22 +328,60 @@ fn credentials_for_https_are_not_told_without_encryption() {
     place.pull(&place.fake.remote(), "copy").unwrap();
 }
 
-/// A registry elsewhere sends nobody to what listens on this machine, by whatever name. Here 0.0.0.0 stands for another machine: it is
-/// the one address that leads here and is no loopback address.
+/// What a proxy does: it connects to this machine, whatever host it is asked for.
+fn proxy() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let copy = |mut from: TcpStream, mut to: TcpStream| {
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut from, &mut to);
+            let _ = to.shutdown(std::net::Shutdown::Write);
+        });
+    };
+    let serve = move |client: TcpStream| -> std::io::Result<()> {
+        let mut head = BufReader::new(client.try_clone()?);
+        let mut line = String::new();
+        head.read_line(&mut line)?;
+        let port = line.split([' ', ':']).nth(2).and_then(|port| port.parse::<u16>().ok());
+        while line.trim() != "" {
+            line.clear();
+            head.read_line(&mut line)?;
+        }
+        let server = TcpStream::connect(("127.0.0.1", port.ok_or(std::io::ErrorKind::InvalidData)?))?;
+        (&client).write_all(b"HTTP/1.1 200 OK\r\n\r\n")?;
+        copy(client.try_clone()?, server.try_clone()?);
+        copy(server, client);
+        Ok(())
+    };
+    std::thread::spawn(move || listener.incoming().flatten().for_each(|client| drop(serve(client))));
+    address
+}
+
+/// The registry counts as another machine because it is reached through a proxy.
 #[test]
-fn nobody_is_sent_to_this_machine() {
-    if !apart("nobody_is_sent_to_this_machine", None) {
+fn redirects_to_this_machine_are_refused() {
+    let name = "redirects_to_this_machine_are_refused";
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: needs root, for names of hosts of its own");
+        return;
+    }
+    let hosts = tempfile::NamedTempFile::new().unwrap();
+    let text = "127.0.0.1 localhost\n127.0.0.1 four.test\n::1 six.test\n0.0.0.0 any.test\n::ffff:127.0.0.1 mapped.test\n\
+        169.254.169.254 link.test\n127.0.0.1 both.test\n169.254.1.1 both.test\n";
+    std::fs::write(hosts.path(), text).unwrap();
+    let by_proxy = format!("http://{}", proxy());
+    let environment = [("http_proxy", OsStr::new(&by_proxy)), ("no_proxy", OsStr::new("*.test,127.0.0.1"))];
+    if !apart_with(name, &environment, Some(hosts.path())) {
         return;
     }
     let place = Place::new();
-    know(&[]);
     let victim = Fake::start_at("[::]:0", None);
     let (here, port) = (place.fake.address.port(), victim.address.port());
-    let far = || remote(&format!("http://0.0.0.0:{here}"));
+    let far = || remote(&format!("http://registry.invalid:{here}"));
     place.pull(&far(), "plain").unwrap();
-    for host in
-        ["127.0.0.1", "127.1", "2130706433", "0.0.0.0", "[::ffff:127.0.0.1]", "[::1]", "[::]", "localhost", "LocalHost"]
-    {
+    let literals = ["127.0.0.1", "127.1", "2130706433", "0.0.0.0", "[::ffff:127.0.0.1]", "[::1]", "[::]", "LocalHost"];
+    let names = ["four.test", "six.test", "any.test", "mapped.test", "link.test", "both.test"];
+    for host in literals.into_iter().chain(names) {
         let to = format!("http://{host}:{port}/x");
         for status in REDIRECTS {
             let to = to.clone();
@@ -353,13 +403,17 @@ fn nobody_is_sent_to_this_machine() {
         assert!(said.contains("that is this machine"), "{host}: {said}");
     }
     assert!(victim.requests().is_empty());
-    // To where it was anybody may be sent.
-    place.fake.fault(move |request, reply| match request.query.as_str() {
-        "again" => reply,
-        _ if request.is_blob() => {
-            Reply::of(307, "").with("location", format!("http://0.0.0.0:{here}{}?again", request.path))
-        }
-        _ => reply,
-    });
-    place.pull(&far(), "itself").unwrap();
+    // Any registry may redirect to itself, and one on this machine to this machine, also if its name does not show where it is.
+    let near = || remote(&format!("http://four.test:{here}"));
+    let sent = [(&far as &dyn Fn() -> Arc<Remote>, "registry.invalid"), (&near, "any.test"), (&near, "127.0.0.1")];
+    for (ask, to) in sent {
+        place.fake.fault(move |request, reply| match request.query.as_str() {
+            "again" => reply,
+            _ if request.is_blob() => {
+                Reply::of(307, "").with("location", format!("http://{to}:{here}{}?again", request.path))
+            }
+            _ => reply,
+        });
+        place.pull(&ask(), &format!("by-{to}")).unwrap();
+    }
 }
