@@ -1,16 +1,16 @@
-//! Text of others, for a terminal and for a log: nothing in it moves the cursor, changes colours, or begins a line of its own.
+//! Text from outside, escaped for terminals and logs: it cannot move the cursor, change colours, or start a line.
 
 use std::borrow::Cow;
 
-/// What a character that is not shown as itself is shown as.
+/// Whether a character is printed as it is.
 fn is_shown(c: char) -> bool {
-    // Marks that change the order of what follows, and ends of lines that only some programs know.
+    // Marks of direction (Unicode UAX #9), and the line and paragraph separators.
     let rearranges =
         matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     !c.is_control() && !rearranges
 }
 
-/// Escapes control characters, as `\u{1b}`, and whatever else would not be shown as itself.
+/// Escapes control characters, as `\u{1b}`, and characters that change the order or the lines of text.
 #[must_use]
 pub fn printable(text: &str) -> Cow<'_, str> {
     if text.chars().all(is_shown) {
@@ -23,12 +23,12 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// The same of JSON, in which such characters are in strings alone and can be written in another way.
+/// The same for JSON text, where such characters occur only in strings.
 #[must_use]
 pub fn printable_json(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
-        // All of them are in the basic plane.
+        // All of them are below U+10000.
         if is_shown(c) { shown.push(c) } else { shown.push_str(&format!("\\u{:04x}", u32::from(c))) }
     }
     shown
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_that_a_terminal_obeys_is_left() {
+    fn control_characters_are_escaped() {
         assert!(matches!(printable("/srv/a b \u{e9}\u{4e2d}"), Cow::Borrowed(_)));
         for (text, shown) in [
             ("\x1b]0;title\x07", r"\u{1b}]0;title\u{7}"),

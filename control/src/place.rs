@@ -75,14 +75,13 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Connects, if the process that listens is the one that the place tells of: what is in another user's folder is that user's to
-    /// choose.
+    /// Connects, if the process that listens has this number and this owner. What is in another user's folder is that user's choice.
     ///
     /// # Errors
-    /// Nobody listens, or somebody else.
+    /// No process listens, or another one.
     pub fn connect(&self) -> Result<UnixStream, Error> {
         let stranger = || Error::Stranger { path: self.path.clone(), pid: self.pid, owner: self.owner };
-        // Looked up once: a link could lead to the socket of any other program.
+        // The path is resolved once: a symbolic link could lead to any other program's socket.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::open(&self.path, flags, Mode::empty()).map_err(io::Error::from)?;
         let found = rustix::fs::fstat(&file).map_err(io::Error::from)?;
@@ -90,7 +89,7 @@ impl Endpoint {
             return Err(stranger());
         }
         let stream = UnixStream::connect(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-        // Its process may have no number here, which rustix does not allow for.
+        // A peer in another PID namespace has number 0 here, which rustix's type excludes.
         let peer = nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials);
         let peer = peer.map_err(io::Error::from)?;
         let is_it = peer.uid() == self.owner && u32::try_from(peer.pid()).ok() == Some(self.pid);
@@ -140,7 +139,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn only_the_process_that_the_place_tells_of_is_spoken_with() {
+    fn a_client_connects_only_to_the_process_that_the_place_names() {
         let folder = tempfile::tempdir().expect("a folder");
         let (pid, owner) = (std::process::id(), rustix::process::geteuid().as_raw());
         let at = |name: &str| folder.path().join(name);

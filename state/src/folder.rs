@@ -1,5 +1,5 @@
-//! The folder in which a keeper is reached. Whoever may change names in it could be taken for the keeper, and be handed what the server
-//! has; so it is this user's alone, and is looked up once.
+//! The folder with the keeper's socket. A user who can create names there could pose as the keeper, and would get the guest's memory
+//! and the connection to its VMM. So the folder must belong to this user alone, and its path is resolved once.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -13,12 +13,12 @@ use rustix::net::{SocketAddrUnix, bind};
 
 /// The socket of a keeper, in its folder.
 const SOCKET: &str = "keeper";
-/// Enter: this user alone.
+/// Only this user may enter.
 const MODE: u32 = 0o700;
-/// This user alone, as the folder.
+/// The same for the socket.
 const SOCKET_MODE: Mode = Mode::from_raw_mode(0o600);
 
-/// Why a folder is not one for a keeper.
+/// Why a folder cannot hold a keeper's socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FolderError {
@@ -54,7 +54,7 @@ impl Folder {
     /// Opens a folder, which is made if it is not there.
     ///
     /// # Errors
-    /// [`FolderError`]: somebody else could be in it.
+    /// [`FolderError`]: another user could create names in it.
     pub fn open(path: &Path) -> Result<Self, FolderError> {
         DirBuilder::new().recursive(true).mode(MODE).create(path).map_err(|error| match error.kind() {
             io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => FolderError::NotAFolder,
@@ -76,7 +76,7 @@ impl Folder {
         Ok(Self(folder))
     }
 
-    /// Where the keeper is reached, for a system call of this process.
+    /// The address of the keeper's socket, through this process's descriptor of the folder.
     pub(crate) fn address(&self) -> rustix::io::Result<SocketAddrUnix> {
         let path = PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()));
         SocketAddrUnix::new(path.join(SOCKET))
@@ -85,7 +85,7 @@ impl Folder {
     /// Makes the socket there, for this user alone.
     pub(crate) fn bind(&self, socket: &OwnedFd) -> rustix::io::Result<()> {
         bind(socket, &self.address()?)?;
-        // Nobody else can have put another file there.
+        // Only this user can create names here, so this is the socket.
         chmodat(&self.0, SOCKET, SOCKET_MODE, AtFlags::empty())
     }
 

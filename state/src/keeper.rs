@@ -53,7 +53,7 @@ pub enum LineError {
     /// Nobody is there.
     #[error("the keeper of the state cannot be reached: {0}")]
     Connect(Errno),
-    /// Somebody else listens there.
+    /// Another user's process listens there.
     #[error("what listens there belongs to user {peer}, not to user {user}; name another --state")]
     Stranger {
         /// Who does.
@@ -166,7 +166,7 @@ fn stream() -> Result<OwnedFd, Errno> {
 
 /// Whether a peer is this user.
 fn is_ours(socket: &OwnedFd) -> Result<(), LineError> {
-    // Its process may have no number here, which rustix does not allow for.
+    // A peer in another PID namespace has number 0 here, which rustix's type excludes.
     let peer = nix::sys::socket::getsockopt(socket, nix::sys::socket::sockopt::PeerCredentials);
     let peer = peer.map_err(|error| LineError::Gone(Errno::from_raw_os_error(error as i32)))?.uid();
     let user = rustix::process::geteuid().as_raw();

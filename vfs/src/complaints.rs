@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 const LINES_PER_WINDOW: u32 = 10;
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Limits how often somebody hostile makes us log: ten lines in ten seconds. What has its own never keeps the lines of others away: a
-/// guest, a mount, an image.
+/// Limits log lines to ten in ten seconds. Each guest, mount and image has its own, so that none hides the lines of another.
 #[derive(Debug, Default)]
 pub struct Complaints(Mutex<Option<(Instant, u32)>>);
 
 impl Complaints {
-    /// Where its lines come from, in the words of a filter.
+    /// The target of its lines, as log filters name it.
     pub const TARGET: &'static str = module_path!();
 
     /// Logs a warning, unless too many complaints came lately.
@@ -41,7 +40,7 @@ impl Complaints {
         }
     }
 
-    /// Whether one more line may be logged now; if so, how many were not since the last one that was.
+    /// Returns whether one more line may be logged now: if so, how many were suppressed since the last one.
     pub fn admit(&self) -> Option<u32> {
         let now = Instant::now();
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);

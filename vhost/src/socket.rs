@@ -1,7 +1,7 @@
 //! The unix socket on which a device waits for its virtual machine monitor.
 //!
-//! The socket is made in a folder that only this user may enter, gets its mode and group there, and then its name, by a link. Its folder is
-//! looked up once: whoever may change names in it cannot have mode and group given to another file.
+//! The socket is created in a private folder (mode 0700), gets its mode and group there, and is then linked to its path. The path of
+//! the folder is resolved once, so a user who can rename files there cannot redirect chmod and chown to another file.
 
 use std::ffi::{OsStr, OsString};
 use std::hash::{BuildHasher, RandomState};
@@ -72,7 +72,7 @@ pub enum SocketError {
 pub struct Socket {
     listener: UnixListener,
     path: PathBuf,
-    /// Where its file is; none if another process removes that.
+    /// Its file; `None` if another process removes that.
     file: Option<NamedFile>,
 }
 
@@ -182,12 +182,12 @@ fn place(fd: BorrowedFd<'_>) -> PathBuf {
     Path::new("/proc/self/fd").join(fd.as_raw_fd().to_string())
 }
 
-/// A folder that only this user may enter, beside the place that a socket is to have. It goes with the socket's name in it.
+/// A folder that only this user may enter, in the folder of the socket's path. It is removed when this is dropped.
 struct PrivateFolder<'a> {
     parent: BorrowedFd<'a>,
     name: String,
     folder: OwnedFd,
-    /// What the socket is called in it.
+    /// The socket's name in it.
     socket: &'a OsStr,
 }
 
@@ -201,10 +201,10 @@ impl<'a> PrivateFolder<'a> {
         let name = made.next().unwrap_or(Err(Errno::EXIST))?;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let folder = openat(parent, &name, flags, Mode::empty())?;
-        // Lists of sockets show the name that a socket was made by, so it is the one that it will have, if there is room.
+        // Lists of sockets show the name at bind, so it is the final one if that fits.
         let socket = if socket.len() <= SHOWN_BYTES_MAX { socket } else { OsStr::new("s") };
         let made = Self { parent, name, folder, socket };
-        // Whoever may change names in the parent can have put another folder there.
+        // A user who can rename files in the parent may have put another folder there.
         let found = fstat(&made.folder)?;
         let is_private = found.st_uid == rustix::process::geteuid().as_raw() && found.st_mode & 0o077 == 0;
         if is_private { Ok(made) } else { Err(Errno::PERM) }
@@ -225,7 +225,7 @@ impl<'a> PrivateFolder<'a> {
         chmodat(&self.folder, self.socket, MODE_OF_GROUP, AtFlags::empty())
     }
 
-    /// Gives it its name, unless something has that; answers which file it is.
+    /// Links it to its path, unless something is there. Returns device and inode number.
     fn publish(&self, folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<(u64, u64)> {
         linkat(&self.folder, self.socket, folder, name, AtFlags::empty())?;
         Ok(identity(&statat(&self.folder, self.socket, AtFlags::SYMLINK_NOFOLLOW)?))
@@ -234,7 +234,7 @@ impl<'a> PrivateFolder<'a> {
 
 impl Drop for PrivateFolder<'_> {
     fn drop(&mut self) {
-        // An empty folder that is left harms nobody.
+        // A folder that is left behind is empty.
         let _ = unlinkat(&self.folder, self.socket, AtFlags::empty());
         let _ = unlinkat(self.parent, &self.name, AtFlags::REMOVEDIR);
     }
@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(fs::read(&file).expect("still there"), b"precious");
     }
 
-    /// Somebody who may change names in the folder puts another file in the socket's place all the time: its mode and group stay.
+    /// Another thread replaces the socket by links to other files all the time: their mode and group stay.
     #[test]
     fn no_other_files_mode_and_group_are_changed() {
         let folder = Folder::new("swapped");
@@ -364,7 +364,7 @@ mod tests {
                     let _ = fs::remove_file(&path);
                 }
             });
-            for _ in 0..1000 {
+            for _ in 0..3000 {
                 // It may find something else in its place.
                 let _ = Socket::bind_for(&path, Some(gid));
             }

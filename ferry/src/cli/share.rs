@@ -66,7 +66,7 @@ pub struct Share {
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
 
-    /// Mount the source on this directory of the host.
+    /// Mount the source on this directory of the host; 9p: and image: with nosuid and nodev.
     #[arg(long, value_name = "DIR")]
     pub mount: Option<PathBuf>,
 
