@@ -142,10 +142,10 @@ fn speaks_9p(stream: &mut (impl Read + Write)) {
 fn serves_9p_clients() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir(folder.path().join("a")).unwrap();
-    let line = "share a --9p unix:n.sock a --9p tcp:127.0.0.1:0 --9p-users 5:6 mem --virtiofs v.sock --9p tcp:[::1]:0";
+    let line = "share a --9p unix:n.sock a --9p tcp:127.0.0.1:0 mem --virtiofs v.sock --9p-users 5:6 --9p tcp:[::1]:0";
     // Not every machine has the last.
     let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
-    let words = line.split(' ').take(if has_ipv6 { usize::MAX } else { 10 });
+    let words = line.split(' ').take(if has_ipv6 { usize::MAX } else { 7 });
     let mut server = Server::start(ferry().current_dir(folder.path()).args(words));
     let address = |server: &Server, share: usize| server.line["shares"][share]["9p"].as_str().unwrap().to_owned();
     let socket = folder.path().join("n.sock");

@@ -1,7 +1,7 @@
 //! One client: messages in, replies out.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
 use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Reply, Tag};
@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use crate::carrier::Client;
+use crate::clients::{Holder, Resource};
 use crate::hub::{Hub, lock};
 use crate::line::{self, Line, Outlet, Refused, Ticket};
 use crate::outbox::{Out, Outbox, Sent, Socket};
@@ -77,6 +78,9 @@ pub(crate) struct Connection {
     hub: Arc<Hub>,
     key: u64,
     stream: Stream,
+    holder: Arc<Holder>,
+    /// Why others had it ended.
+    evicted: OnceLock<&'static str>,
     begun: Instant,
     attached: AtomicBool,
     /// Milliseconds from `begun` to the last message.
@@ -100,11 +104,13 @@ impl std::fmt::Debug for Connection {
 }
 
 impl Connection {
-    pub(crate) fn new(hub: Arc<Hub>, key: u64, stream: Stream) -> Self {
+    pub(crate) fn new(hub: Arc<Hub>, key: u64, stream: Stream, holder: Arc<Holder>) -> Self {
         Self {
             hub,
             key,
             stream,
+            holder,
+            evicted: OnceLock::new(),
             begun: Instant::now(),
             attached: AtomicBool::new(false),
             last_heard_ms: AtomicU64::new(0),
@@ -121,7 +127,7 @@ impl Connection {
     }
 
     fn socket(&self) -> Socket<'_> {
-        Socket { hub: &self.hub, stream: &self.stream }
+        Socket { holder: &self.holder, stream: &self.stream }
     }
 
     /// Fids, and requests under way.
@@ -187,7 +193,7 @@ impl Connection {
         let since = inbox.since.take();
         if filled > 0 {
             *message = std::mem::take(&mut inbox.bytes);
-            self.hub.let_go(message.len());
+            self.holder.give(Resource::Bytes, message.len());
         }
         let bytes_max = lock(&self.ends).line.session().map_or(MSIZE_MIN, |session| session.msize);
         let mut wanted = if filled < SIZE_BYTES { SIZE_BYTES } else { size(message) };
@@ -226,7 +232,7 @@ impl Connection {
         } else {
             std::mem::take(message)
         };
-        if !self.hub.hold(bytes.len()) {
+        if self.holder.take(Resource::Bytes, bytes.len()).is_err() {
             return Received::End(Some("it does not finish its message, and others need the memory"));
         }
         *inbox = Inbox { bytes, filled, since: since.or_else(|| Some(Instant::now())) };
@@ -300,7 +306,7 @@ impl Connection {
 
     /// Begins a session, and ends the one before it.
     pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) {
-        let (session, answer) = session::agree_on(&self.hub.share, msize, version);
+        let (session, answer) = session::agree_on(&self.hub.share, &self.holder, msize, version);
         if let Some(session) = &session {
             lock(&self.interest).running_max = running_max(session.msize);
         }
@@ -346,6 +352,13 @@ impl Connection {
         idle.then_some("it has been silent for long")
     }
 
+    /// Has the connection end, because others need what it holds. Takes no lock of a connection: the caller may have another's.
+    pub(crate) fn evict(&self) {
+        let _ = self.evicted.set("its client holds more than any other, and others need the room");
+        // Whoever watches the socket sees its end.
+        let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
+    }
+
     /// Ends the connection and gives back what it held. Not to be called by a source.
     pub(crate) fn end(&self, reason: Option<&'static str>) {
         self.end_session(self.close(reason));
@@ -363,7 +376,8 @@ impl Connection {
         self.hub.forget(self.key);
         let mut ends = lock(&self.ends);
         let Ends { line, outbox } = &mut *ends;
-        let reason = reason.or(outbox.state().broken).filter(|reason| !reason.is_empty());
+        let evicted = self.evicted.get().copied();
+        let reason = evicted.or(reason).or(outbox.state().broken).filter(|reason| !reason.is_empty());
         outbox.give_up(&self.socket(), "");
         let session = line.begin(&mut Out { socket: self.socket(), outbox }, None);
         drop(ends);
@@ -373,9 +387,10 @@ impl Connection {
         let mut inbox = lock(&self.inbox);
         let kept = std::mem::take(&mut *inbox);
         if kept.filled > 0 {
-            self.hub.let_go(kept.bytes.len());
+            self.holder.give(Resource::Bytes, kept.bytes.len());
         }
         drop(inbox);
+        self.holder.give(Resource::Connections, 1);
         if let Some(reason) = refused.as_deref().or(reason) {
             self.hub.share.complaints.warn(format_args!("a connection was ended: {reason}"));
         }

@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
+use crate::clients::{Clients, Peer, Resource};
 use crate::connection::Connection;
 use crate::share::Share;
 use crate::{Error, Listener, worker};
@@ -49,7 +50,7 @@ pub struct Usage {
     pub requests: usize,
     /// Threads.
     pub threads: usize,
-    /// Bytes of unfinished messages and of replies that nobody takes.
+    /// Bytes of unfinished messages, of replies that nobody takes, and of extended attributes.
     pub buffered_bytes: usize,
 }
 
@@ -75,7 +76,7 @@ pub(crate) struct Hub {
     /// Threads that are about to.
     starting: AtomicUsize,
     stopping: AtomicBool,
-    buffered: AtomicUsize,
+    clients: Arc<Clients>,
     /// A listener rests until the next tick, for lack of descriptors.
     resting: AtomicBool,
     /// Where the clock has sessions end: not on the share's lane, which others wait for.
@@ -97,6 +98,8 @@ impl Hub {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|errno| system("epoll")(errno.into()))?;
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = bell.map_err(|errno| system("eventfd")(errno.into()))?;
+        let limits = &share.options.limits;
+        let clients = Clients::new(limits.connections_max, limits.buffered_bytes_max);
         let hub = Arc::new(Self {
             share,
             epoll,
@@ -109,7 +112,7 @@ impl Hub {
             idle: AtomicUsize::new(0),
             starting: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
-            buffered: AtomicUsize::new(0),
+            clients,
             resting: AtomicBool::new(false),
             ends: Lane::default(),
         });
@@ -141,7 +144,7 @@ impl Hub {
             fids: 0,
             requests: 0,
             threads: lock(&self.threads).count,
-            buffered_bytes: self.buffered.load(Ordering::Relaxed),
+            buffered_bytes: self.clients.held(Resource::Bytes),
         };
         for connection in connections {
             let (fids, requests) = connection.usage();
@@ -244,13 +247,17 @@ impl Hub {
     }
 
     fn welcome(self: &Arc<Self>, listener: &Listener, stream: OwnedFd) {
-        let mut connections = lock(&self.connections);
-        if connections.len() >= self.share.options.limits.connections_max || self.is_stopping() {
-            drop(connections);
-            let most = self.share.options.limits.connections_max;
-            self.share.complaints.warn(format_args!("a connection was refused: there are {most}, which is the limit"));
+        if self.is_stopping() {
             return;
         }
+        let peer = Peer::of(stream.as_fd());
+        let Ok(holder) = self.clients.welcome(peer) else {
+            let most = self.share.options.limits.connections_max;
+            self.share.complaints.warn(format_args!(
+                "a connection was refused: there are {most}, which is the limit, and no client has more of them ({peer:?})"
+            ));
+            return;
+        };
         if listener.is_tcp() {
             // Requests are small and waited for; a peer whose machine is gone is to be noticed in the end.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&stream, true);
@@ -264,9 +271,9 @@ impl Hub {
             return;
         };
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
-        let connection = Arc::new(Connection::new(Arc::clone(self), key, stream));
-        connections.insert(key, Arc::clone(&connection));
-        drop(connections);
+        let connection = Arc::new(Connection::new(Arc::clone(self), key, stream, Arc::clone(&holder)));
+        holder.is_of(&connection);
+        lock(&self.connections).insert(key, Arc::clone(&connection));
         if let Err(error) = connection.watch() {
             self.share.complaints.warn(format_args!("a connection cannot be watched: {error}"));
             connection.end(None);
@@ -283,20 +290,6 @@ impl Hub {
 
     pub(crate) fn forget(&self, key: u64) {
         lock(&self.connections).remove(&key);
-    }
-
-    /// Counts bytes that are held for clients; answers whether there is room for them. If not, they are not counted.
-    pub(crate) fn hold(&self, bytes: usize) -> bool {
-        let before = self.buffered.fetch_add(bytes, Ordering::AcqRel);
-        let fits = before.saturating_add(bytes) <= self.share.options.limits.buffered_bytes_max;
-        if !fits {
-            self.let_go(bytes);
-        }
-        fits
-    }
-
-    pub(crate) fn let_go(&self, bytes: usize) {
-        self.buffered.fetch_sub(bytes, Ordering::AcqRel);
     }
 
     /// Ends connections that are too slow, until everything ends.

@@ -20,6 +20,7 @@
 //! a request, requests of one connection side by side, and no thread for a connection that is silent. Threads are
 //! started while all are busy, up to a limit, and end when there is nothing to do.
 //!
+//! * `clients`: what each client takes up, and who has to go when that is too much;
 //! * `line`: which requests are under way, and what a flush does to them;
 //! * `session`: what Tversion begins: fids and what they hold;
 //! * `serve`: each request, as calls of the source; `carrier` says what it asks of those who bring them:
@@ -39,6 +40,7 @@
 
 mod ahead;
 mod carrier;
+mod clients;
 mod connection;
 mod device;
 mod end;

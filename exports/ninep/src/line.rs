@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ferry_vfs::Errno;
 use ferry_wire::ninep::{Reply, Tag};
 
+use crate::clients::{Charge, Resource};
 use crate::session::Session;
 
 /// Locks that one connection may wait for. Further ones are answered "blocked", and Linux asks again, half a minute
@@ -39,6 +40,8 @@ struct Asked {
     gone: Option<Arc<AtomicBool>>,
     /// It is a flush itself.
     is_flush: bool,
+    /// One that waits is on its client's account.
+    charge: Option<Charge>,
 }
 
 /// A request that may be served.
@@ -92,7 +95,7 @@ impl Line {
     fn insert(&mut self, token: u64, tag: Tag, is_flush: bool) -> Ticket {
         let number = self.next_number;
         self.next_number += 1;
-        self.requests.insert(tag, Asked { token, number, flushes: Vec::new(), gone: None, is_flush });
+        self.requests.insert(tag, Asked { token, number, flushes: Vec::new(), gone: None, is_flush, charge: None });
         Ticket { tag, number }
     }
 
@@ -114,11 +117,21 @@ impl Line {
 
     /// Whether one lock more may be waited for.
     pub(crate) fn may_park(&self) -> bool {
-        self.parked < PARKED_MAX
+        self.parked < PARKED_MAX && self.has_room()
+    }
+
+    /// Whether the client may have more that waits, by all of its connections.
+    fn has_room(&self) -> bool {
+        self.session.as_ref().is_some_and(|session| session.holder.has_room(Resource::Entries))
+    }
+
+    fn charge(&self) -> Option<Charge> {
+        self.session.as_ref().and_then(|session| session.holder.charge(Resource::Entries, 1).ok())
     }
 
     /// A request waits for a lock, unless it was answered or flushed meanwhile.
     pub(crate) fn park(&mut self, out: &mut dyn Outlet, ticket: &Ticket, gone: &Arc<AtomicBool>) {
+        let charge = self.charge();
         let Some(asked) = self.requests.get_mut(&ticket.tag).filter(|asked| asked.number == ticket.number) else {
             return;
         };
@@ -128,7 +141,7 @@ impl Line {
             self.close(out, ticket.tag);
             return;
         }
-        asked.gone = Some(Arc::clone(gone));
+        (asked.gone, asked.charge) = (Some(Arc::clone(gone)), charge);
         self.parked += 1;
     }
 
@@ -138,10 +151,10 @@ impl Line {
         if self.requests.contains_key(&tag) {
             return Err(Refused::TagInUse);
         }
-        let flushes = self.flushes;
+        let is_full = self.flushes >= FLUSHES_MAX || !self.has_room();
         match self.requests.get_mut(&old) {
             None => reply(out, token, tag, &Reply::Flush),
-            Some(asked) if asked.gone.is_none() && flushes >= FLUSHES_MAX => {
+            Some(asked) if asked.gone.is_none() && is_full => {
                 return Err(Refused::Error(Errno::NOBUFS));
             }
             Some(asked) => {
@@ -149,6 +162,10 @@ impl Line {
                 let (gone, waiting) = (asked.gone.clone(), asked.token);
                 self.flushes += 1;
                 self.insert(token, tag, true);
+                let charge = self.charge();
+                if let Some(flush) = self.requests.get_mut(&tag) {
+                    flush.charge = charge;
+                }
                 if let Some(gone) = gone {
                     gone.store(true, Ordering::Release);
                     out.discard(waiting);

@@ -14,12 +14,13 @@ const MSIZE_DEFAULT: u32 = 4 << 20;
 /// What clients may take up.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Connections at the same time; others are closed as soon as they come.
+    /// Connections at the same time. Further ones are closed as soon as they come, unless another client has more: then one of
+    /// that client's is.
     pub connections_max: usize,
     /// Threads, and so the most requests that are served at the same time. They mostly wait for disks.
     pub threads_max: usize,
-    /// The most that is held for clients who do not take their replies or do not finish their messages, all connections
-    /// together, in bytes. Past it such connections are closed.
+    /// The most that is held for clients who do not take their replies or do not finish their messages, and for values of
+    /// extended attributes, all connections together, in bytes. Past it a connection of the client that holds most is closed.
     pub buffered_bytes_max: usize,
     /// How long a client may take to attach, to send the rest of a message, or to take the next bytes of a reply.
     pub slow_timeout: Duration,

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use ferry_vfs::Errno;
 
-use crate::hub::Hub;
+use crate::clients::{Holder, Resource};
 use crate::line::Outlet;
 use crate::stream::Stream;
 
@@ -55,7 +55,7 @@ impl Outbox {
             }
             return;
         }
-        if !to.hub.hold(rest.len()) {
+        if to.holder.take(Resource::Bytes, rest.len()).is_err() {
             self.give_up(to, "it does not take its replies, and others need the memory");
             return;
         }
@@ -104,7 +104,7 @@ impl Outbox {
             let bytes = first.len();
             self.sent_of_first = 0;
             self.queued_bytes = self.queued_bytes.saturating_sub(bytes);
-            to.hub.let_go(bytes);
+            to.holder.give(Resource::Bytes, bytes);
         }
         if self.broken.is_none() && !to.stream.unsent() {
             self.blocked_since = None;
@@ -116,15 +116,15 @@ impl Outbox {
         self.broken.get_or_insert(reason);
         self.queue = VecDeque::new();
         self.sent_of_first = 0;
-        to.hub.let_go(std::mem::take(&mut self.queued_bytes));
+        to.holder.give(Resource::Bytes, std::mem::take(&mut self.queued_bytes));
         self.blocked_since = None;
     }
 }
 
-/// A connection's socket.
+/// A connection's socket, and what the connection holds.
 #[derive(Clone, Copy)]
 pub(crate) struct Socket<'a> {
-    pub(crate) hub: &'a Hub,
+    pub(crate) holder: &'a Holder,
     pub(crate) stream: &'a Stream,
 }
 

@@ -14,13 +14,12 @@ use ferry_vfs::{
 use ferry_wire::ninep::{Agreed, Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, agree};
 
 use crate::ahead::Reader;
+use crate::clients::{Charge, Full, Holder, Resource};
 use crate::end::End;
 use crate::hub::lock;
 use crate::share::Share;
 use crate::users::User;
 
-/// Fids of one session: Linux keeps one for each name that it remembers, and each takes some 200 bytes here.
-const FIDS_MAX: usize = 1 << 20;
 /// Values of extended attributes that the fids of one session may hold, in bytes: sixty of the longest.
 const VALUES_BYTES_MAX: usize = 4 << 20;
 
@@ -42,6 +41,14 @@ pub(crate) struct Session {
     values_bytes: Arc<AtomicUsize>,
     /// Names that its users are to look at again before they remove them.
     pub(crate) removals: Removals,
+    /// On whose account all that is.
+    pub(crate) holder: Arc<Holder>,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.holder.give(Resource::Entries, lock(&self.fids).len());
+    }
 }
 
 impl std::fmt::Debug for Session {
@@ -191,6 +198,7 @@ pub(crate) struct Open {
     owners: Mutex<HashSet<u64>>,
     /// Those of all fids of the session.
     owner_count: Arc<AtomicUsize>,
+    holder: Arc<Holder>,
     /// How it is read.
     pub(crate) reader: Mutex<Reader>,
 }
@@ -236,8 +244,12 @@ impl Open {
     /// An owner took a lock through it, which is to end with it, or may be granted it later.
     pub(crate) fn locked_by(&self, owner: u64) {
         let mut owners = lock(&self.owners);
-        if !owners.contains(&owner) && raise(&self.owner_count, 1, OWNERS_MAX) {
-            owners.insert(owner);
+        if owners.contains(&owner) || !raise(&self.owner_count, 1, OWNERS_MAX) {
+            return;
+        }
+        match self.holder.take(Resource::Entries, 1) {
+            Ok(()) => _ = owners.insert(owner),
+            Err(Full) => _ = self.owner_count.fetch_sub(1, Ordering::Relaxed),
         }
     }
 
@@ -245,6 +257,7 @@ impl Open {
     pub(crate) fn unlocked_by(&self, owner: u64) -> bool {
         let known = lock(&self.owners).remove(&owner);
         self.owner_count.fetch_sub(known.into(), Ordering::Relaxed);
+        self.holder.give(Resource::Entries, known.into());
         known
     }
 }
@@ -255,6 +268,7 @@ impl Drop for Open {
         let (ino, handle) = (self.node.ino, self.handle);
         let owners = std::mem::take(&mut *lock(&self.owners));
         self.owner_count.fetch_sub(owners.len(), Ordering::Relaxed);
+        self.holder.give(Resource::Entries, owners.len());
         for owner in owners {
             // Nobody is there to be told of an error.
             sure(|| _ = self.source.flush(&caller, ino, handle, owner));
@@ -287,6 +301,7 @@ fn sure(give_back: impl FnOnce()) {
 pub(crate) struct Value {
     pub(crate) bytes: Vec<u8>,
     total: Arc<AtomicUsize>,
+    _charge: Charge,
 }
 
 impl Drop for Value {
@@ -303,6 +318,7 @@ pub(crate) struct NewValue {
     pub(crate) flags: XattrFlags,
     pub(crate) value: Mutex<Vec<u8>>,
     total: Arc<AtomicUsize>,
+    _charge: Charge,
 }
 
 impl Drop for NewValue {
@@ -312,7 +328,7 @@ impl Drop for NewValue {
 }
 
 impl Session {
-    pub(crate) fn new(share: &Share, msize: u32) -> Self {
+    pub(crate) fn new(share: &Share, holder: &Arc<Holder>, msize: u32) -> Self {
         Self {
             id: SessionId::unique(),
             msize,
@@ -323,6 +339,7 @@ impl Session {
             owner_count: Arc::default(),
             values_bytes: Arc::default(),
             removals: Removals::default(),
+            holder: Arc::clone(holder),
         }
     }
 
@@ -360,26 +377,28 @@ impl Session {
         match fids.contains_key(&fid) {
             _ if fid == Fid::NONE => Err(Errno::INVAL),
             true => Err(Errno::BADF),
-            false if fids.len() >= FIDS_MAX => Err(Errno::NFILE),
+            false if !self.holder.has_room(Resource::Entries) => Err(Errno::NFILE),
             false => Ok(()),
         }
     }
 
     /// Makes a fid.
     pub(crate) fn insert(&self, fid: Fid, file: File) -> Result<()> {
+        self.holder.take(Resource::Entries, 1).map_err(|Full| Errno::NFILE)?;
         let mut fids = lock(&self.fids);
-        let room = fids.len() < FIDS_MAX && fid != Fid::NONE;
         let outcome = match fids.entry(fid) {
-            Slot::Occupied(_) => Err((Errno::BADF, file)),
-            Slot::Vacant(_) if !room => Err((Errno::NFILE, file)),
-            Slot::Vacant(slot) => {
+            Slot::Vacant(slot) if fid != Fid::NONE => {
                 slot.insert(Arc::new(file));
                 Ok(())
             }
+            Slot::Occupied(_) | Slot::Vacant(_) => Err(file),
         };
         drop(fids);
         // What was not taken is given back to the source only here, where no lock is held.
-        outcome.map_err(|(errno, _)| errno)
+        outcome.map_err(|_| {
+            self.holder.give(Resource::Entries, 1);
+            Errno::BADF
+        })
     }
 
     /// Makes a fid something else, unless another request did so meanwhile.
@@ -395,7 +414,9 @@ impl Session {
 
     /// Ends a fid.
     pub(crate) fn remove(&self, fid: Fid) -> Result<Arc<File>> {
-        lock(&self.fids).remove(&fid).ok_or(Errno::BADF)
+        let removed = lock(&self.fids).remove(&fid).ok_or(Errno::BADF)?;
+        self.holder.give(Resource::Entries, 1);
+        Ok(removed)
     }
 
     /// The root of the source, which always has a reference.
@@ -443,6 +464,7 @@ impl Session {
             source: Arc::clone(&self.source),
             owners: Mutex::default(),
             owner_count: Arc::clone(&self.owner_count),
+            holder: Arc::clone(&self.holder),
             reader: Mutex::default(),
         })
     }
@@ -453,31 +475,42 @@ impl Session {
         self.owners.hash_one((lock.pid, lock.client)) | 1
     }
 
-    fn count_value(&self, bytes: usize) -> Result<Arc<AtomicUsize>> {
-        match raise(&self.values_bytes, bytes, VALUES_BYTES_MAX) {
-            true => Ok(Arc::clone(&self.values_bytes)),
-            false => Err(Errno::NOMEM),
+    fn count_value(&self, bytes: usize) -> Result<(Arc<AtomicUsize>, Charge)> {
+        if !raise(&self.values_bytes, bytes, VALUES_BYTES_MAX) {
+            return Err(Errno::NOMEM);
+        }
+        match self.holder.charge(Resource::Bytes, bytes) {
+            Ok(charge) => Ok((Arc::clone(&self.values_bytes), charge)),
+            Err(Full) => {
+                self.values_bytes.fetch_sub(bytes, Ordering::Relaxed);
+                Err(Errno::NOMEM)
+            }
         }
     }
 
     /// A value to be read.
     pub(crate) fn value(&self, bytes: Vec<u8>) -> Result<Arc<Value>> {
-        let total = self.count_value(bytes.len())?;
-        Ok(Arc::new(Value { bytes, total }))
+        let (total, charge) = self.count_value(bytes.len())?;
+        Ok(Arc::new(Value { bytes, total, _charge: charge }))
     }
 
     /// A value to be written.
     pub(crate) fn new_value(&self, name: &[u8], bytes: usize, flags: XattrFlags) -> Result<Arc<NewValue>> {
-        let total = self.count_value(bytes)?;
-        Ok(Arc::new(NewValue { name: name.into(), bytes, flags, value: Mutex::default(), total }))
+        let (total, charge) = self.count_value(bytes)?;
+        Ok(Arc::new(NewValue { name: name.into(), bytes, flags, value: Mutex::default(), total, _charge: charge }))
     }
 }
 
 /// The session that a Tversion begins, if it begins one, and the answer.
-pub(crate) fn agree_on(share: &Share, msize: u32, version: &[u8]) -> (Option<Arc<Session>>, Reply<'static>) {
+pub(crate) fn agree_on(
+    share: &Share,
+    holder: &Arc<Holder>,
+    msize: u32,
+    version: &[u8],
+) -> (Option<Arc<Session>>, Reply<'static>) {
     match agree(msize, version, share.options.msize_max) {
         Agreed::Session { msize } => {
-            (Some(Arc::new(Session::new(share, msize))), Reply::Version { msize, version: VERSION })
+            (Some(Arc::new(Session::new(share, holder, msize))), Reply::Version { msize, version: VERSION })
         }
         Agreed::Unknown => (None, Reply::Version { msize, version: VERSION_UNKNOWN }),
         Agreed::TooSmall => (None, Reply::Error(Errno::MSGSIZE)),
@@ -489,6 +522,7 @@ mod tests {
     use ferry_vfs::Timespec;
 
     use super::*;
+    use crate::clients::{Clients, Peer};
 
     #[test]
     fn versions_change_with_the_file_and_are_never_0() {
@@ -518,7 +552,9 @@ mod tests {
 
     #[test]
     fn owners_of_locks_are_remembered_until_they_have_none_and_are_bounded() {
-        let session = Session::new(&Share::new(Arc::new(Nothing), crate::Options::default()), 8192);
+        let clients = Clients::new(1, 0);
+        let holder = clients.welcome(Peer::Guest).unwrap();
+        let session = Session::new(&Share::new(Arc::new(Nothing), crate::Options::default()), &holder, 8192);
         let count = || session.owner_count.load(Ordering::Relaxed);
         let root = session.root(&Attr::new(Ino::ROOT, FileType::Directory, 0o755));
         let user = User { uid: 0, gid: 0, checked: false };
@@ -537,8 +573,9 @@ mod tests {
         assert_eq!(count(), OWNERS_MAX - 3000);
         other.locked_by(5000);
         assert!(other.unlocked_by(5000));
+        assert_eq!(clients.held(Resource::Entries), OWNERS_MAX - 3000);
         drop(other);
-        assert_eq!(count(), 0);
+        assert_eq!((count(), clients.held(Resource::Entries)), (0, 0));
     }
 
     #[test]

@@ -6,8 +6,10 @@ mod common;
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -16,6 +18,8 @@ use common::{Client, DirServer, MSIZE, ROOT, Server};
 use ferry_ninep::{Error, Export, Limits, Options};
 use ferry_vfs::*;
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, Request, Tag, VERSION, kind};
+use rustix::process::Uid;
+use socket2::{Domain, Socket, Type};
 
 const SHORT: Duration = Duration::from_millis(700);
 
@@ -253,6 +257,119 @@ fn there_is_a_limit_of_connections() {
     drop(clients);
     share.settles(|usage| usage.connections == 0);
     assert!(share.attached(0).getattr(ROOT).is_ok());
+}
+
+/// A client at an address of this machine.
+fn from(address: &str, server: SocketAddr) -> Client<TcpStream> {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::new(address.parse().unwrap(), 0).into()).unwrap();
+    socket.connect(&server.into()).unwrap();
+    Client::new(socket.into())
+}
+
+/// A client of this machine that is another user's.
+fn of_user(uid: u32, path: PathBuf) -> Client<UnixStream> {
+    let connect = move || {
+        rustix::thread::set_thread_res_uid(None, Some(Uid::from_raw(uid)), None).unwrap();
+        UnixStream::connect(path).unwrap()
+    };
+    Client::new(std::thread::spawn(connect).join().unwrap())
+}
+
+/// Asks for much, and takes nothing.
+fn ask<S: common::Stream>(client: &mut Client<S>, requests: u16) {
+    client.hello(MSIZE);
+    client.attach(ROOT, 0).unwrap();
+    client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    let mut messages = Vec::new();
+    (0..requests)
+        .for_each(|tag| Request::Read { fid: Fid(1), offset: 0, bytes_max: MSIZE }.encode(Tag(tag), &mut messages));
+    client.stream.write_all(&messages).unwrap();
+}
+
+/// One client holds all that is there for unsent replies, by many connections. Another one, which is late, gets every reply.
+fn one_client_takes_nothing_from_another<S: common::Stream>(
+    server: &Server,
+    deaf: impl Fn() -> Client<S>,
+    (other, requests): (impl Fn() -> Client<S>, u16),
+) {
+    let bound = server.options().limits.buffered_bytes_max;
+    let mut holders: Vec<_> = (0..DEAF).map(|_| deaf()).collect();
+    holders.iter_mut().for_each(|client| ask(client, 20));
+    server.settles(|usage| usage.buffered_bytes > bound / 4 * 3);
+    let mut late: Vec<_> = (0..2).map(|_| other()).collect();
+    for client in &mut late {
+        ask(client, requests);
+    }
+    // They hold more than was free, and there is not more than there may be.
+    std::thread::sleep(SHORT);
+    let usage = server.usage();
+    assert!(usage.buffered_bytes <= bound + MSIZE as usize, "{usage:?}");
+    for client in &mut late {
+        for _ in 0..requests {
+            assert_eq!(client.receive().1.len(), MSIZE as usize);
+        }
+        assert!(client.getattr(ROOT).is_ok());
+    }
+    drop((holders, late));
+    server.settles(|usage| usage.connections == 0 && usage.buffered_bytes == 0);
+}
+
+/// As many connections as hold what there is, with a reply each.
+const DEAF: usize = 40;
+
+fn with_little_room() -> DirServer {
+    let limits = Limits { buffered_bytes_max: 24 << 20, ..Limits::default() };
+    let share = DirServer::new(Options { limits, ..Options::default() });
+    fs::write(share.path.join("f"), vec![7; 2 * MSIZE as usize]).unwrap();
+    share
+}
+
+#[test]
+fn one_address_takes_nothing_from_another() {
+    let share = with_little_room();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let source = Arc::clone(&share.dir) as Arc<dyn FileSystem>;
+    let server = share.server.also_at(listener.into(), source);
+    // The kernel has room for some MiB of them.
+    one_client_takes_nothing_from_another(&server, || from("127.0.0.1", address), (|| from("127.0.0.2", address), 12));
+}
+
+#[test]
+fn one_user_takes_nothing_from_another() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not run: it takes root to be another user");
+        return;
+    }
+    let share = with_little_room();
+    let everybody = |path: &std::path::Path| fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();
+    everybody(share.folder.path());
+    everybody(&share.socket);
+    let socket = || share.socket.clone();
+    one_client_takes_nothing_from_another(&share.server, || of_user(1000, socket()), (|| of_user(1001, socket()), 4));
+}
+
+/// Connections of one client leave room for those of another.
+#[test]
+fn connections_of_one_client_leave_room_for_others() {
+    let limits = Limits { connections_max: 8, ..Limits::default() };
+    let share = DirServer::new(Options { limits, ..Options::default() });
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let _server = share.server.also_at(listener.into(), Arc::clone(&share.dir) as Arc<dyn FileSystem>);
+    let attached = |mut client: Client<TcpStream>| {
+        client.hello(MSIZE);
+        client.attach(ROOT, 0).unwrap();
+        client
+    };
+    let mut greedy: Vec<_> = (0..8).map(|_| attached(from("127.0.0.1", address))).collect();
+    assert!(from("127.0.0.1", address).is_ended());
+    let mut others: Vec<_> = (0..3).map(|_| attached(from("127.0.0.2", address))).collect();
+    assert!(others.iter_mut().all(|client| client.getattr(ROOT).is_ok()));
+    let kept = greedy.split_off(5);
+    assert!(greedy.iter_mut().all(|client| client.getattr(ROOT).is_ok()));
+    assert!(kept.into_iter().all(|mut client| client.is_ended()));
 }
 
 /// Silent connections take no thread.

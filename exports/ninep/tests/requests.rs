@@ -541,6 +541,21 @@ fn a_read_only_share_is_one() {
     assert_eq!(client.getattr(Fid(2)), Err(Errno::BADF), "the fid ends in any case");
 }
 
+/// Linux's unlinkat(2) of an open directory sends the open fid.
+#[test]
+fn names_are_changed_by_open_directories() {
+    let share = DirServer::new(Options::default());
+    fs::write(share.path.join("f"), "").unwrap();
+    let mut client = share.attached(0);
+    client.open_path(Fid(1), "", OFlags::RDONLY).unwrap();
+    let dir = Fid(1);
+    client.ok(&Request::Mkdir { dir, name: name("d"), mode: 0o700, gid: 0 }).unwrap();
+    client.ok(&Request::Renameat { dir, name: name("f"), new_dir: dir, new_name: name("g") }).unwrap();
+    client.ok(&Request::Unlinkat { dir, name: name("g"), is_dir: false }).unwrap();
+    client.ok(&Request::Unlinkat { dir, name: name("d"), is_dir: true }).unwrap();
+    assert_eq!(fs::read_dir(&share.path).unwrap().count(), 0);
+}
+
 #[test]
 fn users_own_what_they_make_or_are_refused() {
     if !is_root() {

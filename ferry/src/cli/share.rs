@@ -343,7 +343,8 @@ pub struct Share {
     #[serde(rename = "9p-msize")]
     pub ninep_msize: Option<Size>,
 
-    /// How many 9P clients may be connected at the same time [default: 1024].
+    /// How many 9P connections there may be at the same time; when there are so many, the client that has most (a user of this host,
+    /// or a machine) gives one up for others [default: 1024].
     #[arg(id = "9p-connections", long = "9p-connections", value_name = "N", help_heading = "For 9P")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(CLIENTS_MAX)))]
     #[serde(rename = "9p-connections")]

@@ -7,13 +7,15 @@ use ferry_vhost::Port;
 use ferry_wire::ninep::Tag;
 
 use crate::carrier::Client;
+use crate::clients::{Clients, Holder};
 use crate::hub::lock;
 use crate::line::{Line, Outlet, Refused, Ticket};
 use crate::session::Session;
 
 /// See the module.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Guest {
+    holder: Arc<Holder>,
     line: Mutex<Line>,
     port: OnceLock<Arc<Port<Vec<u8>>>>,
 }
@@ -35,6 +37,17 @@ impl Outlet for ByMail<'_> {
 }
 
 impl Guest {
+    pub(super) fn new() -> Self {
+        // Nobody else's: a device has one guest.
+        let holder = Clients::alone();
+        Self { holder, line: Mutex::default(), port: OnceLock::new() }
+    }
+
+    /// On whose account the guest's sessions are.
+    pub(super) fn holder(&self) -> &Arc<Holder> {
+        &self.holder
+    }
+
     /// Has replies of other threads go this way, from now on.
     pub(super) fn answers_by(&self, port: Arc<Port<Vec<u8>>>) {
         // There is one worker, and so one port.

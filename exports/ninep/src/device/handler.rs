@@ -98,7 +98,7 @@ impl Handler {
     }
 
     fn version(&mut self, chain: &Chain, tag: Tag, msize: u32, version: &[u8]) -> Answer {
-        let (session, answer) = session::agree_on(&self.share, msize, version);
+        let (session, answer) = session::agree_on(&self.share, self.guest.holder(), msize, version);
         self.guest.begin(session);
         encode(&mut Reply { chain, short: &mut self.short }, tag, &answer);
         Answer::Done(put(chain, &self.short))

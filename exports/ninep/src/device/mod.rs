@@ -86,7 +86,7 @@ impl Device for NineP {
     }
 
     fn session(&self) -> Arc<Guest> {
-        let guest = Arc::new(Guest::default());
+        let guest = Arc::new(Guest::new());
         *lock(&self.now) = Arc::downgrade(&guest);
         guest
     }

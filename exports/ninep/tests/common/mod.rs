@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use chains::Chains;
 use ferry_dir::Dir;
-use ferry_ninep::{DeviceOptions, Export, Options, Usage};
+use ferry_ninep::{DeviceOptions, Export, Listener, Options, Usage};
 use ferry_vfs::{Errno, FileSystem, LockKind, Name, OFlags};
 use ferry_wire::ninep::*;
 use tempfile::TempDir;
@@ -46,6 +46,18 @@ impl Server {
         let listener = UnixListener::bind(&socket).unwrap();
         let export = Export::start(vec![listener.into()], Arc::clone(&source), options.clone()).unwrap();
         Self { export: Some(export), devices: Mutex::default(), source, options, socket, folder }
+    }
+
+    /// The same source at another socket, with the same options.
+    pub fn also_at(&self, listener: Listener, source: Arc<dyn FileSystem>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let export = Export::start(vec![listener], Arc::clone(&source), self.options.clone()).unwrap();
+        let (devices, options, socket) = (Mutex::default(), self.options.clone(), PathBuf::new());
+        Self { export: Some(export), devices, source, options, socket, folder }
+    }
+
+    pub fn options(&self) -> &Options {
+        &self.options
     }
 
     pub fn connect(&self) -> Client<Link> {

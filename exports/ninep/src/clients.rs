@@ -1,0 +1,402 @@
+//! What clients take up. A client is whoever comes from one place, by however many connections: one user of this host, one address,
+//! one virtual machine. What one may hold is bounded, and when all together hold too much, a connection of the client that holds most is
+//! ended: nobody takes room from others.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use socket2::SockRef;
+
+use crate::connection::Connection;
+use crate::hub::lock;
+
+/// Fids, waiting locks, flushes and owners of locks of one client, which take some 300 bytes each: Linux keeps a fid for each name
+/// that it remembers.
+const ENTRIES_MAX: usize = 1 << 20;
+/// Those of all clients: about 1.2 GB.
+const ENTRIES_MAX_OF_ALL: usize = 4 * ENTRIES_MAX;
+
+/// The network part of an IPv6 address: whoever has one address there has all of them.
+const NETWORK_BYTES: usize = 8;
+
+/// Where a client comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Peer {
+    /// A user of this host, by a unix socket.
+    User(u32),
+    /// An IPv4 address.
+    V4(Ipv4Addr),
+    /// A network of IPv6.
+    V6([u8; NETWORK_BYTES]),
+    /// A virtual machine, by vsock.
+    Machine(u32),
+    /// The virtual machine of a device.
+    Guest,
+    /// Nobody knows.
+    Unknown,
+}
+
+impl Peer {
+    /// Where the other end of a connection is.
+    pub(crate) fn of(socket: BorrowedFd<'_>) -> Self {
+        let Ok(address) = SockRef::from(&socket).peer_addr() else { return Self::Unknown };
+        if let Some((cid, _)) = address.as_vsock_address() {
+            return Self::Machine(cid);
+        }
+        match address.as_socket() {
+            Some(address) => Self::at(address.ip()),
+            None => rustix::net::sockopt::socket_peercred(socket.as_fd())
+                .map_or(Self::Unknown, |peer| Self::User(peer.uid.as_raw())),
+        }
+    }
+
+    fn at(address: IpAddr) -> Self {
+        match address.to_canonical() {
+            IpAddr::V4(address) => Self::V4(address),
+            IpAddr::V6(address) => Self::V6(address.octets().first_chunk().copied().unwrap_or_default()),
+        }
+    }
+}
+
+/// What is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Resource {
+    /// Connections.
+    Connections,
+    /// Bytes of unfinished messages, of replies that nobody takes, and of extended attributes.
+    Bytes,
+    /// Fids, waiting locks, flushes and owners of locks.
+    Entries,
+}
+
+const RESOURCES: [Resource; 3] = [Resource::Connections, Resource::Bytes, Resource::Entries];
+/// Amounts of all resources.
+type Amounts = [usize; RESOURCES.len()];
+
+/// There is no more for this client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Full;
+
+/// How much one client may hold, and all together.
+#[derive(Clone, Copy, Debug)]
+struct Bounds {
+    client: Amounts,
+    all: Amounts,
+}
+
+/// What the holders of one client hold.
+#[derive(Debug)]
+struct Account {
+    peer: Peer,
+    held: [AtomicUsize; RESOURCES.len()],
+}
+
+#[derive(Debug, Default)]
+struct Registry {
+    accounts: HashMap<Peer, Weak<Account>>,
+    holders: HashMap<u64, Weak<Holder>>,
+    next: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Clients {
+    bounds: Bounds,
+    held: [AtomicUsize; RESOURCES.len()],
+    registry: Mutex<Registry>,
+}
+
+/// What one connection holds.
+#[derive(Debug)]
+pub(crate) struct Holder {
+    clients: Arc<Clients>,
+    account: Arc<Account>,
+    /// Counts holders.
+    number: u64,
+    state: Mutex<Held>,
+    /// What ends when others need the room.
+    connection: OnceLock<Weak<Connection>>,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    amounts: Amounts,
+    /// It was taken off the accounts as a whole, and takes nothing any more.
+    is_ended: bool,
+}
+
+fn add(counts: &[AtomicUsize], resource: Resource, amount: usize) -> usize {
+    counts[resource as usize].fetch_add(amount, Ordering::AcqRel).saturating_add(amount)
+}
+
+fn subtract(counts: &[AtomicUsize], resource: Resource, amount: usize) {
+    counts[resource as usize].fetch_sub(amount, Ordering::AcqRel);
+}
+
+impl Clients {
+    /// Nobody yet.
+    pub(crate) fn new(connections_max: usize, bytes_max: usize) -> Arc<Self> {
+        Self::within(Bounds {
+            client: [usize::MAX, usize::MAX, ENTRIES_MAX],
+            all: [connections_max, bytes_max, ENTRIES_MAX_OF_ALL],
+        })
+    }
+
+    fn within(bounds: Bounds) -> Arc<Self> {
+        Arc::new(Self { bounds, held: Default::default(), registry: Mutex::default() })
+    }
+
+    /// The only client that there is.
+    pub(crate) fn alone() -> Arc<Holder> {
+        let clients = Self::new(usize::MAX, usize::MAX);
+        clients.holder(Peer::Guest)
+    }
+
+    /// What all hold.
+    pub(crate) fn held(&self, resource: Resource) -> usize {
+        self.held[resource as usize].load(Ordering::Relaxed)
+    }
+
+    /// One more connection of a client, if there is room for it.
+    pub(crate) fn welcome(self: &Arc<Self>, peer: Peer) -> Result<Arc<Holder>, Full> {
+        let holder = self.holder(peer);
+        holder.take(Resource::Connections, 1)?;
+        Ok(holder)
+    }
+
+    fn holder(self: &Arc<Self>, peer: Peer) -> Arc<Holder> {
+        let mut registry = lock(&self.registry);
+        let account = registry.accounts.get(&peer).and_then(Weak::upgrade).unwrap_or_else(|| {
+            let account = Arc::new(Account { peer, held: Default::default() });
+            registry.accounts.insert(peer, Arc::downgrade(&account));
+            account
+        });
+        let number = registry.next;
+        registry.next += 1;
+        let clients = Arc::clone(self);
+        let holder = Holder { clients, account, number, state: Mutex::default(), connection: OnceLock::new() };
+        let holder = Arc::new(holder);
+        registry.holders.insert(number, Arc::downgrade(&holder));
+        drop(registry);
+        holder
+    }
+
+    /// Ends connections of those who hold most until there is no more than there may be; answers whether the one who asks may
+    /// stay, which that one may not who holds most.
+    fn make_room(&self, resource: Resource, asker: &Holder) -> bool {
+        // Dropped after the lock.
+        let (mut holders, mut ended): (Vec<Arc<Holder>>, Vec<Arc<Connection>>) = Default::default();
+        let registry = lock(&self.registry);
+        holders.extend(registry.holders.values().filter_map(Weak::upgrade));
+        let of_client = |holder: &Holder| holder.account.held[resource as usize].load(Ordering::Acquire);
+        let room = loop {
+            if self.held(resource) <= self.bounds.all[resource as usize] {
+                break true;
+            }
+            // The last one of those who hold as much, and of one client the last that came.
+            let most = holders.iter().max_by_key(|holder| (of_client(holder), holder.holds(resource), holder.number));
+            let Some(most) = most.filter(|most| of_client(most) > of_client(asker)) else { break false };
+            match most.end(resource) {
+                Some(connection) => ended.extend(connection),
+                None => break false,
+            }
+        };
+        drop(registry);
+        room
+    }
+}
+
+impl Holder {
+    /// Which connection ends when others need its room.
+    pub(crate) fn is_of(&self, connection: &Arc<Connection>) {
+        // A connection has one holder.
+        let _ = self.connection.set(Arc::downgrade(connection));
+    }
+
+    /// Whether more may be held.
+    pub(crate) fn has_room(&self, resource: Resource) -> bool {
+        self.account.held[resource as usize].load(Ordering::Relaxed) < self.clients.bounds.client[resource as usize]
+    }
+
+    fn holds(&self, resource: Resource) -> usize {
+        lock(&self.state).amounts[resource as usize]
+    }
+
+    /// Counts what is held from now on. If there is no room, it is not counted.
+    pub(crate) fn take(&self, resource: Resource, amount: usize) -> Result<(), Full> {
+        let Clients { bounds, held, .. } = &*self.clients;
+        let mut state = lock(&self.state);
+        if state.is_ended {
+            return Err(Full);
+        }
+        state.amounts[resource as usize] += amount;
+        let of_client = add(&self.account.held, resource, amount);
+        let of_all = add(held, resource, amount);
+        drop(state);
+        let fits = of_client <= bounds.client[resource as usize]
+            && (of_all <= bounds.all[resource as usize] || self.clients.make_room(resource, self));
+        if !fits {
+            self.give(resource, amount);
+        }
+        if fits { Ok(()) } else { Err(Full) }
+    }
+
+    /// The same until the charge is dropped.
+    pub(crate) fn charge(self: &Arc<Self>, resource: Resource, amount: usize) -> Result<Charge, Full> {
+        self.take(resource, amount).map(|()| Charge { holder: Arc::clone(self), resource, amount })
+    }
+
+    /// It is held no more.
+    pub(crate) fn give(&self, resource: Resource, amount: usize) {
+        let mut state = lock(&self.state);
+        if !state.is_ended {
+            state.amounts[resource as usize] -= amount;
+            subtract(&self.account.held, resource, amount);
+            subtract(&self.clients.held, resource, amount);
+        }
+    }
+
+    /// Takes all that it holds off the accounts, and ends its connection, which the caller drops; `None` if there is nothing to gain.
+    fn end(&self, resource: Resource) -> Option<Option<Arc<Connection>>> {
+        let mut state = lock(&self.state);
+        if state.is_ended || state.amounts[resource as usize] == 0 {
+            return None;
+        }
+        self.close(&mut state);
+        drop(state);
+        let connection = self.connection.get().and_then(Weak::upgrade);
+        if let Some(connection) = &connection {
+            connection.evict();
+        }
+        Some(connection)
+    }
+
+    fn close(&self, state: &mut Held) {
+        state.is_ended = true;
+        let amounts = std::mem::take(&mut state.amounts);
+        for (resource, amount) in RESOURCES.into_iter().zip(amounts) {
+            subtract(&self.account.held, resource, amount);
+            subtract(&self.clients.held, resource, amount);
+        }
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let mut state = std::mem::take(self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner));
+        if !state.is_ended {
+            self.close(&mut state);
+        }
+        let mut registry = lock(&self.clients.registry);
+        registry.holders.remove(&self.number);
+        // Nobody finds the account while this lock is held.
+        if Arc::strong_count(&self.account) == 1 {
+            registry.accounts.remove(&self.account.peer);
+        }
+    }
+}
+
+/// Something that is held.
+#[derive(Debug)]
+pub(crate) struct Charge {
+    holder: Arc<Holder>,
+    resource: Resource,
+    amount: usize,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.holder.give(self.resource, self.amount);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BYTES: Resource = Resource::Bytes;
+
+    fn small() -> Arc<Clients> {
+        Clients::within(Bounds { client: [9, 90, 5], all: [9, 100, 8] })
+    }
+
+    #[test]
+    fn who_holds_most_gives_way() {
+        let clients = small();
+        let [one, two, other] =
+            [Peer::User(1), Peer::User(1), Peer::User(2)].map(|peer| clients.welcome(peer).unwrap());
+        assert_eq!((one.take(BYTES, 50), two.take(BYTES, 30), other.take(BYTES, 20)), (Ok(()), Ok(()), Ok(())));
+        // The one that holds most gets no more itself.
+        assert_eq!(two.take(BYTES, 1), Err(Full));
+        assert_eq!(clients.held(BYTES), 100);
+        // Of its connections the one that holds most ends for others, as a whole.
+        assert_eq!(other.take(BYTES, 10), Ok(()));
+        assert_eq!((one.holds(BYTES), two.holds(BYTES), clients.held(BYTES)), (0, 30, 60));
+        assert_eq!(one.take(BYTES, 1), Err(Full));
+        one.give(BYTES, 50);
+        assert_eq!(clients.held(BYTES), 60);
+        // Now the other is the one.
+        assert_eq!(other.take(BYTES, 41), Err(Full));
+        assert_eq!(two.take(BYTES, 40), Ok(()));
+        assert_eq!(two.take(BYTES, 25), Err(Full), "more than one client may hold");
+        drop((one, two, other));
+        assert_eq!(clients.held.each_ref().map(|count| count.load(Ordering::Relaxed)), [0; 3]);
+        let registry = lock(&clients.registry);
+        assert!(registry.accounts.is_empty() && registry.holders.is_empty(), "{registry:?}");
+    }
+
+    #[test]
+    fn connections_go_to_those_who_have_fewer() {
+        let clients = small();
+        let come = |user| clients.welcome(Peer::User(user));
+        let greedy: Vec<_> = (0..9).map(|_| come(1).unwrap()).collect();
+        assert!(come(1).is_err());
+        let others: Vec<_> = (2..6).map(|user| come(user).unwrap()).collect();
+        assert_eq!(greedy.iter().filter(|holder| lock(&holder.state).is_ended).count(), 4);
+        assert!(!lock(&greedy[0].state).is_ended, "the last ones that came go first");
+        assert!(others.iter().all(|holder| !lock(&holder.state).is_ended));
+    }
+
+    #[test]
+    fn entries_are_bounded_for_each_client_and_in_all() {
+        let clients = small();
+        let [one, other] = [1, 2].map(|user| clients.welcome(Peer::User(user)).unwrap());
+        let charges: Vec<_> = (0..5).map(|_| one.charge(Resource::Entries, 1).unwrap()).collect();
+        assert!(!one.has_room(Resource::Entries) && one.charge(Resource::Entries, 1).is_err());
+        (0..4).for_each(|_| other.take(Resource::Entries, 1).unwrap());
+        assert!(lock(&one.state).is_ended);
+        drop(charges);
+        assert_eq!(clients.held(Resource::Entries), 4);
+    }
+
+    #[test]
+    fn many_threads_keep_the_sums() {
+        let clients = Clients::within(Bounds { client: [100; 3], all: [100, 60, 100] });
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let clients = &clients;
+                scope.spawn(move || {
+                    for round in 0..2000 {
+                        let Ok(holder) = clients.welcome(Peer::User(thread / 2)) else { continue };
+                        let charges: Vec<_> = (0..round % 7).map(|part| holder.charge(BYTES, part + 1)).collect();
+                        assert!(clients.held(BYTES) <= 60 + 8 * 7);
+                        drop(charges);
+                    }
+                });
+            }
+        });
+        assert_eq!(clients.held.each_ref().map(|count| count.load(Ordering::Relaxed)), [0; 3]);
+    }
+
+    #[test]
+    fn addresses_of_one_network_are_one_client() {
+        let at = |text: &str| Peer::at(text.parse().unwrap());
+        assert_eq!(at("2001:db8:1:2::1"), at("2001:db8:1:2:ffff::7"));
+        assert_ne!(at("2001:db8:1:2::1"), at("2001:db8:1:3::1"));
+        assert_eq!(at("::ffff:192.0.2.1"), at("192.0.2.1"));
+        assert_ne!(at("192.0.2.1"), at("192.0.2.2"));
+    }
+}
