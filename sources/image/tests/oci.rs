@@ -1,6 +1,7 @@
 //! Images of OCI image directories: of those that umoci makes, of those that are laid out by hand as the specification says, and of
 //! hostile ones.
 
+mod archives;
 mod common;
 
 use std::collections::BTreeSet;
@@ -9,7 +10,7 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::process::Command;
 
-use common::bundle::{Bundle, DIR, FILE, Item, LINK, Packing, SYMLINK, TIME, archive, digest, gzip};
+use archives::bundle::{Bundle, DIR, FILE, Item, LINK, Packing, SYMLINK, TIME, archive, digest, gzip};
 use common::{Bench, bytes, set_time};
 use ferry_image::{BuildOptions, Built, Image, Layout, Source, Store, build};
 use serde_json::json;

@@ -1,5 +1,6 @@
 //! Archives and layers give the trees that GNU tar and umoci make of them.
 
+mod archives;
 mod common;
 
 use std::collections::BTreeMap;
@@ -8,8 +9,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::bundle::{Bundle, DIR, FILE, Item, LINK, Packing, SYMLINK, TIME, archive, gzip, member, packed};
-use common::random::{Layers, random_layers};
+use archives::bundle::{Bundle, DIR, FILE, Item, LINK, Packing, SYMLINK, TIME, archive, gzip, member, packed};
+use archives::random::{Layers, random_layers};
 use common::{Bench, Facts, bytes, facts, facts_of_image};
 use ferry_image::{BuildOptions, Layout, Source, Store, build};
 

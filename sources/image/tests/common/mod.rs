@@ -1,11 +1,9 @@
 //! Trees to make images of.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
-pub mod bundle;
 pub mod composefs;
 pub mod damaged;
 pub mod kernel;
-pub mod random;
 pub mod readers;
 
 use std::fs::{self, File};

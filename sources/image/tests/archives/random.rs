@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::bundle::{DIR, FILE, LINK, SYMLINK, member};
-use super::composefs::Random;
+use crate::common::composefs::Random;
 
 /// The archives of an image's layers, and what is in them for people.
 pub struct Layers {

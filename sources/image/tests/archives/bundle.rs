@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
-use super::Bench;
+use crate::common::Bench;
 
 /// The time of all that is made here: archives and directories are to give the same image.
 pub const TIME: i64 = 1_600_000_000;
