@@ -8,7 +8,7 @@ use ferry_vfs::{
 };
 use ferry_wire::ninep::{DirWriter, Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
 
-use super::permission::SEARCH;
+use super::permission::{SEARCH, wanted};
 use super::{Context, Done};
 use crate::carrier::ReplyBuffer;
 use crate::session::{File, Node, Place, State};
@@ -97,9 +97,7 @@ impl Context<'_> {
             Err(Errno::EXIST) if opens_what_is_there(user, flags) => {
                 self.create_or_open(&dir, name, flags, &new, gid)?
             }
-            // Whether this user may open that, nobody has checked: Linux's client looks the name up again, and opens what it finds as
-            // it opens any file.
-            Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => return Err(Errno::STALE),
+            Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => self.open_shown(&dir, name, flags)?,
             other => other?,
         };
         self.session.removals.told((dir.node.ino, name), Some(node.ino));
@@ -151,6 +149,30 @@ impl Context<'_> {
                 Err(errno)
             }
         }
+    }
+
+    /// Opens what somebody else has made since the client looked. Whether the user may, nobody has checked, so it is opened only if the
+    /// user may whatever groups it is in: the server knows none of them. Otherwise Linux's client looks again after `STALE`, and opens what it finds
+    /// as it opens any file; but not with `cache=loose`, which goes on believing that there is nothing.
+    fn open_shown(&self, dir: &File, name: Name<'_>, flags: OFlags) -> Result<(Arc<Node>, Attr, Handle)> {
+        let (source, user) = (&self.share.source, dir.user);
+        let cx = self.caller(user, None);
+        let (node, attr) = match source.lookup(&cx, dir.node.ino, name) {
+            // And gone again.
+            Err(Errno::NOENT) => return Err(Errno::STALE),
+            found => self.session.node(found?)?,
+        };
+        if node.kind == FileType::Directory {
+            return Err(Errno::ISDIR);
+        }
+        let mode = source.mode_without_acl(&cx, node.ino, &attr);
+        let allowed = if attr.uid == user.uid { mode >> 6 } else { (mode >> 3) & mode };
+        let wanted = wanted(flags);
+        if allowed & wanted != wanted {
+            return Err(Errno::STALE);
+        }
+        let handle = self.open_file(&node, user, flags)?;
+        Ok((node, attr, handle))
     }
 
     pub(super) fn readdir(&self, buffer: &mut impl ReplyBuffer, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {

@@ -23,6 +23,17 @@ const S_IXGRP: u32 = 0o010;
 const S_IWOTH: u32 = 0o002;
 const PERMISSIONS: u32 = 0o7777;
 
+/// What it takes to open a file with these flags.
+pub(super) fn wanted(flags: OFlags) -> u32 {
+    let access = match flags & OFlags::ACCMODE {
+        OFlags::WRONLY => WRITE,
+        OFlags::RDWR => READ | WRITE,
+        _ => READ,
+    };
+    let truncation = if flags.contains(OFlags::TRUNC) { WRITE } else { 0 };
+    access | truncation
+}
+
 impl Context<'_> {
     /// Whether the user is a member of a group.
     pub(super) fn is_in_group(&self, user: User, gid: u32) -> bool {
@@ -65,13 +76,7 @@ impl Context<'_> {
         if !user.is_bound() {
             return Ok(());
         }
-        let access = match flags & OFlags::ACCMODE {
-            OFlags::RDONLY => READ,
-            OFlags::WRONLY => WRITE,
-            _ => READ | WRITE,
-        };
-        let truncation = if flags.contains(OFlags::TRUNC) { WRITE } else { 0 };
-        self.may(user, node, access | truncation)?;
+        self.may(user, node, wanted(flags))?;
         if flags.contains(OFlags::NOATIME)
             && self.share.source.getattr(&self.caller(user, None), node.ino, None)?.uid != user.uid
         {
