@@ -152,6 +152,7 @@ impl Shared {
                 self.by_any_fid(session, &inode, |fid| session.tell(&Request::Setattr { fid: fid.fid(), set, ctime }))
             })?;
         }
+        inode.change();
         self.getattr_of(&inode)
     }
 

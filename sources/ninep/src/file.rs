@@ -335,10 +335,12 @@ impl Shared {
                 })
             })
         };
-        match inode.cached() {
+        let truncated = match inode.cached() {
             Some(file) => file.truncate(size, at_server),
             None => at_server(),
-        }
+        };
+        inode.change();
+        truncated
     }
 
     /// The cache of an open file, unless it is to be left out; what it holds is written then.
@@ -454,11 +456,18 @@ impl Shared {
     pub(crate) fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
         let opened = self.opened(cx, at)?;
         at.end()?;
+        let written = self.write_opened(&opened, at, input);
+        // Also what is written behind: the server will tell another time and length.
+        opened.inode.change();
+        written
+    }
+
+    fn write_opened(&self, opened: &Opened, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
         let inode = &opened.inode;
         if at.clear_privileges {
             self.clear_privileges(cx, inode)?;
         }
-        if let Some(file) = self.cached(&opened, at) {
+        if let Some(file) = self.cached(opened, at) {
             return file.write(at.offset, at.len as usize, input);
         }
         let mut data = vec![0; at.len as usize];

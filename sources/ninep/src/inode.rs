@@ -1,6 +1,7 @@
 //! What is known of the server's files, by the numbers that are given out for them.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::Instant;
 
@@ -22,6 +23,14 @@ const DEPTH_MAX: usize = 4096;
 
 /// Files that are kept only to be made durable by the next sync of everything: each takes about 1 KiB.
 const UNSYNCED_MAX: usize = 1 << 16;
+
+/// Counts changes that clients of this process have made, so that there is a before and an after.
+static CHANGES: AtomicU64 = AtomicU64::new(0);
+
+/// The time in changes.
+pub(crate) fn now_in_changes() -> u64 {
+    CHANGES.load(Ordering::Acquire)
+}
 
 /// What tells files of a server apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -95,6 +104,8 @@ pub(crate) struct Inode {
     pub(crate) valid: Mutex<Option<Stamp>>,
     /// As the server told last.
     pub(crate) seen: Mutex<Option<(Qid, Attr)>>,
+    /// When this client changed it last: of a directory its names, of others data and attributes.
+    changed: AtomicU64,
     /// When it was seen to have no capabilities, and how that was told.
     pub(crate) no_capabilities: Mutex<Option<(Instant, Errno)>>,
 }
@@ -115,12 +126,24 @@ impl Inode {
             cached: OnceLock::new(),
             valid: Mutex::default(),
             seen: Mutex::default(),
+            changed: AtomicU64::new(0),
             no_capabilities: Mutex::default(),
         })
     }
 
     pub(crate) fn is_dir(&self) -> bool {
         self.kind == FileType::Directory
+    }
+
+    /// This client has changed it: what was asked of it before is not true any more.
+    pub(crate) fn change(&self) {
+        let now = CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
+        self.changed.fetch_max(now, Ordering::AcqRel);
+    }
+
+    /// Whether what was asked of it at this time is true as far as this client's own changes go.
+    pub(crate) fn is_unchanged_since(&self, time: u64) -> bool {
+        self.changed.load(Ordering::Acquire) <= time
     }
 
     /// What its contents are told by, as the server told last.

@@ -10,12 +10,14 @@ use ferry_wire::ninep::{DirEntries, QidKind, Reply, Request};
 
 use crate::client::Shared;
 use crate::file::HEAD_BYTES;
-use crate::inode::Inode;
+use crate::inode::{Inode, now_in_changes};
 use crate::line::{Fail, Outcome, lock};
 use crate::session::{Held, Session};
 
 /// The most bytes of names that one message brings.
 const LISTING_BYTES: usize = 64 << 10;
+/// The same while names of the directory come and go by this client, with each of which all is asked for again that was not told.
+const LISTING_BYTES_CHANGING: usize = 8 << 10;
 /// Names that are looked up at a time.
 const BATCH: usize = 32;
 /// Messages without a name that can be told, one after the other, that are borne: a server that has no other ones lies.
@@ -35,8 +37,8 @@ struct Item {
 #[derive(Debug)]
 enum Looked {
     NotYet,
-    /// With a reference.
-    Found(Entry),
+    /// With a reference, and the time when it was looked up.
+    Found(Entry, u64),
     /// It is gone.
     Gone,
     /// It cannot be looked at, or is `.` or `..`.
@@ -51,6 +53,10 @@ struct Listing {
     items: VecDeque<Item>,
     /// Nothing comes behind the items.
     is_end: bool,
+    /// The time before the items were asked for.
+    time: u64,
+    /// Names come and go.
+    is_changing: bool,
 }
 
 /// What a message has brought.
@@ -110,10 +116,25 @@ impl Shared {
     /// Gives back what nobody was told of.
     fn forget_listing(&self, listing: &mut Listing) {
         for item in listing.items.drain(..) {
-            if let Looked::Found(entry) = item.looked {
+            if let Looked::Found(entry, _) = item.looked {
                 self.inodes.forget(entry.ino, 1);
             }
         }
+    }
+
+    /// Drops what was looked ahead if this client has changed names since.
+    fn refresh_listing(&self, listing: &mut Listing, dir: &Inode) {
+        if !dir.is_unchanged_since(listing.time) {
+            self.forget_listing(listing);
+            *listing = Listing { at: listing.at, time: now_in_changes(), is_changing: true, ..Listing::default() };
+        }
+    }
+
+    /// What was found under a name, unless this client has changed it since: then its attributes are others.
+    fn unchanged<'a>(&self, item: &'a Item) -> Option<&'a Entry> {
+        let Looked::Found(entry, time) = &item.looked else { return None };
+        let is_unchanged = self.inodes.get(entry.ino).is_ok_and(|inode| inode.is_unchanged_since(*time));
+        Some(entry).filter(|_| is_unchanged)
     }
 
     pub(crate) fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
@@ -121,8 +142,9 @@ impl Shared {
         let mut listing = lock(&dir.listing);
         if listing.at != at.offset || at.offset == 0 {
             self.forget_listing(&mut listing);
-            *listing = Listing { at: at.offset, ..Listing::default() };
+            *listing = Listing { at: at.offset, time: now_in_changes(), ..Listing::default() };
         }
+        self.refresh_listing(&mut listing, &dir.inode);
         let (mut told, mut vain) = (false, 0);
         loop {
             if listing.items.is_empty() {
@@ -134,7 +156,8 @@ impl Shared {
                     return Err(Errno::IO);
                 }
                 vain += 1;
-                let listed = self.link.again(|session| self.list(session, &dir, listing.at))?;
+                listing.time = now_in_changes();
+                let listed = self.link.again(|session| self.list(session, &dir, &listing))?;
                 (listing.items, listing.is_end) = (listed.items, listed.next.is_none());
                 if listing.items.is_empty() {
                     listing.at = listed.next.unwrap_or(listing.at);
@@ -145,20 +168,23 @@ impl Shared {
                 self.look_up_next(&dir.inode, &mut listing)?;
             }
             let Some(item) = listing.items.front() else { continue };
+            let mut is_handed_over = false;
             if !matches!(item.looked, Looked::Gone) {
                 if !out.fits(&item.name) {
                     return Ok(());
                 }
-                let entry = if let Looked::Found(entry) = &item.looked { Some(entry) } else { None };
+                let entry = self.unchanged(item);
                 // p9ufs lists symbolic links as files.
                 let kind = entry.map_or(item.kind, |entry| entry.attr.kind());
                 let shown = DirItem { ino: item.ino, next: item.next, kind, name: &item.name };
-                out.push(&shown, entry.filter(|_| at.plus));
+                let entry = entry.filter(|_| at.plus);
+                out.push(&shown, entry);
                 told = true;
+                is_handed_over = entry.is_some();
             }
             if let Some(item) = listing.items.pop_front() {
                 listing.at = item.next;
-                if let (Looked::Found(entry), false) = (item.looked, at.plus) {
+                if let (Looked::Found(entry, _), false) = (item.looked, is_handed_over) {
                     self.inodes.forget(entry.ino, 1);
                 }
             }
@@ -166,9 +192,10 @@ impl Shared {
     }
 
     /// Asks for names from an offset on.
-    fn list(&self, session: &Arc<Session>, dir: &OpenDir, offset: u64) -> Outcome<Listed> {
-        let fid = dir.fid(self, session)?;
-        let bytes_max = session.msize().saturating_sub(HEAD_BYTES).min(LISTING_BYTES);
+    fn list(&self, session: &Arc<Session>, dir: &OpenDir, listing: &Listing) -> Outcome<Listed> {
+        let (fid, offset) = (dir.fid(self, session)?, listing.at);
+        let bytes_max = if listing.is_changing { LISTING_BYTES_CHANGING } else { LISTING_BYTES };
+        let bytes_max = session.msize().saturating_sub(HEAD_BYTES).min(bytes_max);
         let bytes_max = u32::try_from(bytes_max).unwrap_or(u32::MAX);
         let request = Request::Readdir { fid: fid.fid(), offset, bytes_max };
         session.ask(&request, |reply| match reply {
@@ -202,6 +229,7 @@ impl Shared {
         let mut next: Vec<&mut Item> = next.collect();
         let names = next.iter().map(|item| Name::new(&item.name).map(Name::to_buf));
         let names: Vec<NameBuf> = names.collect::<Result<_>>()?;
+        let time = now_in_changes();
         let found = self.link.again(|session| {
             let found = self.find_all(session, dir, &names)?;
             if found.iter().any(|found| matches!(found, Err(Fail::Lost { .. }))) {
@@ -212,7 +240,7 @@ impl Shared {
         })?;
         for (item, found) in next.iter_mut().zip(found) {
             item.looked = match found {
-                Ok(entry) => Looked::Found(entry),
+                Ok(entry) => Looked::Found(entry, time),
                 Err(Fail::Errno(Errno::NOENT)) => Looked::Gone,
                 Err(_) => Looked::Unknown,
             };

@@ -7,11 +7,12 @@ use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Reply, Request, Step, Steps}
 
 use crate::client::{Shared, WANTED, attributes};
 use crate::inode::{Inode, Place, walk, walked};
-use crate::line::{Fail, Outcome, Outgoing};
+use crate::line::{Fail, Outcome, Outgoing, lock};
 use crate::session::{Held, Session};
 
 /// Permission bits.
 const PERMISSIONS: u32 = 0o7777;
+const S_ISGID: u32 = 0o2000;
 /// Flags that are for the server. Where appended data go is said by offsets, and what is to be durable by Tfsync.
 const CREATE_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::RDWR).union(OFlags::TRUNC).union(OFlags::EXCL);
 
@@ -83,8 +84,18 @@ impl Shared {
         Ok(entries.collect())
     }
 
-    fn publish_entry(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) {
-        self.changes.publish(cx.session, || Change::Entry { dir, name: name.to_buf() });
+    /// A name was changed by this client: who lists the directory is to see it, and whoever keeps the name is told.
+    fn publish_entry(&self, cx: &Caller<'_>, dir: &Inode, name: Name<'_>) {
+        dir.change();
+        self.changes.publish(cx.session, || Change::Entry { dir: dir.ino, name: name.to_buf() });
+    }
+
+    /// The group of what a caller makes in a directory, and whether it passes that on: where the directory has setgid it is the
+    /// directory's, as Linux's client says it (`v9fs_get_fsgid_for_create`), for servers that do not find that by themselves.
+    fn group_in(&self, dir: &Inode, cx: &Caller<'_>) -> Result<(u32, u32)> {
+        let seen = lock(&dir.seen).map(|(_, attr)| attr);
+        let attr = seen.map_or_else(|| self.getattr_of(dir), Ok)?;
+        Ok(if attr.mode & S_ISGID == 0 { (cx.gid, 0) } else { (attr.gid, S_ISGID) })
     }
 
     /// A directory in which a caller makes something. What is made belongs to the user that the fid was attached as.
@@ -102,29 +113,38 @@ impl Shared {
     }
 
     /// Makes something that is no open file, and finds it.
-    fn make(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, request: impl Fn(Fid, u32) -> Outgoing) -> Result<Entry> {
+    fn make(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        request: impl Fn(Fid, (u32, u32)) -> Outgoing,
+    ) -> Result<Entry> {
         let dir = self.inodes.dir(dir)?;
+        let group = self.group_in(&dir, cx)?;
         self.link.again(|session| {
             let fid = self.callers_dir(session, cx, &dir)?;
-            let message = session.send_one(request(fid.fid(), cx.gid)).wait(session)?;
+            let message = session.send_one(request(fid.fid(), group)).wait(session)?;
             session.take(&message, |_| Some(()))
         })?;
-        self.publish_entry(cx, dir.ino, name);
+        self.publish_entry(cx, &dir, name);
         self.link.again(|session| self.find(session, &dir, name))
     }
 
     pub(crate) fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
         let mode = new.mode & !new.umask & PERMISSIONS;
-        self.make(cx, dir, name, |dir, gid| Outgoing::new(&Request::Mkdir { dir, name, mode, gid }))
+        self.make(cx, dir, name, |dir, (gid, sgid)| {
+            Outgoing::new(&Request::Mkdir { dir, name, mode: mode | sgid, gid })
+        })
     }
 
     pub(crate) fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
         let (mode, rdev) = (new.mode & !(new.umask & PERMISSIONS), new.rdev);
-        self.make(cx, dir, name, |dir, gid| Outgoing::new(&Request::Mknod { dir, name, mode, rdev, gid }))
+        self.make(cx, dir, name, |dir, (gid, _)| Outgoing::new(&Request::Mknod { dir, name, mode, rdev, gid }))
     }
 
     pub(crate) fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
-        self.make(cx, dir, name, |dir, gid| Outgoing::new(&Request::Symlink { dir, name, target, gid }))
+        self.make(cx, dir, name, |dir, (gid, _)| Outgoing::new(&Request::Symlink { dir, name, target, gid }))
     }
 
     pub(crate) fn create(
@@ -137,15 +157,16 @@ impl Shared {
     ) -> Result<(Entry, Handle)> {
         let dir = self.inodes.dir(dir)?;
         let (mode, flags) = (new.mode & !new.umask & PERMISSIONS, flags & CREATE_FLAGS);
+        let (gid, _) = self.group_in(&dir, cx)?;
         let (held, made, entry) = self.link.again(|session| {
             let fid = self.callers_dir(session, cx, &dir)?;
             let held = session.clone_of(fid.fid())?;
-            let request = Request::Create { fid: held.fid(), name, flags, mode, gid: cx.gid };
+            let request = Request::Create { fid: held.fid(), name, flags, mode, gid };
             let made = session.ask(&request, |reply| match reply {
                 Reply::Create { qid, .. } => Some(qid),
                 _ => None,
             })?;
-            self.publish_entry(cx, dir.ino, name);
+            self.publish_entry(cx, &dir, name);
             // It is made: should the connection be lost now, it is open no more, and whoever asked must be told so.
             let entry = self.find(session, &dir, name).map_err(|fail| match fail {
                 Fail::Lost { .. } => Fail::Lost { harmless: false },
@@ -164,6 +185,7 @@ impl Shared {
             }
             self.open_made(cx, &inode, (held, flags), entry.attr.size)
         };
+        dir.change();
         let handle = open().inspect_err(|_| self.inodes.forget(entry.ino, 1))?;
         Ok((entry, handle))
     }
@@ -175,7 +197,7 @@ impl Shared {
             let (fid, dir) = (inode.fid(session, options)?, dir.fid(session, options)?);
             session.tell(&Request::Link { dir: dir.fid(), fid: fid.fid(), name })
         })?;
-        self.publish_entry(cx, dir.ino, name);
+        self.publish_entry(cx, &dir, name);
         self.changes.publish(cx.session, || Change::Attr { ino });
         self.link.again(|session| self.find(session, &dir, name))
     }
@@ -189,7 +211,7 @@ impl Shared {
                 || remove_by_fid(session, fid.fid(), name, is_dir),
             )
         })?;
-        self.publish_entry(cx, dir.ino, name);
+        self.publish_entry(cx, &dir, name);
         Ok(())
     }
 
@@ -224,8 +246,8 @@ impl Shared {
         if let Ok(entry) = self.link.again(|session| self.find(session, &new_dir, to.1)) {
             self.inodes.forget(entry.ino, 1);
         }
-        self.publish_entry(cx, dir.ino, from.1);
-        self.publish_entry(cx, new_dir.ino, to.1);
+        self.publish_entry(cx, &dir, from.1);
+        self.publish_entry(cx, &new_dir, to.1);
         Ok(())
     }
 }
