@@ -49,7 +49,7 @@ const CASES: [Case; 3] = [
 ];
 
 /// What is done with each lock or request, in this order.
-const STEPS: [&str; 6] = ["lock", "wait", "test", "unlock one of many", "unlock the last and wake one", "memory"];
+const STEPS: [&str; 5] = ["lock", "wait", "test", "unlock one of many", "unlock the last and wake one"];
 
 #[derive(Debug)]
 struct File;
@@ -108,13 +108,6 @@ impl Table {
     }
 }
 
-/// Resident memory of this process.
-fn resident_bytes() -> Result<f64> {
-    let text = std::fs::read_to_string("/proc/self/statm")?;
-    let pages: u32 = text.split(' ').nth(1).context("statm has a second field")?.parse()?;
-    Ok(f64::from(pages) * 4096.0)
-}
-
 /// Does something for each of some numbers; returns nanoseconds for each.
 fn each(ids: std::ops::Range<u64>, mut run: impl FnMut(u64) -> Result<()>) -> Result<f64> {
     let count = u32::try_from(ids.end - ids.start)?;
@@ -126,7 +119,6 @@ fn each(ids: std::ops::Range<u64>, mut run: impl FnMut(u64) -> Result<()>) -> Re
 /// One run: the cost of each of [`STEPS`].
 fn measure(case: &Case, size: u64) -> Result<[f64; STEPS.len()]> {
     let waiters = size / 10;
-    let before = resident_bytes()?;
     let table = Table::new()?;
     let lock = each(0..size, |id| table.set(LockKind::Read, id, (case.held)(id), false).map(drop))?;
     each(size..size + waiters, |id| table.set(LockKind::Read, id, (ELSEWHERE + id, ELSEWHERE + id), false).map(drop))?;
@@ -134,7 +126,6 @@ fn measure(case: &Case, size: u64) -> Result<[f64; STEPS.len()]> {
         ensure!(table.set(LockKind::Write, size + id, (case.wanted)(id), true)? == Locked::Waiting, "it does not wait");
         Ok(())
     })?;
-    let memory = (resident_bytes()? - before) / f64::from(u32::try_from(size + waiters)?);
     let test = each(0..size, |id| {
         let (cx, handle, lock) = table.request(LockKind::Write, id, (case.wanted)(id % waiters));
         ensure!(table.locks.get(&table.handles, &cx, (INO, handle), &lock).is_ok(), "it cannot be tested");
@@ -150,16 +141,15 @@ fn measure(case: &Case, size: u64) -> Result<[f64; STEPS.len()]> {
     (size..size + waiters).try_for_each(|id| table.unlock(id))?;
     let wake = begin.elapsed().as_secs_f64() * 1e9 / f64::from(u32::try_from(waiters)?);
     ensure!(table.woken.load(Ordering::Relaxed) == waiters, "not all were woken");
-    Ok([lock, wait, test, unlock, wake, memory])
+    Ok([lock, wait, test, unlock, wake])
 }
 
 /// The lines of one case with so many locks.
 fn lines(case: &Case, size: u64, runs: usize) -> Vec<Line> {
     let outcomes: Result<Vec<_>> = (0..runs).map(|_| measure(case, size)).collect();
     let line = |number: usize| {
-        let unit = if STEPS[number] == "memory" { "bytes" } else { "ns" };
         let row = format!("{}: {}, {size} locks", case.name, STEPS[number]);
-        let mut line = Line::new(TABLE, row, CONFIG, unit, Better::Lower);
+        let mut line = Line::new(TABLE, row, CONFIG, "ns", Better::Lower);
         match &outcomes {
             Ok(outcomes) => {
                 let values = outcomes.iter().map(|outcome| outcome[number]).collect();
@@ -212,7 +202,7 @@ fn markdown(lines: &[Line], machine: &Machine, runs: usize) -> String {
          one operation, with the least and the greatest in brackets.\n\n\
          The table of locks of one file (`ferry-vfs`), without server or client. Read locks are held, each by an owner of its own; a tenth as \
          many others wait for write locks, each of whom has a lock elsewhere, too. `unlock one of many`: nobody can go on yet. `unlock the last \
-         and wake one`: who is woken unlocks, and wakes the next. `memory` is for a lock, or a request that waits.\n"
+         and wake one`: who is woken unlocks, and wakes the next.\n"
     );
     for case in &CASES {
         let _ = writeln!(out, "## {}\n", case.name);
