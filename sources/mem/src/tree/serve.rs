@@ -158,8 +158,8 @@ impl<S: Store> FileSystem for Tree<S> {
         self.getxattr_(ino, name)
     }
 
-    fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.listxattr_(ino)
+    fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        self.listxattr_(ino).map(|names| cx.xattrs_shown(names))
     }
 
     fn setxattr(
