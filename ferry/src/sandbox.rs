@@ -369,11 +369,6 @@ impl Inside {
         self.places.is_some()
     }
 
-    /// Whether this process has, or is about to have, another root directory than the host's.
-    pub fn has_another_root(&self) -> bool {
-        self.is_split() || self.confinement.walls.sandbox == Some(Sandbox::Chroot)
-    }
-
     /// Where what a share needs is seen from here, if it was another place.
     pub fn place(&self, number: usize) -> Option<&Path> {
         let at = self.confinement.root_of.get(number).copied().flatten()?;

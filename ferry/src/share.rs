@@ -80,12 +80,9 @@ fn serve_confined(
         Entered::Inside(inside) => inside,
     };
     if inside.is_split() {
-        virtiofsd::leave_pid_file();
-    }
-    if inside.has_another_root() {
-        // The folders of sockets are closed, too: they would be a way out.
         sockets.take_over()?;
         offered.take_over()?;
+        virtiofsd::leave_pid_file();
         if let Some(control) = &mut control {
             control.leave_file();
         }

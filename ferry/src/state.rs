@@ -24,6 +24,9 @@ use crate::exports;
 /// The name that the process has in a list of processes, and by which the program knows what it is to be.
 const NAME: &str = "ferry-keeper";
 
+/// The keeper's socket in its folder, which its list of arguments shows.
+const SOCKET: &str = "keeper";
+
 /// How often a keeper that is just ending is found before another one is started.
 const TRIES_MAX: usize = 10;
 
@@ -53,7 +56,7 @@ fn line(folder: &Folder, dir: &Path) -> Result<Line> {
         match ferry_state::listen(folder) {
             Ok(listener) => {
                 let mut command = Command::new("/proc/self/exe");
-                command.arg0(NAME).arg(std::path::absolute(dir)?).env_clear().current_dir("/");
+                command.arg0(NAME).arg(std::path::absolute(dir)?.join(SOCKET)).env_clear().current_dir("/");
                 command.stdin(listener).stdout(Stdio::null()).stderr(Stdio::null());
                 command.spawn().context("cannot start the process that keeps it")?;
             }
@@ -70,9 +73,9 @@ pub fn is_keeper(program: &OsStr) -> bool {
     program == NAME
 }
 
-/// What a keeper does, on the socket that is its standard input. Its argument is the folder of that.
+/// What a keeper does, on the socket that is its standard input. Its argument is the path of that.
 pub fn run(args: &[OsString]) -> ExitCode {
-    match keep(args.get(1).map(Path::new)) {
+    match keep(args.get(1).and_then(|socket| Path::new(socket).parent())) {
         Ok(()) => ExitCode::SUCCESS,
         // There is nobody to be told.
         Err(_) => ExitCode::FAILURE,

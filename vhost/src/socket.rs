@@ -3,7 +3,7 @@
 //! The socket is created in a private folder (mode 0700), gets its mode and group there, and is then linked to its path. The path of
 //! the folder is resolved once, so a user who can rename files there cannot redirect chmod and chown to another file.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -72,23 +72,8 @@ pub enum SocketError {
 pub struct Socket {
     listener: UnixListener,
     path: PathBuf,
-    /// Its file; `None` if another process removes that.
-    file: Option<NamedFile>,
-}
-
-/// A file by its name in an open folder.
-#[derive(Debug)]
-struct NamedFile {
-    folder: OwnedFd,
-    name: OsString,
-    /// Device and inode number: by then somebody else's file may be in its place.
-    identity: (u64, u64),
-}
-
-impl NamedFile {
-    fn is_there(&self) -> bool {
-        statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|now| identity(&now) == self.identity)
-    }
+    /// Device and inode number of its file: by then somebody else's may be in its place. `None` if another process removes it.
+    file: Option<(u64, u64)>,
 }
 
 impl Socket {
@@ -129,9 +114,7 @@ impl Socket {
             }
             outcome => outcome,
         };
-        let identity = made.map_err(failed)?;
-        drop(private);
-        let file = Some(NamedFile { folder, name: name.into(), identity });
+        let file = Some(made.map_err(failed)?);
         Ok(Self { listener, path: path.into(), file })
     }
 
@@ -145,7 +128,7 @@ impl Socket {
         rustix::net::listen(&self.listener, BACKLOG).map_err(|errno| system(&self.path, errno))
     }
 
-    /// Leaves the file to another process, which has the socket, too, and closes the folder.
+    /// Leaves the file to another process, which has the socket, too.
     pub fn leave_file(&mut self) {
         self.file = None;
     }
@@ -162,9 +145,10 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        if let Some(file) = self.file.as_ref().filter(|file| file.is_there()) {
+        let found = statat(CWD, &self.path, AtFlags::SYMLINK_NOFOLLOW);
+        if self.file.is_some() && found.is_ok_and(|now| Some(identity(&now)) == self.file) {
             // Left behind it is only stale, and replaced next time.
-            let _ = unlinkat(&file.folder, &file.name, AtFlags::empty());
+            let _ = unlinkat(CWD, &self.path, AtFlags::empty());
         }
     }
 }
