@@ -456,13 +456,13 @@ impl Shared {
     pub(crate) fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
         let opened = self.opened(cx, at)?;
         at.end()?;
-        let written = self.write_opened(&opened, at, input);
+        let written = self.write_opened(cx, &opened, at, input);
         // Also what is written behind: the server will tell another time and length.
         opened.inode.change();
         written
     }
 
-    fn write_opened(&self, opened: &Opened, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
+    fn write_opened(&self, cx: &Caller<'_>, opened: &Opened, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
         let inode = &opened.inode;
         if at.clear_privileges {
             self.clear_privileges(cx, inode)?;
