@@ -40,21 +40,21 @@ pub fn man_pages(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The table of flags, in which each command knows its whole name.
+/// The table of flags, in which each command knows its whole name. The command `help` has no page.
 fn built() -> Command {
-    let mut table = cli::table();
+    let mut table = cli::table().disable_help_subcommand(true);
     table.build();
     table
 }
 
-/// The commands of a command that have pages: `help` has none.
+/// The commands of a command that have pages.
 fn commands(of: &Command) -> impl Iterator<Item = &Command> {
-    of.get_subcommands().filter(|command| command.get_name() != "help" && !command.is_hide_set())
+    of.get_subcommands().filter(|command| !command.is_hide_set())
 }
 
 fn page(command: &Command) -> Result<Vec<u8>> {
     let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
-    let command = command.clone().after_long_help(Resettable::Reset).disable_help_subcommand(true);
+    let command = command.clone().after_long_help(Resettable::Reset);
     let mut page = Vec::new();
     clap_mangen::Man::new(command).render(&mut page).context("cannot make the page")?;
     page.extend(verbatim("EXAMPLES", &examples).into_bytes());
