@@ -39,6 +39,16 @@ pub(super) struct ImageFile {
     direct: Option<File>,
     syncs: Mutex<Syncs>,
     ended: Condvar,
+    /// What was done to the file, for tests of what a power failure leaves of it.
+    #[cfg(test)]
+    pub(super) log: Mutex<Vec<Event>>,
+}
+
+/// What was done to a file.
+#[cfg(test)]
+pub(super) enum Event {
+    Write(u64, Vec<u8>),
+    Sync,
 }
 
 /// How often the file was synchronised.
@@ -60,7 +70,14 @@ impl ImageFile {
         if let Some(fd) = usable.as_ref().filter(|_| writes) {
             lock::hold(fd);
         }
-        Self { cached, direct: usable.map(File::from), syncs: Mutex::default(), ended: Condvar::new() }
+        Self {
+            cached,
+            direct: usable.map(File::from),
+            syncs: Mutex::default(),
+            ended: Condvar::new(),
+            #[cfg(test)]
+            log: Mutex::default(),
+        }
     }
 
     pub(super) fn bytes(&self) -> io::Result<u64> {
@@ -116,6 +133,8 @@ impl ImageFile {
     }
 
     pub(super) fn write(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        #[cfg(test)]
+        self.note(Event::Write(offset, bytes.to_vec()));
         self.pick(bytes, offset).write_all_at(bytes, offset)
     }
 
@@ -125,14 +144,23 @@ impl ImageFile {
     }
 
     pub(super) fn write_table(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        #[cfg(test)]
+        self.note(Event::Write(offset, bytes.to_vec()));
         self.cached.write_all_at(bytes, offset)
     }
 
     /// Frees the space of a range that is not used any more. A file that cannot do that keeps it.
     pub(super) fn punch(&self, offset: u64, bytes: u64) {
         use rustix::fs::FallocateFlags;
+        #[cfg(test)]
+        self.note(Event::Write(offset, vec![0; usize::try_from(bytes).unwrap_or_default()]));
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let _ = rustix::fs::fallocate(&self.cached, flags, offset, bytes);
+    }
+
+    #[cfg(test)]
+    fn note(&self, event: Event) {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner).push(event);
     }
 
     fn syncs(&self) -> MutexGuard<'_, Syncs> {
@@ -152,6 +180,8 @@ impl ImageFile {
             syncs.is_running = true;
             drop(syncs);
             let outcome = self.cached.sync_data();
+            #[cfg(test)]
+            self.note(Event::Sync);
             syncs = self.syncs();
             syncs.is_running = false;
             syncs.ended = syncs.begun;

@@ -1,4 +1,4 @@
-//! The header of an image. It is checked wholly before anything else of the image is used, and before the image is opened
+//! The header of an image. All of it is checked before anything else of the image is used, and before the image is opened
 //! for writing (QEMU, docs/interop/qcow2.rst).
 
 use std::ffi::OsString;
@@ -70,7 +70,7 @@ pub(super) enum Unsupported {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BackingName {
     pub name: OsString,
-    /// Whatever the header says, if it says something.
+    /// As the header has it; `None`: it has none.
     pub format: Option<String>,
 }
 
@@ -145,7 +145,7 @@ impl Header {
             return damaged(format!("its reference counts have 2^{refcount_order} bits; 64 are the most"));
         }
         let extensions = Extensions::parse(start, length, fields.u64(8))?;
-        // Before the features: what is encrypted is best called so, whatever else it has.
+        // Encryption is reported first: it is the most likely reason why an image cannot be served.
         match fields.u32(32) {
             0 if extensions.encryption => return Err(Fault::Unsupported(Unsupported::Encrypted("an unknown method"))),
             0 => {}

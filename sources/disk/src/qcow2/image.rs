@@ -13,7 +13,7 @@ use super::range_lock::RangeLock;
 use super::refcounts::NewCluster;
 use super::shape::{COPIED, Entry, OFFSET, Place, Shape, damaged};
 
-/// What an image is based on.
+/// The backing file of an image.
 pub(super) enum Below {
     Raw { file: ImageFile, bytes: u64 },
     Image(Box<Image>),
@@ -40,21 +40,21 @@ impl Below {
     }
 }
 
-/// The tables that are in memory. They are as the file has them: whatever changes one writes it at once.
+/// The tables that are in memory. They equal those in the file: a change is written to the file at once.
 #[derive(Default)]
 pub(super) struct Tables {
     pub l1: Vec<u64>,
     pub l1_offset: u64,
-    /// Of an image that is written; otherwise nobody needs it.
+    /// Empty for images that are opened to be read only.
     pub refcounts: Vec<u64>,
     pub refcounts_offset: u64,
-    /// Below this cluster none is free.
+    /// No cluster before this one is free.
     pub first_free: u64,
-    /// Clusters that tables occupy. Data are never written there, whatever an entry or a reference count says.
+    /// Clusters that tables occupy. Data are never written there, even if an L2 entry refers to one or its count is 0.
     pub occupied: HashSet<u64>,
-    /// What nothing refers to any more, but may still be referred to after a power failure.
+    /// Clusters without a reference. After a power failure they may have one again, until the next flush.
     pub unreferenced: Vec<Range<u64>>,
-    /// What is durably counted, for writes to come: they need not wait for that.
+    /// Clusters that are durably counted, for later writes.
     pub reserved: VecDeque<NewCluster>,
     /// How many clusters to reserve the next time.
     pub reserve: usize,
@@ -63,9 +63,9 @@ pub(super) struct Tables {
 
 /// An image that is open, with what is below it.
 ///
-/// Reads, and writes of clusters that exist, share `tables`; whatever changes a table has them alone, for as long as that
-/// takes. A write that needs new clusters first allocates them, then writes into them without any lock of the tables, and then
-/// has the tables refer to them; `changes` keeps other changes of the same clusters away meanwhile.
+/// Reads, and writes to clusters that exist, hold `tables` shared; a change of a table holds them exclusively. A write that
+/// needs new clusters allocates them, fills them without holding `tables`, and then has the tables refer to them. Meanwhile
+/// it holds its clusters in `changes`, so no other request changes them.
 pub(super) struct Image {
     pub file: ImageFile,
     pub shape: Shape,
@@ -75,7 +75,7 @@ pub(super) struct Image {
     pub tables: RwLock<Tables>,
     pub changes: RangeLock,
     pub below: Option<Below>,
-    /// Something was asked for that changes the image.
+    /// Set before the first change of the image.
     pub changed: AtomicBool,
     /// The compressed cluster that was read last, and where it is.
     decompressed: Mutex<Option<(u64, Vec<u8>)>>,

@@ -12,6 +12,8 @@ mod compressed;
 mod file;
 mod header;
 mod image;
+#[cfg(test)]
+mod power_tests;
 mod range_lock;
 mod refcounts;
 mod shape;
@@ -24,7 +26,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferry_vfs::{Backing, BlockRange, Data, Disk, DiskFeatures, Errno, Geometry, Input, OFlags, Output, Result};
 use rustix::fs::{Mode, ResolveFlags};
@@ -49,6 +51,8 @@ pub(crate) struct Qcow2Disk {
     image: Image,
     features: DiskFeatures,
     serial: String,
+    /// How many requests have failed for what the image holds.
+    faults: AtomicU64,
 }
 
 /// Checks the header of an image that has been opened to be read only, so that what is refused is never opened for writing.
@@ -72,25 +76,29 @@ impl Qcow2Disk {
         let writes = !options.read_only;
         let features =
             DiskFeatures { read_only: options.read_only, discard: writes && image.has_zero_clusters(), slow: true };
-        Ok(Self { image, features, serial: options.serial_of(path) })
+        Ok(Self { image, features, serial: options.serial_of(path), faults: AtomicU64::new(0) })
+    }
+
+    /// Says what is wrong with the image, ever more rarely: the guest can ask again as often as it likes.
+    fn errno(&self, error: io::Error) -> Errno {
+        Errno::from_io_error(&error).unwrap_or_else(|| {
+            let faults = self.faults.fetch_add(1, Ordering::Relaxed) + 1;
+            if faults.is_power_of_two() {
+                tracing::warn!("{}: {error} (failed requests so far: {faults})", self.serial);
+            }
+            Errno::IO
+        })
     }
 
     fn writable(&self) -> Result<()> {
         if self.features.read_only { Err(Errno::ROFS) } else { Ok(()) }
     }
 
-    /// Every change is in the file when it ends, so that the next server finds it if this one is killed; with `durable` it
+    /// A change is in the file when its request ends, so the next server finds it if this one is killed. With `durable` it
     /// survives a power failure, too.
     fn end_change(&self, durable: bool) -> Result<()> {
-        if durable { self.image.flush().map_err(errno) } else { Ok(()) }
+        if durable { self.image.flush().map_err(|error| self.errno(error)) } else { Ok(()) }
     }
-}
-
-fn errno(error: io::Error) -> Errno {
-    Errno::from_io_error(&error).unwrap_or_else(|| {
-        tracing::warn!("an image: {error}");
-        Errno::IO
-    })
 }
 
 impl Disk for Qcow2Disk {
@@ -116,7 +124,7 @@ impl Disk for Qcow2Disk {
 
     fn read(&self, at: &BlockRange, out: &mut dyn Output) -> Result<Data> {
         let mut buffer = AlignedBuffer::new(usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?);
-        self.image.read(buffer.bytes(), at.offset).map_err(errno)?;
+        self.image.read(buffer.bytes(), at.offset).map_err(|error| self.errno(error))?;
         Ok(Data::Bytes(out.put(buffer.bytes())))
     }
 
@@ -125,7 +133,7 @@ impl Disk for Qcow2Disk {
         let mut buffer = AlignedBuffer::new(usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?);
         let count = input.take(buffer.bytes());
         if count > 0 {
-            self.image.write(&buffer.bytes()[..count], at.offset).map_err(errno)?;
+            self.image.write(&buffer.bytes()[..count], at.offset).map_err(|error| self.errno(error))?;
         }
         self.end_change(durable)?;
         Ok(Data::Bytes(count))
@@ -133,7 +141,7 @@ impl Disk for Qcow2Disk {
 
     fn flush(&self) -> Result<Option<Arc<Backing>>> {
         if !self.features.read_only {
-            self.image.flush().map_err(errno)?;
+            self.image.flush().map_err(|error| self.errno(error))?;
         }
         Ok(None)
     }
@@ -142,7 +150,7 @@ impl Disk for Qcow2Disk {
         self.writable()?;
         match bytes {
             0 => Ok(()),
-            _ => self.image.zero(offset, bytes, Zeroing::Discard).map_err(errno),
+            _ => self.image.zero(offset, bytes, Zeroing::Discard).map_err(|error| self.errno(error)),
         }
     }
 
@@ -150,7 +158,7 @@ impl Disk for Qcow2Disk {
         self.writable()?;
         let how = if may_unmap { Zeroing::Unmap } else { Zeroing::Keep };
         if bytes > 0 {
-            self.image.zero(offset, bytes, how).map_err(errno)?;
+            self.image.zero(offset, bytes, how).map_err(|error| self.errno(error))?;
         }
         self.end_change(durable)
     }
@@ -287,7 +295,7 @@ impl Opening<'_> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let directory =
             rustix::fs::open(&allowed, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
-        // The path was just resolved, so whatever would be resolved again has been put there since.
+        // The path has just been resolved: a symbolic link in it now was put there since.
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
         let fd = rustix::fs::openat2(&directory, below, flags, Mode::empty(), resolve).map_err(failed)?;
         let found = rustix::fs::fstat(&fd).map_err(failed)?;

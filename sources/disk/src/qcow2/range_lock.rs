@@ -1,9 +1,9 @@
-//! Who changes which clusters.
+//! Locks on ranges of clusters.
 
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Keeps changes of the same clusters apart. As many are listed as threads change the image, so a list will do.
+/// Keeps changes of the same clusters apart. There are as many ranges as threads that change the image, so a list will do.
 #[derive(Default)]
 pub(super) struct RangeLock {
     held: Mutex<Vec<Range<u64>>>,
@@ -17,7 +17,7 @@ pub(super) struct LockedRange<'a> {
 }
 
 impl RangeLock {
-    /// Waits until nobody else has any of the range.
+    /// Waits until no other holder has a part of the range.
     pub(super) fn take(&self, range: Range<u64>) -> LockedRange<'_> {
         let mut held = self.held();
         while held.iter().any(|other| other.start < range.end && range.start < other.end) {

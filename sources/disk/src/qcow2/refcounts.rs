@@ -1,8 +1,8 @@
 //! Reference counts: which clusters of the file are in use.
 //!
-//! A power failure may keep any of the writes since the last `fdatasync`, and lose the others. So a cluster is counted, and that made
-//! durable, before any table refers to it; and it is free only when it is durable that no table does. What is lost
-//! in between are clusters that are counted and not used.
+//! A power failure may keep any of the writes since the last `fdatasync`, and lose the others. So the count of a cluster is
+//! durable before a table refers to the cluster, and a cluster is freed only when the removal of the last reference is
+//! durable. A failure in between leaves clusters that are counted and not used, which is harmless.
 
 use std::io;
 use std::ops::Range;
@@ -19,10 +19,10 @@ const PIECE_BITS: u32 = 12;
 /// Where a header has the offset and then the clusters of the refcount table.
 const HEADER_REFCOUNT_TABLE: u64 = 48;
 
-/// When so many ranges wait to be freed, they are.
+/// When so many ranges wait to be freed, the image is flushed.
 const UNREFERENCED_MAX: usize = 1024;
 
-/// At most so many bytes are reserved, which a server that is killed leaves counted and not used.
+/// The most bytes that are reserved. A server that is killed leaves them counted and not used.
 const RESERVED_BYTES_MAX: u64 = 16 << 20;
 
 /// A cluster that no table refers to yet.
@@ -80,7 +80,7 @@ impl Counts {
 }
 
 impl Tables {
-    /// Notes that clusters are no table any more, and that nothing refers to them.
+    /// Notes that clusters hold no table any more and have no reference.
     pub(super) fn unreference_table(&mut self, clusters: Range<u64>) {
         for cluster in clusters.clone() {
             self.occupied.remove(&cluster);
@@ -88,7 +88,7 @@ impl Tables {
         self.unreference(clusters);
     }
 
-    /// Notes that nothing refers to clusters any more. They are freed by the next flush.
+    /// Notes that clusters have no reference any more. The next flush frees them.
     pub(super) fn unreference(&mut self, clusters: Range<u64>) {
         match self.unreferenced.last_mut() {
             Some(last) if last.end == clusters.start => last.end = clusters.end,
@@ -98,7 +98,7 @@ impl Tables {
 }
 
 impl Image {
-    /// Allocates clusters, for data or L2 tables; where they are in the file.
+    /// Allocates clusters, for data or L2 tables; returns where they are in the file.
     pub(super) fn allocate(&self, tables: &mut Tables, count: usize) -> io::Result<Vec<u64>> {
         let mut found = Vec::with_capacity(count);
         while found.len() < count {
@@ -122,7 +122,7 @@ impl Image {
         let file_bytes = self.file.bytes()?;
         let most = usize::try_from(RESERVED_BYTES_MAX >> self.shape.cluster_bits).unwrap_or(usize::MAX);
         let extra = tables.reserve.min(most);
-        // What is short of room has none to reserve.
+        // If there is too little room to reserve some, there may be enough for the request.
         let offsets = match self.allocate(tables, missing + extra) {
             Err(_) if extra > 0 => self.allocate(tables, missing),
             outcome => outcome,
@@ -140,7 +140,7 @@ impl Image {
         Ok(NewClusters { clusters, spare, are_counted: false })
     }
 
-    /// Has clusters freed that nothing has referred to yet.
+    /// Returns clusters to which no table has referred yet.
     pub(super) fn give_back(&self, tables: &mut Tables, offsets: impl IntoIterator<Item = u64>) {
         for offset in offsets {
             let cluster = offset >> self.shape.cluster_bits;
@@ -182,7 +182,7 @@ impl Image {
         Ok(())
     }
 
-    /// Where a refcount block is, which is made if there is none.
+    /// Returns where a refcount block is; makes it if there is none.
     fn block(&self, tables: &mut Tables, index: u64) -> io::Result<u64> {
         let slot = usize::try_from(index).unwrap_or(usize::MAX);
         if slot >= tables.refcounts.len() {
@@ -195,17 +195,17 @@ impl Image {
         }
     }
 
-    /// As many blocks as count some clusters and themselves.
+    /// Returns how many blocks it takes to count some clusters and those blocks.
     fn blocks_for(&self, clusters: u64) -> u64 {
         let per_block = 1u64 << self.shape.refcount_bits();
         clusters.div_ceil(per_block - 1).max(1)
     }
 
-    /// Allocates clusters at the beginning of what a block counts that does not exist yet, and after them that block, and those that
-    /// follow as far as needed.
+    /// Makes the refcount block of a slot, and the following ones as far as needed. They lie within what they count, after
+    /// `clusters` clusters, which are allocated as well.
     fn append_blocks(&self, tables: &mut Tables, slot: usize, clusters: u64) -> io::Result<()> {
         let blocks = self.write_blocks(tables, slot, clusters)?;
-        // Whoever finds the table's new entries must find blocks there.
+        // The table's entries must not become durable before the blocks that they refer to.
         self.file.sync()?;
         let words: Vec<u8> = blocks.iter().flat_map(|offset| offset.to_be_bytes()).collect();
         self.file.write_table(&words, tables.refcounts_offset + slot as u64 * 8)?;
@@ -213,7 +213,7 @@ impl Image {
         Ok(())
     }
 
-    /// Writes the blocks for [`Self::append_blocks`]; where they are.
+    /// Writes the blocks for [`Self::append_blocks`]; returns where they are.
     fn write_blocks(&self, tables: &mut Tables, slot: usize, clusters: u64) -> io::Result<Vec<u64>> {
         let first = (slot as u64) << self.shape.refcount_bits();
         let count = self.blocks_for(clusters);
@@ -235,17 +235,17 @@ impl Image {
         Ok(blocks.map(|cluster| cluster << self.shape.cluster_bits).collect())
     }
 
-    /// The first slot of the refcount table from which on there are no blocks.
+    /// Returns the first slot of the refcount table after the last block.
     fn unused_slot(tables: &Tables) -> usize {
         tables.refcounts.iter().rposition(|offset| *offset != 0).map_or(0, |slot| slot + 1)
     }
 
-    /// Makes the refcount table larger, which then lies elsewhere, with the blocks that count it.
+    /// Moves the refcount table to a larger place, followed by the blocks that count it.
     fn grow_refcount_table(&self, tables: &mut Tables, entries_min: usize) -> io::Result<()> {
         let slot = Self::unused_slot(tables);
         let mut entries = entries_min.max(tables.refcounts.len() * 2) as u64;
         // Room for the blocks that count the table itself.
-        entries += self.blocks_for(entries * 8 >> self.shape.cluster_bits) + 1;
+        entries += self.blocks_for((entries * 8) >> self.shape.cluster_bits) + 1;
         let bytes = (entries * 8).next_multiple_of(self.shape.cluster_bytes());
         if bytes > REFCOUNT_TABLE_BYTES_MAX {
             return Err(Errno::FBIG.into());
@@ -271,7 +271,7 @@ impl Image {
         Ok(())
     }
 
-    /// Allocates clusters in a row; the first one.
+    /// Allocates contiguous clusters; returns the first one.
     pub(super) fn allocate_run(&self, tables: &mut Tables, count: u64) -> io::Result<u64> {
         let found = self.allocate(tables, usize::try_from(count).map_err(|_| Errno::FBIG)?)?;
         let bytes = self.shape.cluster_bytes();
@@ -292,7 +292,7 @@ impl Image {
         Ok((slot as u64) << self.shape.refcount_bits())
     }
 
-    /// Makes what was written durable, and then frees what nothing refers to.
+    /// Makes what was written durable, and then frees the clusters without a reference.
     pub(super) fn flush(&self) -> io::Result<()> {
         let unreferenced = self.take_unreferenced();
         self.file.sync()?;
@@ -317,7 +317,7 @@ impl Image {
         outcome
     }
 
-    /// What nothing refers to, and what is reserved.
+    /// Takes the clusters without a reference, and those that are reserved.
     fn take_unreferenced(&self) -> Vec<Range<u64>> {
         let tables = self.shared();
         if tables.unreferenced.is_empty() && tables.reserved.is_empty() {
@@ -344,7 +344,7 @@ impl Image {
         }
     }
 
-    /// Takes a reference from a cluster; whether that was the last one.
+    /// Removes a reference to a cluster; returns whether it was the last one.
     fn release(&self, tables: &mut Tables, cluster: u64) -> io::Result<bool> {
         let (order, bits) = (self.shape.refcount_order, self.shape.refcount_bits());
         let slot = usize::try_from(cluster >> bits).unwrap_or(usize::MAX);

@@ -21,11 +21,11 @@ const L1_ENTRIES_MAX: u64 = (32 << 20) / 8;
 /// Zeros written at once where no flag in a table makes them.
 const ZEROS_BYTES: u64 = 1 << 20;
 
-/// What becomes of a cluster.
+/// A cluster that a write allocates or fills.
 #[derive(Clone, Copy)]
 struct Change {
     before: Entry,
-    /// Where the cluster is from now on.
+    /// Where the cluster is after the write.
     host: u64,
     /// The cluster was past the end of the file, where everything is zeros.
     is_fresh: bool,
@@ -41,18 +41,18 @@ struct Prepared {
 /// Clusters that have been written.
 struct Filled {
     entries: Vec<Entry>,
-    /// Something besides the request's data was written, which must not be lost if an entry is kept.
+    /// Something besides the request's data was written. A power failure must not keep the entry and lose that.
     has_more_than_data: bool,
 }
 
-/// What makes a range zeros.
+/// How a range becomes zeros.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Zeroing {
-    /// Its space is freed; what cannot be freed keeps what it holds.
+    /// Whole subclusters become zeros and are freed; the rest keeps its data.
     Discard,
-    /// All of it is zeros then; its space is freed where that can be.
+    /// All of it becomes zeros; whole subclusters are freed.
     Unmap,
-    /// All of it is zeros then; its space stays allocated.
+    /// All of it becomes zeros; its space stays allocated.
     Keep,
 }
 
@@ -64,7 +64,7 @@ impl Image {
         }
         let mut tables = self.alone();
         if tables.autoclear != 0 {
-            // The features are of those who know what else they must change: bitmaps, for one.
+            // A program that does not know these features clears them before it writes: it does not update bitmaps, for one.
             self.file.write_table(&[0; 8], HEADER_AUTOCLEAR)?;
             self.file.sync()?;
             tables.autoclear = 0;
@@ -83,7 +83,7 @@ impl Image {
         let held = self.changes.take(clusters.clone());
         let Prepared { changes, spare, are_counted } = self.prepare(clusters.clone())?;
         let filled = self.fill_all(clusters.start, &changes, data, offset);
-        // What tables refer to is there, and is counted, also after a power failure.
+        // After a power failure, too, a cluster that a table refers to is filled and counted.
         let filled = filled.and_then(|filled| {
             if !are_counted || filled.has_more_than_data {
                 self.file.sync()?;
@@ -95,7 +95,7 @@ impl Image {
         match filled {
             Ok(entries) => {
                 tables.reserved.extend(spare);
-                // If this fails, nobody knows which of the clusters a table refers to: none is freed.
+                // If this fails, it is unknown which of the clusters a table refers to, so none is freed.
                 self.store(&tables, clusters.start, &entries)?;
                 moved.for_each(|change| self.unreference_place(&mut tables, change.before.place));
             }
@@ -118,7 +118,7 @@ impl Image {
         Ok(filled)
     }
 
-    /// Writes into clusters that are there; `false`: not all of them are.
+    /// Writes to clusters that are allocated; returns `false` if not all of them are.
     fn write_in_place(&self, data: &[u8], offset: u64, clusters: Range<u64>) -> io::Result<bool> {
         let tables = self.shared();
         let entries = self.entries(&tables, clusters.clone())?;
@@ -190,7 +190,7 @@ impl Image {
         Ok(Prepared { changes, spare: new.spare, are_counted: new.are_counted })
     }
 
-    /// Writes data into a cluster, with all that its subclusters hold besides; its new entry.
+    /// Writes data to a cluster, with the rest of the subclusters that it allocates; returns the new entry.
     fn fill(
         &self,
         cluster: u64,
@@ -243,7 +243,7 @@ impl Image {
         entry.zero & bit != 0 || self.below.as_ref().is_none_or(|below| below.bytes() <= at - at % unit)
     }
 
-    /// Sees to it that the L2 tables of clusters exist and are no snapshot's, too.
+    /// Makes the L2 tables of clusters that have none, and copies those that a snapshot shares.
     fn own_l2_tables(&self, tables: &mut Tables, clusters: Range<u64>) -> io::Result<()> {
         let indices = clusters.start >> self.shape.l2_bits()..=(clusters.end - 1) >> self.shape.l2_bits();
         let index_of = |index: u64| usize::try_from(index).unwrap_or(usize::MAX);
@@ -259,7 +259,7 @@ impl Image {
         linked
     }
 
-    /// Copies L2 tables to new places, or makes them, and has the L1 table refer to them.
+    /// Writes L2 tables to new places, and has the L1 table refer to them.
     fn link_l2_tables(&self, tables: &mut Tables, indices: &[u64], new: &[u64]) -> io::Result<()> {
         let mut content = vec![0; self.shape.cluster_len()];
         for (index, place) in indices.iter().zip(new) {
@@ -316,7 +316,7 @@ impl Image {
         }
     }
 
-    /// Whether a range can be made zeros by the tables alone, and freed.
+    /// Returns whether a cluster can be freed and then reads as zeros.
     pub(super) fn has_zero_clusters(&self) -> bool {
         self.shape.version >= 3 || self.below.is_none()
     }
@@ -328,7 +328,7 @@ impl Image {
         let unit = self.shape.subcluster_bytes();
         let by_tables = self.has_zero_clusters() && !(how == Zeroing::Keep && self.shape.version < 3);
         let first = offset.next_multiple_of(unit);
-        // Of the disk's last subcluster, what is past the end matters to nobody.
+        // The disk's last subcluster may go past the end of the disk.
         let last = if end == self.bytes { end.next_multiple_of(unit) } else { end - end % unit };
         if !by_tables || first >= last {
             return self.write_zeros(offset..end, how);
@@ -360,7 +360,8 @@ impl Image {
         Ok(())
     }
 
-    /// Makes whole subclusters zeros whose entries are in one L2 table; what must be written instead, for it is compressed.
+    /// Makes whole subclusters zeros whose entries are in one L2 table. Returns the ranges that must be written instead, because they
+    /// are a part of a compressed cluster.
     fn zero_in_table(&self, range: Range<u64>, how: Zeroing) -> io::Result<Vec<Range<u64>>> {
         let clusters = self.clusters(range.start, range.end - range.start);
         let _held = self.changes.take(clusters.clone());
@@ -418,7 +419,7 @@ impl Image {
             return Err(Errno::FBIG.into());
         }
         self.grow_l1(entries)?;
-        // What the new part would otherwise show: the rest of the last cluster, and more of a larger image below.
+        // The new part would show the rest of the last cluster, and more of a backing file that is larger than the disk was.
         let old = self.bytes;
         let below = self.below.as_ref().map_or(0, super::image::Below::bytes);
         let shown = below.max(old.next_multiple_of(self.shape.cluster_bytes())).min(bytes);
@@ -428,7 +429,10 @@ impl Image {
         }
         self.file.sync()?;
         self.file.write_table(&bytes.to_be_bytes(), HEADER_BYTES)?;
-        self.flush()
+        self.flush()?;
+        // Nothing is left to do if this process only opens the image, and another one serves it.
+        *self.changed.get_mut() = false;
+        Ok(())
     }
 
     fn grow_l1(&self, entries: u64) -> io::Result<()> {
