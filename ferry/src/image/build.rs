@@ -63,8 +63,8 @@ pub struct BuildArgs {
     /// How the image is laid out: flat is mounted alone and opens fastest, composefs is what mkcomposefs writes.
     #[arg(long, value_enum, default_value_t = LayoutName::Flat)]
     layout: LayoutName,
-    /// The version of composefs's layout [default: 1 if there are whiteouts, else 0; as mkcomposefs has it].
-    #[arg(long, value_name = "0|1", value_parser = clap::value_parser!(u32).range(..=i64::from(COMPOSEFS_VERSION_MAX)))]
+    /// The version of composefs's layout; 2 is what composefs-rs alone writes [default: 1 if there are whiteouts, else 0; as mkcomposefs has it].
+    #[arg(long, value_name = "0|1|2", value_parser = clap::value_parser!(u32).range(..=i64::from(COMPOSEFS_VERSION_MAX)))]
     composefs_version: Option<u32>,
     /// Put the files that ferry image trace has recorded first, in their order, where mounts read them ahead.
     #[arg(long, value_name = "TRACE")]

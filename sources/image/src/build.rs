@@ -36,7 +36,7 @@ pub enum Layout {
     Flat,
     /// As mkcomposefs does it, with a file for each object: what the kernel mounts below overlayfs.
     Composefs {
-        /// The version of the layout, 0 or 1; without one 1 if there are whiteouts, 0 otherwise.
+        /// The version of the layout: 0 or 1 as mkcomposefs has them, 2 as composefs-rs; without one 1 if there are whiteouts, 0 otherwise.
         version: Option<u32>,
     },
 }

@@ -26,8 +26,6 @@ pub(crate) struct Growing {
     nodes: Vec<Node>,
     names: HashMap<NodeId, Names>,
     links: HashSet<(NodeId, NameBuf)>,
-    /// Files whose last name was removed.
-    removed: HashSet<NodeId>,
     /// The layer that is being added.
     layer: usize,
     bytes_left: usize,
@@ -35,14 +33,7 @@ pub(crate) struct Growing {
 
 impl Default for Growing {
     fn default() -> Self {
-        Self {
-            nodes: Vec::new(),
-            names: HashMap::new(),
-            links: HashSet::new(),
-            removed: HashSet::new(),
-            layer: 0,
-            bytes_left: TREE_BYTES_MAX,
-        }
+        Self { nodes: Vec::new(), names: HashMap::new(), links: HashSet::new(), layer: 0, bytes_left: TREE_BYTES_MAX }
     }
 }
 
@@ -156,7 +147,16 @@ impl Growing {
     /// Adds a further name of an inode, which is free, without following symbolic links.
     pub(crate) fn link(&mut self, names: &[Name<'_>], target: NodeId) -> Result<(), Refusal> {
         let (directory, name) = self.vacant(names)?;
-        self.replace_by_link(directory, name, target)
+        self.insert_link(directory, name, target)
+    }
+
+    fn insert_link(&mut self, directory: NodeId, name: Name<'_>, target: NodeId) -> Result<(), Refusal> {
+        if self.nodes[target].kind() == FileType::Directory {
+            return Err("a hard link to a directory".into());
+        }
+        self.insert(directory, name.as_bytes(), target)?;
+        self.links.insert((directory, name.to_buf()));
+        Ok(())
     }
 
     fn vacant<'a>(&self, names: &[Name<'a>]) -> Result<(NodeId, Name<'a>), Refusal> {
@@ -177,18 +177,22 @@ impl Growing {
         Ok(id)
     }
 
-    /// Adds a further name of an inode, instead of whatever has that name, and all below it.
-    pub(crate) fn replace_by_link(&mut self, directory: NodeId, name: Name<'_>, target: NodeId) -> Result<(), Refusal> {
-        if self.nodes[target].kind() == FileType::Directory {
+    /// Gives a name's inode a further name, instead of whatever has that name, and all below it. Names are told with their directories.
+    pub(crate) fn replace_by_link(
+        &mut self,
+        (directory, name): (NodeId, Name<'_>),
+        (from, target): (NodeId, Name<'_>),
+    ) -> Result<NodeId, Refusal> {
+        let id = self.child(from, target).ok_or("a hard link to nothing")?;
+        if self.nodes[id].kind() == FileType::Directory {
             return Err("a hard link to a directory".into());
         }
         self.remove(directory, name.as_bytes(), Removed::All);
-        if self.removed.contains(&target) {
-            return Err("a hard link to itself".into());
+        if self.child(from, target).is_none() {
+            return Err("a hard link to itself, or to what it replaces".into());
         }
-        self.insert(directory, name.as_bytes(), target)?;
-        self.links.insert((directory, name.to_buf()));
-        Ok(())
+        self.insert_link(directory, name, id)?;
+        Ok(id)
     }
 
     /// Walks a path, and follows symbolic links on it: absolute ones begin at the root, and `..` leads no higher than that. So
@@ -324,9 +328,6 @@ impl Growing {
             }
             let node = &mut self.nodes[id];
             node.nlink = node.nlink.saturating_sub(1);
-            if node.nlink == 0 {
-                self.removed.insert(id);
-            }
         }
     }
 

@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use archives::bundle::{Bundle, DIR, FILE, Item, LINK, Packing, SYMLINK, TIME, archive, gzip, member, packed};
-use archives::random::{Layers, random_layers};
+use archives::model::{Model, Shown};
+use archives::random::{Choices, Member, layers};
+use common::composefs::Random;
 use common::{Bench, Facts, bytes, facts, facts_of_image};
 use ferry_image::{BuildOptions, Layout, Source, Store, build};
 
@@ -191,6 +193,43 @@ fn the_last_of_members_with_one_name_is_taken() {
     );
 }
 
+/// What others had wrong.
+#[test]
+fn faults_of_other_readers_are_none_here() {
+    const ROOT: Item<'_> = ("./", DIR, "", b"");
+    same(
+        "anchore/stereoscope#694: an opaque directory in the place of a link hides nothing of what the link led to",
+        &[
+            &[ROOT, ("target/", DIR, "", b""), ("target/keep", FILE, "", b"k"), ("link", SYMLINK, "/target", b"")],
+            &[("link/", DIR, "", b""), ("link/.wh..wh..opq", FILE, "", b""), ("link/new", FILE, "", b"n")],
+        ],
+        &[("target/keep", "k"), ("link/new", "n")],
+    );
+    same(
+        "apple/container#1797: a hard link whose directory no member names",
+        &[&[ROOT, ("bin/app", FILE, "", b"app"), ("bin/app.runfiles/_main/app_/app", LINK, "bin/app", b"")]],
+        &[("bin/app.runfiles/_main/app_/app", "app")],
+    );
+    same(
+        "containerd#6991: links and files of a directory that is opaque, by the names of the lower layer's",
+        &[
+            &[ROOT, ("doc/", DIR, "", b""), ("doc/news", SYMLINK, "../old", b""), ("doc/gone", FILE, "", b"g")],
+            &[("doc/", DIR, "", b""), ("doc/.wh..wh..opq", FILE, "", b""), ("doc/news", SYMLINK, "../new", b"")],
+        ],
+        &[("doc/news", "../new")],
+    );
+    same(
+        "containerd#2458: a hard link to a symbolic link is one to the link",
+        &[&[ROOT, ("zzz", FILE, "", b"z"), ("xxx", SYMLINK, "/zzz", b""), ("yyy", LINK, "xxx", b"")]],
+        &[("yyy", "/zzz")],
+    );
+    same(
+        "goldmann/docker-squash#104: files below a link to what is not there",
+        &[&[ROOT, ("var/log", SYMLINK, "/data/var/log", b"")], &[("var/log/lastlog", FILE, "", b"l")]],
+        &[("data/var/log/lastlog", "l")],
+    );
+}
+
 /// Only what is left in the end is named by an image; a build of an archive stores what it reads before it knows that.
 #[test]
 fn what_a_later_member_replaces_is_not_named_by_the_image() {
@@ -254,15 +293,34 @@ fn what_a_layer_says_of_no_member_is_passed_over() {
     assert_eq!((tree.len(), file.owner, file.mtime), (2, (0, 0), (TIME, 0)));
 }
 
-/// What umoci and we make of random layers: of every kind of member, again and again by the same names, through links, and whiteouts.
+impl Choices for Random {
+    fn below(&mut self, end: usize) -> usize {
+        usize::try_from(Self::below(self, end as u64)).expect("it is below a usize")
+    }
+}
+
+/// Random layers, the image directory of them, and what is in them for people.
+fn random_layers(bench: &Bench, seed: u64) -> (Vec<Vec<Member>>, Bundle, String) {
+    let layers = layers(&mut Random::new(seed));
+    let mut bundle = Bundle::new(bench, "bundle");
+    for members in &layers {
+        let mut archive: Vec<u8> =
+            members.iter().flat_map(|of| member(&of.path, of.kind, &of.target, &of.data)).collect();
+        archive.resize(archive.len() + 1024, 0);
+        bundle.layer(&archive, Packing::Gzip);
+    }
+    bundle.finish("latest");
+    let layer = |members: &Vec<Member>| members.iter().map(|member| format!("  {member}\n")).collect::<String>();
+    let text = layers.iter().map(layer).collect::<Vec<_>>().join("next layer\n");
+    (layers, bundle, text)
+}
+
+/// Both make the same of random layers.
 fn random(seeds: std::ops::Range<u64>) {
     let (mut compared, mut refused) = (0, 0);
     for seed in seeds.clone() {
         let bench = Bench::new();
-        let mut bundle = Bundle::new(&bench, "bundle");
-        let Layers { archives, text } = random_layers(seed);
-        archives.iter().for_each(|archive| bundle.layer(archive, Packing::Gzip));
-        bundle.finish("latest");
+        let (_, bundle, text) = random_layers(&bench, seed);
         match (of_bundle(&bench, &bundle), unpacked(&bench, "bundle:latest")) {
             (Ok(ours), Ok(theirs)) => {
                 assert_same(&timeless(ours), &timeless(theirs), &format!("seed {seed}:\n{text}"));
@@ -276,6 +334,39 @@ fn random(seeds: std::ops::Range<u64>) {
         }
     }
     assert!(compared * 3 > seeds.count(), "{compared} compared, {refused} refused");
+}
+
+/// The model that the fuzz target compares with.
+#[test]
+fn a_simple_model_makes_the_same_of_random_layers() {
+    let mut compared = 0;
+    for seed in 0..300 {
+        let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
+        let (layers, bundle, text) = random_layers(&bench, seed);
+        let (ours, model) = (of_bundle(&bench, &bundle), Model::of(&layers));
+        assert_eq!(ours.is_ok(), model.is_some(), "seed {seed}: {:?}\n{text}", ours.err());
+        let (Ok(ours), Some(model)) = (ours, model) else { continue };
+        let shown = |facts: &Facts| match (&facts.bytes, &facts.target) {
+            (Some(bytes), _) => format!("{bytes:?} {}", facts.nlink),
+            (None, Some(target)) => format!("{target:?} {}", facts.nlink),
+            (None, None) => "a directory".into(),
+        };
+        let expected = |shown: &Shown<'_>| match shown {
+            Shown::Dir => "a directory".into(),
+            Shown::File(bytes, nlink) => format!("{bytes:?} {nlink}"),
+            Shown::Symlink(target, nlink) => format!("{target:?} {nlink}"),
+        };
+        let ours: BTreeMap<String, String> = ours
+            .iter()
+            .filter(|(path, _)| !path.as_os_str().is_empty())
+            .map(|(path, facts)| (path.to_string_lossy().into_owned(), shown(facts)))
+            .collect();
+        let model: BTreeMap<String, String> =
+            model.shown().iter().map(|(path, entry)| (path.clone(), expected(entry))).collect();
+        assert_eq!(ours, model, "seed {seed}\n{text}");
+        compared += 1;
+    }
+    assert!(compared > 100, "{compared} compared");
 }
 
 #[test]

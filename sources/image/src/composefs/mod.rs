@@ -15,6 +15,7 @@
 
 mod filter;
 pub(crate) mod lacking;
+mod native;
 pub(crate) mod objects;
 mod place;
 mod prepare;
@@ -58,7 +59,8 @@ pub(crate) struct Header {
     pub version: U32,
     /// [`FLAG_ACL`].
     pub flags: U32,
-    /// The version of the layout: 1 where directories with whiteouts are marked as opaque, so that overlayfs finds those.
+    /// The version of the layout: 1 where directories with whiteouts are marked as opaque, so that overlayfs finds those; 2 for what
+    /// composefs-rs has of its own.
     pub format: U32,
     /// Not used.
     pub reserved: [U32; 4],
@@ -66,14 +68,17 @@ pub(crate) struct Header {
 
 const _: () = assert!(size_of::<Header>() == 32);
 
-/// The versions of composefs's layout, 0 and 1.
-pub const COMPOSEFS_VERSION_MAX: u32 = 1;
+/// The versions of composefs's layout: 0 and 1, which are mkcomposefs's, and 2, which is only composefs-rs's.
+pub const COMPOSEFS_VERSION_MAX: u32 = native::VERSION;
 
 /// An attribute: full name and value.
 type Pair<'a> = (&'a [u8], &'a [u8]);
 
 /// Writes the image. Without a version it has version 0, or 1 if the tree has whiteouts, as `mkcomposefs` does it.
 pub(crate) fn write(mut tree: Tree, version: Option<u32>) -> Result<Vec<u8>> {
+    if version == Some(native::VERSION) {
+        return native::write(&tree);
+    }
     let version = prepare::prepare(&mut tree, version);
     let shared = Shared::of(&tree)?;
     let places = place::all(&tree, &shared)?;

@@ -110,17 +110,13 @@ fn components(path: &[u8]) -> std::result::Result<Vec<Name<'_>>, Refusal> {
 
 fn link(growing: &mut Growing, names: &[Name<'_>], member: &Member) -> std::result::Result<(), Refusal> {
     let target = components(&member.link).map_err(|reason| format!("a hard link: {reason}"))?;
+    let absent = || format!("a hard link to {}, which is not in the archive before it", member.link.escape_ascii());
     let (target_name, target_parents) = target.split_last().ok_or("a hard link to a directory")?;
-    let target_parent = growing.directory(target_parents)?;
-    let id = target_parent.and_then(|parent| growing.child(parent, *target_name)).ok_or_else(|| {
-        format!("a hard link to {}, which is not in the archive before it", member.link.escape_ascii())
-    })?;
+    let target_parent = growing.directory(target_parents)?.ok_or_else(absent)?;
+    growing.child(target_parent, *target_name).ok_or_else(absent)?;
     let (name, parents) = names.split_last().ok_or("a hard link in the root's place")?;
     let parent = growing.enter(parents, directory)?;
-    if (Some(parent), name) == (target_parent, target_name) {
-        return Err("a hard link to itself".into());
-    }
-    growing.replace_by_link(parent, *name, id)?;
+    let id = growing.replace_by_link((parent, *name), (target_parent, *target_name))?;
     growing.node(id).nlink += 1;
     Ok(())
 }

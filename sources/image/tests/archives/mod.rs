@@ -2,4 +2,5 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 pub mod bundle;
+pub mod model;
 pub mod random;

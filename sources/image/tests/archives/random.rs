@@ -1,15 +1,38 @@
-//! Layers that look random, the same for each seed.
+//! Layers that look random: of every kind of member, again and again by the same names, through links, and whiteouts.
 
-use std::fmt::Write as _;
+use std::fmt;
 
-use super::bundle::{DIR, FILE, LINK, SYMLINK, member};
-use crate::common::composefs::Random;
-
-/// The archives of an image's layers, and what is in them for people.
-pub struct Layers {
-    pub archives: Vec<Vec<u8>>,
-    pub text: String,
+/// Where choices come from.
+pub trait Choices {
+    /// A number below an end, which is not 0.
+    fn below(&mut self, end: usize) -> usize;
 }
+
+fn one<T: Copy>(choices: &mut impl Choices, of: &[T]) -> T {
+    of[choices.below(of.len())]
+}
+
+/// A member of a layer's archive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// `typeflag`.
+    pub kind: u8,
+    pub path: String,
+    /// What a link leads to.
+    pub target: String,
+    pub data: Vec<u8>,
+}
+
+impl fmt::Display for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {}", char::from(self.kind), self.path, self.target)
+    }
+}
+
+pub const FILE: u8 = b'0';
+pub const LINK: u8 = b'1';
+pub const SYMLINK: u8 = b'2';
+pub const DIR: u8 = b'5';
 
 /// Few names, so that they meet.
 const NAMES: [&str; 6] = ["a", "b", "d", "lib", "usr", "x"];
@@ -19,70 +42,59 @@ const TARGETS: [&str; 12] =
     ["a", "d", "usr/lib", "/usr", "/", "..", "../..", "../d/./x", "/lib/../a", "b/nowhere/../x", "lib", "./usr//lib/"];
 
 /// A path whose last name is one of these, or of others once in a while.
-fn path(random: &mut Random, last: &[&str], seldom: u64) -> String {
+fn path(choices: &mut impl Choices, last: &[&str], seldom: usize) -> String {
     let mut names = Vec::new();
-    for _ in 0..random.below(3) {
-        let is_other = random.below(20) == 0;
-        names.push(random.one(if is_other { &NAMES[..] } else { &DIRS }));
+    for _ in 0..choices.below(3) {
+        let is_other = choices.below(20) == 0;
+        names.push(one(choices, if is_other { &NAMES[..] } else { &DIRS }));
     }
-    let is_other = random.below(seldom) == 0;
-    names.push(random.one(if is_other { &NAMES } else { last }));
+    let is_other = choices.below(seldom) == 0;
+    names.push(one(choices, if is_other { &NAMES } else { last }));
     names.join("/")
 }
 
-fn one(random: &mut Random, text: &mut String, files: &mut Vec<String>) -> Vec<u8> {
-    let mut path = path(random, &["a", "b", "x"], 3);
-    let mut target = String::new();
-    let mut data = Vec::new();
-    let kind = match random.below(12) {
+fn member(choices: &mut impl Choices, files: &mut Vec<String>) -> Member {
+    let mut member = Member { kind: FILE, path: String::new(), target: String::new(), data: Vec::new() };
+    member.path = path(choices, &["a", "b", "x"], 3);
+    match choices.below(12) {
         0..=3 => {
-            data = vec![b'f'; usize::try_from(random.below(3) * 700).expect("it is small")];
-            data.extend(path.bytes());
-            files.push(path.clone());
-            FILE
+            member.data = vec![b'f'; choices.below(3) * 700];
+            member.data.extend(member.path.bytes());
+            files.push(member.path.clone());
         }
         4..=6 => {
-            path = self::path(random, &DIRS, 5);
-            path.push('/');
-            DIR
+            member.path = path(choices, &DIRS, 5) + "/";
+            member.kind = DIR;
         }
         7 | 8 => {
-            path = self::path(random, &NAMES, 1);
-            target = random.one(&TARGETS).into();
-            SYMLINK
+            member.path = path(choices, &NAMES, 1);
+            member.target = one(choices, &TARGETS).into();
+            member.kind = SYMLINK;
         }
         9 if !files.is_empty() => {
-            target = files[usize::try_from(random.below(files.len() as u64)).expect("an index")].clone();
-            LINK
+            member.target = files[choices.below(files.len())].clone();
+            member.kind = LINK;
         }
         9 | 10 => {
-            let at = path.rfind('/').map_or(0, |slash| slash + 1);
-            path.insert_str(at, ".wh.");
-            FILE
+            let at = member.path.rfind('/').map_or(0, |slash| slash + 1);
+            member.path.insert_str(at, ".wh.");
         }
-        _ => {
-            path.push_str("/.wh..wh..opq");
-            FILE
-        }
-    };
-    let lead = random.one(&["", "", "./", "/"]);
-    writeln!(text, "  {} {lead}{path} {target}", char::from(kind)).expect("strings take all");
-    member(&format!("{lead}{path}"), kind, &target, &data)
+        _ => member.path.push_str("/.wh..wh..opq"),
+    }
+    member.path.insert_str(0, one(choices, &["", "", "./", "/"]));
+    member
 }
 
-/// One to four layers of some members.
-pub fn random_layers(seed: u64) -> Layers {
-    let mut random = Random::new(seed);
-    let (mut text, mut files) = (String::new(), Vec::new());
-    let archives = (0..1 + random.below(4)).map(|layer| {
-        writeln!(text, "layer {layer}").expect("strings take all");
-        let mut bytes = if layer == 0 { member("./", DIR, "", b"") } else { Vec::new() };
-        for _ in 0..1 + random.below(10) {
-            bytes.extend(one(&mut random, &mut text, &mut files));
+/// One to four layers of some members. The first one begins with the root.
+pub fn layers(choices: &mut impl Choices) -> Vec<Vec<Member>> {
+    let mut files = Vec::new();
+    let root = Member { kind: DIR, path: "./".into(), target: String::new(), data: Vec::new() };
+    let mut layers = vec![vec![root]];
+    layers.resize(1 + choices.below(4), Vec::new());
+    for layer in &mut layers {
+        for _ in 0..1 + choices.below(10) {
+            layer.push(member(choices, &mut files));
         }
-        bytes.resize(bytes.len() + 1024, 0);
-        bytes
-    });
-    let archives = archives.collect();
-    Layers { archives, text }
+    }
+    layers
 }
