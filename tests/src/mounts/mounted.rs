@@ -149,6 +149,10 @@ impl Mounted {
             .args(["--foreground", "--json", "--allow-other"])
             .args(cell.flags())
             .args(&options.args);
+        if source.starts_with("9p:") {
+            // The server is ours: its devices and set-user-id programs are tried, too.
+            command.args(["-o", "suid,dev"]);
+        }
         let mounted = Self::of(cell, mountpoint, &mut command, options.limit);
         // The mount of a server that died may have been there before.
         mounted.line();
