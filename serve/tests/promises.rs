@@ -433,7 +433,9 @@ impl FileSystem for Numbered {
 #[test]
 fn forgotten_inodes_are_found_by_their_numbers() {
     let on_host = || {
-        Session::new(|_, wanted| wanted.flags = wanted.flags - InitFlags::NO_EXPORT_SUPPORT | InitFlags::EXPORT_SUPPORT)
+        Session::new(|_, wanted| {
+            wanted.flags = (wanted.flags - InitFlags::NO_EXPORT_SUPPORT) | InitFlags::EXPORT_SUPPORT
+        })
     };
     for (by_number, session, finds) in [
         (ByNumber::Any, Session::default(), true),

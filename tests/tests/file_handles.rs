@@ -42,8 +42,8 @@ impl FileHandle {
         // SAFETY: the handle has as many bytes as it says, and lives until the call is back.
         let fd =
             unsafe { libc::open_by_handle_at(mount.as_raw_fd(), (&raw mut handle).cast(), flags | libc::O_CLOEXEC) };
-        // SAFETY: nobody else knows the new descriptor.
         if fd >= 0 {
+            // SAFETY: the call has just returned this descriptor, which nobody else has.
             Ok(unsafe { File::from_raw_fd(fd) })
         } else {
             Err(std::io::Error::last_os_error().raw_os_error().unwrap())

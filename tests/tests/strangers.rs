@@ -128,9 +128,9 @@ fn flags_of_files_are_set_by_a_guest_for_their_owner_and_for_root() {
     let node = driver.lookup(ROOT, "f").unwrap().nodeid;
     let fh = driver.open(node, 0).unwrap().fh;
     let mut ioctl = |uid, number: Opcode, input: &[u8], out: u32| {
-        let cmd = u32::try_from(number).unwrap();
         driver.set_caller(Caller { uid, gid: uid, pid: 1 });
-        let args = IoctlIn { fh, cmd, in_size: u32::try_from(input.len()).unwrap(), out_size: out, ..IoctlIn::ZERO };
+        let args =
+            IoctlIn { fh, cmd: number, in_size: u32::try_from(input.len()).unwrap(), out_size: out, ..IoctlIn::ZERO };
         let reply = driver.ask(abi::Opcode::Ioctl, node, &[args.as_bytes(), input], &[], 64);
         reply.map(drop).map_err(|error| error.errno().unwrap())
     };

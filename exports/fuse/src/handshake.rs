@@ -82,7 +82,7 @@ impl Wishes {
 
     fn adjust(&self, wanted: &mut Wanted) {
         if self.by_number == ByNumber::Host {
-            wanted.flags = wanted.flags - InitFlags::NO_EXPORT_SUPPORT | InitFlags::EXPORT_SUPPORT;
+            wanted.flags = (wanted.flags - InitFlags::NO_EXPORT_SUPPORT) | InitFlags::EXPORT_SUPPORT;
         }
         if self.uring().is_ok() {
             wanted.flags |= InitFlags::OVER_IO_URING;
