@@ -50,8 +50,7 @@ fn with(words: &str, mount: &mut Command, place: &Path) -> (bool, bool) {
     let output = run(mount);
     assert!(output.status.success(), "{mount:?}: {}", String::from_utf8_lossy(&output.stderr));
     let rights = rights(place);
-    let ended = Command::new("umount").arg(place).status().unwrap();
-    assert!(ended.success());
+    common::place::unmount(place);
     rights
 }
 

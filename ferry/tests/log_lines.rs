@@ -42,7 +42,7 @@ fn readers_of_a_damaged_image_do_not_fill_the_log() {
     for _ in 0..200 {
         fs::read(at("mnt/file")).unwrap_err();
     }
-    assert!(Command::new("umount").arg(at("mnt")).status().unwrap().success());
+    common::place::unmount(&at("mnt"));
     common::wait(&mut mounted);
     let mut log = String::new();
     mounted.stderr.take().unwrap().read_to_string(&mut log).unwrap();
@@ -54,7 +54,7 @@ fn readers_of_a_damaged_image_do_not_fill_the_log() {
 #[test]
 fn what_another_user_serves_does_nothing_to_roots_terminal() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, to run a server as another user");
+        ferry_skip::skip!("needs root, to run a server as another user");
         return;
     }
     let folder = tempfile::tempdir().unwrap();

@@ -86,7 +86,7 @@ fn state_is_kept_in_a_folder_of_this_users_own_alone() {
     fs::remove_file(at("state")).unwrap();
     fs::rename(at("real"), at("state")).unwrap();
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, to run a server as another user");
+        ferry_skip::skip!("needs root, to run a server as another user");
         return;
     }
     let owner = |uid: u32| std::os::unix::fs::chown(at("state"), Some(uid), None).unwrap();

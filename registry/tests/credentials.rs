@@ -362,7 +362,7 @@ fn proxy() -> SocketAddr {
 fn redirects_to_this_machine_are_refused() {
     let name = "redirects_to_this_machine_are_refused";
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, for names of hosts of its own");
+        ferry_skip::skip!("needs root, for names of hosts of its own");
         return;
     }
     let hosts = tempfile::NamedTempFile::new().unwrap();

@@ -39,7 +39,7 @@ fn a_folder_that_others_may_enter_or_that_is_a_link_is_refused() {
         let error = Folder::open(&at("a/b")).unwrap_err();
         assert!(matches!(error, FolderError::Owner { owner: STRANGER, user: 0 }), "{error}");
     } else {
-        eprintln!("skipped: only root can give a folder away");
+        ferry_skip::skip!("only root can give a folder away");
     }
 }
 
@@ -51,7 +51,7 @@ fn strangers_are_neither_keepers_nor_servers() {
         return;
     }
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, to start a program as another user");
+        ferry_skip::skip!("needs root, to start a program as another user");
         return;
     }
     let start = |what: &str, path: &std::path::Path| {

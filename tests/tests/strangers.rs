@@ -355,7 +355,7 @@ fn files_with_acls(dir: &Path) -> bool {
         chown(dir.join(name), None, Some(GROUP)).unwrap();
         let set = rustix::fs::setxattr(dir.join(name), "system.posix_acl_access", &value, XattrFlags::empty());
         if set == Err(Errno::OPNOTSUPP) {
-            println!("skipped: {} has no ACLs", dir.display());
+            ferry_skip::skip!("{} has no ACLs", dir.display());
             return false;
         }
         set.unwrap();

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -75,11 +75,7 @@ impl Place {
 
     /// Where no server is waited for.
     pub fn unmount_alone(&self) {
-        // A program that another test is just starting has copies of this process's open files until its exec.
-        until("umount", || match rustix::mount::unmount(&self.mnt, UnmountFlags::empty()) {
-            Err(rustix::io::Errno::BUSY) => false,
-            outcome => outcome.map(|()| true).unwrap(),
-        });
+        unmount(&self.mnt);
     }
 
     pub fn is_free(&self) -> bool {
@@ -92,6 +88,15 @@ impl Drop for Place {
         // Without a mount a server ends.
         while !self.is_free() && rustix::mount::unmount(&self.mnt, UnmountFlags::DETACH).is_ok() {}
     }
+}
+
+/// Unmounts what nobody uses.
+pub fn unmount(mountpoint: &Path) {
+    // A program that another test is just starting has copies of this process's open files until its exec.
+    until("umount", || match rustix::mount::unmount(mountpoint, UnmountFlags::empty()) {
+        Err(rustix::io::Errno::BUSY) => false,
+        outcome => outcome.map(|()| true).unwrap(),
+    });
 }
 
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {

@@ -232,7 +232,7 @@ impl Flags<'_> {
 #[test]
 fn flags_of_files_are_set_by_their_owner_and_by_root() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     let share = Share::new(Options::default());
     fs::write(share.path("f"), "").unwrap();
@@ -243,7 +243,7 @@ fn flags_of_files_are_set_by_their_owner_and_by_root() {
     let (ino, handle) = share.open("f", OFlags::RDONLY).unwrap();
     let flags = Flags { share: &share, at: (ino, handle) };
     if flags.get(&root, GETFLAGS).is_err() {
-        println!("skipped: this file system has no flags of files");
+        ferry_skip::skip!("this file system has no flags of files");
         return;
     }
     for (commands, no_dump, root_only) in
@@ -277,7 +277,7 @@ fn flags_of_files_are_set_by_their_owner_and_by_root() {
 #[test]
 fn nobody_is_made_owner_whom_the_user_namespace_lacks() {
     if !is_root() {
-        return;
+        return ferry_skip::skip!("needs root");
     }
     let run = std::process::Command::new("unshare")
         .args(["--user", "--map-root-user"])
@@ -315,7 +315,7 @@ fn with_one_user() {
 #[test]
 fn sgid_that_is_no_privilege_stays_for_members_of_the_group() {
     if !is_root() {
-        println!("skipped: needs root");
+        ferry_skip::skip!("needs root");
         return;
     }
     let share = Share::new(Options::default());
