@@ -283,6 +283,45 @@ fn listings_are_stable_while_names_come_and_go() {
     assert_eq!(seen, (0..100).map(|index| format!("stays{index}")).collect::<Vec<_>>());
 }
 
+/// As xfstests' generic/736: a name that is renamed gets behind all others.
+#[test]
+fn a_listing_ends_while_its_names_are_renamed() {
+    for share in both() {
+        let (fs, cx) = (&share.fs, &share.cx);
+        for index in 0..20 {
+            share.file(Ino::ROOT, &format!("0-{index}"), b"");
+        }
+        share.file(Ino::ROOT, "replaced", b"");
+        let handle = fs.opendir(cx, Ino::ROOT, OFlags::RDONLY).unwrap();
+        // The second one begins anew, and finds the names as they are then.
+        for pass in 0..2 {
+            let (mut offset, mut round, mut lines) = (0, 0, Vec::new());
+            loop {
+                let some = share.list_some(Ino::ROOT, handle, (offset, false), 3);
+                let Some(last) = some.last() else { break };
+                offset = last.next;
+                lines.extend(some.into_iter().map(|line| line.name));
+                for index in 0..20 {
+                    let of = |round| format!("{round}-{index}");
+                    let (old, new) = (of(pass * 100 + round), of(pass * 100 + round + 1));
+                    fs.rename(cx, (Ino::ROOT, name(&old)), (Ino::ROOT, name(&new)), RenameFlags::empty()).unwrap();
+                }
+                share.file(Ino::ROOT, "new", b"");
+                fs.rename(cx, (Ino::ROOT, name("new")), (Ino::ROOT, name("replaced")), RenameFlags::empty()).unwrap();
+                round += 1;
+                assert!(round < 100, "it does not end");
+            }
+            assert!(lines.iter().filter(|name| *name == "replaced").count() == 1, "{pass}: {lines:?}");
+            let first_of_all =
+                (0..20).map(|index| (format!("{}-{index}", pass * 100 + round), format!("{}-{index}", 100)));
+            for (old, new) in first_of_all {
+                fs.rename(cx, (Ino::ROOT, name(&old)), (Ino::ROOT, name(&new)), RenameFlags::empty()).unwrap();
+            }
+        }
+        fs.releasedir(cx, Ino::ROOT, handle);
+    }
+}
+
 #[test]
 fn times_follow_what_happens_to_the_data() {
     for share in both() {

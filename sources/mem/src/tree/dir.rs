@@ -77,6 +77,16 @@ impl<S: Store> Dir<S> {
         debug_assert!(new, "the caller looked the name up under the same lock");
     }
 
+    /// Gives a name that is there another inode; returns the one that it had. The name keeps its cookie, so that a listing which
+    /// has not come to it yet finds it.
+    pub(crate) fn replace(&mut self, name: Name<'_>, node: Arc<Node<S>>) -> Option<Arc<Node<S>>> {
+        let old = self.by_name.take(name.as_bytes())?.0;
+        let link = Arc::new(Link { name: name.to_buf(), cookie: old.cookie, node });
+        self.by_cookie.insert(link.cookie, Arc::clone(&link));
+        self.by_name.insert(ByName(link));
+        Some(Arc::clone(&old.node))
+    }
+
     /// Takes a name away.
     pub(crate) fn remove(&mut self, name: Name<'_>) -> Option<Arc<Node<S>>> {
         let link = self.by_name.take(name.as_bytes())?;
@@ -97,10 +107,15 @@ impl<S: Store> Dir<S> {
         self.by_name.len()
     }
 
-    /// The names after a cookie, in the order in which they came.
-    pub(crate) fn after(&self, cookie: u64) -> impl Iterator<Item = &Link<S>> {
+    /// The cookie of the next name that is added: all names that are there have smaller ones.
+    pub(crate) fn end(&self) -> u64 {
+        self.next
+    }
+
+    /// The names after a cookie and before `end`, in the order in which they came.
+    pub(crate) fn between(&self, cookie: u64, end: u64) -> impl Iterator<Item = &Link<S>> {
         let from = cookie.saturating_add(1);
-        self.by_cookie.range(from..).map(|(_, link)| &**link)
+        self.by_cookie.range(from..end.max(from)).map(|(_, link)| &**link)
     }
 
     /// Takes all names away at once.

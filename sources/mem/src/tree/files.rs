@@ -1,6 +1,7 @@
 //! Open files and their data.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use ferry_vfs::{
     Backing, Caller, Change, Copy, Data, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Input, IoRange, Lockable,
@@ -24,6 +25,9 @@ pub(super) struct Open<S: Store> {
     pub(super) node: Arc<Node<S>>,
     /// The flags that it was opened with.
     flags: OFlags,
+    /// Where a listing of the directory ends ([`Dir::end`](super::dir::Dir::end)): names that are added later are left out, or one that
+    /// is renamed again and again would be listed without an end.
+    pub(super) list_end: Arc<AtomicU64>,
 }
 
 impl<S: Store> Lockable for Open<S> {
@@ -129,7 +133,7 @@ impl<S: Store> Tree<S> {
 
     /// Gives an open inode, which is held for it, its handle.
     fn add_handle(&self, cx: &Caller<'_>, node: &Arc<Node<S>>, flags: OFlags) -> Result<Handle> {
-        let open = Open { node: Arc::clone(node), flags };
+        let open = Open { node: Arc::clone(node), flags, list_end: Arc::new(AtomicU64::new(u64::MAX)) };
         self.handles.insert(cx.session, node.ino, open).inspect_err(|_| self.close(node))
     }
 

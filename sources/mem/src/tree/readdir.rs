@@ -11,10 +11,17 @@ use crate::store::Store;
 
 impl<S: Store> Tree<S> {
     pub(crate) fn readdir_(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
-        let node = self.handles.with(cx.session, at.ino, at.handle, |open| Ok(Arc::clone(&open.node)))?;
+        let (node, list_end) = self
+            .handles
+            .with(cx.session, at.ino, at.handle, |open| Ok((Arc::clone(&open.node), Arc::clone(&open.list_end))))?;
         {
             let state = node.read();
             let names = state.dir()?;
+            // A listing that begins goes as far as the directory does now; so does one that goes on with another handle.
+            if at.offset == 0 || list_end.load(Ordering::Relaxed) == u64::MAX {
+                list_end.store(names.end(), Ordering::Relaxed);
+            }
+            let end = list_end.load(Ordering::Relaxed);
             let parent = node.parent.load(Ordering::Acquire);
             let dots = [(COOKIE_DOT, &b"."[..], node.ino.0), (COOKIE_DOTDOT, b"..", parent)];
             for (next, name, ino) in dots.into_iter().filter(|(cookie, ..)| *cookie > at.offset) {
@@ -23,7 +30,7 @@ impl<S: Store> Tree<S> {
                 }
                 out.push(&DirItem { ino, next, kind: FileType::Directory, name }, None);
             }
-            for link in names.after(at.offset.max(COOKIE_DOTDOT)) {
+            for link in names.between(at.offset.max(COOKIE_DOTDOT), end) {
                 let name = link.name.as_name().as_bytes();
                 if !out.fits(name) {
                     break;

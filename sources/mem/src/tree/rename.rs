@@ -238,16 +238,18 @@ fn move_names<S: Store>(step: &Move<'_, S>, dirs: &mut Dirs<'_, S>, time: Timesp
     let exchange = step.flags.contains(RenameFlags::EXCHANGE);
     let removed = "both directories were checked under the locks that are still held";
     dirs.from.dir_mut().expect(removed).remove(step.from.1);
+    let moved = Arc::clone(&step.source);
     if let Some(target) = &step.target {
-        dirs.to().dir_mut().expect(removed).remove(step.to.1);
+        dirs.to().dir_mut().expect(removed).replace(step.to.1, moved);
         dirs.to().nlink -= u32::from(target.is_dir());
         if exchange {
             dirs.from.dir_mut().expect(removed).insert(step.from.1, Arc::clone(target));
             dirs.from.nlink += u32::from(target.is_dir());
             target.parent.store(step.from.0.ino.0, Ordering::Release);
         }
+    } else {
+        dirs.to().dir_mut().expect(removed).insert(step.to.1, moved);
     }
-    dirs.to().dir_mut().expect(removed).insert(step.to.1, Arc::clone(&step.source));
     dirs.from.nlink -= u32::from(step.source.is_dir());
     dirs.to().nlink += u32::from(step.source.is_dir());
     step.source.parent.store(step.to.0.ino.0, Ordering::Release);

@@ -349,7 +349,7 @@ impl<S: Store> Snapshot<'_, S> {
         let mut queue = VecDeque::from([root]);
         while let Some(dir) = queue.pop_front() {
             let state = dir.read();
-            for link in state.dir()?.after(0) {
+            for link in state.dir()?.between(0, u64::MAX) {
                 let at = At { dir: dir.ino, name: link.name.as_name() };
                 let (ino, is_dir) = (link.node.ino, link.node.is_dir());
                 if seen.insert(ino) {
