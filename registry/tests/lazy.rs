@@ -269,7 +269,7 @@ fn readers_and_the_rest_together_ask_no_more_than_they_may() {
         // Long enough for all that want something to be there at the same time.
         place.fake.fault(|request, reply| {
             if request.is_blob() {
-                thread::sleep(Duration::from_millis(10));
+                thread::sleep(Duration::from_millis(30));
             }
             reply
         });
