@@ -28,7 +28,7 @@ const REDIRECTS: [u16; 4] = [301, 302, 307, 308];
 /// The file of credentials, which only a process of its own can have in its environment.
 const FILE: &str = "REGISTRY_AUTH_FILE";
 
-/// Runs a test in a process of its own, with a file of credentials. Answers whether this is that process.
+/// Runs a test in a process of its own, with a file of credentials. Returns whether this is that process.
 fn apart(test: &str, authorities: Option<&Path>) -> bool {
     let trusted = authorities.map(|file| ("SSL_CERT_FILE", file.as_os_str()));
     apart_with(test, trusted.as_slice(), None)

@@ -197,7 +197,7 @@ impl Mount {
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The client is told of an inode, and has one reference more; answers what it is told.
+    /// The client is told of an inode, and has one reference more; returns what it is told.
     pub(crate) fn refer(&self, entry: Entry) -> Entry {
         self.note(&entry);
         match &self.generations {

@@ -106,7 +106,7 @@ impl Passthrough {
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An inode is opened once more, with these flags: answers how it is passed through, if it is. `file` is asked for if this
+    /// An inode is opened once more, with these flags: returns how it is passed through, if it is. `file` is asked for if this
     /// is the first open and may pass; `is_set_id` if it is one for writing.
     pub(crate) fn opened(
         &self,

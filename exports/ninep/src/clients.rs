@@ -184,7 +184,7 @@ impl Clients {
         holder
     }
 
-    /// Ends connections of those who hold most until there is no more than there may be; answers whether the one who asks may
+    /// Ends connections of those who hold most until there is no more than there may be; returns whether the one who asks may
     /// stay, which that one may not who holds most.
     fn make_room(&self, resource: Resource, asker: &Holder) -> bool {
         // Dropped after the lock.

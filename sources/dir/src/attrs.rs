@@ -169,7 +169,7 @@ impl Dir {
     }
 
     /// If a file has sgid without group execution: clears that for a caller outside of the group, and for others only suid.
-    /// Answers whether it stays.
+    /// Returns whether it stays.
     fn keeps_sgid_mark(&self, cx: &Caller<'_>, inode: &Inode, fd: BorrowedFd<'_>) -> Result<bool> {
         let st = statx(fd, b"")?;
         if inode.found.kind != FileType::RegularFile || !is_sgid_mark(st.stx_mode.into()) {

@@ -292,7 +292,7 @@ impl Dir {
     }
 }
 
-/// Writes what `input` has to where it belongs; answers how many bytes that were.
+/// Writes what `input` has to where it belongs; returns how many bytes that were.
 fn write_all(file: BorrowedFd<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
     let mut room = vec![0; PIECE_BYTES + PIECE_ALIGN];
     let begin = room.as_ptr().align_offset(PIECE_ALIGN).min(PIECE_ALIGN);

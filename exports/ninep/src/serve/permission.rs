@@ -111,7 +111,7 @@ impl Context<'_> {
         }
     }
 
-    /// Whether the fid's user may change these attributes; answers what is to be changed (`setattr_prepare`, `may_setattr`).
+    /// Whether the fid's user may change these attributes; returns what is to be changed (`setattr_prepare`, `may_setattr`).
     pub(super) fn may_set(&self, file: &File, set: &SetAttr) -> Result<SetAttr> {
         let user = file.user;
         if !user.is_bound() {
