@@ -195,12 +195,18 @@ impl Drop for Server {
 /// again.
 fn is_listening(socket: &Path) -> bool {
     let table = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
-    let path = socket.to_string_lossy();
-    let listens = |line: &str| {
-        let is_listener = line.split_ascii_whitespace().nth(3) == Some(LISTENING);
-        is_listener && line.strip_suffix(&*path).is_some_and(|before| before.ends_with(' '))
+    socket.exists() && table.lines().any(|line| is_listener(line, socket))
+}
+
+/// Whether a line of `/proc/net/unix` is of one that listens at this path, which our servers bind by a descriptor of its folder.
+fn is_listener(line: &str, socket: &Path) -> bool {
+    let mut fields = line.splitn(8, ' ');
+    let listens = fields.nth(3) == Some(LISTENING);
+    let bound = fields.nth(3).map(|rest| Path::new(rest.trim_start_matches(|letter| letter != '/')));
+    let by_folder = |bound: &Path| {
+        bound.starts_with("/proc/self/fd") && bound.components().count() == 6 && bound.file_name() == socket.file_name()
     };
-    table.lines().any(listens)
+    listens && bound.is_some_and(|bound| bound == socket || by_folder(bound))
 }
 
 /// Has ours log each request. It can be told to a moment after it listens.
