@@ -1,19 +1,30 @@
-//! What a mode may show of a POSIX ACL (`linux/posix_acl_xattr.h`) to clients that do not check ACLs.
+//! POSIX ACLs as Linux shows them in extended attributes (`linux/posix_acl.h`, `linux/posix_acl_xattr.h`), and what a mode may
+//! show of one to clients that do not check ACLs.
 
 use crate::{Attr, Caller, Errno, FileSystem, FileType, Ino};
 
 /// The extended attribute of an access ACL.
-const ACCESS: &[u8] = b"system.posix_acl_access";
-/// `POSIX_ACL_XATTR_VERSION`.
-const VERSION: u32 = 2;
-const ENTRY_BYTES: usize = 8;
+pub const ACCESS: &[u8] = b"system.posix_acl_access";
+/// The extended attribute of a directory's default ACL.
+pub const DEFAULT: &[u8] = b"system.posix_acl_default";
 
-const USER_OBJ: u16 = 0x01;
-const USER: u16 = 0x02;
-const GROUP_OBJ: u16 = 0x04;
-const GROUP: u16 = 0x08;
-const MASK: u16 = 0x10;
-const OTHER: u16 = 0x20;
+/// `POSIX_ACL_XATTR_VERSION`, the value's header, little endian.
+pub const VERSION: u32 = 2;
+/// An entry: tag (2 bytes), permissions (2) and id (4), little endian.
+pub const ENTRY_BYTES: usize = 8;
+
+/// `ACL_USER_OBJ`: the owner.
+pub const USER_OBJ: u16 = 0x01;
+/// `ACL_USER`: the user whose id the entry has.
+pub const USER: u16 = 0x02;
+/// `ACL_GROUP_OBJ`: the file's group.
+pub const GROUP_OBJ: u16 = 0x04;
+/// `ACL_GROUP`: the group whose id the entry has.
+pub const GROUP: u16 = 0x08;
+/// `ACL_MASK`: what all but the owner and others have at the most.
+pub const MASK: u16 = 0x10;
+/// `ACL_OTHER`: all others.
+pub const OTHER: u16 = 0x20;
 
 /// Permission bits of group and others: where there are none, an ACL gives nothing either that a mode shows.
 const GROUP_AND_OTHERS: u32 = 0o077;

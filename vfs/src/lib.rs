@@ -120,7 +120,7 @@
 //! ```
 #![deny(unsafe_code)]
 
-mod acl;
+pub mod acl;
 mod attr;
 mod backing;
 mod change;

@@ -8,8 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use ferry_vfs::{
-    Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOwner, Lockable, Locked, Locks, OFlags, Result, SessionId,
-    Waiter,
+    Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOwner, Locked, Locks, OFlags, Result, SessionId, Waiter,
 };
 use proptest::prelude::*;
 
@@ -17,21 +16,6 @@ use proptest::prelude::*;
 const BYTES: u64 = 12;
 const FILES: u64 = 2;
 const OWNERS: u64 = 5;
-
-#[derive(Debug)]
-struct File;
-
-impl Lockable for File {
-    type Owner = ();
-
-    fn flags(&self) -> OFlags {
-        OFlags::RDWR
-    }
-
-    fn is_dir(&self) -> bool {
-        false
-    }
-}
 
 #[derive(Clone, Copy, Debug)]
 struct Request {
@@ -133,8 +117,8 @@ impl Model {
 type Ended = (usize, Result<()>);
 
 struct Table {
-    locks: Locks<File>,
-    handles: Handles<File>,
+    locks: Locks<OFlags>,
+    handles: Handles<OFlags>,
     cx: Caller<'static>,
     open: BTreeMap<(u64, u64), Handle>,
     sender: Sender<Ended>,
@@ -154,7 +138,7 @@ impl Table {
     }
 
     fn open(&mut self, file: u64, owner: u64) {
-        let handle = self.handles.insert(self.cx.session, Ino(file), File).unwrap();
+        let handle = self.handles.insert(self.cx.session, Ino(file), OFlags::RDWR).unwrap();
         self.open.insert((file, owner), handle);
     }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::{
-    Caller, Handle, Handles, Ino, Lock, LockKind, LockOwner, Lockable, Locked, Locks, OFlags, Result, SessionId, Waiter,
+    Caller, Handle, Handles, Ino, Lock, LockKind, LockOwner, Locked, Locks, OFlags, Result, SessionId, Waiter,
 };
 
 const INO: Ino = Ino(7);
@@ -23,25 +23,10 @@ const SLOWEST: Duration = Duration::from_millis(500);
 /// What the locks and requests may take.
 const MEMORY_MIB: u64 = 128;
 
-#[derive(Debug)]
-struct File;
-
-impl Lockable for File {
-    type Owner = ();
-
-    fn flags(&self) -> OFlags {
-        OFlags::RDWR
-    }
-
-    fn is_dir(&self) -> bool {
-        false
-    }
-}
-
 /// Clients that have one file open: one may not have as many owners.
 struct Table {
-    locks: Locks<File>,
-    handles: Handles<File>,
+    locks: Locks<OFlags>,
+    handles: Handles<OFlags>,
     clients: Vec<(Caller<'static>, Handle)>,
     woken: Arc<AtomicU64>,
 }
@@ -51,7 +36,7 @@ impl Table {
         let handles = Handles::default();
         let client = |_| {
             let session = SessionId::unique();
-            (Caller { session, ..Caller::default() }, handles.insert(session, INO, File).unwrap())
+            (Caller { session, ..Caller::default() }, handles.insert(session, INO, OFlags::RDWR).unwrap())
         };
         let clients = (0..8).map(client).collect();
         Self { locks: Locks::default(), clients, handles, woken: Arc::default() }

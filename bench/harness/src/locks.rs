@@ -9,9 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ferry_vfs::{
-    Caller, Handle, Handles, Ino, Lock, LockKind, LockOwner, Lockable, Locked, Locks, OFlags, SessionId, Waiter,
-};
+use ferry_vfs::{Caller, Handle, Handles, Ino, Lock, LockKind, LockOwner, Locked, Locks, OFlags, SessionId, Waiter};
 
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
@@ -51,25 +49,10 @@ const CASES: [Case; 3] = [
 /// What is done with each lock or request, in this order.
 const STEPS: [&str; 5] = ["lock", "wait", "test", "unlock one of many", "unlock the last and wake one"];
 
-#[derive(Debug)]
-struct File;
-
-impl Lockable for File {
-    type Owner = ();
-
-    fn flags(&self) -> OFlags {
-        OFlags::RDWR
-    }
-
-    fn is_dir(&self) -> bool {
-        false
-    }
-}
-
 /// Clients that have one file open.
 struct Table {
-    locks: Locks<File>,
-    handles: Handles<File>,
+    locks: Locks<OFlags>,
+    handles: Handles<OFlags>,
     clients: Vec<(Caller<'static>, Handle)>,
     woken: Arc<AtomicU64>,
 }
@@ -79,7 +62,7 @@ impl Table {
         let handles = Handles::default();
         let client = |_| {
             let session = SessionId::unique();
-            Ok((Caller { session, ..Caller::default() }, handles.insert(session, INO, File)?))
+            Ok((Caller { session, ..Caller::default() }, handles.insert(session, INO, OFlags::RDWR)?))
         };
         let clients = (0..CLIENTS).map(client).collect::<Result<_>>()?;
         Ok(Self { locks: Locks::default(), handles, clients, woken: Arc::default() })

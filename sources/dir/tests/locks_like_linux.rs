@@ -20,25 +20,10 @@ const MOMENT: Duration = Duration::from_millis(40);
 /// One that is to be answered is by then.
 const SOON: Duration = Duration::from_secs(10);
 
-#[derive(Debug)]
-struct Open;
-
-impl Lockable for Open {
-    type Owner = ();
-
-    fn flags(&self) -> OFlags {
-        OFlags::RDWR
-    }
-
-    fn is_dir(&self) -> bool {
-        false
-    }
-}
-
 /// A table with one file, that each owner has open.
 struct Table {
-    locks: Locks<Open>,
-    handles: Handles<Open>,
+    locks: Locks<OFlags>,
+    handles: Handles<OFlags>,
     cx: Caller<'static>,
     handle: Handle,
 }
@@ -48,7 +33,7 @@ const INO: Ino = Ino(2);
 impl Table {
     fn new() -> Self {
         let (handles, cx) = (Handles::default(), Caller::default());
-        let handle = handles.insert(cx.session, INO, Open).unwrap();
+        let handle = handles.insert(cx.session, INO, OFlags::RDWR).unwrap();
         Self { locks: Locks::default(), handles, cx, handle }
     }
 

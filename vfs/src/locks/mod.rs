@@ -73,6 +73,19 @@ pub trait Lockable: fmt::Debug {
     }
 }
 
+/// A file of which nothing is known but how it was opened.
+impl Lockable for OFlags {
+    type Owner = ();
+
+    fn flags(&self) -> OFlags {
+        *self
+    }
+
+    fn is_dir(&self) -> bool {
+        self.contains(Self::DIRECTORY)
+    }
+}
+
 /// The locks of some inodes.
 #[derive(Debug)]
 struct Shard<T: Lockable> {

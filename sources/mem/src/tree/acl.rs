@@ -1,22 +1,11 @@
 //! POSIX ACLs as Linux keeps them in `system.posix_acl_access` and `system.posix_acl_default`: version 2, little endian,
 //! entries of tag (2 bytes), permissions (2) and id (4). The rules are those of Linux's fs/posix_acl.c.
 
+pub(crate) use ferry_vfs::acl::{ACCESS, DEFAULT};
+use ferry_vfs::acl::{ENTRY_BYTES, GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, VERSION};
 use ferry_vfs::{Errno, Result};
 
-/// The extended attributes that hold ACLs.
-pub(crate) const ACCESS: &[u8] = b"system.posix_acl_access";
-pub(crate) const DEFAULT: &[u8] = b"system.posix_acl_default";
-
-const VERSION: u32 = 2;
-const HEADER_BYTES: usize = 4;
-const ENTRY_BYTES: usize = 8;
-
-const USER_OBJ: u16 = 0x01;
-const USER: u16 = 0x02;
-const GROUP_OBJ: u16 = 0x04;
-const GROUP: u16 = 0x08;
-const MASK: u16 = 0x10;
-const OTHER: u16 = 0x20;
+const HEADER_BYTES: usize = size_of_val(&VERSION);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct AclEntry {
