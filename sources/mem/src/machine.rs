@@ -1,6 +1,8 @@
 //! The clock, and the number of the CPU, by the C library: rustix's forms end the program where the vDSO lacks a call,
 //! as in User-mode Linux.
 
+use std::sync::atomic::{AtomicI64, Ordering};
+
 use ferry_vfs::Timespec;
 
 const NS_PER_S: i64 = 1_000_000_000;
@@ -12,6 +14,29 @@ pub(crate) fn coarse_time() -> Timespec {
     let outcome = unsafe { libc::clock_gettime(libc::CLOCK_REALTIME_COARSE, &raw mut now) };
     debug_assert_eq!(outcome, 0, "every Linux has this clock");
     Timespec { sec: now.tv_sec, nsec: u32::try_from(now.tv_nsec).unwrap_or_default() }
+}
+
+/// The latest time of a data file that anybody was shown.
+static SHOWN_NS: AtomicI64 = AtomicI64::new(i64::MIN);
+
+/// The kernel's coarse clock, but never before the time of a data file that somebody has seen: Linux since 6.13 stamps a file
+/// that was looked at by its fine clock (`Documentation/filesystems/multigrain-ts.rst`), and keeps such a floor itself.
+pub(crate) fn kernel_time() -> Timespec {
+    let now = coarse_time();
+    let shown = SHOWN_NS.load(Ordering::Relaxed);
+    if shown > nanoseconds(now) && !is_ahead(nanoseconds(now), shown) { timespec(shown) } else { now }
+}
+
+/// Somebody is shown the time of a data file, of which the next change anywhere is not to seem older.
+pub(crate) fn show(time: Timespec) {
+    let time = nanoseconds(time);
+    if time <= SHOWN_NS.load(Ordering::Relaxed) {
+        return;
+    }
+    let now = nanoseconds(coarse_time());
+    let moves = |shown: i64| (!is_ahead(now, time) && (shown < time || is_ahead(now, shown))).then_some(time);
+    // Somebody else has shown a later one, or the file's time was set.
+    let _ = SHOWN_NS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, moves);
 }
 
 /// How far the kernel's coarse clock may lag: a tick at 100 Hz.

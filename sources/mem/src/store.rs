@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use ferry_vfs::{Backing, Data, FallocateFlags, FileId, Ino, Input, Name, Output, Result, Seek, Timespec};
 
-use crate::machine::coarse_time;
+use crate::machine::kernel_time;
 use crate::tree::Tree;
 
 /// The attributes of an inode that are the tree's to keep (size and blocks are the store's).
@@ -195,7 +195,7 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// would run backwards from one change to the next; elsewhere it is the finest there is, so that a change is never before
     /// a clock that was read before it, nor before a change of another inode.
     fn now() -> Timespec {
-        if Self::KEEPS_TIMES { coarse_time() } else { Timespec::now() }
+        if Self::KEEPS_TIMES { kernel_time() } else { Timespec::now() }
     }
 
     /// Takes down a change that is about to be made. An error (`NOSPC`, `IO`) refuses it.

@@ -136,6 +136,22 @@ fn acls_and_modes_agree() {
 }
 
 #[test]
+fn times_never_run_backwards_from_one_file_to_the_next() {
+    for share in both() {
+        let (fs, cx) = (&share.fs, &share.cx);
+        for round in 0..100 {
+            let at = share.create(Ino::ROOT, &format!("file{round}"), 0o644);
+            // What was looked at has a finer time at its next change.
+            share.attr(at.0);
+            share.write(at, 0, b"data").unwrap();
+            let written = share.attr(at.0).mtime;
+            let link = fs.symlink(cx, Ino::ROOT, name(&format!("link{round}")), b"target").unwrap();
+            assert!(link.attr.mtime >= written, "{round}: {:?} after {written:?}", link.attr.mtime);
+        }
+    }
+}
+
+#[test]
 fn extended_attributes_have_their_rules() {
     let share = Share::new(Options::default());
     let (fs, cx) = (&share.fs, &share.cx);

@@ -11,7 +11,7 @@ use super::acl::{self, Acl};
 use super::node::{Body, Node, State};
 use super::xattr::CAPABILITY;
 use super::{Tree, log};
-use crate::machine::{later, nanoseconds, timespec};
+use crate::machine::{later, nanoseconds, show, timespec};
 use crate::store::{Meta, Record, Store, Usage};
 
 pub(crate) const S_IFMT: u32 = 0o170_000;
@@ -39,6 +39,7 @@ fn overlay(meta: &mut Meta, usage: &Usage, noted_write: Option<Timespec>) {
     let mtime = match usage.times {
         Some((atime, mtime)) => {
             meta.atime = atime;
+            show(mtime);
             mtime
         }
         None => noted_write.unwrap_or(meta.mtime),
