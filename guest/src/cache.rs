@@ -114,6 +114,11 @@ impl Cache {
         Ok(self.fetch("umoci")?.join("bin/umoci"))
     }
 
+    /// The program skopeo, which copies images and packs them otherwise.
+    pub fn skopeo(&self) -> Result<PathBuf> {
+        Ok(self.fetch("skopeo")?.join("bin/skopeo"))
+    }
+
     /// A root to change into, with libvirt and QEMU.
     pub fn libvirt(&self) -> Result<PathBuf> {
         Ok(self.fetch("libvirt")?.join("root"))

@@ -380,6 +380,45 @@ fn umoci_makes_the_same_of_many_random_layers() {
     random(40..1000);
 }
 
+/// skopeo packs layers anew, in zstd or not at all, and writes manifests of Docker's kind: the trees are the same.
+#[test]
+fn skopeo_copies_of_an_image_are_the_same_tree() {
+    let program = ferry_guest::Cache::from_env().and_then(|cache| cache.skopeo()).expect("skopeo can be fetched");
+    let copy = |bench: &Bench, words: &[&str]| {
+        let output = Command::new(&program)
+            .args(["--insecure-policy", "--tmpdir", ".", "copy", "--quiet"])
+            .args(words)
+            .current_dir(bench.folder.path())
+            .output()
+            .expect("it starts");
+        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    let mut compared = 0;
+    for seed in 0..12 {
+        let bench = Bench::new();
+        let (_, bundle, text) = random_layers(&bench, seed);
+        let Ok(ours) = of_bundle(&bench, &bundle) else { continue };
+        for (form, words) in [
+            ("a copy", &["oci:bundle:latest", "oci:copy:latest"][..]),
+            ("zstd", &["--dest-compress", "--dest-compress-format", "zstd", "oci:bundle:latest", "oci:copy:latest"]),
+            ("docker", &["--format", "v2s2", "oci:bundle:latest", "oci:copy:latest"]),
+            ("saved", &["oci:bundle:latest", "docker-archive:saved.tar"]),
+            ("plain", &["--dest-oci-accept-uncompressed-layers", "docker-archive:saved.tar", "oci:copy:latest"]),
+        ] {
+            copy(&bench, words);
+            if form == "saved" {
+                continue;
+            }
+            let theirs = built(&bench, &format!("oci:{}:latest", bench.path("copy").display()))
+                .unwrap_or_else(|error| panic!("seed {seed}, {form}: {error}\n{text}"));
+            assert_same(&ours, &theirs, &format!("seed {seed}, {form}:\n{text}"));
+            fs::remove_dir_all(bench.path("copy")).expect("it can be removed");
+        }
+        compared += 1;
+    }
+    assert!(compared >= 4, "{compared} compared");
+}
+
 /// What GNU tar appends to an archive, and what it extracts of it then.
 fn tar(bench: &Bench, words: &[&str]) -> Result<(), String> {
     let output = Command::new("tar").args(words).current_dir(bench.folder.path()).output().expect("tar is there");
