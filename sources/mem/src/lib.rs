@@ -33,7 +33,7 @@
 //! ctime along.
 #![deny(unsafe_code)]
 
-#[allow(unsafe_code, reason = "two calls of the C library")]
+#[allow(unsafe_code, reason = "three calls of the C library")]
 mod machine;
 pub mod pmem;
 pub mod store;

@@ -1,4 +1,4 @@
-//! The clock, and the number of the CPU, by the C library: rustix's forms end the program where the vDSO lacks a call,
+//! The clock, the number of the CPU and the heap, by the C library: rustix's forms end the program where the vDSO lacks a call,
 //! as in User-mode Linux.
 
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -67,6 +67,15 @@ pub(crate) fn timespec(ns: i64) -> Timespec {
 pub(crate) fn cpu() -> usize {
     // SAFETY: the call has no preconditions.
     usize::try_from(unsafe { libc::sched_getcpu() }).unwrap_or_default()
+}
+
+/// Gives memory that was freed back to the kernel: the C library keeps what lies between pieces that are in use.
+pub(crate) fn release_free_memory() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: the call has no preconditions, and moves nothing that is in use.
+    unsafe {
+        libc::malloc_trim(0);
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! A second opinion on the tree, for fsck: names and links counted from the records alone, without the code that mounts.
 #![forbid(unsafe_code)]
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 
 use ferry_vfs::{Attr, Caller, FileSystem, FileType, Ino};
 
@@ -12,18 +12,26 @@ use super::load::Found;
 use crate::store::{At, Record};
 
 /// Names and inodes, as the records have them.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Audit {
     /// What each name of each directory means.
-    dirs: HashMap<Ino, BTreeMap<Vec<u8>, Ino>>,
-    /// The type of each inode, by its mode.
-    kinds: HashMap<Ino, FileType>,
+    dirs: BTreeMap<Ino, HashMap<Box<[u8]>, Ino>>,
+    /// By number, as they are mostly made: neighbours are then neighbours in memory.
+    inodes: BTreeMap<Ino, Inode>,
+}
+
+#[derive(Clone, Debug)]
+struct Inode {
+    /// By its mode.
+    kind: FileType,
+    /// The names that can be reached, with a directory's own.
+    links: u32,
 }
 
 /// Compares a tree with the log that it was made from, in which there was no damage; answers what is wrong, in sentences.
-pub(crate) fn compare(tree: &PMem, log: &Found) -> Vec<String> {
+pub(crate) fn compare(tree: &PMem, log: &Found<'_>) -> Vec<String> {
     let mut audit = Audit::default();
-    audit.dirs.insert(Ino::ROOT, BTreeMap::new());
+    audit.make(Ino::ROOT, FileType::Directory.as_raw_mode());
     let read = log.for_each(&mut |_: DamageError| Ok(()), |_, _, item| {
         if let Item::Tree(record) = item {
             audit.follow(record);
@@ -61,7 +69,7 @@ impl Audit {
                 }
             }
             Record::Free { ino } => {
-                self.kinds.remove(ino);
+                self.inodes.remove(ino);
                 self.dirs.remove(ino);
             }
             Record::Attr { .. } | Record::Xattr { .. } => {}
@@ -70,56 +78,68 @@ impl Audit {
 
     fn make(&mut self, ino: Ino, mode: u32) {
         let kind = FileType::from_raw_mode(mode);
-        self.kinds.insert(ino, kind);
+        self.inodes.insert(ino, Inode { kind, links: 0 });
         if kind == FileType::Directory {
             self.dirs.entry(ino).or_default();
         }
     }
 
     fn put(&mut self, at: &At<'_>, ino: Ino) {
-        self.dirs.entry(at.dir).or_default().insert(at.name.as_bytes().to_vec(), ino);
+        self.dirs.entry(at.dir).or_default().insert(at.name.as_bytes().into(), ino);
     }
 
     fn take(&mut self, at: &At<'_>) -> Option<Ino> {
         self.dirs.get_mut(&at.dir)?.remove(at.name.as_bytes())
     }
 
-    fn is_dir(&self, ino: Ino) -> bool {
-        ino == Ino::ROOT || self.kinds.get(&ino) == Some(&FileType::Directory)
-    }
-
-    /// Goes from the root to everything that has a name, and compares each inode with what the tree says of it.
-    fn check(&self, attr: impl Fn(Ino) -> Option<Attr>, inodes: u64) -> Vec<String> {
+    /// Counts the links of everything that can be reached from the root.
+    fn count(&mut self) -> Vec<String> {
         let mut wrong = Vec::new();
-        let mut links: BTreeMap<Ino, u32> = BTreeMap::from([(Ino::ROOT, 2)]);
-        let (mut seen, mut waiting) = (HashSet::from([Ino::ROOT]), vec![Ino::ROOT]);
+        let mut waiting = vec![Ino::ROOT];
+        self.add_links(Ino::ROOT, 2);
         while let Some(dir) = waiting.pop() {
-            for (name, ino) in self.dirs.get(&dir).into_iter().flatten() {
-                if !self.is_dir(*ino) {
-                    *links.entry(*ino).or_default() += 1;
-                    continue;
-                }
-                // `.` and the name; `..` is a link of the directory above.
-                *links.entry(*ino).or_default() += 2;
-                *links.entry(dir).or_default() += 1;
-                if seen.insert(*ino) {
-                    waiting.push(*ino);
-                } else {
-                    wrong.push(format!("directory {} has a second name, {}", ino.0, name.escape_ascii()));
+            for (name, ino) in self.dirs.remove(&dir).into_iter().flatten() {
+                match self.inodes.get(&ino).map(|inode| (inode.kind, inode.links)) {
+                    Some((FileType::Directory, 0)) => {
+                        // `.` and the name; `..` is a link of the directory above.
+                        self.add_links(ino, 2);
+                        self.add_links(dir, 1);
+                        waiting.push(ino);
+                    }
+                    Some((FileType::Directory, _)) => {
+                        self.add_links(ino, 2);
+                        wrong.push(format!("directory {} has a second name, {}", ino.0, name.escape_ascii()));
+                    }
+                    Some(_) => self.add_links(ino, 1),
+                    None => wrong.push(format!("inode {} has a name but is not there", ino.0)),
                 }
             }
         }
-        for (ino, expected) in &links {
+        wrong
+    }
+
+    fn add_links(&mut self, ino: Ino, links: u32) {
+        if let Some(inode) = self.inodes.get_mut(&ino) {
+            inode.links = inode.links.saturating_add(links);
+        }
+    }
+
+    /// Goes from the root to everything that has a name, and compares each inode with what the tree says of it.
+    fn check(mut self, attr: impl Fn(Ino) -> Option<Attr>, inodes: u64) -> Vec<String> {
+        let mut wrong = self.count();
+        let mut reached = 0;
+        for (ino, Inode { links, .. }) in self.inodes.iter().filter(|(_, inode)| inode.links > 0) {
+            reached += 1;
             match attr(*ino) {
                 None => wrong.push(format!("inode {} has a name but is not there", ino.0)),
-                Some(attr) if attr.nlink != *expected => {
-                    wrong.push(format!("inode {} counts {} links, and there are {expected}", ino.0, attr.nlink));
+                Some(attr) if attr.nlink != *links => {
+                    wrong.push(format!("inode {} counts {} links, and there are {links}", ino.0, attr.nlink));
                 }
                 Some(_) => {}
             }
         }
-        if links.len() as u64 != inodes {
-            wrong.push(format!("{} inodes can be reached, and there are {inodes}", links.len()));
+        if reached != inodes {
+            wrong.push(format!("{reached} inodes can be reached, and there are {inodes}"));
         }
         wrong
     }
@@ -145,6 +165,7 @@ mod tests {
     fn links_are_counted_and_differences_told() {
         let time = Timespec::default();
         let mut audit = Audit::default();
+        audit.make(Ino::ROOT, FileType::Directory.as_raw_mode());
         for record in [
             make(2, 0o040_755, at(1, b"dir")),
             make(3, 0o100_644, at(2, b"file")),
@@ -161,8 +182,8 @@ mod tests {
                 Some(Attr { nlink: *nlink, ..Attr::default() })
             }
         };
-        assert_eq!(audit.check(tree([3, 2, 2]), 3), [""; 0]);
-        assert_eq!(audit.check(tree([3, 2, 1]), 3), ["inode 3 counts 1 links, and there are 2"]);
-        assert_eq!(audit.check(tree([3, 2, 2]), 4), ["3 inodes can be reached, and there are 4"]);
+        assert_eq!(audit.clone().check(tree([3, 2, 2]), 3), [""; 0]);
+        assert_eq!(audit.clone().check(tree([3, 2, 1]), 3), ["inode 3 counts 1 links, and there are 2"]);
+        assert_eq!(audit.clone().check(tree([3, 2, 2]), 4), ["3 inodes can be reached, and there are 4"]);
     }
 }

@@ -1,6 +1,6 @@
 //! A mounted image: media, log, allocators and the table of files.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -135,7 +135,8 @@ pub(crate) struct Disk {
     pub(crate) log: Log,
     pub(crate) grace: Grace,
     pub(crate) read_only: bool,
-    files: Vec<RwLock<HashMap<Ino, Arc<File>>>>,
+    /// In order, so that going through all of them goes through memory as they were made.
+    files: Vec<RwLock<BTreeMap<Ino, Arc<File>>>>,
     /// Held shared by whoever changes blocks and sizes, exclusively for a snapshot.
     gate: RwLock<()>,
     /// Filled only if there is a second tier.
@@ -158,7 +159,7 @@ impl Disk {
         }
     }
 
-    fn shard(&self, ino: Ino) -> &RwLock<HashMap<Ino, Arc<File>>> {
+    fn shard(&self, ino: Ino) -> &RwLock<BTreeMap<Ino, Arc<File>>> {
         &self.files[usize::try_from(ino.0 % TABLE_SHARDS as u64).unwrap_or(0)]
     }
 
@@ -318,22 +319,21 @@ impl Disk {
         tier.medium.look(tier.at(block) + skip, bytes, seen).map_err(|error| io_error(&error))
     }
 
-    /// The snapshot of all files: records of at most [`MAP_PIECES_MAX`] pieces each.
-    pub(crate) fn put_files(&self, mut put: impl FnMut(&dyn Fn(&mut Vec<u8>))) {
-        for file in self.files() {
-            let state = file.read();
-            if state.size == 0 && state.extents.blocks() == 0 {
-                continue;
-            }
-            let all: Vec<Piece> = state.extents.all().collect();
-            let mut from = 0;
-            for pieces in chunks_or_one(&all) {
-                let to = pieces.last().map_or(from, Piece::end);
-                let map = Map { ino: file.ino, size: state.size, from, to, pieces: pieces.to_vec() };
-                put(&|payload| put_map(payload, &map));
-                from = to;
-            }
+    /// What a snapshot says of a file's data, if it has any: records of at most [`MAP_PIECES_MAX`] pieces each.
+    pub(crate) fn for_each_map(&self, ino: Ino, mut each: impl FnMut(&Map) -> Result<()>) -> Result<()> {
+        let Some(file) = self.file(ino) else { return Ok(()) };
+        let state = file.read();
+        if state.size == 0 && state.extents.blocks() == 0 {
+            return Ok(());
         }
+        let all: Vec<Piece> = state.extents.all().collect();
+        let mut from = 0;
+        for pieces in chunks_or_one(&all) {
+            let to = pieces.last().map_or(from, Piece::end);
+            each(&Map { ino, size: state.size, from, to, pieces: pieces.to_vec() })?;
+            from = to;
+        }
+        Ok(())
     }
 }
 

@@ -47,10 +47,81 @@ impl Piece {
     }
 }
 
+/// Pieces by their first logical block. Nearly all files have one or none: a map for each would be half of what a file takes.
+#[derive(Clone, Debug)]
+enum Pieces {
+    One(Option<Piece>),
+    Many(BTreeMap<u64, Piece>),
+}
+
+impl Default for Pieces {
+    fn default() -> Self {
+        Self::One(None)
+    }
+}
+
+impl PartialEq for Pieces {
+    fn eq(&self, other: &Self) -> bool {
+        self.all().eq(other.all())
+    }
+}
+
+impl Eq for Pieces {}
+
+impl Pieces {
+    fn all(&self) -> impl Iterator<Item = Piece> + '_ {
+        self.starting_in(0..u64::MAX)
+    }
+
+    /// The pieces whose first block is in a range.
+    fn starting_in(&self, range: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
+        let (one, many) = match self {
+            Self::One(piece) => (piece.filter(|piece| range.contains(&piece.logical)), None),
+            Self::Many(pieces) => (None, Some(pieces.range(range))),
+        };
+        one.into_iter().chain(many.into_iter().flatten().map(|(_, piece)| *piece))
+    }
+
+    /// The last piece that begins at a block or before it.
+    fn last_up_to(&self, logical: u64) -> Option<Piece> {
+        match self {
+            Self::One(piece) => piece.filter(|piece| piece.logical <= logical),
+            Self::Many(pieces) => pieces.range(..=logical).next_back().map(|(_, piece)| *piece),
+        }
+    }
+
+    /// The first piece that begins at a block or behind it.
+    fn first_from(&self, logical: u64) -> Option<Piece> {
+        self.starting_in(logical..u64::MAX).next()
+    }
+
+    fn insert(&mut self, piece: Piece) {
+        match self {
+            Self::One(Some(other)) if other.logical != piece.logical => {
+                *self = Self::Many(BTreeMap::from([(other.logical, *other), (piece.logical, piece)]));
+            }
+            Self::One(one) => *one = Some(piece),
+            Self::Many(pieces) => _ = pieces.insert(piece.logical, piece),
+        }
+    }
+
+    fn remove(&mut self, logical: u64) {
+        match self {
+            Self::One(one) => *one = one.filter(|piece| piece.logical != logical),
+            Self::Many(pieces) => {
+                pieces.remove(&logical);
+                if pieces.is_empty() {
+                    *self = Self::default();
+                }
+            }
+        }
+    }
+}
+
 /// The blocks of one file. Pieces never overlap, and neighbours that can be one are one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Extents {
-    pieces: BTreeMap<u64, Piece>,
+    pieces: Pieces,
     blocks: u64,
 }
 
@@ -62,29 +133,30 @@ impl Extents {
 
     /// The pieces within a range of logical blocks, cut to it.
     pub(crate) fn within(&self, range: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
-        let first = self.pieces.range(..=range.start).next_back().map_or(range.start, |(logical, _)| *logical);
-        let end = range.end.max(first);
-        let pieces = self.pieces.range(first..end).map(|(_, piece)| *piece);
-        pieces.filter(move |piece| piece.end() > range.start).map({
-            let range = range.clone();
-            move |piece| piece.within(&range)
-        })
+        self.touched(range.clone()).map(move |piece| piece.within(&range))
+    }
+
+    /// The pieces that a range of logical blocks has a part of.
+    fn touched(&self, range: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
+        let first = self.pieces.last_up_to(range.start).map_or(range.start, |piece| piece.logical);
+        let pieces = self.pieces.starting_in(first..range.end.max(first));
+        pieces.filter(move |piece| piece.end() > range.start)
     }
 
     /// All pieces.
     pub(crate) fn all(&self) -> impl Iterator<Item = Piece> + '_ {
-        self.pieces.values().copied()
+        self.pieces.all()
     }
 
     /// The piece that holds a logical block, from that block on.
     pub(crate) fn at(&self, logical: u64) -> Option<Piece> {
-        let (_, piece) = self.pieces.range(..=logical).next_back()?;
+        let piece = self.pieces.last_up_to(logical)?;
         (piece.end() > logical).then(|| piece.within(&(logical..piece.end())))
     }
 
     /// The first logical block at or after this one that has a piece.
     pub(crate) fn next_from(&self, logical: u64) -> Option<Piece> {
-        self.at(logical).or_else(|| self.pieces.range(logical..).next().map(|(_, piece)| *piece))
+        self.at(logical).or_else(|| self.pieces.first_from(logical))
     }
 
     /// The ranges of logical blocks that have no piece, within a range.
@@ -109,22 +181,16 @@ impl Extents {
         if removed.is_empty() {
             return removed;
         }
-        let first = self.pieces.range(..=range.start).next_back().map_or(range.start, |(logical, _)| *logical);
-        let touched: Vec<Piece> = self
-            .pieces
-            .range(first..range.end)
-            .map(|(_, piece)| *piece)
-            .filter(|piece| piece.end() > range.start)
-            .collect();
+        let touched: Vec<Piece> = self.touched(range.clone()).collect();
         for piece in touched {
-            self.pieces.remove(&piece.logical);
+            self.pieces.remove(piece.logical);
             if piece.logical < range.start {
                 let left = piece.within(&(piece.logical..range.start));
-                self.pieces.insert(left.logical, left);
+                self.pieces.insert(left);
             }
             if piece.end() > range.end {
                 let right = piece.within(&(range.end..piece.end()));
-                self.pieces.insert(right.logical, right);
+                self.pieces.insert(right);
             }
         }
         self.blocks -= removed.iter().map(|piece| piece.count).sum::<u64>();
@@ -135,18 +201,18 @@ impl Extents {
     pub(crate) fn insert(&mut self, mut piece: Piece) {
         debug_assert!(piece.count > 0 && self.within(piece.logical..piece.end()).next().is_none());
         self.blocks += piece.count;
-        if let Some((_, before)) = self.pieces.range(..piece.logical).next_back()
-            && piece.continues(before)
+        if let Some(before) = self.pieces.last_up_to(piece.logical)
+            && piece.continues(&before)
         {
-            piece = Piece { count: before.count + piece.count, ..*before };
+            piece = Piece { count: before.count + piece.count, ..before };
         }
-        if let Some(after) = self.pieces.get(&piece.end()).copied()
+        if let Some(after) = self.pieces.first_from(piece.end())
             && after.continues(&piece)
         {
-            self.pieces.remove(&after.logical);
+            self.pieces.remove(after.logical);
             piece.count += after.count;
         }
-        self.pieces.insert(piece.logical, piece);
+        self.pieces.insert(piece);
     }
 
     /// Puts a piece, in place of whatever was there.

@@ -335,16 +335,20 @@ pub(crate) fn push_record(log: &mut Vec<u8>, salt: u32, sequence: u64, payload: 
     log.resize(log.len().next_multiple_of(8), 0);
 }
 
+/// Bytes that the record at the beginning of `log` says it takes, if that is the record `sequence` and its head is complete.
+pub(crate) fn record_length(log: &[u8], sequence: u64) -> Option<usize> {
+    let (head, _) = RawRecord::read_from_prefix(log).ok()?;
+    let bytes = head.bytes.get() as usize;
+    (bytes <= PAYLOAD_BYTES_MAX && head.sequence.get() == sequence).then(|| record_bytes(bytes))
+}
+
 /// The payload of the record at the beginning of `log` and the bytes that the record takes, if it is the record
 /// `sequence`, complete and undamaged.
 pub(crate) fn take_record(log: &[u8], salt: u32, sequence: u64) -> Option<(&[u8], usize)> {
+    let bytes = record_length(log, sequence)?;
     let (head, rest) = RawRecord::read_from_prefix(log).ok()?;
-    let bytes = head.bytes.get() as usize;
-    if bytes > PAYLOAD_BYTES_MAX || head.sequence.get() != sequence {
-        return None;
-    }
-    let payload = rest.get(..bytes)?;
-    (record_checksum(salt, &head, payload) == head.checksum.get()).then_some((payload, record_bytes(bytes)))
+    let payload = rest.get(..head.bytes.get() as usize)?;
+    (record_checksum(salt, &head, payload) == head.checksum.get()).then_some((payload, bytes))
 }
 
 fn record_checksum(salt: u32, head: &RawRecord, payload: &[u8]) -> u32 {

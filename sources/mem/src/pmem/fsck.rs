@@ -118,7 +118,7 @@ fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Resu
         report.add(Severity::Error, format!("files have {owned} blocks and {} are taken", report.blocks_used));
     }
     if let (Some(superblock), true) = (copies.best(), damage.is_empty()) {
-        match Found::read(&*media.image, superblock, &mut Err) {
+        match Found::find(&*media.image, superblock, &mut Err) {
             Ok((log, _)) => audit::compare(&tree, &log).iter().for_each(|wrong| report.add(Severity::Error, wrong)),
             Err(error) => report.add(Severity::Error, error),
         }

@@ -1,18 +1,21 @@
 //! From the bytes of an image to its superblock, records and files. The bytes may be anything.
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, HashSet};
-use std::ops::Range;
+use std::collections::BTreeMap;
+use std::collections::btree_map::IntoIter;
 
-use ferry_vfs::{FileType, Ino};
+use ferry_vfs::Ino;
 
 use super::codec::{CodecError, Item, Map, for_each};
 use super::error::DamageError;
 use super::extents::Extents;
-use super::format::{BLOCK, BLOCK_BYTES, FormatError, Superblock, take_record};
+use super::format::{BLOCK, BLOCK_BYTES, FormatError, RECORD_HEAD_BYTES, Superblock, record_length, take_record};
 use super::medium::Medium;
 use super::open::OnDamage;
-use crate::store::Record;
+
+/// Bytes of the log that are read at a time. Disks are not faster with more, and what an image takes to mount does not depend
+/// on the length of its log.
+const PIECE_BYTES: usize = 256 << 10;
 
 /// The two copies of the superblock.
 #[derive(Debug)]
@@ -34,31 +37,91 @@ impl Copies {
     }
 }
 
-/// A log as it was found.
-#[derive(Debug)]
-pub(crate) struct Found {
-    area: Vec<u8>,
-    payloads: Vec<Range<usize>>,
+/// The records of a log area, in order, up to the first that does not check.
+struct Records<'a> {
+    medium: &'a dyn Medium,
+    superblock: Superblock,
+    /// The part of the area that is read last.
+    window: Vec<u8>,
+    /// Bytes of the area before the window.
+    before: u64,
+    /// Where the next record begins in the window.
+    at: usize,
+    /// The index of the next record.
+    index: u64,
+}
+
+impl<'a> Records<'a> {
+    fn new(medium: &'a dyn Medium, superblock: Superblock) -> Self {
+        Self { medium, superblock, window: Vec::new(), before: 0, at: 0, index: 0 }
+    }
+
+    /// The payload of the next record; `None` at the end of the log.
+    fn next(&mut self) -> Result<Option<&[u8]>, DamageError> {
+        let sequence = self.superblock.sequence(self.index);
+        self.fill(RECORD_HEAD_BYTES)?;
+        let Some(bytes) = record_length(self.rest(), sequence) else { return Ok(None) };
+        self.fill(bytes)?;
+        let rest = self.window.get(self.at..).unwrap_or_default();
+        let Some((payload, bytes)) = take_record(rest, self.superblock.salt, sequence) else { return Ok(None) };
+        self.at += bytes;
+        self.index += 1;
+        Ok(Some(payload))
+    }
+
+    /// Bytes of the area that the records so far take.
+    fn bytes(&self) -> u64 {
+        self.before + self.at as u64
+    }
+
+    fn rest(&self) -> &[u8] {
+        self.window.get(self.at..).unwrap_or_default()
+    }
+
+    /// Reads on until the window has so many bytes from the next record on, or all that the area has.
+    fn fill(&mut self, bytes: usize) -> Result<(), DamageError> {
+        let missing = bytes.saturating_sub(self.rest().len());
+        if missing == 0 {
+            return Ok(());
+        }
+        self.before = self.bytes();
+        self.window.drain(..self.at.min(self.window.len()));
+        self.at = 0;
+        let (layout, read) = (self.superblock.layout, self.before + self.window.len() as u64);
+        let unread = usize::try_from(layout.log_bytes().saturating_sub(read)).unwrap_or(usize::MAX);
+        let start = self.window.len();
+        self.window.resize(start + missing.max(PIECE_BYTES).min(unread), 0);
+        let offset = layout.log_offset(self.superblock.generation) + read;
+        let outcome = self.medium.read(offset, &mut self.window[start..]);
+        outcome.map_err(|error| DamageError::Read(error.to_string()))
+    }
+}
+
+/// A log as it was found. Its records are read from the medium each time that somebody goes through them.
+pub(crate) struct Found<'a> {
+    medium: &'a dyn Medium,
+    superblock: Superblock,
+    records: u64,
     /// Bytes of the area that records take.
     pub(crate) bytes: u64,
 }
 
-impl Found {
-    /// Reads the log in use. If its snapshot is damaged, and that is no reason to stop, the log before it if that one is
-    /// whole. Answers also the superblock to go on from.
-    pub(crate) fn read(
-        medium: &dyn Medium,
+impl<'a> Found<'a> {
+    /// Finds the log in use. If its snapshot is damaged, and that is no reason to stop, the log before it if that one is
+    /// whole. Returns also the superblock to go on from.
+    pub(crate) fn find(
+        medium: &'a dyn Medium,
         superblock: &Superblock,
         on_damage: &mut OnDamage<'_>,
     ) -> Result<(Self, Superblock), DamageError> {
-        let latest = Self::read_area(medium, superblock)?;
+        let latest = Self::find_end(medium, *superblock)?;
         let (found, expected) = (latest.len(), superblock.snapshot_records);
         if found >= expected {
             return Ok((latest, *superblock));
         }
         on_damage(DamageError::Snapshot { found, expected })?;
         if let Some(previous) = superblock.previous() {
-            let older = Self::read_area(medium, &previous)?;
+            let older = Self::find_end(medium, previous)?;
             if older.len() >= previous.snapshot_records {
                 on_damage(DamageError::Older { records: older.len() })?;
                 // The next snapshot goes to the area of the damaged one: the older one stays until it is complete.
@@ -68,27 +131,16 @@ impl Found {
         Ok((latest, *superblock))
     }
 
-    /// Reads a log up to the first record that does not check.
-    fn read_area(medium: &dyn Medium, superblock: &Superblock) -> Result<Self, DamageError> {
-        let bytes = usize::try_from(superblock.layout.log_bytes()).unwrap_or(usize::MAX);
-        let mut area = vec![0; bytes];
-        let start = superblock.layout.log_offset(superblock.generation);
-        medium.read(start, &mut area).map_err(|error| DamageError::Read(error.to_string()))?;
-        let mut payloads = Vec::new();
-        let mut at = 0;
-        while let Some((payload, bytes)) =
-            take_record(area.get(at..).unwrap_or_default(), superblock.salt, superblock.sequence(payloads.len() as u64))
-        {
-            let start = at + super::format::RECORD_HEAD_BYTES;
-            payloads.push(start..start + payload.len());
-            at += bytes;
-        }
-        Ok(Self { area, payloads, bytes: at as u64 })
+    /// Reads the log of a superblock up to the first record that does not check.
+    fn find_end(medium: &'a dyn Medium, superblock: Superblock) -> Result<Self, DamageError> {
+        let mut records = Records::new(medium, superblock);
+        while records.next()?.is_some() {}
+        Ok(Self { medium, superblock, records: records.index, bytes: records.bytes() })
     }
 
     /// Records in all.
     pub(crate) fn len(&self) -> u64 {
-        self.payloads.len() as u64
+        self.records
     }
 
     /// Every item of every record, in order. What does not parse is damage, and the rest of its record is left out.
@@ -97,9 +149,12 @@ impl Found {
         on_damage: &mut OnDamage<'_>,
         mut each: impl FnMut(&mut OnDamage<'_>, u64, &Item<'_>) -> Result<(), DamageError>,
     ) -> Result<(), DamageError> {
-        for (index, range) in (0..).zip(&self.payloads) {
+        let mut records = Records::new(self.medium, self.superblock);
+        for index in 0..self.records {
+            let payload = records.next()?;
+            let payload = payload.ok_or_else(|| DamageError::Read(format!("record {index} of the log changed")))?;
             let mut failed = None;
-            let parsed = for_each(self.area.get(range.clone()).unwrap_or_default(), |item| {
+            let parsed = for_each(payload, |item| {
                 each(on_damage, index, item).map_err(|error| {
                     failed = Some(error);
                     CodecError::Short
@@ -111,32 +166,38 @@ impl Found {
         }
         Ok(())
     }
+}
 
-    /// The files that the records tell of, by inode: size and blocks.
-    pub(crate) fn files(&self, on_damage: &mut OnDamage<'_>) -> Result<HashMap<Ino, (u64, Extents)>, DamageError> {
-        let mut files: HashMap<Ino, (u64, Extents)> = HashMap::new();
-        let mut regular = HashSet::new();
-        self.for_each(on_damage, |on_damage, index, item| {
-            match item {
-                Item::Map(map) if !regular.contains(&map.ino) => on_damage(DamageError::NoFile { ino: map.ino.0 })?,
-                Item::Map(map) if !is_possible(map) => {
-                    on_damage(DamageError::Record { index, source: CodecError::Value { field: "piece" } })?;
-                }
-                Item::Map(map) => apply(files.entry(map.ino).or_default(), map),
-                Item::Tree(Record::Make { ino, meta, .. }) => {
-                    if FileType::from_raw_mode(meta.mode) == FileType::RegularFile {
-                        regular.insert(*ino);
-                    }
-                }
-                Item::Tree(Record::Free { ino }) => {
-                    files.remove(ino);
-                    regular.remove(ino);
-                }
-                Item::Tree(_) => {}
-            }
-            Ok(())
-        })?;
-        Ok(files)
+/// Size and blocks of the files that records tell of, by inode: files that are made one after the other have their blocks one
+/// after the other.
+#[derive(Debug, Default)]
+pub(crate) struct Files(BTreeMap<Ino, (u64, Extents)>);
+
+impl Files {
+    /// Does what record `index` says of a file that exists.
+    pub(crate) fn apply(&mut self, index: u64, map: &Map) -> Result<(), DamageError> {
+        if !is_possible(map) {
+            return Err(DamageError::Record { index, source: CodecError::Value { field: "piece" } });
+        }
+        let (size, extents) = self.0.entry(map.ino).or_default();
+        extents.remove(map.from..map.to);
+        map.pieces.iter().for_each(|piece| extents.insert(*piece));
+        *size = map.size;
+        Ok(())
+    }
+
+    /// Forgets a file that ended.
+    pub(crate) fn remove(&mut self, ino: Ino) {
+        self.0.remove(&ino);
+    }
+}
+
+impl IntoIterator for Files {
+    type Item = (Ino, (u64, Extents));
+    type IntoIter = IntoIter<Ino, (u64, Extents)>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
     }
 }
 
@@ -145,10 +206,4 @@ const LOGICAL_END: u64 = 1 << 51;
 
 fn is_possible(map: &Map) -> bool {
     map.pieces.iter().all(|piece| piece.end() <= LOGICAL_END && piece.block.checked_add(piece.count).is_some())
-}
-
-fn apply((size, extents): &mut (u64, Extents), map: &Map) {
-    extents.remove(map.from..map.to);
-    map.pieces.iter().for_each(|piece| extents.insert(*piece));
-    *size = map.size;
 }

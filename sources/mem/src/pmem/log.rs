@@ -18,6 +18,9 @@ use super::medium::{Medium, Ranges};
 /// Records waiting in memory are written from this many bytes on, without being durable for it.
 const PENDING_BYTES_MAX: usize = 1 << 20;
 
+/// Records of a snapshot are about this long: long enough that their heads do not matter.
+const SNAPSHOT_PAYLOAD_BYTES: usize = PAYLOAD_BYTES_MAX / 4;
+
 /// Metadata with less room than this to grow is full: the record of a large write needs about as much.
 const FULL_BYTES: u64 = 8 << 10;
 
@@ -258,32 +261,26 @@ impl Log {
         Ok(())
     }
 
-    /// Begins a new log in the other area with these records, which say everything: also what records say that are not
-    /// written yet, and never will be. No record may be appended meanwhile. `NOSPC` leaves everything as it is.
-    pub(crate) fn restart(&self, payloads: &[Vec<u8>]) -> Result<()> {
+    /// Begins a new log in the other area with what `fill` puts there, which says everything: also what records say that
+    /// are not written yet, and never will be. No record may be appended meanwhile. After an error the log goes on as it is.
+    pub(crate) fn restart(&self, fill: impl FnOnce(&mut SnapshotWriter<'_>) -> Result<()>) -> Result<()> {
+        self.check()?;
+        // Without a lock: only this call changes the superblock, and the area is not in use.
+        let mut snapshot = SnapshotWriter::new(self, &self.pending().superblock);
+        fill(&mut snapshot)?;
+        let (next, bytes) = snapshot.finish()?;
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         self.check()?;
         let mut guard = self.pending();
         let pending = &mut *guard;
-        let next = Superblock {
-            salt: random_u32(),
-            generation: pending.superblock.generation + 1,
-            snapshot_records: payloads.len() as u64,
-            previous_records: pending.superblock.snapshot_records,
-            previous_salt: pending.superblock.salt,
-            ..pending.superblock
-        };
         let mut data = pending.before.clone();
         data.add_all(pending.along.clone());
         let write = || {
             self.medium.persist(&data.into_sorted())?;
-            write_snapshot(&*self.medium, &next, payloads)
+            write_superblocks(&*self.medium, &next)
         };
-        let bytes = write().map_err(|error| match error {
-            SnapshotError::TooLong => Errno::NOSPC,
-            SnapshotError::Io(error) => self.fail(&error),
-        })?;
-        pending.bytes.clear();
+        write().map_err(|error| self.fail(&error))?;
+        pending.bytes = Vec::new();
         (pending.before, pending.along) = (Ranges::default(), Ranges::default());
         pending.superblock = next;
         pending.next_index = next.snapshot_records;
@@ -315,42 +312,76 @@ impl Log {
     }
 }
 
-/// Why there is no snapshot.
+/// Writes a snapshot to the log area that is not in use, a piece at a time.
 #[derive(Debug)]
-pub(crate) enum SnapshotError {
-    /// It does not fit into a log area.
-    TooLong,
-    /// The medium failed.
-    Io(io::Error),
+pub(crate) struct SnapshotWriter<'a> {
+    log: &'a Log,
+    /// Counts the records.
+    next: Superblock,
+    /// Items of the record that is not complete.
+    payload: Vec<u8>,
+    /// Complete records that are not written.
+    records: Vec<u8>,
+    /// Bytes of the area that are written.
+    written: u64,
 }
 
-impl From<io::Error> for SnapshotError {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
+impl<'a> SnapshotWriter<'a> {
+    fn new(log: &'a Log, current: &Superblock) -> Self {
+        let next = Superblock {
+            salt: random_u32(),
+            generation: current.generation + 1,
+            snapshot_records: 0,
+            previous_records: current.snapshot_records,
+            previous_salt: current.salt,
+            ..*current
+        };
+        Self { log, next, payload: Vec::new(), records: Vec::new(), written: 0 }
     }
-}
 
-/// Writes the log area of a superblock, and then the superblock. Answers the bytes of the area that are used.
-///
-/// Both copies are written, one after the other, so that later damage to one loses nothing.
-pub(crate) fn write_snapshot(
-    medium: &dyn Medium,
-    next: &Superblock,
-    payloads: &[Vec<u8>],
-) -> std::result::Result<u64, SnapshotError> {
-    let mut log = Vec::new();
-    for (index, payload) in payloads.iter().enumerate() {
-        push_record(&mut log, next.salt, next.sequence(index as u64), payload);
+    /// Adds an item.
+    pub(crate) fn put(&mut self, item: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
+        let before = self.payload.len();
+        item(&mut self.payload);
+        if self.payload.len() > PAYLOAD_BYTES_MAX {
+            let long = self.payload.split_off(before);
+            self.end_record()?;
+            self.payload = long;
+        }
+        if self.payload.len() >= SNAPSHOT_PAYLOAD_BYTES { self.end_record() } else { Ok(()) }
     }
-    let bytes = log.len() as u64;
-    if bytes > next.layout.log_bytes() {
-        return Err(SnapshotError::TooLong);
+
+    fn end_record(&mut self) -> Result<()> {
+        let sequence = self.next.sequence(self.next.snapshot_records);
+        push_record(&mut self.records, self.next.salt, sequence, &self.payload);
+        self.next.snapshot_records += 1;
+        self.payload.clear();
+        if self.records.len() >= PENDING_BYTES_MAX { self.write() } else { Ok(()) }
     }
-    let start = next.layout.log_offset(next.generation);
-    medium.write(start, &log)?;
-    medium.persist(std::slice::from_ref(&(start..start + bytes)))?;
-    write_superblocks(medium, next)?;
-    Ok(bytes)
+
+    fn write(&mut self) -> Result<()> {
+        let end = self.written + self.records.len() as u64;
+        if end > self.next.layout.log_bytes() {
+            return Err(Errno::NOSPC);
+        }
+        let start = self.next.layout.log_offset(self.next.generation) + self.written;
+        self.log.medium.write(start, &self.records).map_err(|error| self.log.fail(&error))?;
+        self.written = end;
+        self.records.clear();
+        Ok(())
+    }
+
+    /// Makes all that was put durable. Returns the superblock that makes it count, and the bytes of the area that are used.
+    fn finish(mut self) -> Result<(Superblock, u64)> {
+        if !self.payload.is_empty() {
+            self.end_record()?;
+        }
+        self.write()?;
+        let start = self.next.layout.log_offset(self.next.generation);
+        let persist = self.log.medium.persist(std::slice::from_ref(&(start..start + self.written)));
+        persist.map_err(|error| self.log.fail(&error))?;
+        Ok((self.next, self.written))
+    }
 }
 
 /// Writes both copies of a superblock.

@@ -1,6 +1,5 @@
 //! Opening and making images.
 
-use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -8,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Backing, Errno, FileType, Ino};
+use ferry_vfs::{Backing, Errno, Ino};
 use rustix::fs::FlockOperation;
 
 use super::PMem;
@@ -19,11 +18,12 @@ use super::error::{DamageError, OpenError};
 use super::extents::Extents;
 use super::format::{BLOCK, BLOCK_BYTES, FormatError, IMAGE_BYTES_MIN, Layout, Superblock, decode_tier2, encode_tier2};
 use super::grace::Grace;
-use super::load::{Copies, Found};
-use super::log::{Log, SnapshotError, random_u32, write_snapshot};
+use super::load::{Copies, Files, Found};
+use super::log::{Log, random_u32, write_superblocks};
 use super::mapped::{MapOptions, Mapped};
 use super::medium::Medium;
 use super::store::PStore;
+use crate::machine::release_free_memory;
 use crate::store::Record;
 use crate::tree::{Limits, Replay, Tree};
 
@@ -211,44 +211,74 @@ pub(super) fn assemble(
     }
     check_tier2(path, media, options, &superblock)?;
     let damaged = |source| OpenError::Damaged { path: path.into(), source };
-    let (disk, log) = load(media, options, &superblock, on_damage).map_err(damaged)?;
-    let commit = options.commit.unwrap_or(COMMIT_INTERVAL);
-    let keeps = !options.read_only && !commit.is_zero();
-    let store = PStore::new(disk, keeps.then_some(commit));
-    let inodes_max = superblock.layout.log_bytes() / INODE_BYTES_MIN;
-    // What the log has room for is the bound of all that.
-    let limits = Limits { inodes_max, metadata_bytes_max: u64::MAX, read_only: options.read_only };
-    let mut replay = Replay::new(store, limits);
-    let mut regular = HashSet::new();
-    log.for_each(on_damage, |on_damage, index, item| {
-        let Item::Tree(record) = item else { return Ok(()) };
-        match (replay.apply(record), record) {
-            (Err(source), _) => on_damage(DamageError::Replay { index, source })?,
-            (Ok(()), Record::Make { ino, meta, .. }) if FileType::from_raw_mode(meta.mode) == FileType::RegularFile => {
-                regular.insert(*ino);
-            }
-            _ => {}
-        }
-        Ok(())
-    })
-    .map_err(damaged)?;
-    let last = log.len();
-    let tree = replay.finish().map_err(|source| damaged(DamageError::Replay { index: last, source }))?;
-    drop_strays(&tree.store().disk, &regular, on_damage).map_err(damaged)?;
+    let tree = load(media, options, &superblock, on_damage).map_err(damaged)?;
     if !options.read_only {
         renew_superblocks(&*media.image, &superblock).map_err(io_error(path, "write"))?;
         restart(path, &tree)?;
     }
+    release_free_memory();
     Ok(tree)
 }
 
-/// Data whose inode could not be replayed.
-fn drop_strays(disk: &Disk, regular: &HashSet<Ino>, on_damage: &mut OnDamage<'_>) -> Result<(), DamageError> {
-    for ino in disk.files().iter().map(|file| file.ino).filter(|ino| !regular.contains(ino)) {
-        on_damage(DamageError::NoFile { ino: ino.0 })?;
-        disk.remove(ino, true);
+/// Reads the log, and makes the tree and the files that it tells of.
+fn load(
+    media: &Media,
+    options: &Options,
+    superblock: &Superblock,
+    on_damage: &mut OnDamage<'_>,
+) -> Result<PMem, DamageError> {
+    let (found, in_use) = Found::find(&*media.image, superblock, on_damage)?;
+    let log = Log::new(Arc::clone(&media.image), in_use, found.len(), found.bytes);
+    let disk = Arc::new(empty_disk(media, options, superblock, log));
+    let commit = options.commit.unwrap_or(COMMIT_INTERVAL);
+    let keeps = !options.read_only && !commit.is_zero();
+    let store = PStore::new(Arc::clone(&disk), keeps.then_some(commit));
+    let inodes_max = superblock.layout.log_bytes() / INODE_BYTES_MIN;
+    // What the log has room for is the bound of all that.
+    let limits = Limits { inodes_max, metadata_bytes_max: u64::MAX, read_only: options.read_only };
+    let mut replay = Replay::new(store, limits);
+    let mut files = Files::default();
+    found.for_each(on_damage, |on_damage, index, item| match item {
+        Item::Map(map) if !replay.is_file(map.ino) => on_damage(DamageError::NoFile { ino: map.ino.0 }),
+        Item::Map(map) => files.apply(index, map).or_else(on_damage),
+        Item::Tree(record) => match replay.apply(record) {
+            Err(source) => on_damage(DamageError::Replay { index, source }),
+            Ok(()) => {
+                if let Record::Free { ino } = record {
+                    files.remove(*ino);
+                }
+                Ok(())
+            }
+        },
+    })?;
+    for (ino, (size, extents)) in files {
+        let extents = take_blocks(&disk, ino, extents, on_damage)?;
+        disk.insert(DataFile::new(ino, size, extents));
     }
-    Ok(())
+    replay.finish().map_err(|source| DamageError::Replay { index: found.len(), source })
+}
+
+/// The media of an image with all blocks free.
+fn empty_disk(media: &Media, options: &Options, superblock: &Superblock, log: Log) -> Disk {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let tier1 = Tier::first(Arc::clone(&media.image), superblock.layout, cpus);
+    let tier2 = media.tier2.as_ref().map(|tier2| Tier::second(Arc::clone(tier2), superblock.tier2_blocks));
+    let backing = |medium: &Arc<dyn Medium>| medium.descriptor().map(Backing::new);
+    let grace = Grace::new([backing(&media.image), media.tier2.as_ref().and_then(backing)]);
+    Disk::new(tier1, tier2, log, grace, options.read_only)
+}
+
+/// Takes the blocks of a file; returns those that are there and nobody else's.
+fn take_blocks(disk: &Disk, ino: Ino, extents: Extents, on_damage: &mut OnDamage<'_>) -> Result<Extents, DamageError> {
+    let mut owned = Extents::default();
+    for piece in extents.all() {
+        if disk.tier(piece.block).is_ok_and(|(tier, _)| tier.blocks.take_exactly(piece.run())) {
+            owned.insert(piece);
+        } else {
+            on_damage(DamageError::Blocks { ino: ino.0, block: piece.block, count: piece.count })?;
+        }
+    }
+    Ok(owned)
 }
 
 /// Makes both copies of the superblock the one that counts. A copy that a crash left behind tells of the log area that
@@ -334,11 +364,8 @@ fn format(path: &Path, media: &Media, options: &Options) -> Result<Superblock, O
         previous_records: 0,
         previous_salt: 0,
     };
-    match write_snapshot(&*media.image, &superblock, &[]) {
-        Ok(_) => Ok(superblock),
-        Err(SnapshotError::Io(error)) => Err(io_error(path, "write")(error)),
-        Err(SnapshotError::TooLong) => Err(OpenError::TooSmall { path: path.into(), bytes }),
-    }
+    write_superblocks(&*media.image, &superblock).map_err(io_error(path, "write"))?;
+    Ok(superblock)
 }
 
 fn check_tier2(path: &Path, media: &Media, options: &Options, superblock: &Superblock) -> Result<(), OpenError> {
@@ -361,37 +388,4 @@ fn check_tier2(path: &Path, media: &Media, options: &Options, superblock: &Super
             }
         }
     }
-}
-
-/// Reads the log, and gives every file its blocks.
-fn load(
-    media: &Media,
-    options: &Options,
-    superblock: &Superblock,
-    on_damage: &mut OnDamage<'_>,
-) -> Result<(Disk, Found), DamageError> {
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let (found, in_use) = Found::read(&*media.image, superblock, on_damage)?;
-    let tier1 = Tier::first(Arc::clone(&media.image), superblock.layout, cpus);
-    let tier2 = media.tier2.as_ref().map(|tier2| Tier::second(Arc::clone(tier2), superblock.tier2_blocks));
-    let mut files = Vec::new();
-    for (ino, (size, extents)) in found.files(on_damage)? {
-        let mut owned = Extents::default();
-        for piece in extents.all() {
-            let first = tier1.blocks.contains(piece.run());
-            let tier = if first { Some(&tier1) } else { tier2.as_ref() };
-            if tier.is_some_and(|tier| tier.blocks.take_exactly(piece.run())) {
-                owned.insert(piece);
-            } else {
-                on_damage(DamageError::Blocks { ino: ino.0, block: piece.block, count: piece.count })?;
-            }
-        }
-        files.push(DataFile::new(ino, size, owned));
-    }
-    let backing = |medium: &Arc<dyn Medium>| medium.descriptor().map(Backing::new);
-    let grace = Grace::new([backing(&media.image), media.tier2.as_ref().and_then(backing)]);
-    let log = Log::new(Arc::clone(&media.image), in_use, found.len(), found.bytes);
-    let disk = Disk::new(tier1, tier2, log, grace, options.read_only);
-    files.into_iter().for_each(|file| disk.insert(file));
-    Ok((disk, found))
 }

@@ -6,16 +6,14 @@ use std::time::Duration;
 
 use ferry_vfs::{Backing, Data, Errno, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
 
-use super::codec::put_record;
+use super::codec::{put_map, put_record};
 use super::disk::{Disk, File};
-use super::format::{BLOCK_BYTES, PAYLOAD_BYTES_MAX};
+use super::format::BLOCK_BYTES;
 use super::keeper::Keeper;
-use super::log::{Effects, Growth};
+use super::log::{Effects, Growth, SnapshotWriter};
 use crate::store::{Record, Space, Store, Usage, WriteAt};
 use crate::tree::{Snapshot, Tree};
 
-/// Records of a snapshot are about this long: long enough that their heads do not matter.
-const SNAPSHOT_PAYLOAD_BYTES: usize = PAYLOAD_BYTES_MAX / 4;
 /// What a snapshot says of a directory or of one more name beyond the record that made it: its attributes again.
 const ATTR_BYTES: u64 = 96;
 /// Bytes that one copy moves at a time.
@@ -37,8 +35,7 @@ pub struct PFile(pub(crate) Arc<File>);
 
 impl PStore {
     /// A store whose log is committed every `commit`, if ever.
-    pub(crate) fn new(disk: Disk, commit: Option<Duration>) -> Self {
-        let disk = Arc::new(disk);
+    pub(crate) fn new(disk: Arc<Disk>, commit: Option<Duration>) -> Self {
         let keeper = commit.map(|every| Keeper::start(Arc::clone(&disk), every));
         Self { disk, unfreed: Mutex::default(), keeper }
     }
@@ -46,39 +43,15 @@ impl PStore {
     /// Writes a snapshot of everything to the other log area.
     pub(crate) fn compact(&self, snapshot: &Snapshot<'_, Self>) -> Result<()> {
         let _stopped = self.disk.stop();
-        let mut payloads = vec![Vec::new()];
-        let mut put = |item: &dyn Fn(&mut Vec<u8>)| {
-            if payloads.last().is_none_or(|last: &Vec<u8>| last.len() >= SNAPSHOT_PAYLOAD_BYTES) {
-                payloads.push(Vec::new());
-            }
-            let last = payloads.len() - 1;
-            let before = payloads[last].len();
-            item(&mut payloads[last]);
-            if payloads[last].len() > PAYLOAD_BYTES_MAX {
-                let long = payloads[last].split_off(before);
-                payloads.push(long);
-            }
-        };
-        snapshot.for_each(&mut |record| {
-            match record {
-                // Attributes may be long: each in an item of its own.
-                Record::Make { ino, meta, target, xattrs, at } => {
-                    let xattrs_later = *xattrs;
-                    put(&|to| {
-                        let make = Record::Make { ino: *ino, meta: *meta, target, xattrs: &[], at: *at };
-                        put_record(to, &make);
-                    });
-                    for xattr in xattrs_later {
-                        let (name, value) = (xattr.name, Some(xattr.value));
-                        put(&|to| put_record(to, &Record::Xattr { ino: *ino, name, value, meta: *meta }));
-                    }
+        self.disk.log.restart(|log| {
+            snapshot.for_each(&mut |record| {
+                put_in_snapshot(log, record)?;
+                match record {
+                    Record::Make { ino, .. } => self.disk.for_each_map(*ino, |map| log.put(|to| put_map(to, map))),
+                    _ => Ok(()),
                 }
-                record => put(&|to| put_record(to, record)),
-            }
-            Ok(())
+            })
         })?;
-        self.disk.put_files(put);
-        self.disk.log.restart(&payloads)?;
         self.disk.collect();
         Ok(())
     }
@@ -104,6 +77,19 @@ impl PStore {
     fn unfreed(&self) -> std::sync::MutexGuard<'_, HashSet<Ino>> {
         self.unfreed.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Writes a record of the tree to a snapshot. Attributes may be long: each is an item of its own.
+fn put_in_snapshot(log: &mut SnapshotWriter<'_>, record: &Record<'_>) -> Result<()> {
+    let Record::Make { ino, meta, target, xattrs, at } = *record else {
+        return log.put(|to| put_record(to, record));
+    };
+    log.put(|to| put_record(to, &Record::Make { ino, meta, target, xattrs: &[], at }))?;
+    for xattr in xattrs {
+        let (name, value) = (xattr.name, Some(xattr.value));
+        log.put(|to| put_record(to, &Record::Xattr { ino, name, value, meta }))?;
+    }
+    Ok(())
 }
 
 /// How a record changes the next snapshot, and by how many bytes more than its own.

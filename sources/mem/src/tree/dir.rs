@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ferry_vfs::{Name, NameBuf};
 
-use super::node::Node;
+use super::node::{Node, is_sparse};
 use crate::store::Store;
 
 /// Cookies of `.` and `..`; names have later ones.
@@ -92,8 +92,9 @@ impl<S: Store> Dir<S> {
         let link = self.by_name.take(name.as_bytes())?;
         self.by_cookie.remove(&link.0.cookie);
         // A directory that was once large gives its memory back.
-        if self.by_name.is_empty() {
-            self.by_name.shrink_to_fit();
+        if is_sparse(self.by_name.len(), self.by_name.capacity()) {
+            let len = self.by_name.len();
+            self.by_name.shrink_to(2 * len);
         }
         Some(Arc::clone(&link.0.node))
     }

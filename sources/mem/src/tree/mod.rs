@@ -183,7 +183,7 @@ impl<S: Store> Tree<S> {
 impl<S: Store> Drop for Tree<S> {
     /// Takes the tree apart name by name: dropping a deep one as a whole would need a stack as deep.
     fn drop(&mut self) {
-        for node in self.table.all() {
+        for node in &self.table.drain() {
             if let Body::Dir(names) = &mut node.write().body {
                 names.clear();
             }

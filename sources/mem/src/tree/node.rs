@@ -213,6 +213,12 @@ impl Hasher for InoHasher {
     }
 }
 
+/// Whether a hash table has so much more room than it needs that it is to give memory back. Tables of fewer than 64 are not
+/// worth it, and a table that was made half full is not copied again soon.
+pub(crate) fn is_sparse(len: usize, capacity: usize) -> bool {
+    capacity >= 64 && len < capacity / 8
+}
+
 type Shard<S> = HashMap<u64, Arc<Node<S>>, BuildHasherDefault<InoHasher>>;
 
 /// All inodes, by number.
@@ -243,19 +249,39 @@ impl<S: Store> Table<S> {
 
     pub(crate) fn remove(&self, ino: Ino) {
         let (shard, key) = self.shard(ino);
-        let removed = shard.write().unwrap_or_else(PoisonError::into_inner).remove(&key);
+        let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
+        let removed = shard.remove(&key);
+        if is_sparse(shard.len(), shard.capacity()) {
+            let len = shard.len();
+            shard.shrink_to(2 * len);
+        }
+        drop(shard);
         // Only now, without the shard's lock: dropping may take a while.
         drop(removed);
     }
 
-    /// All inodes at the moment, by number.
-    pub(crate) fn all(&self) -> Vec<Arc<Node<S>>> {
-        let mut all = Vec::new();
+    /// The inodes at the moment that are `wanted`, by number.
+    pub(crate) fn select(&self, wanted: impl Fn(&Node<S>) -> bool) -> Vec<Arc<Node<S>>> {
+        let mut found = Vec::new();
         for shard in &self.0 {
-            all.extend(shard.read().unwrap_or_else(PoisonError::into_inner).values().cloned());
+            // Not with the shard's lock: who has an inode's may wait for that one.
+            let all: Vec<_> = shard.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+            found.extend(all.into_iter().filter(|node| wanted(node)));
         }
-        all.sort_unstable_by_key(|node| node.ino);
-        all
+        found.sort_unstable_by_key(|node| node.ino);
+        found
+    }
+
+    /// Takes all inodes out, by number: mostly as they lie in memory, which is much faster to free in order.
+    pub(crate) fn drain(&mut self) -> Vec<Arc<Node<S>>> {
+        let mut all = Vec::new();
+        for (shard, index) in self.0.iter_mut().zip(0_u64..) {
+            let shard = std::mem::take(shard.get_mut().unwrap_or_else(PoisonError::into_inner));
+            all.extend(shard.into_iter().map(|(key, node)| (key << SHARDS_LOG2 | index, node)));
+        }
+        // The numbers are here, so that sorting does not look at inodes.
+        all.sort_unstable_by_key(|(ino, _)| *ino);
+        all.into_iter().map(|(_, node)| node).collect()
     }
 }
 

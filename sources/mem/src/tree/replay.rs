@@ -102,6 +102,11 @@ impl<S: Store> Replay<S> {
         }
     }
 
+    /// Whether there is a regular file with this number.
+    pub fn is_file(&self, ino: Ino) -> bool {
+        self.tree.table.get(ino).is_ok_and(|node| node.kind == FileType::RegularFile)
+    }
+
     /// The finished tree. What has no name is freed.
     ///
     /// # Errors
@@ -113,7 +118,7 @@ impl<S: Store> Replay<S> {
             let record = || Record::Make { ino: Ino::ROOT, meta, target: &[], xattrs: &[], at: None };
             log(&tree.store, record).map_err(ReplayError::Store)?;
         }
-        for node in tree.table.all() {
+        for node in tree.table.select(|node| node.read().nlink == 0) {
             tree.end_if_unused(&node, node.write());
         }
         Ok(tree)
@@ -344,18 +349,17 @@ impl<S: Store> Snapshot<'_, S> {
     pub fn for_each(&self, sink: &mut dyn FnMut(&Record<'_>) -> Result<()>) -> Result<()> {
         let root = self.0.table.get(Ino::ROOT)?;
         self.make(&root, None, sink)?;
+        // Of these the first name is there.
         let mut linked = HashSet::new();
-        let mut seen = HashSet::from([Ino::ROOT]);
         let mut queue = VecDeque::from([root]);
         while let Some(dir) = queue.pop_front() {
             let state = dir.read();
             for link in state.dir()?.between(0, u64::MAX) {
                 let at = At { dir: dir.ino, name: link.name.as_name() };
                 let (ino, is_dir) = (link.node.ino, link.node.is_dir());
-                if seen.insert(ino) {
+                if is_dir || link.node.read().nlink == 1 || linked.insert(ino) {
                     self.make(&link.node, Some(at), sink)?;
                 } else {
-                    linked.insert(ino);
                     sink(&Record::Link { ino, at, time: link.node.read().meta.ctime })?;
                 }
                 if is_dir {
@@ -371,10 +375,8 @@ impl<S: Store> Snapshot<'_, S> {
             sink(&Record::Attr { ino, meta })?;
         }
         // Without a name, but used.
-        for node in self.0.table.all() {
-            if !seen.contains(&node.ino) {
-                self.make(&node, None, sink)?;
-            }
+        for node in self.0.table.select(|node| node.read().nlink == 0) {
+            self.make(&node, None, sink)?;
         }
         Ok(())
     }
