@@ -4,7 +4,7 @@ mod share;
 mod values;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::CommandFactory;
 
@@ -287,6 +287,21 @@ pub struct TryArgs {
     /// The command to run in the guest [default: a shell].
     #[arg(value_name = "COMMAND", last = true)]
     pub command: Vec<std::ffi::OsString>,
+}
+
+impl Command {
+    /// Makes the paths absolute that are used by a server in the background: `folder` is where those that are not begin.
+    pub fn begin_in(&mut self, folder: &Path) {
+        match self {
+            Self::Share(args) => args.share.iter_mut().for_each(|share| share.begin_in(folder)),
+            Self::Mount(args) => {
+                args.share.begin_in(folder);
+                args.mountpoint = args.mountpoint.take().map(|path| folder.join(path));
+            }
+            Self::Image(crate::image::Command::Mount(args)) => args.begin_in(folder),
+            _ => {}
+        }
+    }
 }
 
 impl MountArgs {

@@ -8,6 +8,7 @@ use serde::Deserialize;
 use crate::cli::Share;
 use crate::disk;
 use crate::sandbox::{Modcaps, Sandbox, Seccomp, Walls};
+use crate::share::here;
 
 /// What a file names.
 #[derive(Debug, Default, Deserialize)]
@@ -37,7 +38,10 @@ pub fn read(path: &Path) -> Result<File> {
     let text = std::fs::read_to_string(path)
         .with_context(|| format!("cannot read the configuration file {}", path.display()))?;
     let folder = path.parent().unwrap_or(Path::new(""));
-    parse(&text, folder).with_context(|| format!("the configuration file {} is wrong", path.display()))
+    let read = parse(&text, folder).with_context(|| format!("the configuration file {} is wrong", path.display()));
+    let mut file = read?;
+    file.shares.iter_mut().for_each(|share| share.begin_in(here()));
+    Ok(file)
 }
 
 fn parse(text: &str, folder: &Path) -> Result<File> {
@@ -50,13 +54,8 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
     }
     for (number, share) in file.shares.iter_mut().enumerate() {
         share.check().map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
-        share.source = share.kind().word_in(folder);
-        let tls = [&mut share.tls_cert, &mut share.tls_key, &mut share.tls_client_ca];
-        let tls = tls.into_iter().chain([&mut share.server_ca, &mut share.client_cert, &mut share.client_key]);
-        for path in [&mut share.virtiofs, &mut share.mount, &mut share.tier2, &mut share.store].into_iter().chain(tls) {
-            *path = path.take().map(|path: PathBuf| folder.join(path));
-        }
-        share.ninep = share.ninep.take().map(|address| address.in_folder(folder));
+        share.begin_in(folder);
+        share.listen_in(folder);
     }
     for (number, disk) in file.disks.iter_mut().enumerate() {
         disk.check().map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;

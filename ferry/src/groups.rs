@@ -13,6 +13,7 @@ use clap::error::ErrorKind;
 use crate::cli::{self, Cli, Command, Share, ShareArgs};
 use crate::disk;
 use crate::mount_options;
+use crate::share::here;
 
 /// What the command line asks for.
 #[derive(Debug)]
@@ -33,7 +34,7 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, cla
     let table = cli::table();
     let at = command_position(&table, &args).unwrap_or(args.len());
     let (mut more, mut more_disks) = (Vec::new(), Vec::new());
-    let cli = match args.get(at).and_then(|name| name.to_str()) {
+    let mut cli = match args.get(at).and_then(|name| name.to_str()) {
         Some("share") => {
             let (cli, shares) = parse_share(&table, &args, at)?;
             more = shares;
@@ -47,6 +48,8 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, cla
         Some("mount") => parse_mount(&table, &args, at)?,
         _ => parse_one(args.clone())?,
     };
+    more.iter_mut().for_each(|share| share.begin_in(here()));
+    cli.command.begin_in(here());
     Ok(Invocation { cli, more, more_disks, args, at })
 }
 
@@ -308,7 +311,34 @@ pub mod tests {
     #[test]
     fn directories_may_begin_with_a_dash() {
         let shares = shares("ferry share --virtiofs s -- -a").expect("a good line");
-        assert_eq!(shares[0].source, Path::new("-a"));
+        assert_eq!(shares[0].source, here().join("-a"));
+    }
+
+    /// Those that are used later, also by a server that has left the folder; sockets are made before.
+    #[test]
+    fn every_path_of_a_share_is_absolute_in_the_end() {
+        use clap::builder::ValueParser;
+
+        let table = <Share as clap::Args>::augment_args(clap::Command::new("share"));
+        let path = ValueParser::path_buf().type_id();
+        let flags: Vec<_> = table.get_arguments().filter(|arg| arg.get_value_parser().type_id() == path).collect();
+        let flags = flags.iter().filter_map(|arg| arg.get_long()).filter(|name| *name != "9p-tree");
+        let words: Vec<_> = flags.flat_map(|name| [format!("--{name}"), "seen".into()]).collect();
+        assert!(words.len() > 20, "{words:?}");
+        let line = ["share", "pmem:seen", "--9p", "unix:seen"].into_iter().chain(words.iter().map(String::as_str));
+        let matches = table.try_get_matches_from(line).expect("all of them go together");
+        let mut share = Share::from_arg_matches(&matches).expect("all of them go together");
+        share.begin_in(Path::new("/here"));
+        share.listen_in(Path::new("/here"));
+        let said = format!("{share:?}");
+        assert!(!said.contains("\"seen\"") && !said.contains("pmem:seen"), "{said}");
+        let line = "ferry share 9p:unix:s --mount m".split(' ').map(OsString::from);
+        let Command::Share(args) = parse(line).expect("a good line").cli.command else {
+            panic!("not the share command")
+        };
+        let share = args.share.expect("it has one");
+        let expected = [format!("9p:unix:{}/s", here().display()).into(), here().join("m")];
+        assert_eq!([share.source, share.mount.expect("given")], expected);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ferry_remote::{Client, Connector, Stream, Tcp, Transport, Unix, Vsock};
-use ferry_vfs::FileSystem;
+use ferry_vfs::{Caller, FileSystem, Ino};
 
 use crate::cli::{Cache, Share};
 use crate::ninep::{ANY_CID, Address};
@@ -142,7 +142,7 @@ impl Flags {
 
     /// Connects to a server.
     pub fn connect(&self, server: &Server) -> Result<Arc<dyn FileSystem>> {
-        Ok(Arc::new(Client::connect(server.transport(self)?, self.options(server))?))
+        Ok(with_known_root(Client::connect(server.transport(self)?, self.options(server))?))
     }
 
     /// Reads what it takes to reach a server from behind walls, and sees whether it has an address; it is not connected to.
@@ -192,6 +192,16 @@ impl Flags {
     }
 }
 
+/// A client that has seen the root, so that umount(8), which looks at a mount point first, does not wait for a server that is gone.
+fn with_known_root(client: Client) -> Arc<dyn FileSystem> {
+    let caller = Caller::default();
+    let seen = client.getattr(&caller, Ino::ROOT, None).and_then(|_| client.statfs(&caller, Ino::ROOT));
+    if let Err(error) = seen {
+        tracing::debug!("the root of the 9P server cannot be looked at: {error}");
+    }
+    Arc::new(client)
+}
+
 /// A server on its way to who uses it from behind walls.
 pub struct Distant {
     transport: Arc<dyn Transport>,
@@ -226,7 +236,7 @@ impl Distant {
 
     /// Connects to it by this thread.
     pub fn connect(self, connector: Connector) -> Result<Arc<dyn FileSystem>> {
-        Ok(Arc::new(Client::connect_by(connector, self.transport, self.options)?))
+        Ok(with_known_root(Client::connect_by(connector, self.transport, self.options)?))
     }
 }
 

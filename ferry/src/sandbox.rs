@@ -24,7 +24,6 @@ use serde::Deserialize;
 
 use crate::cli::{FileHandles, Share, Watch};
 use crate::disk;
-use crate::share;
 use crate::source::{Kind, Prepared};
 
 /// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
@@ -263,7 +262,6 @@ impl Confinement {
     /// Goes inside, as far as it is possible without having opened the sources.
     pub fn enter(mut self) -> Result<Entered> {
         ferry_engine::count_cpus();
-        share::remember_here();
         let had = Capabilities::here()?;
         if self.pins_memory && !may_lock_memory() {
             self.needed = self.needed.and_lock_memory();

@@ -320,13 +320,14 @@ fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
 /// Where this process was started.
 static HERE: LazyLock<PathBuf> = LazyLock::new(|| std::env::current_dir().unwrap_or_default());
 
-/// Notes where this process was started, before it goes where nobody else is.
-pub fn remember_here() {
-    LazyLock::force(&HERE);
+/// Where this process was started, also after it has left that folder; empty if that has no path any more. The command line is
+/// read with it, before anything else.
+pub fn here() -> &'static Path {
+    &HERE
 }
 
 /// A path as whoever reads it needs it, wherever that is.
 pub fn shown(path: &Path) -> String {
-    let path = HERE.join(path);
+    let path = here().join(path);
     std::path::absolute(&path).unwrap_or(path).to_string_lossy().into_owned()
 }

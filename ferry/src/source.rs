@@ -78,14 +78,16 @@ impl Kind {
 
     /// The word for this source with its path, if it has one, seen from a folder.
     pub fn word_in(self, folder: &Path) -> PathBuf {
+        // People read it in the table of mounts, so without `/./`.
+        let plain = |path: PathBuf| folder.join(path).components().collect::<PathBuf>();
         let below = |prefix: &[u8], path: PathBuf| {
             let mut word = OsStr::from_bytes(prefix).to_owned();
-            word.push(folder.join(path));
+            word.push(plain(path));
             word.into()
         };
         match self {
             Self::Mem => "mem".into(),
-            Self::Dir(path) => folder.join(path),
+            Self::Dir(path) => plain(path),
             Self::Pmem(path) => below(PMEM, path),
             Self::Image(path) => below(IMAGE, path),
             Self::Ninep(address) => {
@@ -363,6 +365,8 @@ mod tests {
         for (word, seen) in [
             ("mem", "mem"),
             ("a", "/f/a"),
+            (".", "/f"),
+            ("./mem", "/f/mem"),
             ("/a", "/a"),
             ("pmem:a", "pmem:/f/a"),
             ("pmem:/a", "pmem:/a"),

@@ -224,13 +224,14 @@ fn serves_9p_by_tls() {
         ferry
     };
     for (more, words) in [
-        ("b.key", "the key in b.key does not belong to the certificate in a.pem"),
-        ("a.pem", "a.pem holds no private key"),
-        ("gone", "cannot read gone: No such file"),
-        ("a.key --tls-client-ca a.key", "a.key holds no certificate"),
+        ("b.key", "the key in /b.key does not belong to the certificate in /a.pem"),
+        ("a.pem", "/a.pem holds no private key"),
+        ("gone", "cannot read /gone: No such file"),
+        ("a.key --tls-client-ca a.key", "/a.key holds no certificate"),
     ] {
         let text = refused(1, &mut share(more));
-        assert!(text.contains(words), "{text}");
+        let words = words.replace('/', &format!("{}/", folder.path().display()));
+        assert!(text.contains(&words), "{text}");
     }
     let output = run(ferry().args(["share", "mem", "--9p", "tls:127.0.0.1:0"]));
     assert_eq!(output.status.code(), Some(2));

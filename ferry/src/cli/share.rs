@@ -3,7 +3,7 @@
 mod contradictions;
 
 use std::fmt::Display;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -388,8 +388,8 @@ pub struct Share {
     #[serde(rename = "9p-user")]
     pub ninep_user: Option<u32>,
 
-    /// For how many seconds requests wait for a server that has gone, before they fail with EIO. Mounts give requests up after their
-    /// --handler-timeout, too [default: 60].
+    /// For how many seconds after its loss requests wait for a server that has gone, before they fail with EIO; then they fail at once until it
+    /// is back. Mounts give requests up after their --handler-timeout, too [default: 60].
     #[arg(long, value_name = "SECONDS", help_heading = "For 9p:SERVER")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=PATIENCE_MAX))]
     pub patience: Option<u64>,
@@ -454,6 +454,25 @@ impl Share {
     /// What kind of source it is.
     pub fn kind(&self) -> Kind {
         Kind::of(&self.source)
+    }
+
+    /// Makes its paths absolute: `folder` is where those that are not begin. A server in the background, one with a root directory
+    /// of its own, and one that connects again later all look from elsewhere.
+    pub fn begin_in(&mut self, folder: &Path) {
+        self.source = self.kind().word_in(folder);
+        let Self { mount, state, tier2, store, tls_cert, tls_key, tls_client_ca, .. } = self;
+        let of_exports = [mount, state, tier2, store, tls_cert, tls_key, tls_client_ca];
+        let of_client = [&mut self.server_ca, &mut self.client_cert, &mut self.client_key];
+        for path in of_exports.into_iter().chain(of_client).flatten() {
+            *path = folder.join(&*path);
+        }
+    }
+
+    /// The same for the sockets that it listens on. They are made before anything leaves the folder that it was started in, where a
+    /// path is shorter: the addresses of unix sockets have room for 107 bytes.
+    pub fn listen_in(&mut self, folder: &Path) {
+        self.virtiofs = self.virtiofs.take().map(|path| folder.join(path));
+        self.ninep = self.ninep.take().map(|address| address.in_folder(folder));
     }
 
     /// Whether there is any way to reach it.

@@ -65,6 +65,14 @@ pub(super) enum Word {
 }
 
 impl MountArgs {
+    /// Makes its paths absolute: `folder` is where those that are not begin.
+    pub fn begin_in(&mut self, folder: &Path) {
+        let Self { image: ImageArg { image, .. }, dir, store: StoreArg { store }, upper, work, .. } = self;
+        for path in [image, dir, store].into_iter().chain(upper).chain(work) {
+            *path = folder.join(&*path);
+        }
+    }
+
     /// What files of the image may not do on this host; the last word on each counts.
     fn attributes(&self) -> MountAttrFlags {
         let (nosuid, nodev) = (MountAttrFlags::MOUNT_ATTR_NOSUID, MountAttrFlags::MOUNT_ATTR_NODEV);

@@ -1,16 +1,16 @@
 //! What all parts of a client share.
 
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use ferry_vfs::{Attr, Caller, Changes, Errno, Handles, Ino, Result, SetAttr, without_privileges};
-use ferry_wire::ninep::{Getattr, Reply, Request, valid};
+use ferry_vfs::{Attr, Caller, Changes, Errno, Handles, Ino, Result, SetAttr, Statfs, without_privileges};
+use ferry_wire::ninep::{Fid, Getattr, Reply, Request, valid};
 
 use crate::cache::{Cache, Limits};
 use crate::data::Waiting;
 use crate::file::Opened;
 use crate::inode::{Inode, Inodes};
-use crate::line::{Fail, Line, Outcome, lock};
+use crate::line::{Fail, Line, Outcome, Outgoing, lock};
 use crate::link::Link;
 use crate::listing::OpenDir;
 use crate::locks::Parked;
@@ -21,6 +21,10 @@ use crate::session::{Held, Session};
 const TICK: Duration = Duration::from_secs(1);
 /// How often it looks whether somebody who waits for a lock has given up.
 const TICK_PARKED: Duration = Duration::from_millis(50);
+
+/// How long the root's attributes and totals may take before those that were seen last are returned. umount(8) asks for them before
+/// it unmounts: it must not wait for a server that is gone.
+const ROOT_PATIENCE: Duration = Duration::from_secs(1);
 
 const PERMISSIONS: u32 = 0o7777;
 
@@ -43,6 +47,8 @@ pub(crate) struct Shared {
     /// None: every read and write is a request.
     pub(crate) cache: Option<Cache>,
     pub(crate) waiting: Mutex<Waiting>,
+    /// Of the root, as the server told last.
+    totals: Mutex<Option<Statfs>>,
 }
 
 /// The attributes in a reply.
@@ -74,13 +80,56 @@ impl Shared {
             changes: Changes::default(),
             cache,
             waiting: Mutex::default(),
+            totals: Mutex::default(),
         }))
     }
 
     /// The attributes of a file.
     pub(crate) fn getattr(&self, ino: Ino) -> Result<Attr> {
         let inode = self.inodes.get(ino)?;
-        self.getattr_of(&inode)
+        let known = lock(&inode.seen).map(|(_, attr)| attr).filter(|_| ino == Ino::ROOT);
+        known.map_or_else(|| self.getattr_of(&inode), |known| self.getattr_of_root(&inode, known))
+    }
+
+    /// The attributes of the root, which are `known` if the server does not answer in time.
+    fn getattr_of_root(&self, root: &Inode, known: Attr) -> Result<Attr> {
+        let request = |fid| Request::Getattr { fid, mask: WANTED };
+        self.ask_of_root(root, request, attributes)?.map_or(Ok(known), |found| root.note(&found))
+    }
+
+    /// How much there is, and is free, where a file is.
+    pub(crate) fn statfs(&self, ino: Ino) -> Result<Statfs> {
+        let inode = self.inodes.get(ino)?;
+        let request = |fid| Request::Statfs { fid };
+        let totals = |reply: Reply<'_>| if let Reply::Statfs { totals, .. } = reply { Some(totals) } else { None };
+        let known = *lock(&self.totals);
+        let found = match known.filter(|_| ino == Ino::ROOT) {
+            Some(known) => self.ask_of_root(&inode, request, totals)?.unwrap_or(known),
+            None => self
+                .link
+                .again(|session| self.by_any_fid(session, &inode, |fid| session.ask(&request(fid.fid()), totals)))?,
+        };
+        if ino == Ino::ROOT {
+            *lock(&self.totals) = Some(found);
+        }
+        Ok(found)
+    }
+
+    /// Asks something of the root; none if the server does not answer in time.
+    fn ask_of_root<T>(
+        &self,
+        root: &Inode,
+        request: impl Fn(Fid) -> Request<'static>,
+        take: fn(Reply<'_>) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let until = Instant::now() + ROOT_PATIENCE;
+        let found = self.link.again_until(until, |session| {
+            let fid = root.fid(session, &self.link.options)?;
+            let ticket = session.send_one_later(Outgoing::new(&request(fid.fid())));
+            let answer = ticket.wait_for(until.saturating_duration_since(Instant::now())).transpose()?;
+            answer.map(|message| session.take(&message, take)).transpose()
+        });
+        if found.is_err() && self.link.current().is_broken() { Ok(None) } else { found }
     }
 
     /// The same. What is written behind is written first, so that size and times are those that stay.

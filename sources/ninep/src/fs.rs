@@ -146,15 +146,7 @@ impl FileSystem for Client {
     }
 
     fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
-        let inode = self.shared.inodes.get(ino)?;
-        self.shared.link.again(|session| {
-            self.shared.by_any_fid(session, &inode, |fid| {
-                session.ask(&Request::Statfs { fid: fid.fid() }, |reply| match reply {
-                    Reply::Statfs { totals, .. } => Some(totals),
-                    _ => None,
-                })
-            })
-        })
+        self.shared.statfs(ino)
     }
 
     fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {

@@ -196,7 +196,13 @@ impl Heard {
 struct State {
     table: Table,
     queue: VecDeque<(Outgoing, Wake)>,
-    broken: Option<String>,
+    broken: Option<Broken>,
+}
+
+/// A connection that is lost.
+struct Broken {
+    why: String,
+    since: Instant,
 }
 
 #[derive(Debug, Default)]
@@ -246,10 +252,23 @@ impl Ticket {
             slot = lock(&self.slot.0);
             slot = self.slot.1.wait_while(slot, |slot| slot.is_none()).unwrap_or_else(PoisonError::into_inner);
         }
-        match slot.take() {
-            Some(Answer::Message(message)) => Ok(message),
-            Some(Answer::Lost { sent, .. }) => Err(Fail::Lost { harmless: !sent || self.harmless }),
-            None => Err(Fail::Errno(Errno::IO)),
+        let answer = slot.take();
+        drop(slot);
+        answer.map_or(Err(Fail::Errno(Errno::IO)), |answer| self.outcome(answer))
+    }
+
+    /// Waits for the reply for this long only. Without one by then, nobody waits for it any more.
+    pub(crate) fn wait_for(self, time: Duration) -> Option<Outcome<Message>> {
+        let slot = lock(&self.slot.0);
+        let waited = self.slot.1.wait_timeout_while(slot, time, |slot| slot.is_none());
+        let answer = waited.unwrap_or_else(PoisonError::into_inner).0.take();
+        answer.map(|answer| self.outcome(answer))
+    }
+
+    fn outcome(&self, answer: Answer) -> Outcome<Message> {
+        match answer {
+            Answer::Message(message) => Ok(message),
+            Answer::Lost { sent, .. } => Err(Fail::Lost { harmless: !sent || self.harmless }),
         }
     }
 }
@@ -324,6 +343,13 @@ impl Line {
         state.queue.push_back((request, wake));
         drop(state);
         self.work.notify_one();
+    }
+
+    /// The same for whoever waits for the reply, but not for a place among the requests under way.
+    pub(crate) fn send_one_later(&self, request: Outgoing) -> Ticket {
+        let (ticket, wake) = Ticket::new(request.kind);
+        self.send_later(request, wake);
+        ticket
     }
 
     /// Sends a request that may take for ever; answers its tag for [`Self::give_up`].
@@ -403,7 +429,12 @@ impl Line {
 
     /// Why the connection is lost.
     pub(crate) fn why_broken(&self) -> Option<String> {
-        lock(&self.state).broken.clone()
+        lock(&self.state).broken.as_ref().map(|broken| broken.why.clone())
+    }
+
+    /// When the connection was lost.
+    pub(crate) fn broken_since(&self) -> Option<Instant> {
+        lock(&self.state).broken.as_ref().map(|broken| broken.since)
     }
 
     /// Ends the connection; whoever waits for a reply is told.
@@ -412,7 +443,7 @@ impl Line {
         if state.broken.is_some() {
             return;
         }
-        state.broken = Some(reason.to_owned());
+        state.broken = Some(Broken { why: reason.to_owned(), since: Instant::now() });
         let (pending, queue) = (state.table.lose(), std::mem::take(&mut state.queue));
         drop(state);
         (self.hang_up)();

@@ -55,18 +55,17 @@ impl Link {
         Arc::clone(&lock(&self.session))
     }
 
-    /// A session with a connection, waited for until then.
+    /// A session with a connection, waited for until then, or until the server has been away for longer than anybody is to wait:
+    /// that counts from the loss of the connection, or each request would wait again, for as long as the server is away.
     fn session(&self, until: Instant) -> Result<Arc<Session>> {
         let mut session = lock(&self.session);
         loop {
             if self.is_over() {
                 return Err(Errno::IO);
             }
-            if !session.is_broken() {
-                return Ok(Arc::clone(&session));
-            }
+            let Some(since) = session.broken_since() else { return Ok(Arc::clone(&session)) };
             self.ring();
-            let left = until.saturating_duration_since(Instant::now());
+            let left = until.min(since + self.options.patience).saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(Errno::IO);
             }

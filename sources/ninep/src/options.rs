@@ -50,7 +50,8 @@ pub struct Options {
     /// How long the server may say nothing while it owes an answer. Then the connection is given up, and made anew.
     /// Default: 30 s.
     pub timeout: Duration,
-    /// How long requests wait for a server that has gone before they fail with `EIO`. Default: 60 s.
+    /// How long requests wait for a server that has gone before they fail with `EIO`, counted from the loss of the connection: later
+    /// ones fail at once until the server is back. Default: 60 s.
     pub patience: Duration,
     /// What is kept. Default: [`Cache::Auto`].
     pub cache: Cache,

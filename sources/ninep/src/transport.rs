@@ -3,11 +3,12 @@
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use rustix::fs::{CWD, Mode, OFlags};
 use socket2::{Domain, SockAddr, Socket, Type};
 
 /// How a connection to a server is made. Called again after the connection was lost.
@@ -42,13 +43,29 @@ impl fmt::Debug for Stream {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unix(pub PathBuf);
 
+impl Unix {
+    /// The address of the socket. One with a longer path than an address holds is reached by its folder, which is open until it is
+    /// connected to; not for longer, for the server may make it anew.
+    fn socket_address(&self) -> io::Result<(SockAddr, Option<OwnedFd>)> {
+        let short = SockAddr::unix(&self.0);
+        let (Err(_), Some(folder), Some(name)) = (&short, self.0.parent(), self.0.file_name()) else {
+            return Ok((short?, None));
+        };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = rustix::fs::openat(CWD, folder, flags, Mode::empty())?;
+        let path = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name);
+        Ok((SockAddr::unix(path)?, Some(folder)))
+    }
+}
+
 impl Transport for Unix {
     fn connect(&self, timeout: Duration) -> io::Result<Stream> {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
         // It is for connect, too, which waits while the server's backlog is full. One that does not wait fails at once then,
         // and there is nothing to poll for.
         socket.set_write_timeout(Some(timeout))?;
-        socket.connect(&SockAddr::unix(&self.0)?).map_err(|error| match error.kind() {
+        let (address, _folder) = self.socket_address()?;
+        socket.connect(&address).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "it takes no connections"),
             _ => error,
         })?;
@@ -145,8 +162,22 @@ impl Transport for Vsock {
 #[cfg(test)]
 mod tests {
     use std::net::{SocketAddr, TcpListener};
+    use std::os::unix::net::UnixListener;
 
     use super::*;
+
+    #[test]
+    fn a_socket_with_a_long_path_is_reached() {
+        let folder = tempfile::tempdir().unwrap();
+        let long = folder.path().join("x".repeat(100));
+        std::fs::create_dir(&long).unwrap();
+        let folder = std::fs::File::open(&long).unwrap();
+        let short = format!("/proc/self/fd/{}/s", folder.as_raw_fd());
+        let _listener = UnixListener::bind(short).unwrap();
+        Unix(long.join("s")).connect(Duration::from_secs(5)).unwrap();
+        let missing = Unix(long.join("t")).connect(Duration::from_secs(5)).unwrap_err();
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+    }
 
     #[test]
     fn a_socket_that_reached_itself_is_known() {

@@ -4,7 +4,7 @@
 mod common;
 
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{CX, PATIENCE, Served, name, read, write};
 use ferry_remote::{Cache, Client, Options};
@@ -69,10 +69,50 @@ fn a_server_that_stays_away_is_an_error_in_time() {
     let served = Served::new();
     let patience = Duration::from_millis(300);
     let client = served.connect(Options { patience, ..Options::default() });
+    let begun = Instant::now();
     served.stop();
-    let begun = std::time::Instant::now();
     assert_eq!(client.lookup(&CX, Ino::ROOT, name("a")).unwrap_err(), Errno::IO);
     assert!(begun.elapsed() >= patience && begun.elapsed() < PATIENCE);
+}
+
+#[test]
+fn requests_wait_once_for_a_server_that_stays_away() {
+    let served = Served::new();
+    let patience = Duration::from_secs(1);
+    let client = served.connect(Options { patience, ..patient(Cache::None) });
+    let (entry, handle) = file(&client);
+    served.stop();
+    assert_eq!(client.lookup(&CX, Ino::ROOT, name("a")).unwrap_err(), Errno::IO);
+    let begun = Instant::now();
+    for _ in 0..20 {
+        assert_eq!(client.lookup(&CX, Ino::ROOT, name("a")).unwrap_err(), Errno::IO);
+        assert_eq!(read(&client, entry.ino, handle, 0, 9).unwrap_err(), Errno::IO);
+    }
+    assert!(begun.elapsed() < patience, "{:?}", begun.elapsed());
+    served.start();
+    let back = || client.lookup(&CX, Ino::ROOT, name("d")).is_ok();
+    while !back() {
+        assert!(begun.elapsed() < PATIENCE, "it does not come back");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// umount(8) looks at the mount point first.
+#[test]
+fn the_root_is_told_soon_while_the_server_is_gone() {
+    let served = Served::new();
+    let client = served.connect(patient(Cache::Auto));
+    let root = client.getattr(&CX, Ino::ROOT, None).unwrap();
+    let totals = client.statfs(&CX, Ino::ROOT).unwrap();
+    served.stop();
+    let begun = Instant::now();
+    assert_eq!(client.getattr(&CX, Ino::ROOT, None), Ok(root));
+    assert_eq!(client.statfs(&CX, Ino::ROOT), Ok(totals));
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    served.start();
+    assert!(client.lookup(&CX, Ino::ROOT, name("gone")).is_err());
+    client.mkdir(&CX, Ino::ROOT, name("d"), &common::dir(0o755)).unwrap();
+    assert_eq!(client.getattr(&CX, Ino::ROOT, None).unwrap().nlink, root.nlink + 1, "the server is asked");
 }
 
 /// The source's file, as somebody at the server sees it.
