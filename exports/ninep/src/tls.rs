@@ -12,7 +12,7 @@ use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
-use rustls::{InconsistentKeys, RootCertStore, ServerConfig, ServerConnection};
+use rustls::{CertificateError, InconsistentKeys, RootCertStore, ServerConfig, ServerConnection};
 
 use crate::stream::{give, take};
 use crate::validity::{self, shown};
@@ -99,7 +99,7 @@ impl Tls {
             rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
                 TlsError::Mismatch { certificate: certificate.into(), key: key.into() }
             }
-            rustls::Error::InvalidCertificate(_) => TlsError::Certificate(certificate.into(), error.to_string()),
+            rustls::Error::InvalidCertificate(_) => TlsError::Certificate(certificate.into(), explained(&error)),
             _ => TlsError::Key(key.into(), error.to_string()),
         })?;
         config.send_tls13_tickets = 0;
@@ -272,6 +272,14 @@ impl Channel {
 /// What a failure most likely means.
 fn explained(error: &rustls::Error) -> String {
     match error {
+        // rustls has no variant for it.
+        rustls::Error::InvalidCertificate(CertificateError::Other(inner))
+            if inner.to_string() == "UnsupportedCertVersion" =>
+        {
+            "the certificate is of X.509 version 1, and TLS needs version 3: have it signed with extensions \
+             (openssl x509 -req -copy_extensions copy); ferry share --help shows all of it"
+                .into()
+        }
         rustls::Error::InvalidMessage(_) => format!("it does not speak TLS, or not as it should ({error})"),
         rustls::Error::NoCertificatesPresented => "it shows no certificate, and one is asked for".into(),
         rustls::Error::AlertReceived(alert) => format!("it does not accept this server: alert {alert:?}"),

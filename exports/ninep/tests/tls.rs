@@ -164,6 +164,7 @@ fn only_clients_with_the_right_certificate_come_in() {
         .authority("other")
         .signed("stranger", "other", 2)
         .signed("late", "ca", -1);
+    made.signed_as_version_1("old", "ca");
     for wrong in [None, Some("stranger"), Some("late")] {
         assert!(is_refused(&mut server.connect(wrong)), "{wrong:?}");
     }
@@ -259,6 +260,7 @@ fn a_handshake_that_stalls_ends() {
 fn what_is_wrong_with_the_files_is_said() {
     let made = Certificates::new();
     made.authority("ca").signed("a", "ca", 2).signed("b", "ca", 2).signed("late", "ca", -1);
+    made.signed_as_version_1("old", "ca");
     fs::write(made.path("empty"), "nothing\n").unwrap();
     let broken = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n";
     fs::write(made.path("broken"), broken).unwrap();
@@ -273,6 +275,7 @@ fn what_is_wrong_with_the_files_is_said() {
         ("broken", "a.key", None, "cannot be used"),
         ("a.pem", "b.key", None, "does not belong to the certificate"),
         ("late.pem", "late.key", None, "has expired"),
+        ("old.pem", "old.key", None, "X.509 version 1"),
     ] {
         let ca = ca.map(|name| made.path(name));
         let error = Tls::read(&made.path(chain), &made.path(key), ca.as_deref()).unwrap_err();

@@ -84,7 +84,10 @@ impl Tls {
                     what: "private key",
                     label: "PRIVATE KEY",
                 })?;
-                let unusable = |error: rustls::Error| TlsError::Unusable(key.into(), explained(&error));
+                let unusable = |error: rustls::Error| match error {
+                    rustls::Error::InvalidCertificate(_) => TlsError::Unusable(certificate.into(), explained(&error)),
+                    _ => TlsError::Unusable(key.into(), explained(&error)),
+                };
                 builder.with_client_auth_cert(chain, secret).map_err(unusable)?
             }
         };
@@ -220,6 +223,12 @@ fn meant(error: io::Error) -> io::Error {
 fn explained(error: &rustls::Error) -> String {
     use rustls::Error as Tls;
     match error {
+        // rustls has no variant for it.
+        Tls::InvalidCertificate(CertificateError::Other(inner)) if inner.to_string() == "UnsupportedCertVersion" => {
+            "the certificate is of X.509 version 1, and TLS needs version 3: have it signed with extensions \
+             (openssl x509 -req -copy_extensions copy); ferry share --help shows all of it"
+                .into()
+        }
         Tls::InvalidCertificate(CertificateError::UnknownIssuer) => {
             "its certificate is signed by none of the authorities that were given".into()
         }

@@ -132,7 +132,7 @@ fn who_speaks_no_tls_is_told_from_who_does() {
 #[test]
 fn files_that_are_none_are_named() {
     let certificates = Certificates::new();
-    certificates.authority("ca").authority("other");
+    certificates.authority("ca").authority("other").signed_as_version_1("old", "ca");
     let tcp = || Tcp { host: "localhost".into(), port: 564 };
     let path = |file: &str| certificates.path(file);
     let ca = path("ca.pem");
@@ -141,6 +141,7 @@ fn files_that_are_none_are_named() {
         ("ca.key", None, "holds no certificate"),
         ("ca.pem", Some(("ca.pem", "other.pem")), "holds no private key"),
         ("ca.pem", Some(("ca.pem", "other.key")), "other.key cannot be used"),
+        ("ca.pem", Some(("old.pem", "old.key")), "old.pem cannot be used: the certificate is of X.509 version 1"),
     ] {
         let own = own.map(|(certificate, key)| (path(certificate), path(key)));
         let own = own.as_ref().map(|(certificate, key)| (certificate.as_path(), key.as_path()));
