@@ -24,6 +24,7 @@ mod process;
 mod progress;
 mod report;
 mod rows;
+mod scale;
 mod server;
 mod session;
 mod stats;
@@ -97,6 +98,7 @@ enum Table {
     Metadata,
     Costs,
     Locks,
+    Scale,
 }
 
 impl Cli {
@@ -169,6 +171,7 @@ fn main() -> ExitCode {
         Table::Metadata => metadata::run(&cli),
         Table::Costs => costs::run(&cli),
         Table::Locks => locks::run(&cli),
+        Table::Scale => scale::run(&cli),
         Table::Virtiofs if cli.dax => dax::run(&cli),
         Table::Virtiofs => run(&cli),
     };

@@ -1,0 +1,58 @@
+//! Builds with stores of many packs.
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::Result;
+use ferry_image::{Algorithm, BuildOptions, Index, Object, Store, build};
+
+use super::{Case, Measure};
+
+/// Objects of each pack, and how long they are: each takes two blocks.
+const OBJECTS: u64 = 100;
+const OBJECT_BYTES: u64 = 5000;
+const BLOCKS: u64 = 2;
+
+pub const CASES: &[Case] = &[Case {
+    name: "build of one file that the store has",
+    of: "packs in the store",
+    sizes: &[50, 500, 2000],
+    unit: "ms",
+    prepare: prepare_build,
+}];
+
+/// A pack as a build leaves it; nobody reads its bytes here, so they are a hole.
+fn add_pack(packs: &Path, number: u64) -> Result<()> {
+    let object = |at: u64| {
+        let digest = Algorithm::Blake3.of(&(number * OBJECTS + at).to_le_bytes());
+        Object { block: at * BLOCKS, bytes: OBJECT_BYTES, digest }
+    };
+    let objects = (0..OBJECTS).map(object).collect();
+    let index = Index { pack: Algorithm::Blake3.of(&[]), objects, blocks: OBJECTS * BLOCKS, verity: None };
+    let bytes = index.to_bytes();
+    let name = Algorithm::Blake3.of(&bytes).hex();
+    File::create(packs.join(&name))?.set_len(OBJECTS * BLOCKS * 4096)?;
+    Ok(fs::write(packs.join(format!("{name}.index")), bytes)?)
+}
+
+fn prepare_build(folder: &Path, count: u64) -> Result<Measure> {
+    let (tree, image, store) = (folder.join("tree"), folder.join("image"), folder.join("store"));
+    fs::create_dir(&tree)?;
+    fs::write(tree.join("file"), vec![7; 5000])?;
+    let options = BuildOptions { threads: 1, ..BuildOptions::default() };
+    let run = move || -> Result<()> {
+        build(&tree, &image, Store::create(&store)?, &options, &|_, _| {})?;
+        Ok(())
+    };
+    run()?;
+    let packs = folder.join("store/packs");
+    (1..count).try_for_each(|number| add_pack(&packs, number))?;
+    // The first build after a change of the store is not what is measured.
+    run()?;
+    Ok(Box::new(move || {
+        let begin = Instant::now();
+        run()?;
+        Ok(begin.elapsed().as_secs_f64() * 1e3)
+    }))
+}
