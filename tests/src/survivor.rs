@@ -25,6 +25,8 @@ pub struct Survivor {
     pub path: PathBuf,
     /// The socket.
     pub socket: PathBuf,
+    /// What the next server logs.
+    pub log: &'static str,
     args: Vec<String>,
     /// The socket, if each server gets it from us.
     listener: Option<UnixListener>,
@@ -53,7 +55,7 @@ impl Survivor {
 
     fn begin(path: PathBuf, folder: TempDir, args: &[&str], listener: Option<UnixListener>) -> Self {
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
-        let mut survivor = Self { path, socket: folder.path().join("s"), args, listener, started: None, folder };
+        let mut survivor = Self { path, socket: folder.path().join("s"), log: "warn", args, listener, started: None, folder };
         survivor.start();
         survivor
     }
@@ -70,7 +72,7 @@ impl Survivor {
 
     /// Starts the program, and waits until it listens.
     pub fn start(&mut self) {
-        let mut command = ferry(["--log", "warn", "share"]);
+        let mut command = ferry(["--log", self.log, "share"]);
         command.arg(&self.path).arg("--state").arg(self.state());
         match &self.listener {
             Some(listener) => command.arg("--fd").arg(listener.as_raw_fd().to_string()),
@@ -94,10 +96,17 @@ impl Survivor {
 
     /// Ends the program with SIGTERM, and waits for it.
     pub fn end(&mut self) {
+        self.end_by(Signal::TERM);
+    }
+
+    /// Ends the program with a signal that it catches, and waits for it. Returns what it said on standard error.
+    pub fn end_by(&mut self, signal: Signal) -> String {
         let mut started = self.started.take().unwrap();
-        kill_process(started.pid(), Signal::TERM).unwrap();
+        kill_process(started.pid(), signal).unwrap();
         let status = started.wait(LIMIT).expect("it ends");
-        assert!(status.success(), "{status}: {}", started.said().1);
+        let said = started.said().1;
+        assert!(status.success(), "{status}: {said}");
+        said
     }
 
     /// Kills the program and starts it again; the guest, which hangs up meanwhile, goes on with the next one.

@@ -1,4 +1,5 @@
-//! Stock guests whose share's server is killed with SIGKILL and started again: neither they nor their VMMs notice.
+//! Stock guests whose share's server is killed with SIGKILL, or ended with SIGTERM or SIGINT, and started again: neither
+//! they nor their VMMs notice.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -14,6 +15,7 @@ use ferry_tests::survivor::Survivor;
 use ferry_tests::{Device, Guest, GuestCache, Kind, Options, Place, Ran, Share, TIMEOUT, collect, folder, guest_on};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
+use rustix::process::Signal;
 
 /// Longer than any of these guests lives on a machine that has other things to do.
 const GUEST_MAX: Duration = Duration::from_secs(600);
@@ -115,7 +117,17 @@ fn lines(path: &Path) -> usize {
 
 /// Kills the server so many times, a while after one another.
 #[track_caller]
-fn survives(vmm: Vmm, (name, fio): (&str, &str), kills: usize, pause: Duration) {
+/// The signals that end servers, one after the other: as often as they are listed here.
+fn killed(times: usize) -> Vec<Signal> {
+    vec![Signal::KILL; times]
+}
+
+/// What an administrator ends a server with, and a terminal.
+fn ended(times: usize) -> Vec<Signal> {
+    [Signal::TERM, Signal::INT].into_iter().cycle().take(times).collect()
+}
+
+fn survives(vmm: Vmm, (name, fio): (&str, &str), signals: &[Signal], pause: Duration) {
     let mut server = Survivor::new(Place::Disk, &["--tag", "t"]);
     let path = server.path.clone();
     let program = GuestCache::from_env().unwrap().peer("fio").unwrap();
@@ -133,11 +145,14 @@ fn survives(vmm: Vmm, (name, fio): (&str, &str), kills: usize, pause: Duration) 
     }
     guest.boot_timeout = TIMEOUT;
     let guest = Collected::new(guest).runs_until(|| path.join("ready").exists());
-    let mut random = Random::new(kills as u64);
+    let mut random = Random::new(signals.len() as u64);
     let usual = usize::try_from(pause.as_micros()).unwrap();
-    for _ in 0..kills {
+    for signal in signals {
         std::thread::sleep(pause / 2 + Duration::from_micros(random.below(usual) as u64));
-        server.kill();
+        match *signal {
+            Signal::KILL => server.kill(),
+            signal => assert_eq!(server.end_by(signal), ""),
+        }
         assert!(is_flocked(&path.join("flocked")), "while there is no server, too");
         server.start();
         assert!(is_flocked(&path.join("flocked")) && is_locked(&path));
@@ -147,7 +162,7 @@ fn survives(vmm: Vmm, (name, fio): (&str, &str), kills: usize, pause: Duration) 
     let guest = guest.runs_until(|| lines(&path.join("rounds")) > rounds);
     fs::write(path.join("enough"), b"").unwrap();
     let ran = guest.0.join().unwrap();
-    println!("{vmm:?}, {name}: {kills} kills, {} rounds of fio, {:?}", lines(&path.join("rounds")), ran.took);
+    println!("{vmm:?}, {name}: {signals:?}, {} rounds of fio, {:?}", lines(&path.join("rounds")), ran.took);
     ran.ok();
     let check = Command::new("sha256sum").args(["--quiet", "-c", "sum"]).current_dir(&path).status();
     assert!(check.unwrap().success(), "the host sees other contents than the guest wrote");
@@ -159,38 +174,58 @@ fn survives(vmm: Vmm, (name, fio): (&str, &str), kills: usize, pause: Duration) 
 #[test]
 fn killed_under_fio_in_user_mode_linux() {
     for way in WAYS {
-        survives(Vmm::UserModeLinux, way, 3, Duration::from_millis(700));
+        survives(Vmm::UserModeLinux, way, &killed(3), Duration::from_millis(700));
     }
+}
+
+#[test]
+fn ended_under_fio_in_user_mode_linux() {
+    for way in WAYS {
+        survives(Vmm::UserModeLinux, way, &ended(2), Duration::from_millis(700));
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn ended_under_direct_fio_in_qemu() {
+    survives(Vmm::Qemu, WAYS[0], &ended(4), Duration::from_secs(2));
+}
+
+/// The channel by which files are mapped is the next server's, too.
+#[test]
+#[ignore = "long: make test-all"]
+fn ended_under_a_window_in_qemu() {
+    survives(Vmm::QemuDax, MAPPED, &ended(4), Duration::from_secs(2));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn killed_50_times_under_fio_in_user_mode_linux() {
     for way in WAYS {
-        survives(Vmm::UserModeLinux, way, 50, Duration::from_millis(700));
+        survives(Vmm::UserModeLinux, way, &killed(50), Duration::from_millis(700));
     }
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn killed_under_direct_fio_in_qemu() {
-    survives(Vmm::Qemu, WAYS[0], 10, Duration::from_secs(2));
+    survives(Vmm::Qemu, WAYS[0], &killed(10), Duration::from_secs(2));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn killed_under_cached_fio_in_qemu() {
-    survives(Vmm::Qemu, WAYS[1], 10, Duration::from_secs(2));
+    survives(Vmm::Qemu, WAYS[1], &killed(10), Duration::from_secs(2));
 }
 
 /// What is in its window it reads and writes while there is no server, too.
 #[test]
 fn killed_under_a_window_in_qemu() {
-    survives(Vmm::QemuDax, MAPPED, 3, Duration::from_secs(2));
+    survives(Vmm::QemuDax, MAPPED, &killed(3), Duration::from_secs(2));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn killed_20_times_under_a_window_in_qemu() {
-    survives(Vmm::QemuDax, MAPPED, 20, Duration::from_secs(2));
+    survives(Vmm::QemuDax, MAPPED, &killed(20), Duration::from_secs(2));
 }

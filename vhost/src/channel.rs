@@ -28,6 +28,9 @@ const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
+/// How often a wait for an answer looks whether the connection is over. Shutting the socket down would end the wait at once, and with
+/// `--state` it would end the front end's device, too: the socket is the next server's.
+const TICK: Duration = Duration::from_millis(50);
 /// Answers that are passed over: each server that was killed has left one or two.
 const STALE_MAX: u32 = 64;
 /// The request has no payload; some front ends send a number.
@@ -118,6 +121,16 @@ pub(crate) enum Broken {
     Nonsense,
     #[error("the front end does not answer within {0:?}")]
     Silence(Duration),
+    #[error("the connection is over")]
+    Over,
+}
+
+/// When an answer is not waited for any longer.
+pub(crate) struct Patience<'a> {
+    /// The front end is silent for this long.
+    pub(crate) within: Duration,
+    /// The connection is over. It is asked every [`TICK`].
+    pub(crate) is_over: &'a dyn Fn() -> bool,
 }
 
 /// Asks the front end something, and waits for its answer: 0 is yes. The socket must not block. `may_be_stale`: answers to another kind of
@@ -126,10 +139,10 @@ pub(crate) fn ask(
     line: &UnixStream,
     (request, body): (u32, &[u8]),
     file: Option<BorrowedFd<'_>>,
-    within: Duration,
+    patience: &Patience<'_>,
     may_be_stale: bool,
 ) -> std::result::Result<u64, Broken> {
-    let end = Instant::now() + within;
+    let end = Instant::now() + patience.within;
     let length = u32::try_from(body.len()).expect("our own requests are short");
     let message = [&header(request, VERSION | NEED_REPLY, length), body].concat();
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
@@ -143,7 +156,7 @@ pub(crate) fn ask(
         return Err(Broken::Send(Errno::AGAIN));
     }
     for _ in 0..=if may_be_stale { STALE_MAX } else { 0 } {
-        let (head, outcome) = receive_answer(line, end, within)?;
+        let (head, outcome) = receive_answer(line, end, patience)?;
         if head == (request, VERSION | REPLY, 8) {
             return Ok(outcome);
         }
@@ -155,15 +168,17 @@ pub(crate) fn ask(
 fn receive_answer(
     line: &UnixStream,
     end: Instant,
-    within: Duration,
+    patience: &Patience<'_>,
 ) -> std::result::Result<((u32, u32, u32), u64), Broken> {
     let mut answer = [0; HEADER_BYTES + 8];
     let mut have = 0;
     while have < answer.len() {
         let left = end.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).map_err(|_| Broken::Silence(within))?;
-        match poll(&mut [PollFd::new(line, PollFlags::IN)], Some(&left)) {
-            Ok(0) => return Err(Broken::Silence(within)),
+        let tick = Timespec::try_from(left.min(TICK)).map_err(|_| Broken::Silence(patience.within))?;
+        match poll(&mut [PollFd::new(line, PollFlags::IN)], Some(&tick)) {
+            Ok(0) if left.is_zero() => return Err(Broken::Silence(patience.within)),
+            Ok(0) if (patience.is_over)() => return Err(Broken::Over),
+            Ok(0) => continue,
             Ok(_) => {}
             Err(Errno::INTR) => continue,
             Err(error) => return Err(Broken::Receive(error)),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-use crate::channel::{self, Broken};
+use crate::channel::{self, Broken, Patience};
 
 mod dialect;
 
@@ -279,7 +279,8 @@ impl Window {
 
     fn ask(&self, line: &UnixStream, asked: &Message, file: Option<BorrowedFd<'_>>) -> Result<u64, Broken> {
         let may_be_stale = self.state().may_be_stale;
-        channel::ask(line, (asked.code, &asked.body), file, self.reply_within, may_be_stale)
+        let patience = Patience { within: self.reply_within, is_over: &|| self.state().ended };
+        channel::ask(line, (asked.code, &asked.body), file, &patience, may_be_stale)
     }
 
     /// The front end has mapped what the server before this one has asked it for.
@@ -367,11 +368,12 @@ impl Window {
         self.changed.notify_all();
     }
 
-    /// The connection is over: nobody waits any longer.
+    /// The connection is over: nobody waits any longer. The socket is not shut down, for the next server may have it
+    /// (`--state`), and User-mode Linux gives up a device whose socket is.
     pub(crate) fn end(&self) {
         let mut state = self.state();
         state.ended = true;
-        state.hang_up();
+        state.line = None;
         state.mapped.clear();
         self.changed.notify_all();
     }
@@ -391,16 +393,9 @@ impl State {
                 if !self.ended && self.line.is_some() {
                     tracing::error!("the window is not served any more: {error}");
                 }
-                self.hang_up();
+                self.line = None;
                 Err(WindowError::Lost)
             }
-        }
-    }
-
-    fn hang_up(&mut self) {
-        if let Some(line) = self.line.take() {
-            // It may have gone by itself.
-            let _ = line.shutdown(std::net::Shutdown::Both);
         }
     }
 }
