@@ -5,6 +5,7 @@
 //! * [`move_now`]: the same without any system call, where a source has its files' bytes mapped.
 //! * [`Spin`]: how long to look for work before sleeping, learnt from how long the last sleeps took.
 //! * [`Lane`]: a few threads for the calls that may take long and have no asynchronous form.
+//! * [`Watch`], [`Monitor`]: what is served in one place goes on by another thread when a handler is blocked there.
 //! * [`Mailbox`]: how those threads, and the control plane, reach a worker.
 //! * [`Complaints`]: log lines that a client can cause, a few at a time.
 //! * [`requests`]: a log of requests and what became of them.
@@ -32,24 +33,31 @@
 //! ```
 
 mod at_once;
+mod barrier;
 mod lane;
 mod last_sync;
+mod lease;
 mod mailbox;
 mod memory;
+mod monitor;
 mod privileges;
 mod registered;
 pub mod requests;
 mod ring;
 mod spin;
 mod transfers;
+mod watch;
 
 pub use ferry_vfs::Complaints;
 pub use ferry_vfs::Segment;
 pub use lane::Lane;
 pub use last_sync::sync_at_the_end;
+pub use lease::{Hold, Lease, NotEnded, Term};
 pub use mailbox::Mailbox;
 pub use memory::move_now;
+pub use monitor::{BLOCKED, Bell, Monitor, Post, Relief, Serving, Verdict};
 pub use privileges::WithoutFsetid;
 pub use registered::Keeper;
 pub use spin::{Spin, count_cpus};
-pub use transfers::{IoMode, Operation, Transfers, TransfersError, learnt};
+pub use transfers::{Far, IoMode, Operation, Transfers, TransfersError, learnt, move_waiting};
+pub use watch::{Ownership, Seen, Watch};

@@ -1,5 +1,7 @@
 //! Moving bytes between descriptors and memory.
 
+mod far;
+pub mod learnt;
 mod pending;
 
 use std::collections::VecDeque;
@@ -11,29 +13,12 @@ use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
+pub use self::far::{Far, move_waiting};
 use self::pending::{Begun, Pending};
 use crate::at_once::{AtOnce, CALLS_MAX};
 use crate::privileges::WithoutFsetid;
 use crate::registered::Keeper;
 use crate::ring::{Completion, PAUSE, Ring};
-
-/// What [`Backing::learn`] remembers of a file.
-pub mod learnt {
-    /// Reads can be tried without waiting.
-    pub const READ_TRIES: u8 = 1;
-    /// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
-    pub const READ_CANNOT_TRY: u8 = 2;
-    /// Writes cannot be tried (buffered ext4, tmpfs): likewise.
-    pub const WRITE_CANNOT_TRY: u8 = 4;
-    /// The file lies in memory: nothing ever waits.
-    pub const IN_MEMORY: u8 = 8;
-    /// The file is served by somebody else, another machine or another process: anything may wait for long.
-    pub const FAR: u8 = 16;
-    /// Whether it is one of these two was looked at.
-    pub const PLACE_KNOWN: u8 = 32;
-    /// Writes can be tried without waiting (buffered xfs and block devices).
-    pub const WRITE_TRIES: u8 = 64;
-}
 
 /// How transfers are made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -101,6 +86,9 @@ pub struct Transfers {
     in_flight: usize,
     done: VecDeque<(u64, io::Result<usize>)>,
     watched: Vec<(u64, Arc<OwnedFd>)>,
+    /// Transfers of far files are left to the caller.
+    leaves_far: bool,
+    far: VecDeque<Far>,
 }
 
 impl std::fmt::Debug for Transfers {
@@ -141,7 +129,25 @@ impl Transfers {
             in_flight: 0,
             done: VecDeque::new(),
             watched: Vec::new(),
+            leaves_far: false,
+            far: VecDeque::new(),
         })
+    }
+
+    /// From now on, transfers of files that another process or machine serves are left to the caller: see [`Self::next_far`].
+    /// io_uring has few threads for what cannot be tried, and a slow file would keep them from all others.
+    pub fn leave_far(&mut self) {
+        self.leaves_far = true;
+    }
+
+    /// The next transfer that is left to the caller. It counts as ended here.
+    pub fn next_far(&mut self) -> Option<Far> {
+        self.far.pop_front()
+    }
+
+    /// Whether [`Self::flush`] has anything to begin.
+    pub fn has_queued(&self) -> bool {
+        !self.queued.is_empty()
     }
 
     /// Whether io_uring is used.
@@ -254,7 +260,11 @@ impl Transfers {
                     }
                 }
             }
-            match self.pending[slot].begin(self.ring.is_some(), batch) {
+            match self.pending[slot].begin(self.ring.is_some(), batch, self.leaves_far) {
+                Begun::Far => {
+                    self.far.extend(self.pending[slot].take_far());
+                    self.free.push(slot);
+                }
                 Begun::Ended(outcome) => drop(self.finish(slot, outcome)),
                 Begun::Waits => self.issue(slot),
                 Begun::Copies if privileged => self.copies.push(slot),

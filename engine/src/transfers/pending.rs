@@ -7,7 +7,8 @@ use std::sync::Arc;
 use ferry_vfs::{Backing, Segment};
 
 use super::Operation;
-use super::learnt::{READ_CANNOT_TRY, READ_TRIES, WRITE_CANNOT_TRY, WRITE_TRIES};
+use super::far::Far;
+use super::learnt::{self, FAR, PLACE_KNOWN, READ_CANNOT_TRY, READ_TRIES, WRITE_CANNOT_TRY, WRITE_TRIES};
 use crate::at_once::AtOnce;
 use crate::memory::move_now;
 use crate::ring::SEGMENTS_MAX;
@@ -28,6 +29,8 @@ pub(super) enum Begun {
     Copies,
     /// It may wait: for the ring.
     Waits,
+    /// It may wait, for somebody else: for the caller, where that wants such.
+    Far,
 }
 
 /// A transfer, or several adjacent ones that are made as one.
@@ -54,6 +57,34 @@ pub(super) struct Part {
 }
 
 impl Pending {
+    pub(super) fn new(
+        token: u64,
+        operation: Operation,
+        file: Arc<Backing>,
+        offset: u64,
+        segments: Vec<Segment>,
+    ) -> Self {
+        let wanted = segments.iter().map(|segment| segment.bytes).sum();
+        Self { token, operation, file: Some(file), offset, segments, first: 0, done: 0, wanted, merged: Vec::new() }
+    }
+
+    /// Takes the transfer out, for the caller to make.
+    pub(super) fn take_far(&mut self) -> Option<Far> {
+        let segments = std::mem::take(&mut self.segments);
+        Some(Far {
+            token: self.token,
+            operation: self.operation,
+            file: self.file.take()?,
+            offset: self.offset,
+            segments,
+        })
+    }
+
+    /// Whether the file is known to be served by somebody else.
+    fn is_far(&self) -> bool {
+        self.file.as_ref().is_some_and(|file| file.learnt() & FAR != 0)
+    }
+
     /// Whether a transfer at `offset` can be made together with this one. What lies in memory is moved without a system
     /// call, so there is nothing to save; and its failures are not to be tried again on the descriptor.
     pub(super) fn is_followed_by(&self, operation: Operation, file: &Arc<Backing>, offset: u64) -> bool {
@@ -63,6 +94,8 @@ impl Pending {
             && self.wanted < MERGED_BYTES_MAX
             && self.segments.len() < MERGED_SEGMENTS_MAX
             && self.file.as_ref().is_some_and(|own| Arc::ptr_eq(own, file) && own.memory().is_none())
+            // Each is left to a thread of its own.
+            && !self.is_far()
     }
 
     /// Makes a transfer that follows on a part of this one.
@@ -90,7 +123,14 @@ impl Pending {
     }
 
     /// Ends the transfer here and now if that needs no waiting, or if there is no other way.
-    pub(super) fn begin(&mut self, has_ring: bool, batch: usize) -> Begun {
+    pub(super) fn begin(&mut self, has_ring: bool, batch: usize, leaves_far: bool) -> Begun {
+        if leaves_far {
+            self.look_at_place(has_ring);
+        }
+        let far = self.is_far();
+        if far && leaves_far && self.merged.is_empty() {
+            return Begun::Far;
+        }
         let learnt = self.file.as_ref().map_or(0, |file| file.learnt());
         // What lies in memory has nothing to wait for, whatever the flags say.
         let in_memory = self.file.as_ref().is_some_and(|file| file.memory().is_some());
@@ -100,6 +140,7 @@ impl Pending {
         };
         match self.operation {
             _ if !has_ring || in_memory => return Begun::Ended(self.wait_for_it()),
+            _ if far => return Begun::Waits,
             _ if self.file.as_ref().is_some_and(|file| file.waits()) => return Begun::Waits,
             Operation::Fsync { .. } | Operation::Write { waits: true, .. } => return Begun::Waits,
             _ if learnt & cannot_try != 0 => return Begun::Copies,
@@ -117,10 +158,7 @@ impl Pending {
                         }
                         return Begun::Waits;
                     }
-                    Some(libc::EOPNOTSUPP) => {
-                        self.learn(cannot_try);
-                        return Begun::Copies;
-                    }
+                    Some(libc::EOPNOTSUPP) => return self.cannot_be_tried(cannot_try, leaves_far),
                     _ => {}
                 },
                 Ok(_) if learnt & tries == 0 => self.learn(tries),
@@ -128,6 +166,35 @@ impl Pending {
             }
             if let Some(outcome) = self.advance(outcome) {
                 return Begun::Ended(outcome);
+            }
+        }
+    }
+
+    /// Looks where the file lies before a transfer that is not tried, and so learns nothing of it.
+    fn look_at_place(&self, has_ring: bool) {
+        let is_tried = match self.operation {
+            Operation::Read | Operation::Write { waits: false, .. } => has_ring,
+            _ => false,
+        };
+        if let Some(file) = self.file.as_deref()
+            && file.learnt() & PLACE_KNOWN == 0
+            && file.memory().is_none()
+            && (!is_tried || file.waits())
+        {
+            learnt::place(file);
+        }
+    }
+
+    /// The kernel cannot try such a transfer of this file without waiting. To copy is all that it takes, unless somebody else
+    /// has the bytes.
+    fn cannot_be_tried(&self, cannot_try: u8, leaves_far: bool) -> Begun {
+        let place = self.file.as_deref().map_or(0, learnt::place);
+        match place & FAR != 0 {
+            true if leaves_far && self.merged.is_empty() => Begun::Far,
+            true => Begun::Waits,
+            false => {
+                self.learn(cannot_try);
+                Begun::Copies
             }
         }
     }

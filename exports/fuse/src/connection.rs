@@ -9,8 +9,8 @@ use ferry_serve::{Server, Session, Share};
 
 use crate::device::Device;
 use crate::interrupted::Interrupted;
-use crate::monitor::Bell;
 use crate::stats::AllCounters;
+use ferry_engine::Bell;
 
 /// One connection to the kernel.
 #[derive(Debug)]

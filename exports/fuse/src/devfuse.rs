@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use ferry_engine::{Lease, NotEnded, Post, Relief, Seen, Serving, Watch};
 use ferry_serve::{HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::InterruptIn;
@@ -22,10 +23,7 @@ use crate::connection::Connection;
 use crate::device::{Received, receive, send};
 use crate::giving_way::GivingWay;
 use crate::handshake::await_message;
-use crate::lease::{Lease, NotEnded};
-use crate::monitor::{Post, Relief, Serving};
 use crate::stats::Counters;
-use crate::watch::{Seen, Watch};
 use carrier::{DeviceCarrier, Memory};
 use follow::Follower;
 pub(crate) use readers::Readers;

@@ -16,12 +16,12 @@ use crate::device::Device;
 use crate::explain::{Explanation, Verdict};
 use crate::handshake::{Wishes, shake_hands, share_options};
 use crate::interrupted::Interrupted;
-use crate::monitor::{Bell, Monitor};
 use crate::mountpoint::Mountpoint;
 use crate::notify::Notifier;
 use crate::stats::{AllCounters, Stats};
 use crate::uring::Rings;
 use crate::{Cache, MountError, MountOptions, Options, Path};
+use ferry_engine::{Bell, Monitor};
 
 /// With io_uring, /dev/fuse carries FORGET and INTERRUPT only; another reader is started if this one is blocked.
 const READERS_BESIDE_RINGS: usize = 1;
@@ -187,7 +187,11 @@ impl Export {
     fn start(&mut self, options: &Options) -> std::io::Result<()> {
         let connection = &self.connection;
         let interrupted = Arc::clone(&connection.interrupted);
-        self.monitor = Mutex::new(Some(Monitor::start(connection.bell.clone(), interrupted, options.handler_timeout)?));
+        self.monitor = Mutex::new(Some(Monitor::start(
+            "fuse-monitor",
+            connection.bell.clone(),
+            interrupted.verdict(options.handler_timeout),
+        )?));
         Readers::start(connection, self.explanation.readers)?;
         // A mount on which no file can be opened is none.
         let spare = || rustix::io::fcntl_dupfd_cloexec(&*connection.device, 0);

@@ -3,8 +3,14 @@
 //! A request that is parked is ended by the server at once. This is for the others: a handler that goes on for long
 //! after its caller was interrupted is given up by the monitor.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use ferry_engine::Verdict;
+use ferry_vfs::Errno;
+
+/// How long a handler may go on after its caller was interrupted.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// How long an interrupt is remembered: longer than the monitor needs to act on it.
 const KEPT: Duration = Duration::from_secs(10);
@@ -28,6 +34,18 @@ impl Interrupted {
         if notes.len() < KEPT_MAX {
             notes.push((unique, Instant::now()));
         }
+    }
+
+    /// What the caller of a request that has been under way for long is to be told instead of its outcome, if anything.
+    pub(crate) fn verdict(self: Arc<Self>, handler_timeout: Duration) -> Box<Verdict> {
+        Box::new(move |unique, now, since| {
+            if !handler_timeout.is_zero() && now.saturating_duration_since(since) >= handler_timeout {
+                tracing::warn!("a request took longer than {handler_timeout:?}: its caller is told EIO");
+                Some(Errno::IO)
+            } else {
+                self.contains(unique, PATIENCE).then_some(Errno::INTR)
+            }
+        })
     }
 
     /// Whether the caller of a request was interrupted so long ago.

@@ -29,16 +29,13 @@ mod giving_way;
 mod handshake;
 mod interrupted;
 mod later;
-mod lease;
 mod machine;
-mod monitor;
 mod mountpoint;
 mod notify;
 mod options;
 mod stats;
 mod transfer;
 mod uring;
-mod watch;
 
 pub use control::Switch;
 pub use explain::{Explanation, Verdict};

@@ -45,22 +45,6 @@ impl NoUring {
     }
 }
 
-/// Prepares [`barrier`]; false where the kernel has none for threads of one process (before Linux 4.14).
-pub(crate) fn register_barrier() -> bool {
-    membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED)
-}
-
-/// Orders memory accesses of all threads of this process: what a thread stored before the call is seen by the caller after it,
-/// and what the caller stored before it is seen by whatever a thread loads after it (membarrier(2)).
-pub(crate) fn barrier() -> bool {
-    membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED)
-}
-
-fn membarrier(command: libc::c_int) -> bool {
-    // SAFETY: takes and touches no memory.
-    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
-}
-
 /// Looks at what can be known before the mount: whether a ring is worth trying.
 pub(crate) fn uring_allowed() -> Result<(), NoUring> {
     match fs::read_to_string(ENABLE_URING).as_deref().map(str::trim) {

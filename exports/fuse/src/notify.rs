@@ -19,15 +19,13 @@ use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 
+use ferry_engine::{Ownership, Post, Relief, Seen, Watch};
 use ferry_vfs::{Change, Errno, Ino, Listener, Name, SessionId, Subscription, Told};
 use ferry_wire::fuse::InitFlags;
 
 use crate::connection::{Connection, Present};
 use crate::device::send;
-use crate::lease::{Lease, NotEnded};
-use crate::monitor::{Post, Relief, Serving};
 use crate::stats::Counters;
-use crate::watch::{Ownership, Seen, Watch};
 use desk::Shared;
 use message::Message;
 use notes::Job;
@@ -222,10 +220,6 @@ impl Post for Teller {
         &self.watch
     }
 
-    fn serving(&self) -> Serving {
-        Serving { unique: 0, place: 0, term: Lease::default().term(), call: self.watch.look() }
-    }
-
     fn relieve(self: Arc<Self>, seen: Seen) -> Relief {
         if self.shared.is_full() {
             return Relief::Nobody;
@@ -237,15 +231,6 @@ impl Post for Teller {
                 Relief::Nobody
             }
         }
-    }
-
-    fn runs(&self, _: &Serving) -> bool {
-        // Nobody waits for an answer.
-        false
-    }
-
-    fn give_up(&self, _: &Serving, _: Errno) -> Result<(), NotEnded> {
-        Err(NotEnded::Over)
     }
 
     fn press(&self, _: &dyn Fn(u64, std::time::Instant) -> Option<Errno>) -> bool {

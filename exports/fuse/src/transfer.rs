@@ -8,12 +8,6 @@ use ferry_engine::{Operation, Segment, WithoutFsetid, learnt, move_now};
 use ferry_vfs::Backing;
 use io_uring::{opcode, squeue, types};
 
-/// File systems whose files lie in memory (`statfs(2)`, `f_type`): tmpfs and memfds, ramfs, huge pages.
-const IN_MEMORY: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
-
-/// File systems that ask somebody else, who may take long: FUSE, NFS, 9P, the two of CIFS, Ceph and AFS.
-const FAR: [i64; 7] = [0x6573_5546, 0x6969, 0x0102_1997, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x5346_414f];
-
 /// What is to be moved, and where it is in the payload of the message (writes) or of the reply (reads).
 pub(crate) struct Transfer {
     pub(crate) operation: Operation,
@@ -46,7 +40,7 @@ impl Transfer {
         if let Some(outcome) = unsafe { self.in_memory(payload) } {
             return Some(outcome);
         }
-        let learnt = self.learnt();
+        let learnt = learnt::place(&self.file);
         let flags = match self.operation {
             Operation::Fsync { .. } if learnt & learnt::IN_MEMORY != 0 => return Some(Ok(0)),
             _ if learnt & learnt::IN_MEMORY != 0 => 0,
@@ -102,25 +96,6 @@ impl Transfer {
     /// System calls that were made for it.
     pub(crate) fn calls(&self) -> u64 {
         self.calls
-    }
-
-    /// What is known of the file, after a look at where it lies.
-    fn learnt(&self) -> u8 {
-        let known = self.file.learnt();
-        if known & learnt::PLACE_KNOWN != 0 {
-            return known;
-        }
-        let place = rustix::fs::fstatfs(&*self.file).map_or(0, |found| {
-            #[allow(clippy::unnecessary_cast, clippy::cast_lossless, reason = "its type differs between machines")]
-            let kind = found.f_type as i64;
-            match kind {
-                _ if IN_MEMORY.contains(&kind) => learnt::IN_MEMORY,
-                _ if FAR.contains(&kind) => learnt::FAR,
-                _ => 0,
-            }
-        });
-        self.file.learn(place | learnt::PLACE_KNOWN);
-        known | place
     }
 
     /// # Safety
@@ -253,7 +228,8 @@ mod tests {
     #[test]
     fn what_waits_is_left_to_a_ring() {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
-        let in_memory = transfer(Operation::Read, file.try_clone().unwrap(), 0).learnt() & learnt::IN_MEMORY != 0;
+        let read = transfer(Operation::Read, file.try_clone().unwrap(), 0);
+        let in_memory = learnt::place(&read.file) & learnt::IN_MEMORY != 0;
         for operation in
             [Operation::Fsync { data_only: true }, Operation::Write { clear_privileges: false, waits: true }]
         {

@@ -22,7 +22,7 @@ use std::sync::mpsc::channel;
 
 use crate::connection::Connection;
 use crate::machine::{NoUring, possible_cpus};
-use crate::monitor::Post;
+use ferry_engine::Post;
 use queue::Queue;
 use worker::{Order, Seat};
 

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use ferry_engine::Operation;
+use ferry_engine::{Operation, Term};
 use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
 use ferry_vfs::{Backing, Errno};
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, WRITE_HEAD_BYTES, peek};
@@ -13,7 +13,6 @@ use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, WRITE_HEAD_BYTES, peek};
 use super::Reader;
 use crate::device::send;
 use crate::later::may_be_given_up;
-use crate::lease::Term;
 use crate::stats::Counters;
 use crate::transfer::Transfer;
 

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferry_engine::{Post, Watch};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{Pid, gettid};
 
@@ -19,8 +20,6 @@ use crate::connection::{Connection, Present};
 use crate::giving_way::GivingWay;
 use crate::later::Later;
 use crate::machine::place_of;
-use crate::monitor::Post;
-use crate::watch::Watch;
 
 /// The most threads that read the device of one mount. Past it, requests wait in the kernel.
 const READERS_MAX: usize = 64;

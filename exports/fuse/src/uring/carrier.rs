@@ -3,14 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_engine::Operation;
+use ferry_engine::{Hold, Lease, NotEnded, Operation, Term};
 use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
 use ferry_vfs::Backing;
 use ferry_wire::fuse::WRITE_HEAD_BYTES;
 
 use super::memory::Message;
 use super::queue::{Block, Queue};
-use crate::lease::{Hold, Lease, NotEnded, Term};
 use crate::stats::Counters;
 use crate::transfer::Transfer;
 

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferry_engine::{NotEnded, Term};
 use ferry_serve::{HEADER_BYTES, Unfinished};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
@@ -22,7 +23,6 @@ use super::carrier::RingCarrier;
 use super::memory::{Mapping, Message};
 use super::queue::{Block, Mail, Queue, State};
 use super::worker::Worker;
-use crate::lease::{NotEnded, Term};
 use crate::transfer::Transfer;
 
 /// Bits of an entry's index in the number of a transfer: more than there are entries.

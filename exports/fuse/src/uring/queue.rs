@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Orderin
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::Instant;
 
-use ferry_engine::Mailbox;
+use ferry_engine::{Lease, Mailbox, NotEnded, Post, Relief, Seen, Serving, Term, Watch};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
@@ -16,9 +16,6 @@ use super::worker::{Order, Seat, start_worker};
 use crate::connection::Connection;
 use crate::giving_way::GivingWay;
 use crate::later::Later;
-use crate::lease::{Lease, NotEnded, Term};
-use crate::monitor::{Post, Relief, Serving};
-use crate::watch::{Seen, Watch};
 
 /// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
 /// CPU goes on: so more are registered when few are left, up to so many times the depth. Past it, requests of that CPU

@@ -7,6 +7,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
+use ferry_engine::Ownership;
 use ferry_serve::{Carrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::{Opcode, encode_error};
@@ -23,7 +24,6 @@ use crate::later::may_be_given_up;
 use crate::machine::stay_on;
 use crate::stats::Counters;
 use crate::transfer::Transfer;
-use crate::watch::Ownership;
 
 /// What a thread that stands by is told.
 #[derive(Debug)]

@@ -17,15 +17,15 @@ const TERM: u64 = 1 << 2;
 /// A term is not ended while its memory is in use. Copies are short. A transfer whose term is to be ended all the same is
 /// robbed of it ([`Lease::seize`]) by somebody who sees to it that it goes on in other memory than the next term's.
 #[derive(Debug, Default)]
-pub(crate) struct Lease(AtomicU64);
+pub struct Lease(AtomicU64);
 
 /// One request of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Term(u64);
+pub struct Term(u64);
 
 /// Why a term was not ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NotEnded {
+pub enum NotEnded {
     /// It has ended before.
     Over,
     /// Its memory is in use by a copy or a transfer.
@@ -33,23 +33,24 @@ pub(crate) enum NotEnded {
 }
 
 /// Access to the memory for as long as it lives.
+#[derive(Debug)]
 #[must_use]
-pub(crate) struct Hold<'a>(&'a Lease);
+pub struct Hold<'a>(&'a Lease);
 
 impl Lease {
     /// The term that began when the last one ended.
-    pub(crate) fn term(&self) -> Term {
+    pub fn term(&self) -> Term {
         Term(self.0.load(Ordering::Acquire) & !BUSY)
     }
 
     /// Whether the term has not ended.
-    pub(crate) fn runs(&self, term: Term) -> bool {
+    pub fn runs(&self, term: Term) -> bool {
         self.term() == term
     }
 
     /// Keeps the term from being ended while memory is used. `None` once it has ended. Waits while somebody else
     /// holds it, which only happens when an answer meets its own giving up.
-    pub(crate) fn hold(&self, term: Term) -> Option<Hold<'_>> {
+    pub fn hold(&self, term: Term) -> Option<Hold<'_>> {
         loop {
             match self.0.compare_exchange_weak(term.0, term.0 | HELD, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return Some(Hold(self)),
@@ -61,7 +62,7 @@ impl Lease {
 
     /// A transfer begins; false once the term has ended.
     #[must_use]
-    pub(crate) fn begin_move(&self, term: Term) -> bool {
+    pub fn begin_move(&self, term: Term) -> bool {
         loop {
             match self.0.compare_exchange_weak(term.0, term.0 | MOVES, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return true,
@@ -72,13 +73,13 @@ impl Lease {
     }
 
     /// Whether a transfer of the term is under way, which was not robbed of it.
-    pub(crate) fn moves(&self, term: Term) -> bool {
+    pub fn moves(&self, term: Term) -> bool {
         self.0.load(Ordering::Acquire) == term.0 | MOVES
     }
 
     /// The transfer has ended; false if it was robbed of the term.
     #[must_use]
-    pub(crate) fn end_move(&self, term: Term) -> bool {
+    pub fn end_move(&self, term: Term) -> bool {
         self.0.compare_exchange(term.0 | MOVES, term.0, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
@@ -87,7 +88,7 @@ impl Lease {
     ///
     /// # Errors
     /// [`NotEnded::Over`], or [`NotEnded::Held`] where no transfer is under way.
-    pub(crate) fn seize(&self, term: Term) -> Result<(), NotEnded> {
+    pub fn seize(&self, term: Term) -> Result<(), NotEnded> {
         let next = term.0.wrapping_add(TERM);
         match self.0.compare_exchange(term.0 | MOVES, next, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(()),
@@ -98,7 +99,7 @@ impl Lease {
 
     /// Ends the term: true for exactly one caller, who then answers. Waits for whoever holds it.
     #[must_use]
-    pub(crate) fn end(&self, term: Term) -> bool {
+    pub fn end(&self, term: Term) -> bool {
         loop {
             match self.try_end(term) {
                 Ok(()) => return true,
@@ -109,7 +110,10 @@ impl Lease {
     }
 
     /// [`Self::end`], without waiting.
-    pub(crate) fn try_end(&self, term: Term) -> Result<(), NotEnded> {
+    ///
+    /// # Errors
+    /// [`NotEnded`].
+    pub fn try_end(&self, term: Term) -> Result<(), NotEnded> {
         let next = term.0.wrapping_add(TERM);
         match self.0.compare_exchange(term.0, next, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(()),

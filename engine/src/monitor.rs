@@ -1,4 +1,5 @@
-//! Looks after the workers: whoever is blocked in a handler is replaced, and in the end given up.
+//! Looks after the workers of all exports: a worker that is blocked in a handler is replaced, and the request is given up in
+//! the end where the export says so.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -7,16 +8,15 @@ use std::time::{Duration, Instant};
 
 use ferry_vfs::Errno;
 
-use crate::interrupted::Interrupted;
-use crate::lease::{NotEnded, Term};
-use crate::machine::{barrier, register_barrier};
+use crate::barrier::{barrier, register_barrier};
+use crate::lease::{Lease, NotEnded, Term};
 use crate::watch::{Seen, Watch};
 
 /// How often workers are looked at. A look is a load for each.
 const TICK: Duration = Duration::from_millis(5);
 
 /// A handler that takes longer than this is blocked: longer than a disk's seek, shorter than people notice.
-const BLOCKED: Duration = Duration::from_millis(20);
+pub const BLOCKED: Duration = Duration::from_millis(20);
 
 /// How often posts with blocked handlers are stirred.
 const STIR: Duration = Duration::from_millis(100);
@@ -27,23 +27,22 @@ const QUIET: Duration = Duration::from_millis(500);
 /// The longest sleep where `membarrier(2)` is missing, because the monitor may then miss the first request.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 
-/// How long a handler may go on after its caller was interrupted.
-const INTERRUPTED: Duration = Duration::from_secs(1);
-
 /// The request that a worker is serving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Serving {
-    pub(crate) unique: u64,
+pub struct Serving {
+    /// Its number.
+    pub unique: u64,
     /// Where it lies: the index of an entry.
-    pub(crate) place: usize,
-    pub(crate) term: Term,
+    pub place: usize,
+    /// Who may answer it.
+    pub term: Term,
     /// The handler's call.
-    pub(crate) call: Seen,
+    pub call: Seen,
 }
 
 /// What came of having somebody else go on in the place of a handler that is blocked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Relief {
+pub enum Relief {
     /// Somebody does.
     Found,
     /// No thread is to be had for it, or there are enough. To be tried again: one whose request is given up makes room.
@@ -52,18 +51,32 @@ pub(crate) enum Relief {
     NotNeeded,
 }
 
-/// Where requests are served, one at a time: a CPU's ring, or a thread that reads /dev/fuse.
-pub(crate) trait Post: Send + Sync {
+/// What the caller of a request is to be told in place of the outcome, if anything: given its number, the time, and since when it
+/// has been under way.
+pub type Verdict = dyn Fn(u64, Instant, Instant) -> Option<Errno> + Send;
+
+/// Where requests are served, one at a time: a CPU's ring, a thread that reads /dev/fuse, the queues of a virtio device.
+pub trait Post: Send + Sync {
+    /// What its owner writes around each call.
     fn watch(&self) -> &Watch;
     /// The request that is being served; means something only while the watch does not change.
-    fn serving(&self) -> Serving;
+    fn serving(&self) -> Serving {
+        Serving { unique: 0, place: 0, term: Lease::default().term(), call: self.watch().look() }
+    }
     /// Whoever serves here is blocked: have somebody else go on.
     fn relieve(self: Arc<Self>, seen: Seen) -> Relief;
-    /// Whether the request is not answered yet.
-    fn runs(&self, serving: &Serving) -> bool;
+    /// Whether the request is not answered yet, and may be given up.
+    fn runs(&self, _serving: &Serving) -> bool {
+        false
+    }
     /// Answers a request with an error, in place of its handler. If that has not come back, its thread does not count among
     /// those that there may be, until it does.
-    fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded>;
+    ///
+    /// # Errors
+    /// Somebody else has answered, or the memory of the reply is in use.
+    fn give_up(&self, _serving: &Serving, _errno: Errno) -> Result<(), NotEnded> {
+        Err(NotEnded::Over)
+    }
     /// Asks about each transfer that goes on by itself, and each request that another thread will answer, given its number and
     /// since when, and ends it if there is a verdict. Answers whether there are any.
     fn press(&self, _verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
@@ -86,7 +99,7 @@ struct Shared {
 
 /// How workers reach the monitor.
 #[derive(Clone, Default)]
-pub(crate) struct Bell(Arc<Shared>);
+pub struct Bell(Arc<Shared>);
 
 impl std::fmt::Debug for Bell {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -96,13 +109,13 @@ impl std::fmt::Debug for Bell {
 
 impl Bell {
     /// Has one more post looked after, until it is dropped.
-    pub(crate) fn add(&self, post: Weak<dyn Post>) {
+    pub fn add(&self, post: Weak<dyn Post>) {
         self.0.posts.lock().unwrap_or_else(PoisonError::into_inner).push(post);
         self.ring();
     }
 
     /// A request is being served, which the post's watch shows already; costs one load unless the monitor sleeps.
-    pub(crate) fn ring(&self) {
+    pub fn ring(&self) {
         if self.0.sleeps.load(Ordering::Relaxed) && self.0.sleeps.swap(false, Ordering::Relaxed) {
             self.wake();
         }
@@ -117,7 +130,7 @@ impl Bell {
 
 /// The thread that looks.
 #[derive(Debug)]
-pub(crate) struct Monitor {
+pub struct Monitor {
     bell: Bell,
     thread: Option<JoinHandle<()>>,
 }
@@ -127,18 +140,10 @@ impl Monitor {
     ///
     /// # Errors
     /// No thread can be had.
-    pub(crate) fn start(bell: Bell, interrupted: Arc<Interrupted>, handler_timeout: Duration) -> std::io::Result<Self> {
+    pub fn start(name: &str, bell: Bell, verdict: Box<Verdict>) -> std::io::Result<Self> {
         let shared = Arc::clone(&bell.0);
-        let thread = std::thread::Builder::new().name("fuse-monitor".into()).spawn(move || {
-            Round {
-                shared,
-                interrupted,
-                handler_timeout,
-                seen: Vec::new(),
-                blocked: Vec::new(),
-                stirred: Instant::now(),
-            }
-            .run();
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
+            Round { shared, verdict, seen: Vec::new(), blocked: Vec::new(), stirred: Instant::now() }.run();
         })?;
         *bell.0.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread.thread().clone());
         Ok(Self { bell, thread: Some(thread) })
@@ -175,8 +180,7 @@ struct Blocked {
 
 struct Round {
     shared: Arc<Shared>,
-    interrupted: Arc<Interrupted>,
-    handler_timeout: Duration,
+    verdict: Box<Verdict>,
     seen: Vec<Look>,
     blocked: Vec<Blocked>,
     /// When posts with blocked handlers were stirred last.
@@ -234,8 +238,8 @@ impl Round {
 
     /// Looks at every post; answers whether anything goes on.
     fn look(&mut self, now: Instant) -> bool {
-        let Self { seen: looks, blocked, interrupted, handler_timeout, .. } = self;
-        let verdict = |unique: u64, since: Instant| verdict(interrupted, *handler_timeout, unique, now, since);
+        let Self { seen: looks, blocked, verdict, .. } = self;
+        let verdict = |unique: u64, since: Instant| verdict(unique, now, since);
         let mut stirs = false;
         looks.retain_mut(|look| {
             let Some(post) = look.post.upgrade() else { return false };
@@ -268,14 +272,12 @@ impl Round {
 
     /// Gives up handlers that have been blocked for too long; answers whether there are any left.
     fn press(&mut self, now: Instant) -> bool {
-        let Self { blocked, interrupted, handler_timeout, .. } = self;
+        let Self { blocked, verdict, .. } = self;
         blocked.retain(|one| {
             if !one.post.runs(&one.serving) {
                 return false;
             }
-            let Some(errno) = verdict(interrupted, *handler_timeout, one.serving.unique, now, one.since) else {
-                return true;
-            };
+            let Some(errno) = verdict(one.serving.unique, now, one.since) else { return true };
             // While the kernel moves data for it, its memory cannot be taken away: try again at the next look.
             one.post.give_up(&one.serving, errno) == Err(NotEnded::Held)
         });
@@ -284,21 +286,5 @@ impl Round {
             blocked.iter().for_each(|one| one.post.stir());
         }
         !blocked.is_empty()
-    }
-}
-
-/// What the caller of a request that has been under way since then is to be told instead of its outcome, if anything.
-fn verdict(
-    interrupted: &Interrupted,
-    handler_timeout: Duration,
-    unique: u64,
-    now: Instant,
-    since: Instant,
-) -> Option<Errno> {
-    if !handler_timeout.is_zero() && now.saturating_duration_since(since) >= handler_timeout {
-        tracing::warn!("a request took longer than {handler_timeout:?}: its caller is told EIO");
-        Some(Errno::IO)
-    } else {
-        interrupted.contains(unique, INTERRUPTED).then_some(Errno::INTR)
     }
 }

@@ -16,24 +16,24 @@ const CALLS: u64 = OWNER - CALL;
 /// way. The owner writes it twice for each call, without a clock; the monitor looks at it every few milliseconds, and
 /// a word that has not changed between looks means a handler that is blocked.
 #[derive(Debug, Default)]
-pub(crate) struct Watch(AtomicU64);
+pub struct Watch(AtomicU64);
 
 /// The right to work on a queue, until somebody else is given it.
 #[derive(Debug)]
-pub(crate) struct Ownership(u64);
+pub struct Ownership(u64);
 
 /// A handler that was blocked when the monitor looked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Seen(u64);
+pub struct Seen(u64);
 
 impl Watch {
     /// The right of the first owner. To be asked for once.
-    pub(crate) fn first_owner(&self) -> Ownership {
+    pub fn first_owner(&self) -> Ownership {
         Ownership(self.0.load(Ordering::Acquire))
     }
 
     /// A handler call begins.
-    pub(crate) fn enter(&self, owner: &mut Ownership) {
+    pub fn enter(&self, owner: &mut Ownership) {
         owner.0 = (owner.0 & !(CALLS | INSIDE)) | (owner.0.wrapping_add(CALL) & CALLS) | INSIDE;
         // Nobody else writes while the bit is not set.
         self.0.store(owner.0, Ordering::Release);
@@ -41,7 +41,7 @@ impl Watch {
 
     /// The call has ended. Answers whether the queue is still the caller's.
     #[must_use]
-    pub(crate) fn leave(&self, owner: &mut Ownership) -> bool {
+    pub fn leave(&self, owner: &mut Ownership) -> bool {
         let outside = owner.0 & !INSIDE;
         let stays = self.0.compare_exchange(owner.0, outside, Ordering::AcqRel, Ordering::Acquire).is_ok();
         owner.0 = outside;
@@ -49,12 +49,12 @@ impl Watch {
     }
 
     /// The monitor looks.
-    pub(crate) fn look(&self) -> Seen {
+    pub fn look(&self) -> Seen {
         Seen(self.0.load(Ordering::Acquire))
     }
 
     /// Takes the queue from an owner who is still inside the call that was seen. `None` if the call has ended.
-    pub(crate) fn take(&self, seen: Seen) -> Option<Ownership> {
+    pub fn take(&self, seen: Seen) -> Option<Ownership> {
         let next = seen.0.wrapping_add(OWNER) & !INSIDE;
         self.0.compare_exchange(seen.0, next, Ordering::AcqRel, Ordering::Acquire).ok().map(|_| Ownership(next))
     }
@@ -62,14 +62,20 @@ impl Watch {
 
 impl Ownership {
     /// The call that is under way, as the monitor sees it.
-    pub(crate) fn call(&self) -> Seen {
+    pub fn call(&self) -> Seen {
         Seen(self.0)
     }
 }
 
 impl Seen {
+    /// How many calls were begun since an earlier look; `None` if there was another owner then.
+    pub fn calls_since(self, earlier: Self) -> Option<u64> {
+        let same = (self.0 ^ earlier.0) & !(CALLS | INSIDE) == 0;
+        same.then(|| (self.0.wrapping_sub(earlier.0) & CALLS) >> 1)
+    }
+
     /// Whether a call was under way.
-    pub(crate) fn is_inside(self) -> bool {
+    pub fn is_inside(self) -> bool {
         self.0 & INSIDE != 0
     }
 }
@@ -91,9 +97,11 @@ mod tests {
         assert!(watch.take(seen).is_none(), "it has ended");
         watch.enter(&mut first);
         assert!(watch.take(seen).is_none(), "it is another call");
+        let before = watch.look();
         let mut second = watch.take(watch.look()).expect("it is under way");
         assert!(!watch.leave(&mut first), "the queue is the second's now");
         watch.enter(&mut second);
+        assert_eq!(watch.look().calls_since(before), None, "another owner's");
         assert!(watch.leave(&mut second));
     }
 
@@ -103,6 +111,7 @@ mod tests {
         let mut owner = watch.first_owner();
         watch.enter(&mut owner);
         assert_eq!(watch.look(), Seen(INSIDE));
+        assert_eq!(watch.look().calls_since(Seen(CALLS)), Some(1));
         assert!(watch.leave(&mut owner));
     }
 }

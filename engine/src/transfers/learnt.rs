@@ -1,0 +1,44 @@
+//! What [`Backing::learn`] remembers of a file.
+
+use ferry_vfs::Backing;
+
+/// Reads can be tried without waiting.
+pub const READ_TRIES: u8 = 1;
+/// Reads cannot be tried (tmpfs): io_uring would pass each to a thread of its own, a plain call is faster.
+pub const READ_CANNOT_TRY: u8 = 2;
+/// Writes cannot be tried (buffered ext4, tmpfs): likewise.
+pub const WRITE_CANNOT_TRY: u8 = 4;
+/// The file lies in memory: nothing ever waits.
+pub const IN_MEMORY: u8 = 8;
+/// The file is served by somebody else, another machine or another process: anything may wait for long.
+pub const FAR: u8 = 16;
+/// Whether it is one of these two was looked at.
+pub const PLACE_KNOWN: u8 = 32;
+/// Writes can be tried without waiting (buffered xfs and block devices).
+pub const WRITE_TRIES: u8 = 64;
+
+/// File systems whose files lie in memory (`statfs(2)`, `f_type`): tmpfs and memfds, ramfs, huge pages.
+const MEMORY_FILE_SYSTEMS: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
+
+/// File systems that ask somebody else, who may take long: FUSE, NFS, 9P, the two of CIFS, Ceph and AFS.
+const FAR_FILE_SYSTEMS: [i64; 7] =
+    [0x6573_5546, 0x6969, 0x0102_1997, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x5346_414f];
+
+/// What is known of the file, after a look at where it lies (one call, the first time).
+pub fn place(file: &Backing) -> u8 {
+    let known = file.learnt();
+    if known & PLACE_KNOWN != 0 {
+        return known;
+    }
+    let place = rustix::fs::fstatfs(file).map_or(0, |found| {
+        #[allow(clippy::unnecessary_cast, clippy::cast_lossless, reason = "its type differs between machines")]
+        let kind = found.f_type as i64;
+        match kind {
+            _ if MEMORY_FILE_SYSTEMS.contains(&kind) => IN_MEMORY,
+            _ if FAR_FILE_SYSTEMS.contains(&kind) => FAR,
+            _ => 0,
+        }
+    });
+    file.learn(place | PLACE_KNOWN);
+    known | place | PLACE_KNOWN
+}
