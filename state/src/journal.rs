@@ -36,12 +36,21 @@ pub enum Past {
     Done(Vec<u8>),
 }
 
-/// A worker's ring of entries.
+/// Who uses which entries of a worker's ring.
+#[derive(Debug, Default)]
+pub(crate) struct Places {
+    /// Counts the entries; tells the order, and the place in the ring.
+    number: u64,
+    /// The numbers of requests that are being served.
+    begun: Vec<u64>,
+}
+
+/// A worker's ring of entries, for one of its threads.
 #[derive(Debug)]
 pub struct Journal {
     kept: Arc<Kept>,
     worker: usize,
-    /// Counts the entries; tells the order, and the place in the ring.
+    /// The entry that was begun last; 0: none.
     number: u64,
     epoch: u32,
 }
@@ -53,8 +62,12 @@ fn ring(kept: &Kept, worker: usize) -> &[AtomicU64] {
 
 impl Journal {
     pub(crate) fn new(kept: Arc<Kept>, worker: usize) -> Self {
-        let newest = ring(&kept, worker).chunks_exact(WORDS).map(|entry| entry[NUMBER].load(Ordering::Relaxed)).max();
-        Self { number: newest.unwrap_or(0), kept, worker, epoch: 0 }
+        if let Some(mut places) = kept.places(worker) {
+            let newest =
+                ring(&kept, worker).chunks_exact(WORDS).map(|entry| entry[NUMBER].load(Ordering::Relaxed)).max();
+            places.number = places.number.max(newest.unwrap_or(0));
+        }
+        Self { kept, worker, number: 0, epoch: 0 }
     }
 
     fn entry(&self) -> &[AtomicU64] {
@@ -64,9 +77,34 @@ impl Journal {
         ring.get(at..at + WORDS).unwrap_or_default()
     }
 
+    /// Gives up the entry that was begun last, and takes the next one that nobody uses.
+    fn next(&mut self) {
+        let entries = self.kept.geometry().entries.max(1) as u64;
+        let Some(mut places) = self.kept.places(self.worker) else { return };
+        places.begun.retain(|begun| *begun != self.number);
+        places.number += 1;
+        // There are more entries than threads.
+        for _ in 0..entries {
+            let place = places.number % entries;
+            if places.begun.iter().all(|begun| begun % entries != place) {
+                break;
+            }
+            places.number += 1;
+        }
+        self.number = places.number;
+        places.begun.push(self.number);
+    }
+
+    /// The entry that was begun last need not be spared any more.
+    fn end(&self) {
+        if let Some(mut places) = self.kept.places(self.worker) {
+            places.begun.retain(|begun| *begun != self.number);
+        }
+    }
+
     /// A request is about to be carried out. Of the note, no more is kept than of answers.
     pub fn begin(&mut self, unique: u64, note: &[u8]) {
-        self.number += 1;
+        self.next();
         self.epoch = self.kept.epoch();
         let entry = self.entry();
         if entry.is_empty() {
@@ -81,6 +119,7 @@ impl Journal {
     /// The request that was begun last is done, and this is what the client is going to be told.
     pub fn done(&mut self, answer: &[u8]) {
         self.write(answer, DONE);
+        self.end();
     }
 
     fn write(&self, bytes: &[u8], kind: u64) {
@@ -94,6 +133,12 @@ impl Journal {
             word.store(u64::from_le_bytes(padded), Ordering::Relaxed);
         }
         entry[STATE].store(u64::from(self.epoch) << 32 | (bytes.len() as u64) << 8 | kind, Ordering::Release);
+    }
+}
+
+impl Drop for Journal {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

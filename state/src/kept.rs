@@ -10,12 +10,12 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_vfs::{Backing, Ino};
 
 use crate::connection::{Commit, LeftConnection};
-use crate::journal::{self, Journal, Past};
+use crate::journal::{self, Journal, Past, Places};
 use crate::keeper::{CONNECTION, Line, LineError};
 use crate::memory::{self, Memory};
 use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, Saved, SavedLock};
@@ -85,6 +85,8 @@ pub struct Kept {
     memory: Memory,
     geometry: Geometry,
     slots: Slots,
+    /// Of each worker's journal.
+    places: Vec<Mutex<Places>>,
     epoch: AtomicU64,
     /// The way to the keeper; the last thing of this process to go.
     line: Arc<Backing>,
@@ -143,7 +145,7 @@ pub struct Before {
     pub past: HashMap<u64, Past>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -176,6 +178,7 @@ impl Kept {
             memory,
             geometry,
             slots: Slots::default(),
+            places: (0..geometry.workers).map(|_| Mutex::default()).collect(),
             epoch: AtomicU64::new(epoch),
             line,
             in_flight,
@@ -251,6 +254,10 @@ impl Kept {
         &self.memory[HEAD_WORDS..HEAD_WORDS + self.geometry.journal_words()]
     }
 
+    pub(crate) fn places(&self, worker: usize) -> Option<MutexGuard<'_, Places>> {
+        self.places.get(worker).map(lock)
+    }
+
     fn slot_words(&self) -> &[AtomicU64] {
         &self.memory[HEAD_WORDS + self.geometry.journal_words()..]
     }
@@ -311,7 +318,7 @@ impl Kept {
         self.told(Line::hang_up(self.line.as_fd()));
     }
 
-    /// A worker's journal.
+    /// A worker's journal, for one of its threads.
     pub fn journal(self: &Arc<Self>, worker: usize) -> Journal {
         Journal::new(Arc::clone(self), worker)
     }
