@@ -242,6 +242,11 @@ impl Server {
         Some(Unfinished { share: Arc::clone(&self.share), moving })
     }
 
+    /// Takes in what [`Self::detach`] of another server has handed out, before [`Self::transferred`].
+    pub fn attach(&mut self, token: u64, unfinished: Unfinished) {
+        self.expect(token, unfinished.moving);
+    }
+
     /// [`Self::serve`] panicked: answers EIO.
     pub fn failed(&mut self, carrier: &mut impl Carrier) -> Served {
         // The panic may have come while buffers were lent out.

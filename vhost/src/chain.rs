@@ -23,7 +23,16 @@ pub struct Chain {
     pub(crate) again: bool,
 }
 
+// SAFETY: the segments are addresses. They are used while the memory that they lie in is kept mapped, by whatever thread.
+unsafe impl Send for Chain {}
+
 impl Chain {
+    /// What a ring knows it by, without its buffers: stands for it while another thread has it.
+    pub(crate) fn stub(&self) -> Self {
+        let Self { id, descriptors, entry, .. } = *self;
+        Self { id, descriptors, entry, ..Self::default() }
+    }
+
     /// Whether a server before this one has taken the request already, and may have carried it out.
     pub fn is_again(&self) -> bool {
         self.again

@@ -5,20 +5,20 @@ mod requests;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::thread::JoinHandle;
 
-use ferry_engine::Mailbox;
+use ferry_engine::{Bell, Monitor};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost::vhost_user::{Error, Result};
 
 use crate::Device;
+use crate::crew::{self, Common};
 use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
 use crate::ring::{Begin, RingAddresses, RingError, RingSetup};
 use crate::window::{Told, Window, WindowDialect};
-use crate::worker::{Control, Habits, Letter, Port, QueueHandler, Reading, Start, Stopped, Worker};
+use crate::worker::{Control, Letter, Port, QueueHandler, Start, Stopped};
 use ferry_engine::Complaints;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
@@ -54,9 +54,6 @@ struct Queue<M> {
     worker: Option<Arc<Port<M>>>,
 }
 
-/// A worker's port and thread; absent until one of its queues starts.
-type Thread<M> = Option<(Arc<Port<M>>, JoinHandle<()>)>;
-
 impl<M> Default for Queue<M> {
     fn default() -> Self {
         Self {
@@ -86,7 +83,11 @@ pub(crate) struct Connection<D: Device> {
     /// What is in flight, in memory that the front end keeps.
     inflight: Option<Arc<Area>>,
     queues: Vec<Queue<Message<D>>>,
-    workers: Vec<Thread<Message<D>>>,
+    /// The workers' ports, each absent until one of its queues starts.
+    workers: Vec<Option<Arc<Port<Message<D>>>>>,
+    common: Common,
+    /// Finds handlers that are blocked, where other threads can go on.
+    monitor: Option<Monitor>,
     complaints: Arc<Complaints>,
     /// The shared memory region, if the device has one.
     window: Option<Arc<Window>>,
@@ -120,6 +121,14 @@ impl<D: Device> Connection<D> {
             tracing::error!("what is in flight would be lost if this server were killed: {error}");
             None
         });
+        let bell = Bell::default();
+        let common = Common::new(Arc::clone(&complaints), bell.clone(), device.spare_threads());
+        let monitor =
+            (device.spare_threads() > 0).then(|| Monitor::start("vhost-monitor", bell, Box::new(|_, _, _| None)));
+        let monitor = monitor.transpose().unwrap_or_else(|error| {
+            tracing::error!("a request that waits holds up its queue, for there is no thread to notice it: {error}");
+            None
+        });
         Self {
             device,
             session,
@@ -129,6 +138,8 @@ impl<D: Device> Connection<D> {
             inflight,
             queues,
             workers,
+            common,
+            monitor,
             complaints,
             window,
             dirty: None,
@@ -220,41 +231,17 @@ impl<D: Device> Connection<D> {
 
     /// A worker, started on first use.
     fn worker(&mut self, index: usize) -> Result<Arc<Port<Message<D>>>> {
-        if let Some((port, _)) = &self.workers[index] {
+        if let Some(port) = &self.workers[index] {
             return Ok(Arc::clone(port));
         }
-        let port = Arc::new(Port(Mailbox::new().map_err(|error| Error::ReqHandlerError(error.into()))?));
-        let (device, session, complaints) =
-            (Arc::clone(&self.device), Arc::clone(&self.session), Arc::clone(&self.complaints));
-        let (ready, started) = channel();
-        let mine = Arc::clone(&port);
-        let thread = std::thread::Builder::new().name(device.worker_options(index).name).spawn(move || {
-            let _reading = Reading(Arc::clone(&mine));
-            let handler = device.handler(&session, index, Arc::clone(&mine));
-            drop(session);
-            let habits = Habits { gathers: device.gathers(), registers_memory: device.registers_memory() };
-            let last = device.last();
-            match Worker::new(handler, mine, device.worker_options(index), habits, last.as_ref(), complaints) {
-                Ok(worker) => {
-                    if let Some(begun) = device.worker_options(index).begun {
-                        begun();
-                    }
-                    let _ = ready.send(Ok(()));
-                    if let Err(error) = worker.run() {
-                        tracing::error!("{error}");
-                    }
-                }
-                Err(error) => drop(ready.send(Err(error))),
-            }
-        });
-        let thread = thread.map_err(Error::ReqHandlerError)?;
-        let outcome = started.recv().map_err(|_| Error::BackendInternalError)?;
-        if let Err(error) = outcome {
+        let (told, started) = channel();
+        let port = crew::start((&self.device, &self.session), index, &self.common, told);
+        let port = port.map_err(Error::ReqHandlerError)?;
+        if let Err(error) = started.recv().map_err(|_| Error::BackendInternalError)? {
             tracing::error!("{error}");
-            let _ = thread.join();
             return Err(Error::BackendInternalError);
         }
-        self.workers[index] = Some((Arc::clone(&port), thread));
+        self.workers[index] = Some(Arc::clone(&port));
         Ok(port)
     }
 
@@ -432,13 +419,11 @@ impl<D: Device> Drop for Connection<D> {
         if let Some(window) = &self.window {
             window.end();
         }
-        for (port, _) in self.workers.iter().flatten() {
+        for port in self.workers.iter().flatten() {
             port.0.post(Letter::Control(Control::Quit));
         }
-        for (_, thread) in self.workers.iter_mut().filter_map(Option::take) {
-            if thread.join().is_err() {
-                tracing::error!("a worker panicked; its queues were not served any more");
-            }
-        }
+        // It starts no more threads.
+        self.monitor = None;
+        self.common.threads.join();
     }
 }

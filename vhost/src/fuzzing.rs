@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::rc::Rc;
+use std::sync::Arc;
 
 use vhost::vhost_user::message::{VhostUserInflight, VhostUserMemoryRegion};
 
@@ -20,7 +20,7 @@ const CHAINS: usize = 32;
 /// Serves a ring that lies in memory with these contents: descriptors at 0, the available ring (or the driver's event
 /// structure) at 0x100, the used ring (or the device's event structure) at 0x200, and anything behind.
 pub fn ring(contents: &[u8], packed: bool, event_index: bool) {
-    let memory = Rc::new(memory_with(contents));
+    let memory = Arc::new(memory_with(contents));
     let addresses = RingAddresses { descriptors: BASE, available: BASE + 0x100, used: BASE + 0x200 };
     let setup = RingSetup { size: u32::from(SIZE), addresses, packed, event_index, indirect: true };
     let begin = Begin::At(if packed { 0x8000 } else { 0 });
@@ -38,7 +38,7 @@ pub fn recovery(contents: &[u8], log_bytes: usize, packed: bool) {
     let area = Area::open(&kept, file, 1).expect("it was made a moment ago");
     let addresses = RingAddresses { descriptors: BASE, available: BASE + 0x100, used: BASE + 0x200 };
     let setup = RingSetup { size: u32::from(SIZE), addresses, packed, event_index: true, indirect: true };
-    let memory = Rc::new(memory_with(contents));
+    let memory = Arc::new(memory_with(contents));
     if let Ok(ring) = Ring::new(memory, &setup, Begin::At(0), area.region(0)) {
         serve(ring, contents.len());
     }

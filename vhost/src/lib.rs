@@ -18,6 +18,8 @@
 mod chain;
 mod channel;
 mod connection;
+mod crew;
+mod desk;
 mod dirty;
 mod fragile;
 #[cfg(fuzzing)]
@@ -29,11 +31,13 @@ mod lasting;
 mod memory;
 mod migration;
 mod pace;
+mod pool;
 mod ring;
 mod server;
 mod shared;
 mod slots;
 mod socket;
+mod threads;
 mod waiting;
 mod window;
 mod worker;
@@ -45,7 +49,7 @@ pub use io::Io;
 pub use server::{Ended, Server, ServerError};
 pub use socket::{Socket, SocketError};
 pub use window::{Part, Window, WindowDialect, WindowError};
-pub use worker::{Answer, Port, QueueHandler, WorkerOptions};
+pub use worker::{Answer, Placement, Port, QueueHandler, WorkerOptions};
 
 /// The most descriptors in a chain, and entries in a ring, that Ferry takes: what virtio-fs and virtio-blk in
 /// Linux need for requests of 1 MiB in pages of 4 KiB.
@@ -153,6 +157,13 @@ pub trait Device: Send + Sync + 'static {
     fn load(&self, _session: &Self::Session, _state: &[u8]) -> Result<(), String> {
         Err("the device has no state".into())
     }
+    /// How many threads of a connection may serve requests that wait, beside the workers. Without any, a handler that is blocked
+    /// holds up its worker's queues, and so does a transfer that is made in place. With some, another thread takes the queues
+    /// over; and as long as requests are slow, those that may wait ([`QueueHandler::placement`]) are served by such threads.
+    /// Past the number they wait for each other. Each thread has a handler of its own ([`Self::handler`]).
+    fn spare_threads(&self) -> usize {
+        0
+    }
     /// How many workers serve the queues.
     fn worker_count(&self) -> usize;
     /// Which worker serves queue `index`.
@@ -161,7 +172,7 @@ pub trait Device: Send + Sync + 'static {
     fn worker_options(&self, index: usize) -> WorkerOptions;
     /// Begins a connection.
     fn session(&self) -> Self::Session;
-    /// Makes the handler of worker `index`, on the thread that will use it.
+    /// Makes a handler of worker `index`, on the thread that will use it: one, or with [`Self::spare_threads`] several.
     fn handler(
         &self,
         session: &std::sync::Arc<Self::Session>,

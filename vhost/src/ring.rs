@@ -4,7 +4,7 @@ mod descriptor;
 mod packed;
 mod split;
 
-use std::rc::Rc;
+use std::sync::Arc;
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
@@ -129,7 +129,7 @@ impl Ring {
     /// Checks and translates the ring's parts. With a log, chains that were in flight when a server before us ended
     /// come first.
     pub(crate) fn new(
-        memory: Rc<Memory>,
+        memory: Arc<Memory>,
         setup: &RingSetup,
         begin: Begin,
         log: Option<Region>,
@@ -149,12 +149,12 @@ impl Ring {
         }
     }
 
-    pub(crate) fn memory(&self) -> &Rc<Memory> {
+    pub(crate) fn memory(&self) -> &Arc<Memory> {
         either!(self, ring => ring.memory())
     }
 
     /// Looks for chains in other memory from now on, in which the ring itself lies where it did ([`Memory::has_still`]).
-    pub(crate) fn set_memory(&mut self, memory: Rc<Memory>) {
+    pub(crate) fn set_memory(&mut self, memory: Arc<Memory>) {
         either!(self, ring => ring.set_memory(memory));
     }
 

@@ -10,6 +10,9 @@ pub(crate) struct Cells {
     bytes: usize,
 }
 
+// SAFETY: whoever holds it keeps the memory mapped (`new`), on any thread, and all access is atomic.
+unsafe impl Send for Cells {}
+
 macro_rules! cells {
     ($number:ty, $atomic:ty, $load:ident, $store:ident) => {
         /// Reads a number.

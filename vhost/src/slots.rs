@@ -1,43 +1,51 @@
 //! The chains that are being served.
 
-use std::rc::Rc;
+use std::sync::Arc;
 
 use crate::chain::Chain;
 use crate::memory::Memory;
 
 /// A chain whose answer is still to come, with the memory that it lies in.
-struct Busy {
+struct Busy<M> {
     queue: usize,
     chain: Chain,
-    memory: Rc<Memory>,
+    memory: Arc<Memory>,
     parked: bool,
+    /// Another thread has the chain; this is a stub.
+    away: bool,
+    /// A reply that came before the chain was back.
+    early: Option<M>,
 }
 
-#[derive(Default)]
-struct Slot {
+struct Slot<M> {
     /// Tells the chains apart that had this slot one after another.
     generation: u32,
-    busy: Option<Busy>,
+    busy: Option<Busy<M>>,
 }
 
 /// Chains by token: a slot's number, and its generation so that a late message finds nothing instead of another's
 /// chain.
-#[derive(Default)]
-pub(crate) struct Slots {
-    slots: Vec<Slot>,
+pub(crate) struct Slots<M> {
+    slots: Vec<Slot<M>>,
     free: Vec<u32>,
     busy: usize,
     parked: usize,
 }
 
-impl Slots {
+impl<M> Default for Slots<M> {
+    fn default() -> Self {
+        Self { slots: Vec::new(), free: Vec::new(), busy: 0, parked: 0 }
+    }
+}
+
+impl<M> Slots<M> {
     /// The token that the next [`Self::put`] will use.
     pub(crate) fn next_token(&mut self) -> u64 {
         let index = match self.free.last() {
             Some(index) => *index,
             None => {
                 let index = u32::try_from(self.slots.len()).expect("a few rings have at most 1024 chains each");
-                self.slots.push(Slot::default());
+                self.slots.push(Slot { generation: 0, busy: None });
                 self.free.push(index);
                 index
             }
@@ -46,22 +54,68 @@ impl Slots {
     }
 
     /// Keeps a chain of a queue under the token last given.
-    pub(crate) fn put(&mut self, queue: usize, chain: Chain, memory: &Rc<Memory>, parked: bool) {
+    pub(crate) fn put(&mut self, queue: usize, chain: Chain, memory: &Arc<Memory>, parked: bool) {
+        let memory = Arc::clone(memory);
+        self.keep(Busy { queue, chain, memory, parked, away: false, early: None });
+    }
+
+    /// Keeps a stub, while another thread has the chain.
+    pub(crate) fn put_away(&mut self, queue: usize, stub: Chain, memory: &Arc<Memory>) {
+        let memory = Arc::clone(memory);
+        self.keep(Busy { queue, chain: stub, memory, parked: false, away: true, early: None });
+    }
+
+    fn keep(&mut self, busy: Busy<M>) {
         let Some(index) = self.free.pop() else { return };
-        self.slots[index as usize].busy = Some(Busy { queue, chain, memory: Rc::clone(memory), parked });
         self.busy += 1;
+        self.parked += usize::from(busy.parked);
+        self.slots[index as usize].busy = Some(busy);
+    }
+
+    fn busy_mut(&mut self, token: u64) -> Option<&mut Busy<M>> {
+        let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
+        let slot = self.slots.get_mut(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
+        slot.busy.as_mut()
+    }
+
+    /// The chain is back, and its reply is still to come. Answers a reply that has.
+    pub(crate) fn fill(&mut self, token: u64, chain: Chain, parked: bool) -> Option<M> {
+        let busy = self.busy_mut(token)?;
+        (busy.chain, busy.parked, busy.away) = (chain, parked, false);
+        let early = busy.early.take();
         self.parked += usize::from(parked);
+        early
+    }
+
+    /// Keeps a reply until its chain is back; gives it back if the chain is.
+    pub(crate) fn too_early(&mut self, token: u64, message: M) -> Option<M> {
+        match self.busy_mut(token).filter(|busy| busy.away) {
+            Some(busy) => {
+                busy.early = Some(message);
+                None
+            }
+            None => Some(message),
+        }
+    }
+
+    /// The memory that a token's chain lies in, if it is still there.
+    pub(crate) fn memory(&self, token: u64) -> Option<&Arc<Memory>> {
+        self.busy(token).map(|busy| &busy.memory)
     }
 
     /// The queue of a token's chain, if it is still there.
     pub(crate) fn queue(&self, token: u64) -> Option<usize> {
+        self.busy(token).map(|busy| busy.queue)
+    }
+
+    fn busy(&self, token: u64) -> Option<&Busy<M>> {
         let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
         let slot = self.slots.get(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
-        slot.busy.as_ref().map(|busy| busy.queue)
+        slot.busy.as_ref()
     }
 
     /// Takes the chain of a token, if it is still there, and tells its queue. The memory that it lies in may be nobody else's by now.
-    pub(crate) fn take(&mut self, token: u64) -> Option<(usize, Chain, Rc<Memory>)> {
+    pub(crate) fn take(&mut self, token: u64) -> Option<(usize, Chain, Arc<Memory>)> {
         let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
         let slot = self.slots.get_mut(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
         let busy = slot.busy.take()?;
@@ -100,14 +154,14 @@ mod tests {
 
     #[test]
     fn a_token_finds_its_own_chain_once() {
-        let memory = Rc::new(Memory::default());
-        let mut slots = Slots::default();
-        let put = |slots: &mut Slots, queue, head, parked| {
+        let memory = Arc::new(Memory::default());
+        let mut slots = Slots::<u8>::default();
+        let put = |slots: &mut Slots<u8>, queue, head, parked| {
             let token = slots.next_token();
             slots.put(queue, Chain { id: head, ..Chain::default() }, &memory, parked);
             token
         };
-        let head = |taken: Option<(usize, Chain, Rc<Memory>)>| taken.map(|(queue, chain, _)| (queue, chain.id));
+        let head = |taken: Option<(usize, Chain, Arc<Memory>)>| taken.map(|(queue, chain, _)| (queue, chain.id));
         let first = put(&mut slots, 7, 1, false);
         let second = put(&mut slots, 7, 2, true);
         let other = put(&mut slots, 8, 9, true);
@@ -122,5 +176,20 @@ mod tests {
         assert_eq!(head(slots.take(third)), Some((7, 3)));
         assert_eq!(head(slots.take(other)), Some((8, 9)));
         assert_eq!((slots.moving(), slots.busy), (0, 0));
+    }
+
+    #[test]
+    fn a_reply_waits_for_its_chain() {
+        let memory = Arc::new(Memory::default());
+        let mut slots = Slots::default();
+        let token = slots.next_token();
+        slots.put_away(3, Chain { id: 5, ..Chain::default() }, &memory);
+        assert_eq!((slots.moving(), slots.of_queue(3).collect::<Vec<_>>()), (1, vec![5]));
+        assert_eq!(slots.too_early(token, "reply"), None);
+        assert_eq!(slots.fill(token, Chain { id: 5, ..Chain::default() }, true), Some("reply"));
+        assert_eq!(slots.too_early(token, "now"), Some("now"));
+        assert_eq!((slots.moving(), slots.busy), (0, 1), "it is parked");
+        assert!(slots.take(token).is_some());
+        assert_eq!(slots.busy, 0);
     }
 }

@@ -2,21 +2,21 @@
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::Backing;
 
-use ferry_engine::{IoMode, Mailbox, Spin, Transfers, TransfersError};
+use ferry_engine::{BLOCKED, Far, IoMode, Mailbox, Ownership, Spin, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
+use crate::desk::{Desk, Return};
 use crate::dirty::{Dirty, DirtyLog};
 use crate::gather::{self, Gather};
 use crate::inflight::Region;
-use crate::io::Io;
+use crate::io::{Io, Served, finish};
 use crate::memory::Memory;
 use crate::pace::Pace;
 use crate::ring::{Begin, Popped, Ring, RingError, RingSetup};
@@ -62,10 +62,23 @@ pub enum Answer {
     Parked,
 }
 
+/// Where a chain may be served while requests are slow ([`crate::Device::spare_threads`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// By the owner of its queue, before those behind it: it does not wait.
+    Here,
+    /// Anywhere, at the same time as any others.
+    Anywhere,
+    /// Anywhere, but not before those of the same number that came earlier.
+    InOrder(u64),
+}
+
 /// Serves chains on one thread.
-pub trait QueueHandler {
+pub trait QueueHandler: 'static {
     /// What other threads send to have a chain answered.
     type Message: Send + 'static;
+    /// What is to be done when a transfer has ended.
+    type Moving: Send + 'static;
 
     /// Serves a chain.
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer;
@@ -77,6 +90,16 @@ pub trait QueueHandler {
     fn failed(&mut self, chain: &Chain) -> u32;
     /// A batch was taken and will be flushed now, or the worker is about to sleep.
     fn batch_end(&mut self) {}
+    /// Where a chain may be served while requests are slow.
+    fn placement(&self, _chain: &Chain) -> Placement {
+        Placement::Here
+    }
+    /// Takes out what is to be done when the transfer with this token has ended, for another handler.
+    fn detach(&mut self, _token: u64) -> Option<Self::Moving> {
+        None
+    }
+    /// Takes it in, before [`Self::transferred`].
+    fn attach(&mut self, _token: u64, _moving: Self::Moving) {}
 }
 
 /// How other threads reach a worker.
@@ -102,6 +125,8 @@ impl<M> Drop for Reading<M> {
 #[derive(Debug)]
 pub(crate) enum Letter<M> {
     Reply(u64, M),
+    /// Another thread has handed something in.
+    Returned,
     Control(Control),
 }
 
@@ -151,6 +176,7 @@ pub(crate) struct Start {
 struct Running {
     queue: usize,
     ring: Ring,
+    kick: Arc<OwnedFd>,
     watch: u64,
     call: Option<Arc<OwnedFd>>,
     error: Option<Arc<OwnedFd>>,
@@ -166,18 +192,40 @@ struct Running {
     touched: bool,
 }
 
-pub(crate) struct Worker<H: QueueHandler> {
+/// What a thread serves with, and keeps when another one takes the queues over.
+pub(crate) struct Hands<H: QueueHandler> {
     handler: H,
-    port: Arc<Port<H::Message>>,
     transfers: Transfers,
     spin: Spin,
+    /// Where the queues lie while the handler runs; `None`: they stay with their thread.
+    desk: Option<Arc<Desk<H>>>,
+    owner: Ownership,
+}
+
+/// Why a thread stopped serving.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// It was told to.
+    Quit,
+    /// Another thread has the queues.
+    Replaced,
+}
+
+/// The queues of a worker, and what is under way in them.
+pub(crate) struct Worker<H: QueueHandler> {
+    port: Arc<Port<H::Message>>,
+    /// Ends with the last owner.
+    _reading: Reading<H::Message>,
+    last: Option<Arc<Backing>>,
+    /// The chain that is being served.
+    serving: Option<(usize, Chain)>,
     gather: Gather,
     pace: Pace,
     habits: Habits,
     running: Vec<Running>,
     /// Where queues stopped; starting there again means that their chains are still out.
     stopped: Vec<(usize, u32)>,
-    slots: Slots,
+    slots: Slots<H::Message>,
     /// Replies that came while their queue was stopped.
     late: Vec<(u64, H::Message)>,
     chain: Chain,
@@ -187,25 +235,79 @@ pub(crate) struct Worker<H: QueueHandler> {
     quit: bool,
 }
 
-impl<H: QueueHandler> Worker<H> {
+impl<H: QueueHandler> Hands<H> {
+    /// Prepares the calling thread to serve.
     pub(crate) fn new(
         handler: H,
+        options: &WorkerOptions,
+        desk: Option<Arc<Desk<H>>>,
+        owner: Ownership,
+    ) -> Result<Self, TransfersError> {
+        let mut transfers = Transfers::new(options.io, u32::from(QUEUE_SIZE_MAX))?;
+        if desk.is_some() {
+            transfers.leave_far();
+        }
+        Ok(Self { handler, transfers, spin: Spin::new(options.poll), desk, owner })
+    }
+
+    /// From now on the queues are this thread's.
+    pub(crate) fn own(&mut self, owner: Ownership) {
+        self.owner = owner;
+    }
+
+    fn batch_end(&mut self) {
+        let handler = &mut self.handler;
+        let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
+    }
+
+    /// Another thread has the queues: hands in what becomes of the chain that was being served, which lies in this memory.
+    fn hand_in(&mut self, token: u64, chain: Chain, _memory: &Arc<Memory>, served: Served) {
+        let Some(desk) = self.desk.clone() else { return };
+        // SAFETY: the memory is kept until this returns.
+        let answer = unsafe { served.finish(&mut self.handler, &chain, token) };
+        desk.give_back(Return::Served { token, chain, answer });
+    }
+
+    /// Another thread has the queues: ends the transfers that were begun here.
+    pub(crate) fn leave(mut self) {
+        let Some(desk) = self.desk.clone() else { return };
+        loop {
+            self.transfers.flush();
+            while let Some((token, outcome)) = self.transfers.next_done() {
+                let moving = self.handler.detach(token);
+                desk.give_back(Return::Transferred { token, outcome, moving });
+            }
+            while let Some(far) = self.transfers.next_far() {
+                let (token, moving) = (far.token, self.handler.detach(far.token));
+                // SAFETY: the owner keeps the memory until the end is handed in.
+                let outcome = unsafe { far.make() };
+                desk.give_back(Return::Transferred { token, outcome, moving });
+            }
+            if self.transfers.unfinished() == 0 {
+                break;
+            }
+            if let Err(error) = self.transfers.sleep() {
+                tracing::error!("transfers are left behind: {error}");
+                break;
+            }
+        }
+        self.batch_end();
+    }
+}
+
+impl<H: QueueHandler> Worker<H> {
+    pub(crate) fn new(
         port: Arc<Port<H::Message>>,
         options: WorkerOptions,
         habits: Habits,
-        last: Option<&Arc<Backing>>,
+        last: Option<Arc<Backing>>,
         complaints: Arc<Complaints>,
-    ) -> Result<Self, TransfersError> {
-        let mut transfers = Transfers::new(options.io, u32::from(QUEUE_SIZE_MAX))?;
-        transfers.watch(&port.0).map_err(TransfersError::Setup)?;
-        if let Some(last) = last {
-            transfers.hold(last);
-        }
-        Ok(Self {
-            handler,
+    ) -> Box<Self> {
+        Box::new(Self {
+            _reading: Reading(Arc::clone(&port)),
             port,
-            transfers,
-            spin: Spin::new(options.poll),
+            last,
+            serving: None,
             gather: Gather::new(options.poll.min(gather::BOUND_MAX)),
             pace: Pace::new(),
             habits,
@@ -221,20 +323,46 @@ impl<H: QueueHandler> Worker<H> {
         })
     }
 
-    /// Serves until told to quit.
-    pub(crate) fn run(mut self) -> Result<(), TransfersError> {
+    /// Has the calling thread hear of what comes. The chain that the owner before is blocked with stays with it.
+    pub(crate) fn adopt(&mut self, hands: &mut Hands<H>) -> Result<(), TransfersError> {
+        hands.transfers.watch(&self.port.0).map_err(TransfersError::Setup)?;
+        if let Some(last) = &self.last {
+            hands.transfers.hold(last);
+        }
+        for running in &mut self.running {
+            running.watch = hands.transfers.watch_shared(Arc::clone(&running.kick));
+        }
+        if let Some((queue, stub)) = self.serving.take()
+            && let Some(running) = self.running.iter_mut().find(|running| running.queue == queue)
+        {
+            // It has the token that was to be the next one.
+            self.slots.next_token();
+            self.slots.put_away(queue, stub, running.ring.memory());
+            running.out += 1;
+        }
+        Ok(())
+    }
+
+    /// Serves until told to quit, or until another thread has the queues.
+    pub(crate) fn run(mut self: Box<Self>, hands: &mut Hands<H>) -> Result<Ended, TransfersError> {
         // Rests are to end when they should. Without that they are 50 us longer.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         while !self.quit {
             if self.port.0.is_filled() {
-                self.read_letters();
+                self.read_letters(hands);
             }
-            self.gather();
-            let took = self.take_batch();
-            let handler = &mut self.handler;
-            let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
-            self.transfers.flush();
-            self.finish_transfers();
+            self.gather(hands);
+            let took;
+            (self, took) = match self.take_batch(hands) {
+                Some(served) => served,
+                None => return Ok(Ended::Replaced),
+            };
+            hands.batch_end();
+            self = match self.flush(hands) {
+                Some(worker) => worker,
+                None => return Ok(Ended::Replaced),
+            };
+            self.finish_transfers(hands);
             self.publish();
             let is_done = self.slots.moving() == 0 && !self.quit && !self.port.0.is_filled();
             // Who gathers takes turns with the driver already.
@@ -242,23 +370,52 @@ impl<H: QueueHandler> Worker<H> {
                 && !self.habits.gathers
                 && let Some(rest) = self.pace.rest_after(took)
             {
-                self.spin.sleep_for(rest);
-            } else if took == 0 && !self.quit && !self.poll() {
-                self.sleep()?;
+                hands.spin.sleep_for(rest);
+            } else if took == 0 && !self.quit && !self.poll(hands) {
+                self.sleep(hands)?;
             }
         }
-        self.drain();
-        Ok(())
+        self.drain(hands);
+        Ok(Ended::Quit)
+    }
+
+    /// Calls what may wait, with the queues where another thread finds them meanwhile. Without them: one has.
+    fn lend<T>(
+        self: Box<Self>,
+        hands: &mut Hands<H>,
+        call: impl FnOnce(&mut H, &mut Transfers) -> T,
+    ) -> (Option<Box<Self>>, T) {
+        let Hands { handler, transfers, desk, owner, .. } = hands;
+        let Some(desk) = desk else { return (Some(self), call(handler, transfers)) };
+        desk.put(self);
+        desk.watch.enter(owner);
+        desk.bell.ring();
+        let outcome = call(handler, transfers);
+        let worker = if desk.watch.leave(owner) { desk.take() } else { None };
+        (worker, outcome)
+    }
+
+    /// Begins the transfers, some of which only copy: to a file system that makes writers wait, that takes long.
+    fn flush(self: Box<Self>, hands: &mut Hands<H>) -> Option<Box<Self>> {
+        if !hands.transfers.has_queued() {
+            hands.transfers.flush();
+            return Some(self);
+        }
+        let flush = |_: &mut H, transfers: &mut Transfers| {
+            transfers.flush();
+        };
+        self.lend(hands, flush).0
     }
 
     /// Waits for more requests while the driver has enough to do, and the device too if it has anything.
-    fn gather(&mut self) {
+    fn gather(&mut self, hands: &mut Hands<H>) {
         let moving = self.slots.moving();
         let is_device_short = moving > 0 && moving < gather::DEVICE_BUSY_FROM;
-        if !self.habits.gathers || is_device_short || !self.spin.is_free() {
+        if !self.habits.gathers || is_device_short || !hands.spin.is_free() {
             return;
         }
-        let Self { gather, running, port, transfers, .. } = self;
+        let Self { gather, running, port, .. } = self;
+        let transfers = &mut hands.transfers;
         gather.wait(|| {
             let mut all = None;
             for running in running.iter().filter(|running| running.has_work()) {
@@ -273,20 +430,54 @@ impl<H: QueueHandler> Worker<H> {
         });
     }
 
-    fn take_batch(&mut self) -> usize {
-        (0..self.running.len()).map(|index| self.take_from(index)).sum()
+    fn take_batch(mut self: Box<Self>, hands: &mut Hands<H>) -> Option<(Box<Self>, usize)> {
+        let mut all = 0;
+        for index in 0..self.running.len() {
+            let took;
+            (self, took) = self.take_from(hands, index)?;
+            all += took;
+        }
+        Some((self, all))
     }
 
-    fn take_from(&mut self, index: usize) -> usize {
-        let running = &mut self.running[index];
-        if running.broken {
-            return 0;
-        }
+    /// Serves what waits in one queue; answers how much. `None`: another thread has the queues.
+    fn take_from(mut self: Box<Self>, hands: &mut Hands<H>, index: usize) -> Option<(Box<Self>, usize)> {
         for took in 0..BATCH_MAX {
+            if !self.take_one(index) {
+                return Some((self, took));
+            }
+            let token = self.slots.next_token();
+            let is_slow = hands.desk.as_ref().is_some_and(|desk| desk.slow.is_on());
+            let placement = if is_slow { hands.handler.placement(&self.chain) } else { Placement::Here };
+            if placement != Placement::Here {
+                self.send_away(hands, index, token, placement);
+                continue;
+            }
+            let chain = std::mem::take(&mut self.chain);
+            // It stays mapped for as long as the handler may use it.
+            let memory = Arc::clone(self.running[index].ring.memory());
+            self.serving = Some((self.running[index].queue, chain.stub()));
+            let (worker, served) = self.lend(hands, |handler, _| Served::by(handler, &chain, token));
+            let Some(worker) = worker else {
+                hands.hand_in(token, chain, &memory, served);
+                return None;
+            };
+            self = worker;
+            self.serving = None;
+            self.served(hands, index, token, chain, served);
+        }
+        Some((self, BATCH_MAX))
+    }
+
+    /// Takes the next chain of a queue. Answers whether there is one.
+    fn take_one(&mut self, index: usize) -> bool {
+        let running = &mut self.running[index];
+        for _ in 0..BATCH_MAX {
             // In this order: a chain may lie in memory of which a letter tells that came before it. Those that the server before
             // has left do not.
-            if !running.ring.has_available() || self.port.0.is_filled() && !running.ring.is_recovering() {
-                return took;
+            let is_there = !running.broken && running.ring.has_available();
+            if !is_there || self.port.0.is_filled() && !running.ring.is_recovering() {
+                return false;
             }
             let popped = match running.out < usize::from(QUEUE_SIZE_MAX) {
                 true => running.ring.pop(&mut self.chain),
@@ -294,48 +485,123 @@ impl<H: QueueHandler> Worker<H> {
                 false => Err(RingError::TooManyChains),
             };
             match popped {
-                Ok(Popped::Chain) => {}
-                Ok(Popped::Empty) => return took,
+                Ok(Popped::Chain) => {
+                    running.vain_kicks = 0;
+                    return true;
+                }
+                Ok(Popped::Empty) => return false,
                 Ok(Popped::Dropped(error)) => {
                     running.touched = true;
                     self.complaints.warn(format_args!("{}: a request was dropped: {error}", self.name));
-                    continue;
                 }
                 Err(error) => {
                     running.break_down(&self.name, &error, &self.complaints);
-                    return took;
-                }
-            }
-            running.vain_kicks = 0;
-            let token = self.slots.next_token();
-            let (handler, chain) = (&mut self.handler, &self.chain);
-            let mut io = Io { transfers: &mut self.transfers, chain, token };
-            let answer = catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io)));
-            match answer.unwrap_or_else(|_| Answer::Done(self.handler.failed(&self.chain))) {
-                Answer::Done(written) => running.push(&self.chain, None, written),
-                answer => {
-                    let spare = self.spare.pop().unwrap_or_default();
-                    let chain = std::mem::replace(&mut self.chain, spare);
-                    self.slots.put(running.queue, chain, running.ring.memory(), answer == Answer::Parked);
-                    running.out += 1;
+                    return false;
                 }
             }
         }
-        BATCH_MAX
+        false
     }
 
-    fn finish_transfers(&mut self) {
-        while let Some((token, outcome)) = self.transfers.next_done() {
-            let Some((queue, chain, memory)) = self.slots.take(token) else { continue };
-            let written = self.finish(&chain, |handler| handler.transferred(token, &chain, outcome));
-            self.give_back(queue, chain, &memory, written);
+    /// A chain of a queue was served here.
+    fn served(&mut self, hands: &mut Hands<H>, index: usize, token: u64, chain: Chain, mut served: Served) {
+        let running = &mut self.running[index];
+        if let Answer::Done(written) = served.answer {
+            running.push(&chain, None, written);
+            self.chain = chain;
+            return;
+        }
+        // SAFETY: the slot keeps the memory until the transfer has ended.
+        unsafe { served.queue(&mut hands.transfers, &chain, token) };
+        self.slots.put(running.queue, chain, running.ring.memory(), served.answer == Answer::Parked);
+        running.out += 1;
+        self.chain = self.spare.pop().unwrap_or_default();
+    }
+
+    /// Has the chain that was taken served by another thread.
+    fn send_away(&mut self, hands: &mut Hands<H>, index: usize, token: u64, placement: Placement) {
+        let Some(desk) = hands.desk.clone() else { return };
+        let running = &mut self.running[index];
+        let spare = self.spare.pop().unwrap_or_default();
+        let (chain, memory) = (std::mem::replace(&mut self.chain, spare), Arc::clone(running.ring.memory()));
+        self.slots.put_away(running.queue, chain.stub(), &memory);
+        running.out += 1;
+        let order = match placement {
+            Placement::InOrder(number) => Some(number),
+            Placement::Here | Placement::Anywhere => None,
+        };
+        let pool = Arc::clone(&desk.pool);
+        let job = move |handler: &mut H| {
+            let start = Instant::now();
+            let served = Served::by(handler, &chain, token);
+            // SAFETY: `memory` is what the chain lies in.
+            let answer = unsafe { served.finish(handler, &chain, token) };
+            drop(memory);
+            let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
+            if start.elapsed() >= BLOCKED {
+                desk.slow.begin();
+            }
+            desk.give_back(Return::Served { token, chain, answer });
+        };
+        if let Err(job) = pool.run(order, Box::new(job)) {
+            job(&mut hands.handler);
         }
     }
 
-    /// Has a reply finished, or failed if that panics.
-    fn finish(&mut self, chain: &Chain, finish: impl FnOnce(&mut H) -> u32) -> u32 {
-        let handler = &mut self.handler;
-        catch_unwind(AssertUnwindSafe(|| finish(handler))).unwrap_or_else(|_| self.handler.failed(chain))
+    /// Has a transfer made by another thread.
+    fn send_far(&mut self, hands: &mut Hands<H>, far: Far) {
+        let (token, moving) = (far.token, hands.handler.detach(far.token));
+        let (Some(desk), Some(memory)) = (hands.desk.clone(), self.slots.memory(token).cloned()) else { return };
+        let pool = Arc::clone(&desk.pool);
+        let job = move |_: &mut H| {
+            // SAFETY: `memory` is what the chain lies in.
+            let outcome = unsafe { far.make() };
+            drop(memory);
+            desk.give_back(Return::Transferred { token, outcome, moving });
+        };
+        if let Err(job) = pool.run(None, Box::new(job)) {
+            job(&mut hands.handler);
+        }
+    }
+
+    /// Takes in what other threads have served and moved.
+    fn take_returns(&mut self, hands: &mut Hands<H>) {
+        let Some(desk) = hands.desk.clone() else { return };
+        for back in desk.returns() {
+            match back {
+                Return::Served { token, chain, answer: Answer::Done(written) } => {
+                    if let Some((queue, _, memory)) = self.slots.take(token) {
+                        self.give_back(queue, chain, &memory, written);
+                    }
+                }
+                Return::Served { token, chain, answer } => {
+                    if let Some(message) = self.slots.fill(token, chain, answer == Answer::Parked) {
+                        self.deliver(hands, token, message);
+                    }
+                }
+                Return::Transferred { token, outcome, moving } => {
+                    if let Some(moving) = moving {
+                        hands.handler.attach(token, moving);
+                    }
+                    self.transferred(hands, token, outcome);
+                }
+            }
+        }
+    }
+
+    fn finish_transfers(&mut self, hands: &mut Hands<H>) {
+        while let Some((token, outcome)) = hands.transfers.next_done() {
+            self.transferred(hands, token, outcome);
+        }
+        while let Some(far) = hands.transfers.next_far() {
+            self.send_far(hands, far);
+        }
+    }
+
+    fn transferred(&mut self, hands: &mut Hands<H>, token: u64, outcome: std::io::Result<usize>) {
+        let Some((queue, chain, memory)) = self.slots.take(token) else { return };
+        let written = finish(&mut hands.handler, &chain, |handler| handler.transferred(token, &chain, outcome));
+        self.give_back(queue, chain, &memory, written);
     }
 
     fn give_back(&mut self, queue: usize, chain: Chain, memory: &Memory, written: u32) {
@@ -360,8 +626,9 @@ impl<H: QueueHandler> Worker<H> {
         }
     }
 
-    fn poll(&mut self) -> bool {
-        let Self { port, running, transfers, spin, gather, habits, .. } = self;
+    fn poll(&mut self, hands: &mut Hands<H>) -> bool {
+        let Self { port, running, gather, habits, .. } = self;
+        let Hands { transfers, spin, .. } = hands;
         let is_asked = || port.0.is_filled() || running.iter().any(Running::has_work);
         if spin.will_poll() {
             transfers.submit();
@@ -373,7 +640,7 @@ impl<H: QueueHandler> Worker<H> {
         found
     }
 
-    fn sleep(&mut self) -> Result<(), TransfersError> {
+    fn sleep(&mut self, hands: &mut Hands<H>) -> Result<(), TransfersError> {
         // All of them, without stopping at the first that has work.
         let wanted = self.running.iter_mut().filter(|running| !running.broken);
         if wanted.map(|running| running.want_kicks(true)).fold(false, |one, other| one | other) {
@@ -383,9 +650,9 @@ impl<H: QueueHandler> Worker<H> {
             return Ok(());
         }
         // The port's eventfd is watched, so a letter that came since the last look ends the sleep at once.
-        let transfers = &mut self.transfers;
-        self.spin.sleep(|| transfers.sleep())?;
-        let in_vain = !self.port.0.is_filled() && !self.transfers.has_done();
+        let Hands { transfers, spin, .. } = hands;
+        spin.sleep(|| transfers.sleep())?;
+        let in_vain = !self.port.0.is_filled() && !transfers.has_done();
         let in_vain = in_vain && !self.running.iter().any(Running::has_work);
         for running in &mut self.running {
             running.want_kicks(false);
@@ -396,22 +663,23 @@ impl<H: QueueHandler> Worker<H> {
         Ok(())
     }
 
-    fn read_letters(&mut self) {
+    fn read_letters(&mut self, hands: &mut Hands<H>) {
         // Replies first: stopping waits for those that it sees, and would not see any that lie behind it here.
         let (replies, controls): (Vec<_>, Vec<_>) =
-            self.port.0.take().into_iter().partition(|letter| matches!(letter, Letter::Reply(..)));
+            self.port.0.take().into_iter().partition(|letter| !matches!(letter, Letter::Control(_)));
         for letter in replies.into_iter().chain(controls) {
             match letter {
-                Letter::Reply(token, message) => self.deliver(token, message),
+                Letter::Reply(token, message) => self.deliver(hands, token, message),
+                Letter::Returned => self.take_returns(hands),
                 Letter::Control(Control::Start(queue, start, reply)) => {
-                    let _ = reply.send(self.start(queue, start));
+                    let _ = reply.send(self.start(hands, queue, start));
                 }
                 Letter::Control(Control::Stop(queue, reply)) => {
-                    let _ = reply.send(self.stop(queue));
+                    let _ = reply.send(self.stop(hands, queue));
                 }
                 Letter::Control(Control::Memory(queue, memory)) => {
                     if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
-                        running.ring.set_memory(Rc::new(memory));
+                        running.ring.set_memory(Arc::new(memory));
                     }
                 }
                 Letter::Control(Control::Call(queue, call)) => {
@@ -430,18 +698,19 @@ impl<H: QueueHandler> Worker<H> {
         }
     }
 
-    fn deliver(&mut self, token: u64, message: H::Message) {
+    fn deliver(&mut self, hands: &mut Hands<H>, token: u64, message: H::Message) {
         let Some(queue) = self.slots.queue(token) else { return };
+        let Some(message) = self.slots.too_early(token, message) else { return };
         if !self.running.iter().any(|running| running.queue == queue) {
             self.late.push((token, message));
         } else if let Some((queue, chain, memory)) = self.slots.take(token) {
-            let written = self.finish(&chain, |handler| handler.deliver(&chain, message));
+            let written = finish(&mut hands.handler, &chain, |handler| handler.deliver(&chain, message));
             self.give_back(queue, chain, &memory, written);
         }
     }
 
-    fn start(&mut self, queue: usize, start: Start) -> Result<(), RingError> {
-        self.stop(queue);
+    fn start(&mut self, hands: &mut Hands<H>, queue: usize, start: Start) -> Result<(), RingError> {
+        self.stop(hands, queue);
         let Start { memory, setup, base, resumes, log, again, dirty, kick, call, error } = start;
         let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
         let begin = match resumes && stopped_at == Some(base) {
@@ -454,10 +723,10 @@ impl<H: QueueHandler> Worker<H> {
             log.forget();
         }
         if self.habits.registers_memory {
-            self.register(&memory);
+            self.register(hands, &memory);
         }
         let dirty = dirty.map(|log| Dirty::new(log, &memory, &setup));
-        let mut ring = Ring::new(Rc::new(memory), &setup, begin, log)?;
+        let mut ring = Ring::new(Arc::new(memory), &setup, begin, log)?;
         if !again.is_empty() {
             // They were given up when the state was saved.
             self.slots.drop_parked(queue);
@@ -466,24 +735,36 @@ impl<H: QueueHandler> Worker<H> {
             }
         }
         ring.want_kicks(false);
-        let watch = self.transfers.watch_shared(kick);
+        let watch = hands.transfers.watch_shared(Arc::clone(&kick));
         if matches!(begin, Begin::At(_)) {
             self.slots.drop_parked(queue);
         }
         let out = self.slots.of_queue(queue).count();
         let (broken, vain_kicks, touched) = (false, 0, true);
-        let running = Running { queue, ring, watch, call, error, out, broken, owes_signal, vain_kicks, dirty, touched };
-        self.running.push(running);
+        self.running.push(Running {
+            queue,
+            ring,
+            kick,
+            watch,
+            call,
+            error,
+            out,
+            broken,
+            owes_signal,
+            vain_kicks,
+            dirty,
+            touched,
+        });
         for (token, message) in std::mem::take(&mut self.late) {
-            self.deliver(token, message);
+            self.deliver(hands, token, message);
         }
         Ok(())
     }
 
     /// Registers this memory in place of what was registered before, of which nothing is in use any more.
-    fn register(&mut self, memory: &Memory) {
+    fn register(&self, hands: &mut Hands<H>, memory: &Memory) {
         // SAFETY: the keepers are the mappings.
-        if let Err(error) = unsafe { self.transfers.register_memory(memory.mapped()) } {
+        if let Err(error) = unsafe { hands.transfers.register_memory(memory.mapped()) } {
             self.complaints.warn(format_args!(
                 "{}: the guest's memory cannot be registered with io_uring ({error}): each transfer looks it up; \
                  raise the limit of locked memory (ulimit -l), or let the guest's memory be a memfd or huge pages",
@@ -492,16 +773,16 @@ impl<H: QueueHandler> Worker<H> {
         }
     }
 
-    fn stop(&mut self, queue: usize) -> Stopped {
+    fn stop(&mut self, hands: &mut Hands<H>, queue: usize) -> Stopped {
         let Some(index) = self.running.iter().position(|running| running.queue == queue) else {
             let base = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
             return Stopped { base, out: self.slots.of_queue(queue).collect() };
         };
         // Whoever goes on where it stops does not know of those that the server before has left.
-        while self.running[index].ring.is_recovering() && self.take_from(index) > 0 {}
-        self.drain();
+        while self.running[index].ring.is_recovering() && self.serve_again(hands, index) {}
+        self.drain(hands);
         let running = self.running.swap_remove(index);
-        if let Err(error) = self.transfers.unwatch(running.watch) {
+        if let Err(error) = hands.transfers.unwatch(running.watch) {
             tracing::debug!("{}: a kick descriptor stays watched: {error}", self.name);
         }
         let at = running.ring.position();
@@ -513,23 +794,35 @@ impl<H: QueueHandler> Worker<H> {
         Stopped { base: at, out: self.slots.of_queue(queue).collect() }
     }
 
+    /// Serves a chain that the server before has left, whatever that takes. Answers whether there was one.
+    fn serve_again(&mut self, hands: &mut Hands<H>, index: usize) -> bool {
+        if !self.take_one(index) {
+            return false;
+        }
+        let (token, chain) = (self.slots.next_token(), std::mem::take(&mut self.chain));
+        let served = Served::by(&mut hands.handler, &chain, token);
+        self.served(hands, index, token, chain, served);
+        true
+    }
+
     /// Answers every chain whose answer comes by itself. Parked ones stay.
-    fn drain(&mut self) {
+    fn drain(&mut self, hands: &mut Hands<H>) {
         let mut controls = Vec::new();
         loop {
-            self.transfers.flush();
-            self.finish_transfers();
+            hands.transfers.flush();
+            self.finish_transfers(hands);
             for letter in self.port.0.take() {
                 match letter {
-                    Letter::Reply(token, message) => self.deliver(token, message),
-                    control => controls.push(control),
+                    Letter::Reply(token, message) => self.deliver(hands, token, message),
+                    Letter::Returned => self.take_returns(hands),
+                    control @ Letter::Control(_) => controls.push(control),
                 }
             }
             self.publish();
-            if self.slots.moving() == 0 && self.transfers.unfinished() == 0 {
+            if self.slots.moving() == 0 && hands.transfers.unfinished() == 0 {
                 break;
             }
-            if let Err(error) = self.transfers.sleep() {
+            if let Err(error) = hands.transfers.sleep() {
                 tracing::error!("{}: {error}", self.name);
                 break;
             }

@@ -135,6 +135,10 @@ impl Device for VirtioFs {
         self.options.once
     }
 
+    fn spare_threads(&self) -> usize {
+        self.options.spare_threads
+    }
+
     fn worker_count(&self) -> usize {
         HIGH_PRIORITY_QUEUES + self.request_workers
     }

@@ -3,9 +3,10 @@
 use std::io;
 use std::sync::Arc;
 
-use ferry_serve::{Carrier, ReplyBuffer, Served, Server};
+use ferry_serve::{Carrier, ReplyBuffer, Served, Server, Unfinished};
 use ferry_vfs::Backing;
-use ferry_vhost::{Answer, Chain, Io, Port, QueueHandler};
+use ferry_vhost::{Answer, Chain, Io, Placement, Port, QueueHandler};
+use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, peek};
 
 /// Serves one worker's queues of one guest.
 pub(crate) struct Handler {
@@ -93,6 +94,7 @@ fn written(bytes: usize) -> u32 {
 
 impl QueueHandler for Handler {
     type Message = Vec<u8>;
+    type Moving = Unfinished;
 
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         let mut request = Request { chain, io, port: &self.port };
@@ -123,5 +125,38 @@ impl QueueHandler for Handler {
 
     fn batch_end(&mut self) {
         self.server.batch_end();
+    }
+
+    /// FUSE's requests are independent of each other: the client waits for the answer to one before it sends another that
+    /// depends on it. But it does not wait for RELEASE, which may give up a lock.
+    fn placement(&self, chain: &Chain) -> Placement {
+        let mut header = [0; IN_HEADER_BYTES];
+        chain.read_at(0, &mut header);
+        let peeked = peek(&header);
+        match Opcode::from_raw(peeked.opcode) {
+            None
+            | Some(
+                Opcode::Init
+                | Opcode::Destroy
+                | Opcode::Forget
+                | Opcode::BatchForget
+                | Opcode::Interrupt
+                // These are for a thread of the window anyway.
+                | Opcode::Setupmapping
+                | Opcode::Removemapping,
+            ) => Placement::Here,
+            Some(Opcode::Getlk | Opcode::Setlk | Opcode::Setlkw | Opcode::Flush | Opcode::Release) => {
+                Placement::InOrder(peeked.ino.0)
+            }
+            Some(_) => Placement::Anywhere,
+        }
+    }
+
+    fn detach(&mut self, token: u64) -> Option<Unfinished> {
+        self.server.detach(token)
+    }
+
+    fn attach(&mut self, token: u64, unfinished: Unfinished) {
+        self.server.attach(token, unfinished);
     }
 }

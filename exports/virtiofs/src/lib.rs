@@ -49,6 +49,9 @@ pub struct Options {
     pub read_only: bool,
     /// Request queues, each with a worker; the guest may use fewer.
     pub queues: usize,
+    /// The most threads for requests that wait (for a disk, a network, another process), beside the queues' own. They are
+    /// started while requests wait. Past the number, such requests wait for each other; with 0 they hold up their queue.
+    pub spare_threads: usize,
     /// The longest that a worker looks for work before it sleeps.
     pub poll: Duration,
     /// What the guest may keep.
@@ -129,6 +132,10 @@ pub fn geometry(queues: usize) -> Geometry {
 /// request of a series, and far less than a time slice.
 const POLL_DEFAULT: Duration = Duration::from_micros(100);
 
+/// Twice as many as programs of a guest commonly have under way on a file system that has stopped to answer. Each is a stack of which
+/// little is used, and what its request takes.
+pub const SPARE_THREADS_DEFAULT: usize = 128;
+
 /// More queues than any guest has CPUs.
 const QUEUES_MAX: usize = 64;
 
@@ -139,6 +146,7 @@ impl Default for Options {
             name: String::new(),
             read_only: false,
             queues: std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(QUEUES_MAX)),
+            spare_threads: SPARE_THREADS_DEFAULT,
             poll: POLL_DEFAULT,
             cache: Cache::Auto,
             entry_timeout: None,

@@ -40,7 +40,7 @@ struct Flight {
 }
 
 pub(super) struct Guest {
-    pub(super) memory: Rc<Memory>,
+    pub(super) memory: Arc<Memory>,
     pub(super) setup: RingSetup,
     /// By head, or buffer identifier.
     flights: HashMap<u16, Flight>,
@@ -61,7 +61,7 @@ impl Guest {
             RingAddresses { descriptors: DESCRIPTORS + USER, available: AVAILABLE_PART + USER, used: USED_PART + USER };
         let setup = RingSetup { size: u32::from(size), addresses, packed, event_index, indirect: true };
         Self {
-            memory: Rc::new(memory),
+            memory: Arc::new(memory),
             setup,
             flights: HashMap::new(),
             free: (0..size).collect(),
@@ -76,7 +76,7 @@ impl Guest {
     }
 
     pub(super) fn ring(&self, begin: Begin, log: Option<Region>) -> Result<Ring, RingError> {
-        Ring::new(Rc::clone(&self.memory), &self.setup, begin, log)
+        Ring::new(Arc::clone(&self.memory), &self.setup, begin, log)
     }
 
     pub(super) fn poke(&self, address: u64, bytes: &[u8]) {

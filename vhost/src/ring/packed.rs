@@ -1,7 +1,7 @@
 //! A packed virtqueue (VIRTIO 1.3, section 2.8).
 
 use std::collections::VecDeque;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::descriptor::{DESCRIPTOR_BYTES, Extent, INDIRECT, NEXT, WRITE, add, copy_out, indirect_table};
@@ -95,7 +95,7 @@ struct Done {
 /// A packed virtqueue of the guest's.
 #[derive(Debug)]
 pub(crate) struct PackedRing {
-    memory: Rc<Memory>,
+    memory: Arc<Memory>,
     size: u16,
     descriptors: Cells,
     driver_event: Cells,
@@ -118,7 +118,7 @@ pub(crate) struct PackedRing {
 
 impl PackedRing {
     pub(super) fn new(
-        memory: Rc<Memory>,
+        memory: Arc<Memory>,
         setup: &RingSetup,
         begin: Begin,
         region: Option<Region>,
@@ -214,11 +214,11 @@ impl PackedRing {
         (self.available, self.used) == (Place::FRESH, Place::FRESH) && rest.peek().is_some() && rest.all(blank)
     }
 
-    pub(super) fn memory(&self) -> &Rc<Memory> {
+    pub(super) fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    pub(super) fn set_memory(&mut self, memory: Rc<Memory>) {
+    pub(super) fn set_memory(&mut self, memory: Arc<Memory>) {
         self.memory = memory;
     }
 

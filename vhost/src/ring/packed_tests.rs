@@ -129,7 +129,7 @@ fn rings_outside_memory_or_that_cannot_be_are_refused() {
     let guest = Guest::new(SIZE, true, true);
     let memory = &guest.memory;
     let make = |size, addresses, begin| {
-        Ring::new(Rc::clone(memory), &RingSetup { size, addresses, ..guest.setup }, begin, None).map(|_| ())
+        Ring::new(Arc::clone(memory), &RingSetup { size, addresses, ..guest.setup }, begin, None).map(|_| ())
     };
     let good = guest.setup.addresses;
     for size in [1, 2, 3, 1000, 1024] {

@@ -1,7 +1,7 @@
 //! A split virtqueue (VIRTIO 1.3, section 2.7).
 
 use std::collections::VecDeque;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::descriptor::{DESCRIPTOR_BYTES, Extent, INDIRECT, NEXT, add, copy_out, indirect_table};
@@ -24,7 +24,7 @@ const ENTRIES: usize = 4;
 /// A split virtqueue of the guest's.
 #[derive(Debug)]
 pub(crate) struct SplitRing {
-    memory: Rc<Memory>,
+    memory: Arc<Memory>,
     size: u16,
     descriptors: *mut u8,
     available: Cells,
@@ -45,9 +45,12 @@ pub(crate) struct SplitRing {
     again: VecDeque<u16>,
 }
 
+// SAFETY: the table of descriptors lies in `memory`, which is kept mapped on whatever thread.
+unsafe impl Send for SplitRing {}
+
 impl SplitRing {
     pub(super) fn new(
-        memory: Rc<Memory>,
+        memory: Arc<Memory>,
         setup: &RingSetup,
         begin: Begin,
         region: Option<Region>,
@@ -107,11 +110,11 @@ impl SplitRing {
         true
     }
 
-    pub(super) fn memory(&self) -> &Rc<Memory> {
+    pub(super) fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    pub(super) fn set_memory(&mut self, memory: Rc<Memory>) {
+    pub(super) fn set_memory(&mut self, memory: Arc<Memory>) {
         self.memory = memory;
     }
 

@@ -19,7 +19,7 @@ const MEMORY_BYTES: u64 = 0x10000;
 
 /// The driver's side, writing raw bytes.
 struct Driver {
-    memory: Rc<Memory>,
+    memory: Arc<Memory>,
     available: u16,
 }
 
@@ -30,10 +30,10 @@ impl Driver {
 
     fn with(event_index: bool) -> (Self, Ring) {
         let memory = Memory::default().with(&region(BASE, MEMORY_BYTES), memfd(MEMORY_BYTES), false).unwrap();
-        let memory = Rc::new(memory);
+        let memory = Arc::new(memory);
         let addresses = RingAddresses { descriptors: TABLE + USER, available: AVAILABLE + USER, used: USED + USER };
         let setup = RingSetup { size: u32::from(SIZE), addresses, packed: false, event_index, indirect: true };
-        let ring = Ring::new(Rc::clone(&memory), &setup, Begin::At(0), None).unwrap();
+        let ring = Ring::new(Arc::clone(&memory), &setup, Begin::At(0), None).unwrap();
         (Self { memory, available: 0 }, ring)
     }
 
@@ -170,11 +170,11 @@ fn a_jumping_index_is_an_error() {
 #[test]
 fn rings_outside_memory_or_unaligned_are_refused() {
     let memory = Memory::default().with(&region(BASE, MEMORY_BYTES), memfd(MEMORY_BYTES), false).unwrap();
-    let memory = Rc::new(memory);
+    let memory = Arc::new(memory);
     let good = RingAddresses { descriptors: TABLE + USER, available: AVAILABLE + USER, used: USED + USER };
     let make = |size, addresses| {
         let setup = RingSetup { size, addresses, packed: false, event_index: true, indirect: true };
-        Ring::new(Rc::clone(&memory), &setup, Begin::At(0), None).map(|_| ())
+        Ring::new(Arc::clone(&memory), &setup, Begin::At(0), None).map(|_| ())
     };
     assert!(make(8, good).is_ok());
     for size in [0, 3, 2048, 65536, u32::MAX] {

@@ -135,6 +135,7 @@ impl Device for Toy {
 
 impl QueueHandler for Handler {
     type Message = u64;
+    type Moving = ();
 
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         let mut bytes = [0; 8];

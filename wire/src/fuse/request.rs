@@ -47,14 +47,16 @@ pub struct Peek {
     pub opcode: u32,
     /// Pairs request and reply.
     pub unique: u64,
+    /// The inode that the client names; for operations on names, the directory.
+    pub ino: Ino,
     /// The thread that makes the request, as the server sees it; 0 if it cannot.
     pub pid: u32,
 }
 
 /// Looks at a header.
 pub fn peek(header: &[u8; IN_HEADER_BYTES]) -> Peek {
-    let InHeader { len, opcode, unique, pid, .. } = zerocopy::transmute!(*header);
-    Peek { len, opcode, unique, pid }
+    let InHeader { len, opcode, unique, nodeid, pid, .. } = zerocopy::transmute!(*header);
+    Peek { len, opcode, unique, ino: Ino(nodeid), pid }
 }
 
 impl Peek {

@@ -188,6 +188,7 @@ fn put(chain: &Chain, reply: &[u8]) -> u32 {
 
 impl QueueHandler for Handler {
     type Message = Vec<u8>;
+    type Moving = ();
 
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         match self.copy(chain) {

@@ -1,0 +1,36 @@
+//! The threads of one connection.
+
+use std::io;
+use std::sync::Mutex;
+use std::thread::{Builder, JoinHandle};
+
+use crate::desk::lock;
+
+/// All threads that serve one connection, for who waits for their end.
+#[derive(Debug, Default)]
+pub(crate) struct Threads(Mutex<Vec<JoinHandle<()>>>);
+
+impl Threads {
+    /// Starts one.
+    pub(crate) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let mut threads = lock(&self.0);
+        threads.extract_if(.., |thread| thread.is_finished()).for_each(join);
+        // While the list is locked: whoever joins a thread finds those that it has started.
+        threads.push(Builder::new().name(name).spawn(body)?);
+        Ok(())
+    }
+
+    /// Waits for all, and for those that they start.
+    pub(crate) fn join(&self) {
+        loop {
+            let Some(thread) = lock(&self.0).pop() else { return };
+            join(thread);
+        }
+    }
+}
+
+fn join(thread: JoinHandle<()>) {
+    if thread.join().is_err() {
+        tracing::error!("a worker panicked; its queues were not served any more");
+    }
+}
