@@ -55,7 +55,8 @@ impl Survivor {
 
     fn begin(path: PathBuf, folder: TempDir, args: &[&str], listener: Option<UnixListener>) -> Self {
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
-        let mut survivor = Self { path, socket: folder.path().join("s"), log: "warn", args, listener, started: None, folder };
+        let mut survivor =
+            Self { path, socket: folder.path().join("s"), log: "warn", args, listener, started: None, folder };
         survivor.start();
         survivor
     }

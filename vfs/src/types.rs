@@ -22,13 +22,34 @@ pub struct Handle(pub u64);
 
 /// One client's connection to one export: a guest from its INIT to its disconnect, a mount, a 9P connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SessionId(u64);
+pub struct SessionId {
+    number: u64,
+    /// The number of the client's first session.
+    client: u64,
+}
 
 impl SessionId {
-    /// A number that no other session of this process has.
+    /// One that no other session of this process has, of a client that has no other.
     pub fn unique() -> Self {
+        let number = Self::next();
+        Self { number, client: number }
+    }
+
+    /// The same of the client that has this one, for a client with several connections: what is bounded for each client is
+    /// bounded for all of its sessions.
+    #[must_use]
+    pub fn another(self) -> Self {
+        Self { number: Self::next(), client: self.client }
+    }
+
+    /// Whose session it is.
+    pub(crate) fn client(self) -> u64 {
+        self.client
+    }
+
+    fn next() -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+        NEXT.fetch_add(1, Ordering::Relaxed)
     }
 }
 

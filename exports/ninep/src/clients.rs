@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
+use ferry_vfs::SessionId;
 use socket2::SockRef;
 
 use crate::connection::Connection;
@@ -91,6 +92,8 @@ struct Bounds {
 #[derive(Debug)]
 struct Account {
     peer: Peer,
+    /// What all sessions of the client are told by.
+    session: SessionId,
     held: [AtomicUsize; RESOURCES.len()],
 }
 
@@ -170,7 +173,7 @@ impl Clients {
     fn holder(self: &Arc<Self>, peer: Peer) -> Arc<Holder> {
         let mut registry = lock(&self.registry);
         let account = registry.accounts.get(&peer).and_then(Weak::upgrade).unwrap_or_else(|| {
-            let account = Arc::new(Account { peer, held: Default::default() });
+            let account = Arc::new(Account { peer, session: SessionId::unique(), held: Default::default() });
             registry.accounts.insert(peer, Arc::downgrade(&account));
             account
         });
@@ -214,6 +217,11 @@ impl Holder {
     pub(crate) fn is_of(&self, connection: &Arc<Connection>) {
         // A connection has one holder.
         let _ = self.connection.set(Arc::downgrade(connection));
+    }
+
+    /// One more session of this client.
+    pub(crate) fn session(&self) -> SessionId {
+        self.account.session.another()
     }
 
     /// Whether more may be held.

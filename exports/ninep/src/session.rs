@@ -330,7 +330,7 @@ impl Drop for NewValue {
 impl Session {
     pub(crate) fn new(share: &Share, holder: &Arc<Holder>, msize: u32) -> Self {
         Self {
-            id: SessionId::unique(),
+            id: holder.session(),
             msize,
             source: Arc::clone(&share.source),
             fids: Mutex::default(),

@@ -7,23 +7,23 @@ use crate::{Errno, Ino, LockOwner, Result, SessionId};
 /// How many of something there may be.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bound {
-    /// One session's.
-    pub(super) session_max: usize,
-    /// All sessions'.
+    /// One client's, of all its sessions.
+    pub(super) client_max: usize,
+    /// All clients'.
     pub(super) all_max: usize,
 }
 
 /// Owners, counted once for each file: each may take a descriptor of the host's. Databases lock every file that they have
 /// open, and have tens of thousands.
-pub(super) const OWNERS: Bound = Bound { session_max: 65_536, all_max: 1 << 18 };
+pub(super) const OWNERS: Bound = Bound { client_max: 65_536, all_max: 1 << 18 };
 /// Ranges, of all owners: each takes about 200 bytes, here and in whoever must agree.
-pub(super) const RANGES: Bound = Bound { session_max: 1 << 20, all_max: 1 << 21 };
+pub(super) const RANGES: Bound = Bound { client_max: 1 << 20, all_max: 1 << 21 };
 /// Handles that owners locked through, counted once for each owner: mostly as many as owners.
-pub(super) const LINKS: Bound = Bound { session_max: 1 << 18, all_max: 1 << 20 };
+pub(super) const LINKS: Bound = Bound { client_max: 1 << 18, all_max: 1 << 20 };
 /// Requests that wait. A client's kernel has a thread waiting for each, so it will not need more.
-pub(super) const WAITERS: Bound = Bound { session_max: 16_384, all_max: 65_536 };
+pub(super) const WAITERS: Bound = Bound { client_max: 16_384, all_max: 65_536 };
 
-/// A count of one session's, and of all.
+/// A count of one client's, and of all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) owners: usize,
@@ -35,10 +35,11 @@ pub(super) struct Counts {
 /// What is counted.
 pub(super) type Field = fn(&mut Counts) -> &mut usize;
 
-/// What the sessions and their owners have that have anything.
+/// What the clients and their owners have that have anything.
 #[derive(Debug, Default)]
 pub(super) struct Registry {
-    sessions: HashMap<SessionId, Counts>,
+    /// By [`SessionId::client`].
+    clients: HashMap<u64, Counts>,
     total: Counts,
     /// Ranges of an owner in all files.
     ranges: HashMap<LockOwner, usize>,
@@ -47,11 +48,11 @@ pub(super) struct Registry {
 }
 
 impl Registry {
-    /// Whether a session may have more. As many are left for the others as it has itself, so that no session can leave them
-    /// without any.
+    /// Whether a session's client may have more. As many are left for the others as it has itself, so that no client can leave
+    /// them without any.
     pub(super) fn has_room(&mut self, session: SessionId, bound: Bound, field: Field) -> bool {
-        let used = self.sessions.get_mut(&session).map_or(0, |counts| *field(counts));
-        used < bound.session_max.min(bound.all_max.saturating_sub(*field(&mut self.total)))
+        let used = self.clients.get_mut(&session.client()).map_or(0, |counts| *field(counts));
+        used < bound.client_max.min(bound.all_max.saturating_sub(*field(&mut self.total)))
     }
 
     /// Counts one more of a session's, if it may have it.
@@ -65,11 +66,11 @@ impl Registry {
 
     /// A session has so many now, instead of so many.
     pub(super) fn change(&mut self, session: SessionId, field: Field, before: usize, now: usize) {
-        let counts = self.sessions.entry(session).or_default();
-        let of_session = field(counts);
-        *of_session = *of_session + now - before;
+        let counts = self.clients.entry(session.client()).or_default();
+        let of_client = field(counts);
+        *of_client = *of_client + now - before;
         if *counts == Counts::default() {
-            self.sessions.remove(&session);
+            self.clients.remove(&session.client());
         }
         let total = field(&mut self.total);
         *total = *total + now - before;
@@ -122,12 +123,12 @@ impl Registry {
 
     #[cfg(test)]
     pub(super) fn of(&self, session: SessionId) -> Counts {
-        self.sessions.get(&session).copied().unwrap_or_default()
+        self.clients.get(&session.client()).copied().unwrap_or_default()
     }
 
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         let none = Counts::default();
-        self.sessions.is_empty() && self.total == none && self.ranges.is_empty() && self.waits.is_empty()
+        self.clients.is_empty() && self.total == none && self.ranges.is_empty() && self.waits.is_empty()
     }
 }

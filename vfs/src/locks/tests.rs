@@ -315,10 +315,10 @@ fn a_session_has_so_many_owners_and_others_have_theirs() {
         let request = Lock { start: id, end: id, ..posix(kind, id) };
         f.locks.set(&f.handles, &f.cx, at, &request, None, own)
     };
-    for index in 0..OWNERS.session_max {
+    for index in 0..OWNERS.client_max {
         assert_eq!(set(files[index % files.len()], index as u64, LockKind::Write), Ok(Locked::Done));
     }
-    let one_more = OWNERS.session_max as u64;
+    let one_more = OWNERS.client_max as u64;
     assert_eq!(set(files[0], one_more, LockKind::Write), Err(Errno::NOLCK));
     let stranger = Caller { session: SessionId::unique(), ..f.cx };
     let theirs = open(stranger.session, Ino(1));
@@ -344,7 +344,7 @@ fn a_session_has_so_many_owners_and_others_have_theirs() {
 fn a_session_has_no_more_ranges_than_it_may_in_all() {
     let f = Fixture::default();
     let file = f.open(OFlags::RDWR, false);
-    let owners = (RANGES.session_max / RANGES_MAX) as u64;
+    let owners = (RANGES.client_max / RANGES_MAX) as u64;
     let one = |id, start| Lock { start, end: start, ..posix(LockKind::Read, id) };
     for id in 1..=owners {
         for number in 0..RANGES_MAX as u64 {
@@ -362,8 +362,8 @@ fn a_session_has_no_more_ranges_than_it_may_in_all() {
 }
 
 #[test]
-fn no_session_leaves_others_without_locks() {
-    let bound = registry::Bound { session_max: 60, all_max: 100 };
+fn no_client_leaves_others_without_locks_by_however_many_sessions() {
+    let bound = registry::Bound { client_max: 60, all_max: 100 };
     let mut registry = Registry::default();
     let mut most = |session: SessionId| {
         let mut count = 0;
@@ -373,7 +373,9 @@ fn no_session_leaves_others_without_locks() {
         count
     };
     let sessions: Vec<SessionId> = (0..5).map(|_| SessionId::unique()).collect();
-    assert_eq!(sessions.iter().map(|session| most(*session)).collect::<Vec<_>>(), [50, 25, 13, 6, 3]);
+    assert_eq!(most(sessions[0]), 50);
+    assert_eq!((most(sessions[0].another()), most(sessions[0].another())), (0, 0));
+    assert_eq!(sessions[1..].iter().map(|session| most(*session)).collect::<Vec<_>>(), [25, 13, 6, 3]);
 }
 
 #[test]
@@ -414,7 +416,7 @@ fn a_session_waits_with_a_bounded_number_of_requests_and_others_have_theirs() {
     let handle = f.open(OFlags::RDWR, false);
     assert_eq!(f.set(handle, &posix(LockKind::Write, 0)), Ok(Locked::Done));
     let mut waiting: Vec<_> =
-        (1..=WAITERS.session_max as u64).map(|id| f.wait(handle, &posix(LockKind::Write, id))).collect();
+        (1..=WAITERS.client_max as u64).map(|id| f.wait(handle, &posix(LockKind::Write, id))).collect();
     let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
     let waiter = || Some(Waiter::new(|_| ()));
     for request in [posix(LockKind::Write, u64::MAX), flock(LockKind::Write)] {
