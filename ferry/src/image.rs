@@ -21,7 +21,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_control::printable;
-use ferry_image::{Digest, DumpError, Image, Inode, Nid, Objects, Source, Store, walk};
+use ferry_image::{Algorithm, Digest, DumpError, Image, Inode, Nid, Objects, Source, Store, walk};
 use ferry_vfs::{FileType, Name};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Deserializer};
@@ -30,7 +30,7 @@ use serde_json::{Value, json};
 /// Copy-paste lines for the help.
 pub const EXAMPLES: &str = "\
 Examples:
-  ferry image build rootfs -o rootfs.img --store /var/lib/ferry    # prints the digest that proves it
+  ferry image build rootfs -o rootfs.img --store /var/lib/ferry    # prints the digest of the tree, which proves it
   ferry image mount rootfs.img /mnt --store /var/lib/ferry --digest DIGEST
   umount /mnt
 
@@ -83,6 +83,9 @@ pub enum Command {
         /// Where to begin [default: the whole tree].
         #[arg(value_name = "PATH", default_value = "/")]
         path: PathBuf,
+        /// The store, which proves the digest of a tree.
+        #[arg(long, value_name = "DIR")]
+        store: Option<PathBuf>,
         /// With modes, owners, sizes (numbers of devices) and times (UTC).
         #[arg(short)]
         long: bool,
@@ -107,7 +110,7 @@ pub enum Command {
     },
     /// Record which files of a mounted image a workload opens, in their order; the status is the workload's.
     Trace(trace::TraceArgs),
-    /// Show an image's digest, its size, and the packs that it needs.
+    /// Show the digests of an image's tree and of the image, its size, and the packs that it needs.
     Info {
         #[command(flatten)]
         image: ImageArg,
@@ -122,6 +125,9 @@ pub enum Command {
     Fsck {
         #[command(flatten)]
         image: ImageArg,
+        /// The store, which proves the digest of a tree.
+        #[arg(long, value_name = "DIR")]
+        store: Option<PathBuf>,
         /// Answer in JSON.
         #[arg(long)]
         json: bool,
@@ -162,7 +168,7 @@ pub struct ImageArg {
     /// The image.
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
-    /// Go on only if the image has this digest.
+    /// Go on only if the image has this digest: of the tree (tree:, which ferry image build prints; the same in every store), or its own.
     #[arg(long, value_name = "DIGEST")]
     digest: Option<ImageDigest>,
 }
@@ -172,8 +178,18 @@ impl ImageArg {
         self.digest.map(|digest| digest.0)
     }
 
-    fn open(&self) -> Result<Image> {
-        Ok(Image::open(&self.image, self.digest())?)
+    /// Opens the image; the digest of a tree is proved with the indexes in the store.
+    fn open(&self, store: Option<&Path>) -> Result<Image> {
+        let image = Image::open(&self.image, self.digest())?;
+        match (self.digest().is_some_and(|digest| digest.algorithm() == Algorithm::Tree), store) {
+            (true, Some(store)) => image.prove_tree(store)?,
+            (true, None) => bail!(
+                "what proves the digest of a tree is in the store, too: add --store DIR, or take the digest of the image \
+                 (ferry image info shows it)"
+            ),
+            (false, _) => {}
+        }
+        Ok(image)
     }
 }
 
@@ -188,7 +204,7 @@ impl FromStr for ImageDigest {
         let digest = Digest::parse(text.as_bytes());
         let why = || {
             format!(
-                "{text:?} is no digest: it is blake3: or sha256: and 64 hexadecimal digits, as ferry image build prints it"
+                "{text:?} is no digest: it is tree:, blake3: or sha256: and 64 hexadecimal digits, as ferry image build and info print it"
             )
         };
         digest.map(Self).ok_or_else(why)
@@ -205,17 +221,17 @@ impl<'de> Deserialize<'de> for ImageDigest {
 pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<u8> {
     match command {
         Command::Build(args) => build::build(args)?,
-        Command::Dump { image } => dump(&image.open()?, &image.image)?,
+        Command::Dump { image } => dump(&image.open(None)?, &image.image)?,
         Command::Mount(args) => return mount::mount(args, line, common),
-        Command::Ls { image, path, long, json } => list(&image.open()?, path, *long, *json)?,
+        Command::Ls { image, path, store, long, json } => list(&image.open(store.as_deref())?, path, *long, *json)?,
         Command::Cat { image, path, store } => cat(image, path, &store.store)?,
-        Command::Info { image, store, json } => info(&image.open()?, store.as_deref(), *json)?,
-        Command::Fsck { image, json } => {
-            let report = ferry_image::check(&image.open()?);
+        Command::Info { image, store, json } => info(&image.open(store.as_deref())?, store.as_deref(), *json)?,
+        Command::Fsck { image, store, json } => {
+            let report = ferry_image::check(&image.open(store.as_deref())?);
             return say(&report.findings, *json);
         }
         Command::Verify { image, store, repair, json } => {
-            let opened = image.open()?;
+            let opened = image.open(Some(&store.store))?;
             let mut findings = ferry_image::check(&opened).findings;
             if findings.is_empty() {
                 findings = verify(&opened, &store.store)?;
@@ -424,10 +440,12 @@ fn info(image: &Image, store: Option<&Path>, json: bool) -> Result<()> {
         let packs: Vec<_> = image.packs().iter().enumerate().map(pack).collect();
         return print(&format!(
             "{}\n",
-            json!({"digest": digest.to_string(), "layout": layout, "bytes": bytes, "inodes": inodes, "packs": packs})
+            json!({"digest": image.shown_digest().to_string(), "image_digest": digest.to_string(), "layout": layout, "bytes": bytes, "inodes": inodes, "packs": packs})
         ));
     }
-    let mut text = format!("digest  {digest}\nlayout  {layout}\nbytes   {bytes}\ninodes  {inodes}\n");
+    let own = if image.shown_digest() == digest { String::new() } else { format!("image   {digest}\n") };
+    let mut text =
+        format!("digest  {}\n{own}layout  {layout}\nbytes   {bytes}\ninodes  {inodes}\n", image.shown_digest());
     for (number, pack) in image.packs().iter().enumerate() {
         let ahead = if pack.ahead { ", read ahead by mounts" } else { "" };
         let verity = proof(number).map(|proof| format!(", fs-verity: {}", verity::word(*proof))).unwrap_or_default();
@@ -447,6 +465,9 @@ fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
         Err(error @ ferry_image::Error::Pack { .. }) => return Ok(vec![error.to_string()]),
         objects => objects?,
     };
+    if let Err(error) = objects.prove_tree(image) {
+        return Ok(vec![error.to_string()]);
+    }
     let bar = bar("inodes");
     bar.set_length(image.inodes());
     let mut findings = Vec::new();

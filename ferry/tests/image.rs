@@ -35,7 +35,7 @@ impl Made {
             .arg(place.at("store")));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let digest = String::from_utf8(output.stdout).unwrap().trim_end().to_owned();
-        assert!(digest.starts_with("blake3:") && digest.len() == 7 + 64, "{digest}");
+        assert!(digest.starts_with("tree:") && digest.len() == 5 + 64, "{digest}");
         Self { place, digest }
     }
 
@@ -104,7 +104,68 @@ fn images_are_listed_shown_and_checked() {
     let said = refused(1, made.with_store("cat").arg("dir/none"));
     assert!(said.contains("dir/none is not in the image"), "{said}");
     let said = refused(1, made.image("ls").args(["--digest", &"0".repeat(64)]));
-    assert!(said.contains(&made.digest), "{said}");
+    let own = info["image_digest"].as_str().unwrap();
+    assert!(own.starts_with("blake3:") && said.contains(own), "{said}");
+    let shown = text(&mut made.image("info"));
+    assert!(shown.starts_with(&format!("digest  {}\nimage   {own}\n", made.digest)), "{shown}");
+}
+
+/// The same tree, built into an empty store and into one with some of it: what is printed is the same, and is what every --digest takes.
+#[test]
+fn a_tree_has_the_same_digest_from_every_store_and_all_take_it() {
+    let made = Made::new();
+    let (part, tree, other) = (made.place.at("part"), made.place.at("tree"), made.place.at("other"));
+    fs::create_dir(&part).unwrap();
+    fs::write(part.join("x"), &large()[..1 << 16]).unwrap();
+    let build = |tree: &Path| {
+        let mut line = ferry();
+        line.args(["image", "build", "--json"]).arg(tree).arg("-o").arg(made.place.at("again"));
+        line
+    };
+    let json = |line: &mut Command| -> serde_json::Value { serde_json::from_str(&text(line)).unwrap() };
+    let first = json(build(&tree).arg("--store").arg(made.place.at("store")));
+    json(build(&part).arg("--store").arg(&other));
+    let second = json(build(&tree).arg("--store").arg(&other));
+    assert_eq!((first["digest"].as_str(), &second["digest"]), (Some(made.digest.as_str()), &first["digest"]));
+    assert_ne!(second["image_digest"], first["image_digest"]);
+
+    let wrong = format!("tree:{}", "7".repeat(64));
+    for digest in [&made.digest, second["image_digest"].as_str().unwrap(), &wrong] {
+        for (command, words) in
+            [("cat", &["/dir/large"][..]), ("ls", &["/dir"]), ("info", &[]), ("fsck", &[]), ("verify", &[])]
+        {
+            let mut line = ferry();
+            line.args(["image", command]).arg(made.place.at("again")).args(words).arg("--store").arg(&other);
+            line.args(["--digest", digest]);
+            if *digest == wrong {
+                let said = refused(1, &mut line);
+                assert!(said.contains(&format!("has the digest {}, not {wrong}", made.digest)), "{command}: {said}");
+            } else {
+                let output = run(&mut line);
+                assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+            }
+        }
+    }
+    let without = |command| refused(1, made.image(command).args(["--digest", &made.digest]));
+    for said in ["ls", "info", "fsck"].map(without) {
+        assert!(said.contains("what proves the digest of a tree is in the store, too: add --store DIR"), "{said}");
+    }
+    // An image that says so, and is another tree.
+    let path = made.place.at("again");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+    fs::File::options().write(true).open(&path).unwrap().write_all_at(&[0x77; 32], 992).unwrap();
+    let verify = |words: &[&str]| {
+        let mut line = ferry();
+        line.args(["image", "verify"]).arg(&path).arg("--store").arg(&other).args(words);
+        run(&mut line)
+    };
+    let output = verify(&[]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        output.status.code() == Some(4) && said.contains(&format!("has the digest {}, not {wrong}", made.digest)),
+        "{said}"
+    );
+    assert_eq!(verify(&["--digest", &wrong]).status.code(), Some(1));
 }
 
 #[test]
@@ -230,6 +291,8 @@ fn damaged_metadata_is_found_and_named() {
     let made = Made::new();
     let image = made.place.at("image");
     let good = fs::read(&image).unwrap();
+    let info: serde_json::Value = serde_json::from_str(&text(made.image("info").arg("--json"))).unwrap();
+    let own = info["image_digest"].as_str().unwrap().to_owned();
     let name = good.windows(5).position(|bytes| bytes == b"below").unwrap();
     let fsck = |words: &[&str]| {
         let output = run(made.image("fsck").args(words));
@@ -248,8 +311,10 @@ fn damaged_metadata_is_found_and_named() {
     // verify says the same, and has nothing to say of bytes then; whoever knows the digest reads nothing of it.
     let output = run(&mut made.with_store("verify"));
     assert_eq!((output.status.code(), String::from_utf8(output.stdout).unwrap()), (Some(4), said));
-    let told = refused(1, made.image("fsck").args(["--digest", &made.digest]));
-    assert!(told.contains(&made.digest), "{told}");
+    let told = refused(1, made.with_store("fsck").args(["--digest", &made.digest]));
+    assert!(told.contains("is damaged, so it proves no tree: /dir: "), "{told}");
+    let told = refused(1, made.image("fsck").args(["--digest", &own]));
+    assert!(told.contains(&own), "{told}");
     // What is no image at all is an error instead.
     fs::write(&image, &good[..1000]).unwrap();
     let told = refused(1, &mut made.image("fsck"));

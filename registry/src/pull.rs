@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use ferry_image::{Digest, Image, Missing, Objects, mend, seal, seal_image, told};
+use ferry_image::{Algorithm, Digest, Image, Missing, Objects, mend, seal, seal_image, told};
 use sha2::Digest as _;
 
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ impl Default for PullOptions {
 /// What was pulled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pulled {
-    /// What names and proves the image.
+    /// The digest of the image's tree, proved.
     pub digest: Digest,
     /// What names the manifest: who writes it behind the image's name gets this one and no other.
     pub manifest: Sha256,
@@ -60,7 +60,6 @@ pub fn pull(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Pulled> {
     let Opened { image, new, packs, manifest } = open(remote, output, options.digest)?;
-    let digest = image.digest();
     let mended = mend(&image, store, Some(&*packs)).map_err(Error::from);
     let fetched = fetch(&image, store, &packs, options, progress);
     let fetched_bytes = match (mended, fetched) {
@@ -80,7 +79,7 @@ pub fn pull(
     if is_sealed {
         seal_image(output)?;
     }
-    Ok(Pulled { digest, manifest, fetched_bytes })
+    Ok(Pulled { digest: image.shown_digest(), manifest, fetched_bytes })
 }
 
 /// Gets what is missing in the store; answers how many bytes of files came. Afterwards nobody has it open for writing.
@@ -93,6 +92,7 @@ fn fetch(
 ) -> Result<u64> {
     let missing = Missing { from: Arc::<Packs>::clone(packs), ahead_bytes: 0, cache_bytes: None };
     let objects = Objects::open_mended(image, store, Some(missing))?;
+    objects.prove_tree(image)?;
     if !options.metadata_only {
         objects.fetch_all(options.jobs, &AtomicBool::new(false), progress)?;
         objects.complete()?;
@@ -100,16 +100,20 @@ fn fetch(
     Ok(objects.fetched_bytes())
 }
 
-/// Gets the metadata of an image, unless an image is at `output` already, and answers what fetches the rest of it. What is there
+/// Gets the metadata of an image, and to prove the digest of a tree the indexes of its packs, unless an image is at `output` already, and answers what fetches the rest of it. What is there
 /// stays: a name on a server may mean another image by now; nothing is asked then, for nothing may be missing ([`Packs::ask`]).
 ///
 /// # Errors
 /// The server cannot be reached, or what comes is not what it should be.
-pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, digest: Option<Digest>) -> Result<Arc<Packs>> {
+pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: Option<Digest>) -> Result<Arc<Packs>> {
     if output.exists() {
         return Ok(Arc::new(Packs::later(Arc::clone(remote))));
     }
-    let Opened { new, packs, .. } = open(remote, output, digest)?;
+    let Opened { image, new, packs, .. } = open(remote, output, digest)?;
+    if digest.is_some_and(|digest| digest.algorithm() == Algorithm::Tree) {
+        let missing = Missing { from: Arc::<Packs>::clone(&packs), ahead_bytes: 0, cache_bytes: None };
+        Objects::open_mended(&image, store, Some(missing))?.prove_tree(&image)?;
+    }
     if let Some(new) = new {
         keep(new, output)?;
     }
@@ -129,7 +133,8 @@ fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<O
     let (manifest, name) = remote.manifest()?;
     let Manifest { digest, image: blob, packs } = manifest;
     let wrong = |reason| Error::Manifest { name: remote.reference().to_string(), reason };
-    if let Some(wanted) = wanted.filter(|wanted| *wanted != digest) {
+    let tree = wanted.filter(|wanted| wanted.algorithm() == Algorithm::Tree);
+    if let Some(wanted) = wanted.filter(|wanted| tree.is_none() && *wanted != digest) {
         return Err(wrong(format!("the image has the digest {digest}, not {wanted}")));
     }
     if blob.bytes > IMAGE_BYTES_MAX {
@@ -142,6 +147,10 @@ fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<O
             (Image::open(new.path(), Some(digest))?, Some(new))
         }
     };
+    // What the image says is proved when the indexes of its packs are here.
+    if let Some(wanted) = tree.filter(|wanted| image.tree() != Some(*wanted)) {
+        return Err(wrong(format!("the image has the digest {}, not {wanted}", image.shown_digest())));
+    }
     let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
     Ok(Opened { image, new, packs, manifest: name })
 }

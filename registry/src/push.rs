@@ -113,6 +113,7 @@ pub fn push(
     let opened = Image::open(image, digest)?;
     let objects = Objects::open(&opened, folder)?;
     objects.prove_all()?;
+    objects.prove_tree(&opened)?;
     let metadata = std::fs::read(image).map_err(|source| io_error("read", image, source))?;
     if opened.digest().algorithm().of(&metadata) != opened.digest() {
         return Err(io_error("read", image, io::Error::other("it changed meanwhile")));
@@ -155,7 +156,7 @@ pub fn push(
     let manifest = Manifest { digest: opened.digest(), image: blobs[1], packs };
     let bytes = manifest.write(&names);
     remote.put_manifest(&bytes)?;
-    Ok(Pushed { digest: opened.digest(), manifest: Sha256::of(&bytes), sent_bytes })
+    Ok(Pushed { digest: opened.shown_digest(), manifest: Sha256::of(&bytes), sent_bytes })
 }
 
 fn io_error(what: &'static str, path: &Path, source: io::Error) -> Error {

@@ -304,7 +304,8 @@ fn a_realm_named_by_tls_gets_credentials_by_tls() {
             registry.fault(move |request, _| to_known(request, Reply::of(status, "").with("location", &to)));
             let remote = remote(&format!("https://{here}"));
             let folder = tempfile::tempdir().unwrap();
-            let error = ferry_registry::pull_metadata(&remote, &folder.path().join("image"), None).unwrap_err();
+            let error =
+                ferry_registry::pull_metadata(&remote, &folder.path().join("image"), folder.path(), None).unwrap_err();
             assert!(error.to_string().contains(said), "{error}");
         }
         let asked = tokens.requests();

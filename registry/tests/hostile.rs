@@ -175,6 +175,41 @@ fn damaged_metadata_and_indexes_are_refused() {
     assert!(!place.at("copy.img").exists());
 }
 
+/// By a pull, and by a mount that gets the metadata first.
+#[test]
+fn a_tree_that_is_asked_for_is_proved_before_the_image_has_its_name() {
+    let place = Place::new();
+    let tree = place.built.tree;
+    let other = ferry_image::Digest::new(Algorithm::Tree, [7; 32]);
+    let pull = |store: &str, digest| {
+        let options = PullOptions { digest: Some(digest), ..PullOptions::default() };
+        place.pull_with(&place.fake.remote(), store, &options)
+    };
+    let lazily = |store: &str, digest| {
+        ferry_image::Store::create(&place.at(store)).unwrap();
+        let image = place.at(&format!("{store}.img"));
+        ferry_registry::pull_metadata(&place.fake.remote(), &image, &place.at(store), Some(digest)).map(drop)
+    };
+    let said = format!("the image has the digest {tree}, not {other}");
+    for error in [pull("copy", other).unwrap_err(), lazily("lazy", other).unwrap_err()] {
+        assert!(error.to_string().contains(&said), "{error}");
+    }
+    // One that says that it is the other tree, with a manifest that is right of it.
+    place.claim_tree(other);
+    let said = format!("has the digest {tree}, not {other}");
+    for error in [pull("copy", other).unwrap_err(), lazily("lazy", other).unwrap_err()] {
+        assert!(error.to_string().contains(&said), "{error}");
+    }
+    // Also where nobody asks for a digest: what a pull prints is so.
+    let error = place.pull(&place.fake.remote(), "copy").unwrap_err();
+    assert!(error.to_string().contains(&said), "{error}");
+    assert!(!place.at("copy.img").exists() && !place.at("lazy.img").exists());
+    place.claim_tree(tree);
+    assert_eq!(pull("copy", tree).unwrap().digest, tree);
+    lazily("lazy", tree).unwrap();
+    assert!(place.at("lazy.img").exists());
+}
+
 #[test]
 fn a_manifest_that_is_asked_for_by_its_digest_is_that_one() {
     let place = Place::new();

@@ -19,7 +19,7 @@ use ferry_vfs::{Errno, Name};
 fn open(place: &Place, store: &str, ahead_bytes: u64, cache_bytes: Option<u64>) -> Result<Source, ferry_image::Error> {
     let image = place.at(&format!("{store}.img"));
     drop(Store::create(&place.at(store)).unwrap());
-    let from = pull_metadata(&place.fake.remote(), &image, Some(place.built.digest)).unwrap();
+    let from = pull_metadata(&place.fake.remote(), &image, &place.at(store), Some(place.built.digest)).unwrap();
     let missing = Missing { from, ahead_bytes, cache_bytes };
     Source::open_with(&image, &place.at(store), None, Some(missing))
 }
@@ -109,7 +109,7 @@ fn what_a_workload_needs_first_is_fetched_first() {
     let remote = place.fake.remote_as("2", Duration::from_secs(60));
     ferry_registry::push(&remote, &image, None, &store(), &place.at("store"), 2, &|_, _| {}).unwrap();
     drop(Store::create(&place.at("lazy")).unwrap());
-    let from = pull_metadata(&remote, &place.at("lazy.img"), Some(built.digest)).unwrap();
+    let from = pull_metadata(&remote, &place.at("lazy.img"), &place.at("lazy"), Some(built.digest)).unwrap();
     let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
     let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
     place.fake.requests();
@@ -261,8 +261,9 @@ fn readers_and_the_rest_together_ask_no_more_than_they_may() {
     let place = Place::new();
     let image = place.at("lazy.img");
     for requests_max in [3, 1] {
-        let from = pull_metadata(&place.fake.remote_of(requests_max), &image, Some(place.built.digest)).unwrap();
         let store = format!("lazy{requests_max}");
+        let (remote, digest) = (place.fake.remote_of(requests_max), Some(place.built.digest));
+        let from = pull_metadata(&remote, &image, &place.at(&store), digest).unwrap();
         drop(Store::create(&place.at(&store)).unwrap());
         let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
         let source = Arc::new(Source::open_with(&image, &place.at(&store), None, Some(missing)).unwrap());
@@ -302,7 +303,7 @@ fn pulled() -> (Place, Arc<ferry_registry::Remote>) {
 #[test]
 fn an_image_that_is_all_here_needs_no_server() {
     let (place, remote) = pulled();
-    let from = pull_metadata(&remote, &place.at("lazy.img"), Some(place.built.digest)).unwrap();
+    let from = pull_metadata(&remote, &place.at("lazy.img"), &place.at("lazy"), Some(place.built.digest)).unwrap();
     let missing = Missing { from: from.clone(), ahead_bytes: 0, cache_bytes: None };
     let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
     assert!(source.shared_objects().seems_whole());
@@ -330,7 +331,7 @@ fn what_is_noted_as_damaged_is_fetched_and_proved() {
     // A server that is no help changes nothing, and does not keep anybody from the rest.
     let error = place.pull(&remote, "lazy").unwrap_err().to_string();
     assert!(error.contains("403"), "{error}");
-    let from = pull_metadata(&remote, &place.at("lazy.img"), None).unwrap();
+    let from = pull_metadata(&remote, &place.at("lazy.img"), &place.at("lazy"), None).unwrap();
     let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
     let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
     assert_eq!(read(&source, "00").unwrap_err(), Errno::IO);

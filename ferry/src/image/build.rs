@@ -155,15 +155,15 @@ pub fn build(args: &BuildArgs) -> Result<()> {
     }
     let built = ferry_image::build(source, output, Store::create(store)?, &options, &progress)?;
     bar.finish_and_clear();
-    let Built { digest, image_bytes, inodes, data_bytes, new_bytes, packs } = built;
+    let Built { digest, tree, image_bytes, inodes, data_bytes, new_bytes, packs } = built;
     if *json {
         let packs: Vec<String> = packs.iter().map(Digest::hex).collect();
-        let answer = json!({"digest": digest.to_string(), "image_bytes": image_bytes, "inodes": inodes,
+        let answer = json!({"digest": tree.to_string(), "image_digest": digest.to_string(), "image_bytes": image_bytes, "inodes": inodes,
             "data_bytes": data_bytes, "new_bytes": new_bytes, "packs": packs});
         return print(&format!("{answer}\n"));
     }
     eprintln!(
         "ferry: {inodes} inodes in {image_bytes} bytes; {data_bytes} bytes of files, {new_bytes} of them new in the store"
     );
-    print(&format!("{digest}\n"))
+    print(&format!("{tree}\n"))
 }

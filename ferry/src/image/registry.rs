@@ -58,7 +58,7 @@ pub struct PullArgs {
     output: PathBuf,
     #[command(flatten)]
     store: StoreArg,
-    /// Go on only if the image has this digest.
+    /// Go on only if the image has this digest: of the tree (tree:, which ferry image build prints), or its own.
     #[arg(long, value_name = "DIGEST")]
     digest: Option<ImageDigest>,
     /// Get the metadata alone: ferry mount --from fetches the rest when it is read.
@@ -289,7 +289,7 @@ mod with {
         drop(Store::create(store)?);
         // Servers in the background leave the folder that they were started in.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
-        let packs = ferry_registry::pull_metadata(&remote, path, digest)?;
+        let packs = ferry_registry::pull_metadata(&remote, path, &store, digest)?;
         let (ahead_bytes, cache_bytes) = (from.ahead_bytes, from.cache_bytes);
         let missing = Missing { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
         let jobs = usize::from(from.jobs);

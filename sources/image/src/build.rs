@@ -79,8 +79,10 @@ impl Default for Options {
 /// What was built.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Built {
-    /// The digest of the image, which proves the whole tree.
+    /// The digest of the image, with the places of files' bytes in packs: it depends on what the store held.
     pub digest: Digest,
+    /// The digest of the tree alone. It is the image's in the layout composefs.
+    pub tree: Digest,
     /// Size of the image, in bytes.
     pub image_bytes: u64,
     /// How many inodes there are.
@@ -133,11 +135,19 @@ pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progr
     };
     options.choice.apply(&mut tree, options.whiteouts);
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), sink.data_bytes, sink.new_bytes()?);
-    let (bytes, packs) = sink.finish(tree, options.order.as_ref())?;
+    let (bytes, tree, packs) = sink.finish(tree, options.order.as_ref())?;
     let algorithm = if options.layout == Layout::Flat { Algorithm::Blake3 } else { Algorithm::Verity };
     let digest = algorithm.of(&bytes);
     save(image, &bytes, options.verity)?;
-    Ok(Built { digest, image_bytes: bytes.len() as u64, inodes, data_bytes, new_bytes, packs })
+    Ok(Built {
+        digest,
+        tree: tree.unwrap_or(digest),
+        image_bytes: bytes.len() as u64,
+        inodes,
+        data_bytes,
+        new_bytes,
+        packs,
+    })
 }
 
 /// What an image is built of.

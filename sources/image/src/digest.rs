@@ -1,6 +1,6 @@
 //! What names and proves bytes.
 //!
-//! The layout flat has BLAKE3's digests, of images, of packs (of their indexes) and of the pieces in packs. The layout composefs has those of
+//! The layout flat has BLAKE3's digests, of trees, of images, of packs (of their indexes) and of the pieces in packs. The layout composefs has those of
 //! fs-verity, made of SHA-256, as mkcomposefs and the kernel make them.
 
 use std::fmt;
@@ -15,6 +15,8 @@ pub enum Algorithm {
     Blake3,
     /// fs-verity, by SHA-256 over blocks of 4 KiB.
     Verity,
+    /// BLAKE3 of what a tree holds, see `tree_digest.rs`.
+    Tree,
 }
 
 impl Algorithm {
@@ -24,13 +26,14 @@ impl Algorithm {
             Self::Blake3 => "blake3",
             // As fsverity(1) names them.
             Self::Verity => "sha256",
+            Self::Tree => "tree",
         }
     }
 
     /// The digest of bytes that are in memory.
     pub fn of(self, bytes: &[u8]) -> Digest {
         match self {
-            Self::Blake3 => Digest::new(self, blake3::hash(bytes).into()),
+            Self::Blake3 | Self::Tree => Digest::new(self, blake3::hash(bytes).into()),
             Self::Verity => {
                 let mut hasher = crate::verity::Hasher::default();
                 hasher.update(bytes);
@@ -40,7 +43,7 @@ impl Algorithm {
     }
 }
 
-/// What names and proves the bytes of a file, or of an image. It is written `blake3:` or `sha256:`, and 64 hexadecimal digits.
+/// What names and proves the bytes of a file, or of an image, or a tree. It is written `blake3:`, `sha256:` or `tree:`, and 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Digest {
     algorithm: Algorithm,
@@ -71,7 +74,7 @@ impl Digest {
     /// Reads a digest as it is written. Digits alone are composefs's.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let prefixed = |algorithm: Algorithm| text.strip_prefix(algorithm.name().as_bytes())?.strip_prefix(b":");
-        for algorithm in [Algorithm::Blake3, Algorithm::Verity] {
+        for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree] {
             if let Some(digits) = prefixed(algorithm) {
                 return Self::from_hex(algorithm, digits);
             }
@@ -128,7 +131,7 @@ mod tests {
 
     #[test]
     fn digests_are_read_back() {
-        for algorithm in [Algorithm::Blake3, Algorithm::Verity] {
+        for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree] {
             let digest = algorithm.of(b"x");
             assert_eq!(Digest::parse(digest.to_string().as_bytes()), Some(digest));
             assert_eq!(Digest::from_hex(algorithm, digest.hex().as_bytes()), Some(digest));

@@ -8,6 +8,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Where the superblock is, in bytes.
 pub const SUPER_OFFSET: usize = 1024;
+/// Where images of the layout flat have the digest of their tree, in bytes: what is before the superblock is nobody's.
+pub const TREE_OFFSET: usize = SUPER_OFFSET - crate::digest::DIGEST_BYTES;
 /// What a superblock begins with.
 pub const SUPER_MAGIC: u32 = 0xE0F5_E1E2;
 /// The size of a block that Ferry uses, in bytes. It is the page size of nearly all machines, which every kernel takes.

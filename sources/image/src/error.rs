@@ -66,6 +66,14 @@ pub enum Error {
         /// What it has.
         found: Digest,
     },
+    /// The image is not what others would read alike, so it proves no tree.
+    #[error("{} is damaged, so it proves no tree: {finding} (ferry image fsck tells more)", path.display())]
+    Unsound {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong first.
+        finding: String,
+    },
     /// What was written is not what was to be written.
     #[error("what was written for {} has the fs-verity digest {found}, not {wanted}: disk or memory are faulty, or the index names another one's", path.display())]
     Unlike {

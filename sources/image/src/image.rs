@@ -13,14 +13,15 @@ use ferry_vfs::{FileType, Timespec};
 use zerocopy::FromBytes;
 
 use crate::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
-use crate::digest::Digest;
+use crate::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::erofs::{
     BLOCK_BYTES, Compact, DeviceSlot, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS, FLAT_VOLUME, Layout,
-    SLOT_BYTES, SUPER_OFFSET, Super, XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
+    SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
 };
 use crate::error::Flaw;
 use crate::piece::{self, CHUNK_FORMAT};
 use crate::runs::{ENTRY_BYTES, Pieces};
+use crate::tree_digest::Expected;
 
 /// The largest image that is opened. Metadata of a hundred million files would fit.
 pub const IMAGE_BYTES_MAX: u64 = 16 << 30;
@@ -53,6 +54,8 @@ pub struct Image {
     is_composefs: bool,
     /// Which kinds of attributes no inode has (`FLAT_NO_*`), since somebody wanted to know.
     absent: OnceLock<u8>,
+    /// The tree that it was opened for; whoever opens the packs proves it.
+    expected: Option<Expected>,
 }
 
 /// A pack that an image names.
@@ -131,6 +134,21 @@ impl Image {
     /// What names and proves the image.
     pub fn digest(&self) -> Digest {
         self.digest
+    }
+
+    /// The digest of the tree that an image of the layout flat has in it.
+    pub(crate) fn tree_said(&self) -> Option<Digest> {
+        let bytes: [u8; DIGEST_BYTES] = read_at(&self.bytes, TREE_OFFSET).ok()?;
+        (bytes != [0; DIGEST_BYTES]).then(|| Digest::new(Algorithm::Tree, bytes))
+    }
+
+    /// Features that old kernels need not know.
+    pub(crate) fn features(&self) -> u32 {
+        self.header.feature_compat.get()
+    }
+
+    pub(crate) fn expected_tree(&self) -> Option<&Expected> {
+        self.expected.as_ref()
     }
 
     /// Size of the image in bytes.

@@ -1,8 +1,9 @@
 //! Verified file system images: a tree's metadata as EROFS, which the kernel mounts, and the bytes of its files in packs, which
 //! images share.
 //!
-//! One digest (BLAKE3's, 32 bytes) names an image and proves all of it: the image names its packs by the digests of their
-//! indexes, and an index has the digest of each object in its pack.
+//! One digest (BLAKE3's, 32 bytes) names a tree, whatever the store holds; another one names an image, with the places of its files'
+//! bytes in packs. Either proves all of it: the image names its packs by the digests of their indexes, and an index has the digest of each
+//! object in its pack.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -10,7 +11,7 @@
 //!
 //! let store = Store::create(Path::new("/var/lib/ferry"))?;
 //! let built = build(Path::new("rootfs"), Path::new("rootfs.img"), store, &BuildOptions::default(), &|_, _| {})?;
-//! println!("{}", built.digest);
+//! println!("{}", built.tree);
 //! # Ok::<(), ferry_image::Error>(())
 //! ```
 #![deny(unsafe_code)]
@@ -53,6 +54,7 @@ mod store;
 mod tar;
 mod trace;
 mod tree;
+mod tree_digest;
 mod usage;
 mod verity;
 mod walk;

@@ -231,10 +231,21 @@ impl Objects {
             let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
             Ok(Arc::new(Pack::new(file, fd, index, pack.ahead)))
         };
-        let packs = image.packs().iter().enumerate().map(open).collect::<Result<_>>()?;
+        let packs = image.packs().iter().enumerate().map(open).collect::<Result<Vec<_>>>()?;
+        if image.expected_tree().is_some() {
+            image.prove_tree_by(&packs.iter().map(|pack| &pack.index).collect::<Vec<_>>())?;
+        }
         let objects = Self { packs, files: None, soon: OnceLock::new() };
         objects.shrink();
         Ok(objects)
+    }
+
+    /// Proves the digest of the tree that the image says it has ([`Image::prove_tree`]).
+    ///
+    /// # Errors
+    /// It has another one.
+    pub fn prove_tree(&self, image: &Image) -> Result<()> {
+        image.prove_tree_by(&self.packs.iter().map(|pack| &pack.index).collect::<Vec<_>>())
     }
 
     /// The object store of a composefs image, which is seen at another place from here.

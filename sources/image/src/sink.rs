@@ -140,8 +140,12 @@ impl Sink {
         })
     }
 
-    /// Makes all durable; answers the image, and the packs that it needs.
-    pub(crate) fn finish(self, mut tree: Tree, order: Option<&Trace>) -> Result<(Vec<u8>, Vec<Digest>)> {
+    /// Makes all durable; returns the image, the digest of its tree if the image's own is another, and the packs that it needs.
+    pub(crate) fn finish(
+        self,
+        mut tree: Tree,
+        order: Option<&Trace>,
+    ) -> Result<(Vec<u8>, Option<Digest>, Vec<Digest>)> {
         let version = match self.layout {
             Layout::Flat => None,
             Layout::Composefs { version } => version,
@@ -152,7 +156,7 @@ impl Sink {
                 // What cannot be laid out leaves nothing in the store.
                 let bytes = composefs::write(tree, version)?;
                 objects.finish()?;
-                Ok((bytes, Vec::new()))
+                Ok((bytes, None, Vec::new()))
             }
             Kind::Packs(sorted) => {
                 let has_verity = matches!(sorted.coming.leaves, Leaves::OfNew(_));
@@ -174,8 +178,8 @@ impl Sink {
                         self.store.index(name).map(|index| Pack { name, blocks: index.blocks, ahead })
                     })
                     .collect::<Result<Vec<_>>>()?;
-                let bytes = flat::write(&tree, &used, &pieces, &places)?;
-                Ok((bytes, used.iter().map(|pack| pack.name).collect()))
+                let (bytes, digest) = flat::write(&tree, &used, &pieces, &places)?;
+                Ok((bytes, Some(digest), used.iter().map(|pack| pack.name).collect()))
             }
         }
     }

@@ -147,6 +147,13 @@ impl Index {
         Ok(Self { pack, objects, blocks: block, verity })
     }
 
+    /// The object that begins at a block and has so many bytes.
+    pub(crate) fn object_at(&self, block: u64, bytes: u64) -> Option<&Object> {
+        // One without bytes begins where the next one does.
+        let from = self.objects.partition_point(|object| object.block < block);
+        self.objects[from..].iter().take_while(|object| object.block == block).find(|object| object.bytes == bytes)
+    }
+
     /// The bytes that say the same.
     pub fn to_bytes(&self) -> Vec<u8> {
         let objects = self.objects.iter().map(|object| record(object.bytes, object.digest));

@@ -37,6 +37,11 @@ impl<'a> Step<'a> {
         Rc::new(Self { above: Some(Rc::clone(self)), name, depth: self.depth + 1 })
     }
 
+    /// The last name.
+    pub(crate) fn name(&self) -> &'a [u8] {
+        self.name
+    }
+
     /// The path.
     pub fn path(&self) -> Vec<u8> {
         self.end(usize::MAX)

@@ -5,7 +5,7 @@
 //! directories come depth first, as `ls -lR` asks for them.
 //!
 //! ```text
-//! block 0    1024 bytes of zeros, superblock, device table (the packs), root directory, its files' inodes, ...
+//! block 0    zeros, at byte 992 the digest of the tree (32 bytes), superblock, device table (the packs), root directory, its files' inodes, ...
 //! ...        directories and inodes
 //! aligned    attributes that several inodes share
 //! ```
@@ -24,12 +24,14 @@ use zerocopy::little_endian::{U16, U32, U64};
 use crate::digest::Digest;
 use crate::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS,
-    INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, denied_by, xattr_count,
+    INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, TREE_OFFSET, denied_by,
+    xattr_count,
 };
 use crate::error::{Error, Result};
 use crate::piece::{self, CHUNK_FORMAT, PIECE_BLOCKS};
 use crate::store::Places;
 use crate::tree::{Content, Node, NodeId, Tree};
+use crate::tree_digest;
 
 pub(crate) use dir::kind;
 use place::{Place, Placed};
@@ -82,11 +84,11 @@ impl Times {
     }
 }
 
-/// The metadata of a tree.
+/// The metadata of a tree, and the tree's digest, which is in it.
 ///
 /// # Errors
 /// The tree does not fit into what EROFS can number.
-pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<Vec<u8>> {
+pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<(Vec<u8>, Digest)> {
     let packed = Packed::of(tree, pieces, places);
     let times = Times::of(tree);
     let xattrs = Xattrs::of(tree);
@@ -136,7 +138,9 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
         ..Super::default()
     };
     put(&mut bytes, SUPER_OFFSET, header.as_bytes());
-    Ok(bytes)
+    let digest = tree_digest::of_tree(tree, pieces);
+    put(&mut bytes, TREE_OFFSET, digest.bytes());
+    Ok((bytes, digest))
 }
 
 /// Which attributes no inode has.
@@ -328,7 +332,7 @@ mod tests {
             write(&tree, &(0..count).map(pack).collect::<Vec<_>>(), &[], &Places::default())
         };
         let most = (usize::from(u16::MAX) * SLOT_BYTES - TABLE_OFFSET) / size_of::<DeviceSlot>();
-        let bytes = image(most).expect("so many can be named");
+        let (bytes, _) = image(most).expect("so many can be named");
         let found = Image::from_bytes(bytes).expect("it is sound");
         assert_eq!((found.packs().len(), crate::check(&found).findings), (most, Vec::new()));
         let error = image(most + 1).expect_err("one too many");

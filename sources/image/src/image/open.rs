@@ -18,6 +18,7 @@ use crate::erofs::{
 };
 use crate::error::{Doing, Error, Flaw, Result};
 use crate::store::pack_name;
+use crate::tree_digest::Expected;
 
 /// Files up to this size may be nothing but holes: so much memory is there.
 const SPARSE_BYTES_MAX: u64 = 1 << 20;
@@ -25,7 +26,8 @@ const SPARSE_BYTES_MAX: u64 = 1 << 20;
 const HOLES_PER_DATA: u64 = 8;
 
 impl Image {
-    /// Opens an image; with a digest, only if it has that one.
+    /// Opens an image; with a digest, only if it has that one. The digest of a tree is proved by whoever opens the packs ([`crate::Objects`]);
+    /// who does not calls [`Self::prove_tree`].
     ///
     /// # Errors
     /// It cannot be read, is not the one that was asked for, or is no image of Ferry's.
@@ -54,10 +56,18 @@ impl Image {
         (&file).take(bytes_max + 1 - bytes.len() as u64).read_to_end(&mut bytes).doing("read", path)?;
         check(bytes.len() as u64)?;
         let digest = algorithm(&bytes).of(&bytes);
-        if let Some(wanted) = wanted.filter(|wanted| *wanted != digest) {
+        let is_tree = wanted.is_some_and(|wanted| wanted.algorithm() == Algorithm::Tree);
+        if let Some(wanted) = wanted.filter(|wanted| !is_tree && *wanted != digest) {
             return Err(Error::OtherDigest { path: PathBuf::from(path), wanted, found: digest });
         }
-        Ok((Self::of_bytes(bytes, digest).map_err(invalid)?, file))
+        let mut image = Self::of_bytes(bytes, digest).map_err(invalid)?;
+        if let Some(wanted) = wanted.filter(|_| is_tree) {
+            if let Some(found) = image.tree().filter(|found| *found != wanted) {
+                return Err(Error::OtherDigest { path: PathBuf::from(path), wanted, found });
+            }
+            image.expected = Some(Expected { tree: wanted, path: path.into() });
+        }
+        Ok((image, file))
     }
 
     /// The image that these bytes are.
@@ -73,7 +83,8 @@ impl Image {
         let header = superblock(&bytes)?;
         let composefs: Header = read_at(&bytes, 0)?;
         let is_composefs = composefs.magic.get() == composefs::MAGIC;
-        let mut image = Self { bytes, digest, header, packs: Vec::new(), is_composefs, absent: OnceLock::new() };
+        let mut image =
+            Self { bytes, digest, header, packs: Vec::new(), is_composefs, absent: OnceLock::new(), expected: None };
         if header.feature_incompat.get() & INCOMPAT_DEVICE_TABLE != 0 {
             image.read_devices()?;
         }
