@@ -161,6 +161,66 @@ fn pulls_are_killed(layout: &'static str) {
     place.is_same("copy");
 }
 
+/// Two processes pull one image into one store, and the one that fetches is killed half-way: the other one goes on from there.
+#[test]
+fn a_pull_goes_on_where_another_one_that_fetched_the_same_was_killed() {
+    for layout in LAYOUTS {
+        let place = Place::laid_out(layout);
+        let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
+        place.build();
+        json(&mut place.push(&target));
+        let begun = target.proxy.answered();
+        let victim = Arc::new(Mutex::new(None::<Child>));
+        let at_half = Arc::clone(&victim);
+        let mut guard = victim.lock().unwrap();
+        target.proxy.die_after(6 << 20, move || _ = at_half.lock().unwrap().as_mut().unwrap().kill());
+        *guard = Some(place.pull(&target, "copy").args(["--jobs", "1"]).stdout(Stdio::null()).spawn().unwrap());
+        let mut line = place.command("pull", "copy");
+        target.set(&mut line).arg(&target.reference).arg("-o").arg(place.at("other.img")).arg("--json");
+        let other = line.args(["--jobs", "1"]).stdout(Stdio::piped()).spawn().unwrap();
+        drop(guard);
+        until("its end", || victim.lock().unwrap().as_mut().unwrap().try_wait().unwrap().is_some());
+        assert!(!place.at("copy.img").exists(), "{layout}: it was too early for that");
+        target.proxy.revive(target.server.lock().unwrap().address);
+        let other = other.wait_with_output().unwrap();
+        assert!(other.status.success(), "{layout}");
+        let answered = target.proxy.answered() - begun;
+        let most = place.stored_bytes("store") + (2 << 20);
+        assert!(answered < most, "{layout}: {answered} bytes were sent, of which {most} would be enough");
+        fs::rename(place.at("other.img"), place.at("copy.img")).unwrap();
+        place.is_same("copy");
+        assert!(place.is_all_here("copy"), "{layout}: {:?}", place.files("copy"));
+    }
+}
+
+/// One that is stopped gets no further: others do not wait for it for ever.
+#[test]
+#[ignore = "long: make test-all"]
+fn a_pull_does_not_wait_for_another_one_that_is_stopped() {
+    let place = Place::new();
+    let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
+    place.build();
+    json(&mut place.push(&target));
+    let victim = Arc::new(Mutex::new(None::<Child>));
+    let at_half = Arc::clone(&victim);
+    let mut guard = victim.lock().unwrap();
+    target.proxy.die_after(6 << 20, move || {
+        let child = at_half.lock().unwrap().as_ref().unwrap().id();
+        assert!(Command::new("kill").args(["-STOP", &child.to_string()]).status().unwrap().success());
+    });
+    *guard = Some(place.pull(&target, "copy").args(["--jobs", "1"]).stdout(Stdio::null()).spawn().unwrap());
+    drop(guard);
+    until("the stop", || target.proxy.is_dead());
+    target.proxy.revive(target.server.lock().unwrap().address);
+    let mut line = place.command("pull", "copy");
+    json(target.set(&mut line).arg(&target.reference).arg("-o").arg(place.at("other.img")).arg("--json"));
+    let mut victim = victim.lock().unwrap().take().unwrap();
+    victim.kill().unwrap();
+    victim.wait().unwrap();
+    fs::rename(place.at("other.img"), place.at("copy.img")).unwrap();
+    place.is_same("copy");
+}
+
 /// A flipped bit anywhere is never seen: not pushed, not pulled, and put right where it can be.
 #[test]
 fn flipped_objects_of_composefs_are_found() {

@@ -24,6 +24,7 @@ use rustix::io::Errno;
 use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::Result;
+use crate::fetch_locks::{FetchLock, FetchLocks, Progress};
 use crate::flight::{Claim, Flights, Lacking, Turn};
 use crate::limit::Limit;
 use crate::objects::{Bad, Objects};
@@ -77,6 +78,8 @@ pub(crate) struct Common {
     pub store: PathBuf,
     pub missing: Missing,
     pub limit: Option<Arc<Limit>>,
+    /// What other processes fetch.
+    pub locks: FetchLocks,
     /// Where other packs of the store have objects.
     elsewhere: OnceLock<Places>,
     fetched_bytes: AtomicU64,
@@ -89,6 +92,7 @@ impl Common {
             store: store.into(),
             missing,
             limit,
+            locks: FetchLocks::of(store),
             elsewhere: OnceLock::new(),
             fetched_bytes: AtomicU64::new(0),
         })
@@ -111,12 +115,14 @@ pub(crate) struct Absent {
     pub common: Arc<Common>,
     /// Which of the image's packs.
     pub number: usize,
+    /// Whether others that fetch the same are not waited for.
+    pub alone: bool,
     flights: Flights,
 }
 
 impl Absent {
     pub(crate) fn new(common: &Arc<Common>, number: usize) -> Self {
-        Self { common: Arc::clone(common), number, flights: Flights::default() }
+        Self { common: Arc::clone(common), number, alone: common.limit.is_some(), flights: Flights::default() }
     }
 }
 
@@ -196,6 +202,7 @@ impl Pack {
 
     /// Fetches neighbouring objects by one request.
     fn receive(&self, absent: &Absent, claim: &Claim<'_>, run: Range<usize>) -> std::result::Result<(), Bad> {
+        let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let objects = &self.index.objects[run.clone()];
         let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
         let from = first.block * BLOCK_BYTES as u64;
@@ -223,6 +230,28 @@ impl Pack {
             (None, Ok(())) => Ok(()),
         };
         outcome.inspect_err(|bad| tracing::debug!("{bad}"))
+    }
+
+    /// Waits for another process that fetches some of these objects; `None` if all of them came by it, else those that are left.
+    fn lock<'a>(
+        &self,
+        absent: &'a Absent,
+        claim: &Claim<'_>,
+        mut run: Range<usize>,
+    ) -> Option<(Option<FetchLock<'a>>, Range<usize>)> {
+        if absent.alone {
+            return Some((None, run));
+        }
+        let numbers = run.start as u64..run.end as u64;
+        let lock = absent.common.locks.take(self.index.pack, numbers, || {
+            while !run.is_empty() && self.is_in_file(&self.index.objects[run.start]).unwrap_or(false) {
+                self.keep(absent, run.start);
+                claim.tell();
+                run.start += 1;
+            }
+            if run.is_empty() { Progress::Done } else { Progress::Of(run.start as u64) }
+        })?;
+        Some((Some(lock), run))
     }
 
     /// Notes that an object is here and proved.
@@ -395,7 +424,7 @@ impl Objects {
         for pack in &self.packs {
             let Some(absent) = pack.absent.as_ref().filter(|absent| absent.common.limit.is_none()) else { continue };
             if (0..pack.len()).all(|at| pack.is_here(at)) {
-                part::complete(pack, &absent.common.store)
+                part::complete(pack, &absent.common)
                     .inspect_err(|_| pack.states.iter().for_each(|state| state.store(UNKNOWN, Ordering::Release)))?;
             }
         }

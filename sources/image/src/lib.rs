@@ -27,6 +27,7 @@ mod dump;
 pub mod erofs;
 mod error;
 pub mod fetch;
+mod fetch_locks;
 mod flat;
 mod flight;
 mod fsverity;

@@ -215,7 +215,10 @@ impl Objects {
             let index = match &common {
                 Some(common) => match store.index_of_whole(pack.name) {
                     Some(index) => index,
-                    None => return part::open(common, number, pack).map(Arc::new),
+                    None => match part::open(common, &store, number, pack)? {
+                        Some(part) => return Ok(Arc::new(part)),
+                        None => store.index(pack.name)?,
+                    },
                 },
                 None => store.index(pack.name)?,
             };
@@ -391,6 +394,10 @@ impl Objects {
     /// `None` once these are shared.
     pub fn replace_file(&mut self, number: usize, file: File) -> Option<File> {
         let pack = Arc::get_mut(self.packs.get_mut(number)?)?;
+        // Who fetches it elsewhere may be asking the one who replaces it.
+        if let Some(absent) = &mut pack.absent {
+            absent.alone = true;
+        }
         Some(std::mem::replace(&mut pack.file, file))
     }
 
@@ -568,7 +575,7 @@ fn files(image: &Image, (folder, seen): (&Path, &Path), missing: Option<Missing>
         return Err(Error::NoLimit);
     }
     let damaged = |bad: Bad| Error::Fetch { what: "the objects of the image".into(), source: io::Error::other(bad) };
-    let absent = missing.map(|missing| Absent::new(image, missing)).transpose().map_err(damaged)?;
+    let absent = missing.map(|missing| Absent::new(image, folder, missing)).transpose().map_err(damaged)?;
     Files::open(folder, seen, absent)
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -12,19 +13,25 @@ use rustix::io::Errno;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::fetch::{Absent, Common};
+use crate::fetch_locks::Progress;
 use crate::image::PackRef;
 use crate::limit::Limit;
 use crate::pack::Pack;
-use crate::store::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX};
+use crate::store::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX, Store};
 
 /// The largest index that is fetched: six million objects. Memory is to be bounded.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
 /// How often a file may be renamed under our hands while it is opened.
 const OPEN_TRIES_MAX: usize = 8;
 
-/// Opens a pack that the store has not got, or has got a part of.
-pub(crate) fn open(common: &Arc<Common>, number: usize, wanted: &PackRef) -> Result<Pack> {
+/// The number of a pack's lock that stands for all of it: who makes it whole has it, and who opens what is here of it.
+const WHOLE: Range<u64> = u32::MAX as u64..u32::MAX as u64 + 1;
+
+/// Opens a pack that the store has not got, or has got a part of; `None` if another process has just made it whole.
+pub(crate) fn open(common: &Arc<Common>, store: &Store, number: usize, wanted: &PackRef) -> Result<Option<Pack>> {
     let pack = wanted.name;
+    let is_whole = || if store.index_of_whole(pack).is_some() { Progress::Done } else { Progress::Of(0) };
+    let Some(_lock) = common.locks.take(pack, WHOLE, is_whole) else { return Ok(None) };
     let folder = store::packs_folder(&common.store);
     let index = index(common, wanted)?;
     let path = folder.join(format!("{}{PART_SUFFIX}", pack.hex()));
@@ -40,7 +47,7 @@ pub(crate) fn open(common: &Arc<Common>, number: usize, wanted: &PackRef) -> Res
     if let Some(limit) = &common.limit {
         adopt(&file, &index, number, limit).doing("look at", &path)?;
     }
-    Ok(Pack::new(file, reader.into(), index, wanted.ahead).with_holes(Absent::new(common, number)))
+    Ok(Some(Pack::new(file, reader.into(), index, wanted.ahead).with_holes(Absent::new(common, number))))
 }
 
 /// Counts what is here already of a pack that is bounded.
@@ -108,21 +115,27 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
     Ok(None)
 }
 
-/// As a build ends: durable first, the index last. Another process may have done it before us.
-pub(crate) fn complete(pack: &Pack, store: &Path) -> Result<()> {
-    let folder = store::packs_folder(store);
-    let name = folder.join(pack.index.pack.hex());
-    let part = folder.join(format!("{}{PART_SUFFIX}", pack.index.pack.hex()));
+/// As a build ends: durable first, the index last. Of several processes one does it.
+pub(crate) fn complete(pack: &Pack, common: &Common) -> Result<()> {
+    let folder = store::packs_folder(&common.store);
+    let at = |suffix: &str| folder.join(format!("{}{suffix}", pack.index.pack.hex()));
+    let (name, part, index) = (at(""), at(PART_SUFFIX), at(INDEX_SUFFIX));
+    let is_ours = |path: &Path| {
+        let (found, ours) = (fs::metadata(path), pack.file.metadata());
+        matches!((found, ours), (Ok(found), Ok(ours)) if (found.dev(), found.ino()) == (ours.dev(), ours.ino()))
+    };
+    let is_whole = || if is_ours(&name) && index.exists() { Progress::Done } else { Progress::Of(0) };
+    let Some(_lock) = common.locks.take(pack.index.pack, WHOLE, is_whole) else { return Ok(()) };
     pack.file.sync_all().doing("sync", &part)?;
     pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
-    match fs::rename(&part, &name) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && name.exists() => {}
-        outcome => outcome.doing("make", &name)?,
+    // What has the name may be another one's, who begins with nothing: then ours is whole under its name already.
+    if is_ours(&part) || !name.exists() {
+        fs::rename(&part, &name).doing("make", &name)?;
     }
-    let mut index = New::begin(&folder)?;
-    index.file.write_all(&pack.index.to_bytes()).doing("write to", &*index.path)?;
-    index.keep(&folder.join(format!("{}{INDEX_SUFFIX}", pack.index.pack.hex())))?;
-    let rest = folder.join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.index.pack.hex()));
+    let mut new = New::begin(&folder)?;
+    new.file.write_all(&pack.index.to_bytes()).doing("write to", &*new.path)?;
+    new.keep(&index)?;
+    let rest = at(&format!("{PART_SUFFIX}{INDEX_SUFFIX}"));
     match fs::remove_file(&rest) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).doing("remove", &rest),
         _ => Ok(()),

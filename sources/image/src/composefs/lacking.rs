@@ -25,6 +25,7 @@ use crate::digest::Digest;
 use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::fetch::{Fetching, Missing, RUN_BYTES_MAX};
+use crate::fetch_locks::{FetchLock, FetchLocks, Progress};
 use crate::flight::{Claim, Flights, Lacking, Turn};
 use crate::image::{Data, Image};
 use crate::objects::Bad;
@@ -133,11 +134,13 @@ pub(crate) struct Absent {
     places: HashMap<Digest, usize>,
     here: Vec<AtomicBool>,
     flights: Flights,
+    /// What other processes fetch.
+    locks: FetchLocks,
     fetched_bytes: AtomicU64,
 }
 
 impl Absent {
-    pub(crate) fn new(image: &Image, missing: Missing) -> std::result::Result<Self, Bad> {
+    pub(crate) fn new(image: &Image, store: &Path, missing: Missing) -> std::result::Result<Self, Bad> {
         let objects = file_objects(image)?;
         let mut begins = Vec::with_capacity(objects.len());
         let mut end = 0_u64;
@@ -148,8 +151,8 @@ impl Absent {
         }
         let places = objects.iter().enumerate().map(|(at, object)| (object.digest, at)).collect();
         let here = objects.iter().map(|_| AtomicBool::new(false)).collect();
-        let (flights, fetched_bytes) = (Flights::default(), AtomicU64::new(0));
-        Ok(Self { missing, image: image.digest(), objects, begins, places, here, flights, fetched_bytes })
+        let (flights, locks, fetched_bytes) = (Flights::default(), FetchLocks::of(store), AtomicU64::new(0));
+        Ok(Self { missing, image: image.digest(), objects, begins, places, here, flights, locks, fetched_bytes })
     }
 
     /// Bytes of objects that were fetched.
@@ -292,9 +295,41 @@ impl Files {
         true
     }
 
+    /// Waits for another process that fetches some of these objects; `None` if all of them came by it, else those that are left.
+    fn lock<'a>(
+        &self,
+        absent: &'a Absent,
+        claim: &Claim<'_>,
+        mut run: Range<usize>,
+    ) -> Option<(FetchLock<'a>, Range<usize>)> {
+        let number =
+            |at: usize| fs::symlink_metadata(self.path(absent.objects[at].digest)).ok().map(|found| found.ino());
+        // What is here already was found not to be sound.
+        let before: Vec<_> = run.clone().map(number).collect();
+        let first = run.start;
+        let numbers = run.start as u64..run.end as u64;
+        let lock = absent.locks.take(absent.image, numbers, || {
+            while !run.is_empty() && number(run.start) != before[run.start - first] && self.find_here(absent, run.start)
+            {
+                absent.here[run.start].store(true, Ordering::Release);
+                claim.tell();
+                run.start += 1;
+            }
+            if run.is_empty() {
+                return Progress::Done;
+            }
+            // Of a large object the file tells what has come.
+            let coming = self.folder().join(format!("{NEW_PREFIX}{}", absent.objects[run.start].digest.hex()));
+            let bytes = fs::metadata(coming).map_or(0, |found| found.len());
+            Progress::Of(bytes.wrapping_add((run.start as u64) << 40))
+        })?;
+        Some((lock, run))
+    }
+
     /// Fetches neighbouring objects by one request.
     fn receive(&self, absent: &Absent, claim: &Claim<'_>, run: Range<usize>) -> std::result::Result<(), Bad> {
         let keep = |error: Error| Bad::Keep { pack: absent.image, source: of_store(error) };
+        let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let mut receiver = Receiver::begin(self, absent, run.clone()).map_err(keep)?;
         let from = absent.begins[run.start] + receiver.had_bytes();
         let end = absent.begins[run.end - 1] + absent.objects[run.end - 1].bytes;

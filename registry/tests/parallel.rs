@@ -1,0 +1,79 @@
+//! Several pulls of one image into one store at a time: each byte is fetched once.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::Duration;
+
+use common::{Place, Request};
+use ferry_image::{Image, Layout, Objects, Store};
+use ferry_registry::{PullOptions, pull};
+
+const PULLS: usize = 6;
+
+fn each_byte_is_fetched_once(layout: Layout) {
+    let place = Place::laid_out(layout);
+    // Long enough for all pulls to meet.
+    place.fake.fault(|request, reply| {
+        if request.range().is_some() {
+            thread::sleep(Duration::from_millis(20));
+        }
+        reply
+    });
+    let begin = Arc::new(Barrier::new(PULLS));
+    let store = place.at("copy");
+    let fetched: u64 = thread::scope(|scope| {
+        let one = |number: usize| {
+            let (place, begin, store) = (&place, Arc::clone(&begin), &store);
+            scope.spawn(move || {
+                let _held = Store::create(store).unwrap();
+                let options = PullOptions { jobs: 2, ..PullOptions::default() };
+                begin.wait();
+                let output = place.at(&format!("image-{number}"));
+                pull(&place.fake.remote(), &output, store, &options, &|_, _| {}).unwrap().fetched_bytes
+            })
+        };
+        let pulls: Vec<_> = (0..PULLS).map(one).collect();
+        pulls.into_iter().map(|pull| pull.join().unwrap()).sum()
+    });
+    let data = place.built.data_bytes;
+    let asked: usize = place.fake.requests().iter().filter_map(Request::range).map(|(from, to)| to - from).sum();
+    assert_eq!(fetched, data, "{layout:?}");
+    assert!(asked as u64 >= data && asked as u64 <= data + (1 << 20), "{layout:?}: {asked} of {data}");
+    for number in 0..PULLS {
+        let image = Image::open(&place.at(&format!("image-{number}")), Some(place.built.digest)).unwrap();
+        Objects::open(&image, &store).unwrap().prove_all().unwrap();
+    }
+    let folder = if layout == Layout::Flat { "packs" } else { "objects" };
+    assert_eq!(files(&store.join(folder)), files(&place.at("store").join(folder)), "{layout:?}");
+}
+
+/// How many files there are, and how many bytes of the disk they take, to the MiB.
+fn files(folder: &std::path::Path) -> (usize, u64) {
+    let (mut count, mut blocks, mut left) = (0, 0, vec![folder.to_owned()]);
+    while let Some(folder) = left.pop() {
+        for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
+            let found = entry.metadata().unwrap();
+            if found.is_dir() {
+                left.push(entry.path());
+            } else {
+                (count, blocks) = (count + 1, blocks + found.blocks());
+            }
+        }
+    }
+    (count, blocks / 2048)
+}
+
+#[test]
+fn parallel_pulls_of_one_image_fetch_each_byte_once() {
+    each_byte_is_fetched_once(Layout::Flat);
+}
+
+#[test]
+fn parallel_pulls_of_one_composefs_image_fetch_each_byte_once() {
+    each_byte_is_fetched_once(Layout::Composefs { version: None });
+}
