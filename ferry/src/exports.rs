@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use ferry_fs::Over;
 use ferry_fuse::MountOptions;
 use ferry_vfs::{Bounds, FileSystem};
-use ferry_virtiofs::WindowDialect;
+use ferry_virtiofs::{Kept, WindowDialect};
 
 use crate::cli::{
     Acl, Cache, Carrier, DaxDialect, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window,
@@ -18,11 +18,14 @@ use crate::mount_options;
 use crate::ninep::Listening;
 use crate::socket::Bound;
 use crate::source::Kind;
+use crate::state;
 
 /// The exports that are being served, each with the socket that goes when it ends.
 #[derive(Default)]
 pub struct Serving {
     devices: Vec<(ferry_virtiofs::Export, Bound)>,
+    /// What is kept for servers after this one, with the names of the shares.
+    kept: Vec<(String, Arc<Kept>)>,
     /// The ends of devices that serve one virtual machine only.
     ends: Vec<ferry_virtiofs::Ended>,
     /// There is a socket on which the next virtual machine or 9P client may come.
@@ -37,12 +40,14 @@ impl Serving {
     /// Offers a source to virtual machines.
     pub fn start(&mut self, bound: Bound, source: Arc<dyn FileSystem>, options: ferry_virtiofs::Options) -> Result<()> {
         let once = options.once;
+        let kept = options.kept.clone().map(|kept| (options.name.clone(), kept));
         let export = ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?;
         if once {
             self.ends.push(export.ended());
         }
         self.is_open |= !once;
         self.devices.push((export, bound));
+        self.kept.extend(kept);
         Ok(())
     }
 
@@ -99,19 +104,32 @@ impl Serving {
         Ok(())
     }
 
-    /// Lets requests under way end, and makes what they wrote durable.
+    /// Lets requests under way end, and makes what they wrote durable. What guests hold is kept for the next server, and where that
+    /// is so it is said.
     pub fn stop(&mut self) {
+        self.end(ferry_virtiofs::Export::stop);
+    }
+
+    /// The same where there is no next server: guests lose their devices.
+    pub fn stop_for_good(&mut self) {
+        self.end(ferry_virtiofs::Export::stop_for_good);
+    }
+
+    fn end(&mut self, end_device: fn(ferry_virtiofs::Export)) {
         for mount in self.mounts.drain(..) {
             mount.stop();
         }
         self.guardians.clear();
         for (export, bound) in self.devices.drain(..) {
-            export.stop();
+            end_device(export);
             drop(bound);
         }
         for (export, bound) in self.ninep.drain(..) {
             export.stop();
             drop(bound);
+        }
+        for (name, kept) in self.kept.drain(..).filter(|(_, kept)| kept.outlives_server()) {
+            state::say_what_stays(&name, &kept);
         }
     }
 }

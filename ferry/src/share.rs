@@ -27,7 +27,10 @@ use crate::state;
 use crate::virtiofsd;
 
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
-pub const ENDINGS: [i32; 2] = [Signal::TERM.as_raw(), Signal::INT.as_raw()];
+pub const ENDINGS: [i32; 3] = [Signal::TERM.as_raw(), Signal::INT.as_raw(), FOR_GOOD];
+
+/// What ends a share with all that `--state` would keep for the next server.
+const FOR_GOOD: i32 = Signal::QUIT.as_raw();
 
 /// What the addresses of 9P devices begin with.
 const VHOST_USER: &str = "vhost-user:";
@@ -148,14 +151,18 @@ fn serve_until(
     if offered.is_empty() {
         serving.when_over(endings.over())?;
     }
-    match endings.wait() {
+    let signal = endings.wait();
+    match signal {
         Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
         None => tracing::info!("ending: nobody is left to serve"),
     }
     drop(control);
     drop(up);
     offered.stop();
-    serving.stop();
+    match signal {
+        Some(FOR_GOOD) => serving.stop_for_good(),
+        _ => serving.stop(),
+    }
     Ok(())
 }
 

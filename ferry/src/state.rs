@@ -14,7 +14,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use ferry_isolation::{Action, Capabilities, Filter, Role};
 use ferry_state::Folder;
-use ferry_virtiofs::{Kept, Line, LineError};
+use ferry_virtiofs::{Kept, Line, LineError, SERVER_AWAITED};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 
@@ -68,6 +70,16 @@ fn line(folder: &Folder, dir: &Path) -> Result<Line> {
     bail!("the process that keeps it ends at once")
 }
 
+/// Says that the keeper stays when the server of a share has ended, and how it ends.
+pub fn say_what_stays(share: &str, kept: &Kept) {
+    let minutes = SERVER_AWAITED.as_secs() / 60;
+    let end = kept.keeper().map_or_else(|| format!("end the process {NAME}"), |pid| format!("kill {pid}"));
+    tracing::info!(
+        "{NAME} holds what the guest of {share} has open, and its connection, for the next server, for up to {minutes} minutes; \
+         to let the guest go: {end} (SIGQUIT ends a server and its {NAME})"
+    );
+}
+
 /// Whether this process was started as a keeper.
 pub fn is_keeper(program: &OsStr) -> bool {
     program == NAME
@@ -86,6 +98,12 @@ fn keep(dir: Option<&Path>) -> Result<()> {
     // Who ends a server's group of processes does not mean what it holds.
     rustix::process::setsid().context("no session can be had")?;
     close_inherited();
+    // The server holds signals back when it starts this process. They are read here, so that the socket's file is removed.
+    let mut ends = SigSet::empty();
+    ends.extend([Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT]);
+    ends.thread_set_mask().context("signals cannot be held")?;
+    let end = SignalFd::with_flags(&ends, SfdFlags::SFD_CLOEXEC).context("signals cannot be read")?;
+    let end = end.as_fd().try_clone_to_owned().context("no descriptor is left")?;
     let folder = dir.map(Folder::open).transpose()?;
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
@@ -94,7 +112,7 @@ fn keep(dir: Option<&Path>) -> Result<()> {
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("no descriptor is left")?;
     // Where there is no seccomp, it still has no capabilities, and opens nothing by itself.
     let _ = Filter::of(Role::Holder, Action::Kill).and_then(|filter| filter.apply());
-    let kept = ferry_state::keep(&listener);
+    let kept = ferry_state::keep(&listener, &end);
     if let Some(folder) = folder {
         // The next one makes its own.
         let _ = folder.clear();

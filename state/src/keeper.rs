@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -41,8 +41,11 @@ pub(crate) const CONNECTION: u64 = 2;
 const CLEARED_FROM: u64 = crate::kept::FILES;
 /// How long a server that was killed may take to go, with all that the kernel does for it.
 const BEFORE_MAX: Duration = Duration::from_secs(60);
-/// How long descriptors are held for a server that does not come.
-const AFTER_MAX: Duration = Duration::from_secs(10 * 60);
+/// How long descriptors are held for a server that does not come, while the guest is there.
+pub const SERVER_AWAITED: Duration = Duration::from_secs(10 * 60);
+/// How long a guest's files and locks are held once its front end has hung up. One that connects again does so after a second or
+/// so; of one whose guest has ended they are in the way of others.
+pub const FRONT_END_AWAITED: Duration = Duration::from_secs(5);
 
 /// How long to wait for descriptors or memory, before the next try.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
@@ -86,6 +89,7 @@ pub struct Line {
     socket: OwnedFd,
     held: HashMap<u64, OwnedFd>,
     records: Records,
+    keeper: Option<u32>,
 }
 
 /// A packet that came.
@@ -211,11 +215,18 @@ impl Line {
                 (PUT, key, 1) => held.extend(packet.files.into_iter().map(|file| (key, file))),
                 (RECORD, key, _) => drop(records.insert(key, (packet.body, packet.files))),
                 (END, count, 0) if count == (held.len() + records.len()) as u64 => {
-                    return Ok(Self { socket, held, records });
+                    // One of an older version does not say who it is.
+                    let keeper = packet.body.try_into().ok().map(u32::from_le_bytes);
+                    return Ok(Self { socket, held, records, keeper });
                 }
                 _ => return Err(LineError::Nonsense),
             }
         }
+    }
+
+    /// The number of the keeper's process, if it tells.
+    pub(crate) fn keeper(&self) -> Option<u32> {
+        self.keeper
     }
 
     pub(crate) fn take(self) -> (OwnedFd, HashMap<u64, OwnedFd>, Records) {
@@ -258,32 +269,59 @@ impl Line {
 }
 
 /// Holds descriptors for servers that connect to a [`listen`]ing socket, one after another, until one ends that has no client,
-/// or none has come for a while.
+/// or none has come for [`SERVER_AWAITED`], or for [`FRONT_END_AWAITED`] after the front end has hung up, or until there is something
+/// to read from `end`.
 ///
 /// # Errors
 /// The socket is lost.
-pub fn keep(listener: &OwnedFd) -> io::Result<()> {
+pub fn keep(listener: &OwnedFd, end: &OwnedFd) -> io::Result<()> {
     let mut held = Held::default();
-    while wait(listener.as_fd(), AFTER_MAX)? {
+    while wait_for_server(listener, end, held.files.get(&CONNECTION))? {
         let server = match accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(server) => server,
             Err(Errno::INTR | Errno::CONNABORTED) => continue,
             Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
                 // That passes, and whoever waits there still does then.
-                let _ = poll(&mut [], Some(&PAUSE));
+                let _ = poll(&mut [PollFd::new(end, PollFlags::IN)], Some(&PAUSE));
                 continue;
             }
             Err(error) => return Err(error.into()),
         };
         if is_ours(&server).is_ok() {
             // Whatever ends it, the next one is served.
-            let _ = serve(server.as_fd(), &mut held);
+            let _ = serve(server.as_fd(), end, &mut held);
             if !held.has_client && !held.files.contains_key(&CONNECTION) {
                 break;
             }
         }
     }
     Ok(())
+}
+
+/// Waits for the next server. Returns `false` when it is time to end.
+fn wait_for_server(listener: &OwnedFd, end: &OwnedFd, connection: Option<&OwnedFd>) -> Result<bool, Errno> {
+    let begun = Instant::now();
+    let mut hung_up = connection.is_none().then_some(begun);
+    loop {
+        let last = hung_up.map_or(begun + SERVER_AWAITED, |at| at + FRONT_END_AWAITED);
+        let left = last.saturating_duration_since(Instant::now());
+        let timeout = Timespec::try_from(left).map_err(|_| Errno::INVAL)?;
+        let mut fds = vec![PollFd::new(end, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
+        // Messages stay where they are for the next server.
+        let connection = connection.filter(|_| hung_up.is_none());
+        fds.extend(connection.map(|socket| PollFd::new(socket, PollFlags::RDHUP)));
+        match poll(&mut fds, Some(&timeout)) {
+            Err(Errno::INTR) => continue,
+            Err(error) => return Err(error),
+            Ok(0) => return Ok(false),
+            Ok(_) => {}
+        }
+        let is_ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        if is_ready[0] || is_ready[1] {
+            return Ok(!is_ready[0]);
+        }
+        hung_up = Some(Instant::now());
+    }
 }
 
 /// What a keeper has.
@@ -294,7 +332,20 @@ struct Held {
     has_client: bool,
 }
 
-fn serve(server: BorrowedFd<'_>, held: &mut Held) -> Result<(), Errno> {
+/// The next packet of a server; `None` when it is gone, or it is time to end.
+fn next(server: BorrowedFd<'_>, end: &OwnedFd) -> Result<Option<Packet>, Errno> {
+    let mut fds = [PollFd::new(end, PollFlags::IN), PollFd::from_borrowed_fd(server, PollFlags::IN)];
+    loop {
+        match poll(&mut fds, None) {
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+            Ok(_) if fds[0].revents().is_empty() => return receive(server),
+            Ok(_) => return Ok(None),
+        }
+    }
+}
+
+fn serve(server: BorrowedFd<'_>, end: &OwnedFd, held: &mut Held) -> Result<(), Errno> {
     for (key, file) in &held.files {
         send(server, (PUT, *key), &[], &[file.as_fd()])?;
     }
@@ -302,8 +353,9 @@ fn serve(server: BorrowedFd<'_>, held: &mut Held) -> Result<(), Errno> {
         let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
         send(server, (RECORD, *key), &[bytes], &files)?;
     }
-    send(server, (END, (held.files.len() + held.records.len()) as u64), &[], &[])?;
-    while let Some(mut packet) = receive(server)? {
+    let own = std::process::id().to_le_bytes();
+    send(server, (END, (held.files.len() + held.records.len()) as u64), &[&own], &[])?;
+    while let Some(mut packet) = next(server, end)? {
         match packet.verb {
             // Where there was no room for it here, what was under this key before is not it.
             PUT => match packet.files.pop() {

@@ -94,6 +94,10 @@ pub struct Kept {
     /// What the server before has left.
     left: Mutex<Option<Left>>,
     left_connection: Mutex<Option<LeftConnection>>,
+    /// The keeper has the connection of a front end.
+    has_connection: AtomicBool,
+    /// The number of the keeper's process, if it tells.
+    keeper: Option<u32>,
     /// A lack of room was said.
     said: AtomicBool,
 }
@@ -155,6 +159,7 @@ impl Kept {
     /// # Errors
     /// [`KeptError`].
     pub fn open(line: Line, geometry: Geometry) -> Result<Self, KeptError> {
+        let keeper = line.keeper();
         let (socket, mut files, records) = line.take();
         let line = Arc::new(Backing::new(socket).lasting());
         let (file, is_new) = match files.remove(&MEMORY) {
@@ -183,7 +188,9 @@ impl Kept {
             line,
             in_flight,
             left: Mutex::default(),
+            has_connection: AtomicBool::new(left_connection.is_some()),
             left_connection: Mutex::new(left_connection),
+            keeper,
             said: AtomicBool::new(false),
         };
         let left = kept.load(files)?;
@@ -234,8 +241,7 @@ impl Kept {
         // Those of files that were closed in the server's last moment.
         files.keys().try_for_each(|key| Line::drop_key(self.line.as_fd(), *key))?;
         left.past = journal::load(self.journals(), self.epoch());
-        let is_there = self.memory[THERE].load(Ordering::Acquire) == 1;
-        Ok(is_there.then_some(left))
+        Ok(self.has_client().then_some(left))
     }
 
     /// What the server before has left, once. `None`: there was none, or it had no client.
@@ -291,6 +297,21 @@ impl Kept {
         Ok(())
     }
 
+    /// Whether there is a client, between INIT and its end.
+    pub fn has_client(&self) -> bool {
+        self.memory[THERE].load(Ordering::Acquire) == 1
+    }
+
+    /// Whether the keeper stays when this server ends: there is somebody for whom the next one would go on.
+    pub fn outlives_server(&self) -> bool {
+        self.has_client() || self.has_connection.load(Ordering::Relaxed)
+    }
+
+    /// The number of the keeper's process, if it tells.
+    pub fn keeper(&self) -> Option<u32> {
+        self.keeper
+    }
+
     /// The connection that the server before has left, once.
     pub fn take_connection(&self) -> Option<LeftConnection> {
         lock(&self.left_connection).take()
@@ -301,7 +322,9 @@ impl Kept {
     /// # Errors
     /// The keeper is gone.
     pub fn keep_connection(&self, socket: BorrowedFd<'_>) -> Result<(), LineError> {
-        Line::put(self.line.as_fd(), CONNECTION, socket)
+        Line::put(self.line.as_fd(), CONNECTION, socket)?;
+        self.has_connection.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Has a message of the connection taken, recorded and answered. The connection's thread alone may ask for that.
@@ -315,6 +338,7 @@ impl Kept {
     /// Forgets the connection: the front end is gone, or nobody listens to it any more.
     pub fn end_connection(&self) {
         drop(self.take_connection());
+        self.has_connection.store(false, Ordering::Relaxed);
         self.told(Line::hang_up(self.line.as_fd()));
     }
 

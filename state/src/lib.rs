@@ -31,7 +31,7 @@ mod slots;
 pub use connection::{Commit, FILES_MAX, LeftConnection, Records, answer, take};
 pub use folder::{Folder, FolderError};
 pub use journal::{Journal, Past};
-pub use keeper::{Line, LineError, keep, listen};
+pub use keeper::{FRONT_END_AWAITED, Line, LineError, SERVER_AWAITED, keep, listen};
 pub use kept::{Before, Geometry, Kept, KeptError, Mapped};
 pub use saved::{DecodeError, Init, Node, OpenFile, Saved, SavedLock};
 pub use slots::Slot;

@@ -4,17 +4,21 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
-use ferry_state::{Commit, Folder, Geometry, Init, Kept, Line};
+use ferry_state::{Commit, FRONT_END_AWAITED, Folder, Geometry, Init, Kept, Line};
+use rustix::event::{EventfdFlags, eventfd};
 
 /// A keeper in a thread.
 struct Keeper {
     state: Folder,
     thread: JoinHandle<()>,
+    /// Ends it once something is written there.
+    end: OwnedFd,
     _folder: tempfile::TempDir,
 }
 
@@ -23,7 +27,10 @@ impl Keeper {
         let folder = tempfile::tempdir().unwrap();
         let state = Folder::open(&folder.path().join("state")).unwrap();
         let listener = ferry_state::listen(&state).unwrap();
-        Self { state, thread: std::thread::spawn(move || ferry_state::keep(&listener).unwrap()), _folder: folder }
+        let end = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let its_end = end.try_clone().unwrap();
+        let thread = std::thread::spawn(move || ferry_state::keep(&listener, &its_end).unwrap());
+        Self { state, thread, end, _folder: folder }
     }
 
     /// A server that begins.
@@ -93,4 +100,44 @@ fn the_keeper_stays_for_a_connection_or_a_client() {
     drop(third);
     keeper.thread.join().unwrap();
     drop(front_end);
+}
+
+/// A server that has a client, with its connection.
+fn with_client(keeper: &Keeper) -> (Arc<Kept>, UnixStream) {
+    let server = keeper.server();
+    let (front_end, ours) = UnixStream::pair().unwrap();
+    server.keep_connection(ours.as_fd()).unwrap();
+    server.begin(Some(Init { minor: 45, ..Init::default() }));
+    assert!(server.outlives_server() && server.keeper() == Some(std::process::id()));
+    (server, front_end)
+}
+
+#[test]
+fn the_keeper_ends_soon_after_the_front_end_where_there_is_no_server() {
+    let keeper = Keeper::new();
+    let (server, front_end) = with_client(&keeper);
+    drop(server);
+    // What the front end says is the next server's, and no reason to look at it again and again.
+    (&front_end).write_all(b"for the next server").unwrap();
+    std::thread::sleep(FRONT_END_AWAITED / 10);
+    assert!(!keeper.thread.is_finished());
+    drop(front_end);
+    let begun = Instant::now();
+    keeper.thread.join().unwrap();
+    let took = begun.elapsed();
+    assert!(took > FRONT_END_AWAITED / 2 && took < 2 * FRONT_END_AWAITED, "{took:?}");
+}
+
+#[test]
+fn the_keeper_ends_when_it_is_told_to() {
+    for has_server in [false, true] {
+        let keeper = Keeper::new();
+        let (server, mut front_end) = with_client(&keeper);
+        let server = has_server.then_some(server);
+        rustix::io::write(&keeper.end, &1u64.to_ne_bytes()).unwrap();
+        keeper.thread.join().unwrap();
+        // The connection goes with it.
+        assert_eq!(front_end.read(&mut [0; 1]).unwrap(), 0);
+        drop(server);
+    }
 }

@@ -7,6 +7,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::{Command, Stdio};
 
 use ferry_state::{Folder, FolderError, Line, LineError};
+use rustix::event::{EventfdFlags, eventfd};
 
 /// A user that nobody is.
 const STRANGER: u32 = 64_321;
@@ -81,7 +82,7 @@ fn strangers_are_neither_keepers_nor_servers() {
     fs::set_permissions(place.path(), Permissions::from_mode(0o700)).unwrap();
     let folder = Folder::open(place.path()).unwrap();
     let listener = ferry_state::listen(&folder).unwrap();
-    std::thread::spawn(move || ferry_state::keep(&listener));
+    std::thread::spawn(move || ferry_state::keep(&listener, &eventfd(0, EventfdFlags::CLOEXEC).unwrap()));
     fs::set_permissions(place.path(), Permissions::from_mode(0o755)).unwrap();
     fs::set_permissions(place.path().join("keeper"), Permissions::from_mode(0o666)).unwrap();
     let output = start("connect", &place.path().join("keeper")).wait_with_output().unwrap();

@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use ferry_state::{Commit, Folder, Geometry, Kept, Line};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -17,7 +18,8 @@ fn a_keeper_without_descriptors_waits_until_there_are_some() {
     let path = folder.path().join("state/keeper");
     let state = Folder::open(&folder.path().join("state")).unwrap();
     let listener = ferry_state::listen(&state).unwrap();
-    let keeper = std::thread::spawn(move || ferry_state::keep(&listener).unwrap());
+    let keeper =
+        std::thread::spawn(move || ferry_state::keep(&listener, &eventfd(0, EventfdFlags::CLOEXEC).unwrap()).unwrap());
     let server = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
     let first = server();
     let (client, ours) = UnixStream::pair().unwrap();

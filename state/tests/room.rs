@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use ferry_state::{Commit, Folder, Geometry, Kept, Line, LineError};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 const RECORDS: u64 = 60;
@@ -16,7 +17,8 @@ fn what_does_not_fit_into_one_server_is_there_for_the_next() {
     let folder = tempfile::tempdir().unwrap();
     let state = Folder::open(&folder.path().join("state")).unwrap();
     let listener = ferry_state::listen(&state).unwrap();
-    let keeper = std::thread::spawn(move || ferry_state::keep(&listener).unwrap());
+    let keeper =
+        std::thread::spawn(move || ferry_state::keep(&listener, &eventfd(0, EventfdFlags::CLOEXEC).unwrap()).unwrap());
     let server = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
     let first = server();
     let (front_end, ours) = UnixStream::pair().unwrap();

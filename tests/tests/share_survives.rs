@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use ferry_tests::survivor::Survivor;
 use ferry_wire::fuse::abi::{CreateIn, FileLock, LK_FLOCK, LinkIn, MkdirIn, Opcode, Rename2In, WriteIn};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
+use rustix::process::{Signal, kill_process};
 use zerocopy::IntoBytes;
 
 const O_RDWR: u32 = 2;
@@ -790,4 +791,98 @@ fn what_cannot_be_kept_is_refused_with_a_reason() {
     server.start();
     let mut guest = guest;
     assert!(guest.getattr(ROOT).is_ok());
+}
+
+/// A share that is served to a guest with an open file that has a `flock`.
+fn with_flock(log: &'static str) -> (Survivor, Driver, PathBuf) {
+    let mut server = Survivor::new(Place::Memory, &[]);
+    server.end();
+    server.log = log;
+    server.start();
+    let mut guest = server.connect();
+    let (file, open) = guest.create(ROOT, "file", O_RDWR, 0o644).unwrap();
+    guest.setlk(file.nodeid, open.fh, 5, wrlck(0, 9), LK_FLOCK).unwrap();
+    let path = server.path.join("file");
+    assert!(is_flocked(&path));
+    (server, guest, path)
+}
+
+#[test]
+fn a_server_that_ends_says_what_stays_and_how_that_is_ended() {
+    let (mut server, guest, path) = with_flock("info");
+    let said = server.end_by(Signal::TERM);
+    let last = said.lines().last().unwrap();
+    let keeper = server.keeper().unwrap();
+    assert!(
+        last.contains("ferry-keeper holds") && last.contains(&format!("kill {}", keeper.as_raw_nonzero())),
+        "{said}"
+    );
+    assert!(is_flocked(&path));
+    // Where nobody is left, there is nothing to be said.
+    drop(guest);
+    server.start();
+    server.connect();
+    while server.keeper().is_some() && is_flocked(&path) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let said = server.end_by(Signal::TERM);
+    assert!(!said.contains("ferry-keeper"), "{said}");
+    server.wait_for_the_keeper();
+}
+
+#[test]
+fn signals_end_a_keeper_and_what_it_holds() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let (mut server, guest, path) = with_flock("warn");
+        server.end();
+        assert!(is_flocked(&path));
+        kill_process(server.keeper().unwrap(), signal).unwrap();
+        server.wait_for_the_keeper();
+        assert!(!is_flocked(&path));
+        assert_eq!(fs::read_dir(server.state()).unwrap().count(), 0, "its socket is gone, too");
+        // The next server begins afresh.
+        drop(guest);
+        server.start();
+        assert!(server.connect().getattr(ROOT).is_ok());
+    }
+}
+
+#[test]
+fn one_signal_ends_a_server_with_its_keeper() {
+    let (mut server, guest, path) = with_flock("info");
+    let said = server.end_by(Signal::QUIT);
+    assert!(!said.contains("ferry-keeper"), "{said}");
+    server.wait_for_the_keeper();
+    assert!(!is_flocked(&path));
+    drop(guest);
+}
+
+/// What a guest holds that ends while there is no server; the next one `comes` soon, or does not.
+fn ends_alone(comes: bool) {
+    let (mut server, guest, path) = with_flock("info");
+    server.kill();
+    drop(guest);
+    if comes {
+        server.start();
+    }
+    let begun = Instant::now();
+    while is_flocked(&path) {
+        assert!(begun.elapsed() < Duration::from_secs(30));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    if comes {
+        assert!(server.said().contains("the guest that was here before is gone"), "{}", server.said());
+        server.end();
+    }
+    server.wait_for_the_keeper();
+}
+
+#[test]
+fn a_guest_that_ends_while_there_is_no_server_holds_nothing_for_long() {
+    ends_alone(false);
+}
+
+#[test]
+fn the_next_server_does_not_go_on_with_a_guest_that_ended() {
+    ends_alone(true);
 }

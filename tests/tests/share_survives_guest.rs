@@ -15,7 +15,7 @@ use ferry_tests::survivor::Survivor;
 use ferry_tests::{Device, Guest, GuestCache, Kind, Options, Place, Ran, Share, TIMEOUT, collect, folder, guest_on};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
-use rustix::process::Signal;
+use rustix::process::{Signal, kill_process};
 
 /// Longer than any of these guests lives on a machine that has other things to do.
 const GUEST_MAX: Duration = Duration::from_secs(600);
@@ -228,4 +228,41 @@ fn killed_under_a_window_in_qemu() {
 #[ignore = "long: make test-all"]
 fn killed_20_times_under_a_window_in_qemu() {
     survives(Vmm::QemuDax, MAPPED, &killed(20), Duration::from_secs(2));
+}
+
+/// The processor time that the processes with this word in their command lines have used.
+fn cpu_time(word: &str) -> Duration {
+    let ticks = |stat: &str| -> u64 {
+        let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+        fields[11..13].iter().map(|field| field.parse::<u64>().unwrap()).sum()
+    };
+    let has_word = |path: &Path| fs::read_to_string(path.join("cmdline")).is_ok_and(|line| line.contains(word));
+    let processes = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path());
+    let stats = processes.filter(|path| has_word(path)).filter_map(|path| fs::read_to_string(path.join("stat")).ok());
+    Duration::from_millis(10 * stats.map(|stat| ticks(&stat)).sum::<u64>())
+}
+
+/// Whatever ends what holds its share, a guest is not kept busy by that.
+#[test]
+fn a_guest_whose_share_is_gone_does_not_spin() {
+    for signal in [Signal::KILL, Signal::TERM] {
+        let mut server = Survivor::new(Place::Disk, &["--tag", "t"]);
+        let path = server.path.clone();
+        let script = "touch ready; while echo line >>file; do sleep 0.01; done; exit 3";
+        let guest = guest_on(&server.socket, ["/bin/sh", "-c", script]);
+        let guest = Collected::new(guest).runs_until(|| path.join("ready").exists());
+        server.kill();
+        // A request is under way, which nobody will answer.
+        std::thread::sleep(Duration::from_millis(300));
+        kill_process(server.keeper().unwrap(), signal).unwrap();
+        server.wait_for_the_keeper();
+        std::thread::sleep(Duration::from_millis(500));
+        let word = server.socket.to_str().unwrap();
+        let before = cpu_time(word);
+        let moment = Duration::from_secs(2);
+        std::thread::sleep(moment);
+        let used = cpu_time(word).saturating_sub(before);
+        println!("{signal:?}: {used:?} of {moment:?}, ended: {}", guest.0.is_finished());
+        assert!(used < moment / 4, "{signal:?}: the guest used {used:?} of {moment:?}");
+    }
 }

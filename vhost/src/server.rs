@@ -6,10 +6,11 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use ferry_engine::Complaints;
-use ferry_state::{Kept, LeftConnection, Records};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use ferry_state::{FRONT_END_AWAITED, Kept, LeftConnection, Records};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::Device;
@@ -50,15 +51,17 @@ impl Ended {
 }
 
 /// Do not wait.
-const NOW: rustix::event::Timespec = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 #[derive(Debug)]
 struct Stop {
     event: OwnedFd,
     /// The front end that is connected now, and whether its connection is kept.
     stream: Mutex<Option<(UnixStream, bool)>>,
-    /// The front end had gone before it was time to stop.
+    /// The front end had gone before it was time to stop, or is to be let go for good.
     had_left: AtomicBool,
+    /// There is no next server: nothing is left to it.
+    for_good: AtomicBool,
     /// How to reach the front end unasked.
     channel: Channel,
 }
@@ -74,6 +77,7 @@ impl Server {
             event,
             stream: Mutex::new(None),
             had_left: AtomicBool::new(false),
+            for_good: AtomicBool::new(false),
             channel: Channel::default(),
         });
         let (mine, device) = (Arc::clone(&stop), Arc::new(device));
@@ -99,18 +103,27 @@ impl Server {
         self.stop.channel.config_changed();
     }
 
-    /// Stops taking requests, ends those that were taken, and lets go of the front end.
+    /// Stops taking requests, ends those that were taken, and lets go of the front end, unless its connection
+    /// [is kept](Device::keeps_connections) for the next server.
     pub fn stop(mut self) {
-        self.stop_and_join();
+        self.stop_and_join(false);
     }
 
-    fn stop_and_join(&mut self) {
+    /// The same where there is no next server: the front end is let go, and nothing is kept for it.
+    pub fn stop_for_good(mut self) {
+        self.stop_and_join(true);
+    }
+
+    fn stop_and_join(&mut self, for_good: bool) {
         let Some(thread) = self.thread.take() else { return };
         let stream = self.stop.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let had_left = stream.as_ref().is_some_and(|(stream, _)| has_left(stream));
+        let had_left = for_good || stream.as_ref().is_some_and(|(stream, _)| has_left(stream));
         self.stop.had_left.store(had_left, Ordering::Relaxed);
+        self.stop.for_good.store(for_good, Ordering::Relaxed);
         let _ = rustix::io::write(&self.stop.event, &1u64.to_ne_bytes());
-        if let Some((stream, false)) = stream.as_ref() {
+        if let Some((stream, is_kept)) = stream.as_ref()
+            && (for_good || !is_kept)
+        {
             // It may have gone by itself.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
@@ -123,26 +136,37 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.stop_and_join();
+        self.stop_and_join(false);
     }
 }
 
+/// What came while the server waited for a front end.
+enum Arrival {
+    FrontEnd(UnixStream),
+    /// None did within the time.
+    Nobody,
+    /// It is time to stop.
+    Stop,
+}
+
 impl Stop {
-    /// Waits for a front end. `None`: time to stop.
-    fn accept(&self, listener: &UnixListener, complaints: &Complaints) -> io::Result<Option<UnixStream>> {
+    /// Waits for a front end, until `last` if there is one.
+    fn accept(&self, listener: &UnixListener, last: Option<Instant>, complaints: &Complaints) -> io::Result<Arrival> {
         loop {
             let mut fds =
                 [PollFd::new(&self.event, PollFlags::IN), PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
-            match poll(&mut fds, None) {
+            let left = last.map(|last| Timespec::try_from(last.saturating_duration_since(Instant::now())));
+            match poll(&mut fds, left.transpose().map_err(io::Error::other)?.as_ref()) {
+                Ok(0) => return Ok(Arrival::Nobody),
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(error) => return Err(error.into()),
             }
             if !fds[0].revents().is_empty() {
-                return Ok(None);
+                return Ok(Arrival::Stop);
             }
             match listener.accept() {
-                Ok((stream, _)) => return Ok(Some(stream)),
+                Ok((stream, _)) => return Ok(Arrival::FrontEnd(stream)),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
@@ -168,19 +192,32 @@ fn has_left(stream: &UnixStream) -> bool {
 fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
     // All front ends have them together: whoever comes again and again is not heard more often.
     let complaints = Arc::<Complaints>::default();
-    let mut left = device.keeps_connections().and_then(|kept| take_over(&kept));
+    let kept = device.keeps_connections();
+    let mut left = kept.as_ref().and_then(take_over);
+    // The front end of the guest that was here before may connect again, but is not waited for any longer than this.
+    let has_absent_guest = left.is_none() && kept.is_some_and(|kept| kept.has_client());
+    let mut awaited = has_absent_guest.then(|| Instant::now() + FRONT_END_AWAITED);
+    let forget = || Connection::new(Arc::clone(device), Arc::clone(&complaints)).gone();
     loop {
         let conversation = match left.take() {
             Some(conversation) => conversation,
-            None => match stop.accept(listener, &complaints) {
-                Ok(Some(stream)) => begin(stream, device.keeps_connections()),
-                Ok(None) => return,
+            None => match stop.accept(listener, awaited, &complaints) {
+                Ok(Arrival::FrontEnd(stream)) => begin(stream, device.keeps_connections()),
+                Ok(Arrival::Nobody) => {
+                    tracing::info!("the guest that was here before is gone: its files and locks are given back");
+                    awaited = None;
+                    forget();
+                    continue;
+                }
+                Ok(Arrival::Stop) if awaited.is_some() && stop.for_good.load(Ordering::Relaxed) => return forget(),
+                Ok(Arrival::Stop) => return,
                 Err(error) => {
                     tracing::error!("the socket is lost: {error}");
                     return;
                 }
             },
         };
+        awaited = None;
         let current = conversation.stream.try_clone().ok().map(|stream| (stream, conversation.kept.is_some()));
         *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = current;
         if !stop.is_set() {

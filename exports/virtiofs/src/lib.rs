@@ -31,7 +31,7 @@ use std::time::Duration;
 pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
 pub use ferry_engine::IoMode;
 pub use ferry_serve::{Acl, Cache, TakeUpError};
-pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError};
+pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError, SERVER_AWAITED};
 pub use ferry_vfs::Bounds;
 use ferry_vfs::FileSystem;
 pub use ferry_vhost::{Ended, WindowDialect};
@@ -278,10 +278,20 @@ impl Export {
         self.server.ended()
     }
 
-    /// Takes no more requests, ends those under way, makes everything durable and removes the socket.
+    /// Takes no more requests, ends those under way, makes everything durable and removes the socket. What the guest holds
+    /// is kept for the next server, see [`Options::kept`].
     pub fn stop(self) {
+        self.end(Server::stop);
+    }
+
+    /// The same where there is no next server: the guest loses the device, and nothing is kept for it.
+    pub fn stop_for_good(self) {
+        self.end(Server::stop_for_good);
+    }
+
+    fn end(self, stop: impl FnOnce(Server)) {
         let Self { server, source, socket } = self;
-        server.stop();
+        stop(server);
         ferry_engine::sync_at_the_end(&*source);
         drop(socket);
     }
