@@ -128,7 +128,7 @@ pub struct Args {
     #[arg(long, value_name = "SIZE")]
     pub resize: Option<Size>,
 
-    /// How many queues to offer [default: as many as CPUs, at most 16].
+    /// How many queues to offer [default: 16].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 

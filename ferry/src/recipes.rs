@@ -167,6 +167,9 @@ fn shell_word(text: &str) -> String {
 }
 
 #[cfg(test)]
+mod lines;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

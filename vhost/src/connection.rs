@@ -226,7 +226,22 @@ impl<D: Device> Connection<D> {
     }
 
     fn queue(&mut self, index: u32) -> Result<&mut Queue<Message<D>>> {
-        usize::try_from(index).ok().and_then(|index| self.queues.get_mut(index)).ok_or(Error::InvalidParam)
+        let at = usize::try_from(index).map_err(|_| Error::InvalidParam)?;
+        if at >= self.queues.len() {
+            self.too_few_queues(at.saturating_add(1));
+        }
+        self.queues.get_mut(at).ok_or(Error::InvalidParam)
+    }
+
+    /// Says that the front end wants more queues than there are, and what to do.
+    fn too_few_queues(&self, wanted: usize) {
+        let offered = self.queues.len();
+        let remedy =
+            self.device.queues_flag(wanted).map(|queues| format!("start the server with --queues {queues}, or "));
+        self.complaints.error(format_args!(
+            "the VMM wants {wanted} queues, and {offered} are offered: {}have the VMM ask for fewer",
+            remedy.unwrap_or_default()
+        ));
     }
 
     /// A worker, started on first use.

@@ -64,6 +64,10 @@ pub trait Device: Send + Sync + 'static {
 
     /// How many virtqueues there are.
     fn queue_count(&self) -> usize;
+    /// What the flag `--queues` would have to be for `wanted` virtqueues. `None`: there cannot be so many.
+    fn queues_flag(&self, _wanted: usize) -> Option<usize> {
+        None
+    }
     /// Device-specific virtio feature bits; the transport's are added.
     fn features(&self) -> u64 {
         0

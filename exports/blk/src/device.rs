@@ -5,9 +5,9 @@ use std::sync::Arc;
 use ferry_vhost::{Device, Port, WorkerOptions};
 use ferry_wire::blk::{Config, DeviceFeatures};
 
-use crate::Options;
 use crate::handler::{Handler, Reply};
 use crate::state::State;
+use crate::{Options, QUEUES_MAX};
 
 /// The most pieces of memory in a request: what fits, with header and status, into the queues of 128 entries that VMMs
 /// make unless told otherwise.
@@ -49,6 +49,10 @@ impl Device for Blk {
 
     fn queue_count(&self) -> usize {
         self.options.queues
+    }
+
+    fn queues_flag(&self, wanted: usize) -> Option<usize> {
+        Some(wanted).filter(|queues| *queues <= QUEUES_MAX)
     }
 
     fn features(&self) -> u64 {

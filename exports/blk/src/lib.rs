@@ -69,7 +69,8 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            queues: std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(QUEUES_MAX)),
+            // QEMU asks for one per CPU of the guest. Those that it does not start have neither a worker nor memory.
+            queues: QUEUES_MAX,
             poll: POLL_DEFAULT,
             writeback: true,
             io: IoMode::Auto,

@@ -12,7 +12,7 @@ use ferry_wire::fuse::InitFlags;
 
 use crate::dax::Dax;
 use crate::handler::Handler;
-use crate::{Error, OnMigrationError, Options, Tag};
+use crate::{Error, OnMigrationError, Options, QUEUES_MAX, Tag};
 
 /// The queue that carries FORGET and INTERRUPT ahead of everything else; the request queues follow it.
 pub(crate) const HIGH_PRIORITY_QUEUES: usize = 1;
@@ -120,6 +120,10 @@ impl Device for VirtioFs {
 
     fn queue_count(&self) -> usize {
         HIGH_PRIORITY_QUEUES + self.options.queues
+    }
+
+    fn queues_flag(&self, wanted: usize) -> Option<usize> {
+        wanted.checked_sub(HIGH_PRIORITY_QUEUES).filter(|queues| *queues <= QUEUES_MAX)
     }
 
     /// `struct virtio_fs_config`: the tag, padded with NUL, and the number of request queues.

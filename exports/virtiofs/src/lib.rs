@@ -47,7 +47,7 @@ pub struct Options {
     pub name: String,
     /// Let the guest change nothing, whatever the source would let it.
     pub read_only: bool,
-    /// Request queues, each with a worker; the guest may use fewer.
+    /// Request queues; the guest may use fewer. There are no more workers than CPUs.
     pub queues: usize,
     /// The most threads for requests that wait (for a disk, a network, another process), beside the queues' own. They are
     /// started while requests wait. Past the number, such requests wait for each other; with 0 they hold up their queue.
@@ -139,13 +139,17 @@ pub const SPARE_THREADS_DEFAULT: usize = 128;
 /// More queues than any guest has CPUs.
 const QUEUES_MAX: usize = 64;
 
+/// The fewest queues that are offered by default: as many as VMMs are usually told to ask for, however few CPUs this machine has. Those
+/// that the guest does not start have neither a worker nor memory.
+const QUEUES_DEFAULT_MIN: usize = 8;
+
 impl Default for Options {
     fn default() -> Self {
         Self {
             tag: None,
             name: String::new(),
             read_only: false,
-            queues: std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(QUEUES_MAX)),
+            queues: std::thread::available_parallelism().map_or(1, usize::from).clamp(QUEUES_DEFAULT_MIN, QUEUES_MAX),
             spare_threads: SPARE_THREADS_DEFAULT,
             poll: POLL_DEFAULT,
             cache: Cache::Auto,

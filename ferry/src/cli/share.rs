@@ -89,7 +89,7 @@ pub struct Share {
     #[serde(default)]
     pub read_only: bool,
 
-    /// How many request queues to offer [default: as many as CPUs].
+    /// How many request queues to offer [default: as many as CPUs, at least 8].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 

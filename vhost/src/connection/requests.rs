@@ -194,6 +194,11 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     }
 
     fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let wanted = usize::from(asked.num_queues);
+        if wanted > self.queues.len() {
+            self.too_few_queues(wanted);
+            return Err(Error::InvalidParam);
+        }
         Area::make(asked, self.queues.len()).map_err(|error| {
             // There is no reply that says so: the front end would wait for one.
             tracing::error!("{error}");
