@@ -120,7 +120,7 @@ struct Args {
     /// An inherited descriptor, a listening socket, instead.
     #[arg(long, value_name = "N", conflicts_with = "socket_path")]
     fd: Option<u16>,
-    /// Without effect: requests that wait hold up no others here.
+    /// Without effect: threads for requests that wait are started when some do, up to 128.
     #[arg(long, value_name = "N", default_value_t = 0)]
     thread_pool_size: usize,
     /// Extended attributes.

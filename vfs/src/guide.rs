@@ -14,9 +14,9 @@
 //! * [`syncfs`](crate::FileSystem::syncfs) and [`copy_file_range`](crate::FileSystem::copy_file_range) may take as long
 //!   as they like, for they are called on threads of their own.
 //! * A lock that somebody else holds is not waited for: keep the [`Waiter`](crate::Waiter).
-//! * Everything else that blocks (a network, a slow disk) holds its worker up. A mount on this host notices within
-//!   some milliseconds and has another thread take over, and after two minutes tells the caller `EIO`; a virtqueue
-//!   waits.
+//! * Everything else that blocks (a network, a slow disk) holds its worker up for some milliseconds. Then another thread
+//!   takes over, on this host and in a guest. After two minutes a mount on this host tells the caller `EIO`; a guest's
+//!   caller waits.
 //!
 //! Threads and processes of the author's are started before the first request, not in a handler: there they inherit how
 //! the worker is scheduled, which on this host means bound to a CPU and giving way to everybody (`SCHED_IDLE`).

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ferry_driver::{Config, Driver, Ticket};
-use ferry_vhost::{Answer, Chain, Device, Io, Port, QueueHandler, Server, Socket, WorkerOptions};
+use ferry_vhost::{Answer, Chain, Device, Io, Placement, Port, QueueHandler, Server, Socket, WorkerOptions};
 
 /// What an answer differs from its question by.
 const MASK: u64 = 0x5555_aaaa_0f0f_3c3c;
@@ -43,6 +43,8 @@ pub struct Toy {
     /// How many numbers have come to it.
     pub at_gate: Arc<AtomicUsize>,
     pub held: Held,
+    /// Threads that serve numbers that wait, which are those at the gate and odd ones.
+    pub spares: usize,
 }
 
 impl Toy {
@@ -112,6 +114,10 @@ impl Device for Toy {
         self.written.store(0, Ordering::SeqCst);
     }
 
+    fn spare_threads(&self) -> usize {
+        self.spares
+    }
+
     fn worker_count(&self) -> usize {
         QUEUES
     }
@@ -172,6 +178,13 @@ impl QueueHandler for Handler {
         self.is_broken = number & FATAL != 0;
         assert!(number & PANICS == 0, "as it was asked to");
         u32::try_from(chain.write_at(0, &(number ^ MASK).to_le_bytes())).unwrap()
+    }
+
+    fn placement(&self, chain: &Chain) -> Placement {
+        let mut bytes = [0; 8];
+        chain.read_at(0, &mut bytes);
+        let number = u64::from_le_bytes(bytes);
+        if number & GATED != 0 || !number.is_multiple_of(2) { Placement::Anywhere } else { Placement::Here }
     }
 
     fn failed(&mut self, _: &Chain) -> u32 {

@@ -1,0 +1,186 @@
+//! A handler that blocks holds up no other request of its queue.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+mod toy;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ferry_driver::{Config, Driver, Ticket};
+use toy::{GATED, HELD, PANICS, PARKED, Toy, answers, ask, config, serve};
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a gate stays shut where something is to wait for it.
+const SHUT: Duration = Duration::from_millis(200);
+const SPARES: usize = 4;
+/// Handlers that leave a thread for others.
+const BLOCKED: usize = SPARES - 1;
+
+/// Numbers that were asked.
+#[derive(Default)]
+struct Asked(HashMap<Ticket, u64>);
+
+impl Asked {
+    fn ask(&mut self, driver: &mut Driver, number: u64) {
+        self.0.insert(ask(driver, 0, number).unwrap(), number);
+    }
+
+    /// Waits for one answer; returns its number.
+    fn wait(&mut self, driver: &mut Driver) -> u64 {
+        let done =
+            driver.queue(0).wait(TIMEOUT).unwrap_or_else(|error| panic!("{error}: {:x?} are not answered", self.0));
+        let number = self.0.remove(&done.ticket).unwrap();
+        assert!(number & PANICS != 0 || answers(number, &done.reply), "{number:#x}: {:?}", done.reply);
+        number
+    }
+
+    fn wait_for_all(&mut self, driver: &mut Driver) {
+        while !self.0.is_empty() {
+            self.wait(driver);
+        }
+    }
+}
+
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let end = Instant::now() + TIMEOUT;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A toy with spare threads, and its driver.
+fn started(packed: bool) -> (tempfile::TempDir, Toy, impl Drop, Driver) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let toy = Toy { spares: SPARES, ..Toy::default() };
+    let server = serve(&path, toy.clone());
+    let driver = Driver::connect(&path, Config { packed, inflight: true, ..config() }).unwrap();
+    (folder, toy, Keep(server), driver)
+}
+
+struct Keep<T>(T);
+
+impl<T> Drop for Keep<T> {
+    fn drop(&mut self) {}
+}
+
+#[test]
+fn others_go_on_while_handlers_are_blocked_and_all_are_answered() {
+    for packed in [false, true] {
+        let (_folder, toy, _server, mut driver) = started(packed);
+        for _ in 0..3 {
+            let gate = toy.gate.lock().unwrap();
+            let mut asked = Asked::default();
+            for number in 0..BLOCKED as u64 {
+                asked.ask(&mut driver, GATED | 2 * number);
+            }
+            // At once, later, and much later.
+            for number in (0..200).chain(PARKED..PARKED + 2) {
+                asked.ask(&mut driver, number);
+                while asked.0.len() > BLOCKED + 8 {
+                    assert_eq!(asked.wait(&mut driver) & GATED, 0);
+                }
+            }
+            while asked.0.len() > BLOCKED {
+                assert_eq!(asked.wait(&mut driver) & GATED, 0);
+            }
+            drop(gate);
+            asked.wait_for_all(&mut driver);
+        }
+    }
+}
+
+#[test]
+fn past_the_budget_requests_wait_for_each_other_but_not_those_that_never_wait() {
+    let (_folder, toy, _server, mut driver) = started(false);
+    let gate = toy.gate.lock().unwrap();
+    let mut asked = Asked::default();
+    let blocked = 2 * SPARES as u64;
+    for number in 0..blocked {
+        asked.ask(&mut driver, GATED | 2 * number);
+    }
+    wait_until("all threads are blocked", || toy.at_gate.load(Ordering::SeqCst) > SPARES);
+    asked.ask(&mut driver, 1);
+    for number in 0..100 {
+        asked.ask(&mut driver, 2 * number);
+        assert_eq!(asked.wait(&mut driver), 2 * number, "no thread is needed");
+    }
+    assert_eq!(asked.0.len(), usize::try_from(blocked).unwrap() + 1, "the odd one waits");
+    drop(gate);
+    asked.wait_for_all(&mut driver);
+}
+
+#[test]
+fn a_queue_that_stops_waits_for_what_other_threads_serve() {
+    for packed in [false, true] {
+        let (_folder, toy, _server, mut driver) = started(packed);
+        let mut asked = Asked::default();
+        let begin = Instant::now();
+        std::thread::scope(|scope| {
+            let (told, shut) = std::sync::mpsc::channel();
+            let gate = Arc::clone(&toy.gate);
+            scope.spawn(move || {
+                let gate = gate.lock().unwrap();
+                told.send(()).unwrap();
+                std::thread::sleep(SHUT);
+                drop(gate);
+            });
+            shut.recv().unwrap();
+            asked.ask(&mut driver, GATED | 2);
+            asked.ask(&mut driver, GATED | 4);
+            wait_until("another thread has taken over", || toy.at_gate.load(Ordering::SeqCst) >= 2);
+            // Nothing is answered afterwards.
+            let base = driver.stop(0).unwrap();
+            assert!(begin.elapsed() >= SHUT, "stopped after {:?}", begin.elapsed());
+            asked.wait_for_all(&mut driver);
+            driver.start(0, base).unwrap();
+        });
+        asked.ask(&mut driver, 7);
+        asked.wait_for_all(&mut driver);
+    }
+}
+
+#[test]
+fn a_reply_may_come_before_the_thread_that_serves_is_back() {
+    let (_folder, toy, _server, mut driver) = started(false);
+    for number in [GATED | HELD | 1, GATED | HELD | PARKED | 1, GATED | PANICS | 2, GATED | 6] {
+        let gate = toy.gate.lock().unwrap();
+        let mut asked = Asked::default();
+        asked.ask(&mut driver, number);
+        asked.ask(&mut driver, 8);
+        assert_eq!(asked.wait(&mut driver), 8);
+        drop(gate);
+        if number & HELD != 0 {
+            wait_until("it is held", || toy.held() > 0);
+            toy.release();
+        }
+        asked.wait_for_all(&mut driver);
+    }
+}
+
+#[test]
+fn a_front_end_that_goes_meanwhile_leaves_nothing_behind() {
+    let (folder, toy, _server, mut driver) = started(false);
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    for _ in 0..3 {
+        let gate = toy.gate.lock().unwrap();
+        let before = toy.at_gate.load(Ordering::SeqCst);
+        let mut asked = Asked::default();
+        (0..3).for_each(|number| asked.ask(&mut driver, GATED | number));
+        wait_until("they are blocked", || toy.at_gate.load(Ordering::SeqCst) > before + 1);
+        driver.hang_up();
+        drop(driver);
+        drop(gate);
+        driver = Driver::connect(folder.path().join("s"), config()).unwrap();
+        let mut asked = Asked::default();
+        (0..50).for_each(|number| asked.ask(&mut driver, number));
+        asked.wait_for_all(&mut driver);
+    }
+    drop(driver);
+    // The test's own, the server's, and those of other tests of this program at the same time.
+    wait_until("threads are left", || threads() < 100);
+}
