@@ -245,3 +245,107 @@ fn any_number_of_slow_requests_holds_up_no_others() {
         }
     }
 }
+
+/// An ext4 of its own on a loop device that makes writers wait as soon as a little waits to be written.
+struct Throttled {
+    at: std::path::PathBuf,
+    folder: Option<tempfile::TempDir>,
+}
+
+impl Throttled {
+    /// `None` where that cannot be had.
+    fn mount() -> Option<Self> {
+        let folder = folder(Place::Disk);
+        let (image, at) = (folder.path().join("image"), folder.path().join("ext4"));
+        fs::create_dir(&at).unwrap();
+        fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
+        let run = |program: &str, args: &[&std::ffi::OsStr]| {
+            std::process::Command::new(program)
+                .args(args)
+                .stdout(std::process::Stdio::null())
+                .status()
+                .is_ok_and(|status| status.success())
+        };
+        let made = run("mkfs.ext4", &["-q".as_ref(), image.as_os_str()]);
+        if !made || !run("mount", &["-o".as_ref(), "loop".as_ref(), image.as_os_str(), at.as_os_str()]) {
+            ferry_skip::skip!("no ext4 can be mounted here (root, mkfs.ext4, loop devices)");
+            return None;
+        }
+        let mounted = Self { at, folder: Some(folder) };
+        let device = rustix::fs::stat(&mounted.at).unwrap().st_dev;
+        let bdi = format!("/sys/class/bdi/{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+        let limits = fs::write(format!("{bdi}/strict_limit"), "1")
+            .and_then(|()| fs::write(format!("{bdi}/max_bytes"), "2097152"));
+        if let Err(error) = limits {
+            ferry_skip::skip!("a device's dirty pages cannot be limited here (Linux 6.2): {error}");
+            return None;
+        }
+        Some(mounted)
+    }
+}
+
+impl Drop for Throttled {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("-l").arg(&self.at).status();
+        drop(self.folder.take());
+    }
+}
+
+#[test]
+#[ignore = "mounts a file system of its own, and writes much"]
+fn buffered_writes_that_wait_for_the_disk_hold_up_no_others() {
+    const CHUNK: usize = 1 << 20;
+    const CHUNKS: u64 = 256;
+    let _alone = alone();
+    let Some(throttled) = Throttled::mount() else { return };
+    fs::write(throttled.at.join("fast"), [7; BYTES as usize]).unwrap();
+    fs::write(throttled.at.join("big"), "").unwrap();
+    let share = Share::of(
+        &throttled.at,
+        folder(Place::Memory),
+        ferry_dir::Options::default(),
+        Options { queues: 1, cache: Cache::None, ..Options::default() },
+    );
+    let mut driver =
+        Driver::connect(&share.socket, Config { queues: 1, memory_bytes: 64 << 20, ..Config::default() }).unwrap();
+    driver.init().unwrap();
+    let [fast, big] = ["fast", "big"].map(|name| {
+        let node = driver.lookup(ROOT, name).unwrap().nodeid;
+        (node, driver.open(node, O_RDWR).unwrap().fh)
+    });
+    let data = vec![7; CHUNK];
+    let mut measure = |depth: u64| {
+        let (mut latencies, mut writes, mut next) = (Vec::new(), HashSet::new(), 0);
+        let (mut longest, end) = (Duration::ZERO, Instant::now() + Duration::from_secs(4));
+        while Instant::now() < end {
+            while (writes.len() as u64) < depth {
+                let offset = next % CHUNKS * CHUNK as u64;
+                next += 1;
+                let args = WriteIn { fh: big.1, offset, size: CHUNK.try_into().unwrap(), ..WriteIn::ZERO };
+                writes.insert(driver.send(Opcode::Write, big.0, &[args.as_bytes()], &data, 8).unwrap());
+            }
+            let start = Instant::now();
+            let args = ReadIn { fh: fast.1, size: BYTES, ..ReadIn::ZERO };
+            let ticket = driver.send(Opcode::Read, fast.0, &[args.as_bytes()], &[], BYTES as usize).unwrap();
+            loop {
+                let done = driver.queue(1).wait(TIMEOUT).unwrap();
+                assert_eq!(done.reply[4..8], [0; 4]);
+                if done.ticket == ticket {
+                    break;
+                }
+                assert!(writes.remove(&done.ticket));
+            }
+            latencies.push(start.elapsed());
+            longest = longest.max(start.elapsed());
+        }
+        while !writes.is_empty() {
+            assert!(writes.remove(&driver.queue(1).wait(TIMEOUT).unwrap().ticket));
+        }
+        latencies.sort_unstable();
+        println!("{depth} writes under way: {} reads, {next} writes, longest read {longest:?}", latencies.len());
+        latencies[latencies.len() * 99 / 100]
+    };
+    let (undisturbed, disturbed) = (measure(0), measure(8));
+    println!("p99 of reads {disturbed:?}, undisturbed {undisturbed:?}");
+    assert!(disturbed <= 3 * undisturbed + FLOOR, "{disturbed:?} beside {undisturbed:?}");
+}
