@@ -31,6 +31,7 @@ use crate::objects::{Bad, Objects};
 use crate::pack::{Pack, SOUND, UNKNOWN, read_object};
 use crate::part;
 use crate::piece::{self, PIECE_BYTES};
+use crate::places::StorePlaces;
 use crate::receive::Receiver;
 use crate::store::{self, Object, Places, Store};
 
@@ -81,7 +82,7 @@ pub(crate) struct Common {
     /// What other processes fetch.
     pub locks: FetchLocks,
     /// Where other packs of the store have objects.
-    elsewhere: OnceLock<Places>,
+    elsewhere: OnceLock<StorePlaces>,
     fetched_bytes: AtomicU64,
 }
 
@@ -98,12 +99,12 @@ impl Common {
         })
     }
 
-    fn elsewhere(&self) -> &Places {
+    fn elsewhere(&self) -> &StorePlaces {
         self.elsewhere.get_or_init(|| {
             let found = Store::open(&self.store).and_then(|store| store.places());
             found.unwrap_or_else(|error| {
                 tracing::warn!("{error}: what other packs have is fetched all the same");
-                Places::new()
+                StorePlaces::known(Places::new())
             })
         })
     }
@@ -324,7 +325,7 @@ impl Pack {
         let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
         let path = store::packs_folder(&absent.common.store).join(pack.hex());
         let mut memory = Vec::new();
-        let proved = File::open(path).and_then(|file| read_object(&file, *block, object, &mut memory));
+        let proved = File::open(path).and_then(|file| read_object(&file, block, object, &mut memory));
         if !matches!(proved, Ok(true)) {
             return Ok(false);
         }

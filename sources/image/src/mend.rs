@@ -32,7 +32,8 @@ use crate::image::Image;
 use crate::pack::{look_at_object, read_object};
 use crate::parallel;
 use crate::piece::{self, Found};
-use crate::store::{self, DAMAGED_SUFFIX, Index, New, Object, Places, Store};
+use crate::places::StorePlaces;
+use crate::store::{self, DAMAGED_SUFFIX, Index, New, Object, Store};
 
 /// What became of damaged objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,6 +42,12 @@ pub struct Mended {
     pub mended: usize,
     /// How many have not.
     pub left: usize,
+}
+
+/// What is noted as damaged in a pack of a store.
+pub(crate) fn noted(store: &Path, pack: Digest) -> HashSet<Digest> {
+    let Ok(lines) = fs::read(store::damage_path(store, pack)) else { return HashSet::new() };
+    lines.split(|byte| *byte == b'\n').filter_map(Digest::parse).collect()
 }
 
 /// Reads all of an image's packs or objects, and notes what is damaged, so that builds and pulls replace it; answers how much that
@@ -79,7 +86,7 @@ pub fn mend(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Me
 
 /// Where the right bytes of objects of one pack come from.
 struct Sources<'a> {
-    places: &'a Places,
+    places: &'a StorePlaces,
     /// `None` once it had no answer: the next one would be waited for as long. Who refuses one object may have others.
     from: Option<&'a dyn Fetch>,
     /// The first object that could not be fetched, and why not.
@@ -89,8 +96,7 @@ struct Sources<'a> {
 impl Store {
     /// What is noted as damaged in a pack.
     pub(crate) fn noted(&self, pack: Digest) -> HashSet<Digest> {
-        let Ok(lines) = fs::read(store::damage_path(self.folder(), pack)) else { return HashSet::new() };
-        lines.split(|byte| *byte == b'\n').filter_map(Digest::parse).collect()
+        noted(self.folder(), pack)
     }
 
     /// Looks at all bytes of a pack, and notes what is damaged; answers how many objects are.
@@ -154,7 +160,7 @@ impl Store {
 
     /// Puts a copy in the place of a pack, with the right bytes of what is damaged in it as far as they can be had. `places` tells
     /// where other packs have them.
-    fn mend_pack(&self, pack: Digest, places: &Places, from: Option<&dyn Fetch>) -> Result<Mended> {
+    fn mend_pack(&self, pack: Digest, places: &StorePlaces, from: Option<&dyn Fetch>) -> Result<Mended> {
         // Of two who mend a pack the later one would undo what the first one did.
         let Some(_lock) = lock_note(&store::damage_path(self.folder(), pack))? else { return Ok(Mended::default()) };
         // One that is not all here, or whose index is damaged, is fetched as a whole.
@@ -168,7 +174,7 @@ impl Store {
             .filter(|(_, found)| *found != Some(Found::Sound))
             .collect();
         let can_be_had = |(object, found): &(&Object, Option<Found>)| {
-            *found == Some(Found::Padding) || from.is_some() || places.contains_key(&object.digest)
+            *found == Some(Found::Padding) || from.is_some() || places.contains(&object.digest)
         };
         let has_wrong_form = !self.is_whole(&index) || has_other_digest(&old, &index);
         if !has_wrong_form && !bad.iter().any(can_be_had) {
@@ -252,8 +258,8 @@ impl Sources<'_> {
     fn get(&mut self, store: &Store, pack: Digest, object: &Object) -> Option<Vec<u8>> {
         if let Some((other, block)) = self.places.get(&object.digest) {
             let mut memory = Vec::new();
-            let found = File::open(store.pack_path(*other));
-            if matches!(found.and_then(|file| read_object(&file, *block, object, &mut memory)), Ok(true)) {
+            let found = File::open(store.pack_path(other));
+            if matches!(found.and_then(|file| read_object(&file, block, object, &mut memory)), Ok(true)) {
                 return Some(memory);
             }
         }

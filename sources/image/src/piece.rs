@@ -194,12 +194,13 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::places::StorePlaces;
     use crate::store::Places;
 
     #[test]
     fn pieces_begin_at_blocks_and_end_with_zeros() {
         let known = digest(&[3; 4097]);
-        let mut batch = Batch::new(Leaves::OfNew(Arc::new(Places::from([(known, (known, 0))]))));
+        let mut batch = Batch::new(Leaves::OfNew(Arc::new(StorePlaces::known(Places::from([(known, (known, 0))])))));
         for round in 0..2 {
             for (byte, length) in [(1_u8, 1), (2, 4096), (3, 4097), (4, PIECE_BYTES), (5, 0)] {
                 let fill = |piece: &mut [u8]| -> Result<(), ()> {

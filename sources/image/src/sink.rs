@@ -16,6 +16,7 @@ use crate::error::{Doing, Error, Result, told};
 use crate::flat::{self, Pack};
 use crate::hashers::Hashers;
 use crate::piece::{self, Batch, PIECE_BYTES};
+use crate::places::StorePlaces;
 use crate::store::{Leaves, NewPack, Places, Store};
 use crate::trace::Trace;
 use crate::tree::{Content, Tree};
@@ -47,7 +48,7 @@ impl Sink {
     pub(crate) fn begin(store: &Arc<Store>, layout: Layout, threads: usize, has_verity: bool) -> Result<Self> {
         let kind = match layout {
             Layout::Flat => {
-                let places = Arc::new(store.places_in(|index| index.verity.is_some() || !has_verity)?);
+                let places = Arc::new(if has_verity { store.places_with_verity()? } else { store.places()? });
                 let leaves = if has_verity { Leaves::OfNew(Arc::clone(&places)) } else { Leaves::No };
                 let (batch, pack) = (Batch::new(leaves.clone()), store.begin(has_verity)?);
                 let coming = Coming { threads, hashers: None, leaves, batch, free: Vec::new(), pieces: 0 };
@@ -274,7 +275,7 @@ enum Found {
 
 /// Tells known objects from new ones.
 struct Sorted {
-    places: Arc<Places>,
+    places: Arc<StorePlaces>,
     pack: NewPack,
     found: HashMap<Digest, Found>,
     /// The pieces of all files, each file's in order.
@@ -304,7 +305,7 @@ impl Sorted {
         self.pack.add(batch, |digest, bytes, block| {
             let Entry::Vacant(new) = self.found.entry(digest) else { return false };
             if let Some(place) = self.places.get(&digest) {
-                new.insert(Found::Known(*place));
+                new.insert(Found::Known(place));
                 return false;
             }
             new.insert(Found::New(block));

@@ -6,6 +6,7 @@
 //! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its BLAKE3 digest (32 bytes);
 //!                          then, in packs for fs-verity, 64 ones and the pack's fs-verity digest (SHA-256, blocks of 4 KiB; 32 bytes)
 //! STORE/packs/NAME.damaged what is known to be damaged in the pack, see [`crate::mend`]
+//! STORE/packs/table        where to look for objects, see [`crate::pack_table`]
 //! ```
 //!
 //! NAME is the BLAKE3 digest of the index. So whoever knows the name can prove the index by it, and each object by the index. Objects
@@ -34,6 +35,7 @@ use crate::erofs::BLOCK_BYTES;
 use crate::error::{Doing, Error, Result};
 use crate::fsverity::{self, Verity};
 use crate::piece::{self, Batch, PIECE_BYTES, Piece};
+use crate::places::StorePlaces;
 use crate::verity::{Hasher, hash_block};
 
 /// The size of one entry of an index, in bytes.
@@ -71,6 +73,26 @@ pub(crate) fn packs_folder(folder: &Path) -> PathBuf {
 /// Where it is noted what is damaged in a pack.
 pub(crate) fn damage_path(folder: &Path, pack: Digest) -> PathBuf {
     packs_folder(folder).join(format!("{}{DAMAGED_SUFFIX}", pack.hex()))
+}
+
+/// Where the index of a pack is.
+fn index_path(folder: &Path, pack: Digest) -> PathBuf {
+    packs_folder(folder).join(format!("{}{INDEX_SUFFIX}", pack.hex()))
+}
+
+/// Reads the index of a pack of a store, and proves it by the pack's name.
+pub(crate) fn read_index(folder: &Path, pack: Digest) -> Result<Index> {
+    let path = index_path(folder, pack);
+    let mut bytes = Vec::new();
+    let file = File::open(&path).doing("open", &path)?;
+    file.take(INDEX_BYTES_MAX).read_to_end(&mut bytes).doing("read", &path)?;
+    Index::of(folder, pack, &bytes)
+}
+
+/// Whether a pack of a store has the length that its index tells of.
+pub(crate) fn is_whole(folder: &Path, index: &Index) -> bool {
+    let bytes = index.blocks.saturating_mul(BLOCK_BYTES as u64);
+    fs::metadata(packs_folder(folder).join(index.pack.hex())).is_ok_and(|metadata| metadata.len() == bytes)
 }
 
 /// Whether a folder has packs or objects in it.
@@ -147,11 +169,15 @@ impl Index {
         Ok(Self { pack, objects, blocks: block, verity })
     }
 
+    /// The objects that begin at a block: one without bytes begins where the next one does.
+    pub(crate) fn objects_at(&self, block: u64) -> impl Iterator<Item = &Object> {
+        let from = self.objects.partition_point(|object| object.block < block);
+        self.objects[from..].iter().take_while(move |object| object.block == block)
+    }
+
     /// The object that begins at a block and has so many bytes.
     pub(crate) fn object_at(&self, block: u64, bytes: u64) -> Option<&Object> {
-        // One without bytes begins where the next one does.
-        let from = self.objects.partition_point(|object| object.block < block);
-        self.objects[from..].iter().take_while(|object| object.block == block).find(|object| object.bytes == bytes)
+        self.objects_at(block).find(|object| object.bytes == bytes)
     }
 
     /// The bytes that say the same.
@@ -190,14 +216,14 @@ pub(crate) enum Leaves {
     /// None.
     No,
     /// Those that are not in these packs already.
-    OfNew(Arc<Places>),
+    OfNew(Arc<StorePlaces>),
 }
 
 impl Leaves {
     pub(crate) fn are_wanted(&self, digest: &Digest) -> bool {
         match self {
             Self::No => false,
-            Self::OfNew(places) => !places.contains_key(digest),
+            Self::OfNew(places) => !places.contains(digest),
         }
     }
 }
@@ -249,7 +275,7 @@ impl Store {
     }
 
     fn index_path(&self, pack: Digest) -> PathBuf {
-        packs_folder(&self.folder).join(format!("{}{INDEX_SUFFIX}", pack.hex()))
+        index_path(&self.folder, pack)
     }
 
     /// Reads a pack's index, and proves it by the pack's name.
@@ -257,11 +283,7 @@ impl Store {
     /// # Errors
     /// It is missing, or not what the name says.
     pub fn index(&self, pack: Digest) -> Result<Index> {
-        let path = self.index_path(pack);
-        let mut bytes = Vec::new();
-        let file = File::open(&path).doing("open", &path)?;
-        file.take(INDEX_BYTES_MAX).read_to_end(&mut bytes).doing("read", &path)?;
-        Index::of(&self.folder, pack, &bytes)
+        read_index(&self.folder, pack)
     }
 
     /// All packs there are, by name. A pack whose index is missing is one that is just being made or removed.
@@ -287,33 +309,18 @@ impl Store {
 
     /// Where each object of the store is. Of one that is in several packs, the place in the first pack by name. What is noted as damaged
     /// is left out.
-    pub(crate) fn places(&self) -> Result<Places> {
-        self.places_in(|_| true)
+    pub(crate) fn places(&self) -> Result<StorePlaces> {
+        Ok(StorePlaces::open(&self.folder, &self.packs()?, false))
     }
 
-    /// The same in those packs that are wanted.
-    pub(crate) fn places_in(&self, is_wanted: impl Fn(&Index) -> bool) -> Result<Places> {
-        let mut places = Places::new();
-        for pack in self.packs()? {
-            match self.index(pack) {
-                Ok(index) if !is_wanted(&index) => {}
-                Ok(index) if self.is_whole(&index) => {
-                    let damaged = self.noted(pack);
-                    for object in index.objects.iter().filter(|object| !damaged.contains(&object.digest)) {
-                        places.entry(object.digest).or_insert((pack, object.block));
-                    }
-                }
-                Ok(_) => tracing::warn!("{}: the pack {pack} is cut off and not used", self.folder.display()),
-                Err(error) => tracing::warn!("{error}: not used"),
-            }
-        }
-        Ok(places)
+    /// The same in those packs whose indexes have their fs-verity digests.
+    pub(crate) fn places_with_verity(&self) -> Result<StorePlaces> {
+        Ok(StorePlaces::open(&self.folder, &self.packs()?, true))
     }
 
     /// Whether a pack has the length that its index tells of.
     pub(crate) fn is_whole(&self, index: &Index) -> bool {
-        let bytes = index.blocks.saturating_mul(BLOCK_BYTES as u64);
-        fs::metadata(self.pack_path(index.pack)).is_ok_and(|metadata| metadata.len() == bytes)
+        is_whole(&self.folder, index)
     }
 
     /// Asks the kernel to read a pack from its beginning to its end, so much of it at most, before anybody wants it.
