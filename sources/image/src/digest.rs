@@ -106,9 +106,12 @@ pub fn bytes_of_hex(digits: &[u8]) -> Option<[u8; DIGEST_BYTES]> {
         return None;
     }
     for (byte, pair) in bytes.iter_mut().zip(digits.chunks(2)) {
-        let digit = |at: u8| char::from(at).to_digit(16).filter(|_| !at.is_ascii_uppercase());
-        let (high, low) = (digit(pair[0])?, digit(pair[1])?);
-        *byte = u8::try_from(high << 4 | low).ok()?;
+        let digit = |at: u8| match at {
+            b'0'..=b'9' => Some(at - b'0'),
+            b'a'..=b'f' => Some(at - b'a' + 10),
+            _ => None,
+        };
+        *byte = digit(pair[0])? << 4 | digit(pair[1])?;
     }
     Some(bytes)
 }

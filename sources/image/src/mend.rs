@@ -33,7 +33,7 @@ use crate::pack::{look_at_object, read_object};
 use crate::parallel;
 use crate::piece::{self, Found};
 use crate::places::StorePlaces;
-use crate::store::{self, DAMAGED_SUFFIX, Index, New, Object, Store};
+use crate::store::{self, Index, New, Object, Store};
 
 /// What became of damaged objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -131,18 +131,6 @@ impl Store {
         let mut new = New::begin(store::folder_of(&path))?;
         new.file.write_all(lines.as_bytes()).doing("write to", &*new.path)?;
         new.keep(&path)
-    }
-
-    /// Mends every pack that has a note, as far as other packs have what is damaged in it.
-    pub(crate) fn mend_all(&self) -> Result<()> {
-        let folder = store::packs_folder(self.folder());
-        let mut noted = Vec::new();
-        for entry in fs::read_dir(&folder).doing("list", &folder)? {
-            let name = entry.doing("list", &folder)?.file_name();
-            let pack = name.as_encoded_bytes().strip_suffix(DAMAGED_SUFFIX.as_bytes());
-            noted.extend(pack.and_then(store::pack_name));
-        }
-        if noted.is_empty() { Ok(()) } else { self.mend_each(noted, None).map(drop) }
     }
 
     /// Mends packs that have a note, also when that fails with one.

@@ -1,6 +1,6 @@
 //! Where the objects of a store are: found in the table of all packs ([`crate::pack_table`]), and believed when the pack's own index says so.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -9,10 +9,13 @@ use crate::digest::Digest;
 use crate::error::{Doing, Result};
 use crate::mend;
 use crate::pack_table::{self, Damaged, Table, TableEntry, TablePack};
-use crate::store::{self, Index, New, Places};
+use crate::store::{self, Index, Listing, New, Places};
 
 /// How many packs may be missing in the table before it is made again: the index of each is read by everybody who opens the store.
 const BEHIND_MAX: usize = 16;
+
+/// The packs and blocks of objects that are not in the table.
+type Beside = HashMap<Digest, Vec<(Digest, u64)>>;
 
 /// Where the objects of a store's packs are, of one that is in several packs the place in the first usable one by name.
 #[derive(Debug)]
@@ -21,10 +24,9 @@ pub(crate) struct StorePlaces {
     /// Only packs with the fs-verity digest in their index are used.
     with_verity: bool,
     table: Option<Table>,
-    /// The packs that there are.
-    packs: HashSet<Digest>,
+    listing: Listing,
     /// What is in packs that the table does not have.
-    beside: HashMap<Digest, Vec<(Digest, u64)>>,
+    beside: Beside,
     /// Packs in which something was found: `None` of those that cannot be used.
     opened: Mutex<HashMap<Digest, Option<Arc<Usable>>>>,
     /// All places, where the table turns out to be damaged.
@@ -39,48 +41,38 @@ struct Usable {
 }
 
 impl StorePlaces {
-    /// Those of a store with these packs, by name. The table is made again if it is missing, damaged or too far behind.
-    pub(crate) fn open(store: &Path, packs: &[Digest], with_verity: bool) -> Self {
-        let new = |table, beside| Self {
-            store: store.into(),
-            with_verity,
-            table,
-            packs: packs.iter().copied().collect(),
-            beside,
-            opened: Mutex::default(),
-            all: OnceLock::new(),
-        };
+    /// Those of a store in which there is so much. The table is made again if it is missing, damaged or too far behind.
+    pub(crate) fn open(store: &Path, listing: Listing, with_verity: bool) -> Self {
         let folder = store::packs_folder(store);
         let table = Table::open(&folder).unwrap_or_else(|error| {
             tracing::debug!("{}: the table of packs cannot be read: {error}", store.display());
             None
         });
-        let known: BTreeMap<Digest, bool> =
-            table.iter().flat_map(Table::packs).map(|pack| (pack.name, pack.is_usable)).collect();
-        let behind = packs.iter().filter(|pack| !known.contains_key(pack)).count();
-        let here: HashSet<&Digest> = packs.iter().collect();
-        let gone = known.keys().filter(|pack| !here.contains(pack)).count();
-        if behind.max(gone) <= BEHIND_MAX {
-            // Those that could not be used may have been replaced.
-            let left = packs.iter().filter(|pack| known.get(pack) != Some(&true));
-            let indexes: Vec<Index> = left.filter_map(|pack| index_of(store, *pack)).collect();
-            return new(table, beside(&indexes));
-        }
-        let indexes: Vec<Index> = packs.iter().filter_map(|pack| index_of(store, *pack)).collect();
-        match write_table(&folder, packs, &indexes).map(|()| Table::open(&folder)) {
-            Ok(Ok(Some(table))) => new(Some(table), HashMap::new()),
-            // A store that may not be written to is used all the same.
-            written => {
-                tracing::debug!("{}: there is no table of packs: {written:?}", store.display());
-                new(None, beside(&indexes))
-            }
-        }
+        let known = table.as_ref().map_or(&[][..], Table::packs);
+        let left = left(&listing.packs, known);
+        // Those that could not be used may have been replaced: they count as known.
+        let same = listing.packs.len() - left.iter().filter(|(_, is_known)| !is_known).count();
+        let is_near = (listing.packs.len() - same).max(known.len() - same) <= BEHIND_MAX;
+        let (table, beside) = if is_near {
+            let indexes: Vec<Index> = left.into_iter().filter_map(|(pack, _)| index_of(store, pack)).collect();
+            (table, beside(&indexes))
+        } else {
+            make_table(store, &listing.packs)
+        };
+        let (opened, all) = (Mutex::default(), OnceLock::new());
+        Self { store: store.into(), with_verity, table, listing, beside, opened, all }
     }
 
     /// Places that are known already.
     pub(crate) fn known(places: Places) -> Self {
-        let (packs, beside, opened, all) = (HashSet::new(), HashMap::new(), Mutex::default(), OnceLock::from(places));
-        Self { store: PathBuf::new(), with_verity: false, table: None, packs, beside, opened, all }
+        let (beside, opened, all) = (Beside::new(), Mutex::default(), OnceLock::from(places));
+        let listing = Listing::default();
+        Self { store: PathBuf::new(), with_verity: false, table: None, listing, beside, opened, all }
+    }
+
+    /// Packs of which something is noted as damaged.
+    pub(crate) fn noted(&self) -> &[Digest] {
+        &self.listing.noted
     }
 
     /// The pack and the block that an object is at.
@@ -105,7 +97,8 @@ impl StorePlaces {
         if let Some(table) = &self.table {
             let place = |entry: &TableEntry| {
                 let pack = usize::try_from(entry.pack).ok().and_then(|pack| table.packs().get(pack))?;
-                Some((pack.name, u64::from(entry.block))).filter(|(pack, _)| self.packs.contains(pack))
+                Some((pack.name, u64::from(entry.block)))
+                    .filter(|(pack, _)| self.listing.packs.binary_search(pack).is_ok())
             };
             found.extend(table.find(digest)?.iter().filter_map(place));
             found.sort_unstable();
@@ -146,10 +139,8 @@ impl StorePlaces {
         if let Err(error) = std::fs::remove_file(&table) {
             tracing::warn!("cannot remove {}: {error}", table.display());
         }
-        let mut packs: Vec<Digest> = self.packs.iter().copied().collect();
-        packs.sort_unstable();
         let mut places = Places::new();
-        for usable in packs.into_iter().filter_map(|pack| self.usable(pack)) {
+        for usable in self.listing.packs.iter().filter_map(|pack| self.usable(*pack)) {
             for object in usable.index.objects.iter().filter(|object| !usable.damaged.contains(&object.digest)) {
                 places.entry(object.digest).or_insert((usable.index.pack, object.block));
             }
@@ -158,13 +149,39 @@ impl StorePlaces {
     }
 }
 
+/// Those of some packs whose objects are not in the table, and whether the table knows of them; both are by name.
+fn left(packs: &[Digest], known: &[TablePack]) -> Vec<(Digest, bool)> {
+    let mut known = known.iter().peekable();
+    let look = |pack: &Digest| {
+        while known.next_if(|known| known.name < *pack).is_some() {}
+        match known.next_if(|known| known.name == *pack) {
+            Some(known) if known.is_usable => None,
+            found => Some((*pack, found.is_some())),
+        }
+    };
+    packs.iter().filter_map(look).collect()
+}
+
 /// A pack's index, if it is sound.
 fn index_of(store: &Path, pack: Digest) -> Option<Index> {
     store::read_index(store, pack).map_err(|error| tracing::warn!("{error}: not used")).ok()
 }
 
-fn beside(indexes: &[Index]) -> HashMap<Digest, Vec<(Digest, u64)>> {
-    let mut beside: HashMap<Digest, Vec<(Digest, u64)>> = HashMap::new();
+/// Makes the table of a store's packs; what there is of them without it, if the store may not be written to.
+fn make_table(store: &Path, packs: &[Digest]) -> (Option<Table>, Beside) {
+    let folder = store::packs_folder(store);
+    let indexes: Vec<Index> = packs.iter().filter_map(|pack| index_of(store, *pack)).collect();
+    match write_table(&folder, packs, &indexes).map(|()| Table::open(&folder)) {
+        Ok(Ok(Some(table))) => (Some(table), Beside::new()),
+        written => {
+            tracing::debug!("{}: there is no table of packs: {written:?}", store.display());
+            (None, beside(&indexes))
+        }
+    }
+}
+
+fn beside(indexes: &[Index]) -> Beside {
+    let mut beside = Beside::new();
     for index in indexes {
         for object in &index.objects {
             beside.entry(object.digest).or_default().push((index.pack, object.block));

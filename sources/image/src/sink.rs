@@ -161,9 +161,12 @@ impl Sink {
             }
             Kind::Packs(sorted) => {
                 let has_verity = matches!(sorted.coming.leaves, Leaves::OfNew(_));
+                let noted = sorted.places.noted().to_vec();
                 let (mut places, pieces) = sorted.finish()?;
                 // What it has stored may be what another pack lacks.
-                if let Err(error) = self.store.mend_all() {
+                if !noted.is_empty()
+                    && let Err(error) = self.store.mend_each(noted, None)
+                {
                     tracing::warn!("{}: what is damaged in the store stays so", told(&error));
                 }
                 let pack = order.map(|_| self.store.begin(has_verity)).transpose()?;

@@ -111,6 +111,15 @@ pub struct Store {
     _lock: File,
 }
 
+/// What there is in a store.
+#[derive(Debug, Default)]
+pub(crate) struct Listing {
+    /// Packs with an index, by name.
+    pub packs: Vec<Digest>,
+    /// Packs of which something is noted as damaged.
+    pub noted: Vec<Digest>,
+}
+
 /// What is in a pack.
 #[derive(Debug)]
 pub struct Index {
@@ -291,31 +300,37 @@ impl Store {
     /// # Errors
     /// The folder cannot be read.
     pub fn packs(&self) -> Result<Vec<Digest>> {
+        self.list().map(|listing| listing.packs)
+    }
+
+    /// What there is, by the names of files.
+    pub(crate) fn list(&self) -> Result<Listing> {
         let folder = packs_folder(&self.folder);
-        let mut found = Vec::new();
+        let mut listing = Listing::default();
         let entries = match fs::read_dir(&folder) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(listing),
             entries => entries.doing("list", &folder)?,
         };
         for entry in entries {
             let name = entry.doing("list", &folder)?.file_name();
-            if let Some(pack) = name.as_encoded_bytes().strip_suffix(b".index").and_then(pack_name) {
-                found.push(pack);
-            }
+            let name = name.as_encoded_bytes();
+            let named = |suffix: &str| name.strip_suffix(suffix.as_bytes()).and_then(pack_name);
+            listing.packs.extend(named(INDEX_SUFFIX));
+            listing.noted.extend(named(DAMAGED_SUFFIX));
         }
-        found.sort_unstable();
-        Ok(found)
+        listing.packs.sort_unstable();
+        Ok(listing)
     }
 
     /// Where each object of the store is. Of one that is in several packs, the place in the first pack by name. What is noted as damaged
     /// is left out.
     pub(crate) fn places(&self) -> Result<StorePlaces> {
-        Ok(StorePlaces::open(&self.folder, &self.packs()?, false))
+        Ok(StorePlaces::open(&self.folder, self.list()?, false))
     }
 
     /// The same in those packs whose indexes have their fs-verity digests.
     pub(crate) fn places_with_verity(&self) -> Result<StorePlaces> {
-        Ok(StorePlaces::open(&self.folder, &self.packs()?, true))
+        Ok(StorePlaces::open(&self.folder, self.list()?, true))
     }
 
     /// Whether a pack has the length that its index tells of.

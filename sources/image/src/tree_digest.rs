@@ -96,6 +96,11 @@ impl Records {
         self.hasher.update(&record.to_le_bytes());
     }
 
+    /// How many names a directory has; they follow.
+    fn names(&mut self, names: usize) {
+        self.hasher.update(&count(names));
+    }
+
     fn number(&mut self, number: u32) {
         self.hasher.update(&number.to_le_bytes());
     }
@@ -154,18 +159,18 @@ fn of_node(records: &mut Records, node: &Node, pieces: &[Digest]) {
         xattrs: node.xattrs.iter().map(|(name, value)| (&name[..], &value[..])).collect(),
     });
     match (&node.content, node.kind()) {
-        (Content::Directory(names), _) => records.hasher.update(&count(names.len())),
-        (Content::Inline(target), FileType::Symlink) => return records.bytes(target),
-        (Content::Inline(bytes), _) => return records.inline(bytes),
+        (Content::Directory(names), _) => records.names(names.len()),
+        (Content::Inline(target), FileType::Symlink) => records.bytes(target),
+        (Content::Inline(bytes), _) => records.inline(bytes),
         (Content::Packed { bytes, first }, _) => {
             records.file(*bytes);
             let count = usize::try_from(piece::count(*bytes)).unwrap_or(usize::MAX);
-            return pieces[*first..][..count].iter().for_each(|digest| records.piece(digest));
+            pieces[*first..][..count].iter().for_each(|digest| records.piece(digest));
         }
-        (_, FileType::BlockDevice | FileType::CharacterDevice) => return records.number(node.rdev),
-        (_, FileType::RegularFile) => return records.file(0),
-        _ => return,
-    };
+        (_, FileType::BlockDevice | FileType::CharacterDevice) => records.number(node.rdev),
+        (_, FileType::RegularFile) => records.file(0),
+        _ => {}
+    }
 }
 
 /// The digest of the tree that an image holds, by the indexes of its packs, in their order.
@@ -210,7 +215,7 @@ fn of_inode(records: &mut Records, image: &Image, indexes: &[&Index], inode: &In
             for entry in image.entries(inode, 0)? {
                 names += usize::from(!matches!(entry?.name, b"." | b".."));
             }
-            records.hasher.update(&count(names));
+            records.names(names);
         }
         FileType::Symlink => records.bytes(&image.link(inode)?),
         FileType::BlockDevice | FileType::CharacterDevice => records.number(inode.rdev()),
