@@ -12,6 +12,7 @@ pub mod disks;
 pub mod inside;
 pub mod mounts;
 pub mod ninep;
+pub mod recipes;
 pub mod suites;
 pub mod survivor;
 pub mod walled;
