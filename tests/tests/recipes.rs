@@ -135,6 +135,7 @@ fn every_line_of_the_help_is_run_or_needs_something() {
 fn guest(commands: &str) -> Vec<u8> {
     let init = format!(
         "#!/bin/busybox sh\nb=/bin/busybox\n$b mount -t proc proc /proc\n$b mount -t devtmpfs dev /dev\n\
+         $b mkdir -p /sys\n$b mount -t sysfs sys /sys\n\
          for module in $($b cat /modules/order); do $b insmod /modules/$module; done 2>/dev/null\n\
          mount() {{ $b mount \"$@\"; }}\n{commands}\n$b poweroff -f\n"
     );
@@ -201,7 +202,11 @@ fn a_window_on_one_cpu_and_on_two() {
     let lines = block("ferry share /srv/src --virtiofs /run/src.sock --tag src");
     let [share, qemu, more, mount] = &lines[..] else { panic!("{lines:?}") };
     let memory = whole("-object memory-backend").remove(0);
-    let options = format!("{} {more}", qemu.strip_prefix("qemu-system-x86_64 ... ").unwrap().trim_end_matches('\\'));
+    let options = format!(
+        "{} {}",
+        qemu.strip_prefix("qemu-system-x86_64 ... ").unwrap().trim_end_matches('\\').trim(),
+        more.trim()
+    );
     for cpus in [Some("0"), None] {
         let share = script(std::slice::from_ref(share), |_| String::new());
         let commands = format!("{mount}\n[ $($b cat /mnt/from-host) = from-host ] && echo guest: done");
