@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::Error;
 
@@ -53,14 +54,29 @@ pub(crate) fn remove_dead(folder: &Path) {
         let Some(pid) = pid.and_then(rustix::process::Pid::from_raw).filter(|_| is_socket) else { continue };
         let gone = rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
         // In a container that shares the folder, the number may mean nothing to us although the server runs.
-        let deaf = UnixStream::connect(&path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
+        let deaf = || connect_now(&path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
         if gone
-            && deaf
+            && deaf()
             && let Err(error) = fs::remove_file(&path)
         {
             tracing::debug!("the socket {} of a dead server stays: {error}", path.display());
         }
     }
+}
+
+/// Connects without waiting for the server: one that is stopped, and has its backlog full, would be waited for as long as it is.
+fn connect_now(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
+        Err(rustix::io::Errno::AGAIN) => {
+            Err(io::Error::new(ErrorKind::TimedOut, "it takes no connections: is it stopped?"))
+        }
+        outcome => outcome.map_err(io::Error::from),
+    }?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// The control socket of a server, as far as its place tells.
@@ -88,7 +104,7 @@ impl Endpoint {
         if FileType::from_raw_mode(found.st_mode) != FileType::Socket || found.st_uid != self.owner {
             return Err(stranger());
         }
-        let stream = UnixStream::connect(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        let stream = connect_now(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())))?;
         // A peer in another PID namespace has number 0 here, which rustix's type excludes.
         let peer = nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials);
         let peer = peer.map_err(io::Error::from)?;
@@ -152,6 +168,32 @@ mod tests {
             let error = connect(name, pid, owner).expect_err(name);
             assert!(matches!(error, Error::Stranger { .. }), "{name}: {error}");
         }
+    }
+
+    /// One that is stopped, as by Ctrl-Z or a debugger, is nobody's business: others start, and are listed, all the same.
+    #[test]
+    fn a_server_that_takes_no_connections_is_not_waited_for() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join(std::process::id().to_string());
+        let _listener = std::os::unix::net::UnixListener::bind(&path).expect("a free path");
+        let mut waiting = Vec::new();
+        let full = loop {
+            match connect_now(&path) {
+                Ok(stream) => waiting.push(stream),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(full.kind(), ErrorKind::TimedOut);
+        let (done, told) = std::sync::mpsc::channel();
+        let place = folder.path().to_owned();
+        std::thread::spawn(move || {
+            remove_dead(&place);
+            let endpoint = Endpoint { pid: std::process::id(), owner: rustix::process::geteuid().as_raw(), path };
+            let _ = done.send(endpoint.connect());
+        });
+        let outcome = told.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
+        assert!(outcome.is_err_and(|error| error.to_string().contains("is it stopped?")));
+        assert!(folder.path().join(std::process::id().to_string()).exists());
     }
 
     #[test]

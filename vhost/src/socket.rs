@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{
@@ -236,14 +236,15 @@ fn remove_stale(folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(),
     if FileType::from_raw_mode(found.st_mode) != FileType::Socket {
         return Err(SocketError::NotASocket(path.into()));
     }
-    match UnixStream::connect(place(file.as_fd())) {
+    // Whoever waits until a server takes a connection waits for one that is stopped as long as it is.
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
+    let address = SocketAddrUnix::new(place(file.as_fd())).map_err(failed)?;
+    match rustix::net::connect(&socket, &address) {
         // A full backlog is a server too.
-        Ok(_) => Err(SocketError::InUse(path.into())),
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(SocketError::InUse(path.into())),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            unlinkat(folder, name, AtFlags::empty()).map_err(failed)
-        }
-        Err(reason) => Err(SocketError::System { path: path.into(), reason }),
+        Ok(()) | Err(Errno::AGAIN) => Err(SocketError::InUse(path.into())),
+        Err(Errno::CONNREFUSED) => unlinkat(folder, name, AtFlags::empty()).map_err(failed),
+        Err(errno) => Err(failed(errno)),
     }
 }
 
@@ -251,6 +252,7 @@ fn remove_stale(folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(),
 mod tests {
     use std::fs;
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    use std::os::unix::net::UnixStream;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
