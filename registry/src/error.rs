@@ -129,6 +129,9 @@ pub enum Error {
     /// Two things went wrong that do not depend on each other.
     #[error("{}; {}", told(.0), told(.1))]
     Both(Box<Error>, Box<Error>),
+    /// It ended before all was here; some of it is.
+    #[error("the image is not complete; what came so far is kept for the next try: {0}")]
+    Incomplete(Box<Error>),
     /// Who takes the bytes wants no more.
     #[error("{0}")]
     Sink(io::Error),

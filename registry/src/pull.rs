@@ -94,8 +94,13 @@ fn fetch(
     let objects = Objects::open_mended(image, store, Some(missing))?;
     objects.prove_tree(image)?;
     if !options.metadata_only {
-        objects.fetch_all(options.jobs, &AtomicBool::new(false), progress)?;
-        objects.complete()?;
+        let fetched = objects.fetch_all(options.jobs, &AtomicBool::new(false), progress).map_err(Error::from);
+        let outcome = fetched.and_then(|()| Ok(objects.complete()?));
+        // Where nothing came, nothing is kept.
+        outcome.map_err(|error| match objects.fetched_bytes() {
+            0 => error,
+            _ => Error::Incomplete(Box::new(error)),
+        })?;
     }
     Ok(objects.fetched_bytes())
 }

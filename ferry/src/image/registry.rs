@@ -204,8 +204,7 @@ mod with {
             metadata_only: args.metadata_only,
         };
         let bar = bar("bytes");
-        let pulled = ferry_registry::pull(&remote, &args.output, &args.store.store, &options, &progress(&bar))
-            .context("the image is not complete; what came so far is kept for the next try")?;
+        let pulled = ferry_registry::pull(&remote, &args.output, &args.store.store, &options, &progress(&bar))?;
         bar.finish_and_clear();
         drop(store);
         let Pulled { digest, manifest, fetched_bytes } = pulled;
