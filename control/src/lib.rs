@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 
 pub use error::Error;
 pub use escape::{printable, printable_json};
-pub use log::{Logging, Syslog};
+pub use log::{Logging, Syslog, nearest};
 pub use place::{Endpoint, sockets};
 pub use served::{Held, Served, Shown};
 pub use server::{Control, Owner};

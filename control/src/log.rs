@@ -25,10 +25,15 @@ use crate::{Error, LOG_LINE_BYTES_MAX};
 
 /// Where the log of requests comes from, in the words of a filter.
 const REQUESTS: &str = "ferry_engine::requests=info";
+/// The same, as its lines have it.
+const REQUESTS_TARGET: &str = "ferry_engine::requests";
 /// Lines that a listener may be behind; then it misses some, and nobody waits.
 const BACKLOG_LINES: usize = 1024;
 
-/// How much like a level a word must be to be taken for a misspelling of it, from 0 to 1.
+/// The levels that there are.
+const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+
+/// How much like a name a word must be to be taken for a misspelling of it, from 0 to 1.
 const LIKENESS_MIN: f64 = 0.7;
 
 /// Where the system's log listens.
@@ -41,6 +46,7 @@ const DAEMON: u8 = 3 << 3;
 pub struct Logging {
     reload: Arc<dyn Fn(EnvFilter) -> Result<(), Error> + Send + Sync>,
     listeners: Listeners,
+    own_requests: Arc<AtomicBool>,
     started: Arc<str>,
 }
 
@@ -60,14 +66,21 @@ impl Logging {
         let listeners = Listeners::default();
         let (filter, handle) = reload::Layer::new(filter(level, false)?);
         let plain = plain || syslog.is_some();
+        let own_requests = Arc::<AtomicBool>::default();
+        let writer = Writer {
+            listeners: listeners.clone(),
+            own_requests: Arc::clone(&own_requests),
+            syslog,
+            limits: Limits::default(),
+        };
         let lines = tracing_subscriber::fmt::layer()
-            .with_writer(Writer { listeners: listeners.clone(), syslog, limits: Limits::default() })
+            .with_writer(writer)
             .with_ansi(!plain && io::stderr().is_terminal())
             .with_target(false)
             .without_time();
         tracing_subscriber::registry().with(filter).with(lines).try_init().map_err(Error::Start)?;
         let reload = Arc::new(move |filter| handle.reload(filter).map_err(Error::Reload));
-        Ok(Self { reload, listeners, started: level.into() })
+        Ok(Self { reload, listeners, own_requests, started: level.into() })
     }
 
     /// The level that it was started at.
@@ -81,6 +94,12 @@ impl Logging {
         (self.reload)(filter(level, requests)?)
     }
 
+    /// Whether the log of requests is for the server's own log, too, and not for those alone who listen: on a terminal that has both,
+    /// each line would be there twice.
+    pub(crate) fn keep_requests(&self, own: bool) {
+        self.own_requests.store(own, Ordering::Relaxed);
+    }
+
     /// Every line from now on, until the receiver is dropped.
     pub(crate) fn listen(&self) -> Receiver<Vec<u8>> {
         let (sender, receiver) = sync_channel(BACKLOG_LINES);
@@ -91,7 +110,7 @@ impl Logging {
 
 /// Reads a level or a list.
 fn filter(level: &str, requests: bool) -> Result<EnvFilter, Error> {
-    let refused = |word: &str| Error::Level { level: level.into(), nearest: nearest(word) };
+    let refused = |word: &str| Error::Level { level: level.into(), nearest: nearest(word, LEVELS) };
     // The filter takes a bare word that is no level for a target, and logs nothing else.
     for part in level.split(',') {
         let word = part.rsplit_once('=').map_or(part, |(_, word)| word).trim();
@@ -103,11 +122,12 @@ fn filter(level: &str, requests: bool) -> Result<EnvFilter, Error> {
     EnvFilter::builder().parse(list).map_err(|_| refused(""))
 }
 
-/// The level that a word may be a misspelling of.
-fn nearest(word: &str) -> Option<&'static str> {
-    let levels = ["off", "error", "warn", "info", "debug", "trace"].into_iter();
-    let likeness = levels.map(|level| (strsim::jaro(&word.to_lowercase(), level), level));
-    likeness.filter(|(likeness, _)| *likeness > LIKENESS_MIN).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, level)| level)
+/// The one of some names that a word may be a misspelling of.
+#[must_use]
+pub fn nearest<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let word = word.to_lowercase();
+    let likeness = names.into_iter().map(|name| (strsim::jaro(&word, name), name));
+    likeness.filter(|(likeness, _)| *likeness > LIKENESS_MIN).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
 }
 
 /// Those who want to see every line.
@@ -197,6 +217,7 @@ fn severity(level: Level) -> u8 {
 /// Standard error or the system's log, and the listeners. The subscriber writes a line at a time.
 struct Writer {
     listeners: Listeners,
+    own_requests: Arc<AtomicBool>,
     syslog: Option<Syslog>,
     limits: Limits,
 }
@@ -251,11 +272,12 @@ impl<'a> MakeWriter<'a> for Writer {
     type Writer = Line<'a>;
 
     fn make_writer(&'a self) -> Line<'a> {
-        Line { to: self, severity: severity(Level::INFO), admitted: Some(0) }
+        Line { to: self, severity: severity(Level::INFO), admitted: Some(0), is_own: true }
     }
 
     fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> Line<'a> {
-        Line { to: self, severity: severity(*metadata.level()), admitted: self.limits.admit(metadata) }
+        let is_own = metadata.target() != REQUESTS_TARGET || self.own_requests.load(Ordering::Relaxed);
+        Line { to: self, severity: severity(*metadata.level()), admitted: self.limits.admit(metadata), is_own }
     }
 }
 
@@ -264,12 +286,17 @@ struct Line<'a> {
     severity: u8,
     /// Whether it is logged, and how many like it were not.
     admitted: Option<u32>,
+    /// Whether it is for the server's own log, too.
+    is_own: bool,
 }
 
 impl Line<'_> {
     fn say(&self, line: &[u8]) -> io::Result<()> {
         let (coloured, plain) = cleaned(line);
         self.to.listeners.tell(plain.as_bytes());
+        if !self.is_own {
+            return Ok(());
+        }
         // A log that has gone, or is behind: better here than nowhere.
         let sent = self.to.syslog.as_ref().is_some_and(|syslog| syslog.send(self.severity, plain.as_bytes()).is_ok());
         if sent { Ok(()) } else { io::stderr().write_all(coloured.as_bytes()) }
@@ -321,10 +348,11 @@ mod tests {
         let log = UnixDatagram::bind(&path).unwrap();
         let writer = Writer {
             listeners: Listeners::default(),
+            own_requests: Arc::default(),
             syslog: Some(Syslog::connect_to(&path, "ferry", std::process::id).unwrap()),
             limits: Limits::default(),
         };
-        let mut line = Line { to: &writer, severity: severity(Level::WARN), admitted: Some(0) };
+        let mut line = Line { to: &writer, severity: severity(Level::WARN), admitted: Some(0), is_own: true };
         line.write_all(b" WARN something is wrong\n").unwrap();
         let mut bytes = [0; 200];
         let length = log.recv(&mut bytes).unwrap();
@@ -341,7 +369,7 @@ mod tests {
         let listeners = Listeners::default();
         let (sender, receiver) = sync_channel(1000);
         listeners.add(sender);
-        let writer = Writer { listeners, syslog: None, limits: Limits::default() };
+        let writer = Writer { listeners, own_requests: Arc::default(), syslog: None, limits: Limits::default() };
         let lines =
             tracing_subscriber::fmt::layer().with_writer(writer).without_time().with_target(false).with_ansi(true);
         tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), || {

@@ -13,7 +13,14 @@ pub struct Served {
     /// What [`ferry_engine::requests::Filter`] calls it.
     name: String,
     source: Arc<dyn FileSystem>,
-    explained: Option<Explained>,
+    mounted: Option<Mounted>,
+}
+
+/// A mount that was there, as far as it is known.
+struct Mounted {
+    explained: Explained,
+    /// Somebody else may unmount it at any time.
+    is_there: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
 impl std::fmt::Debug for Served {
@@ -53,7 +60,7 @@ impl Served {
     /// A share; `name` is what its exports have as theirs.
     #[must_use]
     pub fn new(shown: Shown, name: String, source: Arc<dyn FileSystem>) -> Self {
-        Self { shown, name, source, explained: None }
+        Self { shown, name, source, mounted: None }
     }
 
     /// It can be reached by 9P clients.
@@ -61,16 +68,26 @@ impl Served {
         self.shown.ninep = Some(address.to_owned());
     }
 
-    /// It is mounted, and by which paths its requests travel.
-    pub fn mounted(&mut self, path: String, explained: Explained) {
+    /// It is mounted, and by which paths its requests travel; `is_there` tells until when.
+    pub fn mounted(&mut self, path: String, explained: Explained, is_there: impl Fn() -> bool + Send + Sync + 'static) {
         self.shown.mount = Some(path);
-        self.explained = Some(explained);
+        self.mounted = Some(Mounted { explained, is_there: Box::new(is_there) });
     }
 
-    /// What others are shown of it.
+    /// What others are shown of it, as it began.
     #[must_use]
     pub fn shown(&self) -> &Shown {
         &self.shown
+    }
+
+    /// The same, as it is now.
+    pub(crate) fn shown_now(&self) -> Shown {
+        let mount = self.shown.mount.clone().filter(|_| self.is_mounted().is_some());
+        Shown { mount, ..self.shown.clone() }
+    }
+
+    fn is_mounted(&self) -> Option<&Mounted> {
+        self.mounted.as_ref().filter(|mounted| (mounted.is_there)())
     }
 
     /// What the log of requests calls it.
@@ -84,7 +101,8 @@ impl Served {
     /// # Errors
     /// [`Error::NotMounted`].
     pub fn explain(&self) -> Result<Explained, Error> {
-        self.explained.clone().ok_or_else(|| Error::NotMounted(self.shown.source.clone()))
+        let explained = self.is_mounted().map(|mounted| mounted.explained.clone());
+        explained.ok_or_else(|| Error::NotMounted(self.shown.source.clone()))
     }
 
     /// The inode of a file, from the root of the source.

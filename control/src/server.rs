@@ -221,7 +221,7 @@ impl Drop for Follower<'_> {
         let mut state = self.server.lock();
         let place = state.followers.iter().position(|(number, _)| *number == self.number);
         let gone = place.map(|place| state.followers.remove(place));
-        if let Err(error) = self.server.apply(&state.logged()) {
+        if let Err(error) = self.server.apply(&state) {
             tracing::warn!("what a follower wanted stays logged: {error}");
         }
         drop(state);
@@ -298,7 +298,7 @@ impl Server {
         let Logged { level, requests } = self.lock().logged();
         Status {
             pid: (self.owner.pid)(),
-            shares: self.shares.iter().map(|share| share.shown().clone()).collect(),
+            shares: self.shares.iter().map(Served::shown_now).collect(),
             log: level,
             requests: requests.map(|requests| requests.whose),
         }
@@ -337,7 +337,7 @@ impl Server {
             state.followed += 1;
             let number = state.followed;
             state.followers.push((number, wish));
-            let applied = self.apply(&state.logged());
+            let applied = self.apply(&state);
             drop(state);
             // If it cannot be done, it goes again.
             let follower = Follower { server: self, number };
@@ -352,7 +352,7 @@ impl Server {
         }
         let before = std::mem::replace(&mut state.own, own);
         // Its level may be out of sight behind a follower's: whether it is one is seen now.
-        let applied = self.logging.set(&state.own.level, false).and_then(|()| self.apply(&state.logged()));
+        let applied = self.logging.set(&state.own.level, false).and_then(|()| self.apply(&state));
         let gone = if applied.is_ok() { before } else { std::mem::replace(&mut state.own, before) };
         drop(state);
         // Without the lock, as in a follower's end.
@@ -361,7 +361,9 @@ impl Server {
     }
 
     /// Called under the lock, so that what is logged is what the last state says.
-    fn apply(&self, logged: &Logged) -> Result<(), Error> {
+    fn apply(&self, state: &State) -> Result<(), Error> {
+        let logged = state.logged();
+        self.logging.keep_requests(state.own.requests.is_some());
         self.logging.set(&logged.level, logged.requests.is_some())?;
         requests::watch(logged.requests.as_ref().map(|requests| requests.filter.clone()));
         Ok(())

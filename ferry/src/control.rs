@@ -38,9 +38,11 @@ pub fn served(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> Served 
 }
 
 /// A share is mounted.
-pub fn mounted(served: &mut Served, path: &Path, export: &ferry_fuse::Export) -> Result<()> {
+pub fn mounted(served: &mut Served, path: &Path, export: &Arc<ferry_fuse::Export>) -> Result<()> {
     let explanation = export.explain();
     let explained = Explained { text: explanation.to_string(), json: serde_json::to_value(explanation)? };
-    served.mounted(path.to_string_lossy().into_owned(), explained);
+    let export = Arc::downgrade(export);
+    let is_there = move || export.upgrade().is_some_and(|export| !export.has_ended());
+    served.mounted(path.to_string_lossy().into_owned(), explained, is_there);
     Ok(())
 }

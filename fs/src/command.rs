@@ -32,9 +32,11 @@ pub enum Command {
     /// Be a virtio-fs device for a virtual machine, until a signal comes.
     ///
     /// The machine's memory must be shared with this process. For QEMU:
-    /// -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
-    /// -chardev socket,id=fs,path=SOCKET -device vhost-user-fs-pci,chardev=fs,tag=NAME,queue-size=1024
-    /// and in the guest: mount -t virtiofs NAME /mnt
+    ///   -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
+    ///   -chardev socket,id=fs,path=SOCKET
+    ///   -device vhost-user-fs-pci,chardev=fs,tag=NAME,queue-size=1024
+    /// and in the guest:
+    ///   mount -t virtiofs NAME /mnt
     #[command(verbatim_doc_comment)]
     Virtiofs(VirtiofsArgs),
 }
@@ -78,10 +80,11 @@ pub struct VirtiofsArgs {
 /// The flags of every command.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Place {
-    /// What it is called: in the host's table of mounts, or in the guest, where it is the word to mount.
+    /// What it is called: in the host's table of mounts [default: the program's name], or in the guest, where it is the word to mount
+    /// [default: none].
     ///
-    /// User-mode Linux and crosvm ask the device for it; QEMU has it on its own command line, and QEMU 7.1 to 8.0
-    /// fails with a device that tells it: leave the flag out there.
+    /// User-mode Linux and crosvm ask the device for it, and mount nothing without it; QEMU has it on its own command line, and QEMU 7.1
+    /// to 8.0 fails with a device that tells it: leave the flag out there.
     #[arg(long, value_name = "NAME")]
     pub tag: Option<String>,
 

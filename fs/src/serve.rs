@@ -60,7 +60,9 @@ fn mount(
     let mut served = Served::new(shown, source, fs);
     let text = export.explain().to_string();
     let json = serde_json::to_value(export.explain()).unwrap_or_default();
-    served.mounted(dir.to_string_lossy().into_owned(), Explained { text, json });
+    let seen = Arc::downgrade(&export);
+    let is_there = move || seen.upgrade().is_some_and(|export| !export.has_ended());
+    served.mounted(dir.to_string_lossy().into_owned(), Explained { text, json }, is_there);
     let control = control(logging, served);
     let (watched, over) = (Arc::clone(&export), endings.over());
     let watch = move || {
@@ -107,6 +109,9 @@ fn offer(
     };
     let control = control(logging, Served::new(shown, name, fs));
     say(&format!("waiting for virtual machines on {}; end with Ctrl-C", args.socket.display()));
+    if args.place.tag.is_none() {
+        say("QEMU names it itself; for User-mode Linux and crosvm, which ask the device, give it a name with --tag");
+    }
     endings.wait();
     drop(control);
     export.stop();
