@@ -7,10 +7,12 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::CommandFactory;
+use clap::builder::ArgPredicate;
 
 use crate::recipes;
 use crate::sandbox::Walls;
-pub use share::Share;
+use crate::status;
+pub use share::{Share, as_keys};
 use values::memory_mib;
 pub use values::{
     Acl, Cache, Carrier, DaxDialect, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough,
@@ -54,11 +56,11 @@ const SHARE_ONLY: [&str; 30] = [
 /// Carry file data to virtual machines and mounts.
 #[derive(Debug, clap::Parser)]
 #[command(name = "ferry", version, max_term_width = 110, propagate_version = true)]
-#[command(after_long_help = recipes::OVERVIEW)]
+#[command(after_long_help = format!("{}\n\n{}", recipes::OVERVIEW, status::TABLE))]
 pub struct Cli {
     /// What to log on standard error: error, warn, info, debug, trace, or a list like info,ferry_virtiofs=debug
-    /// [default: info; for try, warn].
-    #[arg(long, global = true, value_name = "LEVEL", env = "FERRY_LOG", hide_env_values = true)]
+    /// [default: the environment's FERRY_LOG, or info; for try, warn].
+    #[arg(long, global = true, value_name = "LEVEL")]
     pub log: Option<String>,
 
     /// Log to the system's log (/dev/log) instead of standard error.
@@ -87,7 +89,7 @@ pub enum Command {
     /// verified image of a tree), or 9p: and the address of a 9P server. A source given several times is one source that several guests and mounts use together.
     /// SIGTERM and SIGINT let the requests under way end, sync, and exit with status 0; a second signal exits at
     /// once.
-    #[command(after_long_help = recipes::SHARE)]
+    #[command(after_long_help = format!("{}\n\n{}", recipes::SHARE, recipes::TLS))]
     #[command(override_usage = "ferry share SOURCE --virtiofs SOCKET [--mount DIR] [--9p ADDRESS] [OPTIONS] \
                                 [SOURCE2 --virtiofs SOCKET2 [OPTIONS]]...\n       \
                                 ferry share --config FILE")]
@@ -130,15 +132,18 @@ pub enum Command {
 
     /// Check a persistent memory file system that is not mounted, and repair it.
     ///
-    /// The status is that of fsck(8): 0 nothing is wrong, 1 repaired, 4 damage is left, 8 it cannot be looked at.
+    /// The status is 0 if nothing is wrong, or all of it is repaired; 4 if damage is left, or it is no such file system.
     #[command(after_long_help = recipes::FSCK)]
     Fsck(FsckArgs),
 
     /// Boot a small Linux guest with directories mounted, and run a command in it.
     ///
     /// Nothing needs to be installed: the guest is User-mode Linux, which runs as a plain process, and is fetched
-    /// at first use. Each directory is mounted at /mnt/NAME, the first one is the working directory. The status
-    /// of the command is the status of ferry (128 + N if signal N ended it).
+    /// at first use. Each directory is mounted at /mnt/NAME, the first one is the working directory; characters of its name that are
+    /// not of A-Z, a-z, 0-9, dot, dash and underscore become dashes, and of two with one name the second gets a number, which is told.
+    /// The command is run as root of the guest, and sees this host's files: what it changes in the directories is changed on this host, with
+    /// your rights; what it changes elsewhere is kept in memory, and gone in the end. The status of the command is the status of
+    /// ferry (128 + N if signal N ended it).
     #[command(after_long_help = recipes::TRY)]
     Try(TryArgs),
 
@@ -205,7 +210,7 @@ pub struct MountArgs {
     /// Say by which paths requests and data travel, and why not by better ones.
     ///
     /// With a source and a mount point, or a source alone, this mounts for a moment, because only the kernel's answer
-    /// to a mount tells. With the mount point of a running ferry alone, this says what that one does.
+    /// to a mount tells; without a source, it mounts mem. With the mount point of a running ferry alone, this says what that one does.
     #[arg(long)]
     pub explain: bool,
 
@@ -359,7 +364,8 @@ pub fn table() -> clap::Command {
     Cli::command()
         .mut_subcommand("share", |share| share.mut_arg("source", |arg| arg.required_unless_present("config")))
         .mut_subcommand("mount", |mount| {
-            let mount = mount.mut_arg("source", |arg| arg.required(true));
+            let mount = mount.mut_arg("source", |arg| arg.default_value_if("explain", ArgPredicate::IsPresent, "mem"));
+            let mount = mount.mut_arg("source", |arg| arg.required_unless_present("explain"));
             SHARE_ONLY.into_iter().fold(mount, |mount, id| mount.mut_arg(id, |arg| arg.hide(true)))
         })
 }

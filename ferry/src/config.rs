@@ -3,12 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use ferry_control::nearest;
 use serde::Deserialize;
 
 use crate::cli::Share;
 use crate::disk;
 use crate::sandbox::{Modcaps, Sandbox, Seccomp, Walls};
 use crate::share::here;
+use crate::status::misuse;
 
 /// What a file names.
 #[derive(Debug, Default, Deserialize)]
@@ -39,7 +41,7 @@ pub fn read(path: &Path) -> Result<File> {
         .with_context(|| format!("cannot read the configuration file {}", path.display()))?;
     let folder = path.parent().unwrap_or(Path::new(""));
     let read = parse(&text, folder).with_context(|| format!("the configuration file {} is wrong", path.display()));
-    let mut file = read?;
+    let mut file = read.map_err(misuse)?;
     file.shares.iter_mut().for_each(|share| share.begin_in(here()));
     Ok(file)
 }
@@ -67,9 +69,30 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
     Ok(file)
 }
 
+/// The parser's message, with what is most likely meant.
+fn explained(text: &str, error: &toml::de::Error) -> String {
+    let message = error.message().trim_end().replace('\n', " ");
+    let mut names = message.split('`').skip(1).step_by(2);
+    if message.starts_with("unknown field") {
+        // It is followed by all that there are.
+        let unknown = names.next().unwrap_or_default();
+        let keys: Vec<_> = names.collect();
+        return match nearest(unknown, keys) {
+            Some(key) => format!("unknown field `{unknown}`: did you mean `{key}`?"),
+            None => message,
+        };
+    }
+    let line = error.span().and_then(|span| text.get(span.start..)?.lines().next()).unwrap_or_default().trim();
+    if message.starts_with("invalid type: map, expected a sequence") && !line.starts_with("[[") {
+        let name = line.trim_matches(['[', ']']);
+        return format!("[{name}] is one table: write [[{name}]], also where there is one only");
+    }
+    message
+}
+
 /// The parser's message with the line it is about, without its picture of the text.
 fn one_line(text: &str, error: &toml::de::Error) -> anyhow::Error {
-    let message = error.message().trim_end().replace('\n', " ");
+    let message = explained(text, error);
     match error.span() {
         Some(span) => {
             let line = 1 + text.bytes().take(span.start).filter(|&byte| byte == b'\n').count();
@@ -260,6 +283,10 @@ mod tests {
     fn mistakes_are_named() {
         for (text, words) in [
             ("[[share]]\ndir = \"a\"\nsocket = \"s\"", "line 3: unknown field `socket`"),
+            ("[[share]]\ndir = \"a\"\nreadonly = true", "line 3: unknown field `readonly`: did you mean `read-only`?"),
+            ("[[disk]]\nfile = \"a\"\nvhost_user = \"s\"", "unknown field `vhost_user`: did you mean `vhost-user`?"),
+            ("[share]\ndir = \"a\"\nvirtiofs = \"s\"", "line 1: [share] is one table: write [[share]]"),
+            ("[disk]\nfile = \"a\"\nvhost-user = \"s\"", "line 1: [disk] is one table: write [[disk]]"),
             ("[[shares]]\ndir = \"a\"", "unknown field `shares`"),
             ("[[share]]\nvirtiofs = \"s\"", "missing field `source`"),
             ("[[share]]\ndir = \"a\"\nsource = \"b\"\nvirtiofs = \"s\"", "duplicate field"),

@@ -9,17 +9,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use ferry_fs::Endings;
 use ferry_isolation::Held;
 use serde::{Deserialize, Deserializer};
 
 pub use disks::{Disks, inherit, refuse_doubles};
 
+use crate::cli::as_keys;
 use crate::image::ImageDigest;
 use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::share::ENDINGS;
 use crate::size::Size;
+use crate::status::misuse;
 
 /// More queues than this help no guest: Linux makes at most one per CPU.
 const QUEUES_MAX: u16 = 16;
@@ -204,7 +206,7 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     if disks.iter().any(|disk| disk.print_capabilities) {
         return say(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
     }
-    refuse_doubles(disks)?;
+    refuse_doubles(disks).map_err(misuse)?;
     // None gets lost until they are caught, on whichever side.
     let signals = Held::hold()?;
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
@@ -280,11 +282,11 @@ impl Args {
         let wrong = if is_image { &of_files[..] } else { &of_images };
         match wrong.iter().find(|(given, _)| *given) {
             Some((_, flag)) if is_image => {
-                Err(format!("{flag} is for files, and {word} is an image (a file of that name is ./{word})"))
+                Err(format!("--{flag} is for files, and {word} is an image (a file of that name is ./{word})"))
             }
-            Some((_, flag)) => Err(format!("{flag} is for image:PATH, and {word} is a file")),
+            Some((_, flag)) => Err(format!("--{flag} is for image:PATH, and {word} is a file")),
             None if is_image && self.store.is_none() => {
-                Err(format!("image:PATH needs store, the folder with the bytes of the files of {word}"))
+                Err(format!("image:PATH needs --store, the folder with the bytes of the files of {word}"))
             }
             None => Ok(()),
         }
@@ -292,7 +294,7 @@ impl Args {
 
     /// Opens it. Nothing of it needs a path, or has a thread, afterwards; what is done beside its readers has to be begun.
     fn open(&self) -> Result<Open> {
-        self.check_image().map_err(anyhow::Error::msg)?;
+        self.check_image().map_err(anyhow::Error::msg).map_err(misuse)?;
         let (Some(path), Some(store)) = (self.image(), &self.store) else {
             return Ok((ferry_disk::open(self.path()?, &self.disk_options())?, None));
         };
@@ -324,7 +326,7 @@ impl Args {
         }
         match self.poll_us.filter(|poll_us| *poll_us > POLL_US_MAX) {
             Some(poll_us) => Err(format!("poll-us = {poll_us} is not in 0..={POLL_US_MAX}")),
-            None => self.check_image(),
+            None => self.check_image().map_err(|why| as_keys(&why)),
         }
     }
 
@@ -367,10 +369,10 @@ impl Args {
     /// Without a socket, a disk can be made larger, and nothing else.
     fn only_resize(&self) -> Result<()> {
         let path = self.path()?;
-        self.check_image().map_err(anyhow::Error::msg)?;
-        let size = self.resize.with_context(|| {
-            format!("'--vhost-user <SOCKET>' is missing after {} (or --resize, to make it larger)", path.display())
-        })?;
+        self.check_image().map_err(anyhow::Error::msg).map_err(misuse)?;
+        let missing =
+            || anyhow!("'--vhost-user <SOCKET>' is missing after {} (or --resize, to make it larger)", path.display());
+        let size = self.resize.ok_or_else(|| misuse(missing()))?;
         Ok(ferry_disk::grow(path, size.0, &self.disk_options())?)
     }
 }

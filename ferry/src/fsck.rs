@@ -4,15 +4,13 @@ use std::io::Write;
 
 use anyhow::{Context, Result};
 use ferry_control::printable;
-use ferry_mem::pmem;
+use ferry_mem::pmem::{self, OpenError};
 
 use crate::cli::FsckArgs;
 use crate::source::Kind;
+use crate::status;
 
-/// fsck(8): what was asked for could not be done.
-const OPERATIONAL_STATUS: u8 = 8;
-
-/// Checks, and repairs where asked to; answers the status that fsck(8) has for the outcome.
+/// Checks, and repairs where asked to; answers the status for the outcome.
 pub fn run(args: &FsckArgs) -> Result<u8> {
     let path = match Kind::of(&args.image) {
         Kind::Pmem(path) | Kind::Dir(path) => path,
@@ -22,8 +20,12 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
     let report = match pmem::fsck(&path, args.tier2.as_deref(), args.repair) {
         Ok(report) => report,
         Err(error) => {
+            let status = match error {
+                OpenError::Io { .. } | OpenError::Busy { .. } | OpenError::Tier2 { .. } => status::FAILED,
+                _ => status::WRONG,
+            };
             eprintln!("ferry: {}", printable(&format!("{:#}", anyhow::Error::from(error))));
-            return Ok(OPERATIONAL_STATUS);
+            return Ok(status);
         }
     };
     let mut out = std::io::stdout().lock();
@@ -41,5 +43,5 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
         text
     };
     out.write_all(text.as_bytes()).context("cannot write to standard output")?;
-    Ok(report.exit_status())
+    Ok(if report.is_clean() || report.repaired { status::DONE } else { status::WRONG })
 }

@@ -12,6 +12,7 @@ use clap::error::ErrorKind;
 
 use crate::cli::{self, Cli, Command, Share, ShareArgs};
 use crate::disk;
+use crate::help;
 use crate::mount_options;
 use crate::share::here;
 
@@ -125,7 +126,7 @@ fn parse_mount(table: &clap::Command, args: &[OsString], at: usize) -> Result<Cl
 }
 
 fn parse_one(args: Vec<OsString>) -> Result<Cli, clap::Error> {
-    Cli::from_arg_matches(&cli::table().try_get_matches_from(args)?)
+    Cli::from_arg_matches(&help::marked(cli::table()).try_get_matches_from(args)?)
 }
 
 fn share_of(cli: Cli) -> Result<Share, clap::Error> {
@@ -407,8 +408,8 @@ pub mod tests {
             ("ferry mount mem /m --9p-msize 1M", "unexpected argument '--9p-msize'"),
             ("ferry mount /a /m --size 1G", "size is for the sources mem"),
             ("ferry mount mem /m --writeback --passthrough on", "exclude each other"),
-            ("ferry mount 9p:unix:s /m --writeback --cache none", "with cache none none of 9p:unix:s are kept"),
-            ("ferry share 9p:unix:s --virtiofs v --writeback --cache metadata", "choose cache auto or always"),
+            ("ferry mount 9p:unix:s /m --writeback --cache none", "with --cache none none of 9p:unix:s are kept"),
+            ("ferry share 9p:unix:s --virtiofs v --writeback --cache metadata", "choose --cache auto or always"),
             ("ferry mount 9p:tcp:h:564/a /m --9p-tree b", "9p-tree and the address 9p:tcp:h:564/a both name a tree"),
             ("ferry mount mem /m --9p-tree b", "9p-tree is for 9p:SERVER"),
             ("ferry mount mem /m --patience 5", "patience is for 9p:SERVER"),

@@ -27,6 +27,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
+use crate::status;
+
 /// Copy-paste lines for the help.
 pub const EXAMPLES: &str = "\
 Examples:
@@ -65,10 +67,6 @@ HTTPS trusts whom the host trusts; SSL_CERT_FILE names a file of other authoriti
 
 An image holds the tree's metadata; the bytes of its files are in the store, where images share
 what they have in common. A stock kernel mounts it (EROFS, Linux 6.12 or later).";
-
-/// A positive answer of `fsck` or `verify`, and a negative one.
-const CLEAN_STATUS: u8 = 0;
-const DAMAGED_STATUS: u8 = 4;
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -121,7 +119,7 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Check an image's metadata, which may come from anywhere; the status is 4 if something is wrong.
+    /// Check an image's metadata, which may come from anywhere; the status is 4 if something is wrong, or it is no image.
     Fsck {
         #[command(flatten)]
         image: ImageArg,
@@ -132,7 +130,7 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Check an image's metadata and every byte of its files; the status is 4 if something is wrong.
+    /// Check an image's metadata and every byte of its files; the status is 4 if something is wrong, or it is no image.
     Verify {
         #[command(flatten)]
         image: ImageArg,
@@ -191,6 +189,21 @@ impl ImageArg {
         }
         Ok(image)
     }
+
+    /// The same for whoever checks it: that a file is no image, or another one, is what was found.
+    fn open_if_one(&self, store: Option<&Path>) -> Result<std::result::Result<Image, String>> {
+        use ferry_image::Error;
+
+        match self.open(store) {
+            Ok(image) => Ok(Ok(image)),
+            Err(error) => match error.downcast_ref() {
+                Some(Error::Invalid { .. } | Error::OtherDigest { .. } | Error::Unsound { .. }) => {
+                    Ok(Err(format!("{error:#}")))
+                }
+                _ => Err(error),
+            },
+        }
+    }
 }
 
 /// A digest as people write it.
@@ -227,11 +240,17 @@ pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<
         Command::Cat { image, path, store } => cat(image, path, &store.store)?,
         Command::Info { image, store, json } => info(&image.open(store.as_deref())?, store.as_deref(), *json)?,
         Command::Fsck { image, store, json } => {
-            let report = ferry_image::check(&image.open(store.as_deref())?);
-            return say(&report.findings, *json);
+            let findings = match image.open_if_one(store.as_deref())? {
+                Ok(image) => ferry_image::check(&image).findings,
+                Err(finding) => vec![finding],
+            };
+            return say(&findings, *json);
         }
         Command::Verify { image, store, repair, json } => {
-            let opened = image.open(Some(&store.store))?;
+            let opened = match image.open_if_one(Some(&store.store))? {
+                Ok(opened) => opened,
+                Err(finding) => return say(&[finding], *json),
+            };
             let mut findings = ferry_image::check(&opened).findings;
             if findings.is_empty() {
                 findings = verify(&opened, &store.store)?;
@@ -507,7 +526,7 @@ fn say(findings: &[String], json: bool) -> Result<u8> {
         findings.iter().map(|finding| printable(finding) + "\n").collect()
     };
     print(&text)?;
-    Ok(if findings.is_empty() { CLEAN_STATUS } else { DAMAGED_STATUS })
+    Ok(if findings.is_empty() { status::DONE } else { status::WRONG })
 }
 
 fn print(text: &str) -> Result<()> {

@@ -11,6 +11,7 @@ mod exports;
 mod fsck;
 mod groups;
 mod guardian;
+mod help;
 mod helper;
 mod image;
 mod logcmd;
@@ -25,6 +26,7 @@ mod size;
 mod socket;
 mod source;
 mod state;
+mod status;
 mod trial;
 mod virtiofsd;
 
@@ -70,7 +72,7 @@ fn main() -> ExitCode {
             Err(error) => error.exit(),
         };
     }
-    let invocation = groups::parse(args).unwrap_or_else(|error| error.exit());
+    let invocation = groups::parse(args).unwrap_or_else(|error| help::exit(&error));
     ExitCode::from(run_or_say(invocation))
 }
 
@@ -126,7 +128,7 @@ fn run_or_say(invocation: Invocation) -> u8 {
             let text = format!("{error:#}");
             // Names, and what other users' servers say, may be in it.
             eprintln!("ferry: {}{}", printable(&text), advice(&text));
-            1
+            status::of(&error)
         }
     }
 }
@@ -142,7 +144,9 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     let quiet = matches!(&cli.command, Command::Try(args) if !args.verbose);
     let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
     let common = cli.common();
-    let level = cli.log.unwrap_or_else(|| if quiet { "warn" } else { "info" }.into());
+    // Not as clap has it, which would show the flag in all usage lines then.
+    let of_environment = || std::env::var("FERRY_LOG").ok().filter(|level| !level.is_empty());
+    let level = cli.log.or_else(of_environment).unwrap_or_else(|| if quiet { "warn" } else { "info" }.into());
     let syslog = if cli.syslog { Some(Syslog::connect("ferry", sandbox::pid)?) } else { None };
     let logging = Logging::start(&level, plain, syslog)?;
     match cli.command {
@@ -166,7 +170,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => trial::run(args),
         Command::Man { all: Some(folder), .. } => documents::man_pages(&folder).map(|()| 0),
-        Command::Man { command, .. } => documents::man(&command).map(|()| 0),
+        Command::Man { command, .. } => documents::man(&command).map_err(status::misuse).map(|()| 0),
         Command::Completions { shell } => documents::completions(shell).map(|()| 0),
     }
 }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
+use ferry_control::nearest;
 use ferry_fuse::MountOptions;
 
 /// Words of mount(8) that say what is so anyway, or that are for mount(8), systemd and the like alone.
@@ -212,7 +213,11 @@ impl Flags<'_> {
         }
         let Some(flag) = self.mount.get_arguments().find(|arg| arg.get_long() == Some(&own) && !arg.is_hide_set())
         else {
-            return Err(format!("unknown mount option {name:?}; ferry mount --help has those there are"));
+            let flags = self.mount.get_arguments().filter(|arg| !arg.is_hide_set()).filter_map(clap::Arg::get_long);
+            let words = flags.chain(OF_MOUNTS.iter().chain(&GRANTS).map(|(word, _)| *word));
+            let meant = nearest(&own, words).map(|word| format!(": did you mean {:?}?", word.replace('-', "_")));
+            let meant = meant.unwrap_or_else(|| "; ferry mount --help has those there are".into());
+            return Err(format!("unknown mount option {name:?}{meant}"));
         };
         match (flag.get_action().takes_values(), value) {
             (true, None) => Err(format!("the mount option {name:?} needs a value: {name}=VALUE")),
@@ -295,6 +300,8 @@ mod tests {
         for (line, words) in [
             ("mem /m -o", "without options"),
             ("mem /m -o fast", "unknown mount option \"fast\""),
+            ("mem /m -o allow_others", "unknown mount option \"allow_others\": did you mean \"allow_other\"?"),
+            ("mem /m -o noatimes", "did you mean \"noatime\"?"),
             ("mem /m -o virtiofs=s", "unknown mount option \"virtiofs\""),
             ("mem /m -o detached", "unknown mount option \"detached\""),
             ("mem /m -o allow_root", "\"allow_root\": allow_other"),

@@ -84,6 +84,24 @@ A configuration file for --config (paths are relative to the file):
   file = \"/srv/disk.raw\"
   vhost-user = \"/run/disk.sock\"";
 
+/// Shown by `ferry share --help`, too. An authority and certificates that TLS takes, which needs version 3 of X.509.
+pub const TLS: &str = "\
+9P with TLS: an authority of your own, and what it vouches for. HOST is what clients write (for an
+address IP:ADDRESS in the place of DNS:HOST); each client has a key of its own:
+  openssl req -x509 -newkey rsa:2048 -nodes -days 3650 -subj '/CN=our authority' \\
+    -keyout ca.key -out ca.pem
+  openssl req -newkey rsa:2048 -nodes -subj /CN=HOST -addext subjectAltName=DNS:HOST \\
+    -keyout server.key -out server.csr
+  openssl req -newkey rsa:2048 -nodes -subj /CN=me -addext extendedKeyUsage=clientAuth \\
+    -keyout me.key -out me.csr
+  for NAME in server me; do
+    openssl x509 -req -in $NAME.csr -CA ca.pem -CAkey ca.key -CAcreateserial \\
+      -copy_extensions copy -days 365 -out $NAME.pem
+  done
+  ferry share /srv/src --9p tls:0.0.0.0:564 --tls-cert server.pem --tls-key server.key \\
+    --tls-client-ca ca.pem
+  ferry mount 9p:tls:HOST:564 /mnt --server-ca ca.pem --client-cert me.pem --client-key me.key";
+
 /// Shown by `ferry mount --help`.
 pub const MOUNT: &str = "\
 Examples:

@@ -24,6 +24,7 @@ use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::socket::Bound;
 use crate::source::{self, Kind, Sources};
 use crate::state;
+use crate::status::misuse;
 use crate::virtiofsd;
 
 /// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
@@ -37,7 +38,7 @@ const VHOST_USER: &str = "vhost-user:";
 
 /// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve. Answers the status to end with.
 pub fn run(shares: &[Share], disks: &[disk::Args], walls: &Walls, json: bool, logging: &Logging) -> Result<u8> {
-    refuse_doubles(shares, disks)?;
+    refuse_doubles(shares, disks).map_err(misuse)?;
     let once = shares.iter().any(|share| share.once);
     let ready = |up: &[Served], disks: &Disks<'_>| {
         announce(up, disks, json)?;

@@ -66,7 +66,13 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<Ending>) -> Result<u8> {
     }
     for (dir, tag) in args.dirs.iter().zip(tags(&args.dirs)) {
         let mountpoint = Path::new("/mnt").join(&tag);
-        say(format!("sharing {} as {}", dir.display(), mountpoint.display()));
+        let said = format!("sharing {} as {}", dir.display(), mountpoint.display());
+        // Another name than its own is not expected.
+        if dir.canonicalize().is_ok_and(|dir| dir.file_name().is_none_or(|name| *name != *tag)) {
+            eprintln!("ferry: {said}");
+        } else {
+            say(said);
+        }
         let place = Place { dir, tag: tag.clone(), read_only: args.read_only };
         guest.devices.push(place.serve(folder.path(), queues, &args, &mut serving)?);
         let mut mount = Mount::virtiofs(tag, &mountpoint);
@@ -79,6 +85,7 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<Ending>) -> Result<u8> {
 
     let begin = Instant::now();
     say(format!("booting {}", if args.qemu { "a stock kernel in QEMU" } else { "User-mode Linux" }));
+    say("the command is run as root of the guest; what it changes outside of /mnt is gone in the end".into());
     let running = guest.spawn()?;
     lock(ending).started(&running)?;
     say(format!("the guest is up after {:.1} s", begin.elapsed().as_secs_f64()));

@@ -55,9 +55,9 @@ fn mistakes_are_named() {
     };
     assert!(refused(1, &mut offer(&image)).contains("begins like a qcow2 image"));
     assert!(refused(1, offer(&image).args(["--format", "qcow2"])).contains("cannot use the image"));
-    assert!(refused(1, ferry().arg("disk").arg(&disk)).contains("'--vhost-user <SOCKET>' is missing"));
-    assert!(refused(1, &mut offer(&ours)).contains("image:PATH needs store"));
-    let twice = refused(1, offer(&disk).arg(&image).arg("--vhost-user").arg(&socket));
+    assert!(refused(2, ferry().arg("disk").arg(&disk)).contains("'--vhost-user <SOCKET>' is missing"));
+    assert!(refused(2, &mut offer(&ours)).contains("image:PATH needs --store"));
+    let twice = refused(2, offer(&disk).arg(&image).arg("--vhost-user").arg(&socket));
     assert!(twice.contains("is given twice"), "{twice}");
     for wrong in [["--format", "vmdk"], ["--queues", "17"], ["--queues", "0"], ["--cache", "maybe"], ["--poll-us", "x"]]
     {
@@ -170,7 +170,7 @@ fn a_back_end_takes_over_a_socket() {
     assert_eq!(server.status(), Some(0));
     assert!(socket.exists(), "an inherited socket's file is its maker's");
     let twice = [disk.as_os_str(), "--fd".as_ref(), number.as_ref()];
-    let text = refused(1, ferry().arg("disk").args(twice).args(twice));
+    let text = refused(2, ferry().arg("disk").args(twice).args(twice));
     assert!(text.contains("is given twice"), "{text}");
 }
 
@@ -205,13 +205,13 @@ fn disks_stand_beside_shares_in_a_file() {
     assert_eq!(server.line["disks"].as_array().map(Vec::len), Some(1));
     server.signal(Signal::INT);
     assert_eq!(server.status(), Some(0));
-    for (text, words) in [
-        (both.replace("\"d\"", "\"s\""), "is given for a share and a disk"),
-        (both.replace("\"raw\"", "\"missing\""), "there is no"),
-        (both.replace("\"raw\"", "\"image:x\""), "image:PATH needs store"),
-        (format!("{both}[[disk]]\nfile = \"raw\"\nvhost-user = \"e\"\n"), "is in use by another process"),
+    for (status, text, words) in [
+        (2, both.replace("\"d\"", "\"s\""), "is given for a share and a disk"),
+        (1, both.replace("\"raw\"", "\"missing\""), "there is no"),
+        (2, both.replace("\"raw\"", "\"image:x\""), "image:PATH needs store"),
+        (1, format!("{both}[[disk]]\nfile = \"raw\"\nvhost-user = \"e\"\n"), "is in use by another process"),
     ] {
-        let text = refused(1, &mut serve(&text));
+        let text = refused(status, &mut serve(&text));
         assert!(text.contains(words), "{words}: {text}");
     }
     assert!(sockets.iter().all(|socket| !socket.exists()), "a server that does not start leaves nothing");

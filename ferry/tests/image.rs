@@ -311,14 +311,23 @@ fn damaged_metadata_is_found_and_named() {
     // verify says the same, and has nothing to say of bytes then; whoever knows the digest reads nothing of it.
     let output = run(&mut made.with_store("verify"));
     assert_eq!((output.status.code(), String::from_utf8(output.stdout).unwrap()), (Some(4), said));
-    let told = refused(1, made.with_store("fsck").args(["--digest", &made.digest]));
-    assert!(told.contains("is damaged, so it proves no tree: /dir: "), "{told}");
-    let told = refused(1, made.image("fsck").args(["--digest", &own]));
-    assert!(told.contains(&own), "{told}");
-    // What is no image at all is an error instead.
+    let output = run(made.with_store("fsck").args(["--digest", &made.digest]));
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    assert!(said.contains("is damaged, so it proves no tree: /dir: ") && said.lines().count() == 1, "{said}");
+    let (status, said) = fsck(&["--digest", &own]);
+    assert!(status == Some(4) && said.contains(&own) && said.lines().count() == 1, "{said}");
+    // What is no image at all is found, too; what cannot be looked at is not.
     fs::write(&image, &good[..1000]).unwrap();
-    let told = refused(1, &mut made.image("fsck"));
-    assert!(told.contains("image"), "{told}");
+    let (status, said) = fsck(&[]);
+    assert!(status == Some(4) && said.contains("is no valid image") && said.lines().count() == 1, "{said}");
+    let output = run(&mut made.with_store("verify"));
+    assert_eq!((output.status.code(), String::from_utf8(output.stdout).unwrap()), (Some(4), said));
+    fs::remove_file(&image).unwrap();
+    for command in ["fsck", "verify"] {
+        let mut line = if command == "fsck" { made.image(command) } else { made.with_store(command) };
+        assert!(refused(1, &mut line).contains("No such file"), "{command}");
+    }
     fs::write(&image, &good).unwrap();
     assert_eq!(fsck(&[]), (Some(0), "clean\n".into()));
     assert_eq!(fsck(&["--json"]).1, "{\"clean\":true,\"findings\":[]}\n");
@@ -355,7 +364,7 @@ fn an_image_is_a_source_of_mounts() {
     let store = made.place.at("store");
     let output = run(&mut made.mount());
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.code() == Some(2) && said.contains("image needs store, the folder"), "{said}");
+    assert!(output.status.code() == Some(2) && said.contains("image needs --store, the folder"), "{said}");
     let pid = made.place.mounted_by(made.mount().arg("--store").arg(&store).args(["--digest", &made.digest]));
     let mnt = &made.place.mnt;
     assert!(fs::read(mnt.join("link")).unwrap() == large());

@@ -145,6 +145,28 @@ fn a_layer_alone_is_built_when_it_is_said_what_becomes_of_its_whiteouts() {
 }
 
 #[test]
+fn a_store_in_its_own_tree_is_refused_or_left_out() {
+    let place = Place::new();
+    place.write("one", 1, 5000);
+    for store in ["tree/store", "tree/a/../store/deeper"] {
+        let build = |words: &[&str]| {
+            let mut line = ferry();
+            line.current_dir(place.0.path()).args(["image", "build", "tree", "-o", "images/image", "--store", store]);
+            line.args(words);
+            line
+        };
+        fs::create_dir_all(place.at("tree/a")).unwrap();
+        let said = refused(1, &mut build(&[]));
+        assert!(said.contains("lies in tree") && said.contains("--exclude"), "{said}");
+        assert!(!place.at("tree/store").exists(), "nothing is made for nothing");
+        text(&mut build(&["--exclude", "/store"]));
+        assert_eq!(text(ferry().args(["image", "ls"]).arg(place.at("images/image"))), "/\n/a\n/one\n");
+        fs::remove_dir_all(place.at("tree/store")).unwrap();
+    }
+    text(&mut place.build("beside"));
+}
+
+#[test]
 fn a_build_mends_what_verify_has_noted() {
     use std::os::unix::fs::FileExt;
     let place = Place::new();

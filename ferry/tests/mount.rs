@@ -141,7 +141,7 @@ fn a_machine_without_fuse_says_so() {
 fn explains_without_leaving_anything() {
     needs_fuse!();
     let place = Place::new();
-    for args in [vec![place.source.clone()], vec![place.source.clone(), place.mnt.clone()]] {
+    for args in [vec![], vec![place.source.clone()], vec![place.source.clone(), place.mnt.clone()]] {
         let output = run(ferry().args(["--log", "error", "mount", "--explain"]).args(&args));
         let text = String::from_utf8_lossy(&output.stdout);
         assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
@@ -368,6 +368,43 @@ fn requests_are_logged_on_demand() {
     assert_eq!(fs::metadata(&log).unwrap().permissions().mode() & 0o777, 0o600);
     kill_process(pid, Signal::TERM).unwrap();
     until("its end", || !runs(pid));
+}
+
+#[test]
+fn what_was_unmounted_is_not_shown_as_mounted() {
+    needs_fuse!();
+    let place = Place::new();
+    let socket = place.at("s");
+    let mut share = ferry();
+    share.arg("share").arg(&place.source).arg("--mount").arg(&place.mnt).arg("--virtiofs").arg(&socket);
+    let mut server = Server::start(&mut share);
+    assert_eq!(log_of(&socket, &[])["shares"][0]["mount"], place.mnt.to_str().unwrap());
+    place.unmount_alone();
+    until("its end", || log_of(&socket, &[])["shares"][0]["mount"].is_null());
+    let said = run(ferry().arg("log").arg(&socket)).stdout;
+    assert!(!String::from_utf8_lossy(&said).contains("mounted"), "{said:?}");
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+/// A server on the terminal of whoever follows it would show each line twice.
+#[test]
+fn what_one_follows_is_not_in_the_servers_own_log() {
+    needs_fuse!();
+    let place = Place::new();
+    let log = place.at("log");
+    let pid = place.mounted(&["--cache", "none", "--log-file", log.to_str().unwrap()]);
+    let mut follow = ferry();
+    let follow = follow.arg("log").arg(&place.mnt).args(["requests", "--follow"]);
+    let mut follower = follow.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(follower.stdout.take().unwrap()).lines();
+    until("somebody who follows", || log_of(&place.mnt, &[])["requests"].is_string());
+    fs::metadata(place.mnt.join("file")).unwrap();
+    assert!(lines.any(|line| line.unwrap().to_lowercase().contains("lookup")));
+    assert!(!fs::read_to_string(&log).unwrap().to_lowercase().contains("lookup"));
+    follower.kill().unwrap();
+    follower.wait().unwrap();
+    place.unmount(pid);
 }
 
 #[test]

@@ -107,6 +107,7 @@ fn servers_die(kind: Kind, layout: &'static str) {
     target.restart(kind, &place.at("server"));
     let said = refused(1, &mut place.pull(&target, "copy"));
     assert!(said.contains("there is no image"), "the manifest comes last: {said}");
+    assert!(!said.contains("kept"), "nothing came: {said}");
     json(&mut place.push(&target));
 
     target.die_after(5 << 20);
@@ -300,7 +301,7 @@ fn bad_words_are_refused_in_one_sentence() {
     assert!(said.contains(&format!("http://127.0.0.1:{port}/v2/a/manifests/latest")), "{said}");
     let mut mount = ferry();
     let said = run(mount.args(["mount", "image:x.img", "/nowhere", "--store", "s", "--jobs", "3"]));
-    assert!(String::from_utf8_lossy(&said.stderr).contains("add from"), "{said:?}");
+    assert!(String::from_utf8_lossy(&said.stderr).contains("add --from"), "{said:?}");
 }
 
 fn mounts_before_it_is_here(kind: Kind, layout: &'static str) {
@@ -402,7 +403,7 @@ fn what_is_kept_is_bounded() {
     mounted.unmount(pid);
     // Where it means nothing.
     let said = run(ferry().args(["mount", "image:x.img", "/nowhere", "--store", "s", "--cache-size", "1M"]));
-    assert!(String::from_utf8_lossy(&said.stderr).contains("add from"), "{said:?}");
+    assert!(String::from_utf8_lossy(&said.stderr).contains("add --from"), "{said:?}");
 }
 
 /// The kernel's mount of an image that is not all here.

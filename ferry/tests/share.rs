@@ -194,7 +194,7 @@ fn limits_of_9p_clients_are_kept() {
 fn tcp_for_other_machines_has_to_be_asked_for() {
     let text = refused(1, ferry().args(["share", "mem", "--9p", "tcp:0.0.0.0:0"]));
     assert!(text.contains("--9p-remote") && text.contains("other machines"), "{text}");
-    let text = refused(1, ferry().args(["share", "mem", "--9p", "unix:s", "mem", "--9p", "unix:s"]));
+    let text = refused(2, ferry().args(["share", "mem", "--9p", "unix:s", "mem", "--9p", "unix:s"]));
     assert!(text.contains("unix:s is given twice"), "{text}");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", taken.local_addr().unwrap());
@@ -236,7 +236,7 @@ fn serves_9p_by_tls() {
     let output = run(ferry().args(["share", "mem", "--9p", "tls:127.0.0.1:0"]));
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8_lossy(&output.stderr);
-    assert!(text.contains("tls-cert and tls-key"), "{text}");
+    assert!(text.contains("--tls-cert and --tls-key"), "{text}");
 
     let mut server = Server::start(&mut share("a.key --tls-client-ca b.pem"));
     let address = server.line["shares"][0]["9p"].as_str().unwrap().strip_prefix("tls:").unwrap().to_owned();
@@ -286,7 +286,7 @@ fn uses_servers_of_9p_by_tls() {
         assert!(text.contains(words), "{text}");
     }
     for (source, words) in [
-        (&*format!("9p:{address}"), "needs server-ca"),
+        (&*format!("9p:{address}"), "needs --server-ca"),
         ("9p:tcp:127.0.0.1:1 --server-ca ca.pem", "server-ca is for servers with TLS"),
         ("mem --server-ca ca.pem", "server-ca is for 9p:SERVER"),
     ] {
@@ -412,7 +412,8 @@ fn refuses_what_cannot_be_shared() {
         (&["--config", &at("missing.toml")], &["missing.toml"]),
     ];
     for (args, words) in cases {
-        let text = refused(1, ferry().arg("share").args(args));
+        let status = if words.contains(&"given twice") { 2 } else { 1 };
+        let text = refused(status, ferry().arg("share").args(args));
         for word in words {
             assert!(text.contains(word), "{args:?}: {text}");
         }
@@ -440,11 +441,80 @@ fn refuses_a_directory_without_permission() {
 }
 
 #[test]
+fn usage_shows_no_flag_for_what_the_environment_says() {
+    for args in [&["mount"][..], &["log", "--follow"], &["share"]] {
+        let output = run(ferry().env("FERRY_LOG", "debug").args(args));
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && text.contains("Usage: "), "{text}");
+        assert!(!text.contains("--log "), "{text}");
+    }
+    // It is what it was all the same.
+    let wrong = run(ferry().env("FERRY_LOG", "debgu").args(["share", "mem", "--virtiofs", "/no/such/folder/s"]));
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&wrong.stderr).contains("did you mean debug?"), "{wrong:?}");
+}
+
+#[test]
+fn errors_name_flags_as_they_are_typed() {
+    for (args, words) in [
+        (&["share", "/", "--virtiofs", "s", "--size", "1G"][..], "--size is for the sources mem"),
+        (&["mount", "mem", "/mnt", "--patience", "5"], "--patience is for 9p:SERVER"),
+        (&["share", "image:i", "--virtiofs", "s"], "needs --store,"),
+        (&["disk", "image:i", "--vhost-user", "s"], "needs --store,"),
+        (&["disk", "f", "--vhost-user", "s", "--store", "d"], "--store is for image:PATH"),
+    ] {
+        let output = run(ferry().args(args));
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && text.contains(words), "{text}");
+    }
+}
+
+/// The lines for OpenSSL in docs/tls.md, which --help has, too: what they make is taken on both sides.
+#[test]
+fn the_recipe_for_certificates_works() {
+    let docs = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/tls.md")).unwrap();
+    let recipe = docs.split("```").nth(1).unwrap().strip_prefix("sh\n").unwrap();
+    let help = String::from_utf8(run(ferry().args(["share", "--help"])).stdout).unwrap();
+    let indented: String = recipe.lines().map(|line| format!("  {line}\n")).collect();
+    assert!(help.contains(indented.trim_end()), "{help}");
+    let folder = tempfile::tempdir().unwrap();
+    let (making, using) = recipe.split_once("ferry share ").unwrap();
+    let making = making.replace("HOST", "localhost");
+    let made = Command::new("sh").args(["-euc", &making]).current_dir(folder.path()).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let (share, mount) = using.split_once("ferry mount ").unwrap();
+    let words = |line: &str| line.split_whitespace().filter(|word| *word != "\\").map(String::from).collect::<Vec<_>>();
+    let in_folder = |words: &[String]| {
+        let mut ferry = ferry();
+        ferry.current_dir(folder.path()).args(words);
+        ferry
+    };
+    let replaced = share.replace("/srv/src", "mem").replace("0.0.0.0:564", "127.0.0.1:0");
+    let mut server = Server::start(&mut in_folder(&[vec!["share".into()], words(&replaced)].concat()));
+    let address = server.line["shares"][0]["9p"].as_str().unwrap().to_owned();
+    let port = address.rsplit_once(':').unwrap().1;
+    // What mounts does, shares do: they connect, and need no right to mount.
+    let replaced = mount.replace("HOST:564", &format!("localhost:{port}")).replace("/mnt", "--9p unix:again");
+    let mut again = Server::start(&mut in_folder(&[vec!["share".into()], words(&replaced)].concat()));
+    speaks_9p(&mut UnixStream::connect(folder.path().join("again")).unwrap());
+    // Without extensions the same tools make what is refused, with the file and the remedy.
+    let old = "openssl x509 -req -in me.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 9 -out me.pem";
+    let old = Command::new("sh").args(["-euc", old]).current_dir(folder.path()).output().unwrap();
+    assert!(old.status.success(), "{}", String::from_utf8_lossy(&old.stderr));
+    let text = refused(1, &mut in_folder(&[vec!["share".into()], words(&replaced.replace("again", "never"))].concat()));
+    assert!(text.contains("/me.pem cannot be used") && text.contains("-copy_extensions copy"), "{text}");
+    for server in [&mut again, &mut server] {
+        server.signal(Signal::TERM);
+        assert_eq!(server.status(), Some(0));
+    }
+}
+
+#[test]
 fn refuses_unknown_keys_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("f.toml");
     fs::write(&file, "[[share]]\ndir = \"/tmp\"\nvirtiofs = \"s\"\nreadonly = true\n").unwrap();
-    let text = refused(1, ferry().arg("share").arg("--config").arg(&file));
+    let text = refused(2, ferry().arg("share").arg("--config").arg(&file));
     assert!(text.contains("f.toml") && text.contains("line 4") && text.contains("`readonly`"), "{text}");
 }
 
@@ -486,10 +556,10 @@ fn documents_come_from_the_same_table() {
         let script = String::from_utf8(run(ferry().args(["completions", shell])).stdout).unwrap();
         assert!(script.contains("read-only"), "{shell}");
     }
-    let unknown = refused(1, ferry().args(["man", "sail"]));
+    let unknown = refused(2, ferry().args(["man", "sail"]));
     assert!(unknown.contains("has no command \"sail\"; its commands are ") && unknown.contains("share"), "{unknown}");
-    refused(1, ferry().args(["man", "image", "sail"]));
-    refused(1, ferry().args(["man", "share", "sail"]));
+    refused(2, ferry().args(["man", "image", "sail"]));
+    refused(2, ferry().args(["man", "share", "sail"]));
 }
 
 #[test]

@@ -53,7 +53,7 @@ pub enum Error {
     #[error("no place for the guest cache: set FERRY_CACHE or HOME")]
     NoCache,
     /// The fetch script failed; it has said why on standard error.
-    #[error("the guest could not be fetched (guest/fetch {set} failed, see above)")]
+    #[error("the files of the guest ({set}) could not be fetched: what went wrong stands above")]
     Fetch {
         /// The set that was asked for.
         set: String,

@@ -21,7 +21,7 @@ pub(crate) enum NoUring {
     Kernel,
     #[error(
         "the fuse module does not allow it; turn it on with `echo Y > /sys/module/fuse/parameters/enable_uring`, and for \
-         every boot with the line `options fuse enable_uring=1` in /etc/modprobe.d/fuse.conf"
+         every boot with the line `options fuse enable_uring=1` in /etc/modprobe.d/ferry.conf"
     )]
     Parameter,
     #[error("io_uring is disabled; allow it with `sysctl kernel.io_uring_disabled=0`")]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
+pub use contradictions::as_keys;
 use ferry_mapped::{Ids, Rule, Xattrs};
 use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
@@ -526,7 +527,7 @@ impl Share {
                 Err("it needs virtiofs = \"SOCKET\" (or fd = N, or mount = \"DIR\", or 9p = \"ADDRESS\")".into())
             }
             (Some(_), Some(_)) => Err("it has both virtiofs and fd; keep one".into()),
-            _ => self.contradiction().map_or(Ok(()), Err),
+            _ => self.contradiction().map_or(Ok(()), |why| Err(as_keys(&why))),
         }
     }
 
@@ -535,7 +536,7 @@ impl Share {
         if let Some(MapUser { uid, gid }) = self.map_user {
             return Ok((Ids::of_one(uid), Ids::of_one(gid)));
         }
-        let ids = |rules: &[Rule], flag| Ids::new(rules).map_err(|error| format!("{flag}: {error}"));
+        let ids = |rules: &[Rule], flag| Ids::new(rules).map_err(|error| format!("--{flag}: {error}"));
         Ok((ids(&self.translate_uid, "translate-uid")?, ids(&self.translate_gid, "translate-gid")?))
     }
 }

@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use ferry_image::{
     BuildOptions, Built, COMPOSEFS_VERSION_MAX, Choice, Digest, Layout, Pattern, Store, Trace, Whiteouts,
 };
@@ -137,6 +137,28 @@ impl BuildArgs {
     }
 }
 
+/// An image of a tree that holds the store would hold the bytes of all files twice, and more with each build.
+fn refuse_own_store(source: &Path, store: &Path, exclude: &[Excluded]) -> Result<()> {
+    let (tree, place) = (canonical(source)?, canonical(store)?);
+    let is_left_out =
+        |path: &Path| exclude.iter().any(|Excluded(pattern)| pattern.matches(path.as_os_str().as_bytes()));
+    match place.strip_prefix(&tree) {
+        Ok(inside) if !inside.ancestors().any(is_left_out) => bail!(
+            "the store {} lies in {}, and would be part of the image: choose one outside, or leave it out with --exclude",
+            store.display(),
+            source.display()
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// Where a path leads, also one whose last parts are still to be made.
+fn canonical(path: &Path) -> Result<PathBuf> {
+    let path = std::path::absolute(path).with_context(|| format!("cannot find {}", path.display()))?;
+    let known = path.ancestors().find_map(|known| Some((known, known.canonicalize().ok()?)));
+    Ok(known.map_or_else(|| path.clone(), |(known, there)| there.join(path.strip_prefix(known).unwrap_or(&path))))
+}
+
 pub fn build(args: &BuildArgs) -> Result<()> {
     let options = args.options()?;
     let BuildArgs { source, output, store: StoreArg { store }, json, .. } = args;
@@ -152,6 +174,9 @@ pub fn build(args: &BuildArgs) -> Result<()> {
             "there is no {}: an image is built of a directory, an archive, a dump file, or oci:DIR",
             source.display()
         );
+    }
+    if source.is_dir() && !is_word {
+        refuse_own_store(source, store, &args.exclude)?;
     }
     let built = ferry_image::build(source, output, Store::create(store)?, &options, &progress)?;
     bar.finish_and_clear();

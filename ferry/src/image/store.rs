@@ -9,9 +9,8 @@ use ferry_image::{ChangeKind, Collected, CollectedObjects, Digests, Image, Neede
 use serde_json::json;
 
 use super::{StoreArg, ended, print, set_name};
+use crate::status;
 
-/// Two images are not the same.
-const OTHER_STATUS: u8 = 4;
 /// What begins the names of images that a build has not completed.
 const NEW_PREFIX: &[u8] = b".new-";
 
@@ -205,7 +204,7 @@ pub fn diff(args: &DiffArgs) -> Result<u8> {
     });
     let walked = walked.and_then(|()| Ok(out.flush()?));
     ended(walked).with_context(|| damaged(&args.old, &args.new))?;
-    Ok(if same { 0 } else { OTHER_STATUS })
+    Ok(if same { status::DONE } else { status::WRONG })
 }
 
 fn damaged(old: &Path, new: &Path) -> String {

@@ -107,7 +107,8 @@ impl Pattern {
     }
 
     /// Whether a path from the top of the tree, without a `/` before it, is meant. Takes time by the product of both lengths at most.
-    fn matches(&self, path: &[u8]) -> bool {
+    #[must_use]
+    pub fn matches(&self, path: &[u8]) -> bool {
         let name = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
         let text = if self.is_path { path } else { name };
         // Which tokens may be the next.

@@ -1,4 +1,5 @@
-//! Flags that do not go together, or not with their source or exports, each told in one sentence.
+//! Flags that do not go together, or not with their source or exports, each told in one sentence. In files, where flags are keys, it is
+//! shown without their dashes ([`as_keys`]).
 
 use std::fmt::Display;
 
@@ -40,13 +41,13 @@ impl Share {
         ];
         match (&kind, given(&of_memory)) {
             (Kind::Dir(_), Some(flag)) => {
-                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
+                return Some(format!("--{flag} is for the sources mem and pmem:PATH, and {source} is a directory"));
             }
             (Kind::Image(_), Some(flag)) => {
-                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is an image"));
+                return Some(format!("--{flag} is for the sources mem and pmem:PATH, and {source} is an image"));
             }
             (Kind::Ninep(_), Some(flag)) => {
-                return Some(format!("{flag} is for the sources mem and pmem:PATH, and {source} is on a server"));
+                return Some(format!("--{flag} is for the sources mem and pmem:PATH, and {source} is on a server"));
             }
             _ => {}
         }
@@ -56,13 +57,13 @@ impl Share {
             (self.watch != Watch::default(), "watch"),
         ];
         if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
-            return Some(format!("{flag} is for directories, and {source} is none"));
+            return Some(format!("--{flag} is for directories, and {source} is none"));
         }
         if self.watch == Watch::Always && self.mount.is_none() {
-            return Some(format!("watch always is for mounts, for nobody else can be told: {source} has no mount"));
+            return Some(format!("--watch always is for mounts, for nobody else can be told: {source} has no mount"));
         }
         if self.watch == Watch::Always && self.inode_file_handles == FileHandles::Never {
-            return Some("watch always needs inode-file-handles, by which changes are told".into());
+            return Some("--watch always needs --inode-file-handles, by which changes are told".into());
         }
         if let Some(why) = self.wrong_about_guests() {
             return Some(why);
@@ -76,14 +77,14 @@ impl Share {
             (self.plain_http, "plain-http"),
         ];
         if let (None, Some(flag)) = (&self.from, given(&of_registries)) {
-            return Some(format!("{flag} is about what is fetched: add from, or leave it out"));
+            return Some(format!("--{flag} is about what is fetched: add --from, or leave it out"));
         }
         match (&kind, given(&of_images)) {
             (Kind::Image(_), _) if self.store.is_none() => {
-                return Some(format!("{source} needs store, the folder with the bytes of its files"));
+                return Some(format!("{source} needs --store, the folder with the bytes of its files"));
             }
             (Kind::Image(_), _) | (_, None) => {}
-            (_, Some(flag)) => return Some(format!("{flag} is for image:PATH, and {source} is none")),
+            (_, Some(flag)) => return Some(format!("--{flag} is for image:PATH, and {source} is none")),
         }
         if let Some(why) = self.wrong_about_server(&kind) {
             return Some(why);
@@ -93,27 +94,30 @@ impl Share {
         }
         let has_tls = matches!(self.ninep, Some(Address::Tls(..)));
         if let (false, Some(flag)) = (has_tls, given(&of_tls)) {
-            return Some(format!("{flag} is for 9P with TLS, and {source} is not shared so: add 9p tls:HOST:PORT"));
+            return Some(format!("--{flag} is for 9P with TLS, and {source} is not shared so: add --9p tls:HOST:PORT"));
         }
         if has_tls && (self.tls_cert.is_none() || self.tls_key.is_none()) {
-            return Some(format!("{source} is shared with TLS, which needs tls-cert and tls-key, both files in PEM"));
+            return Some(format!(
+                "{source} is shared with TLS, which needs --tls-cert and --tls-key, both files in PEM"
+            ));
         }
         match kind {
-            Kind::Mem if self.tier2.is_some() => Some("tier2 is for pmem:PATH; mem has one tier".into()),
-            _ if self.tier2_size.is_some() && self.tier2.is_none() => Some("tier2-size needs tier2".into()),
+            Kind::Mem if self.tier2.is_some() => Some("--tier2 is for pmem:PATH; mem has one tier".into()),
+            _ if self.tier2_size.is_some() && self.tier2.is_none() => Some("--tier2-size needs --tier2".into()),
             _ if self.writeback && self.passthrough == Some(Passthrough::On) => {
-                Some("writeback and passthrough exclude each other; leave one out".into())
+                Some("--writeback and --passthrough exclude each other; leave one out".into())
             }
             _ if self.local_locks && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
                 Some(format!(
-                    "local-locks is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose for themselves"
+                    "--local-locks is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose for themselves"
                 ))
             }
             _ if self.allow_idmap && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
-                Some(format!("allow-idmap is for virtual machines and mounts, and {source} is shared with neither"))
+                Some(format!("--allow-idmap is for virtual machines and mounts, and {source} is shared with neither"))
             }
-            _ if self.mount.is_none() => given(&of_mounts)
-                .map(|flag| format!("{flag} is for mounts, and {source} is not mounted: add mount, or leave it out")),
+            _ if self.mount.is_none() => given(&of_mounts).map(|flag| {
+                format!("--{flag} is for mounts, and {source} is not mounted: add --mount, or leave it out")
+            }),
             _ => None,
         }
     }
@@ -133,20 +137,20 @@ impl Share {
         ]);
         match of_devices {
             Some(flag) if self.virtiofs.is_none() && self.fd.is_none() => {
-                Some(format!("{flag} is for virtual machines, and {source} is not shared with one: add virtiofs"))
+                Some(format!("--{flag} is for virtual machines, and {source} is not shared with one: add --virtiofs"))
             }
             _ if self.posix_acl == Acl::Always && self.no_xattr => {
-                Some("posix-acl always needs extended attributes; leave no-xattr out".into())
+                Some("--posix-acl always needs extended attributes; leave --no-xattr out".into())
             }
             _ if self.security_label.is_some_and(|when| when != Acl::Never) && self.no_xattr => {
-                Some("security-label needs extended attributes; leave no-xattr out".into())
+                Some("--security-label needs extended attributes; leave --no-xattr out".into())
             }
             _ if self.socket_group.is_some() && !self.makes_unix_socket() => Some(format!(
-                "socket-group is for unix sockets, and {source} has none: add virtiofs, 9p unix:PATH or 9p \
+                "--socket-group is for unix sockets, and {source} has none: add --virtiofs, --9p unix:PATH or --9p \
                  vhost-user:SOCKET, or leave it out"
             )),
             _ if self.map_user.is_some() && !(self.translate_uid.is_empty() && self.translate_gid.is_empty()) => {
-                Some("map-user and translate-uid or translate-gid exclude each other".into())
+                Some("--map-user and --translate-uid or --translate-gid exclude each other".into())
             }
             _ => self.ids().err(),
         }
@@ -168,19 +172,19 @@ impl Share {
         ]);
         match (&self.ninep, of_all.or(of_sockets), of_sockets) {
             (None, Some(flag), _) => {
-                Some(format!("{flag} is for 9P, and {source} is not shared so: add 9p, or leave it out"))
+                Some(format!("--{flag} is for 9P, and {source} is not shared so: add --9p, or leave it out"))
             }
             (Some(Address::VhostUser(_)), _, Some(flag)) => {
-                Some(format!("{flag} is for clients that connect, and a device has one guest: leave it out"))
+                Some(format!("--{flag} is for clients that connect, and a device has one guest: leave it out"))
             }
             _ if matches!(self.ninep_users, Some(Users::Only(_))) && self.gives_other_numbers() => Some(
-                "9p-users only=UID names users of this host, and with map-user, translate-uid or translate-gid clients have others: \
-                 write 9p-users UID:GID, or leave the others out"
+                "--9p-users only=UID names users of this host, and with --map-user, --translate-uid or --translate-gid clients have others: \
+                 write --9p-users UID:GID, or leave the others out"
                     .into(),
             ),
             _ => {
                 let Size(bytes) = self.ninep_msize.filter(|size| !ferry_ninep::MSIZE.contains(&size.0))?;
-                Some(format!("9p-msize = {bytes} is not from 4K to 16M"))
+                Some(format!("--9p-msize = {bytes} is not from 4K to 16M"))
             }
         }
     }
@@ -203,21 +207,21 @@ impl Share {
         ]);
         let of_data = given(&[(self.writeback, "writeback"), (self.cache_size.is_some(), "cache-size")]);
         let Kind::Ninep(address) = kind else {
-            return of_all.or(of_tls).map(|flag| format!("{flag} is for 9p:SERVER, and {source} is none"));
+            return of_all.or(of_tls).map(|flag| format!("--{flag} is for 9p:SERVER, and {source} is none"));
         };
         match (Server::of(address), of_tls) {
             (Err(why), _) => Some(why),
             (Ok(server), _) if server.has_tree() && self.ninep_tree.is_some() => {
-                Some(format!("9p-tree and the address {source} both name a tree: give one of the two"))
+                Some(format!("--9p-tree and the address {source} both name a tree: give one of the two"))
             }
             (Ok(server), Some(flag)) if !server.is_tls() => {
-                Some(format!("{flag} is for servers with TLS; write 9p:tls:HOST:PORT, or leave it out"))
+                Some(format!("--{flag} is for servers with TLS; write 9p:tls:HOST:PORT, or leave it out"))
             }
             (Ok(server), _) if server.is_tls() && self.server_ca.is_none() => {
-                Some(format!("{source} needs server-ca, the file of those who sign servers' certificates, in PEM"))
+                Some(format!("{source} needs --server-ca, the file of those who sign servers' certificates, in PEM"))
             }
             _ if self.client_cert.is_some() != self.client_key.is_some() => {
-                Some("client-cert and client-key are a pair; give both or none".into())
+                Some("--client-cert and --client-key are a pair; give both or none".into())
             }
             _ => self.wrong_about_data(&source, of_data),
         }
@@ -228,12 +232,12 @@ impl Share {
         if let (Some(flag), Cache::None | Cache::Metadata) = (of_data, self.cache) {
             let cache = if self.cache == Cache::None { "none" } else { "metadata" };
             return Some(format!(
-                "{flag} is about data that are kept, and with cache {cache} none of {source} are kept: choose cache auto \
+                "--{flag} is about data that are kept, and with --cache {cache} none of {source} are kept: choose --cache auto \
                  or always, or leave it out"
             ));
         }
         let Size(bytes) = self.cache_size.filter(|size| size.0 < SERVER_CACHE_BYTES_MIN)?;
-        Some(format!("cache-size = {bytes} is too little for {source}: give 16M or more"))
+        Some(format!("--cache-size = {bytes} is too little for {source}: give 16M or more"))
     }
 
     /// Whether users and groups have other numbers on the client's side.
@@ -245,6 +249,12 @@ impl Share {
     fn makes_unix_socket(&self) -> bool {
         self.virtiofs.is_some() || matches!(self.ninep, Some(Address::Unix(_) | Address::VhostUser(_)))
     }
+}
+
+/// The same sentence for a file.
+pub fn as_keys(sentence: &str) -> String {
+    let words = sentence.split(' ');
+    words.map(|word| word.strip_prefix("--").unwrap_or(word)).collect::<Vec<_>>().join(" ")
 }
 
 /// The first of some flags that was given.

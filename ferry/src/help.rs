@@ -1,0 +1,131 @@
+//! Help texts with commands that can be pasted: clap fills lines to the width of the terminal, and would break commands, too.
+//!
+//! So clap is given marks in the places of examples, and of the spaces in commands that texts have in backticks, and prints what it
+//! makes of that; the marks are replaced afterwards.
+
+use std::io::{IsTerminal, Write};
+
+use clap::builder::StyledStr;
+use clap::error::ErrorKind;
+use clap::{Arg, Command};
+
+use crate::cli;
+
+/// Begins and ends the number of an example. Nothing else has this character.
+const EXAMPLE: char = '\u{e000}';
+/// In the place of a space that no line may end at.
+const SPACE: char = '\u{e001}';
+
+/// The table of flags, with marks.
+pub fn marked(table: Command) -> Command {
+    mark(table, &mut 0)
+}
+
+fn mark(command: Command, number: &mut usize) -> Command {
+    let mut command = command.mut_args(mark_arg);
+    if let Some(about) = command.get_about().map(joined) {
+        command = command.about(about);
+    }
+    if let Some(about) = command.get_long_about().map(joined) {
+        command = command.long_about(about);
+    }
+    if command.get_after_long_help().is_some() {
+        command = command.after_long_help(format!("{EXAMPLE}{number}{EXAMPLE}"));
+        *number += 1;
+    }
+    let names: Vec<_> = command.get_subcommands().map(|command| command.get_name().to_owned()).collect();
+    names.into_iter().fold(command, |command, name| command.mut_subcommand(name, |command| mark(command, number)))
+}
+
+fn mark_arg(arg: Arg) -> Arg {
+    let (help, long) = (arg.get_help().map(joined), arg.get_long_help().map(joined));
+    let arg = if let Some(help) = help { arg.help(help) } else { arg };
+    if let Some(long) = long { arg.long_help(long) } else { arg }
+}
+
+/// With commands in backticks as one word each.
+fn joined(text: &StyledStr) -> String {
+    let text = text.to_string();
+    let parts = text.split('`').enumerate();
+    let parts = parts.map(|(at, part)| if at % 2 == 1 { part.replace(' ', &SPACE.to_string()) } else { part.into() });
+    parts.collect::<Vec<_>>().join("`")
+}
+
+/// The texts in whose places marks are, in their order.
+fn examples(command: &Command, found: &mut Vec<String>) {
+    found.extend(command.get_after_long_help().map(ToString::to_string));
+    command.get_subcommands().for_each(|command| examples(command, found));
+}
+
+/// Without the marks.
+fn unmarked(text: &str) -> String {
+    let mut texts = Vec::new();
+    examples(&cli::table(), &mut texts);
+    let text = text.replace(SPACE, " ");
+    let parts = text.split(EXAMPLE).enumerate();
+    let text_of = |number: &str| number.parse().ok().and_then(|number: usize| texts.get(number)).cloned();
+    parts.map(|(at, part)| if at % 2 == 1 { text_of(part).unwrap_or_default() } else { part.into() }).collect()
+}
+
+/// Ends the process with what clap has to say: help, the version, or what is wrong with a command line.
+pub fn exit(error: &clap::Error) -> ! {
+    if error.kind() != ErrorKind::DisplayHelp {
+        error.exit();
+    }
+    let mut out = std::io::stdout().lock();
+    let is_styled = out.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    let text = error.render();
+    let text = if is_styled { text.ansi().to_string() } else { text.to_string() };
+    // A pager that was left early is no error.
+    let _ = out.write_all(unmarked(&text).as_bytes()).and_then(|()| out.flush());
+    std::process::exit(error.exit_code())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All commands, each by the words that lead to it.
+    fn paths(command: &Command, path: &[String]) -> Vec<Vec<String>> {
+        let below = command.get_subcommands().flat_map(|below| {
+            let path = [path, &[below.get_name().to_owned()]].concat();
+            paths(below, &path)
+        });
+        std::iter::once(path.to_vec()).chain(below).collect()
+    }
+
+    fn help(path: &[String], flag: &str, columns: usize) -> String {
+        let line = ["ferry".to_owned()].into_iter().chain(path.iter().cloned()).chain([flag.to_owned()]);
+        let table = marked(cli::table()).term_width(columns);
+        let error = table.try_get_matches_from(line).expect_err("help is asked for");
+        assert_eq!(error.kind(), ErrorKind::DisplayHelp, "{path:?}");
+        unmarked(&error.render().to_string())
+    }
+
+    #[test]
+    fn help_never_breaks_a_command() {
+        let table = cli::table();
+        for (columns, path) in
+            [80, 100].into_iter().flat_map(|columns| paths(&table, &[]).into_iter().map(move |path| (columns, path)))
+        {
+            let command =
+                path.iter().try_fold(&table, |command, name| command.find_subcommand(name)).expect("one of them");
+            let long = help(&path, "--help", columns);
+            let lines: Vec<_> = long.lines().collect();
+            assert!(!long.contains([EXAMPLE, SPACE]), "{long}");
+            // Examples are there, line by line, as they are written.
+            let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+            let examples: Vec<_> = examples.lines().collect();
+            assert!(
+                examples.is_empty() || lines.windows(examples.len()).any(|lines| lines == examples),
+                "{path:?}: {long}"
+            );
+            // Commands in texts are whole.
+            for text in [&long, &help(&path, "-h", columns)] {
+                for line in text.lines().filter(|line| !examples.contains(line)) {
+                    assert_eq!(line.matches('`').count() % 2, 0, "{path:?} at {columns} columns: {line}");
+                }
+            }
+        }
+    }
+}
