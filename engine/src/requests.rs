@@ -1,8 +1,9 @@
 //! A log of requests and what became of them, switched on and off while they are served.
 
+use std::collections::HashMap;
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
 use ferry_vfs::{Errno, Ino};
@@ -25,6 +26,10 @@ pub struct Filter {
 /// Whether there is a filter: all that is looked at while there is none.
 static ON: AtomicBool = AtomicBool::new(false);
 static FILTER: RwLock<Option<Filter>> = RwLock::new(None);
+/// Where inodes were found while requests were logged, in which share.
+static PATHS: LazyLock<Mutex<HashMap<(String, Ino), String>>> = LazyLock::new(Mutex::default);
+/// The most of them that are known at a time: some ten MB.
+const PATHS_MAX: usize = 1 << 16;
 
 /// Logs, from now on, the requests that the filter lets through, with outcome and time, at level `info` and target
 /// `ferry_engine::requests`; `None`: logs no more.
@@ -35,7 +40,54 @@ pub fn watch(filter: Option<Filter>) {
     });
     let mut current = FILTER.write().unwrap_or_else(PoisonError::into_inner);
     ON.store(filter.is_some(), Ordering::Relaxed);
+    if filter.is_none() {
+        *paths() = HashMap::new();
+    }
     *current = filter;
+}
+
+fn paths() -> MutexGuard<'static, HashMap<(String, Ino), String>> {
+    PATHS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An inode was found by a name in a directory: what the log calls it from now on, if requests are logged.
+pub fn found(share: &str, (dir, name): (Ino, &[u8]), ino: Ino) {
+    if !is_on() {
+        return;
+    }
+    let name = String::from_utf8_lossy(name);
+    let path = match dir {
+        Ino::ROOT => format!("/{name}"),
+        _ => match paths().get(&(share.to_owned(), dir)) {
+            Some(dir) => format!("{dir}/{name}"),
+            None => return,
+        },
+    };
+    name_it(share, ino, path);
+}
+
+/// An inode has this path from the root: for one that is going to be watched.
+pub fn placed(share: &str, path: &[u8], ino: Ino) {
+    name_it(share, ino, format!("/{}", String::from_utf8_lossy(path).trim_start_matches('/')));
+}
+
+fn name_it(share: &str, ino: Ino, path: String) {
+    let mut paths = paths();
+    if paths.len() >= PATHS_MAX {
+        paths.clear();
+    }
+    paths.insert((share.to_owned(), ino), path);
+}
+
+/// What the log calls an inode.
+fn file(share: &str, ino: Ino) -> String {
+    match ino {
+        Ino::ROOT => "/".into(),
+        Ino(number) => {
+            let path = paths().get(&(share.to_owned(), ino)).cloned();
+            path.unwrap_or_else(|| format!("inode {number}"))
+        }
+    }
 }
 
 /// Which requests are logged now.
@@ -71,7 +123,8 @@ impl Write for Shown {
 #[derive(Debug)]
 pub struct Watched {
     share: String,
-    ino: Ino,
+    /// Its path, as far as that was seen.
+    file: String,
     pid: Option<u32>,
     request: String,
     begun: Instant,
@@ -109,22 +162,28 @@ impl Watched {
         if write!(shown, "{operation:?}").is_err() {
             shown.0.push('…');
         }
-        Some(Box::new(Self { share: share.into(), ino, pid, request: shown.0, begun: Instant::now() }))
+        Some(Box::new(Self {
+            share: share.into(),
+            file: file(share, ino),
+            pid,
+            request: shown.0,
+            begun: Instant::now(),
+        }))
     }
 
     /// Logs it.
     pub fn end(self, outcome: Outcome) {
-        let Self { share, ino: Ino(ino), pid, request, begun } = self;
+        let Self { share, file, pid, request, begun } = self;
         let us = begun.elapsed().as_micros();
         match outcome {
             Outcome::Bytes(bytes) => {
-                tracing::info!(target: "ferry_engine::requests", share, ino, pid, bytes, us, "{request}");
+                tracing::info!(target: "ferry_engine::requests", share, file, pid, bytes, us, "{request}");
             }
             Outcome::Error(error) => {
-                tracing::info!(target: "ferry_engine::requests", share, ino, pid, %error, us, "{request}");
+                tracing::info!(target: "ferry_engine::requests", share, file, pid, %error, us, "{request}");
             }
             Outcome::Waits => {
-                tracing::info!(target: "ferry_engine::requests", share, ino, pid, waits = true, us, "{request}");
+                tracing::info!(target: "ferry_engine::requests", share, file, pid, waits = true, us, "{request}");
             }
         }
     }
@@ -158,12 +217,22 @@ mod tests {
         struct Statfs;
         // An inode of its own, for other tests run at the same time.
         let ino = Ino(0xdeb0_6001);
-        let begin = || Watched::begin("share", ino, Some(1), &Statfs);
+        let begin_of = |ino| Watched::begin("share", ino, Some(1), &Statfs);
+        let begin = || begin_of(ino);
         assert!(begin().is_none());
         let inodes = (0..20).map(|index| Ino(ino.0 + index)).collect();
         watch(Some(Filter { share: None, inodes }));
         assert_eq!(watched().unwrap().inodes.len(), INODES_MAX);
         assert!(begin().is_some_and(|watched| watched.request == "Statfs"));
+        let named = |ino| begin_of(ino).map(|watched| watched.file);
+        let of = |at: u64| Ino(ino.0 + at);
+        assert_eq!(named(of(1)).as_deref(), Some(&*format!("inode {}", of(1).0)));
+        found("share", (Ino::ROOT, b"a"), of(1));
+        found("share", (of(1), b"b"), of(2));
+        found("share", (of(9), b"c"), of(3));
+        placed("share", b"d/e", of(4));
+        let files = [of(1), of(2), of(3), of(4)].map(|ino| named(ino).unwrap());
+        assert_eq!(files, ["/a".into(), "/a/b".into(), format!("inode {}", of(3).0), "/d/e".into()]);
         let value = [b'x'; 4096];
         let shown = Watched::begin("share", ino, None, &value).unwrap().request;
         assert!(shown.len() < SHOWN_BYTES_MAX + 4 && shown.ends_with('…'), "{shown}");

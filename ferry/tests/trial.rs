@@ -40,6 +40,24 @@ fn the_directory_is_the_working_directory() {
 }
 
 #[test]
+fn a_directory_of_another_name_in_the_guest_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("my work");
+    fs::create_dir(&dir).unwrap();
+    let output = run(&mut in_guest(&[&dir], &[], "pwd; id -u; touch /etc/gone; ls /etc/gone"));
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(&*out, "/mnt/my-work\n0\n/etc/gone\n", "{err}");
+    assert!(err.contains("my work as /mnt/my-work"), "{err}");
+    assert!(!Path::new("/etc/gone").exists());
+    // And --help says all of that.
+    let help = String::from_utf8(run(common::ferry().args(["try", "--help"])).stdout).unwrap();
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in ["is run as root of the guest", "is changed on this host", "gone in the end", "become dashes"] {
+        assert!(help.contains(words), "{words}: {help}");
+    }
+}
+
+#[test]
 fn every_directory_has_a_place() {
     let folder = tempfile::tempdir().unwrap();
     let dirs = ["a/src", "b/src", "doc"].map(|name| folder.path().join(name));

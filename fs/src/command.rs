@@ -157,6 +157,23 @@ mod tests {
     }
 
     #[test]
+    fn lines_to_copy_are_whole() {
+        for columns in [80, 100] {
+            let table = Cli::command().term_width(columns);
+            let error = table.try_get_matches_from(["hello", "virtiofs", "--help"]).unwrap_err();
+            let help = error.to_string();
+            for line in [
+                "-object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem",
+                "-chardev socket,id=fs,path=SOCKET",
+                "-device vhost-user-fs-pci,chardev=fs,tag=NAME,queue-size=1024",
+                "mount -t virtiofs NAME /mnt",
+            ] {
+                assert!(help.lines().any(|found| found.trim() == line), "{help}");
+            }
+        }
+    }
+
+    #[test]
     fn one_word_tells_the_host_from_the_guest() {
         for word in ["mount", "virtiofs"] {
             let line = ["hello", word, "/mnt/x", "--tag", "greeting", "--cache", "always", "--read-only"];

@@ -226,7 +226,7 @@ fn ferry_log_shows_and_changes_its_log() {
     let mut line = String::new();
     BufReader::new(follower.stdout.take().unwrap()).read_line(&mut line).unwrap();
     // The root is not asked about.
-    assert!(line.contains("share=\"greeting\" ino=2"), "{line:?}");
+    assert!(line.contains("share=\"greeting\" file=\"/hello\""), "{line:?}");
     rustix::process::kill_process(rustix::process::Pid::from_child(&follower), Signal::TERM).unwrap();
     follower.wait().unwrap();
     comes(&says("warn", "none"));
@@ -254,7 +254,7 @@ fn its_log_is_shown_and_changed_while_it_runs() {
     let mut line = String::new();
     lines.read_line(&mut line).unwrap();
     // The root is not asked about.
-    assert!(line.contains("share=\"greeting\" ino=2"), "{line}");
+    assert!(line.contains("share=\"greeting\" file=\"/hello\""), "{line}");
     drop(lines);
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));

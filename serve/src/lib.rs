@@ -75,6 +75,7 @@ mod parked;
 mod passthrough;
 mod policy;
 mod reply;
+mod request_text;
 mod server;
 mod session;
 mod share;

@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use ferry_engine::requests;
 use ferry_vfs::{
     Attr, Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SessionId, SetAttr, XattrFlags, checks,
 };
@@ -75,6 +76,7 @@ impl Server {
     fn told(&self, cx: &Context<'_>, name: Option<Name<'_>>, entry: Entry) -> Entry {
         if let Some(name) = name {
             cx.mount.removals.told((cx.ino, name), Some(entry.ino));
+            requests::found(&self.share.name, (cx.ino, name.as_bytes()), entry.ino);
         }
         Entry { attr: self.shown(cx, entry.ino, entry.attr), ..entry }
     }

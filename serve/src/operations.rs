@@ -16,6 +16,7 @@ use crate::mappings::{Answer, Mapping, WHOLE};
 use crate::mount::Open;
 use crate::opening::Made;
 use crate::reply;
+use crate::request_text::RequestText;
 use crate::server::{Context, Server};
 use ferry_engine::requests::{Outcome, Watched};
 
@@ -35,7 +36,7 @@ impl Server {
         operation: &Operation<'_>,
         carrier: &mut impl Carrier,
     ) -> Served {
-        self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), operation);
+        self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &RequestText(operation));
         if let Some(file) = lengthened(cx.ino, operation).filter(|_| self.follows_lengths(cx)) {
             cx.mount.tells_length(file, None);
         }

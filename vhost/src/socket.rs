@@ -274,6 +274,28 @@ mod tests {
         }
     }
 
+    /// A server that is stopped takes no connections: the next one is told so, and does not wait for it.
+    #[test]
+    fn a_server_whose_backlog_is_full_is_in_use() {
+        let folder = Folder::new("full");
+        let path = folder.0.join("s");
+        let _listener = UnixListener::bind(&path).expect("a free path");
+        let mut waiting = Vec::new();
+        loop {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+            let socket = socket.expect("a socket");
+            match rustix::net::connect(&socket, &SocketAddrUnix::new(&path).expect("a short path")) {
+                Ok(()) => waiting.push(socket),
+                outcome => break assert_eq!(outcome, Err(Errno::AGAIN)),
+            }
+        }
+        let (done, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || done.send(Socket::bind(&path)));
+        let outcome = told.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
+        assert!(matches!(outcome, Err(SocketError::InUse(_))), "{outcome:?}");
+    }
+
     #[test]
     fn a_socket_goes_with_its_server_and_is_its_users_alone() {
         let folder = Folder::new("goes");

@@ -130,7 +130,7 @@ pub struct Share {
     #[serde(default)]
     pub local_locks: bool,
 
-    /// Let idmapped mounts be made of it: mount --bind -o X-mount.idmap, containers with user namespaces (Linux 6.12).
+    /// Let idmapped mounts be made of it: `mount --bind -o X-mount.idmap`, containers with user namespaces (Linux 6.12).
     ///
     /// Linux then does not say who asks, unless something is made. So fallocate and copy_file_range by root clear the set-user-id and
     /// set-group-id bits of a file, and names of trusted attributes are shown to all users.
