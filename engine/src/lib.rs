@@ -34,6 +34,7 @@
 
 mod at_once;
 mod barrier;
+mod heap;
 mod lane;
 mod last_sync;
 mod lease;
@@ -50,6 +51,7 @@ mod watch;
 
 pub use ferry_vfs::Complaints;
 pub use ferry_vfs::Segment;
+pub use heap::trim_heap;
 pub use lane::Lane;
 pub use last_sync::sync_at_the_end;
 pub use lease::{Hold, Lease, NotEnded, Term};

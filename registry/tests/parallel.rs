@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::{Place, Request};
-use ferry_image::{Image, Layout, Objects, Store};
+use ferry_image::{BuildOptions, Image, Layout, Objects, Store};
 use ferry_registry::{PullOptions, pull};
 
 const PULLS: usize = 6;
@@ -76,4 +76,43 @@ fn parallel_pulls_of_one_image_fetch_each_byte_once() {
 #[test]
 fn parallel_pulls_of_one_composefs_image_fetch_each_byte_once() {
     each_byte_is_fetched_once(Layout::Composefs { version: None });
+}
+
+/// Two images that have a pack in common, pulled at a time: what they share is fetched once, and neither takes harm (moby issue 9718).
+#[test]
+fn parallel_pulls_of_images_that_share_a_pack_fetch_it_once() {
+    let place = Place::new();
+    fs::write(place.at("tree/new"), vec![5; 300_000]).unwrap();
+    let (second, store) = (place.at("second"), place.at("store"));
+    let open = || Store::create(&store).unwrap();
+    let built = ferry_image::build(&place.at("tree"), &second, open(), &BuildOptions::default(), &|_, _| {}).unwrap();
+    assert!(built.packs.len() == 2 && built.packs.contains(&place.built.packs[0]), "{built:?}");
+    let remotes = [place.fake.remote(), place.fake.remote_as("2", Duration::from_secs(60))];
+    ferry_registry::push(&remotes[1], &second, None, &open(), &store, 2, &|_, _| {}).unwrap();
+    place.fake.requests();
+    place.fake.fault(|request, reply| {
+        if request.range().is_some() {
+            thread::sleep(Duration::from_millis(20));
+        }
+        reply
+    });
+    let begin = Barrier::new(2);
+    thread::scope(|scope| {
+        for (number, remote) in remotes.iter().enumerate() {
+            let (place, begin) = (&place, &begin);
+            scope.spawn(move || {
+                let _held = Store::create(&place.at("copy")).unwrap();
+                begin.wait();
+                let output = place.at(&format!("image-{number}"));
+                pull(remote, &output, &place.at("copy"), &PullOptions::default(), &|_, _| {}).unwrap();
+            });
+        }
+    });
+    let asked: usize = place.fake.requests().iter().filter_map(Request::range).map(|(from, to)| to - from).sum();
+    let most = place.built.data_bytes + 300_000 + (1 << 20);
+    assert!(asked as u64 <= most, "{asked} bytes, of which {most} would be enough");
+    for number in 0..2 {
+        let image = Image::open(&place.at(&format!("image-{number}")), None).unwrap();
+        Objects::open(&image, &place.at("copy")).unwrap().prove_all().unwrap();
+    }
 }

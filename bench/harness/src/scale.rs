@@ -2,6 +2,7 @@
 //!
 //! A row is a [`Case`] in [`cases`]: a name, the sizes, and a function that prepares one size and returns what measures it.
 
+mod ninep;
 mod packs;
 
 use std::collections::BTreeMap;
@@ -39,7 +40,7 @@ struct Case {
 
 /// All rows, in the order of the report.
 fn cases() -> Vec<Case> {
-    [packs::CASES].concat()
+    [packs::CASES, ninep::CASES].concat()
 }
 
 fn name(case: &Case, size: u64) -> String {

@@ -13,6 +13,7 @@ use socket2::SockRef;
 
 use crate::connection::Connection;
 use crate::hub::lock;
+use crate::room::shrink;
 
 /// Fids, waiting locks, flushes and owners of locks of one client, which take some 300 bytes each: Linux keeps a fid for each name
 /// that it remembers.
@@ -300,9 +301,11 @@ impl Drop for Holder {
         }
         let mut registry = lock(&self.clients.registry);
         registry.holders.remove(&self.number);
+        shrink(&mut registry.holders);
         // Nobody finds the account while this lock is held.
         if Arc::strong_count(&self.account) == 1 {
             registry.accounts.remove(&self.account.peer);
+            shrink(&mut registry.accounts);
         }
     }
 }

@@ -15,6 +15,7 @@ use rustix::net::SocketFlags;
 
 use crate::clients::{Clients, Peer, Resource};
 use crate::connection::Connection;
+use crate::room::{HighWater, shrink};
 use crate::share::Share;
 use crate::{Error, Listener, worker};
 
@@ -29,6 +30,9 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 const KEEPALIVE_COUNT: u32 = 4;
 /// How long requests under way are waited for at the end. A disk that hangs for longer is left behind.
 const STOP_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a fid takes, in bytes, more or less: the measure of what is held.
+const HELD_BYTES: usize = 256;
 
 /// What the events of the epoll descriptor are about. Listeners come right behind the bell, connections from here on.
 pub(crate) const KEY_BELL: u64 = 0;
@@ -289,11 +293,23 @@ impl Hub {
     }
 
     pub(crate) fn forget(&self, key: u64) {
-        lock(&self.connections).remove(&key);
+        let mut connections = lock(&self.connections);
+        let removed = connections.remove(&key);
+        shrink(&mut connections);
+        // Its end may take a while.
+        drop(connections);
+        drop(removed);
     }
 
-    /// Ends connections that are too slow, until everything ends.
+    /// How much clients hold, in things of a few hundred bytes.
+    fn held(&self) -> usize {
+        let held = |resource| self.clients.held(resource);
+        held(Resource::Connections) + held(Resource::Entries) + held(Resource::Bytes) / HELD_BYTES
+    }
+
+    /// Ends connections that are too slow, and gives memory back that is not needed any more, until everything ends.
     fn keep_time(self: Arc<Self>) {
+        let mut high_water = HighWater::default();
         let mut threads = lock(&self.threads);
         while !threads.ended {
             let (woken, _) = self.thread_ended.wait_timeout(threads, TICK).unwrap_or_else(PoisonError::into_inner);
@@ -307,6 +323,9 @@ impl Hub {
                     // What the session held goes back to the source, which may take long.
                     self.ends.run(move || drop(session));
                 }
+            }
+            if high_water.has_sunk(self.held()) {
+                self.ends.run(ferry_engine::trim_heap);
             }
             if self.resting.swap(false, Ordering::AcqRel) {
                 self.listeners.iter().enumerate().for_each(|(index, listener)| self.listen_again(index, listener));

@@ -49,6 +49,7 @@ mod line;
 mod message;
 mod options;
 mod outbox;
+mod room;
 mod serve;
 mod session;
 mod share;

@@ -17,6 +17,7 @@ use crate::ahead::Reader;
 use crate::clients::{Charge, Full, Holder, Resource};
 use crate::end::End;
 use crate::hub::lock;
+use crate::room::shrink;
 use crate::share::Share;
 use crate::users::User;
 
@@ -175,10 +176,12 @@ impl Paths {
     }
 
     fn leave(&self, number: u64) {
-        if let Slot::Occupied(mut slot) = lock(&self.0).entry(number) {
+        let mut known = lock(&self.0);
+        if let Slot::Occupied(mut slot) = known.entry(number) {
             slot.get_mut().1 -= 1;
             if slot.get().1 == 0 {
                 slot.remove();
+                shrink(&mut known);
             }
         }
     }
@@ -414,7 +417,10 @@ impl Session {
 
     /// Ends a fid.
     pub(crate) fn remove(&self, fid: Fid) -> Result<Arc<File>> {
-        let removed = lock(&self.fids).remove(&fid).ok_or(Errno::BADF)?;
+        let mut fids = lock(&self.fids);
+        let removed = fids.remove(&fid).ok_or(Errno::BADF)?;
+        shrink(&mut fids);
+        drop(fids);
         self.holder.give(Resource::Entries, 1);
         Ok(removed)
     }
