@@ -47,7 +47,7 @@ fn walk_all<S: Stream>(client: &mut Client<S>, fids: u32, files: u32) {
     together(client, fids, |client, number| {
         let name = format!("file-{}", if number < files { number } else { 0 });
         let mut buffer = Vec::new();
-        let steps = Steps::write(&mut buffer, [Step::Child(Name::new(name.as_bytes()).unwrap())].into_iter());
+        let steps = Steps::write(&mut buffer, [Step::Child(Name::new(name.as_bytes()).unwrap())]);
         client.send(tag(number), &Request::Walk { fid: ROOT, new_fid: Fid(number + 1), steps });
     });
 }
