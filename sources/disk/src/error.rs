@@ -69,6 +69,20 @@ pub enum Error {
         /// The reason.
         reason: io::Error,
     },
+    /// It is larger than it shall be.
+    #[error(
+        "{path} has {found} bytes, and {bytes} are fewer: a disk is not made smaller, for what its end holds would be lost \
+         (truncate or qemu-img resize --shrink do that)",
+        path = .path.display()
+    )]
+    Larger {
+        /// The disk's path.
+        path: PathBuf,
+        /// The size asked for.
+        bytes: u64,
+        /// The size that it has.
+        found: u64,
+    },
     /// An image has parts that may not be opened.
     #[error("{path} needs {other:?}: {why}", path = .path.display())]
     Refused {

@@ -44,6 +44,7 @@ use std::sync::Arc;
 pub use error::Error;
 use ferry_vfs::Disk;
 pub use format::Format;
+use sys::NewFile;
 
 /// What lies between writes and the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,11 +81,25 @@ impl Options {
     }
 }
 
-/// Opens a disk.
+/// Opens a disk. A raw one that does not exist is made if [`Options::grow_to`] says how large.
 ///
 /// # Errors
 /// [`Error`]: a sentence with the path, and what to do.
 pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
+    let new = match (options.format.unwrap_or(Format::Raw), options.grow_to, options.read_only) {
+        (Format::Raw, Some(_), false) => Some(NewFile::make_missing(path)?),
+        _ => None,
+    };
+    let disk = open_existing(path, options)?;
+    new.into_iter().for_each(NewFile::keep);
+    let bytes = disk.geometry().bytes;
+    if options.grow_to.is_some_and(|wanted| raw::rounded(wanted) < bytes) {
+        tracing::info!("{} stays at {bytes} bytes: a disk is never made smaller", path.display());
+    }
+    Ok(disk)
+}
+
+fn open_existing(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
     #[cfg(feature = "qcow2")]
     if options.format == Some(Format::Qcow2) {
         let file = sys::open(path, false)?;
@@ -106,20 +121,27 @@ pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
 /// Makes a disk larger, also while a server offers it: that server tells its guest. A file that does not exist is made.
 ///
 /// # Errors
-/// [`Error`]; images can be grown only while nobody has them open.
+/// [`Error`]; images can be grown only while nobody has them open, and no disk is made smaller.
 pub fn grow(path: &Path, bytes: u64, options: &Options) -> Result<(), Error> {
-    match options.format {
+    let found = match options.format {
         #[cfg(feature = "qcow2")]
         Some(Format::Qcow2) => {
-            open(path, &Options { grow_to: Some(bytes), read_only: false, ..options.clone() }).map(drop)
+            let options = Options { grow_to: Some(bytes), read_only: false, ..options.clone() };
+            open_existing(path, &options)?.geometry().bytes
         }
         format => {
-            sys::create_missing(path)?;
+            let new = NewFile::make_missing(path)?;
             let file = sys::open(path, true)?;
             if format.is_none() {
                 format::check_is_raw(&file, path)?;
             }
-            raw::grow(&file, path, bytes)
+            let found = raw::grow(&file, path, bytes)?;
+            new.keep();
+            found
         }
+    };
+    if found > raw::rounded(bytes) {
+        return Err(Error::Larger { path: path.into(), bytes, found });
     }
+    Ok(())
 }

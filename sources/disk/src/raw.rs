@@ -314,13 +314,18 @@ fn write_zeros(file: &File, mut offset: u64, mut bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// Makes a file larger.
-pub(crate) fn grow(file: &File, path: &Path, bytes: u64) -> std::result::Result<(), Error> {
+/// The size of a disk for which this one is asked.
+pub(crate) fn rounded(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(bytes)
+}
+
+/// Makes a file larger, if it is not; returns how large it is.
+pub(crate) fn grow(file: &File, path: &Path, bytes: u64) -> std::result::Result<u64, Error> {
     let failed = |reason| Error::Grow { path: path.into(), bytes, reason };
     let now = sys::bytes(file).map_err(|error| failed(error.into()))?;
-    let rounded = bytes.next_multiple_of(SECTOR_BYTES);
-    if rounded <= now {
-        return Ok(());
+    let wanted = rounded(bytes);
+    if wanted > now {
+        file.set_len(wanted).map_err(failed)?;
     }
-    file.set_len(rounded).map_err(failed)
+    Ok(wanted.max(now))
 }

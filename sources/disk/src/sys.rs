@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::{FileType, OFlags};
@@ -63,12 +63,33 @@ pub(crate) fn open(path: &Path, writes: bool) -> Result<File, Error> {
     }
 }
 
-/// Makes an empty file that only this user may read, unless there is something of that name.
-pub(crate) fn create_missing(path: &Path) -> Result<(), Error> {
-    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
-    match rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
-        Ok(_) | Err(Errno::EXIST) => Ok(()),
-        Err(error) => Err(Error::Open { path: path.into(), reason: error.into() }),
+/// A file that was made for a disk. It is removed unless it becomes one.
+#[must_use]
+pub(crate) struct NewFile(Option<PathBuf>);
+
+impl NewFile {
+    /// Makes an empty file that only this user may read, unless there is something of that name.
+    pub(crate) fn make_missing(path: &Path) -> Result<Self, Error> {
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+        match rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(_) => Ok(Self(Some(path.into()))),
+            Err(Errno::EXIST) => Ok(Self(None)),
+            Err(error) => Err(Error::Open { path: path.into(), reason: error.into() }),
+        }
+    }
+
+    /// Keeps it.
+    pub(crate) fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            // It is empty, and nobody was told of it.
+            let _ = std::fs::remove_file(path);
+        }
     }
 }
 

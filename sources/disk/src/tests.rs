@@ -200,7 +200,9 @@ fn a_file_may_grow_and_shrink_meanwhile() {
     assert_eq!(disk.look_again(), Ok(false));
     grow(&path, 3 * MIB + 5, &Options::default()).expect("a larger file, while it is in use");
     assert_eq!((disk.look_again(), disk.geometry().bytes), (Ok(true), 3 * MIB + 512));
-    grow(&path, MIB, &Options::default()).expect("nothing to do");
+    grow(&path, 3 * MIB + 512, &Options::default()).expect("nothing to do");
+    let error = grow(&path, MIB, &Options::default()).expect_err("a smaller file").to_string();
+    assert!(error.contains("a disk is not made smaller"), "{error}");
     assert_eq!(disk.look_again(), Ok(false));
     File::options().write(true).open(&path).and_then(|file| file.set_len(1000)).expect("a shorter file");
     assert_eq!((disk.look_again(), disk.geometry().bytes), (Ok(true), 512));
@@ -208,6 +210,22 @@ fn a_file_may_grow_and_shrink_meanwhile() {
     let fresh = folder.path().join("fresh");
     grow(&fresh, 2 * MIB, &Options::default()).expect("a new file");
     assert_eq!(open(&fresh, &Options::default()).expect("a disk").geometry().bytes, 2 * MIB);
+}
+
+#[test]
+fn a_file_is_made_where_a_size_is_given_and_removed_where_that_cannot_be() {
+    let folder = folder();
+    let at = |name: &str| folder.path().join(name);
+    let sized = |bytes| Options { grow_to: Some(bytes), ..Options::default() };
+    assert!(open(&at("a"), &Options::default()).is_err() && !at("a").exists());
+    assert!(open(&at("a"), &Options { read_only: true, ..sized(MIB) }).is_err() && !at("a").exists());
+    assert_eq!(open(&at("a"), &sized(MIB)).expect("a new disk").geometry().bytes, MIB);
+    // One that is larger stays as it is, for whoever starts it again.
+    assert_eq!(open(&at("a"), &sized(4096)).expect("the same").geometry().bytes, MIB);
+    for wrong in [0, u64::MAX] {
+        assert!(open(&at("b"), &sized(wrong)).is_err() && !at("b").exists(), "{wrong}");
+    }
+    assert!(grow(&at("b"), u64::MAX, &Options::default()).is_err() && !at("b").exists());
 }
 
 #[cfg(feature = "qcow2")]
@@ -281,6 +299,7 @@ pub(crate) mod images {
         disk.write_zeroes(65536, 512, false, true).expect("zeros");
         drop(disk);
         grow(&path, 16 * MIB, &qcow2()).expect("a larger image");
+        assert!(grow(&path, MIB, &qcow2()).is_err_and(|error| error.to_string().contains("not made smaller")));
         let disk = open(&path, &qcow2()).expect("an image");
         assert_eq!(disk.geometry().bytes, 16 * MIB);
         assert_eq!(read(&*disk, 65536 - 512, 1024), [vec![5; 512], vec![0; 512]].concat());
