@@ -1,6 +1,7 @@
 //! `ferry disk`: files and block devices as disks of virtual machines.
 
 mod disks;
+mod processes;
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -21,6 +22,7 @@ use crate::image::ImageDigest;
 use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::share::ENDINGS;
 use crate::size::Size;
+use crate::socket::Bound;
 use crate::status::misuse;
 
 /// More queues than this help no guest: Linux makes at most one per CPU.
@@ -36,7 +38,7 @@ Examples:
   ferry disk disk.raw --vhost-user /run/disk.sock
   ferry disk image:rootfs.img --store /var/lib/ferry --vhost-user /run/disk.sock      mount -t erofs /dev/vda in the guest
   ferry disk root.qcow2 --format qcow2 --vhost-user /run/root.sock /dev/vg/data --vhost-user /run/data.sock
-                                           two disks, one process
+                                           two disks, each served by a process of its own
 
 QEMU (the guest's memory must be shared; 4G is an example):
   -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
@@ -59,7 +61,8 @@ cloud-hypervisor:
 crosvm:
   crosvm run --vhost-user block,socket=/run/disk.sock ...
 
-libblkio, without a virtual machine (qemu-img and qemu-io of package qemu-block-extra):
+libblkio, without a virtual machine (qemu-img and qemu-io with package qemu-block-extra, of Debian 13 or later; those
+of Debian 12 have no such driver):
   qemu-io --image-opts driver=virtio-blk-vhost-user,path=/run/disk.sock,cache.direct=on
 
 For management programs that start back ends themselves: make install puts ferry-disk, a name of this program, in
@@ -126,7 +129,8 @@ pub struct Args {
     #[arg(long, value_name = "DIGEST", help_heading = "For image:PATH")]
     pub digest: Option<ImageDigest>,
 
-    /// Make the disk this large if it is smaller; without a socket, that is all that is done.
+    /// Make the disk this large if it is smaller, and a file if there is none; without a socket, that is all that is done. No
+    /// disk is made smaller.
     #[arg(long, value_name = "SIZE")]
     pub resize: Option<Size>,
 
@@ -200,8 +204,7 @@ pub fn is_back_end(program: &OsStr) -> bool {
 /// A disk, and the same once more if it is an image.
 type Open = (Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>);
 
-/// Serves disks until SIGTERM or SIGINT, from within walls. In the end there may be two processes of it, as with shares; answers
-/// the status to end with.
+/// Serves disks until SIGTERM or SIGINT, each in a process of its own if there are several; returns the status to end with.
 pub fn run(disks: &[Args]) -> Result<u8> {
     if disks.iter().any(|disk| disk.print_capabilities) {
         return say(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
@@ -212,13 +215,32 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited = inherit(disks)?;
     let walls = disks.first().map(|disk| disk.walls.clone()).unwrap_or_default();
-    let confinement = Confinement::of(&walls, &[], &[], disks)?;
-    let mut opened = Disks::open(disks, inherited)?;
+    if disks.len() > 1 {
+        return processes::run(disks, inherited, &walls, signals);
+    }
+    serve(disks, inherited, &walls, signals, |opened| match disks.iter().any(|disk| disk.json) {
+        true => say(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() })),
+        false => opened.announce(),
+    })
+}
+
+/// Serves disks from within walls; calls `ready` when they are up. In the end there may be two processes of it, as with shares; returns
+/// the status to end with.
+fn serve(
+    disks: &[Args],
+    sockets: Vec<Option<Bound>>,
+    walls: &Walls,
+    signals: Held,
+    ready: impl FnOnce(&Disks<'_>) -> Result<()>,
+) -> Result<u8> {
+    let confinement = Confinement::of(walls, &[], &[], disks)?;
+    let mut opened = Disks::open(disks, sockets)?;
     if opened.is_empty() {
         return Ok(0);
     }
     let inside = match confinement.enter()? {
         Entered::Outside(outside) => {
+            drop(ready);
             opened.leave();
             return outside.wait(&signals);
         }
@@ -231,10 +253,7 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     signals.release()?;
     inside.close(&[])?;
     opened.start()?;
-    match disks.iter().any(|disk| disk.json) {
-        true => say(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() }))?,
-        false => opened.announce()?,
-    }
+    ready(&opened)?;
     let signal = endings.wait();
     tracing::info!(signal, "ending: serving what is under way");
     opened.stop();

@@ -49,6 +49,24 @@ pub fn pid() -> u32 {
     KNOWN.get().copied().unwrap_or_else(std::process::id)
 }
 
+/// Notes that users know this process, before others are made of it.
+pub fn be_known() {
+    // Unless it is one of those.
+    let _ = KNOWN.set(std::process::id());
+}
+
+/// Takes from this process what it does without who only waits, and removes the files of sockets, in whosever folder they are.
+pub fn stay_outside(walls: &Walls) -> Result<()> {
+    Capabilities::of_keeper().limit(Capabilities::NONE)?;
+    ferry_isolation::no_new_privileges()?;
+    if let Some(action) = walls.action() {
+        // Where there is no seccomp, the other side says so.
+        let filtered = Filter::of(Role::Outside, action).and_then(|filter| filter.apply());
+        filtered.or_else(|error| walls.seccomp.map_or(Ok(()), |_| Err(error)))?;
+    }
+    Ok(())
+}
+
 /// Whether a peer is this user or root, who in a namespace of users has no number.
 pub fn is_ours(peer: u32) -> bool {
     // The permissions of the folder let nobody else in.
@@ -298,18 +316,10 @@ impl Confinement {
     }
 
     fn split(self, had: Capabilities) -> Result<Entered> {
-        // Before the number changes.
-        let _ = KNOWN.set(std::process::id());
+        be_known();
         match ferry_isolation::split(&self.view).context("--sandbox namespace")? {
             Side::Outside(outside) => {
-                // All that is left to do is to wait, and to remove the files of sockets, in whosever folder they are.
-                Capabilities::of_keeper().limit(Capabilities::NONE)?;
-                ferry_isolation::no_new_privileges()?;
-                if let Some(action) = self.walls.action() {
-                    // Where there is no seccomp, the other side says so.
-                    let filtered = Filter::of(Role::Outside, action).and_then(|filter| filter.apply());
-                    filtered.or_else(|error| self.walls.seccomp.map_or(Ok(()), |_| Err(error)))?;
-                }
+                stay_outside(&self.walls)?;
                 Ok(Entered::Outside(Waiting(outside)))
             }
             Side::Inside(places) => {

@@ -61,6 +61,13 @@ impl Bound {
         }
     }
 
+    /// Leaves its file to another process, which has the socket, too.
+    pub fn leave(&mut self) {
+        if let Self::Made(socket) = self {
+            socket.leave_file();
+        }
+    }
+
     /// The socket, for a server.
     pub fn listener(&self) -> Result<UnixListener> {
         match self {

@@ -3,9 +3,12 @@
 mod common;
 
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
@@ -17,11 +20,14 @@ fn makes_grows_and_offers_files() {
     let (disk, other, socket) = (folder.path().join("disk"), folder.path().join("other"), folder.path().join("s"));
     let second = folder.path().join("t");
     for (file, size, bytes) in
-        [(&disk, "4M", 4 << 20), (&disk, "6M", 6 << 20), (&disk, "1M", 6 << 20), (&other, "1M", 1 << 20)]
+        [(&disk, "4M", 4 << 20), (&disk, "6M", 6 << 20), (&disk, "6M", 6 << 20), (&other, "1M", 1 << 20)]
     {
         assert!(run(ferry().arg("disk").arg(file).args(["--resize", size])).status.success());
         assert_eq!(fs::metadata(file).expect("the file").len(), bytes);
     }
+    let smaller = refused(1, ferry().arg("disk").arg(&disk).args(["--resize", "1M"]));
+    assert!(smaller.contains("has 6291456 bytes") && smaller.contains("not made smaller"), "{smaller}");
+    assert_eq!(fs::metadata(&disk).expect("the file").len(), 6 << 20);
     let mut command = ferry();
     command.arg("disk").arg(&disk).arg("--vhost-user").arg(&socket).args(["--serial", "one", "--queues", "2"]);
     command.arg(&other).arg("--vhost-user").arg(&second).args(["--read-only"]);
@@ -39,6 +45,102 @@ fn makes_grows_and_offers_files() {
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
     assert!(!socket.exists() && !second.exists());
+}
+
+/// A disk that is offered may be made in the same line, and the line may be given again once it was made larger.
+#[test]
+fn a_new_file_is_made_and_offered_and_none_is_left_by_a_mistake() {
+    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+    let (disk, socket) = (folder.path().join("disk"), folder.path().join("s"));
+    for bytes in [4 << 20, 8 << 20] {
+        let mut command = ferry();
+        command.arg("disk").arg(&disk).args(["--resize", "4M"]).arg("--vhost-user").arg(&socket);
+        let mut server = Server::start(&mut command);
+        assert_eq!(server.line["disks"][0]["bytes"], bytes);
+        server.signal(Signal::TERM);
+        assert_eq!(server.status(), Some(0));
+        fs::File::options().write(true).open(&disk).and_then(|file| file.set_len(8 << 20)).expect("a larger file");
+    }
+    let wrong = folder.path().join("wrong");
+    let text = refused(1, ferry().arg("disk").arg(&wrong).args(["--resize", "9999999T"]));
+    assert!(text.contains("cannot make"), "{text}");
+    refused(1, ferry().arg("disk").arg(&wrong).args(["--resize", "9999999T"]).arg("--vhost-user").arg(&socket));
+    assert!(!wrong.exists() && !socket.exists());
+}
+
+/// Whether a server answers at a socket: the first thing that a VMM asks (VHOST_USER_GET_FEATURES).
+fn answers(socket: &Path) -> bool {
+    let Ok(mut stream) = UnixStream::connect(socket) else { return false };
+    stream.set_read_timeout(Some(Duration::from_millis(100))).expect("a time limit");
+    let asked = [1u32, 1, 0].map(u32::to_le_bytes).concat();
+    let mut answer = [0; 20];
+    stream.write_all(&asked).and_then(|()| stream.read_exact(&mut answer)).is_ok()
+}
+
+#[track_caller]
+fn soon(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < end, "not soon: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A file of a FUSE file system whose server has stopped: as a network file system whose server is away.
+#[test]
+fn a_disk_whose_storage_hangs_holds_up_no_other() {
+    common::needs_fuse!();
+    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    for name in ["far", "mnt"] {
+        fs::create_dir(at(name)).expect("a folder");
+    }
+    for name in ["far/a", "b"] {
+        fs::File::create(at(name)).and_then(|file| file.set_len(4 << 20)).expect("a file");
+    }
+    let mut far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
+    let line = |log: &str| {
+        let mut command = ferry();
+        command.arg("disk").arg(at("mnt/a")).arg("--vhost-user").arg(at("s"));
+        command.arg(at("b")).arg("--vhost-user").arg(at("t")).stderr(fs::File::create(at(log)).expect("a file"));
+        command
+    };
+    far.signal(Signal::STOP);
+    let mut disks = Server::start(&mut line("log"));
+    assert_eq!((&disks.line["disks"][0]["bytes"], &disks.line["disks"][1]["bytes"]), (&().into(), &(4 << 20).into()));
+    let said = || fs::read_to_string(at("log")).expect("what it says");
+    soon("the other one answers", || answers(&at("t")));
+    soon("it is named", || said().contains("mnt/a is not open after 3 s"));
+    assert!(!answers(&at("s")));
+    far.signal(Signal::CONT);
+    soon("it answers, too", || answers(&at("s")));
+    disks.signal(Signal::TERM);
+    assert_eq!(disks.status(), Some(0), "{}", said());
+
+    // One that hangs ends when it is told to.
+    far.signal(Signal::TERM);
+    assert_eq!(far.status(), Some(0));
+    let far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
+    far.signal(Signal::STOP);
+    let mut disks = Server::start(&mut line("again"));
+    disks.signal(Signal::TERM);
+    assert_eq!(disks.status(), Some(0));
+    assert!(!at("s").exists() && !at("t").exists());
+    far.signal(Signal::CONT);
+}
+
+/// A mistake in one of several is one sentence, and nothing is left.
+#[test]
+fn several_disks_are_offered_all_or_none() {
+    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    fs::File::create(at("a")).and_then(|file| file.set_len(4 << 20)).expect("a file");
+    let mut command = ferry();
+    command.arg("disk").arg(at("a")).arg("--vhost-user").arg(at("s"));
+    command.arg(at("missing")).arg("--vhost-user").arg(at("t"));
+    let text = refused(1, &mut command);
+    assert!(text.contains("there is no") && text.contains("missing"), "{text}");
+    assert!(!at("s").exists() && !at("t").exists());
 }
 
 #[test]

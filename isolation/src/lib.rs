@@ -34,8 +34,8 @@ mod syscalls;
 
 pub use capabilities::Capabilities;
 pub use landlock::{Fence, Fenced, fence};
-pub use namespaces::{Side, change_root, is_possible, leave_network, leave_places, split};
-pub use outside::{End, Held, Outside};
+pub use namespaces::{Side, begin_child, change_root, is_possible, leave_network, leave_places, split};
+pub use outside::{Arrival, Child, End, Held, Outside};
 pub use root::{Access, Root, View};
 pub use syscalls::{Action, Filter, Role};
 

@@ -10,7 +10,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, Signal};
 use rustix::thread::UnshareFlags;
 
-use crate::outside::{End, Held, Outside};
+use crate::outside::{Child, End, Held, Outside};
 use crate::root::{View, step};
 use crate::{Capabilities, Error, Result, root};
 
@@ -32,10 +32,7 @@ pub enum Side {
 /// The step that failed. On this side the process may then have lost the right to make children: a process that wants to go
 /// on without namespaces asks [`is_possible`] first.
 pub fn split(view: &View) -> Result<Side> {
-    let threads = fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
-    if threads != 1 {
-        return Err(Error::Threads(threads));
-    }
+    has_one_thread()?;
     let mut flags = UnshareFlags::NEWPID;
     let as_user = !Capabilities::here()?.can_mount();
     flags.set(UnshareFlags::NEWUSER, as_user);
@@ -50,20 +47,9 @@ pub fn split(view: &View) -> Result<Side> {
                 .map_err(|error| Error::Told(format!("/proc/self/{file} cannot be written: {error}")))?;
         }
     }
-    let (lives_here, lives) = step(pipe_with(PipeFlags::CLOEXEC), || "no pipe can be had".into())?;
-    match fork()? {
-        Some(child) => Ok(Side::Outside(Outside::new(child, lives))),
+    match fork_child()? {
+        Some(child) => Ok(Side::Outside(Outside::new(child))),
         None => {
-            drop(lives);
-            step(rustix::process::set_parent_process_death_signal(Some(Signal::KILL)), || {
-                "the end of the process outside cannot be learnt".into()
-            })?;
-            // It may have gone before that.
-            let mut polled = [PollFd::new(&lives_here, PollFlags::empty())];
-            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            if poll(&mut polled, Some(&now)).is_ok_and(|found| found > 0) {
-                return Err(Error::Told("the process outside has gone".into()));
-            }
             step(unshare(UnshareFlags::NEWNS), || "no namespace of mounts can be had".into())?;
             if !view.network {
                 leave_network()?;
@@ -71,6 +57,41 @@ pub fn split(view: &View) -> Result<Side> {
             root::enter(view).map(Side::Inside)
         }
     }
+}
+
+/// Begins a child of this process, which has one thread. The child gets `None`.
+///
+/// # Errors
+/// [`Error::Threads`], or there can be no more processes.
+pub fn begin_child() -> Result<Option<Child>> {
+    has_one_thread()?;
+    fork_child()
+}
+
+fn has_one_thread() -> Result<()> {
+    match fs::read_dir("/proc/self/task").map_or(1, Iterator::count) {
+        1 => Ok(()),
+        threads => Err(Error::Threads(threads)),
+    }
+}
+
+/// Begins a child that does not outlive this process.
+fn fork_child() -> Result<Option<Child>> {
+    let (lives_here, lives) = step(pipe_with(PipeFlags::CLOEXEC), || "no pipe can be had".into())?;
+    if let Some(child) = fork()? {
+        return Ok(Some(Child::new(child, lives)));
+    }
+    drop(lives);
+    step(rustix::process::set_parent_process_death_signal(Some(Signal::KILL)), || {
+        "the end of the process outside cannot be learnt".into()
+    })?;
+    // It may have gone before that.
+    let mut polled = [PollFd::new(&lives_here, PollFlags::empty())];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if poll(&mut polled, Some(&now)).is_ok_and(|found| found > 0) {
+        return Err(Error::Told("the process outside has gone".into()));
+    }
+    Ok(None)
 }
 
 /// Has this thread, and those that it begins from now on, be in a network of their own in which there is nobody. Threads that it has
@@ -150,7 +171,7 @@ fn unshare(flags: UnshareFlags) -> rustix::io::Result<()> {
 /// fork(2), for a process that has one thread. The child is `None`.
 fn fork() -> Result<Option<Pid>> {
     // SAFETY: fork leaves a child that may do whatever it likes if no other thread held a lock at that moment, and there is
-    // no other thread: `split` has counted, and `is_possible` comes before it.
+    // no other thread: `split` and `begin_child` have counted, and `is_possible` comes before `split`.
     let pid = unsafe { libc::fork() };
     if pid < 0 {
         let errno = rustix::io::Errno::from_io_error(&std::io::Error::last_os_error());

@@ -1,7 +1,7 @@
 //! The process that stays outside: it passes signals on, waits, and says how it ended.
 
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{FromRawFd, OwnedFd};
 
 use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 
@@ -10,13 +10,44 @@ use crate::{Error, Result};
 /// Signals that mean the server, and reach the process that everybody knows.
 const PASSED_ON: [Signal; 5] = [Signal::TERM, Signal::INT, Signal::QUIT, Signal::USR1, Signal::USR2];
 
-/// What stays outside of the namespaces: this process, with the server as its only child, which does not outlive it.
+/// A child of this process, which does not outlive it.
 #[derive(Debug)]
-pub struct Outside {
-    child: Pid,
+pub struct Child {
+    pid: Pid,
     /// Open as long as this process lives: how the child knows.
     _lives: OwnedFd,
 }
+
+impl Child {
+    pub(crate) fn new(pid: Pid, lives: OwnedFd) -> Self {
+        Self { pid, _lives: lives }
+    }
+
+    /// Sends it a signal. It may be gone, which [`Self::end`] says.
+    pub fn signal(&self, signal: Signal) {
+        let _ = rustix::process::kill_process(self.pid, signal);
+    }
+
+    /// How it ended, if it has; once.
+    ///
+    /// # Errors
+    /// [`Error::Told`]: that was returned before.
+    pub fn end(&self) -> Result<Option<End>> {
+        match waitpid(Some(self.pid), WaitOptions::NOHANG) {
+            Ok(Some((_, status))) => Ok(match (status.terminating_signal(), status.exit_status()) {
+                (Some(signal), _) => Some(End::Signal(signal)),
+                (None, Some(status)) => Some(End::Status(u8::try_from(status).unwrap_or(u8::MAX))),
+                (None, None) => None,
+            }),
+            Ok(None) | Err(rustix::io::Errno::INTR) => Ok(None),
+            Err(errno) => Err(Error::Told(format!("a server cannot be waited for: {errno}"))),
+        }
+    }
+}
+
+/// What stays outside of the namespaces: this process, with the server as its only child, which does not outlive it.
+#[derive(Debug)]
+pub struct Outside(Child);
 
 /// How the server ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,14 +80,14 @@ impl fmt::Display for End {
 }
 
 impl Outside {
-    pub(crate) fn new(child: Pid, lives: OwnedFd) -> Self {
-        Self { child, _lives: lives }
+    pub(crate) fn new(child: Child) -> Self {
+        Self(child)
     }
 
     /// The server's process, as this side sees it.
     #[must_use]
     pub fn server(&self) -> Pid {
-        self.child
+        self.0.pid
     }
 
     /// Passes signals on until the server has ended; they were held before the split. A terminal sends its signals to both processes: those are not passed
@@ -66,24 +97,23 @@ impl Outside {
     /// The system's: signals cannot be caught.
     pub fn wait(self, signals: &Held) -> Result<End> {
         loop {
-            match waitpid(Some(self.child), WaitOptions::NOHANG) {
-                Ok(Some((_, status))) => {
-                    if let Some(signal) = status.terminating_signal() {
-                        return Ok(End::Signal(signal));
-                    }
-                    if let Some(status) = status.exit_status() {
-                        return Ok(End::Status(u8::try_from(status).unwrap_or(u8::MAX)));
-                    }
-                }
-                Ok(None) | Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(Error::Told(format!("the server cannot be waited for: {errno}"))),
+            if let Some(end) = self.0.end()? {
+                return Ok(end);
             }
-            if let Some(signal) = signals.next()? {
-                // It may be gone by now, which the next turn sees.
-                let _ = rustix::process::kill_process(self.child, signal);
+            if let Some(Arrival { signal, from_terminal: false }) = signals.next()? {
+                self.0.signal(signal);
             }
         }
     }
+}
+
+/// A signal for a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// Which one.
+    pub signal: Signal,
+    /// A terminal has sent it, to all processes of the group.
+    pub from_terminal: bool,
 }
 
 /// Signals that are kept waiting, so that none is lost while a process begins or is split in two.
@@ -133,8 +163,11 @@ impl Held {
         }
     }
 
-    /// Waits; answers a signal to be passed on, if it is one.
-    fn next(&self) -> Result<Option<Signal>> {
+    /// Waits; returns the signal if it is for a server.
+    ///
+    /// # Errors
+    /// [`Error::Told`]: none that is known.
+    pub fn next(&self) -> Result<Option<Arrival>> {
         // SAFETY: a siginfo_t is plain data, for which zeros are valid, and sigwaitinfo is given pointers to it and to a set
         // that live for the call.
         let (number, info) = unsafe {
@@ -149,8 +182,23 @@ impl Held {
             };
         }
         // A terminal's come from the kernel, to the whole group.
-        let from_kernel = info.si_code == libc::SI_KERNEL;
-        Ok(PASSED_ON.into_iter().find(|signal| signal.as_raw() == number && !from_kernel))
+        let from_terminal = info.si_code == libc::SI_KERNEL;
+        let signal = PASSED_ON.into_iter().find(|signal| signal.as_raw() == number);
+        Ok(signal.map(|signal| Arrival { signal, from_terminal }))
+    }
+
+    /// A descriptor that is ready to be read, to be polled, when [`Self::next`] would not wait.
+    ///
+    /// # Errors
+    /// [`Error::Told`]: there is no descriptor left.
+    pub fn descriptor(&self) -> Result<OwnedFd> {
+        // SAFETY: signalfd is given a pointer to a set that lives for the call.
+        let fd = unsafe { libc::signalfd(-1, &raw const self.held, libc::SFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(Error::Told(format!("signals cannot be polled: {}", std::io::Error::last_os_error())));
+        }
+        // SAFETY: the descriptor was just made, and nothing else owns it.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 }
 

@@ -15,6 +15,11 @@ impl Inside {
         Self(child_of(started).unwrap_or(started))
     }
 
+    /// Of this process, whether it has one inside or not.
+    pub fn only(process: Pid) -> Self {
+        Self(process)
+    }
+
     /// Its number, as everybody outside knows it.
     pub fn pid(self) -> Pid {
         self.0
@@ -145,9 +150,14 @@ impl Thread {
 
 /// The only child of a process.
 pub fn child_of(pid: Pid) -> Option<Pid> {
+    children_of(pid).first().copied()
+}
+
+/// The children of a process, in the order in which they were begun.
+pub fn children_of(pid: Pid) -> Vec<Pid> {
     let pid = pid.as_raw_nonzero();
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-    children.split_whitespace().next().and_then(|child| Pid::from_raw(child.parse().unwrap()))
+    children.split_whitespace().filter_map(|child| Pid::from_raw(child.parse().unwrap())).collect()
 }
 
 /// The names in a directory.

@@ -13,6 +13,7 @@ use ferry_driver::{Config, Driver};
 use ferry_isolation::Capabilities;
 use ferry_tests::disks::model::SECTOR_BYTES;
 use ferry_tests::disks::{FEATURES, Load, tool};
+use ferry_tests::inside::{Inside, children_of};
 use ferry_tests::walled::{Home, SOON, Served, TICK, USER, is_root};
 use rustix::process::{Signal, kill_process};
 
@@ -102,8 +103,16 @@ fn disks_are_confined(user: u32) {
     assert_eq!(line["disks"][0]["file"], served.home.at("disk").to_str().unwrap());
     assert_eq!(line["disks"][1]["vhost_user"], served.home.at("i").to_str().unwrap());
     let one = is_used(&served, "s");
+    // Each has a process of its own, with walls of its own, and another one outside of them.
+    let outside = children_of(served.started.pid());
+    assert_eq!(outside.len(), 2);
+    for (files, outside) in [(&["base/below", "image"][..], outside[1]), (&["disk"], outside[0])] {
+        served.inside = Inside::of(outside);
+        served.is_confined(0, files, 0);
+        assert!(Inside::only(outside).open_files().iter().all(|path| !path.starts_with(served.home.path())));
+        Inside::only(outside).all_are("Seccomp", "2");
+    }
     workers_are_held_to_less(&served);
-    served.is_confined(0, &["base/below", "disk", "image"], 0);
     drop(one);
     qemu_io(&served, "i", &["read -P 5 0 1M", "write -P 6 1M 1M", "discard 2M 512k", "write -z -u 3M 100k", "flush"]);
     qemu_io(&served, "i", &["read -P 6 1M 1M", "read -P 0 3M 100k", "read -P 5 3200k 64k"]);

@@ -2,7 +2,10 @@
 
 use std::collections::HashSet;
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ferry_blk::Export;
@@ -11,6 +14,11 @@ use super::Args;
 use crate::recipes;
 use crate::share::shown;
 use crate::socket::Bound;
+
+/// How long a disk may take to open before that is said, and the others do without it: far more than any does that is well.
+pub const PATIENCE: Duration = Duration::from_secs(3);
+/// The time between two looks at what takes no time.
+const MOMENT: Duration = Duration::from_millis(1);
 
 /// A socket or descriptor can serve one disk only. Files are kept apart by their locks.
 pub fn refuse_doubles(disks: &[Args]) -> Result<()> {
@@ -31,6 +39,47 @@ pub fn refuse_doubles(disks: &[Args]) -> Result<()> {
 /// get their numbers.
 pub fn inherit(disks: &[Args]) -> Result<Vec<Option<Bound>>> {
     disks.iter().map(|disk| disk.fd.map(Bound::inherit).transpose()).collect()
+}
+
+/// The socket of a disk: inherited, or made; none for a disk that is only made larger.
+pub fn bind(disk: &Args, inherited: Option<Bound>) -> Result<Option<Bound>> {
+    match (inherited, &disk.vhost_user) {
+        (Some(bound), _) => Ok(Some(bound)),
+        (None, Some(socket)) => Bound::bind(socket).map(Some),
+        (None, None) => Ok(None),
+    }
+}
+
+/// Opens a disk, and says so if its storage takes long to answer.
+fn named_if_slow<T>(disk: &Args, open: impl FnOnce() -> Result<T>) -> Result<T> {
+    let (begun, file) = (Instant::now(), disk.path()?.display().to_string());
+    let (opened, is_opened) = channel::<()>();
+    let (tell, told) = channel();
+    let named = file.clone();
+    let wait = move || {
+        let _ = tell.send(rustix::thread::gettid());
+        if is_opened.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            let seconds = PATIENCE.as_secs();
+            tracing::warn!(
+                "{named} is not open after {seconds} s, for its storage does not answer: it is served once it does"
+            );
+        }
+    };
+    let thread =
+        std::thread::Builder::new().name("disk-opening".into()).spawn(wait).context("no thread can be started")?;
+    let outcome = open();
+    drop(opened);
+    if let (Ok(thread), Ok(())) = (told.recv(), thread.join()) {
+        // Processes are split with one thread, and one that has ended is among them for a moment.
+        let task = format!("/proc/self/task/{}", thread.as_raw_nonzero());
+        while Path::new(&task).exists() && begun.elapsed() < 2 * PATIENCE {
+            std::thread::sleep(MOMENT);
+        }
+    }
+    if outcome.is_ok() && begun.elapsed() >= PATIENCE {
+        tracing::info!("{file} is open after {} s", begun.elapsed().as_secs());
+    }
+    outcome
 }
 
 /// Disks that are open, and being offered once they are started.
@@ -57,16 +106,12 @@ impl<'a> Disks<'a> {
     pub fn open(disks: &'a [Args], inherited: Vec<Option<Bound>>) -> Result<Self> {
         let mut all = Self::default();
         for (args, inherited) in disks.iter().zip(inherited) {
-            let bound = match (inherited, &args.vhost_user) {
-                (Some(bound), _) => bound,
-                (None, Some(socket)) => Bound::bind(socket)?,
-                (None, None) => {
-                    args.only_resize()?;
-                    continue;
-                }
+            let Some(bound) = bind(args, inherited)? else {
+                named_if_slow(args, || args.only_resize())?;
+                continue;
             };
             all.sockets.push(bound);
-            let (disk, image) = args.open()?;
+            let (disk, image) = named_if_slow(args, || args.open())?;
             all.opened.push(Opened { args, options: args.device_options(), disk, image });
         }
         Ok(all)

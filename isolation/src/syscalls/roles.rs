@@ -221,6 +221,8 @@ pub(super) const OF_OUTSIDE: &[libc::c_long] = &[
     libc::SYS_rt_sigtimedwait,
     libc::SYS_statx,
     libc::SYS_newfstatat,
+    libc::SYS_ppoll,
+    libc::SYS_read,
 ];
 
 /// Besides, of the one that holds descriptors: to be connected to, to be handed some, and to take messages of a VMM from its
@@ -237,7 +239,8 @@ pub(super) const OF_HOLDER: &[libc::c_long] = &[
 ];
 
 #[cfg(target_arch = "x86_64")]
-pub(super) const OLDER_OF_OUTSIDE: &[libc::c_long] = &[libc::SYS_lstat, libc::SYS_stat, libc::SYS_unlink];
+pub(super) const OLDER_OF_OUTSIDE: &[libc::c_long] =
+    &[libc::SYS_lstat, libc::SYS_stat, libc::SYS_unlink, libc::SYS_poll];
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) const OLDER_OF_OUTSIDE: &[libc::c_long] = &[];
 
