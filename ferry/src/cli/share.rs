@@ -262,7 +262,8 @@ pub struct Share {
     pub xattrmap: Option<Xattrs>,
 
     /// The most data that mem may hold (names, links, attributes and the like may take as much again), or the size of a new
-    /// pmem file: a number with K, M, G or T [default: half of the memory; the size of the file].
+    /// pmem file, all of which is allocated at once: a number with K, M, G or T [default: half of the memory; the size of
+    /// the file].
     #[arg(long, value_name = "SIZE", help_heading = "For mem and pmem:PATH")]
     pub size: Option<Size>,
 

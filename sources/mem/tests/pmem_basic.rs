@@ -238,19 +238,39 @@ fn an_unlinked_open_file_is_gone_at_the_next_mount() {
     assert_eq!((walk(&fs).len(), fs.statfs(&cx(), Ino::ROOT).unwrap().bfree), (0, free));
 }
 
+/// Without a size nothing is made, and what to do is said; a size that cannot be leaves nothing behind.
+#[test]
+fn a_new_image_needs_a_size_and_a_mistake_leaves_no_file() {
+    let (_dir, path) = image();
+    let (none, tier2) = (Options::default(), path.with_extension("tier2"));
+    let text = sentence(&path, &none);
+    assert!(text.contains("there is no") && text.contains("--size 8G"), "{text}");
+    for bytes in [1000, u64::MAX / 2] {
+        sentence(&path, &Options { size_bytes: Some(bytes), ..Options::default() });
+        assert!(!path.exists(), "{bytes}");
+    }
+    let text = sentence(&path, &Options { tier2: Some(tier2.clone()), ..sized() });
+    assert!(text.contains("--tier2-size 8G") && !tier2.exists() && !path.exists(), "{text}");
+    let empty = path.with_extension("empty");
+    std::fs::write(&empty, b"").unwrap();
+    let text = sentence(&empty, &none);
+    assert!(text.contains("is empty") && text.contains("--size 8G"), "{text}");
+    // It was there before.
+    sentence(&empty, &Options { size_bytes: Some(1000), ..Options::default() });
+    assert!(empty.exists());
+}
+
 #[test]
 fn each_way_to_be_no_image_has_its_sentence() {
     let (dir, path) = image();
-    assert!(sentence(&path, &Options::default()).contains("No such file"));
+    assert!(sentence(&path, &Options { read_only: true, ..Options::default() }).contains("No such file"));
     std::fs::write(&path, b"").unwrap();
-    assert!(sentence(&path, &Options::default()).contains("give the size"));
     std::fs::write(&path, vec![b'x'; 2 << 20]).unwrap();
     assert!(sentence(&path, &sized()).contains("holds something else"));
     assert_eq!(std::fs::read(&path).unwrap(), vec![b'x'; 2 << 20], "and is left alone");
     std::fs::remove_file(&path).unwrap();
     let tiny = Options { size_bytes: Some(1000), ..Options::default() };
     assert!(sentence(&path, &tiny).contains("too few"));
-    std::fs::remove_file(&path).unwrap();
     assert!(sentence(dir.path(), &Options { read_only: true, ..Options::default() }).contains("neither a file nor"));
 
     let fs = open(&path, &sized()).unwrap();

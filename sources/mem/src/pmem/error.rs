@@ -36,10 +36,20 @@ pub enum OpenError {
         reason: FormatError,
     },
     /// There is nothing, and no size to make something of.
-    #[error("{path} is empty; give the size it shall have")]
+    #[error("{path} is empty; to make an image of it, give its size (for example {option} 8G)")]
     NoSize {
         /// The file.
         path: PathBuf,
+        /// The program's option that says it.
+        option: &'static str,
+    },
+    /// There is no file.
+    #[error("there is no {path}; to make it, give its size (for example {option} 8G)")]
+    Missing {
+        /// The file.
+        path: PathBuf,
+        /// The program's option that says it.
+        option: &'static str,
     },
     /// Too small a size.
     #[error("{path}: {bytes} bytes are too few; an image takes {IMAGE_BYTES_MIN} at least")]

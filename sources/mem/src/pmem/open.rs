@@ -36,6 +36,10 @@ const BLANK_BYTES: u64 = 1 << 20;
 /// The least that the log needs for an inode; bounds how many there can be.
 const INODE_BYTES_MIN: u64 = 96;
 
+/// The program's options about the sizes of new files.
+const SIZE: &str = "--size";
+const TIER2_SIZE: &str = "--tier2-size";
+
 /// How long an image may be in use before that is an error, and the time between two looks.
 const PATIENCE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(20);
@@ -88,11 +92,14 @@ pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
 /// # Errors
 /// [`OpenError`]: they cannot be opened, or somebody else has them.
 pub fn open_files(path: &Path, options: &Options) -> Result<Opened, OpenError> {
+    let existed = path.exists();
     let image = open_image(path, options)?;
+    let mut new = NewFile((!existed).then_some(path));
     let tier2 = match &options.tier2 {
         Some(tier2) => Some(open_tier2(tier2, options)?),
         None => None,
     };
+    new.0 = None;
     Ok(Opened { path: path.into(), media: Media { image, tier2 } })
 }
 
@@ -118,49 +125,76 @@ fn io_error(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> OpenEr
     move |source| OpenError::Io { path: path.into(), what, source }
 }
 
+/// A file of this name is removed unless it comes to hold something.
+struct NewFile<'a>(Option<&'a Path>);
+
+impl Drop for NewFile<'_> {
+    fn drop(&mut self) {
+        if let Some(path) = self.0 {
+            // Nothing was written to it.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// The size for a new file, and the program's option that says it.
+type Size = (Option<u64>, &'static str);
+
 /// Opens and locks a file, and gives it a size if it has none.
-fn open_locked(path: &Path, read_only: bool, size_bytes: Option<u64>) -> Result<File, OpenError> {
+fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Result<File, OpenError> {
     let fail = |what| io_error(path, what);
+    let creates = !read_only && size_bytes.is_some();
     let existed = path.exists();
     let mut how = OpenOptions::new();
-    how.read(true).write(!read_only).create(!read_only && size_bytes.is_some()).mode(0o600);
-    let file = how.open(path).map_err(fail("open"))?;
-    let lock = if read_only { FlockOperation::NonBlockingLockShared } else { FlockOperation::NonBlockingLockExclusive };
-    let begun = Instant::now();
-    let mut outcome = rustix::fs::flock(&file, lock);
-    // A mount is gone before its server has let go of everything.
-    while outcome == Err(Errno::WOULDBLOCK) && begun.elapsed() < PATIENCE {
-        std::thread::sleep(PAUSE);
-        outcome = rustix::fs::flock(&file, lock);
-    }
-    match outcome {
-        Ok(()) => {}
-        Err(Errno::WOULDBLOCK) => return Err(OpenError::Busy { path: path.into() }),
-        Err(error) => return Err(fail("lock")(error.into())),
-    }
+    how.read(true).write(!read_only).create(creates).mode(0o600);
+    let file = how.open(path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound if !creates && !read_only => OpenError::Missing { path: path.into(), option },
+        _ => fail("open")(error),
+    })?;
+    let mut new = NewFile((!existed).then_some(path));
+    lock(&file, path, read_only)?;
     let kind = file.metadata().map_err(fail("look at"))?.file_type();
     if !(kind.is_file() || kind.is_block_device() || kind.is_char_device()) {
         return Err(fail("use")(io::Error::other("it is neither a file nor a device")));
     }
     if size_of(&file).map_err(fail("measure"))? == 0 {
-        let bytes = size_bytes.filter(|_| !read_only).ok_or_else(|| OpenError::NoSize { path: path.into() })?;
+        let bytes = size_bytes.filter(|_| !read_only).ok_or_else(|| OpenError::NoSize { path: path.into(), option })?;
         if bytes < IMAGE_BYTES_MIN {
             return Err(OpenError::TooSmall { path: path.into(), bytes });
         }
         reserve(&file, bytes / BLOCK_BYTES * BLOCK_BYTES).map_err(fail("give its size to"))?;
         file.sync_all().map_err(fail("write"))?;
+        tracing::info!("{} is new: all of its {bytes} bytes are allocated", path.display());
     }
     if !existed {
         // The name must survive, too.
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         File::open(parent).and_then(|parent| parent.sync_all()).map_err(fail("make the name durable of"))?;
     }
+    new.0 = None;
     Ok(file)
+}
+
+/// Locks a file, exclusively if it is to be written.
+fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), OpenError> {
+    let lock = if read_only { FlockOperation::NonBlockingLockShared } else { FlockOperation::NonBlockingLockExclusive };
+    let begun = Instant::now();
+    let mut outcome = rustix::fs::flock(file, lock);
+    // A mount is gone before its server has let go of everything.
+    while outcome == Err(Errno::WOULDBLOCK) && begun.elapsed() < PATIENCE {
+        std::thread::sleep(PAUSE);
+        outcome = rustix::fs::flock(file, lock);
+    }
+    match outcome {
+        Ok(()) => Ok(()),
+        Err(Errno::WOULDBLOCK) => Err(OpenError::Busy { path: path.into() }),
+        Err(error) => Err(io_error(path, "lock")(error.into())),
+    }
 }
 
 /// Opens what an image is on: memory itself where that can be mapped, or else a file or device.
 pub(super) fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
-    let file = open_locked(path, options.read_only, options.size_bytes)?;
+    let file = open_locked(path, options.read_only, (options.size_bytes, SIZE))?;
     let map = MapOptions { read_only: options.read_only, huge: options.huge };
     match Mapped::new(&file, map).map_err(io_error(path, "map"))? {
         Some(mapped) => {
@@ -181,7 +215,7 @@ pub(super) fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Mediu
 
 /// Opens a second tier.
 pub(super) fn open_tier2(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
-    let file = open_locked(path, options.read_only, options.tier2_bytes)?;
+    let file = open_locked(path, options.read_only, (options.tier2_bytes, TIER2_SIZE))?;
     if file.metadata().is_ok_and(|meta| meta.file_type().is_char_device()) {
         let reason = "a second tier is a file or block device; a DAX device can only hold the image";
         return Err(io_error(path, "use")(io::Error::other(reason)));
@@ -201,7 +235,7 @@ pub(super) fn assemble(
 ) -> Result<PMem, OpenError> {
     let superblock = match superblock(path, &*media.image)? {
         Some(superblock) => superblock,
-        None if options.read_only => return Err(OpenError::NoSize { path: path.into() }),
+        None if options.read_only => return Err(OpenError::NoSize { path: path.into(), option: SIZE }),
         None => format(path, media, options)?,
     };
     let Superblock { image_bytes: expected, .. } = superblock;
