@@ -1,7 +1,7 @@
 //! `ferry share`, and what it has in common with `ferry mount`: serve until there is a reason to end.
 
 use std::collections::HashMap;
-use std::io::{IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
@@ -67,6 +67,7 @@ fn serve_confined(
     let signals = Held::hold()?;
     let inherited = inherit(shares)?;
     let inherited_disks = disk::inherit(disks)?;
+    check_places(shares)?;
     // What is wrong with a source is said before anything is made.
     let mut sources = source::prepare(shares)?;
     let confinement = Confinement::of(walls, shares, &sources, disks)?;
@@ -115,6 +116,7 @@ pub fn serve(
 ) -> Result<()> {
     let inherited = inherit(shares)?;
     let inherited_disks = disk::inherit(disks)?;
+    check_places(shares)?;
     let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
 
     // Before the exports, so that it is dropped after them.
@@ -163,6 +165,21 @@ fn serve_until(
     match signal {
         Some(FOR_GOOD) => serving.stop_for_good(),
         _ => serving.stop(),
+    }
+    Ok(())
+}
+
+/// Places that are missing are named before a source is opened, which may make an image.
+fn check_places(shares: &[Share]) -> Result<()> {
+    let is_missing = |path: &Path| path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound);
+    for share in shares {
+        if let Some(mount) = share.mount.as_ref().filter(|mount| is_missing(mount)) {
+            return Err(ferry_fuse::MountError::Missing { path: mount.clone() }.into());
+        }
+        let folder = |socket: &PathBuf| socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(is_missing);
+        if let Some(socket) = share.virtiofs.as_ref().filter(|socket| folder(socket) == Some(true)) {
+            return Err(ferry_vhost::SocketError::NoFolder(socket.clone()).into());
+        }
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::place::{Place, runs, until};
-use common::{ferry, needs_fuse, run};
+use common::{ferry, needs_fuse, refused, run};
 use rustix::process::{Signal, kill_process};
 
 /// An image beside the mount point.
@@ -190,4 +190,21 @@ fn what_is_no_image_is_refused_and_left_alone() {
     }
     assert!(fs::read_to_string(&other).unwrap() == text, "it was changed");
     assert!(!missing.exists());
+}
+
+/// A mount point or a folder that is missing is named before an image is made, and so is a size.
+#[test]
+fn a_mistake_leaves_no_image() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (image, source) = (folder.path().join("image"), format!("pmem:{}", at("image")));
+    let lines: [(&[&str], &str); 3] = [
+        (&["mount", &source, &at("none"), "--size", "64M"], "does not exist; make it first"),
+        (&["share", &source, "--virtiofs", &at("none/s"), "--size", "64M"], "the folder of the socket"),
+        (&["share", &source, "--virtiofs", &at("s")], "give its size (for example --size 8G)"),
+    ];
+    for (line, words) in lines {
+        let text = refused(1, ferry().args(line));
+        assert!(text.contains(words) && !image.exists(), "{line:?}: {text}");
+    }
 }

@@ -86,8 +86,10 @@ impl NewFile {
 
 impl Drop for NewFile {
     fn drop(&mut self) {
-        if let Some(path) = &self.0 {
-            // It is empty, and nobody was told of it.
+        // One that is not empty any more is somebody else's by now.
+        if let Some(path) = &self.0
+            && std::fs::metadata(path).is_ok_and(|found| found.len() == 0)
+        {
             let _ = std::fs::remove_file(path);
         }
     }

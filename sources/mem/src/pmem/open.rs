@@ -92,9 +92,8 @@ pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
 /// # Errors
 /// [`OpenError`]: they cannot be opened, or somebody else has them.
 pub fn open_files(path: &Path, options: &Options) -> Result<Opened, OpenError> {
-    let existed = path.exists();
-    let image = open_image(path, options)?;
-    let mut new = NewFile((!existed).then_some(path));
+    let (image, is_new) = open_image(path, options)?;
+    let mut new = NewFile(is_new.then_some(path));
     let tier2 = match &options.tier2 {
         Some(tier2) => Some(open_tier2(tier2, options)?),
         None => None,
@@ -125,7 +124,7 @@ fn io_error(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> OpenEr
     move |source| OpenError::Io { path: path.into(), what, source }
 }
 
-/// A file of this name is removed unless it comes to hold something.
+/// A file that is locked and was empty. It is removed unless it comes to hold something.
 struct NewFile<'a>(Option<&'a Path>);
 
 impl Drop for NewFile<'_> {
@@ -140,8 +139,8 @@ impl Drop for NewFile<'_> {
 /// The size for a new file, and the program's option that says it.
 type Size = (Option<u64>, &'static str);
 
-/// Opens and locks a file, and gives it a size if it has none.
-fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Result<File, OpenError> {
+/// Opens and locks a file, and gives it a size if it has none. Returns also whether it was made.
+fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Result<(File, bool), OpenError> {
     let fail = |what| io_error(path, what);
     let creates = !read_only && size_bytes.is_some();
     let existed = path.exists();
@@ -151,13 +150,16 @@ fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Resu
         io::ErrorKind::NotFound if !creates && !read_only => OpenError::Missing { path: path.into(), option },
         _ => fail("open")(error),
     })?;
-    let mut new = NewFile((!existed).then_some(path));
     lock(&file, path, read_only)?;
     let kind = file.metadata().map_err(fail("look at"))?.file_type();
     if !(kind.is_file() || kind.is_block_device() || kind.is_char_device()) {
         return Err(fail("use")(io::Error::other("it is neither a file nor a device")));
     }
-    if size_of(&file).map_err(fail("measure"))? == 0 {
+    let is_empty = size_of(&file).map_err(fail("measure"))? == 0;
+    // Only now it is nobody else's who makes the same image.
+    let is_new = !existed && is_empty;
+    let mut new = NewFile(is_new.then_some(path));
+    if is_empty {
         let bytes = size_bytes.filter(|_| !read_only).ok_or_else(|| OpenError::NoSize { path: path.into(), option })?;
         if bytes < IMAGE_BYTES_MIN {
             return Err(OpenError::TooSmall { path: path.into(), bytes });
@@ -172,7 +174,7 @@ fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Resu
         File::open(parent).and_then(|parent| parent.sync_all()).map_err(fail("make the name durable of"))?;
     }
     new.0 = None;
-    Ok(file)
+    Ok((file, is_new))
 }
 
 /// Locks a file, exclusively if it is to be written.
@@ -192,14 +194,14 @@ fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), OpenError> {
     }
 }
 
-/// Opens what an image is on: memory itself where that can be mapped, or else a file or device.
-pub(super) fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
-    let file = open_locked(path, options.read_only, (options.size_bytes, SIZE))?;
+/// Opens what an image is on: memory itself where that can be mapped, or else a file or device. Returns also whether it was made.
+pub(super) fn open_image(path: &Path, options: &Options) -> Result<(Arc<dyn Medium>, bool), OpenError> {
+    let (file, is_new) = open_locked(path, options.read_only, (options.size_bytes, SIZE))?;
     let map = MapOptions { read_only: options.read_only, huge: options.huge };
     match Mapped::new(&file, map).map_err(io_error(path, "map"))? {
         Some(mapped) => {
             tracing::debug!(path = %path.display(), dax = true, "image opened");
-            Ok(Arc::new(mapped))
+            Ok((Arc::new(mapped), is_new))
         }
         None => {
             if options.huge {
@@ -208,14 +210,14 @@ pub(super) fn open_image(path: &Path, options: &Options) -> Result<Arc<dyn Mediu
                     path.display()
                 );
             }
-            Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?))
+            Ok((Arc::new(Device::new(file).map_err(io_error(path, "open"))?), is_new))
         }
     }
 }
 
 /// Opens a second tier.
 pub(super) fn open_tier2(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
-    let file = open_locked(path, options.read_only, (options.tier2_bytes, TIER2_SIZE))?;
+    let (file, _) = open_locked(path, options.read_only, (options.tier2_bytes, TIER2_SIZE))?;
     if file.metadata().is_ok_and(|meta| meta.file_type().is_char_device()) {
         let reason = "a second tier is a file or block device; a DAX device can only hold the image";
         return Err(io_error(path, "use")(io::Error::other(reason)));
