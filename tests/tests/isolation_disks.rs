@@ -128,6 +128,29 @@ fn disks_are_confined(user: u32) {
     qemu_img(&served.home, "check -q -f qcow2 image");
 }
 
+/// One that is killed ends the others, so that whoever restarts them does so as a whole; and none outlives the process that was
+/// started.
+#[test]
+fn servers_of_several_disks_end_together() {
+    let insides = |served: &Served| children_of(served.started.pid()).into_iter().map(Inside::of).collect::<Vec<_>>();
+    let mut served = disks_of(rustix::process::geteuid().as_raw());
+    let servers = insides(&served);
+    kill_process(servers[0].pid(), Signal::KILL).unwrap();
+    assert_eq!(served.ends(), 128 + 9, "{}", served.said());
+    assert!(servers.iter().all(|server| server.is_gone()));
+    assert!(["s", "i"].iter().all(|socket| !served.home.at(socket).exists()));
+
+    let mut served = disks_of(rustix::process::geteuid().as_raw());
+    let servers = insides(&served);
+    kill_process(served.started.pid(), Signal::KILL).unwrap();
+    served.started.wait(SOON).unwrap();
+    let end = Instant::now() + SOON;
+    while !servers.iter().all(|server| server.is_gone()) {
+        assert!(Instant::now() < end, "a server outlives the process that was started");
+        std::thread::sleep(TICK);
+    }
+}
+
 #[test]
 fn disks_of_roots_are_confined() {
     if is_root() {
