@@ -88,8 +88,10 @@ pub enum Command {
     /// directory, or mem (a memory file system), pmem:PATH (one that persists in a file or DAX device), image:PATH (a
     /// verified image of a tree), or 9p: and the address of a 9P server. A source given several times is one source that several guests and mounts use together.
     /// SIGTERM and SIGINT let the requests under way end, sync, and exit with status 0; a second signal exits at
-    /// once.
-    #[command(after_long_help = format!("{}\n\n{}", recipes::SHARE, recipes::TLS))]
+    /// once. SIGQUIT ends what --state keeps, too.
+    #[command(after_long_help = format!("{}
+
+{}", recipes::SHARE, recipes::TLS))]
     #[command(override_usage = "ferry share SOURCE --virtiofs SOCKET [--mount DIR] [--9p ADDRESS] [OPTIONS] \
                                 [SOURCE2 --virtiofs SOCKET2 [OPTIONS]]...\n       \
                                 ferry share --config FILE")]

@@ -242,27 +242,62 @@ fn cpu_time(word: &str) -> Duration {
     Duration::from_millis(10 * stats.map(|stat| ticks(&stat)).sum::<u64>())
 }
 
-/// Whatever ends what holds its share, a guest is not kept busy by that.
-#[test]
-fn a_guest_whose_share_is_gone_does_not_spin() {
-    for signal in [Signal::KILL, Signal::TERM] {
-        let mut server = Survivor::new(Place::Disk, &["--tag", "t"]);
-        let path = server.path.clone();
-        let script = "touch ready; while echo line >>file; do sleep 0.01; done; exit 3";
-        let guest = guest_on(&server.socket, ["/bin/sh", "-c", script]);
-        let guest = Collected::new(guest).runs_until(|| path.join("ready").exists());
-        server.kill();
-        // A request is under way, which nobody will answer.
-        std::thread::sleep(Duration::from_millis(300));
-        kill_process(server.keeper().unwrap(), signal).unwrap();
-        server.wait_for_the_keeper();
-        std::thread::sleep(Duration::from_millis(500));
-        let word = server.socket.to_str().unwrap();
-        let before = cpu_time(word);
-        let moment = Duration::from_secs(2);
-        std::thread::sleep(moment);
-        let used = cpu_time(word).saturating_sub(before);
-        println!("{signal:?}: {used:?} of {moment:?}, ended: {}", guest.0.is_finished());
-        assert!(used < moment / 4, "{signal:?}: the guest used {used:?} of {moment:?}");
+/// How what holds a guest's share ends.
+#[derive(Clone, Copy, Debug)]
+enum Loss {
+    /// The server is killed, and then the keeper, by this signal.
+    KeeperLast(Signal),
+    /// The keeper is killed, and then the server.
+    KeeperFirst,
+    /// The server is told to end for good.
+    ForGood,
+}
+
+/// Loses a guest's share under it. Whatever ends that, the guest is not kept busy by it.
+fn loses(loss: Loss) {
+    let mut server = Survivor::new(Place::Disk, &["--tag", "t"]);
+    let path = server.path.clone();
+    let script = "touch ready; while echo line >>file; do sleep 0.01; done; exit 3";
+    let guest = guest_on(&server.socket, ["/bin/sh", "-c", script]);
+    let guest = Collected::new(guest).runs_until(|| path.join("ready").exists());
+    // A request is under way, which nobody will answer.
+    let pause = Duration::from_millis(300);
+    match loss {
+        Loss::KeeperLast(signal) => {
+            server.kill();
+            std::thread::sleep(pause);
+            kill_process(server.keeper().unwrap(), signal).unwrap();
+        }
+        Loss::KeeperFirst => {
+            kill_process(server.keeper().unwrap(), Signal::KILL).unwrap();
+            std::thread::sleep(pause);
+            server.kill();
+        }
+        Loss::ForGood => drop(server.end_by(Signal::QUIT)),
     }
+    server.wait_for_the_keeper();
+    std::thread::sleep(pause);
+    let word = server.socket.to_str().unwrap();
+    let before = cpu_time(word);
+    let moment = Duration::from_secs(1);
+    std::thread::sleep(moment);
+    let used = cpu_time(word).saturating_sub(before);
+    assert!(used < moment / 4, "{loss:?}: the guest used {used:?} of {moment:?}");
+    drop(guest);
+}
+
+#[test]
+fn a_guest_whose_keeper_is_gone_does_not_spin() {
+    loses(Loss::KeeperLast(Signal::KILL));
+    loses(Loss::KeeperLast(Signal::TERM));
+}
+
+#[test]
+fn a_guest_whose_keeper_is_gone_before_its_server_does_not_spin() {
+    loses(Loss::KeeperFirst);
+}
+
+#[test]
+fn a_guest_whose_share_ends_for_good_does_not_spin() {
+    loses(Loss::ForGood);
 }

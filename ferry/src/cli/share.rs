@@ -172,7 +172,8 @@ pub struct Share {
 
     /// Keep in this folder what the guest holds, and the connection to its VMM, so that the server can be ended, also killed, and
     /// started again with the same flags under a running guest: neither notices. It is made if it is not there; it must be this user's
-    /// own, with mode 0700.
+    /// own, with mode 0700. A process ferry-keeper holds it meanwhile, for ten minutes at most, or until the guest has ended; SIGTERM
+    /// ends it, and SIGQUIT ends a server with its keeper.
     #[arg(long, value_name = "DIR", help_heading = "For virtual machines")]
     pub state: Option<PathBuf>,
 
