@@ -5,6 +5,7 @@ mod instead;
 mod lazy;
 mod loops;
 mod mount;
+mod named;
 pub mod registry;
 mod repair;
 mod store;

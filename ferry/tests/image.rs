@@ -358,6 +358,21 @@ fn packs_that_are_missing_or_cut_are_findings() {
 }
 
 #[test]
+fn the_table_of_mounts_shows_where_an_image_is_from() {
+    needs_fuse!();
+    let made = Made::new();
+    for digest in [&[][..], &["--digest", &made.digest]] {
+        let output = run(made.with_store("mount").arg(&made.place.mnt).args(digest));
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let mounts = made.place.mounts();
+        // By the kernel, or with image: before it by Ferry's own export.
+        let image = made.place.at("image").canonicalize().unwrap();
+        assert!(mounts[0].contains(&*image.to_string_lossy()), "{digest:?}: {mounts:?}");
+        made.place.unmount_alone();
+    }
+}
+
+#[test]
 fn an_image_is_a_source_of_mounts() {
     needs_fuse!();
     let made = Made::new();

@@ -21,6 +21,7 @@ use rustix::mount::{
 use super::instead::{self, Unusable};
 use super::lazy::{self, LazyArgs};
 use super::loops::Loop;
+use super::named;
 use super::upper::Upper;
 use super::verity::{self, Packs, Wanted};
 use super::{ImageArg, StoreArg};
@@ -150,9 +151,8 @@ fn attach_file(
     }
     let prepare = |upper: &PathBuf| Upper::prepare(upper, args.work.as_deref(), image.digest());
     let upper = args.upper.as_ref().map(prepare).transpose()?;
-    // Another file may have its name by now than the one that was proved. Without a digest people see where the mount is from.
-    let proved = is_proved.then(|| by_descriptor(file));
-    let source = proved.as_ref().unwrap_or(&path);
+    // Another file may have its name by now than the one that was proved.
+    let proved = is_proved.then_some(file);
     // Open until the kernel has them.
     let packs = if is_proved && !image.is_composefs() {
         verity::check((image, file, &path), store, elsewhere, args.verity)?
@@ -160,7 +160,7 @@ fn attach_file(
         Packs { paths: packs(image, store, elsewhere)?, files: Vec::new() }
     };
     let attributes = args.attributes();
-    let mut mounted = erofs(image, (source, &path), &packs.paths, (args.by_loop, attributes))?;
+    let mut mounted = erofs(image, (proved, &path), &packs.paths, (args.by_loop, attributes))?;
     drop(packs.files);
     if image.is_composefs() || upper.is_some() {
         let objects = objects_folder(store);
@@ -259,11 +259,11 @@ fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBu
     Ok(image.packs().iter().enumerate().map(path).collect())
 }
 
-/// The image itself, mounted nowhere yet: from its file, which is said to be at `path`, or from loop devices where the kernel takes
-/// nothing else.
+/// The image itself, mounted nowhere yet: from its file at `path`, or the one that was proved if there is one, or from loop devices where the
+/// kernel takes nothing else.
 fn erofs(
     image: &Image,
-    (file, path): (&Path, &Path),
+    (proved, path): (Option<&File>, &Path),
     packs: &[PathBuf],
     (by_loop, attributes): (bool, MountAttrFlags),
 ) -> Result<OwnedFd> {
@@ -271,20 +271,43 @@ fn erofs(
     let refused = || format!("the kernel does not mount {}", path.display());
     if !by_loop {
         let files: Vec<&Path> = packs.iter().map(PathBuf::as_path).collect();
-        match configure(image, file, &files)? {
+        let configured = match proved {
+            Some(proved) => configure_proved(image, (proved, path), &files)?,
+            None => configure(image, path, &files)?,
+        };
+        match configured {
             Ok(context) => return attached_nowhere(&context, path, attributes),
             Err((_, Errno::NOTBLK)) => {}
             Err((context, error)) => return Err(said(&context, error)).with_context(refused),
         }
     }
     // A mounted device stays; one that is not is free again when this ends.
-    let source = Loop::attach(file)?;
+    let by_descriptor = proved.map(by_descriptor);
+    let source = Loop::attach(by_descriptor.as_deref().unwrap_or(path))?;
     let loops = packs.iter().map(|pack| Loop::attach(pack)).collect::<Result<Vec<_>>>()?;
     let devices: Vec<&Path> = loops.iter().map(Loop::path).collect();
     match configure(image, source.path(), &devices)? {
         Ok(context) => attached_nowhere(&context, path, attributes),
         Err((context, error)) => Err(said(&context, error)).with_context(refused),
     }
+}
+
+/// The same as [`configure`] from the file that was proved, whatever has its name by now, which the table of mounts shows. Linux makes no such
+/// name for a file that has been removed: then it shows a descriptor.
+fn configure_proved(
+    image: &Image,
+    (proved, path): (&File, &Path),
+    packs: &[&Path],
+) -> Result<std::result::Result<OwnedFd, (OwnedFd, Errno)>> {
+    let open = |pack: &&Path| File::open(pack).with_context(|| format!("cannot open {}", pack.display()));
+    let opened = packs.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let places = named::places(packs.len());
+    let devices: Vec<&Path> = places.iter().map(PathBuf::as_path).collect();
+    let files: Vec<_> = [(path, proved)].into_iter().chain(devices.iter().copied().zip(&opened)).collect();
+    named::among(&files, || configure(image, path, &devices)).unwrap_or_else(|error| {
+        tracing::debug!("the table of mounts shows no name of the image: {error}");
+        configure(image, &by_descriptor(proved), packs)
+    })
 }
 
 /// A mount that is configured, or one that the kernel does not take, with its reason. The new calls take any number of packs;

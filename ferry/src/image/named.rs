@@ -1,0 +1,105 @@
+//! Names for files that are open. What has its name may be another file by now than the one that was proved, so the kernel is to open that
+//! one; but the table of mounts shows the name that it was told, and a descriptor's says nothing to people.
+//!
+//! So the kernel is asked by a thread with a root directory of its own, in which there is nothing but these files, each at its path.
+#![allow(unsafe_code, reason = "a namespace for one thread, which has no safe name elsewhere")]
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use rustix::fs::{CWD, Mode, OFlags, RawMode, mkdirat, openat};
+use rustix::io::{Errno, Result};
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, fsconfig_create,
+    fsmount, fsopen, mount_change, move_mount, open_tree,
+};
+use rustix::thread::UnshareFlags;
+
+const FOLDER_MODE: RawMode = 0o755;
+const FILE_MODE: RawMode = 0o600;
+
+/// Does something on a thread for which each of these files, and nothing else, is at its absolute path.
+///
+/// # Errors
+/// This kernel, or this user, has no way to that.
+pub fn among<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() -> T + Send) -> Result<T> {
+    let copy = |(path, file): &(&Path, &File)| {
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
+        let path = path.strip_prefix("/").map_err(|_| Errno::INVAL)?.to_owned();
+        Ok((path, open_tree(*file, "", flags)?))
+    };
+    // Here, for files of other namespaces cannot be mounted.
+    let copies = files.iter().map(copy).collect::<Result<Vec<_>>>()?;
+    let root = nothing()?;
+    thread::scope(|scope| {
+        let thread = scope.spawn(move || {
+            enter(&root)?;
+            for (path, copy) in &copies {
+                put(path, copy)?;
+            }
+            Ok(work())
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// A file system of memory, mounted nowhere.
+fn nothing() -> Result<OwnedFd> {
+    let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    fsconfig_create(context.as_fd())?;
+    fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())
+}
+
+/// Makes it the root directory of this thread, in a namespace of mounts that ends with it.
+fn enter(root: &OwnedFd) -> Result<()> {
+    // SAFETY: unshare_unsafe is unsafe for CLONE_FILES alone, which is not among these.
+    unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS) }?;
+    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    move_mount(root.as_fd(), "", CWD, "/", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
+    rustix::process::fchdir(root)?;
+    rustix::process::chroot(".")
+}
+
+/// Mounts a file at a path below the root.
+fn put(path: &Path, file: &OwnedFd) -> Result<()> {
+    let folders: Vec<_> = path.ancestors().skip(1).filter(|folder| !folder.as_os_str().is_empty()).collect();
+    for folder in folders.into_iter().rev() {
+        match mkdirat(CWD, folder, Mode::from_raw_mode(FOLDER_MODE)) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+    drop(openat(CWD, path, flags, Mode::from_raw_mode(FILE_MODE))?);
+    move_mount(file.as_fd(), "", CWD, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+}
+
+/// Paths for further files, which nobody is shown.
+pub fn places(count: usize) -> Vec<PathBuf> {
+    (0..count).map(|number| format!("/.ferry-files/{number}").into()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn there_is_nothing_else() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let path = folder.path().join("a");
+        fs::write(&path, "proved").expect("files can be made");
+        let file = File::open(&path).expect("it was made");
+        fs::rename(&path, folder.path().join("b")).expect("files can be renamed");
+        fs::write(&path, "another").expect("files can be made");
+        let look = || (fs::read_to_string(&path).ok(), fs::read_dir("/").map(|names| names.count()).ok());
+        match among(&[(&path, &file)], look) {
+            Ok(seen) => assert_eq!(seen, (Some("proved".into()), Some(1))),
+            Err(error) => ferry_skip::skip!("only root has namespaces of mounts: {error}"),
+        }
+        assert_eq!(fs::read_to_string(&path).expect("it was made"), "another", "for others nothing has changed");
+    }
+}
