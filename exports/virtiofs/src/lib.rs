@@ -90,8 +90,7 @@ pub struct Options {
     pub dax_dialect: WindowDialect,
     /// Which files are mapped by guests that leave it to us.
     pub dax_files: DaxFiles,
-    /// Where what the guest holds is written down for the server after this one, made with [`geometry`]. There is no DAX
-    /// window then: what is mapped could not be taken over.
+    /// Where what the guest holds, and has mapped, is written down for the server after this one, made with [`geometry`].
     pub kept: Option<Arc<Kept>>,
     /// What to do about inodes that cannot be taken to another host, or are not found there.
     pub on_migration_error: OnMigrationError,

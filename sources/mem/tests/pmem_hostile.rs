@@ -98,10 +98,10 @@ fn every_kind_of_flipped_bit_is_noticed_and_repaired() {
         let media = media(image);
         let report = fsck_medium(&media, false).unwrap();
         let must = at < start + 16;
-        assert!(!must || report.exit_status() == 4, "byte {at}: {report:?}");
+        assert!(!must || !report.is_clean(), "byte {at}: {report:?}");
         noticed += usize::from(!report.is_clean());
         let repaired = fsck_medium(&media, true).unwrap();
-        assert_eq!(repaired.exit_status(), if report.is_clean() { 0 } else { 1 }, "byte {at}: {repaired:?}");
+        assert_eq!(repaired.repaired, !report.is_clean(), "byte {at}: {repaired:?}");
         assert!(fsck_medium(&media, false).unwrap().is_clean(), "byte {at}");
         let world = walk(&open_media(&media, &options()).unwrap());
         assert!(at >= 8192 || world.len() == 3, "byte {at}: one superblock is enough");

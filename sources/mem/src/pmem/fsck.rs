@@ -51,16 +51,6 @@ impl Report {
         self.findings.iter().all(|finding| finding.severity == Severity::Note)
     }
 
-    /// The exit status of a program, as fsck(8) has it: 0 nothing wrong, 1 repaired, 4 damage left. (8, for an image
-    /// that cannot be opened at all, is the program's own, from the error.)
-    pub fn exit_status(&self) -> u8 {
-        match (self.is_clean(), self.repaired) {
-            (true, _) => 0,
-            (false, true) => 1,
-            (false, false) => 4,
-        }
-    }
-
     fn add(&mut self, severity: Severity, what: impl ToString) {
         self.findings.push(Finding { severity, what: what.to_string() });
     }
