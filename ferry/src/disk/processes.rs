@@ -53,8 +53,8 @@ pub fn run(disks: &[Args], inherited: Vec<Option<Bound>>, walls: &Walls, signals
         });
     }
     let arrives = signals.descriptor()?;
-    // No file is opened from here on, and no descriptor made.
-    crate::share::remember_here();
+    // No file is opened from here on, and no descriptor made: for the paths of messages the folder is known already.
+    crate::share::here();
     sandbox::stay_outside(walls)?;
     servers.wait(&signals, &arrives)
 }
