@@ -76,7 +76,7 @@ fn others_go_on_while_handlers_are_blocked_and_all_are_answered() {
             let gate = toy.gate.lock().unwrap();
             let mut asked = Asked::default();
             for number in 0..BLOCKED as u64 {
-                asked.ask(&mut driver, GATED | 2 * number);
+                asked.ask(&mut driver, GATED | (2 * number));
             }
             // At once, later, and much later.
             for number in (0..200).chain(PARKED..PARKED + 2) {
@@ -101,7 +101,7 @@ fn past_the_budget_requests_wait_for_each_other_but_not_those_that_never_wait() 
     let mut asked = Asked::default();
     let blocked = 2 * SPARES as u64;
     for number in 0..blocked {
-        asked.ask(&mut driver, GATED | 2 * number);
+        asked.ask(&mut driver, GATED | (2 * number));
     }
     wait_until("all threads are blocked", || toy.at_gate.load(Ordering::SeqCst) > SPARES);
     asked.ask(&mut driver, 1);
