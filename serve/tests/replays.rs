@@ -6,6 +6,7 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -143,7 +144,9 @@ fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, mean
     let folder = tempfile::tempdir().unwrap();
     let state = Folder::open(&folder.path().join("state")).unwrap();
     let listener = ferry_state::listen(&state).unwrap();
-    let keeper = std::thread::spawn(move || ferry_state::keep(&listener).unwrap());
+    // Nobody tells the keeper to end.
+    let (end, _told) = UnixStream::pair().unwrap();
+    let keeper = std::thread::spawn(move || ferry_state::keep(&listener, &end.into()).unwrap());
     let kept = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).map(Arc::new).unwrap();
     let options = ShareOptions { security_label: Acl::Auto, ..ShareOptions::default() };
     let source = || Arc::clone(tree) as Arc<dyn FileSystem>;
