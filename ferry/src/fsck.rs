@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use ferry_control::printable;
 use ferry_mem::pmem::{self, OpenError};
 
@@ -19,6 +19,8 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
     };
     let report = match pmem::fsck(&path, args.tier2.as_deref(), args.repair) {
         Ok(report) => report,
+        // The advice to make one is for mounts.
+        Err(OpenError::Missing { path, .. }) => bail!("there is no {}", path.display()),
         Err(error) => {
             let status = match error {
                 OpenError::Io { .. } | OpenError::Busy { .. } | OpenError::Tier2 { .. } => status::FAILED,
