@@ -84,7 +84,7 @@ impl Made {
         let options = BuildOptions { layout, ..BuildOptions::default() };
         let store = Store::create(&bench.store()).unwrap();
         let built = build(&bench.tree(), &bench.path("image"), store, &options, &|_, _| {}).unwrap();
-        Self { bench, digest: built.digest.to_string() }
+        Self { bench, digest: built.tree.to_string() }
     }
 
     fn source(&self) -> Arc<dyn FileSystem> {
@@ -666,7 +666,7 @@ fn pieces_that_lie_apart_are_mapped_one_by_one() {
     large.write_all_at(b"another", 700_000).unwrap();
     let built = made.bench.build("image");
     assert_eq!(built.packs.len(), 2);
-    made.digest = built.digest.to_string();
+    made.digest = built.tree.to_string();
     let shared = Shared::new(made.source(), "t");
     let mut front = Front::new(&shared.socket, true);
     front.map("file-70000", 0, 0).unwrap();

@@ -125,7 +125,7 @@ fn images_of_composefs_are_confined() {
         driver.read(found.nodeid, open.fh, 0, 4096).is_err()
     });
     assert!(bad);
-    served.says("the object store/objects/");
+    served.says(&format!("the object {}/", served.home.at("store/objects").display()));
     drop(driver);
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
