@@ -56,13 +56,11 @@ fn main() -> ExitCode {
     if args.first().is_some_and(|program| mount::is_helper(program)) {
         return as_helper(args);
     }
+    let mut preparations = None;
     if args.first().is_some_and(|program| virtiofsd::is_one(program)) {
         args = match virtiofsd::read(args) {
-            Ok(virtiofsd::Asked::Share(preparations, line)) => {
-                if let Err(error) = preparations.make() {
-                    eprintln!("virtiofsd: {error}");
-                    return ExitCode::FAILURE;
-                }
+            Ok(virtiofsd::Asked::Share(wanted, line)) => {
+                preparations = Some(wanted);
                 without_syslog(line)
             }
             Ok(virtiofsd::Asked::Capabilities) => {
@@ -73,7 +71,15 @@ fn main() -> ExitCode {
         };
     }
     let invocation = groups::parse(args).unwrap_or_else(|error| help::exit(&error));
-    ExitCode::from(run_or_say(invocation))
+    if let Some(Err(error)) = preparations.map(|preparations| preparations.make()) {
+        eprintln!("virtiofsd: {error}");
+        return ExitCode::FAILURE;
+    }
+    let status = run_or_say(invocation);
+    if status != status::DONE {
+        virtiofsd::remove_pid_file();
+    }
+    ExitCode::from(status)
 }
 
 /// Where the system has no log, virtiofsd logs on standard error, whatever it was told.

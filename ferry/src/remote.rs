@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ferry_remote::{Client, Connector, Stream, Tcp, Transport, Unix, Vsock};
-use ferry_vfs::{Caller, FileSystem, Ino};
+use ferry_vfs::FileSystem;
 
 use crate::cli::{Cache, Share};
 use crate::ninep::{ANY_CID, Address};
@@ -194,9 +194,7 @@ impl Flags {
 
 /// A client that has seen the root, so that umount(8), which looks at a mount point first, does not wait for a server that is gone.
 fn with_known_root(client: Client) -> Arc<dyn FileSystem> {
-    let caller = Caller::default();
-    let seen = client.getattr(&caller, Ino::ROOT, None).and_then(|_| client.statfs(&caller, Ino::ROOT));
-    if let Err(error) = seen {
+    if let Err(error) = client.see_root() {
         tracing::debug!("the root of the 9P server cannot be looked at: {error}");
     }
     Arc::new(client)

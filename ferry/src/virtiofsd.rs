@@ -29,7 +29,7 @@ const NOFILE_USUAL: u64 = 1_000_000;
 const NR_OPEN: &str = "/proc/sys/fs/nr_open";
 
 /// The file with this process's number, which is locked as long as it is open: until this process ends.
-static PID_FILE: Mutex<Option<File>> = Mutex::new(None);
+static PID_FILE: Mutex<Option<(PathBuf, File)>> = Mutex::new(None);
 
 /// Whether the program was started under that name.
 pub fn is_one(program: &OsStr) -> bool {
@@ -434,7 +434,7 @@ impl Preparations {
             }
             format!("{} cannot be written: {error}", path.display())
         })?;
-        *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
+        *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = Some((path.clone(), file));
         Ok(())
     }
 }
@@ -443,6 +443,21 @@ impl Preparations {
 /// server behind walls has no file outside of them.
 pub fn leave_pid_file() {
     *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = None;
+}
+
+/// Removes the file with this process's number, if it has one and that still has its name: nobody runs whose number it is.
+pub fn remove_pid_file() {
+    let Some((path, file)) = PID_FILE.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+    if is_at(&path, &file).unwrap_or_default() {
+        // Where it cannot be removed it is as it was.
+        let _ = std::fs::remove_file(&path);
+    }
+}
+
+/// Whether a path leads to this file.
+fn is_at(path: &Path, file: &File) -> rustix::io::Result<bool> {
+    let (file, named) = (rustix::fs::fstat(file)?, rustix::fs::lstat(path)?);
+    Ok((named.st_dev, named.st_ino) == (file.st_dev, file.st_ino))
 }
 
 /// Sets the limit, and what it can be raised to: a source raises it as far as it may.
@@ -468,9 +483,8 @@ fn write_pid(path: &Path) -> std::io::Result<File> {
             return Err(std::io::Error::other("it is no regular file of this user's with one name; remove it"));
         }
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        let (locked, named) = (rustix::fs::fstat(&file)?, rustix::fs::lstat(path));
         // Between the two somebody may have removed or replaced it.
-        if named.is_ok_and(|named| (named.st_dev, named.st_ino) == (locked.st_dev, locked.st_ino)) {
+        if is_at(path, &file).unwrap_or_default() {
             break file;
         }
     };

@@ -338,6 +338,21 @@ fn it_keeps_the_capabilities_that_virtiofsd_keeps() {
 
 /// A second one for the same socket leaves the first one's number alone, and one after that has the file.
 #[test]
+fn a_server_that_does_not_start_leaves_no_file_with_its_number() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = &programs(folder.path())[0];
+    for words in [["--shared-dir", "nowhere"], ["--shared-dir", "/dev/null"]] {
+        let mut command = Command::new(program);
+        command.arg("--socket-path").arg(folder.path().join("s")).args(words).current_dir(folder.path());
+        let mut started = Started::new(command.stdin(Stdio::null()).env_remove("FERRY_LOG"));
+        let ended = started.wait(SOON).expect("it ends");
+        let said = started.said().1;
+        assert!(!ended.success() && said.contains("cannot share"), "{said}");
+        assert!(!folder.path().join("s.pid").exists(), "{words:?}");
+    }
+}
+
+#[test]
 fn the_number_of_a_server_that_runs_stays_in_its_file() {
     let folder = tempfile::tempdir().unwrap();
     for (at, program) in programs(folder.path()).iter().enumerate() {

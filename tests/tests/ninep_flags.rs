@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use ferry_remote::{Cache, Client, Options, Unix};
 use ferry_tests::mounts::{Maker, NinePServer, Started, ferry, missing};
 use ferry_tests::{Place, folder};
-use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, FileType, Ino, IoRange, Name, OFlags};
+use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, FileType, Ino, IoRange, Name, OFlags, Statfs};
 use ferry_wire::ninep::{Fid, Frame, Getattr, Qid, QidKind, Reply, Request, VERSION};
 use tempfile::TempDir;
 
@@ -127,6 +127,7 @@ fn serve(mut stream: UnixStream, heard: &Mutex<Heard>) {
                 let attr = Attr::new(Ino(1), FileType::Directory, 0o755);
                 Reply::Getattr(Getattr { qid: ROOT, attr, generation: 0 })
             }
+            Request::Statfs { .. } => Reply::Statfs { totals: Statfs::default(), id: 0 },
             Request::Clunk { .. } => Reply::Clunk,
             Request::Flush { .. } => Reply::Flush,
             _ => {

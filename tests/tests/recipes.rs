@@ -39,11 +39,12 @@ const RUN: [(&str, &str); 16] = [
 ];
 
 /// How the blocks begin that are not run, and what they need.
-const NEEDED: [(&str, &str); 8] = [
+const NEEDED: [(&str, &str); 9] = [
     ("make demo", "they are what runs this test, and a demonstration that takes minutes"),
     ("<memoryBacking>", "libvirt with QEMU in a daemon of its own; tests/tests/libvirt.rs runs such a domain"),
     ("--memory size=4G,shared=on --fs", "cloud-hypervisor, and KVM, without which it runs no guest"),
     ("<binary path=", "an installed ferry-virtiofsd; tests/tests/libvirt.rs runs it"),
+    ("openssl req -x509", "certificates for two hosts: ferry/tests/share.rs runs this block as it is written"),
     ("impl FileSystem for Hello", "a compiler: it is a part of examples/hello.rs, which fs/tests run"),
     ("cargo run --example hello", "a compiler: fs/tests/host.rs and fs/tests/guest.rs run the example so"),
     (
@@ -57,10 +58,11 @@ const NEEDED: [(&str, &str); 8] = [
 ];
 
 /// What lines need, in a block that is run or in the help, by how they begin.
-const NEEDED_BY_LINES: [(&str, &str); 12] = [
+const NEEDED_BY_LINES: [(&str, &str); 13] = [
     ("mount -t 9p ", "9P in this host's kernel; guests run it in tests/tests/ninep_qemu.rs"),
     ("mount -o remount", "see the test the_mount_helper_block, which runs it after the line before"),
     ("ferry share /srv/src --9p vhost-user:", "see the block of README.md"),
+    ("ferry share /srv/src --9p tls:", "certificates: ferry/tests/share.rs runs the block of docs/tls.md"),
     ("ferry disk root.qcow2", "a volume group"),
     ("crosvm run ", "crosvm, and KVM"),
     ("echo Y > /sys", "a kernel of this machine's own: it changes a setting of all mounts"),

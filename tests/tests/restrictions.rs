@@ -195,7 +195,7 @@ fn root_keeps_what_restricts_clients() {
         ),
         ("--9p-users only=0,1", Kept(&[(0, Try::Write("roots"), Ok(())), (DAEMON, Try::Write("roots"), ACCESS)])),
         ("--9p-users only=4000000000", Refused("has no user 4000000000")),
-        ("--9p-users only=1 --map-user 5:5", Refused("write 9p-users UID:GID")),
+        ("--9p-users only=1 --map-user 5:5", Refused("write --9p-users UID:GID")),
         ("--9p-users 1234:1234 --modcaps=-setuid", Refused("cannot act as user 1234")),
         ("--9p-users 1234:1234 --modcaps=-setgid --sandbox none", Refused("cannot act as user 1234")),
         ("--9p-users only=1 --modcaps=-setuid", Refused("cannot act as user 1 ")),

@@ -56,6 +56,11 @@ pub(crate) fn attributes(reply: Reply<'_>) -> Option<Getattr> {
     if let Reply::Getattr(found) = reply { Some(found) } else { None }
 }
 
+/// The totals in a reply.
+fn totals(reply: Reply<'_>) -> Option<Statfs> {
+    if let Reply::Statfs { totals, .. } = reply { Some(totals) } else { None }
+}
+
 /// What is asked for of a file.
 pub(crate) const WANTED: u64 = valid::BASIC | valid::BTIME | valid::GENERATION;
 
@@ -101,7 +106,6 @@ impl Shared {
     pub(crate) fn statfs(&self, ino: Ino) -> Result<Statfs> {
         let inode = self.inodes.get(ino)?;
         let request = |fid| Request::Statfs { fid };
-        let totals = |reply: Reply<'_>| if let Reply::Statfs { totals, .. } = reply { Some(totals) } else { None };
         let known = *lock(&self.totals);
         let found = match known.filter(|_| ino == Ino::ROOT) {
             Some(known) => self.ask_of_root(&inode, request, totals)?.unwrap_or(known),
@@ -113,6 +117,19 @@ impl Shared {
             *lock(&self.totals) = Some(found);
         }
         Ok(found)
+    }
+
+    /// Looks at the root's attributes and totals, for those who ask when the server is gone; a server that does not answer in time is
+    /// not waited for.
+    pub(crate) fn see_root(&self) -> Result<()> {
+        let root = self.inodes.get(Ino::ROOT)?;
+        if let Some(found) = self.ask_of_root(&root, |fid| Request::Getattr { fid, mask: WANTED }, attributes)? {
+            root.note(&found)?;
+        }
+        if let Some(found) = self.ask_of_root(&root, |fid| Request::Statfs { fid }, totals)? {
+            *lock(&self.totals) = Some(found);
+        }
+        Ok(())
     }
 
     /// Asks something of the root; none if the server does not answer in time.

@@ -107,6 +107,15 @@ impl Client {
         Self::connect_by(Connector::begin(|| ()).map_err(Error::Threads)?, transport, options)
     }
 
+    /// Looks at the root, so that umount(8), which does so first, does not wait for a server that is gone by then. It takes 2 s
+    /// at most, whatever the server does.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn see_root(&self) -> ferry_vfs::Result<()> {
+        self.shared.see_root()
+    }
+
     /// The same by a thread that is there already: it makes all connections, this one and those that take its place.
     ///
     /// # Errors
