@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ferry_remote::{Cache, Client, Options, Unix};
 use ferry_tests::walled::{Home, Served, USER, is_root};
@@ -160,6 +161,16 @@ fn check(user: u32, groups: &[u32], flags: &str, outcome: &Outcome) {
                     made.uid() != 0 || user == 0 && expected.iter().all(|(uid, ..)| *uid == 0),
                     "{flags}: made as root"
                 );
+            }
+            // Whatever users it has acted as, it ends with the process that was started.
+            let inside = served.inside.pid();
+            drop(served);
+            let end = Instant::now() + Duration::from_secs(10);
+            // Whoever inherits it may wait for it late, or never.
+            let runs = |status: String| !status.contains("State:\tZ");
+            while fs::read_to_string(format!("/proc/{}/status", inside.as_raw_nonzero())).is_ok_and(runs) {
+                assert!(Instant::now() < end, "{user} {groups:?} {flags}: process {inside:?} is left");
+                std::thread::sleep(Duration::from_millis(10));
             }
         }
     }

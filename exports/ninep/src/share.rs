@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::thread;
 
 use ferry_engine::{Complaints, Lane};
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
@@ -40,6 +41,15 @@ impl Share {
 
     /// Whether permissions of users can be checked where they are to be: the source is asked once for each.
     pub(crate) fn can_check_users(&self) -> Result<(), Error> {
+        // By a thread of its own: one that acts as another user does not end with its parent any more (PR_SET_PDEATHSIG).
+        thread::scope(|scope| {
+            let checked = thread::Builder::new().spawn_scoped(scope, || self.check_users());
+            let checked = checked.map_err(|reason| Error::System { what: "start a thread", reason })?;
+            checked.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    fn check_users(&self) -> Result<(), Error> {
         self.options.users.bound().try_for_each(|user| {
             let groups = self.options.users.groups(user);
             let caller = Caller { uid: user.uid, gid: user.gid, groups, ..Caller::default() };
