@@ -260,7 +260,9 @@ fn builds_are_killed(layout: &str, rounds: u32) {
         found.lines().map(str::to_owned).collect()
     };
     let info: Value = serde_json::from_str(&text(ferry().args(["image", "info", "--json"]).arg(&image))).unwrap();
-    assert_eq!(names("store/packs").len(), 2 * info["packs"].as_array().unwrap().len());
+    // A pack is two files; the table of packs, which builds make when there are many, is none.
+    let packs = names("store/packs").iter().filter(|name| *name != "table").count();
+    assert_eq!(packs, 2 * info["packs"].as_array().unwrap().len());
     assert!(!names("store").iter().any(|name| name.starts_with(".new-")));
     assert_eq!(info["digest"].as_str(), Some(digest.trim_end()));
     place.is_sound(&image);

@@ -174,7 +174,7 @@ fn a_pull_goes_on_where_another_one_that_fetched_the_same_was_killed() {
         let victim = Arc::new(Mutex::new(None::<Child>));
         let at_half = Arc::clone(&victim);
         let mut guard = victim.lock().unwrap();
-        target.proxy.die_after(6 << 20, move || _ = at_half.lock().unwrap().as_mut().unwrap().kill());
+        target.proxy.die_after(10 << 20, move || _ = at_half.lock().unwrap().as_mut().unwrap().kill());
         *guard = Some(place.pull(&target, "copy").args(["--jobs", "1"]).stdout(Stdio::null()).spawn().unwrap());
         let mut line = place.command("pull", "copy");
         target.set(&mut line).arg(&target.reference).arg("-o").arg(place.at("other.img")).arg("--json");
@@ -186,7 +186,8 @@ fn a_pull_goes_on_where_another_one_that_fetched_the_same_was_killed() {
         let other = other.wait_with_output().unwrap();
         assert!(other.status.success(), "{layout}");
         let answered = target.proxy.answered() - begun;
-        let most = place.stored_bytes("store") + (2 << 20);
+        // What was on its way to the one that was killed, in sockets and in an object that had not ended, comes twice.
+        let most = place.stored_bytes("store") + (7 << 20);
         assert!(answered < most, "{layout}: {answered} bytes were sent, of which {most} would be enough");
         fs::rename(place.at("other.img"), place.at("copy.img")).unwrap();
         place.is_same("copy");
