@@ -15,12 +15,12 @@ use crate::status;
 pub use share::{Share, as_keys};
 use values::memory_mib;
 pub use values::{
-    Acl, Cache, Carrier, DaxDialect, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough,
-    Watch, Window, made_tag, tag_of,
+    Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough, Watch, Window,
+    made_tag, tag_of,
 };
 
 /// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 30] = [
+const SHARE_ONLY: [&str; 29] = [
     "virtiofs",
     "fd",
     "mount",
@@ -39,7 +39,6 @@ const SHARE_ONLY: [&str; 30] = [
     "no_readdirplus",
     "dax",
     "dax_files",
-    "dax_dialect",
     "9p",
     "9p-remote",
     "9p-users",
@@ -324,7 +323,7 @@ impl MountArgs {
         let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
         let Share { socket_group, posix_acl, security_label, once, state, migration_on_error, .. } = &self.share;
         let Share { migration_mode, migration_verify_handles, .. } = &self.share;
-        let Share { no_mmap, no_readdirplus, dax, dax_files, dax_dialect, .. } = &self.share;
+        let Share { no_mmap, no_readdirplus, dax, dax_files, .. } = &self.share;
         let given: [bool; SHARE_ONLY.len()] = [
             virtiofs.is_some(),
             fd.is_some(),
@@ -344,7 +343,6 @@ impl MountArgs {
             *no_readdirplus,
             dax.is_some(),
             dax_files.is_some(),
-            dax_dialect.is_some(),
             ninep.is_some(),
             *ninep_remote,
             ninep_users.is_some(),

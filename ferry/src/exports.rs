@@ -8,11 +8,9 @@ use anyhow::{Context, Result};
 use ferry_fs::Over;
 use ferry_fuse::MountOptions;
 use ferry_vfs::{Bounds, FileSystem};
-use ferry_virtiofs::{Kept, WindowDialect};
+use ferry_virtiofs::Kept;
 
-use crate::cli::{
-    Acl, Cache, Carrier, DaxDialect, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window,
-};
+use crate::cli::{Acl, Cache, Carrier, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window};
 use crate::guardian::{Duty, Guardian};
 use crate::mount_options;
 use crate::ninep::Listening;
@@ -190,10 +188,6 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
     if let Some(Window(bytes)) = share.dax {
         options.dax_bytes = bytes;
     }
-    options.dax_dialect = match share.dax_dialect {
-        None | Some(DaxDialect::Shmem) => WindowDialect::Shmem,
-        Some(DaxDialect::FsMap) => WindowDialect::FsMap,
-    };
     if let Some(DaxFiles(files)) = share.dax_files {
         options.dax_files = files;
     }

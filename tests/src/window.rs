@@ -54,15 +54,7 @@ pub struct Wish {
 
 /// Waits for the next request; `None`: the server has hung up.
 pub fn next_wish(line: &UnixStream) -> Option<Wish> {
-    let (message, file) = next_message::<52>(line)?;
-    let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
-    let code = u32::from_ne_bytes(message[..4].try_into().unwrap());
-    Some(Wish { code, numbers: [12, 20, 28, 36, 44].map(number), file })
-}
-
-/// The next message of this length, and the descriptor that comes along.
-pub fn next_message<const BYTES: usize>(line: &UnixStream) -> Option<([u8; BYTES], Option<File>)> {
-    let mut message = [0; BYTES];
+    let mut message = [0; 52];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let parts = &mut [IoSliceMut::new(&mut message)];
@@ -72,7 +64,12 @@ pub fn next_message<const BYTES: usize>(line: &UnixStream) -> Option<([u8; BYTES
         RecvAncillaryMessage::ScmRights(mut files) => files.next().map(File::from),
         _ => None,
     });
-    (bytes == BYTES).then_some((message, file))
+    if bytes != message.len() {
+        return None;
+    }
+    let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
+    let code = u32::from_ne_bytes(message[..4].try_into().unwrap());
+    Some(Wish { code, numbers: [12, 20, 28, 36, 44].map(number), file })
 }
 
 /// Answers a request; 0 for success.

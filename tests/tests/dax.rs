@@ -14,10 +14,9 @@ use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
 use ferry_engine::requests::{Filter, watch};
-use ferry_tests::window::{self, answer, next_message, next_wish, programs};
+use ferry_tests::window::{self, answer, next_wish, programs};
 use ferry_tests::{Cache, Guest, Options, Place, Share, alone, run};
 use ferry_vfs::FileSystem;
-use ferry_virtiofs::WindowDialect;
 use ferry_wire::fuse::abi::{
     ATTR_DAX, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
 };
@@ -217,20 +216,15 @@ const STATX_SIZE: u32 = 0x200;
 
 /// A guest whose front end is ours, the line to it, and a file of 3 MiB and a bit, opened for writing.
 fn native(share: &Share) -> (Driver, UnixStream, u64) {
-    let (driver, line, node, bytes) = speaking(share, false);
+    let (mut driver, line, node, bytes) = mounted(share);
+    driver.open(node, 2).unwrap();
     assert_eq!(bytes, ferry_virtiofs::WINDOW_BYTES_DEFAULT);
     (driver, line, node)
 }
 
-fn speaking(share: &Share, window_unasked: bool) -> (Driver, UnixStream, u64, u64) {
-    let (mut driver, line, node, bytes) = mounted(share, window_unasked);
-    driver.open(node, 2).unwrap();
-    (driver, line, node, bytes)
-}
-
 /// The same before the file is opened.
-fn mounted(share: &Share, window_unasked: bool) -> (Driver, UnixStream, u64, u64) {
-    let config = Config { window: true, window_unasked, timeout: Duration::from_secs(60), ..Config::default() };
+fn mounted(share: &Share) -> (Driver, UnixStream, u64, u64) {
+    let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
     let mut driver = Driver::connect(&share.socket, config).unwrap();
     let (bytes, line) = driver.window().unwrap();
     let reply = driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
@@ -416,7 +410,7 @@ fn a_copy_is_not_read_for_every_request() {
     let share = Share::with(Place::Disk, options);
     let path = share.path.join("file");
     std::fs::write(&path, pattern(2 << 20)).unwrap();
-    let (mut driver, line, node, _) = mounted(&share, false);
+    let (mut driver, line, node, _) = mounted(&share);
     let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
     let wish = next_wish(&line).unwrap();
     assert_eq!(wish.numbers, [0, 0, 0, CHUNK, 0]);
@@ -540,44 +534,6 @@ fn nobody_waits_for_a_front_end_that_does_not_answer() {
     send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
     let _unanswered = next_wish(&line).unwrap();
     drop(driver);
-    share.assert_released();
-}
-
-/// As alioth does: nobody asks for the window, eight mappings fit into a message, and no region is told of.
-#[test]
-fn front_ends_of_the_first_drafts_map_files_too() {
-    let _alone = alone();
-    Asked::begin();
-    let options = Options { queues: 1, name: "draft".into(), ..Options::default() };
-    let share = Share::with(Place::Disk, Options { dax_dialect: WindowDialect::FsMap, ..options });
-    std::fs::write(share.path.join("file"), pattern(3_200_000)).unwrap();
-    let (mut driver, line, node, _) = speaking(&share, true);
-    let next = || {
-        let (message, file) = next_message::<{ 12 + 4 * 8 * 8 }>(&line).unwrap();
-        let number = |at: usize| u64::from_ne_bytes(message[12 + 8 * at..][..8].try_into().unwrap());
-        let others = (0..32).filter(|at| at % 8 != 0);
-        assert!(others.map(number).all(|number| number == 0), "one mapping in a message");
-        (u32::from_ne_bytes(message[..4].try_into().unwrap()), [0, 8, 16, 24].map(number), file)
-    };
-    let begun = Instant::now();
-    let ticket = send(&mut driver, &setup(node, 0, 4 * CHUNK, SETUPMAPPING_READ));
-    let (code, numbers, file) = next();
-    assert_eq!((code, numbers), (6, [0, 4 * CHUNK, CHUNK, 3]));
-    let mut bytes = vec![0; 4096];
-    file.unwrap().read_exact_at(&mut bytes, 4096).unwrap();
-    assert!(bytes == pattern(8192)[4096..]);
-    answer(&line, 6, 0);
-    driver.receive(ticket).unwrap();
-    assert!(begun.elapsed() < Duration::from_secs(1), "a region that never comes is not waited for");
-    let ticket = driver.send(Opcode::Destroy, 0, &[], &[], 0).unwrap();
-    let (code, numbers, file) = next();
-    assert_eq!((code, numbers, file.is_none()), (7, [0, 4 * CHUNK, CHUNK, 3], true));
-    answer(&line, 7, 0);
-    driver.receive(ticket).unwrap();
-    // Who speaks as the document says has no window here.
-    drop(driver);
-    let config = Config { window: true, ..Config::default() };
-    assert!(Driver::connect(&share.socket, config).is_err());
     share.assert_released();
 }
 

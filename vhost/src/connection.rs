@@ -17,7 +17,7 @@ use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
 use crate::ring::{Begin, RingAddresses, RingError, RingSetup};
-use crate::window::{Told, Window, WindowDialect};
+use crate::window::{Told, Window};
 use crate::worker::{Control, Letter, Port, QueueHandler, Start, Stopped};
 use ferry_engine::Complaints;
 
@@ -115,7 +115,7 @@ impl<D: Device> Connection<D> {
         let queues = (0..device.queue_count()).map(|_| Queue::default()).collect();
         let workers = (0..device.worker_count()).map(|_| None).collect();
         let session = Arc::new(device.session());
-        let window = device.window_bytes().map(|bytes| Arc::new(Window::new(bytes, device.window_dialect())));
+        let window = device.window_bytes().map(|bytes| Arc::new(Window::new(bytes)));
         let inflight = device.in_flight().map(|file| Area::open_own(file, device.queue_count()));
         let inflight = inflight.transpose().unwrap_or_else(|error| {
             tracing::error!("what is in flight would be lost if this server were killed: {error}");
@@ -187,8 +187,7 @@ impl<D: Device> Connection<D> {
         features.set(VhostUserProtocolFeatures::CONFIG, self.device.config().is_some());
         let has_window = self.window.is_some();
         features.set(VhostUserProtocolFeatures::BACKEND_SEND_FD, has_window);
-        let is_asked_for = has_window && self.device.window_dialect() == WindowDialect::Shmem;
-        features.set(VhostUserProtocolFeatures::SHMEM, is_asked_for);
+        features.set(VhostUserProtocolFeatures::SHMEM, has_window);
         features.set(VhostUserProtocolFeatures::BACKEND_REQ, self.device.changes_config() || self.window.is_some());
         let for_migration = VhostUserProtocolFeatures::DEVICE_STATE | VhostUserProtocolFeatures::LOG_SHMFD;
         features.set(for_migration, self.device.migrates());
@@ -210,11 +209,6 @@ impl<D: Device> Connection<D> {
         match socket.try_clone() {
             Ok(socket) => window.attach(socket),
             Err(error) => tracing::error!("the window cannot be served: {error}"),
-        }
-        // Nobody asks for it there.
-        let can_map = VhostUserProtocolFeatures::BACKEND_REQ | VhostUserProtocolFeatures::BACKEND_SEND_FD;
-        if self.device.window_dialect() == WindowDialect::FsMap && self.protocol.contains(can_map) {
-            self.device.window_opened(&self.session, window);
         }
     }
 

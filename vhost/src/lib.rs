@@ -48,7 +48,7 @@ pub use inflight::in_flight_memory;
 pub use io::Io;
 pub use server::{Ended, Server, ServerError};
 pub use socket::{Socket, SocketError};
-pub use window::{Part, Window, WindowDialect, WindowError};
+pub use window::{Part, Window, WindowError};
 pub use worker::{Answer, Placement, Port, QueueHandler, WorkerOptions};
 
 /// The most descriptors in a chain, and entries in a ring, that Ferry takes: what virtio-fs and virtio-blk in
@@ -86,11 +86,7 @@ pub trait Device: Send + Sync + 'static {
     fn window_bytes(&self) -> Option<u64> {
         None
     }
-    /// How the front end has files mapped there.
-    fn window_dialect(&self) -> WindowDialect {
-        WindowDialect::default()
-    }
-    /// The front end has asked for the shared memory region (or, where nobody asks, it can be reached): from now on files can be mapped there, by a thread of the
+    /// The front end has asked for the shared memory region: from now on files can be mapped there, by a thread of the
     /// device's own (see [`Window::map`]). A request whose answer depends on that is to be [`Answer::Parked`].
     fn window_opened(&self, _session: &Self::Session, _window: &std::sync::Arc<Window>) {}
     /// Whether the front end may keep account of what is in flight, so that whoever serves it next, after a crash of

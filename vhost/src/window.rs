@@ -15,10 +15,9 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::channel::{self, Broken, Patience};
 
-mod dialect;
+mod message;
 
-pub use dialect::WindowDialect;
-use dialect::{Dialect, Message};
+use message::Message;
 
 /// How long the front end may take for an answer. One that is late is not believed any more: what it mapped is not known.
 const REPLY_WITHIN: Duration = Duration::from_secs(30);
@@ -91,7 +90,6 @@ struct State {
 /// The shared memory region of one connection.
 pub struct Window {
     bytes: u64,
-    dialect: &'static dyn Dialect,
     reply_within: Duration,
     told_within: Duration,
     state: Mutex<State>,
@@ -161,18 +159,16 @@ fn empty_page() -> rustix::io::Result<OwnedFd> {
 }
 
 impl Window {
-    pub(crate) fn new(bytes: u64, dialect: WindowDialect) -> Self {
-        Self::patient(bytes, dialect, REPLY_WITHIN, TOLD_WITHIN)
+    pub(crate) fn new(bytes: u64) -> Self {
+        Self::patient(bytes, REPLY_WITHIN, TOLD_WITHIN)
     }
 
-    fn patient(bytes: u64, dialect: WindowDialect, reply_within: Duration, told_within: Duration) -> Self {
-        let dialect = dialect.speak();
+    fn patient(bytes: u64, reply_within: Duration, told_within: Duration) -> Self {
         Self {
             bytes,
-            dialect,
             reply_within,
             told_within,
-            state: Mutex::new(State { tells: dialect.tells(), ..State::default() }),
+            state: Mutex::default(),
             changed: Condvar::new(),
             turn: Mutex::default(),
         }
@@ -213,7 +209,7 @@ impl Window {
             state.awaited = (state.tells != Some(false)).then_some(told);
             line
         };
-        let outcome = self.ask(&line, &self.dialect.map(part), Some(file));
+        let outcome = self.ask(&line, &Message::map(part), Some(file));
         let mut state = self.state();
         if let Err(error) = state.check(outcome) {
             state.awaited = None;
@@ -270,7 +266,7 @@ impl Window {
     /// The same for whoever has the turn.
     fn undo(&self, part: Part) -> Result<(), WindowError> {
         let line = self.state().line()?;
-        let outcome = self.ask(&line, &self.dialect.unmap(part), None);
+        let outcome = self.ask(&line, &Message::unmap(part), None);
         let mut state = self.state();
         state.check(outcome)?;
         state.mapped.remove(&part.window_offset);
@@ -361,7 +357,7 @@ impl Window {
         }
         // It had to wait for something for so long that it was taken for one that does not tell.
         let is_late = |told: Told| state.mapped.values().any(|known| known.0 == told.file);
-        if state.tells == Some(false) && self.dialect.tells().is_none() && added.is_some_and(is_late) {
+        if state.tells == Some(false) && added.is_some_and(is_late) {
             tracing::debug!("the front end tells of what it maps, if late");
             state.tells = Some(true);
         }

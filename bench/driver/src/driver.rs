@@ -36,8 +36,6 @@ pub struct Config {
     pub inflight: bool,
     /// Ask for the device's shared memory region, which [`Driver::window`] then has.
     pub window: bool,
-    /// Have it without asking for it, as front ends of the first drafts do; its length is 0 then.
-    pub window_unasked: bool,
     /// The device's own feature bits to negotiate.
     pub device_features: u64,
     /// Those to negotiate where they are offered.
@@ -61,7 +59,6 @@ impl Default for Config {
             packed: false,
             inflight: false,
             window: false,
-            window_unasked: false,
             device_features: 0,
             optional_features: 0,
             timeout: Duration::from_secs(10),

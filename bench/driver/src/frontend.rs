@@ -111,7 +111,7 @@ impl Link {
         tell(&watchdog, "SET_FEATURES", || frontend.set_features(features))?;
         let mut link = Self { frontend, socket, watchdog, features, protocol, inflight, window: None };
         if config.window {
-            link.open_window(!config.window_unasked)?;
+            link.open_window()?;
         }
         link.share(memory)?;
         link.share_inflight(config)?;
@@ -150,8 +150,7 @@ impl Link {
         let mut wanted = Protocol::MQ | Protocol::CONFIG | Protocol::REPLY_ACK | Protocol::CONFIGURE_MEM_SLOTS;
         wanted |= Protocol::RESET_DEVICE | Protocol::DEVICE_STATE;
         wanted.set(Protocol::INFLIGHT_SHMFD, config.inflight);
-        let mut window = Protocol::BACKEND_REQ | Protocol::BACKEND_SEND_FD;
-        window.set(Protocol::SHMEM, !config.window_unasked);
+        let window = Protocol::BACKEND_REQ | Protocol::BACKEND_SEND_FD | Protocol::SHMEM;
         wanted.set(window, config.window);
         let protocol = offered & wanted;
         if config.window && !protocol.contains(window) {
@@ -174,15 +173,10 @@ impl Link {
         Ok(protocol)
     }
 
-    fn open_window(&mut self, is_asked_for: bool) -> Result<()> {
+    fn open_window(&mut self) -> Result<()> {
         let (frontend, dog) = (&mut self.frontend, &self.watchdog);
-        let bytes = match is_asked_for {
-            true => {
-                let config = tell(dog, "GET_SHMEM_CONFIG", || frontend.get_shmem_config())?;
-                if config.nregions == 0 { 0 } else { config.memory_sizes[0] }
-            }
-            false => 0,
-        };
+        let config = tell(dog, "GET_SHMEM_CONFIG", || frontend.get_shmem_config())?;
+        let bytes = if config.nregions == 0 { 0 } else { config.memory_sizes[0] };
         let (ours, theirs) = UnixStream::pair()?;
         tell(dog, "SET_BACKEND_REQ_FD", || frontend.set_backend_request_fd(&theirs))?;
         self.window = Some((bytes, ours));

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ferry_serve::{Mappings, Server, Session, Share, ShareOptions};
 use ferry_state::{Kept, Saved};
 use ferry_vfs::{Backing, Bounds, Errno, FileSystem, Ino};
-use ferry_vhost::{Device, Port, Window, WindowDialect, WorkerOptions, in_flight_memory};
+use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
 
 use crate::dax::Dax;
@@ -158,10 +158,6 @@ impl Device for VirtioFs {
         // Nobody waits for a FORGET.
         let poll = if index < HIGH_PRIORITY_QUEUES { std::time::Duration::ZERO } else { self.options.poll };
         WorkerOptions { name: format!("virtiofs-{index}"), io: self.options.io, poll, begun: self.options.begun.worker }
-    }
-
-    fn window_dialect(&self) -> WindowDialect {
-        self.options.dax_dialect
     }
 
     fn window_bytes(&self) -> Option<u64> {

@@ -34,7 +34,7 @@ pub use ferry_serve::{Acl, Cache, TakeUpError};
 pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError, SERVER_AWAITED};
 pub use ferry_vfs::Bounds;
 use ferry_vfs::FileSystem;
-pub use ferry_vhost::{Ended, WindowDialect};
+pub use ferry_vhost::Ended;
 use ferry_vhost::{Server, ServerError, Socket, SocketError};
 
 /// How an export is to behave.
@@ -86,8 +86,6 @@ pub struct Options {
     /// The length of the DAX window in bytes, a multiple of 2 MiB up to [`WINDOW_BYTES_MAX`], for front ends that ask for one
     /// and sources that can be mapped; `None`: there is none.
     pub dax_bytes: Option<u64>,
-    /// How the front end has files mapped in the window.
-    pub dax_dialect: WindowDialect,
     /// Which files are mapped by guests that leave it to us.
     pub dax_files: DaxFiles,
     /// Where what the guest holds, and has mapped, is written down for the server after this one, made with [`geometry`].
@@ -166,7 +164,6 @@ impl Default for Options {
             once: false,
             io: IoMode::Auto,
             dax_bytes: Some(WINDOW_BYTES_DEFAULT),
-            dax_dialect: WindowDialect::default(),
             dax_files: DaxFiles::default(),
             kept: None,
             on_migration_error: OnMigrationError::default(),

@@ -13,8 +13,8 @@ use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
 use super::values::{
-    Acl, Cache, Carrier, DaxDialect, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough,
-    Watch, Window, made_tag, tag_of,
+    Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough, Watch, Window,
+    made_tag, tag_of,
 };
 use crate::image::ImageDigest;
 use crate::image::registry::JOBS_MAX;
@@ -215,11 +215,6 @@ pub struct Share {
     /// size>N; if it is not given, size>1M.
     #[arg(long, value_name = "WHICH", help_heading = "For virtual machines")]
     pub dax_files: Option<DaxFiles>,
-
-    /// How the VMM has files mapped in the window: shmem (QEMU, crosvm), or fs-map, the way of early virtio-fs that alioth
-    /// still has. There, give --dax the length of its dax_window [default: shmem].
-    #[arg(long, value_enum, value_name = "DIALECT", help_heading = "For virtual machines")]
-    pub dax_dialect: Option<DaxDialect>,
 
     /// Show host file systems that are mounted below the directory as mounts of their own, so that the numbers of inodes
     /// are unique in each.

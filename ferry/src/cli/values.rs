@@ -37,16 +37,6 @@ pub enum Acl {
     Always,
 }
 
-/// How a VMM has files mapped in a guest's window.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum DaxDialect {
-    /// As the vhost-user document says.
-    Shmem,
-    /// As the first drafts of virtio-fs said.
-    FsMap,
-}
-
 /// How files are found when a guest has been migrated.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]

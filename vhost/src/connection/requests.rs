@@ -18,7 +18,7 @@ use crate::inflight::Area;
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
 use crate::migration::Transfer;
 use crate::ring::RingAddresses;
-use crate::window::{self, Told, WindowDialect};
+use crate::window::{self, Told};
 use crate::worker::{Control, Letter};
 use crate::{Device, QUEUE_SIZE_MAX, waiting};
 
@@ -291,8 +291,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     }
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
-        let is_asked_for = self.device.window_dialect() == WindowDialect::Shmem;
-        let Some(window) = self.window.as_ref().filter(|_| is_asked_for) else {
+        let Some(window) = &self.window else {
             return Err(Error::InvalidOperation("shared memory is not offered"));
         };
         // A mapping that is not acknowledged is of no use.

@@ -29,7 +29,7 @@ fn reply(front: &mut UnixStream, code: u32, outcome: u64) {
 /// A window with a line to its front end, which takes so long at most.
 fn window(reply_within: Duration, told_within: Duration) -> (Arc<Window>, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let window = Arc::new(Window::patient(1 << 20, WindowDialect::Shmem, reply_within, told_within));
+    let window = Arc::new(Window::patient(1 << 20, reply_within, told_within));
     window.attach(ours.into());
     (window, theirs)
 }
@@ -131,22 +131,6 @@ fn what_the_front_end_waits_for_does_not_make_it_late() {
 }
 
 #[test]
-fn who_maps_before_it_answers_need_not_tell() {
-    let (ours, mut line) = UnixStream::pair().unwrap();
-    let window = Window::patient(1 << 20, WindowDialect::FsMap, REPLY_WITHIN, NOT_LONG);
-    window.attach(ours.into());
-    std::thread::spawn(move || {
-        let mut message = [0; 12 + 256];
-        line.read_exact(&mut message).unwrap();
-        reply(&mut line, u32::from_ne_bytes(message[..4].try_into().unwrap()), 0);
-    });
-    let file = memfd(1 << 20);
-    window.map(file.as_fd(), PART).unwrap();
-    window.told(2, Some(Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes }));
-    assert_eq!(window.state().tells, Some(false));
-}
-
-#[test]
 fn a_mapping_that_is_not_told_of_is_undone() {
     let patience = Duration::from_millis(500);
     let (window, line) = window(patience, patience);
@@ -194,7 +178,7 @@ fn a_front_end_that_talks_nonsense_is_not_asked_again() {
         assert!(!is_known(file_id(&file).unwrap()));
     };
     // No channel, a wrong code, rubbish, a closed line, and silence.
-    lost(&Window::new(1 << 20, WindowDialect::Shmem));
+    lost(&Window::new(1 << 20));
     let (wrong, line) = window(REPLY_WITHIN, NOT_LONG);
     front(line, |line, code| reply(line, code + 1, 0));
     lost(&wrong);
@@ -207,7 +191,7 @@ fn a_front_end_that_talks_nonsense_is_not_asked_again() {
     let (silent, _line) = window(Duration::from_millis(50), NOT_LONG);
     lost(&silent);
     // What is no socket is no channel.
-    let none = Window::new(1 << 20, WindowDialect::Shmem);
+    let none = Window::new(1 << 20);
     none.attach(memfd(1).into());
     lost(&none);
 }

@@ -133,7 +133,6 @@ impl Share {
             (self.no_readdirplus, "no-readdirplus"),
             (self.dax.is_some(), "dax"),
             (self.dax_files.is_some(), "dax-files"),
-            (self.dax_dialect.is_some(), "dax-dialect"),
         ]);
         match of_devices {
             Some(flag) if self.virtiofs.is_none() && self.fd.is_none() => {

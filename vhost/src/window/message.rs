@@ -1,0 +1,56 @@
+//! SHMEM_MAP and SHMEM_UNMAP (vhost-user, "Back-end message types" and "Shared memory regions"), which QEMU from 11.1 and crosvm
+//! understand. The front end replies to either with a number, 0 for success.
+
+use super::Part;
+
+/// The number of the shared memory region.
+const REGION: u64 = 0;
+const MAP: u32 = 9;
+const UNMAP: u32 = 10;
+const WRITABLE: u64 = 1;
+
+/// A request, ready to be sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Message {
+    /// Its number.
+    pub(super) code: u32,
+    /// What follows the header.
+    pub(super) body: Vec<u8>,
+}
+
+impl Message {
+    /// Maps a part of the file that goes along.
+    pub(super) fn map(part: Part) -> Self {
+        Self { code: MAP, body: body(part) }
+    }
+
+    /// Undoes that.
+    pub(super) fn unmap(part: Part) -> Self {
+        Self { code: UNMAP, body: body(part) }
+    }
+}
+
+/// `VhostUserMMap`: the number of the region and seven bytes of padding, then four numbers of eight bytes.
+fn body(part: Part) -> Vec<u8> {
+    let Part { window_offset, file_offset, bytes, writable } = part;
+    let numbers = [REGION, file_offset, window_offset, bytes, if writable { WRITABLE } else { 0 }];
+    numbers.into_iter().flat_map(u64::to_ne_bytes).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PART: Part = Part { window_offset: 0x40_0000, file_offset: 0x20_0000, bytes: 0x1000, writable: false };
+
+    fn numbers(message: &Message) -> Vec<u64> {
+        message.body.chunks(8).map(|bytes| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"))).collect()
+    }
+
+    #[test]
+    fn a_message_has_one_part() {
+        let (map, unmap) = (Message::map(PART), Message::unmap(Part { writable: true, ..PART }));
+        assert_eq!((map.code, numbers(&map)), (9, vec![0, 0x20_0000, 0x40_0000, 0x1000, 0]));
+        assert_eq!((unmap.code, numbers(&unmap)), (10, vec![0, 0x20_0000, 0x40_0000, 0x1000, 1]));
+    }
+}
