@@ -87,6 +87,7 @@ mod xattr;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use ferry_vfs::{
@@ -191,6 +192,8 @@ pub struct Dir {
     proc_fds: OwnedFd,
     watch: OnceLock<Watch>,
     tender: OnceLock<Option<Tender>>,
+    /// A client goes by modes without ACLs: see [`Dir::look_for_acl`].
+    looks_for_acls: AtomicBool,
 }
 
 impl Dir {
@@ -255,6 +258,7 @@ impl Dir {
             proc_fds,
             watch: OnceLock::new(),
             tender: OnceLock::new(),
+            looks_for_acls: AtomicBool::new(false),
         };
         let acl = dir.getxattr_(Ino::ROOT, b"system.posix_acl_access");
         dir.features.posix_acl = !matches!(acl, Err(Errno::OPNOTSUPP | Errno::NOSYS));

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, Weak};
 
 use ferry_vfs::{FileType, OFlags, Result};
 use rustix::fs::Mode;
@@ -24,12 +24,27 @@ pub(crate) struct Mount {
     pub(crate) lasting: bool,
     /// Closing a file may tell an error of an earlier write.
     pub(crate) flushes: bool,
+    /// A change of an inode whose times were read gets another time than any before (multigrain timestamps), where inodes have a time
+    /// of birth: ext4 stores full times in these alone, and ext2 has neither.
+    pub(crate) multigrain: bool,
 }
 
 /// File systems whose files have nothing to do when they are closed (`f_type`): ext2 to ext4, XFS, btrfs, tmpfs,
 /// f2fs, EROFS, squashfs, bcachefs, ZFS.
 const NO_FLUSH: [u32; 9] =
     [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0xe0f5_e1e2, 0x7371_7368, 0xca45_1a4e, 0x2fc1_2fc1];
+
+/// File systems with multigrain timestamps since [`MULTIGRAIN_SINCE`] (`f_type`): ext4, XFS, btrfs, tmpfs.
+const MULTIGRAIN: [u32; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994];
+/// Linux 6.13.
+const MULTIGRAIN_SINCE: (u32, u32) = (6, 13);
+
+static HAS_MULTIGRAIN: LazyLock<bool> = LazyLock::new(|| {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= MULTIGRAIN_SINCE
+});
 
 /// File systems that find an inode by its handle only as long as the kernel keeps it (`f_type`): FUSE, unless its server says otherwise, and
 /// FAT, unless it is mounted with `nfs=nostale_ro`.
@@ -54,8 +69,9 @@ impl Mount {
         let kind = rustix::fs::fstatfs(path_fd).map(|statfs| statfs.f_type as u32);
         let flushes = kind.map_or(true, |kind| !NO_FLUSH.contains(&kind));
         let lasting = kind.is_ok_and(|kind| !FORGETFUL.contains(&kind));
-        tracing::debug!(id, handles, lasting, flushes, "mount");
-        Self { id, real, handles, lasting, flushes }
+        let multigrain = *HAS_MULTIGRAIN && kind.is_ok_and(|kind| MULTIGRAIN.contains(&kind));
+        tracing::debug!(id, handles, lasting, flushes, multigrain, "mount");
+        Self { id, real, handles, lasting, flushes, multigrain }
     }
 
     /// The descriptor to open file handles on, where the mount has them.

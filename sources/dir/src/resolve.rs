@@ -39,6 +39,11 @@ pub(crate) fn btime(st: &Statx) -> Option<Timespec> {
     (st.stx_mask & StatxFlags::BTIME.bits() != 0).then(|| time(st.stx_btime))
 }
 
+/// The time of the last change.
+pub(crate) fn ctime(st: &Statx) -> Timespec {
+    time(st.stx_ctime)
+}
+
 /// Whether an inode still has a name.
 pub(crate) fn has_name(fd: BorrowedFd<'_>) -> bool {
     statx(fd, b"").is_ok_and(|st| st.stx_nlink > 0)
@@ -83,7 +88,7 @@ impl Dir {
             blocks: st.stx_blocks,
             atime: time(st.stx_atime),
             mtime: time(st.stx_mtime),
-            ctime: time(st.stx_ctime),
+            ctime: ctime(st),
             btime: btime(st),
             mode: st.stx_mode.into(),
             nlink: st.stx_nlink,
@@ -244,8 +249,9 @@ impl Dir {
         if mount.handles().is_some() {
             match sys::name_to_handle(dir_fd, name) {
                 Ok(handle) => {
-                    let found = self.found(dir, &st, mount, Some(handle), false);
-                    return Ok((self.table.insert(found).0, st));
+                    let inode = self.table.insert(self.found(dir, &st, mount, Some(handle), false)).0;
+                    self.look_for_acl(&inode, (dir_fd, name), &st);
+                    return Ok((inode, st));
                 }
                 // A file system that has handles for some of its inodes only.
                 Err(Errno::OPNOTSUPP | Errno::OVERFLOW | Errno::INVAL) => {}
@@ -290,6 +296,7 @@ impl Dir {
         };
         let fd = if handle.is_none() || matches!(at, At::NoName) { Some(path()?) } else { None };
         let (inode, _) = self.table.insert(self.found(dir, &st, mount, handle, true));
+        self.look_for_acl_of(&inode, file, &st);
         match at {
             At::Name(name) => inode.set_place(dir, name),
             At::NoName => inode.set_pinned(true),

@@ -80,6 +80,8 @@ const _: () = assert!(size_of::<XattrArgs>() == 16);
 // The numbers of the xattrat calls (Linux 6.13) are the same on every architecture.
 const SYS_SETXATTRAT: c_long = 463;
 const SYS_GETXATTRAT: c_long = 464;
+/// No flag: a symbolic link at the end of the path is followed.
+pub(crate) const FOLLOW_LINK: libc::c_int = 0;
 const SYS_LISTXATTRAT: c_long = 465;
 const SYS_REMOVEXATTRAT: c_long = 466;
 
@@ -298,8 +300,14 @@ pub(crate) fn file_ioctl(
     check(result.into()).map(drop)
 }
 
-/// `getxattrat` on the entry `path` of `dir`, following links; `NOSYS` before Linux 6.13.
-pub(crate) fn getxattrat(dir: BorrowedFd<'_>, path: &CStr, name: &CStr, value: &mut [u8]) -> Result<usize> {
+/// `getxattrat` on the entry `path` of `dir`, with [`FOLLOW_LINK`] or `AT_SYMLINK_NOFOLLOW`; `NOSYS` before Linux 6.13.
+pub(crate) fn getxattrat(
+    dir: BorrowedFd<'_>,
+    path: &CStr,
+    flags: libc::c_int,
+    name: &CStr,
+    value: &mut [u8],
+) -> Result<usize> {
     let mut args = XattrArgs {
         value: value.as_mut_ptr() as u64,
         size: u32::try_from(value.len()).map_err(|_| Errno::INVAL)?,
@@ -311,7 +319,7 @@ pub(crate) fn getxattrat(dir: BorrowedFd<'_>, path: &CStr, name: &CStr, value: &
             SYS_GETXATTRAT,
             dir.as_raw_fd(),
             path.as_ptr(),
-            0,
+            flags,
             name.as_ptr(),
             &raw mut args,
             size_of::<XattrArgs>(),

@@ -9,13 +9,15 @@ use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::{Attr, Caller, Errno, Ino, Result, SessionId, Timespec, XattrFlags};
+use ferry_vfs::{Attr, Caller, Errno, FileType, Ino, Result, SessionId, Timespec, XattrFlags};
+use rustix::fs::Statx;
 use rustix::path::DecInt;
 
 use crate::Dir;
 use crate::creds::with_own_directory;
-use crate::resolve::statx;
+use crate::resolve::{ctime, key, statx};
 use crate::sys;
+use crate::table::Inode;
 
 /// The largest value, and the largest list of names (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const BYTES_MAX: usize = 65_536;
@@ -24,9 +26,10 @@ const BYTES_USUAL: usize = 512;
 /// The longest name (`XATTR_NAME_MAX`).
 const NAME_BYTES_MAX: usize = 255;
 const S_ISGID: u32 = 0o2000;
-/// Two changes may have one time, within a tick of the clock (10 ms) and as far as a file server's clock is from ours. What was changed
-/// longer ago than this, in seconds, gets another time by its next change.
+/// Without multigrain timestamps two changes may have one time, within a tick of the clock (10 ms) and as far as a file server's clock is from ours.
+/// What was changed longer ago than this, in seconds, gets another time by its next change.
 const SETTLED_S: i64 = 2;
+const ACCESS_ACL: &CStr = c"system.posix_acl_access";
 
 /// The kernel has no `*xattrat`.
 static OLD_KERNEL: AtomicBool = AtomicBool::new(false);
@@ -52,6 +55,12 @@ fn grow(mut read: impl FnMut(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
         }?;
         Ok(buffer[..len].to_vec())
     })
+}
+
+/// Whether every further change of an inode gets another time than this one, which the host has told of.
+fn changes_show(inode: &Inode, changed: Timespec) -> bool {
+    let is_multigrain = inode.found.mount.multigrain && inode.found.btime.is_some();
+    is_multigrain || Timespec::now().sec.saturating_sub(changed.sec) > SETTLED_S
 }
 
 impl Dir {
@@ -82,7 +91,7 @@ impl Dir {
             let buffer = std::cell::RefCell::new(buffer);
             self.by_magic(
                 fd.as_fd(),
-                |dir, path| sys::getxattrat(dir, path, &name, &mut buffer.borrow_mut()),
+                |dir, path| sys::getxattrat(dir, path, sys::FOLLOW_LINK, &name, &mut buffer.borrow_mut()),
                 |path| rustix::fs::getxattr(path, name.as_c_str(), &mut **buffer.borrow_mut()),
             )
         })
@@ -91,16 +100,51 @@ impl Dir {
     /// Looks for an ACL also where the root's own file system has none: one that is mounted below may have. Whoever sets an ACL
     /// changes the time of the last change, so an inode without one is looked at once.
     pub(crate) fn mode_without_acl_(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
+        self.looks_for_acls.store(true, Ordering::Relaxed);
         let inode = self.table.get(ino).ok();
         if inode.as_ref().is_some_and(|inode| inode.is_plain(attr.ctime)) {
             return attr.mode;
         }
         let mode = ferry_vfs::mode_without_acl(self, cx, ino, attr);
-        let is_settled = Timespec::now().sec.saturating_sub(attr.ctime.sec) > SETTLED_S;
-        if let Some(inode) = inode.filter(|_| mode == attr.mode && is_settled) {
+        if let Some(inode) = inode.filter(|inode| mode == attr.mode && changes_show(inode, attr.ctime)) {
             inode.set_plain(attr.ctime);
         }
         mode
+    }
+
+    /// Looks, where a client will ask, whether an inode that was just met by this name has an ACL: by name, for an
+    /// inode that nothing else is done with is not opened then. The name may lead to another one meanwhile; but a name that was moved
+    /// away and back has changed its inode's time.
+    pub(crate) fn look_for_acl(&self, inode: &Inode, (dir, name): (BorrowedFd<'_>, &[u8]), seen: &Statx) {
+        let changed = ctime(seen);
+        let is_in_question = self.looks_for_acls.load(Ordering::Relaxed)
+            && !OLD_KERNEL.load(Ordering::Relaxed)
+            && [FileType::RegularFile, FileType::Directory].contains(&inode.found.kind)
+            && changes_show(inode, changed)
+            && !inode.is_plain(changed);
+        if !is_in_question {
+            return;
+        }
+        let Ok(name_c) = CString::new(name) else { return };
+        match sys::getxattrat(dir, &name_c, libc::AT_SYMLINK_NOFOLLOW, ACCESS_ACL, &mut []) {
+            Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
+            _ => return,
+        }
+        if statx(dir, name).is_ok_and(|now| key(&now) == inode.found.key && ctime(&now) == changed) {
+            inode.set_plain(changed);
+        }
+    }
+
+    /// The same for an inode that is open.
+    pub(crate) fn look_for_acl_of(&self, inode: &Inode, file: BorrowedFd<'_>, seen: &Statx) {
+        let changed = ctime(seen);
+        if self.looks_for_acls.load(Ordering::Relaxed)
+            && changes_show(inode, changed)
+            && let Err(rustix::io::Errno::NODATA | rustix::io::Errno::OPNOTSUPP) =
+                rustix::fs::fgetxattr(file, ACCESS_ACL, &mut [0_u8; 1])
+        {
+            inode.set_plain(changed);
+        }
     }
 
     pub(crate) fn listxattr_(&self, ino: Ino) -> Result<Vec<u8>> {
