@@ -6,7 +6,7 @@ CARGO ?= cargo
 PUBLISHED := vfs wire engine state serve vhost control fuse virtiofs fs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build install uninstall demo test test-all xfstests bench lint audit fuzz
+.PHONY: help setup build install uninstall demo test test-all xfstests bench lint audit fuzz reference
 
 help:
 	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
@@ -19,6 +19,7 @@ help:
 	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny, and whether what can be published can be packed'
 	@echo 'make audit     known vulnerabilities of the dependencies (fetches the list)'
 	@echo 'make fuzz      each fuzz target for a minute (FUZZ_SECONDS=N for longer)'
+	@echo 'make reference docs/reference, from the table of flags (a test fails when it is stale)'
 	@echo 'make setup     only what the others do first: Debian packages and the guest'
 
 setup:
@@ -67,3 +68,6 @@ audit:
 
 fuzz:
 	@scripts/fuzz
+
+reference:
+	FERRY_WRITE_REFERENCE=1 $(CARGO) test --locked -p ferry --bin ferry documents::reference

@@ -1,5 +1,10 @@
 //! The man pages and the completions, made of the table of flags.
 
+#[cfg(test)]
+pub mod book;
+#[cfg(test)]
+mod reference;
+
 use std::fs;
 use std::io::Write;
 use std::path::Path;

@@ -469,10 +469,10 @@ fn errors_name_flags_as_they_are_typed() {
     }
 }
 
-/// The lines for OpenSSL in docs/tls.md, which --help has, too: what they make is taken on both sides.
+/// The lines for OpenSSL in docs/guide/tls.md, which --help has, too: what they make is taken on both sides.
 #[test]
 fn the_recipe_for_certificates_works() {
-    let docs = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/tls.md")).unwrap();
+    let docs = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/tls.md")).unwrap();
     let recipe = docs.split("```").nth(1).unwrap().strip_prefix("sh\n").unwrap();
     let help = String::from_utf8(run(ferry().args(["share", "--help"])).stdout).unwrap();
     let indented: String = recipe.lines().map(|line| format!("  {line}\n")).collect();

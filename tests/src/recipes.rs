@@ -46,7 +46,7 @@ serve() {
 pub struct Block {
     /// The document.
     pub file: String,
-    /// What the fence says that it is: `sh`, `xml`, or nothing.
+    /// The word behind the fence: `sh`, `xml`, or nothing.
     pub language: String,
     /// Its lines.
     pub lines: Vec<String>,
@@ -56,12 +56,27 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().into()
 }
 
-/// All fenced blocks.
+/// The pages of the book, and README.md.
+fn documents() -> Vec<PathBuf> {
+    let (mut files, mut folders) = (vec![root().join("README.md")], vec![root().join("docs")]);
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.extension() {
+                _ if path.is_dir() => folders.push(path),
+                Some(end) if end == "md" => files.push(path),
+                _ => {}
+            }
+        }
+    }
+    files.sort();
+    files
+}
+
+/// All fenced blocks but diagrams (`text`).
 pub fn blocks() -> Vec<Block> {
-    let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
-    let docs = docs.filter(|path| path.extension().is_some_and(|end| end == "md"));
     let mut found = Vec::new();
-    for path in docs.chain([root().join("README.md")]) {
+    for path in documents() {
         let file = path.strip_prefix(root()).unwrap().display().to_string();
         let text = fs::read_to_string(&path).unwrap();
         let mut block: Option<Block> = None;
@@ -77,16 +92,17 @@ pub fn blocks() -> Vec<Block> {
         }
         assert!(block.is_none(), "{file}: a block has no end");
     }
+    found.retain(|block| block.language != "text");
     found
 }
 
-/// The lines of the block of README.md that begins so.
+/// The lines of the block that begins so. README.md may repeat it word for word.
 #[track_caller]
 pub fn block(first: &str) -> Vec<String> {
-    let found: Vec<_> =
-        blocks().into_iter().filter(|block| block.lines.first().is_some_and(|line| line.starts_with(first))).collect();
-    let [block] = &found[..] else { panic!("{} blocks begin with {first:?}", found.len()) };
-    block.lines.clone()
+    let found = blocks().into_iter().map(|block| block.lines);
+    let found: BTreeSet<_> = found.filter(|lines| lines.first().is_some_and(|line| line.starts_with(first))).collect();
+    assert_eq!(found.len(), 1, "{} different blocks begin with {first:?}", found.len());
+    found.into_iter().next().unwrap()
 }
 
 /// Whether a line is a server that stays in the foreground.

@@ -1,9 +1,10 @@
-//! Every command block of README.md and `docs/`, and every command line among the examples of the help: it is run as it is
+//! Every command block of README.md and of the book in `docs/`, and every command line among the examples of the help: it is run as it is
 //! written, or listed here with what it needs that a machine for tests has not got. (That the program takes each line is a test of its
 //! own, in `ferry/src/recipes/lines.rs`.)
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,16 +20,18 @@ use ferry_tests::{GuestCache, Place, folder};
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// How the blocks begin that are run, and by which test.
-const RUN: [(&str, &str); 16] = [
+const RUN: [(&str, &str); 18] = [
     ("cargo build --release", "the_try_block"),
     ("ferry share /srv/src --virtiofs /run/src.sock\n", "the_first_recipe_on_one_cpu"),
     ("-object memory-backend-memfd", "the_first_recipe_on_one_cpu"),
     ("mount -t virtiofs src /mnt", "the_first_recipe_on_one_cpu"),
+    ("[[share]]\nsource = \"/srv/src\"", "the_configuration_file"),
     ("ferry share /srv/src --virtiofs /run/src.sock --tag src", "a_window_on_one_cpu_and_on_two"),
     ("ferry share /srv/src --virtiofs /run/src.sock --state", "the_state_block"),
     ("ferry disk disk.raw --resize 20G", "the_disk_blocks_on_one_cpu_and_on_two"),
     ("-chardev socket,id=disk0", "the_disk_blocks_on_one_cpu_and_on_two"),
-    ("ferry mount mem /mnt", "the_mount_block"),
+    ("ferry mount mem /mnt", "the_mount_blocks"),
+    ("ferry mount pmem:/srv/data.pmem", "the_mount_blocks"),
     ("ln -s $(command -v ferry) /sbin/mount.ferry", "the_mount_helper_block"),
     ("ferry log", "the_log_block"),
     ("ferry share /srv/src --9p unix:/run/src.9p", "the_9p_blocks"),
@@ -39,12 +42,13 @@ const RUN: [(&str, &str); 16] = [
 ];
 
 /// How the blocks begin that are not run, and what they need.
-const NEEDED: [(&str, &str); 9] = [
+const NEEDED: [(&str, &str); 10] = [
     ("make demo", "they are what runs this test, and a demonstration that takes minutes"),
     ("<memoryBacking>", "libvirt with QEMU in a daemon of its own; tests/tests/libvirt.rs runs such a domain"),
     ("--memory size=4G,shared=on --fs", "cloud-hypervisor, and KVM, without which it runs no guest"),
     ("<binary path=", "an installed ferry-virtiofsd; tests/tests/libvirt.rs runs it"),
     ("openssl req -x509", "certificates for two hosts: ferry/tests/share.rs runs this block as it is written"),
+    ("[Service]", "a service manager: tests/tests/share_survives.rs kills servers and starts them again"),
     ("impl FileSystem for Hello", "a compiler: it is a part of examples/hello.rs, which fs/tests run"),
     ("cargo run --example hello", "a compiler: fs/tests/host.rs and fs/tests/guest.rs run the example so"),
     (
@@ -61,8 +65,8 @@ const NEEDED: [(&str, &str); 9] = [
 const NEEDED_BY_LINES: [(&str, &str); 13] = [
     ("mount -t 9p ", "9P in this host's kernel; guests run it in tests/tests/ninep_qemu.rs"),
     ("mount -o remount", "see the test the_mount_helper_block, which runs it after the line before"),
-    ("ferry share /srv/src --9p vhost-user:", "see the block of README.md"),
-    ("ferry share /srv/src --9p tls:", "certificates: ferry/tests/share.rs runs the block of docs/tls.md"),
+    ("ferry share /srv/src --9p vhost-user:", "see the block of docs/guide/9p.md"),
+    ("ferry share /srv/src --9p tls:", "certificates: ferry/tests/share.rs runs the block of docs/guide/tls.md"),
     ("ferry disk root.qcow2", "a volume group"),
     ("crosvm run ", "crosvm, and KVM"),
     ("echo Y > /sys", "a kernel of this machine's own: it changes a setting of all mounts"),
@@ -74,7 +78,7 @@ const NEEDED_BY_LINES: [(&str, &str); 13] = [
     ("ferry fsck /dev/pmem0", "persistent memory"),
 ];
 
-/// Lines of the help that are in no block of README.md.
+/// Lines of the help that are in no block.
 const HELP: &str = r#"
 mkdir -p src build /run/user/1000 images /dev/shm
 ferry share ~/project --virtiofs /run/user/1000/project.sock
@@ -99,7 +103,7 @@ fn text(lines: &[String]) -> String {
 #[test]
 fn every_block_is_run_or_needs_something() {
     let listed: Vec<_> = RUN.iter().chain(&NEEDED).map(|(first, _)| *first).collect();
-    let mut found = vec![0; listed.len()];
+    let mut found = vec![BTreeSet::new(); listed.len()];
     for block in blocks() {
         let text = text(&block.lines);
         // The longest one: some begin as others do.
@@ -108,10 +112,10 @@ fn every_block_is_run_or_needs_something() {
         let at = at.unwrap_or_else(|| {
             panic!("{}: this block is neither run nor listed with what it needs:\n{text}", block.file)
         });
-        found[at] += 1;
+        found[at].insert(text);
     }
-    let wrong: Vec<_> = listed.iter().zip(&found).filter(|(_, found)| **found != 1).collect();
-    assert!(wrong.is_empty(), "listed, and not there once: {wrong:?}");
+    let wrong: Vec<_> = listed.iter().zip(&found).filter(|(_, found)| found.len() != 1).collect();
+    assert!(wrong.is_empty(), "listed, and not there, or in different words: {wrong:?}");
     // Who runs a block is there.
     let tests = include_str!("recipes.rs");
     for (first, test) in RUN {
@@ -204,6 +208,16 @@ fn the_first_recipe_on_two_cpus() {
 }
 
 #[test]
+fn the_configuration_file() {
+    if !may_run() {
+        return;
+    }
+    let file = block("[[share]]");
+    let share = "serve ferry share --config shares.toml\nls /run/src.sock /run/disk.sock\n";
+    run(None, &[], &format!("truncate -s 1M /srv/disk.raw\ncat >shares.toml <<'END'\n{}END\n{share}", text(&file)));
+}
+
+#[test]
 #[ignore = "long: make test-all"]
 fn a_window_on_one_cpu_and_on_two() {
     if !may_run() {
@@ -257,11 +271,11 @@ fn the_state_block() {
 }
 
 #[test]
-fn the_mount_block() {
+fn the_mount_blocks() {
     if !may_run() {
         return;
     }
-    let lines = block("ferry mount mem /mnt");
+    let lines = [block("ferry mount pmem:/srv/data.pmem"), block("ferry mount mem /mnt")].concat();
     // The image takes all of its room at once.
     let lines: Vec<_> = lines.iter().map(|line| line.replace("--size 8G", "--size 64M")).collect();
     let (last, mounts) = lines.split_last().unwrap();
@@ -452,7 +466,7 @@ fn the_lines_of_the_help() {
     run(Some("0"), &[("QEMU_IO", &qemu_io)], &format!("PATH=$QEMU_IO:$PATH\n{}", script(&lines, |_| String::new())));
 }
 
-/// Cloud-hypervisor's line of README.md asks for four queues, and whoever starts a virtiofsd has no flag for them.
+/// Cloud-hypervisor's line asks for four queues, and whoever starts a virtiofsd has no flag for them.
 #[test]
 fn in_the_place_of_virtiofsd_as_many_queues_are_offered() {
     let here = folder(Place::Memory);

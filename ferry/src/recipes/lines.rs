@@ -2,11 +2,11 @@
 //! queues than are offered.
 
 use std::ffi::OsString;
-use std::fs;
 use std::path::Path;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
+use crate::documents::book::documents;
 use crate::{cli, groups, helper};
 
 /// The digest that stands for the word DIGEST.
@@ -14,14 +14,9 @@ const DIGEST: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789
 
 /// The fenced blocks of a document but for those in other languages than the shell's, or the examples of a help: each a text.
 fn texts() -> Vec<(String, Vec<String>)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate is in a workspace");
-    let docs = fs::read_dir(root.join("docs")).expect("there are some").map(|entry| entry.expect("an entry").path());
-    let mut documents: Vec<_> = docs.filter(|path| path.extension().is_some_and(|end| end == "md")).collect();
-    documents.push(root.join("README.md"));
-    let mut texts: Vec<_> = documents
-        .iter()
-        .map(|path| (path.display().to_string(), blocks(&fs::read_to_string(path).expect("it is text"))))
-        .collect();
+    let is_read = |path: &Path| path == Path::new("README.md") || path.starts_with("docs");
+    let documents = documents().into_iter().filter(|(path, _)| is_read(path));
+    let mut texts: Vec<_> = documents.map(|(path, text)| (path.display().to_string(), blocks(&text))).collect();
     let mut table = cli::table();
     table.build();
     let mut commands = vec![&table];
