@@ -234,6 +234,12 @@ struct Args {
     migration_confirm_paths: bool,
 }
 
+/// The table of virtiofsd's options.
+#[cfg(test)]
+pub fn table() -> clap::Command {
+    <Args as clap::CommandFactory>::command()
+}
+
 /// Reads a command line of virtiofsd's. Help, version and mistakes come back as clap's error.
 pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, clap::Error> {
     let mut args = Args::try_parse_from(args)?;

@@ -154,6 +154,14 @@ fn documents_are_short() {
 }
 
 #[test]
+fn the_readme_begins_with_two_commands() {
+    let text = &documents()[Path::new("README.md")];
+    let first = text.split("```").nth(1).expect("it has a block");
+    let commands: Vec<_> = first.lines().skip(1).filter_map(|line| line.split('#').next()).map(str::trim).collect();
+    assert_eq!(commands, ["make demo", "make test"]);
+}
+
+#[test]
 fn the_summary_lists_every_page() {
     let documents = documents();
     let summary = Path::new("docs/SUMMARY.md");

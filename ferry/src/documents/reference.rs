@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 
 use super::book::{PAGE_BYTES_MAX, root};
 use super::{built, commands};
-use crate::{cli, config, disk};
+use crate::{cli, config, disk, virtiofsd};
 
 /// Has the test write the pages instead of comparing them.
 const WRITE: &str = "FERRY_WRITE_REFERENCE";
@@ -60,7 +60,7 @@ fn sections(command: &Command) -> Vec<Section<'_>> {
 
 /// The file name of the page of a command, or of one of its headings.
 fn file_name(command: &Command, heading: Option<&str>) -> String {
-    let words = command.get_display_name().unwrap_or("ferry").to_owned() + "-" + heading.unwrap_or_default();
+    let words = command.get_display_name().unwrap_or(command.get_name()).to_owned() + "-" + heading.unwrap_or_default();
     let plain: String = words.to_lowercase().chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
     let parts: Vec<_> = plain.split('-').filter(|part| !part.is_empty()).collect();
     parts.join("-") + ".md"
@@ -68,7 +68,7 @@ fn file_name(command: &Command, heading: Option<&str>) -> String {
 
 /// The name of a command as it is typed.
 fn title(command: &Command) -> String {
-    command.get_display_name().unwrap_or("ferry").replace('-', " ")
+    command.get_display_name().unwrap_or(command.get_name()).replace('-', " ")
 }
 
 /// Text outside of code, as Markdown.
@@ -292,6 +292,9 @@ fn pages() -> Vec<Page> {
     let table = built();
     let mut pages = Vec::new();
     add(&mut pages, &table, &table, 0);
+    let mut drop_in = virtiofsd::table();
+    drop_in.build();
+    pages.extend(pages_of(&drop_in, 0, None));
     let title = "The configuration file".into();
     pages.push(Page { file: "configuration.md".into(), title, depth: 0, text: configuration(&table) });
     for page in &mut pages {
