@@ -6,12 +6,13 @@ CARGO ?= cargo
 PUBLISHED := vfs wire engine state serve vhost control fuse virtiofs fs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build install uninstall demo test test-all xfstests bench lint audit fuzz reference
+.PHONY: help setup build install uninstall demo test test-all conformance xfstests bench lint audit fuzz reference
 
 help:
 	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
 	@echo 'make test      the tests; says at its end which were skipped (with CI=true they fail)'
 	@echo 'make test-all  the tests with the long ones (pjdfstest, fsx, fault injection; may take an hour)'
+	@echo 'make conformance  rewrites docs/conformance.md from what the last make test-all printed'
 	@echo 'make xfstests XFSTESTS=CHECKOUT  the group generic/quick of xfstests, as root (XFSTESTS_COLUMNS: which sources, and how)'
 	@echo 'make bench     the benchmarks, against the other servers'
 	@echo 'make install   the program, its man pages, completions and descriptors for libvirt (PREFIX, DESTDIR)'
@@ -43,7 +44,11 @@ test:
 
 test-all:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
-	@CARGO='$(CARGO)' scripts/test --profile test-all -- --include-ignored
+	@mkdir -p target
+	@CARGO='$(CARGO)' FERRY_TEST_LOG=target/test-all.log scripts/test --profile test-all -- --include-ignored
+
+conformance:
+	@scripts/conformance target/test-all.log
 
 xfstests:
 	@scripts/setup xfstests
