@@ -20,6 +20,18 @@ fn rows(page: &str) -> Vec<(Vec<&str>, Vec<&str>)> {
     with_code.filter(|(code, _)| !code.is_empty()).collect()
 }
 
+/// The source of a module of tests, wherever it lies below the folder.
+fn module(folder: &Path, name: &str) -> Option<String> {
+    let entries =
+        fs::read_dir(folder).expect("tests can be listed").map(|entry| entry.expect("tests can be listed").path());
+    let (folders, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());
+    let own = files.iter().find(|path| path.file_name().is_some_and(|file| file == format!("{name}.rs").as_str()));
+    match own {
+        Some(path) => fs::read_to_string(path).ok(),
+        None => folders.iter().find_map(|folder| module(folder, name)),
+    }
+}
+
 #[test]
 fn every_row_names_tests_that_exist() {
     let page = page();
@@ -32,8 +44,8 @@ fn every_row_names_tests_that_exist() {
             assert!(columns.contains(code[0]), "scripts/xfstests has no column {}", code[0]);
             continue;
         }
-        let source = fs::read_to_string(root().join(code[0])).unwrap_or_default();
-        assert!(source.contains("#[test]") || source.contains("on_cells!"), "{} has no tests", code[0]);
+        let source = module(&root().join("tests/tests"), code[0]).unwrap_or_default();
+        assert!(source.contains("#[test]"), "{} is no module with tests", code[0]);
         for name in &code[1..] {
             assert!(source.contains(&format!("fn {name}(")), "{} has no {name}", code[0]);
         }
@@ -47,10 +59,10 @@ fn results_are_put_into_the_rows_that_they_are_of() {
         (folder.path().join("page.md"), folder.path().join("test-all.log"), folder.path().join("table"));
     let head = "| suite | what runs | date | commit | passed | failed | skipped | why |";
     let rule = "| --- | --- | --- | --- | --- | --- | --- | --- |";
-    let untouched = "| `tests/tests/qemu.rs` | QEMU | 2026-01-02 | abc | 1 | 0 | 0 | |";
+    let untouched = "| `qemu` | QEMU | 2026-01-02 | abc | 1 | 0 | 0 | |";
     let rows = [
-        "| `tests/tests/fsx.rs` | fsx | 2026-01-02 | abc | 7 | 0 | 0 | |",
-        "| `tests/tests/mounts_suites.rs` `posix` `git` | two of them | | | | | | |",
+        "| `fsx` | fsx | 2026-01-02 | abc | 7 | 0 | 0 | |",
+        "| `mounts_suites` `posix` `git` | two of them | | | | | | |",
         "| xfstests `dir-uring` | a directory | | | | | | |",
         untouched,
     ];
@@ -61,9 +73,10 @@ fn results_are_put_into_the_rows_that_they_are_of() {
         "     Running tests/fsx.rs (target/debug/deps/fsx-0123456789abcdef)\n\nrunning 3 tests\n\
          test fsx_direct ... ok\nskipped: fsx::fsx_cached: there is no /dev/fuse\ntest fsx_cached ... ok\n\
          test fsx_long ... FAILED\n\
-         \x20    Running tests/mounts_suites.rs (target/debug/deps/mounts_suites-0123456789abcdef)\n\
-         test posix::dir_uring ... ok\ntest posix_of::another ... ok\ntest git::mem ... ignored, long\n\
-         test build::dir ... FAILED\nskipped: 1\n",
+         \x20    Running tests/it/main.rs (target/debug/deps/it-0123456789abcdef)\n\
+         test mounts_suites::posix::dir_uring ... ok\ntest mounts_suites::posix_of::another ... ok\n\
+         test mounts_suites::git::mem ... ignored, long\ntest mounts_suites::build::dir ... FAILED\n\
+         test qemu::of_another_crate ... ok\nskipped: 1\n",
     );
     write(
         &table,
@@ -78,9 +91,9 @@ fn results_are_put_into_the_rows_that_they_are_of() {
         .expect("scripts/conformance runs");
     assert!(status.success(), "{status}");
     let expected = [
-        "| `tests/tests/fsx.rs` | fsx | 2026-11-27 | 0123abc | 1 | 1 | 1 | \
+        "| `fsx` | fsx | 2026-11-27 | 0123abc | 1 | 1 | 1 | \
          fsx_cached: there is no /dev/fuse; failed: fsx_long |",
-        "| `tests/tests/mounts_suites.rs` `posix` `git` | two of them | 2026-11-27 | 0123abc | 1 | 0 | 1 | |",
+        "| `mounts_suites` `posix` `git` | two of them | 2026-11-27 | 0123abc | 1 | 0 | 1 | |",
         "| xfstests `dir-uring` | a directory | 2026-11-27 | 0123abc | 172 | 1 | 449 | failed: generic/120 |",
         untouched,
     ];
