@@ -145,8 +145,9 @@ impl NewObjects {
         let mut has_verity = true;
         for (_, path) in &self.added {
             let path: &Path = path;
-            fs::set_permissions(path, fs::Permissions::from_mode(0o644)).doing("change", path)?;
-            let file = File::open(path).doing("open", path)?;
+            // What stands there by now may be anything.
+            let file = File::from(openat(CWD, path, FOUND_FLAGS, Mode::empty()).doing("open", path)?);
+            file.set_permissions(fs::Permissions::from_mode(0o644)).doing("change", path)?;
             if few {
                 file.sync_data().doing("sync", path)?;
             }
@@ -386,5 +387,20 @@ mod tests {
             assert!(matches!(outcome, Err(Error::Changed(_))), "{name}");
         }
         objects.add_file(Algorithm::Verity.of(b"bytes"), 5, &at("file")).expect("it is the same");
+    }
+
+    /// Whoever may write to the folder must not have the mode of another file changed.
+    #[test]
+    fn what_replaces_an_object_before_it_is_named_keeps_its_mode() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("secret"), "bytes").expect("files can be made");
+        fs::set_permissions(at("secret"), fs::Permissions::from_mode(0o600)).expect("modes can be changed");
+        let mut objects = NewObjects::within(&at("objects")).expect("folders can be made");
+        objects.add(Algorithm::Verity.of(b"bytes"), b"bytes").expect("it can be written");
+        let new = objects.added[0].1.to_path_buf();
+        fs::remove_file(&new).and_then(|()| std::os::unix::fs::symlink(at("secret"), &new)).expect("links can be made");
+        objects.publish(|_, _| {}).expect_err("it is another file");
+        assert_eq!(fs::metadata(at("secret")).expect("it is there").permissions().mode() & 0o777, 0o600);
     }
 }
