@@ -3,6 +3,7 @@
 //! All who have a file open share one fid for reading and one for writing: what is read ahead and written behind is
 //! nobody's in particular, and after the connection was lost there is one thing to open again.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -50,7 +51,7 @@ pub(crate) struct Opened {
     pub(crate) inode: Arc<Inode>,
     access: Access,
     /// Who locked something by it.
-    pub(crate) owners: Mutex<Vec<LockOwner>>,
+    pub(crate) owners: Mutex<HashSet<LockOwner>>,
     /// Which errors of write-behind it was told of.
     pub(crate) errors: Option<ErrorCursor>,
 }

@@ -1,9 +1,10 @@
 //! POSIX locks: they are the server's, which does the waiting, too. What is noted here is what has to be asked for again
 //! when the connection was lost, for the server has then given it to others.
 
-use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::BuildHasher;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -20,54 +21,104 @@ use crate::session::Session;
 /// A server that does not let requests wait is asked again so often; Linux's client asks every 30 s.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
+/// Ranges that one owner may lock in one file, as many as with other sources ([`ferry_vfs::Locks`]).
+const OWNER_RANGES_MAX: usize = 65_536;
+/// Ranges that all owners may have in all files of a server: 100 MB of them.
+const RANGES_MAX: usize = 1 << 20;
+/// Owners that may lock by one handle: processes that have it in common.
+const HANDLE_OWNERS_MAX: usize = 65_536;
+/// Requests that may wait: a client's kernel has a thread waiting for each.
+const WAITS_MAX: usize = 16_384;
+
 /// The locks that this client's owners have on one file.
 #[derive(Debug, Default)]
-pub(crate) struct OwnLocks(HashMap<LockOwner, Owned>);
+pub(crate) struct OwnLocks {
+    owners: HashMap<LockOwner, Owned>,
+    /// Their ranges, which count among all.
+    ranges: usize,
+    all: Arc<AtomicUsize>,
+}
 
-/// Ranges that do not overlap.
+/// Ranges that neither overlap nor could be one: first byte, and kind and last byte.
+type Ranges = BTreeMap<u64, (LockKind, u64)>;
+
 #[derive(Debug)]
 struct Owned {
     /// The process as the server was told it; an owner keeps it, for to the server it is part of who he is.
     pid: u32,
-    ranges: Vec<(LockKind, u64, u64)>,
+    ranges: Ranges,
 }
 
 impl OwnLocks {
     fn pid(&self, lock: &Lock) -> u32 {
-        self.0.get(&lock.owner).map_or(lock.pid, |owned| owned.pid)
+        self.owners.get(&lock.owner).map_or(lock.pid, |owned| owned.pid)
     }
 
-    fn set(&mut self, new: &Lock) {
-        let owned = self.0.entry(new.owner).or_insert(Owned { pid: new.pid, ranges: Vec::new() });
-        let mut next = Vec::with_capacity(owned.ranges.len() + 2);
-        for &(kind, start, end) in &owned.ranges {
-            if start < new.start {
-                next.push((kind, start, end.min(new.start - 1)));
-            }
-            if end > new.end {
-                next.push((kind, start.max(new.end + 1), end));
-            }
+    /// Whether an owner may lock one more range, where there are so many in all.
+    fn has_room(&self, owner: LockOwner, all: &AtomicUsize) -> bool {
+        let own = self.owners.get(&owner).map_or(0, |owned| owned.ranges.len());
+        own < OWNER_RANGES_MAX && all.load(Ordering::Relaxed) < RANGES_MAX
+    }
+
+    /// Notes what the server has granted; ranges count in `all`.
+    fn set(&mut self, new: &Lock, all: &Arc<AtomicUsize>) {
+        if self.owners.is_empty() {
+            self.all = Arc::clone(all);
         }
-        if new.kind != LockKind::Unlock {
-            next.push((new.kind, new.start, new.end));
+        let owned = self.owners.entry(new.owner).or_insert(Owned { pid: new.pid, ranges: Ranges::new() });
+        let before = owned.ranges.len();
+        set(&mut owned.ranges, new);
+        let after = owned.ranges.len();
+        if after == 0 {
+            self.owners.remove(&new.owner);
         }
-        owned.ranges = next;
-        if owned.ranges.is_empty() {
-            self.0.remove(&new.owner);
-        }
+        self.ranges = self.ranges + after - before;
+        self.all.fetch_add(after, Ordering::Relaxed);
+        self.all.fetch_sub(before, Ordering::Relaxed);
     }
 
     fn has(&self, owner: LockOwner) -> bool {
-        self.0.contains_key(&owner)
+        self.owners.contains_key(&owner)
     }
 
     fn all(&self) -> Vec<Lock> {
         let of = |(owner, owned): (&LockOwner, &Owned)| {
             let (owner, pid) = (*owner, owned.pid);
-            let lock = move |&(kind, start, end): &_| Lock { kind, owner, start, end, pid, flock: false };
+            let lock = move |(&start, &(kind, end)): (&_, &_)| Lock { kind, owner, start, end, pid, flock: false };
             owned.ranges.iter().map(lock).collect::<Vec<_>>()
         };
-        self.0.iter().flat_map(of).collect()
+        self.owners.iter().flat_map(of).collect()
+    }
+}
+
+impl Drop for OwnLocks {
+    fn drop(&mut self) {
+        self.all.fetch_sub(self.ranges, Ordering::Relaxed);
+    }
+}
+
+/// Puts a range in the place of what it overlaps, and together with its neighbours of its kind.
+fn set(ranges: &mut Ranges, new: &Lock) {
+    let (mut start, mut end) = (new.start, new.end);
+    let reach = start.saturating_sub(1)..=end.saturating_add(1);
+    let before = ranges.range(..*reach.start()).next_back().filter(|(_, (_, last))| last >= reach.start());
+    let first = before.map_or(*reach.start(), |(first, _)| *first);
+    let near: Vec<_> = ranges.range(first..=*reach.end()).map(|(start, (kind, end))| (*start, *kind, *end)).collect();
+    for (near_start, kind, near_end) in near {
+        ranges.remove(&near_start);
+        if kind == new.kind {
+            (start, end) = (start.min(near_start), end.max(near_end));
+            continue;
+        }
+        if near_start < new.start {
+            ranges.insert(near_start, (kind, near_end.min(new.start - 1)));
+        }
+        if near_end > new.end {
+            ranges.insert(near_start.max(new.end + 1), (kind, near_end));
+        }
+    }
+    if new.kind != LockKind::Unlock {
+        ranges.insert(start, (new.kind, end));
     }
 }
 
@@ -109,6 +160,8 @@ impl WaitState {
 #[derive(Debug, Default)]
 pub(crate) struct Parked {
     waits: Mutex<Vec<Arc<Wait>>>,
+    /// Ranges that owners have in all files.
+    ranges: Arc<AtomicUsize>,
     /// Makes the names of owners those of this client alone.
     names: RandomState,
 }
@@ -180,12 +233,23 @@ impl Shared {
             session.ask(&request, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })?;
         match status {
             LockStatus::Success => {
-                lock(&inode.locks).set(wanted);
+                lock(&inode.locks).set(wanted, &self.parked.ranges);
                 Ok(())
             }
             LockStatus::Blocked | LockStatus::Grace => Err(Fail::Errno(Errno::AGAIN)),
             LockStatus::Error => Err(Fail::Errno(Errno::NOLCK)),
         }
+    }
+
+    /// Notes that an owner locks by a handle, unless it has as many locks as it may have, or they all have.
+    fn may_lock(&self, opened: &Opened, wanted: &Lock) -> bool {
+        let mut owners = lock(&opened.owners);
+        let has_room = owners.len() < HANDLE_OWNERS_MAX || owners.contains(&wanted.owner);
+        let may = has_room && lock(&opened.inode.locks).has_room(wanted.owner, &self.parked.ranges);
+        if may {
+            owners.insert(wanted.owner);
+        }
+        may
     }
 
     pub(crate) fn set_lock(
@@ -204,11 +268,9 @@ impl Shared {
                 return Err(refused.err().unwrap_or(Errno::NOSYS));
             }
         };
-        {
-            let mut owners = lock(&opened.owners);
-            if wanted.kind != LockKind::Unlock && !owners.contains(&wanted.owner) {
-                owners.push(wanted.owner);
-            }
+        if wanted.kind != LockKind::Unlock && !self.may_lock(&opened, wanted) {
+            dismiss(wait);
+            return Err(Errno::NOLCK);
         }
         if wanted.kind == LockKind::Unlock {
             opened.inode.let_go();
@@ -218,6 +280,10 @@ impl Shared {
             self.forget_clean(&opened.inode);
         }
         match (outcome, wait) {
+            (Err(Errno::AGAIN), Some(waiter)) if lock(&self.parked.waits).len() >= WAITS_MAX => {
+                waiter.dismiss();
+                Err(Errno::NOLCK)
+            }
             (Err(Errno::AGAIN), Some(waiter)) => {
                 let state = Mutex::new(WaitState { waiter: Some(waiter), stage: Stage::Again(Instant::now()) });
                 let wait = Arc::new(Wait { opened, handle, lock: *wanted, state });
@@ -304,7 +370,7 @@ impl Shared {
             state.waiter.take()
         };
         if outcome.is_ok() {
-            lock(&wait.opened.inode.locks).set(&wait.lock);
+            lock(&wait.opened.inode.locks).set(&wait.lock, &self.parked.ranges);
             self.forget_clean(&wait.opened.inode);
         }
         match waiter {
@@ -404,5 +470,59 @@ impl Shared {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn lock(kind: LockKind, id: u64, start: u64, end: u64) -> Lock {
+        Lock { kind, owner: LockOwner { session: SessionId::default(), id }, start, end, pid: 1, flock: false }
+    }
+
+    fn kind() -> impl Strategy<Value = LockKind> {
+        prop_oneof![Just(LockKind::Read), Just(LockKind::Write), Just(LockKind::Unlock)]
+    }
+
+    proptest! {
+        /// Against what each byte is locked as.
+        #[test]
+        fn has_what_was_set_last_in_as_few_ranges_as_can_be(
+            steps in prop::collection::vec((kind(), 0..20_u64, 0..8_u64), 1..40),
+        ) {
+            let (mut locks, all, mut bytes) = (OwnLocks::default(), Arc::default(), [LockKind::Unlock; 32]);
+            for (kind, start, more) in steps {
+                locks.set(&lock(kind, 1, start, start + more), &all);
+                bytes[start as usize..=(start + more) as usize].fill(kind);
+                let mut found = [LockKind::Unlock; 32];
+                for lock in locks.all() {
+                    found[lock.start as usize..=lock.end as usize].fill(lock.kind);
+                }
+                prop_assert_eq!(found, bytes);
+                let runs = bytes.chunk_by(|one, next| one == next).filter(|run| run[0] != LockKind::Unlock).count();
+                prop_assert_eq!((locks.all().len(), all.load(Ordering::Relaxed)), (runs, runs));
+            }
+            drop(locks);
+            prop_assert_eq!(all.load(Ordering::Relaxed), 0);
+        }
+    }
+
+    #[test]
+    fn locks_are_bounded_for_each_owner_and_in_all() {
+        let (mut locks, all) = (OwnLocks::default(), Arc::new(AtomicUsize::new(0)));
+        let owner = |id| lock(LockKind::Read, id, 0, 0).owner;
+        for number in 0..OWNER_RANGES_MAX as u64 {
+            assert!(locks.has_room(owner(1), &all));
+            locks.set(&lock(LockKind::Read, 1, 2 * number, 2 * number), &all);
+        }
+        assert!(!locks.has_room(owner(1), &all) && locks.has_room(owner(2), &all));
+        locks.set(&lock(LockKind::Unlock, 1, 0, 0), &all);
+        assert!(locks.has_room(owner(1), &all));
+        // Those of other files.
+        all.fetch_add(RANGES_MAX, Ordering::Relaxed);
+        assert!(!locks.has_room(owner(2), &all));
     }
 }

@@ -182,3 +182,27 @@ fn what_was_written_under_a_lock_is_not_written_again_after_it() {
     let three = opened(&served);
     assert_eq!(read(&three.client, three.ino, three.handle, 0, 99).unwrap(), b"by the two");
 }
+
+/// A server that grants all there is must not have this client take memory without end.
+#[test]
+fn an_owner_has_a_bounded_number_of_locks_and_others_have_theirs() {
+    const RANGES_MAX: u64 = 65_536;
+    let fake = Fake::new(move |tag, request| match request {
+        Request::Lock { .. } => Some(reply(tag, &Reply::Lock(LockStatus::Success))),
+        _ => None,
+    });
+    let client = fake.connect(Options::default()).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("f")).unwrap().ino;
+    let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+    let set = |kind, owner, number: u64| {
+        let lock = Lock { start: 2 * number, end: 2 * number, ..lock(kind, owner) };
+        client.set_lock(&CX, ino, handle, &lock, None)
+    };
+    for number in 0..RANGES_MAX {
+        assert_eq!(set(LockKind::Read, 1, number), Ok(Locked::Done), "{number}");
+    }
+    assert_eq!(set(LockKind::Read, 1, RANGES_MAX).unwrap_err(), Errno::NOLCK);
+    assert_eq!(set(LockKind::Read, 2, RANGES_MAX), Ok(Locked::Done));
+    assert_eq!(set(LockKind::Unlock, 1, 0), Ok(Locked::Done));
+    assert_eq!(set(LockKind::Read, 1, RANGES_MAX), Ok(Locked::Done));
+}
