@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
-use ferry_vfs::{Errno, Ino};
+use ferry_vfs::{Errno, Ino, OFlags, SetAttr};
 
 /// The most inodes that a [`Filter`] names.
 pub const INODES_MAX: usize = 16;
@@ -189,6 +189,67 @@ impl Watched {
     }
 }
 
+/// The permission bits of a mode.
+const PERMISSIONS: u32 = 0o7777;
+
+/// Bytes that are text, mostly: the target of a link, the name of an attribute.
+pub struct Text<'a>(pub &'a [u8]);
+
+impl fmt::Debug for Text<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", String::from_utf8_lossy(self.0))
+    }
+}
+
+/// The permissions of a new file.
+#[derive(Clone, Copy, Debug)]
+pub struct Mode(pub u32);
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, " mode {:04o}", self.0 & PERMISSIONS)
+    }
+}
+
+/// How a file is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct Access(pub OFlags);
+
+impl fmt::Display for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 & OFlags::ACCMODE {
+            OFlags::RDONLY => " for reading",
+            OFlags::WRONLY => " for writing",
+            _ => " for reading and writing",
+        })?;
+        (self.0 - OFlags::ACCMODE).iter_names().try_for_each(|(name, _)| write!(f, ", O_{name}"))
+    }
+}
+
+/// What is made durable, in the words of the log.
+#[must_use]
+pub fn of_data(only: bool) -> &'static str {
+    if only { " of data alone" } else { "" }
+}
+
+/// Writes which attributes a request sets.
+///
+/// # Errors
+/// Those of the formatter.
+pub fn setattr(f: &mut fmt::Formatter<'_>, set: &SetAttr) -> fmt::Result {
+    write!(f, "Setattr")?;
+    if let Some(mode) = set.mode {
+        write!(f, "{}", Mode(mode))?;
+    }
+    for (name, value) in [("uid", set.uid.map(u64::from)), ("gid", set.gid.map(u64::from)), ("size", set.size)] {
+        if let Some(value) = value {
+            write!(f, " {name} {value}")?;
+        }
+    }
+    let times = [(set.atime.is_some(), "atime"), (set.mtime.is_some(), "mtime"), (set.ctime.is_some(), "ctime")];
+    times.iter().filter(|(is_set, _)| *is_set).try_for_each(|(_, name)| write!(f, " {name}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -208,6 +269,17 @@ mod tests {
             (filter(Some("a"), &[1]), "b", 1, false),
         ] {
             assert_eq!(filter.lets_through(share, Ino(ino)), through, "{filter:?} {share} {ino}");
+        }
+    }
+
+    #[test]
+    fn access_is_told_in_words() {
+        for (flags, text) in [
+            (OFlags::RDONLY, " for reading"),
+            (OFlags::WRONLY | OFlags::TRUNC, " for writing, O_TRUNC"),
+            (OFlags::RDWR | OFlags::APPEND, " for reading and writing, O_APPEND"),
+        ] {
+            assert_eq!(Access(flags).to_string(), text);
         }
     }
 

@@ -127,3 +127,34 @@ fn images_are_mounted_by_relative_paths() {
     assert!(place.mounts()[0].contains(&source), "{:?}", place.mounts());
     place.unmount(pid);
 }
+
+/// As those of FUSE are: names in quotes and escaped, no numbers of the client's, nothing that only Rust programmers can read.
+#[test]
+fn requests_of_9p_clients_are_logged_in_plain_words() {
+    needs_fuse!();
+    let place = Place::new();
+    let (dir, log) = ("dir\u{1b}]0;title\u{7}", place.at("log"));
+    fs::create_dir(place.source.join(dir)).unwrap();
+    fs::write(place.source.join(dir).join("file"), "text").unwrap();
+    let mut share = ferry();
+    share.current_dir(place.folder.path()).args(["share", "source", "--9p", "unix:s"]);
+    let mut server = Server::start(share.stderr(File::create(&log).unwrap()));
+    let pid = mounted(&place, &["--cache", "none"]);
+    let on = run(ferry().arg("log").arg(server.pid().as_raw_nonzero().to_string()).arg("requests"));
+    assert!(on.status.success(), "{}", String::from_utf8_lossy(&on.stderr));
+    assert_eq!(fs::read_to_string(place.mnt.join(dir).join("file")).unwrap(), "text");
+    fs::create_dir(place.mnt.join(dir).join("made")).unwrap();
+    let said = || fs::read_to_string(&log).unwrap();
+    until("the requests are logged", || said().contains("Mkdir"));
+    let said = said();
+    for words in [r#"Walk "dir\x1b]0;title\x07""#, "bytes from byte 0", "/file", r#"Mkdir "made" mode 0755"#] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    for words in ["Fid(", "fid", " { ", "Steps", "OFlags", "inode "] {
+        assert!(!said.contains(words), "{words}: {said}");
+    }
+    assert!(!said.chars().any(|c| c.is_control() && c != '\n'), "{said:?}");
+    place.unmount(pid);
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}

@@ -2,14 +2,12 @@
 
 use std::fmt;
 
-use ferry_vfs::{DirRange, IoRange, New, SetAttr};
+use ferry_engine::requests::{Access, Mode, Text, of_data, setattr};
+use ferry_vfs::{DirRange, IoRange};
 use ferry_wire::fuse::Operation;
 
 /// An operation whose `Debug` is for people: what it does, with names and numbers, and without what only programs can use.
 pub(crate) struct RequestText<'a>(pub(crate) &'a Operation<'a>);
-
-/// The permission bits of a mode.
-const PERMISSIONS: u32 = 0o7777;
 
 impl fmt::Debug for RequestText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -21,16 +19,18 @@ impl fmt::Debug for RequestText<'_> {
             Operation::Statx { .. } => write!(f, "Statx"),
             Operation::Setattr { ref set, .. } => setattr(f, set),
             Operation::Symlink { name, target } => write!(f, "Symlink {name:?} to {:?}", Text(target)),
-            Operation::Mknod { name, ref new } => write!(f, "Mknod {name:?}{}", Mode(new)),
-            Operation::Mkdir { name, ref new } => write!(f, "Mkdir {name:?}{}", Mode(new)),
+            Operation::Mknod { name, ref new } => write!(f, "Mknod {name:?}{}", Mode(new.mode & !new.umask)),
+            Operation::Mkdir { name, ref new } => write!(f, "Mkdir {name:?}{}", Mode(new.mode & !new.umask)),
             Operation::Unlink { name } => write!(f, "Unlink {name:?}"),
             Operation::Rmdir { name } => write!(f, "Rmdir {name:?}"),
             Operation::Rename { name, new_name, .. } => write!(f, "Rename {name:?} to {new_name:?}"),
             Operation::Link { name, .. } => write!(f, "Link {name:?}"),
-            Operation::Open { flags, .. } => write!(f, "Open {flags:?}"),
+            Operation::Open { flags, .. } => write!(f, "Open{}", Access(flags)),
             Operation::Opendir { .. } => write!(f, "Opendir"),
-            Operation::Create { name, ref new, flags, .. } => write!(f, "Create {name:?}{} {flags:?}", Mode(new)),
-            Operation::Tmpfile { ref new, .. } => write!(f, "Tmpfile{}", Mode(new)),
+            Operation::Create { name, ref new, flags, .. } => {
+                write!(f, "Create {name:?}{}{}", Mode(new.mode & !new.umask), Access(flags))
+            }
+            Operation::Tmpfile { ref new, .. } => write!(f, "Tmpfile{}", Mode(new.mode & !new.umask)),
             Operation::Read(IoRange { offset, len, .. }) => write!(f, "Read {len} bytes from byte {offset}"),
             Operation::Write { range: IoRange { offset, len, .. }, .. } => {
                 write!(f, "Write {len} bytes from byte {offset}")
@@ -41,10 +41,10 @@ impl fmt::Debug for RequestText<'_> {
             Operation::Lseek { offset, seek, .. } => write!(f, "Lseek {offset} {seek:?}"),
             Operation::Flush { .. } => write!(f, "Flush"),
             Operation::Release(_) => write!(f, "Release"),
-            Operation::Fsync { data_only, .. } => write!(f, "Fsync{}", data(data_only)),
+            Operation::Fsync { data_only, .. } => write!(f, "Fsync{}", of_data(data_only)),
             Operation::Readdir { at: DirRange { offset, .. }, .. } => write!(f, "Readdir from {offset}"),
             Operation::Releasedir(_) => write!(f, "Releasedir"),
-            Operation::Fsyncdir { data_only, .. } => write!(f, "Fsyncdir{}", data(data_only)),
+            Operation::Fsyncdir { data_only, .. } => write!(f, "Fsyncdir{}", of_data(data_only)),
             Operation::Setxattr { name, value, .. } => {
                 write!(f, "Setxattr {:?} of {} bytes", Text(name), value.len())
             }
@@ -56,45 +56,9 @@ impl fmt::Debug for RequestText<'_> {
     }
 }
 
-/// Bytes that are text, mostly.
-struct Text<'a>(&'a [u8]);
-
-impl fmt::Debug for Text<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", String::from_utf8_lossy(self.0))
-    }
-}
-
-/// The permissions of what is made.
-struct Mode<'a>(&'a New);
-
-impl fmt::Display for Mode<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, " mode {:04o}", self.0.mode & PERMISSIONS & !self.0.umask)
-    }
-}
-
-fn data(only: bool) -> &'static str {
-    if only { " of data alone" } else { "" }
-}
-
-fn setattr(f: &mut fmt::Formatter<'_>, set: &SetAttr) -> fmt::Result {
-    write!(f, "Setattr")?;
-    if let Some(mode) = set.mode {
-        write!(f, " mode {:04o}", mode & PERMISSIONS)?;
-    }
-    for (name, value) in [("uid", set.uid.map(u64::from)), ("gid", set.gid.map(u64::from)), ("size", set.size)] {
-        if let Some(value) = value {
-            write!(f, " {name} {value}")?;
-        }
-    }
-    let times = [(set.atime.is_some(), "atime"), (set.mtime.is_some(), "mtime"), (set.ctime.is_some(), "ctime")];
-    times.iter().filter(|(is_set, _)| *is_set).try_for_each(|(_, name)| write!(f, " {name}"))
-}
-
 #[cfg(test)]
 mod tests {
-    use ferry_vfs::{Handle, Ino, Name, OFlags};
+    use ferry_vfs::{Handle, Ino, Name, New, OFlags, SetAttr};
 
     use super::*;
 

@@ -6,11 +6,13 @@ mod names;
 mod open;
 mod permission;
 mod rename;
+mod request_text;
 mod tree;
 mod watch;
 mod xattr;
 
 pub(crate) use self::data::Moving;
+use self::request_text::{RequestText, WriteText};
 
 use std::sync::Arc;
 
@@ -110,7 +112,9 @@ pub(crate) fn encode(buffer: &mut impl ReplyBuffer, tag: Tag, reply: &Reply<'_>)
 
 /// Serves a request. The data of a Twrite is asked of its carrier, see [`serve_write`].
 pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier) -> Result<Done> {
-    watch::watched(cx, (watch::subject(request), request), carrier, |carrier| serve_one(cx, request, carrier))
+    watch::watched(cx, (watch::subject(request), &RequestText(request)), carrier, |carrier| {
+        serve_one(cx, request, carrier)
+    })
 }
 
 fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier) -> Result<Done> {
@@ -153,7 +157,7 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier
 
 /// Serves a Twrite of which there is only the head; the data is with its carrier.
 pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl Carrier) -> Result<Done> {
-    watch::watched(cx, (Some(head.fid), head), carrier, |carrier| match cx.share.read_only {
+    watch::watched(cx, (Some(head.fid), &WriteText(head)), carrier, |carrier| match cx.share.read_only {
         true => Err(Errno::ROFS),
         false => cx.write(carrier, head.fid, head.offset, head.bytes as usize),
     })

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use ferry_engine::requests;
 use ferry_vfs::{
     Attr, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, Result, SetAttr, checks,
 };
@@ -101,6 +102,7 @@ impl Context<'_> {
             other => other?,
         };
         self.session.removals.told((dir.node.ino, name), Some(node.ino));
+        requests::found(&self.share.options.name, (dir.node.ino, name.as_bytes()), node.ino);
         let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
         open.found(size);

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use ferry_engine::requests;
 use ferry_vfs::{Attr, Errno, FileType, Ino, Name, Result, checks};
 use ferry_wire::ninep::{Fid, Qids, Reply, Step, Steps, User as Attacher};
 
@@ -52,6 +53,7 @@ impl Context<'_> {
         self.may(user, dir, SEARCH)?;
         let (node, attr) = self.session.node(self.share.source.lookup(&self.caller(user, None), dir.ino, name)?)?;
         self.session.removals.told((dir.ino, name), Some(node.ino));
+        requests::found(&self.share.options.name, (dir.ino, name.as_bytes()), node.ino);
         Ok((node, attr))
     }
 
