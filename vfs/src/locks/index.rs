@@ -4,6 +4,9 @@ use super::ranges::Range;
 use super::tree::{Item, Link, Tree};
 use crate::{LockKind, LockOwner};
 
+/// What tells a lock from others: its first byte and its owner.
+pub(super) type HeldKey = (u64, LockOwner);
+
 /// A range that somebody has locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Held {
@@ -47,7 +50,7 @@ pub(super) struct Reaches {
 }
 
 impl Item for Held {
-    type Key = (u64, LockOwner);
+    type Key = HeldKey;
     type Sum = Reaches;
 
     fn key(&self) -> Self::Key {
@@ -120,6 +123,21 @@ impl Index {
         None
     }
 
+    /// The last lock that is looked for.
+    pub(super) fn find_last(&self, query: &Query) -> Option<Held> {
+        self.last_below(query, self.0.root())
+    }
+
+    /// What begins at `start_max` or before is all before the first node that does not: so only on the way there a node may promise too much.
+    fn last_below(&self, query: &Query, at: Link) -> Option<Held> {
+        let node = self.0.node(at).filter(|node| query.reaches(&node.sum))?;
+        if node.item.start > query.start_max {
+            return self.last_below(query, node.left);
+        }
+        let own = || query.reaches(&node.item.sum()).then_some(node.item);
+        self.last_below(query, node.right).or_else(own).or_else(|| self.last_below(query, node.left))
+    }
+
     /// All locks that are looked for; `None` if there are more than `count_max`.
     pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<Held>> {
         let mut found = Vec::new();
@@ -179,6 +197,7 @@ mod tests {
                 let expected: Vec<Held> = all.iter().filter(matches).copied().collect();
                 let query = Query { start_max, end_min, kind, except };
                 prop_assert_eq!(index.find(&query), expected.first().copied());
+                prop_assert_eq!(index.find_last(&query), expected.last().copied());
                 prop_assert_eq!(index.find_all(&query, expected.len()), Some(expected.clone()));
                 if let Some(fewer) = expected.len().checked_sub(1) {
                     prop_assert_eq!(index.find_all(&query, fewer), None);

@@ -39,8 +39,6 @@ pub(super) struct InodeLocks<T: Lockable> {
     /// The handle with the write lock among them.
     flock_writer: Option<Handle>,
     waiters: Waiters<T>,
-    /// Ranges that were unlocked, for [`Self::settle`].
-    freed: Vec<(u64, u64)>,
     /// Owners that may have nothing any more, and wait for nothing: for [`Self::drop_idle`].
     lapsed: Vec<LockOwner>,
     /// Who unlocked something last. He stays, whatever is left to him, as long as he has the file open: databases lock and
@@ -58,7 +56,6 @@ impl<T: Lockable> InodeLocks<T> {
             flocks: HashMap::new(),
             flock_writer: None,
             waiters: Waiters::default(),
-            freed: Vec::new(),
             lapsed: Vec::new(),
             spared: None,
         }
@@ -171,10 +168,10 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     fn changed(&mut self, all: &Locks<T>, owner: LockOwner, change: Change) {
-        let Change { old, new, freed } = change;
+        let Change { old, new } = change;
         self.index.replace(owner, &old, &new);
         all.registry().ranges_changed(owner, old.len(), new.len());
-        self.freed.extend(freed);
+        old.iter().for_each(|range| self.waiters.freed((range.start, owner)));
     }
 
     /// As on Linux, one that asks for another kind loses what it had even if it must wait then.
@@ -217,8 +214,9 @@ impl<T: Lockable> InodeLocks<T> {
         if !lock.flock {
             registry.begin_wait(lock.owner, (self.ino, number));
         }
+        let held = if lock.flock { None } else { self.index.find_last(&Query::of(&lock)) };
         let is_foreign = !self.is_taken(parked.handle, &lock);
-        self.waiters.insert(number, parked, is_foreign);
+        self.waiters.insert(number, parked, held, is_foreign);
         Ok(())
     }
 
@@ -248,7 +246,7 @@ impl<T: Lockable> InodeLocks<T> {
         }
     }
 
-    /// Tries a request that waits. Returns whether it waits no more; it is in the trees of places until they are tidied.
+    /// Tries a request that waits. Returns whether it waits no more.
     fn attempt_parked(&mut self, all: &Locks<T>, number: u64, outcomes: &mut Outcomes) -> bool {
         let Some(parked) = self.waiters.get(number) else { return false };
         let (open, handle, lock) = (parked.open.clone(), parked.handle, parked.lock);
@@ -260,7 +258,7 @@ impl<T: Lockable> InodeLocks<T> {
             self.waiters.set_foreign(number);
             return false;
         }
-        let Some(parked) = self.waiters.take(number) else { return false };
+        let Some(parked) = self.waiters.remove(number) else { return false };
         let waiter = self.unparked(all, number, parked);
         match outcome {
             Some(outcome) => outcomes.push((waiter, outcome)),
@@ -275,6 +273,10 @@ impl<T: Lockable> InodeLocks<T> {
         let Lock { start, end, kind, flock, .. } = parked.lock;
         let same = (start, end, kind == LockKind::Write, flock);
         if parked.waiter.is_waiting() && self.is_taken(parked.handle, &parked.lock) {
+            let held = if flock { None } else { self.index.find_last(&Query::of(&parked.lock)) };
+            if let Some(held) = held {
+                self.waiters.note(number, &held);
+            }
             return;
         }
         if refused.contains(&same) {
@@ -288,12 +290,9 @@ impl<T: Lockable> InodeLocks<T> {
     pub(super) fn settle(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
         self.settle_flocks(all, outcomes);
         let (mut search, mut refused) = (Search::default(), Refused::default());
-        loop {
-            search.add(std::mem::take(&mut self.freed), &self.waiters);
-            let Some(number) = search.next(&self.waiters, &self.index) else { break };
+        while let Some(number) = search.next(&mut self.waiters, &self.index) {
             self.attempt_once(all, number, &mut refused, outcomes);
         }
-        self.waiters.tidy();
     }
 
     fn settle_flocks(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
@@ -317,7 +316,6 @@ impl<T: Lockable> InodeLocks<T> {
         for number in self.waiters.foreign() {
             self.attempt_once(all, number, &mut refused, outcomes);
         }
-        self.waiters.tidy();
         self.settle(all, outcomes);
     }
 

@@ -21,8 +21,6 @@ pub(super) struct Change {
     pub(super) old: Vec<Range>,
     /// Ranges in their place.
     pub(super) new: Vec<Range>,
-    /// First and last bytes of what others may lock now that could not before, perhaps; in order.
-    pub(super) freed: Vec<(u64, u64)>,
 }
 
 /// Ranges that do not overlap, by their first byte.
@@ -61,13 +59,6 @@ impl Ranges {
             }
             joins
         });
-        let inside = old.iter().filter(|range| range.start <= request.end && range.end >= request.start);
-        let weaker = inside.filter(|range| match request.kind {
-            LockKind::Unlock => true,
-            LockKind::Read => range.kind == LockKind::Write,
-            LockKind::Write => false,
-        });
-        let freed = weaker.map(|range| (range.start.max(request.start), range.end.min(request.end))).collect();
         // Neighbours that stay as they are.
         let is_known = |range: &Range| self.all.get(&range.start) == Some(range);
         let (kept, new): (Vec<Range>, Vec<Range>) = new.into_iter().partition(is_known);
@@ -82,14 +73,13 @@ impl Ranges {
                 self.writes.insert(range.start, range.end);
             }
         }
-        Change { old, new, freed }
+        Change { old, new }
     }
 
     /// Unlocks all.
     pub(super) fn take(&mut self) -> Change {
         let old: Vec<Range> = std::mem::take(self).all.into_values().collect();
-        let freed = old.iter().map(|range| (range.start, range.end)).collect();
-        Change { old, new: Vec::new(), freed }
+        Change { old, new: Vec::new() }
     }
 
     /// Whether another owner's request would have to wait for one of these.
@@ -123,10 +113,6 @@ mod tests {
 
     const BYTES: u8 = 24;
 
-    fn exclude(one: LockKind, other: LockKind) -> bool {
-        one != LockKind::Unlock && other != LockKind::Unlock && (one == LockKind::Write || other == LockKind::Write)
-    }
-
     fn kinds() -> impl Strategy<Value = LockKind> {
         prop_oneof![Just(LockKind::Read), Just(LockKind::Write), Just(LockKind::Unlock)]
     }
@@ -139,7 +125,7 @@ mod tests {
             let mut bytes = [LockKind::Unlock; 24];
             for (a, b, kind) in steps {
                 let (start, end) = (a.min(b), a.max(b));
-                let (was, before) = (bytes, ranges.clone());
+                let before = ranges.clone();
                 let change = ranges.set(Range { start: start.into(), end: end.into(), kind, pid: 1 });
                 bytes[usize::from(start)..=usize::from(end)].fill(kind);
                 for (at, expected) in bytes.iter().enumerate() {
@@ -148,10 +134,6 @@ mod tests {
                     prop_assert_eq!(found.map_or(LockKind::Unlock, |range| range.kind), *expected);
                     prop_assert_eq!(ranges.excludes(place, place, LockKind::Write), *expected != LockKind::Unlock);
                     prop_assert_eq!(ranges.excludes(place, place, LockKind::Read), *expected == LockKind::Write);
-                    let freed = change.freed.iter().any(|(first, last)| *first <= place && place <= *last);
-                    let allows = |kind| [LockKind::Read, LockKind::Write].map(|asked| !exclude(kind, asked));
-                    let more = allows(was[at]).iter().zip(allows(*expected)).any(|(was, is)| !was && is);
-                    prop_assert_eq!(freed, more, "{}", place);
                 }
                 let mut again: Vec<Range> = before.all.values().filter(|range| !change.old.contains(range)).copied().collect();
                 again.extend(&change.new);

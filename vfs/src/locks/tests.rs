@@ -481,3 +481,97 @@ fn what_this_table_refuses_one_is_tried_for_another_who_has_it() {
     f.release(handles[0]);
     f.assert_nothing_left();
 }
+
+/// Nodes that are looked at to unlock all that an owner has.
+fn steps_to_unlock(f: &Fixture, handle: Handle, id: u64) -> usize {
+    let all = Lock { start: 0, end: END, ..posix(LockKind::Unlock, id) };
+    tree::steps::of(|| assert_eq!(f.set(handle, &all), Ok(Locked::Done)))
+}
+
+/// Of thousands that wait below a lock, each for another one, too, none is looked at when that lock goes: whether it was there before them or not,
+/// and with others of its kind.
+#[test]
+fn an_unlock_below_which_many_wait_for_others_looks_at_few() {
+    const FEW: usize = 2_000;
+    let record = |kind, id: u64, owner| Lock { start: 10 * id, end: 10 * id + 9, ..posix(kind, owner) };
+    let over = |id| Lock { start: 0, end: END, ..posix(LockKind::Read, id) };
+    let mut spent = Vec::new();
+    for count in [1_000_u64, 10_000] {
+        let f = Fixture::default();
+        let handle = f.open(OFlags::RDWR, false);
+        let [all, other] = [10 * count, 10 * count + 1];
+        assert_eq!(f.set(handle, &over(all)), Ok(Locked::Done));
+        for id in 0..count {
+            assert_eq!(f.set(handle, &record(LockKind::Read, id, id)), Ok(Locked::Done));
+        }
+        let waiting: Vec<_> = (0..count).map(|id| f.wait(handle, &record(LockKind::Write, id, count + id))).collect();
+        let mut steps = vec![steps_to_unlock(&f, handle, all)];
+        for _ in 0..10 {
+            assert_eq!(f.set(handle, &over(all)), Ok(Locked::Done));
+            steps.push(steps_to_unlock(&f, handle, all));
+        }
+        // Now only locks of all are in the way, first one, then the other.
+        assert_eq!(f.set(handle, &over(all)), Ok(Locked::Done));
+        for id in 0..count {
+            assert_eq!(f.set(handle, &record(LockKind::Unlock, id, id)), Ok(Locked::Done));
+        }
+        for (next, last) in [(other, all), (all, other), (other, all)] {
+            assert_eq!(f.set(handle, &over(next)), Ok(Locked::Done));
+            steps.push(steps_to_unlock(&f, handle, last));
+        }
+        assert!(waiting.iter().all(|waiting| waiting.try_recv().is_err()), "one goes on too early");
+        assert!(steps.iter().all(|steps| *steps < FEW), "{count}: {steps:?}");
+        spent.push(steps.into_iter().max().unwrap_or(0));
+        steps_to_unlock(&f, handle, other);
+        assert!(waiting.iter().all(|waiting| waiting.try_recv() == Ok(Ok(()))), "one does not go on");
+        f.release(handle);
+        f.assert_nothing_left();
+    }
+    assert!(spent[1] < 3 * spent[0], "ten times as many: {spent:?}");
+}
+
+/// Locks that come after the requests, each in the way of one of them: the first unlock moves each to its own, and no later one does.
+#[test]
+fn requests_are_moved_to_other_locks_once() {
+    const COUNT: u64 = 4_000;
+    let f = Fixture::default();
+    let handle = f.open(OFlags::RDWR, false);
+    let record = |kind, id: u64, owner| Lock { start: 10 * id, end: 10 * id + 9, ..posix(kind, owner) };
+    let over = Lock { start: 0, end: END, ..posix(LockKind::Read, u64::MAX) };
+    assert_eq!(f.set(handle, &over), Ok(Locked::Done));
+    let waiting: Vec<_> = (0..COUNT).map(|id| f.wait(handle, &record(LockKind::Write, id, COUNT + id))).collect();
+    for id in 0..COUNT {
+        assert_eq!(f.set(handle, &record(LockKind::Read, id, id)), Ok(Locked::Done));
+    }
+    let first = steps_to_unlock(&f, handle, u64::MAX);
+    assert_eq!(f.set(handle, &over), Ok(Locked::Done));
+    let second = steps_to_unlock(&f, handle, u64::MAX);
+    assert!(first > COUNT as usize && second < 200, "{first} {second}");
+    for id in 0..COUNT {
+        assert_eq!(f.set(handle, &record(LockKind::Unlock, id, id)), Ok(Locked::Done));
+    }
+    assert!(waiting.iter().all(|waiting| waiting.try_recv() == Ok(Ok(()))));
+    f.release(handle);
+    f.assert_nothing_left();
+}
+
+/// An owner's own lock is not in the way of its requests, also where it is in the way of all others about them.
+#[test]
+fn an_owner_below_its_own_lock_goes_on_when_the_other_one_goes() {
+    let f = Fixture::default();
+    let handle = f.open(OFlags::RDWR, false);
+    let over = |kind, id| Lock { start: 0, end: END, ..posix(kind, id) };
+    assert_eq!(f.set(handle, &over(LockKind::Read, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &over(LockKind::Read, 2)), Ok(Locked::Done));
+    let others: Vec<_> = (10..30).map(|id| f.wait(handle, &posix(LockKind::Write, id))).collect();
+    let own: Vec<_> = (0..3).map(|_| f.wait(handle, &posix(LockKind::Write, 1))).collect();
+    let more: Vec<_> = (30..50).map(|id| f.wait(handle, &posix(LockKind::Write, id))).collect();
+    assert_eq!(f.set(handle, &over(LockKind::Unlock, 2)), Ok(Locked::Done));
+    assert!(own.iter().all(|own| own.try_recv() == Ok(Ok(()))));
+    assert!(others.iter().chain(&more).all(|other| other.try_recv().is_err()));
+    assert_eq!(f.set(handle, &over(LockKind::Unlock, 1)), Ok(Locked::Done));
+    assert_eq!(others[0].try_recv(), Ok(Ok(())));
+    assert!(others[1..].iter().chain(&more).all(|other| other.try_recv().is_err()));
+    f.release(handle);
+    f.assert_nothing_left();
+}

@@ -1,5 +1,6 @@
-//! A balanced search tree in which each subtree has a summary of its items: a treap, its nodes in one vector.
+//! Balanced search trees in which each subtree has a summary of its items: treaps, their nodes in one vector.
 
+use std::cmp::Ordering;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
@@ -19,12 +20,14 @@ pub(super) trait Item: Copy + std::fmt::Debug {
     fn join(one: &Self::Sum, other: &Self::Sum) -> Self::Sum;
 }
 
-/// No node.
-const NIL: u32 = u32::MAX;
-
 /// A node, or none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Link(u32);
+
+impl Link {
+    /// No node: an empty tree.
+    pub(super) const NONE: Self = Self(u32::MAX);
+}
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Node<I: Item> {
@@ -34,97 +37,154 @@ pub(super) struct Node<I: Item> {
     /// What comes before the item, and behind it.
     pub(super) left: Link,
     pub(super) right: Link,
+    /// None: it is the root of a tree.
+    up: Link,
     /// No node has a greater one than the node above it.
     priority: u32,
 }
 
+/// Trees, each known by its root. Nodes stay where they are for as long as they are there.
 #[derive(Debug)]
-pub(super) struct Tree<I: Item> {
+pub(super) struct Forest<I: Item> {
     nodes: Vec<Node<I>>,
     free: Vec<Link>,
-    root: Link,
-    /// Where priorities come from. Clients cannot know it, so they cannot unbalance the tree.
+    /// Where priorities come from. Clients cannot know it, so they cannot unbalance the trees.
     random: u64,
 }
 
-impl<I: Item> Default for Tree<I> {
+impl<I: Item> Default for Forest<I> {
     fn default() -> Self {
         // Xorshift never leaves 0.
         let random = RandomState::new().hash_one(0) | 1;
-        Self { nodes: Vec::new(), free: Vec::new(), root: Link(NIL), random }
+        Self { nodes: Vec::new(), free: Vec::new(), random }
     }
 }
 
-impl<I: Item> Tree<I> {
-    pub(super) fn root(&self) -> Link {
-        self.root
-    }
-
+impl<I: Item> Forest<I> {
     pub(super) fn node(&self, link: Link) -> Option<&Node<I>> {
-        // There are never as many nodes as `NIL`.
+        #[cfg(test)]
+        steps::count();
+        // There are never as many nodes as the number of none.
         self.nodes.get(link.0 as usize)
     }
 
-    pub(super) fn insert(&mut self, item: I) {
+    /// Makes a tree of one item.
+    pub(super) fn plant(&mut self, item: I) -> Link {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
         let priority = u32::try_from(self.random >> 32).unwrap_or_default();
-        let node = Node { item, sum: item.sum(), left: Link(NIL), right: Link(NIL), priority };
-        let new = match self.free.pop() {
-            Some(link) => {
-                self.nodes[link.0 as usize] = node;
-                link
-            }
-            None => {
-                self.nodes.push(node);
-                Link(u32::try_from(self.nodes.len() - 1).expect("locks are bounded far below 2^32"))
-            }
-        };
-        self.root = self.insert_below(self.root, new);
+        let none = Link::NONE;
+        let node = Node { item, sum: item.sum(), left: none, right: none, up: none, priority };
+        if let Some(link) = self.free.pop() {
+            *self.at(link) = node;
+            return link;
+        }
+        self.nodes.push(node);
+        Link(u32::try_from(self.nodes.len() - 1).expect("locks are bounded far below 2^32"))
     }
 
-    /// Removes the item of a key; returns whether there was one.
-    pub(super) fn remove(&mut self, key: I::Key) -> bool {
-        let (root, removed) = self.remove_below(self.root, key);
-        self.root = root;
-        self.free.extend(removed);
-        if self.root.0 == NIL {
-            (self.nodes, self.free) = (Vec::new(), Vec::new());
+    /// One tree of two that have no key in common; returns its root.
+    pub(super) fn unite(&mut self, one: Link, other: Link) -> Link {
+        let root = self.unite_below(one, other);
+        self.set_root(root)
+    }
+
+    /// Removes the item of a key from a tree; returns the tree's root, and whether there was one.
+    pub(super) fn remove_key(&mut self, root: Link, key: I::Key) -> (Link, bool) {
+        let mut at = root;
+        while let Some(node) = self.node(at) {
+            at = match key.cmp(&node.item.key()) {
+                Ordering::Equal => return (self.remove(at).1, true),
+                Ordering::Less => node.left,
+                Ordering::Greater => node.right,
+            };
         }
-        removed.is_some()
+        (root, false)
+    }
+
+    /// Removes a node; returns the root that its tree had, and has.
+    pub(super) fn remove(&mut self, at: Link) -> (Link, Link) {
+        let Node { left, right, up, .. } = *self.at(at);
+        let below = self.merge(left, right);
+        self.set_root(below);
+        self.free.push(at);
+        if self.free.len() == self.nodes.len() {
+            (self.nodes, self.free) = (Vec::new(), Vec::new());
+            return (at, Link::NONE);
+        }
+        if up == Link::NONE {
+            return (at, below);
+        }
+        let above = self.at(up);
+        if above.left == at {
+            above.left = below;
+        } else {
+            above.right = below;
+        }
+        let mut root = up;
+        loop {
+            self.update(root);
+            match self.at(root).up {
+                Link::NONE => return (root, root),
+                next => root = next,
+            }
+        }
+    }
+
+    /// Takes what is below a root away from it; returns the roots of that.
+    pub(super) fn isolate(&mut self, root: Link) -> (Link, Link) {
+        let Node { left, right, .. } = *self.at(root);
+        (self.at(root).left, self.at(root).right) = (Link::NONE, Link::NONE);
+        self.update(root);
+        (self.set_root(left), self.set_root(right))
+    }
+
+    /// The root of a node's tree.
+    pub(super) fn root_of(&self, mut at: Link) -> Link {
+        while let Some(node) = self.node(at).filter(|node| node.up != Link::NONE) {
+            at = node.up;
+        }
+        at
     }
 
     fn at(&mut self, link: Link) -> &mut Node<I> {
+        #[cfg(test)]
+        steps::count();
         &mut self.nodes[link.0 as usize]
+    }
+
+    fn set_root(&mut self, root: Link) -> Link {
+        if root != Link::NONE {
+            self.at(root).up = Link::NONE;
+        }
+        root
     }
 
     fn update(&mut self, link: Link) {
         let Node { item, left, right, .. } = *self.at(link);
         let mut sum = item.sum();
         for below in [left, right] {
-            if let Some(node) = self.node(below) {
+            if below != Link::NONE {
+                let node = self.at(below);
+                node.up = link;
                 sum = I::join(&sum, &node.sum);
             }
         }
         self.at(link).sum = sum;
     }
 
-    fn insert_below(&mut self, at: Link, new: Link) -> Link {
-        let Node { item, priority, .. } = *self.at(new);
-        let Some(&Node { item: here, priority: above, left, right, .. }) = self.node(at) else { return new };
-        if priority > above {
-            (self.at(new).left, self.at(new).right) = self.split(at, item.key());
-            self.update(new);
-            return new;
-        }
-        if item.key() < here.key() {
-            self.at(at).left = self.insert_below(left, new);
-        } else {
-            self.at(at).right = self.insert_below(right, new);
-        }
-        self.update(at);
-        at
+    fn unite_below(&mut self, one: Link, other: Link) -> Link {
+        let (Some(first), Some(second)) = (self.node(one), self.node(other)) else {
+            return if one == Link::NONE { other } else { one };
+        };
+        let (top, rest) = if first.priority >= second.priority { (one, other) } else { (other, one) };
+        let Node { item, left, right, .. } = *self.at(top);
+        let (before, behind) = self.split(rest, item.key());
+        let (left, right) = (self.unite_below(left, before), self.unite_below(right, behind));
+        (self.at(top).left, self.at(top).right) = (left, right);
+        self.update(top);
+        top
     }
 
     /// Two trees: of what comes before a key, and of what does not.
@@ -143,31 +203,10 @@ impl<I: Item> Tree<I> {
         parts
     }
 
-    fn remove_below(&mut self, at: Link, key: I::Key) -> (Link, Option<Link>) {
-        let Some(&Node { item, left, right, .. }) = self.node(at) else { return (at, None) };
-        let removed = match key.cmp(&item.key()) {
-            std::cmp::Ordering::Equal => return (self.merge(left, right), Some(at)),
-            std::cmp::Ordering::Less => {
-                let (below, removed) = self.remove_below(left, key);
-                self.at(at).left = below;
-                removed
-            }
-            std::cmp::Ordering::Greater => {
-                let (below, removed) = self.remove_below(right, key);
-                self.at(at).right = below;
-                removed
-            }
-        };
-        if removed.is_some() {
-            self.update(at);
-        }
-        (at, removed)
-    }
-
     /// One tree of two, all of whose keys in `left` come before all in `right`.
     fn merge(&mut self, left: Link, right: Link) -> Link {
         let (Some(one), Some(other)) = (self.node(left), self.node(right)) else {
-            return if self.node(left).is_some() { left } else { right };
+            return if left == Link::NONE { right } else { left };
         };
         let top = if one.priority > other.priority {
             let below = one.right;
@@ -180,6 +219,62 @@ impl<I: Item> Tree<I> {
         };
         self.update(top);
         top
+    }
+}
+
+/// One tree.
+#[derive(Debug)]
+pub(super) struct Tree<I: Item> {
+    forest: Forest<I>,
+    root: Link,
+}
+
+impl<I: Item> Default for Tree<I> {
+    fn default() -> Self {
+        Self { forest: Forest::default(), root: Link::NONE }
+    }
+}
+
+impl<I: Item> Tree<I> {
+    pub(super) fn root(&self) -> Link {
+        self.root
+    }
+
+    pub(super) fn node(&self, link: Link) -> Option<&Node<I>> {
+        self.forest.node(link)
+    }
+
+    pub(super) fn insert(&mut self, item: I) {
+        let new = self.forest.plant(item);
+        self.root = self.forest.unite(self.root, new);
+    }
+
+    /// Removes the item of a key; returns whether there was one.
+    pub(super) fn remove(&mut self, key: I::Key) -> bool {
+        let (root, removed) = self.forest.remove_key(self.root, key);
+        self.root = root;
+        removed
+    }
+}
+
+/// How many nodes are looked at.
+#[cfg(test)]
+pub(super) mod steps {
+    use std::cell::Cell;
+
+    thread_local! {
+        static STEPS: Cell<usize> = const { Cell::new(0) };
+    }
+
+    pub(super) fn count() {
+        STEPS.set(STEPS.get() + 1);
+    }
+
+    /// How many nodes this thread looks at meanwhile.
+    pub(in crate::locks) fn of(run: impl FnOnce()) -> usize {
+        let before = STEPS.get();
+        run();
+        STEPS.get() - before
     }
 }
 
@@ -217,7 +312,9 @@ mod tests {
         let right = walk(tree, node.right, items);
         assert_eq!(node.sum, (items.len() - begin, items[begin], items[items.len() - 1]));
         assert!(
-            [node.left, node.right].iter().all(|below| tree.node(*below).is_none_or(|b| b.priority <= node.priority))
+            [node.left, node.right]
+                .iter()
+                .all(|below| tree.node(*below).is_none_or(|b| b.priority <= node.priority && b.up == at))
         );
         1 + left.max(right)
     }
@@ -237,9 +334,45 @@ mod tests {
                 let mut items = Vec::new();
                 walk(&tree, tree.root(), &mut items);
                 prop_assert_eq!(&items, &set.iter().copied().collect::<Vec<_>>());
-                prop_assert!(!set.is_empty() || tree.nodes.capacity() == 0, "memory goes with the last item");
+                prop_assert!(!set.is_empty() || tree.forest.nodes.capacity() == 0, "memory goes with the last item");
             }
         }
+    }
+
+    /// Trees that are taken apart and put together again, in any order.
+    #[test]
+    fn trees_are_united_and_isolated() {
+        let mut forest = Forest::default();
+        let mut roots = [Link::NONE; 3];
+        let mut nodes = Vec::new();
+        for key in 0..300_u16 {
+            let new = forest.plant(key);
+            let tree = usize::from(key) % 3;
+            roots[tree] = forest.unite(roots[tree], new);
+            nodes.push(new);
+        }
+        assert!(nodes.iter().enumerate().all(|(key, node)| forest.root_of(*node) == roots[key % 3]));
+        let root = roots.into_iter().fold(Link::NONE, |root, other| forest.unite(root, other));
+        let tree = Tree { forest, root };
+        let mut items = Vec::new();
+        walk(&tree, root, &mut items);
+        assert_eq!(items, (0..300).collect::<Vec<_>>());
+        let Tree { mut forest, .. } = tree;
+        let top = forest.node(root).expect("a node").item;
+        let (left, right) = forest.isolate(root);
+        assert_eq!(forest.node(root).map(|node| node.sum), Some((1, top, top)));
+        assert!(nodes.iter().enumerate().all(|(key, node)| {
+            let expected = match (key as u16).cmp(&top) {
+                Ordering::Less => left,
+                Ordering::Equal => root,
+                Ordering::Greater => right,
+            };
+            forest.root_of(*node) == expected
+        }));
+        let root = forest.unite(right, left);
+        let other = nodes[(usize::from(top) + 1) % 300];
+        let (before, after) = forest.remove(other);
+        assert!(before == root && forest.node(after).is_some_and(|node| node.sum.0 == 298));
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! The requests that wait for locks of one file, and which of them can go on when locks go.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::sync::Arc;
 
-use super::index::{Index, Query};
-use super::tree::{Item, Link, Tree};
+use super::index::{Held, HeldKey, Index, Query};
+use super::tree::{Forest, Item, Link};
 use crate::{Handle, Lock, LockKind, LockOwner, Waiter};
 
 /// A request that waits.
@@ -18,9 +18,9 @@ pub(super) struct Parked<T> {
 }
 
 impl<T> Parked<T> {
-    /// Whether a lock of another owner is in the way of a POSIX lock.
-    pub(super) fn is_blocked(&self, index: &Index) -> bool {
-        index.find(&Query::of(&self.lock)).is_some()
+    /// The last lock of another owner that is in the way of a POSIX lock.
+    fn blocker(&self, index: &Index) -> Option<Held> {
+        index.find_last(&Query::of(&self.lock))
     }
 }
 
@@ -73,13 +73,38 @@ impl Item for Place {
     }
 }
 
+/// A request, and the node of its place; none for flock locks, and where no lock of the table is in its way.
+#[derive(Debug)]
+struct Entry<T> {
+    parked: Parked<T>,
+    place: Link,
+}
+
+/// The roots of the trees of requests to read and to write.
+#[derive(Clone, Copy, Debug)]
+struct Roots([Link; 2]);
+
+impl Roots {
+    const NONE: Self = Self([Link::NONE; 2]);
+
+    fn of(&mut self, is_write: bool) -> &mut Link {
+        &mut self.0[usize::from(is_write)]
+    }
+}
+
 /// The requests that wait, by their numbers, which count up.
+///
+/// Of the locks that are in the way of a request for a POSIX lock it is noted with the last one, and is looked at when that one goes. What
+/// is noted with one lock is a tree, which goes to another lock as a whole where that is in the way of all of it.
 #[derive(Debug)]
 pub(super) struct Waiters<T> {
-    all: BTreeMap<u64, Parked<T>>,
-    /// Those for POSIX locks, by place.
-    reads: Tree<Place>,
-    writes: Tree<Place>,
+    all: BTreeMap<u64, Entry<T>>,
+    /// Those for POSIX locks, by place, in a tree for each lock that they are noted with.
+    places: Forest<Place>,
+    /// The trees that are noted with a lock; with none: what is to be looked at.
+    noted: HashMap<Option<HeldKey>, Roots>,
+    /// The same by their roots.
+    noted_with: HashMap<Link, (Option<HeldKey>, bool)>,
     /// Those for flock locks.
     flock_reads: BTreeSet<u64>,
     flock_writes: BTreeSet<u64>,
@@ -89,8 +114,6 @@ pub(super) struct Waiters<T> {
     by_owner: HashMap<LockOwner, BTreeSet<u64>>,
     /// Those that somebody else was in the way of, whom this table does not know.
     foreign: BTreeSet<u64>,
-    /// Places in the trees of requests that wait no more.
-    stale: Vec<(LockKind, (u64, u64))>,
     /// Where [`Self::sweep`] goes on.
     swept: u64,
 }
@@ -99,15 +122,15 @@ impl<T> Default for Waiters<T> {
     fn default() -> Self {
         Self {
             all: BTreeMap::new(),
-            reads: Tree::default(),
-            writes: Tree::default(),
+            places: Forest::default(),
+            noted: HashMap::new(),
+            noted_with: HashMap::new(),
             flock_reads: BTreeSet::new(),
             flock_writes: BTreeSet::new(),
             flocks_by_handle: HashMap::new(),
             by_handle: HashMap::new(),
             by_owner: HashMap::new(),
             foreign: BTreeSet::new(),
-            stale: Vec::new(),
             swept: 0,
         }
     }
@@ -128,7 +151,7 @@ impl<T> Waiters<T> {
     }
 
     pub(super) fn get(&self, number: u64) -> Option<&Parked<T>> {
-        self.all.get(&number)
+        self.all.get(&number).map(|entry| &entry.parked)
     }
 
     /// How many requests of an owner wait; for flock locks, of a handle.
@@ -142,61 +165,103 @@ impl<T> Waiters<T> {
         self.by_owner.contains_key(&owner)
     }
 
-    fn tree(&mut self, kind: LockKind) -> &mut Tree<Place> {
-        if kind == LockKind::Write { &mut self.writes } else { &mut self.reads }
-    }
-
     fn flocks(&mut self, kind: LockKind) -> &mut BTreeSet<u64> {
         if kind == LockKind::Write { &mut self.flock_writes } else { &mut self.flock_reads }
     }
 
-    pub(super) fn insert(&mut self, number: u64, parked: Parked<T>, is_foreign: bool) {
-        let Lock { kind, owner, start, end, flock, .. } = parked.lock;
+    /// Parks a request that must wait for `held`, or, where that is none, for somebody whom this table does not know. For flock locks
+    /// `held` is none, and `is_foreign` says which.
+    pub(super) fn insert(&mut self, number: u64, parked: Parked<T>, held: Option<Held>, is_foreign: bool) {
+        let Lock { kind, owner, flock, .. } = parked.lock;
         self.by_handle.entry(parked.handle).or_default().insert(number);
         if flock {
             self.flocks(kind).insert(number);
             self.flocks_by_handle.entry(parked.handle).or_default().insert(number);
         } else {
             self.by_owner.entry(owner).or_default().insert(number);
-            self.tree(kind).insert(Place { start, end, number });
         }
-        self.all.insert(number, parked);
-        if is_foreign {
+        self.all.insert(number, Entry { parked, place: Link::NONE });
+        if let Some(held) = held {
+            self.note(number, &held);
+        } else if is_foreign {
             self.foreign.insert(number);
         }
     }
 
     pub(super) fn remove(&mut self, number: u64) -> Option<Parked<T>> {
-        let parked = self.take(number);
-        self.tidy();
-        parked
-    }
-
-    /// As [`Self::remove`], during a search, which ends with [`Self::tidy`].
-    pub(super) fn take(&mut self, number: u64) -> Option<Parked<T>> {
-        let parked = self.all.remove(&number)?;
-        let Lock { kind, owner, start, flock, .. } = parked.lock;
+        let Entry { parked, place } = self.all.remove(&number)?;
+        let Lock { kind, owner, flock, .. } = parked.lock;
         remove_from(&mut self.by_handle, &parked.handle, number);
         if flock {
             self.flocks(kind).remove(&number);
             remove_from(&mut self.flocks_by_handle, &parked.handle, number);
         } else {
             remove_from(&mut self.by_owner, &owner, number);
-            self.stale.push((kind, (start, number)));
+            self.uproot(place);
         }
         self.foreign.remove(&number);
         Some(parked)
     }
 
-    /// Brings the trees up to date.
-    pub(super) fn tidy(&mut self) {
-        for (kind, key) in std::mem::take(&mut self.stale) {
-            self.tree(kind).remove(key);
+    /// Removes a place; returns the root that its tree has then.
+    fn uproot(&mut self, place: Link) -> Link {
+        if place == Link::NONE {
+            return place;
+        }
+        let (before, root) = self.places.remove(place);
+        if before == root {
+            return root;
+        }
+        if let Some((key, is_write)) = self.noted_with.remove(&before) {
+            self.set_noted(key, is_write, root);
+        }
+        root
+    }
+
+    /// Notes a request with a lock that is in its way.
+    pub(super) fn note(&mut self, number: u64, held: &Held) {
+        self.foreign.remove(&number);
+        let Some(entry) = self.all.get_mut(&number) else { return };
+        let Lock { kind, start, end, .. } = entry.parked.lock;
+        if entry.place == Link::NONE {
+            entry.place = self.places.plant(Place { start, end, number });
+        }
+        let place = entry.place;
+        self.add_noted(Some(held.key()), kind == LockKind::Write, place);
+    }
+
+    /// Adds a tree to that of a lock.
+    fn add_noted(&mut self, key: Option<HeldKey>, is_write: bool, root: Link) {
+        let before = *self.noted.get_mut(&key).map_or(&mut Roots::NONE.clone(), |roots| roots).of(is_write);
+        self.noted_with.remove(&before);
+        let root = self.places.unite(before, root);
+        self.set_noted(key, is_write, root);
+    }
+
+    fn set_noted(&mut self, key: Option<HeldKey>, is_write: bool, root: Link) {
+        let roots = self.noted.entry(key).or_insert(Roots::NONE);
+        *roots.of(is_write) = root;
+        if roots.0 == Roots::NONE.0 {
+            self.noted.remove(&key);
+        }
+        if root != Link::NONE {
+            self.noted_with.insert(root, (key, is_write));
+        }
+    }
+
+    /// A lock is no more, or another one: what is noted with it is to be looked at.
+    pub(super) fn freed(&mut self, key: HeldKey) {
+        let Some(Roots(roots)) = self.noted.remove(&Some(key)) else { return };
+        for (root, is_write) in roots.into_iter().zip([false, true]).filter(|(root, _)| *root != Link::NONE) {
+            self.noted_with.remove(&root);
+            self.add_noted(None, is_write, root);
         }
     }
 
     /// Somebody else is in the way of a request.
     pub(super) fn set_foreign(&mut self, number: u64) {
+        let place = self.all.get_mut(&number).map(|entry| std::mem::replace(&mut entry.place, Link::NONE));
+        place.map(|place| self.uproot(place));
         self.foreign.insert(number);
     }
 
@@ -214,8 +279,8 @@ impl<T> Waiters<T> {
     pub(super) fn sweep(&mut self, count_max: usize) -> Vec<u64> {
         let mut gone = Vec::new();
         let mut next = 0;
-        for (number, parked) in self.all.range(self.swept..).take(count_max) {
-            if !parked.waiter.is_waiting() {
+        for (number, entry) in self.all.range(self.swept..).take(count_max) {
+            if !entry.parked.waiter.is_waiting() {
                 gone.push(*number);
             }
             next = number + 1;
@@ -236,7 +301,7 @@ impl<T> Waiters<T> {
         // A handle is not in its own way.
         let own = |kind| {
             let mut numbers = only.and_then(|handle| self.flocks_by_handle.get(handle)).into_iter().flatten();
-            numbers.find(|number| self.all.get(number).is_some_and(|parked| parked.lock.kind == kind))
+            numbers.find(|number| self.get(**number).is_some_and(|parked| parked.lock.kind == kind))
         };
         let read = if writer.is_none() { self.flock_reads.first() } else { own(LockKind::Read) };
         let write = if held.is_empty() { self.flock_writes.first() } else { own(LockKind::Write) };
@@ -253,95 +318,72 @@ enum Candidate {
 
 /// A search for requests that nothing is in the way of any more, first come first served.
 ///
-/// It goes down the trees of requests. What lies below a node is passed over as a whole if none of it touches a freed range, or if one lock
-/// is in the way of all of it: the lock's own owner may wait there, too, and is looked at apart, unless a lock of another owner is in the way as
-/// well. So no request of thousands that wait for one lock is looked at but the one that gets it.
+/// It begins with the trees of requests that were noted with locks that have gone. A tree that one lock is in the way of is noted with that as a
+/// whole; otherwise its root is looked at, and what is below it on each side. So no request of thousands that wait for one lock is looked at
+/// but the one that gets it, and of thousands of which each waits for another lock none that is noted with one that stays.
 #[derive(Debug, Default)]
-pub(super) struct Search {
-    /// In order, none touches another.
-    freed: Vec<(u64, u64)>,
-    next: BinaryHeap<Reverse<(u64, Candidate)>>,
-    /// Owners whose requests are candidates already.
-    owners: HashSet<LockOwner>,
-    /// Requests that were returned already, and could not go on.
-    tried: HashSet<u64>,
-}
+pub(super) struct Search(BinaryHeap<Reverse<(u64, Candidate)>>);
 
 impl Search {
-    /// Ranges were freed: everything that waits there may be able to go on.
-    pub(super) fn add<T>(&mut self, freed: Vec<(u64, u64)>, waiters: &Waiters<T>) {
-        if freed.is_empty() || waiters.all.is_empty() {
-            return;
+    fn push<T>(&mut self, waiters: &Waiters<T>, is_write: bool, at: Link) {
+        if let Some(node) = waiters.places.node(at) {
+            self.0.push(Reverse((node.sum.number_min, Candidate::Below { is_write, at })));
         }
-        self.freed.extend(freed);
-        self.freed.sort_unstable();
-        self.freed.dedup_by(|next, range| {
-            let overlaps = next.0 <= range.1;
-            if overlaps {
-                range.1 = range.1.max(next.1);
+    }
+
+    /// The next request that can go on, as far as the table knows.
+    pub(super) fn next<T>(&mut self, waiters: &mut Waiters<T>, index: &Index) -> Option<u64> {
+        loop {
+            if let Some(Roots(roots)) = waiters.noted.remove(&None) {
+                for (root, is_write) in roots.into_iter().zip([false, true]) {
+                    waiters.noted_with.remove(&root);
+                    self.push(waiters, is_write, root);
+                }
             }
-            overlaps
-        });
-        self.owners.clear();
-        for (tree, is_write) in [(&waiters.reads, false), (&waiters.writes, true)] {
-            self.push(tree, tree.root(), is_write);
-        }
-    }
-
-    fn push(&mut self, tree: &Tree<Place>, at: Link, is_write: bool) {
-        if let Some(node) = tree.node(at) {
-            self.next.push(Reverse((node.sum.number_min, Candidate::Below { is_write, at })));
-        }
-    }
-
-    /// Whether a range meets one that was freed.
-    fn touches(&self, start: u64, end: u64) -> bool {
-        let before = self.freed.partition_point(|(first, _)| *first <= end);
-        self.freed[..before].last().is_some_and(|(_, last)| *last >= start)
-    }
-
-    /// The next request that can go on, as far as the table knows. The caller tries it, and changes no tree meanwhile.
-    pub(super) fn next<T>(&mut self, waiters: &Waiters<T>, index: &Index) -> Option<u64> {
-        while let Some(Reverse((number, candidate))) = self.next.pop() {
+            let Reverse((number, candidate)) = self.0.pop()?;
             match candidate {
                 Candidate::One => {
-                    let Some(parked) = waiters.all.get(&number).filter(|_| !self.tried.contains(&number)) else {
-                        continue;
-                    };
-                    if !parked.waiter.is_waiting() || !parked.is_blocked(index) {
-                        self.tried.insert(number);
-                        return Some(number);
+                    let Some(parked) = waiters.get(number) else { continue };
+                    match parked.blocker(index).filter(|_| parked.waiter.is_waiting()) {
+                        Some(held) => waiters.note(number, &held),
+                        None => return Some(number),
                     }
                 }
                 Candidate::Below { is_write, at } => self.look_below(waiters, index, is_write, at),
             }
         }
-        None
     }
 
-    fn look_below<T>(&mut self, waiters: &Waiters<T>, index: &Index, is_write: bool, at: Link) {
-        let tree = if is_write { &waiters.writes } else { &waiters.reads };
-        let Some(node) = tree.node(at) else { return };
-        let sum = node.sum;
-        if !self.touches(sum.start_min, sum.end_max) {
-            return;
-        }
+    fn look_below<T>(&mut self, waiters: &mut Waiters<T>, index: &Index, is_write: bool, at: Link) {
+        let Some(node) = waiters.places.node(at) else { return };
+        let (sum, number) = (node.sum, node.item.number);
         let kind = if is_write { LockKind::Write } else { LockKind::Read };
         // It begins before the first of these ends, and ends after the last of them begins: it is in the way of all.
         let query = Query { start_max: sum.end_min, end_min: sum.start_max, kind, except: None };
-        let Some(held) = index.find(&query) else {
-            let place = node.item;
-            if self.touches(place.start, place.end) {
-                self.next.push(Reverse((place.number, Candidate::One)));
-            }
-            self.push(tree, node.left, is_write);
-            self.push(tree, node.right, is_write);
+        let Some(held) = index.find_last(&query) else {
+            let (left, right) = waiters.places.isolate(at);
+            self.0.push(Reverse((number, Candidate::One)));
+            self.push(waiters, is_write, left);
+            self.push(waiters, is_write, right);
             return;
         };
-        let others = Query { except: Some(held.owner), ..query };
-        if index.find(&others).is_none() && self.owners.insert(held.owner) {
-            let own = waiters.by_owner.get(&held.owner).into_iter().flatten();
-            self.next.extend(own.map(|number| Reverse((*number, Candidate::One))));
+        // But not in the way of its owner, whose requests are looked at apart.
+        let mut root = at;
+        let own: Vec<u64> = waiters.by_owner.get(&held.owner).into_iter().flatten().copied().collect();
+        for number in own {
+            let place = waiters.all.get(&number).map_or(Link::NONE, |entry| entry.place);
+            if place == Link::NONE || waiters.places.root_of(place) != root {
+                continue;
+            }
+            root = waiters.uproot(place);
+            if let Some(entry) = waiters.all.get_mut(&number) {
+                let Lock { start, end, .. } = entry.parked.lock;
+                entry.place = waiters.places.plant(Place { start, end, number });
+            }
+            self.0.push(Reverse((number, Candidate::One)));
+        }
+        if root != Link::NONE {
+            waiters.add_noted(Some(held.key()), is_write, root);
         }
     }
 }
