@@ -1,7 +1,9 @@
 //! What every worker of every export is made of.
 //!
-//! * [`Transfers`]: reads, writes and fsyncs between descriptors and memory, by io_uring where that pays and by
-//!   one system call where it does not, with the one place where a worker sleeps.
+//! * [`Carrier`], [`TransferRequest`]: how a request of any protocol leaves a read, write or fsync to whatever carries it.
+//! * [`Transfer`]: one of those. A single function of file, operation and batch decides whether it is copied inline, tried
+//!   without waiting, or left to a ring or to a pool.
+//! * [`Transfers`]: those of a worker with an io_uring, with the one place where the worker sleeps.
 //! * [`move_now`]: the same without any system call, where a source has its files' bytes mapped.
 //! * [`Spin`]: how long to look for work before sleeping, learnt from how long the last sleeps took.
 //! * [`Lane`]: a few threads for the calls that may take long and have no asynchronous form.
@@ -34,6 +36,8 @@
 
 mod at_once;
 mod barrier;
+mod blocking;
+mod carrier;
 mod heap;
 mod lane;
 mod last_sync;
@@ -49,6 +53,8 @@ mod spin;
 mod transfers;
 mod watch;
 
+pub use blocking::{read_blocking, sync_blocking, write_blocking};
+pub use carrier::{Carrier, DataInput, DataOutput, ReplyBuffer, TransferRequest};
 pub use ferry_vfs::Complaints;
 pub use ferry_vfs::Segment;
 pub use heap::trim_heap;
@@ -61,5 +67,5 @@ pub use monitor::{BLOCKED, Bell, Monitor, Post, Relief, Serving, Verdict};
 pub use privileges::WithoutFsetid;
 pub use registered::Keeper;
 pub use spin::{Spin, count_cpus};
-pub use transfers::{Far, IoMode, Operation, Transfers, TransfersError, learnt, move_waiting};
+pub use transfers::{IoMode, Operation, PoolTransfer, Transfer, Transfers, TransfersError, io_hints};
 pub use watch::{Ownership, Seen, Watch};

@@ -1,6 +1,10 @@
 //! Working for a while without the capability that lets a write keep suid and sgid.
 
+use std::io;
+
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
+
+use crate::transfers::Operation;
 
 /// Takes `CAP_FSETID` from this thread until dropped, so that the kernel clears suid and sgid of whatever is
 /// written, as it does for an unprivileged writer.
@@ -29,5 +33,21 @@ impl Drop for WithoutFsetid {
         {
             tracing::error!("cannot get CAP_FSETID back, writes by root now clear suid: {error}");
         }
+    }
+}
+
+/// The capabilities of this thread during a row of transfers: they change only where two differ.
+#[derive(Debug, Default)]
+pub(crate) struct Privileges(Option<WithoutFsetid>);
+
+impl Privileges {
+    /// Gives the thread what a system call of the operation needs.
+    pub(crate) fn set_for(&mut self, operation: Operation) -> io::Result<()> {
+        match (operation, &self.0) {
+            (Operation::Write { clear_privileges: true, .. }, None) => self.0 = Some(WithoutFsetid::enter()?),
+            (Operation::Write { clear_privileges: true, .. }, Some(_)) => {}
+            _ => self.0 = None,
+        }
+        Ok(())
     }
 }

@@ -11,7 +11,7 @@ use io_uring::{IoUring, opcode, types};
 
 use crate::privileges::WithoutFsetid;
 use crate::registered::{Buffers, Files, Keeper};
-use crate::transfers::Operation;
+use crate::transfers::Transfer;
 
 /// Submission entries; more transfers than these are submitted in several goes.
 const SUBMISSION_ENTRIES: u32 = 256;
@@ -114,32 +114,19 @@ impl Ring {
         })
     }
 
-    /// Queues one operation. `segments` must stay where it is until [`Self::submit`] has returned.
+    /// Queues what is left of a transfer.
     ///
     /// # Safety
-    /// The memory of `segments` must be valid, and only reached by volatile access from elsewhere, until the
-    /// completion with this `slot` was seen; `file` must be open until then.
-    pub(crate) unsafe fn issue(
-        &mut self,
-        slot: usize,
-        operation: Operation,
-        file: &Arc<Backing>,
-        offset: u64,
-        segments: &[Segment],
-    ) -> io::Result<()> {
+    /// The memory of its segments is valid, and only reached by volatile access from elsewhere, until the completion with
+    /// this `slot` was seen; the transfer stays until then, with its file.
+    pub(crate) unsafe fn issue(&mut self, slot: usize, transfer: &Transfer<Vec<Segment>>) -> io::Result<()> {
+        let file = transfer.file();
         let registered = self.files.slot(&self.uring, file).and_then(|index| i32::try_from(index).ok());
         // The kernel looks up a registered file by the same field.
         let fd = types::Fd(registered.unwrap_or_else(|| file.as_fd().as_raw_fd()));
-        let entry = entry(operation, fd, offset, segments, self.buffers.slot(segments));
+        let entry = transfer.entry_for(fd, self.buffers.slot(transfer.left()), self.unprivileged)?;
         let entry = if registered.is_some() { entry.flags(Flags::FIXED_FILE) } else { entry };
-        let entry = match (operation, self.unprivileged) {
-            (Operation::Write { clear_privileges: true, .. }, Some(personality)) => entry.personality(personality),
-            (Operation::Write { clear_privileges: true, .. }, None) => {
-                return Err(io::Error::other("no credentials registered that clear suid"));
-            }
-            _ => entry,
-        };
-        // SAFETY: the caller keeps memory and file; the segments are copied by the kernel at submission.
+        // SAFETY: the caller keeps memory, file, and the list of segments, which the kernel copies at submission.
         unsafe { self.push(&entry.user_data(slot as u64)) }
     }
 
@@ -307,36 +294,4 @@ impl Drop for Ring {
 /// Whether a call that failed so may succeed later.
 fn is_passing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
-}
-
-/// An operation as the ring takes it. `buffer`: all segments lie in this piece of registered memory.
-fn entry(operation: Operation, fd: types::Fd, offset: u64, segments: &[Segment], buffer: Option<u16>) -> Entry {
-    let count = u32::try_from(segments.len().min(SEGMENTS_MAX)).unwrap_or(0);
-    let single = |segment: &Segment| u32::try_from(segment.bytes).ok().map(|bytes| (segment.address, bytes));
-    let vector = segments.as_ptr().cast();
-    let single = segments.first().filter(|_| count == 1).and_then(single);
-    match (operation, single, buffer) {
-        (Operation::Read, Some((address, bytes)), Some(buffer)) => {
-            opcode::ReadFixed::new(fd, address, bytes, buffer).offset(offset).build()
-        }
-        (Operation::Read, Some((address, bytes)), None) => opcode::Read::new(fd, address, bytes).offset(offset).build(),
-        (Operation::Read, None, Some(buffer)) => {
-            opcode::ReadvFixed::new(fd, vector, count, buffer).offset(offset).build()
-        }
-        (Operation::Read, None, None) => opcode::Readv::new(fd, vector, count).offset(offset).build(),
-        (Operation::Write { .. }, Some((address, bytes)), Some(buffer)) => {
-            opcode::WriteFixed::new(fd, address, bytes, buffer).offset(offset).build()
-        }
-        (Operation::Write { .. }, Some((address, bytes)), None) => {
-            opcode::Write::new(fd, address, bytes).offset(offset).build()
-        }
-        (Operation::Write { .. }, None, Some(buffer)) => {
-            opcode::WritevFixed::new(fd, vector, count, buffer).offset(offset).build()
-        }
-        (Operation::Write { .. }, None, None) => opcode::Writev::new(fd, vector, count).offset(offset).build(),
-        (Operation::Fsync { data_only }, ..) => {
-            let flags = if data_only { types::FsyncFlags::DATASYNC } else { types::FsyncFlags::empty() };
-            opcode::Fsync::new(fd).flags(flags).build()
-        }
-    }
 }

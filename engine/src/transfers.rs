@@ -1,11 +1,13 @@
 //! Moving bytes between descriptors and memory.
 
-mod far;
-pub mod learnt;
+pub mod io_hints;
 mod pending;
+mod route;
+mod transfer;
 
 use std::collections::VecDeque;
 use std::io;
+use std::marker::PhantomData;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Once};
 
@@ -13,10 +15,12 @@ use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-pub use self::far::{Far, move_waiting};
-use self::pending::{Begun, Pending};
+use self::pending::Pending;
+use self::route::Means;
+use self::transfer::Begun;
+pub use self::transfer::Transfer;
 use crate::at_once::{AtOnce, CALLS_MAX};
-use crate::privileges::WithoutFsetid;
+use crate::privileges::Privileges;
 use crate::registered::Keeper;
 use crate::ring::{Completion, PAUSE, Ring};
 
@@ -51,6 +55,13 @@ pub enum Operation {
     },
 }
 
+impl Operation {
+    /// Whether the thread that makes it must do without `CAP_FSETID`.
+    fn clears_privileges(self) -> bool {
+        matches!(self, Self::Write { clear_privileges: true, .. })
+    }
+}
+
 const _: () = assert!(size_of::<Segment>() == size_of::<libc::iovec>());
 
 /// What usually helps where there is no ring.
@@ -80,15 +91,26 @@ pub struct Transfers {
     free: Vec<usize>,
     queued: Vec<usize>,
     /// Of those that were queued, which only copy.
-    copies: Vec<usize>,
+    inline: Vec<usize>,
     at_once: Option<AtOnce>,
     may_at_once: bool,
     in_flight: usize,
     done: VecDeque<(u64, io::Result<usize>)>,
     watched: Vec<(u64, Arc<OwnedFd>)>,
-    /// Transfers of far files are left to the caller.
-    leaves_far: bool,
-    far: VecDeque<Far>,
+    /// The caller has a pool for transfers of remote files.
+    has_pool: bool,
+    for_pool: VecDeque<PoolTransfer>,
+    /// A ring is used by the thread that made it.
+    _thread: PhantomData<*mut ()>,
+}
+
+/// A transfer that [`Transfers`] leaves to the pool of its caller.
+#[derive(Debug)]
+pub struct PoolTransfer {
+    /// The token that it was queued with.
+    pub token: u64,
+    /// The transfer; its memory is valid as [`Transfers::queue`] asks for, until it has ended.
+    pub transfer: Transfer<Vec<Segment>>,
 }
 
 impl std::fmt::Debug for Transfers {
@@ -123,26 +145,27 @@ impl Transfers {
             pending: Vec::new(),
             free: Vec::new(),
             queued: Vec::new(),
-            copies: Vec::new(),
+            inline: Vec::new(),
             at_once: None,
             may_at_once: true,
             in_flight: 0,
             done: VecDeque::new(),
             watched: Vec::new(),
-            leaves_far: false,
-            far: VecDeque::new(),
+            has_pool: false,
+            for_pool: VecDeque::new(),
+            _thread: PhantomData,
         })
     }
 
-    /// From now on, transfers of files that another process or machine serves are left to the caller: see [`Self::next_far`].
-    /// io_uring has few threads for what cannot be tried, and a slow file would keep them from all others.
-    pub fn leave_far(&mut self) {
-        self.leaves_far = true;
+    /// From now on, transfers of remote files are left to the caller's pool: see [`Self::next_for_pool`]. io_uring has few
+    /// threads for what cannot be tried, and a slow file would keep them from all others.
+    pub fn leave_remote_to_pool(&mut self) {
+        self.has_pool = true;
     }
 
-    /// The next transfer that is left to the caller. It counts as ended here.
-    pub fn next_far(&mut self) -> Option<Far> {
-        self.far.pop_front()
+    /// The next transfer that is left to the caller's pool. It counts as ended here.
+    pub fn next_for_pool(&mut self) -> Option<PoolTransfer> {
+        self.for_pool.pop_front()
     }
 
     /// Whether [`Self::flush`] has anything to begin.
@@ -211,29 +234,10 @@ impl Transfers {
         segments: impl IntoIterator<Item = Segment>,
     ) -> usize {
         let slot = self.free.pop().unwrap_or_else(|| {
-            self.pending.push(Pending {
-                token,
-                operation,
-                file: None,
-                offset,
-                segments: Vec::new(),
-                first: 0,
-                done: 0,
-                wanted: 0,
-                merged: Vec::new(),
-            });
+            self.pending.push(Pending::default());
             self.pending.len() - 1
         });
-        let pending = &mut self.pending[slot];
-        pending.segments.clear();
-        pending.segments.extend(segments);
-        pending.token = token;
-        pending.operation = operation;
-        pending.file = Some(file);
-        pending.offset = offset;
-        pending.first = 0;
-        pending.done = 0;
-        pending.wanted = pending.segments.iter().map(|segment| segment.bytes).sum();
+        self.pending[slot].set(token, operation, (file, offset), segments);
         slot
     }
 
@@ -241,41 +245,35 @@ impl Transfers {
     /// a device that has enough to do may be kept until [`Self::submit`] or [`Self::sleep`], which then spares a call.
     pub fn flush(&mut self) -> &Self {
         let queued = std::mem::take(&mut self.queued);
-        let batch = queued.len();
-        let mut without_fsetid = None;
+        let mut privileges = Privileges::default();
         for &slot in &queued {
-            if let Some(outcome) = self.pending[slot].move_now() {
-                self.finish(slot, outcome);
-                continue;
-            }
-            let privileged = !matches!(self.pending[slot].operation, Operation::Write { clear_privileges: true, .. });
-            if privileged {
-                without_fsetid = None;
-            } else if without_fsetid.is_none() {
-                match WithoutFsetid::enter() {
-                    Ok(without) => without_fsetid = Some(without),
-                    Err(error) => {
-                        self.finish(slot, Err(error.into()));
-                        continue;
-                    }
+            let pending = &mut self.pending[slot];
+            // Of several as one, each has a token of its own.
+            let pool = self.has_pool && !pending.is_merged();
+            let means = Means { ring: self.ring.is_some(), pool, batch: queued.len() };
+            // SAFETY: the memory is valid by the contract of `queue`.
+            match unsafe { pending.transfer().begin(means, &mut privileges) } {
+                Begun::Ended(outcome) => _ = self.finish(slot, outcome),
+                Begun::Ring => {
+                    // What is submitted with it is not to be done without a capability.
+                    privileges = Privileges::default();
+                    self.issue(slot);
                 }
-            }
-            match self.pending[slot].begin(self.ring.is_some(), batch, self.leaves_far) {
-                Begun::Far => {
-                    self.far.extend(self.pending[slot].take_far());
+                Begun::Pool => {
+                    let token = pending.token;
+                    self.for_pool.extend(pending.take().map(|transfer| PoolTransfer { token, transfer }));
                     self.free.push(slot);
                 }
-                Begun::Ended(outcome) => drop(self.finish(slot, outcome)),
-                Begun::Waits => self.issue(slot),
-                Begun::Copies if privileged => self.copies.push(slot),
-                Begun::Copies => {
-                    let outcome = self.pending[slot].wait_for_it();
+                Begun::Inline if !pending.transfer().operation().clears_privileges() => self.inline.push(slot),
+                Begun::Inline => {
+                    // SAFETY: as above.
+                    let outcome = unsafe { pending.transfer().run_inline(&mut privileges) };
                     self.finish(slot, outcome);
                 }
             }
         }
-        drop(without_fsetid);
-        self.copy();
+        drop(privileges);
+        self.run_inline();
         self.queued = queued;
         self.queued.clear();
         self.reap();
@@ -374,9 +372,10 @@ impl Transfers {
     }
 
     /// Makes the transfers that only copy, many with one call.
-    fn copy(&mut self) {
-        let copies = std::mem::take(&mut self.copies);
-        for some in copies.chunks(CALLS_MAX) {
+    fn run_inline(&mut self) {
+        let inline = std::mem::take(&mut self.inline);
+        let mut privileges = Privileges::default();
+        for some in inline.chunks(CALLS_MAX) {
             let mut at_once = if some.len() > 1 { self.take_at_once() } else { None };
             if let Some(at_once) = &mut at_once {
                 at_once.clear();
@@ -388,13 +387,14 @@ impl Transfers {
             for (index, &slot) in some.iter().enumerate() {
                 let pending = &mut self.pending[slot];
                 let begun = at_once.as_ref().and_then(|at_once| pending.advance(at_once.outcome(index)?));
-                let outcome = begun.unwrap_or_else(|| pending.wait_for_it());
+                // SAFETY: the memory is valid by the contract of `queue`.
+                let outcome = begun.unwrap_or_else(|| unsafe { pending.transfer().run_inline(&mut privileges) });
                 self.finish(slot, outcome);
             }
             self.at_once = at_once.or(self.at_once.take());
         }
-        self.copies = copies;
-        self.copies.clear();
+        self.inline = inline;
+        self.inline.clear();
     }
 
     /// The means to make many at once. `None`: there is none here.
@@ -413,12 +413,9 @@ impl Transfers {
 
     fn issue(&mut self, slot: usize) {
         let Some(ring) = &mut self.ring else { return };
-        let pending = &self.pending[slot];
-        let file = pending.file.as_ref().expect("a transfer has its file until it is finished");
-        let offset = pending.offset + pending.done as u64;
-        // SAFETY: the caller of `queue` keeps the memory, `pending.file` the descriptor, until the slot is finished;
-        // the segments are the slot's own until then, on the heap, where they stay when slots are added.
-        let issued = unsafe { ring.issue(slot, pending.operation, file, offset, &pending.segments[pending.first..]) };
+        // SAFETY: the caller of `queue` keeps the memory, the transfer the descriptor and the list of segments, until the slot
+        // is finished; the list lies on the heap, where it stays when slots are added.
+        let issued = unsafe { ring.issue(slot, self.pending[slot].transfer()) };
         self.in_flight += 1;
         if let Err(error) = issued {
             self.in_flight -= 1;
@@ -458,22 +455,20 @@ impl Transfers {
     /// Tells a transfer's outcome. Answers whether transfers were issued instead: parts of it, to be submitted.
     fn finish(&mut self, slot: usize, outcome: io::Result<usize>) -> bool {
         let pending = &mut self.pending[slot];
-        let file = pending.file.take();
-        if pending.merged.is_empty() {
-            self.done.push_back((pending.token, outcome));
+        if pending.is_merged() {
+            self.finish_merged(slot, outcome.unwrap_or(0));
         } else {
-            self.finish_merged(slot, file, outcome.unwrap_or(0));
+            self.done.push_back((pending.token, outcome));
+            pending.clear();
         }
         self.free.push(slot);
         self.ring.as_ref().is_some_and(|ring| ring.unsubmitted() > 0)
     }
 
     /// Ends the parts that `done` bytes cover, and makes the others one by one.
-    fn finish_merged(&mut self, slot: usize, file: Option<Arc<Backing>>, done: usize) {
-        let pending = &mut self.pending[slot];
-        let (operation, offset) = (pending.operation, pending.offset);
-        let parts = std::mem::take(&mut pending.merged);
-        let segments = std::mem::take(&mut pending.segments);
+    fn finish_merged(&mut self, slot: usize, done: usize) {
+        let parts = self.pending[slot].take_parts();
+        let Some(whole) = self.pending[slot].take() else { return };
         let (mut end, mut first) = (0, 0);
         for part in &parts {
             let start = end;
@@ -482,23 +477,21 @@ impl Transfers {
             first = own.end;
             if end <= done {
                 self.done.push_back((part.token, Ok(part.bytes)));
-            } else if let Some(file) = &file {
-                let own = segments[own].iter().copied();
-                let single = self.prepare(part.token, operation, Arc::clone(file), offset + start as u64, own);
-                match self.ring.is_some() {
-                    true => self.issue(single),
-                    false => {
-                        let outcome = self.pending[single].wait_for_it();
-                        self.finish(single, outcome);
-                    }
-                }
+                continue;
+            }
+            let own = whole.segments()[own].iter().copied();
+            let (file, at) = (Arc::clone(whole.file()), whole.offset() + start as u64);
+            let single = self.prepare(part.token, whole.operation(), file, at, own);
+            if self.ring.is_some() {
+                self.issue(single);
+            } else {
+                // SAFETY: the memory is valid by the contract of `queue`.
+                let outcome = unsafe { self.pending[single].transfer().run() };
+                self.finish(single, outcome);
             }
         }
-        // The next transfer in this slot finds their room.
-        let pending = &mut self.pending[slot];
-        (pending.merged, pending.segments) = (parts, segments);
-        pending.merged.clear();
-        pending.segments.clear();
+        self.pending[slot].put_parts(parts);
+        self.pending[slot].recycle(whole);
     }
 }
 

@@ -7,12 +7,13 @@ use std::sync::Arc;
 use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, SessionId};
 use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
 
-use crate::carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
+use crate::carrier::{FuseCarrier, HEADER_BYTES, Served};
 use crate::mount::Mount;
-use crate::reply::{self, DataInput, DataOutput};
+use crate::reply;
 use crate::server::{Context, Server};
 use crate::share::Share;
 use ferry_engine::requests::Watched;
+use ferry_engine::{DataInput, DataOutput, ReplyBuffer, TransferRequest};
 
 /// Writes with one of these are durable when they are answered.
 pub(crate) const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
@@ -48,28 +49,28 @@ enum Kind {
 }
 
 impl Server {
-    fn begin(&mut self, cx: &Context<'_>, carrier: &impl Carrier, kind: Kind) {
+    fn begin(&mut self, cx: &Context<'_>, carrier: &impl FuseCarrier, kind: Kind) {
         let watched = self.watched.take();
         let window_of = cx.mount.mappings.as_ref().map(|_| Arc::clone(cx.mount));
         self.expect(carrier.token(), Moving { unique: cx.unique, kind, watched, window_of });
     }
 
-    pub(crate) fn read(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl Carrier) -> Result<Served> {
+    pub(crate) fn read(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl FuseCarrier) -> Result<Served> {
         let room = carrier.room().checked_sub(HEADER_BYTES).ok_or(Errno::IO)?;
         let bytes_max = room.min(range.len as usize);
         let range = IoRange { len: reply::count(bytes_max), ..*range };
-        let mut out = DataOutput { carrier, done: 0, bytes_max };
+        let mut out = DataOutput::new(carrier, HEADER_BYTES, bytes_max);
         match self.share.source.read(&cx.caller, &range, &mut out)? {
             Data::Bytes(claimed) => {
                 // What lies behind `done` is whatever the memory held before.
-                if claimed > out.done {
-                    return Err(self.lied(cx.ino, "read", claimed, out.done));
+                if claimed > out.done() {
+                    return Err(self.lied(cx.ino, "read", claimed, out.done()));
                 }
                 Ok(Served::Reply(reply::write_data_head(carrier, cx.unique, claimed)))
             }
             Data::Extent(extent) => {
                 self.begin(cx, carrier, Kind::Read { bytes_max });
-                carrier.read(extent.file, extent.offset, HEADER_BYTES, bytes_max);
+                carrier.transfer(TransferRequest::read(extent, HEADER_BYTES, bytes_max));
                 Ok(Served::Transfer)
             }
         }
@@ -82,16 +83,14 @@ impl Server {
         cx: &Context<'_>,
         range: &IoRange,
         cached: bool,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         // The decoder has checked that the message is as long as it says.
         let bytes_max = range.len as usize;
-        let mut input = DataInput { carrier: &*carrier, offset: WRITE_HEAD_BYTES, left: bytes_max };
+        let mut input = DataInput::new(&*carrier, WRITE_HEAD_BYTES, bytes_max);
         match self.share.source.write(&cx.caller, range, &mut input)? {
             Data::Bytes(claimed) => {
-                // A source that throws data away need not look at it; who has looked at some cannot have written more.
-                let taken = bytes_max - input.left;
-                let most = if taken == 0 { bytes_max } else { taken };
+                let most = input.written_max();
                 if claimed > most {
                     return Err(self.lied(cx.ino, "write", claimed, most));
                 }
@@ -106,7 +105,7 @@ impl Server {
                 let (by, ino, offset) = (cx.caller.session, range.ino, range.offset);
                 self.begin(cx, carrier, Kind::Write { by, ino, offset, bytes_max, cached });
                 let message = (WRITE_HEAD_BYTES, bytes_max);
-                carrier.write(extent.file, extent.offset, message, range.clear_privileges, waits);
+                carrier.transfer(TransferRequest::write(extent, message, range.clear_privileges, waits));
                 Ok(Served::Transfer)
             }
         }
@@ -125,7 +124,7 @@ impl Server {
         cx: &Context<'_>,
         range: &IoRange,
         bytes: usize,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         if bytes > 0 && range.flags.intersects(DURABLE_FLAGS) {
             // O_SYNC is O_DSYNC and one bit more.
@@ -135,7 +134,7 @@ impl Server {
                 Ok(None) | Err(Errno::NOSYS) => {}
                 Ok(Some(file)) => {
                     self.begin(cx, carrier, Kind::Durable { bytes });
-                    carrier.fsync(file, data_only);
+                    carrier.transfer(TransferRequest::fsync(file, data_only));
                     return Ok(Served::Transfer);
                 }
                 Err(errno) => return Err(errno),
@@ -150,13 +149,13 @@ impl Server {
         cx: &Context<'_>,
         file: Option<Arc<Backing>>,
         data_only: bool,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Served {
         match file {
             None => cx.done(carrier, &Reply::Empty),
             Some(file) => {
                 self.begin(cx, carrier, Kind::Fsync);
-                carrier.fsync(file, data_only);
+                carrier.transfer(TransferRequest::fsync(file, data_only));
                 Served::Transfer
             }
         }

@@ -1,14 +1,14 @@
 //! FUSE requests, served from a source, whatever carries them.
 //!
 //! A [`Share`] is a source as one export offers it, a [`Session`] one client of it from INIT to DESTROY, and a
-//! [`Server`] serves the requests of one worker. The export implements [`Carrier`] for whatever brings it requests (a
+//! [`Server`] serves the requests of one worker. The export implements [`FuseCarrier`] for whatever brings it requests (a
 //! virtqueue's descriptor chains, the entries of an io_uring, `/dev/fuse`), hands each to [`Server::serve`] and does as
 //! [`Served`] says. What happens in between is the same for all of them and is here: decoding, the calls of the source,
 //! what the client holds, what it may keep, waiting locks, passthrough, and checks of what the source answers.
 //!
 //! ```
 //! use ferry_serve::*;
-//! use ferry_vfs::{Backing, FileSystem};
+//! use ferry_vfs::FileSystem;
 //! use ferry_wire::fuse::*;
 //! use std::sync::{Arc, mpsc};
 //!
@@ -24,21 +24,22 @@
 //! }
 //!
 //! impl Carrier for Message {
-//!     fn request_bytes(&self) -> usize { self.request.len() }
 //!     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
 //!         let rest = self.request.get(offset..).unwrap_or_default();
 //!         let count = rest.len().min(bytes.len());
 //!         bytes[..count].copy_from_slice(&rest[..count]);
 //!         count
 //!     }
+//!     fn transfer(&mut self, _: TransferRequest) { unimplemented!() }
+//! }
+//!
+//! impl FuseCarrier for Message {
+//!     fn request_bytes(&self) -> usize { self.request.len() }
 //!     fn token(&self) -> u64 { 0 }
 //!     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
 //!         let late = self.late.clone();
 //!         move |reply| drop(late.send(reply))
 //!     }
-//!     fn read(&mut self, _: Arc<Backing>, _: u64, _: usize, _: usize) { unimplemented!() }
-//!     fn write(&mut self, _: Arc<Backing>, _: u64, _: (usize, usize), _: bool, _: bool) { unimplemented!() }
-//!     fn fsync(&mut self, _: Arc<Backing>, _: bool) { unimplemented!() }
 //! }
 //!
 //! /// Every method answers ENOSYS.
@@ -80,9 +81,9 @@ mod server;
 mod session;
 mod share;
 
-pub use carrier::{Carrier, HEADER_BYTES, ReplyBuffer, Served};
+pub use carrier::{FuseCarrier, HEADER_BYTES, Served};
 pub use data::Unfinished;
-pub use ferry_engine::Complaints;
+pub use ferry_engine::{Carrier, Complaints, ReplyBuffer, TransferRequest};
 pub use kept::TakeUpError;
 pub use mappings::{Answer, Mapping, Mappings};
 pub use mount::Mount;

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Name, Result, checks};
 use ferry_wire::fuse::{DirWriter, InitFlags, Reply};
 
-use crate::carrier::{HEADER_BYTES, ReplyBuffer, Served};
+use crate::carrier::{HEADER_BYTES, Served};
 use crate::interest::Brings;
 use crate::mount::Mount;
 use crate::policy::Policy;
 use crate::reply::Written;
 use crate::server::{Context, Server};
+use ferry_engine::ReplyBuffer;
 
 /// The longest answer to one request, far beyond what a kernel asks for (its `max_pages`): it is put together in our memory.
 const LISTING_BYTES_MAX: usize = 1 << 20;

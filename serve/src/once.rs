@@ -7,14 +7,15 @@
 
 use std::sync::Arc;
 
+use ferry_engine::{Carrier, ReplyBuffer, TransferRequest};
 use ferry_state::Past;
 use ferry_vfs::{
-    Attr, Backing, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Name, New, OFlags, RenameFlags, Result,
-    SetAttr, Timespec, XattrFlags,
+    Attr, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Name, New, OFlags, RenameFlags, Result, SetAttr,
+    Timespec, XattrFlags,
 };
 use ferry_wire::fuse::{Operation, Reply};
 
-use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::carrier::{FuseCarrier, Served};
 use crate::reply;
 use crate::server::{Context, Server};
 
@@ -31,7 +32,7 @@ struct Seen<'a, C> {
     answer: [u8; ANSWER_BYTES_MAX],
 }
 
-impl<C: Carrier> ReplyBuffer for Seen<'_, C> {
+impl<C: FuseCarrier> ReplyBuffer for Seen<'_, C> {
     fn room(&self) -> usize {
         self.carrier.room()
     }
@@ -44,13 +45,19 @@ impl<C: Carrier> ReplyBuffer for Seen<'_, C> {
     }
 }
 
-impl<C: Carrier> Carrier for Seen<'_, C> {
-    fn request_bytes(&self) -> usize {
-        self.carrier.request_bytes()
-    }
-
+impl<C: FuseCarrier> Carrier for Seen<'_, C> {
     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         self.carrier.read_at(offset, bytes)
+    }
+
+    fn transfer(&mut self, request: TransferRequest) {
+        self.carrier.transfer(request);
+    }
+}
+
+impl<C: FuseCarrier> FuseCarrier for Seen<'_, C> {
+    fn request_bytes(&self) -> usize {
+        self.carrier.request_bytes()
     }
 
     fn token(&self) -> u64 {
@@ -63,25 +70,6 @@ impl<C: Carrier> Carrier for Seen<'_, C> {
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
         self.carrier.later()
-    }
-
-    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
-        self.carrier.read(file, file_offset, reply_offset, bytes);
-    }
-
-    fn write(
-        &mut self,
-        file: Arc<Backing>,
-        file_offset: u64,
-        request: (usize, usize),
-        clear_privileges: bool,
-        waits: bool,
-    ) {
-        self.carrier.write(file, file_offset, request, clear_privileges, waits);
-    }
-
-    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
-        self.carrier.fsync(file, data_only);
     }
 }
 
@@ -140,7 +128,7 @@ impl Server {
         &mut self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Served {
         let is_again = carrier.is_again();
         if self.journal.is_none() || !is_for_once(operation) {
@@ -231,7 +219,7 @@ impl Server {
         cx: &Context<'_>,
         operation: &Operation<'_>,
         errno: Errno,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         let source = Arc::clone(&self.share.source);
         let there = |dir: Ino, name: Name<'_>| source.lookup(&cx.caller, dir, name);
@@ -281,7 +269,7 @@ impl Server {
         (name, new): (Name<'_>, &New),
         flags: OFlags,
         errno: Errno,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         let source = Arc::clone(&self.share.source);
         let entry = source.lookup(&cx.caller, cx.ino, name)?;
@@ -323,7 +311,7 @@ impl Server {
         same: bool,
         cx: &Context<'_>,
         (name, entry): (Name<'_>, Entry),
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         if same {
             // The server before may have ended before it was labelled.

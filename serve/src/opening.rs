@@ -8,10 +8,11 @@ use ferry_vfs::{
 };
 use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
-use crate::carrier::{ReplyBuffer, Served};
+use crate::carrier::Served;
 use crate::mount::Open;
 use crate::reply::Written;
 use crate::server::{Context, Server};
+use ferry_engine::ReplyBuffer;
 
 /// What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
 const TRUNCATE: SetAttr = SetAttr {

@@ -10,7 +10,7 @@ use ferry_vfs::{
 use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
 
-use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::carrier::{FuseCarrier, Served};
 use crate::lengths::{Told, lengthened};
 use crate::mappings::{Answer, Mapping, WHOLE};
 use crate::mount::Open;
@@ -18,6 +18,7 @@ use crate::opening::Made;
 use crate::reply;
 use crate::request_text::RequestText;
 use crate::server::{Context, Server};
+use ferry_engine::ReplyBuffer;
 use ferry_engine::requests::{Outcome, Watched};
 
 /// The most that COPY_FILE_RANGE copies at a time: its reply counts in 32 bits.
@@ -34,7 +35,7 @@ impl Server {
         &mut self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Served {
         self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &RequestText(operation));
         if let Some(file) = lengthened(cx.ino, operation).filter(|_| self.follows_lengths(cx)) {
@@ -70,7 +71,12 @@ impl Server {
         }
     }
 
-    fn dispatch(&mut self, cx: &Context<'_>, operation: &Operation<'_>, carrier: &mut impl Carrier) -> Result<Served> {
+    fn dispatch(
+        &mut self,
+        cx: &Context<'_>,
+        operation: &Operation<'_>,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<Served> {
         let source = Arc::clone(&self.share.source);
         let (caller, ino) = (&cx.caller, cx.ino);
         match *operation {
@@ -195,7 +201,7 @@ impl Server {
         &mut self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         let source = Arc::clone(&self.share.source);
         let (caller, ino) = (&cx.caller, cx.ino);
@@ -308,7 +314,7 @@ impl Server {
         cx: &Context<'_>,
         (offset, len, window_offset): (u64, u64, u64),
         (read, write): (bool, bool),
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         let mappings = cx.mount.mappings.as_ref().ok_or(Errno::NOSYS)?;
         let (by, ino) = (cx.caller.session, cx.ino);
@@ -333,7 +339,7 @@ impl Server {
         &mut self,
         cx: &Context<'_>,
         ranges: &Records<'_, RemovemappingOne>,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         let mappings = cx.mount.mappings.as_ref().ok_or(Errno::NOSYS)?;
         let ranges = ranges.iter().map(|range| (range.moffset, range.len)).collect();
@@ -343,7 +349,7 @@ impl Server {
     }
 
     /// How a change of the client's window answers its request.
-    fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl Carrier) -> Answer {
+    fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> Answer {
         let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.mount.negotiated());
         let watched = self.watched.take();
         Box::new(move |outcome| {
@@ -369,7 +375,12 @@ impl Server {
         }
     }
 
-    fn wait_for_lock(&mut self, cx: &Context<'_>, request: &LockRequest, carrier: &mut impl Carrier) -> Result<Served> {
+    fn wait_for_lock(
+        &mut self,
+        cx: &Context<'_>,
+        request: &LockRequest,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<Served> {
         let source = &self.share.source;
         let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.mount.negotiated());
         let (later, watched) = (carrier.later(), self.watched.take());
@@ -419,7 +430,7 @@ impl Server {
 
     /// Answers a client that has a lock, or has given one up, as soon as clients were told of what others had written
     /// before: what its kernel keeps is older than the lock.
-    fn granted(&mut self, cx: &Context<'_>, kind: LockKind, carrier: &mut impl Carrier) -> Served {
+    fn granted(&mut self, cx: &Context<'_>, kind: LockKind, carrier: &mut impl FuseCarrier) -> Served {
         match self.share.source.changes() {
             Some(changes) if kind != LockKind::Unlock && changes.is_behind() => {
                 let (later, watched) = (carrier.later(), self.watched.take());
@@ -440,7 +451,7 @@ impl Server {
     fn aside(
         &mut self,
         cx: &Context<'_>,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl FuseCarrier,
         call: impl FnOnce(&Caller<'_>) -> Result<Reply<'static>> + Send + 'static,
     ) -> Served {
         let (later, unique, watched) = (carrier.later(), cx.unique, self.watched.take());
@@ -505,7 +516,7 @@ fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
 }
 
 /// Answers success, to whoever wants an answer.
-fn empty(cx: &Context<'_>, operation: &Operation<'_>, carrier: &mut impl Carrier) -> Served {
+fn empty(cx: &Context<'_>, operation: &Operation<'_>, carrier: &mut impl FuseCarrier) -> Served {
     match operation.reply_kind() {
         Some(_) => cx.done(carrier, &Reply::Empty),
         None => Served::NoReply,

@@ -1,9 +1,10 @@
 //! Writing replies.
 
-use ferry_vfs::{Errno, Input, Output};
+use ferry_vfs::Errno;
 use ferry_wire::fuse::{Negotiated, REPLY_HEAD_BYTES_MAX, Reply, encode_error};
 
-use crate::carrier::{Carrier, HEADER_BYTES, ReplyBuffer};
+use crate::carrier::HEADER_BYTES;
+use ferry_engine::ReplyBuffer;
 
 /// What became of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,37 +69,4 @@ pub(crate) fn to_bytes(unique: u64, session: &Negotiated, outcome: Result<Reply<
 /// A count for the wire.
 pub(crate) fn count(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(u32::MAX)
-}
-
-/// The part of a reply where the data of a READ goes.
-pub(crate) struct DataOutput<'a, C> {
-    pub(crate) carrier: &'a mut C,
-    pub(crate) done: usize,
-    pub(crate) bytes_max: usize,
-}
-
-impl<C: ReplyBuffer> Output for DataOutput<'_, C> {
-    fn put(&mut self, bytes: &[u8]) -> usize {
-        let bytes = &bytes[..bytes.len().min(self.bytes_max - self.done)];
-        let count = self.carrier.write_at(HEADER_BYTES + self.done, bytes);
-        self.done += count;
-        count
-    }
-}
-
-/// The part of a message where the data of a WRITE is.
-pub(crate) struct DataInput<'a, C> {
-    pub(crate) carrier: &'a C,
-    pub(crate) offset: usize,
-    pub(crate) left: usize,
-}
-
-impl<C: Carrier> Input for DataInput<'_, C> {
-    fn take(&mut self, bytes: &mut [u8]) -> usize {
-        let most = bytes.len().min(self.left);
-        let count = self.carrier.read_at(self.offset, &mut bytes[..most]);
-        self.offset += count;
-        self.left -= count;
-        count
-    }
 }

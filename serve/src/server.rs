@@ -11,7 +11,7 @@ use ferry_wire::fuse::{
     Reply, Request, SecurityContexts, decode, negotiate, peek,
 };
 
-use crate::carrier::{Carrier, ReplyBuffer, Served};
+use crate::carrier::{FuseCarrier, Served};
 use crate::data::{Moving, Unfinished};
 use crate::kept::Record;
 use crate::mappings::MAPPING_FLAGS;
@@ -20,6 +20,7 @@ use crate::passthrough::Passthrough;
 use crate::reply::{self, Written};
 use crate::session::Session;
 use crate::share::Share;
+use ferry_engine::ReplyBuffer;
 use ferry_engine::requests::Watched;
 
 /// Groups of a caller that are looked at; Linux sends one.
@@ -101,7 +102,7 @@ impl Server {
 
     /// Serves a request: copies it, once, and serves the copy. A panic of the source passes through: a worker that
     /// catches it calls [`Self::failed`]; others use [`Self::serve_caught`].
-    pub fn serve(&mut self, carrier: &mut impl Carrier) -> Served {
+    pub fn serve(&mut self, carrier: &mut impl FuseCarrier) -> Served {
         let message_bytes = carrier.request_bytes();
         let mut header = [0; IN_HEADER_BYTES];
         if carrier.read_at(0, &mut header) < IN_HEADER_BYTES {
@@ -119,11 +120,11 @@ impl Server {
     }
 
     /// As [`Self::serve`], but a panic of the source becomes EIO for this request alone.
-    pub fn serve_caught(&mut self, carrier: &mut impl Carrier) -> Served {
+    pub fn serve_caught(&mut self, carrier: &mut impl FuseCarrier) -> Served {
         catch_unwind(AssertUnwindSafe(|| self.serve(carrier))).unwrap_or_else(|_| self.failed(carrier))
     }
 
-    fn serve_copy(&mut self, carrier: &mut impl Carrier, head: &[u8], message_bytes: usize) -> Served {
+    fn serve_copy(&mut self, carrier: &mut impl FuseCarrier, head: &[u8], message_bytes: usize) -> Served {
         if self.mount.is_none() {
             self.mount = self.session.mount();
         }
@@ -248,7 +249,7 @@ impl Server {
     }
 
     /// [`Self::serve`] panicked: answers EIO.
-    pub fn failed(&mut self, carrier: &mut impl Carrier) -> Served {
+    pub fn failed(&mut self, carrier: &mut impl FuseCarrier) -> Served {
         // The panic may have come while buffers were lent out.
         self.head.resize(REQUEST_HEAD_BYTES_MAX, 0);
         if let Some(watched) = self.watched.take() {

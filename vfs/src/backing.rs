@@ -53,7 +53,7 @@ pub trait Memory: Send + Sync + Debug {
 pub struct Backing {
     fd: Arc<OwnedFd>,
     memory: Option<Arc<dyn Memory>>,
-    learnt: AtomicU8,
+    io_hints: AtomicU8,
     waits: bool,
     lasting: bool,
 }
@@ -61,7 +61,7 @@ pub struct Backing {
 impl Backing {
     /// Wraps a descriptor about which nothing is known yet.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd: Arc::new(fd), memory: None, learnt: AtomicU8::new(0), waits: false, lasting: false }
+        Self { fd: Arc::new(fd), memory: None, io_hints: AtomicU8::new(0), waits: false, lasting: false }
     }
 
     /// Wraps a descriptor whose bytes may also be reached in memory, at the same offsets.
@@ -85,7 +85,7 @@ impl Backing {
     /// look.
     #[must_use]
     pub fn without_memory(&self) -> Self {
-        Self { memory: None, learnt: AtomicU8::new(self.learnt()), fd: Arc::clone(&self.fd), ..*self }
+        Self { memory: None, io_hints: AtomicU8::new(self.io_hints()), fd: Arc::clone(&self.fd), ..*self }
     }
 
     /// Whether the descriptor stays open for as long as its source is served.
@@ -103,14 +103,14 @@ impl Backing {
         self.memory.as_deref()
     }
 
-    /// The bits learnt so far; they are the engine's, sources do not look at them.
-    pub fn learnt(&self) -> u8 {
-        self.learnt.load(Ordering::Relaxed)
+    /// The bits set so far; they are the engine's, sources do not look at them.
+    pub fn io_hints(&self) -> u8 {
+        self.io_hints.load(Ordering::Relaxed)
     }
 
     /// Adds bits for the next transfer to see.
-    pub fn learn(&self, bits: u8) {
-        self.learnt.fetch_or(bits, Ordering::Relaxed);
+    pub fn add_io_hints(&self, bits: u8) {
+        self.io_hints.fetch_or(bits, Ordering::Relaxed);
     }
 }
 

@@ -3,57 +3,43 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use ferry_engine::{Operation, Segment, Transfers, move_waiting};
-use ferry_vfs::Backing;
+use ferry_engine::{Operation, Segment, Transfer, TransferRequest, Transfers};
 
 use crate::chain::Chain;
 use crate::worker::{Answer, QueueHandler};
 
-/// What a handler may have moved on behalf of the chain that it serves, once. Each method's answer is what
-/// [`crate::QueueHandler::serve`] is to answer.
+/// What a handler may have moved on behalf of the chain that it serves, once.
 #[derive(Debug)]
 pub struct Io<'a> {
     chain: &'a Chain,
     token: u64,
-    wanted: Option<Wanted>,
+    request: Option<TransferRequest>,
 }
 
-/// A transfer that a handler wants, of a part of its chain.
-#[derive(Debug)]
-struct Wanted {
-    operation: Operation,
-    file: Arc<Backing>,
-    file_offset: u64,
-    /// Where it begins in what the operation moves: the driver's buffers, or what the driver sent.
-    chain_offset: usize,
-    bytes: usize,
-}
-
-impl Wanted {
-    fn segments(&self, chain: &Chain) -> impl Iterator<Item = Segment> {
-        let (readable, writable) = match self.operation {
-            Operation::Read => (0, self.bytes),
-            Operation::Write { .. } => (self.bytes, 0),
-            Operation::Fsync { .. } => (0, 0),
-        };
-        chain.readable(self.chain_offset, readable).chain(chain.writable(self.chain_offset, writable))
-    }
+/// The part of a chain that a transfer moves.
+fn segments(request: &TransferRequest, chain: &Chain) -> impl Iterator<Item = Segment> {
+    let (readable, writable) = match request.operation {
+        Operation::Read => (0, request.bytes),
+        Operation::Write { .. } => (request.bytes, 0),
+        Operation::Fsync { .. } => (0, 0),
+    };
+    chain.readable(request.at, readable).chain(chain.writable(request.at, writable))
 }
 
 /// What a handler has answered, and the transfer that is still to be made.
 #[derive(Debug)]
 pub(crate) struct Served {
     pub(crate) answer: Answer,
-    wanted: Option<Wanted>,
+    request: Option<TransferRequest>,
 }
 
 impl Served {
     /// Has a handler serve a chain. One that panics has failed.
     pub(crate) fn by<H: QueueHandler>(handler: &mut H, chain: &Chain, token: u64) -> Self {
-        let mut io = Io { chain, token, wanted: None };
+        let mut io = Io { chain, token, request: None };
         match catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io))) {
-            Ok(answer) => Self { answer, wanted: io.wanted },
-            Err(_) => Self { answer: Answer::Done(handler.failed(chain)), wanted: None },
+            Ok(answer) => Self { answer, request: io.request },
+            Err(_) => Self { answer: Answer::Done(handler.failed(chain)), request: None },
         }
     }
 
@@ -62,11 +48,13 @@ impl Served {
     /// # Safety
     /// The chain's memory stays mapped until the transfer has ended.
     pub(crate) unsafe fn queue(&mut self, transfers: &mut Transfers, chain: &Chain, token: u64) {
-        if let Some(wanted) = self.wanted.take() {
-            let segments = wanted.segments(chain);
+        if let Some(request) = self.request.take() {
+            let segments = segments(&request, chain);
             // SAFETY: by the caller's promise; what the guest does to its memory meanwhile is its own business, and nothing
             // here holds references.
-            unsafe { transfers.queue(token, wanted.operation, Arc::clone(&wanted.file), wanted.file_offset, segments) };
+            unsafe {
+                transfers.queue(token, request.operation, Arc::clone(&request.file), request.file_offset, segments)
+            };
         }
     }
 
@@ -75,11 +63,11 @@ impl Served {
     /// # Safety
     /// The chain's memory stays mapped until this returns.
     pub(crate) unsafe fn finish<H: QueueHandler>(self, handler: &mut H, chain: &Chain, token: u64) -> Answer {
-        let Self { answer, wanted } = self;
-        let Some(wanted) = wanted else { return answer };
-        let segments = wanted.segments(chain).collect();
+        let Self { answer, request } = self;
+        let Some(request) = request else { return answer };
+        let segments: Vec<Segment> = segments(&request, chain).collect();
         // SAFETY: by the caller's promise.
-        let outcome = unsafe { move_waiting(wanted.operation, wanted.file, wanted.file_offset, segments) };
+        let outcome = unsafe { Transfer::new(request.operation, request.file, request.file_offset, segments).run() };
         Answer::Done(finish(handler, chain, |handler| handler.transferred(token, chain, outcome)))
     }
 }
@@ -95,42 +83,15 @@ impl Io<'_> {
         self.token
     }
 
-    /// Reads from `file`, at `file_offset`, into the driver's buffers: up to `bytes` from `chain_offset` on.
-    pub fn read(&mut self, file: Arc<Backing>, file_offset: u64, chain_offset: usize, bytes: usize) -> Answer {
-        self.want(Operation::Read, file, file_offset, (chain_offset, bytes))
-    }
-
-    /// Writes to `file`, at `file_offset`, what the driver sent: up to `bytes` from `chain_offset` on.
-    /// `clear_privileges` and `waits` are those of [`Operation::Write`].
-    pub fn write(
-        &mut self,
-        file: Arc<Backing>,
-        file_offset: u64,
-        part: (usize, usize),
-        clear_privileges: bool,
-        waits: bool,
-    ) -> Answer {
-        self.want(Operation::Write { clear_privileges, waits }, file, file_offset, part)
-    }
-
-    /// Makes `file` durable.
-    pub fn fsync(&mut self, file: Arc<Backing>, data_only: bool) -> Answer {
-        self.want(Operation::Fsync { data_only }, file, 0, (0, 0))
-    }
-
-    fn want(
-        &mut self,
-        operation: Operation,
-        file: Arc<Backing>,
-        file_offset: u64,
-        (chain_offset, bytes): (usize, usize),
-    ) -> Answer {
+    /// Has a transfer made between a file and the chain: a read goes to the driver's buffers, a write takes what the driver
+    /// sent. Returns what [`crate::QueueHandler::serve`] is to return.
+    pub fn transfer(&mut self, request: TransferRequest) -> Answer {
         // Nobody but the kernel may copy from or to fragile memory.
-        let file = match self.chain.fragile && file.memory().is_some() {
-            true => Arc::new(file.without_memory()),
-            false => file,
+        let file = match self.chain.fragile && request.file.memory().is_some() {
+            true => Arc::new(request.file.without_memory()),
+            false => request.file,
         };
-        self.wanted = Some(Wanted { operation, file, file_offset, chain_offset, bytes });
+        self.request = Some(TransferRequest { file, ..request });
         Answer::Later
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferry_vfs::Backing;
 
-use ferry_engine::{BLOCKED, Far, IoMode, Mailbox, Ownership, Spin, Transfers, TransfersError};
+use ferry_engine::{BLOCKED, IoMode, Mailbox, Ownership, PoolTransfer, Spin, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
@@ -245,7 +245,7 @@ impl<H: QueueHandler> Hands<H> {
     ) -> Result<Self, TransfersError> {
         let mut transfers = Transfers::new(options.io, u32::from(QUEUE_SIZE_MAX))?;
         if desk.is_some() {
-            transfers.leave_far();
+            transfers.leave_remote_to_pool();
         }
         Ok(Self { handler, transfers, spin: Spin::new(options.poll), desk, owner })
     }
@@ -277,10 +277,10 @@ impl<H: QueueHandler> Hands<H> {
                 let moving = self.handler.detach(token);
                 desk.give_back(Return::Transferred { token, outcome, moving });
             }
-            while let Some(far) = self.transfers.next_far() {
-                let (token, moving) = (far.token, self.handler.detach(far.token));
+            while let Some(PoolTransfer { token, mut transfer }) = self.transfers.next_for_pool() {
+                let moving = self.handler.detach(token);
                 // SAFETY: the owner keeps the memory until the end is handed in.
-                let outcome = unsafe { far.make() };
+                let outcome = unsafe { transfer.run() };
                 desk.give_back(Return::Transferred { token, outcome, moving });
             }
             if self.transfers.unfinished() == 0 {
@@ -549,13 +549,14 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     /// Has a transfer made by another thread.
-    fn send_far(&mut self, hands: &mut Hands<H>, far: Far) {
-        let (token, moving) = (far.token, hands.handler.detach(far.token));
+    fn send_to_pool(&mut self, hands: &mut Hands<H>, transfer: PoolTransfer) {
+        let PoolTransfer { token, mut transfer } = transfer;
+        let moving = hands.handler.detach(token);
         let (Some(desk), Some(memory)) = (hands.desk.clone(), self.slots.memory(token).cloned()) else { return };
         let pool = Arc::clone(&desk.pool);
         let job = move |_: &mut H| {
             // SAFETY: `memory` is what the chain lies in.
-            let outcome = unsafe { far.make() };
+            let outcome = unsafe { transfer.run() };
             drop(memory);
             desk.give_back(Return::Transferred { token, outcome, moving });
         };
@@ -593,8 +594,8 @@ impl<H: QueueHandler> Worker<H> {
         while let Some((token, outcome)) = hands.transfers.next_done() {
             self.transferred(hands, token, outcome);
         }
-        while let Some(far) = hands.transfers.next_far() {
-            self.send_far(hands, far);
+        while let Some(transfer) = hands.transfers.next_for_pool() {
+            self.send_to_pool(hands, transfer);
         }
     }
 

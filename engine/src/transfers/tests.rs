@@ -6,8 +6,8 @@ use std::path::Path;
 
 use ferry_vfs::OFlags;
 
-use super::learnt::READ_TRIES;
-use super::pending::RING_BATCH_MIN;
+use super::io_hints::READ_TRIES;
+use super::route::RING_BATCH_MIN;
 use super::*;
 
 fn segments(bytes: &mut [u8], pieces: usize) -> Vec<Segment> {
@@ -154,7 +154,7 @@ fn drop_waits_for_what_is_under_way() {
     let mut bytes = [0u8; RING_BATCH_MIN];
     let mut transfers = Transfers::new(IoMode::Uring, 8).unwrap();
     let file = Arc::new(Backing::new(OwnedFd::from(reader)));
-    file.learn(READ_TRIES);
+    file.add_io_hints(READ_TRIES);
     let late = std::thread::spawn(move || {
         std::thread::sleep(std::time::Duration::from_millis(30));
         writer.write_all(b"abc").unwrap();
@@ -337,7 +337,7 @@ impl Drop for Shared {
 
 /// Four blocks, each read into so many pieces of its own, from the page cache by the ring.
 fn read_four(transfers: &mut Transfers, file: &Arc<Backing>, to: &Shared, pieces: usize) {
-    file.learn(READ_TRIES);
+    file.add_io_hints(READ_TRIES);
     for block in 0..4usize {
         let bytes = 4096 / pieces;
         let pieces: Vec<_> = (0..pieces).map(|piece| to.piece(8192 * block + piece * 2 * bytes, bytes)).collect();
@@ -464,9 +464,9 @@ fn what_only_copies_is_made_many_at_once() {
         let path = dir.path().join("file");
         let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
         let file = open(&path, OFlags::CREATE | OFlags::RDWR);
-        file.learn(learnt::WRITE_CANNOT_TRY | learnt::READ_CANNOT_TRY);
+        file.add_io_hints(io_hints::WRITE_CANNOT_TRY | io_hints::READ_CANNOT_TRY);
         let read_only = open(&path, OFlags::RDONLY);
-        read_only.learn(learnt::WRITE_CANNOT_TRY);
+        read_only.add_io_hints(io_hints::WRITE_CANNOT_TRY);
         // More than one call takes, in several pieces each, with gaps; some of them cannot be.
         let mut source: Vec<u8> = (0..150 * 512u32).map(|n| (n % 251) as u8).collect();
         for (index, piece) in source.chunks_mut(512).enumerate() {

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
+use ferry_engine::TransferRequest;
 use ferry_vfs::{BlockRange, Data, Errno, Input, Output};
 use ferry_vhost::{Answer, Chain, Io, Port, QueueHandler};
 use ferry_wire::blk::{
@@ -109,7 +110,7 @@ impl Handler {
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
                 self.note(io.token(), Wanted { bytes, is_read: true });
-                io.read(extent.file, extent.offset, 0, bytes)
+                io.transfer(TransferRequest::read(extent, 0, bytes))
             }
             Err(error) => self.fail(chain, error),
         }
@@ -139,7 +140,7 @@ impl Handler {
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
                 self.note(io.token(), Wanted { bytes, is_read: false });
-                io.write(extent.file, extent.offset, (HEADER_BYTES, bytes), false, durable)
+                io.transfer(TransferRequest::write(extent, (HEADER_BYTES, bytes), false, durable))
             }
             Err(error) => self.fail(chain, error),
         }
@@ -153,7 +154,7 @@ impl Handler {
             Ok(None) => Answer::Done(end(chain, Status::Ok, 0)),
             Ok(Some(file)) => {
                 self.note(io.token(), Wanted::default());
-                io.fsync(file, true)
+                io.transfer(TransferRequest::fsync(file, true))
             }
             Err(error) => self.fail(chain, error),
         }

@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use ferry_engine::{Lease, NotEnded, Post, Relief, Seen, Serving, Watch};
-use ferry_serve::{HEADER_BYTES, Served, Server};
+use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::InterruptIn;
 use ferry_wire::fuse::{IN_HEADER_BYTES, Negotiated, Opcode, encode_error, peek};
@@ -226,16 +226,15 @@ impl<'a> Work<'a> {
                 counters.system_calls.add(loaded.calls);
                 Ok(loaded.bytes)
             } else {
-                let payload = carrier.payload(&transfer);
-                // SAFETY: the transfer was made within the payload, which is this thread's own.
-                let outcome = unsafe { transfer.wait(payload) };
+                // SAFETY: the transfer is described within the payload, which is this thread's own.
+                let outcome = unsafe { transfer.run() };
                 counters.system_calls.add(transfer.calls());
                 outcome
             };
             if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
                 counters.read_bytes.add(*bytes as u64);
             }
-            served = Served::Reply(server.transferred(ferry_serve::Carrier::token(&carrier), &mut carrier, outcome));
+            served = Served::Reply(server.transferred(carrier.token(), &mut carrier, outcome));
         }
         if carrier.is_asked.get() && served != Served::Later {
             reader.readers.later.end(unique);

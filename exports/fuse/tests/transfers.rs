@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::sources::{Null, Relay};
 use common::{Mounted, mount, paths, plain, stay_on, wait_until};
-use ferry_engine::learnt;
+use ferry_engine::io_hints;
 use ferry_fuse::{Cache, Options, Path};
 use ferry_vfs::{Attr, Caller, Data, Entry, FileSystem, Handle, Ino, Input, IoRange, Name, OFlags, Output, Result};
 
@@ -110,7 +110,7 @@ impl FileSystem for Far {
         }
         let data = self.relay.read(caller, at, out)?;
         if let (true, Data::Extent(extent)) = (self.by_worker, &data) {
-            extent.file.learn(learnt::PLACE_KNOWN | learnt::READ_CANNOT_TRY);
+            extent.file.add_io_hints(io_hints::PLACE_KNOWN | io_hints::READ_CANNOT_TRY);
         }
         Ok(data)
     }

@@ -1,14 +1,14 @@
 //! A socket's messages as carriers of requests: all of a message is in memory, and so is its reply.
 
-use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::io;
 
-use ferry_engine::{Lane, WithoutFsetid};
-use ferry_vfs::{Backing, Errno, Extent, Result};
-use ferry_wire::ninep::{READ_HEAD_BYTES, WRITE_HEAD_BYTES};
+use ferry_engine::{
+    Carrier, Lane, Operation, ReplyBuffer, TransferRequest, read_blocking, sync_blocking, write_blocking,
+};
+use ferry_vfs::{Errno, Result};
 
 use crate::ahead::Ahead;
-use crate::carrier::{Carrier, ReplyBuffer};
+use crate::carrier::{NinepCarrier, NinepReply};
 use crate::serve::Moving;
 
 /// A long reply grows by so much at a time: who asks for more than there is gets no memory for it.
@@ -27,11 +27,17 @@ pub(crate) struct Buffers {
 
 /// A message that is being served.
 pub(crate) struct Message<'a> {
-    pub(crate) bytes: &'a [u8],
+    bytes: &'a [u8],
     pub(crate) buffers: &'a mut Buffers,
+    /// The outcome of the transfer that the request was about.
+    ended: Option<io::Result<usize>>,
 }
 
-impl Message<'_> {
+impl<'a> Message<'a> {
+    pub(crate) fn new(bytes: &'a [u8], buffers: &'a mut Buffers) -> Self {
+        Self { bytes, buffers, ended: None }
+    }
+
     /// A part of the long reply.
     fn place(&mut self, offset: usize, bytes: usize) -> &mut [u8] {
         let long = &mut self.buffers.long;
@@ -42,11 +48,41 @@ impl Message<'_> {
     }
 }
 
-impl ReplyBuffer for Message<'_> {
-    fn short(&mut self) -> &mut Vec<u8> {
-        &mut self.buffers.short
+impl Message<'_> {
+    /// Makes a transfer: the thread may wait.
+    fn run(&mut self, request: &TransferRequest) -> io::Result<usize> {
+        let TransferRequest { operation, file, file_offset, at, bytes } = request;
+        match *operation {
+            Operation::Read => self.run_read(request),
+            Operation::Write { clear_privileges, .. } => {
+                let data = self.bytes.get(*at..at + bytes).unwrap_or_default();
+                write_blocking(file, *file_offset, data, clear_privileges)
+            }
+            Operation::Fsync { data_only } => sync_blocking(file, data_only).map(|()| 0),
+        }
     }
 
+    fn run_read(&mut self, request: &TransferRequest) -> io::Result<usize> {
+        let mut done = 0;
+        while done < request.bytes {
+            let piece = PIECE_BYTES.min(request.bytes - done);
+            let place = self.place(request.at + done, piece);
+            match read_blocking(&request.file, request.file_offset + done as u64, place) {
+                Ok(count) => {
+                    done += count;
+                    if count < piece {
+                        break;
+                    }
+                }
+                Err(_) if done > 0 => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(done)
+    }
+}
+
+impl ReplyBuffer for Message<'_> {
     fn room(&self) -> usize {
         usize::MAX
     }
@@ -57,41 +93,29 @@ impl ReplyBuffer for Message<'_> {
     }
 }
 
-// Everything is done at once: the thread may wait.
+impl NinepReply for Message<'_> {
+    fn short(&mut self) -> &mut Vec<u8> {
+        &mut self.buffers.short
+    }
+}
+
 impl Carrier for Message<'_> {
-    fn data_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
-        let data = self.bytes.get(WRITE_HEAD_BYTES + offset..).unwrap_or_default();
+    fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+        let data = self.bytes.get(offset..).unwrap_or_default();
         let count = data.len().min(bytes.len());
         bytes[..count].copy_from_slice(&data[..count]);
         count
     }
 
-    fn read(&mut self, extent: Extent, bytes: usize) -> Option<Result<usize>> {
-        let mut done = 0;
-        while done < bytes {
-            let piece = PIECE_BYTES.min(bytes - done);
-            match read(&extent, done as u64, self.place(READ_HEAD_BYTES + done, piece)) {
-                Ok(count) => {
-                    done += count;
-                    if count < piece {
-                        break;
-                    }
-                }
-                Err(_) if done > 0 => break,
-                Err(errno) => return Some(Err(errno)),
-            }
-        }
-        Some(Ok(done))
+    fn transfer(&mut self, request: TransferRequest) {
+        self.ended = Some(self.run(&request));
     }
+}
 
-    fn write(&mut self, extent: Extent, bytes: usize, clear_privileges: bool, _: bool) -> Option<Result<usize>> {
-        let data = self.bytes.get(WRITE_HEAD_BYTES..WRITE_HEAD_BYTES + bytes).unwrap_or_default();
-        Some(write(&extent, data, clear_privileges))
-    }
-
-    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) -> Option<Result<usize>> {
-        let synced = if data_only { rustix::fs::fdatasync(file.as_fd()) } else { rustix::fs::fsync(file.as_fd()) };
-        Some(synced.map(|()| 0))
+impl NinepCarrier for Message<'_> {
+    fn ended(&mut self) -> Option<Result<usize>> {
+        let errno = |error: io::Error| Errno::from_io_error(&error).unwrap_or(Errno::IO);
+        self.ended.take().map(|ended| ended.map_err(errno))
     }
 
     /// Nothing is left for later.
@@ -101,37 +125,4 @@ impl Carrier for Message<'_> {
     fn read_ahead(&mut self, _: &Lane, ahead: Ahead) {
         self.buffers.ahead = Some(ahead);
     }
-}
-
-fn read(extent: &Extent, from: u64, room: &mut [u8]) -> Result<usize> {
-    let mut done = 0;
-    while done < room.len() {
-        match rustix::io::pread(extent.file.as_fd(), &mut room[done..], extent.offset + from + done as u64) {
-            Ok(0) => break,
-            Ok(count) => done += count,
-            Err(Errno::INTR) => {}
-            Err(_) if done > 0 => break,
-            Err(errno) => return Err(errno),
-        }
-    }
-    Ok(done)
-}
-
-fn write(extent: &Extent, data: &[u8], clear_privileges: bool) -> Result<usize> {
-    let _without = if clear_privileges { Some(WithoutFsetid::enter()?) } else { None };
-    let mut done = 0;
-    while done < data.len() {
-        match rustix::io::pwrite(extent.file.as_fd(), &data[done..], extent.offset + done as u64) {
-            Ok(0) => break,
-            Ok(count) => done += count,
-            Err(Errno::INTR) => {}
-            // What was written is told; what was not will be tried again, and tell the error.
-            Err(_) if done > 0 => break,
-            Err(errno) => return Err(errno),
-        }
-    }
-    if let Some(memory) = extent.file.memory() {
-        memory.written();
-    }
-    Ok(done)
 }

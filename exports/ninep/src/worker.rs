@@ -93,7 +93,7 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
                 hub.keep_watch();
                 let client = Arc::clone(connection) as Arc<dyn Client>;
                 let context = Context { share: &hub.share, client, session: &session, ticket: &ticket };
-                answer(&context, &request, &mut Message { bytes: &message[..bytes], buffers });
+                answer(&context, &request, &mut Message::new(&message[..bytes], buffers));
                 connection.served();
                 if let Some(ahead) = buffers.ahead.take() {
                     ahead.ask();

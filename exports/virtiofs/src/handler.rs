@@ -3,8 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use ferry_serve::{Carrier, ReplyBuffer, Served, Server, Unfinished};
-use ferry_vfs::Backing;
+use ferry_serve::{Carrier, FuseCarrier, ReplyBuffer, Served, Server, TransferRequest, Unfinished};
 use ferry_vhost::{Answer, Chain, Io, Placement, Port, QueueHandler};
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, peek};
 
@@ -44,14 +43,20 @@ impl ReplyBuffer for Request<'_, '_> {
     }
 }
 
-// What `Io` answers is known: a transfer comes by itself.
 impl Carrier for Request<'_, '_> {
-    fn request_bytes(&self) -> usize {
-        self.chain.readable_bytes()
-    }
-
     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         self.chain.read_at(offset, bytes)
+    }
+
+    fn transfer(&mut self, request: TransferRequest) {
+        // What `Io` returns is known: the transfer comes by itself.
+        let _ = self.io.transfer(request);
+    }
+}
+
+impl FuseCarrier for Request<'_, '_> {
+    fn request_bytes(&self) -> usize {
+        self.chain.readable_bytes()
     }
 
     fn token(&self) -> u64 {
@@ -65,25 +70,6 @@ impl Carrier for Request<'_, '_> {
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
         let (port, token) = (Arc::clone(self.port), self.io.token());
         move |reply| port.reply(token, reply)
-    }
-
-    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
-        let _ = self.io.read(file, file_offset, reply_offset, bytes);
-    }
-
-    fn write(
-        &mut self,
-        file: Arc<Backing>,
-        file_offset: u64,
-        request: (usize, usize),
-        clear_privileges: bool,
-        waits: bool,
-    ) {
-        let _ = self.io.write(file, file_offset, request, clear_privileges, waits);
-    }
-
-    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
-        let _ = self.io.fsync(file, data_only);
     }
 }
 

@@ -5,18 +5,14 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, mpsc};
 
-use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer, Served, Server, Session, Share, ShareOptions};
-use ferry_vfs::{Backing, Errno, FileSystem, Ino};
+use ferry_engine::Operation as Movement;
+use ferry_serve::{
+    Carrier, FuseCarrier, HEADER_BYTES, ReplyBuffer, Served, Server, Session, Share, ShareOptions, TransferRequest,
+};
+use ferry_vfs::{Errno, FileSystem, Ino};
 use ferry_wire::fuse::{
     Extensions, InitFlags, InitRequest, Negotiated, Operation, Reply, ReplyKind, Request, SecurityContexts,
 };
-
-/// A transfer that was begun.
-pub enum Transfer {
-    Read(Arc<Backing>, u64, usize, usize),
-    Write(Arc<Backing>, u64, (usize, usize)),
-    Fsync(bool),
-}
 
 pub struct Message {
     pub request: Vec<u8>,
@@ -25,7 +21,8 @@ pub struct Message {
     pub revoked: bool,
     /// A server before has taken it already.
     pub again: bool,
-    pub transfer: Option<Transfer>,
+    /// A transfer was begun.
+    pub transfer: Option<TransferRequest>,
     /// A write was begun that waits for a device.
     pub waits: bool,
     pub late: mpsc::Sender<Vec<u8>>,
@@ -48,15 +45,22 @@ impl ReplyBuffer for Message {
 }
 
 impl Carrier for Message {
-    fn request_bytes(&self) -> usize {
-        self.request.len()
-    }
-
     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         let rest = self.request.get(offset..).unwrap_or_default();
         let count = rest.len().min(bytes.len());
         bytes[..count].copy_from_slice(&rest[..count]);
         count
+    }
+
+    fn transfer(&mut self, request: TransferRequest) {
+        self.waits = matches!(request.operation, Movement::Write { waits: true, .. });
+        self.transfer = Some(request);
+    }
+}
+
+impl FuseCarrier for Message {
+    fn request_bytes(&self) -> usize {
+        self.request.len()
     }
 
     fn token(&self) -> u64 {
@@ -71,32 +75,17 @@ impl Carrier for Message {
         let late = self.late.clone();
         move |reply| late.send(reply).unwrap()
     }
-
-    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
-        self.transfer = Some(Transfer::Read(file, file_offset, reply_offset, bytes));
-    }
-
-    fn write(&mut self, file: Arc<Backing>, file_offset: u64, request: (usize, usize), _: bool, waits: bool) {
-        self.waits = waits;
-        self.transfer = Some(Transfer::Write(file, file_offset, request));
-    }
-
-    fn fsync(&mut self, _: Arc<Backing>, data_only: bool) {
-        self.transfer = Some(Transfer::Fsync(data_only));
-    }
 }
 
 impl Message {
     /// Does what was begun, as an engine would.
     fn transfer(&mut self) -> io::Result<usize> {
-        match self.transfer.take().expect("a transfer was begun") {
-            Transfer::Read(file, at, offset, bytes) => {
-                Ok(rustix::io::pread(file.as_fd(), &mut self.reply[offset..offset + bytes], at)?)
-            }
-            Transfer::Write(file, at, (offset, bytes)) => {
-                Ok(rustix::io::pwrite(file.as_fd(), &self.request[offset..offset + bytes], at)?)
-            }
-            Transfer::Fsync(_) => Ok(0),
+        let TransferRequest { operation, file, file_offset, at, bytes } =
+            self.transfer.take().expect("a transfer was begun");
+        match operation {
+            Movement::Read => Ok(rustix::io::pread(file.as_fd(), &mut self.reply[at..at + bytes], file_offset)?),
+            Movement::Write { .. } => Ok(rustix::io::pwrite(file.as_fd(), &self.request[at..at + bytes], file_offset)?),
+            Movement::Fsync { .. } => Ok(0),
         }
     }
 }

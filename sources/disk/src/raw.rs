@@ -94,9 +94,7 @@ impl RawDisk {
             );
         }
         let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
-        // Elsewhere a transfer that cannot be tried without waiting is made at once: it is memory that it waits for.
-        let wrap = if sys::is_remote(&file) { Backing::waiting } else { Backing::new };
-        let cached = Pair::open(&file, access, wrap).map_err(failed)?;
+        let cached = Pair::open(&file, access, Backing::new).map_err(failed)?;
         let direct = match options.cache.unwrap_or(Cache::None) {
             Cache::None => Direct::open(&file, access),
             Cache::Writeback | Cache::Writethrough => None,

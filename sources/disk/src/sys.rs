@@ -24,15 +24,6 @@ const ALIGNMENTS_TRIED: [usize; 2] = [512, 4096];
 /// `TMPFS_MAGIC`: takes `O_DIRECT` since Linux 6.5, and goes through the page cache that it consists of.
 const TMPFS: i64 = 0x0102_1994;
 
-/// File systems that ask somebody else for their data, who may take any time: `FUSE_SUPER_MAGIC`, `NFS_SUPER_MAGIC`,
-/// `CIFS_MAGIC_NUMBER`, `SMB2_MAGIC_NUMBER`, `CEPH_SUPER_MAGIC`, `V9FS_MAGIC`.
-const REMOTE: [i64; 6] = [0x6573_5546, 0x6969, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x0102_1997];
-
-/// Whether a read or write of the file may have to wait for more than a disk.
-pub(crate) fn is_remote(file: impl AsFd) -> bool {
-    rustix::fs::fstatfs(file).is_ok_and(|found| REMOTE.contains(&found.f_type))
-}
-
 /// Opens a file or block device; a device that is written must not be in use on this host.
 pub(crate) fn open(path: &Path, writes: bool) -> Result<File, Error> {
     let failed = |error: Errno| Error::Open { path: path.into(), reason: error.into() };

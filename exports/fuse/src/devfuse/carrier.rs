@@ -5,16 +5,16 @@ use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use ferry_engine::{Operation, Term};
-use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
-use ferry_vfs::{Backing, Errno};
+use ferry_engine::{Carrier, ReplyBuffer, Term, Transfer, TransferRequest};
+use ferry_serve::{FuseCarrier, HEADER_BYTES};
+use ferry_vfs::Errno;
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, WRITE_HEAD_BYTES, peek};
 
 use super::Reader;
 use crate::device::send;
 use crate::later::may_be_given_up;
 use crate::stats::Counters;
-use crate::transfer::Transfer;
+use crate::transfer::in_payload;
 
 /// Files opened with `O_DIRECT` want memory that is aligned; a page is enough everywhere.
 const PAGE_BYTES: usize = 4096;
@@ -124,12 +124,6 @@ impl<'a> DeviceCarrier<'a> {
     pub(super) fn new(reader: &'a Reader, term: Term, memory: &'a mut Memory, counters: &'a Counters) -> Self {
         Self { reader, term, memory, counters, transfer: None, is_asked: Cell::new(false) }
     }
-
-    /// Where the payload of the message, or of the reply, begins.
-    pub(super) fn payload(&mut self, transfer: &Transfer) -> *mut u8 {
-        let start = if transfer.is_read() { self.memory.reply } else { self.memory.data };
-        self.memory.bytes[start..].as_mut_ptr()
-    }
 }
 
 impl ReplyBuffer for DeviceCarrier<'_> {
@@ -155,15 +149,29 @@ impl ReplyBuffer for DeviceCarrier<'_> {
 }
 
 impl Carrier for DeviceCarrier<'_> {
-    fn request_bytes(&self) -> usize {
-        self.memory.received
-    }
-
     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         let Some(from) = self.memory.request().get(offset..) else { return 0 };
         let count = from.len().min(bytes.len());
         bytes[..count].copy_from_slice(&from[..count]);
         count
+    }
+
+    fn transfer(&mut self, request: TransferRequest) {
+        let memory = &mut *self.memory;
+        let (start, payload_bytes) = match request.is_read() {
+            true => (memory.reply, memory.payload_bytes),
+            false => (memory.data, memory.received.saturating_sub(WRITE_HEAD_BYTES)),
+        };
+        if !request.is_read() {
+            self.counters.written_bytes.add(request.bytes as u64);
+        }
+        self.transfer = Some(in_payload(request, memory.bytes[start..].as_mut_ptr(), payload_bytes));
+    }
+}
+
+impl FuseCarrier for DeviceCarrier<'_> {
+    fn request_bytes(&self) -> usize {
+        self.memory.received
     }
 
     fn token(&self) -> u64 {
@@ -189,32 +197,5 @@ impl Carrier for DeviceCarrier<'_> {
                 tracing::debug!("nobody waits for the reply to request {unique} any more: {error}");
             }
         }
-    }
-
-    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
-        let at = reply_offset.saturating_sub(HEADER_BYTES).min(self.memory.payload_bytes);
-        let bytes = bytes.min(self.memory.payload_bytes - at);
-        self.transfer = Some(Transfer::new(Operation::Read, file, file_offset, (at, bytes)));
-    }
-
-    fn write(
-        &mut self,
-        file: Arc<Backing>,
-        file_offset: u64,
-        (at, bytes): (usize, usize),
-        clear_privileges: bool,
-        waits: bool,
-    ) {
-        self.counters.written_bytes.add(bytes as u64);
-        let operation = Operation::Write { clear_privileges, waits };
-        let payload_bytes = self.memory.received.saturating_sub(WRITE_HEAD_BYTES);
-        let at = at.saturating_sub(WRITE_HEAD_BYTES).min(payload_bytes);
-        let bytes = bytes.min(payload_bytes - at);
-        self.transfer = Some(Transfer::new(operation, file, file_offset, (at, bytes)));
-    }
-
-    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
-        let operation = Operation::Fsync { data_only };
-        self.transfer = Some(Transfer::new(operation, file, 0, (0, 0)));
     }
 }

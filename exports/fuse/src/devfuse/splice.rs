@@ -5,13 +5,12 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use ferry_engine::Transfer;
 use ferry_serve::HEADER_BYTES;
 use ferry_wire::fuse::abi::OutHeader;
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 use zerocopy::IntoBytes;
-
-use crate::transfer::Transfer;
 
 /// The shortest data that are spliced. CPU time of the reader for one READ of a file on a tmpfs, copied : spliced, in
 /// microseconds: 17 : 22 at 64 KiB, 78 : 68 at 256 KiB, 183 : 118 at 512 KiB.
@@ -77,13 +76,13 @@ impl Spliced {
     /// Puts a reply into the pipe: the data of a read that is made now, however long it takes. `None` if it is to be
     /// made in another way: it is short, no pipe can be had, or the file does not give what it should.
     pub(super) fn load(&mut self, transfer: &Transfer, unique: u64, room_bytes: usize) -> Option<Loaded> {
-        if !transfer.is_read() || transfer.bytes < BYTES_MIN {
+        if !transfer.is_read() || transfer.bytes() < BYTES_MIN {
             return None;
         }
         // The header comes first and tells the length; a file that is cut short meanwhile is read in the other way.
-        let size = u64::try_from(rustix::fs::fstat(&*transfer.file).ok()?.st_size).ok()?;
-        let left = usize::try_from(size.saturating_sub(transfer.file_offset)).unwrap_or(usize::MAX);
-        let bytes = transfer.bytes.min(left);
+        let size = u64::try_from(rustix::fs::fstat(&**transfer.file()).ok()?.st_size).ok()?;
+        let left = usize::try_from(size.saturating_sub(transfer.offset())).unwrap_or(usize::MAX);
+        let bytes = transfer.bytes().min(left);
         if bytes < BYTES_MIN {
             return None;
         }
@@ -127,12 +126,12 @@ impl Pipe {
         if rustix::io::write(&self.to, header) != Ok(header.len()) {
             return None;
         }
-        let mut offset = transfer.file_offset;
+        let mut offset = transfer.offset();
         let mut left = bytes;
         let mut calls = 2;
         while left > 0 {
             calls += 1;
-            match splice(transfer.file.as_fd(), Some(&mut offset), &self.to, None, left, SpliceFlags::NONBLOCK) {
+            match splice(transfer.file().as_fd(), Some(&mut offset), &self.to, None, left, SpliceFlags::NONBLOCK) {
                 Ok(0) => return None,
                 Ok(count) => left = left.saturating_sub(count),
                 Err(Errno::INTR) => {}

@@ -3,15 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_engine::{Hold, Lease, NotEnded, Operation, Term};
-use ferry_serve::{Carrier, HEADER_BYTES, ReplyBuffer};
-use ferry_vfs::Backing;
-use ferry_wire::fuse::WRITE_HEAD_BYTES;
+use ferry_engine::{Carrier, Hold, Lease, NotEnded, ReplyBuffer, Term, Transfer, TransferRequest};
+use ferry_serve::{FuseCarrier, HEADER_BYTES};
 
 use super::memory::Message;
 use super::queue::{Block, Queue};
 use crate::stats::Counters;
-use crate::transfer::Transfer;
+use crate::transfer::in_payload;
 
 /// One request.
 pub(super) struct RingCarrier<'a> {
@@ -50,14 +48,26 @@ impl ReplyBuffer for RingCarrier<'_> {
 }
 
 impl Carrier for RingCarrier<'_> {
-    fn request_bytes(&self) -> usize {
-        self.message.bytes()
-    }
-
     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         let Some(_hold) = self.hold() else { return 0 };
         // SAFETY: the term is held, so the entry is this request's.
         unsafe { self.block.chunk.copy_out(self.slot, &self.message, offset, bytes) }
+    }
+
+    fn transfer(&mut self, request: TransferRequest) {
+        let chunk = &self.block.chunk;
+        let payload_bytes = if request.is_read() { chunk.payload_bytes() } else { self.message.payload_bytes };
+        if !request.is_read() {
+            self.counters.written_bytes.add(request.bytes as u64);
+        }
+        // If the term is not this request's any more, the entry may get other memory; then nothing is moved.
+        self.transfer = Some(in_payload(request, chunk.second(self.slot), payload_bytes));
+    }
+}
+
+impl FuseCarrier for RingCarrier<'_> {
+    fn request_bytes(&self) -> usize {
+        self.message.bytes()
     }
 
     fn token(&self) -> u64 {
@@ -75,31 +85,5 @@ impl Carrier for RingCarrier<'_> {
             queue.later.end(unique);
             queue.parked.fetch_sub(1, Ordering::Relaxed);
         }
-    }
-
-    fn read(&mut self, file: Arc<Backing>, file_offset: u64, reply_offset: usize, bytes: usize) {
-        let at = reply_offset.saturating_sub(HEADER_BYTES).min(self.block.chunk.payload_bytes());
-        let bytes = bytes.min(self.block.chunk.payload_bytes() - at);
-        self.transfer = Some(Transfer::new(Operation::Read, file, file_offset, (at, bytes)));
-    }
-
-    fn write(
-        &mut self,
-        file: Arc<Backing>,
-        file_offset: u64,
-        (at, bytes): (usize, usize),
-        clear_privileges: bool,
-        waits: bool,
-    ) {
-        self.counters.written_bytes.add(bytes as u64);
-        let operation = Operation::Write { clear_privileges, waits };
-        let at = at.saturating_sub(WRITE_HEAD_BYTES).min(self.message.payload_bytes);
-        let bytes = bytes.min(self.message.payload_bytes - at);
-        self.transfer = Some(Transfer::new(operation, file, file_offset, (at, bytes)));
-    }
-
-    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) {
-        let operation = Operation::Fsync { data_only };
-        self.transfer = Some(Transfer::new(operation, file, 0, (0, 0)));
     }
 }

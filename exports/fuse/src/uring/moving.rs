@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{NotEnded, Term};
+use ferry_engine::{NotEnded, Term, Transfer};
 use ferry_serve::{HEADER_BYTES, Unfinished};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
@@ -23,7 +23,6 @@ use super::carrier::RingCarrier;
 use super::memory::{Mapping, Message};
 use super::queue::{Block, Mail, Queue, State};
 use super::worker::Worker;
-use crate::transfer::Transfer;
 
 /// Bits of an entry's index in the number of a transfer: more than there are entries.
 const INDEX_BITS: u32 = 16;
@@ -109,9 +108,9 @@ pub(super) fn try_to_make(carrier: &RingCarrier<'_>, transfer: &mut Transfer) ->
         return Tried::Over;
     }
     let second = chunk.second(carrier.slot);
-    // SAFETY: the transfer was made within the payload; while it moves, the entry is this request's, or else this memory is
-    // this transfer's alone.
-    let outcome = unsafe { transfer.try_now(second) };
+    // SAFETY: the transfer is described within the payload that began at `second` during the term, and still does, for the
+    // term is this request's; while it moves, the entry is this request's, or else this memory is this transfer's alone.
+    let outcome = unsafe { transfer.try_now() };
     carrier.counters.system_calls.add(transfer.calls());
     match outcome {
         Some(outcome) => {
@@ -245,9 +244,7 @@ impl Worker<'_> {
             Some(UnderWay { number, given_up: Some(GivenUp { errno, .. }), .. }) => {
                 (*number, Err(io::Error::from(*errno)))
             }
-            Some(UnderWay { number, transfer, .. }) => {
-                (*number, transfer.entry(block.chunk.second(slot), queue.ring.unprivileged))
-            }
+            Some(UnderWay { number, transfer, .. }) => (*number, transfer.entry(queue.ring.unprivileged)),
         };
         // The kernel may start threads for it, which are as this one is.
         self.way.compete();

@@ -7,8 +7,8 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
-use ferry_engine::Ownership;
-use ferry_serve::{Carrier, HEADER_BYTES, Served, Server};
+use ferry_engine::{Ownership, Transfer};
+use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::{Opcode, encode_error};
 
@@ -23,7 +23,6 @@ use crate::giving_way::GivingWay;
 use crate::later::may_be_given_up;
 use crate::machine::stay_on;
 use crate::stats::Counters;
-use crate::transfer::Transfer;
 
 /// What a thread that stands by is told.
 #[derive(Debug)]

@@ -1,14 +1,11 @@
 //! A descriptor chain as the carrier of a request. Data goes between files and the guest's own pages.
 
-use std::sync::Arc;
-
-use ferry_engine::Lane;
-use ferry_vfs::{Backing, Extent, Result};
+use ferry_engine::{Carrier, Lane, ReplyBuffer, TransferRequest};
+use ferry_vfs::Result;
 use ferry_vhost::{Chain, Io};
-use ferry_wire::ninep::{READ_HEAD_BYTES, WRITE_HEAD_BYTES};
 
 use crate::ahead::Ahead;
-use crate::carrier::{Carrier, ReplyBuffer};
+use crate::carrier::{NinepCarrier, NinepReply};
 use crate::serve::Moving;
 
 /// Where a chain's reply goes.
@@ -17,11 +14,13 @@ pub(super) struct Reply<'a> {
     pub(super) short: &'a mut Vec<u8>,
 }
 
-impl ReplyBuffer for Reply<'_> {
+impl NinepReply for Reply<'_> {
     fn short(&mut self) -> &mut Vec<u8> {
         self.short
     }
+}
 
+impl ReplyBuffer for Reply<'_> {
     fn room(&self) -> usize {
         self.chain.writable_bytes()
     }
@@ -39,11 +38,13 @@ pub(super) struct Request<'a, 'io> {
     pub(super) moving: Option<Moving>,
 }
 
-impl ReplyBuffer for Request<'_, '_> {
+impl NinepReply for Request<'_, '_> {
     fn short(&mut self) -> &mut Vec<u8> {
         self.reply.short()
     }
+}
 
+impl ReplyBuffer for Request<'_, '_> {
     fn room(&self) -> usize {
         self.reply.room()
     }
@@ -53,25 +54,19 @@ impl ReplyBuffer for Request<'_, '_> {
     }
 }
 
-// What `Io` answers is known: a transfer comes by itself.
 impl Carrier for Request<'_, '_> {
-    fn data_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
-        self.reply.chain.read_at(WRITE_HEAD_BYTES + offset, bytes)
+    fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
+        self.reply.chain.read_at(offset, bytes)
     }
 
-    fn read(&mut self, extent: Extent, bytes: usize) -> Option<Result<usize>> {
-        let _ = self.io.read(extent.file, extent.offset, READ_HEAD_BYTES, bytes);
-        None
+    fn transfer(&mut self, request: TransferRequest) {
+        // What `Io` returns is known: the transfer comes by itself.
+        let _ = self.io.transfer(request);
     }
+}
 
-    fn write(&mut self, extent: Extent, bytes: usize, clear_privileges: bool, waits: bool) -> Option<Result<usize>> {
-        let data = (WRITE_HEAD_BYTES, bytes);
-        let _ = self.io.write(extent.file, extent.offset, data, clear_privileges, waits);
-        None
-    }
-
-    fn fsync(&mut self, file: Arc<Backing>, data_only: bool) -> Option<Result<usize>> {
-        let _ = self.io.fsync(file, data_only);
+impl NinepCarrier for Request<'_, '_> {
+    fn ended(&mut self) -> Option<Result<usize>> {
         None
     }
 

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_vfs::{Change, Data, Errno, Extent, Ino, Input, IoRange, OFlags, Output, Result, SessionId};
-use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
+use ferry_engine::{DataInput, DataOutput, TransferRequest};
+use ferry_vfs::{Change, Data, Errno, Extent, Ino, IoRange, OFlags, Result, SessionId};
+use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, WRITE_HEAD_BYTES, encode_data_head, kind};
 
 use super::{Context, Done, encode};
 use crate::ahead::Ahead;
-use crate::carrier::{Carrier, ReplyBuffer};
+use crate::carrier::{NinepCarrier, NinepReply};
 use crate::hub::lock;
 use crate::line::Ticket;
 use crate::session::{File, NewValue, Open, State};
@@ -19,38 +20,6 @@ const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 
 /// What was written of an extended attribute's value is copied in pieces of this size.
 const VALUE_PIECE_BYTES: usize = 4096;
-
-/// Where a source puts the bytes of a read.
-struct DataOutput<'a, C> {
-    carrier: &'a mut C,
-    done: usize,
-    bytes_max: usize,
-}
-
-impl<C: ReplyBuffer> Output for DataOutput<'_, C> {
-    fn put(&mut self, bytes: &[u8]) -> usize {
-        let count = bytes.len().min(self.bytes_max - self.done);
-        let count = self.carrier.write_at(READ_HEAD_BYTES + self.done, &bytes[..count]);
-        self.done += count;
-        count
-    }
-}
-
-/// Where a source takes the bytes of a write from.
-struct DataInput<'a, C> {
-    carrier: &'a C,
-    taken: usize,
-    bytes_max: usize,
-}
-
-impl<C: Carrier> Input for DataInput<'_, C> {
-    fn take(&mut self, bytes: &mut [u8]) -> usize {
-        let count = bytes.len().min(self.bytes_max - self.taken);
-        let count = self.carrier.data_at(self.taken, &mut bytes[..count]);
-        self.taken += count;
-        count
-    }
-}
 
 /// A request whose transfer is under way.
 #[derive(Debug)]
@@ -79,7 +48,7 @@ enum Kind {
 
 impl Moving {
     /// The transfer has ended: writes the reply.
-    pub(crate) fn end(self, share: &Share, buffer: &mut impl ReplyBuffer, outcome: Result<usize>) -> Result<Done> {
+    pub(crate) fn end(self, share: &Share, buffer: &mut impl NinepReply, outcome: Result<usize>) -> Result<Done> {
         let (tag, moved) = (self.ticket.tag, outcome?);
         let reply = match self.kind {
             Kind::Read { bytes_max } => return Ok(read_done(buffer, &self.ticket, moved.min(bytes_max))),
@@ -101,7 +70,7 @@ fn written(bytes: usize) -> Reply<'static> {
 }
 
 /// The data of a Tread is in its place: puts the head before it.
-fn read_done(buffer: &mut impl ReplyBuffer, ticket: &Ticket, bytes: usize) -> Done {
+fn read_done(buffer: &mut impl NinepReply, ticket: &Ticket, bytes: usize) -> Done {
     let count = u32::try_from(bytes).unwrap_or(u32::MAX);
     buffer.write_at(0, &encode_data_head(kind::TREAD, ticket.tag, count));
     Done::Long(READ_HEAD_BYTES + bytes)
@@ -114,10 +83,17 @@ fn publish(share: &Share, by: SessionId, ino: Ino, offset: u64, bytes: usize) {
 }
 
 impl Context<'_> {
-    /// A transfer was begun: either it has ended already, or somebody will see it end.
-    fn moving(&self, carrier: &mut impl Carrier, kind: Kind, begun: Option<Result<usize>>) -> Result<Done> {
+    /// Leaves a transfer to the carrier.
+    fn transfer(&self, carrier: &mut impl NinepCarrier, request: TransferRequest, kind: Kind) -> Result<Done> {
+        carrier.transfer(request);
+        let ended = carrier.ended();
+        self.transferred(carrier, kind, ended)
+    }
+
+    /// The carrier has the transfer: either it has ended already, or some thread will see it end.
+    fn transferred(&self, carrier: &mut impl NinepCarrier, kind: Kind, ended: Option<Result<usize>>) -> Result<Done> {
         let moving = Moving { ticket: self.ticket.clone(), session: self.session.id, kind };
-        match begun {
+        match ended {
             Some(outcome) => moving.end(self.share, carrier, outcome),
             None => {
                 carrier.expect(moving);
@@ -126,7 +102,7 @@ impl Context<'_> {
         }
     }
 
-    pub(super) fn read(&self, carrier: &mut impl Carrier, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
+    pub(super) fn read(&self, carrier: &mut impl NinepCarrier, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
         let room = carrier.room().min(self.session.msize as usize).saturating_sub(READ_HEAD_BYTES);
         let bytes_max = room.min(usize::try_from(bytes_max).unwrap_or(usize::MAX));
         let file = self.session.get(fid)?;
@@ -156,7 +132,7 @@ impl Context<'_> {
 
     fn read_open(
         &self,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl NinepCarrier,
         file: &File,
         open: &Arc<Open>,
         (offset, bytes_max): (u64, usize),
@@ -168,22 +144,23 @@ impl Context<'_> {
             return Err(Errno::BADF);
         }
         let range = Self::range(file, open, offset, bytes_max);
-        let mut out = DataOutput { carrier, done: 0, bytes_max };
+        let mut out = DataOutput::new(carrier, READ_HEAD_BYTES, bytes_max);
         match self.share.source.read(&self.caller(file.user, None), &range, &mut out)? {
             // What lies behind `done` is from an earlier reply, maybe somebody else's.
-            Data::Bytes(claimed) if claimed > out.done => Err(self.lied("read", claimed, out.done)),
+            Data::Bytes(claimed) if claimed > out.done() => Err(self.lied("read", claimed, out.done())),
             Data::Bytes(claimed) => Ok(read_done(carrier, self.ticket, claimed)),
             Data::Extent(extent) => {
                 let ahead = self.ahead(open, &extent, (offset, bytes_max));
-                let begun = carrier.read(extent, bytes_max);
+                carrier.transfer(TransferRequest::read(extent, READ_HEAD_BYTES, bytes_max));
+                let ended = carrier.ended();
                 // Behind the end of a file there is nothing.
-                let is_short = begun.as_ref().is_some_and(|moved| !matches!(moved, Ok(moved) if *moved == bytes_max));
+                let is_short = ended.as_ref().is_some_and(|moved| !matches!(moved, Ok(moved) if *moved == bytes_max));
                 if let Some(ahead) = ahead.filter(|_| !is_short) {
                     let bytes = ahead.range.end - ahead.range.start;
                     self.share.read_ahead_bytes.fetch_add(bytes, Ordering::Relaxed);
                     carrier.read_ahead(&self.share.lane, ahead);
                 }
-                self.moving(carrier, Kind::Read { bytes_max }, begun)
+                self.transferred(carrier, Kind::Read { bytes_max }, ended)
             }
         }
     }
@@ -206,7 +183,7 @@ impl Context<'_> {
         Errno::IO
     }
 
-    pub(super) fn write(&self, carrier: &mut impl Carrier, fid: Fid, offset: u64, bytes: usize) -> Result<Done> {
+    pub(super) fn write(&self, carrier: &mut impl NinepCarrier, fid: Fid, offset: u64, bytes: usize) -> Result<Done> {
         let file = self.session.get(fid)?;
         match &file.state {
             State::Open(open) if !open.can_write() => Err(Errno::BADF),
@@ -221,7 +198,7 @@ impl Context<'_> {
 
     fn write_open(
         &self,
-        carrier: &mut impl Carrier,
+        carrier: &mut impl NinepCarrier,
         file: &File,
         open: &Arc<Open>,
         (offset, bytes_max): (u64, usize),
@@ -233,11 +210,10 @@ impl Context<'_> {
         });
         let clear_privileges = file.user.clears_privileges();
         let range = IoRange { clear_privileges, ..Self::range(file, open, offset, bytes_max) };
-        let mut input = DataInput { carrier: &*carrier, taken: 0, bytes_max };
+        let mut input = DataInput::new(&*carrier, WRITE_HEAD_BYTES, bytes_max);
         let bytes = match source.write(&cx, &range, &mut input)? {
             Data::Bytes(claimed) => {
-                // A source that throws data away need not look at it; who has looked at some cannot have written more.
-                let most = if input.taken == 0 { bytes_max } else { input.taken };
+                let most = input.written_max();
                 if claimed > most {
                     return Err(self.lied("write", claimed, most));
                 }
@@ -245,8 +221,9 @@ impl Context<'_> {
             }
             Data::Extent(extent) => {
                 let waits = range.flags.intersects(DURABLE_FLAGS);
-                let begun = carrier.write(extent, bytes_max, clear_privileges, waits);
-                return self.moving(carrier, Kind::Write { ino: range.ino, offset, bytes_max }, begun);
+                let data = (WRITE_HEAD_BYTES, bytes_max);
+                let request = TransferRequest::write(extent, data, clear_privileges, waits);
+                return self.transfer(carrier, request, Kind::Write { ino: range.ino, offset, bytes_max });
             }
         };
         publish(self.share, self.session.id, range.ino, offset, bytes);
@@ -257,8 +234,7 @@ impl Context<'_> {
                 // A source without fsync has nothing that could be lost or kept.
                 Ok(None) | Err(Errno::NOSYS) => {}
                 Ok(Some(backing)) => {
-                    let begun = carrier.fsync(backing, data_only);
-                    return self.moving(carrier, Kind::Durable { bytes }, begun);
+                    return self.transfer(carrier, TransferRequest::fsync(backing, data_only), Kind::Durable { bytes });
                 }
                 Err(errno) => return Err(errno),
             }
@@ -266,7 +242,7 @@ impl Context<'_> {
         self.done(carrier, &written(bytes))
     }
 
-    pub(super) fn fsync(&self, carrier: &mut impl Carrier, fid: Fid, data_only: bool) -> Result<Done> {
+    pub(super) fn fsync(&self, carrier: &mut impl NinepCarrier, fid: Fid, data_only: bool) -> Result<Done> {
         let (file, open) = self.session.open(fid)?;
         let (cx, ino) = (self.caller(file.user, None), file.node.ino);
         let begun = match open.is_dir() {
@@ -275,17 +251,14 @@ impl Context<'_> {
         };
         match begun {
             Ok(None) | Err(Errno::NOSYS) => self.done(carrier, &Reply::Fsync),
-            Ok(Some(backing)) => {
-                let begun = carrier.fsync(backing, data_only);
-                self.moving(carrier, Kind::Fsync, begun)
-            }
+            Ok(Some(file)) => self.transfer(carrier, TransferRequest::fsync(file, data_only), Kind::Fsync),
             Err(errno) => Err(errno),
         }
     }
 }
 
 /// Values are written in order, as clients do.
-fn write_value(new: &NewValue, offset: u64, carrier: &impl Carrier, bytes: usize) -> Result<usize> {
+fn write_value(new: &NewValue, offset: u64, carrier: &impl NinepCarrier, bytes: usize) -> Result<usize> {
     let mut value = lock(&new.value);
     if usize::try_from(offset) != Ok(value.len()) {
         return Err(Errno::INVAL);
@@ -297,7 +270,7 @@ fn write_value(new: &NewValue, offset: u64, carrier: &impl Carrier, bytes: usize
     let mut done = 0;
     while done < bytes {
         let wanted = piece.len().min(bytes - done);
-        let count = carrier.data_at(done, &mut piece[..wanted]);
+        let count = carrier.read_at(WRITE_HEAD_BYTES + done, &mut piece[..wanted]);
         if count == 0 {
             return Err(Errno::IO);
         }

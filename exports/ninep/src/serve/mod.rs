@@ -19,7 +19,7 @@ use std::sync::Arc;
 use ferry_vfs::{Attr, Caller, Errno, FileType, Name, OFlags, Result, SetAttr, Statfs, checks};
 use ferry_wire::ninep::{Fid, Getattr, Reply, Request, Tag, WriteHead};
 
-use crate::carrier::{Carrier, Client, ReplyBuffer};
+use crate::carrier::{Client, NinepCarrier, NinepReply};
 use crate::line::Ticket;
 use crate::session::{File, Session, State};
 use crate::share::Share;
@@ -39,7 +39,7 @@ pub(crate) struct Context<'a> {
 /// Where the reply is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Done {
-    /// In [`ReplyBuffer::short`].
+    /// In [`NinepReply::short`].
     Short,
     /// In its place, so many bytes.
     Long(usize),
@@ -51,7 +51,7 @@ pub(crate) enum Done {
 
 impl Context<'_> {
     /// Writes a short reply.
-    fn done(&self, buffer: &mut impl ReplyBuffer, reply: &Reply<'_>) -> Result<Done> {
+    fn done(&self, buffer: &mut impl NinepReply, reply: &Reply<'_>) -> Result<Done> {
         let bytes = encode(buffer, self.ticket.tag, reply);
         // Only a client that agreed on very short messages can be shown this.
         if bytes > self.session.msize as usize { Err(Errno::MSGSIZE) } else { Ok(Done::Short) }
@@ -103,7 +103,7 @@ impl Context<'_> {
 }
 
 /// Writes a short reply; answers its bytes.
-pub(crate) fn encode(buffer: &mut impl ReplyBuffer, tag: Tag, reply: &Reply<'_>) -> usize {
+pub(crate) fn encode(buffer: &mut impl NinepReply, tag: Tag, reply: &Reply<'_>) -> usize {
     let memory = buffer.short();
     memory.clear();
     reply.encode(tag, memory);
@@ -111,13 +111,13 @@ pub(crate) fn encode(buffer: &mut impl ReplyBuffer, tag: Tag, reply: &Reply<'_>)
 }
 
 /// Serves a request. The data of a Twrite is asked of its carrier, see [`serve_write`].
-pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier) -> Result<Done> {
+pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<Done> {
     watch::watched(cx, (watch::subject(request), &RequestText(request)), carrier, |carrier| {
         serve_one(cx, request, carrier)
     })
 }
 
-fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier) -> Result<Done> {
+fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<Done> {
     if cx.share.read_only && changes_something(request) {
         return Err(Errno::ROFS);
     }
@@ -156,7 +156,7 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl Carrier
 }
 
 /// Serves a Twrite of which there is only the head; the data is with its carrier.
-pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl Carrier) -> Result<Done> {
+pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl NinepCarrier) -> Result<Done> {
     watch::watched(cx, (Some(head.fid), &WriteText(head)), carrier, |carrier| match cx.share.read_only {
         true => Err(Errno::ROFS),
         false => cx.write(carrier, head.fid, head.offset, head.bytes as usize),

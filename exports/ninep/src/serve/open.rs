@@ -11,7 +11,7 @@ use ferry_wire::ninep::{DirWriter, Fid, READ_HEAD_BYTES, Reply, encode_data_head
 
 use super::permission::{SEARCH, wanted};
 use super::{Context, Done};
-use crate::carrier::ReplyBuffer;
+use crate::carrier::NinepReply;
 use crate::session::{File, Node, Place, State};
 use crate::users::User;
 
@@ -177,7 +177,7 @@ impl Context<'_> {
         Ok((node, attr, handle))
     }
 
-    pub(super) fn readdir(&self, buffer: &mut impl ReplyBuffer, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
+    pub(super) fn readdir(&self, buffer: &mut impl NinepReply, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
         let (file, open) = self.session.open(fid)?;
         if !open.is_dir() {
             return Err(Errno::NOTDIR);

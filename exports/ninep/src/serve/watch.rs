@@ -7,7 +7,7 @@ use ferry_vfs::{Ino, Result};
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Request};
 
 use super::{Context, Done};
-use crate::carrier::ReplyBuffer;
+use crate::carrier::NinepReply;
 
 /// The fid that a request is about: for one about a name, the directory's.
 pub(super) fn subject(request: &Request<'_>) -> Option<Fid> {
@@ -41,7 +41,7 @@ pub(super) fn subject(request: &Request<'_>) -> Option<Fid> {
 }
 
 /// Serves a request with `serve`, and logs it if requests are.
-pub(super) fn watched<C: ReplyBuffer>(
+pub(super) fn watched<C: NinepReply>(
     cx: &Context<'_>,
     (fid, request): (Option<Fid>, &dyn fmt::Debug),
     carrier: &mut C,

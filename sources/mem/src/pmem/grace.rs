@@ -43,7 +43,7 @@ impl Epoch {
         for (new, old) in next.0.iter_mut().zip(&self.0) {
             if let Some(old) = old {
                 let backing = Backing::new(old.as_fd().try_clone_to_owned().ok()?);
-                backing.learn(old.learnt());
+                backing.add_io_hints(old.io_hints());
                 *new = Some(Arc::new(backing));
             }
         }

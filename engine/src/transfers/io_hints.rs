@@ -1,4 +1,4 @@
-//! What [`Backing::learn`] remembers of a file.
+//! What is remembered of a file between its transfers ([`Backing::io_hints`]).
 
 use ferry_vfs::Backing;
 
@@ -8,11 +8,11 @@ pub const READ_TRIES: u8 = 1;
 pub const READ_CANNOT_TRY: u8 = 2;
 /// Writes cannot be tried (buffered ext4, tmpfs): likewise.
 pub const WRITE_CANNOT_TRY: u8 = 4;
-/// The file lies in memory: nothing ever waits.
+/// The file lies in memory: no transfer waits.
 pub const IN_MEMORY: u8 = 8;
-/// The file is served by somebody else, another machine or another process: anything may wait for long.
-pub const FAR: u8 = 16;
-/// Whether it is one of these two was looked at.
+/// Another machine or process serves the file: any transfer may wait for long.
+pub const REMOTE: u8 = 16;
+/// [`IN_MEMORY`] and [`REMOTE`] are set where they apply.
 pub const PLACE_KNOWN: u8 = 32;
 /// Writes can be tried without waiting (buffered xfs and block devices).
 pub const WRITE_TRIES: u8 = 64;
@@ -20,13 +20,13 @@ pub const WRITE_TRIES: u8 = 64;
 /// File systems whose files lie in memory (`statfs(2)`, `f_type`): tmpfs and memfds, ramfs, huge pages.
 const MEMORY_FILE_SYSTEMS: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
 
-/// File systems that ask somebody else, who may take long: FUSE, NFS, 9P, the two of CIFS, Ceph and AFS.
-const FAR_FILE_SYSTEMS: [i64; 7] =
+/// File systems that another process or machine serves: FUSE, NFS, 9P, the two of CIFS, Ceph and AFS.
+const REMOTE_FILE_SYSTEMS: [i64; 7] =
     [0x6573_5546, 0x6969, 0x0102_1997, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, 0x5346_414f];
 
-/// What is known of the file, after a look at where it lies (one call, the first time).
-pub fn place(file: &Backing) -> u8 {
-    let known = file.learnt();
+/// The hints of a file, with the place where it lies. The first call costs one `fstatfs`.
+pub fn with_place(file: &Backing) -> u8 {
+    let known = file.io_hints();
     if known & PLACE_KNOWN != 0 {
         return known;
     }
@@ -35,10 +35,10 @@ pub fn place(file: &Backing) -> u8 {
         let kind = found.f_type as i64;
         match kind {
             _ if MEMORY_FILE_SYSTEMS.contains(&kind) => IN_MEMORY,
-            _ if FAR_FILE_SYSTEMS.contains(&kind) => FAR,
+            _ if REMOTE_FILE_SYSTEMS.contains(&kind) => REMOTE,
             _ => 0,
         }
     });
-    file.learn(place | PLACE_KNOWN);
+    file.add_io_hints(place | PLACE_KNOWN);
     known | place | PLACE_KNOWN
 }

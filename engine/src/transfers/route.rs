@@ -1,0 +1,178 @@
+//! The decision what becomes of a transfer, for every export.
+
+use ferry_vfs::Backing;
+
+use super::Operation;
+use super::io_hints::{self, IN_MEMORY, READ_CANNOT_TRY, READ_TRIES, REMOTE, WRITE_CANNOT_TRY, WRITE_TRIES};
+
+/// From how many transfers on one call of the ring for all is cheaper than a call for each.
+pub(crate) const RING_BATCH_MIN: usize = 3;
+
+/// What a thread has for transfers that may wait, beside itself.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Means {
+    /// An io_uring.
+    pub(crate) ring: bool,
+    /// Threads that may wait for long.
+    pub(crate) pool: bool,
+    /// Transfers that begin together.
+    pub(crate) batch: usize,
+}
+
+/// What becomes of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Route {
+    /// There is nothing to do.
+    Nothing,
+    /// It only copies: this thread makes it.
+    Inline,
+    /// This thread tries it without waiting (`RWF_NOWAIT`).
+    Try,
+    /// The ring makes it.
+    Ring,
+    /// A thread of the pool makes it.
+    Pool,
+    /// It may wait and there is no other means: this thread makes it.
+    Blocking,
+}
+
+/// Chooses the route of a transfer that cannot be made in the file's own [memory](Backing::memory).
+pub(crate) fn route(file: &Backing, operation: Operation, means: Means) -> Route {
+    if !means.ring && !means.pool {
+        return Route::Blocking;
+    }
+    let is_fsync = matches!(operation, Operation::Fsync { .. });
+    let may_try =
+        means.ring && !file.waits() && matches!(operation, Operation::Read | Operation::Write { waits: false, .. });
+    // A transfer that is tried shows by its outcome whether the place matters.
+    let hints = if may_try { file.io_hints() } else { io_hints::with_place(file) };
+    let (tries, cannot_try) = operation.hints();
+    match () {
+        () if is_fsync && hints & IN_MEMORY != 0 => Route::Nothing,
+        () if !is_fsync && (hints & IN_MEMORY != 0 || file.memory().is_some()) => Route::Inline,
+        () if !may_try || hints & REMOTE != 0 => waiting(hints, means),
+        () if hints & cannot_try != 0 => Route::Inline,
+        () if hints & tries != 0 && means.batch >= RING_BATCH_MIN => Route::Ring,
+        () => Route::Try,
+    }
+}
+
+/// Chooses the route of a transfer that the kernel cannot try without waiting (`EOPNOTSUPP`), and remembers it.
+pub(crate) fn route_untried(file: &Backing, operation: Operation, means: Means) -> Route {
+    let hints = io_hints::with_place(file);
+    if hints & REMOTE != 0 {
+        return waiting(hints, means);
+    }
+    file.add_io_hints(operation.hints().1);
+    Route::Inline
+}
+
+/// The ring has few threads for what cannot be tried, and a remote file would keep them from all others.
+fn waiting(hints: u8, means: Means) -> Route {
+    match means {
+        Means { pool: true, .. } if hints & REMOTE != 0 => Route::Pool,
+        Means { ring: true, .. } => Route::Ring,
+        _ => Route::Blocking,
+    }
+}
+
+impl Operation {
+    /// The hint that it can be tried without waiting, and the one that it cannot.
+    pub(super) fn hints(self) -> (u8, u8) {
+        match self {
+            Self::Read => (READ_TRIES, READ_CANNOT_TRY),
+            Self::Write { .. } | Self::Fsync { .. } => (WRITE_TRIES, WRITE_CANNOT_TRY),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const READ: Operation = Operation::Read;
+    const WRITE: Operation = Operation::Write { clear_privileges: false, waits: false };
+    const DURABLE_WRITE: Operation = Operation::Write { clear_privileges: false, waits: true };
+    const FSYNC: Operation = Operation::Fsync { data_only: true };
+
+    const RING: Means = Means { ring: true, pool: false, batch: 1 };
+    const BATCH: Means = Means { batch: RING_BATCH_MIN, ..RING };
+    const POOL: Means = Means { pool: true, ..RING };
+    const POOL_ONLY: Means = Means { ring: false, ..POOL };
+    const NONE: Means = Means { ring: false, pool: false, batch: 1 };
+
+    fn file(hints: u8) -> Backing {
+        let file = Backing::new(tempfile::tempfile().unwrap().into());
+        file.add_io_hints(hints | io_hints::PLACE_KNOWN);
+        file
+    }
+
+    #[test]
+    fn routes_follow_file_operation_and_means() {
+        for (hints, operation, means, expected) in [
+            // Nothing is known.
+            (0, READ, RING, Route::Try),
+            (0, WRITE, BATCH, Route::Try),
+            (0, READ, POOL_ONLY, Route::Blocking),
+            (0, READ, NONE, Route::Blocking),
+            // It can be tried: a few calls, or one for many.
+            (READ_TRIES, READ, RING, Route::Try),
+            (READ_TRIES, READ, BATCH, Route::Ring),
+            (READ_TRIES, WRITE, BATCH, Route::Try),
+            (WRITE_TRIES, WRITE, BATCH, Route::Ring),
+            // It cannot.
+            (READ_CANNOT_TRY, READ, BATCH, Route::Inline),
+            (READ_CANNOT_TRY, WRITE, BATCH, Route::Try),
+            (WRITE_CANNOT_TRY, WRITE, RING, Route::Inline),
+            // It waits for a device.
+            (WRITE_CANNOT_TRY, DURABLE_WRITE, RING, Route::Ring),
+            (0, FSYNC, POOL, Route::Ring),
+            (0, FSYNC, NONE, Route::Blocking),
+            // Memory never waits, whatever the flags say.
+            (IN_MEMORY, READ, RING, Route::Inline),
+            (IN_MEMORY, DURABLE_WRITE, POOL, Route::Inline),
+            (IN_MEMORY, FSYNC, RING, Route::Nothing),
+            // A remote file may always wait.
+            (REMOTE, READ, RING, Route::Ring),
+            (REMOTE | READ_CANNOT_TRY, READ, POOL, Route::Pool),
+            (REMOTE | READ_TRIES, READ, BATCH, Route::Ring),
+            (REMOTE, DURABLE_WRITE, POOL, Route::Pool),
+            (REMOTE, FSYNC, POOL_ONLY, Route::Pool),
+            (REMOTE, WRITE, NONE, Route::Blocking),
+        ] {
+            let found = route(&file(hints), operation, means);
+            assert_eq!(found, expected, "hints {hints:#x}, {operation:?}, {means:?}");
+        }
+        let direct = Backing::waiting(tempfile::tempfile_in("/dev/shm").unwrap().into());
+        direct.add_io_hints(io_hints::PLACE_KNOWN);
+        assert_eq!(route(&direct, READ, RING), Route::Ring, "O_DIRECT is never tried");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_tried_is_copied_unless_it_is_remote() {
+        for (hints, means, expected) in
+            [(0, RING, Route::Inline), (REMOTE, RING, Route::Ring), (REMOTE, POOL, Route::Pool)]
+        {
+            let file = file(hints);
+            assert_eq!(route_untried(&file, READ, means), expected);
+            let remembers = file.io_hints() & READ_CANNOT_TRY != 0;
+            assert_eq!(remembers, expected == Route::Inline, "the place is what counts of a remote file");
+        }
+    }
+
+    #[test]
+    fn the_place_is_looked_up_only_where_trying_does_not_show_it() {
+        for (operation, means, is_looked_up) in [
+            (READ, POOL, false),
+            (WRITE, RING, false),
+            (READ, POOL_ONLY, true),
+            (DURABLE_WRITE, RING, true),
+            (FSYNC, POOL, true),
+            (FSYNC, NONE, false),
+        ] {
+            let file = Backing::new(tempfile::tempfile().unwrap().into());
+            route(&file, operation, means);
+            assert_eq!(file.io_hints() & io_hints::PLACE_KNOWN != 0, is_looked_up, "{operation:?}, {means:?}");
+        }
+    }
+}

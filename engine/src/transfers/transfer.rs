@@ -1,0 +1,425 @@
+//! One transfer: beginning it by its route, making it, and taking in its results.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+
+use ferry_vfs::{Backing, Segment};
+use io_uring::{opcode, squeue, types};
+
+use super::Operation;
+use super::io_hints::READ_TRIES;
+use super::route::{Means, Route, route, route_untried};
+use crate::memory::move_now;
+use crate::privileges::Privileges;
+use crate::ring::SEGMENTS_MAX;
+
+/// What became of a transfer that was to begin.
+pub(crate) enum Begun {
+    /// It has ended.
+    Ended(io::Result<usize>),
+    /// It only copies: the caller makes it now.
+    Inline,
+    /// The caller leaves it to its ring.
+    Ring,
+    /// The caller leaves it to its pool.
+    Pool,
+}
+
+/// A transfer between a file and memory. Exports that move one piece of memory per request need no list of them.
+#[derive(Debug)]
+pub struct Transfer<S = [Segment; 1]> {
+    operation: Operation,
+    file: Arc<Backing>,
+    offset: u64,
+    segments: S,
+    /// Segments wholly done.
+    first: usize,
+    done: usize,
+    wanted: usize,
+    calls: u64,
+    /// It stands for several, which are made one by one if it does not move all its bytes at the first try.
+    is_merged: bool,
+}
+
+// SAFETY: segments are addresses, and whoever makes the transfer answers for the memory there (`Transfer::run`).
+unsafe impl Send for Transfer<[Segment; 1]> {}
+// SAFETY: as above.
+unsafe impl Send for Transfer<Vec<Segment>> {}
+
+impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
+    /// Describes a transfer between `file`, from `offset` on, and the memory of `segments`.
+    pub fn new(operation: Operation, file: Arc<Backing>, offset: u64, segments: S) -> Self {
+        let wanted = segments.as_ref().iter().map(|segment| segment.bytes).sum();
+        Self { operation, file, offset, segments, first: 0, done: 0, wanted, calls: 0, is_merged: false }
+    }
+
+    /// What it does.
+    pub fn operation(&self) -> Operation {
+        self.operation
+    }
+
+    /// Whether it reads.
+    pub fn is_read(&self) -> bool {
+        self.operation == Operation::Read
+    }
+
+    /// The file.
+    pub fn file(&self) -> &Arc<Backing> {
+        &self.file
+    }
+
+    /// Where it begins in the file.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How many bytes it is to move in all.
+    pub fn bytes(&self) -> usize {
+        self.wanted
+    }
+
+    /// System calls made for it on threads of the caller's.
+    pub fn calls(&self) -> u64 {
+        self.calls
+    }
+
+    /// Makes the transfer on this thread, however long that takes.
+    ///
+    /// # Errors
+    /// Those of the transfer.
+    ///
+    /// # Safety
+    /// The memory of the segments is valid, and every other access to it volatile, until this returns.
+    pub unsafe fn run(&mut self) -> io::Result<usize> {
+        let mut privileges = Privileges::default();
+        // SAFETY: passed on to the caller.
+        match unsafe { self.begin(Means::default(), &mut privileges) } {
+            Begun::Ended(outcome) => outcome,
+            // SAFETY: passed on to the caller.
+            Begun::Inline | Begun::Ring | Begun::Pool => unsafe { self.run_inline(&mut privileges) },
+        }
+    }
+
+    /// Makes the transfer on this thread unless it has to wait. `None`: the caller leaves it to its ring.
+    ///
+    /// # Safety
+    /// As for [`Self::run`].
+    pub unsafe fn try_now(&mut self) -> Option<io::Result<usize>> {
+        let mut privileges = Privileges::default();
+        // SAFETY: passed on to the caller.
+        match unsafe { self.begin(Means { ring: true, pool: false, batch: 1 }, &mut privileges) } {
+            Begun::Ended(outcome) => Some(outcome),
+            // SAFETY: passed on to the caller.
+            Begun::Inline => Some(unsafe { self.run_inline(&mut privileges) }),
+            Begun::Ring | Begun::Pool => None,
+        }
+    }
+
+    /// Begins the transfer by its route, and ends it if this thread is to make it.
+    ///
+    /// # Safety
+    /// As for [`Self::run`].
+    pub(crate) unsafe fn begin(&mut self, means: Means, privileges: &mut Privileges) -> Begun {
+        // SAFETY: passed on to the caller.
+        if let Some(outcome) = unsafe { move_now(self.operation, &self.file, self.offset, self.segments.as_ref()) } {
+            return Begun::Ended(outcome);
+        }
+        let route = match route(&self.file, self.operation, means) {
+            // SAFETY: passed on to the caller.
+            Route::Try => match unsafe { self.try_without_waiting(means, privileges) } {
+                Ok(outcome) => return Begun::Ended(outcome),
+                Err(route) => route,
+            },
+            route => route,
+        };
+        match route {
+            Route::Nothing => Begun::Ended(Ok(0)),
+            Route::Inline => Begun::Inline,
+            Route::Ring | Route::Try => Begun::Ring,
+            Route::Pool => Begun::Pool,
+            // SAFETY: passed on to the caller.
+            Route::Blocking => Begun::Ended(unsafe { self.run_inline(privileges) }),
+        }
+    }
+
+    /// Returns the outcome, or the route to take because the transfer has to wait or cannot be tried.
+    ///
+    /// # Safety
+    /// As for [`Self::run`].
+    unsafe fn try_without_waiting(
+        &mut self,
+        means: Means,
+        privileges: &mut Privileges,
+    ) -> Result<io::Result<usize>, Route> {
+        if let Err(error) = privileges.set_for(self.operation) {
+            return Ok(Err(error));
+        }
+        let (tries, _) = self.operation.hints();
+        loop {
+            // SAFETY: passed on to the caller.
+            let outcome = unsafe { self.call(libc::RWF_NOWAIT) };
+            match outcome.as_ref().map_err(io::Error::raw_os_error) {
+                Err(Some(libc::EAGAIN)) => {
+                    if self.is_read() {
+                        self.file.add_io_hints(READ_TRIES);
+                    }
+                    return Err(Route::Ring);
+                }
+                Err(Some(libc::EOPNOTSUPP)) => return Err(route_untried(&self.file, self.operation, means)),
+                Ok(_) if self.file.io_hints() & tries == 0 => self.file.add_io_hints(tries),
+                _ => {}
+            }
+            if let Some(outcome) = self.advance(outcome) {
+                return Ok(outcome);
+            }
+        }
+    }
+
+    /// Makes what is left of the transfer by plain calls.
+    ///
+    /// # Safety
+    /// As for [`Self::run`].
+    pub(crate) unsafe fn run_inline(&mut self, privileges: &mut Privileges) -> io::Result<usize> {
+        privileges.set_for(self.operation)?;
+        loop {
+            // SAFETY: passed on to the caller.
+            let outcome = unsafe { self.call(0) };
+            if let Some(outcome) = self.advance(outcome) {
+                return outcome;
+            }
+        }
+    }
+
+    /// Takes in one result. Returns the transfer's outcome, or `None` if there is more to do.
+    pub fn advance(&mut self, result: io::Result<usize>) -> Option<io::Result<usize>> {
+        let outcome = match result {
+            Ok(count) => {
+                self.done += count;
+                // A short read may be the end of the file or a failure in the middle, a short write a full disk or what
+                // could be done without waiting: only the next call tells.
+                if count > 0 && self.done < self.wanted && !self.is_merged {
+                    self.skip(count);
+                    return None;
+                }
+                Ok(self.done)
+            }
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => return None,
+                // The client meets the error where it asks for the rest.
+                _ if self.done > 0 && !self.is_read() && !self.is_merged => Ok(self.done),
+                _ => Err(error),
+            },
+        };
+        if let (Operation::Write { .. }, Some(memory), Ok(1..)) = (self.operation, self.file.memory(), &outcome) {
+            memory.written();
+        }
+        Some(outcome)
+    }
+
+    fn skip(&mut self, mut count: usize) {
+        while let Some(segment) = self.segments.as_mut().get_mut(self.first) {
+            if count < segment.bytes {
+                segment.address = segment.address.wrapping_add(count);
+                segment.bytes -= count;
+                break;
+            }
+            count -= segment.bytes;
+            self.first += 1;
+        }
+    }
+
+    /// # Safety
+    /// As for [`Self::run`].
+    unsafe fn call(&mut self, flags: libc::c_int) -> io::Result<usize> {
+        self.calls += 1;
+        let (segments, fd) = (self.left(), self.file.as_fd().as_raw_fd());
+        let count = libc::c_int::try_from(segments.len()).unwrap_or(0);
+        let iov = segments.as_ptr().cast();
+        let Ok(offset) = libc::off_t::try_from(self.offset_left()) else {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        };
+        let moved = match self.operation {
+            // SAFETY: `self.file` keeps the descriptor open, the caller the memory valid, and `Segment` is laid out as
+            // `iovec`.
+            Operation::Read => unsafe { libc::preadv2(fd, iov, count, offset, flags) },
+            // SAFETY: as above.
+            Operation::Write { .. } => unsafe { libc::pwritev2(fd, iov, count, offset, flags) },
+            // SAFETY: no memory is involved.
+            Operation::Fsync { data_only: false } => unsafe { libc::fsync(fd) as isize },
+            // SAFETY: no memory is involved.
+            Operation::Fsync { data_only: true } => unsafe { libc::fdatasync(fd) as isize },
+        };
+        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// The segments that one call is to go on with.
+    pub(crate) fn left(&self) -> &[Segment] {
+        let left = self.segments.as_ref().get(self.first..).unwrap_or_default();
+        &left[..left.len().min(SEGMENTS_MAX)]
+    }
+
+    /// Where it goes on in the file.
+    pub(crate) fn offset_left(&self) -> u64 {
+        self.offset.saturating_add(self.done as u64)
+    }
+
+    /// What is left of the transfer as a submission of a ring, which names the file by its descriptor. `unprivileged`: the
+    /// ring's credentials without `CAP_FSETID`.
+    ///
+    /// # Errors
+    /// There are no such credentials, and the transfer needs them.
+    pub fn entry(&self, unprivileged: Option<u16>) -> io::Result<squeue::Entry> {
+        self.entry_for(types::Fd(self.file.as_fd().as_raw_fd()), None, unprivileged)
+    }
+
+    /// The same with the file called `fd`. `buffer`: all segments lie in this piece of registered memory.
+    pub(crate) fn entry_for(
+        &self,
+        fd: types::Fd,
+        buffer: Option<u16>,
+        unprivileged: Option<u16>,
+    ) -> io::Result<squeue::Entry> {
+        let entry = entry(self.operation, fd, self.offset_left(), self.left(), buffer);
+        match (self.operation, unprivileged) {
+            (Operation::Write { clear_privileges: true, .. }, Some(personality)) => Ok(entry.personality(personality)),
+            (Operation::Write { clear_privileges: true, .. }, None) => {
+                Err(io::Error::other("no credentials registered that clear suid"))
+            }
+            _ => Ok(entry),
+        }
+    }
+}
+
+impl Transfer<Vec<Segment>> {
+    /// Lets it stand for one more transfer, whose bytes follow on. Returns how many bytes and segments those are.
+    pub(super) fn merge(&mut self, segments: impl IntoIterator<Item = Segment>) -> (usize, usize) {
+        let before = self.segments.len();
+        self.segments.extend(segments);
+        let own = &self.segments[before..];
+        let (bytes, count) = (own.iter().map(|segment| segment.bytes).sum(), own.len());
+        self.wanted += bytes;
+        self.is_merged = true;
+        (bytes, count)
+    }
+
+    pub(super) fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// The list of segments, for another transfer.
+    pub(super) fn into_segments(self) -> Vec<Segment> {
+        self.segments
+    }
+}
+
+/// An operation as a ring takes it.
+fn entry(operation: Operation, fd: types::Fd, offset: u64, segments: &[Segment], buffer: Option<u16>) -> squeue::Entry {
+    let count = u32::try_from(segments.len()).unwrap_or(0);
+    let single = |segment: &Segment| u32::try_from(segment.bytes).ok().map(|bytes| (segment.address, bytes));
+    let vector = segments.as_ptr().cast();
+    let single = segments.first().filter(|_| count == 1).and_then(single);
+    match (operation, single, buffer) {
+        (Operation::Read, Some((address, bytes)), Some(buffer)) => {
+            opcode::ReadFixed::new(fd, address, bytes, buffer).offset(offset).build()
+        }
+        (Operation::Read, Some((address, bytes)), None) => opcode::Read::new(fd, address, bytes).offset(offset).build(),
+        (Operation::Read, None, Some(buffer)) => {
+            opcode::ReadvFixed::new(fd, vector, count, buffer).offset(offset).build()
+        }
+        (Operation::Read, None, None) => opcode::Readv::new(fd, vector, count).offset(offset).build(),
+        (Operation::Write { .. }, Some((address, bytes)), Some(buffer)) => {
+            opcode::WriteFixed::new(fd, address, bytes, buffer).offset(offset).build()
+        }
+        (Operation::Write { .. }, Some((address, bytes)), None) => {
+            opcode::Write::new(fd, address, bytes).offset(offset).build()
+        }
+        (Operation::Write { .. }, None, Some(buffer)) => {
+            opcode::WritevFixed::new(fd, vector, count, buffer).offset(offset).build()
+        }
+        (Operation::Write { .. }, None, None) => opcode::Writev::new(fd, vector, count).offset(offset).build(),
+        (Operation::Fsync { data_only }, ..) => {
+            let flags = if data_only { types::FsyncFlags::DATASYNC } else { types::FsyncFlags::empty() };
+            opcode::Fsync::new(fd).flags(flags).build()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::super::io_hints::{self, IN_MEMORY};
+    use super::*;
+
+    const DURABLE_WRITE: Operation = Operation::Write { clear_privileges: false, waits: true };
+
+    fn transfer(operation: Operation, file: std::fs::File, bytes: &mut [u8]) -> Transfer {
+        let segment = Segment { address: bytes.as_mut_ptr(), bytes: bytes.len() };
+        Transfer::new(operation, Arc::new(Backing::new(file.into())), 0, [segment])
+    }
+
+    #[test]
+    fn files_in_memory_are_read_at_once_and_never_synced() {
+        let mut file = std::fs::File::from(rustix::fs::memfd_create("t", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.write_all(b"some bytes").unwrap();
+        let mut buffer = [0_u8; 20];
+        let mut read = transfer(Operation::Read, file.try_clone().unwrap(), &mut buffer);
+        // SAFETY: the buffer is ours.
+        let outcome = unsafe { read.try_now() };
+        assert_eq!(outcome.expect("nothing waits").unwrap(), 10);
+        assert_eq!(&buffer[..10], b"some bytes");
+        for operation in [Operation::Fsync { data_only: true }, DURABLE_WRITE] {
+            let mut transfer = transfer(operation, file.try_clone().unwrap(), &mut buffer[..5]);
+            // SAFETY: the buffer is ours.
+            assert!(unsafe { transfer.try_now() }.expect("nothing waits").is_ok());
+            assert_ne!(transfer.file().io_hints() & IN_MEMORY, 0);
+            assert_eq!(transfer.calls(), u64::from(operation == DURABLE_WRITE));
+        }
+    }
+
+    #[test]
+    fn a_transfer_that_waits_is_left_to_a_ring() {
+        let file = tempfile::tempfile_in("/var/tmp").unwrap();
+        let probe = Backing::new(file.try_clone().unwrap().into());
+        let in_memory = io_hints::with_place(&probe) & IN_MEMORY != 0;
+        for operation in [Operation::Fsync { data_only: true }, DURABLE_WRITE] {
+            let mut bytes = [0; 5];
+            let mut transfer = transfer(operation, file.try_clone().unwrap(), &mut bytes);
+            // SAFETY: the buffer is ours.
+            assert_eq!(unsafe { transfer.try_now() }.is_none(), !in_memory);
+            // SAFETY: the buffer is ours.
+            assert!(unsafe { transfer.run() }.is_ok(), "a thread that may wait makes it");
+        }
+    }
+
+    #[test]
+    fn a_cached_read_costs_one_call() {
+        let mut file = tempfile::tempfile_in("/var/tmp").unwrap();
+        file.write_all(&[7; 4096]).unwrap();
+        let mut buffer = [0; 4096];
+        let mut read = transfer(Operation::Read, file, &mut buffer);
+        // SAFETY: the buffer is ours.
+        assert_eq!(unsafe { read.try_now() }.expect("it is in the page cache").unwrap(), 4096);
+        let cannot_try = read.file().io_hints() & io_hints::READ_CANNOT_TRY != 0;
+        assert_eq!(read.calls(), 1 + u64::from(cannot_try));
+        assert_eq!(buffer, [7; 4096]);
+    }
+
+    #[test]
+    fn results_add_up() {
+        let file = || tempfile::tempfile().unwrap();
+        let error = |errno| Err(io::Error::from_raw_os_error(errno));
+        let left = |transfer: &Transfer| (transfer.left()[0].bytes, transfer.offset_left());
+        let mut buffer = [0; 10];
+        let mut read = transfer(Operation::Read, file(), &mut buffer);
+        assert!(read.advance(Ok(4)).is_none() && read.advance(error(libc::EINTR)).is_none());
+        assert_eq!(left(&read), (6, 4));
+        assert_eq!(read.advance(Ok(0)).unwrap().unwrap(), 4, "the file ended");
+        assert!(read.advance(error(libc::EIO)).unwrap().is_err());
+        let mut write = transfer(Operation::Write { clear_privileges: false, waits: false }, file(), &mut buffer);
+        assert!(write.advance(Ok(4)).is_none() && write.advance(error(libc::EAGAIN)).is_none(), "there is more to do");
+        assert_eq!(left(&write), (6, 4));
+        assert_eq!(write.advance(error(libc::ENOSPC)).unwrap().unwrap(), 4);
+    }
+}
