@@ -1,0 +1,348 @@
+//! Dump files: a tree as text, a line for each name.
+//!
+//! Source: composefs-dump(5). What is written is what `composefs-info dump` writes, which leaves out more of overlayfs's attributes.
+
+use std::collections::{HashMap, HashSet};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::Path;
+use std::rc::Rc;
+
+use ferry_vfs::{FileType, Name, Timespec};
+
+use crate::build::tree_builder::{Growing, Refusal, names_of};
+use crate::format::composefs::view::{self, USER_WHITEOUT, USER_WHITEOUTS, WHITEOUT, WHITEOUTS, escape};
+use crate::format::composefs::{fits, set_xattr};
+use crate::format::digest::{Algorithm, Digest};
+use crate::format::error::{Doing, Error, Flaw, Result};
+use crate::format::image::{Checked, Data, Image, Inode, Nid};
+use crate::format::tree::{Content, Node, Tree};
+use crate::format::walk::{Step, walk};
+
+/// The longest line, in bytes: a path, 32 KiB of attributes and 5000 bytes of a file, all of them escaped, fit.
+const LINE_BYTES_MAX: u64 = 1 << 20;
+/// The largest file that a line may hold; mkcomposefs's limit.
+const CONTENT_BYTES_MAX: usize = 5000;
+/// The longest path and link (`PATH_MAX` without the zero).
+const PATH_BYTES_MAX: usize = 4095;
+/// How many hard links may lead to each other before a file comes.
+const LINKS_MAX: usize = 40;
+const TYPE_BITS: u32 = 0o170_000;
+
+/// Reads a dump file.
+pub(crate) fn read(input: impl Read, source: &Path) -> Result<Tree> {
+    let mut input = BufReader::new(input);
+    let mut reading = Reading::default();
+    let mut line = Vec::new();
+    let refused = |at: String, reason: Refusal| Error::Input { path: source.into(), at, reason };
+    for number in 1.. {
+        line.clear();
+        input.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).doing("read", source)?;
+        if line.is_empty() {
+            break;
+        }
+        if line.last() == Some(&b'\n') {
+            line.pop();
+        } else if line.len() as u64 == LINE_BYTES_MAX {
+            return Err(refused(format!("line {number}"), "longer than 1 MiB".into()));
+        }
+        reading.line(&line, number).map_err(|reason| refused(format!("line {number}"), reason))?;
+    }
+    let tree = reading.finish();
+    tree.map_err(|(number, reason)| {
+        refused(number.map_or("at its end".into(), |number| format!("line {number}")), reason)
+    })
+}
+
+/// A hard link that is made when all inodes are there: its line, its path, the target's path.
+struct Link {
+    number: usize,
+    path: Vec<u8>,
+    target: Vec<u8>,
+}
+
+#[derive(Default)]
+struct Reading {
+    growing: Growing,
+    links: Vec<Link>,
+}
+
+impl Reading {
+    fn line(&mut self, line: &[u8], number: usize) -> std::result::Result<(), Refusal> {
+        let mut fields = line.split(|byte| *byte == b' ');
+        let mut field = |what: &str| fields.next().ok_or_else(|| format!("the field {what} is missing"));
+        let path = unescape(field("PATH")?)?;
+        if path.is_empty() {
+            return Err("an empty path".into());
+        }
+        let names = names_of(&path)?;
+        if path.ends_with(b"/") && !names.is_empty() {
+            return Err("a path that ends with a slash".into());
+        }
+        let mut fixed: Vec<&[u8]> = ["SIZE", "MODE", "NLINK", "UID", "GID", "RDEV", "MTIME"]
+            .into_iter()
+            .map(&mut field)
+            .collect::<std::result::Result<_, _>>()?;
+        // A line may end before these; they are empty then, as for mkcomposefs.
+        fixed.extend(["PAYLOAD", "CONTENT", "DIGEST"].into_iter().map(|what| field(what).unwrap_or_default()));
+        if fixed[1].starts_with(b"@") {
+            let target = optional(fixed[7])?.ok_or("a hard link without a target")?;
+            let target = joined(&names_of(&target)?);
+            let path = joined(&names);
+            if path == target {
+                return Err("a hard link to itself".into());
+            }
+            self.links.push(Link { number, path, target });
+            return Ok(());
+        }
+        let mut node = node(&fixed)?;
+        for pair in fields.filter(|pair| !pair.is_empty()) {
+            let at = pair.iter().position(|byte| *byte == b'=').ok_or("an attribute without =")?;
+            let (name, value) = (unescape(&pair[..at])?, unescape(&pair[at + 1..])?);
+            if !(1..=255).contains(&name.len()) || name.contains(&0) {
+                return Err(format!("{} cannot be the name of an attribute", name.escape_ascii()));
+            }
+            set_xattr(&mut node.xattrs, &name, &value);
+        }
+        if !fits(&node.xattrs) {
+            return Err("more than 32 KiB of extended attributes".into());
+        }
+        if names.is_empty() { self.growing.root(node) } else { self.growing.add(&names, node).map(drop) }
+    }
+
+    fn finish(mut self) -> std::result::Result<Tree, (Option<usize>, Refusal)> {
+        let targets: HashMap<&[u8], &[u8]> =
+            self.links.iter().map(|link| (link.path.as_slice(), link.target.as_slice())).collect();
+        for link in &self.links {
+            let refused = |reason: &str| (Some(link.number), Refusal::from(reason));
+            let mut target = link.target.as_slice();
+            let mut steps = 0;
+            while let Some(next) = targets.get(target) {
+                target = next;
+                steps += 1;
+                if steps > LINKS_MAX {
+                    return Err(refused("hard links that lead to each other"));
+                }
+            }
+            // Both were taken apart before.
+            let names = |path| names_of(path).map_err(|reason| (Some(link.number), reason));
+            let found =
+                self.growing.find(&names(target)?).ok_or_else(|| refused("the hard link's target is not there"))?;
+            self.growing.link(&names(&link.path)?, found).map_err(|reason| (Some(link.number), reason))?;
+        }
+        self.growing.finish().map_err(|reason| (None, reason))
+    }
+}
+
+fn joined(names: &[Name<'_>]) -> Vec<u8> {
+    names.iter().map(|name| name.as_bytes()).collect::<Vec<_>>().join(&b'/')
+}
+
+/// The inode that the fields after the path describe.
+fn node(fields: &[&[u8]]) -> std::result::Result<Node, Refusal> {
+    let [size, mode, nlink, uid, gid, rdev, mtime, payload, content, digest] = fields else {
+        return Err("too few fields".into());
+    };
+    let bytes: u64 = number(size, "size")?;
+    let mode = std::str::from_utf8(mode).ok().and_then(|mode| u16::from_str_radix(mode, 8).ok());
+    let mode = mode.ok_or("the mode is no octal number of 16 bits")?;
+    let rdev: u32 = number(rdev, "device")?;
+    let payload = optional(payload)?;
+    if payload.as_ref().is_some_and(|payload| payload.len() > PATH_BYTES_MAX || payload.contains(&0)) {
+        return Err("the payload has more than 4095 bytes, or one of zero".into());
+    }
+    let content = optional(content)?;
+    if let Some(content) = content.as_ref().filter(|content| content.len() as u64 != bytes) {
+        return Err(format!("{} bytes of content, but a size of {bytes}", content.len()));
+    }
+    let kind = FileType::from_raw_mode(mode.into());
+    let content = match kind {
+        FileType::Directory => Content::Directory(Vec::new()),
+        FileType::Symlink => {
+            Content::Inline(payload.filter(|target| !target.is_empty()).ok_or("a link without a target")?)
+        }
+        FileType::RegularFile => match content {
+            Some(content) if content.len() > CONTENT_BYTES_MAX => {
+                return Err(format!("{bytes} bytes of content: more than 5000 must be in the object store"));
+            }
+            Some(content) => Content::Inline(content),
+            None if bytes == 0 => Content::Inline(Vec::new()),
+            None => Content::Elsewhere { bytes, path: payload, digest: digest_of(digest)? },
+        },
+        FileType::Unknown => return Err(format!("the mode {mode:o} is of no kind of file")),
+        _ => Content::None,
+    };
+    let is_device = matches!(kind, FileType::BlockDevice | FileType::CharacterDevice);
+    Ok(Node {
+        mode,
+        uid: number(uid, "user")?,
+        gid: number(gid, "group")?,
+        rdev: if is_device { rdev } else { 0 },
+        mtime: time(mtime)?,
+        nlink: number(nlink, "number of links")?,
+        xattrs: Vec::new(),
+        content,
+    })
+}
+
+fn digest_of(field: &[u8]) -> std::result::Result<Option<Digest>, Refusal> {
+    let Some(text) = optional(field)? else { return Ok(None) };
+    let digest = Digest::from_hex(Algorithm::Verity, &text.to_ascii_lowercase());
+    digest.map(Some).ok_or_else(|| "the digest is not 64 hexadecimal digits".into())
+}
+
+fn number<T: std::str::FromStr>(field: &[u8], what: &str) -> std::result::Result<T, Refusal> {
+    let text = std::str::from_utf8(field).ok();
+    text.and_then(|text| text.parse().ok()).ok_or_else(|| format!("{} is no {what}", field.escape_ascii()))
+}
+
+/// Seconds and nanoseconds. The latter are a number, no fraction.
+fn time(field: &[u8]) -> std::result::Result<Timespec, Refusal> {
+    let wrong = || format!("{} is no time in seconds and nanoseconds", field.escape_ascii());
+    let at = field.iter().position(|byte| *byte == b'.').ok_or_else(wrong)?;
+    let (sec, nsec) = (number(&field[..at], "time")?, number(&field[at + 1..], "time")?);
+    if nsec < 1_000_000_000 { Ok(Timespec { sec, nsec }) } else { Err(wrong()) }
+}
+
+/// A field that may be absent.
+fn optional(field: &[u8]) -> std::result::Result<Option<Vec<u8>>, Refusal> {
+    if field == b"-" { Ok(None) } else { unescape(field).map(Some) }
+}
+
+fn unescape(field: &[u8]) -> std::result::Result<Vec<u8>, Refusal> {
+    let wrong = || format!("{} has an unknown escape", field.escape_ascii());
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut left = field.iter();
+    while let Some(byte) = left.next() {
+        bytes.push(match (byte, if *byte == b'\\' { left.next() } else { None }) {
+            (b'\\', Some(b'\\')) => b'\\',
+            (b'\\', Some(b'n')) => b'\n',
+            (b'\\', Some(b'r')) => b'\r',
+            (b'\\', Some(b't')) => b'\t',
+            (b'\\', Some(b'x')) => {
+                let mut digit = || left.next().and_then(|digit| char::from(*digit).to_digit(16));
+                let (high, low) = (digit().ok_or_else(wrong)?, digit().ok_or_else(wrong)?);
+                u8::try_from(high << 4 | low).map_err(|_| wrong())?
+            }
+            (b'\\', _) => return Err(wrong()),
+            _ => *byte,
+        });
+    }
+    Ok(bytes)
+}
+
+/// Why a dump could not be written.
+#[derive(Debug, thiserror::Error)]
+pub enum DumpError {
+    /// The image is damaged.
+    #[error(transparent)]
+    Flaw(#[from] Flaw),
+    /// The output does not take it.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// Writes what is in a composefs image as a dump file.
+///
+/// # Errors
+/// The image is damaged, or the output does not take it.
+pub fn write(image: &Image, out: &mut dyn Write) -> std::result::Result<(), DumpError> {
+    let mut known: HashMap<Nid, Rc<Step<'_>>> = HashMap::new();
+    let mut entered = HashSet::new();
+    walk(image, image.root(), b"/", |step, inode| {
+        let first = known.get(&inode.nid).map(|step| step.path());
+        line(image, inode, &step.path(), first, out)?;
+        if inode.kind() != FileType::Directory {
+            known.entry(inode.nid).or_insert_with(|| Rc::clone(step));
+        } else if !entered.insert(inode.nid) {
+            return Err(Flaw { what: "a directory that has another name already", offset: inode.nid.0 }.into());
+        }
+        Ok(())
+    })
+}
+
+/// Writes the line of one name; `first` is the first name of an inode that has had one.
+fn line(
+    image: &Image,
+    inode: &Inode,
+    path: &[u8],
+    first: Option<Vec<u8>>,
+    out: &mut dyn Write,
+) -> std::result::Result<(), DumpError> {
+    let raw = image.raw_xattrs(inode)?;
+    let has = |name: &[u8]| raw.iter().any(|(known, _)| known == name);
+    let is_whiteout = inode.kind() == FileType::RegularFile && inode.bytes == 0 && has(&escape(WHITEOUT));
+    let mode = if is_whiteout { inode.mode & !TYPE_BITS | 0o020_000 } else { inode.mode };
+    let (payload, content, digest) = contents(image, inode)?;
+    let is_again = first.is_some();
+    let payload = first.or(payload);
+    let field = |bytes: Option<Vec<u8>>| {
+        bytes.filter(|bytes| !bytes.is_empty()).map_or("-".into(), |bytes| optional_text(&bytes))
+    };
+    write!(
+        out,
+        "{} {} {}{mode:o} {} {} {} {} {}.{} {} {} {}",
+        text(path, false),
+        inode.bytes,
+        if is_again { "@" } else { "" },
+        inode.nlink,
+        inode.uid,
+        inode.gid,
+        inode.rdev(),
+        inode.mtime.sec,
+        inode.mtime.nsec,
+        field(payload),
+        field(content),
+        digest.map_or("-".into(), |digest| digest.hex()),
+    )?;
+    // What an image has because of its whiteouts comes of itself when the dump is built.
+    let is_marked = has(&escape(WHITEOUTS));
+    for (name, value) in raw {
+        let own = (is_whiteout && (name == escape(WHITEOUT) || name == USER_WHITEOUT))
+            || (is_marked && (name == escape(WHITEOUTS) || name == USER_WHITEOUTS));
+        if let (false, Some(name)) = (own, view::shown(name)) {
+            write!(out, " {}={}", text(&name, true), text(value, true))?;
+        }
+    }
+    out.write_all(b"\n")?;
+    Ok(())
+}
+
+type Contents = (Option<Vec<u8>>, Option<Vec<u8>>, Option<Digest>);
+
+/// Payload, content and digest.
+fn contents(image: &Image, inode: &Inode) -> Checked<Contents> {
+    Ok(match inode.kind() {
+        FileType::Symlink => (Some(image.link(inode)?), None, None),
+        FileType::RegularFile => match image.data(inode)? {
+            Data::Near(whole, rest) if whole.len() + rest.len() <= CONTENT_BYTES_MAX => {
+                (None, Some([whole, rest].concat()), None)
+            }
+            Data::Near(..) => {
+                return Err(Flaw { what: "a file of more than 5000 bytes in the image", offset: inode.nid.0 });
+            }
+            Data::Object { path, digest } => (path.map(<[u8]>::to_vec), None, digest),
+            Data::Far { .. } | Data::Pieces(_) => (None, None, None),
+        },
+        _ => (None, None, None),
+    })
+}
+
+fn optional_text(bytes: &[u8]) -> String {
+    if bytes == b"-" { "\\x2d".into() } else { text(bytes, false) }
+}
+
+fn text(bytes: &[u8], is_xattr: bool) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    for byte in bytes {
+        match byte {
+            b'\\' => text.push_str("\\\\"),
+            b'\n' => text.push_str("\\n"),
+            b'\r' => text.push_str("\\r"),
+            b'\t' => text.push_str("\\t"),
+            b'=' if is_xattr => text.push_str("\\x3d"),
+            b'!'..=b'~' => text.push(char::from(*byte)),
+            _ => text.push_str(&format!("\\x{byte:02x}")),
+        }
+    }
+    text
+}

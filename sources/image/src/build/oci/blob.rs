@@ -1,0 +1,121 @@
+//! Blobs: files that are named by the digest of their bytes.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
+
+use crate::format::digest::{bytes_of_hex, hex};
+use crate::format::error::{Doing, Error, Result};
+
+/// The pieces in which what is left of a blob is read, in bytes.
+const PIECE_BYTES: usize = 1 << 16;
+
+/// The name of a blob: `sha256:` and 64 hexadecimal digits. Nothing else can be a part of a path.
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub(super) struct Name([u8; 32]);
+
+impl TryFrom<String> for Name {
+    type Error = String;
+
+    fn try_from(text: String) -> std::result::Result<Self, String> {
+        let digits = text.strip_prefix("sha256:").and_then(|digits| bytes_of_hex(digits.as_bytes()));
+        digits
+            .map(Self)
+            .ok_or_else(|| format!("{:?} is no digest that is known here: sha256 and 64 hexadecimal digits", text))
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sha256:{}", hex(&self.0))
+    }
+}
+
+impl fmt::Debug for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Reads and hashes.
+pub(super) struct Hashing<R> {
+    inner: R,
+    hash: Sha256,
+}
+
+impl<R: Read> Hashing<R> {
+    pub(super) fn new(inner: R) -> Self {
+        Self { inner, hash: Sha256::new() }
+    }
+
+    /// Reads to the end; answers the name of what was read in all.
+    pub(super) fn finish(mut self) -> io::Result<Name> {
+        let mut piece = vec![0; PIECE_BYTES];
+        loop {
+            match self.read(&mut piece) {
+                Ok(0) => return Ok(Name(self.hash.finalize().into())),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl<R: Read> Read for Hashing<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(bytes)?;
+        self.hash.update(&bytes[..count]);
+        Ok(count)
+    }
+}
+
+/// A blob that is being read. What it is shows at the end only.
+pub(super) struct Blob {
+    pub path: PathBuf,
+    what: &'static str,
+    name: Name,
+    reader: Hashing<io::Take<File>>,
+}
+
+impl Blob {
+    /// Opens the blob of an image directory that has this name, and must have this many bytes.
+    pub(super) fn open(directory: &Path, name: Name, bytes: u64, what: &'static str) -> Result<Self> {
+        let path = directory.join("blobs/sha256").join(hex(&name.0));
+        // What is there may be anything: opening it must neither wait nor do anything.
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let file = File::from(openat(CWD, &path, flags, Mode::empty()).doing("open", &path)?);
+        let found = file.metadata().doing("look at", &path)?;
+        if !found.is_file() || found.len() != bytes {
+            let reason = if found.is_file() {
+                format!("it has {} bytes, not {bytes}", found.len())
+            } else {
+                "it is no regular file".into()
+            };
+            return Err(Error::Input { path, at: what.into(), reason });
+        }
+        Ok(Self { path, what, name, reader: Hashing::new(file.take(bytes)) })
+    }
+
+    /// Reads what is left, and looks whether all of it is what its name says.
+    pub(super) fn finish(self) -> Result<()> {
+        let found = self.reader.finish().doing("read", &self.path)?;
+        if found == self.name {
+            return Ok(());
+        }
+        let reason = format!("its bytes have the digest {found}: it is damaged");
+        Err(Error::Input { path: self.path, at: self.what.into(), reason })
+    }
+}
+
+impl Read for Blob {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.reader.read(bytes)
+    }
+}

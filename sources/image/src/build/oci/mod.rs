@@ -1,0 +1,190 @@
+//! Trees from OCI image directories: layers, applied in their order, each proved by its digest.
+//!
+//! Each layer is read twice. The first pass looks at the archives' headers only: it proves all digests, and tells which files are
+//! left in the end. The second one takes the bytes of those, so that nothing that an upper layer removes is stored.
+//!
+//! Source: OCI Image Format Specification 1.1, "Image Layout", "Image Manifest", "Filesystem Layers" ("Applying Changesets").
+
+mod blob;
+mod manifest;
+
+use std::ffi::OsStr;
+use std::io::{self, BufRead, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use blob::{Blob, Hashing};
+use flate2::bufread::GzDecoder;
+use manifest::Layer;
+
+use crate::build::content_writer::Sink;
+use crate::build::meter::Meter;
+use crate::build::tar::{Layers, fill};
+use crate::format::error::{Doing, Error, Result};
+use crate::format::tree::Tree;
+
+/// What a source begins with that is an image directory.
+const PREFIX: &[u8] = b"oci:";
+/// What is read from a blob at once, in bytes.
+const BUFFER_BYTES: usize = 1 << 18;
+
+/// An image in an image directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Reference {
+    directory: PathBuf,
+    tag: Option<String>,
+}
+
+impl Reference {
+    /// Reads `oci:DIRECTORY[:TAG]`; nothing if it does not begin so. Directories and tags may have colons in them: the longest path
+    /// that is a directory is the directory.
+    pub(crate) fn parse(source: &Path) -> Option<Self> {
+        let rest = source.as_os_str().as_bytes().strip_prefix(PREFIX)?;
+        let path = |bytes: &[u8]| PathBuf::from(OsStr::from_bytes(bytes));
+        let colons = (0..rest.len()).rev().filter(|at| rest[*at] == b':');
+        let ends = std::iter::once(rest.len()).chain(colons);
+        let end = ends.clone().find(|end| path(&rest[..*end]).is_dir());
+        // Where there is none, the error names what was most likely meant.
+        let end = end.or_else(|| ends.clone().nth(1)).unwrap_or(rest.len());
+        let tag = rest.get(end + 1..).map(|tag| String::from_utf8_lossy(tag).into_owned());
+        Some(Self { directory: path(&rest[..end]), tag })
+    }
+}
+
+/// The platform that images are for if nobody says.
+pub(crate) fn platform_here() -> String {
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "x86" => "386",
+        "aarch64" => "arm64",
+        "powerpc64" => "ppc64le",
+        "loongarch64" => "loong64",
+        other => other,
+    };
+    format!("linux/{architecture}")
+}
+
+/// The tree that an image's layers make; the bytes of its files go where `sink` puts them.
+pub(crate) fn read(reference: &Reference, platform: &str, sink: &mut Sink, meter: &Meter<'_>) -> Result<Tree> {
+    let directory = &reference.directory;
+    let found = manifest::layers(directory, reference.tag.as_deref(), platform)?;
+    // Both passes.
+    meter.expect(found.iter().map(|layer| layer.bytes).fold(0, u64::saturating_add).saturating_mul(2));
+    let mut layers = Layers::begin(sink.is_composefs());
+    for layer in &found {
+        with(directory, layer, meter, |archive, path| layers.add(archive, path))?;
+    }
+    let (mut tree, wanted) = layers.finish(directory)?;
+    for (layer, wanted) in found.iter().zip(&wanted) {
+        if wanted.is_empty() {
+            meter.add(layer.bytes);
+        } else {
+            with(directory, layer, meter, |archive, path| fill(archive, path, wanted, &mut tree, sink))?;
+        }
+    }
+    Ok(tree)
+}
+
+/// Has the archive of a layer read. That it is damaged is told before what was seen of it then.
+fn with(
+    directory: &Path,
+    layer: &Layer,
+    meter: &Meter<'_>,
+    read: impl FnOnce(&mut dyn Read, &Path) -> Result<()>,
+) -> Result<()> {
+    let mut blob = Blob::open(directory, layer.blob, layer.bytes, "a layer")?;
+    let path = blob.path.clone();
+    let (outcome, plain) = {
+        let input = io::BufReader::with_capacity(BUFFER_BYTES, meter.over(&mut blob));
+        let mut archive = Hashing::new(unpacked(input).doing("unpack", &path)?);
+        (read(&mut archive, &path), archive.finish())
+    };
+    blob.finish()?;
+    outcome?;
+    let unpackable = |source| Error::Io { what: "unpack", path: path.clone(), source };
+    let plain = plain.map_err(unpackable)?;
+    if plain == layer.plain {
+        return Ok(());
+    }
+    let reason = format!("its archive has the digest {plain}, not {} as the configuration says", layer.plain);
+    Err(Error::Input { path, at: "a layer".into(), reason })
+}
+
+/// What an archive that is packed begins with is unpacked; any other input is left as it is.
+pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn Read + 'a>> {
+    let head = input.fill_buf()?;
+    Ok(if head.starts_with(&[0x1f, 0x8b]) {
+        Box::new(Gunzip { part: Some(GzDecoder::new(input)) })
+    } else if head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) || is_skippable(head) {
+        Box::new(zstd::Decoder::with_buffer(input)?)
+    } else {
+        Box::new(input)
+    })
+}
+
+/// Whether a frame of zstd's begins here that holds something beside the archive (`0x184d2a50` to `5f`, RFC 8878, 3.1.2).
+fn is_skippable(head: &[u8]) -> bool {
+    matches!(head, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..])
+}
+
+/// What gzip has packed, in one part or several. Zeros may follow: tapes have whole records, and gzip(1) takes them, too.
+struct Gunzip<R> {
+    /// There is none once that is over.
+    part: Option<GzDecoder<R>>,
+}
+
+impl<R: BufRead> Read for Gunzip<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        while let Some(part) = &mut self.part {
+            let count = part.read(bytes)?;
+            if count > 0 || bytes.is_empty() {
+                return Ok(count);
+            }
+            let input = part.get_mut();
+            match input.fill_buf()?.first() {
+                Some(0) => {
+                    only_zeros(input)?;
+                    self.part = None;
+                }
+                Some(_) => self.part = self.part.take().map(|part| GzDecoder::new(part.into_inner())),
+                None => self.part = None,
+            }
+        }
+        Ok(0)
+    }
+}
+
+/// Reads to the end, where there must be nothing but zeros.
+fn only_zeros(input: &mut impl BufRead) -> io::Result<()> {
+    loop {
+        let bytes = input.fill_buf()?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        if bytes.iter().any(|byte| *byte != 0) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "something follows what gzip has packed"));
+        }
+        let count = bytes.len();
+        input.consume(count);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_and_tags_are_told_apart() {
+        let folder = tempfile::tempdir().expect("a folder can be made");
+        let colons = folder.path().join("a:b");
+        std::fs::create_dir(&colons).expect("a folder can be made");
+        let parse = |text: String| Reference::parse(Path::new(&text)).map(|found| (found.directory, found.tag));
+        let (plain, colons) = (folder.path().to_owned(), colons);
+        assert_eq!(parse(format!("oci:{}", plain.display())), Some((plain.clone(), None)));
+        assert_eq!(parse(format!("oci:{}:x:1", plain.display())), Some((plain.clone(), Some("x:1".into()))));
+        assert_eq!(parse(format!("oci:{}", colons.display())), Some((colons.clone(), None)));
+        assert_eq!(parse(format!("oci:{}:x", colons.display())), Some((colons, Some("x".into()))));
+        assert_eq!(parse("oci:/none/there:x".into()), Some(("/none/there".into(), Some("x".into()))));
+        assert_eq!(parse("/tmp/oci:x".into()), None);
+    }
+}

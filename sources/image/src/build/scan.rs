@@ -1,0 +1,401 @@
+//! The tree of a directory of this host.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use ferry_vfs::{FileType, Name, NameBuf, Timespec};
+use rustix::fs::{
+    AtFlags, CWD, Dir, Mode, OFlags, Statx, StatxFlags, lgetxattr, llistxattr, openat, readlinkat, statx,
+};
+use rustix::io::{Errno, pread, retry_on_intr};
+
+use crate::build::filter::Choice;
+use crate::format::composefs::fits;
+use crate::format::erofs::XATTR_PREFIXES;
+use crate::format::error::{Doing, Error, Result};
+use crate::format::tree::{Content, Node, NodeId, Tree};
+
+/// Files up to this size are kept with their inodes, where whoever looks at the inode has them already. More would make
+/// walks of the metadata slower; composefs keeps as many.
+pub const INLINE_BYTES_MAX: u64 = 64;
+/// The longest list of names of attributes, and the longest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
+const XATTR_BYTES_MAX: usize = 65536;
+
+/// How a file is opened that was found: what has taken its place must not lead elsewhere, and opening it must neither wait nor do
+/// anything. Who owns the tree may put anything there at any time.
+pub(crate) const FOUND_FLAGS: OFlags =
+    OFlags::RDONLY.union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW).union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
+
+/// What a file or directory was when it was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Seen {
+    /// Device and inode.
+    place: (u32, u32, u64),
+    kind: u16,
+    pub bytes: u64,
+    mtime: (i64, u32),
+    /// Nobody can set it, so that it tells of what was written within the same length and time, too.
+    ctime: (i64, u32),
+}
+
+impl Seen {
+    fn of(found: &Statx) -> Self {
+        Self {
+            place: (found.stx_dev_major, found.stx_dev_minor, found.stx_ino),
+            kind: kind(found),
+            bytes: found.stx_size,
+            mtime: (found.stx_mtime.tv_sec, found.stx_mtime.tv_nsec),
+            ctime: (found.stx_ctime.tv_sec, found.stx_ctime.tv_nsec),
+        }
+    }
+
+    /// The file that was opened with [`FOUND_FLAGS`], if it is still the one that was found.
+    pub(crate) fn file(&self, opened: rustix::io::Result<OwnedFd>, path: &Path) -> Result<File> {
+        let file = match opened {
+            // A link, or a socket.
+            Err(Errno::LOOP | Errno::NXIO) => return Err(Error::Changed(path.into())),
+            opened => opened.doing("open", path)?,
+        };
+        if Self::of(&look(&file, path)?) == *self { Ok(file.into()) } else { Err(Error::Changed(path.into())) }
+    }
+
+    /// Looks whether a file that was read is what it was when it was found, and ends where it should.
+    pub(crate) fn check(&self, file: &File, path: &Path) -> Result<()> {
+        let more = retry_on_intr(|| pread(file, &mut [0], self.bytes)).doing("read", path)?;
+        let is_same = more == 0 && Self::of(&look(file, path)?) == *self;
+        if is_same { Ok(()) } else { Err(Error::Changed(path.into())) }
+    }
+}
+
+/// The bits of the mode that tell what kind of file it is.
+fn kind(found: &Statx) -> u16 {
+    found.stx_mode & 0o170_000
+}
+
+fn is_dir(found: &Statx) -> bool {
+    FileType::from_raw_mode(found.stx_mode.into()) == FileType::Directory
+}
+
+/// What stands behind a descriptor.
+fn look(file: impl AsFd, path: &Path) -> Result<Statx> {
+    statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS).doing("look at", path)
+}
+
+/// Opens a directory for listing, if it is still the one that was found. What is in it may be another by now.
+fn directory(seen: &Seen, path: &Path) -> Result<Dir> {
+    let changed = || Error::Changed(path.into());
+    let folder = match openat(CWD, path, FOUND_FLAGS | OFlags::DIRECTORY, Mode::empty()) {
+        Err(Errno::LOOP | Errno::NOTDIR) => return Err(changed()),
+        opened => opened.doing("list", path)?,
+    };
+    if Seen::of(&look(&folder, path)?).place == seen.place {
+        Dir::new(folder).doing("list", path)
+    } else {
+        Err(changed())
+    }
+}
+
+/// Where the descriptors of this process are names.
+const DESCRIPTORS: &str = "/proc/self/fd";
+
+/// A name in a directory that is open, whose own path may lead elsewhere by now.
+#[derive(Clone, Copy)]
+struct At<'a> {
+    folder: BorrowedFd<'a>,
+    name: &'a OsStr,
+    /// What people know it by.
+    path: &'a Path,
+}
+
+impl At<'_> {
+    /// The way to it for calls that take no directory: of attributes there are none before Linux 6.13. The root's path is absolute, and stays
+    /// what it is.
+    fn way(&self) -> PathBuf {
+        Path::new(DESCRIPTORS).join(self.folder.as_raw_fd().to_string()).join(self.name)
+    }
+}
+
+/// Walks a directory, without crossing into other file systems' mounts being any different from directories. For composefs
+/// each name is an inode of its own, and attributes of all kinds are taken: so does mkcomposefs.
+///
+/// What is left out is not looked at. Larger files are still to be read: each is told to `found`, with what it was then, in the order of the walk.
+pub(crate) fn scan(
+    root: &Path,
+    for_composefs: bool,
+    choice: &Choice,
+    found: &mut dyn FnMut(NodeId, Seen, PathBuf),
+) -> Result<Tree> {
+    let found_root = statx(CWD, root, AtFlags::empty(), StatxFlags::BASIC_STATS).doing("look at", root)?;
+    if !is_dir(&found_root) {
+        return Err(Error::CannotHold { path: root.into(), reason: "is no directory".into() });
+    }
+    // The root may be named by a symbolic link, whatever is in it may not.
+    let root = fs::canonicalize(root).doing("look at", root)?;
+    let mut walk =
+        Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs, choice, root: root.clone() };
+    let at = At { folder: CWD, name: root.as_os_str(), path: &root };
+    let mut left = vec![(walk.add(at, &found_root)?, Seen::of(&found_root), root)];
+    while let Some((node, seen, path)) = left.pop() {
+        let directories = walk.list(node, &seen, &path)?;
+        left.extend(directories.into_iter().rev());
+    }
+    Ok(walk.tree)
+}
+
+struct Walk<'a> {
+    tree: Tree,
+    found: &'a mut dyn FnMut(NodeId, Seen, PathBuf),
+    /// Inodes with several names that have been met.
+    known: HashMap<(u32, u32, u64), NodeId>,
+    for_composefs: bool,
+    choice: &'a Choice,
+    /// Where paths in the tree begin.
+    root: PathBuf,
+}
+
+impl Walk<'_> {
+    /// Lists a directory and adds what is in it; answers the directories among them, in order.
+    fn list(&mut self, node: NodeId, seen: &Seen, path: &Path) -> Result<Vec<(NodeId, Seen, PathBuf)>> {
+        let mut folder = directory(seen, path)?;
+        let mut names: Vec<OsString> = Vec::new();
+        while let Some(entry) = folder.read() {
+            let name = entry.doing("list", path)?.file_name().to_bytes().to_vec();
+            names.extend(Some(OsString::from_vec(name)).filter(|name| name != "." && name != ".."));
+        }
+        names.sort_unstable_by(|a, b| a.as_bytes().cmp(b.as_bytes()));
+        let folder = folder.fd().doing("list", path)?;
+        let mut entries = Vec::with_capacity(names.len());
+        let mut directories = Vec::new();
+        for name in names {
+            let path = path.join(&name);
+            let below = path.strip_prefix(&self.root).unwrap_or(&path);
+            if !self.choice.exclude.is_empty() && self.choice.excludes(below.as_os_str().as_bytes()) {
+                continue;
+            }
+            // In the directory that was listed: another one may stand at the path by now.
+            let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+            let found = statx(folder, &name, flags, StatxFlags::BASIC_STATS).doing("look at", &path)?;
+            let child = self.add(At { folder, name: &name, path: &path }, &found)?;
+            if is_dir(&found) {
+                directories.push((child, Seen::of(&found), path.clone()));
+            }
+            entries.push((self.name(name, &path)?, child));
+        }
+        let node = &mut self.tree.nodes[node];
+        node.nlink = u32::try_from(directories.len()).unwrap_or(u32::MAX - 2) + 2;
+        node.content = Content::Directory(entries);
+        Ok(directories)
+    }
+
+    fn name(&self, name: OsString, path: &Path) -> Result<NameBuf> {
+        let bytes = name.into_vec();
+        let name = Name::new(&bytes).map_err(|error| Error::CannotHold {
+            path: path.into(),
+            reason: format!("the name cannot be kept ({error})"),
+        })?;
+        Ok(name.to_buf())
+    }
+
+    /// The node of an inode, which is made at its first name.
+    fn add(&mut self, at: At<'_>, found: &Statx) -> Result<NodeId> {
+        let path = at.path;
+        let nodes = &mut self.tree.nodes;
+        let id = nodes.len();
+        if found.stx_nlink > 1 && !is_dir(found) && !self.for_composefs {
+            match self.known.entry(Seen::of(found).place) {
+                std::collections::hash_map::Entry::Occupied(known) => {
+                    let id = *known.get();
+                    nodes[id].nlink += 1;
+                    return Ok(id);
+                }
+                std::collections::hash_map::Entry::Vacant(new) => _ = new.insert(id),
+            }
+        }
+        let content = content(at, found)?;
+        let xattrs = if self.choice.skip_xattrs { Vec::new() } else { xattrs(at, self.for_composefs)? };
+        if self.for_composefs && !fits(&xattrs) {
+            let reason = "its extended attributes have more than 32 KiB, which composefs does not hold".into();
+            return Err(Error::CannotHold { path: path.into(), reason });
+        }
+        if let Content::Unread { .. } = content {
+            (self.found)(id, Seen::of(found), path.into());
+        }
+        nodes.push(Node {
+            mode: found.stx_mode,
+            uid: found.stx_uid,
+            gid: found.stx_gid,
+            rdev: rdev(found.stx_rdev_major, found.stx_rdev_minor, path)?,
+            mtime: Timespec { sec: found.stx_mtime.tv_sec, nsec: found.stx_mtime.tv_nsec },
+            nlink: 1,
+            xattrs,
+            content,
+        });
+        Ok(id)
+    }
+}
+
+fn content(at: At<'_>, found: &Statx) -> Result<Content> {
+    Ok(match FileType::from_raw_mode(found.stx_mode.into()) {
+        FileType::Directory => Content::Directory(Vec::new()),
+        FileType::Symlink => {
+            let target = match readlinkat(at.folder, at.name, Vec::new()) {
+                // It was a link.
+                Err(Errno::INVAL) => return Err(Error::Changed(at.path.into())),
+                target => target.doing("read the link", at.path)?,
+            };
+            Content::Inline(target.into_bytes())
+        }
+        FileType::RegularFile if found.stx_size <= INLINE_BYTES_MAX => Content::Inline(read(&Seen::of(found), at)?),
+        FileType::RegularFile => Content::Unread { bytes: found.stx_size },
+        _ => Content::None,
+    })
+}
+
+/// The bytes of a small file.
+fn read(seen: &Seen, at: At<'_>) -> Result<Vec<u8>> {
+    let path = at.path;
+    let mut file = seen.file(openat(at.folder, at.name, FOUND_FLAGS, Mode::empty()), path)?;
+    let mut bytes = vec![0; usize::try_from(seen.bytes).unwrap_or_default()];
+    file.read_exact(&mut bytes).map_err(|error| unreadable(error, path))?;
+    seen.check(&file, path)?;
+    Ok(bytes)
+}
+
+/// A file that ends before its end was found to be is another one by now.
+pub(crate) fn unreadable(error: io::Error, path: &Path) -> Error {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => Error::Changed(path.into()),
+        _ => Error::Io { what: "read", path: path.into(), source: error },
+    }
+}
+
+/// The kernel's form of a device number in 32 bits: the lower 8 bits of the minor number, 12 of the major, the other 12.
+fn rdev(major: u32, minor: u32, path: &Path) -> Result<u32> {
+    if major >= 1 << 12 || minor >= 1 << 20 {
+        let reason = format!("the device number {major}:{minor} does not fit in 12 and 20 bits");
+        return Err(Error::CannotHold { path: path.into(), reason });
+    }
+    Ok(minor & 0xff | major << 8 | (minor & !0xff) << 12)
+}
+
+/// The attributes that EROFS has prefixes for, by name. Others are of the file system below (`system.nfs4_acl`) and mean nothing
+/// elsewhere.
+fn xattrs(at: At<'_>, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
+    let (way, path) = (at.way(), at.path);
+    let mut names = Vec::with_capacity(XATTR_BYTES_MAX);
+    match llistxattr(&way, rustix::buffer::spare_capacity(&mut names)) {
+        Ok(_) => {}
+        Err(Errno::NOTSUP) => return Ok(Vec::new()),
+        Err(error @ (Errno::NOENT | Errno::NOTDIR)) if !Path::new(DESCRIPTORS).exists() => {
+            return Err(error).doing("list, without /proc/self/fd (mount /proc), the attributes of", path);
+        }
+        Err(error) => return Err(error).doing("list the attributes of", path),
+    }
+    let mut found = Vec::new();
+    for name in names.split(|byte| *byte == 0) {
+        let is_known = all || XATTR_PREFIXES.iter().any(|(_, prefix)| name.starts_with(prefix));
+        if name.is_empty() || !is_known {
+            continue;
+        }
+        let mut value = Vec::with_capacity(XATTR_BYTES_MAX);
+        match lgetxattr(&way, name, rustix::buffer::spare_capacity(&mut value)) {
+            Ok(_) => found.push((name.to_vec(), value.as_slice().to_vec())),
+            // It went away meanwhile.
+            Err(Errno::NODATA) => {}
+            Err(error) => return Err(error).doing("read the attributes of", path),
+        }
+    }
+    found.sort_unstable();
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn that_there_is_no_proc_is_told() {
+        const TREE: &str = "FERRY_TEST_TREE_WITHOUT_PROC";
+        if let Some(tree) = std::env::var_os(TREE) {
+            assert!(!Path::new(DESCRIPTORS).exists());
+            let error = scan(Path::new(&tree), false, &Choice::default(), &mut |_, _, _| {})
+                .expect_err("attributes cannot be read");
+            assert!(error.to_string().contains("mount /proc"), "{error}");
+            return;
+        }
+        if !rustix::process::geteuid().is_root() {
+            ferry_skip::skip!("only root may hide /proc");
+            return;
+        }
+        let folder = tempfile::tempdir().expect("folders can be made");
+        fs::write(folder.path().join("file"), "some").expect("files can be made");
+        let mut alone = std::process::Command::new("unshare");
+        alone.args(["--mount", "sh", "-c", "mount -t tmpfs none /proc && exec \"$@\"", "sh"]);
+        alone.arg(std::env::current_exe().expect("it is there"));
+        alone.args(["--exact", "build::scan::tests::that_there_is_no_proc_is_told", "--nocapture"]).env(TREE, folder.path());
+        let told = alone.output().expect("unshare is there");
+        assert!(told.status.success(), "{}", String::from_utf8_lossy(&[told.stdout, told.stderr].concat()));
+    }
+
+    #[test]
+    fn what_replaces_a_file_or_a_directory_is_noticed() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let at = |name: &str| folder.path().join(name);
+        let seen = |path: &Path| {
+            let found = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS);
+            Seen::of(&found.expect("it is there"))
+        };
+        let is_changed = |outcome: Result<()>| matches!(outcome, Err(Error::Changed(_)));
+        for name in ["one", "two"] {
+            fs::create_dir(at(name)).expect("folders can be made");
+            fs::write(at(name).join("file"), "some").expect("files can be made");
+        }
+        let (dir, file) = (seen(&at("one")), seen(&at("one/file")));
+        let read = |seen: &Seen, path: &Path| super::read(seen, At { folder: CWD, name: path.as_os_str(), path });
+        assert_eq!(read(&file, &at("one/file")).expect("it is the same"), b"some");
+        directory(&dir, &at("one")).expect("it is the same");
+        // As if the directory had been replaced by another one, or by a link to it.
+        assert!(is_changed(read(&file, &at("two/file")).map(drop)));
+        assert!(is_changed(directory(&dir, &at("two")).map(drop)));
+        std::os::unix::fs::symlink(at("one"), at("link")).expect("links can be made");
+        assert!(is_changed(directory(&dir, &at("link")).map(drop)));
+        std::os::unix::fs::symlink("file", at("one/link")).expect("links can be made");
+        assert!(is_changed(read(&file, &at("one/link")).map(drop)));
+        assert!(is_changed(directory(&dir, &at("one/file")).map(drop)));
+    }
+
+    #[test]
+    fn a_directory_that_is_replaced_while_it_is_listed_stays_the_one_that_is_listed() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let one = folder.path().join("one");
+        let make = |what: &str| {
+            fs::create_dir(&one).expect("folders can be made");
+            std::os::unix::fs::symlink(what, one.join("link")).expect("links can be made");
+            fs::write(one.join("file"), what).expect("files can be made");
+            let flags = rustix::fs::XattrFlags::empty();
+            let set = rustix::fs::setxattr(one.join("file"), "user.what", what.as_bytes(), flags);
+            set.expect("the file system has attributes");
+        };
+        make("old");
+        let listed = openat(CWD, &one, FOUND_FLAGS, Mode::empty()).expect("it is there");
+        fs::rename(&one, folder.path().join("gone")).expect("folders can be renamed");
+        make("new");
+        for name in ["link", "file"] {
+            let at = At { folder: listed.as_fd(), name: OsStr::new(name), path: &one.join(name) };
+            let flags = AtFlags::SYMLINK_NOFOLLOW;
+            let found = statx(at.folder, name, flags, StatxFlags::BASIC_STATS).expect("it is there");
+            let Content::Inline(bytes) = content(at, &found).expect("it is the same") else {
+                panic!("{name} is small")
+            };
+            assert_eq!(bytes, b"old", "{name}");
+            let expected = if name == "file" { vec![(b"user.what".to_vec(), b"old".to_vec())] } else { Vec::new() };
+            let found: Vec<_> = xattrs(at, false).expect("they can be read").into_iter().collect();
+            assert_eq!(found, expected, "{name}");
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! One header: 512 bytes of text fields.
+
+use crate::build::tree_builder::Refusal;
+
+/// The size of a header, and the unit that everything is padded to, in bytes.
+pub(crate) const HEADER_BYTES: usize = 512;
+
+/// Places of fields: first byte, length.
+pub(super) const NAME: (usize, usize) = (0, 100);
+pub(super) const MODE: (usize, usize) = (100, 8);
+pub(super) const UID: (usize, usize) = (108, 8);
+pub(super) const GID: (usize, usize) = (116, 8);
+pub(super) const SIZE: (usize, usize) = (124, 12);
+pub(super) const MTIME: (usize, usize) = (136, 12);
+const SUM: (usize, usize) = (148, 8);
+const KIND: usize = 156;
+pub(super) const LINK: (usize, usize) = (157, 100);
+const MAGIC: (usize, usize) = (257, 6);
+pub(super) const MAJOR: (usize, usize) = (329, 8);
+pub(super) const MINOR: (usize, usize) = (337, 8);
+const PREFIX: (usize, usize) = (345, 155);
+/// GNU's sparse files: four pieces, whether more follow in a block of their own, the file's length.
+pub(super) const SPARSE: (usize, usize) = (386, 4);
+pub(super) const SPARSE_MORE: usize = 482;
+pub(super) const SPARSE_BYTES: (usize, usize) = (483, 12);
+/// The same in a block that follows.
+pub(super) const SPARSE_NEXT: (usize, usize) = (0, 21);
+pub(super) const SPARSE_NEXT_MORE: usize = 504;
+
+/// A block of an archive.
+pub(super) struct Header(pub [u8; HEADER_BYTES]);
+
+/// Whether an archive may begin with this.
+pub(crate) fn is_header(bytes: &[u8]) -> bool {
+    bytes.try_into().is_ok_and(|bytes| {
+        let header = Header(bytes);
+        header.is_end() || header.is_sound()
+    })
+}
+
+impl Header {
+    pub(super) fn field(&self, (from, length): (usize, usize)) -> &[u8] {
+        &self.0[from..from + length]
+    }
+
+    /// A text field, up to its first zero.
+    pub(super) fn text(&self, place: (usize, usize)) -> &[u8] {
+        let field = self.field(place);
+        &field[..field.iter().position(|byte| *byte == 0).unwrap_or(field.len())]
+    }
+
+    /// The kind of member.
+    pub(super) fn kind(&self) -> u8 {
+        self.0[KIND]
+    }
+
+    /// Whether the archive ends here.
+    pub(super) fn is_end(&self) -> bool {
+        self.0.iter().all(|byte| *byte == 0)
+    }
+
+    /// Whether the sum of all bytes is what the header says; old programs took bytes as signed.
+    pub(super) fn is_sound(&self) -> bool {
+        let Ok(sum) = self.number(SUM, "sum") else { return false };
+        let in_sum = |at: &usize| (SUM.0..SUM.0 + SUM.1).contains(at);
+        let all = || self.0.iter().enumerate().map(move |(at, byte)| if in_sum(&at) { b' ' } else { *byte });
+        let unsigned: i64 = all().map(i64::from).sum();
+        let signed: i64 = all().map(|byte| i64::from(byte.cast_signed())).sum();
+        sum == unsigned || sum == signed
+    }
+
+    /// The name, with ustar's prefix.
+    pub(super) fn name(&self) -> Vec<u8> {
+        let (prefix, name) = (self.text(PREFIX), self.text(NAME));
+        if self.field(MAGIC) == b"ustar\0" && !prefix.is_empty() {
+            return [prefix, b"/", name].concat();
+        }
+        name.to_vec()
+    }
+
+    /// A number: octal digits, or, where the first bit is set, GNU's binary form.
+    pub(super) fn number(&self, place: (usize, usize), what: &str) -> Result<i64, Refusal> {
+        let field = self.field(place);
+        let wrong = || format!("its {what} is no number");
+        if field[0] & 0x80 != 0 {
+            // The second bit is the sign.
+            let first = i128::from(((field[0] << 1).cast_signed()) >> 1);
+            let fold = |number: i128, byte: &u8| number.checked_mul(256).map(|number| number | i128::from(*byte));
+            let number = field[1..].iter().try_fold(first, fold).ok_or_else(wrong)?;
+            return i64::try_from(number).map_err(|_| format!("its {what} is too large"));
+        }
+        let digits = field.split(|byte| *byte == 0).next().unwrap_or_default().trim_ascii();
+        if digits.is_empty() {
+            return Ok(0);
+        }
+        // `from_str_radix` would take a sign.
+        let text = std::str::from_utf8(digits).ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+        text.and_then(|text| i64::from_str_radix(text, 8).ok()).ok_or_else(wrong)
+    }
+}

@@ -1,0 +1,90 @@
+//! Archives that are the layers of an image, each with what is another in it than in the ones below.
+//!
+//! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Applying Changesets", "Whiteouts".
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::path::Path;
+
+use super::marks::{Mark, mark};
+use super::member::{Kind, Member, Members};
+use super::pax::Globals;
+use super::{at_end, components, contents, directory, place, refused};
+use crate::build::content_writer::Sink;
+use crate::build::tree_builder::{Growing, Refusal};
+use crate::format::error::{Error, Result};
+use crate::format::tree::{Content, NodeId, Tree};
+
+/// Files whose bytes an image needs, by the places of their headers in the archive, in bytes.
+pub(crate) type Wanted = HashMap<u64, NodeId>;
+
+/// Layers, whose headers are being read.
+pub(crate) struct Layers {
+    growing: Growing,
+    /// For each layer its files.
+    files: Vec<Vec<(u64, NodeId)>>,
+    for_composefs: bool,
+}
+
+impl Layers {
+    pub(crate) fn begin(for_composefs: bool) -> Self {
+        Self { growing: Growing::default(), files: Vec::new(), for_composefs }
+    }
+
+    /// Applies the next layer.
+    pub(crate) fn add(&mut self, input: impl Read, source: &Path) -> Result<()> {
+        let mut members = Members::of(input, source, Globals::Ignore);
+        if !self.files.is_empty() {
+            self.growing.next_layer();
+        }
+        self.files.push(Vec::new());
+        while let Some(member) = members.next()? {
+            self.member(&member).map_err(|reason| refused(source, &member, reason))?;
+            members.skip()?;
+        }
+        Ok(())
+    }
+
+    fn member(&mut self, member: &Member) -> std::result::Result<(), Refusal> {
+        let names = components(&member.path)?;
+        match mark(&names)? {
+            None => {}
+            Some(Mark::Nothing) => return Ok(()),
+            Some(Mark::Opaque(directory)) => return self.growing.make_opaque(directory),
+            Some(Mark::Gone(names)) => return self.growing.whiteout(&names),
+        }
+        let file = Content::Unread { bytes: member.bytes };
+        let content = (member.kind == Kind::File).then_some(file);
+        let id = place(&mut self.growing, &names, member, content, self.for_composefs)?;
+        if let (Kind::File, Some(id), Some(files)) = (member.kind, id, self.files.last_mut()) {
+            files.push((member.offset, id));
+        }
+        Ok(())
+    }
+
+    /// The tree, whose files have no bytes yet, and for each layer those of its files that are left.
+    pub(crate) fn finish(mut self, source: &Path) -> Result<(Tree, Vec<Wanted>)> {
+        let grown = self.growing.enter(&[], directory).and_then(|_| self.growing.finish_compact());
+        let (tree, places) = grown.map_err(|reason| at_end(source, reason))?;
+        let left = |(offset, id): (u64, NodeId)| Some((offset, places[id]?));
+        let wanted = self.files.into_iter().map(|files| files.into_iter().filter_map(left).collect());
+        Ok((tree, wanted.collect()))
+    }
+}
+
+/// Takes the bytes of those files of a layer that are left in the end.
+pub(crate) fn fill(input: impl Read, source: &Path, wanted: &Wanted, tree: &mut Tree, sink: &mut Sink) -> Result<()> {
+    let mut members = Members::of(input, source, Globals::Ignore);
+    let mut found = 0;
+    while let Some(member) = members.next()? {
+        match wanted.get(&member.offset) {
+            Some(id) if member.kind == Kind::File => {
+                tree.nodes[*id].content = contents(&mut members, &member, sink)?;
+                found += 1;
+            }
+            _ => members.skip()?,
+        }
+    }
+    // Between the passes it was changed.
+    if found == wanted.len() { Ok(()) } else { Err(Error::Changed(source.into())) }
+}

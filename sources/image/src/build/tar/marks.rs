@@ -1,0 +1,115 @@
+//! Names by which layers say what is gone.
+//!
+//! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Whiteouts", "Opaque Whiteout". What begins with `.wh..wh.` and is
+//! not the mark of an opaque directory is of AUFS, which made the first such layers, and means nothing.
+
+use ferry_vfs::{FileType, Name, NameBuf, Timespec};
+
+use super::directory;
+use crate::build::tree_builder::{Growing, Refusal};
+use crate::format::composefs::set_xattr;
+use crate::format::tree::{Content, Node};
+
+const WHITEOUT: &[u8] = b".wh.";
+const AUFS: &[u8] = b".wh..wh.";
+const OPAQUE: &[u8] = b".wh..wh..opq";
+
+/// What a layer that is a tree of its own has where something is gone that it has not got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whiteouts {
+    /// Nothing: it is not there.
+    Drop,
+    /// What overlayfs takes for it: a device 0:0, and the attribute of opaque directories.
+    Overlay,
+    /// The archive's own files, as of any other archive.
+    Keep,
+}
+
+/// What a path with a mark in it says.
+pub(super) enum Mark<'a, 'b> {
+    /// Nothing that matters here.
+    Nothing,
+    /// This directory has nothing of what is below.
+    Opaque(&'b [Name<'a>]),
+    /// This is gone.
+    Gone(Vec<Name<'a>>),
+}
+
+/// Reads a path's mark, if it has one.
+pub(super) fn mark<'a, 'b>(names: &'b [Name<'a>]) -> Result<Option<Mark<'a, 'b>>, Refusal> {
+    let Some(at) = names.iter().position(|name| name.as_bytes().starts_with(WHITEOUT)) else { return Ok(None) };
+    let (parents, name) = (&names[..at], names[at].as_bytes());
+    if name.starts_with(AUFS) {
+        let is_opaque = name == OPAQUE && names.len() == at + 1;
+        return Ok(Some(if is_opaque { Mark::Opaque(parents) } else { Mark::Nothing }));
+    }
+    if names.len() > at + 1 {
+        return Err("something is in a whiteout".into());
+    }
+    let gone = Name::new(&name[WHITEOUT.len()..]).map_err(|error| format!("a whiteout of no name ({error})"))?;
+    Ok(Some(Mark::Gone([parents, &[gone]].concat())))
+}
+
+/// The marks of a layer that is a tree of its own.
+pub(super) struct Alone {
+    whiteouts: Option<Whiteouts>,
+    /// What is to be said in overlayfs's words when all else is there: the names, and whether they are a directory's that is opaque.
+    left: Vec<(Vec<NameBuf>, bool, Timespec)>,
+}
+
+impl Alone {
+    pub(super) fn new(whiteouts: Option<Whiteouts>) -> Self {
+        Self { whiteouts, left: Vec::new() }
+    }
+
+    /// Whether a member is a mark, and nothing else.
+    pub(super) fn takes(&mut self, names: &[Name<'_>], mtime: Timespec) -> Result<bool, Refusal> {
+        let whiteouts = match self.whiteouts {
+            Some(Whiteouts::Keep) => return Ok(false),
+            whiteouts => whiteouts,
+        };
+        let Some(mark) = mark(names)? else { return Ok(false) };
+        let how = whiteouts.ok_or(
+            "a whiteout: the archive is a layer that belongs on others. Say what becomes of it where there are none \
+             (--whiteouts drop, overlay or keep), or build of the whole image (oci:DIR)",
+        )?;
+        let owned = |names: &[Name<'_>]| names.iter().map(|name| name.to_buf()).collect();
+        match mark {
+            _ if how == Whiteouts::Drop => {}
+            Mark::Nothing => {}
+            Mark::Opaque(directory) => self.left.push((owned(directory), true, mtime)),
+            Mark::Gone(names) => self.left.push((owned(&names), false, mtime)),
+        }
+        Ok(true)
+    }
+
+    /// Adds what overlayfs takes for marks. What the layer has itself hides what is below; a directory only if it is opaque.
+    pub(super) fn finish(self, growing: &mut Growing) -> Result<(), Refusal> {
+        for (names, is_opaque, mtime) in self.left {
+            let names: Vec<_> = names.iter().map(NameBuf::as_name).collect();
+            if is_opaque {
+                // What the layer has put in the directory's place hides what is below by itself.
+                if let Ok(found) = growing.enter(&names, directory) {
+                    set_xattr(&mut growing.node(found).xattrs, b"trusted.overlay.opaque", b"y");
+                }
+                continue;
+            }
+            let Some((name, parents)) = names.split_last() else { continue };
+            let parent = growing.enter(parents, directory)?;
+            match growing.child(parent, *name) {
+                None => drop(growing.replace(parent, *name, device(mtime))?),
+                Some(found) if growing.node(found).kind() == FileType::Directory => {
+                    set_xattr(&mut growing.node(found).xattrs, b"trusted.overlay.opaque", b"y");
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// overlayfs's whiteout.
+fn device(mtime: Timespec) -> Node {
+    let (mode, xattrs, content) = (0o020_000, Vec::new(), Content::None);
+    Node { mode, uid: 0, gid: 0, rdev: 0, mtime, nlink: 1, xattrs, content }
+}

@@ -1,0 +1,160 @@
+//! What names and proves bytes.
+//!
+//! The layout flat has BLAKE3's digests, of trees, of images, of packs (of their indexes) and of the pieces in packs. The layout composefs has those of
+//! fs-verity, made of SHA-256, as mkcomposefs and the kernel make them.
+
+use std::fmt;
+
+/// The size of a digest, in bytes.
+pub const DIGEST_BYTES: usize = 32;
+
+/// How a digest is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Algorithm {
+    /// BLAKE3.
+    Blake3,
+    /// fs-verity, by SHA-256 over blocks of 4 KiB.
+    Verity,
+    /// BLAKE3 of what a tree holds, see `tree_digest.rs`.
+    Tree,
+}
+
+impl Algorithm {
+    /// What stands before the digits.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Blake3 => "blake3",
+            // As fsverity(1) names them.
+            Self::Verity => "sha256",
+            Self::Tree => "tree",
+        }
+    }
+
+    /// The digest of bytes that are in memory.
+    pub fn of(self, bytes: &[u8]) -> Digest {
+        match self {
+            Self::Blake3 | Self::Tree => Digest::new(self, blake3::hash(bytes).into()),
+            Self::Verity => {
+                let mut hasher = crate::format::verity::Hasher::default();
+                hasher.update(bytes);
+                hasher.finish()
+            }
+        }
+    }
+}
+
+/// What names and proves the bytes of a file, or of an image, or a tree. It is written `blake3:`, `sha256:` or `tree:`, and 64 hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Digest {
+    algorithm: Algorithm,
+    bytes: [u8; DIGEST_BYTES],
+}
+
+impl Digest {
+    /// A digest that was made elsewhere.
+    pub const fn new(algorithm: Algorithm, bytes: [u8; DIGEST_BYTES]) -> Self {
+        Self { algorithm, bytes }
+    }
+
+    /// How it was made.
+    pub fn algorithm(&self) -> Algorithm {
+        self.algorithm
+    }
+
+    /// The digest itself.
+    pub fn bytes(&self) -> &[u8; DIGEST_BYTES] {
+        &self.bytes
+    }
+
+    /// Its digits alone: names of files, and what composefs's programs take.
+    pub fn hex(&self) -> String {
+        hex(&self.bytes)
+    }
+
+    /// Reads a digest as it is written. Digits alone are composefs's.
+    pub fn parse(text: &[u8]) -> Option<Self> {
+        let prefixed = |algorithm: Algorithm| text.strip_prefix(algorithm.name().as_bytes())?.strip_prefix(b":");
+        for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree] {
+            if let Some(digits) = prefixed(algorithm) {
+                return Self::from_hex(algorithm, digits);
+            }
+        }
+        Self::from_hex(Algorithm::Verity, text)
+    }
+
+    /// Reads 64 hexadecimal digits.
+    pub fn from_hex(algorithm: Algorithm, digits: &[u8]) -> Option<Self> {
+        Some(Self::new(algorithm, bytes_of_hex(digits)?))
+    }
+}
+
+/// Digits of bytes.
+pub fn hex(bytes: &[u8; DIGEST_BYTES]) -> String {
+    use fmt::Write;
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        // Strings take everything.
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
+/// The bytes that 64 hexadecimal digits stand for, none of them a capital.
+pub fn bytes_of_hex(digits: &[u8]) -> Option<[u8; DIGEST_BYTES]> {
+    let mut bytes = [0; DIGEST_BYTES];
+    if digits.len() != 2 * DIGEST_BYTES {
+        return None;
+    }
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks(2)) {
+        let digit = |at: u8| match at {
+            b'0'..=b'9' => Some(at - b'0'),
+            b'a'..=b'f' => Some(at - b'a' + 10),
+            _ => None,
+        };
+        *byte = digit(pair[0])? << 4 | digit(pair[1])?;
+    }
+    Some(bytes)
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.algorithm.name(), self.hex())
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digests_are_read_back() {
+        for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree] {
+            let digest = algorithm.of(b"x");
+            assert_eq!(Digest::parse(digest.to_string().as_bytes()), Some(digest));
+            assert_eq!(Digest::from_hex(algorithm, digest.hex().as_bytes()), Some(digest));
+            assert_eq!(
+                Digest::parse(digest.hex().as_bytes()).map(|digest| digest.algorithm()),
+                Some(Algorithm::Verity)
+            );
+        }
+        assert_ne!(Algorithm::Blake3.of(b"x"), Algorithm::Verity.of(b"x"));
+        for bad in [&b""[..], b"00", &[b'g'; 64], &[b'A'; 64], &[b'0'; 63], &[b'0'; 65], "ä".repeat(32).as_bytes()] {
+            assert_eq!(Digest::parse(bad), None);
+            assert_eq!(Digest::parse(&[b"blake3:", bad].concat()), None);
+        }
+        assert_eq!(Digest::parse(format!("sha512:{}", "0".repeat(64)).as_bytes()), None);
+    }
+
+    /// From the test vectors of BLAKE3's authors.
+    #[test]
+    fn the_digest_of_nothing_is_known() {
+        let digest = "blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262";
+        assert_eq!(Algorithm::Blake3.of(&[]).to_string(), digest);
+    }
+}

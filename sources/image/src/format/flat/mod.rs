@@ -1,0 +1,341 @@
+//! The layout `flat`: metadata only, in the order in which a walk will want it, with file data in packs.
+//!
+//! Compared with what other tools write: inodes are the short ones wherever they fit; a file's data is one run of blocks in the
+//! address space of all devices, so there is no index of chunks where nothing of it was known before; each directory is followed by the inodes of the files in it, and
+//! directories come depth first, as `ls -lR` asks for them.
+//!
+//! ```text
+//! block 0    zeros, at byte 992 the digest of the tree (32 bytes), superblock, device table (the packs), root directory, its files' inodes, ...
+//! ...        directories and inodes
+//! aligned    attributes that several inodes share
+//! ```
+//!
+//! The device table is in front because its place is a number of 16 bits: it cannot be behind 8 MiB of metadata.
+
+pub(crate) mod dir;
+mod place;
+mod xattr;
+
+use std::collections::{BTreeMap, HashSet};
+
+use zerocopy::IntoBytes;
+use zerocopy::little_endian::{U16, U32, U64};
+
+use crate::format::chunk::{self, CHUNK_FORMAT, PIECE_BLOCKS};
+use crate::format::digest::Digest;
+use crate::format::erofs::{
+    BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS,
+    INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, TREE_OFFSET, denied_by,
+    xattr_count,
+};
+use crate::format::error::{Error, Result};
+use crate::format::tree::{Content, Node, NodeId, Tree};
+use crate::format::tree_digest;
+use crate::store::packs::Places;
+
+pub(crate) use dir::kind;
+use place::{Place, Placed};
+use xattr::Xattrs;
+
+/// Where the device table is, in bytes and in units of its entries.
+const TABLE_OFFSET: usize = SUPER_OFFSET + size_of::<Super>();
+const TABLE_SLOT: u16 = 9;
+const _: () = assert!(TABLE_SLOT as usize * size_of::<DeviceSlot>() == TABLE_OFFSET);
+
+/// A pack that the image needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Pack {
+    /// Its name.
+    pub name: Digest,
+    /// How many blocks it has.
+    pub blocks: u64,
+    /// Whether it is to be read at once.
+    pub ahead: bool,
+}
+
+/// What compact inodes of this image share.
+#[derive(Clone, Copy, Debug, Default)]
+struct Times {
+    epoch: i64,
+    nsec: u32,
+}
+
+impl Times {
+    /// The earliest second, and the commonest fraction of one (the smallest, where several are as common).
+    fn of(tree: &Tree) -> Self {
+        let epoch = tree.nodes.iter().map(|node| node.mtime.sec).min().unwrap_or(0).max(0);
+        let mut counts = BTreeMap::new();
+        for node in &tree.nodes {
+            *counts.entry(node.mtime.nsec).or_insert(0_usize) += 1;
+        }
+        let nsec = counts.iter().max_by(|a, b| a.1.cmp(b.1).then(b.0.cmp(a.0))).map_or(0, |(nsec, _)| *nsec);
+        Self { epoch, nsec }
+    }
+
+    /// Whether the shorter inode can hold all that is known of this one.
+    fn fits_compact(&self, node: &Node, bytes: u64) -> Option<u32> {
+        let since = u32::try_from(node.mtime.sec.checked_sub(self.epoch)?).ok()?;
+        let fits = node.mtime.nsec == self.nsec
+            && u16::try_from(node.uid).is_ok()
+            && u16::try_from(node.gid).is_ok()
+            && u16::try_from(node.nlink).is_ok()
+            && u32::try_from(bytes).is_ok();
+        fits.then_some(since)
+    }
+}
+
+/// The metadata of a tree, and the tree's digest, which is in it.
+///
+/// # Errors
+/// The tree does not fit into what EROFS can number.
+pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<(Vec<u8>, Digest)> {
+    let packed = Packed::of(tree, pieces, places);
+    let times = Times::of(tree);
+    let xattrs = Xattrs::of(tree);
+    let root = TABLE_OFFSET + packs.len() * size_of::<DeviceSlot>();
+    let Placed { inodes, order, end } = place::all(tree, root, &times, &xattrs, &packed.scattered);
+
+    let xattr_block = end.div_ceil(BLOCK_BYTES);
+    let blocks = (xattr_block * BLOCK_BYTES + xattrs.shared().len()).div_ceil(BLOCK_BYTES);
+    let mut bytes = vec![0; blocks * BLOCK_BYTES];
+    bytes[xattr_block * BLOCK_BYTES..][..xattrs.shared().len()].copy_from_slice(xattrs.shared());
+
+    let mut first_blocks = BTreeMap::new();
+    let mut next = blocks as u64;
+    for (slot, pack) in packs.iter().enumerate() {
+        let mut tag = [0; 64];
+        tag.copy_from_slice(pack.name.hex().as_bytes());
+        let (count, first) = (number(pack.blocks)?, number(next)?);
+        let flags = if pack.ahead { SLOT_AHEAD } else { 0 };
+        let slot_bytes = DeviceSlot { tag, blocks: count, first_block: first, flags, ..DeviceSlot::default() };
+        put(&mut bytes, TABLE_OFFSET + slot * size_of::<DeviceSlot>(), slot_bytes.as_bytes());
+        first_blocks.insert(pack.name, next);
+        next += pack.blocks;
+    }
+
+    let writer = Writer { tree, xattrs: &xattrs, inodes: &inodes, first_blocks: &first_blocks, packed: &packed };
+    for (number, id) in order.iter().enumerate() {
+        writer.inode(&mut bytes, *id, u32::try_from(number).unwrap_or(u32::MAX))?;
+    }
+    let mut volume = [0; 16];
+    volume[..FLAT_VOLUME.len()].copy_from_slice(FLAT_VOLUME);
+    volume[15] = absent(tree);
+    let header = Super {
+        volume,
+        magic: U32::new(SUPER_MAGIC),
+        feature_compat: U32::new(COMPAT_MTIME),
+        feature_incompat: U32::new(incompat(packs, &packed)),
+        block_bits: BLOCK_BITS,
+        // The root is the first inode of all.
+        root_nid: U16::new(u16::try_from(inodes[0].offset / SLOT_BYTES).map_err(|_| Error::TooManyPacks(packs.len()))?),
+        inodes: U64::new(tree.nodes.len() as u64),
+        epoch: U64::new(times.epoch.unsigned_abs()),
+        fixed_nsec: U32::new(times.nsec),
+        blocks: number(blocks as u64)?,
+        xattr_block: number(xattr_block as u64)?,
+        extra_devices: U16::new(u16::try_from(packs.len()).map_err(|_| Error::TooManyPacks(packs.len()))?),
+        device_table: U16::new(TABLE_SLOT),
+        ..Super::default()
+    };
+    put(&mut bytes, SUPER_OFFSET, header.as_bytes());
+    let digest = tree_digest::of_tree(tree, pieces);
+    put(&mut bytes, TREE_OFFSET, digest.bytes());
+    Ok((bytes, digest))
+}
+
+/// Which attributes no inode has.
+fn absent(tree: &Tree) -> u8 {
+    let xattrs = tree.nodes.iter().flat_map(|node| &node.xattrs);
+    xattrs.fold(FLAT_NO_KIND, |absent, (name, _)| absent & !denied_by(name))
+}
+
+fn number(blocks: u64) -> Result<U32> {
+    u32::try_from(blocks).map(U32::new).map_err(|_| Error::TooLarge(u32::MAX))
+}
+
+fn put(bytes: &mut [u8], at: usize, what: &[u8]) {
+    bytes[at..at + what.len()].copy_from_slice(what);
+}
+
+/// Features that kernels must know.
+fn incompat(packs: &[Pack], packed: &Packed<'_>) -> u32 {
+    let devices = if packs.is_empty() { 0 } else { INCOMPAT_DEVICE_TABLE };
+    devices | if packed.scattered.is_empty() { 0 } else { INCOMPAT_CHUNKS }
+}
+
+/// Where the pieces of files are.
+struct Packed<'a> {
+    pieces: &'a [Digest],
+    places: &'a Places,
+    /// Files whose pieces are not one run of blocks: each piece gets an entry in an index.
+    scattered: HashSet<NodeId>,
+}
+
+impl<'a> Packed<'a> {
+    fn of(tree: &Tree, pieces: &'a [Digest], places: &'a Places) -> Self {
+        let mut packed = Self { pieces, places, scattered: HashSet::new() };
+        for (id, node) in tree.nodes.iter().enumerate() {
+            let Content::Packed { bytes, first } = node.content else { continue };
+            let mut places = packed.places(bytes, first);
+            let mut next = places.next().map(|(pack, block)| (pack, block + PIECE_BLOCKS));
+            let is_run = places.all(|(pack, block)| {
+                let is_next = next == Some((pack, block));
+                next = Some((pack, block + PIECE_BLOCKS));
+                is_next
+            });
+            if !is_run {
+                packed.scattered.insert(id);
+            }
+        }
+        packed
+    }
+
+    /// The pack and the block of each piece of a file.
+    fn places(&self, bytes: u64, first: usize) -> impl Iterator<Item = (Digest, u64)> + 'a {
+        let count = usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX);
+        let places = self.places;
+        // The pieces of all files have their places.
+        self.pieces[first..][..count].iter().filter_map(move |digest| places.get(digest).copied())
+    }
+}
+
+/// Writes inodes that have their places.
+struct Writer<'a> {
+    tree: &'a Tree,
+    xattrs: &'a Xattrs,
+    inodes: &'a [Place],
+    first_blocks: &'a BTreeMap<Digest, u64>,
+    packed: &'a Packed<'a>,
+}
+
+impl Writer<'_> {
+    fn inode(&self, bytes: &mut [u8], id: usize, number_of_inode: u32) -> Result<()> {
+        let (node, place) = (&self.tree.nodes[id], &self.inodes[id]);
+        let xattrs = self.xattrs.of_inode(id);
+        let (layout, length, at) = match &node.content {
+            // A build refuses the latter for this layout.
+            Content::None | Content::Elsewhere { .. } => (Layout::Plain, 0, node.rdev),
+            Content::Inline(data) => self.near(bytes, place, xattrs.len(), data)?,
+            // Nothing is left unread, and composefs's objects are of the other layout.
+            Content::Unread { .. } | Content::Object { .. } => (Layout::Plain, 0, 0),
+            Content::Packed { bytes: length, first } => {
+                let mut blocks = self
+                    .packed
+                    .places(*length, *first)
+                    .map(|(pack, block)| number(self.first_blocks.get(&pack).copied().unwrap_or_default() + block));
+                if self.packed.scattered.contains(&id) {
+                    let index = blocks.collect::<Result<Vec<U32>>>()?;
+                    put(bytes, place.tail(xattrs.len()), index.as_bytes());
+                    (Layout::Chunks, *length, CHUNK_FORMAT)
+                } else {
+                    (Layout::Plain, *length, blocks.next().transpose()?.unwrap_or_default().get())
+                }
+            }
+            Content::Directory(_) => {
+                let data = dir::write(self.tree, id, place.parent, |id| (self.inodes[id].offset / SLOT_BYTES) as u64);
+                self.near(bytes, place, xattrs.len(), &data)?
+            }
+        };
+        self.head(bytes, node, place, (layout, length, at), (xattrs, number_of_inode));
+        Ok(())
+    }
+
+    /// Writes bytes that are kept in the image: whole blocks, and what is left behind the inode.
+    fn near(&self, bytes: &mut [u8], place: &Place, xattr_bytes: usize, data: &[u8]) -> Result<(Layout, u64, u32)> {
+        let (blocks, tail) = data.split_at((place.blocks * BLOCK_BYTES).min(data.len()));
+        put(bytes, place.first_block * BLOCK_BYTES, blocks);
+        put(bytes, place.tail(xattr_bytes), tail);
+        let layout = if tail.is_empty() { Layout::Plain } else { Layout::Inline };
+        Ok((layout, data.len() as u64, number(place.first_block as u64)?.get()))
+    }
+
+    fn head(
+        &self,
+        bytes: &mut [u8],
+        node: &Node,
+        place: &Place,
+        (layout, length, at): (Layout, u64, u32),
+        (xattrs, ino): (&[u8], u32),
+    ) {
+        let xattr_count = U16::new(xattr_count(xattrs.len()));
+        let mode = U16::new(node.mode);
+        // What fits was found out when places were given.
+        let short = |number: u32| U16::new(u16::try_from(number).unwrap_or(u16::MAX));
+        match place.compact {
+            Some(since) => {
+                let inode = Compact {
+                    format: U16::new(layout.format(false)),
+                    xattr_count,
+                    mode,
+                    nlink: short(node.nlink),
+                    size: U32::new(u32::try_from(length).unwrap_or(u32::MAX)),
+                    mtime: U32::new(since),
+                    place: U32::new(at),
+                    ino: U32::new(ino),
+                    uid: short(node.uid),
+                    gid: short(node.gid),
+                    ..Compact::default()
+                };
+                put(bytes, place.offset, inode.as_bytes());
+            }
+            None => {
+                let inode = Extended {
+                    format: U16::new(layout.format(true)),
+                    xattr_count,
+                    mode,
+                    size: U64::new(length),
+                    place: U32::new(at),
+                    ino: U32::new(ino),
+                    uid: U32::new(node.uid),
+                    gid: U32::new(node.gid),
+                    mtime: U64::new(node.mtime.sec.cast_unsigned()),
+                    mtime_nsec: U32::new(node.mtime.nsec),
+                    nlink: U32::new(node.nlink),
+                    ..Extended::default()
+                };
+                put(bytes, place.offset, inode.as_bytes());
+            }
+        }
+        put(bytes, place.offset + place.inode_bytes(), xattrs);
+    }
+}
+
+impl Place {
+    fn inode_bytes(&self) -> usize {
+        if self.compact.is_some() { size_of::<Compact>() } else { size_of::<Extended>() }
+    }
+
+    /// Where the bytes that follow inode and attributes begin.
+    fn tail(&self, xattr_bytes: usize) -> usize {
+        self.offset + self.inode_bytes() + xattr_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::Timespec;
+
+    use super::*;
+    use crate::format::digest::Algorithm;
+    use crate::format::image::Image;
+
+    /// The root's number has 16 bits, and the table of packs is before it.
+    #[test]
+    fn more_packs_than_an_image_can_name_are_refused() {
+        let mtime = Timespec { sec: 1, nsec: 0 };
+        let content = Content::Directory(Vec::new());
+        let root = Node { mode: 0o040_755, uid: 0, gid: 0, rdev: 0, mtime, nlink: 2, xattrs: Vec::new(), content };
+        let tree = Tree { nodes: vec![root], ..Tree::default() };
+        let image = |count: usize| {
+            let pack =
+                |number: usize| Pack { name: Algorithm::Blake3.of(&number.to_le_bytes()), blocks: 1, ahead: false };
+            write(&tree, &(0..count).map(pack).collect::<Vec<_>>(), &[], &Places::default())
+        };
+        let most = (usize::from(u16::MAX) * SLOT_BYTES - TABLE_OFFSET) / size_of::<DeviceSlot>();
+        let (bytes, _) = image(most).expect("so many can be named");
+        let found = Image::from_bytes(bytes).expect("it is sound");
+        assert_eq!((found.packs().len(), crate::check(&found).findings), (most, Vec::new()));
+        let error = image(most + 1).expect_err("one too many");
+        assert!(matches!(error, Error::TooManyPacks(count) if count == most + 1), "{error}");
+    }
+}

@@ -1,0 +1,152 @@
+//! Where each inode goes.
+
+use std::collections::HashSet;
+
+use crate::format::chunk;
+use crate::format::erofs::{BLOCK_BYTES, Compact, Extended, SLOT_BYTES};
+use crate::format::runs::ENTRY_BYTES;
+use crate::format::tree::{Content, NodeId, Tree};
+
+use super::xattr::Xattrs;
+use super::{Times, dir};
+
+/// How many gaps are remembered for later, smaller inodes. Only near ones keep the order of the walk.
+const GAPS_MAX: usize = 16;
+
+/// Where an inode is, and a directory's blocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Place {
+    /// The inode's offset, in bytes.
+    pub offset: usize,
+    /// Seconds since the image's epoch, if the inode is the shorter one.
+    pub compact: Option<u32>,
+    /// First of the whole blocks of a directory, or of a very long link.
+    pub first_block: usize,
+    /// How many there are.
+    pub blocks: usize,
+    /// A directory's parent.
+    pub parent: NodeId,
+}
+
+/// All places.
+pub(super) struct Placed {
+    /// By [`NodeId`].
+    pub inodes: Vec<Place>,
+    /// The order in which the inodes were placed.
+    pub order: Vec<NodeId>,
+    /// Where the last one ends, in bytes.
+    pub end: usize,
+}
+
+/// Gives each inode its place: a directory, the files in it, then the directories in it. Files that are scattered have the index of
+/// their pieces behind them.
+/// The root's is the first from `first` on.
+pub(super) fn all(tree: &Tree, first: usize, times: &Times, xattrs: &Xattrs, scattered: &HashSet<NodeId>) -> Placed {
+    let place = |id, parent, room: &mut Room| place(tree, (id, parent), times, xattrs, scattered, room);
+    let mut room = Room { next: first, gaps: Vec::new() };
+    let mut placed = Placed { inodes: vec![Place::default(); tree.nodes.len()], order: Vec::new(), end: 0 };
+    let mut left = vec![(0, 0)];
+    while let Some((id, parent)) = left.pop() {
+        placed.inodes[id] = place(id, parent, &mut room);
+        placed.order.push(id);
+        let Content::Directory(names) = &tree.nodes[id].content else { continue };
+        for (_, child) in names {
+            if matches!(tree.nodes[*child].content, Content::Directory(_)) || placed.inodes[*child].offset > 0 {
+                continue;
+            }
+            placed.inodes[*child] = place(*child, id, &mut room);
+            placed.order.push(*child);
+        }
+        let directories = names.iter().filter(|(_, child)| matches!(tree.nodes[*child].content, Content::Directory(_)));
+        left.extend(directories.rev().map(|(_, child)| (*child, id)));
+    }
+    placed.end = room.next;
+    placed
+}
+
+fn place(
+    tree: &Tree,
+    (id, parent): (NodeId, NodeId),
+    times: &Times,
+    xattrs: &Xattrs,
+    scattered: &HashSet<NodeId>,
+    room: &mut Room,
+) -> Place {
+    let node = &tree.nodes[id];
+    let bytes = match &node.content {
+        Content::None | Content::Elsewhere { .. } => 0,
+        Content::Inline(data) => data.len() as u64,
+        Content::Packed { bytes, .. } | Content::Object { bytes, .. } | Content::Unread { bytes } => *bytes,
+        Content::Directory(_) => dir::size(tree, id) as u64,
+    };
+    let compact = times.fits_compact(node, bytes);
+    let inode_bytes = if compact.is_some() { size_of::<Compact>() } else { size_of::<Extended>() };
+    let head = inode_bytes + xattrs.of_inode(id).len();
+    let mut place = Place { compact, parent, ..Place::default() };
+    let data = usize::try_from(bytes).unwrap_or(usize::MAX);
+    let tail = match &node.content {
+        Content::Inline(_) | Content::Directory(_) => {
+            let tail = data % BLOCK_BYTES;
+            // The last part must be in the inode's block.
+            let fits = head + tail <= BLOCK_BYTES;
+            place.blocks = if fits { data / BLOCK_BYTES } else { data.div_ceil(BLOCK_BYTES) };
+            if fits { tail } else { 0 }
+        }
+        Content::Packed { .. } if scattered.contains(&id) => {
+            ENTRY_BYTES * usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX)
+        }
+        _ => 0,
+    };
+    place.offset = room.take(head + tail);
+    if place.blocks > 0 {
+        place.first_block = room.take_blocks(place.blocks);
+    }
+    place
+}
+
+/// What is free.
+struct Room {
+    next: usize,
+    /// Pieces at the ends of blocks that were too short for what came next: begin and end.
+    gaps: Vec<(usize, usize)>,
+}
+
+impl Room {
+    /// A piece that crosses no block, unless it is longer than one.
+    fn take(&mut self, bytes: usize) -> usize {
+        let bytes = bytes.next_multiple_of(SLOT_BYTES);
+        if let Some(gap) = self.gaps.iter_mut().find(|(from, to)| to - from >= bytes) {
+            let at = gap.0;
+            gap.0 += bytes;
+            return at;
+        }
+        let left = self.next.next_multiple_of(BLOCK_BYTES) - self.next;
+        if left < bytes && left > 0 {
+            self.leave();
+        }
+        let at = self.next;
+        self.next += bytes;
+        at
+    }
+
+    /// Whole blocks; answers the first one's number.
+    fn take_blocks(&mut self, count: usize) -> usize {
+        self.leave();
+        let first = self.next / BLOCK_BYTES;
+        self.next += count * BLOCK_BYTES;
+        first
+    }
+
+    /// Goes on with the next block.
+    fn leave(&mut self) {
+        let end = self.next.next_multiple_of(BLOCK_BYTES);
+        self.gaps.retain(|(from, to)| to - from >= SLOT_BYTES);
+        if end - self.next >= SLOT_BYTES {
+            if self.gaps.len() == GAPS_MAX {
+                self.gaps.remove(0);
+            }
+            self.gaps.push((self.next, end));
+        }
+        self.next = end;
+    }
+}

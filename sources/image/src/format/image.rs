@@ -1,0 +1,491 @@
+//! An image that is open for reading. Whatever it says is checked where it is used: images come from anywhere.
+
+mod directory;
+mod kinds;
+mod open;
+
+pub use directory::{Entries, Entry};
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use ferry_vfs::{FileType, Timespec};
+use zerocopy::FromBytes;
+
+use crate::format::chunk::{self, CHUNK_FORMAT};
+use crate::format::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
+use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
+use crate::format::erofs::{
+    BLOCK_BYTES, Compact, DeviceSlot, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS, FLAT_VOLUME, Layout,
+    SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
+};
+use crate::format::error::Flaw;
+use crate::format::runs::{ENTRY_BYTES, Pieces};
+use crate::format::tree_digest::Expected;
+
+/// The largest image that is opened. Metadata of a hundred million files would fit.
+pub const IMAGE_BYTES_MAX: u64 = 16 << 30;
+
+/// How much tells whether it is an image, before all of it is read.
+const HEAD_BYTES: usize = SUPER_OFFSET + size_of::<Super>();
+
+/// What a look at an image's bytes answers.
+pub type Checked<T> = std::result::Result<T, Flaw>;
+
+/// An extended attribute: its full name, and its value.
+pub type Xattr<'a> = (Vec<u8>, &'a [u8]);
+
+/// One with its place in the image.
+type Placed<'a> = (Xattr<'a>, Range<usize>);
+
+/// Number of an inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Nid(pub u64);
+
+/// An open image.
+///
+/// It is a copy of the file, made once: what was proved by the digest cannot change any more.
+#[derive(Debug)]
+pub struct Image {
+    bytes: Vec<u8>,
+    digest: Digest,
+    header: Super,
+    packs: Vec<PackRef>,
+    is_composefs: bool,
+    /// Which kinds of attributes no inode has (`FLAT_NO_*`), since somebody wanted to know.
+    absent: OnceLock<u8>,
+    /// The tree that it was opened for; whoever opens the packs proves it.
+    expected: Option<Expected>,
+}
+
+/// A pack that an image names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackRef {
+    /// Its name.
+    pub name: Digest,
+    /// How many blocks it has.
+    pub blocks: u64,
+    /// Whether a workload needs all of it first, in the order in which it is there.
+    pub ahead: bool,
+    /// The first one's number in the address space of the image.
+    pub(crate) first_block: u64,
+}
+
+/// An inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inode {
+    /// Its number.
+    pub nid: Nid,
+    /// Type and permissions.
+    pub mode: u32,
+    /// Number of names.
+    pub nlink: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Time of the data.
+    pub mtime: Timespec,
+    /// Device number of a device, first block of everything else.
+    place: u32,
+    layout: Layout,
+    /// Where the attributes are, and what follows them.
+    xattrs: (usize, usize),
+}
+
+impl Inode {
+    /// What kind of file.
+    pub fn kind(&self) -> FileType {
+        FileType::from_raw_mode(self.mode)
+    }
+
+    /// The number of a device, in the kernel's 32-bit form; 0 for everything else.
+    pub fn rdev(&self) -> u32 {
+        if matches!(self.kind(), FileType::BlockDevice | FileType::CharacterDevice) { self.place } else { 0 }
+    }
+}
+
+/// Where the bytes of a file are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Data<'a> {
+    /// In the image: whole blocks, and what is left behind the inode.
+    Near(&'a [u8], &'a [u8]),
+    /// In a pack.
+    Far {
+        /// Which of [`Image::packs`].
+        pack: usize,
+        /// The first block there.
+        block: u64,
+    },
+    /// In packs, piece by piece.
+    Pieces(Pieces<'a>),
+    /// In an object store, as composefs has one.
+    Object {
+        /// Where, below its folder `objects`.
+        path: Option<&'a [u8]>,
+        /// What they are.
+        digest: Option<Digest>,
+    },
+}
+
+impl Image {
+    /// What names and proves the image.
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// The digest of the tree that an image of the layout flat has in it.
+    pub(crate) fn tree_said(&self) -> Option<Digest> {
+        let bytes: [u8; DIGEST_BYTES] = read_at(&self.bytes, TREE_OFFSET).ok()?;
+        (bytes != [0; DIGEST_BYTES]).then(|| Digest::new(Algorithm::Tree, bytes))
+    }
+
+    /// Features that old kernels need not know.
+    pub(crate) fn features(&self) -> u32 {
+        self.header.feature_compat.get()
+    }
+
+    pub(crate) fn expected_tree(&self) -> Option<&Expected> {
+        self.expected.as_ref()
+    }
+
+    /// Size of the image in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    /// The same, as its superblock says.
+    pub(crate) fn bytes_said(&self) -> u64 {
+        u64::from(self.header.blocks.get()) * BLOCK_BYTES as u64
+    }
+
+    /// The superblock and what is before it, and the device table.
+    pub(crate) fn head(&self) -> [Range<usize>; 2] {
+        let table = usize::from(self.header.device_table.get()) * size_of::<DeviceSlot>();
+        [0..HEAD_BYTES, table..table + self.packs.len() * size_of::<DeviceSlot>()]
+    }
+
+    /// All of it.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Whether it has the layout of composefs: files' bytes are in an object store.
+    pub fn is_composefs(&self) -> bool {
+        self.is_composefs
+    }
+
+    /// Whether an inode may have extended attributes.
+    pub fn may_have_xattrs(&self) -> bool {
+        !self.lacks(FLAT_NO_XATTRS)
+    }
+
+    /// Whether any inode may have an ACL; if not, mounts are faster when the kernel is told.
+    pub fn may_have_acls(&self) -> bool {
+        !self.lacks(FLAT_NO_XATTRS | FLAT_NO_ACLS)
+    }
+
+    /// Whether any inode may have a label of SELinux.
+    pub fn may_have_labels(&self) -> bool {
+        !self.lacks(FLAT_NO_XATTRS | FLAT_NO_LABELS)
+    }
+
+    /// Whether there is nothing of one of these kinds. Images of the layout flat say so; the names of others are looked at, once.
+    fn lacks(&self, kinds: u8) -> bool {
+        let volume = &self.header.volume;
+        let absent = self.absent.get_or_init(|| match volume.starts_with(FLAT_VOLUME) {
+            true => volume[15],
+            false => kinds::absent(self),
+        });
+        absent & kinds != 0
+    }
+
+    /// How many inodes it says that there are.
+    pub fn inodes(&self) -> u64 {
+        self.header.inodes.get()
+    }
+
+    /// The packs that it needs, in the order in which a mount wants them.
+    pub fn packs(&self) -> &[PackRef] {
+        &self.packs
+    }
+
+    /// The root directory.
+    pub fn root(&self) -> Nid {
+        Nid(self.header.root_nid.get().into())
+    }
+
+    /// Where an inode begins, in bytes.
+    fn offset(&self, nid: Nid) -> Checked<usize> {
+        let meta = u64::from(self.header.meta_block.get()) * BLOCK_BYTES as u64;
+        let at = nid.0.checked_mul(SLOT_BYTES as u64).and_then(|at| at.checked_add(meta));
+        let outside = || Flaw { what: "an inode number outside of the image", offset: nid.0 };
+        at.and_then(|at| usize::try_from(at).ok()).ok_or_else(outside)
+    }
+
+    /// An inode.
+    ///
+    /// # Errors
+    /// There is none there.
+    pub fn inode(&self, nid: Nid) -> Checked<Inode> {
+        let at = self.offset(nid)?;
+        let flaw = |what| Flaw { what, offset: at as u64 };
+        let compact: Compact = read_at(&self.bytes, at)?;
+        let (layout, is_extended) =
+            Layout::of(compact.format.get()).ok_or_else(|| flaw("an inode of an unknown layout"))?;
+        let xattr_bytes = match usize::from(compact.xattr_count.get()) {
+            0 => 0,
+            count => size_of::<XattrHeader>() + (count - 1) * 4,
+        };
+        let mode = u32::from(compact.mode.get());
+        let inode = if is_extended {
+            let inode: Extended = read_at(&self.bytes, at)?;
+            let after = at + size_of::<Extended>();
+            Inode {
+                nid,
+                mode,
+                nlink: inode.nlink.get(),
+                uid: inode.uid.get(),
+                gid: inode.gid.get(),
+                bytes: inode.size.get(),
+                mtime: Timespec { sec: inode.mtime.get().cast_signed(), nsec: inode.mtime_nsec.get() },
+                place: inode.place.get(),
+                layout,
+                xattrs: (after, after + xattr_bytes),
+            }
+        } else {
+            let after = at + size_of::<Compact>();
+            let epoch = self.header.epoch.get().cast_signed();
+            Inode {
+                nid,
+                mode,
+                nlink: compact.nlink.get().into(),
+                uid: compact.uid.get().into(),
+                gid: compact.gid.get().into(),
+                bytes: compact.size.get().into(),
+                mtime: Timespec {
+                    sec: epoch.saturating_add(compact.mtime.get().into()),
+                    nsec: self.header.fixed_nsec.get(),
+                },
+                place: compact.place.get(),
+                layout,
+                xattrs: (after, after + xattr_bytes),
+            }
+        };
+        if inode.mtime.nsec >= 1_000_000_000 {
+            return Err(flaw("a time with more than a second of nanoseconds"));
+        }
+        if inode.xattrs.1 > self.bytes.len() {
+            return Err(flaw("attributes that end outside of the image"));
+        }
+        Ok(inode)
+    }
+
+    /// Where the bytes of a file, link or directory are. All of them are there.
+    ///
+    /// # Errors
+    /// They would be outside of the image and its packs.
+    pub fn data(&self, inode: &Inode) -> Checked<Data<'_>> {
+        let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
+        let outside = || flaw("data outside of the image");
+        if inode.layout == Layout::Chunks {
+            return if self.is_composefs { self.object(inode) } else { self.pieces(inode) };
+        }
+        let first = u64::from(inode.place);
+        let blocks = inode.bytes.div_ceil(BLOCK_BYTES as u64);
+        let far = self.packs.iter().position(|pack| first >= pack.first_block && first < pack.end());
+        if let (Layout::Plain, Some(pack)) = (inode.layout, far) {
+            if blocks > self.packs[pack].end() - first {
+                return Err(flaw("data that end outside of their pack"));
+            }
+            return Ok(Data::Far { pack, block: first - self.packs[pack].first_block });
+        }
+        let bytes = usize::try_from(inode.bytes).map_err(|_| outside())?;
+        let tail = if inode.layout == Layout::Inline { bytes % BLOCK_BYTES } else { 0 };
+        let whole = match bytes - tail {
+            0 => &[],
+            whole => {
+                let at = usize::try_from(first).map_err(|_| outside())?.checked_mul(BLOCK_BYTES).ok_or_else(outside)?;
+                let end = at.checked_add(whole).ok_or_else(outside)?;
+                self.bytes.get(at..end).ok_or_else(outside)?
+            }
+        };
+        let from = inode.xattrs.1;
+        if tail > 0 && from / BLOCK_BYTES != (from + tail - 1) / BLOCK_BYTES {
+            return Err(flaw("data behind an inode that cross a block"));
+        }
+        let rest = self.bytes.get(from..from + tail).ok_or_else(outside)?;
+        Ok(Data::Near(whole, rest))
+    }
+
+    /// What an inode has of the image: itself, with its attributes and what follows them, and whole blocks with its data.
+    ///
+    /// # Errors
+    /// They would be outside of the image.
+    pub(crate) fn own_bytes(&self, inode: &Inode) -> Checked<(Range<usize>, Range<usize>)> {
+        let begin = self.offset(inode.nid)?;
+        let mut blocks = 0..0;
+        let tail = match inode.kind() {
+            FileType::RegularFile | FileType::Directory | FileType::Symlink => match self.data(inode)? {
+                Data::Near(whole, rest) => {
+                    let from = if whole.is_empty() { 0 } else { inode.place as usize * BLOCK_BYTES };
+                    blocks = from..from + whole.len();
+                    rest.len()
+                }
+                Data::Pieces(pieces) => pieces.index.len(),
+                Data::Object { .. } => self.holes(inode)?.len(),
+                Data::Far { .. } => 0,
+            },
+            _ => 0,
+        };
+        Ok((begin..inode.xattrs.1 + tail, blocks))
+    }
+
+    /// The index of the chunks of a file of composefs's; nothing if it would cross a block, for mkcomposefs does not put it there then.
+    fn holes(&self, inode: &Inode) -> Checked<&[u8]> {
+        let outside = || Flaw { what: "chunks outside of the image", offset: inode.xattrs.0 as u64 };
+        let chunk = (BLOCK_BYTES as u64) << (inode.place & 31);
+        let index = usize::try_from(inode.bytes.div_ceil(chunk)).ok().and_then(|count| count.checked_mul(4));
+        // It never takes more than a block: files of composefs's have up to 2^53 bytes, in the largest chunks that there are.
+        let index = index.filter(|index| *index <= BLOCK_BYTES).ok_or_else(outside)?;
+        if inode.xattrs.1 % BLOCK_BYTES + index > BLOCK_BYTES {
+            return Ok(&[]);
+        }
+        let end = inode.xattrs.1.checked_add(index);
+        end.and_then(|end| self.bytes.get(inode.xattrs.1..end)).ok_or_else(outside)
+    }
+
+    /// Where composefs has the bytes of a file: all its chunks are holes, and attributes tell.
+    fn object(&self, inode: &Inode) -> Checked<Data<'_>> {
+        let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
+        let index = self.holes(inode)?;
+        // Where the index is elsewhere, a part of its block's number is left.
+        let format = if index.is_empty() { inode.place & 0xffff } else { inode.place };
+        if inode.kind() != FileType::RegularFile || format > 31 || index.iter().any(|byte| *byte != 0xff) {
+            return Err(flaw("chunks that are no holes"));
+        }
+        let (mut path, mut digest) = (None, None);
+        for (name, value) in self.raw_xattrs(inode)? {
+            if name == REDIRECT {
+                path = Some(value.strip_prefix(b"/").ok_or_else(|| flaw("a redirection that is none"))?);
+            } else if name == METACOPY {
+                digest = digest_of(value).map_err(|()| flaw("a digest of an unknown kind"))?;
+            }
+        }
+        Ok(Data::Object { path, digest })
+    }
+
+    /// The pieces of a file, whose index follows the inode. They are looked at when they are wanted.
+    fn pieces(&self, inode: &Inode) -> Checked<Data<'_>> {
+        let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
+        if inode.kind() != FileType::RegularFile || inode.place != CHUNK_FORMAT {
+            return Err(flaw("chunks that are not of 64 KiB"));
+        }
+        let bytes = usize::try_from(chunk::count(inode.bytes)).ok().and_then(|count| count.checked_mul(ENTRY_BYTES));
+        let end = bytes.and_then(|bytes| inode.xattrs.1.checked_add(bytes));
+        let index = end.and_then(|end| self.bytes.get(inode.xattrs.1..end));
+        let index = index.ok_or_else(|| flaw("chunks outside of the image"))?;
+        Ok(Data::Pieces(Pieces { packs: &self.packs, index, at: inode.xattrs.1 as u64 }))
+    }
+
+    /// The target of a symbolic link.
+    ///
+    /// # Errors
+    /// It is none, or not in the image.
+    pub fn link(&self, inode: &Inode) -> Checked<Vec<u8>> {
+        let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
+        match self.data(inode)? {
+            Data::Near(whole, rest) if inode.kind() == FileType::Symlink && (1..=4095).contains(&inode.bytes) => {
+                let target = [whole, rest].concat();
+                if target.contains(&0) { Err(flaw("a link with a byte of zero")) } else { Ok(target) }
+            }
+            _ => Err(flaw("a link without a target")),
+        }
+    }
+
+    /// The extended attributes of an inode: full names, and values; of a composefs image what overlayfs shows of them.
+    ///
+    /// # Errors
+    /// They are damaged.
+    pub fn xattrs(&self, inode: &Inode) -> Checked<Vec<Xattr<'_>>> {
+        let raw = self.raw_xattrs(inode)?;
+        if !self.is_composefs {
+            return Ok(raw);
+        }
+        Ok(raw.into_iter().filter_map(|(name, value)| Some((shown(name)?, value))).collect())
+    }
+
+    /// The extended attributes as they are in the image, shared ones last.
+    pub(crate) fn raw_xattrs(&self, inode: &Inode) -> Checked<Vec<Xattr<'_>>> {
+        let (shared, mut at) = self.shared_xattrs(inode)?;
+        let mut found = Vec::new();
+        while at < inode.xattrs.1 {
+            let (xattr, next) = self.xattr(at, inode.xattrs.1)?;
+            found.push(xattr);
+            at = next;
+        }
+        found.extend(shared.into_iter().map(|(xattr, _)| xattr));
+        Ok(found)
+    }
+
+    /// Those of an inode's attributes that others may have, too, each with its place, and where the inode's own begin.
+    pub(crate) fn shared_xattrs(&self, inode: &Inode) -> Checked<(Vec<Placed<'_>>, usize)> {
+        let (from, to) = inode.xattrs;
+        let mut found = Vec::new();
+        if from == to {
+            return Ok((found, to));
+        }
+        let header: XattrHeader = read_at(&self.bytes[..to], from)?;
+        let mut at = from + size_of::<XattrHeader>();
+        let shared = self.header.xattr_block.get() as usize * BLOCK_BYTES;
+        for _ in 0..header.shared_count {
+            let id: zerocopy::little_endian::U32 = read_at(&self.bytes[..to], at)?;
+            at += size_of_val(&id);
+            let place = shared + id.get() as usize * 4;
+            let (xattr, next) = self.xattr(place, self.bytes.len())?;
+            found.push((xattr, place..next));
+        }
+        Ok((found, at))
+    }
+
+    /// The attribute at a place, and where the next one is.
+    fn xattr(&self, at: usize, end: usize) -> Checked<(Xattr<'_>, usize)> {
+        let flaw = |what| Flaw { what, offset: at as u64 };
+        let bytes = self.bytes.get(..end).unwrap_or_default();
+        let entry: XattrEntry = read_at(bytes, at)?;
+        let prefix: &[u8] = match XATTR_PREFIXES.iter().find(|(number, _)| *number == entry.prefix) {
+            Some((_, prefix)) => prefix,
+            None if entry.prefix == 0 => b"",
+            None => return Err(flaw("an attribute of an unknown kind")),
+        };
+        let name = at + size_of::<XattrEntry>();
+        let value = name + usize::from(entry.name_len);
+        let after = value + usize::from(entry.value_len.get());
+        let cut = || flaw("an attribute that is cut off");
+        let suffix = bytes.get(name..value).ok_or_else(cut)?;
+        let value = bytes.get(value..after).ok_or_else(cut)?;
+        let name = [prefix, suffix].concat();
+        if split_xattr(&name).0 != entry.prefix {
+            return Err(flaw("an attribute of another kind than it says"));
+        }
+        if name.contains(&0) || name.len() > crate::format::erofs::XATTR_NAME_MAX {
+            return Err(flaw("an attribute whose name is none"));
+        }
+        Ok(((name, value), after.next_multiple_of(4)))
+    }
+}
+
+impl PackRef {
+    pub(crate) fn end(&self) -> u64 {
+        self.first_block + self.blocks
+    }
+}
+
+/// A structure at a place that may be anywhere.
+fn read_at<T: FromBytes>(bytes: &[u8], at: usize) -> Checked<T> {
+    let flaw = || Flaw { what: "the end of the image in the middle of a structure", offset: at as u64 };
+    let from = bytes.get(at..).ok_or_else(flaw)?;
+    T::read_from_prefix(from).map(|(value, _)| value).map_err(|_| flaw())
+}

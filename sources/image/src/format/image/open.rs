@@ -1,0 +1,192 @@
+//! Opening an image: what tells that it is one, before anything else of it is believed.
+
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use ferry_vfs::FileType;
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use super::{Checked, HEAD_BYTES, IMAGE_BYTES_MAX, Image, PackRef, read_at};
+use crate::format::composefs::{self, Header};
+use crate::format::digest::{Algorithm, Digest};
+use crate::format::erofs::{
+    BLOCK_BITS, BLOCK_BYTES, DeviceSlot, FLAT_VOLUME, FLAT_VOLUME_1, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE,
+    SLOT_AHEAD, SUPER_MAGIC, SUPER_OFFSET, Super,
+};
+use crate::format::error::{Doing, Error, Flaw, Result};
+use crate::format::tree_digest::Expected;
+use crate::store::packs::pack_name;
+
+/// Files up to this size may be nothing but holes: so much memory is there.
+const SPARSE_BYTES_MAX: u64 = 1 << 20;
+/// How much longer than its data a larger file may be. Ours have no holes; those of copies can only be where blocks of zeros are.
+const HOLES_PER_DATA: u64 = 8;
+
+impl Image {
+    /// Opens an image; with a digest, only if it has that one. The digest of a tree is proved by whoever opens the packs ([`crate::Objects`]);
+    /// who does not calls [`Self::prove_tree`].
+    ///
+    /// # Errors
+    /// It cannot be read, is not the one that was asked for, or is no image of Ferry's.
+    pub fn open(path: &Path, wanted: Option<Digest>) -> Result<Self> {
+        Self::open_with_file(path, wanted).map(|(image, _)| image)
+    }
+
+    /// The same, and the file that was read: another one may have its name by now.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn open_with_file(path: &Path, wanted: Option<Digest>) -> Result<(Self, File)> {
+        let invalid = |reason| Error::Invalid { path: path.into(), reason };
+        let file = File::open(path).doing("open", path)?;
+        let length = file.metadata().doing("look at", path)?.len();
+        let mut bytes = Vec::new();
+        (&file).take(HEAD_BYTES as u64).read_to_end(&mut bytes).doing("read", path)?;
+        let bytes_max = bytes_max(&bytes).map_err(invalid)?;
+        let check = |length| if length > bytes_max { Err(invalid(longer(bytes_max))) } else { Ok(()) };
+        check(length)?;
+        if let Some(flaw) = mostly_holes(&file, length).doing("look at", path)? {
+            return Err(invalid(flaw));
+        }
+        // Without this, what was read is copied each time that the memory grows.
+        let _ = bytes.try_reserve_exact(usize::try_from(length + 1).unwrap_or_default());
+        (&file).take(bytes_max + 1 - bytes.len() as u64).read_to_end(&mut bytes).doing("read", path)?;
+        check(bytes.len() as u64)?;
+        let digest = algorithm(&bytes).of(&bytes);
+        let is_tree = wanted.is_some_and(|wanted| wanted.algorithm() == Algorithm::Tree);
+        if let Some(wanted) = wanted.filter(|wanted| !is_tree && *wanted != digest) {
+            return Err(Error::OtherDigest { path: PathBuf::from(path), wanted, found: digest });
+        }
+        let mut image = Self::of_bytes(bytes, digest).map_err(invalid)?;
+        if let Some(wanted) = wanted.filter(|_| is_tree) {
+            if let Some(found) = image.tree().filter(|found| *found != wanted) {
+                return Err(Error::OtherDigest { path: PathBuf::from(path), wanted, found });
+            }
+            image.expected = Some(Expected { tree: wanted, path: path.into() });
+        }
+        Ok((image, file))
+    }
+
+    /// The image that these bytes are.
+    ///
+    /// # Errors
+    /// They are none.
+    pub fn from_bytes(bytes: Vec<u8>) -> Checked<Self> {
+        let digest = algorithm(&bytes).of(&bytes);
+        Self::of_bytes(bytes, digest)
+    }
+
+    fn of_bytes(bytes: Vec<u8>, digest: Digest) -> Checked<Self> {
+        let header = superblock(&bytes)?;
+        let composefs: Header = read_at(&bytes, 0)?;
+        let is_composefs = composefs.magic.get() == composefs::MAGIC;
+        let mut image =
+            Self { bytes, digest, header, packs: Vec::new(), is_composefs, absent: OnceLock::new(), expected: None };
+        if header.feature_incompat.get() & INCOMPAT_DEVICE_TABLE != 0 {
+            image.read_devices()?;
+        }
+        if image.inode(image.root())?.kind() != FileType::Directory {
+            return Err(Flaw { what: "a root that is no directory", offset: SUPER_OFFSET as u64 + 14 });
+        }
+        Ok(image)
+    }
+
+    fn read_devices(&mut self) -> Checked<()> {
+        let table = usize::from(self.header.device_table.get()) * size_of::<DeviceSlot>();
+        for slot in 0..usize::from(self.header.extra_devices.get()) {
+            let at = table + slot * size_of::<DeviceSlot>();
+            let device: DeviceSlot = read_at(&self.bytes, at)?;
+            let flaw = |what| Flaw { what, offset: at as u64 };
+            let name = pack_name(&device.tag).ok_or_else(|| flaw("a device that is no pack"))?;
+            let (blocks, first_block) = (device.blocks.get().into(), device.first_block.get().into());
+            let pack = PackRef { name, blocks, ahead: device.flags & SLOT_AHEAD != 0, first_block };
+            let after = self.packs.last().map_or(u64::from(self.header.blocks.get()), PackRef::end);
+            if pack.first_block < after {
+                return Err(flaw("devices that overlap"));
+            }
+            self.packs.push(pack);
+        }
+        Ok(())
+    }
+}
+
+/// What the digest of an image is made by: BLAKE3 for the layout flat, fs-verity for all others.
+fn algorithm(bytes: &[u8]) -> Algorithm {
+    let is_flat = read_at(bytes, SUPER_OFFSET).is_ok_and(|header: Super| header.volume.starts_with(FLAT_VOLUME));
+    if is_flat { Algorithm::Blake3 } else { Algorithm::Verity }
+}
+
+/// The superblock, if it is one that is read here.
+fn superblock(bytes: &[u8]) -> Checked<Super> {
+    let flaw = |what, at: usize| Flaw { what, offset: (SUPER_OFFSET + at) as u64 };
+    let header: Super = read_at(bytes, SUPER_OFFSET)?;
+    if header.magic.get() != SUPER_MAGIC {
+        return Err(flaw("no magic number of EROFS", 0));
+    }
+    if header.block_bits != BLOCK_BITS || header.dir_block_bits != 0 {
+        return Err(flaw("blocks that are not 4 KiB", 12));
+    }
+    if header.feature_incompat.get() & !(INCOMPAT_DEVICE_TABLE | INCOMPAT_CHUNKS) != 0 {
+        return Err(flaw("features that Ferry does not know (compression, long prefixes)", 80));
+    }
+    if header.volume.starts_with(FLAT_VOLUME_1) {
+        return Err(flaw(
+            "the first version of the layout flat, which is not read any more: build the image again",
+            64,
+        ));
+    }
+    Ok(header)
+}
+
+/// How many bytes an image that begins so has at most, by what it says itself.
+fn bytes_max(head: &[u8]) -> Checked<u64> {
+    let blocks = superblock(head)?.blocks.get();
+    let bytes_max = (u64::from(blocks) * BLOCK_BYTES as u64).min(IMAGE_BYTES_MAX);
+    // What was read already must not be too much.
+    if bytes_max < head.len() as u64 { Err(longer(bytes_max)) } else { Ok(bytes_max) }
+}
+
+/// Whether a file takes so much less of the disk than it is long that no image of ours can be in it: whoever has few bytes could otherwise have
+/// us take gigabytes of memory. Where holes cannot be told, nothing is one.
+fn mostly_holes(mut file: &File, length: u64) -> io::Result<Option<Flaw>> {
+    if length <= SPARSE_BYTES_MAX {
+        return Ok(None);
+    }
+    let (mut at, mut data) = (0, 0);
+    while at < length && data < length / HOLES_PER_DATA {
+        let from = match seek(file, SeekFrom::Data(at)) {
+            Ok(from) => from,
+            Err(Errno::NXIO) => break,
+            Err(_) => return Ok(None),
+        };
+        let to = seek(file, SeekFrom::Hole(from))?;
+        data += to.saturating_sub(from);
+        // A file system that tells nonsense is not asked for ever.
+        at = to.max(at + 1);
+    }
+    file.seek(io::SeekFrom::Start(HEAD_BYTES as u64))?;
+    let what = "a hole with most of what should be there: copy it with cp --sparse=never, or fetch the image again";
+    Ok((data < length / HOLES_PER_DATA).then_some(Flaw { what, offset: at }))
+}
+
+fn longer(bytes_max: u64) -> Flaw {
+    let what = if bytes_max == IMAGE_BYTES_MAX { "more than 16 GiB" } else { "more than its superblock tells of" };
+    Flaw { what, offset: bytes_max }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn where_holes_cannot_be_told_nothing_is_one() {
+        let (one, _other) = UnixStream::pair().expect("sockets can be made");
+        assert_eq!(mostly_holes(&OwnedFd::from(one).into(), 1 << 30).expect("it is not asked"), None);
+    }
+}

@@ -1,0 +1,18 @@
+//! What images and packs are made of: the bytes on disk, their digests, and code that reads and writes them in memory.
+//!
+//! Nothing here knows a store.
+
+pub(crate) mod check;
+pub(crate) mod chunk;
+pub(crate) mod composefs;
+pub(crate) mod digest;
+pub mod erofs;
+pub(crate) mod error;
+pub(crate) mod flat;
+pub(crate) mod image;
+pub mod pack_table;
+pub(crate) mod runs;
+pub(crate) mod tree;
+pub(crate) mod tree_digest;
+pub(crate) mod verity;
+pub(crate) mod walk;

@@ -1,0 +1,278 @@
+//! The digest of a tree: of what it holds, and of nothing else.
+//!
+//! An image of the layout flat names packs and places in them, so its own digest depends on what the store held when it was built. The
+//! digest of the tree does not, nor on threads, the order of data, or fs-verity. The image holds it ([`crate::format::erofs::TREE_OFFSET`]) for
+//! those who show it; whoever asks for a tree has it proved from the metadata and the indexes of packs.
+//!
+//! ```text
+//! digest   BLAKE3 (derive_key "ferry 2026-11 tree digest 1") of the root's record and what follows it
+//! record   kind and permissions 4, uid 4, gid 4, seconds 8, nanoseconds 4,
+//!          number of attributes 4, and of each, by name: length 4, name, length 4, value;
+//!          then by kind: directory: number of names 4, and of each, by name: length 4, name, record
+//!                        symbolic link: length 4, target
+//!                        device: number 4 (the kernel's form of 32 bits)
+//!                        file: length 8, and of each 64 KiB its BLAKE3 digest 32
+//! link     2^32 - 1 in 4 bytes, and which of the records before it has the inode, in 8 bytes: instead of the record, where an inode has
+//!          an earlier name
+//! ```
+//!
+//! Numbers are little endian. In the layout composefs an image is the same for the same tree, and its digest is that of the tree.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use ferry_vfs::{FileType, Timespec};
+
+use crate::format::check::check;
+use crate::format::chunk::{self, PIECE_BYTES};
+use crate::format::digest::{Algorithm, Digest};
+use crate::format::erofs::{BLOCK_BYTES, COMPAT_MTIME};
+use crate::format::error::{Error, Flaw, Result};
+use crate::format::image::{Checked, Data, Image, Inode, Nid};
+use crate::format::tree::{Content, Node, NodeId, Tree};
+use crate::format::walk::walk;
+use crate::store::packs::{Index, Store};
+
+/// What keeps these digests apart from all others that BLAKE3 makes.
+const CONTEXT: &str = "ferry 2026-11 tree digest 1";
+/// What stands for kind and permissions where an inode has an earlier name.
+const LINK: u32 = u32::MAX;
+
+/// The tree that an image was opened for.
+#[derive(Clone, Debug)]
+pub(crate) struct Expected {
+    pub tree: Digest,
+    /// The image's file.
+    pub path: PathBuf,
+}
+
+/// Hashes records in their order.
+struct Records {
+    hasher: blake3::Hasher,
+    count: u64,
+}
+
+/// What a record has of every inode.
+struct Head<'a> {
+    mode: u32,
+    owner: (u32, u32),
+    mtime: Timespec,
+    xattrs: Vec<(&'a [u8], &'a [u8])>,
+}
+
+/// A number of things; images that could have more are not read.
+fn count(length: usize) -> [u8; 4] {
+    u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes()
+}
+
+impl Records {
+    fn new() -> Self {
+        Self { hasher: blake3::Hasher::new_derive_key(CONTEXT), count: 0 }
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.hasher.update(&count(bytes.len()));
+        self.hasher.update(bytes);
+    }
+
+    fn head(&mut self, mut head: Head<'_>) {
+        self.count += 1;
+        let (uid, gid) = head.owner;
+        for number in [head.mode, uid, gid] {
+            self.hasher.update(&number.to_le_bytes());
+        }
+        self.hasher.update(&head.mtime.sec.to_le_bytes());
+        self.hasher.update(&head.mtime.nsec.to_le_bytes());
+        head.xattrs.sort_unstable();
+        self.hasher.update(&count(head.xattrs.len()));
+        for (name, value) in head.xattrs {
+            self.bytes(name);
+            self.bytes(value);
+        }
+    }
+
+    fn link(&mut self, record: u64) {
+        self.hasher.update(&LINK.to_le_bytes());
+        self.hasher.update(&record.to_le_bytes());
+    }
+
+    /// How many names a directory has; they follow.
+    fn names(&mut self, names: usize) {
+        self.hasher.update(&count(names));
+    }
+
+    fn number(&mut self, number: u32) {
+        self.hasher.update(&number.to_le_bytes());
+    }
+
+    /// The length of a file; the digests of its pieces follow.
+    fn file(&mut self, bytes: u64) {
+        self.hasher.update(&bytes.to_le_bytes());
+    }
+
+    fn piece(&mut self, digest: &Digest) {
+        self.hasher.update(digest.bytes());
+    }
+
+    /// A file whose bytes are in memory.
+    fn inline(&mut self, bytes: &[u8]) {
+        self.file(bytes.len() as u64);
+        bytes.chunks(PIECE_BYTES).for_each(|bytes| self.piece(&chunk::digest(bytes)));
+    }
+
+    fn finish(self) -> Digest {
+        Digest::new(Algorithm::Tree, self.hasher.finalize().into())
+    }
+}
+
+/// The digest of a tree that is to be written; `pieces` are those of all its files.
+pub(crate) fn of_tree(tree: &Tree, pieces: &[Digest]) -> Digest {
+    let mut records = Records::new();
+    let mut met: HashMap<NodeId, u64> = HashMap::new();
+    let mut left = vec![(None, 0)];
+    while let Some((name, id)) = left.pop() {
+        if let Some(name) = name {
+            records.bytes(name);
+        }
+        let node = &tree.nodes[id];
+        let is_dir = matches!(node.content, Content::Directory(_));
+        if !is_dir && node.nlink > 1 {
+            if let Some(record) = met.get(&id) {
+                records.link(*record);
+                continue;
+            }
+            met.insert(id, records.count);
+        }
+        of_node(&mut records, node, pieces);
+        if let Content::Directory(names) = &node.content {
+            left.extend(names.iter().rev().map(|(name, child)| (Some(name.as_name().as_bytes()), *child)));
+        }
+    }
+    records.finish()
+}
+
+fn of_node(records: &mut Records, node: &Node, pieces: &[Digest]) {
+    records.head(Head {
+        mode: node.mode.into(),
+        owner: (node.uid, node.gid),
+        mtime: node.mtime,
+        xattrs: node.xattrs.iter().map(|(name, value)| (&name[..], &value[..])).collect(),
+    });
+    match (&node.content, node.kind()) {
+        (Content::Directory(names), _) => records.names(names.len()),
+        (Content::Inline(target), FileType::Symlink) => records.bytes(target),
+        (Content::Inline(bytes), _) => records.inline(bytes),
+        (Content::Packed { bytes, first }, _) => {
+            records.file(*bytes);
+            let count = usize::try_from(chunk::count(*bytes)).unwrap_or(usize::MAX);
+            pieces[*first..][..count].iter().for_each(|digest| records.piece(digest));
+        }
+        (_, FileType::BlockDevice | FileType::CharacterDevice) => records.number(node.rdev),
+        (_, FileType::RegularFile) => records.file(0),
+        _ => {}
+    }
+}
+
+/// The digest of the tree that an image holds, by the indexes of its packs, in their order.
+///
+/// # Errors
+/// The image is damaged: only what [`check`] finds nothing in is read alike by all.
+fn of_image(image: &Image, indexes: &[&Index]) -> Checked<std::result::Result<Digest, String>> {
+    // The kernel may read an image with other features otherwise than we do.
+    let other = (image.features() != COMPAT_MTIME).then(|| "features that Ferry does not write".into());
+    if let Some(finding) = other.or_else(|| check(image).findings.into_iter().next()) {
+        return Ok(Err(finding));
+    }
+    let mut records = Records::new();
+    let mut met: HashMap<Nid, u64> = HashMap::new();
+    walk(image, image.root(), b"/", |step, inode| -> Checked<()> {
+        if step.depth > 0 {
+            records.bytes(step.name());
+        }
+        if inode.kind() != FileType::Directory && inode.nlink > 1 {
+            if let Some(record) = met.get(&inode.nid) {
+                records.link(*record);
+                return Ok(());
+            }
+            met.insert(inode.nid, records.count);
+        }
+        of_inode(&mut records, image, indexes, inode)
+    })?;
+    Ok(Ok(records.finish()))
+}
+
+fn of_inode(records: &mut Records, image: &Image, indexes: &[&Index], inode: &Inode) -> Checked<()> {
+    let xattrs = image.xattrs(inode)?;
+    records.head(Head {
+        mode: inode.mode,
+        owner: (inode.uid, inode.gid),
+        mtime: inode.mtime,
+        xattrs: xattrs.iter().map(|(name, value)| (&name[..], *value)).collect(),
+    });
+    match inode.kind() {
+        FileType::Directory => {
+            let mut names = 0;
+            for entry in image.entries(inode, 0)? {
+                names += usize::from(!matches!(entry?.name, b"." | b".."));
+            }
+            records.names(names);
+        }
+        FileType::Symlink => records.bytes(&image.link(inode)?),
+        FileType::BlockDevice | FileType::CharacterDevice => records.number(inode.rdev()),
+        FileType::RegularFile => match image.data(inode)? {
+            Data::Near(whole, rest) => records.inline(&[whole, rest].concat()),
+            data => {
+                records.file(inode.bytes);
+                for run in data.pieces(inode.bytes) {
+                    let run = run?;
+                    let (index, block) = (indexes.get(run.pack), run.at / BLOCK_BYTES as u64);
+                    let object = index.and_then(|index| index.object_at(block, run.bytes));
+                    let flaw = Flaw { what: "a file whose bytes are no object of its pack", offset: inode.nid.0 };
+                    records.piece(&object.ok_or(flaw)?.digest);
+                }
+            }
+        },
+        _ => {}
+    }
+    Ok(())
+}
+
+impl Image {
+    /// The digest of the tree, as the image says: who relies on it has it proved ([`Self::prove_tree`]). Images of before have none.
+    pub fn tree(&self) -> Option<Digest> {
+        if self.is_composefs() { Some(self.digest()) } else { self.tree_said() }
+    }
+
+    /// What names the image for people: the digest of its tree, or, where it has none, its own.
+    pub fn shown_digest(&self) -> Digest {
+        self.tree().unwrap_or(self.digest())
+    }
+
+    /// Proves the digest of the tree: the one that the image was opened for, or, without one, what the image says. The indexes of its packs
+    /// are read from a store.
+    ///
+    /// # Errors
+    /// The image has another tree, or a pack's index is missing or damaged.
+    pub fn prove_tree(&self, folder: &Path) -> Result<()> {
+        if self.is_composefs() || (self.expected_tree().is_none() && self.tree().is_none()) {
+            return Ok(());
+        }
+        let store = Store::open(folder)?;
+        let indexes = self.packs().iter().map(|pack| store.index(pack.name)).collect::<Result<Vec<_>>>()?;
+        self.prove_tree_by(&indexes.iter().collect::<Vec<_>>())
+    }
+
+    /// The same with indexes that are known, in the order of the packs.
+    pub(crate) fn prove_tree_by(&self, indexes: &[&Index]) -> Result<()> {
+        let said = || Some((self.tree_said()?, Path::new("the image")));
+        let expected = self.expected_tree().map(|expected| (expected.tree, &*expected.path));
+        let Some((wanted, path)) = expected.or_else(said).filter(|_| !self.is_composefs()) else { return Ok(()) };
+        let invalid = |reason| Error::Invalid { path: path.into(), reason };
+        let found = of_image(self, indexes).map_err(invalid)?;
+        let found = found.map_err(|finding| Error::Unsound { path: path.into(), finding })?;
+        if found == wanted {
+            return Ok(());
+        }
+        Err(Error::OtherDigest { path: path.into(), wanted, found })
+    }
+}

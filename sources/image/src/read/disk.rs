@@ -1,0 +1,127 @@
+//! An image as a disk: its metadata and then its packs, where the device table says that each has its place in the address space
+//! of all devices. Linux mounts such a disk without being told of other devices (`flatdev` in its EROFS).
+
+use ferry_vfs::{BlockRange, Data, Disk as Contract, DiskFeatures, Errno, Extent, Geometry, Output, Result};
+
+use crate::format::erofs::BLOCK_BYTES;
+use crate::format::image::Image;
+use crate::read::objects::read_exact;
+use crate::read::source::Source;
+
+/// What reads as zeros, in pieces.
+const ZEROS: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
+
+/// An image that is offered as a disk, read-only.
+#[derive(Debug)]
+pub struct Disk {
+    source: Source,
+    serial: String,
+}
+
+/// Where the byte at an offset of the disk is, and how many bytes from there on are in one place.
+enum Place {
+    /// In the image, from this byte on.
+    Image(usize),
+    /// In a pack, from this byte on.
+    Pack(usize, u64),
+    /// Nowhere: between packs, or behind them.
+    Gap,
+}
+
+impl Disk {
+    /// Without a serial number, the beginning of the digest is one.
+    pub fn new(source: Source, serial: Option<String>) -> Self {
+        let serial = serial.unwrap_or_else(|| source.image().digest().to_string());
+        Self { source, serial }
+    }
+
+    /// As [`Source::begin`], for a source that was at rest.
+    pub fn begin(&self) {
+        self.source.begin();
+    }
+
+    fn image(&self) -> &Image {
+        self.source.image()
+    }
+
+    fn place(&self, offset: u64) -> (Place, u64) {
+        let image = self.image().as_bytes();
+        if let Ok(at) = usize::try_from(offset)
+            && at < image.len()
+        {
+            return (Place::Image(at), (image.len() - at) as u64);
+        }
+        let block = offset / BLOCK_BYTES as u64;
+        let packs = self.image().packs();
+        if let Some(at) = packs.iter().position(|pack| pack.first_block <= block && block < pack.end()) {
+            let (first, end) = (packs[at].first_block * BLOCK_BYTES as u64, packs[at].end() * BLOCK_BYTES as u64);
+            return (Place::Pack(at, offset - first), end - offset);
+        }
+        let next = packs.iter().map(|pack| pack.first_block * BLOCK_BYTES as u64).filter(|first| *first > offset).min();
+        (Place::Gap, next.unwrap_or(u64::MAX) - offset)
+    }
+
+    /// The backing file of a range of a pack, proved.
+    fn proved(&self, pack: usize, offset: u64, bytes: u64) -> Result<Extent> {
+        match self.source.objects().range(pack, offset, bytes) {
+            Ok(file) => Ok(Extent { file: file.clone(), offset }),
+            Err(bad) => {
+                self.source.complaints().error(format_args!("{bad}; its readers get I/O errors"));
+                Err(Errno::IO)
+            }
+        }
+    }
+}
+
+impl Contract for Disk {
+    fn geometry(&self) -> Geometry {
+        let image = self.image().as_bytes().len() as u64;
+        let packs = self.image().packs().iter().map(|pack| pack.end() * BLOCK_BYTES as u64).max().unwrap_or(0);
+        Geometry {
+            bytes: image.max(packs).next_multiple_of(BLOCK_BYTES as u64),
+            logical_block_bytes: 512,
+            physical_block_bytes: 4096,
+            optimal_io_bytes: 0,
+            discard_bytes: 4096,
+        }
+    }
+
+    fn features(&self) -> DiskFeatures {
+        // What was never read is proved first, which takes as long as reading it.
+        DiskFeatures { read_only: true, slow: true, ..DiskFeatures::default() }
+    }
+
+    fn serial(&self) -> String {
+        self.serial.clone()
+    }
+
+    fn read(&self, at: &BlockRange, out: &mut dyn Output) -> Result<Data> {
+        let (place, in_place) = self.place(at.offset);
+        if let Place::Pack(pack, offset) = place
+            && at.bytes <= in_place
+        {
+            return self.proved(pack, offset, at.bytes).map(Data::Extent);
+        }
+        let (mut offset, mut done) = (at.offset, 0);
+        while offset < at.end() {
+            let (place, in_place) = self.place(offset);
+            let count = in_place.min(at.end() - offset).min(BLOCK_BYTES as u64 - offset % BLOCK_BYTES as u64);
+            let bytes = usize::try_from(count).map_err(|_| Errno::INVAL)?;
+            done += match place {
+                Place::Image(from) => out.put(&self.image().as_bytes()[from..from + bytes]),
+                Place::Gap => out.put(&ZEROS[..bytes]),
+                Place::Pack(pack, from) => {
+                    let file = self.proved(pack, from, count)?.file;
+                    let mut block = [0; BLOCK_BYTES];
+                    read_exact(&file, from, &mut block[..bytes]).map_err(|error| {
+                        self.source.complaints().error(format_args!("cannot read a pack: {error}"));
+                        Errno::IO
+                    })?;
+                    out.put(&block[..bytes])
+                }
+            };
+            offset += count;
+        }
+        Ok(Data::Bytes(done))
+    }
+}

@@ -1,0 +1,80 @@
+//! Bytes of neighbouring objects as they come in: each object is kept when it is proved, and not before.
+
+use std::ops::Range;
+
+use crate::format::chunk;
+use crate::format::digest::Digest;
+use crate::read::objects::Bad;
+use crate::read::pack::Pack;
+use crate::store::packs::Object;
+
+/// Takes the bytes of a run of objects.
+pub(crate) struct Receiver<'a> {
+    pack: &'a Pack,
+    /// The object whose bytes come now, and those after it.
+    left: Range<usize>,
+    /// How many bytes of it have come, and of what fills its last block.
+    got: u64,
+    /// What has come of it.
+    memory: Vec<u8>,
+    /// Is told of each object that is in its place.
+    kept: &'a mut dyn FnMut(usize),
+}
+
+impl<'a> Receiver<'a> {
+    pub(crate) fn new(pack: &'a Pack, run: Range<usize>, kept: &'a mut dyn FnMut(usize)) -> Self {
+        Self { pack, left: run, got: 0, memory: Vec::new(), kept }
+    }
+
+    /// Whether all objects have come.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.left.is_empty()
+    }
+
+    /// The object whose turn it is.
+    pub(crate) fn current(&self) -> Digest {
+        let last = self.pack.index.objects.len().saturating_sub(1);
+        self.pack.index.objects[self.left.start.min(last)].digest
+    }
+
+    /// Takes the next bytes.
+    pub(crate) fn take(&mut self, mut bytes: &[u8]) -> Result<(), Bad> {
+        while !bytes.is_empty() && !self.left.is_empty() {
+            let object = self.pack.index.objects[self.left.start];
+            // What follows an object up to its block's end is not kept: zeros are written there.
+            let padded = object.padded();
+            let end = if self.got < object.bytes { object.bytes } else { padded };
+            let count = usize::try_from(end - self.got).unwrap_or(usize::MAX).min(bytes.len());
+            let (now, later) = bytes.split_at(count);
+            bytes = later;
+            if self.got < object.bytes {
+                self.memory.extend_from_slice(now);
+            }
+            self.got += count as u64;
+            if self.got == object.bytes {
+                self.end(&object)?;
+            }
+            // The last object's block need not come to its end.
+            if self.got == padded || (self.got >= object.bytes && self.left.len() == 1) {
+                self.left.start += 1;
+                self.got = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// All bytes of an object are there.
+    fn end(&mut self, object: &Object) -> Result<(), Bad> {
+        let (pack, digest) = (self.pack.index.pack, object.digest);
+        if chunk::digest(&self.memory) != digest {
+            return Err(Bad::Received { pack, digest });
+        }
+        let at = self.left.start;
+        // No longer than a piece, as all objects of an index are.
+        self.memory.resize(usize::try_from(object.padded()).unwrap_or(chunk::PIECE_BYTES), 0);
+        self.pack.put(at, &self.memory).map_err(|source| Bad::Keep { pack, source })?;
+        self.memory.clear();
+        (self.kept)(at);
+        Ok(())
+    }
+}

@@ -1,0 +1,143 @@
+//! The files of packs that are not all here: opened, counted, made whole.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::ops::Range;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{FlockOperation, SeekFrom};
+use rustix::io::Errno;
+
+use crate::format::erofs::BLOCK_BYTES;
+use crate::format::error::{Doing, Error, Result};
+use crate::format::image::PackRef;
+use crate::read::cache_limit::Limit;
+use crate::read::fetch::{Absent, Common};
+use crate::read::fetch_locks::Progress;
+use crate::read::pack::Pack;
+use crate::store::packs::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX, Store};
+
+/// The largest index that is fetched: six million objects. Memory is to be bounded.
+const INDEX_BYTES_MAX: u64 = 256 << 20;
+/// How often a file may be renamed under our hands while it is opened.
+const OPEN_TRIES_MAX: usize = 8;
+
+/// The number of a pack's lock that stands for all of it: who makes it whole has it, and who opens what is here of it.
+const WHOLE: Range<u64> = u32::MAX as u64..u32::MAX as u64 + 1;
+
+/// Opens a pack that the store has not got, or has got a part of; `None` if another process has just made it whole.
+pub(crate) fn open(common: &Arc<Common>, store: &Store, number: usize, wanted: &PackRef) -> Result<Option<Pack>> {
+    let pack = wanted.name;
+    let is_whole = || if store.index_of_whole(pack).is_some() { Progress::Done } else { Progress::Of(0) };
+    let Some(_lock) = common.locks.take(pack, WHOLE, is_whole) else { return Ok(None) };
+    let folder = packs::packs_folder(&common.store);
+    let index = index(common, wanted)?;
+    let path = folder.join(format!("{}{PART_SUFFIX}", pack.hex()));
+    let flawed = |reason: &str| Error::Pack { store: common.store.clone(), pack, reason: reason.into() };
+    if index.blocks != wanted.blocks {
+        return Err(flawed(&format!("its index tells of {} blocks, the image of {}", index.blocks, wanted.blocks)));
+    }
+    let (file, reader) = lock_part(&path, common.limit.is_some())?.ok_or_else(|| {
+        flawed("another ferry uses what is here of it, with or without a limit (--cache-size): wait for its end")
+    })?;
+    // Holes: what the index claims takes no room.
+    file.set_len(wanted.blocks * BLOCK_BYTES as u64).doing("write to", &path)?;
+    if let Some(limit) = &common.limit {
+        adopt(&file, &index, number, limit).doing("look at", &path)?;
+    }
+    Ok(Some(Pack::new(file, reader.into(), index, wanted.ahead).with_holes(Absent::new(common, number))))
+}
+
+/// Counts what is here already of a pack that is bounded.
+fn adopt(file: &File, index: &Index, number: usize, limit: &Limit) -> io::Result<()> {
+    let mut at = 0;
+    loop {
+        let from = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(from) => from,
+            Err(Errno::NXIO) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        let to = rustix::fs::seek(file, SeekFrom::Hole(from))?;
+        let (first, end) = (from / BLOCK_BYTES as u64, to.div_ceil(BLOCK_BYTES as u64));
+        let objects = &index.objects;
+        let begin = objects.partition_point(|object| object.block + object.blocks() <= first);
+        let end = objects.partition_point(|object| object.block < end);
+        for (number_in, object) in objects.iter().enumerate().take(end).skip(begin) {
+            limit.keep((number, number_in), object.blocks() * BLOCK_BYTES as u64, || {});
+        }
+        at = to;
+    }
+}
+
+/// The index of a pack, from the store or fetched, proved.
+fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
+    let pack = wanted.name;
+    let path = packs::packs_folder(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
+    if let Ok(bytes) = fs::read(&path)
+        && let Ok(index) = Index::of(&common.store, pack, &bytes)
+    {
+        return Ok(index);
+    }
+    // Each object has a block at least, and the pack as a whole has an entry.
+    let entries_max = wanted.blocks.saturating_add(1);
+    let bytes_max = entries_max.saturating_mul(packs::RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
+    let fetched = common.missing.from.index(pack, bytes_max);
+    let bytes = fetched.map_err(|source| Error::Fetch { what: format!("the index of the pack {pack}"), source })?;
+    let index = Index::of(&common.store, pack, &bytes)?;
+    let mut new = New::begin(packs::folder_of(&path))?;
+    new.file.write_all(&bytes).doing("write to", &*new.path)?;
+    new.keep(&path)?;
+    Ok(index)
+}
+
+/// Opens the part of a pack that is here, and once more for those who only read it: alone if it has a limit, for then objects go away
+/// under others' hands. `None` if another process has it so, or we would want it so.
+fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
+    for _ in 0..OPEN_TRIES_MAX {
+        let file =
+            File::options().read(true).write(true).create(true).truncate(false).open(path).doing("open", path)?;
+        let lock = if alone { FlockOperation::NonBlockingLockExclusive } else { FlockOperation::NonBlockingLockShared };
+        match rustix::fs::flock(&file, lock) {
+            Err(Errno::WOULDBLOCK) => return Ok(None),
+            outcome => outcome.doing("lock", path)?,
+        }
+        // It may have become a whole pack in between, or have been removed.
+        let same = |found: fs::Metadata, ours: fs::Metadata| (found.dev(), found.ino()) == (ours.dev(), ours.ino());
+        let ours = file.metadata().doing("look at", path)?;
+        if let Ok(reader) = File::open(path)
+            && reader.metadata().is_ok_and(|found| same(found, ours))
+        {
+            return Ok(Some((file, reader)));
+        }
+    }
+    Ok(None)
+}
+
+/// As a build ends: durable first, the index last. Of several processes one does it.
+pub(crate) fn complete(pack: &Pack, common: &Common) -> Result<()> {
+    let folder = packs::packs_folder(&common.store);
+    let at = |suffix: &str| folder.join(format!("{}{suffix}", pack.index.pack.hex()));
+    let (name, part, index) = (at(""), at(PART_SUFFIX), at(INDEX_SUFFIX));
+    let is_ours = |path: &Path| {
+        let (found, ours) = (fs::metadata(path), pack.file.metadata());
+        matches!((found, ours), (Ok(found), Ok(ours)) if (found.dev(), found.ino()) == (ours.dev(), ours.ino()))
+    };
+    let is_whole = || if is_ours(&name) && index.exists() { Progress::Done } else { Progress::Of(0) };
+    let Some(_lock) = common.locks.take(pack.index.pack, WHOLE, is_whole) else { return Ok(()) };
+    pack.file.sync_all().doing("sync", &part)?;
+    pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
+    // What has the name may be another one's, who begins with nothing: then ours is whole under its name already.
+    if is_ours(&part) || !name.exists() {
+        fs::rename(&part, &name).doing("make", &name)?;
+    }
+    let mut new = New::begin(&folder)?;
+    new.file.write_all(&pack.index.to_bytes()).doing("write to", &*new.path)?;
+    new.keep(&index)?;
+    let rest = at(&format!("{PART_SUFFIX}{INDEX_SUFFIX}"));
+    match fs::remove_file(&rest) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).doing("remove", &rest),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,11 @@
+//! The store: packs and object files, their locks, fs-verity, repair, garbage collection and usage.
+
+pub(crate) mod fsverity;
+pub(crate) mod garbage;
+pub(crate) mod object_list;
+pub(crate) mod packs;
+pub(crate) mod parallel;
+pub(crate) mod places;
+pub(crate) mod repair;
+pub(crate) mod seal;
+pub(crate) mod usage;

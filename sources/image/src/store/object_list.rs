@@ -1,0 +1,75 @@
+//! The objects that are in a store, whoever put them there.
+
+use std::fs::{self, Metadata};
+use std::io::ErrorKind;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use crate::format::error::{Doing, Result};
+use crate::read::object_files::objects_folder;
+use crate::store::packs::NEW_PREFIX;
+
+/// A file of an object store.
+pub(crate) struct Stored {
+    /// Its name below the store's folder of objects, `xx/yyyy...`; nothing if it is one that a build has not completed.
+    pub name: Option<Vec<u8>>,
+    pub path: PathBuf,
+    pub metadata: Metadata,
+}
+
+fn is_hex(name: &[u8], digits: usize) -> bool {
+    name.len() == digits && name.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Whether a folder is a store of objects.
+pub(crate) fn is_store(store: &Path) -> bool {
+    store.join("objects").is_dir()
+        || fs::read_dir(store).is_ok_and(|mut entries| {
+            entries.any(|entry| entry.is_ok_and(|entry| is_hex(entry.file_name().as_bytes(), 2)))
+        })
+}
+
+/// All objects, and what builds have begun. Other files are somebody else's. What goes away meanwhile is left out.
+pub(crate) fn list(store: &Path) -> Result<Vec<Stored>> {
+    let folder = objects_folder(store);
+    let mut found = Vec::new();
+    each(&folder, &mut |name, path| {
+        if name.starts_with(NEW_PREFIX.as_bytes()) {
+            return add(&mut found, None, path);
+        }
+        if !is_hex(name, 2) {
+            return Ok(());
+        }
+        each(&path, &mut |rest, path| {
+            let name = [name, b"/", rest].concat();
+            if is_hex(rest, 62) { add(&mut found, Some(name), path) } else { Ok(()) }
+        })
+    })?;
+    Ok(found)
+}
+
+/// Calls with each name in a folder; one that is none, or not there, has none.
+fn each(folder: &Path, call: &mut dyn FnMut(&[u8], PathBuf) -> Result<()>) -> Result<()> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(()),
+        entries => entries.doing("list", folder)?,
+    };
+    for entry in entries {
+        let entry = entry.doing("list", folder)?;
+        call(entry.file_name().as_bytes(), entry.path())?;
+    }
+    Ok(())
+}
+
+fn add(found: &mut Vec<Stored>, name: Option<Vec<u8>>, path: PathBuf) -> Result<()> {
+    match fs::symlink_metadata(&path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        metadata => {
+            let metadata = metadata.doing("look at", &path)?;
+            if metadata.is_file() {
+                found.push(Stored { name, path, metadata });
+            }
+        }
+    }
+    Ok(())
+}
