@@ -56,7 +56,7 @@ fn strangers_are_neither_keepers_nor_servers() {
         return;
     }
     let start = |what: &str, path: &std::path::Path| {
-        let name = "strangers_are_neither_keepers_nor_servers";
+        let name = "folder::strangers_are_neither_keepers_nor_servers";
         let mut command = Command::new("setpriv");
         let ids = [format!("--reuid={STRANGER}"), format!("--regid={STRANGER}"), "--clear-groups".into()];
         command.args(ids).arg(std::env::current_exe().unwrap()).args(["--exact", name, "--nocapture"]);
