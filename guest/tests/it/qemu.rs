@@ -1,6 +1,6 @@
 //! QEMU guests.
 
-mod common;
+use crate::common;
 
 use common::{Virtiofsd, guest, run};
 use ferry_guest::{Device, Kind, Mount};

@@ -1,6 +1,6 @@
 //! User-mode Linux guests: what a command sees, and what comes out.
 
-mod common;
+use crate::common;
 
 use std::io::Write;
 use std::os::unix::ffi::OsStringExt;
