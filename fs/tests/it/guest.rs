@@ -1,7 +1,7 @@
 //! The examples in a real guest, over virtio-fs.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::sync::Arc;
 use std::time::Duration;

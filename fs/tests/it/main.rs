@@ -1,0 +1,9 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod guest;
+mod host;
+mod reaches;
+mod unwritten;
