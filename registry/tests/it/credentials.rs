@@ -2,10 +2,8 @@
 //! locations elsewhere get none, and a redirect never leads to this machine from another one.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-#[path = "../../exports/ninep/tests/common/certificates.rs"]
-#[allow(dead_code, missing_docs, reason = "a test uses a part")]
-mod certificates;
-mod common;
+use crate::certificates;
+use crate::common;
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Write};
@@ -51,7 +49,7 @@ fn apart_with(test: &str, environment: &[(&str, &OsStr)], hosts: Option<&Path>) 
         }
         None => Command::new(program),
     };
-    command.args(["--exact", test, "--nocapture"]).env("FERRY_TEST_APART", "1");
+    command.args(["--exact", &format!("credentials::{test}"), "--nocapture"]).env("FERRY_TEST_APART", "1");
     command.env(FILE, folder.path().join("auth.json")).env_remove("SSL_CERT_DIR").envs(environment.iter().copied());
     let output = command.output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);

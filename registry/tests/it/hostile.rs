@@ -2,7 +2,7 @@
 //! seen, and the next try goes on.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Several pulls of one image into one store at a time: each byte is fetched once.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -1,0 +1,12 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../../../exports/ninep/tests/common/certificates.rs"]
+#[allow(dead_code, missing_docs, reason = "a test uses a part")]
+mod certificates;
+#[path = "../common/mod.rs"]
+mod common;
+
+mod credentials;
+mod hostile;
+mod lazy;
+mod parallel;
