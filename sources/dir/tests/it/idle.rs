@@ -2,7 +2,7 @@
 //! handles; otherwise passes idly.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -1,7 +1,7 @@
 //! Descriptors run out, directories are wide and deep: no name vanishes.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::process::Command;
@@ -123,7 +123,7 @@ fn inodes_that_moved_are_found_or_stale_but_never_another() {
 #[test]
 fn names_do_not_vanish_when_the_process_has_no_descriptors_left() {
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "with_few_descriptors", "--ignored", "--nocapture"])
+        .args(["--exact", "limits::with_few_descriptors", "--ignored", "--nocapture"])
         .env(ALONE, "1")
         .output()
         .unwrap();

@@ -1,7 +1,7 @@
 //! Locks: between owners, sessions and processes of the host.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
@@ -73,7 +73,7 @@ struct Holder(Child, std::io::Lines<BufReader<std::process::ChildStdout>>);
 impl Holder {
     fn new(share: &Share, write: bool) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "host_process", "--ignored", "--nocapture"])
+            .args(["--exact", "locks::host_process", "--ignored", "--nocapture"])
             .env("LOCK_PATH", share.path("f"))
             .env("LOCK_WRITE", if write { "1" } else { "0" })
             .stdin(Stdio::piped())

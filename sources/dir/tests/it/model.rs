@@ -2,7 +2,7 @@
 //! does every answer on the way.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -304,7 +304,7 @@ proptest! {
         file_handles in any::<bool>(),
         few in any::<bool>(),
     ) {
-        rustix::process::umask(Mode::empty());
+        ferry_alone::clear_umask();
         let descriptors_max = few.then_some(1);
         let options = Options { file_handles, descriptors_max, ..Options::default() };
         let mut through = Through { share: Share::new(options), taken: Vec::new() };

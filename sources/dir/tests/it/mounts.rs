@@ -1,7 +1,7 @@
 //! Other file systems mounted within the share. Needs root and the program `unshare`; otherwise passes idly.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::process::Command;
@@ -19,7 +19,7 @@ fn mounts_are_crossed_and_shown() {
     let run = Command::new("unshare")
         .args(["--mount", "--propagation", "private"])
         .arg(this)
-        .args(["--exact", "with_mounts", "--ignored", "--nocapture"])
+        .args(["--exact", "mounts::with_mounts", "--ignored", "--nocapture"])
         .env(ALONE, "1")
         .output();
     let output = run.unwrap();

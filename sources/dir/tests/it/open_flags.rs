@@ -1,7 +1,7 @@
 //! Flags of a client's open that the host's descriptor has, too.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File, FileTimes};
 use std::os::unix::fs::{OpenOptionsExt, chown};
@@ -97,7 +97,7 @@ fn who_may_not_keep_times_of_access_opens_all_the_same() {
     let run = Command::new("setpriv")
         .args(["--bounding-set", "-fowner", "--inh-caps", "-fowner"])
         .arg(this)
-        .args(["--exact", "without_fowner", "--ignored", "--nocapture"])
+        .args(["--exact", "open_flags::without_fowner", "--ignored", "--nocapture"])
         .env(ALONE, "1")
         .output();
     let output = run.unwrap();

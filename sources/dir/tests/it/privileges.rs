@@ -1,7 +1,7 @@
 //! Whose files are made, and which privileges of files go when. Needs root; otherwise every test passes idly.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -282,7 +282,7 @@ fn nobody_is_made_owner_whom_the_user_namespace_lacks() {
     let run = std::process::Command::new("unshare")
         .args(["--user", "--map-root-user"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "with_one_user", "--ignored", "--nocapture"])
+        .args(["--exact", "privileges::with_one_user", "--ignored", "--nocapture"])
         .env(ALONE, "1")
         .output()
         .unwrap();

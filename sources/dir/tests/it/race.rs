@@ -1,7 +1,7 @@
 //! The host, or another client, swaps directories and symbolic links under our hands: nothing outside is reached.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::symlink;

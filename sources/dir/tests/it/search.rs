@@ -1,7 +1,7 @@
 //! Inodes that are not where they were, named to another host.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 

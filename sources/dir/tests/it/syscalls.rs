@@ -2,7 +2,7 @@
 //! system with file handles; otherwise passes idly.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::process::Command;
@@ -55,7 +55,7 @@ fn operations_cost_what_the_front_page_says() {
             .args(["-f", "-s", "64", "-o"])
             .arg(&log)
             .arg(std::env::current_exe().unwrap())
-            .args(["--exact", "counted", "--ignored", "--nocapture", "--test-threads=1"])
+            .args(["--exact", "syscalls::counted", "--ignored", "--nocapture", "--test-threads=1"])
             .env("COUNT_MODE", mode)
             .output();
         let output = match run {

@@ -1,7 +1,7 @@
 //! Changes that others make on the host are heard of. As root, on a file system with file handles.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::process::Command;

@@ -1,0 +1,18 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod basic;
+mod idle;
+mod limits;
+mod locks;
+mod locks_like_linux;
+mod model;
+mod mounts;
+mod open_flags;
+mod privileges;
+mod race;
+mod search;
+mod syscalls;
+mod watch;
