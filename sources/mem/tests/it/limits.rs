@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use common::{Share, both, name, new};
 use ferry_mem::Options;
@@ -87,6 +87,9 @@ fn resident_bytes() -> u64 {
 
 #[test]
 fn descriptors_are_for_open_files_only() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let share = both().remove(0);
     if !share.fs.features().backing {
         ferry_skip::skip!("without a private tmpfs each file has a descriptor");
@@ -113,6 +116,9 @@ fn descriptors_are_for_open_files_only() {
 #[test]
 #[ignore = "long and large: make test-all"]
 fn a_million_files() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     const COUNT: u64 = 1_000_000;
     let share = Share::new(Options { inodes_max: Some(2 * COUNT), ..Options::default() });
     let before = resident_bytes();

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -261,6 +261,9 @@ fn nothing_kills_those_who_copy_while_pages_go() {
 
 #[test]
 fn many_large_files_share_what_may_be_mapped() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let Some(share) = share(4096) else { return };
     // Each wants 64 GiB; together more than all may.
     let opens: Vec<Open> = (0..40)

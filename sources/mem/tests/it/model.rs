@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -359,7 +359,7 @@ proptest! {
             ferry_skip::skip!("only root may do all that the model does");
             return Ok(());
         }
-        rustix::process::umask(Mode::empty());
+        ferry_alone::clear_umask();
         let descriptors = Share { memory: false, ..Share::new(Options::default()) };
         for share in both().into_iter().chain([descriptors]) {
             let host = Host::new();

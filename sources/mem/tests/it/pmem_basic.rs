@@ -1,7 +1,7 @@
 //! Images on real files: what is written is there at the next mount, what is wrong with one is told in a sentence.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test fails by panicking")]
 
-mod pmem_common;
+use crate::pmem_common;
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;

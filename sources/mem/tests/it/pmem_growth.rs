@@ -1,13 +1,13 @@
 //! What a persistent image costs as it grows: CPU time of making, checking and mounting it, by the number of its files, and memory.
 //!
 //! ```text
-//! cargo test -p ferry-mem --test pmem_growth -- --include-ignored --nocapture --test-threads=1
+//! cargo test -p ferry-mem --test it pmem_growth -- --include-ignored --nocapture --test-threads=1
 //! ```
 //!
 //! `FERRY_TEST_DIR` says where; the default is the folder for temporary files.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod pmem_common;
+use crate::pmem_common;
 
 use std::fs::File;
 use std::path::Path;
@@ -122,12 +122,18 @@ fn grows_like_the_files(files: u64, times: u32, bytes: u64) {
 
 #[test]
 fn four_times_the_files_cost_about_four_times_as_much() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     grows_like_the_files(25_000, 4, 1 << 30);
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn ten_times_the_files_cost_about_ten_times_as_much() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     grows_like_the_files(50_000, 10, 8 << 30);
 }
 
@@ -143,7 +149,7 @@ const IMAGE: &str = "FERRY_TEST_IMAGE";
 
 fn memory_of_a_mount(image: &Path) -> Memory {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "this_process_mounts", "--ignored", "--nocapture"]).env(IMAGE, image);
+    command.args(["--exact", "pmem_growth::this_process_mounts", "--ignored", "--nocapture"]).env(IMAGE, image);
     let output = command.output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let said = String::from_utf8(output.stdout).unwrap();

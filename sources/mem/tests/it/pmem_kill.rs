@@ -2,7 +2,7 @@
 //! again on the same image, and everything acknowledged must be there.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test fails by panicking")]
 
-mod pmem_common;
+use crate::pmem_common;
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -78,7 +78,7 @@ fn follow(line: &str, known: &mut Known) {
 
 fn kill_once(image: &Path, seed: u64, after: Duration, known: &mut Known) {
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture"])
+        .args(["--exact", "pmem_kill::child", "--nocapture"])
         .env(IMAGE, image)
         .env(SEED, seed.to_string())
         .stdout(Stdio::piped())

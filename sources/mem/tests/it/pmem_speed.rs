@@ -1,7 +1,7 @@
 //! How fast a persistent image is, beside plain files of the file system that the image is on, by the same program:
 //!
 //! ```text
-//! cargo test --release -p ferry-mem --test pmem_speed -- --ignored --nocapture --test-threads=1
+//! cargo test --release -p ferry-mem --test it pmem_speed -- --ignored --nocapture --test-threads=1
 //! ```
 //!
 //! `FERRY_TEST_DIR` says where; the default is the folder for temporary files.
@@ -12,7 +12,7 @@
     reason = "a test fails by panicking"
 )]
 
-mod pmem_common;
+use crate::pmem_common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

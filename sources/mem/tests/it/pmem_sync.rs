@@ -1,7 +1,7 @@
 //! Durability when several sync at once.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod pmem_common;
+use crate::pmem_common;
 
 use std::io;
 use std::ops::Range;

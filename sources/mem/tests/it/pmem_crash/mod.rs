@@ -6,8 +6,7 @@
 
 mod cut;
 mod model;
-#[path = "../pmem_common/mod.rs"]
-mod pmem_common;
+use crate::pmem_common;
 mod workload;
 
 use std::collections::BTreeMap;

@@ -7,7 +7,7 @@ use ferry_vfs::{
     Errno, FallocateFlags, FileSystem, Handle, Ino, IoRange, New, OFlags, RenameFlags, SetAttr, XattrFlags,
 };
 
-use crate::model::Model;
+use super::model::Model;
 use crate::pmem_common::{Events, Random, World, at, close, cx, get, name, put, walk};
 
 /// What a file takes that only is there to take room: of 190 blocks, 60 stay.

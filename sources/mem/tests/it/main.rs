@@ -1,0 +1,21 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../pmem_common/mod.rs"]
+mod pmem_common;
+
+mod journal;
+mod limits;
+mod limits_metadata;
+mod memory;
+mod model;
+mod pmem_basic;
+mod pmem_crash;
+mod pmem_growth;
+mod pmem_hostile;
+mod pmem_kill;
+mod pmem_speed;
+mod pmem_sync;
+mod race;
+mod rules;
