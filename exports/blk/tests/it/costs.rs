@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -65,6 +65,9 @@ fn one_by_one(queue: &mut Queue, rooms: &[Room], requests: usize) {
 
 #[test]
 fn a_batch_costs_two_calls_and_one_signal() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     const ROUNDS: u64 = 300;
     let _alone = alone();
     for poll in [POLL, Duration::ZERO] {
@@ -132,6 +135,9 @@ fn scattered_writes(folder: &Path) -> Option<f64> {
 #[test]
 fn scattered_writes_are_made_many_at_once() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for folder in [&std::env::temp_dir(), Path::new("/dev/shm")] {
         let Some(each) = scattered_writes(folder) else { continue };
         eprintln!("depth {DEPTH}, writes in bursts in {}: {each:.4} calls", folder.display());
@@ -141,6 +147,9 @@ fn scattered_writes_are_made_many_at_once() {
 
 #[test]
 fn a_driver_that_answers_one_by_one_is_served_in_batches() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     const REQUESTS: usize = 40_000;
     let _alone = alone();
     let disk = apart(|| Offered::new(BLOCKS, Cache::Writeback, options(POLL)));
@@ -164,6 +173,9 @@ fn a_driver_that_answers_one_by_one_is_served_in_batches() {
 #[test]
 fn nobody_is_signalled_who_does_not_want_it() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for event_idx in [true, false] {
         let disk = Offered::new(BLOCKS, Cache::Writeback, options(POLL));
         let mut driver = connect(&disk, Config { queue_size: 128, event_idx, ..Config::default() });

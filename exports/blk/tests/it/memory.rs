@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::time::Duration;
 
@@ -60,6 +60,9 @@ fn all_read(driver: &mut Driver, rooms: &[Room], first: u64) {
 #[test]
 fn memory_that_goes_and_comes_back_is_registered_anew() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for cache in [Cache::None, Cache::Writeback] {
         let disk = Offered::new(BLOCKS, cache, options(true));
         let mut driver = connect(&disk, config());
@@ -90,6 +93,9 @@ fn memory_that_goes_and_comes_back_is_registered_anew() {
 #[test]
 fn memory_goes_while_it_is_in_use() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for (cache, pin_memory) in [(Cache::None, true), (Cache::Writeback, true), (Cache::None, false)] {
         let disk = Offered::new(BLOCKS, cache, options(pin_memory));
         let mut driver = connect(&disk, config());
@@ -117,6 +123,9 @@ fn memory_goes_while_it_is_in_use() {
 #[test]
 fn pages_that_a_balloon_takes_are_missed_only_where_memory_is_pinned() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for cache in [Cache::None, Cache::Writeback] {
         let disk = Offered::new(BLOCKS, cache, options(false));
         let mut driver = connect(&disk, config());
