@@ -1,7 +1,7 @@
 //! How many system calls the ring makes for a request. Needs `strace` that may trace, and rings; otherwise passes idly.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -61,7 +61,7 @@ fn trace() -> [usize; 2] {
     let log = tmp.path().join("log");
     let mut strace = strace();
     strace.args(["-e", "trace=io_uring_enter,statx", "-o"]).arg(&log);
-    strace.arg(std::env::current_exe().unwrap()).args(["--exact", "counted", "--ignored", "--test-threads=1"]);
+    strace.arg(std::env::current_exe().unwrap()).args(["--exact", "calls::counted", "--ignored", "--test-threads=1"]);
     let output = strace.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = std::fs::read_to_string(&log).unwrap();

@@ -3,7 +3,7 @@
 //! The data of one mount's file are those of another mount's, whose source notes what it was asked to make durable.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -1,7 +1,7 @@
 //! The ways in which a mount ends, and does not begin.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -156,7 +156,7 @@ fn in_a_process(test: &str) {
 
 #[test]
 fn each_step_of_the_start_may_lack_descriptors() {
-    in_a_process("lacking_descriptors");
+    in_a_process("ends::lacking_descriptors");
 }
 
 /// The numbers of the descriptors that are open, without the one that it takes to look.

@@ -1,7 +1,7 @@
 //! Handlers that panic, block, hang and lie: an error to their caller alone.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

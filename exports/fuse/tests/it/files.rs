@@ -1,7 +1,7 @@
 //! A directory, mounted: what programs do with files.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};

@@ -1,7 +1,7 @@
 //! Where the threads that serve run, and when they give way. Alone in its process, whose threads it looks at.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -28,6 +28,9 @@ fn may_give_way() -> bool {
 
 #[test]
 fn the_only_reader_follows_a_client_that_waits_and_gives_way_to_it() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     if paths().is_empty() {
         return;
     }
@@ -81,6 +84,9 @@ fn the_only_reader_follows_a_client_that_waits_and_gives_way_to_it() {
 
 #[test]
 fn workers_of_rings_give_way_until_nothing_goes_on() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     if !paths().contains(&Path::Uring) {
         return;
     }

@@ -1,7 +1,7 @@
 //! What an idle mount costs. Alone in its process, whose threads it counts.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -24,6 +24,9 @@ fn sleeps() -> u64 {
 
 #[test]
 fn an_idle_mount_wakes_no_thread_and_a_handler_that_blocks_after_it_holds_up_nobody() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for path in paths() {
         let source = Arc::new(Null::default());
         let options = Options { cache: Cache::None, ring_depth: 2, threads: 1, ..plain(path) };

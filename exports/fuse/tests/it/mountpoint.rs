@@ -250,7 +250,7 @@ fn said_as_user(path: &Path, runs: &[&[&str]]) -> Vec<String> {
     });
     let mut command = Command::new("unshare");
     command.args(["--mount", "--propagation", "private", "sh", "-c", OPEN_DEVICE, "sh"]);
-    command.arg(folder.path().join("device")).arg(&program).args(["as_user", "--exact", "--nocapture"]);
+    command.arg(folder.path().join("device")).arg(&program).args(["mountpoint::as_user", "--exact", "--nocapture"]);
     command.env("RUN", lines.collect::<String>()).env(AS_USER, path).current_dir(folder.path());
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);

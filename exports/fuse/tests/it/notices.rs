@@ -1,7 +1,7 @@
 //! Changes are told while handlers are blocked that keep the kernel from being told of others.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

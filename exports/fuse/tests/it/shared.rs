@@ -1,7 +1,7 @@
 //! Two mounts of one source that trust what they have seen, with files that are passed through.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,7 +1,7 @@
 //! Data that come from far: whoever waits for them holds up nobody else.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,0 +1,17 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod calls;
+mod channels;
+mod durable;
+mod ends;
+mod faults;
+mod files;
+mod hand_off;
+mod idle;
+mod mountpoint;
+mod notices;
+mod shared;
+mod transfers;
