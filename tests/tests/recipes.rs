@@ -50,7 +50,7 @@ const NEEDED: [(&str, &str); 10] = [
     ("openssl req -x509", "certificates for two hosts: ferry/tests/share.rs runs this block as it is written"),
     ("[Service]", "a service manager: tests/tests/share_survives.rs kills servers and starts them again"),
     ("impl FileSystem for Hello", "a compiler: it is a part of examples/hello.rs, which fs/tests run"),
-    ("cargo run --example hello", "a compiler: fs/tests/host.rs and fs/tests/guest.rs run the example so"),
+    ("cargo run --example hello", "a compiler: fs/tests/it/host.rs and fs/tests/it/guest.rs run the example so"),
     (
         "ferry share /srv/src --9p vhost-user:",
         "a guest's kernel on QEMU's generic device: tests/tests/ninep_qemu.rs has the same line",
