@@ -1,40 +1,41 @@
 //! The chains that are being served.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::chain::Chain;
 use crate::memory::Memory;
 
 /// A chain whose answer is still to come, with the memory that it lies in.
-struct Busy<M> {
+struct Busy {
     queue: usize,
     chain: Chain,
     memory: Arc<Memory>,
     parked: bool,
     /// Another thread has the chain; this is a stub.
     away: bool,
-    /// A reply that came before the chain was back.
-    early: Option<M>,
 }
 
-struct Slot<M> {
+struct Slot {
     /// Tells the chains apart that had this slot one after another.
     generation: u32,
-    busy: Option<Busy<M>>,
+    busy: Option<Busy>,
 }
 
 /// Chains by token: a slot's number, and its generation so that a late message finds nothing instead of another's
 /// chain.
 pub(crate) struct Slots<M> {
-    slots: Vec<Slot<M>>,
+    slots: Vec<Slot>,
     free: Vec<u32>,
     busy: usize,
     parked: usize,
+    /// Replies that chains are still to be answered with, in the order in which they came.
+    replies: VecDeque<(u64, M)>,
 }
 
 impl<M> Default for Slots<M> {
     fn default() -> Self {
-        Self { slots: Vec::new(), free: Vec::new(), busy: 0, parked: 0 }
+        Self { slots: Vec::new(), free: Vec::new(), busy: 0, parked: 0, replies: VecDeque::new() }
     }
 }
 
@@ -56,46 +57,48 @@ impl<M> Slots<M> {
     /// Keeps a chain of a queue under the token last given.
     pub(crate) fn put(&mut self, queue: usize, chain: Chain, memory: &Arc<Memory>, parked: bool) {
         let memory = Arc::clone(memory);
-        self.keep(Busy { queue, chain, memory, parked, away: false, early: None });
+        self.keep(Busy { queue, chain, memory, parked, away: false });
     }
 
     /// Keeps a stub, while another thread has the chain.
     pub(crate) fn put_away(&mut self, queue: usize, stub: Chain, memory: &Arc<Memory>) {
         let memory = Arc::clone(memory);
-        self.keep(Busy { queue, chain: stub, memory, parked: false, away: true, early: None });
+        self.keep(Busy { queue, chain: stub, memory, parked: false, away: true });
     }
 
-    fn keep(&mut self, busy: Busy<M>) {
+    fn keep(&mut self, busy: Busy) {
         let Some(index) = self.free.pop() else { return };
         self.busy += 1;
         self.parked += usize::from(busy.parked);
         self.slots[index as usize].busy = Some(busy);
     }
 
-    fn busy_mut(&mut self, token: u64) -> Option<&mut Busy<M>> {
+    fn busy_mut(&mut self, token: u64) -> Option<&mut Busy> {
         let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
         let slot = self.slots.get_mut(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
         slot.busy.as_mut()
     }
 
-    /// The chain is back, and its reply is still to come. Answers a reply that has.
-    pub(crate) fn fill(&mut self, token: u64, chain: Chain, parked: bool) -> Option<M> {
-        let busy = self.busy_mut(token)?;
+    /// The chain is back, and its reply is still to come.
+    pub(crate) fn fill(&mut self, token: u64, chain: Chain, parked: bool) {
+        let Some(busy) = self.busy_mut(token) else { return };
         (busy.chain, busy.parked, busy.away) = (chain, parked, false);
-        let early = busy.early.take();
         self.parked += usize::from(parked);
-        early
     }
 
-    /// Keeps a reply until its chain is back; gives it back if the chain is.
-    pub(crate) fn too_early(&mut self, token: u64, message: M) -> Option<M> {
-        match self.busy_mut(token).filter(|busy| busy.away) {
-            Some(busy) => {
-                busy.early = Some(message);
-                None
-            }
-            None => Some(message),
+    /// A reply came for the chain of this token.
+    pub(crate) fn add_reply(&mut self, token: u64, reply: M) {
+        self.replies.push_back((token, reply));
+    }
+
+    /// Takes the next reply. One whose chain another thread still has holds up those that came later: they may be the answers to
+    /// flushes of that very request.
+    pub(crate) fn next_reply(&mut self) -> Option<(u64, M)> {
+        let (token, _) = self.replies.front()?;
+        if self.busy(*token).is_some_and(|busy| busy.away) {
+            return None;
         }
+        self.replies.pop_front()
     }
 
     /// The memory that a token's chain lies in, if it is still there.
@@ -108,7 +111,7 @@ impl<M> Slots<M> {
         self.busy(token).map(|busy| busy.queue)
     }
 
-    fn busy(&self, token: u64) -> Option<&Busy<M>> {
+    fn busy(&self, token: u64) -> Option<&Busy> {
         let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
         let slot = self.slots.get(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
         slot.busy.as_ref()
@@ -179,17 +182,26 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_waits_for_its_chain() {
+    fn a_reply_waits_for_its_chain_and_those_behind_it_too() {
         let memory = Arc::new(Memory::default());
         let mut slots = Slots::default();
-        let token = slots.next_token();
-        slots.put_away(3, Chain { id: 5, ..Chain::default() }, &memory);
-        assert_eq!((slots.moving(), slots.of_queue(3).collect::<Vec<_>>()), (1, vec![5]));
-        assert_eq!(slots.too_early(token, "reply"), None);
-        assert_eq!(slots.fill(token, Chain { id: 5, ..Chain::default() }, true), Some("reply"));
-        assert_eq!(slots.too_early(token, "now"), Some("now"));
-        assert_eq!((slots.moving(), slots.busy), (0, 1), "it is parked");
-        assert!(slots.take(token).is_some());
+        let chain = |id| Chain { id, ..Chain::default() };
+        let away = slots.next_token();
+        slots.put_away(3, chain(5), &memory);
+        let here = slots.next_token();
+        slots.put(3, chain(6), &memory, true);
+        assert_eq!((slots.moving(), slots.of_queue(3).collect::<Vec<_>>()), (1, vec![5, 6]));
+        slots.add_reply(away, "reply");
+        slots.add_reply(here, "answer to its flush");
+        assert_eq!(slots.next_reply(), None);
+        slots.fill(away, chain(5), true);
+        assert_eq!((slots.moving(), slots.busy), (0, 2), "it is parked");
+        assert_eq!(slots.next_reply(), Some((away, "reply")));
+        assert_eq!(slots.next_reply(), Some((here, "answer to its flush")));
+        assert_eq!(slots.next_reply(), None);
+        assert!(slots.take(away).is_some() && slots.take(here).is_some());
+        slots.add_reply(away, "late");
+        assert_eq!(slots.next_reply(), Some((away, "late")), "nobody waits for a chain that is gone");
         assert_eq!(slots.busy, 0);
     }
 }

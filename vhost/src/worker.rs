@@ -80,11 +80,20 @@ pub trait QueueHandler: 'static {
     /// What is to be done when a transfer has ended.
     type Moving: Send + 'static;
 
+    /// A chain was taken from its queue: called by the owner of the queue, in the order of the queue, before [`Self::serve`],
+    /// which another thread's handler may be asked for.
+    fn accept(&mut self, _token: u64, _chain: &Chain) {}
     /// Serves a chain.
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer;
     /// The chain's transfer ended: finishes its reply. Answers how many bytes were written in all.
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
-    /// A reply came for the chain. Answers how many bytes were written.
+    /// A chain that was served or moved, by whatever thread, goes back to the driver now: called by the owner of the queue, which
+    /// gives chains back in the order of these calls and of those of [`Self::deliver`]. Returns how many of the bytes that were
+    /// written count.
+    fn complete(&mut self, _token: u64, written: u32) -> u32 {
+        written
+    }
+    /// A reply came for the chain; replies come in the order in which they were sent. Answers how many bytes were written.
     fn deliver(&mut self, chain: &Chain, message: Self::Message) -> u32;
     /// [`Self::serve`], [`Self::transferred`] or [`Self::deliver`] panicked: answers as well as can be.
     fn failed(&mut self, chain: &Chain) -> u32;
@@ -253,6 +262,11 @@ impl<H: QueueHandler> Hands<H> {
     /// From now on the queues are this thread's.
     pub(crate) fn own(&mut self, owner: Ownership) {
         self.owner = owner;
+    }
+
+    fn accept(&mut self, token: u64, chain: &Chain) {
+        let handler = &mut self.handler;
+        let _ = catch_unwind(AssertUnwindSafe(|| handler.accept(token, chain)));
     }
 
     fn batch_end(&mut self) {
@@ -447,6 +461,7 @@ impl<H: QueueHandler> Worker<H> {
                 return Some((self, took));
             }
             let token = self.slots.next_token();
+            hands.accept(token, &self.chain);
             let is_slow = hands.desk.as_ref().is_some_and(|desk| desk.slow.is_on());
             let placement = if is_slow { hands.handler.placement(&self.chain) } else { Placement::Here };
             if placement != Placement::Here {
@@ -507,7 +522,7 @@ impl<H: QueueHandler> Worker<H> {
     fn served(&mut self, hands: &mut Hands<H>, index: usize, token: u64, chain: Chain, mut served: Served) {
         let running = &mut self.running[index];
         if let Answer::Done(written) = served.answer {
-            running.push(&chain, None, written);
+            running.push(&chain, None, hands.handler.complete(token, written));
             self.chain = chain;
             return;
         }
@@ -572,14 +587,10 @@ impl<H: QueueHandler> Worker<H> {
             match back {
                 Return::Served { token, chain, answer: Answer::Done(written) } => {
                     if let Some((queue, _, memory)) = self.slots.take(token) {
-                        self.give_back(queue, chain, &memory, written);
+                        self.give_back(queue, chain, &memory, hands.handler.complete(token, written));
                     }
                 }
-                Return::Served { token, chain, answer } => {
-                    if let Some(message) = self.slots.fill(token, chain, answer == Answer::Parked) {
-                        self.deliver(hands, token, message);
-                    }
-                }
+                Return::Served { token, chain, answer } => self.slots.fill(token, chain, answer == Answer::Parked),
                 Return::Transferred { token, outcome, moving } => {
                     if let Some(moving) = moving {
                         hands.handler.attach(token, moving);
@@ -588,6 +599,7 @@ impl<H: QueueHandler> Worker<H> {
                 }
             }
         }
+        self.deliver_replies(hands);
     }
 
     fn finish_transfers(&mut self, hands: &mut Hands<H>) {
@@ -602,7 +614,7 @@ impl<H: QueueHandler> Worker<H> {
     fn transferred(&mut self, hands: &mut Hands<H>, token: u64, outcome: std::io::Result<usize>) {
         let Some((queue, chain, memory)) = self.slots.take(token) else { return };
         let written = finish(&mut hands.handler, &chain, |handler| handler.transferred(token, &chain, outcome));
-        self.give_back(queue, chain, &memory, written);
+        self.give_back(queue, chain, &memory, hands.handler.complete(token, written));
     }
 
     fn give_back(&mut self, queue: usize, chain: Chain, memory: &Memory, written: u32) {
@@ -700,13 +712,20 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     fn deliver(&mut self, hands: &mut Hands<H>, token: u64, message: H::Message) {
-        let Some(queue) = self.slots.queue(token) else { return };
-        let Some(message) = self.slots.too_early(token, message) else { return };
-        if !self.running.iter().any(|running| running.queue == queue) {
-            self.late.push((token, message));
-        } else if let Some((queue, chain, memory)) = self.slots.take(token) {
-            let written = finish(&mut hands.handler, &chain, |handler| handler.deliver(&chain, message));
-            self.give_back(queue, chain, &memory, written);
+        self.slots.add_reply(token, message);
+        self.deliver_replies(hands);
+    }
+
+    /// Answers chains by the replies that came.
+    fn deliver_replies(&mut self, hands: &mut Hands<H>) {
+        while let Some((token, message)) = self.slots.next_reply() {
+            let Some(queue) = self.slots.queue(token) else { continue };
+            if !self.running.iter().any(|running| running.queue == queue) {
+                self.late.push((token, message));
+            } else if let Some((queue, chain, memory)) = self.slots.take(token) {
+                let written = finish(&mut hands.handler, &chain, |handler| handler.deliver(&chain, message));
+                self.give_back(queue, chain, &memory, written);
+            }
         }
     }
 
@@ -801,6 +820,7 @@ impl<H: QueueHandler> Worker<H> {
             return false;
         }
         let (token, chain) = (self.slots.next_token(), std::mem::take(&mut self.chain));
+        hands.accept(token, &chain);
         let served = Served::by(&mut hands.handler, &chain, token);
         self.served(hands, index, token, chain, served);
         true
