@@ -15,8 +15,8 @@ const OVERDUE: Duration = if cfg!(test) { Duration::from_millis(200) } else { Du
 /// The most threads, with those of calls that are overdue. Past it, calls wait.
 const THREADS_ALL_MAX: usize = 64;
 
-/// How long a thread without work stays, so that a burst does not start one for each call.
-const IDLE: Duration = Duration::from_secs(5);
+/// How long a thread for calls that wait stays without work, so that a burst does not start one for each call.
+pub const IDLE_THREAD: Duration = Duration::from_secs(5);
 
 /// How long what is still to be done has when the lane is dropped. A call that is blocked in its source may never end.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -175,7 +175,7 @@ fn work(shared: &Arc<Shared>) {
             break;
         }
         let until = state.overdue().min().filter(|_| !has_room);
-        let patience = until.map_or(IDLE, |until| until.saturating_duration_since(Instant::now()));
+        let patience = until.map_or(IDLE_THREAD, |until| until.saturating_duration_since(Instant::now()));
         let (woken, waited) = shared.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
         state = woken;
         if waited.timed_out() && has_room && state.jobs.is_empty() {

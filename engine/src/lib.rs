@@ -58,7 +58,7 @@ pub use carrier::{Carrier, DataInput, DataOutput, ReplyBuffer, TransferRequest};
 pub use ferry_vfs::Complaints;
 pub use ferry_vfs::Segment;
 pub use heap::trim_heap;
-pub use lane::Lane;
+pub use lane::{IDLE_THREAD, Lane};
 pub use last_sync::sync_at_the_end;
 pub use lease::{Hold, Lease, NotEnded, Term};
 pub use mailbox::Mailbox;

@@ -7,13 +7,11 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
+
+use ferry_engine::IDLE_THREAD;
 
 use crate::desk::lock;
 use crate::threads::Threads;
-
-/// How long a thread without work stays, so that a burst does not start one for each request.
-const IDLE: Duration = Duration::from_secs(5);
 
 /// What a thread is to do, with a handler of its own.
 pub(crate) type Job<H> = Box<dyn FnOnce(&mut H) + Send>;
@@ -125,7 +123,7 @@ impl<H: 'static> Pool<H> {
                 break;
             }
             state.idle += 1;
-            let (woken, waited) = self.changed.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            let (woken, waited) = self.changed.wait_timeout(state, IDLE_THREAD).unwrap_or_else(PoisonError::into_inner);
             state = woken;
             state.idle -= 1;
             // Whatever waits behind one of its own order is for the thread that does that one.
@@ -141,6 +139,7 @@ impl<H: 'static> Pool<H> {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
 
     use super::*;
 

@@ -17,10 +17,11 @@ use crate::outbox::{Out, Outbox, Sent, Socket};
 use crate::session::{self, Session};
 use crate::stream::Stream;
 
-/// Requests of one connection that are served at the same time. Half of the threads, so that one client whose disk
+/// Requests of one connection that are served at the same time. Three quarters of the threads, so that one client whose disk
 /// hangs leaves some to the others.
-const RUNNING_MAX: usize = 32;
-/// What the messages of these may add up to, and their replies: less are served at the same time where messages are long.
+const RUNNING_MAX: usize = 72;
+/// What the messages of these and the data that they ask for may add up to: less are served at the same time where messages are
+/// long.
 const RUNNING_BYTES_MAX: usize = 32 << 20;
 /// But so many are: one that waits for a disk is not to hold up all others.
 const RUNNING_MIN: usize = 4;
@@ -39,27 +40,23 @@ struct Inbox {
 }
 
 /// What is to be watched for.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Interest {
     /// Somebody is taking a message.
     reading: bool,
-    /// Requests being served, and how many there may be.
+    /// Requests being served, and the bytes of their messages and replies.
     running: usize,
-    running_max: usize,
+    running_bytes: usize,
     /// The client does not take its replies.
     blocked: bool,
     over: bool,
 }
 
 impl Interest {
+    /// Whether one more request may be served.
     fn has_room(&self) -> bool {
-        self.running < self.running_max
+        self.running < RUNNING_MIN || self.running < RUNNING_MAX && self.running_bytes < RUNNING_BYTES_MAX
     }
-}
-
-/// Requests of one connection that are served at the same time, with messages of at most so many bytes.
-fn running_max(msize: u32) -> usize {
-    (RUNNING_BYTES_MAX / msize.max(MSIZE_MIN) as usize).clamp(RUNNING_MIN, RUNNING_MAX)
 }
 
 /// What a look at the socket brought.
@@ -115,13 +112,7 @@ impl Connection {
             attached: AtomicBool::new(false),
             last_heard_ms: AtomicU64::new(0),
             inbox: Mutex::default(),
-            interest: Mutex::new(Interest {
-                reading: false,
-                running: 0,
-                running_max: RUNNING_MAX,
-                blocked: false,
-                over: false,
-            }),
+            interest: Mutex::default(),
             ends: Mutex::default(),
         }
     }
@@ -246,20 +237,22 @@ impl Connection {
         self.arm(&interest);
     }
 
-    /// As [`Self::read_on`], while the message that was taken is served.
-    pub(crate) fn serve_on(&self) {
+    /// As [`Self::read_on`], while the message that was taken is served; it and its reply have so many bytes.
+    pub(crate) fn serve_on(&self, bytes: usize) {
         let mut interest = lock(&self.interest);
         interest.running += 1;
+        interest.running_bytes += bytes;
         interest.reading = false;
         self.arm(&interest);
     }
 
     /// A request is served no longer: it was answered, or waits for a lock.
-    pub(crate) fn served(&self) {
+    pub(crate) fn served(&self, bytes: usize) {
         let mut interest = lock(&self.interest);
         let was_full = !interest.has_room();
         interest.running -= 1;
-        if was_full {
+        interest.running_bytes -= bytes;
+        if was_full && interest.has_room() {
             self.arm(&interest);
         }
     }
@@ -307,9 +300,6 @@ impl Connection {
     /// Begins a session, and ends the one before it.
     pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) {
         let (session, answer) = session::agree_on(&self.hub.share, &self.holder, msize, version);
-        if let Some(session) = &session {
-            lock(&self.interest).running_max = running_max(session.msize);
-        }
         let before = self.with_line(|line, out| {
             let before = line.begin(out, session);
             line::reply(out, 0, tag, &answer);
@@ -428,8 +418,15 @@ mod tests {
 
     #[test]
     fn long_messages_are_served_fewer_at_a_time() {
-        for (msize, running) in [(MSIZE_MIN, 32), (1 << 20, 32), (2 << 20, 16), (4 << 20, 8), (16 << 20, 4), (0, 32)] {
-            assert_eq!(running_max(msize), running, "{msize}");
+        for (bytes, most) in
+            [(200, 72), (128 << 10, 72), (1 << 20, 32), (2 << 20, 16), (4 << 20, 8), (16 << 20, 4), (0, 72)]
+        {
+            let mut interest = Interest::default();
+            while interest.has_room() {
+                interest.running += 1;
+                interest.running_bytes += bytes;
+            }
+            assert_eq!(interest.running, most, "{bytes}");
         }
     }
 }

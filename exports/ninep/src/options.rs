@@ -32,7 +32,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             connections_max: 1024,
-            threads_max: 64,
+            threads_max: 96,
             buffered_bytes_max: 256 << 20,
             slow_timeout: Duration::from_secs(30),
             idle_timeout: None,

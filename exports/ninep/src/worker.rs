@@ -2,8 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
 
+use ferry_engine::IDLE_THREAD;
 use ferry_vfs::Errno;
 use ferry_wire::ninep::{Reply, Request};
 
@@ -14,8 +14,6 @@ use crate::line::Refused;
 use crate::message::{Buffers, Message};
 use crate::serve::{Context, Done, encode, serve};
 
-/// How long a thread without work stays, so that a burst does not start one for each request.
-const IDLE: Duration = Duration::from_secs(5);
 /// Memory that a thread keeps for the next message, and for the next reply: enough for the longest of Linux's.
 const KEPT_BYTES_MAX: usize = 2 << 20;
 
@@ -24,7 +22,7 @@ pub(crate) fn work(hub: &Arc<Hub>) {
     let mut message = Vec::new();
     let mut buffers = Buffers::default();
     loop {
-        let event = hub.wait(IDLE);
+        let event = hub.wait(IDLE_THREAD);
         if hub.is_stopping() {
             break;
         }
@@ -89,12 +87,13 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
         Request::Flush { old } => connection.flush(tag, old).err(),
         _ => match connection.register(tag) {
             Ok((ticket, session)) => {
-                connection.serve_on();
+                let held = bytes + reply_bytes(&request).min(session.msize as usize);
+                connection.serve_on(held);
                 hub.keep_watch();
                 let client = Arc::clone(connection) as Arc<dyn Client>;
                 let context = Context { share: &hub.share, client, session: &session, ticket: &ticket };
                 answer(&context, &request, &mut Message::new(&message[..bytes], buffers));
-                connection.served();
+                connection.served(held);
                 if let Some(ahead) = buffers.ahead.take() {
                     ahead.ask();
                 }
@@ -110,6 +109,14 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
             connection.read_on();
         }
         Some(Refused::TagInUse) => connection.end(Some("it used a tag for two requests at the same time")),
+    }
+}
+
+/// The longest reply that a request may lead to, where that is long.
+fn reply_bytes(request: &Request<'_>) -> usize {
+    match *request {
+        Request::Read { bytes_max, .. } | Request::Readdir { bytes_max, .. } => bytes_max as usize,
+        _ => 0,
     }
 }
 
