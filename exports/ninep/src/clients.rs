@@ -230,7 +230,8 @@ impl Holder {
         self.account.held[resource as usize].load(Ordering::Relaxed) < self.clients.bounds.client[resource as usize]
     }
 
-    fn holds(&self, resource: Resource) -> usize {
+    /// How much is counted.
+    pub(crate) fn holds(&self, resource: Resource) -> usize {
         lock(&self.state).amounts[resource as usize]
     }
 

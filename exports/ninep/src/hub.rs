@@ -15,14 +15,14 @@ use rustix::net::SocketFlags;
 
 use crate::clients::{Clients, Peer, Resource};
 use crate::connection::Connection;
-use crate::room::{HighWater, shrink};
+use crate::room::{HighWater, LOOK, shrink};
 use crate::share::Share;
 use crate::{Error, Listener, worker};
 
 /// Threads that stay although there is nothing to do: one reads while another serves.
 pub(crate) const THREADS_MIN: usize = 2;
 /// How often deadlines are looked at; time-outs are that inexact.
-const TICK: Duration = Duration::from_millis(500);
+const TICK: Duration = LOOK;
 /// When a silent TCP client is asked whether its machine is still there, how often, and how many times in vain: one that
 /// is gone gives up its locks after two minutes, not after the two hours that Linux takes by itself.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
@@ -201,6 +201,10 @@ impl Hub {
     }
 
     /// Before a thread does what may take long: somebody is to wait for the next event.
+    ///
+    /// The monitor (`ferry_engine::Monitor`) does this for virtqueues and for FUSE, which belong to one thread at a time: it takes
+    /// them from a thread that has been blocked for 20 ms. A connection belongs to no thread while its request is served, at the
+    /// price of one `epoll_ctl`. So requests of one connection are served side by side, and none waits even for one that takes 19 ms.
     pub(crate) fn keep_watch(self: &Arc<Self>) {
         if self.idle.load(Ordering::Acquire) + self.starting.load(Ordering::Acquire) == 0
             && let Err(error) = self.grow()

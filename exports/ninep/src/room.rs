@@ -2,6 +2,9 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// Entries of a map whose room is never given back: no more than a few pages.
 const ROOM_MIN: usize = 1024;
@@ -15,6 +18,8 @@ pub(crate) fn shrink<K: Eq + Hash, V>(map: &mut HashMap<K, V>) {
     }
 }
 
+/// How often it is looked at how much is held, where something has gone.
+pub(crate) const LOOK: Duration = Duration::from_millis(500);
 /// How many looks later the heap is trimmed once more: threads that have nothing to do any more end after a while, and their buffers with them.
 const LATER_LOOKS: u32 = 30;
 
@@ -40,6 +45,63 @@ impl HighWater {
         }
         self.later = self.later.saturating_sub(1);
         has_sunk || self.later == 1
+    }
+
+    /// Whether the heap is to be trimmed now that less is held, or once more later.
+    fn is_waiting(&self) -> bool {
+        self.later > 1 || self.most >= HELD_MIN && self.last <= self.most / 2
+    }
+}
+
+/// Trims the heap of a server that has no clock: by a thread that is there only while there is something to look at, so that an
+/// idle server does nothing.
+pub(crate) struct Trimmer {
+    most: AtomicUsize,
+    looks: AtomicBool,
+    held: Box<dyn Fn() -> usize + Send + Sync>,
+}
+
+impl std::fmt::Debug for Trimmer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Trimmer").field("most", &self.most).field("looks", &self.looks).finish_non_exhaustive()
+    }
+}
+
+impl Trimmer {
+    /// `held` tells how much is held.
+    pub(crate) fn new(held: impl Fn() -> usize + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self { most: AtomicUsize::new(0), looks: AtomicBool::new(false), held: Box::new(held) })
+    }
+
+    /// So much is held now. Costs two loads, mostly.
+    pub(crate) fn note(self: &Arc<Self>, held: usize) {
+        let most = self.most.load(Ordering::Relaxed);
+        if held > most {
+            self.most.fetch_max(held, Ordering::Relaxed);
+        } else if most >= HELD_MIN && held <= most / 2 && !self.looks.swap(true, Ordering::AcqRel) {
+            let trimmer = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("9p-trim".into()).spawn(move || trimmer.look());
+            if let Err(error) = thread {
+                self.looks.store(false, Ordering::Release);
+                tracing::debug!("no thread can be had to give memory back: {error}");
+            }
+        }
+    }
+
+    /// Trims the heap when no more goes, and once more later.
+    fn look(&self) {
+        let mut high_water = HighWater { most: self.most.load(Ordering::Relaxed), ..HighWater::default() };
+        loop {
+            std::thread::sleep(LOOK);
+            if high_water.has_sunk((self.held)()) {
+                ferry_engine::trim_heap();
+            }
+            if !high_water.is_waiting() {
+                break;
+            }
+        }
+        self.most.store(high_water.most, Ordering::Relaxed);
+        self.looks.store(false, Ordering::Release);
     }
 }
 

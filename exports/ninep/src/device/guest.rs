@@ -3,21 +3,64 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 
+use ferry_vfs::Errno;
 use ferry_vhost::Port;
-use ferry_wire::ninep::Tag;
+use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Tag, kind};
 
 use crate::carrier::Client;
-use crate::clients::{Clients, Holder};
+use crate::clients::{Clients, Holder, Resource};
 use crate::hub::lock;
 use crate::line::{Line, Outlet, Refused, Ticket};
+use crate::room::Trimmer;
 use crate::session::Session;
+
+/// A message whose head was read, and what is known of it then.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    pub(super) head: [u8; HEADER_BYTES],
+    /// The longest message that is agreed on, in bytes.
+    pub(super) msize: u32,
+    pub(super) registered: Result<(Ticket, Arc<Session>), Refused>,
+}
+
+/// A chain that the worker has taken.
+#[derive(Debug, Default)]
+struct Taken {
+    /// Until it is served.
+    arrival: Option<Arrival>,
+    /// Until it goes back to the driver with its answer.
+    ticket: Option<Ticket>,
+}
+
+#[derive(Debug, Default)]
+struct Requests {
+    line: Line,
+    /// By the low half of the chains' tokens.
+    taken: Vec<Taken>,
+}
+
+impl Requests {
+    fn taken(&mut self, token: u64) -> &mut Taken {
+        let index = slot(token);
+        if self.taken.len() <= index {
+            self.taken.resize_with(index + 1, Taken::default);
+        }
+        &mut self.taken[index]
+    }
+}
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Guest {
     holder: Arc<Holder>,
-    line: Mutex<Line>,
+    requests: Mutex<Requests>,
     port: OnceLock<Arc<Port<Vec<u8>>>>,
+    trimmer: Arc<Trimmer>,
+}
+
+/// Tokens count slots in their low half.
+pub(super) fn slot(token: u64) -> usize {
+    usize::try_from(token & u64::from(u32::MAX)).unwrap_or(0)
 }
 
 /// The mailbox of the worker, who alone touches chains.
@@ -37,10 +80,10 @@ impl Outlet for ByMail<'_> {
 }
 
 impl Guest {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(trimmer: Arc<Trimmer>) -> Self {
         // Nobody else's: a device has one guest.
         let holder = Clients::alone();
-        Self { holder, line: Mutex::default(), port: OnceLock::new() }
+        Self { holder, requests: Mutex::default(), port: OnceLock::new(), trimmer }
     }
 
     /// On whose account the guest's sessions are.
@@ -55,7 +98,7 @@ impl Guest {
     }
 
     fn with_line<T>(&self, act: impl FnOnce(&mut Line, &mut dyn Outlet) -> T) -> T {
-        act(&mut lock(&self.line), &mut ByMail(self.port.get().map(Arc::as_ref)))
+        act(&mut lock(&self.requests).line, &mut ByMail(self.port.get().map(Arc::as_ref)))
     }
 
     /// Begins a session, and ends the one before it.
@@ -63,6 +106,17 @@ impl Guest {
         let before = self.with_line(|line, out| line.begin(out, session));
         // Here, where no lock is held.
         drop(before);
+        self.note_held();
+    }
+
+    /// How much the guest holds, in things of a few hundred bytes.
+    pub(super) fn held(&self) -> usize {
+        self.holder.holds(Resource::Entries)
+    }
+
+    /// Has memory given back if the guest holds much less than before.
+    pub(super) fn note_held(&self) {
+        self.trimmer.note(self.held());
     }
 
     /// Gives back what the guest held.
@@ -70,13 +124,35 @@ impl Guest {
         self.begin(None);
     }
 
-    /// The longest message that is agreed on, in bytes.
-    pub(super) fn msize(&self) -> Option<u32> {
-        lock(&self.line).session().map(|session| session.msize)
+    /// The worker has taken a chain, and read the head of the message in it, if there is one. From now on the request is under way, though
+    /// it may be served later and by another thread: a flush that comes next is to find it.
+    pub(super) fn accept(&self, token: u64, head: Option<[u8; HEADER_BYTES]>) {
+        let mut requests = lock(&self.requests);
+        let arrival = head.map(|head| {
+            let frame = Frame::peek(&head);
+            let line = &mut requests.line;
+            let registered = match frame {
+                Some(Frame { kind: kind::TVERSION | kind::TFLUSH, .. }) | None => Err(Refused::Error(Errno::INVAL)),
+                Some(Frame { tag, .. }) => line.register(token, tag),
+            };
+            Arrival { head, msize: line.session().map_or(MSIZE_MIN, |session| session.msize), registered }
+        });
+        let ticket =
+            arrival.as_ref().and_then(|arrival| arrival.registered.as_ref().ok()).map(|(ticket, _)| ticket.clone());
+        *requests.taken(token) = Taken { arrival, ticket };
     }
 
-    pub(super) fn register(&self, token: u64, tag: Tag) -> Result<(Ticket, Arc<Session>), Refused> {
-        lock(&self.line).register(token, tag)
+    /// What [`Self::accept`] found in the chain that is to be served now.
+    pub(super) fn arrival(&self, token: u64) -> Option<Arrival> {
+        lock(&self.requests).taken(token).arrival.take()
+    }
+
+    /// The worker is about to give a chain back to the driver; returns whether anybody still waits for the reply. Flushes that
+    /// waited for it are answered by mail, and so behind it.
+    pub(super) fn complete(&self, token: u64) -> bool {
+        let mut requests = lock(&self.requests);
+        let Some(ticket) = requests.taken(token).ticket.take() else { return true };
+        requests.line.end(&mut ByMail(self.port.get().map(Arc::as_ref)), &ticket)
     }
 
     /// A flush, which is answered by mail: what it ends goes out before it.
@@ -84,14 +160,9 @@ impl Guest {
         self.with_line(|line, out| line.flush(out, token, tag, old))
     }
 
-    /// The worker is about to give a request's chain back; answers whether anybody still waits for the reply.
-    pub(super) fn end(&self, ticket: &Ticket) -> bool {
-        self.with_line(|line, out| line.end(out, ticket))
-    }
-
     /// Fids, and requests under way.
     pub(super) fn usage(&self) -> (usize, usize) {
-        let line = lock(&self.line);
+        let line = &lock(&self.requests).line;
         (line.session().map_or(0, |session| session.fids()), line.requests())
     }
 }
@@ -105,7 +176,7 @@ impl Drop for Guest {
 
 impl Client for Guest {
     fn may_park(&self) -> bool {
-        lock(&self.line).may_park()
+        lock(&self.requests).line.may_park()
     }
 
     fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {

@@ -5,13 +5,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use ferry_vfs::{Errno, Result};
-use ferry_vhost::{Answer, Chain, Io, QueueHandler};
+use ferry_vhost::{Answer, Chain, Io, Placement, QueueHandler};
 use ferry_wire::ninep::{
-    Flaw, Frame, HEADER_BYTES, MSIZE_MIN, Reply as Answered, Request as Asked, Tag, WRITE_HEAD_BYTES, WriteHead, kind,
+    Flaw, Frame, HEADER_BYTES, Reply as Answered, Request as Asked, Tag, WRITE_HEAD_BYTES, WriteHead, kind,
 };
 
 use super::chain::{Reply, Request};
-use super::guest::Guest;
+use super::guest::{Arrival, Guest, slot};
 use crate::carrier::Client;
 use crate::line::{Refused, Ticket};
 use crate::serve::{Context, Done, Moving, encode, serve, serve_write};
@@ -23,7 +23,10 @@ const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// The bytes of an Rlerror. Whoever has no room for it cannot be answered at all.
 const ERROR_BYTES: usize = HEADER_BYTES + 4;
 
-/// Serves the queue of one guest.
+/// A request that is under way, or why it is none.
+type Registered = std::result::Result<(Ticket, Arc<Session>), Refused>;
+
+/// Serves the queue of one guest, on one thread.
 pub(super) struct Handler {
     share: Arc<Share>,
     guest: Arc<Guest>,
@@ -46,40 +49,34 @@ impl Handler {
         put(chain, &self.short)
     }
 
-    /// Copies the message; answers its tag, and what is wrong with its length. `None`: there is none, or no room to answer.
-    fn copy(&mut self, chain: &Chain) -> Option<(Tag, Result<()>)> {
-        let (readable, room) = (chain.readable_bytes(), chain.writable_bytes());
-        let mut head = [0; HEADER_BYTES];
-        let is_whole = chain.read_at(0, &mut head) == HEADER_BYTES;
-        let frame = Frame::peek(&head).filter(|_| is_whole && room >= ERROR_BYTES);
-        let Some(frame) = frame else {
-            self.share.complaints.warn(format_args!("a request of {readable} bytes with room for {room} is none"));
-            return None;
-        };
-        let bytes = usize::try_from(frame.bytes).unwrap_or(usize::MAX);
-        let msize = self.guest.msize().unwrap_or(MSIZE_MIN) as usize;
+    /// Copies the message whose head was read; returns what is wrong with its length.
+    fn copy(&mut self, chain: &Chain, arrival: &Arrival, frame: &Frame) -> Result<()> {
+        let readable = chain.readable_bytes();
+        let (bytes, msize) = (usize::try_from(frame.bytes).unwrap_or(usize::MAX), arrival.msize as usize);
         if !(HEADER_BYTES..=readable).contains(&bytes) || bytes > msize {
             let complaints = &self.share.complaints;
             complaints.warn(format_args!("a message of {bytes} bytes, in {readable}, where {msize} were agreed on"));
-            return Some((frame.tag, Err(Errno::MSGSIZE)));
+            return Err(Errno::MSGSIZE);
         }
         let copied = if frame.kind == kind::TWRITE { bytes.min(WRITE_HEAD_BYTES) } else { bytes };
         if copied > MESSAGE_BYTES_MAX {
-            return Some((frame.tag, Err(Errno::MSGSIZE)));
+            return Err(Errno::MSGSIZE);
         }
         self.message.resize(copied, 0);
         // The head is the one that was looked at, whatever the guest has put there since.
-        self.message[..HEADER_BYTES].copy_from_slice(&head);
+        self.message[..HEADER_BYTES].copy_from_slice(&arrival.head);
         chain.read_at(HEADER_BYTES, &mut self.message[HEADER_BYTES..]);
-        Some((frame.tag, Ok(())))
+        Ok(())
     }
 
-    fn serve_copy(&mut self, chain: &Chain, io: &mut Io<'_>, tag: Tag) -> Answer {
+    fn serve_copy(&mut self, chain: &Chain, io: &mut Io<'_>, tag: Tag, registered: Registered) -> Answer {
         let message = std::mem::take(&mut self.message);
         let is_write = message.get(4) == Some(&kind::TWRITE) && message.len() == WRITE_HEAD_BYTES;
         let answer = if is_write {
             match WriteHead::decode(&message) {
-                Ok((tag, head)) => self.serve_registered(chain, io, tag, |cx, request| serve_write(cx, &head, request)),
+                Ok((tag, head)) => {
+                    self.serve_registered(chain, io, (tag, registered), |cx, request| serve_write(cx, &head, request))
+                }
                 Err(flaw) => self.flawed(chain, tag, &flaw),
             }
         } else {
@@ -89,7 +86,9 @@ impl Handler {
                     Ok(()) => Answer::Later,
                     Err(refused) => self.refuse(chain, tag, refused),
                 },
-                Ok((tag, asked)) => self.serve_registered(chain, io, tag, |cx, request| serve(cx, &asked, request)),
+                Ok((tag, asked)) => {
+                    self.serve_registered(chain, io, (tag, registered), |cx, request| serve(cx, &asked, request))
+                }
                 Err(flaw) => self.flawed(chain, tag, &flaw),
             }
         };
@@ -127,11 +126,11 @@ impl Handler {
         &mut self,
         chain: &Chain,
         io: &mut Io<'_>,
-        tag: Tag,
+        (tag, registered): (Tag, Registered),
         serve: impl FnOnce(&Context<'_>, &mut Request<'_, '_>) -> Result<Done>,
     ) -> Answer {
         let token = io.token();
-        let (ticket, session): (Ticket, Arc<Session>) = match self.guest.register(token, tag) {
+        let (ticket, session) = match registered {
             Ok(registered) => registered,
             Err(refused) => return self.refuse(chain, tag, refused),
         };
@@ -145,20 +144,17 @@ impl Handler {
         match served {
             Ok(Done::Later) => Answer::Later,
             Ok(Done::Parked) => Answer::Parked,
-            ended => Answer::Done(self.finish(chain, &ticket, ended)),
+            ended => Answer::Done(self.finish(chain, tag, ended)),
         }
     }
 
     /// Writes the rest of a reply; answers its bytes.
-    fn finish(&mut self, chain: &Chain, ticket: &Ticket, ended: Result<Done>) -> u32 {
-        if !self.guest.end(ticket) {
-            return 0;
-        }
+    fn finish(&mut self, chain: &Chain, tag: Tag, ended: Result<Done>) -> u32 {
         match ended {
             Ok(Done::Long(bytes)) if bytes <= chain.writable_bytes() => count(bytes),
             Ok(Done::Short) if self.short.len() <= chain.writable_bytes() => put(chain, &self.short),
-            Ok(_) => self.error(chain, ticket.tag, Errno::MSGSIZE),
-            Err(errno) => self.error(chain, ticket.tag, errno),
+            Ok(_) => self.error(chain, tag, Errno::MSGSIZE),
+            Err(errno) => self.error(chain, tag, errno),
         }
     }
 
@@ -169,11 +165,6 @@ impl Handler {
         }
         self.moving[index] = Some(moving);
     }
-}
-
-/// Tokens count slots in their low half.
-fn slot(token: u64) -> usize {
-    usize::try_from(token & u64::from(u32::MAX)).unwrap_or(0)
 }
 
 /// Lengths in the used ring have 32 bits.
@@ -188,23 +179,38 @@ fn put(chain: &Chain, reply: &[u8]) -> u32 {
 
 impl QueueHandler for Handler {
     type Message = Vec<u8>;
-    type Moving = ();
+    type Moving = Moving;
+
+    fn accept(&mut self, token: u64, chain: &Chain) {
+        let mut head = [0; HEADER_BYTES];
+        let (readable, room) = (chain.readable_bytes(), chain.writable_bytes());
+        let is_message = room >= ERROR_BYTES && chain.read_at(0, &mut head) == HEADER_BYTES;
+        if !is_message {
+            self.share.complaints.warn(format_args!("a request of {readable} bytes with room for {room} is none"));
+        }
+        self.guest.accept(token, is_message.then_some(head));
+    }
 
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
-        match self.copy(chain) {
-            None => Answer::Done(0),
-            Some((tag, Ok(()))) => self.serve_copy(chain, io, tag),
-            Some((tag, Err(errno))) => Answer::Done(self.error(chain, tag, errno)),
+        let Some(arrival) = self.guest.arrival(io.token()) else { return Answer::Done(0) };
+        let Some(frame) = Frame::peek(&arrival.head) else { return Answer::Done(0) };
+        match self.copy(chain, &arrival, &frame) {
+            Ok(()) => self.serve_copy(chain, io, frame.tag, arrival.registered),
+            Err(errno) => Answer::Done(self.error(chain, frame.tag, errno)),
         }
     }
 
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
-        let Some(moving) = self.moving.get_mut(slot(token)).and_then(Option::take) else { return 0 };
+        let Some(moving) = self.detach(token) else { return 0 };
         let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
-        let ticket = moving.ticket.clone();
+        let tag = moving.ticket.tag;
         let mut reply = Reply { chain, short: &mut self.short };
         let ended = moving.end(&self.share, &mut reply, outcome);
-        self.finish(chain, &ticket, ended)
+        self.finish(chain, tag, ended)
+    }
+
+    fn complete(&mut self, token: u64, written: u32) -> u32 {
+        if self.guest.complete(token) { written } else { 0 }
     }
 
     /// A reply of another thread; an empty one for a request that is not answered.
@@ -215,5 +221,29 @@ impl QueueHandler for Handler {
     /// Panics of the source are answered; what gets here is a mistake of ours, and the state of the request is not known.
     fn failed(&mut self, _: &Chain) -> u32 {
         0
+    }
+
+    fn batch_end(&mut self) {
+        self.guest.note_held();
+    }
+
+    /// As with sockets, Tversion and Tflush have to be dealt with before what comes behind them. Other requests are served in any
+    /// order: a client waits for the answer to one before it sends another that depends on it. A guest that changes the message
+    /// meanwhile mixes up its own requests alone.
+    fn placement(&self, chain: &Chain) -> Placement {
+        let mut head = [0; HEADER_BYTES];
+        chain.read_at(0, &mut head);
+        match Frame::peek(&head).map(|frame| frame.kind) {
+            None | Some(kind::TVERSION | kind::TFLUSH) => Placement::Here,
+            Some(_) => Placement::Anywhere,
+        }
+    }
+
+    fn detach(&mut self, token: u64) -> Option<Moving> {
+        self.moving.get_mut(slot(token)).and_then(Option::take)
+    }
+
+    fn attach(&mut self, token: u64, moving: Moving) {
+        self.expect(token, moving);
     }
 }

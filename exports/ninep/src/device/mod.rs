@@ -16,6 +16,7 @@ use ferry_vhost::{Device, Port, Server, WorkerOptions};
 use self::guest::Guest;
 use self::handler::Handler;
 use crate::hub::lock;
+use crate::room::Trimmer;
 use crate::share::Share;
 use crate::{Error, Usage};
 
@@ -25,6 +26,9 @@ const F_MOUNT_TAG: u64 = 1;
 const TAG_BYTES_MAX: usize = 255;
 /// The longest that a worker looks for work before it sleeps, as for virtio-fs.
 const POLL_DEFAULT: Duration = Duration::from_micros(100);
+
+/// Threads for requests that wait, as for virtio-fs: more than a guest's kernel has under way of one mount, mostly.
+const SPARE_THREADS: usize = 128;
 
 /// How a device is to behave, beside what is in [`Options`](crate::Options).
 #[derive(Clone, Debug)]
@@ -50,6 +54,7 @@ struct NineP {
     options: DeviceOptions,
     config: Vec<u8>,
     now: Arc<Mutex<Weak<Guest>>>,
+    trimmer: Arc<Trimmer>,
 }
 
 impl Device for NineP {
@@ -73,6 +78,10 @@ impl Device for NineP {
         guest.end_session();
     }
 
+    fn spare_threads(&self) -> usize {
+        SPARE_THREADS
+    }
+
     fn worker_count(&self) -> usize {
         1
     }
@@ -86,12 +95,13 @@ impl Device for NineP {
     }
 
     fn session(&self) -> Arc<Guest> {
-        let guest = Arc::new(Guest::new());
+        let guest = Arc::new(Guest::new(Arc::clone(&self.trimmer)));
         *lock(&self.now) = Arc::downgrade(&guest);
         guest
     }
 
     fn handler(&self, guest: &Arc<Arc<Guest>>, _: usize, port: Arc<Port<Vec<u8>>>) -> Handler {
+        // The same for each thread.
         guest.answers_by(port);
         Handler::new(Arc::clone(&self.share), Arc::clone(guest))
     }
@@ -113,7 +123,12 @@ impl Served {
         let length = u16::try_from(tag.len()).unwrap_or(u16::MAX).to_le_bytes();
         let config = [&length, tag].concat();
         let now = Arc::new(Mutex::new(Weak::new()));
-        let device = NineP { share: Arc::clone(share), options, config, now: Arc::clone(&now) };
+        let guest = Arc::clone(&now);
+        let trimmer = Trimmer::new(move || {
+            let guest: Option<Arc<Guest>> = lock(&guest).upgrade();
+            guest.map_or(0, |guest| guest.held())
+        });
+        let device = NineP { share: Arc::clone(share), options, config, now: Arc::clone(&now), trimmer };
         let server = Server::start(listener, device, "ferry-9p")?;
         Ok(Self { server, now })
     }

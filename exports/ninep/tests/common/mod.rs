@@ -24,7 +24,7 @@ pub const MSIZE: u32 = 1 << 20;
 pub const ROOT: Fid = Fid(0);
 
 /// Whether clients are drivers of devices.
-fn is_by_device() -> bool {
+pub fn is_by_device() -> bool {
     env!("CARGO_CRATE_NAME").ends_with("by_device")
 }
 
