@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, reason = "a test that cannot go on ends")]
 
 pub mod confined;
+pub mod delays;
 pub mod disks;
 pub mod inside;
 pub mod mounts;

@@ -4,138 +4,28 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, ROOT, Ticket};
+use ferry_tests::delays::{ALL, BYTES, Client, FLOOR, Mounted, SLOW_MAX, What, assert_undisturbed};
 use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, alone, folder};
-use ferry_vfs::{
-    Attr, Caller, Data, Entry, Errno, FileSystem, FileType, Handle, Ino, Input, IoRange, Name, OFlags, Output, Result,
-    SetAttr,
-};
 use ferry_wire::fuse::abi::{GetattrIn, Opcode, OpenIn, ReadIn, WriteIn};
 use zerocopy::IntoBytes;
 
 const O_RDWR: u32 = 2;
-const BYTES: u32 = 4096;
-/// Slow files; the most slow requests at once.
-const SLOW_MAX: usize = 64;
-/// The inode of the fast file; those of the slow ones follow.
-const FAST: u64 = 2;
-/// Readers of the file system of delays: one for each slow request, and some for the fast ones.
-const READERS: usize = SLOW_MAX + 8;
-/// What other work on this machine adds. Without another thread to go on it is the whole delay, 300 ms and more.
-const FLOOR: Duration = Duration::from_millis(10);
-/// Rounds, of which one has to be good: other work may have the CPUs for a while.
-const ROUNDS: usize = 5;
 
-/// What is slow.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-enum What {
-    Nothing,
-    Read,
-    Write,
-    Stat,
-    Open,
-}
-
-const ALL: [What; 4] = [What::Read, What::Write, What::Stat, What::Open];
-
-/// One fast file and some slow ones, whose requests of one kind take a while.
-#[derive(Default)]
-struct Delays {
-    what: AtomicU8,
-    delay_ms: AtomicU64,
-}
-
-impl Delays {
-    fn set(&self, what: What, delay: Duration) {
-        self.delay_ms.store(delay.as_millis().try_into().unwrap(), Ordering::SeqCst);
-        self.what.store(what as u8, Ordering::SeqCst);
-    }
-
-    fn take(&self, ino: Ino, what: What) {
-        if ino.0 > FAST && self.what.load(Ordering::SeqCst) == what as u8 {
-            std::thread::sleep(Duration::from_millis(self.delay_ms.load(Ordering::SeqCst)));
-        }
-    }
-
-    fn attr(ino: Ino) -> Attr {
-        match ino {
-            Ino::ROOT => Attr::new(ino, FileType::Directory, 0o755),
-            _ => Attr { size: BYTES.into(), ..Attr::new(ino, FileType::RegularFile, 0o666) },
-        }
-    }
-}
-
-impl FileSystem for Delays {
-    fn lookup(&self, _: &Caller<'_>, _: Ino, name: Name<'_>) -> Result<Entry> {
-        let name = std::str::from_utf8(name.as_bytes()).map_err(|_| Errno::NOENT)?;
-        let ino = match name.strip_prefix("slow") {
-            Some(number) => FAST + 1 + number.parse::<u64>().map_err(|_| Errno::NOENT)?,
-            None if name == "fast" => FAST,
-            None => return Err(Errno::NOENT),
-        };
-        Ok(Entry::new(Ino(ino), Self::attr(Ino(ino))))
-    }
-    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
-        self.take(ino, What::Stat);
-        Ok(Self::attr(ino))
-    }
-    fn setattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>, _: &SetAttr) -> Result<Attr> {
-        Ok(Self::attr(ino))
-    }
-    fn open(&self, _: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
-        self.take(ino, What::Open);
-        Ok(Handle(0))
-    }
-    fn opendir(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
-        Ok(Handle(0))
-    }
-    fn read(&self, _: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
-        self.take(at.ino, What::Read);
-        Ok(at.read_from(&[7; BYTES as usize], out))
-    }
-    fn write(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Input) -> Result<Data> {
-        self.take(at.ino, What::Write);
-        Ok(Data::Bytes(at.len as usize))
-    }
-}
-
-/// A guest of a share of such a file system.
+/// A guest of a share of a file system of delays.
 struct Guest {
-    delays: Arc<Delays>,
     driver: Driver,
     /// Inode and handle.
-    fast: (u64, u64),
-    slow: Vec<(u64, u64)>,
+    files: Vec<(u64, u64)>,
     _share: Share,
-    _mount: ferry_fuse::Export,
 }
 
 impl Guest {
-    /// `None` where there is no FUSE.
-    fn start(options: Options) -> Option<Self> {
-        if !std::path::Path::new("/dev/fuse").exists() {
-            ferry_skip::skip!("there is no /dev/fuse");
-            return None;
-        }
-        let folder = folder(Place::Memory);
-        let at = folder.path().join("delays");
-        fs::create_dir(&at).unwrap();
-        let delays = Arc::new(Delays::default());
-        let mount = ferry_fuse::Options {
-            path: ferry_fuse::Path::Devfuse,
-            cache: ferry_fuse::Cache::None,
-            threads: READERS,
-            passthrough: Some(false),
-            ..ferry_fuse::Options::default()
-        };
-        let mount = ferry_fuse::Export::mount(&at, Arc::clone(&delays) as Arc<dyn FileSystem>, mount).unwrap();
-        let share =
-            Share::of(&at, folder, ferry_dir::Options::default(), Options { queues: 1, cache: Cache::None, ..options });
+    fn start(mounted: &Mounted) -> Self {
+        let options = Options { queues: 1, cache: Cache::None, ..Options::default() };
+        let share = Share::of(&mounted.path, folder(Place::Memory), ferry_dir::Options::default(), options);
         let config = Config { queues: 1, memory_bytes: 64 << 20, ..Config::default() };
         let mut driver = Driver::connect(&share.socket, config).unwrap();
         driver.init().unwrap();
@@ -143,13 +33,17 @@ impl Guest {
             let node = driver.lookup(ROOT, &name).unwrap().nodeid;
             (node, driver.open(node, O_RDWR).unwrap().fh)
         };
-        let fast = open("fast".into());
-        let slow = (0..SLOW_MAX).map(|number| open(format!("slow{number}"))).collect();
-        Some(Self { delays, driver, fast, slow, _share: share, _mount: mount })
+        let slow = (0..SLOW_MAX).map(|number| format!("slow{number}"));
+        let files = std::iter::once("fast".into()).chain(slow).map(&mut open).collect();
+        Self { driver, files, _share: share }
     }
+}
 
-    fn send(&mut self, what: What, (node, fh): (u64, u64)) -> Ticket {
-        let driver = &mut self.driver;
+impl Client for Guest {
+    type Ticket = Ticket;
+
+    fn send(&mut self, what: What, file: usize) -> Ticket {
+        let (driver, (node, fh)) = (&mut self.driver, self.files[file]);
         let sent = match what {
             What::Read => {
                 let args = ReadIn { fh, size: BYTES, ..ReadIn::ZERO };
@@ -168,81 +62,31 @@ impl Guest {
         sent.unwrap()
     }
 
-    /// The latencies of fast reads and stats, in order, while so many slow requests of a kind are under way all the time.
-    fn latencies(&mut self, what: What, count: usize, during: Duration) -> Vec<Duration> {
-        let slow: Vec<_> = self.slow[..count].to_vec();
-        let mut under_way: Vec<(Ticket, (u64, u64))> =
-            slow.iter().map(|file| (self.send(what, *file), *file)).collect();
-        let (mut latencies, end) = (Vec::new(), Instant::now() + during);
-        let mut answered = HashSet::new();
-        while Instant::now() < end {
-            for fast in [What::Read, What::Stat] {
-                let start = Instant::now();
-                let ticket = self.send(fast, self.fast);
-                loop {
-                    let done = self.driver.queue(1).wait(TIMEOUT).unwrap();
-                    assert_eq!(done.reply[4..8], [0; 4], "{fast:?} beside {what:?}");
-                    if done.ticket == ticket {
-                        break;
-                    }
-                    let at = under_way.iter().position(|(ticket, _)| *ticket == done.ticket).unwrap();
-                    let (_, file) = under_way.swap_remove(at);
-                    answered.insert(file);
-                    under_way.push((self.send(what, file), file));
-                }
-                latencies.push(start.elapsed());
-            }
-        }
-        while !under_way.is_empty() {
-            let done = self.driver.queue(1).wait(TIMEOUT).unwrap();
-            assert_eq!(done.reply[4..8], [0; 4], "{what:?}");
-            let at = under_way.iter().position(|(ticket, _)| *ticket == done.ticket).unwrap();
-            answered.insert(under_way.swap_remove(at).1);
-        }
-        assert_eq!(answered.len(), count, "each slow request was answered");
-        latencies.sort_unstable();
-        latencies
-    }
-
-    /// The 99th percentile of fast requests beside slow ones is at most three times the undisturbed one.
-    #[track_caller]
-    fn assert_undisturbed(&mut self, what: What, count: usize, delay: Duration, during: Duration) {
-        let p99 = |latencies: &[Duration]| latencies[latencies.len() * 99 / 100];
-        let mut seen = Vec::new();
-        for _ in 0..ROUNDS {
-            self.delays.set(What::Nothing, delay);
-            let undisturbed = p99(&self.latencies(What::Nothing, 0, during / 2));
-            self.delays.set(what, delay);
-            let latencies = self.latencies(what, count, during);
-            let disturbed = p99(&latencies);
-            println!("{what:?} x {count}: p99 {disturbed:?} of {}, undisturbed {undisturbed:?}", latencies.len());
-            if disturbed <= 3 * undisturbed + FLOOR {
-                return;
-            }
-            seen.push((disturbed, undisturbed));
-        }
-        panic!("{count} slow requests ({what:?}, {delay:?}) make others wait: {seen:?}");
+    fn wait(&mut self) -> Ticket {
+        let done = self.driver.queue(1).wait(TIMEOUT).unwrap();
+        assert_eq!(done.reply[4..8], [0; 4], "no error");
+        done.ticket
     }
 }
 
 #[test]
 fn slow_requests_hold_up_no_others_of_their_queue() {
     let _alone = alone();
-    let Some(mut guest) = Guest::start(Options::default()) else { return };
-    for what in ALL {
-        guest.assert_undisturbed(what, SLOW_MAX, Duration::from_millis(300), Duration::from_millis(600));
-    }
+    let Some(mounted) = Mounted::new() else { return };
+    let mut guest = Guest::start(&mounted);
+    let times = (Duration::from_millis(300), Duration::from_millis(600));
+    ALL.into_iter().for_each(|what| assert_undisturbed((&mounted, &mut guest), what, SLOW_MAX, times));
 }
 
 #[test]
 #[ignore = "takes a minute"]
 fn any_number_of_slow_requests_holds_up_no_others() {
     let _alone = alone();
-    let Some(mut guest) = Guest::start(Options::default()) else { return };
+    let Some(mounted) = Mounted::new() else { return };
+    let mut guest = Guest::start(&mounted);
+    let times = (Duration::from_secs(1), Duration::from_secs(4));
     for count in [1, 8, SLOW_MAX] {
-        for what in ALL {
-            guest.assert_undisturbed(what, count, Duration::from_secs(1), Duration::from_secs(4));
-        }
+        ALL.into_iter().for_each(|what| assert_undisturbed((&mounted, &mut guest), what, count, times));
     }
 }
 
