@@ -1,7 +1,7 @@
 //! Images of the layout composefs: ours for composefs's programs and the kernel, theirs for us.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};

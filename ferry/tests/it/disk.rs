@@ -1,6 +1,6 @@
 //! `ferry disk`: what the command line does, up to the socket.
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::io::{Read, Write};

@@ -1,7 +1,7 @@
 //! What comes from others (a 9P server, the author of an image) gives nobody on this host other rights, unless whoever mounts says so.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;

@@ -1,7 +1,7 @@
 //! `ferry image`, and images as sources of mounts.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};

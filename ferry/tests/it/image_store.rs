@@ -1,7 +1,7 @@
 //! `ferry image gc`, `du` and `diff`, and builds that are killed or run beside each other.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Several people follow the log of one server: who leaves takes along what he wished, and nothing else.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-mod common;
+use crate::common;
 
 use std::process::{Child, Stdio};
 

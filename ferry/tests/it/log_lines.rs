@@ -1,7 +1,7 @@
 //! Lines that others can cause, or write: how many there are, and what they do to a terminal.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs::{self, Permissions};
 use std::io::Read;

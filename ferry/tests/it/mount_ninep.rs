@@ -1,7 +1,7 @@
 //! Mounts of a 9P server that goes and comes back, as a user sees them.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File};
 use std::io::Write;

@@ -1,7 +1,7 @@
 //! Mounts in unusual places: inside their own source, by a user without rights, and just being made.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};

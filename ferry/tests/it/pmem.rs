@@ -1,7 +1,7 @@
 //! `ferry mount pmem:FILE`, its flags, and `ferry fsck`.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};

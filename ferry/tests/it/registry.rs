@@ -2,7 +2,7 @@
 #![cfg(feature = "registry")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};

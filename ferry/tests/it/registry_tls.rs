@@ -2,10 +2,8 @@
 #![cfg(feature = "registry")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-#[path = "../../exports/ninep/tests/common/certificates.rs"]
-#[allow(dead_code, missing_docs, reason = "a test uses a part")]
-mod certificates;
-mod common;
+use crate::certificates;
+use crate::common;
 
 use std::process::Command;
 

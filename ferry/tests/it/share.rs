@@ -1,8 +1,7 @@
 //! `ferry share` as a user meets it: what it says, its status, and what it leaves behind.
 
-#[path = "../../exports/ninep/tests/common/certificates.rs"]
-mod certificates;
-mod common;
+use crate::certificates;
+use crate::common;
 
 use std::fs;
 use std::io::{Read, Write};

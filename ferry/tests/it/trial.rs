@@ -1,6 +1,6 @@
 //! `ferry try`, with a real guest. The first test on a machine fetches it.
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::path::Path;

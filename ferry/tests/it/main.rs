@@ -1,0 +1,26 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../../../exports/ninep/tests/common/certificates.rs"]
+#[allow(dead_code, missing_docs, reason = "a test uses a part")]
+mod certificates;
+#[path = "../common/mod.rs"]
+mod common;
+
+mod composefs;
+mod disk;
+mod foreign;
+mod image;
+mod image_store;
+mod image_trace;
+mod image_upper;
+mod log_followers;
+mod log_lines;
+mod mount;
+mod mount_ninep;
+mod places;
+mod pmem;
+mod registry;
+mod registry_tls;
+mod registry_verity;
+mod share;
+mod trial;
