@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! A small 9P client, and servers for it: by a socket, and in the tests whose name ends in `by_device`, by chains.
+//! A small 9P client, and servers for it: by a socket, and in the program `by_device`, by chains.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test file uses a part; a test that cannot go on ends")]
 
 pub mod chains;

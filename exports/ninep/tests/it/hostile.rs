@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::io::{Read, Write};
@@ -375,6 +375,9 @@ fn connections_of_one_client_leave_room_for_others() {
 /// Silent connections take no thread.
 #[test]
 fn idle_connections_are_cheap() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let limits = Limits { connections_max: 4096, ..Limits::default() };
     let share = DirServer::new(Options { limits, ..Options::default() });
     // Two descriptors each, in this process.

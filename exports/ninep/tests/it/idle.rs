@@ -4,7 +4,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -93,7 +93,7 @@ impl Clients {
         let words = format!("{what} {} {}", server.port, server.folder.path().join("s").display());
         let program = std::env::current_exe().unwrap();
         let mut command = Command::new(program);
-        command.args(["--exact", "clients", "--include-ignored", "--nocapture"]).env(CLIENTS, words);
+        command.args(["--exact", "idle::clients", "--include-ignored", "--nocapture"]).env(CLIENTS, words);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
         let is_ready = said.any(|line| line.unwrap().contains(READY));
@@ -153,6 +153,9 @@ fn attached<S: Stream>(stream: S) -> Client<S> {
 #[ignore = "long: make test-all"]
 fn ten_thousand_are_held_for_little_and_let_go() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     if !has_descriptors() {
         ferry_skip::skip!("so many connections take 10,300 descriptors, which takes root here");
         return;
@@ -183,6 +186,9 @@ fn ten_thousand_are_held_for_little_and_let_go() {
 #[ignore = "long: make test-all"]
 fn ten_thousand_that_dawdle_are_sent_away() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     if !has_descriptors() {
         ferry_skip::skip!("so many connections take 10,300 descriptors, which takes root here");
         return;

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::io::Write;
 use std::sync::{Mutex, PoisonError};
@@ -68,6 +68,9 @@ fn data_goes_both_ways_in_one_message() {
 /// Who announces much and sends little, or asks for much where there is little, gets little memory.
 #[test]
 fn who_only_asks_for_much_gets_little() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     const CLIENTS: usize = 40;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let share = DirServer::new(longest());

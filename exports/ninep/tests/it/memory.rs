@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -99,6 +99,9 @@ fn memory_is_given_back(connections: usize, fids: u32, files: u32) {
 
 #[test]
 fn the_memory_of_clients_and_fids_that_are_gone_is_given_back() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     // A device has one client, and threads of its own.
     let (connections, fids) = if common::is_by_device() { (2, 40_000) } else { (80, 1000) };
     memory_is_given_back(connections, fids, 1000);
@@ -107,6 +110,9 @@ fn the_memory_of_clients_and_fids_that_are_gone_is_given_back() {
 #[test]
 #[ignore = "long: make test-all"]
 fn the_memory_of_two_hundred_thousand_fids_is_given_back() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let (connections, fids) = if common::is_by_device() { (2, 100_000) } else { (200, 1000) };
     memory_is_given_back(connections, fids, 1000);
 }

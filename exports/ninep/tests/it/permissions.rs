@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -688,7 +688,7 @@ fn is_the_clients(op: Op, file: Made) -> bool {
 
 /// Compares all operations in some directories and files.
 fn compare(source: &Arc<dyn FileSystem>, groups: &[u32], cases: &[(Made, Made)]) {
-    rustix::process::umask(Mode::empty());
+    ferry_alone::clear_umask();
     let users = match groups {
         [] => Users::Squash { uid: UID, gid: GID },
         groups => Users::Only(vec![Identity { uid: UID, gid: GID, groups: groups.to_vec() }]),

@@ -3,9 +3,8 @@
 #![cfg(feature = "tls")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-#[path = "common/certificates.rs"]
-mod certificates;
-mod common;
+use crate::certificates;
+use crate::common;
 
 use std::fs;
 use std::io::{Read, Write};

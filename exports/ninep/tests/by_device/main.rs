@@ -1,0 +1,15 @@
+//! Tests of `it` once more, with a guest's driver as the client (`common::is_by_device`), and those that only a driver can run.
+
+#[path = "../it/ahead.rs"]
+mod ahead;
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../it/locks.rs"]
+mod locks;
+mod long_messages_by_device;
+#[path = "../it/memory.rs"]
+mod memory;
+#[path = "../it/requests.rs"]
+mod requests;
+#[path = "../it/versions.rs"]
+mod versions;
