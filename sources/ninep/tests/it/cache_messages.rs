@@ -1,7 +1,7 @@
 //! How many messages the cache sends, how long, and how many at a time.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "this is a test, and its sizes are small")]
 
-mod fake;
+use crate::fake;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! The cache against a model: whatever the server delays, reorders, shortens and loses in a restart, a file is a byte vector.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "this is a test, and its sizes are small")]
 
-mod fake;
+use crate::fake;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};

@@ -5,7 +5,7 @@
     reason = "a test that cannot go on ends, and its sizes are small"
 )]
 
-mod common;
+use crate::common;
 
 use common::{CX, Served, name, read, write};
 use ferry_remote::{Cache, Options};

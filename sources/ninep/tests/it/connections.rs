@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes of a test are small")]
 
-mod common;
+use crate::common;
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;

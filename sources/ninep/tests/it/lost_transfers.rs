@@ -1,7 +1,7 @@
 //! Threads are counted: this test is alone in its process.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,6 +23,9 @@ fn threads(named: &str) -> usize {
 /// A file of 1 MiB, every byte of which is 7, by a server that ends its first connection with all reads in it.
 #[test]
 fn transfers_that_a_connection_lost_wait_on_one_thread() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     const READERS: usize = 12;
     let (connections, reads): (Arc<AtomicUsize>, Arc<AtomicUsize>) = Default::default();
     let asked = Arc::clone(&reads);

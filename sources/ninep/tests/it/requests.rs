@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 #![allow(clippy::cast_possible_truncation, reason = "bytes of a pattern")]
 
-mod common;
+use crate::common;
 
 use common::{CX, Served, flags, name, range, read, write};
 use ferry_remote::Options;

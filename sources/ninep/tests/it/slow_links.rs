@@ -1,7 +1,7 @@
 //! Links that carry little, and servers that are too busy to take a connection.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod common;
+use crate::common;
 
 use std::io::{Read, Write};
 use std::net::Shutdown;

@@ -2,9 +2,8 @@
 #![cfg(feature = "tls")]
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
-#[path = "../../../exports/ninep/tests/common/certificates.rs"]
-mod certificates;
-mod common;
+use crate::certificates;
+use crate::common;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;

@@ -1,0 +1,24 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../../../../exports/ninep/tests/common/certificates.rs"]
+#[cfg(feature = "tls")]
+mod certificates;
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../fake/mod.rs"]
+mod fake;
+
+mod cache_messages;
+mod cache_model;
+mod close_to_open;
+mod connections;
+mod hostile;
+mod listings;
+mod locks;
+mod lost_transfers;
+mod other_files;
+mod reconnect;
+mod requests;
+mod slow_links;
+mod syncfs;
+mod tls;
