@@ -1,6 +1,6 @@
 //! Trees whose owner changes them while they are built.
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File};
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! Images of the layout composefs are, byte for byte, what mkcomposefs writes.
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};

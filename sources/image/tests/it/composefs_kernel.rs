@@ -1,6 +1,6 @@
 //! What the kernel shows of images of the layout composefs, below overlayfs as composefs has them.
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;

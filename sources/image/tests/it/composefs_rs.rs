@@ -1,6 +1,6 @@
 //! Images of dumps have the digests that composefs-rs computes of them, in each of its versions.
 
-mod common;
+use crate::common;
 
 use std::fmt::Write;
 use std::fs;

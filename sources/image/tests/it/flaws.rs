@@ -1,6 +1,6 @@
 //! What can be wrong with an image, one thing after the other: what `fsck` calls it, and that who reads it gets EIO and no panic.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeSet;
 use std::fs;

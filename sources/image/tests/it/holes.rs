@@ -1,6 +1,6 @@
 //! Packs that may have holes, beside whole ones.
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File};
 use std::io;

@@ -1,6 +1,6 @@
 //! Whatever an archive, a dump file or an OCI image directory says: it is refused, or gives an image that fsck calls clean.
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! The kernel mounts what was built, and finds what was there.
 
-mod common;
+use crate::common;
 
 use std::fs;
 

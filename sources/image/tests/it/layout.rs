@@ -1,6 +1,6 @@
 //! How the layout flat is laid out: what makes it small and fast, and is not seen by who reads it.
 
-mod common;
+use crate::common;
 
 use std::fs;
 

@@ -1,6 +1,6 @@
 //! Stores of many packs: what a build reads of them, and what it makes when the table of packs is missing, stale or damaged.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};

@@ -1,6 +1,6 @@
 //! Stores of which something is damaged, and what replaces it.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};

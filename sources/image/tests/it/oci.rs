@@ -1,8 +1,8 @@
 //! Images of OCI image directories: of those that umoci makes, of those that are laid out by hand as the specification says, and of
 //! hostile ones.
 
-mod archives;
-mod common;
+use crate::archives;
+use crate::common;
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

@@ -1,6 +1,6 @@
 //! Images whose files are in the order in which a workload wants them.
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};

@@ -1,7 +1,7 @@
 //! Archives and layers give the trees that GNU tar and umoci make of them.
 
-mod archives;
-mod common;
+use crate::archives;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,6 +1,6 @@
 //! Large files are proved piece by piece, as they are read.
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};

@@ -1,7 +1,7 @@
 //! Packs that are made for fs-verity: what names their digests, and what becomes of wrong ones. What the kernel does with them is tried in a
-//! guest (`tests/tests/image_verity.rs`), for many file systems have no fs-verity.
+//! guest (`tests/tests/it/image_verity.rs`), for many file systems have no fs-verity.
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};

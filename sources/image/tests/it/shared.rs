@@ -1,6 +1,6 @@
 //! Many images in one store: what goes, what stays, what they share, what is another, and who does it at the same time.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeSet;
 use std::fs;

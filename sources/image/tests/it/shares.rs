@@ -1,6 +1,6 @@
 //! How much many images that are nearly the same take together, beside a store that cuts files where their content says so.
 
-mod common;
+use crate::common;
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;

@@ -1,6 +1,6 @@
 //! Archives give the images of the directories they were made of, and hostile ones a refusal.
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File};
 use std::io::Write;

@@ -1,6 +1,6 @@
 //! The tools of others take our images: fsck.erofs and dump.erofs of erofs-utils.
 
-mod common;
+use crate::common;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -1,6 +1,6 @@
 //! One tree has one digest, whatever is done to build an image of it; another tree has another one.
 
-mod common;
+use crate::common;
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};

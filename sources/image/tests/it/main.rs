@@ -1,0 +1,29 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../archives/mod.rs"]
+mod archives;
+#[path = "../common/mod.rs"]
+mod common;
+
+mod changes;
+mod composefs;
+mod composefs_kernel;
+mod composefs_rs;
+mod damage;
+mod flaws;
+mod holes;
+mod input;
+mod kernel;
+mod layout;
+mod many_packs;
+mod mend;
+mod oci;
+mod order;
+mod peers;
+mod pieces;
+mod seal;
+mod shared;
+mod shares;
+mod tar;
+mod tools;
+mod tree_digest;
