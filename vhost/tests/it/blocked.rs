@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod toy;
+use crate::toy;
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-mod toy;
+use crate::toy;
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -411,7 +411,7 @@ fn serve_if_asked() {
 
 fn start_server(folder: &Path) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["serve_if_asked", "--exact", "--nocapture"])
+        .args(["server::serve_if_asked", "--exact", "--nocapture"])
         .env(SOCKET_VARIABLE, folder.join("s"))
         .env(JOURNAL_VARIABLE, folder.join("journal"))
         .stdout(std::process::Stdio::null())
