@@ -38,7 +38,7 @@
 //!
 //! # System calls
 //!
-//! Per operation, with file handles and without (`tests/syscalls.rs` counts them under strace). "Held" is an inode
+//! Per operation, with file handles and without (`tests/it/syscalls.rs` counts them under strace). "Held" is an inode
 //! with a kept descriptor; what an operation opens first, the next finds held.
 //!
 //! | operation | handles | path |
