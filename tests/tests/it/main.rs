@@ -1,0 +1,67 @@
+//! The integration tests, in one program: one for each file would take much longer to link.
+
+#[path = "../../../exports/ninep/tests/common/certificates.rs"]
+mod certificates;
+#[path = "../../../sources/image/tests/common/mod.rs"]
+mod common;
+
+mod coherence;
+mod dax;
+mod dax_files;
+mod dax_mem;
+mod dax_shortened;
+mod dax_suites;
+mod disk;
+mod disk_faults;
+mod disk_guest;
+mod disk_image;
+mod disk_load;
+mod disk_qcow2;
+mod disk_qemu;
+mod disk_requests;
+mod disk_survives;
+mod drop_in;
+mod file_handles;
+mod fsx;
+mod guests;
+mod guests_coherence;
+mod hostile;
+mod hostile_lengths;
+mod image_exports;
+mod image_verity;
+mod isolation;
+mod isolation_disks;
+mod isolation_ninep;
+mod isolation_sources;
+mod libvirt;
+mod locks_between_exports;
+mod mounts_coherence;
+mod mounts_faults;
+mod mounts_guest;
+mod mounts_handlers;
+mod mounts_killed;
+mod mounts_ninep;
+mod mounts_suites;
+mod mounts_times;
+mod native;
+mod ninep;
+mod ninep_clients;
+mod ninep_flags;
+mod ninep_links;
+mod ninep_qemu;
+mod ninep_servers;
+mod pjdfstest;
+mod pmem_dax;
+mod programs;
+mod qemu;
+mod qemu_migration;
+mod recipes;
+mod restrictions;
+mod semantics;
+mod share_migrates;
+mod share_survives;
+mod share_survives_guest;
+mod share_survives_window;
+mod strangers;
+mod test_files;
+mod threat_model;
