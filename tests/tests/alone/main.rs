@@ -1,4 +1,5 @@
 //! Tests that nothing else may run beside: they change settings of the machine, or measure time. They run one at a time (`ferry_tests::alone`).
 
 mod mounts_settings;
+mod qemu_migration;
 mod slow_requests;

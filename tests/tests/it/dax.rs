@@ -121,6 +121,9 @@ cd /; umount /mnt/share
 #[test]
 fn a_guest_reads_and_writes_through_its_window() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let asked = Asked::begin();
     let programs = programs();
     let options = Options {
@@ -178,6 +181,9 @@ $window store big 3000000 'the end of the file'
 #[ignore = "long: make test-all"]
 fn only_large_files_are_mapped_where_the_guest_leaves_it_to_us() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let asked = Asked::begin();
     let programs = programs();
     let options = Options {
@@ -262,6 +268,9 @@ fn map_end(driver: &mut Driver, line: &UnixStream, node: u64) -> (File, u64) {
 #[test]
 fn mappings_are_asked_for_and_given_back() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     // Before the usual log is made: there is one for all tests of a process.
     Asked::begin();
     let share = share_with_file("native");
@@ -329,6 +338,9 @@ fn mappings_are_asked_for_and_given_back() {
 #[test]
 fn a_write_across_the_end_comes_after_what_was_stored_there() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Asked::begin();
     let share = share_with_file("across");
     let (mut driver, line, node) = native(&share);
@@ -372,6 +384,9 @@ fn a_write_across_the_end_comes_after_what_was_stored_there() {
 #[test]
 fn the_end_of_a_file_is_not_left_behind() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Asked::begin();
     let share = share_with_file("behind");
     let (mut driver, line, node) = native(&share);
@@ -403,6 +418,9 @@ fn bytes_read() -> u64 {
 /// A copy is compared with its file by reading both, as far as that may tell a difference.
 #[test]
 fn a_copy_is_not_read_for_every_request() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     const REQUESTS: u64 = 50;
     let _alone = alone();
     Asked::begin();
@@ -450,6 +468,9 @@ fn a_copy_is_not_read_for_every_request() {
 #[test]
 fn who_panics_when_told_of_a_change_ends_no_window() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Asked::begin();
     let share = share_with_file("panics");
     let (mut driver, line, node) = native(&share);
@@ -479,6 +500,9 @@ fn who_panics_when_told_of_a_change_ends_no_window() {
 #[test]
 fn holes_are_filled_before_the_guest_writes() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Asked::begin();
     let share = share_with_file("native-holes");
     let file = File::create(share.path.join("file")).unwrap();
@@ -503,6 +527,9 @@ fn holes_are_filled_before_the_guest_writes() {
 #[test]
 fn nobody_waits_for_a_front_end_that_does_not_answer() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     // Before the usual log is made: there is one for all tests of a process.
     Asked::begin();
     let share = share_with_file("silent");
@@ -541,6 +568,9 @@ fn nobody_waits_for_a_front_end_that_does_not_answer() {
 #[test]
 fn a_file_that_the_host_truncates_ends_nobody() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Asked::begin();
     let share = share_with_file("truncated");
     let (mut driver, line, node) = native(&share);

@@ -121,7 +121,7 @@ fn serve_if_asked() {
 
 fn start_server(folder: &Path) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["serve_if_asked", "--exact", "--nocapture"])
+        .args(["disk_load::serve_if_asked", "--exact", "--nocapture"])
         .env(FOLDER_VARIABLE, folder)
         .stdout(Stdio::null())
         .spawn()

@@ -306,42 +306,66 @@ fn serve_row(row: &Row, place: Place, requests: usize, cache: Cache, seed: u64) 
 
 #[test]
 fn plain_images_are_served() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     serve(PLAIN, 30);
 }
 
 #[test]
 fn clusters_of_all_sizes_are_served() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     serve(CLUSTERS, 30);
 }
 
 #[test]
 fn reference_counts_of_all_widths_are_served() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     serve(REFCOUNTS, 30);
 }
 
 #[test]
 fn extended_l2_entries_are_served() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     serve(EXTENDED, 60);
 }
 
 #[test]
 fn compressed_clusters_are_served() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     serve(COMPRESSED, 30);
 }
 
 #[test]
 fn backing_files_are_served() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     serve(BACKED, 40);
 }
 
 #[test]
 fn snapshots_stay_as_they_are() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     serve(SNAPSHOTS, 40);
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn all_images_are_served_through_many_requests() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for rows in [PLAIN, CLUSTERS, REFCOUNTS, EXTENDED, COMPRESSED, BACKED, SNAPSHOTS] {
         for (number, row) in rows.iter().enumerate() {
             for cache in CACHES {
@@ -354,6 +378,9 @@ fn all_images_are_served_through_many_requests() {
 /// What is freed is used again, and what is reserved is given back: neither the file nor the counts grow without need.
 #[test]
 fn space_is_used_again() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let images = Images::new(Place::Disk);
     images.run("qemu-img create -q -f qcow2 -o lazy_refcounts=on image 64M");
     let length = || fs::metadata(images.path("image")).unwrap().len();
@@ -381,6 +408,9 @@ fn space_is_used_again() {
 /// Many at once, in the same clusters, each in sectors of its own.
 #[test]
 fn writers_in_the_same_clusters_keep_out_of_each_others_bytes() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     const WRITERS: usize = 4;
     let images = Images::new(Place::Disk);
     for options in ["compat=0.10", "compat=1.1", "extended_l2=on", "cluster_size=4k"] {
@@ -430,6 +460,9 @@ fn writers_in_the_same_clusters_keep_out_of_each_others_bytes() {
 
 #[test]
 fn encrypted_images_are_refused_and_stay_as_they_are() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for method in ["aes", "luks"] {
         let images = Images::new(Place::Memory);
         let secret = "--object secret,id=key,data=PASSWORD";
@@ -454,6 +487,9 @@ fn encrypted_images_are_refused_and_stay_as_they_are() {
 
 #[test]
 fn separate_data_files_are_refused_and_stay_as_they_are() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for raw in ["off", "on"] {
         let images = Images::new(Place::Memory);
         images.run(&format!(
@@ -473,6 +509,9 @@ const FORMAT: [u8; 4] = [0xe2, 0x79, 0x2a, 0xca];
 
 #[test]
 fn an_unsaid_backing_format_is_refused_with_advice_that_helps() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for compat in ["0.10", "1.1"] {
         let images = Images::new(Place::Memory);
         images.run(&format!(
@@ -500,6 +539,9 @@ fn set_bits(path: &Path, at: u64, bits: u8) {
 
 #[test]
 fn images_that_need_a_check_are_only_read() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for (bit, words) in [(1, "was not closed"), (2, "marked as corrupt")] {
         let images = Images::new(Place::Memory);
         images.run("qemu-img create -q -f qcow2 -o lazy_refcounts=on image 4M");
@@ -518,6 +560,9 @@ fn images_that_need_a_check_are_only_read() {
 
 #[test]
 fn features_that_are_not_known_are_refused_by_name() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let images = Images::new(Place::Memory);
     images.run("qemu-img create -q -f qcow2 image 4M");
     set_bits(&images.path("image"), 72, 0x80);
@@ -528,6 +573,9 @@ fn features_that_are_not_known_are_refused_by_name() {
 /// Who does not know bitmaps says so to those who do, by clearing the autoclear bits, as soon as it writes and not before.
 #[test]
 fn bitmaps_are_left_to_those_who_know_them() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let images = Images::new(Place::Memory);
     images.run("qemu-img create -q -f qcow2 image 4M; qemu-img bitmap --add image one");
     images.fill("image", FILL);

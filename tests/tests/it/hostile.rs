@@ -42,12 +42,18 @@ fn run_table(race: Duration) {
 
 #[test]
 fn every_malformed_input_is_survived() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     run_table(Duration::from_millis(300));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn every_malformed_input_is_survived_with_long_races() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     run_table(Duration::from_secs(20));
 }
 

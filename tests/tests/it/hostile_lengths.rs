@@ -24,6 +24,9 @@ fn peak_kib() -> u64 {
 
 #[test]
 fn requests_beyond_what_was_agreed_on_take_no_memory() {
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let place = folder(Place::Disk);
     let sized = ferry_mem::pmem::Options { size_bytes: Some(64 << 20), ..ferry_mem::pmem::Options::default() };
     let pmem = ferry_mem::pmem::open(&place.path().join("image"), &sized).unwrap();

@@ -2,8 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-#[path = "../../sources/image/tests/common/mod.rs"]
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -235,6 +234,9 @@ fn assert_same(found: &BTreeMap<PathBuf, Facts>, expected: &BTreeMap<PathBuf, Fa
 #[test]
 fn a_driver_is_told_the_whole_tree() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Said::begin();
     for (name, layout) in LAYOUTS {
         let made = Made::new(layout);
@@ -255,6 +257,9 @@ fn a_driver_is_told_the_whole_tree() {
 #[test]
 fn a_flipped_bit_is_an_error_and_named() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for (name, layout) in LAYOUTS {
         let made = Made::new(layout);
         [LARGE, SHORT].into_iter().for_each(|damaged| made.damage(damaged));
@@ -305,6 +310,9 @@ cmp /mnt/bad/twin /mnt/virtiofs/twin
 #[test]
 fn a_guest_sees_the_whole_tree_by_virtio_fs_and_by_9p() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for (name, layout) in LAYOUTS {
         let said = Said::begin();
         let (made, other) = (Made::new(layout), Made::new(layout));
@@ -335,6 +343,9 @@ fn mounted(source: Arc<dyn FileSystem>, at: &Path, options: ferry_fuse::Options)
 #[test]
 fn our_client_sees_the_whole_tree_by_9p() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let said = Said::begin();
     for (name, layout) in LAYOUTS {
         let made = Made::new(layout);
@@ -370,6 +381,9 @@ fn our_client_sees_the_whole_tree_by_9p() {
 #[test]
 fn objects_are_passed_through() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let said = Said::begin();
     let layout = Layout::Composefs { version: None };
     let made = Made::new(layout);
@@ -414,6 +428,9 @@ fn objects_are_passed_through() {
 #[test]
 fn pieces_of_packs_are_not_passed_through() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Said::begin();
     let made = Made::new(Layout::Flat);
     let at = made.bench.path("mnt");
@@ -427,6 +444,9 @@ fn pieces_of_packs_are_not_passed_through() {
 #[test]
 fn a_file_without_attributes_has_an_empty_list_in_a_mount() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Said::begin();
     let bench = Bench::of(ferry_tests::folder(ferry_tests::Place::Memory));
     fs::write(bench.tree().join("plain"), "x").unwrap();
@@ -464,6 +484,9 @@ umount /mnt/flat /mnt/composefs /mnt/bad
 #[ignore = "long: make test-all"]
 fn a_guest_of_qemu_sees_the_whole_tree_in_its_windows() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let said = Said::begin();
     let options = Options { queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
@@ -579,6 +602,9 @@ fn expected(made: &Made, name: &str, offset: u64) -> Vec<u8> {
 #[test]
 fn a_window_has_the_stores_own_pages() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Said::begin();
     for (name, layout) in LAYOUTS {
         let made = Made::new(layout);
@@ -620,6 +646,9 @@ fn a_window_has_the_stores_own_pages() {
 #[test]
 fn a_refusal_of_everything_does_not_end_the_sharing_of_pages() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let said = Said::begin();
     let made = Made::new(Layout::Flat);
     let shared = Shared::new(made.source(), "t");
@@ -640,6 +669,9 @@ fn a_refusal_of_everything_does_not_end_the_sharing_of_pages() {
 #[test]
 fn damaged_bytes_come_into_no_window() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     for (name, layout) in LAYOUTS {
         let said = Said::begin();
         let made = Made::new(layout);
@@ -660,6 +692,9 @@ fn damaged_bytes_come_into_no_window() {
 #[test]
 fn pieces_that_lie_apart_are_mapped_one_by_one() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     Said::begin();
     let mut made = Made::new(Layout::Flat);
     let large = fs::File::options().write(true).open(made.bench.tree().join(LARGE)).unwrap();

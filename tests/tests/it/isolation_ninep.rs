@@ -3,8 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-#[path = "../../exports/ninep/tests/common/certificates.rs"]
-mod certificates;
+use crate::certificates;
 
 use std::fs;
 use std::io::{Read, Write};

@@ -54,7 +54,6 @@ mod pjdfstest;
 mod pmem_dax;
 mod programs;
 mod qemu;
-mod qemu_migration;
 mod recipes;
 mod restrictions;
 mod semantics;

@@ -97,6 +97,9 @@ fn cut_in_flight(share: &Share) {
 #[test]
 fn a_cut_line_leaves_nothing_behind() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let share = Share::new(Cache::Auto);
     big_file(&share, "file");
     for _ in 0..3 {
@@ -236,6 +239,9 @@ fn a_parked_lock_outlives_a_pause_of_its_queue() {
 #[test]
 fn waiting_locks_hold_no_queue() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     let (entry, open) = driver.create(ROOT, "file", O_RDWR_CREAT, 0o100_644).unwrap();
@@ -619,6 +625,9 @@ fn fallocate_has_the_hosts_modes() {
 #[test]
 fn names_never_vanish_when_descriptors_run_out() {
     let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let share = Share::new(Cache::Auto);
     for number in 0..64 {
         fs::write(share.path.join(format!("f{number}")), "x").unwrap();

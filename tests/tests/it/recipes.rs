@@ -44,7 +44,7 @@ const RUN: [(&str, &str); 18] = [
 /// How the blocks begin that are not run, and what they need.
 const NEEDED: [(&str, &str); 10] = [
     ("make demo", "they are what runs this test, and a demonstration that takes minutes"),
-    ("<memoryBacking>", "libvirt with QEMU in a daemon of its own; tests/tests/libvirt.rs runs such a domain"),
+    ("<memoryBacking>", "libvirt with QEMU in a daemon of its own; tests/tests/it/libvirt.rs runs such a domain"),
     ("--memory size=4G,shared=on --fs", "cloud-hypervisor, and KVM, without which it runs no guest"),
     ("<binary path=", "an installed ferry-virtiofsd; tests/tests/libvirt.rs runs it"),
     ("openssl req -x509", "certificates for two hosts: ferry/tests/share.rs runs this block as it is written"),
@@ -53,17 +53,17 @@ const NEEDED: [(&str, &str); 10] = [
     ("cargo run --example hello", "a compiler: fs/tests/it/host.rs and fs/tests/it/guest.rs run the example so"),
     (
         "ferry share /srv/src --9p vhost-user:",
-        "a guest's kernel on QEMU's generic device: tests/tests/ninep_qemu.rs has the same line",
+        "a guest's kernel on QEMU's generic device: tests/tests/it/ninep_qemu.rs has the same line",
     ),
     (
         "ferry image push rootfs.img oci:",
-        "a registry and an S3 store of these names: ferry/tests/image_registry.rs has its own",
+        "a registry and an S3 store of these names: ferry/tests/it/registry.rs has its own",
     ),
 ];
 
 /// What lines need, in a block that is run or in the help, by how they begin.
 const NEEDED_BY_LINES: [(&str, &str); 13] = [
-    ("mount -t 9p ", "9P in this host's kernel; guests run it in tests/tests/ninep_qemu.rs"),
+    ("mount -t 9p ", "9P in this host's kernel; guests run it in tests/tests/it/ninep_qemu.rs"),
     ("mount -o remount", "see the test the_mount_helper_block, which runs it after the line before"),
     ("ferry share /srv/src --9p vhost-user:", "see the block of docs/guide/9p.md"),
     ("ferry share /srv/src --9p tls:", "certificates: ferry/tests/share.rs runs the block of docs/guide/tls.md"),
